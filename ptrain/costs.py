@@ -1,0 +1,154 @@
+"""The one vocabulary of costs: predicted, simulated and measured figures have these types.
+
+A verdict is a subtraction of two values of the same type. Bytes are integers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class State(StrEnum):
+    """The four training states (Definition 1), and two rooms for what belongs to none."""
+
+    PARAMETERS = "parameters"
+    OPTIMIZER = "optimizer"
+    GRADIENTS = "gradients"
+    ACTIVATIONS = "activations"
+    TRANSIENT = "transient"  # gathered units, reduce buffers: gone when the step is over
+    OTHER = "other"  # buffers of the model, the batch itself
+
+
+PLACED = (State.PARAMETERS, State.OPTIMIZER, State.GRADIENTS, State.ACTIVATIONS)
+
+
+class Phase(StrEnum):
+    """When bytes move or live."""
+
+    SETUP = "setup"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    UPDATE = "update"
+
+
+class Collective(StrEnum):
+    """Everything that moves bytes between ranks or between tiers."""
+
+    ALL_GATHER = "all_gather"
+    REDUCE_SCATTER = "reduce_scatter"
+    ALL_REDUCE = "all_reduce"
+    ALL_TO_ALL = "all_to_all"
+    BROADCAST = "broadcast"
+    REDUCE = "reduce"
+    GATHER = "gather"
+    SCATTER = "scatter"
+    SEND = "send"
+    RECV = "recv"
+    BARRIER = "barrier"
+    HOST_TO_DEVICE = "host_to_device"
+    DEVICE_TO_HOST = "device_to_host"
+    FILE_READ = "file_read"
+    FILE_WRITE = "file_write"
+
+
+class Column(StrEnum):
+    """Who says so: the paper's theorems, our derivation, an execution on fake ranks, the run."""
+
+    PAPER = "paper"
+    EXACT = "exact"
+    SIMULATED = "simulated"
+    MEASURED = "measured"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Footprint:
+    """Resident bytes of one state on one rank, by tier."""
+
+    state: State
+    rank: int
+    device_bytes: int
+    host_bytes: int = 0
+    file_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peak:
+    """The maximum of live device bytes on one rank during one phase of a steady step."""
+
+    phase: Phase
+    rank: int
+    device_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrafficKey:
+    """What calls are added up over: mesh axes x collective x state x phase (x substitute)."""
+
+    axes: tuple[str, ...]
+    collective: Collective
+    state: State
+    phase: Phase
+    via: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic:
+    """Calls of one kind on one rank in one steady step.
+
+    `payload_bytes` adds the full tensor of each call; `sent_bytes` what one rank sends of it
+    under the ring model (Theorem 2), rounded up per call.
+    """
+
+    key: TrafficKey
+    calls: int
+    payload_bytes: int
+    sent_bytes: int
+
+
+def add_traffic(rows: Iterable[Traffic]) -> tuple[Traffic, ...]:
+    """Rows with equal keys become one; sorted, so that two accounts compare by position."""
+    totals: dict[TrafficKey, tuple[int, int, int]] = {}
+    for row in rows:
+        calls, payload, sent = totals.get(row.key, (0, 0, 0))
+        totals[row.key] = (
+            calls + row.calls,
+            payload + row.payload_bytes,
+            sent + row.sent_bytes,
+        )
+    return tuple(
+        Traffic(key=key, calls=calls, payload_bytes=payload, sent_bytes=sent)
+        for key, (calls, payload, sent) in sorted(totals.items(), key=lambda item: repr(item[0]))
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """One account of one run: a prediction (paper, exact), a simulation or a measurement.
+
+    `undefined` gives, per kind of figure ("traffic", "peak"), why the column has none.
+    """
+
+    column: Column
+    world_size: int
+    memory: tuple[Footprint, ...] = ()
+    peak: tuple[Peak, ...] = ()
+    traffic: tuple[Traffic, ...] = ()
+    undefined: dict[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    def bytes_of(self, state: State, rank: int | None = None) -> int:
+        """Device bytes of `state` on `rank`, or the maximum over the ranks."""
+        sizes = [
+            row.device_bytes
+            for row in self.memory
+            if row.state is state and rank in (None, row.rank)
+        ]
+        return max(sizes, default=0)
+
+    def sent_bytes(self, *, setup: bool = False) -> int:
+        """Bytes that one rank sends in a steady step (with `setup`: once)."""
+        return sum(
+            row.sent_bytes for row in self.traffic if (row.key.phase is Phase.SETUP) is setup
+        )

@@ -1,0 +1,55 @@
+"""What derivation must know of a model: its tensors by unit, in order, and nothing of torch.
+
+Built-in families state theirs as formulas (`derivation.parameters`); for any other model the same
+facts are read off the module on the meta device and by tracing one step.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorFacts:
+    """A parameter or buffer: canonical dotted name and shape in elements."""
+
+    name: str
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitFacts:
+    """What is gathered, reduced and freed together: a block, or the root with all that is left.
+    `name` is the module's dotted name, "" for the root. Tied tensors appear once, in the root."""
+
+    name: str
+    tensors: tuple[TensorFacts, ...]
+
+    @property
+    def numel(self) -> int:
+        return sum(tensor.numel for tensor in self.tensors)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """`units` in the order in which fully_shard wraps them: blocks first to last, then the root.
+    `buffers` are (name, bytes). `gradient_order` names the parameters in the order in which their
+    gradients are complete in a backward pass (it decides DDP's buckets)."""
+
+    units: tuple[UnitFacts, ...]
+    buffers: tuple[tuple[str, int], ...] = ()
+    gradient_order: tuple[str, ...] = ()
+
+    @property
+    def tensors(self) -> tuple[TensorFacts, ...]:
+        return tuple(tensor for unit in self.units for tensor in unit.tensors)
+
+    @property
+    def numel(self) -> int:
+        """P, the number of parameters."""
+        return sum(unit.numel for unit in self.units)

@@ -1,0 +1,29 @@
+"""Mesh axes, outermost first in a spec, and the factor: one axis with its degree and tuple."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from ptrain.spec.placement import Placement
+
+
+class Axis(StrEnum):
+    PP = "pp"
+    DP_REPLICATE = "dp_replicate"
+    DP_SHARD = "dp_shard"
+    CP = "cp"
+    EP = "ep"
+    TP = "tp"
+
+
+DATA_AXES = (Axis.DP_REPLICATE, Axis.DP_SHARD)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Factor:
+    """One factor of the product: axis, number of ranks along it, placement on it."""
+
+    axis: Axis
+    degree: int
+    placement: Placement

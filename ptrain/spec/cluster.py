@@ -1,0 +1,20 @@
+"""What the job runs on: devices, their memory, and links by tier. Used by fit and legality."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """`device_memory` in bytes; bandwidths in bytes per second; latencies in seconds."""
+
+    name: str
+    devices: int
+    devices_per_node: int
+    device_memory: int
+    intra_node_bandwidth: float
+    inter_node_bandwidth: float
+    intra_node_latency: float = 5e-6
+    inter_node_latency: float = 10e-6
+    flops: float = 0.0

@@ -1,0 +1,50 @@
+"""Which model: the shape of a built-in family, a transformers class or the user's own function."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class Family(StrEnum):
+    LLAMA = "llama"
+    GPT = "gpt"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """Everything that fixes the tensors of a built-in model. Sizes in elements."""
+
+    family: Family
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    ffn: int
+    vocab: int
+    tied: bool = False
+    dropout: float = 0.0
+    rope_base: float = 10000.0
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden // self.heads
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExternalModel:
+    """`{target: package.module:function}`: the function is called with `arguments`."""
+
+    target: str
+    arguments: dict[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HuggingFaceModel:
+    """`{hf: LlamaForCausalLM, config: {...}}`."""
+
+    hf: str
+    config: dict[str, object] = field(default_factory=dict)
+
+
+ModelSpec = ModelShape | ExternalModel | HuggingFaceModel

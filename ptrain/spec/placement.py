@@ -1,0 +1,77 @@
+"""Definition 2: the five modes, and the tuple (Theta, Omega, G, A) of one mesh axis."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from ptrain.costs import State
+
+
+class Distribution(StrEnum):
+    """How a state is spread over the ranks of an axis, or how it comes to be."""
+
+    REPLICATED = "R"
+    SHARDED = "S"
+    GATHERED = "S*"
+    MATERIALIZED = "M"
+
+
+class Tier(StrEnum):
+    """Where the bytes live."""
+
+    DEVICE = "device"
+    HOST = "host"
+    FILE = "file"
+
+
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """A distribution on a tier: `R`, `S`, `S*`, `M`, `O` (= `S@host`), `R@host`, `S@file` …"""
+
+    distribution: Distribution
+    tier: Tier = Tier.DEVICE
+
+    @classmethod
+    def parse(cls, text: str) -> Mode:
+        """Raises ValueError for anything that is not a mode."""
+        if text == "O":
+            return OFFLOADED
+        head, _, tail = text.partition("@")
+        distribution, tier = Distribution(head), Tier(tail or "device")
+        if distribution is Distribution.MATERIALIZED and tier is not Tier.DEVICE:
+            raise ValueError(f"{text!r}: what is materialized lives on the device")
+        return cls(distribution, tier)
+
+    def __str__(self) -> str:
+        if self == OFFLOADED:
+            return "O"
+        suffix = "" if self.tier is Tier.DEVICE else f"@{self.tier}"
+        return f"{self.distribution}{suffix}"
+
+
+R = Mode(Distribution.REPLICATED)
+S = Mode(Distribution.SHARDED)
+S_STAR = Mode(Distribution.GATHERED)
+M = Mode(Distribution.MATERIALIZED)
+OFFLOADED = Mode(Distribution.SHARDED, Tier.HOST)
+MODES = (R, S, S_STAR, M, OFFLOADED)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """One tuple (Theta, Omega, G, A)."""
+
+    parameters: Mode
+    optimizer: Mode
+    gradients: Mode
+    activations: Mode = R
+
+    def __getitem__(self, state: State) -> Mode:
+        mode: Mode = getattr(self, state.value)
+        return mode
+
+    def __str__(self) -> str:
+        return ",".join(
+            map(str, (self.parameters, self.optimizer, self.gradients, self.activations))
+        )

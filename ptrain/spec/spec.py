@@ -1,0 +1,120 @@
+"""The resolved spec: what every other part of ptrain reads. Made by `spec.load`."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from ptrain.costs import State
+from ptrain.spec.axis import DATA_AXES, Axis, Factor
+from ptrain.spec.batch import Batch, ReduceScatterVia, SyncPolicy
+from ptrain.spec.cluster import Cluster
+from ptrain.spec.model import ModelSpec
+from ptrain.spec.placement import Distribution
+from ptrain.spec.precision import Precision
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerSpec:
+    """`clip` is the maximum global gradient norm, None for none. `decay_steps` 0: constant after
+    warm-up, else cosine to `min_lr_ratio` of `lr`."""
+
+    name: str = "adamw"  # adamw | sgd
+    lr: float = 3e-4
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    momentum: float = 0.0
+    warmup: int = 0
+    decay_steps: int = 0
+    min_lr_ratio: float = 0.1
+    clip: float | None = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataSpec:
+    """`corpus` is a built-in name (python-docs, synthetic) or None with `path`, a token file."""
+
+    corpus: str | None = "python-docs"
+    path: str | None = None
+    tokenizer: str = "bytes"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainSpec:
+    steps: int = 50
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalSpec:
+    """Every `every` steps (0: never) the mean loss of `batches` global batches that are held out."""
+
+    every: int = 0
+    batches: int = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointSpec:
+    """`at_end`: save once, when the training is done. `every` steps: 0 for never."""
+
+    at_end: bool = False
+    every: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeout:
+    """Seconds: `init` for the meeting of the ranks, `step` for every collective after it."""
+
+    init: float = 300.0
+    step: float = 120.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spec:
+    """A complete, resolved spec. `factors` outermost first, axes of degree 1 gone; the product of
+    the degrees is the world size. `device` is cpu, cuda or auto; `backend` gloo, nccl or auto.
+    `resolved` is the plain mapping that, written as YAML, loads to this very spec.
+    """
+
+    name: str
+    model: ModelSpec
+    factors: tuple[Factor, ...]
+    batch: Batch
+    precision: Precision = field(default_factory=Precision)
+    optimizer: OptimizerSpec = field(default_factory=OptimizerSpec)
+    data: DataSpec = field(default_factory=DataSpec)
+    train: TrainSpec = field(default_factory=TrainSpec)
+    cluster: Cluster | None = None
+    sync: SyncPolicy = field(default_factory=SyncPolicy)
+    reduce_scatter: ReduceScatterVia = ReduceScatterVia.NATIVE
+    bucket_bytes: int = 25 * 2**20
+    eval: EvalSpec = field(default_factory=EvalSpec)
+    checkpoint: CheckpointSpec = field(default_factory=CheckpointSpec)
+    timeout: Timeout = field(default_factory=Timeout)
+    profile: tuple[int, ...] = ()
+    log_every: int = 10
+    deterministic: bool = False
+    device: str = "auto"
+    backend: str = "auto"
+    resolved: dict[str, object] = field(default_factory=dict)
+
+    @property
+    def world_size(self) -> int:
+        return math.prod(factor.degree for factor in self.factors)
+
+    @property
+    def data_degree(self) -> int:
+        """Ranks that see different samples."""
+        return math.prod(self.degree(axis) for axis in DATA_AXES)
+
+    def degree(self, axis: Axis) -> int:
+        return next((factor.degree for factor in self.factors if factor.axis is axis), 1)
+
+    def axes_where(self, state: State, *distributions: Distribution) -> tuple[Axis, ...]:
+        """The mesh axes, outermost first, on which `state` has one of these distributions."""
+        return tuple(
+            factor.axis
+            for factor in self.factors
+            if factor.placement[state].distribution in distributions
+        )

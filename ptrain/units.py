@@ -1,0 +1,53 @@
+"""Sizes and counts as text: "80 GiB" <-> int bytes, 0.9M parameters."""
+
+from __future__ import annotations
+
+import re
+
+_BYTES = {
+    "B": 1,
+    "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+    "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40,
+}  # fmt: skip
+_COUNTS = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+
+
+def parse_bytes(text: str | int) -> int:
+    """`"80 GiB"` -> bytes. Raises ValueError for anything that is not a size."""
+    if isinstance(text, int):
+        return text
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
+    if not match or (match[2] or "B") not in _BYTES:
+        raise ValueError(f"{text!r} is not a size; write for example 80 GiB or 16 GB")
+    return round(float(match[1]) * _BYTES[match[2] or "B"])
+
+
+def parse_count(text: str | int) -> int:
+    """`"4M"` -> 4000000. Raises ValueError for anything that is not a count."""
+    if isinstance(text, int):
+        return text
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kKMBT]?)\s*", text)
+    if not match:
+        raise ValueError(f"{text!r} is not a count; write for example 4M")
+    return round(float(match[1]) * _COUNTS[match[2]])
+
+
+def format_bytes(size: int | float) -> str:
+    """Decimal units as the literature uses them: 1120 GB, 61.3 MB, 512 B."""
+    for unit, scale in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if abs(size) >= (10 * scale if unit == "TB" else scale):
+            return f"{size / scale:.4g} {unit}"
+    return f"{int(size)} B"
+
+
+def format_count(number: int | float) -> str:
+    """0.92M, 70B, 512."""
+    for unit, scale in (("T", 10**12), ("B", 10**9), ("M", 10**6), ("k", 10**3)):
+        if abs(number) >= scale * (0.1 if unit == "M" else 1):
+            return f"{number / scale:.3g}{unit}"
+    return f"{number:.3g}"
+
+
+def ceil_div(numerator: int, denominator: int) -> int:
+    """Division rounded up: the size of the largest of `denominator` shards."""
+    return -(-numerator // denominator)
