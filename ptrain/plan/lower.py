@@ -8,10 +8,6 @@ other legal tuple runs as flat units with one handler per state.
 from __future__ import annotations
 
 from ptrain.costs import State
-from ptrain.spec.axis import DATA_AXES, Axis, Factor
-from ptrain.spec.placement import S_STAR, Mode, R, S
-from ptrain.spec.spec import Spec
-
 from ptrain.plan.step import (
     Accumulate,
     Clip,
@@ -24,6 +20,9 @@ from ptrain.plan.step import (
     Update,
     Wrap,
 )
+from ptrain.spec.axis import DATA_AXES, Axis, Factor
+from ptrain.spec.placement import S_STAR, Mode, R, S
+from ptrain.spec.spec import Spec
 
 MODEL_STATES = (State.PARAMETERS, State.OPTIMIZER, State.GRADIENTS)
 _WHOLE = (R, R, R)
