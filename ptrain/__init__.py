@@ -1,0 +1,42 @@
+"""ptrain: distributed training from a placement spec, predicted to the byte and measured.
+
+`load`, `expand`, `derive`, `lower` are pure; `interpret`, `measure`, `run` import torch. All are
+imported on first use, so that `import ptrain` costs nothing.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from ptrain.version import VERSION as __version__
+
+if TYPE_CHECKING:
+    from ptrain.derivation.estimate import derive as derive
+    from ptrain.interpreter.program import interpret as interpret
+    from ptrain.meters.measure import measure as measure
+    from ptrain.plan.lower import lower as lower
+    from ptrain.spec.load import expand as expand
+    from ptrain.spec.load import load as load
+    from ptrain.train.notebook import run as run
+
+_HOMES = {
+    "load": "ptrain.spec.load",
+    "expand": "ptrain.spec.load",
+    "derive": "ptrain.derivation.estimate",
+    "lower": "ptrain.plan.lower",
+    "interpret": "ptrain.interpreter.program",
+    "measure": "ptrain.meters.measure",
+    "run": "ptrain.train.notebook",
+}
+__all__ = ["__version__", "derive", "expand", "interpret", "load", "lower", "measure", "run"]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'ptrain' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

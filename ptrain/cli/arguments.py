@@ -1,0 +1,34 @@
+"""What verbs share: SPEC and a.b=c in any order on the command line, and --json."""
+
+from __future__ import annotations
+
+import json
+import re
+from argparse import ArgumentParser
+from collections.abc import Iterable, Mapping
+
+_OVERRIDE = re.compile(r"[\w-]+(\.[\w-]+)*=")
+
+
+def add_spec_arguments(parser: ArgumentParser, *, specs: str = "SPEC") -> None:
+    """One list, `arguments`, of specs and overrides; `split_arguments` tells them apart."""
+    parser.add_argument(
+        "arguments",
+        nargs="*",
+        metavar=specs,
+        help="a YAML file or a name from `ptrain specs`; a.b=c overrides a key, as in a file",
+    )
+    parser.add_argument("--json", action="store_true", help="print the result as JSON, only that")
+
+
+def split_arguments(arguments: Iterable[str]) -> tuple[list[str], list[str]]:
+    """(specs, overrides). `mesh.dp_shard=4` is an override; `a/b=c.yaml` is a file."""
+    sources, overrides = [], []
+    for argument in arguments:
+        (overrides if _OVERRIDE.match(argument) else sources).append(argument)
+    return sources, overrides
+
+
+def print_json(record: Mapping[str, object] | list[dict[str, object]]) -> None:
+    """A record, or a list of them when several specs were asked for."""
+    print(json.dumps(record, indent=2, ensure_ascii=False))

@@ -1,0 +1,116 @@
+"""The command line: one module per verb, imported when its verb is called.
+
+A verb's module has `add_arguments(parser)` and `run(args) -> int`. What a verb raises for its
+user (`PtrainError`) ends as its message on standard error and its exit code.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterable, Sequence
+from importlib import import_module
+from types import ModuleType
+
+from ptrain.errors import PtrainError, SpecError
+from ptrain.version import VERSION
+
+VERBS = {
+    "train": "train a spec, with predicted and measured figures at the end",
+    "predict": "memory and traffic of specs, before anything runs",
+    "plan": "the steps that will wrap the model, as text",
+    "validate": "run a few steps and compare what was predicted with what was measured",
+    "specs": "list the named specs, or show one",
+    "schema": "the JSON Schema of specs, for editors",
+}
+NOT_YET = ("verify", "simulate", "select", "convert", "report", "compare", "doctor", "launch")
+WRONG_INPUT, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one verb; returns the exit code (0, 1 a verdict failed, 2 wrong input, 3 a rank failed,
+    4 a check stopped the training, 130 interrupted)."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        code = _dispatch(arguments)
+        sys.stdout.flush()
+        return code
+    except PtrainError as error:
+        return _refuse(error, as_json="--json" in arguments)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        # the reader (head, a pager) has seen enough; nothing may be flushed at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+
+
+def _dispatch(arguments: list[str]) -> int:
+    match arguments:
+        case [] | ["-h" | "--help" | "help"]:
+            print(_usage())
+            return 0
+        case ["--version" | "-V"]:
+            print(f"ptrain {VERSION}")
+            return 0
+        case [verb, *rest] if verb in VERBS:
+            module = import_module(f"ptrain.cli.{verb}")
+            return int(module.run(_parse(verb, module, rest)))
+        case [verb, *_] if verb in NOT_YET:
+            raise PtrainError(f"ptrain {verb}: not yet; what works: {', '.join(VERBS)}")
+        case [verb, *_]:
+            raise PtrainError(f"ptrain: {verb!r} is no command; choose from {', '.join(VERBS)}")
+    raise AssertionError("every list of arguments matches a case")
+
+
+def _parse(verb: str, module: ModuleType, arguments: list[str]) -> Namespace:
+    parser = ArgumentParser(prog=f"ptrain {verb}", description=f"{verb}: {VERBS[verb]}")
+    module.add_arguments(parser)
+    return parser.parse_intermixed_args(list(_as_overrides(arguments)))
+
+
+def _as_overrides(arguments: Iterable[str]) -> Iterable[str]:
+    """`--mesh.dp_shard=4` and `--mesh.dp_shard 4` are `mesh.dp_shard=4`."""
+    remaining = iter(arguments)
+    for argument in remaining:
+        if not re.match(r"--\w+(\.[\w-]+)+(=|$)", argument):
+            yield argument
+        elif "=" in argument:
+            yield argument[2:]
+        else:
+            yield f"{argument[2:]}={next(remaining, '')}"
+
+
+def _usage() -> str:
+    width = max(map(len, VERBS))
+    lines = [f"  {verb:<{width}}  {help_text}" for verb, help_text in VERBS.items()]
+    return "\n".join(
+        [
+            "usage: ptrain COMMAND [SPEC ...] [a.b=c ...] [options]",
+            "",
+            "A SPEC is a YAML file or a name from `ptrain specs`; a.b=c overrides one of its keys.",
+            "",
+            *lines,
+            "",
+            "`ptrain COMMAND --help` says more. Start with: ptrain train",
+        ]
+    )
+
+
+def _refuse(error: PtrainError, *, as_json: bool) -> int:
+    print(error, file=sys.stderr)
+    if as_json:
+        faults = error.faults if isinstance(error, SpecError) else ()
+        record = {
+            "error": str(error),
+            "exit_code": error.exit_code,
+            "faults": [
+                {name: getattr(fault, name) for name in fault.__dataclass_fields__}
+                for fault in faults
+            ],
+        }
+        print(json.dumps(record))
+    return error.exit_code

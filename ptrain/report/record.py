@@ -1,0 +1,196 @@
+"""The result record, a public contract (changed only by adding), and the verdict.
+
+A verdict is a subtraction: `exact` and `measured` have the same types. Resident bytes and traffic
+are checked with tolerance 0, the peak within 2 %. A row that only one side has is a failing check.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+
+from ptrain.costs import Estimate, Footprint, Peak, Traffic, TrafficKey
+from ptrain.version import is_tested, versions
+
+PEAK_TOLERANCE = 0.02
+_TIERS = ("device_bytes", "host_bytes", "file_bytes")
+_COUNTS = ("calls", "payload_bytes", "sent_bytes")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """One comparison; `tolerance` is relative. None stands for a row that one side lacks."""
+
+    name: str
+    predicted: int | float | None
+    measured: int | float | None
+    tolerance: float
+    holds: bool
+    why: str = ""
+
+
+def compare(exact: Estimate, measured: Estimate) -> tuple[Check, ...]:
+    """Checks per state and rank, per kind of call, and per phase's peak.
+
+    Only the ranks that `measured` covers are compared when it covers fewer than the world (a
+    single rank's own account).
+    """
+    ranks = {row.rank for row in measured.memory}
+    return (
+        *_memory_checks(_of_ranks(exact.memory, ranks), measured.memory),
+        *_traffic_checks(exact.traffic, measured.traffic),
+        *_peak_checks([row for row in exact.peak if row.rank in ranks], measured.peak),
+    )
+
+
+def verdict(checks: Sequence[Check]) -> str:
+    """`holds` when every check does. No checks, no verdict: `fails`."""
+    return "holds" if checks and all(check.holds for check in checks) else "fails"
+
+
+def verdict_line(checks: Sequence[Check], *, torch: str) -> str:
+    """`verdict: holds (14 of 14)`, and whether exactness is claimed for this torch at all."""
+    held = sum(check.holds for check in checks)
+    claim = "" if is_tested(torch) else f" · not claimed for torch {torch}"
+    return f"verdict: {verdict(checks)} ({held} of {len(checks)}){claim}"
+
+
+def _of_ranks(rows: Iterable[Footprint], ranks: set[int]) -> list[Footprint]:
+    return [row for row in rows if row.rank in ranks]
+
+
+def _memory_checks(exact: Sequence[Footprint], measured: Sequence[Footprint]) -> Iterator[Check]:
+    predicted_rows = {(row.state, row.rank): row for row in exact}
+    measured_rows = {(row.state, row.rank): row for row in measured}
+    for state, rank in sorted({*predicted_rows, *measured_rows}, key=lambda key: (key[1], key[0])):
+        left, right = predicted_rows.get((state, rank)), measured_rows.get((state, rank))
+        for tier in _TIERS:
+            sizes = [getattr(row, tier) if row else None for row in (left, right)]
+            if tier == "device_bytes" or any(sizes):
+                name = f"memory {state} rank {rank}" + _tier_suffix(tier)
+                yield _check(name, sizes[0], sizes[1], tolerance=0.0)
+
+
+def _tier_suffix(tier: str) -> str:
+    return "" if tier == "device_bytes" else " " + tier.removesuffix("_bytes")
+
+
+def _traffic_checks(exact: Sequence[Traffic], measured: Sequence[Traffic]) -> Iterator[Check]:
+    """Several measured rows with one key are several ranks' accounts: each must be right."""
+    predicted_rows = {row.key: row for row in exact}
+    measured_rows: dict[TrafficKey, list[Traffic]] = {}
+    for row in measured:
+        measured_rows.setdefault(row.key, []).append(row)
+    for key in sorted({*predicted_rows, *measured_rows}, key=traffic_name):
+        predicted = predicted_rows.get(key)
+        for count in _COUNTS:
+            left = getattr(predicted, count) if predicted else None
+            values = [getattr(row, count) for row in measured_rows.get(key, [])]
+            wrong = [value for value in values if value != left]
+            right = (wrong or values or [None])[0]
+            name = f"traffic {traffic_name(key)} {count.removesuffix('_bytes')}"
+            yield _check(name, left, right, tolerance=0.0)
+
+
+def traffic_name(key: TrafficKey) -> str:
+    """`dp_shard all_gather forward parameters`."""
+    via = f" via {key.via}" if key.via else ""
+    return f"{'+'.join(key.axes) or 'world'} {key.collective} {key.phase} {key.state}{via}"
+
+
+def _peak_checks(exact: Sequence[Peak], measured: Sequence[Peak]) -> Iterator[Check]:
+    predicted_rows = {(row.rank, row.phase): row.device_bytes for row in exact}
+    measured_rows = {(row.rank, row.phase): row.device_bytes for row in measured}
+    for rank, phase in sorted({*predicted_rows, *measured_rows}):
+        yield _check(
+            f"peak {phase} rank {rank}",
+            predicted_rows.get((rank, phase)),
+            measured_rows.get((rank, phase)),
+            tolerance=PEAK_TOLERANCE,
+        )
+
+
+def _check(name: str, predicted: int | None, measured: int | None, *, tolerance: float) -> Check:
+    if predicted is None or measured is None:
+        absent, present = ("predicted", "measured") if predicted is None else ("measured", "exact")
+        holds, why = False, f"{present} has this row, {absent} has none"
+    else:
+        holds = abs(measured - predicted) <= tolerance * abs(predicted)
+        why = "" if holds else f"measured is {measured - predicted:+d} from the prediction"
+    return Check(
+        name=name, predicted=predicted, measured=measured, tolerance=tolerance, holds=holds, why=why
+    )
+
+
+def record(
+    name: str,
+    estimates: Sequence[Estimate],
+    *,
+    checks: Sequence[Check] = (),
+    device: str = "",
+    step_seconds: Mapping[str, float] | None = None,
+    rank: int | None = None,
+) -> dict[str, object]:
+    """One result as plain data, JSON-ready. `rank` None: rows of all ranks, figures are maxima.
+
+    `verdict` is null where nothing was checked. A column that leaves something out says so under
+    `undefined`.
+    """
+    found = versions()
+    return {
+        "spec": name,
+        "world_size": max((estimate.world_size for estimate in estimates), default=1),
+        "rank": "max" if rank is None else rank,
+        "versions": found,
+        "device": device,
+        "memory": [_memory_row(each, row) for each in estimates for row in each.memory],
+        "peak": [_peak_row(each, row) for each in estimates for row in each.peak],
+        "traffic": [_traffic_row(each, row) for each in estimates for row in each.traffic],
+        "wire": [],
+        "step_seconds": [
+            {"column": column, "value": value} for column, value in (step_seconds or {}).items()
+        ],
+        "checks": [
+            {field.name: getattr(each, field.name) for field in fields(each)} for each in checks
+        ],
+        "verdict": verdict(checks) if checks else None,
+        "claimed": is_tested(found["torch"]),
+        "undefined": {
+            str(each.column): dict(each.undefined) for each in estimates if each.undefined
+        },
+        "notes": [note for each in estimates for note in each.notes],
+    }
+
+
+def _memory_row(estimate: Estimate, row: Footprint) -> dict[str, object]:
+    return {
+        "state": str(row.state),
+        "column": str(estimate.column),
+        "rank": row.rank,
+        "device_bytes": row.device_bytes,
+        "host_bytes": row.host_bytes,
+        "file_bytes": row.file_bytes,
+    }
+
+
+def _peak_row(estimate: Estimate, row: Peak) -> dict[str, object]:
+    return {
+        "phase": str(row.phase),
+        "column": str(estimate.column),
+        "rank": row.rank,
+        "device_bytes": row.device_bytes,
+    }
+
+
+def _traffic_row(estimate: Estimate, row: Traffic) -> dict[str, object]:
+    key = row.key
+    return {
+        "axes": list(key.axes),
+        "collective": str(key.collective),
+        "state": str(key.state),
+        "phase": str(key.phase),
+        "column": str(estimate.column),
+        "calls": row.calls,
+        "payload_bytes": row.payload_bytes,
+        "sent_bytes": row.sent_bytes,
+    } | ({"via": key.via} if key.via else {})
