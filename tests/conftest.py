@@ -1,4 +1,4 @@
-"""Shared by all tests: one thread per process, one pool of ranks, the `nightly` marker."""
+"""Shared by all tests: one thread per process, one pool of ranks."""
 
 from __future__ import annotations
 
@@ -11,25 +11,6 @@ from collections.abc import Iterator
 import pytest
 
 from tests.ranks import Ranks
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--nightly", action="store_true", help="also run what is marked nightly (the full matrix)"
-    )
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "nightly: the full matrix; runs with --nightly only")
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.getoption("--nightly"):
-        return
-    skip = pytest.mark.skip(reason="runs with --nightly")
-    for item in items:
-        if "nightly" in item.keywords:
-            item.add_marker(skip)
 
 
 @pytest.fixture(scope="session")

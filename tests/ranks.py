@@ -185,7 +185,7 @@ def _serve(rank: int, size: int, pipe: Connection) -> None:
             _send(pipe, _answer(*work))
     except EOFError:
         pass  # the session is gone
-    except BaseException:
+    except BaseException:  # noqa: BLE001 - carried to the session, which raises it
         with contextlib.suppress(OSError):
             _send(pipe, (True, traceback.format_exc()))
     os._exit(0)
@@ -194,7 +194,7 @@ def _serve(rank: int, size: int, pipe: Connection) -> None:
 def _answer(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[bool, Any]:
     try:
         return False, function(*args)
-    except (Exception, SystemExit):
+    except (Exception, SystemExit):  # noqa: BLE001 - carried to the session, which raises it
         return True, traceback.format_exc()
 
 

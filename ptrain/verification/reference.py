@@ -1,0 +1,171 @@
+"""The one-device reference: what a spec would compute if its whole global batch ran on one device.
+
+Theorem 5 is tested against it, so it shares no execution with the interpreter: a plain module,
+torch's own optimizer one tensor at a time, and a loop. What it takes from the spec is the
+arithmetic: the same samples, initial weights, dtypes of each state (master copies included),
+clipping and schedule. What it must not know is the mesh, except that the data axes say which
+micro-batches make up the global batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ptrain.data.sampler import batch
+from ptrain.data.corpus import Source, corpus
+from ptrain.models.build import build
+from ptrain.models.initialize import cast, initialize
+from ptrain.models.loss import token_loss_sum
+from ptrain.spec.precision import DType
+from ptrain.spec.spec import Spec
+from ptrain.train.schedule import learning_rate
+
+DTYPES = {
+    DType.FP64: torch.float64,
+    DType.FP32: torch.float32,
+    DType.BF16: torch.bfloat16,
+    DType.FP16: torch.float16,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trajectory:
+    """What a run of some steps did. `losses` are the global batches' means, before each update;
+    `gradient_norms` of the global gradient, before clipping (empty where nobody computed them);
+    `parameters` full tensors by canonical name; `travelled` is the distance of the parameters
+    from their initial values, relative to these, all by the 2-norm."""
+
+    losses: tuple[float, ...]
+    gradient_norms: tuple[float, ...]
+    parameters: Mapping[str, Tensor]
+    travelled: float
+
+
+def one_device(spec: Spec, steps: int) -> Trajectory:
+    """`steps` updates on the CPU, in this process, without a wrapper or a collective."""
+    module = _module(spec)
+    initial = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+    updated = _updated(module, spec)
+    optimizer = _optimizer(updated, spec)
+    source = corpus(spec.data)
+    losses: list[float] = []
+    norms: list[float] = []
+    for step in range(steps):
+        losses.append(_accumulate(module, spec, source, step))
+        norms.append(_clip(module, spec.optimizer.clip))
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(spec.optimizer, step)
+        _update(module, updated, optimizer)
+    parameters = {name: parameter.detach() for name, parameter in module.named_parameters()}
+    return Trajectory(
+        losses=tuple(losses),
+        gradient_norms=tuple(norms),
+        parameters=parameters,
+        travelled=distance(initial, parameters),
+    )
+
+
+def distance(start: Mapping[str, Tensor], end: Mapping[str, Tensor]) -> float:
+    """The 2-norm of end - start over that of start, all tensors taken as one vector."""
+    moved = sum((end[name].double() - start[name].double()).square().sum() for name in start)
+    length = sum(start[name].double().square().sum() for name in start)
+    return float(torch.as_tensor(moved / length).sqrt())
+
+
+def _module(spec: Spec) -> nn.Module:
+    with torch.device("cpu"):
+        module = build(
+            spec.model, sequence=spec.batch.sequence, allow_import=True, seed=spec.train.seed
+        )
+    initialize(module, spec.train.seed)
+    cast(module, DTYPES[spec.precision.effective.parameters])
+    return module
+
+
+def _updated(module: nn.Module, spec: Spec) -> dict[str, Tensor]:
+    """What the optimizer updates: the parameters, or a master copy of each."""
+    master = spec.precision.effective.master
+    if master is None:
+        return dict(module.named_parameters())
+    return {
+        name: parameter.detach().to(DTYPES[master], copy=True)
+        for name, parameter in module.named_parameters()
+    }
+
+
+def _optimizer(updated: Mapping[str, Tensor], spec: Spec) -> torch.optim.Optimizer:
+    settings = spec.optimizer
+    if settings.name == "sgd":
+        return torch.optim.SGD(
+            updated.values(),
+            lr=settings.lr,
+            momentum=settings.momentum,
+            weight_decay=settings.weight_decay,
+            foreach=False,
+        )
+    assert settings.name == "adamw", f"no reference for the optimizer {settings.name}"
+    return torch.optim.AdamW(
+        updated.values(),
+        lr=settings.lr,
+        betas=settings.betas,
+        eps=settings.eps,
+        weight_decay=settings.weight_decay,
+        foreach=False,
+    )
+
+
+def _micro_batches(spec: Spec, source: Source, step: int) -> Iterator[tuple[Tensor, Tensor, int]]:
+    """(inputs, targets, global number of tokens) of every micro-batch of every data rank."""
+    for index in range(spec.data_degree):
+        local = batch(
+            source,
+            spec=spec,
+            step=step,
+            data_index=index,
+            data_degree=spec.data_degree,
+            split="train",
+        )
+        for inputs, targets in local.micro_batches(spec.batch.micro):
+            yield inputs, targets, local.global_tokens
+
+
+def _accumulate(module: nn.Module, spec: Spec, source: Source, step: int) -> float:
+    """Backward over the whole global batch; the gradients add up in their own dtype (Theorem 3:
+    the sum over all tokens divided by the global number of them)."""
+    total = 0.0
+    for inputs, targets, num_tokens in _micro_batches(spec, source, step):
+        loss = token_loss_sum(module(inputs), targets) / num_tokens
+        loss.backward()
+        total += loss.item()
+    return total
+
+
+def _clip(module: nn.Module, max_norm: float | None) -> float:
+    """The norm of the whole gradient; scales the gradients where it exceeds `max_norm`."""
+    gradients = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
+    norm = torch.stack([gradient.double().square().sum() for gradient in gradients]).sum().sqrt()
+    if max_norm is not None:
+        scale = min(1.0, max_norm / (norm.item() + 1e-6))
+        for gradient in gradients:
+            gradient.mul_(scale)
+    return norm.item()
+
+
+@torch.no_grad()
+def _update(
+    module: nn.Module, updated: Mapping[str, Tensor], optimizer: torch.optim.Optimizer
+) -> None:
+    for name, parameter in module.named_parameters():
+        target = updated[name]
+        if target is not parameter and parameter.grad is not None:
+            target.grad = parameter.grad.to(target.dtype)
+            parameter.grad = None
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    for name, parameter in module.named_parameters():
+        if updated[name] is not parameter:
+            parameter.copy_(updated[name])
