@@ -1,0 +1,66 @@
+"""From a spec's model to a module, on the current default device (the meta device included)."""
+
+from __future__ import annotations
+
+from typing import assert_never
+
+import torch
+from torch import nn
+
+from ptrain.errors import PtrainError
+from ptrain.models.external import build_external
+from ptrain.models.gpt import Gpt
+from ptrain.models.llama import Llama
+from ptrain.spec.model import ExternalModel, Family, HuggingFaceModel, ModelShape, ModelSpec
+
+
+def build(
+    model: ModelSpec, *, sequence: int, allow_import: bool = False, seed: int = 0
+) -> nn.Module:
+    """A built-in model comes without its initial weights (`models.initialize` gives them); any other
+    with those of its constructor, which runs with torch's generator at `seed`."""
+    match model:
+        case ModelShape():
+            return _build_shape(model, sequence)
+        case ExternalModel():
+            if not allow_import:
+                raise PtrainError(
+                    f"model.target: building the model would run code of {model.target}; allow it "
+                    f"with --allow-import"
+                )
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(seed)
+                return build_external(model)
+        case HuggingFaceModel():
+            raise PtrainError(
+                "model.hf: not yet; wrap the class in a function that returns a module with "
+                "forward(tokens) -> logits and write {target: package.module:function}"
+            )
+        case other:
+            assert_never(other)
+
+
+def _build_shape(shape: ModelShape, sequence: int) -> nn.Module:
+    if shape.hidden % shape.heads:
+        raise PtrainError(f"model.heads: heads={shape.heads} does not divide hidden={shape.hidden}")
+    match shape.family:
+        case Family.LLAMA:
+            if shape.heads % shape.kv_heads:
+                raise PtrainError(
+                    f"model.kv_heads: kv_heads={shape.kv_heads} does not divide heads={shape.heads}"
+                )
+            if shape.head_dim % 2:
+                raise PtrainError(
+                    f"model.heads: RoPE turns pairs, but a head has hidden/heads = "
+                    f"{shape.head_dim} elements; choose an even number"
+                )
+            return Llama(shape, sequence=sequence)
+        case Family.GPT:
+            if shape.kv_heads != shape.heads:
+                raise PtrainError(
+                    f"model.kv_heads: gpt has as many key-value heads as heads; write "
+                    f"kv_heads={shape.heads} or leave it out"
+                )
+            return Gpt(shape, sequence=sequence)
+        case family:
+            assert_never(family)

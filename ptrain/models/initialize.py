@@ -1,0 +1,92 @@
+"""Initial weights that depend on the seed and on a parameter's name, and on nothing else.
+
+Every tensor is drawn whole, in fp32 on the CPU, from a generator of its own, and cast afterwards:
+whatever the placement, the dtype or the rank, the model starts from the same numbers. A model
+built on the meta device is made real by
+
+    module.to_empty(device=...)     # no values yet, neither parameters nor buffers
+    initialize(module, seed)        # fills both
+
+or, where a rank keeps only a part, tensor by tensor from `initial` and then `reset_buffers`.
+A module with buffers says how to refill them in a method `reset_buffers(self) -> None`.
+
+A model that is not ptrain's keeps what its constructor gave (`keeps_its_weights`): `build` seeds
+torch's generator before it constructs, so every rank that builds on the CPU has the same weights.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from ptrain.models.gpt import Gpt
+from ptrain.models.llama import Llama
+
+STD = 0.02
+_RESIDUAL = ("attention.output.weight", "mlp.down.weight")  # what adds to the residual stream
+
+
+def keeps_its_weights(module: nn.Module) -> bool:
+    """True for a model whose constructor gave its weights: it must be built off the meta device."""
+    return not isinstance(module, Llama | Gpt)
+
+
+def initial(name: str, shape: Sequence[int], seed: int, module: nn.Module) -> Tensor:
+    """One parameter of `module`, whole, in fp32 on the CPU. The parameter itself is not read,
+    unless the model keeps its weights."""
+    if keeps_its_weights(module):
+        return module.get_parameter(name).detach().to("cpu", torch.float32, copy=True)
+    if name.endswith("norm.weight"):
+        return torch.ones(*shape, device="cpu")
+    if name.endswith("bias"):
+        return torch.zeros(*shape, device="cpu")
+    drawn = torch.empty(*shape, device="cpu", dtype=torch.float32)
+    return drawn.normal_(0.0, _std(name, module), generator=_generator(seed, name))
+
+
+@torch.no_grad()
+def initialize(module: nn.Module, seed: int) -> None:
+    """Fill every parameter and every buffer of a model that no rank has a part of."""
+    if keeps_its_weights(module):
+        return
+    for name, parameter in module.named_parameters():
+        parameter.copy_(initial(name, parameter.shape, seed, module))
+    reset_buffers(module)
+
+
+@torch.no_grad()
+def reset_buffers(module: nn.Module) -> None:
+    """Refill the buffers of every submodule that knows how to."""
+    for child in module.modules():
+        reset = getattr(child, "reset_buffers", None)
+        if callable(reset):
+            reset()
+
+
+@torch.no_grad()
+def cast(module: nn.Module, dtype: torch.dtype) -> None:
+    """Parameters to `dtype`; buffers that hold reals stay wide: fp32, or fp64 with fp64."""
+    wide = torch.promote_types(dtype, torch.float32)
+    for parameter in module.parameters():
+        parameter.data = parameter.data.to(dtype)
+    for child in module.modules():
+        for name, buffer in child.named_buffers(recurse=False):
+            if buffer.is_floating_point():
+                setattr(child, name, buffer.to(wide))
+    if wide is torch.float64:  # tables computed in fp64 and stored in fp32 have lost their tail
+        reset_buffers(module)
+
+
+def _std(name: str, module: nn.Module) -> float:
+    assert isinstance(module, Llama | Gpt), "only built-in models are drawn"
+    num_residual = 2 * module.shape.layers  # every block adds twice to the residual stream
+    return STD / math.sqrt(num_residual) if name.endswith(_RESIDUAL) else STD
+
+
+def _generator(seed: int, name: str) -> torch.Generator:
+    digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
+    return torch.Generator("cpu").manual_seed(int.from_bytes(digest, "big") >> 1)
