@@ -17,7 +17,7 @@ from ptrain.spec.model import ExternalModel, Family, HuggingFaceModel, ModelShap
 def build(
     model: ModelSpec, *, sequence: int, allow_import: bool = False, seed: int = 0
 ) -> nn.Module:
-    """A built-in model comes without its initial weights (`models.initialize` gives them); any other
+    """A built-in model comes without its initial weights (`models.initialize` gives them); another
     with those of its constructor, which runs with torch's generator at `seed`."""
     match model:
         case ModelShape():

@@ -83,7 +83,7 @@ class Block(nn.Module):
 
 
 class Gpt(nn.Module):
-    """`sequence` is the number of learned positions; shorter inputs are fine, longer ones are not."""
+    """`sequence` is the number of learned positions; shorter inputs are fine, longer are not."""
 
     def __init__(self, shape: ModelShape, *, sequence: int) -> None:
         super().__init__()

@@ -134,7 +134,7 @@ def rotate(x_BTHD: Tensor, cos_TK: Tensor, sin_TK: Tensor) -> Tensor:
 
 
 def repeat_heads(x_BTGD: Tensor, num_repeats: int) -> Tensor:
-    """Each key-value head `num_repeats` times in a row; a copy even where G = 1 would allow a view."""
+    """Each key-value head `num_repeats` times in a row: a copy, even where G = 1 allows a view."""
     if num_repeats == 1:
         return x_BTGD
     x_BTGRD = x_BTGD.unsqueeze(3).expand(-1, -1, -1, num_repeats, -1)

@@ -1,4 +1,4 @@
-"""The loss: a sum over tokens, so that dividing by a global count cannot be mis-scaled (Theorem 3)."""
+"""The loss: a sum over tokens; divided by a global count it cannot be mis-scaled (Theorem 3)."""
 
 from __future__ import annotations
 

@@ -1,0 +1,109 @@
+"""Corpora that need no network: text every CPython ships, and a seeded one of made-up words.
+
+A corpus is two arrays of token ids, one to train on and one held out. Text is split by document,
+so that nothing held out was seen.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from pydoc_data.topics import topics
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ptrain.data.tokenizer import VOCAB, encode
+from ptrain.data.tokens import open_tokens
+from ptrain.errors import PtrainError
+from ptrain.spec.spec import DataSpec
+
+_HELD_OUT_EVERY = 10  # every tenth document is held out
+_HELD_OUT_OF_FILE = 20  # the last twentieth of a token file is
+
+Tokens = NDArray[np.unsignedinteger]
+
+
+class Split(StrEnum):
+    TRAIN = "train"
+    HELD_OUT = "held_out"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Corpus:
+    """Token ids by split; a token file stays on disk, mapped into memory. `vocab` is the size of
+    the tokenizer, None where only the file knows."""
+
+    name: str
+    train: Tokens
+    held_out: Tokens
+    vocab: int | None
+
+    def split(self, split: Split) -> Tokens:
+        return self.train if split is Split.TRAIN else self.held_out
+
+    def digest(self) -> str:
+        """What was trained on, for the run folder: python-docs differs between Python versions."""
+        digest = hashlib.blake2b(digest_size=8)
+        for tokens in (self.train, self.held_out):
+            digest.update(np.ascontiguousarray(tokens).data)
+        return digest.hexdigest()
+
+
+def corpus(data: DataSpec) -> Corpus:
+    """Open what a spec's `data` names."""
+    if data.path is not None:
+        tokens = open_tokens(Path(data.path))
+        num_train = len(tokens) - len(tokens) // _HELD_OUT_OF_FILE
+        return Corpus(
+            name=data.path, train=tokens[:num_train], held_out=tokens[num_train:], vocab=None
+        )
+    if data.tokenizer != "bytes":
+        raise PtrainError(f"data.tokenizer: {data.tokenizer!r} is not known; write bytes")
+    match data.corpus:
+        case "python-docs":
+            return _from_documents("python-docs", _python_docs())
+        case "synthetic":
+            return _from_documents("synthetic", _synthetic())
+        case name:
+            raise PtrainError(
+                f"data.corpus: {name!r} is not known; choose python-docs or synthetic, or give "
+                f"path: FILE, a token file"
+            )
+
+
+def _from_documents(name: str, documents: Iterable[str]) -> Corpus:
+    encoded = [encode(document) for document in documents]
+    held_out = encoded[_HELD_OUT_EVERY - 1 :: _HELD_OUT_EVERY]
+    train = [tokens for i, tokens in enumerate(encoded, 1) if i % _HELD_OUT_EVERY]
+    return Corpus(
+        name=name,
+        train=np.concatenate(train),
+        held_out=np.concatenate(held_out),
+        vocab=VOCAB,
+    )
+
+
+def _python_docs() -> list[str]:
+    """The language reference as `help()` shows it; topics with the same text count once."""
+    return list(dict.fromkeys(topics[name] for name in sorted(topics)))
+
+
+def _synthetic(num_documents: int = 200, words_per_document: int = 500) -> Iterator[str]:
+    """Made-up words, frequent ones first, from SHAKE-256: the same text on every machine."""
+    stream = hashlib.shake_256(b"ptrain synthetic corpus").digest(2**19)
+    words = [_word(stream[8 * i : 8 * i + 8]) for i in range(256)]
+    cursor = 8 * len(words)
+    for _ in range(num_documents):
+        drawn = stream[cursor : cursor + 2 * words_per_document]
+        cursor += 2 * words_per_document
+        ranks = (first * second >> 8 for first, second in zip(drawn[::2], drawn[1::2], strict=True))
+        yield " ".join(words[rank] for rank in ranks) + "."
+
+
+def _word(drawn: bytes) -> str:
+    length = 2 + drawn[0] % 6
+    return "".join("etaoinshrdlucmfw"[byte % 16] for byte in drawn[1 : 1 + length])
