@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ptrain.data.sampler import batch
-from ptrain.data.corpus import Source, corpus
+from ptrain.data.corpus import Corpus, Split, corpus
 from ptrain.models.build import build
 from ptrain.models.initialize import cast, initialize
 from ptrain.models.loss import token_loss_sum
@@ -118,7 +118,7 @@ def _optimizer(updated: Mapping[str, Tensor], spec: Spec) -> torch.optim.Optimiz
     )
 
 
-def _micro_batches(spec: Spec, source: Source, step: int) -> Iterator[tuple[Tensor, Tensor, int]]:
+def _micro_batches(spec: Spec, source: Corpus, step: int) -> Iterator[tuple[Tensor, Tensor, int]]:
     """(inputs, targets, global number of tokens) of every micro-batch of every data rank."""
     for index in range(spec.data_degree):
         local = batch(
@@ -127,13 +127,13 @@ def _micro_batches(spec: Spec, source: Source, step: int) -> Iterator[tuple[Tens
             step=step,
             data_index=index,
             data_degree=spec.data_degree,
-            split="train",
+            split=Split.TRAIN,
         )
         for inputs, targets in local.micro_batches(spec.batch.micro):
             yield inputs, targets, local.global_tokens
 
 
-def _accumulate(module: nn.Module, spec: Spec, source: Source, step: int) -> float:
+def _accumulate(module: nn.Module, spec: Spec, source: Corpus, step: int) -> float:
     """Backward over the whole global batch; the gradients add up in their own dtype (Theorem 3:
     the sum over all tokens divided by the global number of them)."""
     total = 0.0

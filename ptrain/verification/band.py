@@ -1,0 +1,51 @@
+"""How far two correct runs of one layout may part: a band from the layout's rounding, nothing else.
+
+Both runs start from the same bits and see the same micro-batches. They differ in where and in
+which order the m = K · D micro-batch gradients are added in the gradients' dtype. With u its unit
+round-off and rounding errors taken as independent and of mean zero (Higham and Mary 2019, whose
+constant lambda = 4 is exceeded once in 10^4):
+
+1. A sum of m gradients carries m - 1 roundings, each relative to a partial sum. Uncorrelated
+   gradients (the worst case short of cancellation) make the addends' lengths sqrt(m) times that
+   of the sum's share, so |dg| <= lambda · u · sqrt(2 (m - 1)) · sqrt(m) · |g| between two runs.
+2. AdamW divides an element's gradient by its size: a change dg_i moves the parameter by at most
+   lr · |dg_i| / |g_i|, hence the loss by at most lr · |dg_i| to first order. Over the elements,
+   whose errors are independent, that is lr · |dg| (2-norm) per update, added up over the updates
+   so far. (SGD moves it by lr · |g| · |dg|; clipped gradients have |g| <= max_norm there.)
+3. Once the weights differ in their last bit, so do the roundings of the forward pass: one per
+   operator on the way, at most one operator per parameter tensor, relative to logits that are no
+   wider than the loss in nats. Token losses average out over the step's T tokens: relative
+   lambda · u · sqrt(2 · tensors / T).
+
+The band is what both make together, relative to the reference's loss. All its figures come from
+the spec and from the reference: nothing of the run under test, and no constant but lambda.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from ptrain.spec.spec import Spec
+from ptrain.train.schedule import learning_rate
+from ptrain.verification.reference import DTYPES, Trajectory
+
+LAMBDA = 4.0
+
+
+def loss_band(spec: Spec, reference: Trajectory) -> tuple[float, ...]:
+    """The relative tolerance of each step's loss."""
+    layout = spec.precision.effective
+    gradient_unit = torch.finfo(DTYPES[layout.gradients]).eps / 2
+    forward_unit = torch.finfo(DTYPES[layout.parameters]).eps / 2
+    num_addends = spec.batch.accumulate * spec.data_degree
+    spread = math.sqrt(2 * (num_addends - 1) * num_addends)
+    forward = forward_unit * math.sqrt(2 * len(reference.parameters) / spec.batch.tokens)
+    moved, band = 0.0, []
+    for step, loss in enumerate(reference.losses):
+        band.append(LAMBDA * (forward + moved / loss))
+        norm = reference.gradient_norms[step]
+        slope = norm if spec.optimizer.name == "adamw" else norm * norm
+        moved += learning_rate(spec.optimizer, step) * gradient_unit * spread * slope
+    return tuple(band)

@@ -1,0 +1,42 @@
+"""A model that is not ptrain's: tensors of dim 0 = 2 and 5, so that on 4 ranks some shards are empty."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Neck(nn.Module):
+    """x + up(spread(narrow(x))): hidden -> 2 -> 5 -> hidden, through rows that do not divide."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.narrow = nn.Parameter(torch.randn(2, hidden) / hidden**0.5)
+        self.spread = nn.Parameter(torch.randn(5, 2))
+        self.offset = nn.Parameter(torch.zeros(5))
+        self.up = nn.Parameter(torch.randn(hidden, 5) / 5)
+
+    def forward(self, x_BTC: Tensor) -> Tensor:
+        squeezed = torch.tanh(F.linear(x_BTC, self.narrow))
+        return x_BTC + F.linear(torch.tanh(F.linear(squeezed, self.spread, self.offset)), self.up)
+
+
+class Necks(nn.Module):
+    def __init__(self, hidden: int, layers: int, vocab: int) -> None:
+        super().__init__()
+        self.table = nn.Embedding(vocab, hidden)
+        self.layers = nn.ModuleList(Neck(hidden) for _ in range(layers))
+        self.head = nn.Linear(hidden, vocab)
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        x_BTC = self.table(tokens_BT)
+        for layer in self.layers:
+            x_BTC = layer(x_BTC)
+        logits: Tensor = self.head(x_BTC)
+        return logits
+
+
+def necks(hidden: int = 10, layers: int = 2, vocab: int = 259) -> Necks:
+    """The target of a spec: `{target: tests.models_external:necks}`."""
+    return Necks(hidden, layers, vocab)
