@@ -1,0 +1,76 @@
+"""What the data axes cost: shards with their padding, gathers and reductions per step, buckets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from ptrain.spec.batch import GradientSync, SyncPolicy
+from ptrain.units import ceil_div
+
+FIRST_BUCKET_BYTES = 2**20  # DDP's first bucket is small, so that the first reduction starts early
+
+
+def row_numel(shape: tuple[int, ...]) -> int:
+    """Elements in one row of dim 0."""
+    numel = 1
+    for size in shape[1:]:
+        numel *= size
+    return numel
+
+
+def padded_rows(shape: tuple[int, ...], ranks: int) -> int:
+    """Elements of one shard over dim 0, padding included: ceil(d0 / N) rows on every rank."""
+    return ceil_div(shape[0] if shape else 1, ranks) * row_numel(shape)
+
+
+def local_rows(shape: tuple[int, ...], ranks: int, index: int) -> int:
+    """Elements that shard `index` really holds: rows [i*c, (i+1)*c) of d0, c = ceil(d0 / N)."""
+    rows = shape[0] if shape else 1
+    chunk = ceil_div(rows, ranks)
+    return (min(rows, (index + 1) * chunk) - min(rows, index * chunk)) * row_numel(shape)
+
+
+def padded_flat(numel: int, ranks: int) -> int:
+    """Elements of a flat buffer that `ranks` shards divide."""
+    return ceil_div(numel, ranks) * ranks
+
+
+@dataclass(frozen=True, slots=True)
+class Gathers:
+    """How often one unit is gathered in a step."""
+
+    forward: int
+    backward: int
+
+
+def gathers(sync: SyncPolicy, micro_batches: int) -> Gathers:
+    """A unit is gathered where a pass finds it sharded: at first, and after every reshard."""
+    forward = backward = 0
+    sharded = True
+    for _ in range(micro_batches):
+        forward += sharded
+        sharded = sync.reshard_after_forward
+        backward += sharded
+        sharded = sync.reshard_after_backward
+    return Gathers(forward, backward)
+
+
+def reductions(sync: SyncPolicy, micro_batches: int) -> int:
+    """How often a unit's gradients are reduced in a step."""
+    return 1 if sync.gradients is GradientSync.LAST else micro_batches
+
+
+def bucket_sizes(tensor_bytes: Iterable[int], caps: Sequence[int]) -> list[int]:
+    """Bytes of DDP's buckets when tensors arrive in this order.
+
+    A bucket closes as soon as it reaches its cap; the last cap holds for all that follow.
+    """
+    buckets: list[int] = []
+    filled = 0
+    for size in tensor_bytes:
+        filled += size
+        if filled >= caps[min(len(buckets), len(caps) - 1)]:
+            buckets.append(filled)
+            filled = 0
+    return [*buckets, filled] if filled else buckets

@@ -1,0 +1,139 @@
+"""How one flat buffer is cut over the data axes: the shard of any set of axes, and the moves
+between them.
+
+The buffer is viewed as [|dp_shard|, |dp_replicate|, c], with the axes that cut anything; a shard
+over a set of axes is an index along each of its dimensions. `S over a, then over b` is therefore
+`S over a x b`, and every change of layout is one collective along some dimensions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ptrain.interpreter.comm import all_gather, reduce_scatter
+from ptrain.interpreter.mesh import Mesh
+from ptrain.interpreter.registry import Registry
+from ptrain.spec.axis import DATA_AXES, Axis
+from ptrain.spec.batch import ReduceScatterVia
+from ptrain.units import ceil_div
+
+_MAJOR_FIRST = tuple(reversed(DATA_AXES))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlatLayout:
+    """The cuts of a buffer of `numel` elements, padded to `padded`."""
+
+    mesh: Mesh
+    numel: int
+    axes: tuple[Axis, ...]  # all that cut anything, major first
+    registry: Registry
+    via: ReduceScatterVia
+
+    @classmethod
+    def over(
+        cls,
+        mesh: Mesh,
+        numel: int,
+        axes: Sequence[Axis],
+        registry: Registry,
+        via: ReduceScatterVia,
+    ) -> FlatLayout:
+        """The layout of `numel` elements over those `axes` that any state is cut along."""
+        major_first = tuple(axis for axis in _MAJOR_FIRST if axis in axes)
+        return cls(mesh=mesh, numel=numel, axes=major_first, registry=registry, via=via)
+
+    @property
+    def padded(self) -> int:
+        """Elements of the whole buffer: a multiple of the ranks that share it."""
+        ranks = self.mesh.size(self.axes)
+        return ceil_div(self.numel, ranks) * ranks
+
+    def shard_numel(self, cut: Sequence[Axis]) -> int:
+        """Elements of a shard over the axes `cut`."""
+        return self.padded // self.mesh.size(cut)
+
+    def shape(self, cut: Sequence[Axis]) -> tuple[int, ...]:
+        """The dimensions of a shard over `cut`: 1 where it is cut, the degree elsewhere."""
+        dims = tuple(1 if axis in cut else self.mesh.degrees[axis] for axis in self.axes)
+        return (*dims, self.padded // self.mesh.size(self.axes))
+
+    def take(self, local: torch.Tensor, had: Sequence[Axis], wanted: Sequence[Axis]) -> torch.Tensor:
+        """From a shard over `had` (1-d) this rank's part along the axes that `wanted` adds; 1-d, a
+        view where it is contiguous."""
+        view = local.view(self.shape(had))
+        for dim, axis in enumerate(self.axes):
+            if axis in wanted and axis not in had:
+                view = view.narrow(dim, self.mesh.coordinate(axis), 1)
+        return view.reshape(-1)
+
+    def put(
+        self, local: torch.Tensor, part: torch.Tensor, had: Sequence[Axis], wanted: Sequence[Axis]
+    ) -> None:
+        """The inverse of `take`: write `part` into its place in `local`. Free where it is a view."""
+        view = local.view(self.shape(had))
+        for dim, axis in enumerate(self.axes):
+            if axis in wanted and axis not in had:
+                view = view.narrow(dim, self.mesh.coordinate(axis), 1)
+        if view.data_ptr() != part.data_ptr():
+            view.copy_(part.view(view.shape))
+
+    def gather(
+        self,
+        part: torch.Tensor,
+        cut: Sequence[Axis],
+        over: Sequence[Axis],
+        into: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """All-gather along `over`: from a shard over `cut` to one over `cut` without `over`.
+
+        In place into `into` where the ranks' parts lie in it in group order; otherwise through
+        one buffer of its size.
+        """
+        kept = tuple(axis for axis in cut if axis not in over)
+        numel = self.shard_numel(kept)
+        result = part.new_empty(numel) if into is None else into
+        state = self.registry.of(part)
+        if state is not None:
+            self.registry.tag(result, state.state)
+        group, order = self.mesh.group(over), self._leading(kept, over)
+        if order is None:
+            all_gather(result, part, group)
+            return result
+        received = part.new_empty(numel)
+        if state is not None:
+            self.registry.tag(received, state.state)
+        all_gather(received, part, group)
+        moved = received.view([self.shape(kept)[dim] for dim in order])
+        inverse = [order.index(dim) for dim in range(len(order))]
+        result.view(self.shape(kept)).copy_(moved.permute(inverse))
+        return result
+
+    def reduce_scatter(
+        self, part: torch.Tensor, cut: Sequence[Axis], over: Sequence[Axis]
+    ) -> torch.Tensor:
+        """Sum along `over` and keep this rank's part: from a shard over `cut` to one over both."""
+        wanted = (*cut, *over)
+        result = part.new_empty(self.shard_numel(wanted))
+        tag = self.registry.of(part)
+        assert tag is not None, "only tagged buffers are reduced"
+        self.registry.tag(result, tag.state)
+        order = self._leading(cut, over)
+        if order is not None:
+            part = part.view(self.shape(cut)).permute(order).reshape(-1)
+            self.registry.tag(part, tag.state)
+        reduce_scatter(result, part, self.mesh.group(over), self.via, self.registry)
+        return result
+
+    def _leading(self, cut: Sequence[Axis], over: Sequence[Axis]) -> tuple[int, ...] | None:
+        """The order of dimensions that puts `over` first and in mesh order, which is the order of
+        ranks in its group; None where the buffer already lies so."""
+        first = [self.axes.index(axis) for axis in self.mesh.ordered(over)]
+        rest = [dim for dim in range(len(self.axes) + 1) if dim not in first]
+        order = (*first, *rest)
+        shape = self.shape(cut)
+        significant = [dim for dim in order if shape[dim] > 1]
+        return None if significant == sorted(significant) else order

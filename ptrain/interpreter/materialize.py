@@ -1,0 +1,68 @@
+"""From a spec's model to a wrapped module with values: the same weights whatever the placement."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch._guards import detect_fake_mode
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from ptrain.axes.data.apply import Wrapped, apply
+from ptrain.interpreter.mesh import Mesh
+from ptrain.interpreter.optimizer import TORCH_DTYPES
+from ptrain.interpreter.registry import Registry
+from ptrain.models.build import build
+from ptrain.models.initialize import cast, initial, initialize, keeps_its_weights, reset_buffers
+from ptrain.plan.step import FullyShard, Plan
+from ptrain.spec.model import ModelShape
+from ptrain.spec.spec import Spec
+
+
+def build_module(spec: Spec, *, allow_import: bool = False) -> nn.Module:
+    """The spec's model in its dtypes: on the meta device where ptrain gives the weights, else real
+    on the CPU. Fake tensors are built where they are to live: they take no memory anyway."""
+    meta = isinstance(spec.model, ModelShape) and detect_fake_mode() is None
+    with torch.device("meta" if meta else "cpu"):
+        module = build(
+            spec.model,
+            sequence=spec.batch.sequence,
+            allow_import=allow_import,
+            seed=spec.train.seed,
+        )
+    cast(module, TORCH_DTYPES[spec.precision.effective.parameters])
+    return module
+
+
+def wrap(module: nn.Module, spec: Spec, plan: Plan, mesh: Mesh, registry: Registry) -> Wrapped:
+    """Wrap and fill. FSDP2 shards the meta module first, so that no rank ever holds it whole."""
+    device = mesh.world.device
+    is_meta = any(parameter.is_meta for parameter in module.parameters())
+    if not is_meta:
+        return apply(module.to(device), plan.wrap, mesh, plan.units, registry)
+    if not isinstance(plan.wrap, FullyShard):
+        module.to_empty(device=device)
+        initialize(module, spec.train.seed)
+        return apply(module, plan.wrap, mesh, plan.units, registry)
+    wrapped = apply(module, plan.wrap, mesh, plan.units, registry)
+    module.to_empty(device=device)
+    fill_shards(module, spec.train.seed)
+    return wrapped
+
+
+@torch.no_grad()
+def fill_shards(module: nn.Module, seed: int) -> None:
+    """This rank's rows of every initial tensor; one whole tensor at a time on the CPU."""
+    assert not keeps_its_weights(module), "a model with weights of its own is never on meta"
+    for name, parameter in module.named_parameters():
+        assert isinstance(parameter, DTensor), f"{name} is not sharded"
+        whole = initial(name, parameter.shape, seed, module)
+        sizes, offsets = compute_local_shape_and_global_offset(
+            parameter.shape, parameter.device_mesh, parameter.placements
+        )
+        for dim, (size, offset) in enumerate(zip(sizes, offsets, strict=True)):
+            whole = whole.narrow(dim, min(offset, whole.shape[dim]), size)
+        parameter.to_local().copy_(whole)
+    reset_buffers(module)
+
+

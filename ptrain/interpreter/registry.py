@@ -1,0 +1,45 @@
+"""Which state a storage belongs to: written while wrapping and communicating, read by the meters.
+
+A storage is known by its address in the C++ runtime and forgotten when it dies, so that an
+address that is used again does not inherit an old tag.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+
+import torch
+
+from ptrain.costs import Collective, State
+
+
+@dataclass(frozen=True, slots=True)
+class Tag:
+    """`substitute` names the collective that an exchange stands for (a reduce-scatter executed
+    as all-to-all and a local sum)."""
+
+    state: State
+    substitute: Collective | None = None
+
+
+class Registry:
+    """Tags of the live storages of one program. Costs about 2 microseconds per new storage."""
+
+    def __init__(self) -> None:
+        self._tags: dict[int, Tag] = {}
+
+    def tag(
+        self, tensor: torch.Tensor, state: State, substitute: Collective | None = None
+    ) -> torch.Tensor:
+        """Remember that this tensor's storage holds `state`; returns the tensor."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self._tags:
+            weakref.finalize(storage, self._tags.pop, key, None).atexit = False
+        self._tags[key] = Tag(state, substitute)
+        return tensor
+
+    def of(self, tensor: torch.Tensor) -> Tag | None:
+        """The tag of this tensor's storage, if anybody gave it one."""
+        return self._tags.get(tensor.untyped_storage()._cdata)

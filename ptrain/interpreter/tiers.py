@@ -1,0 +1,25 @@
+"""Which storages stand on the host or in a file by decision: on a machine without an accelerator
+every tensor is on the CPU, so a tag tells what counts as device memory there."""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+
+from ptrain.spec.placement import Tier
+
+_TAGS: dict[int, tuple[weakref.ref[torch.UntypedStorage], Tier]] = {}
+
+
+def tag(tensor: torch.Tensor, tier: Tier) -> None:
+    """Says on which tier the tensor's storage counts."""
+    storage = tensor.untyped_storage()
+    key = storage._cdata
+    _TAGS[key] = (weakref.ref(storage, lambda _: _TAGS.pop(key, None)), tier)
+
+
+def tier_of(storage: torch.UntypedStorage) -> Tier:
+    """The tag, or the device. A CPU storage that nobody tagged is device memory."""
+    entry = _TAGS.get(storage._cdata)
+    return entry[1] if entry else Tier.DEVICE

@@ -1,0 +1,229 @@
+"""The ranks a program runs on: gloo, nccl or fake. An argument of `interpret`, never a global.
+
+This is the only module that reads the environment. A process group that exists already (a
+notebook, Ray, the test pool) is used and left alone.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from ptrain.errors import Fault, PtrainError, SpecError
+from ptrain.spec.spec import Timeout
+
+LAUNCHER_VARIABLES = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "TORCHELASTIC_RUN_ID",
+    "TORCHELASTIC_RESTART_COUNT",
+    "TORCHELASTIC_USE_AGENT_STORE",
+    "PTRAIN_STORE_FD",
+    "OMP_NUM_THREADS",
+)
+
+
+def launcher_environment() -> dict[str, str]:
+    """The variables of LAUNCHER_VARIABLES that are set: all that a run may record of its
+    environment."""
+    return {name: os.environ[name] for name in LAUNCHER_VARIABLES if name in os.environ}
+
+
+def launched() -> bool:
+    """Whether a launcher (torchrun or our own) started this process as a rank."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+@dataclass(kw_only=True)
+class World:
+    """One rank's view of the job. `owns_group` says whether `close` destroys the process group."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    backend: str = "none"
+    owns_group: bool = False
+    timeout: Timeout = field(default_factory=Timeout)
+
+    @classmethod
+    def join(
+        cls, timeout: Timeout | None = None, *, device: str = "auto", backend: str = "auto"
+    ) -> World:
+        """Meet the other ranks.
+
+        Uses the default process group where one exists; else what torchrun or our launcher put
+        into the environment; else one process alone. Raises SpecError for an environment or a
+        device that cannot be used, PtrainError where the meeting fails within `timeout.init`.
+        """
+        timeout = timeout or Timeout()
+        if dist.is_initialized():
+            rank = dist.get_rank()
+            return cls(
+                rank=rank,
+                size=dist.get_world_size(),
+                local_rank=int(os.environ.get("LOCAL_RANK", rank)),
+                device=_device(device, int(os.environ.get("LOCAL_RANK", rank))),
+                backend=dist.get_backend(),
+                timeout=timeout,
+            )
+        if not launched():
+            return cls(device=_device(device, 0), timeout=timeout)
+        ranks = _ranks(os.environ)
+        chosen = _device(device, ranks["LOCAL_RANK"])
+        backend = _backend(backend, chosen)
+        if chosen.type == "cuda":
+            torch.cuda.set_device(chosen)
+        _start(ranks, backend, timeout)
+        return cls(
+            rank=ranks["RANK"],
+            size=ranks["WORLD_SIZE"],
+            local_rank=ranks["LOCAL_RANK"],
+            device=chosen,
+            backend=backend,
+            owns_group=True,
+            timeout=timeout,
+        )
+
+    @classmethod
+    def fake(cls, rank: int, size: int) -> World:
+        """Rank `rank` of `size` over torch's fake process group: collectives return at once."""
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+        return cls(rank=rank, size=size, backend="fake", owns_group=True)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the rank that prints."""
+        return self.rank == 0
+
+    def close(self) -> None:
+        """Destroy the process group if this world made it."""
+        if self.owns_group and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _ranks(environment: Mapping[str, str]) -> dict[str, int]:
+    """RANK, WORLD_SIZE and their local twins as numbers that agree."""
+    values: dict[str, int] = {}
+    for name, default in (("RANK", ""), ("WORLD_SIZE", ""), ("LOCAL_RANK", ""), ("MASTER_PORT", "")):
+        text = environment.get(name, default)
+        if name == "LOCAL_RANK" and not text:
+            text = environment.get("RANK", "")
+        if not text.isdigit():
+            raise _environment(name, f"got {text!r}, a whole number is needed")
+        values[name] = int(text)
+    if values["RANK"] >= values["WORLD_SIZE"]:
+        raise _environment("RANK", f"RANK={values['RANK']} with WORLD_SIZE={values['WORLD_SIZE']}")
+    if not 0 < values["MASTER_PORT"] < 65536:
+        raise _environment("MASTER_PORT", f"got {values['MASTER_PORT']}, a port is 1 to 65535")
+    return values
+
+
+def _environment(name: str, finding: str) -> SpecError:
+    return SpecError(
+        Fault(
+            place=name,
+            finding=finding,
+            remedy="start with: torchrun --nproc-per-node N -m ptrain.train SPEC",
+            source="environment",
+        )
+    )
+
+
+def _device(wanted: str, local_rank: int) -> torch.device:
+    available = torch.cuda.device_count() if wanted != "cpu" else 0
+    if wanted == "cuda" and local_rank >= available:
+        raise SpecError(
+            Fault(
+                place="device",
+                finding=f"a GPU per rank is needed: {available} found, local rank {local_rank}",
+                remedy="use device: cpu, or start fewer ranks on this node",
+            )
+        )
+    if wanted in ("cuda", "auto") and local_rank < available:
+        return torch.device("cuda", local_rank)
+    return torch.device("cpu")
+
+
+def _backend(wanted: str, device: torch.device) -> str:
+    if wanted == "nccl" and device.type != "cuda":
+        raise SpecError(
+            Fault(
+                place="backend",
+                finding="nccl needs a GPU per rank and this rank has none",
+                remedy="use backend: gloo",
+            )
+        )
+    if wanted != "auto":
+        return wanted
+    return "nccl" if device.type == "cuda" else "gloo"
+
+
+def _start(ranks: Mapping[str, int], backend: str, timeout: Timeout) -> None:
+    waits = timedelta(seconds=timeout.init)
+    host = os.environ.get("MASTER_ADDR", "127.0.0.1")
+    try:
+        store = _store(ranks, host, waits)
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=ranks["RANK"],
+            world_size=ranks["WORLD_SIZE"],
+            timeout=waits,
+        )
+    except (dist.DistError, RuntimeError, OSError) as error:
+        raise PtrainError(
+            f"rank {ranks['RANK']} could not meet the other {ranks['WORLD_SIZE'] - 1} at "
+            f"{host}:{ranks['MASTER_PORT']} within {timeout.init:g} s: {error}"
+        ) from error
+    set_timeout(None, timeout)
+
+
+def _store(ranks: Mapping[str, int], host: str, waits: timedelta) -> dist.Store:
+    """Where the ranks exchange addresses.
+
+    Our launcher hands rank 0 a socket that it bound to the loopback, so that nobody outside can
+    reach the store. Under torchrun the agent's store is shared by all attempts: a prefix per
+    attempt keeps a restarted rank from reading a dead one's address.
+    """
+    descriptor = os.environ.get("PTRAIN_STORE_FD")
+    if descriptor is not None and ranks["RANK"] == 0:
+        return dist.TCPStore(
+            host,
+            ranks["MASTER_PORT"],
+            ranks["WORLD_SIZE"],
+            is_master=True,
+            timeout=waits,
+            master_listen_fd=int(descriptor),
+            wait_for_workers=False,
+        )
+    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    store = dist.TCPStore(
+        host,
+        ranks["MASTER_PORT"],
+        ranks["WORLD_SIZE"],
+        is_master=ranks["RANK"] == 0 and not agent,
+        timeout=waits,
+        wait_for_workers=False,
+    )
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"attempt{attempt}", store)
+
+
+def set_timeout(group: dist.ProcessGroup | None, timeout: Timeout) -> None:
+    """From here on a collective of `group` fails after `timeout.step` (torch's default is half an
+    hour under gloo, and new groups do not inherit)."""
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout.step), group)
+
+
