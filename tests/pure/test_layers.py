@@ -1,0 +1,230 @@
+"""The architecture, as tests: direction of imports, the torch line, sizes, and what is nowhere.
+
+Modules are ranked, not folders: `axes/*/rules.py` is pure, `axes/*/apply.py` stands with the
+interpreter. A module imports only from its own layer and from those above it.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "ptrain"
+
+# One line a layer, read downwards; a pattern matches a whole module name.
+LAYERS = (
+    r"ptrain\.version",
+    r"ptrain\.(errors|units|costs|timeline)",
+    r"ptrain\.spec(\..*)?",
+    r"ptrain\.axes|ptrain\.axes\.ring|ptrain\.axes\.\w+|ptrain\.axes\.\w+\.(rules|costs)",
+    r"ptrain\.algebra(\..*)?",
+    r"ptrain\.plan(\..*)?",
+    r"ptrain\.derivation(\..*)?",
+    r"ptrain\.selection(\..*)?",
+    r"ptrain\.report(\..*)?",
+    # -------- the torch line
+    r"ptrain\.models(\..*)?",
+    r"ptrain\.data(\..*)?",
+    r"ptrain\.axes\.\w+\.(apply|\w+)|ptrain\.interpreter(\..*)?",
+    r"ptrain\.meters(\..*)?",
+    r"ptrain\.train(\..*)?",
+    r"ptrain\.simulation(\..*)?",
+    r"ptrain\.verification(\..*)?",
+    r"ptrain\.charts(\..*)?",
+    r"ptrain\.convert(\..*)?",
+    r"ptrain\.cli(\..*)?",
+    r"ptrain|ptrain\.__main__",
+)
+TORCH_LINE = next(i for i, layer in enumerate(LAYERS) if "models" in layer)
+PURE_PACKAGES = {"yaml", "pydantic", "pydantic_core", "annotated_types", "rich", "ptrain"}
+
+# Where an import may be lazy: the dispatcher, the package's __getattr__, one module per extra,
+# and the function that a spec's `target:` names.
+LAZY = {
+    "ptrain.cli.main",
+    "ptrain",
+    "ptrain.models.external",
+    "ptrain.train.tensorboard",
+}
+# The world reads the environment; a launcher hands it on to the ranks it starts.
+ENVIRONMENT = {"ptrain.interpreter.world", "ptrain.train.environment"}
+# `ptrain train` without a SPEC must mean one: this constant says which.
+DEFAULT_SPEC = ("ptrain.train.options", "DEFAULT_SPEC")
+
+MAX_FILE, MAX_FUNCTION = 400, 60
+
+
+def name_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {name_of(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+PYTHON_FILES = [
+    path
+    for folder in ("ptrain", "tests", "benchmarks", "launch")
+    for path in sorted((ROOT / folder).rglob("*.py"))
+]
+
+
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+
+
+def rank(module: str) -> int:
+    return next(i for i, layer in enumerate(LAYERS) if re.fullmatch(layer, module))
+
+
+def imports(module: str) -> Iterator[str]:
+    """Every module that an import statement of `module` names, those for types only included."""
+    for node in ast.walk(tree(MODULES[module])):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module}:{node.lineno}: a relative import"
+            assert node.module
+            for alias in node.names:
+                submodule = f"{node.module}.{alias.name}"
+                yield submodule if submodule in MODULES else node.module
+
+
+def calls(path: Path) -> Iterator[tuple[ast.Call, str]]:
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.Call):
+            yield node, ast.unparse(node.func)
+
+
+def short(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def strategy_names() -> set[str]:
+    """Names of specs that are not also the name of an axis."""
+    axes = {"pp", "dp_replicate", "dp_shard", "cp", "ep", "tp"}
+    return {path.stem for path in (ROOT / "specs" / "strategies").glob("*.yaml")} - axes
+
+
+def test_every_module_has_a_layer():
+    for module in MODULES:
+        assert any(re.fullmatch(layer, module) for layer in LAYERS), module
+
+
+@pytest.mark.parametrize("module", sorted(set(MODULES) - {"ptrain"}))
+def test_imports_point_upwards(module):
+    downwards = {
+        found
+        for found in imports(module)
+        if found.split(".")[0] == "ptrain" and rank(found) > rank(module) and found != "ptrain"
+    }
+    assert not downwards, f"{module} imports from below itself: {sorted(downwards)}"
+
+
+@pytest.mark.parametrize("module", [m for m in sorted(MODULES) if rank(m) < TORCH_LINE])
+def test_the_pure_half_needs_the_standard_library_yaml_pydantic_and_rich_only(module):
+    packages = {found.split(".")[0] for found in imports(module)}
+    foreign = packages - PURE_PACKAGES - set(sys.stdlib_module_names)
+    assert not foreign, f"{module} stands above the torch line and imports {sorted(foreign)}"
+
+
+def test_meters_do_not_know_what_is_expected():
+    expectation = re.compile(r"ptrain\.(plan|derivation|algebra|selection)\b.*")
+    for module in MODULES:
+        if module.startswith("ptrain.meters"):
+            known = [found for found in imports(module) if expectation.fullmatch(found)]
+            assert not known, f"{module} measures and must not know {known}"
+
+
+@pytest.mark.parametrize("path", PYTHON_FILES, ids=short)
+def test_files_and_functions_keep_to_the_size_budget(path):
+    lines = path.read_text(encoding="utf-8").count("\n")
+    assert lines <= MAX_FILE, f"{short(path)} has {lines} lines, more than {MAX_FILE}"
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            length = (node.end_lineno or node.lineno) - node.lineno + 1
+            assert length <= MAX_FUNCTION, f"{short(path)}: {node.name} has {length} lines"
+
+
+def test_the_loop_has_at_most_120_lines_and_names_no_axis():
+    text = (PACKAGE / "train" / "loop.py").read_text(encoding="utf-8")
+    assert text.count("\n") <= 120
+    assert not re.search(r"\b(dp_replicate|dp_shard|tp|pp|cp|ep|Axis\.\w+)\b", text)
+
+
+@pytest.mark.parametrize("module", sorted(MODULES))
+def test_every_module_says_what_it_is_and_packages_are_empty(module):
+    path = MODULES[module]
+    if path.name == "__init__.py" and module != "ptrain":
+        assert path.read_text(encoding="utf-8").strip() == "", f"{short(path)} is not empty"
+    else:
+        assert ast.get_docstring(tree(path)), f"{short(path)} has no docstring"
+
+
+@pytest.mark.parametrize("module", sorted(MODULES))
+def test_no_module_holds_a_strategys_name(module):
+    default = [
+        node.value
+        for node in ast.walk(tree(MODULES[module]))
+        if isinstance(node, ast.Assign)
+        and isinstance(node.targets[0], ast.Name)
+        and (module, node.targets[0].id) == DEFAULT_SPEC
+    ]
+    names = strategy_names()
+    held = {
+        node.value
+        for node in ast.walk(tree(MODULES[module]))
+        if isinstance(node, ast.Constant) and node.value in names and node not in default
+    }
+    assert not held, f"{module} knows the strategies {sorted(held)}: drive it by modes instead"
+
+
+@pytest.mark.parametrize("module", sorted(set(MODULES) - LAZY))
+def test_imports_stand_at_the_top(module):
+    for node in ast.walk(tree(MODULES[module])):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            lazy = [
+                inner for inner in ast.walk(node) if isinstance(inner, ast.Import | ast.ImportFrom)
+            ]
+            assert not lazy, f"{module}: {node.name} imports lazily"
+    called = {name for _, name in calls(MODULES[module])}
+    assert not called & {"import_module", "importlib.import_module", "__import__"}, module
+
+
+@pytest.mark.parametrize("path", PYTHON_FILES, ids=short)
+def test_nothing_executes_text_or_unpickles(path):
+    for call, name in calls(path):
+        assert name not in ("eval", "exec", "os.system", "os.popen", "yaml.unsafe_load"), name
+        keywords = {keyword.arg: keyword.value for keyword in call.keywords}
+        if name == "yaml.load":
+            raise AssertionError(f"{short(path)}: yaml.load; use the loader of ptrain.spec.load")
+        shell = keywords.get("shell")
+        assert not (isinstance(shell, ast.Constant) and shell.value), f"{short(path)}: shell=True"
+        weights_only = keywords.get("weights_only")
+        assert not (isinstance(weights_only, ast.Constant) and not weights_only.value), short(path)
+    if path.is_relative_to(PACKAGE):
+        for node in ast.walk(tree(path)):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            assert not {"pickle", "marshal", "shelve", "dill"} & set(names), short(path)
+
+
+@pytest.mark.parametrize("module", sorted(MODULES))
+def test_no_handler_catches_everything(module):
+    for node in ast.walk(tree(MODULES[module])):
+        if isinstance(node, ast.ExceptHandler):
+            caught = ast.unparse(node.type) if node.type else "everything"
+            assert caught not in ("everything", "Exception"), f"{module}:{node.lineno}"
+
+
+@pytest.mark.parametrize("module", sorted(set(MODULES) - ENVIRONMENT))
+def test_only_the_world_reads_the_environment(module):
+    for node in ast.walk(tree(MODULES[module])):
+        if isinstance(node, ast.Attribute):
+            assert ast.unparse(node) not in ("os.environ", "os.getenv"), f"{module}:{node.lineno}"
