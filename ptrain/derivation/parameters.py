@@ -1,0 +1,140 @@
+"""The tensors of the built-in families as formulas: names, shapes, units, order of gradients.
+
+P = 12LH² counts a gpt's matrices and nothing else; `remainder` names what it leaves out. Pure: no
+torch. Tests compare every fact with the module itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import assert_never
+
+from ptrain.derivation.facts import ModelFacts, TensorFacts, UnitFacts
+from ptrain.spec.model import Family, ModelShape
+
+_FP32 = 4  # bytes: buffers are fp32 (fp64 under compute fp64), whatever the layout
+
+Shape = tuple[int, ...]
+Table = tuple[tuple[str, Shape], ...]
+
+
+def facts(shape: ModelShape, sequence: int) -> ModelFacts:
+    """What derivation knows of a built-in model that takes `sequence` tokens."""
+    block, root = _block(shape), _root(shape, sequence)
+    names = tuple(f"blocks.{i}" for i in range(shape.layers))
+    units = (
+        *(UnitFacts(name=name, tensors=_tensors(block, f"{name}.")) for name in names),
+        UnitFacts(name="", tensors=_tensors(root, "")),
+    )
+    return ModelFacts(
+        units=units,
+        buffers=_buffers(shape, sequence),
+        gradient_order=_gradient_order(shape, names, block),
+    )
+
+
+def remainder(shape: ModelShape, sequence: int) -> dict[str, int]:
+    """P - 12LH² of a gpt with ffn = 4H and H a multiple of its heads, term by term, in elements."""
+    assert shape.family is Family.GPT and shape.ffn == 4 * shape.hidden
+    layers, hidden = shape.layers, shape.hidden
+    return {
+        "biases": layers * 9 * hidden,  # 4 in attention, 4H up, H down
+        "norms": (2 * layers + 1) * 2 * hidden,  # two per block and the last, weight and bias
+        "embeddings": shape.vocab * hidden,
+        "positions": sequence * hidden,
+        "head": 0 if shape.tied else shape.vocab * hidden,
+    }
+
+
+def _tensors(table: Table, prefix: str) -> tuple[TensorFacts, ...]:
+    return tuple(TensorFacts(name=prefix + name, shape=dims) for name, dims in table)
+
+
+def _block(shape: ModelShape) -> Table:
+    match shape.family:
+        case Family.LLAMA:
+            return _llama_block(shape)
+        case Family.GPT:
+            return _gpt_block(shape)
+        case family:
+            assert_never(family)
+
+
+def _llama_block(shape: ModelShape) -> Table:
+    hidden, ffn, kv_hidden = shape.hidden, shape.ffn, shape.kv_heads * shape.head_dim
+    return (
+        ("attention_norm.weight", (hidden,)),
+        ("attention.query.weight", (hidden, hidden)),
+        ("attention.key.weight", (kv_hidden, hidden)),
+        ("attention.value.weight", (kv_hidden, hidden)),
+        ("attention.output.weight", (hidden, hidden)),
+        ("mlp_norm.weight", (hidden,)),
+        ("mlp.gate.weight", (ffn, hidden)),
+        ("mlp.up.weight", (ffn, hidden)),
+        ("mlp.down.weight", (hidden, ffn)),
+    )
+
+
+def _gpt_block(shape: ModelShape) -> Table:
+    hidden, ffn = shape.hidden, shape.ffn
+    return (
+        *_weight_and_bias("attention_norm", (hidden,)),
+        *_weight_and_bias("attention.query", (hidden, hidden)),
+        *_weight_and_bias("attention.key", (hidden, hidden)),
+        *_weight_and_bias("attention.value", (hidden, hidden)),
+        *_weight_and_bias("attention.output", (hidden, hidden)),
+        *_weight_and_bias("mlp_norm", (hidden,)),
+        *_weight_and_bias("mlp.up", (ffn, hidden)),
+        *_weight_and_bias("mlp.down", (hidden, ffn)),
+    )
+
+
+def _weight_and_bias(name: str, dims: Shape) -> Table:
+    return ((f"{name}.weight", dims), (f"{name}.bias", dims[:1]))
+
+
+def _root(shape: ModelShape, sequence: int) -> Table:
+    embed = ("embed.weight", (shape.vocab, shape.hidden))
+    head: Table = () if shape.tied else (("head.weight", (shape.vocab, shape.hidden)),)
+    match shape.family:
+        case Family.LLAMA:
+            return (embed, ("norm.weight", (shape.hidden,)), *head)
+        case Family.GPT:
+            positions = ("positions.weight", (sequence, shape.hidden))
+            return (embed, positions, *_weight_and_bias("norm", (shape.hidden,)), *head)
+        case family:
+            assert_never(family)
+
+
+def _buffers(shape: ModelShape, sequence: int) -> tuple[tuple[str, int], ...]:
+    match shape.family:
+        case Family.LLAMA:
+            table = sequence * (shape.head_dim // 2) * _FP32
+            return (("cos_TK", table), ("sin_TK", table))
+        case Family.GPT:
+            return ()
+        case family:
+            assert_never(family)
+
+
+def _gradient_order(shape: ModelShape, names: tuple[str, ...], block: Table) -> tuple[str, ...]:
+    """Last used, first complete. A tied embedding is complete only where it was used first."""
+    within = tuple(_completed(tuple(name for name, _ in block)))
+    head = () if shape.tied else ("head.weight",)
+    match shape.family:
+        case Family.LLAMA:
+            last, first = ("norm.weight",), ("embed.weight",)
+        case Family.GPT:
+            last, first = ("norm.weight", "norm.bias"), ("positions.weight", "embed.weight")
+        case family:
+            assert_never(family)
+    blocks = (f"{block_name}.{name}" for block_name in reversed(names) for name in within)
+    return (*head, *last, *blocks, *first)
+
+
+def _completed(names: tuple[str, ...]) -> Iterator[str]:
+    """Modules backwards. In a linear layer the bias comes first, for the weight is transposed on the
+    way; a norm hands over both at once, in the order of its arguments."""
+    for module in reversed(dict.fromkeys(name.rpartition(".")[0] for name in names)):
+        own = [name for name in names if name.rpartition(".")[0] == module]
+        yield from own if module.endswith("norm") else reversed(own)
