@@ -1,0 +1,157 @@
+"""The result record and the verdict, on accounts made by hand."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ptrain.costs import (
+    Collective,
+    Column,
+    Estimate,
+    Footprint,
+    Peak,
+    Phase,
+    State,
+    Traffic,
+    TrafficKey,
+)
+from ptrain.report.record import compare, record, verdict, verdict_line
+
+KEY = TrafficKey(
+    axes=("dp_shard",),
+    collective=Collective.ALL_GATHER,
+    state=State.PARAMETERS,
+    phase=Phase.FORWARD,
+)
+
+
+def account(column: Column) -> Estimate:
+    return Estimate(
+        column=column,
+        world_size=2,
+        memory=tuple(
+            Footprint(state=state, rank=rank, device_bytes=100 + rank)
+            for rank in range(2)
+            for state in State
+        ),
+        peak=tuple(
+            Peak(phase=phase, rank=rank, device_bytes=1000)
+            for rank in range(2)
+            for phase in (Phase.FORWARD, Phase.BACKWARD, Phase.UPDATE)
+        ),
+        traffic=(Traffic(key=KEY, calls=3, payload_bytes=300, sent_bytes=150),),
+    )
+
+
+EXACT, MEASURED = account(Column.EXACT), account(Column.MEASURED)
+
+
+def failing(measured: Estimate) -> list[str]:
+    return [check.name for check in compare(EXACT, measured) if not check.holds]
+
+
+def test_equal_accounts_hold_with_a_check_per_state_and_rank_per_count_and_per_peak():
+    checks = compare(EXACT, MEASURED)
+    assert verdict(checks) == "holds"
+    assert len(checks) == len(State) * 2 + 3 + 3 * 2
+
+
+def test_no_checks_are_no_verdict():
+    assert verdict(()) == "fails"
+
+
+@pytest.mark.parametrize("index", range(len(EXACT.memory)))
+def test_one_byte_of_resident_memory_fails_the_verdict(index):
+    rows = list(MEASURED.memory)
+    rows[index] = replace(rows[index], device_bytes=rows[index].device_bytes + 1)
+    name = f"memory {rows[index].state} rank {rows[index].rank}"
+    assert failing(replace(MEASURED, memory=tuple(rows))) == [name]
+
+
+def test_a_byte_on_another_tier_fails_the_verdict():
+    rows = (replace(MEASURED.memory[0], host_bytes=1), *MEASURED.memory[1:])
+    assert failing(replace(MEASURED, memory=rows)) == ["memory parameters rank 0 host"]
+
+
+@pytest.mark.parametrize("count", ["calls", "payload_bytes", "sent_bytes"])
+def test_one_call_or_byte_of_traffic_fails_the_verdict(count):
+    row = MEASURED.traffic[0]
+    wrong = replace(row, **{count: getattr(row, count) + 1})
+    found = failing(replace(MEASURED, traffic=(wrong,)))
+    assert found == [
+        f"traffic dp_shard all_gather forward parameters {count.removesuffix('_bytes')}"
+    ]
+
+
+def test_every_ranks_account_of_traffic_must_be_right():
+    row = MEASURED.traffic[0]
+    wrong = replace(row, calls=4)
+    assert len(failing(replace(MEASURED, traffic=(row, wrong)))) == 1
+    assert not failing(replace(MEASURED, traffic=(row, row)))
+
+
+def test_a_row_that_one_side_lacks_fails_the_verdict():
+    other = replace(MEASURED.traffic[0], key=replace(KEY, phase=Phase.BACKWARD))
+    assert len(failing(replace(MEASURED, traffic=()))) == 3
+    assert len(failing(replace(MEASURED, traffic=(*MEASURED.traffic, other)))) == 3
+    assert failing(replace(MEASURED, memory=MEASURED.memory[1:])) == ["memory parameters rank 0"]
+    assert failing(replace(MEASURED, peak=MEASURED.peak[1:])) == ["peak forward rank 0"]
+
+
+def test_a_single_ranks_account_is_compared_with_that_rank_only():
+    own = replace(
+        MEASURED,
+        memory=tuple(row for row in MEASURED.memory if row.rank == 1),
+        peak=tuple(row for row in MEASURED.peak if row.rank == 1),
+    )
+    assert not failing(own)
+
+
+@given(st.integers(900, 1100))
+def test_the_peak_holds_within_two_percent(size):
+    rows = (replace(MEASURED.peak[0], device_bytes=size), *MEASURED.peak[1:])
+    holds = not failing(replace(MEASURED, peak=rows))
+    assert holds == (980 <= size <= 1020)
+
+
+def test_the_record_is_json_with_the_fields_of_the_contract():
+    checks = compare(EXACT, MEASURED)
+    result = json.loads(json.dumps(record("tiny", (EXACT, MEASURED), checks=checks, device="cpu")))
+    assert {
+        "spec", "world_size", "rank", "versions", "device", "memory", "peak", "traffic", "wire",
+        "step_seconds", "checks", "verdict",
+    } <= set(result)  # fmt: skip
+    assert result["versions"]["ptrain"]
+    assert (result["world_size"], result["rank"], result["verdict"]) == (2, "max", "holds")
+    assert set(result["memory"][0]) == {
+        "state", "column", "rank", "device_bytes", "host_bytes", "file_bytes"
+    }  # fmt: skip
+    assert result["traffic"][0] == {
+        "axes": ["dp_shard"],
+        "collective": "all_gather",
+        "state": "parameters",
+        "phase": "forward",
+        "column": "exact",
+        "calls": 3,
+        "payload_bytes": 300,
+        "sent_bytes": 150,
+    }
+    assert {"name", "predicted", "measured", "tolerance", "holds", "why"} == set(
+        result["checks"][0]
+    )
+
+
+def test_a_column_without_figures_is_null_with_its_reason():
+    paper = Estimate(column=Column.PAPER, world_size=2, undefined={"traffic": "no theorem"})
+    assert record("tiny", (paper,))["undefined"] == {"paper": {"traffic": "no theorem"}}
+
+
+def test_exactness_is_not_claimed_for_a_torch_that_no_test_names():
+    checks = compare(EXACT, MEASURED)
+    assert verdict_line(checks, torch="2.13.0+cpu") == "verdict: holds (21 of 21)"
+    assert verdict_line(checks, torch="2.99.0").endswith("not claimed for torch 2.99.0")
