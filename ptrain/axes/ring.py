@@ -1,4 +1,4 @@
-"""Theorem 2's ring model: what one rank sends of a collective's full tensor, rounded up per call."""
+"""Theorem 2's ring model: what one rank sends of a call's full tensor, rounded up per call."""
 
 from __future__ import annotations
 

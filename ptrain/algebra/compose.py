@@ -1,0 +1,108 @@
+"""Definition 5: the product of placements, as a fold over the factors of a mesh.
+
+A factor says, for each state, how one axis divides, copies or moves what the axes inside it hold.
+Products form a monoid: an axis of degree 1 is the identity, and the product is associative.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import reduce
+from typing import assert_never
+
+from ptrain.costs import PLACED, State
+from ptrain.spec.axis import Factor
+from ptrain.spec.placement import Distribution, Mode, Tier
+from ptrain.units import ceil_div
+
+_DISTANCE = {Tier.DEVICE: 0, Tier.HOST: 1, Tier.FILE: 2}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """What one rank holds of one state: one of `parts`, which `copies` ranks hold alike.
+
+    `parts * copies` is the number of ranks. A gathered share is made whole, unit by unit, for its
+    use; a materialized one holds nothing between uses.
+    """
+
+    parts: int = 1
+    copies: int = 1
+    gathered: bool = False
+    materialized: bool = False
+    tier: Tier = Tier.DEVICE
+
+    def at_rest(self, size: int) -> int:
+        """Theorem 1 without s_unit: bytes held between uses, on whatever tier they lie."""
+        return 0 if self.materialized else ceil_div(size, self.parts)
+
+    def on(self, tier: Tier, size: int) -> int:
+        """Bytes held between uses on `tier`."""
+        return self.at_rest(size) if tier is self.tier else 0
+
+    @property
+    def needs_unit(self) -> bool:
+        """Whether Theorem 1 adds s_unit."""
+        return self.gathered or self.materialized
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Product:
+    """A composed placement over `ranks` ranks."""
+
+    ranks: int = 1
+    parameters: Share = Share()
+    optimizer: Share = Share()
+    gradients: Share = Share()
+    activations: Share = Share()
+
+    def __getitem__(self, state: State) -> Share:
+        share: Share = getattr(self, state.value)
+        return share
+
+
+IDENTITY = Product()
+
+
+def product(factors: Iterable[Factor]) -> Product:
+    """All factors of a mesh, outermost first as in a spec, folded from the innermost outwards."""
+    return reduce(compose, (lift(factor) for factor in reversed(tuple(factors))), IDENTITY)
+
+
+def compose(inner: Product, outer: Product) -> Product:
+    """`inner` within each group, `outer` across the groups."""
+    shares = {state.value: _compose_shares(inner[state], outer[state]) for state in PLACED}
+    return Product(ranks=inner.ranks * outer.ranks, **shares)
+
+
+def lift(factor: Factor) -> Product:
+    """One factor as a product."""
+    if factor.degree == 1:
+        return IDENTITY
+    shares = {state.value: _share(factor.placement[state], factor.degree) for state in PLACED}
+    return Product(ranks=factor.degree, **shares)
+
+
+def _compose_shares(inner: Share, outer: Share) -> Share:
+    return Share(
+        parts=inner.parts * outer.parts,
+        copies=inner.copies * outer.copies,
+        gathered=inner.gathered or outer.gathered,
+        materialized=inner.materialized or outer.materialized,
+        tier=max(inner.tier, outer.tier, key=_DISTANCE.__getitem__),
+    )
+
+
+def _share(mode: Mode, degree: int) -> Share:
+    match mode.distribution:
+        case Distribution.REPLICATED:
+            return Share(copies=degree, tier=mode.tier)
+        case Distribution.SHARDED:
+            return Share(parts=degree, tier=mode.tier)
+        case Distribution.GATHERED:
+            return Share(parts=degree, gathered=True, tier=mode.tier)
+        case Distribution.MATERIALIZED:
+            return Share(copies=degree, materialized=True)
+        case _:
+            assert_never(mode.distribution)

@@ -1,0 +1,63 @@
+"""Ranks and coordinates: row-major over the mesh, the outermost axis first (as DeviceMesh)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
+
+from ptrain.spec.axis import Axis
+from ptrain.spec.spec import Spec
+
+
+def coordinates(spec: Spec, rank: int) -> dict[Axis, int]:
+    """Where `rank` stands on every axis of the mesh."""
+    assert 0 <= rank < spec.world_size, f"rank {rank} is not in a world of {spec.world_size}"
+    place: dict[Axis, int] = {}
+    for factor in reversed(spec.factors):
+        rank, place[factor.axis] = divmod(rank, factor.degree)
+    return {factor.axis: place[factor.axis] for factor in spec.factors}
+
+
+def rank_at(spec: Spec, place: Mapping[Axis, int]) -> int:
+    """The rank at these coordinates."""
+    rank = 0
+    for factor in spec.factors:
+        rank = rank * factor.degree + place[factor.axis]
+    return rank
+
+
+def group(spec: Spec, rank: int, axes: Sequence[Axis]) -> tuple[int, ...]:
+    """The ranks that differ from `rank` along `axes` only, `rank` among them, in mesh order."""
+    place = coordinates(spec, rank)
+    choices = [
+        range(factor.degree) if factor.axis in axes else (place[factor.axis],)
+        for factor in spec.factors
+    ]
+    names = [factor.axis for factor in spec.factors]
+    return tuple(
+        rank_at(spec, dict(zip(names, choice, strict=True))) for choice in product(*choices)
+    )
+
+
+def groups(spec: Spec, axes: Sequence[Axis]) -> Iterator[tuple[int, ...]]:
+    """Every group over `axes`, by its lowest rank."""
+    for rank in range(spec.world_size):
+        members = group(spec, rank, axes)
+        if members[0] == rank:
+            yield members
+
+
+def position(spec: Spec, rank: int, axes: Sequence[Axis]) -> int:
+    """The index of `rank` in its group over `axes`: which shard it holds."""
+    place = coordinates(spec, rank)
+    index = 0
+    for factor in spec.factors:
+        if factor.axis in axes:
+            index = index * factor.degree + place[factor.axis]
+    return index
+
+
+def ranks_over(spec: Spec, axes: Sequence[Axis]) -> int:
+    """How many ranks a group over `axes` has."""
+    return math.prod(spec.degree(axis) for axis in axes)

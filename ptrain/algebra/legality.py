@@ -1,0 +1,169 @@
+"""Which products are legal: RULES, a table collected from the axes' rooms and from the spec itself.
+
+`check` says what breaks a theorem (with the nearest spec that does not); `executed` says what is
+legal and does not run yet. The two are apart, so that legality can be counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+from ptrain.axes.data.rules import DATA
+from ptrain.axes.rule import AxisRules, SpecRule, TupleRule
+from ptrain.errors import Fault, SpecError
+from ptrain.spec.axis import DATA_AXES, Factor
+from ptrain.spec.model import Family, ModelShape
+from ptrain.spec.spec import Spec
+
+ROOMS: tuple[AxisRules, ...] = (DATA,)
+BYTE_VOCAB = 259  # 256 bytes and three specials
+
+
+class Located(Protocol):
+    """A spec that was read from somewhere, and where its faults stand there (`spec.load`)."""
+
+    @property
+    def spec(self) -> Spec: ...
+
+    def locate(self, fault: Fault, /) -> Fault: ...
+
+
+def check(spec: Spec) -> tuple[Fault, ...]:
+    """Every way in which `spec` is illegal."""
+    tuples = (fault for room in ROOMS for fault in _tuple_faults(room, spec))
+    return (*tuples, *(fault for rule in SPEC_RULES for fault in rule.faults(spec)))
+
+
+def executed(spec: Spec) -> tuple[Fault, ...]:
+    """Everything in `spec` that is legal and not executed yet."""
+    return tuple(fault for rule in NOT_YET for fault in rule.faults(spec))
+
+
+def require(document: Located) -> Spec:
+    """The document's spec, if it is legal and runs; raises SpecError with every located fault."""
+    faults = (*check(document.spec), *executed(document.spec))
+    if faults:
+        raise SpecError(*(document.locate(fault) for fault in faults))
+    return document.spec
+
+
+def _tuple_faults(room: AxisRules, spec: Spec) -> Iterator[Fault]:
+    for factor in room.factors(spec):
+        nearest = room.nearest(factor.placement, spec.optimizer)
+        for rule in room.broken(factor.placement, spec.optimizer):
+            yield Fault(
+                place=f"placement.{factor.axis}",
+                finding=f"({factor.placement}) on {factor.axis}: {rule.message}; "
+                f"it breaks {rule.theorem}",
+                remedy=f"nearest legal: {as_yaml(factor, nearest)}",
+            )
+
+
+def as_yaml(factor: Factor, placement: object) -> str:
+    """A factor's tuple as a user writes it."""
+    names = ("parameters", "optimizer", "gradients", "activations")
+    modes = zip(names, str(placement).split(","), strict=True)
+    return f"{factor.axis}: {{{', '.join(f'{name}: {mode}' for name, mode in modes)}}}"
+
+
+def _shape_faults(spec: Spec) -> Iterator[Fault]:
+    shape = spec.model
+    if not isinstance(shape, ModelShape):
+        return
+    if shape.hidden % shape.heads:
+        yield Fault(
+            place="model.heads",
+            finding=f"{shape.heads} heads do not divide hidden: {shape.hidden}",
+            remedy=f"choose from {_divisors(shape.hidden)}",
+        )
+    elif shape.family is Family.LLAMA and shape.head_dim % 2:
+        yield Fault(
+            place="model.heads",
+            finding=f"rotary positions need an even head size, and {shape.hidden} / "
+            f"{shape.heads} = {shape.head_dim}",
+            remedy="choose hidden / heads even",
+        )
+    if shape.heads % shape.kv_heads:
+        yield Fault(
+            place="model.kv_heads",
+            finding=f"{shape.kv_heads} key-value heads do not divide heads: {shape.heads}",
+            remedy=f"choose from {_divisors(shape.heads)}",
+        )
+    elif shape.family is Family.GPT and shape.kv_heads != shape.heads:
+        yield Fault(
+            place="model.kv_heads",
+            finding=f"gpt gives every head its own keys and values, not {shape.kv_heads} for "
+            f"{shape.heads}",
+            remedy=f"write kv_heads: {shape.heads}, or a llama preset",
+        )
+
+
+def _vocabulary_faults(spec: Spec) -> Iterator[Fault]:
+    shape, data = spec.model, spec.data
+    if not isinstance(shape, ModelShape) or data.path is not None:
+        return
+    if data.tokenizer == "bytes" and shape.vocab < BYTE_VOCAB:
+        yield Fault(
+            place="model.vocab",
+            finding=f"{shape.vocab} is smaller than the byte tokenizer's vocabulary",
+            remedy=f"write vocab: {BYTE_VOCAB} or more",
+        )
+
+
+def _batch_faults(spec: Spec) -> Iterator[Fault]:
+    batch = spec.batch
+    product = batch.micro * batch.accumulate * spec.data_degree
+    if batch.global_samples != product:
+        yield Fault(
+            place="batch.global",
+            finding=f"{batch.global_samples} samples are not micro {batch.micro} x accumulated "
+            f"{batch.accumulate} x data ranks {spec.data_degree} = {product}",
+            remedy=f"write global: {product}, or leave accumulate out",
+        )
+
+
+def _cluster_faults(spec: Spec) -> Iterator[Fault]:
+    cluster = spec.cluster
+    if cluster is not None and spec.world_size > cluster.devices:
+        yield Fault(
+            place="mesh",
+            finding=f"the mesh has {spec.world_size} ranks, the cluster {cluster.name} "
+            f"{cluster.devices} devices",
+            remedy=f"choose degrees whose product is at most {cluster.devices}",
+        )
+
+
+def _axes_without_room(spec: Spec) -> Iterator[Fault]:
+    for factor in spec.factors:
+        if not any(factor.axis in room.axes for room in ROOMS):
+            yield Fault(
+                place=f"mesh.{factor.axis}",
+                finding=f"the axis {factor.axis} is not executed yet",
+                remedy=f"use {' and '.join(DATA_AXES)}",
+            )
+
+
+def _divisors(number: int) -> str:
+    return ", ".join(str(each) for each in range(1, number + 1) if number % each == 0)
+
+
+_PRODUCT_RULES = (
+    SpecRule(name="heads divide", theorem="Definition 1", faults=_shape_faults),
+    SpecRule(name="every token has a row", theorem="Definition 1", faults=_vocabulary_faults),
+    SpecRule(
+        name="the batch is the sum of its parts",
+        theorem="Theorem 3 (gradient integrity)",
+        faults=_batch_faults,
+    ),
+    SpecRule(name="the mesh fits the cluster", theorem="Definition 5", faults=_cluster_faults),
+)
+SPEC_RULES = (*_PRODUCT_RULES, *(rule for room in ROOMS for rule in room.specs))
+RULES: tuple[TupleRule | SpecRule, ...] = (
+    *(rule for room in ROOMS for rule in room.tuples),
+    *SPEC_RULES,
+)
+NOT_YET: tuple[SpecRule, ...] = (
+    SpecRule(name="axes with a room", theorem="", faults=_axes_without_room),
+    *(rule for room in ROOMS for rule in room.not_yet),
+)

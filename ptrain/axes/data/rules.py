@@ -1,0 +1,223 @@
+"""Which tuples a data axis takes.
+
+Every rank of a data axis computes whole layers on its own samples, so Theta must be whole when it
+is used, and activations are nobody else's. Of 625 tuples 285 are legal: 3 modes of A x 5 of G x
+(4 of Theta x 5 of Omega - 1); an optimizer that keeps state has no meaning for Omega = M: 240.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+
+from ptrain.axes.rule import AxisRules, SpecRule, TupleRule
+from ptrain.costs import PLACED, State
+from ptrain.errors import Fault
+from ptrain.spec.axis import DATA_AXES, Axis, Factor
+from ptrain.spec.batch import GradientSync
+from ptrain.spec.placement import MODES, S_STAR, Distribution, M, Placement, R, S, Tier
+from ptrain.spec.spec import OptimizerSpec, Spec
+
+GRADIENT_INTEGRITY = "Theorem 3 (gradient integrity)"
+STATE_CONSISTENCY = "Theorem 4 (state consistency)"
+
+# What runs: the modes that have a handler in apply.py, by state.
+EXECUTED = {
+    State.PARAMETERS: (R, S_STAR),
+    State.OPTIMIZER: (R, S),
+    State.GRADIENTS: (R, S),
+    State.ACTIVATIONS: (R,),
+}
+
+
+def keeps_state(optimizer: OptimizerSpec) -> bool:
+    """Whether the optimizer carries values from step to step (moments, momentum)."""
+    return optimizer.name != "sgd" or optimizer.momentum != 0
+
+
+def legal_tuples(optimizer: OptimizerSpec) -> Iterator[Placement]:
+    """All tuples of the five modes that a data axis takes with this optimizer."""
+    for modes in product(MODES, repeat=len(PLACED)):
+        placement = Placement(**dict(zip((state.value for state in PLACED), modes, strict=True)))
+        if not any(DATA.broken(placement, optimizer)):
+            yield placement
+
+
+def executed_tuples() -> Iterator[Placement]:
+    """All tuples of a data axis that run."""
+    for modes in product(*(EXECUTED[state] for state in PLACED)):
+        yield Placement(**dict(zip((state.value for state in PLACED), modes, strict=True)))
+
+
+def _foreign_activations(placement: Placement, optimizer: OptimizerSpec) -> bool:
+    mode = placement.activations
+    spread = (Distribution.SHARDED, Distribution.GATHERED)
+    return mode.tier is Tier.DEVICE and mode.distribution in spread
+
+
+_TUPLES = (
+    TupleRule(
+        name="parameters are whole when used",
+        theorem=GRADIENT_INTEGRITY,
+        broken=lambda placement, _: placement.parameters == S,
+        message="parameters: S leaves each rank a slice of every tensor, but it computes whole "
+        "layers on its own samples; nothing defines the computation",
+        nearest=lambda placement: replace(placement, parameters=S_STAR),
+    ),
+    TupleRule(
+        name="activations belong to their rank",
+        theorem=GRADIENT_INTEGRITY,
+        broken=_foreign_activations,
+        message="activations are those of a rank's own samples and cannot be spread over a data "
+        "axis; they are kept (R), recomputed (M) or offloaded (O)",
+        nearest=lambda placement: replace(placement, activations=R),
+    ),
+    TupleRule(
+        name="the parameters' values live somewhere",
+        theorem=STATE_CONSISTENCY,
+        broken=lambda placement, _: placement.parameters == M and placement.optimizer == M,
+        message="parameters: M are rebuilt from the master copy in the optimizer state, but "
+        "optimizer: M keeps none between steps; the values live nowhere",
+        nearest=lambda placement: replace(placement, optimizer=S),
+    ),
+    TupleRule(
+        name="moments outlive a step",
+        theorem=STATE_CONSISTENCY,
+        broken=lambda placement, optimizer: placement.optimizer == M and keeps_state(optimizer),
+        message="optimizer: M would drop the optimizer's moments between steps; only an optimizer "
+        "without state (sgd without momentum) can be materialized",
+        nearest=lambda placement: replace(placement, optimizer=S),
+    ),
+)
+
+
+def _reduced_part_counted_again(spec: Spec) -> Iterator[Fault]:
+    factors = tuple(DATA.factors(spec))
+    whole = factors and all(factor.placement.gradients == R for factor in factors)
+    if whole and spec.batch.accumulate > 1 and spec.sync.gradients is GradientSync.EVERY:
+        yield Fault(
+            place="sync.gradients",
+            finding="every: gradients are R on every data axis, so a micro-batch would be added to a "
+            f"sum already reduced and be reduced again with it: of {spec.batch.accumulate} "
+            "micro-batches the first would count once per rank",
+            remedy="write sync: {gradients: last}, or gradients: S on a data axis",
+        )
+
+
+def _gradients_used_up(spec: Spec) -> Iterator[Fault]:
+    for factor in DATA.factors(spec):
+        if factor.placement.gradients != M:
+            continue
+        if spec.batch.accumulate > 1:
+            yield Fault(
+                place=_place(factor),
+                finding=f"gradients: M are used as soon as they exist, but a step accumulates "
+                f"{spec.batch.accumulate} micro-batches",
+                remedy="set batch.accumulate: 1 (a larger micro), or gradients: S",
+            )
+        if spec.optimizer.clip is not None:
+            yield Fault(
+                place=_place(factor),
+                finding="gradients: M are used as soon as they exist, but clipping needs the norm "
+                "of all of them first",
+                remedy="set optimizer.clip: null, or gradients: S",
+            )
+
+
+def _master_copies(spec: Spec) -> Iterator[Fault]:
+    has_master = spec.precision.layout.master is not None
+    for factor in DATA.factors(spec):
+        if factor.placement.parameters == M and not has_master:
+            yield Fault(
+                place=_place(factor),
+                finding=f"parameters: M are rebuilt from master copies, and the layout "
+                f"{spec.precision.layout.name} has none",
+                remedy="use a layout with master copies (zero16), or parameters: S*",
+            )
+        if factor.placement.optimizer == M and has_master and not keeps_state(spec.optimizer):
+            yield Fault(
+                place=_place(factor),
+                finding=f"optimizer: M would drop the master copies of the layout "
+                f"{spec.precision.layout.name} between steps",
+                remedy="use a layout without master copies (fp32), or optimizer: S",
+            )
+
+
+def _one_way_for_activations(spec: Spec) -> Iterator[Fault]:
+    own = {
+        factor.placement.activations: factor
+        for factor in DATA.factors(spec)
+        if factor.placement.activations != R
+    }
+    if len(own) > 1:
+        said = " and ".join(f"{mode} on {factor.axis}" for mode, factor in own.items())
+        yield Fault(
+            place=_place(list(own.values())[-1]),
+            finding=f"activations belong to the rank, not to an axis, but are {said}",
+            remedy="give activations once, at the top of the spec",
+        )
+
+
+def _modes_without_handler(spec: Spec) -> Iterator[Fault]:
+    for factor in DATA.factors(spec):
+        for state, runs in EXECUTED.items():
+            mode = factor.placement[state]
+            if mode not in runs and not _is_illegal(factor, spec, state):
+                yield Fault(
+                    place=f"{_place(factor)}.{state}",
+                    finding=f"{mode} of {state} on {factor.axis} is legal but not executed yet",
+                    remedy=f"{state} runs as {' or '.join(map(str, runs))}",
+                )
+
+
+def _is_illegal(factor: Factor, spec: Spec, state: State) -> bool:
+    """Whether this very mode is refused anyway, so that it needs no second fault."""
+    nearest = DATA.nearest(factor.placement, spec.optimizer)
+    return nearest[state] != factor.placement[state]
+
+
+def _replicas_inside_shards(spec: Spec) -> Iterator[Fault]:
+    axes = [factor.axis for factor in DATA.factors(spec)]
+    if axes == [Axis.DP_SHARD, Axis.DP_REPLICATE]:
+        yield Fault(
+            place="mesh.dp_replicate",
+            finding="dp_replicate inside dp_shard is not executed yet",
+            remedy="write dp_replicate before dp_shard: the mesh is outermost first",
+        )
+
+
+def _place(factor: Factor) -> str:
+    return f"placement.{factor.axis}"
+
+
+DATA = AxisRules(
+    axes=DATA_AXES,
+    tuples=_TUPLES,
+    specs=(
+        SpecRule(
+            name="a reduced gradient is not reduced again",
+            theorem=GRADIENT_INTEGRITY,
+            faults=_reduced_part_counted_again,
+        ),
+        SpecRule(
+            name="a gradient that is used up is neither accumulated nor clipped",
+            theorem=GRADIENT_INTEGRITY,
+            faults=_gradients_used_up,
+        ),
+        SpecRule(
+            name="master copies outlive a step",
+            theorem=STATE_CONSISTENCY,
+            faults=_master_copies,
+        ),
+        SpecRule(
+            name="activations are kept in one way",
+            theorem="Definition 2",
+            faults=_one_way_for_activations,
+        ),
+    ),
+    not_yet=(
+        SpecRule(name="modes with a handler", theorem="", faults=_modes_without_handler),
+        SpecRule(name="replicas outside shards", theorem="", faults=_replicas_inside_shards),
+    ),
+)

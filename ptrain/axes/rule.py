@@ -1,0 +1,56 @@
+"""A row of the legality table: what a product must satisfy, why, and the nearest one that does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from ptrain.errors import Fault
+from ptrain.spec.axis import Axis, Factor
+from ptrain.spec.placement import Placement
+from ptrain.spec.spec import OptimizerSpec, Spec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TupleRule:
+    """About one factor's tuple. `theorem` names the condition that a broken rule would break."""
+
+    name: str
+    theorem: str
+    broken: Callable[[Placement, OptimizerSpec], bool]
+    message: str
+    nearest: Callable[[Placement], Placement]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpecRule:
+    """About a spec as a whole; `faults` yields what is wrong with it, remedy included."""
+
+    name: str
+    theorem: str
+    faults: Callable[[Spec], Iterable[Fault]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AxisRules:
+    """What one room contributes to the table."""
+
+    axes: tuple[Axis, ...]
+    tuples: tuple[TupleRule, ...]
+    specs: tuple[SpecRule, ...] = ()
+    not_yet: tuple[SpecRule, ...] = ()
+
+    def broken(self, placement: Placement, optimizer: OptimizerSpec) -> Iterator[TupleRule]:
+        """The rules that this tuple breaks on these axes."""
+        return (rule for rule in self.tuples if rule.broken(placement, optimizer))
+
+    def nearest(self, placement: Placement, optimizer: OptimizerSpec) -> Placement:
+        """The tuple after every broken rule's repair: legal, and itself where it was legal."""
+        for rule in self.tuples:
+            if rule.broken(placement, optimizer):
+                placement = rule.nearest(placement)
+        return placement
+
+    def factors(self, spec: Spec) -> Iterator[Factor]:
+        """The factors of `spec` that these rules are about."""
+        return (factor for factor in spec.factors if factor.axis in self.axes)

@@ -1,0 +1,95 @@
+"""`derive`: what a spec costs, by the paper (`paper`) and as it runs (`exact`), and its plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ptrain.algebra.layout import ranks_over
+from ptrain.costs import Column, Estimate
+from ptrain.derivation.facts import ModelFacts
+from ptrain.derivation.memory import elements, flat_buffers, resident
+from ptrain.derivation.paper import paper
+from ptrain.derivation.traffic import sent
+from ptrain.errors import Fault, SpecError
+from ptrain.plan.lower import lower
+from ptrain.plan.step import FlatUnits, FullyShard, Plan
+from ptrain.spec.model import ModelShape
+from ptrain.spec.spec import Spec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Derivation:
+    """Both predictions of one spec, and the plan that the second one is about."""
+
+    paper: Estimate
+    exact: Estimate
+    plan: Plan
+
+
+def derive(spec: Spec, facts: ModelFacts | None = None) -> Derivation:
+    """The costs of a legal spec. A built-in model needs no `facts`; any other model's are read off
+    the model itself."""
+    facts = own_facts(spec) if facts is None else facts
+    plan = lower(spec, tuple(unit.name for unit in facts.units))
+    return Derivation(paper=paper(spec, facts), exact=exact(spec, plan, facts), plan=plan)
+
+
+def own_facts(spec: Spec) -> ModelFacts:
+    """The facts of a built-in model, from its shape."""
+    if not isinstance(spec.model, ModelShape):
+        raise SpecError(
+            Fault(
+                place="model",
+                finding="the sizes of this model are known only to its code",
+                remedy="allow the import (--allow-import), or use a preset or a shape",
+            )
+        )
+    from ptrain.derivation.parameters import facts
+
+    return facts(spec.model, spec.batch.sequence)
+
+
+def exact(spec: Spec, plan: Plan, facts: ModelFacts) -> Estimate:
+    """Memory per state and rank, traffic per axes x collective x state x phase."""
+    return Estimate(
+        column=Column.EXACT,
+        world_size=spec.world_size,
+        memory=resident(spec, plan, facts),
+        traffic=sent(spec, plan, facts),
+        notes=tuple(_notes(spec, plan, facts)),
+    )
+
+
+def _notes(spec: Spec, plan: Plan, facts: ModelFacts) -> Iterator[str]:
+    wrap = plan.wrap
+    if isinstance(wrap, FlatUnits):
+        yield from _update_notes(wrap)
+        padded = sum(size * times for size, times in flat_buffers(spec, wrap, facts).items())
+        if padded > facts.numel:
+            yield f"flat units are padded: {padded - facts.numel} elements more than the model has"
+    if isinstance(wrap, FullyShard):
+        ranks = ranks_over(spec, wrap.shard_axes)
+        padded = ranks * elements(spec, plan, facts, 0).parameters
+        if padded > facts.numel:
+            yield (
+                f"each tensor is cut by rows, ceil(d0 / {ranks}) on every rank: "
+                f"{padded / facts.numel - 1:.2%} more than the model has"
+            )
+
+
+def _update_notes(wrap: FlatUnits) -> Iterator[str]:
+    axes = [axis.value for axis in wrap.optimizer if axis not in wrap.parameters]
+    if axes:
+        yield (
+            f"parameters are whole and the optimizer is a shard on {', '.join(axes)}: each rank "
+            "updates its part, so the updated parameters must be gathered, r|Θ| that Theorem 2 "
+            "as printed leaves out"
+        )
+    late = [axis.value for axis in wrap.optimizer if axis not in wrap.gradients]
+    if late:
+        yield (
+            f"gradients are R and the optimizer is a shard on {', '.join(late)}: a reduce-scatter "
+            "before the update replaces the all-reduce, r|G| instead of 2r|G|; gradients keep "
+            "their full size, and only the rank's own part of them holds the sum"
+        )

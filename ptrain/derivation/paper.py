@@ -1,0 +1,136 @@
+"""Theorems 1 and 2 as printed: the `paper` column.
+
+|X| is the layout's bytes per parameter times the number of parameters. s_unit (Definition 3, one
+layer) goes to `transient`, so that the sum of the states is the figure that the text prints.
+Nothing here is corrected: what a rank must send besides is in the `exact` column.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import assert_never
+
+from ptrain.algebra.compose import IDENTITY, Product, compose, lift, product
+from ptrain.axes.ring import Calls, Group
+from ptrain.costs import (
+    Collective,
+    Column,
+    Estimate,
+    Footprint,
+    Phase,
+    State,
+    Traffic,
+    add_traffic,
+)
+from ptrain.derivation.facts import ModelFacts
+from ptrain.derivation.memory import optimizer_itemsize
+from ptrain.spec.axis import DATA_AXES, Factor
+from ptrain.spec.placement import Distribution, Tier
+from ptrain.spec.spec import Spec
+
+MODEL_STATES = (State.PARAMETERS, State.OPTIMIZER, State.GRADIENTS)
+
+_NO_ACTIVATIONS = "the theorems take |A| as given and the text derives no value for it"
+_NO_PEAK = "Theorem 1 adds the states up; it does not say which of them live at the same time"
+
+
+def paper(spec: Spec, facts: ModelFacts) -> Estimate:
+    """What the paper says of `spec`, the same for every rank."""
+    sizes = state_sizes(spec, facts)
+    placed = product(spec.factors)
+    undefined = {"activations": _NO_ACTIVATIONS, "peak": _NO_PEAK}
+    reason = _traffic_is_undefined(spec)
+    if reason:
+        undefined["traffic"] = reason
+    return Estimate(
+        column=Column.PAPER,
+        world_size=spec.world_size,
+        memory=_memory(spec, placed, sizes, facts),
+        traffic=() if reason else add_traffic(_traffic(spec, sizes)),
+        undefined=undefined,
+    )
+
+
+def itemsizes(spec: Spec) -> dict[State, int]:
+    """Remark 1: bytes per parameter of each state, 2 + 12 + 2 for the paper's layout."""
+    layout = spec.precision.effective
+    return {
+        State.PARAMETERS: layout.parameters.itemsize,
+        State.OPTIMIZER: optimizer_itemsize(spec.optimizer, layout),
+        State.GRADIENTS: layout.gradients.itemsize,
+    }
+
+
+def state_sizes(spec: Spec, facts: ModelFacts) -> dict[State, int]:
+    """|X| in bytes."""
+    return {state: size * facts.numel for state, size in itemsizes(spec).items()}
+
+
+def reconstruction_unit(facts: ModelFacts) -> int:
+    """Definition 3: parameters of the largest layer (of the whole model where it has none)."""
+    layers = [unit.numel for unit in facts.units if unit.name] or [facts.numel]
+    return max(layers)
+
+
+def _memory(
+    spec: Spec, placed: Product, sizes: dict[State, int], facts: ModelFacts
+) -> tuple[Footprint, ...]:
+    """Theorem 1, equations (7) to (11); the share on the host is what (11) leaves out."""
+    unit = reconstruction_unit(facts)
+    whole_units = sum(
+        unit * itemsize for state, itemsize in itemsizes(spec).items() if placed[state].needs_unit
+    )
+    rows = [(state, _tiers(placed, state, sizes[state])) for state in MODEL_STATES]
+    rows.append((State.TRANSIENT, {"device_bytes": whole_units}))
+    return tuple(
+        Footprint(state=state, rank=rank, **tiers)
+        for rank in range(spec.world_size)
+        for state, tiers in rows
+    )
+
+
+def _tiers(placed: Product, state: State, size: int) -> dict[str, int]:
+    return {f"{tier}_bytes": placed[state].on(tier, size) for tier in Tier}
+
+
+def _traffic(spec: Spec, sizes: dict[State, int]) -> Iterator[Traffic]:
+    """Theorem 2 axis by axis, innermost first; an outer axis finds what the inner ones leave."""
+    inner = IDENTITY
+    for factor in reversed(spec.factors):
+        group = Group((factor.axis,), factor.degree)
+        yield _synchronization(
+            factor, inner[State.GRADIENTS].at_rest(sizes[State.GRADIENTS]), group
+        )
+        if factor.placement.parameters.distribution is Distribution.GATHERED:
+            gathered = inner[State.PARAMETERS].at_rest(sizes[State.PARAMETERS])
+            for phase in (Phase.FORWARD, Phase.BACKWARD):
+                calls = Calls(Collective.ALL_GATHER, State.PARAMETERS, phase)
+                yield calls.over(group, gathered)
+        inner = compose(inner, lift(factor))
+
+
+def _synchronization(factor: Factor, size: int, group: Group) -> Traffic:
+    """Equations (12) and (13)."""
+    mode = factor.placement.gradients.distribution
+    match mode:
+        case Distribution.REPLICATED:
+            collective = Collective.ALL_REDUCE
+        case Distribution.SHARDED | Distribution.GATHERED:
+            collective = Collective.REDUCE_SCATTER
+        case Distribution.MATERIALIZED:
+            raise AssertionError("Theorem 2 has no case for materialized gradients")
+        case _:
+            assert_never(mode)
+    return Calls(collective, State.GRADIENTS, Phase.BACKWARD).over(group, size)
+
+
+def _traffic_is_undefined(spec: Spec) -> str:
+    """Why Theorem 2 says nothing about this spec, or nothing at all."""
+    for factor in spec.factors:
+        if factor.axis not in DATA_AXES:
+            return f"the paper gives no volume for the axis {factor.axis}"
+        for state in (State.PARAMETERS, State.GRADIENTS):
+            mode = factor.placement[state]
+            if mode.distribution is Distribution.MATERIALIZED or mode.tier is not Tier.DEVICE:
+                return f"Theorem 2 has no case for {state} {mode}"
+    return ""
