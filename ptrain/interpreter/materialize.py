@@ -64,5 +64,3 @@ def fill_shards(module: nn.Module, seed: int) -> None:
             whole = whole.narrow(dim, min(offset, whole.shape[dim]), size)
         parameter.to_local().copy_(whole)
     reset_buffers(module)
-
-

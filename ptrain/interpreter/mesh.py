@@ -75,9 +75,7 @@ class Mesh:
             return {}
         for axis in self.axes:
             self.group((axis,))
-        return {
-            group.group_name: tuple(map(str, axes)) for axes, group in self._groups.items()
-        }
+        return {group.group_name: tuple(map(str, axes)) for axes, group in self._groups.items()}
 
 
 def _require_size(step: CreateMesh, world: World) -> None:

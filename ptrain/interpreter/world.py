@@ -116,7 +116,12 @@ class World:
 def _ranks(environment: Mapping[str, str]) -> dict[str, int]:
     """RANK, WORLD_SIZE and their local twins as numbers that agree."""
     values: dict[str, int] = {}
-    for name, default in (("RANK", ""), ("WORLD_SIZE", ""), ("LOCAL_RANK", ""), ("MASTER_PORT", "")):
+    for name, default in (
+        ("RANK", ""),
+        ("WORLD_SIZE", ""),
+        ("LOCAL_RANK", ""),
+        ("MASTER_PORT", ""),
+    ):
         text = environment.get(name, default)
         if name == "LOCAL_RANK" and not text:
             text = environment.get("RANK", "")
@@ -225,5 +230,3 @@ def set_timeout(group: dist.ProcessGroup | None, timeout: Timeout) -> None:
     """From here on a collective of `group` fails after `timeout.step` (torch's default is half an
     hour under gloo, and new groups do not inherit)."""
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout.step), group)
-
-

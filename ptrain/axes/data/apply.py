@@ -1,4 +1,4 @@
-"""What a placement on the data axes does to a module: each plan step as a wrap that is ready to run.
+"""What a placement on the data axes does to a module: each plan step as a wrap, ready to run.
 
 A wrap gives the module to call, says what belongs to one micro-batch, brings the gradients into
 the optimizer's layout, and lists what the optimizer updates. The loop around it is the same.
@@ -54,7 +54,7 @@ class Wrapped(Protocol):
 
 
 class TensorTarget:
-    """A parameter whose local part is a tensor of its own: plain, or the local part of a DTensor."""
+    """A parameter whose local part is a tensor: itself, or the local part of a DTensor."""
 
     def __init__(self, parameter: nn.Parameter) -> None:
         self.parameter = parameter

@@ -162,7 +162,9 @@ class FlatTarget:
 class FlatUnit:
     """One unit with its hooks: gather before use, reduce when its gradients are complete."""
 
-    def __init__(self, name: str, module: nn.Module, parameters: Parameters, step: FlatUnits) -> None:
+    def __init__(
+        self, name: str, module: nn.Module, parameters: Parameters, step: FlatUnits
+    ) -> None:
         self.name = name
         self.parameters = parameters
         self.updated = step.optimizer
@@ -299,5 +301,3 @@ def _tensors(output: object) -> Iterator[torch.Tensor]:
     elif isinstance(output, (list, tuple)):
         for value in output:
             yield from _tensors(value)
-
-

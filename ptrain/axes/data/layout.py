@@ -61,7 +61,9 @@ class FlatLayout:
         dims = tuple(1 if axis in cut else self.mesh.degrees[axis] for axis in self.axes)
         return (*dims, self.padded // self.mesh.size(self.axes))
 
-    def take(self, local: torch.Tensor, had: Sequence[Axis], wanted: Sequence[Axis]) -> torch.Tensor:
+    def take(
+        self, local: torch.Tensor, had: Sequence[Axis], wanted: Sequence[Axis]
+    ) -> torch.Tensor:
         """From a shard over `had` (1-d) this rank's part along the axes that `wanted` adds; 1-d, a
         view where it is contiguous."""
         view = local.view(self.shape(had))
@@ -73,7 +75,7 @@ class FlatLayout:
     def put(
         self, local: torch.Tensor, part: torch.Tensor, had: Sequence[Axis], wanted: Sequence[Axis]
     ) -> None:
-        """The inverse of `take`: write `part` into its place in `local`. Free where it is a view."""
+        """The inverse of `take`: write `part` to its place in `local`. Free where it is a view."""
         view = local.view(self.shape(had))
         for dim, axis in enumerate(self.axes):
             if axis in wanted and axis not in had:

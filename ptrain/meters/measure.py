@@ -1,0 +1,121 @@
+"""Measure one steady step: memory by state, its peak by phase, and every collective.
+
+with measure(program) as measurement:
+    program.forward_backward(batch)
+    program.step(lr)
+measurement.estimate()
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ptrain.costs import (
+    Collective,
+    Column,
+    Estimate,
+    Footprint,
+    Peak,
+    Phase,
+    State,
+    Traffic,
+    TrafficKey,
+)
+from ptrain.interpreter.program import Program
+from ptrain.interpreter.world import World
+from ptrain.meters.memory import MemoryMeter
+from ptrain.meters.traffic import TrafficMeter
+
+
+class Measurement:
+    """What the meters of one rank saw of one step."""
+
+    def __init__(self, program: Program) -> None:
+        self.rank = program.world.rank
+        self.size = program.world.size
+        self.memory = MemoryMeter(program, rank=self.rank, device=program.world.device.type)
+        self.traffic = TrafficMeter(program.registry, program.mesh.axes_by_group())
+
+    def estimate(self) -> Estimate:
+        """This rank's measured figures."""
+        return Estimate(
+            column=Column.MEASURED,
+            world_size=self.size,
+            memory=self.memory.footprints(),
+            peak=self.memory.peaks(),
+            traffic=self.traffic.rows(),
+        )
+
+
+@contextmanager
+def measure(program: Program) -> Iterator[Measurement]:
+    """Meter what runs inside: exactly one step. A steady step comes after the first two."""
+    measurement = Measurement(program)
+    observers = (measurement.memory, measurement.traffic)
+    program.observers.extend(observers)
+    try:
+        with measurement.memory, measurement.traffic:
+            yield measurement
+    finally:
+        for observer in observers:
+            program.observers.remove(observer)
+
+
+def gather_estimates(world: World, estimate: Estimate) -> list[Estimate]:
+    """Every rank's estimate on every rank, in order of rank. JSON travels, nothing is unpickled."""
+    if world.size == 1:
+        return [estimate]
+    text = torch.frombuffer(bytearray(json.dumps(asdict(estimate)).encode()), dtype=torch.uint8).to(
+        world.device
+    )
+    sizes = [torch.zeros(1, dtype=torch.int64, device=world.device) for _ in range(world.size)]
+    dist.all_gather(sizes, torch.tensor([text.numel()], device=world.device))
+    longest = int(max(int(size.item()) for size in sizes))
+    padded = torch.zeros(longest, dtype=torch.uint8, device=world.device)
+    padded[: text.numel()] = text
+    texts = [torch.empty_like(padded) for _ in range(world.size)]
+    dist.all_gather(texts, padded)
+    return [
+        _parse(json.loads(bytes(each[: int(size.item())].cpu().numpy())))
+        for each, size in zip(texts, sizes, strict=True)
+    ]
+
+
+def join_estimates(estimates: list[Estimate]) -> Estimate:
+    """One estimate of all ranks: rows of memory and peak per rank, traffic of the rank that sends
+    most (on the data axes all ranks send the same)."""
+    busiest = max(estimates, key=lambda estimate: estimate.sent_bytes())
+    return Estimate(
+        column=estimates[0].column,
+        world_size=estimates[0].world_size,
+        memory=tuple(row for estimate in estimates for row in estimate.memory),
+        peak=tuple(row for estimate in estimates for row in estimate.peak),
+        traffic=busiest.traffic,
+    )
+
+
+def _parse(plain: dict[str, Any]) -> Estimate:
+    return Estimate(
+        column=Column(plain["column"]),
+        world_size=plain["world_size"],
+        memory=tuple(Footprint(**{**row, "state": State(row["state"])}) for row in plain["memory"]),
+        peak=tuple(Peak(**{**row, "phase": Phase(row["phase"])}) for row in plain["peak"]),
+        traffic=tuple(Traffic(**{**row, "key": _key(row["key"])}) for row in plain["traffic"]),
+    )
+
+
+def _key(plain: dict[str, Any]) -> TrafficKey:
+    return TrafficKey(
+        axes=tuple(plain["axes"]),
+        collective=Collective(plain["collective"]),
+        state=State(plain["state"]),
+        phase=Phase(plain["phase"]),
+        via=plain["via"],
+    )
