@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from ptrain.timeline import Timeline
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorFacts:
@@ -39,11 +41,13 @@ class UnitFacts:
 class ModelFacts:
     """`units` in the order in which fully_shard wraps them: blocks first to last, then the root.
     `buffers` are (name, bytes). `gradient_order` names the parameters in the order in which their
-    gradients are complete in a backward pass (it decides DDP's buckets)."""
+    gradients are complete in a backward pass (it decides DDP's buckets). `timeline` is one
+    micro-batch traced at the spec's shape and dtypes; None where a committed table gives it."""
 
     units: tuple[UnitFacts, ...]
     buffers: tuple[tuple[str, int], ...] = ()
     gradient_order: tuple[str, ...] = ()
+    timeline: Timeline | None = None
 
     @property
     def tensors(self) -> tuple[TensorFacts, ...]:

@@ -1,0 +1,179 @@
+"""The committed tables of the built-in families, evaluated: what one micro-batch allocates and saves.
+
+A table holds every size in bytes as a coefficient times powers of batch, sequence and the model's
+dimensions, read off traces at prime shapes (`meters.tables` writes them). Nothing here is fitted.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from ptrain.spec.model import Family, ModelShape
+from ptrain.spec.precision import DType
+from ptrain.timeline import Boundary, Complete, Item, Mark, Run, Timeline, run
+
+_MARKS = {">": Mark.ENTER, "<": Mark.LEAVE, "[": Mark.PRE_BACKWARD, "]": Mark.POST_BACKWARD}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Monomial:
+    """`coefficient · Π symbol^exponent`, in elements of the compute dtype or in bytes."""
+
+    in_elements: bool
+    coefficient: int
+    exponents: tuple[tuple[str, int], ...]
+
+    def bytes(self, values: dict[str, int], itemsize: int) -> int:
+        """The size at these dimensions."""
+        scale = itemsize if self.in_elements else 1
+        return self.coefficient * scale * math.prod(values[s] ** e for s, e in self.exponents)
+
+    def __str__(self) -> str:
+        unit = ("e",) if self.in_elements else ()
+        powers = (s if e == 1 else f"{s}^{e}" for s, e in self.exponents)
+        factors = (*((str(self.coefficient),) if self.coefficient != 1 else ()), *unit, *powers)
+        return "·".join(factors) or "1"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saved:
+    """One tensor that forward leaves for backward: by which operator, and how large."""
+
+    part: str  # before (the blocks), block, after
+    operator: str
+    size: Monomial
+
+
+def timeline(shape: ModelShape, *, batch: int, sequence: int, compute: DType) -> Timeline:
+    """One micro-batch of `batch` samples of a built-in model."""
+    table = _table(_name(shape, compute))
+    values = _values(shape, batch, sequence)
+    sizes = [size.bytes(values, compute.itemsize) for size in _sizes(_name(shape, compute))]
+    layers = shape.layers
+    return Timeline(
+        forward=_items(table["forward"], sizes, range(layers)),
+        backward=_items(table["backward"], sizes, range(layers)[::-1]),
+    )
+
+
+def saved_bytes(shape: ModelShape, *, batch: int, sequence: int, compute: DType) -> int:
+    """|A| of one micro-batch."""
+    return timeline(shape, batch=batch, sequence=sequence, compute=compute).saved_bytes
+
+
+def saved(shape: ModelShape, compute: DType) -> tuple[Saved, ...]:
+    """The polynomials behind `saved_bytes`, operator by operator; those of a block count once per
+    layer."""
+    name = _name(shape, compute)
+    sizes = _sizes(name)
+    return tuple(
+        Saved(part=part, operator=operator, size=sizes[index])
+        for part, tensors in _table(name)["saved"].items()
+        for operator, index in tensors
+    )
+
+
+def torch_version(shape: ModelShape, compute: DType) -> str:
+    """The version of torch that was traced."""
+    version: str = _table(_name(shape, compute))["torch"]
+    return version
+
+
+def _name(shape: ModelShape, compute: DType) -> str:
+    """The table of a shape: what its operators depend on."""
+    tied = "tied" if shape.tied else "untied"
+    if shape.family is Family.LLAMA:
+        kind = "mha" if shape.heads == shape.kv_heads else "gqa"
+    else:
+        kind = "dropout" if shape.dropout else "plain"
+    precision = "full" if compute in (DType.FP32, DType.FP64) else "bf16"
+    return f"{shape.family}-{tied}-{kind}-{precision}"
+
+
+@cache
+def _table(name: str) -> dict[str, Any]:
+    text = files("ptrain.derivation").joinpath(f"tables/{name}.json").read_text(encoding="utf-8")
+    table: dict[str, Any] = json.loads(text)
+    return table
+
+
+@cache
+def _sizes(name: str) -> tuple[Monomial, ...]:
+    table = _table(name)
+    return tuple(
+        Monomial(
+            in_elements=bool(in_elements),
+            coefficient=coefficient,
+            exponents=tuple((s, e) for s, e in zip(table["symbols"], exponents, strict=True) if e),
+        )
+        for in_elements, coefficient, exponents in table["sizes"]
+    )
+
+
+def _values(shape: ModelShape, batch: int, sequence: int) -> dict[str, int]:
+    return {
+        "batch": batch,
+        "sequence": sequence,
+        "heads": shape.heads,
+        "repeats": shape.heads // shape.kv_heads,
+        "kv_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "pairs": shape.head_dim // 2,
+        "ffn": shape.ffn,
+        "vocab": shape.vocab,
+    }
+
+
+def _items(
+    parts: dict[str, list[Any]], sizes: Sequence[int], blocks: Sequence[int]
+) -> tuple[Item, ...]:
+    """What precedes the blocks, the block once per layer, and what follows."""
+    root = len(blocks)
+    block = list(_merge(parts["block"], sizes))
+    return (
+        *_instantiate(_merge(parts["before"], sizes), root, root),
+        *(item for number in blocks for item in _instantiate(block, number, root)),
+        *_instantiate(_merge(parts["after"], sizes), root, root),
+    )
+
+
+def _merge(events: Iterable[Any], sizes: Sequence[int]) -> Iterator[Any]:
+    """Signed size numbers become runs; marks and completions stay as they are."""
+    deltas: list[int] = []
+    for event in events:
+        if isinstance(event, int):
+            deltas.append(sizes[event - 1] if event > 0 else -sizes[-event - 1])
+            continue
+        yield from _flush(deltas)
+        deltas = []
+        if isinstance(event, str):
+            yield (_MARKS[event[0]], event.endswith("*"))
+        else:
+            name, index, cloned = event
+            yield (name, sizes[index], bool(cloned))
+    yield from _flush(deltas)
+
+
+def _flush(deltas: list[int]) -> Iterator[Run]:
+    merged = run(deltas)
+    if merged:
+        yield merged
+
+
+def _instantiate(template: Iterable[Any], block: int, root: int) -> Iterator[Item]:
+    number = str(block)
+    for item in template:
+        if isinstance(item, Run):
+            yield item
+        elif len(item) == 2:
+            mark, in_block = item
+            yield Boundary(mark, block if in_block else root)
+        else:
+            pattern, size, cloned = item
+            yield Complete(pattern.replace("*", number), size, cloned)

@@ -1,0 +1,252 @@
+"""Writes the committed tables of the built-in families: `python -m ptrain.meters.tables [--out DIR]`.
+
+Each table is a trace at a shape whose dimensions are distinct primes, so that the factors of every
+size in bytes read off as one product of dimensions times a coefficient. Full precision is traced
+in fp32 and in fp64: a size that doubles counts in elements of the compute dtype. The block's part
+is checked to repeat, and to be the same for one, two and four layers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from ptrain.meters.trace import Born, Complete, Died, Event, Recording, record
+from ptrain.models.build import build
+from ptrain.models.initialize import cast
+from ptrain.models.loss import token_loss_sum
+from ptrain.models.units import unit_names
+from ptrain.spec.model import Family, ModelShape
+from ptrain.timeline import Boundary, Mark
+
+BATCH, SEQUENCE = 11, 13
+PRIMES = {
+    Family.LLAMA: {"repeats": 3, "kv_heads": 5, "pairs": 7},
+    Family.GPT: {"heads": 5, "head_dim": 7},
+}
+COMMON = {"batch": BATCH, "sequence": SEQUENCE, "ffn": 17, "vocab": 19}
+LAYERS = 4
+MARKS = {Mark.ENTER: ">", Mark.LEAVE: "<", Mark.PRE_BACKWARD: "[", Mark.POST_BACKWARD: "]"}
+DTYPES = {"full": (torch.float32, torch.float64), "bf16": (torch.bfloat16,)}
+
+# A size: [1 where it counts in elements and 0 in bytes, coefficient, exponents of the symbols].
+Size = tuple[int, int, tuple[int, ...]]
+
+
+def trace(
+    shape: ModelShape, dtype: torch.dtype, batch: int = BATCH, sequence: int = SEQUENCE
+) -> Recording:
+    """One micro-batch of a built-in model; its weights are arbitrary, sizes do not depend on them."""
+    model = build(shape, sequence=sequence)
+    cast(model, dtype)
+    tokens = torch.zeros(batch, sequence + 1, dtype=torch.int64)
+    return record(
+        model,
+        unit_names(model),
+        lambda: token_loss_sum(model(tokens[:, :-1]), tokens[:, 1:]) / (batch * sequence),
+        tokens,
+    )
+
+
+def variants() -> Iterable[tuple[str, ModelShape, str]]:
+    """(name, shape, precision) of every table."""
+    for tied, precision, special in itertools.product((False, True), DTYPES, (False, True)):
+        for family in Family:
+            shape = _shape(family, tied=tied, special=special)
+            yield name(shape, precision), shape, precision
+
+
+def name(shape: ModelShape, precision: str) -> str:
+    """Says what the operators depend on."""
+    parts = [shape.family.value, "tied" if shape.tied else "untied"]
+    if shape.family is Family.LLAMA:
+        parts.append("mha" if shape.heads == shape.kv_heads else "gqa")
+    else:
+        parts.append("dropout" if shape.dropout else "plain")
+    return "-".join((*parts, precision))
+
+
+def _shape(family: Family, *, tied: bool, special: bool) -> ModelShape:
+    if family is Family.LLAMA:
+        primes = PRIMES[family]
+        heads = primes["kv_heads"] * (primes["repeats"] if special else 1)
+        head_dim = 2 * primes["pairs"]
+        kv_heads, dropout = primes["kv_heads"], 0.0
+    else:
+        heads, head_dim = PRIMES[family]["heads"], PRIMES[family]["head_dim"]
+        kv_heads, dropout = heads, 0.1 if special else 0.0
+    return ModelShape(
+        family=family,
+        layers=LAYERS,
+        hidden=heads * head_dim,
+        heads=heads,
+        kv_heads=kv_heads,
+        ffn=COMMON["ffn"],
+        vocab=COMMON["vocab"],
+        tied=tied,
+        dropout=dropout,
+    )
+
+
+def factorise(size: int, symbols: dict[str, int]) -> tuple[int, tuple[int, ...]]:
+    """Coefficient and exponents; the coefficient is what no symbol's prime divides."""
+    exponents = []
+    for prime in symbols.values():
+        exponent = 0
+        while size and size % prime == 0:
+            size, exponent = size // prime, exponent + 1
+        exponents.append(exponent)
+    return size, tuple(exponents)
+
+
+class Table:
+    """One table in the making: sizes are numbered as they come."""
+
+    def __init__(self, shape: ModelShape, precision: str) -> None:
+        self.shape, self.precision = shape, precision
+        self.symbols = {**PRIMES[shape.family], **COMMON}
+        if shape.family is Family.LLAMA and shape.heads == shape.kv_heads:
+            del self.symbols["repeats"]
+        self.sizes: dict[Size, int] = {}
+        self.recordings = [trace(shape, dtype) for dtype in DTYPES[precision]]
+        self._classes = self._classify()
+
+    def _classify(self) -> dict[int, int]:
+        """Storage id -> 1 where its size follows the compute dtype's."""
+        first, *others = self.recordings
+        classes = dict.fromkeys(first.sizes, 0)
+        for other in others:
+            assert list(map(_kind, first.forward)) == list(map(_kind, other.forward))
+            assert list(map(_kind, first.backward)) == list(map(_kind, other.backward))
+            for number, size in first.sizes.items():
+                assert other.sizes[number] in (size, 2 * size)
+                classes[number] = int(size > 0 and other.sizes[number] == 2 * size)
+        return classes
+
+    def size(self, number: int) -> int:
+        """The index of a storage's size."""
+        follows = self._classes[number]
+        bytes_ = self.recordings[0].sizes[number]
+        coefficient, exponents = factorise(bytes_ // 4 if follows else bytes_, self.symbols)
+        assert coefficient & (coefficient - 1) == 0, f"{bytes_} is not one product"
+        return self.sizes.setdefault((follows, coefficient, exponents), len(self.sizes))
+
+    def encode(self, event: Event, block: int) -> object:
+        """An event as JSON; `*` stands for the block's index."""
+        match event:
+            case Born(number):
+                return self.size(number) + 1
+            case Died(number):
+                return -self.size(number) - 1
+            case Boundary(mark, unit):
+                assert unit in (block, self.shape.layers)
+                return MARKS[mark] + ("*" if unit == block else "")
+            case Complete(parameter, number, cloned):
+                pattern = parameter.replace(f"blocks.{block}.", "blocks.*.")
+                return [pattern, self.size(number), int(cloned)]
+
+    def parts(self, recording: Recording) -> dict[str, dict[str, list[object]]]:
+        """Forward and backward, each in what precedes the blocks, one block, and what follows."""
+        cut = _cut(recording, self.shape.layers)
+        return {
+            phase: _fold([[self.encode(event, block) for event in events] for block, events in parts])
+            for phase, parts in cut.items()
+        }
+
+    def saved(self, recording: Recording) -> dict[str, list[object]]:
+        """What forward leaves for backward, by operator."""
+        alive = set(recording.saved)
+        return _fold(
+            [
+                [
+                    (event.operator.removeprefix("aten::"), self.size(event.id))
+                    for event in events
+                    if isinstance(event, Born) and event in alive
+                ]
+                for _, events in _cut(recording, self.shape.layers)["forward"]
+            ]
+        )
+
+    def build(self) -> dict[str, object]:
+        """The table as JSON."""
+        recording = self.recordings[0]
+        parts, saved = self.parts(recording), self.saved(recording)
+        return {
+            "torch": torch.__version__.split("+")[0],
+            "symbols": list(self.symbols),
+            "sizes": [[follows, c, list(e)] for follows, c, e in self.sizes],
+            **parts,
+            "saved": saved,
+        }
+
+
+Part = tuple[int, Sequence[Event]]
+
+
+def _cut(recording: Recording, layers: int) -> dict[str, list[Part]]:
+    """(block, events) by phase: what precedes all blocks (block -1), then from block to block."""
+    return {
+        "forward": _between(recording.forward, Mark.ENTER, range(layers)),
+        "backward": _between(recording.backward, Mark.PRE_BACKWARD, range(layers)[::-1]),
+    }
+
+
+def _between(events: Sequence[Event], mark: Mark, blocks: Sequence[int]) -> list[Part]:
+    starts = [events.index(Boundary(mark, block)) for block in blocks]
+    ends = [*starts[1:], len(events)]
+    parts = [events[start:end] for start, end in zip(starts, ends, strict=True)]
+    return [(-1, events[: starts[0]]), *zip(blocks, parts, strict=True)]
+
+
+def _fold(parts: Sequence[Sequence[object]]) -> dict[str, list[object]]:
+    """What precedes the blocks, what every block has, and what follows the last one."""
+    before, *blocks, last = map(list, parts)
+    block = blocks[0] if blocks else last
+    assert all(other == block for other in blocks), "the blocks do not repeat"
+    assert last[: len(block)] == block, "the last block is another"
+    return {"before": before, "block": block, "after": last[len(block) :]}
+
+
+def _kind(event: Event) -> object:
+    """What two traces of one model at different sizes have in common."""
+    return (event.id, event.operator) if isinstance(event, Born) else event
+
+
+def main() -> None:
+    """Writes every table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    default = Path(__file__).parents[1] / "derivation" / "tables"
+    parser.add_argument("--out", type=Path, default=default)
+    directory: Path = parser.parse_args().out
+    directory.mkdir(parents=True, exist_ok=True)
+    torch.set_num_threads(1)
+    for title, shape, precision in variants():
+        table = Table(shape, precision)
+        text = json.dumps(table.build(), separators=(",", ":"))
+        for layers in (1, 2):
+            assert _same_with(layers, table), f"{title} differs with {layers} layers"
+        (directory / f"{title}.json").write_text(text + "\n", encoding="utf-8")
+        print(f"{title}: {len(text)} bytes, {len(table.sizes)} sizes")
+
+
+def _same_with(layers: int, table: Table) -> bool:
+    """Whether a trace of so many layers has the same parts."""
+    few = Table(replace(table.shape, layers=layers), table.precision)
+    few.sizes = table.sizes
+    recording = few.recordings[0]
+    for phase, parts in table.parts(table.recordings[0]).items():
+        cut = _cut(recording, layers)[phase]
+        encoded = [few.encode(event, block) for block, events in cut for event in events]
+        if encoded != [*parts["before"], *(parts["block"] * layers), *parts["after"]]:
+            return False
+    return True
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,219 @@
+"""The tracer: one micro-batch of a plain model on one device, as a timeline of allocations.
+
+Between two boundaries (a unit is entered or left, in forward and in backward) the timeline holds
+what is allocated and freed, and where each parameter's gradient is complete. A wrapper's own
+allocations happen at those boundaries, so replaying a plan means to interleave the two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from ptrain.meters.memory import Ledger, storage_of
+from ptrain.timeline import Boundary, Mark
+
+
+@dataclass(frozen=True, slots=True)
+class Born:
+    """A storage is allocated by an operator."""
+
+    id: int
+    size: int
+    operator: str
+
+
+@dataclass(frozen=True, slots=True)
+class Died:
+    """The storage of an earlier `Born` is freed."""
+
+    id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Complete:
+    """A parameter's gradient is complete and lies in storage `id`; `cloned` where autograd had to
+    copy it there because it could not keep the tensor that arrived."""
+
+    parameter: str
+    id: int
+    cloned: bool
+
+
+Event = Born | Died | Complete | Boundary
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """The events of one micro-batch by phase; `sizes` of all storages by id."""
+
+    forward: tuple[Event, ...]
+    backward: tuple[Event, ...]
+    sizes: dict[int, int]
+
+    @property
+    def saved(self) -> tuple[Born, ...]:
+        """What forward allocated and left alive for the backward pass, in order."""
+        dead = {event.id for event in self.forward if isinstance(event, Died)}
+        return tuple(
+            event for event in self.forward if isinstance(event, Born) and event.id not in dead
+        )
+
+
+class Recorder(Ledger):
+    """A ledger that writes down what it sees; storages get running numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[Event] = []
+        self.born_sizes: dict[int, int] = {}
+        self._ids: dict[int, int] = {}
+
+    def born(self, key: int, storage: torch.UntypedStorage, operator: str) -> None:
+        number = len(self.born_sizes)
+        self._ids[key], self.born_sizes[number] = number, storage.nbytes()
+        self.events.append(Born(number, storage.nbytes(), operator))
+
+    def resized(self, key: int, storage: torch.UntypedStorage, before: int) -> None:
+        raise RuntimeError("a plain model resized a storage; it cannot be traced")
+
+    def died(self, key: int, size: int) -> None:
+        if key in self._ids:
+            self.events.append(Died(self._ids.pop(key)))
+
+    def complete(self, name: str, gradient: Tensor) -> None:
+        """Called when `name`'s gradient is in place."""
+        number = self._ids[storage_of(gradient)._cdata]
+        born = next(e for e in reversed(self.events) if isinstance(e, Born))
+        cloned = born.id == number and born.operator.split("::")[-1].startswith(_COPIES)
+        self.events.append(Complete(name, number, cloned))
+
+
+_COPIES = ("clone", "new_empty_strided", "empty_strided")
+
+
+class _LeaveBackward(torch.autograd.Function):
+    """The identity; its backward runs when the gradients of a unit's inputs are complete. FSDP2
+    places its own hook in the same way."""
+
+    @staticmethod
+    def forward(ctx: Any, notify: Callable[[], None], *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.notify = notify
+        return inputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        ctx.notify()
+        return (None, *gradients)
+
+
+class Marker:
+    """Hooks that write a unit's boundaries into a recorder, where FSDP2's hooks would run."""
+
+    def __init__(self, recorder: Recorder, model: nn.Module, units: Sequence[str]) -> None:
+        self._recorder = recorder
+        self._left: set[int] = set()
+        self._entered: set[int] = set()
+        self._units = units
+        self._handles: list[Any] = []
+        for index, name in enumerate(units):
+            module = model.get_submodule(name)
+            self._handles += [
+                module.register_forward_pre_hook(self._enter(index), with_kwargs=True),
+                module.register_forward_hook(self._leave(index)),
+            ]
+        for name, parameter in model.named_parameters():
+            hook = parameter.register_post_accumulate_grad_hook(self._complete(name))
+            self._handles.append(hook)
+
+    def remove(self) -> None:
+        """Takes the hooks off the model."""
+        for handle in self._handles:
+            handle.remove()
+
+    def finish(self) -> None:
+        """Units whose inputs need no gradient end with the backward pass, the root first."""
+        last = len(self._units) - 1
+        for index in (last, *range(last)):
+            self._end(index)
+
+    def _mark(self, mark: Mark, unit: int) -> None:
+        self._recorder.events.append(Boundary(mark, unit))
+
+    def _enter(self, unit: int) -> Callable[..., Any]:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            self._mark(Mark.ENTER, unit)
+            return self._watch_inputs(unit, (args, kwargs))
+
+        return hook
+
+    def _watch_inputs(self, unit: int, inputs: Any) -> Any:
+        tensors: list[Tensor] = []
+        tree_map(lambda x: tensors.append(x) if _differentiable(x) else None, inputs)
+        if not tensors:
+            return inputs
+        marked = iter(_LeaveBackward.apply(lambda: self._end(unit), *tensors))
+        return tree_map(lambda x: next(marked) if _differentiable(x) else x, inputs)
+
+    def _leave(self, unit: int) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            self._mark(Mark.LEAVE, unit)
+            tree_map(lambda x: self._watch_output(unit, x), output)
+
+        return hook
+
+    def _watch_output(self, unit: int, output: Any) -> None:
+        if _differentiable(output):
+            output.register_hook(lambda _: self._begin(unit))
+
+    def _begin(self, unit: int) -> None:
+        if unit not in self._entered:
+            self._entered.add(unit)
+            self._mark(Mark.PRE_BACKWARD, unit)
+
+    def _end(self, unit: int) -> None:
+        if unit not in self._left:
+            self._left.add(unit)
+            self._mark(Mark.POST_BACKWARD, unit)
+
+    def _complete(self, name: str) -> Callable[[Tensor], None]:
+        def hook(parameter: Tensor) -> None:
+            assert parameter.grad is not None
+            self._recorder.complete(name, parameter.grad)
+
+        return hook
+
+
+def _differentiable(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.requires_grad
+
+
+def record(
+    model: nn.Module,
+    units: Sequence[str],
+    run_forward: Callable[[], Tensor],
+    *inputs: Tensor,
+) -> Recording:
+    """Runs `run_forward() -> loss` and the backward pass and says what they allocated. The model's
+    own tensors and `inputs` lived before and do not appear; its gradients are left empty."""
+    recorder = Recorder()
+    for tensor in (*model.parameters(), *model.buffers(), *inputs):
+        recorder.watch(tensor)
+    marker = Marker(recorder, model, units)
+    try:
+        with recorder:
+            loss = run_forward()
+            split = len(recorder.events)
+            loss.backward()
+            marker.finish()
+            del loss
+    finally:
+        marker.remove()
+        model.zero_grad(set_to_none=True)
+    events = tuple(recorder.events)
+    return Recording(events[:split], events[split:], recorder.born_sizes)

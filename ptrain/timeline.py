@@ -1,0 +1,75 @@
+"""When a model allocates, frees and completes gradients: one micro-batch as a list of items.
+
+A timeline holds only what the model does on one device. Wrappers act at its boundaries and where a
+gradient completes; `derivation.timeline` interleaves the two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Mark(StrEnum):
+    """Where a unit begins and ends: its forward, and its part of the backward pass."""
+
+    ENTER = "enter"
+    LEAVE = "leave"
+    PRE_BACKWARD = "pre"
+    POST_BACKWARD = "post"
+
+
+@dataclass(frozen=True, slots=True)
+class Boundary:
+    """`unit` is an index into the wrap units, blocks first to last and then the root."""
+
+    mark: Mark
+    unit: int
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Allocations and frees between two boundaries: `net` bytes are left, and in between up to
+    `rise` bytes more than before were alive."""
+
+    rise: int
+    net: int
+
+
+@dataclass(frozen=True, slots=True)
+class Complete:
+    """A parameter's gradient is complete: `size` bytes that stand alive, unless `cloned`: then
+    they are allocated here where the gradient is kept, and not where it is added to another."""
+
+    parameter: str
+    size: int
+    cloned: bool = False
+
+
+Item = Boundary | Run | Complete
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeline:
+    """One micro-batch. `saved` are the bytes by operator that forward leaves for backward."""
+
+    forward: tuple[Item, ...]
+    backward: tuple[Item, ...]
+    saved: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def saved_bytes(self) -> int:
+        """What forward leaves alive: |A| of one micro-batch."""
+        return sum(item.net for item in self.forward if isinstance(item, Run))
+
+
+def run(deltas: Iterable[int]) -> Run | None:
+    """Signed sizes as one run; None where nothing happens."""
+    level = rise = 0
+    empty = True
+    for delta in deltas:
+        empty = False
+        level += delta
+        rise = max(rise, level)
+    return None if empty else Run(rise, level)
