@@ -34,15 +34,23 @@ def facts(shape: ModelShape, sequence: int) -> ModelFacts:
 
 
 def remainder(shape: ModelShape, sequence: int) -> dict[str, int]:
-    """P - 12LH² of a gpt with ffn = 4H and H a multiple of its heads, term by term, in elements."""
-    assert shape.family is Family.GPT and shape.ffn == 4 * shape.hidden
-    layers, hidden = shape.layers, shape.hidden
+    """P - 12LH² of a gpt with ffn = 4H, term by term, in elements."""
+    unit, embeddings = unit_remainder(shape), shape.vocab * shape.hidden
     return {
-        "biases": layers * 9 * hidden,  # 4 in attention, 4H up, H down
-        "norms": (2 * layers + 1) * 2 * hidden,  # two per block and the last, weight and bias
-        "embeddings": shape.vocab * hidden,
-        "positions": sequence * hidden,
-        "head": 0 if shape.tied else shape.vocab * hidden,
+        "biases": shape.layers * unit["biases"],
+        "norms": shape.layers * unit["norms"] + 2 * shape.hidden,  # and the one after the blocks
+        "embeddings": embeddings,
+        "positions": sequence * shape.hidden,
+        "head": 0 if shape.tied else embeddings,
+    }
+
+
+def unit_remainder(shape: ModelShape) -> dict[str, int]:
+    """What a gpt's block holds beside its 12H² elements of matrices (s_unit = 12H²·e)."""
+    assert shape.family is Family.GPT and shape.ffn == 4 * shape.hidden
+    return {
+        "biases": 9 * shape.hidden,  # 4H in attention, 4H up, H down
+        "norms": 4 * shape.hidden,  # two of them, weight and bias
     }
 
 
@@ -120,20 +128,20 @@ def _buffers(shape: ModelShape, sequence: int) -> tuple[tuple[str, int], ...]:
 def _gradient_order(shape: ModelShape, names: tuple[str, ...], block: Table) -> tuple[str, ...]:
     """Last used, first complete. A tied embedding is complete only where it was used first."""
     within = tuple(_completed(tuple(name for name, _ in block)))
-    head = () if shape.tied else ("head.weight",)
+    last: tuple[str, ...] = () if shape.tied else ("head.weight",)
     match shape.family:
         case Family.LLAMA:
-            last, first = ("norm.weight",), ("embed.weight",)
+            last, first = (*last, "norm.weight"), ["embed.weight"]
         case Family.GPT:
-            last, first = ("norm.weight", "norm.bias"), ("positions.weight", "embed.weight")
+            last, first = (*last, "norm.weight", "norm.bias"), ["positions.weight", "embed.weight"]
         case family:
             assert_never(family)
     blocks = (f"{block_name}.{name}" for block_name in reversed(names) for name in within)
-    return (*head, *last, *blocks, *first)
+    return (*last, *blocks, *first)
 
 
 def _completed(names: tuple[str, ...]) -> Iterator[str]:
-    """Modules backwards. In a linear layer the bias comes first, for the weight is transposed on the
+    """Modules backwards. A linear layer's bias comes first, for its weight is transposed on the
     way; a norm hands over both at once, in the order of its arguments."""
     for module in reversed(dict.fromkeys(name.rpartition(".")[0] for name in names)):
         own = [name for name in names if name.rpartition(".")[0] == module]
