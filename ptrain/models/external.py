@@ -26,6 +26,8 @@ def build_external(model: ExternalModel) -> nn.Module:
             f"model.arguments: {model.target} cannot be called with "
             f"{', '.join(model.arguments) or 'no arguments'}: {error}"
         ) from error
+    except ValueError:
+        pass  # a builtin may have no signature to compare with
     module = function(**model.arguments)
     if not isinstance(module, nn.Module):
         raise PtrainError(
@@ -36,7 +38,8 @@ def build_external(model: ExternalModel) -> nn.Module:
 
 def _resolve(target: str) -> Callable[..., object]:
     module_name, colon, attribute = target.partition(":")
-    if not (colon and module_name and attribute):
+    names = (*module_name.split("."), attribute)
+    if not (colon and all(name.isidentifier() for name in names)):
         raise PtrainError(f"model.target: {target!r} is not of the form package.module:function")
     try:
         module = importlib.import_module(module_name)
@@ -45,6 +48,8 @@ def _resolve(target: str) -> Callable[..., object]:
             f"model.target: no module named {error.name!r}; install it, or put the directory that "
             f"holds it on PYTHONPATH"
         ) from error
+    except ImportError as error:
+        raise PtrainError(f"model.target: cannot import {module_name}: {error}") from error
     function = getattr(module, attribute, None)
     if function is None:
         raise PtrainError(f"model.target: module {module_name} has no attribute {attribute!r}")
