@@ -29,7 +29,7 @@ def open_tokens(path: Path) -> NDArray[np.unsignedinteger]:
         reason = error.strerror or "not a readable file"
         raise PtrainError(f"data.path: {path}: {reason}; {_MAKE}") from error
     except (ValueError, EOFError) as error:
-        raise PtrainError(f"data.path: {path} is not a .npy array; {_MAKE}") from error
+        raise PtrainError(f"data.path: {path} is not a whole .npy array; {_MAKE}") from error
     if not isinstance(tokens, np.ndarray):  # an .npz archive loads as a mapping
         raise PtrainError(f"data.path: {path} is an archive, not one .npy array; {_MAKE}")
     if tokens.ndim != 1 or tokens.dtype not in (np.uint8, np.uint16, np.uint32):

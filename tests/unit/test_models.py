@@ -121,7 +121,7 @@ def test_llama_equals_its_equations(shape):
 
 
 def llama_by_hand(module: nn.Module, shape: ModelShape, rows: Tensor) -> Tensor:
-    """The published equations, with RoPE as a product of complex numbers and softmax written out."""
+    """The published equations, RoPE as a product of complex numbers and softmax written out."""
     w = dict(module.named_parameters())
     x = w["embed.weight"][rows]
     for i in range(shape.layers):
