@@ -16,14 +16,17 @@ from ptrain.report.record import Check, verdict_line
 from ptrain.units import format_bytes
 
 MISSING = "–"
-WIDTH = 110
+WIDTH = 200  # a wider table is cut; none is
 
 
-def render(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table without frames: the first column left, the others right, two blanks between."""
+def render(
+    columns: Sequence[str], rows: Iterable[Sequence[str]], *, left: Sequence[int] = (0,)
+) -> str:
+    """A table without frames, two blanks between its columns; all but those in `left` to the
+    right."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="")
     for index, column in enumerate(columns):
-        table.add_column(column, justify="left" if index == 0 else "right", no_wrap=True)
+        table.add_column(column, justify="left" if index in left else "right", no_wrap=True)
     for row in rows:
         table.add_row(*row)
     console = Console(file=io.StringIO(), width=WIDTH, no_color=True, markup=False, emoji=False)

@@ -1,0 +1,99 @@
+"""`ptrain predict`: what specs will take, before anything runs. Torch-free for built-in models."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+
+import ptrain
+from ptrain.algebra.legality import require
+from ptrain.cli.arguments import add_spec_arguments, print_json, split_arguments
+from ptrain.derivation.estimate import derive, own_facts
+from ptrain.derivation.facts import ModelFacts
+from ptrain.errors import PtrainError
+from ptrain.report.differences import several, sweep_label
+from ptrain.report.predict import Prediction, one
+from ptrain.report.record import record
+from ptrain.selection.fit import fit
+from ptrain.selection.preflight import cheaper
+from ptrain.spec.load import expand
+from ptrain.spec.model import ModelShape
+from ptrain.spec.spec import Spec
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    add_spec_arguments(parser)
+    parser.add_argument(
+        "--allow-import", action="store_true", help="let the spec's `target:` import code"
+    )
+
+
+def run(args: Namespace) -> int:
+    """One spec: all of it. Several, or lists: only what differs, or a row each."""
+    sources, overrides = split_arguments(args.arguments)
+    if not sources:
+        raise PtrainError("ptrain predict: name a SPEC; `ptrain specs` lists them")
+    predictions = [
+        prediction
+        for source in sources
+        for prediction in predict(source, overrides, allow_import=args.allow_import)
+    ]
+    if args.json:
+        records = [as_record(prediction) for prediction in predictions]
+        print_json(records if len(records) > 1 else records[0])
+    elif len(predictions) == 1:
+        print(one(predictions[0]))
+    else:
+        print(several(predictions, sweep=len(sources) == 1))
+    return 0
+
+
+def predict(source: str, overrides: list[str], *, allow_import: bool) -> list[Prediction]:
+    """One prediction, or one per combination of the lists among the overrides."""
+    documents = expand(source, overrides)
+    specs = [require(document) for document in documents]
+    return [
+        _predict(
+            spec,
+            label=sweep_label(spec, overrides) if len(specs) > 1 else spec.name,
+            facts=facts_of(spec, allow_import=allow_import),
+            offer=len(specs) == 1,
+        )
+        for spec in specs
+    ]
+
+
+def facts_of(spec: Spec, *, allow_import: bool) -> ModelFacts:
+    """A built-in model's from its shape; any other's are read off the model, which needs torch."""
+    if isinstance(spec.model, ModelShape):
+        return own_facts(spec)
+    facts: ModelFacts = ptrain.read_facts(spec, allow_import=allow_import)
+    return facts
+
+
+def as_record(prediction: Prediction) -> dict[str, object]:
+    """The result record, with what the text shows besides."""
+    derivation, found = prediction.derivation, prediction.fit
+    result = record(prediction.label, (derivation.paper, derivation.exact))
+    result["parameters"] = prediction.num_parameters
+    result["fit"] = {
+        "peak_bytes": found.peak_bytes,
+        "device_memory": found.device_memory,
+        "fits": None if found.device_memory is None else found.fits,
+    }
+    result["cheaper"] = [
+        {"overrides": list(each.overrides), "peak_bytes": each.peak_bytes, "fits": each.fits}
+        for each in prediction.cheaper
+    ]
+    return result
+
+
+def _predict(spec: Spec, *, label: str, facts: ModelFacts, offer: bool) -> Prediction:
+    derivation = derive(spec, facts)
+    misfit = offer and not fit(spec, derivation.exact).fits
+    return Prediction(
+        label=label,
+        spec=spec,
+        derivation=derivation,
+        num_parameters=facts.numel,
+        cheaper=cheaper(spec, facts) if misfit else (),
+    )

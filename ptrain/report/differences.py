@@ -1,0 +1,155 @@
+"""What `ptrain predict` prints of several specs: only what differs, with ratios; and sweeps, one
+row per value."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+
+from ptrain.costs import PLACED, State
+from ptrain.report.heading import placement
+from ptrain.report.predict import MODEL_STATES, Prediction, model_state_bytes, sent_bytes
+from ptrain.report.table import largest, render, size
+from ptrain.selection.fit import peak_bytes
+from ptrain.spec.axis import Axis
+from ptrain.spec.spec import Spec
+
+_SHOWN_ELSEWHERE = ("name", "mesh", "placement")
+Figure = tuple[str, int | None, int | None]
+
+
+def several(predictions: Sequence[Prediction], *, sweep: bool) -> str:
+    """Two specs side by side; more of them, or a sweep, as rows."""
+    if len(predictions) == 2 and not sweep:
+        return pair(*predictions)
+    return rows(predictions)
+
+
+def pair(first: Prediction, second: Prediction) -> str:
+    """Settings that differ as `before → after`, then the figures that differ with their ratio."""
+    differing = [row for row in _figures(first, second) if row[1] != row[2]]
+    table = render(
+        ("per rank and step", first.label, second.label, "ratio"),
+        [(name, size(left), size(right), ratio(left, right)) for name, left, right in differing],
+    )
+    return "\n".join(
+        [f"{first.label} → {second.label}", *_settings(first.spec, second.spec), "", table]
+    )
+
+
+def ratio(before: int | None, after: int | None) -> str:
+    """`8× less`, `1.5× more`; below 1 % `+2.1e-06`; empty where there is nothing to divide."""
+    if not before or not after:
+        return ""
+    more = after > before
+    if abs(after - before) < 0.01 * before:
+        return f"{after / before - 1:+.1e}"
+    return f"{max(before, after) / min(before, after):.3g}× {'more' if more else 'less'}"
+
+
+def rows(predictions: Sequence[Prediction]) -> str:
+    """A row per spec, with bytes per parameter and ratios to the first row."""
+    base = predictions[0].derivation
+    return render(
+        (
+            "per rank",
+            "Θ+Ω+G paper",
+            "exact",
+            "B/param",
+            "ratio",
+            "peak",
+            "sent paper",
+            "exact",
+            "ratio",
+        ),
+        [_row(each, model_state_bytes(base.exact), sent_bytes(base.exact)) for each in predictions],
+    )
+
+
+def sweep_label(spec: Spec, overrides: Sequence[str]) -> str:
+    """The values of the lists that are swept: `mesh.dp_shard=4`."""
+    settings = _flatten(spec.resolved)
+    labels = []
+    for override in overrides:
+        key, _, value = override.partition("=")
+        if not _is_list(value):
+            continue
+        axis = key.removeprefix("mesh.")
+        gone = "1" if axis in list(Axis) else placement(spec)  # an axis of degree 1 vanishes
+        labels.append(f"{key}={settings[key]}" if key in settings else f"{key}={gone}")
+    return " ".join(labels)
+
+
+def _is_list(value: str) -> bool:
+    """A comma outside brackets and braces."""
+    return "," in re.sub(r"[\[{].*[\]}]", "", value)
+
+
+def _row(each: Prediction, base_memory: int | None, base_sent: int | None) -> tuple[str, ...]:
+    paper, exact = each.derivation.paper, each.derivation.exact
+    memory, sent = model_state_bytes(exact), sent_bytes(exact)
+    return (
+        each.label,
+        size(model_state_bytes(paper)),
+        size(memory),
+        f"{(memory or 0) / each.num_parameters:.3g}",
+        _relative(memory, base_memory),
+        size(peak_bytes(exact)),
+        size(sent_bytes(paper)),
+        size(sent),
+        _relative(sent, base_sent),
+    )
+
+
+def _relative(number: int | None, base: int | None) -> str:
+    return f"{number / base:.3g}×" if number is not None and base else ""
+
+
+def _figures(first: Prediction, second: Prediction) -> Iterator[Figure]:
+    for column in ("paper", "exact"):
+        left, right = getattr(first.derivation, column), getattr(second.derivation, column)
+        states = State if column == "exact" else MODEL_STATES
+        for state in states:
+            yield f"{state}, {column}", largest(left.memory, state), largest(right.memory, state)
+        yield f"Θ + Ω + G, {column}", model_state_bytes(left), model_state_bytes(right)
+        if left.peak and right.peak:
+            yield f"peak, {column}", peak_bytes(left), peak_bytes(right)
+        yield f"sent per step, {column}", sent_bytes(left), sent_bytes(right)
+
+
+def _settings(before: Spec, after: Spec) -> Iterator[str]:
+    """`parameters: R → S*`, `mesh: …`, and every other key that differs, dotted."""
+    yield from _placements(before, after)
+    left, right = _flatten(before.resolved), _flatten(after.resolved)
+    for key in dict.fromkeys((*left, *right)):
+        values = left.get(key, "–"), right.get(key, "–")
+        if key.split(".")[0] not in _SHOWN_ELSEWHERE and values[0] != values[1]:
+            yield f"  {key}: {values[0]} → {values[1]}"
+
+
+def _placements(before: Spec, after: Spec) -> Iterator[str]:
+    """By state while the two have as many axes; else the two products whole."""
+    pairs = list(zip(before.factors, after.factors, strict=False))
+    if len(before.factors) != len(after.factors):
+        yield f"  placement: {placement(before)} → {placement(after)}"
+        return
+    if _mesh(before) != _mesh(after):
+        yield f"  mesh: {_mesh(before)} → {_mesh(after)}"
+    for left, right in pairs:
+        where = f" on {right.axis}" if len(pairs) > 1 else ""
+        for state in PLACED:
+            if left.placement[state] != right.placement[state]:
+                yield f"  {state}: {left.placement[state]} → {right.placement[state]}{where}"
+
+
+def _mesh(spec: Spec) -> str:
+    return ", ".join(f"{factor.axis} {factor.degree}" for factor in spec.factors)
+
+
+def _flatten(value: object, prefix: str = "") -> dict[str, object]:
+    if not isinstance(value, Mapping):
+        return {prefix: value}
+    flat: dict[str, object] = {}
+    for key, inner in value.items():
+        flat |= _flatten(inner, f"{prefix}.{key}" if prefix else str(key))
+    return flat

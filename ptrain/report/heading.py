@@ -1,0 +1,58 @@
+"""The one line that says what a spec is: model, ranks, placement, layout, batch."""
+
+from __future__ import annotations
+
+from typing import assert_never
+
+from ptrain.spec.model import ExternalModel, HuggingFaceModel, ModelShape
+from ptrain.spec.spec import Spec
+from ptrain.units import format_count
+
+
+def heading(spec: Spec, num_parameters: int) -> str:
+    """`zero3 · llama 0.92M · dp_shard 2 (S*,S,S,R) · fp32 · batch 16 = 2 micro × …`."""
+    return " · ".join(
+        [
+            spec.name,
+            f"{model_name(spec)} {format_count(num_parameters)}",
+            placement(spec),
+            precision(spec),
+            batch(spec),
+        ]
+    )
+
+
+def model_name(spec: Spec) -> str:
+    """The preset's name where there is one, else the family, class or function."""
+    given = spec.resolved.get("model")
+    preset = given.get("preset") if isinstance(given, dict) else None
+    match spec.model:
+        case ModelShape():
+            return str(preset or spec.model.family)
+        case ExternalModel():
+            return spec.model.target
+        case HuggingFaceModel():
+            return spec.model.hf
+        case _:
+            assert_never(spec.model)
+
+
+def placement(spec: Spec) -> str:
+    """`dp_replicate 2 (R,R,R,R) ⊗ dp_shard 2 (S*,S,S,R)`."""
+    if not spec.factors:
+        return "one device"
+    return " ⊗ ".join(
+        f"{factor.axis} {factor.degree} ({factor.placement})" for factor in spec.factors
+    )
+
+
+def precision(spec: Spec) -> str:
+    """The layout, and whether every dtype of it is float64."""
+    return spec.precision.layout.name + (" in fp64" if spec.precision.compute_fp64 else "")
+
+
+def batch(spec: Spec) -> str:
+    """`batch 16 = 2 micro × 4 accumulated × 2 data`."""
+    each = spec.batch
+    product = f"{each.micro} micro × {each.accumulate} accumulated × {spec.data_degree} data"
+    return f"batch {each.global_samples} = {product}"

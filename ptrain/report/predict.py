@@ -1,0 +1,167 @@
+"""What `ptrain predict` prints of one spec: memory and traffic, `paper` beside `exact`, whether it
+fits, and why the two columns differ."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from ptrain.costs import Estimate, Phase, State, Traffic, TrafficKey
+from ptrain.derivation.estimate import Derivation
+from ptrain.report.heading import heading
+from ptrain.report.table import MISSING, largest, render, size, traffic_label
+from ptrain.selection.fit import Fit, fit
+from ptrain.selection.preflight import Variant
+from ptrain.spec.spec import Spec
+from ptrain.units import format_bytes
+
+MODEL_STATES = (State.PARAMETERS, State.OPTIMIZER, State.GRADIENTS)
+_BAR = 24  # columns of the longest bar
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """A spec with what was derived of it. `label` tells it from the others of a sweep."""
+
+    label: str
+    spec: Spec
+    derivation: Derivation
+    num_parameters: int
+    cheaper: tuple[Variant, ...] = ()
+
+    @property
+    def fit(self) -> Fit:
+        return fit(self.spec, self.derivation.exact)
+
+
+def one(prediction: Prediction) -> str:
+    """The full account of one spec."""
+    paper, exact = prediction.derivation.paper, prediction.derivation.exact
+    return "\n".join(
+        [
+            heading(prediction.spec, prediction.num_parameters),
+            "",
+            _memory(paper, exact),
+            "",
+            _traffic(paper, exact),
+            "",
+            *fit_lines(prediction.fit, prediction.cheaper),
+            *notes(paper, exact),
+        ]
+    )
+
+
+def model_state_bytes(estimate: Estimate) -> int | None:
+    """Theta, Omega and G together, on the rank that holds most; None where there are no rows."""
+    if not estimate.memory:
+        return None
+    return sum(largest(estimate.memory, state) or 0 for state in MODEL_STATES)
+
+
+def sent_bytes(estimate: Estimate) -> int | None:
+    """Bytes sent per rank in a steady step; None where the column defines no traffic."""
+    return None if "traffic" in estimate.undefined else estimate.sent_bytes()
+
+
+def fit_lines(found: Fit, cheaper: Sequence[Variant]) -> list[str]:
+    """Fits or does not fit, by how much, and what would be cheaper."""
+    if found.device_memory is None:
+        return [f"peak {size(found.peak_bytes)} per rank; name a cluster to see whether it fits"]
+    measure = f"peak {size(found.peak_bytes)} of {size(found.device_memory)} per rank"
+    if found.fits:
+        return [f"fits: {measure}, {size(-found.short_bytes)} to spare"]
+    return [f"does not fit by {size(found.short_bytes)}: {measure}", *cheaper_lines(cheaper)]
+
+
+def cheaper_lines(cheaper: Sequence[Variant]) -> list[str]:
+    """One line per variant: what to write, its peak and traffic."""
+    return [
+        f"  {'fits' if variant.fits else 'smaller'}: {variant.command} → peak "
+        f"{size(variant.peak_bytes)}, {size(variant.sent_bytes)} sent per step"
+        for variant in cheaper
+    ]
+
+
+def notes(paper: Estimate, exact: Estimate) -> list[str]:
+    """Why the columns differ, and what the paper leaves undefined."""
+    lines = []
+    if exact.notes:
+        lines += ["why exact is not paper", *(f"  {note}" for note in exact.notes)]
+    missing = [
+        f"  {each.column}, {kind}: {reason}"
+        for each in (paper, exact)
+        for kind, reason in each.undefined.items()
+    ]
+    if missing:
+        lines += ["what a column does not define", *missing]
+    return lines
+
+
+def _memory(paper: Estimate, exact: Estimate) -> str:
+    rows = [(str(state), *_sizes(paper, exact, state)) for state in State]
+    sums = (model_state_bytes(paper), model_state_bytes(exact))
+    peaks = [
+        (f"peak {phase}", _peak(paper, phase), _peak(exact, phase))
+        for phase in (Phase.FORWARD, Phase.BACKWARD, Phase.UPDATE)
+    ]
+    longest = max((number or 0 for row in rows for number in row[1:]), default=0)
+    return render(
+        ("memory per rank", "paper", "exact", ""),
+        [
+            *((*_cells(row), _bar(row[2], longest)) for row in rows if row[1] or row[2]),
+            (*_cells(("Θ + Ω + G", *sums)), ""),
+            *((*_cells(row), "") for row in peaks if row[1] or row[2]),
+        ],
+        left=(0, 3),
+    )
+
+
+def _sizes(paper: Estimate, exact: Estimate, state: State) -> tuple[int | None, int | None]:
+    return largest(paper.memory, state), largest(exact.memory, state)
+
+
+def _cells(row: tuple[str, int | None, int | None]) -> tuple[str, str, str]:
+    return row[0], size(row[1]), size(row[2])
+
+
+def _peak(estimate: Estimate, phase: Phase) -> int | None:
+    return max((row.device_bytes for row in estimate.peak if row.phase is phase), default=None)
+
+
+def _bar(number: int | None, longest: int) -> str:
+    if not number or not longest:
+        return ""
+    return "█" * max(1, round(_BAR * number / longest))
+
+
+def _traffic(paper: Estimate, exact: Estimate) -> str:
+    """Rows by kind of call; what happens once, at set-up, stands below the sum of a step."""
+    papers, exacts = _by_key(paper.traffic), _by_key(exact.traffic)
+    keys = sorted({*papers, *exacts}, key=_order)
+    steady = [key for key in keys if key.phase is not Phase.SETUP]
+    rows = [_traffic_row(key, papers.get(key), exacts.get(key)) for key in steady]
+    rows.append(("sent per step", size(sent_bytes(paper)), size(sent_bytes(exact)), "", ""))
+    rows += [
+        _traffic_row(key, papers.get(key), exacts.get(key)) for key in keys if key not in steady
+    ]
+    return render(("traffic per rank and step", "paper", "exact", "calls", "payload"), rows)
+
+
+def _by_key(rows: Iterable[Traffic]) -> dict[TrafficKey, Traffic]:
+    return {row.key: row for row in rows}
+
+
+def _order(key: TrafficKey) -> tuple[int, str]:
+    return list(Phase).index(key.phase), traffic_label(key)
+
+
+def _traffic_row(
+    key: TrafficKey, paper: Traffic | None, exact: Traffic | None
+) -> tuple[str, str, str, str, str]:
+    return (
+        traffic_label(key),
+        size(paper.sent_bytes) if paper else MISSING,
+        size(exact.sent_bytes) if exact else MISSING,
+        str(exact.calls) if exact else MISSING,
+        format_bytes(exact.payload_bytes) if exact else MISSING,
+    )

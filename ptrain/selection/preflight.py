@@ -1,0 +1,187 @@
+"""Before anything starts: does the prediction fit the device, and if not, which legal specs of the
+same job need less."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+
+from ptrain.algebra.legality import as_yaml, check, executed
+from ptrain.axes.data.rules import executed_tuples
+from ptrain.costs import Estimate, State
+from ptrain.derivation.estimate import derive, own_facts
+from ptrain.derivation.facts import ModelFacts
+from ptrain.derivation.memory import elements
+from ptrain.derivation.paper import itemsizes
+from ptrain.errors import DoesNotFit
+from ptrain.plan.lower import lower
+from ptrain.selection.fit import fit
+from ptrain.spec.axis import DATA_AXES, Axis, Factor
+from ptrain.spec.batch import GradientSync
+from ptrain.spec.placement import Distribution, Placement
+from ptrain.spec.spec import Spec
+from ptrain.units import format_bytes
+
+_OFFERED = 3
+_DERIVED = 4  # variants from each end of the range that are derived in full
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """Another spec for the same job: what to write after the SPEC, and what it would take."""
+
+    spec: Spec
+    overrides: tuple[str, ...]
+    peak_bytes: int
+    sent_bytes: int
+    fits: bool
+
+    @property
+    def command(self) -> str:
+        """The overrides as a shell takes them."""
+        return " ".join(shlex.quote(override) for override in self.overrides)
+
+
+def require_fit(spec: Spec, exact: Estimate, facts: ModelFacts | None = None) -> None:
+    """Raises DoesNotFit, with up to three cheaper specs, unless the predicted peak fits."""
+    found = fit(spec, exact)
+    if found.fits:
+        return
+    room = format_bytes(found.device_memory or 0)
+    lines = [
+        f"{spec.name} does not fit by {format_bytes(found.short_bytes)}: the predicted peak is "
+        f"{format_bytes(found.peak_bytes)} of {room} per rank"
+    ]
+    for variant in cheaper(spec, facts):
+        claim = "fits" if variant.fits else "smaller"
+        lines.append(f"  {claim}: {variant.command}  (peak {format_bytes(variant.peak_bytes)})")
+    raise DoesNotFit("\n".join([*lines, "  remedy: one of these, or --force to train it anyway"]))
+
+
+def cheaper(spec: Spec, facts: ModelFacts | None = None) -> tuple[Variant, ...]:
+    """At most three legal variants over the data axes that need less memory: other tuples, other
+    factorizations of the same ranks, smaller micro-batches. Those that fit first; of these the
+    plainest product, then the one that sends least."""
+    facts = own_facts(spec) if facts is None else facts
+    now = _variant(spec, spec, facts)
+    found = [_variant(spec, other, facts) for other in _promising(spec, facts, now)]
+    smaller = [variant for variant in found if variant.peak_bytes < now.peak_bytes]
+    smaller.sort(
+        key=lambda each: (
+            not each.fits,
+            len(each.spec.factors) if each.fits else 0,
+            each.sent_bytes if each.fits else each.peak_bytes,
+            each.peak_bytes,
+        )
+    )
+    return tuple(smaller[:_OFFERED])
+
+
+def state_bytes(spec: Spec, facts: ModelFacts) -> int:
+    """Theta, Omega and G on rank 0, which holds the largest shards."""
+    plan = lower(spec, tuple(unit.name for unit in facts.units))
+    held, sizes = elements(spec, plan, facts, 0), itemsizes(spec)
+    return (
+        held.parameters * sizes[State.PARAMETERS]
+        + held.updated * sizes[State.OPTIMIZER]
+        + held.gradients * sizes[State.GRADIENTS]
+    )
+
+
+def _promising(spec: Spec, facts: ModelFacts, now: Variant) -> Iterator[Spec]:
+    """Few enough to derive: those that need least, those that just fit, and smaller micro-batches."""
+    here = state_bytes(spec, facts)
+    by_size: dict[int, Spec] = {}
+    for other in _placements(spec):
+        by_size.setdefault(state_bytes(other, facts), other)
+    sizes = sorted(size for size in by_size if size < here)
+    room = spec.cluster.device_memory - now.peak_bytes if spec.cluster else 0
+    enough = [size for size in sizes if size - here <= room]
+    chosen = dict.fromkeys((*sizes[:_DERIVED], *enough[-_DERIVED:]))
+    specs = [by_size[size] for size in chosen]
+    yield from specs
+    if spec.batch.micro > 1:
+        yield from (_with_micro(each, 1) for each in (spec, *specs[:1]))
+
+
+def _placements(spec: Spec) -> Iterator[Spec]:
+    """Every legal tuple over every factorization of the data ranks; one axis before two."""
+    others = tuple(factor for factor in spec.factors if factor.axis not in DATA_AXES)
+    for degrees in _factorizations(spec.data_degree):
+        axes = [
+            (axis, degree) for axis, degree in zip(DATA_AXES, degrees, strict=True) if degree > 1
+        ]
+        for tuples in product(tuple(executed_tuples()), repeat=len(axes)):
+            factors = tuple(
+                Factor(axis=axis, degree=degree, placement=placement)
+                for (axis, degree), placement in zip(axes, tuples, strict=True)
+            )
+            changed = _with_factors(spec, (*factors, *others))
+            if not check(changed) and not executed(changed):
+                yield changed
+
+
+def _factorizations(number: int) -> Iterator[tuple[int, int]]:
+    """(dp_replicate, dp_shard): all on one axis first, then all others."""
+    yield 1, number
+    yield from ((each, number // each) for each in range(2, number) if number % each == 0)
+
+
+def _with_factors(spec: Spec, factors: tuple[Factor, ...]) -> Spec:
+    """The sync policy follows the gradients' mode as it does where none is written."""
+    order = list(Axis)
+    factors = tuple(sorted(factors, key=lambda factor: order.index(factor.axis)))
+    sync = spec.sync
+    if _whole_gradients(factors) != _whole_gradients(spec.factors):
+        late = _whole_gradients(factors)
+        sync = replace(sync, gradients=GradientSync.LAST if late else GradientSync.EVERY)
+    return replace(spec, factors=factors, sync=sync)
+
+
+def _whole_gradients(factors: tuple[Factor, ...]) -> bool:
+    return all(
+        factor.placement.gradients.distribution is Distribution.REPLICATED
+        for factor in factors
+        if factor.axis in DATA_AXES
+    )
+
+
+def _with_micro(spec: Spec, micro: int) -> Spec:
+    accumulate = spec.batch.global_samples // (micro * spec.data_degree)
+    return replace(spec, batch=replace(spec.batch, micro=micro, accumulate=accumulate))
+
+
+def _variant(before: Spec, after: Spec, facts: ModelFacts) -> Variant:
+    exact = derive(after, facts).exact
+    found = fit(after, exact)
+    return Variant(
+        spec=after,
+        overrides=tuple(_overrides(before, after)),
+        peak_bytes=found.peak_bytes,
+        sent_bytes=exact.sent_bytes(),
+        fits=found.fits,
+    )
+
+
+def _overrides(before: Spec, after: Spec) -> Iterator[str]:
+    """The dotlist that makes `after` of `before`."""
+    if _degrees(before) != _degrees(after):
+        mesh = ", ".join(f"{axis}: {degree}" for axis, degree in _degrees(after))
+        yield f"mesh={{{mesh}}}"
+    if _tuples(before) != _tuples(after):
+        yield f"placement={{{', '.join(as_yaml(each, each.placement) for each in after.factors)}}}"
+    if before.sync != after.sync:
+        yield f"sync.gradients={after.sync.gradients}"
+    if before.batch != after.batch:
+        yield f"batch.micro={after.batch.micro}"
+        yield f"batch.accumulate={after.batch.accumulate}"
+
+
+def _degrees(spec: Spec) -> tuple[tuple[Axis, int], ...]:
+    return tuple((factor.axis, factor.degree) for factor in spec.factors)
+
+
+def _tuples(spec: Spec) -> tuple[tuple[Axis, Placement], ...]:
+    return tuple((factor.axis, factor.placement) for factor in spec.factors)
