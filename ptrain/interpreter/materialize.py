@@ -6,9 +6,8 @@ import torch
 from torch import nn
 from torch._guards import detect_fake_mode
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from ptrain.axes.data.apply import Wrapped, apply
+from ptrain.axes.data.apply import Wrapped, apply, rows_of
 from ptrain.interpreter.mesh import Mesh
 from ptrain.interpreter.optimizer import TORCH_DTYPES
 from ptrain.interpreter.registry import Registry
@@ -57,10 +56,5 @@ def fill_shards(module: nn.Module, seed: int) -> None:
     for name, parameter in module.named_parameters():
         assert isinstance(parameter, DTensor), f"{name} is not sharded"
         whole = initial(name, parameter.shape, seed, module)
-        sizes, offsets = compute_local_shape_and_global_offset(
-            parameter.shape, parameter.device_mesh, parameter.placements
-        )
-        for dim, (size, offset) in enumerate(zip(sizes, offsets, strict=True)):
-            whole = whole.narrow(dim, min(offset, whole.shape[dim]), size)
-        parameter.to_local().copy_(whole)
+        parameter.to_local().copy_(rows_of(whole, parameter))
     reset_buffers(module)

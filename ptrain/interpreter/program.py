@@ -6,7 +6,7 @@ and on fake ranks with fake tensors.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Protocol
 
 import torch
@@ -116,6 +116,34 @@ class Program:
         """The local gradients as the optimizer sees them, after `reduce_gradients`."""
         found = [target.gradient for group in self.wrapped.targets() for target in group]
         return [gradient for gradient in found if gradient is not None]
+
+    @torch.no_grad()
+    def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
+        """`model` by parameter name and `optimizer` by `name.exp_avg`, `name.step` …: full tensors
+        (DTensor where a rank holds a part), the same names and shapes whatever the placement."""
+        self.update.prepare()
+        model: dict[str, torch.Tensor] = {}
+        optimizer: dict[str, torch.Tensor] = {}
+        for target, tensors in self.update.tensors():
+            model.update(target.export())
+            for key, tensor in tensors.items():
+                named = target.split(tensor)
+                optimizer.update({f"{name}.{key}": value for name, value in named.items()})
+        return {"model": model, "optimizer": optimizer}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+        """What `state_dict` gave, filled from a checkpoint of any placement."""
+        self.update.prepare()
+        for target, tensors in self.update.tensors():
+            target.load(dict(state["model"]))
+            for key, tensor in tensors.items():
+                named = {
+                    name.removesuffix(f".{key}"): value
+                    for name, value in state["optimizer"].items()
+                    if name.endswith(f".{key}")
+                }
+                tensor.copy_(target.join(named))
 
     def storages(self) -> Iterator[tuple[State, torch.Tensor]]:
         """Every local tensor that lives now and belongs to a state; one storage may come twice."""

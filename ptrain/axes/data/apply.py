@@ -14,25 +14,46 @@ from typing import Protocol, assert_never
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.nn.parallel import DistributedDataParallel
 
-from ptrain.axes.data.flat import FlatWrap
+from ptrain.axes.data.flat import FlatWrap, parameters_by_unit
 from ptrain.axes.data.summing import summing_hook
 from ptrain.costs import State
+from ptrain.interpreter.comm import TaggedAllGather, TaggedReduceScatter
 from ptrain.interpreter.mesh import Mesh
 from ptrain.interpreter.registry import Registry
 from ptrain.plan.step import FlatUnits, FullyShard, LocalGradients, Replicate, Wrap
 from ptrain.spec.batch import GradientSync
 
+Named = dict[str, torch.Tensor]
+
 
 class Target(Protocol):
-    """A local tensor that the optimizer updates."""
+    """A local tensor that the optimizer updates, and how it stands for named parameters."""
 
     @property
     def gradient(self) -> torch.Tensor | None: ...
 
-    def value(self) -> torch.Tensor: ...
+    def value(self) -> torch.Tensor:
+        """What the optimizer updates: this rank's part, in the parameters' dtype."""
 
-    def store(self, value: torch.Tensor) -> None: ...
+    def store(self, value: torch.Tensor) -> None:
+        """Write it back, in any dtype, and make the parameters whole where they must be."""
+
+    def split(self, part: torch.Tensor) -> Named:
+        """A tensor cut like `value` as full tensors by canonical name (DTensor where it is cut)."""
+
+    def join(self, named: Named) -> torch.Tensor:
+        """The inverse of `split`."""
+
+    def export(self) -> Named:
+        """The parameters by canonical name."""
+
+    def load(self, named: Named) -> None:
+        """The inverse of `export`."""
 
 
 class Wrapped(Protocol):
@@ -56,7 +77,8 @@ class Wrapped(Protocol):
 class TensorTarget:
     """A parameter whose local part is a tensor: itself, or the local part of a DTensor."""
 
-    def __init__(self, parameter: nn.Parameter) -> None:
+    def __init__(self, name: str, parameter: nn.Parameter) -> None:
+        self.name = name
         self.parameter = parameter
 
     @property
@@ -71,6 +93,30 @@ class TensorTarget:
         held = self.value()
         if held.data_ptr() != value.data_ptr():
             held.copy_(value)
+
+    def split(self, part: torch.Tensor) -> Named:
+        whole = self.parameter
+        if not isinstance(whole, DTensor) or part.dim() == 0 != whole.dim():
+            return {self.name: part}
+        return {
+            self.name: DTensor.from_local(
+                part,
+                whole.device_mesh,
+                whole.placements,
+                run_check=False,
+                shape=whole.shape,
+                stride=whole.stride(),
+            )
+        }
+
+    def join(self, named: Named) -> torch.Tensor:
+        return rows_of(named[self.name], self.parameter)
+
+    def export(self) -> Named:
+        return {self.name: self.parameter.detach()}
+
+    def load(self, named: Named) -> None:
+        self.value().copy_(rows_of(named[self.name], self.parameter))
 
 
 class ParameterWrap:
@@ -96,15 +142,10 @@ class ParameterWrap:
 
     def targets(self) -> list[list[TensorTarget]]:
         """A group per unit."""
-        seen: set[int] = set()
-        groups = []
-        for name in self.unit_names:
-            module = self.model.get_submodule(name)
-            fresh = [p for p in module.parameters() if id(p) not in seen and p.requires_grad]
-            seen.update(map(id, fresh))
-            if fresh:
-                groups.append([TensorTarget(parameter) for parameter in fresh])
-        return groups
+        return [
+            [TensorTarget(name, parameter) for name, parameter in named]
+            for _, named in parameters_by_unit(self.model, self.unit_names)
+        ]
 
     def storages(self) -> Iterator[tuple[State, torch.Tensor]]:
         for parameter in self.model.parameters():
@@ -126,8 +167,6 @@ class ReplicatedWrap(ParameterWrap):
         registry: Registry,
     ) -> None:
         super().__init__(model, units)
-        from torch.nn.parallel import DistributedDataParallel
-
         device = mesh.world.device
         self.keeps_buckets = False
         with warnings.catch_warnings():
@@ -176,10 +215,6 @@ class FullyShardedWrap(ParameterWrap):
         registry: Registry,
     ) -> None:
         super().__init__(model, units)
-        from torch.distributed.fsdp import FSDPModule, fully_shard
-
-        from ptrain.interpreter.comm import TaggedAllGather, TaggedReduceScatter
-
         device_mesh = fsdp_mesh(step, mesh)
         for name in units:
             fully_shard(
@@ -230,6 +265,22 @@ def fsdp_mesh(step: FullyShard, mesh: Mesh) -> dist.DeviceMesh:
         return mesh.submesh(step.shard_axes)
     assert mesh.device_mesh is not None and len(step.replicate_axes + step.shard_axes) == 2
     return mesh.device_mesh[str(step.replicate_axes[0]), str(step.shard_axes[0])]
+
+
+def rows_of(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of `tensor` if it is cut like `like`, itself cut in any way or whole."""
+    if not isinstance(like, DTensor) or tensor.dim() == 0 != like.dim():
+        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if isinstance(tensor, DTensor):
+        if tensor.placements == like.placements and tensor.device_mesh == like.device_mesh:
+            return tensor.to_local()
+        tensor = tensor.full_tensor()
+    sizes, offsets = compute_local_shape_and_global_offset(
+        like.shape, like.device_mesh, like.placements
+    )
+    for dim, (size, offset) in enumerate(zip(sizes, offsets, strict=True)):
+        tensor = tensor.narrow(dim, min(offset, tensor.shape[dim]), size)
+    return tensor
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

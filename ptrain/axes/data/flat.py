@@ -13,6 +13,8 @@ from contextlib import contextmanager
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ptrain.axes.data.layout import FlatLayout
 from ptrain.costs import State
@@ -21,6 +23,7 @@ from ptrain.interpreter.registry import Registry
 from ptrain.plan.step import FlatUnits
 from ptrain.spec.axis import Axis
 from ptrain.spec.batch import GradientSync
+from ptrain.units import ceil_div
 
 
 class Parameters:
@@ -158,6 +161,46 @@ class FlatTarget:
         elif value.data_ptr() != stored.data_ptr():
             stored.copy_(value)
 
+    def split(self, part: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Rows of the named tensors: gathers one unit, keeps this rank's share of every tensor."""
+        names = [name for name, _ in self.unit.parameters.named]
+        if part.dim() == 0:
+            return dict.fromkeys(names, part)
+        return self._rows(_whole(self.unit.parameters.layout, part, self.unit.updated))
+
+    def join(self, named: dict[str, torch.Tensor]) -> torch.Tensor:
+        first = named[self.unit.parameters.named[0][0]]
+        if first.dim() == 0:
+            return first
+        return self._shard(named, self.unit.updated)
+
+    def export(self) -> dict[str, torch.Tensor]:
+        parameters = self.unit.parameters
+        return self._rows(_whole(parameters.layout, parameters.stored, parameters.cut))
+
+    def load(self, named: dict[str, torch.Tensor]) -> None:
+        parameters = self.unit.parameters
+        parameters.stored.copy_(self._shard(named, parameters.cut))
+
+    def _rows(self, whole: torch.Tensor) -> dict[str, torch.Tensor]:
+        layout, named = self.unit.parameters.layout, self.unit.parameters.named
+        mesh = layout.mesh.submesh(layout.axes)
+        return {
+            name: distribute_rows(piece, mesh)
+            for (name, _), piece in zip(named, _pieces(whole, named), strict=True)
+        }
+
+    def _shard(self, named: dict[str, torch.Tensor], cut: tuple[Axis, ...]) -> torch.Tensor:
+        parameters = self.unit.parameters
+        first = named[parameters.named[0][0]]
+        whole = torch.zeros(parameters.layout.padded, dtype=first.dtype, device=first.device)
+        for (name, _), piece in zip(
+            parameters.named, _pieces(whole, parameters.named), strict=True
+        ):
+            tensor = named[name]
+            piece.copy_(tensor.full_tensor() if isinstance(tensor, DTensor) else tensor)
+        return parameters.layout.take(whole, (), cut)
+
 
 class FlatUnit:
     """One unit with its hooks: gather before use, reduce when its gradients are complete."""
@@ -283,6 +326,26 @@ def parameters_by_unit(
         seen.update(id(parameter) for _, parameter in named)
         if named:
             yield name, named
+
+
+def distribute_rows(tensor: torch.Tensor, mesh: DeviceMesh) -> DTensor:
+    """A tensor that every rank holds whole as a DTensor cut along its first dimension."""
+    if tensor.dim() == 0:
+        return DTensor.from_local(tensor.clone(), mesh, [Replicate()], run_check=False)
+    rows = ceil_div(tensor.shape[0], mesh.size())
+    start = min(rows * mesh.get_local_rank(), tensor.shape[0])
+    return DTensor.from_local(
+        tensor[start : start + rows].clone(),
+        mesh,
+        [Shard(0)],
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )
+
+
+def _whole(layout: FlatLayout, part: torch.Tensor, cut: tuple[Axis, ...]) -> torch.Tensor:
+    return layout.gather(part, cut, cut) if cut else part
 
 
 def _pieces(whole: torch.Tensor, named: list[tuple[str, nn.Parameter]]) -> Iterator[torch.Tensor]:
