@@ -154,7 +154,7 @@ def _flat_passes(units: _FlatUnits, num_micro: int) -> Iterator[Traffic]:
 
 
 def _flat_reduction(units: _FlatUnits) -> Iterator[Traffic]:
-    """From the layout of G to that of Omega: reduce what is partial, gather what is needed whole."""
+    """From G's layout to Omega's: reduce what is partial, then gather what is needed whole."""
     wrap, times = units.wrap, units.times
     kept, updated = wrap.gradients, wrap.optimizer
     if narrower := _without(updated, kept):

@@ -98,8 +98,8 @@ def _reduced_part_counted_again(spec: Spec) -> Iterator[Fault]:
     if whole and spec.batch.accumulate > 1 and spec.sync.gradients is GradientSync.EVERY:
         yield Fault(
             place="sync.gradients",
-            finding="every: gradients are R on every data axis, so a micro-batch would be added to a "
-            f"sum already reduced and be reduced again with it: of {spec.batch.accumulate} "
+            finding="every: gradients are R on every data axis, so a micro-batch would be added to "
+            f"a sum already reduced and be reduced again with it: of {spec.batch.accumulate} "
             "micro-batches the first would count once per rank",
             remedy="write sync: {gradients: last}, or gradients: S on a data axis",
         )

@@ -1,0 +1,104 @@
+"""Laws of the product of placements (Definition 5)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ptrain.algebra.compose import IDENTITY, Product, compose, lift, product
+from ptrain.costs import PLACED
+from ptrain.derivation.memory import elements
+from ptrain.plan.lower import lower
+from ptrain.spec.axis import Axis, Factor
+from ptrain.spec.placement import MODES, Placement, S, Tier
+from tests.pure.build import GATHERED, ZERO_1, ZERO_2, make_facts, make_spec, tuple_of
+
+modes = st.sampled_from(MODES)
+placements = st.builds(
+    Placement, parameters=modes, optimizer=modes, gradients=modes, activations=modes
+)
+degrees = st.integers(min_value=1, max_value=12)
+factors = st.builds(Factor, axis=st.sampled_from(list(Axis)), degree=degrees, placement=placements)
+products = st.lists(factors, max_size=4).map(product)
+sizes = st.integers(min_value=0, max_value=10**12)
+
+
+@given(products, products)
+def test_a_product_of_products_is_a_product(inner: Product, outer: Product):
+    both = compose(inner, outer)
+    assert both.ranks == inner.ranks * outer.ranks
+    for state in PLACED:
+        assert both[state].parts * both[state].copies == both.ranks
+
+
+@given(factors, products)
+def test_an_axis_of_degree_1_is_the_identity(factor: Factor, other: Product):
+    alone = lift(replace(factor, degree=1))
+    assert alone == IDENTITY
+    assert compose(alone, other) == other == compose(other, alone)
+
+
+@given(products, products, products)
+def test_the_product_is_associative(a: Product, b: Product, c: Product):
+    assert compose(compose(a, b), c) == compose(a, compose(b, c))
+
+
+@given(degrees, degrees)
+def test_s_over_a_then_over_b_is_s_over_a_times_b(a: int, b: int):
+    every = Placement(parameters=S, optimizer=S, gradients=S, activations=S)
+
+    def over(degree: int, axis: Axis) -> Factor:
+        return Factor(axis=axis, degree=degree, placement=every)
+
+    assert product((over(a, Axis.DP_REPLICATE), over(b, Axis.DP_SHARD))) == lift(
+        over(a * b, Axis.DP_SHARD)
+    )
+
+
+@given(placements, degrees, st.integers(min_value=1, max_value=6), sizes)
+def test_memory_falls_when_a_degree_grows_by_a_factor(
+    placement: Placement, degree: int, times: int, size: int
+):
+    def stored(ranks: int) -> list[int]:
+        placed = lift(Factor(axis=Axis.DP_SHARD, degree=ranks, placement=placement))
+        return [placed[state].at_rest(size) for state in PLACED]
+
+    if degree > 1:
+        pairs = zip(stored(degree), stored(degree * times), strict=True)
+        assert all(after <= before for before, after in pairs)
+
+
+@given(
+    st.sampled_from([ZERO_1, ZERO_2, GATHERED, tuple_of("S*,R,S"), tuple_of("R,S,S")]),
+    st.lists(st.integers(min_value=1, max_value=40), min_size=1, max_size=6),
+    st.integers(min_value=2, max_value=16),
+    st.integers(min_value=1, max_value=4),
+)
+def test_exact_memory_falls_with_the_degree_up_to_padding(
+    placement: Placement, rows: list[int], degree: int, times: int
+):
+    facts = make_facts(tuple((size, 3) for size in rows))
+    # a row of each tensor, or what fills up a flat buffer kept whole
+    padding = 3 * len(rows) + degree * times
+
+    def stored(ranks: int) -> tuple[int, int, int]:
+        spec = make_spec({Axis.DP_SHARD: (ranks, placement)})
+        held = elements(spec, lower(spec, ("",)), facts, 0)
+        return (held.parameters, held.gradients, held.updated)
+
+    more = stored(degree * times)
+    assert all(b <= a + padding for a, b in zip(stored(degree), more, strict=True))
+
+
+def test_what_is_offloaded_lies_on_the_host():
+    share = product((Factor(axis=Axis.DP_SHARD, degree=4, placement=tuple_of("O,O,S")),))
+    assert share.optimizer.on(Tier.HOST, 400) == 100
+    assert share.optimizer.on(Tier.DEVICE, 400) == 0
+    assert share.gradients.on(Tier.DEVICE, 400) == 100
+
+
+def test_what_is_materialized_holds_nothing_between_uses():
+    placed = lift(Factor(axis=Axis.DP_SHARD, degree=4, placement=tuple_of("M,S,S")))
+    assert placed.parameters.at_rest(400) == 0 and placed.parameters.needs_unit

@@ -1,0 +1,128 @@
+"""The paper's own figures, from its own theorems, and what really has to be sent."""
+
+from __future__ import annotations
+
+import pytest
+
+from ptrain.costs import PLACED, Collective, Phase, State
+from ptrain.derivation.estimate import derive
+from ptrain.derivation.facts import ModelFacts
+from ptrain.spec.axis import Axis
+from ptrain.spec.precision import FP32, ZERO16
+from tests.pure.build import GATHERED, WHOLE, ZERO_1, ZERO_2, make_facts, make_spec, tuple_of
+
+GB = 10**9
+STAGES = {"whole": WHOLE, "Ω": ZERO_1, "Ω, G": ZERO_2, "Θ, Ω, G": GATHERED}
+
+
+def model_of(numel: int, layers: int = 70) -> ModelFacts:
+    """`numel` parameters in equal layers and an empty root."""
+    row = 10**6
+    return make_facts(*[((numel // layers // row, row),)] * layers, ())
+
+
+SEVENTY = model_of(70 * GB)
+
+
+def derived(placement, ranks=8, facts=SEVENTY, layout=ZERO16):
+    spec = make_spec({Axis.DP_SHARD: (ranks, placement)}, layout=layout, clip=None)
+    return derive(spec, facts)
+
+
+def states(estimate) -> int:
+    return sum(estimate.bytes_of(state) for state in PLACED)
+
+
+@pytest.mark.parametrize(
+    ("placement", "memory", "traffic"),
+    [
+        (WHOLE, 1120 * GB, 245 * GB),
+        (ZERO_1, 385 * GB, 245 * GB),
+        (ZERO_2, 262.5 * GB, 122.5 * GB),
+        (GATHERED, 140 * GB, 367.5 * GB),
+    ],
+    ids=list(STAGES),
+)
+def test_70b_on_8_devices_as_printed(placement, memory, traffic):
+    paper = derived(placement).paper
+    assert states(paper) == memory
+    assert paper.sent_bytes() == traffic
+
+
+@pytest.mark.parametrize("placement", [ZERO_1, ZERO_2], ids=["Ω", "Ω, G"])
+def test_70b_with_a_sharded_optimizer_really_sends_245_gb_and_says_why(placement):
+    exact = derived(placement).exact
+    assert exact.sent_bytes() == 245 * GB
+    assert any("updated parameters must be gathered" in note for note in exact.notes)
+
+
+@pytest.mark.parametrize("placement", list(STAGES.values()), ids=list(STAGES))
+def test_exact_and_printed_memory_agree_up_to_step_counters(placement):
+    both = derived(placement)
+    assert 0 <= states(both.exact) - states(both.paper) <= 4 * 70
+
+
+def test_sharding_everything_takes_an_eighth_and_sends_half_more():
+    whole, sharded = derived(WHOLE), derived(GATHERED)
+    for column in ("paper", "exact"):
+        before, after = getattr(whole, column), getattr(sharded, column)
+        assert states(before) / states(after) == pytest.approx(8, rel=1e-6)
+        assert after.sent_bytes() / before.sent_bytes() == pytest.approx(1.5)
+
+
+def test_s_unit_is_one_layer_and_stands_apart():
+    paper = derived(GATHERED).paper
+    assert paper.bytes_of(State.TRANSIENT) == 2 * GB  # 1e9 parameters of 2 bytes
+    assert derived(ZERO_2).paper.bytes_of(State.TRANSIENT) == 0
+
+
+def test_7_5b_takes_120_gb():
+    facts = model_of(7_500 * 10**6, layers=30)
+    assert states(derived(WHOLE, ranks=64, facts=facts).paper) == 120 * GB
+
+
+@pytest.mark.parametrize(
+    ("placement", "limit"), list(zip(STAGES.values(), (16, 4, 2, 0), strict=True)), ids=list(STAGES)
+)
+def test_memory_per_parameter_tends_to_16_4_2_and_0(placement, limit):
+    facts = model_of(2**16 * 10**6, layers=1)
+    psi = facts.numel
+    for ranks in (2, 16, 256, 4096):
+        for column in ("paper", "exact"):
+            per_parameter = states(getattr(derived(placement, ranks, facts), column)) / psi
+            assert per_parameter == pytest.approx(limit + (16 - limit) / ranks, rel=1e-4)
+
+
+def test_fp32_counts_4_4_and_8_bytes():
+    paper = derived(WHOLE, layout=FP32).paper
+    assert [paper.bytes_of(state) // (70 * GB) for state in PLACED[:3]] == [4, 8, 4]
+
+
+def test_an_outer_axis_finds_what_the_inner_one_leaves():
+    mesh = {Axis.DP_REPLICATE: (2, WHOLE), Axis.DP_SHARD: (4, GATHERED)}
+    paper = derive(make_spec(mesh, layout=ZERO16), SEVENTY).paper
+    (reduced,) = [row for row in paper.traffic if row.key.collective is Collective.ALL_REDUCE]
+    assert reduced.key.axes == ("dp_replicate",) and reduced.key.phase is Phase.BACKWARD
+    assert reduced.payload_bytes == 140 * GB // 4
+    assert states(paper) == 1120 * GB // 4
+
+
+def test_offloaded_states_count_on_the_host():
+    paper = derived(tuple_of("O,O,S")).paper
+    host = {row.state: row.host_bytes for row in paper.memory if row.rank == 0}
+    assert host[State.OPTIMIZER] == 105 * GB and states(paper) == 17.5 * GB
+
+
+@pytest.mark.parametrize("placement", [tuple_of("R,R,M"), tuple_of("M,S,S"), tuple_of("O,O,S")])
+def test_where_theorem_2_has_no_case_the_column_gives_a_reason(placement):
+    paper = derived(placement).paper
+    assert paper.traffic == () and "Theorem 2" in paper.undefined["traffic"]
+
+
+def test_another_axis_has_no_printed_volume():
+    spec = make_spec({Axis.TP: (2, tuple_of("S,S,S"))})
+    assert "tp" in derive(spec, SEVENTY).paper.undefined["traffic"]
+
+
+def test_the_paper_gives_no_peak_and_no_activations():
+    assert set(derived(WHOLE).paper.undefined) == {"activations", "peak"}

@@ -1,0 +1,60 @@
+"""Ranks and coordinates are those of torch's DeviceMesh."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from ptrain.algebra.layout import coordinates, group, groups, position, rank_at, ranks_over
+from ptrain.spec.axis import DATA_AXES, Axis
+from tests.pure.build import WHOLE, make_spec
+
+FACTORIZATIONS = [(a, 8 // a) for a in (1, 2, 4, 8)]
+
+
+def mesh_of(degrees):
+    return make_spec(
+        {axis: (degree, WHOLE) for axis, degree in zip(DATA_AXES, degrees, strict=True)}
+    )
+
+
+@pytest.mark.parametrize("degrees", FACTORIZATIONS)
+@pytest.mark.parametrize("rank", range(8))
+def test_coordinates_and_groups_are_those_of_device_mesh(degrees, rank):
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=8)
+    try:
+        mesh = init_device_mesh("cpu", degrees, mesh_dim_names=tuple(map(str, DATA_AXES)))
+        spec = mesh_of(degrees)
+        assert tuple(coordinates(spec, rank).values()) == tuple(mesh.get_coordinate())
+        for axis in DATA_AXES:
+            ranks = dist.get_process_group_ranks(mesh.get_group(str(axis)))
+            assert list(group(spec, rank, (axis,))) == ranks
+            assert position(spec, rank, (axis,)) == mesh.get_local_rank(str(axis))
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("degrees", FACTORIZATIONS)
+def test_a_group_over_all_axes_is_flattened_row_major(degrees):
+    spec = mesh_of(degrees)
+    flat = torch.arange(8).view(degrees).flatten().tolist()
+    for rank in range(8):
+        assert list(group(spec, rank, DATA_AXES)) == flat
+        assert position(spec, rank, DATA_AXES) == flat.index(rank)
+
+
+@pytest.mark.parametrize("degrees", FACTORIZATIONS)
+@pytest.mark.parametrize("axes", [(), (Axis.DP_REPLICATE,), (Axis.DP_SHARD,), DATA_AXES])
+def test_groups_cover_every_rank_once(degrees, axes):
+    spec = mesh_of(degrees)
+    found = list(groups(spec, axes))
+    assert sorted(rank for members in found for rank in members) == list(range(8))
+    assert {len(members) for members in found} == {ranks_over(spec, axes)}
+
+
+def test_the_rank_at_a_rank_s_coordinates_is_that_rank():
+    spec = mesh_of((2, 4))
+    assert [rank_at(spec, coordinates(spec, rank)) for rank in range(8)] == list(range(8))

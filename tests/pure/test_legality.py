@@ -1,0 +1,217 @@
+"""Which products are legal, and what a refusal says."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+
+from ptrain.algebra.legality import RULES, check, executed, require
+from ptrain.algebra.variants import overrides, variants
+from ptrain.axes.data.rules import DATA, executed_tuples, legal_tuples
+from ptrain.errors import SpecError
+from ptrain.spec.axis import Axis
+from ptrain.spec.batch import GradientSync, SyncPolicy
+from ptrain.spec.cluster import Cluster
+from ptrain.spec.model import Family
+from ptrain.spec.placement import MODES, Placement
+from ptrain.spec.precision import ZERO16
+from ptrain.spec.spec import OptimizerSpec
+from tests.pure.build import GATHERED, ODD_SHAPE, WHOLE, ZERO_1, ZERO_2, make_spec, tuple_of
+
+ADAMW = OptimizerSpec(name="adamw")
+STATELESS = OptimizerSpec(name="sgd")
+ALL_TUPLES = [
+    Placement(parameters=a, optimizer=b, gradients=c, activations=d)
+    for a, b, c, d in product(MODES, repeat=4)
+]
+
+
+def findings(spec):
+    return [(fault.place, fault.finding) for fault in check(spec)]
+
+
+def test_285_of_625_tuples_are_legal_on_a_data_axis():
+    assert len(ALL_TUPLES) == 625
+    assert len(list(legal_tuples(STATELESS))) == 285
+
+
+@pytest.mark.parametrize("optimizer", [ADAMW, OptimizerSpec(name="sgd", momentum=0.9)])
+def test_240_are_legal_with_an_optimizer_that_keeps_state(optimizer):
+    assert len(list(legal_tuples(optimizer))) == 240
+
+
+@pytest.mark.parametrize("optimizer", [ADAMW, STATELESS])
+def test_the_nearest_tuple_is_legal_and_a_legal_one_is_its_own(optimizer):
+    legal = set(legal_tuples(optimizer))
+    for placement in ALL_TUPLES:
+        nearest = DATA.nearest(placement, optimizer)
+        assert nearest in legal
+        assert (nearest == placement) is (placement in legal)
+
+
+@pytest.mark.parametrize("rule", DATA.tuples, ids=lambda rule: rule.name)
+def test_every_rule_about_tuples_refuses_some_tuple_alone(rule):
+    for optimizer in (ADAMW, STATELESS):
+        alone = [p for p in ALL_TUPLES if [*DATA.broken(p, optimizer)] == [rule]]
+        if alone:
+            return
+    pytest.fail(f"{rule.name} never decides")
+
+
+def test_every_rule_has_a_name_of_its_own_and_a_theorem():
+    assert len({rule.name for rule in RULES}) == len(RULES)
+    assert all(rule.theorem for rule in RULES)
+
+
+def test_sharded_parameters_on_a_data_axis_are_refused_with_the_nearest_tuple():
+    (fault,) = check(make_spec({Axis.DP_SHARD: (2, tuple_of("S,S,S"))}))
+    assert fault.place == "placement.dp_shard"
+    assert "whole layers on its own samples" in fault.finding and "Theorem 3" in fault.finding
+    assert fault.remedy == (
+        "nearest legal: dp_shard: {parameters: S*, optimizer: S, gradients: S, activations: R}"
+    )
+
+
+def test_all_faults_of_all_axes_come_at_once():
+    mesh = {
+        Axis.DP_REPLICATE: (2, tuple_of("S,S,R,S")),
+        Axis.DP_SHARD: (2, tuple_of("M,M,S,R")),
+    }
+    places = [fault.place for fault in check(make_spec(mesh))]
+    assert places == ["placement.dp_replicate"] * 2 + ["placement.dp_shard"] * 3
+
+
+def test_reducing_a_replicated_gradient_after_every_micro_batch_is_refused():
+    every = SyncPolicy(gradients=GradientSync.EVERY)
+    spec = make_spec({Axis.DP_SHARD: (2, ZERO_1)}, accumulate=4, sync=every)
+    ((place, finding),) = findings(spec)
+    assert place == "sync.gradients" and "once per rank" in finding
+    assert not check(make_spec({Axis.DP_SHARD: (2, ZERO_1)}, accumulate=1, sync=every))
+    assert not check(make_spec({Axis.DP_SHARD: (2, ZERO_2)}, accumulate=4, sync=every))
+
+
+@pytest.mark.parametrize(
+    ("accumulate", "clip", "num"), [(1, None, 0), (4, None, 1), (1, 1.0, 1), (4, 1.0, 2)]
+)
+def test_a_materialized_gradient_is_neither_accumulated_nor_clipped(accumulate, clip, num):
+    mesh = {Axis.DP_REPLICATE: (2, tuple_of("R,R,M"))}
+    assert len(check(make_spec(mesh, accumulate=accumulate, clip=clip))) == num
+
+
+def test_materialized_parameters_need_a_master_copy():
+    mesh = {Axis.DP_SHARD: (2, tuple_of("M,S,S"))}
+    assert check(make_spec(mesh)) and not check(make_spec(mesh, layout=ZERO16))
+
+
+def test_a_master_copy_is_not_materialized():
+    mesh = {Axis.DP_SHARD: (2, tuple_of("R,M,S"))}
+    assert not check(make_spec(mesh, optimizer="sgd"))
+    assert check(make_spec(mesh, optimizer="sgd", layout=ZERO16))
+
+
+def test_activations_are_given_once():
+    mesh = {
+        Axis.DP_REPLICATE: (2, tuple_of("R,R,R,M")),
+        Axis.DP_SHARD: (2, tuple_of("S*,S,S,O")),
+    }
+    assert ["activations belong to the rank" in text for _, text in findings(make_spec(mesh))]
+
+
+@pytest.mark.parametrize(
+    ("changes", "place"),
+    [
+        ({"heads": 4}, "model.heads"),
+        ({"hidden": 45}, "model.heads"),
+        ({"kv_heads": 2}, "model.kv_heads"),
+        ({"family": Family.GPT}, "model.kv_heads"),
+        ({"vocab": 256}, "model.vocab"),
+    ],
+)
+def test_a_shape_that_cannot_be_built_is_refused(changes, place):
+    spec = make_spec({}, model=replace(ODD_SHAPE, **changes))
+    assert [where for where, _ in findings(spec)] == [place]
+
+
+def test_a_batch_that_does_not_multiply_out_is_refused_with_the_product():
+    spec = make_spec({Axis.DP_SHARD: (2, ZERO_2)})
+    wrong = replace(spec, batch=replace(spec.batch, global_samples=7))
+    (fault,) = check(wrong)
+    assert fault.place == "batch.global" and "= 4" in fault.finding
+
+
+def test_more_ranks_than_devices_are_refused():
+    cluster = Cluster(
+        name="laptop",
+        devices=2,
+        devices_per_node=2,
+        device_memory=2**34,
+        intra_node_bandwidth=1e10,
+        inter_node_bandwidth=1e9,
+    )
+    ((place, finding),) = findings(make_spec({Axis.DP_SHARD: (4, ZERO_2)}, cluster=cluster))
+    assert place == "mesh" and "2 devices" in finding
+
+
+def test_what_is_legal_and_does_not_run_is_refused_apart():
+    spec = make_spec({Axis.DP_SHARD: (2, tuple_of("R,O,S,M"))})
+    assert not check(spec)
+    assert [fault.place for fault in executed(spec)] == [
+        "placement.dp_shard.optimizer",
+        "placement.dp_shard.activations",
+    ]
+    assert all("not executed yet" in fault.finding for fault in executed(spec))
+
+
+def test_an_illegal_mode_is_not_also_called_not_yet():
+    assert not executed(make_spec({Axis.DP_SHARD: (2, tuple_of("S,S,S"))}))
+
+
+def test_an_axis_without_a_room_is_not_executed_yet():
+    (fault,) = executed(make_spec({Axis.TP: (2, tuple_of("S,S,S"))}))
+    assert fault.place == "mesh.tp"
+
+
+def test_replicas_inside_shards_are_not_executed_yet():
+    mesh = {Axis.DP_SHARD: (2, GATHERED), Axis.DP_REPLICATE: (2, WHOLE)}
+    (fault,) = executed(make_spec(mesh))
+    assert "before dp_shard" in fault.remedy
+
+
+def test_every_executed_tuple_is_legal_and_there_are_eight():
+    tuples = list(executed_tuples())
+    assert len(tuples) == 8 and set(tuples) <= set(legal_tuples(ADAMW))
+
+
+def test_variants_are_all_other_products_that_run():
+    spec = make_spec({Axis.DP_REPLICATE: (2, WHOLE), Axis.DP_SHARD: (2, GATHERED)}, accumulate=4)
+    others = list(variants(spec))
+    assert len(others) == 63 and spec not in others
+    assert all(not check(other) and not executed(other) for other in others)
+
+
+def test_overrides_name_what_a_variant_changes():
+    spec = make_spec({Axis.DP_SHARD: (2, GATHERED)}, accumulate=4)
+    whole = next(other for other in variants(spec) if other.factors[0].placement == WHOLE)
+    assert overrides(spec, whole) == (
+        "placement.dp_shard={parameters: R, optimizer: R, gradients: R, activations: R}",
+        "sync.gradients=last",
+    )
+
+
+class Document:
+    def __init__(self, spec):
+        self.spec = spec
+
+    def locate(self, fault):
+        return replace(fault, source="mine.yaml", line=3, column=5)
+
+
+def test_require_gives_the_spec_or_every_located_fault():
+    good = make_spec({Axis.DP_SHARD: (2, ZERO_2)})
+    assert require(Document(good)) is good
+    with pytest.raises(SpecError) as raised:
+        require(Document(make_spec({Axis.DP_SHARD: (2, tuple_of("S,O,S,S"))})))
+    assert len(raised.value.faults) == 3
+    assert all(fault.line == 3 for fault in raised.value.faults)
