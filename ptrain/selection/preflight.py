@@ -91,7 +91,7 @@ def state_bytes(spec: Spec, facts: ModelFacts) -> int:
 
 
 def _promising(spec: Spec, facts: ModelFacts, now: Variant) -> Iterator[Spec]:
-    """Few enough to derive: those that need least, those that just fit, and smaller micro-batches."""
+    """Few enough to derive: the smallest, the largest that fit, and smaller micro-batches."""
     here = state_bytes(spec, facts)
     by_size: dict[int, Spec] = {}
     for other in _placements(spec):
