@@ -7,8 +7,8 @@ the optimizer's layout, and lists what the optimizer updates. The loop around it
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol, assert_never
 
 import torch
@@ -61,7 +61,7 @@ class Wrapped(Protocol):
 
     module: nn.Module
 
-    def micro_batch(self, is_last: bool) -> object: ...
+    def micro_batch(self, is_last: bool) -> AbstractContextManager[None]: ...
 
     def end_evaluation(self) -> None: ...
 
@@ -69,7 +69,7 @@ class Wrapped(Protocol):
 
     def clear_gradients(self) -> None: ...
 
-    def targets(self) -> list[list[Target]]: ...
+    def targets(self) -> Sequence[Sequence[Target]]: ...
 
     def storages(self) -> Iterator[tuple[State, torch.Tensor]]: ...
 
@@ -127,7 +127,7 @@ class ParameterWrap:
         self.model = model
         self.unit_names = units
 
-    def micro_batch(self, is_last: bool) -> object:
+    def micro_batch(self, is_last: bool) -> AbstractContextManager[None]:
         return nullcontext()
 
     def end_evaluation(self) -> None:
@@ -230,7 +230,7 @@ class FullyShardedWrap(ParameterWrap):
             module.set_custom_all_gather(TaggedAllGather(registry))
             module.set_custom_reduce_scatter(TaggedReduceScatter(step.reduce_scatter, registry))
 
-    def micro_batch(self, is_last: bool) -> object:
+    def micro_batch(self, is_last: bool) -> AbstractContextManager[None]:
         root = self.model
         sync = self.step.sync
         root.set_requires_gradient_sync(is_last or sync.gradients is GradientSync.EVERY)

@@ -11,12 +11,10 @@ import torch.distributed as dist
 from ptrain.costs import State
 from ptrain.interpreter.registry import Registry
 
-Reduced = torch.futures.Future[torch.Tensor]
-
 
 def summing_hook(
     group: dist.ProcessGroup, registry: Registry
-) -> Callable[[object, dist.GradBucket], Reduced]:
+) -> Callable[[object, dist.GradBucket], torch.futures.Future[torch.Tensor]]:
     """A hook that all-reduces a bucket with SUM, asynchronously: the loss is divided by a global
     count already."""
 
