@@ -1,0 +1,107 @@
+"""The header of every result: machine, versions, commit, load. Standard library only."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+_PACKAGES = ("torch", "numpy", "pydantic", "PyYAML", "rich")
+
+
+def header(title: str, command: Sequence[str]) -> str:
+    """Title and a table of what the figures depend on."""
+    rows = {
+        "date": time.strftime("%Y-%m-%d %H:%M %Z"),
+        "command": f"`{' '.join(command)}`",
+        "machine": f"{processor()}, {cores()} cores, {memory()}",
+        "accelerator": accelerator(),
+        "system": platform.platform(),
+        "load before": " ".join(f"{load:.2f}" for load in os.getloadavg()),
+        "Python": platform.python_version(),
+        "packages": ", ".join(f"{name} {version(name)}" for name in _PACKAGES),
+        "commit": commit(),
+    }
+    table = [f"| {name} | {value} |" for name, value in rows.items()]
+    return "\n".join([f"# {title}", "", "| | |", "|---|---|", *table, ""])
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def processor() -> str:
+    """The CPU's own name where the system tells it."""
+    information = Path("/proc/cpuinfo")
+    if information.exists():
+        for line in information.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def memory() -> str:
+    """Physical memory."""
+    pages, page = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
+    return f"{pages * page / 2**30:.0f} GiB"
+
+
+def accelerator() -> str:
+    """GPUs with their drivers, or none."""
+    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    return (_output(query) or "none").replace("\n", "; ")
+
+
+def version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def commit() -> str:
+    """The commit, with a + when files differ from it."""
+    return _output(["git", "-C", str(ROOT), "describe", "--always", "--dirty=+"]) or "unknown"
+
+
+def hardware() -> str:
+    """For file names: `cpu2` or the GPU's short name."""
+    gpu = accelerator()
+    return f"cpu{cores()}" if gpu == "none" else gpu.split(",")[0].split()[-1].lower()
+
+
+def save(theme: str, text: str) -> Path:
+    """`results/<theme>_<hardware>_<date>.md`; never over an older one."""
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{theme}_{hardware()}_{time.strftime('%Y-%m-%d')}.md"
+    with path.open("x", encoding="utf-8") as file:
+        file.write(text.rstrip() + "\n")
+    return path
+
+
+def environment() -> dict[str, str]:
+    """For a child process: this repository's package, one thread."""
+    return os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+def this_command() -> list[str]:
+    """How the benchmark was called, relative to the repository."""
+    script = Path(sys.argv[0]).resolve()
+    name = script.relative_to(ROOT) if script.is_relative_to(ROOT) else script.name
+    return ["python", str(name), *sys.argv[1:]]
+
+
+def _output(command: Sequence[str]) -> str:
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return found.stdout.strip()
