@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ptrain.algebra.layout import ranks_over
-from ptrain.costs import Column, Estimate
+from ptrain.costs import Column, Estimate, Footprint, State
 from ptrain.derivation.facts import ModelFacts
 from ptrain.derivation.memory import elements, flat_buffers, resident
 from ptrain.derivation.paper import paper
+from ptrain.derivation.parameters import facts as facts_of
+from ptrain.derivation.timeline import Replay, replay
 from ptrain.derivation.traffic import sent
 from ptrain.errors import Fault, SpecError
 from ptrain.plan.lower import lower
 from ptrain.plan.step import FlatUnits, FullyShard, Plan
 from ptrain.spec.model import ModelShape
 from ptrain.spec.spec import Spec
+
+_NOT_TRACED = "the model's activations are known only from a trace, and these facts hold none"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,19 +49,39 @@ def own_facts(spec: Spec) -> ModelFacts:
                 remedy="allow the import (--allow-import), or use a preset or a shape",
             )
         )
-    from ptrain.derivation.parameters import facts
-
-    return facts(spec.model, spec.batch.sequence)
+    return facts_of(spec.model, spec.batch.sequence)
 
 
 def exact(spec: Spec, plan: Plan, facts: ModelFacts) -> Estimate:
-    """Memory per state and rank, traffic per axes x collective x state x phase."""
-    return Estimate(
+    """Memory per state and rank, peaks per phase, traffic per axes x collective x state x phase."""
+    memory = resident(spec, plan, facts)
+    estimate = Estimate(
         column=Column.EXACT,
         world_size=spec.world_size,
-        memory=resident(spec, plan, facts),
+        memory=memory,
         traffic=sent(spec, plan, facts),
         notes=tuple(_notes(spec, plan, facts)),
+    )
+    if facts.timeline is None and not isinstance(spec.model, ModelShape):
+        return replace(estimate, undefined=dict.fromkeys(("activations", "peak"), _NOT_TRACED))
+    played = replay(spec, facts, plan, memory)
+    return replace(estimate, memory=_with_passing(memory, played), peak=played.peaks)
+
+
+def _with_passing(memory: tuple[Footprint, ...], played: Replay) -> tuple[Footprint, ...]:
+    """The rows of each rank, and what lives at the end of the last forward only."""
+    passing = (
+        (State.ACTIVATIONS, played.saved_bytes),
+        (State.TRANSIENT, played.transient_bytes),
+    )
+    ranks = dict.fromkeys(row.rank for row in memory)
+    return (
+        *memory,
+        *(
+            Footprint(state=state, rank=rank, device_bytes=size)
+            for rank in ranks
+            for state, size in passing
+        ),
     )
 
 

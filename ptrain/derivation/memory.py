@@ -22,6 +22,7 @@ from ptrain.spec.spec import OptimizerSpec, Spec
 
 _STEP_BYTES = 4  # AdamW counts its steps in one fp32 scalar per tensor
 _TOKEN_BYTES = 8  # int64
+_LOSS_BYTES = 4  # fp32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,11 +64,13 @@ def elements(spec: Spec, plan: Plan, facts: ModelFacts, index: int) -> Elements:
 
 
 def other_bytes(spec: Spec, facts: ModelFacts) -> int:
-    """The model's buffers (fp32, or fp64 with the rest) and one step's tokens and targets."""
+    """The model's buffers (fp32, or fp64 with the rest), one step's tokens and targets, and the
+    scalar in which a step adds up its loss."""
     scale = 2 if spec.precision.compute_fp64 else 1
     samples = spec.batch.accumulate * spec.batch.micro
     tokens = samples * (spec.batch.sequence + 1)
-    return scale * sum(size for _, size in facts.buffers) + tokens * _TOKEN_BYTES
+    buffers = sum(size for _, size in facts.buffers)
+    return scale * (buffers + _LOSS_BYTES) + tokens * _TOKEN_BYTES
 
 
 def optimizer_bytes(optimizer: OptimizerSpec, layout: Layout, numel: int, tensors: int) -> int:

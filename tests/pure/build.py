@@ -8,7 +8,7 @@ from ptrain.derivation.facts import ModelFacts, TensorFacts, UnitFacts
 from ptrain.spec.axis import Axis, Factor
 from ptrain.spec.batch import Batch, GradientSync, ReduceScatterVia, SyncPolicy
 from ptrain.spec.cluster import Cluster
-from ptrain.spec.model import Family, ModelShape
+from ptrain.spec.model import ExternalModel, Family, ModelShape, ModelSpec
 from ptrain.spec.placement import Mode, Placement
 from ptrain.spec.precision import FP32, Layout, Precision
 from ptrain.spec.spec import OptimizerSpec, Spec
@@ -30,6 +30,8 @@ ODD_SHAPE = ModelShape(
     family=Family.LLAMA, layers=3, hidden=42, heads=3, kv_heads=1, ffn=101, vocab=259
 )
 
+BY_HAND = ExternalModel(target="tests.models:by_hand")  # for facts from make_facts
+
 
 def make_spec(
     mesh: Mapping[Axis, tuple[int, Placement]],
@@ -41,7 +43,7 @@ def make_spec(
     clip: float | None = 1.0,
     optimizer: str = "adamw",
     momentum: float = 0.0,
-    model: ModelShape = ODD_SHAPE,
+    model: ModelSpec = ODD_SHAPE,
     cluster: Cluster | None = None,
     reduce_scatter: ReduceScatterVia = ReduceScatterVia.NATIVE,
     bucket_bytes: int = 25 * 2**20,

@@ -9,12 +9,19 @@ import torch
 
 from ptrain.costs import Collective, Phase, State
 from ptrain.derivation.estimate import derive
-from ptrain.derivation.fit import fit, needed_bytes
 from ptrain.spec.axis import Axis
 from ptrain.spec.batch import GradientSync, ReduceScatterVia, SyncPolicy
-from ptrain.spec.cluster import Cluster
 from ptrain.spec.precision import FP32, ZERO16
-from tests.pure.build import GATHERED, WHOLE, ZERO_1, ZERO_2, make_facts, make_spec, tuple_of
+from tests.pure.build import (
+    BY_HAND,
+    GATHERED,
+    WHOLE,
+    ZERO_1,
+    ZERO_2,
+    make_facts,
+    make_spec,
+    tuple_of,
+)
 
 # Two blocks and a root; 5 x 3, 2, 1 and 7 x 2 rows do not divide by 2 or 4.
 BLOCK = ((5, 3), (2,))
@@ -26,12 +33,14 @@ TWO_BY_TWO = (Axis.DP_REPLICATE, Axis.DP_SHARD)
 
 
 def exact(placement, ranks=2, facts=FACTS, **options):
-    return derive(make_spec({Axis.DP_SHARD: (ranks, placement)}, **options), facts).exact
+    return derive(
+        make_spec({Axis.DP_SHARD: (ranks, placement)}, **options, model=BY_HAND), facts
+    ).exact
 
 
 def on_both(outer, inner, **options):
     mesh = dict(zip(TWO_BY_TWO, ((2, outer), (2, inner)), strict=True))
-    return derive(make_spec(mesh, **options), FACTS).exact
+    return derive(make_spec(mesh, **options, model=BY_HAND), FACTS).exact
 
 
 def calls(estimate, *, axes=None):
@@ -51,19 +60,19 @@ FORWARD, BACKWARD, UPDATE = Phase.FORWARD, Phase.BACKWARD, Phase.UPDATE
 
 @pytest.mark.parametrize("mesh", [{}, {Axis.DP_SHARD: (2, WHOLE)}], ids=["one", "replicated"])
 def test_everything_whole_holds_every_element_on_every_rank(mesh):
-    held = derive(make_spec(mesh), FACTS).exact
+    held = derive(make_spec(mesh, model=BY_HAND), FACTS).exact
     assert held.bytes_of(THETA) == held.bytes_of(G) == 4 * NUMEL
     assert held.bytes_of(OMEGA) == 8 * NUMEL + 4 * 6  # a step counter per tensor
 
 
 def test_one_device_sends_nothing():
-    assert derive(make_spec({}), FACTS).exact.traffic == ()
+    assert derive(make_spec({}, model=BY_HAND), FACTS).exact.traffic == ()
 
 
-def test_the_rest_is_buffers_and_the_tokens_of_a_step():
+def test_the_rest_is_buffers_the_tokens_of_a_step_and_its_loss():
     held = exact(WHOLE, accumulate=3, micro=2, sequence=16)
-    assert held.bytes_of(OTHER) == 24 + 3 * 2 * 17 * 8
-    assert exact(WHOLE, compute_fp64=True).bytes_of(OTHER) == 48 + 2 * 17 * 8
+    assert held.bytes_of(OTHER) == 24 + 3 * 2 * 17 * 8 + 4
+    assert exact(WHOLE, compute_fp64=True).bytes_of(OTHER) == 48 + 2 * 17 * 8 + 8
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -261,25 +270,6 @@ def test_every_rank_has_a_row_per_state():
     assert {(row.rank, row.state) for row in held.memory} >= {
         (rank, state) for rank in range(4) for state in (THETA, OMEGA, G, OTHER)
     }
-
-
-def cluster_of(memory):
-    return Cluster(
-        name="small",
-        devices=8,
-        devices_per_node=8,
-        device_memory=memory,
-        intra_node_bandwidth=1e10,
-        inter_node_bandwidth=1e9,
-    )
-
-
-def test_a_spec_fits_or_does_not_by_so_much():
-    held = exact(WHOLE)
-    needed = needed_bytes(held)
-    assert fit(held, cluster_of(needed)).fits
-    short = fit(held, cluster_of(needed - 5))
-    assert not short.fits and short.missing == 5
 
 
 def test_80_layers_on_8_ranks_take_a_few_milliseconds():

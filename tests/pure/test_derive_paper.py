@@ -9,7 +9,16 @@ from ptrain.derivation.estimate import derive
 from ptrain.derivation.facts import ModelFacts
 from ptrain.spec.axis import Axis
 from ptrain.spec.precision import FP32, ZERO16
-from tests.pure.build import GATHERED, WHOLE, ZERO_1, ZERO_2, make_facts, make_spec, tuple_of
+from tests.pure.build import (
+    BY_HAND,
+    GATHERED,
+    WHOLE,
+    ZERO_1,
+    ZERO_2,
+    make_facts,
+    make_spec,
+    tuple_of,
+)
 
 GB = 10**9
 STAGES = {"whole": WHOLE, "Ω": ZERO_1, "Ω, G": ZERO_2, "Θ, Ω, G": GATHERED}
@@ -25,7 +34,7 @@ SEVENTY = model_of(70 * GB)
 
 
 def derived(placement, ranks=8, facts=SEVENTY, layout=ZERO16):
-    spec = make_spec({Axis.DP_SHARD: (ranks, placement)}, layout=layout, clip=None)
+    spec = make_spec({Axis.DP_SHARD: (ranks, placement)}, layout=layout, clip=None, model=BY_HAND)
     return derive(spec, facts)
 
 
@@ -100,7 +109,7 @@ def test_fp32_counts_4_4_and_8_bytes():
 
 def test_an_outer_axis_finds_what_the_inner_one_leaves():
     mesh = {Axis.DP_REPLICATE: (2, WHOLE), Axis.DP_SHARD: (4, GATHERED)}
-    paper = derive(make_spec(mesh, layout=ZERO16), SEVENTY).paper
+    paper = derive(make_spec(mesh, layout=ZERO16, model=BY_HAND), SEVENTY).paper
     (reduced,) = [row for row in paper.traffic if row.key.collective is Collective.ALL_REDUCE]
     assert reduced.key.axes == ("dp_replicate",) and reduced.key.phase is Phase.BACKWARD
     assert reduced.payload_bytes == 140 * GB // 4
@@ -120,7 +129,7 @@ def test_where_theorem_2_has_no_case_the_column_gives_a_reason(placement):
 
 
 def test_another_axis_has_no_printed_volume():
-    spec = make_spec({Axis.TP: (2, tuple_of("S,S,S"))})
+    spec = make_spec({Axis.TP: (2, tuple_of("S,S,S"))}, model=BY_HAND)
     assert "tp" in derive(spec, SEVENTY).paper.undefined["traffic"]
 
 

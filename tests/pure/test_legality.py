@@ -8,7 +8,6 @@ from itertools import product
 import pytest
 
 from ptrain.algebra.legality import RULES, check, executed, require
-from ptrain.algebra.variants import overrides, variants
 from ptrain.axes.data.rules import DATA, executed_tuples, legal_tuples
 from ptrain.errors import SpecError
 from ptrain.spec.axis import Axis
@@ -182,22 +181,6 @@ def test_replicas_inside_shards_are_not_executed_yet():
 def test_every_executed_tuple_is_legal_and_there_are_eight():
     tuples = list(executed_tuples())
     assert len(tuples) == 8 and set(tuples) <= set(legal_tuples(ADAMW))
-
-
-def test_variants_are_all_other_products_that_run():
-    spec = make_spec({Axis.DP_REPLICATE: (2, WHOLE), Axis.DP_SHARD: (2, GATHERED)}, accumulate=4)
-    others = list(variants(spec))
-    assert len(others) == 63 and spec not in others
-    assert all(not check(other) and not executed(other) for other in others)
-
-
-def test_overrides_name_what_a_variant_changes():
-    spec = make_spec({Axis.DP_SHARD: (2, GATHERED)}, accumulate=4)
-    whole = next(other for other in variants(spec) if other.factors[0].placement == WHOLE)
-    assert overrides(spec, whole) == (
-        "placement.dp_shard={parameters: R, optimizer: R, gradients: R, activations: R}",
-        "sync.gradients=last",
-    )
 
 
 class Document:
