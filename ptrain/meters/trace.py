@@ -117,8 +117,8 @@ class Marker:
 
     def __init__(self, recorder: Recorder, model: nn.Module, units: Sequence[str]) -> None:
         self._recorder = recorder
-        self._left: set[int] = set()
-        self._entered: set[int] = set()
+        self._begun: set[int] = set()
+        self._ended: set[int] = set()
         self._units = units
         self._handles: list[Any] = []
         for index, name in enumerate(units):
@@ -135,12 +135,6 @@ class Marker:
         """Takes the hooks off the model."""
         for handle in self._handles:
             handle.remove()
-
-    def finish(self) -> None:
-        """Units whose inputs need no gradient end with the backward pass, the root first."""
-        last = len(self._units) - 1
-        for index in (last, *range(last)):
-            self._end(index)
 
     def _mark(self, mark: Mark, unit: int) -> None:
         self._recorder.events.append(Boundary(mark, unit))
@@ -172,14 +166,22 @@ class Marker:
             output.register_hook(lambda _: self._begin(unit))
 
     def _begin(self, unit: int) -> None:
-        if unit not in self._entered:
-            self._entered.add(unit)
+        if not self._begun:
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+        if unit not in self._begun:
+            self._begun.add(unit)
             self._mark(Mark.PRE_BACKWARD, unit)
 
     def _end(self, unit: int) -> None:
-        if unit not in self._left:
-            self._left.add(unit)
+        if unit not in self._ended:
+            self._ended.add(unit)
             self._mark(Mark.POST_BACKWARD, unit)
+
+    def _finish(self) -> None:
+        """Units whose inputs need no gradient end with the backward pass, the root first."""
+        last = len(self._units) - 1
+        for index in (last, *range(last)):
+            self._end(index)
 
     def _complete(self, name: str) -> Callable[[Tensor], None]:
         def hook(parameter: Tensor) -> None:
@@ -210,7 +212,6 @@ def record(
             loss = run_forward()
             split = len(recorder.events)
             loss.backward()
-            marker.finish()
             del loss
     finally:
         marker.remove()

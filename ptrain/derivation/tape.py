@@ -1,0 +1,84 @@
+"""Live bytes as they rise and fall in one step, and what every wrap says to a model's timeline."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from ptrain.costs import Phase
+from ptrain.derivation.facts import ModelFacts
+from ptrain.plan.step import Plan
+from ptrain.spec.spec import Spec
+from ptrain.timeline import Complete
+
+
+@dataclass(slots=True)
+class Tape:
+    """Bytes above what lives for the whole step, and their maximum by phase."""
+
+    level: int = 0
+    peak: int = 0
+    peaks: dict[Phase, int] = field(default_factory=dict)
+    phase: Phase = Phase.FORWARD
+
+    def enter(self, phase: Phase) -> None:
+        """What follows counts for `phase`, what lives already included."""
+        self.peaks[self.phase] = max(self.peaks.get(self.phase, 0), self.peak)
+        self.phase, self.peak = phase, self.level
+
+    def add(self, size: int) -> None:
+        """Allocates, or frees where `size` is negative."""
+        self.level += size
+        if self.level > self.peak:
+            self.peak = self.level
+
+    def spike(self, size: int) -> None:
+        """Allocates and frees at once."""
+        self.peak = max(self.peak, self.level + size)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scene:
+    """What every wrap is made from: the tape it writes to, and what it may read."""
+
+    tape: Tape
+    spec: Spec
+    facts: ModelFacts
+    plan: Plan
+
+    def unit_of(self) -> dict[str, int]:
+        """Parameter name -> index of its unit."""
+        return {
+            tensor.name: index
+            for index, unit in enumerate(self.facts.units)
+            for tensor in unit.tensors
+        }
+
+
+class Wrap(Protocol):
+    """A wrap's own allocations at the boundaries of a model's timeline."""
+
+    def begin(self, *, is_first: bool, is_last: bool) -> None:
+        """A micro-batch begins."""
+
+    def enter(self, unit: int) -> None:
+        """A unit's forward begins."""
+
+    def leave(self, unit: int) -> None:
+        """A unit's forward is over."""
+
+    def before_backward(self, unit: int) -> None:
+        """The gradient of a unit's output is there."""
+
+    def after_backward(self, unit: int) -> None:
+        """The gradient of a unit's input is there; for the root, backward is over."""
+
+    def complete(self, gradient: Complete) -> None:
+        """A parameter's gradient stands alive (`gradient.cloned`: is to be copied)."""
+
+    def gathered(self) -> int:
+        """Bytes of units that are gathered now."""
+        ...
+
+    def update(self, shard: int) -> None:
+        """Reduce what is partial, clip, and the optimizer, on the rank with this shard."""
