@@ -1,4 +1,4 @@
-"""A model that is not ptrain's: tensors of dim 0 = 2 and 5, so that on 4 ranks some shards are empty."""
+"""A model that is not ptrain's; its tensors of dim 0 = 2 and 5 leave empty shards on 4 ranks."""
 
 from __future__ import annotations
 

@@ -13,11 +13,12 @@ constant lambda = 4 is exceeded once in 10^4):
    whose errors are independent, that is lr · |dg| (2-norm) per update, added up over the updates
    so far. (SGD moves it by lr · |g| · |dg|; clipped gradients have |g| <= max_norm there.)
 3. Once the weights differ in their last bit, so do the roundings of the forward pass: one per
-   operator on the way, at most one operator per parameter tensor, relative to logits that are no
-   wider than the loss in nats. Token losses average out over the step's T tokens: relative
-   lambda · u · sqrt(2 · tensors / T).
+   operator on the way, at most one operator per parameter tensor, relative to the logits z (root
+   mean square over the step). The loss moves with the target's logit, and token losses average
+   out over the step's T tokens: lambda · u · z · sqrt(2 · tensors / T).
+4. The loss itself is a sum of m shares in at least fp32: relative lambda · u_fp32 · sqrt(2 m).
 
-The band is what both make together, relative to the reference's loss. All its figures come from
+The band is what these make together, relative to the reference's loss. All its figures come from
 the spec and from the reference: nothing of the run under test, and no constant but lambda.
 """
 
@@ -27,6 +28,7 @@ import math
 
 import torch
 
+from ptrain.spec.precision import DType
 from ptrain.spec.spec import Spec
 from ptrain.train.schedule import learning_rate
 from ptrain.verification.reference import DTYPES, Trajectory
@@ -37,15 +39,20 @@ LAMBDA = 4.0
 def loss_band(spec: Spec, reference: Trajectory) -> tuple[float, ...]:
     """The relative tolerance of each step's loss."""
     layout = spec.precision.effective
-    gradient_unit = torch.finfo(DTYPES[layout.gradients]).eps / 2
-    forward_unit = torch.finfo(DTYPES[layout.parameters]).eps / 2
+    unit, gradient_unit = _round_off(layout.parameters), _round_off(layout.gradients)
     num_addends = spec.batch.accumulate * spec.data_degree
     spread = math.sqrt(2 * (num_addends - 1) * num_addends)
-    forward = forward_unit * math.sqrt(2 * len(reference.parameters) / spec.batch.tokens)
+    per_logit = unit * math.sqrt(2 * len(reference.parameters) / spec.batch.tokens)
+    summing = min(unit, _round_off(DType.FP32)) * math.sqrt(2 * num_addends)
     moved, band = 0.0, []
     for step, loss in enumerate(reference.losses):
-        band.append(LAMBDA * (forward + moved / loss))
+        forward = per_logit * reference.logits[step]
+        band.append(LAMBDA * ((forward + moved) / loss + summing))
         norm = reference.gradient_norms[step]
         slope = norm if spec.optimizer.name == "adamw" else norm * norm
         moved += learning_rate(spec.optimizer, step) * gradient_unit * spread * slope
     return tuple(band)
+
+
+def _round_off(dtype: DType) -> float:
+    return torch.finfo(DTYPES[dtype]).eps / 2

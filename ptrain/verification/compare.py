@@ -83,9 +83,7 @@ def _norms(reference: Trajectory, run: Trajectory, tolerances: Tolerances) -> It
         return
     differences = _relative(reference.gradient_norms, run.gradient_norms)
     worst = max(range(len(differences)), key=lambda step: _or_infinite(differences[step]))
-    yield _check(
-        "gradient norms", differences[worst], tolerances.gradient_norms, f"step {worst}"
-    )
+    yield _check("gradient norms", differences[worst], tolerances.gradient_norms, f"step {worst}")
 
 
 def _parameters(reference: Trajectory, run: Trajectory, tolerances: Tolerances) -> Iterator[Check]:

@@ -9,14 +9,15 @@ micro-batches make up the global batch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from ptrain.data.sampler import batch
 from ptrain.data.corpus import Corpus, Split, corpus
+from ptrain.data.sampler import batch
 from ptrain.models.build import build
 from ptrain.models.initialize import cast, initialize
 from ptrain.models.loss import token_loss_sum
@@ -37,12 +38,14 @@ class Trajectory:
     """What a run of some steps did. `losses` are the global batches' means, before each update;
     `gradient_norms` of the global gradient, before clipping (empty where nobody computed them);
     `parameters` full tensors by canonical name; `travelled` is the distance of the parameters
-    from their initial values, relative to these, all by the 2-norm."""
+    from their initial values, relative to these, all by the 2-norm. `logits` are the root mean
+    squares of each step's logits, which their roundings are relative to (the reference's only)."""
 
     losses: tuple[float, ...]
     gradient_norms: tuple[float, ...]
     parameters: Mapping[str, Tensor]
     travelled: float
+    logits: tuple[float, ...] = ()
 
 
 def one_device(spec: Spec, steps: int) -> Trajectory:
@@ -52,20 +55,21 @@ def one_device(spec: Spec, steps: int) -> Trajectory:
     updated = _updated(module, spec)
     optimizer = _optimizer(updated, spec)
     source = corpus(spec.data)
-    losses: list[float] = []
+    passes: list[tuple[float, float]] = []
     norms: list[float] = []
     for step in range(steps):
-        losses.append(_accumulate(module, spec, source, step))
+        passes.append(_accumulate(module, spec, source, step))
         norms.append(_clip(module, spec.optimizer.clip))
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(spec.optimizer, step)
         _update(module, updated, optimizer)
     parameters = {name: parameter.detach() for name, parameter in module.named_parameters()}
     return Trajectory(
-        losses=tuple(losses),
+        losses=tuple(loss for loss, _ in passes),
         gradient_norms=tuple(norms),
         parameters=parameters,
         travelled=distance(initial, parameters),
+        logits=tuple(size for _, size in passes),
     )
 
 
@@ -133,15 +137,18 @@ def _micro_batches(spec: Spec, source: Corpus, step: int) -> Iterator[tuple[Tens
             yield inputs, targets, local.global_tokens
 
 
-def _accumulate(module: nn.Module, spec: Spec, source: Corpus, step: int) -> float:
+def _accumulate(module: nn.Module, spec: Spec, source: Corpus, step: int) -> tuple[float, float]:
     """Backward over the whole global batch; the gradients add up in their own dtype (Theorem 3:
-    the sum over all tokens divided by the global number of them)."""
-    total = 0.0
+    the sum over all tokens divided by the global number of them). Returns the global mean loss
+    and the root mean square of the logits."""
+    total = squares = 0.0
     for inputs, targets, num_tokens in _micro_batches(spec, source, step):
-        loss = token_loss_sum(module(inputs), targets) / num_tokens
+        logits = module(inputs)
+        loss = token_loss_sum(logits, targets) / num_tokens
         loss.backward()
         total += loss.item()
-    return total
+        squares += logits.detach().double().square().mean().item() * inputs.numel() / num_tokens
+    return total, math.sqrt(squares)
 
 
 def _clip(module: nn.Module, max_norm: float | None) -> float:
