@@ -1,0 +1,81 @@
+"""`ptrain train [SPEC] [a.b=c …]`: check the spec, make the run folder, start the ranks, watch them.
+
+This process stays free of torch: it answers wrong input in a blink, and its ranks are plain
+processes. Where a launcher has started it already, or torch's own launcher is asked for, it
+becomes that process.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+from dataclasses import replace
+from importlib.util import find_spec
+from typing import NoReturn
+
+from ptrain.algebra.legality import require
+from ptrain.derivation.estimate import derive
+from ptrain.errors import PtrainError
+from ptrain.selection.preflight import require_fit
+from ptrain.spec.load import load
+from ptrain.spec.model import ModelShape
+from ptrain.spec.spec import Spec
+from ptrain.train import environment, options
+from ptrain.train.folder import open_run
+from ptrain.train.launch import launch
+from ptrain.train.options import Options
+from ptrain.train.tensorboard import MISSING
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    options.add_arguments(parser)
+
+
+def run(arguments: Namespace) -> int:
+    """The exit code of the job."""
+    asked = options.from_arguments(arguments)
+    if environment.launched():
+        _become("ptrain.train", options.to_argv(asked))
+    spec = checked(asked)
+    if asked.wants_elastic:
+        _become("ptrain.train.elastic", [*options.to_argv(asked), *options.elastic_argv(asked)])
+    return start(spec, asked)
+
+
+def checked(asked: Options) -> Spec:
+    """The spec that will run. Raises what is wrong with it, or with the options, before any rank
+    starts and anything is written."""
+    spec = require(load(asked.spec, asked.overrides))
+    if asked.tensorboard and find_spec("tensorboard") is None:
+        raise PtrainError(MISSING)
+    if isinstance(spec.model, ModelShape) and not asked.force:
+        require_fit(spec, derive(spec).exact)  # any other model's sizes are known to its code only
+    return spec
+
+
+def start(spec: Spec, asked: Options) -> int:
+    """One process per rank on this machine."""
+    folder = open_run(
+        spec,
+        given=asked.run_dir,
+        resuming=asked.resume is not None,
+        command=shlex.join(["ptrain", *sys.argv[1:]]),
+    )
+    argv = options.to_argv(
+        replace(
+            asked,
+            spec=str(folder.path / "spec.resolved.yaml"),
+            overrides=(),
+            run_dir=folder.path,
+            prepared=True,
+        )
+    )
+    return launch(argv, num_ranks=spec.world_size, folder=folder)
+
+
+def _become(module: str, argv: Sequence[str]) -> NoReturn:
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, "-m", module, *argv])

@@ -1,0 +1,166 @@
+"""Checkpoints through torch.distributed.checkpoint: canonical names and full shapes, so that a run
+continues under any other placement and number of ranks.
+
+Saved into `step-N.tmp-…`, hashed, then renamed: a checkpoint that has its final name is whole, and
+none is ever overwritten. Verified before anything is unpickled; tensors only, all else is JSON.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from ptrain.errors import PtrainError
+from ptrain.interpreter.program import Program
+from ptrain.train import manifest
+from ptrain.train.exchange import Exchange
+from ptrain.train.index import METADATA, Reader
+from ptrain.train.manifest import Manifest
+
+_OURS = re.compile(r"__(\d+)_\d+\.distcp")  # the rank that wrote it
+
+
+def save(program: Program, parent: Path, step: int, exchange: Exchange) -> Path:
+    """All ranks write `parent/step-N`; returns it. Raises PtrainError if one could not."""
+    name = manifest.folder_name(step)
+    token = exchange.first(secrets.token_hex(4))
+    final, temporary = parent / name, parent / f"{name}.tmp-{token}"
+    if exchange.first(final.exists()):
+        return final  # resumed from it, and no step since
+    try:
+        temporary.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _write(program, temporary)
+        files = manifest.digests(temporary, _written_by(program.world.rank, temporary))
+    except (OSError, CheckpointException) as error:
+        problem, files = f"rank {program.world.rank}: {_reason(error)}", {}
+    else:
+        problem = ""
+    answers = exchange.gather({"problem": problem, "files": files})
+    if problems := [answer["problem"] for answer in answers if answer["problem"]]:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise PtrainError(f"checkpoint {final}: cannot be written: {problems[0]}")
+    if program.world.is_first:
+        _commit(program, temporary, final, step, answers)
+    exchange.barrier()
+    return final
+
+
+def load(program: Program, folder: Path, verified: Manifest, exchange: Exchange) -> None:
+    """Fill the program from a checkpoint that has been verified.
+
+    Raises PtrainError, before a tensor is touched, for a checkpoint of another model.
+    """
+    reader = Reader(folder, listed=frozenset(verified.files))
+    state = program.state_dict()
+    if problem := _mismatch(reader.read_metadata(), state):
+        raise PtrainError(f"checkpoint {folder}: {problem}")
+    dcp.load(state, storage_reader=reader, no_dist=exchange.group is None)
+    program.load_state_dict(state)
+
+
+def verify(folder: Path, exchange: Exchange) -> Manifest:
+    """The manifest of a checkpoint whose files agree with it. Every rank hashes its share of them;
+    all raise PtrainError for what any of them found."""
+    problem, found = "", None
+    try:
+        found = manifest.read(folder)
+        share = sorted(found.files)[exchange.world.rank :: exchange.world.size]
+        damaged = manifest.problems(folder, found, share)
+        problem = f"checkpoint {folder}: {damaged[0]}" if damaged else ""
+    except PtrainError as error:
+        problem = str(error)
+    if problems := [each for each in exchange.gather(problem) if each]:
+        raise PtrainError(problems[0])
+    assert found is not None
+    return found
+
+
+def newest(
+    candidates: Sequence[Path], exchange: Exchange
+) -> tuple[Path | None, Manifest | None, list[str]]:
+    """The first of rank 0's `candidates` that is sound, its manifest, and what is wrong with those
+    before it."""
+    complaints: list[str] = []
+    for text in exchange.first([str(path) for path in candidates]):
+        try:
+            return Path(text), verify(Path(text), exchange), complaints
+        except PtrainError as error:
+            complaints.append(str(error))
+    return None, None, complaints
+
+
+def _write(program: Program, folder: Path) -> None:
+    state = program.state_dict()
+    strays = [name for name, value in _flat(state) if not isinstance(value, torch.Tensor)]
+    assert not strays, f"only tensors go into a checkpoint: {strays[:3]}"
+    writer = FileSystemWriter(folder, overwrite=False)
+    dcp.save(state, storage_writer=writer, no_dist=program.world.size == 1)
+
+
+def _written_by(rank: int, folder: Path) -> list[str]:
+    """The files whose hashes are this rank's business; the metadata is rank 0's."""
+    names = [path.name for path in folder.iterdir()]
+    mine = [name for name in names if (found := _OURS.fullmatch(name)) and int(found[1]) == rank]
+    return [*mine, METADATA] if rank == 0 else mine
+
+
+def _commit(
+    program: Program, temporary: Path, final: Path, step: int, answers: list[dict[str, Any]]
+) -> None:
+    files = {name: tuple(found) for answer in answers for name, found in answer["files"].items()}
+    unlisted = {path.name for path in temporary.iterdir()} - set(files)
+    assert not unlisted, f"files that no rank accounts for: {sorted(unlisted)}"
+    for name in files:
+        os.chmod(temporary / name, 0o600)
+    manifest.write(
+        temporary,
+        Manifest(
+            step=step,
+            spec=program.spec.name,
+            world_size=program.world.size,
+            torch=torch.__version__,
+            files=files,
+        ),
+    )
+    temporary.rename(final)
+    manifest.sync_folder(final.parent)
+
+
+def _mismatch(metadata: Metadata, state: dict[str, Any]) -> str:
+    """The first tensor of the program that the checkpoint lacks or has in another shape."""
+    for name, value in _flat(state):
+        saved = metadata.state_dict_metadata.get(name)
+        if not isinstance(saved, TensorStorageMetadata):
+            return f"has no {name}: it is of another model, optimizer or layout"
+        if saved.size != value.shape:
+            return f"{name} is {tuple(saved.size)}, this model has {tuple(value.shape)}"
+        if saved.properties.dtype != value.dtype:
+            return f"{name} is {saved.properties.dtype}, this layout has {value.dtype}"
+    return ""
+
+
+def _flat(state: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    """Nested names joined by dots, as torch.distributed.checkpoint writes them."""
+    found: list[tuple[str, Any]] = []
+    for name, value in state.items():
+        place = f"{prefix}{name}"
+        found += _flat(value, f"{place}.") if isinstance(value, dict) else [(place, value)]
+    return found
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, CheckpointException):
+        first = next(iter(error.failures.values()))
+        return str(first[0])
+    return str(error)

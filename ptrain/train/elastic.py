@@ -1,0 +1,77 @@
+"""Several nodes, or restarts: torch's elastic launcher, which starts `ptrain.train` on this node.
+
+A restarted attempt continues from the run folder's newest checkpoint, so restarts want
+`--run-dir` and `checkpoint: {every: N}`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from ptrain.algebra.legality import require
+from ptrain.errors import Fault, PtrainError, RankFailed, SpecError
+from ptrain.spec.load import load
+from ptrain.train import environment, options
+from ptrain.train.options import Options
+
+
+def main(argv: Sequence[str]) -> int:
+    """One agent. All nodes are given the same command line; nodes meet at --rdzv-endpoint."""
+    try:
+        return launch(options.parse(argv))
+    except PtrainError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+
+
+def launch(asked: Options) -> int:
+    """Raises RankFailed with the root cause that the agent found."""
+    world_size = require(load(asked.spec, asked.overrides)).world_size
+    config = LaunchConfig(
+        min_nodes=asked.nnodes,
+        max_nodes=asked.nnodes,
+        nproc_per_node=_ranks_per_node(world_size, asked.nnodes),
+        run_id=asked.rdzv_id or "ptrain",
+        rdzv_backend="c10d",
+        rdzv_endpoint=asked.rdzv_endpoint,
+        max_restarts=asked.max_restarts,
+    )
+    environment.let_agents_restart()
+    rank_options = asked
+    if asked.max_restarts and asked.run_dir and asked.resume is None:
+        rank_options = replace(asked, resume="auto")
+    argv = options.to_argv(rank_options)
+    try:
+        elastic_launch(config, sys.executable)("-m", "ptrain.train", *argv)
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        raise RankFailed(f"error: rank {rank}: {_told(failure.message)}") from error
+    except SignalException as error:
+        return 128 + int(error.sigval)
+    return 0
+
+
+def _ranks_per_node(world_size: int, num_nodes: int) -> int:
+    if world_size % num_nodes:
+        fault = Fault(
+            place="--nnodes",
+            finding=f"{world_size} ranks do not divide over {num_nodes} nodes",
+            remedy="let the mesh be a multiple of the nodes",
+        )
+        raise SpecError(fault)
+    return world_size // num_nodes
+
+
+def _told(message: object) -> str:
+    """The agent's message: text, or what @record wrote."""
+    return str(message.get("message", message) if isinstance(message, dict) else message)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,113 @@
+"""What a launcher puts into a rank's environment, and what a run may record of it. Torch-free.
+
+The twin of `interpreter.world`, which reads on the rank's side what is written here.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import ptrain
+
+RECORDED = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "OMP_NUM_THREADS",
+    "CUDA_VISIBLE_DEVICES",
+    "SLURM_JOB_ID",
+    "SLURM_NNODES",
+)
+RECORDED_PREFIXES = ("TORCH_", "TORCHELASTIC_", "NCCL_", "GLOO_")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Meeting:
+    """Where the ranks meet: a listening socket of the parent, handed to rank 0 by number."""
+
+    address: str
+    port: int
+    descriptor: int
+
+
+def launched() -> bool:
+    """Whether a launcher (torchrun, Slurm's task, our own) started this process as a rank."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def world_size() -> int:
+    """How many ranks the launcher started; 1 where none did."""
+    text = os.environ.get("WORLD_SIZE", "") if launched() else ""
+    return int(text) if text.isdigit() else 1
+
+
+def is_first() -> bool:
+    """Whether this process is rank 0, or no rank at all: the one that prints."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def recorded() -> dict[str, str]:
+    """The allow-list: never the whole environment, which may hold secrets."""
+    return {
+        name: value
+        for name, value in sorted(os.environ.items())
+        if name in RECORDED or name.startswith(RECORDED_PREFIXES)
+    }
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def rank_environment(
+    rank: int, world_size: int, meeting: Meeting, error_file: Path
+) -> dict[str, str]:
+    """The environment of one of our ranks; what the user has set stays."""
+    environment = dict(os.environ)
+    environment.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        LOCAL_WORLD_SIZE=str(world_size),
+        MASTER_ADDR=meeting.address,
+        MASTER_PORT=str(meeting.port),
+        TORCHELASTIC_ERROR_FILE=str(error_file),
+        PTRAIN_LAUNCHER_PID=str(os.getpid()),
+        PYTHONPATH=_python_path(environment),
+        PYTHONUNBUFFERED="1",
+    )
+    if rank == 0:
+        environment["PTRAIN_STORE_FD"] = str(meeting.descriptor)
+    environment.setdefault("OMP_NUM_THREADS", str(max(1, cores() // world_size)))
+    environment.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler's USDT lines
+    for name in _loopback():
+        environment.setdefault("GLOO_SOCKET_IFNAME", name)
+    return environment
+
+
+def let_agents_restart() -> None:
+    """torch's agent otherwise hands each attempt the store of the dead one: 0 of 5 recovered."""
+    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def _python_path(environment: Mapping[str, str]) -> str:
+    """The ranks import the very ptrain that started them."""
+    root = str(Path(ptrain.__file__).resolve().parent.parent)
+    return os.pathsep.join(filter(None, (root, environment.get("PYTHONPATH", ""))))
+
+
+def _loopback() -> tuple[str, ...]:
+    """The loopback interface, so that gloo does not look up this machine's name."""
+    names = [name for _, name in socket.if_nameindex()]
+    return tuple(name for name in ("lo", "lo0") if name in names)[:1]

@@ -1,0 +1,66 @@
+"""What ranks tell each other outside the training itself: small JSON values, as bytes in tensors.
+
+torch's object collectives unpickle what they receive; these do not. All calls run on a gloo group
+of their own, so that they never mix with, nor count as, the traffic of the program.
+"""
+
+from __future__ import annotations
+
+import json
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ptrain.interpreter.world import World
+
+
+class Exchange:
+    """A group over all ranks of a world, on the CPU. With one rank everything is the identity."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.group: dist.ProcessGroup | None = None
+        if world.size > 1:
+            waits = timedelta(seconds=world.timeout.step)
+            self.group = dist.new_group(backend="gloo", timeout=waits, group_desc="ptrain exchange")
+
+    def add(self, values: list[float]) -> list[float]:
+        """The ranks' sum of each value. Meters do not see it."""
+        if self.group is None:
+            return values
+        with _disable_current_modes():
+            vector = torch.tensor(values, dtype=torch.float64, device="cpu")
+            dist.all_reduce(vector, group=self.group)
+            return list(vector.tolist())
+
+    def first(self, value: Any) -> Any:
+        """Rank 0's value, on every rank."""
+        return self.gather(value if self.world.is_first else None)[0]
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value, on every rank, in the order of the ranks."""
+        if self.group is None:
+            return [value]
+        body = json.dumps(value).encode()
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world.size)]
+        dist.all_gather(sizes, torch.tensor([len(body)]), group=self.group)
+        room = int(max(sizes))
+        padded = torch.zeros(room, dtype=torch.uint8)
+        padded[: len(body)] = torch.frombuffer(bytearray(body), dtype=torch.uint8)
+        rows = [torch.zeros(room, dtype=torch.uint8) for _ in sizes]
+        dist.all_gather(rows, padded, group=self.group)
+        return [
+            json.loads(row[: int(size)].numpy().tobytes())
+            for row, size in zip(rows, sizes, strict=True)
+        ]
+
+    def barrier(self) -> None:
+        self.gather(None)
+
+    def close(self) -> None:
+        """Needed where the default group is not ours to destroy."""
+        if self.group is not None and dist.is_initialized():
+            dist.destroy_process_group(self.group)

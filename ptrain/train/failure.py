@@ -1,0 +1,115 @@
+"""Which rank failed first, and why: what the parent reads off the ranks that ended. Torch-free.
+
+A rank that loses its peer raises too, often earlier than the culprit is noticed. Such victims are
+recognised by what they say, and folded into one line.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ptrain.train.ranks import Rank
+
+# A deliberate end: done, a verdict, the user's input, a check, an interrupt.
+ORDERLY = (0, 1, 2, 4, 130, 143)
+STOPPED_FOR = 5.0  # seconds after which a stopped rank counts as failed
+
+_VICTIM = re.compile(
+    r"Connection (closed|reset|refused)|closed by peer|reset by peer|Broken pipe|Timed out waiting"
+    r"|Socket Timeout|wait timeout|recvValue failed|failed to (recv|send)|Read error|Write error"
+    r"|another rank|could not meet|store.*(timeout|timed out)|remote process exited",
+    re.IGNORECASE,
+)
+_FRAME = re.compile(r"\s*(frame #\d+|<omitting python frames>)")  # of torch's C++ stacks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """One rank and what ended it. `is_victim`: it failed because another one had."""
+
+    rank: Rank
+    cause: str
+    is_victim: bool = False
+
+
+def failures(ranks: Sequence[Rank], now: float) -> list[Failure]:
+    """Every rank that has failed by now, in the order in which that was noticed."""
+    found = [failure for rank in ranks if (failure := _failure(rank, now))]
+    return sorted(found, key=lambda failure: failure.rank.ended or now)
+
+
+def culprit(found: Sequence[Failure], living: Sequence[Rank]) -> Failure:
+    """Who is to blame: the first that is no victim; if all are, the one that lives and is silent."""
+    for failure in found:
+        if not failure.is_victim:
+            return failure
+    if living:
+        others = ", ".join(str(failure.rank.rank) for failure in found)
+        return Failure(
+            rank=living[0], cause=f"does not answer: rank {others} waited for it in vain"
+        )
+    return found[0]
+
+
+def message(failure: Failure, num_failed: int, *, num_lines: int = 12) -> str:
+    """The culprit's number, cause and last words; the others in one line."""
+    rank = failure.rank
+    lines = [f"error: rank {rank.rank} {failure.cause}"]
+    if tail := _tail(rank, num_lines):
+        lines += [f"  last lines of {rank.log}:", *(f"    | {line}" for line in tail)]
+    if num_failed > 1:
+        lines.append(f"  {num_failed - 1} more failed because of it; their logs lie beside")
+    return "\n".join(lines)
+
+
+def _failure(rank: Rank, now: float) -> Failure | None:
+    if rank.code is None:
+        if rank.stopped is None or now - rank.stopped < STOPPED_FOR:
+            return None
+        return Failure(rank=rank, cause=f"was stopped (SIGSTOP) for {STOPPED_FOR:g} s")
+    if rank.code in ORDERLY:
+        return None
+    if rank.code < 0:
+        return Failure(rank=rank, cause=_signalled(-rank.code))
+    raised = _raised(rank)
+    return Failure(
+        rank=rank,
+        cause=f"raised {raised}" if raised else f"ended with exit code {rank.code}",
+        is_victim=bool(_VICTIM.search(raised)),
+    )
+
+
+def said(rank: Rank) -> str:
+    """What the rank had to say to the user: its exception's text without the class."""
+    return re.sub(r"^\w+: ", "", _raised(rank))
+
+
+def _signalled(number: int) -> str:
+    name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+    hint = " (by hand, or by the kernel when memory ran out)" if name == "SIGKILL" else ""
+    return f"was killed by {name}{hint}"
+
+
+def _raised(rank: Rank) -> str:
+    """The exception in the rank's error file, "" where there is none."""
+    try:
+        content = json.loads(rank.error_file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return ""
+    told = content.get("message", "") if isinstance(content, dict) else ""
+    return str(told.get("message", "") if isinstance(told, dict) else told)
+
+
+def _tail(rank: Rank, num_lines: int) -> list[str]:
+    try:
+        with rank.log.open("rb") as file:
+            file.seek(max(0, rank.log.stat().st_size - 8192))
+            text = file.read().decode(errors="replace")
+    except OSError:
+        return []
+    told = [line for line in text.splitlines() if line.strip() and not _FRAME.match(line)]
+    return told[-num_lines:]

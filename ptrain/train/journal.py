@@ -1,0 +1,200 @@
+"""What a training says while it runs: lines and a bar by rank 0, metrics.jsonl, TensorBoard."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, Self
+
+import torch
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
+
+from ptrain.costs import Estimate
+from ptrain.meters.counter import Counter
+from ptrain.selection.fit import peak_bytes
+from ptrain.spec.spec import Spec
+from ptrain.train.folder import RunFolder
+from ptrain.units import format_bytes
+
+LOG = logging.getLogger("ptrain")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepReport:
+    """One step, counted from 1. The norm stays on its device until somebody writes it down."""
+
+    step: int
+    loss: float
+    gradient_norm: torch.Tensor | None
+    lr: float
+    seconds: float
+
+
+class Sink(Protocol):
+    """Where figures go beside metrics.jsonl."""
+
+    def log(self, step: int, figures: dict[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Journal:
+    """Of rank 0; the others have none of it (`Journal(spec)`) and stay silent."""
+
+    def __init__(
+        self,
+        spec: Spec,
+        folder: RunFolder | None = None,
+        *,
+        bar: bool = False,
+        quiet: bool = False,
+        sinks: Sequence[Sink] = (),
+    ) -> None:
+        self.spec = spec
+        self.sinks = sinks
+        self.level = logging.DEBUG if quiet else logging.INFO
+        self.seconds: list[float] = []
+        self.peak_bytes: int | None = None  # of the last measured step
+        self.sent_bytes: int | None = None
+        self._metrics = _append(folder.metrics) if folder else None
+        self._counter = Counter() if spec.world_size > 1 and folder else None
+        self._counted_until = 0
+        self._progress = _progress(spec.train.steps) if bar else None
+
+    def measured(self, estimate: Estimate) -> None:
+        """What this rank's meters saw, for the lines to come."""
+        self.peak_bytes = peak_bytes(estimate)
+        self.sent_bytes = estimate.sent_bytes()
+
+    def step(self, report: StepReport) -> None:
+        """A row of metrics for every step, a line for every `log_every`th, the first and last."""
+        self.seconds.append(report.seconds)
+        if self._metrics is None:
+            return
+        shown = report.step % self.spec.log_every == 0 or report.step in (1, self.spec.train.steps)
+        figures = self._figures(report) | (self._counted(report.step) if shown else {})
+        self._metrics.write(json.dumps({"step": report.step, **figures}) + "\n")
+        for sink in self.sinks:
+            sink.log(report.step, figures)
+        if self._progress is not None:
+            self._progress.update(self._progress.task_ids[0], completed=report.step)
+        if shown:
+            self._metrics.flush()
+            LOG.log(self.level, self._line(report.step, figures))
+
+    def held_out(self, step: int, loss: float) -> None:
+        if self._metrics is None:
+            return
+        self._metrics.write(json.dumps({"step": step, "held_out_loss": loss}) + "\n")
+        for sink in self.sinks:
+            sink.log(step, {"held_out_loss": loss})
+        LOG.info("step %d/%d  held-out loss %.4f", step, self.spec.train.steps, loss)
+
+    def step_seconds(self) -> float | None:
+        """The median step, the first two left out."""
+        return statistics.median(self.seconds[2:]) if len(self.seconds) > 2 else None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+            _Console.progress = None
+        if self._metrics is not None:
+            self._metrics.close()
+        for sink in self.sinks:
+            sink.close()
+
+    def _figures(self, report: StepReport) -> dict[str, float]:
+        """The same names in every sink."""
+        figures = {
+            "loss": report.loss,
+            "lr": report.lr,
+            "seconds": report.seconds,
+            "tokens_per_second": self.spec.batch.tokens / report.seconds,
+        }
+        if report.gradient_norm is not None:
+            figures["gradient_norm"] = float(report.gradient_norm)
+        if self.peak_bytes is not None:
+            figures["peak_bytes"] = self.peak_bytes
+        if self.sent_bytes is not None:
+            figures["sent_bytes"] = self.sent_bytes
+        return figures
+
+    def _counted(self, step: int) -> dict[str, float]:
+        """Collectives per step since the last look, from the counter that is always on; nothing
+        where its ring has been overwritten in between."""
+        counted = self._counter.read() if self._counter else None
+        steps, self._counted_until = step - self._counted_until, step
+        if counted is None or counted.missed or steps <= 0:
+            return {}
+        return {
+            "counted_calls": counted.calls / steps,
+            "counted_sent_bytes": counted.sent_bytes / steps,
+        }
+
+    def _line(self, step: int, figures: dict[str, float]) -> str:
+        parts = [f"step {step}/{self.spec.train.steps}", f"loss {figures['loss']:.4f}"]
+        if "gradient_norm" in figures:
+            parts.append(f"|g| {figures['gradient_norm']:.2f}")
+        parts += [
+            f"lr {figures['lr']:.1e}",
+            f"{figures['tokens_per_second'] / 1e3:.1f}k tok/s",
+            f"{figures['seconds']:.2f} s",
+        ]
+        for name in ("peak_bytes", "sent_bytes"):
+            if name in figures:
+                parts.append(format_bytes(figures[name]))
+        return "  ".join(parts)
+
+
+def set_up_logging(folder: RunFolder, *, rank: int, speaks: bool) -> None:
+    """Every rank logs to its file; the one that speaks also to standard output, bare lines."""
+    LOG.setLevel(logging.DEBUG)
+    LOG.propagate = False
+    LOG.handlers.clear()
+    folder.log(rank).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    file = logging.StreamHandler(_append(folder.log(rank)))
+    file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    LOG.addHandler(file)
+    if speaks:
+        console = _Console()
+        console.setLevel(logging.INFO)
+        LOG.addHandler(console)
+
+
+class _Console(logging.Handler):
+    """Lines on standard output, above a progress bar where there is one."""
+
+    progress: Progress | None = None
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = self.format(record)
+        if _Console.progress is not None:
+            _Console.progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        else:
+            print(text, flush=True)
+
+
+def _progress(steps: int) -> Progress | None:
+    """A bar on a terminal only."""
+    if not sys.stdout.isatty():
+        return None
+    progress = Progress(BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), transient=True)
+    progress.add_task("steps", total=steps)
+    progress.start()
+    _Console.progress = progress
+    return progress
+
+
+def _append(path: Path) -> Any:
+    """Line-buffered text that only the owner may read."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    return os.fdopen(descriptor, "w", encoding="utf-8", buffering=1)

@@ -1,0 +1,123 @@
+"""The training loop: batch, forward and backward, agreement, update. It names no axis."""
+
+from __future__ import annotations
+
+import math
+import signal
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+
+from ptrain.data.corpus import Corpus, Split
+from ptrain.data.sampler import LocalBatch, batch
+from ptrain.errors import TrainingStopped
+from ptrain.interpreter.program import Program
+from ptrain.train.exchange import Exchange
+from ptrain.train.interrupt import Interrupts, strongest
+from ptrain.train.journal import Journal, StepReport
+from ptrain.train.schedule import learning_rate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What the loop uses beside the program. `watch(step)` surrounds a step with the meters and
+    profilers that are due; `save(steps_done)` writes a checkpoint."""
+
+    corpus: Corpus
+    exchange: Exchange
+    interrupts: Interrupts
+    journal: Journal
+    watch: Callable[[int], AbstractContextManager[object]]
+    save: Callable[[int], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """`steps` done altogether, `loss` of the last one; `interrupt` is what ended it early."""
+
+    steps: int
+    loss: float | None = None
+    held_out_loss: float | None = None
+    interrupt: signal.Signals | None = None
+
+
+def train(program: Program, parts: Parts, *, first: int = 0) -> Outcome:
+    """Steps `first` to the spec's last. Raises TrainingStopped, on all ranks, at the first loss
+    that is not finite, before its update."""
+    spec = program.spec
+    outcome = Outcome(steps=first)
+    held_out = None
+    for step in range(first, spec.train.steps):
+        local = _batch(program, parts.corpus, step, Split.TRAIN)
+        rate = learning_rate(spec.optimizer, step)
+        _seed(program, step)
+        began = time.perf_counter()
+        with parts.watch(step):
+            share = program.forward_backward(local)
+            loss, interrupt = _agree(share, parts, step)
+            norm = program.step(rate)
+        seconds = time.perf_counter() - began
+        parts.journal.step(
+            StepReport(step=step + 1, loss=loss, gradient_norm=norm, lr=rate, seconds=seconds)
+        )
+        if _is_due(step + 1, spec.eval.every):
+            held_out = _evaluate(program, parts)
+            parts.journal.held_out(step + 1, held_out)
+        outcome = Outcome(steps=step + 1, loss=loss, held_out_loss=held_out, interrupt=interrupt)
+        if _is_save_due(program, step + 1, interrupted=interrupt is not None):
+            parts.save(step + 1)
+        if interrupt:
+            break
+    return outcome
+
+
+def _agree(share: torch.Tensor, parts: Parts, step: int) -> tuple[float, signal.Signals | None]:
+    """The global loss, and whether any rank was told to stop: one small exchange per step, the one
+    place between forward and update where a value is read off a tensor."""
+    loss, *flags = parts.exchange.add([float(share), *parts.interrupts.flags()])
+    if not math.isfinite(loss):
+        raise TrainingStopped(
+            f"step {step + 1}: the loss is {loss}; the parameters are those of step {step}\n"
+            "  remedy: a lower optimizer.lr, a longer optimizer.schedule.warmup, or clip: 1.0"
+        )
+    return loss, strongest(flags)
+
+
+def _batch(program: Program, corpus: Corpus, step: int, split: Split) -> LocalBatch:
+    local = batch(
+        corpus,
+        spec=program.spec,
+        step=step,
+        data_index=program.data_index,
+        data_degree=program.spec.data_degree,
+        split=split,
+    )
+    return local.to(program.world.device)
+
+
+def _seed(program: Program, step: int) -> None:
+    """Dropout is a function of (seed, step, data rank): a resumed run draws what it would have."""
+    torch.manual_seed((program.spec.train.seed * 1_000_003 + step) * 65_537 + program.data_index)
+
+
+def _evaluate(program: Program, parts: Parts) -> float:
+    """The mean loss of the held-out batches, the same ones every time."""
+    count = program.spec.eval.batches
+    shares = [
+        float(program.evaluate(_batch(program, parts.corpus, index, Split.HELD_OUT)))
+        for index in range(count)
+    ]
+    return parts.exchange.add([sum(shares)])[0] / count
+
+
+def _is_due(steps: int, every: int) -> bool:
+    return every > 0 and steps % every == 0
+
+
+def _is_save_due(program: Program, steps: int, *, interrupted: bool) -> bool:
+    asked = program.spec.checkpoint
+    at_end = interrupted or steps == program.spec.train.steps
+    return _is_due(steps, asked.every) or (at_end and (asked.at_end or asked.every > 0))

@@ -1,0 +1,119 @@
+"""The command line of a training, shared by `ptrain train` and `python -m ptrain.train`.
+
+What is trained stands in the spec; these options say how the command behaves. Torch-free.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+DEFAULT_SPEC = "zero3"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """`run_dir` None: a new folder below `runs/`. `measure` N: full meters every N steps, beside
+    the one steady step that is always measured. `prepared`: our launcher has checked the spec,
+    made the run folder and printed the preflight, so that the ranks need not."""
+
+    spec: str = DEFAULT_SPEC
+    overrides: tuple[str, ...] = ()
+    resume: str | None = None
+    run_dir: Path | None = None
+    json: bool = False
+    strict: bool = False
+    force: bool = False
+    allow_import: bool = False
+    quiet: bool = False
+    tensorboard: bool = False
+    measure: int = 0
+    nnodes: int = 1
+    max_restarts: int = 0
+    rdzv_endpoint: str = "localhost:0"
+    rdzv_id: str = ""
+    prepared: bool = False
+
+    @property
+    def wants_elastic(self) -> bool:
+        """Whether torch's elastic launcher is needed: several nodes, or restarts."""
+        return self.nnodes > 1 or self.max_restarts > 0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """All options; `from_arguments` reads the result."""
+    add = parser.add_argument
+    add(
+        "words",
+        nargs="*",
+        metavar="SPEC a.b=c",
+        help=f"a spec's name or file (default: {DEFAULT_SPEC}), then overrides",
+    )
+    add("--resume", metavar="PATH|auto", help="continue from a checkpoint, a run folder or the last")
+    add("--run-dir", type=Path, metavar="DIR", help="the run folder (default: a new one in runs/)")
+    add("--json", action="store_true", help="print only the result record, as JSON")
+    add("--strict", action="store_true", help="exit 1 when predicted and measured differ")
+    add("--force", action="store_true", help="train even if the prediction does not fit")
+    add("--device", choices=("auto", "cpu", "cuda"), help="short for device=…")
+    add("--allow-import", action="store_true", help="let the spec's `target:` import code")
+    add("--quiet", action="store_true", help="no lines per step")
+    add("--tensorboard", action="store_true", help="also write TensorBoard events")
+    add("--measure", type=int, default=0, metavar="N", help="full meters every N steps")
+    add("--nnodes", type=int, default=1, help="nodes (torch's elastic launcher)")
+    add("--max-restarts", type=int, default=0, help="restarts (torch's elastic launcher)")
+    add("--rdzv-endpoint", default="localhost:0", metavar="HOST:PORT", help="where nodes meet")
+    add("--rdzv-id", default="", metavar="ID", help="one id per job, equal on all nodes")
+    add("--prepared", action="store_true", help=argparse.SUPPRESS)
+
+
+def from_arguments(arguments: argparse.Namespace) -> Options:
+    """The first word is the SPEC unless it is an override."""
+    words: list[str] = list(arguments.words)
+    spec = words.pop(0) if words and "=" not in words[0] else DEFAULT_SPEC
+    if arguments.device:
+        words.append(f"device={arguments.device}")
+    rest = {
+        name: value
+        for name, value in vars(arguments).items()
+        if name in Options.__dataclass_fields__ and name not in ("spec", "overrides")
+    }
+    return Options(spec=spec, overrides=tuple(words), **rest)
+
+
+def parse(argv: Sequence[str]) -> Options:
+    """Options of `python -m ptrain.train`; leaves by SystemExit(2) for what it does not know."""
+    parser = argparse.ArgumentParser(
+        prog="python -m ptrain.train", description="Train SPEC on the ranks that torchrun started."
+    )
+    add_arguments(parser)
+    return from_arguments(parser.parse_intermixed_args(dotlist(argv)))
+
+
+def dotlist(argv: Sequence[str]) -> list[str]:
+    """`--mesh.dp_shard=4` is accepted for `mesh.dp_shard=4`."""
+    return [re.sub(r"^--(?=[a-z_]+(\.[a-z_]+)+=)", "", word) for word in argv]
+
+
+def to_argv(options: Options) -> list[str]:
+    """The command line that gives these options to a rank."""
+    argv = [options.spec, *options.overrides]
+    for flag in ("json", "strict", "force", "allow_import", "quiet", "tensorboard", "prepared"):
+        if getattr(options, flag):
+            argv.append("--" + flag.replace("_", "-"))
+    if options.resume is not None:
+        argv += ["--resume", options.resume]
+    if options.run_dir is not None:
+        argv += ["--run-dir", str(options.run_dir)]
+    if options.measure:
+        argv += ["--measure", str(options.measure)]
+    return argv
+
+
+def elastic_argv(options: Options) -> list[str]:
+    """What torch's elastic launcher is told beside the ranks' own options."""
+    argv = ["--nnodes", str(options.nnodes), "--max-restarts", str(options.max_restarts)]
+    argv += ["--rdzv-endpoint", options.rdzv_endpoint]
+    return [*argv, "--rdzv-id", options.rdzv_id] if options.rdzv_id else argv

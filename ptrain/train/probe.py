@@ -1,0 +1,83 @@
+"""Which steps are watched closely: full meters on chosen steps, a profiler where the spec asks.
+
+One steady step (the third) is always measured, and the one before it for what happens once:
+DDP rebuilds its buckets there, so what it sends beyond a steady step is set-up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+
+from ptrain.costs import Estimate, Phase, Traffic, add_traffic
+from ptrain.interpreter.program import Program
+from ptrain.meters.measure import Measurement, measure
+from ptrain.train.folder import RunFolder
+from ptrain.train.profile import traced
+
+FIRST_STEADY = 2  # the first two steps make optimizer state and rebuild buckets
+
+
+class Probe:
+    """Call it with a step's index (from 0) for the context that the step runs in."""
+
+    def __init__(
+        self,
+        program: Program,
+        folder: RunFolder,
+        *,
+        first: int,
+        every: int,
+        measured: Callable[[Estimate], None],
+    ) -> None:
+        self._program = program
+        self._folder = folder
+        self._steady = first + FIRST_STEADY
+        self._every = every
+        self._measured = measured
+        self._before: Estimate | None = None
+        self.estimate: Estimate | None = None  # of the first steady step, with the set-up rows
+
+    @contextmanager
+    def __call__(self, step: int) -> Iterator[None]:
+        with ExitStack() as stack:
+            if step + 1 in self._program.spec.profile:
+                world = self._program.world
+                stack.enter_context(traced(self._folder.trace, step + 1, world))
+            measurement = (
+                stack.enter_context(measure(self._program)) if self._is_measured(step) else None
+            )
+            yield
+        if measurement is not None:
+            self._take(step, measurement)
+
+    def _is_measured(self, step: int) -> bool:
+        chosen = self._every > 0 and step > self._steady and step % self._every == 0
+        return chosen or step in (self._steady - 1, self._steady)
+
+    def _take(self, step: int, measurement: Measurement) -> None:
+        estimate = measurement.estimate()
+        if step == self._steady - 1:
+            self._before = estimate
+            return
+        if step == self._steady:
+            assert self._before is not None
+            rows = (*estimate.traffic, *set_up(self._before.traffic, estimate.traffic))
+            self.estimate = replace(estimate, traffic=add_traffic(rows))
+        self._measured(estimate)
+
+
+def set_up(before: tuple[Traffic, ...], steady: tuple[Traffic, ...]) -> Iterator[Traffic]:
+    """What the step before the first steady one did beyond it."""
+    known = {row.key: row for row in steady}
+    for row in before:
+        usual = known.get(row.key)
+        calls = row.calls - (usual.calls if usual else 0)
+        if calls > 0:
+            yield Traffic(
+                key=replace(row.key, phase=Phase.SETUP),
+                calls=calls,
+                payload_bytes=row.payload_bytes - (usual.payload_bytes if usual else 0),
+                sent_bytes=row.sent_bytes - (usual.sent_bytes if usual else 0),
+            )

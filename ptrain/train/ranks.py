@@ -1,0 +1,122 @@
+"""One process per rank on this machine, as its parent sees it: running, stopped, gone. Torch-free."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ptrain.train import environment
+from ptrain.train.folder import RunFolder
+
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
+
+
+@dataclass(slots=True)
+class Rank:
+    """`code` is the exit code, or minus the signal that ended it; None while it lives.
+    `stopped` is when it was first seen stopped, `ended` when it was seen gone."""
+
+    rank: int
+    process: subprocess.Popen[bytes]
+    log: Path
+    error_file: Path
+    code: int | None = None
+    stopped: float | None = None
+    ended: float = field(default=0.0)
+
+    @property
+    def lives(self) -> bool:
+        return self.code is None
+
+    def poll(self) -> None:
+        """Take notice of an exit, a stop or a continuation, without waiting."""
+        if not self.lives:
+            return
+        flags = os.WNOHANG | os.WUNTRACED | getattr(os, "WCONTINUED", 0)
+        pid, status = os.waitpid(self.process.pid, flags)
+        if pid == 0:
+            return
+        if os.WIFSTOPPED(status):
+            self.stopped = time.monotonic()
+        elif os.WIFEXITED(status) or os.WIFSIGNALED(status):
+            self.code = self.process.returncode = os.waitstatus_to_exitcode(status)
+            self.ended = time.monotonic()
+        else:
+            self.stopped = None
+
+    def send(self, *signals: signal.Signals) -> None:
+        """Signals in this order; a rank that is gone has been reaped, so no stranger is hit."""
+        for number in signals:
+            if self.lives:
+                os.kill(self.process.pid, number)
+
+
+def start(
+    argv: Sequence[str], *, num_ranks: int, meeting: environment.Meeting, folder: RunFolder
+) -> list[Rank]:
+    """Start all ranks. Their errors go to their logs; rank 0 keeps our standard output."""
+    return [_start(argv, rank, num_ranks, meeting, folder) for rank in range(num_ranks)]
+
+
+def end(ranks: Sequence[Rank], grace: float = 3.0) -> None:
+    """Wake and ask every rank that lives to go, then kill: no process is left."""
+    for rank in ranks:
+        rank.send(signal.SIGCONT, signal.SIGTERM)
+    wait(ranks, grace)
+    for rank in ranks:
+        rank.send(signal.SIGKILL)
+    wait(ranks, 10.0)
+
+
+def wait(ranks: Iterable[Rank], seconds: float) -> bool:
+    """Poll until no rank lives or the time is over; whether none lives."""
+    ranks = list(ranks)
+    deadline = time.monotonic() + seconds
+    while True:
+        for rank in ranks:
+            rank.poll()
+        if not any(rank.lives for rank in ranks):
+            return True
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(0.02)
+
+
+def _start(
+    argv: Sequence[str],
+    rank: int,
+    num_ranks: int,
+    meeting: environment.Meeting,
+    folder: RunFolder,
+) -> Rank:
+    log, error_file = folder.log(rank), folder.error(rank)
+    error_file.unlink(missing_ok=True)
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "ptrain.train", *argv],
+            env=environment.rank_environment(rank, num_ranks, meeting, error_file),
+            stdin=subprocess.DEVNULL,
+            stdout=None if rank == 0 else descriptor,
+            stderr=descriptor,
+            pass_fds=(meeting.descriptor,) if rank == 0 else (),
+            start_new_session=True,  # Ctrl-C reaches the parent alone, which passes it on
+            preexec_fn=_die_with_parent if _LIBC else None,
+        )
+    finally:
+        os.close(descriptor)
+    return Rank(rank, process, log, error_file)
+
+
+def _die_with_parent() -> None:
+    """In the child, before exec: the kernel kills it when the launcher is gone, however it went."""
+    assert _LIBC is not None
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

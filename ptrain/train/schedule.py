@@ -1,0 +1,18 @@
+"""The learning rate of a step: linear warm-up, then constant or a cosine to a fraction of it."""
+
+from __future__ import annotations
+
+import math
+
+from ptrain.spec.spec import OptimizerSpec
+
+
+def learning_rate(optimizer: OptimizerSpec, step: int) -> float:
+    """`step` counts from 0; the first step of a warm-up of w already takes lr / w."""
+    if step < optimizer.warmup:
+        return optimizer.lr * (step + 1) / optimizer.warmup
+    if not optimizer.decay_steps:
+        return optimizer.lr
+    done = min(1.0, (step - optimizer.warmup) / optimizer.decay_steps)
+    cosine = 0.5 * (1.0 + math.cos(math.pi * done))
+    return optimizer.lr * (optimizer.min_lr_ratio + (1.0 - optimizer.min_lr_ratio) * cosine)

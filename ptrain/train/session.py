@@ -1,0 +1,226 @@
+"""One rank's life: read the spec, meet the others, wrap, resume, train, compare, say so."""
+
+from __future__ import annotations
+
+import json
+import platform
+import shlex
+import sys
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from ptrain.algebra.legality import require
+from ptrain.costs import Estimate
+from ptrain.data.corpus import corpus
+from ptrain.data.sampler import require as require_corpus
+from ptrain.derivation.estimate import Derivation, derive
+from ptrain.errors import PtrainError, VerdictFailed
+from ptrain.interpreter.program import Program, interpret
+from ptrain.interpreter.world import World
+from ptrain.meters.measure import gather_estimates, join_estimates
+from ptrain.report.record import compare, record, verdict
+from ptrain.report.table import summary
+from ptrain.selection.preflight import require_fit
+from ptrain.spec.load import load
+from ptrain.spec.spec import Spec
+from ptrain.train import checkpoint, environment, interrupt, manifest
+from ptrain.train.exchange import Exchange
+from ptrain.train.folder import RunFolder, open_run, shown, write_json
+from ptrain.train.heading import header, preflight_line
+from ptrain.train.journal import LOG, Journal, set_up_logging
+from ptrain.train.loop import Outcome, Parts, train
+from ptrain.train.options import Options
+from ptrain.train.probe import Probe
+from ptrain.train.resume import resume
+from ptrain.train.tensorboard import TensorBoard
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Session:
+    """What one training has from its beginning to its end."""
+
+    spec: Spec
+    options: Options
+    world: World
+    exchange: Exchange
+    folder: RunFolder
+
+
+def run(options: Options) -> int:
+    """Train on this rank; the exit code. A process group is destroyed only if it was made here."""
+    size = dist.get_world_size() if dist.is_initialized() else environment.world_size()
+    spec = require(load(options.spec, options.overrides, world_size=size))
+    with interrupt.caught() as interrupts, ExitStack() as stack:
+        world = World.join(spec.timeout, device=spec.device, backend=spec.backend)
+        stack.callback(world.close)
+        exchange = Exchange(world)
+        stack.callback(exchange.close)
+        session = Session(
+            spec=spec,
+            options=options,
+            world=world,
+            exchange=exchange,
+            folder=_folder(spec, options, exchange),
+        )
+        return _run(session, interrupts)
+
+
+def _run(session: Session, interrupts: interrupt.Interrupts) -> int:
+    spec, options, world = session.spec, session.options, session.world
+    speaks = world.is_first and not options.json
+    set_up_logging(session.folder, rank=world.rank, speaks=speaks)
+    text = corpus(spec.data)
+    require_corpus(text, spec)
+    program = interpret(spec, world=world, allow_import=options.allow_import)
+    derivation = derive(spec)
+    if not options.force:
+        require_fit(spec, derivation.exact)
+    _announce(program, derivation.exact)
+    first = resume(program, session.folder, options.resume, session.exchange)
+    with _journal(session, bar=speaks and not options.quiet) as journal:
+        probe = Probe(
+            program,
+            session.folder,
+            first=first,
+            every=options.measure,
+            measured=journal.measured,
+        )
+        parts = Parts(
+            corpus=text,
+            exchange=session.exchange,
+            interrupts=interrupts,
+            journal=journal,
+            watch=probe,
+            save=partial(_save, program, session),
+        )
+        outcome = train(program, parts, first=first)
+    return _conclude(session, derivation, probe.estimate, outcome, journal)
+
+
+def _folder(spec: Spec, options: Options, exchange: Exchange) -> RunFolder:
+    """Made by our launcher, or by rank 0 here, whose choice the others learn."""
+    if options.prepared:
+        assert options.run_dir is not None
+        return RunFolder(options.run_dir)
+    chosen = {"path": "", "problem": ""}
+    if exchange.world.is_first:
+        try:
+            folder = open_run(
+                spec,
+                given=options.run_dir,
+                resuming=options.resume is not None,
+                command=shlex.join(sys.orig_argv),
+            )
+            chosen["path"] = str(folder.path)
+        except PtrainError as error:
+            chosen["problem"] = str(error)
+    chosen = exchange.first(chosen)
+    if chosen["problem"]:
+        raise PtrainError(chosen["problem"])
+    folder = RunFolder(Path(chosen["path"]))
+    folder.log(0).parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # a node of its own
+    return folder
+
+
+def _announce(program: Program, exact: Estimate) -> None:
+    world = program.world
+    numel = sum(parameter.numel() for parameter in program.model.parameters())
+    LOG.info(
+        header(program.spec, numel=numel, backend=world.backend, device=world.device.type)
+    )
+    LOG.info(preflight_line(program.spec, exact))
+
+
+def _journal(session: Session, *, bar: bool) -> Journal:
+    if not session.world.is_first:
+        return Journal(session.spec)
+    sinks = [TensorBoard(session.folder.path / "events")] if session.options.tensorboard else []
+    quiet = session.options.quiet
+    return Journal(session.spec, session.folder, bar=bar, quiet=quiet, sinks=sinks)
+
+
+def _save(program: Program, session: Session, steps: int) -> None:
+    path = checkpoint.save(program, session.folder.checkpoints, steps, session.exchange)
+    LOG.info("checkpoint  %s", shown(path))
+
+
+def _conclude(
+    session: Session,
+    derivation: Derivation,
+    estimate: Estimate | None,
+    outcome: Outcome,
+    journal: Journal,
+) -> int:
+    """Compare, write summary.json, say the last lines; the exit code, equal on all ranks."""
+    measured = None
+    if estimate is not None:
+        measured = join_estimates(gather_estimates(session.world, estimate))
+    checks = compare(derivation.exact, measured) if measured else ()
+    if session.world.is_first:
+        estimates = [derivation.paper, derivation.exact, *([measured] if measured else [])]
+        seconds = journal.step_seconds()
+        result = record(
+            session.spec.name,
+            estimates,
+            checks=checks,
+            device=_device(session.world),
+            step_seconds={"measured": seconds} if seconds else None,
+        )
+        result["run"] = _run_figures(session, outcome)
+        write_json(session.folder.summary, result)
+        if session.options.json:
+            print(json.dumps(result), flush=True)
+    if measured:
+        LOG.info(summary(derivation.exact, measured, checks, torch=torch.__version__) + _end(session))
+    else:
+        LOG.info("no verdict: a steady step is the third of a run" + _end(session))
+    if outcome.interrupt:
+        _say_interrupted(session, outcome)
+        return interrupt.exit_code(outcome.interrupt)
+    if session.options.strict and checks and verdict(checks) != "holds":
+        return VerdictFailed.exit_code
+    return 0
+
+
+def _end(session: Session) -> str:
+    """What follows the verdict on its line: where the run is, and what to do next."""
+    path = shown(session.folder.path)
+    return f" · {path} · next: ptrain validate {path}/spec.resolved.yaml"
+
+
+def _run_figures(session: Session, outcome: Outcome) -> dict[str, object]:
+    return {
+        "folder": str(session.folder.path),
+        "steps": outcome.steps,
+        "loss": outcome.loss,
+        "held_out_loss": outcome.held_out_loss,
+        "interrupted_by": outcome.interrupt.name if outcome.interrupt else None,
+    }
+
+
+def _say_interrupted(session: Session, outcome: Outcome) -> None:
+    assert outcome.interrupt is not None
+    newest = next(iter(manifest.complete(session.folder.checkpoints)), None)
+    remedy = (
+        f"continue with --resume {shown(newest)}"
+        if newest
+        else "nothing was saved: the spec asks for no checkpoint"
+    )
+    LOG.warning(
+        "interrupted by %s after step %d/%d; %s",
+        outcome.interrupt.name,
+        outcome.steps,
+        session.spec.train.steps,
+        remedy,
+    )
+
+
+def _device(world: World) -> str:
+    if world.device.type == "cuda":
+        return torch.cuda.get_device_name(world.device)
+    return f"cpu ({platform.machine()}, {environment.cores()} cores)"
