@@ -14,7 +14,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from ptrain.errors import Fault, PtrainError, SpecError
+from ptrain.errors import Fault, RankFailed, SpecError
 from ptrain.spec.spec import Timeout
 
 LAUNCHER_VARIABLES = (
@@ -63,7 +63,7 @@ class World:
 
         Uses the default process group where one exists; else what torchrun or our launcher put
         into the environment; else one process alone. Raises SpecError for an environment or a
-        device that cannot be used, PtrainError where the meeting fails within `timeout.init`.
+        device that cannot be used, RankFailed where the meeting fails within `timeout.init`.
         """
         timeout = timeout or Timeout()
         if dist.is_initialized():
@@ -188,7 +188,7 @@ def _start(ranks: Mapping[str, int], backend: str, timeout: Timeout) -> None:
             timeout=waits,
         )
     except (dist.DistError, RuntimeError, OSError) as error:
-        raise PtrainError(
+        raise RankFailed(
             f"rank {ranks['RANK']} could not meet the other {ranks['WORLD_SIZE'] - 1} at "
             f"{host}:{ranks['MASTER_PORT']} within {timeout.init:g} s: {error}"
         ) from error
@@ -203,17 +203,8 @@ def _store(ranks: Mapping[str, int], host: str, waits: timedelta) -> dist.Store:
     attempt keeps a restarted rank from reading a dead one's address.
     """
     descriptor = os.environ.get("PTRAIN_STORE_FD")
-    if descriptor is not None and ranks["RANK"] == 0:
-        return dist.TCPStore(
-            host,
-            ranks["MASTER_PORT"],
-            ranks["WORLD_SIZE"],
-            is_master=True,
-            timeout=waits,
-            master_listen_fd=int(descriptor),
-            wait_for_workers=False,
-        )
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    listener = {} if descriptor is None else {"master_listen_fd": int(descriptor)}
     store = dist.TCPStore(
         host,
         ranks["MASTER_PORT"],
@@ -221,6 +212,7 @@ def _store(ranks: Mapping[str, int], host: str, waits: timedelta) -> dist.Store:
         is_master=ranks["RANK"] == 0 and not agent,
         timeout=waits,
         wait_for_workers=False,
+        **listener,
     )
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return dist.PrefixStore(f"attempt{attempt}", store)
