@@ -237,10 +237,11 @@ class MemoryMeter(Ledger):
         self._peaks[phase] = max(self._peaks.get(phase, 0), self.live)
 
     def _register(self) -> None:
-        self._states.clear()
+        declared: dict[int, State] = {}
         for state, tensor in self._program.storages():
             self.watch(tensor)
-            self._states.setdefault(storage_of(tensor)._cdata, state)
+            declared.setdefault(storage_of(tensor)._cdata, state)
+        self._states |= declared
 
     def _note(self, *states: State) -> None:
         sizes = {state: dict.fromkeys(Tier, 0) for state in State}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import chain
 from typing import Protocol, assert_never
 
 import torch
@@ -126,6 +127,7 @@ class ParameterWrap:
         self.module = model
         self.model = model
         self.unit_names = units
+        self._groups: list[list[TensorTarget]] = []
 
     def micro_batch(self, is_last: bool) -> AbstractContextManager[None]:
         return nullcontext()
@@ -137,21 +139,27 @@ class ParameterWrap:
         """They are where the optimizer wants them."""
 
     def clear_gradients(self) -> None:
-        for parameter in self.model.parameters():
-            parameter.grad = None
+        for target in self._targets():
+            target.parameter.grad = None
 
     def targets(self) -> list[list[TensorTarget]]:
-        """A group per unit."""
-        return [
-            [TensorTarget(name, parameter) for name, parameter in named]
-            for _, named in parameters_by_unit(self.model, self.unit_names)
-        ]
+        """A group per unit. Read off the module once, before it runs: while a unit is gathered, the
+        module's parameters are not those that the rank stores."""
+        if not self._groups:
+            self._groups = [
+                [TensorTarget(name, parameter) for name, parameter in named]
+                for _, named in parameters_by_unit(self.model, self.unit_names)
+            ]
+        return self._groups
+
+    def _targets(self) -> Iterator[TensorTarget]:
+        return chain.from_iterable(self.targets())
 
     def storages(self) -> Iterator[tuple[State, torch.Tensor]]:
-        for parameter in self.model.parameters():
-            yield State.PARAMETERS, local(parameter.detach())
-            if parameter.grad is not None:
-                yield State.GRADIENTS, local(parameter.grad)
+        for target in self._targets():
+            yield State.PARAMETERS, target.value()
+            if target.gradient is not None:
+                yield State.GRADIENTS, target.gradient
 
 
 class ReplicatedWrap(ParameterWrap):
@@ -196,11 +204,11 @@ class ReplicatedWrap(ParameterWrap):
     def clear_gradients(self) -> None:
         """Accumulation adds into the buckets, so they are zeroed; else autograd's gradients are
         copied into them, which saves reading them."""
-        for parameter in self.model.parameters():
-            if self.keeps_buckets and parameter.grad is not None:
-                parameter.grad.zero_()
+        for target in self._targets():
+            if self.keeps_buckets and target.parameter.grad is not None:
+                target.parameter.grad.zero_()
             else:
-                parameter.grad = None
+                target.parameter.grad = None
 
 
 class FullyShardedWrap(ParameterWrap):
@@ -240,6 +248,17 @@ class FullyShardedWrap(ParameterWrap):
     def end_evaluation(self) -> None:
         for module in self.sharded:
             module.reshard()
+
+    def storages(self) -> Iterator[tuple[State, torch.Tensor]]:
+        """The shards, also while the module shows gathered parameters, and the gradients: reduced
+        ones of the shards, unreduced ones (`sync: last`) of the gathered parameters."""
+        for module in self.sharded:
+            for group in module._get_fsdp_state()._fsdp_param_groups:
+                for part in group.fsdp_params:
+                    yield State.PARAMETERS, local(part.sharded_param.detach())
+                    for holder in (part.sharded_param, getattr(part, "_unsharded_param", None)):
+                        if holder is not None and holder.grad is not None:
+                            yield State.GRADIENTS, local(holder.grad)
 
 
 def apply(
