@@ -1,0 +1,106 @@
+"""Validation of a tree against the grammar: pydantic's errors as faults with places."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Iterable
+from functools import cache
+from typing import Any, get_args, get_type_hints
+
+from pydantic import TypeAdapter, ValidationError
+
+from ptrain.costs import PLACED
+from ptrain.errors import Fault
+from ptrain.spec.grammar import SpecRaw
+from ptrain.spec.leaf import describe, nearest
+from ptrain.spec.shorthand import mark_of
+from ptrain.spec.text import Route, Tree
+
+
+@cache
+def adapter(kind: type[Any] = SpecRaw) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
+
+
+def validate(tree: Tree, kind: type[Any] = SpecRaw) -> tuple[Any, dict[Route, Fault]]:
+    """The raw spec, or None, and the faults by route.
+
+    With faults, what is at fault is left out and the rest is read again, so that the next
+    stage can still look at the sections that are sound.
+    """
+    try:
+        return adapter(kind).validate_python(tree.root), {}
+    except ValidationError as error:
+        faults = {_route(row): _fault(tree, row, kind) for row in error.errors(include_url=False)}
+    try:
+        return adapter(kind).validate_python(_without(tree.root, faults)), faults
+    except ValidationError:
+        return None, faults
+
+
+def _without(root: object, routes: Iterable[Route]) -> object:
+    pruned = copy.deepcopy(root)
+    for route in routes:
+        node: Any = pruned
+        for key in route[:-1]:
+            node = node.get(key) if isinstance(node, dict) else None
+        if isinstance(node, dict) and route:
+            node.pop(route[-1], None)
+    return pruned
+
+
+def _route(row: Any) -> Route:
+    return tuple(str(part) for part in row["loc"])
+
+
+def _fault(tree: Tree, row: Any, kind: type[Any]) -> Fault:
+    route = _route(row)
+    place = ".".join(route)
+    match row["type"]:
+        case "spec":
+            context = row["ctx"]
+            return mark_of(tree, route).fault(place, context["finding"], context["remedy"])
+        case "missing":
+            finding, remedy = _missing(route)
+            return mark_of(tree, route[:-1], key=True).fault(place, finding, remedy)
+        case "unexpected_keyword_argument":
+            known = _keys(kind, route[:-1])
+            guess = nearest(route[-1], known)
+            hint = f"did you mean {guess!r}? " if guess else ""
+            finding = f"unknown key {route[-1]!r}"
+            remedy = f"{hint}known here: {', '.join(known)}"
+            return mark_of(tree, route, key=True).fault(place, finding, remedy)
+        case _:
+            known = _keys(kind, route)
+            finding = f"must be a mapping; got {describe(row['input'])}"
+            return mark_of(tree, route).fault(place, finding, f"its keys: {', '.join(known)}")
+
+
+def _missing(route: Route) -> tuple[str, str]:
+    if route[0] == "placement":
+        return f"all 4 states are needed: missing {route[-1]!r}", f"add {route[-1]}: R, S or S*"
+    section = f" in {'.'.join(route[:-1])}" if len(route) > 1 else ""
+    examples = {
+        "model": "model: {preset: llama-tiny}",
+        "mesh": "mesh: {dp_shard: 2}",
+        "batch": "batch: {global: 16, micro: 2, sequence: 128}",
+        "sequence": "sequence: 128",
+    }
+    return f"the key {route[-1]!r} is missing{section}", f"write {examples[route[-1]]}"
+
+
+def _keys(kind: type[Any], route: Route) -> tuple[str, ...]:
+    """The keys of the section at `route`, as they are written."""
+    for name in route:
+        hints = get_type_hints(kind)
+        inner = [part for part in _union(hints.get(name)) if dataclasses.is_dataclass(part)]
+        if not inner:
+            return tuple(map(str, PLACED)) if route[0] == "placement" else ()
+        kind = inner[0]
+    assert dataclasses.is_dataclass(kind), "a section is a dataclass"
+    return tuple(field.name.rstrip("_") for field in dataclasses.fields(kind))
+
+
+def _union(hint: Any) -> tuple[Any, ...]:
+    return get_args(hint) or (hint,)

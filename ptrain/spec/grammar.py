@@ -1,0 +1,347 @@
+"""The grammar of a spec: every key, what it may hold, and what it means (the hover text).
+
+All keys are reserved from the start, so that the schema only ever grows; `ptrain.spec.not_yet`
+refuses those that nothing executes yet. These are the raw values of a file; `ptrain.spec.resolve`
+makes the `Spec` of them. Defaults are those of the resolved spec.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+from ptrain.spec.grammar_parts import (
+    BatchRaw,
+    CheckpointRaw,
+    ClusterRaw,
+    DataRaw,
+    EvalRaw,
+    LogRaw,
+    ModelRaw,
+    OptimizerRaw,
+    PrecisionRaw,
+    SyncRaw,
+    TimeoutRaw,
+    TrainRaw,
+)
+from ptrain.spec.leaf import (
+    MODE_MEANINGS,
+    Choice,
+    ModeText,
+    Numbers,
+    Reserved,
+    Section,
+    Size,
+    Text,
+    Truth,
+    Whole,
+)
+from ptrain.spec.placement import Mode, R
+
+MAX_DEGREE = 2**17
+_MODE = {"oneOf": [{"const": mode, "description": text} for mode, text in MODE_MEANINGS.items()]}
+_TUPLE_TEXTS = (
+    {"type": "string", "description": "a strategy's name, or the modes in the order Θ,Ω,G,A"},
+    {
+        "type": "array",
+        "items": _MODE,
+        "minItems": 4,
+        "maxItems": 4,
+        "description": "the modes in the order Θ, Ω, G, A",
+    },
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshRaw:
+    """The ranks as a product of axes, outermost first. An axis of degree 1 vanishes."""
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    pp: Annotated[
+        int | str | None,
+        Whole("pipeline stages: the layers are spread", 1, MAX_DEGREE, words=("auto",)),
+    ] = None
+    dp_replicate: Annotated[
+        int | str | None,
+        Whole("ranks that keep whole copies (DDP)", 1, MAX_DEGREE, words=("auto",)),
+    ] = None
+    dp_shard: Annotated[
+        int | str | None,
+        Whole("ranks that shard states (ZeRO, FSDP)", 1, MAX_DEGREE, words=("auto",)),
+    ] = None
+    cp: Annotated[
+        int | str | None,
+        Whole("ranks that share a sequence's tokens", 1, MAX_DEGREE, words=("auto",)),
+    ] = None
+    ep: Annotated[
+        int | str | None,
+        Whole("ranks that share the experts", 1, MAX_DEGREE, words=("auto",)),
+    ] = None
+    tp: Annotated[
+        int | str | None,
+        Whole("ranks that share each operator", 1, MAX_DEGREE, words=("auto",)),
+    ] = None
+    dp: Annotated[
+        int | str | None,
+        Whole(
+            "short for dp_replicate or dp_shard, whichever its tuple belongs to",
+            1,
+            MAX_DEGREE,
+            words=("auto",),
+        ),
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TupleRaw:
+    """One tuple (Θ, Ω, G, A): the mode of each state on one axis (Definition 2)."""
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    parameters: Annotated[Mode, ModeText("Θ, the model's parameters")]
+    optimizer: Annotated[Mode, ModeText("Ω, the optimizer's state, master copies included")]
+    gradients: Annotated[Mode, ModeText("G, the gradients")]
+    activations: Annotated[Mode, ModeText("A, what forward saves for backward")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertTupleRaw:
+    """The tuples of expert parallelism: one for the experts, one for the rest."""
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    experts: Annotated[Any, Reserved("the experts' tuple", {"type": ["object", "string"]})] = None
+    rest: Annotated[Any, Reserved("everybody else's tuple", {"type": ["object", "string"]})] = None
+    parameters: Annotated[Mode | None, ModeText("Θ, the model's parameters")] = None
+    optimizer: Annotated[Mode | None, ModeText("Ω, the optimizer's state")] = None
+    gradients: Annotated[Mode | None, ModeText("G, the gradients")] = None
+    activations: Annotated[Mode, ModeText("A, what forward saves for backward")] = R
+
+
+def _tuple(about: str) -> Section:
+    return Section(TupleRaw, about, also=_TUPLE_TEXTS)
+
+
+PP_TUPLE = _tuple("the tuple on pp: a strategy's name or the modes")
+DP_REPLICATE_TUPLE = _tuple("the tuple on dp_replicate: a strategy's name or the modes")
+DP_SHARD_TUPLE = _tuple("the tuple on dp_shard: a strategy's name or the modes")
+CP_TUPLE = _tuple("the tuple on cp: a strategy's name or the modes")
+TP_TUPLE = _tuple("the tuple on tp: a strategy's name or the modes")
+DP_TUPLE = _tuple("the tuple of `mesh.dp`: a strategy's name or the modes")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlacementRaw:
+    """One tuple per axis of the mesh: a strategy's name, or the modes."""
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    pp: Annotated[TupleRaw | None, PP_TUPLE] = None
+    dp_replicate: Annotated[TupleRaw | None, DP_REPLICATE_TUPLE] = None
+    dp_shard: Annotated[TupleRaw | None, DP_SHARD_TUPLE] = None
+    cp: Annotated[TupleRaw | None, CP_TUPLE] = None
+    ep: Annotated[
+        ExpertTupleRaw | None,
+        Section(ExpertTupleRaw, "the tuple on ep, for experts and rest", also=_TUPLE_TEXTS),
+    ] = None
+    tp: Annotated[TupleRaw | None, TP_TUPLE] = None
+    dp: Annotated[TupleRaw | None, DP_TUPLE] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineRaw:
+    """How micro-batches flow through the stages."""
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    schedule: Annotated[str | None, Text("naive, gpipe, 1f1b, bfs, interleaved, zbv …")] = None
+    stages: Annotated[int | None, Whole("stages over all ranks of pp", 1, 10_000)] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffloadRaw:
+    """Where offloaded states go, and who updates them."""
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    tier: Annotated[
+        str | None, Choice("where to", {"host": "the host's memory", "file": "a file (NVMe)"})
+    ] = None
+    path: Annotated[str | None, Text("the folder of the files")] = None
+    update: Annotated[
+        str | None,
+        Choice("who updates", {"host": "the processor", "device": "the device, by streaming"}),
+    ] = None
+
+
+_TRUTH_OR_COUNT = {"type": ["boolean", "integer"]}
+_WORD_OR_MAPPING = {"type": ["string", "object"]}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpecRaw:
+    """A spec: the model, the mesh of ranks and how each state is placed on it."""
+
+    __pydantic_config__ = {"extra": "forbid", "title": "ptrain spec"}
+
+    name: Annotated[
+        str | None,
+        Text(
+            "the run's name",
+            r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}",
+            "a name of 1 to 64 letters, digits, . _ - (no . in front)",
+        ),
+    ] = None
+    model: Annotated[ModelRaw, Section(ModelRaw, "which model: preset, shape, hf or target")]
+    mesh: Annotated[MeshRaw, Section(MeshRaw, "axes and degrees, outermost first")]
+    placement: Annotated[
+        PlacementRaw | None,
+        Section(
+            PlacementRaw,
+            "one tuple per axis, or a strategy's name for all of them",
+            also=({"type": "string", "description": "a strategy's name"},),
+        ),
+    ] = None
+    precision: Annotated[
+        PrecisionRaw, Section(PrecisionRaw, "bytes per element of each state")
+    ] = field(default_factory=PrecisionRaw)
+    batch: Annotated[BatchRaw, Section(BatchRaw, "samples per step and how they are split")]
+    optimizer: Annotated[
+        OptimizerRaw, Section(OptimizerRaw, "the update and its schedule")
+    ] = field(default_factory=OptimizerRaw)
+    data: Annotated[DataRaw, Section(DataRaw, "what is read")] = field(default_factory=DataRaw)
+    train: Annotated[TrainRaw, Section(TrainRaw, "how long, and from which seed")] = field(
+        default_factory=TrainRaw
+    )
+    cluster: Annotated[
+        ClusterRaw | None, Section(ClusterRaw, "devices, memory and links the job runs on")
+    ] = None
+    sync: Annotated[
+        SyncRaw, Section(SyncRaw, "when accumulated gradients and gathered units move")
+    ] = field(default_factory=SyncRaw)
+    eval: Annotated[EvalRaw, Section(EvalRaw, "loss on held-out text")] = field(
+        default_factory=EvalRaw
+    )
+    checkpoint: Annotated[
+        CheckpointRaw,
+        Section(
+            CheckpointRaw,
+            "when the state is saved",
+            also=({"const": "at_end", "description": "once, when the training is done"},),
+        ),
+    ] = field(default_factory=CheckpointRaw)
+    timeout: Annotated[
+        TimeoutRaw,
+        Section(TimeoutRaw, "seconds until a silent rank counts as hung", also=({"type": "number"},)),
+    ] = field(default_factory=TimeoutRaw)
+    log: Annotated[LogRaw, Section(LogRaw, "what is printed")] = field(default_factory=LogRaw)
+    profile: Annotated[
+        list[int], Numbers("steps whose trace is written", 0, 10**9, whole=True)
+    ] = field(default_factory=list)
+    device: Annotated[
+        str,
+        Choice(
+            "where the ranks compute",
+            {
+                "auto": "GPUs if every local rank has one, else the processor",
+                "cpu": "the processor",
+                "cuda": "one GPU per rank",
+            },
+        ),
+    ] = "auto"
+    backend: Annotated[
+        str,
+        Choice(
+            "how the ranks talk",
+            {"auto": "nccl on GPUs, else gloo", "gloo": "over sockets", "nccl": "between GPUs"},
+        ),
+    ] = "auto"
+    deterministic: Annotated[bool, Truth("only algorithms that repeat to the bit")] = False
+    reduce_scatter: Annotated[
+        str | bool,
+        Choice(
+            "how gradients are reduced to shards",
+            {
+                "native": "the backend's own (gloo executes it as an all-reduce)",
+                "all_to_all": "an exchange and a local sum: a true reduce-scatter on gloo",
+            },
+        ),
+    ] = "native"
+    bucket: Annotated[
+        int | str,
+        Size(
+            "gradients are reduced in buckets: a size, or per-tensor, or whole",
+            words=("size", "per-tensor", "whole"),
+            high=2**40,
+        ),
+    ] = 25 * 2**20
+    unit: Annotated[
+        Any,
+        Reserved(
+            "what is gathered at once (the paper's s_unit): block, sub-block, n blocks, model",
+            {"anyOf": [{"enum": ["block", "sub-block", "model"]}, {"type": ["string", "integer"]}]},
+        ),
+    ] = "block"
+    activations: Annotated[
+        Any,
+        Reserved(
+            'what forward saves, for all blocks (M) or by block ({"0-7": M, "8-": R})',
+            {"anyOf": [_MODE, {"type": "object", "additionalProperties": _MODE}]},
+        ),
+    ] = "R"
+    recompute: Annotated[
+        Any, Reserved("which operators backward computes again", _WORD_OR_MAPPING)
+    ] = "none"
+    pipeline: Annotated[
+        PipelineRaw | None, Section(PipelineRaw, "the schedule over stages")
+    ] = None
+    expert: Annotated[Any, Reserved("how experts are chosen and placed", {"type": "object"})] = None
+    attention: Annotated[
+        str,
+        Choice(
+            "which attention kernel",
+            {
+                "sdpa": "torch's scaled_dot_product_attention",
+                "math": "three operators, the scores in memory",
+                "flash": "tiled, the scores never in memory",
+                "flex": "torch's compiled block-sparse attention",
+            },
+        ),
+    ] = "sdpa"
+    loss: Annotated[
+        str,
+        Choice(
+            "how the loss is computed",
+            {
+                "cross-entropy": "all logits at once",
+                "chunked": "a slice of the tokens at a time",
+                "vocab-parallel": "on slices of the vocabulary",
+            },
+        ),
+    ] = "cross-entropy"
+    reshard: Annotated[
+        Any, Reserved("when gathered parameters are given back", _TRUTH_OR_COUNT)
+    ] = None
+    overlap: Annotated[
+        str | None,
+        Choice("communication beside computation", {"none": "one by one", "backward": "in backward"}),
+    ] = None
+    prefetch: Annotated[int | None, Whole("units gathered ahead", 0, 10_000)] = None
+    gather_after_update: Annotated[
+        str,
+        Choice(
+            "when updated parameters are gathered",
+            {
+                "blocking": "at the end of the update",
+                "during-update": "unit by unit beside the update",
+                "next-forward": "when the next forward needs them",
+            },
+        ),
+    ] = "blocking"
+    offload: Annotated[OffloadRaw | None, Section(OffloadRaw, "states away from the device")] = None
+    compile: Annotated[bool, Truth("torch.compile the blocks")] = False
+    consistency_every: Annotated[
+        int, Whole("compare the ranks' states every so many steps (0: never)", 0, 10**9)
+    ] = 0
+

@@ -1,0 +1,303 @@
+"""The sections of a spec that stand for themselves: model, batch, optimizer, data, cluster …
+
+`about` texts are what an editor shows. Defaults come from the resolved dataclasses.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from ptrain.spec.leaf import Choice, Free, Numbers, Real, Reserved, Size, Text, Truth, Whole
+from ptrain.spec.spec import (
+    CheckpointSpec,
+    DataSpec,
+    EvalSpec,
+    OptimizerSpec,
+    Timeout,
+    TrainSpec,
+)
+
+_OPTIMIZER, _DATA, _TRAIN = OptimizerSpec(), DataSpec(), TrainSpec()
+_EVAL, _CHECKPOINT, _TIMEOUT = EvalSpec(), CheckpointSpec(), Timeout()
+_DTYPES = {"fp32": "4 bytes", "bf16": "2 bytes", "fp16": "2 bytes, loss scaling", "fp64": "8 bytes"}
+_NAME_OR_FILE = r"[^\x00-\x1f]{1,300}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelRaw:
+    """Which model: a preset and shape fields that override it; or hf; or target."""
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    preset: Annotated[
+        str | None, Text("a model of specs/models, or a file of shape fields", _NAME_OR_FILE)
+    ] = None
+    family: Annotated[
+        str | None,
+        Choice(
+            "which architecture",
+            {
+                "llama": "RMSNorm, rotary positions, SwiGLU, grouped queries",
+                "gpt": "LayerNorm, learned positions, GELU, dropout",
+            },
+        ),
+    ] = None
+    layers: Annotated[int | None, Whole("blocks", 1, 10_000)] = None
+    hidden: Annotated[int | None, Whole("width of the residual stream", 1, 2**20)] = None
+    heads: Annotated[int | None, Whole("query heads; divides hidden", 1, 2**14)] = None
+    kv_heads: Annotated[int | None, Whole("key and value heads; divides heads", 1, 2**14)] = None
+    ffn: Annotated[int | None, Whole("width inside the feed-forward part", 1, 2**22)] = None
+    vocab: Annotated[int | None, Whole("tokens in the vocabulary", 2, 2**24)] = None
+    tied: Annotated[bool | None, Truth("the head is the transposed embedding")] = None
+    dropout: Annotated[float | None, Real("probability of dropout", 0.0, 0.99)] = None
+    rope_base: Annotated[
+        float | None, Real("base of the rotary positions", 0.0, 1e12, open=True)
+    ] = None
+    experts: Annotated[int | None, Whole("experts per block", 1, 2**16)] = None
+    experts_per_token: Annotated[int | None, Whole("experts a token visits", 1, 2**16)] = None
+    hf: Annotated[str | None, Text("a class of transformers (LlamaForCausalLM)")] = None
+    config: Annotated[dict[str, object] | None, Free("arguments of the hf class's config")] = None
+    target: Annotated[
+        str | None,
+        Text(
+            "a function that returns the module; runs with --allow-import only",
+            r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*:[A-Za-z_][A-Za-z0-9_]*",
+            "package.module:function",
+        ),
+    ] = None
+    arguments: Annotated[dict[str, object] | None, Free("keyword arguments of target")] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrecisionRaw:
+    """A layout: bytes per element of parameters, gradients and optimizer state."""
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    layout: Annotated[
+        str | None,
+        Choice(
+            "a named layout",
+            {
+                "fp32": "4 + 4 + 8 bytes: everything in fp32",
+                "bf16": "2 + 2 + 4 bytes: everything in bf16",
+                "fp16": "2 + 2 + 12 bytes with loss scaling",
+                "zero16": "2 + 2 + 12 bytes: bf16, with an fp32 master copy",
+                "megatron18": "2 + 4 + 12 bytes: zero16 with fp32 gradients",
+                "zero20": "2 + 6 + 12 bytes: gradients in bf16 and fp32",
+                "fsdp-mixed": "4 + 4 + 8 bytes, gathered and reduced in bf16",
+            },
+        ),
+    ] = None
+    compute: Annotated[
+        str | None,
+        Choice("one dtype in place of all of a layout", {"fp64": "float64: equality tests"}),
+    ] = None
+    parameters: Annotated[str | None, Choice("dtype of the parameters", _DTYPES)] = None
+    gradients: Annotated[str | None, Choice("dtype of the gradients", _DTYPES)] = None
+    master: Annotated[str | None, Choice("dtype of the master copy", _DTYPES)] = None
+    moments: Annotated[str | None, Choice("dtype of the moments", _DTYPES)] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchRaw:
+    """global = micro x accumulate x data degree, in samples of `sequence` tokens."""
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    global_: Annotated[
+        int | str | None,
+        Reserved(
+            "samples per step over all ranks, or `4M tokens` (to the nearest multiple)",
+            {
+                "anyOf": [
+                    {"type": "integer", "minimum": 1},
+                    {"type": "string", "pattern": "^[0-9.]+ *[kKMBT]? tokens$"},
+                ]
+            },
+        ),
+        Field(alias="global"),
+    ] = None
+    micro: Annotated[int, Whole("samples that a rank computes at once", 1, 10**6)] = 1
+    sequence: Annotated[int, Whole("tokens of a sample", 1, 10**8)]
+    accumulate: Annotated[
+        int | None, Whole("micro-batches per step; follows from the others", 1, 10**6)
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleRaw:
+    """The learning rate over the steps: linear warm-up, then constant or cosine."""
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    warmup: Annotated[int, Whole("steps of linear warm-up", 0, 10**9)] = _OPTIMIZER.warmup
+    decay_steps: Annotated[
+        int, Whole("the step at which the cosine ends; 0: constant after warm-up", 0, 10**9)
+    ] = _OPTIMIZER.decay_steps
+    min_lr_ratio: Annotated[
+        float, Real("where the cosine ends, as a part of lr", 0.0, 1.0)
+    ] = _OPTIMIZER.min_lr_ratio
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerRaw:
+    """The update of the parameters."""
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    name: Annotated[
+        str,
+        Choice(
+            "which optimizer",
+            {
+                "adamw": "Adam with decoupled weight decay: two moments",
+                "sgd": "gradient descent, with momentum if given",
+                "muon": "orthogonalized momentum: needs whole matrices",
+            },
+        ),
+    ] = _OPTIMIZER.name
+    lr: Annotated[float, Real("the highest learning rate", 0.0, 1e6, open=True)] = _OPTIMIZER.lr
+    betas: Annotated[
+        list[float], Numbers("adamw's two decay rates", 0.0, 0.999999, count=2)
+    ] = field(default_factory=lambda: list(_OPTIMIZER.betas))
+    eps: Annotated[float, Real("adamw's epsilon", 0.0, 1.0, open=True)] = _OPTIMIZER.eps
+    weight_decay: Annotated[
+        float, Real("decoupled weight decay", 0.0, 1e3)
+    ] = _OPTIMIZER.weight_decay
+    momentum: Annotated[float, Real("sgd's momentum", 0.0, 0.999999)] = _OPTIMIZER.momentum
+    schedule: ScheduleRaw = field(default_factory=ScheduleRaw)
+    clip: Annotated[
+        float | None,
+        Real("the largest global gradient norm; null: no clipping", 0.0, 1e9, open=True, null=True),
+    ] = _OPTIMIZER.clip
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataRaw:
+    """What is read: a built-in corpus, or a file of tokens."""
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    corpus: Annotated[
+        str | None,
+        Choice(
+            "a corpus that needs no network",
+            {
+                "python-docs": "the reference text that every CPython ships",
+                "synthetic": "seeded tokens, equal on every machine",
+            },
+        ),
+    ] = None
+    path: Annotated[
+        str | None, Text("a memory-mapped token file of your own", null=True)
+    ] = _DATA.path
+    tokenizer: Annotated[
+        str, Choice("how text becomes tokens", {"bytes": "256 bytes and 3 specials, vocab 259"})
+    ] = _DATA.tokenizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainRaw:
+    """How long, and from which seed."""
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    steps: Annotated[int, Whole("updates of the parameters", 1, 10**9)] = _TRAIN.steps
+    seed: Annotated[
+        int, Whole("of weights, samples and dropout", 0, 2**63 - 1)
+    ] = _TRAIN.seed
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalRaw:
+    """The mean loss of text that is never trained on."""
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    every: Annotated[int, Whole("steps between two; 0: never", 0, 10**9)] = _EVAL.every
+    batches: Annotated[int, Whole("global batches each time", 1, 10**6)] = _EVAL.batches
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointRaw:
+    """When the state is saved."""
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    at_end: Annotated[bool, Truth("once, when the training is done")] = _CHECKPOINT.at_end
+    every: Annotated[int, Whole("steps between two; 0: never", 0, 10**9)] = _CHECKPOINT.every
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimeoutRaw:
+    """Seconds until a silent rank counts as hung."""
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    init: Annotated[
+        float, Real("for the meeting of the ranks", 0.0, 10**6, open=True)
+    ] = _TIMEOUT.init
+    step: Annotated[
+        float, Real("for every collective after it", 0.0, 10**6, open=True)
+    ] = _TIMEOUT.step
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogRaw:
+    """What is printed."""
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    every: Annotated[int, Whole("steps between two lines", 1, 10**9)] = 10
+
+
+_SYNC_ABOUT = "gathered parameters are given back after forward (true), kept (false), or n blocks"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyncRaw:
+    """The accumulation's policy: from 3K units moved per step (every) down to K + 1."""
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    gradients: Annotated[
+        str | None,
+        Choice(
+            "when accumulated gradients are reduced",
+            {"every": "after every micro-batch", "last": "after the last micro-batch"},
+        ),
+    ] = None
+    reshard_after_forward: Annotated[
+        Any, Reserved(_SYNC_ABOUT, {"type": ["boolean", "integer"]})
+    ] = True
+    reshard_after_backward: Annotated[
+        bool, Truth("gathered parameters are given back after each backward")
+    ] = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterRaw:
+    """What the job runs on: a preset and fields that override it."""
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    preset: Annotated[
+        str | None, Text("a cluster of specs/clusters, or a file of its fields", _NAME_OR_FILE)
+    ] = None
+    name: Annotated[str | None, Text("what reports call it")] = None
+    devices: Annotated[int | None, Whole("devices in all", 1, 2**17)] = None
+    devices_per_node: Annotated[int | None, Whole("devices of one node", 1, 2**17)] = None
+    device_memory: Annotated[int | None, Size("memory of one device (80 GiB)")] = None
+    intra_node_bandwidth: Annotated[
+        int | None, Size("bytes per second of one device within a node (450 GB/s)", rate=True)
+    ] = None
+    inter_node_bandwidth: Annotated[
+        int | None, Size("bytes per second of one device between nodes (50 GB/s)", rate=True)
+    ] = None
+    intra_node_latency: Annotated[float | None, Real("seconds per message", 0.0, 60.0)] = None
+    inter_node_latency: Annotated[float | None, Real("seconds per message", 0.0, 60.0)] = None
+    flops: Annotated[float | None, Real("operations per second of one device", 0.0, 1e20)] = None

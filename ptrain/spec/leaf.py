@@ -1,0 +1,357 @@
+"""The kinds of value a spec may hold, each with its check, its message and its JSON Schema.
+
+A leaf is an annotation: `steps: Annotated[int, Whole("…", 1, 10**9)]`. pydantic calls `check` while
+it validates and `schema` while it writes the JSON Schema, so that both say the same. A check
+refuses with a finding and a remedy of its own; numbers always name their range.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from typing import Any, NoReturn
+
+from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+
+from ptrain.spec.placement import Mode
+from ptrain.units import parse_bytes
+
+
+def describe(value: object) -> str:
+    """What was found, in words: `the text '1e-5'`, `the boolean true`, `a list`."""
+    match value:
+        case None:
+            return "nothing"
+        case bool():
+            return f"the boolean {str(value).lower()}"
+        case str():
+            shown = value if len(value) <= 60 else value[:57] + "..."
+            return f"the text {shown!r}"
+        case int() | float():
+            shown = f"{value:.4g}" if abs(value) >= 10**15 else repr(value)
+            return f"the number {shown}"
+        case list():
+            return "a list"
+        case _:
+            return "a mapping"
+
+
+def nearest(word: str, known: list[str] | tuple[str, ...]) -> str:
+    """The one of `known` that the user meant, or nothing."""
+    folded = {name.lower(): name for name in reversed(known)}
+    close = get_close_matches(word.lower(), list(folded), n=1, cutoff=0.5)
+    return folded[close[0]] if close else ""
+
+
+def refuse(finding: str, remedy: str = "") -> NoReturn:
+    """End a check: pydantic collects the finding with its place."""
+    raise PydanticCustomError("spec", "{finding}", {"finding": finding, "remedy": remedy})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Leaf:
+    """One kind of value; `about` is the hover text of its key."""
+
+    about: str = field(kw_only=False)
+
+    def check(self, value: Any) -> object:
+        """The value as it is stored. Refuses what does not fit."""
+        raise NotImplementedError
+
+    def schema(self) -> dict[str, Any]:
+        """The JSON Schema of what `check` accepts."""
+        raise NotImplementedError
+
+    def __get_pydantic_core_schema__(
+        self, _source: Any, _handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        return core_schema.no_info_plain_validator_function(self.check)
+
+    def __get_pydantic_json_schema__(
+        self, _core: CoreSchema, _handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        return {**self.schema(), "description": self.about}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Whole(Leaf):
+    """An integer in `low..high`; `words` are texts that stand beside numbers (`auto`)."""
+
+    low: int = field(default=1, kw_only=False)
+    high: int = field(default=10**9, kw_only=False)
+    words: tuple[str, ...] = ()
+
+    def check(self, value: Any) -> object:
+        if isinstance(value, str) and value in self.words:
+            return value
+        if type(value) is int and self.low <= value <= self.high:
+            return value
+        wanted = f"must be an integer in {self.low}..{self.high}"
+        wanted += "".join(f" or {word}" for word in self.words)
+        refuse(f"{wanted}; got {describe(value)}", _unquote(value))
+
+    def schema(self) -> dict[str, Any]:
+        number = {"type": "integer", "minimum": self.low, "maximum": self.high}
+        return _one_of(number, *({"const": word} for word in self.words))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Real(Leaf):
+    """A finite number in `low..high`, without `low` itself when it is `open`."""
+
+    low: float = field(default=0.0, kw_only=False)
+    high: float = field(default=math.inf, kw_only=False)
+    open: bool = False
+    null: bool = False
+
+    def check(self, value: Any) -> object:
+        if value is None and self.null:
+            return None
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if number and self._inside(value):
+            return float(value)
+        null = ", or null" if self.null else ""
+        refuse(f"must be {self._range()}{null}; got {describe(value)}", _unquote(value))
+
+    def _inside(self, value: float) -> bool:
+        finite = abs(value) < 10**300
+        return finite and (value > self.low or (value == self.low and not self.open)) and (
+            value <= self.high
+        )
+
+    def _range(self) -> str:
+        low = f"{'>' if self.open else '>='} {self.low:g}"
+        return f"a finite number {low}" + (
+            "" if self.high == math.inf else f" and <= {self.high:g}"
+        )
+
+    def schema(self) -> dict[str, Any]:
+        number: dict[str, Any] = {"type": "number"}
+        number["exclusiveMinimum" if self.open else "minimum"] = self.low
+        if self.high != math.inf:
+            number["maximum"] = self.high
+        return _one_of(number, *([{"type": "null"}] if self.null else []))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Truth(Leaf):
+    """true or false. YAML 1.2: `on`, `off`, `yes` and `no` are texts."""
+
+    def check(self, value: Any) -> object:
+        if isinstance(value, bool):
+            return value
+        refuse(f"must be true or false; got {describe(value)}", "write true or false")
+
+    def schema(self) -> dict[str, Any]:
+        return {"type": "boolean"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice(Leaf):
+    """One word of a closed set; the mapping gives each word its meaning."""
+
+    words: Mapping[str, str] = field(kw_only=False)
+
+    def check(self, value: Any) -> object:
+        if isinstance(value, str) and value in self.words:
+            return value
+        guess = nearest(str(value), tuple(self.words))
+        refuse(
+            f"must be one of {', '.join(self.words)}; got {describe(value)}",
+            f"did you mean {guess!r}?" if guess and isinstance(value, str) else _quote(value),
+        )
+
+    def schema(self) -> dict[str, Any]:
+        return {"oneOf": [{"const": word, "description": text} for word, text in self.words.items()]}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Text(Leaf):
+    """A text that matches `pattern`, which `kind` describes."""
+
+    pattern: str = field(default=r"[^\x00-\x1f]{1,500}", kw_only=False)
+    kind: str = field(default="a text", kw_only=False)
+    null: bool = False
+
+    def check(self, value: Any) -> object:
+        if isinstance(value, str) and re.fullmatch(self.pattern, value):
+            return value
+        if value is None and self.null:
+            return value
+        refuse(f"must be {self.kind}; got {describe(value)}", _quote(value))
+
+    def schema(self) -> dict[str, Any]:
+        text = {"type": "string", "pattern": f"^{self.pattern}$"}
+        return _one_of(text, *([{"type": "null"}] if self.null else []))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size(Leaf):
+    """Bytes, as a number or with a unit; `rate` reads `450 GB/s` too; `words` stand beside it."""
+
+    low: int = 1
+    high: int = 10**18
+    rate: bool = False
+    words: tuple[str, ...] = ()
+
+    def check(self, value: Any) -> object:
+        if isinstance(value, str) and value in self.words:
+            return value
+        size = _bytes(value, rate=self.rate)
+        if size is not None and self.low <= size <= self.high:
+            return size
+        example = "450 GB/s" if self.rate else "80 GiB"
+        words = "".join(f" or {word}" for word in self.words)
+        refuse(
+            f"must be a size like {example}{words}, {self.low}..{self.high} bytes; "
+            f"got {describe(value)}",
+            "a number of bytes, or with kB, MB, GB, TB (powers of 1000), KiB, MiB, GiB, TiB",
+        )
+
+    def schema(self) -> dict[str, Any]:
+        rate = "(/s)?" if self.rate else ""
+        text = {"type": "string", "pattern": f"^[0-9.]+ *([kKMGT]i?B|B)?{rate}$"}
+        number = {"type": "integer", "minimum": self.low, "maximum": self.high}
+        return _one_of(text, number, *({"const": word} for word in self.words))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Numbers(Leaf):
+    """A list of `count` numbers (any count when 0) in `low..high`; whole ones if `whole`."""
+
+    low: float = field(default=0, kw_only=False)
+    high: float = field(default=1, kw_only=False)
+    count: int = 0
+    whole: bool = False
+
+    def check(self, value: Any) -> object:
+        values = value if isinstance(value, list) else [value]
+        kinds = (int,) if self.whole else (int, float)
+        right = all(type(v) in kinds and self.low <= v <= self.high for v in values)
+        if right and (isinstance(value, list) or self.whole) and self.count in (0, len(values)):
+            return [v if self.whole else float(v) for v in values]
+        kind = "whole numbers" if self.whole else "numbers"
+        count = f"{self.count} " if self.count else ""
+        refuse(
+            f"must be a list of {count}{kind} in {self.low:g}..{self.high:g}; "
+            f"got {describe(value) if not isinstance(value, list) else value!r}"
+        )
+
+    def schema(self) -> dict[str, Any]:
+        kind = "integer" if self.whole else "number"
+        items = {"type": kind, "minimum": self.low, "maximum": self.high}
+        size = {"minItems": self.count, "maxItems": self.count} if self.count else {}
+        many = {"type": "array", "items": items, **size}
+        return _one_of(many, *([items] if self.whole else []))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Free(Leaf):
+    """A mapping whose keys are not ours: arguments of a user's function."""
+
+    def check(self, value: Any) -> object:
+        if isinstance(value, dict):
+            return value
+        refuse(f"must be a mapping; got {describe(value)}")
+
+    def schema(self) -> dict[str, Any]:
+        return {"type": "object"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reserved(Leaf):
+    """A key that the grammar knows and nothing executes yet: any of these JSON types."""
+
+    shape: dict[str, Any] = field(default_factory=dict, kw_only=False)
+
+    def check(self, value: Any) -> object:
+        return value
+
+    def schema(self) -> dict[str, Any]:
+        return dict(self.shape)
+
+
+MODE_MEANINGS = {
+    "R": "replicated: every rank of this axis holds the whole state",
+    "S": "sharded: each rank holds a slice (parameters on a data axis: use S*)",
+    "S*": "sharded with gathering: a slice is stored, the whole is gathered for use",
+    "M": "materialized: made when it is needed and not kept (activations: recomputed)",
+    "O": "offloaded: a slice in the host's memory, short for S@host",
+    "R@host": "a whole copy in the host's memory",
+    "S*@host": "a slice in the host's memory, gathered for use",
+    "R@file": "a whole copy in a file (NVMe)",
+    "S@file": "a slice in a file (NVMe)",
+    "S*@file": "a slice in a file (NVMe), gathered for use",
+    "S@host": "a slice in the host's memory, the long form of O",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModeText(Leaf):
+    """A mode of Definition 2 with its tier."""
+
+    def check(self, value: Any) -> object:
+        if isinstance(value, Mode):
+            return value
+        try:
+            return Mode.parse(value if isinstance(value, str) else "")
+        except ValueError:
+            pass
+        meant = str(value).upper() if isinstance(value, str) else ""
+        refuse(
+            f"must be a mode, one of {', '.join(MODE_MEANINGS)}; got {describe(value)}",
+            f"did you mean {meant}?" if meant in MODE_MEANINGS else _quote(value),
+        )
+
+    def schema(self) -> dict[str, Any]:
+        return {"oneOf": [{"const": m, "description": text} for m, text in MODE_MEANINGS.items()]}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """A nested mapping of the grammar; `also` is what may stand for it in a file."""
+
+    kind: type = field(kw_only=False)
+    about: str = field(kw_only=False)
+    also: tuple[dict[str, Any], ...] = ()
+
+    def __get_pydantic_core_schema__(
+        self, _source: Any, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        return handler.generate_schema(self.kind)
+
+    def __get_pydantic_json_schema__(
+        self, core: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        return {**_one_of(handler(core), *self.also), "description": self.about}
+
+
+def _one_of(*shapes: dict[str, Any]) -> dict[str, Any]:
+    return dict(shapes[0]) if len(shapes) == 1 else {"anyOf": list(shapes)}
+
+
+def _unquote(value: object) -> str:
+    """The commonest slip with numbers: quotes, or a YAML 1.1 form that is a text in YAML 1.2."""
+    if isinstance(value, str) and re.fullmatch(r"[-+]?[0-9_.:]+([eE][-+]?[0-9]+)?", value):
+        plain = value.replace("_", "")
+        return f"write {plain} without quotes or underscores" if ":" not in plain else ""
+    return ""
+
+
+def _quote(value: object) -> str:
+    return "" if isinstance(value, str | list | dict | None) else "put it in quotes to make it a text"
+
+
+def _bytes(value: object, *, rate: bool) -> int | None:
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        return None
+    if isinstance(value, int | float):
+        return round(value) if abs(value) < 10**300 else None
+    try:
+        return parse_bytes(value.removesuffix("/s") if rate else value)
+    except (ValueError, OverflowError):
+        return None

@@ -1,0 +1,141 @@
+"""A spec's name, file or mapping -> the resolved `Spec`, or every fault at once.
+
+    text -> tree with places -> overrides -> short forms written out -> grammar -> Spec
+
+Each stage reports all that it finds. What is at fault is left out for the next stage, which may
+still find more in the sections that are sound.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ptrain.errors import Fault, SpecError
+from ptrain.spec.check import validate
+from ptrain.spec.names import find_spec, names
+from ptrain.spec.not_yet import refusals
+from ptrain.spec.overrides import apply, parse_override, sweeps
+from ptrain.spec.resolve import resolve
+from ptrain.spec.shorthand import expand_shorthands, mark_of
+from ptrain.spec.spec import Spec
+from ptrain.spec.text import Mark, Route, Tree, read
+
+Source = str | Path | Mapping[str, object] | None
+
+# A fault in one of these sections makes findings about the key's section worthless.
+_DEPENDS = {
+    "mesh": ("mesh", "placement"),
+    "placement": ("mesh", "placement"),
+    "batch": ("batch", "mesh", "placement"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Document:
+    """A resolved spec that still knows where each key stood."""
+
+    spec: Spec
+    locate: Callable[[Fault], Fault]
+
+
+def load(
+    source: Source = None, overrides: Sequence[str] = (), *, world_size: int | None = None
+) -> Document:
+    """Raises SpecError with all faults. Without a source the default spec is loaded.
+
+    `world_size`, the number of ranks that were started, solves an `auto` degree and is checked
+    against the mesh.
+    """
+    tree, name = _tree(source)
+    faults: dict[Route, Fault] = {}
+    for number, argument in enumerate(overrides):
+        try:
+            found = apply(tree, parse_override(argument))
+        except SpecError as error:
+            found = list(error.faults)
+        faults |= {("override", str(number), str(i)): fault for i, fault in enumerate(found)}
+    faults |= {tuple(fault.place.split(".")): fault for fault in expand_shorthands(tree)}
+    raw, invalid = validate(tree)
+    for route, fault in (invalid | refusals(tree)).items():
+        if not any(route[: len(known)] == known for known in faults):
+            faults[route] = fault
+    if raw is not None:
+        try:
+            spec = resolve(raw, tree, name, world_size)
+        except SpecError as error:
+            faults |= _independent(error.faults, faults)
+    if faults:
+        raise SpecError(*_in_file_order(faults.values()))
+    return Document(spec=spec, locate=lambda fault: _locate(tree, fault))
+
+
+def expand(source: Source = None, overrides: Sequence[str] = ()) -> list[Document]:
+    """One document per element of the product of all sweeps (`mesh.dp_shard=1,2,4`)."""
+    return [load(source, chosen) for chosen in sweeps(overrides)]
+
+
+def _tree(source: Source) -> tuple[Tree, str]:
+    """The tree and the name that a spec without `name` takes."""
+    if isinstance(source, Mapping):
+        return _from_mapping(source), "spec"
+    path = _path(names().default if source is None else source)
+    stem = "".join(c if c.isascii() and (c.isalnum() or c in "-_.") else "-" for c in path.stem)
+    return read(path), stem.strip(".")[:64] or "spec"
+
+
+def _path(source: str | Path) -> Path:
+    """A built-in name wins over a file of the same name, which is written ./name."""
+    if isinstance(source, Path):
+        return source
+    is_file = "/" in source or source.endswith((".yaml", ".yml"))
+    if not is_file:
+        try:
+            return find_spec(source)
+        except SpecError:
+            if "\0" in source or not source or not Path(source).exists():
+                raise
+    return Path(source)
+
+
+def _from_mapping(source: Mapping[str, object]) -> Tree:
+    root = _plain(source)
+    assert isinstance(root, dict), "a mapping stays one"
+    return Tree(root=root, source="")
+
+
+def _plain(value: object) -> object:
+    """Lists for tuples, text for keys and enums: what YAML would have given."""
+    match value:
+        case Mapping():
+            return {str(key): _plain(inner) for key, inner in value.items()}
+        case list() | tuple():
+            return [_plain(inner) for inner in value]
+        case str():
+            return str(value)
+        case _:
+            return copy.deepcopy(value)
+
+
+def _independent(found: Iterable[Fault], known: Mapping[Route, Fault]) -> dict[Route, Fault]:
+    """The faults that do not merely follow from a section that is already at fault."""
+    broken = {fault.place.split(".")[0] for fault in known.values()}
+    return {
+        tuple(fault.place.split(".")): fault
+        for fault in found
+        if not broken.intersection(_DEPENDS.get(top := fault.place.split(".")[0], (top,)))
+    }
+
+
+def _in_file_order(faults: Iterable[Fault]) -> list[Fault]:
+    """File first, by line, then what stands on the command line, as it was written."""
+    return sorted(faults, key=lambda fault: (fault.line == 0, fault.line, fault.column))
+
+
+def _locate(tree: Tree, fault: Fault) -> Fault:
+    """The same fault with the place of its key in the file or on the command line."""
+    route = tuple(fault.place.split(".")) if fault.place else ()
+    mark: Mark = mark_of(tree, route)
+    return mark.fault(fault.place, fault.finding, fault.remedy)

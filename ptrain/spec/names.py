@@ -1,0 +1,84 @@
+"""Where named specs, models and clusters stand, and the names that are known but not run yet.
+
+`specs/` is data: strategies, their aliases and the names that later issues execute are read from
+there, so that no module knows a strategy's name. A wheel carries the folder as `ptrain/_specs`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from ptrain.errors import SpecError
+from ptrain.spec.leaf import nearest
+from ptrain.spec.text import Mark, Tree, read
+
+SPEC_FOLDERS = ("strategies", "paper", "node")
+_HERE = Path(__file__).resolve()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Names:
+    """`specs/names.yaml`: the default spec, other tools' names, and names that wait."""
+
+    default: str
+    aliases: dict[str, str]
+    not_yet: dict[str, str]
+
+
+@cache
+def root() -> Path:
+    """The folder of the specs: in the wheel, else beside the package."""
+    packed = _HERE.parents[1] / "_specs"
+    return packed if packed.is_dir() else _HERE.parents[2] / "specs"
+
+
+@cache
+def names() -> Names:
+    tree = read(root() / "names.yaml").root
+    assert isinstance(tree, dict), "specs/names.yaml is a mapping"
+    return Names(default=tree["default"], aliases=tree["aliases"], not_yet=tree["not_yet"])
+
+
+def listing(*folders: str) -> dict[str, Path]:
+    """Name -> file of everything in these folders of `specs/`."""
+    return {
+        path.stem: path
+        for folder in folders
+        for path in sorted((root() / folder).glob("*.yaml"))
+    }
+
+
+def canonical(name: str) -> str:
+    """The name that an alias of other tools stands for."""
+    return names().aliases.get(name.strip().lower().replace("-", "_"), name)
+
+
+def find_spec(name: str) -> Path:
+    """The file of a named spec. Raises SpecError that says what is known instead."""
+    known = listing(*SPEC_FOLDERS)
+    if name not in known:
+        name = canonical(name)
+    if name in known:
+        return known[name]
+    finding, remedy = missing(name, "spec", *SPEC_FOLDERS)
+    raise SpecError(Mark(source=name).fault("", finding, remedy))
+
+
+def missing(name: str, kind: str, *folders: str) -> tuple[str, str]:
+    """Finding and remedy for a name that no file bears."""
+    known = tuple(listing(*folders))
+    if kind in ("spec", "strategy") and name in names().not_yet:
+        today = ", ".join(listing("strategies"))
+        return f"the strategy {name!r} is not executed yet", f"these are: {today}"
+    guess = nearest(name, [*known, *(names().aliases if kind != "model" else ())])
+    hint = f"did you mean {guess!r}? " if guess else ""
+    return f"there is no {kind} named {name!r}", f"{hint}known: {', '.join(known)}; or give a file"
+
+
+@cache
+def strategy(name: str) -> Tree | None:
+    """The spec file of a named strategy, or None."""
+    path = listing("strategies").get(canonical(name))
+    return read(path) if path else None

@@ -1,0 +1,128 @@
+"""Dotlist overrides: `mesh.dp_shard=4` sets one key; `mesh.dp_shard=1,2,4` sweeps over three.
+
+The right side is read by the same YAML rules as a file; what it sets is validated with the rest and
+its faults stand at `command line: mesh.dp_shard=x`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from ptrain.errors import Fault, SpecError
+from ptrain.spec.axis import DATA_AXES
+from ptrain.spec.leaf import MODE_MEANINGS, describe
+from ptrain.spec.shorthand import expand_shorthands
+from ptrain.spec.text import Mark, Route, Tree, as_override, parse_value
+
+_EXAMPLE = "write key=value, for example mesh.dp_shard=4"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Override:
+    """One `a.b=c`: the route of the key and the text of the value."""
+
+    route: Route
+    text: str
+    source: str
+
+
+def parse_override(argument: str) -> Override:
+    """Raises SpecError for anything that is not `a.b=c`; a leading `--` is taken off."""
+    source = f"command line: {_shown(argument)}"
+    key, equals, text = argument.removeprefix("--").partition("=")
+    route = tuple(key.strip().split("."))
+    if not equals:
+        finding = f"an override needs a value; got {argument[:60]!r}"
+        raise SpecError(Mark(source=source).fault("", finding, _EXAMPLE))
+    if not all(re.fullmatch(r"[A-Za-z0-9_-]+", part) for part in route):
+        finding = f"an override begins with a dotted key; got {key[:60]!r}"
+        raise SpecError(Mark(source=source).fault("", finding, _EXAMPLE))
+    return Override(route=route, text=text, source=source)
+
+
+def sweeps(overrides: Sequence[str]) -> Iterator[tuple[str, ...]]:
+    """The product over all overrides whose value is a list `1,2,4` (without brackets)."""
+    alternatives = []
+    for argument in overrides:
+        key, equals, text = argument.partition("=")
+        parts = _split(text)
+        if not equals or len(parts) == 1 or _is_tuple(key, parts):
+            alternatives.append([argument])
+        else:
+            alternatives.append([f"{key}={part.strip()}" for part in parts])
+    return itertools.product(*alternatives)
+
+
+def apply(tree: Tree, override: Override) -> list[Fault]:
+    """Set one key in the tree; returns what hinders."""
+    value = parse_value(override.text, override.source)
+    route = _data_axis(tree, override.route)
+    node = tree.root
+    for depth, key in enumerate(route[:-1]):
+        assert isinstance(node, dict), "only mappings are entered"
+        inner = node.setdefault(key, {})
+        if not isinstance(inner, dict):
+            expand_shorthands(tree)
+            inner = node[key]
+        if not isinstance(inner, dict):
+            place = ".".join(route[: depth + 1])
+            finding = f"{place} is {describe(inner)}, not a mapping"
+            remedy = f"set {place} itself"
+            return [Mark(source=override.source).fault(".".join(route), finding, remedy)]
+        node = inner
+    assert isinstance(node, dict), "only mappings are entered"
+    node[route[-1]] = value.root
+    _take_marks(tree, as_override(value, override.source), route)
+    return []
+
+
+def _data_axis(tree: Tree, route: Route) -> Route:
+    """`mesh.dp=4` sets the one data axis that the file has."""
+    mesh = tree.root.get("mesh") if isinstance(tree.root, dict) else None
+    if route != ("mesh", "dp") or not isinstance(mesh, dict) or "dp" in mesh:
+        return route
+    present = [axis.value for axis in DATA_AXES if axis in mesh]
+    return ("mesh", present[0]) if len(present) == 1 else route
+
+
+def _take_marks(tree: Tree, value: Tree, route: Route) -> None:
+    for known in [mark for mark in tree.values if mark[: len(route)] == route]:
+        del tree.values[known]
+        tree.keys.pop(known, None)
+    mark = Mark(source=value.source)
+    tree.keys[route] = mark
+    for inner in value.values:
+        tree.values[route + inner] = mark
+        tree.keys[route + inner] = mark
+
+
+def _is_tuple(key: str, parts: list[str]) -> bool:
+    """`placement.dp_shard=S*,S,S,R` is one tuple, no sweep."""
+    depth = len(key.removeprefix("--").split("."))
+    is_placement = key.removeprefix("--").startswith("placement.") and depth == 2
+    return is_placement and all(part.strip() in MODE_MEANINGS for part in parts)
+
+
+def _split(text: str) -> list[str]:
+    """At commas outside of brackets and quotes."""
+    parts, depth, quote = [""], 0, ""
+    for letter in text:
+        if quote:
+            quote = "" if letter == quote else quote
+        elif letter in "\"'":
+            quote = letter
+        else:
+            depth += (letter in "[{") - (letter in "]}")
+        if letter == "," and not depth and not quote:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return parts
+
+
+def _shown(argument: str) -> str:
+    text = "".join(letter if letter.isprintable() else "?" for letter in argument)
+    return text if len(text) <= 80 else text[:77] + "..."

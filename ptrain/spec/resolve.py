@@ -1,0 +1,185 @@
+"""Raw grammar -> the resolved `Spec`: presets filled in, degrees and batch solved.
+
+What is checked here is what a single section (or the batch with the mesh) must satisfy to have a
+value at all; whether the product is legal is the algebra's question.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ptrain.costs import State
+from ptrain.errors import Fault, SpecError
+from ptrain.spec.axis import DATA_AXES, Axis, Factor
+from ptrain.spec.batch import GradientSync, ReduceScatterVia, SyncPolicy
+from ptrain.spec.grammar import MAX_DEGREE, MeshRaw, PlacementRaw, SpecRaw
+from ptrain.spec.placement import Distribution, Placement
+from ptrain.spec.precision import EXECUTED_LAYOUTS, FP32, Precision
+from ptrain.spec.resolve_parts import (
+    resolve_batch,
+    resolve_cluster,
+    resolve_data,
+    resolve_model,
+    resolve_optimizer,
+)
+from ptrain.spec.shorthand import mark_of
+from ptrain.spec.spec import CheckpointSpec, EvalSpec, Spec, Timeout, TrainSpec
+from ptrain.spec.text import Route, Tree
+from ptrain.spec.write import to_mapping
+
+
+@dataclass(slots=True, kw_only=True)
+class Findings:
+    """Collects faults while sections are resolved; `world_size` is the number of ranks, if known."""
+
+    tree: Tree
+    world_size: int | None
+    folder: Path
+    faults: dict[Route, Fault]
+
+    def add(self, place: str, finding: str, remedy: str = "") -> None:
+        route = tuple(place.split("."))
+        self.faults.setdefault(route, mark_of(self.tree, route).fault(place, finding, remedy))
+
+
+def resolve(raw: SpecRaw, tree: Tree, name: str, world_size: int | None) -> Spec:
+    """Raises SpecError with every fault of every section."""
+    folder = Path(tree.source).parent if Path(tree.source).suffix else Path()
+    found = Findings(tree=tree, world_size=world_size, folder=folder, faults={})
+    order = tree.root.get("mesh") if isinstance(tree.root, dict) else None
+    factors = _factors(raw, tuple(order) if isinstance(order, dict) else (), found)
+    degree = math.prod(f.degree for f in factors if f.axis in DATA_AXES) if factors is not None else 0
+    batch = resolve_batch(raw.batch, degree, found) if degree else None
+    model = resolve_model(raw.model, found)
+    cluster = resolve_cluster(raw.cluster, found)
+    data = resolve_data(raw.data, found)
+    if found.faults:
+        raise SpecError(*found.faults.values())
+    assert factors is not None and batch and model and data, "no faults, so every section has a value"
+    spec = Spec(
+        name=raw.name or name,
+        model=model,
+        factors=factors,
+        batch=batch,
+        precision=Precision(
+            layout=EXECUTED_LAYOUTS[raw.precision.layout or FP32.name],
+            compute_fp64=raw.precision.compute is not None,
+        ),
+        optimizer=resolve_optimizer(raw.optimizer),
+        data=data,
+        train=TrainSpec(steps=raw.train.steps, seed=raw.train.seed),
+        cluster=cluster,
+        sync=_sync(raw, factors),
+        reduce_scatter=ReduceScatterVia(raw.reduce_scatter),
+        bucket_bytes=int(raw.bucket),
+        eval=EvalSpec(every=raw.eval.every, batches=raw.eval.batches),
+        checkpoint=CheckpointSpec(at_end=raw.checkpoint.at_end, every=raw.checkpoint.every),
+        timeout=Timeout(init=raw.timeout.init, step=raw.timeout.step),
+        profile=tuple(raw.profile),
+        log_every=raw.log.every,
+        deterministic=raw.deterministic,
+        device=raw.device,
+        backend=raw.backend,
+    )
+    return replace(spec, resolved=to_mapping(spec))
+
+
+def _sync(raw: SpecRaw, factors: Sequence[Factor]) -> SyncPolicy:
+    """Gradients that are R on every data axis are reduced once, after the last micro-batch."""
+    whole = all(
+        factor.placement[State.GRADIENTS].distribution is Distribution.REPLICATED
+        for factor in factors
+        if factor.axis in DATA_AXES
+    )
+    default = GradientSync.LAST if whole else GradientSync.EVERY
+    return SyncPolicy(
+        gradients=GradientSync(raw.sync.gradients) if raw.sync.gradients else default,
+        reshard_after_forward=bool(raw.sync.reshard_after_forward),
+        reshard_after_backward=raw.sync.reshard_after_backward,
+    )
+
+
+def _factors(raw: SpecRaw, order: tuple[str, ...], found: Findings) -> tuple[Factor, ...] | None:
+    """The axes of degree > 1 in the order of the file, each with its tuple."""
+    degrees = _degrees(raw.mesh, order, found)
+    if degrees is None:
+        return None
+    placement = raw.placement or PlacementRaw()
+    factors = []
+    for axis, degree in degrees.items():
+        tuple_ = getattr(placement, axis.value)
+        if degree > 1 and tuple_ is None:
+            finding = f"the mesh has {axis}: {degree}, and the placement has no tuple for it"
+            remedy = f"write placement: {{{axis}: ...}} with a strategy's name or four modes"
+            found.add("placement" if raw.placement else "mesh." + axis, finding, remedy)
+        elif degree > 1:
+            factors.append(Factor(axis=axis, degree=degree, placement=_placement(tuple_)))
+    for axis in Axis:
+        if getattr(placement, axis.value) is not None and axis not in degrees:
+            finding = f"the placement has a tuple for {axis}, and the mesh has no such axis"
+            remedy = f"write mesh: {{{axis}: N}} (1 is a degree too), or remove the tuple"
+            found.add(f"placement.{axis}", finding, remedy)
+    return None if any(route[0] in ("mesh", "placement") for route in found.faults) else tuple(factors)
+
+
+def _placement(raw: object) -> Placement:
+    return Placement(**{str(state): getattr(raw, str(state)) for state in list(State)[:4]})
+
+
+def _degrees(mesh: MeshRaw, order: tuple[str, ...], found: Findings) -> dict[Axis, int] | None:
+    """Every axis that the file names, with `auto` solved."""
+    written = {Axis(name): getattr(mesh, name) for name in order if name in set(Axis)}
+    written = {axis: degree for axis, degree in written.items() if degree is not None}
+    unknown = [axis for axis, degree in written.items() if degree == "auto"]
+    known = math.prod(degree for degree in written.values() if isinstance(degree, int))
+    if len(unknown) > 1:
+        finding = f"one degree may be auto; got {' and '.join(unknown)}"
+        found.add(f"mesh.{unknown[1]}", finding, "write one of them as a number")
+        return None
+    if unknown:
+        degree = _auto(unknown[0], known, found)
+        if degree is None:
+            return None
+        written[unknown[0]] = degree
+    degrees = {axis: int(degree) for axis, degree in written.items()}
+    return degrees if _fits_world(degrees, found) else None
+
+
+def _auto(axis: Axis, known: int, found: Findings) -> int | None:
+    if found.world_size is None:
+        remedy = f"write mesh.{axis}=N, or start with torchrun --nproc-per-node N"
+        found.add(f"mesh.{axis}", "auto needs the number of ranks, and nothing gives it", remedy)
+    elif found.world_size % known:
+        finding = f"auto: {found.world_size} ranks do not divide by the other axes' {known}"
+        remedy = f"start a multiple of {known} ranks, or change the other degrees"
+        found.add(f"mesh.{axis}", finding, remedy)
+    else:
+        return found.world_size // known
+    return None
+
+
+def _fits_world(degrees: dict[Axis, int], found: Findings) -> bool:
+    ranks = math.prod(degrees.values())
+    text = " x ".join(f"{axis}={degree}" for axis, degree in degrees.items()) or "of one rank"
+    if ranks > MAX_DEGREE:
+        finding = f"mesh {text} has {ranks} ranks; a mesh has 1..{MAX_DEGREE}"
+        found.add("mesh", finding, "lower a degree")
+        return False
+    if found.world_size not in (None, ranks):
+        finding = f"mesh {text} needs {ranks} ranks; {found.world_size} were started"
+        remedy = f"start {ranks} ranks, or {_nearest_mesh(degrees, found.world_size or 1)}"
+        found.add("mesh", finding, remedy)
+        return False
+    return True
+
+
+def _nearest_mesh(degrees: dict[Axis, int], world_size: int) -> str:
+    """The mesh with one degree changed that has as many ranks as were started."""
+    for axis in reversed(degrees):
+        rest = math.prod(degree for other, degree in degrees.items() if other is not axis)
+        if world_size % rest == 0:
+            return f"set mesh.{axis}={world_size // rest}"
+    return f"give a mesh of {world_size} ranks"

@@ -1,0 +1,236 @@
+"""Resolution of the sections that need no mesh, and of the batch."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+from ptrain.errors import SpecError
+from ptrain.spec.batch import Batch
+from ptrain.spec.check import validate
+from ptrain.spec.cluster import Cluster
+from ptrain.spec.grammar_parts import BatchRaw, ClusterRaw, DataRaw, ModelRaw, OptimizerRaw
+from ptrain.spec.leaf import describe
+from ptrain.spec.model import ExternalModel, Family, ModelShape, ModelSpec
+from ptrain.spec.names import listing, missing
+from ptrain.spec.spec import DataSpec, OptimizerSpec
+from ptrain.spec.text import read
+from ptrain.units import parse_count
+
+MAX_SAMPLES = 2**31 - 1
+Raw = TypeVar("Raw", ModelRaw, ClusterRaw)
+
+
+class Report(Protocol):
+    """Where faults go, and the folder that relative files stand in."""
+
+    @property
+    def folder(self) -> Path: ...
+
+    def add(self, place: str, finding: str, remedy: str = "") -> None: ...
+
+
+def _preset(raw: Raw, section: str, found: Report) -> Raw | None:
+    """The preset's fields, with those that are written beside it on top."""
+    if raw.preset is None:
+        return raw
+    folder = f"{section}s"
+    path = listing(folder).get(raw.preset)
+    if path is None and Path(raw.preset).suffix in (".yaml", ".yml"):
+        path = found.folder / raw.preset
+    if path is None:
+        found.add(f"{section}.preset", *missing(raw.preset, section, folder))
+        return None
+    try:
+        tree = read(path)
+        values, faults = validate(tree, type(raw))
+        if faults:
+            raise SpecError(*faults.values())
+    except SpecError as error:
+        findings = "; ".join(str(fault).splitlines()[0] for fault in error.faults)
+        found.add(f"{section}.preset", f"the preset cannot be used: {findings}")
+        return None
+    written = {f.name: getattr(raw, f.name) for f in fields(raw)}
+    chosen = {name: value for name, value in written.items() if value is not None}
+    if section == "cluster":
+        values = replace(values, name=values.name or path.stem)
+    merged: Raw = replace(values, **{**chosen, "preset": None})
+    return merged
+
+
+def resolve_model(raw: ModelRaw, found: Report) -> ModelSpec | None:
+    shape_keys = [
+        f.name
+        for f in fields(raw)
+        if f.name not in ("hf", "config", "target", "arguments") and getattr(raw, f.name) is not None
+    ]
+    if raw.target is not None:
+        if shape_keys:
+            finding = f"target gives the whole model; {shape_keys[0]} belongs to a built-in one"
+            found.add(f"model.{shape_keys[0]}", finding, "put it into model.arguments, or remove it")
+        return ExternalModel(target=raw.target, arguments=raw.arguments or {})
+    if raw.arguments is not None:
+        found.add("model.arguments", "arguments belong to a target", "add model.target, or remove it")
+    merged = _preset(raw, "model", found)
+    return _shape(merged, found) if merged else None
+
+
+def _shape(raw: ModelRaw, found: Report) -> ModelShape | None:
+    family = Family(raw.family or Family.LLAMA)
+    needed = ["layers", "hidden", "heads", "vocab"] + ["ffn"] * (family is Family.LLAMA)
+    missing_keys = [key for key in needed if getattr(raw, key) is None]
+    if missing_keys:
+        finding = f"the model's shape is incomplete: missing {', '.join(missing_keys)}"
+        presets = ", ".join(listing("models"))
+        found.add("model", finding, f"add them, or write a preset: {presets}")
+        return None
+    assert raw.layers and raw.hidden and raw.heads and raw.vocab, "checked above"
+    shape = ModelShape(
+        family=family,
+        layers=raw.layers,
+        hidden=raw.hidden,
+        heads=raw.heads,
+        kv_heads=raw.kv_heads or raw.heads,
+        ffn=raw.ffn or 4 * raw.hidden,
+        vocab=raw.vocab,
+        tied=(family is Family.GPT) if raw.tied is None else raw.tied,
+        dropout=raw.dropout or 0.0,
+        rope_base=raw.rope_base or 10000.0,
+    )
+    return shape if _heads_divide(shape, found) else None
+
+
+def _heads_divide(shape: ModelShape, found: Report) -> bool:
+    if shape.hidden % shape.heads:
+        finding = f"heads={shape.heads} does not divide hidden={shape.hidden}"
+        found.add("model.heads", finding, f"choose from {_divisors(shape.hidden, shape.heads)}")
+    elif shape.heads % shape.kv_heads:
+        finding = f"kv_heads={shape.kv_heads} does not divide heads={shape.heads}"
+        found.add("model.kv_heads", finding, f"choose from {_divisors(shape.heads, shape.kv_heads)}")
+    elif shape.family is Family.LLAMA and shape.head_dim % 2:
+        finding = f"hidden / heads = {shape.head_dim} is odd, and rotary positions turn pairs"
+        found.add("model.heads", finding, "choose heads so that hidden / heads is even")
+    elif shape.family is Family.GPT and shape.kv_heads != shape.heads:
+        finding = f"gpt has as many kv_heads as heads; got {shape.kv_heads} and {shape.heads}"
+        found.add("model.kv_heads", finding, "remove kv_heads, or use family: llama")
+    else:
+        return True
+    return False
+
+
+def _divisors(number: int, near: int) -> str:
+    """Up to six divisors that are nearest to what was written."""
+    divisors = [d for d in range(1, min(number, 2**20) + 1) if number % d == 0]
+    return ", ".join(map(str, sorted(sorted(divisors, key=lambda d: abs(d - near))[:6])))
+
+
+def resolve_batch(raw: BatchRaw, data_degree: int, found: Report) -> Batch | None:
+    """global = micro x accumulate x data degree; any one of the first and third may be left out."""
+    unit = raw.micro * data_degree
+    samples = _global(raw, unit * (raw.accumulate or 1), found)
+    if samples is None:
+        return None
+    accumulate = raw.accumulate or max(1, samples // unit)
+    if samples == unit * accumulate:
+        return Batch(
+            global_samples=samples,
+            micro=raw.micro,
+            sequence=raw.sequence,
+            accumulate=accumulate,
+        )
+    step = unit * (raw.accumulate or 1)
+    below, above = samples // step * step, -(-samples // step) * step
+    valid = [step] if raw.accumulate else sorted({max(below, step), above})
+    written = f" x accumulate={raw.accumulate}" if raw.accumulate else ""
+    product = f"micro={raw.micro}{written} x data degree={data_degree}"
+    relation = "is not" if raw.accumulate else "is not a multiple of"
+    found.add(
+        "batch.global",
+        f"global={samples} {relation} {product} = {step}",
+        f"write global: {' or '.join(map(str, valid))}" + _other_accumulate(raw, samples, unit),
+    )
+    return None
+
+
+def _other_accumulate(raw: BatchRaw, samples: int, unit: int) -> str:
+    if raw.accumulate and samples % unit == 0:
+        return f", or accumulate: {samples // unit}"
+    return ""
+
+
+def _global(raw: BatchRaw, step: int, found: Report) -> int | None:
+    value = raw.global_
+    if value is None:
+        return step
+    if type(value) is int and 1 <= value <= MAX_SAMPLES:
+        return value
+    tokens = _tokens(value)
+    if tokens and tokens / raw.sequence <= MAX_SAMPLES:
+        return max(1, round(tokens / raw.sequence / step)) * step
+    finding = f"must be an integer in 1..{MAX_SAMPLES} or tokens; got {describe(value)}"
+    found.add("batch.global", finding, "write samples (16), or tokens (4M tokens)")
+    return None
+
+
+def _tokens(value: object) -> int:
+    if not isinstance(value, str) or not value.endswith("tokens"):
+        return 0
+    try:
+        return parse_count(value.removesuffix("tokens"))
+    except (ValueError, OverflowError):
+        return 0
+
+
+def resolve_data(raw: DataRaw, found: Report) -> DataSpec | None:
+    if raw.path is None:
+        return DataSpec(corpus=raw.corpus or DataSpec().corpus, tokenizer=raw.tokenizer)
+    if raw.corpus is not None:
+        found.add("data.path", "both a corpus and a path are given", "remove one of the two")
+        return None
+    return DataSpec(corpus=None, path=raw.path, tokenizer=raw.tokenizer)
+
+
+def resolve_optimizer(raw: OptimizerRaw) -> OptimizerSpec:
+    return OptimizerSpec(
+        name=raw.name,
+        lr=raw.lr,
+        betas=(raw.betas[0], raw.betas[1]),
+        eps=raw.eps,
+        weight_decay=raw.weight_decay,
+        momentum=raw.momentum,
+        warmup=raw.schedule.warmup,
+        decay_steps=raw.schedule.decay_steps,
+        min_lr_ratio=raw.schedule.min_lr_ratio,
+        clip=raw.clip,
+    )
+
+
+def resolve_cluster(raw: ClusterRaw | None, found: Report) -> Cluster | None:
+    merged = _preset(raw, "cluster", found) if raw else None
+    if merged is None:
+        return None
+    needed = ("devices", "device_memory", "intra_node_bandwidth")
+    missing_keys = [key for key in needed if getattr(merged, key) is None]
+    if missing_keys:
+        finding = f"the cluster is incomplete: missing {', '.join(missing_keys)}"
+        presets = ", ".join(listing("clusters"))
+        found.add("cluster", finding, f"add them, or write a preset: {presets}")
+        return None
+    assert merged.devices and merged.device_memory and merged.intra_node_bandwidth, "checked above"
+    default = Cluster.__dataclass_fields__
+    return Cluster(
+        name=merged.name or "cluster",
+        devices=merged.devices,
+        devices_per_node=merged.devices_per_node or merged.devices,
+        device_memory=merged.device_memory,
+        intra_node_bandwidth=float(merged.intra_node_bandwidth),
+        inter_node_bandwidth=float(merged.inter_node_bandwidth or merged.intra_node_bandwidth),
+        intra_node_latency=_or(merged.intra_node_latency, default["intra_node_latency"].default),
+        inter_node_latency=_or(merged.inter_node_latency, default["inter_node_latency"].default),
+        flops=_or(merged.flops, default["flops"].default),
+    )
+
+
+def _or(value: float | None, default: float) -> float:
+    return default if value is None else value

@@ -1,0 +1,179 @@
+"""Short forms, written out before validation: a strategy's name for its tuples, `S*,S,S,R` for a
+tuple, `dp` for the data axis that its tuple belongs to, `checkpoint: at_end`.
+
+A short form that cannot be written out stays as it is and gives a fault.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+from ptrain.costs import PLACED
+from ptrain.errors import Fault
+from ptrain.spec.axis import DATA_AXES, Axis
+from ptrain.spec.leaf import MODE_MEANINGS
+from ptrain.spec.names import missing, strategy
+from ptrain.spec.text import Mark, Route, Tree
+
+Mapping = dict[str, object]
+_DATA = tuple(axis.value for axis in DATA_AXES)
+
+
+def expand_shorthands(tree: Tree) -> list[Fault]:
+    """Write out every short form of `tree`, in place."""
+    root = tree.root
+    assert isinstance(root, dict), "a tree to expand is a mapping"
+    faults: list[Fault] = []
+
+    def fault(route: Route, finding: str, remedy: str = "") -> None:
+        faults.append(mark_of(tree, route).fault(".".join(route), finding, remedy))
+
+    named = _whole_placement(root, fault)
+    if not named:
+        _tuples(root, fault)
+    _data_degree(root, fault)
+    _small_forms(root)
+    return faults
+
+
+def mark_of(tree: Tree, route: Route, *, key: bool = False) -> Mark:
+    """Where the value (or the key) of `route` stands, or else what encloses it."""
+    table = tree.keys if key else tree.values
+    while route and route not in table:
+        route = route[:-1]
+        table = tree.keys  # of what encloses a missing value its key is shown
+    return table.get(route, Mark(source=tree.source))
+
+
+_Report = Callable[..., None]
+
+
+def _whole_placement(root: Mapping, fault: _Report) -> bool:
+    """`placement: NAME`: all tuples of the strategy, and its policy of accumulation."""
+    name = root.get("placement")
+    if not isinstance(name, str):
+        return False
+    found = strategy(name)
+    if found is None:
+        fault(("placement",), *missing(name, "strategy", "strategies"))
+        return True
+    assert isinstance(found.root, dict), "a strategy's file is a mapping"
+    tuples = copy.deepcopy(found.root["placement"])
+    root["placement"] = tuples
+    _sits_right(root.get("mesh"), name, tuple(tuples), fault)
+    policy = found.root.get("sync", {})
+    if policy and isinstance(root.setdefault("sync", {}), dict):
+        for key, value in policy.items():
+            root["sync"].setdefault(key, value)  # type: ignore[attr-defined]  # a dict, see above
+    return True
+
+
+def _sits_right(mesh: object, name: str, axes: tuple[str, ...], fault: _Report) -> None:
+    if not isinstance(mesh, dict) or "dp" in mesh:
+        return
+    present = [axis for axis in mesh if mesh[axis] != 1 and axis in set(Axis)]
+    wrong = [axis for axis in present if axis not in axes]
+    absent = [axis for axis in axes if axis not in mesh]
+    if not present or not (wrong or absent):
+        return
+    degree = mesh[wrong[0]] if wrong else 2
+    mesh_text = ", ".join(f"{axis}: {mesh.get(axis, degree)}" for axis in axes)
+    fault(
+        ("placement",),
+        f"{name} sits on {' and '.join(axes)}; the mesh has {', '.join(present)}",
+        f"write mesh: {{{mesh_text}}}, or give one tuple per axis",
+    )
+
+
+def _tuples(root: Mapping, fault: _Report) -> None:
+    placement = root.get("placement")
+    if not isinstance(placement, dict):
+        return
+    for axis, value in placement.items():
+        route = ("placement", axis)
+        parts = value.split(",") if isinstance(value, str) else value
+        if not isinstance(parts, list):
+            continue
+        modes = [part.strip() if isinstance(part, str) else part for part in parts]
+        if isinstance(value, list) or len(modes) > 1 or modes[0] in MODE_MEANINGS:
+            if len(modes) == len(PLACED):
+                placement[axis] = dict(zip(map(str, PLACED), modes, strict=True))
+            else:
+                fault(route, f"a tuple has 4 modes, for Θ, Ω, G, A; got {len(modes)}")
+        else:
+            _named_tuple(placement, axis, str(value), fault)
+
+
+def _named_tuple(placement: Mapping, axis: str, name: str, fault: _Report) -> None:
+    route = ("placement", axis)
+    found = strategy(name)
+    if found is None:
+        fault(route, *missing(name, "strategy", "strategies"))
+        return
+    assert isinstance(found.root, dict), "a strategy's file is a mapping"
+    tuples = found.root["placement"]
+    home = list(tuples)
+    if len(home) > 1:
+        fault(route, f"{name} spans {' and '.join(home)}", f"write placement: {name}")
+    elif axis not in (home[0], "dp"):
+        fault(
+            route,
+            f"{name} sits on {home[0]}, not on {axis}",
+            f"write placement: {{{home[0]}: {name}}} and mesh: {{{home[0]}: N}}",
+        )
+    elif "sync" in found.root:
+        fault(route, f"{name} is more than a tuple", f"write placement: {name}")
+    else:
+        placement[axis] = copy.deepcopy(tuples[home[0]])
+
+
+def _data_degree(root: Mapping, fault: _Report) -> None:
+    """`mesh: {dp: N}` becomes dp_replicate or dp_shard, by its tuple."""
+    mesh, placement = root.get("mesh"), root.get("placement")
+    if not isinstance(mesh, dict) or "dp" not in mesh:
+        return
+    both = [axis for axis in _DATA if axis in mesh]
+    if both:
+        remedy = f"remove dp or {both[0]}"
+        fault(("mesh", "dp"), f"dp stands for a data axis, and {both[0]} is given too", remedy)
+        return
+    homes = _homes(placement) if isinstance(placement, dict) else []
+    if len(homes) != 1:
+        if mesh["dp"] == 1 and not homes:
+            del mesh["dp"]
+        else:
+            finding = "dp stands for dp_replicate or dp_shard, and the placement names "
+            finding += " and ".join(homes) if homes else "neither"
+            fault(("mesh", "dp"), finding, "write the degrees of dp_replicate and dp_shard")
+        return
+    root["mesh"] = {homes[0] if axis == "dp" else axis: mesh[axis] for axis in mesh}
+    if isinstance(placement, dict) and "dp" in placement:
+        placement[homes[0]] = placement.pop("dp")
+
+
+def _homes(placement: Mapping) -> list[str]:
+    """The data axes that the placement's tuples belong to."""
+    written = placement.get("dp")
+    if written is None:
+        return [axis for axis in _DATA if axis in placement]
+    if not isinstance(written, dict):
+        return []
+    states = [str(state) for state in PLACED[:3]]
+    replicated = all(written.get(state) == "R" for state in states)
+    return [_DATA[0] if replicated else _DATA[1]]
+
+
+def _small_forms(root: Mapping) -> None:
+    if root.get("checkpoint") == "at_end":
+        root["checkpoint"] = {"at_end": True}
+    seconds = root.get("timeout")
+    if isinstance(seconds, int | float) and not isinstance(seconds, bool):
+        root["timeout"] = {"step": seconds}
+    via = root.get("reduce_scatter")
+    if via == "stock":
+        root["reduce_scatter"] = "native"
+    elif via is True:
+        root["reduce_scatter"] = "all_to_all"
+    if root.get("bucket") == "size":
+        del root["bucket"]

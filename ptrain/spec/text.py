@@ -1,0 +1,264 @@
+"""YAML 1.2 (core schema) with places: text -> tree of plain values, every fault at once.
+
+PyYAML's C parser delivers events; the tree is built from them here, because its constructors read
+YAML 1.1 (`3e-4` a text, `on` a boolean, `1:30` ninety), keep the last of two equal keys and follow
+aliases. Anchors, aliases and tags are refused: a spec is a plain tree.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import yaml
+
+from ptrain.errors import Fault, SpecError
+
+MAX_BYTES = 2**20
+MAX_DEPTH = 32
+
+Route = tuple[str, ...]  # keys and list positions from the root
+
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_INTEGER = re.compile(r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+")
+_FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
+_WORDS: dict[str, object] = {
+    **dict.fromkeys(("", "~", "null", "Null", "NULL"), None),
+    **dict.fromkeys(("true", "True", "TRUE"), True),
+    **dict.fromkeys(("false", "False", "FALSE"), False),
+    **dict.fromkeys((".nan", ".NaN", ".NAN"), float("nan")),
+    **{sign + word: float("inf") for sign in ("", "+") for word in (".inf", ".Inf", ".INF")},
+    **{"-" + word: float("-inf") for word in (".inf", ".Inf", ".INF")},
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mark:
+    """Where something stands. Lines and columns count from 1; 0 means not in a file."""
+
+    source: str
+    line: int = 0
+    column: int = 0
+    text: str = ""
+
+    def fault(self, place: str, finding: str, remedy: str = "") -> Fault:
+        return Fault(
+            place=place,
+            finding=finding,
+            remedy=remedy,
+            source=self.source,
+            line=self.line,
+            column=self.column,
+            text=self.text,
+        )
+
+
+@dataclass(slots=True, kw_only=True)
+class Tree:
+    """Plain values (`root`) and where each key and each value stands."""
+
+    root: object
+    source: str
+    keys: dict[Route, Mark] = field(default_factory=dict)
+    values: dict[Route, Mark] = field(default_factory=dict)
+
+
+def scalar(text: str) -> object:
+    """A plain (unquoted) scalar by the core schema of YAML 1.2."""
+    if text in _WORDS:
+        return _WORDS[text]
+    if _INTEGER.fullmatch(text):
+        if len(text) > 400:
+            return float("-inf" if text[0] == "-" else "inf")  # no field takes such a number
+        return int(text, 0 if text[:2] in ("0x", "0o") else 10)
+    if _FLOAT.fullmatch(text):
+        return float(text)
+    return text
+
+
+def read(path: Path) -> Tree:
+    """The tree of a file. Raises SpecError when it cannot be read or is no plain YAML mapping."""
+    source = str(path)
+    try:
+        if path.is_dir():
+            raise _unreadable(source, "it is a directory", "name a YAML file in it")
+        with path.open("rb") as file:
+            data = file.read(MAX_BYTES + 1)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise _unreadable(source, reason.lower(), "`ptrain specs` lists the built-in specs") from None
+    if len(data) > MAX_BYTES:
+        raise _unreadable(source, "it is larger than 1 MiB", "a spec is a short YAML file")
+    if b"\0" in data:
+        raise _unreadable(source, "it is a binary file", "a spec is a YAML file")
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise _unreadable(source, f"byte {error.start} is not UTF-8", "save it as UTF-8") from None
+    return parse(text, source)
+
+
+def _unreadable(source: str, finding: str, remedy: str) -> SpecError:
+    return SpecError(Mark(source=source).fault("", f"cannot read the spec: {finding}", remedy))
+
+
+def parse(text: str, source: str) -> Tree:
+    """The tree of a text whose top is a mapping."""
+    tree = parse_value(text, source)
+    if tree.root is None:
+        remedy = "`ptrain specs show` prints a whole spec to start from"
+        raise SpecError(Mark(source=source).fault("", "the spec is empty", remedy))
+    if not isinstance(tree.root, dict):
+        mark = tree.values.get((), Mark(source=source))
+        kind = "list" if isinstance(tree.root, list) else "single value"
+        raise SpecError(mark.fault("", f"a spec is a mapping; got a {kind}", "write `key: value`"))
+    return tree
+
+
+def parse_value(text: str, source: str) -> Tree:
+    """The tree of any YAML value (an override's right side)."""
+    builder = _Builder(source, text)
+    root = builder.document()
+    if builder.faults:
+        raise SpecError(*builder.faults)
+    return Tree(root=root, source=source, keys=builder.keys, values=builder.values)
+
+
+class _TooDeep(Exception):
+    """Ends the walk: what is nested deeper is not worth reading."""
+
+
+class _Builder:
+    """Walks the parser's events once; collects values, places and faults."""
+
+    def __init__(self, source: str, text: str) -> None:
+        self.source = source
+        self.text = text
+        self.lines = text.splitlines()
+        self.faults: list[Fault] = []
+        self.keys: dict[Route, Mark] = {}
+        self.values: dict[Route, Mark] = {}
+        self.events: Iterator[yaml.Event] = iter(())
+
+    def document(self) -> object:
+        root: object = None
+        try:
+            self.events = yaml.parse(self.text, Loader=_LOADER)
+            num_documents = 0
+            for event in self.events:
+                if isinstance(event, yaml.DocumentStartEvent):
+                    num_documents += 1
+                    if num_documents > 1:
+                        remedy = "one file holds one spec: remove `---`"
+                        self._fault(event, "", "a second document begins here", remedy)
+                        break
+                elif isinstance(event, yaml.NodeEvent):
+                    root = self._value(event, ())
+        except yaml.MarkedYAMLError as error:
+            self._syntax(error)
+        except yaml.YAMLError as error:
+            finding = f"not valid YAML: {str(error).splitlines()[0]}"
+            self.faults.append(Mark(source=self.source).fault("", finding))
+        except _TooDeep:
+            pass
+        return root
+
+    def _value(self, event: yaml.Event, route: Route) -> object:
+        self.values[route] = self._mark(event)
+        self._plain_only(event, route)
+        if isinstance(event, yaml.ScalarEvent):
+            return scalar(event.value) if event.implicit[0] else event.value
+        if isinstance(event, yaml.AliasEvent):
+            return None
+        if len(route) >= MAX_DEPTH:
+            self._fault(event, route, f"nested deeper than {MAX_DEPTH} levels", "specs are flat")
+            raise _TooDeep
+        if isinstance(event, yaml.SequenceStartEvent):
+            return self._list(route)
+        return self._mapping(route)
+
+    def _list(self, route: Route) -> list[object]:
+        values: list[object] = []
+        for event in self.events:
+            if isinstance(event, yaml.SequenceEndEvent):
+                break
+            values.append(self._value(event, (*route, str(len(values)))))
+        return values
+
+    def _mapping(self, route: Route) -> dict[str, object]:
+        values: dict[str, object] = {}
+        for event in self.events:
+            if isinstance(event, yaml.MappingEndEvent):
+                break
+            key = self._key(event, route)
+            inner = (*route, key)
+            first = self.keys.get(inner) if key in values else None
+            if first:
+                finding = f"the key {key!r} is given twice (first in line {first.line})"
+                self._fault(event, inner, finding, "keep one of the two")
+            else:
+                self.keys[inner] = self._mark(event)
+            values[key] = self._value(next(self.events), inner)
+        return values
+
+    def _key(self, event: yaml.Event, route: Route) -> str:
+        if isinstance(event, yaml.ScalarEvent):
+            self._plain_only(event, route)
+            return str(event.value)
+        if not isinstance(event, yaml.AliasEvent):
+            finding = "a key must be a single word; got a list or a mapping"
+            self._fault(event, route, finding, "`{` and `[` begin a value: quote the text")
+        self._value(event, (*route, "?"))
+        return "?"
+
+    def _plain_only(self, event: yaml.Event, route: Route) -> None:
+        anchor = getattr(event, "anchor", None)
+        if isinstance(event, yaml.AliasEvent):
+            remedy = f'repeat the value; the mode is written S*, a text "*{anchor}"'
+            self._fault(event, route, f"aliases (*{anchor}) are not allowed in specs", remedy)
+        elif anchor:
+            remedy = f'write the value out; a text that begins with & is quoted: "&{anchor}"'
+            self._fault(event, route, f"anchors (&{anchor}) are not allowed in specs", remedy)
+        tag = getattr(event, "tag", None)
+        if tag:
+            finding = f"tags ({tag}) are not allowed in specs"
+            self._fault(event, route, finding, "write the plain value")
+
+    def _syntax(self, error: yaml.MarkedYAMLError) -> None:
+        mark = error.problem_mark or error.context_mark
+        place = self._at(mark.line, mark.column) if mark else Mark(source=self.source)
+        problem = error.problem or error.context or "it cannot be parsed"
+        remedy = ""
+        if "\t" in place.text[: place.column]:
+            remedy = "indent with spaces: YAML allows no tabs"
+        elif "alias" in f"{error.context}":
+            remedy = "a mode that begins with a star is written S*; other texts are quoted"
+        self.faults.append(place.fault("", f"not valid YAML: {problem}", remedy))
+
+    def _fault(
+        self, event: yaml.Event, route: Route | str, finding: str, remedy: str
+    ) -> None:
+        place = ".".join(route)
+        self.faults.append(self._mark(event).fault(place, finding, remedy))
+
+    def _mark(self, event: yaml.Event) -> Mark:
+        mark = event.start_mark
+        return self._at(mark.line, mark.column)
+
+    def _at(self, line: int, column: int) -> Mark:
+        text = self.lines[line] if line < len(self.lines) else ""
+        column, text = _window(column, text)
+        return Mark(source=self.source, line=line + 1, column=column + 1, text=text)
+
+
+def _window(column: int, text: str) -> tuple[int, str]:
+    """A line of a terminal's width; a line that is longer is cut after it."""
+    return column, text.replace("\t", " ")[: max(160, column + 40)] if len(text) > 160 else text
+
+
+def as_override(tree: Tree, source: str) -> Tree:
+    """The same values, standing on the command line."""
+    mark = Mark(source=source)
+    return replace(tree, source=source, keys={}, values=dict.fromkeys(tree.values, mark))

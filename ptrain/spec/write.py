@@ -1,0 +1,108 @@
+"""Spec -> a plain mapping -> YAML that loads to an equal Spec: what ran can be rerun from it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict
+from typing import Any
+
+import yaml
+
+from ptrain.costs import PLACED
+from ptrain.spec.model import ExternalModel, HuggingFaceModel, ModelShape, ModelSpec
+from ptrain.spec.spec import Spec
+
+
+def to_mapping(spec: Spec) -> dict[str, object]:
+    """Every key with its value: nothing is left to a default."""
+    return {
+        "name": spec.name,
+        "model": _model(spec.model),
+        "mesh": {factor.axis.value: factor.degree for factor in spec.factors},
+        "placement": {
+            factor.axis.value: {str(state): str(factor.placement[state]) for state in PLACED}
+            for factor in spec.factors
+        },
+        "precision": {"layout": spec.precision.layout.name}
+        | ({"compute": "fp64"} if spec.precision.compute_fp64 else {}),
+        "batch": {
+            "global": spec.batch.global_samples,
+            "micro": spec.batch.micro,
+            "sequence": spec.batch.sequence,
+            "accumulate": spec.batch.accumulate,
+        },
+        "optimizer": _optimizer(spec),
+        "data": {key: value for key, value in asdict(spec.data).items() if value is not None},
+        "train": asdict(spec.train),
+        **({"cluster": _cluster(spec)} if spec.cluster else {}),
+        "sync": {
+            "gradients": spec.sync.gradients.value,
+            "reshard_after_forward": spec.sync.reshard_after_forward,
+            "reshard_after_backward": spec.sync.reshard_after_backward,
+        },
+        "reduce_scatter": spec.reduce_scatter.value,
+        "bucket": spec.bucket_bytes,
+        "eval": asdict(spec.eval),
+        "checkpoint": asdict(spec.checkpoint),
+        "timeout": asdict(spec.timeout),
+        "profile": list(spec.profile),
+        "log": {"every": spec.log_every},
+        "deterministic": spec.deterministic,
+        "device": spec.device,
+        "backend": spec.backend,
+    }
+
+
+def _model(model: ModelSpec) -> dict[str, object]:
+    match model:
+        case ModelShape():
+            return {**asdict(model), "family": model.family.value}
+        case ExternalModel():
+            return {"target": model.target, "arguments": model.arguments}
+        case HuggingFaceModel():
+            return {"hf": model.hf, "config": model.config}
+
+
+def _optimizer(spec: Spec) -> dict[str, object]:
+    values = asdict(spec.optimizer)
+    schedule = {key: values.pop(key) for key in ("warmup", "decay_steps", "min_lr_ratio")}
+    return {**values, "betas": list(values["betas"]), "schedule": schedule}
+
+
+def _cluster(spec: Spec) -> dict[str, object]:
+    values = asdict(spec.cluster) if spec.cluster else {}
+    for key in ("intra_node_bandwidth", "inter_node_bandwidth"):
+        values[key] = round(values[key])
+    return values
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes what YAML 1.1 or YAML 1.2 would read as something other than a text."""
+
+    def ignore_aliases(self, _data: Any) -> bool:
+        return True
+
+    def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:
+        super().increase_indent(flow, False)
+
+
+_Dumper.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?$|0o[0-7]+$|0x[0-9a-fA-F]+$"),
+    list("-+0123456789."),
+)
+
+
+def to_yaml(mapping: dict[str, object]) -> str:
+    """Sections in the order of the mapping; short ones on a line of their own."""
+    return "".join(
+        yaml.dump(
+            {key: value},
+            Dumper=_Dumper,
+            sort_keys=False,
+            allow_unicode=True,
+            default_flow_style=None if isinstance(value, dict | list) else False,
+            width=100,
+        )
+        for key, value in mapping.items()
+    )
