@@ -10,13 +10,14 @@ from ptrain.cli.arguments import add_spec_arguments, print_json, split_arguments
 from ptrain.derivation.estimate import derive, own_facts
 from ptrain.derivation.facts import ModelFacts
 from ptrain.errors import PtrainError
-from ptrain.report.differences import several, sweep_label
+from ptrain.report.differences import several
 from ptrain.report.predict import Prediction, one
 from ptrain.report.record import record
 from ptrain.selection.fit import fit
 from ptrain.selection.preflight import cheaper
-from ptrain.spec.load import expand
+from ptrain.spec.load import load
 from ptrain.spec.model import ModelShape
+from ptrain.spec.overrides import sweeps
 from ptrain.spec.spec import Spec
 
 
@@ -49,16 +50,16 @@ def run(args: Namespace) -> int:
 
 def predict(source: str, overrides: list[str], *, allow_import: bool) -> list[Prediction]:
     """One prediction, or one per combination of the lists among the overrides."""
-    documents = expand(source, overrides)
-    specs = [require(document) for document in documents]
+    chosen = list(sweeps(overrides))
+    specs = [require(load(source, each)) for each in chosen]
     return [
         _predict(
             spec,
-            label=sweep_label(spec, overrides) if len(specs) > 1 else spec.name,
+            label=" ".join(each for each in choice if each not in overrides) or spec.name,
             facts=facts_of(spec, allow_import=allow_import),
             offer=len(specs) == 1,
         )
-        for spec in specs
+        for spec, choice in zip(specs, chosen, strict=True)
     ]
 
 

@@ -3,7 +3,6 @@ row per value."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from ptrain.costs import PLACED, State
@@ -11,7 +10,6 @@ from ptrain.report.heading import placement
 from ptrain.report.predict import MODEL_STATES, Prediction, model_state_bytes, sent_bytes
 from ptrain.report.table import largest, render, size
 from ptrain.selection.fit import peak_bytes
-from ptrain.spec.axis import Axis
 from ptrain.spec.spec import Spec
 
 _SHOWN_ELSEWHERE = ("name", "mesh", "placement")
@@ -64,25 +62,6 @@ def rows(predictions: Sequence[Prediction]) -> str:
         ),
         [_row(each, model_state_bytes(base.exact), sent_bytes(base.exact)) for each in predictions],
     )
-
-
-def sweep_label(spec: Spec, overrides: Sequence[str]) -> str:
-    """The values of the lists that are swept: `mesh.dp_shard=4`."""
-    settings = _flatten(spec.resolved)
-    labels = []
-    for override in overrides:
-        key, _, value = override.partition("=")
-        if not _is_list(value):
-            continue
-        axis = key.removeprefix("mesh.")
-        gone = "1" if axis in list(Axis) else placement(spec)  # an axis of degree 1 vanishes
-        labels.append(f"{key}={settings[key]}" if key in settings else f"{key}={gone}")
-    return " ".join(labels)
-
-
-def _is_list(value: str) -> bool:
-    """A comma outside brackets and braces."""
-    return "," in re.sub(r"[\[{].*[\]}]", "", value)
 
 
 def _row(each: Prediction, base_memory: int | None, base_sent: int | None) -> tuple[str, ...]:

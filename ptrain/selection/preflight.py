@@ -6,9 +6,10 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import product
 
-from ptrain.algebra.legality import as_yaml, check, executed
+from ptrain.algebra.legality import check, executed
 from ptrain.axes.data.rules import executed_tuples
 from ptrain.costs import Estimate, State
 from ptrain.derivation.estimate import derive, own_facts
@@ -20,6 +21,7 @@ from ptrain.plan.lower import lower
 from ptrain.selection.fit import fit
 from ptrain.spec.axis import DATA_AXES, Axis, Factor
 from ptrain.spec.batch import GradientSync
+from ptrain.spec.names import listing, strategy
 from ptrain.spec.placement import Distribution, Placement
 from ptrain.spec.spec import Spec
 from ptrain.units import format_bytes
@@ -171,12 +173,31 @@ def _overrides(before: Spec, after: Spec) -> Iterator[str]:
         mesh = ", ".join(f"{axis}: {degree}" for axis, degree in _degrees(after))
         yield f"mesh={{{mesh}}}"
     if _tuples(before) != _tuples(after):
-        yield f"placement={{{', '.join(as_yaml(each, each.placement) for each in after.factors)}}}"
-    if before.sync != after.sync:
-        yield f"sync.gradients={after.sync.gradients}"
+        yield f"placement={_written(after)}"
     if before.batch != after.batch:
         yield f"batch.micro={after.batch.micro}"
         yield f"batch.accumulate={after.batch.accumulate}"
+
+
+def _written(spec: Spec) -> str:
+    """A strategy's name where its tuples have one, else the tuples."""
+    tuples = {str(axis): str(placement) for axis, placement in _tuples(spec)}
+    for name, named in _named_tuples().items():
+        if named == tuples:
+            return name
+    return "{" + ", ".join(f"{axis}: [{modes}]" for axis, modes in tuples.items()) + "}"
+
+
+@cache
+def _named_tuples() -> dict[str, dict[str, str]]:
+    """Strategies that are their tuples and nothing more."""
+    found = {}
+    for name in listing("strategies"):
+        tree = strategy(name)
+        if tree and isinstance(tree.root, dict) and "sync" not in tree.root:
+            placement = tree.root["placement"]
+            found[name] = {axis: ",".join(modes.values()) for axis, modes in placement.items()}
+    return found
 
 
 def _degrees(spec: Spec) -> tuple[tuple[Axis, int], ...]:

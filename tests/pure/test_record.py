@@ -20,6 +20,7 @@ from ptrain.costs import (
     Traffic,
     TrafficKey,
 )
+from ptrain.report.reading import read
 from ptrain.report.record import compare, record, verdict, verdict_line
 
 KEY = TrafficKey(
@@ -155,3 +156,10 @@ def test_exactness_is_not_claimed_for_a_torch_that_no_test_names():
     checks = compare(EXACT, MEASURED)
     assert verdict_line(checks, torch="2.13.0+cpu") == "verdict: holds (21 of 21)"
     assert verdict_line(checks, torch="2.99.0").endswith("not claimed for torch 2.99.0")
+
+
+def test_a_record_reads_back_as_what_it_was_made_of():
+    checks = compare(EXACT, MEASURED)
+    account = read(json.loads(json.dumps(record("tiny", (EXACT, MEASURED), checks=checks))))
+    assert account.estimates == {Column.EXACT: EXACT, Column.MEASURED: MEASURED}
+    assert account.checks == checks

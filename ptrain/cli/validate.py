@@ -1,0 +1,51 @@
+"""`ptrain validate`: run a few steps with the meters on, and compare `exact` with `measured`."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+
+from ptrain.cli.arguments import add_spec_arguments, print_json, split_arguments
+from ptrain.errors import VerdictFailed
+from ptrain.spec.names import names
+from ptrain.spec.overrides import sweeps
+from ptrain.train.notebook import Run
+from ptrain.train.notebook import run as train
+
+# Two steps settle (buckets, optimizer state), the third is measured.
+_BRIEFLY = ("train.steps=4", "eval.every=0", "checkpoint.at_end=false", "checkpoint.every=0")
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    add_spec_arguments(parser)
+    parser.add_argument(
+        "--allow-import", action="store_true", help="let the spec's `target:` import code"
+    )
+
+
+def run(args: Namespace) -> int:
+    """0 when every verdict holds, 1 when one fails."""
+    sources, overrides = split_arguments(args.arguments)
+    runs = []
+    for source in sources or [names().default]:
+        for choice in sweeps([*_BRIEFLY, *overrides]):
+            runs.append(_validate(source, choice, allow_import=args.allow_import))
+            if not args.json:
+                print(f"{_title(source, choice)}\n{runs[-1]}\n", flush=True)
+    if args.json:
+        records = [each.record for each in runs]
+        print_json(records if len(records) > 1 else records[0])
+    return 0 if all(each.holds for each in runs) else VerdictFailed.exit_code
+
+
+def _validate(source: str, overrides: tuple[str, ...], *, allow_import: bool) -> Run:
+    folder = Path(tempfile.mkdtemp(prefix="ptrain-"))  # stays, with its logs, when a rank fails
+    result = train(source, overrides, run_dir=folder / "run", allow_import=allow_import)
+    shutil.rmtree(folder)
+    return result
+
+
+def _title(source: str, overrides: tuple[str, ...]) -> str:
+    return " ".join([source, *(each for each in overrides if each not in _BRIEFLY)])

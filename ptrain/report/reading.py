@@ -1,0 +1,82 @@
+"""A result record read back: the same types as before it was written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ptrain.costs import (
+    Collective,
+    Column,
+    Estimate,
+    Footprint,
+    Peak,
+    Phase,
+    State,
+    Traffic,
+    TrafficKey,
+)
+from ptrain.report.record import Check
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """The columns of a record and its checks."""
+
+    estimates: dict[Column, Estimate]
+    checks: tuple[Check, ...]
+
+
+def read(record: Mapping[str, Any]) -> Account:
+    """Every column that the record has rows for."""
+    rows = [row for kind in ("memory", "peak", "traffic") for row in record[kind]]
+    columns = dict.fromkeys(Column(row["column"]) for row in rows)
+    return Account(
+        estimates={column: _estimate(record, column) for column in columns},
+        checks=tuple(Check(**check) for check in record["checks"]),
+    )
+
+
+def _estimate(record: Mapping[str, Any], column: Column) -> Estimate:
+    def rows(kind: str) -> list[dict[str, Any]]:
+        return [row for row in record[kind] if row["column"] == column]
+
+    return Estimate(
+        column=column,
+        world_size=record["world_size"],
+        memory=tuple(_footprint(row) for row in rows("memory")),
+        peak=tuple(_peak(row) for row in rows("peak")),
+        traffic=tuple(_traffic(row) for row in rows("traffic")),
+        undefined=record.get("undefined", {}).get(column, {}),
+    )
+
+
+def _footprint(row: Mapping[str, Any]) -> Footprint:
+    return Footprint(
+        state=State(row["state"]),
+        rank=row["rank"],
+        device_bytes=row["device_bytes"],
+        host_bytes=row["host_bytes"],
+        file_bytes=row["file_bytes"],
+    )
+
+
+def _peak(row: Mapping[str, Any]) -> Peak:
+    return Peak(phase=Phase(row["phase"]), rank=row["rank"], device_bytes=row["device_bytes"])
+
+
+def _traffic(row: Mapping[str, Any]) -> Traffic:
+    key = TrafficKey(
+        axes=tuple(row["axes"]),
+        collective=Collective(row["collective"]),
+        state=State(row["state"]),
+        phase=Phase(row["phase"]),
+        via=row.get("via"),
+    )
+    return Traffic(
+        key=key,
+        calls=row["calls"],
+        payload_bytes=row["payload_bytes"],
+        sent_bytes=row["sent_bytes"],
+    )

@@ -1,0 +1,97 @@
+"""A training as a call, for notebooks and scripts: `ptrain.run(spec, nproc=2)`.
+
+The job is `ptrain train` in a process of its own, so nothing of it (no process group, no handler)
+is left here. Torch-free.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ptrain.algebra.legality import require
+from ptrain.costs import Column
+from ptrain.errors import DoesNotFit, PtrainError, RankFailed, TrainingStopped
+from ptrain.report.reading import read
+from ptrain.report.table import summary
+from ptrain.spec.load import load
+from ptrain.spec.spec import Spec
+
+_ERRORS = {each.exit_code: each for each in (PtrainError, RankFailed, TrainingStopped)}
+_INTERRUPTED = (130, 143)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A finished training: its folder and its result record."""
+
+    folder: Path
+    record: dict[str, Any]
+
+    @property
+    def metrics(self) -> list[dict[str, float]]:
+        """One mapping per step: loss, lr, seconds, …"""
+        lines = (self.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        return [json.loads(line) for line in lines]
+
+    @property
+    def holds(self) -> bool:
+        """The verdict."""
+        return bool(self.record["verdict"] == "holds")
+
+    def __str__(self) -> str:
+        account = read(self.record)
+        measured = account.estimates.get(Column.MEASURED)
+        if measured is None:
+            return "no verdict: a steady step is the third of a run"
+        torch = self.record["versions"]["torch"]
+        return summary(account.estimates[Column.EXACT], measured, account.checks, torch=torch)
+
+
+def run(
+    spec: str | Path | Mapping[str, object] | Spec,
+    overrides: Sequence[str] = (),
+    *,
+    nproc: int | None = None,
+    run_dir: Path | None = None,
+    allow_import: bool = False,
+) -> Run:
+    """Train `spec` on `nproc` ranks of this machine (None: as many as its mesh has).
+
+    Raises SpecError or DoesNotFit before anything starts, RankFailed or TrainingStopped after.
+    """
+    source = spec.resolved if isinstance(spec, Spec) else spec
+    resolved = require(load(source, overrides, world_size=nproc)).resolved
+    with tempfile.TemporaryDirectory(prefix="ptrain-") as folder:
+        file = Path(folder) / "spec.yaml"
+        file.write_text(yaml.safe_dump(dict(resolved), sort_keys=False), encoding="utf-8")
+        return _train(file, run_dir=run_dir, allow_import=allow_import)
+
+
+def _train(file: Path, *, run_dir: Path | None, allow_import: bool) -> Run:
+    command = [sys.executable, "-m", "ptrain", "train", str(file), "--json", "--quiet"]
+    command += ["--run-dir", str(run_dir)] if run_dir else []
+    command += ["--allow-import"] if allow_import else []
+    ended = subprocess.run(
+        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+    )
+    if ended.returncode in _INTERRUPTED:
+        raise KeyboardInterrupt
+    if ended.returncode:
+        raise _error(ended.returncode, ended.stderr.strip())
+    found: dict[str, Any] = json.loads(ended.stdout)
+    return Run(Path(found["run"]["folder"]), found)
+
+
+def _error(code: int, message: str) -> PtrainError:
+    if "does not fit" in message:
+        return DoesNotFit(message)
+    return _ERRORS.get(code, RankFailed)(message or f"the training ended with status {code}")
