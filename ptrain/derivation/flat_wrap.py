@@ -109,12 +109,13 @@ class Flat:
             self.tape.add(self.buffers[unit].padded * self.e_gradients)
 
     def complete(self, gradient: Complete) -> None:
+        """Added to the unit's buffer, and gone before the unit's hook runs."""
+        if not gradient.cloned:
+            self.tape.add(-gradient.size)
         unit = self.unit_of[gradient.parameter]
         self.pending[unit] -= 1
         if self.pending[unit] == 0:
             self._finish(unit)
-        if not gradient.cloned:
-            self.tape.add(-gradient.size)
 
     def after_backward(self, unit: int) -> None:
         """A parameter that had no part in the loss leaves its unit open until the pass is over."""
@@ -203,7 +204,8 @@ class Flat:
             self._gather_spike(buffer, had, missing, self.e_parameters)
         if not buffer.is_view(now, wanted):
             part = buffer.numel((*now, *_without(wanted, now))) * self.e_parameters
-            self.tape.add(part - size)
+            self.tape.add(part)
+            self.tape.add(-size)
             size = part
         self._store(buffer)
         self.tape.add(-size)
