@@ -14,7 +14,7 @@ from typing import assert_never
 
 from ptrain.algebra.layout import ranks_over
 from ptrain.axes.data.costs import (
-    FIRST_BUCKET_BYTES,
+    bucket_caps,
     bucket_sizes,
     gathers,
     padded_rows,
@@ -59,7 +59,7 @@ def buckets(plan: Plan, wrap: Replicate, facts: ModelFacts) -> list[int]:
     numel = {tensor.name: tensor.numel for tensor in facts.tensors}
     return bucket_sizes(
         (numel[name] * itemsize for name in facts.gradient_order),
-        (FIRST_BUCKET_BYTES, wrap.bucket_bytes),
+        bucket_caps(wrap.bucket_bytes),
     )
 
 

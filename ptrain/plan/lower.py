@@ -1,8 +1,8 @@
 """Lowering: from a product of placements to the steps that execute it.
 
 The wrapper follows from the modes of the states alone. Three forms have a torch part of their own
-(one device, everything replicated, Theta gathered with Omega and G on the same shards); every
-other legal tuple runs as flat units with one handler per state.
+(one device, everything replicated, Theta gathered with Omega and G on the same shards, replicas
+outside them); every other legal tuple runs as flat units with one handler per state.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _wrap(spec: Spec, data: tuple[Factor, ...]) -> Wrap:
     sharded = tuple(factor.axis for factor in data if modes(factor) == _FULLY_SHARDED)
     if len(whole) == len(data):
         return Replicate(axes=whole, bucket_bytes=spec.bucket_bytes)
-    if sharded and len(whole) + len(sharded) == len(data):
+    if sharded and whole + sharded == tuple(factor.axis for factor in data):
         return FullyShard(
             shard_axes=sharded,
             replicate_axes=whole,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.nn.parallel.distributed import _BucketCapacityConfig
 
-from ptrain.axes.data.costs import bucket_sizes
+from ptrain.axes.data.costs import STOCK_BUCKET_BYTES, bucket_caps, bucket_sizes
 
 numels = st.lists(st.integers(min_value=1, max_value=400), min_size=1, max_size=40)
 caps = st.lists(st.integers(min_value=4, max_value=2000), min_size=1, max_size=2)
@@ -26,6 +28,14 @@ def test_buckets_close_as_in_torch(numel, limits):
 
 def test_the_first_cap_holds_once_and_the_last_for_all_that_follow():
     assert bucket_sizes([6, 6, 6, 6, 6, 6, 6], (10, 20)) == [12, 24, 6]
+
+
+@pytest.mark.parametrize("megabytes", [None, 1, 40])
+def test_caps_are_those_that_torch_hands_its_reducer(megabytes):
+    config = _BucketCapacityConfig.create(megabytes, None, False)
+    torchs = (config.first_bucket_bytes_cap, config.bucket_bytes_cap)
+    ours = bucket_caps(STOCK_BUCKET_BYTES if megabytes is None else megabytes * 2**20)
+    assert (ours[0], ours[-1]) == torchs
 
 
 def test_no_tensors_make_no_bucket():

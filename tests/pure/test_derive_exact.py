@@ -164,7 +164,7 @@ def test_replicas_reduce_with_every_reduce_scatter():
 def test_replicated_gradients_are_reduced_in_buckets_once_a_step():
     facts = make_facts(((300_000,), (10,)), ((200_000,), (100_000,)))
     held = exact(WHOLE, facts=facts, accumulate=4, bucket_bytes=10**6)
-    # backwards: 0.4 + 0.8 MB reach 1 MiB; 40 B + 1.2 MB reach 1 MB
+    # backwards: 0.4 + 0.8 MB reach the cap; 40 B + 1.2 MB reach it again
     assert calls(held)[AR, G, BACKWARD] == (2, 4 * 600_010)
     (setup,) = [row for row in held.traffic if row.key.phase is Phase.SETUP]
     assert (setup.calls, setup.payload_bytes) == (2, 4 * (4 + 2 + 1) + 4 * 2)

@@ -54,6 +54,11 @@ def test_any_other_tuple_becomes_flat_units(placement):
     assert isinstance(lower(make_spec({Axis.DP_SHARD: (2, placement)}), UNITS).wrap, FlatUnits)
 
 
+def test_replicas_inside_shards_are_flat_units_for_fully_shard_wants_them_outside():
+    mesh = {Axis.DP_REPLICATE: (2, GATHERED), Axis.DP_SHARD: (2, WHOLE)}
+    assert isinstance(lower(make_spec(mesh), UNITS).wrap, FlatUnits)
+
+
 def test_an_optimizer_sharded_over_both_axes_is_flat_units():
     mesh = {Axis.DP_REPLICATE: (2, ZERO_1), Axis.DP_SHARD: (2, GATHERED)}
     plan = lower(make_spec(mesh), UNITS)

@@ -29,6 +29,8 @@ from ptrain.interpreter.registry import Registry
 from ptrain.plan.step import FlatUnits, FullyShard, LocalGradients, Replicate, Wrap
 from ptrain.spec.batch import GradientSync
 
+_STOCK_BUCKET_MB = 25
+
 Named = dict[str, torch.Tensor]
 
 
@@ -184,7 +186,7 @@ class ReplicatedWrap(ParameterWrap):
                 model,
                 device_ids=[device.index] if device.type == "cuda" else None,
                 process_group=mesh.group(step.axes),
-                bucket_cap_mb=step.bucket_bytes / 2**20,
+                bucket_cap_mb=_bucket_cap_mb(step),
                 broadcast_buffers=False,
                 gradient_as_bucket_view=True,
                 init_sync=False,
@@ -209,6 +211,12 @@ class ReplicatedWrap(ParameterWrap):
                 target.parameter.grad.zero_()
             else:
                 target.parameter.grad = None
+
+
+def _bucket_cap_mb(step: Replicate) -> float | None:
+    """None for torch's own size, with which it keeps the first bucket small."""
+    cap = step.bucket_bytes / 2**20
+    return None if cap == _STOCK_BUCKET_MB else cap
 
 
 class FullyShardedWrap(ParameterWrap):

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from ptrain.spec.batch import GradientSync, SyncPolicy
 from ptrain.units import ceil_div
 
-FIRST_BUCKET_BYTES = 2**20  # DDP's first bucket is small, so that the first reduction starts early
+STOCK_BUCKET_BYTES = 25 * 2**20
+FIRST_BUCKET_BYTES = 2**20  # of the stock buckets: small, so that the first reduction starts early
 
 
 def row_numel(shape: tuple[int, ...]) -> int:
@@ -59,6 +60,13 @@ def gathers(sync: SyncPolicy, micro_batches: int) -> Gathers:
 def reductions(sync: SyncPolicy, micro_batches: int) -> int:
     """How often a unit's gradients are reduced in a step."""
     return 1 if sync.gradients is GradientSync.LAST else micro_batches
+
+
+def bucket_caps(bucket_bytes: int) -> tuple[int, ...]:
+    """DDP's caps in the order of its buckets; a size of the user's own holds for the first too."""
+    if bucket_bytes == STOCK_BUCKET_BYTES:
+        return (FIRST_BUCKET_BYTES, STOCK_BUCKET_BYTES)
+    return (bucket_bytes,)
 
 
 def bucket_sizes(tensor_bytes: Iterable[int], caps: Sequence[int]) -> list[int]:
