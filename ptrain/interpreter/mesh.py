@@ -73,8 +73,8 @@ class Mesh:
         """Process group name -> axes, for whoever watches collectives."""
         if self.device_mesh is None:
             return {}
-        for axis in self.axes:
-            self.group((axis,))
+        for axes in (*((axis,) for axis in self.axes), *self._submeshes):
+            self.group(axes)
         return {group.group_name: tuple(map(str, axes)) for axes, group in self._groups.items()}
 
 
