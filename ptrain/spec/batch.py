@@ -1,4 +1,4 @@
-"""How many samples a step takes and how they are split (gbs = micro x accumulation x data degree)."""
+"""How many samples a step takes, and how they are split over micro-batches and data ranks."""
 
 from __future__ import annotations
 

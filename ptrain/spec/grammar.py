@@ -7,7 +7,7 @@ makes the `Spec` of them. Defaults are those of the resolved spec.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Annotated, Any
 
 from ptrain.spec.grammar_parts import (
@@ -35,11 +35,13 @@ from ptrain.spec.leaf import (
     Text,
     Truth,
     Whole,
+    meanings,
+    section,
 )
 from ptrain.spec.placement import Mode, R
 
 MAX_DEGREE = 2**17
-_MODE = {"oneOf": [{"const": mode, "description": text} for mode, text in MODE_MEANINGS.items()]}
+_MODE = meanings(MODE_MEANINGS)
 _TUPLE_TEXTS = (
     {"type": "string", "description": "a strategy's name, or the modes in the order Θ,Ω,G,A"},
     {
@@ -52,11 +54,9 @@ _TUPLE_TEXTS = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
+@section
 class MeshRaw:
     """The ranks as a product of axes, outermost first. An axis of degree 1 vanishes."""
-
-    __pydantic_config__ = {"extra": "forbid"}
 
     pp: Annotated[
         int | str | None,
@@ -93,11 +93,9 @@ class MeshRaw:
     ] = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@section
 class TupleRaw:
     """One tuple (Θ, Ω, G, A): the mode of each state on one axis (Definition 2)."""
-
-    __pydantic_config__ = {"extra": "forbid"}
 
     parameters: Annotated[Mode, ModeText("Θ, the model's parameters")]
     optimizer: Annotated[Mode, ModeText("Ω, the optimizer's state, master copies included")]
@@ -105,11 +103,9 @@ class TupleRaw:
     activations: Annotated[Mode, ModeText("A, what forward saves for backward")]
 
 
-@dataclass(frozen=True, kw_only=True)
+@section
 class ExpertTupleRaw:
     """The tuples of expert parallelism: one for the experts, one for the rest."""
-
-    __pydantic_config__ = {"extra": "forbid"}
 
     experts: Annotated[Any, Reserved("the experts' tuple", {"type": ["object", "string"]})] = None
     rest: Annotated[Any, Reserved("everybody else's tuple", {"type": ["object", "string"]})] = None
@@ -131,11 +127,9 @@ TP_TUPLE = _tuple("the tuple on tp: a strategy's name or the modes")
 DP_TUPLE = _tuple("the tuple of `mesh.dp`: a strategy's name or the modes")
 
 
-@dataclass(frozen=True, kw_only=True)
+@section
 class PlacementRaw:
     """One tuple per axis of the mesh: a strategy's name, or the modes."""
-
-    __pydantic_config__ = {"extra": "forbid"}
 
     pp: Annotated[TupleRaw | None, PP_TUPLE] = None
     dp_replicate: Annotated[TupleRaw | None, DP_REPLICATE_TUPLE] = None
@@ -149,21 +143,17 @@ class PlacementRaw:
     dp: Annotated[TupleRaw | None, DP_TUPLE] = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@section
 class PipelineRaw:
     """How micro-batches flow through the stages."""
-
-    __pydantic_config__ = {"extra": "forbid"}
 
     schedule: Annotated[str | None, Text("naive, gpipe, 1f1b, bfs, interleaved, zbv …")] = None
     stages: Annotated[int | None, Whole("stages over all ranks of pp", 1, 10_000)] = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@section
 class OffloadRaw:
     """Where offloaded states go, and who updates them."""
-
-    __pydantic_config__ = {"extra": "forbid"}
 
     tier: Annotated[
         str | None, Choice("where to", {"host": "the host's memory", "file": "a file (NVMe)"})
@@ -179,11 +169,9 @@ _TRUTH_OR_COUNT = {"type": ["boolean", "integer"]}
 _WORD_OR_MAPPING = {"type": ["string", "object"]}
 
 
-@dataclass(frozen=True, kw_only=True)
+@section
 class SpecRaw:
     """A spec: the model, the mesh of ranks and how each state is placed on it."""
-
-    __pydantic_config__ = {"extra": "forbid", "title": "ptrain spec"}
 
     name: Annotated[
         str | None,
@@ -203,13 +191,13 @@ class SpecRaw:
             also=({"type": "string", "description": "a strategy's name"},),
         ),
     ] = None
-    precision: Annotated[
-        PrecisionRaw, Section(PrecisionRaw, "bytes per element of each state")
-    ] = field(default_factory=PrecisionRaw)
+    precision: Annotated[PrecisionRaw, Section(PrecisionRaw, "bytes per element of each state")] = (
+        field(default_factory=PrecisionRaw)
+    )
     batch: Annotated[BatchRaw, Section(BatchRaw, "samples per step and how they are split")]
-    optimizer: Annotated[
-        OptimizerRaw, Section(OptimizerRaw, "the update and its schedule")
-    ] = field(default_factory=OptimizerRaw)
+    optimizer: Annotated[OptimizerRaw, Section(OptimizerRaw, "the update and its schedule")] = (
+        field(default_factory=OptimizerRaw)
+    )
     data: Annotated[DataRaw, Section(DataRaw, "what is read")] = field(default_factory=DataRaw)
     train: Annotated[TrainRaw, Section(TrainRaw, "how long, and from which seed")] = field(
         default_factory=TrainRaw
@@ -233,12 +221,14 @@ class SpecRaw:
     ] = field(default_factory=CheckpointRaw)
     timeout: Annotated[
         TimeoutRaw,
-        Section(TimeoutRaw, "seconds until a silent rank counts as hung", also=({"type": "number"},)),
+        Section(
+            TimeoutRaw, "seconds until a silent rank counts as hung", also=({"type": "number"},)
+        ),
     ] = field(default_factory=TimeoutRaw)
     log: Annotated[LogRaw, Section(LogRaw, "what is printed")] = field(default_factory=LogRaw)
-    profile: Annotated[
-        list[int], Numbers("steps whose trace is written", 0, 10**9, whole=True)
-    ] = field(default_factory=list)
+    profile: Annotated[list[int], Numbers("steps whose trace is written", 0, 10**9, whole=True)] = (
+        field(default_factory=list)
+    )
     device: Annotated[
         str,
         Choice(
@@ -259,7 +249,7 @@ class SpecRaw:
     ] = "auto"
     deterministic: Annotated[bool, Truth("only algorithms that repeat to the bit")] = False
     reduce_scatter: Annotated[
-        str | bool,
+        str,
         Choice(
             "how gradients are reduced to shards",
             {
@@ -293,9 +283,7 @@ class SpecRaw:
     recompute: Annotated[
         Any, Reserved("which operators backward computes again", _WORD_OR_MAPPING)
     ] = "none"
-    pipeline: Annotated[
-        PipelineRaw | None, Section(PipelineRaw, "the schedule over stages")
-    ] = None
+    pipeline: Annotated[PipelineRaw | None, Section(PipelineRaw, "the schedule over stages")] = None
     expert: Annotated[Any, Reserved("how experts are chosen and placed", {"type": "object"})] = None
     attention: Annotated[
         str,
@@ -325,7 +313,9 @@ class SpecRaw:
     ] = None
     overlap: Annotated[
         str | None,
-        Choice("communication beside computation", {"none": "one by one", "backward": "in backward"}),
+        Choice(
+            "communication beside computation", {"none": "one by one", "backward": "in backward"}
+        ),
     ] = None
     prefetch: Annotated[int | None, Whole("units gathered ahead", 0, 10_000)] = None
     gather_after_update: Annotated[
@@ -344,4 +334,3 @@ class SpecRaw:
     consistency_every: Annotated[
         int, Whole("compare the ranks' states every so many steps (0: never)", 0, 10**9)
     ] = 0
-

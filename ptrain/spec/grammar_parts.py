@@ -5,12 +5,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Annotated, Any
 
 from pydantic import Field
 
-from ptrain.spec.leaf import Choice, Free, Numbers, Real, Reserved, Size, Text, Truth, Whole
+from ptrain.spec.leaf import (
+    Choice,
+    Free,
+    Numbers,
+    Real,
+    Reserved,
+    Size,
+    Text,
+    Truth,
+    Whole,
+    section,
+)
 from ptrain.spec.spec import (
     CheckpointSpec,
     DataSpec,
@@ -26,11 +37,9 @@ _DTYPES = {"fp32": "4 bytes", "bf16": "2 bytes", "fp16": "2 bytes, loss scaling"
 _NAME_OR_FILE = r"[^\x00-\x1f]{1,300}"
 
 
-@dataclass(frozen=True, kw_only=True)
+@section
 class ModelRaw:
     """Which model: a preset and shape fields that override it; or hf; or target."""
-
-    __pydantic_config__ = {"extra": "forbid"}
 
     preset: Annotated[
         str | None, Text("a model of specs/models, or a file of shape fields", _NAME_OR_FILE)
@@ -71,11 +80,9 @@ class ModelRaw:
     arguments: Annotated[dict[str, object] | None, Free("keyword arguments of target")] = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@section
 class PrecisionRaw:
     """A layout: bytes per element of parameters, gradients and optimizer state."""
-
-    __pydantic_config__ = {"extra": "forbid"}
 
     layout: Annotated[
         str | None,
@@ -102,11 +109,9 @@ class PrecisionRaw:
     moments: Annotated[str | None, Choice("dtype of the moments", _DTYPES)] = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@section
 class BatchRaw:
     """global = micro x accumulate x data degree, in samples of `sequence` tokens."""
-
-    __pydantic_config__ = {"extra": "forbid"}
 
     global_: Annotated[
         int | str | None,
@@ -128,26 +133,22 @@ class BatchRaw:
     ] = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@section
 class ScheduleRaw:
     """The learning rate over the steps: linear warm-up, then constant or cosine."""
-
-    __pydantic_config__ = {"extra": "forbid"}
 
     warmup: Annotated[int, Whole("steps of linear warm-up", 0, 10**9)] = _OPTIMIZER.warmup
     decay_steps: Annotated[
         int, Whole("the step at which the cosine ends; 0: constant after warm-up", 0, 10**9)
     ] = _OPTIMIZER.decay_steps
-    min_lr_ratio: Annotated[
-        float, Real("where the cosine ends, as a part of lr", 0.0, 1.0)
-    ] = _OPTIMIZER.min_lr_ratio
+    min_lr_ratio: Annotated[float, Real("where the cosine ends, as a part of lr", 0.0, 1.0)] = (
+        _OPTIMIZER.min_lr_ratio
+    )
 
 
-@dataclass(frozen=True, kw_only=True)
+@section
 class OptimizerRaw:
     """The update of the parameters."""
-
-    __pydantic_config__ = {"extra": "forbid"}
 
     name: Annotated[
         str,
@@ -161,13 +162,13 @@ class OptimizerRaw:
         ),
     ] = _OPTIMIZER.name
     lr: Annotated[float, Real("the highest learning rate", 0.0, 1e6, open=True)] = _OPTIMIZER.lr
-    betas: Annotated[
-        list[float], Numbers("adamw's two decay rates", 0.0, 0.999999, count=2)
-    ] = field(default_factory=lambda: list(_OPTIMIZER.betas))
+    betas: Annotated[list[float], Numbers("adamw's two decay rates", 0.0, 0.999999, count=2)] = (
+        field(default_factory=lambda: list(_OPTIMIZER.betas))
+    )
     eps: Annotated[float, Real("adamw's epsilon", 0.0, 1.0, open=True)] = _OPTIMIZER.eps
-    weight_decay: Annotated[
-        float, Real("decoupled weight decay", 0.0, 1e3)
-    ] = _OPTIMIZER.weight_decay
+    weight_decay: Annotated[float, Real("decoupled weight decay", 0.0, 1e3)] = (
+        _OPTIMIZER.weight_decay
+    )
     momentum: Annotated[float, Real("sgd's momentum", 0.0, 0.999999)] = _OPTIMIZER.momentum
     schedule: ScheduleRaw = field(default_factory=ScheduleRaw)
     clip: Annotated[
@@ -176,11 +177,9 @@ class OptimizerRaw:
     ] = _OPTIMIZER.clip
 
 
-@dataclass(frozen=True, kw_only=True)
+@section
 class DataRaw:
     """What is read: a built-in corpus, or a file of tokens."""
-
-    __pydantic_config__ = {"extra": "forbid"}
 
     corpus: Annotated[
         str | None,
@@ -192,65 +191,53 @@ class DataRaw:
             },
         ),
     ] = None
-    path: Annotated[
-        str | None, Text("a memory-mapped token file of your own", null=True)
-    ] = _DATA.path
+    path: Annotated[str | None, Text("a memory-mapped token file of your own", null=True)] = (
+        _DATA.path
+    )
     tokenizer: Annotated[
         str, Choice("how text becomes tokens", {"bytes": "256 bytes and 3 specials, vocab 259"})
     ] = _DATA.tokenizer
 
 
-@dataclass(frozen=True, kw_only=True)
+@section
 class TrainRaw:
     """How long, and from which seed."""
 
-    __pydantic_config__ = {"extra": "forbid"}
-
     steps: Annotated[int, Whole("updates of the parameters", 1, 10**9)] = _TRAIN.steps
-    seed: Annotated[
-        int, Whole("of weights, samples and dropout", 0, 2**63 - 1)
-    ] = _TRAIN.seed
+    seed: Annotated[int, Whole("of weights, samples and dropout", 0, 2**63 - 1)] = _TRAIN.seed
 
 
-@dataclass(frozen=True, kw_only=True)
+@section
 class EvalRaw:
     """The mean loss of text that is never trained on."""
-
-    __pydantic_config__ = {"extra": "forbid"}
 
     every: Annotated[int, Whole("steps between two; 0: never", 0, 10**9)] = _EVAL.every
     batches: Annotated[int, Whole("global batches each time", 1, 10**6)] = _EVAL.batches
 
 
-@dataclass(frozen=True, kw_only=True)
+@section
 class CheckpointRaw:
     """When the state is saved."""
-
-    __pydantic_config__ = {"extra": "forbid"}
 
     at_end: Annotated[bool, Truth("once, when the training is done")] = _CHECKPOINT.at_end
     every: Annotated[int, Whole("steps between two; 0: never", 0, 10**9)] = _CHECKPOINT.every
 
 
-@dataclass(frozen=True, kw_only=True)
+@section
 class TimeoutRaw:
     """Seconds until a silent rank counts as hung."""
 
-    __pydantic_config__ = {"extra": "forbid"}
-
-    init: Annotated[
-        float, Real("for the meeting of the ranks", 0.0, 10**6, open=True)
-    ] = _TIMEOUT.init
-    step: Annotated[
-        float, Real("for every collective after it", 0.0, 10**6, open=True)
-    ] = _TIMEOUT.step
+    init: Annotated[float, Real("for the meeting of the ranks", 0.0, 10**6, open=True)] = (
+        _TIMEOUT.init
+    )
+    step: Annotated[float, Real("for every collective after it", 0.0, 10**6, open=True)] = (
+        _TIMEOUT.step
+    )
 
 
-@dataclass(frozen=True, kw_only=True)
+@section
 class LogRaw:
     """What is printed."""
-
-    __pydantic_config__ = {"extra": "forbid"}
 
     every: Annotated[int, Whole("steps between two lines", 1, 10**9)] = 10
 
@@ -258,11 +245,9 @@ class LogRaw:
 _SYNC_ABOUT = "gathered parameters are given back after forward (true), kept (false), or n blocks"
 
 
-@dataclass(frozen=True, kw_only=True)
+@section
 class SyncRaw:
     """The accumulation's policy: from 3K units moved per step (every) down to K + 1."""
-
-    __pydantic_config__ = {"extra": "forbid"}
 
     gradients: Annotated[
         str | None,
@@ -279,11 +264,9 @@ class SyncRaw:
     ] = True
 
 
-@dataclass(frozen=True, kw_only=True)
+@section
 class ClusterRaw:
     """What the job runs on: a preset and fields that override it."""
-
-    __pydantic_config__ = {"extra": "forbid"}
 
     preset: Annotated[
         str | None, Text("a cluster of specs/clusters, or a file of its fields", _NAME_OR_FILE)

@@ -12,13 +12,24 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar, dataclass_transform
 
-from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic import ConfigDict, GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from ptrain.spec.placement import Mode
 from ptrain.units import parse_bytes
+
+Kind = TypeVar("Kind")
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
+def section(kind: type[Kind]) -> type[Kind]:
+    """A mapping of the grammar: a frozen dataclass that takes no unknown keys. Nothing compares or
+    prints it, and each method that is not generated saves time at every start."""
+    made = dataclass(frozen=True, kw_only=True, eq=False, repr=False)(kind)
+    made.__pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[attr-defined]  # pydantic's
+    return made
 
 
 def describe(value: object) -> str:
@@ -52,7 +63,7 @@ def refuse(finding: str, remedy: str = "") -> NoReturn:
     raise PydanticCustomError("spec", "{finding}", {"finding": finding, "remedy": remedy})
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Leaf:
     """One kind of value; `about` is the hover text of its key."""
 
@@ -77,7 +88,7 @@ class Leaf:
         return {**self.schema(), "description": self.about}
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Whole(Leaf):
     """An integer in `low..high`; `words` are texts that stand beside numbers (`auto`)."""
 
@@ -99,7 +110,7 @@ class Whole(Leaf):
         return _one_of(number, *({"const": word} for word in self.words))
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Real(Leaf):
     """A finite number in `low..high`, without `low` itself when it is `open`."""
 
@@ -118,10 +129,8 @@ class Real(Leaf):
         refuse(f"must be {self._range()}{null}; got {describe(value)}", _unquote(value))
 
     def _inside(self, value: float) -> bool:
-        finite = abs(value) < 10**300
-        return finite and (value > self.low or (value == self.low and not self.open)) and (
-            value <= self.high
-        )
+        above = value > self.low if self.open else value >= self.low
+        return above and value <= self.high and abs(value) < 10**300
 
     def _range(self) -> str:
         low = f"{'>' if self.open else '>='} {self.low:g}"
@@ -137,7 +146,7 @@ class Real(Leaf):
         return _one_of(number, *([{"type": "null"}] if self.null else []))
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Truth(Leaf):
     """true or false. YAML 1.2: `on`, `off`, `yes` and `no` are texts."""
 
@@ -150,7 +159,7 @@ class Truth(Leaf):
         return {"type": "boolean"}
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Choice(Leaf):
     """One word of a closed set; the mapping gives each word its meaning."""
 
@@ -166,10 +175,10 @@ class Choice(Leaf):
         )
 
     def schema(self) -> dict[str, Any]:
-        return {"oneOf": [{"const": word, "description": text} for word, text in self.words.items()]}
+        return meanings(self.words)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Text(Leaf):
     """A text that matches `pattern`, which `kind` describes."""
 
@@ -189,7 +198,7 @@ class Text(Leaf):
         return _one_of(text, *([{"type": "null"}] if self.null else []))
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Size(Leaf):
     """Bytes, as a number or with a unit; `rate` reads `450 GB/s` too; `words` stand beside it."""
 
@@ -219,7 +228,7 @@ class Size(Leaf):
         return _one_of(text, number, *({"const": word} for word in self.words))
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Numbers(Leaf):
     """A list of `count` numbers (any count when 0) in `low..high`; whole ones if `whole`."""
 
@@ -249,7 +258,7 @@ class Numbers(Leaf):
         return _one_of(many, *([items] if self.whole else []))
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Free(Leaf):
     """A mapping whose keys are not ours: arguments of a user's function."""
 
@@ -262,7 +271,7 @@ class Free(Leaf):
         return {"type": "object"}
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Reserved(Leaf):
     """A key that the grammar knows and nothing executes yet: any of these JSON types."""
 
@@ -290,7 +299,7 @@ MODE_MEANINGS = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class ModeText(Leaf):
     """A mode of Definition 2 with its tier."""
 
@@ -308,10 +317,10 @@ class ModeText(Leaf):
         )
 
     def schema(self) -> dict[str, Any]:
-        return {"oneOf": [{"const": m, "description": text} for m, text in MODE_MEANINGS.items()]}
+        return meanings(MODE_MEANINGS)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Section:
     """A nested mapping of the grammar; `also` is what may stand for it in a file."""
 
@@ -330,6 +339,11 @@ class Section:
         return {**_one_of(handler(core), *self.also), "description": self.about}
 
 
+def meanings(words: Mapping[str, str]) -> dict[str, Any]:
+    """Words that an editor completes, each with its meaning as hover text."""
+    return {"oneOf": [{"const": word, "description": text} for word, text in words.items()]}
+
+
 def _one_of(*shapes: dict[str, Any]) -> dict[str, Any]:
     return dict(shapes[0]) if len(shapes) == 1 else {"anyOf": list(shapes)}
 
@@ -343,7 +357,8 @@ def _unquote(value: object) -> str:
 
 
 def _quote(value: object) -> str:
-    return "" if isinstance(value, str | list | dict | None) else "put it in quotes to make it a text"
+    is_plain = isinstance(value, bool | int | float)
+    return "put it in quotes to make it a text" if is_plain else ""
 
 
 def _bytes(value: object, *, rate: bool) -> int | None:

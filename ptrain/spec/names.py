@@ -44,9 +44,7 @@ def names() -> Names:
 def listing(*folders: str) -> dict[str, Path]:
     """Name -> file of everything in these folders of `specs/`."""
     return {
-        path.stem: path
-        for folder in folders
-        for path in sorted((root() / folder).glob("*.yaml"))
+        path.stem: path for folder in folders for path in sorted((root() / folder).glob("*.yaml"))
     }
 
 
@@ -71,7 +69,11 @@ def missing(name: str, kind: str, *folders: str) -> tuple[str, str]:
     known = tuple(listing(*folders))
     if kind in ("spec", "strategy") and name in names().not_yet:
         today = ", ".join(listing("strategies"))
-        return f"the strategy {name!r} is not executed yet", f"these are: {today}"
+        return f"not yet: nothing executes {name!r}", f"what works today: {today}"
+    for other in {"models", "clusters"}.difference(folders):
+        if name in listing(other):
+            section = other.removesuffix("s")
+            return f"{name!r} is a {section}, not a {kind}", f"write {section}.preset={name}"
     guess = nearest(name, [*known, *(names().aliases if kind != "model" else ())])
     hint = f"did you mean {guess!r}? " if guess else ""
     return f"there is no {kind} named {name!r}", f"{hint}known: {', '.join(known)}; or give a file"

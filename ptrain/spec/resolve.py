@@ -33,7 +33,7 @@ from ptrain.spec.write import to_mapping
 
 @dataclass(slots=True, kw_only=True)
 class Findings:
-    """Collects faults while sections are resolved; `world_size` is the number of ranks, if known."""
+    """Collects faults while sections are resolved. `world_size`: the ranks that were started."""
 
     tree: Tree
     world_size: int | None
@@ -51,14 +51,16 @@ def resolve(raw: SpecRaw, tree: Tree, name: str, world_size: int | None) -> Spec
     found = Findings(tree=tree, world_size=world_size, folder=folder, faults={})
     order = tree.root.get("mesh") if isinstance(tree.root, dict) else None
     factors = _factors(raw, tuple(order) if isinstance(order, dict) else (), found)
-    degree = math.prod(f.degree for f in factors if f.axis in DATA_AXES) if factors is not None else 0
-    batch = resolve_batch(raw.batch, degree, found) if degree else None
+    batch = None
+    if factors is not None:
+        data_degree = math.prod(factor.degree for factor in factors if factor.axis in DATA_AXES)
+        batch = resolve_batch(raw.batch, data_degree, found)
     model = resolve_model(raw.model, found)
     cluster = resolve_cluster(raw.cluster, found)
     data = resolve_data(raw.data, found)
     if found.faults:
         raise SpecError(*found.faults.values())
-    assert factors is not None and batch and model and data, "no faults, so every section has a value"
+    assert factors is not None and batch and model and data, "no faults: every section is there"
     spec = Spec(
         name=raw.name or name,
         model=model,
@@ -122,7 +124,8 @@ def _factors(raw: SpecRaw, order: tuple[str, ...], found: Findings) -> tuple[Fac
             finding = f"the placement has a tuple for {axis}, and the mesh has no such axis"
             remedy = f"write mesh: {{{axis}: N}} (1 is a degree too), or remove the tuple"
             found.add(f"placement.{axis}", finding, remedy)
-    return None if any(route[0] in ("mesh", "placement") for route in found.faults) else tuple(factors)
+    sound = not any(route[0] in ("mesh", "placement") for route in found.faults)
+    return tuple(factors) if sound else None
 
 
 def _placement(raw: object) -> Placement:

@@ -60,20 +60,21 @@ def _preset(raw: Raw, section: str, found: Report) -> Raw | None:
 
 
 def resolve_model(raw: ModelRaw, found: Report) -> ModelSpec | None:
-    shape_keys = [
-        f.name
-        for f in fields(raw)
-        if f.name not in ("hf", "config", "target", "arguments") and getattr(raw, f.name) is not None
-    ]
     if raw.target is not None:
-        if shape_keys:
-            finding = f"target gives the whole model; {shape_keys[0]} belongs to a built-in one"
-            found.add(f"model.{shape_keys[0]}", finding, "put it into model.arguments, or remove it")
+        for key in _written(raw, besides=("target", "arguments")):
+            finding = f"target gives the whole model; {key} belongs to a built-in one"
+            found.add(f"model.{key}", finding, "put it into model.arguments, or remove it")
         return ExternalModel(target=raw.target, arguments=raw.arguments or {})
     if raw.arguments is not None:
-        found.add("model.arguments", "arguments belong to a target", "add model.target, or remove it")
+        finding = "arguments belong to a target"
+        found.add("model.arguments", finding, "add model.target, or remove it")
     merged = _preset(raw, "model", found)
     return _shape(merged, found) if merged else None
+
+
+def _written(raw: ModelRaw, besides: tuple[str, ...]) -> list[str]:
+    names = [f.name for f in fields(raw) if f.name not in besides]
+    return [name for name in names if getattr(raw, name) is not None]
 
 
 def _shape(raw: ModelRaw, found: Report) -> ModelShape | None:
@@ -107,7 +108,8 @@ def _heads_divide(shape: ModelShape, found: Report) -> bool:
         found.add("model.heads", finding, f"choose from {_divisors(shape.hidden, shape.heads)}")
     elif shape.heads % shape.kv_heads:
         finding = f"kv_heads={shape.kv_heads} does not divide heads={shape.heads}"
-        found.add("model.kv_heads", finding, f"choose from {_divisors(shape.heads, shape.kv_heads)}")
+        remedy = f"choose from {_divisors(shape.heads, shape.kv_heads)}"
+        found.add("model.kv_heads", finding, remedy)
     elif shape.family is Family.LLAMA and shape.head_dim % 2:
         finding = f"hidden / heads = {shape.head_dim} is odd, and rotary positions turn pairs"
         found.add("model.heads", finding, "choose heads so that hidden / heads is even")
@@ -218,7 +220,6 @@ def resolve_cluster(raw: ClusterRaw | None, found: Report) -> Cluster | None:
         found.add("cluster", finding, f"add them, or write a preset: {presets}")
         return None
     assert merged.devices and merged.device_memory and merged.intra_node_bandwidth, "checked above"
-    default = Cluster.__dataclass_fields__
     return Cluster(
         name=merged.name or "cluster",
         devices=merged.devices,
@@ -226,9 +227,9 @@ def resolve_cluster(raw: ClusterRaw | None, found: Report) -> Cluster | None:
         device_memory=merged.device_memory,
         intra_node_bandwidth=float(merged.intra_node_bandwidth),
         inter_node_bandwidth=float(merged.inter_node_bandwidth or merged.intra_node_bandwidth),
-        intra_node_latency=_or(merged.intra_node_latency, default["intra_node_latency"].default),
-        inter_node_latency=_or(merged.inter_node_latency, default["inter_node_latency"].default),
-        flops=_or(merged.flops, default["flops"].default),
+        intra_node_latency=_or(merged.intra_node_latency, 5e-6),
+        inter_node_latency=_or(merged.inter_node_latency, 10e-6),
+        flops=_or(merged.flops, 0.0),
     )
 
 

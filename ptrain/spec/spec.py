@@ -48,7 +48,7 @@ class TrainSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalSpec:
-    """Every `every` steps (0: never) the mean loss of `batches` global batches that are held out."""
+    """Every `every` steps (0: never) the mean loss of `batches` held-out global batches."""
 
     every: int = 0
     batches: int = 4

@@ -87,8 +87,9 @@ def read(path: Path) -> Tree:
         with path.open("rb") as file:
             data = file.read(MAX_BYTES + 1)
     except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise _unreadable(source, reason.lower(), "`ptrain specs` lists the built-in specs") from None
+        reason = getattr(error, "strerror", None) or str(error)
+        remedy = "`ptrain specs` lists the built-in specs"
+        raise _unreadable(source, reason.lower(), remedy) from None
     if len(data) > MAX_BYTES:
         raise _unreadable(source, "it is larger than 1 MiB", "a spec is a short YAML file")
     if b"\0" in data:
@@ -152,7 +153,7 @@ class _Builder:
                     num_documents += 1
                     if num_documents > 1:
                         remedy = "one file holds one spec: remove `---`"
-                        self._fault(event, "", "a second document begins here", remedy)
+                        self._fault(event, (), "a second document begins here", remedy)
                         break
                 elif isinstance(event, yaml.NodeEvent):
                     root = self._value(event, ())
@@ -237,14 +238,13 @@ class _Builder:
             remedy = "a mode that begins with a star is written S*; other texts are quoted"
         self.faults.append(place.fault("", f"not valid YAML: {problem}", remedy))
 
-    def _fault(
-        self, event: yaml.Event, route: Route | str, finding: str, remedy: str
-    ) -> None:
+    def _fault(self, event: yaml.Event, route: Route, finding: str, remedy: str) -> None:
         place = ".".join(route)
         self.faults.append(self._mark(event).fault(place, finding, remedy))
 
     def _mark(self, event: yaml.Event) -> Mark:
         mark = event.start_mark
+        assert mark is not None, "the parser marks every event"
         return self._at(mark.line, mark.column)
 
     def _at(self, line: int, column: int) -> Mark:

@@ -1,0 +1,27 @@
+"""`ptrain schema`: the JSON Schema of specs, printed or written to a file."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+
+from ptrain.errors import PtrainError
+from ptrain.spec.schema import schema_text
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write it there instead")
+    parser.add_argument(
+        "--json", action="store_true", help="accepted for uniformity: a schema is JSON"
+    )
+
+
+def run(args: Namespace) -> int:
+    if args.out is None:
+        print(schema_text(), end="")
+        return 0
+    try:
+        args.out.write_text(schema_text(), encoding="utf-8")
+    except OSError as error:
+        raise PtrainError(f"{args.out}: cannot write: {error.strerror}") from None
+    return 0

@@ -1,0 +1,124 @@
+"""`ptrain specs`: list the built-in specs, models and clusters; `ptrain specs show NAME [a.b=c]`:
+one of them, resolved, as YAML that can be saved and run."""
+
+from __future__ import annotations
+
+import json
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+
+from ptrain.errors import PtrainError
+from ptrain.spec.load import expand, load
+from ptrain.spec.names import SPEC_FOLDERS, listing, names
+from ptrain.spec.text import read
+from ptrain.spec.write import to_yaml
+
+Row = dict[str, object]
+_PRESETS = ("models", "clusters")
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "words",
+        nargs="*",
+        metavar="show NAME [a.b=c ...]",
+        help="a name from the list or a file, and overrides",
+    )
+    parser.add_argument("--json", action="store_true", help="for machines")
+
+
+def run(args: Namespace) -> int:
+    match args.words:
+        case []:
+            _list(as_json=args.json)
+        case ["show", name, *overrides]:
+            _show(name, overrides, as_json=args.json)
+        case ["show"]:
+            raise PtrainError("ptrain specs show: needs a name; `ptrain specs` lists them")
+        case [word, *_]:
+            raise PtrainError(f"ptrain specs: write `ptrain specs show {word}` to see one spec")
+    return 0
+
+
+def _list(*, as_json: bool) -> None:
+    rows = [_spec_row(folder, path) for folder in SPEC_FOLDERS for path in _files(folder)]
+    rows += [_preset_row(folder, path) for folder in _PRESETS for path in _files(folder)]
+    known = names()
+    if as_json:
+        print(json.dumps({"specs": rows, "aliases": known.aliases, "not_yet": known.not_yet}))
+        return
+    for folder in (*SPEC_FOLDERS, *_PRESETS):
+        of_folder = [row for row in rows if row["folder"] == folder]
+        if of_folder:
+            print(_table(folder, of_folder))
+    print(_wrapped("aliases", [f"{alias} = {name}" for alias, name in known.aliases.items()]))
+    print(_wrapped("not yet", list(known.not_yet)))
+    print("`ptrain specs show NAME` prints one; SPEC is a name of strategies or paper, or a file")
+
+
+def _files(folder: str) -> list[Path]:
+    return list(listing(folder).values())
+
+
+def _spec_row(folder: str, path: Path) -> Row:
+    spec = load(path).spec
+    return {
+        "name": path.stem,
+        "folder": folder,
+        "ranks": spec.world_size,
+        "placement": {factor.axis.value: str(factor.placement) for factor in spec.factors},
+        "about": _about(path),
+    }
+
+
+def _preset_row(folder: str, path: Path) -> Row:
+    return {"name": path.stem, "folder": folder, "about": _about(path)}
+
+
+def _about(path: Path) -> str:
+    """The file's own comment says what it is."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    comments = [line[2:] for line in lines if line.startswith("# ")]
+    return next(line for line in comments if not line.startswith("yaml-language-server"))
+
+
+def _table(folder: str, rows: list[Row]) -> str:
+    cells = [[str(row["name"]), *_placed(row), str(row["about"])] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)][:-1]
+    lines = ["  " + "  ".join([*map(str.ljust, line[:-1], widths), line[-1]]) for line in cells]
+    return "\n".join([f"{folder}:", *lines])
+
+
+def _placed(row: Row) -> list[str]:
+    placement = row.get("placement")
+    if not isinstance(placement, dict):
+        return []
+    tuples = " ⊗ ".join(f"{axis}: {modes}" for axis, modes in placement.items())
+    return [f"{row['ranks']} ranks", tuples]
+
+
+def _wrapped(title: str, words: list[str]) -> str:
+    lines, line = [f"{title}:"], " "
+    for word in words:
+        if len(line) + len(word) > 98:
+            lines.append(line)
+            line = " "
+        line += f" {word},"
+    return "\n".join([*lines, line.rstrip(",")])
+
+
+def _show(name: str, overrides: list[str], *, as_json: bool) -> None:
+    preset = listing(*_PRESETS).get(name)
+    if preset and not overrides:
+        print(
+            json.dumps(read(preset).root)
+            if as_json
+            else preset.read_text(encoding="utf-8").rstrip()
+        )
+        return
+    documents = expand(name, overrides)
+    resolved = [document.spec.resolved for document in documents]
+    if as_json:
+        print(json.dumps(resolved if len(resolved) > 1 else resolved[0]))
+    else:
+        print("---\n".join(map(to_yaml, resolved)), end="")
