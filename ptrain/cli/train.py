@@ -1,4 +1,4 @@
-"""`ptrain train [SPEC] [a.b=c …]`: check the spec, make the run folder, start the ranks, watch them.
+"""`ptrain train [SPEC] [a.b=c …]`: check the spec, make the run folder, start the ranks.
 
 This process stays free of torch: it answers wrong input in a blink, and its ranks are plain
 processes. Where a launcher has started it already, or torch's own launcher is asked for, it

@@ -43,7 +43,7 @@ def failures(ranks: Sequence[Rank], now: float) -> list[Failure]:
 
 
 def culprit(found: Sequence[Failure], living: Sequence[Rank]) -> Failure:
-    """Who is to blame: the first that is no victim; if all are, the one that lives and is silent."""
+    """Who is to blame: the first that is no victim; if all are, one that lives and is silent."""
     for failure in found:
         if not failure.is_victim:
             return failure

@@ -18,12 +18,12 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 
 import yaml
 
 from ptrain.errors import PtrainError
+from ptrain.report.record import versions
 from ptrain.spec.spec import Spec
 from ptrain.train import environment
 
@@ -154,24 +154,13 @@ def _environment() -> Mapping[str, object]:
     """Versions, host and the allow-listed variables."""
     return {
         "python": sys.version.split()[0],
-        "versions": {
-            name: version
-            for name in ("ptrain", "torch", "numpy", "pydantic", "PyYAML")
-            if (version := _version(name))
-        },
+        "versions": versions(),
         "host": platform.node(),
         "platform": platform.platform(),
         "cores": environment.cores(),
         "git": _revision(),
         "environment": environment.recorded(),
     }
-
-
-def _version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _revision() -> str | None:

@@ -10,7 +10,7 @@ from ptrain.units import format_bytes, format_count
 
 
 def header(spec: Spec, *, numel: int, backend: str, device: str) -> str:
-    """`zero3 · llama-tiny 0.9M · 2 ranks gloo/cpu · batch 16 = 2 micro × 4 accumulated × 2 data`."""
+    """`zero3 · llama 0.8M · 2 ranks gloo/cpu · batch 16 = 2 micro × 4 accumulated × 2 data`."""
     batch = spec.batch
     return " · ".join(
         (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import signal
-import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -41,8 +41,11 @@ def exit_code(number: signal.Signals) -> int:
 def caught() -> Iterator[Interrupts]:
     """Catch SIGNALS inside; SIGUSR2 writes every thread's stack to the log."""
     interrupts = Interrupts()
+    if threading.current_thread() is not threading.main_thread():
+        yield interrupts  # signals are the main thread's
+        return
     before = {number: signal.signal(number, interrupts) for number in SIGNALS}
-    faulthandler.register(signal.SIGUSR2, file=sys.__stderr__, all_threads=True)
+    faulthandler.register(signal.SIGUSR2, file=2, all_threads=True)
     try:
         yield interrupts
     finally:

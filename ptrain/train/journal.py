@@ -180,7 +180,15 @@ class _Console(logging.Handler):
         if _Console.progress is not None:
             _Console.progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
         else:
-            print(text, flush=True)
+            say(text)
+
+
+def say(text: str) -> None:
+    """A line on standard output. Who reads it may go (`| head`) without ending the training."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _progress(steps: int) -> Progress | None:

@@ -15,6 +15,7 @@ from ptrain.data.corpus import Corpus, Split
 from ptrain.data.sampler import LocalBatch, batch
 from ptrain.errors import TrainingStopped
 from ptrain.interpreter.program import Program
+from ptrain.spec.spec import CheckpointSpec
 from ptrain.train.exchange import Exchange
 from ptrain.train.interrupt import Interrupts, strongest
 from ptrain.train.journal import Journal, StepReport
@@ -67,7 +68,7 @@ def train(program: Program, parts: Parts, *, first: int = 0) -> Outcome:
             held_out = _evaluate(program, parts)
             parts.journal.held_out(step + 1, held_out)
         outcome = Outcome(steps=step + 1, loss=loss, held_out_loss=held_out, interrupt=interrupt)
-        if _is_save_due(program, step + 1, interrupted=interrupt is not None):
+        if _is_save_due(spec.checkpoint, step + 1, bool(interrupt) or step + 1 == spec.train.steps):
             parts.save(step + 1)
         if interrupt:
             break
@@ -117,7 +118,5 @@ def _is_due(steps: int, every: int) -> bool:
     return every > 0 and steps % every == 0
 
 
-def _is_save_due(program: Program, steps: int, *, interrupted: bool) -> bool:
-    asked = program.spec.checkpoint
-    at_end = interrupted or steps == program.spec.train.steps
-    return _is_due(steps, asked.every) or (at_end and (asked.at_end or asked.every > 0))
+def _is_save_due(asked: CheckpointSpec, steps: int, is_last: bool) -> bool:
+    return _is_due(steps, asked.every) or (is_last and (asked.at_end or asked.every > 0))

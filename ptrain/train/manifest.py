@@ -70,7 +70,10 @@ def read(folder: Path) -> Manifest:
     path = folder / NAME
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        files = {str(name): (int(size), str(digest)) for name, (size, digest) in content.pop("files").items()}
+        files = {
+            str(name): (int(size), str(digest))
+            for name, (size, digest) in content.pop("files").items()
+        }
         manifest = Manifest(files=files, **content)
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise PtrainError(f"checkpoint {folder}: no readable {NAME}: {error}") from error

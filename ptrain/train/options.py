@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-DEFAULT_SPEC = "zero3"
+from ptrain.spec.names import names
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +20,7 @@ class Options:
     the one steady step that is always measured. `prepared`: our launcher has checked the spec,
     made the run folder and printed the preflight, so that the ranks need not."""
 
-    spec: str = DEFAULT_SPEC
+    spec: str
     overrides: tuple[str, ...] = ()
     resume: str | None = None
     run_dir: Path | None = None
@@ -50,9 +50,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "words",
         nargs="*",
         metavar="SPEC a.b=c",
-        help=f"a spec's name or file (default: {DEFAULT_SPEC}), then overrides",
+        help="a spec's name or file (one is built in), then overrides",
     )
-    add("--resume", metavar="PATH|auto", help="continue from a checkpoint, a run folder or the last")
+    add(
+        "--resume", metavar="PATH|auto", help="continue from a checkpoint, a run folder or the last"
+    )
     add("--run-dir", type=Path, metavar="DIR", help="the run folder (default: a new one in runs/)")
     add("--json", action="store_true", help="print only the result record, as JSON")
     add("--strict", action="store_true", help="exit 1 when predicted and measured differ")
@@ -72,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def from_arguments(arguments: argparse.Namespace) -> Options:
     """The first word is the SPEC unless it is an override."""
     words: list[str] = list(arguments.words)
-    spec = words.pop(0) if words and "=" not in words[0] else DEFAULT_SPEC
+    spec = words.pop(0) if words and "=" not in words[0] else names().default
     if arguments.device:
         words.append(f"device={arguments.device}")
     rest = {

@@ -1,4 +1,4 @@
-"""One process per rank on this machine, as its parent sees it: running, stopped, gone. Torch-free."""
+"""One process per rank on this machine, as its parent sees it: it runs, is stopped, is gone."""
 
 from __future__ import annotations
 

@@ -22,8 +22,8 @@ def resume(program: Program, folder: RunFolder, asked: str | None, exchange: Exc
     spec beside it, else starts anew. A path is a checkpoint or a run folder.
     """
     if program.world.is_first:
-        for path in manifest.half_written(folder.checkpoints):
-            shutil.rmtree(path, ignore_errors=True)
+        for half in manifest.half_written(folder.checkpoints):
+            shutil.rmtree(half, ignore_errors=True)
     if asked is None:
         return 0
     candidates = _auto(folder, program.spec.name) if asked == AUTO else _given(Path(asked))

@@ -32,7 +32,7 @@ from ptrain.train import checkpoint, environment, interrupt, manifest
 from ptrain.train.exchange import Exchange
 from ptrain.train.folder import RunFolder, open_run, shown, write_json
 from ptrain.train.heading import header, preflight_line
-from ptrain.train.journal import LOG, Journal, set_up_logging
+from ptrain.train.journal import LOG, Journal, say, set_up_logging
 from ptrain.train.loop import Outcome, Parts, train
 from ptrain.train.options import Options
 from ptrain.train.probe import Probe
@@ -130,9 +130,7 @@ def _folder(spec: Spec, options: Options, exchange: Exchange) -> RunFolder:
 def _announce(program: Program, exact: Estimate) -> None:
     world = program.world
     numel = sum(parameter.numel() for parameter in program.model.parameters())
-    LOG.info(
-        header(program.spec, numel=numel, backend=world.backend, device=world.device.type)
-    )
+    LOG.info(header(program.spec, numel=numel, backend=world.backend, device=world.device.type))
     LOG.info(preflight_line(program.spec, exact))
 
 
@@ -174,9 +172,11 @@ def _conclude(
         result["run"] = _run_figures(session, outcome)
         write_json(session.folder.summary, result)
         if session.options.json:
-            print(json.dumps(result), flush=True)
+            say(json.dumps(result))
     if measured:
-        LOG.info(summary(derivation.exact, measured, checks, torch=torch.__version__) + _end(session))
+        LOG.info(
+            summary(derivation.exact, measured, checks, torch=torch.__version__) + _end(session)
+        )
     else:
         LOG.info("no verdict: a steady step is the third of a run" + _end(session))
     if outcome.interrupt:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ptrain.errors import PtrainError
 
-MISSING = "--tensorboard needs the package tensorboard; install it with: pip install 'ptrain[tensorboard]'"
+MISSING = "--tensorboard needs a package: pip install 'ptrain[tensorboard]'"
 
 
 class TensorBoard:
