@@ -52,9 +52,10 @@ class Saved:
 
 def timeline(shape: ModelShape, *, batch: int, sequence: int, compute: DType) -> Timeline:
     """One micro-batch of `batch` samples of a built-in model."""
-    table = _table(_name(shape, compute))
+    name = _name(shape, compute, batch)
+    table = _table(name)
     values = _values(shape, batch, sequence)
-    sizes = [size.bytes(values, compute.itemsize) for size in _sizes(_name(shape, compute))]
+    sizes = [size.bytes(values, compute.itemsize) for size in _sizes(name)]
     layers = shape.layers
     return Timeline(
         forward=_items(table["forward"], sizes, range(layers)),
@@ -67,10 +68,10 @@ def saved_bytes(shape: ModelShape, *, batch: int, sequence: int, compute: DType)
     return timeline(shape, batch=batch, sequence=sequence, compute=compute).saved_bytes
 
 
-def saved(shape: ModelShape, compute: DType) -> tuple[Saved, ...]:
+def saved(shape: ModelShape, compute: DType, *, batch: int) -> tuple[Saved, ...]:
     """The polynomials behind `saved_bytes`, operator by operator; those of a block count once per
-    layer."""
-    name = _name(shape, compute)
+    layer. One sample alone saves less, so that `batch` matters beyond its factor."""
+    name = _name(shape, compute, batch)
     sizes = _sizes(name)
     return tuple(
         Saved(part=part, operator=operator, size=sizes[index])
@@ -81,11 +82,11 @@ def saved(shape: ModelShape, compute: DType) -> tuple[Saved, ...]:
 
 def torch_version(shape: ModelShape, compute: DType) -> str:
     """The version of torch that was traced."""
-    version: str = _table(_name(shape, compute))["torch"]
+    version: str = _table(_name(shape, compute, batch=2))["torch"]
     return version
 
 
-def _name(shape: ModelShape, compute: DType) -> str:
+def _name(shape: ModelShape, compute: DType, batch: int) -> str:
     """The table of a shape: what its operators depend on."""
     tied = "tied" if shape.tied else "untied"
     if shape.family is Family.LLAMA:
@@ -93,7 +94,8 @@ def _name(shape: ModelShape, compute: DType) -> str:
     else:
         kind = "dropout" if shape.dropout else "plain"
     precision = "full" if compute in (DType.FP32, DType.FP64) else "bf16"
-    return f"{shape.family}-{tied}-{kind}-{precision}"
+    one = "-one" if batch == 1 else ""
+    return f"{shape.family}-{tied}-{kind}-{precision}{one}"
 
 
 @cache

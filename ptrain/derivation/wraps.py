@@ -28,9 +28,10 @@ def clip_and_cast(scene: Scene, groups: Sequence[Sequence[int]]) -> None:
 
 
 def clip(scene: Scene, num_tensors: int) -> None:
-    """A norm per tensor, stacked for the norm of all; one scalar stays until the step is over."""
+    """A norm per tensor, stacked for the norm of all; one scalar stays until the step is over. The
+    quotient max_norm / (norm + eps) takes a sum, a reciprocal and a product."""
     scalar = max(4, scene.plan.update.layout.gradients.itemsize)
-    scene.tape.spike(max(2 * num_tensors + 1, num_tensors + 3) * scalar)
+    scene.tape.spike(max(2 * num_tensors + 1, num_tensors + 4) * scalar)
     scene.tape.add(scalar)
 
 
@@ -82,7 +83,7 @@ class Replicated(Local):
 
 class FullySharded:
     """FSDP2. A gather is a buffer and then a tensor per parameter. In forward the buffer lives
-    until the next unit's is filled; in backward it goes at once, and the next unit's gather starts
+    until the next unit is gathered; in backward it goes at once, and the next unit's gather starts
     before this unit's backward. A reduction's input lives until the next unit's begins."""
 
     def __init__(self, scene: Scene, step: FullyShard) -> None:
@@ -119,9 +120,8 @@ class FullySharded:
     def enter(self, unit: int) -> None:
         if self.is_gathered[unit] or not self.whole[unit]:
             return
-        self.tape.add(self.whole[unit])
+        self.tape.add(2 * self.whole[unit])
         self.tape.add(-self.forward_buffer)
-        self.tape.add(self.whole[unit])
         self.forward_buffer = self.whole[unit]
         self.is_gathered[unit] = True
 

@@ -54,22 +54,22 @@ def trace(
     )
 
 
-def variants() -> Iterable[tuple[str, ModelShape, str]]:
-    """(name, shape, precision) of every table."""
-    for tied, precision, special in itertools.product((False, True), DTYPES, (False, True)):
-        for family in Family:
-            shape = _shape(family, tied=tied, special=special)
-            yield name(shape, precision), shape, precision
+def variants() -> Iterable[tuple[str, ModelShape, str, int]]:
+    """(name, shape, precision, batch) of every table."""
+    choices = itertools.product(Family, (False, True), (False, True), DTYPES, (BATCH, 1))
+    for family, tied, special, precision, batch in choices:
+        shape = _shape(family, tied=tied, special=special)
+        yield name(shape, precision, batch), shape, precision, batch
 
 
-def name(shape: ModelShape, precision: str) -> str:
-    """Says what the operators depend on."""
+def name(shape: ModelShape, precision: str, batch: int) -> str:
+    """Says what the operators depend on: one sample's targets, for example, need no copy."""
     parts = [shape.family.value, "tied" if shape.tied else "untied"]
     if shape.family is Family.LLAMA:
         parts.append("mha" if shape.heads == shape.kv_heads else "gqa")
     else:
         parts.append("dropout" if shape.dropout else "plain")
-    return "-".join((*parts, precision))
+    return "-".join((*parts, precision, *(("one",) if batch == 1 else ())))
 
 
 def _shape(family: Family, *, tied: bool, special: bool) -> ModelShape:
@@ -108,13 +108,15 @@ def factorise(size: int, symbols: dict[str, int]) -> tuple[int, tuple[int, ...]]
 class Table:
     """One table in the making: sizes are numbered as they come."""
 
-    def __init__(self, shape: ModelShape, precision: str) -> None:
-        self.shape, self.precision = shape, precision
+    def __init__(self, shape: ModelShape, precision: str, batch: int) -> None:
+        self.shape, self.precision, self.batch = shape, precision, batch
         self.symbols = {**PRIMES[shape.family], **COMMON}
         if shape.family is Family.LLAMA and shape.heads == shape.kv_heads:
             del self.symbols["repeats"]
+        if batch == 1:
+            del self.symbols["batch"]
         self.sizes: dict[Size, int] = {}
-        self.recordings = [trace(shape, dtype) for dtype in DTYPES[precision]]
+        self.recordings = [trace(shape, dtype, batch) for dtype in DTYPES[precision]]
         self._classes = self._classify()
 
     def _classify(self) -> dict[int, int]:
@@ -226,8 +228,8 @@ def main() -> None:
     directory: Path = parser.parse_args().out
     directory.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
-    for title, shape, precision in variants():
-        table = Table(shape, precision)
+    for title, shape, precision, batch in variants():
+        table = Table(shape, precision, batch)
         text = json.dumps(table.build(), separators=(",", ":"))
         for layers in (1, 2):
             assert _same_with(layers, table), f"{title} differs with {layers} layers"
@@ -237,7 +239,7 @@ def main() -> None:
 
 def _same_with(layers: int, table: Table) -> bool:
     """Whether a trace of so many layers has the same parts."""
-    few = Table(replace(table.shape, layers=layers), table.precision)
+    few = Table(replace(table.shape, layers=layers), table.precision, table.batch)
     few.sizes = table.sizes
     recording = few.recordings[0]
     for phase, parts in table.parts(table.recordings[0]).items():
