@@ -33,14 +33,20 @@ def validate(tree: Tree, kind: Any = SpecRaw) -> tuple[Any, dict[Route, Fault]]:
     try:
         return adapter(kind).validate_python(tree.root), {}
     except ValidationError as error:
-        faults = {_route(row): _fault(tree, row, kind) for row in error.errors(include_url=False)}
+        rows = error.errors(include_url=False)
+    faults = {_route(row): _fault(tree, row, kind) for row in rows}
+    broken = [_route(row)[:-1] if row["type"] == "missing" else _route(row) for row in rows]
     try:
-        return adapter(kind).validate_python(_without(tree.root, faults)), faults
+        return adapter(kind).validate_python(_without(tree.root, broken)), faults
     except ValidationError:
         return None, faults
 
 
-def _without(root: object, routes: Iterable[Route]) -> object:
+# Stand-ins for sections that every spec needs: nothing is reported about a section at fault.
+_NEEDED: dict[str, dict[str, object]] = {"model": {}, "mesh": {}, "batch": {"sequence": 1}}
+
+
+def _without(root: object, routes: Iterable[Route]) -> dict[str, object]:
     pruned = copy.deepcopy(root)
     for route in routes:
         node: Any = pruned
@@ -48,7 +54,10 @@ def _without(root: object, routes: Iterable[Route]) -> object:
             node = node.get(key) if isinstance(node, dict) else None
         if isinstance(node, dict) and route:
             node.pop(route[-1], None)
-    return pruned
+    assert isinstance(pruned, dict), "a spec is a mapping"
+    sections = {name: pruned.get(name) for name in _NEEDED}
+    filled = {n: _NEEDED[n] | (s if isinstance(s, dict) else {}) for n, s in sections.items()}
+    return {**pruned, **filled}
 
 
 def _route(row: Any) -> Route:
@@ -68,9 +77,8 @@ def _fault(tree: Tree, row: Any, kind: Any) -> Fault:
         case "unexpected_keyword_argument":
             known = _keys(kind, route[:-1])
             guess = nearest(route[-1], known)
-            hint = f"did you mean {guess!r}? " if guess else ""
             finding = f"unknown key {route[-1]!r}"
-            remedy = f"{hint}known here: {', '.join(known)}"
+            remedy = f"did you mean {guess!r}?" if guess else f"known here: {', '.join(known)}"
             return mark_of(tree, route, key=True).fault(place, finding, remedy)
         case _:
             known = _keys(kind, route)

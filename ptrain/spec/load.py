@@ -50,7 +50,7 @@ def load(
     against the mesh.
     """
     tree, name = _tree(source)
-    faults: dict[Route, Fault] = {}
+    faults = dict(tree.faults)
     for number, argument in enumerate(overrides):
         try:
             found = apply(tree, parse_override(argument))

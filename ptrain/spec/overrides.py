@@ -59,10 +59,19 @@ def sweeps(overrides: Sequence[str]) -> Iterator[tuple[str, ...]]:
 def apply(tree: Tree, override: Override) -> list[Fault]:
     """Set one key in the tree; returns what hinders."""
     value = parse_value(override.text, override.source)
+    if value.faults:
+        return [
+            Mark(source=override.source).fault(
+                ".".join(override.route), fault.finding, fault.remedy
+            )
+            for fault in value.faults.values()
+        ]
     route = _data_axis(tree, override.route)
     node = tree.root
     for depth, key in enumerate(route[:-1]):
         assert isinstance(node, dict), "only mappings are entered"
+        if key not in node:
+            tree.keys[route[: depth + 1]] = Mark(source=override.source)
         inner = node.setdefault(key, {})
         if not isinstance(inner, dict):
             expand_shorthands(tree)

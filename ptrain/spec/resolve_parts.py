@@ -45,8 +45,8 @@ def _preset(raw: Raw, section: str, found: Report) -> Raw | None:
     try:
         tree = read(path)
         values, faults = validate(tree, type(raw))
-        if faults:
-            raise SpecError(*faults.values())
+        if faults or tree.faults:
+            raise SpecError(*tree.faults.values(), *faults.values())
     except SpecError as error:
         findings = "; ".join(str(fault).splitlines()[0] for fault in error.faults)
         found.add(f"{section}.preset", f"the preset cannot be used: {findings}")

@@ -57,12 +57,13 @@ class Mark:
 
 @dataclass(slots=True, kw_only=True)
 class Tree:
-    """Plain values (`root`) and where each key and each value stands."""
+    """Plain values (`root`), where each key and each value stands, and what is no plain YAML."""
 
     root: object
     source: str
     keys: dict[Route, Mark] = field(default_factory=dict)
     values: dict[Route, Mark] = field(default_factory=dict)
+    faults: dict[Route, Fault] = field(default_factory=dict)
 
 
 def scalar(text: str) -> object:
@@ -108,23 +109,30 @@ def _unreadable(source: str, finding: str, remedy: str) -> SpecError:
 def parse(text: str, source: str) -> Tree:
     """The tree of a text whose top is a mapping."""
     tree = parse_value(text, source)
-    if tree.root is None:
+    if tree.root is None and not tree.faults:
         remedy = "`ptrain specs show` prints a whole spec to start from"
         raise SpecError(Mark(source=source).fault("", "the spec is empty", remedy))
     if not isinstance(tree.root, dict):
         mark = tree.values.get((), Mark(source=source))
         kind = "list" if isinstance(tree.root, list) else "single value"
-        raise SpecError(mark.fault("", f"a spec is a mapping; got a {kind}", "write `key: value`"))
+        finding = f"a spec is a mapping; got a {kind}"
+        raise SpecError(*tree.faults.values(), mark.fault("", finding, "write `key: value`"))
     return tree
 
 
 def parse_value(text: str, source: str) -> Tree:
-    """The tree of any YAML value (an override's right side)."""
+    """The tree of any YAML value (an override's right side). Raises SpecError for bad syntax."""
     builder = _Builder(source, text)
     root = builder.document()
-    if builder.faults:
-        raise SpecError(*builder.faults)
-    return Tree(root=root, source=source, keys=builder.keys, values=builder.values)
+    if builder.is_cut_short:
+        raise SpecError(*builder.faults.values())
+    return Tree(
+        root=root,
+        source=source,
+        keys=builder.keys,
+        values=builder.values,
+        faults=builder.faults,
+    )
 
 
 class _TooDeep(Exception):
@@ -138,7 +146,8 @@ class _Builder:
         self.source = source
         self.text = text
         self.lines = text.splitlines()
-        self.faults: list[Fault] = []
+        self.faults: dict[Route, Fault] = {}
+        self.is_cut_short = False
         self.keys: dict[Route, Mark] = {}
         self.values: dict[Route, Mark] = {}
         self.events: Iterator[yaml.Event] = iter(())
@@ -161,9 +170,10 @@ class _Builder:
             self._syntax(error)
         except yaml.YAMLError as error:
             finding = f"not valid YAML: {str(error).splitlines()[0]}"
-            self.faults.append(Mark(source=self.source).fault("", finding))
+            self.faults[("",)] = Mark(source=self.source).fault("", finding)
+            self.is_cut_short = True
         except _TooDeep:
-            pass
+            self.is_cut_short = True
         return root
 
     def _value(self, event: yaml.Event, route: Route) -> object:
@@ -224,7 +234,8 @@ class _Builder:
             self._fault(event, route, f"anchors (&{anchor}) are not allowed in specs", remedy)
         tag = getattr(event, "tag", None)
         if tag:
-            finding = f"tags ({tag}) are not allowed in specs"
+            shown = tag.replace("tag:yaml.org,2002:", "!!")
+            finding = f"tags ({shown}) are not allowed in specs"
             self._fault(event, route, finding, "write the plain value")
 
     def _syntax(self, error: yaml.MarkedYAMLError) -> None:
@@ -236,11 +247,12 @@ class _Builder:
             remedy = "indent with spaces: YAML allows no tabs"
         elif "alias" in f"{error.context}":
             remedy = "a mode that begins with a star is written S*; other texts are quoted"
-        self.faults.append(place.fault("", f"not valid YAML: {problem}", remedy))
+        self.faults[("",)] = place.fault("", f"not valid YAML: {problem}", remedy)
+        self.is_cut_short = True
 
     def _fault(self, event: yaml.Event, route: Route, finding: str, remedy: str) -> None:
         place = ".".join(route)
-        self.faults.append(self._mark(event).fault(place, finding, remedy))
+        self.faults[route] = self._mark(event).fault(place, finding, remedy)
 
     def _mark(self, event: yaml.Event) -> Mark:
         mark = event.start_mark
