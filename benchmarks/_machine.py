@@ -88,8 +88,9 @@ def save(theme: str, text: str) -> Path:
 
 
 def environment() -> dict[str, str]:
-    """For a child process: this repository's package, one thread."""
-    return os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    """For a child process: this repository's package, one thread, byte code kept as a user's is."""
+    kept = {name: text for name, text in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    return kept | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
 def this_command() -> list[str]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from ptrain.costs import Estimate, Phase, State, Traffic, TrafficKey
 from ptrain.derivation.estimate import Derivation
 from ptrain.report.heading import heading
-from ptrain.report.table import MISSING, largest, render, size, traffic_label
+from ptrain.report.table import MISSING, largest, render, size, traffic_label, traffic_order
 from ptrain.selection.fit import Fit, fit
 from ptrain.selection.preflight import Variant
 from ptrain.spec.spec import Spec
@@ -70,7 +70,11 @@ def fit_lines(found: Fit, cheaper: Sequence[Variant]) -> list[str]:
     measure = f"peak {size(found.peak_bytes)} of {size(found.device_memory)} per rank"
     if found.fits:
         return [f"fits: {measure}, {size(-found.short_bytes)} to spare"]
-    return [f"does not fit by {size(found.short_bytes)}: {measure}", *cheaper_lines(cheaper)]
+    nothing = ["  no other tuple, factorization or micro-batch on as many ranks needs less"]
+    return [
+        f"does not fit by {size(found.short_bytes)}: {measure}",
+        *(cheaper_lines(cheaper) or nothing),
+    ]
 
 
 def cheaper_lines(cheaper: Sequence[Variant]) -> list[str]:
@@ -131,13 +135,13 @@ def _peak(estimate: Estimate, phase: Phase) -> int | None:
 def _bar(number: int | None, longest: int) -> str:
     if not number or not longest:
         return ""
-    return "█" * max(1, round(_BAR * number / longest))
+    return "█" * round(_BAR * number / longest)
 
 
 def _traffic(paper: Estimate, exact: Estimate) -> str:
     """Rows by kind of call; what happens once, at set-up, stands below the sum of a step."""
     papers, exacts = _by_key(paper.traffic), _by_key(exact.traffic)
-    keys = sorted({*papers, *exacts}, key=_order)
+    keys = sorted({*papers, *exacts}, key=traffic_order)
     steady = [key for key in keys if key.phase is not Phase.SETUP]
     rows = [_traffic_row(key, papers.get(key), exacts.get(key)) for key in steady]
     rows.append(("sent per step", size(sent_bytes(paper)), size(sent_bytes(exact)), "", ""))
@@ -149,10 +153,6 @@ def _traffic(paper: Estimate, exact: Estimate) -> str:
 
 def _by_key(rows: Iterable[Traffic]) -> dict[TrafficKey, Traffic]:
     return {row.key: row for row in rows}
-
-
-def _order(key: TrafficKey) -> tuple[int, str]:
-    return list(Phase).index(key.phase), traffic_label(key)
 
 
 def _traffic_row(

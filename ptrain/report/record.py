@@ -6,11 +6,13 @@ are checked with tolerance 0, the peak within 2 %. A row that only one side has 
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from importlib import metadata
 
 from ptrain.costs import Estimate, Footprint, Peak, Traffic, TrafficKey
-from ptrain.version import is_tested, versions
+from ptrain.version import VERSION, is_tested
 
 PEAK_TOLERANCE = 0.02
 _TIERS = ("device_bytes", "host_bytes", "file_bytes")
@@ -160,6 +162,15 @@ def record(
         },
         "notes": [note for each in estimates for note in each.notes],
     }
+
+
+def versions() -> dict[str, str]:
+    """Versions of ptrain, torch and Python, read off the installed packages: imports nothing."""
+    try:
+        torch = metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        torch = "not installed"
+    return {"ptrain": VERSION, "torch": torch, "python": platform.python_version()}
 
 
 def _memory_row(estimate: Estimate, row: Footprint) -> dict[str, object]:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from rich.console import Console
 from rich.table import Table
 
-from ptrain.costs import Estimate, Footprint, State, Traffic, TrafficKey
+from ptrain.costs import Estimate, Footprint, Phase, State, Traffic, TrafficKey
 from ptrain.report.record import Check, verdict_line
 from ptrain.units import format_bytes
 
@@ -96,7 +96,7 @@ def _peak_rows(exact: Estimate, measured: Estimate) -> Iterable[tuple[str, str, 
 
 def _traffic_rows(exact: Estimate, measured: Estimate) -> Iterable[tuple[str, str, str, str]]:
     left, right = _by_key(exact.traffic), _by_key(measured.traffic)
-    for key in dict.fromkeys((*left, *right)):
+    for key in sorted({*left, *right}, key=traffic_order):
         yield (
             traffic_label(key),
             _calls(left.get(key)),
@@ -121,3 +121,8 @@ def traffic_label(key: TrafficKey) -> str:
     """`all_gather dp_shard, forward (parameters)`."""
     via = f" via {key.via}" if key.via else ""
     return f"{key.collective} {'+'.join(key.axes) or 'world'}{via}, {key.phase} ({key.state})"
+
+
+def traffic_order(key: TrafficKey) -> tuple[int, str]:
+    """By phase, then by name."""
+    return list(Phase).index(key.phase), traffic_label(key)

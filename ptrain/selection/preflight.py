@@ -8,16 +8,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
+from math import prod
 
 from ptrain.algebra.legality import check, executed
 from ptrain.axes.data.rules import executed_tuples
 from ptrain.costs import Estimate, State
 from ptrain.derivation.estimate import derive, own_facts
 from ptrain.derivation.facts import ModelFacts
-from ptrain.derivation.memory import elements
-from ptrain.derivation.paper import itemsizes
+from ptrain.derivation.paper import state_sizes
 from ptrain.errors import DoesNotFit
-from ptrain.plan.lower import lower
 from ptrain.selection.fit import fit
 from ptrain.spec.axis import DATA_AXES, Axis, Factor
 from ptrain.spec.batch import GradientSync
@@ -26,6 +25,7 @@ from ptrain.spec.placement import Distribution, Placement
 from ptrain.spec.spec import Spec
 from ptrain.units import format_bytes
 
+_CUT = (Distribution.SHARDED, Distribution.GATHERED)
 _OFFERED = 3
 _DERIVED = 4  # variants from each end of the range that are derived in full
 
@@ -81,23 +81,21 @@ def cheaper(spec: Spec, facts: ModelFacts | None = None) -> tuple[Variant, ...]:
     return tuple(smaller[:_OFFERED])
 
 
-def state_bytes(spec: Spec, facts: ModelFacts) -> int:
-    """Theta, Omega and G on rank 0, which holds the largest shards."""
-    plan = lower(spec, tuple(unit.name for unit in facts.units))
-    held, sizes = elements(spec, plan, facts, 0), itemsizes(spec)
-    return (
-        held.parameters * sizes[State.PARAMETERS]
-        + held.updated * sizes[State.OPTIMIZER]
-        + held.gradients * sizes[State.GRADIENTS]
+def state_bytes(spec: Spec, sizes: dict[State, int]) -> int:
+    """Theta, Omega and G on one rank by Theorem 1, without padding: a cheap order of variants."""
+    return sum(
+        size // prod(spec.degree(axis) for axis in spec.axes_where(state, *_CUT))
+        for state, size in sizes.items()
     )
 
 
 def _promising(spec: Spec, facts: ModelFacts, now: Variant) -> Iterator[Spec]:
     """Few enough to derive: the smallest, the largest that fit, and smaller micro-batches."""
-    here = state_bytes(spec, facts)
+    sizes_of = state_sizes(spec, facts)
+    here = state_bytes(spec, sizes_of)
     by_size: dict[int, Spec] = {}
     for other in _placements(spec):
-        by_size.setdefault(state_bytes(other, facts), other)
+        by_size.setdefault(state_bytes(other, sizes_of), other)
     sizes = sorted(size for size in by_size if size < here)
     room = spec.cluster.device_memory - now.peak_bytes if spec.cluster else 0
     enough = [size for size in sizes if size - here <= room]

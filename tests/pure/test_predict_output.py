@@ -1,0 +1,142 @@
+"""What `ptrain predict` prints: the figures of the paper, ratios, sweeps, and whether it fits."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from ptrain.cli.main import main
+
+GB = 10**9
+
+
+@pytest.fixture
+def ptrain(capsys):
+    """Runs a command line in this process -> what it prints, or raises AssertionError."""
+
+    def run(*arguments: str, code: int = 0) -> str:
+        found = main(list(arguments))
+        captured = capsys.readouterr()
+        assert found == code, captured.err
+        return captured.out
+
+    return run
+
+
+def row(text: str, name: str) -> list[str]:
+    """The cells of the line that begins with `name`."""
+    line = next(line for line in text.splitlines() if line.startswith(name))
+    return [cell for cell in re.split(r"  +", line.removeprefix(name).strip()) if cell]
+
+
+@pytest.mark.parametrize(
+    ("spec", "memory", "sent"),
+    [
+        ("70b-dp", "1120 GB", "245 GB"),
+        ("70b-zero1", "385 GB", "245 GB"),
+        ("70b-zero2", "262.5 GB", "122.5 GB"),
+        ("70b-zero3", "140 GB", "367.5 GB"),
+    ],
+)
+def test_the_papers_figures_of_70b_on_8_devices_are_printed(ptrain, spec, memory, sent):
+    text = ptrain("predict", spec)
+    assert row(text, "Θ + Ω + G")[0] == memory
+    assert row(text, "sent per step")[0] == sent
+
+
+@pytest.mark.parametrize("spec", ["70b-zero1", "70b-zero2"])
+def test_exact_sends_245_gb_for_stages_1_and_2_and_says_why(ptrain, spec):
+    text = ptrain("predict", spec)
+    assert row(text, "sent per step")[1] == "245 GB"
+    assert "why exact is not paper" in text
+    assert "updated parameters must be gathered" in text
+
+
+def test_dp_against_zero3_prints_8_and_1_5_times(ptrain):
+    text = ptrain("predict", "70b-dp", "70b-zero3")
+    assert row(text, "Θ + Ω + G, paper") == ["1120 GB", "140 GB", "8× less"]
+    assert row(text, "Θ + Ω + G, exact")[2] == "8× less"
+    assert row(text, "sent per step, paper") == ["245 GB", "367.5 GB", "1.5× more"]
+    assert row(text, "sent per step, exact")[2] == "1.5× more"
+
+
+def test_zero2_against_zero3_differs_in_one_mode(ptrain):
+    text = ptrain("predict", "70b-zero2", "70b-zero3")
+    settings = text.split("\n\n")[0].splitlines()
+    assert settings == ["70b-zero2 → 70b-zero3", "  parameters: R → S*"]
+    assert row(text, "sent per step, paper")[2] == "3× more"
+    assert row(text, "sent per step, exact")[2] == "1.5× more"
+    assert "gradients, exact" not in text  # what is equal is not printed
+
+
+def test_three_specs_are_rows(ptrain):
+    lines = ptrain("predict", "70b-zero1", "70b-zero2", "70b-zero3").splitlines()
+    assert len(lines) == 4
+    assert [line.split()[0] for line in lines[1:]] == ["70b-zero1", "70b-zero2", "70b-zero3"]
+
+
+def test_a_list_sweeps_one_row_per_value(ptrain):
+    text = ptrain("predict", "zero3", "mesh.dp_shard=1,2,4")
+    assert [line.split()[0] for line in text.splitlines()[1:]] == [
+        "mesh.dp_shard=1",
+        "mesh.dp_shard=2",
+        "mesh.dp_shard=4",
+    ]
+
+
+def paper_bytes_per_parameter(record: dict) -> float:
+    states = {}
+    for each in record["memory"]:
+        if each["column"] == "paper" and each["state"] != "transient":
+            states[each["state"]] = each["device_bytes"]
+    return sum(states.values()) / record["parameters"]
+
+
+@pytest.mark.parametrize(
+    ("spec", "limit"), [("7b5-dp", 16), ("7b5-zero1", 4), ("7b5-zero2", 2), ("7b5-zero3", 0)]
+)
+def test_bytes_per_parameter_go_to_16_4_2_and_0_in_a_sweep(ptrain, spec, limit):
+    axis = "dp_replicate" if spec == "7b5-dp" else "dp_shard"
+    values = ",".join(f"{8**power}" for power in range(1, 5))
+    records = json.loads(
+        ptrain(
+            "predict", spec, f"mesh.{axis}={values}", "batch.global=4096", "batch.micro=1",
+            "cluster.devices=4096", "--json",
+        )
+    )  # fmt: skip
+    found = [paper_bytes_per_parameter(record) for record in records]
+    assert found == sorted(found, reverse=True)
+    assert found[-1] == pytest.approx(limit, abs=16 / 4096 + 1e-6)
+
+
+def test_what_does_not_fit_says_by_how_much_and_offers_three_that_need_less(ptrain):
+    text = ptrain("predict", "70b-dp")
+    assert re.search(r"does not fit by \d+.* GB: peak .* of 85.9 GB per rank", text)
+    record = json.loads(ptrain("predict", "70b-dp", "--json"))
+    assert record["fit"]["fits"] is False
+    assert len(record["cheaper"]) == 3
+    assert all(each["peak_bytes"] < record["fit"]["peak_bytes"] for each in record["cheaper"])
+
+
+def test_an_offered_variant_is_what_its_overrides_give(ptrain):
+    record = json.loads(ptrain("predict", "70b-dp", "--json"))
+    for offered in record["cheaper"]:
+        variant = json.loads(ptrain("predict", "70b-dp", *offered["overrides"], "--json"))
+        assert variant["fit"]["peak_bytes"] == offered["peak_bytes"]
+
+
+def test_a_spec_that_fits_offers_nothing(ptrain):
+    record = json.loads(ptrain("predict", "zero3", "--json"))
+    assert record["fit"]["fits"] is True
+    assert record["cheaper"] == []
+    assert ptrain("predict", "zero3").splitlines()[0].startswith("zero3 · ")
+
+
+def test_predict_gives_one_record_for_one_spec_and_a_list_for_several(ptrain):
+    assert isinstance(json.loads(ptrain("predict", "zero3", "--json")), dict)
+    records = json.loads(ptrain("predict", "zero3", "ddp", "--json"))
+    assert [record["spec"] for record in records] == ["zero3", "ddp"]
+    assert all(record["verdict"] is None for record in records)
+    assert {row["column"] for row in records[0]["memory"]} == {"paper", "exact"}
