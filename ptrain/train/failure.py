@@ -112,4 +112,4 @@ def _tail(rank: Rank, num_lines: int) -> list[str]:
     except OSError:
         return []
     told = [line for line in text.splitlines() if line.strip() and not _FRAME.match(line)]
-    return told[-num_lines:]
+    return [line[:160] for line in told[-num_lines:]]

@@ -25,7 +25,7 @@ from ptrain.units import format_bytes
 LOG = logging.getLogger("ptrain")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class StepReport:
     """One step, counted from 1. The norm stays on its device until somebody writes it down."""
 

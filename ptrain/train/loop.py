@@ -61,9 +61,7 @@ def train(program: Program, parts: Parts, *, first: int = 0) -> Outcome:
             loss, interrupt = _agree(share, parts, step)
             norm = program.step(rate)
         seconds = time.perf_counter() - began
-        parts.journal.step(
-            StepReport(step=step + 1, loss=loss, gradient_norm=norm, lr=rate, seconds=seconds)
-        )
+        parts.journal.step(StepReport(step + 1, loss, norm, rate, seconds))
         if _is_due(step + 1, spec.eval.every):
             held_out = _evaluate(program, parts)
             parts.journal.held_out(step + 1, held_out)

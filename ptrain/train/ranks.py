@@ -67,9 +67,10 @@ def start(
 
 
 def end(ranks: Sequence[Rank], grace: float = 3.0) -> None:
-    """Wake and ask every rank that lives to go, then kill: no process is left."""
+    """No process is left: what is stopped is killed as it is (woken, it would go on as if nothing
+    had been), the others are asked to go and then killed."""
     for rank in ranks:
-        rank.send(signal.SIGCONT, signal.SIGTERM)
+        rank.send(signal.SIGKILL if rank.stopped else signal.SIGTERM)
     wait(ranks, grace)
     for rank in ranks:
         rank.send(signal.SIGKILL)
