@@ -1,0 +1,161 @@
+"""The command line: what it imports, how it refuses, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import ptrain
+from ptrain.cli import main as dispatcher
+from ptrain.cli.arguments import split_arguments
+from ptrain.cli.main import NOT_YET, VERBS, main
+from ptrain.errors import RankFailed, TrainingStopped, VerdictFailed
+
+ROOT = Path(__file__).parents[2]
+HEAVY = ("torch", "numpy", "transformers", "matplotlib", "pandas")
+TORCH_FREE = (
+    [],
+    ["--help"],
+    ["--version"],
+    ["predict", "70b-zero3"],
+    ["predict", "70b-dp", "--json"],
+    ["predict", "zero3", "ddp"],
+    ["plan", "hsdp"],
+    ["specs"],
+    ["specs", "show", "zero1"],
+    ["schema"],
+    ["predict", "no-such-spec"],
+    ["train", "no-such-spec"],
+    ["validate", "no-such-spec"],
+)
+
+
+def python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("arguments", TORCH_FREE, ids=" ".join)
+def test_neither_torch_nor_numpy_is_imported(arguments):
+    code = (
+        "import sys\nfrom ptrain.cli.main import main\nmain(sys.argv[1:])\n"
+        f"heavy = [name for name in {HEAVY!r} if name in sys.modules]\n"
+        "sys.exit(f'imported {heavy}' if heavy else 0)"
+    )
+    ended = python(code, *arguments)
+    assert ended.returncode == 0, ended.stderr
+
+
+def test_importing_ptrain_imports_nothing_of_weight():
+    code = "import sys, ptrain; sys.exit(any(n in sys.modules for n in ('pydantic', 'torch')))"
+    assert python(code).returncode == 0
+
+
+def test_the_packages_names_are_found_on_first_use():
+    assert ptrain.load("zero3").spec.world_size == 2
+    assert ptrain.derive(ptrain.load("zero3").spec).exact.memory
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = ptrain.nothing
+
+
+def test_help_lists_the_verbs_that_work_and_no_other(capsys):
+    assert main(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert all(f"  {verb} " in text for verb in VERBS)
+    assert not any(f"  {verb} " in text for verb in NOT_YET)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_has_a_module_and_a_help_text(verb, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main([verb, "--help"])
+    assert ended.value.code == 0
+    assert f"usage: ptrain {verb}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("verb", NOT_YET)
+def test_a_verb_to_come_says_not_yet(verb, capsys):
+    assert main([verb, "zero3"]) == 2
+    assert f"ptrain {verb}: not yet" in capsys.readouterr().err
+
+
+def test_an_unknown_verb_names_the_known_ones(capsys):
+    assert main(["trian"]) == 2
+    assert "choose from train, predict" in capsys.readouterr().err
+
+
+def test_a_wrong_spec_ends_with_its_message_and_2(capsys):
+    assert main(["predict", "zero3", "mesh.dp_shrd=4"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "unknown key 'dp_shrd'" in captured.err
+    assert "dp_shard" in captured.err
+    assert "Traceback" not in captured.err
+
+
+def test_a_wrong_spec_with_json_gives_its_faults_as_json(capsys):
+    assert main(["predict", "zero3", "mesh.dp_shrd=4", "--json"]) == 2
+    record = json.loads(capsys.readouterr().out)
+    assert record["exit_code"] == 2
+    assert record["faults"][0]["place"] == "mesh.dp_shrd"
+
+
+def test_predict_without_a_spec_says_what_is_missing(capsys):
+    assert main(["predict"]) == 2
+    assert "name a SPEC" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "spelling",
+    [["mesh.dp_shard=4"], ["--mesh.dp_shard=4"], ["--mesh.dp_shard", "4"]],
+    ids=" ".join,
+)
+def test_an_override_may_be_spelled_as_an_option(spelling, capsys):
+    assert main(["predict", "--json", *spelling, "zero3"]) == 0
+    assert json.loads(capsys.readouterr().out)["world_size"] == 4
+
+
+def test_files_with_an_equals_sign_are_files():
+    words = ["a/b=c.yaml", "zero3", "train.steps=4", "placement.dp_shard=S*,S,S,R", "name=x"]
+    assert split_arguments(words) == (words[:2], words[2:])
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(VerdictFailed("v"), 1), (RankFailed("rank 1"), 3), (TrainingStopped("nan"), 4)],
+)
+def test_every_error_has_its_exit_code(error, code, monkeypatch, capsys):
+    def fail(_arguments):
+        raise error
+
+    monkeypatch.setattr(dispatcher, "_dispatch", fail)
+    assert main(["predict", "zero3"]) == code
+    assert capsys.readouterr().err == f"{error}\n"
+
+
+def test_an_interrupt_ends_with_130_and_no_traceback(monkeypatch, capsys):
+    def interrupt(_arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(dispatcher, "_dispatch", interrupt)
+    assert main(["predict", "zero3"]) == 130
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_reader_that_leaves_early_is_no_error():
+    code = (
+        "import os, sys\nfrom ptrain.cli.main import main\n"
+        "read, write = os.pipe()\nos.close(read)\nos.dup2(write, 1)\nsys.exit(main(['specs']))"
+    )
+    ended = python(code)
+    assert (ended.returncode, ended.stderr) == (141, "")
