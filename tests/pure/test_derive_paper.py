@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
+from ptrain.algebra.legality import require
 from ptrain.costs import PLACED, Collective, Phase, State
 from ptrain.derivation.estimate import derive
 from ptrain.derivation.facts import ModelFacts
+from ptrain.derivation.paper import MODEL_STATES
 from ptrain.spec.axis import Axis
+from ptrain.spec.load import load
 from ptrain.spec.precision import FP32, ZERO16
 from tests.pure.build import (
     BY_HAND,
@@ -21,6 +26,7 @@ from tests.pure.build import (
 )
 
 GB = 10**9
+approx = partial(pytest.approx, rel=1e-5)  # P = 70e9 up to rounding
 STAGES = {"whole": WHOLE, "Ω": ZERO_1, "Ω, G": ZERO_2, "Θ, Ω, G": GATHERED}
 
 
@@ -56,6 +62,38 @@ def test_70b_on_8_devices_as_printed(placement, memory, traffic):
     paper = derived(placement).paper
     assert states(paper) == memory
     assert paper.sent_bytes() == traffic
+
+
+@pytest.mark.parametrize(
+    ("name", "memory", "printed", "sent"),
+    [
+        ("70b-dp", 1120, 245, 245),
+        ("70b-zero1", 385, 245, 245),
+        ("70b-zero2", 262.5, 122.5, 245),
+        ("70b-zero3", 140, 367.5, 367.5),
+    ],
+)
+def test_the_committed_70b_specs_give_these_figures(name, memory, printed, sent):
+    both = derive(require(load(name)))
+    assert sum(both.paper.bytes_of(state) for state in MODEL_STATES) / GB == approx(memory)
+    assert sum(both.exact.bytes_of(state) for state in MODEL_STATES) / GB == approx(memory)
+    assert both.paper.sent_bytes() / GB == approx(printed)
+    assert both.exact.sent_bytes() / GB == approx(sent)
+
+
+@pytest.mark.parametrize(
+    ("name", "limit"), [("7b5-dp", 16), ("7b5-zero1", 4), ("7b5-zero2", 2), ("7b5-zero3", 0)]
+)
+def test_a_sweep_of_the_committed_7_5b_specs_tends_to_its_limit(name, limit):
+    axis = "dp_replicate" if limit == 16 else "dp_shard"
+    for ranks in (2, 16, 64):  # the cluster has 64
+        spec = require(load(name, [f"mesh.{axis}={ranks}", f"batch.global={ranks}"]))
+        exact = derive(spec).exact
+        held = sum(exact.bytes_of(state) for state in MODEL_STATES)
+        assert held / 7.5e9 == pytest.approx(
+            limit + (16 - limit) / ranks,
+            rel=3e-3,  # the shape has 7.5e9 to 0.2 %
+        )
 
 
 @pytest.mark.parametrize("placement", [ZERO_1, ZERO_2], ids=["Ω", "Ω, G"])
