@@ -27,9 +27,10 @@ from ptrain.spec.grammar_parts import (
 from ptrain.spec.leaf import (
     MODE_MEANINGS,
     Choice,
+    Either,
+    Free,
     ModeText,
     Numbers,
-    Reserved,
     Section,
     Size,
     Text,
@@ -107,8 +108,12 @@ class TupleRaw:
 class ExpertTupleRaw:
     """The tuples of expert parallelism: one for the experts, one for the rest."""
 
-    experts: Annotated[Any, Reserved("the experts' tuple", {"type": ["object", "string"]})] = None
-    rest: Annotated[Any, Reserved("everybody else's tuple", {"type": ["object", "string"]})] = None
+    experts: Annotated[
+        Any, Either("the experts' tuple", "a name or a tuple", (Text(""), Free("")))
+    ] = None
+    rest: Annotated[
+        Any, Either("everybody else's tuple", "a name or a tuple", (Text(""), Free("")))
+    ] = None
     parameters: Annotated[Mode | None, ModeText("Θ, the model's parameters")] = None
     optimizer: Annotated[Mode | None, ModeText("Ω, the optimizer's state")] = None
     gradients: Annotated[Mode | None, ModeText("G, the gradients")] = None
@@ -165,10 +170,6 @@ class OffloadRaw:
     ] = None
 
 
-_TRUTH_OR_COUNT = {"type": ["boolean", "integer"]}
-_WORD_OR_MAPPING = {"type": ["string", "object"]}
-
-
 @section
 class SpecRaw:
     """A spec: the model, the mesh of ranks and how each state is placed on it."""
@@ -203,7 +204,8 @@ class SpecRaw:
         default_factory=TrainRaw
     )
     cluster: Annotated[
-        ClusterRaw | None, Section(ClusterRaw, "devices, memory and links the job runs on")
+        ClusterRaw | None,
+        Section(ClusterRaw, "devices, memory and links the job runs on", null=True),
     ] = None
     sync: Annotated[
         SyncRaw, Section(SyncRaw, "when accumulated gradients and gathered units move")
@@ -267,24 +269,51 @@ class SpecRaw:
         ),
     ] = 25 * 2**20
     unit: Annotated[
-        Any,
-        Reserved(
-            "what is gathered at once (the paper's s_unit): block, sub-block, n blocks, model",
-            {"anyOf": [{"enum": ["block", "sub-block", "model"]}, {"type": ["string", "integer"]}]},
+        str,
+        Either(
+            "what is gathered at once (the paper's s_unit)",
+            "block, sub-block, n blocks or model",
+            (
+                Choice(
+                    "",
+                    {
+                        "block": "one transformer block",
+                        "sub-block": "attention and feed-forward apart",
+                        "model": "everything at once",
+                    },
+                ),
+                Text("", r"[1-9][0-9]{0,4} blocks"),
+            ),
         ),
     ] = "block"
     activations: Annotated[
         Any,
-        Reserved(
+        Either(
             'what forward saves, for all blocks (M) or by block ({"0-7": M, "8-": R})',
-            {"anyOf": [_MODE, {"type": "object", "additionalProperties": _MODE}]},
+            "a mode, or modes by block",
+            (ModeText(""), Free("", values=ModeText(""))),
         ),
-    ] = "R"
+    ] = R
     recompute: Annotated[
-        Any, Reserved("which operators backward computes again", _WORD_OR_MAPPING)
+        Any,
+        Either(
+            "which operators backward computes again",
+            "none, full, selective or a mapping",
+            (
+                Choice(
+                    "",
+                    {
+                        "none": "nothing",
+                        "full": "each block from its input",
+                        "selective": "what is cheap to compute and large to keep",
+                    },
+                ),
+                Free(""),
+            ),
+        ),
     ] = "none"
     pipeline: Annotated[PipelineRaw | None, Section(PipelineRaw, "the schedule over stages")] = None
-    expert: Annotated[Any, Reserved("how experts are chosen and placed", {"type": "object"})] = None
+    expert: Annotated[Any, Free("how experts are chosen and placed")] = None
     attention: Annotated[
         str,
         Choice(
@@ -309,7 +338,12 @@ class SpecRaw:
         ),
     ] = "cross-entropy"
     reshard: Annotated[
-        Any, Reserved("when gathered parameters are given back", _TRUTH_OR_COUNT)
+        bool | int | None,
+        Either(
+            "when gathered parameters are given back: see sync",
+            "true, false or a number of blocks",
+            (Truth(""), Whole("", 1, 10_000)),
+        ),
     ] = None
     overlap: Annotated[
         str | None,

@@ -6,22 +6,11 @@
 from __future__ import annotations
 
 from dataclasses import field
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import Field
 
-from ptrain.spec.leaf import (
-    Choice,
-    Free,
-    Numbers,
-    Real,
-    Reserved,
-    Size,
-    Text,
-    Truth,
-    Whole,
-    section,
-)
+from ptrain.spec.leaf import Choice, Either, Free, Numbers, Real, Size, Text, Truth, Whole, section
 from ptrain.spec.spec import (
     CheckpointSpec,
     DataSpec,
@@ -34,6 +23,7 @@ from ptrain.spec.spec import (
 _OPTIMIZER, _DATA, _TRAIN = OptimizerSpec(), DataSpec(), TrainSpec()
 _EVAL, _CHECKPOINT, _TIMEOUT = EvalSpec(), CheckpointSpec(), Timeout()
 _DTYPES = {"fp32": "4 bytes", "bf16": "2 bytes", "fp16": "2 bytes, loss scaling", "fp64": "8 bytes"}
+MAX_SAMPLES = 2**31 - 1
 _NAME_OR_FILE = r"[^\x00-\x1f]{1,300}"
 
 
@@ -115,14 +105,10 @@ class BatchRaw:
 
     global_: Annotated[
         int | str | None,
-        Reserved(
+        Either(
             "samples per step over all ranks, or `4M tokens` (to the nearest multiple)",
-            {
-                "anyOf": [
-                    {"type": "integer", "minimum": 1},
-                    {"type": "string", "pattern": "^[0-9.]+ *[kKMBT]? tokens$"},
-                ]
-            },
+            f"an integer in 1..{MAX_SAMPLES} (samples), or tokens like 4M tokens",
+            (Whole("", 1, MAX_SAMPLES), Text("", r"[0-9]{1,15}(\.[0-9]{1,6})? *[kKMBT]? tokens")),
         ),
         Field(alias="global"),
     ] = None
@@ -242,9 +228,6 @@ class LogRaw:
     every: Annotated[int, Whole("steps between two lines", 1, 10**9)] = 10
 
 
-_SYNC_ABOUT = "gathered parameters are given back after forward (true), kept (false), or n blocks"
-
-
 @section
 class SyncRaw:
     """The accumulation's policy: from 3K units moved per step (every) down to K + 1."""
@@ -257,7 +240,12 @@ class SyncRaw:
         ),
     ] = None
     reshard_after_forward: Annotated[
-        Any, Reserved(_SYNC_ABOUT, {"type": ["boolean", "integer"]})
+        bool | int,
+        Either(
+            "gathered parameters are given back after forward (true), kept (false), or n blocks",
+            "true, false or a number of blocks",
+            (Truth(""), Whole("", 1, 10_000)),
+        ),
     ] = True
     reshard_after_backward: Annotated[
         bool, Truth("gathered parameters are given back after each backward")

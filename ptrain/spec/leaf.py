@@ -43,8 +43,7 @@ def describe(value: object) -> str:
             shown = value if len(value) <= 60 else value[:57] + "..."
             return f"the text {shown!r}"
         case int() | float():
-            shown = f"{value:.4g}" if abs(value) >= 10**15 else repr(value)
-            return f"the number {shown}"
+            return f"the number {value}"
         case list():
             return "a list"
         case _:
@@ -260,28 +259,42 @@ class Numbers(Leaf):
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Free(Leaf):
-    """A mapping whose keys are not ours: arguments of a user's function."""
+    """A mapping whose keys are not ours; `values` checks each value, if given."""
+
+    values: Leaf | None = None
 
     def check(self, value: Any) -> object:
-        if isinstance(value, dict):
-            return value
-        refuse(f"must be a mapping; got {describe(value)}")
+        if not isinstance(value, dict):
+            refuse(f"must be a mapping; got {describe(value)}")
+        check = self.values.check if self.values else _same
+        return {key: check(inner) for key, inner in value.items()}
 
     def schema(self) -> dict[str, Any]:
-        return {"type": "object"}
+        values = {"additionalProperties": self.values.schema()} if self.values else {}
+        return {"type": "object", **values}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class Reserved(Leaf):
-    """A key that the grammar knows and nothing executes yet: any of these JSON types."""
+class Either(Leaf):
+    """What one of `options` takes; `wanted` says it in one phrase."""
 
-    shape: dict[str, Any] = field(default_factory=dict, kw_only=False)
+    wanted: str = field(kw_only=False)
+    options: tuple[Leaf, ...] = field(kw_only=False)
 
     def check(self, value: Any) -> object:
-        return value
+        for option in self.options:
+            try:
+                return option.check(value)
+            except PydanticCustomError:
+                continue
+        refuse(f"must be {self.wanted}; got {describe(value)}")
 
     def schema(self) -> dict[str, Any]:
-        return dict(self.shape)
+        return _one_of(*(option.schema() for option in self.options))
+
+
+def _same(value: object) -> object:
+    return value
 
 
 MODE_MEANINGS = {
@@ -312,7 +325,8 @@ class ModeText(Leaf):
             pass
         meant = str(value).upper() if isinstance(value, str) else ""
         refuse(
-            f"must be a mode, one of {', '.join(MODE_MEANINGS)}; got {describe(value)}",
+            f"must be a mode: R, S, S*, M or O, or with a tier (R@host, S@file); "
+            f"got {describe(value)}",
             f"did you mean {meant}?" if meant in MODE_MEANINGS else _quote(value),
         )
 
@@ -327,11 +341,13 @@ class Section:
     kind: type = field(kw_only=False)
     about: str = field(kw_only=False)
     also: tuple[dict[str, Any], ...] = ()
+    null: bool = False
 
     def __get_pydantic_core_schema__(
         self, _source: Any, handler: GetCoreSchemaHandler
     ) -> CoreSchema:
-        return handler.generate_schema(self.kind)
+        inner = handler.generate_schema(self.kind)
+        return core_schema.nullable_schema(inner) if self.null else inner
 
     def __get_pydantic_json_schema__(
         self, core: CoreSchema, handler: GetJsonSchemaHandler

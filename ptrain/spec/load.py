@@ -59,7 +59,7 @@ def load(
         faults |= {("override", str(number), str(i)): fault for i, fault in enumerate(found)}
     faults |= {tuple(fault.place.split(".")): fault for fault in expand_shorthands(tree)}
     raw, invalid = validate(tree)
-    for route, fault in (invalid | refusals(tree)).items():
+    for route, fault in (refusals(tree) | invalid).items():
         if not any(route[: len(known)] == known for known in faults):
             faults[route] = fault
     if raw is not None:

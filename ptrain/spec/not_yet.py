@@ -27,7 +27,7 @@ class Row:
 
 ROWS = (
     Row(route=("activations",), executed=("R", None)),
-    Row(route=("recompute",), executed=("none", None, False)),
+    Row(route=("recompute",), executed=("none", None)),
     Row(route=("pipeline",)),
     Row(route=("expert",)),
     Row(route=("attention",), executed=("sdpa", None)),

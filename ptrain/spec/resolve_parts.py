@@ -10,15 +10,20 @@ from ptrain.errors import SpecError
 from ptrain.spec.batch import Batch
 from ptrain.spec.check import validate
 from ptrain.spec.cluster import Cluster
-from ptrain.spec.grammar_parts import BatchRaw, ClusterRaw, DataRaw, ModelRaw, OptimizerRaw
-from ptrain.spec.leaf import describe
+from ptrain.spec.grammar_parts import (
+    MAX_SAMPLES,
+    BatchRaw,
+    ClusterRaw,
+    DataRaw,
+    ModelRaw,
+    OptimizerRaw,
+)
 from ptrain.spec.model import ExternalModel, Family, ModelShape, ModelSpec
 from ptrain.spec.names import listing, missing
 from ptrain.spec.spec import DataSpec, OptimizerSpec
 from ptrain.spec.text import read
 from ptrain.units import parse_count
 
-MAX_SAMPLES = 2**31 - 1
 Raw = TypeVar("Raw", ModelRaw, ClusterRaw)
 
 
@@ -150,7 +155,8 @@ def resolve_batch(raw: BatchRaw, data_degree: int, found: Report) -> Batch | Non
     found.add(
         "batch.global",
         f"global={samples} {relation} {product} = {step}",
-        f"write global: {' or '.join(map(str, valid))}" + _other_accumulate(raw, samples, unit),
+        f"write batch.global: {' or '.join(map(str, valid))}"
+        + _other_accumulate(raw, samples, unit),
     )
     return None
 
@@ -162,26 +168,20 @@ def _other_accumulate(raw: BatchRaw, samples: int, unit: int) -> str:
 
 
 def _global(raw: BatchRaw, step: int, found: Report) -> int | None:
-    value = raw.global_
-    if value is None:
-        return step
-    if type(value) is int and 1 <= value <= MAX_SAMPLES:
-        return value
-    tokens = _tokens(value)
-    if tokens and tokens / raw.sequence <= MAX_SAMPLES:
-        return max(1, round(tokens / raw.sequence / step)) * step
-    finding = f"must be an integer in 1..{MAX_SAMPLES} or tokens; got {describe(value)}"
-    found.add("batch.global", finding, "write samples (16), or tokens (4M tokens)")
+    """Samples: as written, or as many as come nearest to the tokens that are written."""
+    match raw.global_:
+        case None:
+            return step
+        case int() as samples:
+            return samples
+        case text:
+            tokens = parse_count(text.removesuffix("tokens"))
+    samples = max(1, round(tokens / raw.sequence / step)) * step
+    if samples <= MAX_SAMPLES:
+        return samples
+    finding = f"{text} are {samples} samples; a step takes 1..{MAX_SAMPLES}"
+    found.add("batch.global", finding, "write fewer tokens")
     return None
-
-
-def _tokens(value: object) -> int:
-    if not isinstance(value, str) or not value.endswith("tokens"):
-        return 0
-    try:
-        return parse_count(value.removesuffix("tokens"))
-    except (ValueError, OverflowError):
-        return 0
 
 
 def resolve_data(raw: DataRaw, found: Report) -> DataSpec | None:

@@ -131,7 +131,10 @@ def _named_tuple(placement: Mapping, axis: str, name: str, fault: _Report) -> No
 def _data_degree(root: Mapping, fault: _Report) -> None:
     """`mesh: {dp: N}` becomes dp_replicate or dp_shard, by its tuple."""
     mesh, placement = root.get("mesh"), root.get("placement")
-    if not isinstance(mesh, dict) or "dp" not in mesh:
+    if not isinstance(mesh, dict):
+        return
+    if "dp" not in mesh:
+        _rename_tuple(placement)
         return
     both = [axis for axis in _DATA if axis in mesh]
     if both:
@@ -148,7 +151,13 @@ def _data_degree(root: Mapping, fault: _Report) -> None:
             fault(("mesh", "dp"), finding, "write the degrees of dp_replicate and dp_shard")
         return
     root["mesh"] = {homes[0] if axis == "dp" else axis: mesh[axis] for axis in mesh}
-    if isinstance(placement, dict) and "dp" in placement:
+    _rename_tuple(placement)
+
+
+def _rename_tuple(placement: object) -> None:
+    """The tuple of `dp` becomes that of the axis it belongs to."""
+    homes = _homes(placement) if isinstance(placement, dict) and "dp" in placement else []
+    if isinstance(placement, dict) and len(homes) == 1 and homes[0] not in placement:
         placement[homes[0]] = placement.pop("dp")
 
 
