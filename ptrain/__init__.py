@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from ptrain.derivation.estimate import derive as derive
     from ptrain.interpreter.program import interpret as interpret
     from ptrain.meters.measure import measure as measure
+    from ptrain.models.facts import read_facts as read_facts
     from ptrain.plan.lower import lower as lower
     from ptrain.spec.load import expand as expand
     from ptrain.spec.load import load as load
@@ -27,9 +28,20 @@ _HOMES = {
     "lower": "ptrain.plan.lower",
     "interpret": "ptrain.interpreter.program",
     "measure": "ptrain.meters.measure",
+    "read_facts": "ptrain.models.facts",
     "run": "ptrain.train.notebook",
 }
-__all__ = ["__version__", "derive", "expand", "interpret", "load", "lower", "measure", "run"]
+__all__ = [
+    "__version__",
+    "derive",
+    "expand",
+    "interpret",
+    "load",
+    "lower",
+    "measure",
+    "read_facts",
+    "run",
+]
 
 
 def __getattr__(name: str) -> object:

@@ -1,4 +1,4 @@
-"""The committed tables of the built-in families, evaluated: what one micro-batch allocates and saves.
+"""The committed tables of the built-in families, evaluated: what a micro-batch allocates and saves.
 
 A table holds every size in bytes as a coefficient times powers of batch, sequence and the model's
 dimensions, read off traces at prime shapes (`meters.tables` writes them). Nothing here is fitted.
@@ -31,8 +31,10 @@ class Monomial:
 
     def bytes(self, values: dict[str, int], itemsize: int) -> int:
         """The size at these dimensions."""
-        scale = itemsize if self.in_elements else 1
-        return self.coefficient * scale * math.prod(values[s] ** e for s, e in self.exponents)
+        size = self.coefficient * (itemsize if self.in_elements else 1)
+        for symbol, exponent in self.exponents:
+            size *= math.prod([values[symbol]] * exponent)
+        return size
 
     def __str__(self) -> str:
         unit = ("e",) if self.in_elements else ()

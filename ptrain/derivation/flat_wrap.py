@@ -1,4 +1,4 @@
-"""What flat units allocate: gathered parameters, a gradient buffer per unit, moves between layouts."""
+"""What flat units allocate: gathered parameters, gradient buffers, moves between layouts."""
 
 from __future__ import annotations
 

@@ -70,13 +70,8 @@ def model_timeline(spec: Spec, facts: ModelFacts) -> Timeline:
         spec.model,
         batch=spec.batch.micro,
         sequence=spec.batch.sequence,
-        compute=plan_dtype(spec),
+        compute=spec.precision.effective.parameters,
     )
-
-
-def plan_dtype(spec: Spec) -> activations.DType:
-    """The dtype in which the model computes: that of its parameters."""
-    return spec.precision.effective.parameters
 
 
 def _micro_batches(count: int) -> tuple[int, ...]:

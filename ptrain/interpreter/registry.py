@@ -43,3 +43,7 @@ class Registry:
     def of(self, tensor: torch.Tensor) -> Tag | None:
         """The tag of this tensor's storage, if anybody gave it one."""
         return self._tags.get(tensor.untyped_storage()._cdata)
+
+    def knows(self, storage: torch.UntypedStorage) -> bool:
+        """Whether this storage is tagged."""
+        return storage._cdata in self._tags

@@ -1,4 +1,4 @@
-"""Writes the committed tables of the built-in families: `python -m ptrain.meters.tables [--out DIR]`.
+"""Writes the built-in families' committed tables: `python -m ptrain.meters.tables [--out DIR]`.
 
 Each table is a trace at a shape whose dimensions are distinct primes, so that the factors of every
 size in bytes read off as one product of dimensions times a coefficient. Full precision is traced
@@ -17,10 +17,10 @@ from pathlib import Path
 
 import torch
 
-from ptrain.meters.trace import Born, Complete, Died, Event, Recording, record
 from ptrain.models.build import build
 from ptrain.models.initialize import cast
 from ptrain.models.loss import token_loss_sum
+from ptrain.models.trace import Born, Complete, Died, Event, Recording, record
 from ptrain.models.units import unit_names
 from ptrain.spec.model import Family, ModelShape
 from ptrain.timeline import Boundary, Mark
@@ -42,7 +42,7 @@ Size = tuple[int, int, tuple[int, ...]]
 def trace(
     shape: ModelShape, dtype: torch.dtype, batch: int = BATCH, sequence: int = SEQUENCE
 ) -> Recording:
-    """One micro-batch of a built-in model; its weights are arbitrary, sizes do not depend on them."""
+    """One micro-batch of a built-in model; its weights are arbitrary, no size depends on them."""
     model = build(shape, sequence=sequence)
     cast(model, dtype)
     tokens = torch.zeros(batch, sequence + 1, dtype=torch.int64)
@@ -157,7 +157,9 @@ class Table:
         """Forward and backward, each in what precedes the blocks, one block, and what follows."""
         cut = _cut(recording, self.shape.layers)
         return {
-            phase: _fold([[self.encode(event, block) for event in events] for block, events in parts])
+            phase: _fold(
+                [[self.encode(event, block) for event in events] for block, events in parts]
+            )
             for phase, parts in cut.items()
         }
 

@@ -7,7 +7,7 @@ allocations happen at those boundaries, so replaying a plan means to interleave 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from ptrain.meters.memory import Ledger, storage_of
-from ptrain.timeline import Boundary, Mark
+from ptrain import timeline
+from ptrain.models.ledger import Ledger, storage_of
+from ptrain.timeline import Boundary, Item, Mark, Timeline
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +90,10 @@ class Recorder(Ledger):
     def complete(self, name: str, gradient: Tensor) -> None:
         """Called when `name`'s gradient is in place."""
         number = self._ids[storage_of(gradient)._cdata]
-        born = next(e for e in reversed(self.events) if isinstance(e, Born))
-        cloned = born.id == number and born.operator.split("::")[-1].startswith(_COPIES)
+        last = next(e for e in reversed(self.events) if isinstance(e, Born))
+        cloned = last.id == number and last.operator.split("::")[-1].startswith(_COPIES)
+        if cloned:
+            self.events.remove(last)  # whether there is a copy depends on who keeps gradients
         self.events.append(Complete(name, number, cloned))
 
 
@@ -218,3 +221,42 @@ def record(
         model.zero_grad(set_to_none=True)
     events = tuple(recorder.events)
     return Recording(events[:split], events[split:], recorder.born_sizes)
+
+
+def to_timeline(recording: Recording) -> Timeline:
+    """The recording in bytes, with what happens between two boundaries as one run."""
+    return Timeline(
+        forward=tuple(_items(recording.forward, recording.sizes)),
+        backward=tuple(_items(recording.backward, recording.sizes)),
+        saved=tuple((event.operator, event.size) for event in recording.saved),
+    )
+
+
+def _items(events: Sequence[Event], sizes: dict[int, int]) -> Iterator[Item]:
+    last_view = {event.id: event for event in events if isinstance(event, Complete)}
+    deltas: list[int] = []
+    for event in events:
+        match event:
+            case Born(number):
+                deltas.append(sizes[number])
+            case Died(number):
+                deltas.append(-sizes[number])
+            case _:
+                yield from _flush(deltas)
+                deltas = []
+                yield event if isinstance(event, Boundary) else _completion(event, last_view, sizes)
+    yield from _flush(deltas)
+
+
+def _flush(deltas: list[int]) -> Iterator[Item]:
+    merged = timeline.run(deltas)
+    if merged:
+        yield merged
+
+
+def _completion(
+    event: Complete, last_view: dict[int, Complete], sizes: dict[int, int]
+) -> timeline.Complete:
+    """Gradients that are views of one storage keep it until the last of them goes."""
+    size = sizes[event.id] if last_view[event.id] is event else 0
+    return timeline.Complete(event.parameter, size, event.cloned)

@@ -1,0 +1,95 @@
+"""The facts that derivation needs of a model that is not built in: read off the module itself, and
+its timeline by tracing one micro-batch at the spec's shape and dtypes, on the CPU.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from ptrain.derivation.estimate import own_facts
+from ptrain.derivation.facts import ModelFacts, TensorFacts, UnitFacts
+from ptrain.models.build import build
+from ptrain.models.initialize import cast
+from ptrain.models.loss import token_loss_sum
+from ptrain.models.trace import record, to_timeline
+from ptrain.models.units import unit_names
+from ptrain.spec.model import ModelShape
+from ptrain.spec.precision import DType
+from ptrain.spec.spec import Spec
+from ptrain.timeline import Complete
+
+_DTYPES = {
+    DType.FP64: torch.float64,
+    DType.FP32: torch.float32,
+    DType.BF16: torch.bfloat16,
+    DType.FP16: torch.float16,
+}
+_WIDE_BYTES = 4  # buffers of reals are fp32, or fp64 where everything is
+
+
+def facts_of(spec: Spec, *, allow_import: bool = True) -> ModelFacts:
+    """A built-in model's facts from its shape, any other's from the module that its target makes.
+    A call from Python allows the import; commands pass what their user allowed."""
+    if isinstance(spec.model, ModelShape):
+        return own_facts(spec)
+    return read_facts(spec, allow_import=allow_import)
+
+
+def read_facts(spec: Spec, *, allow_import: bool = False) -> ModelFacts:
+    """Builds the spec's model and reads it."""
+    model = build(
+        spec.model,
+        sequence=spec.batch.sequence,
+        allow_import=allow_import,
+        seed=spec.train.seed,
+    )
+    return module_facts(model, spec)
+
+
+def module_facts(model: nn.Module, spec: Spec) -> ModelFacts:
+    """The facts of `model`, whose parameters are cast to the spec's dtype. The generator's state
+    is left as it was."""
+    cast(model, _DTYPES[spec.precision.effective.parameters])
+    units = unit_names(model)
+    micro, sequence = spec.batch.micro, spec.batch.sequence
+    tokens = torch.zeros(micro, sequence + 1, dtype=torch.int64)
+    with torch.random.fork_rng(devices=[]):
+        recording = record(
+            model,
+            units,
+            lambda: token_loss_sum(model(tokens[:, :-1]), tokens[:, 1:]) / spec.batch.tokens,
+            tokens,
+        )
+    timeline = to_timeline(recording)
+    return ModelFacts(
+        units=_units(model, units),
+        buffers=tuple((name, _nbytes(buffer)) for name, buffer in model.named_buffers()),
+        gradient_order=tuple(
+            item.parameter for item in timeline.backward if isinstance(item, Complete)
+        ),
+        timeline=timeline,
+    )
+
+
+def _units(model: nn.Module, names: tuple[str, ...]) -> tuple[UnitFacts, ...]:
+    """Each unit with the parameters that no unit before it has."""
+    seen: set[int] = set()
+    units = []
+    for name in names:
+        prefix = f"{name}." if name else ""
+        fresh = [
+            (prefix + path, parameter)
+            for path, parameter in model.get_submodule(name).named_parameters()
+            if id(parameter) not in seen
+        ]
+        seen.update(id(parameter) for _, parameter in fresh)
+        tensors = tuple(TensorFacts(name=n, shape=tuple(p.shape)) for n, p in fresh)
+        units.append(UnitFacts(name=name, tensors=tensors))
+    return tuple(units)
+
+
+def _nbytes(buffer: torch.Tensor) -> int:
+    """As it is stored beside parameters of at most fp32."""
+    itemsize = _WIDE_BYTES if buffer.is_floating_point() else buffer.itemsize
+    return buffer.numel() * itemsize

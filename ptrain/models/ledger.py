@@ -1,0 +1,138 @@
+"""Which storages live: every birth, change of size and death, as operators run.
+
+Note: what an operator allocates and frees inside itself is not seen.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor that this rank stores."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
+    """The bytes behind a tensor, shared by all its views."""
+    return local(tensor).untyped_storage()
+
+
+class Ledger(TorchDispatchMode):
+    """Follows every storage from birth to death while it is entered.
+
+    Operators give birth, `UntypedStorage.resize_` grows and shrinks (FSDP2 frees by resizing to
+    zero), a weak reference reports the death. Storages that an operator reads and nobody declared
+    existed before; `found` is told of them.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: dict[int, int] = {}
+        self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._resize: Callable[[torch.UntypedStorage, int], Any] | None = None
+        self._collecting = False
+
+    def found(self, key: int, storage: torch.UntypedStorage) -> None:
+        """A storage that existed before it was seen."""
+
+    def born(self, key: int, storage: torch.UntypedStorage, operator: str) -> None:
+        """An operator allocated a storage."""
+
+    def resized(self, key: int, storage: torch.UntypedStorage, before: int) -> None:
+        """A storage has another size now."""
+
+    def died(self, key: int, size: int) -> None:
+        """A storage was freed."""
+
+    def watch(self, tensor: torch.Tensor) -> None:
+        """Declares a tensor that lives already."""
+        storage = storage_of(tensor)
+        if self._follow(storage):
+            self.found(storage._cdata, storage)
+
+    def _follow(self, storage: torch.UntypedStorage) -> bool:
+        key = storage._cdata
+        if key in self.sizes:
+            return False
+        self.sizes[key] = storage.nbytes()
+        self._references[key] = weakref.ref(storage, lambda _: self._forget(key))
+        return True
+
+    def _forget(self, key: int) -> None:
+        del self._references[key]
+        self.died(key, self.sizes.pop(key))
+
+    def __torch_dispatch__(
+        self,
+        function: Any,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # DTensor turns into operators on local tensors first
+        for tensor in _tensors((args, kwargs)):
+            self.watch(tensor)
+        result = function(*args, **(kwargs or {}))
+        for tensor in _tensors(result):
+            storage = storage_of(tensor)
+            if self._follow(storage):
+                self.born(storage._cdata, storage, function._schema.name)
+        return result
+
+    def _resize_storage(self, storage: torch.UntypedStorage, size: int) -> Any:
+        assert self._resize is not None
+        if self._follow(storage):
+            self.found(storage._cdata, storage)
+        key, before = storage._cdata, storage.nbytes()
+        result = self._resize(storage, size)
+        self.sizes[key] = storage.nbytes()
+        self.resized(key, storage, before)
+        return result
+
+    def __enter__(self) -> Self:
+        """Cycles are collected now and not during the step, so that a storage dies when its last
+        reference goes."""
+        gc.collect()
+        self._collecting = gc.isenabled()
+        gc.disable()
+        self._resize = torch.UntypedStorage.resize_
+        ledger = self
+
+        def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+            return ledger._resize_storage(storage, size)
+
+        torch.UntypedStorage.resize_ = resize_
+        super().__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        super().__exit__(kind, error, trace)
+        torch.UntypedStorage.resize_ = self._resize
+        self._references.clear()
+        if self._collecting:
+            gc.enable()
+
+
+def _tensors(tree: Any) -> Iterator[torch.Tensor]:
+    """The tensors with bytes of their own among an operator's arguments or results."""
+    return (
+        leaf
+        for leaf in tree_iter(tree)
+        if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided
+    )
