@@ -1,0 +1,124 @@
+"""Rewrites the blocks of README.md that show output: `python benchmarks/readme.py`.
+
+A block stands between `<!-- output: COMMAND -->` (or `<!-- table: NAME -->`) and `<!-- end -->`.
+Commands run as `python -m ptrain …` in an empty folder. `--check` exits 1 if a block that does not
+depend on the machine (anything but `train` and `validate`) is not what it would be now.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+import tempfile
+
+from _machine import ROOT, environment
+
+from ptrain.derivation.estimate import derive
+from ptrain.plan.step import FlatUnits, FullyShard, LocalGradients, Replicate, Wrap
+from ptrain.report.predict import model_state_bytes, sent_bytes
+from ptrain.report.table import size
+from ptrain.spec.load import load
+from ptrain.spec.names import listing
+
+README = ROOT / "README.md"
+BLOCK = re.compile(r"(<!-- (output|table): (.+?) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+MEASURED = ("ptrain train", "ptrain validate")
+RANKS = 4
+ONE_MICRO_BATCH = ("batch.global=16", "batch.micro=4")  # the paper knows no accumulation
+
+
+def output(command: str) -> str:
+    """The command and what it prints, as a code block."""
+    program, *arguments = command.split()
+    assert program == "ptrain", command
+    with tempfile.TemporaryDirectory() as folder:
+        ended = subprocess.run(
+            [sys.executable, "-m", "ptrain", *arguments],
+            cwd=folder,
+            env=environment(),
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    return f"```\n$ {command}\n{ended.stdout.rstrip()}\n```\n"
+
+
+def strategies() -> str:
+    """Every named strategy on as many ranks, with its predictions and what it runs as."""
+    rows = [
+        "| strategy | Θ,Ω,G,A by axis | Θ+Ω+G per rank | peak | sent per step (paper) | runs as |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name in listing("strategies"):
+        spec = load(name, [_degree(name), *ONE_MICRO_BATCH]).spec
+        derivation = derive(spec)
+        exact = derivation.exact
+        tuples = " ⊗ ".join(f"{factor.axis} {factor.placement}" for factor in spec.factors)
+        peak = max(row.device_bytes for row in exact.peak)
+        cells = (
+            f"`{name}`",
+            tuples.replace("*", r"\*"),
+            size(model_state_bytes(exact)),
+            size(peak),
+            f"{size(sent_bytes(exact))} ({size(sent_bytes(derivation.paper))})",
+            runs_as(derivation.plan.wrap),
+        )
+        rows.append("| " + " | ".join(cells) + " |")
+    return "\n".join(rows) + "\n"
+
+
+def runs_as(wrap: Wrap) -> str:
+    """The real part of torch behind a wrap."""
+    match wrap:
+        case LocalGradients():
+            return "one device"
+        case Replicate():
+            return "`DistributedDataParallel`"
+        case FullyShard():
+            return "`fully_shard`, 2-D mesh" if wrap.replicate_axes else "`fully_shard`"
+        case FlatUnits():
+            return "flat units: reduce-scatter, all-gather"
+
+
+def _degree(name: str) -> str:
+    """The override that gives a strategy RANKS ranks."""
+    factors = load(name).spec.factors
+    degree = round(RANKS ** (1 / len(factors)))
+    mesh = ", ".join(f"{factor.axis}: {degree}" for factor in factors)
+    return f"mesh={{{mesh}}}"
+
+
+def rewritten(text: str, *, measured: bool) -> str:
+    """README with its blocks made anew; those that need a run only where `measured`."""
+
+    def block(match: re.Match[str]) -> str:
+        head, kind, what, old, end = match.groups()
+        if kind == "table":
+            assert what == "strategies", what
+            return head + strategies() + end
+        if what.startswith(MEASURED) and not measured:
+            return head + old + end
+        return head + output(what) + end
+
+    return BLOCK.sub(block, text)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true")
+    parser.add_argument("--predicted", action="store_true", help="leave out what needs a run")
+    args = parser.parse_args()
+    text = README.read_text(encoding="utf-8")
+    new = rewritten(text, measured=not (args.check or args.predicted))
+    if args.check:
+        print("README.md is up to date" if new == text else "README.md is out of date")
+        return 0 if new == text else 1
+    README.write_text(new, encoding="utf-8")
+    print(f"README.md: {len(BLOCK.findall(text))} blocks")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,97 @@
+"""README says what is true: its specs load, its commands exist, its output is what is printed."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+import ptrain
+from ptrain.algebra.legality import require
+from ptrain.cli.main import VERBS
+from ptrain.spec.load import load
+
+ROOT = Path(__file__).parents[2]
+TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
+BASE = {"model": {"preset": "llama-tiny"}, "train": {"steps": 4}}
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.parametrize("block", blocks("yaml"), ids=lambda block: block.splitlines()[0][:40])
+def test_every_yaml_block_is_a_spec_that_runs(block, tmp_path):
+    file = tmp_path / "spec.yaml"
+    missing = {key: value for key, value in BASE.items() if key not in yaml.safe_load(block)}
+    file.write_text(block + (yaml.safe_dump(missing) if missing else ""), encoding="utf-8")
+    assert require(load(file)).world_size > 1
+
+
+def test_the_first_spec_of_readme_is_complete(tmp_path):
+    file = tmp_path / "spec.yaml"
+    file.write_text(blocks("yaml")[0], encoding="utf-8")
+    assert require(load(file)).world_size == 4
+
+
+@pytest.mark.parametrize("block", blocks("python"), ids=lambda block: block.splitlines()[2][:40])
+def test_python_blocks_name_what_exists(block):
+    for node in ast.walk(ast.parse(block)):
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "ptrain":
+            assert node.attr in ptrain.__all__
+
+
+def test_the_pure_python_block_runs(capsys):
+    exec(compile(blocks("python")[0], "README.md", "exec"), {})  # noqa: S102  # our own text
+    assert "bytes sent per rank and step" in capsys.readouterr().out
+
+
+def test_commands_are_commands():
+    found = set(re.findall(r"(?:`|\$ |/bin/|^)ptrain ([a-z]+)", TEXT, re.MULTILINE))
+    assert {"train", "predict", "plan", "validate", "specs", "schema"} <= found
+    assert found <= set(VERBS), found - set(VERBS)
+
+
+def test_ci_runs_readmes_test_command():
+    command = next(line for line in TEXT.splitlines() if line.endswith("-m pytest"))
+    assert command in (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()
+    assert command.startswith("python3 -m venv .venv && ")
+
+
+def test_what_predict_prints_is_what_readme_shows():
+    ended = subprocess.run(
+        [sys.executable, "benchmarks/readme.py", "--check"],
+        cwd=ROOT,
+        env={"PATH": "", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+
+
+def test_every_output_block_is_filled():
+    for command, content in re.findall(
+        r"<!-- output: (.+?) -->\n(.*?)<!-- end -->", TEXT, re.DOTALL
+    ):
+        assert content.startswith(f"```\n$ {command}\n"), command
+
+
+def test_the_layout_names_what_exists_and_all_of_it():
+    tree = TEXT.split("## Layout")[1].split("```")[1]
+    named = set(re.findall(r"^(?:  )?([a-z]+/)", tree, re.MULTILINE))
+    packages = {f"{path.parent.name}/" for path in (ROOT / "ptrain").glob("*/__init__.py")}
+    folders = {"ptrain/", "specs/", "launch/", "benchmarks/", "tests/"}
+    assert named == packages | folders
+    assert all((ROOT / folder).is_dir() for folder in folders)
+
+
+def test_links_lead_somewhere():
+    for target in re.findall(r"\]\((?!http)([^)#]+)\)", TEXT):
+        assert (ROOT / target).exists(), target
