@@ -1,0 +1,245 @@
+"""CPU time of a training step against a hand-written loop, for ddp and zero3.
+
+Claim: ptrain's step costs at most 1 % more (median of the pairs' ratios), and the upper 95 % bound
+of that median is at most 1.02. ptrain's side includes its sampler, its accumulation, its clipping
+and the always-on counter; the hand-written side is raw DistributedDataParallel, or raw
+fully_shard, with the same options, torch's own clipping and fused AdamW on the same samples.
+
+Both programs live in the same two gloo ranks and take turns; a pair is some steps of each, and the
+order alternates. CPU time is the sum over the ranks, their communication threads included.
+Prints; writes a result only with --save.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported, here and in the ranks
+
+from _machine import ROOT, header, save, this_command
+
+MEDIAN_LIMIT, BOUND_LIMIT = 1.01, 1.02
+RANKS = 2
+OVERRIDES = (
+    "model.preset=llama-10m",
+    "batch.global=4",
+    "batch.micro=2",
+    "batch.sequence=256",
+    "optimizer.lr=3e-4",
+)
+WARM_UP = 3
+
+
+@dataclass(frozen=True)
+class Side:
+    """CPU seconds of each half of a pair, and the losses of the steps in them."""
+
+    seconds: list[float]
+    losses: list[float]
+
+
+def measure(strategy: str, pairs: int, steps: int) -> dict[str, Side]:
+    """On one rank: both contenders in turn."""
+    contenders = {"ptrain": _ptrain(strategy), "by hand": _by_hand(strategy)}
+    names = list(contenders)
+    sides = {name: Side([], []) for name in names}
+    for name in names:
+        for _ in range(WARM_UP):
+            sides[name].losses.append(contenders[name]())
+    for pair in range(pairs):
+        for name in names if pair % 2 == 0 else reversed(names):
+            _meet()
+            began = time.process_time()
+            shares = [contenders[name]() for _ in range(steps)]
+            sides[name].seconds.append(time.process_time() - began)
+            sides[name].losses.extend(shares)
+    return sides
+
+
+def _ptrain(strategy: str) -> Callable[[], float]:
+    from ptrain.data.corpus import corpus
+    from ptrain.data.sampler import batch
+    from ptrain.interpreter.program import interpret
+    from ptrain.interpreter.world import World
+    from ptrain.meters.counter import Counter
+    from ptrain.train.schedule import learning_rate
+
+    spec = _spec(strategy)
+    program = interpret(spec, world=World.join(spec.timeout))
+    source, counter, steps = corpus(spec.data), Counter(), iter(range(10**9))
+
+    def step() -> float:
+        number = next(steps)
+        local = batch(
+            source, spec=spec, step=number, data_index=program.data_index, data_degree=RANKS
+        )
+        loss = float(program.forward_backward(local))
+        program.step(learning_rate(spec.optimizer, number))
+        if number % spec.log_every == 0:
+            counter.read()
+        return loss
+
+    return step
+
+
+def _by_hand(strategy: str) -> Callable[[], float]:
+    """What one would write: wrap, loop, clip, step. Gradients are averaged by the wrapper."""
+    import torch
+    import torch.nn.functional as F
+    from torch.distributed import get_rank
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.nn.parallel import DistributedDataParallel
+
+    from ptrain.data.corpus import Split, corpus
+    from ptrain.data.sampler import num_windows, sample
+    from ptrain.models.build import build
+    from ptrain.models.initialize import initialize
+
+    spec = _spec(strategy)
+    model = build(spec.model, sequence=spec.batch.sequence)
+    initialize(model, spec.train.seed)
+    if strategy == "ddp":
+        model = DistributedDataParallel(
+            model,
+            bucket_cap_mb=spec.bucket_bytes / 2**20,
+            gradient_as_bucket_view=True,
+            broadcast_buffers=False,
+            init_sync=False,
+        )
+    else:
+        mesh = init_device_mesh("cpu", (RANKS,))
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh, reshard_after_forward=True)
+        fully_shard(model, mesh=mesh, reshard_after_forward=True)
+    settings = spec.optimizer
+    optimizer = torch.optim.AdamW(
+        model.parameters(),
+        lr=settings.lr,
+        betas=settings.betas,
+        eps=settings.eps,
+        weight_decay=settings.weight_decay,
+        fused=True,
+    )
+    tokens = torch.from_numpy(corpus(spec.data).train.astype("int64"))
+    windows = num_windows(corpus(spec.data), spec.batch.sequence, Split.TRAIN)
+    micro, length = spec.batch.micro, spec.batch.sequence
+    # which windows a step takes, drawn beforehand: the samples are ptrain's, the work is not
+    drawn = [sample(i, windows=windows, seed=spec.train.seed) % windows for i in range(4096)]
+    steps = iter(range(10**9))
+
+    def step() -> float:
+        number = next(steps)
+        first = number * micro * RANKS + get_rank() * micro
+        starts = drawn[first : first + micro]
+        rows = torch.stack([tokens[length * at : length * (at + 1) + 1] for at in starts])
+        logits = model(rows[:, :-1])
+        loss = F.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip)
+        for group in optimizer.param_groups:
+            group["lr"] = settings.lr * min(1.0, (number + 1) / max(1, settings.warmup))
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.item() / RANKS
+
+    return step
+
+
+def _spec(strategy: str):  # type: ignore[no-untyped-def]
+    from ptrain.algebra.legality import require
+    from ptrain.spec.load import load
+
+    return require(load(strategy, OVERRIDES))
+
+
+def _meet() -> None:
+    import torch.distributed as dist
+
+    dist.barrier()
+
+
+def bound(ratios: list[float]) -> tuple[float, float]:
+    """The two-sided 95 % interval of the median, by order statistics (binomial, no assumption)."""
+    from math import comb
+
+    ordered, count = sorted(ratios), len(ratios)
+    tail, below = 0.0, 0
+    while (tail := tail + comb(count, below) / 2**count) <= 0.025:
+        below += 1
+    return ordered[max(0, below - 1)], ordered[min(count - 1, count - below)]
+
+
+def report(strategy: str, ranks: list[dict[str, Side]], steps: int) -> tuple[list[str], bool]:
+    """A table's rows, and whether the claim holds."""
+    seconds = {
+        name: [sum(each) for each in zip(*(rank[name].seconds for rank in ranks), strict=True)]
+        for name in ranks[0]
+    }
+    ratios = [a / b for a, b in zip(seconds["ptrain"], seconds["by hand"], strict=True)]
+    median, (low, high) = statistics.median(ratios), bound(ratios)
+    losses = {
+        name: [sum(each) for each in zip(*(rank[name].losses for rank in ranks), strict=True)]
+        for name in ranks[0]
+    }
+    apart = max(abs(a - b) / b for a, b in zip(losses["ptrain"], losses["by hand"], strict=True))
+    same = apart < 1e-4
+    holds = median <= MEDIAN_LIMIT and high <= BOUND_LIMIT and same
+    mine, theirs = (statistics.median(seconds[name]) / steps for name in ("ptrain", "by hand"))
+    row = (
+        f"| {strategy} | {mine:.4f} | {theirs:.4f} | {median:.4f} | {low:.4f} – {high:.4f} "
+        f"| {losses['ptrain'][-1]:.6f} | {losses['by hand'][-1]:.6f} | {apart:.1e} "
+        f"| {'holds' if holds else 'fails'} |"
+    )
+    return [row], holds
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--pairs", type=int, default=30)
+    parser.add_argument("--steps", type=int, default=2, help="steps of each contender in a pair")
+    parser.add_argument("--strategies", nargs="+", default=["ddp", "zero3"])
+    parser.add_argument("--save", action="store_true", help="write benchmarks/results/")
+    args = parser.parse_args()
+
+    import step_time  # the ranks import this file by its name
+    from tests.ranks import Ranks
+
+    lines = [
+        header("step_time: a step's CPU time against a hand-written loop", this_command()),
+        f"Claim: median ratio at most {MEDIAN_LIMIT}, upper 95 % bound at most {BOUND_LIMIT}.",
+        f"llama-10m, {RANKS} gloo ranks with one thread each, {' '.join(OVERRIDES[1:])}, "
+        f"{args.pairs} alternating pairs of {args.steps} steps, {WARM_UP} steps left out. "
+        "CPU seconds are per step, user and system, both ranks together. The interval is of the "
+        "median, two-sided, by order statistics. Losses are of the last step; `apart` is the "
+        "largest relative difference over all steps.",
+        "",
+        "| strategy | ptrain | by hand | median ratio | 95 % | loss ptrain | loss by hand | apart "
+        "| verdict |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    pool, all_hold = Ranks(), True
+    for strategy in args.strategies:
+        found = pool.run(RANKS, step_time.measure, strategy, args.pairs, args.steps, timeout=3600)
+        rows, holds = report(strategy, found, args.steps)
+        lines += rows
+        all_hold &= holds
+    pool.close()
+    lines += ["", f"Verdict: {'holds' if all_hold else 'fails'}."]
+    text = "\n".join(lines)
+    print(text)
+    if args.save:
+        print(f"\nwritten: {save('step_time', text).relative_to(ROOT)}")
+    return 0 if all_hold else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
