@@ -82,7 +82,6 @@ def rank_environment(
         MASTER_ADDR=meeting.address,
         MASTER_PORT=str(meeting.port),
         TORCHELASTIC_ERROR_FILE=str(error_file),
-        PTRAIN_LAUNCHER_PID=str(os.getpid()),
         PYTHONPATH=_python_path(environment),
         PYTHONUNBUFFERED="1",
     )

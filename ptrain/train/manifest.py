@@ -58,7 +58,8 @@ def digests(folder: Path, names: Iterable[str]) -> dict[str, tuple[int, str]]:
 def write(folder: Path, manifest: Manifest) -> None:
     """Flushed to the disk together with the folder's entries."""
     path = folder / NAME
-    with path.open("x", encoding="utf-8") as file:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
         json.dump(asdict(manifest), file, indent=1)
         file.flush()
         os.fsync(file.fileno())

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ptrain.errors import PtrainError
 from ptrain.spec.names import names
 
 
@@ -82,7 +83,18 @@ def from_arguments(arguments: argparse.Namespace) -> Options:
         for name, value in vars(arguments).items()
         if name in Options.__dataclass_fields__ and name not in ("spec", "overrides")
     }
+    rest["resume"] = _resolved(arguments.resume)
     return Options(spec=spec, overrides=tuple(words), **rest)
+
+
+def _resolved(resume: str | None) -> str | None:
+    """As a full path: a new run is about to become `runs/latest`."""
+    if resume in (None, "auto"):
+        return resume
+    path = Path(resume).resolve()
+    if not path.is_dir():
+        raise PtrainError(f"--resume {resume}: no such folder")
+    return str(path)
 
 
 def parse(argv: Sequence[str]) -> Options:

@@ -58,6 +58,4 @@ def _given(path: Path) -> list[Path]:
     """A checkpoint, or those of a run folder, newest first."""
     if (path / manifest.NAME).exists():
         return [path]
-    if not path.is_dir():
-        raise PtrainError(f"--resume {path}: no such folder")
     return manifest.complete(path / "checkpoints") or [path]

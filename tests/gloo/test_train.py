@@ -1,0 +1,210 @@
+"""`ptrain train` as a user runs it: what it prints, what it leaves behind, how it is continued."""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import yaml
+
+from ptrain.algebra.legality import require
+from ptrain.spec.load import load
+from tests import jobs
+
+pytestmark = pytest.mark.gloo
+
+STEPS = 10
+EXACT = "precision.compute=fp64"
+
+
+@dataclass(frozen=True)
+class Finished:
+    folder: Path
+    code: int
+    job: jobs.Job
+
+
+def train(cwd: Path, *arguments: str) -> tuple[int, jobs.Job]:
+    return jobs.run(["train", *arguments, *jobs.TINY], cwd=cwd)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    """zero1 on two ranks in fp64, saved every four steps, profiled once, evaluated once."""
+    cwd = tmp_path_factory.mktemp("training")
+    code, job = train(
+        cwd,
+        "zero1",
+        EXACT,
+        f"train.steps={STEPS}",
+        "checkpoint.every=4",
+        "eval.every=5",
+        "eval.batches=1",
+        "profile=[4]",
+    )
+    assert code == 0, job.error
+    return Finished(folder=cwd / "runs" / "latest", code=code, job=job)
+
+
+@pytest.fixture(scope="module")
+def continued(finished: Finished) -> Finished:
+    """The same run continued from step 8 as zero3 on four ranks; only the record is printed."""
+    cwd = finished.folder.parents[1]
+    code, job = train(
+        cwd,
+        "zero3",
+        EXACT,
+        f"train.steps={STEPS + 2}",
+        "mesh.dp_shard=4",
+        "--resume",
+        str(finished.folder / "checkpoints" / "step-00000008"),
+        "--json",
+    )
+    assert code == 0, job.error
+    return Finished(folder=cwd / "runs" / "latest", code=code, job=job)
+
+
+def test_a_training_prints_what_runs_what_it_will_take_and_every_logged_step(finished):
+    lines = finished.job.output.splitlines()
+    assert lines[0].startswith("zero1 · ")
+    assert "2 ranks gloo/cpu · batch 8 = 1 micro × 4 accumulated × 2 data" in lines[0]
+    assert lines[1].startswith("preflight  peak ")
+    assert sum(line.startswith("step ") and "tok/s" in line for line in lines) == STEPS
+    assert finished.job.error == ""
+
+
+def test_a_training_ends_with_predicted_measured_and_a_verdict(finished):
+    lines = finished.job.output.splitlines()
+    assert any("predicted" in line and "measured" in line for line in lines)
+    assert lines[-1].startswith("verdict: ")
+    assert "runs/latest" in lines[-1]
+    assert "next: ptrain " in lines[-1]
+
+
+def test_the_loss_falls(finished):
+    found = jobs.losses(finished.folder)
+    assert list(found) == list(range(1, STEPS + 1))
+    assert found[STEPS] < found[1] - 0.3
+
+
+def test_the_run_folder_holds_what_is_needed_to_repeat_and_to_read_the_run(finished):
+    names = {path.name for path in finished.folder.iterdir()}
+    assert names == {
+        "spec.resolved.yaml",
+        "env.json",
+        "command.txt",
+        "metrics.jsonl",
+        "summary.json",
+        "logs",
+        "trace",
+        "checkpoints",
+    }
+    assert (finished.folder / "command.txt").read_text().startswith("ptrain train zero1 ")
+    summary = json.loads((finished.folder / "summary.json").read_text())
+    assert summary["spec"] == "zero1"
+    assert summary["run"]["steps"] == STEPS
+    assert math.isfinite(summary["run"]["held_out_loss"])
+    assert {row["column"] for row in summary["memory"]} >= {"paper", "exact", "measured"}
+
+
+def test_the_resolved_spec_is_the_spec_that_ran(finished):
+    again = require(load(finished.folder / "spec.resolved.yaml"))
+    assert again.train.steps == STEPS
+    assert again.resolved == yaml.safe_load((finished.folder / "spec.resolved.yaml").read_text())
+
+
+def test_the_environment_is_recorded_by_an_allow_list(finished):
+    recorded = json.loads((finished.folder / "env.json").read_text())
+    assert {"PATH", "HOME", "PYTHONPATH"}.isdisjoint(recorded["environment"])
+    assert recorded["versions"]["torch"]
+
+
+def test_a_run_folder_is_its_owners_alone(finished):
+    for path in (finished.folder.resolve(), *finished.folder.rglob("*")):
+        allowed = 0o700 if path.is_dir() else 0o600
+        assert stat.S_IMODE(path.stat().st_mode) & ~allowed == 0, path
+
+
+def test_every_rank_has_a_log_and_a_trace_of_the_profiled_step(finished):
+    assert {path.name for path in (finished.folder / "logs").iterdir()} == {
+        "rank0.log",
+        "rank1.log",
+    }
+    assert {path.name for path in (finished.folder / "trace").iterdir()} == {
+        "rank0-step4.json.gz",
+        "rank1-step4.json.gz",
+    }
+
+
+def test_checkpoints_are_whole_and_one_per_interval_and_at_the_end(finished):
+    folders = sorted(path.name for path in (finished.folder / "checkpoints").iterdir())
+    assert folders == ["step-00000004", "step-00000008", "step-00000010"]
+
+
+def test_zero1_on_two_ranks_continues_as_zero3_on_four_with_equal_losses(finished, continued):
+    before, after = jobs.losses(finished.folder), jobs.losses(continued.folder)
+    assert list(after) == [9, 10, 11, 12]
+    for step in (9, 10):
+        # fp64; only the order of sums differs between two and four ranks
+        assert after[step] == pytest.approx(before[step], rel=1e-12)
+
+
+def test_json_prints_the_record_and_nothing_else(continued):
+    record = json.loads(continued.job.output)
+    assert record["spec"] == "zero3"
+    assert record["world_size"] == 4
+    assert record == json.loads((continued.folder / "summary.json").read_text())
+
+
+def test_a_loss_that_is_not_finite_stops_all_ranks_with_exit_4(tmp_path):
+    diverging = ("optimizer.lr=1.0e+6", "optimizer.weight_decay=1000")  # p grows 1e8 times a step
+    code, job = train(tmp_path, "zero3", *diverging, "train.steps=9")
+    assert code == 4, job.error
+    assert "the loss is nan" in job.error or "the loss is inf" in job.error
+    assert "remedy" in job.error
+    assert "Traceback" not in job.error
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_an_interrupt_ends_the_step_saves_and_leaves_no_process(tmp_path, number):
+    arguments = ["train", "zero3", *jobs.TINY, "train.steps=1000000", "checkpoint.at_end=true"]
+    with jobs.job(arguments, cwd=tmp_path) as job:
+        job.until("step 3/")
+        ranks = job.ranks()
+        job.process.send_signal(number)
+        assert job.wait(60) == 128 + number
+        assert jobs.gone(list(ranks.values()))
+    assert f"interrupted by {number.name}" in job.output
+    saved = list((tmp_path / "runs" / "latest" / "checkpoints").iterdir())
+    assert [path.name[:5] for path in saved] == ["step-"]
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_a_rank_starts(tmp_path):
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    code, job = train(tmp_path, "zero3", "--run-dir", str(blocked / "run"))
+    assert code == 2
+    assert "cannot write" in job.error and "remedy" in job.error
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_run_folder_that_is_in_use_is_refused(tmp_path):
+    used = tmp_path / "used"
+    used.mkdir()
+    (used / "metrics.jsonl").write_text("")
+    code, job = train(tmp_path, "zero3", "--run-dir", str(used))
+    assert code == 2
+    assert "not empty" in job.error
+    assert [path.name for path in used.iterdir()] == ["metrics.jsonl"]
+
+
+def test_what_does_not_fit_is_refused_before_a_rank_starts(tmp_path):
+    code, job = jobs.run(["train", "zero3", "model.preset=llama3-8b"], cwd=tmp_path)
+    assert code == 2
+    assert "does not fit" in job.error
+    assert not (tmp_path / "runs").exists()

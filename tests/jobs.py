@@ -1,0 +1,150 @@
+"""Trainings as processes, as a user starts them: for tests of what happens around the loop.
+
+Each costs seconds (every rank imports torch), so a test module runs few and asks each many things.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+TINY = (
+    "model.layers=1",
+    "model.hidden=32",
+    "model.heads=2",
+    "model.kv_heads=1",
+    "model.ffn=64",
+    "batch.sequence=32",
+    "batch.global=8",
+    "batch.micro=1",
+    "log.every=1",
+)
+SECONDS = 150.0  # for a whole job, on a busy machine
+
+
+@dataclass
+class Job:
+    """A process and what it has printed so far."""
+
+    process: subprocess.Popen[str]
+    lines: list[str] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+    _readers: list[threading.Thread] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        for stream, sink in ((self.process.stdout, self.lines), (self.process.stderr, self.errors)):
+            reader = threading.Thread(target=sink.extend, args=(stream,), daemon=True)
+            reader.start()
+            self._readers.append(reader)
+
+    @property
+    def output(self) -> str:
+        return "".join(self.lines)
+
+    @property
+    def error(self) -> str:
+        return "".join(self.errors)
+
+    def until(self, text: str) -> None:
+        """Wait until a line of the output contains `text`."""
+        deadline = time.monotonic() + SECONDS
+        while text not in self.output:
+            alive = self.process.poll() is None
+            assert alive, f"ended before {text!r}: {self.output}\n{self.error}"
+            assert time.monotonic() < deadline, f"no {text!r} within {SECONDS:g} s: {self.output}"
+            time.sleep(0.02)
+
+    def wait(self, seconds: float = SECONDS) -> int:
+        code = self.process.wait(seconds)
+        for reader in self._readers:
+            reader.join(10)
+        return code
+
+    def ranks(self) -> dict[int, int]:
+        """Rank -> process id of the descendants that are ranks."""
+        found = {}
+        for pid in descendants(self.process.pid):
+            variables = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
+            named = dict(each.split("=", 1) for each in variables if "=" in each)
+            if "RANK" in named:
+                found[int(named["RANK"])] = pid
+        return found
+
+
+@contextmanager
+def job(arguments: Sequence[str], *, cwd: Path, module: str = "ptrain") -> Iterator[Job]:
+    """`python -m ptrain ARGUMENTS`; nothing of it is left when the block ends."""
+    variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        variables.pop(name, None)
+    process = subprocess.Popen(
+        [sys.executable, "-m", module, *arguments],
+        cwd=cwd,
+        env={**variables, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    started = Job(process)
+    try:
+        yield started
+    finally:
+        remains = [process.pid, *descendants(process.pid)] if process.poll() is None else []
+        for pid in remains:
+            os.kill(pid, signal.SIGKILL)
+        started.wait()
+        for stream in (process.stdout, process.stderr):
+            if stream is not None:
+                stream.close()
+
+
+def run(arguments: Sequence[str], *, cwd: Path, module: str = "ptrain") -> tuple[int, Job]:
+    """The exit code and what was printed."""
+    with job(arguments, cwd=cwd, module=module) as started:
+        return started.wait(), started
+
+
+def descendants(pid: int) -> list[int]:
+    """Children, their children, …, of a living process (Linux)."""
+    try:
+        text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
+    except OSError:
+        return []
+    children = [int(each) for each in text.split()]
+    return [each for child in children for each in (child, *descendants(child))]
+
+
+def gone(pids: Sequence[int], seconds: float = 10.0) -> bool:
+    """Whether none of these processes runs any more, at the latest after `seconds`."""
+    deadline = time.monotonic() + seconds
+    while any(_runs(pid) for pid in pids):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def losses(run_folder: Path) -> dict[int, float]:
+    """Step -> loss, every digit of it."""
+    lines = (run_folder / "metrics.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    return {row["step"]: row["loss"] for row in rows if "loss" in row}
+
+
+def _runs(pid: int) -> bool:
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return status.rpartition(")")[2].split()[0] != "Z"
