@@ -92,7 +92,7 @@ def test_a_sweep_of_the_committed_7_5b_specs_tends_to_its_limit(name, limit):
         held = sum(exact.bytes_of(state) for state in MODEL_STATES)
         assert held / 7.5e9 == pytest.approx(
             limit + (16 - limit) / ranks,
-            rel=3e-3,  # the shape has 7.5e9 to 0.2 %
+            rel=1e-5,
         )
 
 
