@@ -72,8 +72,8 @@ class Accumulate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Clip:
-    """One norm over all gradients; a scalar all-reduce per axis in `axes`, on which they are sharded
-    when the optimizer sees them."""
+    """One norm over all gradients; a scalar all-reduce per axis in `axes`, on which they are
+    sharded when the optimizer sees them."""
 
     max_norm: float
     axes: tuple[Axis, ...]
