@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from ptrain.interpreter.program import interpret as interpret
     from ptrain.meters.measure import measure as measure
     from ptrain.models.facts import read_facts as read_facts
-    from ptrain.models.facts import read_facts as read_facts
     from ptrain.plan.lower import lower as lower
     from ptrain.spec.load import expand as expand
     from ptrain.spec.load import load as load
@@ -29,7 +28,6 @@ _HOMES = {
     "lower": "ptrain.plan.lower",
     "interpret": "ptrain.interpreter.program",
     "measure": "ptrain.meters.measure",
-    "read_facts": "ptrain.models.facts",
     "read_facts": "ptrain.models.facts",
     "run": "ptrain.train.notebook",
 }

@@ -23,7 +23,8 @@ def add_spec_arguments(parser: ArgumentParser, *, specs: str = "SPEC") -> None:
 
 def split_arguments(arguments: Iterable[str]) -> tuple[list[str], list[str]]:
     """(specs, overrides). `mesh.dp_shard=4` is an override; `a/b=c.yaml` is a file."""
-    sources, overrides = [], []
+    sources: list[str] = []
+    overrides: list[str] = []
     for argument in arguments:
         (overrides if _OVERRIDE.match(argument) else sources).append(argument)
     return sources, overrides
