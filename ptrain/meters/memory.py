@@ -11,9 +11,9 @@ peak, `allocator_peak`, includes it); neither is the rounding of an allocator.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 import torch
 
@@ -23,8 +23,9 @@ from ptrain.interpreter.tiers import tier_of
 from ptrain.models.ledger import Ledger, storage_of
 from ptrain.spec.placement import Tier
 
-# A new maximum counts if it stands after this pause: gloo's threads let go of the buffers of a
-# finished collective a little late, and at random.
+# gloo's threads let go of the buffers of a finished collective a little late, and at random: the
+# operator after a collective waits, and a new maximum counts if it stands after a pause.
+_RELEASE_SECONDS = 1e-3
 _SETTLE_SECONDS = 2e-4
 
 
@@ -80,8 +81,22 @@ class MemoryMeter(Ledger):
         self._tiers: dict[int, Tier] = {}
         self._resizable: set[int] = set()
         self._inner: set[int] = set()
+        self._after_collective = False
         self._read: dict[State, Footprint] = {}
         self.allocator_peak: int | None = None
+
+    def __torch_dispatch__(
+        self,
+        function: Any,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if self._after_collective:
+            time.sleep(_RELEASE_SECONDS)
+        result = super().__torch_dispatch__(function, types, args, kwargs)
+        self._after_collective = function.namespace == "c10d"
+        return result
 
     def found(self, key: int, storage: torch.UntypedStorage) -> None:
         """What the program declares or tagged lived all along and counts in every peak so far; any
@@ -92,9 +107,12 @@ class MemoryMeter(Ledger):
         if storage.nbytes() and not known:
             self._inner.add(key)
             return
-        size = storage.nbytes() if self._tiers[key] is Tier.DEVICE else 0
-        self.live += size
-        self._peaks = {phase: peak + size for phase, peak in self._peaks.items()}
+        self._add_to_all(key, storage.nbytes())
+
+    def _add_to_all(self, key: int, size: int) -> None:
+        if self._tiers[key] is Tier.DEVICE:
+            self.live += size
+            self._peaks = {phase: peak + size for phase, peak in self._peaks.items()}
 
     def born(self, key: int, storage: torch.UntypedStorage, operator: str) -> None:
         self._tiers[key] = tier_of(storage)
@@ -135,7 +153,14 @@ class MemoryMeter(Ledger):
         for state, tensor in declared:
             states.setdefault(storage_of(tensor)._cdata, state)
         self._states |= states
+        for key in self._inner & states.keys():  # an operator read it before it was declared
+            self._inner.remove(key)
+            self._add_to_all(key, self.sizes[key])
         for _, tensor in declared:
+            storage = storage_of(tensor)
+            if storage._cdata in self._inner:  # read by an operator before it was declared
+                self._inner.discard(storage._cdata)
+                self.found(storage._cdata, storage)
             self.watch(tensor)
 
     def _note(self, *states: State) -> None:
