@@ -92,11 +92,19 @@ class MemoryMeter(Ledger):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if self._after_collective:
-            time.sleep(_RELEASE_SECONDS)
+        self._let_go()
         result = super().__torch_dispatch__(function, types, args, kwargs)
         self._after_collective = function.namespace == "c10d"
         return result
+
+    def _resize_storage(self, storage: torch.UntypedStorage, size: int) -> Any:
+        self._let_go()
+        return super()._resize_storage(storage, size)
+
+    def _let_go(self) -> None:
+        if self._after_collective:
+            self._after_collective = False
+            time.sleep(_RELEASE_SECONDS)
 
     def found(self, key: int, storage: torch.UntypedStorage) -> None:
         """What the program declares or tagged lived all along and counts in every peak so far; any
@@ -157,10 +165,6 @@ class MemoryMeter(Ledger):
             self._inner.remove(key)
             self._add_to_all(key, self.sizes[key])
         for _, tensor in declared:
-            storage = storage_of(tensor)
-            if storage._cdata in self._inner:  # read by an operator before it was declared
-                self._inner.discard(storage._cdata)
-                self.found(storage._cdata, storage)
             self.watch(tensor)
 
     def _note(self, *states: State) -> None:
