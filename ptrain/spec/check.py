@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Any, get_args, get_type_hints
 
@@ -35,11 +35,20 @@ def validate(tree: Tree, kind: Any = SpecRaw) -> tuple[Any, dict[Route, Fault]]:
     except ValidationError as error:
         rows = error.errors(include_url=False)
     faults = {_route(row): _fault(tree, row, kind) for row in rows}
-    broken = [_route(row)[:-1] if row["type"] == "missing" else _route(row) for row in rows]
-    try:
-        return adapter(kind).validate_python(_without(tree.root, broken)), faults
-    except ValidationError:
-        return None, faults
+    return (_rest(tree.root, rows) if kind is SpecRaw else None), faults
+
+
+def _rest(root: object, rows: Sequence[Any]) -> SpecRaw | None:
+    """What is left without the values at fault, and without mappings that need one of them."""
+    broken: list[Route] = []
+    for _ in range(3):
+        broken += [_route(row)[:-1] if row["type"] == "missing" else _route(row) for row in rows]
+        try:
+            rest: SpecRaw = adapter(SpecRaw).validate_python(_without(root, broken))
+            return rest
+        except ValidationError as error:
+            rows = error.errors(include_url=False)
+    return None
 
 
 # Stand-ins for sections that every spec needs: nothing is reported about a section at fault.

@@ -252,12 +252,20 @@ class SpecRaw:
     deterministic: Annotated[bool, Truth("only algorithms that repeat to the bit")] = False
     reduce_scatter: Annotated[
         str,
-        Choice(
+        Either(
             "how gradients are reduced to shards",
-            {
-                "native": "the backend's own (gloo executes it as an all-reduce)",
-                "all_to_all": "an exchange and a local sum: a true reduce-scatter on gloo",
-            },
+            "native or all_to_all",
+            (
+                Choice(
+                    "",
+                    {
+                        "native": "the backend's own (gloo executes it as an all-reduce)",
+                        "all_to_all": "an exchange and a local sum: a true one on gloo",
+                        "stock": "another word for native",
+                    },
+                ),
+                Truth("true: all_to_all"),
+            ),
         ),
     ] = "native"
     bucket: Annotated[

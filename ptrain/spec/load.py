@@ -9,6 +9,7 @@ still find more in the sections that are sound.
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ from ptrain.errors import Fault, SpecError
 from ptrain.spec.check import validate
 from ptrain.spec.names import find_spec, names
 from ptrain.spec.not_yet import refusals
-from ptrain.spec.overrides import apply, parse_override, sweeps
+from ptrain.spec.overrides import apply, parse_override, source_of, sweeps
 from ptrain.spec.resolve import resolve
 from ptrain.spec.shorthand import expand_shorthands, mark_of
 from ptrain.spec.spec import Spec
@@ -68,7 +69,7 @@ def load(
         except SpecError as error:
             faults |= _independent(error.faults, faults)
     if faults:
-        raise SpecError(*_in_file_order(faults.values()))
+        raise SpecError(*_in_order(faults.values(), overrides))
     return Document(spec=spec, locate=lambda fault: _locate(tree, fault))
 
 
@@ -95,7 +96,7 @@ def _path(source: str | Path) -> Path:
         try:
             return find_spec(source)
         except SpecError:
-            if "\0" in source or not source or not Path(source).exists():
+            if not os.path.exists(source):  # False, too, for what can be no path
                 raise
     return Path(source)
 
@@ -129,9 +130,14 @@ def _independent(found: Iterable[Fault], known: Mapping[Route, Fault]) -> dict[R
     }
 
 
-def _in_file_order(faults: Iterable[Fault]) -> list[Fault]:
-    """File first, by line, then what stands on the command line, as it was written."""
-    return sorted(faults, key=lambda fault: (fault.line == 0, fault.line, fault.column))
+def _in_order(faults: Iterable[Fault], overrides: Sequence[str]) -> list[Fault]:
+    """The file's faults by line, then those of the command line as it was written."""
+    spoken = {source_of(argument): number for number, argument in enumerate(overrides)}
+
+    def order(fault: Fault) -> tuple[bool, int, int, int]:
+        return fault.line == 0, spoken.get(fault.source, -1), fault.line, fault.column
+
+    return sorted(faults, key=order)
 
 
 def _locate(tree: Tree, fault: Fault) -> Fault:

@@ -61,7 +61,7 @@ def find_spec(name: str) -> Path:
     if name in known:
         return known[name]
     finding, remedy = missing(name, "spec", *SPEC_FOLDERS)
-    raise SpecError(Mark(source=name).fault("", finding, remedy))
+    raise SpecError(Mark(source=_short(name)).fault("", finding, remedy))
 
 
 def missing(name: str, kind: str, *folders: str) -> tuple[str, str]:
@@ -76,7 +76,14 @@ def missing(name: str, kind: str, *folders: str) -> tuple[str, str]:
             return f"{name!r} is a {section}, not a {kind}", f"write {section}.preset={name}"
     guess = nearest(name, [*known, *(names().aliases if kind != "model" else ())])
     hint = f"did you mean {guess!r}? " if guess else ""
-    return f"there is no {kind} named {name!r}", f"{hint}known: {', '.join(known)}; or give a file"
+    return (
+        f"there is no {kind} named {_short(name)!r}",
+        f"{hint}known: {', '.join(known)}; or give a file",
+    )
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= 60 else name[:57] + "..."
 
 
 @cache

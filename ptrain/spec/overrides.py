@@ -31,7 +31,7 @@ class Override:
 
 def parse_override(argument: str) -> Override:
     """Raises SpecError for anything that is not `a.b=c`; a leading `--` is taken off."""
-    source = f"command line: {_shown(argument)}"
+    source = source_of(argument)
     key, equals, text = argument.removeprefix("--").partition("=")
     route = tuple(key.strip().split("."))
     if not equals:
@@ -58,14 +58,7 @@ def sweeps(overrides: Sequence[str]) -> Iterator[tuple[str, ...]]:
 
 def apply(tree: Tree, override: Override) -> list[Fault]:
     """Set one key in the tree; returns what hinders."""
-    value = parse_value(override.text, override.source)
-    if value.faults:
-        return [
-            Mark(source=override.source).fault(
-                ".".join(override.route), fault.finding, fault.remedy
-            )
-            for fault in value.faults.values()
-        ]
+    value = _value(override)
     route = _data_axis(tree, override.route)
     node = tree.root
     for depth, key in enumerate(route[:-1]):
@@ -88,6 +81,19 @@ def apply(tree: Tree, override: Override) -> list[Fault]:
     return []
 
 
+def _value(override: Override) -> Tree:
+    """The right side. Its faults are those of the override: there is no line to point at."""
+    try:
+        value = parse_value(override.text, override.source)
+        faults = tuple(value.faults.values())
+    except SpecError as error:
+        faults = error.faults
+    if faults:
+        mark, place = Mark(source=override.source), ".".join(override.route)
+        raise SpecError(*(mark.fault(place, fault.finding, fault.remedy) for fault in faults))
+    return value
+
+
 def _data_axis(tree: Tree, route: Route) -> Route:
     """`mesh.dp=4` sets the one data axis that the file has."""
     mesh = tree.root.get("mesh") if isinstance(tree.root, dict) else None
@@ -102,7 +108,7 @@ def _take_marks(tree: Tree, value: Tree, route: Route) -> None:
         del tree.values[known]
         tree.keys.pop(known, None)
     mark = Mark(source=value.source)
-    tree.keys[route] = mark
+    tree.keys[route] = tree.values[route] = mark
     for inner in value.values:
         tree.values[route + inner] = mark
         tree.keys[route + inner] = mark
@@ -130,6 +136,11 @@ def _split(text: str) -> list[str]:
         else:
             parts[-1] += letter
     return parts
+
+
+def source_of(argument: str) -> str:
+    """What a fault in it names as its source."""
+    return f"command line: {_shown(argument)}"
 
 
 def _shown(argument: str) -> str:

@@ -46,7 +46,10 @@ class Findings:
 
 
 def resolve(raw: SpecRaw, tree: Tree, name: str, world_size: int | None) -> Spec:
-    """Raises SpecError with every fault of every section."""
+    """Raises SpecError with every fault of every section.
+
+    Values that `not_yet` refuses get a stand-in here: the caller holds their faults.
+    """
     folder = Path(tree.source).parent if Path(tree.source).suffix else Path()
     found = Findings(tree=tree, world_size=world_size, folder=folder, faults={})
     order = tree.root.get("mesh") if isinstance(tree.root, dict) else None
@@ -67,7 +70,7 @@ def resolve(raw: SpecRaw, tree: Tree, name: str, world_size: int | None) -> Spec
         factors=factors,
         batch=batch,
         precision=Precision(
-            layout=EXECUTED_LAYOUTS[raw.precision.layout or FP32.name],
+            layout=EXECUTED_LAYOUTS.get(raw.precision.layout or FP32.name, FP32),
             compute_fp64=raw.precision.compute is not None,
         ),
         optimizer=resolve_optimizer(raw.optimizer),
@@ -76,7 +79,7 @@ def resolve(raw: SpecRaw, tree: Tree, name: str, world_size: int | None) -> Spec
         cluster=cluster,
         sync=_sync(raw, factors),
         reduce_scatter=ReduceScatterVia(raw.reduce_scatter),
-        bucket_bytes=int(raw.bucket),
+        bucket_bytes=raw.bucket if isinstance(raw.bucket, int) else 1,
         eval=EvalSpec(every=raw.eval.every, batches=raw.eval.batches),
         checkpoint=CheckpointSpec(at_end=raw.checkpoint.at_end, every=raw.checkpoint.every),
         timeout=Timeout(init=raw.timeout.init, step=raw.timeout.step),

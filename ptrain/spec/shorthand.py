@@ -180,9 +180,7 @@ def _small_forms(root: Mapping) -> None:
     if isinstance(seconds, int | float) and not isinstance(seconds, bool):
         root["timeout"] = {"step": seconds}
     via = root.get("reduce_scatter")
-    if via == "stock":
-        root["reduce_scatter"] = "native"
-    elif via is True:
-        root["reduce_scatter"] = "all_to_all"
+    if via == "stock" or isinstance(via, bool):
+        root["reduce_scatter"] = "all_to_all" if via is True else "native"
     if root.get("bucket") == "size":
         del root["bucket"]

@@ -14,7 +14,7 @@ from ptrain.spec.spec import Spec
 
 
 def to_mapping(spec: Spec) -> dict[str, object]:
-    """Every key with its value: nothing is left to a default."""
+    """Every key with its value, but `accumulate`: it follows, and would hinder another mesh."""
     return {
         "name": spec.name,
         "model": _model(spec.model),
@@ -29,7 +29,6 @@ def to_mapping(spec: Spec) -> dict[str, object]:
             "global": spec.batch.global_samples,
             "micro": spec.batch.micro,
             "sequence": spec.batch.sequence,
-            "accumulate": spec.batch.accumulate,
         },
         "optimizer": _optimizer(spec),
         "data": {key: value for key, value in asdict(spec.data).items() if value is not None},

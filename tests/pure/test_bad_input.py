@@ -1,0 +1,344 @@
+"""Whatever is written into a spec, the answer is one message per fault: where it stands, what was
+found, what would be right. Nothing but SpecError leaves `load`."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ptrain.errors import PtrainError, SpecError
+from ptrain.spec.load import load
+
+GOOD = """\
+name: good
+model: {preset: llama-tiny}
+mesh: {dp_shard: 2}
+placement:
+  dp_shard: {parameters: S*, optimizer: S, gradients: S, activations: R}
+precision: {layout: fp32}
+batch: {global: 16, micro: 2, sequence: 128}
+optimizer: {name: adamw, lr: 3e-4, clip: 1.0}
+train: {steps: 50, seed: 0}
+"""
+
+
+def refused(path: Path | str, *overrides: str, world_size: int | None = None) -> SpecError:
+    with pytest.raises(SpecError) as caught:
+        load(path, overrides, world_size=world_size)
+    assert caught.value.exit_code == 2
+    return caught.value
+
+
+# What is replaced in GOOD, by what; then place, finding and remedy (a part of each).
+LINES = [
+    # unknown, missing and doubled keys
+    ("name: good", "nmae: good", "nmae", "unknown key 'nmae'", "did you mean 'name'"),
+    ("mesh: {dp_shard", "mesh: {dp_shrad", "mesh.dp_shrad", "unknown key", "'dp_shard'"),
+    ("lr: 3e-4", "learning: 3e-4", "optimizer.learning", "unknown key", "known here: name, lr"),
+    ("name: good", "<<: good", "<<", "unknown key", "known here"),
+    ("seed: 0", "seed: 0, seed: 1", "train.seed", "given twice (first in line 9)", "keep one"),
+    ("train:", "mesh: {}\ntrain:", "mesh", "given twice (first in line 3)", "keep one"),
+    ("model: {preset: llama-tiny}\n", "", "model", "the key 'model' is missing", "preset"),
+    (", sequence: 128", "", "batch.sequence", "missing in batch", "sequence: 128"),
+    (", gradients: S,", ",", "placement.dp_shard.gradients", "all 4 states", "add gradients"),
+    # YAML traps
+    ("lr: 3e-4", "lr: '3e-4'", "optimizer.lr", "the text '3e-4'", "write 3e-4 without quotes"),
+    ("steps: 50", "steps: 5_0", "train.steps", "the text '5_0'", "write 50"),
+    ("steps: 50", "steps: 1:30", "train.steps", "the text '1:30'", "1..1000000000"),
+    ("steps: 50", "steps: 2026-01-01", "train.steps", "the text '2026-01-01'", "integer"),
+    ("clip: 1.0", "clip: on", "optimizer.clip", "the text 'on'", "finite number > 0"),
+    ("seed: 0", "seed: 0}\ndeterministic: {a: off", "deterministic", "a mapping", "true or false"),
+    ("seed: 0}", "seed: 0}\ncompile: on", "compile", "the text 'on'", "true or false"),
+    ("gradients: S,", "gradients: false,", "placement.dp_shard.gradients", "false", "quotes"),
+    ("gradients: S,", "gradients: *S,", "placement.dp_shard.gradients", "aliases (*S)", "S*"),
+    ("{layout: fp32}", "&p {layout: fp32}", "precision", "anchors (&p)", "write the value out"),
+    ("steps: 50", "steps: !!python/object:a.b 50", "train.steps", "tags", "plain value"),
+    ("steps: 50", "steps: !x 50", "train.steps", "tags (!x)", "plain value"),
+    ("name: good", "? [a, b]\n: good", "", "a key must be a single word", "quote"),
+    ("  dp_shard: {p", "\tdp_shard: {p", "", "not valid YAML", "YAML allows no tabs"),
+    ("{layout: fp32}", "{layout: fp32", "", "not valid YAML", ""),
+    ("name: good", "name: *", "", "not valid YAML", "S*"),
+    ("name: good", "name: @good", "", "not valid YAML", ""),
+    ("train:", "---\ntrain:", "", "a second document", "remove `---`"),
+    # numbers out of range
+    ("lr: 3e-4", "lr: .nan", "optimizer.lr", "the number nan", "finite number > 0"),
+    ("lr: 3e-4", "lr: .inf", "optimizer.lr", "the number inf", "finite number > 0"),
+    ("lr: 3e-4", "lr: 1e400", "optimizer.lr", "the number inf", "<= 1e+06"),
+    ("lr: 3e-4", "lr: -1", "optimizer.lr", "the number -1", "> 0"),
+    ("lr: 3e-4", "lr: null", "optimizer.lr", "nothing", "> 0"),
+    ("lr: 3e-4", "lr: 0", "optimizer.lr", "the number 0", "> 0"),
+    ("lr: 3e-4", f"lr: {'9' * 5000}", "optimizer.lr", "the number inf", "<= 1e+06"),
+    ("lr: 3e-4", "betas: [0.9]", "optimizer.betas", "[0.9]", "a list of 2 numbers"),
+    ("lr: 3e-4", "betas: [0.9, 1.0]", "optimizer.betas", "[0.9, 1.0]", "in 0..0.999999"),
+    ("dp_shard: 2", "dp_shard: 0", "mesh.dp_shard", "the number 0", "1..131072"),
+    ("dp_shard: 2", "dp_shard: -1", "mesh.dp_shard", "the number -1", "1..131072"),
+    ("dp_shard: 2", "dp_shard: 2.5", "mesh.dp_shard", "the number 2.5", "1..131072"),
+    ("dp_shard: 2", "dp_shard: two", "mesh.dp_shard", "the text 'two'", "or auto"),
+    ("dp_shard: 2", "dp_shard: 1000000000", "mesh.dp_shard", "1000000000", "1..131072"),
+    ("dp_shard: 2", "dp_shard: true", "mesh.dp_shard", "the boolean true", "integer"),
+    ("dp_shard: 2", "dp_shard: 131072, dp_replicate: 2", "mesh", "262144 ranks", "lower"),
+    ("seed: 0", "seed: -1", "train.seed", "the number -1", "0..9223372036854775807"),
+    ("seed: 0", f"seed: {2**64}", "train.seed", str(2**64), "0..9223372036854775807"),
+    ("steps: 50", "steps: 0", "train.steps", "the number 0", "1..1000000000"),
+    ("train:", "timeout: 0\ntrain:", "timeout.step", "the number 0", "> 0"),
+    ("micro: 2", "micro: 0", "batch.micro", "the number 0", "1..1000000"),
+    ("train:", "bucket: 5 apples\ntrain:", "bucket", "the text '5 apples'", "MiB"),
+    # modes and placements
+    ("parameters: S*", "parameters: Q", "placement.dp_shard.parameters", "'Q'", "R, S, S*, M or O"),
+    ("optimizer: S,", "optimizer: s,", "placement.dp_shard.optimizer", "'s'", "did you mean S"),
+    ("parameters: S*", "parameters: M@host", "placement.dp_shard.parameters", "'M@host'", "tier"),
+    ("  dp_shard: {", "  dp_replicate: {", "placement", "no tuple", "placement: {dp_shard"),
+    ("mesh: {", "mesh: {dp_replicate: 2, ", "placement", "dp_replicate: 2", "four modes"),
+    ("dp_shard: {parameters: S*,", "dp_shard: {", "placement.dp_shard.param", "4 states", "add"),
+    ("mesh: {dp_shard: 2}", "mesh: {}", "placement.dp_shard", "no such axis", "{dp_shard: N}"),
+    ("mesh: {dp_shard: 2}", "mesh: 2", "mesh", "must be a mapping", "its keys: pp, dp_replicate"),
+    ("mesh: {dp_shard: 2}", "mesh:", "mesh", "got nothing", "its keys"),
+    ("mesh: {dp_shard: 2}", "mesh: {dp: 2, dp_shard: 2}", "mesh.dp", "is given too", "remove dp"),
+    ("dp_shard: 2", "dp_shard: auto", "mesh.dp_shard", "needs the number of ranks", "torchrun"),
+    # model, batch, data, cluster
+    ("llama-tiny", "llama-tinny", "model.preset", "no model named", "did you mean 'llama-tiny'"),
+    ("llama-tiny", "none.yaml", "model.preset", "cannot read", "preset"),
+    ("llama-tiny}", "llama-tiny, heads: 3}", "model.heads", "does not divide", "1, 2, 4"),
+    ("llama-tiny}", "llama-tiny, kv_heads: 3}", "model.kv_heads", "does not divide", "1, 2, 4"),
+    ("llama-tiny}", "llama-tiny, heads: 128}", "model.heads", "is odd", "even"),
+    ("{preset: llama-tiny}", "{layers: 2}", "model", "missing hidden, heads", "llama-tiny"),
+    ("{preset: llama-tiny}", "{target: nofunction}", "model.target", "'nofunction'", "module:func"),
+    ("llama-tiny}", "llama-tiny, target: 'a:b'}", "model.preset", "built-in", "remove it"),
+    ("global: 16", "global: 15", "batch.global", "micro=2 x data degree=2 = 4", "12 or 16"),
+    ("global: 16", "global: 16, accumulate: 3", "batch.global", "= 12", "accumulate: 4"),
+    ("global: 16", "global: lots", "batch.global", "'lots'", "4M tokens"),
+    ("train:", "cluster: {preset: moon}\ntrain:", "cluster.preset", "no cluster", "laptop"),
+    ("train:", "cluster: {devices: 2}\ntrain:", "cluster", "incomplete", "preset"),
+    ("train:", "data: {path: a, corpus: synthetic}\ntrain:", "data.path", "both", "remove one"),
+    ("train:", "data: {corpus: web}\ntrain:", "data.corpus", "'web'", "python-docs"),
+    ("name: good", "name: ../good", "name", "'../good'", "1 to 64 letters"),
+    ("name: good", f"name: {'a' * 300}", "name", "aaa...", "1 to 64 letters"),
+    ("name: good", 'name: "a\\0b"', "name", "a\\x00b", "1 to 64 letters"),
+    ("layout: fp32", "layout: fp23", "precision.layout", "'fp23'", "did you mean 'fp32'"),
+    # in the grammar, not executed yet
+    ("mesh: {", "mesh: {tp: 2, ", "mesh.tp", "not yet", "dp_replicate and dp_shard"),
+    ("activations: R", "activations: M", "placement.dp_shard.activations", "not yet", "R, S, S*"),
+    ("gradients: S,", "gradients: S@file,", "placement.dp_shard.gradients", "not yet", "R, S, S*"),
+    ("layout: fp32", "layout: megatron18", "precision.layout", "not yet", "fp32 or zero16"),
+    ("name: adamw", "name: muon", "optimizer.name", "not yet", "adamw or sgd"),
+    ("{preset: llama-tiny}", "{hf: A, config: {}}", "model.hf", "not yet", "preset"),
+    ("train:", "recompute: full\ntrain:", "recompute", "not yet", "none"),
+    ("train:", "compile: true\ntrain:", "compile", "not yet", "false"),
+    ("train:", "offload: {tier: host}\ntrain:", "offload", "not yet", "remove offload"),
+    ("train:", "bucket: whole\ntrain:", "bucket", "not yet", "a size"),
+    ("train:", "sync: {reshard_after_forward: 2}\ntrain:", "sync.reshard", "not yet", "or false"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("old", "new", "place", "finding", "remedy"), LINES)
+def test_a_fault_says_where_what_and_what_instead(old, new, place, finding, remedy, tmp_path):
+    assert GOOD.count(old) >= 1
+    file = tmp_path / "spec.yaml"
+    file.write_text(GOOD.replace(old, new, 1), encoding="utf-8")
+    faults = refused(file).faults
+    fault = next((f for f in faults if finding in f.finding and place in f.place), faults[0])
+    assert fault.place.startswith(place)
+    assert finding in fault.finding
+    assert remedy in f"{fault.finding} {fault.remedy}"
+    assert fault.source == str(file)
+    assert fault.line == 0 or fault.text
+    message = str(fault)
+    assert message.startswith(f"{file}:{fault.line}:{fault.column}: error:" if fault.line else "")
+    assert "Traceback" not in message
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line", "pointed_at"),
+    [
+        ("steps: 50", "steps: none", 9, "none"),
+        ("optimizer: S,", "optimizer: X,", 5, "X"),
+        ("{dp_shard: 2}", "{dp_shard: 2, tq: 3}", 3, "tq"),
+        ("{dp_shard: 2}", "[dp_shard]", 3, "[dp_shard]"),
+        (", sequence: 128", "", 7, "batch"),
+        ("global: 16", "global: 15", 7, "15"),
+        ("preset: llama-tiny", "preset: llama-tin", 2, "llama-tin"),
+        ("name: good", "name: ä/ö", 1, "ä/ö"),
+        ("seed: 0", "seed: &a 0", 9, "&a"),
+        ("activations: R", "activations: O", 5, "O"),
+    ],
+)
+def test_the_caret_points_at_the_fault(old, new, line, pointed_at, tmp_path):
+    file = tmp_path / "spec.yaml"
+    file.write_text(GOOD.replace(old, new, 1), encoding="utf-8")
+    (fault,) = refused(file).faults
+    assert (fault.line, fault.text[fault.column - 1 :][: len(pointed_at)]) == (line, pointed_at)
+    shown, caret = str(fault).splitlines()[1:3]
+    assert shown[caret.index("^") :].startswith(pointed_at)
+
+
+def test_all_faults_come_at_once_in_the_order_of_the_file(tmp_path):
+    text = GOOD.replace("name: good", "name: a/b").replace("llama-tiny", "llama-tinny")
+    text = text.replace("dp_shard: 2", "dp_shard: 2, tp: 4").replace("S*", "Q")
+    text = text.replace("lr: 3e-4", "lr: x").replace("seed: 0", "seed: -1, seed: 2")
+    file = tmp_path / "spec.yaml"
+    file.write_text(text + "recompute: full\neval: &x {every: !!int 3}\nlog: *x\n")
+    error = refused(file)
+    places = [fault.place for fault in error.faults]
+    assert places == [
+        "name", "model.preset", "mesh.tp", "placement.dp_shard.parameters", "optimizer.lr",
+        "train.seed", "recompute", "eval", "eval.every", "log",
+    ]  # fmt: skip
+    assert str(error).count("error:") == len(places)
+
+
+def test_a_fault_does_not_drag_others_behind_it(tmp_path):
+    file = tmp_path / "spec.yaml"
+    file.write_text(GOOD.replace("dp_shard: 2", "dp_shard: x").replace("global: 16", "global: 15"))
+    assert [fault.place for fault in refused(file).faults] == ["mesh.dp_shard"]
+
+
+@pytest.mark.parametrize(
+    ("content", "finding", "remedy"),
+    [
+        (b"", "the spec is empty", "specs show"),
+        (b"# only a comment\n", "the spec is empty", "specs show"),
+        (b"- a\n- b\n", "a spec is a mapping; got a list", "key: value"),
+        (b"just words\n", "got a single value", "key: value"),
+        (b"model: \xff\xfe\n", "byte 7 is not UTF-8", "UTF-8"),
+        (b"\x7fELF\0\0\0", "binary", "YAML"),
+        (b"model: \x07\n", "not valid YAML", ""),
+        (b"a" * (2**20 + 1), "larger than 1 MiB", "short"),
+        (b"#" + b"a" * 100_000_000, "larger than 1 MiB", "short"),
+        (b"a: " + b"[" * 3000, "nested deeper than 32 levels", "flat"),
+        (b"[" * 100_000, "nested deeper than 32 levels", "flat"),
+        (b"{a: " * 3000, "nested deeper than 32 levels", "flat"),
+        (b"a: &a [x]\nb: &b [*a,*a]\nc: [*b,*b]\n", "anchors", "write the value out"),
+        (b"mesh: {a: 1\n", "not valid YAML", ""),
+    ],
+)
+def test_a_file_that_is_no_spec_is_refused(content, finding, remedy, tmp_path):
+    file = tmp_path / "spec.yaml"
+    file.write_bytes(content)
+    faults = refused(file).faults
+    fault = next((f for f in faults if finding in f.finding), faults[0])
+    assert finding in fault.finding
+    assert remedy in fault.remedy
+    assert fault.source == str(file)
+
+
+@pytest.mark.parametrize(
+    ("name", "finding"),
+    [
+        ("none.yaml", "no such file or directory"),
+        (".", "it is a directory"),
+        ("no/such/spec", "no such file or directory"),
+        ("a\0b", "no spec named"),
+        ("a/b\0c.yaml", "null"),
+        ("", "no spec named"),
+        ("a" * 300, "no spec named"),
+        ("a" * 300 + ".yaml", "file name too long"),
+    ],
+)
+def test_a_path_that_leads_nowhere_is_refused(name, finding, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert finding in refused(name).faults[0].finding
+
+
+def test_an_unreadable_file_is_refused(tmp_path):
+    file = tmp_path / "loop.yaml"
+    file.symlink_to(file)
+    assert "cannot read the spec" in refused(file).faults[0].finding
+
+
+@pytest.mark.parametrize(
+    ("world_size", "mesh", "finding", "remedy"),
+    [
+        (3, "dp_shard=2", "mesh dp_shard=2 needs 2 ranks; 3 were started", "set mesh.dp_shard=3"),
+        (1, "dp_shard=2", "needs 2 ranks; 1 were started", "set mesh.dp_shard=1"),
+    ],
+)
+def test_a_mesh_that_does_not_fit_the_ranks_is_refused(world_size, mesh, finding, remedy, tmp_path):
+    file = tmp_path / "spec.yaml"
+    file.write_text(GOOD)
+    (fault,) = refused(file, f"mesh.{mesh}", world_size=world_size).faults
+    assert finding in fault.finding
+    assert remedy in fault.remedy
+
+
+def test_auto_beside_degrees_that_do_not_divide_the_ranks_is_refused(tmp_path):
+    file = tmp_path / "spec.yaml"
+    file.write_text(GOOD)
+    changes = ["mesh={dp_replicate: 2, dp_shard: auto}", "placement.dp_replicate=R,R,R,R"]
+    (fault,) = refused(file, *changes, world_size=3).faults
+    assert "3 ranks do not divide by the other axes' 2" in fault.finding
+    changes[0] = "mesh={dp_replicate: auto, dp_shard: auto}"
+    (fault,) = refused(file, *changes, world_size=4).faults
+    assert "one degree may be auto" in fault.finding
+
+
+@pytest.mark.parametrize(
+    ("placement", "place", "finding", "remedy"),
+    [
+        ("placement=ddp", "placement", "ddp sits on dp_replicate", "mesh: {dp_replicate: 2}"),
+        ("placement=hsdp", "placement", "sits on dp_replicate and dp_shard", "dp_shard: 2}"),
+        ("placement=zero4", "placement", "no strategy named", "did you mean 'zero"),
+        ("placement.dp_shard=ddp", "placement.dp_shard", "not on dp_shard", "dp_replicate: ddp"),
+        ("placement.dp_shard=hsdp", "placement.dp_shard", "spans", "placement: hsdp"),
+        ("placement.dp_shard=zero3-keep", "placement.dp_shard", "more than", "placement: zero3"),
+        ("placement.dp_shard=tp", "placement.dp_shard", "not yet", "zero3"),
+        ("placement.dp_shard=R,S", "placement.dp_shard", "4 modes", "Θ, Ω, G, A"),
+        ("placement.dp_shard=[R,S,S,R,R]", "placement.dp_shard", "got 5", "Θ, Ω, G, A"),
+        ("placement.dp_shard=[R,S,S,1]", "placement.dp_shard.activations", "number 1", "quotes"),
+    ],
+)
+def test_a_strategy_in_the_wrong_place_is_told_the_right_one(
+    placement, place, finding, remedy, tmp_path
+):
+    file = tmp_path / "spec.yaml"
+    file.write_text(GOOD)
+    (fault,) = refused(file, placement).faults
+    assert fault.place == place
+    assert finding in fault.finding
+    assert remedy in f"{fault.finding} {fault.remedy}"
+
+
+def test_python_callers_get_the_same_faults():
+    base = {"model": {"preset": "llama-tiny"}, "mesh": {}, "batch": {"sequence": 8}}
+    with pytest.raises(SpecError, match="must be an integer"):
+        load(base | {"train": {"steps": object()}})
+    with pytest.raises(SpecError, match="unknown key '3'"):
+        load(base | {3: 4})
+    with pytest.raises(SpecError, match="finite number"):
+        load(base | {"optimizer": {"lr": float("nan")}})
+
+
+def test_no_input_of_random_characters_breaks_the_loader(tmp_path):
+    import random
+
+    random.seed(7)
+    alphabet = GOOD + "[]{}:,&*!?|>'\"%@`\t\x00\x85\ufeff\u2028-#~"
+    file = tmp_path / "spec.yaml"
+    for _ in range(300):
+        text = list(GOOD)
+        for _ in range(random.randint(1, 6)):
+            text[random.randrange(len(text))] = random.choice(alphabet)
+        file.write_text("".join(text), encoding="utf-8")
+        try:
+            load(file)
+        except PtrainError as error:
+            assert str(error)
+
+
+@pytest.mark.parametrize("verb", ["predict", "plan"])
+def test_a_command_ends_with_status_2_and_without_a_traceback(verb, tmp_path):
+    file = tmp_path / "spec.yaml"
+    file.write_text(GOOD.replace("lr: 3e-4", "lr: on"))
+    done = subprocess.run(
+        [sys.executable, "-m", "ptrain", verb, str(file), "train.steps=0"],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[2],
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.count("error:") == 2
+    assert "Traceback" not in done.stderr
+    assert f"{file}:8:" in done.stderr

@@ -1,0 +1,267 @@
+"""A spec loads to one resolved value, whichever way it was written, and loads again to the same."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ptrain.costs import State
+from ptrain.errors import Fault, SpecError
+from ptrain.spec.axis import Axis
+from ptrain.spec.batch import GradientSync, ReduceScatterVia
+from ptrain.spec.load import load
+from ptrain.spec.model import ExternalModel, ModelShape
+from ptrain.spec.names import SPEC_FOLDERS, listing, names
+from ptrain.spec.spec import Spec
+from ptrain.spec.text import parse, scalar
+from ptrain.spec.write import to_yaml
+
+FILES = listing(*SPEC_FOLDERS)
+MODEL = {"layers": 2, "hidden": 42, "heads": 3, "kv_heads": 1, "ffn": 101, "vocab": 259}
+BASE = {
+    "model": MODEL,
+    "mesh": {"dp_shard": 2},
+    "placement": {"dp_shard": "S*,S,S,R"},
+    "batch": {"global": 16, "micro": 2, "sequence": 32},
+}
+
+
+def loaded(**changes: object) -> Spec:
+    return load(BASE | changes).spec
+
+
+def placed(spec: Spec) -> dict[str, str]:
+    return {f"{f.axis}={f.degree}": str(f.placement) for f in spec.factors}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_spec_loads_by_name_by_path_and_from_what_it_resolves_to(name, tmp_path):
+    spec = load(name).spec
+    assert load(FILES[name]).spec == spec == load(str(FILES[name])).spec
+    assert load(spec.resolved).spec == spec
+    written = tmp_path / "again.yaml"
+    written.write_text(to_yaml(spec.resolved), encoding="utf-8")
+    assert load(written).spec == spec
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model": {"target": "package.module:build", "arguments": {"a": 3e-4, "b": "3e-4"}}},
+        {"model": {"target": "m:f", "arguments": {"c": "on", "d": "1:30", "e": "0o7", "f": None}}},
+        {"model": MODEL | {"family": "gpt", "kv_heads": 3, "dropout": 0.1}},
+        {"mesh": {}, "placement": {}},
+        {"optimizer": {"name": "sgd", "momentum": 0.9, "clip": None, "lr": 1e-5}},
+        {"precision": {"layout": "zero16", "compute": "fp64"}},
+        {"data": {"path": "tokens.bin"}},
+        {"profile": [3, 4], "checkpoint": "at_end", "timeout": 7.5, "reduce_scatter": True},
+        {"cluster": {"preset": "h100-8", "devices": 4}},
+        {"sync": {"gradients": "last", "reshard_after_backward": False}},
+    ],
+)
+def test_what_a_spec_resolves_to_is_a_fixed_point(changes, tmp_path):
+    spec = loaded(**changes)
+    written = tmp_path / "spec.yaml"
+    written.write_text(to_yaml(spec.resolved), encoding="utf-8")
+    assert load(written).spec == spec
+
+
+def test_without_a_source_the_default_is_loaded():
+    assert load().spec == load(names().default).spec
+    assert load().spec.world_size == 2
+
+
+def test_defaults_are_those_of_the_resolved_spec():
+    spec, model = loaded(), ModelShape(**MODEL, family=loaded().model.family)
+    bare = Spec(name="spec", model=model, factors=spec.factors, batch=spec.batch)
+    assert {**vars_of(spec), "resolved": {}} == vars_of(bare)
+
+
+def vars_of(spec: Spec) -> dict[str, object]:
+    return {name: getattr(spec, name) for name in Spec.__dataclass_fields__}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "placement", "expected"),
+    [
+        ({"dp": 4}, "S*,S,S,R", {"dp_shard=4": "S*,S,S,R"}),
+        ({"dp": 4}, "R,R,R,R", {"dp_replicate=4": "R,R,R,R"}),
+        ({"dp": 4}, ["R", "S", "R", "R"], {"dp_shard=4": "R,S,R,R"}),
+    ],
+)
+def test_dp_becomes_the_axis_of_its_tuple(mesh, placement, expected):
+    assert placed(loaded(mesh=mesh, placement={"dp": placement})) == expected
+
+
+@pytest.mark.parametrize("name", sorted(set(listing("strategies")) | set(names().aliases)))
+def test_a_strategy_may_be_named_instead_of_written(name):
+    target = load(name).spec
+    mesh = {factor.axis.value: factor.degree for factor in target.factors}
+    spec = loaded(mesh=mesh, placement=name)
+    assert spec.factors == target.factors
+    assert spec.sync == target.sync
+
+
+@pytest.mark.parametrize("name", ["Full-Shard", "FSDP", "hybrid-shard", "Stage 3", "stage-3"])
+def test_names_of_other_tools_may_be_spelled_as_they_spell_them(name):
+    assert load(name).spec == load(names().aliases[name.lower().replace("-", "_")]).spec
+
+
+def test_a_named_strategy_takes_the_dp_degree():
+    for name in listing("strategies"):
+        axes = [factor.axis for factor in load(name).spec.factors]
+        if len(axes) == 1:
+            spec = loaded(mesh={"dp": 2}, placement=name)
+            assert [factor.axis for factor in spec.factors] == axes
+            assert (
+                loaded(mesh={axes[0]: 2}, placement={axes[0]: name}).factors
+                if (spec.sync == loaded().sync)
+                else True
+            )
+
+
+def test_an_axis_of_degree_one_vanishes():
+    spec = loaded(mesh={"dp_replicate": 1, "dp_shard": 2, "tp": 1})
+    assert spec.factors == loaded().factors
+    assert loaded(mesh={"dp_shard": 1}).factors == ()
+
+
+def test_factors_stand_in_the_order_of_the_file():
+    placement = {"dp_replicate": "R,R,R,R", "dp_shard": "S*,S,S,R"}
+    outer = loaded(mesh={"dp_replicate": 2, "dp_shard": 4}, placement=placement)
+    inner = loaded(mesh={"dp_shard": 4, "dp_replicate": 2}, placement=placement)
+    assert [f.axis for f in outer.factors] == [Axis.DP_REPLICATE, Axis.DP_SHARD]
+    assert [f.axis for f in inner.factors] == [Axis.DP_SHARD, Axis.DP_REPLICATE]
+
+
+@pytest.mark.parametrize("world_size", [2, 4, 8])
+def test_auto_takes_the_ranks_that_are_left(world_size):
+    mesh = {"dp_replicate": 2, "dp_shard": "auto"}
+    placement = {"dp_replicate": "R,R,R,R", "dp_shard": "S*,S,S,R"}
+    spec = load(BASE | {"mesh": mesh, "placement": placement}, world_size=world_size).spec
+    assert spec.degree(Axis.DP_SHARD) == world_size // 2
+    assert spec.world_size == world_size
+
+
+@pytest.mark.parametrize(
+    ("batch", "degree", "samples", "accumulate"),
+    [
+        ({"global": 16, "micro": 2}, 2, 16, 4),
+        ({"micro": 2}, 4, 8, 1),
+        ({"micro": 2, "accumulate": 3}, 2, 12, 3),
+        ({"global": 12, "micro": 2, "accumulate": 3}, 2, 12, 3),
+        ({"global": "4M tokens", "micro": 2}, 128, 1024, 4),
+        ({"global": "4M tokens", "micro": 2}, 512, 1024, 1),
+        ({"global": "1 tokens", "micro": 2}, 2, 4, 1),
+    ],
+)
+def test_global_is_micro_times_accumulate_times_data_degree(batch, degree, samples, accumulate):
+    spec = loaded(batch={"sequence": 4096} | batch, mesh={"dp_shard": degree})
+    assert (spec.batch.global_samples, spec.batch.accumulate) == (samples, accumulate)
+
+
+@pytest.mark.parametrize(
+    ("placement", "expected"),
+    [
+        ("R,S,R,R", GradientSync.LAST),
+        ("R,S,S,R", GradientSync.EVERY),
+        ("S*,S,S,R", GradientSync.EVERY),
+    ],
+)
+def test_whole_gradients_are_reduced_once(placement, expected):
+    assert loaded(placement={"dp_shard": placement}).sync.gradients is expected
+    assert loaded(mesh={}, placement={}).sync.gradients is GradientSync.LAST
+
+
+def test_modes_of_a_tuple_stand_in_the_order_of_the_paper():
+    placement = loaded(placement={"dp_shard": ["S*", "S", "R", "R"]}).factors[0].placement
+    states = (State.PARAMETERS, State.OPTIMIZER, State.GRADIENTS, State.ACTIVATIONS)
+    assert [str(placement[state]) for state in states] == ["S*", "S", "R", "R"]
+
+
+def test_presets_are_names_or_files_and_fields_beside_them_win(tmp_path):
+    (tmp_path / "mine.yaml").write_text("{layers: 3, hidden: 64, heads: 4, ffn: 96, vocab: 300}")
+    (tmp_path / "spec.yaml").write_text(
+        "model: {preset: mine.yaml, heads: 8}\nmesh: {}\nbatch: {sequence: 8}\n"
+        "cluster: {preset: laptop, devices: 2}\n"
+    )
+    spec = load(tmp_path / "spec.yaml").spec
+    assert isinstance(spec.model, ModelShape)
+    assert (spec.model.layers, spec.model.heads, spec.model.kv_heads) == (3, 8, 8)
+    assert spec.cluster is not None
+    assert (spec.cluster.name, spec.cluster.devices) == ("laptop", 2)
+    assert spec.name == "spec"
+
+
+def test_a_gpt_needs_only_its_width():
+    shape = {"family": "gpt", "layers": 2, "hidden": 32, "heads": 2, "vocab": 100}
+    model = loaded(model=shape).model
+    assert isinstance(model, ModelShape)
+    assert (model.ffn, model.kv_heads, model.tied) == (128, 2, True)
+
+
+def test_a_target_keeps_its_arguments():
+    model = loaded(model={"target": "a.b:c", "arguments": {"width": 3}}).model
+    assert model == ExternalModel(target="a.b:c", arguments={"width": 3})
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [("native", "native"), ("stock", "native"), ("all_to_all", "all_to_all"), (True, "all_to_all")],
+)
+def test_reduce_scatter_has_two_ways_and_two_older_words(written, expected):
+    assert loaded(reduce_scatter=written).reduce_scatter is ReduceScatterVia(expected)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("3e-4", 3e-4), ("1e5", 1e5), (".5", 0.5), ("1.", 1.0), ("-7", -7), ("+7", 7),
+        ("010", 10), ("0o10", 8), ("0x10", 16), ("1:30", "1:30"), ("1_000", "1_000"),
+        ("on", "on"), ("off", "off"), ("yes", "yes"), ("no", "no"), ("y", "y"), ("True", True),
+        ("false", False), ("~", None), ("null", None), ("2026-01-01", "2026-01-01"),
+        ("S*", "S*"), ("R@host", "R@host"), ("80 GiB", "80 GiB"), ("0b1", "0b1"),
+        (".inf", float("inf")),
+    ],
+)  # fmt: skip
+def test_plain_scalars_follow_yaml_1_2(text, value):
+    assert scalar(text) == value
+    assert type(scalar(text)) is type(value)
+    assert parse(f"key: {text}", "a.yaml").root == {"key": value}
+    assert parse(f"key: '{text}'", "a.yaml").root == {"key": text}
+
+
+def test_a_document_knows_where_each_key_stands(tmp_path):
+    file = tmp_path / "spec.yaml"
+    file.write_text(to_yaml(loaded().resolved))
+    document = load(file, ["mesh.dp_shard=4"])
+    line = next(i for i, t in enumerate(file.read_text().splitlines(), 1) if t.startswith("batch"))
+    fault = document.locate(Fault(place="batch.micro", finding="is too much", remedy="less"))
+    assert (fault.source, fault.line, fault.text[fault.column - 1]) == (str(file), line, "2")
+    assert (fault.finding, fault.remedy) == ("is too much", "less")
+    fault = document.locate(Fault(place="mesh.dp_shard", finding="x"))
+    assert (fault.source, fault.line) == ("command line: mesh.dp_shard=4", 0)
+    fault = document.locate(Fault(place="placement.dp_shard.parameters", finding="x"))
+    assert fault.text[fault.column - 1 :].startswith("S*")
+    assert document.locate(Fault(place="", finding="x")).finding == "x"
+
+
+def test_a_built_in_name_wins_over_a_file_that_is_written_with_a_slash(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    name = names().default
+    Path(name).write_text("mesh: 3")
+    assert load(name).spec.world_size == 2
+    with pytest.raises(SpecError, match="must be a mapping"):
+        load(f"./{name}")
+
+
+def test_loading_needs_neither_torch_nor_numpy_and_the_vocabulary_no_pydantic():
+    code = (
+        "import sys, ptrain.spec.spec; assert 'pydantic' not in sys.modules;"
+        "from ptrain.spec.load import load; load();"
+        "assert not {'torch', 'numpy', 'jsonschema'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])

@@ -1,0 +1,198 @@
+"""The built-in specs are what their names promise, and `ptrain specs` shows them."""
+
+from __future__ import annotations
+
+import json
+import re
+from argparse import ArgumentParser
+
+import pytest
+
+from ptrain.cli import specs as verb
+from ptrain.derivation.parameters import facts
+from ptrain.errors import PtrainError, SpecError
+from ptrain.spec.load import load
+from ptrain.spec.model import ModelShape
+from ptrain.spec.names import SPEC_FOLDERS, find_spec, listing, names, root
+from ptrain.spec.shorthand import mark_of
+from ptrain.spec.text import parse, read
+
+STRATEGIES = {
+    "ddp": ["dp_replicate=2: R,R,R,R"],
+    "zero1": ["dp_shard=2: R,S,R,R"],
+    "zero2": ["dp_shard=2: R,S,S,R"],
+    "zero3": ["dp_shard=2: S*,S,S,R"],
+    "zero3-keep": ["dp_shard=2: S*,S,S,R"],
+    "hsdp": ["dp_replicate=2: R,R,R,R", "dp_shard=2: S*,S,S,R"],
+}
+
+
+def numel(model: object, sequence: int) -> int:
+    assert isinstance(model, ModelShape)
+    return facts(model, sequence).numel
+
+
+def test_the_strategies_are_those_of_the_contract():
+    assert set(listing("strategies")) == set(STRATEGIES)
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_strategy_has_its_tuple_and_a_tiny_model(name):
+    spec = load(name).spec
+    placed = [f"{f.axis}={f.degree}: {f.placement}" for f in spec.factors]
+    assert placed == STRATEGIES[name]
+    assert spec.name == name
+    assert spec.sync.reshard_after_forward is (name != "zero3-keep")
+    assert 0.5e6 < numel(spec.model, spec.batch.sequence) < 1e6
+    assert spec.batch.accumulate == 8 // spec.world_size
+    assert spec.cluster is not None
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_strategy_spells_its_tuple_out(name):
+    placement = read(find_spec(name)).root["placement"]  # type: ignore[index]
+    assert all(isinstance(modes, dict) and len(modes) == 4 for modes in placement.values())
+
+
+@pytest.mark.parametrize("stage", ["dp", "zero1", "zero2", "zero3"])
+def test_the_papers_specs_have_the_papers_size(stage):
+    large, small = load(f"70b-{stage}").spec, load(f"7b5-{stage}").spec
+    assert numel(large.model, large.batch.sequence) == 70_000_058_368
+    assert abs(numel(small.model, small.batch.sequence) - 7_500_000_000) < 4096
+    assert (large.world_size, small.world_size) == (8, 64)
+    for spec in (large, small):
+        assert spec.precision.layout.name == "zero16"
+        assert spec.cluster is not None
+        assert spec.cluster.device_memory == 80 * 2**30
+        assert spec.cluster.devices == spec.world_size
+
+
+@pytest.mark.parametrize(
+    ("name", "low", "high"),
+    [
+        ("llama-tiny", 0.80e6, 0.81e6),
+        ("llama-10m", 9e6, 12e6),
+        ("llama3-8b", 8.02e9, 8.04e9),
+        ("llama3-70b", 70.5e9, 70.6e9),
+        ("llama3-405b", 405.8e9, 405.9e9),
+        ("llama-70e9", 70.00e9, 70.01e9),
+        ("gpt-tiny", 0.83e6, 0.85e6),
+        ("gpt2-124m", 124e6, 125e6),
+        ("gpt2-1558m", 1557e6, 1558e6),
+        ("gpt-7b5", 7.499e9, 7.501e9),
+    ],
+)
+def test_a_preset_has_as_many_parameters_as_its_name_says(name, low, high):
+    base = {"model": {"preset": name}, "mesh": {}, "batch": {"sequence": 1024}}
+    sequence = 128 if name.endswith("tiny") else 1024
+    assert low < numel(load(base).spec.model, sequence) < high
+
+
+def test_every_model_and_cluster_is_named_here():
+    for section, name in [("model", m) for m in listing("models")] + [
+        ("cluster", c) for c in listing("clusters")
+    ]:
+        base = {"model": {"preset": "llama-tiny"}, "mesh": {}, "batch": {"sequence": 8}}
+        assert load(base | {section: {"preset": name}}).spec
+
+
+def test_every_file_says_what_it_is():
+    for path in root().rglob("*.yaml"):
+        comments = [
+            line for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("# ")
+        ]
+        assert any(not line.startswith("# yaml-language-server") for line in comments), path
+
+
+def test_aliases_stand_for_strategies_and_waiting_names_for_nothing():
+    known = names()
+    assert set(known.aliases.values()) <= set(STRATEGIES)
+    assert not set(known.not_yet) & (set(STRATEGIES) | set(known.aliases))
+
+
+@pytest.mark.parametrize("name", names().not_yet)
+def test_a_name_that_waits_is_refused_as_not_yet(name):
+    base = {"model": {"preset": "llama-tiny"}, "mesh": {}, "batch": {"sequence": 8}}
+    for load_it in (lambda: load(name), lambda: load(base | {"placement": name})):
+        with pytest.raises(SpecError) as caught:
+            load_it()
+        assert "not yet" in caught.value.faults[0].finding
+        assert "ddp" in caught.value.faults[0].remedy
+
+
+def test_the_readme_of_the_specs_names_every_folder():
+    text = (root() / "README.md").read_text(encoding="utf-8")
+    for folder in root().iterdir():
+        assert folder.name in text or folder.name == "README.md"
+
+
+def test_the_yaml_in_the_readme_loads():
+    text = (root() / "README.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"```yaml\n(.*?)```", text, flags=re.S)
+    tree = parse(block, "README.md")
+    assert isinstance(tree.root, dict)
+    assert load(tree.root).spec.factors == load("hsdp").spec.factors
+
+
+def run(*words: str) -> int:
+    parser = ArgumentParser()
+    verb.add_arguments(parser)
+    return verb.run(parser.parse_intermixed_args(list(words)))
+
+
+def test_specs_lists_every_name(capsys):
+    assert run() == 0
+    out = capsys.readouterr().out
+    for name in [*listing(*SPEC_FOLDERS, "models", "clusters"), *names().aliases, *names().not_yet]:
+        assert name in out
+    assert max(map(len, out.splitlines())) <= 160
+
+
+def test_specs_lists_for_machines(capsys):
+    assert run("--json") == 0
+    record = json.loads(capsys.readouterr().out)
+    rows = {row["name"]: row for row in record["specs"]}
+    assert rows["hsdp"]["placement"] == {"dp_replicate": "R,R,R,R", "dp_shard": "S*,S,S,R"}
+    assert rows["hsdp"]["ranks"] == 4
+    assert record["aliases"]["fsdp"] == "zero3"
+
+
+def test_show_prints_a_spec_that_runs(capsys):
+    assert run("show", "fsdp", "mesh.dp_shard=4") == 0
+    tree = parse(capsys.readouterr().out, "out.yaml")
+    assert isinstance(tree.root, dict)
+    assert load(tree.root).spec == load("zero3", ["mesh.dp_shard=4"]).spec
+    assert mark_of(tree, ("mesh", "dp_shard")).line == 4
+
+
+def test_show_gives_json_and_a_list_for_a_sweep(capsys):
+    assert run("show", "zero3", "--json") == 0
+    assert json.loads(capsys.readouterr().out) == load("zero3").spec.resolved
+    assert run("show", "zero3", "mesh.dp_shard=2,4", "--json") == 0
+    assert [row["mesh"] for row in json.loads(capsys.readouterr().out)] == [
+        {"dp_shard": 2},
+        {"dp_shard": 4},
+    ]
+
+
+@pytest.mark.parametrize("name", ["llama3-8b", "h100-8"])
+def test_show_prints_models_and_clusters_as_they_stand(name, capsys):
+    assert run("show", name) == 0
+    text = listing("models", "clusters")[name].read_text(encoding="utf-8")
+    assert capsys.readouterr().out == text
+    assert run("show", name, "--json") == 0
+    assert json.loads(capsys.readouterr().out) == parse(text, name).root
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["show"], "needs a name"),
+        (["zero3"], "specs show zero3"),
+        (["show", "zero4"], "did you mean 'zero3'"),
+        (["show", "llama3-8b", "train.steps=3"], "model.preset=llama3-8b"),
+    ],
+)
+def test_wrong_words_get_the_right_ones(words, message):
+    with pytest.raises(PtrainError, match=message):
+        run(*words)
