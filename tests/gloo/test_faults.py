@@ -1,0 +1,85 @@
+"""A rank that dies or stops in mid-step ends the job soon, is named, and leaves no process behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests import jobs
+
+pytestmark = [
+    pytest.mark.gloo,
+    pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="processes are found in /proc"),
+]
+
+FOREVER = (*jobs.TINY, "train.steps=1000000")
+TORCHRUN = ("--standalone", "--nproc-per-node", "2", "-m", "ptrain.train", "zero3", *FOREVER)
+
+
+def strike(job: jobs.Job, rank: int, number: signal.Signals) -> tuple[int, float]:
+    """Signal a rank in mid-training; the exit code of the job and the seconds until it ended."""
+    job.until("step 3/")
+    ranks = job.ranks()
+    assert set(ranks) == {0, 1}
+    began = time.monotonic()
+    os.kill(ranks[rank], number)
+    code = job.wait(90)
+    seconds = time.monotonic() - began
+    assert jobs.gone(list(ranks.values())), "a rank outlives its job"
+    return code, seconds
+
+
+@pytest.mark.parametrize(
+    ("rank", "number"),
+    [
+        (0, signal.SIGKILL),
+        (1, signal.SIGKILL),
+        (1, signal.SIGSTOP),
+        pytest.param(0, signal.SIGSTOP, marks=pytest.mark.nightly),
+    ],
+)
+def test_a_rank_that_is_killed_or_stopped_is_named_and_ends_the_job(tmp_path, rank, number):
+    with jobs.job(["train", "zero3", *FOREVER], cwd=tmp_path) as job:
+        code, seconds = strike(job, rank, number)
+    assert code == 3
+    assert seconds < 30
+    assert f"rank {rank} was " in job.error
+    assert number.name in job.error
+    assert "Traceback" not in job.error.split("last lines of")[0]
+
+
+def test_a_rank_that_is_killed_under_torchrun_ends_the_job(tmp_path):
+    with jobs.job(TORCHRUN, cwd=tmp_path, module="torch.distributed.run") as job:
+        code, seconds = strike(job, 1, signal.SIGKILL)
+    assert code != 0
+    assert seconds < 60
+
+
+@pytest.mark.nightly
+def test_a_rank_that_is_stopped_under_torchrun_ends_the_job(tmp_path):
+    """Its peers notice after `timeout.step`; the agent then waits half a minute of its own."""
+    arguments = [*TORCHRUN, "timeout.step=8"]
+    with jobs.job(arguments, cwd=tmp_path, module="torch.distributed.run") as job:
+        code, seconds = strike(job, 1, signal.SIGSTOP)
+    assert code != 0
+    assert seconds < 60
+
+
+def test_ranks_do_not_outlive_a_launcher_that_is_killed(tmp_path):
+    with jobs.job(["train", "zero3", *FOREVER], cwd=tmp_path) as job:
+        job.until("step 1/")
+        ranks = list(job.ranks().values())
+        job.process.kill()
+        job.wait()
+        assert jobs.gone(ranks)
+
+
+def test_five_clean_starts_end_with_status_0(tmp_path):
+    """benchmarks/clean_exits.py makes 300: a gloo process may abort at random while it exits."""
+    for _ in range(5):
+        code, job = jobs.run(["train", "zero3", *jobs.TINY, "train.steps=1"], cwd=tmp_path)
+        assert code == 0, job.error

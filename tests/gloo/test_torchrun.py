@@ -1,0 +1,63 @@
+"""torchrun, on one node and on two, trains exactly what `ptrain train` trains on ranks of its own."""
+
+from __future__ import annotations
+
+import socket
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from tests import jobs
+
+pytestmark = pytest.mark.gloo
+
+SPEC = ("zero3", "train.steps=4", *jobs.TINY, "--quiet")
+TORCHRUN = "torch.distributed.run"
+
+
+@pytest.fixture(scope="module")
+def self_launched(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    cwd = tmp_path_factory.mktemp("self")
+    code, job = jobs.run(["train", *SPEC, "--run-dir", "run"], cwd=cwd)
+    assert code == 0, job.error
+    return jobs.losses(cwd / "run")
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def test_torchrun_standalone_gives_the_same_losses(tmp_path, self_launched):
+    arguments = ["--standalone", "--nproc-per-node", "2", "-m", "ptrain.train", *SPEC]
+    code, job = jobs.run([*arguments, "--run-dir", "run"], cwd=tmp_path, module=TORCHRUN)
+    assert code == 0, job.error
+    assert jobs.losses(tmp_path / "run") == self_launched
+    assert job.output.count("verdict: ") == 1, "only rank 0 speaks"
+
+
+def test_two_agents_that_pose_as_two_nodes_give_the_same_losses(tmp_path, self_launched):
+    agent = ["--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d"]
+    agent += ["--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--rdzv-id", "two-nodes"]
+    agent += ["--local-addr", "127.0.0.1", "-m", "ptrain.train", *SPEC, "--run-dir", "run"]
+    with ExitStack() as stack:
+        agents = [
+            stack.enter_context(jobs.job(agent, cwd=tmp_path, module=TORCHRUN)) for _ in range(2)
+        ]
+        codes = [job.wait() for job in agents]
+        assert codes == [0, 0], [job.error for job in agents]
+    assert jobs.losses(tmp_path / "run") == self_launched
+    assert {path.name for path in Path(tmp_path / "run" / "logs").iterdir()} == {
+        "rank0.log",
+        "rank1.log",
+    }
+
+
+def test_too_few_ranks_are_refused_once_with_both_numbers(tmp_path):
+    arguments = ["--standalone", "--nproc-per-node", "2", "-m", "ptrain.train", "zero3"]
+    _, job = jobs.run([*arguments, "mesh.dp_shard=4"], cwd=tmp_path, module=TORCHRUN)
+    told = [line for line in job.errors if " error: mesh" in line and "SpecError" not in line]
+    assert len(told) == 1, job.error
+    assert "4" in told[0] and "2" in told[0]
+    assert not (tmp_path / "runs").exists()
