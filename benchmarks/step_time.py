@@ -211,6 +211,7 @@ def main() -> int:
     args = parser.parse_args()
 
     import step_time  # the ranks import this file by its name
+
     from tests.ranks import Ranks
 
     lines = [

@@ -70,7 +70,7 @@ def _replicated(spec: Spec, plan: Plan, wrap: Replicate, facts: ModelFacts) -> I
         calls = Calls(Collective.ALL_REDUCE, State.GRADIENTS, Phase.BACKWARD, times)
         yield calls.over(group, size)
     rebuild = Calls(Collective.BROADCAST, State.OTHER, Phase.SETUP)
-    yield rebuild.over(group, _INDEX_BYTES * (len(facts.tensors) + len(sizes) + 1))
+    yield rebuild.over(group, _INDEX_BYTES * (len(facts.tensors) + 1))
     yield rebuild.over(group, _INDEX_BYTES * len(sizes))
 
 

@@ -1,0 +1,168 @@
+"""The specs of the matrix: strategies x layouts x K x N on tensors that do not divide by N."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+import pytest
+
+from ptrain.algebra.legality import require
+from ptrain.spec.load import load
+from ptrain.spec.spec import Spec
+
+MICRO, SEQUENCE = 2, 24
+ODD: Mapping[str, Any] = {
+    "preset": "llama-tiny",
+    "layers": 2,
+    "hidden": 42,
+    "heads": 3,
+    "kv_heads": 1,
+    "ffn": 101,
+    "vocab": 259,
+}
+EXTERNAL: Mapping[str, Any] = {"target": "tests.models_external:necks"}
+MODELS = {"odd": ODD, "external": EXTERNAL}
+
+STRATEGIES: Mapping[str, Mapping[str, Any]] = {
+    "ddp": {"dp_replicate": "ddp"},
+    "zero1": {"dp_shard": "zero1"},
+    "zero2": {"dp_shard": "zero2"},
+    "zero3": {"dp_shard": "zero3"},
+    "zero3-keep": {"dp_shard": "zero3"},
+    "hsdp": {"dp_replicate": "ddp", "dp_shard": "zero3"},
+}
+SMALL_BUCKET = "32 KiB"
+KEEP = ("every", False, True)  # what sets zero3-keep apart: no resharding after forward
+LAYOUTS = ("fp32", "zero16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One spec. `placement` maps axes to tuples or strategies; `sync` is the accumulation's policy,
+    as (gradients, after forward, after backward), where it is not the default; `bucket` DDP's size,
+    where one does not hold the whole model."""
+
+    name: str
+    placement: tuple[tuple[str, Any], ...]
+    size: int
+    layout: str = "fp32"
+    accumulate: int = 1
+    fp64: bool = False
+    model: str = "odd"
+    sync: tuple[str, bool, bool] | None = None
+    bucket: str | None = None
+
+    def __str__(self) -> str:
+        parts = [self.name, self.layout, f"K{self.accumulate}", f"N{self.size}"]
+        parts += ["fp64"] * self.fp64 + [self.model] * (self.model != "odd")
+        if self.sync and self.sync != KEEP:
+            parts.append(f"sync-{self.sync[0]}-{self.sync[1]:d}{self.sync[2]:d}")
+        parts += [self.bucket.replace(" ", "")] if self.bucket else []
+        return "-".join(parts)
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        """The ranks along one axis, or two by the rest."""
+        axes = [axis for axis, _ in self.placement]
+        if len(axes) == 1:
+            return {axes[0]: self.size}
+        return {"dp_replicate": 2, "dp_shard": self.size // 2}
+
+    def spec(self) -> Spec:
+        mapping: dict[str, Any] = {
+            "name": self.name,
+            "model": dict(MODELS[self.model]),
+            "mesh": self.mesh,
+            "placement": {axis: _plain(tuple_) for axis, tuple_ in self.placement},
+            "precision": {"layout": self.layout} | ({"compute": "fp64"} if self.fp64 else {}),
+            "batch": {
+                "global": MICRO * self.accumulate * self.size,
+                "micro": MICRO,
+                "sequence": SEQUENCE,
+            },
+            "optimizer": {"name": "adamw", "lr": 1e-3, "schedule": {"warmup": 4}, "clip": 1.0},
+            "data": {"corpus": "python-docs", "tokenizer": "bytes"},
+            "train": {"steps": 20, "seed": 0},
+        }
+        if self.bucket:
+            mapping["bucket"] = self.bucket
+        if self.sync:
+            gradients, after_forward, after_backward = self.sync
+            mapping["sync"] = {
+                "gradients": gradients,
+                "reshard_after_forward": after_forward,
+                "reshard_after_backward": after_backward,
+            }
+        return require(load(mapping))
+
+
+def named(strategy: str, size: int, **settings: Any) -> Case:
+    """A case of a strategy that has a name."""
+    placement = tuple(STRATEGIES[strategy].items())
+    if strategy == "zero3-keep":
+        settings["sync"] = KEEP
+    return Case(name=strategy, placement=placement, size=size, **settings)
+
+
+def _plain(placement: object) -> object:
+    return dict(placement) if isinstance(placement, tuple) else placement
+
+
+def matrix() -> Iterator[Case]:
+    """Every strategy x layout x K x N of the odd model, and the external one on 4 ranks."""
+    for strategy, layout, accumulate, size in product(STRATEGIES, LAYOUTS, (1, 4), (2, 4)):
+        if strategy != "hsdp" or size == 4:
+            yield named(strategy, size, layout=layout, accumulate=accumulate)
+    for strategy, layout, accumulate in product(STRATEGIES, LAYOUTS, (1, 4)):
+        yield named(strategy, 4, layout=layout, accumulate=accumulate, model="external")
+    for layout, accumulate in product(LAYOUTS, (1, 4)):
+        yield named("ddp", 2, layout=layout, accumulate=accumulate, bucket=SMALL_BUCKET)
+
+
+# Every strategy with both layouts, both K and (but for hsdp) both N; the external model once with
+# each wrapper.
+DEFAULT = frozenset(
+    [
+        named("ddp", 2, layout="fp32", accumulate=1),
+        named("ddp", 4, layout="zero16", accumulate=4),
+        named("ddp", 2, layout="fp32", accumulate=4, bucket=SMALL_BUCKET),
+        named("zero1", 2, layout="zero16", accumulate=1),
+        named("zero1", 4, layout="fp32", accumulate=4),
+        named("zero2", 2, layout="fp32", accumulate=4),
+        named("zero2", 4, layout="zero16", accumulate=1),
+        named("zero3", 2, layout="zero16", accumulate=4),
+        named("zero3", 4, layout="fp32", accumulate=1),
+        named("zero3-keep", 2, layout="zero16", accumulate=1),
+        named("zero3-keep", 4, layout="fp32", accumulate=4),
+        named("hsdp", 4, layout="fp32", accumulate=4),
+        named("hsdp", 4, layout="zero16", accumulate=1),
+        named("ddp", 4, layout="fp32", accumulate=1, model="external"),
+        named("zero2", 4, layout="zero16", accumulate=1, model="external"),
+        named("zero3", 4, layout="fp32", accumulate=4, model="external"),
+    ]
+)
+assert set(matrix()) >= DEFAULT
+
+
+def parameters(*, fp64: bool = False) -> list[Any]:
+    """The matrix for pytest: what is not in DEFAULT is nightly."""
+    return [
+        pytest.param(
+            replace(case, fp64=fp64),
+            id=str(case),
+            marks=() if case in DEFAULT else (pytest.mark.nightly,),
+        )
+        for case in matrix()
+    ]
+
+
+SYNC_POLICIES = {  # units moved per gathered unit and step: (all-gathers, reduce-scatters)
+    ("every", True, True): lambda k: (2 * k, k),  # 3K
+    ("last", True, True): lambda k: (2 * k, 1),  # 2K + 1
+    ("last", True, False): lambda k: (k + 1, 1),  # K + 2
+    ("last", False, True): lambda k: (k, 1),  # K + 1
+    ("last", False, False): lambda k: (1, 1),  # 2
+}

@@ -1,0 +1,107 @@
+"""What a rank does in the tests of this folder: train a spec for some steps, on request with the
+meters on one of them and with a fault, and report what it saw. Runs inside the pool of ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from ptrain.costs import Estimate
+from ptrain.data.corpus import corpus
+from ptrain.data.sampler import batch
+from ptrain.interpreter.program import Program, interpret
+from ptrain.interpreter.world import World
+from ptrain.meters.measure import measure
+from ptrain.spec.spec import Spec
+from ptrain.train.probe import set_up
+from ptrain.train.schedule import learning_rate
+from ptrain.verification.reference import Trajectory, distance
+from tests.gloo.faults import Fault, sabotage
+
+REBUILDING_STEP = 1  # DDP fits its buckets to the first backward pass at the start of the second
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """One rank's account. `trajectory` on rank 0 only, `measured` where a step was measured."""
+
+    rank: int
+    trajectory: Trajectory | None
+    measured: Estimate | None
+
+
+def train(
+    spec: Spec, steps: int, measured_step: int | None = None, fault: Fault | None = None
+) -> Report:
+    """`steps` updates of a program on this rank of the pool."""
+    world = World.join(spec.timeout)
+    program = interpret(spec, world=world, allow_import=True)
+    initial = full_parameters(program)
+    source = corpus(spec.data)
+    losses, norms = [], []
+    measured: dict[int, Estimate] = {}
+    for step in range(steps):
+        local = batch(
+            source,
+            spec=spec,
+            step=step,
+            data_index=program.data_index,
+            data_degree=spec.data_degree,
+        )
+        lr = learning_rate(spec.optimizer, step)
+        if step in (REBUILDING_STEP, measured_step) and measured_step is not None:
+            with measure(program) as measurement:
+                loss, norm = program.forward_backward(local).clone(), program.step(lr)
+            measured[step] = measurement.estimate()
+        else:
+            with sabotage(fault, program, local, step) as given:
+                loss, norm = program.forward_backward(given).clone(), program.step(lr)
+            del given  # the program alone holds a step's batch
+        losses.append(loss.double())
+        if norm is not None:
+            norms.append(norm.item())
+        del local, loss, norm
+    return Report(
+        rank=world.rank,
+        trajectory=_trajectory(program, initial, losses, norms),
+        measured=_with_set_up(measured, measured_step) if measured_step is not None else None,
+    )
+
+
+def _with_set_up(measured: dict[int, Estimate], steady: int) -> Estimate:
+    """The steady step's account, and what the second step sent beyond it as set-up."""
+    found = measured[steady]
+    rows = set_up(measured[REBUILDING_STEP].traffic, found.traffic)
+    return replace(found, traffic=(*found.traffic, *rows))
+
+
+def _trajectory(
+    program: Program,
+    initial: dict[str, torch.Tensor],
+    losses: list[torch.Tensor],
+    norms: list[float],
+) -> Trajectory | None:
+    total = torch.stack(losses)
+    if program.world.size > 1:
+        dist.all_reduce(total)  # every rank has its share of each step's mean
+    parameters = full_parameters(program)
+    if not program.world.is_first:
+        return None
+    return Trajectory(
+        losses=tuple(total.tolist()),
+        gradient_norms=tuple(norms),
+        parameters=parameters,
+        travelled=distance(initial, parameters),
+    )
+
+
+def full_parameters(program: Program) -> dict[str, torch.Tensor]:
+    """Every parameter whole, on every rank, as copies."""
+    model = program.state_dict()["model"]
+    return {
+        name: (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
+        for name, value in model.items()
+    }

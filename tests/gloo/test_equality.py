@@ -1,0 +1,63 @@
+"""Every placement computes what one device computes (Theorem 5), and a fault does not."""
+
+from __future__ import annotations
+
+import pytest
+
+from ptrain.report.record import Check
+from ptrain.verification.band import loss_band
+from ptrain.verification.compare import FP64, Tolerances, compare
+from tests.gloo.cases import Case, named, parameters
+from tests.gloo.conftest import STEPS, Runs
+from tests.gloo.faults import Fault
+from tests.gloo.runs import train
+from tests.ranks import Ranks
+
+pytestmark = pytest.mark.gloo
+
+
+def failing(checks: tuple[Check, ...]) -> list[str]:
+    return [f"{check.name}: {check.why}" for check in checks if not check.holds]
+
+
+@pytest.mark.parametrize("case", parameters(fp64=True))
+def test_in_fp64_losses_norms_and_parameters_are_those_of_one_device(
+    runs: Runs, case: Case
+) -> None:
+    checks = compare(runs.reference(case), runs.of(case).trajectory, FP64)
+    assert {"losses", "gradient norms", "parameters by norm"} <= {each.name for each in checks}
+    assert not failing(checks)
+
+
+@pytest.mark.parametrize("case", parameters())
+def test_in_true_dtypes_losses_stay_within_the_band_of_their_rounding(
+    runs: Runs, case: Case
+) -> None:
+    reference = runs.reference(case)
+    outcome = runs.of(case)
+    tolerances = Tolerances(losses=loss_band(outcome.spec, reference))
+    assert not failing(compare(reference, outcome.trajectory, tolerances))
+
+
+def test_the_band_of_zero16_is_narrower_than_what_training_does_to_the_loss(runs: Runs) -> None:
+    case = named("zero3", 2, layout="zero16", accumulate=4)
+    reference = runs.reference(case)
+    fall = 1 - min(reference.losses) / reference.losses[0]
+    assert max(loss_band(case.spec(), reference)) < fall / 10
+
+
+@pytest.mark.parametrize("fault", [fault for fault in Fault if fault is not Fault.ZERO_GRADIENTS])
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3"])
+def test_a_fault_is_noticed(ranks: Ranks, runs: Runs, strategy: str, fault: Fault) -> None:
+    case = named(strategy, 2, accumulate=1, fp64=True)
+    run = ranks.run(2, train, case.spec(), STEPS, None, fault)[0].trajectory
+    failed = failing(compare(runs.reference(case), run, FP64))
+    assert any(line.startswith("losses: differs") for line in failed), failed
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+def test_dead_runs_that_agree_hold_nothing(ranks: Ranks, strategy: str) -> None:
+    case = named(strategy, 2, accumulate=1, fp64=True)
+    dead = ranks.run(2, train, case.spec(), STEPS, None, Fault.ZERO_GRADIENTS)[0].trajectory
+    failed = failing(compare(dead, dead, FP64))
+    assert any("gradient is zero" in line for line in failed), failed
