@@ -38,7 +38,9 @@ def wrap(module: nn.Module, spec: Spec, plan: Plan, mesh: Mesh, registry: Regist
     device = mesh.world.device
     is_meta = any(parameter.is_meta for parameter in module.parameters())
     if not is_meta:
-        return apply(module.to(device), plan.wrap, mesh, plan.units, registry)
+        if any(parameter.device != device for parameter in module.parameters()):
+            module.to(device)
+        return apply(module, plan.wrap, mesh, plan.units, registry)
     if not isinstance(plan.wrap, FullyShard):
         module.to_empty(device=device)
         initialize(module, spec.train.seed)

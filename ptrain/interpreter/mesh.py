@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ptrain.errors import Fault, SpecError
@@ -27,9 +28,10 @@ class Mesh:
         self._submeshes: dict[tuple[Axis, ...], DeviceMesh] = {}
         _require_size(step, world)
         if step.axes:
-            self.device_mesh = init_device_mesh(
-                world.device.type, step.degrees, mesh_dim_names=tuple(map(str, step.axes))
-            )
+            with unset_fake_temporarily():  # a mesh reads its ranks off a tensor
+                self.device_mesh = init_device_mesh(
+                    world.device.type, step.degrees, mesh_dim_names=tuple(map(str, step.axes))
+                )
 
     def ordered(self, axes: Sequence[Axis]) -> tuple[Axis, ...]:
         """These axes in mesh order."""

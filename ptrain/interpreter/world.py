@@ -94,14 +94,6 @@ class World:
             timeout=timeout,
         )
 
-    @classmethod
-    def fake(cls, rank: int, size: int) -> World:
-        """Rank `rank` of `size` over torch's fake process group: collectives return at once."""
-        from torch.testing._internal.distributed.fake_pg import FakeStore
-
-        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
-        return cls(rank=rank, size=size, backend="fake", owns_group=True)
-
     @property
     def is_first(self) -> bool:
         """Whether this is the rank that prints."""

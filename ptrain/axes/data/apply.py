@@ -21,6 +21,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.nn.parallel import DistributedDataParallel
 
 from ptrain.axes.data.flat import FlatWrap, parameters_by_unit
+from ptrain.axes.data.layout import same_memory
 from ptrain.axes.data.summing import summing_hook
 from ptrain.costs import State
 from ptrain.interpreter.comm import TaggedAllGather, TaggedReduceScatter
@@ -94,7 +95,7 @@ class TensorTarget:
 
     def store(self, value: torch.Tensor) -> None:
         held = self.value()
-        if held.data_ptr() != value.data_ptr():
+        if not same_memory(held, value):
             held.copy_(value)
 
     def split(self, part: torch.Tensor) -> Named:

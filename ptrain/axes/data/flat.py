@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from ptrain.axes.data.layout import FlatLayout
+from ptrain.axes.data.layout import FlatLayout, same_memory
 from ptrain.costs import State
 from ptrain.interpreter.mesh import Mesh
 from ptrain.interpreter.registry import Registry
@@ -158,7 +158,7 @@ class FlatTarget:
         if missing:
             layout.registry.tag(value, State.PARAMETERS)
             layout.gather(value, (*cut, *extra), missing, into=stored)
-        elif value.data_ptr() != stored.data_ptr():
+        elif not same_memory(value, stored):
             stored.copy_(value)
 
     def split(self, part: torch.Tensor) -> dict[str, torch.Tensor]:

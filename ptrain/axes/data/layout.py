@@ -80,7 +80,7 @@ class FlatLayout:
         for dim, axis in enumerate(self.axes):
             if axis in wanted and axis not in had:
                 view = view.narrow(dim, self.mesh.coordinate(axis), 1)
-        if view.data_ptr() != part.data_ptr():
+        if not same_memory(view, part):
             view.copy_(part.view(view.shape))
 
     def gather(
@@ -139,3 +139,9 @@ class FlatLayout:
         shape = self.shape(cut)
         significant = [dim for dim in order if shape[dim] > 1]
         return None if significant == sorted(significant) else order
+
+
+def same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors of one size begin at the same byte of the same storage."""
+    storages = (one.untyped_storage()._cdata, other.untyped_storage()._cdata)
+    return storages[0] == storages[1] and one.storage_offset() == other.storage_offset()

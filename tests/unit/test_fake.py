@@ -1,0 +1,49 @@
+"""The interpreter on fake ranks and fake tensors: the program that gloo and NCCL run, executed by
+one process that allocates nothing."""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from ptrain.data.sampler import LocalBatch
+from ptrain.derivation.estimate import derive
+from ptrain.interpreter.fake import fake_world
+from ptrain.interpreter.program import interpret
+from ptrain.meters.measure import measure
+from ptrain.spec.load import load
+
+ODD = (
+    "model.layers=3 model.hidden=42 model.heads=3 model.kv_heads=1 model.ffn=101 model.vocab=259 "
+    "batch.sequence=16 batch.micro=2"
+).split()
+
+
+@pytest.fixture
+def world():
+    world = fake_world(rank=1, size=4)
+    yield world
+    world.close()
+
+
+def test_zero3_on_fake_ranks_and_fake_tensors_costs_what_is_predicted(world):
+    spec = load(
+        "zero3", [*ODD, "mesh.dp_shard=4", "batch.global=16", "precision.layout=zero16"]
+    ).spec
+    rows = spec.batch.accumulate * spec.batch.micro
+    with FakeTensorMode():
+        program = interpret(spec, world=world)
+        batch = LocalBatch(
+            tokens=torch.zeros(rows, spec.batch.sequence + 1, dtype=torch.int64),
+            global_tokens=spec.batch.tokens,
+            sample_ids=(),
+        )
+        for _ in range(2):
+            program.forward_backward(batch)
+            program.step(1e-2)
+        with measure(program) as measurement:
+            program.forward_backward(batch)
+            program.step(1e-2)
+    simulated, exact = measurement.estimate(), derive(spec).exact
+    assert set(simulated.memory) == {row for row in exact.memory if row.rank == 1}
+    assert set(simulated.peak) == {row for row in exact.peak if row.rank == 1}
+    assert set(simulated.traffic) == set(exact.traffic)
