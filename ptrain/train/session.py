@@ -23,6 +23,7 @@ from ptrain.errors import PtrainError, VerdictFailed
 from ptrain.interpreter.program import Program, interpret
 from ptrain.interpreter.world import World
 from ptrain.meters.measure import gather_estimates, join_estimates
+from ptrain.models.facts import facts_of
 from ptrain.report.record import compare, record, verdict
 from ptrain.report.table import summary
 from ptrain.selection.preflight import require_fit
@@ -77,7 +78,7 @@ def _run(session: Session, interrupts: interrupt.Interrupts) -> int:
     text = corpus(spec.data)
     require_corpus(text, spec)
     program = interpret(spec, world=world, allow_import=options.allow_import)
-    derivation = derive(spec)
+    derivation = derive(spec, facts_of(spec, allow_import=options.allow_import))
     if not options.force:
         require_fit(spec, derivation.exact)
     _announce(program, derivation.exact)
