@@ -1,4 +1,4 @@
-"""Fake ranks: one process that plays rank r of N; its collectives return at once and move nothing."""
+"""Fake ranks: one process plays rank r of N; its collectives return at once and move nothing."""
 
 from __future__ import annotations
 

@@ -12,10 +12,16 @@ from ptrain.interpreter.program import interpret
 from ptrain.meters.measure import measure
 from ptrain.spec.load import load
 
-ODD = (
-    "model.layers=3 model.hidden=42 model.heads=3 model.kv_heads=1 model.ffn=101 model.vocab=259 "
-    "batch.sequence=16 batch.micro=2"
-).split()
+ODD = [
+    "model.layers=3",
+    "model.hidden=42",
+    "model.heads=3",
+    "model.kv_heads=1",
+    "model.ffn=101",
+    "model.vocab=259",
+    "batch.sequence=16",
+    "batch.micro=2",
+]
 
 
 @pytest.fixture
