@@ -56,6 +56,10 @@ def _preset(raw: Raw, section: str, found: Report) -> Raw | None:
         findings = "; ".join(str(fault).splitlines()[0] for fault in error.faults)
         found.add(f"{section}.preset", f"the preset cannot be used: {findings}")
         return None
+    if values.preset is not None:
+        remedy = "write the fields themselves"
+        found.add(f"{section}.preset", f"{path.name} names another preset", remedy)
+        return None
     written = {f.name: getattr(raw, f.name) for f in fields(raw)}
     chosen = {name: value for name, value in written.items() if value is not None}
     if section == "cluster":
