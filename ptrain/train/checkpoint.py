@@ -11,7 +11,9 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +67,8 @@ def load(program: Program, folder: Path, verified: Manifest, exchange: Exchange)
     state = program.state_dict()
     if problem := _mismatch(reader.read_metadata(), state):
         raise PtrainError(f"checkpoint {folder}: {problem}")
-    dcp.load(state, storage_reader=reader, no_dist=exchange.group is None)
+    with _without_advice():
+        dcp.load(state, storage_reader=reader, no_dist=exchange.group is None)
     program.load_state_dict(state)
 
 
@@ -105,7 +108,16 @@ def _write(program: Program, folder: Path) -> None:
     strays = [name for name, value in _flat(state) if not isinstance(value, torch.Tensor)]
     assert not strays, f"only tensors go into a checkpoint: {strays[:3]}"
     writer = FileSystemWriter(folder, overwrite=False)
-    dcp.save(state, storage_writer=writer, no_dist=program.world.size == 1)
+    with _without_advice():
+        dcp.save(state, storage_writer=writer, no_dist=program.world.size == 1)
+
+
+@contextmanager
+def _without_advice() -> Iterator[None]:
+    """torch warns whenever a checkpoint is of one process."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
 
 
 def _written_by(rank: int, folder: Path) -> list[str]:

@@ -1,4 +1,4 @@
-"""A rank that dies or stops in mid-step ends the job soon, is named, and leaves no process behind."""
+"""A rank that dies or stops in mid-step ends the job soon, is named, and no process is left."""
 
 from __future__ import annotations
 
@@ -67,6 +67,20 @@ def test_a_rank_that_is_stopped_under_torchrun_ends_the_job(tmp_path):
         code, seconds = strike(job, 1, signal.SIGSTOP)
     assert code != 0
     assert seconds < 60
+
+
+@pytest.mark.nightly
+def test_a_killed_rank_restarts_from_the_last_checkpoint_and_loses_nothing(tmp_path):
+    arguments = ["train", "zero3", *jobs.TINY, "train.steps=300", "checkpoint.every=20"]
+    restarts = ["--max-restarts", "1", "--run-dir", "run"]
+    with jobs.job([*arguments, *restarts], cwd=tmp_path) as job:
+        job.until("step 50/")
+        os.kill(job.ranks()[1], signal.SIGKILL)
+        assert job.wait() == 0, job.error
+    assert "resume  step 40 of " in job.output
+    code, _ = jobs.run([*arguments, "--run-dir", "whole"], cwd=tmp_path)
+    assert code == 0
+    assert jobs.losses(tmp_path / "run") == jobs.losses(tmp_path / "whole")
 
 
 def test_ranks_do_not_outlive_a_launcher_that_is_killed(tmp_path):

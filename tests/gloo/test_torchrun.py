@@ -1,4 +1,4 @@
-"""torchrun, on one node and on two, trains exactly what `ptrain train` trains on ranks of its own."""
+"""torchrun, on one node and on two, trains exactly what `ptrain train` trains by itself."""
 
 from __future__ import annotations
 

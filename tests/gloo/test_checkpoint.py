@@ -1,0 +1,148 @@
+"""Checkpoints: bitwise under every placement, refused when damaged, and never executed."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.tensor import DTensor
+
+from ptrain.algebra.legality import require
+from ptrain.data.corpus import corpus
+from ptrain.data.sampler import batch
+from ptrain.errors import PtrainError
+from ptrain.interpreter.program import Program, interpret
+from ptrain.interpreter.world import World
+from ptrain.spec.load import load
+from ptrain.train import checkpoint
+from ptrain.train.exchange import Exchange
+from ptrain.train.index import METADATA, Reader
+from tests.jobs import TINY
+
+STEPS = 2
+PAIRS = [("ddp", "zero1"), ("zero1", "zero2"), ("zero2", "zero3"), ("zero3", "ddp")]
+
+
+def program_of(name: str, *overrides: str) -> Program:
+    spec = require(load(name, [each for each in TINY if not each.startswith("log")] + [*overrides]))
+    return interpret(spec, world=World.join(spec.timeout))
+
+
+def step(program: Program, index: int) -> None:
+    spec = program.spec
+    local = batch(
+        corpus(spec.data),
+        spec=spec,
+        step=index,
+        data_index=program.data_index,
+        data_degree=spec.data_degree,
+    )
+    program.forward_backward(local)
+    program.step(1e-3)
+
+
+def whole(program: Program) -> dict[str, torch.Tensor]:
+    """Every tensor of the state in full, as a checkpoint names it."""
+    return {
+        name: (value.full_tensor() if isinstance(value, DTensor) else value).clone()
+        for name, value in checkpoint._flat(program.state_dict())
+    }
+
+
+def save_on_ranks(name: str, overrides: tuple[str, ...], folder: str) -> dict[str, torch.Tensor]:
+    program = program_of(name, *overrides)
+    for index in range(STEPS):
+        step(program, index)
+    state = whole(program)
+    checkpoint.save(program, Path(folder), STEPS, Exchange(program.world))
+    return state
+
+
+def load_on_ranks(name: str, overrides: tuple[str, ...], folder: str) -> dict[str, torch.Tensor]:
+    program = program_of(name, *overrides)
+    exchange = Exchange(program.world)
+    path, found, _ = checkpoint.newest([Path(folder) / "step-00000002"], exchange)
+    assert path is not None and found is not None and found.step == STEPS
+    checkpoint.load(program, path, found, exchange)
+    return whole(program)
+
+
+@pytest.mark.parametrize("layout", ["fp32", "zero16"])
+@pytest.mark.parametrize(
+    ("saved", "loaded"), PAIRS
+)
+def test_a_checkpoint_is_bitwise_the_same_under_another_placement(
+    ranks, tmp_path, saved, loaded, layout
+):
+    overrides = (f"precision.layout={layout}",)
+    before = ranks.run(2, save_on_ranks, saved, overrides, str(tmp_path))[0]
+    after = ranks.run(4, load_on_ranks, loaded, (*overrides, _mesh(loaded)), str(tmp_path))[0]
+    assert set(before) == set(after)
+    for name, value in before.items():
+        assert torch.equal(after[name], value), name
+
+
+def _mesh(name: str) -> str:
+    axis = "dp_replicate" if name == "ddp" else "dp_shard"
+    return f"mesh.{axis}=4"
+
+
+# -- alone in one process
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    program = alone()
+    step(program, 0)
+    return checkpoint.save(program, tmp_path, 1, Exchange(program.world))
+
+
+def alone(*overrides: str) -> Program:
+    return program_of("zero3", "mesh.dp_shard=1", *overrides)
+
+
+def test_a_damaged_checkpoint_is_skipped_for_an_older_one(saved):
+    program = alone()
+    exchange = Exchange(program.world)
+    newer = checkpoint.save(program, saved.parent, 2, exchange)
+    data = next(newer.glob("*.distcp"))
+    content = bytearray(data.read_bytes())
+    content[len(content) // 2] ^= 1
+    data.write_bytes(content)
+    path, found, complaints = checkpoint.newest([newer, saved], exchange)
+    assert path == saved
+    assert found is not None and found.step == 1
+    assert len(complaints) == 1 and data.name in complaints[0]
+
+
+def test_a_checkpoint_of_another_model_is_refused_with_both_shapes(saved):
+    program = alone("model.hidden=64")
+    exchange = Exchange(program.world)
+    found = checkpoint.verify(saved, exchange)
+    with pytest.raises(PtrainError, match=r"is \(.*32.*\), this model has \(.*64.*\)"):
+        checkpoint.load(program, saved, found, exchange)
+
+
+class Malice:
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return os.mkdir, ("executed",)
+
+
+def test_nothing_in_the_index_is_executed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / METADATA).write_bytes(pickle.dumps(Malice()))
+    with pytest.raises(PtrainError, match="refused"):
+        Reader(tmp_path, listed=frozenset()).read_metadata()
+    assert not (tmp_path / "executed").exists()
+
+
+def test_the_index_leads_to_no_file_that_the_manifest_does_not_list(saved):
+    found = checkpoint.verify(saved, Exchange(World()))
+    data = {name for name in found.files if name.endswith(".distcp")}
+    with pytest.raises(PtrainError, match="does not list"):
+        Reader(saved, listed=frozenset(found.files) - data).read_metadata()
+    assert isinstance(Reader(saved, listed=frozenset(found.files)).read_metadata(), Metadata)

@@ -1,0 +1,233 @@
+"""The torch-free side of training: options, schedule, run folder, who is blamed, what a manifest
+guards."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from ptrain.errors import PtrainError
+from ptrain.spec.spec import OptimizerSpec
+from ptrain.train import failure, folder, manifest, options
+from ptrain.train.failure import Failure
+from ptrain.train.manifest import Manifest
+from ptrain.train.ranks import Rank
+from ptrain.train.schedule import learning_rate
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_parent_of_a_training_imports_no_torch():
+    code = "import sys, ptrain.cli.train; print({'torch', 'numpy'} & set(sys.modules))"
+    found = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert found.stdout.strip() == "set()"
+
+
+# -- options
+
+
+def test_the_first_word_is_the_spec_unless_it_is_an_override():
+    assert options.parse(["ddp", "train.steps=3"]).spec == "ddp"
+    asked = options.parse(["train.steps=3", "--json", "mesh.dp_shard=4"])
+    assert asked.spec == options.parse([]).spec
+    assert asked.overrides == ("train.steps=3", "mesh.dp_shard=4")
+
+
+def test_an_override_may_be_spelled_as_an_option():
+    assert options.parse(["ddp", "--train.steps=3"]).overrides == ("train.steps=3",)
+
+
+def test_device_is_an_override():
+    assert options.parse(["ddp", "--device", "cpu"]).overrides == ("device=cpu",)
+
+
+def test_every_option_of_a_rank_survives_the_way_to_it(tmp_path):
+    asked = options.Options(
+        spec="ddp",
+        overrides=("train.steps=3",),
+        resume=str(tmp_path),
+        run_dir=Path("somewhere"),
+        json=True,
+        strict=True,
+        force=True,
+        allow_import=True,
+        quiet=True,
+        tensorboard=True,
+        measure=5,
+        prepared=True,
+    )
+    assert options.parse(options.to_argv(asked)) == asked
+
+
+def test_a_checkpoint_that_does_not_exist_is_refused_at_once(tmp_path):
+    with pytest.raises(PtrainError, match="no such folder"):
+        options.parse(["ddp", "--resume", str(tmp_path / "none")])
+
+
+# -- schedule
+
+
+def test_warm_up_is_linear_and_reaches_the_rate():
+    optimizer = OptimizerSpec(lr=1.0, warmup=4)
+    assert [learning_rate(optimizer, step) for step in range(6)] == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+
+
+def test_the_cosine_goes_from_the_rate_to_its_fraction_and_stays_there():
+    optimizer = OptimizerSpec(lr=2.0, warmup=2, decay_steps=10, min_lr_ratio=0.1)
+    assert learning_rate(optimizer, 2) == pytest.approx(2.0)
+    assert learning_rate(optimizer, 7) == pytest.approx(2.0 * 0.55)
+    assert learning_rate(optimizer, 12) == learning_rate(optimizer, 99) == pytest.approx(0.2)
+
+
+# -- run folder
+
+
+def test_a_text_appears_whole_and_for_its_owner_only(tmp_path):
+    path = tmp_path / "a.json"
+    folder.write_json(path, {"a": 1})
+    folder.write_json(path, {"a": 2})
+    assert json.loads(path.read_text()) == {"a": 2}
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert [each.name for each in tmp_path.iterdir()] == ["a.json"]
+
+
+# -- who is blamed
+
+
+def rank(number: int, code: int | None, *, said: str = "", tmp_path: Path) -> Rank:
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    error_file = tmp_path / f"{number}.json"
+    if said:
+        error_file.write_text(json.dumps({"message": {"message": said, "extraInfo": {}}}))
+    return Rank(number, process, tmp_path / f"{number}.log", error_file, code, ended=float(number))
+
+
+LOST = "RuntimeError: [gloo/tcp/pair.cc:559] Connection closed by peer [127.0.0.1]:4711"
+
+
+def test_a_killed_rank_is_blamed_and_not_those_that_lost_it(tmp_path):
+    ranks = [rank(0, 3, said=LOST, tmp_path=tmp_path), rank(1, -9, tmp_path=tmp_path)]
+    blamed = failure.culprit(failure.failures(ranks, time.monotonic()), [])
+    assert blamed.rank.rank == 1
+    assert "SIGKILL" in blamed.cause
+
+
+def test_the_rank_that_raised_is_blamed_in_its_own_words(tmp_path):
+    ranks = [
+        rank(0, 3, said=LOST, tmp_path=tmp_path),
+        rank(1, 3, said="ValueError: no such token", tmp_path=tmp_path),
+    ]
+    blamed = failure.culprit(failure.failures(ranks, time.monotonic()), [])
+    assert blamed.cause == "raised ValueError: no such token"
+
+
+def test_a_rank_that_lives_and_is_silent_is_blamed_for_all_that_wait_for_it(tmp_path):
+    waiting = rank(0, 3, said="RuntimeError: Timed out waiting 8000ms", tmp_path=tmp_path)
+    silent = rank(1, None, tmp_path=tmp_path)
+    found = failure.failures([waiting, silent], time.monotonic())
+    assert failure.culprit(found, [silent]).rank is silent
+
+
+def test_a_rank_that_is_stopped_fails_after_some_seconds(tmp_path):
+    stopped = rank(1, None, tmp_path=tmp_path)
+    stopped.stopped = 100.0
+    assert not failure.failures([stopped], 100.0 + failure.STOPPED_FOR - 0.1)
+    assert failure.failures([stopped], 100.0 + failure.STOPPED_FOR)
+
+
+@pytest.mark.parametrize("code", failure.ORDERLY)
+def test_an_orderly_end_is_no_failure(tmp_path, code):
+    assert not failure.failures([rank(0, code, tmp_path=tmp_path)], math.inf)
+
+
+def test_the_message_names_rank_cause_and_last_words_and_folds_the_rest(tmp_path):
+    failed = rank(1, -9, tmp_path=tmp_path)
+    failed.log.write_text("one\ntwo\nframe #3: c10::Error\n")
+    text = failure.message(Failure(rank=failed, cause="was killed by SIGKILL"), 4)
+    assert text.startswith("error: rank 1 was killed by SIGKILL")
+    assert "| two" in text and "frame #3" not in text
+    assert "3 more failed because of it" in text
+
+
+# -- the manifest of a checkpoint
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    path = tmp_path / manifest.folder_name(7)
+    path.mkdir()
+    (path / "__0_0.distcp").write_bytes(bytes(range(256)) * 8)
+    (path / ".metadata").write_bytes(b"index")
+    files = manifest.digests(path, ["__0_0.distcp", ".metadata"])
+    manifest.write(path, Manifest(step=7, spec="ddp", world_size=1, torch="2", files=files))
+    return path
+
+
+def damage(path: Path) -> list[str]:
+    found = manifest.read(path)
+    return manifest.problems(path, found, sorted(found.files))
+
+
+def test_a_sound_checkpoint_has_no_problems(checkpoint):
+    assert damage(checkpoint) == []
+    assert manifest.complete(checkpoint.parent) == [checkpoint]
+
+
+@pytest.mark.parametrize("position", range(0, 2048, 97))
+def test_every_flipped_bit_is_found(checkpoint, position):
+    file = checkpoint / "__0_0.distcp"
+    content = bytearray(file.read_bytes())
+    content[position] ^= 1 << position % 8
+    file.write_bytes(content)
+    assert damage(checkpoint) == ["__0_0.distcp: content differs from what was written (SHA-256)"]
+
+
+def test_missing_short_and_linked_files_are_found(checkpoint):
+    file, outside = checkpoint / "__0_0.distcp", checkpoint.parent / "outside"
+    content = file.read_bytes()
+    file.write_bytes(content[:-1])
+    assert damage(checkpoint) == ["__0_0.distcp: has 2047 bytes, 2048 were written"]
+    outside.write_bytes(content)
+    file.unlink()
+    assert damage(checkpoint) == ["__0_0.distcp: missing"]
+    file.symlink_to(outside)
+    assert damage(checkpoint) == ["__0_0.distcp: missing"]
+
+
+@pytest.mark.parametrize("name", ["../outside", "/etc/passwd", "a/b", "..", ""])
+def test_a_manifest_that_names_anything_but_a_bare_file_is_refused(checkpoint, name):
+    content = json.loads((checkpoint / manifest.NAME).read_text())
+    content["files"][name] = [1, "0"]
+    (checkpoint / manifest.NAME).write_text(json.dumps(content))
+    with pytest.raises(PtrainError, match="bare file name"):
+        manifest.read(checkpoint)
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[1]", '{"files": 3}', '{"files": {"a": 1}}'])
+def test_a_manifest_that_cannot_be_read_is_refused(checkpoint, text):
+    (checkpoint / manifest.NAME).write_text(text)
+    with pytest.raises(PtrainError, match="no readable"):
+        manifest.read(checkpoint)
+
+
+def test_a_newer_format_is_refused(checkpoint):
+    content = json.loads((checkpoint / manifest.NAME).read_text())
+    (checkpoint / manifest.NAME).write_text(json.dumps(content | {"format": 99}))
+    with pytest.raises(PtrainError, match="format 99"):
+        manifest.read(checkpoint)
+
+
+def test_a_half_written_checkpoint_is_never_complete(checkpoint):
+    half = checkpoint.with_name("step-00000009.tmp-0a1b")
+    checkpoint.rename(half)
+    assert manifest.complete(half.parent) == []
+    assert manifest.half_written(half.parent) == [half]
