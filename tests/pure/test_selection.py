@@ -1,0 +1,96 @@
+"""Preflight: whether a prediction fits, and what is offered when it does not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from ptrain.algebra.legality import check, executed
+from ptrain.derivation.estimate import derive
+from ptrain.errors import DoesNotFit
+from ptrain.selection.fit import fit, peak_bytes
+from ptrain.selection.preflight import cheaper, require_fit
+from ptrain.spec.axis import Axis
+from ptrain.spec.cluster import Cluster
+from ptrain.spec.spec import Spec
+from tests.pure.build import GATHERED, WHOLE, ZERO_1, make_spec
+
+
+def on_devices_of(memory: int, spec: Spec) -> Spec:
+    cluster = Cluster(
+        name="small",
+        devices=8,
+        devices_per_node=8,
+        device_memory=memory,
+        intra_node_bandwidth=1e9,
+        inter_node_bandwidth=1e9,
+    )
+    return replace(spec, cluster=cluster)
+
+
+REPLICATED = make_spec({Axis.DP_REPLICATE: (4, WHOLE)})
+PEAK = peak_bytes(derive(REPLICATED).exact)
+
+
+@pytest.mark.parametrize(("memory", "fits"), [(PEAK, True), (PEAK - 1, False)])
+def test_a_peak_fits_up_to_the_last_byte(memory, fits):
+    spec = on_devices_of(memory, REPLICATED)
+    found = fit(spec, derive(spec).exact)
+    assert found.fits is fits
+    assert found.short_bytes == PEAK - memory
+
+
+def test_without_a_cluster_nothing_is_refused():
+    require_fit(REPLICATED, derive(REPLICATED).exact)
+
+
+def test_what_does_not_fit_is_refused_with_what_would():
+    spec = on_devices_of(PEAK - 1, REPLICATED)
+    with pytest.raises(DoesNotFit, match=r"does not fit by 1 B.*") as refused:
+        require_fit(spec, derive(spec).exact)
+    lines = str(refused.value).splitlines()
+    assert sum(line.startswith("  fits: ") for line in lines) == 3
+    assert "--force" in lines[-1]
+
+
+@pytest.mark.parametrize("share", [1.0, 0.8, 0.5, 0.1])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        REPLICATED,
+        make_spec({Axis.DP_SHARD: (4, ZERO_1)}, accumulate=2),
+        make_spec({Axis.DP_REPLICATE: (2, WHOLE), Axis.DP_SHARD: (2, ZERO_1)}),
+    ],
+    ids=lambda spec: str(spec.factors[0].placement),
+)
+def test_every_offer_is_legal_runs_on_as_many_ranks_and_needs_less(spec, share):
+    spec = on_devices_of(round(PEAK * share), spec)
+    before = peak_bytes(derive(spec).exact)
+    offers = cheaper(spec)
+    assert 0 < len(offers) <= 3
+    for offer in offers:
+        assert not check(offer.spec)
+        assert not executed(offer.spec)
+        assert offer.spec.world_size == spec.world_size
+        assert offer.spec.batch.global_samples == spec.batch.global_samples
+        assert offer.peak_bytes == peak_bytes(derive(offer.spec).exact) < before
+        assert offer.fits == (offer.peak_bytes <= round(PEAK * share))
+        assert offer.overrides
+
+
+def test_what_fits_comes_first_and_what_sends_least_before_the_rest():
+    offers = cheaper(on_devices_of(PEAK - 1, REPLICATED))
+    keys = [(not offer.fits, len(offer.spec.factors), offer.sent_bytes) for offer in offers]
+    assert keys == sorted(keys)
+
+
+def test_the_smallest_spec_has_nothing_cheaper():
+    smallest = make_spec({Axis.DP_SHARD: (4, GATHERED)}, micro=1)
+    assert cheaper(on_devices_of(1, smallest)) == ()
+
+
+def test_smaller_micro_batches_are_offered_where_activations_are_the_load():
+    spec = on_devices_of(1, make_spec({Axis.DP_SHARD: (4, GATHERED)}, micro=8))
+    offers = cheaper(spec)
+    assert offers[0].overrides == ("batch.micro=1", "batch.accumulate=8")
