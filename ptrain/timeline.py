@@ -36,6 +36,10 @@ class Run:
     rise: int
     net: int
 
+    def then(self, other: Run) -> Run:
+        """Both as one."""
+        return Run(max(self.rise, self.net + other.rise), self.net + other.net)
+
 
 @dataclass(frozen=True, slots=True)
 class Complete:

@@ -56,7 +56,7 @@ def timeline(shape: ModelShape, *, batch: int, sequence: int, compute: DType) ->
     """One micro-batch of `batch` samples of a built-in model."""
     name = _name(shape, compute, batch)
     table = _table(name)
-    values = _values(shape, batch, sequence)
+    values = dimensions(shape, batch=batch, sequence=sequence)
     sizes = [size.bytes(values, compute.itemsize) for size in _sizes(name)]
     layers = shape.layers
     return Timeline(
@@ -120,7 +120,8 @@ def _sizes(name: str) -> tuple[Monomial, ...]:
     )
 
 
-def _values(shape: ModelShape, batch: int, sequence: int) -> dict[str, int]:
+def dimensions(shape: ModelShape, *, batch: int, sequence: int) -> dict[str, int]:
+    """The value of every symbol."""
     return {
         "batch": batch,
         "sequence": sequence,
@@ -140,11 +141,23 @@ def _items(
     """What precedes the blocks, the block once per layer, and what follows."""
     root = len(blocks)
     block = list(_merge(parts["block"], sizes))
-    return (
-        *_instantiate(_merge(parts["before"], sizes), root, root),
-        *(item for number in blocks for item in _instantiate(block, number, root)),
-        *_instantiate(_merge(parts["after"], sizes), root, root),
-    )
+    items: list[Item] = []
+    for part, number in (
+        (_merge(parts["before"], sizes), root),
+        *((block, number) for number in blocks),
+        (_merge(parts["after"], sizes), root),
+    ):
+        _append(items, _instantiate(part, number, root))
+    return tuple(items)
+
+
+def _append(items: list[Item], more: Iterator[Item]) -> None:
+    """A run that goes on from one part into the next is one run."""
+    for item in more:
+        if items and isinstance(item, Run) and isinstance(last := items[-1], Run):
+            items[-1] = last.then(item)
+        else:
+            items.append(item)
 
 
 def _merge(events: Iterable[Any], sizes: Sequence[int]) -> Iterator[Any]:

@@ -1,0 +1,165 @@
+"""The memory meter counts what lives, exactly, and puts it where it belongs."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from ptrain.costs import Phase, State
+from ptrain.interpreter.registry import Registry
+from ptrain.interpreter.tiers import tag
+from ptrain.meters.memory import MemoryMeter, resident
+from ptrain.spec.placement import Tier
+
+
+class Holder:
+    """A program that declares these tensors and does nothing."""
+
+    def __init__(self, *held: tuple[State, Tensor]) -> None:
+        self.held = list(held)
+        self.registry = Registry()
+
+    def storages(self) -> Iterator[tuple[State, Tensor]]:
+        yield from self.held
+
+
+def peak(meter: MemoryMeter, phase: Phase = Phase.FORWARD) -> int:
+    return next(row.device_bytes for row in meter.peaks() if row.phase is phase)
+
+
+def device_bytes(meter: MemoryMeter) -> dict[State, int]:
+    return {row.state: row.device_bytes for row in meter.footprints()}
+
+
+def test_views_of_one_storage_count_once_and_with_their_padding():
+    padded = torch.zeros(10)
+    holder = Holder((State.PARAMETERS, padded[:7]), (State.PARAMETERS, padded[2:5]))
+    assert resident(holder)[State.PARAMETERS].device_bytes == 40
+
+
+def test_what_is_tagged_as_host_memory_is_no_device_memory():
+    there, here = torch.zeros(8), torch.zeros(2)
+    tag(there, Tier.HOST)
+    row = resident(Holder((State.OPTIMIZER, there), (State.OPTIMIZER, here)))[State.OPTIMIZER]
+    assert (row.device_bytes, row.host_bytes) == (8, 32)
+
+
+def test_the_peak_counts_what_lives_at_once():
+    weight = torch.zeros(100)
+    with MemoryMeter(Holder((State.PARAMETERS, weight))) as meter:
+        meter.phase(Phase.FORWARD, 0)
+        first = weight + 1
+        second = first + 1
+        del first
+        third = second + 1
+        del second, third
+    assert peak(meter) == 3 * 400
+    assert meter.live == 400
+
+
+def test_each_phase_has_a_peak_of_its_own():
+    with MemoryMeter(Holder()) as meter:
+        meter.phase(Phase.FORWARD, 0)
+        kept = torch.zeros(10)
+        meter.phase(Phase.BACKWARD, 0)
+        torch.zeros(5)
+        meter.phase(Phase.UPDATE, 0)
+        del kept
+    assert [peak(meter, phase) for phase in (Phase.FORWARD, Phase.BACKWARD, Phase.UPDATE)] == [
+        40,
+        60,
+        40,
+    ]
+
+
+def test_what_forward_leaves_is_activations_and_what_is_resized_is_transient():
+    weight = torch.zeros(3)
+    gathered = torch.zeros(50)
+    gathered.untyped_storage().resize_(0)
+    with MemoryMeter(Holder((State.PARAMETERS, weight))) as meter:
+        meter.phase(Phase.FORWARD, 0)
+        gathered.untyped_storage().resize_(200)
+        saved = weight * 2
+        meter.phase(Phase.BACKWARD, 0)
+        gathered.untyped_storage().resize_(0)
+    read = device_bytes(meter)
+    assert read[State.ACTIVATIONS] == saved.untyped_storage().nbytes() == 12
+    assert read[State.TRANSIENT] == 200
+    assert read[State.PARAMETERS] == 12
+
+
+def test_the_last_micro_batch_says_what_the_activations_are():
+    with MemoryMeter(Holder()) as meter:
+        for index, size in enumerate((10, 20)):
+            meter.phase(Phase.FORWARD, index)
+            saved = torch.zeros(size)
+            meter.phase(Phase.BACKWARD, index)
+            del saved
+    assert device_bytes(meter)[State.ACTIVATIONS] == 80
+
+
+def test_a_batch_that_an_operator_reads_before_it_is_declared_counts_from_the_start():
+    batch = torch.zeros(6)
+    holder = Holder()
+    with MemoryMeter(holder) as meter:
+        parts = batch.split(2)
+        holder.held.append((State.OTHER, batch))
+        meter.phase(Phase.FORWARD, 0)
+        del parts
+    assert peak(meter) == 24
+    assert device_bytes(meter)[State.OTHER] == 24
+
+
+def test_gradients_are_read_when_backward_is_over_even_if_they_go_with_the_update():
+    weight = torch.zeros(4, requires_grad=True)
+    holder = Holder((State.PARAMETERS, weight))
+    with MemoryMeter(holder) as meter:
+        meter.phase(Phase.FORWARD, 0)
+        loss = (weight * weight).sum()
+        meter.phase(Phase.BACKWARD, 0)
+        loss.backward()
+        holder.held.append((State.GRADIENTS, weight.grad))
+        meter.phase(Phase.UPDATE, 0)
+        holder.held.pop()
+        weight.grad = None
+    assert device_bytes(meter)[State.GRADIENTS] == 16
+
+
+def test_the_peak_equals_the_allocators_own_account_of_a_step():
+    """torch's profiler reports every allocation and free of the CPU allocator: another count by
+    another path. These operators allocate nothing but their results."""
+    weight = torch.ones(1000, requires_grad=True)
+
+    def step() -> None:
+        x = weight
+        for _ in range(5):
+            x = x.sigmoid().tanh() + x
+        x.sum().backward()
+        weight.grad = None
+
+    step()
+    with MemoryMeter(Holder((State.PARAMETERS, weight))) as meter:
+        meter.phase(Phase.FORWARD, 0)
+        step()
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        step()
+    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    level = highest = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        level += event.nbytes()
+        highest = max(highest, level)
+    assert peak(meter) - 4000 == highest > 0
+
+
+def test_an_error_inside_leaves_the_collector_and_resize_as_they_were():
+    resize = torch.UntypedStorage.resize_
+    with pytest.raises(ZeroDivisionError), MemoryMeter(Holder()):
+        assert not gc.isenabled()
+        raise ZeroDivisionError
+    assert gc.isenabled()
+    assert torch.UntypedStorage.resize_ is resize

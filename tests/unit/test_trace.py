@@ -1,0 +1,164 @@
+"""The committed tables are what tracing gives, at any shape, to the byte; and a trace is exact."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from ptrain.costs import Phase, State
+from ptrain.derivation import activations
+from ptrain.derivation.parameters import facts
+from ptrain.meters import tables
+from ptrain.meters.memory import MemoryMeter
+from ptrain.models.build import build
+from ptrain.models.facts import facts_of, module_facts, read_facts
+from ptrain.models.initialize import cast
+from ptrain.models.loss import token_loss_sum
+from ptrain.models.trace import to_timeline
+from ptrain.models.units import unit_names
+from ptrain.spec.model import ExternalModel, ModelShape
+from ptrain.spec.precision import ZERO16, DType
+from ptrain.timeline import Complete
+from tests.models_external import necks
+from tests.pure.build import ODD_SHAPE, make_spec
+from tests.unit.shapes import SHAPES, SMALL_GPT
+from tests.unit.test_memory import Holder
+
+TORCH = {DType.FP32: torch.float32, DType.FP64: torch.float64, DType.BF16: torch.bfloat16}
+DROPOUT = [replace(SMALL_GPT, dropout=0.1), replace(SMALL_GPT, dropout=0.2, tied=False)]
+WIDE_HEADS = replace(ODD_SHAPE, hidden=48, heads=6, kv_heads=2, layers=2)
+VARIANTS = {name: (shape, precision, batch) for name, shape, precision, batch in tables.variants()}
+
+
+def text(shape: ModelShape) -> str:
+    return f"{shape.family}-{shape.layers}x{shape.heads}/{shape.kv_heads}-{shape.tied}"
+
+
+@pytest.mark.parametrize("compute", TORCH, ids=str)
+@pytest.mark.parametrize("shape", [*SHAPES, *DROPOUT, WIDE_HEADS], ids=text)
+def test_a_table_gives_the_trace_of_another_shape_to_the_byte(shape, compute):
+    for batch, sequence in ((2, 16), (1, 9), (3, 33)):
+        traced = to_timeline(tables.trace(shape, TORCH[compute], batch, sequence))
+        derived = activations.timeline(shape, batch=batch, sequence=sequence, compute=compute)
+        assert derived.forward == traced.forward
+        assert derived.backward == traced.backward
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, *DROPOUT], ids=text)
+def test_the_polynomials_by_operator_add_up_to_what_forward_leaves(shape):
+    traced = to_timeline(tables.trace(shape, torch.float32, 2, 16))
+    assert sum(size for _, size in traced.saved) == traced.saved_bytes
+    polynomials = activations.saved(shape, DType.FP32, batch=2)
+    values = activations.dimensions(shape, batch=2, sequence=16)
+    total = sum(
+        term.size.bytes(values, 4) * (shape.layers if term.part == "block" else 1)
+        for term in polynomials
+    )
+    assert total == traced.saved_bytes
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=text)
+def test_gradients_complete_in_the_order_that_the_facts_state(shape):
+    traced = to_timeline(tables.trace(shape, torch.float32, 2, 16))
+    order = [item.parameter for item in traced.backward if isinstance(item, Complete)]
+    assert tuple(order) == facts(shape, 16).gradient_order
+
+
+def committed(name: str) -> object:
+    directory = Path(activations.__file__).parent / "tables"
+    return json.loads((directory / f"{name}.json").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(
+            name,
+            marks=() if name in ("llama-untied-gqa-full", "gpt-tied-dropout-bf16-one") else nightly,
+        )
+        for nightly in (pytest.mark.nightly,)
+        for name in VARIANTS
+    ],
+)
+def test_the_committed_tables_are_what_the_command_writes(name):
+    shape, precision, batch = VARIANTS[name]
+    written = json.loads(json.dumps(tables.Table(shape, precision, batch).build()))
+    stored = committed(name)
+    assert isinstance(stored, dict)
+    if stored["torch"] != written["torch"]:
+        pytest.skip(f"traced with torch {stored['torch']}, this is {written['torch']}")
+    assert written == stored
+
+
+def test_every_table_that_a_shape_can_ask_for_is_committed():
+    directory = Path(activations.__file__).parent / "tables"
+    assert {path.stem for path in directory.glob("*.json")} == set(VARIANTS)
+
+
+def test_the_tracers_own_hooks_allocate_nothing():
+    """The meter, without any hook on the model, sees the same bytes."""
+    model = build(ODD_SHAPE, sequence=16)
+    cast(model, torch.float32)
+    tokens = torch.zeros(2, 17, dtype=torch.int64)
+    held = [(State.PARAMETERS, tensor) for tensor in model.parameters()]
+    held += [(State.OTHER, tensor) for tensor in (*model.buffers(), tokens)]
+    base = sum(tensor.untyped_storage().nbytes() for _, tensor in held)
+    with MemoryMeter(Holder(*held)) as meter:
+        meter.phase(Phase.FORWARD, 0)
+        loss = token_loss_sum(model(tokens[:, :-1]), tokens[:, 1:]) / 32
+        meter.phase(Phase.BACKWARD, 0)
+        loss.backward()
+        del loss
+    traced = to_timeline(tables.trace(ODD_SHAPE, torch.float32, 2, 16))
+    level = highest = 0
+    for item in traced.forward:
+        highest = max(highest, level + getattr(item, "rise", 0))
+        level += getattr(item, "net", 0)
+    rows = {row.state: row.device_bytes for row in meter.footprints()}
+    peaks = {row.phase: row.device_bytes for row in meter.peaks()}
+    assert rows[State.ACTIVATIONS] == traced.saved_bytes
+    assert peaks[Phase.FORWARD] == base + highest
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_a_built_in_model_read_as_a_foreign_one_has_the_same_facts(layers):
+    shape = replace(ODD_SHAPE, layers=layers)
+    spec = make_spec({}, model=shape, layout=ZERO16)
+    read, stated = module_facts(build(shape, sequence=16), spec), facts(shape, 16)
+    assert read.units == stated.units
+    assert read.buffers == stated.buffers
+    assert read.gradient_order == stated.gradient_order
+    assert read.timeline is not None
+    derived = activations.timeline(shape, batch=2, sequence=16, compute=DType.BF16)
+    assert (read.timeline.forward, read.timeline.backward) == (derived.forward, derived.backward)
+
+
+def test_an_external_models_facts_come_from_the_module():
+    spec = make_spec({}, model=ExternalModel(target="tests.models_external:necks"))
+    read = facts_of(spec)
+    model = necks()
+    assert [unit.name for unit in read.units] == list(unit_names(model))
+    assert {tensor.name: tensor.shape for tensor in read.tensors} == {
+        name: tuple(parameter.shape) for name, parameter in model.named_parameters()
+    }
+    assert sorted(read.gradient_order) == sorted(name for name, _ in model.named_parameters())
+
+
+def test_reading_facts_imports_nothing_that_was_not_allowed():
+    spec = make_spec({}, model=ExternalModel(target="tests.models_external:necks"))
+    with pytest.raises(Exception, match="allow"):
+        read_facts(spec)
+
+
+def test_tracing_leaves_the_random_numbers_and_the_gradients_alone():
+    spec = make_spec({}, model=ODD_SHAPE)
+    model = necks()
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    module_facts(model, spec)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(parameter.grad is None for parameter in model.parameters())
