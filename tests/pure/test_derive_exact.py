@@ -167,7 +167,7 @@ def test_replicated_gradients_are_reduced_in_buckets_once_a_step():
     # backwards: 0.4 + 0.8 MB reach the cap; 40 B + 1.2 MB reach it again
     assert calls(held)[AR, G, BACKWARD] == (2, 4 * 600_010)
     (setup,) = [row for row in held.traffic if row.key.phase is Phase.SETUP]
-    assert (setup.calls, setup.payload_bytes) == (2, 4 * (4 + 2 + 1) + 4 * 2)
+    assert (setup.calls, setup.payload_bytes) == (2, 4 * (4 + 1) + 4 * 2)
 
 
 @pytest.mark.parametrize("accumulate", [1, 4])
