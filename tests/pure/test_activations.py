@@ -1,0 +1,116 @@
+"""Activations from the committed tables: polynomials, and what they add up to."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import pytest
+
+from ptrain.derivation import activations
+from ptrain.derivation.activations import saved, saved_bytes, torch_version
+from ptrain.spec.model import Family, ModelShape
+from ptrain.spec.precision import DType
+from ptrain.timeline import Boundary, Complete, Mark, Run
+from tests.pure.build import ODD_SHAPE
+
+LLAMA_8B = ModelShape(
+    family=Family.LLAMA,
+    layers=32,
+    hidden=4096,
+    heads=32,
+    kv_heads=8,
+    ffn=14336,
+    vocab=128256,
+)
+GPT = ModelShape(
+    family=Family.GPT, layers=4, hidden=64, heads=4, kv_heads=4, ffn=256, vocab=97, tied=True
+)
+
+
+@pytest.mark.parametrize("shape", [ODD_SHAPE, GPT], ids=["llama", "gpt"])
+@pytest.mark.parametrize("compute", [DType.FP32, DType.FP64, DType.BF16], ids=str)
+def test_every_layer_saves_the_same(shape, compute):
+    sizes = [
+        saved_bytes(replace(shape, layers=layers), batch=2, sequence=8, compute=compute)
+        for layers in (1, 2, 3, 10)
+    ]
+    block = sizes[1] - sizes[0]
+    assert sizes[2] - sizes[1] == block > 0
+    assert sizes[3] - sizes[0] == 9 * block
+
+
+def test_the_total_is_the_sum_of_the_polynomials():
+    values = activations.dimensions(LLAMA_8B, batch=2, sequence=4096)
+    total = sum(
+        term.size.bytes(values, 2) * (LLAMA_8B.layers if term.part == "block" else 1)
+        for term in saved(LLAMA_8B, DType.BF16, batch=2)
+    )
+    assert total == saved_bytes(LLAMA_8B, batch=2, sequence=4096, compute=DType.BF16)
+
+
+def test_a_block_of_llama_in_full_precision_saves_these_polynomials():
+    """Of hidden size: two products in each norm, queries, repeated keys and values, the output of
+    attention, two residual sums. Of ffn size: gate, its silu, up, their product. Each norm's scale
+    and attention's log-sum-exp."""
+    terms = [str(t.size) for t in saved(ODD_SHAPE, DType.FP32, batch=2) if t.part == "block"]
+    hidden = "2·e·repeats·kv_heads·pairs·batch·sequence"
+    assert terms.count(hidden) == 10
+    assert terms.count("e·batch·sequence·ffn") == 4
+    assert terms.count("e·batch·sequence") == 2
+    assert terms.count("e·repeats·kv_heads·batch·sequence") == 1
+    assert len(terms) == 17
+
+
+def test_without_dropout_attention_saves_nothing_quadratic_in_the_sequence():
+    for shape in (ODD_SHAPE, GPT):
+        assert not any("sequence^2" in str(term.size) for term in saved(shape, DType.FP32, batch=2))
+    dropped = saved(replace(GPT, dropout=0.1), DType.FP32, batch=2)
+    assert any("sequence^2" in str(term.size) for term in dropped)
+
+
+def test_fp64_doubles_what_counts_in_elements_and_leaves_the_tokens():
+    single = saved_bytes(GPT, batch=2, sequence=8, compute=DType.FP32)
+    double = saved_bytes(GPT, batch=2, sequence=8, compute=DType.FP64)
+    targets = 2 * 8 * 8  # a contiguous copy of the int64 targets
+    assert double - targets == 2 * (single - targets)
+
+
+def test_every_gradient_completes_once_between_the_boundaries_of_its_unit():
+    timeline = activations.timeline(ODD_SHAPE, batch=2, sequence=8, compute=DType.FP32)
+    inside: list[int] = []
+    seen = []
+    for item in timeline.backward:
+        match item:
+            case Boundary(Mark.PRE_BACKWARD, unit):
+                inside.append(unit)
+            case Boundary(Mark.POST_BACKWARD, unit):
+                inside.remove(unit)
+            case Complete(parameter, size):
+                seen.append(parameter)
+                unit = int(parameter.split(".")[1]) if parameter.startswith("blocks") else 3
+                assert unit in inside and size > 0
+    assert not inside
+    assert len(seen) == len(set(seen)) == 3 * 9 + 3
+
+
+def test_a_micro_batch_leaves_its_gradients_and_nothing_else():
+    for shape in (ODD_SHAPE, GPT):
+        timeline = activations.timeline(shape, batch=2, sequence=8, compute=DType.FP32)
+        runs = sum(i.net for i in (*timeline.forward, *timeline.backward) if isinstance(i, Run))
+        kept = sum(i.size for i in timeline.backward if isinstance(i, Complete) and not i.cloned)
+        assert runs == kept
+
+
+def test_the_traced_version_of_torch_is_stated():
+    assert torch_version(ODD_SHAPE, DType.FP32).startswith("2.")
+
+
+def test_80_layers_take_at_most_10_milliseconds():
+    shape = replace(LLAMA_8B, layers=80)
+    best = float("inf")
+    for _ in range(5):
+        start = time.process_time()
+        activations.timeline(shape, batch=2, sequence=4096, compute=DType.BF16)
+        best = min(best, time.process_time() - start)
+    assert best <= 0.010

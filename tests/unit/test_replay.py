@@ -1,0 +1,148 @@
+"""Replay against execution: one rank of a fake world runs the real wrappers on real tensors, and
+every state and every phase's peak is what was predicted, to the byte."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+
+from ptrain.costs import State
+from ptrain.data.sampler import LocalBatch
+from ptrain.derivation.estimate import derive
+from ptrain.interpreter.fake import fake_world
+from ptrain.interpreter.program import Program, interpret
+from ptrain.interpreter.world import World
+from ptrain.meters.memory import MemoryMeter
+from ptrain.models.facts import facts_of
+from ptrain.spec.axis import Axis
+from ptrain.spec.batch import GradientSync, ReduceScatterVia, SyncPolicy
+from ptrain.spec.model import ExternalModel, Family, ModelShape
+from ptrain.spec.placement import Placement
+from ptrain.spec.precision import FP32, ZERO16
+from ptrain.spec.spec import Spec
+from tests.pure.build import GATHERED, WHOLE, ZERO_1, ZERO_2, make_spec, tuple_of
+
+SEED = 20260
+GPT = ModelShape(
+    family=Family.GPT, layers=2, hidden=42, heads=3, kv_heads=3, ffn=101, vocab=259, tied=True
+)
+NECKS = ExternalModel(target="tests.models_external:necks")
+POLICIES = [
+    SyncPolicy(gradients=sync, reshard_after_forward=forward, reshard_after_backward=backward)
+    for sync, forward, backward in product(GradientSync, (True, False), (True, False))
+]
+FULLY = {Axis.DP_SHARD: (2, GATHERED)}
+HYBRID = {Axis.DP_REPLICATE: (2, WHOLE), Axis.DP_SHARD: (2, GATHERED)}
+LAYOUTS = pytest.mark.parametrize("layout", [FP32, ZERO16], ids=lambda layout: layout.name)
+
+
+def step(program: Program, tokens: torch.Tensor) -> None:
+    batch = LocalBatch(tokens=tokens, global_tokens=1000, sample_ids=())
+    program.forward_backward(batch)
+    program.step(1e-3)
+
+
+def differences(spec: Spec, rank: int = 0) -> dict[str, int]:
+    """Predicted minus measured, for every state and peak that differ on `rank`."""
+    world = fake_world(rank, spec.world_size) if spec.world_size > 1 else World()
+    try:
+        program = interpret(spec, world=world, allow_import=True)
+        samples = spec.batch.micro * spec.batch.accumulate
+        tokens = torch.randint(0, 37, (samples, spec.batch.sequence + 1))
+        for _ in range(2):
+            step(program, tokens)
+        meter = MemoryMeter(program, rank=rank)
+        program.observers.append(meter)
+        with meter:
+            step(program, tokens)
+    finally:
+        world.close()
+    exact = derive(spec, facts_of(spec)).exact
+    predicted = {str(row.state): row.device_bytes for row in exact.memory if row.rank == rank}
+    predicted |= {str(row.phase): row.device_bytes for row in exact.peak if row.rank == rank}
+    found = {str(row.state): row.device_bytes for row in meter.footprints()}
+    found |= {str(row.phase): row.device_bytes for row in meter.peaks()}
+    assert len(found) == len(State) + 3
+    return {name: predicted[name] - size for name, size in found.items() if predicted[name] != size}
+
+
+@LAYOUTS
+@pytest.mark.parametrize("accumulate", [1, 4])
+@pytest.mark.parametrize("placement", [None, ZERO_1, ZERO_2], ids=str)
+def test_one_device_and_flat_units(placement: Placement | None, accumulate: int, layout) -> None:
+    mesh = {Axis.DP_SHARD: (2, placement)} if placement else {}
+    assert not differences(make_spec(mesh, accumulate=accumulate, layout=layout))
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+@pytest.mark.parametrize("mesh", [FULLY, HYBRID], ids=["fully-sharded", "hybrid"])
+def test_every_sync_policy(mesh, policy: SyncPolicy) -> None:
+    assert not differences(make_spec(mesh, accumulate=4, sync=policy))
+
+
+@LAYOUTS
+@pytest.mark.parametrize("mesh", [FULLY, HYBRID], ids=["fully-sharded", "hybrid"])
+def test_without_accumulation(mesh, layout) -> None:
+    assert not differences(make_spec(mesh, layout=layout))
+
+
+@pytest.mark.parametrize("mesh", [FULLY, {Axis.DP_SHARD: (4, ZERO_2)}], ids=["fully", "flat"])
+@pytest.mark.parametrize("model", [GPT, replace(GPT, dropout=0.1), NECKS], ids=repr)
+def test_other_models(model, mesh) -> None:
+    assert not differences(make_spec(mesh, model=model, accumulate=2))
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"micro": 1},
+        {"clip": None},
+        {"optimizer": "sgd"},
+        {"compute_fp64": True},
+        {"reduce_scatter": ReduceScatterVia.ALL_TO_ALL},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("mesh", [FULLY, {Axis.DP_SHARD: (4, ZERO_2)}], ids=["fully", "flat"])
+def test_other_settings(mesh, setting) -> None:
+    assert not differences(make_spec(mesh, layout=ZERO16, **setting))
+
+
+def test_small_activations_let_the_gathers_be_the_peak() -> None:
+    assert not differences(make_spec(FULLY, micro=1, sequence=2, accumulate=4))
+
+
+def _drawn(number: int) -> list[Spec]:
+    """Tuples of R, S, S* on both data axes, with every dial drawn too."""
+    chance = random.Random(SEED)
+    modes = [",".join(each) for each in product(("R", "S*"), "RS", "RS")]
+    specs: list[Spec] = []
+    while len(specs) < number:
+        replicate, shard = (tuple_of(chance.choice(modes)) for _ in range(2))
+        mesh = {Axis.DP_REPLICATE: (2, replicate), Axis.DP_SHARD: (chance.choice((2, 4)), shard)}
+        if {replicate, shard} <= {WHOLE, GATHERED}:
+            continue
+        policy = chance.choice(POLICIES)
+        if str(replicate.gradients) == str(shard.gradients) == "R":
+            policy = replace(policy, gradients=GradientSync.LAST)
+        specs.append(
+            make_spec(
+                mesh,
+                layout=chance.choice((FP32, ZERO16)),
+                accumulate=chance.choice((1, 2, 4)),
+                sync=policy,
+                reduce_scatter=chance.choice(list(ReduceScatterVia)),
+            )
+        )
+    return specs
+
+
+@pytest.mark.parametrize(
+    "spec", _drawn(16), ids=lambda spec: " x ".join(str(f.placement) for f in spec.factors)
+)
+def test_drawn_tuples(spec: Spec) -> None:
+    assert not differences(spec), f"seed {SEED}"
