@@ -13,6 +13,14 @@ import pytest
 from tests.ranks import Ranks
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--record",
+        action="store_true",
+        help="write what the matrix of specs gave into benchmarks/results/",
+    )
+
+
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Ranks]:
     """`ranks.run(2, function, *args)` -> one result per rank; see tests/ranks.py."""

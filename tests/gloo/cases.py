@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
@@ -43,7 +44,7 @@ LAYOUTS = ("fp32", "zero16")
 class Case:
     """One spec. `placement` maps axes to tuples or strategies; `sync` is the accumulation's policy,
     as (gradients, after forward, after backward), where it is not the default; `bucket` DDP's size,
-    where one does not hold the whole model."""
+    where one does not hold the whole model; `via` how reduce-scatters are executed."""
 
     name: str
     placement: tuple[tuple[str, Any], ...]
@@ -54,6 +55,7 @@ class Case:
     model: str = "odd"
     sync: tuple[str, bool, bool] | None = None
     bucket: str | None = None
+    via: str = "native"
 
     def __str__(self) -> str:
         parts = [self.name, self.layout, f"K{self.accumulate}", f"N{self.size}"]
@@ -61,6 +63,7 @@ class Case:
         if self.sync and self.sync != KEEP:
             parts.append(f"sync-{self.sync[0]}-{self.sync[1]:d}{self.sync[2]:d}")
         parts += [self.bucket.replace(" ", "")] if self.bucket else []
+        parts += [self.via] if self.via != "native" else []
         return "-".join(parts)
 
     @property
@@ -73,7 +76,7 @@ class Case:
 
     def spec(self) -> Spec:
         mapping: dict[str, Any] = {
-            "name": self.name,
+            "name": re.sub(r"[^\w.-]+", "-", self.name),
             "model": dict(MODELS[self.model]),
             "mesh": self.mesh,
             "placement": {axis: _plain(tuple_) for axis, tuple_ in self.placement},
@@ -87,6 +90,8 @@ class Case:
             "data": {"corpus": "python-docs", "tokenizer": "bytes"},
             "train": {"steps": 20, "seed": 0},
         }
+        if self.via != "native":
+            mapping["reduce_scatter"] = self.via
         if self.bucket:
             mapping["bucket"] = self.bucket
         if self.sync:
@@ -112,12 +117,15 @@ def _plain(placement: object) -> object:
 
 
 def matrix() -> Iterator[Case]:
-    """Every strategy x layout x K x N of the odd model, and the external one on 4 ranks."""
+    """Every strategy x layout x K x N of the odd model; then the external one, true reduce-scatters
+    and DDP in several buckets."""
     for strategy, layout, accumulate, size in product(STRATEGIES, LAYOUTS, (1, 4), (2, 4)):
         if strategy != "hsdp" or size == 4:
             yield named(strategy, size, layout=layout, accumulate=accumulate)
     for strategy, layout, accumulate in product(STRATEGIES, LAYOUTS, (1, 4)):
         yield named(strategy, 4, layout=layout, accumulate=accumulate, model="external")
+    for strategy in ("zero1", "zero2", "zero3", "hsdp"):
+        yield named(strategy, 4, accumulate=4, via="all_to_all")
     for layout, accumulate in product(LAYOUTS, (1, 4)):
         yield named("ddp", 2, layout=layout, accumulate=accumulate, bucket=SMALL_BUCKET)
 
@@ -142,6 +150,8 @@ DEFAULT = frozenset(
         named("ddp", 4, layout="fp32", accumulate=1, model="external"),
         named("zero2", 4, layout="zero16", accumulate=1, model="external"),
         named("zero3", 4, layout="fp32", accumulate=4, model="external"),
+        named("zero1", 4, accumulate=4, via="all_to_all"),
+        named("zero3", 4, accumulate=4, via="all_to_all"),
     ]
 )
 assert set(matrix()) >= DEFAULT

@@ -8,8 +8,8 @@ from ptrain.report.record import Check
 from ptrain.verification.band import loss_band
 from ptrain.verification.compare import FP64, Tolerances, compare
 from tests.gloo.cases import Case, named, parameters
-from tests.gloo.conftest import STEPS, Runs
 from tests.gloo.faults import Fault
+from tests.gloo.outcomes import STEPS, Runs
 from tests.gloo.runs import train
 from tests.ranks import Ranks
 

@@ -16,7 +16,7 @@ from ptrain.errors import SpecError
 from ptrain.verification.compare import FP64
 from ptrain.verification.compare import compare as compare_runs
 from tests.gloo.cases import Case
-from tests.gloo.conftest import Runs
+from tests.gloo.outcomes import Runs
 from tests.gloo.test_exact import failing, require_complete
 
 pytestmark = pytest.mark.gloo
@@ -46,7 +46,8 @@ def unnamed() -> Iterator[Case]:
             case = _case(placement)
             try:
                 case.spec()
-            except SpecError:
+            except SpecError as error:
+                assert all(fault.place.startswith("placement") for fault in error.faults), error
                 continue
             yield case
 

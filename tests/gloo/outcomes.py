@@ -1,0 +1,83 @@
+"""One run serves many tests: what a spec did on its ranks, and what was predicted of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from ptrain.costs import Column, Estimate
+from ptrain.derivation.estimate import derive
+from ptrain.models.facts import facts_of
+from ptrain.report.record import Check, compare
+from ptrain.spec.spec import Spec
+from ptrain.verification.reference import Trajectory, one_device
+from tests.gloo.cases import Case
+from tests.gloo.runs import Report, train
+from tests.ranks import Ranks
+
+STEPS = 20
+MEASURED_STEP = 3  # steady: DDP rebuilds its buckets in the second step
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A case after its run."""
+
+    spec: Spec
+    reports: list[Report]
+
+    @property
+    def trajectory(self) -> Trajectory:
+        trajectory = self.reports[0].trajectory
+        assert trajectory is not None
+        return trajectory
+
+    @cached_property
+    def measured(self) -> Estimate:
+        return together([report.measured for report in self.reports if report.measured])
+
+    @cached_property
+    def exact(self) -> Estimate:
+        return derive(self.spec, facts_of(self.spec)).exact
+
+    @cached_property
+    def checks(self) -> tuple[Check, ...]:
+        return compare(self.exact, self.measured)
+
+
+def together(estimates: list[Estimate]) -> Estimate:
+    """The ranks' accounts as one."""
+    return Estimate(
+        column=Column.MEASURED,
+        world_size=len(estimates),
+        memory=tuple(row for estimate in estimates for row in estimate.memory),
+        peak=tuple(row for estimate in estimates for row in estimate.peak),
+        traffic=tuple(row for estimate in estimates for row in estimate.traffic),
+    )
+
+
+class Runs:
+    """Runs cases when first asked for, and keeps what they gave."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._outcomes: dict[Case, Outcome] = {}
+        self._references: dict[tuple[object, ...], Trajectory] = {}
+
+    def of(self, case: Case) -> Outcome:
+        if case not in self._outcomes:
+            spec = case.spec()
+            reports = self._ranks.run(case.size, train, spec, STEPS, MEASURED_STEP)
+            self._outcomes[case] = Outcome(spec, reports)
+        return self._outcomes[case]
+
+    def all(self) -> Iterator[tuple[Case, Outcome]]:
+        yield from sorted(self._outcomes.items(), key=lambda item: str(item[0]))
+
+    def reference(self, case: Case) -> Trajectory:
+        """One device on the same global batches; the mesh and the placement play no part."""
+        key = (case.layout, case.fp64, case.model, case.accumulate * case.size)
+        if key not in self._references:
+            self._references[key] = one_device(case.spec(), STEPS)
+        return self._references[key]
