@@ -21,7 +21,7 @@ from ptrain.derivation.estimate import derive
 from ptrain.errors import PtrainError
 from ptrain.selection.preflight import require_fit
 from ptrain.spec.load import load
-from ptrain.spec.model import ModelShape
+from ptrain.spec.model import ExternalModel, ModelShape
 from ptrain.spec.spec import Spec
 from ptrain.train import environment, options
 from ptrain.train.folder import open_run
@@ -51,6 +51,11 @@ def checked(asked: Options) -> Spec:
     spec = require(load(asked.spec, asked.overrides))
     if asked.tensorboard and find_spec("tensorboard") is None:
         raise PtrainError(MISSING)
+    if isinstance(spec.model, ExternalModel) and not asked.allow_import:
+        raise PtrainError(
+            f"model.target: this would run code of {spec.model.target}; "
+            "allow it with --allow-import"
+        )
     if isinstance(spec.model, ModelShape) and not asked.force:
         require_fit(spec, derive(spec).exact)  # any other model's sizes are known to its code only
     return spec

@@ -195,7 +195,13 @@ def _progress(steps: int) -> Progress | None:
     """A bar on a terminal only."""
     if not sys.stdout.isatty():
         return None
-    progress = Progress(BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), transient=True)
+    progress = Progress(
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        transient=True,
+        refresh_per_second=2,
+    )
     progress.add_task("steps", total=steps)
     progress.start()
     _Console.progress = progress

@@ -78,9 +78,10 @@ def _run(session: Session, interrupts: interrupt.Interrupts) -> int:
     text = corpus(spec.data)
     require_corpus(text, spec)
     program = interpret(spec, world=world, allow_import=options.allow_import)
-    derivation = derive(spec, facts_of(spec, allow_import=options.allow_import))
+    facts = facts_of(spec, allow_import=options.allow_import)
+    derivation = derive(spec, facts)
     if not options.force:
-        require_fit(spec, derivation.exact)
+        require_fit(spec, derivation.exact, facts)
     _announce(program, derivation.exact)
     first = resume(program, session.folder, options.resume, session.exchange)
     with _journal(session, bar=speaks and not options.quiet) as journal:

@@ -10,10 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 import yaml
 
 from ptrain.algebra.legality import require
 from ptrain.spec.load import load
+from ptrain.train.__main__ import main
 from tests import jobs
 
 pytestmark = pytest.mark.gloo
@@ -182,6 +184,29 @@ def test_an_interrupt_ends_the_step_saves_and_leaves_no_process(tmp_path, number
     assert f"interrupted by {number.name}" in job.output
     saved = list((tmp_path / "runs" / "latest" / "checkpoints").iterdir())
     assert [path.name[:5] for path in saved] == ["step-"]
+
+
+def in_a_group(folder: str) -> tuple[int, bool]:
+    """A training on ranks that somebody else has brought together."""
+    code = main(["zero3", *jobs.TINY, "train.steps=2", "--run-dir", folder, "--quiet"])
+    return code, dist.is_initialized()
+
+
+def test_a_process_group_that_exists_is_used_and_left_alone(ranks, tmp_path):
+    assert ranks.run(2, in_a_group, str(tmp_path / "run")) == [(0, True), (0, True)]
+    assert len(jobs.losses(tmp_path / "run")) == 2
+
+
+def test_a_model_of_the_users_own_trains_only_when_its_import_is_allowed(tmp_path):
+    own = "{target: tests.models_external:necks, arguments: {hidden: 16}}"
+    asked = ["train", "zero3", f"model={own}", *jobs.TINY[5:], "train.steps=4"]
+    code, job = jobs.run(asked, cwd=tmp_path)
+    assert code == 2
+    assert "--allow-import" in job.error
+    assert not (tmp_path / "runs").exists()
+    code, job = jobs.run([*asked, "--allow-import"], cwd=tmp_path)
+    assert code == 0, job.error
+    assert "verdict: holds" in job.output
 
 
 def test_a_folder_that_cannot_be_written_is_refused_before_a_rank_starts(tmp_path):
