@@ -52,7 +52,7 @@ _SILENT = ("wait_tensor", "_wrap_tensor_autograd", "monitored_barrier_")
 
 
 class TrafficMeter(TorchDispatchMode):
-    """Counts while it is entered; the program tells it the phase. About 5 microseconds an operator."""
+    """Counts while it is entered; the program tells it the phase. Costs 5 us an operator."""
 
     def __init__(self, registry: Registry, axes_by_group: Mapping[str, tuple[str, ...]]) -> None:
         super().__init__()

@@ -143,5 +143,5 @@ class FlatLayout:
 
 def same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors of one size begin at the same byte of the same storage."""
-    storages = (one.untyped_storage()._cdata, other.untyped_storage()._cdata)
-    return storages[0] == storages[1] and one.storage_offset() == other.storage_offset()
+    here, there = one.untyped_storage()._cdata, other.untyped_storage()._cdata
+    return bool(here == there and one.storage_offset() == other.storage_offset())
