@@ -20,11 +20,17 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported, here and in the ranks
 
 from _machine import ROOT, header, save, this_command
+
+if TYPE_CHECKING:  # torch is imported in the ranks
+    from torch import Tensor, nn
+
+    from ptrain.spec.spec import Spec
 
 MEDIAN_LIMIT, BOUND_LIMIT = 1.01, 1.02
 RANKS = 2
@@ -94,33 +100,10 @@ def _by_hand(strategy: str) -> Callable[[], float]:
     """What one would write: wrap, loop, clip, step. Gradients are averaged by the wrapper."""
     import torch
     import torch.nn.functional as F
-    from torch.distributed import get_rank
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-    from torch.nn.parallel import DistributedDataParallel
-
-    from ptrain.data.corpus import Split, corpus
-    from ptrain.data.sampler import num_windows, sample
-    from ptrain.models.build import build
-    from ptrain.models.initialize import initialize
 
     spec = _spec(strategy)
-    model = build(spec.model, sequence=spec.batch.sequence)
-    initialize(model, spec.train.seed)
-    if strategy == "ddp":
-        model = DistributedDataParallel(
-            model,
-            bucket_cap_mb=spec.bucket_bytes / 2**20,
-            gradient_as_bucket_view=True,
-            broadcast_buffers=False,
-            init_sync=False,
-        )
-    else:
-        mesh = init_device_mesh("cpu", (RANKS,))
-        for block in model.blocks:
-            fully_shard(block, mesh=mesh, reshard_after_forward=True)
-        fully_shard(model, mesh=mesh, reshard_after_forward=True)
     settings = spec.optimizer
+    model = _wrapped_by_hand(strategy, spec)
     optimizer = torch.optim.AdamW(
         model.parameters(),
         lr=settings.lr,
@@ -129,18 +112,11 @@ def _by_hand(strategy: str) -> Callable[[], float]:
         weight_decay=settings.weight_decay,
         fused=True,
     )
-    tokens = torch.from_numpy(corpus(spec.data).train.astype("int64"))
-    windows = num_windows(corpus(spec.data), spec.batch.sequence, Split.TRAIN)
-    micro, length = spec.batch.micro, spec.batch.sequence
-    # which windows a step takes, drawn beforehand: the samples are ptrain's, the work is not
-    drawn = [sample(i, windows=windows, seed=spec.train.seed) % windows for i in range(4096)]
-    steps = iter(range(10**9))
+    rows_of, steps = _samples(spec), iter(range(10**9))
 
     def step() -> float:
         number = next(steps)
-        first = number * micro * RANKS + get_rank() * micro
-        starts = drawn[first : first + micro]
-        rows = torch.stack([tokens[length * at : length * (at + 1) + 1] for at in starts])
+        rows = rows_of(number)
         logits = model(rows[:, :-1])
         loss = F.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
         loss.backward()
@@ -154,7 +130,53 @@ def _by_hand(strategy: str) -> Callable[[], float]:
     return step
 
 
-def _spec(strategy: str):  # type: ignore[no-untyped-def]
+def _wrapped_by_hand(strategy: str, spec: Spec) -> nn.Module:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.nn.parallel import DistributedDataParallel
+
+    from ptrain.models.build import build
+    from ptrain.models.initialize import initialize
+
+    model = build(spec.model, sequence=spec.batch.sequence)
+    initialize(model, spec.train.seed)
+    if strategy == "ddp":
+        return DistributedDataParallel(
+            model,
+            bucket_cap_mb=spec.bucket_bytes / 2**20,
+            gradient_as_bucket_view=True,
+            broadcast_buffers=False,
+            init_sync=False,
+        )
+    mesh = init_device_mesh("cpu", (RANKS,))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, reshard_after_forward=True)
+    return fully_shard(model, mesh=mesh, reshard_after_forward=True)
+
+
+def _samples(spec: Spec) -> Callable[[int], Tensor]:
+    """A step's rows on this rank: ptrain's samples, but drawn beforehand."""
+    import torch
+    from torch.distributed import get_rank
+
+    from ptrain.data.corpus import corpus
+    from ptrain.data.sampler import num_windows, sample
+
+    source = corpus(spec.data)
+    tokens = torch.from_numpy(source.train.astype("int64"))
+    windows, length = num_windows(source, spec.batch.sequence), spec.batch.sequence
+    drawn = [sample(i, windows=windows, seed=spec.train.seed) % windows for i in range(4096)]
+    micro = spec.batch.micro
+
+    def rows(number: int) -> Tensor:
+        first = (number * RANKS + get_rank()) * micro
+        starts = drawn[first : first + micro]
+        return torch.stack([tokens[length * at : length * (at + 1) + 1] for at in starts])
+
+    return rows
+
+
+def _spec(strategy: str) -> Spec:
     from ptrain.algebra.legality import require
     from ptrain.spec.load import load
 
@@ -178,8 +200,8 @@ def bound(ratios: list[float]) -> tuple[float, float]:
     return ordered[max(0, below - 1)], ordered[min(count - 1, count - below)]
 
 
-def report(strategy: str, ranks: list[dict[str, Side]], steps: int) -> tuple[list[str], bool]:
-    """A table's rows, and whether the claim holds."""
+def report(strategy: str, ranks: list[dict[str, Side]], steps: int) -> tuple[str, bool]:
+    """A table's row, and whether the claim holds."""
     seconds = {
         name: [sum(each) for each in zip(*(rank[name].seconds for rank in ranks), strict=True)]
         for name in ranks[0]
@@ -199,7 +221,7 @@ def report(strategy: str, ranks: list[dict[str, Side]], steps: int) -> tuple[lis
         f"| {losses['ptrain'][-1]:.6f} | {losses['by hand'][-1]:.6f} | {apart:.1e} "
         f"| {'holds' if holds else 'fails'} |"
     )
-    return [row], holds
+    return row, holds
 
 
 def main() -> int:
@@ -216,22 +238,13 @@ def main() -> int:
 
     lines = [
         header("step_time: a step's CPU time against a hand-written loop", this_command()),
-        f"Claim: median ratio at most {MEDIAN_LIMIT}, upper 95 % bound at most {BOUND_LIMIT}.",
-        f"llama-10m, {RANKS} gloo ranks with one thread each, {' '.join(OVERRIDES[1:])}, "
-        f"{args.pairs} alternating pairs of {args.steps} steps, {WARM_UP} steps left out. "
-        "CPU seconds are per step, user and system, both ranks together. The interval is of the "
-        "median, two-sided, by order statistics. Losses are of the last step; `apart` is the "
-        "largest relative difference over all steps.",
-        "",
-        "| strategy | ptrain | by hand | median ratio | 95 % | loss ptrain | loss by hand | apart "
-        "| verdict |",
-        "|---|---|---|---|---|---|---|---|---|",
+        *heading(args.pairs, args.steps),
     ]
     pool, all_hold = Ranks(), True
     for strategy in args.strategies:
         found = pool.run(RANKS, step_time.measure, strategy, args.pairs, args.steps, timeout=3600)
-        rows, holds = report(strategy, found, args.steps)
-        lines += rows
+        row, holds = report(strategy, found, args.steps)
+        lines.append(row)
         all_hold &= holds
     pool.close()
     lines += ["", f"Verdict: {'holds' if all_hold else 'fails'}."]
@@ -240,6 +253,22 @@ def main() -> int:
     if args.save:
         print(f"\nwritten: {save('step_time', text).relative_to(ROOT)}")
     return 0 if all_hold else 1
+
+
+def heading(pairs: int, steps: int) -> list[str]:
+    """The claim, what is compared, and the head of the table."""
+    return [
+        f"Claim: median ratio at most {MEDIAN_LIMIT}, upper 95 % bound at most {BOUND_LIMIT}.",
+        f"llama-10m, {RANKS} gloo ranks with one thread each, {' '.join(OVERRIDES[1:])}, "
+        f"{pairs} alternating pairs of {steps} steps, {WARM_UP} steps left out. "
+        "CPU seconds are per step, user and system, both ranks together. The interval is of the "
+        "median, two-sided, by order statistics. Losses are of the last step; `apart` is the "
+        "largest relative difference over all steps.",
+        "",
+        "| strategy | ptrain | by hand | median ratio | 95 % | loss ptrain | loss by hand | apart "
+        "| verdict |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
 
 
 if __name__ == "__main__":
