@@ -12,6 +12,7 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ptrain.errors import VerdictFailed
 from ptrain.train.ranks import Rank
 
 # A deliberate end: done, a verdict, the user's input, a check, an interrupt.
@@ -71,7 +72,7 @@ def _failure(rank: Rank, now: float) -> Failure | None:
         if rank.stopped is None or now - rank.stopped < STOPPED_FOR:
             return None
         return Failure(rank=rank, cause=f"was stopped (SIGSTOP) for {STOPPED_FOR:g} s")
-    if rank.code in ORDERLY:
+    if rank.code in ORDERLY and not _died_early(rank):
         return None
     if rank.code < 0:
         return Failure(rank=rank, cause=_signalled(-rank.code))
@@ -81,6 +82,13 @@ def _failure(rank: Rank, now: float) -> Failure | None:
         cause=f"raised {raised}" if raised else f"ended with exit code {rank.code}",
         is_victim=bool(_VICTIM.search(raised)),
     )
+
+
+def _died_early(rank: Rank) -> bool:
+    """Exit code 1 is a failed verdict, but also Python's own when a rank cannot even import: then
+    there is no summary with a verdict in the run folder."""
+    summary = rank.log.parent.parent / "summary.json"
+    return rank.code == VerdictFailed.exit_code and not summary.exists()
 
 
 def said(rank: Rank) -> str:

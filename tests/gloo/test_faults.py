@@ -83,6 +83,13 @@ def test_a_killed_rank_restarts_from_the_last_checkpoint_and_loses_nothing(tmp_p
     assert jobs.losses(tmp_path / "run") == jobs.losses(tmp_path / "whole")
 
 
+def test_a_rank_that_cannot_even_import_is_named_with_its_cause(tmp_path):
+    (tmp_path / "torch.py").write_text("raise ImportError('libtorch.so is missing')\n")
+    code, job = jobs.run(["train", "zero3", *jobs.TINY], cwd=tmp_path)
+    assert code == 3
+    assert "rank " in job.error and "libtorch.so is missing" in job.error
+
+
 def test_ranks_do_not_outlive_a_launcher_that_is_killed(tmp_path):
     with jobs.job(["train", "zero3", *FOREVER], cwd=tmp_path) as job:
         job.until("step 1/")
