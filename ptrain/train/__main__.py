@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 import traceback
 from collections.abc import Sequence
 from types import TracebackType
@@ -21,6 +22,8 @@ from ptrain.train import environment
 from ptrain.train.options import parse
 from ptrain.train.session import run
 
+_LET_RANK_0_SPEAK = 2.0  # seconds: torchrun ends all ranks as soon as one has gone
+
 
 def main(argv: Sequence[str]) -> int:
     """Train; the exit code. What the user got wrong is printed; what a rank raises propagates, once
@@ -32,6 +35,8 @@ def main(argv: Sequence[str]) -> int:
     except PtrainError as error:
         if environment.is_first():
             print(error, file=sys.stderr)
+        else:
+            time.sleep(_LET_RANK_0_SPEAK)
         return error.exit_code
 
 

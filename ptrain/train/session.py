@@ -61,6 +61,9 @@ def run(options: Options) -> int:
         stack.callback(world.close)
         exchange = Exchange(world)
         stack.callback(exchange.close)
+        if spec.deterministic:
+            torch.use_deterministic_algorithms(True)
+            stack.callback(torch.use_deterministic_algorithms, False)
         session = Session(
             spec=spec,
             options=options,
