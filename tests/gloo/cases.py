@@ -25,7 +25,15 @@ ODD: Mapping[str, Any] = {
     "vocab": 259,
 }
 EXTERNAL: Mapping[str, Any] = {"target": "tests.models_external:necks"}
-MODELS = {"odd": ODD, "external": EXTERNAL}
+TIED: Mapping[str, Any] = {
+    "preset": "gpt-tiny",
+    "layers": 2,
+    "hidden": 42,
+    "heads": 3,
+    "ffn": 101,
+    "vocab": 259,
+}
+MODELS = {"odd": ODD, "external": EXTERNAL, "tied": TIED}
 
 STRATEGIES: Mapping[str, Mapping[str, Any]] = {
     "ddp": {"dp_replicate": "ddp"},
@@ -117,13 +125,15 @@ def _plain(placement: object) -> object:
 
 
 def matrix() -> Iterator[Case]:
-    """Every strategy x layout x K x N of the odd model; then the external one, true reduce-scatters
-    and DDP in several buckets."""
+    """Every strategy x layout x K x N of the odd model; then the external one, a gpt with a tied
+    head, true reduce-scatters, and DDP in several buckets."""
     for strategy, layout, accumulate, size in product(STRATEGIES, LAYOUTS, (1, 4), (2, 4)):
         if strategy != "hsdp" or size == 4:
             yield named(strategy, size, layout=layout, accumulate=accumulate)
     for strategy, layout, accumulate in product(STRATEGIES, LAYOUTS, (1, 4)):
         yield named(strategy, 4, layout=layout, accumulate=accumulate, model="external")
+    for strategy, layout in product(STRATEGIES, LAYOUTS):
+        yield named(strategy, 4, layout=layout, accumulate=4, model="tied")
     for strategy in ("zero1", "zero2", "zero3", "hsdp"):
         yield named(strategy, 4, accumulate=4, via="all_to_all")
     for layout, accumulate in product(LAYOUTS, (1, 4)):
@@ -150,6 +160,8 @@ DEFAULT = frozenset(
         named("ddp", 4, layout="fp32", accumulate=1, model="external"),
         named("zero2", 4, layout="zero16", accumulate=1, model="external"),
         named("zero3", 4, layout="fp32", accumulate=4, model="external"),
+        named("zero2", 4, layout="fp32", accumulate=4, model="tied"),
+        named("zero3", 4, layout="zero16", accumulate=4, model="tied"),
         named("zero1", 4, accumulate=4, via="all_to_all"),
         named("zero3", 4, accumulate=4, via="all_to_all"),
     ]

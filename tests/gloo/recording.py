@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,8 +22,9 @@ With `compute: fp64` (fp64 in the name) the losses of all {STEPS} steps are thos
 
 Measured in step {MEASURED_STEP} (from 0), on gloo ranks that share this machine. The model is llama
 with hidden 42 = 3 heads x 14, 1 KV head, ffn 101, vocab 259, 2 layers; `external` has dims 0 of 2
-and 5. Memory and traffic: figures compared / figures that differ. Peak: largest relative difference
-over phases and ranks. Loss: largest relative difference over all steps, and its tolerance there.
+and 5, `tied` is gpt with the same sizes and a tied head. Memory and traffic: figures compared /
+figures that differ. Peak: largest relative difference over phases and ranks. Loss: largest relative
+difference over all steps, and its tolerance there.
 """
 
 
@@ -30,7 +32,7 @@ def write(runs: Runs, command: Sequence[str]) -> Path:
     """A row per case, and the verdict over all of them."""
     rows = [_row(case, outcome, runs) for case, outcome in runs.all()]
     lines = [
-        header("matrix: exact against measured, and against one device", command),
+        header("matrix: exact against measured, and against one device", [shlex.join(command)]),
         CLAIM,
         "| spec | memory | traffic | peak | loss | tolerance | parameters | verdict |",
         "|---|---|---|---|---|---|---|---|",

@@ -7,6 +7,7 @@ import pytest
 from ptrain.report.record import Check
 from ptrain.verification.band import loss_band
 from ptrain.verification.compare import FP64, Tolerances, compare
+from ptrain.verification.reference import one_device
 from tests.gloo.cases import Case, named, parameters
 from tests.gloo.faults import Fault
 from tests.gloo.outcomes import STEPS, Runs
@@ -27,6 +28,15 @@ def test_in_fp64_losses_norms_and_parameters_are_those_of_one_device(
     checks = compare(runs.reference(case), runs.of(case).trajectory, FP64)
     assert {"losses", "gradient norms", "parameters by norm"} <= {each.name for each in checks}
     assert not failing(checks)
+
+
+@pytest.mark.parametrize("layout", ["fp32", "zero16"])
+def test_one_rank_needs_no_group_and_equals_one_device(ranks: Ranks, layout: str) -> None:
+    case = named("zero3", 1, layout=layout, accumulate=4, fp64=True)
+    spec = case.spec()
+    assert not spec.factors
+    run = ranks.run(1, train, spec, STEPS)[0].trajectory
+    assert not failing(compare(one_device(spec, STEPS), run, FP64))
 
 
 @pytest.mark.parametrize("case", parameters())
