@@ -1,7 +1,7 @@
 """The ranks a program runs on: gloo, nccl or fake. An argument of `interpret`, never a global.
 
-This is the only module that reads the environment. A process group that exists already (a
-notebook, Ray, the test pool) is used and left alone.
+On the rank's side this is the only module that reads the environment. A process group that exists
+already (a notebook, Ray, the test pool) is used and left alone.
 """
 
 from __future__ import annotations
@@ -16,26 +16,6 @@ import torch.distributed as dist
 
 from ptrain.errors import Fault, RankFailed, SpecError
 from ptrain.spec.spec import Timeout
-
-LAUNCHER_VARIABLES = (
-    "RANK",
-    "LOCAL_RANK",
-    "WORLD_SIZE",
-    "LOCAL_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "TORCHELASTIC_RUN_ID",
-    "TORCHELASTIC_RESTART_COUNT",
-    "TORCHELASTIC_USE_AGENT_STORE",
-    "PTRAIN_STORE_FD",
-    "OMP_NUM_THREADS",
-)
-
-
-def launcher_environment() -> dict[str, str]:
-    """The variables of LAUNCHER_VARIABLES that are set: all that a run may record of its
-    environment."""
-    return {name: os.environ[name] for name in LAUNCHER_VARIABLES if name in os.environ}
 
 
 def launched() -> bool:
@@ -68,18 +48,20 @@ class World:
         timeout = timeout or Timeout()
         if dist.is_initialized():
             rank = dist.get_rank()
+            local_rank = _whole("LOCAL_RANK", os.environ.get("LOCAL_RANK", str(rank)))
             return cls(
                 rank=rank,
                 size=dist.get_world_size(),
-                local_rank=int(os.environ.get("LOCAL_RANK", rank)),
-                device=_device(device, int(os.environ.get("LOCAL_RANK", rank))),
+                local_rank=local_rank,
+                device=_device(device, local_rank, _num_local(os.environ, local_rank)),
                 backend=dist.get_backend(),
                 timeout=timeout,
             )
         if not launched():
-            return cls(device=_device(device, 0), timeout=timeout)
+            return cls(device=_device(device, 0, 1), timeout=timeout)
         ranks = _ranks(os.environ)
-        chosen = _device(device, ranks["LOCAL_RANK"])
+        num_local = _num_local(os.environ, ranks["LOCAL_RANK"])
+        chosen = _device(device, ranks["LOCAL_RANK"], num_local)
         backend = _backend(backend, chosen)
         if chosen.type == "cuda":
             torch.cuda.set_device(chosen)
@@ -117,14 +99,24 @@ def _ranks(environment: Mapping[str, str]) -> dict[str, int]:
         text = environment.get(name, default)
         if name == "LOCAL_RANK" and not text:
             text = environment.get("RANK", "")
-        if not text.isdigit():
-            raise _environment(name, f"got {text!r}, a whole number is needed")
-        values[name] = int(text)
+        values[name] = _whole(name, text)
     if values["RANK"] >= values["WORLD_SIZE"]:
         raise _environment("RANK", f"RANK={values['RANK']} with WORLD_SIZE={values['WORLD_SIZE']}")
     if not 0 < values["MASTER_PORT"] < 65536:
         raise _environment("MASTER_PORT", f"got {values['MASTER_PORT']}, a port is 1 to 65535")
     return values
+
+
+def _num_local(environment: Mapping[str, str], local_rank: int) -> int:
+    """Ranks on this node; as many as this one knows of where no launcher says."""
+    text = environment.get("LOCAL_WORLD_SIZE", str(local_rank + 1))
+    return max(_whole("LOCAL_WORLD_SIZE", text), local_rank + 1)
+
+
+def _whole(name: str, text: str) -> int:
+    if not text.isdigit():
+        raise _environment(name, f"got {text!r}, a whole number is needed")
+    return int(text)
 
 
 def _environment(name: str, finding: str) -> SpecError:
@@ -138,7 +130,9 @@ def _environment(name: str, finding: str) -> SpecError:
     )
 
 
-def _device(wanted: str, local_rank: int) -> torch.device:
+def _device(wanted: str, local_rank: int, num_local: int) -> torch.device:
+    """`auto` is a GPU only if there is one for each of the node's ranks, so that all of them choose
+    alike: ranks of which some came with nccl and some with gloo would never meet."""
     available = torch.cuda.device_count() if wanted != "cpu" else 0
     if wanted == "cuda" and local_rank >= available:
         raise SpecError(
@@ -148,7 +142,7 @@ def _device(wanted: str, local_rank: int) -> torch.device:
                 remedy="use device: cpu, or start fewer ranks on this node",
             )
         )
-    if wanted in ("cuda", "auto") and local_rank < available:
+    if wanted == "cuda" or (wanted == "auto" and num_local <= available):
         return torch.device("cuda", local_rank)
     return torch.device("cpu")
 

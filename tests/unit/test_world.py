@@ -1,0 +1,56 @@
+"""Which device a rank takes: all ranks of a node choose alike, or they would never meet."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ptrain.errors import SpecError
+from ptrain.interpreter.world import World
+
+
+@pytest.fixture
+def rank(monkeypatch):
+    """A rank that a launcher started, up to its meeting with the others; returns what it chose."""
+    started = {}
+    monkeypatch.setattr("ptrain.interpreter.world._start", lambda *args: started.update(b=args[1]))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+
+    def join(number: int, *, num_local: int, num_gpus: int, device: str = "auto") -> tuple:
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+        for name, value in {
+            "RANK": number,
+            "LOCAL_RANK": number,
+            "WORLD_SIZE": num_local,
+            "LOCAL_WORLD_SIZE": num_local,
+            "MASTER_PORT": 29500,
+        }.items():
+            monkeypatch.setenv(name, str(value))
+        return World.join(device=device).device, started["b"]
+
+    return join
+
+
+@pytest.mark.parametrize("num_gpus", [0, 1, 3])
+def test_with_fewer_gpus_than_ranks_all_ranks_take_the_cpu_and_gloo(rank, num_gpus):
+    chosen = {rank(number, num_local=4, num_gpus=num_gpus) for number in range(4)}
+    assert chosen == {(torch.device("cpu"), "gloo")}
+
+
+def test_with_a_gpu_for_each_every_rank_takes_its_own_and_nccl(rank):
+    chosen = [rank(number, num_local=2, num_gpus=2) for number in range(2)]
+    assert chosen == [(torch.device("cuda", number), "nccl") for number in range(2)]
+
+
+def test_a_gpu_that_is_asked_for_and_not_there_is_refused(rank):
+    with pytest.raises(SpecError, match="1 found, local rank 1"):
+        rank(1, num_local=2, num_gpus=1, device="cuda")
+
+
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"])
+def test_an_environment_that_holds_no_number_is_refused_by_name(monkeypatch, name):
+    good = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_PORT": "29500"}
+    for each, value in {**good, name: "one"}.items():
+        monkeypatch.setenv(each, value)
+    with pytest.raises(SpecError, match=f"{name}: got 'one'"):
+        World.join()
