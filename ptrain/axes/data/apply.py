@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.parallel import DistributedDataParallel
@@ -262,12 +263,21 @@ class FullyShardedWrap(ParameterWrap):
         """The shards, also while the module shows gathered parameters, and the gradients: reduced
         ones of the shards, unreduced ones (`sync: last`) of the gathered parameters."""
         for module in self.sharded:
-            for group in module._get_fsdp_state()._fsdp_param_groups:
+            for group in _parameter_groups(module):
                 for part in group.fsdp_params:
                     yield State.PARAMETERS, local(part.sharded_param.detach())
                     for holder in (part.sharded_param, getattr(part, "_unsharded_param", None)):
                         if holder is not None and holder.grad is not None:
                             yield State.GRADIENTS, local(holder.grad)
+
+
+def _parameter_groups(module: FSDPModule) -> Sequence[FSDPParamGroup]:
+    """What FSDP2 gathers together. Torch 2.13 has a list of groups, 2.11 one or none."""
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:
+        groups = [state._fsdp_param_group] if state._fsdp_param_group else []
+    return groups
 
 
 def apply(
