@@ -89,16 +89,25 @@ def gather_estimates(world: World, estimate: Estimate) -> list[Estimate]:
 
 
 def join_estimates(estimates: list[Estimate]) -> Estimate:
-    """One estimate of all ranks: rows of memory and peak per rank, traffic of the rank that sends
-    most (on the data axes all ranks send the same)."""
-    busiest = max(estimates, key=lambda estimate: estimate.sent_bytes())
+    """One estimate of all ranks: rows of memory and peak per rank; of traffic one row per kind of
+    call, and where ranks differ (one may have no such call at all) a row for each account."""
+    keys = dict.fromkeys(row.key for estimate in estimates for row in estimate.traffic)
     return Estimate(
         column=estimates[0].column,
         world_size=estimates[0].world_size,
         memory=tuple(row for estimate in estimates for row in estimate.memory),
         peak=tuple(row for estimate in estimates for row in estimate.peak),
-        traffic=busiest.traffic,
+        traffic=tuple(
+            dict.fromkeys(row for key in keys for row in _accounts(key, estimates)),
+        ),
     )
+
+
+def _accounts(key: TrafficKey, estimates: list[Estimate]) -> Iterator[Traffic]:
+    """What each rank says of one kind of call."""
+    none = Traffic(key=key, calls=0, payload_bytes=0, sent_bytes=0)
+    for estimate in estimates:
+        yield next((row for row in estimate.traffic if row.key == key), none)
 
 
 def _parse(plain: dict[str, Any]) -> Estimate:

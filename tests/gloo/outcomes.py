@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from ptrain.costs import Column, Estimate
+from ptrain.costs import Estimate
 from ptrain.derivation.estimate import derive
+from ptrain.meters.measure import join_estimates
 from ptrain.models.facts import facts_of
 from ptrain.report.record import Check, compare
 from ptrain.spec.spec import Spec
@@ -35,7 +36,7 @@ class Outcome:
 
     @cached_property
     def measured(self) -> Estimate:
-        return together([report.measured for report in self.reports if report.measured])
+        return join_estimates([report.measured for report in self.reports if report.measured])
 
     @cached_property
     def exact(self) -> Estimate:
@@ -44,17 +45,6 @@ class Outcome:
     @cached_property
     def checks(self) -> tuple[Check, ...]:
         return compare(self.exact, self.measured)
-
-
-def together(estimates: list[Estimate]) -> Estimate:
-    """The ranks' accounts as one."""
-    return Estimate(
-        column=Column.MEASURED,
-        world_size=len(estimates),
-        memory=tuple(row for estimate in estimates for row in estimate.memory),
-        peak=tuple(row for estimate in estimates for row in estimate.peak),
-        traffic=tuple(row for estimate in estimates for row in estimate.traffic),
-    )
 
 
 class Runs:

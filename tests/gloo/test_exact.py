@@ -10,13 +10,14 @@ import pytest
 from ptrain.costs import Collective, Phase, State
 from ptrain.derivation.estimate import derive
 from ptrain.interpreter import program as interpreter
+from ptrain.meters.measure import join_estimates
 from ptrain.models.facts import facts_of
 from ptrain.report.record import Check, compare, verdict
 from ptrain.spec.spec import Spec
 from ptrain.verification.compare import FP64
 from ptrain.verification.compare import compare as compare_runs
 from tests.gloo.cases import DEFAULT, STRATEGIES, SYNC_POLICIES, Case, named, parameters
-from tests.gloo.outcomes import MEASURED_STEP, Outcome, Runs, together
+from tests.gloo.outcomes import MEASURED_STEP, Outcome, Runs
 from tests.gloo.runs import Report, train
 from tests.ranks import Ranks
 
@@ -136,7 +137,7 @@ def test_a_program_that_executes_another_plan_than_predicted_fails(
 ) -> None:
     spec, other = named("zero3", 2).spec(), named(executed, 2).spec()
     reports = ranks.run(2, _train_another_plan, spec, other, MEASURED_STEP + 1)
-    measured = together([report.measured for report in reports if report.measured])
+    measured = join_estimates([report.measured for report in reports if report.measured])
     checks = compare(derive(spec, facts_of(spec)).exact, measured)
     assert verdict(checks) == "fails"
     assert not failing(compare(derive(other, facts_of(other)).exact, measured))
