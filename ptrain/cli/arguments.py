@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import re
 from argparse import ArgumentParser
-from collections.abc import Iterable, Mapping
-
-_OVERRIDE = re.compile(r"[\w-]+(\.[\w-]+)*=")
+from collections.abc import Mapping
 
 
 def add_spec_arguments(parser: ArgumentParser, *, specs: str = "SPEC") -> None:
-    """One list, `arguments`, of specs and overrides; `split_arguments` tells them apart."""
+    """One list, `arguments`, of specs and overrides; `spec.overrides.split_arguments` tells them
+    apart."""
     parser.add_argument(
         "arguments",
         nargs="*",
@@ -19,15 +17,6 @@ def add_spec_arguments(parser: ArgumentParser, *, specs: str = "SPEC") -> None:
         help="a YAML file or a name from `ptrain specs`; a.b=c overrides a key, as in a file",
     )
     parser.add_argument("--json", action="store_true", help="print the result as JSON, only that")
-
-
-def split_arguments(arguments: Iterable[str]) -> tuple[list[str], list[str]]:
-    """(specs, overrides). `mesh.dp_shard=4` is an override; `a/b=c.yaml` is a file."""
-    sources: list[str] = []
-    overrides: list[str] = []
-    for argument in arguments:
-        (overrides if _OVERRIDE.match(argument) else sources).append(argument)
-    return sources, overrides
 
 
 def print_json(record: Mapping[str, object] | list[dict[str, object]]) -> None:

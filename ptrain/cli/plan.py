@@ -6,13 +6,14 @@ from argparse import ArgumentParser, Namespace
 from dataclasses import asdict
 
 from ptrain.algebra.legality import require
-from ptrain.cli.arguments import add_spec_arguments, print_json, split_arguments
+from ptrain.cli.arguments import add_spec_arguments, print_json
 from ptrain.cli.predict import facts_of
 from ptrain.errors import PtrainError
 from ptrain.plan.lower import lower
 from ptrain.plan.show import show
 from ptrain.plan.step import Plan
 from ptrain.spec.load import load
+from ptrain.spec.overrides import split_arguments
 from ptrain.spec.spec import Spec
 
 

@@ -6,7 +6,7 @@ from argparse import ArgumentParser, Namespace
 
 import ptrain
 from ptrain.algebra.legality import require
-from ptrain.cli.arguments import add_spec_arguments, print_json, split_arguments
+from ptrain.cli.arguments import add_spec_arguments, print_json
 from ptrain.derivation.estimate import derive, own_facts
 from ptrain.derivation.facts import ModelFacts
 from ptrain.errors import PtrainError
@@ -17,7 +17,7 @@ from ptrain.selection.fit import fit
 from ptrain.selection.preflight import cheaper
 from ptrain.spec.load import load
 from ptrain.spec.model import ModelShape
-from ptrain.spec.overrides import sweeps
+from ptrain.spec.overrides import split_arguments, sweeps
 from ptrain.spec.spec import Spec
 
 

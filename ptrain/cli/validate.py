@@ -7,10 +7,10 @@ import tempfile
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
-from ptrain.cli.arguments import add_spec_arguments, print_json, split_arguments
+from ptrain.cli.arguments import add_spec_arguments, print_json
 from ptrain.errors import VerdictFailed
 from ptrain.spec.names import names
-from ptrain.spec.overrides import sweeps
+from ptrain.spec.overrides import split_arguments, sweeps
 from ptrain.train.notebook import Run
 from ptrain.train.notebook import run as train
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ptrain.errors import Fault, SpecError
@@ -17,6 +17,7 @@ from ptrain.spec.leaf import MODE_MEANINGS, describe
 from ptrain.spec.shorthand import expand_shorthands
 from ptrain.spec.text import Mark, Route, Tree, as_override, parse_value
 
+_OVERRIDE = re.compile(r"[\w-]+(\.[\w-]+)*=")
 _EXAMPLE = "write key=value, for example mesh.dp_shard=4"
 
 
@@ -27,6 +28,16 @@ class Override:
     route: Route
     text: str
     source: str
+
+
+def split_arguments(arguments: Iterable[str]) -> tuple[list[str], list[str]]:
+    """(specs, overrides) of a command line, which has them in any order. `mesh.dp_shard=4` is an
+    override; `a/b=c.yaml` is a file."""
+    sources: list[str] = []
+    overrides: list[str] = []
+    for argument in arguments:
+        (overrides if _OVERRIDE.match(argument) else sources).append(argument)
+    return sources, overrides
 
 
 def parse_override(argument: str) -> Override:

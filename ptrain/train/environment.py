@@ -49,8 +49,10 @@ def world_size() -> int:
 
 
 def is_first() -> bool:
-    """Whether this process is rank 0, or no rank at all: the one that prints."""
-    return os.environ.get("RANK", "0") == "0"
+    """Whether this process is rank 0, or no rank at all: the one that prints. One that cannot know
+    its number says so itself."""
+    rank = os.environ.get("RANK", "0")
+    return rank == "0" or not rank.isdigit()
 
 
 def recorded() -> dict[str, str]:

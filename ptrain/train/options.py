@@ -13,6 +13,7 @@ from pathlib import Path
 
 from ptrain.errors import PtrainError
 from ptrain.spec.names import names
+from ptrain.spec.overrides import split_arguments
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,27 +65,44 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--allow-import", action="store_true", help="let the spec's `target:` import code")
     add("--quiet", action="store_true", help="no lines per step")
     add("--tensorboard", action="store_true", help="also write TensorBoard events")
-    add("--measure", type=int, default=0, metavar="N", help="full meters every N steps")
-    add("--nnodes", type=int, default=1, help="nodes (torch's elastic launcher)")
-    add("--max-restarts", type=int, default=0, help="restarts (torch's elastic launcher)")
+    add("--measure", type=_count, default=0, metavar="N", help="full meters every N steps")
+    add("--nnodes", type=_nodes, default=1, help="nodes (torch's elastic launcher)")
+    add("--max-restarts", type=_count, default=0, help="restarts (torch's elastic launcher)")
     add("--rdzv-endpoint", default="localhost:0", metavar="HOST:PORT", help="where nodes meet")
     add("--rdzv-id", default="", metavar="ID", help="one id per job, equal on all nodes")
     add("--prepared", action="store_true", help=argparse.SUPPRESS)
 
 
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"must be 0 or more; got {number}")
+    return number
+
+
+def _nodes(text: str) -> int:
+    if (number := _count(text)) == 0:
+        raise argparse.ArgumentTypeError("must be 1 or more; got 0")
+    return number
+
+
 def from_arguments(arguments: argparse.Namespace) -> Options:
-    """The first word is the SPEC unless it is an override."""
-    words: list[str] = list(arguments.words)
-    spec = words.pop(0) if words and "=" not in words[0] else names().default
+    """The word that is no override is the SPEC; without one the default is trained."""
+    specs, overrides = split_arguments(arguments.words)
+    if len(specs) > 1:
+        raise PtrainError(
+            f"a training takes one SPEC and overrides a.b=c; got {' and '.join(specs)}"
+        )
     if arguments.device:
-        words.append(f"device={arguments.device}")
+        overrides.append(f"device={arguments.device}")
     rest = {
         name: value
         for name, value in vars(arguments).items()
         if name in Options.__dataclass_fields__ and name not in ("spec", "overrides")
     }
     rest["resume"] = _resolved(arguments.resume)
-    return Options(spec=spec, overrides=tuple(words), **rest)
+    spec = specs[0] if specs else names().default
+    return Options(spec=spec, overrides=tuple(overrides), **rest)
 
 
 def _resolved(resume: str | None) -> str | None:

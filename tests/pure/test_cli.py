@@ -11,9 +11,9 @@ import pytest
 
 import ptrain
 from ptrain.cli import main as dispatcher
-from ptrain.cli.arguments import split_arguments
 from ptrain.cli.main import NOT_YET, VERBS, main
 from ptrain.errors import RankFailed, TrainingStopped, VerdictFailed
+from ptrain.spec.overrides import split_arguments
 
 ROOT = Path(__file__).parents[2]
 HEAVY = ("torch", "numpy", "transformers", "matplotlib", "pandas")

@@ -41,6 +41,21 @@ def test_the_first_word_is_the_spec_unless_it_is_an_override():
     assert asked.overrides == ("train.steps=3", "mesh.dp_shard=4")
 
 
+def test_the_spec_may_follow_its_overrides_and_there_is_one():
+    asked = options.parse(["train.steps=3", "ddp"])
+    assert (asked.spec, asked.overrides) == ("ddp", ("train.steps=3",))
+    with pytest.raises(PtrainError, match="one SPEC"):
+        options.parse(["ddp", "zero1"])
+
+
+@pytest.mark.parametrize("wrong", ["--nnodes=0", "--max-restarts=-1", "--measure=-3", "--nnodes=x"])
+def test_a_number_that_makes_no_sense_is_refused(wrong, capsys):
+    with pytest.raises(SystemExit) as left:
+        options.parse(["ddp", wrong])
+    assert left.value.code == 2
+    assert wrong.partition("=")[0] in capsys.readouterr().err
+
+
 def test_an_override_may_be_spelled_as_an_option():
     assert options.parse(["ddp", "--train.steps=3"]).overrides == ("train.steps=3",)
 
