@@ -49,9 +49,18 @@ def _auto(folder: RunFolder, name: str) -> list[Path]:
         for run in runs
         if run != folder.path
         for path in manifest.complete(run / "checkpoints")
-        if manifest.read(path).spec == name
+        if _spec_name(path) == name
     ]
     return [*manifest.complete(folder.checkpoints), *beside]
+
+
+def _spec_name(path: Path) -> str | None:
+    """Whose checkpoint it is; nobody's if its manifest is damaged, which ends no other run."""
+    try:
+        return manifest.read(path).spec
+    except PtrainError as error:
+        LOG.warning("skipped: %s", error)
+        return None
 
 
 def _given(path: Path) -> list[Path]:

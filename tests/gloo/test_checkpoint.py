@@ -18,9 +18,11 @@ from ptrain.errors import PtrainError
 from ptrain.interpreter.program import Program, interpret
 from ptrain.interpreter.world import World
 from ptrain.spec.load import load
-from ptrain.train import checkpoint
+from ptrain.train import checkpoint, manifest
 from ptrain.train.exchange import Exchange
+from ptrain.train.folder import RunFolder
 from ptrain.train.index import METADATA, Reader
+from ptrain.train.resume import resume
 from tests.jobs import TINY
 
 STEPS = 2
@@ -72,9 +74,7 @@ def load_on_ranks(name: str, overrides: tuple[str, ...], folder: str) -> dict[st
 
 
 @pytest.mark.parametrize("layout", ["fp32", "zero16"])
-@pytest.mark.parametrize(
-    ("saved", "loaded"), PAIRS
-)
+@pytest.mark.parametrize(("saved", "loaded"), PAIRS)
 def test_a_checkpoint_is_bitwise_the_same_under_another_placement(
     ranks, tmp_path, saved, loaded, layout
 ):
@@ -117,6 +117,17 @@ def test_a_damaged_checkpoint_is_skipped_for_an_older_one(saved):
     assert path == saved
     assert found is not None and found.step == 1
     assert len(complaints) == 1 and data.name in complaints[0]
+
+
+def test_a_damaged_manifest_in_another_run_does_not_end_this_one(tmp_path):
+    program = alone()
+    exchange = Exchange(program.world)
+    beside = [tmp_path / f"2026010{day}-000000-zero3" for day in (1, 2)]
+    for number, run in enumerate(beside, start=1):
+        checkpoint.save(program, run / "checkpoints", number, exchange)
+    (beside[1] / "checkpoints" / manifest.folder_name(2) / manifest.NAME).write_text("{")
+    own = RunFolder(tmp_path / "20260103-000000-zero3")
+    assert resume(program, own, "auto", exchange) == 1
 
 
 def test_a_checkpoint_of_another_model_is_refused_with_both_shapes(saved):
