@@ -55,8 +55,6 @@ LAZY = {
 }
 # The world reads the environment; a launcher hands it on to the ranks it starts.
 ENVIRONMENT = {"ptrain.interpreter.world", "ptrain.train.environment"}
-# `ptrain train` without a SPEC must mean one: this constant says which.
-DEFAULT_SPEC = ("ptrain.train.options", "DEFAULT_SPEC")
 
 # A checkpoint's index is a pickle; its reader admits the classes of an index and nothing else.
 UNPICKLERS = {"ptrain.train.index"}
@@ -172,18 +170,11 @@ def test_every_module_says_what_it_is_and_packages_are_empty(module):
 
 @pytest.mark.parametrize("module", sorted(MODULES))
 def test_no_module_holds_a_strategys_name(module):
-    default = [
-        node.value
-        for node in ast.walk(tree(MODULES[module]))
-        if isinstance(node, ast.Assign)
-        and isinstance(node.targets[0], ast.Name)
-        and (module, node.targets[0].id) == DEFAULT_SPEC
-    ]
     names = strategy_names()
     held = {
         node.value
         for node in ast.walk(tree(MODULES[module]))
-        if isinstance(node, ast.Constant) and node.value in names and node not in default
+        if isinstance(node, ast.Constant) and node.value in names
     }
     assert not held, f"{module} knows the strategies {sorted(held)}: drive it by modes instead"
 

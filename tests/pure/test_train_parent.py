@@ -161,7 +161,16 @@ def test_a_rank_that_is_stopped_fails_after_some_seconds(tmp_path):
 
 @pytest.mark.parametrize("code", failure.ORDERLY)
 def test_an_orderly_end_is_no_failure(tmp_path, code):
-    assert not failure.failures([rank(0, code, tmp_path=tmp_path)], math.inf)
+    ended = rank(0, code, tmp_path=tmp_path)
+    ended.log = tmp_path / "logs" / "rank0.log"
+    (tmp_path / "summary.json").touch()
+    assert not failure.failures([ended], math.inf)
+
+
+def test_exit_code_1_without_a_summary_is_pythons_own_and_a_failure(tmp_path):
+    ended = rank(0, 1, tmp_path=tmp_path)
+    ended.log = tmp_path / "logs" / "rank0.log"
+    assert failure.failures([ended], math.inf)
 
 
 def test_the_message_names_rank_cause_and_last_words_and_folds_the_rest(tmp_path):
