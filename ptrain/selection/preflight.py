@@ -56,10 +56,12 @@ def require_fit(spec: Spec, exact: Estimate, facts: ModelFacts | None = None) ->
         f"{spec.name} does not fit by {format_bytes(found.short_bytes)}: the predicted peak is "
         f"{format_bytes(found.peak_bytes)} of {room} per rank"
     ]
-    for variant in cheaper(spec, facts):
+    variants = cheaper(spec, facts)
+    for variant in variants:
         claim = "fits" if variant.fits else "smaller"
         lines.append(f"  {claim}: {variant.command}  (peak {format_bytes(variant.peak_bytes)})")
-    raise DoesNotFit("\n".join([*lines, "  remedy: one of these, or --force to train it anyway"]))
+    instead = "one of these" if variants else "more ranks, or a smaller model or sequence"
+    raise DoesNotFit("\n".join([*lines, f"  remedy: {instead}, or --force to train it anyway"]))
 
 
 def cheaper(spec: Spec, facts: ModelFacts | None = None) -> tuple[Variant, ...]:
