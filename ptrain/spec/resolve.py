@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ptrain.costs import State
+from ptrain.costs import PLACED, State
 from ptrain.errors import Fault, SpecError
 from ptrain.spec.axis import DATA_AXES, Axis, Factor
 from ptrain.spec.batch import GradientSync, ReduceScatterVia, SyncPolicy
@@ -132,7 +132,7 @@ def _factors(raw: SpecRaw, order: tuple[str, ...], found: Findings) -> tuple[Fac
 
 
 def _placement(raw: object) -> Placement:
-    return Placement(**{str(state): getattr(raw, str(state)) for state in list(State)[:4]})
+    return Placement(**{str(state): getattr(raw, str(state)) for state in PLACED})
 
 
 def _degrees(mesh: MeshRaw, order: tuple[str, ...], found: Findings) -> dict[Axis, int] | None:
