@@ -1,6 +1,6 @@
 """Tuples that no strategy names run like any other: drawn from Theta x Omega x G on the data axes.
 
-The draw changes from session to session; its seed is in the test's name and PTRAIN_SEED sets it.
+The draw changes from run to run; its seed is in the test's name and PTRAIN_SEED sets it.
 """
 
 from __future__ import annotations
