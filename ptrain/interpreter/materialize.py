@@ -9,10 +9,10 @@ from torch.distributed.tensor import DTensor
 
 from ptrain.axes.data.apply import Wrapped, apply, rows_of
 from ptrain.interpreter.mesh import Mesh
-from ptrain.interpreter.optimizer import TORCH_DTYPES
 from ptrain.interpreter.registry import Registry
 from ptrain.models.build import build
 from ptrain.models.initialize import cast, initial, initialize, keeps_its_weights, reset_buffers
+from ptrain.models.numerics import TORCH_DTYPES
 from ptrain.plan.step import FullyShard, Plan
 from ptrain.spec.model import ModelShape
 from ptrain.spec.spec import Spec

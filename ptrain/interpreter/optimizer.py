@@ -9,15 +9,9 @@ import torch
 from ptrain.axes.data.apply import Target
 from ptrain.costs import State
 from ptrain.errors import Fault, SpecError
-from ptrain.spec.precision import DType, Layout
+from ptrain.models.numerics import TORCH_DTYPES
+from ptrain.spec.precision import Layout
 from ptrain.spec.spec import OptimizerSpec
-
-TORCH_DTYPES = {
-    DType.FP64: torch.float64,
-    DType.FP32: torch.float32,
-    DType.BF16: torch.bfloat16,
-    DType.FP16: torch.float16,
-}
 
 
 class Update:

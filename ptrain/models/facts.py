@@ -12,19 +12,13 @@ from ptrain.derivation.facts import ModelFacts, TensorFacts, UnitFacts
 from ptrain.models.build import build
 from ptrain.models.initialize import cast
 from ptrain.models.loss import token_loss_sum
+from ptrain.models.numerics import TORCH_DTYPES
 from ptrain.models.trace import record, to_timeline
 from ptrain.models.units import unit_names
 from ptrain.spec.model import ModelShape
-from ptrain.spec.precision import DType
 from ptrain.spec.spec import Spec
 from ptrain.timeline import Complete
 
-_DTYPES = {
-    DType.FP64: torch.float64,
-    DType.FP32: torch.float32,
-    DType.BF16: torch.bfloat16,
-    DType.FP16: torch.float16,
-}
 _WIDE_BYTES = 4  # buffers of reals are fp32, or fp64 where everything is
 
 
@@ -50,7 +44,7 @@ def read_facts(spec: Spec, *, allow_import: bool = False) -> ModelFacts:
 def module_facts(model: nn.Module, spec: Spec) -> ModelFacts:
     """The facts of `model`, whose parameters are cast to the spec's dtype. The generator's state
     is left as it was."""
-    cast(model, _DTYPES[spec.precision.effective.parameters])
+    cast(model, TORCH_DTYPES[spec.precision.effective.parameters])
     units = unit_names(model)
     micro, sequence = spec.batch.micro, spec.batch.sequence
     tokens = torch.zeros(micro, sequence + 1, dtype=torch.int64)

@@ -1,9 +1,19 @@
-"""Where models leave the compute dtype: only upwards, and only inside norms, RoPE and the loss."""
+"""The dtypes of a spec as torch's, and where models leave the compute dtype: only upwards, and only
+inside norms, RoPE and the loss."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from ptrain.spec.precision import DType
+
+TORCH_DTYPES = {
+    DType.FP64: torch.float64,
+    DType.FP32: torch.float32,
+    DType.BF16: torch.bfloat16,
+    DType.FP16: torch.float16,
+}
 
 
 def widen(x: Tensor) -> Tensor:

@@ -28,10 +28,11 @@ import math
 
 import torch
 
+from ptrain.models.numerics import TORCH_DTYPES
 from ptrain.spec.precision import DType
 from ptrain.spec.spec import Spec
 from ptrain.train.schedule import learning_rate
-from ptrain.verification.reference import DTYPES, Trajectory
+from ptrain.verification.reference import Trajectory
 
 LAMBDA = 4.0
 
@@ -55,4 +56,4 @@ def loss_band(spec: Spec, reference: Trajectory) -> tuple[float, ...]:
 
 
 def _round_off(dtype: DType) -> float:
-    return torch.finfo(DTYPES[dtype]).eps / 2
+    return torch.finfo(TORCH_DTYPES[dtype]).eps / 2

@@ -21,16 +21,9 @@ from ptrain.data.sampler import batch
 from ptrain.models.build import build
 from ptrain.models.initialize import cast, initialize
 from ptrain.models.loss import token_loss_sum
-from ptrain.spec.precision import DType
+from ptrain.models.numerics import TORCH_DTYPES
 from ptrain.spec.spec import Spec
 from ptrain.train.schedule import learning_rate
-
-DTYPES = {
-    DType.FP64: torch.float64,
-    DType.FP32: torch.float32,
-    DType.BF16: torch.bfloat16,
-    DType.FP16: torch.float16,
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +79,7 @@ def _module(spec: Spec) -> nn.Module:
             spec.model, sequence=spec.batch.sequence, allow_import=True, seed=spec.train.seed
         )
     initialize(module, spec.train.seed)
-    cast(module, DTYPES[spec.precision.effective.parameters])
+    cast(module, TORCH_DTYPES[spec.precision.effective.parameters])
     return module
 
 
@@ -96,7 +89,7 @@ def _updated(module: nn.Module, spec: Spec) -> dict[str, Tensor]:
     if master is None:
         return dict(module.named_parameters())
     return {
-        name: parameter.detach().to(DTYPES[master], copy=True)
+        name: parameter.detach().to(TORCH_DTYPES[master], copy=True)
         for name, parameter in module.named_parameters()
     }
 
