@@ -80,6 +80,8 @@ def _run(session: Session, interrupts: interrupt.Interrupts) -> int:
     set_up_logging(session.folder, rank=world.rank, speaks=speaks)
     text = corpus(spec.data)
     require_corpus(text, spec)
+    if spec.data.path is None:  # a token file has its name, and may be too large to read
+        LOG.debug("corpus  %s, digest %s", text.name, text.digest())
     program = interpret(spec, world=world, allow_import=options.allow_import)
     facts = facts_of(spec, allow_import=options.allow_import)
     derivation = derive(spec, facts)

@@ -14,7 +14,9 @@ import torch.distributed as dist
 import yaml
 
 from ptrain.algebra.legality import require
+from ptrain.data.corpus import corpus
 from ptrain.spec.load import load
+from ptrain.spec.spec import DataSpec
 from ptrain.train.__main__ import main
 from tests import jobs
 
@@ -83,7 +85,7 @@ def test_a_training_prints_what_runs_what_it_will_take_and_every_logged_step(fin
 def test_a_training_ends_with_predicted_measured_and_a_verdict(finished):
     lines = finished.job.output.splitlines()
     assert any("predicted" in line and "measured" in line for line in lines)
-    assert lines[-1].startswith("verdict: ")
+    assert lines[-1].startswith("verdict: holds ")
     assert "runs/latest" in lines[-1]
     assert "next: ptrain " in lines[-1]
 
@@ -106,6 +108,10 @@ def test_the_run_folder_holds_what_is_needed_to_repeat_and_to_read_the_run(finis
         "trace",
         "checkpoints",
     }
+    digest = corpus(DataSpec()).digest()
+    assert (
+        f"corpus  python-docs, digest {digest}" in (finished.folder / "logs/rank0.log").read_text()
+    )
     assert (finished.folder / "command.txt").read_text().startswith("ptrain train zero1 ")
     summary = json.loads((finished.folder / "summary.json").read_text())
     assert summary["spec"] == "zero1"
