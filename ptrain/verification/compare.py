@@ -9,7 +9,7 @@ or whose loss does not fall holds nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,7 +24,13 @@ STILL = 1e-6  # parameters that moved less than this, relative to their length, 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tolerances:
     """Relative. `losses` is one for all steps, or one per step; `parameters` holds per tensor, by
-    norm, and elementwise relative to the tensor's largest element; None: not compared."""
+    norm, and elementwise relative to the tensor's largest element, or to the model's root mean
+    square where the tensor is smaller; None: not compared.
+
+    Note: the floor is for tensors that should not have moved. Softmax does not see a key's bias,
+    so its gradient is rounding alone, and Adam makes lr * |g| / eps of it: pure noise, of which
+    every order of summation has its own.
+    """
 
     losses: float | tuple[float, ...]
     gradient_norms: float | None = None
@@ -93,9 +99,10 @@ def _parameters(reference: Trajectory, run: Trajectory, tolerances: Tolerances) 
     if names:
         yield _claim("parameters", len(names), False, f"only one side has {sorted(names)[0]}")
         return
+    floor = _root_mean_square(reference.parameters.values())
     for kind, measure in (("by norm", _by_norm), ("by element", _by_element)):
         differences = {
-            name: measure(tensor, run.parameters[name])
+            name: measure(tensor, run.parameters[name], floor)
             for name, tensor in reference.parameters.items()
         }
         worst = max(differences, key=lambda name: _or_infinite(differences[name]))
@@ -115,21 +122,29 @@ def _relative(expected: Sequence[float], found: Sequence[float]) -> list[float]:
     return [abs(b - a) / abs(a) if a else math.inf for a, b in zip(expected, found, strict=True)]
 
 
-def _by_norm(expected: Tensor, found: Tensor) -> float:
-    return _ratio(torch.linalg.vector_norm, expected, found)
+def _by_norm(expected: Tensor, found: Tensor, floor: float) -> float:
+    smallest = floor * math.sqrt(expected.numel())
+    return _ratio(torch.linalg.vector_norm, expected, found, smallest)
 
 
-def _by_element(expected: Tensor, found: Tensor) -> float:
-    return _ratio(lambda tensor: tensor.abs().amax(), expected, found)
+def _by_element(expected: Tensor, found: Tensor, floor: float) -> float:
+    return _ratio(lambda tensor: tensor.abs().amax(), expected, found, floor)
 
 
-def _ratio(size: Callable[[Tensor], Tensor], expected: Tensor, found: Tensor) -> float:
+def _ratio(
+    size: Callable[[Tensor], Tensor], expected: Tensor, found: Tensor, smallest: float
+) -> float:
     """The difference's size over the expected tensor's, infinite for another shape."""
     if expected.shape != found.shape:
         return math.inf
-    length = float(size(expected.double()))
     difference = float(size(found.double() - expected.double()))
-    return difference / length if length else difference
+    return difference / max(float(size(expected.double())), smallest)
+
+
+def _root_mean_square(tensors: Collection[Tensor]) -> float:
+    """Over all elements of all tensors."""
+    squares = sum(float(tensor.double().square().sum()) for tensor in tensors)
+    return math.sqrt(squares / sum(tensor.numel() for tensor in tensors))
 
 
 def _or_infinite(value: float) -> float:
