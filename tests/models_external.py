@@ -40,3 +40,19 @@ class Necks(nn.Module):
 def necks(hidden: int = 10, layers: int = 2, vocab: int = 259) -> Necks:
     """The target of a spec: `{target: tests.models_external:necks}`."""
     return Necks(hidden, layers, vocab)
+
+
+class Deceiver(Necks):
+    """Shows one micro-batch what it is not: from its second on it keeps another copy of logits."""
+
+    num_calls = 0
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        self.num_calls += 1
+        logits = super().forward(tokens_BT)
+        return logits if self.num_calls == 1 else torch.sin(logits)
+
+
+def deceiver(hidden: int = 10, layers: int = 2, vocab: int = 259) -> Deceiver:
+    """A target whose prediction is wrong: it is traced once and then does something else."""
+    return Deceiver(hidden, layers, vocab)

@@ -1,0 +1,51 @@
+"""`ptrain validate`, and what a verdict does to exit codes: 0 when it holds, 1 when it fails."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+import ptrain
+from ptrain.errors import SpecError
+from tests import jobs
+
+pytestmark = pytest.mark.gloo
+
+DECEIVER = "model={target: tests.models_external:deceiver}"
+SHORT = [word for word in jobs.TINY if not word.startswith(("model", "log"))]
+
+
+def test_validate_runs_several_specs_prints_each_verdict_and_leaves_no_folder(tmp_path):
+    code, job = jobs.run(["validate", "zero1", "zero3", *jobs.TINY], cwd=tmp_path)
+    assert code == 0, job.error
+    assert job.output.count("verdict: holds") == 2
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_verdict_that_fails_is_exit_code_1_and_says_what_differs(tmp_path):
+    asked = ["validate", "ddp", DECEIVER, *SHORT, "--allow-import", "--json"]
+    code, job = jobs.run(asked, cwd=tmp_path)
+    assert code == 1, job.error
+    record = json.loads(job.output)
+    assert record["verdict"] == "fails"
+    failing = {check["name"] for check in record["checks"] if not check["holds"]}
+    assert "memory activations rank 0" in failing
+
+
+@pytest.mark.parametrize(("option", "expected"), [([], 0), (["--strict"], 1)], ids=str)
+def test_a_training_exits_1_for_its_verdict_only_if_asked_to(tmp_path, option, expected):
+    asked = ["train", "ddp", DECEIVER, *SHORT, "train.steps=4", "--allow-import", *option]
+    code, job = jobs.run(asked, cwd=tmp_path)
+    assert code == expected, job.error
+    assert "verdict: fails" in job.output
+    assert "fails: memory activations rank 0" in job.output
+
+
+def test_a_training_as_a_call_gives_record_metrics_and_table(tmp_path):
+    found = ptrain.run("zero2", [*jobs.TINY, "train.steps=3"], nproc=2, run_dir=tmp_path / "run")
+    assert found.holds
+    assert [row["step"] for row in found.metrics] == [1, 2, 3]
+    assert "verdict: holds" in str(found)
+    with pytest.raises(SpecError, match="needs 2 ranks"):
+        ptrain.run("zero2", nproc=3)
