@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 VERSION = "0.1.0"
-TESTED_TORCH = ("2.13",)
+TESTED_TORCH = ("2.11", "2.13")
 
 
 def is_tested(torch: str) -> bool:

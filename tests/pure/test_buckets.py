@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.nn.parallel.distributed import _BucketCapacityConfig
+from torch.nn.parallel import distributed
 
 from ptrain.axes.data.costs import STOCK_BUCKET_BYTES, bucket_caps, bucket_sizes
 
@@ -30,9 +30,12 @@ def test_the_first_cap_holds_once_and_the_last_for_all_that_follow():
     assert bucket_sizes([6, 6, 6, 6, 6, 6, 6], (10, 20)) == [12, 24, 6]
 
 
+@pytest.mark.skipif(
+    not hasattr(distributed, "_BucketCapacityConfig"), reason="torch 2.11 has no name for its caps"
+)
 @pytest.mark.parametrize("megabytes", [None, 1, 40])
 def test_caps_are_those_that_torch_hands_its_reducer(megabytes):
-    config = _BucketCapacityConfig.create(megabytes, None, False)
+    config = distributed._BucketCapacityConfig.create(megabytes, None, False)
     torchs = (config.first_bucket_bytes_cap, config.bucket_bytes_cap)
     ours = bucket_caps(STOCK_BUCKET_BYTES if megabytes is None else megabytes * 2**20)
     assert (ours[0], ours[-1]) == torchs
