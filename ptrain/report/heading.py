@@ -23,12 +23,10 @@ def heading(spec: Spec, num_parameters: int) -> str:
 
 
 def model_name(spec: Spec) -> str:
-    """The preset's name where there is one, else the family, class or function."""
-    given = spec.resolved.get("model")
-    preset = given.get("preset") if isinstance(given, dict) else None
+    """The family, class or function: a resolved spec has the preset's shape, not its name."""
     match spec.model:
         case ModelShape():
-            return str(preset or spec.model.family)
+            return str(spec.model.family)
         case ExternalModel():
             return spec.model.target
         case HuggingFaceModel():

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 from ptrain.costs import Estimate
+from ptrain.report.heading import batch, model_name
 from ptrain.selection.fit import fit
-from ptrain.spec.model import ExternalModel, HuggingFaceModel, ModelShape
 from ptrain.spec.spec import Spec
 from ptrain.units import format_bytes, format_count
 
 
 def header(spec: Spec, *, numel: int, backend: str, device: str) -> str:
     """`zero3 · llama 0.8M · 2 ranks gloo/cpu · batch 16 = 2 micro × 4 accumulated × 2 data`."""
-    batch = spec.batch
     return " · ".join(
         (
             spec.name,
-            f"{_model_name(spec)} {format_count(numel)}",
+            f"{model_name(spec)} {format_count(numel)}",
             f"{spec.world_size} rank{'s' * (spec.world_size > 1)} "
             + (device if backend == "none" else f"{backend}/{device}"),
-            f"batch {batch.global_samples} = {batch.micro} micro × {batch.accumulate} accumulated"
-            f" × {spec.data_degree} data",
+            batch(spec),
         )
     )
 
@@ -32,16 +30,3 @@ def preflight_line(spec: Spec, exact: Estimate) -> str:
         f"preflight  peak {format_bytes(found.peak_bytes)}{room} per rank"
         f" · {format_bytes(exact.sent_bytes())} sent per step"
     )
-
-
-def _model_name(spec: Spec) -> str:
-    given = spec.resolved.get("model")
-    if isinstance(given, dict) and isinstance(given.get("preset"), str):
-        return str(given["preset"])
-    match spec.model:
-        case ModelShape(family=family):
-            return str(family)
-        case ExternalModel(target=target):
-            return target.rpartition(":")[2]
-        case HuggingFaceModel(hf=hf):
-            return hf
