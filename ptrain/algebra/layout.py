@@ -43,9 +43,8 @@ def group(spec: Spec, rank: int, axes: Sequence[Axis]) -> tuple[int, ...]:
 def groups(spec: Spec, axes: Sequence[Axis]) -> Iterator[tuple[int, ...]]:
     """Every group over `axes`, by its lowest rank."""
     for rank in range(spec.world_size):
-        members = group(spec, rank, axes)
-        if members[0] == rank:
-            yield members
+        if position(spec, rank, axes) == 0:
+            yield group(spec, rank, axes)
 
 
 def position(spec: Spec, rank: int, axes: Sequence[Axis]) -> int:
