@@ -16,6 +16,7 @@ import ptrain
 from ptrain.algebra.legality import require
 from ptrain.cli.main import VERBS
 from ptrain.spec.load import load
+from ptrain.version import TESTED_TORCH
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -93,6 +94,10 @@ def test_the_layout_names_what_exists_and_all_of_it():
     folders = {"ptrain/", "specs/", "launch/", "benchmarks/", "tests/"}
     assert named == packages | folders
     assert all((ROOT / folder).is_dir() for folder in folders)
+
+
+def test_exactness_is_claimed_for_the_versions_that_are_tested():
+    assert f"({', '.join(TESTED_TORCH)})" in TEXT
 
 
 def test_links_lead_somewhere():
