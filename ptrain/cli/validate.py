@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 from argparse import ArgumentParser, Namespace
+from contextlib import suppress
 from pathlib import Path
 
 from ptrain.cli.arguments import add_spec_arguments, print_json
@@ -42,7 +43,11 @@ def run(args: Namespace) -> int:
 
 def _validate(source: str, overrides: tuple[str, ...], *, allow_import: bool) -> Run:
     folder = Path(tempfile.mkdtemp(prefix="ptrain-"))  # stays, with its logs, when a rank fails
-    result = train(source, overrides, run_dir=folder / "run", allow_import=allow_import)
+    try:
+        result = train(source, overrides, run_dir=folder / "run", allow_import=allow_import)
+    finally:
+        with suppress(OSError):  # not empty: something has started
+            folder.rmdir()
     shutil.rmtree(folder)
     return result
 

@@ -159,3 +159,10 @@ def test_a_reader_that_leaves_early_is_no_error():
     )
     ended = python(code)
     assert (ended.returncode, ended.stderr) == (141, "")
+
+
+def test_validate_leaves_nothing_behind_for_a_spec_that_is_refused(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert main(["validate", "no-such-spec"]) == 2
+    assert "no spec named" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
