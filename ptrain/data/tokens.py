@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except PtrainError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
-    print(f"{options.out}: {num_tokens} tokens; train on it with 'data={{path: {options.out}}}'")
+    print(f"{options.out}: {num_tokens} tokens; train on it with data.path={options.out}")
     return 0
 
 

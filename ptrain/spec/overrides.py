@@ -18,6 +18,11 @@ from ptrain.spec.shorthand import expand_shorthands
 from ptrain.spec.text import Mark, Route, Tree, as_override, parse_value
 
 _OVERRIDE = re.compile(r"[\w-]+(\.[\w-]+)*=")
+_COMMAND_LINE = "command line: "
+_INSTEAD: dict[Route, Route] = {
+    ("data", "path"): ("data", "corpus"),
+    ("data", "corpus"): ("data", "path"),
+}
 _EXAMPLE = "write key=value, for example mesh.dp_shard=4"
 
 
@@ -88,6 +93,7 @@ def apply(tree: Tree, override: Override) -> list[Fault]:
         node = inner
     assert isinstance(node, dict), "only mappings are entered"
     node[route[-1]] = value.root
+    _displace(tree, route, node)
     _take_marks(tree, as_override(value, override.source), route)
     return []
 
@@ -112,6 +118,16 @@ def _data_axis(tree: Tree, route: Route) -> Route:
         return route
     present = [axis.value for axis in DATA_AXES if axis in mesh]
     return ("mesh", present[0]) if len(present) == 1 else route
+
+
+def _displace(tree: Tree, route: Route, node: dict[str, object]) -> None:
+    """Of two keys that exclude each other the one on the command line replaces the file's."""
+    other = _INSTEAD.get(route)
+    if other is None:
+        return
+    mark = tree.values.get(other)  # a mapping from Python has none
+    if mark is None or not mark.source.startswith(_COMMAND_LINE):
+        node.pop(other[-1], None)
 
 
 def _take_marks(tree: Tree, value: Tree, route: Route) -> None:
@@ -151,7 +167,7 @@ def _split(text: str) -> list[str]:
 
 def source_of(argument: str) -> str:
     """What a fault in it names as its source."""
-    return f"command line: {_shown(argument)}"
+    return f"{_COMMAND_LINE}{_shown(argument)}"
 
 
 def _shown(argument: str) -> str:

@@ -192,8 +192,7 @@ def resolve_data(raw: DataRaw, found: Report) -> DataSpec | None:
     if raw.path is None:
         return DataSpec(corpus=raw.corpus or DataSpec().corpus, tokenizer=raw.tokenizer)
     if raw.corpus is not None:
-        remedy = "remove one of the two; on the command line write 'data={path: FILE}'"
-        found.add("data.path", "both a corpus and a path are given", remedy)
+        found.add("data.path", "both a corpus and a path are given", "remove one of the two")
         return None
     return DataSpec(corpus=None, path=raw.path, tokenizer=raw.tokenizer)
 

@@ -151,3 +151,12 @@ def test_faults_of_file_and_command_line_come_together(tmp_path):
         load(file, ["train.steps=0", "nothing", "optimizer.lr=-1"])
     places = [fault.place for fault in caught.value.faults]
     assert places == ["batch.sequence", "train.steps", "", "optimizer.lr"]
+
+
+def test_a_token_file_on_the_command_line_replaces_the_files_corpus():
+    spec = load("zero3", ["data.path=tokens.npy"]).spec
+    assert (spec.data.path, spec.data.corpus) == ("tokens.npy", None)
+    again = load(spec.resolved, ["data.corpus=synthetic"]).spec
+    assert (again.data.path, again.data.corpus) == (None, "synthetic")
+    with pytest.raises(SpecError, match="both a corpus and a path"):
+        load("zero3", ["data.path=tokens.npy", "data.corpus=synthetic"])
