@@ -75,11 +75,16 @@ class Footprint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peak:
-    """The maximum of live device bytes on one rank during one phase of a steady step."""
+    """The maximum of live device bytes on one rank during one phase of a steady step.
+
+    `allocator_bytes` is what a GPU's allocator says of the same moment's rounding and operators'
+    insides; 0 where there is no such allocator, and in predictions.
+    """
 
     phase: Phase
     rank: int
     device_bytes: int
+    allocator_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

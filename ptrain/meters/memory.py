@@ -5,11 +5,12 @@ storage that is born, resized or freed. It knows storages and their states, neve
 or an expected count.
 
 Note: what an operator allocates and frees inside itself is not seen (on CUDA the allocator's own
-peak, `allocator_peak`, includes it); neither is the rounding of an allocator.
+peak, `Peak.allocator_bytes`, includes it); neither is the rounding of an allocator.
 """
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Iterable, Iterator
 from types import TracebackType
@@ -83,7 +84,8 @@ class MemoryMeter(Ledger):
         self._inner: set[int] = set()
         self._after_collective = False
         self._read: dict[State, Footprint] = {}
-        self.allocator_peak: int | None = None
+        self._allocator: dict[Phase, int] = {}
+        self._alive: frozenset[int] = frozenset()
 
     def __torch_dispatch__(
         self,
@@ -107,11 +109,12 @@ class MemoryMeter(Ledger):
             time.sleep(_RELEASE_SECONDS)
 
     def found(self, key: int, storage: torch.UntypedStorage) -> None:
-        """What the program declares or tagged lived all along and counts in every peak so far; any
-        other is the inside of an operator (gloo's reduce-scatter works on a copy of its input).
+        """What the program declared or tagged, or what some tensor held before the step, lived all
+        along and counts in every peak so far; any other is the inside of an operator (gloo's
+        reduce-scatter works on a copy of its input).
         """
         self._tiers[key] = tier_of(storage)
-        known = key in self._states or self._program.registry.knows(storage)
+        known = key in self._states or key in self._alive or self._program.registry.knows(storage)
         if storage.nbytes() and not known:
             self._inner.add(key)
             return
@@ -148,6 +151,7 @@ class MemoryMeter(Ledger):
     def phase(self, phase: Phase, micro_batch: int) -> None:
         """The program says that a phase begins; what it declares is looked up anew."""
         self._register()
+        self._note_allocator()
         if phase is Phase.BACKWARD:
             self._note(State.ACTIVATIONS, State.TRANSIENT)
         elif phase is Phase.UPDATE:
@@ -177,10 +181,11 @@ class MemoryMeter(Ledger):
 
     def _state(self, key: int) -> State:
         """What is freed by resizing is transient: a gathered unit, though it stands in for the
-        parameters. What nobody declared is an activation."""
+        parameters. What nobody declared is an activation, or other if it is older than the step."""
         if key in self._resizable:
             return State.TRANSIENT
-        return self._states.get(key, State.ACTIVATIONS)
+        undeclared = State.OTHER if key in self._alive else State.ACTIVATIONS
+        return self._states.get(key, undeclared)
 
     def footprints(self) -> tuple[Footprint, ...]:
         """One row per state."""
@@ -189,14 +194,19 @@ class MemoryMeter(Ledger):
     def peaks(self) -> tuple[Peak, ...]:
         """One row per phase that the step had."""
         return tuple(
-            Peak(phase=phase, rank=self._rank, device_bytes=size)
+            Peak(
+                phase=phase,
+                rank=self._rank,
+                device_bytes=size,
+                allocator_bytes=self._allocator.get(phase, 0),
+            )
             for phase, size in self._peaks.items()
         )
 
     def __enter__(self) -> Self:
         self._register()
-        if self._device == "cuda":
-            torch.cuda.reset_peak_memory_stats()
+        self._alive = frozenset(_living())
+        self._note_allocator()
         return super().__enter__()
 
     def __exit__(
@@ -207,6 +217,21 @@ class MemoryMeter(Ledger):
     ) -> None:
         self._register()
         self._note(State.PARAMETERS, State.OPTIMIZER, State.OTHER)
-        if self._device == "cuda":
-            self.allocator_peak = torch.cuda.max_memory_allocated()
+        self._note_allocator()
         super().__exit__(kind, error, trace)
+
+    def _note_allocator(self) -> None:
+        """What the GPU's allocator held at most since the last look."""
+        if self._device != "cuda":
+            return
+        if self._phase:
+            highest = torch.cuda.max_memory_allocated()
+            self._allocator[self._phase] = max(highest, self._allocator.get(self._phase, 0))
+        torch.cuda.reset_peak_memory_stats()
+
+
+def _living() -> Iterator[int]:
+    """The storages of all tensors that Python can reach. Costs about 0.1 s."""
+    for thing in gc.get_objects():
+        if issubclass(type(thing), torch.Tensor) and thing.layout is torch.strided:
+            yield storage_of(thing)._cdata

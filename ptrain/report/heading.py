@@ -23,10 +23,10 @@ def heading(spec: Spec, num_parameters: int) -> str:
 
 
 def model_name(spec: Spec) -> str:
-    """The family, class or function: a resolved spec has the preset's shape, not its name."""
+    """The preset, class or function; the family where the shape is the spec's own."""
     match spec.model:
         case ModelShape():
-            return str(spec.model.family)
+            return spec.model.preset or str(spec.model.family)
         case ExternalModel():
             return spec.model.target
         case HuggingFaceModel():

@@ -63,7 +63,12 @@ def _footprint(row: Mapping[str, Any]) -> Footprint:
 
 
 def _peak(row: Mapping[str, Any]) -> Peak:
-    return Peak(phase=Phase(row["phase"]), rank=row["rank"], device_bytes=row["device_bytes"])
+    return Peak(
+        phase=Phase(row["phase"]),
+        rank=row["rank"],
+        device_bytes=row["device_bytes"],
+        allocator_bytes=row.get("allocator_bytes", 0),
+    )
 
 
 def _traffic(row: Mapping[str, Any]) -> Traffic:

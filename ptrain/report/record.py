@@ -34,10 +34,12 @@ class Check:
 def compare(exact: Estimate, measured: Estimate) -> tuple[Check, ...]:
     """Checks per state and rank, per kind of call, and per phase's peak.
 
-    Only the ranks that `measured` covers are compared when it covers fewer than the world (a
-    single rank's own account).
+    Where `measured` is one rank's own account, only that rank is compared; a rank that is missing
+    from an account of several fails.
     """
     ranks = {row.rank for row in measured.memory}
+    if len(ranks) != 1:
+        ranks = set(range(exact.world_size))
     return (
         *_memory_checks(_of_ranks(exact.memory, ranks), measured.memory),
         *_traffic_checks(exact.traffic, measured.traffic),
@@ -190,7 +192,7 @@ def _peak_row(estimate: Estimate, row: Peak) -> dict[str, object]:
         "column": str(estimate.column),
         "rank": row.rank,
         "device_bytes": row.device_bytes,
-    }
+    } | ({"allocator_bytes": row.allocator_bytes} if row.allocator_bytes else {})
 
 
 def _traffic_row(estimate: Estimate, row: Traffic) -> dict[str, object]:

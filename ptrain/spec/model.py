@@ -13,7 +13,8 @@ class Family(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """Everything that fixes the tensors of a built-in model. Sizes in elements."""
+    """Everything that fixes the tensors of a built-in model. Sizes in elements. `preset` is the
+    name of the preset that has this very shape, where the spec gave one."""
 
     family: Family
     layers: int
@@ -25,6 +26,7 @@ class ModelShape:
     tied: bool = False
     dropout: float = 0.0
     rope_base: float = 10000.0
+    preset: str = field(default="", compare=False)
 
     @property
     def head_dim(self) -> int:

@@ -78,7 +78,12 @@ def resolve_model(raw: ModelRaw, found: Report) -> ModelSpec | None:
         finding = "arguments belong to a target"
         found.add("model.arguments", finding, "add model.target, or remove it")
     merged = _preset(raw, "model", found)
-    return _shape(merged, found) if merged else None
+    shape = _shape(merged, found) if merged else None
+    if shape is None or raw.preset is None:
+        return shape
+    alone = _preset(ModelRaw(preset=raw.preset), "model", found)
+    is_presets_own = alone is not None and _shape(alone, found) == shape
+    return replace(shape, preset=raw.preset) if is_presets_own else shape
 
 
 def _written(raw: ModelRaw, besides: tuple[str, ...]) -> list[str]:

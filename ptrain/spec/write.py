@@ -55,7 +55,10 @@ def to_mapping(spec: Spec) -> dict[str, object]:
 def _model(model: ModelSpec) -> dict[str, object]:
     match model:
         case ModelShape():
-            return {**asdict(model), "family": model.family.value}
+            shape = asdict(model)
+            preset = shape.pop("preset")
+            named = {"preset": preset} if preset else {}
+            return {**named, **shape, "family": model.family.value}
         case ExternalModel():
             return {"target": model.target, "arguments": model.arguments}
         case HuggingFaceModel():

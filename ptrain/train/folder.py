@@ -72,6 +72,7 @@ def open_run(
         folder = RunFolder(path)
         for part in ("logs", "checkpoints"):
             (path / part).mkdir(mode=0o700, exist_ok=True)
+        folder.summary.unlink(missing_ok=True)  # of the run that is continued
         write_text(path / "spec.resolved.yaml", _resolved(spec))
         write_text(path / "command.txt", command + "\n")
         write_json(path / "env.json", _environment())

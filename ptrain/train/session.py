@@ -180,6 +180,7 @@ def _conclude(
         write_json(session.folder.summary, result)
         if session.options.json:
             say(json.dumps(result))
+    session.exchange.barrier()  # no rank ends with a failed verdict before the summary says so
     if measured:
         LOG.info(
             summary(derivation.exact, measured, checks, torch=torch.__version__) + _end(session)

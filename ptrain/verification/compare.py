@@ -18,18 +18,18 @@ from torch import Tensor
 from ptrain.report.record import Check
 from ptrain.verification.reference import Trajectory
 
+# A tensor this small beside the model's root mean square has not moved from zero. Softmax does not
+# see a key's bias: its gradient is rounding alone, Adam makes lr * |g| / eps of it, and every order
+# of summation has noise of its own.
+NOISE = 1e-6
 STILL = 1e-6  # parameters that moved less than this, relative to their length, stood still
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tolerances:
     """Relative. `losses` is one for all steps, or one per step; `parameters` holds per tensor, by
-    norm, and elementwise relative to the tensor's largest element, or to the model's root mean
-    square where the tensor is smaller; None: not compared.
-
-    Note: the floor is for tensors that should not have moved. Softmax does not see a key's bias,
-    so its gradient is rounding alone, and Adam makes lr * |g| / eps of it: pure noise, of which
-    every order of summation has its own.
+    norm, and elementwise relative to the tensor's largest element; None: not compared. A tensor
+    that is NOISE is relative to the model's root mean square.
     """
 
     losses: float | tuple[float, ...]
@@ -99,10 +99,10 @@ def _parameters(reference: Trajectory, run: Trajectory, tolerances: Tolerances) 
     if names:
         yield _claim("parameters", len(names), False, f"only one side has {sorted(names)[0]}")
         return
-    floor = _root_mean_square(reference.parameters.values())
+    usual = _root_mean_square(reference.parameters.values())
     for kind, measure in (("by norm", _by_norm), ("by element", _by_element)):
         differences = {
-            name: measure(tensor, run.parameters[name], floor)
+            name: measure(tensor, run.parameters[name], usual)
             for name, tensor in reference.parameters.items()
         }
         worst = max(differences, key=lambda name: _or_infinite(differences[name]))
@@ -122,23 +122,25 @@ def _relative(expected: Sequence[float], found: Sequence[float]) -> list[float]:
     return [abs(b - a) / abs(a) if a else math.inf for a, b in zip(expected, found, strict=True)]
 
 
-def _by_norm(expected: Tensor, found: Tensor, floor: float) -> float:
-    smallest = floor * math.sqrt(expected.numel())
-    return _ratio(torch.linalg.vector_norm, expected, found, smallest)
+def _by_norm(expected: Tensor, found: Tensor, usual: float) -> float:
+    usual *= math.sqrt(expected.numel())
+    return _ratio(torch.linalg.vector_norm, expected, found, usual)
 
 
-def _by_element(expected: Tensor, found: Tensor, floor: float) -> float:
-    return _ratio(lambda tensor: tensor.abs().amax(), expected, found, floor)
+def _by_element(expected: Tensor, found: Tensor, usual: float) -> float:
+    return _ratio(lambda tensor: tensor.abs().amax(), expected, found, usual)
 
 
 def _ratio(
-    size: Callable[[Tensor], Tensor], expected: Tensor, found: Tensor, smallest: float
+    size: Callable[[Tensor], Tensor], expected: Tensor, found: Tensor, usual: float
 ) -> float:
-    """The difference's size over the expected tensor's, infinite for another shape."""
+    """The difference's size over the expected tensor's (`usual` for noise), infinite for another
+    shape."""
     if expected.shape != found.shape:
         return math.inf
     difference = float(size(found.double() - expected.double()))
-    return difference / max(float(size(expected.double())), smallest)
+    length = float(size(expected.double()))
+    return difference / (length if length > NOISE * usual else usual)
 
 
 def _root_mean_square(tensors: Collection[Tensor]) -> float:
