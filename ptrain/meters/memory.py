@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import gc
 import time
+import weakref
 from collections.abc import Iterable, Iterator
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -85,7 +86,8 @@ class MemoryMeter(Ledger):
         self._after_collective = False
         self._read: dict[State, Footprint] = {}
         self._allocator: dict[Phase, int] = {}
-        self._alive: frozenset[int] = frozenset()
+        self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._older: set[int] = set()
 
     def __torch_dispatch__(
         self,
@@ -114,7 +116,9 @@ class MemoryMeter(Ledger):
         reduce-scatter works on a copy of its input).
         """
         self._tiers[key] = tier_of(storage)
-        known = key in self._states or key in self._alive or self._program.registry.knows(storage)
+        if key in self._alive and self._alive[key]() is storage:
+            self._older.add(key)
+        known = key in self._states or key in self._older or self._program.registry.knows(storage)
         if storage.nbytes() and not known:
             self._inner.add(key)
             return
@@ -137,6 +141,7 @@ class MemoryMeter(Ledger):
         if key not in self._inner:
             self._add(key, -size)
         self._inner.discard(key)
+        self._older.discard(key)
         self._states.pop(key, None)
         self._tiers.pop(key)
         self._resizable.discard(key)
@@ -184,7 +189,7 @@ class MemoryMeter(Ledger):
         parameters. What nobody declared is an activation, or other if it is older than the step."""
         if key in self._resizable:
             return State.TRANSIENT
-        undeclared = State.OTHER if key in self._alive else State.ACTIVATIONS
+        undeclared = State.OTHER if key in self._older else State.ACTIVATIONS
         return self._states.get(key, undeclared)
 
     def footprints(self) -> tuple[Footprint, ...]:
@@ -205,7 +210,7 @@ class MemoryMeter(Ledger):
 
     def __enter__(self) -> Self:
         self._register()
-        self._alive = frozenset(_living())
+        self._alive = {storage._cdata: weakref.ref(storage) for storage in _living()}
         self._note_allocator()
         return super().__enter__()
 
@@ -230,8 +235,8 @@ class MemoryMeter(Ledger):
         torch.cuda.reset_peak_memory_stats()
 
 
-def _living() -> Iterator[int]:
+def _living() -> Iterator[torch.UntypedStorage]:
     """The storages of all tensors that Python can reach. Costs about 0.1 s."""
     for thing in gc.get_objects():
         if issubclass(type(thing), torch.Tensor) and thing.layout is torch.strided:
-            yield storage_of(thing)._cdata
+            yield storage_of(thing)

@@ -61,6 +61,18 @@ def test_the_peak_counts_what_lives_at_once():
     assert meter.live == 400
 
 
+def test_what_lived_before_the_step_counts_though_nobody_declared_it():
+    forgotten = torch.zeros(50)
+    with MemoryMeter(Holder()) as meter:
+        meter.phase(Phase.FORWARD, 0)
+        total = forgotten.sum()
+        meter.phase(Phase.BACKWARD, 0)
+        del total
+    assert device_bytes(meter)[State.OTHER] == 200
+    assert device_bytes(meter)[State.ACTIVATIONS] == 4
+    assert peak(meter) == 204
+
+
 def test_each_phase_has_a_peak_of_its_own():
     with MemoryMeter(Holder()) as meter:
         meter.phase(Phase.FORWARD, 0)
