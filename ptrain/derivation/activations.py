@@ -1,7 +1,7 @@
 """The committed tables of the built-in families, evaluated: what a micro-batch allocates and saves.
 
 A table holds every size in bytes as a coefficient times powers of batch, sequence and the model's
-dimensions, read off traces at prime shapes (`meters.tables` writes them). Nothing here is fitted.
+dimensions, read off traces at prime shapes (`models.tables` writes them). Nothing here is fitted.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Writes the built-in families' committed tables: `python -m ptrain.meters.tables [--out DIR]`.
+"""Writes the built-in families' committed tables: `python -m ptrain.models.tables [--out DIR]`.
 
 Each table is a trace at a shape whose dimensions are distinct primes, so that the factors of every
 size in bytes read off as one product of dimensions times a coefficient. Full precision is traced
