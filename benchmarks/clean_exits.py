@@ -1,9 +1,9 @@
 """How often does a training that went well end badly?
 
-Claim: N of N starts end with status 0. Bare gloo processes abort at random in the interpreter's exit
-handlers ("terminate called without an active exception"); ptrain's ranks destroy their group, flush
-and leave by os._exit. Each start is `ptrain train` of one step of a small model on two ranks, zero3
-and ddp in turn. Prints; writes a result only with --save.
+Claim: N of N starts end with status 0. Bare gloo processes abort at random in the interpreter's
+exit handlers ("terminate called without an active exception"); ptrain's ranks destroy their group,
+flush and leave by os._exit. Each start is `ptrain train` of one step of a small model on two ranks,
+zero3 and ddp in turn. Prints; writes a result only with --save.
 """
 
 from __future__ import annotations
