@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from ptrain.algebra.layout import ranks_over
+from ptrain.axes.data.costs import gathers, reductions
 from ptrain.costs import Column, Estimate, Footprint, State
 from ptrain.derivation.facts import ModelFacts
 from ptrain.derivation.memory import elements, flat_buffers, resident
@@ -87,11 +88,14 @@ def _with_passing(memory: tuple[Footprint, ...], played: Replay) -> tuple[Footpr
 
 def _notes(spec: Spec, plan: Plan, facts: ModelFacts) -> Iterator[str]:
     wrap = plan.wrap
+    if isinstance(wrap, FlatUnits | FullyShard):
+        yield from _accumulation_notes(wrap, plan.accumulate.micro_batches)
     if isinstance(wrap, FlatUnits):
         yield from _update_notes(wrap)
         padded = sum(size * times for size, times in flat_buffers(spec, wrap, facts).items())
-        if padded > facts.numel:
-            yield f"flat units are padded: {padded - facts.numel} elements more than the model has"
+        if more := padded - facts.numel:
+            elements_more = f"{more} element{'' if more == 1 else 's'} more"
+            yield f"flat units are padded: {elements_more} than the model has"
     if isinstance(wrap, FullyShard):
         ranks = ranks_over(spec, wrap.shard_axes)
         padded = ranks * elements(spec, plan, facts, 0).parameters
@@ -100,6 +104,25 @@ def _notes(spec: Spec, plan: Plan, facts: ModelFacts) -> Iterator[str]:
                 f"each tensor is cut by rows, ceil(d0 / {ranks}) on every rank: "
                 f"{padded / facts.numel - 1:.2%} more than the model has"
             )
+
+
+def _accumulation_notes(wrap: FlatUnits | FullyShard, num_micro: int) -> Iterator[str]:
+    """The factor per kind of call, where a step's micro-batches repeat what Theorem 2 has once."""
+    if num_micro == 1:
+        return
+    gathered = wrap.shard_axes if isinstance(wrap, FullyShard) else wrap.parameters
+    reduced = wrap.shard_axes if isinstance(wrap, FullyShard) else wrap.gradients
+    times = gathers(wrap.sync, num_micro)
+    factors = []
+    if gathered:
+        factors += [f"all_gather forward {times.forward}×", f"backward {times.backward}×"]
+    if reduced:
+        factors.append(f"reduction of gradients {reductions(wrap.sync, num_micro)}×")
+    if factors:
+        yield (
+            f"{num_micro} micro-batches make a step, and the paper's step has one; by `sync` a "
+            f"unit moves: {', '.join(factors)}"
+        )
 
 
 def _update_notes(wrap: FlatUnits) -> Iterator[str]:

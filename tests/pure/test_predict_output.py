@@ -54,6 +54,19 @@ def test_exact_sends_245_gb_for_stages_1_and_2_and_says_why(ptrain, spec):
     assert "updated parameters must be gathered" in text
 
 
+@pytest.mark.parametrize(
+    ("spec", "factors"),
+    [
+        (("zero3",), "all_gather forward 4×, backward 4×, reduction of gradients 4×"),
+        (("zero3", "sync.gradients=last"), "backward 4×, reduction of gradients 1×"),
+        (("zero2",), "a unit moves: reduction of gradients 4×"),
+    ],
+)
+def test_micro_batches_are_a_reason_with_their_factor(ptrain, spec, factors):
+    assert f"{factors}\n" in ptrain("predict", *spec)
+    assert "micro-batches make a step" not in ptrain("predict", *spec, "batch.global=4")
+
+
 def test_dp_against_zero3_prints_8_and_1_5_times(ptrain):
     text = ptrain("predict", "70b-dp", "70b-zero3")
     assert row(text, "Θ + Ω + G, paper") == ["1120 GB", "140 GB", "8× less"]
