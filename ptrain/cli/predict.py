@@ -36,7 +36,9 @@ def run(args: Namespace) -> int:
     predictions = [
         prediction
         for source in sources
-        for prediction in predict(source, overrides, allow_import=args.allow_import)
+        for prediction in predict(
+            source, overrides, allow_import=args.allow_import, named=len(sources) > 1
+        )
     ]
     if args.json:
         records = [as_record(prediction) for prediction in predictions]
@@ -48,19 +50,26 @@ def run(args: Namespace) -> int:
     return 0
 
 
-def predict(source: str, overrides: list[str], *, allow_import: bool) -> list[Prediction]:
-    """One prediction, or one per combination of the lists among the overrides."""
+def predict(
+    source: str, overrides: list[str], *, allow_import: bool, named: bool = False
+) -> list[Prediction]:
+    """One prediction, or one per combination of the lists among the overrides; their labels hold
+    the spec's name too where they are `named`."""
     chosen = list(sweeps(overrides))
     specs = [require(load(source, each)) for each in chosen]
     return [
         _predict(
             spec,
-            label=" ".join(each for each in choice if each not in overrides) or spec.name,
+            label=_label(spec, [each for each in choice if each not in overrides], named=named),
             facts=facts_of(spec, allow_import=allow_import),
             offer=len(specs) == 1,
         )
         for spec, choice in zip(specs, chosen, strict=True)
     ]
+
+
+def _label(spec: Spec, swept: list[str], *, named: bool) -> str:
+    return " ".join([spec.name, *swept] if named or not swept else swept)
 
 
 def facts_of(spec: Spec, *, allow_import: bool) -> ModelFacts:

@@ -99,6 +99,16 @@ def test_a_list_sweeps_one_row_per_value(ptrain):
     ]
 
 
+def test_a_sweep_over_two_specs_names_the_spec_in_each_row(ptrain):
+    lines = ptrain("predict", "zero3", "zero1", "mesh.dp_shard=2,4").splitlines()
+    assert [" ".join(line.split()[:2]) for line in lines[1:]] == [
+        "zero3 mesh.dp_shard=2",
+        "zero3 mesh.dp_shard=4",
+        "zero1 mesh.dp_shard=2",
+        "zero1 mesh.dp_shard=4",
+    ]
+
+
 def paper_bytes_per_parameter(record: dict) -> float:
     states = {}
     for each in record["memory"]:
