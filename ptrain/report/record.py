@@ -59,6 +59,14 @@ def verdict_line(checks: Sequence[Check], *, torch: str) -> str:
     return f"verdict: {verdict(checks)} ({held} of {len(checks)}){claim}"
 
 
+def checks_line(checks: Sequence[Check], *, ranks: int) -> str:
+    """How the verdict's checks come about, which are more than the table above it has rows."""
+    return (
+        f"{len(checks)} checks over {ranks} rank{'' if ranks == 1 else 's'}: bytes per state and "
+        "rank, peak per phase and rank, calls, payload and bytes sent per kind of call"
+    )
+
+
 def _of_ranks(rows: Iterable[Footprint], ranks: set[int]) -> list[Footprint]:
     return [row for row in rows if row.rank in ranks]
 

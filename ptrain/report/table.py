@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ptrain.costs import Estimate, Footprint, Phase, State, Traffic, TrafficKey
-from ptrain.report.record import Check, verdict_line
+from ptrain.report.record import Check, checks_line, verdict_line
 from ptrain.units import format_bytes
 
 MISSING = "–"
@@ -60,13 +60,21 @@ def end_table(exact: Estimate, measured: Estimate) -> str:
 
 
 def summary(exact: Estimate, measured: Estimate, checks: Sequence[Check], *, torch: str) -> str:
-    """The table, the checks that fail, the verdict."""
+    """The table, the checks that fail, what was checked, the verdict."""
     failing = [
         f"fails: {check.name}: {check.why} (tolerance {check.tolerance:.0%})"
         for check in checks
         if not check.holds
     ]
-    return "\n".join([end_table(exact, measured), *failing, verdict_line(checks, torch=torch)])
+    ranks = len({row.rank for row in measured.memory})
+    return "\n".join(
+        [
+            end_table(exact, measured),
+            *failing,
+            checks_line(checks, ranks=ranks),
+            verdict_line(checks, torch=torch),
+        ]
+    )
 
 
 def largest(rows: Iterable[Footprint], state: State) -> int | None:

@@ -42,4 +42,5 @@ def test_the_summary_names_what_fails_and_ends_with_the_verdict():
     text = summary(EXACT, wrong, compare(EXACT, wrong), torch="2.13.0")
     assert "missing" in text
     assert "fails: traffic dp_shard all_gather forward parameters calls" in text
+    assert text.splitlines()[-2].startswith("21 checks over 2 ranks: ")
     assert text.splitlines()[-1] == "verdict: fails (18 of 21)"
