@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 # Slurm announces the end of a job by SIGUSR1: stop, save, and be queued again.
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
 class Interrupts:
@@ -37,6 +37,13 @@ def exit_code(number: signal.Signals) -> int:
     return 130 if number is signal.SIGINT else 143
 
 
+def caught_here() -> tuple[signal.Signals, ...]:
+    """SIGNALS, but a hang-up that `nohup` has told us to ignore."""
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        return tuple(number for number in SIGNALS if number is not signal.SIGHUP)
+    return SIGNALS
+
+
 @contextmanager
 def caught() -> Iterator[Interrupts]:
     """Catch SIGNALS inside; SIGUSR2 writes every thread's stack to the log."""
@@ -44,7 +51,7 @@ def caught() -> Iterator[Interrupts]:
     if threading.current_thread() is not threading.main_thread():
         yield interrupts  # signals are the main thread's
         return
-    before = {number: signal.signal(number, interrupts) for number in SIGNALS}
+    before = {number: signal.signal(number, interrupts) for number in caught_here()}
     faulthandler.register(signal.SIGUSR2, file=2, all_threads=True)
     try:
         yield interrupts

@@ -184,10 +184,11 @@ class _Console(logging.Handler):
 
 
 def say(text: str) -> None:
-    """A line on standard output. Who reads it may go (`| head`) without ending the training."""
+    """A line on standard output. Who reads it may go (`| head`, a terminal that hangs up) without
+    ending the training."""
     try:
         print(text, flush=True)
-    except BrokenPipeError:
+    except OSError:  # a broken pipe, or EIO from a terminal that is gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 from ptrain.errors import PtrainError, RankFailed, TrainingStopped
-from ptrain.train import failure
+from ptrain.train import failure, interrupt
 from ptrain.train.environment import Meeting
 from ptrain.train.folder import RunFolder
 from ptrain.train.ranks import Rank, end, start, wait
@@ -38,8 +38,7 @@ class Interrupts:
 
     @contextmanager
     def caught(self) -> Iterator[Interrupts]:
-        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-        before = {number: signal.signal(number, self) for number in numbers}
+        before = {number: signal.signal(number, self) for number in interrupt.caught_here()}
         try:
             yield self
         finally:

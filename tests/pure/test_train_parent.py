@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+import signal
 import subprocess
 import sys
 import time
@@ -14,8 +15,9 @@ import pytest
 
 from ptrain.errors import PtrainError
 from ptrain.spec.spec import OptimizerSpec
-from ptrain.train import failure, folder, manifest, options
+from ptrain.train import failure, folder, interrupt, manifest, options
 from ptrain.train.failure import Failure
+from ptrain.train.launch import Interrupts
 from ptrain.train.manifest import Manifest
 from ptrain.train.ranks import Rank
 from ptrain.train.schedule import learning_rate
@@ -180,6 +182,23 @@ def test_the_message_names_rank_cause_and_last_words_and_folds_the_rest(tmp_path
     assert text.startswith("error: rank 1 was killed by SIGKILL")
     assert "| two" in text and "frame #3" not in text
     assert "3 more failed because of it" in text
+
+
+# -- signals
+
+
+def test_a_hang_up_that_nohup_ignores_stays_ignored():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Interrupts().caught(), interrupt.caught():
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+            assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        with interrupt.caught() as interrupts:
+            signal.raise_signal(signal.SIGHUP)
+        assert interrupt.strongest(interrupts.flags()) is signal.SIGHUP
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 # -- the manifest of a checkpoint
