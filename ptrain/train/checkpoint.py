@@ -14,6 +14,7 @@ import shutil
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,12 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from ptrain.errors import PtrainError
 from ptrain.interpreter.program import Program
-from ptrain.train import manifest
+from ptrain.train import lineage, manifest
 from ptrain.train.exchange import Exchange
 from ptrain.train.index import METADATA, Reader
 from ptrain.train.manifest import Manifest
 
+_REMEDY = "give the model, optimizer and layout that were trained"
 _OURS = re.compile(r"__(\d+)_\d+\.distcp")  # the rank that wrote it
 
 
@@ -63,10 +65,16 @@ def load(program: Program, folder: Path, verified: Manifest, exchange: Exchange)
 
     Raises PtrainError, before a tensor is touched, for a checkpoint of another model.
     """
+    if fault := lineage.other_model(verified.trained, program.spec):
+        raise PtrainError(str(replace(fault, source=f"checkpoint {folder}")))
     reader = Reader(folder, listed=frozenset(verified.files))
     state = program.state_dict()
-    if problem := _mismatch(reader.read_metadata(), state):
-        raise PtrainError(f"checkpoint {folder}: {problem}")
+    metadata = reader.read_metadata()
+    problem = _mismatch(metadata, state)
+    if not problem and not lineage.is_other_optimizer(verified.trained, program.spec):
+        problem = _surplus(metadata, state)
+    if problem:
+        raise PtrainError(f"checkpoint {folder}: {problem}\n  remedy: {_REMEDY}")
     with _without_advice():
         dcp.load(state, storage_reader=reader, no_dist=exchange.group is None)
     program.load_state_dict(state)
@@ -143,6 +151,7 @@ def _commit(
             world_size=program.world.size,
             torch=torch.__version__,
             files=files,
+            trained=lineage.trained(program.spec),
         ),
     )
     temporary.rename(final)
@@ -160,6 +169,15 @@ def _mismatch(metadata: Metadata, state: dict[str, Any]) -> str:
         if saved.properties.dtype != value.dtype:
             return f"{name} is {saved.properties.dtype}, this layout has {value.dtype}"
     return ""
+
+
+def _surplus(metadata: Metadata, state: dict[str, Any]) -> str:
+    """The first tensor of the checkpoint that the program would drop."""
+    known = {name for name, _ in _flat(state)}
+    surplus = sorted(set(metadata.state_dict_metadata) - known)
+    if not surplus:
+        return ""
+    return f"has {len(surplus)} tensors that this model or optimizer lacks, as {surplus[0]}"
 
 
 def _flat(state: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:

@@ -12,7 +12,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from ptrain.errors import PtrainError
@@ -25,13 +25,15 @@ _FILE = re.compile(r"[A-Za-z0-9_.-]+")  # bare names: nothing outside the folder
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """`step` counts finished steps. `files`: name -> (bytes, SHA-256)."""
+    """`step` counts finished steps. `files`: name -> (bytes, SHA-256). `trained`: the sections of
+    the resolved spec that a continuation is compared with; empty in a manifest that has none."""
 
     step: int
     spec: str
     world_size: int
     torch: str
     files: Mapping[str, tuple[int, str]]
+    trained: Mapping[str, object] = field(default_factory=dict)
     format: int = FORMAT
 
 

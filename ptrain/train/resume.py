@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ptrain.errors import PtrainError
 from ptrain.interpreter.program import Program
-from ptrain.train import checkpoint, manifest
+from ptrain.train import checkpoint, lineage, manifest
 from ptrain.train.exchange import Exchange
 from ptrain.train.folder import RunFolder, shown
 from ptrain.train.journal import LOG
@@ -36,6 +36,8 @@ def resume(program: Program, folder: RunFolder, asked: str | None, exchange: Exc
             return 0
         raise PtrainError("\n".join([*complaints, f"--resume {asked}: no sound checkpoint there"]))
     checkpoint.load(program, path, found, exchange)
+    for warning in lineage.warnings(found.trained, program.spec):
+        LOG.warning("resume  %s", warning)
     was = f"{found.spec} on {found.world_size} ranks"
     LOG.info("resume  step %d of %s (saved by %s)", found.step, shown(path), was)
     return found.step

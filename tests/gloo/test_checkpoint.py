@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from ptrain.errors import PtrainError
 from ptrain.interpreter.program import Program, interpret
 from ptrain.interpreter.world import World
 from ptrain.spec.load import load
-from ptrain.train import checkpoint, manifest
+from ptrain.train import checkpoint, lineage, manifest
 from ptrain.train.exchange import Exchange
 from ptrain.train.folder import RunFolder
 from ptrain.train.index import METADATA, Reader
@@ -134,8 +135,43 @@ def test_a_checkpoint_of_another_model_is_refused_with_both_shapes(saved):
     program = alone("model.hidden=64")
     exchange = Exchange(program.world)
     found = checkpoint.verify(saved, exchange)
-    with pytest.raises(PtrainError, match=r"is \(.*32.*\), this model has \(.*64.*\)"):
+    with pytest.raises(PtrainError, match="another model: hidden: 32; this spec has hidden: 64"):
         checkpoint.load(program, saved, found, exchange)
+    older = replace(found, trained={})
+    with pytest.raises(PtrainError, match=r"is \(.*32.*\), this model has \(.*64.*\)"):
+        checkpoint.load(program, saved, older, exchange)
+
+
+def test_heads_that_change_no_shape_are_another_model_all_the_same(saved):
+    program = alone("model.heads=4", "model.kv_heads=2")
+    exchange = Exchange(program.world)
+    found = checkpoint.verify(saved, exchange)
+    with pytest.raises(PtrainError, match="heads: 2, kv_heads: 1; this spec has heads: 4"):
+        checkpoint.load(program, saved, found, exchange)
+
+
+def test_a_tensor_that_would_be_dropped_is_refused(tmp_path):
+    larger = alone("model.layers=2")
+    exchange = Exchange(larger.world)
+    saved = checkpoint.save(larger, tmp_path, 1, exchange)
+    older = replace(checkpoint.verify(saved, exchange), trained={})
+    with pytest.raises(
+        PtrainError, match=r"tensors that this model or optimizer lacks.*\n.*remedy"
+    ):
+        checkpoint.load(alone(), saved, older, exchange)
+
+
+def test_another_optimizer_text_seed_or_batch_is_said():
+    was = lineage.trained(alone().spec)
+    other = alone("optimizer.name=sgd", "data.corpus=synthetic", "train.seed=7", "batch.global=4")
+    told = list(lineage.warnings(was, other.spec))
+    assert [line.partition(":")[0] for line in told] == [
+        "optimizer.name",
+        "data",
+        "train.seed",
+        "batch.global",
+    ]
+    assert not list(lineage.warnings({}, other.spec))
 
 
 class Malice:
