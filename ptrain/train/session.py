@@ -213,10 +213,11 @@ def _run_figures(session: Session, outcome: Outcome) -> dict[str, object]:
 
 def _say_interrupted(session: Session, outcome: Outcome) -> None:
     assert outcome.interrupt is not None
-    newest = next(iter(manifest.complete(session.folder.checkpoints)), None)
+    run = shlex.quote(shown(session.folder.path))
+    allowed = " --allow-import" if session.options.allow_import else ""
     remedy = (
-        f"continue with --resume {shown(newest)}"
-        if newest
+        f"continue with: ptrain train {run}/spec.resolved.yaml --resume {run}{allowed}"
+        if manifest.complete(session.folder.checkpoints)
         else "nothing was saved: the spec asks for no checkpoint"
     )
     LOG.warning(

@@ -188,6 +188,8 @@ def test_an_interrupt_ends_the_step_saves_and_leaves_no_process(tmp_path, number
         assert job.wait(60) == (130 if number is signal.SIGINT else 143)
         assert jobs.gone(list(ranks.values()))
     assert f"interrupted by {number.name}" in job.output
+    again = "ptrain train runs/latest/spec.resolved.yaml --resume runs/latest"
+    assert again in job.output
     saved = list((tmp_path / "runs" / "latest" / "checkpoints").iterdir())
     assert [path.name[:5] for path in saved] == ["step-"]
 
