@@ -35,6 +35,12 @@ def resume(program: Program, folder: RunFolder, asked: str | None, exchange: Exc
             LOG.info("resume  no checkpoint yet: from the start")
             return 0
         raise PtrainError("\n".join([*complaints, f"--resume {asked}: no sound checkpoint there"]))
+    steps = program.spec.train.steps
+    if found.step >= steps:
+        raise PtrainError(
+            f"--resume {asked}: already at step {found.step} of {steps}\n"
+            f"  remedy: set train.steps above {found.step}"
+        )
     checkpoint.load(program, path, found, exchange)
     for warning in lineage.warnings(found.trained, program.spec):
         LOG.warning("resume  %s", warning)

@@ -174,6 +174,12 @@ def test_another_optimizer_text_seed_or_batch_is_said():
     assert not list(lineage.warnings({}, other.spec))
 
 
+def test_a_training_that_is_done_is_not_continued(saved, tmp_path):
+    program, run = alone("train.steps=1"), RunFolder(tmp_path / "run")
+    with pytest.raises(PtrainError, match=r"already at step 1 of 1\n.*train.steps above 1"):
+        resume(program, run, str(saved), Exchange(program.world))
+
+
 class Malice:
     def __reduce__(self) -> tuple[object, tuple[str]]:
         return os.mkdir, ("executed",)
