@@ -41,9 +41,14 @@ def folder_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
+def is_name(text: str) -> bool:
+    """Whether a folder of this name is a checkpoint that was written to its end."""
+    return bool(_STEP.fullmatch(text))
+
+
 def complete(parent: Path) -> list[Path]:
     """Checkpoints with their final name below `parent`, newest first."""
-    found = [path for path in parent.glob("step-*") if _STEP.fullmatch(path.name)]
+    found = [path for path in parent.glob("step-*") if is_name(path.name)]
     return sorted(found, key=lambda path: int(path.name[5:]), reverse=True)
 
 

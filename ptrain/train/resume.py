@@ -34,7 +34,10 @@ def resume(program: Program, folder: RunFolder, asked: str | None, exchange: Exc
         if asked == AUTO and not complaints:
             LOG.info("resume  no checkpoint yet: from the start")
             return 0
-        raise PtrainError("\n".join([*complaints, f"--resume {asked}: no sound checkpoint there"]))
+        lacks = "no sound checkpoint there" if complaints else "holds no checkpoint"
+        remedy = "train with checkpoint.every=N or checkpoint.at_end=true, or leave --resume out"
+        told = f"--resume {asked}: {lacks}\n  remedy: {remedy}"
+        raise PtrainError("\n".join([*complaints, told]))
     steps = program.spec.train.steps
     if found.step >= steps:
         raise PtrainError(
@@ -72,7 +75,7 @@ def _spec_name(path: Path) -> str | None:
 
 
 def _given(path: Path) -> list[Path]:
-    """A checkpoint, or those of a run folder, newest first."""
-    if (path / manifest.NAME).exists():
+    """A checkpoint, or those of a run folder or of its `checkpoints/`, newest first."""
+    if (path / manifest.NAME).exists() or manifest.is_name(path.name):
         return [path]
-    return manifest.complete(path / "checkpoints") or [path]
+    return manifest.complete(path / "checkpoints") or manifest.complete(path)

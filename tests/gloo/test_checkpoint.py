@@ -180,6 +180,13 @@ def test_a_training_that_is_done_is_not_continued(saved, tmp_path):
         resume(program, run, str(saved), Exchange(program.world))
 
 
+def test_a_run_that_saved_nothing_is_said_to_hold_no_checkpoint(tmp_path):
+    program, run = alone(), RunFolder(tmp_path / "run")
+    (tmp_path / "other" / "checkpoints").mkdir(parents=True)
+    with pytest.raises(PtrainError, match=r"^--resume .*: holds no checkpoint\n  remedy: "):
+        resume(program, run, str(tmp_path / "other"), Exchange(program.world))
+
+
 class Malice:
     def __reduce__(self) -> tuple[object, tuple[str]]:
         return os.mkdir, ("executed",)
