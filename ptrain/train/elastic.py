@@ -39,7 +39,7 @@ def launch(asked: Options) -> int:
         nproc_per_node=_ranks_per_node(world_size, asked.nnodes),
         run_id=asked.rdzv_id or "ptrain",
         rdzv_backend="c10d",
-        rdzv_endpoint=asked.rdzv_endpoint,
+        rdzv_endpoint=asked.rdzv_endpoint or "localhost:0",  # one node meets itself
         max_restarts=asked.max_restarts,
     )
     environment.let_agents_restart()

@@ -35,7 +35,7 @@ class Options:
     measure: int = 0
     nnodes: int = 1
     max_restarts: int = 0
-    rdzv_endpoint: str = "localhost:0"
+    rdzv_endpoint: str = ""
     rdzv_id: str = ""
     prepared: bool = False
 
@@ -65,10 +65,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--allow-import", action="store_true", help="let the spec's `target:` import code")
     add("--quiet", action="store_true", help="no lines per step")
     add("--tensorboard", action="store_true", help="also write TensorBoard events")
-    add("--measure", type=_count, default=0, metavar="N", help="full meters every N steps")
+    add(
+        "--measure", type=_count, default=0, metavar="N", help="full meters every N steps (0: none)"
+    )
     add("--nnodes", type=_nodes, default=1, help="nodes (torch's elastic launcher)")
     add("--max-restarts", type=_count, default=0, help="restarts (torch's elastic launcher)")
-    add("--rdzv-endpoint", default="localhost:0", metavar="HOST:PORT", help="where nodes meet")
+    add("--rdzv-endpoint", default="", metavar="HOST:PORT", help="where nodes meet")
     add("--rdzv-id", default="", metavar="ID", help="one id per job, equal on all nodes")
     add("--prepared", action="store_true", help=argparse.SUPPRESS)
 
@@ -92,6 +94,11 @@ def from_arguments(arguments: argparse.Namespace) -> Options:
     if len(specs) > 1:
         raise PtrainError(
             f"a training takes one SPEC and overrides a.b=c; got {' and '.join(specs)}"
+        )
+    if arguments.nnodes > 1 and not arguments.rdzv_endpoint:
+        raise PtrainError(
+            f"--nnodes {arguments.nnodes}: the nodes have no place to meet\n"
+            "  remedy: give every node the same --rdzv-endpoint HOST:PORT, HOST being one of them"
         )
     if arguments.device:
         overrides.append(f"device={arguments.device}")
@@ -147,5 +154,6 @@ def to_argv(options: Options) -> list[str]:
 def elastic_argv(options: Options) -> list[str]:
     """What torch's elastic launcher is told beside the ranks' own options."""
     argv = ["--nnodes", str(options.nnodes), "--max-restarts", str(options.max_restarts)]
-    argv += ["--rdzv-endpoint", options.rdzv_endpoint]
+    if options.rdzv_endpoint:
+        argv += ["--rdzv-endpoint", options.rdzv_endpoint]
     return [*argv, "--rdzv-id", options.rdzv_id] if options.rdzv_id else argv

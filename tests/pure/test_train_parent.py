@@ -58,6 +58,14 @@ def test_a_number_that_makes_no_sense_is_refused(wrong, capsys):
     assert wrong.partition("=")[0] in capsys.readouterr().err
 
 
+def test_several_nodes_need_a_place_to_meet():
+    with pytest.raises(PtrainError, match="--nnodes 2: .*\n.*--rdzv-endpoint HOST:PORT"):
+        options.parse(["ddp", "--nnodes", "2"])
+    asked = options.parse(["ddp", "--nnodes", "2", "--rdzv-endpoint", "a:1"])
+    assert options.elastic_argv(asked)[-2:] == ["--rdzv-endpoint", "a:1"]
+    assert options.parse(["ddp", "--max-restarts", "1"]).wants_elastic
+
+
 def test_an_override_may_be_spelled_as_an_option():
     assert options.parse(["ddp", "--train.steps=3"]).overrides == ("train.steps=3",)
 
