@@ -4,7 +4,7 @@ same job need less."""
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
@@ -12,7 +12,7 @@ from math import prod
 
 from ptrain.algebra.legality import check, executed
 from ptrain.axes.data.rules import executed_tuples
-from ptrain.costs import Estimate, State
+from ptrain.costs import PLACED, Estimate, State
 from ptrain.derivation.estimate import derive, own_facts
 from ptrain.derivation.facts import ModelFacts
 from ptrain.derivation.paper import state_sizes
@@ -27,6 +27,7 @@ from ptrain.units import format_bytes
 
 _CUT = (Distribution.SHARDED, Distribution.GATHERED)
 _OFFERED = 3
+_MOST_RANKS = 1024  # along one axis, when more ranks are tried
 _DERIVED = 4  # variants from each end of the range that are derived in full
 
 
@@ -39,11 +40,18 @@ class Variant:
     peak_bytes: int
     sent_bytes: int
     fits: bool
+    more_ranks: bool = False
 
     @property
     def command(self) -> str:
         """The overrides as a shell takes them."""
         return " ".join(shlex.quote(override) for override in self.overrides)
+
+    @property
+    def claim(self) -> str:
+        """What is true of it."""
+        on = f" on {self.spec.world_size} ranks" if self.more_ranks else ""
+        return f"fits{on}" if self.fits else "closer, but does not fit"
 
 
 def require_fit(spec: Spec, exact: Estimate, facts: ModelFacts | None = None) -> None:
@@ -57,11 +65,16 @@ def require_fit(spec: Spec, exact: Estimate, facts: ModelFacts | None = None) ->
         f"{format_bytes(found.peak_bytes)} of {room} per rank"
     ]
     variants = cheaper(spec, facts)
-    for variant in variants:
-        claim = "fits" if variant.fits else "smaller"
-        lines.append(f"  {claim}: {variant.command}  (peak {format_bytes(variant.peak_bytes)})")
-    instead = "one of these" if variants else "more ranks, or a smaller model or sequence"
+    wider = more_ranks(spec, variants, facts)
+    for variant in (*variants, *([wider] if wider else [])):
+        lines.append(f"  {variant.claim}: {variant.command}  (peak {_peak(variant)})")
+    fitting = wider or any(variant.fits for variant in variants)
+    instead = "one that fits" if fitting else "a smaller model or sequence"
     raise DoesNotFit("\n".join([*lines, f"  remedy: {instead}, or --force to train it anyway"]))
+
+
+def _peak(variant: Variant) -> str:
+    return format_bytes(variant.peak_bytes)
 
 
 def cheaper(spec: Spec, facts: ModelFacts | None = None) -> tuple[Variant, ...]:
@@ -81,6 +94,46 @@ def cheaper(spec: Spec, facts: ModelFacts | None = None) -> tuple[Variant, ...]:
         )
     )
     return tuple(smaller[:_OFFERED])
+
+
+def more_ranks(
+    spec: Spec, variants: Sequence[Variant], facts: ModelFacts | None = None
+) -> Variant | None:
+    """Where none of `variants` fits: the fewest ranks (a power of two along one axis) on which
+    this spec does, or else the first variant. None if that takes more than 1024."""
+    if any(variant.fits for variant in variants):
+        return None
+    facts = own_facts(spec) if facts is None else facts
+    for narrow in (spec, *(variant.spec for variant in variants[:1])):
+        for axis in DATA_AXES:
+            found = _widened(spec, narrow, axis, facts)
+            if found:
+                return found
+    return None
+
+
+def _widened(spec: Spec, narrow: Spec, axis: Axis, facts: ModelFacts) -> Variant | None:
+    if not any(axis in narrow.axes_where(state, *_CUT) for state in PLACED):
+        return None
+    degrees = [2**power for power in range(1, _MOST_RANKS.bit_length())]
+    wider = (_with_degree(narrow, axis, each) for each in degrees if each > narrow.degree(axis))
+    found = (_variant(spec, after, facts) for after in wider if not check(after))
+    return next((replace(each, more_ranks=True) for each in found if each.fits), None)
+
+
+def _with_degree(spec: Spec, axis: Axis, degree: int) -> Spec:
+    """The global batch stays where whole micro-batches make it up, else it grows until they do."""
+    factors = tuple(
+        replace(factor, degree=degree) if factor.axis is axis else factor for factor in spec.factors
+    )
+    wide = replace(spec, factors=factors)
+    once = spec.batch.micro * wide.data_degree
+    accumulate = -(-spec.batch.global_samples // once)
+    batch = replace(spec.batch, global_samples=accumulate * once, accumulate=accumulate)
+    cluster = spec.cluster
+    if cluster and cluster.devices < wide.world_size:
+        cluster = replace(cluster, devices=wide.world_size)
+    return replace(wide, batch=batch, cluster=cluster)
 
 
 def state_bytes(spec: Spec, sizes: dict[State, int]) -> int:
@@ -174,9 +227,13 @@ def _overrides(before: Spec, after: Spec) -> Iterator[str]:
         yield f"mesh={{{mesh}}}"
     if _tuples(before) != _tuples(after):
         yield f"placement={_written(after)}"
+    if before.batch.global_samples != after.batch.global_samples:
+        yield f"batch.global={after.batch.global_samples}"
     if before.batch != after.batch:
         yield f"batch.micro={after.batch.micro}"
         yield f"batch.accumulate={after.batch.accumulate}"
+    if before.cluster and after.cluster and before.cluster.devices != after.cluster.devices:
+        yield f"cluster.devices={after.cluster.devices}"
 
 
 def _written(spec: Spec) -> str:

@@ -10,7 +10,7 @@ from ptrain.algebra.legality import check, executed
 from ptrain.derivation.estimate import derive
 from ptrain.errors import DoesNotFit
 from ptrain.selection.fit import fit, peak_bytes
-from ptrain.selection.preflight import cheaper, require_fit
+from ptrain.selection.preflight import cheaper, more_ranks, require_fit
 from ptrain.spec.axis import Axis
 from ptrain.spec.cluster import Cluster
 from ptrain.spec.spec import Spec
@@ -94,3 +94,33 @@ def test_smaller_micro_batches_are_offered_where_activations_are_the_load():
     spec = on_devices_of(1, make_spec({Axis.DP_SHARD: (4, GATHERED)}, micro=8))
     offers = cheaper(spec)
     assert offers[0].overrides == ("batch.micro=1", "batch.accumulate=8")
+
+
+def test_the_fewest_ranks_on_which_it_fits_are_named_where_nothing_else_does():
+    def gathered(degree: int) -> Spec:
+        return make_spec({Axis.DP_SHARD: (degree, GATHERED)}, micro=1)
+
+    room = peak_bytes(derive(gathered(16)).exact)
+    spec = on_devices_of(room, gathered(4))
+    found = more_ranks(spec, cheaper(spec))
+    assert found is not None
+    assert found.spec.world_size == 16
+    assert found.peak_bytes == room
+    assert not check(found.spec)
+    assert "mesh={dp_shard: 16}" in found.overrides
+    assert "cluster.devices=16" in found.overrides
+    with pytest.raises(DoesNotFit, match=r"  fits on 16 ranks: .*\n  remedy: one that fits"):
+        require_fit(spec, derive(spec).exact)
+
+
+def test_what_does_not_fit_is_not_offered_as_a_remedy():
+    spec = on_devices_of(1, REPLICATED)
+    assert more_ranks(spec, cheaper(spec)) is None
+    with pytest.raises(DoesNotFit, match="closer, but does not fit: ") as refused:
+        require_fit(spec, derive(spec).exact)
+    assert "  remedy: a smaller model or sequence" in str(refused.value)
+
+
+def test_more_ranks_are_not_looked_for_where_something_fits():
+    spec = on_devices_of(PEAK - 1, REPLICATED)
+    assert more_ranks(spec, cheaper(spec)) is None
