@@ -369,6 +369,8 @@ def _unquote(value: object) -> str:
     if isinstance(value, str) and re.fullmatch(r"[-+]?[0-9_.:]+([eE][-+]?[0-9]+)?", value):
         plain = value.replace("_", "")
         return f"write {plain} without quotes or underscores" if ":" not in plain else ""
+    if isinstance(value, str) and re.fullmatch(r"[0-9.]+( *, *[0-9.]+)+", value):
+        return "write one number; `ptrain predict` and `ptrain validate` take a list a.b=1,2"
     return ""
 
 

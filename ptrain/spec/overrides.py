@@ -41,6 +41,10 @@ def split_arguments(arguments: Iterable[str]) -> tuple[list[str], list[str]]:
     sources: list[str] = []
     overrides: list[str] = []
     for argument in arguments:
+        if argument.startswith("="):
+            finding = f"there is a blank before {argument[:60]!r}"
+            remedy = f"write it without spaces; {_EXAMPLE}"
+            raise SpecError(Mark(source="command line").fault("", finding, remedy))
         (overrides if _OVERRIDE.match(argument) else sources).append(argument)
     return sources, overrides
 

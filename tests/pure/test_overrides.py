@@ -9,7 +9,7 @@ from ptrain.spec.axis import Axis
 from ptrain.spec.batch import SyncPolicy
 from ptrain.spec.load import expand, load
 from ptrain.spec.names import listing
-from ptrain.spec.overrides import sweeps
+from ptrain.spec.overrides import split_arguments, sweeps
 from ptrain.spec.spec import Spec
 
 
@@ -160,3 +160,8 @@ def test_a_token_file_on_the_command_line_replaces_the_files_corpus():
     assert (again.data.path, again.data.corpus) == (None, "synthetic")
     with pytest.raises(SpecError, match="both a corpus and a path"):
         load("zero3", ["data.path=tokens.npy", "data.corpus=synthetic"])
+
+
+def test_spaces_around_the_equals_sign_are_named():
+    with pytest.raises(SpecError, match="write it without spaces"):
+        split_arguments(["zero3", "mesh.dp_shard", "=", "4"])
