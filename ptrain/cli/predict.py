@@ -14,7 +14,7 @@ from ptrain.report.differences import several
 from ptrain.report.predict import Prediction, one
 from ptrain.report.record import record
 from ptrain.selection.fit import fit
-from ptrain.selection.preflight import cheaper, more_ranks
+from ptrain.selection.preflight import cheaper
 from ptrain.spec.load import load
 from ptrain.spec.model import ModelShape
 from ptrain.spec.overrides import split_arguments, sweeps
@@ -94,24 +94,16 @@ def as_record(prediction: Prediction) -> dict[str, object]:
         {"overrides": list(each.overrides), "peak_bytes": each.peak_bytes, "fits": each.fits}
         for each in prediction.cheaper
     ]
-    wider = prediction.more_ranks
-    result["more_ranks"] = wider and {
-        "ranks": wider.spec.world_size,
-        "overrides": list(wider.overrides),
-        "peak_bytes": wider.peak_bytes,
-    }
     return result
 
 
 def _predict(spec: Spec, *, label: str, facts: ModelFacts, offer: bool) -> Prediction:
     derivation = derive(spec, facts)
     misfit = offer and not fit(spec, derivation.exact).fits
-    variants = cheaper(spec, facts) if misfit else ()
     return Prediction(
         label=label,
         spec=spec,
         derivation=derivation,
         num_parameters=facts.numel,
-        cheaper=variants,
-        more_ranks=more_ranks(spec, variants, facts) if misfit else None,
+        cheaper=cheaper(spec, facts) if misfit else (),
     )

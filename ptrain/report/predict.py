@@ -28,7 +28,6 @@ class Prediction:
     derivation: Derivation
     num_parameters: int
     cheaper: tuple[Variant, ...] = ()
-    more_ranks: Variant | None = None
 
     @property
     def fit(self) -> Fit:
@@ -47,7 +46,6 @@ def one(prediction: Prediction) -> str:
             _traffic(paper, exact),
             "",
             *fit_lines(prediction.fit, prediction.cheaper),
-            *_rank_lines(prediction),
             *notes(paper, exact),
         ]
     )
@@ -77,17 +75,6 @@ def fit_lines(found: Fit, cheaper: Sequence[Variant]) -> list[str]:
         f"does not fit by {size(found.short_bytes)}: {measure}",
         *(cheaper_lines(cheaper) or nothing),
     ]
-
-
-def _rank_lines(prediction: Prediction) -> list[str]:
-    """The number of ranks on which it fits, where nothing on as many ranks does."""
-    if prediction.more_ranks:
-        return cheaper_lines([prediction.more_ranks])
-    offered = any(variant.fits for variant in prediction.cheaper)
-    if prediction.fit.fits or offered or not prediction.spec.factors:
-        return []
-    placements = "this placement or the first above" if prediction.cheaper else "this placement"
-    return [f"  more ranks with {placements} do not make it fit either, up to 1024 along an axis"]
 
 
 def cheaper_lines(cheaper: Sequence[Variant]) -> list[str]:

@@ -150,15 +150,6 @@ def test_an_offered_variant_is_what_its_overrides_give(ptrain):
         assert variant["fit"]["peak_bytes"] == offered["peak_bytes"]
 
 
-def test_the_ranks_that_are_offered_fit(ptrain):
-    spec = ("predict", "70b-zero3", "batch.sequence=512", "--json")
-    offered = json.loads(ptrain(*spec))["more_ranks"]
-    assert offered["ranks"] == 32
-    wider = json.loads(ptrain(*spec, *offered["overrides"]))
-    assert wider["fit"]["fits"]
-    assert wider["fit"]["peak_bytes"] == offered["peak_bytes"]
-
-
 def test_a_spec_that_fits_offers_nothing(ptrain):
     record = json.loads(ptrain("predict", "zero3", "--json"))
     assert record["fit"]["fits"] is True
