@@ -59,7 +59,7 @@ def test_a_number_that_makes_no_sense_is_refused(wrong, capsys):
 
 
 def test_several_nodes_need_a_place_to_meet():
-    with pytest.raises(PtrainError, match="--nnodes 2: .*\n.*--rdzv-endpoint HOST:PORT"):
+    with pytest.raises(PtrainError, match=r"--nnodes 2: .*\n.*--rdzv-endpoint HOST:PORT"):
         options.parse(["ddp", "--nnodes", "2"])
     asked = options.parse(["ddp", "--nnodes", "2", "--rdzv-endpoint", "a:1"])
     assert options.elastic_argv(asked)[-2:] == ["--rdzv-endpoint", "a:1"]
