@@ -28,6 +28,7 @@ from ptrain.train.folder import open_run
 from ptrain.train.launch import launch
 from ptrain.train.options import Options
 from ptrain.train.tensorboard import MISSING
+from ptrain.train.traced import require_reachable
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -49,6 +50,7 @@ def checked(asked: Options) -> Spec:
     """The spec that will run. Raises what is wrong with it, or with the options, before any rank
     starts and anything is written."""
     spec = require(load(asked.spec, asked.overrides))
+    require_reachable(spec)
     if asked.tensorboard and find_spec("tensorboard") is None:
         raise PtrainError(MISSING)
     if isinstance(spec.model, ExternalModel) and not asked.allow_import:

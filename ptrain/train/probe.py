@@ -14,7 +14,9 @@ from ptrain.costs import Estimate, Phase, Traffic, add_traffic
 from ptrain.interpreter.program import Program
 from ptrain.meters.measure import Measurement, measure
 from ptrain.train.folder import RunFolder
+from ptrain.train.journal import LOG
 from ptrain.train.profile import traced
+from ptrain.train.traced import moved, told
 
 FIRST_STEADY = 2  # the first two steps make optimizer state and rebuild buckets
 
@@ -34,15 +36,20 @@ class Probe:
         self._program = program
         self._folder = folder
         self._steady = first + FIRST_STEADY
+        metered = (self._steady, self._steady + 1)  # counted from 1
+        instead = moved(program.spec, metered)
+        self._traced = {instead.get(step, step) for step in program.spec.profile}
         self._every = every
         self._measured = measured
+        if line := told(program.spec, metered):
+            LOG.warning(line)
         self._before: Estimate | None = None
         self.estimate: Estimate | None = None  # of the first steady step, with the set-up rows
 
     @contextmanager
     def __call__(self, step: int) -> Iterator[None]:
         with ExitStack() as stack:
-            if step + 1 in self._program.spec.profile:
+            if step + 1 in self._traced:
                 world = self._program.world
                 stack.enter_context(traced(self._folder.trace, step + 1, world))
             measurement = (
@@ -54,7 +61,7 @@ class Probe:
 
     def _is_measured(self, step: int) -> bool:
         chosen = self._every > 0 and step > self._steady and step % self._every == 0
-        return chosen or step in (self._steady - 1, self._steady)
+        return (chosen and step + 1 not in self._traced) or step in (self._steady - 1, self._steady)
 
     def _take(self, step: int, measurement: Measurement) -> None:
         estimate = measurement.estimate()

@@ -39,6 +39,7 @@ from ptrain.train.options import Options
 from ptrain.train.probe import Probe
 from ptrain.train.resume import resume
 from ptrain.train.tensorboard import TensorBoard
+from ptrain.train.traced import require_reachable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +57,7 @@ def run(options: Options) -> int:
     """Train on this rank; the exit code. A process group is destroyed only if it was made here."""
     size = dist.get_world_size() if dist.is_initialized() else environment.world_size()
     spec = require(load(options.spec, options.overrides, world_size=size))
+    require_reachable(spec)
     with interrupt.caught() as interrupts, ExitStack() as stack:
         world = World.join(spec.timeout, device=spec.device, backend=spec.backend)
         stack.callback(world.close)
