@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import TracebackType
 
 import torch
 import torch.distributed as dist
@@ -66,20 +67,30 @@ def run(options: Options) -> int:
         if spec.deterministic:
             torch.use_deterministic_algorithms(True)
             stack.callback(torch.use_deterministic_algorithms, False)
+        folder = _folder(spec, options, exchange)
         session = Session(
             spec=spec,
             options=options,
             world=world,
             exchange=exchange,
-            folder=_folder(spec, options, exchange),
+            folder=folder,
         )
+        set_up_logging(folder, rank=world.rank, speaks=world.is_first and not options.json)
+        stack.push(_log_failure)  # runs first: leaving the group may hang, or this rank be ended
         return _run(session, interrupts)
+
+
+def _log_failure(
+    kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+) -> None:
+    """The traceback of what no user is to blame for, into this rank's log."""
+    if error is not None and not isinstance(error, PtrainError):
+        LOG.debug("rank failed: %s", error, exc_info=error)
 
 
 def _run(session: Session, interrupts: interrupt.Interrupts) -> int:
     spec, options, world = session.spec, session.options, session.world
     speaks = world.is_first and not options.json
-    set_up_logging(session.folder, rank=world.rank, speaks=speaks)
     text = corpus(spec.data)
     require_corpus(text, spec)
     if spec.data.path is None:  # a token file has its name, and may be too large to read
@@ -204,11 +215,13 @@ def _end(session: Session) -> str:
 
 
 def _run_figures(session: Session, outcome: Outcome) -> dict[str, object]:
+    data = session.spec.data
     return {
         "folder": str(session.folder.path),
         "steps": outcome.steps,
         "loss": outcome.loss,
         "held_out_loss": outcome.held_out_loss,
+        "text_digest": None if data.path else corpus(data).digest(),
         "interrupted_by": outcome.interrupt.name if outcome.interrupt else None,
     }
 
