@@ -71,6 +71,11 @@ def cores() -> int:
     return os.cpu_count() or 1
 
 
+def threads_per_rank(world_size: int) -> str:
+    """What the user has set, else an equal share of the cores."""
+    return os.environ.get("OMP_NUM_THREADS") or str(max(1, cores() // world_size))
+
+
 def rank_environment(
     rank: int, world_size: int, meeting: Meeting, error_file: Path
 ) -> dict[str, str]:
@@ -89,7 +94,7 @@ def rank_environment(
     )
     if rank == 0:
         environment["PTRAIN_STORE_FD"] = str(meeting.descriptor)
-    environment.setdefault("OMP_NUM_THREADS", str(max(1, cores() // world_size)))
+    environment.setdefault("OMP_NUM_THREADS", threads_per_rank(world_size))
     environment.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler's USDT lines
     for name in _loopback():
         environment.setdefault("GLOO_SOCKET_IFNAME", name)

@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 
 import yaml
@@ -75,7 +76,7 @@ def open_run(
         folder.summary.unlink(missing_ok=True)  # of the run that is continued
         write_text(path / "spec.resolved.yaml", _resolved(spec))
         write_text(path / "command.txt", command + "\n")
-        write_json(path / "env.json", _environment())
+        write_json(path / "env.json", _environment(spec.world_size))
         if path.parent == root.resolve():
             _point_latest_at(path)
     except OSError as error:
@@ -151,14 +152,15 @@ def _resolved(spec: Spec) -> str:
     return yaml.safe_dump(dict(spec.resolved), sort_keys=False, allow_unicode=True)
 
 
-def _environment() -> Mapping[str, object]:
+def _environment(num_ranks: int) -> Mapping[str, object]:
     """Versions, host and the allow-listed variables."""
     return {
         "python": sys.version.split()[0],
-        "versions": versions(),
+        "versions": {**versions(), "numpy": metadata.version("numpy")},
         "host": platform.node(),
         "platform": platform.platform(),
         "cores": environment.cores(),
+        "threads_per_rank": environment.threads_per_rank(num_ranks),
         "git": _revision(),
         "environment": environment.recorded(),
     }
