@@ -12,8 +12,8 @@ import torch
 from ptrain.costs import Phase, State
 from ptrain.derivation import activations
 from ptrain.derivation.parameters import facts
-from ptrain.meters import tables
 from ptrain.meters.memory import MemoryMeter
+from ptrain.models import tables
 from ptrain.models.build import build
 from ptrain.models.facts import facts_of, module_facts, read_facts
 from ptrain.models.initialize import cast
