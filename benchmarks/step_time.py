@@ -243,9 +243,9 @@ def report(strategy: str, sides: dict[str, Side], steps: int) -> tuple[str, bool
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--pairs", type=int, default=30)
-    parser.add_argument("--launches", type=int, default=5, help="starts of the ranks")
-    parser.add_argument("--steps", type=int, default=3, help="steps of each contender in a pair")
+    parser.add_argument("--pairs", type=int, default=60)
+    parser.add_argument("--launches", type=int, default=6, help="starts of the ranks")
+    parser.add_argument("--steps", type=int, default=1, help="steps of each contender in a pair")
     parser.add_argument("--strategies", nargs="+", default=["ddp", "zero3"])
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/")
     args = parser.parse_args()
