@@ -95,6 +95,7 @@ def job(arguments: Sequence[str], *, cwd: Path, module: str = "ptrain") -> Itera
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        preexec_fn=_hear_hang_ups,
     )
     started = Job(process)
     try:
@@ -107,6 +108,11 @@ def job(arguments: Sequence[str], *, cwd: Path, module: str = "ptrain") -> Itera
         for stream in (process.stdout, process.stderr):
             if stream is not None:
                 stream.close()
+
+
+def _hear_hang_ups() -> None:
+    """The tests themselves may run under nohup, which children inherit."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def run(arguments: Sequence[str], *, cwd: Path, module: str = "ptrain") -> tuple[int, Job]:
