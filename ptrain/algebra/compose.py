@@ -13,10 +13,8 @@ from typing import assert_never
 
 from ptrain.costs import PLACED, State
 from ptrain.spec.axis import Factor
-from ptrain.spec.placement import Distribution, Mode, Tier
+from ptrain.spec.placement import TIER_DISTANCE, Distribution, Mode, Tier
 from ptrain.units import ceil_div
-
-_DISTANCE = {Tier.DEVICE: 0, Tier.HOST: 1, Tier.FILE: 2}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +88,7 @@ def _compose_shares(inner: Share, outer: Share) -> Share:
         copies=inner.copies * outer.copies,
         gathered=inner.gathered or outer.gathered,
         materialized=inner.materialized or outer.materialized,
-        tier=max(inner.tier, outer.tier, key=_DISTANCE.__getitem__),
+        tier=max(inner.tier, outer.tier, key=TIER_DISTANCE.__getitem__),
     )
 
 

@@ -41,10 +41,14 @@ def run(args: Namespace) -> int:
 def as_record(plan: Plan) -> dict[str, object]:
     """The steps as plain data, each with its kind."""
     steps = [{"step": type(step).__name__, **asdict(step)} for step in plan.steps]
-    return {"spec": plan.name, "steps": steps, "units": list(plan.units)}
+    return {
+        "spec": plan.name,
+        "steps": steps,
+        "units": ["+".join(modules) for modules in plan.units],
+    }
 
 
 def _lower(source: str, overrides: list[str], allow_import: bool) -> tuple[Spec, Plan]:
     spec = require(load(source, overrides))
     facts = facts_of(spec, allow_import=allow_import)
-    return spec, lower(spec, tuple(unit.name for unit in facts.units))
+    return spec, lower(spec, facts.unit_modules)

@@ -27,10 +27,16 @@ class TensorFacts:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitFacts:
     """What is gathered, reduced and freed together: a block, or the root with all that is left.
-    `name` is the module's dotted name, "" for the root. Tied tensors appear once, in the root."""
+    `modules` are dotted names, "" for the root. Tied tensors appear once, in the root."""
 
-    name: str
+    modules: tuple[str, ...]
     tensors: tuple[TensorFacts, ...]
+
+    @property
+    def name(self) -> str:
+        """What the unit is called; "" for the root."""
+        first, *others = self.modules
+        return f"{first} … {others[-1]}" if others else first
 
     @property
     def numel(self) -> int:
@@ -52,6 +58,11 @@ class ModelFacts:
     @property
     def tensors(self) -> tuple[TensorFacts, ...]:
         return tuple(tensor for unit in self.units for tensor in unit.tensors)
+
+    @property
+    def unit_modules(self) -> tuple[tuple[str, ...], ...]:
+        """The modules of each unit, as a plan lists them."""
+        return tuple(unit.modules for unit in self.units)
 
     @property
     def numel(self) -> int:

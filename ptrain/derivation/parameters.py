@@ -23,8 +23,8 @@ def facts(shape: ModelShape, sequence: int) -> ModelFacts:
     block, root = _block(shape), _root(shape, sequence)
     names = tuple(f"blocks.{i}" for i in range(shape.layers))
     units = (
-        *(UnitFacts(name=name, tensors=_tensors(block, f"{name}.")) for name in names),
-        UnitFacts(name="", tensors=_tensors(root, "")),
+        *(UnitFacts(modules=(name,), tensors=_tensors(block, f"{name}.")) for name in names),
+        UnitFacts(modules=("",), tensors=_tensors(root, "")),
     )
     return ModelFacts(
         units=units,

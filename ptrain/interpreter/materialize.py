@@ -7,7 +7,8 @@ from torch import nn
 from torch._guards import detect_fake_mode
 from torch.distributed.tensor import DTensor
 
-from ptrain.axes.data.apply import Wrapped, apply, rows_of
+from ptrain.axes.data.apply import Wrapped, apply
+from ptrain.axes.data.target import rows_of
 from ptrain.interpreter.mesh import Mesh
 from ptrain.interpreter.registry import Registry
 from ptrain.models.build import build

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from ptrain.axes.data.apply import Target
+from ptrain.axes.data.target import Target
 from ptrain.costs import State
 from ptrain.errors import Fault, SpecError
 from ptrain.models.numerics import TORCH_DTYPES

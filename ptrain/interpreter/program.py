@@ -22,7 +22,7 @@ from ptrain.interpreter.optimizer import Update
 from ptrain.interpreter.registry import Registry
 from ptrain.interpreter.world import World
 from ptrain.models.loss import token_loss_sum
-from ptrain.models.units import unit_names
+from ptrain.models.units import unit_modules
 from ptrain.plan.lower import lower
 from ptrain.plan.step import Plan
 from ptrain.spec.axis import DATA_AXES
@@ -174,7 +174,7 @@ def interpret(
     """
     world = world or World.join(spec.timeout, device=spec.device, backend=spec.backend)
     module = build_module(spec, allow_import=allow_import) if model is None else model
-    plan = lower(spec, unit_names(module))
+    plan = lower(spec, unit_modules(module))
     mesh = Mesh(plan.mesh, world)
     wrapped = wrap(module, spec, plan, mesh, mesh.registry)
     return Program(spec, plan, mesh, wrapped, module)

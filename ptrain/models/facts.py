@@ -14,7 +14,7 @@ from ptrain.models.initialize import cast
 from ptrain.models.loss import token_loss_sum
 from ptrain.models.numerics import TORCH_DTYPES
 from ptrain.models.trace import record, to_timeline
-from ptrain.models.units import unit_names
+from ptrain.models.units import unit_modules
 from ptrain.spec.model import ModelShape
 from ptrain.spec.spec import Spec
 from ptrain.timeline import Complete
@@ -45,7 +45,7 @@ def module_facts(model: nn.Module, spec: Spec) -> ModelFacts:
     """The facts of `model`, whose parameters are cast to the spec's dtype. The generator's state
     is left as it was."""
     cast(model, TORCH_DTYPES[spec.precision.effective.parameters])
-    units = unit_names(model)
+    units = unit_modules(model)
     micro, sequence = spec.batch.micro, spec.batch.sequence
     tokens = torch.zeros(micro, sequence + 1, dtype=torch.int64)
     with torch.random.fork_rng(devices=[]):
@@ -66,20 +66,20 @@ def module_facts(model: nn.Module, spec: Spec) -> ModelFacts:
     )
 
 
-def _units(model: nn.Module, names: tuple[str, ...]) -> tuple[UnitFacts, ...]:
+def _units(model: nn.Module, groups: tuple[tuple[str, ...], ...]) -> tuple[UnitFacts, ...]:
     """Each unit with the parameters that no unit before it has."""
     seen: set[int] = set()
     units = []
-    for name in names:
-        prefix = f"{name}." if name else ""
+    for modules in groups:
         fresh = [
-            (prefix + path, parameter)
+            (f"{name}." * bool(name) + path, parameter)
+            for name in modules
             for path, parameter in model.get_submodule(name).named_parameters()
             if id(parameter) not in seen
         ]
         seen.update(id(parameter) for _, parameter in fresh)
         tensors = tuple(TensorFacts(name=n, shape=tuple(p.shape)) for n, p in fresh)
-        units.append(UnitFacts(name=name, tensors=tensors))
+        units.append(UnitFacts(modules=modules, tensors=tensors))
     return tuple(units)
 
 

@@ -21,7 +21,7 @@ from ptrain.models.build import build
 from ptrain.models.initialize import cast
 from ptrain.models.loss import token_loss_sum
 from ptrain.models.trace import Born, Complete, Died, Event, Recording, record
-from ptrain.models.units import unit_names
+from ptrain.models.units import unit_modules
 from ptrain.spec.model import Family, ModelShape
 from ptrain.timeline import Boundary, Mark
 
@@ -48,7 +48,7 @@ def trace(
     tokens = torch.zeros(batch, sequence + 1, dtype=torch.int64)
     return record(
         model,
-        unit_names(model),
+        unit_modules(model),
         lambda: token_loss_sum(model(tokens[:, :-1]), tokens[:, 1:]) / (batch * sequence),
         tokens,
     )

@@ -118,17 +118,19 @@ class _LeaveBackward(torch.autograd.Function):
 class Marker:
     """Hooks that write a unit's boundaries into a recorder, where FSDP2's hooks would run."""
 
-    def __init__(self, recorder: Recorder, model: nn.Module, units: Sequence[str]) -> None:
+    def __init__(
+        self, recorder: Recorder, model: nn.Module, units: Sequence[tuple[str, ...]]
+    ) -> None:
         self._recorder = recorder
         self._begun: set[int] = set()
         self._ended: set[int] = set()
         self._units = units
         self._handles: list[Any] = []
-        for index, name in enumerate(units):
-            module = model.get_submodule(name)
+        for index, modules in enumerate(units):
+            first, last = model.get_submodule(modules[0]), model.get_submodule(modules[-1])
             self._handles += [
-                module.register_forward_pre_hook(self._enter(index), with_kwargs=True),
-                module.register_forward_hook(self._leave(index)),
+                first.register_forward_pre_hook(self._enter(index), with_kwargs=True),
+                last.register_forward_hook(self._leave(index)),
             ]
         for name, parameter in model.named_parameters():
             hook = parameter.register_post_accumulate_grad_hook(self._complete(name))
@@ -200,7 +202,7 @@ def _differentiable(x: Any) -> bool:
 
 def record(
     model: nn.Module,
-    units: Sequence[str],
+    units: Sequence[tuple[str, ...]],
     run_forward: Callable[[], Tensor],
     *inputs: Tensor,
 ) -> Recording:

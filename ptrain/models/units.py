@@ -7,8 +7,9 @@ from torch import nn
 ROOT = ""
 
 
-def unit_names(module: nn.Module) -> tuple[str, ...]:
-    """The elements of the ModuleList that holds most parameters, first to last, then the root.
+def unit_modules(module: nn.Module) -> tuple[tuple[str, ...], ...]:
+    """The modules of each unit: the elements of the ModuleList that holds most parameters, first to
+    last, then the root.
 
     For a built-in model these are its blocks. Elements without parameters are no units; a model
     without such a list is one unit.
@@ -19,11 +20,11 @@ def unit_names(module: nn.Module) -> tuple[str, ...]:
         if isinstance(child, nn.ModuleList) and _numel(child)
     }
     if not lists:
-        return (ROOT,)
+        return ((ROOT,),)
     largest = max(lists, key=lambda name: lists[name])
     elements = module.get_submodule(largest).named_children()
     prefix = f"{largest}." if largest else ""
-    return (*(f"{prefix}{name}" for name, child in elements if _numel(child)), ROOT)
+    return (*((f"{prefix}{name}",) for name, child in elements if _numel(child)), (ROOT,))
 
 
 def _numel(module: nn.Module) -> int:

@@ -16,6 +16,7 @@ from ptrain.plan.step import (
     Plan,
     Replicate,
     Step,
+    Units,
     Update,
 )
 from ptrain.spec.axis import Axis
@@ -160,8 +161,9 @@ def _sync(sync: SyncPolicy, *, gathers: bool) -> str:
     return f"gradients {when}; gathered parameters {forward}, {backward}"
 
 
-def _units(names: Sequence[str]) -> str:
+def _units(units: Units) -> str:
     """`blocks.0 … blocks.79, the root`."""
+    names = ["+".join(modules) for modules in units]
     blocks = [name for name in names if name]
     shown = blocks if len(blocks) <= 3 else [blocks[0], "…", blocks[-1]]
     text = ", ".join([*shown, "the root"] if "" in names else shown).replace(", …, ", " … ")

@@ -6,8 +6,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ptrain.spec.axis import Axis
-from ptrain.spec.batch import ReduceScatterVia, SyncPolicy
+from ptrain.spec.batch import GatherAfterUpdate, ReduceScatterVia, SyncPolicy
+from ptrain.spec.placement import Tier
 from ptrain.spec.precision import Layout
+
+Units = tuple[tuple[str, ...], ...]  # a wrap unit is the modules that are gathered together
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,39 +28,70 @@ class LocalGradients:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replicate:
-    """Theta, Omega and G are R on every data axis: DistributedDataParallel over `axes`; buckets in
-    the order in which gradients arrive, reduced (summed) after the last micro-batch."""
+    """Theta and G are R on every data axis: DistributedDataParallel over `axes`; buckets in the
+    order in which gradients arrive, reduced (summed) after the last micro-batch: beside its
+    backward pass (`overlaps`), or one by one when it is over.
+
+    Omega is R, or with `zero_redundancy` S by torch's ZeroRedundancyOptimizer: whole tensors are
+    spread over the ranks, and each owner broadcasts what it updated.
+    """
 
     axes: tuple[Axis, ...]
     bucket_bytes: int
+    overlaps: bool = True
+    zero_redundancy: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FullyShard:
     """Theta is S*, Omega and G are S on `shard_axes` and all three R on `replicate_axes`: FSDP2's
-    `fully_shard` on each block and then the root (HSDP with a replicate axis)."""
+    `fully_shard` on each unit and then the root (HSDP with a replicate axis).
+
+    `materialized`: Theta is M; the shards are the optimizer's master copies, and a gathered unit
+    is a cast of them. `prefetch`: units gathered ahead in both passes, None for torch's own (the
+    next in backward). Without `overlaps` nothing is gathered ahead, and a reduction is awaited.
+    """
 
     shard_axes: tuple[Axis, ...]
     replicate_axes: tuple[Axis, ...]
     sync: SyncPolicy
     reduce_scatter: ReduceScatterVia
+    materialized: bool = False
+    prefetch: int | None = None
+    overlaps: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlatUnits:
     """Any other tuple: each unit's tensors in one flat padded buffer, a handler per state.
 
-    Theta is stored sharded over `parameters` and gathered by unit for use; G is reduced to shards
-    over `gradients` in the backward pass; the update works on shards over `optimizer`. The axes
-    are those on which the state is not R; `axes` are all data axes, outermost first.
+    `axes` are all data axes, outermost first; `parameters`, `optimizer` and `gradients` those
+    along which the state is kept as a shard, each on its tier. Theta is brought whole to the
+    device by unit for use; `materialized`: it is M and made of Omega's master shards. G is
+    reduced to shards over `gradients` in the backward pass; along `gathered_gradients` (S*) it is
+    made whole again by unit for the update; `consumed`: it is M, and a unit is reduced and updated
+    as soon as its gradients are complete. The update works on shards over `updated` (where Omega
+    is S), on `update_tier`; along `optimizer` without `updated` (S*) Omega is gathered for it.
     """
 
     axes: tuple[Axis, ...]
     parameters: tuple[Axis, ...]
     optimizer: tuple[Axis, ...]
     gradients: tuple[Axis, ...]
+    updated: tuple[Axis, ...]
     sync: SyncPolicy
     reduce_scatter: ReduceScatterVia
+    parameters_tier: Tier = Tier.DEVICE
+    optimizer_tier: Tier = Tier.DEVICE
+    gradients_tier: Tier = Tier.DEVICE
+    update_tier: Tier = Tier.DEVICE
+    materialized: bool = False
+    consumed: bool = False
+    gathered_gradients: tuple[Axis, ...] = ()
+    overlaps: bool = False
+    prefetch: int = 0
+    gather_after_update: GatherAfterUpdate = GatherAfterUpdate.BLOCKING
+    path: str | None = None
 
 
 Wrap = LocalGradients | Replicate | FullyShard | FlatUnits
@@ -85,6 +119,7 @@ class Update:
 
     optimizer: str
     layout: Layout
+    scale_axes: tuple[Axis, ...] = ()  # of a scaled loss: along which overflows are looked for
 
 
 Step = CreateMesh | Wrap | Accumulate | Clip | Update
@@ -100,7 +135,7 @@ class Plan:
     accumulate: Accumulate
     clip: Clip | None
     update: Update
-    units: tuple[str, ...]  # module names of the wrap units, blocks first, "" is the root
+    units: Units  # in the order of wrapping: blocks first, the root ("",) last
 
     @property
     def steps(self) -> tuple[Step, ...]:

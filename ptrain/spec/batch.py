@@ -37,10 +37,12 @@ class SyncPolicy:
     False) 2. Whatever the policy, the last micro-batch reduces and reshards.
     Gradients that are R on every data axis are always `last`: to reduce a sum that already holds
     a reduced part would count that part once per rank.
+    An integer n for `reshard_after_forward` keeps each gathered unit in n shards until backward
+    (FSDP2's smaller groups of n neighbours).
     """
 
     gradients: GradientSync = GradientSync.EVERY
-    reshard_after_forward: bool = True
+    reshard_after_forward: bool | int = True
     reshard_after_backward: bool = True
 
 
@@ -50,3 +52,38 @@ class ReduceScatterVia(StrEnum):
 
     NATIVE = "native"
     ALL_TO_ALL = "all_to_all"
+
+
+class UnitKind(StrEnum):
+    """What is gathered, reduced and freed together (the paper's s_unit)."""
+
+    BLOCK = "block"
+    SUB_BLOCK = "sub-block"  # a block's children that have children; the block keeps the rest
+    BLOCKS = "blocks"  # n neighbouring blocks
+    MODEL = "model"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitSize:
+    """`count` neighbouring blocks make one unit; 1 for every other kind."""
+
+    kind: UnitKind = UnitKind.BLOCK
+    count: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.count} blocks" if self.kind is UnitKind.BLOCKS else self.kind.value
+
+
+class Overlap(StrEnum):
+    """Whether gradients are reduced beside the backward pass."""
+
+    NONE = "none"
+    BACKWARD = "backward"
+
+
+class GatherAfterUpdate(StrEnum):
+    """When the ranks' updated parts of the parameters become whole."""
+
+    BLOCKING = "blocking"  # after each unit's update, awaited
+    DURING_UPDATE = "during-update"  # issued after each unit's update, awaited at the end
+    NEXT_FORWARD = "next-forward"  # by each unit when it is used next

@@ -25,6 +25,9 @@ class Tier(StrEnum):
     FILE = "file"
 
 
+TIER_DISTANCE = {Tier.DEVICE: 0, Tier.HOST: 1, Tier.FILE: 2}  # from the device, in copies
+
+
 @dataclass(frozen=True, slots=True)
 class Mode:
     """A distribution on a tier: `R`, `S`, `S*`, `M`, `O` (= `S@host`), `R@host`, `S@file` …"""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 
@@ -22,10 +22,14 @@ class DType(StrEnum):
 class Layout:
     """The dtypes of one training step.
 
-    `master` is the copy of the parameters that the optimizer updates and owns (it counts as
-    optimizer state), None where the optimizer updates the parameters themselves. `moments` is
-    the dtype of each of the optimizer's moment tensors; they take the dtype of the tensor that
-    is updated. Every `step` counter is one fp32 scalar, 4 bytes, whatever the layout.
+    `parameters` is what the model computes in. A micro-batch's gradients are collected and travel
+    in `reduced`, and are kept (over micro-batches, until the update) in `gradients`; with
+    `keeps_both` the micro-batch's own stay beside their sum until the update. `master` is the copy
+    of the parameters that the optimizer updates and owns (it counts as optimizer state), None
+    where the optimizer updates the parameters themselves. `moments` is the dtype in which each of
+    the optimizer's moment tensors is kept; the update computes in the dtype of what it updates.
+    Every `step` counter is one fp32 scalar, 4 bytes, whatever the layout. `scales_loss`: the loss
+    is multiplied before backward, and the update is skipped where a gradient overflowed.
     """
 
     name: str
@@ -33,28 +37,60 @@ class Layout:
     gradients: DType
     master: DType | None
     moments: DType
+    reduced: DType
+    keeps_both: bool = False
+    scales_loss: bool = False
 
     @property
     def updated(self) -> DType:
         """The dtype of the tensor that the optimizer updates."""
         return self.master or self.parameters
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether autograd's gradients are kept and reduced as they come."""
+        return self.parameters is self.reduced is self.gradients and not self.keeps_both
 
-FP32 = Layout(
-    name="fp32",
-    parameters=DType.FP32,
-    gradients=DType.FP32,
-    master=None,
-    moments=DType.FP32,
-)
-ZERO16 = Layout(
-    name="zero16",
-    parameters=DType.BF16,
-    gradients=DType.BF16,
-    master=DType.FP32,
-    moments=DType.FP32,
-)
-EXECUTED_LAYOUTS = {layout.name: layout for layout in (FP32, ZERO16)}
+
+def _layout(
+    name: str,
+    parameters: DType,
+    gradients: DType,
+    master: DType | None,
+    moments: DType,
+    reduced: DType | None = None,
+    *,
+    keeps_both: bool = False,
+    scales_loss: bool = False,
+) -> Layout:
+    return Layout(
+        name=name,
+        parameters=parameters,
+        gradients=gradients,
+        master=master,
+        moments=moments,
+        reduced=reduced or gradients,
+        keeps_both=keeps_both,
+        scales_loss=scales_loss,
+    )
+
+
+FP32 = _layout("fp32", DType.FP32, DType.FP32, None, DType.FP32)
+ZERO16 = _layout("zero16", DType.BF16, DType.BF16, DType.FP32, DType.FP32)
+LAYOUTS = {
+    layout.name: layout
+    for layout in (
+        FP32,
+        _layout("bf16", DType.BF16, DType.BF16, None, DType.BF16),
+        _layout("fp16", DType.FP16, DType.FP16, DType.FP32, DType.FP32, scales_loss=True),
+        ZERO16,
+        _layout("megatron18", DType.BF16, DType.FP32, DType.FP32, DType.FP32),
+        _layout(
+            "zero20", DType.BF16, DType.FP32, DType.FP32, DType.FP32, DType.BF16, keeps_both=True
+        ),
+        _layout("fsdp-mixed", DType.BF16, DType.FP32, DType.FP32, DType.FP32, DType.BF16),
+    )
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,10 +106,20 @@ class Precision:
         """The layout with the dtypes that really run."""
         if not self.compute_fp64:
             return self.layout
-        return Layout(
-            name=self.layout.name,
+        return replace(
+            self.layout,
             parameters=DType.FP64,
             gradients=DType.FP64,
             master=DType.FP64 if self.layout.master else None,
             moments=DType.FP64,
+            reduced=DType.FP64,
         )
+
+
+EXECUTED_LAYOUTS = {layout.name: layout for layout in (FP32, ZERO16)}
+
+# What a loss scale begins with and how it moves: the defaults of torch.amp.GradScaler.
+INITIAL_SCALE = 2.0**16
+SCALE_GROWTH = 2.0
+SCALE_BACKOFF = 0.5
+SCALE_INTERVAL = 2000  # steps without overflow before it grows

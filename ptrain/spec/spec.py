@@ -7,11 +7,20 @@ from dataclasses import dataclass, field
 
 from ptrain.costs import State
 from ptrain.spec.axis import DATA_AXES, Axis, Factor
-from ptrain.spec.batch import Batch, ReduceScatterVia, SyncPolicy
+from ptrain.spec.batch import (
+    Batch,
+    GatherAfterUpdate,
+    Overlap,
+    ReduceScatterVia,
+    SyncPolicy,
+    UnitSize,
+)
 from ptrain.spec.cluster import Cluster
 from ptrain.spec.model import ModelSpec
-from ptrain.spec.placement import Distribution
+from ptrain.spec.placement import Distribution, Tier
 from ptrain.spec.precision import Precision
+
+WHOLE_BUCKET = 2**40  # bytes: more than any model's gradients
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,7 +28,7 @@ class OptimizerSpec:
     """`clip` is the maximum global gradient norm, None for none. `decay_steps` 0: constant after
     warm-up, else cosine to `min_lr_ratio` of `lr`."""
 
-    name: str = "adamw"  # adamw | sgd
+    name: str = "adamw"  # adamw | sgd | muon
     lr: float = 3e-4
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
@@ -71,6 +80,15 @@ class Timeout:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Offload:
+    """`path`: the folder of the file tier (None: the system's temporary folder). `update`: whether
+    optimizer state off the device is updated where it is (host) or streamed to the device."""
+
+    path: str | None = None
+    update: Tier = Tier.HOST
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Spec:
     """A complete, resolved spec. `factors` outermost first, axes of degree 1 gone; the product of
     the degrees is the world size. `device` is cpu, cuda or auto; `backend` gloo, nccl or auto.
@@ -88,7 +106,12 @@ class Spec:
     cluster: Cluster | None = None
     sync: SyncPolicy = field(default_factory=SyncPolicy)
     reduce_scatter: ReduceScatterVia = ReduceScatterVia.NATIVE
-    bucket_bytes: int = 25 * 2**20
+    bucket_bytes: int = 25 * 2**20  # 1: a bucket per tensor; WHOLE_BUCKET: one for all
+    unit: UnitSize = field(default_factory=UnitSize)
+    overlap: Overlap | None = None  # None: as the wrap does by itself
+    prefetch: int | None = None  # units gathered ahead; None: as the wrap does by itself
+    gather_after_update: GatherAfterUpdate = GatherAfterUpdate.BLOCKING
+    offload: Offload = field(default_factory=Offload)
     eval: EvalSpec = field(default_factory=EvalSpec)
     checkpoint: CheckpointSpec = field(default_factory=CheckpointSpec)
     timeout: Timeout = field(default_factory=Timeout)

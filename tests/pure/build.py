@@ -86,7 +86,7 @@ def make_facts(
     names = [f"blocks.{index}" for index in range(len(shapes_by_unit) - 1)] + [""]
     units = tuple(
         UnitFacts(
-            name=name,
+            modules=(name,),
             tensors=tuple(
                 TensorFacts(name=f"{name or 'root'}.{index}", shape=shape)
                 for index, shape in enumerate(shapes)

@@ -16,7 +16,7 @@ from ptrain.models.initialize import (
     initialize,
     keeps_its_weights,
 )
-from ptrain.models.units import unit_names
+from ptrain.models.units import unit_modules
 from ptrain.spec.model import ExternalModel, ModelShape
 from tests.pure.build import ODD_SHAPE
 from tests.unit.shapes import SHAPES, SMALL_GPT
@@ -129,13 +129,13 @@ def test_building_a_model_of_the_users_own_leaves_the_global_generator_alone():
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_units_of_a_built_in_model_are_its_blocks_and_the_root(shape):
-    names = unit_names(build(shape, sequence=SEQUENCE))
-    assert names == (*(f"blocks.{i}" for i in range(shape.layers)), "")
+    units = unit_modules(build(shape, sequence=SEQUENCE))
+    assert units == (*((f"blocks.{i}",) for i in range(shape.layers)), ("",))
 
 
 def test_the_units_of_another_model_are_the_elements_of_its_largest_list():
     module = build(NECKS, sequence=SEQUENCE, allow_import=True)
-    assert unit_names(module) == ("layers.0", "layers.1", "layers.2", "")
+    assert unit_modules(module) == (("layers.0",), ("layers.1",), ("layers.2",), ("",))
 
 
 def test_a_list_inside_a_list_gives_no_units():
@@ -144,8 +144,8 @@ def test_a_list_inside_a_list_gives_no_units():
     model.stages = nn.ModuleList(
         nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(9, 9), nn.GELU()])}) for _ in range(2)
     )
-    assert unit_names(model) == ("stages.0", "stages.1", "")
+    assert unit_modules(model) == (("stages.0",), ("stages.1",), ("",))
 
 
 def test_a_model_without_a_list_is_one_unit():
-    assert unit_names(nn.Linear(2, 2)) == ("",)
+    assert unit_modules(nn.Linear(2, 2)) == (("",),)

@@ -11,7 +11,7 @@ from ptrain.derivation.parameters import facts
 from ptrain.models.build import build
 from ptrain.models.initialize import cast, initialize
 from ptrain.models.loss import token_loss_sum
-from ptrain.models.units import unit_names
+from ptrain.models.units import unit_modules
 from ptrain.spec.model import ModelShape
 from tests.pure.build import ODD_SHAPE
 from tests.unit.shapes import SHAPES, SMALL_GPT
@@ -23,7 +23,7 @@ SEQUENCE = 12
 def test_units_names_and_shapes_are_those_of_the_module(shape):
     with torch.device("meta"):
         module = build(shape, sequence=SEQUENCE)
-    names = unit_names(module)
+    names = [unit for (unit,) in unit_modules(module)]
     expected = []
     for unit in names:
         owned = [

@@ -19,7 +19,7 @@ from ptrain.models.facts import facts_of, module_facts, read_facts
 from ptrain.models.initialize import cast
 from ptrain.models.loss import token_loss_sum
 from ptrain.models.trace import to_timeline
-from ptrain.models.units import unit_names
+from ptrain.models.units import unit_modules
 from ptrain.spec.model import ExternalModel, ModelShape
 from ptrain.spec.precision import ZERO16, DType
 from ptrain.timeline import Complete
@@ -141,7 +141,7 @@ def test_an_external_models_facts_come_from_the_module():
     spec = make_spec({}, model=ExternalModel(target="tests.models_external:necks"))
     read = facts_of(spec)
     model = necks()
-    assert [unit.name for unit in read.units] == list(unit_names(model))
+    assert read.unit_modules == unit_modules(model)
     assert {tensor.name: tensor.shape for tensor in read.tensors} == {
         name: tuple(parameter.shape) for name, parameter in model.named_parameters()
     }

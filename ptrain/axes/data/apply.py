@@ -17,48 +17,19 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.parallel import DistributedDataParallel
 
 from ptrain.axes.data.flat import FlatWrap, parameters_by_unit
-from ptrain.axes.data.layout import same_memory
 from ptrain.axes.data.summing import summing_hook
+from ptrain.axes.data.target import Target, TensorTarget, local
 from ptrain.costs import State
 from ptrain.interpreter.comm import TaggedAllGather, TaggedReduceScatter
 from ptrain.interpreter.mesh import Mesh
 from ptrain.interpreter.registry import Registry
-from ptrain.plan.step import FlatUnits, FullyShard, LocalGradients, Replicate, Wrap
+from ptrain.plan.step import FlatUnits, FullyShard, LocalGradients, Replicate, Units, Wrap
 from ptrain.spec.batch import GradientSync
 
 _STOCK_BUCKET_MB = 25
-
-Named = dict[str, torch.Tensor]
-
-
-class Target(Protocol):
-    """A local tensor that the optimizer updates, and how it stands for named parameters."""
-
-    @property
-    def gradient(self) -> torch.Tensor | None: ...
-
-    def value(self) -> torch.Tensor:
-        """What the optimizer updates: this rank's part, in the parameters' dtype."""
-
-    def store(self, value: torch.Tensor) -> None:
-        """Write it back, in any dtype, and make the parameters whole where they must be."""
-
-    def split(self, part: torch.Tensor) -> Named:
-        """A tensor cut like `value` as full tensors by canonical name (DTensor where it is cut)."""
-
-    def join(self, named: Named) -> torch.Tensor:
-        """The inverse of `split`."""
-
-    def export(self) -> Named:
-        """The parameters by canonical name."""
-
-    def load(self, named: Named) -> None:
-        """The inverse of `export`."""
 
 
 class Wrapped(Protocol):
@@ -79,55 +50,10 @@ class Wrapped(Protocol):
     def storages(self) -> Iterator[tuple[State, torch.Tensor]]: ...
 
 
-class TensorTarget:
-    """A parameter whose local part is a tensor: itself, or the local part of a DTensor."""
-
-    def __init__(self, name: str, parameter: nn.Parameter) -> None:
-        self.name = name
-        self.parameter = parameter
-
-    @property
-    def gradient(self) -> torch.Tensor | None:
-        gradient = self.parameter.grad
-        return None if gradient is None else local(gradient)
-
-    def value(self) -> torch.Tensor:
-        return local(self.parameter.detach())
-
-    def store(self, value: torch.Tensor) -> None:
-        held = self.value()
-        if not same_memory(held, value):
-            held.copy_(value)
-
-    def split(self, part: torch.Tensor) -> Named:
-        whole = self.parameter
-        if not isinstance(whole, DTensor) or part.dim() == 0 != whole.dim():
-            return {self.name: part}
-        return {
-            self.name: DTensor.from_local(
-                part,
-                whole.device_mesh,
-                whole.placements,
-                run_check=False,
-                shape=whole.shape,
-                stride=whole.stride(),
-            )
-        }
-
-    def join(self, named: Named) -> torch.Tensor:
-        return rows_of(named[self.name], self.parameter)
-
-    def export(self) -> Named:
-        return {self.name: self.parameter.detach()}
-
-    def load(self, named: Named) -> None:
-        self.value().copy_(rows_of(named[self.name], self.parameter))
-
-
 class ParameterWrap:
     """What all wraps that leave parameters in the module have in common."""
 
-    def __init__(self, model: nn.Module, units: tuple[str, ...]) -> None:
+    def __init__(self, model: nn.Module, units: Units) -> None:
         self.module = model
         self.model = model
         self.unit_names = units
@@ -175,7 +101,7 @@ class ReplicatedWrap(ParameterWrap):
         model: nn.Module,
         step: Replicate,
         mesh: Mesh,
-        units: tuple[str, ...],
+        units: Units,
         registry: Registry,
     ) -> None:
         super().__init__(model, units)
@@ -229,14 +155,14 @@ class FullyShardedWrap(ParameterWrap):
         model: nn.Module,
         step: FullyShard,
         mesh: Mesh,
-        units: tuple[str, ...],
+        units: Units,
         registry: Registry,
     ) -> None:
         super().__init__(model, units)
         device_mesh = fsdp_mesh(step, mesh)
-        for name in units:
+        for modules in units:
             fully_shard(
-                model.get_submodule(name),
+                [model.get_submodule(name) for name in modules],
                 mesh=device_mesh,
                 reshard_after_forward=step.sync.reshard_after_forward,
             )
@@ -280,9 +206,7 @@ def _parameter_groups(module: FSDPModule) -> Sequence[FSDPParamGroup]:
     return groups
 
 
-def apply(
-    model: nn.Module, step: Wrap, mesh: Mesh, units: tuple[str, ...], registry: Registry
-) -> Wrapped:
+def apply(model: nn.Module, step: Wrap, mesh: Mesh, units: Units, registry: Registry) -> Wrapped:
     """Wrap `model` as the step says."""
     match step:
         case LocalGradients():
@@ -303,25 +227,3 @@ def fsdp_mesh(step: FullyShard, mesh: Mesh) -> dist.DeviceMesh:
         return mesh.submesh(step.shard_axes)
     assert mesh.device_mesh is not None and len(step.replicate_axes + step.shard_axes) == 2
     return mesh.device_mesh[str(step.replicate_axes[0]), str(step.shard_axes[0])]
-
-
-def rows_of(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of `tensor` if it is cut like `like`, itself cut in any way or whole."""
-    if not isinstance(like, DTensor) or tensor.dim() == 0 != like.dim():
-        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    if isinstance(tensor, DTensor):
-        if tensor.placements == like.placements and tensor.device_mesh == like.device_mesh:
-            return tensor.to_local()
-        tensor = tensor.full_tensor()
-    sizes, offsets = compute_local_shape_and_global_offset(
-        like.shape, like.device_mesh, like.placements
-    )
-    for dim, (size, offset) in enumerate(zip(sizes, offsets, strict=True)):
-        tensor = tensor.narrow(dim, min(offset, tensor.shape[dim]), size)
-    return tensor
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of a DTensor that this rank holds; any other tensor as it is."""
-    part = getattr(tensor, "_local_tensor", None)
-    return tensor if part is None else part

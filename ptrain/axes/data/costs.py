@@ -51,7 +51,7 @@ def gathers(sync: SyncPolicy, micro_batches: int) -> Gathers:
     sharded = True
     for _ in range(micro_batches):
         forward += sharded
-        sharded = sync.reshard_after_forward
+        sharded = bool(sync.reshard_after_forward)
         backward += sharded
         sharded = sync.reshard_after_backward
     return Gathers(forward, backward)

@@ -17,10 +17,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ptrain.axes.data.layout import FlatLayout, same_memory
+from ptrain.axes.data.target import Resident, Slot
 from ptrain.costs import State
 from ptrain.interpreter.mesh import Mesh
 from ptrain.interpreter.registry import Registry
-from ptrain.plan.step import FlatUnits
+from ptrain.plan.step import FlatUnits, Units
 from ptrain.spec.axis import Axis
 from ptrain.spec.batch import GradientSync
 from ptrain.units import ceil_div
@@ -132,9 +133,17 @@ class FlatTarget:
     def __init__(self, unit: FlatUnit) -> None:
         self.unit = unit
 
+    owns_master = False
+
     @property
     def gradient(self) -> torch.Tensor | None:
         return self.unit.gradients.shard
+
+    def working_gradient(self) -> torch.Tensor | None:
+        return self.gradient
+
+    def slot(self, initial: torch.Tensor) -> Slot:
+        return Resident(initial)
 
     def value(self) -> torch.Tensor:
         """The parameter's shard over Omega's axes, gathered where Theta is cut along others."""
@@ -205,10 +214,7 @@ class FlatTarget:
 class FlatUnit:
     """One unit with its hooks: gather before use, reduce when its gradients are complete."""
 
-    def __init__(
-        self, name: str, module: nn.Module, parameters: Parameters, step: FlatUnits
-    ) -> None:
-        self.name = name
+    def __init__(self, modules: list[nn.Module], parameters: Parameters, step: FlatUnits) -> None:
         self.parameters = parameters
         self.updated = step.optimizer
         self.gradients = Gradients(parameters, step.gradients)
@@ -218,8 +224,8 @@ class FlatUnit:
         self.sync = step.sync
         self.is_last = True
         self.pending = 0
-        module.register_forward_pre_hook(self._before_forward)
-        module.register_forward_hook(self._after_forward)
+        modules[0].register_forward_pre_hook(self._before_forward)
+        modules[-1].register_forward_hook(self._after_forward)
         for _, parameter in parameters.named:
             parameter.register_post_accumulate_grad_hook(self._accumulated)
 
@@ -262,7 +268,7 @@ class FlatWrap:
         model: nn.Module,
         step: FlatUnits,
         mesh: Mesh,
-        units: tuple[str, ...],
+        units: Units,
         registry: Registry,
     ) -> None:
         self.module = model
@@ -270,12 +276,12 @@ class FlatWrap:
         self.mesh = mesh
         self.units: list[FlatUnit] = []
         cut = step.parameters + step.optimizer + step.gradients
-        for name, named in parameters_by_unit(model, units):
+        for modules, named in parameters_by_unit(model, units):
             numel = sum(parameter.numel() for _, parameter in named)
             layout = FlatLayout.over(mesh, numel, cut, registry, step.reduce_scatter)
             parameters = Parameters(named, layout, step.parameters)
-            module = model.get_submodule(name)
-            self.units.append(FlatUnit(name, module, parameters, step))
+            members = [model.get_submodule(name) for name in modules]
+            self.units.append(FlatUnit(members, parameters, step))
 
     @contextmanager
     def micro_batch(self, is_last: bool) -> Iterator[None]:
@@ -312,20 +318,20 @@ class FlatWrap:
 
 
 def parameters_by_unit(
-    model: nn.Module, units: tuple[str, ...]
-) -> Iterator[tuple[str, list[tuple[str, nn.Parameter]]]]:
+    model: nn.Module, units: Units
+) -> Iterator[tuple[tuple[str, ...], list[tuple[str, nn.Parameter]]]]:
     """Each unit with the parameters that no unit before it has; units with none are left out."""
     seen: set[int] = set()
-    for name in units:
-        prefix = f"{name}." if name else ""
+    for modules in units:
         named = [
-            (prefix + local, parameter)
+            (f"{name}." * bool(name) + local, parameter)
+            for name in modules
             for local, parameter in model.get_submodule(name).named_parameters()
             if id(parameter) not in seen
         ]
         seen.update(id(parameter) for _, parameter in named)
         if named:
-            yield name, named
+            yield modules, named
 
 
 def distribute_rows(tensor: torch.Tensor, mesh: DeviceMesh) -> DTensor:
