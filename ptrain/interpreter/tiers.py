@@ -19,7 +19,14 @@ def tag(tensor: torch.Tensor, tier: Tier) -> None:
     _TAGS[key] = (weakref.ref(storage, lambda _: _TAGS.pop(key, None)), tier)
 
 
-def tier_of(storage: torch.UntypedStorage) -> Tier:
-    """The tag, or the device. A CPU storage that nobody tagged is device memory."""
-    entry = _TAGS.get(storage._cdata)
-    return entry[1] if entry else Tier.DEVICE
+def tier_of(storage: torch.UntypedStorage, device: str = "cpu") -> Tier:
+    """The tag; else a CPU storage beside another kind of device is the host's, and anything
+    else device memory."""
+    if entry := _TAGS.get(storage._cdata):
+        return entry[1]
+    return Tier.HOST if storage.device.type == "cpu" != device else Tier.DEVICE
+
+
+def is_tagged(storage: torch.UntypedStorage) -> bool:
+    """Whether somebody decided where this storage counts."""
+    return storage._cdata in _TAGS

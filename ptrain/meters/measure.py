@@ -41,7 +41,11 @@ class Measurement:
         self.rank = program.world.rank
         self.size = program.world.size
         self.memory = MemoryMeter(program, rank=self.rank, device=program.world.device.type)
-        self.traffic = TrafficMeter(program.registry, program.mesh.axes_by_group())
+        self.traffic = TrafficMeter(
+            program.registry,
+            program.mesh.axes_by_group(),
+            device=program.world.device.type,
+        )
 
     def estimate(self) -> Estimate:
         """This rank's measured figures."""

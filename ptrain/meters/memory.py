@@ -84,6 +84,7 @@ class MemoryMeter(Ledger):
         self._resizable: set[int] = set()
         self._inner: set[int] = set()
         self._after_collective = False
+        self._newborn: dict[int, int] = {}
         self._read: dict[State, Footprint] = {}
         self._allocator: dict[Phase, int] = {}
         self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
@@ -96,12 +97,14 @@ class MemoryMeter(Ledger):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        self._settle()
         self._let_go()
         result = super().__torch_dispatch__(function, types, args, kwargs)
         self._after_collective = function.namespace == "c10d"
         return result
 
     def _resize_storage(self, storage: torch.UntypedStorage, size: int) -> Any:
+        self._settle()
         self._let_go()
         return super()._resize_storage(storage, size)
 
@@ -115,7 +118,7 @@ class MemoryMeter(Ledger):
         along and counts in every peak so far; any other is the inside of an operator (gloo's
         reduce-scatter works on a copy of its input).
         """
-        self._tiers[key] = tier_of(storage)
+        self._tiers[key] = self._tier(storage)
         if key in self._alive and self._alive[key]() is storage:
             self._older.add(key)
         known = key in self._states or key in self._older or self._program.registry.knows(storage)
@@ -130,14 +133,26 @@ class MemoryMeter(Ledger):
             self._peaks = {phase: peak + size for phase, peak in self._peaks.items()}
 
     def born(self, key: int, storage: torch.UntypedStorage, operator: str) -> None:
-        self._tiers[key] = tier_of(storage)
-        self._add(key, storage.nbytes())
+        self._newborn[key] = storage.nbytes()
+
+    def _settle(self) -> None:
+        """A tensor is tagged after its birth, so its tier is asked for at the next event."""
+        newborn, self._newborn = self._newborn, {}
+        for key, size in newborn.items():
+            reference = self._references.get(key)
+            storage = reference() if reference else None
+            self._tiers[key] = Tier.DEVICE if storage is None else self._tier(storage)
+            self._add(key, size)
+
+    def _tier(self, storage: torch.UntypedStorage) -> Tier:
+        return tier_of(storage, self._device)
 
     def resized(self, key: int, storage: torch.UntypedStorage, before: int) -> None:
         self._resizable.add(key)
         self._add(key, storage.nbytes() - before)
 
     def died(self, key: int, size: int) -> None:
+        self._settle()
         if key not in self._inner:
             self._add(key, -size)
         self._inner.discard(key)
@@ -165,6 +180,7 @@ class MemoryMeter(Ledger):
         self._peaks[phase] = max(self._peaks.get(phase, 0), self.live)
 
     def _register(self) -> None:
+        self._settle()
         declared = list(self._program.storages())
         states: dict[int, State] = {}
         for state, tensor in declared:

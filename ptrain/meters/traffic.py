@@ -1,4 +1,5 @@
-"""The traffic meter: every collective that ran, by axes, collective, state and phase.
+"""The traffic meter: every collective that ran, by axes, collective, state and phase; and every
+copy of a state between memory tiers, which is between no ranks and sends nothing.
 
 It watches the operators that reach the backend, whoever issued them: DDP's C++ reducer, FSDP2,
 DTensor or this project. It knows the mesh's dimension names by process group and the registry of
@@ -19,6 +20,9 @@ from torch.utils._pytree import tree_leaves
 
 from ptrain.costs import Collective, Phase, State, Traffic, TrafficKey, add_traffic
 from ptrain.interpreter.registry import Registry
+from ptrain.interpreter.tiers import is_tagged, tier_of
+from ptrain.models.ledger import storage_of
+from ptrain.spec.placement import Tier
 
 _NAMESPACES = ("c10d", "_c10d_functional")
 
@@ -50,12 +54,31 @@ _COLLECTIVES: dict[str, tuple[Collective, str]] = {
 }
 _SILENT = ("wait_tensor", "_wrap_tensor_autograd", "monitored_barrier_")
 
+_IN_PLACE, _OUT_OF_PLACE = torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default
+_OF_LISTS = torch.ops.aten._foreach_copy_.default
+_COPIES = frozenset({_IN_PLACE, _OUT_OF_PLACE, _OF_LISTS})
+_MOVES = {
+    (Tier.HOST, Tier.DEVICE): Collective.HOST_TO_DEVICE,
+    (Tier.DEVICE, Tier.HOST): Collective.DEVICE_TO_HOST,
+    (Tier.FILE, Tier.HOST): Collective.FILE_READ,
+    (Tier.FILE, Tier.DEVICE): Collective.FILE_READ,
+    (Tier.HOST, Tier.FILE): Collective.FILE_WRITE,
+    (Tier.DEVICE, Tier.FILE): Collective.FILE_WRITE,
+}
+
 
 class TrafficMeter(TorchDispatchMode):
     """Counts while it is entered; the program tells it the phase. Costs 5 us an operator."""
 
-    def __init__(self, registry: Registry, axes_by_group: Mapping[str, tuple[str, ...]]) -> None:
+    def __init__(
+        self,
+        registry: Registry,
+        axes_by_group: Mapping[str, tuple[str, ...]],
+        *,
+        device: str = "cpu",
+    ) -> None:
         super().__init__()
+        self._device = device
         self._registry = registry
         self._axes_by_group = axes_by_group
         self._phase = Phase.SETUP
@@ -82,6 +105,8 @@ class TrafficMeter(TorchDispatchMode):
         namespace, name = function._schema.name.split("::")
         if namespace in _NAMESPACES and name not in _SILENT:
             self._count(name, args, kwargs or {}, result)
+        elif function in _COPIES:
+            self._count_moves(function, args, result)
         return result
 
     def _count(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
@@ -104,6 +129,34 @@ class TrafficMeter(TorchDispatchMode):
         )
         sent = ring_bytes(collective, payload, group.size())
         self._rows.append(Traffic(key=key, calls=1, payload_bytes=payload, sent_bytes=sent))
+
+    def _count_moves(self, function: Any, args: tuple[Any, ...], result: Any) -> None:
+        if function is _OF_LISTS:
+            for target, source in zip(args[0], args[1], strict=True):
+                self._count_move(target, source)
+        elif function is _IN_PLACE:
+            self._count_move(args[0], args[1])
+        else:
+            self._count_move(result, args[0])
+
+    def _count_move(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """A copy between tiers. What has no state and no tag (a batch on its way to a GPU, a loss
+        that is read) is none of the training states' traffic."""
+        ends = storage_of(source), storage_of(target)
+        move = _MOVES.get((tier_of(ends[0], self._device), tier_of(ends[1], self._device)))
+        if move is None:
+            return
+        tag = self._registry.of(source) or self._registry.of(target)
+        if tag is None and not any(map(is_tagged, ends)):
+            return
+        key = TrafficKey(
+            axes=(),
+            collective=move,
+            state=tag.state if tag is not None else State.OTHER,
+            phase=self._phase,
+        )
+        payload = source.numel() * source.element_size()
+        self._rows.append(Traffic(key=key, calls=1, payload_bytes=payload, sent_bytes=0))
 
 
 def ring_bytes(collective: Collective, payload: int, ranks: int) -> int:

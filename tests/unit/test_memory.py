@@ -48,6 +48,23 @@ def test_what_is_tagged_as_host_memory_is_no_device_memory():
     assert (row.device_bytes, row.host_bytes) == (8, 32)
 
 
+@pytest.mark.parametrize("tier", [Tier.HOST, Tier.FILE])
+def test_a_buffer_that_is_tagged_after_its_birth_is_in_no_peak(tier: Tier):
+    weight = torch.zeros(4)
+    with MemoryMeter(Holder((State.PARAMETERS, weight))) as meter:
+        meter.phase(Phase.UPDATE, 0)
+        staging = torch.empty(100)
+        tag(staging, tier)
+        staging.fill_(1)
+        here = weight + 1
+        del staging
+        there = torch.empty(100)
+        tag(there, tier)
+    assert peak(meter, Phase.UPDATE) == 32
+    assert meter.live == 32
+    del here, there
+
+
 def test_the_peak_counts_what_lives_at_once():
     weight = torch.zeros(100)
     with MemoryMeter(Holder((State.PARAMETERS, weight))) as meter:
