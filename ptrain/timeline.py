@@ -22,7 +22,7 @@ class Mark(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Boundary:
-    """`unit` is an index into the wrap units, blocks first to last and then the root."""
+    """`unit` is an index into the wrap units, inner before outer, the root last."""
 
     mark: Mark
     unit: int

@@ -18,6 +18,9 @@ from ptrain.spec.model import Family, ModelShape
 from ptrain.spec.precision import DType
 from ptrain.timeline import Boundary, Complete, Item, Mark, Run, Timeline, run
 
+Units = tuple[tuple[str, ...], ...]
+Places = dict[tuple[Mark, str], int]
+
 _MARKS = {">": Mark.ENTER, "<": Mark.LEAVE, "[": Mark.PRE_BACKWARD, "]": Mark.POST_BACKWARD}
 
 
@@ -52,16 +55,25 @@ class Saved:
     size: Monomial
 
 
-def timeline(shape: ModelShape, *, batch: int, sequence: int, compute: DType) -> Timeline:
-    """One micro-batch of `batch` samples of a built-in model."""
+def timeline(
+    shape: ModelShape,
+    units: Units | None = None,
+    *,
+    batch: int,
+    sequence: int,
+    compute: DType,
+) -> Timeline:
+    """One micro-batch of `batch` samples of a built-in model, with the boundaries of `units` (one
+    block each and the root, where they are not given)."""
     name = _name(shape, compute, batch)
     table = _table(name)
     values = dimensions(shape, batch=batch, sequence=sequence)
     sizes = [size.bytes(values, compute.itemsize) for size in _sizes(name)]
     layers = shape.layers
+    places = _places(units or (*((f"blocks.{block}",) for block in range(layers)), ("",)))
     return Timeline(
-        forward=_items(table["forward"], sizes, range(layers)),
-        backward=_items(table["backward"], sizes, range(layers)[::-1]),
+        forward=_items(table["forward"], sizes, range(layers), places),
+        backward=_items(table["backward"], sizes, range(layers)[::-1], places),
     )
 
 
@@ -135,19 +147,28 @@ def dimensions(shape: ModelShape, *, batch: int, sequence: int) -> dict[str, int
     }
 
 
+def _places(units: Units) -> Places:
+    """Which boundary of which module is a boundary of which unit: a unit begins with its first
+    module and ends with its last one, and backward runs the other way."""
+    places: Places = {}
+    for index, modules in enumerate(units):
+        places[Mark.ENTER, modules[0]] = places[Mark.POST_BACKWARD, modules[0]] = index
+        places[Mark.LEAVE, modules[-1]] = places[Mark.PRE_BACKWARD, modules[-1]] = index
+    return places
+
+
 def _items(
-    parts: dict[str, list[Any]], sizes: Sequence[int], blocks: Sequence[int]
+    parts: dict[str, list[Any]], sizes: Sequence[int], blocks: Sequence[int], places: Places
 ) -> tuple[Item, ...]:
     """What precedes the blocks, the block once per layer, and what follows."""
-    root = len(blocks)
     block = list(_merge(parts["block"], sizes))
     items: list[Item] = []
     for part, number in (
-        (_merge(parts["before"], sizes), root),
-        *((block, number) for number in blocks),
-        (_merge(parts["after"], sizes), root),
+        (_merge(parts["before"], sizes), ""),
+        *((block, str(number)) for number in blocks),
+        (_merge(parts["after"], sizes), ""),
     ):
-        _append(items, _instantiate(part, number, root))
+        _append(items, _instantiate(part, number, places))
     return tuple(items)
 
 
@@ -170,7 +191,7 @@ def _merge(events: Iterable[Any], sizes: Sequence[int]) -> Iterator[Any]:
         yield from _flush(deltas)
         deltas = []
         if isinstance(event, str):
-            yield (_MARKS[event[0]], event.endswith("*"))
+            yield (_MARKS[event[0]], event[1:].replace("*", "blocks.*", 1))
         else:
             name, index, cloned = event
             yield (name, sizes[index], bool(cloned))
@@ -183,14 +204,16 @@ def _flush(deltas: list[int]) -> Iterator[Run]:
         yield merged
 
 
-def _instantiate(template: Iterable[Any], block: int, root: int) -> Iterator[Item]:
-    number = str(block)
+def _instantiate(template: Iterable[Any], number: str, places: Places) -> Iterator[Item]:
+    """A part for the block of this number; boundaries of modules that bound no unit are dropped."""
     for item in template:
         if isinstance(item, Run):
             yield item
         elif len(item) == 2:
-            mark, in_block = item
-            yield Boundary(mark, block if in_block else root)
+            mark, pattern = item
+            unit = places.get((mark, pattern.replace("*", number)))
+            if unit is not None:
+                yield Boundary(mark, unit)
         else:
             pattern, size, cloned = item
             yield Complete(pattern.replace("*", number), size, cloned)

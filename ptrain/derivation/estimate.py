@@ -50,7 +50,7 @@ def own_facts(spec: Spec) -> ModelFacts:
                 remedy="allow the import (--allow-import), or use a preset or a shape",
             )
         )
-    return facts_of(spec.model, spec.batch.sequence)
+    return facts_of(spec.model, spec.batch.sequence, spec.unit)
 
 
 def exact(spec: Spec, plan: Plan, facts: ModelFacts) -> Estimate:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import assert_never
 
 from ptrain.derivation.facts import ModelFacts, TensorFacts, UnitFacts
+from ptrain.spec.batch import UnitKind, UnitSize
 from ptrain.spec.model import Family, ModelShape
 
 _FP32 = 4  # bytes: buffers are fp32 (fp64 under compute fp64), whatever the layout
@@ -18,16 +19,13 @@ Shape = tuple[int, ...]
 Table = tuple[tuple[str, Shape], ...]
 
 
-def facts(shape: ModelShape, sequence: int) -> ModelFacts:
-    """What derivation knows of a built-in model that takes `sequence` tokens."""
-    block, root = _block(shape), _root(shape, sequence)
+def facts(shape: ModelShape, sequence: int, unit: UnitSize | None = None) -> ModelFacts:
+    """What derivation knows of a built-in model that takes `sequence` tokens and is wrapped in
+    units of this size (one block, where it is not given)."""
+    block = _block(shape)
     names = tuple(f"blocks.{i}" for i in range(shape.layers))
-    units = (
-        *(UnitFacts(modules=(name,), tensors=_tensors(block, f"{name}.")) for name in names),
-        UnitFacts(modules=("",), tensors=_tensors(root, "")),
-    )
     return ModelFacts(
-        units=units,
+        units=_units(unit or UnitSize(), names, block, _root(shape, sequence)),
         buffers=_buffers(shape, sequence),
         gradient_order=_gradient_order(shape, names, block),
     )
@@ -52,6 +50,44 @@ def unit_remainder(shape: ModelShape) -> dict[str, int]:
         "biases": 9 * shape.hidden,  # 4H in attention, 4H up, H down
         "norms": 4 * shape.hidden,  # two of them, weight and bias
     }
+
+
+def _units(
+    size: UnitSize, names: tuple[str, ...], block: Table, root: tuple[Table, Table]
+) -> tuple[UnitFacts, ...]:
+    """Inner before outer; an outer unit has what its inner ones leave. `root` are the tensors in
+    front of the blocks and behind them."""
+    ends = tuple(_tensors(table, "") for table in root)
+    inner: list[UnitFacts] = []
+    within = {name: _tensors(block, f"{name}.") for name in names}
+    match size.kind:
+        case UnitKind.BLOCK | UnitKind.BLOCKS:
+            for start in range(0, len(names), size.count):
+                group = names[start : start + size.count]
+                tensors = tuple(tensor for name in group for tensor in within[name])
+                inner.append(UnitFacts(modules=group, tensors=tensors))
+        case UnitKind.SUB_BLOCK:
+            for name in names:
+                inner += _sub_units(name, block)
+        case UnitKind.MODEL:
+            whole = tuple(tensor for name in names for tensor in within[name])
+            return (UnitFacts(modules=("",), tensors=(*ends[0], *whole, *ends[1])),)
+        case kind:
+            assert_never(kind)
+    return (*inner, UnitFacts(modules=("",), tensors=(*ends[0], *ends[1])))
+
+
+def _sub_units(name: str, block: Table) -> Iterator[UnitFacts]:
+    """Attention and mlp are modules of modules: `attention.query.weight` lies two deep. The norms
+    stay with the block."""
+    by_part: dict[str, list[tuple[str, Shape]]] = {}
+    for path, dims in block:
+        part, _, rest = path.partition(".")
+        by_part.setdefault(part if "." in rest else "", []).append((path, dims))
+    left = by_part.pop("")
+    for part, table in by_part.items():
+        yield UnitFacts(modules=(f"{name}.{part}",), tensors=_tensors(tuple(table), f"{name}."))
+    yield UnitFacts(modules=(name,), tensors=_tensors(tuple(left), f"{name}."))
 
 
 def _tensors(table: Table, prefix: str) -> tuple[TensorFacts, ...]:
@@ -101,15 +137,16 @@ def _weight_and_bias(name: str, dims: Shape) -> Table:
     return ((f"{name}.weight", dims), (f"{name}.bias", dims[:1]))
 
 
-def _root(shape: ModelShape, sequence: int) -> Table:
+def _root(shape: ModelShape, sequence: int) -> tuple[Table, Table]:
+    """The tensors in front of the blocks, and those behind them."""
     embed = ("embed.weight", (shape.vocab, shape.hidden))
     head: Table = () if shape.tied else (("head.weight", (shape.vocab, shape.hidden)),)
     match shape.family:
         case Family.LLAMA:
-            return (embed, ("norm.weight", (shape.hidden,)), *head)
+            return (embed,), (("norm.weight", (shape.hidden,)), *head)
         case Family.GPT:
             positions = ("positions.weight", (sequence, shape.hidden))
-            return (embed, positions, *_weight_and_bias("norm", (shape.hidden,)), *head)
+            return (embed, positions), (*_weight_and_bias("norm", (shape.hidden,)), *head)
         case family:
             assert_never(family)
 

@@ -68,6 +68,7 @@ def model_timeline(spec: Spec, facts: ModelFacts) -> Timeline:
         raise PtrainError("model: its activations are known only from a trace of the model itself")
     return activations.timeline(
         spec.model,
+        facts.unit_modules,
         batch=spec.batch.micro,
         sequence=spec.batch.sequence,
         compute=spec.precision.effective.parameters,

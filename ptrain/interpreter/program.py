@@ -174,7 +174,7 @@ def interpret(
     """
     world = world or World.join(spec.timeout, device=spec.device, backend=spec.backend)
     module = build_module(spec, allow_import=allow_import) if model is None else model
-    plan = lower(spec, unit_modules(module))
+    plan = lower(spec, unit_modules(module, spec.unit))
     mesh = Mesh(plan.mesh, world)
     wrapped = wrap(module, spec, plan, mesh, mesh.registry)
     return Program(spec, plan, mesh, wrapped, module)

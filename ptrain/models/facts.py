@@ -45,7 +45,7 @@ def module_facts(model: nn.Module, spec: Spec) -> ModelFacts:
     """The facts of `model`, whose parameters are cast to the spec's dtype. The generator's state
     is left as it was."""
     cast(model, TORCH_DTYPES[spec.precision.effective.parameters])
-    units = unit_modules(model)
+    units = unit_modules(model, spec.unit)
     micro, sequence = spec.batch.micro, spec.batch.sequence
     tokens = torch.zeros(micro, sequence + 1, dtype=torch.int64)
     with torch.random.fork_rng(devices=[]):

@@ -3,7 +3,8 @@
 Each table is a trace at a shape whose dimensions are distinct primes, so that the factors of every
 size in bytes read off as one product of dimensions times a coefficient. Full precision is traced
 in fp32 and in fp64: a size that doubles counts in elements of the compute dtype. The block's part
-is checked to repeat, and to be the same for one, two and four layers.
+is checked to repeat, and to be the same for one, two and four layers. Boundaries are those of the
+smallest units, so that a table serves units of any size: `>*` enters a block, `>*.mlp` its mlp.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from ptrain.models.build import build
 from ptrain.models.initialize import cast
 from ptrain.models.loss import token_loss_sum
 from ptrain.models.trace import Born, Complete, Died, Event, Recording, record
-from ptrain.models.units import unit_modules
+from ptrain.models.units import Units, unit_modules
+from ptrain.spec.batch import UnitKind, UnitSize
 from ptrain.spec.model import Family, ModelShape
 from ptrain.timeline import Boundary, Mark
 
@@ -32,6 +34,7 @@ PRIMES = {
 }
 COMMON = {"batch": BATCH, "sequence": SEQUENCE, "ffn": 17, "vocab": 19}
 LAYERS = 4
+SMALLEST = UnitSize(kind=UnitKind.SUB_BLOCK)
 MARKS = {Mark.ENTER: ">", Mark.LEAVE: "<", Mark.PRE_BACKWARD: "[", Mark.POST_BACKWARD: "]"}
 DTYPES = {"full": (torch.float32, torch.float64), "bf16": (torch.bfloat16,)}
 
@@ -40,15 +43,21 @@ Size = tuple[int, int, tuple[int, ...]]
 
 
 def trace(
-    shape: ModelShape, dtype: torch.dtype, batch: int = BATCH, sequence: int = SEQUENCE
+    shape: ModelShape,
+    dtype: torch.dtype,
+    unit: UnitSize | None = None,
+    *,
+    batch: int = BATCH,
+    sequence: int = SEQUENCE,
 ) -> Recording:
-    """One micro-batch of a built-in model; its weights are arbitrary, no size depends on them."""
+    """One micro-batch of a built-in model, with the boundaries of units of this size; its weights
+    are arbitrary, no size depends on them."""
     model = build(shape, sequence=sequence)
     cast(model, dtype)
     tokens = torch.zeros(batch, sequence + 1, dtype=torch.int64)
     return record(
         model,
-        unit_modules(model),
+        unit_modules(model, unit),
         lambda: token_loss_sum(model(tokens[:, :-1]), tokens[:, 1:]) / (batch * sequence),
         tokens,
     )
@@ -116,7 +125,10 @@ class Table:
         if batch == 1:
             del self.symbols["batch"]
         self.sizes: dict[Size, int] = {}
-        self.recordings = [trace(shape, dtype, batch) for dtype in DTYPES[precision]]
+        self.recordings = [
+            trace(shape, dtype, SMALLEST, batch=batch) for dtype in DTYPES[precision]
+        ]
+        self.units = _smallest_units(shape)
         self._classes = self._classify()
 
     def _classify(self) -> dict[int, int]:
@@ -147,15 +159,17 @@ class Table:
             case Died(number):
                 return -self.size(number) - 1
             case Boundary(mark, unit):
-                assert unit in (block, self.shape.layers)
-                return MARKS[mark] + ("*" if unit == block else "")
+                (module,) = self.units[unit]
+                in_block = module.startswith(f"blocks.{block}")
+                assert in_block or not module
+                return MARKS[mark] + module.replace(f"blocks.{block}", "*")
             case Complete(parameter, number, cloned):
                 pattern = parameter.replace(f"blocks.{block}.", "blocks.*.")
                 return [pattern, self.size(number), int(cloned)]
 
     def parts(self, recording: Recording) -> dict[str, dict[str, list[object]]]:
         """Forward and backward, each in what precedes the blocks, one block, and what follows."""
-        cut = _cut(recording, self.shape.layers)
+        cut = _cut(recording, self.units)
         return {
             phase: _fold(
                 [[self.encode(event, block) for event in events] for block, events in parts]
@@ -173,7 +187,7 @@ class Table:
                     for event in events
                     if isinstance(event, Born) and event in alive
                 ]
-                for _, events in _cut(recording, self.shape.layers)["forward"]
+                for _, events in _cut(recording, self.units)["forward"]
             ]
         )
 
@@ -193,19 +207,27 @@ class Table:
 Part = tuple[int, Sequence[Event]]
 
 
-def _cut(recording: Recording, layers: int) -> dict[str, list[Part]]:
+def _smallest_units(shape: ModelShape) -> Units:
+    with torch.device("meta"):
+        return unit_modules(build(shape, sequence=SEQUENCE), SMALLEST)
+
+
+def _cut(recording: Recording, units: Units) -> dict[str, list[Part]]:
     """(block, events) by phase: what precedes all blocks (block -1), then from block to block."""
+    blocks = [index for index, (name,) in enumerate(units) if name.count(".") == 1]
     return {
-        "forward": _between(recording.forward, Mark.ENTER, range(layers)),
-        "backward": _between(recording.backward, Mark.PRE_BACKWARD, range(layers)[::-1]),
+        "forward": _between(recording.forward, Mark.ENTER, list(enumerate(blocks))),
+        "backward": _between(recording.backward, Mark.PRE_BACKWARD, list(enumerate(blocks))[::-1]),
     }
 
 
-def _between(events: Sequence[Event], mark: Mark, blocks: Sequence[int]) -> list[Part]:
-    starts = [events.index(Boundary(mark, block)) for block in blocks]
+def _between(events: Sequence[Event], mark: Mark, blocks: Sequence[tuple[int, int]]) -> list[Part]:
+    """`blocks` are (number of the block, index of its unit)."""
+    starts = [events.index(Boundary(mark, unit)) for _, unit in blocks]
     ends = [*starts[1:], len(events)]
     parts = [events[start:end] for start, end in zip(starts, ends, strict=True)]
-    return [(-1, events[: starts[0]]), *zip(blocks, parts, strict=True)]
+    numbers = [number for number, _ in blocks]
+    return [(-1, events[: starts[0]]), *zip(numbers, parts, strict=True)]
 
 
 def _fold(parts: Sequence[Sequence[object]]) -> dict[str, list[object]]:
@@ -245,7 +267,7 @@ def _same_with(layers: int, table: Table) -> bool:
     few.sizes = table.sizes
     recording = few.recordings[0]
     for phase, parts in table.parts(table.recordings[0]).items():
-        cut = _cut(recording, layers)[phase]
+        cut = _cut(recording, few.units)[phase]
         encoded = [few.encode(event, block) for block, events in cut for event in events]
         if encoded != [*parts["before"], *(parts["block"] * layers), *parts["after"]]:
             return False

@@ -124,7 +124,11 @@ class Marker:
         self._recorder = recorder
         self._begun: set[int] = set()
         self._ended: set[int] = set()
-        self._units = units
+        places = {
+            name: place
+            for place, (name, _) in enumerate(model.named_modules(remove_duplicate=False))
+        }
+        self._outer_first = sorted(range(len(units)), key=lambda index: places[units[index][0]])
         self._handles: list[Any] = []
         for index, modules in enumerate(units):
             first, last = model.get_submodule(modules[0]), model.get_submodule(modules[-1])
@@ -183,9 +187,8 @@ class Marker:
             self._mark(Mark.POST_BACKWARD, unit)
 
     def _finish(self) -> None:
-        """Units whose inputs need no gradient end with the backward pass, the root first."""
-        last = len(self._units) - 1
-        for index in (last, *range(last)):
+        """Units whose inputs need no gradient end with the backward pass, outer before inner."""
+        for index in self._outer_first:
             self._end(index)
 
     def _complete(self, name: str) -> Callable[[Tensor], None]:

@@ -2,29 +2,64 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import assert_never
+
 from torch import nn
 
+from ptrain.spec.batch import UnitKind, UnitSize
+
 ROOT = ""
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # they have no forward: nothing calls their hooks
+
+Units = tuple[tuple[str, ...], ...]
 
 
-def unit_modules(module: nn.Module) -> tuple[tuple[str, ...], ...]:
-    """The modules of each unit: the elements of the ModuleList that holds most parameters, first to
-    last, then the root.
+def unit_modules(module: nn.Module, unit: UnitSize | None = None) -> Units:
+    """The modules of each unit, inner before outer: made of the blocks as `unit` says (one block
+    each, where it is not given), then the root."""
+    size = unit or UnitSize()
+    names = _blocks(module)
+    match size.kind:
+        case UnitKind.BLOCK | UnitKind.BLOCKS:
+            inner = _neighbours(names, size.count)
+        case UnitKind.SUB_BLOCK:
+            inner = [(name,) for block in names for name in (*_parts(module, block), block)]
+        case UnitKind.MODEL:
+            inner = []
+        case kind:
+            assert_never(kind)
+    return (*inner, (ROOT,))
 
-    For a built-in model these are its blocks. Elements without parameters are no units; a model
-    without such a list is one unit.
-    """
+
+def _blocks(module: nn.Module) -> list[str]:
+    """The elements of the ModuleList that holds most parameters, first to last. For a built-in
+    model these are its blocks. Elements without parameters are none; a model without such a list
+    has none."""
     lists = {
         name: _numel(child)
         for name, child in module.named_modules()
         if isinstance(child, nn.ModuleList) and _numel(child)
     }
     if not lists:
-        return ((ROOT,),)
+        return []
     largest = max(lists, key=lambda name: lists[name])
     elements = module.get_submodule(largest).named_children()
     prefix = f"{largest}." if largest else ""
-    return (*((f"{prefix}{name}",) for name, child in elements if _numel(child)), (ROOT,))
+    return [f"{prefix}{name}" for name, child in elements if _numel(child)]
+
+
+def _parts(module: nn.Module, block: str) -> Iterator[str]:
+    """A block's children that have children of their own: attention and mlp, but not a norm."""
+    for name, child in module.get_submodule(block).named_children():
+        is_composite = next(child.children(), None) is not None
+        if is_composite and not isinstance(child, _CONTAINERS) and _numel(child):
+            yield f"{block}.{name}"
+
+
+def _neighbours(names: list[str], count: int) -> list[tuple[str, ...]]:
+    """Groups of `count`, the last one smaller where they do not divide."""
+    return [tuple(names[start : start + count]) for start in range(0, len(names), count)]
 
 
 def _numel(module: nn.Module) -> int:

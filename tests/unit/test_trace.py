@@ -42,7 +42,7 @@ def text(shape: ModelShape) -> str:
 @pytest.mark.parametrize("shape", [*SHAPES, *DROPOUT, WIDE_HEADS], ids=text)
 def test_a_table_gives_the_trace_of_another_shape_to_the_byte(shape, compute):
     for batch, sequence in ((2, 16), (1, 9), (3, 33)):
-        traced = to_timeline(tables.trace(shape, TORCH[compute], batch, sequence))
+        traced = to_timeline(tables.trace(shape, TORCH[compute], batch=batch, sequence=sequence))
         derived = activations.timeline(shape, batch=batch, sequence=sequence, compute=compute)
         assert derived.forward == traced.forward
         assert derived.backward == traced.backward
@@ -50,7 +50,7 @@ def test_a_table_gives_the_trace_of_another_shape_to_the_byte(shape, compute):
 
 @pytest.mark.parametrize("shape", [*SHAPES, *DROPOUT], ids=text)
 def test_the_polynomials_by_operator_add_up_to_what_forward_leaves(shape):
-    traced = to_timeline(tables.trace(shape, torch.float32, 2, 16))
+    traced = to_timeline(tables.trace(shape, torch.float32, batch=2, sequence=16))
     assert sum(size for _, size in traced.saved) == traced.saved_bytes
     polynomials = activations.saved(shape, DType.FP32, batch=2)
     values = activations.dimensions(shape, batch=2, sequence=16)
@@ -63,7 +63,7 @@ def test_the_polynomials_by_operator_add_up_to_what_forward_leaves(shape):
 
 @pytest.mark.parametrize("shape", SHAPES, ids=text)
 def test_gradients_complete_in_the_order_that_the_facts_state(shape):
-    traced = to_timeline(tables.trace(shape, torch.float32, 2, 16))
+    traced = to_timeline(tables.trace(shape, torch.float32, batch=2, sequence=16))
     order = [item.parameter for item in traced.backward if isinstance(item, Complete)]
     assert tuple(order) == facts(shape, 16).gradient_order
 
@@ -113,7 +113,7 @@ def test_the_tracers_own_hooks_allocate_nothing():
         meter.phase(Phase.BACKWARD, 0)
         loss.backward()
         del loss
-    traced = to_timeline(tables.trace(ODD_SHAPE, torch.float32, 2, 16))
+    traced = to_timeline(tables.trace(ODD_SHAPE, torch.float32, batch=2, sequence=16))
     level = highest = 0
     for item in traced.forward:
         highest = max(highest, level + getattr(item, "rise", 0))
