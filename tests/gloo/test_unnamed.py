@@ -8,83 +8,78 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Iterator
-from itertools import product
+from itertools import islice
 
 import pytest
 
-from ptrain.errors import SpecError
-from ptrain.verification.compare import FP64
-from ptrain.verification.compare import compare as compare_runs
-from tests.gloo.cases import Case
-from tests.gloo.outcomes import Runs
-from tests.gloo.test_exact import failing, require_complete
+from ptrain.spec.load import load
+from ptrain.spec.names import listing
+from ptrain.spec.placement import Placement
+from tests.gloo.rows import DIALS, ROWS, Setting, default
+from tests.gloo.test_rows import differences
+from tests.ranks import Ranks
 
 pytestmark = pytest.mark.gloo
 
 SEED = int(os.environ.get("PTRAIN_SEED") or random.randrange(10_000))
-DRAWN = 12
-TUPLES = tuple(product(("R", "S*"), ("R", "S"), ("R", "S")))
-NAMED = {
-    (("dp_replicate", ("R", "R", "R")),),  # ddp
-    (("dp_replicate", ("R", "S", "R")),),  # ddp-zero-redundancy
-    (("dp_shard", ("R", "S", "R")),),  # zero1
-    (("dp_shard", ("R", "S", "S")),),  # zero2
-    (("dp_shard", ("S*", "S", "S")),),  # zero3
-    (("dp_replicate", ("R", "R", "R")), ("dp_shard", ("S*", "S", "S"))),  # hsdp
-    (("dp_replicate", ("R", "S", "R")), ("dp_shard", ("S*", "S", "S"))),  # hsdp-full-optimizer
-}
+DRAWN, NIGHTLY = 10, 60
+PARAMETERS = ("R", "S*", "M", "O", "R@host", "S*@file")
+OPTIMIZER = ("R", "S", "S*", "O", "S@file", "R@host")
+GRADIENTS = ("R", "S", "S*", "M", "O", "S@file")
 AXES = (("dp_replicate",), ("dp_shard",), ("dp_replicate", "dp_shard"))
 
 
-def unnamed() -> Iterator[Case]:
-    """Every legal one, with a size, layout and K of its own."""
-    for axes in AXES:
-        for tuples in product(TUPLES, repeat=len(axes)):
-            placement = tuple(zip(axes, tuples, strict=True))
-            if placement in NAMED:
-                continue
-            case = _case(placement)
-            try:
-                case.spec()
-            except SpecError as error:
-                assert all(fault.place.startswith("placement") for fault in error.faults), error
-                continue
-            yield case
+def named() -> set[tuple[tuple[str, Placement], ...]]:
+    """The tuples of all strategies, by axis."""
+    specs = [load(name).spec for name in listing("strategies")]
+    return {
+        tuple((factor.axis.value, factor.placement) for factor in spec.factors) for spec in specs
+    }
 
 
-def _case(placement: tuple[tuple[str, tuple[str, str, str]], ...]) -> Case:
-    draw = random.Random(str(placement))
-    states = ("parameters", "optimizer", "gradients")
-    return Case(
-        name="+".join(f"{axis}={','.join(tuple_)}" for axis, tuple_ in placement),
-        placement=tuple(
-            (axis, (*zip(states, tuple_, strict=True), ("activations", "R")))
-            for axis, tuple_ in placement
-        ),
-        size=4 if len(placement) == 2 else draw.choice((2, 4)),
-        layout=draw.choice(("fp32", "zero16")),
-        accumulate=draw.choice((1, 4)),
-        fp64=True,
-    )
+def unnamed(draw: random.Random) -> Iterator[Setting]:
+    """Legal ones without end, each with dials of its own where they are legal."""
+    taken = named()
+    seen: set[str] = set()
+    while True:
+        axes = draw.choice(AXES)
+        placement = {
+            axis: f"{draw.choice(PARAMETERS)},{draw.choice(OPTIMIZER)},{draw.choice(GRADIENTS)},R"
+            for axis in axes
+        }
+        row = "+".join(f"{axis}={tuple_}" for axis, tuple_ in placement.items())
+        if row in seen:
+            continue
+        seen.add(row)
+        ROWS.setdefault(row, placement)
+        setting = default(row).with_dials(
+            layout=draw.choice(DIALS["layout"]), clip=draw.choice((1.0, None)), fp64=True
+        )
+        if not setting.is_legal():
+            continue
+        if tuple((f.axis.value, f.placement) for f in setting.spec().factors) in taken:
+            continue
+        for name in draw.sample(list(DIALS), len(DIALS)):
+            other = setting.with_dials(**{name: draw.choice(DIALS[name])})
+            setting = other if other.is_legal() else setting
+        yield setting
 
 
-LEGAL = tuple(unnamed())
-CHOSEN = set(random.Random(SEED).sample(LEGAL, DRAWN))
+SETTINGS = list(islice(unnamed(random.Random(SEED)), DRAWN + NIGHTLY))
 
 
 @pytest.mark.parametrize(
-    "case",
+    "setting",
     [
         pytest.param(
-            case,
-            id=f"seed{SEED}-{case}" if case in CHOSEN else str(case),
-            marks=() if case in CHOSEN else (pytest.mark.nightly,),
+            setting,
+            id=f"seed{SEED}-{setting}",
+            marks=() if place < DRAWN else (pytest.mark.nightly,),
         )
-        for case in LEGAL
+        for place, setting in enumerate(SETTINGS)
     ],
 )
-def test_a_tuple_without_a_name_is_exact_and_equals_one_device(runs: Runs, case: Case) -> None:
-    outcome = runs.of(case)
-    require_complete(outcome)
-    assert not failing(outcome.checks)
-    assert not failing(compare_runs(runs.reference(case), outcome.trajectory, FP64))
+def test_a_tuple_without_a_name_is_exact_and_equals_one_device(
+    ranks: Ranks, setting: Setting
+) -> None:
+    assert not differences(ranks, setting)

@@ -1,0 +1,62 @@
+"""Every row of the data axis, pairwise over layouts, dials, K and N: predicted bytes are measured
+bytes, and what is computed is what one device computes."""
+
+from __future__ import annotations
+
+import pytest
+
+from ptrain.costs import Estimate
+from ptrain.derivation.estimate import derive
+from ptrain.meters.measure import join_estimates
+from ptrain.models.facts import facts_of
+from ptrain.report.record import compare
+from ptrain.verification.band import loss_band
+from ptrain.verification.compare import FP64, Tolerances
+from ptrain.verification.compare import compare as compare_runs
+from ptrain.verification.reference import Trajectory, one_device
+from tests.gloo.outcomes import MEASURED_STEP
+from tests.gloo.rows import ROWS, Setting, default, pairwise
+from tests.gloo.runs import train
+from tests.gloo.test_exact import failing
+from tests.ranks import Ranks
+
+pytestmark = pytest.mark.gloo
+
+STEPS = 20
+_REFERENCES: dict[tuple[object, ...], Trajectory] = {}
+
+
+def reference(setting: Setting) -> Trajectory:
+    """One device on the same global batches; only what it must know tells settings apart."""
+    if setting.reference not in _REFERENCES:
+        _REFERENCES[setting.reference] = one_device(setting.spec(), STEPS)
+    return _REFERENCES[setting.reference]
+
+
+def differences(ranks: Ranks, setting: Setting) -> list[str]:
+    """What does not hold: bytes, calls, peaks, losses, parameters."""
+    spec = setting.spec()
+    try:
+        reports = ranks.run(setting.size, train, spec, STEPS, MEASURED_STEP)
+    except AssertionError as error:
+        return [f"{setting}: {str(error)[-1500:]}"]
+    measured: Estimate = join_estimates([each.measured for each in reports if each.measured])
+    checks = compare(derive(spec, facts_of(spec)).exact, measured)
+    run, truth = reports[0].trajectory, reference(setting)
+    assert run is not None
+    tolerances = FP64 if setting.fp64 else Tolerances(losses=loss_band(spec, truth))
+    found = [*failing(checks), *failing(compare_runs(truth, run, tolerances))]
+    return [f"{setting}: {line}" for line in found]
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_a_row_is_exact_and_equals_one_device(ranks: Ranks, row: str) -> None:
+    assert not differences(ranks, default(row))
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("row", ROWS)
+def test_a_row_with_every_pair_of_layouts_and_dials(ranks: Ranks, row: str) -> None:
+    found = [line for setting in pairwise(row) for line in differences(ranks, setting)]
+    assert not found, "\n".join(found)
