@@ -9,7 +9,8 @@ from ptrain.algebra.layout import ranks_over
 from ptrain.axes.data.costs import gathers, reductions
 from ptrain.costs import Column, Estimate, Footprint, State
 from ptrain.derivation.facts import ModelFacts
-from ptrain.derivation.memory import elements, flat_buffers, resident
+from ptrain.derivation.flat_memory import flat_buffers
+from ptrain.derivation.memory import elements, resident
 from ptrain.derivation.paper import paper
 from ptrain.derivation.parameters import facts as facts_of
 from ptrain.derivation.timeline import Replay, replay

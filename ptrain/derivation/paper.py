@@ -23,7 +23,7 @@ from ptrain.costs import (
     add_traffic,
 )
 from ptrain.derivation.facts import ModelFacts
-from ptrain.derivation.memory import optimizer_itemsize
+from ptrain.derivation.optimizer_state import optimizer_itemsize
 from ptrain.spec.axis import DATA_AXES, Factor
 from ptrain.spec.placement import Distribution, Tier
 from ptrain.spec.spec import Spec
