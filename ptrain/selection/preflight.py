@@ -11,7 +11,6 @@ from itertools import product
 from math import prod
 
 from ptrain.algebra.legality import check, executed
-from ptrain.axes.data.rules import executed_tuples
 from ptrain.costs import PLACED, Estimate, State
 from ptrain.derivation.estimate import derive, own_facts
 from ptrain.derivation.facts import ModelFacts
@@ -21,12 +20,17 @@ from ptrain.selection.fit import fit
 from ptrain.spec.axis import DATA_AXES, Axis, Factor
 from ptrain.spec.batch import GradientSync
 from ptrain.spec.names import listing, strategy
-from ptrain.spec.placement import Distribution, Placement
+from ptrain.spec.placement import S_STAR, Distribution, Placement, R, S
 from ptrain.spec.spec import Spec
 from ptrain.units import format_bytes
 
 _CUT = (Distribution.SHARDED, Distribution.GATHERED)
 _OFFERED = 3
+# Tuples that are tried in place of the spec's own: what needs no other layout, tier or optimizer.
+_TUPLES = tuple(
+    Placement(parameters=parameters, optimizer=optimizer, gradients=gradients)
+    for parameters, optimizer, gradients in product((R, S_STAR), (R, S), (R, S))
+)
 _MOST_RANKS = 1024  # along one axis, when more ranks are tried
 _DERIVED = 4  # variants from each end of the range that are derived in full
 
@@ -168,7 +172,7 @@ def _placements(spec: Spec) -> Iterator[Spec]:
         axes = [
             (axis, degree) for axis, degree in zip(DATA_AXES, degrees, strict=True) if degree > 1
         ]
-        for tuples in product(tuple(executed_tuples()), repeat=len(axes)):
+        for tuples in product(_TUPLES, repeat=len(axes)):
             factors = tuple(
                 Factor(axis=axis, degree=degree, placement=placement)
                 for (axis, degree), placement in zip(axes, tuples, strict=True)

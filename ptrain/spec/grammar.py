@@ -7,10 +7,11 @@ makes the `Spec` of them. Defaults are those of the resolved spec.
 
 from __future__ import annotations
 
-from dataclasses import field
+from dataclasses import field, replace
 from typing import Annotated, Any
 
 from ptrain.spec.grammar_parts import (
+    RESHARD,
     BatchRaw,
     CheckpointRaw,
     ClusterRaw,
@@ -18,7 +19,9 @@ from ptrain.spec.grammar_parts import (
     EvalRaw,
     LogRaw,
     ModelRaw,
+    OffloadRaw,
     OptimizerRaw,
+    PipelineRaw,
     PrecisionRaw,
     SyncRaw,
     TimeoutRaw,
@@ -149,28 +152,6 @@ class PlacementRaw:
 
 
 @section
-class PipelineRaw:
-    """How micro-batches flow through the stages."""
-
-    schedule: Annotated[str | None, Text("naive, gpipe, 1f1b, bfs, interleaved, zbv …")] = None
-    stages: Annotated[int | None, Whole("stages over all ranks of pp", 1, 10_000)] = None
-
-
-@section
-class OffloadRaw:
-    """Where offloaded states go, and who updates them."""
-
-    tier: Annotated[
-        str | None, Choice("where to", {"host": "the host's memory", "file": "a file (NVMe)"})
-    ] = None
-    path: Annotated[str | None, Text("the folder of the files")] = None
-    update: Annotated[
-        str | None,
-        Choice("who updates", {"host": "the processor", "device": "the device, by streaming"}),
-    ] = None
-
-
-@section
 class SpecRaw:
     """A spec: the model, the mesh of ranks and how each state is placed on it."""
 
@@ -271,7 +252,9 @@ class SpecRaw:
     bucket: Annotated[
         int | str,
         Size(
-            "gradients are reduced in buckets: a size, or per-tensor, or whole",
+            "DistributedDataParallel's buckets: a bucket is reduced once this many bytes of "
+            "gradients are there; per-tensor: one each; whole: one for all; size: 25 MiB, the "
+            "first one 1 MiB",
             words=("size", "per-tensor", "whole"),
             high=2**40,
         ),
@@ -279,18 +262,18 @@ class SpecRaw:
     unit: Annotated[
         str,
         Either(
-            "what is gathered at once (the paper's s_unit)",
+            "what is gathered, reduced and freed together (the paper's s_unit)",
             "block, sub-block, n blocks or model",
             (
                 Choice(
                     "",
                     {
-                        "block": "one transformer block",
-                        "sub-block": "attention and feed-forward apart",
+                        "block": "one transformer block; the root keeps embedding and head",
+                        "sub-block": "attention and feed-forward apart; the block keeps its norms",
                         "model": "everything at once",
                     },
                 ),
-                Text("", r"[1-9][0-9]{0,4} blocks"),
+                Text("so many neighbouring blocks", r"[1-9][0-9]{0,4} blocks"),
             ),
         ),
     ] = "block"
@@ -346,32 +329,43 @@ class SpecRaw:
         ),
     ] = "cross-entropy"
     reshard: Annotated[
-        bool | int | None,
-        Either(
-            "when gathered parameters are given back: see sync",
-            "true, false or a number of blocks",
-            (Truth(""), Whole("", 1, 10_000)),
-        ),
+        bool | int | None, replace(RESHARD, about="another word for sync.reshard_after_forward")
     ] = None
     overlap: Annotated[
         str | None,
         Choice(
-            "communication beside computation", {"none": "one by one", "backward": "in backward"}
+            "whether gradients are reduced beside the backward pass; without: as the wrapper does "
+            "by itself (DDP and fully_shard: backward; flat units: none)",
+            {
+                "none": "a reduction is awaited before anything goes on; DDP's begin when "
+                "backward is over, and fully_shard gathers nothing ahead",
+                "backward": "a unit's or bucket's reduction runs while backward goes on",
+            },
         ),
     ] = None
-    prefetch: Annotated[int | None, Whole("units gathered ahead", 0, 10_000)] = None
+    prefetch: Annotated[
+        int | None,
+        Whole(
+            "units whose gathering is begun ahead of their use; without: 0, and for fully_shard "
+            "torch's own (the next unit in backward)",
+            0,
+            10_000,
+        ),
+    ] = None
     gather_after_update: Annotated[
         str,
         Choice(
-            "when updated parameters are gathered",
+            "when parameters that were updated in parts become whole again",
             {
-                "blocking": "at the end of the update",
-                "during-update": "unit by unit beside the update",
-                "next-forward": "when the next forward needs them",
+                "blocking": "after each unit's update, before the next unit's",
+                "during-update": "begun after each unit's update, awaited when all are updated",
+                "next-forward": "unit by unit, when each is used next",
             },
         ),
     ] = "blocking"
-    offload: Annotated[OffloadRaw | None, Section(OffloadRaw, "states away from the device")] = None
+    offload: Annotated[
+        OffloadRaw | None, Section(OffloadRaw, "states that are not on the device")
+    ] = None
     compile: Annotated[bool, Truth("torch.compile the blocks")] = False
     consistency_every: Annotated[
         int, Whole("compare the ranks' states every so many steps (0: never)", 0, 10**9)

@@ -23,7 +23,9 @@ from ptrain.spec.spec import (
 _OPTIMIZER, _DATA, _TRAIN = OptimizerSpec(), DataSpec(), TrainSpec()
 _EVAL, _CHECKPOINT, _TIMEOUT = EvalSpec(), CheckpointSpec(), Timeout()
 _DTYPES = {"fp32": "4 bytes", "bf16": "2 bytes", "fp16": "2 bytes, loss scaling", "fp64": "8 bytes"}
+_NO_MASTER = {"none": "the optimizer updates the parameters themselves"}
 MAX_SAMPLES = 2**31 - 1
+MAX_SHARDS = 2**17
 _NAME_OR_FILE = r"[^\x00-\x1f]{1,300}"
 
 
@@ -72,7 +74,8 @@ class ModelRaw:
 
 @section
 class PrecisionRaw:
-    """A layout: bytes per element of parameters, gradients and optimizer state."""
+    """A layout: bytes per element of parameters, gradients and optimizer state. A dtype beside the
+    name of a layout replaces that one of it."""
 
     layout: Annotated[
         str | None,
@@ -80,12 +83,13 @@ class PrecisionRaw:
             "a named layout",
             {
                 "fp32": "4 + 4 + 8 bytes: everything in fp32",
-                "bf16": "2 + 2 + 4 bytes: everything in bf16",
-                "fp16": "2 + 2 + 12 bytes with loss scaling",
+                "bf16": "2 + 2 + 4 bytes: everything in bf16, no master copy",
+                "fp16": "2 + 2 + 12 bytes: fp16 with an fp32 master copy, the loss scaled",
                 "zero16": "2 + 2 + 12 bytes: bf16, with an fp32 master copy",
-                "megatron18": "2 + 4 + 12 bytes: zero16 with fp32 gradients",
-                "zero20": "2 + 6 + 12 bytes: gradients in bf16 and fp32",
-                "fsdp-mixed": "4 + 4 + 8 bytes, gathered and reduced in bf16",
+                "megatron18": "2 + 4 + 12 bytes: zero16 whose gradients are kept and sent in fp32",
+                "zero20": "2 + 6 + 12 bytes: a micro-batch's gradients in bf16, their sum in fp32",
+                "fsdp-mixed": "2 + 4 + 12 bytes: gradients sent in bf16 and kept in fp32; with "
+                "parameters M, casts of the master copies, 0 + 4 + 12",
             },
         ),
     ] = None
@@ -93,10 +97,30 @@ class PrecisionRaw:
         str | None,
         Choice("one dtype in place of all of a layout", {"fp64": "float64: equality tests"}),
     ] = None
-    parameters: Annotated[str | None, Choice("dtype of the parameters", _DTYPES)] = None
-    gradients: Annotated[str | None, Choice("dtype of the gradients", _DTYPES)] = None
-    master: Annotated[str | None, Choice("dtype of the master copy", _DTYPES)] = None
-    moments: Annotated[str | None, Choice("dtype of the moments", _DTYPES)] = None
+    parameters: Annotated[
+        str | None, Choice("dtype of the parameters, which the model computes in", _DTYPES)
+    ] = None
+    gradients: Annotated[
+        str | None,
+        Choice(
+            "dtype in which reduced gradients are kept and accumulated until the update", _DTYPES
+        ),
+    ] = None
+    reduced: Annotated[
+        str | None,
+        Choice(
+            "dtype in which a micro-batch's gradients are collected and travel; as `gradients` "
+            "where that is written",
+            _DTYPES,
+        ),
+    ] = None
+    master: Annotated[
+        str | None,
+        Choice("dtype of the copy of the parameters that is updated", _DTYPES | _NO_MASTER),
+    ] = None
+    moments: Annotated[
+        str | None, Choice("dtype in which the optimizer's moments are kept", _DTYPES)
+    ] = None
 
 
 @section
@@ -143,7 +167,8 @@ class OptimizerRaw:
             {
                 "adamw": "Adam with decoupled weight decay: two moments",
                 "sgd": "gradient descent, with momentum if given",
-                "muon": "orthogonalized momentum: needs whole matrices",
+                "muon": "orthogonalized momentum for the blocks' matrices, adamw for all else: "
+                "needs whole matrices",
             },
         ),
     ] = _OPTIMIZER.name
@@ -155,7 +180,9 @@ class OptimizerRaw:
     weight_decay: Annotated[float, Real("decoupled weight decay", 0.0, 1e3)] = (
         _OPTIMIZER.weight_decay
     )
-    momentum: Annotated[float, Real("sgd's momentum", 0.0, 0.999999)] = _OPTIMIZER.momentum
+    momentum: Annotated[
+        float | None, Real("of sgd (without: 0) and muon (without: 0.95)", 0.0, 0.999999)
+    ] = None
     schedule: ScheduleRaw = field(default_factory=ScheduleRaw)
     clip: Annotated[
         float | None,
@@ -228,6 +255,14 @@ class LogRaw:
     every: Annotated[int, Whole("steps between two lines", 1, 10**9)] = 10
 
 
+RESHARD = Either(
+    "gathered parameters are given back after forward (true), kept for backward (false), or kept "
+    "in n shards among n neighbouring ranks, over which backward then gathers (n)",
+    "true, false or a number of shards >= 2",
+    (Truth(""), Whole("", 2, MAX_SHARDS)),
+)
+
+
 @section
 class SyncRaw:
     """The accumulation's policy: from 3K units moved per step (every) down to K + 1."""
@@ -236,20 +271,53 @@ class SyncRaw:
         str | None,
         Choice(
             "when accumulated gradients are reduced",
-            {"every": "after every micro-batch", "last": "after the last micro-batch"},
+            {
+                "every": "after every micro-batch",
+                "last": "after the last micro-batch (no_sync): until then each rank holds the "
+                "unsharded sum of its own gradients",
+            },
         ),
     ] = None
-    reshard_after_forward: Annotated[
-        bool | int,
-        Either(
-            "gathered parameters are given back after forward (true), kept (false), or n blocks",
-            "true, false or a number of blocks",
-            (Truth(""), Whole("", 1, 10_000)),
-        ),
-    ] = True
+    reshard_after_forward: Annotated[bool | int, RESHARD] = True
     reshard_after_backward: Annotated[
         bool, Truth("gathered parameters are given back after each backward")
     ] = True
+
+
+@section
+class PipelineRaw:
+    """How micro-batches flow through the stages."""
+
+    schedule: Annotated[str | None, Text("naive, gpipe, 1f1b, bfs, interleaved, zbv …")] = None
+    stages: Annotated[int | None, Whole("stages over all ranks of pp", 1, 10_000)] = None
+
+
+@section
+class OffloadRaw:
+    """Where the mode O is, and who updates optimizer state that is not on the device."""
+
+    tier: Annotated[
+        str | None,
+        Choice(
+            "what the mode O means in this spec",
+            {"host": "S@host: a slice in the host's memory", "file": "S@file: a slice in a file"},
+        ),
+    ] = None
+    path: Annotated[
+        str | None, Text("the folder of the files (NVMe); without: the temporary folder")
+    ] = None
+    update: Annotated[
+        str | None,
+        Choice(
+            "where optimizer state that is not on the device is updated",
+            {
+                "host": "by the processor, where the state is (what is gathered for the update, "
+                "S*, comes to the device all the same)",
+                "device": "on the device, to which it is copied and from which it is copied back, "
+                "unit by unit",
+            },
+        ),
+    ] = None
 
 
 @section

@@ -22,6 +22,8 @@ _COMMAND_LINE = "command line: "
 _INSTEAD: dict[Route, Route] = {
     ("data", "path"): ("data", "corpus"),
     ("data", "corpus"): ("data", "path"),
+    ("reshard",): ("sync", "reshard_after_forward"),
+    ("sync", "reshard_after_forward"): ("reshard",),
 }
 _EXAMPLE = "write key=value, for example mesh.dp_shard=4"
 
@@ -97,7 +99,7 @@ def apply(tree: Tree, override: Override) -> list[Fault]:
         node = inner
     assert isinstance(node, dict), "only mappings are entered"
     node[route[-1]] = value.root
-    _displace(tree, route, node)
+    _displace(tree, route)
     _take_marks(tree, as_override(value, override.source), route)
     return []
 
@@ -124,14 +126,16 @@ def _data_axis(tree: Tree, route: Route) -> Route:
     return ("mesh", present[0]) if len(present) == 1 else route
 
 
-def _displace(tree: Tree, route: Route, node: dict[str, object]) -> None:
+def _displace(tree: Tree, route: Route) -> None:
     """Of two keys that exclude each other the one on the command line replaces the file's."""
     other = _INSTEAD.get(route)
     if other is None:
         return
     mark = tree.values.get(other)  # a mapping from Python has none
     if mark is None or not mark.source.startswith(_COMMAND_LINE):
-        node.pop(other[-1], None)
+        node = tree.at(other[:-1])
+        if isinstance(node, dict):
+            node.pop(other[-1], None)
 
 
 def _take_marks(tree: Tree, value: Tree, route: Route) -> None:

@@ -116,7 +116,39 @@ class Precision:
         )
 
 
-EXECUTED_LAYOUTS = {layout.name: layout for layout in (FP32, ZERO16)}
+CUSTOM = "custom"  # the name of a layout that is none of LAYOUTS
+
+
+def custom(
+    base: Layout,
+    *,
+    parameters: DType | None = None,
+    gradients: DType | None = None,
+    reduced: DType | None = None,
+    master: DType | None = None,
+    has_master: bool = True,
+    moments: DType | None = None,
+) -> Layout:
+    """`base` with other dtypes, under the name of the layout that has them, or `custom`.
+
+    Gradients travel as they are kept where only the latter is given. Without `has_master` there
+    is none, whatever the base has. fp16 anywhere between the parameters and the update is what
+    needs a scaled loss: its smallest number is 6e-8.
+    """
+    written = replace(
+        base,
+        name=CUSTOM,
+        parameters=parameters or base.parameters,
+        gradients=gradients or base.gradients,
+        reduced=reduced or gradients or base.reduced,
+        master=(master or base.master) if has_master else None,
+        moments=moments or base.moments,
+    )
+    passed = (written.parameters, written.reduced, written.gradients)
+    written = replace(written, scales_loss=DType.FP16 in passed)
+    named = (known for known in LAYOUTS.values() if replace(known, name=CUSTOM) == written)
+    return next(named, written)
+
 
 # What a loss scale begins with and how it moves: the defaults of torch.amp.GradScaler.
 INITIAL_SCALE = 2.0**16

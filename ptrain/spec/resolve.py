@@ -14,16 +14,25 @@ from pathlib import Path
 from ptrain.costs import PLACED, State
 from ptrain.errors import Fault, SpecError
 from ptrain.spec.axis import DATA_AXES, Axis, Factor
-from ptrain.spec.batch import GradientSync, ReduceScatterVia, SyncPolicy
+from ptrain.spec.batch import (
+    GatherAfterUpdate,
+    GradientSync,
+    Overlap,
+    ReduceScatterVia,
+    SyncPolicy,
+)
 from ptrain.spec.grammar import MAX_DEGREE, MeshRaw, PlacementRaw, SpecRaw
-from ptrain.spec.placement import Distribution, Placement
-from ptrain.spec.precision import EXECUTED_LAYOUTS, FP32, Precision
+from ptrain.spec.placement import Distribution, Mode, Placement, Tier
 from ptrain.spec.resolve_parts import (
     resolve_batch,
+    resolve_bucket,
     resolve_cluster,
     resolve_data,
     resolve_model,
+    resolve_offload,
     resolve_optimizer,
+    resolve_precision,
+    resolve_unit,
 )
 from ptrain.spec.shorthand import mark_of
 from ptrain.spec.spec import CheckpointSpec, EvalSpec, Spec, Timeout, TrainSpec
@@ -60,6 +69,7 @@ def resolve(raw: SpecRaw, tree: Tree, name: str, world_size: int | None) -> Spec
         batch = resolve_batch(raw.batch, data_degree, found)
     model = resolve_model(raw.model, found)
     cluster = resolve_cluster(raw.cluster, found)
+    _obeys_offload(raw, factors or (), found)
     data = resolve_data(raw.data, found)
     if found.faults:
         raise SpecError(*found.faults.values())
@@ -69,17 +79,19 @@ def resolve(raw: SpecRaw, tree: Tree, name: str, world_size: int | None) -> Spec
         model=model,
         factors=factors,
         batch=batch,
-        precision=Precision(
-            layout=EXECUTED_LAYOUTS.get(raw.precision.layout or FP32.name, FP32),
-            compute_fp64=raw.precision.compute is not None,
-        ),
+        precision=resolve_precision(raw.precision),
         optimizer=resolve_optimizer(raw.optimizer),
         data=data,
         train=TrainSpec(steps=raw.train.steps, seed=raw.train.seed),
         cluster=cluster,
         sync=_sync(raw, factors),
         reduce_scatter=ReduceScatterVia(raw.reduce_scatter),
-        bucket_bytes=raw.bucket if isinstance(raw.bucket, int) else 1,
+        bucket_bytes=resolve_bucket(raw.bucket),
+        unit=resolve_unit(raw.unit),
+        overlap=Overlap(raw.overlap) if raw.overlap else None,
+        prefetch=raw.prefetch,
+        gather_after_update=GatherAfterUpdate(raw.gather_after_update),
+        offload=resolve_offload(raw.offload),
         eval=EvalSpec(every=raw.eval.every, batches=raw.eval.batches),
         checkpoint=CheckpointSpec(at_end=raw.checkpoint.at_end, every=raw.checkpoint.every),
         timeout=Timeout(init=raw.timeout.init, step=raw.timeout.step),
@@ -102,7 +114,7 @@ def _sync(raw: SpecRaw, factors: Sequence[Factor]) -> SyncPolicy:
     default = GradientSync.LAST if whole else GradientSync.EVERY
     return SyncPolicy(
         gradients=GradientSync(raw.sync.gradients) if raw.sync.gradients else default,
-        reshard_after_forward=bool(raw.sync.reshard_after_forward),
+        reshard_after_forward=raw.sync.reshard_after_forward,
         reshard_after_backward=raw.sync.reshard_after_backward,
     )
 
@@ -121,7 +133,7 @@ def _factors(raw: SpecRaw, order: tuple[str, ...], found: Findings) -> tuple[Fac
             remedy = f"write placement: {{{axis}: ...}} with a strategy's name or four modes"
             found.add("placement" if raw.placement else "mesh." + axis, finding, remedy)
         elif degree > 1:
-            factors.append(Factor(axis=axis, degree=degree, placement=_placement(tuple_)))
+            factors.append(_factor(raw, axis, degree, found))
     for axis in Axis:
         if getattr(placement, axis.value) is not None and axis not in degrees:
             finding = f"the placement has a tuple for {axis}, and the mesh has no such axis"
@@ -131,8 +143,29 @@ def _factors(raw: SpecRaw, order: tuple[str, ...], found: Findings) -> tuple[Fac
     return tuple(factors) if sound else None
 
 
-def _placement(raw: object) -> Placement:
-    return Placement(**{str(state): getattr(raw, str(state)) for state in PLACED})
+def _factor(raw: SpecRaw, axis: Axis, degree: int, found: Findings) -> Factor:
+    modes = {str(state): _mode(raw, axis, state, found.tree) for state in PLACED}
+    return Factor(axis=axis, degree=degree, placement=Placement(**modes))
+
+
+def _mode(raw: SpecRaw, axis: Axis, state: State, tree: Tree) -> Mode:
+    """`O` is where `offload.tier` says; a mode that names its tier stays there."""
+    mode: Mode = getattr(getattr(raw.placement, axis.value), state.value)
+    if raw.offload and raw.offload.tier and _is_short(tree, axis, state):
+        return replace(mode, tier=Tier(raw.offload.tier))
+    return mode
+
+
+def _is_short(tree: Tree, axis: Axis, state: State) -> bool:
+    return tree.at(("placement", axis.value, state.value)) == "O"
+
+
+def _obeys_offload(raw: SpecRaw, factors: Sequence[Factor], found: Findings) -> None:
+    if raw.offload is None or raw.offload.tier is None or not factors:
+        return
+    if not any(_is_short(found.tree, f.axis, state) for f in factors for state in PLACED):
+        finding = f"tier {raw.offload.tier} says where O is, and no state is O"
+        found.add("offload.tier", finding, "write O for a state, or remove tier")
 
 
 def _degrees(mesh: MeshRaw, order: tuple[str, ...], found: Findings) -> dict[Axis, int] | None:

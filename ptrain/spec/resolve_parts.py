@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from ptrain.errors import SpecError
-from ptrain.spec.batch import Batch
+from ptrain.spec.batch import Batch, UnitKind, UnitSize
 from ptrain.spec.check import validate
 from ptrain.spec.cluster import Cluster
 from ptrain.spec.grammar_parts import (
@@ -16,15 +16,21 @@ from ptrain.spec.grammar_parts import (
     ClusterRaw,
     DataRaw,
     ModelRaw,
+    OffloadRaw,
     OptimizerRaw,
+    PrecisionRaw,
 )
 from ptrain.spec.model import ExternalModel, Family, ModelShape, ModelSpec
 from ptrain.spec.names import listing, missing
-from ptrain.spec.spec import DataSpec, OptimizerSpec
+from ptrain.spec.placement import Tier
+from ptrain.spec.precision import FP32, LAYOUTS, DType, Precision, custom
+from ptrain.spec.spec import WHOLE_BUCKET, DataSpec, Offload, OptimizerSpec
 from ptrain.spec.text import read
 from ptrain.units import parse_count
 
 Raw = TypeVar("Raw", ModelRaw, ClusterRaw)
+MUON_MOMENTUM = 0.95  # of its authors
+_BUCKETS = {"per-tensor": 1, "whole": WHOLE_BUCKET}
 
 
 class Report(Protocol):
@@ -202,14 +208,52 @@ def resolve_data(raw: DataRaw, found: Report) -> DataSpec | None:
     return DataSpec(corpus=None, path=raw.path, tokenizer=raw.tokenizer)
 
 
+def resolve_precision(raw: PrecisionRaw) -> Precision:
+    """The named layout, with the dtypes that are written beside it."""
+
+    def dtype(text: str | None) -> DType | None:
+        return DType(text) if text and text != "none" else None
+
+    layout = custom(
+        LAYOUTS[raw.layout or FP32.name],
+        parameters=dtype(raw.parameters),
+        gradients=dtype(raw.gradients),
+        reduced=dtype(raw.reduced),
+        master=dtype(raw.master),
+        has_master=raw.master != "none",
+        moments=dtype(raw.moments),
+    )
+    return Precision(layout=layout, compute_fp64=raw.compute is not None)
+
+
+def resolve_unit(text: str) -> UnitSize:
+    """`block`, `sub-block`, `model` or `n blocks`; one block is `block`."""
+    count, _, blocks = text.partition(" ")
+    if not blocks:
+        return UnitSize(kind=UnitKind(text))
+    return UnitSize(kind=UnitKind.BLOCKS, count=int(count)) if int(count) > 1 else UnitSize()
+
+
+def resolve_bucket(value: int | str) -> int:
+    """Bytes."""
+    return value if isinstance(value, int) else _BUCKETS[value]
+
+
+def resolve_offload(raw: OffloadRaw | None) -> Offload:
+    if raw is None:
+        return Offload()
+    return Offload(path=raw.path, update=Tier(raw.update or Offload().update))
+
+
 def resolve_optimizer(raw: OptimizerRaw) -> OptimizerSpec:
+    usual = MUON_MOMENTUM if raw.name == "muon" else OptimizerSpec().momentum
     return OptimizerSpec(
         name=raw.name,
         lr=raw.lr,
         betas=(raw.betas[0], raw.betas[1]),
         eps=raw.eps,
         weight_decay=raw.weight_decay,
-        momentum=raw.momentum,
+        momentum=usual if raw.momentum is None else raw.momentum,
         warmup=raw.schedule.warmup,
         decay_steps=raw.schedule.decay_steps,
         min_lr_ratio=raw.schedule.min_lr_ratio,

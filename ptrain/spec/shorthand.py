@@ -18,6 +18,7 @@ from ptrain.spec.text import Mark, Route, Tree
 
 Mapping = dict[str, object]
 _DATA = tuple(axis.value for axis in DATA_AXES)
+_RESHARD = ("sync", "reshard_after_forward")
 
 
 def expand_shorthands(tree: Tree) -> list[Fault]:
@@ -29,6 +30,7 @@ def expand_shorthands(tree: Tree) -> list[Fault]:
     def fault(route: Route, finding: str, remedy: str = "") -> None:
         faults.append(mark_of(tree, route).fault(".".join(route), finding, remedy))
 
+    _reshard(tree, root, fault)
     named = _whole_placement(root, fault)
     if not named:
         _tuples(root, fault)
@@ -171,6 +173,26 @@ def _homes(placement: Mapping) -> list[str]:
     states = [str(state) for state in PLACED[:3]]
     replicated = all(written.get(state) == "R" for state in states)
     return [_DATA[0] if replicated else _DATA[1]]
+
+
+def _reshard(tree: Tree, root: Mapping, fault: _Report) -> None:
+    """`reshard` is another word for a key of `sync`, and stands above a strategy's policy."""
+    value, policy = root.get("reshard"), root.get("sync", {})
+    if not isinstance(value, int) or not isinstance(policy, dict):
+        return  # left out, or no value of it: the grammar says so at its own place
+    written = policy.get(_RESHARD[1], value)
+    if written != value or type(written) is not type(value):
+        shown = str(written).lower()
+        fault(
+            ("reshard",),
+            f"another word for sync.reshard_after_forward, which says {shown}",
+            "remove one of the two",
+        )
+        return
+    root["sync"] = {**policy, _RESHARD[1]: root.pop("reshard")}
+    for table in (tree.keys, tree.values):
+        if ("reshard",) in table:
+            table[_RESHARD] = table[("reshard",)]
 
 
 def _small_forms(root: Mapping) -> None:

@@ -33,7 +33,7 @@ class OptimizerSpec:
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     weight_decay: float = 0.1
-    momentum: float = 0.0
+    momentum: float = 0.0  # of sgd and muon
     warmup: int = 0
     decay_steps: int = 0
     min_lr_ratio: float = 0.1

@@ -65,6 +65,13 @@ class Tree:
     values: dict[Route, Mark] = field(default_factory=dict)
     faults: dict[Route, Fault] = field(default_factory=dict)
 
+    def at(self, route: Route) -> object:
+        """The value that stands there, or None."""
+        node = self.root
+        for key in route:
+            node = node.get(key) if isinstance(node, dict) else None
+        return node
+
 
 def scalar(text: str) -> object:
     """A plain (unquoted) scalar by the core schema of YAML 1.2."""

@@ -10,11 +10,13 @@ import yaml
 
 from ptrain.costs import PLACED
 from ptrain.spec.model import ExternalModel, HuggingFaceModel, ModelShape, ModelSpec
-from ptrain.spec.spec import Spec
+from ptrain.spec.precision import CUSTOM, LAYOUTS, Precision
+from ptrain.spec.spec import WHOLE_BUCKET, Offload, Spec
 
 
 def to_mapping(spec: Spec) -> dict[str, object]:
-    """Every key with its value, but `accumulate`: it follows, and would hinder another mesh."""
+    """Every key with its value, but `accumulate`, which follows and would hinder another mesh, and
+    dials that are left to the wrapper."""
     return {
         "name": spec.name,
         "model": _model(spec.model),
@@ -23,8 +25,7 @@ def to_mapping(spec: Spec) -> dict[str, object]:
             factor.axis.value: {str(state): str(factor.placement[state]) for state in PLACED}
             for factor in spec.factors
         },
-        "precision": {"layout": spec.precision.layout.name}
-        | ({"compute": "fp64"} if spec.precision.compute_fp64 else {}),
+        "precision": _precision(spec.precision),
         "batch": {
             "global": spec.batch.global_samples,
             "micro": spec.batch.micro,
@@ -40,7 +41,14 @@ def to_mapping(spec: Spec) -> dict[str, object]:
             "reshard_after_backward": spec.sync.reshard_after_backward,
         },
         "reduce_scatter": spec.reduce_scatter.value,
-        "bucket": spec.bucket_bytes,
+        "bucket": {1: "per-tensor", WHOLE_BUCKET: "whole"}.get(
+            spec.bucket_bytes, spec.bucket_bytes
+        ),
+        "unit": str(spec.unit),
+        **({"overlap": spec.overlap.value} if spec.overlap else {}),
+        **({"prefetch": spec.prefetch} if spec.prefetch is not None else {}),
+        "gather_after_update": spec.gather_after_update.value,
+        **({"offload": _offload(spec.offload)} if spec.offload != Offload() else {}),
         "eval": asdict(spec.eval),
         "checkpoint": asdict(spec.checkpoint),
         "timeout": asdict(spec.timeout),
@@ -50,6 +58,29 @@ def to_mapping(spec: Spec) -> dict[str, object]:
         "device": spec.device,
         "backend": spec.backend,
     }
+
+
+def _precision(precision: Precision) -> dict[str, object]:
+    """A layout without a name as all its dtypes, over one that has its structure."""
+    layout = precision.layout
+    compute = {"compute": "fp64"} if precision.compute_fp64 else {}
+    if layout.name != CUSTOM:
+        return {"layout": layout.name, **compute}
+    base = next(known for known in LAYOUTS.values() if known.keeps_both is layout.keeps_both)
+    return {
+        "layout": base.name,
+        "parameters": layout.parameters.value,
+        "reduced": layout.reduced.value,
+        "gradients": layout.gradients.value,
+        "master": layout.master.value if layout.master else "none",
+        "moments": layout.moments.value,
+        **compute,
+    }
+
+
+def _offload(offload: Offload) -> dict[str, object]:
+    path = {"path": offload.path} if offload.path is not None else {}
+    return {**path, "update": offload.update.value}
 
 
 def _model(model: ModelSpec) -> dict[str, object]:

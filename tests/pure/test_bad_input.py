@@ -121,16 +121,26 @@ LINES = [
     ("layout: fp32", "layout: fp23", "precision.layout", "'fp23'", "did you mean 'fp32'"),
     # in the grammar, not executed yet
     ("mesh: {", "mesh: {tp: 2, ", "mesh.tp", "not yet", "dp_replicate and dp_shard"),
-    ("activations: R", "activations: M", "placement.dp_shard.activations", "not yet", "R, S, S*"),
-    ("gradients: S,", "gradients: S@file,", "placement.dp_shard.gradients", "not yet", "R, S, S*"),
-    ("layout: fp32", "layout: megatron18", "precision.layout", "not yet", "fp32 or zero16"),
-    ("name: adamw", "name: muon", "optimizer.name", "not yet", "adamw or sgd"),
+    ("activations: R", "activations: M", "placement.dp_shard.activations", "not yet", "today: R"),
     ("{preset: llama-tiny}", "{hf: A, config: {}}", "model.hf", "not yet", "preset"),
     ("train:", "recompute: full\ntrain:", "recompute", "not yet", "none"),
     ("train:", "compile: true\ntrain:", "compile", "not yet", "false"),
-    ("train:", "offload: {tier: host}\ntrain:", "offload", "not yet", "remove offload"),
-    ("train:", "bucket: whole\ntrain:", "bucket", "not yet", "a size"),
-    ("train:", "sync: {reshard_after_forward: 2}\ntrain:", "sync.reshard", "not yet", "or false"),
+    # the data axis' dials
+    ("train:", "offload: {tier: host}\ntrain:", "offload.tier", "no state is O", "remove tier"),
+    ("train:", "offload: {tier: disk}\ntrain:", "offload.tier", "host, file", ""),
+    ("train:", "bucket: huge\ntrain:", "bucket", "a size like", "a number of bytes"),
+    ("train:", "unit: 0 blocks\ntrain:", "unit", "block, sub-block, n blocks or model", ""),
+    ("train:", "reshard: 1\ntrain:", "sync.reshard_after_forward", "shards >= 2", ""),
+    ("train:", "reshard: often\ntrain:", "reshard", "true, false or a number", ""),
+    (
+        "train:",
+        "reshard: false\nsync: {reshard_after_forward: true}\ntrain:",
+        "reshard",
+        "sync.reshard_after_forward, which says true",
+        "remove one of the two",
+    ),
+    ("layout: fp32", "master: fp23", "precision.master", "none", "fp32"),
+    ("train:", "prefetch: -1\ntrain:", "prefetch", "0..10000", ""),
 ]  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from ptrain.spec.axis import Axis
 from ptrain.spec.batch import GradientSync, SyncPolicy
 from ptrain.spec.cluster import Cluster
 from ptrain.spec.model import Family
-from ptrain.spec.placement import MODES, Placement
+from ptrain.spec.placement import MODES, Placement, R
 from ptrain.spec.precision import ZERO16
 from ptrain.spec.spec import OptimizerSpec
 from tests.pure.build import GATHERED, ODD_SHAPE, WHOLE, ZERO_1, ZERO_2, make_spec, tuple_of
@@ -156,11 +156,9 @@ def test_more_ranks_than_devices_are_refused():
 def test_what_is_legal_and_does_not_run_is_refused_apart():
     spec = make_spec({Axis.DP_SHARD: (2, tuple_of("R,O,S,M"))})
     assert not check(spec)
-    assert [fault.place for fault in executed(spec)] == [
-        "placement.dp_shard.optimizer",
-        "placement.dp_shard.activations",
-    ]
-    assert all("not executed yet" in fault.finding for fault in executed(spec))
+    (fault,) = executed(spec)
+    assert fault.place == "placement.dp_shard.activations"
+    assert "not executed yet" in fault.finding
 
 
 def test_an_illegal_mode_is_not_also_called_not_yet():
@@ -178,9 +176,11 @@ def test_replicas_inside_shards_are_not_executed_yet():
     assert "before dp_shard" in fault.remedy
 
 
-def test_every_executed_tuple_is_legal_and_there_are_eight():
-    tuples = list(executed_tuples())
-    assert len(tuples) == 8 and set(tuples) <= set(legal_tuples(ADAMW))
+@pytest.mark.parametrize(("optimizer", "num"), [(ADAMW, 80), (STATELESS, 95)])
+def test_every_legal_tuple_runs_whose_activations_stay_where_they_are_made(optimizer, num):
+    tuples = set(executed_tuples(optimizer))
+    assert len(tuples) == num
+    assert tuples == {p for p in legal_tuples(optimizer) if p.activations == R}
 
 
 class Document:
@@ -195,6 +195,7 @@ def test_require_gives_the_spec_or_every_located_fault():
     good = make_spec({Axis.DP_SHARD: (2, ZERO_2)})
     assert require(Document(good)) is good
     with pytest.raises(SpecError) as raised:
-        require(Document(make_spec({Axis.DP_SHARD: (2, tuple_of("S,O,S,S"))})))
+        mesh = {Axis.DP_SHARD: (2, tuple_of("S,O,S,S")), Axis.DP_REPLICATE: (2, WHOLE)}
+        require(Document(make_spec(mesh)))
     assert len(raised.value.faults) == 3
     assert all(fault.line == 3 for fault in raised.value.faults)

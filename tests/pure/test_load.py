@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,11 +12,19 @@ import pytest
 from ptrain.costs import State
 from ptrain.errors import Fault, SpecError
 from ptrain.spec.axis import Axis
-from ptrain.spec.batch import GradientSync, ReduceScatterVia
+from ptrain.spec.batch import (
+    GatherAfterUpdate,
+    GradientSync,
+    Overlap,
+    ReduceScatterVia,
+    UnitKind,
+    UnitSize,
+)
 from ptrain.spec.load import load
 from ptrain.spec.model import ExternalModel, ModelShape
 from ptrain.spec.names import SPEC_FOLDERS, listing, names
-from ptrain.spec.spec import Spec
+from ptrain.spec.precision import LAYOUTS, DType
+from ptrain.spec.spec import WHOLE_BUCKET, Spec
 from ptrain.spec.text import parse, scalar
 from ptrain.spec.write import to_yaml
 
@@ -60,13 +69,102 @@ def test_every_spec_loads_by_name_by_path_and_from_what_it_resolves_to(name, tmp
         {"profile": [3, 4], "checkpoint": "at_end", "timeout": 7.5, "reduce_scatter": True},
         {"cluster": {"preset": "h100-8", "devices": 4}},
         {"sync": {"gradients": "last", "reshard_after_backward": False}},
-    ],
+        {"reshard": 2, "unit": "3 blocks", "overlap": "none", "prefetch": 0},
+        {"unit": "sub-block", "gather_after_update": "during-update", "bucket": "per-tensor"},
+        {"bucket": "whole", "overlap": "backward"},
+        {"placement": {"dp_shard": "O,O,S@file,R"}, "offload": {"tier": "file", "path": "/x"}},
+        {"placement": {"dp_shard": "M,S*@host,R@host,R"}, "offload": {"update": "device"}},
+        {"precision": {"layout": "zero20", "moments": "bf16"}},
+        {"precision": {"parameters": "fp16", "master": "fp64"}},
+        {"precision": {"layout": "zero16", "master": "none", "reduced": "fp32"}},
+        {"optimizer": {"name": "muon"}},
+    ]
+    + [{"precision": {"layout": name}} for name in LAYOUTS],
 )
 def test_what_a_spec_resolves_to_is_a_fixed_point(changes, tmp_path):
     spec = loaded(**changes)
     written = tmp_path / "spec.yaml"
     written.write_text(to_yaml(spec.resolved), encoding="utf-8")
     assert load(written).spec == spec
+
+
+def test_every_dial_has_its_value():
+    spec = loaded(
+        unit="2 blocks",
+        overlap="backward",
+        prefetch=3,
+        gather_after_update="next-forward",
+        bucket="whole",
+        sync={"reshard_after_forward": 2},
+    )
+    assert spec.unit == UnitSize(kind=UnitKind.BLOCKS, count=2)
+    assert (spec.overlap, spec.prefetch) == (Overlap.BACKWARD, 3)
+    assert spec.gather_after_update is GatherAfterUpdate.NEXT_FORWARD
+    assert spec.bucket_bytes == WHOLE_BUCKET and loaded(bucket="per-tensor").bucket_bytes == 1
+    assert spec.sync.reshard_after_forward == 2
+    assert loaded(unit="1 blocks").unit == loaded().unit == UnitSize()
+    assert loaded(unit="model").unit.kind is UnitKind.MODEL
+
+
+@pytest.mark.parametrize("value", [True, False, 2])
+def test_reshard_is_another_word_for_a_key_of_sync(value):
+    spec = loaded(reshard=value)
+    assert spec == loaded(sync={"reshard_after_forward": value})
+    assert spec.sync.reshard_after_forward is value
+    assert loaded(reshard=value, sync={"reshard_after_forward": value}) == spec
+    assert load(loaded(reshard=1000).resolved, [f"reshard={str(value).lower()}"]).spec == spec
+
+
+def test_reshard_stands_above_a_strategys_policy():
+    assert load("zero3-keep", ["reshard=true"]).spec.sync.reshard_after_forward is True
+
+
+@pytest.mark.parametrize(
+    ("offload", "placement", "expected"),
+    [
+        (None, "O,O,S,R", "O,O,S,R"),
+        ({"tier": "host"}, "O,S@file,S,R", "O,S@file,S,R"),
+        ({"tier": "file"}, "S*@host,O,O,R", "S*@host,S@file,S@file,R"),
+        ({"tier": "file"}, "S@host,O,R,R", "O,S@file,R,R"),
+    ],
+)
+def test_o_is_where_the_offload_says_and_a_written_tier_stays(offload, placement, expected):
+    changes = {"offload": offload} if offload else {}
+    spec = loaded(placement={"dp_shard": placement}, **changes)
+    assert str(spec.factors[0].placement) == expected
+    assert load(spec.resolved).spec == spec
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        ({"parameters": "bf16", "gradients": "bf16", "master": "fp32"}, LAYOUTS["zero16"]),
+        ({"layout": "zero16", "gradients": "fp32"}, LAYOUTS["megatron18"]),
+        ({"layout": "zero16", "gradients": "fp32", "reduced": "bf16"}, LAYOUTS["fsdp-mixed"]),
+        ({"layout": "megatron18", "reduced": "bf16"}, LAYOUTS["fsdp-mixed"]),
+        ({"layout": "fp16", "parameters": "bf16", "gradients": "bf16"}, LAYOUTS["zero16"]),
+        ({"layout": "zero16", "parameters": "fp16", "gradients": "fp16"}, LAYOUTS["fp16"]),
+        ({"layout": "fp32", "master": "none"}, LAYOUTS["fp32"]),
+        (
+            {"layout": "zero20", "master": "none", "moments": "bf16"},
+            replace(LAYOUTS["zero20"], name="custom", master=None, moments=DType.BF16),
+        ),
+    ],
+)
+def test_dtypes_beside_a_layout_replace_its_own(written, expected):
+    assert loaded(precision=written).precision.layout == expected
+
+
+def test_fp16_on_the_way_to_the_update_scales_the_loss():
+    for state in ("parameters", "reduced", "gradients"):
+        assert loaded(precision={state: "fp16"}).precision.layout.scales_loss
+    assert not loaded(precision={"moments": "fp16"}).precision.layout.scales_loss
+
+
+def test_momentum_is_the_optimizers_usual_one():
+    assert loaded(optimizer={"name": "muon"}).optimizer.momentum == 0.95
+    assert loaded(optimizer={"name": "muon", "momentum": 0.0}).optimizer.momentum == 0
+    assert loaded(optimizer={"name": "sgd"}).optimizer.momentum == 0
 
 
 def test_without_a_source_the_default_is_loaded():

@@ -22,13 +22,8 @@ from ptrain.spec.spec import OptimizerSpec, Spec
 GRADIENT_INTEGRITY = "Theorem 3 (gradient integrity)"
 STATE_CONSISTENCY = "Theorem 4 (state consistency)"
 
-# What runs: the modes that have a handler in apply.py, by state.
-EXECUTED = {
-    State.PARAMETERS: (R, S_STAR),
-    State.OPTIMIZER: (R, S),
-    State.GRADIENTS: (R, S),
-    State.ACTIVATIONS: (R,),
-}
+# What runs where not every legal mode does, by state.
+EXECUTED = {State.ACTIVATIONS: (R,)}
 
 
 def keeps_state(optimizer: OptimizerSpec) -> bool:
@@ -44,10 +39,11 @@ def legal_tuples(optimizer: OptimizerSpec) -> Iterator[Placement]:
             yield placement
 
 
-def executed_tuples() -> Iterator[Placement]:
-    """All tuples of a data axis that run."""
-    for modes in product(*(EXECUTED[state] for state in PLACED)):
-        yield Placement(**dict(zip((state.value for state in PLACED), modes, strict=True)))
+def executed_tuples(optimizer: OptimizerSpec) -> Iterator[Placement]:
+    """All tuples of a data axis that run with this optimizer."""
+    for placement in legal_tuples(optimizer):
+        if all(placement[state] in modes for state, modes in EXECUTED.items()):
+            yield placement
 
 
 def _foreign_activations(placement: Placement, optimizer: OptimizerSpec) -> bool:
