@@ -52,7 +52,8 @@ LAYOUTS = ("fp32", "zero16")
 class Case:
     """One spec. `placement` maps axes to tuples or strategies; `sync` is the accumulation's policy,
     as (gradients, after forward, after backward), where it is not the default; `bucket` DDP's size,
-    where one does not hold the whole model; `via` how reduce-scatters are executed."""
+    where one does not hold the whole model; `via` how reduce-scatters are executed; `unit` what is
+    gathered together; `layers` the model's, where it has others than its own."""
 
     name: str
     placement: tuple[tuple[str, Any], ...]
@@ -64,6 +65,8 @@ class Case:
     sync: tuple[str, bool, bool] | None = None
     bucket: str | None = None
     via: str = "native"
+    unit: str | None = None
+    layers: int | None = None
 
     def __str__(self) -> str:
         parts = [self.name, self.layout, f"K{self.accumulate}", f"N{self.size}"]
@@ -72,6 +75,7 @@ class Case:
             parts.append(f"sync-{self.sync[0]}-{self.sync[1]:d}{self.sync[2]:d}")
         parts += [self.bucket.replace(" ", "")] if self.bucket else []
         parts += [self.via] if self.via != "native" else []
+        parts += [self.unit.replace(" ", "")] if self.unit else []
         return "-".join(parts)
 
     @property
@@ -85,7 +89,7 @@ class Case:
     def spec(self) -> Spec:
         mapping: dict[str, Any] = {
             "name": re.sub(r"[^\w.-]+", "-", self.name),
-            "model": dict(MODELS[self.model]),
+            "model": dict(MODELS[self.model]) | ({"layers": self.layers} if self.layers else {}),
             "mesh": self.mesh,
             "placement": {axis: _plain(tuple_) for axis, tuple_ in self.placement},
             "precision": {"layout": self.layout} | ({"compute": "fp64"} if self.fp64 else {}),
@@ -100,6 +104,8 @@ class Case:
         }
         if self.via != "native":
             mapping["reduce_scatter"] = self.via
+        if self.unit:
+            mapping["unit"] = self.unit
         if self.bucket:
             mapping["bucket"] = self.bucket
         if self.sync:

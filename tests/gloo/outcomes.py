@@ -67,7 +67,7 @@ class Runs:
 
     def reference(self, case: Case) -> Trajectory:
         """One device on the same global batches; the mesh and the placement play no part."""
-        key = (case.layout, case.fp64, case.model, case.accumulate * case.size)
+        key = (case.layout, case.fp64, case.model, case.layers, case.accumulate * case.size)
         if key not in self._references:
             self._references[key] = one_device(case.spec(), STEPS)
         return self._references[key]

@@ -1,0 +1,83 @@
+"""Units of every size: calls, bytes and peaks are predicted, and training is that of one device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+
+import pytest
+
+from ptrain.costs import Collective, Phase
+from ptrain.verification.compare import FP64
+from ptrain.verification.compare import compare as compare_runs
+from tests.gloo.cases import LAYOUTS, Case, named
+from tests.gloo.outcomes import Outcome, Runs
+from tests.gloo.test_exact import failing, require_complete
+
+pytestmark = pytest.mark.gloo
+
+LAYERS = 3  # two blocks and one more
+UNITS = ("sub-block", "2 blocks", "model")
+NUM_UNITS = {"sub-block": 3 * LAYERS + 1, "2 blocks": 3, "model": 1}
+LOSS_BYTES = 8  # a rank of these tests keeps the loss of a measured step, in fp32 or fp64
+FLAT = (
+    ("parameters", "S*"),
+    ("optimizer", "R"),
+    ("gradients", "S"),
+    ("activations", "R"),
+)
+
+
+def flat(size: int, **settings: object) -> Case:
+    """A tuple that runs as flat units which are gathered for use."""
+    return Case(name="flat", placement=(("dp_shard", FLAT),), size=size, **settings)  # type: ignore[arg-type]
+
+
+def of_each_wrap(unit: str) -> tuple[Case, Case, Case]:
+    settings = {"fp64": True, "unit": unit, "layers": LAYERS}
+    return named("zero3", 2, **settings), flat(2, **settings), named("ddp", 2, **settings)
+
+
+def others() -> Iterator[Case]:
+    """All models, layouts, K and N; without `layers`, a model has its own two."""
+    names = ("ddp", "zero1", "zero2", "zero3", "zero3-keep", "hsdp", "flat")
+    for unit, name, layout, model in product(UNITS, names, LAYOUTS, ("odd", "tied", "external")):
+        settings = {"unit": unit, "layout": layout, "accumulate": 4, "model": model}
+        yield flat(4, **settings) if name == "flat" else named(name, 4, **settings)
+
+
+def require_exact(outcome: Outcome) -> None:
+    """To the byte, the peak too."""
+    require_complete(outcome)
+    assert not failing(outcome.checks)
+    for check in outcome.checks:
+        if check.name.startswith("peak"):
+            assert abs(check.predicted - check.measured) <= LOSS_BYTES, check
+
+
+@pytest.mark.parametrize("case", [case for unit in UNITS for case in of_each_wrap(unit)], ids=str)
+def test_units_of_every_size_are_predicted_and_equal_one_device(runs: Runs, case: Case) -> None:
+    outcome = runs.of(case)
+    require_exact(outcome)
+    assert not failing(compare_runs(runs.reference(case), outcome.trajectory, FP64))
+
+
+@pytest.mark.parametrize("unit", UNITS)
+def test_a_step_gathers_each_unit_twice_and_reduces_it_once(runs: Runs, unit: str) -> None:
+    for case in of_each_wrap(unit)[:2]:
+        measured = runs.of(case).reports[0].measured
+        assert measured is not None
+        calls = {Collective.ALL_GATHER: 0, Collective.REDUCE_SCATTER: 0}
+        for row in measured.traffic:
+            if row.key.collective in calls and row.key.phase in (Phase.FORWARD, Phase.BACKWARD):
+                calls[row.key.collective] += row.calls
+        assert calls[Collective.ALL_GATHER] == 2 * NUM_UNITS[unit]
+        assert calls[Collective.REDUCE_SCATTER] == NUM_UNITS[unit]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("case", list(others()), ids=str)
+def test_units_of_every_size_are_predicted_on_every_model_and_layout(
+    runs: Runs, case: Case
+) -> None:
+    require_exact(runs.of(case))
