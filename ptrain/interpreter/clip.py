@@ -9,24 +9,44 @@ import torch.distributed as dist
 
 from ptrain.costs import State
 from ptrain.interpreter.mesh import Mesh
-from ptrain.interpreter.registry import Registry
+from ptrain.interpreter.scaling import LossScale
+from ptrain.interpreter.tiers import Tiers, tag, tier_of
 from ptrain.plan.step import Clip
+from ptrain.spec.placement import Tier
 
 
 def clip_gradients(
-    gradients: Sequence[torch.Tensor], step: Clip, mesh: Mesh, registry: Registry
+    gradients: Sequence[torch.Tensor], step: Clip, mesh: Mesh, scaling: LossScale | None = None
 ) -> torch.Tensor:
     """Scale `gradients` in place to a global norm of at most `step.max_norm`; returns the norm
     before (0-d, at least fp32). One scalar all-reduce per axis along which they are shards; what
     is replicated is counted once. The formula is torch's `clip_grad_norm_`, its 1e-6 included.
+
+    Of a scaled loss, the norm is that of the gradients without the scale.
     """
     dtype = torch.promote_types(gradients[0].dtype, torch.float32)
     norms = torch._foreach_norm(list(gradients), 2, dtype=dtype)
     square = torch.linalg.vector_norm(torch.stack(norms)).square_()
-    registry.tag(square, State.GRADIENTS)
-    for axis in step.axes:
-        dist.all_reduce(square, group=mesh.group((axis,)))
+    if step.axes:
+        square = _all_reduced(square, gradients[0], step, mesh)
     norm = square.sqrt_()
+    if scaling is not None:
+        norm.div_(scaling.beside(gradients[0])[0])
     scale = torch.clamp(step.max_norm / (norm + 1e-6), max=1.0)
     torch._foreach_mul_(list(gradients), scale)
     return norm
+
+
+def _all_reduced(
+    square: torch.Tensor, gradient: torch.Tensor, step: Clip, mesh: Mesh
+) -> torch.Tensor:
+    """On the device, and back to where the gradients are."""
+    device = mesh.world.device
+    mesh.registry.tag(square, State.GRADIENTS)
+    summed = square
+    if tier_of(gradient.untyped_storage(), device.type) is not Tier.DEVICE:
+        tag(square, Tier.HOST)
+        summed = Tiers(device, mesh.registry).move(square, Tier.DEVICE, State.GRADIENTS)
+    for axis in step.axes:
+        dist.all_reduce(summed, group=mesh.group((axis,)))
+    return square if summed is square else square.copy_(summed)

@@ -1,45 +1,71 @@
-"""torch's own optimizers on local shards, or on master copies of them that belong to Omega."""
+"""The update: torch's own optimizers on what each target gives them, unit by unit.
+
+Gradients are cast to the dtype of what is updated; moments, counters and master copies lie in
+slots (as shards, on any tier) and are brought to where the update is. One group of targets after
+the other, so that nothing of a unit but its slots lives when the next one is updated.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 
-from ptrain.axes.data.target import Target
+from ptrain.axes.data.target import Slot, Target, TensorTarget
 from ptrain.costs import State
 from ptrain.errors import Fault, SpecError
+from ptrain.interpreter.muon import Muon
+from ptrain.interpreter.scaling import LossScale
+from ptrain.interpreter.tiers import cast
 from ptrain.models.numerics import TORCH_DTYPES
 from ptrain.spec.precision import Layout
 from ptrain.spec.spec import OptimizerSpec
 
+MASTER = "master"
+
 
 class Update:
-    """The update of all targets. One torch optimizer per group of targets, so that what a group
-    needs only for its update (a gathered parameter, a cast gradient) is gone before the next."""
+    """The update of all targets, given a group per unit. `hidden` says which of them are matrices
+    within the model, in the same order (None: nobody asks)."""
 
     def __init__(
-        self, groups: Sequence[Sequence[Target]], spec: OptimizerSpec, layout: Layout
+        self,
+        groups: Sequence[Sequence[Target]],
+        spec: OptimizerSpec,
+        layout: Layout,
+        hidden: Sequence[Sequence[bool]] | None = None,
     ) -> None:
-        self.layout = layout
-        if layout.master is None:
-            groups = _merge(groups)
-        self.groups = [_Group(targets, spec, layout) for targets in groups]
+        dtypes = _Dtypes.of(layout)
+        members = [
+            [
+                _Member(target, _rule(spec, is_hidden), spec, dtypes)
+                for target, is_hidden in zip(targets, flags, strict=True)
+            ]
+            for targets, flags in zip(groups, hidden or _nobody(groups), strict=True)
+        ]
+        self.is_by_unit = not _stays_in_place(groups, dtypes)
+        if not self.is_by_unit:
+            members = [[member for group in members for member in group]]
+        self.groups = [_Group(group, spec) for group in members if group]
 
-    def step(self, lr: float) -> None:
-        """One update with this learning rate, from the targets' gradients."""
+    def step(self, lr: float, scaling: LossScale | None = None) -> None:
+        """One update with this learning rate, from the targets' gradients; none where they
+        overflowed."""
         for group in self.groups:
-            group.step(lr)
+            group.step(lr, scaling)
+
+    def step_group(self, index: int, lr: float) -> None:
+        """The update of one unit alone, as soon as its gradients are complete (G = M)."""
+        assert self.is_by_unit, "units that stay in place are updated together"
+        self.groups[index].step(lr, None)
 
     def tensors(self) -> Iterator[tuple[Target, dict[str, torch.Tensor]]]:
-        """Each target with its optimizer state by name: exp_avg, exp_avg_sq, step, master …"""
+        """Each target with what this rank keeps of its optimizer state, by name: exp_avg, step,
+        master … (a target that owns its master copy gives it itself)."""
         for group in self.groups:
-            yield from group.tensors()
-
-    def prepare(self) -> None:
-        """Make the state that torch makes in its first step, so that it can be loaded into."""
-        for group in self.groups:
-            group.prepare()
+            for member in group.members:
+                yield member.target, {name: slot.stored for name, slot in member.slots.items()}
 
     def storages(self) -> Iterator[tuple[State, torch.Tensor]]:
         for _, tensors in self.tensors():
@@ -47,67 +73,130 @@ class Update:
                 yield State.OPTIMIZER, tensor
 
 
+@dataclass(frozen=True, slots=True)
+class _Dtypes:
+    gradients: torch.dtype
+    master: torch.dtype | None
+    moments: torch.dtype
+    updated: torch.dtype
+
+    @classmethod
+    def of(cls, layout: Layout) -> _Dtypes:
+        return cls(
+            gradients=TORCH_DTYPES[layout.gradients],
+            master=TORCH_DTYPES[layout.master] if layout.master else None,
+            moments=TORCH_DTYPES[layout.moments],
+            updated=TORCH_DTYPES[layout.updated],
+        )
+
+
+class _Member:
+    """A target, its slots, and the leaf that torch's optimizer knows it by: empty between
+    updates."""
+
+    def __init__(self, target: Target, rule: str, spec: OptimizerSpec, dtypes: _Dtypes) -> None:
+        self.target = target
+        self.rule = rule
+        self.dtypes = dtypes
+        self.slots: dict[str, Slot] = {}
+        value = target.value()
+        self.nothing = value.new_empty(0, dtype=dtypes.updated)
+        self.leaf = self.nothing.clone()
+        for name in moment_names(rule, spec):
+            self.slots[name] = target.slot(torch.zeros_like(value, dtype=dtypes.moments))
+        if rule == "adamw":
+            self.slots["step"] = target.slot(value.new_zeros((), dtype=torch.float32))
+        if dtypes.master is not None and not target.owns_master:
+            self.slots[MASTER] = target.slot(value.to(dtypes.master, copy=True))
+        self._fetched: dict[str, torch.Tensor] = {}
+
+    def fetch(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Bring everything to the leaf; False where there is no gradient."""
+        self.leaf.grad = None
+        gradient = self.target.working_gradient()
+        if gradient is None:
+            return False
+        gradient = cast(gradient, self.dtypes.updated)
+        master = self.slots.get(MASTER)
+        self.leaf.data = master.fetch() if master else self.target.value()
+        self.leaf.grad = gradient
+        state = optimizer.state[self.leaf]
+        for name, slot in self.slots.items():
+            if name != MASTER:
+                held = self._fetched[name] = slot.fetch()
+                state[name] = held if name == "step" else cast(held, self.dtypes.updated)
+        return True
+
+    def put(self, optimizer: torch.optim.Optimizer) -> None:
+        """Back to where it is kept, each thing dropped as soon as it is there."""
+        self.leaf.grad = None
+        state = optimizer.state.pop(self.leaf)
+        for name, slot in self.slots.items():
+            if name != MASTER:
+                held, working = self._fetched.pop(name), state.pop(name)
+                if working is not held:
+                    held.copy_(working)
+                del working
+                slot.put(held)
+                del held
+        if (master := self.slots.get(MASTER)) is not None:
+            master.put(self.leaf.detach())
+        self.target.store(self.leaf.detach())
+        self.leaf.data = self.nothing
+
+
 class _Group:
-    def __init__(self, targets: Sequence[Target], spec: OptimizerSpec, layout: Layout) -> None:
-        self.targets = list(targets)
-        self.has_master = layout.master is not None
-        self.nothing = targets[0].value().new_empty(0)
-        if layout.master is not None:
-            dtype = TORCH_DTYPES[layout.master]
-            self.leaves = [target.value().to(dtype, copy=True) for target in targets]
-        else:
-            self.leaves = [self.nothing.clone() for _ in targets]
-        self.optimizer = _build(self.leaves, spec)
+    """Targets that are updated at once: by one optimizer, or two where the rule depends on the
+    tensor."""
 
-    def step(self, lr: float) -> None:
-        for leaf, target in zip(self.leaves, self.targets, strict=True):
-            gradient = target.gradient
-            if not self.has_master:
-                leaf.data = target.value()
-            leaf.grad = None if gradient is None else gradient.to(leaf.dtype)
-        for options in self.optimizer.param_groups:
-            options["lr"] = lr
-        self.optimizer.step()
-        for leaf, target in zip(self.leaves, self.targets, strict=True):
-            leaf.grad = None
-            target.store(leaf.detach())
-            if not self.has_master:
-                leaf.data = self.nothing
+    def __init__(self, members: Sequence[_Member], spec: OptimizerSpec) -> None:
+        self.members = list(members)
+        rules = dict.fromkeys(member.rule for member in members)
+        self.optimizers = {
+            rule: build_optimizer(rule, [m.leaf for m in members if m.rule == rule], spec)
+            for rule in rules
+        }
 
-    def prepare(self) -> None:
-        for leaf, target in zip(self.leaves, self.targets, strict=True):
-            state = self.optimizer.state[leaf]
-            if state:
-                continue
-            like = leaf if self.has_master else target.value()
-            if isinstance(self.optimizer, torch.optim.AdamW):
-                state["step"] = torch.zeros((), dtype=torch.float32, device=like.device)
-                state["exp_avg"] = torch.zeros_like(like)
-                state["exp_avg_sq"] = torch.zeros_like(like)
-            elif self.optimizer.param_groups[0]["momentum"]:
-                state["momentum_buffer"] = torch.zeros_like(like)
-
-    def tensors(self) -> Iterator[tuple[Target, dict[str, torch.Tensor]]]:
-        for leaf, target in zip(self.leaves, self.targets, strict=True):
-            state = {
-                name: value
-                for name, value in self.optimizer.state[leaf].items()
-                if isinstance(value, torch.Tensor)
-            }
-            if self.has_master:
-                state["master"] = leaf
-            yield target, state
+    def step(self, lr: float, scaling: LossScale | None) -> None:
+        fetched = [member for member in self.members if member.fetch(self.optimizers[member.rule])]
+        if not fetched:
+            return
+        scalars = scaling.beside(fetched[0].leaf) if scaling else (None, None)
+        for optimizer in self.optimizers.values():
+            for options in optimizer.param_groups:
+                options["lr"] = lr
+            # where torch.amp.GradScaler leaves them for fused optimizers
+            optimizer.grad_scale, optimizer.found_inf = scalars
+            optimizer.step()
+        for member in fetched:
+            member.put(self.optimizers[member.rule])
 
 
-def _merge(groups: Sequence[Sequence[Target]]) -> list[list[Target]]:
-    """One group of all targets that hold their tensor anyway; those that gather it stay apart."""
-    together = [target for group in groups if len(group) > 1 for target in group]
-    apart = [list(group) for group in groups if len(group) == 1]
-    return [together, *apart] if together else apart
+def _nobody(groups: Sequence[Sequence[Target]]) -> list[list[bool]]:
+    return [[False] * len(targets) for targets in groups]
 
 
-def _build(leaves: list[torch.Tensor], spec: OptimizerSpec) -> torch.optim.Optimizer:
-    match spec.name:
+def _stays_in_place(groups: Sequence[Sequence[Target]], dtypes: _Dtypes) -> bool:
+    """Whether nothing is gathered, moved or cast for the update, so that one call updates all."""
+    is_whole = all(isinstance(target, TensorTarget) for group in groups for target in group)
+    return is_whole and dtypes.updated == dtypes.gradients == dtypes.moments
+
+
+def _rule(spec: OptimizerSpec, is_hidden: bool) -> str:
+    """How a tensor is updated: Muon is for the matrices within the model."""
+    return "adamw" if spec.name == "muon" and not is_hidden else spec.name
+
+
+def moment_names(rule: str, spec: OptimizerSpec) -> tuple[str, ...]:
+    if rule == "adamw":
+        return ("exp_avg", "exp_avg_sq")
+    return ("momentum_buffer",) if rule == "muon" or spec.momentum else ()
+
+
+def build_optimizer(
+    rule: str, leaves: list[torch.Tensor], spec: OptimizerSpec
+) -> torch.optim.Optimizer:
+    match rule:
         case "adamw":
             return torch.optim.AdamW(
                 leaves,
@@ -125,11 +214,13 @@ def _build(leaves: list[torch.Tensor], spec: OptimizerSpec) -> torch.optim.Optim
                 weight_decay=spec.weight_decay,
                 fused=True,
             )
+        case "muon":
+            return Muon(leaves, lr=spec.lr, momentum=spec.momentum, weight_decay=spec.weight_decay)
         case name:
             raise SpecError(
                 Fault(
                     place="optimizer.name",
                     finding=f"{name} is not executed yet",
-                    remedy="use adamw or sgd",
+                    remedy="use adamw, sgd or muon",
                 )
             )

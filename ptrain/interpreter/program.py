@@ -12,19 +12,25 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from ptrain.axes.data.apply import Wrapped
+from ptrain.axes.data.flat import parameters_by_unit
+from ptrain.axes.data.target import Named
+from ptrain.axes.data.wrapped import Wrapped
 from ptrain.costs import Phase, State
 from ptrain.data.sampler import LocalBatch
+from ptrain.errors import PtrainError
+from ptrain.interpreter.agreement import require_equal_models
 from ptrain.interpreter.clip import clip_gradients
 from ptrain.interpreter.materialize import build_module, wrap
 from ptrain.interpreter.mesh import Mesh
-from ptrain.interpreter.optimizer import Update
+from ptrain.interpreter.optimizer import MASTER, Update
 from ptrain.interpreter.registry import Registry
+from ptrain.interpreter.scaling import LossScale
 from ptrain.interpreter.world import World
 from ptrain.models.loss import token_loss_sum
-from ptrain.models.units import unit_modules
+from ptrain.models.numerics import TORCH_DTYPES
+from ptrain.models.units import ROOT, unit_modules
 from ptrain.plan.lower import lower
-from ptrain.plan.step import Plan
+from ptrain.plan.step import FlatUnits, Plan
 from ptrain.spec.axis import DATA_AXES
 from ptrain.spec.spec import Spec
 
@@ -37,7 +43,11 @@ class Observer(Protocol):
 
 
 class Program:
-    """One rank of a training job: `forward_backward(batch)`, then `step(lr)`, over and over."""
+    """One rank of a training job: `forward_backward(batch, lr)`, then `step(lr)`, over and over.
+
+    `scaling` is the scale of the loss, None where the layout has none. With `updates_in_backward`
+    (G = M) every unit is updated in the backward pass, and `step` only ends the update.
+    """
 
     def __init__(
         self, spec: Spec, plan: Plan, mesh: Mesh, wrapped: Wrapped, model: nn.Module
@@ -50,7 +60,16 @@ class Program:
         self.wrapped = wrapped
         self.observers: list[Observer] = []
         self.batch: LocalBatch | None = None
-        self.update = Update(wrapped.targets(), spec.optimizer, plan.update.layout)
+        layout = plan.update.layout
+        hidden = _hidden(model, plan) if spec.optimizer.name == "muon" else None
+        self.update = wrapped.own_update(spec.optimizer, layout) or Update(
+            wrapped.targets(), spec.optimizer, layout, hidden
+        )
+        self.scaling = LossScale(mesh, plan.update.scale_axes) if layout.scales_loss else None
+        self.updates_in_backward = isinstance(plan.wrap, FlatUnits) and plan.wrap.consumed
+        self._lr: float | None = None
+        if self.updates_in_backward:
+            wrapped.consume_with(self._update_unit)
         self._loss = torch.zeros(
             (),
             dtype=torch.promote_types(next(model.parameters()).dtype, torch.float32),
@@ -70,9 +89,18 @@ class Program:
                 index = index * self.mesh.degrees[axis] + self.mesh.coordinate(axis)
         return index
 
-    def forward_backward(self, batch: LocalBatch) -> torch.Tensor:
+    def forward_backward(self, batch: LocalBatch, lr: float | None = None) -> torch.Tensor:
         """K micro-batches forward and backward. Returns this rank's share of the global mean loss
-        (0-d, valid until the next call): the shares of all data ranks add up to it."""
+        (0-d, valid until the next call): the shares of all data ranks add up to it.
+
+        `lr` is the learning rate of the update to come. Raises PtrainError without it where
+        backward updates."""
+        if lr is None and self.updates_in_backward:
+            raise PtrainError(
+                "forward_backward: gradients are materialized (G = M), backward is the update\n"
+                "  remedy: give the learning rate, forward_backward(batch, lr)"
+            )
+        self._lr = lr
         self.batch = batch
         self._loss.zero_()
         last = self.plan.accumulate.micro_batches - 1
@@ -81,7 +109,7 @@ class Program:
                 self._enter(Phase.FORWARD, index)
                 loss = token_loss_sum(self.wrapped.module(inputs), targets) / batch.global_tokens
                 self._enter(Phase.BACKWARD, index)
-                loss.backward()
+                loss.backward(self.scaling.seed(loss) if self.scaling else None)
             self._loss.add_(loss.detach())
             del loss
         return self._loss
@@ -89,17 +117,40 @@ class Program:
     @torch.no_grad()
     def step(self, lr: float) -> torch.Tensor | None:
         """Reduce what is still partial, clip, update. Returns the global gradient norm before
-        clipping (0-d), None where the spec does not clip."""
+        clipping (0-d), None where the spec does not clip. Where a gradient of a scaled loss
+        overflowed, nothing is updated but the scale."""
         self._enter(Phase.UPDATE, 0)
         norm = None
-        self.wrapped.reduce_gradients()
-        if self.plan.clip is not None:
-            gradients = self.gradients()
-            norm = clip_gradients(gradients, self.plan.clip, self.mesh, self.registry)
-            del gradients
-        self.update.step(lr)
+        if not self.updates_in_backward:
+            self.wrapped.reduce_gradients()
+            norm = self._check_and_clip()
+            self._update(lr)
+        self.wrapped.finish_update()
         self.wrapped.clear_gradients()
         return norm
+
+    def _check_and_clip(self) -> torch.Tensor | None:
+        """In a function of its own, so that no gradient outlives it."""
+        gradients = self.gradients() if self.scaling or self.plan.clip else []
+        if self.scaling is not None:
+            self.scaling.check(gradients)
+        if self.plan.clip is None:
+            return None
+        return clip_gradients(gradients, self.plan.clip, self.mesh, self.scaling)
+
+    def _update(self, lr: float) -> None:
+        if self.scaling is None:
+            self.update.step(lr)
+            return
+        assert isinstance(self.update, Update), "a scaled loss has master copies"
+        self.update.step(lr, self.scaling)
+        self.scaling.update()
+
+    @torch.no_grad()
+    def _update_unit(self, index: int) -> None:
+        assert self._lr is not None, "forward_backward asks for it"
+        assert isinstance(self.update, Update), "units are flat where backward updates"
+        self.update.step_group(index, self._lr)
 
     @torch.no_grad()
     def evaluate(self, batch: LocalBatch) -> torch.Tensor:
@@ -120,35 +171,40 @@ class Program:
     @torch.no_grad()
     def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
         """`model` by parameter name and `optimizer` by `name.exp_avg`, `name.step` …: full tensors
-        (DTensor where a rank holds a part), the same names and shapes whatever the placement."""
-        self.update.prepare()
+        (DTensor where a rank holds a part), the same names, shapes and dtypes whatever the
+        placement; `scaling` where the loss is scaled."""
+        dtype = TORCH_DTYPES[self.plan.update.layout.parameters]
         model: dict[str, torch.Tensor] = {}
         optimizer: dict[str, torch.Tensor] = {}
         for target, tensors in self.update.tensors():
-            model.update(target.export())
+            exported = target.export()
+            if target.owns_master:
+                optimizer.update(_keyed(exported, MASTER))
+                exported = {name: value.to(dtype) for name, value in exported.items()}
+            model.update(exported)
             for key, tensor in tensors.items():
-                named = target.split(tensor)
-                optimizer.update({f"{name}.{key}": value for name, value in named.items()})
-        return {"model": model, "optimizer": optimizer}
+                optimizer.update(_keyed(target.split(tensor), key))
+        state = {"model": model, "optimizer": optimizer}
+        return state | ({"scaling": self.scaling.state()} if self.scaling else {})
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
         """What `state_dict` gave, filled from a checkpoint of any placement."""
-        self.update.prepare()
         for target, tensors in self.update.tensors():
-            target.load(dict(state["model"]))
+            held = _of_key(state["optimizer"], MASTER) if target.owns_master else state["model"]
+            target.load(dict(held))
             for key, tensor in tensors.items():
-                named = {
-                    name.removesuffix(f".{key}"): value
-                    for name, value in state["optimizer"].items()
-                    if name.endswith(f".{key}")
-                }
-                tensor.copy_(target.join(named))
+                tensor.copy_(target.join(_of_key(state["optimizer"], key)))
+        if self.scaling is not None:
+            for key, tensor in self.scaling.state().items():
+                tensor.copy_(state["scaling"][key])
 
     def storages(self) -> Iterator[tuple[State, torch.Tensor]]:
         """Every local tensor that lives now and belongs to a state; one storage may come twice."""
         yield from self.wrapped.storages()
         yield from self.update.storages()
+        if self.scaling is not None:
+            yield from self.scaling.storages()
         for buffer in self.model.buffers():
             yield State.OTHER, buffer
         yield State.OTHER, self._loss
@@ -158,6 +214,27 @@ class Program:
     def _enter(self, phase: Phase, micro_batch: int) -> None:
         for observer in self.observers:
             observer.phase(phase, micro_batch)
+
+
+def _hidden(model: nn.Module, plan: Plan) -> list[list[bool]]:
+    """Which parameters are matrices within the model, unit by unit in the targets' order: what
+    belongs to no unit but the root (embeddings, the head) is none."""
+    return [
+        [modules != (ROOT,) and parameter.dim() == 2 for _, parameter in named]
+        for modules, named in parameters_by_unit(model, plan.units)
+    ]
+
+
+def _keyed(named: Named, key: str) -> Named:
+    return {f"{name}.{key}": value for name, value in named.items()}
+
+
+def _of_key(optimizer: Mapping[str, torch.Tensor], key: str) -> Named:
+    """One kind of optimizer state, by parameter name."""
+    end = f".{key}"
+    return {
+        name.removesuffix(end): value for name, value in optimizer.items() if name.endswith(end)
+    }
 
 
 def interpret(
@@ -170,11 +247,13 @@ def interpret(
     """The program of a legal spec on this rank.
 
     `model`, if given, is wrapped instead of the spec's: a real module with its own weights, equal
-    on all ranks. Raises SpecError if the mesh needs other ranks than the world has.
+    on all ranks. Raises SpecError if the mesh needs other ranks than the world has, and on every
+    rank if the ranks' models or layouts differ.
     """
     world = world or World.join(spec.timeout, device=spec.device, backend=spec.backend)
     module = build_module(spec, allow_import=allow_import) if model is None else model
     plan = lower(spec, unit_modules(module, spec.unit))
+    require_equal_models(module, plan.update.layout, world)
     mesh = Mesh(plan.mesh, world)
     wrapped = wrap(module, spec, plan, mesh, mesh.registry)
     return Program(spec, plan, mesh, wrapped, module)

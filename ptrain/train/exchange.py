@@ -6,7 +6,6 @@ of their own, so that they never mix with, nor count as, the traffic of the prog
 
 from __future__ import annotations
 
-import json
 from datetime import timedelta
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ptrain.interpreter import agreement
 from ptrain.interpreter.world import World
 
 
@@ -44,18 +44,7 @@ class Exchange:
         """Every rank's value, on every rank, in the order of the ranks."""
         if self.group is None:
             return [value]
-        body = json.dumps(value).encode()
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world.size)]
-        dist.all_gather(sizes, torch.tensor([len(body)]), group=self.group)
-        room = int(max(sizes))
-        padded = torch.zeros(room, dtype=torch.uint8)
-        padded[: len(body)] = torch.frombuffer(bytearray(body), dtype=torch.uint8)
-        rows = [torch.zeros(room, dtype=torch.uint8) for _ in sizes]
-        dist.all_gather(rows, padded, group=self.group)
-        return [
-            json.loads(row[: int(size)].numpy().tobytes())
-            for row, size in zip(rows, sizes, strict=True)
-        ]
+        return agreement.gather(value, self.world.size, torch.device("cpu"), self.group)
 
     def barrier(self) -> None:
         self.gather(None)

@@ -1,0 +1,84 @@
+"""What ranks must have in common before anything is wrapped: names, shapes and dtypes of all
+parameters, and the layout. Collectives of different sizes would hang or mix numbers up; here every
+rank ends with the same message instead."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ptrain.errors import Fault, SpecError
+from ptrain.interpreter.world import World
+from ptrain.spec.precision import Layout
+
+_REMEDY = "give every rank the same spec, the same model and the same code"
+
+
+def require_equal_models(module: nn.Module, layout: Layout, world: World) -> None:
+    """Raises SpecError on every rank if any two differ; names the first tensor that does. Costs
+    one all-gather of 32 bytes where they agree."""
+    if world.size == 1 or world.backend == "fake":
+        return
+    tensors = [
+        [name, list(parameter.shape), str(parameter.dtype).removeprefix("torch.")]
+        for name, parameter in module.named_parameters()
+    ]
+    mine = {"layout": asdict(layout), "tensors": tensors}
+    digest = hashlib.sha256(json.dumps(mine).encode()).hexdigest()
+    if len(set(gather(digest, world.size, world.device))) == 1:
+        return
+    everyone = gather(mine, world.size, world.device)
+    for rank, other in enumerate(everyone):
+        if difference := _difference(everyone[0], other, rank):
+            raise SpecError(difference)
+
+
+def gather(
+    value: Any, size: int, device: torch.device, group: dist.ProcessGroup | None = None
+) -> list[Any]:
+    """Every rank's JSON value, on every rank, in the order of the `size` ranks."""
+    body = json.dumps(value).encode()
+    mine = torch.tensor([len(body)], device=device)
+    sizes = [torch.zeros_like(mine) for _ in range(size)]
+    dist.all_gather(sizes, mine, group=group)
+    lengths = [int(length) for length in sizes]
+    padded = torch.zeros(max(lengths), dtype=torch.uint8)
+    padded[: len(body)] = torch.frombuffer(bytearray(body), dtype=torch.uint8)
+    padded = padded.to(device)
+    rows = [torch.zeros_like(padded) for _ in lengths]
+    dist.all_gather(rows, padded, group=group)
+    return [
+        json.loads(row[:length].cpu().numpy().tobytes())
+        for row, length in zip(rows, lengths, strict=True)
+    ]
+
+
+def _difference(first: dict[str, Any], other: dict[str, Any], rank: int) -> Fault | None:
+    """How `rank` differs from rank 0, if it does."""
+    for (name, shape, dtype), (its_name, its_shape, its_dtype) in zip(
+        first["tensors"], other["tensors"], strict=False
+    ):
+        if name != its_name:
+            return _fault(name, f"rank 0 has {name} where rank {rank} has {its_name}")
+        if dtype != its_dtype:
+            return _fault(name, f"rank 0 has it in {dtype}, rank {rank} in {its_dtype}")
+        if shape != its_shape:
+            return _fault(name, f"its shape is {shape} on rank 0, {its_shape} on rank {rank}")
+    counts = len(first["tensors"]), len(other["tensors"])
+    if counts[0] != counts[1]:
+        return _fault("model", f"rank 0 has {counts[0]} tensors, rank {rank} has {counts[1]}")
+    for key, value in first["layout"].items():
+        if value != other["layout"][key]:
+            found = f"{key} is {value} on rank 0, {other['layout'][key]} on rank {rank}"
+            return _fault("precision.layout", found)
+    return None
+
+
+def _fault(place: str, finding: str) -> Fault:
+    return Fault(place=place, finding=finding, remedy=_REMEDY)
