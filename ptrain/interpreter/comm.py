@@ -1,8 +1,9 @@
-"""Collectives as this project calls them: summed, blocking, tagged with the state they move."""
+"""Collectives as this project calls them: summed, blocking or awaited later, tagged with the state
+they move."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -17,9 +18,47 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def all_gather(output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> None:
+class Move:
+    """A collective under way, or one that is over: `wait` gives what it makes. Its buffers live
+    until then."""
+
+    def __init__(
+        self,
+        result: torch.Tensor,
+        buffer: torch.Tensor,
+        work: dist.Work | None = None,
+        finish: Callable[[], object] | None = None,
+    ) -> None:
+        self._result = result
+        self._buffer: torch.Tensor | None = buffer
+        self._work = work
+        self._finish = finish
+
+    def wait(self) -> torch.Tensor:
+        """The result, when it is there. Once."""
+        if self._work is not None:
+            self._work.wait()
+        if self._finish is not None:
+            self._finish()
+        self._work = self._finish = self._buffer = None
+        return self._result
+
+
+def all_gather(
+    output: torch.Tensor,
+    shard: torch.Tensor,
+    group: dist.ProcessGroup,
+    *,
+    is_awaited: bool = True,
+) -> dist.Work | None:
     """`output` (1-d, size x shard) becomes the ranks' shards in group order."""
-    _all_gather(output, shard, group=group)
+    work: dist.Work | None = _all_gather(output, shard, group=group, async_op=not is_awaited)
+    return work
+
+
+def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup, *, is_awaited: bool = True) -> Move:
+    """`tensor` becomes the sum of the ranks'."""
+    return Move(tensor, tensor, dist.all_reduce(tensor, group=group, async_op=not is_awaited))
 
 
 def reduce_scatter(
@@ -28,20 +67,23 @@ def reduce_scatter(
     group: dist.ProcessGroup,
     via: ReduceScatterVia,
     registry: Registry,
-) -> None:
+    *,
+    is_awaited: bool = True,
+) -> Move:
     """`shard` becomes this rank's part of the ranks' summed `whole` (1-d, size x shard).
 
     Via all_to_all it needs one more buffer of `whole`'s size, and is a true reduce-scatter on
     gloo, whose own sends twice the bytes.
     """
     if via is ReduceScatterVia.NATIVE:
-        _reduce_scatter(shard, whole, group=group)
-        return
+        work = _reduce_scatter(shard, whole, group=group, async_op=not is_awaited)
+        return Move(shard, whole, work)
     registry.tag(whole, State.GRADIENTS, Collective.REDUCE_SCATTER)
     received = torch.empty_like(whole)
     registry.tag(received, State.GRADIENTS, Collective.REDUCE_SCATTER)
-    dist.all_to_all_single(received, whole, group=group)
-    torch.sum(received.view(group.size(), -1), 0, out=shard)
+    work = dist.all_to_all_single(received, whole, group=group, async_op=not is_awaited)
+    parts = received.view(group.size(), -1)
+    return Move(shard, whole, work, lambda: torch.sum(parts, 0, out=shard))
 
 
 class TaggedAllGather(AllGather):
@@ -71,11 +113,15 @@ class TaggedAllGather(AllGather):
 
 
 class TaggedReduceScatter(ReduceScatter):
-    """FSDP2's reduce-scatter, native or by exchange, with its buffers tagged as gradients."""
+    """FSDP2's reduce-scatter, native or by exchange, with its buffers tagged as gradients. On an
+    accelerator FSDP2 has a stream for it; `is_awaited`: nothing else is issued until it is over."""
 
-    def __init__(self, via: ReduceScatterVia, registry: Registry) -> None:
+    def __init__(
+        self, via: ReduceScatterVia, registry: Registry, *, is_awaited: bool = False
+    ) -> None:
         self.via = via
         self.registry = registry
+        self.is_awaited = is_awaited
 
     def allocate(
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
@@ -97,5 +143,7 @@ class TaggedReduceScatter(ReduceScatter):
                 output_tensor, input_tensor, group=group, async_op=True
             )
             return work
-        reduce_scatter(output_tensor, input_tensor, group, self.via, self.registry)
+        reduce_scatter(output_tensor, input_tensor, group, self.via, self.registry).wait()
+        if self.is_awaited and output_tensor.is_cuda:
+            torch.cuda.current_stream(output_tensor.device).synchronize()
         return None

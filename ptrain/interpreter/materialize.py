@@ -7,8 +7,9 @@ from torch import nn
 from torch._guards import detect_fake_mode
 from torch.distributed.tensor import DTensor
 
-from ptrain.axes.data.apply import Wrapped, apply
+from ptrain.axes.data.apply import apply
 from ptrain.axes.data.target import rows_of
+from ptrain.axes.data.wrapped import Wrapped
 from ptrain.interpreter.mesh import Mesh
 from ptrain.interpreter.registry import Registry
 from ptrain.models.build import build
@@ -38,26 +39,30 @@ def wrap(module: nn.Module, spec: Spec, plan: Plan, mesh: Mesh, registry: Regist
     """Wrap and fill. FSDP2 shards the meta module first, so that no rank ever holds it whole."""
     device = mesh.world.device
     is_meta = any(parameter.is_meta for parameter in module.parameters())
-    if not is_meta:
-        if any(parameter.device != device for parameter in module.parameters()):
-            module.to(device)
-        return apply(module, plan.wrap, mesh, plan.units, registry)
-    if not isinstance(plan.wrap, FullyShard):
+    if not is_meta and any(parameter.device != device for parameter in module.parameters()):
+        module.to(device)
+    if isinstance(plan.wrap, FullyShard):
+        layout = plan.update.layout
+        if plan.wrap.materialized and layout.master is not None:
+            cast(module, TORCH_DTYPES[layout.master])
+        wrapped = apply(module, plan, mesh, registry)
+        if is_meta:
+            module.to_empty(device=device)
+            fill_shards(module, spec.train.seed, TORCH_DTYPES[layout.parameters])
+        return wrapped
+    if is_meta:
         module.to_empty(device=device)
         initialize(module, spec.train.seed)
-        return apply(module, plan.wrap, mesh, plan.units, registry)
-    wrapped = apply(module, plan.wrap, mesh, plan.units, registry)
-    module.to_empty(device=device)
-    fill_shards(module, spec.train.seed)
-    return wrapped
+    return apply(module, plan, mesh, registry)
 
 
 @torch.no_grad()
-def fill_shards(module: nn.Module, seed: int) -> None:
-    """This rank's rows of every initial tensor; one whole tensor at a time on the CPU."""
+def fill_shards(module: nn.Module, seed: int, dtype: torch.dtype) -> None:
+    """This rank's rows of every initial tensor, rounded to `dtype` (a master copy too begins as
+    the parameters that the model computes with); one whole tensor at a time on the CPU."""
     assert not keeps_its_weights(module), "a model with weights of its own is never on meta"
     for name, parameter in module.named_parameters():
         assert isinstance(parameter, DTensor), f"{name} is not sharded"
-        whole = initial(name, parameter.shape, seed, module)
+        whole = initial(name, parameter.shape, seed, module).to(dtype)
         parameter.to_local().copy_(rows_of(whole, parameter))
     reset_buffers(module)

@@ -26,6 +26,7 @@ class Mesh:
         self.device_mesh: DeviceMesh | None = None
         self._groups: dict[tuple[Axis, ...], dist.ProcessGroup] = {}
         self._submeshes: dict[tuple[Axis, ...], DeviceMesh] = {}
+        self._adopted: dict[str, tuple[Axis, ...]] = {}
         _require_size(step, world)
         if step.axes:
             with unset_fake_temporarily():  # a mesh reads its ranks off a tensor
@@ -66,6 +67,12 @@ class Mesh:
             self._groups[names] = group
         return self._groups[names]
 
+    def adopt(self, group: dist.ProcessGroup, axes: Sequence[Axis]) -> None:
+        """A group that torch made for itself, of some of the ranks along `axes`."""
+        if self.world.backend != "fake":
+            set_timeout(group, self.world.timeout)
+        self._adopted[group.group_name] = self.ordered(axes)
+
     def coordinate(self, axis: Axis) -> int:
         """This rank's place along `axis`."""
         assert self.device_mesh is not None
@@ -77,7 +84,8 @@ class Mesh:
             return {}
         for axes in (*((axis,) for axis in self.axes), *self._submeshes):
             self.group(axes)
-        return {group.group_name: tuple(map(str, axes)) for axes, group in self._groups.items()}
+        named = {group.group_name: axes for axes, group in self._groups.items()} | self._adopted
+        return {name: tuple(map(str, axes)) for name, axes in named.items()}
 
 
 def _require_size(step: CreateMesh, world: World) -> None:

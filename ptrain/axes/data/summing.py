@@ -1,6 +1,6 @@
-"""DDP's communication hook that sums and does not average.
+"""DDP's communication hooks that sum and do not average, at once or later.
 
-Note: torch reads the hook's annotations as objects, so this module does not postpone them.
+Note: torch reads the hooks' annotations as objects, so this module does not postpone them.
 """
 
 from collections.abc import Callable
@@ -11,10 +11,10 @@ import torch.distributed as dist
 from ptrain.costs import State
 from ptrain.interpreter.registry import Registry
 
+Hook = Callable[[object, dist.GradBucket], torch.futures.Future[torch.Tensor]]
 
-def summing_hook(
-    group: dist.ProcessGroup, registry: Registry
-) -> Callable[[object, dist.GradBucket], torch.futures.Future[torch.Tensor]]:
+
+def summing_hook(group: dist.ProcessGroup, registry: Registry) -> Hook:
     """A hook that all-reduces a bucket with SUM, asynchronously: the loss is divided by a global
     count already."""
 
@@ -22,5 +22,20 @@ def summing_hook(
         buffer = registry.tag(bucket.buffer(), State.GRADIENTS)
         work = dist.all_reduce(buffer, group=group, async_op=True)
         return work.get_future().then(lambda done: done.value()[0])
+
+    return hook
+
+
+def keeping_hook(kept: list[torch.Tensor], registry: Registry) -> Hook:
+    """A hook that reduces nothing and puts the bucket into `kept`: the gradients are views of it,
+    so they are reduced when it is."""
+
+    def hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        buffer = registry.tag(bucket.buffer(), State.GRADIENTS)
+        kept.append(buffer)
+        devices = [buffer.device] if buffer.is_cuda else []
+        done: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
+        done.set_result(buffer)
+        return done
 
     return hook
