@@ -23,7 +23,7 @@ LAYERS = (
     r"ptrain\.version",
     r"ptrain\.(errors|units|costs|timeline)",
     r"ptrain\.spec(\..*)?",
-    r"ptrain\.axes|ptrain\.axes\.ring|ptrain\.axes\.\w+|ptrain\.axes\.\w+\.(rules|costs)",
+    r"ptrain\.axes|ptrain\.axes\.ring|ptrain\.axes\.\w+|ptrain\.axes\.\w+\.(rules|costs|form|dials)",
     r"ptrain\.algebra(\..*)?",
     r"ptrain\.plan(\..*)?",
     r"ptrain\.derivation(\..*)?",
@@ -108,9 +108,9 @@ def short(path: Path) -> str:
 
 
 def strategy_names() -> set[str]:
-    """Names of specs that are not also the name of an axis."""
-    axes = {"pp", "dp_replicate", "dp_shard", "cp", "ep", "tp"}
-    return {path.stem for path in (ROOT / "specs" / "strategies").glob("*.yaml")} - axes
+    """Names of specs that are not also the name of an axis, a layout or an optimizer."""
+    other = {"pp", "dp_replicate", "dp_shard", "cp", "ep", "tp", "fsdp-mixed", "muon"}
+    return {path.stem for path in (ROOT / "specs" / "strategies").glob("*.yaml")} - other
 
 
 def test_every_module_has_a_layer():

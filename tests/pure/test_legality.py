@@ -11,16 +11,17 @@ from ptrain.algebra.legality import RULES, check, executed, require
 from ptrain.axes.data.rules import DATA, executed_tuples, legal_tuples
 from ptrain.errors import SpecError
 from ptrain.spec.axis import Axis
-from ptrain.spec.batch import GradientSync, SyncPolicy
+from ptrain.spec.batch import GradientSync, SyncPolicy, UnitKind, UnitSize
 from ptrain.spec.cluster import Cluster
 from ptrain.spec.model import Family
 from ptrain.spec.placement import MODES, Placement, R
-from ptrain.spec.precision import ZERO16
+from ptrain.spec.precision import LAYOUTS, ZERO16
 from ptrain.spec.spec import OptimizerSpec
 from tests.pure.build import GATHERED, ODD_SHAPE, WHOLE, ZERO_1, ZERO_2, make_spec, tuple_of
 
 ADAMW = OptimizerSpec(name="adamw")
 STATELESS = OptimizerSpec(name="sgd")
+MUON = OptimizerSpec(name="muon", momentum=0.95)
 ALL_TUPLES = [
     Placement(parameters=a, optimizer=b, gradients=c, activations=d)
     for a, b, c, d in product(MODES, repeat=4)
@@ -41,18 +42,22 @@ def test_240_are_legal_with_an_optimizer_that_keeps_state(optimizer):
     assert len(list(legal_tuples(optimizer))) == 240
 
 
-@pytest.mark.parametrize("optimizer", [ADAMW, STATELESS])
+def test_72_are_legal_with_an_optimizer_that_needs_whole_matrices():
+    assert len(list(legal_tuples(MUON))) == 72
+
+
+@pytest.mark.parametrize("optimizer", [ADAMW, STATELESS, MUON])
 def test_the_nearest_tuple_is_legal_and_a_legal_one_is_its_own(optimizer):
     legal = set(legal_tuples(optimizer))
     for placement in ALL_TUPLES:
         nearest = DATA.nearest(placement, optimizer)
-        assert nearest in legal
+        assert not list(DATA.broken(nearest, optimizer))
         assert (nearest == placement) is (placement in legal)
 
 
 @pytest.mark.parametrize("rule", DATA.tuples, ids=lambda rule: rule.name)
 def test_every_rule_about_tuples_refuses_some_tuple_alone(rule):
-    for optimizer in (ADAMW, STATELESS):
+    for optimizer in (ADAMW, STATELESS, MUON):
         alone = [p for p in ALL_TUPLES if [*DATA.broken(p, optimizer)] == [rule]]
         if alone:
             return
@@ -92,16 +97,79 @@ def test_reducing_a_replicated_gradient_after_every_micro_batch_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("accumulate", "clip", "num"), [(1, None, 0), (4, None, 1), (1, 1.0, 1), (4, 1.0, 2)]
+    ("accumulate", "clip", "layout", "words"),
+    [
+        (1, None, "fp32", []),
+        (4, None, "fp32", ["accumulates 4 micro-batches"]),
+        (1, 1.0, "fp32", ["norm of all"]),
+        (4, 1.0, "fp32", ["accumulates 4 micro-batches", "norm of all"]),
+        (1, None, "fp16", ["any gradient of it overflowed"]),
+        (1, None, "zero16", []),
+    ],
 )
-def test_a_materialized_gradient_is_neither_accumulated_nor_clipped(accumulate, clip, num):
+def test_whether_gradients_are_used_up_at_once_depends_on_what_else_needs_them(
+    accumulate, clip, layout, words
+):
     mesh = {Axis.DP_REPLICATE: (2, tuple_of("R,R,M"))}
-    assert len(check(make_spec(mesh, accumulate=accumulate, clip=clip))) == num
+    spec = make_spec(mesh, accumulate=accumulate, clip=clip, layout=LAYOUTS[layout])
+    found = check(spec)
+    assert len(found) == len(words)
+    for fault, text in zip(found, words, strict=True):
+        assert fault.place == "placement.dp_replicate"
+        assert text in fault.finding and "gradients: S" in fault.remedy
 
 
 def test_materialized_parameters_need_a_master_copy():
     mesh = {Axis.DP_SHARD: (2, tuple_of("M,S,S"))}
     assert check(make_spec(mesh)) and not check(make_spec(mesh, layout=ZERO16))
+
+
+@pytest.mark.parametrize("optimizer", ["S", "O", "S*", "R@host", "S@file"])
+def test_the_master_copy_may_lie_anywhere(optimizer):
+    mesh = {Axis.DP_SHARD: (2, tuple_of(f"M,{optimizer},S"))}
+    assert not check(make_spec(mesh, layout=ZERO16))
+    (fault,) = check(make_spec(mesh))
+    assert "wherever these lie" in fault.finding and "master copies" in fault.remedy
+
+
+def test_a_sum_beside_its_parts_is_in_slices_at_every_micro_batch():
+    late, both = SyncPolicy(gradients=GradientSync.LAST), LAYOUTS["zero20"]
+    cut = {Axis.DP_SHARD: (2, ZERO_2)}
+    (fault,) = check(make_spec(cut, accumulate=2, sync=late, layout=both))
+    assert fault.place == "sync.gradients" and "every" in fault.remedy
+    assert not check(make_spec(cut, accumulate=2, layout=both))
+    assert not check(make_spec(cut, accumulate=1, sync=late, layout=both))
+    assert not check(make_spec(cut, accumulate=2, sync=late, layout=LAYOUTS["megatron18"]))
+    assert not check(make_spec({Axis.DP_SHARD: (2, ZERO_1)}, accumulate=2, layout=both))
+
+
+@pytest.mark.parametrize(
+    ("placement", "nearest"),
+    [
+        ("S*,S,S", "parameters: S*, optimizer: S*, gradients: S*"),
+        ("R,O,R", "parameters: R, optimizer: S*@host, gradients: R"),
+        ("R,R,S@file", "parameters: R, optimizer: R, gradients: S*@file"),
+    ],
+)
+def test_muon_takes_no_slices(placement, nearest):
+    (fault,) = check(make_spec({Axis.DP_SHARD: (2, tuple_of(placement))}, optimizer="muon"))
+    assert fault.place == "placement.dp_shard"
+    assert nearest in fault.remedy and "orthogonalizes" in fault.finding
+
+
+def test_muon_needs_units_that_are_not_the_root():
+    mesh = {Axis.DP_SHARD: (2, tuple_of("S*,S*,S*"))}
+    spec = make_spec(mesh, optimizer="muon")
+    assert not check(spec)
+    (fault,) = check(replace(spec, unit=UnitSize(kind=UnitKind.MODEL)))
+    assert fault.place == "unit" and "unit: block" in fault.remedy
+
+
+def test_whole_gradients_on_the_host_are_reduced_once_too():
+    every = SyncPolicy(gradients=GradientSync.EVERY)
+    mesh = {Axis.DP_SHARD: (2, tuple_of("R,S,R@host"))}
+    ((place, _),) = findings(make_spec(mesh, accumulate=2, sync=every))
+    assert place == "sync.gradients"
 
 
 def test_a_master_copy_is_not_materialized():
@@ -176,7 +244,7 @@ def test_replicas_inside_shards_are_not_executed_yet():
     assert "before dp_shard" in fault.remedy
 
 
-@pytest.mark.parametrize(("optimizer", "num"), [(ADAMW, 80), (STATELESS, 95)])
+@pytest.mark.parametrize(("optimizer", "num"), [(ADAMW, 80), (STATELESS, 95), (MUON, 24)])
 def test_every_legal_tuple_runs_whose_activations_stay_where_they_are_made(optimizer, num):
     tuples = set(executed_tuples(optimizer))
     assert len(tuples) == num

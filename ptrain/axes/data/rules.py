@@ -2,7 +2,11 @@
 
 Every rank of a data axis computes whole layers on its own samples, so Theta must be whole when it
 is used, and activations are nobody else's. Of 625 tuples 285 are legal: 3 modes of A x 5 of G x
-(4 of Theta x 5 of Omega - 1); an optimizer that keeps state has no meaning for Omega = M: 240.
+(4 of Theta x 5 of Omega - 1); an optimizer that keeps state has no meaning for Omega = M: 240; one
+that needs whole matrices takes neither Omega nor G in slices: 72 = 3 x 3 of G x 4 of Theta x 2.
+
+Whether a legal tuple is legal in a spec may depend on the number of micro-batches, on clipping, on
+the layout and on the optimizer: the rules below that take a whole spec.
 """
 
 from __future__ import annotations
@@ -11,16 +15,20 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 
+from ptrain.axes.data.dials import DIALS
+from ptrain.axes.data.form import ELEMENTWISE, has
 from ptrain.axes.rule import AxisRules, SpecRule, TupleRule
 from ptrain.costs import PLACED, State
 from ptrain.errors import Fault
 from ptrain.spec.axis import DATA_AXES, Axis, Factor
-from ptrain.spec.batch import GradientSync
-from ptrain.spec.placement import MODES, S_STAR, Distribution, M, Placement, R, S, Tier
+from ptrain.spec.batch import GradientSync, UnitKind
+from ptrain.spec.placement import MODES, S_STAR, Distribution, M, Mode, Placement, R, S, Tier
 from ptrain.spec.spec import OptimizerSpec, Spec
 
 GRADIENT_INTEGRITY = "Theorem 3 (gradient integrity)"
 STATE_CONSISTENCY = "Theorem 4 (state consistency)"
+
+_CUT = (Distribution.SHARDED, Distribution.GATHERED)
 
 # What runs where not every legal mode does, by state.
 EXECUTED = {State.ACTIVATIONS: (R,)}
@@ -29,6 +37,11 @@ EXECUTED = {State.ACTIVATIONS: (R,)}
 def keeps_state(optimizer: OptimizerSpec) -> bool:
     """Whether the optimizer carries values from step to step (moments, momentum)."""
     return optimizer.name != "sgd" or optimizer.momentum != 0
+
+
+def is_elementwise(optimizer: OptimizerSpec) -> bool:
+    """Whether the update of any slice of a tensor is that slice of the update."""
+    return optimizer.name in ELEMENTWISE
 
 
 def legal_tuples(optimizer: OptimizerSpec) -> Iterator[Placement]:
@@ -85,12 +98,37 @@ _TUPLES = (
         "without state (sgd without momentum) can be materialized",
         nearest=lambda placement: replace(placement, optimizer=S),
     ),
+    TupleRule(
+        name="a matrix is orthogonalized whole",
+        theorem=STATE_CONSISTENCY,
+        broken=lambda placement, optimizer: (
+            not is_elementwise(optimizer)
+            and Distribution.SHARDED
+            in (placement.optimizer.distribution, placement.gradients.distribution)
+        ),
+        message="muon orthogonalizes the momentum of a whole matrix, and a slice of that is not "
+        "what a slice alone gives; optimizer and gradients are gathered for the update (S*)",
+        nearest=lambda placement: replace(
+            placement,
+            optimizer=_gathered(placement.optimizer),
+            gradients=_gathered(placement.gradients),
+        ),
+    ),
 )
+
+
+def _gathered(mode: Mode) -> Mode:
+    """Slices that are gathered, on the same tier; any other mode as it is."""
+    if mode.distribution is not Distribution.SHARDED:
+        return mode
+    return replace(mode, distribution=Distribution.GATHERED)
 
 
 def _reduced_part_counted_again(spec: Spec) -> Iterator[Fault]:
     factors = tuple(DATA.factors(spec))
-    whole = factors and all(factor.placement.gradients == R for factor in factors)
+    whole = factors and all(
+        factor.placement.gradients.distribution is Distribution.REPLICATED for factor in factors
+    )
     if whole and spec.batch.accumulate > 1 and spec.sync.gradients is GradientSync.EVERY:
         yield Fault(
             place="sync.gradients",
@@ -119,6 +157,37 @@ def _gradients_used_up(spec: Spec) -> Iterator[Fault]:
                 "of all of them first",
                 remedy="set optimizer.clip: null, or gradients: S",
             )
+        if spec.precision.layout.scales_loss:
+            yield Fault(
+                place=_place(factor),
+                finding=f"gradients: M are used as soon as they exist, but the layout "
+                f"{spec.precision.layout.name} scales the loss, and a step is skipped if any "
+                "gradient of it overflowed",
+                remedy="use a layout in bf16 (zero16), or gradients: S",
+            )
+
+
+def _sum_beside_its_parts(spec: Spec) -> Iterator[Fault]:
+    cut = has(tuple(DATA.factors(spec)), State.GRADIENTS, *_CUT)
+    late = spec.sync.gradients is GradientSync.LAST
+    if spec.precision.layout.keeps_both and cut and late and spec.batch.accumulate > 1:
+        yield Fault(
+            place="sync.gradients",
+            finding=f"last: the layout {spec.precision.layout.name} adds each micro-batch's "
+            f"{spec.precision.layout.reduced} gradients to their {spec.precision.layout.gradients} "
+            "sum, which is kept in slices, but before the last micro-batch nothing is in slices",
+            remedy="write sync: {gradients: every}, or gradients: R",
+        )
+
+
+def _whole_matrices(spec: Spec) -> Iterator[Fault]:
+    if not is_elementwise(spec.optimizer) and spec.unit.kind is UnitKind.MODEL:
+        yield Fault(
+            place="unit",
+            finding="model: muon is for the matrices of the blocks, and with one unit for all "
+            "there are none (the root's tensors, embedding and head, are adamw's)",
+            remedy="write unit: block, or optimizer: {name: adamw}",
+        )
 
 
 def _master_copies(spec: Spec) -> Iterator[Fault]:
@@ -127,7 +196,8 @@ def _master_copies(spec: Spec) -> Iterator[Fault]:
         if factor.placement.parameters == M and not has_master:
             yield Fault(
                 place=_place(factor),
-                finding=f"parameters: M are rebuilt from master copies, and the layout "
+                finding="parameters: M are made of the master copies in the optimizer state, "
+                "wherever these lie, and the layout "
                 f"{spec.precision.layout.name} has none",
                 remedy="use a layout with master copies (zero16), or parameters: S*",
             )
@@ -197,7 +267,7 @@ DATA = AxisRules(
             faults=_reduced_part_counted_again,
         ),
         SpecRule(
-            name="a gradient that is used up is neither accumulated nor clipped",
+            name="a gradient that is used up is neither accumulated, clipped nor skipped",
             theorem=GRADIENT_INTEGRITY,
             faults=_gradients_used_up,
         ),
@@ -207,10 +277,21 @@ DATA = AxisRules(
             faults=_master_copies,
         ),
         SpecRule(
+            name="a sum is kept as its parts are",
+            theorem=GRADIENT_INTEGRITY,
+            faults=_sum_beside_its_parts,
+        ),
+        SpecRule(
+            name="there is a matrix to orthogonalize",
+            theorem="Definition 1",
+            faults=_whole_matrices,
+        ),
+        SpecRule(
             name="activations are kept in one way",
             theorem="Definition 2",
             faults=_one_way_for_activations,
         ),
+        *DIALS,
     ),
     not_yet=(
         SpecRule(name="modes with a handler", theorem="", faults=_modes_without_handler),

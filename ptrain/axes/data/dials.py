@@ -1,0 +1,201 @@
+"""Which dials a placement obeys. A dial that nothing would obey is refused, not ignored.
+
+On one device every dial is free: it is the degenerate case of every spec, and nothing moves there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from math import prod
+
+from ptrain.axes.data.costs import STOCK_BUCKET_BYTES
+from ptrain.axes.data.form import Form, data_factors, form_of, has, tier_of, whole_axes
+from ptrain.axes.rule import SpecRule
+from ptrain.costs import PLACED, State
+from ptrain.errors import Fault
+from ptrain.spec.batch import GatherAfterUpdate, Overlap, UnitSize
+from ptrain.spec.placement import Distribution, Tier
+from ptrain.spec.spec import Offload, Spec
+
+REASON = "every key of a spec has an effect"
+_REPLICATE = (Form.REPLICATE, Form.SPREAD_UPDATE)
+_FULLY_SHARD = (Form.FULLY_SHARD, Form.MATERIALIZE)
+_CUT = (Distribution.SHARDED, Distribution.GATHERED)
+
+
+def _prefetch(spec: Spec) -> Iterator[Fault]:
+    if not data_factors(spec) or not spec.prefetch:
+        return
+    if not _comes_by_unit(spec):
+        yield Fault(
+            place="prefetch",
+            finding=f"{spec.prefetch} units ahead, but parameters are R on the device: they are "
+            "whole all the time and nothing is gathered",
+            remedy="remove prefetch, or write parameters: S*",
+        )
+    elif form_of(spec) in _FULLY_SHARD and spec.overlap is Overlap.NONE:
+        yield Fault(
+            place="prefetch",
+            finding=f"{spec.prefetch} units ahead, but overlap: none lets nothing run beside the "
+            "computation",
+            remedy="remove one of the two",
+        )
+
+
+def _comes_by_unit(spec: Spec) -> bool:
+    """Whether parameters are brought to the device, or made, by unit for their use."""
+    factors = data_factors(spec)
+    brought = has(factors, State.PARAMETERS, *_CUT, Distribution.MATERIALIZED)
+    return brought or tier_of(factors, State.PARAMETERS) is not Tier.DEVICE
+
+
+def _gather_after_update(spec: Spec) -> Iterator[Fault]:
+    factors, when = data_factors(spec), spec.gather_after_update
+    if not factors or when is GatherAfterUpdate.BLOCKING:
+        return
+    if form_of(spec) is Form.SPREAD_UPDATE:
+        yield Fault(
+            place="gather_after_update",
+            finding=f"{when}: torch's ZeroRedundancyOptimizer broadcasts what it has updated "
+            "itself, and awaits it",
+            remedy="remove gather_after_update, or write the tuple on dp_shard",
+        )
+    elif not _updates_parts_of_the_whole(spec):
+        yield Fault(
+            place="gather_after_update",
+            finding=f"{when}: nothing is gathered after the update; that is done where optimizer "
+            "is S (or O) and parameters are R on the same axis",
+            remedy="remove gather_after_update",
+        )
+    elif (
+        when is GatherAfterUpdate.NEXT_FORWARD
+        and tier_of(factors, State.PARAMETERS) is not Tier.DEVICE
+    ):
+        yield Fault(
+            place="gather_after_update",
+            finding="next-forward: parameters lie on the "
+            f"{tier_of(factors, State.PARAMETERS)}, and what is brought from there must be whole",
+            remedy="write blocking or during-update, or keep parameters on the device",
+        )
+
+
+def _updates_parts_of_the_whole(spec: Spec) -> bool:
+    factors = data_factors(spec)
+    return not has(factors, State.PARAMETERS, Distribution.MATERIALIZED) and any(
+        factor.placement.optimizer.distribution is Distribution.SHARDED
+        and factor.placement.parameters.distribution is Distribution.REPLICATED
+        for factor in factors
+    )
+
+
+def _overlap(spec: Spec) -> Iterator[Fault]:
+    factors = data_factors(spec)
+    if spec.overlap is not Overlap.BACKWARD or not factors:
+        return
+    if has(factors, State.GRADIENTS, Distribution.MATERIALIZED):
+        yield Fault(
+            place="overlap",
+            finding="backward: gradients: M are reduced and used up within backward, and the "
+            "update of a unit waits for its reduction",
+            remedy="write overlap: none, or gradients: S",
+        )
+        return
+    tier = tier_of(factors, State.GRADIENTS)
+    if tier is not Tier.DEVICE and not has(factors, State.GRADIENTS, *_CUT):
+        yield Fault(
+            place="overlap",
+            finding=f"backward: gradients are whole and their sum lies on the {tier}, from where "
+            "it is reduced at the update; backward reduces nothing",
+            remedy="write overlap: none, or gradients: O",
+        )
+
+
+def _bucket(spec: Spec) -> Iterator[Fault]:
+    if not data_factors(spec) or spec.bucket_bytes == STOCK_BUCKET_BYTES:
+        return
+    if form_of(spec) not in _REPLICATE:
+        yield Fault(
+            place="bucket",
+            finding="buckets are those of DistributedDataParallel, which executes parameters and "
+            "gradients that are R on every axis; here gradients travel by unit",
+            remedy="remove bucket; the size of a unit is `unit`",
+        )
+
+
+def _unit(spec: Spec) -> Iterator[Fault]:
+    if not data_factors(spec) or spec.unit == UnitSize():
+        return
+    if form_of(spec) in _REPLICATE:
+        yield Fault(
+            place="unit",
+            finding=f"{spec.unit}: nothing is gathered or reduced by unit here; "
+            "DistributedDataParallel reduces by bucket",
+            remedy="remove unit; what is reduced at once is `bucket`",
+        )
+
+
+def _reshard(spec: Spec) -> Iterator[Fault]:
+    shards, factors = spec.sync.reshard_after_forward, data_factors(spec)
+    if isinstance(shards, bool) or not factors:
+        return
+    place = "sync.reshard_after_forward"
+    if form_of(spec) not in _FULLY_SHARD:
+        yield Fault(
+            place=place,
+            finding=f"{shards} shards from forward to backward: only fully_shard does that, which "
+            "executes parameters: S* (or M, with gradients kept in the dtype of the master "
+            "copies), optimizer: S and gradients: S",
+            remedy="write true or false",
+        )
+        return
+    whole = whole_axes(factors)
+    degree = prod(factor.degree for factor in factors if factor.axis not in whole)
+    if shards == 1 or degree % shards:
+        divisors = ", ".join(str(n) for n in range(2, degree + 1) if degree % n == 0)
+        yield Fault(
+            place=place,
+            finding=f"{shards} shards from forward to backward do not divide the {degree} ranks "
+            "that shard parameters into equal groups",
+            remedy=f"choose from {divisors} ({degree} is the same as true), or write false",
+        )
+
+
+def _offload(spec: Spec) -> Iterator[Fault]:
+    factors = data_factors(spec)
+    if spec.offload == Offload() or not factors:
+        return
+    tiers = {state: tier_of(factors, state) for state in PLACED}
+    if all(tier is Tier.DEVICE for tier in tiers.values()):
+        yield Fault(
+            place="offload",
+            finding="every state is on the device: nothing is offloaded",
+            remedy="remove offload, or write O for a state",
+        )
+        return
+    if spec.offload.path is not None and Tier.FILE not in tiers.values():
+        yield Fault(
+            place="offload.path",
+            finding=f"{spec.offload.path} is for states in files, and none is",
+            remedy="remove path, or write offload: {tier: file}",
+        )
+    if spec.offload.update is Tier.DEVICE and tiers[State.OPTIMIZER] is Tier.DEVICE:
+        yield Fault(
+            place="offload.update",
+            finding="device: optimizer state lies on the device and is updated there anyway",
+            remedy="remove update, or write optimizer: O",
+        )
+
+
+def _rule(name: str, faults: Callable[[Spec], Iterator[Fault]]) -> SpecRule:
+    return SpecRule(name=name, theorem=REASON, faults=faults)
+
+
+DIALS = (
+    _rule("what is gathered ahead is gathered", _prefetch),
+    _rule("what is gathered after the update was updated in parts", _gather_after_update),
+    _rule("what overlaps backward is reduced in it", _overlap),
+    _rule("buckets are reduced by the one wrapper that has them", _bucket),
+    _rule("units are gathered or reduced", _unit),
+    _rule("smaller shards divide the larger group", _reshard),
+    _rule("what is offloaded is a state", _offload),
+)

@@ -1,0 +1,93 @@
+"""Which form executes a tuple of the data axes: it follows from the modes of the states, the layout
+and the optimizer alone. The plan is made from it, and the rules about dials ask it."""
+
+from __future__ import annotations
+
+from enum import Enum, auto
+
+from ptrain.costs import State
+from ptrain.spec.axis import DATA_AXES, Axis, Factor
+from ptrain.spec.placement import S_STAR, TIER_DISTANCE, Distribution, M, Mode, R, S, Tier
+from ptrain.spec.spec import Spec
+
+MODEL_STATES = (State.PARAMETERS, State.OPTIMIZER, State.GRADIENTS)
+_WHOLE = (R, R, R)
+_FULLY_SHARDED = (S_STAR, S, S)
+_MATERIALIZED = (M, S, S)
+_SPREAD_UPDATE = (R, S, R)
+ELEMENTWISE = ("adamw", "sgd")  # an update of any slice is the slice of the update
+
+
+class Form(Enum):
+    """The parts of torch that execute some tuples, and flat units for all others."""
+
+    LOCAL = auto()  # one device, gradients as autograd leaves them
+    REPLICATE = auto()  # DistributedDataParallel
+    SPREAD_UPDATE = auto()  # DistributedDataParallel and ZeroRedundancyOptimizer
+    FULLY_SHARD = auto()  # FSDP2
+    MATERIALIZE = auto()  # FSDP2 on master copies that are cast when they are gathered
+    FLAT = auto()
+
+
+def data_factors(spec: Spec) -> tuple[Factor, ...]:
+    """The data axes of more than one rank, outermost first."""
+    return tuple(f for f in spec.factors if f.axis in DATA_AXES and f.degree > 1)
+
+
+def modes(factor: Factor) -> tuple[Mode, Mode, Mode]:
+    """(Theta, Omega, G) of one factor."""
+    placement = factor.placement
+    return (placement.parameters, placement.optimizer, placement.gradients)
+
+
+def whole_axes(factors: tuple[Factor, ...]) -> tuple[Axis, ...]:
+    """The axes on which Theta, Omega and G are all whole, on the device."""
+    return tuple(factor.axis for factor in factors if modes(factor) == _WHOLE)
+
+
+def tier_of(factors: tuple[Factor, ...], state: State) -> Tier:
+    """The tier farthest from the device that any axis asks for."""
+    tiers = (factor.placement[state].tier for factor in factors)
+    return max(tiers, key=TIER_DISTANCE.__getitem__, default=Tier.DEVICE)
+
+
+def has(factors: tuple[Factor, ...], state: State, *distributions: Distribution) -> bool:
+    """Whether the state has one of these distributions on some axis."""
+    return any(factor.placement[state].distribution in distributions for factor in factors)
+
+
+def form_of(spec: Spec) -> Form:
+    """Of a legal spec."""
+    layout, factors = spec.precision.layout, data_factors(spec)
+    if layout.is_plain:
+        if not factors:
+            return Form.LOCAL
+        if len(whole_axes(factors)) == len(factors):
+            return Form.REPLICATE
+        if _has_torch_s_spread_update(spec, factors):
+            return Form.SPREAD_UPDATE
+        if _replicas_around(factors, _FULLY_SHARDED):
+            return Form.FULLY_SHARD
+    is_made_of_masters = layout.gradients is layout.master and not layout.keeps_both
+    if is_made_of_masters and _replicas_around(factors, _MATERIALIZED):
+        return Form.MATERIALIZE
+    return Form.FLAT
+
+
+def _replicas_around(factors: tuple[Factor, ...], inner: tuple[Mode, Mode, Mode]) -> bool:
+    """Whether axes with these modes stand innermost, and everything is whole on the others."""
+    whole = whole_axes(factors)
+    sharded = tuple(factor.axis for factor in factors if modes(factor) == inner)
+    return bool(sharded) and whole + sharded == tuple(factor.axis for factor in factors)
+
+
+def _has_torch_s_spread_update(spec: Spec, factors: tuple[Factor, ...]) -> bool:
+    """ZeroRedundancyOptimizer spreads over replicas, and updates the parameters themselves."""
+    layout = spec.precision.layout
+    return (
+        [factor.axis for factor in factors] == [Axis.DP_REPLICATE]
+        and modes(factors[0]) == _SPREAD_UPDATE
+        and layout.master is None
+        and layout.moments is layout.parameters
+        and spec.optimizer.name in ELEMENTWISE
+    )
