@@ -1,12 +1,26 @@
-"""Which storages stand on the host or in a file by decision: on a machine without an accelerator
-every tensor is on the CPU, so a tag tells what counts as device memory there."""
+"""Device, host and file memory: where a tensor is put, how it moves, and which storages stand off
+the device by decision.
+
+On a machine without an accelerator every tensor is on the CPU, so a tag tells what counts as device
+memory there. A move is one copy of equal dtypes between storages of different tiers, which the
+traffic meter sees; a cast happens on one tier.
+
+Note: a file's pages are read ahead and written behind by the kernel; `ahead` announces what is
+needed next. The file has no name, so that nothing is left when the process ends in any way.
+"""
 
 from __future__ import annotations
 
+import os
+import tempfile
 import weakref
 
 import torch
+from torch._guards import detect_fake_mode
 
+from ptrain.costs import State
+from ptrain.errors import Fault, SpecError
+from ptrain.interpreter.registry import Registry
 from ptrain.spec.placement import Tier
 
 _TAGS: dict[int, tuple[weakref.ref[torch.UntypedStorage], Tier]] = {}
@@ -30,3 +44,92 @@ def tier_of(storage: torch.UntypedStorage, device: str = "cpu") -> Tier:
 def is_tagged(storage: torch.UntypedStorage) -> bool:
     """Whether somebody decided where this storage counts."""
     return storage._cdata in _TAGS
+
+
+def alike(made: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    """`made` from `source` where that stands: it counts on the same tier. Returns `made`."""
+    storage = source.untyped_storage()
+    if is_tagged(storage) and made.untyped_storage()._cdata != storage._cdata:
+        tag(made, Tier.HOST)  # what is computed from a mapped file is in memory
+    return made
+
+
+def cast(tensor: torch.Tensor, dtype: torch.dtype, *, copy: bool = False) -> torch.Tensor:
+    """The tensor in `dtype`, where it stands; itself if it is that already, unless `copy`."""
+    return alike(tensor.to(dtype, copy=copy), tensor)
+
+
+class Tiers:
+    """What one rank can put tensors on: its device, the host's memory, files in a folder (None:
+    the system's temporary one)."""
+
+    def __init__(self, device: torch.device, registry: Registry, path: str | None = None) -> None:
+        self.device = device
+        self.registry = registry
+        self.path = path
+        self._descriptors: dict[int, int] = {}
+
+    def empty(
+        self, numel: int | None, dtype: torch.dtype, tier: Tier, state: State
+    ) -> torch.Tensor:
+        """Room for `numel` elements (None: a scalar) of a state on a tier.
+
+        Raises SpecError where the file tier's folder cannot hold it.
+        """
+        size = () if numel is None else (numel,)
+        match tier:
+            case Tier.DEVICE:
+                return self.registry.tag(torch.empty(size, dtype=dtype, device=self.device), state)
+            case Tier.HOST:
+                pinned = self.device.type == "cuda"
+                made = torch.empty(size, dtype=dtype, device="cpu", pin_memory=pinned)
+            case Tier.FILE:
+                made = self._mapped(1 if numel is None else numel, dtype).view(size)
+        tag(made, tier)
+        return self.registry.tag(made, state)
+
+    def move(self, tensor: torch.Tensor, tier: Tier, state: State) -> torch.Tensor:
+        """A copy of `tensor` on another tier."""
+        numel = None if tensor.dim() == 0 else tensor.numel()
+        return self.empty(numel, tensor.dtype, tier, state).copy_(tensor)
+
+    def ahead(self, tensor: torch.Tensor) -> None:
+        """This tensor is needed next: a file's pages are read from now on."""
+        descriptor = self._descriptors.get(tensor.untyped_storage()._cdata)
+        if descriptor is not None and hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_WILLNEED)
+
+    def _mapped(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """A tensor over a file of its exact size. Fake tensors have no bytes to map."""
+        if detect_fake_mode() is not None or numel == 0:
+            return torch.empty(numel, dtype=dtype, device="cpu")
+        nbytes = numel * dtype.itemsize
+        try:
+            descriptor, name = tempfile.mkstemp(prefix="ptrain-", dir=self.path)
+        except OSError as error:
+            raise _unusable(self.path, error) from error
+        try:
+            os.posix_fallocate(descriptor, 0, nbytes)  # a full disk is an error here, not a signal
+            made = torch.from_file(name, shared=True, size=numel, dtype=dtype)
+        except OSError as error:
+            os.close(descriptor)
+            raise _unusable(self.path, error) from error
+        finally:
+            os.unlink(name)
+        storage = made.untyped_storage()
+        self._descriptors[storage._cdata] = descriptor
+        weakref.finalize(storage, self._forget, storage._cdata).atexit = False
+        return made
+
+    def _forget(self, key: int) -> None:
+        os.close(self._descriptors.pop(key))
+
+
+def _unusable(path: str | None, error: OSError) -> SpecError:
+    return SpecError(
+        Fault(
+            place="offload.path",
+            finding=f"{path or tempfile.gettempdir()}: {error.strerror or error}",
+            remedy="give a folder that exists, can be written and has room for the file tier",
+        )
+    )

@@ -1,236 +1,108 @@
-"""Flat units: any tuple of R, S, S* on the data axes, a handler per state.
+"""Flat units: any tuple of modes on the data axes, a handler per state.
 
-Each unit's tensors are views of one flat padded buffer. Theta keeps the buffer, or a shard of it
-that is gathered for use and freed after (`Parameters`); G lives in a buffer of the same layout,
-filled by autograd in place and reduced to a shard when the unit's backward is complete
-(`Gradients`); the update works on the shard that Omega is cut to (`FlatTarget`).
+Each unit's tensors are views of one flat padded buffer. Theta keeps the buffer, or a shard of it on
+any tier that is made whole for use and freed after (`Parameters`); G lives in a buffer of the same
+layout, filled in the backward pass and reduced when the unit's is complete (`Gradients`); the
+update works on the shard that Omega is cut to (`FlatTarget`), or on whole tensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from ptrain.axes.data.layout import FlatLayout, same_memory
-from ptrain.axes.data.target import Resident, Slot
+from ptrain.axes.data.flat_gradients import Gradients
+from ptrain.axes.data.flat_parameters import Dtypes, Parameters
+from ptrain.axes.data.flat_target import FlatState, FlatTarget
+from ptrain.axes.data.flat_tensors import FlatTensorTarget, UnitUpdate
+from ptrain.axes.data.layout import FlatLayout
+from ptrain.axes.data.target import Target
 from ptrain.costs import State
 from ptrain.interpreter.mesh import Mesh
 from ptrain.interpreter.registry import Registry
-from ptrain.plan.step import FlatUnits, Units
-from ptrain.spec.axis import Axis
+from ptrain.interpreter.tiers import Tiers
+from ptrain.plan.step import FlatUnits, Plan, Units
 from ptrain.spec.batch import GradientSync
-from ptrain.units import ceil_div
+from ptrain.spec.placement import Tier
+from ptrain.spec.precision import Layout
+from ptrain.spec.spec import OptimizerSpec
+
+_NEEDS_WHOLE_TENSORS = ("muon",)
 
 
-class Parameters:
-    """Theta of one unit: `stored` is this rank's shard over `cut` (all of it where `cut` is empty),
-    `whole` the buffer that the module's parameters are views of, empty between uses if cut."""
+class Order:
+    """The units in the order of their first use, known from the second forward pass on: what is
+    brought to the device ahead of its use."""
 
-    def __init__(
-        self, named: list[tuple[str, nn.Parameter]], layout: FlatLayout, cut: tuple[Axis, ...]
-    ) -> None:
-        self.named = named
-        self.layout = layout
-        self.cut = cut
-        first = named[0][1]
-        whole = first.detach().new_zeros(layout.padded)
-        for parameter, piece in zip((p for _, p in named), _pieces(whole, named), strict=True):
-            piece.copy_(parameter.detach())
-            parameter.data = piece
-        self.whole = whole
-        self.stored = layout.take(whole, (), cut).clone() if cut else whole
-        layout.registry.tag(self.stored, State.PARAMETERS)
-        layout.registry.tag(self.whole, State.PARAMETERS)
-        self._nbytes = whole.untyped_storage().nbytes()
-        self.is_gathered = True
-        self.release()
+    def __init__(self, step: FlatUnits) -> None:
+        self.ahead = step.prefetch
+        self.is_on_file = step.parameters_tier is Tier.FILE
+        self.used: list[Parameters] = []
+        self.is_known = False
 
-    def gather(self) -> None:
-        """Rebuild `whole` from the ranks' shards, if it is not there."""
-        if self.is_gathered:
+    def gather(self, unit: Parameters, *, is_forward: bool) -> None:
+        """Gather a unit, and begin with those that follow in this direction."""
+        if is_forward and not self.is_known:
+            self._note(unit)
+        unit.gather()
+        if not self.is_known or not (self.ahead or self.is_on_file):
             return
-        self.whole.untyped_storage().resize_(self._nbytes)
-        with torch.no_grad():
-            self.layout.gather(self.stored, self.cut, self.cut, into=self.whole)
-        self.is_gathered = True
+        place = self.used.index(unit)
+        following = self.used[place + 1 :] if is_forward else self.used[:place][::-1]
+        for other in following[: self.ahead]:
+            other.prefetch()
+        for other in following[self.ahead : self.ahead + 1]:
+            if not other.is_gathered:
+                other.tiers.ahead(other.stored)
 
-    def release(self) -> None:
-        """Give `whole` back, if it can be rebuilt."""
-        if self.cut and self.is_gathered:
-            self.whole.untyped_storage().resize_(0)
-            self.is_gathered = False
-
-
-class Gradients:
-    """G of one unit: a whole buffer while a backward pass fills it, then this rank's shard over
-    `cut` (the buffer itself where `cut` is empty)."""
-
-    def __init__(self, parameters: Parameters, cut: tuple[Axis, ...]) -> None:
-        self.named = parameters.named
-        self.layout = parameters.layout
-        self.cut = cut
-        self.whole: torch.Tensor | None = None
-        self.shard: torch.Tensor | None = None
-
-    def open(self) -> None:
-        """Before the unit's backward: somewhere for autograd to add to."""
-        if self.whole is not None:
-            return
-        first = self.named[0][1]
-        self.whole = torch.zeros(self.layout.padded, dtype=first.dtype, device=first.device)
-        self.layout.registry.tag(self.whole, State.GRADIENTS)
-        for (_, parameter), piece in zip(self.named, _pieces(self.whole, self.named), strict=True):
-            parameter.grad = piece
-
-    def reduce(self) -> None:
-        """After the unit's backward: sum over the ranks along `cut`, keep this rank's part."""
-        if not self.cut or self.whole is None:
-            return
-        reduced = self.layout.reduce_scatter(self.whole, (), self.cut)
-        self._close()
-        if self.shard is None:
-            self.shard = reduced
-        else:
-            self.shard.add_(reduced)
-
-    def for_update(self, cut: tuple[Axis, ...], replicated: tuple[Axis, ...]) -> None:
-        """From the layout of G to the layout of Omega: reduce what is still partial (smallest
-        pieces first), then gather what the update needs whole."""
-        held = self.shard if self.cut else self.whole
-        if held is None:
-            return
-        narrower = tuple(axis for axis in cut if axis not in self.cut)
-        wider = tuple(axis for axis in self.cut if axis not in cut)
-        layout, now = self.layout, self.cut
-        if narrower:
-            held, now = layout.reduce_scatter(held, now, narrower), (*now, *narrower)
-        self._close()
-        if replicated:
-            torch.distributed.all_reduce(held, group=layout.mesh.group(replicated))
-        if wider:
-            held = layout.gather(held, now, wider)
-        self.shard = held
-
-    def _close(self) -> None:
-        self.whole = None
-        for _, parameter in self.named:
-            parameter.grad = None
-
-    def clear(self) -> None:
-        """After the update."""
-        self._close()
-        self.shard = None
+    def _note(self, unit: Parameters) -> None:
+        if self.used and unit is self.used[0]:
+            self.is_known = True
+        elif unit not in self.used:
+            self.used.append(unit)
 
 
-class FlatTarget:
-    """What the optimizer updates of one unit: its shard over Omega's axes."""
+class Flight:
+    """The one reduction that runs beside the backward pass."""
 
-    def __init__(self, unit: FlatUnit) -> None:
-        self.unit = unit
+    def __init__(self) -> None:
+        self._under_way: Gradients | None = None
 
-    owns_master = False
+    def complete(self) -> None:
+        """Wait for it."""
+        if self._under_way is not None:
+            self._under_way.complete()
+        self._under_way = None
 
-    @property
-    def gradient(self) -> torch.Tensor | None:
-        return self.unit.gradients.shard
-
-    def working_gradient(self) -> torch.Tensor | None:
-        return self.gradient
-
-    def slot(self, initial: torch.Tensor) -> Slot:
-        return Resident(initial)
-
-    def value(self) -> torch.Tensor:
-        """The parameter's shard over Omega's axes, gathered where Theta is cut along others."""
-        parameters, cut = self.unit.parameters, self.unit.updated
-        missing = tuple(axis for axis in parameters.cut if axis not in cut)
-        held, now = parameters.stored, parameters.cut
-        if missing:
-            held = parameters.layout.gather(held, now, missing)
-            now = tuple(axis for axis in now if axis in cut)
-        return parameters.layout.take(held, now, cut)
-
-    def store(self, value: torch.Tensor) -> None:
-        """Write an updated shard back to where Theta lives, gathering it where Theta is wider."""
-        parameters, cut = self.unit.parameters, self.unit.updated
-        layout, stored = parameters.layout, parameters.stored
-        missing = tuple(axis for axis in cut if axis not in parameters.cut)
-        extra = tuple(axis for axis in parameters.cut if axis not in cut)
-        value = value.to(stored.dtype)
-        if extra:
-            value = layout.take(value, cut, parameters.cut)
-        if missing:
-            layout.registry.tag(value, State.PARAMETERS)
-            layout.gather(value, (*cut, *extra), missing, into=stored)
-        elif not same_memory(value, stored):
-            stored.copy_(value)
-
-    def split(self, part: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Rows of the named tensors: gathers one unit, keeps this rank's share of every tensor."""
-        names = [name for name, _ in self.unit.parameters.named]
-        if part.dim() == 0:
-            return dict.fromkeys(names, part)
-        return self._rows(_whole(self.unit.parameters.layout, part, self.unit.updated))
-
-    def join(self, named: dict[str, torch.Tensor]) -> torch.Tensor:
-        first = named[self.unit.parameters.named[0][0]]
-        if first.dim() == 0:
-            return first
-        return self._shard(named, self.unit.updated)
-
-    def export(self) -> dict[str, torch.Tensor]:
-        parameters = self.unit.parameters
-        return self._rows(_whole(parameters.layout, parameters.stored, parameters.cut))
-
-    def load(self, named: dict[str, torch.Tensor]) -> None:
-        parameters = self.unit.parameters
-        parameters.stored.copy_(self._shard(named, parameters.cut))
-
-    def _rows(self, whole: torch.Tensor) -> dict[str, torch.Tensor]:
-        layout, named = self.unit.parameters.layout, self.unit.parameters.named
-        mesh = layout.mesh.submesh(layout.axes)
-        return {
-            name: distribute_rows(piece, mesh)
-            for (name, _), piece in zip(named, _pieces(whole, named), strict=True)
-        }
-
-    def _shard(self, named: dict[str, torch.Tensor], cut: tuple[Axis, ...]) -> torch.Tensor:
-        parameters = self.unit.parameters
-        first = named[parameters.named[0][0]]
-        whole = torch.zeros(parameters.layout.padded, dtype=first.dtype, device=first.device)
-        for (name, _), piece in zip(
-            parameters.named, _pieces(whole, parameters.named), strict=True
-        ):
-            tensor = named[name]
-            piece.copy_(tensor.full_tensor() if isinstance(tensor, DTensor) else tensor)
-        return parameters.layout.take(whole, (), cut)
+    def begin(self, gradients: Gradients) -> None:
+        self._under_way = gradients
 
 
 class FlatUnit:
     """One unit with its hooks: gather before use, reduce when its gradients are complete."""
 
-    def __init__(self, modules: list[nn.Module], parameters: Parameters, step: FlatUnits) -> None:
-        self.parameters = parameters
-        self.updated = step.optimizer
-        self.gradients = Gradients(parameters, step.gradients)
-        self.replicated = tuple(
-            axis for axis in step.axes if axis not in step.optimizer + step.gradients
-        )
-        self.sync = step.sync
+    def __init__(
+        self, modules: Sequence[nn.Module], state: FlatState, order: Order, flight: Flight
+    ) -> None:
+        self.state = state
+        self.parameters = state.parameters
+        self.gradients = state.gradients
+        self.sync = state.step.sync
+        self.order = order
+        self.flight = flight
+        self.consume: Callable[[], None] | None = None
         self.is_last = True
         self.pending = 0
         modules[0].register_forward_pre_hook(self._before_forward)
         modules[-1].register_forward_hook(self._after_forward)
-        for _, parameter in parameters.named:
+        for _, parameter in self.parameters.named:
             parameter.register_post_accumulate_grad_hook(self._accumulated)
 
     def _before_forward(self, module: nn.Module, args: tuple[object, ...]) -> None:
-        self.parameters.gather()
+        self.order.gather(self.parameters, is_forward=True)
 
     def _after_forward(self, module: nn.Module, args: tuple[object, ...], output: object) -> None:
         if torch.is_grad_enabled():
@@ -241,47 +113,64 @@ class FlatUnit:
             self.parameters.release()
 
     def _before_backward(self, gradient: torch.Tensor) -> None:
-        self.parameters.gather()
+        self.order.gather(self.parameters, is_forward=False)
         if self.pending == 0:
             self.pending = len(self.parameters.named)
             self.gradients.open()
 
     def _accumulated(self, parameter: torch.Tensor) -> None:
+        self.gradients.accumulated(parameter)
         self.pending -= 1
         if self.pending == 0:
             self.finish()
 
     def finish(self) -> None:
         """The unit's backward is complete (or the pass is over and some parameter had no part)."""
+        with torch.no_grad():
+            self._finish()
+
+    def _finish(self) -> None:
         self.pending = 0
-        if self.is_last or self.sync.gradients is GradientSync.EVERY:
-            self.gradients.reduce()
+        is_due = self.is_last or self.sync.gradients is GradientSync.EVERY
+        if is_due:
+            self.flight.complete()
+        self.gradients.finish(is_last=self.is_last, is_due=is_due)
+        self.flight.begin(self.gradients)
+        if self.consume is not None:
+            self.gradients.for_update()
         if self.is_last or self.sync.reshard_after_backward:
             self.parameters.release()
+        if self.consume is not None:
+            self.consume()
+            self.gradients.clear()
 
 
 class FlatWrap:
     """All units of one model under one plan step."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        step: FlatUnits,
-        mesh: Mesh,
-        units: Units,
-        registry: Registry,
-    ) -> None:
+    def __init__(self, model: nn.Module, plan: Plan, mesh: Mesh, registry: Registry) -> None:
+        step = plan.wrap
+        assert isinstance(step, FlatUnits)
         self.module = model
         self.step = step
-        self.mesh = mesh
         self.units: list[FlatUnit] = []
+        self.flight = Flight()
+        tiers = Tiers(mesh.world.device, registry, step.path)
+        dtypes = Dtypes.of(plan.update.layout, step)
         cut = step.parameters + step.optimizer + step.gradients
-        for modules, named in parameters_by_unit(model, units):
+        order = Order(step)
+        for modules, named in parameters_by_unit(model, plan.units):
             numel = sum(parameter.numel() for _, parameter in named)
             layout = FlatLayout.over(mesh, numel, cut, registry, step.reduce_scatter)
-            parameters = Parameters(named, layout, step.parameters)
+            state = FlatState(Parameters(named, layout, step, dtypes, tiers), step)
             members = [model.get_submodule(name) for name in modules]
-            self.units.append(FlatUnit(members, parameters, step))
+            self.units.append(FlatUnit(members, state, order, self.flight))
+        for unit, following in zip(self.units, self.units[1:], strict=False):
+            unit.state.following = following.state
+        self._targets = [
+            _targets(unit.state, whole_tensors=plan.update.optimizer in _NEEDS_WHOLE_TENSORS)
+            for unit in self.units
+        ]
 
     @contextmanager
     def micro_batch(self, is_last: bool) -> Iterator[None]:
@@ -292,29 +181,57 @@ class FlatWrap:
         for unit in self.units:
             if unit.pending:
                 unit.finish()
+        self.flight.complete()
+        if is_last:
+            self.end_evaluation()
 
     def end_evaluation(self) -> None:
+        """What was gathered and not used is stale after an update."""
         for unit in self.units:
             unit.parameters.release()
 
     def reduce_gradients(self) -> None:
         for unit in self.units:
-            unit.gradients.for_update(unit.updated, unit.replicated)
+            unit.gradients.for_update()
+
+    def consume_with(self, update: Callable[[int], None]) -> None:
+        """G = M: `update(i)` updates the i-th group of targets, as soon as its gradients are
+        complete."""
+        for index, unit in enumerate(self.units):
+            unit.consume = _call(update, index)
+
+    def finish_update(self) -> None:
+        """Complete the gathers that the update left running."""
+        for unit in self.units:
+            unit.parameters.finish_update()
 
     def clear_gradients(self) -> None:
         for unit in self.units:
             unit.gradients.clear()
 
-    def targets(self) -> list[list[FlatTarget]]:
+    def targets(self) -> Sequence[Sequence[Target]]:
         """A group per unit, so that no more than one unit's parameters are gathered at once."""
-        return [[FlatTarget(unit)] for unit in self.units]
+        return self._targets
+
+    def own_update(self, optimizer: OptimizerSpec, layout: Layout) -> None:
+        """The update is everybody's."""
 
     def storages(self) -> Iterator[tuple[State, torch.Tensor]]:
         for unit in self.units:
-            yield State.PARAMETERS, unit.parameters.stored
-            for held in (unit.gradients.whole, unit.gradients.shard):
-                if held is not None:
-                    yield State.GRADIENTS, held
+            yield unit.parameters.state, unit.parameters.stored
+            for held in unit.gradients.held():
+                yield State.GRADIENTS, held
+
+
+def _targets(state: FlatState, *, whole_tensors: bool) -> Sequence[Target]:
+    if not whole_tensors:
+        return [FlatTarget(state)]
+    update = UnitUpdate(state)
+    return [FlatTensorTarget(update, index) for index in range(update.num_tensors)]
+
+
+def _call(update: Callable[[int], None], index: int) -> Callable[[], None]:
+    return lambda: update(index)
 
 
 def parameters_by_unit(
@@ -332,33 +249,6 @@ def parameters_by_unit(
         seen.update(id(parameter) for _, parameter in named)
         if named:
             yield modules, named
-
-
-def distribute_rows(tensor: torch.Tensor, mesh: DeviceMesh) -> DTensor:
-    """A tensor that every rank holds whole as a DTensor cut along its first dimension."""
-    if tensor.dim() == 0:
-        return DTensor.from_local(tensor.clone(), mesh, [Replicate()], run_check=False)
-    rows = ceil_div(tensor.shape[0], mesh.size())
-    start = min(rows * mesh.get_local_rank(), tensor.shape[0])
-    return DTensor.from_local(
-        tensor[start : start + rows].clone(),
-        mesh,
-        [Shard(0)],
-        run_check=False,
-        shape=tensor.shape,
-        stride=tensor.stride(),
-    )
-
-
-def _whole(layout: FlatLayout, part: torch.Tensor, cut: tuple[Axis, ...]) -> torch.Tensor:
-    return layout.gather(part, cut, cut) if cut else part
-
-
-def _pieces(whole: torch.Tensor, named: list[tuple[str, nn.Parameter]]) -> Iterator[torch.Tensor]:
-    start = 0
-    for _, parameter in named:
-        yield whole[start : start + parameter.numel()].view(parameter.shape)
-        start += parameter.numel()
 
 
 def _tensors(output: object) -> Iterator[torch.Tensor]:

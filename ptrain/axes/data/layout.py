@@ -13,9 +13,11 @@ from dataclasses import dataclass
 
 import torch
 
-from ptrain.interpreter.comm import all_gather, reduce_scatter
+from ptrain.costs import State
+from ptrain.interpreter.comm import Move, all_gather, reduce_scatter
 from ptrain.interpreter.mesh import Mesh
 from ptrain.interpreter.registry import Registry
+from ptrain.interpreter.tiers import alike
 from ptrain.spec.axis import DATA_AXES, Axis
 from ptrain.spec.batch import ReduceScatterVia
 from ptrain.units import ceil_div
@@ -66,58 +68,101 @@ class FlatLayout:
     ) -> torch.Tensor:
         """From a shard over `had` (1-d) this rank's part along the axes that `wanted` adds; 1-d, a
         view where it is contiguous."""
-        view = local.view(self.shape(had))
-        for dim, axis in enumerate(self.axes):
-            if axis in wanted and axis not in had:
-                view = view.narrow(dim, self.mesh.coordinate(axis), 1)
-        return view.reshape(-1)
+        part = self._narrowed(local, had, wanted).reshape(-1)
+        if part.untyped_storage()._cdata != local.untyped_storage()._cdata:
+            alike(part, local)
+            tag = self.registry.of(local)
+            if tag is not None:
+                self.registry.tag(part, tag.state)
+        return part
 
     def put(
         self, local: torch.Tensor, part: torch.Tensor, had: Sequence[Axis], wanted: Sequence[Axis]
     ) -> None:
         """The inverse of `take`: write `part` to its place in `local`. Free where it is a view."""
+        view = self._narrowed(local, had, wanted)
+        if not same_memory(view, part):
+            view.copy_(part.view(view.shape))
+
+    def _narrowed(
+        self, local: torch.Tensor, had: Sequence[Axis], wanted: Sequence[Axis]
+    ) -> torch.Tensor:
         view = local.view(self.shape(had))
         for dim, axis in enumerate(self.axes):
             if axis in wanted and axis not in had:
                 view = view.narrow(dim, self.mesh.coordinate(axis), 1)
-        if not same_memory(view, part):
-            view.copy_(part.view(view.shape))
+        return view
 
     def gather(
         self,
         part: torch.Tensor,
         cut: Sequence[Axis],
         over: Sequence[Axis],
+        state: State,
         into: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """All-gather along `over`: from a shard over `cut` to one over `cut` without `over`.
 
         In place into `into` where the ranks' parts lie in it in group order; otherwise through
-        one buffer of its size.
+        one buffer of its size. It counts as a move of `state`.
         """
+        return self._gather(part, cut, over, (state, into), is_awaited=True).wait()
+
+    def start_gather(
+        self,
+        part: torch.Tensor,
+        cut: Sequence[Axis],
+        over: Sequence[Axis],
+        state: State,
+        into: torch.Tensor | None = None,
+    ) -> Move:
+        """`gather`, awaited later; `part` must not change until then."""
+        return self._gather(part, cut, over, (state, into), is_awaited=False)
+
+    def _gather(
+        self,
+        part: torch.Tensor,
+        cut: Sequence[Axis],
+        over: Sequence[Axis],
+        target: tuple[State, torch.Tensor | None],
+        *,
+        is_awaited: bool,
+    ) -> Move:
+        state, into = target
         kept = tuple(axis for axis in cut if axis not in over)
         numel = self.shard_numel(kept)
         result = part.new_empty(numel) if into is None else into
-        state = self.registry.of(part)
-        if state is not None:
-            self.registry.tag(result, state.state)
+        self.registry.tag(result, state)
         group, order = self.mesh.group(over), self._leading(kept, over)
         if order is None:
-            all_gather(result, part, group)
-            return result
-        received = part.new_empty(numel)
-        if state is not None:
-            self.registry.tag(received, state.state)
-        all_gather(received, part, group)
+            return Move(result, part, all_gather(result, part, group, is_awaited=is_awaited))
+        received = self.registry.tag(part.new_empty(numel), state)
+        work = all_gather(received, part, group, is_awaited=is_awaited)
         moved = received.view([self.shape(kept)[dim] for dim in order])
         inverse = [order.index(dim) for dim in range(len(order))]
-        result.view(self.shape(kept)).copy_(moved.permute(inverse))
-        return result
+        target_view = result.view(self.shape(kept))
+        return Move(result, part, work, lambda: target_view.copy_(moved.permute(inverse)))
 
     def reduce_scatter(
         self, part: torch.Tensor, cut: Sequence[Axis], over: Sequence[Axis]
     ) -> torch.Tensor:
         """Sum along `over` and keep this rank's part: from a shard over `cut` to one over both."""
+        return self._reduce_scatter(part, cut, over, is_awaited=True).wait()
+
+    def start_reduce_scatter(
+        self, part: torch.Tensor, cut: Sequence[Axis], over: Sequence[Axis]
+    ) -> Move:
+        """`reduce_scatter`, awaited later; `part` must not change until then."""
+        return self._reduce_scatter(part, cut, over, is_awaited=False)
+
+    def _reduce_scatter(
+        self,
+        part: torch.Tensor,
+        cut: Sequence[Axis],
+        over: Sequence[Axis],
+        *,
+        is_awaited: bool,
+    ) -> Move:
         wanted = (*cut, *over)
         result = part.new_empty(self.shard_numel(wanted))
         tag = self.registry.of(part)
@@ -127,8 +172,9 @@ class FlatLayout:
         if order is not None:
             part = part.view(self.shape(cut)).permute(order).reshape(-1)
             self.registry.tag(part, tag.state)
-        reduce_scatter(result, part, self.mesh.group(over), self.via, self.registry)
-        return result
+        return reduce_scatter(
+            result, part, self.mesh.group(over), self.via, self.registry, is_awaited=is_awaited
+        )
 
     def _leading(self, cut: Sequence[Axis], over: Sequence[Axis]) -> tuple[int, ...] | None:
         """The order of dimensions that puts `over` first and in mesh order, which is the order of

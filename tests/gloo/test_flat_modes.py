@@ -1,0 +1,186 @@
+"""Flat units in every mode, tier, layout and dial compute what one device computes; and where only
+the place of a state differs, the very same bits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+
+from ptrain.algebra.legality import require
+from ptrain.spec.load import load
+from ptrain.spec.spec import Spec
+from ptrain.verification.compare import FP64
+from ptrain.verification.compare import compare as compare_runs
+from ptrain.verification.reference import Trajectory, one_device
+from tests.gloo.cases import ODD
+from tests.gloo.runs import train
+from tests.gloo.test_exact import failing
+from tests.ranks import Ranks
+
+pytestmark = pytest.mark.gloo
+
+STEPS = 6
+REPLICATE, SHARD = "dp_replicate", "dp_shard"
+Placement = Mapping[str, str]
+
+
+def spec_of(placement: Placement, size: int, **changes: Any) -> Spec:
+    """A spec of the odd model: its tensors divide by no number of ranks."""
+    axes = list(placement)
+    mesh = {axes[0]: size} if len(axes) == 1 else {REPLICATE: 2, SHARD: size // 2}
+    accumulate = changes.pop("accumulate", 1)
+    mapping: dict[str, Any] = {
+        "name": "flat",
+        "model": dict(ODD),
+        "mesh": mesh,
+        "placement": dict(placement),
+        "precision": {"layout": "fp32", "compute": "fp64"},
+        "batch": {"global": accumulate * size, "micro": 1, "sequence": 16},
+        "optimizer": {"name": "adamw", "lr": 1e-3, "schedule": {"warmup": 2}, "clip": 1.0},
+        "data": {"corpus": "python-docs", "tokenizer": "bytes"},
+        "train": {"steps": STEPS, "seed": 0},
+    }
+    for key, value in changes.items():
+        known = mapping.get(key)
+        mapping[key] = {**known, **value} if isinstance(known, dict) else value
+    return require(load(mapping))
+
+
+def run(ranks: Ranks, spec: Spec) -> Trajectory:
+    trajectory = ranks.run(spec.world_size, train, spec, STEPS)[0].trajectory
+    assert trajectory is not None
+    return trajectory
+
+
+REFERENCES: dict[tuple[object, ...], Trajectory] = {}
+
+
+def reference(spec: Spec) -> Trajectory:
+    """One device, once for all placements of the same training."""
+    key = (spec.precision, spec.optimizer, spec.batch.global_samples)
+    if key not in REFERENCES:
+        REFERENCES[key] = one_device(spec, STEPS)
+    return REFERENCES[key]
+
+
+MASTER = {"precision": {"layout": "zero16"}}
+NO_CLIP = {"optimizer": {"clip": None}}
+
+CASES: dict[str, tuple[Placement, int, dict[str, Any]]] = {
+    # tiers of each state
+    "the paper's offload": ({SHARD: "O,O,S,R"}, 2, MASTER),
+    "gradients to the host": ({SHARD: "R,O,O,R"}, 2, MASTER),
+    "gradients to the host, K=3": ({SHARD: "R,O,O,R"}, 2, {"accumulate": 3}),
+    "all to the host": ({SHARD: "O,O,O,R"}, 2, {}),
+    "all to the host on 4": ({SHARD: "O,O,O,R"}, 4, {**MASTER, "accumulate": 3}),
+    "streamed update": ({SHARD: "O,O,O,R"}, 2, {"offload": {"update": "device"}, **MASTER}),
+    "whole on the host": ({SHARD: "R@host,R@host,R@host,R"}, 2, {"accumulate": 3}),
+    "on files": ({SHARD: "S@file,S@file,S@file,R"}, 2, {"accumulate": 3, **MASTER}),
+    "whole on files": ({SHARD: "R@file,R@file,R@file,R"}, 2, {"accumulate": 3}),
+    "files, streamed": ({SHARD: "S@file,S@file,S,R"}, 2, {"offload": {"update": "device"}}),
+    "both axes": ({REPLICATE: "R,O,R,R", SHARD: "S*,O,O,R"}, 4, {"accumulate": 3}),
+    "replicas": ({REPLICATE: "R,O,S,R"}, 2, MASTER),
+    # materialized parameters
+    "materialized": ({SHARD: "M,S,S,R"}, 2, {"precision": {"layout": "zero20"}}),
+    "materialized over two axes": ({REPLICATE: "R,S,S,R", SHARD: "M,S,S,R"}, 4, MASTER),
+    "materialized from whole masters": ({SHARD: "M,R,S,R"}, 2, {**MASTER, "accumulate": 3}),
+    "materialized from the host": ({SHARD: "M,O,S,R"}, 2, MASTER),
+    "materialized from files": ({SHARD: "M,S@file,O,R"}, 2, MASTER),
+    "materialized, streamed": ({SHARD: "M,S*@host,S,R"}, 2, MASTER),
+    # layouts
+    "zero20 whole": ({SHARD: "R,S,R,R"}, 2, {"precision": {"layout": "zero20"}, "accumulate": 3}),
+    "zero20 cut": ({SHARD: "R,S,S,R"}, 2, {"precision": {"layout": "zero20"}, "accumulate": 3}),
+    "zero20 host": ({SHARD: "R,O,O,R"}, 2, {"precision": {"layout": "zero20"}, "accumulate": 3}),
+    "megatron18": ({REPLICATE: "R,R,R,R"}, 2, {"precision": {"layout": "megatron18"}}),
+    # gathered for the update
+    "gathered optimizer": ({SHARD: "R,S*,S,R"}, 2, MASTER),
+    "gathered optimizer, host": ({SHARD: "S*,S*@host,O,R"}, 2, MASTER),
+    "gathered gradients": ({SHARD: "S*,R,S*,R"}, 4, {"accumulate": 3}),
+    "gathered both": ({REPLICATE: "R,S,S,R", SHARD: "S*,S*,S*,R"}, 4, {}),
+    "whole matrices": ({SHARD: "R,R,S*,R"}, 2, {"optimizer": {"name": "muon"}}),
+    "whole matrices of shards": (
+        {SHARD: "S*,S*,S*,R"}, 2, {"optimizer": {"name": "muon"}, **MASTER},
+    ),
+    "whole matrices from the host": (
+        {SHARD: "S*,S*@host,S*@host,R"}, 2, {"optimizer": {"name": "muon"}},
+    ),
+    # consumed gradients
+    "consumed": ({REPLICATE: "R,R,M,R"}, 2, NO_CLIP),
+    "consumed by shards": ({SHARD: "S*,S,M,R"}, 2, {**NO_CLIP, **MASTER}),
+    "consumed, offloaded": ({SHARD: "O,O,M,R"}, 2, NO_CLIP),
+    "consumed over two axes": ({REPLICATE: "R,R,M,R", SHARD: "S*,S,S,R"}, 4, NO_CLIP),
+    # dials
+    "prefetch": ({SHARD: "S*,R,S,R"}, 2, {"prefetch": 1, "accumulate": 3}),
+    "prefetch 2 from files": ({SHARD: "S@file,O,S,R"}, 2, {"prefetch": 2}),
+    "overlap": ({SHARD: "R,S,S,R"}, 2, {"overlap": "backward", "accumulate": 3}),
+    "overlap of exchanges": (
+        {SHARD: "R,S,S,R"}, 2, {"overlap": "backward", "reduce_scatter": "all_to_all"},
+    ),
+    "overlap whole": ({SHARD: "R,S,R,R"}, 2, {"overlap": "backward", "accumulate": 3}),
+    "overlap to the host": ({SHARD: "R,O,O,R"}, 2, {"overlap": "backward", "accumulate": 3}),
+    "gather during the update": ({SHARD: "R,S,S,R"}, 2, {"gather_after_update": "during-update"}),
+    "gather during, to the host": (
+        {SHARD: "R@host,O,S,R"}, 2, {"gather_after_update": "during-update"},
+    ),
+    "gather in the next forward": ({SHARD: "R,S,S,R"}, 2, {"gather_after_update": "next-forward"}),
+    "next forward, both axes": (
+        {REPLICATE: "R,S,R,R", SHARD: "S*,S,S,R"}, 4,
+        {"gather_after_update": "next-forward", "accumulate": 3},
+    ),
+    "sub-blocks": ({SHARD: "O,O,O,R"}, 2, {"unit": "sub-block"}),
+    "units of two blocks": ({SHARD: "O,O,O,R"}, 2, {"unit": "2 blocks", "prefetch": 1}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_mode_tier_and_dial_equals_one_device(ranks: Ranks, name: str) -> None:
+    placement, size, changes = CASES[name]
+    spec = spec_of(placement, size, **changes)
+    assert not failing(compare_runs(reference(spec), run(ranks, spec), FP64))
+
+
+# Where a state is only elsewhere, or moves at another time, no operation differs.
+TWINS: dict[str, tuple[Placement, Placement, dict[str, Any]]] = {
+    "offload": ({SHARD: "S*,S,S,R"}, {SHARD: "O,O,O,R"}, MASTER),
+    "files": ({SHARD: "R,S,S,R"}, {SHARD: "R@file,S@file,S@file,R"}, MASTER),
+    "masters on the host": ({SHARD: "M,S,S,R"}, {SHARD: "M,O,S,R"}, MASTER),
+}
+
+
+@pytest.mark.parametrize("name", TWINS)
+def test_a_state_elsewhere_changes_no_bit(ranks: Ranks, name: str) -> None:
+    here, there, changes = TWINS[name]
+    _require_equal_bits(ranks, _single(here, changes), _single(there, changes))
+
+
+DIALS = [
+    {"prefetch": 1},
+    {"overlap": "backward"},
+    {"gather_after_update": "during-update"},
+    {"gather_after_update": "next-forward"},
+]
+
+
+@pytest.mark.parametrize("dial", DIALS, ids=lambda dial: "-".join(map(str, dial.values())))
+def test_when_a_collective_runs_changes_no_bit(ranks: Ranks, dial: dict[str, Any]) -> None:
+    placement = {REPLICATE: "R,S,R,R", SHARD: "S*,S,S,R"}
+    _require_equal_bits(
+        ranks, _single(placement, MASTER, size=4), _single(placement, {**MASTER, **dial}, size=4)
+    )
+
+
+def _single(placement: Placement, changes: dict[str, Any], *, size: int = 2) -> Spec:
+    layout = changes.get("precision", {}).get("layout", "fp32")
+    return spec_of(
+        placement, size, **{**changes, "precision": {"layout": layout, "compute": "mixed"}}
+    )
+
+
+def _require_equal_bits(ranks: Ranks, one: Spec, other: Spec) -> None:
+    left, right = run(ranks, one), run(ranks, other)
+    assert left.losses == right.losses
+    for name, value in left.parameters.items():
+        assert torch.equal(value, right.parameters[name]), name
