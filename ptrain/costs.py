@@ -129,10 +129,31 @@ def add_traffic(rows: Iterable[Traffic]) -> tuple[Traffic, ...]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Wire:
+    """What the kernel says that one rank's sockets of the group over `axes` sent in a steady step:
+    payload, headers of the backend included, retransmissions not."""
+
+    axes: tuple[str, ...]
+    rank: int
+    sent_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Blocked:
+    """How long one rank's main thread waited for the collectives over `axes` in a step: seconds,
+    waiting for a slower rank included."""
+
+    axes: tuple[str, ...]
+    rank: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
     """One account of one run: a prediction (paper, exact), a simulation or a measurement.
 
-    `undefined` gives, per kind of figure ("traffic", "peak"), why the column has none.
+    `undefined` gives, per kind of figure ("traffic", "peak", "wire", "blocked_seconds"), why the
+    column has none.
     """
 
     column: Column
@@ -140,6 +161,8 @@ class Estimate:
     memory: tuple[Footprint, ...] = ()
     peak: tuple[Peak, ...] = ()
     traffic: tuple[Traffic, ...] = ()
+    wire: tuple[Wire, ...] = ()
+    blocked: tuple[Blocked, ...] = ()
     undefined: dict[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 

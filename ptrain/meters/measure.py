@@ -1,4 +1,5 @@
-"""Measure one steady step: memory by state, its peak by phase, and every collective.
+"""Measure one steady step: memory by state, its peak by phase, every collective, and what the
+rank's sockets sent.
 
 with measure(program) as measurement:
     program.forward_backward(batch)
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from ptrain.costs import (
+    Blocked,
     Collective,
     Column,
     Estimate,
@@ -27,11 +29,13 @@ from ptrain.costs import (
     State,
     Traffic,
     TrafficKey,
+    Wire,
 )
 from ptrain.interpreter.program import Program
 from ptrain.interpreter.world import World
 from ptrain.meters.memory import MemoryMeter
 from ptrain.meters.traffic import TrafficMeter
+from ptrain.meters.wire import WireMeter
 
 
 class Measurement:
@@ -41,11 +45,11 @@ class Measurement:
         self.rank = program.world.rank
         self.size = program.world.size
         self.memory = MemoryMeter(program, rank=self.rank, device=program.world.device.type)
+        axes_by_group = program.mesh.axes_by_group()
         self.traffic = TrafficMeter(
-            program.registry,
-            program.mesh.axes_by_group(),
-            device=program.world.device.type,
+            program.registry, axes_by_group, device=program.world.device.type
         )
+        self.wire = WireMeter(axes_by_group, rank=self.rank)
 
     def estimate(self) -> Estimate:
         """This rank's measured figures."""
@@ -55,6 +59,8 @@ class Measurement:
             memory=self.memory.footprints(),
             peak=self.memory.peaks(),
             traffic=self.traffic.rows(),
+            wire=self.wire.rows(),
+            undefined={"wire": self.wire.absent} if self.wire.absent else {},
         )
 
 
@@ -65,7 +71,7 @@ def measure(program: Program) -> Iterator[Measurement]:
     observers = (measurement.memory, measurement.traffic)
     program.observers.extend(observers)
     try:
-        with measurement.memory, measurement.traffic:
+        with measurement.wire, measurement.memory, measurement.traffic:
             yield measurement
     finally:
         for observer in observers:
@@ -104,6 +110,9 @@ def join_estimates(estimates: list[Estimate]) -> Estimate:
         traffic=tuple(
             dict.fromkeys(row for key in keys for row in _accounts(key, estimates)),
         ),
+        wire=tuple(row for estimate in estimates for row in estimate.wire),
+        blocked=tuple(row for estimate in estimates for row in estimate.blocked),
+        undefined={name: why for each in estimates for name, why in each.undefined.items()},
     )
 
 
@@ -121,6 +130,9 @@ def _parse(plain: dict[str, Any]) -> Estimate:
         memory=tuple(Footprint(**{**row, "state": State(row["state"])}) for row in plain["memory"]),
         peak=tuple(Peak(**{**row, "phase": Phase(row["phase"])}) for row in plain["peak"]),
         traffic=tuple(Traffic(**{**row, "key": _key(row["key"])}) for row in plain["traffic"]),
+        wire=tuple(Wire(**{**row, "axes": tuple(row["axes"])}) for row in plain["wire"]),
+        blocked=tuple(Blocked(**{**row, "axes": tuple(row["axes"])}) for row in plain["blocked"]),
+        undefined=plain["undefined"],
     )
 
 

@@ -146,7 +146,7 @@ class TrafficMeter(TorchDispatchMode):
         move = _MOVES.get((tier_of(ends[0], self._device), tier_of(ends[1], self._device)))
         if move is None:
             return
-        tag = self._registry.of(source) or self._registry.of(target)
+        tag = self._registry.of(target) or self._registry.of(source)
         if tag is None and not any(map(is_tagged, ends)):
             return
         key = TrafficKey(

@@ -11,7 +11,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from importlib import metadata
 
-from ptrain.costs import Estimate, Footprint, Peak, Traffic, TrafficKey
+from ptrain.costs import Column, Estimate, Footprint, Peak, Traffic, TrafficKey
+from ptrain.derivation.wire import WireRow, wire_rows
 from ptrain.version import VERSION, is_tested
 
 PEAK_TOLERANCE = 0.02
@@ -158,7 +159,12 @@ def record(
         "memory": [_memory_row(each, row) for each in estimates for row in each.memory],
         "peak": [_peak_row(each, row) for each in estimates for row in each.peak],
         "traffic": [_traffic_row(each, row) for each in estimates for row in each.traffic],
-        "wire": [],
+        "wire": [_wire_row(row) for row in _wire(estimates)],
+        "blocked_seconds": [
+            {"axes": list(row.axes), "rank": row.rank, "seconds": row.seconds}
+            for each in estimates
+            for row in each.blocked
+        ],
         "step_seconds": [
             {"column": column, "value": value} for column, value in (step_seconds or {}).items()
         ],
@@ -171,6 +177,21 @@ def record(
             str(each.column): dict(each.undefined) for each in estimates if each.undefined
         },
         "notes": [note for each in estimates for note in each.notes],
+    }
+
+
+def _wire(estimates: Sequence[Estimate]) -> tuple[WireRow, ...]:
+    by_column = {each.column: each for each in estimates}
+    exact, measured = by_column.get(Column.EXACT), by_column.get(Column.MEASURED)
+    return wire_rows(exact, measured) if exact and measured else ()
+
+
+def _wire_row(row: WireRow) -> dict[str, object]:
+    return {
+        "axes": list(row.axes),
+        "predicted_bytes": row.predicted_bytes,
+        "measured_bytes": row.measured_bytes,
+        "factor": row.factor,
     }
 
 

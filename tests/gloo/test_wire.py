@@ -1,0 +1,115 @@
+"""The wire: what the kernel counted on the ranks' own sockets, axis by axis, is what was predicted
+for the backend, within 0.1 % where tensors are larger than 1 MiB."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ptrain.algebra.legality import require
+from ptrain.costs import Column, Estimate
+from ptrain.derivation.estimate import derive
+from ptrain.derivation.wire import TOLERANCE, wire_rows
+from ptrain.interpreter.mesh import Mesh
+from ptrain.interpreter.world import World
+from ptrain.meters.measure import join_estimates
+from ptrain.meters.wire import WireMeter
+from ptrain.models.facts import facts_of
+from ptrain.plan.step import CreateMesh
+from ptrain.report.record import record
+from ptrain.spec.axis import Axis
+from ptrain.spec.load import load
+from ptrain.spec.spec import Spec
+from tests.gloo.runs import train
+from tests.ranks import Ranks
+
+pytestmark = pytest.mark.gloo
+
+MEASURED_STEP = 2
+# Units of 3 MiB and a root of 8.
+LARGE = (
+    "model.preset=llama-tiny", "model.layers=2", "model.hidden=256", "model.heads=4",
+    "model.ffn=683", "model.vocab=4096",
+    "batch.micro=1", "batch.sequence=16",
+)  # fmt: skip
+AXES = {"ddp": ("dp_replicate",), "hsdp": ("dp_shard", "dp_replicate")}
+
+
+def spec_of(strategy: str, size: int, via: str) -> Spec:
+    axes = AXES.get(strategy, ("dp_shard",))
+    overrides = [*LARGE, f"batch.global={size}", f"reduce_scatter={via}"]
+    overrides += [f"mesh.{axis}={size if len(axes) == 1 else 2}" for axis in axes]
+    return require(load(strategy, tuple(overrides)))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "size", "via"),
+    [
+        ("ddp", 2, "native"),
+        ("zero1", 4, "native"),
+        ("zero2", 2, "native"),
+        ("zero2", 4, "all_to_all"),
+        ("zero3", 4, "native"),
+        ("zero3", 2, "all_to_all"),
+        ("hsdp", 4, "native"),
+    ],
+)
+def test_the_kernel_counts_what_was_predicted(
+    ranks: Ranks, strategy: str, size: int, via: str
+) -> None:
+    spec = spec_of(strategy, size, via)
+    reports = ranks.run(size, train, spec, MEASURED_STEP + 1, MEASURED_STEP)
+    measured = join_estimates([report.measured for report in reports if report.measured])
+    assert not measured.undefined
+    exact = derive(spec, facts_of(spec)).exact
+    rows = wire_rows(exact, measured)
+    assert {row.axes for row in rows} == {(axis,) for axis in AXES.get(strategy, ("dp_shard",))}
+    for row in rows:
+        assert row.predicted_bytes > 2**20
+        assert 0 < row.measured_bytes / row.predicted_bytes - 1 < TOLERANCE, row
+    assert any("reduce_scatter 2" in row.factor for row in rows) == (
+        strategy != "ddp" and via == "native"
+    )
+    assert len(record("wire", [exact, measured])["wire"]) == len(rows)  # type: ignore[arg-type]
+
+
+def _sent_over_one_axis(size: int) -> tuple[dict[tuple[str, ...], int], str]:
+    world = World.join()
+    axes = (Axis.DP_REPLICATE, Axis.DP_SHARD)
+    mesh = Mesh(CreateMesh(axes=axes, degrees=(2, 2)), world)
+    tensor = torch.ones(size, dtype=torch.uint8)
+    with WireMeter(mesh.axes_by_group(), rank=world.rank) as meter:
+        dist.all_reduce(tensor, group=mesh.group((Axis.DP_SHARD,)))
+    return {row.axes: row.sent_bytes for row in meter.rows()}, meter.absent
+
+
+def test_bytes_are_of_the_axis_whose_group_moved_them(ranks: Ranks) -> None:
+    for sent, absent in ranks.run(4, _sent_over_one_axis, 2**20):
+        assert not absent
+        assert sent[("dp_replicate",)] == 0
+        assert sent[("dp_shard",)] == pytest.approx(2**20, rel=TOLERANCE)
+
+
+def _closed() -> tuple[int, str]:
+    group = dist.new_group()
+    with WireMeter({group.group_name: ("world",)}, rank=dist.get_rank()) as meter:
+        dist.destroy_process_group(group)
+        del group
+    return len(meter.rows()), meter.absent
+
+
+def test_a_connection_that_is_gone_is_told_and_nothing_is_counted(ranks: Ranks) -> None:
+    for rows, absent in ranks.run(2, _closed):
+        assert rows == 0
+        assert "closed" in absent
+
+
+def test_what_was_not_measured_has_no_row() -> None:
+    exact = derive(spec := spec_of("ddp", 2, "native"), facts_of(spec)).exact
+    reason = {"wire": "nccl sends past the sockets"}
+    measured = Estimate(column=Column.MEASURED, world_size=2, undefined=reason)
+    assert wire_rows(exact, measured) == ()
+    told = record("wire", [exact, measured])
+    assert told["wire"] == []
+    assert told["undefined"] == {"measured": reason}
