@@ -8,13 +8,16 @@ from argparse import ArgumentParser
 
 import pytest
 
+from ptrain.algebra.legality import check, executed
 from ptrain.cli import specs as verb
 from ptrain.derivation.parameters import facts
 from ptrain.errors import PtrainError, SpecError
 from ptrain.spec.load import load
 from ptrain.spec.model import ModelShape
 from ptrain.spec.names import SPEC_FOLDERS, find_spec, listing, names, root
+from ptrain.spec.placement import M
 from ptrain.spec.shorthand import mark_of
+from ptrain.spec.spec import Spec
 from ptrain.spec.text import parse, read
 
 STRATEGIES = {
@@ -24,6 +27,15 @@ STRATEGIES = {
     "zero3": ["dp_shard=2: S*,S,S,R"],
     "zero3-keep": ["dp_shard=2: S*,S,S,R"],
     "hsdp": ["dp_replicate=2: R,R,R,R", "dp_shard=2: S*,S,S,R"],
+    "hsdp-full-optimizer": ["dp_replicate=2: R,S,R,R", "dp_shard=2: S*,S,S,R"],
+    "ddp-zero-redundancy": ["dp_replicate=2: R,S,R,R"],
+    "zero-offload": ["dp_shard=2: O,O,S,R"],
+    "zero-offload-ds": ["dp_shard=2: R,O,O,R"],
+    "fsdp-offload": ["dp_shard=2: S*@host,O,O,R"],
+    "nvme-offload": ["dp_shard=2: S*@file,S@file,O,R"],
+    "fsdp-mixed": ["dp_shard=2: M,S,S,R"],
+    "optimizer-in-backward": ["dp_replicate=2: R,R,M,R"],
+    "muon": ["dp_shard=2: S*,S*,S*,R"],
 }
 
 
@@ -44,8 +56,13 @@ def test_a_strategy_has_its_tuple_and_a_tiny_model(name):
     assert spec.name == name
     assert spec.sync.reshard_after_forward is (name != "zero3-keep")
     assert 0.5e6 < numel(spec.model, spec.batch.sequence) < 1e6
-    assert spec.batch.accumulate == 8 // spec.world_size
+    assert spec.batch.accumulate == (1 if used_up(spec) else 8 // spec.world_size)
     assert spec.cluster is not None
+    assert not check(spec) and not executed(spec)
+
+
+def used_up(spec: Spec) -> bool:
+    return any(factor.placement.gradients == M for factor in spec.factors)
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
