@@ -121,9 +121,7 @@ class Setting:
         values = self.values
         placement = ROWS[self.row]
         size = values["size"]
-        mesh = {axis: size if len(placement) == 1 else size // 2 for axis in placement}
-        if len(placement) == 2:
-            mesh[REPLICATED] = 2
+        mesh = {axis: size if len(placement) == 1 else 2 for axis in placement}
         optimizer = {
             "name": values["optimizer"],
             "lr": 1e-3,
@@ -137,7 +135,7 @@ class Setting:
             "model": {**ODD, "layers": 3},
             "mesh": mesh,
             "placement": dict(placement),
-            "precision": _precision(values["layout"]) | ({"compute": "fp64"} * values["fp64"]),
+            "precision": _precision(values["layout"], fp64=values["fp64"]),
             "batch": {
                 "global": MICRO * values["accumulate"] * size,
                 "micro": MICRO,
@@ -166,11 +164,11 @@ class Setting:
 
     def spec(self) -> Spec:
         """Raises SpecError where the algebra refuses it."""
-        if len(ROWS[self.row]) == 2 and self.size < 4:
-            raise SpecError()
         return require(load(self.mapping()))
 
     def is_legal(self) -> bool:
+        if len(ROWS[self.row]) == 2 and self.size != 4:
+            return False
         try:
             self.spec()
         except SpecError:
@@ -181,10 +179,11 @@ class Setting:
         return Setting(self.row, tuple((self.values | changed).items()))
 
 
-def _precision(layout: str) -> dict[str, str]:
-    if "=" not in layout:
-        return {"layout": layout}
-    return dict(part.split("=") for part in layout.split())
+def _precision(layout: str, *, fp64: bool) -> dict[str, str]:
+    """A layout's name, or a dtype per state."""
+    compute = {"compute": "fp64"} if fp64 else {}
+    named = {"layout": layout} if "=" not in layout else {}
+    return named | compute | dict(part.split("=") for part in layout.split() if "=" in part)
 
 
 def default(row: str) -> Setting:
@@ -215,13 +214,23 @@ def pairwise(row: str) -> Iterator[Setting]:
         del open_pairs[pair]
         if not setting.is_legal():
             continue
-        fixed = {name for name, _ in pair}
-        for name in draw.sample([name for name in DIALS if name not in fixed], len(DIALS) - 2):
-            for value in draw.sample(DIALS[name], len(DIALS[name])):
+        chosen = dict(pair)
+        for name in draw.sample([name for name in DIALS if name not in chosen], len(DIALS) - 2):
+            values = draw.sample(DIALS[name], len(DIALS[name]))
+            values.sort(key=lambda value: -_gain(open_pairs, chosen, name, value))
+            for value in values:
                 other = setting.with_dials(**{name: value})
                 if other.is_legal():
-                    setting = other
+                    setting, chosen[name] = other, value
                     break
         for seen in combinations(setting.dials, 2):
             open_pairs.pop(seen, None)
         yield setting
+
+
+def _gain(open_pairs: Mapping[Any, None], chosen: Mapping[str, Any], name: str, value: Any) -> int:
+    """How many pairs that are missing this value would make with what is chosen."""
+    mine = (name, value)
+    return sum(
+        (mine, other) in open_pairs or (other, mine) in open_pairs for other in chosen.items()
+    )
