@@ -54,11 +54,11 @@ def train(
         lr = learning_rate(spec.optimizer, step)
         if step in (REBUILDING_STEP, measured_step) and measured_step is not None:
             with measure(program) as measurement:
-                loss, norm = program.forward_backward(local).clone(), program.step(lr)
+                loss, norm = program.forward_backward(local, lr).clone(), program.step(lr)
             measured[step] = measurement.estimate()
         else:
             with sabotage(fault, program, local, step) as given:
-                loss, norm = program.forward_backward(given).clone(), program.step(lr)
+                loss, norm = program.forward_backward(given, lr).clone(), program.step(lr)
             del given  # the program alone holds a step's batch
         losses.append(loss.double())
         if norm is not None:
