@@ -27,7 +27,7 @@ REPLICATE, SHARD = "dp_replicate", "dp_shard"
 Placement = Mapping[str, str]
 
 
-def spec_of(placement: Placement, size: int, **changes: Any) -> Spec:
+def spec_of(placement: Placement, size: int, *, fp64: bool = True, **changes: Any) -> Spec:
     """A spec of the odd model: its tensors divide by no number of ranks."""
     axes = list(placement)
     mesh = {axes[0]: size} if len(axes) == 1 else {REPLICATE: 2, SHARD: size // 2}
@@ -37,7 +37,7 @@ def spec_of(placement: Placement, size: int, **changes: Any) -> Spec:
         "model": dict(ODD),
         "mesh": mesh,
         "placement": dict(placement),
-        "precision": {"layout": "fp32", "compute": "fp64"},
+        "precision": {"layout": "fp32"} | ({"compute": "fp64"} if fp64 else {}),
         "batch": {"global": accumulate * size, "micro": 1, "sequence": 16},
         "optimizer": {"name": "adamw", "lr": 1e-3, "schedule": {"warmup": 2}, "clip": 1.0},
         "data": {"corpus": "python-docs", "tokenizer": "bytes"},
@@ -173,10 +173,7 @@ def test_when_a_collective_runs_changes_no_bit(ranks: Ranks, dial: dict[str, Any
 
 
 def _single(placement: Placement, changes: dict[str, Any], *, size: int = 2) -> Spec:
-    layout = changes.get("precision", {}).get("layout", "fp32")
-    return spec_of(
-        placement, size, **{**changes, "precision": {"layout": layout, "compute": "mixed"}}
-    )
+    return spec_of(placement, size, fp64=False, **changes)
 
 
 def _require_equal_bits(ranks: Ranks, one: Spec, other: Spec) -> None:
