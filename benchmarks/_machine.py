@@ -80,11 +80,16 @@ def hardware() -> str:
 
 def save(theme: str, text: str) -> Path:
     """`results/<theme>_<hardware>_<date>.md`; never over an older one."""
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{theme}_{hardware()}_{time.strftime('%Y-%m-%d')}.md"
+    path = result_path(theme, "md")
     with path.open("x", encoding="utf-8") as file:
         file.write(text.rstrip() + "\n")
     return path
+
+
+def result_path(theme: str, suffix: str) -> Path:
+    """`results/<theme>_<hardware>_<date>.<suffix>`, for a page and for what it shows."""
+    RESULTS.mkdir(exist_ok=True)
+    return RESULTS / f"{theme}_{hardware()}_{time.strftime('%Y-%m-%d')}.{suffix}"
 
 
 def environment() -> dict[str, str]:
