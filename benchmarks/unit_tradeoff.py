@@ -187,7 +187,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     ticks = [2, 5, 10, 20, 50, 100, 200]
     axes.set_xticks(ticks, labels=map(str, ticks))
     axes.minorticks_off()
-    axes.set_xlim(3, 230)
+    axes.set_xlim(2, 230)
     axes.set_ylim(0, 1.25 * max(row.predicted.peak for row in rows) / 1e6)
     axes.set_xlabel("collective calls of one rank in a step (log scale)")
     axes.set_ylabel("peak memory of a rank, MB (10⁶ bytes)")
