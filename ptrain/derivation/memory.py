@@ -7,24 +7,35 @@ last backward pass. Ranks differ only in the rows of a tensor that they really h
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import assert_never
 
 from ptrain.algebra.layout import position, ranks_over
-from ptrain.axes.data.costs import local_rows, padded_rows
+from ptrain.axes.data.costs import local_rows, padded_rows, spread
 from ptrain.costs import Footprint, State
 from ptrain.derivation.facts import ModelFacts
 from ptrain.derivation.flat_memory import flat_elements
-from ptrain.derivation.optimizer_state import Elements, optimizer_bytes
-from ptrain.plan.step import FlatUnits, FullyShard, LocalGradients, Plan, Replicate
+from ptrain.derivation.optimizer_state import (
+    Elements,
+    Kept,
+    is_hidden,
+    kept_tensors,
+    needs_whole_tensors,
+    optimizer_bytes,
+)
+from ptrain.plan.step import FlatUnits, FullyShard, LocalGradients, Plan, Replicate, Wrap
+from ptrain.spec.axis import Axis
+from ptrain.spec.precision import DType, Layout
 from ptrain.spec.spec import Spec
 
 _TOKEN_BYTES = 8  # int64
 _LOSS_BYTES = 4  # fp32
+_SCALING_BYTES = 12  # of a scaled loss: its scale, the steps since it grew, whether it overflowed
 
 
 def resident(spec: Spec, plan: Plan, facts: ModelFacts) -> tuple[Footprint, ...]:
     """Rows of parameters, optimizer state, gradients and the rest, rank by rank."""
-    axes = plan.wrap.shard_axes if isinstance(plan.wrap, FullyShard) else ()
+    axes = differing_axes(plan.wrap)
     by_shard = [_rows(spec, plan, facts, index) for index in range(ranks_over(spec, axes))]
     return tuple(
         Footprint(state=state, rank=rank, device_bytes=size)
@@ -33,14 +44,27 @@ def resident(spec: Spec, plan: Plan, facts: ModelFacts) -> tuple[Footprint, ...]
     )
 
 
+def differing_axes(wrap: Wrap) -> tuple[Axis, ...]:
+    """The axes along which ranks store different numbers of bytes."""
+    match wrap:
+        case FullyShard():
+            return wrap.shard_axes
+        case Replicate(zero_redundancy=True):
+            return wrap.axes
+        case _:
+            return ()
+
+
 def elements(spec: Spec, plan: Plan, facts: ModelFacts, index: int) -> Elements:
     """What the rank with shard `index` stores."""
     match plan.wrap:
-        case LocalGradients() | Replicate():
-            size = facts.numel
-            return Elements(
-                parameters=size, gradients=size, updated=size, tensors=len(facts.tensors)
-            )
+        case LocalGradients():
+            return _whole(facts)
+        case Replicate():
+            whole = _whole(facts)
+            if not plan.wrap.zero_redundancy:
+                return whole
+            return _spread(whole, owned(facts, ranks_over(spec, plan.wrap.axes))[index])
         case FullyShard():
             return _fully_sharded(facts, ranks_over(spec, plan.wrap.shard_axes), index)
         case FlatUnits():
@@ -56,18 +80,66 @@ def other_bytes(spec: Spec, facts: ModelFacts) -> int:
     samples = spec.batch.accumulate * spec.batch.micro
     tokens = samples * (spec.batch.sequence + 1)
     buffers = sum(size for _, size in facts.buffers)
-    return scale * (buffers + _LOSS_BYTES) + tokens * _TOKEN_BYTES
+    scaling = _SCALING_BYTES if spec.precision.effective.scales_loss else 0
+    return scale * (buffers + _LOSS_BYTES) + tokens * _TOKEN_BYTES + scaling
+
+
+def owned(facts: ModelFacts, ranks: int) -> list[list[int]]:
+    """Elements of the tensors that each rank updates, where whole tensors are spread over ranks."""
+    numels = [tensor.numel for tensor in facts.tensors]
+    mine: list[list[int]] = [[] for _ in range(ranks)]
+    for numel, owner in zip(numels, spread(numels, ranks), strict=True):
+        mine[owner].append(numel)
+    return mine
+
+
+def spread_buckets(layout: Layout, mine: list[list[int]]) -> list[int]:
+    """Bytes of the bucket that each owner sends; one element of fp32 where it owns nothing."""
+    return [sum(numels) * layout.parameters.itemsize or DType.FP32.itemsize for numels in mine]
 
 
 def _rows(spec: Spec, plan: Plan, facts: ModelFacts, index: int) -> tuple[tuple[State, int], ...]:
-    layout = plan.update.layout
+    layout, wrap = plan.update.layout, plan.wrap
     held = elements(spec, plan, facts, index)
+    parameters = held.parameters * layout.parameters.itemsize
+    optimizer = _optimizer_bytes(spec, plan, facts, held)
+    if isinstance(wrap, FullyShard) and wrap.materialized:  # the shards are the master copies
+        assert layout.master is not None
+        parameters, optimizer = 0, optimizer + held.parameters * layout.master.itemsize
+    elif isinstance(wrap, Replicate) and wrap.zero_redundancy:
+        parameters = sum(spread_buckets(layout, owned(facts, ranks_over(spec, wrap.axes))))
     return (
-        (State.PARAMETERS, held.parameters * layout.parameters.itemsize),
-        (State.OPTIMIZER, optimizer_bytes(spec.optimizer, layout, held.updated, held.tensors)),
+        (State.PARAMETERS, parameters),
+        (State.OPTIMIZER, optimizer),
         (State.GRADIENTS, held.gradients * layout.gradients.itemsize),
         (State.OTHER, other_bytes(spec, facts)),
     )
+
+
+def _optimizer_bytes(spec: Spec, plan: Plan, facts: ModelFacts, held: Elements) -> int:
+    layout = plan.update.layout
+    if isinstance(plan.wrap, FullyShard) and plan.wrap.materialized:
+        layout = replace(layout, master=None)
+    if not needs_whole_tensors(spec.optimizer) or isinstance(plan.wrap, FlatUnits):
+        return optimizer_bytes(spec.optimizer, layout, held.updated, held.tensors)
+    return sum(
+        kept.dtype.itemsize * (1 if kept.is_scalar else tensor.numel)
+        for unit in facts.units
+        for tensor in unit.tensors
+        for kept in (
+            *kept_tensors(spec.optimizer, layout, is_hidden=is_hidden(unit, tensor)),
+            *((Kept(dtype=layout.master),) if layout.master else ()),
+        )
+    )
+
+
+def _whole(facts: ModelFacts) -> Elements:
+    size = facts.numel
+    return Elements(parameters=size, gradients=size, updated=size, tensors=len(facts.tensors))
+
+
+def _spread(whole: Elements, mine: list[int]) -> Elements:
+    return replace(whole, updated=sum(mine), tensors=len(mine))
 
 
 def _fully_sharded(facts: ModelFacts, ranks: int, index: int) -> Elements:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ptrain.axes.data.rules import keeps_state
-from ptrain.spec.precision import Layout
+from ptrain.derivation.facts import TensorFacts, UnitFacts
+from ptrain.spec.precision import DType, Layout
 from ptrain.spec.spec import OptimizerSpec
 
 _STEP_BYTES = 4  # AdamW counts its steps in one fp32 scalar per tensor
@@ -22,6 +23,32 @@ class Elements:
     tensors: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """One tensor of optimizer state: like what is updated, or one number."""
+
+    dtype: DType
+    is_scalar: bool = False
+
+
+def needs_whole_tensors(optimizer: OptimizerSpec) -> bool:
+    """Whether the update of a slice is not the slice of the update."""
+    return optimizer.name == "muon"
+
+
+def kept_tensors(
+    optimizer: OptimizerSpec, layout: Layout, *, is_hidden: bool = False
+) -> tuple[Kept, ...]:
+    """Moments and step counter of one tensor, in the order in which they are made; without the
+    master copy. `is_hidden`: a matrix within the model, which Muon is for."""
+    moment = Kept(dtype=layout.moments)
+    if optimizer.name == "sgd":
+        return (moment,) if keeps_state(optimizer) else ()
+    if needs_whole_tensors(optimizer) and is_hidden:
+        return (moment,)
+    return (moment, moment, Kept(dtype=DType.FP32, is_scalar=True))
+
+
 def optimizer_bytes(optimizer: OptimizerSpec, layout: Layout, numel: int, tensors: int) -> int:
     """Master copies, moments and step counters of `numel` updated elements in `tensors`."""
     counters = _STEP_BYTES * tensors if optimizer.name == "adamw" else 0
@@ -33,3 +60,8 @@ def optimizer_itemsize(optimizer: OptimizerSpec, layout: Layout) -> int:
     moments = (1 if optimizer.name == "sgd" else 2) if keeps_state(optimizer) else 0
     master = layout.master.itemsize if layout.master else 0
     return master + moments * layout.moments.itemsize
+
+
+def is_hidden(unit: UnitFacts, tensor: TensorFacts) -> bool:
+    """Whether Muon updates a tensor: a matrix within the model, not the embedding or the head."""
+    return len(tensor.shape) == 2 and unit.modules != ("",)

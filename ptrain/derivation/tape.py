@@ -9,7 +9,7 @@ from ptrain.costs import Phase
 from ptrain.derivation.facts import ModelFacts
 from ptrain.plan.step import Plan
 from ptrain.spec.spec import Spec
-from ptrain.timeline import Complete
+from ptrain.timeline import Boundary, Complete, Mark, Timeline
 
 
 @dataclass(slots=True)
@@ -45,6 +45,12 @@ class Scene:
     spec: Spec
     facts: ModelFacts
     plan: Plan
+    timeline: Timeline
+
+    def order(self, mark: Mark) -> tuple[int, ...]:
+        """The units in the order in which a forward pass comes by their `mark`."""
+        marks = (item for item in self.timeline.forward if isinstance(item, Boundary))
+        return tuple(dict.fromkeys(item.unit for item in marks if item.mark is mark))
 
     def unit_of(self) -> dict[str, int]:
         """Parameter name -> index of its unit."""

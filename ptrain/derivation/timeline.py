@@ -4,7 +4,7 @@ allocations, and what of it is activations and gathered units.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import assert_never
 
@@ -13,9 +13,10 @@ from ptrain.costs import Footprint, Peak, Phase, State
 from ptrain.derivation import activations
 from ptrain.derivation.facts import ModelFacts
 from ptrain.derivation.flat_wrap import Flat
-from ptrain.derivation.memory import resident
+from ptrain.derivation.fully_sharded import FullySharded
+from ptrain.derivation.memory import differing_axes, resident
 from ptrain.derivation.tape import Scene, Tape, Wrap
-from ptrain.derivation.wraps import FullySharded, Local, Replicated
+from ptrain.derivation.wraps import Local, Replicated
 from ptrain.errors import PtrainError
 from ptrain.plan.step import FlatUnits, FullyShard, LocalGradients, Plan, Replicate
 from ptrain.spec.model import ModelShape
@@ -40,9 +41,9 @@ def replay(
 ) -> Replay:
     """One steady step. `base` are the resident rows, if they are known already."""
     tape = Tape()
-    scene = Scene(tape=tape, spec=spec, facts=facts, plan=plan)
-    wrap = _wrap(scene)
     timeline = model_timeline(spec, facts)
+    scene = Scene(tape=tape, spec=spec, facts=facts, plan=plan, timeline=timeline)
+    wrap = _wrap(scene)
     transient = 0
     for index in _micro_batches(plan.accumulate.micro_batches):
         is_last = index == plan.accumulate.micro_batches - 1
@@ -80,7 +81,7 @@ def _micro_batches(count: int) -> tuple[int, ...]:
     return tuple(range(count)) if count <= 3 else (0, 1, count - 1)
 
 
-def _wrap(scene: Scene) -> Wrap:
+def _wrap(scene: Scene, timeline: Timeline) -> Wrap:
     step = scene.plan.wrap
     match step:
         case LocalGradients():
@@ -90,9 +91,16 @@ def _wrap(scene: Scene) -> Wrap:
         case FullyShard():
             return FullySharded(scene, step)
         case FlatUnits():
-            return Flat(scene, step)
+            return Flat(scene, step, list(_entered(timeline)))
         case _:
             assert_never(step)
+
+
+def _entered(timeline: Timeline) -> Iterator[int]:
+    """Units in the order of their use in forward."""
+    for item in timeline.forward:
+        if isinstance(item, Boundary) and item.mark is Mark.ENTER:
+            yield item.unit
 
 
 def _play(items: Iterable[Item], tape: Tape, wrap: Wrap) -> None:
@@ -116,8 +124,8 @@ def _play(items: Iterable[Item], tape: Tape, wrap: Wrap) -> None:
 
 def _peaks(scene: Scene, wrap: Wrap, base: tuple[Footprint, ...]) -> tuple[Peak, ...]:
     """The update differs by the rows that a rank holds, and so does what lives always."""
-    tape, step = scene.tape, scene.plan.wrap
-    axes = step.shard_axes if isinstance(step, FullyShard) else ()
+    tape = scene.tape
+    axes = differing_axes(scene.plan.wrap)
     level = tape.level
     lives = dict.fromkeys(range(scene.spec.world_size), 0)
     for row in base:

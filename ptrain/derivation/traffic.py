@@ -13,14 +13,17 @@ from typing import assert_never
 from ptrain.axes.data.costs import (
     bucket_caps,
     bucket_sizes,
+    gathers,
+    kept_ranks,
     padded_rows,
     reductions,
 )
-from ptrain.axes.ring import Calls
+from ptrain.axes.ring import Calls, Group
 from ptrain.costs import Collective, Phase, State, Traffic, add_traffic
-from ptrain.derivation.calls import gather_calls, group_over, reduce_scatter_calls
+from ptrain.derivation.calls import group_over, reduce_scatter_calls
 from ptrain.derivation.facts import ModelFacts
 from ptrain.derivation.flat_traffic import flat_sent
+from ptrain.derivation.memory import owned, spread_buckets
 from ptrain.plan.step import FlatUnits, FullyShard, LocalGradients, Plan, Replicate
 from ptrain.spec.spec import Spec
 
@@ -62,6 +65,10 @@ def _replicated(spec: Spec, plan: Plan, wrap: Replicate, facts: ModelFacts) -> I
     rebuild = Calls(Collective.BROADCAST, State.OTHER, Phase.SETUP)
     yield rebuild.over(group, _INDEX_BYTES * (len(facts.tensors) + 1))
     yield rebuild.over(group, _INDEX_BYTES * len(sizes))
+    if wrap.zero_redundancy:
+        updated = Calls(Collective.BROADCAST, State.PARAMETERS, Phase.UPDATE)
+        for size in spread_buckets(plan.update.layout, owned(facts, group.ranks)):
+            yield updated.over(group, size)
 
 
 def _fully_sharded(
@@ -71,8 +78,8 @@ def _fully_sharded(
     shards, replicas = group_over(spec, wrap.shard_axes), group_over(spec, wrap.replicate_axes)
     for padded, times in shard_sizes(facts, shards.ranks).items():
         gathered = shards.ranks * padded * layout.parameters.itemsize
-        yield from gather_calls(wrap.sync, num_micro, times, shards, gathered)
-        reduced = padded * layout.gradients.itemsize
+        yield from _gathers(wrap, num_micro, times, shards, gathered)
+        reduced = padded * layout.reduced.itemsize
         num = times * reductions(wrap.sync, num_micro)
         yield reduce_scatter_calls(wrap.reduce_scatter, Phase.BACKWARD, num).over(
             shards, shards.ranks * reduced
@@ -80,6 +87,21 @@ def _fully_sharded(
         if wrap.replicate_axes:
             calls = Calls(Collective.ALL_REDUCE, State.GRADIENTS, Phase.BACKWARD, num)
             yield calls.over(replicas, reduced)
+
+
+def _gathers(
+    wrap: FullyShard, num_micro: int, units: int, shards: Group, payload: int
+) -> Iterator[Traffic]:
+    """Forward from all shards; backward from those of the group that kept the unit."""
+    times = gathers(wrap.sync, num_micro)
+    between = Group(shards.axes, kept_ranks(wrap.sync, shards.ranks))
+    for phase, num, group in (
+        (Phase.FORWARD, times.forward, shards),
+        (Phase.BACKWARD, times.backward, between),
+    ):
+        if num:
+            calls = Calls(Collective.ALL_GATHER, State.PARAMETERS, phase, units * num)
+            yield calls.over(group, payload)
 
 
 def shard_sizes(facts: ModelFacts, ranks: int) -> Counter[int]:

@@ -57,6 +57,26 @@ def gathers(sync: SyncPolicy, micro_batches: int) -> Gathers:
     return Gathers(forward, backward)
 
 
+def kept_ranks(sync: SyncPolicy, ranks: int) -> int:
+    """Over how many ranks a unit is spread between its forward and its backward: all of `ranks`, a
+    smaller group of them, or 1 where it stays gathered."""
+    after_forward = sync.reshard_after_forward
+    if isinstance(after_forward, bool):
+        return ranks if after_forward else 1
+    return after_forward
+
+
+def spread(numels: Sequence[int], ranks: int) -> list[int]:
+    """Which rank owns each of these tensors: the largest first, each to the rank that has least so
+    far (the partition of torch's ZeroRedundancyOptimizer)."""
+    owners, held = [0] * len(numels), [0] * ranks
+    for index in sorted(range(len(numels)), key=numels.__getitem__, reverse=True):
+        owner = held.index(min(held))
+        owners[index] = owner
+        held[owner] += numels[index]
+    return owners
+
+
 def reductions(sync: SyncPolicy, micro_batches: int) -> int:
     """How often a unit's gradients are reduced in a step."""
     return 1 if sync.gradients is GradientSync.LAST else micro_batches

@@ -55,7 +55,7 @@ class FullyShardedWrap(ParameterWrap):
                 _name_smaller_group(group, step, mesh)
         if not step.overlaps:
             # what is gathered for a unit waits for all that was computed before it
-            model._set_unshard_async_op(True)  # type: ignore[operator]
+            model._set_unshard_async_op(True)
         prefetch = step.prefetch if step.overlaps else 0
         if prefetch is not None:
             Prefetch(self.sharded, [self._members(modules) for modules in plan.units], prefetch)

@@ -1,4 +1,4 @@
-"""Replicas: DistributedDataParallel, summing, in buckets of any size, beside backward or after it."""
+"""Replicas: DistributedDataParallel, summing, in buckets of any size, in or after backward."""
 
 from __future__ import annotations
 

@@ -1,0 +1,269 @@
+"""What FSDP2 allocates, in torch's own order.
+
+A gather is a buffer and then a tensor per parameter. In forward the buffer lives until the next
+unit is gathered; in backward it goes at once, and the next unit's gather starts before this unit's
+backward. A reduction's input lives until the next unit's begins.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from ptrain.algebra.layout import ranks_over
+from ptrain.axes.data.costs import kept_ranks, local_rows, padded_rows
+from ptrain.derivation.facts import UnitFacts
+from ptrain.derivation.tape import Scene
+from ptrain.derivation.wraps import clip_and_cast
+from ptrain.plan.step import FullyShard
+from ptrain.spec.batch import GradientSync, ReduceScatterVia
+from ptrain.timeline import Complete, Mark
+
+Shapes = tuple[tuple[int, ...], ...]
+
+
+class Gathers:
+    """Theta of the units: sharded, on its way, gathered, or kept in the larger shards of smaller
+    groups between forward and backward."""
+
+    def __init__(self, scene: Scene, step: FullyShard, padded: list[list[int]]) -> None:
+        self.tape, self.step = scene.tape, step
+        layout = scene.plan.update.layout
+        ranks = ranks_over(scene.spec, step.shard_axes)
+        self.kept_ranks = kept_ranks(step.sync, ranks)
+        self.is_smaller = 1 < self.kept_ranks < ranks
+        itemsize = layout.parameters.itemsize
+        self.tensors = [[size * ranks * itemsize for size in sizes] for sizes in padded]
+        self.whole = [sum(sizes) for sizes in self.tensors]
+        # a cast shard goes into the gather's buffer when it is complete
+        self.casts = step.materialized and layout.parameters is not layout.master
+        self.shard = [size // ranks for size in self.whole]
+        units = range(len(padded))
+        self.is_gathered = [False for _ in units]
+        self.is_pending = [False for _ in units]
+        self.between = [0 for _ in units]
+        self.buffer = 0  # of the last gather in forward
+        self.forward, self.backward = self._ahead(scene)
+
+    def _ahead(self, scene: Scene) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
+        """The units that each unit gathers ahead; torch's own are those left just before."""
+        used = [unit for unit in scene.order(Mark.ENTER) if self.whole[unit]]
+        left = [unit for unit in scene.order(Mark.LEAVE) if self.whole[unit]][::-1]
+        own = self.step.prefetch if self.step.overlaps else 0
+        forward, backward = own or 0, 1 if own is None else own
+        return (
+            {unit: used[i + 1 : i + 1 + forward] for i, unit in enumerate(used)},
+            {unit: left[i + 1 : i + 1 + backward] for i, unit in enumerate(left)},
+        )
+
+    def enter(self, unit: int) -> None:
+        """A unit's forward begins."""
+        if not self.whole[unit]:
+            return
+        self._start(unit)
+        if self.is_pending[unit]:
+            self._copy_out(unit)
+            if self.step.overlaps:
+                self.buffer, freed = self.whole[unit], self.buffer
+            else:
+                freed = self.whole[unit]
+            self.tape.add(-freed)
+        for other in self.forward[unit]:
+            self._start(other)
+
+    def leave(self, unit: int) -> None:
+        """A unit's forward is over."""
+        if self.kept_ranks > 1 and self.is_gathered[unit]:
+            if self.is_smaller:
+                self._keep(unit)
+            else:
+                self.reshard(unit)
+
+    def end_forward(self) -> None:
+        self.tape.add(-self.buffer)
+        self.buffer = 0
+
+    def before_backward(self, unit: int) -> None:
+        """The gradient of a unit's output is there."""
+        if not self.whole[unit]:
+            return
+        self._start(unit)
+        if self.is_pending[unit]:
+            self._copy_out(unit)
+            self.tape.add(-self.whole[unit])
+        for other in self.backward[unit]:
+            self._start(other)
+
+    def reshard(self, unit: int) -> None:
+        if self.is_gathered[unit]:
+            self.is_gathered[unit] = False
+            self.tape.add(-self.whole[unit])
+
+    def _start(self, unit: int) -> None:
+        """Issues the gather: where shards are cast, of a cast copy that goes when it is issued."""
+        if self.is_gathered[unit] or self.is_pending[unit]:
+            return
+        self.is_pending[unit] = True
+        own = self.between[unit] or self.shard[unit]
+        copied = own if self.casts else 0
+        self.tape.add(copied + self.whole[unit])
+        self.tape.add(-copied)
+
+    def _copy_out(self, unit: int) -> None:
+        self.tape.add(self.whole[unit])
+        self.tape.add(-self.between[unit])
+        self.between[unit] = 0
+        self.is_pending[unit], self.is_gathered[unit] = False, True
+
+    def _keep(self, unit: int) -> None:
+        """Each tensor's part is copied before the tensor goes."""
+        self.is_gathered[unit] = False
+        for size in self.tensors[unit]:
+            self.tape.add(size // self.kept_ranks)
+            self.tape.add(-size)
+        self.between[unit] = self.whole[unit] // self.kept_ranks
+
+    def now(self) -> int:
+        """Bytes of units that are gathered, or kept by a smaller group."""
+        there = zip(self.whole, self.is_gathered, strict=True)
+        return sum(size for size, is_there in there if is_there) + sum(self.between)
+
+
+class FullySharded:
+    """FSDP2 by unit: gathers, and G from autograd's gradients to shards."""
+
+    def __init__(self, scene: Scene, step: FullyShard) -> None:
+        self.scene, self.tape, self.step = scene, scene.tape, step
+        self.ranks = ranks_over(scene.spec, step.shard_axes)
+        padded = _padded(scene, self.ranks)
+        self.gathers = Gathers(scene, step, padded)
+        layout = scene.plan.update.layout
+        self.e_parameters, self.e_reduced = layout.parameters.itemsize, layout.reduced.itemsize
+        self.casts_before = layout.reduced is not layout.parameters
+        self.casts_after = layout.reduced is not layout.gradients
+        totals = [sum(sizes) for sizes in padded]
+        self.reduced = [size * layout.reduced.itemsize for size in totals]
+        self.kept = [size * layout.gradients.itemsize for size in totals]
+        self.unit_of = scene.unit_of()
+        self.last_tensors = {u.tensors[-1].name for u in scene.facts.units if u.tensors}
+        num_units = len(totals)
+        self.root = num_units - 1
+        self.has_shard = [False] * num_units
+        self.fresh: list[list[int]] = [[] for _ in range(num_units)]  # autograd's gradients
+        self.last_gradient = [0] * num_units
+        self.accumulates = [False] * num_units  # autograd adds to gradients of before
+        self.added = [0] * num_units  # the sum in another dtype than autograd's
+        self.reduce_input = self.all_reduced = 0
+        self.reduces = self.is_last = True
+
+    def begin(self, *, is_first: bool, is_last: bool) -> None:
+        self.is_last = is_last
+        self.reduces = is_last or self.step.sync.gradients is GradientSync.EVERY
+
+    def enter(self, unit: int) -> None:
+        self.gathers.enter(unit)
+
+    def leave(self, unit: int) -> None:
+        self.gathers.leave(unit)
+        if unit == self.root:
+            self.gathers.end_forward()
+
+    def before_backward(self, unit: int) -> None:
+        self.gathers.before_backward(unit)
+
+    def complete(self, gradient: Complete) -> None:
+        unit = self.unit_of[gradient.parameter]
+        if self.accumulates[unit]:
+            self.tape.add(0 if gradient.cloned else -gradient.size)
+            return
+        if gradient.cloned:
+            self.tape.add(gradient.size)
+        self.fresh[unit].append(gradient.size)
+        if gradient.parameter in self.last_tensors:
+            self.last_gradient[unit] = gradient.size
+
+    def after_backward(self, unit: int) -> None:
+        if self.added[unit]:
+            self._drop_fresh(unit)  # they are in the sum
+        if self.is_last or self.step.sync.reshard_after_backward:
+            self.gathers.reshard(unit)
+        if self.reduces:
+            self.tape.add(-self.reduce_input)
+            self.reduce_input = 0
+            if self.fresh[unit] or self.added[unit]:
+                self._reduce(unit)
+        elif self.casts_before:
+            self._keep_in_reduced(unit)
+        else:
+            self.accumulates[unit] = bool(self.fresh[unit])
+        if unit == self.root:
+            self.tape.add(-self.reduce_input - self.all_reduced)
+            self.reduce_input = self.all_reduced = 0
+
+    def _drop_fresh(self, unit: int) -> None:
+        self.tape.add(-sum(self.fresh[unit]))
+        self.fresh[unit] = []
+
+    def _keep_in_reduced(self, unit: int) -> None:
+        """Unreduced gradients wait in the dtype of the reduction."""
+        for size in self.fresh[unit]:
+            cast = size // self.e_parameters * self.e_reduced
+            self.tape.add(cast)
+            self.tape.add(-size)
+            self.added[unit] += cast
+        self.fresh[unit] = []
+
+    def _reduce(self, unit: int) -> None:
+        """The last gradient outlives the others: torch's loop variable still names it."""
+        whole, shard = self.reduced[unit] * self.ranks, self.reduced[unit]
+        last = self.last_gradient[unit]
+        if self.added[unit]:
+            last = last // self.e_parameters * self.e_reduced
+        gradients = sum(self.fresh[unit]) + self.added[unit]
+        self.tape.add(whole)
+        self.tape.add(last - gradients)
+        self.tape.add(shard)
+        if self.step.reduce_scatter is ReduceScatterVia.ALL_TO_ALL:
+            self.tape.spike(whole)
+        self._accumulate(unit)
+        self.tape.add(-last)
+        self.reduce_input = whole
+        self.fresh[unit], self.added[unit], self.last_gradient[unit] = [], 0, 0
+        self.accumulates[unit] = False
+
+    def _accumulate(self, unit: int) -> None:
+        """A reduced shard becomes G, or is added to it. What replicas all-reduced lives until
+        backward is over."""
+        shard, was_there = self.reduced[unit], self.has_shard[unit]
+        self.has_shard[unit] = True
+        if self.casts_after:
+            self.tape.add(self.kept[unit])
+        if self.step.replicate_axes and (self.casts_after or was_there):
+            self.all_reduced += shard
+        elif self.casts_after or was_there:
+            self.tape.add(-shard)
+        if self.casts_after and was_there:
+            self.tape.add(-self.kept[unit])
+
+    def gathered(self) -> int:
+        return self.gathers.now()
+
+    def update(self, shard: int) -> None:
+        counts = Counter(_shapes(unit) for unit in self.scene.facts.units)
+        local = {
+            shapes: [local_rows(shape, self.ranks, shard) for shape in shapes] for shapes in counts
+        }
+        clip_and_cast(self.scene, [local[shapes] for shapes in counts.elements()])
+
+
+def _padded(scene: Scene, ranks: int) -> list[list[int]]:
+    """Elements of one rank's padded part of every tensor, by unit."""
+    rows: dict[Shapes, list[int]] = {}
+    for unit in scene.facts.units:
+        shapes = _shapes(unit)
+        if shapes not in rows:
+            rows[shapes] = [padded_rows(shape, ranks) for shape in shapes]
+    return [rows[_shapes(unit)] for unit in scene.facts.units]
+
+
+def _shapes(unit: UnitFacts) -> Shapes:
+    return tuple(tensor.shape for tensor in unit.tensors)
