@@ -16,6 +16,7 @@ import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
 from ptrain.costs import Estimate
+from ptrain.interpreter.scaling import LossScale
 from ptrain.meters.counter import Counter
 from ptrain.selection.fit import peak_bytes
 from ptrain.spec.spec import Spec
@@ -27,13 +28,15 @@ LOG = logging.getLogger("ptrain")
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """One step, counted from 1. The norm stays on its device until somebody writes it down."""
+    """One step, counted from 1. The norm and the scale of a scaled loss stay on their device until
+    somebody writes them down."""
 
     step: int
     loss: float
     gradient_norm: torch.Tensor | None
     lr: float
     seconds: float
+    scaling: LossScale | None = None
 
 
 class Sink(Protocol):
@@ -60,6 +63,7 @@ class Journal:
         self.sinks = sinks
         self.level = logging.DEBUG if quiet else logging.INFO
         self.seconds: list[float] = []
+        self.skipped_steps = 0  # because a gradient of the scaled loss overflowed
         self.peak_bytes: int | None = None  # of the last measured step
         self.sent_bytes: int | None = None
         self._metrics = _append(folder.metrics) if folder else None
@@ -122,11 +126,21 @@ class Journal:
         }
         if report.gradient_norm is not None:
             figures["gradient_norm"] = float(report.gradient_norm)
+        if report.scaling is not None:
+            figures |= self._scaled(report.scaling, figures)
         if self.peak_bytes is not None:
             figures["peak_bytes"] = self.peak_bytes
         if self.sent_bytes is not None:
             figures["sent_bytes"] = self.sent_bytes
         return figures
+
+    def _scaled(self, scaling: LossScale, figures: dict[str, float]) -> dict[str, float]:
+        """The scale of the next step, and the steps skipped so far; the norm of a skipped step,
+        which is no number, goes."""
+        if float(scaling.found_inf):
+            self.skipped_steps += 1
+            figures.pop("gradient_norm", None)
+        return {"loss_scale": float(scaling.scale), "skipped_steps": self.skipped_steps}
 
     def _counted(self, step: int) -> dict[str, float]:
         """Collectives per step since the last look, from the counter that is always on; nothing
@@ -149,6 +163,10 @@ class Journal:
             f"{figures['tokens_per_second'] / 1e3:.1f}k tok/s",
             f"{figures['seconds']:.2f} s",
         ]
+        if "loss_scale" in figures:
+            parts.append(f"scale {figures['loss_scale']:g}")
+        if figures.get("skipped_steps"):
+            parts.append(f"{figures['skipped_steps']:g} skipped")
         for name in ("peak_bytes", "sent_bytes"):
             if name in figures:
                 parts.append(format_bytes(figures[name]))

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-import signal
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from signal import Signals
 
 import torch
 
@@ -42,7 +42,7 @@ class Outcome:
     steps: int
     loss: float | None = None
     held_out_loss: float | None = None
-    interrupt: signal.Signals | None = None
+    interrupt: Signals | None = None
 
 
 def train(program: Program, parts: Parts, *, first: int = 0) -> Outcome:
@@ -57,11 +57,11 @@ def train(program: Program, parts: Parts, *, first: int = 0) -> Outcome:
         _seed(program, step)
         began = time.perf_counter()
         with parts.watch(step):
-            share = program.forward_backward(local)
-            loss, interrupt = _agree(share, parts, step)
+            share = program.forward_backward(local, rate)
+            loss, interrupt = _agree(share, parts, step, step + program.updates_in_backward)
             norm = program.step(rate)
         seconds = time.perf_counter() - began
-        parts.journal.step(StepReport(step + 1, loss, norm, rate, seconds))
+        parts.journal.step(StepReport(step + 1, loss, norm, rate, seconds, program.scaling))
         if _is_due(step + 1, spec.eval.every):
             held_out = _evaluate(program, parts)
             parts.journal.held_out(step + 1, held_out)
@@ -73,13 +73,13 @@ def train(program: Program, parts: Parts, *, first: int = 0) -> Outcome:
     return outcome
 
 
-def _agree(share: torch.Tensor, parts: Parts, step: int) -> tuple[float, signal.Signals | None]:
+def _agree(share: torch.Tensor, parts: Parts, step: int, done: int) -> tuple[float, Signals | None]:
     """The global loss, and whether any rank was told to stop: one small exchange per step, the one
     place between forward and update where a value is read off a tensor."""
     loss, *flags = parts.exchange.add([float(share), *parts.interrupts.flags()])
     if not math.isfinite(loss):
         raise TrainingStopped(
-            f"step {step + 1}: the loss is {loss}; the parameters are those of step {step}\n"
+            f"step {step + 1}: the loss is {loss}; the parameters are those of step {done}\n"
             "  remedy: a lower optimizer.lr, a longer optimizer.schedule.warmup, or clip: 1.0"
         )
     return loss, strongest(flags)

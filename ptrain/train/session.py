@@ -31,6 +31,7 @@ from ptrain.selection.preflight import require_fit
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
 from ptrain.train import checkpoint, environment, interrupt, manifest
+from ptrain.train.emulation import emulated_line
 from ptrain.train.exchange import Exchange
 from ptrain.train.folder import RunFolder, open_run, shown, write_json
 from ptrain.train.heading import header, preflight_line
@@ -152,6 +153,8 @@ def _announce(program: Program, exact: Estimate) -> None:
     numel = sum(parameter.numel() for parameter in program.model.parameters())
     LOG.info(header(program.spec, numel=numel, backend=world.backend, device=world.device.type))
     LOG.info(preflight_line(program.spec, exact))
+    if told := emulated_line(program.spec, world.device):
+        LOG.info(told)
 
 
 def _journal(session: Session, *, bar: bool) -> Journal:

@@ -1,9 +1,10 @@
 """How far two correct runs of one layout may part: a band from the layout's rounding, nothing else.
 
 Both runs start from the same bits and see the same micro-batches. They differ in where and in
-which order the m = K · D micro-batch gradients are added in the gradients' dtype. With u its unit
-round-off and rounding errors taken as independent and of mean zero (Higham and Mary 2019, whose
-constant lambda = 4 is exceeded once in 10^4):
+which order the m = K · D micro-batch gradients are added, in the coarsest of the dtypes in which
+they are computed, travel and are kept. With u its unit round-off and rounding errors taken as
+independent and of mean zero (Higham and Mary 2019, whose constant lambda = 4 is exceeded once in
+10^4):
 
 1. A sum of m gradients carries m - 1 roundings, each relative to a partial sum. Uncorrelated
    gradients (the worst case short of cancellation) make the addends' lengths sqrt(m) times that
@@ -11,7 +12,10 @@ constant lambda = 4 is exceeded once in 10^4):
 2. AdamW divides an element's gradient by its size: a change dg_i moves the parameter by at most
    lr · |dg_i| / |g_i|, hence the loss by at most lr · |dg_i| to first order. Over the elements,
    whose errors are independent, that is lr · |dg| (2-norm) per update, added up over the updates
-   so far. (SGD moves it by lr · |g| · |dg|; clipped gradients have |g| <= max_norm there.)
+   so far. (SGD moves it by lr · |g| · |dg|; clipped gradients have |g| <= max_norm there. Muon
+   moves an A x B matrix along U V^T by lr · 0.2 · sqrt(max(A, B)) and works in bf16: its five
+   iterations enlarge a relative change at most a^5 times, a = 3.4445 being their slope at 0, so
+   the loss moves by at most that much · |g| · |dg| / |g|. A step that is skipped moves nothing.)
 3. Once the weights differ in their last bit, so do the roundings of the forward pass: one per
    operator on the way, at most one operator per parameter tensor, relative to the logits z (root
    mean square over the step). The loss moves with the target's logit, and token losses average
@@ -28,6 +32,7 @@ import math
 
 import torch
 
+from ptrain.interpreter.muon import ADAMW_RMS, COEFFICIENTS, ITERATIONS
 from ptrain.models.numerics import TORCH_DTYPES
 from ptrain.spec.precision import DType
 from ptrain.spec.spec import Spec
@@ -40,7 +45,8 @@ LAMBDA = 4.0
 def loss_band(spec: Spec, reference: Trajectory) -> tuple[float, ...]:
     """The relative tolerance of each step's loss."""
     layout = spec.precision.effective
-    unit, gradient_unit = _round_off(layout.parameters), _round_off(layout.gradients)
+    unit = _round_off(layout.parameters)
+    gradient_unit = max(map(_round_off, (layout.parameters, layout.reduced, layout.gradients)))
     num_addends = spec.batch.accumulate * spec.data_degree
     spread = math.sqrt(2 * (num_addends - 1) * num_addends)
     per_logit = unit * math.sqrt(2 * len(reference.parameters) / spec.batch.tokens)
@@ -50,9 +56,24 @@ def loss_band(spec: Spec, reference: Trajectory) -> tuple[float, ...]:
         forward = per_logit * reference.logits[step]
         band.append(LAMBDA * ((forward + moved) / loss + summing))
         norm = reference.gradient_norms[step]
-        slope = norm if spec.optimizer.name == "adamw" else norm * norm
-        moved += learning_rate(spec.optimizer, step) * gradient_unit * spread * slope
+        if math.isfinite(norm):
+            slope = _slope(spec, reference, norm)
+            moved += learning_rate(spec.optimizer, step) * gradient_unit * spread * slope
     return tuple(band)
+
+
+def _slope(spec: Spec, reference: Trajectory, norm: float) -> float:
+    """How far the loss moves per lr and per relative change of a gradient of this norm."""
+    match spec.optimizer.name:
+        case "adamw":
+            return norm
+        case "sgd":
+            return norm * norm
+        case _:
+            longest = max(max(tensor.shape) for tensor in reference.parameters.values())
+            enlarged = COEFFICIENTS[0] ** ITERATIONS * ADAMW_RMS * math.sqrt(longest)
+            coarser = _round_off(DType.BF16) / _round_off(spec.precision.effective.gradients)
+            return norm * enlarged * max(1.0, coarser)
 
 
 def _round_off(dtype: DType) -> float:

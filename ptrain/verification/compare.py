@@ -87,7 +87,11 @@ def _losses(reference: Trajectory, run: Trajectory, tolerances: Tolerances) -> C
 def _norms(reference: Trajectory, run: Trajectory, tolerances: Tolerances) -> Iterator[Check]:
     if tolerances.gradient_norms is None or not (reference.gradient_norms and run.gradient_norms):
         return
-    differences = _relative(reference.gradient_norms, run.gradient_norms)
+    both = zip(reference.gradient_norms, run.gradient_norms, strict=True)
+    differences = [  # 0 where both overflowed and skipped the step
+        0.0 if math.isinf(norm) and not math.isfinite(its) else _relative([norm], [its])[0]
+        for norm, its in both
+    ]
     worst = max(range(len(differences)), key=lambda step: _or_infinite(differences[step]))
     yield _check("gradient norms", differences[worst], tolerances.gradient_norms, f"step {worst}")
 

@@ -24,6 +24,7 @@ from ptrain.models.loss import token_loss_sum
 from ptrain.models.numerics import TORCH_DTYPES
 from ptrain.spec.spec import Spec
 from ptrain.train.schedule import learning_rate
+from ptrain.verification.updater import Updater
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,17 +46,14 @@ def one_device(spec: Spec, steps: int) -> Trajectory:
     """`steps` updates on the CPU, in this process, without a wrapper or a collective."""
     module = _module(spec)
     initial = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
-    updated = _updated(module, spec)
-    optimizer = _optimizer(updated, spec)
+    updater = Updater(module, spec)
     source = corpus(spec.data)
     passes: list[tuple[float, float]] = []
     norms: list[float] = []
     for step in range(steps):
-        passes.append(_accumulate(module, spec, source, step))
-        norms.append(_clip(module, spec.optimizer.clip))
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(spec.optimizer, step)
-        _update(module, updated, optimizer)
+        sums, *figures = _accumulate(module, spec, source, step, updater.scale)
+        passes.append((figures[0], figures[1]))
+        norms.append(updater.update(sums, learning_rate(spec.optimizer, step)))
     parameters = {name: parameter.detach() for name, parameter in module.named_parameters()}
     return Trajectory(
         losses=tuple(loss for loss, _ in passes),
@@ -83,38 +81,6 @@ def _module(spec: Spec) -> nn.Module:
     return module
 
 
-def _updated(module: nn.Module, spec: Spec) -> dict[str, Tensor]:
-    """What the optimizer updates: the parameters, or a master copy of each."""
-    master = spec.precision.effective.master
-    if master is None:
-        return dict(module.named_parameters())
-    return {
-        name: parameter.detach().to(TORCH_DTYPES[master], copy=True)
-        for name, parameter in module.named_parameters()
-    }
-
-
-def _optimizer(updated: Mapping[str, Tensor], spec: Spec) -> torch.optim.Optimizer:
-    settings = spec.optimizer
-    if settings.name == "sgd":
-        return torch.optim.SGD(
-            updated.values(),
-            lr=settings.lr,
-            momentum=settings.momentum,
-            weight_decay=settings.weight_decay,
-            foreach=False,
-        )
-    assert settings.name == "adamw", f"no reference for the optimizer {settings.name}"
-    return torch.optim.AdamW(
-        updated.values(),
-        lr=settings.lr,
-        betas=settings.betas,
-        eps=settings.eps,
-        weight_decay=settings.weight_decay,
-        foreach=False,
-    )
-
-
 def _micro_batches(spec: Spec, source: Corpus, step: int) -> Iterator[tuple[Tensor, Tensor, int]]:
     """(inputs, targets, global number of tokens) of every micro-batch of every data rank."""
     for index in range(spec.data_degree):
@@ -130,42 +96,27 @@ def _micro_batches(spec: Spec, source: Corpus, step: int) -> Iterator[tuple[Tens
             yield inputs, targets, local.global_tokens
 
 
-def _accumulate(module: nn.Module, spec: Spec, source: Corpus, step: int) -> tuple[float, float]:
-    """Backward over the whole global batch; the gradients add up in their own dtype (Theorem 3:
-    the sum over all tokens divided by the global number of them). Returns the global mean loss
-    and the root mean square of the logits."""
+def _accumulate(
+    module: nn.Module, spec: Spec, source: Corpus, step: int, scale: float
+) -> tuple[dict[str, Tensor], float, float]:
+    """Backward over the whole global batch (Theorem 3: the sum over all tokens divided by the
+    global number of them). Each micro-batch's gradient is rounded to the dtype in which gradients
+    travel, and the sum to the one in which they are kept. Returns the sums (of the loss times
+    `scale`) by name, the global mean loss and the root mean square of the logits."""
+    layout = spec.precision.effective
+    travels, kept = TORCH_DTYPES[layout.reduced], TORCH_DTYPES[layout.gradients]
+    sums: dict[str, Tensor] = {}
     total = squares = 0.0
     for inputs, targets, num_tokens in _micro_batches(spec, source, step):
         logits = module(inputs)
         loss = token_loss_sum(logits, targets) / num_tokens
-        loss.backward()
+        (loss * scale).backward()
         total += loss.item()
         squares += logits.detach().double().square().mean().item() * inputs.numel() / num_tokens
-    return total, math.sqrt(squares)
-
-
-def _clip(module: nn.Module, max_norm: float | None) -> float:
-    """The norm of the whole gradient; scales the gradients where it exceeds `max_norm`."""
-    gradients = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
-    norm = torch.stack([gradient.double().square().sum() for gradient in gradients]).sum().sqrt()
-    if max_norm is not None:
-        scale = min(1.0, max_norm / (norm.item() + 1e-6))
-        for gradient in gradients:
-            gradient.mul_(scale)
-    return norm.item()
-
-
-@torch.no_grad()
-def _update(
-    module: nn.Module, updated: Mapping[str, Tensor], optimizer: torch.optim.Optimizer
-) -> None:
-    for name, parameter in module.named_parameters():
-        target = updated[name]
-        if target is not parameter and parameter.grad is not None:
-            target.grad = parameter.grad.to(target.dtype)
-            parameter.grad = None
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    for name, parameter in module.named_parameters():
-        if updated[name] is not parameter:
-            parameter.copy_(updated[name])
+        for name, parameter in module.named_parameters():
+            if parameter.grad is not None:
+                gradient = parameter.grad.to(travels)
+                gradient = gradient.to(torch.promote_types(travels, kept))
+                sums[name] = sums[name].add_(gradient) if name in sums else gradient
+                parameter.grad = None
+    return {name: sum_.to(kept) for name, sum_ in sums.items()}, total, math.sqrt(squares)
