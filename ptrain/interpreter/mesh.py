@@ -50,11 +50,12 @@ class Mesh:
         names = self.ordered(axes)
         assert self.device_mesh is not None and names, "a submesh needs at least one axis"
         if names not in self._submeshes:
-            self._submeshes[names] = (
-                self.device_mesh[str(names[0])]
-                if len(names) == 1
-                else self.device_mesh[tuple(map(str, names))]._flatten("_".join(names))
-            )
+            with unset_fake_temporarily():
+                self._submeshes[names] = (
+                    self.device_mesh[str(names[0])]
+                    if len(names) == 1
+                    else self.device_mesh[tuple(map(str, names))]._flatten("_".join(names))
+                )
         return self._submeshes[names]
 
     def group(self, axes: Sequence[Axis]) -> dist.ProcessGroup:

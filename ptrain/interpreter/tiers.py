@@ -56,7 +56,10 @@ def alike(made: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
 
 def cast(tensor: torch.Tensor, dtype: torch.dtype, *, copy: bool = False) -> torch.Tensor:
     """The tensor in `dtype`, where it stands; itself if it is that already, unless `copy`."""
-    return alike(tensor.to(dtype, copy=copy), tensor)
+    if tensor.dtype == dtype and not copy:
+        return tensor
+    made = torch.empty_like(tensor, dtype=dtype)
+    return alike(made, tensor).copy_(tensor)
 
 
 class Tiers:
