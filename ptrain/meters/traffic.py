@@ -52,7 +52,7 @@ _COLLECTIVES: dict[str, tuple[Collective, str]] = {
     "recv_": (Collective.RECV, "input"),
     "barrier": (Collective.BARRIER, "input"),
 }
-_SILENT = ("wait_tensor", "_wrap_tensor_autograd", "monitored_barrier_")
+SILENT = ("wait_tensor", "_wrap_tensor_autograd", "monitored_barrier_")
 
 _IN_PLACE, _OUT_OF_PLACE = torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default
 _OF_LISTS = torch.ops.aten._foreach_copy_.default
@@ -103,7 +103,7 @@ class TrafficMeter(TorchDispatchMode):
             return NotImplemented  # DTensor turns into operators on local tensors first
         result = function(*args, **(kwargs or {}))
         namespace, name = function._schema.name.split("::")
-        if namespace in _NAMESPACES and name not in _SILENT:
+        if namespace in _NAMESPACES and name not in SILENT:
             self._count(name, args, kwargs or {}, result)
         elif function in _COPIES:
             self._count_moves(function, args, result)
@@ -111,7 +111,7 @@ class TrafficMeter(TorchDispatchMode):
 
     def _count(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         collective, where = _COLLECTIVES[name]
-        group = _group((args, kwargs))
+        group = group_of((args, kwargs))
         whole = _tensors(
             {"first": args[:1], "second": args[1:2], "result": result}.get(where, args)
         )
@@ -174,7 +174,7 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
-def _group(tree: Any) -> dist.ProcessGroup:
+def group_of(tree: Any) -> dist.ProcessGroup:
     """The process group of a call: boxed in c10d's operators, by name in the functional ones."""
     for leaf in tree_leaves(tree):
         if isinstance(leaf, torch.ScriptObject):

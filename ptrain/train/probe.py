@@ -1,7 +1,8 @@
 """Which steps are watched closely: full meters on chosen steps, a profiler where the spec asks.
 
 One steady step (the third) is always measured, and the one before it for what happens once:
-DDP rebuilds its buckets there, so what it sends beyond a steady step is set-up.
+DDP rebuilds its buckets there, so what it sends beyond a steady step is set-up. The step after a
+measured one is timed: how long the rank waited for collectives, which the other meters distort.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import replace
 
 from ptrain.costs import Estimate, Phase, Traffic, add_traffic
 from ptrain.interpreter.program import Program
+from ptrain.meters.blocked import Stopwatch
 from ptrain.meters.measure import Measurement, measure
 from ptrain.train.folder import RunFolder
 from ptrain.train.journal import LOG
@@ -55,13 +57,22 @@ class Probe:
             measurement = (
                 stack.enter_context(measure(self._program)) if self._is_measured(step) else None
             )
+            stopwatch = stack.enter_context(self._stopwatch()) if self._is_timed(step) else None
             yield
         if measurement is not None:
             self._take(step, measurement)
+        if stopwatch is not None:
+            self._take_time(step, stopwatch)
 
     def _is_measured(self, step: int) -> bool:
         chosen = self._every > 0 and step > self._steady and step % self._every == 0
         return (chosen and step + 1 not in self._traced) or step in (self._steady - 1, self._steady)
+
+    def _is_timed(self, step: int) -> bool:
+        return self._is_measured(step - 1) and not self._is_measured(step)
+
+    def _stopwatch(self) -> Stopwatch:
+        return Stopwatch(self._program.mesh.axes_by_group(), rank=self._program.world.rank)
 
     def _take(self, step: int, measurement: Measurement) -> None:
         estimate = measurement.estimate()
@@ -71,8 +82,22 @@ class Probe:
         if step == self._steady:
             assert self._before is not None
             rows = (*estimate.traffic, *set_up(self._before.traffic, estimate.traffic))
-            self.estimate = replace(estimate, traffic=add_traffic(rows))
+            undefined = {"blocked_seconds": "no step was timed"} | estimate.undefined
+            self.estimate = replace(estimate, traffic=add_traffic(rows), undefined=undefined)
         self._measured(estimate)
+
+    def _take_time(self, step: int, stopwatch: Stopwatch) -> None:
+        rows = stopwatch.rows()
+        for row in rows:
+            axes = "+".join(row.axes)
+            LOG.debug("step %d  waited for %s %.4f s", step + 1, axes, row.seconds)
+        if step != self._steady + 1 or self.estimate is None:
+            return
+        undefined = dict(self.estimate.undefined)
+        del undefined["blocked_seconds"]
+        if stopwatch.absent:
+            undefined["blocked_seconds"] = stopwatch.absent
+        self.estimate = replace(self.estimate, blocked=rows, undefined=undefined)
 
 
 def set_up(before: tuple[Traffic, ...], steady: tuple[Traffic, ...]) -> Iterator[Traffic]:

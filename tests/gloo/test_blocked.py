@@ -1,0 +1,117 @@
+"""The stopwatch tells how long a rank waited, whoever waits and however: a rank that sleeps before
+a collective is waited for by the other, and does not wait itself."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ptrain.axes.data.summing import summing_hook
+from ptrain.interpreter.registry import Registry
+from ptrain.meters.blocked import Stopwatch
+from tests.ranks import Ranks
+
+pytestmark = pytest.mark.gloo
+
+SLEEP = 0.4
+AXES = ("dp_replicate",)
+
+
+def sleep() -> None:
+    if dist.get_rank() == 1:
+        time.sleep(SLEEP)
+
+
+def blocking() -> None:
+    sleep()
+    dist.all_reduce(torch.ones(8))
+
+
+def awaited() -> None:
+    sleep()
+    work = dist.all_reduce(torch.ones(8), async_op=True)
+    assert work is not None
+    work.wait()
+
+
+def traced() -> None:
+    sleep()
+    functional.all_reduce(torch.ones(8), "sum", dist.group.WORLD).sum()
+
+
+def replicated(*, hooked: bool) -> Callable[[], None]:
+    first, second = nn.Linear(4, 4), nn.Linear(4, 4)
+    model = DistributedDataParallel(nn.Sequential(first, second), bucket_cap_mb=1e-6)
+    if hooked:
+        model.register_comm_hook(None, summing_hook(dist.group.WORLD, Registry()))
+
+    def late() -> None:
+        model.module[0].weight.register_hook(lambda gradient: sleep())
+        model(torch.ones(2, 4)).sum().backward()
+
+    return late
+
+
+def _seconds(way: str) -> float:
+    step = {
+        "blocking": lambda: blocking,
+        "awaited": lambda: awaited,
+        "functional": lambda: traced,
+        "reducer": lambda: replicated(hooked=False),
+        "reducer with a hook": lambda: replicated(hooked=True),
+    }[way]()
+    dist.barrier()
+    with Stopwatch({dist.group.WORLD.group_name: AXES}, rank=dist.get_rank()) as stopwatch:
+        step()
+    (row,) = stopwatch.rows()
+    assert row.axes == AXES
+    return row.seconds
+
+
+@pytest.mark.parametrize(
+    "way", ["blocking", "awaited", "functional", "reducer", "reducer with a hook"]
+)
+def test_who_waits_is_who_came_first(ranks: Ranks, way: str) -> None:
+    first, late = ranks.run(2, _seconds, way)
+    assert first - late > SLEEP / 4  # on a busy machine the other may be late, too
+
+
+def _overlapped() -> float:
+    with Stopwatch({dist.group.WORLD.group_name: AXES}, rank=0) as stopwatch:
+        work = dist.all_reduce(torch.ones(1000), async_op=True)
+        time.sleep(SLEEP)  # as computing would take
+        assert work is not None
+        work.wait()
+    return stopwatch.rows()[0].seconds
+
+
+def test_what_computing_hides_is_not_waited_for(ranks: Ranks) -> None:
+    assert all(seconds < SLEEP * 0.75 for seconds in ranks.run(2, _overlapped))
+
+
+def _of_another_group() -> int:
+    with Stopwatch({}, rank=dist.get_rank()) as stopwatch:
+        blocking()
+    return len(stopwatch.rows())
+
+
+def test_what_is_said_outside_the_program_is_left_out(ranks: Ranks) -> None:
+    assert ranks.run(2, _of_another_group) == [0, 0]
+
+
+def _left_as_it_was() -> bool:
+    before = {name: vars(dist.ProcessGroup)[name] for name in ("allreduce", "broadcast")}
+    with Stopwatch({dist.group.WORLD.group_name: AXES}, rank=0):
+        assert vars(dist.ProcessGroup)["allreduce"] is not before["allreduce"]
+    return all(vars(dist.ProcessGroup)[name] is found for name, found in before.items())
+
+
+def test_it_leaves_torch_as_it_was(ranks: Ranks) -> None:
+    assert all(ranks.run(2, _left_as_it_was))
