@@ -4,7 +4,7 @@ allocations, and what of it is activations and gathered units.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import assert_never
 
@@ -81,7 +81,7 @@ def _micro_batches(count: int) -> tuple[int, ...]:
     return tuple(range(count)) if count <= 3 else (0, 1, count - 1)
 
 
-def _wrap(scene: Scene, timeline: Timeline) -> Wrap:
+def _wrap(scene: Scene) -> Wrap:
     step = scene.plan.wrap
     match step:
         case LocalGradients():
@@ -91,16 +91,9 @@ def _wrap(scene: Scene, timeline: Timeline) -> Wrap:
         case FullyShard():
             return FullySharded(scene, step)
         case FlatUnits():
-            return Flat(scene, step, list(_entered(timeline)))
+            return Flat(scene, step)
         case _:
             assert_never(step)
-
-
-def _entered(timeline: Timeline) -> Iterator[int]:
-    """Units in the order of their use in forward."""
-    for item in timeline.forward:
-        if isinstance(item, Boundary) and item.mark is Mark.ENTER:
-            yield item.unit
 
 
 def _play(items: Iterable[Item], tape: Tape, wrap: Wrap) -> None:
