@@ -1,95 +1,94 @@
-"""Traffic of flat units in one steady step, call by call."""
+"""Traffic of flat units in one steady step: one unit of each kind is played through it, and what it
+sends and copies counts for all of its kind."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from itertools import chain
+from collections import Counter
+from collections.abc import Hashable, Iterator
 
-from ptrain.axes.data.costs import reductions
-from ptrain.axes.ring import Calls, Group
-from ptrain.costs import Collective, Phase, State, Traffic
-from ptrain.derivation.calls import gather_calls, group_over, reduce_scatter_calls, without
-from ptrain.derivation.facts import ModelFacts
-from ptrain.derivation.flat_memory import flat_buffers
+from ptrain.costs import Collective, Phase, State, Traffic, TrafficKey
+from ptrain.derivation.facts import ModelFacts, UnitFacts
+from ptrain.derivation.flat_bench import Bench
+from ptrain.derivation.flat_wrap import SCALE_BYTES, Flat
+from ptrain.derivation.optimizer_state import needs_whole_tensors
+from ptrain.derivation.tape import Scene, Tape
 from ptrain.plan.step import FlatUnits, Plan
-from ptrain.spec.axis import Axis
+from ptrain.spec.placement import Tier
 from ptrain.spec.spec import Spec
+from ptrain.timeline import Timeline
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _FlatUnits:
-    """`times` units whose flat buffers have equal sizes, in bytes of parameters and gradients."""
-
-    spec: Spec
-    wrap: FlatUnits
-    times: int
-    parameters: int
-    gradients: int
-
-    def group(self, axes: Iterable[Axis]) -> Group:
-        """The group over `axes`, in mesh order."""
-        wanted = set(axes)
-        return group_over(self.spec, [axis for axis in self.wrap.axes if axis in wanted])
-
-    def gradient_shard(self, *cuts: tuple[Axis, ...]) -> int:
-        """Bytes of a gradient that is a shard along all of `cuts`."""
-        return self.gradients // self.group(chain(*cuts)).ranks
-
-    def parameter_shard(self, *cuts: tuple[Axis, ...]) -> int:
-        """Bytes of a parameter that is a shard along all of `cuts`."""
-        return self.parameters // self.group(chain(*cuts)).ranks
+_NOTHING = Timeline(forward=(), backward=())  # that a unit sends depends on no other's turn
 
 
 def flat_sent(spec: Spec, plan: Plan, wrap: FlatUnits, facts: ModelFacts) -> Iterator[Traffic]:
-    layout = plan.update.layout
-    for padded, times in flat_buffers(spec, wrap, facts).items():
-        units = _FlatUnits(
-            spec=spec,
-            wrap=wrap,
-            times=times,
-            parameters=padded * layout.parameters.itemsize,
-            gradients=padded * layout.gradients.itemsize,
-        )
-        yield from _flat_passes(units, plan.accumulate.micro_batches)
-        yield from _flat_reduction(units)
-        yield from _flat_update(units, updates_in_place=layout.master is None)
+    """Collectives and copies between tiers of all units, and the copies of scalars."""
+    kinds = [_kind(spec, unit) for unit in facts.units]
+    times = Counter(kinds)
+    for kind, unit in dict(zip(kinds, facts.units, strict=True)).items():
+        if unit.numel:
+            yield from _of_unit(spec, plan, wrap, facts, unit, times[kind])
+    yield from _scalars(plan, wrap)
 
 
-def _flat_passes(units: _FlatUnits, num_micro: int) -> Iterator[Traffic]:
-    """Forward and backward: gather Theta for use, reduce G to the shards in which it is kept."""
-    wrap = units.wrap
-    if wrap.parameters:
-        group = units.group(wrap.parameters)
-        yield from gather_calls(wrap.sync, num_micro, units.times, group, units.parameters)
-    if wrap.gradients:
-        times = units.times * reductions(wrap.sync, num_micro)
-        calls = reduce_scatter_calls(wrap.reduce_scatter, Phase.BACKWARD, times)
-        yield calls.over(units.group(wrap.gradients), units.gradients)
+def _kind(spec: Spec, unit: UnitFacts) -> Hashable:
+    """Units of a kind send the same."""
+    if not needs_whole_tensors(spec.optimizer):
+        return unit.numel
+    return (unit.modules == ("",), tuple(tensor.shape for tensor in unit.tensors))
 
 
-def _flat_reduction(units: _FlatUnits) -> Iterator[Traffic]:
-    """From G's layout to Omega's: reduce what is partial, then gather what is needed whole."""
-    wrap, times = units.wrap, units.times
-    kept, updated = wrap.gradients, wrap.optimizer
-    if narrower := without(updated, kept):
-        calls = reduce_scatter_calls(wrap.reduce_scatter, Phase.UPDATE, times)
-        yield calls.over(units.group(narrower), units.gradient_shard(kept))
-    if partial := without(wrap.axes, (*updated, *kept)):
-        calls = Calls(Collective.ALL_REDUCE, State.GRADIENTS, Phase.UPDATE, times)
-        yield calls.over(units.group(partial), units.gradient_shard(kept, updated))
-    if wider := without(kept, updated):
-        calls = Calls(Collective.ALL_GATHER, State.GRADIENTS, Phase.UPDATE, times)
-        yield calls.over(units.group(wider), units.gradient_shard(updated))
+def _of_unit(
+    spec: Spec, plan: Plan, wrap: FlatUnits, facts: ModelFacts, unit: UnitFacts, times: int
+) -> list[Traffic]:
+    tape, account = Tape(), list[Traffic]()
+    bench = Bench(tape=tape, spec=spec, plan=plan, step=wrap, account=account)
+    scene = Scene(tape=tape, spec=spec, facts=facts, plan=plan, timeline=_NOTHING)
+    flat = Flat(scene, wrap, bench=bench, chosen=[unit])
+    (only,) = flat.used
+    for is_first, is_last, repeated in _micro_batches(plan.accumulate.micro_batches):
+        bench.times = times * repeated
+        flat.begin(is_first=is_first, is_last=is_last)
+        tape.enter(Phase.FORWARD)
+        flat.enter(0)
+        flat.leave(0)
+        tape.enter(Phase.BACKWARD)
+        flat.before_backward(0)
+        only.pending = 0
+        flat.finish(only)
+        flat.end()
+    bench.times = times
+    tape.enter(Phase.UPDATE)
+    flat.update(0)
+    return account
 
 
-def _flat_update(units: _FlatUnits, *, updates_in_place: bool) -> Iterator[Traffic]:
-    """Gather what the update reads of Theta (a master copy needs nothing), and what it wrote."""
-    wrap = units.wrap
-    stored, updated = wrap.parameters, wrap.optimizer
-    calls = Calls(Collective.ALL_GATHER, State.PARAMETERS, Phase.UPDATE, units.times)
-    if updates_in_place and (read := without(stored, updated)):
-        shared = tuple(axis for axis in stored if axis in updated)
-        yield calls.over(units.group(read), units.parameter_shard(shared))
-    if written := without(updated, stored):
-        yield calls.over(units.group(written), units.parameter_shard(stored))
+def _micro_batches(count: int) -> Iterator[tuple[bool, bool, int]]:
+    """(is first, is last, how many like this): after the first, all are alike but the last."""
+    yield True, count == 1, 1
+    if count > 2:
+        yield False, False, count - 2
+    if count > 1:
+        yield False, True, 1
+
+
+def _scalars(plan: Plan, wrap: FlatUnits) -> Iterator[Traffic]:
+    """What gradients on the host have to do with scalars on the device: the norm goes there to be
+    reduced and comes back; whether a gradient overflowed goes there, and comes back with the scale
+    of the loss where the host clips or updates."""
+    layout, on_host = plan.update.layout, wrap.gradients_tier is not Tier.DEVICE
+    if wrap.consumed:
+        return
+    if plan.clip is not None and plan.clip.axes and on_host:
+        norm = max(SCALE_BYTES, layout.gradients.itemsize)
+        yield _copies(Collective.HOST_TO_DEVICE, 1, norm)
+        yield _copies(Collective.DEVICE_TO_HOST, 1, norm)
+    if layout.scales_loss:
+        if on_host:
+            yield _copies(Collective.HOST_TO_DEVICE, 1, SCALE_BYTES)
+        if wrap.update_tier is not Tier.DEVICE or (plan.clip is not None and on_host):
+            yield _copies(Collective.DEVICE_TO_HOST, 2, SCALE_BYTES)
+
+
+def _copies(collective: Collective, calls: int, size: int) -> Traffic:
+    key = TrafficKey(axes=(), collective=collective, state=State.GRADIENTS, phase=Phase.UPDATE)
+    return Traffic(key=key, calls=calls, payload_bytes=calls * size, sent_bytes=0)

@@ -14,7 +14,7 @@ from ptrain.algebra.layout import position, ranks_over
 from ptrain.axes.data.costs import local_rows, padded_rows, spread
 from ptrain.costs import Footprint, State
 from ptrain.derivation.facts import ModelFacts
-from ptrain.derivation.flat_memory import flat_elements
+from ptrain.derivation.flat_memory import flat_elements, flat_footprints
 from ptrain.derivation.optimizer_state import (
     Elements,
     Kept,
@@ -35,6 +35,8 @@ _SCALING_BYTES = 12  # of a scaled loss: its scale, the steps since it grew, whe
 
 def resident(spec: Spec, plan: Plan, facts: ModelFacts) -> tuple[Footprint, ...]:
     """Rows of parameters, optimizer state, gradients and the rest, rank by rank."""
+    if isinstance(plan.wrap, FlatUnits):
+        return _flat(spec, plan, plan.wrap, facts)
     axes = differing_axes(plan.wrap)
     by_shard = [_rows(spec, plan, facts, index) for index in range(ranks_over(spec, axes))]
     return tuple(
@@ -42,6 +44,15 @@ def resident(spec: Spec, plan: Plan, facts: ModelFacts) -> tuple[Footprint, ...]
         for rank in range(spec.world_size)
         for state, size in by_shard[position(spec, rank, axes)]
     )
+
+
+def _flat(spec: Spec, plan: Plan, wrap: FlatUnits, facts: ModelFacts) -> tuple[Footprint, ...]:
+    """Alike on all ranks."""
+    rows = (
+        *flat_footprints(spec, plan, wrap, facts),
+        Footprint(state=State.OTHER, rank=0, device_bytes=other_bytes(spec, facts)),
+    )
+    return tuple(replace(row, rank=rank) for rank in range(spec.world_size) for row in rows)
 
 
 def differing_axes(wrap: Wrap) -> tuple[Axis, ...]:
@@ -120,7 +131,7 @@ def _optimizer_bytes(spec: Spec, plan: Plan, facts: ModelFacts, held: Elements) 
     layout = plan.update.layout
     if isinstance(plan.wrap, FullyShard) and plan.wrap.materialized:
         layout = replace(layout, master=None)
-    if not needs_whole_tensors(spec.optimizer) or isinstance(plan.wrap, FlatUnits):
+    if not needs_whole_tensors(spec.optimizer):
         return optimizer_bytes(spec.optimizer, layout, held.updated, held.tensors)
     return sum(
         kept.dtype.itemsize * (1 if kept.is_scalar else tensor.numel)

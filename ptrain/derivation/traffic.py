@@ -25,6 +25,7 @@ from ptrain.derivation.facts import ModelFacts
 from ptrain.derivation.flat_traffic import flat_sent
 from ptrain.derivation.memory import owned, spread_buckets
 from ptrain.plan.step import FlatUnits, FullyShard, LocalGradients, Plan, Replicate
+from ptrain.spec.precision import DType
 from ptrain.spec.spec import Spec
 
 _INDEX_BYTES = 4  # DDP broadcasts bucket indices as int32
@@ -115,9 +116,12 @@ def shard_sizes(facts: ModelFacts, ranks: int) -> Counter[int]:
 
 
 def _norm(spec: Spec, plan: Plan) -> Iterator[Traffic]:
-    """Clipping: the square of the norm, one scalar of at least fp32 per axis."""
+    """One scalar per axis: the square of the norm, of at least fp32, and of a scaled loss whether
+    any gradient overflowed, in fp32."""
+    calls = Calls(Collective.ALL_REDUCE, State.GRADIENTS, Phase.UPDATE)
     if plan.clip is not None:
         scalar = max(4, plan.update.layout.gradients.itemsize)
         for axis in plan.clip.axes:
-            calls = Calls(Collective.ALL_REDUCE, State.GRADIENTS, Phase.UPDATE)
             yield calls.over(group_over(spec, (axis,)), scalar)
+    for axis in plan.update.scale_axes:
+        yield calls.over(group_over(spec, (axis,)), DType.FP32.itemsize)
