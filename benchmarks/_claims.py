@@ -1,0 +1,181 @@
+"""What a claim of `paper.py` is made of: specs, figures of them, and cases.
+
+A claim has one case or more; a case is a figure of one spec or two, at the text's own scale and
+shrunk to a model that four CPU ranks train.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from enum import StrEnum
+
+from ptrain.costs import Collective, Estimate, State
+from ptrain.derivation.facts import ModelFacts
+from ptrain.spec.model import ModelShape
+from ptrain.spec.spec import Spec
+
+_BETWEEN_TIERS = (
+    Collective.HOST_TO_DEVICE,
+    Collective.DEVICE_TO_HOST,
+    Collective.FILE_READ,
+    Collective.FILE_WRITE,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A named spec with overrides; `small` comes on top for the run on `ranks` CPU ranks, each
+    with `samples` in a step."""
+
+    name: str
+    overrides: tuple[str, ...] = ()
+    small: tuple[str, ...] = ()
+    ranks: int = 4
+    samples: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figures:
+    """What one column says of one spec, in bytes of the rank that has most."""
+
+    parameters: int
+    optimizer: int
+    gradients: int
+    activations: int
+    transient: int
+    peak: int
+    host: int
+    sent: int
+    copied: int
+
+    @classmethod
+    def of(cls, estimate: Estimate) -> Figures:
+        states = (State.PARAMETERS, State.OPTIMIZER, State.GRADIENTS, State.ACTIVATIONS)
+        held = {str(state): estimate.bytes_of(state) for state in (*states, State.TRANSIENT)}
+        host: dict[int, int] = {}
+        for row in estimate.memory:
+            host[row.rank] = host.get(row.rank, 0) + row.host_bytes
+        return cls(
+            **held,
+            peak=max((row.device_bytes for row in estimate.peak), default=0),
+            host=max(host.values(), default=0),
+            sent=estimate.sent_bytes(),
+            copied=sum(
+                row.payload_bytes
+                for row in estimate.traffic
+                if row.key.collective in _BETWEEN_TIERS
+            ),
+        )
+
+    @property
+    def states(self) -> int:
+        """Theorem 1's sum without activations and without s_unit."""
+        return self.parameters + self.optimizer + self.gradients
+
+
+FIGURES = tuple(field.name for field in fields(Figures))
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """One spec as one column sees it."""
+
+    spec: Spec
+    facts: ModelFacts
+    found: Figures
+
+    @property
+    def ring(self) -> float:
+        """r = (N - 1) / N."""
+        return (self.spec.world_size - 1) / self.spec.world_size
+
+    @property
+    def theta(self) -> int:
+        """|Θ| in bytes."""
+        return self.facts.numel * self.spec.precision.effective.parameters.itemsize
+
+    @property
+    def shape(self) -> ModelShape:
+        assert isinstance(self.spec.model, ModelShape), "the claims are about built-in models"
+        return self.spec.model
+
+
+Figure = Callable[..., float]
+
+
+class Form(StrEnum):
+    """How a figure is written."""
+
+    BYTES = "bytes"
+    UNITS = "units"  # of r|Θ|
+    TIMES = "times"
+    PER_PARAMETER = "bytes per parameter"
+    COUNT = "count"
+    SHARE = "share"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One figure of one spec, or of several. What is claimed is the figure of `claimed_by` (else of
+    the same specs) in the column `paper`, unless `claimed` works it out from the views of the
+    columns `paper` and `exact`. `at_most`: the claim is a bound; `loose`: it is of a peak, and
+    holds within a peak's tolerance."""
+
+    label: str
+    sources: tuple[Source, ...]
+    figure: Figure
+    form: Form
+    claimed_by: tuple[Source, ...] = ()
+    claimed: Callable[[list[View], list[View]], float] | None = None
+    at_most: bool = False
+    loose: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """`why` says in a sentence or two where the figure comes from, or what the text overlooks;
+    `condition` when it holds, where some of its cases do."""
+
+    title: str
+    where: str
+    printed: str
+    cases: tuple[Case, ...]
+    why: str
+    condition: str = ""
+
+
+# Specs that several claims are about
+
+DP, ZERO1, ZERO2, ZERO3 = (Source(f"70b-{name}") for name in ("dp", "zero1", "zero2", "zero3"))
+STAGES = {"DP": DP, "ZeRO-1": ZERO1, "ZeRO-2": ZERO2, "ZeRO-3": ZERO3}
+KEEP = Source("70b-zero3", ("sync.reshard_after_forward=false",))
+ODD = ("model.hidden=42", "model.heads=3", "model.kv_heads=1", "model.ffn=101", "model.vocab=259")
+HSDP = Source(
+    "hsdp",
+    (
+        "model.preset=llama-70e9",
+        "mesh.dp_replicate=2",
+        "mesh.dp_shard=4",
+        "precision.layout=zero16",
+        "batch.global=8",
+        "batch.micro=1",
+        "batch.sequence=4096",
+        "cluster.preset=h100-8",
+    ),
+    ("mesh.dp_replicate=2", "mesh.dp_shard=2"),
+)
+
+
+def with_overrides(source: Source, *overrides: str) -> Source:
+    return replace(source, overrides=(*source.overrides, *overrides))
+
+
+def accumulating(name: str, *overrides: str) -> Source:
+    """Four micro-batches in a step."""
+    return Source(f"70b-{name}", ("batch.global=32", *overrides), samples=4)
+
+
+def one(label: str, source: Source, figure: Figure, form: Form, *by: Source) -> Case:
+    """A case of one spec."""
+    return Case(label=label, sources=(source,), figure=figure, form=form, claimed_by=by)

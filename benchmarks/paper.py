@@ -1,0 +1,367 @@
+"""The printed claims of the paper and the notes against prediction and measurement: one page.
+
+Every claim of `_paper_memory.py` and `_paper_traffic.py` is worked out by the column `paper` (the
+theorems as printed), by the column `exact` (what a rank will hold and send), and measured by
+running the same specs, shrunk, on gloo ranks. `benchmarks/results/paper.md` is the page; without
+--save it is printed. --check works out again everything but the measurements, which it takes from
+the page, and exits 1 where the page says something else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import astuple, dataclass, fields
+from functools import cache
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported, in the ranks
+
+from _claims import Case, Claim, Figures, Form, Source, View
+from _machine import RESULTS, ROOT, header
+from _paper_memory import MEMORY
+from _paper_traffic import TRAFFIC
+
+from ptrain.algebra.legality import require
+from ptrain.derivation.estimate import Derivation, derive, own_facts
+from ptrain.report.record import PEAK_TOLERANCE
+from ptrain.spec.load import load
+from ptrain.spec.spec import Spec
+
+PAGE = RESULTS / "paper.md"
+CLAIMS: tuple[Claim, ...] = (*MEMORY, *TRAFFIC)
+TOLERANCE = 0.001  # of a claim: step counters and the scalar of the gradient's norm are below it
+STEADY_STEP = 3
+SMALL = ("model.preset=llama-tiny", "model.vocab=260", "batch.sequence=64", "batch.micro=1")
+_MACHINE = "## How it was measured"
+
+Measured = dict[Source, Figures]
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A case's figures: claimed and predicted at both scales, measured at the small one."""
+
+    claimed: float
+    exact: float
+    small_claimed: float
+    small_exact: float
+    measured: float
+
+    def off(self) -> tuple[float, float]:
+        """How far what is executed is from what is claimed, relative, at both scales."""
+        return self.exact / self.claimed - 1, self.measured / self.small_claimed - 1
+
+
+def spec_of(source: Source, *, small: bool) -> Spec:
+    return require(load(source.name, overrides_of(source, small=small)))
+
+
+def overrides_of(source: Source, *, small: bool) -> tuple[str, ...]:
+    """The large spec's overrides; for the small run tiny shapes and few ranks win."""
+    if not small:
+        return source.overrides
+    axis = "dp_replicate" if source.name == "70b-dp" else "dp_shard"
+    batch = f"batch.global={source.ranks * source.samples}"
+    shrunk = (*SMALL, f"mesh.{axis}={source.ranks}", batch, "cluster.preset=laptop", *source.small)
+    kept = {text.partition("=")[0]: text for text in source.overrides if text != "cluster=null"}
+    kept |= {text.partition("=")[0]: text for text in shrunk}
+    return tuple(kept.values())
+
+
+@cache
+def derived(source: Source, small: bool) -> tuple[Spec, Derivation]:
+    spec = spec_of(source, small=small)
+    return spec, derive(spec)
+
+
+def view(source: Source, column: str, *, small: bool) -> View:
+    spec, derivation = derived(source, small)
+    return View(spec, own_facts(spec), Figures.of(getattr(derivation, column)))
+
+
+def find(case: Case, measured: Measured) -> Found:
+    sizes = []
+    for small in (False, True):
+        by = [view(each, "paper", small=small) for each in case.claimed_by or case.sources]
+        exact = [view(each, "exact", small=small) for each in case.sources]
+        claimed = case.claimed(by, exact) if case.claimed else case.figure(*by)
+        sizes += [claimed, case.figure(*exact)]
+    executed = [
+        View(each.spec, each.facts, measured[source])
+        for each, source in zip(exact, case.sources, strict=True)
+    ]
+    return Found(*sizes, case.figure(*executed))
+
+
+def holds(case: Case, found: Found) -> bool:
+    """Whether the claim is right of this case, at its own scale and where it was measured."""
+    if case.at_most:
+        return found.exact <= found.claimed
+    tolerance = PEAK_TOLERANCE if case.loose else TOLERANCE
+    return all(abs(off) <= tolerance for off in found.off())
+
+
+# Measurement
+
+
+def sources() -> list[Source]:
+    """Every spec that a claim is about, once."""
+    return list(
+        dict.fromkeys(each for claim in CLAIMS for case in claim.cases for each in case.sources)
+    )
+
+
+def measure() -> Measured:
+    """Each shrunk spec on its ranks; a steady step under the meters."""
+    from ptrain.meters.measure import join_estimates
+    from tests.gloo.runs import train
+    from tests.ranks import Ranks
+
+    pool, found = Ranks(), {}
+    for source in sources():
+        spec = spec_of(source, small=True)
+        reports = pool.run(spec.world_size, train, spec, STEADY_STEP + 1, STEADY_STEP, timeout=600)
+        estimate = join_estimates([report.measured for report in reports])
+        found[source] = Figures.of(estimate)
+        print(f"measured: {command(source)}", file=sys.stderr)
+    pool.close()
+    return found
+
+
+def command(source: Source) -> str:
+    return " ".join(["ptrain validate", source.name, *overrides_of(source, small=True)])
+
+
+def apart(source: Source, measured: Figures) -> list[str]:
+    """Figures that were measured otherwise than predicted: none, or the prediction is wrong."""
+    exact = view(source, "exact", small=True).found
+    wrong = []
+    for field, left, right in zip(fields(Figures), astuple(exact), astuple(measured), strict=True):
+        tolerance = PEAK_TOLERANCE if field.name == "peak" else 0
+        if abs(right - left) > tolerance * left:
+            wrong.append(f"{field.name}: predicted {left}, measured {right}")
+    return wrong
+
+
+# The page
+
+
+def page(measured: Measured, machine: str) -> str:
+    found = {case: find(case, measured) for claim in CLAIMS for case in claim.cases}
+    parts = [_introduction(found), _table(found), *_sections(found)]
+    parts += [_MACHINE, machine, _runs(measured)]
+    return "\n\n".join(part.strip() for part in parts) + "\n"
+
+
+def _introduction(found: dict[Case, Found]) -> str:
+    verdicts = [_verdict(claim, found) for claim in CLAIMS]
+    counts = {each: verdicts.count(each) for each in dict.fromkeys(verdicts)}
+    summary = ", ".join(f"{number} {_plural(each, number)}" for each, number in counts.items())
+    return f"""# The printed formulas against what runs
+
+*Generated by `python benchmarks/paper.py --save`; `--check` finds a page that has gone stale.*
+
+"Placement Semantics for Distributed Deep Learning" (arXiv 2601.02311), here *the text*, predicts a
+training's memory and communication from how parameters Θ, optimizer state Ω, gradients G and
+activations A are placed on N devices: replicated R, sharded S, sharded and gathered for use S*,
+materialized M, offloaded O. Course notes on data parallelism (*the notes*) go with it. This page
+takes each of their claims about data parallelism and puts three figures beside one another:
+
+- **paper**: the theorem as printed, applied to the spec by `ptrain predict`, nothing corrected;
+- **exact**: what ptrain predicts that a rank holds and sends, from the spec and the model's shapes;
+- **measured**: what meters counted in a training step of the same spec, shrunk to a model of 0.8 M
+  parameters on up to {max(each.ranks for each in sources())} CPU ranks.
+
+The first two are given at the text's own scale (70B parameters on 8 devices, unless a row says
+otherwise) and at the small one. *Off* is what is executed against what is claimed, at the text's
+scale. A claim holds when no figure is off by more than {TOLERANCE:.1%} ({PEAK_TOLERANCE:.0%} for a
+peak), at either scale. P is the number of parameters, GB are 10⁹ bytes; *sent* is per rank and
+step, and its unit u is r|Θ| with r = (N − 1)/N, one all-gather of all parameters.
+
+Of {len(CLAIMS)} claims: {summary}. In every run *exact* and *measured* are the same number (peaks
+within {PEAK_TOLERANCE:.0%}); the runs are listed at the end."""
+
+
+def _plural(verdict: str, number: int) -> str:
+    return verdict if number == 1 else verdict.replace("holds", "hold").replace("does", "do")
+
+
+def _table(found: dict[Case, Found]) -> str:
+    lines = [
+        "| claim | | paper | exact | off | small: paper | exact | measured | verdict |",
+        "|---|---|---:|---:|---:|---:|---:|---:|---|",
+    ]
+    for number, claim in enumerate(CLAIMS, 1):
+        for index, case in enumerate(claim.cases):
+            lines.append(_row(number if not index else 0, claim, case, found))
+    return "\n".join(lines)
+
+
+def _row(number: int, claim: Claim, case: Case, found: dict[Case, Found]) -> str:
+    figures = found[case]
+    name = f"{number}. **{claim.title}** ({claim.where})" if number else ""
+    verdict = f"**{_verdict(claim, found)}**" if number else ""
+    if len(claim.cases) > 1:
+        verdict += ("<br>" if verdict else "") + ("yes" if holds(case, figures) else "no")
+    cells = [
+        name,
+        case.label,
+        ("≤ " if case.at_most else "") + written(figures.claimed, case.form),
+        written(figures.exact, case.form),
+        percent(figures.off()[0]),
+        written(figures.small_claimed, case.form),
+        written(figures.small_exact, case.form),
+        written(figures.measured, case.form),
+        verdict,
+    ]
+    return "| " + " | ".join(cells) + " |"
+
+
+def _verdict(claim: Claim, found: dict[Case, Found]) -> str:
+    held = [holds(case, found[case]) for case in claim.cases]
+    if all(held):
+        return "holds"
+    return "holds with a condition" if any(held) and claim.condition else "does not hold"
+
+
+def _sections(found: dict[Case, Found]) -> Iterator[str]:
+    yield "## The claims that fail, or need a condition"
+    for number, claim in enumerate(CLAIMS, 1):
+        verdict = _verdict(claim, found)
+        if verdict != "holds":
+            yield _section(number, claim, verdict, found)
+    yield "## The claims that hold"
+    yield "\n".join(
+        f"- {number}. **{claim.title}** ({claim.where}): {claim.printed}. {claim.why}"
+        for number, claim in enumerate(CLAIMS, 1)
+        if _verdict(claim, found) == "holds"
+    )
+
+
+def _section(number: int, claim: Claim, verdict: str, found: dict[Case, Found]) -> str:
+    if claim.condition:
+        verdict += f": {claim.condition}"
+    failing = [case for case in claim.cases if not holds(case, found[case])]
+    by_how_much = "; ".join(
+        f"{case.label}: {written(found[case].exact, case.form)} instead of "
+        f"{written(found[case].claimed, case.form)} ({percent(found[case].off()[0])})"
+        for case in failing
+    )
+    return (
+        f"### {number}. {claim.title}\n\n"
+        f"*Printed* ({claim.where}): {claim.printed}.\n\n"
+        f"*Verdict*: {verdict}.\n\n"
+        + (f"*By how much*: {by_how_much}.\n\n" if failing else "")
+        + f"*Why*: {claim.why}"
+    )
+
+
+def _runs(measured: Measured) -> str:
+    names = [field.name for field in fields(Figures)]
+    lines = [
+        "One row per run: bytes of the rank that has most, as measured. The command gives the same "
+        "figures with their predictions beside them, state by state and call by call.",
+        "",
+        f"| {' | '.join(names)} | command |",
+        "|" + "---:|" * len(names) + "---|",
+    ]
+    for source, figures in measured.items():
+        values = " | ".join(map(str, astuple(figures)))
+        lines.append(f"| {values} | `{command(source)}` |")
+    return "\n".join(lines)
+
+
+def written(value: float, form: Form) -> str:
+    match form:
+        case Form.BYTES:
+            return _bytes(value)
+        case Form.UNITS:
+            return f"{value:.2f} u"
+        case Form.TIMES:
+            return f"{value:.3f}×"
+        case Form.PER_PARAMETER:
+            return f"{value:.2f} B/P"
+        case Form.COUNT:
+            return f"{value / 1e9:.2f} G" if value >= 1e8 else f"{value / 1e6:.3f} M"
+        case Form.SHARE:
+            return f"{value:.1%}"
+
+
+def _bytes(value: float) -> str:
+    scale, unit = next(
+        (each for each in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")) if abs(value) >= each[0]),
+        (1.0, "B"),
+    )
+    return (
+        f"{value / scale:.4g} {unit}"
+        if abs(value) / scale < 1000
+        else f"{value / scale:.0f} {unit}"
+    )
+
+
+def percent(value: float) -> str:
+    return "0" if abs(value) < TOLERANCE / 2 else f"{value:+.1%}".replace("-", "−")
+
+
+# Reading it back
+
+
+def read_back(text: str) -> tuple[Measured, str]:
+    """What the page measured, and its account of the machine."""
+    rest = text.partition(_MACHINE)[2]
+    machine = rest.partition("\nOne row per run")[0].strip()
+    rows = {
+        match[2]: Figures(*map(int, match[1].split("|")))
+        for match in re.finditer(r"^\| ([\d |]+) \| `(.+)` \|$", rest, re.MULTILINE)
+    }
+    return {each: rows[command(each)] for each in sources() if command(each) in rows}, machine
+
+
+def differences() -> list[str]:
+    """Where the page differs from what the sources say now."""
+    text = PAGE.read_text(encoding="utf-8")
+    measured, machine = read_back(text)
+    missing = [f"not measured: {command(each)}" for each in sources() if each not in measured]
+    if missing:
+        return missing
+    wrong = [line for each, figures in measured.items() for line in apart(each, figures)]
+    now = page(measured, machine)
+    if now != text:
+        wrong += _changed_lines(text.splitlines(), now.splitlines())
+    return wrong
+
+
+def _changed_lines(before: Iterable[str], now: Iterable[str]) -> list[str]:
+    known = set(before)
+    return [f"the page lacks: {line}" for line in now if line not in known] or ["order of lines"]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--save", action="store_true", help=f"write {PAGE.relative_to(ROOT)}")
+    parser.add_argument("--check", action="store_true", help="compare the page with the sources")
+    args = parser.parse_args()
+    if args.check:
+        wrong = differences()
+        print("\n".join(wrong) or "the page says what the sources say")
+        return 1 if wrong else 0
+    machine = header("", ["python", "benchmarks/paper.py", "--save"]).partition("\n")[2].strip()
+    measured = measure()
+    wrong = [
+        f"{command(each)}: {line}"
+        for each, found in measured.items()
+        for line in apart(each, found)
+    ]
+    text = page(measured, machine)
+    PAGE.write_text(text, encoding="utf-8") if args.save else print(text)
+    print("\n".join(wrong), file=sys.stderr)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
