@@ -52,6 +52,16 @@ class Collective(StrEnum):
     FILE_READ = "file_read"
     FILE_WRITE = "file_write"
 
+    @property
+    def is_copy(self) -> bool:
+        """Whether it moves bytes between a rank's own tiers, and sends none."""
+        return self in (
+            Collective.HOST_TO_DEVICE,
+            Collective.DEVICE_TO_HOST,
+            Collective.FILE_READ,
+            Collective.FILE_WRITE,
+        )
+
 
 class Column(StrEnum):
     """Who says so: the paper's theorems, our derivation, an execution on fake ranks, the run."""
@@ -174,6 +184,14 @@ class Estimate:
             if row.state is state and rank in (None, row.rank)
         ]
         return max(sizes, default=0)
+
+    def copied_bytes(self) -> int:
+        """Bytes that one rank copies between its tiers in a steady step."""
+        return sum(
+            row.payload_bytes
+            for row in self.traffic
+            if row.key.collective.is_copy and row.key.phase is not Phase.SETUP
+        )
 
     def sent_bytes(self, *, setup: bool = False) -> int:
         """Bytes that one rank sends in a steady step (with `setup`: once)."""

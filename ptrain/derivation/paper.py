@@ -25,7 +25,7 @@ from ptrain.costs import (
 from ptrain.derivation.facts import ModelFacts
 from ptrain.derivation.optimizer_state import optimizer_itemsize
 from ptrain.spec.axis import DATA_AXES, Factor
-from ptrain.spec.placement import Distribution, Tier
+from ptrain.spec.placement import OFFLOADED, S_STAR, Distribution, M, Mode, R, S, Tier
 from ptrain.spec.spec import Spec
 
 MODEL_STATES = (State.PARAMETERS, State.OPTIMIZER, State.GRADIENTS)
@@ -39,13 +39,15 @@ def paper(spec: Spec, facts: ModelFacts) -> Estimate:
     sizes = state_sizes(spec, facts)
     placed = product(spec.factors)
     undefined = {"activations": _NO_ACTIVATIONS, "peak": _NO_PEAK}
-    reason = _traffic_is_undefined(spec)
+    homeless, reason = _memory_is_undefined(spec), _traffic_is_undefined(spec)
+    if homeless:
+        undefined["memory"] = homeless
     if reason:
         undefined["traffic"] = reason
     return Estimate(
         column=Column.PAPER,
         world_size=spec.world_size,
-        memory=_memory(spec, placed, sizes, facts),
+        memory=() if homeless else _memory(spec, placed, sizes, facts),
         traffic=() if reason else add_traffic(_traffic(spec, sizes)),
         undefined=undefined,
     )
@@ -115,10 +117,10 @@ def _synchronization(factor: Factor, size: int, group: Group) -> Traffic:
     match mode:
         case Distribution.REPLICATED:
             collective = Collective.ALL_REDUCE
-        case Distribution.SHARDED | Distribution.GATHERED:
+        case Distribution.SHARDED:
             collective = Collective.REDUCE_SCATTER
-        case Distribution.MATERIALIZED:
-            raise AssertionError("Theorem 2 has no case for materialized gradients")
+        case Distribution.GATHERED | Distribution.MATERIALIZED:
+            raise AssertionError(f"Theorem 2 has no case for gradients {mode}")
         case _:
             assert_never(mode)
     return Calls(collective, State.GRADIENTS, Phase.BACKWARD).over(group, size)
@@ -129,8 +131,26 @@ def _traffic_is_undefined(spec: Spec) -> str:
     for factor in spec.factors:
         if factor.axis not in DATA_AXES:
             return f"the paper gives no volume for the axis {factor.axis}"
-        for state in (State.PARAMETERS, State.GRADIENTS):
+        for state, known in _SYNCHRONIZED.items():
             mode = factor.placement[state]
-            if mode.distribution is Distribution.MATERIALIZED or mode.tier is not Tier.DEVICE:
+            if mode not in known:
                 return f"Theorem 2 has no case for {state} {mode}"
+    return ""
+
+
+# Equations (12) to (14). Of optimizer state Theorem 2 says that its update is local.
+_SYNCHRONIZED = {
+    State.PARAMETERS: (R, S, S_STAR),
+    State.GRADIENTS: (R, S),
+    State.OPTIMIZER: (R, S, M, OFFLOADED, Mode(Distribution.SHARDED, Tier.FILE)),
+}
+
+
+def _memory_is_undefined(spec: Spec) -> str:
+    """Definition 2 has five modes; O is a slice in the host's memory or NVMe."""
+    for factor in spec.factors:
+        for state in MODEL_STATES:
+            mode = factor.placement[state]
+            if mode.tier is not Tier.DEVICE and mode.distribution is not Distribution.SHARDED:
+                return f"Definition 2 has no mode {mode} ({state}): there, O is a slice"
     return ""

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from ptrain.costs import PLACED, State
 from ptrain.report.heading import placement
 from ptrain.report.predict import MODEL_STATES, Prediction, model_state_bytes, sent_bytes
-from ptrain.report.table import largest, render, size
+from ptrain.report.table import largest, on_tiers, render, size
 from ptrain.selection.fit import peak_bytes
 from ptrain.spec.spec import Spec
 
@@ -89,11 +89,16 @@ def _figures(first: Prediction, second: Prediction) -> Iterator[Figure]:
         left, right = getattr(first.derivation, column), getattr(second.derivation, column)
         states = State if column == "exact" else MODEL_STATES
         for state in states:
-            yield f"{state}, {column}", largest(left.memory, state), largest(right.memory, state)
-        yield f"Θ + Ω + G, {column}", model_state_bytes(left), model_state_bytes(right)
+            for tier, label in on_tiers(state):
+                sizes = largest(left.memory, state, tier), largest(right.memory, state, tier)
+                yield f"{label}, {column}", *sizes
+        for tier, label in on_tiers("Θ + Ω + G"):
+            sums = model_state_bytes(left, tier), model_state_bytes(right, tier)
+            yield f"{label}, {column}", *sums
         if left.peak and right.peak:
             yield f"peak, {column}", peak_bytes(left), peak_bytes(right)
         yield f"sent per step, {column}", sent_bytes(left), sent_bytes(right)
+        yield f"copied per step, {column}", left.copied_bytes(), right.copied_bytes()
 
 
 def _settings(before: Spec, after: Spec) -> Iterator[str]:

@@ -9,7 +9,17 @@ from dataclasses import dataclass
 from ptrain.costs import Estimate, Phase, State, Traffic, TrafficKey
 from ptrain.derivation.estimate import Derivation
 from ptrain.report.heading import heading
-from ptrain.report.table import MISSING, largest, render, size, traffic_label, traffic_order
+from ptrain.report.record import TIERS
+from ptrain.report.table import (
+    MISSING,
+    largest,
+    moved_bytes,
+    on_tiers,
+    render,
+    size,
+    traffic_label,
+    traffic_order,
+)
 from ptrain.selection.fit import Fit, fit
 from ptrain.selection.preflight import Variant
 from ptrain.spec.spec import Spec
@@ -51,11 +61,12 @@ def one(prediction: Prediction) -> str:
     )
 
 
-def model_state_bytes(estimate: Estimate) -> int | None:
-    """Theta, Omega and G together, on the rank that holds most; None where there are no rows."""
+def model_state_bytes(estimate: Estimate, tier: str = TIERS[0]) -> int | None:
+    """Theta, Omega and G together on the device (or another tier) of the rank that holds most;
+    None where there are no rows."""
     if not estimate.memory:
         return None
-    return sum(largest(estimate.memory, state) or 0 for state in MODEL_STATES)
+    return sum(largest(estimate.memory, state, tier) or 0 for state in MODEL_STATES)
 
 
 def sent_bytes(estimate: Estimate) -> int | None:
@@ -102,8 +113,15 @@ def notes(paper: Estimate, exact: Estimate) -> list[str]:
 
 
 def _memory(paper: Estimate, exact: Estimate) -> str:
-    rows = [(str(state), *_sizes(paper, exact, state)) for state in State]
-    sums = (model_state_bytes(paper), model_state_bytes(exact))
+    rows = [
+        (label, largest(paper.memory, state, tier), largest(exact.memory, state, tier))
+        for state in State
+        for tier, label in on_tiers(state)
+    ]
+    sums = [
+        (label, model_state_bytes(paper, tier), model_state_bytes(exact, tier))
+        for tier, label in on_tiers("Θ + Ω + G")
+    ]
     peaks = [
         (f"peak {phase}", _peak(paper, phase), _peak(exact, phase))
         for phase in (Phase.FORWARD, Phase.BACKWARD, Phase.UPDATE)
@@ -113,15 +131,11 @@ def _memory(paper: Estimate, exact: Estimate) -> str:
         ("memory per rank", "paper", "exact", ""),
         [
             *((*_cells(row), _bar(row[2], longest)) for row in rows if row[1] or row[2]),
-            (*_cells(("Θ + Ω + G", *sums)), ""),
+            *((*_cells(row), "") for row in sums if row is sums[0] or row[1] or row[2]),
             *((*_cells(row), "") for row in peaks if row[1] or row[2]),
         ],
         left=(0, 3),
     )
-
-
-def _sizes(paper: Estimate, exact: Estimate, state: State) -> tuple[int | None, int | None]:
-    return largest(paper.memory, state), largest(exact.memory, state)
 
 
 def _cells(row: tuple[str, int | None, int | None]) -> tuple[str, str, str]:
@@ -145,6 +159,8 @@ def _traffic(paper: Estimate, exact: Estimate) -> str:
     steady = [key for key in keys if key.phase is not Phase.SETUP]
     rows = [_traffic_row(key, papers.get(key), exacts.get(key)) for key in steady]
     rows.append(("sent per step", size(sent_bytes(paper)), size(sent_bytes(exact)), "", ""))
+    if copied := exact.copied_bytes():
+        rows.append(("copied between tiers per step", MISSING, size(copied), "", ""))
     rows += [
         _traffic_row(key, papers.get(key), exacts.get(key)) for key in keys if key not in steady
     ]
@@ -161,7 +177,7 @@ def _traffic_row(
     return (
         traffic_label(key),
         size(paper.sent_bytes) if paper else MISSING,
-        size(exact.sent_bytes) if exact else MISSING,
+        size(moved_bytes(exact)) if exact else MISSING,
         str(exact.calls) if exact else MISSING,
         format_bytes(exact.payload_bytes) if exact else MISSING,
     )

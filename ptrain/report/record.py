@@ -16,7 +16,7 @@ from ptrain.derivation.wire import WireRow, wire_rows
 from ptrain.version import VERSION, is_tested
 
 PEAK_TOLERANCE = 0.02
-_TIERS = ("device_bytes", "host_bytes", "file_bytes")
+TIERS = ("device_bytes", "host_bytes", "file_bytes")
 _COUNTS = ("calls", "payload_bytes", "sent_bytes")
 
 
@@ -77,7 +77,7 @@ def _memory_checks(exact: Sequence[Footprint], measured: Sequence[Footprint]) ->
     measured_rows = {(row.state, row.rank): row for row in measured}
     for state, rank in sorted({*predicted_rows, *measured_rows}, key=lambda key: (key[1], key[0])):
         left, right = predicted_rows.get((state, rank)), measured_rows.get((state, rank))
-        for tier in _TIERS:
+        for tier in TIERS:
             sizes = [getattr(row, tier) if row else None for row in (left, right)]
             if tier == "device_bytes" or any(sizes):
                 name = f"memory {state} rank {rank}" + _tier_suffix(tier)
@@ -106,9 +106,10 @@ def _traffic_checks(exact: Sequence[Traffic], measured: Sequence[Traffic]) -> It
 
 
 def traffic_name(key: TrafficKey) -> str:
-    """`dp_shard all_gather forward parameters`."""
+    """`dp_shard all_gather forward parameters`; a copy between tiers is the rank's `own`."""
     via = f" via {key.via}" if key.via else ""
-    return f"{'+'.join(key.axes) or 'world'} {key.collective} {key.phase} {key.state}{via}"
+    where = "own" if key.collective.is_copy else "+".join(key.axes) or "world"
+    return f"{where} {key.collective} {key.phase} {key.state}{via}"
 
 
 def _peak_checks(exact: Sequence[Peak], measured: Sequence[Peak]) -> Iterator[Check]:

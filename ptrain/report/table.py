@@ -12,7 +12,8 @@ from rich.console import Console
 from rich.table import Table
 
 from ptrain.costs import Estimate, Footprint, Phase, State, Traffic, TrafficKey
-from ptrain.report.record import Check, checks_line, verdict_line
+from ptrain.derivation.wire import wire_rows
+from ptrain.report.record import TIERS, Check, checks_line, verdict_line
 from ptrain.units import format_bytes
 
 MISSING = "–"
@@ -60,7 +61,7 @@ def end_table(exact: Estimate, measured: Estimate) -> str:
 
 
 def summary(exact: Estimate, measured: Estimate, checks: Sequence[Check], *, torch: str) -> str:
-    """The table, the checks that fail, what was checked, the verdict."""
+    """The tables, the checks that fail, what was checked, the verdict."""
     failing = [
         f"fails: {check.name}: {check.why} (tolerance {check.tolerance:.0%})"
         for check in checks
@@ -70,6 +71,7 @@ def summary(exact: Estimate, measured: Estimate, checks: Sequence[Check], *, tor
     return "\n".join(
         [
             end_table(exact, measured),
+            *filter(None, (wire_table(exact, measured), blocked_table(measured))),
             *failing,
             checks_line(checks, ranks=ranks),
             verdict_line(checks, torch=torch),
@@ -77,19 +79,26 @@ def summary(exact: Estimate, measured: Estimate, checks: Sequence[Check], *, tor
     )
 
 
-def largest(rows: Iterable[Footprint], state: State) -> int | None:
-    """Bytes of `state` on the rank that holds most of it, all tiers; None without a row."""
-    sizes = [
-        row.device_bytes + row.host_bytes + row.file_bytes for row in rows if row.state is state
-    ]
+def largest(rows: Iterable[Footprint], state: State, tier: str = TIERS[0]) -> int | None:
+    """Bytes of `state` on one tier of the rank that holds most of it; None without a row."""
+    sizes: list[int] = [getattr(row, tier) for row in rows if row.state is state]
     return max(sizes, default=None)
+
+
+def on_tiers(state: str) -> Iterable[tuple[str, str]]:
+    """What a state's rows are called, by tier: `optimizer`, `optimizer on the host` …"""
+    return ((tier, f"{state}{_SUFFIXES[tier]}") for tier in TIERS)
+
+
+_SUFFIXES = dict(zip(TIERS, ("", " on the host", " in files"), strict=True))
 
 
 def _memory_rows(exact: Estimate, measured: Estimate) -> Iterable[tuple[str, str, str, str]]:
     for state in State:
-        left, right = largest(exact.memory, state), largest(measured.memory, state)
-        if left or right:
-            yield str(state), size(left), size(right), difference(left, right)
+        for tier, label in on_tiers(state):
+            left, right = (largest(each.memory, state, tier) for each in (exact, measured))
+            if left or right:
+                yield label, size(left), size(right), difference(left, right)
 
 
 def _peak_rows(exact: Estimate, measured: Estimate) -> Iterable[tuple[str, str, str, str]]:
@@ -110,25 +119,61 @@ def _traffic_rows(exact: Estimate, measured: Estimate) -> Iterable[tuple[str, st
             _calls(left.get(key)),
             _calls(right.get(key)),
             difference(
-                left[key].sent_bytes if key in left else None,
-                right[key].sent_bytes if key in right else None,
+                moved_bytes(left[key]) if key in left else None,
+                moved_bytes(right[key]) if key in right else None,
             ),
         )
 
 
+def moved_bytes(row: Traffic) -> int:
+    """What is sent to other ranks, or copied between the rank's own tiers."""
+    return row.payload_bytes if row.key.collective.is_copy else row.sent_bytes
+
+
+def wire_table(exact: Estimate, measured: Estimate) -> str:
+    """Bytes that the ranks' sockets counted, against sent x the backend's factor; empty where no
+    socket was read."""
+    rows = [
+        (
+            "+".join(row.axes),
+            size(row.predicted_bytes),
+            size(row.measured_bytes),
+            f"{row.measured_bytes / row.predicted_bytes - 1:+.3%}" if row.predicted_bytes else "",
+            row.factor,
+        )
+        for row in wire_rows(exact, measured)
+    ]
+    columns = ("on the wire", "predicted", "measured", "difference", "sent by the backend")
+    return render(columns, rows, left=(0, 4)) if rows else ""
+
+
+def blocked_table(measured: Estimate) -> str:
+    """Seconds of the observed steps in which a rank waited for others; empty where none were
+    timed."""
+    seconds: dict[tuple[str, ...], list[float]] = {}
+    for row in measured.blocked:
+        seconds.setdefault(row.axes, []).append(row.seconds)
+    rows = [
+        ("+".join(axes), f"{min(each):.3f} s", f"{max(each):.3f} s")
+        for axes, each in seconds.items()
+    ]
+    return render(("blocked per step", "least", "most of the ranks"), rows) if rows else ""
+
+
 def _by_key(rows: Iterable[Traffic]) -> dict[TrafficKey, Traffic]:
-    """Of several ranks' rows with one key, the one that sends most."""
-    return {row.key: row for row in sorted(rows, key=lambda row: row.sent_bytes)}
+    """Of several ranks' rows with one key, the one that moves most."""
+    return {row.key: row for row in sorted(rows, key=moved_bytes)}
 
 
 def _calls(row: Traffic | None) -> str:
-    return MISSING if row is None else f"{row.calls} × · {format_bytes(row.sent_bytes)}"
+    return MISSING if row is None else f"{row.calls} × · {format_bytes(moved_bytes(row))}"
 
 
 def traffic_label(key: TrafficKey) -> str:
-    """`all_gather dp_shard, forward (parameters)`."""
+    """`all_gather dp_shard, forward (parameters)`; a copy between tiers has no axes."""
     via = f" via {key.via}" if key.via else ""
-    return f"{key.collective} {'+'.join(key.axes) or 'world'}{via}, {key.phase} ({key.state})"
+    where = "" if key.collective.is_copy else f" {'+'.join(key.axes) or 'world'}"
+    return f"{key.collective}{where}{via}, {key.phase} ({key.state})"
 
 
 def traffic_order(key: TrafficKey) -> tuple[int, str]:

@@ -160,7 +160,22 @@ def test_offloaded_states_count_on_the_host():
     assert host[State.OPTIMIZER] == 105 * GB and states(paper) == 17.5 * GB
 
 
-@pytest.mark.parametrize("placement", [tuple_of("R,R,M"), tuple_of("M,S,S"), tuple_of("O,O,S")])
+def test_a_slice_in_a_file_is_offloaded_too():
+    paper = derived(tuple_of("S@file,S@file,S")).paper
+    files = {row.state: row.file_bytes for row in paper.memory if row.rank == 0}
+    assert files[State.OPTIMIZER] == 105 * GB and states(paper) == 17.5 * GB
+
+
+@pytest.mark.parametrize("text", ["S*@host,O,O", "R@host,R,R", "R,S*@file,S"])
+def test_where_definition_2_has_no_mode_theorem_1_gives_nothing(text):
+    paper = derived(tuple_of(text)).paper
+    assert paper.memory == () and "Definition 2 has no mode" in paper.undefined["memory"]
+
+
+@pytest.mark.parametrize(
+    "placement",
+    [tuple_of(text) for text in ("R,R,M", "M,S,S", "O,O,S", "S*,S*,S", "S*,S,S*", "R,O,O")],
+)
 def test_where_theorem_2_has_no_case_the_column_gives_a_reason(placement):
     paper = derived(placement).paper
     assert paper.traffic == () and "Theorem 2" in paper.undefined["traffic"]

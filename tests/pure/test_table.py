@@ -4,6 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ptrain.costs import (
+    Blocked,
+    Collective,
+    Estimate,
+    Phase,
+    State,
+    Traffic,
+    TrafficKey,
+    Wire,
+)
 from ptrain.report.record import compare
 from ptrain.report.table import difference, end_table, render, summary
 from tests.pure.test_record import EXACT, MEASURED
@@ -44,3 +54,45 @@ def test_the_summary_names_what_fails_and_ends_with_the_verdict():
     assert "fails: traffic dp_shard all_gather forward parameters calls" in text
     assert text.splitlines()[-2].startswith("21 checks over 2 ranks: ")
     assert text.splitlines()[-1] == "verdict: fails (18 of 21)"
+
+
+def on_host(exact: Estimate) -> Estimate:
+    """With 7 bytes of optimizer state on the host that are copied twice."""
+    key = TrafficKey(
+        axes=(),
+        collective=Collective.HOST_TO_DEVICE,
+        state=State.OPTIMIZER,
+        phase=Phase.UPDATE,
+    )
+    copies = Traffic(key=key, calls=2, payload_bytes=14, sent_bytes=0)
+    memory = [
+        replace(row, host_bytes=7) if row.state is State.OPTIMIZER else row for row in exact.memory
+    ]
+    return replace(exact, memory=tuple(memory), traffic=(*exact.traffic, copies))
+
+
+def test_tiers_have_rows_of_their_own_and_copies_no_axes():
+    text = end_table(on_host(EXACT), on_host(MEASURED))
+    (resident,) = [line for line in text.splitlines() if "on the host" in line]
+    assert resident.split() == ["optimizer", "on", "the", "host", "7", "B", "7", "B", "0"]
+    (copied,) = [line for line in text.splitlines() if "host_to_device" in line]
+    assert copied.startswith("host_to_device, update (optimizer)")
+    assert copied.count("2 × · 14 B") == 2 and copied.endswith(" 0")
+    assert on_host(EXACT).copied_bytes() == 14
+
+
+def test_a_copy_that_only_one_side_has_is_missing_and_fails():
+    text = summary(on_host(EXACT), MEASURED, compare(on_host(EXACT), MEASURED), torch="2.13.0")
+    assert "fails: traffic own host_to_device update optimizer calls" in text
+    assert "missing" in text
+
+
+def test_what_the_sockets_counted_stands_beside_what_the_backend_sends():
+    assert "on the wire" not in summary(EXACT, MEASURED, (), torch="2.13.0")
+    axes = EXACT.traffic[0].key.axes
+    wire = tuple(Wire(axes=axes, rank=rank, sent_bytes=EXACT.sent_bytes()) for rank in range(2))
+    blocked = (Blocked(axes=axes, rank=0, seconds=0.25), Blocked(axes=axes, rank=1, seconds=0.5))
+    text = summary(EXACT, replace(MEASURED, wire=wire, blocked=blocked), (), torch="2.13.0")
+    (row,) = [line for line in text.splitlines() if "+0.000%" in line]
+    assert row.startswith("dp_shard") and "gloo" in row
+    assert "0.250 s" in text and "0.500 s" in text
