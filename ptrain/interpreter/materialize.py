@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 from torch import nn
 from torch._guards import detect_fake_mode
@@ -18,6 +20,8 @@ from ptrain.models.numerics import TORCH_DTYPES
 from ptrain.plan.step import FullyShard, Plan
 from ptrain.spec.model import ModelShape
 from ptrain.spec.spec import Spec
+
+_RETURNS_A_VIEW = "FSDP2-wrapped module .* returned a view tensor"
 
 
 def build_module(spec: Spec, *, allow_import: bool = False) -> nn.Module:
@@ -45,6 +49,9 @@ def wrap(module: nn.Module, spec: Spec, plan: Plan, mesh: Mesh, registry: Regist
         layout = plan.update.layout
         if plan.wrap.materialized and layout.master is not None:
             cast(module, TORCH_DTYPES[layout.master])
+        if isinstance(spec.model, ModelShape):
+            # a gpt's mlp returns a view, and nothing in our models writes into what a unit returns
+            warnings.filterwarnings("ignore", _RETURNS_A_VIEW, UserWarning)
         wrapped = apply(module, plan, mesh, registry)
         if is_meta:
             module.to_empty(device=device)
