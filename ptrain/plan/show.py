@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import assert_never
 
 from ptrain.algebra.layout import groups
+from ptrain.axes.data.form import ELEMENTWISE
 from ptrain.plan.step import (
     Accumulate,
     Clip,
@@ -20,9 +21,10 @@ from ptrain.plan.step import (
     Update,
 )
 from ptrain.spec.axis import Axis
-from ptrain.spec.batch import GradientSync, ReduceScatterVia, SyncPolicy
+from ptrain.spec.batch import GatherAfterUpdate, GradientSync, ReduceScatterVia, SyncPolicy
+from ptrain.spec.placement import Tier
 from ptrain.spec.precision import Layout
-from ptrain.spec.spec import Spec
+from ptrain.spec.spec import WHOLE_BUCKET, Spec
 from ptrain.units import format_bytes
 
 _FEW_GROUPS = 8
@@ -45,10 +47,7 @@ def _step(step: Step) -> str:
         case LocalGradients():
             return "leave the model as it is: one device, nothing to reduce"
         case Replicate():
-            return (
-                f"replicate over {_names(step.axes)}: DistributedDataParallel, buckets of "
-                f"{format_bytes(step.bucket_bytes)} summed after the last micro-batch"
-            )
+            return _replicate(step)
         case FullyShard():
             return _fully_shard(step)
         case FlatUnits():
@@ -58,7 +57,7 @@ def _step(step: Step) -> str:
         case Clip():
             return _clip(step)
         case Update():
-            return f"update with {step.optimizer}, {_layout(step.layout)}"
+            return _update(step)
         case _:
             assert_never(step)
 
@@ -70,27 +69,100 @@ def _mesh(step: CreateMesh) -> str:
     return "create a mesh " + " × ".join(f"{axis} {degree}" for axis, degree in pairs)
 
 
+def _replicate(step: Replicate) -> str:
+    backward = "the last micro-batch's backward"
+    when = f"beside {backward}" if step.overlaps else f"when {backward} is over"
+    text = (
+        f"replicate over {_names(step.axes)}: DistributedDataParallel, {_bucket(step)} summed "
+        f"once, {when}"
+    )
+    if step.zero_redundancy:
+        text += "; Ω spread as whole tensors, whose owners update and broadcast them"
+    return text
+
+
+def _bucket(step: Replicate) -> str:
+    match step.bucket_bytes:
+        case 1:
+            return "gradients one by one"
+        case size if size >= WHOLE_BUCKET:
+            return "all gradients in one bucket"
+        case size:
+            return f"buckets of {format_bytes(size)}"
+
+
 def _fully_shard(step: FullyShard) -> str:
-    text = f"fully_shard each unit over {_names(step.shard_axes)}: Θ S*, Ω S, G S"
+    theta = "Θ M (gathered units are casts of the master shards)" if step.materialized else "Θ S*"
+    text = f"fully_shard each unit over {_names(step.shard_axes)}: {theta}, Ω S, G S"
     if step.replicate_axes:
         text += f"; replicate over {_names(step.replicate_axes)}"
+    if not step.overlaps:
+        text += "; reductions awaited, nothing gathered ahead"
+    elif step.prefetch is not None:
+        text += f"; {_ahead(step.prefetch)}"
     return text + _via(step.reduce_scatter)
 
 
+def _ahead(num: int) -> str:
+    return f"{_count(num, 'unit')} gathered ahead" if num else "nothing gathered ahead"
+
+
 def _flat(step: FlatUnits) -> str:
-    states = (
-        ("Θ", step.parameters, "gathered for use"),
-        ("Ω", step.optimizer, ""),
-        ("G", step.gradients, ""),
+    over = f" over {_names(step.axes)}" if step.axes else ""
+    states = ", ".join((_flat_parameters(step), _flat_optimizer(step), _flat_gradients(step)))
+    return "; ".join([f"keep each unit in a flat buffer{over}: {states}", *_flat_dials(step)]) + (
+        _via(step.reduce_scatter)
     )
-    parts = [
-        f"{letter} {'whole' if not axes else 'cut over ' + _names(axes)}"
-        + (f" and {note}" if axes and note else "")
-        for letter, axes, note in states
-    ]
-    return f"keep each unit in a flat buffer over {_names(step.axes)}: {', '.join(parts)}" + _via(
-        step.reduce_scatter
-    )
+
+
+def _flat_parameters(step: FlatUnits) -> str:
+    if step.materialized:
+        return "Θ made by unit of the masters in Ω"
+    stored = _stored("Θ", step.parameters, step.parameters_tier)
+    if step.parameters:
+        return f"{stored} and gathered for use"
+    return stored if step.parameters_tier is Tier.DEVICE else f"{stored} and brought for use"
+
+
+def _flat_optimizer(step: FlatUnits) -> str:
+    stored = _stored("Ω", step.optimizer, step.optimizer_tier)
+    gathered = [axis for axis in step.optimizer if axis not in step.updated]
+    if gathered:
+        stored += f" and gathered over {_names(gathered)} for the update"
+    if step.optimizer_tier is Tier.DEVICE:
+        return stored
+    return f"{stored}, updated on the {step.update_tier}"
+
+
+def _flat_gradients(step: FlatUnits) -> str:
+    if step.consumed:
+        return "G used up: each unit is reduced and updated within backward"
+    stored = _stored("G", step.gradients, step.gradients_tier)
+    if step.gathered_gradients:
+        stored += f" and gathered over {_names(step.gathered_gradients)} for the update"
+    return stored
+
+
+def _stored(letter: str, axes: Sequence[Axis], tier: Tier) -> str:
+    """`Ω cut over dp_shard on the host`."""
+    where = {Tier.DEVICE: "", Tier.HOST: " on the host", Tier.FILE: " in files"}[tier]
+    return f"{letter} {'cut over ' + _names(axes) if axes else 'whole'}{where}"
+
+
+def _flat_dials(step: FlatUnits) -> Iterator[str]:
+    if step.path is not None:
+        yield f"files in {step.path}"
+    if step.overlaps:
+        yield "reductions run beside backward"
+    if step.prefetch:
+        yield _ahead(step.prefetch)
+    if any(axis not in step.parameters for axis in step.updated):
+        when = {
+            GatherAfterUpdate.BLOCKING: "gathered after each unit's update",
+            GatherAfterUpdate.DURING_UPDATE: "gathered while other units are updated",
+            GatherAfterUpdate.NEXT_FORWARD: "gathered when they are used next",
+        }[step.gather_after_update]
+        yield f"updated parts {when}"
 
 
 def _via(via: ReduceScatterVia) -> str:
@@ -102,10 +174,21 @@ def _clip(step: Clip) -> str:
     return f"clip the gradient norm to {step.max_norm:g}{over}"
 
 
+def _update(step: Update) -> str:
+    rest = "" if step.optimizer in ELEMENTWISE else " (adamw for all but the blocks' matrices)"
+    text = f"update with {step.optimizer}{rest}, {_layout(step.layout)}"
+    if step.layout.scales_loss:
+        over = f" over {_names(step.scale_axes)}" if step.scale_axes else ""
+        text += f"; the loss is scaled, and a step whose gradients overflow{over} is skipped"
+    return text
+
+
 def _layout(layout: Layout) -> str:
+    sent = "" if layout.reduced is layout.gradients else f" reduced in {layout.reduced}"
+    both = " beside each micro-batch's own" if layout.keeps_both else ""
     master = f", master {layout.master}" if layout.master else ""
     return (
-        f"layout {layout.name} (Θ {layout.parameters}, G {layout.gradients}{master}, "
+        f"layout {layout.name} (Θ {layout.parameters}, G {layout.gradients}{sent}{both}{master}, "
         f"moments {layout.moments})"
     )
 
@@ -138,6 +221,8 @@ def _policy(plan: Plan) -> Iterator[str]:
             return
         case Replicate():
             yield "sync     gradients once, after the last micro-batch"
+        case FlatUnits() if plan.wrap.consumed:
+            yield "sync     gradients unit by unit, as soon as they are complete"
         case FullyShard() | FlatUnits():
             yield f"sync     {_sync(plan.wrap.sync, gathers=_gathers(plan))}"
         case _:
@@ -145,9 +230,16 @@ def _policy(plan: Plan) -> Iterator[str]:
 
 
 def _gathers(plan: Plan) -> bool:
-    return isinstance(plan.wrap, FullyShard) or bool(
-        isinstance(plan.wrap, FlatUnits) and plan.wrap.parameters
-    )
+    """Whether a unit's parameters are whole on the device for their use only."""
+    match plan.wrap:
+        case FullyShard():
+            return True
+        case FlatUnits():
+            wrap = plan.wrap
+            off_device = wrap.parameters_tier is not Tier.DEVICE
+            return bool(wrap.parameters) or wrap.materialized or off_device
+        case _:
+            return False
 
 
 def _sync(sync: SyncPolicy, *, gathers: bool) -> str:
@@ -156,7 +248,11 @@ def _sync(sync: SyncPolicy, *, gathers: bool) -> str:
         when = "once, after the last micro-batch"
     if not gathers:
         return f"gradients {when}"
-    forward = "freed after forward" if sync.reshard_after_forward else "kept after forward"
+    match sync.reshard_after_forward:
+        case bool() as freed:
+            forward = "freed after forward" if freed else "kept after forward"
+        case shards:
+            forward = f"kept in {shards} shards after forward"
     backward = "freed after backward" if sync.reshard_after_backward else "kept until the last"
     return f"gradients {when}; gathered parameters {forward}, {backward}"
 

@@ -1,0 +1,60 @@
+"""A plan as text says in plain words what each mode, tier, layout and dial will do."""
+
+from __future__ import annotations
+
+import pytest
+
+from ptrain.derivation.estimate import derive
+from ptrain.plan.show import show
+from ptrain.spec.load import load
+
+BASE = {
+    "model": {"preset": "llama-tiny"},
+    "mesh": {"dp_shard": 2},
+    "batch": {"global": 8, "micro": 2, "sequence": 32},
+}
+DDP, FULLY = "R,R,R,R", "S*,S,S,R"
+
+
+def shown(placement: str, **changes: object) -> str:
+    spec = load(BASE | {"placement": {"dp_shard": placement}} | changes).spec
+    return show(spec, derive(spec).plan)
+
+
+@pytest.mark.parametrize(
+    ("placement", "changes", "words"),
+    [
+        (DDP, {}, "beside the last micro-batch's backward"),
+        (DDP, {"overlap": "none"}, "when the last micro-batch's backward is over"),
+        (DDP, {"bucket": "per-tensor"}, "gradients one by one"),
+        (DDP, {"bucket": "whole"}, "all gradients in one bucket"),
+        (FULLY, {"prefetch": 2}, "2 units gathered ahead"),
+        (FULLY, {"prefetch": 0}, "nothing gathered ahead"),
+        (FULLY, {"overlap": "none"}, "reductions awaited, nothing gathered ahead"),
+        (FULLY, {"reshard": 2}, "kept in 2 shards after forward"),
+        (FULLY, {"unit": "2 blocks"}, "blocks.0+blocks.1, blocks.2+blocks.3, the root"),
+        ("M,S,S,R", {"precision": {"layout": "fsdp-mixed"}}, "Θ M (gathered units are casts"),
+        ("M,O,S,R", {"precision": {"layout": "zero16"}}, "Θ made by unit of the masters in Ω"),
+        ("R@host,S,S,R", {}, "Θ whole on the host and brought for use"),
+        ("S*@file,S,S,R", {}, "Θ cut over dp_shard in files and gathered for use"),
+        ("R,O,O,R", {}, "Ω cut over dp_shard on the host, updated on the host"),
+        ("R,O,O,R", {"offload": {"update": "device"}}, "on the host, updated on the device"),
+        ("R,S@file,S,R", {"offload": {"path": "/x"}}, "files in /x"),
+        ("R,S*,S*,R", {}, "G cut over dp_shard and gathered over dp_shard for the update"),
+        ("R,S,S,R", {"overlap": "backward"}, "reductions run beside backward"),
+        ("R,S,S,R", {"gather_after_update": "next-forward"}, "gathered when they are used next"),
+        ("R,S,S,R", {"gather_after_update": "during-update"}, "while other units are updated"),
+        ("R,R,M,R", {}, "G used up: each unit is reduced and updated within backward"),
+        ("R,R,M,R", {}, "gradients unit by unit, as soon as they are complete"),
+        ("R,S,S,R", {"precision": {"layout": "fp16"}}, "gradients overflow over dp_shard is skip"),
+        ("R,S,S,R", {"precision": {"layout": "zero20"}}, "reduced in bf16 beside each micro-batch"),
+        ("R,S*,S*,R", {"optimizer": {"name": "muon"}}, "adamw for all but the blocks' matrices"),
+    ],
+)
+def test_the_plan_says_what_happens(placement, changes, words):
+    assert words in shown(placement, **changes)
+
+
+def test_owners_broadcast_where_torch_spreads_the_update():
+    spec = load("ddp-zero-redundancy").spec
+    assert "whose owners update and broadcast them" in show(spec, derive(spec).plan)
