@@ -51,7 +51,8 @@ def differences(ranks: Ranks, setting: Setting) -> list[str]:
 
 @pytest.mark.parametrize("row", ROWS)
 def test_a_row_is_exact_and_equals_one_device(ranks: Ranks, row: str) -> None:
-    assert not differences(ranks, default(row))
+    found = differences(ranks, default(row))
+    assert not found, "\n".join(found)
 
 
 @pytest.mark.nightly

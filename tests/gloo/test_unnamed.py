@@ -82,4 +82,5 @@ SETTINGS = list(islice(unnamed(random.Random(SEED)), DRAWN + NIGHTLY))
 def test_a_tuple_without_a_name_is_exact_and_equals_one_device(
     ranks: Ranks, setting: Setting
 ) -> None:
-    assert not differences(ranks, setting)
+    found = differences(ranks, setting)
+    assert not found, "\n".join(found)
