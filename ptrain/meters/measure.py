@@ -5,18 +5,22 @@ with measure(program) as measurement:
     program.forward_backward(batch)
     program.step(lr)
 measurement.estimate()
+
+A module that DistributedDataParallel, FSDP2 or another framework has wrapped takes the program's
+place: `measure(module, optimizer=optimizer)`.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from ptrain.costs import (
     Blocked,
@@ -33,22 +37,26 @@ from ptrain.costs import (
 )
 from ptrain.interpreter.program import Program
 from ptrain.interpreter.world import World
+from ptrain.meters.foreign import Foreign, PhaseWatch, ranks_by_axes, state_of
 from ptrain.meters.memory import MemoryMeter
 from ptrain.meters.traffic import TrafficMeter
 from ptrain.meters.wire import WireMeter
 
 
 class Measurement:
-    """What the meters of one rank saw of one step."""
+    """What the meters of one rank saw of one step. `ranks_by_axes` are the ranks of its groups."""
 
-    def __init__(self, program: Program) -> None:
-        self.rank = program.world.rank
-        self.size = program.world.size
-        self.memory = MemoryMeter(program, rank=self.rank, device=program.world.device.type)
-        axes_by_group = program.mesh.axes_by_group()
-        self.traffic = TrafficMeter(
-            program.registry, axes_by_group, device=program.world.device.type
-        )
+    def __init__(self, measured: Program | Foreign) -> None:
+        guess = {}
+        if isinstance(measured, Program):
+            self.rank, self.size = measured.world.rank, measured.world.size
+            device, axes_by_group = measured.world.device.type, measured.mesh.axes_by_group()
+        else:
+            self.rank, self.size, device = measured.rank, measured.size, measured.device
+            axes_by_group, guess = measured.axes_by_group(), {"guess": state_of}
+        self.ranks_by_axes = ranks_by_axes(axes_by_group)
+        self.memory = MemoryMeter(measured, rank=self.rank, device=device)
+        self.traffic = TrafficMeter(measured.registry, axes_by_group, device=device, **guess)
         self.wire = WireMeter(axes_by_group, rank=self.rank)
 
     def estimate(self) -> Estimate:
@@ -65,17 +73,29 @@ class Measurement:
 
 
 @contextmanager
-def measure(program: Program) -> Iterator[Measurement]:
-    """Meter what runs inside: exactly one step. A steady step comes after the first two."""
-    measurement = Measurement(program)
-    observers = (measurement.memory, measurement.traffic)
-    program.observers.extend(observers)
+def measure(
+    model: Program | nn.Module, *, optimizer: object | None = None
+) -> Iterator[Measurement]:
+    """Meter what runs inside: exactly one step. A steady step comes after the first two.
+
+    `model` is a program, or any module that somebody else wrapped, with its optimizer; of such a
+    one states and phases are found from outside (meters/foreign.py).
+    """
+    if isinstance(model, Program):
+        measurement = Measurement(model)
+        observers = (measurement.memory, measurement.traffic)
+        model.observers.extend(observers)
+        watch: AbstractContextManager[object] = nullcontext()
+    else:
+        measurement = Measurement(Foreign(model, optimizer))
+        watch = PhaseWatch(model, (measurement.memory, measurement.traffic))
     try:
-        with measurement.wire, measurement.memory, measurement.traffic:
+        with measurement.wire, measurement.memory, measurement.traffic, watch:
             yield measurement
     finally:
-        for observer in observers:
-            program.observers.remove(observer)
+        if isinstance(model, Program):
+            for observer in observers:
+                model.observers.remove(observer)
 
 
 def gather_estimates(world: World, estimate: Estimate) -> list[Estimate]:

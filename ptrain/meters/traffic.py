@@ -9,7 +9,7 @@ was seen, in this module alone: the predictor has its own.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -76,8 +76,11 @@ class TrafficMeter(TorchDispatchMode):
         axes_by_group: Mapping[str, tuple[str, ...]],
         *,
         device: str = "cpu",
+        guess: Callable[[Collective, Phase], State] = lambda collective, phase: State.OTHER,
     ) -> None:
+        """`guess` names the state of a call none of whose tensors has a tag."""
         super().__init__()
+        self._guess = guess
         self._device = device
         self._registry = registry
         self._axes_by_group = axes_by_group
@@ -123,7 +126,7 @@ class TrafficMeter(TorchDispatchMode):
         key = TrafficKey(
             axes=self._axes_by_group.get(group.group_name, (f"group {group.group_name}",)),
             collective=collective,
-            state=tag.state if tag is not None else State.OTHER,
+            state=tag.state if tag is not None else self._guess(collective, self._phase),
             phase=self._phase,
             via=via,
         )

@@ -84,6 +84,7 @@ def test_who_waits_is_who_came_first(ranks: Ranks, way: str) -> None:
 
 
 def _overlapped() -> float:
+    dist.barrier()
     with Stopwatch({dist.group.WORLD.group_name: AXES}, rank=0) as stopwatch:
         work = dist.all_reduce(torch.ones(1000), async_op=True)
         time.sleep(SLEEP)  # as computing would take

@@ -1,0 +1,198 @@
+"""A model that somebody else wrapped, as the meters need it: states, groups and phases found on
+the object itself.
+
+States: the module's parameters, their `.grad`, the tensors in the optimizer's state. FSDP2's
+shards are read off its own groups, since a gathered module shows other parameters. Phases: a
+forward pass of the root module begins FORWARD, autograd at work is BACKWARD, what follows it is
+UPDATE. A wrapper's own buffers carry no tag, so a collective on them has the state that such a
+call moves in that phase: gathered in forward and backward are parameters, reduced in backward are
+gradients. Groups have the names of the mesh dimensions that the parameters are sharded on, else
+`world`, else the ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ptrain.costs import Collective, Phase, State
+from ptrain.interpreter.registry import Registry
+from ptrain.models.ledger import local
+
+_GATHERS = (Collective.ALL_GATHER, Collective.BROADCAST, Collective.GATHER, Collective.SCATTER)
+
+
+class Observer(Protocol):
+    """Whoever wants to know where in a step the model is."""
+
+    def phase(self, phase: Phase, micro_batch: int) -> None: ...
+
+
+class Foreign:
+    """A wrapped module and its optimizer, seen from outside."""
+
+    def __init__(self, module: nn.Module, optimizer: object | None) -> None:
+        self.module = module
+        self.registry = Registry()
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        self.size = dist.get_world_size() if dist.is_initialized() else 1
+        self._optimizer = _innermost(optimizer)
+        self._parameters = list(module.parameters())
+        self.device = self._parameters[0].device.type
+
+    def storages(self) -> Iterator[tuple[State, torch.Tensor]]:
+        """Parameters and gradients as this rank stores them, optimizer state, buffers."""
+        shards, gathered = self._sharded()
+        away = {id(parameter) for parameter in gathered}
+        kept = [parameter for parameter in self._parameters if id(parameter) not in away]
+        for parameter in (*shards, *kept):
+            yield State.PARAMETERS, local(parameter.detach())
+        for parameter in (*shards, *kept, *gathered):
+            if parameter.grad is not None:
+                yield State.GRADIENTS, local(parameter.grad)
+        for values in getattr(self._optimizer, "state", {}).values():
+            for value in values.values():
+                if isinstance(value, torch.Tensor):
+                    yield State.OPTIMIZER, local(value)
+        for buffer in self.module.buffers():
+            yield State.OTHER, local(buffer)
+
+    def _sharded(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """FSDP2's shards, and the gathered parameters that stand in for them while in use."""
+        parts = [
+            part
+            for module in self.module.modules()
+            if isinstance(module, FSDPModule)
+            for part in _parts(module)
+        ]
+        gathered = [getattr(part, "_unsharded_param", None) for part in parts]
+        return [part.sharded_param for part in parts], [
+            parameter for parameter in gathered if parameter is not None
+        ]
+
+    def axes_by_group(self) -> dict[str, tuple[str, ...]]:
+        """Group name -> axes. Groups that no parameter is sharded on are found by their ranks."""
+        found: dict[str, tuple[str, ...]] = {}
+        for parameter in (*self._sharded()[0], *self._parameters):
+            if isinstance(parameter, DTensor):
+                mesh = parameter.device_mesh
+                names = mesh.mesh_dim_names or tuple(f"dim{dim}" for dim in range(mesh.ndim))
+                for dim in range(mesh.ndim):
+                    found[mesh.get_group(dim).group_name] = (names[dim],)
+        for group in _groups():
+            found.setdefault(group.group_name, (_by_ranks(group),))
+        return found
+
+
+def state_of(collective: Collective, phase: Phase) -> State:
+    """What a call on an untagged buffer moves. DDP broadcasts a module's buffers in forward."""
+    if phase is Phase.FORWARD and collective is Collective.BROADCAST:
+        return State.OTHER
+    if collective in _GATHERS:
+        return State.PARAMETERS
+    return State.ACTIVATIONS if phase is Phase.FORWARD else State.GRADIENTS
+
+
+class PhaseWatch(TorchDispatchMode):
+    """Tells observers the phase of a model that does not tell it itself."""
+
+    def __init__(self, module: nn.Module, observers: Sequence[Observer]) -> None:
+        super().__init__()
+        self._module, self._observers = module, observers
+        self._phase: Phase | None = None
+        self._micro_batch = -1
+
+    def __enter__(self) -> Self:
+        self._hook = self._module.register_forward_pre_hook(self._begins, prepend=True)
+        super().__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        super().__exit__(kind, error, trace)
+        self._hook.remove()
+
+    def _begins(self, module: nn.Module, args: object) -> None:
+        if not _is_backward():
+            self._micro_batch += 1
+            self._enter(Phase.FORWARD)
+
+    def _enter(self, phase: Phase) -> None:
+        self._phase = phase
+        for observer in self._observers:
+            observer.phase(phase, 0 if phase is Phase.UPDATE else self._micro_batch)
+
+    def __torch_dispatch__(
+        self,
+        function: Any,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # DTensor turns into operators on local tensors first
+        if _is_backward():
+            if self._phase is Phase.FORWARD:
+                self._enter(Phase.BACKWARD)
+        elif self._phase is Phase.BACKWARD:
+            self._enter(Phase.UPDATE)
+        return function(*args, **(kwargs or {}))
+
+
+def _is_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _innermost(optimizer: object | None) -> object | None:
+    """The optimizer inside of wrappers: accelerate keeps it as `optimizer`, ZeRO's as `optim`."""
+    for name in ("optimizer", "optim"):
+        if isinstance(inner := getattr(optimizer, name, None), torch.optim.Optimizer):
+            return _innermost(inner)
+    return optimizer
+
+
+def _parts(module: FSDPModule) -> Iterator[FSDPParam]:
+    """What FSDP2 gathers with this module. Torch 2.13 has a list of groups, 2.11 one or none."""
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    for group in [state._fsdp_param_group] if groups is None else groups:
+        yield from group.fsdp_params if group is not None else ()
+
+
+def _groups() -> Iterator[dist.ProcessGroup]:
+    if dist.is_initialized():
+        for group in list(dist.distributed_c10d._world.pg_names):
+            if group is not None and group.rank() >= 0:
+                yield group
+
+
+def ranks_by_axes(
+    axes_by_group: Mapping[str, tuple[str, ...]],
+) -> dict[tuple[str, ...], tuple[int, ...]]:
+    """The ranks of each group, ascending, under the name of its axes."""
+    return {
+        axes: tuple(
+            sorted(dist.get_process_group_ranks(dist.distributed_c10d._resolve_process_group(name)))
+        )
+        for name, axes in axes_by_group.items()
+    }
+
+
+def _by_ranks(group: dist.ProcessGroup) -> str:
+    ranks = sorted(dist.get_process_group_ranks(group))
+    if ranks == list(range(dist.get_world_size())):
+        return "world"
+    return "ranks " + ",".join(map(str, ranks))

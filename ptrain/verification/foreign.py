@@ -1,0 +1,88 @@
+"""A spec's prediction against a model that somebody else wrapped.
+
+Compared is what such an object has in common with a program: resident bytes of parameters,
+optimizer state and gradients, and every collective on more than a scalar. Left out are
+activations, transient buffers and peaks, which hang on code around the model, a module's
+buffers, and scalars, of which each framework has its own (norms, losses, flags). A wrapper that
+does something else than its configuration says (replicas where shards were asked for, one unit
+where blocks were meant) fails checks that name state and axis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import combinations
+
+from ptrain.costs import PLACED, Estimate, Phase, State, Traffic
+from ptrain.derivation.estimate import derive
+from ptrain.derivation.facts import ModelFacts
+from ptrain.meters.measure import Measurement
+from ptrain.models.facts import facts_of
+from ptrain.report.record import Check, compare
+from ptrain.spec.axis import Axis
+from ptrain.spec.spec import Spec
+
+_STATES = (State.PARAMETERS, State.OPTIMIZER, State.GRADIENTS)
+_SCALARS = 64  # bytes a call
+Axes = tuple[str, ...]
+
+
+def compare_foreign(
+    spec: Spec, measurement: Measurement, facts: ModelFacts | None = None
+) -> tuple[Check, ...]:
+    """Checks of this rank. `facts` are the model's where the spec does not build it."""
+    exact = derive(spec, facts or facts_of(spec)).exact
+    degrees = {factor.axis: factor.degree for factor in spec.factors if factor.degree > 1}
+    names = {ranks: axes for axes, ranks in ranks_over_axes(degrees, measurement.rank).items()}
+    renamed = {axes: names.get(ranks, axes) for axes, ranks in measurement.ranks_by_axes.items()}
+    measured = _renamed(measurement.estimate(), renamed)
+    return compare(_in_common(exact), _in_common(measured))
+
+
+def ranks_over_axes(degrees: Mapping[Axis, int], rank: int) -> dict[Axes, tuple[int, ...]]:
+    """For every choice of axes, the ranks that differ from `rank` on these alone (row-major)."""
+    strides: dict[Axis, int] = {}
+    stride = 1
+    for axis in reversed(tuple(degrees)):
+        strides[axis], stride = stride, stride * degrees[axis]
+    found: dict[Axes, tuple[int, ...]] = {}
+    for count in range(1, len(degrees) + 1):
+        for chosen in combinations(degrees, count):
+            ranks = [rank]
+            for axis in chosen:
+                place = rank // strides[axis] % degrees[axis]
+                ranks = [
+                    each + (index - place) * strides[axis]
+                    for each in ranks
+                    for index in range(degrees[axis])
+                ]
+            found[tuple(map(str, chosen))] = tuple(sorted(ranks))
+    return found
+
+
+def _renamed(estimate: Estimate, names: Mapping[Axes, Axes]) -> Estimate:
+    return replace(
+        estimate,
+        traffic=tuple(
+            replace(row, key=replace(row.key, axes=names.get(row.key.axes, row.key.axes)))
+            for row in estimate.traffic
+        ),
+    )
+
+
+def _in_common(estimate: Estimate) -> Estimate:
+    return replace(
+        estimate,
+        memory=tuple(row for row in estimate.memory if row.state in _STATES),
+        peak=(),
+        traffic=tuple(row for row in estimate.traffic if _is_in_common(row)),
+    )
+
+
+def _is_in_common(row: Traffic) -> bool:
+    return (
+        row.key.phase is not Phase.SETUP
+        and row.key.state in PLACED
+        and row.payload_bytes > _SCALARS * row.calls
+    )

@@ -1,0 +1,151 @@
+"""Models that plain torch wrapped, measured from outside: what a spec predicts of them holds, and
+a wrapper that does something else than was meant is told at the first steady step."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from ptrain.algebra.legality import require
+from ptrain.costs import Estimate, Phase, State
+from ptrain.meters.measure import measure
+from ptrain.models.build import build
+from ptrain.models.initialize import initialize
+from ptrain.report.record import Check
+from ptrain.spec.axis import Axis
+from ptrain.spec.load import load
+from ptrain.spec.spec import Spec
+from ptrain.verification.foreign import compare_foreign, ranks_over_axes
+from tests.ranks import Ranks
+
+pytestmark = pytest.mark.gloo
+
+STEPS = 3  # the third is steady
+SIZES = (
+    "model.preset=llama-tiny", "model.layers=2", "batch.micro=2", "batch.sequence=16",
+    "optimizer.clip=null",
+)  # fmt: skip
+
+
+def spec_of(strategy: str, size: int, accumulate: int = 1) -> Spec:
+    axes = {"ddp": ("dp_replicate",), "hsdp": ("dp_replicate", "dp_shard")}
+    chosen = axes.get(strategy, ("dp_shard",))
+    overrides = [*SIZES, f"batch.global={2 * size * accumulate}"]
+    overrides += [f"mesh.{axis}={size if len(chosen) == 1 else 2}" for axis in chosen]
+    return require(load(strategy, tuple(overrides)))
+
+
+def wrapped(way: str, spec: Spec, size: int) -> nn.Module:
+    """Nothing of ptrain but the model."""
+    model = build(spec.model, sequence=spec.batch.sequence)
+    initialize(model, 0)
+    if way == "ddp":
+        return DistributedDataParallel(model, gradient_as_bucket_view=True)
+    mesh = init_device_mesh("cpu", (size,))
+    if way == "hybrid":
+        mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("outer", "inner"))
+    if way != "root only":
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh, reshard_after_forward=True)
+    return fully_shard(model, mesh=mesh, reshard_after_forward=True)
+
+
+def _checks(way: str, predicted: str, size: int, accumulate: int = 1) -> tuple[Check, ...]:
+    spec = spec_of(predicted, size, accumulate)
+    model = wrapped(way, spec, size)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+
+    def step() -> None:
+        for index in range(accumulate):
+            if isinstance(model, DistributedDataParallel):
+                model.require_backward_grad_sync = index == accumulate - 1
+            rows = torch.randint(0, 200, (2, 17))
+            loss = F.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(STEPS - 1):
+        step()
+    with measure(model, optimizer=optimizer) as measurement:
+        step()
+    return compare_foreign(spec, measurement)
+
+
+def failing(checks: tuple[Check, ...]) -> list[str]:
+    return [check.name for check in checks if not check.holds]
+
+
+@pytest.mark.parametrize(
+    ("way", "predicted", "size", "accumulate"),
+    [
+        ("ddp", "ddp", 2, 1),
+        ("ddp", "ddp", 2, 2),
+        ("by block", "zero3", 2, 1),
+        ("by block", "zero3", 4, 1),
+        ("hybrid", "hsdp", 4, 1),
+    ],
+)
+def test_a_model_that_torch_wrapped_is_as_predicted(
+    ranks: Ranks, way: str, predicted: str, size: int, accumulate: int
+) -> None:
+    for rank, checks in enumerate(ranks.run(size, _checks, way, predicted, size, accumulate)):
+        assert not [check for check in checks if not check.holds]
+        for state in (State.PARAMETERS, State.OPTIMIZER, State.GRADIENTS):
+            (check,) = (each for each in checks if each.name == f"memory {state} rank {rank}")
+            assert check.measured
+
+
+def test_replicas_where_shards_were_predicted_are_told(ranks: Ranks) -> None:
+    for rank, checks in enumerate(ranks.run(2, _checks, "ddp", "zero3", 2)):
+        failed = failing(checks)
+        for state in (State.PARAMETERS, State.OPTIMIZER, State.GRADIENTS):
+            assert f"memory {state} rank {rank}" in failed
+        assert "traffic dp_shard all_gather forward parameters calls" in failed
+        assert "traffic dp_shard reduce_scatter backward gradients calls" in failed
+        assert "traffic dp_shard all_reduce backward gradients sent" in failed
+
+
+def test_one_unit_where_blocks_were_predicted_is_told(ranks: Ranks) -> None:
+    for checks in ranks.run(2, _checks, "root only", "zero3", 2):
+        failed = failing(checks)
+        assert "traffic dp_shard all_gather forward parameters calls" in failed
+        assert "traffic dp_shard reduce_scatter backward gradients calls" in failed
+        calls = {check.name: (check.predicted, check.measured) for check in checks}
+        assert calls["traffic dp_shard reduce_scatter backward gradients calls"] == (3, 1)
+        assert not any(name.startswith("memory") for name in failed)
+
+
+def _phases() -> Estimate:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(2):
+        with measure(model, optimizer=optimizer) as measurement:
+            for _ in range(2):
+                model(torch.ones(4, 8)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return measurement.estimate()
+
+
+def test_a_model_that_nobody_wrapped_has_states_and_phases_too() -> None:
+    estimate = _phases()
+    parameters = 4 * 2 * (64 + 8)
+    assert [row.phase for row in estimate.peak] == [Phase.FORWARD, Phase.BACKWARD, Phase.UPDATE]
+    for state in (State.PARAMETERS, State.OPTIMIZER, State.GRADIENTS):
+        assert estimate.bytes_of(state) == parameters
+    assert estimate.traffic == ()
+
+
+def test_ranks_over_axes_are_those_of_a_row_major_mesh() -> None:
+    degrees = {Axis.DP_REPLICATE: 2, Axis.DP_SHARD: 3}
+    assert ranks_over_axes(degrees, 4) == {
+        ("dp_replicate",): (1, 4),
+        ("dp_shard",): (3, 4, 5),
+        ("dp_replicate", "dp_shard"): (0, 1, 2, 3, 4, 5),
+    }
