@@ -1,0 +1,156 @@
+"""The state of flat units beyond training: it goes from any placement to any other and training
+goes on; evaluation sees what was updated; one device takes any layout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ptrain.data.corpus import corpus
+from ptrain.data.sampler import LocalBatch, batch
+from ptrain.interpreter.program import Program, interpret
+from ptrain.interpreter.world import World
+from ptrain.spec.precision import LAYOUTS
+from ptrain.spec.spec import Spec
+from ptrain.train import checkpoint
+from ptrain.train.exchange import Exchange
+from ptrain.verification.compare import FP64
+from ptrain.verification.compare import compare as compare_runs
+from tests.gloo.runs import full_parameters
+from tests.gloo.test_checkpoint import whole
+from tests.gloo.test_exact import failing
+from tests.gloo.test_flat_modes import REPLICATE, SHARD, reference, run, spec_of
+from tests.ranks import Ranks
+
+pytestmark = pytest.mark.gloo
+
+STEPS = 2
+RATE = 1e-3
+State = dict[str, torch.Tensor]
+
+
+def local_batch(program: Program, step: int) -> LocalBatch:
+    return batch(
+        corpus(program.spec.data),
+        spec=program.spec,
+        step=step,
+        data_index=program.data_index,
+        data_degree=program.spec.data_degree,
+    )
+
+
+def advance(program: Program, steps: range) -> None:
+    for step in steps:
+        program.forward_backward(local_batch(program, step), RATE)
+        program.step(RATE)
+
+
+def save_and_go_on(spec: Spec, folder: str) -> tuple[State, State]:
+    """The state after some steps, which is saved, and the parameters one step later."""
+    program = interpret(spec, world=World.join(spec.timeout))
+    advance(program, range(STEPS))
+    saved = whole(program)
+    checkpoint.save(program, Path(folder), STEPS, Exchange(program.world))
+    advance(program, range(STEPS, STEPS + 1))
+    return saved, full_parameters(program)
+
+
+def load_and_go_on(spec: Spec, folder: str) -> tuple[State, State]:
+    program = interpret(spec, world=World.join(spec.timeout))
+    exchange = Exchange(program.world)
+    path, found, _ = checkpoint.newest([Path(folder) / "step-00000002"], exchange)
+    assert path is not None and found is not None
+    checkpoint.load(program, path, found, exchange)
+    loaded = whole(program)
+    advance(program, range(STEPS, STEPS + 1))
+    return loaded, full_parameters(program)
+
+
+PLACES: dict[str, dict[str, str]] = {
+    "sharded": {SHARD: "S*,S,S,R"},
+    "on files": {SHARD: "S@file,S@file,S@file,R"},
+    "materialized on the host": {SHARD: "M,O,S,R"},
+    "whole on the host": {SHARD: "R@host,R@host,R@host,R"},
+    "gathered for the update": {SHARD: "S*,S*@host,O,R"},
+    "replicated": {REPLICATE: "R,R,R,R"},
+}
+CHAIN = list(zip(PLACES, [*list(PLACES)[1:], next(iter(PLACES))], strict=True))
+MASTER = {"precision": {"layout": "zero16"}}
+
+
+@pytest.mark.parametrize(("before", "after"), CHAIN)
+def test_a_state_is_bitwise_the_same_in_another_place_and_training_goes_on(
+    ranks: Ranks, tmp_path: Path, before: str, after: str
+) -> None:
+    one, other = (spec_of(PLACES[name], 2, **MASTER) for name in (before, after))
+    saved, expected = ranks.run(2, save_and_go_on, one, str(tmp_path))[0]
+    loaded, found = ranks.run(2, load_and_go_on, other, str(tmp_path))[0]
+    assert saved.keys() == loaded.keys()
+    for name, value in saved.items():
+        assert torch.equal(loaded[name], value), name
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [("S*,S*,S*,R", "R,S*@host,S*,R"), ("R,S*@host,S*,R", "S*,S*,S*,R")]
+)
+def test_a_state_of_whole_matrices_moves_too(
+    ranks: Ranks, tmp_path: Path, before: str, after: str
+) -> None:
+    changes = {"optimizer": {"name": "muon"}, **MASTER}
+    one, other = (spec_of({SHARD: tuple_}, 2, **changes) for tuple_ in (before, after))
+    saved, expected = ranks.run(2, save_and_go_on, one, str(tmp_path))[0]
+    loaded, found = ranks.run(2, load_and_go_on, other, str(tmp_path))[0]
+    assert saved.keys() == loaded.keys()
+    for name, value in saved.items():
+        assert torch.equal(loaded[name], value), name
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-12)
+
+
+def evaluate_between_steps(spec: Spec) -> list[float]:
+    """The evaluation loss before training and after every step, and training goes on."""
+    program = interpret(spec, world=World.join(spec.timeout))
+    losses = []
+    for step in range(STEPS + 1):
+        total = program.evaluate(local_batch(program, 100)).double()
+        torch.distributed.all_reduce(total)
+        losses.append(total.item())
+        advance(program, range(step, step + 1))
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("placement", "changes"),
+    [
+        ({SHARD: "O,O,O,R"}, {}),
+        ({SHARD: "R,S,S,R"}, {"gather_after_update": "next-forward"}),
+        ({SHARD: "R@host,O,S,R"}, {"gather_after_update": "during-update"}),
+        ({SHARD: "S*,R,S,R"}, {"prefetch": 2}),
+        ({SHARD: "S*,S,M,R"}, {"optimizer": {"clip": None}, "prefetch": 1}),
+    ],
+    ids=str,
+)
+def test_evaluation_sees_every_update(
+    ranks: Ranks, placement: Mapping[str, str], changes: dict[str, Any]
+) -> None:
+    spec = spec_of(placement, 2, **changes)
+    plain = spec_of(
+        {SHARD: "S*,S,S,R"}, 2, **{k: v for k, v in changes.items() if k == "optimizer"}
+    )
+    found = ranks.run(2, evaluate_between_steps, spec)[0]
+    expected = ranks.run(2, evaluate_between_steps, plain)[0]
+    assert found == pytest.approx(expected, rel=1e-12)
+    assert found[0] > found[-1]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_one_device_takes_every_layout(ranks: Ranks, layout: str) -> None:
+    changes = {"precision": {"layout": layout, "compute": "fp64"}, "accumulate": 2}
+    spec = spec_of({SHARD: "R,R,R,R"}, 1, **changes)
+    assert not failing(compare_runs(reference(spec), run(ranks, spec), FP64))
