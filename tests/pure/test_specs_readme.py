@@ -1,0 +1,46 @@
+"""The tables of specs/README.md are those that its command makes, of specs that are legal."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ptrain.algebra.legality import require
+from ptrain.spec.load import load
+from ptrain.spec.names import listing, root
+from ptrain.spec.text import read
+
+ROOT = Path(__file__).parents[2]
+FLAGS = read(root() / "flags.yaml").root
+assert isinstance(FLAGS, dict)
+WRITTEN = [tuple(row["spec"]) for row in FLAGS["placements"]]
+
+
+def test_the_tables_are_what_their_command_makes():
+    ended = subprocess.run(
+        [sys.executable, "benchmarks/specs_readme.py", "--check"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 0, f"{ended.stdout}{ended.stderr}: run it without --check"
+
+
+@pytest.mark.parametrize("written", WRITTEN, ids=" ".join)
+def test_what_other_tools_are_said_to_mean_is_a_legal_spec(written):
+    name, *overrides = written
+    assert require(load(name, overrides))
+
+
+def test_every_strategy_is_in_the_table_of_flags():
+    assert {name for name, *_ in WRITTEN} == set(listing("strategies"))
+    assert len(set(WRITTEN)) == len(WRITTEN)
+
+
+def test_no_tool_is_misspelled():
+    for row in (*FLAGS["placements"], *FLAGS["dials"]):
+        assert set(row) <= {"spec", "dial", *FLAGS["tools"]}
