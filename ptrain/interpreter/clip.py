@@ -10,13 +10,13 @@ import torch.distributed as dist
 from ptrain.costs import State
 from ptrain.interpreter.mesh import Mesh
 from ptrain.interpreter.scaling import LossScale
-from ptrain.interpreter.tiers import Tiers, tag, tier_of
+from ptrain.interpreter.tiers import Tiers, alike, tier_of
 from ptrain.plan.step import Clip
 from ptrain.spec.placement import Tier
 
 # On the CPU torch adds a tensor's squares one after the other: in fp32 that is off by 1e-5 at 1M
 # elements and by 1e-2 at 100M. (In fp64 it would copy the whole tensor first.)
-_LONG, _ROW = 2**16, 2**12
+_LONG, _ROW = 2**14, 2**12
 
 
 def clip_gradients(
@@ -30,14 +30,15 @@ def clip_gradients(
     """
     dtype = torch.promote_types(gradients[0].dtype, torch.float32)
     norms = _norms(gradients, dtype)
-    square = torch.linalg.vector_norm(torch.stack(norms)).square_()
-    del norms
+    stacked = alike(torch.stack(norms), gradients[0])
+    square = alike(torch.linalg.vector_norm(stacked).square_(), gradients[0])
+    del norms, stacked
     if step.axes:
         square = _all_reduced(square, gradients[0], step, mesh)
     norm = square.sqrt_()
     if scaling is not None:
         norm.div_(scaling.beside(gradients[0])[0])
-    scale = torch.clamp(step.max_norm / (norm + 1e-6), max=1.0)
+    scale = alike(norm + 1e-6, gradients[0]).reciprocal_().mul_(step.max_norm).clamp_(max=1.0)
     torch._foreach_mul_(list(gradients), scale)
     return norm
 
@@ -54,8 +55,11 @@ def _norms(gradients: Sequence[torch.Tensor], dtype: torch.dtype) -> list[torch.
         if rows:
             flat, end = gradient.view(-1), gradient.numel() // _ROW * _ROW
             by_row = torch.linalg.vector_norm(flat[:end].view(-1, _ROW), dim=1, dtype=dtype)
+            alike(by_row, gradient)
             norms.append(torch.linalg.vector_norm(by_row))
             norms.append(torch.linalg.vector_norm(flat[end:], dtype=dtype))
+    for norm in norms:
+        alike(norm, gradients[0])
     return norms
 
 
@@ -67,7 +71,6 @@ def _all_reduced(
     mesh.registry.tag(square, State.GRADIENTS)
     summed = square
     if tier_of(gradient.untyped_storage(), device.type) is not Tier.DEVICE:
-        tag(square, Tier.HOST)
         summed = Tiers(device, mesh.registry).move(square, Tier.DEVICE, State.GRADIENTS)
     for axis in step.axes:
         dist.all_reduce(summed, group=mesh.group((axis,)))

@@ -1,0 +1,285 @@
+"""Layouts: what is computed is what one device computes in the same dtypes; a scaled loss that
+overflows on one rank stops the update on all; and ranks whose models differ do not begin."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+
+from ptrain.algebra.legality import require
+from ptrain.data.corpus import corpus
+from ptrain.data.sampler import batch
+from ptrain.errors import PtrainError, SpecError
+from ptrain.interpreter.materialize import build_module
+from ptrain.interpreter.program import Program, interpret
+from ptrain.interpreter.world import World
+from ptrain.models.initialize import initialize
+from ptrain.spec.load import load
+from ptrain.spec.precision import INITIAL_SCALE, LAYOUTS
+from ptrain.spec.spec import Spec
+from ptrain.train import checkpoint
+from ptrain.verification.band import loss_band
+from ptrain.verification.compare import FP64, Tolerances, compare
+from ptrain.verification.reference import Trajectory, one_device
+from tests.gloo.cases import ODD
+from tests.gloo.runs import train
+from tests.gloo.test_checkpoint import whole
+from tests.gloo.test_exact import failing
+from tests.ranks import Ranks
+
+pytestmark = pytest.mark.gloo
+
+STEPS = 6
+PLACEMENTS: Mapping[str, Mapping[str, str]] = {
+    "whole": {"dp_replicate": "ddp"},
+    "sharded update": {"dp_shard": "zero1"},
+    "sharded gradients": {"dp_shard": "zero2"},
+    "sharded": {"dp_shard": "zero3"},
+}
+CUSTOM: Mapping[str, Mapping[str, str]] = {
+    "moments in bf16": {"moments": "bf16"},
+    "all four differ": {
+        "parameters": "bf16", "reduced": "fp16", "gradients": "fp32", "master": "fp64",
+        "moments": "fp32",
+    },
+    "gradients finer than what is updated": {"parameters": "bf16", "gradients": "fp32"},
+}  # fmt: skip
+
+
+def spec_of(
+    precision: Mapping[str, str],
+    placement: Mapping[str, str] | None = None,
+    *,
+    fp64: bool = False,
+    **optimizer: Any,
+) -> Spec:
+    """Two micro-batches on each of two ranks, or four on one."""
+    mapping: dict[str, Any] = {
+        "name": "layouts",
+        "model": dict(ODD),
+        "precision": {**precision} | ({"compute": "fp64"} if fp64 else {}),
+        "batch": {"global": 4, "micro": 1, "sequence": 16},
+        "optimizer": {"name": "adamw", "lr": 1e-3, "clip": 1.0, **optimizer},
+        "data": {"corpus": "python-docs", "tokenizer": "bytes"},
+        "train": {"steps": STEPS, "seed": 0},
+    }
+    ranks, placement = (2, placement) if placement else (1, PLACEMENTS["whole"])
+    mapping |= {"mesh": dict.fromkeys(placement, ranks), "placement": dict(placement)}
+    return require(load(mapping))
+
+
+def layout_of(name: str) -> Mapping[str, str]:
+    return {"layout": name} if name in LAYOUTS else CUSTOM[name]
+
+
+def run(ranks: Ranks, spec: Spec) -> Trajectory:
+    found = ranks.run(spec.world_size, train, spec, STEPS)[0].trajectory
+    assert found is not None
+    return found
+
+
+def layouts_and_placements() -> list[Any]:
+    """Nightly: all. By default every layout once, and one of them everywhere."""
+    every, usual = (pytest.mark.nightly,), ()
+    return [
+        pytest.param(
+            name,
+            placement,
+            marks=usual if placement == "sharded gradients" or name == "zero20" else every,
+        )
+        for name, placement in product((*LAYOUTS, *CUSTOM), PLACEMENTS)
+    ]
+
+
+@pytest.mark.parametrize(("name", "placement"), layouts_and_placements())
+def test_every_layout_is_one_device_in_fp64_and_in_its_own_dtypes(
+    ranks: Ranks, name: str, placement: str
+) -> None:
+    for fp64 in (True, False):
+        spec = spec_of(layout_of(name), PLACEMENTS[placement], fp64=fp64)
+        reference = one_device(spec, STEPS)
+        tolerances = FP64 if fp64 else Tolerances(losses=loss_band(spec, reference))
+        assert not failing(compare(reference, run(ranks, spec), tolerances))
+
+
+@pytest.mark.parametrize("name", [*LAYOUTS, *CUSTOM])
+def test_one_rank_takes_every_layout(ranks: Ranks, name: str) -> None:
+    spec = spec_of(layout_of(name), fp64=True)
+    assert not failing(compare(one_device(spec, STEPS), run(ranks, spec), FP64))
+
+
+@pytest.mark.parametrize("layout", ["fp32", "zero16"])
+@pytest.mark.parametrize(
+    "placement",
+    [
+        None,
+        {"dp_replicate": "ddp"},
+        {"dp_shard": "S*,S*,S*,R"},
+        {"dp_shard": "R,S*,R,R"},
+    ],
+    ids=str,
+)
+def test_muon_is_one_device_wherever_whole_matrices_are_updated(
+    ranks: Ranks, placement: Mapping[str, str] | None, layout: str
+) -> None:
+    for fp64 in (True, False):
+        spec = spec_of({"layout": layout}, placement, fp64=fp64, name="muon")
+        reference = one_device(spec, STEPS)
+        tolerances = FP64 if fp64 else Tolerances(losses=loss_band(spec, reference))
+        assert not failing(compare(reference, run(ranks, spec), tolerances))
+
+
+def program_of(spec: Spec) -> Program:
+    return interpret(spec, world=World.join(spec.timeout))
+
+
+def step(program: Program, index: int) -> torch.Tensor | None:
+    local = batch(
+        corpus(program.spec.data),
+        spec=program.spec,
+        step=index,
+        data_index=program.data_index,
+        data_degree=program.spec.data_degree,
+    )
+    program.forward_backward(local, 1e-3)
+    return program.step(1e-3)
+
+
+def differing(before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]) -> list[str]:
+    """Names of the tensors whose bits differ."""
+    assert before.keys() == after.keys()
+    return [name for name, tensor in before.items() if not torch.equal(tensor, after[name])]
+
+
+def overflow_on_the_last_rank(spec: Spec) -> dict[str, Any]:
+    """Two steps, the second with an infinite gradient on one rank; then a third without."""
+    program = program_of(spec)
+    assert program.scaling is not None
+    program.scaling.scale.fill_(1024.0)  # small enough that nothing overflows by itself
+    step(program, 0)
+    before = whole(program)
+    is_last = program.world.rank == program.world.size - 1
+
+    def explode(module: object, args: object, output: torch.Tensor) -> None:
+        if is_last:
+            output.register_hook(lambda gradient: gradient * float("inf"))
+
+    handle = program.model.register_forward_hook(explode)
+    step(program, 1)
+    handle.remove()
+    skipped, found = whole(program), float(program.scaling.found_inf)
+    step(program, 2)
+    return {
+        "skipped": differing(before, skipped),
+        "scale": float(program.scaling.scale),
+        "found": found,
+        "then": len(differing(skipped, whole(program))),
+        "steps": {float(value) for name, value in skipped.items() if name.endswith(".step")},
+    }
+
+
+@pytest.mark.parametrize(
+    "placement",
+    [*PLACEMENTS.values(), {"dp_shard": "R,O,O,R"}, {"dp_shard": "O,O,S,R"}],
+    ids=str,
+)
+def test_an_overflow_on_one_rank_skips_the_step_on_all_and_halves_the_scale(
+    ranks: Ranks, placement: Mapping[str, str]
+) -> None:
+    spec = spec_of({"layout": "fp16"}, placement)
+    for seen in ranks.run(2, overflow_on_the_last_rank, spec):
+        assert seen["skipped"] == ["scaling.scale", "scaling.growth_tracker"]
+        assert seen["scale"] == 512.0 and seen["found"] == 1.0
+        assert seen["steps"] == {1.0} and seen["then"] > 10
+
+
+def test_the_scale_travels_in_checkpoints(ranks: Ranks) -> None:
+    spec = spec_of({"layout": "fp16"}, {"dp_shard": "zero1"})
+    states = ranks.run(2, scale_after_loading, spec)
+    assert states == [(4096.0, 7)] * 2
+
+
+def scale_after_loading(spec: Spec) -> tuple[float, int]:
+    program = program_of(spec)
+    assert program.scaling is not None and float(program.scaling.scale) == INITIAL_SCALE
+    state = program.state_dict()
+    state["scaling"] = {"scale": torch.tensor(4096.0), "growth_tracker": torch.tensor(7)}
+    assert [name for name, _ in checkpoint._flat(state)][-2:] == [
+        "scaling.scale",
+        "scaling.growth_tracker",
+    ]
+    program.load_state_dict(state)
+    return float(program.scaling.scale), int(program.scaling.growth_tracker)
+
+
+def masters_after_loading(spec: Spec, other: Spec) -> list[str]:
+    """What is lost on the way from one placement to another and back."""
+    first, second = program_of(spec), program_of(other)
+    step(first, 0)
+    before = whole(first)
+    second.load_state_dict(first.state_dict())
+    step(first, 1)
+    first.load_state_dict(second.state_dict())
+    return differing(before, whole(first))
+
+
+@pytest.mark.parametrize("placement", ["M,S,S,R", "M,O,S,R", "S*,S,S,R"])
+def test_parameters_made_of_masters_are_kept_to_the_bit(ranks: Ranks, placement: str) -> None:
+    spec = spec_of({"layout": "fsdp-mixed"}, {"dp_shard": placement})
+    other = spec_of({"layout": "fsdp-mixed"}, {"dp_shard": "zero1"})
+    assert ranks.run(2, masters_after_loading, spec, other) == [[], []]
+
+
+def differing_model(spec: Spec, what: str) -> str:
+    """The message with which this rank refuses."""
+    world = World.join(spec.timeout)
+    module = build_module(spec).to_empty(device="cpu")
+    initialize(module, 0)
+    if world.rank == 1 and what != "nothing":
+        name, parameter = next(iter(module.named_parameters()))
+        owner = module.get_submodule(name.rpartition(".")[0])
+        value = parameter.detach().double() if what == "dtype" else parameter.detach()[:-1].clone()
+        setattr(owner, name.rpartition(".")[2], torch.nn.Parameter(value))
+    try:
+        interpret(spec, module, world)
+    except SpecError as error:
+        assert error.exit_code == 2
+        return str(error)
+    return ""
+
+
+def test_ranks_whose_dtypes_or_shapes_differ_refuse_to_start(ranks: Ranks) -> None:
+    spec = spec_of({"layout": "fp32"}, {"dp_shard": "zero1"})
+    for what, finding in (
+        ("dtype", "rank 0 has it in float32, rank 1 in float64"),
+        ("shape", "its shape is [259, 42] on rank 0, [258, 42] on rank 1"),
+    ):
+        messages = ranks.run(2, differing_model, spec, what)
+        assert messages[0] == messages[1]
+        assert finding in messages[0] and "embed.weight" in messages[0]
+    assert ranks.run(2, differing_model, spec, "nothing") == ["", ""]
+
+
+def refusal_without_a_rate(spec: Spec) -> str:
+    program = program_of(spec)
+    local = batch(corpus(spec.data), spec=spec, step=0, data_index=0, data_degree=1)
+    try:
+        program.forward_backward(local)
+    except PtrainError as error:
+        return str(error)
+    return ""
+
+
+def test_an_update_in_backward_needs_its_learning_rate_before(ranks: Ranks) -> None:
+    mapping = {
+        "name": "consumed", "model": dict(ODD), "mesh": {"dp_replicate": 2},
+        "placement": {"dp_replicate": "R,R,M,R"}, "precision": {"layout": "fp32"},
+        "batch": {"global": 2, "micro": 1, "sequence": 16}, "optimizer": {"clip": None},
+    }  # fmt: skip
+    spec = require(load(mapping))
+    for message in ranks.run(2, refusal_without_a_rate, spec):
+        assert "give the learning rate" in message

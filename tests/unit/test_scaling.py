@@ -1,0 +1,95 @@
+"""The loss scale moves as torch.amp.GradScaler moves it, and gradients are what they were."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from ptrain.interpreter.clip import clip_gradients
+from ptrain.interpreter.mesh import Mesh
+from ptrain.interpreter.scaling import LossScale
+from ptrain.interpreter.tiers import tag, tier_of
+from ptrain.interpreter.world import World
+from ptrain.plan.step import Clip, CreateMesh
+from ptrain.spec.placement import Tier
+from ptrain.spec.precision import DType
+from ptrain.train.emulation import is_native
+
+
+def mesh() -> Mesh:
+    return Mesh(CreateMesh(axes=(), degrees=()), World())
+
+
+def test_the_scale_takes_the_way_of_torch_s_scaler() -> None:
+    ours, theirs = LossScale(mesh(), ()), torch.amp.GradScaler("cpu")
+    parameter = torch.zeros(3, requires_grad=True)
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    theirs.scale(torch.ones(()))  # makes its tensors
+    draw = random.Random(0)
+    for step in range(4500):
+        overflows = draw.random() < 0.0008 or step in (3, 4)
+        gradient = torch.full((3,), float("inf") if overflows else 1.0)
+        parameter.grad = gradient.clone()
+        theirs.step(optimizer)
+        theirs.update()
+        ours.check([gradient])
+        assert float(ours.found_inf) == overflows
+        ours.update()
+        assert float(ours.scale) == theirs.get_scale()
+    assert float(ours.scale) != 2.0**16
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+def test_a_check_finds_what_is_not_finite_and_changes_nothing(
+    dtype: torch.dtype, bad: float
+) -> None:
+    scale = LossScale(mesh(), ())
+    gradients = [torch.randn(5).to(dtype), torch.randn(2, 3).to(dtype)]
+    kept = [gradient.clone() for gradient in gradients]
+    scale.check(gradients)
+    assert float(scale.found_inf) == 0.0
+    assert all(torch.equal(a, b) for a, b in zip(gradients, kept, strict=True))
+    gradients[1][1, 2] = bad
+    scale.check(gradients)
+    assert float(scale.found_inf) == 1.0
+
+
+def test_gradients_on_the_host_are_checked_there_and_found_on_the_device() -> None:
+    scale = LossScale(mesh(), ())
+    gradient = torch.full((4,), float("nan"))
+    tag(gradient, Tier.HOST)
+    scale.check([gradient])
+    assert float(scale.found_inf) == 1.0
+    assert tier_of(scale.found_inf.untyped_storage()) is Tier.DEVICE
+    for scalar, other in zip(scale.beside(gradient), (scale.scale, scale.found_inf), strict=True):
+        assert tier_of(scalar.untyped_storage()) is Tier.HOST
+        assert torch.equal(scalar, other) and scalar is not other
+    assert scale.beside(torch.zeros(1)) == (scale.scale, scale.found_inf)
+
+
+def test_the_norm_of_a_scaled_loss_is_that_of_the_loss_and_clipping_leaves_the_scale() -> None:
+    gradients = [torch.randn(7, 3), torch.randn(11)]
+    scaled = [gradient * 2.0**16 for gradient in gradients]
+    step = Clip(max_norm=0.5, axes=())
+    norm = clip_gradients(gradients, step, mesh())
+    assert torch.equal(clip_gradients(scaled, step, mesh(), LossScale(mesh(), ())), norm)
+    for ours, theirs in zip(scaled, gradients, strict=True):
+        torch.testing.assert_close(ours / 2.0**16, theirs)
+
+
+@pytest.mark.parametrize("numel", [3, 2**14, 2**14 + 1, 3_000_001])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_norm_of_a_long_tensor_is_as_exact_as_that_of_a_short_one(
+    numel: int, dtype: torch.dtype
+) -> None:
+    gradient = torch.randn(numel, generator=torch.Generator().manual_seed(0)).to(dtype)
+    expected = gradient.double().norm()
+    found = clip_gradients([gradient], Clip(max_norm=1e9, axes=()), mesh())
+    torch.testing.assert_close(found.double(), expected, rtol=2e-6, atol=0)
+
+
+def test_wide_dtypes_are_native_everywhere() -> None:
+    assert is_native(DType.FP32) and is_native(DType.FP64)
