@@ -15,9 +15,11 @@ import tempfile
 
 from _machine import ROOT, environment
 
+from ptrain.costs import Estimate
 from ptrain.derivation.estimate import derive
 from ptrain.plan.step import FlatUnits, FullyShard, LocalGradients, Replicate, Wrap
 from ptrain.report.predict import model_state_bytes, sent_bytes
+from ptrain.report.record import TIERS
 from ptrain.report.table import size
 from ptrain.spec.load import load
 from ptrain.spec.names import listing
@@ -60,7 +62,7 @@ def strategies() -> str:
         cells = (
             f"`{name}`",
             tuples.replace("*", r"\*"),
-            size(model_state_bytes(exact)),
+            at_rest(exact),
             size(peak),
             f"{size(sent_bytes(exact))} ({size(sent_bytes(derivation.paper))})",
             runs_as(derivation.plan.wrap),
@@ -69,17 +71,26 @@ def strategies() -> str:
     return "\n".join(rows) + "\n"
 
 
+def at_rest(exact: Estimate) -> str:
+    """Bytes on the device, and those on other tiers where there are any."""
+    sizes = [model_state_bytes(exact, tier) or 0 for tier in TIERS]
+    told = zip(sizes[1:], ("host", "files"), strict=True)
+    others = (f" + {size(number)} {where}" for number, where in told if number)
+    return size(sizes[0]) + "".join(others)
+
+
 def runs_as(wrap: Wrap) -> str:
     """The real part of torch behind a wrap."""
     match wrap:
         case LocalGradients():
             return "one device"
         case Replicate():
-            return "`DistributedDataParallel`"
+            spread = ", `ZeroRedundancyOptimizer`" if wrap.zero_redundancy else ""
+            return "`DistributedDataParallel`" + spread
         case FullyShard():
             return "`fully_shard`, 2-D mesh" if wrap.replicate_axes else "`fully_shard`"
         case FlatUnits():
-            return "flat units: reduce-scatter, all-gather"
+            return "flat units"
 
 
 def _degree(name: str) -> str:
