@@ -79,11 +79,13 @@ def fit_lines(found: Fit, cheaper: Sequence[Variant]) -> list[str]:
     if found.device_memory is None:
         return [f"peak {size(found.peak_bytes)} per rank; name a cluster to see whether it fits"]
     measure = f"peak {size(found.peak_bytes)} of {size(found.device_memory)} per rank"
+    if found.host_memory is not None and found.host_bytes:
+        measure += f", {size(found.host_bytes)} of {size(found.host_memory)} on a node's host"
     if found.fits:
         return [f"fits: {measure}, {size(-found.short_bytes)} to spare"]
     nothing = ["  no other tuple, factorization or micro-batch on as many ranks needs less"]
     return [
-        f"does not fit by {size(found.short_bytes)}: {measure}",
+        f"does not fit by {size(max(found.short_bytes, found.host_short_bytes))}: {measure}",
         *(cheaper_lines(cheaper) or nothing),
     ]
 

@@ -1,4 +1,5 @@
-"""Whether a prediction fits the device: the largest peak against the device's memory."""
+"""Whether a prediction fits: the largest peak against the device's memory, and what lies on the
+host against the host's, where the cluster says how much that is."""
 
 from __future__ import annotations
 
@@ -10,10 +11,13 @@ from ptrain.spec.spec import Spec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    """`device_memory` None: the spec names no cluster, so there is nothing to compare with."""
+    """`device_memory` None: the spec names no cluster, so there is nothing to compare with.
+    `host_bytes`: offloaded states of all ranks of a node, `host_memory` what its host has."""
 
     peak_bytes: int
     device_memory: int | None
+    host_bytes: int = 0
+    host_memory: int | None = None
 
     @property
     def short_bytes(self) -> int:
@@ -21,8 +25,13 @@ class Fit:
         return self.peak_bytes - self.device_memory if self.device_memory else 0
 
     @property
+    def host_short_bytes(self) -> int:
+        """By how much the host has too little; 0 or less when that fits, or nobody says it."""
+        return self.host_bytes - self.host_memory if self.host_memory else 0
+
+    @property
     def fits(self) -> bool:
-        return self.short_bytes <= 0
+        return self.short_bytes <= 0 and self.host_short_bytes <= 0
 
 
 def peak_bytes(estimate: Estimate) -> int:
@@ -37,6 +46,21 @@ def peak_bytes(estimate: Estimate) -> int:
 
 
 def fit(spec: Spec, exact: Estimate) -> Fit:
-    """The peak of `exact` against the memory of the spec's cluster."""
-    memory = spec.cluster.device_memory if spec.cluster else None
-    return Fit(peak_bytes=peak_bytes(exact), device_memory=memory)
+    """The peak of `exact` and what rests on the host, against the memory of the spec's cluster."""
+    cluster = spec.cluster
+    if cluster is None:
+        return Fit(peak_bytes=peak_bytes(exact), device_memory=None)
+    return Fit(
+        peak_bytes=peak_bytes(exact),
+        device_memory=cluster.device_memory,
+        host_bytes=host_bytes(exact, min(spec.world_size, cluster.devices_per_node)),
+        host_memory=cluster.host_memory,
+    )
+
+
+def host_bytes(estimate: Estimate, ranks: int) -> int:
+    """What rests on the host of a node of so many ranks, each taken for the fullest."""
+    totals: dict[int, int] = {}
+    for row in estimate.memory:
+        totals[row.rank] = totals.get(row.rank, 0) + row.host_bytes
+    return ranks * max(totals.values(), default=0)

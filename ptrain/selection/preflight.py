@@ -63,11 +63,18 @@ def require_fit(spec: Spec, exact: Estimate, facts: ModelFacts | None = None) ->
     found = fit(spec, exact)
     if found.fits:
         return
-    room = format_bytes(found.device_memory or 0)
-    lines = [
-        f"{spec.name} does not fit by {format_bytes(found.short_bytes)}: the predicted peak is "
-        f"{format_bytes(found.peak_bytes)} of {room} per rank"
-    ]
+    if found.short_bytes > 0:
+        room = format_bytes(found.device_memory or 0)
+        lines = [
+            f"{spec.name} does not fit by {format_bytes(found.short_bytes)}: the predicted peak is "
+            f"{format_bytes(found.peak_bytes)} of {room} per rank"
+        ]
+    else:
+        room = format_bytes(found.host_memory or 0)
+        lines = [
+            f"{spec.name} does not fit by {format_bytes(found.host_short_bytes)}: the states of a "
+            f"node's ranks take {format_bytes(found.host_bytes)} of its host's {room}"
+        ]
     variants = cheaper(spec, facts)
     wider = more_ranks(spec, variants, facts)
     for variant in (*variants, *([wider] if wider else [])):

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """`device_memory` in bytes; bandwidths in bytes per second; latencies in seconds."""
+    """`device_memory` in bytes; bandwidths in bytes per second; latencies in seconds.
+    `host_memory` is one node's, which its devices share; None where nobody says it."""
 
     name: str
     devices: int
@@ -18,3 +19,4 @@ class Cluster:
     intra_node_latency: float = 5e-6
     inter_node_latency: float = 10e-6
     flops: float = 0.0
+    host_memory: int | None = None

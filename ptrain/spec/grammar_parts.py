@@ -331,6 +331,9 @@ class ClusterRaw:
     devices: Annotated[int | None, Whole("devices in all", 1, 2**17)] = None
     devices_per_node: Annotated[int | None, Whole("devices of one node", 1, 2**17)] = None
     device_memory: Annotated[int | None, Size("memory of one device (80 GiB)")] = None
+    host_memory: Annotated[
+        int | None, Size("memory of one node's host for offloaded states, shared by its devices")
+    ] = None
     intra_node_bandwidth: Annotated[
         int | None, Size("bytes per second of one device within a node (450 GB/s)", rate=True)
     ] = None

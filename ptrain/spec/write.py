@@ -106,7 +106,7 @@ def _cluster(spec: Spec) -> dict[str, object]:
     values = asdict(spec.cluster) if spec.cluster else {}
     for key in ("intra_node_bandwidth", "inter_node_bandwidth"):
         values[key] = round(values[key])
-    return values
+    return {key: value for key, value in values.items() if value is not None}
 
 
 class _Dumper(yaml.SafeDumper):

@@ -68,6 +68,7 @@ def test_every_spec_loads_by_name_by_path_and_from_what_it_resolves_to(name, tmp
         {"data": {"path": "tokens.bin"}},
         {"profile": [3, 4], "checkpoint": "at_end", "timeout": 7.5, "reduce_scatter": True},
         {"cluster": {"preset": "h100-8", "devices": 4}},
+        {"cluster": {"preset": "h100-8", "host_memory": "2 TiB"}},
         {"sync": {"gradients": "last", "reshard_after_backward": False}},
         {"reshard": 2, "unit": "3 blocks", "overlap": "none", "prefetch": 0},
         {"unit": "sub-block", "gather_after_update": "during-update", "bucket": "per-tensor"},

@@ -14,7 +14,7 @@ from ptrain.selection.preflight import cheaper, more_ranks, require_fit
 from ptrain.spec.axis import Axis
 from ptrain.spec.cluster import Cluster
 from ptrain.spec.spec import Spec
-from tests.pure.build import GATHERED, WHOLE, ZERO_1, make_spec
+from tests.pure.build import GATHERED, WHOLE, ZERO_1, make_spec, tuple_of
 
 
 def on_devices_of(memory: int, spec: Spec) -> Spec:
@@ -124,3 +124,19 @@ def test_what_does_not_fit_is_not_offered_as_a_remedy():
 def test_more_ranks_are_not_looked_for_where_something_fits():
     spec = on_devices_of(PEAK - 1, REPLICATED)
     assert more_ranks(spec, cheaper(spec)) is None
+
+
+@pytest.mark.parametrize("spare", [0, -1])
+def test_host_memory_counts_where_the_cluster_says_it(spare):
+    spec = on_devices_of(2**40, make_spec({Axis.DP_SHARD: (4, tuple_of("R,O,O"))}))
+    exact = derive(spec).exact
+    needed = 4 * max(
+        sum(row.host_bytes for row in exact.memory if row.rank == rank) for rank in range(4)
+    )
+    assert fit(spec, exact).fits and fit(spec, exact).host_bytes == needed > 0
+    assert spec.cluster is not None
+    limited = replace(spec, cluster=replace(spec.cluster, host_memory=needed + spare))
+    assert fit(limited, exact).fits is (spare == 0)
+    if spare:
+        with pytest.raises(DoesNotFit, match=r"by 1 B: the states of a node's ranks take"):
+            require_fit(limited, exact)
