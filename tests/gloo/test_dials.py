@@ -1,0 +1,208 @@
+"""Every dial of DDP and of FSDP2 does what its prediction says, call by call, and changes nothing
+that is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ptrain.axes.data.costs import spread
+from ptrain.costs import Collective, Phase, State
+from ptrain.data.corpus import Split, corpus
+from ptrain.data.sampler import batch
+from ptrain.interpreter.program import interpret
+from ptrain.interpreter.world import World
+from ptrain.meters.memory import resident
+from ptrain.models.facts import facts_of
+from ptrain.spec.spec import Spec
+from ptrain.train import checkpoint
+from ptrain.train.exchange import Exchange
+from ptrain.verification.compare import FP64, compare
+from ptrain.verification.reference import Trajectory, one_device
+from tests.gloo.outcomes import MEASURED_STEP, Outcome
+from tests.gloo.rows import Setting, default
+from tests.gloo.runs import train
+from tests.gloo.test_checkpoint import step, whole
+from tests.gloo.test_exact import failing
+from tests.ranks import Ranks
+
+pytestmark = pytest.mark.gloo
+
+STEPS = 6
+LAST = ("last", True, True)
+
+
+@dataclass(frozen=True)
+class Dial:
+    """A row with some dials turned."""
+
+    row: str
+    turned: Mapping[str, Any]
+
+    def __str__(self) -> str:
+        return "-".join([self.row, *(f"{k}={v}" for k, v in self.turned.items())]).replace(" ", "")
+
+    def setting(self, *, fp64: bool) -> Setting:
+        return default(self.row).with_dials(**self.turned, fp64=fp64)
+
+
+def dial(row: str, is_default: bool = False, **turned: Any) -> Any:
+    marks = () if is_default else (pytest.mark.nightly,)
+    found = Dial(row, turned)
+    return pytest.param(found, id=str(found), marks=marks)
+
+
+SHORT = True  # what the short run of the suite has
+DIALS = (
+    dial("ddp", SHORT, overlap="none", bucket="32 KiB"),
+    dial("ddp", overlap="none", bucket="per-tensor", accumulate=3),
+    dial("ddp", bucket="per-tensor"),
+    dial("ddp", bucket="whole", accumulate=3),
+    dial("ddp-zero-redundancy", SHORT, accumulate=3),
+    dial("ddp-zero-redundancy", size=4, overlap="none", bucket="whole"),
+    dial("ddp-zero-redundancy", optimizer="sgd", layout="bf16"),
+    dial("zero3", SHORT, prefetch=0),
+    dial("zero3", prefetch=1),
+    dial("zero3", SHORT, prefetch=2, unit="sub-block"),
+    dial("zero3", overlap="none", accumulate=3),
+    dial("zero3", SHORT, size=4, reshard=2, accumulate=3),
+    dial("zero3", size=4, reshard=2, prefetch=2, unit="2 blocks"),
+    dial("zero3", unit="model", prefetch=1),
+    dial("fsdp-mixed", SHORT, accumulate=3, sync=LAST),
+    dial("fsdp-mixed", prefetch=2, overlap="backward"),
+    dial("fsdp-mixed", size=4, reshard=2, unit="sub-block", prefetch=1),
+    dial("fsdp-mixed", overlap="none", reduce_scatter="all_to_all"),
+    dial("mixed-hsdp", SHORT, accumulate=3),
+    dial("mixed-hsdp", sync=LAST, accumulate=3, prefetch=2, unit="sub-block"),
+    dial("hsdp", reshard=2, prefetch=1),
+)
+
+
+_REFERENCES: dict[tuple[object, ...], Trajectory] = {}
+
+
+def reference(setting: Setting) -> Trajectory:
+    """One device on the same global batches; only what it must know tells settings apart."""
+    if setting.reference not in _REFERENCES:
+        _REFERENCES[setting.reference] = one_device(setting.spec(), STEPS)
+    return _REFERENCES[setting.reference]
+
+
+@pytest.mark.parametrize("chosen", DIALS)
+def test_calls_bytes_and_peaks_are_those_predicted(ranks: Ranks, chosen: Dial) -> None:
+    spec = chosen.setting(fp64=False).spec()
+    outcome = Outcome(spec, ranks.run(spec.world_size, train, spec, STEPS, MEASURED_STEP))
+    assert not failing(outcome.checks)
+
+
+@pytest.mark.parametrize("chosen", DIALS)
+def test_what_is_computed_is_what_one_device_computes(ranks: Ranks, chosen: Dial) -> None:
+    setting = chosen.setting(fp64=True)
+    run = ranks.run(setting.size, train, setting.spec(), STEPS)[0].trajectory
+    assert run is not None
+    assert not failing(compare(reference(setting), run, FP64))
+
+
+def test_units_kept_by_smaller_groups_are_gathered_over_these_in_backward(ranks: Ranks) -> None:
+    spec = default("zero3").with_dials(size=4, reshard=2).spec()
+    outcome = Outcome(spec, ranks.run(4, train, spec, MEASURED_STEP + 1, MEASURED_STEP))
+    forward, backward = (
+        next(
+            row
+            for row in outcome.measured.traffic
+            if row.key.collective is Collective.ALL_GATHER and row.key.phase is phase
+        )
+        for phase in (Phase.FORWARD, Phase.BACKWARD)
+    )
+    assert forward.key.axes == backward.key.axes == ("dp_shard",)
+    assert (forward.calls, forward.payload_bytes) == (backward.calls, backward.payload_bytes)
+    assert forward.sent_bytes == forward.payload_bytes * 3 // 4
+    assert backward.sent_bytes == backward.payload_bytes // 2
+
+
+# -- an update that is spread over replicas
+
+
+def _parameters_and_owners(spec: Spec) -> tuple[list[int], list[int]]:
+    update: Any = interpret(spec, world=World.join(spec.timeout)).update
+    return [t.parameter.numel() for t in update.targets], [t.owner for t in update.targets]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_each_tensor_has_the_owner_that_the_prediction_gives_it(ranks: Ranks, size: int) -> None:
+    spec = default("ddp-zero-redundancy").with_dials(size=size).spec()
+    numels, owners = ranks.run(size, _parameters_and_owners, spec)[0]
+    assert numels == [tensor.numel for tensor in facts_of(spec).tensors]
+    assert spread(numels, size) == owners
+
+
+def _state_after(spec: Spec, folder: str) -> dict[str, torch.Tensor]:
+    program = interpret(spec, world=World.join(spec.timeout))
+    for index in range(2):
+        step(program, index)
+    checkpoint.save(program, Path(folder), 2, Exchange(program.world))
+    return whole(program)
+
+
+def _state_of(spec: Spec, folder: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """As loaded, and after one more step."""
+    program = interpret(spec, world=World.join(spec.timeout))
+    exchange = Exchange(program.world)
+    path, found, _ = checkpoint.newest([Path(folder) / "step-00000002"], exchange)
+    assert path is not None and found is not None
+    checkpoint.load(program, path, found, exchange)
+    loaded = whole(program)
+    step(program, 2)
+    return loaded, whole(program)
+
+
+PAIRS = (
+    ("ddp-zero-redundancy", "zero3", {}),
+    ("zero3", "ddp-zero-redundancy", {}),
+    ("ddp-zero-redundancy", "ddp-zero-redundancy", {}),
+    ("fsdp-mixed", "mixed-hsdp", {"layout": "fsdp-mixed"}),
+)
+
+
+@pytest.mark.parametrize(("saved", "loaded", "turned"), PAIRS, ids=lambda each: str(each))
+def test_a_run_goes_on_under_another_placement(
+    ranks: Ranks, tmp_path: Path, saved: str, loaded: str, turned: Mapping[str, Any]
+) -> None:
+    first = default(saved).with_dials(fp64=True, accumulate=2, **turned).spec()
+    size = 4 if loaded != saved else 2
+    then = default(loaded).with_dials(fp64=True, accumulate=4 // size, size=size, **turned).spec()
+    before = ranks.run(2, _state_after, first, str(tmp_path))[0]
+    after, later = ranks.run(size, _state_of, then, str(tmp_path))[0]
+    assert set(before) == set(after)
+    for name, value in before.items():
+        assert torch.equal(after[name], value), name
+    moved = [name for name in after if not torch.equal(after[name], later[name])]
+    assert set(moved) == set(after)
+
+
+# -- what is left over
+
+
+def _bytes_after_evaluation(spec: Spec) -> dict[State, int]:
+    program = interpret(spec, world=World.join(spec.timeout))
+    step(program, 0)
+    local = batch(
+        corpus(spec.data),
+        spec=spec,
+        step=0,
+        data_index=program.data_index,
+        data_degree=spec.data_degree,
+        split=Split.HELD_OUT,
+    )
+    program.evaluate(local)
+    return {state: row.device_bytes for state, row in resident(program).items()}
+
+
+def test_an_evaluation_leaves_nothing_of_a_smaller_group(ranks: Ranks) -> None:
+    spec = default("zero3").with_dials(size=4, reshard=2).spec()
+    assert ranks.run(4, _bytes_after_evaluation, spec)[0][State.TRANSIENT] == 0
