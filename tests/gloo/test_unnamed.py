@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Iterator
+from functools import cache
 from itertools import islice
 
 import pytest
@@ -65,22 +66,23 @@ def unnamed(draw: random.Random) -> Iterator[Setting]:
         yield setting
 
 
-SETTINGS = list(islice(unnamed(random.Random(SEED)), DRAWN + NIGHTLY))
+@cache
+def settings() -> tuple[Setting, ...]:
+    """Drawn when first asked for: it takes seconds."""
+    return tuple(islice(unnamed(random.Random(SEED)), DRAWN + NIGHTLY))
 
 
 @pytest.mark.parametrize(
-    "setting",
+    "place",
     [
         pytest.param(
-            setting,
-            id=f"seed{SEED}-{setting}",
+            place,
+            id=f"PTRAIN_SEED={SEED}-{place}",
             marks=() if place < DRAWN else (pytest.mark.nightly,),
         )
-        for place, setting in enumerate(SETTINGS)
+        for place in range(DRAWN + NIGHTLY)
     ],
 )
-def test_a_tuple_without_a_name_is_exact_and_equals_one_device(
-    ranks: Ranks, setting: Setting
-) -> None:
-    found = differences(ranks, setting)
+def test_a_tuple_without_a_name_is_exact_and_equals_one_device(ranks: Ranks, place: int) -> None:
+    found = differences(ranks, settings()[place])
     assert not found, "\n".join(found)
