@@ -1,0 +1,175 @@
+"""What buckets and overlap buy: DDP as naive as can be, bucketed, and bucketed and overlapped.
+
+naive: an all-reduce per tensor, all of them after the backward pass. bucketed: few all-reduces,
+after the backward pass. overlapped: the same few, each as soon as its bucket is full, while the
+backward pass goes on (the default). The arithmetic is the same, and so are the bytes.
+
+All three programs live in the same gloo ranks and take turns: in each round each takes one step on
+the clock and one with the stopwatch (seconds that the main thread waited for collectives), in an
+order that rotates; ratios are of steps of one round. A step's time is that of its slowest rank.
+Wall-clock figures: they need a machine that does nothing else. Prints; writes a result only with
+--save. 60 rounds take about 4 minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported, here and in the ranks
+
+from _machine import ROOT, header, save, this_command
+from step_time import OVERRIDES, RANKS, bound
+
+CONTENDERS = {
+    "naive": ("bucket=per-tensor", "overlap=none"),
+    "bucketed": ("overlap=none",),
+    "overlapped": ("overlap=backward",),
+}
+WARM_UP = 3
+
+
+@dataclass
+class Side:
+    """One contender on one rank: seconds of its steps, of them waiting, calls of one step, and
+    the last loss."""
+
+    step: list[float] = field(default_factory=list)
+    blocked: list[float] = field(default_factory=list)
+    calls: int = 0
+    loss: float = 0.0
+
+
+def measure_rank(rounds: int) -> dict[str, Side]:
+    """On one rank: all contenders in turn."""
+    import torch.distributed as dist
+
+    from ptrain.meters.blocked import Stopwatch
+    from ptrain.meters.counter import Counter
+
+    contenders = {name: _Contender(overrides) for name, overrides in CONTENDERS.items()}
+    sides = {name: Side() for name in CONTENDERS}
+    names, counter = list(CONTENDERS), Counter()
+    for turn in range(-WARM_UP, rounds):
+        shift = turn % len(names)
+        for name in (*names[shift:], *names[:shift]):
+            contender, side = contenders[name], sides[name]
+            local = contender.batch()
+            counter.read()
+            dist.barrier()
+            began = time.perf_counter()
+            contender.step(local)
+            seconds = time.perf_counter() - began
+            counted = counter.read()
+            side.calls = counted.calls - 1 if counted else 0  # the barrier is one
+            local = contender.batch()
+            groups = contender.program.mesh.axes_by_group()
+            dist.barrier()
+            with Stopwatch(groups, rank=dist.get_rank()) as stopwatch:
+                side.loss = contender.step(local)
+            if turn >= 0:
+                side.step.append(seconds)
+                side.blocked.append(sum(row.seconds for row in stopwatch.rows()))
+    return sides
+
+
+class _Contender:
+    """A program with its own data, always the same samples."""
+
+    def __init__(self, overrides: tuple[str, ...]) -> None:
+        from ptrain.algebra.legality import require
+        from ptrain.data.corpus import corpus
+        from ptrain.interpreter.program import interpret
+        from ptrain.interpreter.world import World
+        from ptrain.spec.load import load
+
+        self.spec = require(load("ddp", (*OVERRIDES, *overrides)))
+        self.program = interpret(self.spec, world=World.join(self.spec.timeout))
+        self.source, self.number = corpus(self.spec.data), 0
+
+    def batch(self) -> object:
+        from ptrain.data.sampler import batch
+
+        self.number += 1
+        return batch(
+            self.source,
+            spec=self.spec,
+            step=self.number,
+            data_index=self.program.data_index,
+            data_degree=RANKS,
+        )
+
+    def step(self, local: object) -> float:
+        loss = self.program.forward_backward(local)
+        self.program.step(1e-4)
+        return float(loss)
+
+
+def run(rounds: int) -> dict[str, list[Side]]:
+    """Each contender's sides, one per rank."""
+    import overlap  # the ranks import this file by its name
+
+    from tests.ranks import Ranks
+
+    pool = Ranks()
+    ranks = pool.run(RANKS, overlap.measure_rank, rounds, timeout=3600)
+    pool.close()
+    return {name: [rank[name] for rank in ranks] for name in CONTENDERS}
+
+
+def rows(sides: dict[str, list[Side]]) -> list[str]:
+    """A row per contender, with its ratios to the first."""
+    steps = {name: _slowest(each, "step") for name, each in sides.items()}
+    waits = {name: _slowest(each, "blocked") for name, each in sides.items()}
+    lines = []
+    for name, ranks in sides.items():
+        lines.append(
+            f"| {name} | {ranks[0].calls} | {statistics.median(steps[name]):.4f} "
+            f"| {_against(steps[name], steps['naive'])} | {statistics.median(waits[name]):.4f} "
+            f"| {_against(waits[name], waits['naive'])} | {sum(each.loss for each in ranks):.6f} |"
+        )
+    return lines
+
+
+def _slowest(ranks: list[Side], figure: str) -> list[float]:
+    return [max(each) for each in zip(*(getattr(rank, figure) for rank in ranks), strict=True)]
+
+
+def _against(own: list[float], other: list[float]) -> str:
+    ratios = [mine / theirs for mine, theirs in zip(own, other, strict=True)]
+    low, high = bound(ratios)
+    return f"{statistics.median(ratios):.3f} ({low:.3f} – {high:.3f})"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--save", action="store_true", help="write benchmarks/results/")
+    args = parser.parse_args()
+    lines = [
+        header("overlap: naive, bucketed and overlapped all-reduces", this_command()),
+        f"llama-10m, DDP, {RANKS} gloo ranks with one thread each, {' '.join(OVERRIDES[1:])}, "
+        f"{args.rounds} rounds. Seconds are medians, of the slowest rank; `blocked` is what the "
+        "main thread waited for collectives over dp_replicate in a step of its own. Ratios are to "
+        "naive, medians of the rounds' ratios with the two-sided 95 % interval by order "
+        "statistics. Collectives include the gradient norm's, if any.",
+        "",
+        "| | collectives | step s | ratio | blocked s | ratio | loss |",
+        "|---|---|---|---|---|---|---|",
+        *rows(run(args.rounds)),
+    ]
+    text = "\n".join(lines)
+    print(text)
+    if args.save:
+        print(f"\nwritten: {save('overlap', text).relative_to(ROOT)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
