@@ -169,7 +169,9 @@ class MemoryMeter(Ledger):
                 self._peaks[self._phase] = max(self.live, self._peaks[self._phase])
 
     def phase(self, phase: Phase, micro_batch: int) -> None:
-        """The program says that a phase begins; what it declares is looked up anew."""
+        """The program says that a phase begins; what it declares is looked up anew. A collective
+        that ran beside the phase before may be just over."""
+        time.sleep(_RELEASE_SECONDS)
         self._register()
         self._note_allocator()
         if phase is Phase.BACKWARD:
