@@ -88,6 +88,8 @@ def as_record(prediction: Prediction) -> dict[str, object]:
     result["fit"] = {
         "peak_bytes": found.peak_bytes,
         "device_memory": found.device_memory,
+        "host_bytes": found.host_bytes,
+        "host_memory": found.host_memory,
         "fits": None if found.device_memory is None else found.fits,
     }
     result["cheaper"] = [

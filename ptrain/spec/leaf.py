@@ -301,7 +301,8 @@ MODE_MEANINGS = {
     "R": "replicated: every rank of this axis holds the whole state",
     "S": "sharded: each rank holds a slice (parameters on a data axis: use S*)",
     "S*": "sharded with gathering: a slice is stored, the whole is gathered for use",
-    "M": "materialized: made when it is needed and not kept (activations: recomputed)",
+    "M": "materialized: made when needed and not kept (parameters: casts of the master copies; "
+    "gradients: used up unit by unit; activations: recomputed)",
     "O": "offloaded: a slice in the host's memory, short for S@host",
     "R@host": "a whole copy in the host's memory",
     "S*@host": "a slice in the host's memory, gathered for use",

@@ -13,7 +13,7 @@ from ptrain.axes.data.form import Form, data_factors, form_of, has, tier_of, who
 from ptrain.axes.rule import SpecRule
 from ptrain.costs import PLACED, State
 from ptrain.errors import Fault
-from ptrain.spec.batch import GatherAfterUpdate, Overlap, UnitSize
+from ptrain.spec.batch import GatherAfterUpdate, Overlap, ReduceScatterVia, UnitSize
 from ptrain.spec.placement import Distribution, Tier
 from ptrain.spec.spec import Offload, Spec
 
@@ -110,6 +110,23 @@ def _overlap(spec: Spec) -> Iterator[Fault]:
         )
 
 
+def _reduce_scatter(spec: Spec) -> Iterator[Fault]:
+    factors = data_factors(spec)
+    if spec.reduce_scatter is ReduceScatterVia.NATIVE or not factors:
+        return
+    is_cut = has(factors, State.GRADIENTS, *_CUT) or (
+        has(factors, State.OPTIMIZER, Distribution.SHARDED)
+        and form_of(spec) is not Form.SPREAD_UPDATE
+    )
+    if not is_cut:
+        yield Fault(
+            place="reduce_scatter",
+            finding=f"{spec.reduce_scatter}: nothing is reduced to slices here; gradients are "
+            "summed whole, by all-reduces",
+            remedy="remove reduce_scatter, or write gradients: S",
+        )
+
+
 def _bucket(spec: Spec) -> Iterator[Fault]:
     if not data_factors(spec) or spec.bucket_bytes == STOCK_BUCKET_BYTES:
         return
@@ -194,6 +211,7 @@ DIALS = (
     _rule("what is gathered ahead is gathered", _prefetch),
     _rule("what is gathered after the update was updated in parts", _gather_after_update),
     _rule("what overlaps backward is reduced in it", _overlap),
+    _rule("what is scattered is cut", _reduce_scatter),
     _rule("buckets are reduced by the one wrapper that has them", _bucket),
     _rule("units are gathered or reduced", _unit),
     _rule("smaller shards divide the larger group", _reshard),

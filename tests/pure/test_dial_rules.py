@@ -1,0 +1,144 @@
+"""A dial that nothing would obey is refused with what would; one that something obeys is legal."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from ptrain.algebra.legality import check
+from ptrain.axes.data.dials import DIALS
+from ptrain.axes.data.form import Form, form_of
+from ptrain.spec.axis import Axis
+from ptrain.spec.batch import (
+    GatherAfterUpdate,
+    GradientSync,
+    Overlap,
+    ReduceScatterVia,
+    SyncPolicy,
+    UnitKind,
+    UnitSize,
+)
+from ptrain.spec.placement import Tier
+from ptrain.spec.precision import LAYOUTS
+from ptrain.spec.spec import WHOLE_BUCKET, Offload, Spec
+from tests.pure.build import make_spec, tuple_of
+
+SUB_BLOCK = UnitSize(kind=UnitKind.SUB_BLOCK)
+EXCHANGE = ReduceScatterVia.ALL_TO_ALL
+NEXT, DURING = GatherAfterUpdate.NEXT_FORWARD, GatherAfterUpdate.DURING_UPDATE
+
+
+def one_axis(text: str, axis: Axis = Axis.DP_SHARD, degree: int = 2, **changes: object) -> Spec:
+    layout = LAYOUTS["fsdp-mixed" if text.startswith("M") else "fp32"]
+    clip = None if text.split(",")[2] == "M" else 1.0
+    spec = make_spec({axis: (degree, tuple_of(text))}, clip=clip, layout=layout)
+    return replace(spec, **changes)
+
+
+LEGAL = [
+    ("S*,S,S", {"prefetch": 2}),
+    ("S*,S,S", {"prefetch": 0, "overlap": Overlap.NONE}),
+    ("O,O,S", {"prefetch": 1, "overlap": Overlap.NONE}),
+    ("R@host,R,R", {"prefetch": 1}),
+    ("M,S,S", {"prefetch": 1}),
+    ("R,S,R", {"prefetch": 0}),
+    ("R,S,S", {"gather_after_update": NEXT}),
+    ("R,O,O", {"gather_after_update": NEXT}),
+    ("R@host,O,O", {"gather_after_update": DURING}),
+    ("R,S,S", {"overlap": Overlap.BACKWARD}),
+    ("R,S,R", {"overlap": Overlap.BACKWARD}),
+    ("R,R,O", {"overlap": Overlap.BACKWARD}),
+    ("R,R,M", {"overlap": Overlap.NONE}),
+    ("R,R,R", {"bucket_bytes": WHOLE_BUCKET, "overlap": Overlap.BACKWARD}),
+    ("R,S,S", {"unit": SUB_BLOCK}),
+    ("R,S,R", {"reduce_scatter": EXCHANGE}),
+    ("R,R,O", {"reduce_scatter": EXCHANGE}),
+    ("R,S,M", {"reduce_scatter": EXCHANGE}),
+    ("S*,S,S", {"unit": SUB_BLOCK}),
+    ("R,O,S", {"offload": Offload(update=Tier.DEVICE)}),
+    ("R,S@file,S", {"offload": Offload(path="/nvme")}),
+]
+
+
+@pytest.mark.parametrize(("text", "changes"), LEGAL)
+def test_a_dial_that_something_obeys_is_legal(text, changes):
+    assert not check(one_axis(text, **changes))
+
+
+REFUSED = [
+    ("R,S,S", {"prefetch": 1}, "prefetch", "nothing is gathered", "parameters: S*"),
+    ("S*,S,S", {"prefetch": 1, "overlap": Overlap.NONE}, "prefetch", "overlap: none", "one of"),
+    ("S*,S,S", {"gather_after_update": DURING}, "gather_after_update", "nothing is", "remove"),
+    ("R,S*,S", {"gather_after_update": NEXT}, "gather_after_update", "nothing is", "remove"),
+    ("M,S,S", {"gather_after_update": NEXT}, "gather_after_update", "nothing is", "remove"),
+    ("R@host,S,S", {"gather_after_update": NEXT}, "gather_after_update", "on the host", "blocking"),
+    ("R,R,M", {"overlap": Overlap.BACKWARD}, "overlap", "used up", "overlap: none"),
+    ("R,S,R@host", {"overlap": Overlap.BACKWARD}, "overlap", "lies on the host", "gradients: O"),
+    ("R,R,R", {"reduce_scatter": EXCHANGE}, "reduce_scatter", "summed whole", "gradients: S"),
+    ("R,S*,R", {"reduce_scatter": EXCHANGE}, "reduce_scatter", "summed whole", "gradients: S"),
+    ("R,S,S", {"bucket_bytes": 1}, "bucket", "DistributedDataParallel", "`unit`"),
+    ("S*,S,S", {"bucket_bytes": WHOLE_BUCKET}, "bucket", "travel by unit", "remove bucket"),
+    ("R,R,R", {"unit": SUB_BLOCK}, "unit", "reduces by bucket", "remove unit"),
+    ("R,S,S", {"offload": Offload(update=Tier.DEVICE)}, "offload", "nothing is", "write O"),
+    ("R,O,S", {"offload": Offload(path="/nvme")}, "offload.path", "in files", "tier: file"),
+    ("O,S,S", {"offload": Offload(update=Tier.DEVICE)}, "offload.update", "anyway", "remove"),
+]
+
+
+@pytest.mark.parametrize(("text", "changes", "place", "finding", "remedy"), REFUSED)
+def test_a_dial_that_nothing_obeys_is_refused(text, changes, place, finding, remedy):
+    (fault,) = check(one_axis(text, **changes))
+    assert fault.place == place
+    assert finding in fault.finding and remedy in fault.remedy
+
+
+def test_torchs_own_spread_update_gathers_when_it_will():
+    spec = one_axis("R,S,R", Axis.DP_REPLICATE, gather_after_update=NEXT)
+    (fault,) = check(spec)
+    assert form_of(spec) is Form.SPREAD_UPDATE
+    assert fault.place == "gather_after_update" and "on dp_shard" in fault.remedy
+    assert not check(one_axis("R,S,R", Axis.DP_REPLICATE, bucket_bytes=1))
+
+
+@pytest.mark.parametrize(("degree", "shards"), [(4, 2), (4, 4), (6, 3), (8, 4), (8, 2)])
+def test_smaller_shards_divide_the_larger_group(degree, shards):
+    sync = SyncPolicy(gradients=GradientSync.EVERY, reshard_after_forward=shards)
+    assert not check(one_axis("S*,S,S", degree=degree, sync=sync))
+    assert not check(one_axis("M,S,S", degree=degree, sync=sync))
+
+
+@pytest.mark.parametrize(("degree", "shards"), [(4, 3), (2, 4), (6, 4), (8, 1)])
+def test_shards_that_do_not_divide_are_refused_with_the_divisors(degree, shards):
+    sync = SyncPolicy(reshard_after_forward=shards)
+    (fault,) = check(one_axis("S*,S,S", degree=degree, sync=sync))
+    assert fault.place == "sync.reshard_after_forward"
+    divisors = ", ".join(str(n) for n in range(2, degree + 1) if degree % n == 0)
+    assert f"choose from {divisors} (" in fault.remedy
+
+
+@pytest.mark.parametrize("text", ["S*,S,R", "O,S,S", "S*,O,S"])
+def test_only_fully_shard_has_smaller_shards(text):
+    (fault,) = check(one_axis(text, sync=SyncPolicy(reshard_after_forward=2)))
+    assert fault.place == "sync.reshard_after_forward" and "true or false" in fault.remedy
+
+
+def test_one_device_takes_every_dial_for_nothing_moves_there():
+    spec = replace(
+        make_spec({}),
+        prefetch=2,
+        gather_after_update=NEXT,
+        overlap=Overlap.BACKWARD,
+        bucket_bytes=1,
+        unit=SUB_BLOCK,
+        sync=SyncPolicy(reshard_after_forward=3),
+        offload=Offload(update=Tier.DEVICE),
+    )
+    assert not check(spec)
+
+
+def test_every_rule_about_a_dial_refuses_something():
+    for rule in DIALS:
+        specs = [one_axis(text, **changes) for text, changes, *_ in REFUSED]
+        specs.append(one_axis("S*,S,R", sync=SyncPolicy(reshard_after_forward=2)))
+        assert any(list(rule.faults(spec)) for spec in specs), rule.name
