@@ -1,137 +1,170 @@
-"""A dial that nothing would obey is refused with what would; one that something obeys is legal."""
+"""The dials of DDP and FSDP2 in the prediction, by hand: what each moves and what it keeps."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from ptrain.algebra.legality import check
-from ptrain.axes.data.dials import DIALS
-from ptrain.axes.data.form import Form, form_of
+from ptrain.axes.data.costs import kept_ranks, spread
+from ptrain.costs import Collective, Estimate, Phase, State
+from ptrain.derivation.estimate import derive
+from ptrain.derivation.facts import ModelFacts
+from ptrain.derivation.parameters import facts
 from ptrain.spec.axis import Axis
-from ptrain.spec.batch import (
-    GatherAfterUpdate,
-    GradientSync,
-    Overlap,
-    SyncPolicy,
-    UnitKind,
-    UnitSize,
-)
-from ptrain.spec.placement import Tier
+from ptrain.spec.batch import Overlap, SyncPolicy
 from ptrain.spec.precision import LAYOUTS
-from ptrain.spec.spec import WHOLE_BUCKET, Offload, Spec
-from tests.pure.build import make_spec, tuple_of
+from ptrain.spec.spec import WHOLE_BUCKET
+from tests.pure.build import (
+    BY_HAND,
+    GATHERED,
+    ODD_SHAPE,
+    WHOLE,
+    ZERO_1,
+    make_facts,
+    make_spec,
+    tuple_of,
+)
 
-SUB_BLOCK = UnitSize(kind=UnitKind.SUB_BLOCK)
-NEXT, DURING = GatherAfterUpdate.NEXT_FORWARD, GatherAfterUpdate.DURING_UPDATE
-
-
-def one_axis(text: str, axis: Axis = Axis.DP_SHARD, degree: int = 2, **changes: object) -> Spec:
-    layout = LAYOUTS["fsdp-mixed" if text.startswith("M") else "fp32"]
-    clip = None if text.split(",")[2] == "M" else 1.0
-    spec = make_spec({axis: (degree, tuple_of(text))}, clip=clip, layout=layout)
-    return replace(spec, **changes)
-
-
-LEGAL = [
-    ("S*,S,S", {"prefetch": 2}),
-    ("S*,S,S", {"prefetch": 0, "overlap": Overlap.NONE}),
-    ("O,O,S", {"prefetch": 1, "overlap": Overlap.NONE}),
-    ("R@host,R,R", {"prefetch": 1}),
-    ("M,S,S", {"prefetch": 1}),
-    ("R,S,R", {"prefetch": 0}),
-    ("R,S,S", {"gather_after_update": NEXT}),
-    ("R,O,O", {"gather_after_update": NEXT}),
-    ("R@host,O,O", {"gather_after_update": DURING}),
-    ("R,S,S", {"overlap": Overlap.BACKWARD}),
-    ("R,S,R", {"overlap": Overlap.BACKWARD}),
-    ("R,R,O", {"overlap": Overlap.BACKWARD}),
-    ("R,R,M", {"overlap": Overlap.NONE}),
-    ("R,R,R", {"bucket_bytes": WHOLE_BUCKET, "overlap": Overlap.BACKWARD}),
-    ("R,S,S", {"unit": SUB_BLOCK}),
-    ("S*,S,S", {"unit": SUB_BLOCK}),
-    ("R,O,S", {"offload": Offload(update=Tier.DEVICE)}),
-    ("R,S@file,S", {"offload": Offload(path="/nvme")}),
-]
+# Two blocks and a root; 5 x 3, 2, 1 and 7 x 2 rows do not divide by 2 or 4.
+BLOCK = ((5, 3), (2,))
+FACTS = make_facts(BLOCK, BLOCK, ((1, 4), (7, 2)))
+NUMEL = 2 * 17 + 18
+MATERIALIZED = tuple_of("M,S,S")
+SHARD, REPLICATE = Axis.DP_SHARD, Axis.DP_REPLICATE
 
 
-@pytest.mark.parametrize(("text", "changes"), LEGAL)
-def test_a_dial_that_something_obeys_is_legal(text, changes):
-    assert not check(one_axis(text, **changes))
+def exact(axis: Axis, placement: Any, ranks: int = 2, **turned: Any) -> Estimate:
+    """The exact column of units made by hand, with these fields of the spec."""
+    spec = make_spec({axis: (ranks, placement)}, model=BY_HAND, clip=None)
+    return derive(replace(spec, **turned), FACTS).exact
 
 
-REFUSED = [
-    ("R,S,S", {"prefetch": 1}, "prefetch", "nothing is gathered", "parameters: S*"),
-    ("S*,S,S", {"prefetch": 1, "overlap": Overlap.NONE}, "prefetch", "overlap: none", "one of"),
-    ("S*,S,S", {"gather_after_update": DURING}, "gather_after_update", "nothing is", "remove"),
-    ("R,S*,S", {"gather_after_update": NEXT}, "gather_after_update", "nothing is", "remove"),
-    ("M,S,S", {"gather_after_update": NEXT}, "gather_after_update", "nothing is", "remove"),
-    ("R@host,S,S", {"gather_after_update": NEXT}, "gather_after_update", "on the host", "blocking"),
-    ("R,R,M", {"overlap": Overlap.BACKWARD}, "overlap", "used up", "overlap: none"),
-    ("R,S,R@host", {"overlap": Overlap.BACKWARD}, "overlap", "lies on the host", "gradients: O"),
-    ("R,S,S", {"bucket_bytes": 1}, "bucket", "DistributedDataParallel", "`unit`"),
-    ("S*,S,S", {"bucket_bytes": WHOLE_BUCKET}, "bucket", "travel by unit", "remove bucket"),
-    ("R,R,R", {"unit": SUB_BLOCK}, "unit", "reduces by bucket", "remove unit"),
-    ("R,S,S", {"offload": Offload(update=Tier.DEVICE)}, "offload", "nothing is", "write O"),
-    ("R,O,S", {"offload": Offload(path="/nvme")}, "offload.path", "in files", "tier: file"),
-    ("O,S,S", {"offload": Offload(update=Tier.DEVICE)}, "offload.update", "anyway", "remove"),
-]
+def traced(placement: Any, ranks: int = 2, **turned: Any) -> Estimate:
+    """The exact column of a built-in model, whose activations are known: with peaks."""
+    spec = make_spec({SHARD: (ranks, placement)}, model=ODD_SHAPE, clip=None)
+    shape_facts: ModelFacts = facts(ODD_SHAPE, spec.batch.sequence)
+    return derive(replace(spec, **turned), shape_facts).exact
 
 
-@pytest.mark.parametrize(("text", "changes", "place", "finding", "remedy"), REFUSED)
-def test_a_dial_that_nothing_obeys_is_refused(text, changes, place, finding, remedy):
-    (fault,) = check(one_axis(text, **changes))
-    assert fault.place == place
-    assert finding in fault.finding and remedy in fault.remedy
-
-
-def test_torchs_own_spread_update_gathers_when_it_will():
-    spec = one_axis("R,S,R", Axis.DP_REPLICATE, gather_after_update=NEXT)
-    (fault,) = check(spec)
-    assert form_of(spec) is Form.SPREAD_UPDATE
-    assert fault.place == "gather_after_update" and "on dp_shard" in fault.remedy
-    assert not check(one_axis("R,S,R", Axis.DP_REPLICATE, bucket_bytes=1))
-
-
-@pytest.mark.parametrize(("degree", "shards"), [(4, 2), (4, 4), (6, 3), (8, 4), (8, 2)])
-def test_smaller_shards_divide_the_larger_group(degree, shards):
-    sync = SyncPolicy(gradients=GradientSync.EVERY, reshard_after_forward=shards)
-    assert not check(one_axis("S*,S,S", degree=degree, sync=sync))
-    assert not check(one_axis("M,S,S", degree=degree, sync=sync))
-
-
-@pytest.mark.parametrize(("degree", "shards"), [(4, 3), (2, 4), (6, 4), (8, 1)])
-def test_shards_that_do_not_divide_are_refused_with_the_divisors(degree, shards):
-    sync = SyncPolicy(reshard_after_forward=shards)
-    (fault,) = check(one_axis("S*,S,S", degree=degree, sync=sync))
-    assert fault.place == "sync.reshard_after_forward"
-    divisors = ", ".join(str(n) for n in range(2, degree + 1) if degree % n == 0)
-    assert f"choose from {divisors} (" in fault.remedy
-
-
-@pytest.mark.parametrize("text", ["S*,S,R", "O,S,S", "S*,O,S"])
-def test_only_fully_shard_has_smaller_shards(text):
-    (fault,) = check(one_axis(text, sync=SyncPolicy(reshard_after_forward=2)))
-    assert fault.place == "sync.reshard_after_forward" and "true or false" in fault.remedy
-
-
-def test_one_device_takes_every_dial_for_nothing_moves_there():
-    spec = replace(
-        make_spec({}),
-        prefetch=2,
-        gather_after_update=NEXT,
-        overlap=Overlap.BACKWARD,
-        bucket_bytes=1,
-        unit=SUB_BLOCK,
-        sync=SyncPolicy(reshard_after_forward=3),
-        offload=Offload(update=Tier.DEVICE),
+def rows(estimate: Estimate, kind: Collective, phase: Phase) -> tuple[int, int, int]:
+    """(calls, payload, sent) of one kind of call in one phase."""
+    found = [r for r in estimate.traffic if r.key.collective is kind and r.key.phase is phase]
+    return (
+        sum(row.calls for row in found),
+        sum(row.payload_bytes for row in found),
+        sum(row.sent_bytes for row in found),
     )
-    assert not check(spec)
 
 
-def test_every_rule_about_a_dial_refuses_something():
-    for rule in DIALS:
-        specs = [one_axis(text, **changes) for text, changes, *_ in REFUSED]
-        specs.append(one_axis("S*,S,R", sync=SyncPolicy(reshard_after_forward=2)))
-        assert any(list(rule.faults(spec)) for spec in specs), rule.name
+def peak(estimate: Estimate, phase: Phase) -> int:
+    return max(row.device_bytes for row in estimate.peak if row.phase is phase)
+
+
+# -- DDP
+
+
+def test_a_bucket_per_tensor_or_one_for_all_moves_the_same_bytes():
+    per_tensor = exact(REPLICATE, WHOLE, bucket_bytes=1)
+    whole = exact(REPLICATE, WHOLE, bucket_bytes=WHOLE_BUCKET)
+    reduced = Collective.ALL_REDUCE, Phase.BACKWARD
+    assert rows(per_tensor, *reduced)[:2] == (6, 4 * NUMEL)
+    assert rows(whole, *reduced)[:2] == (1, 4 * NUMEL)
+
+
+def test_reductions_after_backward_move_what_those_beside_it_move():
+    beside, after = exact(REPLICATE, WHOLE), exact(REPLICATE, WHOLE, overlap=Overlap.NONE)
+    assert beside.traffic == after.traffic
+
+
+def test_the_largest_tensor_goes_first_each_to_the_rank_that_has_least():
+    assert spread([15, 2, 15, 2, 4, 14], 2) == [0, 1, 1, 1, 1, 0]  # 29 and 23
+    assert spread([7], 3) == [0]
+
+
+def test_a_spread_update_is_sent_by_its_owners_and_keeps_whole_tensors():
+    estimate = exact(REPLICATE, ZERO_1)
+    owned = [15 + 14, 15 + 4 + 2 + 2]
+    sent = [4 * numel // 2 for numel in owned]
+    assert rows(estimate, Collective.BROADCAST, Phase.UPDATE) == (2, 4 * NUMEL, sum(sent))
+    for rank, (numel, tensors) in enumerate(zip(owned, (2, 4), strict=True)):
+        assert estimate.bytes_of(State.OPTIMIZER, rank) == 8 * numel + 4 * tensors
+        assert estimate.bytes_of(State.PARAMETERS, rank) == 4 * NUMEL
+
+
+def test_a_rank_that_owns_nothing_sends_one_element():
+    estimate = exact(REPLICATE, ZERO_1, ranks=8)
+    calls, payload, _ = rows(estimate, Collective.BROADCAST, Phase.UPDATE)
+    assert (calls, payload) == (8, 4 * NUMEL + 2 * 4)
+    assert [estimate.bytes_of(State.OPTIMIZER, rank) for rank in (6, 7)] == [0, 0]
+
+
+# -- FSDP2
+
+
+@pytest.mark.parametrize(
+    ("after_forward", "ranks"), [(True, 8), (False, 1), (1, 1), (2, 2), (4, 4)]
+)
+def test_between_forward_and_backward_a_unit_is_spread_over(after_forward, ranks):
+    assert kept_ranks(SyncPolicy(reshard_after_forward=after_forward), 8) == ranks
+
+
+def test_a_smaller_group_sends_less_in_backward():
+    estimate = exact(SHARD, GATHERED, 4, sync=SyncPolicy(reshard_after_forward=2))
+    forward = rows(estimate, Collective.ALL_GATHER, Phase.FORWARD)
+    backward = rows(estimate, Collective.ALL_GATHER, Phase.BACKWARD)
+    assert forward[:2] == backward[:2]
+    assert (forward[2], backward[2]) == (forward[1] * 3 // 4, backward[1] // 2)
+
+
+def test_a_unit_that_a_smaller_group_keeps_stands_between_forward_and_backward():
+    kept = traced(GATHERED, 4, sync=SyncPolicy(reshard_after_forward=2))
+    resharded = traced(GATHERED, 4)
+    whole = traced(GATHERED, 4, sync=SyncPolicy(reshard_after_forward=False))
+    assert resharded.bytes_of(State.TRANSIENT) == 0
+    assert kept.bytes_of(State.TRANSIENT) * 2 == whole.bytes_of(State.TRANSIENT)
+
+
+def test_masters_that_are_gathered_belong_to_the_optimizer():
+    layout = LAYOUTS["fsdp-mixed"]
+    spec = make_spec({SHARD: (2, MATERIALIZED)}, model=BY_HAND, clip=None, layout=layout)
+    estimate = derive(spec, FACTS).exact
+    padded = 2 * (9 + 1) + (4 + 8)  # rows of rank 0: 3 of 5, 1 of 2, 1 of 1, 4 of 7
+    assert estimate.bytes_of(State.PARAMETERS) == 0
+    assert estimate.bytes_of(State.OPTIMIZER, 0) == (4 + 8) * padded + 6 * 4
+    assert estimate.bytes_of(State.GRADIENTS, 0) == 4 * padded
+    gathered = rows(estimate, Collective.ALL_GATHER, Phase.FORWARD)
+    reduced = rows(estimate, Collective.REDUCE_SCATTER, Phase.BACKWARD)
+    assert gathered[:2] == (3, 2 * 2 * padded)
+    assert reduced[:2] == (3, 2 * 2 * padded)
+
+
+def test_gathering_ahead_costs_memory_and_moves_nothing_more():
+    ahead = [traced(GATHERED, prefetch=count) for count in (0, 1, 2)]
+    assert ahead[0].traffic == ahead[1].traffic == ahead[2].traffic
+    peaks = [peak(each, Phase.BACKWARD) for each in ahead]
+    assert peaks == sorted(set(peaks))
+
+
+def test_without_overlap_nothing_is_gathered_ahead_and_no_buffer_outlives_its_gather():
+    awaited, own = traced(GATHERED, overlap=Overlap.NONE), traced(GATHERED)
+    assert awaited.traffic == own.traffic
+    assert peak(awaited, Phase.FORWARD) < peak(own, Phase.FORWARD)
+    assert peak(awaited, Phase.BACKWARD) == peak(traced(GATHERED, prefetch=0), Phase.BACKWARD)
+
+
+def test_moments_in_another_dtype_are_cast_for_the_update_unit_by_unit():
+    layout = replace(LAYOUTS["fp32"], moments=LAYOUTS["bf16"].moments)
+    spec = make_spec({SHARD: (2, GATHERED)}, model=ODD_SHAPE, clip=None)
+    shape_facts = facts(ODD_SHAPE, spec.batch.sequence)
+    usual = derive(spec, shape_facts).exact
+    narrow = derive(
+        replace(spec, precision=replace(spec.precision, layout=layout)), shape_facts
+    ).exact
+    counters = 4 * len(shape_facts.tensors)
+    saved = usual.bytes_of(State.OPTIMIZER, 0) - narrow.bytes_of(State.OPTIMIZER, 0)
+    assert saved * 2 == usual.bytes_of(State.OPTIMIZER, 0) - counters
+    rise = peak(narrow, Phase.UPDATE) - (peak(usual, Phase.UPDATE) - saved)
+    largest = max(unit.numel for unit in shape_facts.units)
+    assert 2 * 4 * largest // 2 <= rise <= 2 * 4 * (largest // 2 + 10**3)
