@@ -1,0 +1,167 @@
+"""Two things that accelerate is asked for and silently does not do, told by meters on its model.
+
+1. Sharding on a CPU: with `cpu=True` an FSDP plugin is dropped, and DDP trains.
+2. A wrap policy in the form that torch documents, `functools.partial(transformer_auto_wrap_policy,
+   transformer_layer_cls={Block})`: the function is kept and its argument is not, so that the root
+   alone becomes a unit and the whole model is gathered at once.
+
+The control names the class by accelerate's own setting, and holds. Nothing warns in any of them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from _peers import (
+    BY_BLOCK,
+    adamw,
+    built,
+    environment,
+    forget_accelerate,
+    prepared,
+    sharding_accelerator,
+)
+from step_time import RANKS, _samples
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from ptrain.report.record import Check
+    from ptrain.spec.spec import Spec
+
+OVERRIDES = (
+    f"mesh.dp_shard={RANKS}",
+    "batch.global=4",
+    "batch.micro=2",
+    "batch.sequence=64",
+    "optimizer.clip=null",
+)
+STEPS = 3  # the third is steady
+
+
+@dataclass(frozen=True)
+class Trapped:
+    """One rank's account: what was asked, what ran, and the checks of the third step."""
+
+    asked: str
+    ran: str
+    checks: tuple[Check, ...]
+
+    @property
+    def failing(self) -> list[Check]:
+        return [check for check in self.checks if not check.holds]
+
+
+def _dropped_plugin() -> Any:
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+
+    forget_accelerate()
+    return Accelerator(
+        cpu=True,
+        fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2, reshard_after_forward=False),
+    )
+
+
+def _partial_policy() -> Any:
+    from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
+
+    from ptrain.models.llama import Block
+
+    policy = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={Block})
+    return sharding_accelerator(reshard=False, auto_wrap_policy=policy)
+
+
+def _own_setting() -> Any:
+    return sharding_accelerator(reshard=False, **BY_BLOCK)
+
+
+ASKED: dict[str, tuple[str, Callable[[], Any]]] = {
+    "cpu": ("an FSDP2 plugin with `cpu=True`", _dropped_plugin),
+    "policy": ("units by `partial(transformer_auto_wrap_policy, …={Block})`", _partial_policy),
+    "control": (
+        'units by `transformer_based_wrap` and `transformer_cls_names_to_wrap=["Block"]`',
+        _own_setting,
+    ),
+}
+
+
+def spec_of_all() -> Spec:
+    """What is asked for in all three: FSDP2 by block, gathered units kept until backward."""
+    from ptrain.algebra.legality import require
+    from ptrain.spec.load import load
+
+    return require(load("zero3-keep", OVERRIDES))
+
+
+def ask(which: str) -> Trapped:
+    """On one rank: the model wrapped by accelerate, trained for three steps, the last measured."""
+    import torch.distributed as dist
+    import torch.nn.functional as F
+
+    from ptrain import measure
+    from ptrain.verification.foreign import compare_foreign
+
+    environment(dist.get_rank())
+    asked, make = ASKED[which]
+    accelerator, spec = make(), spec_of_all()
+    plain = built(spec)
+    model, optimizer = prepared(accelerator, plain, adamw(spec, plain))
+    rows_of = _samples(spec)
+
+    def step(number: int) -> None:
+        rows = rows_of(number)
+        logits = model(rows[:, :-1])
+        accelerator.backward(F.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten()))
+        optimizer.step()
+
+    for number in range(STEPS - 1):
+        step(number)
+        optimizer.zero_grad()
+    with measure(model, optimizer=optimizer) as measurement:
+        step(STEPS - 1)
+    return Trapped(asked, _what_ran(model), compare_foreign(spec, measurement))
+
+
+def _what_ran(model: nn.Module) -> str:
+    from torch.distributed.fsdp import FSDPModule
+    from torch.nn.parallel import DistributedDataParallel
+
+    if isinstance(model, DistributedDataParallel):
+        return "DistributedDataParallel: nothing is sharded"
+    units = sum(isinstance(module, FSDPModule) for module in model.modules())
+    return f"fully_shard in {units} unit{'' if units == 1 else 's'}"
+
+
+def section(found: list[Trapped], version: str) -> list[str]:
+    """The page's part: a row for each, and the checks that failed."""
+    lines = [
+        "## Traps",
+        "",
+        f"What accelerate {version} was asked for, what ran without a word, and the verdict of "
+        f"`ptrain.measure(model, optimizer=optimizer)` on its third step against the spec "
+        f"`zero3-keep {' '.join(OVERRIDES)}`. The second and third are past the first trap: the "
+        "accelerator's state was told that it shards.",
+        "",
+        "| asked for | ran | verdict |",
+        "|---|---|---|",
+    ]
+    for trapped in found:
+        wrong, total = len(trapped.failing), len(trapped.checks)
+        verdict = f"fails ({wrong} of {total} checks)" if wrong else f"holds ({total} of {total})"
+        lines.append(f"| {trapped.asked} | {trapped.ran} | {verdict} |")
+    for trapped in found:
+        if trapped.failing:
+            lines += ["", f"Asked for {trapped.asked}:", ""]
+            lines += [
+                f"- {check.name}: predicted {_figure(check.predicted)}, "
+                f"measured {_figure(check.measured)}"
+                for check in trapped.failing
+            ]
+    return lines
+
+
+def _figure(value: float | None) -> str:
+    return "none" if value is None else f"{value:,}"

@@ -1,0 +1,57 @@
+"""What accelerate silently does otherwise than it is asked is told by meters on its own model."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.ranks import Ranks
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))  # here and in the ranks
+
+import _traps
+
+pytestmark = pytest.mark.gloo
+pytest.importorskip("accelerate", reason="accelerate is not installed: pip install accelerate")
+
+
+def ask(which: str) -> _traps.Trapped:
+    return _traps.ask(which)
+
+
+def asked(ranks: Ranks, which: str) -> _traps.Trapped:
+    found: list[_traps.Trapped] = ranks.run(2, ask, which)
+    assert len({each.ran for each in found}) == 1
+    return found[0]
+
+
+def names(trapped: _traps.Trapped) -> str:
+    return "\n".join(check.name for check in trapped.failing)
+
+
+def test_a_plugin_that_shards_is_dropped_on_a_cpu_and_the_verdict_says_so(ranks: Ranks) -> None:
+    trapped = asked(ranks, "cpu")
+    assert trapped.ran.startswith("DistributedDataParallel")
+    for state in ("parameters", "optimizer", "gradients"):
+        assert f"memory {state} rank 0" in names(trapped)
+    assert "all_gather forward parameters" in names(trapped)  # predicted, and none came
+    assert "all_reduce backward gradients" in names(trapped)  # came, and none was predicted
+
+
+def test_a_policy_whose_argument_is_lost_leaves_one_unit_and_the_verdict_says_so(
+    ranks: Ranks,
+) -> None:
+    trapped = asked(ranks, "policy")
+    assert trapped.ran == "fully_shard in 1 unit"
+    failing = {check.name: check for check in trapped.failing}
+    calls = failing["traffic dp_shard all_gather forward parameters calls"]
+    assert (calls.predicted, calls.measured) == (5, 1)
+
+
+def test_named_by_its_own_setting_the_same_model_holds(ranks: Ranks) -> None:
+    trapped = asked(ranks, "control")
+    assert trapped.ran == "fully_shard in 5 units"
+    # three states, and three counts of the gathers and of the reductions
+    assert len(trapped.checks) == 9 and not trapped.failing
