@@ -151,20 +151,22 @@ DP, ZERO1, ZERO2, ZERO3 = (Source(f"70b-{name}") for name in ("dp", "zero1", "ze
 STAGES = {"DP": DP, "ZeRO-1": ZERO1, "ZeRO-2": ZERO2, "ZeRO-3": ZERO3}
 KEEP = Source("70b-zero3", ("sync.reshard_after_forward=false",))
 ODD = ("model.hidden=42", "model.heads=3", "model.kv_heads=1", "model.ffn=101", "model.vocab=259")
-HSDP = Source(
-    "hsdp",
-    (
-        "model.preset=llama-70e9",
-        "mesh.dp_replicate=2",
-        "mesh.dp_shard=4",
-        "precision.layout=zero16",
-        "batch.global=8",
-        "batch.micro=1",
-        "batch.sequence=4096",
-        "cluster.preset=h100-8",
-    ),
-    ("mesh.dp_replicate=2", "mesh.dp_shard=2"),
-)
+
+
+def seventy(name: str, *overrides: str, ranks: int = 4) -> Source:
+    """A strategy that has no spec at the text's scale, brought to it: 70B on 8 devices."""
+    return Source(
+        name,
+        (
+            "model.preset=llama-70e9",
+            "batch.global=8",
+            "batch.micro=1",
+            "batch.sequence=4096",
+            "cluster.preset=h100-8",
+            *overrides,
+        ),
+        ranks=ranks,
+    )
 
 
 def with_overrides(source: Source, *overrides: str) -> Source:
@@ -179,3 +181,9 @@ def accumulating(name: str, *overrides: str) -> Source:
 def one(label: str, source: Source, figure: Figure, form: Form, *by: Source) -> Case:
     """A case of one spec."""
     return Case(label=label, sources=(source,), figure=figure, form=form, claimed_by=by)
+
+
+_GROUPS = ("mesh.dp_replicate=2", "mesh.dp_shard=4", "precision.layout=zero16")
+_SMALL_GROUPS = ("mesh.dp_replicate=2", "mesh.dp_shard=2")
+HSDP = replace(seventy("hsdp", *_GROUPS), small=_SMALL_GROUPS)
+HSDP_FULL = replace(seventy("hsdp-full-optimizer", *_GROUPS), small=_SMALL_GROUPS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from _claims import (
     DP,
     HSDP,
+    HSDP_FULL,
     KEEP,
     ODD,
     STAGES,
@@ -17,6 +18,7 @@ from _claims import (
     View,
     accumulating,
     one,
+    seventy,
     with_overrides,
 )
 
@@ -43,6 +45,10 @@ def _reduction(before: View, after: View) -> float:
 
 def _parameters(view: View) -> float:
     return view.found.parameters
+
+
+def _gradients(view: View) -> float:
+    return view.found.gradients
 
 
 def _activations(view: View, _: View) -> float:
@@ -98,6 +104,20 @@ def _share_of_activations(_: list[View], exact: list[View]) -> float:
 
 def _two_percent(_: list[View], __: list[View]) -> float:
     return 0.02
+
+
+_OFFLOAD = seventy("zero-offload", "mesh.dp_shard=8", "precision.layout=zero16")
+_OFFLOAD_AS_RUN = seventy("zero-offload-ds", "mesh.dp_shard=8", "precision.layout=zero16")
+_MIXED = seventy("fsdp-mixed", "mesh.dp_shard=8")
+
+
+def _beside_activations(view: View) -> float:
+    """What the device holds at its peak besides saved activations."""
+    return view.found.peak - view.found.activations
+
+
+def _theorem_1(paper: list[View], _: list[View]) -> float:
+    return paper[0].found.states + paper[0].found.transient
 
 
 def _layout(name: str) -> Case:
@@ -253,10 +273,12 @@ MEMORY = (
         cases=(
             one("one axis of 8", ZERO3, _states, Form.BYTES),
             one("HSDP, 2 × 4", HSDP, _states, Form.BYTES, ZERO3),
+            one("HSDP, 2 × 4, optimizer over all 8", HSDP_FULL, _states, Form.BYTES, ZERO3),
         ),
         condition="when N is the degree of the sharding axis, not the number of devices",
         why="HSDP replicates between its groups, the optimizer included, so N is the size of a "
-        "group. Composed by Definition 5 the theorem says so too; the table's row does not.",
+        "group; the optimizer alone may be cut over all devices. Composed by Definition 5 the "
+        "theorem says so too; the table's row does not.",
     ),
     Claim(
         title="Accumulation changes nothing else",
@@ -301,5 +323,47 @@ MEMORY = (
         ),
         why="|A| is then what one device would save for the global batch: a data axis splits "
         "samples, and saved tensors grow with the samples.",
+    ),
+    Claim(
+        title="ZeRO-Offload's states",
+        where="Table 2, Theorem 1 (8), (11)",
+        printed="(O, O, S, R): Θ and Ω take nothing of the device, gradients |G|/N",
+        cases=(
+            one("at rest, as the row has it", _OFFLOAD, _states, Form.BYTES),
+            Case(
+                label="at the peak, besides activations",
+                sources=(_OFFLOAD,),
+                figure=_beside_activations,
+                form=Form.BYTES,
+                claimed=_theorem_1,
+                loose=True,
+            ),
+            one(
+                "at rest, as the ZeRO-Offload paper runs it (R, O, O, R)",
+                _OFFLOAD_AS_RUN,
+                _states,
+                Form.BYTES,
+                _OFFLOAD,
+            ),
+        ),
+        condition="between steps, for the row as printed",
+        why="An offloaded parameter comes to the device for use, whole: the root and the layers in "
+        "flight take their s_unit, which (11) has not, while most gradients are not there yet when "
+        "the device holds most. The system of that name keeps 16-bit "
+        "parameters on the device and puts gradients on the host: (R, O, O, R).",
+    ),
+    Claim(
+        title="Mixed-precision FSDP is ZeRO-3",
+        where="Table 2, Remark 1",
+        printed="ZeRO-3/FSDP takes 2 + 2 + 12 bytes per parameter, over N",
+        cases=(
+            one("parameters", _MIXED, _parameters, Form.BYTES, ZERO3),
+            one("gradients", _MIXED, _gradients, Form.BYTES, ZERO3),
+            one("all three", _MIXED, _states, Form.BYTES, ZERO3),
+        ),
+        condition="for the sum alone",
+        why="fully_shard keeps fp32 shards, which are the masters, and makes 16-bit parameters of "
+        "them unit by unit: Θ is M, not S*. Gradients are kept in fp32. 0 + 4 + 12 happens to be "
+        "2 + 2 + 12.",
     ),
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from _claims import (
     DP,
     HSDP,
+    HSDP_FULL,
     KEEP,
     STAGES,
     ZERO1,
@@ -17,6 +18,8 @@ from _claims import (
     View,
     accumulating,
     one,
+    seventy,
+    with_overrides,
 )
 
 
@@ -45,6 +48,10 @@ def _accumulated(label: str, name: str, *overrides: str) -> Case:
     return one(label, accumulating(name, *overrides), _units, Form.UNITS, Source(f"70b-{name}"))
 
 
+_DP_FP32 = with_overrides(DP, "precision.layout=fp32")
+_REDUNDANCY = seventy("ddp-zero-redundancy", "mesh.dp_replicate=8", "precision.layout=fp32")
+_OFFLOAD = seventy("zero-offload", "mesh.dp_shard=8", "precision.layout=zero16")
+
 _LAST = "sync.gradients=last"
 _KEPT_AFTER_FORWARD = "sync.reshard_after_forward=false"
 _KEPT_AFTER_BACKWARD = "sync.reshard_after_backward=false"
@@ -66,11 +73,14 @@ TRAFFIC = (
         title="Sharding the optimizer is free",
         where="Corollary 1.1",
         printed="Ω: R → S reduces memory with no communication increase, since updates are local",
-        cases=(_change("DP → ZeRO-1", DP, ZERO1),),
+        cases=(
+            _change("DP → ZeRO-1", DP, ZERO1),
+            _change("DP → torch's ZeroRedundancyOptimizer, fp32", _DP_FP32, _REDUNDANCY),
+        ),
         condition="if the all-reduce is replaced by a reduce-scatter",
         why="The updated parameters must be gathered. The volume stays the same only because the "
-        "gradients then need no more than a reduce-scatter; keep DDP's all-reduce and it grows by "
-        "half.",
+        "gradients then need no more than a reduce-scatter; torch's ZeroRedundancyOptimizer "
+        "keeps DDP's all-reduce and broadcasts besides: 3 units instead of 2.",
     ),
     Claim(
         title="Sharding gradients halves communication",
@@ -118,6 +128,7 @@ TRAFFIC = (
         cases=(
             one("ZeRO-3, resharded after forward", ZERO3, _units, Form.UNITS),
             one("ZeRO-3, kept until backward", KEEP, _units, Form.UNITS),
+            one("parameters offloaded in slices (O, O, S, R)", _OFFLOAD, _units, Form.UNITS, ZERO3),
         ),
         condition="if units are dropped after their forward pass",
         why="Keeping the gathered units until backward saves the second gather and costs the whole "
@@ -127,9 +138,37 @@ TRAFFIC = (
         title="Volumes compose",
         where="Definition 5 with Theorem 2",
         printed="the inner axis moves Θ and G, the outer one what the inner leaves of G",
-        cases=(one("HSDP, 2 × 4", HSDP, _sent, Form.BYTES),),
+        cases=(
+            one("HSDP, 2 × 4", HSDP, _sent, Form.BYTES),
+            one("HSDP, 2 × 4, optimizer over all 8", HSDP_FULL, _sent, Form.BYTES),
+        ),
         why="Gathers and the reduce-scatter stay inside a group; between groups one all-reduce of "
         "a shard.",
+    ),
+    Claim(
+        title="Gradients travel in 2 bytes",
+        where="Theorem 2 (13) with Remark 1",
+        printed="|G| = 2P, so that stage 3 sends 3r|Θ|",
+        cases=(
+            one("reduced in 16 bits (zero16)", ZERO3, _units, Form.UNITS),
+            one(
+                "reduced in fp32 (megatron18)",
+                with_overrides(ZERO3, "precision.layout=megatron18"),
+                _units,
+                Form.UNITS,
+                ZERO3,
+            ),
+            one(
+                "FSDP2, reduced in fp32",
+                seventy("fsdp-mixed", "mesh.dp_shard=8", "precision.reduced=fp32"),
+                _units,
+                Form.UNITS,
+                ZERO3,
+            ),
+        ),
+        condition="if sums are taken in 16 bits",
+        why="What travels has the dtype of the reduction, a dial of its own. Frameworks often "
+        "reduce in fp32 for the sum's sake, which makes the reduce-scatter twice as large.",
     ),
     Claim(
         title="Accumulation divides communication by K",
