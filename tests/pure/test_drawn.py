@@ -1,0 +1,82 @@
+"""Specs drawn at random over modes, tiers, layouts and dials: each is written and read back, each
+refusal says where and what instead, and each legal one has a prediction and a plan."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from ptrain.algebra.legality import check, executed
+from ptrain.derivation.estimate import derive
+from ptrain.plan.show import show
+from ptrain.spec.load import load
+from ptrain.spec.precision import LAYOUTS
+from ptrain.spec.spec import Spec
+
+TIERS = ("", "@host", "@file")
+CUT = [f"{mode}{tier}" for mode in ("R", "S*", "S") for tier in TIERS]
+MODES = {
+    "parameters": [mode for mode in CUT if mode != "S"] + ["M"],
+    "optimizer": CUT,
+    "gradients": [*CUT, "M"],
+}
+DIALS = {
+    "unit": ["sub-block", "2 blocks", "model"],
+    "overlap": ["none", "backward"],
+    "prefetch": [0, 2],
+    "gather_after_update": ["during-update", "next-forward"],
+    "bucket": ["whole", "per-tensor", "32 KiB"],
+    "reshard": [False, 2],
+    "reduce_scatter": ["all_to_all"],
+    "offload": [{"update": "device"}, {"path": "/nvme"}],
+}
+OFTEN = 0.1  # a dial is not at its default
+
+
+def drawn(seed: int) -> Spec:
+    draw = random.Random(seed)
+    axes = draw.choice([["dp_shard"], ["dp_replicate"], ["dp_replicate", "dp_shard"]])
+    dials = {key: draw.choice(each) for key, each in DIALS.items() if draw.random() < OFTEN}
+    return load(
+        {
+            "model": {
+                "layers": 3,
+                "hidden": 42,
+                "heads": 3,
+                "kv_heads": 1,
+                "ffn": 101,
+                "vocab": 259,
+            },
+            "mesh": {axis: draw.choice([2, 4]) for axis in axes},
+            "placement": {
+                axis: [*(draw.choice(modes) for modes in MODES.values()), "R"] for axis in axes
+            },
+            "batch": {"micro": 1, "sequence": 16, "accumulate": draw.choice([1, 3])},
+            "precision": {"layout": draw.choice(list(LAYOUTS))}
+            | ({"moments": "bf16"} if draw.random() < OFTEN else {}),
+            "optimizer": {
+                "name": draw.choice(["adamw", "adamw", "sgd", "muon"]),
+                "clip": draw.choice([None, 1.0]),
+            },
+            **dials,
+        }
+    ).spec
+
+
+@pytest.mark.parametrize("decade", range(20))
+def test_a_drawn_spec_is_read_back_and_either_refused_with_a_remedy_or_predicted(decade):
+    for seed in range(10 * decade, 10 * decade + 10):
+        spec = drawn(seed)
+        assert load(spec.resolved).spec == spec
+        faults = check(spec)
+        assert all(fault.place and fault.finding and fault.remedy for fault in faults)
+        if not faults:
+            assert not executed(spec)
+            derivation = derive(spec)
+            assert derivation.exact.memory and derivation.exact.peak
+            assert show(spec, derivation.plan)
+
+
+def test_a_good_part_of_what_is_drawn_is_legal():
+    assert sum(not check(drawn(seed)) for seed in range(200)) > 50
