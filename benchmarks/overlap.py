@@ -158,7 +158,7 @@ def main() -> int:
         f"{args.rounds} rounds. Seconds are medians, of the slowest rank; `blocked` is what the "
         "main thread waited for collectives over dp_replicate in a step of its own. Ratios are to "
         "naive, medians of the rounds' ratios with the two-sided 95 % interval by order "
-        "statistics. Collectives include the gradient norm's, if any.",
+        "statistics.",
         "",
         "| | collectives | step s | ratio | blocked s | ratio | loss |",
         "|---|---|---|---|---|---|---|",

@@ -105,11 +105,12 @@ class TrafficMeter(TorchDispatchMode):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # DTensor turns into operators on local tensors first
         result = function(*args, **(kwargs or {}))
-        namespace, name = function._schema.name.split("::")
-        if namespace in _NAMESPACES and name not in SILENT:
-            self._count(name, args, kwargs or {}, result)
-        elif function in _COPIES:
+        if function in _COPIES:
             self._count_moves(function, args, result)
+        elif function.namespace in _NAMESPACES:
+            name = function._schema.name.partition("::")[2]
+            if name not in SILENT:
+                self._count(name, args, kwargs or {}, result)
         return result
 
     def _count(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
