@@ -9,8 +9,11 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
 from math import prod
+from typing import Any
 
 from ptrain.algebra.legality import check, executed
+from ptrain.axes.data.costs import STOCK_BUCKET_BYTES
+from ptrain.axes.data.form import tier_of
 from ptrain.costs import PLACED, Estimate, State
 from ptrain.derivation.estimate import derive, own_facts
 from ptrain.derivation.facts import ModelFacts
@@ -18,10 +21,16 @@ from ptrain.derivation.paper import state_sizes
 from ptrain.errors import DoesNotFit
 from ptrain.selection.fit import fit
 from ptrain.spec.axis import DATA_AXES, Axis, Factor
-from ptrain.spec.batch import GradientSync
+from ptrain.spec.batch import (
+    GatherAfterUpdate,
+    GradientSync,
+    Overlap,
+    ReduceScatterVia,
+    UnitSize,
+)
 from ptrain.spec.names import listing, strategy
-from ptrain.spec.placement import S_STAR, Distribution, Placement, R, S
-from ptrain.spec.spec import Spec
+from ptrain.spec.placement import S_STAR, Distribution, Placement, R, S, Tier
+from ptrain.spec.spec import Offload, Spec
 from ptrain.units import format_bytes
 
 _CUT = (Distribution.SHARDED, Distribution.GATHERED)
@@ -184,7 +193,7 @@ def _placements(spec: Spec) -> Iterator[Spec]:
                 Factor(axis=axis, degree=degree, placement=placement)
                 for (axis, degree), placement in zip(axes, tuples, strict=True)
             )
-            changed = _with_factors(spec, (*factors, *others))
+            changed = _with_dials_it_obeys(_with_factors(spec, (*factors, *others)))
             if not check(changed) and not executed(changed):
                 yield changed
 
@@ -204,6 +213,49 @@ def _with_factors(spec: Spec, factors: tuple[Factor, ...]) -> Spec:
         late = _whole_gradients(factors)
         sync = replace(sync, gradients=GradientSync.LAST if late else GradientSync.EVERY)
     return replace(spec, factors=factors, sync=sync)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Dial:
+    """A key that a placement may be unable to obey: its field, what holds for every placement, and
+    how that is written."""
+
+    place: str
+    field: str
+    value: object
+    override: str
+
+
+_DIALS = (
+    _Dial(place="unit", field="unit", value=UnitSize(), override="unit=block"),
+    _Dial(place="bucket", field="bucket_bytes", value=STOCK_BUCKET_BYTES, override="bucket=size"),
+    _Dial(place="prefetch", field="prefetch", value=0, override="prefetch=0"),
+    _Dial(place="overlap", field="overlap", value=Overlap.NONE, override="overlap=none"),
+    _Dial(place="offload", field="offload", value=Offload(), override="offload={}"),
+    _Dial(
+        place="gather_after_update",
+        field="gather_after_update",
+        value=GatherAfterUpdate.BLOCKING,
+        override="gather_after_update=blocking",
+    ),
+    _Dial(
+        place="reduce_scatter",
+        field="reduce_scatter",
+        value=ReduceScatterVia.NATIVE,
+        override="reduce_scatter=native",
+    ),
+)
+
+
+def _with_dials_it_obeys(spec: Spec) -> Spec:
+    """What refuses only a dial of the job's own is no reason not to offer a tuple."""
+    places = {fault.place.split(".")[0] for fault in check(spec)}
+    changes: dict[str, Any] = {dial.field: dial.value for dial in _DIALS if dial.place in places}
+    return replace(spec, **changes) if changes else spec
+
+
+def _is_offloaded(spec: Spec) -> bool:
+    return any(tier_of(spec.factors, state) is not Tier.DEVICE for state in PLACED)
 
 
 def _whole_gradients(factors: tuple[Factor, ...]) -> bool:
@@ -238,6 +290,12 @@ def _overrides(before: Spec, after: Spec) -> Iterator[str]:
         yield f"mesh={{{mesh}}}"
     if _tuples(before) != _tuples(after):
         yield f"placement={_written(after)}"
+    for dial in _DIALS:
+        changes = getattr(before, dial.field) != getattr(after, dial.field)
+        # A tier for O may be written, which the resolved spec has in its modes.
+        ends = dial.field == "offload" and _is_offloaded(before) and not _is_offloaded(after)
+        if changes or ends:
+            yield dial.override
     if before.batch.global_samples != after.batch.global_samples:
         yield f"batch.global={after.batch.global_samples}"
     if before.batch != after.batch:

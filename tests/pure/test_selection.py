@@ -13,6 +13,7 @@ from ptrain.selection.fit import fit, peak_bytes
 from ptrain.selection.preflight import cheaper, more_ranks, require_fit
 from ptrain.spec.axis import Axis
 from ptrain.spec.cluster import Cluster
+from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
 from tests.pure.build import GATHERED, WHOLE, ZERO_1, make_spec, tuple_of
 
@@ -140,3 +141,28 @@ def test_host_memory_counts_where_the_cluster_says_it(spare):
     if spare:
         with pytest.raises(DoesNotFit, match=r"by 1 B: the states of a node's ranks take"):
             require_fit(limited, exact)
+
+
+def test_a_dial_that_another_tuple_cannot_obey_is_set_back_with_it():
+    spec = on_devices_of(PEAK - 1, replace(REPLICATED, bucket_bytes=1))
+    offered = cheaper(spec)
+    assert offered
+    for variant in offered:
+        assert not check(variant.spec)
+        is_set_back = variant.spec.bucket_bytes != 1
+        assert ("bucket=size" in variant.overrides) is is_set_back
+    assert any("bucket=size" in variant.overrides for variant in offered)
+
+
+def test_what_is_offered_in_place_of_offloaded_states_loads_on_the_very_file():
+    written = {
+        "model": {"layers": 3, "hidden": 42, "heads": 3, "kv_heads": 1, "ffn": 101, "vocab": 259},
+        "mesh": {"dp_shard": 4},
+        "placement": {"dp_shard": "R,R@host,O,R"},
+        "batch": {"micro": 2, "sequence": 16},
+        "offload": {"tier": "file", "update": "device"},
+    }
+    spec = on_devices_of(1, load(written).spec)
+    for variant in cheaper(spec):
+        assert ("offload={}" in variant.overrides) is (variant.spec.factors != spec.factors)
+        assert load(written, list(variant.overrides)).spec.factors == variant.spec.factors
