@@ -80,7 +80,8 @@ REFUSED = [
     ("R,S,S", {"bucket_bytes": 1}, "bucket", "DistributedDataParallel", "`unit`"),
     ("S*,S,S", {"bucket_bytes": WHOLE_BUCKET}, "bucket", "travel by unit", "remove bucket"),
     ("R,R,R", {"unit": SUB_BLOCK}, "unit", "reduces by bucket", "remove unit"),
-    ("R,S,S", {"offload": Offload(update=Tier.DEVICE)}, "offload", "nothing is", "write O"),
+    ("R,S,S", {"offload": Offload(update=Tier.DEVICE)}, "offload.update", "nothing is", "write O"),
+    ("S*,S,S", {"offload": Offload(path="/nvme")}, "offload.path", "nothing is", "remove offload"),
     ("R,O,S", {"offload": Offload(path="/nvme")}, "offload.path", "in files", "tier: file"),
     ("O,S,S", {"offload": Offload(update=Tier.DEVICE)}, "offload.update", "anyway", "remove"),
 ]

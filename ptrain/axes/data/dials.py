@@ -184,7 +184,7 @@ def _offload(spec: Spec) -> Iterator[Fault]:
     tiers = {state: tier_of(factors, state) for state in PLACED}
     if all(tier is Tier.DEVICE for tier in tiers.values()):
         yield Fault(
-            place="offload",
+            place="offload.update" if spec.offload.path is None else "offload.path",
             finding="every state is on the device: nothing is offloaded",
             remedy="remove offload, or write O for a state",
         )
