@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ptrain.axes.data.target import Slot, Target, TensorTarget
+from ptrain.axes.data.target import Resident, Slot, Target, TensorTarget
 from ptrain.costs import State
 from ptrain.errors import Fault, SpecError
 from ptrain.interpreter.muon import Muon
@@ -22,7 +22,7 @@ from ptrain.models.numerics import TORCH_DTYPES
 from ptrain.spec.precision import Layout
 from ptrain.spec.spec import OptimizerSpec
 
-MASTER = "master"
+MASTER, COUNTER = "master", "step"
 
 
 class Update:
@@ -105,10 +105,26 @@ class _Member:
         for name in moment_names(rule, spec):
             self.slots[name] = target.slot(torch.zeros_like(value, dtype=dtypes.moments))
         if rule == "adamw":
-            self.slots["step"] = target.slot(value.new_zeros((), dtype=torch.float32))
+            self.slots[COUNTER] = target.slot(value.new_zeros((), dtype=torch.float32))
         if dtypes.master is not None and not target.owns_master:
             self.slots[MASTER] = target.slot(value.to(dtypes.master, copy=True))
+        self.moving = {  # what is not used as and where it is kept
+            name: slot
+            for name, slot in self.slots.items()
+            if not isinstance(slot, Resident)
+            or (name != COUNTER and slot.stored.dtype != dtypes.updated)
+        }
         self._fetched: dict[str, torch.Tensor] = {}
+
+    def join(self, optimizer: torch.optim.Optimizer) -> None:
+        """Give it what stays where it is, once."""
+        for name, slot in self.slots.items():
+            if name in self.moving:
+                continue
+            if name == MASTER:
+                self.leaf.data = slot.stored
+            else:
+                optimizer.state[self.leaf][name] = slot.stored
 
     def fetch(self, optimizer: torch.optim.Optimizer) -> bool:
         """Bring everything to the leaf; False where there is no gradient."""
@@ -116,33 +132,35 @@ class _Member:
         gradient = self.target.working_gradient()
         if gradient is None:
             return False
-        gradient = cast(gradient, self.dtypes.updated)
-        master = self.slots.get(MASTER)
-        self.leaf.data = master.fetch() if master else self.target.value()
+        gradient = _cast(gradient, self.dtypes.updated)
+        if MASTER in self.moving:
+            self.leaf.data = self.slots[MASTER].fetch()
+        elif MASTER not in self.slots:
+            self.leaf.data = self.target.value()
         self.leaf.grad = gradient
-        state = optimizer.state[self.leaf]
-        for name, slot in self.slots.items():
+        for name, slot in self.moving.items():
             if name != MASTER:
                 held = self._fetched[name] = slot.fetch()
-                state[name] = held if name == "step" else cast(held, self.dtypes.updated)
+                working = held if name == COUNTER else _cast(held, self.dtypes.updated)
+                optimizer.state[self.leaf][name] = working
         return True
 
     def put(self, optimizer: torch.optim.Optimizer) -> None:
         """Back to where it is kept, each thing dropped as soon as it is there."""
         self.leaf.grad = None
-        state = optimizer.state.pop(self.leaf)
-        for name, slot in self.slots.items():
+        for name, slot in self.moving.items():
             if name != MASTER:
-                held, working = self._fetched.pop(name), state.pop(name)
+                held, working = self._fetched.pop(name), optimizer.state[self.leaf].pop(name)
                 if working is not held:
                     held.copy_(working)
                 del working
                 slot.put(held)
                 del held
-        if (master := self.slots.get(MASTER)) is not None:
-            master.put(self.leaf.detach())
+        if MASTER in self.moving:
+            self.slots[MASTER].put(self.leaf.detach())
         self.target.store(self.leaf.detach())
-        self.leaf.data = self.nothing
+        if MASTER not in self.slots or MASTER in self.moving:
+            self.leaf.data = self.nothing
 
 
 class _Group:
@@ -156,6 +174,8 @@ class _Group:
             rule: build_optimizer(rule, [m.leaf for m in members if m.rule == rule], spec)
             for rule in rules
         }
+        for member in members:
+            member.join(self.optimizers[member.rule])
 
     def step(self, lr: float, scaling: LossScale | None) -> None:
         fetched = [member for member in self.members if member.fetch(self.optimizers[member.rule])]
@@ -170,6 +190,10 @@ class _Group:
             optimizer.step()
         for member in fetched:
             member.put(self.optimizers[member.rule])
+
+
+def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return tensor if tensor.dtype == dtype else cast(tensor, dtype)
 
 
 def _nobody(groups: Sequence[Sequence[Target]]) -> list[list[bool]]:

@@ -1,0 +1,56 @@
+"""What a training with a scaled loss writes down, and what it says of a slow processor."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from ptrain.algebra.legality import require
+from ptrain.interpreter.mesh import Mesh
+from ptrain.interpreter.scaling import LossScale
+from ptrain.interpreter.world import World
+from ptrain.plan.step import CreateMesh
+from ptrain.spec.load import load
+from ptrain.spec.precision import DType
+from ptrain.spec.spec import Spec
+from ptrain.train import emulation
+from ptrain.train.folder import RunFolder
+from ptrain.train.journal import Journal, StepReport
+
+CPU = torch.device("cpu")
+
+
+def spec_of(layout: str) -> Spec:
+    return require(load("ddp", ["mesh.dp_replicate=1", f"precision.layout={layout}"]))
+
+
+def test_every_step_has_its_scale_and_skipped_ones_are_counted_without_a_norm(
+    tmp_path: Path,
+) -> None:
+    scaling = LossScale(Mesh(CreateMesh(axes=(), degrees=()), World()), ())
+    with Journal(spec_of("fp16"), RunFolder(tmp_path), quiet=True) as journal:
+        for step, overflows in enumerate((False, True, True, False), 1):
+            scaling.check([torch.full((2,), math.inf if overflows else 1.0)])
+            scaling.update()
+            norm = torch.tensor(math.inf if overflows else 1.0)
+            journal.step(StepReport(step, 5.0, norm, 1e-3, 0.1, scaling))
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["loss_scale"] for row in rows] == [65536.0, 32768.0, 16384.0, 16384.0]
+    assert [row["skipped_steps"] for row in rows] == [0, 1, 2, 2]
+    assert ["gradient_norm" in row for row in rows] == [True, False, False, True]
+
+
+@pytest.mark.parametrize(("layout", "dtype"), [("zero16", "bf16"), ("fp16", "fp16")])
+def test_a_processor_without_the_dtype_is_told_of_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, layout: str, dtype: str
+) -> None:
+    monkeypatch.setattr(emulation, "is_native", lambda asked: asked is DType.FP32)
+    assert f"{dtype} is emulated" in emulation.emulated_line(spec_of(layout), CPU)
+    assert not emulation.emulated_line(spec_of("fp32"), CPU)
+    assert not emulation.emulated_line(spec_of(layout), torch.device("cuda"))
+    monkeypatch.setattr(emulation, "is_native", lambda asked: True)
+    assert not emulation.emulated_line(spec_of(layout), CPU)
