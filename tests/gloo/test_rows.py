@@ -3,6 +3,9 @@ bytes, and what is computed is what one device computes."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+
 import pytest
 
 from ptrain.costs import Estimate
@@ -15,6 +18,7 @@ from ptrain.verification.compare import FP64, Tolerances
 from ptrain.verification.compare import compare as compare_runs
 from ptrain.verification.reference import Trajectory, one_device
 from tests.gloo.outcomes import MEASURED_STEP
+from tests.gloo.recording_rows import Result, write
 from tests.gloo.rows import ROWS, Setting, default, pairwise
 from tests.gloo.runs import train
 from tests.gloo.test_exact import failing
@@ -23,6 +27,7 @@ from tests.ranks import Ranks
 pytestmark = pytest.mark.gloo
 
 STEPS = 20
+RESULTS: list[Result] = []
 _REFERENCES: dict[tuple[object, ...], Trajectory] = {}
 
 
@@ -45,8 +50,17 @@ def differences(ranks: Ranks, setting: Setting) -> list[str]:
     run, truth = reports[0].trajectory, reference(setting)
     assert run is not None
     tolerances = FP64 if setting.fp64 else Tolerances(losses=loss_band(spec, truth))
-    found = [*failing(checks), *failing(compare_runs(truth, run, tolerances))]
-    return [f"{setting}: {line}" for line in found]
+    against = compare_runs(truth, run, tolerances)
+    RESULTS.append(Result(setting, checks, against))
+    return [f"{setting}: {line}" for line in (*failing(checks), *failing(against))]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def record(request: pytest.FixtureRequest) -> Iterator[None]:
+    """With --record, what the rows gave is written down."""
+    yield
+    if request.config.getoption("--record") and RESULTS:
+        print(f"\nwritten: {write(RESULTS, ['pytest', *sys.argv[1:]])}")
 
 
 @pytest.mark.parametrize("row", ROWS)
