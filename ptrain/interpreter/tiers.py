@@ -11,6 +11,8 @@ needed next. The file has no name, so that nothing is left when the process ends
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
 import tempfile
 import weakref
@@ -23,6 +25,7 @@ from ptrain.errors import Fault, SpecError
 from ptrain.interpreter.registry import Registry
 from ptrain.spec.placement import Tier
 
+_LIBC = ctypes.CDLL(None)
 _TAGS: dict[int, tuple[weakref.ref[torch.UntypedStorage], Tier]] = {}
 
 
@@ -70,7 +73,6 @@ class Tiers:
         self.device = device
         self.registry = registry
         self.path = path
-        self._descriptors: dict[int, int] = {}
 
     def empty(
         self, numel: int | None, dtype: torch.dtype, tier: Tier, state: State
@@ -98,9 +100,10 @@ class Tiers:
 
     def ahead(self, tensor: torch.Tensor) -> None:
         """This tensor is needed next: a file's pages are read from now on."""
-        descriptor = self._descriptors.get(tensor.untyped_storage()._cdata)
-        if descriptor is not None and hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_WILLNEED)
+        storage = tensor.untyped_storage()
+        if tier_of(storage) is Tier.FILE and detect_fake_mode() is None and storage.nbytes():
+            address, size = ctypes.c_void_p(storage.data_ptr()), ctypes.c_size_t(storage.nbytes())
+            _LIBC.madvise(address, size, mmap.MADV_WILLNEED)  # an advice: nobody must take it
 
     def _mapped(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A tensor over a file of its exact size. Fake tensors have no bytes to map."""
@@ -113,19 +116,12 @@ class Tiers:
             raise _unusable(self.path, error) from error
         try:
             os.posix_fallocate(descriptor, 0, nbytes)  # a full disk is an error here, not a signal
-            made = torch.from_file(name, shared=True, size=numel, dtype=dtype)
+            return torch.from_file(name, shared=True, size=numel, dtype=dtype)
         except OSError as error:
-            os.close(descriptor)
             raise _unusable(self.path, error) from error
         finally:
+            os.close(descriptor)  # the mapping needs none: thousands of tensors may be on files
             os.unlink(name)
-        storage = made.untyped_storage()
-        self._descriptors[storage._cdata] = descriptor
-        weakref.finalize(storage, self._forget, storage._cdata).atexit = False
-        return made
-
-    def _forget(self, key: int) -> None:
-        os.close(self._descriptors.pop(key))
 
 
 def _unusable(path: str | None, error: OSError) -> SpecError:

@@ -61,17 +61,27 @@ def test_a_cast_stays_on_its_tier_and_one_of_a_file_is_in_memory(tiers):
     assert place(cast(values, torch.bfloat16)) is Tier.DEVICE
 
 
-def test_files_have_no_name_and_are_closed_with_their_tensor(tiers, tmp_path):
+def test_files_have_no_name_and_take_no_descriptor(tiers, tmp_path):
     before = len(os.listdir("/proc/self/fd"))
     tensor = tiers.move(torch.ones(4096), Tier.FILE, State.PARAMETERS)
     tiers.ahead(tensor)
+    tiers.ahead(tensor[100:])
     assert not list(tmp_path.iterdir())
-    assert len(os.listdir("/proc/self/fd")) == before + 1
+    assert len(os.listdir("/proc/self/fd")) == before
     tensor.add_(1)
     assert tensor.sum().item() == 8192
+
+
+def test_the_bytes_of_a_file_are_given_back_with_its_tensor(tiers):
+    def mappings() -> int:
+        return Path("/proc/self/maps").read_text().count("ptrain-")
+
+    before = mappings()
+    tensor = tiers.move(torch.ones(4096), Tier.FILE, State.PARAMETERS)
+    assert mappings() == before + 1
     del tensor
     gc.collect()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert mappings() == before
 
 
 def test_a_view_keeps_its_file(tiers):

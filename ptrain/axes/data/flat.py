@@ -48,7 +48,7 @@ class Order:
         if is_forward and not self.is_known:
             self._note(unit)
         unit.gather()
-        if not self.is_known or not (self.ahead or self.is_on_file):
+        if not self.is_known or not (self.ahead or self.is_on_file) or unit not in self.used:
             return
         place = self.used.index(unit)
         following = self.used[place + 1 :] if is_forward else self.used[:place][::-1]
