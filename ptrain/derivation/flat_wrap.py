@@ -134,11 +134,15 @@ class Flat:
             unit.gradients.clear()
 
     def _clip(self) -> None:
+        """On the gradients' tier, but for the scalar that is reduced."""
+        tape, step = self.bench.tape, self.scene.plan.clip
         on_device = self.step.gradients_tier is Tier.DEVICE
         if self.bench.layout.scales_loss and on_device:
-            self.bench.tape.spike(SCALE_BYTES)
-        if self.scene.plan.clip is not None and on_device:
+            tape.spike(SCALE_BYTES)
+        if step is not None and on_device:
             clip(self.scene, len(self.used))
+        elif step is not None and step.axes:
+            tape.spike(max(SCALE_BYTES, self.bench.layout.gradients.itemsize))
 
     def _complete(self) -> None:
         if self.flying is not None:
