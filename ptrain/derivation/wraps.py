@@ -47,7 +47,7 @@ def clip(scene: Scene, num_tensors: int) -> None:
     """A norm per tensor, stacked for the norm of all; one scalar stays until the step is over. The
     quotient max_norm / (norm + eps) takes a sum, a reciprocal and a product."""
     scalar = max(4, scene.plan.update.layout.gradients.itemsize)
-    scene.tape.spike(max(2 * num_tensors + 1, num_tensors + 4) * scalar)
+    scene.tape.spike((2 * num_tensors + 1) * scalar)
     scene.tape.add(scalar)
 
 
