@@ -11,8 +11,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from functools import partial
 
 import torch
+
+from ptrain.interpreter.tiers import alike, cast
 
 # The quintic iteration X <- aX + (bA + cA^2) X with A = X X^T, its slope at 0 as large as it can be
 # while singular values stay around 1 (K. Jordan 2024).
@@ -54,7 +57,7 @@ class Muon(torch.optim.Optimizer):
         gradient = matrix.grad
         assert gradient is not None and matrix.dim() == 2, "Muon updates matrices"
         if self.grad_scale is not None:
-            gradient = gradient / self.grad_scale
+            gradient = alike(gradient / self.grad_scale, matrix)
         state = self.state[matrix]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(matrix)
@@ -62,25 +65,27 @@ class Muon(torch.optim.Optimizer):
         if self.found_inf is None:
             ahead, kept = buffer.lerp_(gradient, 1 - momentum), matrix
         else:
-            ahead, kept = buffer.lerp(gradient, 1 - momentum), matrix.clone()
-        direction = orthogonalized(gradient.lerp(ahead, momentum))
+            ahead = alike(buffer.lerp(gradient, 1 - momentum), matrix)
+            kept = alike(matrix.clone(), matrix)
+        direction = orthogonalized(alike(gradient.lerp(ahead, momentum), matrix))
         kept.mul_(1 - lr * options["weight_decay"])
         kept.add_(direction, alpha=-lr * ADAMW_RMS * math.sqrt(max(matrix.shape)))
         if self.found_inf is not None:
-            skipped = self.found_inf != 0
-            buffer.copy_(torch.where(skipped, buffer, ahead))
-            matrix.copy_(torch.where(skipped, matrix, kept))
+            skipped = alike(self.found_inf != 0, matrix)
+            torch.where(skipped, buffer, ahead, out=buffer)
+            torch.where(skipped, matrix, kept, out=matrix)
 
 
 def orthogonalized(matrix: torch.Tensor) -> torch.Tensor:
     """U V^T of the singular value decomposition, roughly: singular values end between 0.7 and 1.2.
     In bf16, as torch does, unless the matrix is fp64."""
-    x = matrix if matrix.dtype == torch.float64 else matrix.bfloat16()
+    x = cast(matrix, torch.float64 if matrix.dtype == torch.float64 else torch.bfloat16)
     is_tall = x.shape[0] > x.shape[1]
     x = x.T if is_tall else x
-    x = x / x.norm().clamp(min=SMALLEST_NORM)
+    x = alike(x / x.norm().clamp(min=SMALLEST_NORM), matrix)
     a, b, c = COEFFICIENTS
     for _ in range(ITERATIONS):
-        gram = x @ x.T
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+        gram = alike(x @ x.T, matrix)
+        polynomial = partial(torch.addmm, gram, gram, gram, beta=b, alpha=c)
+        x = alike(torch.addmm(x, alike(polynomial(), matrix), x, beta=a), matrix)
     return x.T if is_tall else x
