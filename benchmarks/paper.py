@@ -21,7 +21,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported, in the ranks
 
-from _claims import Case, Claim, Figures, Form, Source, View
+from _claims import FIGURES, Case, Claim, Figures, Form, Source, View
 from _machine import RESULTS, ROOT, header
 from _paper_memory import MEMORY
 from _paper_traffic import TRAFFIC
@@ -320,7 +320,7 @@ def read_back(text: str) -> tuple[Measured, str]:
     rest = text.partition(_MACHINE)[2]
     machine = rest.partition("\nOne row per run")[0].strip()
     rows = {
-        match[2]: Figures(*map(int, match[1].split("|")))
+        match[2]: Figures(**dict(zip(FIGURES, map(int, match[1].split("|")), strict=True)))
         for match in re.finditer(r"^\| ([\d |]+) \| `(.+)` \|$", rest, re.MULTILINE)
     }
     return {each: rows[command(each)] for each in sources() if command(each) in rows}, machine
