@@ -68,12 +68,14 @@ class FlatLayout:
     ) -> torch.Tensor:
         """From a shard over `had` (1-d) this rank's part along the axes that `wanted` adds; 1-d, a
         view where it is contiguous."""
-        part = self._narrowed(local, had, wanted).reshape(-1)
-        if part.untyped_storage()._cdata != local.untyped_storage()._cdata:
-            alike(part, local)
-            tag = self.registry.of(local)
-            if tag is not None:
-                self.registry.tag(part, tag.state)
+        view = self._narrowed(local, had, wanted)
+        if view.is_contiguous():
+            return view.view(-1)
+        part = alike(local.new_empty(view.numel()), local)
+        tag = self.registry.of(local)
+        if tag is not None:
+            self.registry.tag(part, tag.state)
+        part.view(view.shape).copy_(view)
         return part
 
     def put(
