@@ -124,7 +124,7 @@ class Setting:
         mesh = {axis: size if len(placement) == 1 else 2 for axis in placement}
         optimizer = {
             "name": values["optimizer"],
-            "lr": 1e-3,
+            "lr": 3e-2 if values["optimizer"] == "sgd" else 1e-3,
             "schedule": {"warmup": 4},
             "clip": values["clip"],
         }
