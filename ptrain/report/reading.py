@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ptrain.costs import (
+    Blocked,
     Collective,
     Column,
     Estimate,
@@ -17,15 +18,18 @@ from ptrain.costs import (
     Traffic,
     TrafficKey,
 )
+from ptrain.derivation.wire import WireRow
 from ptrain.report.record import Check
 
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """The columns of a record and its checks."""
+    """The columns of a record, its checks, and what was on the wire, of which a record has means
+    over the ranks only."""
 
     estimates: dict[Column, Estimate]
     checks: tuple[Check, ...]
+    wire: tuple[WireRow, ...] = ()
 
 
 def read(record: Mapping[str, Any]) -> Account:
@@ -35,6 +39,7 @@ def read(record: Mapping[str, Any]) -> Account:
     return Account(
         estimates={column: _estimate(record, column) for column in columns},
         checks=tuple(Check(**check) for check in record["checks"]),
+        wire=tuple(_wire(row) for row in record.get("wire", ())),
     )
 
 
@@ -48,6 +53,7 @@ def _estimate(record: Mapping[str, Any], column: Column) -> Estimate:
         memory=tuple(_footprint(row) for row in rows("memory")),
         peak=tuple(_peak(row) for row in rows("peak")),
         traffic=tuple(_traffic(row) for row in rows("traffic")),
+        blocked=_blocked(record) if column is Column.MEASURED else (),
         undefined=record.get("undefined", {}).get(column, {}),
     )
 
@@ -84,4 +90,21 @@ def _traffic(row: Mapping[str, Any]) -> Traffic:
         calls=row["calls"],
         payload_bytes=row["payload_bytes"],
         sent_bytes=row["sent_bytes"],
+    )
+
+
+def _wire(row: Mapping[str, Any]) -> WireRow:
+    return WireRow(
+        axes=tuple(row["axes"]),
+        predicted_bytes=row["predicted_bytes"],
+        measured_bytes=row["measured_bytes"],
+        factor=row["factor"],
+    )
+
+
+def _blocked(record: Mapping[str, Any]) -> tuple[Blocked, ...]:
+    """Waiting is measured only."""
+    return tuple(
+        Blocked(axes=tuple(row["axes"]), rank=row["rank"], seconds=row["seconds"])
+        for row in record.get("blocked_seconds", ())
     )

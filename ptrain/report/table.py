@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ptrain.costs import Estimate, Footprint, Phase, State, Traffic, TrafficKey
-from ptrain.derivation.wire import wire_rows
+from ptrain.derivation.wire import WireRow, wire_rows
 from ptrain.report.record import TIERS, Check, checks_line, verdict_line
 from ptrain.units import format_bytes
 
@@ -60,8 +60,17 @@ def end_table(exact: Estimate, measured: Estimate) -> str:
     return render(("per rank and step", "predicted", "measured", "difference"), rows)
 
 
-def summary(exact: Estimate, measured: Estimate, checks: Sequence[Check], *, torch: str) -> str:
-    """The tables, the checks that fail, what was checked, the verdict."""
+def summary(
+    exact: Estimate,
+    measured: Estimate,
+    checks: Sequence[Check],
+    *,
+    torch: str,
+    wire: Sequence[WireRow] | None = None,
+) -> str:
+    """The tables, the checks that fail, what was checked, the verdict. `wire`: rows that a record
+    has; None: made from the two accounts."""
+    wire = wire_rows(exact, measured) if wire is None else wire
     failing = [
         f"fails: {check.name}: {check.why} (tolerance {check.tolerance:.0%})"
         for check in checks
@@ -71,7 +80,7 @@ def summary(exact: Estimate, measured: Estimate, checks: Sequence[Check], *, tor
     return "\n".join(
         [
             end_table(exact, measured),
-            *filter(None, (wire_table(exact, measured), blocked_table(measured))),
+            *filter(None, (wire_table(wire), blocked_table(measured))),
             *failing,
             checks_line(checks, ranks=ranks),
             verdict_line(checks, torch=torch),
@@ -130,7 +139,7 @@ def moved_bytes(row: Traffic) -> int:
     return row.payload_bytes if row.key.collective.is_copy else row.sent_bytes
 
 
-def wire_table(exact: Estimate, measured: Estimate) -> str:
+def wire_table(wire: Sequence[WireRow]) -> str:
     """Bytes that the ranks' sockets counted, against sent x the backend's factor; empty where no
     socket was read."""
     rows = [
@@ -141,7 +150,7 @@ def wire_table(exact: Estimate, measured: Estimate) -> str:
             f"{row.measured_bytes / row.predicted_bytes - 1:+.3%}" if row.predicted_bytes else "",
             row.factor,
         )
-        for row in wire_rows(exact, measured)
+        for row in wire
     ]
     columns = ("on the wire", "predicted", "measured", "difference", "sent by the backend")
     return render(columns, rows, left=(0, 4)) if rows else ""

@@ -52,8 +52,13 @@ class Run:
         measured = account.estimates.get(Column.MEASURED)
         if measured is None:
             return "no verdict: a steady step is the third of a run"
-        torch = self.record["versions"]["torch"]
-        return summary(account.estimates[Column.EXACT], measured, account.checks, torch=torch)
+        return summary(
+            account.estimates[Column.EXACT],
+            measured,
+            account.checks,
+            torch=self.record["versions"]["torch"],
+            wire=account.wire,
+        )
 
 
 def run(

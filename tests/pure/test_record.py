@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ptrain.costs import (
+    Blocked,
     Collective,
     Column,
     Estimate,
@@ -19,9 +21,13 @@ from ptrain.costs import (
     State,
     Traffic,
     TrafficKey,
+    Wire,
 )
+from ptrain.derivation.wire import wire_rows
 from ptrain.report.reading import read
 from ptrain.report.record import compare, record, verdict, verdict_line
+from ptrain.report.table import summary
+from ptrain.train.notebook import Run
 
 KEY = TrafficKey(
     axes=("dp_shard",),
@@ -163,3 +169,18 @@ def test_a_record_reads_back_as_what_it_was_made_of():
     account = read(json.loads(json.dumps(record("tiny", (EXACT, MEASURED), checks=checks))))
     assert account.estimates == {Column.EXACT: EXACT, Column.MEASURED: MEASURED}
     assert account.checks == checks
+
+
+def test_what_was_on_the_wire_and_who_waited_read_back_and_are_shown_again():
+    wire = tuple(Wire(axes=KEY.axes, rank=rank, sent_bytes=150) for rank in range(2))
+    blocked = tuple(Blocked(axes=KEY.axes, rank=rank, seconds=0.25) for rank in range(2))
+    timed = replace(MEASURED, blocked=blocked)
+    measured, checks = replace(timed, wire=wire), compare(EXACT, MEASURED)
+    written = json.loads(json.dumps(record("tiny", (EXACT, measured), checks=checks)))
+    account = read(written)
+    assert account.estimates == {Column.EXACT: EXACT, Column.MEASURED: timed}
+    assert account.wire == wire_rows(EXACT, measured)
+    said = summary(EXACT, measured, checks, torch="2.13.0")
+    assert "on the wire" in said and "blocked per step" in said
+    written["versions"]["torch"] = "2.13.0"
+    assert str(Run(Path(), written)) == said
