@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from ptrain.costs import Footprint, Peak, Phase, State
 from ptrain.interpreter.registry import Registry
@@ -29,6 +30,7 @@ from ptrain.spec.placement import Tier
 # operator after a collective waits, and a new maximum counts if it stands after a pause.
 _RELEASE_SECONDS = 1e-3
 _SETTLE_SECONDS = 2e-4
+_LONGEST_RELEASE_SECONDS = 5e-2  # that the begin of a phase waits for them
 
 
 class Metered(Protocol):
@@ -84,6 +86,7 @@ class MemoryMeter(Ledger):
         self._resizable: set[int] = set()
         self._inner: set[int] = set()
         self._after_collective = False
+        self._communicated: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._newborn: dict[int, int] = {}
         self._read: dict[State, Footprint] = {}
         self._allocator: dict[Phase, int] = {}
@@ -101,6 +104,11 @@ class MemoryMeter(Ledger):
         self._let_go()
         result = super().__torch_dispatch__(function, types, args, kwargs)
         self._after_collective = function.namespace == "c10d"
+        if self._after_collective:
+            for tensor in tree_leaves((args, kwargs)):
+                if isinstance(tensor, torch.Tensor):
+                    storage = storage_of(tensor)
+                    self._communicated[storage._cdata] = weakref.ref(storage)
         return result
 
     def _resize_storage(self, storage: torch.UntypedStorage, size: int) -> Any:
@@ -169,9 +177,8 @@ class MemoryMeter(Ledger):
                 self._peaks[self._phase] = max(self.live, self._peaks[self._phase])
 
     def phase(self, phase: Phase, micro_batch: int) -> None:
-        """The program says that a phase begins; what it declares is looked up anew. A collective
-        that ran beside the phase before may be just over."""
-        time.sleep(_RELEASE_SECONDS)
+        """The program says that a phase begins; what it declares is looked up anew."""
+        self._await_release()
         self._register()
         self._note_allocator()
         if phase is Phase.BACKWARD:
@@ -180,6 +187,17 @@ class MemoryMeter(Ledger):
             self._note(State.GRADIENTS)
         self._phase = phase
         self._peaks[phase] = max(self._peaks.get(phase, 0), self.live)
+
+    def _await_release(self) -> None:
+        """A collective that ran beside the phase before may be just over: what it worked on and
+        nobody declares is given some time to go."""
+        declared = {storage_of(tensor)._cdata for _, tensor in self._program.storages()}
+        waiting = [ref for key, ref in self._communicated.items() if key not in declared]
+        self._communicated.clear()
+        give_up = time.monotonic() + _LONGEST_RELEASE_SECONDS
+        time.sleep(_RELEASE_SECONDS)
+        while any(ref() is not None for ref in waiting) and time.monotonic() < give_up:
+            time.sleep(_RELEASE_SECONDS)
 
     def _register(self) -> None:
         self._settle()

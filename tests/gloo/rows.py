@@ -124,8 +124,8 @@ class Setting:
         mesh = {axis: size if len(placement) == 1 else 2 for axis in placement}
         optimizer = {
             "name": values["optimizer"],
-            "lr": 3e-2 if values["optimizer"] == "sgd" else 1e-3,
-            "schedule": {"warmup": 4},
+            "lr": 1e-1 if values["optimizer"] == "sgd" else 3e-3,
+            "schedule": {"warmup": 2},
             "clip": values["clip"],
         }
         if values["optimizer"] == "sgd":
