@@ -1,8 +1,9 @@
 """What the meters cost: CPU time of a step with them against the same step without.
 
 Claim: the always-on counter costs at most 2 % (upper 95 % bound of the median of the paired
-CPU-time ratios) as training has it, a look every `log_every` steps. The other meters run on chosen
-steps only; what one such step costs is shown. One program takes all steps, so that nothing but the
+CPU-time ratios) with a look every `log_every` steps; training looks less often where a look would
+cost more than 1 % of the time in between. The other meters run on chosen steps only; what one such
+step costs is shown. One program takes all steps, so that nothing but the
 meters differs: in each round every contender takes one step, in an order that rotates, and a ratio
 is of two steps of one round. The flight recorder's ring is filled first: a look reads all of it.
 CPU time is the sum over the ranks, their communication threads included.

@@ -23,6 +23,12 @@ def launched() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
+def flight_recorder_size() -> int:
+    """Collectives that c10d's flight recorder keeps in this process: torch's default is 2000."""
+    text = os.environ.get("TORCH_FR_BUFFER_SIZE") or os.environ.get("TORCH_NCCL_TRACE_BUFFER_SIZE")
+    return int(text) if text and text.isdigit() else 2000
+
+
 @dataclass(kw_only=True)
 class World:
     """One rank's view of the job. `owns_group` says whether `close` destroys the process group."""

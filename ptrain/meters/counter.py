@@ -1,16 +1,19 @@
 """The always-on counter: collectives since the last look, from c10d's flight recorder.
 
 The recorder runs anyway and keeps the last 2000 collectives (TORCH_FR_BUFFER_SIZE enlarges it). A
-step costs nothing; a look costs some 20 us for each collective that is kept, 40 ms once the ring is
-full, which is why there is one every `log_every` steps only. Limits: gloo's send and receive are
-absent, gloo's own reduce-scatter appears as the all-reduce that it executes, and there is neither
-state nor phase. The meters of `measure` know both.
+step costs a microsecond; a look costs some 20 us for each collective that is kept, 40 ms once the
+ring is full. So a look that is only wanted waits until it costs at most a hundredth of the time
+since the last one, and one that is needed comes when another step might overwrite what was not seen
+yet: the groups count their collectives, which says so for nothing. Limits: gloo's send and receive
+are absent, gloo's own reduce-scatter appears as the all-reduce that it executes, and there is
+neither state nor phase. The meters of `measure` know both.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from ptrain.costs import Collective
+from ptrain.interpreter.world import flight_recorder_size
 from ptrain.meters.traffic import ring_bytes
 
 _NAMES = {
@@ -41,6 +45,8 @@ _ITEMSIZES = {
     "Byte": 1, "Char": 1, "Bool": 1,
 }  # fmt: skip
 
+SHARE = 0.01  # of the time between two looks that the second may cost
+
 
 @dataclass(frozen=True, slots=True)
 class Counted:
@@ -57,21 +63,45 @@ class Counter:
     def __init__(self) -> None:
         recorder = torch._C._distributed_c10d
         self._dump = getattr(recorder, "_dump_fr_trace_json", None)
+        self._ring = flight_recorder_size()
         self._next = 0
+        self._issued = self._seen = _issued()
+        self._most = 0  # collectives between two questions, of those that the ring can hold
+        self._began = self._ended = 0.0  # of the last look
         self.read()
+
+    def look(self, *, wanted: bool) -> Counted | None:
+        """`read` where it is wanted and cheap, or due; asked once a step."""
+        issued = _issued()
+        since, unseen = issued - self._issued, issued - self._seen
+        self._issued = issued
+        if since <= self._ring:
+            self._most = max(self._most, since)
+        cost, passed = self._ended - self._began, time.perf_counter() - self._ended
+        is_due = unseen <= self._ring < unseen + self._most
+        return self.read() if is_due or (wanted and cost <= SHARE * passed) else None
 
     def read(self) -> Counted | None:
         """What was issued since the last call of `read`."""
         if self._dump is None:
             return None
+        self._began, issued = time.perf_counter(), _issued()
         dump = json.loads(self._dump(True, False))
         fresh = [entry for entry in dump.get("entries", ()) if entry["record_id"] >= self._next]
         sizes = _group_sizes()
-        missed = fresh[0]["record_id"] - self._next if fresh else 0
+        missed = fresh[0]["record_id"] - self._next if fresh else issued - self._seen
         sent = sum(_sent(entry, sizes) for entry in fresh)
         if fresh:
             self._next = fresh[-1]["record_id"] + 1
+        self._seen, self._ended = issued, time.perf_counter()
         return Counted(calls=len(fresh), sent_bytes=sent, missed=missed)
+
+
+def _issued() -> int:
+    """Collectives that this rank has issued, by the groups' own count; whether they were kept or
+    not."""
+    groups = dist.distributed_c10d._world.pg_names
+    return sum(group._get_sequence_number_for_group() for group in groups if group is not None)
 
 
 def _sent(entry: dict[str, Any], group_sizes: dict[str, int]) -> int:

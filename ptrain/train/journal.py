@@ -68,7 +68,7 @@ class Journal:
         self.sent_bytes: int | None = None
         self._metrics = _append(folder.metrics) if folder else None
         self._counter = Counter() if spec.world_size > 1 and folder else None
-        self._counted_until = 0
+        self._uncounted = 0  # steps since the counter's last look
         self._progress = _progress(spec.train.steps) if bar else None
 
     def measured(self, estimate: Estimate) -> None:
@@ -82,7 +82,7 @@ class Journal:
         if self._metrics is None:
             return
         shown = report.step % self.spec.log_every == 0 or report.step in (1, self.spec.train.steps)
-        figures = self._figures(report) | (self._counted(report.step) if shown else {})
+        figures = self._figures(report) | self._counted(report.step, wanted=shown)
         self._metrics.write(json.dumps({"step": report.step, **figures}) + "\n")
         for sink in self.sinks:
             sink.log(report.step, figures)
@@ -142,12 +142,18 @@ class Journal:
             figures.pop("gradient_norm", None)
         return {"loss_scale": float(scaling.scale), "skipped_steps": self.skipped_steps}
 
-    def _counted(self, step: int) -> dict[str, float]:
+    def _counted(self, step: int, *, wanted: bool) -> dict[str, float]:
         """Collectives per step since the last look, from the counter that is always on; nothing
-        where its ring has been overwritten in between."""
-        counted = self._counter.read() if self._counter else None
-        steps, self._counted_until = step - self._counted_until, step
-        if counted is None or counted.missed or steps <= 0:
+        where it did not look, or where its ring has been overwritten in between."""
+        if self._counter is None:
+            return {}
+        self._uncounted += 1
+        is_last = step == self.spec.train.steps
+        counted = self._counter.read() if is_last else self._counter.look(wanted=wanted)
+        if counted is None:
+            return {}
+        steps, self._uncounted = self._uncounted, 0
+        if counted.missed:
             return {}
         return {
             "counted_calls": counted.calls / steps,
