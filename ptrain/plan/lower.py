@@ -27,7 +27,7 @@ from ptrain.plan.step import (
 )
 from ptrain.spec.axis import Axis, Factor
 from ptrain.spec.batch import Overlap
-from ptrain.spec.placement import Distribution, Tier
+from ptrain.spec.placement import CUT, Distribution, Tier
 from ptrain.spec.spec import Spec
 
 
@@ -101,17 +101,16 @@ def _flat(spec: Spec, data: tuple[Factor, ...]) -> FlatUnits:
             factor.axis for factor in data if factor.placement[state].distribution in distributions
         )
 
-    both = (Distribution.SHARDED, Distribution.GATHERED)
-    stored, updated = cut(State.OPTIMIZER, *both), cut(State.OPTIMIZER, Distribution.SHARDED)
+    stored, updated = cut(State.OPTIMIZER, *CUT), cut(State.OPTIMIZER, Distribution.SHARDED)
     gathered = cut(State.GRADIENTS, Distribution.GATHERED)
     materialized = bool(cut(State.PARAMETERS, Distribution.MATERIALIZED))
     optimizer_tier = tier_of(data, State.OPTIMIZER)
     on_host = optimizer_tier is not Tier.DEVICE and spec.offload.update is Tier.HOST
     return FlatUnits(
         axes=tuple(factor.axis for factor in data),
-        parameters=stored if materialized else cut(State.PARAMETERS, *both),
+        parameters=stored if materialized else cut(State.PARAMETERS, *CUT),
         optimizer=stored,
-        gradients=cut(State.GRADIENTS, *both),
+        gradients=cut(State.GRADIENTS, *CUT),
         updated=updated,
         sync=spec.sync,
         reduce_scatter=spec.reduce_scatter,

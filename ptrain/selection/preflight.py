@@ -29,11 +29,10 @@ from ptrain.spec.batch import (
     UnitSize,
 )
 from ptrain.spec.names import listing, strategy
-from ptrain.spec.placement import S_STAR, Distribution, Placement, R, S, Tier
+from ptrain.spec.placement import CUT, S_STAR, Distribution, Placement, R, S, Tier
 from ptrain.spec.spec import Offload, Spec
 from ptrain.units import format_bytes
 
-_CUT = (Distribution.SHARDED, Distribution.GATHERED)
 _OFFERED = 3
 # Tuples that are tried in place of the spec's own: what needs no other layout, tier or optimizer.
 _TUPLES = tuple(
@@ -133,7 +132,7 @@ def more_ranks(
 
 
 def _widened(spec: Spec, narrow: Spec, axis: Axis, facts: ModelFacts) -> Variant | None:
-    if not any(axis in narrow.axes_where(state, *_CUT) for state in PLACED):
+    if not any(axis in narrow.axes_where(state, *CUT) for state in PLACED):
         return None
     degrees = [2**power for power in range(1, _MOST_RANKS.bit_length())]
     wider = (_with_degree(narrow, axis, each) for each in degrees if each > narrow.degree(axis))
@@ -159,7 +158,7 @@ def _with_degree(spec: Spec, axis: Axis, degree: int) -> Spec:
 def state_bytes(spec: Spec, sizes: dict[State, int]) -> int:
     """Theta, Omega and G on one rank by Theorem 1, without padding: a cheap order of variants."""
     return sum(
-        size // prod(spec.degree(axis) for axis in spec.axes_where(state, *_CUT))
+        size // prod(spec.degree(axis) for axis in spec.axes_where(state, *CUT))
         for state, size in sizes.items()
     )
 

@@ -9,7 +9,7 @@ from ptrain.costs import State
 from ptrain.errors import Fault
 from ptrain.spec.axis import DATA_AXES, Axis
 from ptrain.spec.leaf import MODE_MEANINGS
-from ptrain.spec.placement import Distribution, Mode, R, Tier
+from ptrain.spec.placement import CUT, Mode, R, Tier
 from ptrain.spec.shorthand import mark_of
 from ptrain.spec.text import Route, Tree
 
@@ -83,7 +83,7 @@ def _activations(tree: Tree) -> Iterator[_Finding]:
         if not isinstance(text, str) or text not in MODE_MEANINGS:
             continue
         mode = Mode.parse(text)
-        is_cut = mode.distribution in (Distribution.SHARDED, Distribution.GATHERED)
+        is_cut = mode.distribution in CUT
         if mode != R and not (is_cut and mode.tier is Tier.DEVICE):
             finding = f"not yet: activations {text} are in the grammar, and nothing executes them"
             yield route, finding, "what works today: R"

@@ -25,6 +25,7 @@ class Tier(StrEnum):
     FILE = "file"
 
 
+CUT = (Distribution.SHARDED, Distribution.GATHERED)  # a rank keeps a slice
 TIER_DISTANCE = {Tier.DEVICE: 0, Tier.HOST: 1, Tier.FILE: 2}  # from the device, in copies
 
 

@@ -14,13 +14,12 @@ from ptrain.axes.rule import SpecRule
 from ptrain.costs import PLACED, State
 from ptrain.errors import Fault
 from ptrain.spec.batch import GatherAfterUpdate, Overlap, ReduceScatterVia, UnitSize
-from ptrain.spec.placement import Distribution, Tier
+from ptrain.spec.placement import CUT, Distribution, Tier
 from ptrain.spec.spec import Offload, Spec
 
 REASON = "every key of a spec has an effect"
 _REPLICATE = (Form.REPLICATE, Form.SPREAD_UPDATE)
 _FULLY_SHARD = (Form.FULLY_SHARD, Form.MATERIALIZE)
-_CUT = (Distribution.SHARDED, Distribution.GATHERED)
 
 
 def _prefetch(spec: Spec) -> Iterator[Fault]:
@@ -45,7 +44,7 @@ def _prefetch(spec: Spec) -> Iterator[Fault]:
 def _comes_by_unit(spec: Spec) -> bool:
     """Whether parameters are brought to the device, or made, by unit for their use."""
     factors = data_factors(spec)
-    brought = has(factors, State.PARAMETERS, *_CUT, Distribution.MATERIALIZED)
+    brought = has(factors, State.PARAMETERS, *CUT, Distribution.MATERIALIZED)
     return brought or tier_of(factors, State.PARAMETERS) is not Tier.DEVICE
 
 
@@ -101,7 +100,7 @@ def _overlap(spec: Spec) -> Iterator[Fault]:
         )
         return
     tier = tier_of(factors, State.GRADIENTS)
-    if tier is not Tier.DEVICE and not has(factors, State.GRADIENTS, *_CUT):
+    if tier is not Tier.DEVICE and not has(factors, State.GRADIENTS, *CUT):
         yield Fault(
             place="overlap",
             finding=f"backward: gradients are whole and their sum lies on the {tier}, from where "
@@ -114,7 +113,7 @@ def _reduce_scatter(spec: Spec) -> Iterator[Fault]:
     factors = data_factors(spec)
     if spec.reduce_scatter is ReduceScatterVia.NATIVE or not factors:
         return
-    is_cut = has(factors, State.GRADIENTS, *_CUT) or (
+    is_cut = has(factors, State.GRADIENTS, *CUT) or (
         has(factors, State.OPTIMIZER, Distribution.SHARDED)
         and form_of(spec) is not Form.SPREAD_UPDATE
     )

@@ -22,13 +22,11 @@ from ptrain.costs import PLACED, State
 from ptrain.errors import Fault
 from ptrain.spec.axis import DATA_AXES, Axis, Factor
 from ptrain.spec.batch import GradientSync, UnitKind
-from ptrain.spec.placement import MODES, S_STAR, Distribution, M, Mode, Placement, R, S, Tier
+from ptrain.spec.placement import CUT, MODES, S_STAR, Distribution, M, Mode, Placement, R, S, Tier
 from ptrain.spec.spec import OptimizerSpec, Spec
 
 GRADIENT_INTEGRITY = "Theorem 3 (gradient integrity)"
 STATE_CONSISTENCY = "Theorem 4 (state consistency)"
-
-_CUT = (Distribution.SHARDED, Distribution.GATHERED)
 
 # What runs where not every legal mode does, by state.
 EXECUTED = {State.ACTIVATIONS: (R,)}
@@ -61,8 +59,7 @@ def executed_tuples(optimizer: OptimizerSpec) -> Iterator[Placement]:
 
 def _foreign_activations(placement: Placement, optimizer: OptimizerSpec) -> bool:
     mode = placement.activations
-    spread = (Distribution.SHARDED, Distribution.GATHERED)
-    return mode.tier is Tier.DEVICE and mode.distribution in spread
+    return mode.tier is Tier.DEVICE and mode.distribution in CUT
 
 
 _TUPLES = (
@@ -168,7 +165,7 @@ def _gradients_used_up(spec: Spec) -> Iterator[Fault]:
 
 
 def _sum_beside_its_parts(spec: Spec) -> Iterator[Fault]:
-    cut = has(tuple(DATA.factors(spec)), State.GRADIENTS, *_CUT)
+    cut = has(tuple(DATA.factors(spec)), State.GRADIENTS, *CUT)
     late = spec.sync.gradients is GradientSync.LAST
     if spec.precision.layout.keeps_both and cut and late and spec.batch.accumulate > 1:
         yield Fault(
