@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ptrain.axes.data.rules import keeps_state
+from ptrain.axes.data.rules import is_elementwise, keeps_state
 from ptrain.derivation.facts import TensorFacts, UnitFacts
 from ptrain.spec.precision import DType, Layout
 from ptrain.spec.spec import OptimizerSpec
@@ -33,7 +33,7 @@ class Kept:
 
 def needs_whole_tensors(optimizer: OptimizerSpec) -> bool:
     """Whether the update of a slice is not the slice of the update."""
-    return optimizer.name == "muon"
+    return not is_elementwise(optimizer)
 
 
 def kept_tensors(

@@ -18,6 +18,7 @@ from ptrain.axes.data.flat_gradients import Gradients
 from ptrain.axes.data.flat_parameters import Dtypes, Parameters
 from ptrain.axes.data.flat_target import FlatState, FlatTarget
 from ptrain.axes.data.flat_tensors import FlatTensorTarget, UnitUpdate
+from ptrain.axes.data.form import ELEMENTWISE
 from ptrain.axes.data.layout import FlatLayout
 from ptrain.axes.data.target import Target
 from ptrain.costs import State
@@ -29,8 +30,6 @@ from ptrain.spec.batch import GradientSync
 from ptrain.spec.placement import Tier
 from ptrain.spec.precision import Layout
 from ptrain.spec.spec import OptimizerSpec
-
-_NEEDS_WHOLE_TENSORS = ("muon",)
 
 
 class Order:
@@ -168,7 +167,7 @@ class FlatWrap:
         for unit, following in zip(self.units, self.units[1:], strict=False):
             unit.state.following = following.state
         self._targets = [
-            _targets(unit.state, whole_tensors=plan.update.optimizer in _NEEDS_WHOLE_TENSORS)
+            _targets(unit.state, whole_tensors=plan.update.optimizer not in ELEMENTWISE)
             for unit in self.units
         ]
 
