@@ -20,10 +20,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ptrain.axes.data.fully_sharded import parameter_groups
 from ptrain.costs import Collective, Phase, State
 from ptrain.interpreter.registry import Registry
 from ptrain.models.ledger import local
@@ -72,7 +72,8 @@ class Foreign:
             part
             for module in self.module.modules()
             if isinstance(module, FSDPModule)
-            for part in _parts(module)
+            for group in parameter_groups(module)
+            for part in group.fsdp_params
         ]
         gathered = [getattr(part, "_unsharded_param", None) for part in parts]
         return [part.sharded_param for part in parts], [
@@ -162,14 +163,6 @@ def _innermost(optimizer: object | None) -> object | None:
         if isinstance(inner := getattr(optimizer, name, None), torch.optim.Optimizer):
             return _innermost(inner)
     return optimizer
-
-
-def _parts(module: FSDPModule) -> Iterator[FSDPParam]:
-    """What FSDP2 gathers with this module. Torch 2.13 has a list of groups, 2.11 one or none."""
-    state = module._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None)
-    for group in [state._fsdp_param_group] if groups is None else groups:
-        yield from group.fsdp_params if group is not None else ()
 
 
 def _groups() -> Iterator[dist.ProcessGroup]:

@@ -12,14 +12,11 @@ place: `measure(module, optimizer=optimizer)`.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import nn
 
 from ptrain.costs import (
@@ -35,6 +32,7 @@ from ptrain.costs import (
     TrafficKey,
     Wire,
 )
+from ptrain.interpreter import agreement
 from ptrain.interpreter.program import Program
 from ptrain.interpreter.world import World
 from ptrain.meters.foreign import Foreign, PhaseWatch, ranks_by_axes, state_of
@@ -102,20 +100,7 @@ def gather_estimates(world: World, estimate: Estimate) -> list[Estimate]:
     """Every rank's estimate on every rank, in order of rank. JSON travels, nothing is unpickled."""
     if world.size == 1:
         return [estimate]
-    text = torch.frombuffer(bytearray(json.dumps(asdict(estimate)).encode()), dtype=torch.uint8).to(
-        world.device
-    )
-    sizes = [torch.zeros(1, dtype=torch.int64, device=world.device) for _ in range(world.size)]
-    dist.all_gather(sizes, torch.tensor([text.numel()], device=world.device))
-    longest = int(max(int(size.item()) for size in sizes))
-    padded = torch.zeros(longest, dtype=torch.uint8, device=world.device)
-    padded[: text.numel()] = text
-    texts = [torch.empty_like(padded) for _ in range(world.size)]
-    dist.all_gather(texts, padded)
-    return [
-        _parse(json.loads(bytes(each[: int(size.item())].cpu().numpy())))
-        for each, size in zip(texts, sizes, strict=True)
-    ]
+    return [_parse(each) for each in agreement.gather(asdict(estimate), world.size, world.device)]
 
 
 def join_estimates(estimates: list[Estimate]) -> Estimate:

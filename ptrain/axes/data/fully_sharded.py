@@ -9,15 +9,16 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-from ptrain.axes.data.target import local
 from ptrain.axes.data.wrapped import ParameterWrap
 from ptrain.costs import State
 from ptrain.interpreter.comm import TaggedAllGather, TaggedReduceScatter
 from ptrain.interpreter.mesh import Mesh
 from ptrain.interpreter.registry import Registry
+from ptrain.models.ledger import local
 from ptrain.models.numerics import TORCH_DTYPES
 from ptrain.plan.step import FullyShard, Plan
 from ptrain.spec.batch import GradientSync
@@ -36,12 +37,13 @@ class FullyShardedWrap(ParameterWrap):
         self.sharded: list[FSDPModule] = []  # one of each unit's modules, which share their state
         for modules in plan.units:
             members = [model.get_submodule(name) for name in modules]
-            fully_shard(
-                members,
-                mesh=device_mesh,
-                reshard_after_forward=step.sync.reshard_after_forward,
-                mp_policy=_precision(step, plan.update.layout),
-            )
+            with unset_fake_temporarily():  # the mesh of a smaller group is cut from a tensor
+                fully_shard(
+                    members,
+                    mesh=device_mesh,
+                    reshard_after_forward=step.sync.reshard_after_forward,
+                    mp_policy=_precision(step, plan.update.layout),
+                )
             assert isinstance(members[0], FSDPModule)
             self.sharded.append(members[0])
         for module in self.sharded:

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from ptrain.axes.data.layout import same_memory
+from ptrain.models.ledger import local
 
 Named = dict[str, torch.Tensor]
 
@@ -158,9 +159,3 @@ def rows_of(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     for dim, (size, offset) in enumerate(zip(sizes, offsets, strict=True)):
         tensor = tensor.narrow(dim, min(offset, tensor.shape[dim]), size)
     return tensor
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of a DTensor that this rank holds; any other tensor as it is."""
-    part = getattr(tensor, "_local_tensor", None)
-    return tensor if part is None else part
