@@ -1,10 +1,10 @@
 """What a backend puts on the wire for the bytes that the ring model predicts (Theorem 2).
 
-The ring model says what a collective must move; a backend may move more. The factors of gloo are
-measured on the kernel's counters (torch 2.13, tensors of 4 MiB, 2 and 4 ranks): its reduce-scatter
-is executed as an all-reduce, every other call as the model says. A broadcast is a tree: the root
-sends more than the others and some send nothing, so figures are means over the ranks, which the
-model gives for a tree too, (N - 1) / N of the tensor.
+The ring model says what a collective must move; a backend may move more. The factors of gloo
+follow from its algorithms (torch 2.13): its reduce-scatter is executed as an all-reduce,
+2 (N - 1) / N of the tensor in place of (N - 1) / N; every other call sends what the model says. A
+broadcast is a tree: the root sends more than the others and some send nothing, so figures are means
+over the ranks, which the model gives for a tree too, (N - 1) / N of the tensor.
 
 Not in the prediction: gloo's headers, 48 bytes a message, which show in small tensors.
 """

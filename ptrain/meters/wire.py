@@ -64,7 +64,7 @@ class WireMeter:
         if self.absent:
             return
         after = self._counters()
-        if gone := self._before.keys() - after.keys():
+        if gone := self._axes_by_socket.keys() - (self._before.keys() & after.keys()):
             self.absent = f"{len(gone)} connections were closed during the step"
             return
         for name, axes in self._axes_by_socket.items():
