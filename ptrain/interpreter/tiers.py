@@ -117,18 +117,18 @@ class Tiers:
         try:
             os.posix_fallocate(descriptor, 0, nbytes)  # a full disk is an error here, not a signal
             return torch.from_file(name, shared=True, size=numel, dtype=dtype)
-        except OSError as error:
+        except (OSError, RuntimeError) as error:  # the latter is torch's, of a failed mapping
             raise _unusable(self.path, error) from error
         finally:
             os.close(descriptor)  # the mapping needs none: thousands of tensors may be on files
             os.unlink(name)
 
 
-def _unusable(path: str | None, error: OSError) -> SpecError:
+def _unusable(path: str | None, error: OSError | RuntimeError) -> SpecError:
     return SpecError(
         Fault(
             place="offload.path",
-            finding=f"{path or tempfile.gettempdir()}: {error.strerror or error}",
+            finding=f"{path or tempfile.gettempdir()}: {getattr(error, 'strerror', None) or error}",
             remedy="give a folder that exists, can be written and has room for the file tier",
         )
     )
