@@ -1,7 +1,7 @@
 """CPU time of a step in accelerate, Lightning Fabric, DeepSpeed and ptrain, against a loop by hand.
 
-Claim: ptrain's step costs at most 2 % more than the hand-written loop of the same placement (upper
-95 % bound of the median ratio at most 1.05).
+Claim: the median ratio of ptrain's step to the hand-written loop of the same placement is at most
+1.02, its upper 95 % bound at most 1.05.
 
 Needs, besides ptrain's packages: `pip install accelerate lightning-fabric deepspeed`; a peer that
 is missing is left out with a line. All contenders of a group live in the same two gloo ranks and

@@ -1,8 +1,8 @@
 """Replicas: DistributedDataParallel, summing, in buckets of any size, in or after backward.
 
-Note: static_graph stays off. It changes no number, but it spares only the search for unused
-parameters, which is off already (a step of 400 small tensors took 1.03 times the CPU time with it,
-torch 2.13); and torch fails in `no_sync` on the first micro-batch of such a model.
+Note: static_graph stays off. It changes no number, and spares only the search for unused
+parameters, which is off already; and torch 2.13 fails in `no_sync` on the first micro-batch of such
+a model.
 """
 
 from __future__ import annotations
