@@ -146,6 +146,12 @@ def test_every_mode_tier_and_dial_equals_one_device(ranks: Ranks, name: str) -> 
 TWINS: dict[str, tuple[Placement, Placement, dict[str, Any]]] = {
     "offload": ({SHARD: "S*,S,S,R"}, {SHARD: "O,O,O,R"}, MASTER),
     "files": ({SHARD: "R,S,S,R"}, {SHARD: "R@file,S@file,S@file,R"}, MASTER),
+    "made of masters": ({SHARD: "S*@host,S,S,R"}, {SHARD: "M,S,S,R"}, MASTER),
+    "used up in backward": (
+        {SHARD: "S*@host,S,S,R"},
+        {SHARD: "S*@host,S,M,R"},
+        {**MASTER, **NO_CLIP},
+    ),
     "masters on the host": ({SHARD: "M,S,S,R"}, {SHARD: "M,O,S,R"}, MASTER),
 }
 
