@@ -6,12 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ptrain.algebra.legality import require
 from ptrain.costs import Collective, Estimate, Phase, State
 from ptrain.data.sampler import LocalBatch
-from ptrain.interpreter.fake import fake_world
+from ptrain.interpreter.fake import fake_tensors, fake_world
 from ptrain.interpreter.program import interpret
 from ptrain.meters.measure import measure
 from ptrain.spec.load import load
@@ -50,7 +49,7 @@ def simulated(placement: dict[str, str], changes: dict[str, Any]) -> Estimate:
     )
     world = fake_world(rank=1, size=4)
     try:
-        with FakeTensorMode():
+        with fake_tensors():
             program = interpret(spec, world=world)
             tokens = torch.zeros(1, SEQUENCE + 1, dtype=torch.int64)
             batch = LocalBatch(tokens=tokens, global_tokens=spec.batch.tokens, sample_ids=())

@@ -21,7 +21,7 @@ def summing_hook(group: dist.ProcessGroup, registry: Registry) -> Hook:
     def hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         buffer = registry.tag(bucket.buffer(), State.GRADIENTS)
         work = dist.all_reduce(buffer, group=group, async_op=True)
-        return work.get_future().then(lambda done: done.value()[0])
+        return work.get_future().then(lambda done: buffer)  # a fake rank's future has no value
 
     return hook
 
