@@ -77,10 +77,12 @@ def summary(
         if not check.holds
     ]
     ranks = len({row.rank for row in measured.memory})
+    more = [table for table in (wire_table(wire), blocked_table(measured)) if table]
     return "\n".join(
         [
             end_table(exact, measured),
-            *filter(None, (wire_table(wire), blocked_table(measured))),
+            *(f"\n{table}" for table in more),
+            *[""] * bool(more),
             *failing,
             checks_line(checks, ranks=ranks),
             verdict_line(checks, torch=torch),

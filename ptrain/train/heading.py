@@ -23,10 +23,13 @@ def header(spec: Spec, *, numel: int, backend: str, device: str) -> str:
 
 
 def preflight_line(spec: Spec, exact: Estimate) -> str:
-    """`preflight  peak 61.3 MB of 12.9 GB per rank · 14.2 MB sent per step`."""
+    """`preflight  peak 61.3 MB of 12.9 GB per rank · 14.2 MB sent per step`, and what is copied
+    between tiers where anything is."""
+    copied = exact.copied_bytes()
     found = fit(spec, exact)
     room = f" of {format_bytes(found.device_memory)}" if found.device_memory else ""
     return (
         f"preflight  peak {format_bytes(found.peak_bytes)}{room} per rank"
         f" · {format_bytes(exact.sent_bytes())} sent per step"
+        + (f" · {format_bytes(copied)} copied between tiers" if copied else "")
     )
