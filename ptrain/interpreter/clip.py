@@ -31,7 +31,7 @@ def clip_gradients(
     dtype = torch.promote_types(gradients[0].dtype, torch.float32)
     norms = _norms(gradients, dtype)
     stacked = alike(torch.stack(norms), gradients[0])
-    square = alike(torch.linalg.vector_norm(stacked).square_(), gradients[0])
+    square = alike(torch.linalg.vector_norm(stacked), gradients[0]).square_()
     del norms, stacked
     if step.axes:
         square = _all_reduced(square, gradients[0], step, mesh)
@@ -51,15 +51,17 @@ def _norms(gradients: Sequence[torch.Tensor], dtype: torch.dtype) -> list[torch.
     ]
     short = [gradient for gradient, rows in zip(gradients, is_long, strict=True) if not rows]
     norms = list(torch._foreach_norm(short, 2, dtype=dtype)) if short else []
+    for norm in norms:
+        alike(norm, gradients[0])
     for gradient, rows in zip(gradients, is_long, strict=True):
         if rows:
             flat, end = gradient.view(-1), gradient.numel() // _ROW * _ROW
-            by_row = torch.linalg.vector_norm(flat[:end].view(-1, _ROW), dim=1, dtype=dtype)
-            alike(by_row, gradient)
-            norms.append(torch.linalg.vector_norm(by_row))
-            norms.append(torch.linalg.vector_norm(flat[end:], dtype=dtype))
-    for norm in norms:
-        alike(norm, gradients[0])
+            # tagged before anything else happens: the end of the last one asks where all are
+            by_row = alike(
+                torch.linalg.vector_norm(flat[:end].view(-1, _ROW), dim=1, dtype=dtype), gradient
+            )
+            norms.append(alike(torch.linalg.vector_norm(by_row), gradient))
+            norms.append(alike(torch.linalg.vector_norm(flat[end:], dtype=dtype), gradient))
     return norms
 
 
