@@ -15,6 +15,8 @@ from ptrain.costs import Estimate, Phase, Traffic, add_traffic
 from ptrain.interpreter.program import Program
 from ptrain.meters.blocked import Stopwatch
 from ptrain.meters.measure import Measurement, measure
+from ptrain.spec.batch import GatherAfterUpdate
+from ptrain.spec.spec import Spec
 from ptrain.train.folder import RunFolder
 from ptrain.train.journal import LOG
 from ptrain.train.profile import traced
@@ -37,7 +39,7 @@ class Probe:
     ) -> None:
         self._program = program
         self._folder = folder
-        self._steady = first + FIRST_STEADY
+        self._steady = first_steady(program.spec, first)
         metered = (self._steady, self._steady + 1)  # counted from 1
         instead = moved(program.spec, metered)
         self._traced = {instead.get(step, step) for step in program.spec.profile}
@@ -98,6 +100,17 @@ class Probe:
         if stopwatch.absent:
             undefined["blocked_seconds"] = stopwatch.absent
         self.estimate = replace(self.estimate, blocked=rows, undefined=undefined)
+
+
+def first_steady(spec: Spec, first: int) -> int:
+    """The third step from `first` on, or a later one that follows no evaluation and no checkpoint,
+    if these gather what an update left to the next forward."""
+    third = first + FIRST_STEADY
+    if spec.gather_after_update is not GatherAfterUpdate.NEXT_FORWARD:
+        return third
+    periods = [period for period in (spec.eval.every, spec.checkpoint.every) if period]
+    later = range(third, spec.train.steps)
+    return next((step for step in later if all(step % period for period in periods)), third)
 
 
 def set_up(before: tuple[Traffic, ...], steady: tuple[Traffic, ...]) -> Iterator[Traffic]:
