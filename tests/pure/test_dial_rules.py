@@ -26,6 +26,9 @@ from tests.pure.build import make_spec, tuple_of
 
 SUB_BLOCK = UnitSize(kind=UnitKind.SUB_BLOCK)
 EXCHANGE = ReduceScatterVia.ALL_TO_ALL
+KEPT_TO_BACKWARD = SyncPolicy(reshard_after_forward=False)
+KEPT = SyncPolicy(reshard_after_backward=False)
+_FORWARD, _BACKWARD = "sync.reshard_after_forward", "sync.reshard_after_backward"
 NEXT, DURING = GatherAfterUpdate.NEXT_FORWARD, GatherAfterUpdate.DURING_UPDATE
 
 
@@ -56,6 +59,12 @@ LEGAL = [
     ("R,R,O", {"reduce_scatter": EXCHANGE}),
     ("R,S,M", {"reduce_scatter": EXCHANGE}),
     ("S*,S,S", {"unit": SUB_BLOCK}),
+    ("S*,S,S", {"sync": KEPT_TO_BACKWARD}),
+    ("S*,S,S", {"sync": KEPT}),
+    ("O,S,S", {"sync": KEPT_TO_BACKWARD}),
+    ("R@host,R,R", {"sync": KEPT}),
+    ("R@file,S,S", {"sync": KEPT_TO_BACKWARD}),
+    ("M,S,S", {"sync": KEPT_TO_BACKWARD}),
     ("R,O,S", {"offload": Offload(update=Tier.DEVICE)}),
     ("R,S@file,S", {"offload": Offload(path="/nvme")}),
 ]
@@ -80,6 +89,9 @@ REFUSED = [
     ("R,S,S", {"bucket_bytes": 1}, "bucket", "DistributedDataParallel", "`unit`"),
     ("S*,S,S", {"bucket_bytes": WHOLE_BUCKET}, "bucket", "travel by unit", "remove bucket"),
     ("R,R,R", {"unit": SUB_BLOCK}, "unit", "reduces by bucket", "remove unit"),
+    ("R,S,R", {"sync": KEPT_TO_BACKWARD}, _FORWARD, "false: parameters are R", "parameters: S*"),
+    ("R,S,S", {"sync": KEPT}, _BACKWARD, "nothing is gathered", "leave it true"),
+    ("R,R,R", {"sync": SyncPolicy(reshard_after_forward=2)}, _FORWARD, "2: param", "leave it true"),
     ("R,S,S", {"offload": Offload(update=Tier.DEVICE)}, "offload.update", "nothing is", "write O"),
     ("S*,S,S", {"offload": Offload(path="/nvme")}, "offload.path", "nothing is", "remove offload"),
     ("R,O,S", {"offload": Offload(path="/nvme")}, "offload.path", "in files", "tier: file"),
@@ -132,7 +144,7 @@ def test_one_device_takes_every_dial_for_nothing_moves_there():
         overlap=Overlap.BACKWARD,
         bucket_bytes=1,
         unit=SUB_BLOCK,
-        sync=SyncPolicy(reshard_after_forward=3),
+        sync=SyncPolicy(reshard_after_forward=3, reshard_after_backward=False),
         offload=Offload(update=Tier.DEVICE),
     )
     assert not check(spec)

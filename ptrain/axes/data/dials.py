@@ -150,9 +150,26 @@ def _unit(spec: Spec) -> Iterator[Fault]:
         )
 
 
+def _given_back(spec: Spec) -> Iterator[Fault]:
+    if not data_factors(spec) or _comes_by_unit(spec):
+        return
+    kept = {
+        "sync.reshard_after_forward": spec.sync.reshard_after_forward,
+        "sync.reshard_after_backward": spec.sync.reshard_after_backward,
+    }
+    for place, value in kept.items():
+        if value is not True:
+            yield Fault(
+                place=place,
+                finding=f"{str(value).lower()}: parameters are R on the device; they are whole "
+                "all the time, so nothing is gathered that could be given back",
+                remedy="leave it true, or write parameters: S*",
+            )
+
+
 def _reshard(spec: Spec) -> Iterator[Fault]:
     shards, factors = spec.sync.reshard_after_forward, data_factors(spec)
-    if isinstance(shards, bool) or not factors:
+    if isinstance(shards, bool) or not factors or not _comes_by_unit(spec):
         return
     place = "sync.reshard_after_forward"
     if form_of(spec) not in _FULLY_SHARD:
@@ -213,6 +230,7 @@ DIALS = (
     _rule("what is scattered is cut", _reduce_scatter),
     _rule("buckets are reduced by the one wrapper that has them", _bucket),
     _rule("units are gathered or reduced", _unit),
+    _rule("what is given back was gathered", _given_back),
     _rule("smaller shards divide the larger group", _reshard),
     _rule("what is offloaded is a state", _offload),
 )
