@@ -140,7 +140,8 @@ class Flat:
         if self.bench.layout.scales_loss and on_device:
             tape.spike(SCALE_BYTES)
         if step is not None and on_device:
-            clip(self.scene, len(self.used))
+            held = (unit.gradients.kept for unit in self.used)
+            clip(self.scene, [piece.numel for piece in held if piece is not None])
         elif step is not None and step.axes:
             tape.spike(max(SCALE_BYTES, self.bench.layout.gradients.itemsize))
 

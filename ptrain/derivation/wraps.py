@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from ptrain.derivation.muon import muon_temporaries
 from ptrain.derivation.optimizer_state import is_hidden, kept_tensors, needs_whole_tensors
 from ptrain.derivation.tape import Scene
+from ptrain.plan.step import LONG_NORM, NORM_ROW
 from ptrain.timeline import Complete
 
 
@@ -17,7 +18,7 @@ def clip_and_cast(scene: Scene, groups: Sequence[Sequence[int]]) -> None:
     tensor."""
     layout, optimizer = scene.plan.update.layout, scene.spec.optimizer
     if scene.plan.clip is not None:
-        clip(scene, sum(map(len, groups)))
+        clip(scene, [numel for group in groups for numel in group])
     num_casts = 0 if layout.gradients is layout.updated else 1
     if layout.moments is not layout.updated:
         num_casts += sum(not kept.is_scalar for kept in kept_tensors(optimizer, layout))
@@ -43,11 +44,20 @@ def _of_largest_matrix(scene: Scene) -> int:
     )
 
 
-def clip(scene: Scene, num_tensors: int) -> None:
-    """A norm per tensor, stacked for the norm of all; one scalar stays until the step is over. The
-    quotient max_norm / (norm + eps) takes a sum, a reciprocal and a product."""
+def clip(scene: Scene, sizes: Sequence[int]) -> None:
+    """A norm per tensor, on a processor one per row of a long tensor first, and one of what is left
+    of it; all stacked for the norm of all. One scalar stays until the step is over. `sizes` are the
+    elements of each tensor."""
     scalar = max(4, scene.plan.update.layout.gradients.itemsize)
-    scene.tape.spike((2 * num_tensors + 1) * scalar)
+    is_cpu = scene.spec.device != "cuda"
+    long = [numel for numel in sizes if is_cpu and numel > LONG_NORM]
+    alive = most = len(sizes) - len(long)
+    rows = 0  # of the tensor before, which live until those of the next are there
+    for numel in long:
+        most = max(most, alive + rows + numel // NORM_ROW)
+        rows, alive = numel // NORM_ROW, alive + 2
+        most = max(most, alive + rows)
+    scene.tape.spike(max(most, 2 * alive + 1) * scalar)
     scene.tape.add(scalar)
 
 

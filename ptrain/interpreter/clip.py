@@ -11,12 +11,8 @@ from ptrain.costs import State
 from ptrain.interpreter.mesh import Mesh
 from ptrain.interpreter.scaling import LossScale
 from ptrain.interpreter.tiers import Tiers, alike, tier_of
-from ptrain.plan.step import Clip
+from ptrain.plan.step import LONG_NORM, NORM_ROW, Clip
 from ptrain.spec.placement import Tier
-
-# On the CPU torch adds a tensor's squares one after the other: in fp32 that is off by 1e-5 at 1M
-# elements and by 1e-2 at 100M. (In fp64 it would copy the whole tensor first.)
-_LONG, _ROW = 2**14, 2**12
 
 
 def clip_gradients(
@@ -46,7 +42,7 @@ def clip_gradients(
 def _norms(gradients: Sequence[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
     """A norm per tensor, or several that make it up: on the CPU a long tensor goes row by row."""
     is_long = [
-        gradient.device.type == "cpu" and gradient.numel() > _LONG and gradient.is_contiguous()
+        gradient.device.type == "cpu" and gradient.numel() > LONG_NORM and gradient.is_contiguous()
         for gradient in gradients
     ]
     short = [gradient for gradient, rows in zip(gradients, is_long, strict=True) if not rows]
@@ -55,10 +51,11 @@ def _norms(gradients: Sequence[torch.Tensor], dtype: torch.dtype) -> list[torch.
         alike(norm, gradients[0])
     for gradient, rows in zip(gradients, is_long, strict=True):
         if rows:
-            flat, end = gradient.view(-1), gradient.numel() // _ROW * _ROW
+            flat, end = gradient.view(-1), gradient.numel() // NORM_ROW * NORM_ROW
             # tagged before anything else happens: the end of the last one asks where all are
             by_row = alike(
-                torch.linalg.vector_norm(flat[:end].view(-1, _ROW), dim=1, dtype=dtype), gradient
+                torch.linalg.vector_norm(flat[:end].view(-1, NORM_ROW), dim=1, dtype=dtype),
+                gradient,
             )
             norms.append(alike(torch.linalg.vector_norm(by_row), gradient))
             norms.append(alike(torch.linalg.vector_norm(flat[end:], dtype=dtype), gradient))
