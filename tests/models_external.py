@@ -42,6 +42,35 @@ def necks(hidden: int = 10, layers: int = 2, vocab: int = 259) -> Necks:
     return Necks(hidden, layers, vocab)
 
 
+class Carried(Neck):
+    """Hands on, beside its own output, what it was given."""
+
+    def forward(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        x_BTC, first_BTC = pair
+        return super().forward(x_BTC), first_BTC
+
+
+class Carriers(Necks):
+    """Every block passes the embedding on to the next, which the head takes in again."""
+
+    def __init__(self, hidden: int, layers: int, vocab: int) -> None:
+        super().__init__(hidden, layers, vocab)
+        self.layers = nn.ModuleList(Carried(hidden) for _ in range(layers))
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        first_BTC = self.table(tokens_BT)
+        pair = (first_BTC, first_BTC)
+        for layer in self.layers:
+            pair = layer(pair)
+        logits: Tensor = self.head(pair[0] + pair[1])
+        return logits
+
+
+def carriers(hidden: int = 10, layers: int = 3, vocab: int = 259) -> Carriers:
+    """A target whose blocks return one of their inputs."""
+    return Carriers(hidden, layers, vocab)
+
+
 class Deceiver(Necks):
     """Shows one micro-batch what it is not: from its second on it keeps another copy of logits."""
 

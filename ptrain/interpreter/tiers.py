@@ -115,7 +115,10 @@ class Tiers:
         except OSError as error:
             raise _unusable(self.path, error) from error
         try:
-            os.posix_fallocate(descriptor, 0, nbytes)  # a full disk is an error here, not a signal
+            if hasattr(os, "posix_fallocate"):  # a full disk is an error here, not a signal
+                os.posix_fallocate(descriptor, 0, nbytes)
+            else:  # macOS
+                os.truncate(descriptor, nbytes)
             return torch.from_file(name, shared=True, size=numel, dtype=dtype)
         except (OSError, RuntimeError) as error:  # the latter is torch's, of a failed mapping
             raise _unusable(self.path, error) from error

@@ -4,6 +4,7 @@ the place of a state differs, the very same bits."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 
 from ptrain.algebra.legality import require
 from ptrain.spec.load import load
+from ptrain.spec.model import ExternalModel
 from ptrain.spec.spec import Spec
 from ptrain.verification.compare import FP64
 from ptrain.verification.compare import compare as compare_runs
@@ -133,6 +135,14 @@ CASES: dict[str, tuple[Placement, int, dict[str, Any]]] = {
     "sub-blocks": ({SHARD: "O,O,O,R"}, 2, {"unit": "sub-block"}),
     "units of two blocks": ({SHARD: "O,O,O,R"}, 2, {"unit": "2 blocks", "prefetch": 1}),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("gradients", ["M", "S"])
+def test_a_block_that_passes_an_input_on_is_updated_once(ranks: Ranks, gradients: str) -> None:
+    placement = {SHARD: f"S*,S,{gradients},R"}
+    spec = spec_of(placement, 2, optimizer={"clip": None})
+    spec = replace(spec, model=ExternalModel(target="tests.models_external:carriers"))
+    assert not failing(compare_runs(one_device(spec, STEPS), run(ranks, spec), FP64))
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -105,8 +105,10 @@ class FlatUnit:
 
     def _after_forward(self, module: nn.Module, args: tuple[object, ...], output: object) -> None:
         if torch.is_grad_enabled():
+            # what is only passed through gets its gradient when the unit's backward is over
+            passed = {id(tensor) for tensor in _tensors(args)}
             for tensor in _tensors(output):
-                if tensor.requires_grad:
+                if tensor.requires_grad and id(tensor) not in passed:
                     tensor.register_hook(self._before_backward)
         if self.sync.reshard_after_forward:
             self.parameters.release()
