@@ -20,6 +20,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="write what the matrix of specs gave into benchmarks/results/",
     )
 
+    parser.addoption(
+        "--settings",
+        type=int,
+        help="of each row of the data axis only the first so many settings, which hold most pairs",
+    )
+
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Ranks]:
