@@ -13,7 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 from ptrain.costs import PLACED
 from ptrain.errors import Fault
 from ptrain.spec.grammar import SpecRaw
-from ptrain.spec.leaf import describe, nearest
+from ptrain.spec.leaf import Choice, describe, nearest
 from ptrain.spec.shorthand import mark_of
 from ptrain.spec.text import Route, Tree
 
@@ -92,7 +92,8 @@ def _fault(tree: Tree, row: Any, kind: Any) -> Fault:
         case _:
             known = _keys(kind, route)
             finding = f"must be a mapping; got {describe(row['input'])}"
-            return mark_of(tree, route).fault(place, finding, f"its keys: {', '.join(known)}")
+            remedy = _inner(kind, route, row["input"]) or f"its keys: {', '.join(known)}"
+            return mark_of(tree, route).fault(place, finding, remedy)
 
 
 def _missing(route: Route) -> tuple[str, str]:
@@ -110,13 +111,32 @@ def _missing(route: Route) -> tuple[str, str]:
 
 def _keys(kind: Any, route: Route) -> tuple[str, ...]:
     """The keys of the section at `route`, as they are written."""
+    found = _section(kind, route)
+    if found is None:
+        return tuple(map(str, PLACED)) if route[0] == "placement" else ()
+    return tuple(field.name.rstrip("_") for field in dataclasses.fields(found))
+
+
+def _section(kind: Any, route: Route) -> Any:
+    """The dataclass of the section at `route`, or None."""
     for name in route:
         hints = get_type_hints(kind)
         inner = [part for part in _union(hints.get(name)) if dataclasses.is_dataclass(part)]
         if not inner:
-            return tuple(map(str, PLACED)) if route[0] == "placement" else ()
+            return None
         kind = inner[0]
-    return tuple(field.name.rstrip("_") for field in dataclasses.fields(kind))
+    return kind
+
+
+def _inner(kind: Any, route: Route, value: object) -> str:
+    """`precision=fp16`: the key of the section that takes the value which the section got."""
+    found = _section(kind, route)
+    hints = get_type_hints(found, include_extras=True) if found else {}
+    for name, hint in hints.items():
+        for leaf in getattr(hint, "__metadata__", ()):
+            if isinstance(leaf, Choice) and value in leaf.words:
+                return f"write {'.'.join((*route, name.rstrip('_')))}={value}"
+    return ""
 
 
 def _union(hint: Any) -> tuple[Any, ...]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import field, replace
 from typing import Annotated, Any
 
+from ptrain.spec import slips
 from ptrain.spec.grammar_parts import (
     RESHARD,
     BatchRaw,
@@ -256,6 +257,7 @@ class SpecRaw:
             "gradients are there; per-tensor: one each; whole: one for all; size: 25 MiB, the "
             "first one 1 MiB",
             words=("size", "per-tensor", "whole"),
+            low=2**10,
             high=2**40,
         ),
     ] = 25 * 2**20
@@ -275,6 +277,7 @@ class SpecRaw:
                 ),
                 Text("so many neighbouring blocks", r"[1-9][0-9]{0,4} blocks"),
             ),
+            hint=slips.unit,
         ),
     ] = "block"
     activations: Annotated[
@@ -341,6 +344,7 @@ class SpecRaw:
                 "backward is over, and fully_shard gathers nothing ahead",
                 "backward": "a unit's or bucket's reduction runs while backward goes on",
             },
+            slips={"true": "backward", "false": "none"},
         ),
     ] = None
     prefetch: Annotated[

@@ -11,6 +11,7 @@ from typing import Annotated
 from pydantic import Field
 
 from ptrain.spec.leaf import Choice, Either, Free, Numbers, Real, Size, Text, Truth, Whole, section
+from ptrain.spec.slips import TIER_SLIPS
 from ptrain.spec.spec import (
     CheckpointSpec,
     DataSpec,
@@ -301,6 +302,7 @@ class OffloadRaw:
         Choice(
             "what the mode O means in this spec",
             {"host": "S@host: a slice in the host's memory", "file": "S@file: a slice in a file"},
+            slips=TIER_SLIPS,
         ),
     ] = None
     path: Annotated[
@@ -316,6 +318,7 @@ class OffloadRaw:
                 "device": "on the device, to which it is copied and from which it is copied back, "
                 "unit by unit",
             },
+            slips=TIER_SLIPS,
         ),
     ] = None
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from typing import Any, NoReturn, TypeVar, dataclass_transform
 
 from pydantic import ConfigDict, GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
+from ptrain.spec import slips
 from ptrain.spec.placement import Mode
 from ptrain.units import parse_bytes
 
@@ -52,9 +52,7 @@ def describe(value: object) -> str:
 
 def nearest(word: str, known: list[str] | tuple[str, ...]) -> str:
     """The one of `known` that the user meant, or nothing."""
-    folded = {name.lower(): name for name in reversed(known)}
-    close = get_close_matches(word.lower(), list(folded), n=1, cutoff=0.5)
-    return folded[close[0]] if close else ""
+    return slips.close(word, known, cutoff=0.5)
 
 
 def refuse(finding: str, remedy: str = "") -> NoReturn:
@@ -102,7 +100,7 @@ class Whole(Leaf):
             return value
         wanted = f"must be an integer in {self.low}..{self.high}"
         wanted += "".join(f" or {word}" for word in self.words)
-        refuse(f"{wanted}; got {describe(value)}", _unquote(value))
+        refuse(f"{wanted}; got {describe(value)}", slips.unquote(value))
 
     def schema(self) -> dict[str, Any]:
         number = {"type": "integer", "minimum": self.low, "maximum": self.high}
@@ -125,7 +123,7 @@ class Real(Leaf):
         if number and self._inside(value):
             return float(value)
         null = ", or null" if self.null else ""
-        refuse(f"must be {self._range()}{null}; got {describe(value)}", _unquote(value))
+        refuse(f"must be {self._range()}{null}; got {describe(value)}", slips.unquote(value))
 
     def _inside(self, value: float) -> bool:
         above = value > self.low if self.open else value >= self.low
@@ -160,18 +158,25 @@ class Truth(Leaf):
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Choice(Leaf):
-    """One word of a closed set; the mapping gives each word its meaning."""
+    """One word of a closed set; the mapping gives each word its meaning. `slips` are other words
+    for them, which are not taken, but understood."""
 
     words: Mapping[str, str] = field(kw_only=False)
+    slips: Mapping[str, str] = field(default_factory=dict)
 
     def check(self, value: Any) -> object:
         if isinstance(value, str) and value in self.words:
             return value
-        guess = nearest(str(value), tuple(self.words))
-        refuse(
-            f"must be one of {', '.join(self.words)}; got {describe(value)}",
-            f"did you mean {guess!r}?" if guess and isinstance(value, str) else _quote(value),
-        )
+        listed = ", ".join(self.words)
+        refuse(f"must be one of {listed}; got {describe(value)}", self.meant(value))
+
+    def meant(self, value: object) -> str:
+        """The question whether another of the words was meant."""
+        text = str(value).lower() if isinstance(value, str | bool) else ""
+        slipped = {slip: word for slip, word in self.slips.items() if word in self.words}
+        known = {word: word for word in self.words} | slipped
+        guess = nearest(text, tuple(known)) if isinstance(value, str) else text
+        return slips.ask(known.get(guess, ""))
 
     def schema(self) -> dict[str, Any]:
         return meanings(self.words)
@@ -190,7 +195,7 @@ class Text(Leaf):
             return value
         if value is None and self.null:
             return value
-        refuse(f"must be {self.kind}; got {describe(value)}", _quote(value))
+        refuse(f"must be {self.kind}; got {describe(value)}", slips.quote(value))
 
     def schema(self) -> dict[str, Any]:
         text = {"type": "string", "pattern": f"^{self.pattern}$"}
@@ -217,7 +222,9 @@ class Size(Leaf):
         refuse(
             f"must be a size like {example}{words}, {self.low}..{self.high} bytes; "
             f"got {describe(value)}",
-            "a number of bytes, or with kB, MB, GB, TB (powers of 1000), KiB, MiB, GiB, TiB",
+            slips.small_size(value, size, self.low, self.words)
+            or slips.near_word(value, self.words)
+            or "a number of bytes, or with kB, MB, GB, TB (powers of 1000), KiB, MiB, GiB, TiB",
         )
 
     def schema(self) -> dict[str, Any]:
@@ -276,10 +283,12 @@ class Free(Leaf):
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Either(Leaf):
-    """What one of `options` takes; `wanted` says it in one phrase."""
+    """What one of `options` takes; `wanted` says it in one phrase. `hint` guesses what was meant,
+    in place of the options' own guesses."""
 
     wanted: str = field(kw_only=False)
     options: tuple[Leaf, ...] = field(kw_only=False)
+    hint: Callable[[object], str] | None = None
 
     def check(self, value: Any) -> object:
         for option in self.options:
@@ -287,7 +296,10 @@ class Either(Leaf):
                 return option.check(value)
             except PydanticCustomError:
                 continue
-        refuse(f"must be {self.wanted}; got {describe(value)}")
+        choices = [option.meant for option in self.options if isinstance(option, Choice)]
+        guesses = (guess(value) for guess in ([self.hint] if self.hint else choices))
+        remedy = next((guess for guess in guesses if guess), "")
+        refuse(f"must be {self.wanted}; got {describe(value)}", remedy)
 
     def schema(self) -> dict[str, Any]:
         return _one_of(*(option.schema() for option in self.options))
@@ -324,11 +336,11 @@ class ModeText(Leaf):
             return Mode.parse(value if isinstance(value, str) else "")
         except ValueError:
             pass
-        meant = str(value).upper() if isinstance(value, str) else ""
+        meant = slips.mode(value) if isinstance(value, str) else ""
         refuse(
             f"must be a mode: R, S, S*, M or O, or with a tier (R@host, S@file); "
             f"got {describe(value)}",
-            f"did you mean {meant}?" if meant in MODE_MEANINGS else _quote(value),
+            f"did you mean {meant}?" if meant in MODE_MEANINGS else slips.quote(value),
         )
 
     def schema(self) -> dict[str, Any]:
@@ -363,21 +375,6 @@ def meanings(words: Mapping[str, str]) -> dict[str, Any]:
 
 def _one_of(*shapes: dict[str, Any]) -> dict[str, Any]:
     return dict(shapes[0]) if len(shapes) == 1 else {"anyOf": list(shapes)}
-
-
-def _unquote(value: object) -> str:
-    """The commonest slip with numbers: quotes, or a YAML 1.1 form that is a text in YAML 1.2."""
-    if isinstance(value, str) and re.fullmatch(r"[-+]?[0-9_.:]+([eE][-+]?[0-9]+)?", value):
-        plain = value.replace("_", "")
-        return f"write {plain} without quotes or underscores" if ":" not in plain else ""
-    if isinstance(value, str) and re.fullmatch(r"[0-9.]+( *, *[0-9.]+)+", value):
-        return "write one number; `ptrain predict` and `ptrain validate` take a list a.b=1,2"
-    return ""
-
-
-def _quote(value: object) -> str:
-    is_plain = isinstance(value, bool | int | float)
-    return "put it in quotes to make it a text" if is_plain else ""
 
 
 def _bytes(value: object, *, rate: bool) -> int | None:

@@ -58,7 +58,8 @@ def load(
         except SpecError as error:
             found = list(error.faults)
         faults |= {("override", str(number), str(i)): fault for i, fault in enumerate(found)}
-    faults |= {tuple(fault.place.split(".")): fault for fault in expand_shorthands(tree)}
+    short = {tuple(fault.place.split(".")): fault for fault in expand_shorthands(tree)}
+    faults = {route: found for route, found in faults.items() if route[:-1] not in short} | short
     raw, invalid = validate(tree)
     for route, fault in (refusals(tree) | invalid).items():
         if not any(route[: len(known)] == known for known in faults):

@@ -90,7 +90,7 @@ def _sits_right(mesh: object, name: str, axes: tuple[str, ...], fault: _Report) 
 
 def _tuples(root: Mapping, fault: _Report) -> None:
     placement = root.get("placement")
-    if not isinstance(placement, dict):
+    if not isinstance(placement, dict) or _cut_at_commas(placement, fault):
         return
     for axis, value in placement.items():
         route = ("placement", axis)
@@ -105,6 +105,22 @@ def _tuples(root: Mapping, fault: _Report) -> None:
                 fault(route, f"a tuple has 4 modes, for Θ, Ω, G, A; got {len(modes)}")
         else:
             _named_tuple(placement, axis, str(value), fault)
+
+
+def _cut_at_commas(placement: Mapping, fault: _Report) -> bool:
+    """`{dp_shard: S*,S,M,R}`: within braces YAML reads the modes after a comma as keys."""
+    if not any(key in MODE_MEANINGS and value is None for key, value in placement.items()):
+        return False
+    axes = [axis for axis in placement if axis not in MODE_MEANINGS]
+    modes = [str(placement[axis]) for axis in axes] + [key for key in placement if key not in axes]
+    shown = modes if len(axes) == 1 and len(modes) == len(PLACED) else ["S*", "S", "S", "R"]
+    axis = axes[0] if axes else _DATA[1]
+    fault(
+        ("placement",),
+        "within { } a comma ends the value, so the modes after it are keys",
+        f"write a list: {{{axis}: [{', '.join(shown)}]}}",
+    )
+    return True
 
 
 def _named_tuple(placement: Mapping, axis: str, name: str, fault: _Report) -> None:

@@ -90,6 +90,10 @@ LINES = [
     ("parameters: S*", "parameters: Q", "placement.dp_shard.parameters", "'Q'", "R, S, S*, M or O"),
     ("optimizer: S,", "optimizer: s,", "placement.dp_shard.optimizer", "'s'", "did you mean S"),
     ("parameters: S*", "parameters: M@host", "placement.dp_shard.parameters", "'M@host'", "tier"),
+    ("gradients: S,", "gradients: O@file,", "placement.dp_shard.gradients", "", "mean S@file?"),
+    ("gradients: S,", "gradients: R@nvme,", "placement.dp_shard.gradients", "", "mean R@file?"),
+    ("gradients: S,", "gradients: S@cpu,", "placement.dp_shard.gradients", "", "did you mean O?"),
+    ("gradients: S,", "gradients: X@nvme,", "placement.dp_shard.gradients", "must be a mode", ""),
     ("  dp_shard: {", "  dp_replicate: {", "placement", "no tuple", "placement: {dp_shard"),
     ("mesh: {", "mesh: {dp_replicate: 2, ", "placement", "dp_replicate: 2", "four modes"),
     ("dp_shard: {parameters: S*,", "dp_shard: {", "placement.dp_shard.param", "4 states", "add"),
@@ -127,8 +131,25 @@ LINES = [
     ("train:", "compile: true\ntrain:", "compile", "not yet", "false"),
     # the data axis' dials
     ("train:", "offload: {tier: host}\ntrain:", "offload.tier", "no state is O", "remove tier"),
-    ("train:", "offload: {tier: disk}\ntrain:", "offload.tier", "host, file", ""),
+    ("train:", "offload: {tier: disk}\ntrain:", "offload.tier", "host, file", "mean 'file'"),
+    ("train:", "offload: {tier: nvme}\ntrain:", "offload.tier", "host, file", "mean 'file'"),
+    ("train:", "offload: {update: disk}\ntrain:", "offload.update", "host, device", ""),
+    ("train:", "offload: {update: gpu}\ntrain:", "offload.update", "device", "mean 'device'"),
     ("train:", "bucket: huge\ntrain:", "bucket", "a size like", "a number of bytes"),
+    ("train:", "bucket: 25\ntrain:", "bucket", "1024..", "did you mean 25 MiB? or size or per-t"),
+    ("train:", "bucket: 1023 B\ntrain:", "bucket", "1024..", "did you mean 1023 MiB?"),
+    ("train:", "bucket: 0.5 kB\ntrain:", "bucket", "1024..", "at least 1024 bytes or size"),
+    ("train:", "bucket: per_tensor\ntrain:", "bucket", "per_tensor", "did you mean 'per-tensor'?"),
+    ("train:", "unit: 2\ntrain:", "unit", "the number 2", "did you mean '2 blocks'?"),
+    ("train:", "unit: 3-blocks\ntrain:", "unit", "the text", "did you mean '3 blocks'?"),
+    ("train:", "unit: blok\ntrain:", "unit", "the text", "did you mean 'block'?"),
+    ("train:", "unit: subblock\ntrain:", "unit", "the text", "did you mean 'sub-block'?"),
+    ("train:", "reduce_scatter: alltoall\ntrain:", "reduce_scatter", "", "mean 'all_to_all'?"),
+    ("train:", "overlap: true\ntrain:", "overlap", "none, backward", "did you mean 'backward'?"),
+    ("train:", "overlap: 1\ntrain:", "overlap", "must be one of none, backward; got the", ""),
+    ("train:", "sync: last\ntrain:", "sync", "a mapping", "write sync.gradients=last"),
+    ("{layout: fp32}", "fp16", "precision", "a mapping", "write precision.layout=fp16"),
+    ("{layout: fp32}", "mixed", "precision", "a mapping", "its keys: layout, compute"),
     ("train:", "unit: 0 blocks\ntrain:", "unit", "block, sub-block, n blocks or model", ""),
     ("train:", "reshard: 1\ntrain:", "sync.reshard_after_forward", "shards >= 2", ""),
     ("train:", "reshard: often\ntrain:", "reshard", "true, false or a number", ""),
@@ -199,6 +220,23 @@ def test_all_faults_come_at_once_in_the_order_of_the_file(tmp_path):
         "train.seed", "recompute", "eval", "eval.every", "log",
     ]  # fmt: skip
     assert str(error).count("error:") == len(places)
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("{dp_shard: S*,S,M,R}", "{dp_shard: [S*, S, M, R]}"),
+        ("{dp_shard: S*, S, S, R}", "{dp_shard: [S*, S, S, R]}"),
+        ("{dp_replicate: R,R,R,R, dp_shard: S*,S,S,R}", "{dp_replicate: [S*, S, S, R]}"),
+    ],
+)
+def test_modes_cut_at_commas_within_braces_are_one_fault(written, meant, tmp_path):
+    file = tmp_path / "spec.yaml"
+    tuples = "\n  dp_shard: {parameters: S*, optimizer: S, gradients: S, activations: R}"
+    file.write_text(GOOD.replace(tuples, f" {written}"))
+    (fault,) = refused(file).faults
+    assert (fault.place, fault.line, fault.text[fault.column - 1]) == ("placement", 4, "{")
+    assert fault.remedy == f"write a list: {meant}"
 
 
 def test_a_fault_does_not_drag_others_behind_it(tmp_path):

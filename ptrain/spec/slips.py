@@ -1,0 +1,73 @@
+"""Values that are nearly right: what was probably meant by them, for the remedy of a fault."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+TIER_SLIPS = {
+    "nvme": "file", "disk": "file", "ssd": "file",
+    "cpu": "host", "ram": "host",
+    "gpu": "device", "cuda": "device",
+}  # fmt: skip
+_NEAR = 0.7  # further apart, two words have nothing to do with each other
+
+
+def close(word: str, known: Iterable[str], *, cutoff: float) -> str:
+    """The one of `known` that the user meant, or nothing."""
+    folded = {name.lower(): name for name in reversed(tuple(known))}
+    found = get_close_matches(word.lower(), list(folded), n=1, cutoff=cutoff)
+    return folded[found[0]] if found else ""
+
+
+def ask(meant: str) -> str:
+    return f"did you mean {meant!r}?" if meant else ""
+
+
+def near_word(value: object, known: Iterable[str]) -> str:
+    """The question whether one of `known` was meant, which are not the only values."""
+    return ask(close(value, known, cutoff=_NEAR)) if isinstance(value, str) else ""
+
+
+def mode(text: str) -> str:
+    """`O@file` is S@file, `R@nvme` is R@file, `s*` is S*; other texts stay what they are."""
+    head, at, tier = text.partition("@")
+    head, tier = head.upper(), TIER_SLIPS.get(tier.lower(), tier.lower())
+    if head == "O" and at:
+        head = "S"
+    if (head, tier) == ("S", "host"):
+        return "O"
+    return f"{head}@{tier}" if at and tier != "device" else head
+
+
+def unit(value: object) -> str:
+    """`2` is 2 blocks; of another text, the nearest of the words."""
+    found = re.fullmatch(r"([1-9][0-9]{0,4})[ _-]*(b[a-z]*)?", str(value).lower())
+    if found and not isinstance(value, bool):
+        return ask(f"{found[1]} blocks")
+    return near_word(value, ("block", "sub-block", "model"))
+
+
+def small_size(value: object, size: int | None, low: int, words: Iterable[str]) -> str:
+    """A number of mebibytes that was written without its unit."""
+    if size is None or not 0 <= size < low:
+        return ""
+    number = re.fullmatch(r"([1-9][0-9]*)(\.0)? *B?", str(value).strip())
+    other = "".join(f" or {word}" for word in words)
+    return f"did you mean {number[1]} MiB?{other}" if number else f"at least {low} bytes{other}"
+
+
+def unquote(value: object) -> str:
+    """The commonest slip with numbers: quotes, or a YAML 1.1 form that is a text in YAML 1.2."""
+    if isinstance(value, str) and re.fullmatch(r"[-+]?[0-9_.:]+([eE][-+]?[0-9]+)?", value):
+        plain = value.replace("_", "")
+        return f"write {plain} without quotes or underscores" if ":" not in plain else ""
+    if isinstance(value, str) and re.fullmatch(r"[0-9.]+( *, *[0-9.]+)+", value):
+        return "write one number; `ptrain predict` and `ptrain validate` take a list a.b=1,2"
+    return ""
+
+
+def quote(value: object) -> str:
+    is_plain = isinstance(value, bool | int | float)
+    return "put it in quotes to make it a text" if is_plain else ""
