@@ -19,7 +19,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="write what the matrix of specs gave into benchmarks/results/",
     )
-
     parser.addoption(
         "--settings",
         type=int,
