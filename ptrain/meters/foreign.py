@@ -13,6 +13,7 @@ gradients. Groups have the names of the mesh dimensions that the parameters are 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Protocol, Self
 
@@ -25,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ptrain.axes.data.fully_sharded import parameter_groups
 from ptrain.costs import Collective, Phase, State
+from ptrain.errors import PtrainError
 from ptrain.interpreter.registry import Registry
 from ptrain.models.ledger import local
 
@@ -155,6 +157,32 @@ class PhaseWatch(TorchDispatchMode):
 
 def _is_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
+
+
+@contextmanager
+def one_step(optimizer: object | None) -> Iterator[None]:
+    """Refuses a second step of the optimizer: of two steps the sums of calls and the peaks would
+    be taken for those of one. Without an optimizer no step is seen."""
+    own = optimizer if hasattr(optimizer, "_optimizer_step_pre_hooks") else _innermost(optimizer)
+    if not isinstance(own, torch.optim.Optimizer):
+        yield
+        return
+    num_steps = 0
+
+    def count(*_: object) -> None:
+        nonlocal num_steps
+        num_steps += 1
+        if num_steps > 1:
+            raise PtrainError(
+                "measure: a second step of the optimizer begins; one step is metered\n"
+                "  remedy: put one step inside, or open measure() anew for each"
+            )
+
+    hook = own.register_step_pre_hook(count)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def _innermost(optimizer: object | None) -> object | None:

@@ -35,7 +35,7 @@ from ptrain.costs import (
 from ptrain.interpreter import agreement
 from ptrain.interpreter.program import Program
 from ptrain.interpreter.world import World
-from ptrain.meters.foreign import Foreign, PhaseWatch, ranks_by_axes, state_of
+from ptrain.meters.foreign import Foreign, PhaseWatch, one_step, ranks_by_axes, state_of
 from ptrain.meters.memory import MemoryMeter
 from ptrain.meters.traffic import TrafficMeter
 from ptrain.meters.wire import WireMeter
@@ -70,15 +70,23 @@ class Measurement:
         )
 
 
-@contextmanager
 def measure(
     model: Program | nn.Module, *, optimizer: object | None = None
-) -> Iterator[Measurement]:
+) -> AbstractContextManager[Measurement]:
     """Meter what runs inside: exactly one step. A steady step comes after the first two.
 
     `model` is a program, or any module that somebody else wrapped, with its optimizer; of such a
-    one states and phases are found from outside (meters/foreign.py).
+    one states and phases are found from outside (meters/foreign.py). Without `optimizer=` its
+    state is nobody's and counts as `other`. Raises TypeError for anything else, and PtrainError
+    when the optimizer begins a second step inside.
     """
+    if not isinstance(model, Program | nn.Module):
+        raise TypeError(f"measure takes a Program or an nn.Module; got {model!r:.60}")
+    return _measure(model, optimizer)
+
+
+@contextmanager
+def _measure(model: Program | nn.Module, optimizer: object | None) -> Iterator[Measurement]:
     if isinstance(model, Program):
         measurement = Measurement(model)
         observers = (measurement.memory, measurement.traffic)
@@ -88,7 +96,7 @@ def measure(
         measurement = Measurement(Foreign(model, optimizer))
         watch = PhaseWatch(model, (measurement.memory, measurement.traffic))
     try:
-        with measurement.wire, measurement.memory, measurement.traffic, watch:
+        with one_step(optimizer), measurement.wire, measurement.memory, measurement.traffic, watch:
             yield measurement
     finally:
         if isinstance(model, Program):

@@ -1,11 +1,17 @@
-"""The ranks' accounts as one: no rank's traffic is passed over."""
+"""What is metered is one step of a model; the ranks' accounts become one, and no rank's traffic is
+passed over."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+import torch
+from torch import nn
+
 from ptrain.costs import Collective, Column, Estimate, Phase, State, Traffic, TrafficKey
-from ptrain.meters.measure import join_estimates
+from ptrain.errors import PtrainError
+from ptrain.meters.measure import join_estimates, measure
 from ptrain.report.record import compare
 
 KEY = TrafficKey(
@@ -41,3 +47,52 @@ def test_a_rank_that_sent_nothing_is_noticed():
 def test_a_call_that_only_one_rank_made_and_nobody_predicted_is_noticed():
     other = replace(ROW, key=replace(KEY, phase=Phase.UPDATE), sent_bytes=0)
     assert len(failing(OWN, replace(OWN, traffic=(ROW, other)))) == 3
+
+
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _linear() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.AdamW(model.parameters())
+    _step(model, optimizer)
+    return model, optimizer
+
+
+@pytest.mark.parametrize("model", ["zero3", None, nn.Linear])
+def test_what_is_no_model_is_refused_at_once(model):
+    with pytest.raises(TypeError, match=r"measure takes a Program or an nn\.Module; got"):
+        measure(model)
+
+
+def test_a_second_step_inside_is_refused():
+    model, optimizer = _linear()
+    with (
+        pytest.raises(PtrainError, match="a second step of the optimizer"),
+        measure(model, optimizer=optimizer),
+    ):
+        _step(model, optimizer)
+        _step(model, optimizer)
+    for _ in range(2):  # nothing is left behind
+        with measure(model, optimizer=optimizer) as measurement:
+            _step(model, optimizer)
+    sizes = {row.state: row.device_bytes for row in measurement.estimate().memory}
+    assert sizes[State.OPTIMIZER] == 2 * 4 * (8 * 8 + 8) + 2 * 4
+
+
+def test_accumulated_micro_batches_are_one_step():
+    model, optimizer = _linear()
+    with measure(model, optimizer=optimizer):
+        model(torch.ones(2, 8)).sum().backward()
+        _step(model, optimizer)
+
+
+def test_optimizer_state_without_its_optimizer_is_other():
+    model, optimizer = _linear()
+    with measure(model) as measurement:
+        _step(model, optimizer)
+    sizes = {row.state: row.device_bytes for row in measurement.estimate().memory}
+    assert (sizes[State.OPTIMIZER], sizes[State.OTHER]) == (0, 2 * 4 * (8 * 8 + 8) + 2 * 4)
