@@ -12,7 +12,7 @@ import re
 import secrets
 import shutil
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -25,13 +25,17 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from ptrain.errors import PtrainError
+from ptrain.interpreter.optimizer import MASTER
 from ptrain.interpreter.program import Program
+from ptrain.models.numerics import TORCH_DTYPES
+from ptrain.spec.precision import LAYOUTS, Layout
 from ptrain.train import lineage, manifest
 from ptrain.train.exchange import Exchange
 from ptrain.train.index import METADATA, Reader
 from ptrain.train.manifest import Manifest
 
 _REMEDY = "give the model, optimizer and layout that were trained"
+_NAMES = {dtype: str(name) for name, dtype in TORCH_DTYPES.items()}
 _OURS = re.compile(r"__(\d+)_\d+\.distcp")  # the rank that wrote it
 
 
@@ -74,7 +78,8 @@ def load(program: Program, folder: Path, verified: Manifest, exchange: Exchange)
     if not problem and not lineage.is_other_optimizer(verified.trained, program.spec):
         problem = _surplus(metadata, state)
     if problem:
-        raise PtrainError(f"checkpoint {folder}: {problem}\n  remedy: {_REMEDY}")
+        remedy = _other_layout(metadata, state) or _REMEDY
+        raise PtrainError(f"checkpoint {folder}: {problem}\n  remedy: {remedy}")
     with _without_advice():
         dcp.load(state, storage_reader=reader, no_dist=exchange.group is None)
     program.load_state_dict(state)
@@ -169,6 +174,54 @@ def _mismatch(metadata: Metadata, state: dict[str, Any]) -> str:
         if saved.properties.dtype != value.dtype:
             return f"{name} is {saved.properties.dtype}, this layout has {value.dtype}"
     return ""
+
+
+def _other_layout(metadata: Metadata, state: dict[str, Any]) -> str:
+    """What to write where the checkpoint was trained with another layout; empty if it was not."""
+    saved = _dtypes(
+        (name, found.properties.dtype)
+        for name, found in metadata.state_dict_metadata.items()
+        if isinstance(found, TensorStorageMetadata)
+    )
+    own = _dtypes((name, value.dtype) for name, value in _flat(state))
+    moments = {"moments"} - (saved.keys() & own.keys())  # another optimizer's are not compared
+    if all(saved.get(part) == own.get(part) for part in {*saved, *own} - moments):
+        return ""
+    fitting = [name for name, layout in LAYOUTS.items() if _fits(layout, saved)]
+    parts = {part: _NAMES[dtype] for part, dtype in saved.items()}
+    if fitting:
+        others = f" (or {', '.join(fitting[1:])})" if fitting[1:] else ""
+        add = f"precision.layout={fitting[0]}{others}"
+    elif parts.get("parameters") == "fp64":
+        add = "precision.compute=fp64"
+    else:
+        whole = {"master": "none"} | parts
+        add = " ".join(f"precision.{part}={name}" for part, name in whole.items())
+    trained = ", ".join(f"{part} {name}" for part, name in parts.items())
+    return f"it was trained with {trained}: add {add}"
+
+
+def _dtypes(tensors: Iterable[tuple[str, torch.dtype]]) -> dict[str, torch.dtype]:
+    """The dtypes of parameters, master copies and moments, as a spec's `precision` calls them."""
+    found: dict[str, torch.dtype] = {}
+    for name, dtype in tensors:
+        if name.startswith("model."):
+            found.setdefault("parameters", dtype)
+        elif name.endswith(f".{MASTER}"):
+            found.setdefault("master", dtype)
+        elif name.endswith((".exp_avg", ".momentum_buffer")):
+            found.setdefault("moments", dtype)
+    return found
+
+
+def _fits(layout: Layout, saved: dict[str, torch.dtype]) -> bool:
+    master = TORCH_DTYPES[layout.master] if layout.master else None
+    moments = TORCH_DTYPES[layout.moments]
+    return (saved.get("parameters"), saved.get("master"), saved.get("moments", moments)) == (
+        TORCH_DTYPES[layout.parameters],
+        master,
+        moments,
+    )
 
 
 def _surplus(metadata: Metadata, state: dict[str, Any]) -> str:

@@ -142,6 +142,32 @@ def test_a_checkpoint_of_another_model_is_refused_with_both_shapes(saved):
         checkpoint.load(program, saved, older, exchange)
 
 
+@pytest.mark.parametrize(
+    ("trained", "asked", "remedy"),
+    [
+        (
+            "layout=fp32",
+            "layout=zero16",
+            "moments fp32: add precision.layout=fp32",
+        ),
+        ("layout=bf16", "layout=fp32", "moments bf16: add precision.layout=bf16"),
+        ("layout=bf16", "layout=zero16", "moments bf16: add precision.layout=bf16"),
+        ("layout=zero16", "layout=bf16", "add precision.layout=zero16 (or megatron18, zero20, "),
+        ("compute=fp64", "layout=fp32", "fp64: add precision.compute=fp64"),
+        ("moments=bf16", "layout=bf16", "add precision.master=none precision.parameters=fp32 prec"),
+    ],
+)
+def test_another_layout_is_refused_with_the_one_that_was_trained(tmp_path, trained, asked, remedy):
+    program = alone(f"precision.{trained}")
+    step(program, 0)
+    exchange = Exchange(program.world)
+    saved = checkpoint.save(program, tmp_path, 1, exchange)
+    found = checkpoint.verify(saved, exchange)
+    with pytest.raises(PtrainError) as caught:
+        checkpoint.load(alone(f"precision.{asked}"), saved, found, exchange)
+    assert remedy in str(caught.value).partition("remedy: it was trained with ")[2]
+
+
 def test_heads_that_change_no_shape_are_another_model_all_the_same(saved):
     program = alone("model.heads=4", "model.kv_heads=2")
     exchange = Exchange(program.world)
