@@ -7,6 +7,7 @@ from typing import assert_never
 
 from ptrain.algebra.layout import groups
 from ptrain.axes.data.form import ELEMENTWISE
+from ptrain.axes.data.rules import keeps_state
 from ptrain.plan.step import (
     Accumulate,
     Clip,
@@ -34,13 +35,15 @@ _FEW_RANKS = 8
 def show(spec: Spec, plan: Plan) -> str:
     """The whole plan, ready to print."""
     lines = [f"plan of {plan.name}: {_count(spec.world_size, 'rank')}", ""]
-    lines += [f"  {number}. {_step(step)}" for number, step in enumerate(plan.steps, start=1)]
+    stateless = not keeps_state(spec.optimizer) and plan.update.layout.master is None
+    steps = [_step(step, stateless=stateless) for step in plan.steps]
+    lines += [f"  {number}. {step}" for number, step in enumerate(steps, start=1)]
     lines += ["", *_groups(spec, plan), *_policy(plan)]
     lines.append(f"units    {_units(plan.units)}")
     return "\n".join(lines)
 
 
-def _step(step: Step) -> str:
+def _step(step: Step, *, stateless: bool) -> str:
     match step:
         case CreateMesh():
             return _mesh(step)
@@ -51,7 +54,7 @@ def _step(step: Step) -> str:
         case FullyShard():
             return _fully_shard(step)
         case FlatUnits():
-            return _flat(step)
+            return _flat(step, stateless=stateless)
         case Accumulate():
             return f"accumulate {_count(step.micro_batches, 'micro-batch', 'micro-batches')}"
         case Clip():
@@ -107,9 +110,10 @@ def _ahead(num: int) -> str:
     return f"{_count(num, 'unit')} gathered ahead" if num else "nothing gathered ahead"
 
 
-def _flat(step: FlatUnits) -> str:
+def _flat(step: FlatUnits, *, stateless: bool) -> str:
     over = f" over {_names(step.axes)}" if step.axes else ""
-    states = ", ".join((_flat_parameters(step), _flat_optimizer(step), _flat_gradients(step)))
+    optimizer = "Ω none" if stateless else _flat_optimizer(step)
+    states = ", ".join((_flat_parameters(step), optimizer, _flat_gradients(step)))
     return "; ".join([f"keep each unit in a flat buffer{over}: {states}", *_flat_dials(step)]) + (
         _via(step.reduce_scatter)
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from ptrain.costs import PLACED, State
+from ptrain.costs import PLACED, Estimate, Phase, State
 from ptrain.report.heading import placement
 from ptrain.report.predict import MODEL_STATES, Prediction, model_state_bytes, sent_bytes
 from ptrain.report.table import largest, on_tiers, render, size
@@ -46,7 +46,8 @@ def ratio(before: int | None, after: int | None) -> str:
 
 
 def rows(predictions: Sequence[Prediction]) -> str:
-    """A row per spec, with bytes per parameter and ratios to the first row."""
+    """A row per spec, with bytes per parameter, ratios to the first row and the number of
+    collectives."""
     base = predictions[0].derivation
     return render(
         (
@@ -59,6 +60,7 @@ def rows(predictions: Sequence[Prediction]) -> str:
             "sent paper",
             "exact",
             "ratio",
+            "calls",
         ),
         [_row(each, model_state_bytes(base.exact), sent_bytes(base.exact)) for each in predictions],
     )
@@ -77,6 +79,16 @@ def _row(each: Prediction, base_memory: int | None, base_sent: int | None) -> tu
         size(sent_bytes(paper)),
         size(sent),
         _relative(sent, base_sent),
+        str(_calls(exact)),
+    )
+
+
+def _calls(exact: Estimate) -> int:
+    """Collectives of a steady step; copies between tiers are none."""
+    return sum(
+        row.calls
+        for row in exact.traffic
+        if row.key.phase is not Phase.SETUP and not row.key.collective.is_copy
     )
 
 

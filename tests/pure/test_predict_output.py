@@ -99,6 +99,17 @@ def test_a_list_sweeps_one_row_per_value(ptrain):
     ]
 
 
+def test_a_sweep_counts_the_collectives_of_each_row(ptrain):
+    text = ptrain("predict", "zero3", "unit=sub-block,block,model").splitlines()
+    assert text[0].split()[-1] == "calls"
+    calls = [int(line.split()[-1]) for line in text[1:]]
+    assert calls == sorted(set(calls), reverse=True)
+    one = ptrain("predict", "zero3", "unit=model").splitlines()
+    table = one[next(i for i, line in enumerate(one) if line.startswith("traffic")) + 1 :]
+    rows = table[: next(i for i, line in enumerate(table) if line.startswith("sent"))]
+    assert calls[-1] == sum(int(line.split()[-3]) for line in rows)
+
+
 def test_a_sweep_over_two_specs_names_the_spec_in_each_row(ptrain):
     lines = ptrain("predict", "zero3", "zero1", "mesh.dp_shard=2,4").splitlines()
     assert [" ".join(line.split()[:2]) for line in lines[1:]] == [

@@ -13,6 +13,7 @@ BASE = {
     "mesh": {"dp_shard": 2},
     "batch": {"global": 8, "micro": 2, "sequence": 32},
 }
+SGD_ON_MASTERS = {"optimizer": {"name": "sgd"}, "precision": {"layout": "zero16"}}
 DDP, FULLY = "R,R,R,R", "S*,S,S,R"
 
 
@@ -41,6 +42,9 @@ def shown(placement: str, **changes: object) -> str:
         ("R,O,O,R", {"offload": {"update": "device"}}, "on the host, updated on the device"),
         ("R,S@file,S,R", {"offload": {"path": "/x"}}, "files in /x"),
         ("R,S*,S*,R", {}, "G cut over dp_shard and gathered over dp_shard for the update"),
+        ("S*,M,S,R", {"optimizer": {"name": "sgd"}}, "gathered for use, Ω none, G cut"),
+        ("R,S,S,R", {"optimizer": {"name": "sgd", "momentum": 0.9}}, "Ω cut over dp_shard, G"),
+        ("R,S,S,R", SGD_ON_MASTERS, "Ω cut over dp_shard, G"),
         ("R,S,S,R", {"overlap": "backward"}, "reductions run beside backward"),
         ("R,S,S,R", {"gather_after_update": "next-forward"}, "gathered when they are used next"),
         ("R,S,S,R", {"gather_after_update": "during-update"}, "while other units are updated"),
