@@ -8,8 +8,6 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Iterator
-from functools import cache
-from itertools import islice
 
 import pytest
 
@@ -66,10 +64,15 @@ def unnamed(draw: random.Random) -> Iterator[Setting]:
         yield setting
 
 
-@cache
-def settings() -> tuple[Setting, ...]:
-    """Drawn when first asked for: it takes seconds."""
-    return tuple(islice(unnamed(random.Random(SEED)), DRAWN + NIGHTLY))
+_DRAW = unnamed(random.Random(SEED))
+_DRAWN: list[Setting] = []
+
+
+def setting(place: int) -> Setting:
+    """Drawn when first asked for: each takes a second."""
+    while len(_DRAWN) <= place:
+        _DRAWN.append(next(_DRAW))
+    return _DRAWN[place]
 
 
 @pytest.mark.parametrize(
@@ -84,5 +87,5 @@ def settings() -> tuple[Setting, ...]:
     ],
 )
 def test_a_tuple_without_a_name_is_exact_and_equals_one_device(ranks: Ranks, place: int) -> None:
-    found = differences(ranks, settings()[place])
+    found = differences(ranks, setting(place))
     assert not found, "\n".join(found)
