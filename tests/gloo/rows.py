@@ -7,6 +7,7 @@ greedily with a seed of the row's name, so the same row has the same settings in
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -131,7 +132,7 @@ class Setting:
         if values["optimizer"] == "sgd":
             optimizer["momentum"] = 0.9
         mapping: dict[str, Any] = {
-            "name": self.row,
+            "name": re.sub(r"[^\w.-]+", "-", self.row)[:64],
             "model": {**ODD, "layers": 3},
             "mesh": mesh,
             "placement": dict(placement),
