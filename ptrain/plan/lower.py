@@ -106,6 +106,7 @@ def _flat(spec: Spec, data: tuple[Factor, ...]) -> FlatUnits:
     materialized = bool(cut(State.PARAMETERS, Distribution.MATERIALIZED))
     optimizer_tier = tier_of(data, State.OPTIMIZER)
     on_host = optimizer_tier is not Tier.DEVICE and spec.offload.update is Tier.HOST
+    consumed = bool(cut(State.GRADIENTS, Distribution.MATERIALIZED))
     return FlatUnits(
         axes=tuple(factor.axis for factor in data),
         parameters=stored if materialized else cut(State.PARAMETERS, *CUT),
@@ -116,10 +117,11 @@ def _flat(spec: Spec, data: tuple[Factor, ...]) -> FlatUnits:
         reduce_scatter=spec.reduce_scatter,
         parameters_tier=optimizer_tier if materialized else tier_of(data, State.PARAMETERS),
         optimizer_tier=optimizer_tier,
-        gradients_tier=tier_of(data, State.GRADIENTS),
+        # what is used up at once is kept nowhere
+        gradients_tier=Tier.DEVICE if consumed else tier_of(data, State.GRADIENTS),
         update_tier=Tier.HOST if on_host and stored == updated else Tier.DEVICE,
         materialized=materialized,
-        consumed=bool(cut(State.GRADIENTS, Distribution.MATERIALIZED)),
+        consumed=consumed,
         gathered_gradients=tuple(axis for axis in gathered if axis not in updated),
         overlaps=spec.overlap is Overlap.BACKWARD,
         prefetch=spec.prefetch or 0,
