@@ -17,6 +17,7 @@ from ptrain.costs import State
 from ptrain.errors import Fault, SpecError
 from ptrain.interpreter.muon import Muon
 from ptrain.interpreter.scaling import LossScale
+from ptrain.interpreter.sgd import SGD
 from ptrain.interpreter.tiers import cast
 from ptrain.models.numerics import TORCH_DTYPES
 from ptrain.spec.precision import Layout
@@ -217,6 +218,10 @@ def moment_names(rule: str, spec: OptimizerSpec) -> tuple[str, ...]:
     return ("momentum_buffer",) if rule == "muon" or spec.momentum else ()
 
 
+def _decayed(spec: OptimizerSpec) -> dict[str, float]:
+    return {"lr": spec.lr, "momentum": spec.momentum, "weight_decay": spec.weight_decay}
+
+
 def build_optimizer(
     rule: str, leaves: list[torch.Tensor], spec: OptimizerSpec
 ) -> torch.optim.Optimizer:
@@ -230,16 +235,12 @@ def build_optimizer(
                 weight_decay=spec.weight_decay,
                 fused=True,
             )
+        case "sgd" if any(leaf.is_cpu and leaf.dtype.itemsize == 2 for leaf in leaves):
+            return SGD(leaves, **_decayed(spec))
         case "sgd":
-            return torch.optim.SGD(
-                leaves,
-                lr=spec.lr,
-                momentum=spec.momentum,
-                weight_decay=spec.weight_decay,
-                fused=True,
-            )
+            return torch.optim.SGD(leaves, **_decayed(spec), fused=True)
         case "muon":
-            return Muon(leaves, lr=spec.lr, momentum=spec.momentum, weight_decay=spec.weight_decay)
+            return Muon(leaves, **_decayed(spec))
         case name:
             raise SpecError(
                 Fault(

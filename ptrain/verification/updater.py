@@ -103,7 +103,7 @@ def _optimizers(
                 lr=settings.lr,
                 momentum=settings.momentum,
                 weight_decay=settings.weight_decay,
-                **_form(dtype),
+                foreach=False,  # the fused one is wrong in 16 bits (pytorch/pytorch#191763)
             )
         ]
     if settings.name == "adamw":
