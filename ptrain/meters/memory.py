@@ -14,7 +14,6 @@ import gc
 import time
 import weakref
 from collections.abc import Iterable, Iterator
-from types import TracebackType
 from typing import Any, Protocol, Self
 
 import torch
@@ -250,16 +249,11 @@ class MemoryMeter(Ledger):
         self._note_allocator()
         return super().__enter__()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._register()
         self._note(State.PARAMETERS, State.OPTIMIZER, State.OTHER)
         self._note_allocator()
-        super().__exit__(kind, error, trace)
+        super().__exit__(*error)
 
     def _note_allocator(self) -> None:
         """What the GPU's allocator held at most since the last look."""

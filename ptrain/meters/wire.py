@@ -15,7 +15,6 @@ import struct
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from types import TracebackType
 from typing import Self
 
 import torch.distributed as dist
@@ -55,12 +54,7 @@ class WireMeter:
             self._before = self._counters()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self.absent:
             return
         after = self._counters()
