@@ -1,4 +1,4 @@
-"""The header of every result: machine, versions, commit, load. Standard library only."""
+"""The header of every result (machine, versions, commit, load) and its end. Standard library only."""
 
 from __future__ import annotations
 
@@ -76,6 +76,15 @@ def hardware() -> str:
     """For file names: `cpu2` or the GPU's short name."""
     gpu = accelerator()
     return f"cpu{cores()}" if gpu == "none" else gpu.split(",")[0].split()[-1].lower()
+
+
+def conclude(theme: str, lines: Sequence[str], *, holds: bool, is_saved: bool) -> int:
+    """Prints a result and its verdict, saves it where that was asked for; the exit code."""
+    text = "\n".join([*lines, "", f"Verdict: {'holds' if holds else 'fails'}."])
+    print(text)
+    if is_saved:
+        print(f"\nwritten: {save(theme, text).relative_to(ROOT)}")
+    return 0 if holds else 1
 
 
 def save(theme: str, text: str) -> Path:

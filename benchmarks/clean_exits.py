@@ -17,7 +17,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from _machine import ROOT, environment, header, save, this_command
+from _machine import conclude, environment, header, this_command
 
 STRATEGIES = ("zero3", "ddp")
 SMALL = (
@@ -73,14 +73,8 @@ def main() -> int:
         "",
         f"Wall time from start to exit: median {statistics.median(seconds):.1f} s, "
         f"{min(seconds):.1f} to {max(seconds):.1f}.",
-        "",
-        f"Verdict: {'holds' if holds else 'fails'}.",
     ]
-    text = "\n".join(lines)
-    print(text)
-    if args.save:
-        print(f"\nwritten: {save('clean_exits', text).relative_to(ROOT)}")
-    return 0 if holds else 1
+    return conclude("clean_exits", lines, holds=holds, is_saved=args.save)
 
 
 if __name__ == "__main__":

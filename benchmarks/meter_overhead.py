@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported, here and in the ranks
 
-from _machine import ROOT, header, save, this_command
+from _machine import conclude, header, this_command
 from step_time import OVERRIDES, RANKS, WARM_UP, bound
 
 if TYPE_CHECKING:
@@ -39,6 +39,8 @@ Watch = Callable[[], AbstractContextManager[object]]
 
 def measure_rank(strategy: str, rounds: int) -> tuple[dict[str, list[float]], int]:
     """On one rank: CPU seconds of each contender's steps, and the spec's log_every."""
+    import torch.distributed as dist
+
     from ptrain.algebra.legality import require
     from ptrain.data.corpus import corpus
     from ptrain.data.sampler import batch
@@ -59,7 +61,7 @@ def measure_rank(strategy: str, rounds: int) -> tuple[dict[str, list[float]], in
             local = batch(
                 source, spec=spec, step=number, data_index=program.data_index, data_degree=RANKS
             )
-            _meet()
+            dist.barrier()
             began = time.process_time()
             with watches[name]():
                 program.forward_backward(local)
@@ -100,12 +102,6 @@ def _fill_the_ring() -> None:
 
     for _ in range(RING):
         dist.all_reduce(torch.zeros(1))
-
-
-def _meet() -> None:
-    import torch.distributed as dist
-
-    dist.barrier()
 
 
 def run(strategy: str, rounds: int) -> tuple[dict[str, list[float]], int]:
@@ -174,11 +170,7 @@ def main() -> int:
         own = statistics.median(seconds["bare"])
         lines += [f"| {strategy} | none | {own:.4f} | 1 | | |", *found]
         all_hold &= holds
-    text = "\n".join([*lines, "", f"Verdict: {'holds' if all_hold else 'fails'}."])
-    print(text)
-    if args.save:
-        print(f"\nwritten: {save('meter_overhead', text).relative_to(ROOT)}")
-    return 0 if all_hold else 1
+    return conclude("meter_overhead", lines, holds=all_hold, is_saved=args.save)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported, here and in the ranks
 
-from _machine import ROOT, header, save, this_command
+from _machine import conclude, header, this_command
 from step_time import OVERRIDES, RANKS, bound
 
 CONTENDERS = {
@@ -195,14 +195,8 @@ def main() -> int:
         "",
         "Blocked seconds, paired:",
         *(f"- {line}" for line in told),
-        "",
-        f"Verdict: {'holds' if holds else 'fails'}.",
     ]
-    text = "\n".join(lines)
-    print(text)
-    if args.save:
-        print(f"\nwritten: {save('overlap', text).relative_to(ROOT)}")
-    return 0 if holds else 1
+    return conclude("overlap", lines, holds=holds, is_saved=args.save)
 
 
 if __name__ == "__main__":

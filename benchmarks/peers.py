@@ -26,7 +26,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported, here and in the ranks
 
-from _machine import ROOT, header, save, this_command
+from _machine import conclude, header, this_command
 from _peers import GROUPS, environment, installed
 from step_time import OVERRIDES, RANKS, WARM_UP, bound
 
@@ -140,12 +140,7 @@ def main() -> int:
         holds &= kept
     if not args.no_traps:
         lines += ["", *traps(there)]
-    lines += ["", f"Verdict: {'holds' if holds else 'fails'}."]
-    text = "\n".join(lines)
-    print(text)
-    if args.save:
-        print(f"\nwritten: {save('peers', text).relative_to(ROOT)}")
-    return 0 if holds else 1
+    return conclude("peers", lines, holds=holds, is_saved=args.save)
 
 
 _TABLE = (

@@ -11,7 +11,7 @@ import statistics
 import subprocess
 import sys
 
-from _machine import ROOT, environment, header, save, this_command
+from _machine import ROOT, conclude, environment, header, this_command
 
 LIMIT = 0.3  # seconds of CPU time
 SPEC = "70b-zero3"
@@ -48,14 +48,8 @@ def main() -> int:
         f"| median of {args.runs} | {median:.3f} |",
         f"| minimum, maximum | {times[0]:.3f}, {times[-1]:.3f} |",
         f"| of it the bare interpreter | {floor:.3f} |",
-        "",
-        f"Verdict: {'holds' if median <= LIMIT else 'fails'}.",
     ]
-    text = "\n".join(lines)
-    print(text)
-    if args.save:
-        print(f"\nwritten: {save('predict_time', text).relative_to(ROOT)}")
-    return 0 if median <= LIMIT else 1
+    return conclude("predict_time", lines, holds=median <= LIMIT, is_saved=args.save)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import sys
 import tempfile
 
 from _machine import ROOT, environment
+from _readmes import compare, on_ranks, rewrite, tuples
 
 from ptrain.costs import Estimate
 from ptrain.derivation.estimate import derive
@@ -21,14 +22,11 @@ from ptrain.plan.step import FlatUnits, FullyShard, LocalGradients, Replicate, W
 from ptrain.report.predict import model_state_bytes, sent_bytes
 from ptrain.report.record import TIERS
 from ptrain.report.table import size
-from ptrain.spec.load import load
 from ptrain.spec.names import listing
 
 README = ROOT / "README.md"
 BLOCK = re.compile(r"(<!-- (output|table): (.+?) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 MEASURED = ("ptrain train", "ptrain validate")
-RANKS = 4
-ONE_MICRO_BATCH = ("batch.global=16", "batch.micro=4")  # the paper knows no accumulation
 
 
 def output(command: str) -> str:
@@ -54,14 +52,13 @@ def strategies() -> str:
         "|---|---|---|---|---|---|",
     ]
     for name in listing("strategies"):
-        spec = load(name, [_degree(name), *ONE_MICRO_BATCH]).spec
+        spec = on_ranks(name)
         derivation = derive(spec)
         exact = derivation.exact
-        tuples = " ⊗ ".join(f"{factor.axis} {factor.placement}" for factor in spec.factors)
         peak = max(row.device_bytes for row in exact.peak)
         cells = (
             f"`{name}`",
-            tuples.replace("*", r"\*"),
+            tuples(spec),
             at_rest(exact),
             size(peak),
             f"{size(sent_bytes(exact))} ({size(sent_bytes(derivation.paper))})",
@@ -93,14 +90,6 @@ def runs_as(wrap: Wrap) -> str:
             return "flat units"
 
 
-def _degree(name: str) -> str:
-    """The override that gives a strategy RANKS ranks."""
-    factors = load(name).spec.factors
-    degree = round(RANKS ** (1 / len(factors)))
-    mesh = ", ".join(f"{factor.axis}: {degree}" for factor in factors)
-    return f"mesh={{{mesh}}}"
-
-
 def rewritten(text: str, *, measured: bool) -> str:
     """README with its blocks made anew; those that need a run only where `measured`."""
 
@@ -124,11 +113,8 @@ def main() -> int:
     text = README.read_text(encoding="utf-8")
     new = rewritten(text, measured=not (args.check or args.predicted))
     if args.check:
-        print("README.md is up to date" if new == text else "README.md is out of date")
-        return 0 if new == text else 1
-    README.write_text(new, encoding="utf-8")
-    print(f"README.md: {len(BLOCK.findall(text))} blocks")
-    return 0
+        return compare(README, new)
+    return rewrite(README, new, f"{len(BLOCK.findall(text))} blocks")
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from functools import cache
 from typing import Any
 
 from _machine import ROOT
+from _readmes import compare, on_ranks, rewrite, tuples
 
 from ptrain.costs import Estimate, State
 from ptrain.derivation.estimate import derive
@@ -29,9 +30,6 @@ from ptrain.spec.text import read
 README = ROOT / "specs" / "README.md"
 FLAGS = ROOT / "specs" / "flags.yaml"
 BLOCK = re.compile(r"(<!-- table: (.+?) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
-RANKS = 4
-# One micro-batch: what accumulation repeats is a matter of `sync`, not of the method.
-SETTING = ("batch.global=16", "batch.micro=4")
 BASE = "ddp"
 STATES = {State.PARAMETERS: "Θ", State.OPTIMIZER: "Ω", State.GRADIENTS: "G"}
 
@@ -52,7 +50,7 @@ def flags() -> str:
             name, *overrides = row["spec"]
             spec = load(name, overrides).spec
             written = " ".join((name, *overrides))
-            yield [*(row.get(tool, "") for tool in tools), _tuples(spec), f"`{written}`"]
+            yield [*(row.get(tool, "") for tool in tools), tuples(spec), f"`{written}`"]
 
     return table([*tools, "Θ,Ω,G,A", "SPEC"], rows())
 
@@ -74,8 +72,8 @@ def methods() -> str:
             copied = exact.copied_bytes()
             yield [
                 f"`{name}`",
-                _saves(_spec(name)),
-                " × ".join(factor.axis for factor in _spec(name).factors),
+                _saves(on_ranks(name)),
+                " × ".join(factor.axis for factor in on_ranks(name).factors),
                 *(_by_tier(exact, state) for state in STATES),
                 f"{exact.sent_bytes() / base.sent_bytes():.3g}×",
                 size(copied) if copied else "",
@@ -90,17 +88,8 @@ def _order(name: str) -> tuple[bool, str]:
 
 
 @cache
-def _spec(name: str) -> Spec:
-    """A strategy on as many ranks as all others."""
-    factors = load(name).spec.factors
-    degree = round(RANKS ** (1 / len(factors)))
-    mesh = ", ".join(f"{factor.axis}: {degree}" for factor in factors)
-    return load(name, [f"mesh={{{mesh}}}", *SETTING]).spec
-
-
-@cache
 def _exact(name: str) -> Estimate:
-    return derive(_spec(name)).exact
+    return derive(on_ranks(name)).exact
 
 
 def _by_tier(exact: Estimate, state: State) -> str:
@@ -140,11 +129,6 @@ def _saving(mode: Mode, axis: str) -> Iterator[str]:
             pass
 
 
-def _tuples(spec: Spec) -> str:
-    text = " ⊗ ".join(f"{factor.axis} {factor.placement}" for factor in spec.factors)
-    return text.replace("*", r"\*")
-
-
 @cache
 def _data() -> Mapping[str, Any]:
     root = read(FLAGS).root
@@ -166,11 +150,8 @@ def main() -> int:
     text = README.read_text(encoding="utf-8")
     new = rewritten(text)
     if args.check:
-        print("specs/README.md is up to date" if new == text else "specs/README.md is out of date")
-        return 0 if new == text else 1
-    README.write_text(new, encoding="utf-8")
-    print(f"specs/README.md: {len(BLOCK.findall(text))} tables")
-    return 0
+        return compare(README, new)
+    return rewrite(README, new, f"{len(BLOCK.findall(text))} tables")
 
 
 if __name__ == "__main__":

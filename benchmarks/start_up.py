@@ -17,7 +17,7 @@ import tempfile
 import time
 from dataclasses import dataclass
 
-from _machine import ROOT, environment, header, save, this_command
+from _machine import ROOT, conclude, environment, header, this_command
 
 LIMIT = 20.0  # seconds
 MARKS = (  # what is done when the first line that matches arrives
@@ -128,14 +128,8 @@ def main() -> int:
         "",
         f"Loss {found[0].first_loss} at step 1, {found[0].last_loss} at the end; "
         f"{found[0].verdict}.",
-        "",
-        f"Verdict: {'holds' if holds else 'fails'}.",
     ]
-    text = "\n".join(lines)
-    print(text)
-    if args.save:
-        print(f"\nwritten: {save('start_up', text).relative_to(ROOT)}")
-    return 0 if holds else 1
+    return conclude("start_up", lines, holds=holds, is_saved=args.save)
 
 
 if __name__ == "__main__":

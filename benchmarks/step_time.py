@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported, here and in the ranks
 
-from _machine import ROOT, header, save, this_command
+from _machine import conclude, header, this_command
 
 if TYPE_CHECKING:  # torch is imported in the ranks
     from torch import Tensor, nn
@@ -56,6 +56,8 @@ class Side:
 
 def measure(strategy: str, pairs: int, steps: int, swapped: bool) -> dict[str, Side]:
     """On one rank: both contenders in turn, `swapped` is which one is made and runs first."""
+    import torch.distributed as dist
+
     makers = {"ptrain": _ptrain, "by hand": _by_hand}
     names = sorted(makers, reverse=swapped)
     contenders = {name: makers[name](strategy) for name in names}
@@ -65,7 +67,7 @@ def measure(strategy: str, pairs: int, steps: int, swapped: bool) -> dict[str, S
             sides[name].losses.append(contenders[name]())
     for pair in range(pairs):
         for name in names if pair % 2 == 0 else reversed(names):
-            _meet()
+            dist.barrier()
             began = time.process_time()
             shares = [contenders[name]() for _ in range(steps)]
             sides[name].seconds.append(time.process_time() - began)
@@ -186,12 +188,6 @@ def _spec(strategy: str) -> Spec:
     return require(load(strategy, OVERRIDES))
 
 
-def _meet() -> None:
-    import torch.distributed as dist
-
-    dist.barrier()
-
-
 def bound(ratios: list[float]) -> tuple[float, float]:
     """The two-sided 95 % interval of the median, by order statistics (binomial, no assumption)."""
     from math import comb
@@ -260,12 +256,7 @@ def main() -> int:
         row, holds = report(strategy, found, args.steps)
         lines.append(row)
         all_hold &= holds
-    lines += ["", f"Verdict: {'holds' if all_hold else 'fails'}."]
-    text = "\n".join(lines)
-    print(text)
-    if args.save:
-        print(f"\nwritten: {save('step_time', text).relative_to(ROOT)}")
-    return 0 if all_hold else 1
+    return conclude("step_time", lines, holds=all_hold, is_saved=args.save)
 
 
 def heading(pairs: int, launches: int, steps: int) -> list[str]:

@@ -17,7 +17,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported, here and in the ranks
 
-from _machine import ROOT, header, save, this_command
+from _machine import conclude, header, this_command
 
 from ptrain.derivation.wire import TOLERANCE, WireRow
 from tests.ranks import Ranks
@@ -93,11 +93,7 @@ def main() -> int:
                 f"| {'+'.join(row.axes)} | {row.predicted_bytes:,} | {row.measured_bytes:,} "
                 f"| {apart:.4%} | {row.factor} | {'holds' if holds else 'fails'} |"
             )
-    text = "\n".join([*lines, "", f"Verdict: {'holds' if all_hold else 'fails'}."])
-    print(text)
-    if args.save:
-        print(f"\nwritten: {save('wire', text).relative_to(ROOT)}")
-    return 0 if all_hold else 1
+    return conclude("wire", lines, holds=all_hold, is_saved=args.save)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,44 @@
+"""What README.md and specs/README.md have in common: strategies on as many ranks each, their tuples
+as text, and the end of a command that makes blocks of a page anew."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+from _machine import ROOT
+
+from ptrain.spec.load import load
+from ptrain.spec.spec import Spec
+
+RANKS = 4
+# One micro-batch: the paper knows no accumulation, and what it repeats is a matter of `sync`.
+SETTING = ("batch.global=16", "batch.micro=4")
+
+
+@cache
+def on_ranks(name: str) -> Spec:
+    """A strategy on RANKS ranks, its axes of one degree."""
+    factors = load(name).spec.factors
+    degree = round(RANKS ** (1 / len(factors)))
+    mesh = ", ".join(f"{factor.axis}: {degree}" for factor in factors)
+    return load(name, [f"mesh={{{mesh}}}", *SETTING]).spec
+
+
+def tuples(spec: Spec) -> str:
+    text = " ⊗ ".join(f"{factor.axis} {factor.placement}" for factor in spec.factors)
+    return text.replace("*", r"\*")
+
+
+def compare(page: Path, new: str) -> int:
+    """Says whether the page is what it would be now; 1 if it is not."""
+    is_same = page.read_text(encoding="utf-8") == new
+    print(f"{page.relative_to(ROOT)} is {'up to date' if is_same else 'out of date'}")
+    return 0 if is_same else 1
+
+
+def rewrite(page: Path, new: str, made: str) -> int:
+    """Writes the page and says what of it was `made`."""
+    page.write_text(new, encoding="utf-8")
+    print(f"{page.relative_to(ROOT)}: {made}")
+    return 0
