@@ -66,9 +66,13 @@ def save_on_ranks(name: str, overrides: tuple[str, ...], folder: str) -> dict[st
 
 
 def load_on_ranks(name: str, overrides: tuple[str, ...], folder: str) -> dict[str, torch.Tensor]:
-    program = program_of(name, *overrides)
+    return load_saved(program_of(name, *overrides), folder)
+
+
+def load_saved(program: Program, folder: str) -> dict[str, torch.Tensor]:
+    """The state in full after loading what was saved after STEPS steps."""
     exchange = Exchange(program.world)
-    path, found, _ = checkpoint.newest([Path(folder) / "step-00000002"], exchange)
+    path, found, _ = checkpoint.newest([Path(folder) / manifest.folder_name(STEPS)], exchange)
     assert path is not None and found is not None and found.step == STEPS
     checkpoint.load(program, path, found, exchange)
     return whole(program)

@@ -23,12 +23,12 @@ from ptrain.spec.spec import Spec
 from ptrain.train import checkpoint
 from ptrain.train.exchange import Exchange
 from ptrain.verification.compare import FP64, compare
-from ptrain.verification.reference import Trajectory, one_device
 from tests.gloo.outcomes import MEASURED_STEP, Outcome
 from tests.gloo.rows import Setting, default
 from tests.gloo.runs import train
-from tests.gloo.test_checkpoint import step, whole
+from tests.gloo.test_checkpoint import load_saved, step, whole
 from tests.gloo.test_exact import failing
+from tests.gloo.test_rows import reference
 from tests.ranks import Ranks
 
 pytestmark = pytest.mark.gloo
@@ -83,16 +83,6 @@ DIALS = (
 )
 
 
-_REFERENCES: dict[tuple[object, ...], Trajectory] = {}
-
-
-def reference(setting: Setting) -> Trajectory:
-    """One device on the same global batches; only what it must know tells settings apart."""
-    if setting.reference not in _REFERENCES:
-        _REFERENCES[setting.reference] = one_device(setting.spec(), STEPS)
-    return _REFERENCES[setting.reference]
-
-
 @pytest.mark.parametrize("chosen", DIALS)
 def test_calls_bytes_and_peaks_are_those_predicted(ranks: Ranks, chosen: Dial) -> None:
     spec = chosen.setting(fp64=False).spec()
@@ -105,7 +95,7 @@ def test_what_is_computed_is_what_one_device_computes(ranks: Ranks, chosen: Dial
     setting = chosen.setting(fp64=True)
     run = ranks.run(setting.size, train, setting.spec(), STEPS)[0].trajectory
     assert run is not None
-    assert not failing(compare(reference(setting), run, FP64))
+    assert not failing(compare(reference(setting, STEPS), run, FP64))
 
 
 def test_units_kept_by_smaller_groups_are_gathered_over_these_in_backward(ranks: Ranks) -> None:
@@ -152,11 +142,7 @@ def _state_after(spec: Spec, folder: str) -> dict[str, torch.Tensor]:
 def _state_of(spec: Spec, folder: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """As loaded, and after one more step."""
     program = interpret(spec, world=World.join(spec.timeout))
-    exchange = Exchange(program.world)
-    path, found, _ = checkpoint.newest([Path(folder) / "step-00000002"], exchange)
-    assert path is not None and found is not None
-    checkpoint.load(program, path, found, exchange)
-    loaded = whole(program)
+    loaded = load_saved(program, folder)
     step(program, 2)
     return loaded, whole(program)
 

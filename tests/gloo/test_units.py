@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import product
+from typing import Any
 
 import pytest
 
@@ -28,9 +29,9 @@ FLAT = (
 )
 
 
-def flat(size: int, **settings: object) -> Case:
+def flat(size: int, **settings: Any) -> Case:
     """A tuple that runs as flat units which are gathered for use."""
-    return Case(name="flat", placement=(("dp_shard", FLAT),), size=size, **settings)  # type: ignore[arg-type]
+    return Case(name="flat", placement=(("dp_shard", FLAT),), size=size, **settings)
 
 
 def of_each_wrap(unit: str) -> tuple[Case, Case]:
