@@ -1,4 +1,4 @@
-"""The header of every result (machine, versions, commit, load) and its end. Standard library only."""
+"""The header of every result (machine, versions, commit, load) and its end. Only stdlib."""
 
 from __future__ import annotations
 
