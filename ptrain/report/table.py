@@ -177,7 +177,9 @@ def _by_key(rows: Iterable[Traffic]) -> dict[TrafficKey, Traffic]:
 
 
 def _calls(row: Traffic | None) -> str:
-    return MISSING if row is None else f"{row.calls} × · {format_bytes(moved_bytes(row))}"
+    if row is None:
+        return MISSING
+    return f"{row.calls} call{'s' * (row.calls != 1)}, {format_bytes(moved_bytes(row))}"
 
 
 def traffic_label(key: TrafficKey) -> str:

@@ -40,7 +40,7 @@ def test_there_is_a_row_per_state_per_phase_and_per_kind_of_call():
     assert len(lines) == 1 + 6 + 3 + 1
     assert all(line.endswith(" 0") for line in lines[1:])
     assert "all_gather dp_shard, forward (parameters)" in lines[-1]
-    assert "3 × · 150 B" in lines[-1]
+    assert "3 calls, 150 B" in lines[-1]
 
 
 def test_of_the_ranks_the_largest_is_shown():
@@ -77,7 +77,7 @@ def test_tiers_have_rows_of_their_own_and_copies_no_axes():
     assert resident.split() == ["optimizer", "on", "the", "host", "7", "B", "7", "B", "0"]
     (copied,) = [line for line in text.splitlines() if "host_to_device" in line]
     assert copied.startswith("host_to_device, update (optimizer)")
-    assert copied.count("2 × · 14 B") == 2 and copied.endswith(" 0")
+    assert copied.count("2 calls, 14 B") == 2 and copied.endswith(" 0")
     assert on_host(EXACT).copied_bytes() == 14
 
 
