@@ -55,6 +55,11 @@ class SpecError(PtrainError):
         super().__init__("\n".join(str(fault) for fault in faults))
 
 
+def refused(place: str, finding: str, remedy: str = "") -> SpecError:
+    """The user's one mistake that stands in no file of a spec: an option, a folder, a data file."""
+    return SpecError(Fault(place=place, finding=finding, remedy=remedy))
+
+
 class DoesNotFit(PtrainError):
     """The predicted peak exceeds the device's memory."""
 
