@@ -25,6 +25,7 @@ from ptrain.spec.spec import WHOLE_BUCKET, Offload, Spec
 from tests.pure.build import make_spec, tuple_of
 
 SUB_BLOCK = UnitSize(kind=UnitKind.SUB_BLOCK)
+THREE, FOUR = (UnitSize(kind=UnitKind.BLOCKS, count=count) for count in (3, 4))
 EXCHANGE = ReduceScatterVia.ALL_TO_ALL
 KEPT_TO_BACKWARD = SyncPolicy(reshard_after_forward=False)
 KEPT = SyncPolicy(reshard_after_backward=False)
@@ -55,6 +56,7 @@ LEGAL = [
     ("R,R,M", {"overlap": Overlap.NONE}),
     ("R,R,R", {"bucket_bytes": WHOLE_BUCKET, "overlap": Overlap.BACKWARD}),
     ("R,S,S", {"unit": SUB_BLOCK}),
+    ("R,S,S", {"unit": THREE}),
     ("R,S,R", {"reduce_scatter": EXCHANGE}),
     ("R,R,O", {"reduce_scatter": EXCHANGE}),
     ("R,S,M", {"reduce_scatter": EXCHANGE}),
@@ -89,6 +91,7 @@ REFUSED = [
     ("R,S,S", {"bucket_bytes": 1}, "bucket", "DistributedDataParallel", "`unit`"),
     ("S*,S,S", {"bucket_bytes": WHOLE_BUCKET}, "bucket", "travel by unit", "remove bucket"),
     ("R,R,R", {"unit": SUB_BLOCK}, "unit", "reduces by bucket", "remove unit"),
+    ("S*,S,S", {"unit": FOUR}, "unit", "the model has 3", "unit: model, or at most 3 blocks"),
     ("R,S,R", {"sync": KEPT_TO_BACKWARD}, _FORWARD, "false: parameters are R", "parameters: S*"),
     ("R,S,S", {"sync": KEPT}, _BACKWARD, "nothing is gathered", "leave it true"),
     ("R,R,R", {"sync": SyncPolicy(reshard_after_forward=2)}, _FORWARD, "2: param", "leave it true"),

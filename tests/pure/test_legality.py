@@ -13,6 +13,7 @@ from ptrain.errors import SpecError
 from ptrain.spec.axis import Axis
 from ptrain.spec.batch import GradientSync, SyncPolicy, UnitKind, UnitSize
 from ptrain.spec.cluster import Cluster
+from ptrain.spec.load import load
 from ptrain.spec.model import Family
 from ptrain.spec.placement import MODES, Placement, R
 from ptrain.spec.precision import LAYOUTS, ZERO16
@@ -267,3 +268,12 @@ def test_require_gives_the_spec_or_every_located_fault():
         require(Document(make_spec(mesh)))
     assert len(raised.value.faults) == 3
     assert all(fault.line == 3 for fault in raised.value.faults)
+
+
+def test_the_remedy_for_used_up_gradients_is_a_whole_change():
+    with pytest.raises(SpecError) as caught:
+        require(load("optimizer-in-backward", ["batch.micro=2"]))
+    (fault,) = caught.value.faults
+    assert "set batch.micro: 8 and batch.accumulate: 1, or" in fault.remedy
+    changes = ["batch.micro=2", "batch.micro=8", "batch.accumulate=1"]
+    assert require(load("optimizer-in-backward", changes)).batch.global_samples == 16

@@ -14,6 +14,7 @@ from ptrain.axes.rule import SpecRule
 from ptrain.costs import PLACED, State
 from ptrain.errors import Fault
 from ptrain.spec.batch import GatherAfterUpdate, Overlap, ReduceScatterVia, UnitSize
+from ptrain.spec.model import ModelShape
 from ptrain.spec.placement import CUT, Distribution, Tier
 from ptrain.spec.spec import Offload, Spec
 
@@ -148,6 +149,17 @@ def _unit(spec: Spec) -> Iterator[Fault]:
             "DistributedDataParallel reduces by bucket",
             remedy="remove unit; what is reduced at once is `bucket`",
         )
+    elif isinstance(spec.model, ModelShape) and spec.unit.count > spec.model.layers:
+        layers = spec.model.layers
+        yield Fault(
+            place="unit",
+            finding=f"{spec.unit}: the model has {layers}",
+            remedy=f"write unit: model, or {_at_most(layers)}",
+        )
+
+
+def _at_most(layers: int) -> str:
+    return f"at most {layers} blocks" if layers > 1 else "block"
 
 
 def _given_back(spec: Spec) -> Iterator[Fault]:

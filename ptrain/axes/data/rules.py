@@ -145,7 +145,8 @@ def _gradients_used_up(spec: Spec) -> Iterator[Fault]:
                 place=_place(factor),
                 finding=f"gradients: M are used as soon as they exist, but a step accumulates "
                 f"{spec.batch.accumulate} micro-batches",
-                remedy="set batch.accumulate: 1 (a larger micro), or gradients: S",
+                remedy=f"set batch.micro: {spec.batch.micro * spec.batch.accumulate} and "
+                "batch.accumulate: 1, or gradients: S",
             )
         if spec.optimizer.clip is not None:
             yield Fault(
