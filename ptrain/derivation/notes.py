@@ -10,6 +10,7 @@ from ptrain.costs import Collective, Phase, Traffic
 from ptrain.derivation.facts import ModelFacts
 from ptrain.derivation.flat_memory import flat_buffers
 from ptrain.derivation.memory import elements
+from ptrain.derivation.optimizer_state import is_hidden, kept_tensors, needs_whole_tensors
 from ptrain.plan.step import FlatUnits, FullyShard, Plan, Replicate
 from ptrain.spec.axis import Axis
 from ptrain.spec.batch import GradientSync
@@ -31,7 +32,29 @@ def notes(spec: Spec, plan: Plan, facts: ModelFacts, traffic: Iterable[Traffic])
             yield from _accumulation(plan, facts, wrap.parameters, wrap.gradients)
             yield from _update(wrap)
             yield from _padded(spec, facts, wrap)
+    yield from _fewer_moments(spec, plan, facts)
     yield from _copies(traffic)
+
+
+def _fewer_moments(spec: Spec, plan: Plan, facts: ModelFacts) -> Iterator[str]:
+    """Where an optimizer keeps less of some tensors than the theorems' |Ω| has of each element."""
+    if not needs_whole_tensors(spec.optimizer):
+        return
+    layout = plan.update.layout
+    usual, fewer = (
+        sum(not kept.is_scalar for kept in kept_tensors(spec.optimizer, layout, is_hidden=hidden))
+        for hidden in (False, True)
+    )
+    hidden = sum(
+        tensor.numel for unit in facts.units for tensor in unit.tensors if is_hidden(unit, tensor)
+    )
+    if hidden:
+        size = hidden * (usual - fewer) * layout.moments.itemsize
+        yield (
+            f"{spec.optimizer.name} keeps {fewer} moment of each matrix of the blocks, "
+            f"{hidden:,} of {facts.numel:,} elements, and the theorems' |Ω| counts {usual} of "
+            f"every element: {format_bytes(size)} less in all"
+        )
 
 
 def _spread_update(wrap: Replicate) -> Iterator[str]:

@@ -49,3 +49,12 @@ def test_smaller_groups_send_their_part():
 def test_a_spread_update_takes_a_third_unit():
     notes = derive(load("ddp-zero-redundancy").spec).exact.notes
     assert any("3 units on dp_replicate" in note and "2 units" in note for note in notes)
+
+
+def test_an_optimizer_with_one_moment_of_a_matrix_says_what_it_saves():
+    derivation = derive(load("muon").spec)
+    words = "1 moment of each matrix of the blocks"
+    assert [words in note for note in derivation.exact.notes].count(True) == 1
+    assert words not in noted("S*,S,S,R")
+    sgd = {"optimizer": {"name": "sgd", "momentum": 0.9}}
+    assert words not in noted("S*,S,S,R", **sgd)
