@@ -259,6 +259,7 @@ class SpecRaw:
             words=("size", "per-tensor", "whole"),
             low=2**10,
             high=2**40,
+            example="25 MiB",
         ),
     ] = 25 * 2**20
     unit: Annotated[
@@ -344,7 +345,7 @@ class SpecRaw:
                 "backward is over, and fully_shard gathers nothing ahead",
                 "backward": "a unit's or bucket's reduction runs while backward goes on",
             },
-            slips={"true": "backward", "false": "none"},
+            slips={"true": "backward", "on": "backward", "false": "none", "off": "none"},
         ),
     ] = None
     prefetch: Annotated[

@@ -52,7 +52,7 @@ def describe(value: object) -> str:
 
 def nearest(word: str, known: list[str] | tuple[str, ...]) -> str:
     """The one of `known` that the user meant, or nothing."""
-    return slips.close(word, known, cutoff=0.5)
+    return slips.close(word, known, cutoff=slips.NEAR)
 
 
 def refuse(finding: str, remedy: str = "") -> NoReturn:
@@ -210,6 +210,7 @@ class Size(Leaf):
     high: int = 10**18
     rate: bool = False
     words: tuple[str, ...] = ()
+    example: str = "80 GiB"
 
     def check(self, value: Any) -> object:
         if isinstance(value, str) and value in self.words:
@@ -217,10 +218,11 @@ class Size(Leaf):
         size = _bytes(value, rate=self.rate)
         if size is not None and self.low <= size <= self.high:
             return size
-        example = "450 GB/s" if self.rate else "80 GiB"
-        words = "".join(f" or {word}" for word in self.words)
+        example = "450 GB/s" if self.rate else self.example
+        words = "".join(f"{word}, " for word in self.words)
+        or_ = "or " if words else ""
         refuse(
-            f"must be a size like {example}{words}, {self.low}..{self.high} bytes; "
+            f"must be {words}{or_}a size like {example} in {self.low}..{self.high} bytes; "
             f"got {describe(value)}",
             slips.small_size(value, size, self.low, self.words)
             or slips.near_word(value, self.words)

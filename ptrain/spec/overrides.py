@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ptrain.errors import Fault, SpecError
+from ptrain.spec import slips
 from ptrain.spec.axis import DATA_AXES
 from ptrain.spec.leaf import MODE_MEANINGS, describe
 from ptrain.spec.shorthand import expand_shorthands
@@ -150,10 +151,11 @@ def _take_marks(tree: Tree, value: Tree, route: Route) -> None:
 
 
 def _is_tuple(key: str, parts: list[str]) -> bool:
-    """`placement.dp_shard=S*,S,S,R` is one tuple, no sweep."""
+    """`placement.dp_shard=S*,S,S,R` is one tuple, no sweep, and so is one with a slip in it: no
+    strategy bears the name of a mode. `placement=S*,S,S,R` is one that misses its axis."""
     depth = len(key.removeprefix("--").split("."))
-    is_placement = key.removeprefix("--").startswith("placement.") and depth == 2
-    return is_placement and all(part.strip() in MODE_MEANINGS for part in parts)
+    is_placement = key.removeprefix("--").split(".")[0] == "placement" and depth <= 2
+    return is_placement and any(slips.mode(part.strip()) in MODE_MEANINGS for part in parts)
 
 
 def _split(text: str) -> list[str]:

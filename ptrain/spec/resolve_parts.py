@@ -119,16 +119,17 @@ def _shape(raw: ModelRaw, found: Report) -> ModelShape | None:
         dropout=raw.dropout or 0.0,
         rope_base=raw.rope_base or 10000.0,
     )
-    return shape if _heads_divide(shape, found) else None
+    return shape if _heads_divide(shape, raw.kv_heads or 1, found) else None
 
 
-def _heads_divide(shape: ModelShape, found: Report) -> bool:
+def _heads_divide(shape: ModelShape, kv_heads: int, found: Report) -> bool:
+    """`kv_heads`: what heads must be a multiple of, 1 where they follow from it."""
     if shape.hidden % shape.heads:
         finding = f"heads={shape.heads} does not divide hidden={shape.hidden}"
-        found.add("model.heads", finding, f"choose from {_divisors(shape.hidden, shape.heads)}")
+        found.add("model.heads", finding, _other_heads(shape, kv_heads))
     elif shape.heads % shape.kv_heads:
         finding = f"kv_heads={shape.kv_heads} does not divide heads={shape.heads}"
-        remedy = f"choose from {_divisors(shape.heads, shape.kv_heads)}"
+        remedy = f"choose from {_near(_divisors(shape.heads), shape.kv_heads)}"
         found.add("model.kv_heads", finding, remedy)
     elif shape.family is Family.LLAMA and shape.head_dim % 2:
         finding = f"hidden / heads = {shape.head_dim} is odd, and rotary positions turn pairs"
@@ -141,10 +142,25 @@ def _heads_divide(shape: ModelShape, found: Report) -> bool:
     return False
 
 
-def _divisors(number: int, near: int) -> str:
-    """Up to six divisors that are nearest to what was written."""
-    divisors = [d for d in range(1, min(number, 2**20) + 1) if number % d == 0]
-    return ", ".join(map(str, sorted(sorted(divisors, key=lambda d: abs(d - near))[:6])))
+def _other_heads(shape: ModelShape, kv_heads: int) -> str:
+    """Numbers of heads with which nothing else is wrong."""
+    is_llama = shape.family is Family.LLAMA
+    counts = [
+        heads
+        for heads in _divisors(shape.hidden)
+        if (heads % kv_heads == 0 if is_llama else kv_heads in (1, heads))
+        and not (is_llama and shape.hidden // heads % 2)
+    ]
+    return f"choose from {_near(counts, shape.heads)}" if counts else "change hidden or kv_heads"
+
+
+def _divisors(number: int) -> list[int]:
+    return [d for d in range(1, min(number, 2**20) + 1) if number % d == 0]
+
+
+def _near(numbers: list[int], near: int) -> str:
+    """Up to six that are nearest to what was written."""
+    return ", ".join(map(str, sorted(sorted(numbers, key=lambda d: abs(d - near))[:6])))
 
 
 def resolve_batch(raw: BatchRaw, data_degree: int, found: Report) -> Batch | None:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from ptrain.costs import PLACED
 from ptrain.errors import Fault
+from ptrain.spec import slips
 from ptrain.spec.axis import DATA_AXES, Axis
 from ptrain.spec.leaf import MODE_MEANINGS
 from ptrain.spec.names import missing, strategy
@@ -58,7 +59,9 @@ def _whole_placement(root: Mapping, fault: _Report) -> bool:
         return False
     found = strategy(name)
     if found is None:
-        fault(("placement",), *missing(name, "strategy", "strategies"))
+        fault(
+            ("placement",), *(_axis_missing(name, root) or missing(name, "strategy", "strategies"))
+        )
         return True
     assert isinstance(found.root, dict), "a strategy's file is a mapping"
     tuples = copy.deepcopy(found.root["placement"])
@@ -69,6 +72,20 @@ def _whole_placement(root: Mapping, fault: _Report) -> bool:
         for key, value in policy.items():
             root["sync"].setdefault(key, value)  # type: ignore[attr-defined]  # a dict, see above
     return True
+
+
+def _axis_missing(text: str, root: Mapping) -> tuple[str, str] | None:
+    """Finding and remedy for a tuple that stands for the whole placement."""
+    modes = [part.strip() for part in text.split(",")]
+    if not any(slips.mode(mode) in MODE_MEANINGS for mode in modes):
+        return None
+    mesh = root.get("mesh")
+    present = [axis for axis in mesh if axis in _DATA] if isinstance(mesh, dict) else []
+    axis = present[0] if present else _DATA[1]
+    return (
+        "a tuple belongs to an axis, and none is named",
+        f"write placement: {{{axis}: [{', '.join(modes)}]}}, or placement.{axis}={','.join(modes)}",
+    )
 
 
 def _sits_right(mesh: object, name: str, axes: tuple[str, ...], fault: _Report) -> None:

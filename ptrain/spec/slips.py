@@ -11,7 +11,7 @@ TIER_SLIPS = {
     "cpu": "host", "ram": "host",
     "gpu": "device", "cuda": "device",
 }  # fmt: skip
-_NEAR = 0.7  # further apart, two words have nothing to do with each other
+NEAR = 0.7  # further apart, two words have nothing to do with each other
 
 
 def close(word: str, known: Iterable[str], *, cutoff: float) -> str:
@@ -27,7 +27,7 @@ def ask(meant: str) -> str:
 
 def near_word(value: object, known: Iterable[str]) -> str:
     """The question whether one of `known` was meant, which are not the only values."""
-    return ask(close(value, known, cutoff=_NEAR)) if isinstance(value, str) else ""
+    return ask(close(value, known, cutoff=NEAR)) if isinstance(value, str) else ""
 
 
 def mode(text: str) -> str:
@@ -46,7 +46,8 @@ def unit(value: object) -> str:
     found = re.fullmatch(r"([1-9][0-9]{0,4})[ _-]*(b[a-z]*)?", str(value).lower())
     if found and not isinstance(value, bool):
         return ask(f"{found[1]} blocks")
-    return near_word(value, ("block", "sub-block", "model"))
+    words = re.fullmatch(r"[a-z _-]*", str(value).lower())  # `0 blocks` is a number, not a word
+    return near_word(value, ("block", "sub-block", "model")) if words else ""
 
 
 def small_size(value: object, size: int | None, low: int, words: Iterable[str]) -> str:

@@ -105,6 +105,8 @@ def test_a_sweep_over_strategies_names_them():
         ("a='x,y',z", ["a='x,y'", "a=z"]),
         ("a={b: 1, c: 2}", ["a={b: 1, c: 2}"]),
         ("nothing", ["nothing"]),
+        ("placement.dp_shard=X,S,S,R", ["placement.dp_shard=X,S,S,R"]),
+        ("placement=S*,S,S,R", ["placement=S*,S,S,R"]),
     ],
 )
 def test_commas_in_brackets_and_quotes_do_not_sweep(argument, expected):
@@ -131,6 +133,9 @@ def test_commas_in_brackets_and_quotes_do_not_sweep(argument, expected):
         ("train.steps=3 # five", "", ""),
         ("optimizer.lr='1e-5'", "optimizer.lr", "got the text '1e-5'"),
         ("optimizer=3", "optimizer", "must be a mapping"),
+        ("placement.dp_shard=X,S,S,R", "placement.dp_shard.parameters", "must be a mode"),
+        ("placement.dp_shard=R@disk,S,S,R", "placement.dp_shard.parameters", "must be a mode"),
+        ("placement=S*,S,S,R", "placement", "a tuple belongs to an axis"),
     ],
 )
 def test_a_fault_in_an_override_stands_on_the_command_line(override, place, finding):
