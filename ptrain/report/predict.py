@@ -83,7 +83,10 @@ def fit_lines(found: Fit, cheaper: Sequence[Variant]) -> list[str]:
         measure += f", {size(found.host_bytes)} of {size(found.host_memory)} on a node's host"
     if found.fits:
         return [f"fits: {measure}, {size(-found.short_bytes)} to spare"]
-    nothing = ["  no other tuple, factorization or micro-batch on as many ranks needs less"]
+    nothing = [
+        "  nothing that was tried needs less: R, S and S* of each state on the device or the host, "
+        "every factorization of as many ranks, micro-batches of one sample"
+    ]
     return [
         f"does not fit by {size(max(found.short_bytes, found.host_short_bytes))}: {measure}",
         *(cheaper_lines(cheaper) or nothing),

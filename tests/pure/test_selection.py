@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from ptrain.algebra.legality import check, executed
+from ptrain.algebra.legality import check, executed, require
+from ptrain.costs import PLACED
 from ptrain.derivation.estimate import derive
 from ptrain.errors import DoesNotFit
 from ptrain.selection.fit import fit, peak_bytes
@@ -14,16 +15,18 @@ from ptrain.selection.preflight import cheaper, more_ranks, require_fit
 from ptrain.spec.axis import Axis
 from ptrain.spec.cluster import Cluster
 from ptrain.spec.load import load
+from ptrain.spec.placement import Mode, Tier
 from ptrain.spec.spec import Spec
 from tests.pure.build import GATHERED, WHOLE, ZERO_1, make_spec, tuple_of
 
 
-def on_devices_of(memory: int, spec: Spec) -> Spec:
+def on_devices_of(memory: int, spec: Spec, host_memory: int | None = None) -> Spec:
     cluster = Cluster(
         name="small",
         devices=8,
         devices_per_node=8,
         device_memory=memory,
+        host_memory=host_memory,
         intra_node_bandwidth=1e9,
         inter_node_bandwidth=1e9,
     )
@@ -88,7 +91,77 @@ def test_what_fits_comes_first_and_what_sends_least_before_the_rest():
 
 def test_the_smallest_spec_has_nothing_cheaper():
     smallest = make_spec({Axis.DP_SHARD: (4, GATHERED)}, micro=1)
-    assert cheaper(on_devices_of(1, smallest)) == ()
+    assert cheaper(on_devices_of(1, smallest, host_memory=1)) == ()
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_states_go_to_the_host_where_nothing_on_the_device_fits(optimizer):
+    placed = tuple_of("S*,S*,S*") if optimizer == "muon" else GATHERED
+    smallest = make_spec({Axis.DP_SHARD: (4, placed)}, micro=1, optimizer=optimizer, momentum=0.95)
+    on_device = peak_bytes(derive(smallest).exact)
+    offers = cheaper(on_devices_of(on_device - 1, smallest))
+    assert len(offers) == 3
+    for offer in offers:
+        assert offer.fits and offer.peak_bytes < on_device
+        assert not check(offer.spec) and not executed(offer.spec)
+        assert fit(offer.spec, derive(offer.spec).exact).host_bytes > 0
+    hosted = [sum(mode.tier is Tier.HOST for mode in modes(offer.spec)) for offer in offers]
+    assert hosted == sorted(hosted)  # the fewest states first
+    assert cheaper(on_devices_of(on_device - 1, smallest, host_memory=1)) == ()
+
+
+def modes(spec: Spec) -> list[Mode]:
+    return [spec.factors[0].placement[state] for state in PLACED]
+
+
+def test_nothing_goes_to_the_host_where_something_on_the_device_fits():
+    for offer in cheaper(on_devices_of(PEAK - 1, REPLICATED)):
+        assert all(mode.tier is Tier.DEVICE for mode in modes(offer.spec))
+
+
+def test_where_the_host_has_too_little_states_come_back_to_the_device():
+    spec = make_spec({Axis.DP_SHARD: (4, tuple_of("S*,O,O"))})
+    (first, *_) = cheaper(on_devices_of(2**40, spec, host_memory=1))
+    assert first.fits
+    assert all(mode.tier is Tier.DEVICE for mode in modes(first.spec))
+
+
+OWN = {
+    "model": {"layers": 3, "hidden": 42, "heads": 3, "kv_heads": 1, "ffn": 101, "vocab": 259},
+    "batch": {"global": 16, "micro": 2, "sequence": 16},
+    "cluster": {"devices": 8, "device_memory": 1, "intra_node_bandwidth": 10**9},
+}
+
+
+@pytest.mark.parametrize("share", [0.95, 0.7, 0.4, 0.1])
+@pytest.mark.parametrize(
+    "job",
+    [
+        {"mesh": {"dp_shard": 4}, "placement": "zero3", "sync": {"reshard_after_forward": 2}},
+        {"mesh": {"dp_shard": 4}, "placement": "zero3", "sync": {"reshard_after_backward": False}},
+        {"mesh": {"dp_shard": 4}, "placement": "zero3", "prefetch": 1, "unit": "2 blocks"},
+        {"mesh": {"dp_shard": 4}, "placement": "zero3", "sync": {"gradients": "every"}},
+        {"mesh": {"dp_replicate": 4}, "placement": "ddp", "sync": {"gradients": "last"}},
+        {"mesh": {"dp_replicate": 4}, "placement": "ddp", "bucket": "whole", "overlap": "backward"},
+        {"mesh": {"dp_shard": 4}, "placement": "zero2", "gather_after_update": "next-forward"},
+        {"mesh": {"dp_shard": 4}, "placement": "muon", "optimizer": {"name": "muon"}},
+        {
+            "mesh": {"dp_shard": 4},
+            "placement": {"dp_shard": "R,O,O,R"},
+            "offload": {"tier": "file", "update": "device"},
+        },
+    ],
+    ids=lambda job: str(list(job.values())[1:]),
+)
+def test_what_is_offered_loads_on_the_very_file_and_costs_what_was_said(job, share):
+    """Every key that the file has stays, so an offer must set back what it does not obey."""
+    peak = peak_bytes(derive(load(OWN | job).spec).exact)
+    cluster = OWN["cluster"] | {"device_memory": max(1, round(peak * share))}
+    written = OWN | job | {"cluster": cluster}
+    for offer in cheaper(load(written).spec):
+        spec = require(load(written, list(offer.overrides)))
+        assert peak_bytes(derive(spec).exact) == offer.peak_bytes
+        assert replace(spec, resolved={}) == replace(offer.spec, resolved={})
 
 
 def test_smaller_micro_batches_are_offered_where_activations_are_the_load():
@@ -102,7 +175,7 @@ def test_the_fewest_ranks_on_which_it_fits_are_named_where_nothing_else_does():
         return make_spec({Axis.DP_SHARD: (degree, GATHERED)}, micro=1)
 
     room = peak_bytes(derive(gathered(16)).exact)
-    spec = on_devices_of(room, gathered(4))
+    spec = on_devices_of(room, gathered(4), host_memory=1)
     found = more_ranks(spec, cheaper(spec))
     assert found is not None
     assert found.spec.world_size == 16

@@ -1,0 +1,234 @@
+"""Other legal specs of the same job over its data ranks: other tuples, other factorizations of as
+many ranks, other micro-batches; and what to write after the SPEC for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import product
+from operator import attrgetter
+from typing import Any
+
+from ptrain.algebra.legality import check, executed
+from ptrain.axes.data.costs import STOCK_BUCKET_BYTES
+from ptrain.axes.data.form import tier_of
+from ptrain.axes.data.rules import DATA
+from ptrain.costs import PLACED
+from ptrain.spec.axis import DATA_AXES, Axis, Factor
+from ptrain.spec.batch import (
+    GatherAfterUpdate,
+    GradientSync,
+    Overlap,
+    ReduceScatterVia,
+    UnitSize,
+)
+from ptrain.spec.names import listing, strategy
+from ptrain.spec.placement import OFFLOADED, S_STAR, Distribution, Mode, Placement, R, S, Tier
+from ptrain.spec.spec import Offload, Spec
+
+# Tuples that are tried in place of the spec's own: what needs no other layout or optimizer. Those
+# with states on the host begin with the fewest there.
+_ON_DEVICE = tuple(
+    Placement(parameters=parameters, optimizer=optimizer, gradients=gradients)
+    for parameters, optimizer, gradients in product((R, S_STAR), (R, S), (R, S))
+)
+_ON_HOST = tuple(
+    Placement(parameters=parameters, optimizer=OFFLOADED, gradients=gradients)
+    for parameters, gradients in product(
+        (R, S_STAR, Mode(Distribution.GATHERED, Tier.HOST)), (S, OFFLOADED)
+    )
+)
+
+
+def on_device(spec: Spec) -> Iterator[Spec]:
+    """Every legal tuple over every factorization of the data ranks; one axis before two."""
+    tuples = _fit_for(spec, _ON_DEVICE)
+    for degrees in _factorizations(spec.data_degree):
+        axes = [
+            (axis, degree) for axis, degree in zip(DATA_AXES, degrees, strict=True) if degree > 1
+        ]
+        for chosen in product(tuples, repeat=len(axes)):
+            yield from _placed(
+                spec,
+                tuple(
+                    Factor(axis=axis, degree=degree, placement=placement)
+                    for (axis, degree), placement in zip(axes, chosen, strict=True)
+                ),
+            )
+
+
+def on_host(spec: Spec) -> Iterator[Spec]:
+    """Tuples that keep states on the host, all data ranks on the one axis that shards."""
+    if spec.data_degree == 1:
+        return
+    for placement in _fit_for(spec, _ON_HOST):
+        factor = Factor(axis=Axis.DP_SHARD, degree=spec.data_degree, placement=placement)
+        yield from _placed(spec, (factor,))
+
+
+def _fit_for(spec: Spec, tuples: tuple[Placement, ...]) -> tuple[Placement, ...]:
+    """The tuples, or the nearest ones that the optimizer takes."""
+    return tuple(dict.fromkeys(DATA.nearest(placement, spec.optimizer) for placement in tuples))
+
+
+def _placed(spec: Spec, factors: tuple[Factor, ...]) -> Iterator[Spec]:
+    """The spec with these factors of the data ranks, if it is legal and runs."""
+    others = tuple(factor for factor in spec.factors if factor.axis not in DATA_AXES)
+    changed = _with_factors(spec, (*factors, *others))
+    if tuples_of(changed) != tuples_of(spec):
+        changed = replace(changed, offload=Offload())
+    changed = _with_dials_it_obeys(changed)
+    if not check(changed) and not executed(changed):
+        yield changed
+
+
+def _factorizations(number: int) -> Iterator[tuple[int, int]]:
+    """(dp_replicate, dp_shard): all on one axis first, then all others."""
+    yield 1, number
+    yield from ((each, number // each) for each in range(2, number) if number % each == 0)
+
+
+def _with_factors(spec: Spec, factors: tuple[Factor, ...]) -> Spec:
+    """The sync policy follows the gradients' mode as it does where none is written."""
+    order = list(Axis)
+    factors = tuple(sorted(factors, key=lambda factor: order.index(factor.axis)))
+    sync = spec.sync
+    if _whole_gradients(factors) != _whole_gradients(spec.factors):
+        late = _whole_gradients(factors)
+        sync = replace(sync, gradients=GradientSync.LAST if late else GradientSync.EVERY)
+    return replace(spec, factors=factors, sync=sync)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Dial:
+    """A key that a placement may be unable to obey: where it stands in a file and in the spec, what
+    every placement obeys, and how that is written."""
+
+    place: str
+    field: str
+    value: object
+    override: str
+
+    def of(self, spec: Spec) -> object:
+        value: object = attrgetter(self.field)(spec)
+        return value
+
+    def set_back(self, spec: Spec) -> Spec:
+        outer, _, inner = self.field.partition(".")
+        inside: Any = replace(getattr(spec, outer), **{inner: self.value}) if inner else self.value
+        return replace(spec, **{outer: inside})
+
+
+_DIALS = (
+    _Dial(
+        place="sync.reshard_after_forward",
+        field="sync.reshard_after_forward",
+        value=True,
+        override="sync.reshard_after_forward=true",
+    ),
+    _Dial(
+        place="sync.reshard_after_backward",
+        field="sync.reshard_after_backward",
+        value=True,
+        override="sync.reshard_after_backward=true",
+    ),
+    _Dial(place="unit", field="unit", value=UnitSize(), override="unit=block"),
+    _Dial(place="bucket", field="bucket_bytes", value=STOCK_BUCKET_BYTES, override="bucket=size"),
+    _Dial(place="prefetch", field="prefetch", value=0, override="prefetch=0"),
+    _Dial(place="overlap", field="overlap", value=Overlap.NONE, override="overlap=none"),
+    _Dial(place="offload", field="offload", value=Offload(), override="offload={}"),
+    _Dial(
+        place="gather_after_update",
+        field="gather_after_update",
+        value=GatherAfterUpdate.BLOCKING,
+        override="gather_after_update=blocking",
+    ),
+    _Dial(
+        place="reduce_scatter",
+        field="reduce_scatter",
+        value=ReduceScatterVia.NATIVE,
+        override="reduce_scatter=native",
+    ),
+)
+
+
+def _with_dials_it_obeys(spec: Spec) -> Spec:
+    """What refuses only a dial of the job's own is no reason not to offer a tuple."""
+    places = [f"{fault.place}." for fault in check(spec)]
+    for dial in _DIALS:
+        if any(place.startswith(f"{dial.place}.") for place in places):
+            spec = dial.set_back(spec)
+    return spec
+
+
+def is_offloaded(spec: Spec) -> bool:
+    """Whether any state lies off the device."""
+    return any(tier_of(spec.factors, state) is not Tier.DEVICE for state in PLACED)
+
+
+def _whole_gradients(factors: tuple[Factor, ...]) -> bool:
+    return all(
+        factor.placement.gradients.distribution is Distribution.REPLICATED
+        for factor in factors
+        if factor.axis in DATA_AXES
+    )
+
+
+def with_micro(spec: Spec, micro: int) -> Spec:
+    """The same global batch in micro-batches of `micro` samples."""
+    accumulate = spec.batch.global_samples // (micro * spec.data_degree)
+    return replace(spec, batch=replace(spec.batch, micro=micro, accumulate=accumulate))
+
+
+def overrides(before: Spec, after: Spec) -> Iterator[str]:
+    """The dotlist that makes `after` of `before`."""
+    if _degrees(before) != _degrees(after):
+        mesh = ", ".join(f"{axis}: {degree}" for axis, degree in _degrees(after))
+        yield f"mesh={{{mesh}}}"
+    if tuples_of(before) != tuples_of(after):
+        yield f"placement={_written(after)}"
+    for dial in _DIALS:
+        # A tier for O may be written, which the resolved spec has in its modes.
+        moves = tuples_of(before) != tuples_of(after) and is_offloaded(before)
+        if dial.of(before) != dial.of(after) or (dial.field == "offload" and moves):
+            yield dial.override
+    if before.sync.gradients is not after.sync.gradients:
+        yield f"sync.gradients={after.sync.gradients}"
+    if before.batch.global_samples != after.batch.global_samples:
+        yield f"batch.global={after.batch.global_samples}"
+    if before.batch != after.batch:
+        yield f"batch.micro={after.batch.micro}"
+        yield f"batch.accumulate={after.batch.accumulate}"
+    if before.cluster and after.cluster and before.cluster.devices != after.cluster.devices:
+        yield f"cluster.devices={after.cluster.devices}"
+
+
+def _written(spec: Spec) -> str:
+    """A strategy's name where its tuples have one, else the tuples."""
+    tuples = {str(axis): str(placement) for axis, placement in tuples_of(spec)}
+    for name, named in _named_tuples().items():
+        if named == tuples:
+            return name
+    return "{" + ", ".join(f"{axis}: [{modes}]" for axis, modes in tuples.items()) + "}"
+
+
+@cache
+def _named_tuples() -> dict[str, dict[str, str]]:
+    """Strategies that are their tuples and nothing more."""
+    found = {}
+    for name in listing("strategies"):
+        tree = strategy(name)
+        if tree and isinstance(tree.root, dict) and "sync" not in tree.root:
+            placement = tree.root["placement"]
+            found[name] = {axis: ",".join(modes.values()) for axis, modes in placement.items()}
+    return found
+
+
+def _degrees(spec: Spec) -> tuple[tuple[Axis, int], ...]:
+    return tuple((factor.axis, factor.degree) for factor in spec.factors)
+
+
+def tuples_of(spec: Spec) -> tuple[tuple[Axis, Placement], ...]:
+    """Each axis with its tuple."""
+    return tuple((factor.axis, factor.placement) for factor in spec.factors)
