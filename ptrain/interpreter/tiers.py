@@ -21,8 +21,8 @@ import torch
 from torch._guards import detect_fake_mode
 
 from ptrain.costs import State
-from ptrain.errors import Fault, SpecError
 from ptrain.interpreter.registry import Registry
+from ptrain.spec.file_tier import unusable
 from ptrain.spec.placement import Tier
 
 _LIBC = ctypes.CDLL(None)
@@ -113,7 +113,7 @@ class Tiers:
         try:
             descriptor, name = tempfile.mkstemp(prefix="ptrain-", dir=self.path)
         except OSError as error:
-            raise _unusable(self.path, error) from error
+            raise unusable(self.path, error) from error
         try:
             if hasattr(os, "posix_fallocate"):  # a full disk is an error here, not a signal
                 os.posix_fallocate(descriptor, 0, nbytes)
@@ -121,17 +121,7 @@ class Tiers:
                 os.truncate(descriptor, nbytes)
             return torch.from_file(name, shared=True, size=numel, dtype=dtype)
         except (OSError, RuntimeError) as error:  # the latter is torch's, of a failed mapping
-            raise _unusable(self.path, error) from error
+            raise unusable(self.path, error) from error
         finally:
             os.close(descriptor)  # the mapping needs none: thousands of tensors may be on files
             os.unlink(name)
-
-
-def _unusable(path: str | None, error: OSError | RuntimeError) -> SpecError:
-    return SpecError(
-        Fault(
-            place="offload.path",
-            finding=f"{path or tempfile.gettempdir()}: {getattr(error, 'strerror', None) or error}",
-            remedy="give a folder that exists, can be written and has room for the file tier",
-        )
-    )

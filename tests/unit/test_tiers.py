@@ -94,7 +94,7 @@ def test_a_view_keeps_its_file(tiers):
 def test_a_folder_that_is_not_there_is_said_with_its_path(tmp_path):
     missing = tmp_path / "nowhere"
     tiers = Tiers(torch.device("cpu"), Registry(), str(missing))
-    with pytest.raises(SpecError, match=rf"offload.path: {missing}: No such file") as caught:
+    with pytest.raises(SpecError, match=rf"offload.path: {missing}: no such folder") as caught:
         tiers.empty(8, torch.float32, Tier.FILE, State.OPTIMIZER)
     assert caught.value.faults[0].remedy
 

@@ -1,0 +1,42 @@
+"""The folder of the file tier: whether states can be put there. Pure: no torch."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+
+from ptrain.costs import PLACED
+from ptrain.errors import SpecError, refused
+from ptrain.spec.placement import Tier
+from ptrain.spec.spec import Spec
+
+
+def require_file_tier(spec: Spec) -> None:
+    """Raises SpecError where a state goes to files and no file can be made in their folder."""
+    tiers = {factor.placement[state].tier for factor in spec.factors for state in PLACED}
+    if Tier.FILE not in tiers:
+        return
+    try:
+        tempfile.TemporaryFile(prefix="ptrain-", dir=spec.offload.path).close()
+    except OSError as error:
+        raise unusable(spec.offload.path, error) from error
+
+
+def unusable(path: str | None, error: OSError | RuntimeError) -> SpecError:
+    """What `error` says of the folder (None: the system's temporary one). Where a folder exists but
+    takes no files, as /proc, the kernel's answer is that there is none."""
+    folder = path or tempfile.gettempdir()
+    reason = getattr(error, "strerror", None) or str(error)
+    if not os.path.lexists(folder):
+        finding = "no such folder"
+    elif not os.path.isdir(folder):
+        finding = "is no folder"
+    elif isinstance(error, FileNotFoundError):
+        finding = "cannot be written to"
+    else:
+        finding = f"cannot be written to: {reason}"
+    return refused(
+        "offload.path",
+        f"{folder}: {finding}",
+        "give a folder that exists, can be written and has room for the file tier",
+    )
