@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from ptrain.data.tokenizer import VOCAB, encode
 from ptrain.data.tokens import open_tokens
-from ptrain.errors import PtrainError
+from ptrain.errors import refused
 from ptrain.spec.spec import DataSpec
 
 _HELD_OUT_EVERY = 10  # every tenth document is held out
@@ -62,17 +62,15 @@ def corpus(data: DataSpec) -> Corpus:
             name=data.path, train=tokens[:num_train], held_out=tokens[num_train:], vocab=None
         )
     if data.tokenizer != "bytes":
-        raise PtrainError(f"data.tokenizer: {data.tokenizer!r} is not known; write bytes")
+        raise refused("data.tokenizer", f"{data.tokenizer!r} is not known", "write bytes")
     match data.corpus:
         case "python-docs":
             return _from_documents("python-docs", _python_docs())
         case "synthetic":
             return _from_documents("synthetic", _synthetic())
         case name:
-            raise PtrainError(
-                f"data.corpus: {name!r} is not known; choose python-docs or synthetic, or give "
-                f"path: FILE, a token file"
-            )
+            remedy = "choose python-docs or synthetic, or give path: FILE, a token file"
+            raise refused("data.corpus", f"{name!r} is not known", remedy)
 
 
 def _from_documents(name: str, documents: Iterable[str]) -> Corpus:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ptrain.data.corpus import Corpus, Split
-from ptrain.errors import PtrainError
+from ptrain.errors import refused
 from ptrain.spec.model import ModelShape
 from ptrain.spec.spec import Spec
 
@@ -102,10 +102,11 @@ def num_windows(source: Corpus, sequence: int, split: Split = Split.TRAIN) -> in
     num_tokens = len(source.split(split))
     windows = (num_tokens - 1) // sequence
     if windows < 1:
-        raise PtrainError(
-            f"data: the {split.value} split of {source.name} has {num_tokens} tokens, one sample "
-            f"takes {sequence + 1}; lower batch.sequence or give more text"
+        finding = (
+            f"the {split.value} split of {source.name} has {num_tokens} tokens, one sample takes "
+            f"{sequence + 1}"
         )
+        raise refused("data", finding, "lower batch.sequence or give more text")
     return windows
 
 
@@ -120,9 +121,10 @@ def require(source: Corpus, spec: Spec) -> None:
 
 def _require_vocab(source: Corpus, spec: Spec, largest: int) -> None:
     if isinstance(spec.model, ModelShape) and largest >= spec.model.vocab:
-        raise PtrainError(
-            f"data: {source.name} holds token {largest}, but model.vocab is {spec.model.vocab}; "
-            f"write model.vocab={source.vocab or largest + 1} or more"
+        raise refused(
+            "data",
+            f"{source.name} holds token {largest}, but model.vocab is {spec.model.vocab}",
+            f"write model.vocab={source.vocab or largest + 1} or more",
         )
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ptrain.data.tokenizer import encode
-from ptrain.errors import PtrainError
+from ptrain.errors import PtrainError, refused
 
 _MAKE = "make one with: python -m ptrain.data.tokens TEXT... --out FILE.npy"
 
@@ -27,15 +27,17 @@ def open_tokens(path: Path) -> NDArray[np.unsignedinteger]:
         tokens = np.load(path, mmap_mode="r", allow_pickle=False)
     except OSError as error:
         reason = error.strerror or "not a readable file"
-        raise PtrainError(f"data.path: {path}: {reason}; {_MAKE}") from error
+        raise refused("data.path", f"{path}: {reason}", _MAKE) from error
     except (ValueError, EOFError) as error:
-        raise PtrainError(f"data.path: {path} is not a whole .npy array; {_MAKE}") from error
+        raise refused("data.path", f"{path} is not a whole .npy array", _MAKE) from error
     if not isinstance(tokens, np.ndarray):  # an .npz archive loads as a mapping
-        raise PtrainError(f"data.path: {path} is an archive, not one .npy array; {_MAKE}")
+        raise refused("data.path", f"{path} is an archive, not one .npy array", _MAKE)
     if tokens.ndim != 1 or tokens.dtype not in (np.uint8, np.uint16, np.uint32):
-        raise PtrainError(
-            f"data.path: {path} holds {tokens.dtype} of shape {tokens.shape}; token ids are "
-            f"one-dimensional uint16 or uint32: numpy.save(path, ids.astype(numpy.uint16))"
+        raise refused(
+            "data.path",
+            f"{path} holds {tokens.dtype} of shape {tokens.shape}; token ids are one-dimensional "
+            "uint16 or uint32",
+            "write them with numpy.save(path, ids.astype(numpy.uint16))",
         )
     return tokens
 
@@ -48,7 +50,7 @@ def write_tokens(texts: Sequence[Path], out: Path) -> int:
         with out.open("wb") as file:  # np.save would append .npy to another suffix
             np.save(file, tokens, allow_pickle=False)
     except OSError as error:
-        raise PtrainError(f"{out}: {error.strerror}") from error
+        raise refused(str(out), error.strerror or str(error), "choose another --out") from error
     return len(tokens)
 
 
@@ -60,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         num_tokens = write_tokens(options.texts, options.out)
     except PtrainError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(error, file=sys.stderr)
         return error.exit_code
     print(f"{options.out}: {num_tokens} tokens; train on it with data.path={options.out}")
     return 0
@@ -70,9 +72,10 @@ def _read(text: Path) -> str:
     try:
         return text.read_text(encoding="utf-8")
     except OSError as error:
-        raise PtrainError(f"{text}: {error.strerror}") from error
+        raise refused(str(text), error.strerror or str(error), "give a text file") from error
     except UnicodeDecodeError as error:
-        raise PtrainError(f"{text} is not UTF-8 text (byte {error.start})") from error
+        finding = f"is not UTF-8 text (byte {error.start})"
+        raise refused(str(text), finding, "convert it to UTF-8") from error
 
 
 if __name__ == "__main__":

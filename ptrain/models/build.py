@@ -7,7 +7,7 @@ from typing import assert_never
 import torch
 from torch import nn
 
-from ptrain.errors import PtrainError
+from ptrain.errors import refused
 from ptrain.models.external import build_external
 from ptrain.models.gpt import Gpt
 from ptrain.models.llama import Llama
@@ -24,17 +24,17 @@ def build(
             return _build_shape(model, sequence)
         case ExternalModel():
             if not allow_import:
-                raise PtrainError(
-                    f"model.target: building the model would run code of {model.target}; allow it "
-                    f"with --allow-import"
-                )
+                finding = f"building the model would run code of {model.target}"
+                raise refused("model.target", finding, "allow it with --allow-import")
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(seed)
                 return build_external(model)
         case HuggingFaceModel():
-            raise PtrainError(
-                "model.hf: not yet; wrap the class in a function that returns a module with "
-                "forward(tokens) -> logits and write {target: package.module:function}"
+            raise refused(
+                "model.hf",
+                "not yet",
+                "wrap the class in a function that returns a module with forward(tokens) -> "
+                "logits and write {target: package.module:function}",
             )
         case other:
             assert_never(other)
@@ -42,24 +42,25 @@ def build(
 
 def _build_shape(shape: ModelShape, sequence: int) -> nn.Module:
     if shape.hidden % shape.heads:
-        raise PtrainError(f"model.heads: heads={shape.heads} does not divide hidden={shape.hidden}")
+        finding = f"heads={shape.heads} does not divide hidden={shape.hidden}"
+        raise refused("model.heads", finding, "choose a divisor")
     match shape.family:
         case Family.LLAMA:
             if shape.heads % shape.kv_heads:
-                raise PtrainError(
-                    f"model.kv_heads: kv_heads={shape.kv_heads} does not divide heads={shape.heads}"
-                )
+                finding = f"kv_heads={shape.kv_heads} does not divide heads={shape.heads}"
+                raise refused("model.kv_heads", finding, "choose a divisor")
             if shape.head_dim % 2:
-                raise PtrainError(
-                    f"model.heads: RoPE turns pairs, but a head has hidden/heads = "
-                    f"{shape.head_dim} elements; choose an even number"
+                finding = (
+                    f"RoPE turns pairs, but a head has hidden/heads = {shape.head_dim} elements"
                 )
+                raise refused("model.heads", finding, "choose an even number")
             return Llama(shape, sequence=sequence)
         case Family.GPT:
             if shape.kv_heads != shape.heads:
-                raise PtrainError(
-                    f"model.kv_heads: gpt has as many key-value heads as heads; write "
-                    f"kv_heads={shape.heads} or leave it out"
+                raise refused(
+                    "model.kv_heads",
+                    "gpt has as many key-value heads as heads",
+                    f"write kv_heads={shape.heads} or leave it out",
                 )
             return Gpt(shape, sequence=sequence)
         case family:

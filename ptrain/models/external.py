@@ -12,8 +12,10 @@ from collections.abc import Callable
 
 from torch import nn
 
-from ptrain.errors import PtrainError
+from ptrain.errors import refused
 from ptrain.spec.model import ExternalModel
+
+_FUNCTION = "name a function that returns a torch.nn.Module, as package.module:function"
 
 
 def build_external(model: ExternalModel) -> nn.Module:
@@ -22,17 +24,15 @@ def build_external(model: ExternalModel) -> nn.Module:
     try:
         inspect.signature(function).bind(**model.arguments)
     except TypeError as error:
-        raise PtrainError(
-            f"model.arguments: {model.target} cannot be called with "
-            f"{', '.join(model.arguments) or 'no arguments'}: {error}"
-        ) from error
+        given = ", ".join(model.arguments) or "no arguments"
+        finding = f"{model.target} cannot be called with {given}: {error}"
+        raise refused("model.arguments", finding, "give the function's own arguments") from error
     except ValueError:
         pass  # a builtin may have no signature to compare with
     module = function(**model.arguments)
     if not isinstance(module, nn.Module):
-        raise PtrainError(
-            f"model.target: {model.target} returned {type(module).__name__}, not a torch.nn.Module"
-        )
+        finding = f"{model.target} returned {type(module).__name__}, not a torch.nn.Module"
+        raise refused("model.target", finding, _FUNCTION)
     return module
 
 
@@ -40,23 +40,23 @@ def _resolve(target: str) -> Callable[..., object]:
     module_name, colon, attribute = target.partition(":")
     names = (*module_name.split("."), attribute)
     if not (colon and all(name.isidentifier() for name in names)):
-        raise PtrainError(f"model.target: {target!r} is not of the form package.module:function")
+        finding = f"{target!r} is not of the form package.module:function"
+        raise refused("model.target", finding, _FUNCTION)
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        raise PtrainError(
-            f"model.target: no module named {error.name!r}; install it, or put the directory that "
-            f"holds it on PYTHONPATH"
-        ) from error
+        remedy = "install it, or put the directory that holds it on PYTHONPATH"
+        raise refused("model.target", f"no module named {error.name!r}", remedy) from error
     except ImportError as error:
-        raise PtrainError(f"model.target: cannot import {module_name}: {error}") from error
+        finding = f"cannot import {module_name}: {error}"
+        remedy = f"see that `python -c 'import {module_name}'` succeeds"
+        raise refused("model.target", finding, remedy) from error
     function = getattr(module, attribute, None)
     if function is None:
-        raise PtrainError(f"model.target: module {module_name} has no attribute {attribute!r}")
+        finding = f"module {module_name} has no attribute {attribute!r}"
+        raise refused("model.target", finding, _FUNCTION)
     if not callable(function):
-        raise PtrainError(
-            f"model.target: {target} is a {type(function).__name__}, not a function that returns "
-            f"a torch.nn.Module"
-        )
+        finding = f"{target} is a {type(function).__name__}, not a function"
+        raise refused("model.target", finding, _FUNCTION)
     resolved: Callable[..., object] = function
     return resolved

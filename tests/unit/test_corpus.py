@@ -82,9 +82,9 @@ def test_the_synthetic_corpus_can_be_learned():
 @pytest.mark.parametrize(
     ("data", "finding"),
     [
-        (DataSpec(corpus="pile"), "'pile' is not known; choose python-docs or synthetic"),
+        (DataSpec(corpus="pile"), "'pile' is not known\n  remedy: choose python-docs or synthetic"),
         (DataSpec(corpus=None), "give path: FILE"),
-        (DataSpec(tokenizer="bpe"), "'bpe' is not known; write bytes"),
+        (DataSpec(tokenizer="bpe"), "'bpe' is not known\n  remedy: write bytes"),
     ],
 )
 def test_a_corpus_that_nobody_knows_is_refused_with_the_choice(data, finding):
@@ -114,12 +114,15 @@ def test_token_ids_may_have_any_unsigned_width(tmp_path, dtype):
     "tokens", [np.zeros((2, 3), np.uint16), np.zeros(3, np.float32), np.zeros(3, np.int64)]
 )
 def test_an_array_that_holds_no_token_ids_is_refused(tmp_path, tokens):
-    with pytest.raises(PtrainError, match=r"one-dimensional uint16 or uint32: numpy.save"):
+    with pytest.raises(PtrainError, match=r"one-dimensional uint16 or uint32\n.*numpy.save"):
         open_tokens(save(tmp_path, tokens))
 
 
 def test_a_missing_token_file_is_refused_with_the_command_that_makes_one(tmp_path):
-    with pytest.raises(PtrainError, match=r"No such file.*python -m ptrain.data.tokens"):
+    with pytest.raises(
+        PtrainError,
+        match=r"^error: data.path: .*: No such file.*\n  remedy: .*python -m ptrain.data.tokens",
+    ):
         corpus(DataSpec(corpus=None, path=str(tmp_path / "nowhere.npy")))
 
 
