@@ -18,13 +18,15 @@ from typing import NoReturn
 
 from ptrain.algebra.legality import require
 from ptrain.derivation.estimate import derive
-from ptrain.errors import PtrainError
+from ptrain.errors import PtrainError, SpecError, refused
 from ptrain.selection.preflight import require_fit
+from ptrain.spec.file_tier import require_file_tier
 from ptrain.spec.load import load
 from ptrain.spec.model import ExternalModel, ModelShape
 from ptrain.spec.spec import Spec
 from ptrain.train import environment, options
-from ptrain.train.folder import open_run
+from ptrain.train.candidates import require_resumable
+from ptrain.train.folder import ROOT, RunFolder, open_run
 from ptrain.train.launch import launch
 from ptrain.train.options import Options
 from ptrain.train.tensorboard import MISSING
@@ -52,20 +54,23 @@ def checked(asked: Options) -> Spec:
     spec = require(load(asked.spec, asked.overrides))
     require_reachable(spec)
     if asked.tensorboard and find_spec("tensorboard") is None:
-        raise PtrainError(MISSING)
+        raise SpecError(MISSING)
     if isinstance(spec.model, ExternalModel) and not asked.allow_import:
-        raise PtrainError(
-            f"model.target: this would run code of {spec.model.target}; "
-            "allow it with --allow-import"
+        raise refused(
+            "model.target",
+            f"this would run code of {spec.model.target}",
+            "allow it with --allow-import",
         )
     if isinstance(spec.model, ModelShape) and not asked.force:
         require_fit(spec, derive(spec).exact)  # any other model's sizes are known to its code only
+    require_file_tier(spec)
+    require_resumable(spec, asked.resume, RunFolder(asked.run_dir or ROOT / "new"))
     return spec
 
 
 def start(spec: Spec, asked: Options) -> int:
     """One process per rank on this machine."""
-    folder = open_run(
+    claim = open_run(
         spec,
         given=asked.run_dir,
         resuming=asked.resume is not None,
@@ -74,13 +79,18 @@ def start(spec: Spec, asked: Options) -> int:
     argv = options.to_argv(
         replace(
             asked,
-            spec=str(folder.path / "spec.resolved.yaml"),
+            spec=str(claim.folder.path / "spec.resolved.yaml"),
             overrides=(),
-            run_dir=folder.path,
+            run_dir=claim.folder.path,
             prepared=True,
         )
     )
-    return launch(argv, num_ranks=spec.world_size, folder=folder)
+    try:
+        return launch(argv, num_ranks=spec.world_size, folder=claim.folder)
+    except PtrainError as error:
+        if error.exit_code == PtrainError.exit_code:
+            claim.withdraw()
+        raise
 
 
 def _become(module: str, argv: Sequence[str]) -> NoReturn:

@@ -24,13 +24,14 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from ptrain.errors import PtrainError
+from ptrain.errors import PtrainError, SpecError, refused
 from ptrain.interpreter.optimizer import MASTER
 from ptrain.interpreter.program import Program
 from ptrain.models.numerics import TORCH_DTYPES
 from ptrain.spec.precision import LAYOUTS, Layout
 from ptrain.train import lineage, manifest
 from ptrain.train.exchange import Exchange
+from ptrain.train.folder import shown
 from ptrain.train.index import METADATA, Reader
 from ptrain.train.manifest import Manifest
 
@@ -57,7 +58,8 @@ def save(program: Program, parent: Path, step: int, exchange: Exchange) -> Path:
     answers = exchange.gather({"problem": problem, "files": files})
     if problems := [answer["problem"] for answer in answers if answer["problem"]]:
         shutil.rmtree(temporary, ignore_errors=True)
-        raise PtrainError(f"checkpoint {final}: cannot be written: {problems[0]}")
+        remedy = "make room there, or choose another folder with --run-dir DIR"
+        raise refused(f"checkpoint {shown(final)}", f"cannot be written: {problems[0]}", remedy)
     if program.world.is_first:
         _commit(program, temporary, final, step, answers)
     exchange.barrier()
@@ -70,7 +72,7 @@ def load(program: Program, folder: Path, verified: Manifest, exchange: Exchange)
     Raises PtrainError, before a tensor is touched, for a checkpoint of another model.
     """
     if fault := lineage.other_model(verified.trained, program.spec):
-        raise PtrainError(str(replace(fault, source=f"checkpoint {folder}")))
+        raise SpecError(replace(fault, source=f"checkpoint {shown(folder)}"))
     reader = Reader(folder, listed=frozenset(verified.files))
     state = program.state_dict()
     metadata = reader.read_metadata()
@@ -79,7 +81,7 @@ def load(program: Program, folder: Path, verified: Manifest, exchange: Exchange)
         problem = _surplus(metadata, state)
     if problem:
         remedy = _other_layout(metadata, state) or _REMEDY
-        raise PtrainError(f"checkpoint {folder}: {problem}\n  remedy: {remedy}")
+        raise refused(f"checkpoint {shown(folder)}", problem, remedy)
     with _without_advice():
         dcp.load(state, storage_reader=reader, no_dist=exchange.group is None)
     program.load_state_dict(state)
@@ -93,7 +95,7 @@ def verify(folder: Path, exchange: Exchange) -> Manifest:
         found = manifest.read(folder)
         share = sorted(found.files)[exchange.world.rank :: exchange.world.size]
         damaged = manifest.problems(folder, found, share)
-        problem = f"checkpoint {folder}: {damaged[0]}" if damaged else ""
+        problem = f"checkpoint {shown(folder)}: {damaged[0]}" if damaged else ""
     except PtrainError as error:
         problem = str(error)
     if problems := [each for each in exchange.gather(problem) if each]:

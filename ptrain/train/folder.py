@@ -2,7 +2,7 @@
 
 runs/<time>-<name>/ spec.resolved.yaml env.json command.txt metrics.jsonl summary.json
                     logs/rank0.log … trace/ checkpoints/step-00000050/
-runs/latest         a link to the newest
+runs/latest         a link to the newest that began to train
 
 Folders are 0700, files 0600. A JSON file appears whole or not at all.
 """
@@ -13,22 +13,25 @@ import json
 import os
 import platform
 import re
+import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
 import yaml
 
-from ptrain.errors import PtrainError
+from ptrain.errors import refused
 from ptrain.report.record import versions
 from ptrain.spec.spec import Spec
 from ptrain.train import environment
 
 ROOT = Path("runs")
+_ELSEWHERE = "choose another with --run-dir DIR, or change into a folder you may write"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,38 +64,82 @@ class RunFolder:
         return self.path / "logs" / f"rank{rank}.error.json"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """A folder that was opened for a run, and what stood there before: a run that is refused before
+    its first step leaves no trace. `made` are the folders that were not there, innermost first."""
+
+    folder: RunFolder
+    made: tuple[Path, ...]
+    entries: frozenset[Path]
+    texts: Mapping[Path, bytes]
+    latest: str | None
+
+    def withdraw(self) -> None:
+        """Unless a step was done, as it was before. Nobody else may be writing there."""
+        path = self.folder.path
+        if _content(self.folder.metrics) != self.texts.get(self.folder.metrics, b""):
+            return
+        if latest_of(path.parent) == path.name:
+            _point_latest(path.parent, self.latest)
+        for entry in _entries(path) - self.entries:
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry, ignore_errors=True)
+            else:
+                entry.unlink(missing_ok=True)
+        for file, text in self.texts.items():
+            if _content(file) != text:
+                write_bytes(file, text)
+        for folder in self.made:
+            with suppress(OSError):  # another run has come to be in it
+                folder.rmdir()
+
+
 def open_run(
     spec: Spec, *, given: Path | None, resuming: bool, command: str, root: Path = ROOT
-) -> RunFolder:
+) -> Claim:
     """Make the folder and write what is known before the first step.
 
-    Raises PtrainError where the folder cannot be written, or is used and not resumed.
+    Raises SpecError where the folder cannot be written, or is used and not resumed.
     """
+    wanted = given or root
+    made = [folder.absolute() for folder in (wanted, *wanted.parents) if not folder.exists()]
+    claim = None
     try:
-        path = _given(given, resuming) if given else _fresh(root, spec.name)
-        folder = RunFolder(path)
-        for part in ("logs", "checkpoints"):
-            (path / part).mkdir(mode=0o700, exist_ok=True)
-        folder.summary.unlink(missing_ok=True)  # of the run that is continued
-        write_text(path / "spec.resolved.yaml", _resolved(spec))
-        write_text(path / "command.txt", command + "\n")
-        write_json(path / "env.json", _environment(spec.world_size))
-        if path.parent == root.resolve():
-            _point_latest_at(path)
+        path = _given(wanted, resuming) if given else _fresh(root, spec.name)
+        claim = _claim(path, made if given else [path, *made])
+        _fill(claim.folder, spec, command)
     except OSError as error:
-        raise PtrainError(
-            f"run folder {given or root}: cannot write: {error.strerror or error}\n"
-            "  remedy: choose another with --run-dir DIR, or change into a folder you may write"
-        ) from error
-    return folder
+        if claim:
+            with suppress(OSError):
+                claim.withdraw()
+        finding = f"cannot write: {error.strerror or error}"
+        raise refused(f"run folder {wanted}", finding, _ELSEWHERE) from error
+    return claim
+
+
+def begin(folder: RunFolder, root: Path = ROOT) -> None:
+    """The first step is next: `runs/latest` is this run."""
+    if folder.path.parent == root.resolve():
+        _point_latest(folder.path.parent, folder.path.name)
+
+
+def latest_of(root: Path) -> str | None:
+    """What `latest` leads to, None where there is no such link."""
+    link = root / "latest"
+    return os.readlink(link) if link.is_symlink() else None
 
 
 def write_text(path: Path, text: str) -> None:
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: Path, content: bytes) -> None:
     """Whole or not at all: a temporary neighbour, flushed to the disk, then renamed."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        file.write(text)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(content)
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
@@ -112,22 +159,33 @@ def shown(path: Path) -> str:
     return str(absolute.relative_to(here)) if absolute.is_relative_to(here) else str(path)
 
 
+def _fill(folder: RunFolder, spec: Spec, command: str) -> None:
+    path = folder.path
+    for part in ("logs", "checkpoints"):
+        (path / part).mkdir(mode=0o700, exist_ok=True)
+    folder.summary.unlink(missing_ok=True)  # of the run that is continued
+    write_text(path / "spec.resolved.yaml", _resolved(spec))
+    write_text(path / "command.txt", command + "\n")
+    write_json(path / "env.json", _environment(spec.world_size))
+
+
 def _given(path: Path, resuming: bool) -> Path:
+    place = f"--run-dir {path}"
     if path.is_symlink():
-        raise PtrainError(f"run folder {path}: is a link; give the folder itself")
+        raise refused(place, "is a link", "give the folder itself")
+    if path.exists() and not path.is_dir():
+        raise refused(place, "is a file, not a folder", "give a new folder, or an empty one")
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     if not resuming and any(path.iterdir()):
-        raise PtrainError(
-            f"run folder {path}: is not empty\n"
-            "  remedy: choose another, or continue this run with --resume auto"
-        )
+        remedy = "choose another, or continue this run with --resume auto"
+        raise refused(place, "is not empty", remedy)
     return path.resolve()
 
 
 def _fresh(root: Path, name: str) -> Path:
     """`<time>-<name>`; a number follows where another job took the name in the same second."""
     if root.is_symlink():
-        raise PtrainError(f"{root}: is a link; give a folder with --run-dir DIR")
+        raise refused(f"run folder {root}", "is a link", _ELSEWHERE)
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
     slug = re.sub(r"[^A-Za-z0-9._-]+", "-", name)[:64]
     stem = f"{time.strftime('%Y%m%d-%H%M%S')}-{slug}"
@@ -138,14 +196,40 @@ def _fresh(root: Path, name: str) -> Path:
         except FileExistsError:
             continue
         return path.resolve()
-    raise PtrainError(f"{root}: a thousand runs named {stem}")
+    raise refused(f"run folder {root}", f"holds a thousand runs named {stem}", _ELSEWHERE)
 
 
-def _point_latest_at(path: Path) -> None:
-    temporary = path.parent / f".latest.{os.getpid()}"
+def _claim(path: Path, made: Sequence[Path]) -> Claim:
+    folder = RunFolder(path)
+    written = ("spec.resolved.yaml", "command.txt", "env.json")
+    files = (*(path / name for name in written), folder.summary, folder.metrics)
+    return Claim(
+        folder=folder,
+        made=tuple(made),
+        entries=frozenset(_entries(path)),
+        texts={file: _content(file) for file in files if file.exists()},
+        latest=latest_of(path.parent),
+    )
+
+
+def _entries(path: Path) -> set[Path]:
+    """What a run adds to before its first step: the folder's own and the logs."""
+    return {entry for part in (path, path / "logs") if part.is_dir() for entry in part.iterdir()}
+
+
+def _content(file: Path) -> bytes:
+    return file.read_bytes() if file.exists() else b""
+
+
+def _point_latest(root: Path, name: str | None) -> None:
+    """Replaced in one move; None: no link."""
+    if name is None:
+        (root / "latest").unlink(missing_ok=True)
+        return
+    temporary = root / f".latest.{os.getpid()}"
     temporary.unlink(missing_ok=True)
-    temporary.symlink_to(path.name)
-    temporary.replace(path.parent / "latest")
+    temporary.symlink_to(name)
+    temporary.replace(root / "latest")
 
 
 def _resolved(spec: Spec) -> str:

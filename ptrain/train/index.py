@@ -15,9 +15,10 @@ import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
-from ptrain.errors import PtrainError
+from ptrain.errors import refused
 
 METADATA = ".metadata"
+_REMEDY = "continue from another checkpoint: no training wrote this one"
 _CLASSES = (
     "BytesStorageMetadata",
     "ChunkStorageMetadata",
@@ -50,13 +51,13 @@ class Reader(FileSystemReader):
         with path.open("rb") as file:
             metadata = _Unpickler(file).load()
         if not isinstance(metadata, Metadata):
-            raise PtrainError(f"checkpoint {self.path}: {METADATA} holds no metadata")
+            raise refused(f"checkpoint {self.path}", f"{METADATA} holds no metadata", _REMEDY)
         for info in (metadata.storage_data or {}).values():
             if info.relative_path not in self._listed:
-                raise PtrainError(
-                    f"checkpoint {self.path}: {METADATA} refers to {info.relative_path!r}, "
-                    "which the manifest does not list"
+                finding = (
+                    f"{METADATA} refers to {info.relative_path!r}, which the manifest does not list"
                 )
+                raise refused(f"checkpoint {self.path}", finding, _REMEDY)
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata
@@ -69,4 +70,5 @@ class _Unpickler(pickle.Unpickler):
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if is_dtype or (module, name) in _UNPICKLED:
             return super().find_class(module, name)
-        raise PtrainError(f"checkpoint: {METADATA} asks for {module}.{name}, which is refused")
+        finding = f"{METADATA} asks for {module}.{name}, which is refused"
+        raise refused("checkpoint", finding, _REMEDY)

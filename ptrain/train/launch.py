@@ -104,7 +104,9 @@ def _tell(ranks: Sequence[Rank]) -> None:
         if rank.code == TrainingStopped.exit_code:
             raise TrainingStopped(failure.said(rank) or f"stopped; see {rank.log}")
         if rank.code == PtrainError.exit_code:
-            raise PtrainError(failure.said(rank) or f"refused; see {rank.log}")
+            if said := failure.said(rank):
+                raise PtrainError(said)
+            raise RankFailed(f"error: rank {rank.rank} refused without a word; see {rank.log}")
 
 
 def _overdue(ranks: Sequence[Rank], interrupts: Interrupts) -> int:

@@ -103,6 +103,15 @@ def problems(folder: Path, manifest: Manifest, names: Iterable[str]) -> list[str
     ]
 
 
+def wrong_sizes(folder: Path, manifest: Manifest) -> list[str]:
+    """What can be seen to be wrong without reading the files."""
+    return [
+        f"{name}: {problem}"
+        for name, (size, _) in sorted(manifest.files.items())
+        if (problem := _size_problem(folder / name, size))
+    ]
+
+
 def sync_folder(folder: Path) -> None:
     """A rename is on the disk when the folder that holds the name is."""
     descriptor = os.open(folder, os.O_RDONLY)
@@ -112,12 +121,16 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _problem(path: Path, size: int, digest: str) -> str:
+def _size_problem(path: Path, size: int) -> str:
     if path.is_symlink() or not path.is_file():
         return "missing"
     found = path.stat().st_size
-    if found != size:
-        return f"has {found} bytes, {size} were written"
+    return "" if found == size else f"has {found} bytes, {size} were written"
+
+
+def _problem(path: Path, size: int, digest: str) -> str:
+    if problem := _size_problem(path, size):
+        return problem
     return "" if _digest(path)[1] == digest else "content differs from what was written (SHA-256)"
 
 

@@ -43,6 +43,11 @@ class Run:
         return [json.loads(line) for line in lines]
 
     @property
+    def heading(self) -> str:
+        """What ran: strategy, model, ranks, batch."""
+        return str(self.record["run"]["heading"])
+
+    @property
     def holds(self) -> bool:
         """The verdict."""
         return bool(self.record["verdict"] == "holds")

@@ -11,9 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ptrain.errors import PtrainError
+from ptrain.errors import refused
 from ptrain.spec.names import names
 from ptrain.spec.overrides import split_arguments
+
+_RESUME = "give a run folder such as runs/latest, one of its checkpoints/step-N, or auto"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,13 +94,16 @@ def from_arguments(arguments: argparse.Namespace) -> Options:
     """The word that is no override is the SPEC; without one the default is trained."""
     specs, overrides = split_arguments(arguments.words)
     if len(specs) > 1:
-        raise PtrainError(
-            f"a training takes one SPEC and overrides a.b=c; got {' and '.join(specs)}"
+        raise refused(
+            "",
+            f"a training takes one SPEC; got {' and '.join(specs)}",
+            "train them one by one; an override is a.b=c, without blanks",
         )
     if arguments.nnodes > 1 and not arguments.rdzv_endpoint:
-        raise PtrainError(
-            f"--nnodes {arguments.nnodes}: the nodes have no place to meet\n"
-            "  remedy: give every node the same --rdzv-endpoint HOST:PORT, HOST being one of them"
+        raise refused(
+            f"--nnodes {arguments.nnodes}",
+            "the nodes have no place to meet",
+            "give every node the same --rdzv-endpoint HOST:PORT, HOST being one of them",
         )
     if arguments.device:
         overrides.append(f"device={arguments.device}")
@@ -116,9 +121,12 @@ def _resolved(resume: str | None) -> str | None:
     """As a full path: a new run is about to become `runs/latest`."""
     if resume in (None, "auto"):
         return resume
+    if resume == "":
+        raise refused("--resume", "no folder is named", _RESUME)
     path = Path(resume).resolve()
     if not path.is_dir():
-        raise PtrainError(f"--resume {resume}: no such folder")
+        finding = "is a file, not a folder" if path.exists() else "no such folder"
+        raise refused(f"--resume {resume}", finding, _RESUME)
     return str(path)
 
 

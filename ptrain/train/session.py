@@ -7,7 +7,7 @@ import platform
 import shlex
 import sys
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -33,7 +33,7 @@ from ptrain.spec.spec import Spec
 from ptrain.train import checkpoint, environment, interrupt, manifest
 from ptrain.train.emulation import emulated_line
 from ptrain.train.exchange import Exchange
-from ptrain.train.folder import RunFolder, open_run, shown, write_json
+from ptrain.train.folder import Claim, RunFolder, begin, open_run, shown, write_json
 from ptrain.train.heading import header, preflight_line
 from ptrain.train.journal import LOG, Journal, say, set_up_logging
 from ptrain.train.loop import Outcome, Parts, train
@@ -46,13 +46,15 @@ from ptrain.train.traced import require_reachable
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Session:
-    """What one training has from its beginning to its end."""
+    """What one training has from its beginning to its end. `heading` is its first line, known once
+    the model is built."""
 
     spec: Spec
     options: Options
     world: World
     exchange: Exchange
     folder: RunFolder
+    heading: str = ""
 
 
 def run(options: Options) -> int:
@@ -68,7 +70,7 @@ def run(options: Options) -> int:
         if spec.deterministic:
             torch.use_deterministic_algorithms(True)
             stack.callback(torch.use_deterministic_algorithms, False)
-        folder = _folder(spec, options, exchange)
+        folder = _folder(spec, options, exchange, stack)
         session = Session(
             spec=spec,
             options=options,
@@ -77,6 +79,7 @@ def run(options: Options) -> int:
             folder=folder,
         )
         set_up_logging(folder, rank=world.rank, speaks=world.is_first and not options.json)
+        exchange.barrier()  # from here on rank 0 may take the folder away: no rank writes into it
         stack.push(_log_failure)  # runs first: leaving the group may hang, or this rank be ended
         return _run(session, interrupts)
 
@@ -101,7 +104,8 @@ def _run(session: Session, interrupts: interrupt.Interrupts) -> int:
     derivation = derive(spec, facts)
     if not options.force:
         require_fit(spec, derivation.exact, facts)
-    _announce(program, derivation.exact)
+    session = replace(session, heading=_heading(program))
+    _announce(session, derivation.exact)
     first = resume(program, session.folder, options.resume, session.exchange)
     with _journal(session, bar=speaks and not options.quiet) as journal:
         probe = Probe(
@@ -119,11 +123,13 @@ def _run(session: Session, interrupts: interrupt.Interrupts) -> int:
             watch=probe,
             save=partial(_save, program, session),
         )
+        if world.is_first:
+            begin(session.folder)
         outcome = train(program, parts, first=first)
     return _conclude(session, derivation, probe.estimate, outcome, journal)
 
 
-def _folder(spec: Spec, options: Options, exchange: Exchange) -> RunFolder:
+def _folder(spec: Spec, options: Options, exchange: Exchange, stack: ExitStack) -> RunFolder:
     """Made by our launcher, or by rank 0 here, whose choice the others learn."""
     if options.prepared:
         assert options.run_dir is not None
@@ -131,13 +137,14 @@ def _folder(spec: Spec, options: Options, exchange: Exchange) -> RunFolder:
     chosen = {"path": "", "problem": ""}
     if exchange.world.is_first:
         try:
-            folder = open_run(
+            claim = open_run(
                 spec,
                 given=options.run_dir,
                 resuming=options.resume is not None,
                 command=shlex.join(sys.orig_argv),
             )
-            chosen["path"] = str(folder.path)
+            stack.push(partial(_withdraw, claim))
+            chosen["path"] = str(claim.folder.path)
         except PtrainError as error:
             chosen["problem"] = str(error)
     chosen = exchange.first(chosen)
@@ -148,12 +155,22 @@ def _folder(spec: Spec, options: Options, exchange: Exchange) -> RunFolder:
     return folder
 
 
-def _announce(program: Program, exact: Estimate) -> None:
+def _withdraw(claim: Claim, _: object, error: BaseException | None, trace: object) -> None:
+    """A run that was refused leaves nothing."""
+    if isinstance(error, PtrainError) and error.exit_code == PtrainError.exit_code:
+        claim.withdraw()
+
+
+def _heading(program: Program) -> str:
     world = program.world
     numel = sum(parameter.numel() for parameter in program.model.parameters())
-    LOG.info(header(program.spec, numel=numel, backend=world.backend, device=world.device.type))
-    LOG.info(preflight_line(program.spec, exact))
-    if told := emulated_line(program.spec, world.device):
+    return header(program.spec, numel=numel, backend=world.backend, device=world.device.type)
+
+
+def _announce(session: Session, exact: Estimate) -> None:
+    LOG.info(session.heading)
+    LOG.info(preflight_line(session.spec, exact))
+    if told := emulated_line(session.spec, session.world.device):
         LOG.info(told)
 
 
@@ -220,6 +237,7 @@ def _end(session: Session) -> str:
 def _run_figures(session: Session, outcome: Outcome) -> dict[str, object]:
     data = session.spec.data
     return {
+        "heading": session.heading,
         "folder": str(session.folder.path),
         "steps": outcome.steps,
         "loss": outcome.loss,

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ptrain.errors import PtrainError
+from ptrain.errors import Fault, SpecError
 
-MISSING = "--tensorboard needs a package: pip install 'ptrain[tensorboard]'"
+MISSING = Fault(
+    place="--tensorboard",
+    finding="needs a package that is not installed",
+    remedy="pip install 'ptrain[tensorboard]'",
+)
 
 
 class TensorBoard:
@@ -16,7 +20,7 @@ class TensorBoard:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
-            raise PtrainError(MISSING) from error
+            raise SpecError(MISSING) from error
         self._writer = SummaryWriter(log_dir=str(folder))
 
     def log(self, step: int, figures: dict[str, float]) -> None:

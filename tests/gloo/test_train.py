@@ -241,3 +241,14 @@ def test_what_does_not_fit_is_refused_before_a_rank_starts(tmp_path):
     assert code == 2
     assert "does not fit" in job.error
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("module", ["ptrain", "ptrain.train"], ids=["parent", "one rank alone"])
+def test_what_only_a_rank_can_refuse_leaves_no_run_folder(tmp_path, module):
+    asked = ["zero3", *jobs.TINY, "mesh.dp_shard=1", "data.path=none.npy"]
+    verb = ["train"] if module == "ptrain" else []
+    code, job = jobs.run([*verb, *asked], cwd=tmp_path, module=module)
+    assert code == 2
+    assert job.error.startswith("error: data.path: none.npy: ")
+    assert "\n  remedy: " in job.error
+    assert not any(tmp_path.iterdir())

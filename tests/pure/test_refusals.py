@@ -1,0 +1,218 @@
+"""A training that is refused leaves nothing behind, and says what would be right."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from ptrain.algebra.legality import require
+from ptrain.cli.main import main
+from ptrain.spec.load import load
+from ptrain.train import lineage, manifest
+from ptrain.train.folder import Claim, begin, open_run
+from ptrain.train.manifest import Manifest
+
+SPEC = require(load("zero3"))
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def opened(given: Path | None = None, *, resuming: bool = False) -> Claim:
+    return open_run(SPEC, given=given, resuming=resuming, command="ptrain train")
+
+
+def trained(run: Path, *steps: int, model: object = None) -> list[Path]:
+    """A run with checkpoints of these steps, as far as their manifests say."""
+    paths = [run / "checkpoints" / manifest.folder_name(step) for step in steps]
+    for path, step in zip(paths, steps, strict=True):
+        path.mkdir(parents=True)
+        (path / "__0_0.distcp").write_bytes(bytes(64))
+        files = manifest.digests(path, ["__0_0.distcp"])
+        was = lineage.trained(SPEC) | ({"model": model} if model else {})
+        manifest.write(
+            path,
+            Manifest(step=step, spec="zero3", world_size=2, torch="2", files=files, trained=was),
+        )
+    return paths
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """What `ptrain train` says where it refuses; it has made no run folder."""
+    before = tree(Path())
+    assert main(["train", *arguments]) == 2
+    assert tree(Path()) == before
+    told = capsys.readouterr().err
+    assert "error: " in told
+    assert told.count("\n  remedy: ") == 1
+    return told
+
+
+def tree(root: Path) -> dict[str, bytes | str | None]:
+    """Every path below `root`, with its content."""
+    return {
+        str(path): os.readlink(path)
+        if path.is_symlink()
+        else path.read_bytes()
+        if path.is_file()
+        else None
+        for path in sorted(root.rglob("*"))
+    }
+
+
+# -- the folder of a run that is refused
+
+
+def test_latest_is_a_run_that_began_to_train(here):
+    first = opened().folder
+    assert not (here / "runs" / "latest").is_symlink()
+    begin(first)
+    assert os.readlink(here / "runs" / "latest") == first.path.name
+
+
+def test_a_run_that_is_refused_leaves_no_folder_and_latest_alone(here):
+    begin(opened().folder)
+    before = tree(here)
+    refused = opened()
+    (refused.folder.path / "logs" / "rank0.error.json").write_text("{}")
+    refused.folder.metrics.touch()
+    begin(refused.folder)
+    refused.withdraw()
+    assert tree(here) == before
+
+
+def test_the_first_run_of_all_leaves_no_runs_either(here):
+    opened().withdraw()
+    assert not any(here.iterdir())
+
+
+def test_a_given_folder_is_left_as_it_was(here):
+    (here / "empty").mkdir()
+    for given in ("empty", "new/deep"):
+        opened(Path(given)).withdraw()
+    assert [path.name for path in here.rglob("*")] == ["empty"]
+
+
+def test_a_run_that_is_continued_in_its_folder_keeps_its_summary_and_its_spec(here):
+    run = opened(here / "run").folder
+    run.summary.write_text("{}")
+    run.metrics.write_text("{}\n")
+    run.log(0).write_text("one\n")
+    (run.path / "spec.resolved.yaml").write_text("name: before\n")
+    before = tree(here)
+    again = opened(run.path, resuming=True)
+    assert tree(here) != before
+    again.folder.error(0).write_text("{}")
+    again.withdraw()
+    assert tree(here) == before
+
+
+def test_a_run_that_did_a_step_is_kept_whatever_ends_it(here):
+    claim = opened()
+    claim.folder.metrics.write_text('{"step": 1}\n')
+    claim.withdraw()
+    assert (claim.folder.path / "spec.resolved.yaml").exists()
+
+
+def test_a_run_folder_that_cannot_be_one_is_refused_with_what_it_is(here, capsys):
+    (here / "file").touch()
+    (here / "used").mkdir()
+    (here / "used" / "a").touch()
+    (here / "link").symlink_to(here / "used")
+    for name, finding in (("file", "is a file"), ("used", "is not empty"), ("link", "is a link")):
+        assert f"error: --run-dir {name}: {finding}" in refusal(capsys, "--run-dir", name)
+    assert "cannot write" in refusal(capsys, "--run-dir", "file/run")
+
+
+# -- --resume
+
+
+@pytest.mark.parametrize(
+    ("asked", "finding"),
+    [
+        ("", "error: --resume: no folder is named"),
+        ("nowhere", "error: --resume nowhere: no such folder"),
+        ("file", "error: --resume file: is a file, not a folder"),
+        ("empty", "error: --resume empty: holds no checkpoint"),
+    ],
+)
+def test_what_is_no_checkpoint_is_refused_with_what_it_is(here, capsys, asked, finding):
+    (here / "file").touch()
+    (here / "empty").mkdir()
+    assert finding in refusal(capsys, "zero3", "--resume", asked)
+
+
+@pytest.mark.parametrize("asked", ["runs/a", "runs/latest", "runs/a/checkpoints/step-00000004"])
+def test_a_training_that_is_done_is_refused_before_a_folder_is_made(here, capsys, asked):
+    trained(here / "runs" / "a", 2, 4)
+    (here / "runs" / "latest").symlink_to("a")
+    told = refusal(capsys, "zero3", "train.steps=4", "--resume", asked)
+    assert "already at step 4 of 4\n  remedy: set train.steps above 4" in told
+
+
+def test_another_model_is_refused_before_a_folder_is_made(here, capsys):
+    trained(here / "runs" / "a", 4, model={"hidden": 7})
+    told = refusal(capsys, "zero3", "--resume", "runs/a")
+    assert "checkpoint runs/a/checkpoints/step-00000004: error: model: " in told
+    assert "hidden: 7" in told
+
+
+def test_a_damaged_checkpoint_is_said_once_and_not_to_be_missing(here, capsys):
+    (path,) = trained(here / "runs" / "a", 4)
+    (path / "__0_0.distcp").write_bytes(bytes(10))
+    told = refusal(capsys, "zero3", "--resume", "runs/a")
+    assert told.count("__0_0.distcp: has 10 bytes, 64 were written") == 1
+    assert "the only checkpoint there cannot be used" in told
+    assert "checkpoint.every" not in told
+    trained(here / "runs" / "a", 8)
+    (here / "runs/a/checkpoints/step-00000008" / manifest.NAME).write_text("{")
+    told = refusal(capsys, "zero3", "--resume", "runs/a")
+    assert "none of the 2 checkpoints there can be used" in told
+    assert "step-00000008" in told and "step-00000004" in told
+
+
+def test_an_older_sound_checkpoint_is_what_counts(here, capsys):
+    _, newer = trained(here / "runs" / "a", 4, 8)
+    (newer / "__0_0.distcp").unlink()
+    assert "already at step 4 of 3" in refusal(capsys, "train.steps=3", "--resume", "runs/a")
+
+
+def test_auto_looks_at_runs_of_the_same_name_beside(here, capsys):
+    trained(here / "runs" / "20260101-000000-zero3", 4)
+    told = refusal(capsys, "zero3", "train.steps=4", "--resume", "auto")
+    assert "error: --resume auto: already at step 4 of 4" in told
+
+
+# -- the file tier, options
+
+
+def test_a_folder_that_takes_no_files_is_refused_before_a_rank_starts(here, capsys):
+    (here / "file").touch()
+    for path, finding in (
+        ("/proc", "cannot be written to"),
+        ("nowhere", "no such folder"),
+        ("file", "is no folder"),
+    ):
+        told = refusal(capsys, "nvme-offload", f"offload.path={path}")
+        assert f"error: offload.path: {path}: {finding}" in told
+
+
+def test_two_specs_are_refused_with_both(here, capsys):
+    assert "a training takes one SPEC; got zero3 and ddp" in refusal(capsys, "zero3", "ddp")
+
+
+# -- validate
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_verdict_needs_three_steps(here, capsys, steps):
+    assert main(["validate", "ddp", "zero3", f"train.steps=4,{steps}"]) == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert told.err.startswith("error: train.steps: a verdict is about a steady step")
+    assert told.err.endswith("\n  remedy: set at least 3, or leave it out\n")
