@@ -8,14 +8,16 @@ from argparse import ArgumentParser, Namespace
 from contextlib import suppress
 from pathlib import Path
 
+from ptrain.algebra.legality import require
 from ptrain.cli.arguments import add_spec_arguments, print_json
-from ptrain.errors import VerdictFailed
+from ptrain.errors import VerdictFailed, refused
+from ptrain.spec.load import load
 from ptrain.spec.names import names
 from ptrain.spec.overrides import split_arguments, sweeps
 from ptrain.train.notebook import Run
 from ptrain.train.notebook import run as train
 
-# Two steps settle (buckets, optimizer state), the third is measured.
+_STEADY = 3  # two steps settle (buckets, optimizer state), the third is measured
 _BRIEFLY = ("train.steps=4", "eval.every=0", "checkpoint.at_end=false", "checkpoint.every=0")
 
 
@@ -29,16 +31,32 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(args: Namespace) -> int:
     """0 when every verdict holds, 1 when one fails."""
     sources, overrides = split_arguments(args.arguments)
+    asked = [
+        (source, choice)
+        for source in sources or [names().default]
+        for choice in sweeps([*_BRIEFLY, *overrides])
+    ]
+    for source, choice in asked:
+        _require_steady_step(source, choice)
     runs = []
-    for source in sources or [names().default]:
-        for choice in sweeps([*_BRIEFLY, *overrides]):
-            runs.append(_validate(source, choice, allow_import=args.allow_import))
-            if not args.json:
-                print(f"{_title(source, choice)}\n{runs[-1]}\n", flush=True)
+    for source, choice in asked:
+        runs.append(_validate(source, choice, allow_import=args.allow_import))
+        if not args.json:
+            title = [_title(source, choice)] if len(asked) > 1 else []
+            between = [""] if len(runs) > 1 else []
+            print(*between, *title, runs[-1].heading, runs[-1], sep="\n", flush=True)
     if args.json:
         records = [each.record for each in runs]
         print_json(records if len(records) > 1 else records[0])
     return 0 if all(each.holds for each in runs) else VerdictFailed.exit_code
+
+
+def _require_steady_step(source: str, overrides: tuple[str, ...]) -> None:
+    """Raises SpecError for a spec that is wrong, or too short to have a verdict."""
+    steps = require(load(source, overrides)).train.steps
+    if steps < _STEADY:
+        finding = f"a verdict is about a steady step, the third of a run; got {steps}"
+        raise refused("train.steps", finding, f"set at least {_STEADY}, or leave it out")
 
 
 def _validate(source: str, overrides: tuple[str, ...], *, allow_import: bool) -> Run:
