@@ -7,6 +7,7 @@ import json
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
+from ptrain.algebra.obeyed import Shown, shown
 from ptrain.errors import PtrainError
 from ptrain.spec.load import expand, load
 from ptrain.spec.names import SPEC_FOLDERS, listing, names
@@ -116,9 +117,14 @@ def _show(name: str, overrides: list[str], *, as_json: bool) -> None:
             else preset.read_text(encoding="utf-8").rstrip()
         )
         return
-    documents = expand(name, overrides)
-    resolved = [document.spec.resolved for document in documents]
+    found = [shown(document.spec) for document in expand(name, overrides)]
     if as_json:
-        print(json.dumps(resolved if len(resolved) > 1 else resolved[0]))
+        mappings = [each.mapping for each in found]
+        print(json.dumps(mappings if len(mappings) > 1 else mappings[0]))
     else:
-        print("---\n".join(map(to_yaml, resolved)), end="")
+        print("---\n".join(map(_as_yaml, found)), end="")
+
+
+def _as_yaml(found: Shown) -> str:
+    """The spec, and as comments what it leaves out."""
+    return to_yaml(found.mapping) + "".join(f"# {line}\n" for line in found.left_out)

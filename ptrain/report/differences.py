@@ -116,10 +116,12 @@ def _figures(first: Prediction, second: Prediction) -> Iterator[Figure]:
 def _settings(before: Spec, after: Spec) -> Iterator[str]:
     """`parameters: R → S*`, `mesh: …`, and every other key that differs, dotted."""
     yield from _placements(before, after)
-    left, right = _flatten(before.resolved), _flatten(after.resolved)
+    left, right = (
+        _flatten(spec.resolved) | {"sync.gradients": spec.sync.gradients.value}
+        for spec in (before, after)
+    )
     if before.batch.accumulate == after.batch.accumulate == 1:
-        left.pop("sync.gradients", None)  # one micro-batch is every one and the last
-        right.pop("sync.gradients", None)
+        del left["sync.gradients"], right["sync.gradients"]  # one micro-batch is each and the last
     for key in dict.fromkeys((*left, *right)):
         values = left.get(key, "–"), right.get(key, "–")
         if key.split(".")[0] not in _SHOWN_ELSEWHERE and values[0] != values[1]:

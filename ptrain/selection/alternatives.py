@@ -193,7 +193,7 @@ def overrides(before: Spec, after: Spec) -> Iterator[str]:
         moves = tuples_of(before) != tuples_of(after) and is_offloaded(before)
         if dial.of(before) != dial.of(after) or (dial.field == "offload" and moves):
             yield dial.override
-    if before.sync.gradients is not after.sync.gradients:
+    if before.sync.gradients is not after.sync.gradients and _says_when(before):
         yield f"sync.gradients={after.sync.gradients}"
     if before.batch.global_samples != after.batch.global_samples:
         yield f"batch.global={after.batch.global_samples}"
@@ -202,6 +202,12 @@ def overrides(before: Spec, after: Spec) -> Iterator[str]:
         yield f"batch.accumulate={after.batch.accumulate}"
     if before.cluster and after.cluster and before.cluster.devices != after.cluster.devices:
         yield f"cluster.devices={after.cluster.devices}"
+
+
+def _says_when(spec: Spec) -> bool:
+    """Whether the spec says itself when gradients are reduced, else that follows its placement."""
+    sync = spec.resolved.get("sync")
+    return isinstance(sync, dict) and "gradients" in sync
 
 
 def _written(spec: Spec) -> str:

@@ -101,7 +101,8 @@ def resolve(raw: SpecRaw, tree: Tree, name: str, world_size: int | None) -> Spec
         device=raw.device,
         backend=raw.backend,
     )
-    return replace(spec, resolved=to_mapping(spec))
+    resolved = to_mapping(spec, sync_is_written=raw.sync.gradients is not None)
+    return replace(spec, resolved=resolved)
 
 
 def _sync(raw: SpecRaw, factors: Sequence[Factor]) -> SyncPolicy:

@@ -10,13 +10,15 @@ import yaml
 
 from ptrain.costs import PLACED
 from ptrain.spec.model import ExternalModel, HuggingFaceModel, ModelShape, ModelSpec
+from ptrain.spec.placement import Tier
 from ptrain.spec.precision import CUSTOM, LAYOUTS, Precision
 from ptrain.spec.spec import WHOLE_BUCKET, Offload, Spec
 
 
-def to_mapping(spec: Spec) -> dict[str, object]:
-    """Every key with its value, but `accumulate`, which follows and would hinder another mesh, and
-    dials that are left to the wrapper."""
+def to_mapping(spec: Spec, *, sync_is_written: bool) -> dict[str, object]:
+    """Every key with its value, but what follows and would hinder another mesh or placement
+    (`accumulate`, and when gradients are reduced unless that is written), and dials that are left
+    to the wrapper."""
     return {
         "name": spec.name,
         "model": _model(spec.model),
@@ -36,7 +38,7 @@ def to_mapping(spec: Spec) -> dict[str, object]:
         "train": asdict(spec.train),
         **({"cluster": _cluster(spec)} if spec.cluster else {}),
         "sync": {
-            "gradients": spec.sync.gradients.value,
+            **({"gradients": spec.sync.gradients.value} if sync_is_written else {}),
             "reshard_after_forward": spec.sync.reshard_after_forward,
             "reshard_after_backward": spec.sync.reshard_after_backward,
         },
@@ -48,7 +50,7 @@ def to_mapping(spec: Spec) -> dict[str, object]:
         **({"overlap": spec.overlap.value} if spec.overlap else {}),
         **({"prefetch": spec.prefetch} if spec.prefetch is not None else {}),
         "gather_after_update": spec.gather_after_update.value,
-        **({"offload": _offload(spec.offload)} if spec.offload != Offload() else {}),
+        **({"offload": _offload(spec.offload)} if _says_offload(spec) else {}),
         "eval": asdict(spec.eval),
         "checkpoint": asdict(spec.checkpoint),
         "timeout": asdict(spec.timeout),
@@ -76,6 +78,13 @@ def _precision(precision: Precision) -> dict[str, object]:
         "moments": layout.moments.value,
         **compute,
     }
+
+
+def _says_offload(spec: Spec) -> bool:
+    """Whether something is written, or optimizer state is updated where it may not be computed."""
+    return spec.offload != Offload() or any(
+        factor.placement.optimizer.tier is not Tier.DEVICE for factor in spec.factors
+    )
 
 
 def _offload(offload: Offload) -> dict[str, object]:

@@ -8,7 +8,8 @@ from argparse import ArgumentParser
 
 import pytest
 
-from ptrain.algebra.legality import check, executed
+from ptrain.algebra.legality import check, executed, require
+from ptrain.algebra.obeyed import shown
 from ptrain.cli import specs as verb
 from ptrain.derivation.parameters import facts
 from ptrain.errors import PtrainError, SpecError
@@ -19,6 +20,7 @@ from ptrain.spec.placement import M
 from ptrain.spec.shorthand import mark_of
 from ptrain.spec.spec import Spec
 from ptrain.spec.text import parse, read
+from ptrain.spec.write import to_yaml
 
 STRATEGIES = {
     "ddp": ["dp_replicate=2: R,R,R,R"],
@@ -184,12 +186,63 @@ def test_show_prints_a_spec_that_runs(capsys):
 
 def test_show_gives_json_and_a_list_for_a_sweep(capsys):
     assert run("show", "zero3", "--json") == 0
-    assert json.loads(capsys.readouterr().out) == load("zero3").spec.resolved
+    found, resolved = json.loads(capsys.readouterr().out), load("zero3").spec.resolved
+    assert load(found).spec == load("zero3").spec
+    assert {**resolved, **found} == resolved
+    assert set(resolved) - set(found) == {"bucket", "gather_after_update"}  # see below
     assert run("show", "zero3", "mesh.dp_shard=2,4", "--json") == 0
     assert [row["mesh"] for row in json.loads(capsys.readouterr().out)] == [
         {"dp_shard": 2},
         {"dp_shard": 4},
     ]
+
+
+@pytest.mark.parametrize("name", listing(*SPEC_FOLDERS))
+def test_what_is_shown_is_the_spec_and_nothing_that_another_placement_would_refuse(name, tmp_path):
+    spec = load(name).spec
+    file = tmp_path / "shown.yaml"
+    file.write_text(to_yaml(shown(spec).mapping), encoding="utf-8")
+    assert load(file).spec == spec
+    for other in STRATEGIES:
+        there = load(other).spec
+        clip = "null" if used_up(there) else "1.0"
+        changes = [
+            f"placement={other}",
+            f"mesh={{{', '.join(f'{f.axis}: {f.degree}' for f in there.factors)}}}",
+            f"optimizer.name={there.optimizer.name}",
+            f"optimizer.clip={clip}",
+            f"precision.layout={there.precision.layout.name}",
+            f"batch={{micro: 1, global: {there.world_size}, sequence: 128}}",
+            "reshard=true",
+        ]
+        assert require(load(file, changes)).factors == there.factors
+
+
+@pytest.mark.parametrize(
+    ("name", "has", "lacks", "said"),
+    [
+        ("ddp", {"bucket"}, {"sync", "unit", "reduce_scatter", "gather_after_update"}, "last"),
+        ("zero1", {"unit", "reduce_scatter", "gather_after_update"}, {"bucket", "sync"}, "last"),
+        ("zero3", {"unit", "reduce_scatter", "sync"}, {"bucket", "gather_after_update"}, "every"),
+        ("zero-offload-ds", {"offload", "gather_after_update"}, {"bucket", "sync"}, "every"),
+        ("nvme-offload", {"offload", "sync"}, {"bucket"}, "temporary folder"),
+    ],
+)
+def test_shown_is_what_the_placement_obeys_and_the_rest_is_said(name, has, lacks, said):
+    found = shown(load(name).spec)
+    assert has <= set(found.mapping)
+    assert not lacks & set(found.mapping)
+    assert any(said in line for line in found.left_out)
+    assert any("overlap, prefetch" in line for line in found.left_out)
+    obeyed = [line for line in found.left_out if "obeys" in line]
+    assert all(place in obeyed[0] for place in lacks)
+
+
+def test_a_written_dial_is_shown_as_it_is_written():
+    found = shown(load("zero3", ["sync.gradients=last", "overlap=none", "prefetch=0"]).spec)
+    assert found.mapping["sync"]["gradients"] == "last"
+    assert (found.mapping["overlap"], found.mapping["prefetch"]) == ("none", 0)
+    assert not any("as the" in line for line in found.left_out)
 
 
 @pytest.mark.parametrize("name", ["llama3-8b", "h100-8"])

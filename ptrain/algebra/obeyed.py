@@ -1,0 +1,80 @@
+"""Which keys of a resolved spec its placement obeys: what a spec that is shown has, and what it
+leaves out and why. A dial at its default says nothing where no other value would be obeyed."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ptrain.algebra.legality import check
+from ptrain.axes.data.costs import STOCK_BUCKET_BYTES
+from ptrain.axes.data.form import data_factors, tier_of
+from ptrain.costs import PLACED
+from ptrain.spec.batch import GatherAfterUpdate, ReduceScatterVia, UnitKind, UnitSize
+from ptrain.spec.placement import Tier
+from ptrain.spec.spec import Spec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shown:
+    """A mapping that loads to the same spec, and a line about what it leaves out."""
+
+    mapping: dict[str, object]
+    left_out: tuple[str, ...]
+
+
+def shown(spec: Spec) -> Shown:
+    """`spec.resolved` without what nothing here obeys."""
+    unheard = [place for place, probe in _probes(spec) if _is_refused(probe, place)]
+    mapping: dict[str, Any] = copy.deepcopy(spec.resolved)
+    for place in unheard:
+        section, _, key = place.partition(".")
+        if key:
+            del mapping[section][key]
+        if not key or not mapping[section]:
+            del mapping[section]
+    return Shown(mapping=mapping, left_out=tuple(_left_out(spec, unheard)))
+
+
+def _probes(spec: Spec) -> Iterator[tuple[str, Spec]]:
+    """Each dial at its default, and the spec with another value of it."""
+    sync = spec.sync
+    if sync.reshard_after_forward is True:
+        yield (
+            "sync.reshard_after_forward",
+            replace(spec, sync=replace(sync, reshard_after_forward=False)),
+        )
+    if sync.reshard_after_backward:
+        yield (
+            "sync.reshard_after_backward",
+            replace(spec, sync=replace(sync, reshard_after_backward=False)),
+        )
+    if spec.reduce_scatter is ReduceScatterVia.NATIVE:
+        yield "reduce_scatter", replace(spec, reduce_scatter=ReduceScatterVia.ALL_TO_ALL)
+    if spec.bucket_bytes == STOCK_BUCKET_BYTES:
+        yield "bucket", replace(spec, bucket_bytes=1)
+    if spec.unit == UnitSize():
+        yield "unit", replace(spec, unit=UnitSize(kind=UnitKind.SUB_BLOCK))
+    if spec.gather_after_update is GatherAfterUpdate.BLOCKING:
+        during = GatherAfterUpdate.DURING_UPDATE
+        yield "gather_after_update", replace(spec, gather_after_update=during)
+
+
+def _is_refused(spec: Spec, place: str) -> bool:
+    return any(fault.place == place for fault in check(spec))
+
+
+def _left_out(spec: Spec, unheard: list[str]) -> Iterator[str]:
+    sync = spec.resolved.get("sync")
+    if isinstance(sync, dict) and "gradients" not in sync:
+        yield f"sync.gradients: {spec.sync.gradients}, as the placement has it"
+    by_itself = [key for key in ("overlap", "prefetch") if getattr(spec, key) is None]
+    if by_itself:
+        yield f"{', '.join(by_itself)}: as the wrapper does by itself"
+    factors = data_factors(spec)
+    if spec.offload.path is None and any(tier_of(factors, s) is Tier.FILE for s in PLACED):
+        yield "offload.path: the system's temporary folder"
+    if unheard:
+        yield f"nothing in this placement obeys {', '.join(unheard)}"
