@@ -134,8 +134,9 @@ class Case:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """`why` says in a sentence or two where the figure comes from, or what the text overlooks;
-    `condition` when it holds, where some of its cases do."""
+    """The first case is the claim's own: where that fails, the claim does not hold. `why` says in a
+    sentence or two where the figure comes from, or what the text overlooks; `condition` which of
+    the cases hold, where the first does and another does not."""
 
     title: str
     where: str

@@ -178,9 +178,9 @@ MEMORY = (
             ),
             Case(label="DP → ZeRO-3", sources=(DP, ZERO3), figure=_reduction, form=Form.TIMES),
         ),
-        condition="from plain data parallelism to stage 3",
-        why="The two figures are those of plain data parallelism and stage 3. Stage 2 has most of "
-        "the saving already, because 14 of the 16 bytes are optimizer state and gradients.",
+        why="The two figures are those of plain data parallelism and stage 3, between which 8× is "
+        "right (the second row). Stage 2 has most of that saving already, because 14 of the 16 "
+        "bytes are optimizer state and gradients.",
     ),
     Claim(
         title="The count of parameters",
@@ -275,7 +275,8 @@ MEMORY = (
             one("HSDP, 2 × 4", HSDP, _states, Form.BYTES, ZERO3),
             one("HSDP, 2 × 4, optimizer over all 8", HSDP_FULL, _states, Form.BYTES, ZERO3),
         ),
-        condition="when N is the degree of the sharding axis, not the number of devices",
+        condition="when all three states are sharded along one axis and N is its degree, which "
+        "need not be the number of devices",
         why="HSDP replicates between its groups, the optimizer included, so N is the size of a "
         "group; the optimizer alone may be cut over all devices. Composed by Definition 5 the "
         "theorem says so too; the table's row does not.",
@@ -361,9 +362,8 @@ MEMORY = (
             one("gradients", _MIXED, _gradients, Form.BYTES, ZERO3),
             one("all three", _MIXED, _states, Form.BYTES, ZERO3),
         ),
-        condition="for the sum alone",
         why="fully_shard keeps fp32 shards, which are the masters, and makes 16-bit parameters of "
-        "them unit by unit: Θ is M, not S*. Gradients are kept in fp32. 0 + 4 + 12 happens to be "
-        "2 + 2 + 12.",
+        "them unit by unit: Θ is M, not S*. Gradients are kept in fp32. Only the sum is right, "
+        "since 0 + 4 + 12 happens to be 2 + 2 + 12.",
     ),
 )

@@ -63,7 +63,7 @@ TRAFFIC = (
         printed="70B on 8 devices: 245 GB for DP, 368 GB for stage 3; by the rules 245 and "
         "122.5 GB for stages 1 and 2",
         cases=tuple(one(label, source, _sent, Form.BYTES) for label, source in STAGES.items()),
-        condition="where Θ and Ω are cut alike, or neither is",
+        condition="unless Ω and G are sharded and Θ is whole, as in stage 2",
         why="With whole parameters and a sharded optimizer a rank updates its own part only, and "
         "the others need it before the next forward pass: one all-gather, r|Θ|, that no rule of "
         "the theorem has. Stage 1 hides it (reduce-scatter and all-gather cost what its all-reduce "
@@ -117,7 +117,8 @@ TRAFFIC = (
             _change("ZeRO-2 → ZeRO-3, as §1 says", ZERO2, ZERO3, DP, ZERO3),
             _change("ZeRO-2 → ZeRO-3, as Theorem 2 adds up", ZERO2, ZERO3),
         ),
-        condition="against both; Theorem 2 itself contradicts the second",
+        condition="as the sentences say it, of data parallelism and of stage 2; not as Theorem 2 "
+        "adds up against stage 2",
         why="What runs agrees with the sentence of the introduction. The theorem, which forgets "
         "stage 2's gather, makes it twice that.",
     ),

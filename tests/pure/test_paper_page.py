@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -29,6 +30,51 @@ def test_the_page_is_not_stale(paper):
 def test_every_claim_says_where_it_is_printed_and_why_it_comes_out_so(paper):
     for claim in paper.CLAIMS:
         assert claim.where and claim.printed and claim.why and claim.cases, claim.title
+
+
+def cases_that_hold(paper: ModuleType, claim: Any) -> list[bool]:
+    measured, _ = paper.read_back(paper.PAGE.read_text(encoding="utf-8"))
+    return [paper.holds(case, paper.find(case, measured)) for case in claim.cases]
+
+
+def test_a_condition_stands_where_the_first_row_says_yes_and_another_no(paper):
+    for claim in paper.CLAIMS:
+        held = cases_that_hold(paper, claim)
+        assert bool(claim.condition) == (held[0] and not all(held)), claim.title
+
+
+@pytest.mark.parametrize(
+    "title", ["Stage 3 saves 8× over stage 2", "Mixed-precision FSDP is ZeRO-3"]
+)
+def test_a_claim_whose_own_row_says_no_does_not_hold_though_another_row_says_yes(paper, title):
+    claim = next(each for each in paper.CLAIMS if each.title == title)
+    held = cases_that_hold(paper, claim)
+    assert not held[0] and any(held)
+    text = paper.PAGE.read_text(encoding="utf-8")
+    section = text.partition(f". {title}\n")[2].partition("###")[0]
+    assert "*Verdict*: does not hold." in section
+
+
+def test_the_page_is_reworded_around_its_measurements(paper, monkeypatch, tmp_path):
+    text, page = paper.PAGE.read_text(encoding="utf-8"), tmp_path / "paper.md"
+    page.write_text(text.replace("*does not hold*", "*fails*"), encoding="utf-8")
+    monkeypatch.setattr(paper, "PAGE", page)
+    assert paper.differences()
+    assert not paper.reword()
+    assert page.read_text(encoding="utf-8") == text
+
+
+def test_a_page_with_a_measurement_that_is_not_predicted_is_not_reworded(
+    paper, monkeypatch, tmp_path
+):
+    text, page = paper.PAGE.read_text(encoding="utf-8"), tmp_path / "paper.md"
+    measured, _ = paper.read_back(text)
+    figures = next(iter(measured.values()))
+    wrong = text.replace(f"| {figures.parameters} | {figures.optimizer} |", "| 7 | 8 |")
+    page.write_text(wrong, encoding="utf-8")
+    monkeypatch.setattr(paper, "PAGE", page)
+    assert paper.reword()
+    assert page.read_text(encoding="utf-8") == wrong
 
 
 def test_a_page_that_was_edited_by_hand_is_found(paper, monkeypatch, tmp_path):
