@@ -7,8 +7,6 @@ backward. A reduction's input lives until the next unit's begins.
 
 from __future__ import annotations
 
-from collections import Counter
-
 from ptrain.algebra.layout import ranks_over
 from ptrain.axes.data.costs import kept_ranks, local_rows, padded_rows
 from ptrain.derivation.facts import UnitFacts
@@ -248,11 +246,12 @@ class FullySharded:
         return self.gathers.now()
 
     def update(self, shard: int) -> None:
-        counts = Counter(_shapes(unit) for unit in self.scene.facts.units)
+        different = {_shapes(unit) for unit in self.scene.facts.units}
         local = {
-            shapes: [local_rows(shape, self.ranks, shard) for shape in shapes] for shapes in counts
+            shapes: [local_rows(shape, self.ranks, shard) for shape in shapes]
+            for shapes in different
         }
-        clip_and_cast(self.scene, [local[shapes] for shapes in counts.elements()])
+        clip_and_cast(self.scene, [local[_shapes(unit)] for unit in self.scene.facts.units])
 
 
 def _padded(scene: Scene, ranks: int) -> list[list[int]]:

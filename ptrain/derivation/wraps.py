@@ -5,10 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ptrain.derivation.facts import UnitFacts
 from ptrain.derivation.muon import muon_temporaries
 from ptrain.derivation.optimizer_state import is_hidden, kept_tensors, needs_whole_tensors
 from ptrain.derivation.tape import Scene
 from ptrain.plan.step import LONG_NORM, NORM_ROW
+from ptrain.spec.precision import Layout
+from ptrain.spec.spec import OptimizerSpec
 from ptrain.timeline import Complete
 
 
@@ -19,25 +22,30 @@ def clip_and_cast(scene: Scene, groups: Sequence[Sequence[int]]) -> None:
     layout, optimizer = scene.plan.update.layout, scene.spec.optimizer
     if scene.plan.clip is not None:
         clip(scene, [numel for group in groups for numel in group])
-    num_casts = 0 if layout.gradients is layout.updated else 1
-    if layout.moments is not layout.updated:
-        num_casts += sum(not kept.is_scalar for kept in kept_tensors(optimizer, layout))
-    if num_casts:
-        largest = max((sum(group) for group in groups), default=0)
-        scene.tape.spike(largest * num_casts * layout.updated.itemsize)
-    if needs_whole_tensors(optimizer):
-        scene.tape.spike(_of_largest_matrix(scene))
+    by_hidden = {hidden: _num_casts(optimizer, layout, hidden) for hidden in (False, True)}
+    for group, unit in zip(groups, scene.facts.units, strict=True):
+        elements = sum(
+            numel * by_hidden[is_hidden(unit, tensor)]
+            for numel, tensor in zip(group, unit.tensors, strict=True)
+        )
+        scene.tape.spike(elements * layout.updated.itemsize + _of_largest_matrix(scene, unit))
 
 
-def _of_largest_matrix(scene: Scene) -> int:
-    """Matrix after matrix, with nothing of the one before."""
+def _num_casts(optimizer: OptimizerSpec, layout: Layout, is_hidden: bool) -> int:
+    """How many tensors are cast for the update of one."""
+    moments = kept_tensors(optimizer, layout, is_hidden=is_hidden)
+    num_moments = sum(not kept.is_scalar for kept in moments)
+    return (layout.gradients is not layout.updated) + num_moments * (
+        layout.moments is not layout.updated
+    )
+
+
+def _of_largest_matrix(scene: Scene, unit: UnitFacts) -> int:
+    """Matrix after matrix, with nothing of the one before; 0 where slices are updated."""
     layout = scene.plan.update.layout
-    shapes = {
-        tensor.shape
-        for unit in scene.facts.units
-        for tensor in unit.tensors
-        if is_hidden(unit, tensor)
-    }
+    if not needs_whole_tensors(scene.spec.optimizer):
+        return 0
+    shapes = {tensor.shape for tensor in unit.tensors if is_hidden(unit, tensor)}
     return max(
         (muon_temporaries(shape, layout.updated, scaled=layout.scales_loss) for shape in shapes),
         default=0,

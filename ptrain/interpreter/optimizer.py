@@ -222,9 +222,17 @@ def _decayed(spec: OptimizerSpec) -> dict[str, float]:
     return {"lr": spec.lr, "momentum": spec.momentum, "weight_decay": spec.weight_decay}
 
 
-def build_optimizer(
-    rule: str, leaves: list[torch.Tensor], spec: OptimizerSpec
-) -> torch.optim.Optimizer:
+Leaves = Sequence[torch.Tensor] | Sequence[dict[str, list[torch.Tensor]]]
+
+
+def _tensors(leaves: Leaves) -> Iterator[torch.Tensor]:
+    """Of all groups, where torch hands over groups."""
+    for leaf in leaves:
+        yield from leaf["params"] if isinstance(leaf, dict) else (leaf,)
+
+
+def build_optimizer(rule: str, leaves: Leaves, spec: OptimizerSpec) -> torch.optim.Optimizer:
+    """torch's optimizer of `leaves`, tensors or groups of them, by a rule's name."""
     match rule:
         case "adamw":
             return torch.optim.AdamW(
@@ -235,7 +243,7 @@ def build_optimizer(
                 weight_decay=spec.weight_decay,
                 fused=True,
             )
-        case "sgd" if any(leaf.is_cpu and leaf.dtype.itemsize == 2 for leaf in leaves):
+        case "sgd" if any(leaf.is_cpu and leaf.dtype.itemsize == 2 for leaf in _tensors(leaves)):
             return SGD(leaves, **_decayed(spec))
         case "sgd":
             return torch.optim.SGD(leaves, **_decayed(spec), fused=True)

@@ -4,9 +4,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import torch
+from torch.optim.optimizer import ParamsT
 
 from ptrain.interpreter.tiers import alike
 
@@ -21,9 +22,7 @@ class SGD(torch.optim.Optimizer):
     grad_scale: torch.Tensor | None = None
     found_inf: torch.Tensor | None = None
 
-    def __init__(
-        self, leaves: Iterable[torch.Tensor], *, lr: float, momentum: float, weight_decay: float
-    ) -> None:
+    def __init__(self, leaves: ParamsT, *, lr: float, momentum: float, weight_decay: float) -> None:
         super().__init__(leaves, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
 
     @torch.no_grad()

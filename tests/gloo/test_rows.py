@@ -29,6 +29,14 @@ pytestmark = pytest.mark.gloo
 
 STEPS, FEWER_STEPS = 20, 8
 RESULTS: list[Result] = []
+ONCE_WRONG = (  # no row's defaults showed it
+    default("ddp").with_dials(
+        fp64=False, layout="fp16", accumulate=3, bucket="whole", clip=None, optimizer="muon"
+    ),
+    default("ddp-zero-redundancy").with_dials(
+        fp64=False, layout="bf16", accumulate=3, clip=None, optimizer="sgd"
+    ),
+)
 _REFERENCES: dict[tuple[object, ...], Trajectory] = {}
 
 
@@ -68,6 +76,12 @@ def record(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.mark.parametrize("row", ROWS)
 def test_a_row_is_exact_and_equals_one_device(ranks: Ranks, row: str) -> None:
     found = differences(ranks, default(row))
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("setting", ONCE_WRONG, ids=str)
+def test_a_setting_that_was_wrong_once_stays_right(ranks: Ranks, setting: Setting) -> None:
+    found = differences(ranks, setting, FEWER_STEPS)
     assert not found, "\n".join(found)
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from ptrain.interpreter.optimizer import build_optimizer
 from ptrain.interpreter.sgd import SGD
+from ptrain.spec.spec import OptimizerSpec
 
 SIZES = (1, 7, 8, 33, 64)
 SETTINGS = [
@@ -68,6 +70,13 @@ def test_an_overflow_leaves_every_bit(settings: dict[str, float]) -> None:
     optimizer.step()
     assert all(map(torch.equal, leaves, before))
     assert all(map(torch.equal, buffers, buffers_before))
+
+
+def test_groups_of_leaves_are_as_good_as_leaves() -> None:
+    spec = OptimizerSpec(name="sgd", lr=0.1)
+    leaves = tensors(torch.bfloat16)
+    groups = [{"params": leaves}]
+    assert type(build_optimizer("sgd", groups, spec)) is type(build_optimizer("sgd", leaves, spec))
 
 
 def test_torch_s_fused_kernel_still_stands_still_in_16_bits() -> None:
