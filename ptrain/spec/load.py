@@ -18,7 +18,7 @@ from ptrain.errors import Fault, SpecError
 from ptrain.spec.check import validate
 from ptrain.spec.names import find_spec, names
 from ptrain.spec.not_yet import refusals
-from ptrain.spec.overrides import apply, parse_override, source_of, sweeps
+from ptrain.spec.overrides import apply, involves, parse_override, source_of, sweeps
 from ptrain.spec.resolve import resolve
 from ptrain.spec.shorthand import expand_shorthands, mark_of
 from ptrain.spec.spec import Spec
@@ -71,7 +71,7 @@ def load(
             faults |= _independent(error.faults, faults)
     if faults:
         raise SpecError(*_in_order(faults.values(), overrides))
-    return Document(spec=spec, locate=lambda fault: _locate(tree, fault))
+    return Document(spec=spec, locate=lambda fault: _locate(tree, fault, overrides))
 
 
 def expand(source: Source = None, overrides: Sequence[str] = ()) -> list[Document]:
@@ -141,8 +141,11 @@ def _in_order(faults: Iterable[Fault], overrides: Sequence[str]) -> list[Fault]:
     return sorted(faults, key=order)
 
 
-def _locate(tree: Tree, fault: Fault) -> Fault:
-    """The same fault with the place of its key in the file or on the command line."""
+def _locate(tree: Tree, fault: Fault, overrides: Sequence[str]) -> Fault:
+    """The same fault with the place of its key in the file or on the command line. In the file, a
+    fault may be one only with what the command line says, which is named then."""
     route = tuple(fault.place.split(".")) if fault.place else ()
     mark: Mark = mark_of(tree, route)
-    return mark.fault(fault.place, fault.finding, fault.remedy)
+    involved = [each for each in overrides if mark.line and involves(fault, parse_override(each))]
+    spoken = f" (with {' '.join(involved)} from the command line)" if involved else ""
+    return mark.fault(fault.place, f"{fault.finding}{spoken}", fault.remedy)

@@ -105,6 +105,14 @@ def apply(tree: Tree, override: Override) -> list[Fault]:
     return []
 
 
+def involves(fault: Fault, override: Override) -> bool:
+    """Whether the fault speaks of what the override sets: of its key, or of the word it gives."""
+    said = f"{fault.finding} {fault.remedy}"
+    word = override.text if override.text.isidentifier() and len(override.route) > 1 else ""
+    known = [re.escape(each) for each in (".".join(override.route), word) if each]
+    return re.search(rf"(?<![\w.])({'|'.join(known)})(?![\w-])", said) is not None
+
+
 def _value(override: Override) -> Tree:
     """The right side. Its faults are those of the override: there is no line to point at."""
     try:

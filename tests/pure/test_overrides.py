@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from ptrain.algebra.legality import require
 from ptrain.errors import SpecError
 from ptrain.spec.axis import Axis
 from ptrain.spec.batch import SyncPolicy
@@ -170,3 +171,33 @@ def test_a_token_file_on_the_command_line_replaces_the_files_corpus():
 def test_spaces_around_the_equals_sign_are_named():
     with pytest.raises(SpecError, match="write it without spaces"):
         split_arguments(["zero3", "mesh.dp_shard", "=", "4"])
+
+
+@pytest.mark.parametrize(
+    ("override", "is_named"),
+    [
+        ("optimizer.clip=1.0", True),
+        ("batch.micro=2", True),
+        ("precision.layout=fp16", True),
+        ("gather_after_update=blocking", False),
+        ("train.steps=3", False),
+        ("name=gradients", False),
+    ],
+)
+def test_a_fault_in_the_file_names_what_the_command_line_has_to_do_with_it(override, is_named):
+    """Used up gradients are legal in the file, and with one of these overrides they are not."""
+    needed = [] if is_named else ["optimizer.clip=1.0"]
+    file = next(path for name, path in listing("strategies").items() if "in-backward" in name)
+    with pytest.raises(SpecError) as caught:
+        require(load(file, [*needed, override]))
+    (fault,) = caught.value.faults
+    assert fault.line > 0
+    named = f"(with {override} from the command line)"
+    assert (named in fault.finding) is is_named
+    assert needed == [] or f"(with {needed[0]} from" in fault.finding
+
+
+def test_a_fault_at_an_override_needs_no_other_word_for_it():
+    with pytest.raises(SpecError) as caught:
+        require(load(SHARDED, ["bucket=whole"]))
+    assert "from the command line" not in caught.value.faults[0].finding
