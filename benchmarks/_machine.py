@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import shlex
 import subprocess
 import sys
 import time
@@ -20,7 +21,7 @@ def header(title: str, command: Sequence[str]) -> str:
     """Title and a table of what the figures depend on."""
     rows = {
         "date": time.strftime("%Y-%m-%d %H:%M %Z"),
-        "command": f"`{' '.join(command)}`",
+        "command": f"`{shlex.join(command)}`",
         "machine": f"{processor()}, {cores()} cores, {memory()}",
         "accelerator": accelerator(),
         "system": platform.platform(),
@@ -78,13 +79,23 @@ def hardware() -> str:
     return f"cpu{cores()}" if gpu == "none" else gpu.split(",")[0].split()[-1].lower()
 
 
-def conclude(theme: str, lines: Sequence[str], *, holds: bool, is_saved: bool) -> int:
-    """Prints a result and its verdict, saves it where that was asked for; the exit code."""
-    text = "\n".join([*lines, "", f"Verdict: {'holds' if holds else 'fails'}."])
+def conclude(
+    theme: str, lines: Sequence[str], *, failed: Sequence[str], not_covered: str, is_saved: bool
+) -> int:
+    """Prints a result and its verdict, saves it where that was asked for; the exit code. `failed`
+    names what does not keep the claim, with its figures."""
+    text = "\n".join([*lines, "", verdict(failed), "", f"Not covered: {not_covered}"])
     print(text)
     if is_saved:
         print(f"\nwritten: {save(theme, text).relative_to(ROOT)}")
-    return 0 if holds else 1
+    return 1 if failed else 0
+
+
+def verdict(failed: Sequence[str]) -> str:
+    """Holds, or fails and in what."""
+    if not failed:
+        return "Verdict: holds."
+    return "\n".join(["Verdict: fails.", "", *(f"- {each}" for each in failed)])
 
 
 def save(theme: str, text: str) -> Path:

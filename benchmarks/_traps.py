@@ -140,10 +140,21 @@ def section(found: list[Trapped], version: str) -> list[str]:
     lines = [
         "## Traps",
         "",
-        f"What accelerate {version} was asked for, what ran without a word, and the verdict of "
-        f"`ptrain.measure(model, optimizer=optimizer)` on its third step against the spec "
-        f"`zero3-keep {' '.join(OVERRIDES)}`. The second and third are past the first trap: the "
-        "accelerator's state was told that it shards.",
+        f"accelerate {version} was asked to train llama-tiny on {RANKS} CPU ranks with FSDP2, "
+        "gathered parameters kept until the backward pass. A row says what it was asked for, "
+        "what it ran, without an error or a warning, and what ptrain found out: "
+        "`ptrain.measure(model, optimizer=optimizer)` metered the third training step, and its "
+        "figures are compared with what this spec predicts, of which every row asks a part:",
+        "",
+        f"    zero3-keep {' '.join(OVERRIDES)}",
+        "",
+        "*fails* therefore means that something else ran than was asked for. The first row is "
+        "`Accelerator(cpu=True, fsdp_plugin=…)`: accelerate drops the plugin and trains DDP. The "
+        "other two are about what makes a unit, so they need a model that is sharded: in them the "
+        "benchmark sets accelerate's own state to FSDP by hand after the accelerator is made. "
+        "The second gives the blocks in the form that torch documents, of which accelerate keeps "
+        "the function and loses the argument; the whole model becomes one unit. The third, the "
+        "control, gives them by accelerate's own setting, and gets what it asked for.",
         "",
         "| asked for | ran | verdict |",
         "|---|---|---|",

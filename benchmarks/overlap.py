@@ -141,16 +141,16 @@ def rows(sides: dict[str, list[Side]]) -> list[str]:
     return lines
 
 
-def claim(sides: dict[str, list[Side]]) -> tuple[list[str], bool]:
-    """Each contender's blocked seconds against those of the one before it."""
+def claim(sides: dict[str, list[Side]]) -> tuple[list[str], list[str]]:
+    """Each contender's blocked seconds against those of the one before it, and what fails."""
     waits = {name: _mean([rank.blocked for rank in each]) for name, each in sides.items()}
-    names, lines, all_hold = list(sides), [], True
+    names, lines, failed = list(sides), [], []
     for before, name in pairwise(names):
         high = bound(_ratios(waits[name], waits[before]))[1]
-        all_hold &= high < 1
-        told = _against(waits[name], waits[before])
-        lines.append(f"{name} / {before}: {told}, {'holds' if high < 1 else 'fails'}")
-    return lines, all_hold
+        told = f"{name} / {before}: {_against(waits[name], waits[before])}"
+        lines.append(f"{told}, {'holds' if high < 1 else 'fails'}")
+        failed += [] if high < 1 else [f"{told}, the upper bound is not below 1"]
+    return lines, failed
 
 
 def _slowest(ranks: list[list[float]]) -> list[float]:
@@ -178,7 +178,7 @@ def main() -> int:
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/")
     args = parser.parse_args()
     sides = run(args.rounds)
-    told, holds = claim(sides)
+    told, failed = claim(sides)
     lines = [
         header("overlap: naive, bucketed and overlapped all-reduces", this_command()),
         "Claim: each waits less for collectives than the one before it, the upper 95 % bound of "
@@ -187,7 +187,8 @@ def main() -> int:
         f"{args.rounds} rounds. Seconds are medians: steps of the slowest rank; `blocked`, the "
         "mean over the ranks, is what the main thread waited for collectives over dp_replicate in "
         "a step of its own. Ratios are to naive, medians of the rounds' ratios with the two-sided "
-        "95 % interval by order statistics.",
+        "95 % interval by order statistics; such a median need not be the quotient of the two "
+        "medians beside it. Loss is the last step's, and the same samples are in it.",
         "",
         "| | collectives | step s | ratio | blocked s | ratio | loss |",
         "|---|---|---|---|---|---|---|",
@@ -196,7 +197,14 @@ def main() -> int:
         "Blocked seconds, paired:",
         *(f"- {line}" for line in told),
     ]
-    return conclude("overlap", lines, holds=holds, is_saved=args.save)
+    return conclude(
+        "overlap",
+        lines,
+        failed=failed,
+        not_covered="how much faster a step becomes (shown, not claimed), networks between "
+        "machines, GPUs, other strategies, other sizes of bucket and more ranks.",
+        is_saved=args.save,
+    )
 
 
 if __name__ == "__main__":

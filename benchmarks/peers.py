@@ -1,7 +1,7 @@
 """CPU time of a step in accelerate, Lightning Fabric, DeepSpeed and ptrain, against a loop by hand.
 
 Claim: the median ratio of ptrain's step to the hand-written loop of the same placement is at most
-1.02, its upper 95 % bound at most 1.05.
+1.02, its upper 95 % bound at most 1.05, at the same losses. Nothing is claimed of the other rows.
 
 Needs, besides ptrain's packages: `pip install accelerate lightning-fabric deepspeed`; a peer that
 is missing is left out with a line. All contenders of a group live in the same two gloo ranks and
@@ -28,7 +28,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported, here and in the
 
 from _machine import conclude, header, this_command
 from _peers import GROUPS, environment, installed
-from step_time import OVERRIDES, RANKS, WARM_UP, bound
+from step_time import OVERRIDES, RANKS, SAME, WARM_UP, bound, different, over_limits
 
 MEDIAN_LIMIT, BOUND_LIMIT = 1.02, 1.05
 BASE = "by hand"
@@ -84,21 +84,24 @@ def run(group: str, names: Sequence[str], launches: int, rounds: int) -> dict[st
     return found
 
 
-def report(found: dict[str, Turns]) -> tuple[list[str], bool]:
-    """The rows of a group, and whether ptrain's keep the claim."""
-    base, rows, holds = found[BASE], [], True
+def report(found: dict[str, Turns]) -> tuple[list[str], list[str]]:
+    """The rows of a group, and what of ptrain's does not keep the claim."""
+    base, rows, failed = found[BASE], [], []
     for name, turns in found.items():
         ratios = [a / b for a, b in zip(turns.seconds, base.seconds, strict=True)]
         median, (low, high) = statistics.median(ratios), bound(ratios)
         apart = max(abs(a - b) / b for a, b in zip(turns.losses, base.losses, strict=True))
+        verdict = "no claim"
         if name.startswith("ptrain"):
-            holds &= median <= MEDIAN_LIMIT and high <= BOUND_LIMIT and apart < 1e-4
+            wrong = over_limits(name, median, high, (MEDIAN_LIMIT, BOUND_LIMIT))
+            wrong += different(name, apart)
+            failed, verdict = [*failed, *wrong], "fails" if wrong else "holds"
         interval = "" if name == BASE else f"{median:.3f} | {low:.3f} – {high:.3f}"
         rows.append(
             f"| {name} | {statistics.median(turns.seconds):.4f} | {interval or '1 | '} "
-            f"| {turns.losses[-1]:.6f} | {apart:.1e} |"
+            f"| {turns.losses[-1]:.6f} | {apart:.1e} | {'' if name == BASE else verdict} |"
         )
-    return rows, holds
+    return rows, failed
 
 
 def traps(there: dict[str, str]) -> list[str]:
@@ -130,22 +133,30 @@ def main() -> int:
         header("peers: a step's CPU time in four libraries", this_command()),
         *_heading(args.rounds, args.launches, there),
     ]
-    holds = True
+    failed: list[str] = []
     for group in args.groups:
         names = [name for name, (need, _) in GROUPS[group].items() if not need or need in there]
         left_out = [name for name in GROUPS[group] if name not in names]
-        rows, kept = report(run(group, names, args.launches, args.rounds))
+        rows, wrong = report(run(group, names, args.launches, args.rounds))
         lines += ["", f"## {group[0].upper()}{group[1:]}", "", *_TABLE, *rows]
         lines += ["", *(f"Left out, not installed: {name}." for name in left_out)]
-        holds &= kept
+        failed += wrong
     if not args.no_traps:
         lines += ["", *traps(there)]
-    return conclude("peers", lines, holds=holds, is_saved=args.save)
+    return conclude(
+        "peers",
+        lines,
+        failed=failed,
+        not_covered="wall time, other settings of the libraries and other models, more ranks, "
+        "and GPUs. The verdict is about ptrain's rows only: nothing is claimed of the libraries' "
+        "time, nor of the traps.",
+        is_saved=args.save,
+    )
 
 
 _TABLE = (
-    "| | CPU s per step | ratio | 95 % | loss | apart |",
-    "|---|---:|---:|---:|---:|---:|",
+    "| | CPU s per step | ratio | 95 % | loss | apart | verdict |",
+    "|---|---:|---:|---:|---:|---:|---|",
 )
 
 
@@ -153,13 +164,15 @@ def _heading(rounds: int, launches: int, there: dict[str, str]) -> list[str]:
     versions = ", ".join(f"{name} {text}" for name, text in there.items()) or "none"
     return [
         f"Claim: ptrain's median ratio at most {MEDIAN_LIMIT}, upper 95 % bound at most "
-        f"{BOUND_LIMIT}.",
+        f"{BOUND_LIMIT}, in every group; losses less than {SAME:g} apart.",
         f"Peers: {versions}. llama-10m, {RANKS} gloo ranks with one thread each, "
         f"{' '.join(OVERRIDES[1:])}, fp32, fused AdamW, clipping, {rounds} rounds over {launches} "
         f"launches, the first {WARM_UP} steps of each left out. A round is one step of every "
         "contender of a group, in rotating order. CPU seconds are the median per step, user and "
         "system, both ranks together; the ratio is to the loop by hand in the same round, median "
-        "with its two-sided 95 % interval by order statistics. Loss is of the last step, `apart` "
+        "with its two-sided 95 % interval by order statistics. Being a median of ratios, it need "
+        "not be the quotient of the two medians of seconds, and may even stand on the other side "
+        "of 1. Loss is of the last step, `apart` "
         "the largest relative difference from the loop by hand over all steps.",
     ]
 

@@ -49,7 +49,14 @@ def main() -> int:
         f"| minimum, maximum | {times[0]:.3f}, {times[-1]:.3f} |",
         f"| of it the bare interpreter | {floor:.3f} |",
     ]
-    return conclude("predict_time", lines, holds=median <= LIMIT, is_saved=args.save)
+    return conclude(
+        "predict_time",
+        lines,
+        failed=[] if median <= LIMIT else [f"median {median:.3f} s, at most {LIMIT} s"],
+        not_covered="the first call after an installation, which also writes byte code, and specs "
+        "with more axes or ranks.",
+        is_saved=args.save,
+    )
 
 
 if __name__ == "__main__":

@@ -106,7 +106,8 @@ def main() -> int:
     walls = sorted(each.wall for each in found)
     median = statistics.median(walls)
     falls = all(each.last_loss < each.first_loss for each in found)
-    holds = median < LIMIT and falls
+    failed = [f"the median of the wall time is {median:.2f} s"] if median >= LIMIT else []
+    failed += [] if falls else ["the loss does not fall in every run"]
     lines = [
         title,
         f"Claim: `ptrain train` takes less than {LIMIT:.0f} s (wall time, median of {args.runs}), "
@@ -129,7 +130,14 @@ def main() -> int:
         f"Loss {found[0].first_loss} at step 1, {found[0].last_loss} at the end; "
         f"{found[0].verdict}.",
     ]
-    return conclude("start_up", lines, holds=holds, is_saved=args.save)
+    return conclude(
+        "start_up",
+        lines,
+        failed=failed,
+        not_covered="the first start after an installation, which also writes byte code, other "
+        "specs and more ranks, and GPUs.",
+        is_saved=args.save,
+    )
 
 
 if __name__ == "__main__":

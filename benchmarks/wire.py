@@ -2,7 +2,8 @@
 
 Claim: predicted sent bytes times gloo's factor (its reduce-scatter is an all-reduce; everything
 else sends what the ring model says) agree with the kernel's counters within 0.1 %, axis by axis,
-in a step whose tensors are larger than 1 MiB. The rest is gloo's headers, 48 bytes a message.
+in a step whose tensors are larger than 1 MiB. The rest is gloo's headers, 48 bytes a message, of
+which smaller tensors have more in proportion: the same is shown for a small model, with no claim.
 The figures do not depend on how busy the machine is. Prints; writes a result only with --save.
 """
 
@@ -11,7 +12,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -27,6 +28,8 @@ OVERRIDES = (
     "model.preset=llama-tiny", "model.layers=4", "model.hidden=256", "model.heads=4",
     "model.ffn=1024", "model.vocab=4096", "batch.micro=1", "batch.sequence=32",
 )  # fmt: skip
+SMALL = ("model.preset=llama-tiny", "batch.micro=1", "batch.sequence=32")
+HEADER = 48  # bytes that gloo puts before each message
 STRATEGIES = {
     "ddp": ("dp_replicate",),
     "zero1": ("dp_shard",),
@@ -46,7 +49,15 @@ def cases() -> Iterator[tuple[str, int, str]]:
                     yield strategy, size, via
 
 
-def rows(pool: Ranks, strategy: str, size: int, via: str) -> tuple[WireRow, ...]:
+def overrides_of(model: Sequence[str], strategy: str, size: int, via: str) -> tuple[str, ...]:
+    """What makes the named spec the one that runs."""
+    axes = STRATEGIES[strategy]
+    degree = size if len(axes) == 1 else size // 2
+    mesh = [f"mesh.{axis}={degree}" for axis in axes]
+    return (*model, *mesh, f"batch.global={size}", f"reduce_scatter={via}")
+
+
+def measure(pool: Ranks, strategy: str, overrides: Sequence[str]) -> tuple[WireRow, ...]:
     """One steady step of this strategy in a pool of ranks."""
     from ptrain.algebra.legality import require
     from ptrain.derivation.estimate import derive
@@ -56,44 +67,97 @@ def rows(pool: Ranks, strategy: str, size: int, via: str) -> tuple[WireRow, ...]
     from ptrain.spec.load import load
     from tests.gloo.runs import train
 
-    axes = STRATEGIES[strategy]
-    degree = size if len(axes) == 1 else size // 2
-    mesh = [f"mesh.{axis}={degree}" for axis in axes]
-    spec = require(
-        load(strategy, (*OVERRIDES, *mesh, f"batch.global={size}", f"reduce_scatter={via}"))
-    )
-    reports = pool.run(size, train, spec, STEADY + 1, STEADY, timeout=600)
+    spec = require(load(strategy, tuple(overrides)))
+    reports = pool.run(spec.world_size, train, spec, STEADY + 1, STEADY, timeout=600)
     measured = join_estimates([report.measured for report in reports if report.measured])
     assert not measured.undefined, measured.undefined
     return wire_rows(derive(spec, facts_of(spec)).exact, measured)
+
+
+def table(pool: Ranks, model: Sequence[str], *, is_claimed: bool) -> tuple[list[str], list[str]]:
+    """A row for each case and axis, and those that are not within the claim."""
+    lines, failed = list(_HEAD), []
+    for strategy, size, via in cases():
+        for row in measure(pool, strategy, overrides_of(model, strategy, size, via)):
+            more = row.measured_bytes - row.predicted_bytes
+            apart, name = more / row.predicted_bytes, f"{strategy} | {size} | `{via}`"
+            verdict = "holds" if 0 <= apart <= TOLERANCE else "fails"
+            if is_claimed and verdict == "fails":
+                told = f"{name.replace(' |', ',')}, {'+'.join(row.axes)}: {apart:.4%} apart"
+                failed.append(f"{told}, at most {TOLERANCE:.1%}")
+            lines.append(
+                f"| {name} | {'+'.join(row.axes)} | {row.predicted_bytes:,} "
+                f"| {row.measured_bytes:,} | {apart:.4%} | {more / HEADER:g} "
+                f"| {row.factor.partition(';')[0]} | {verdict if is_claimed else 'no claim'} |"
+            )
+    return lines, failed
+
+
+_HEAD = (
+    "| strategy | N | `reduce_scatter` | axis | predicted bytes | measured bytes | apart "
+    "| apart / 48 | factor | verdict |",
+    "|---|---|---|---|---|---|---|---|---|---|",
+)
+
+
+def _explained() -> list[str]:
+    """The claim, and what is inside the two columns."""
+    first, *_, last = cases()
+    told = ", ".join(f"`{name}`" for name in STRATEGIES)
+    return [
+        f"Claim: measured / predicted - 1 is at least 0 and at most {TOLERANCE:.1%}, axis by axis, "
+        "where the tensors of a call are larger than 1 MiB (here all but the gradient norm's "
+        "scalar are).",
+        "",
+        "Both are bytes that one rank sends in one steady step, the mean over the ranks.",
+        "",
+        "- *Measured*: what the kernel counted on the ranks' own TCP connections from the "
+        "beginning to the end of the step, by `TCP_INFO`: `bytes_sent` − `bytes_retrans` + "
+        "`notsent_bytes` (what still waits in the send buffer). A connection belongs to the "
+        "process group whose ranks it connects, and so to an axis.",
+        "- *Predicted*: the bytes of the ring model × the backend's *factor*, already multiplied. "
+        "gloo executes a reduce-scatter as an all-reduce, so with `reduce_scatter=native` a "
+        "reduce-scatter sends twice what the ring model says. With `reduce_scatter=all_to_all` "
+        "it is executed as an all-to-all and a sum on the rank: factor 1.",
+        f"- *Apart*: gloo puts {HEADER} bytes before each message, which are not in the "
+        "prediction. The smaller the tensors, the larger their share. "
+        f"*Apart / {HEADER}* is the number of messages that explains all of it (a mean over the "
+        "ranks, so not always whole).",
+        "",
+        f"The specs are {told} with `{' '.join(OVERRIDES)}`, on N gloo ranks; an axis has N "
+        "ranks, or N / 2 where a spec has two. The commands of the first and the last row, which "
+        "end in the same figures:",
+        "",
+        *(
+            f"    ptrain validate {case[0]} {' '.join(overrides_of(OVERRIDES, *case))}"
+            for case in (first, last)
+        ),
+        "",
+    ]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/")
     args = parser.parse_args()
+    pool = Ranks()
     lines = [header("wire: predicted bytes against the kernel's counters", this_command())]
-    all_hold, pool = True, Ranks()
+    rows, failed = table(pool, OVERRIDES, is_claimed=True)
+    lines += [*_explained(), *rows, "", "## Smaller tensors", ""]
     lines += [
-        f"Claim: measured / predicted - 1 is at most {TOLERANCE:.1%}, axis by axis.",
-        f"{' '.join(OVERRIDES)}, one steady step, bytes that one rank sends (mean over the ranks). "
-        "`true` reduce-scatters are executed as all-to-all and a local sum.",
-        "",
-        "| strategy | N | reduce-scatter | axis | predicted bytes | measured bytes | apart "
-        "| factor | verdict |",
-        "|---|---|---|---|---|---|---|---|---|",
+        f"The same specs with `{' '.join(SMALL)}`: headers weigh more, and nothing is claimed."
     ]
-    for strategy, size, via in cases():
-        for row in rows(pool, strategy, size, via):
-            apart = row.measured_bytes / row.predicted_bytes - 1
-            holds = 0 <= apart <= TOLERANCE
-            all_hold &= holds
-            lines.append(
-                f"| {strategy} | {size} | {'stock' if via == 'native' else 'true'} "
-                f"| {'+'.join(row.axes)} | {row.predicted_bytes:,} | {row.measured_bytes:,} "
-                f"| {apart:.4%} | {row.factor} | {'holds' if holds else 'fails'} |"
-            )
-    return conclude("wire", lines, holds=all_hold, is_saved=args.save)
+    lines += ["", *table(pool, SMALL, is_claimed=False)[0]]
+    pool.close()
+    return conclude(
+        "wire",
+        lines,
+        failed=failed,
+        not_covered="tensors of 1 MiB and less (shown above), other models and strategies, other "
+        "backends (NCCL sends past the sockets that are read), IP and TCP headers, and "
+        "retransmissions.",
+        is_saved=args.save,
+    )
 
 
 if __name__ == "__main__":

@@ -1,0 +1,105 @@
+"""What a benchmark's page says of its figures: each row's verdict, and what failed by how much."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+FOLDER = Path(__file__).parents[2] / "benchmarks"
+ROUNDS = 6  # the fewest of which an interval of the median is made
+
+
+@pytest.fixture(scope="module")
+def benchmark() -> Iterator[dict[str, ModuleType]]:
+    sys.path.insert(0, str(FOLDER))
+    names = ("_machine", "meter_overhead", "overlap", "peers", "step_time", "unit_tradeoff")
+    yield {name: import_module(name) for name in names}
+    sys.path.remove(str(FOLDER))
+
+
+def test_a_claim_that_fails_ends_with_what_failed_and_with_what_is_not_covered(benchmark, capsys):
+    conclude = benchmark["_machine"].conclude
+    failed = ["zero1: median ratio 1.0610, at most 1.02"]
+    assert conclude("x", ["# x"], failed=failed, not_covered="GPUs.", is_saved=False) == 1
+    text = capsys.readouterr().out
+    assert text.endswith("Verdict: fails.\n\n- " + failed[0] + "\n\nNot covered: GPUs.\n")
+    assert conclude("x", ["# x"], failed=[], not_covered="GPUs.", is_saved=False) == 0
+    assert "Verdict: holds.\n" in capsys.readouterr().out
+
+
+def test_a_command_can_be_copied_from_a_page(benchmark):
+    text = benchmark["_machine"].header("x", ["python", "x.py", "--groups", "a group (of two)"])
+    assert "| command | `python x.py --groups 'a group (of two)'` |" in text
+
+
+def test_every_row_of_the_peers_has_its_own_verdict(benchmark):
+    turns = benchmark["peers"].Turns
+    found = {
+        "by hand": turns([1.0] * ROUNDS, [2.0]),
+        "ptrain fast": turns([1.01] * ROUNDS, [2.0]),
+        "ptrain slow": turns([1.06] * ROUNDS, [2.0]),
+        "ptrain other": turns([1.0] * ROUNDS, [3.0]),
+        "a library": turns([1.5] * ROUNDS, [2.0]),
+    }
+    rows, failed = benchmark["peers"].report(found)
+    assert [row.split(" | ")[-1] for row in rows] == [
+        " |", "holds |", "fails |", "fails |", "no claim |"
+    ]  # fmt: skip
+    assert failed == [
+        "ptrain slow: median ratio 1.0600, at most 1.02",
+        "ptrain slow: upper 95 % bound 1.0600, at most 1.05",
+        "ptrain other: losses 5.0e-01 apart, not less than 0.0001",
+    ]
+
+
+def test_a_loss_that_is_no_number_is_not_the_same_loss(benchmark):
+    assert benchmark["step_time"].different("x", float("nan"))
+
+
+def test_only_the_counter_with_a_look_every_ten_steps_is_judged(benchmark):
+    side = benchmark["meter_overhead"].Side
+    sides = {
+        "bare": side([1.0] * ROUNDS, [2.0], [(3, 100)]),
+        "counter": side([1.1] * ROUNDS, [2.0], [(3, 100)]),
+        "full meters": side([1.7] * ROUNDS, [2.0], [(3, 100)]),
+    }
+    rows, failed = benchmark["meter_overhead"].rows("ddp", sides, 10)
+    assert not failed
+    verdicts = [row.split(" | ")[-1] for row in rows]
+    assert verdicts == [" |", "no claim |", "holds |", "no claim |"]
+    assert "| counter, a look every 10 steps |  | 1.0100 |" in rows[2]
+    assert {row.count("|") for row in rows} == {10}
+
+
+def test_a_meter_that_changes_what_is_sent_fails(benchmark):
+    side = benchmark["meter_overhead"].Side
+    sides = {
+        "bare": side([1.0] * ROUNDS, [2.0], [(3, 100)]),
+        "wire": side([1.0] * ROUNDS, [2.0], [(4, 104)]),
+    }
+    _, failed = benchmark["meter_overhead"].rows("ddp", sides, 10)
+    assert failed == ["ddp, wire: [(4, 104)] was sent, [(3, 100)] without"]
+
+
+def test_what_waits_longer_than_the_one_before_is_named(benchmark):
+    side = benchmark["overlap"].Side
+    sides = {
+        name: [side(step=[1.0] * ROUNDS, blocked=[seconds] * ROUNDS)]
+        for name, seconds in (("naive", 0.1), ("bucketed", 0.2), ("overlapped", 0.1))
+    }
+    _, failed = benchmark["overlap"].claim(sides)
+    assert len(failed) == 1 and failed[0].startswith("bucketed / naive: 2.000")
+
+
+def test_the_commands_of_the_unit_page_are_the_specs_that_ran(benchmark):
+    page = benchmark["unit_tradeoff"]
+    text = "\n".join(page._commands())
+    for placement in page.PLACEMENTS:
+        *overrides, unit = page.overrides_of(placement, "2 blocks")
+        assert f'ptrain validate {page.SPEC} {" ".join(overrides)} unit="UNIT"' in text
+        assert unit == "unit=2 blocks"
