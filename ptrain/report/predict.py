@@ -84,8 +84,8 @@ def fit_lines(found: Fit, cheaper: Sequence[Variant]) -> list[str]:
     if found.fits:
         return [f"fits: {measure}, {size(-found.short_bytes)} to spare"]
     nothing = [
-        "  nothing that was tried needs less: R, S and S* of each state on the device or the host, "
-        "every factorization of as many ranks, micro-batches of one sample"
+        "  nothing that was tried needs less: tuples of R, S and S* on the device, those with the "
+        "optimizer on the host, every factorization of as many ranks, micro-batches of one sample"
     ]
     return [
         f"does not fit by {size(max(found.short_bytes, found.host_short_bytes))}: {measure}",

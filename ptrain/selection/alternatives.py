@@ -21,6 +21,7 @@ from ptrain.spec.batch import (
     GradientSync,
     Overlap,
     ReduceScatterVia,
+    SyncPolicy,
     UnitSize,
 )
 from ptrain.spec.names import listing, strategy
@@ -162,6 +163,16 @@ def _with_dials_it_obeys(spec: Spec) -> Spec:
     return spec
 
 
+def frugal(spec: Spec) -> Iterator[Spec]:
+    """The same tuples, with no parameters kept that could be given back, none gathered ahead and
+    no sum of gradients whole that could be cut; nothing where it is so already."""
+    late = _whole_gradients(spec.factors)
+    sync = SyncPolicy(gradients=GradientSync.LAST if late else GradientSync.EVERY)
+    changed = replace(spec, sync=sync, prefetch=0 if spec.prefetch else spec.prefetch)
+    if changed != spec and not check(changed):
+        yield changed
+
+
 def is_offloaded(spec: Spec) -> bool:
     """Whether any state lies off the device."""
     return any(tier_of(spec.factors, state) is not Tier.DEVICE for state in PLACED)
@@ -207,7 +218,7 @@ def overrides(before: Spec, after: Spec) -> Iterator[str]:
 def _says_when(spec: Spec) -> bool:
     """Whether the spec says itself when gradients are reduced, else that follows its placement."""
     sync = spec.resolved.get("sync")
-    return isinstance(sync, dict) and "gradients" in sync
+    return not spec.resolved or (isinstance(sync, dict) and "gradients" in sync)
 
 
 def _written(spec: Spec) -> str:

@@ -33,6 +33,12 @@ def on_devices_of(memory: int, spec: Spec, host_memory: int | None = None) -> Sp
     return replace(spec, cluster=cluster)
 
 
+OWN = {
+    "model": {"layers": 3, "hidden": 42, "heads": 3, "kv_heads": 1, "ffn": 101, "vocab": 259},
+    "batch": {"global": 16, "micro": 2, "sequence": 16},
+    "cluster": {"devices": 8, "device_memory": 1, "intra_node_bandwidth": 10**9},
+}
+
 REPLICATED = make_spec({Axis.DP_REPLICATE: (4, WHOLE)})
 PEAK = peak_bytes(derive(REPLICATED).exact)
 
@@ -110,6 +116,21 @@ def test_states_go_to_the_host_where_nothing_on_the_device_fits(optimizer):
     assert cheaper(on_devices_of(on_device - 1, smallest, host_memory=1)) == ()
 
 
+@pytest.mark.parametrize(
+    ("kept", "override"),
+    [
+        ({"reshard_after_forward": False}, "sync.reshard_after_forward=true"),
+        ({"gradients": "last"}, "sync.gradients=every"),
+    ],
+)
+def test_what_a_dial_keeps_is_given_back_before_a_tuple_changes(kept, override):
+    job = OWN | {"mesh": {"dp_shard": 4}, "placement": "zero3", "sync": kept}
+    peak = peak_bytes(derive(load(job).spec).exact)
+    cluster = OWN["cluster"] | {"device_memory": peak - 1}
+    offers = cheaper(load(job | {"cluster": cluster}).spec)
+    assert (override,) in [offer.overrides for offer in offers if offer.fits]
+
+
 def modes(spec: Spec) -> list[Mode]:
     return [spec.factors[0].placement[state] for state in PLACED]
 
@@ -124,13 +145,6 @@ def test_where_the_host_has_too_little_states_come_back_to_the_device():
     (first, *_) = cheaper(on_devices_of(2**40, spec, host_memory=1))
     assert first.fits
     assert all(mode.tier is Tier.DEVICE for mode in modes(first.spec))
-
-
-OWN = {
-    "model": {"layers": 3, "hidden": 42, "heads": 3, "kv_heads": 1, "ffn": 101, "vocab": 259},
-    "batch": {"global": 16, "micro": 2, "sequence": 16},
-    "cluster": {"devices": 8, "device_memory": 1, "intra_node_bandwidth": 10**9},
-}
 
 
 @pytest.mark.parametrize("share", [0.95, 0.7, 0.4, 0.1])
