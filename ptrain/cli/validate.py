@@ -16,9 +16,16 @@ from ptrain.spec.names import names
 from ptrain.spec.overrides import split_arguments, sweeps
 from ptrain.train.notebook import Run
 from ptrain.train.notebook import run as train
+from ptrain.train.traced import require_reachable
 
 _STEADY = 3  # two steps settle (buckets, optimizer state), the third is measured
-_BRIEFLY = ("train.steps=4", "eval.every=0", "checkpoint.at_end=false", "checkpoint.every=0")
+_BRIEFLY = (
+    "train.steps=4",
+    "eval.every=0",
+    "checkpoint.at_end=false",
+    "checkpoint.every=0",
+    "profile=[]",
+)
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -53,7 +60,9 @@ def run(args: Namespace) -> int:
 
 def _require_steady_step(source: str, overrides: tuple[str, ...]) -> None:
     """Raises SpecError for a spec that is wrong, or too short to have a verdict."""
-    steps = require(load(source, overrides)).train.steps
+    spec = require(load(source, overrides))
+    require_reachable(spec)
+    steps = spec.train.steps
     if steps < _STEADY:
         finding = f"a verdict is about a steady step, the third of a run; got {steps}"
         raise refused("train.steps", finding, f"set at least {_STEADY}, or leave it out")

@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import os
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 
 from ptrain.algebra.legality import require
+from ptrain.cli import validate
 from ptrain.cli.main import main
+from ptrain.errors import PtrainError
 from ptrain.spec.load import load
 from ptrain.train import lineage, manifest
 from ptrain.train.folder import Claim, begin, open_run
 from ptrain.train.manifest import Manifest
 
 SPEC = require(load("zero3"))
+SPEC_WITH_PROFILE = """\
+name: profiled
+model: {preset: llama-tiny}
+mesh: {dp_shard: 2}
+placement: zero3
+batch: {global: 16, micro: 2, sequence: 128}
+profile: [6]
+"""
 
 
 @pytest.fixture
@@ -207,6 +218,21 @@ def test_two_specs_are_refused_with_both(here, capsys):
 
 
 # -- validate
+
+
+class Reached(PtrainError):
+    """A training would start."""
+
+
+def test_a_run_that_was_profiled_late_is_validated_without_its_profile(here, monkeypatch):
+    def train(*_: object, **__: object) -> None:
+        raise Reached
+
+    monkeypatch.setattr(validate, "train", train)
+    (here / "spec.yaml").write_text(SPEC_WITH_PROFILE)
+    with pytest.raises(Reached):
+        validate.run(Namespace(arguments=["spec.yaml"], json=False, allow_import=False))
+    assert main(["validate", "spec.yaml", "profile=[6]"]) == 2
 
 
 @pytest.mark.parametrize("steps", [1, 2])
