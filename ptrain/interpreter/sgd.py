@@ -42,7 +42,7 @@ class SGD(torch.optim.Optimizer):
         if self.grad_scale is not None:
             gradient.div_(self.grad_scale)
         if self.found_inf is None:
-            taken = alike(parameter.new_ones(()), parameter)
+            taken = alike(parameter.new_ones((), dtype=torch.float32), parameter)
         else:
             taken = alike(1 - self.found_inf, parameter)
             gradient.nan_to_num_(0.0, 0.0, 0.0)  # not finite times 0 would not be 0
