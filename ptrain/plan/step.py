@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ptrain.axes.tensor.roles import Roles
 from ptrain.spec.axis import Axis
 from ptrain.spec.batch import GatherAfterUpdate, ReduceScatterVia, SyncPolicy
 from ptrain.spec.placement import Tier
@@ -19,6 +20,24 @@ class CreateMesh:
 
     axes: tuple[Axis, ...]
     degrees: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parallelize:
+    """Theta, Omega and G are S on `axis`: each operator is cut as its role says, from outside, by
+    torch's parallel styles. `is_sequence`: A is S or S*, between the sub-blocks a rank has its slice
+    of the tokens; `is_saved_cut`: A is S*, and what a sub-block's operators save of their whole
+    input is that slice, gathered again in backward. `loss_parallel`: the logits stay cut over the
+    vocabulary. `is_naive`: every column operator takes its input by itself, and its gradient is
+    summed by itself."""
+
+    axis: Axis
+    roles: Roles
+    block_pattern: str = "blocks.*"
+    is_sequence: bool = False
+    is_saved_cut: bool = False
+    loss_parallel: bool = True
+    is_naive: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,194 @@
+"""What a placement on the tensor axis does to a module: torch's parallel styles by role, from
+outside, before any data axis wraps it.
+
+Between the sub-blocks a rank has all tokens (A = R) or its slice of them (A = S, S*: sequence
+parallelism). A sub-block's input is made whole once for all its column operators, so that their
+gradients are summed once: Megatron's two sums forward and two backward per block.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.distributed.tensor import distribute_tensor
+
+from ptrain.axes.tensor.regather import Regather
+from ptrain.axes.tensor.roles import Role
+from ptrain.plan.step import Parallelize
+
+_SEQUENCE = 1  # the dimension of tokens, behind that of samples
+
+
+class WholeInput(ParallelStyle):
+    """The first floating tensor that a module is given is made whole; as a DTensor, so that what
+    its users' gradients add up to is summed over the ranks once, where it came from."""
+
+    def __init__(self, between: Placement, *, regathers: bool = False) -> None:
+        super().__init__()
+        self.between = between
+        self.regathers = regathers
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        regather = Regather(device_mesh, _SEQUENCE) if self.regathers else None
+
+        def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if regather is not None:
+                regather.enter()
+
+            def whole(part: torch.Tensor) -> DTensor:
+                made = _whole(part, device_mesh, self.between)
+                if regather is not None:
+                    regather.keeps(part, made)
+                return made
+
+            return _with_first(args, kwargs, whole)
+
+        module.register_forward_pre_hook(enter, with_kwargs=True)
+        if regather is not None:
+            module.register_forward_hook(lambda *_: regather.leave(), always_call=True)
+        return module
+
+
+class WholeOutput(ParallelStyle):
+    """What a module returns is made whole, as a DTensor."""
+
+    def __init__(self, between: Placement) -> None:
+        super().__init__()
+        self.between = between
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        module.register_forward_hook(
+            lambda _, __, output: _whole(output, device_mesh, self.between)
+        )
+        return module
+
+
+class LocalInput(ParallelStyle):
+    """The first floating tensor that a module is given becomes the rank's own part."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            return _with_first(args, kwargs, lambda part: part.to_local())
+
+        module.register_forward_pre_hook(enter, with_kwargs=True)
+        return module
+
+
+class Whole(ParallelStyle):
+    """Every rank has all of a module's tensors, and uses them on its part of the tokens."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            made = distribute_tensor(parameter, device_mesh, [Replicate()], src_data_rank=None)
+            module.register_parameter(name, nn.Parameter(made))
+        return module
+
+
+def parallelize(model: nn.Module, step: Parallelize, device_mesh: DeviceMesh) -> None:
+    """Cut `model` over `device_mesh` (1-d) as the plan says. Its tensors may be on meta."""
+    for pattern, role in step.roles:
+        for name in _matching(model, pattern):
+            module = model.get_submodule(name)
+            for style in _styles(step, role):
+                parallelize_module(module, device_mesh, style, src_data_rank=None)
+            if role is Role.VOCABULARY:
+                for parameter in module.parameters():
+                    parameter.register_hook(_own_rows)
+    if step.is_sequence and any(role is Role.POSITIONS for _, role in step.roles):
+        first = next(_matching(model, step.block_pattern))
+        parallelize_module(model.get_submodule(first), device_mesh, LocalInput())
+    if not step.loss_parallel:
+        model.register_forward_hook(lambda _, __, logits: _gathered(logits))
+
+
+def _styles(step: Parallelize, role: Role) -> Iterator[ParallelStyle]:
+    between = Shard(_SEQUENCE) if step.is_sequence else Replicate()
+    has_positions = any(role is Role.POSITIONS for _, role in step.roles)
+    match role:
+        case Role.VOCABULARY:
+            is_local = not (step.is_sequence and has_positions)
+            yield RowwiseParallel(
+                input_layouts=Replicate(), output_layouts=between, use_local_output=is_local
+            )
+        case Role.POSITIONS:
+            if step.is_sequence:
+                yield Whole()
+        case Role.WHOLE_INPUT:
+            if not step.is_naive:
+                yield WholeInput(between, regathers=step.is_saved_cut)
+        case Role.COLUMN:
+            layout = between if step.is_naive else Replicate()
+            yield ColwiseParallel(input_layouts=layout)
+        case Role.ROW:
+            yield RowwiseParallel(output_layouts=between)
+        case Role.NORM | Role.LAST_NORM:
+            if step.is_sequence:
+                yield SequenceParallel(use_local_output=True)
+            if role is Role.LAST_NORM:
+                yield WholeOutput(between)
+        case Role.HEAD:
+            yield ColwiseParallel(
+                input_layouts=Replicate(), output_layouts=Shard(-1), use_local_output=False
+            )
+
+
+def _matching(model: nn.Module, pattern: str) -> Iterator[str]:
+    known = re.compile(re.escape(pattern).replace(r"\*", r"\d+"))
+    return (name for name, _ in model.named_modules() if known.fullmatch(name))
+
+
+def _whole(part: torch.Tensor, device_mesh: DeviceMesh, layout: Placement) -> DTensor:
+    made = part if isinstance(part, DTensor) else DTensor.from_local(
+        part, device_mesh, [layout], run_check=False
+    )
+    return made.redistribute(placements=[Replicate()])
+
+
+def _gathered(logits: torch.Tensor) -> torch.Tensor:
+    if not isinstance(logits, DTensor):
+        return logits
+    return logits.redistribute(placements=[Replicate()]).to_local()
+
+
+def _own_rows(gradient: torch.Tensor) -> torch.Tensor:
+    """An embedding's gradient comes whole; this rank's rows are all that stays of it."""
+    assert isinstance(gradient, DTensor)
+    if gradient.placements == (Shard(0),):
+        return gradient
+    rows = gradient.redistribute(placements=[Shard(0)])
+    return DTensor.from_local(
+        rows.to_local().clone(),
+        rows.device_mesh,
+        rows.placements,
+        run_check=False,
+        shape=rows.shape,
+        stride=rows.stride(),
+    )
+
+
+def _with_first(args: tuple[Any, ...], kwargs: dict[str, Any], change: Any) -> Any:
+    """The arguments with the first floating tensor changed; None where there is none."""
+    for index, value in enumerate(args):
+        if _is_real(value):
+            return (*args[:index], change(value), *args[index + 1 :]), kwargs
+    for name, value in kwargs.items():
+        if _is_real(value):
+            return args, kwargs | {name: change(value)}
+    return None
+
+
+def _is_real(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
