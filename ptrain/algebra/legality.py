@@ -11,12 +11,13 @@ from typing import Protocol
 
 from ptrain.axes.data.rules import DATA
 from ptrain.axes.rule import AxisRules, SpecRule, TupleRule
+from ptrain.axes.tensor.rules import TENSOR
 from ptrain.errors import Fault, SpecError
-from ptrain.spec.axis import DATA_AXES, Factor
+from ptrain.spec.axis import Factor
 from ptrain.spec.model import Family, ModelShape
 from ptrain.spec.spec import Spec
 
-ROOMS: tuple[AxisRules, ...] = (DATA,)
+ROOMS: tuple[AxisRules, ...] = (DATA, TENSOR)
 BYTE_VOCAB = 259  # 256 bytes and three specials
 
 
@@ -140,7 +141,7 @@ def _axes_without_room(spec: Spec) -> Iterator[Fault]:
             yield Fault(
                 place=f"mesh.{factor.axis}",
                 finding=f"the axis {factor.axis} is not executed yet",
-                remedy=f"use {' and '.join(DATA_AXES)}",
+                remedy=f"use {', '.join(axis for room in ROOMS for axis in room.axes)}",
             )
 
 

@@ -12,11 +12,17 @@ from ptrain.interpreter.mesh import Mesh
 from ptrain.interpreter.scaling import LossScale
 from ptrain.interpreter.tiers import Tiers, alike, tier_of
 from ptrain.plan.step import LONG_NORM, NORM_ROW, Clip
+from ptrain.spec.axis import Axis
 from ptrain.spec.placement import Tier
 
 
 def clip_gradients(
-    gradients: Sequence[torch.Tensor], step: Clip, mesh: Mesh, scaling: LossScale | None = None
+    gradients: Sequence[torch.Tensor],
+    step: Clip,
+    mesh: Mesh,
+    scaling: LossScale | None = None,
+    whole: Sequence[torch.Tensor] = (),
+    cut: Sequence[torch.Tensor] = (),
 ) -> torch.Tensor:
     """Scale `gradients` in place to a global norm of at most `step.max_norm`; returns the norm
     before (0-d, at least fp32). One scalar all-reduce per axis along which they are shards; what
@@ -24,19 +30,27 @@ def clip_gradients(
 
     Of a scaled loss, the norm is that of the gradients without the scale.
     """
-    dtype = torch.promote_types(gradients[0].dtype, torch.float32)
-    norms = _norms(gradients, dtype)
-    stacked = alike(torch.stack(norms), gradients[0])
-    square = alike(torch.linalg.vector_norm(stacked), gradients[0]).square_()
-    del norms, stacked
+    if step.operator_axes:
+        square = _all_reduced(_square(cut), gradients[0], step.operator_axes, mesh)
+        if whole:
+            square.add_(_square(whole))
+    else:
+        square = _square(gradients)
     if step.axes:
-        square = _all_reduced(square, gradients[0], step, mesh)
+        square = _all_reduced(square, gradients[0], step.axes, mesh)
     norm = square.sqrt_()
     if scaling is not None:
         norm.div_(scaling.beside(gradients[0])[0])
     scale = alike(norm + 1e-6, gradients[0]).reciprocal_().mul_(step.max_norm).clamp_(max=1.0)
     torch._foreach_mul_(list(gradients), scale)
     return norm
+
+
+def _square(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The square of their norm, in at least fp32."""
+    dtype = torch.promote_types(gradients[0].dtype, torch.float32)
+    stacked = alike(torch.stack(_norms(gradients, dtype)), gradients[0])
+    return alike(torch.linalg.vector_norm(stacked), gradients[0]).square_()
 
 
 def _norms(gradients: Sequence[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
@@ -63,7 +77,7 @@ def _norms(gradients: Sequence[torch.Tensor], dtype: torch.dtype) -> list[torch.
 
 
 def _all_reduced(
-    square: torch.Tensor, gradient: torch.Tensor, step: Clip, mesh: Mesh
+    square: torch.Tensor, gradient: torch.Tensor, axes: Sequence[Axis], mesh: Mesh
 ) -> torch.Tensor:
     """On the device, and back to where the gradients are."""
     device = mesh.world.device
@@ -71,6 +85,6 @@ def _all_reduced(
     summed = square
     if tier_of(gradient.untyped_storage(), device.type) is not Tier.DEVICE:
         summed = Tiers(device, mesh.registry).move(square, Tier.DEVICE, State.GRADIENTS)
-    for axis in step.axes:
+    for axis in axes:
         dist.all_reduce(summed, group=mesh.group((axis,)))
     return square if summed is square else square.copy_(summed)

@@ -7,15 +7,16 @@ import warnings
 import torch
 from torch import nn
 from torch._guards import detect_fake_mode
-from torch.distributed.tensor import DTensor
 
 from ptrain.axes.data.apply import apply
 from ptrain.axes.data.target import rows_of
 from ptrain.axes.data.wrapped import Wrapped
+from ptrain.axes.tensor.apply import keep_gradients_cut, parallelize
 from ptrain.interpreter.mesh import Mesh
 from ptrain.interpreter.registry import Registry
 from ptrain.models.build import build
 from ptrain.models.initialize import cast, initial, initialize, keeps_its_weights, reset_buffers
+from ptrain.models.ledger import local
 from ptrain.models.numerics import TORCH_DTYPES
 from ptrain.plan.step import FullyShard, Plan
 from ptrain.spec.model import ModelShape
@@ -45,6 +46,8 @@ def wrap(module: nn.Module, spec: Spec, plan: Plan, mesh: Mesh, registry: Regist
     is_meta = any(parameter.is_meta for parameter in module.parameters())
     if not is_meta and any(parameter.device != device for parameter in module.parameters()):
         module.to(device)
+    if plan.tensor is not None:
+        parallelize(module, plan.tensor, mesh.submesh((plan.tensor.axis,)))
     if isinstance(plan.wrap, FullyShard):
         layout = plan.update.layout
         if plan.wrap.materialized and layout.master is not None:
@@ -59,7 +62,11 @@ def wrap(module: nn.Module, spec: Spec, plan: Plan, mesh: Mesh, registry: Regist
         return wrapped
     if is_meta:
         module.to_empty(device=device)
-        initialize(module, spec.train.seed)
+        if plan.tensor is None:
+            initialize(module, spec.train.seed)
+        else:
+            fill_shards(module, spec.train.seed, TORCH_DTYPES[plan.update.layout.parameters])
+    keep_gradients_cut(module)
     return apply(module, plan, mesh, registry)
 
 
@@ -69,7 +76,6 @@ def fill_shards(module: nn.Module, seed: int, dtype: torch.dtype) -> None:
     the parameters that the model computes with); one whole tensor at a time on the CPU."""
     assert not keeps_its_weights(module), "a model with weights of its own is never on meta"
     for name, parameter in module.named_parameters():
-        assert isinstance(parameter, DTensor), f"{name} is not sharded"
         whole = initial(name, parameter.shape, seed, module).to(dtype)
-        parameter.to_local().copy_(rows_of(whole, parameter))
+        local(parameter).copy_(rows_of(whole, parameter))
     reset_buffers(module)

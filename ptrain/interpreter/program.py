@@ -7,14 +7,17 @@ and on fake ranks with fake tensors.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from typing import Protocol
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from ptrain.axes.data.flat import parameters_by_unit
 from ptrain.axes.data.target import Named
 from ptrain.axes.data.wrapped import Wrapped
+from ptrain.axes.tensor.apply import micro_batch
 from ptrain.costs import Phase, State
 from ptrain.data.sampler import LocalBatch
 from ptrain.errors import PtrainError
@@ -68,6 +71,8 @@ class Program:
         self.scaling = LossScale(mesh, plan.update.scale_axes) if layout.scales_loss else None
         self.updates_in_backward = isinstance(plan.wrap, FlatUnits) and plan.wrap.consumed
         self._lr: float | None = None
+        self._operators = micro_batch(plan.tensor)
+        self._sharers = mesh.size(tuple(a for a in mesh.axes if a not in DATA_AXES))
         if self.updates_in_backward:
             wrapped.consume_with(self._update_unit)
         self._loss = torch.zeros(
@@ -105,14 +110,20 @@ class Program:
         self._loss.zero_()
         last = self.plan.accumulate.micro_batches - 1
         for index, (inputs, targets) in enumerate(batch.micro_batches(self.spec.batch.micro)):
-            with self.wrapped.micro_batch(index == last):
+            with self._operators(), self.wrapped.micro_batch(index == last):
                 self._enter(Phase.FORWARD, index)
-                loss = token_loss_sum(self.wrapped.module(inputs), targets) / batch.global_tokens
+                loss = self._share(self.wrapped.module(inputs), targets, batch)
                 self._enter(Phase.BACKWARD, index)
                 loss.backward(self.scaling.seed(loss) if self.scaling else None)
             self._loss.add_(loss.detach())
             del loss
-        return self._loss
+        return self._loss.div_(self._sharers)
+
+    def _share(
+        self, logits: torch.Tensor, targets: torch.Tensor, batch: LocalBatch
+    ) -> torch.Tensor:
+        loss = token_loss_sum(logits, targets)
+        return (loss.to_local() if isinstance(loss, DTensor) else loss) / batch.global_tokens
 
     @torch.no_grad()
     def step(self, lr: float) -> torch.Tensor | None:
@@ -136,7 +147,15 @@ class Program:
             self.scaling.check(gradients)
         if self.plan.clip is None:
             return None
-        return clip_gradients(gradients, self.plan.clip, self.mesh, self.scaling)
+        cut: list[torch.Tensor] = []
+        whole: list[torch.Tensor] = []
+        if self.plan.clip.operator_axes:
+            for target in chain.from_iterable(self.wrapped.targets()):
+                for views, found in zip((cut, whole), target.cut_and_whole(), strict=True):
+                    views.extend(found)
+        return clip_gradients(
+            gradients, self.plan.clip, self.mesh, self.scaling, whole=whole, cut=cut
+        )
 
     def _update(self, lr: float) -> None:
         if self.scaling is None:
@@ -158,7 +177,9 @@ class Program:
         self.model.eval()
         total = torch.zeros_like(self._loss)
         for inputs, targets in batch.micro_batches(self.spec.batch.micro):
-            total += token_loss_sum(self.model(inputs), targets) / batch.global_tokens
+            with self._operators():
+                total += self._share(self.model(inputs), targets, batch)
+        total.div_(self._sharers)
         self.wrapped.end_evaluation()
         self.model.train()
         return total

@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import assert_never
 
 from ptrain.axes.data.form import Form, data_factors, form_of, tier_of, whole_axes
+from ptrain.axes.tensor.roles import roles_of
 from ptrain.costs import State
 from ptrain.plan.step import (
     Accumulate,
@@ -19,6 +20,7 @@ from ptrain.plan.step import (
     FlatUnits,
     FullyShard,
     LocalGradients,
+    Parallelize,
     Plan,
     Replicate,
     Units,
@@ -27,6 +29,7 @@ from ptrain.plan.step import (
 )
 from ptrain.spec.axis import Axis, Factor
 from ptrain.spec.batch import Overlap
+from ptrain.spec.model import ModelShape
 from ptrain.spec.placement import CUT, Distribution, Tier
 from ptrain.spec.spec import Spec
 
@@ -34,7 +37,8 @@ from ptrain.spec.spec import Spec
 def lower(spec: Spec, units: Units) -> Plan:
     """The plan of a legal spec; `units` are the modules that are wrapped together."""
     factors = tuple(factor for factor in spec.factors if factor.degree > 1)
-    wrap = _wrap(spec)
+    wrap, tensor = _wrap(spec), _parallelize(spec)
+    operator_axes = (tensor.axis,) if tensor else ()
     layout = spec.precision.effective
     return Plan(
         name=spec.name,
@@ -44,13 +48,14 @@ def lower(spec: Spec, units: Units) -> Plan:
         ),
         wrap=wrap,
         accumulate=Accumulate(micro_batches=spec.batch.accumulate),
-        clip=_clip(spec, wrap),
+        clip=_clip(spec, wrap, operator_axes),
         update=Update(
             optimizer=spec.optimizer.name,
             layout=layout,
-            scale_axes=reduced_axes(wrap) if layout.scales_loss else (),
+            scale_axes=(*reduced_axes(wrap), *operator_axes) if layout.scales_loss else (),
         ),
         units=units,
+        tensor=tensor,
     )
 
 
@@ -130,7 +135,23 @@ def _flat(spec: Spec, data: tuple[Factor, ...]) -> FlatUnits:
     )
 
 
-def _clip(spec: Spec, wrap: Wrap) -> Clip | None:
+def _parallelize(spec: Spec) -> Parallelize | None:
+    factor = next((f for f in spec.factors if f.axis is Axis.TP and f.degree > 1), None)
+    if factor is None:
+        return None
+    assert isinstance(spec.model, ModelShape), "roles are known of the built-in families"
+    activations = factor.placement.activations.distribution
+    return Parallelize(
+        axis=factor.axis,
+        roles=roles_of(spec.model),
+        is_sequence=activations in CUT,
+        is_saved_cut=activations is Distribution.GATHERED,
+        loss_parallel=spec.tensor.loss_parallel,
+        is_naive=spec.tensor.is_naive,
+    )
+
+
+def _clip(spec: Spec, wrap: Wrap, operator_axes: tuple[Axis, ...]) -> Clip | None:
     if spec.optimizer.clip is None:
         return None
-    return Clip(max_norm=spec.optimizer.clip, axes=reduced_axes(wrap))
+    return Clip(max_norm=spec.optimizer.clip, axes=reduced_axes(wrap), operator_axes=operator_axes)

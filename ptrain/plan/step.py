@@ -131,10 +131,12 @@ LONG_NORM, NORM_ROW = 2**14, 2**12  # elements
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Clip:
     """One norm over all gradients; a scalar all-reduce per axis in `axes`, on which they are
-    sharded when the optimizer sees them."""
+    sharded when the optimizer sees them. On `operator_axes` some tensors are cut and others whole:
+    the squares of the first are summed there before they meet the others'."""
 
     max_norm: float
     axes: tuple[Axis, ...]
+    operator_axes: tuple[Axis, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,7 +148,7 @@ class Update:
     scale_axes: tuple[Axis, ...] = ()  # of a scaled loss: along which overflows are looked for
 
 
-Step = CreateMesh | Wrap | Accumulate | Clip | Update
+Step = CreateMesh | Parallelize | Wrap | Accumulate | Clip | Update
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,8 +162,10 @@ class Plan:
     clip: Clip | None
     update: Update
     units: Units  # in the order of wrapping: blocks first, the root ("",) last
+    tensor: Parallelize | None = None
 
     @property
     def steps(self) -> tuple[Step, ...]:
         clip = (self.clip,) if self.clip else ()
-        return (self.mesh, self.wrap, self.accumulate, *clip, self.update)
+        tensor = (self.tensor,) if self.tensor else ()
+        return (self.mesh, *tensor, self.wrap, self.accumulate, *clip, self.update)

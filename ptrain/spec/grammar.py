@@ -25,6 +25,7 @@ from ptrain.spec.grammar_parts import (
     PipelineRaw,
     PrecisionRaw,
     SyncRaw,
+    TensorRaw,
     TimeoutRaw,
     TrainRaw,
 )
@@ -307,6 +308,9 @@ class SpecRaw:
             ),
         ),
     ] = "none"
+    tensor: Annotated[TensorRaw, Section(TensorRaw, "how tp cuts operators")] = field(
+        default_factory=TensorRaw
+    )
     pipeline: Annotated[PipelineRaw | None, Section(PipelineRaw, "the schedule over stages")] = None
     expert: Annotated[Any, Free("how experts are chosen and placed")] = None
     attention: Annotated[

@@ -286,6 +286,25 @@ class SyncRaw:
 
 
 @section
+class TensorRaw:
+    """How operators are cut over tp."""
+
+    plan: Annotated[
+        str,
+        Choice(
+            "which sums there are",
+            {
+                "paired": "column and row operators in pairs: two sums forward, two backward",
+                "naive": "each column operator sums its input's gradient by itself",
+            },
+        ),
+    ] = "paired"
+    loss_parallel: Annotated[
+        bool, Truth("logits stay cut over the vocabulary until the loss is computed")
+    ] = True
+
+
+@section
 class PipelineRaw:
     """How micro-batches flow through the stages."""
 

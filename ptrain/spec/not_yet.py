@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ptrain.costs import State
 from ptrain.errors import Fault
-from ptrain.spec.axis import DATA_AXES, Axis
+from ptrain.spec.axis import EXECUTED_AXES, Axis
 from ptrain.spec.leaf import MODE_MEANINGS
 from ptrain.spec.placement import CUT, Mode, R, Tier
 from ptrain.spec.shorthand import mark_of
@@ -70,9 +70,9 @@ def _axes(tree: Tree) -> Iterator[_Finding]:
     for axis in Axis:
         route = ("mesh", axis.value)
         degree = tree.at(route)
-        if axis not in DATA_AXES and degree not in (None, 1):
+        if axis not in EXECUTED_AXES and degree not in (None, 1):
             finding = f"not yet: the axis {axis} is in the grammar, and nothing executes it"
-            yield route, finding, f"what works today: {' and '.join(DATA_AXES)}"
+            yield route, finding, f"what works today: {', '.join(EXECUTED_AXES)}"
 
 
 def _activations(tree: Tree) -> Iterator[_Finding]:

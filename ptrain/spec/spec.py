@@ -89,6 +89,15 @@ class Offload:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSpec:
+    """How operators are cut over tp. `loss_parallel`: logits stay cut over the vocabulary until the
+    loss. `is_naive`: every column operator sums its input's gradient by itself."""
+
+    loss_parallel: bool = True
+    is_naive: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Spec:
     """A complete, resolved spec. `factors` outermost first, axes of degree 1 gone; the product of
     the degrees is the world size. `device` is cpu, cuda or auto; `backend` gloo, nccl or auto.
@@ -112,6 +121,7 @@ class Spec:
     prefetch: int | None = None  # units gathered ahead; None: as the wrap does by itself
     gather_after_update: GatherAfterUpdate = GatherAfterUpdate.BLOCKING
     offload: Offload = field(default_factory=Offload)
+    tensor: TensorSpec = field(default_factory=TensorSpec)
     eval: EvalSpec = field(default_factory=EvalSpec)
     checkpoint: CheckpointSpec = field(default_factory=CheckpointSpec)
     timeout: Timeout = field(default_factory=Timeout)

@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from ptrain.costs import PLACED
+from ptrain.spec.axis import Axis
 from ptrain.spec.model import ExternalModel, HuggingFaceModel, ModelShape, ModelSpec
 from ptrain.spec.placement import Tier
 from ptrain.spec.precision import CUSTOM, LAYOUTS, Precision
@@ -51,6 +52,16 @@ def to_mapping(spec: Spec, *, sync_is_written: bool) -> dict[str, object]:
         **({"prefetch": spec.prefetch} if spec.prefetch is not None else {}),
         "gather_after_update": spec.gather_after_update.value,
         **({"offload": _offload(spec.offload)} if _says_offload(spec) else {}),
+        **(
+            {
+                "tensor": {
+                    "plan": "naive" if spec.tensor.is_naive else "paired",
+                    "loss_parallel": spec.tensor.loss_parallel,
+                }
+            }
+            if spec.degree(Axis.TP) > 1
+            else {}
+        ),
         "eval": asdict(spec.eval),
         "checkpoint": asdict(spec.checkpoint),
         "timeout": asdict(spec.timeout),

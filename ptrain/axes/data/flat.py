@@ -20,6 +20,7 @@ from ptrain.axes.data.flat_target import FlatState, FlatTarget
 from ptrain.axes.data.flat_tensors import FlatTensorTarget, UnitUpdate
 from ptrain.axes.data.form import ELEMENTWISE
 from ptrain.axes.data.layout import FlatLayout
+from ptrain.axes.data.local_part import Parameter, stored_part
 from ptrain.axes.data.target import Target
 from ptrain.costs import State
 from ptrain.interpreter.mesh import Mesh
@@ -119,7 +120,7 @@ class FlatUnit:
             self.pending = len(self.parameters.named)
             self.gradients.open()
 
-    def _accumulated(self, parameter: torch.Tensor) -> None:
+    def _accumulated(self, parameter: Parameter) -> None:
         self.gradients.accumulated(parameter)
         self.pending -= 1
         if self.pending == 0:
@@ -160,7 +161,8 @@ class FlatWrap:
         dtypes = Dtypes.of(plan.update.layout, step)
         cut = step.parameters + step.optimizer + step.gradients
         order = Order(step)
-        for modules, named in parameters_by_unit(model, plan.units):
+        for modules, parameters in parameters_by_unit(model, plan.units):
+            named = [(name, stored_part(parameter)) for name, parameter in parameters]
             numel = sum(parameter.numel() for _, parameter in named)
             layout = FlatLayout.over(mesh, numel, cut, registry, step.reduce_scatter)
             state = FlatState(Parameters(named, layout, step, dtypes, tiers), step)

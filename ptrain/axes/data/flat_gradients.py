@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 
 from ptrain.axes.data.flat_parameters import Parameters, pieces
+from ptrain.axes.data.local_part import Parameter
 from ptrain.costs import State
 from ptrain.interpreter.comm import Move, all_reduce
 from ptrain.interpreter.tiers import cast
@@ -34,7 +35,7 @@ class Gradients:
         self.kept: torch.Tensor | None = None
         self.now: Axes = self.cut
         self.partial = self._not_over((*step.updated, *self.cut))
-        self._pieces: dict[torch.Tensor, torch.Tensor] = {}
+        self._pieces: dict[Parameter, torch.Tensor] = {}
         self._mapped: torch.Tensor | None = None
         self._move: Move | None = None
         self._is_in_place = self.dtypes.parameters == self.dtypes.reduced
@@ -57,7 +58,7 @@ class Gradients:
             else:
                 self._pieces[parameter] = piece
 
-    def accumulated(self, parameter: torch.Tensor) -> None:
+    def accumulated(self, parameter: Parameter) -> None:
         """Autograd has a gradient: it added it in place, unless it is of another dtype."""
         if self._pieces and parameter.grad is not None:
             self._pieces[parameter].add_(parameter.grad)

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
-from torch import nn
 
 from ptrain.axes.data.flat_shard import Route
 from ptrain.axes.data.layout import FlatLayout, same_memory
+from ptrain.axes.data.local_part import Parameter, is_cut
 from ptrain.costs import State
 from ptrain.interpreter.comm import Move
 from ptrain.interpreter.tiers import Tiers, cast
@@ -21,7 +22,7 @@ from ptrain.spec.batch import GatherAfterUpdate
 from ptrain.spec.placement import Tier
 from ptrain.spec.precision import Layout
 
-Named = list[tuple[str, nn.Parameter]]
+Named = list[tuple[str, Parameter]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +83,7 @@ class Parameters:
         self._gathering: Move | None = None
         self._storing: Move | None = None
         self._behind: tuple[Axis, ...] = ()
+        self._cut_runs: dict[tuple[Axis, ...], list[tuple[int, int, bool]]] = {}
         self.is_gathered = True
         self.release()
 
@@ -89,6 +91,18 @@ class Parameters:
     def state(self) -> State:
         """What the stored bytes count as: a master copy is Omega's."""
         return State.OPTIMIZER if self.is_materialized else State.PARAMETERS
+
+    def cut_runs(self, axes: Sequence[Axis]) -> list[tuple[int, int, bool]]:
+        """(start, end, whether their operators are cut) of the runs of elements of a shard over
+        `axes`; padding belongs to the run before it."""
+        key = tuple(axes)
+        if key not in self._cut_runs:
+            flags = torch.zeros(self.layout.padded, dtype=torch.bool)
+            for (_, parameter), piece in zip(self.named, pieces(flags, self.named), strict=True):
+                piece.fill_(is_cut(parameter))
+            flags[self.layout.numel :] = flags[self.layout.numel - 1]
+            self._cut_runs[key] = _runs(self.layout.take(flags, (), axes).tolist())
+        return self._cut_runs[key]
 
     def _first_stored(self) -> torch.Tensor:
         part = self.layout.take(self.whole, (), self.cut).to(self.dtypes.stored)
@@ -191,6 +205,15 @@ class Parameters:
         if self.tier is Tier.FILE:
             held = self.tiers.move(held, Tier.HOST, State.PARAMETERS)
         self.stored.copy_(held)
+
+
+def _runs(flags: list[bool]) -> list[tuple[int, int, bool]]:
+    runs, start = [], 0
+    for flag, run in groupby(flags):
+        end = start + sum(1 for _ in run)
+        runs.append((start, end, flag))
+        start = end
+    return runs
 
 
 def pieces(whole: torch.Tensor, named: Named) -> Iterator[torch.Tensor]:

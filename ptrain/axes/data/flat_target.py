@@ -13,6 +13,7 @@ from ptrain.axes.data.flat_gradients import Gradients
 from ptrain.axes.data.flat_parameters import Parameters, pieces
 from ptrain.axes.data.flat_shard import Route, RoutedSlot
 from ptrain.axes.data.layout import FlatLayout, same_memory
+from ptrain.axes.data.local_part import part_of, whole_of
 from ptrain.axes.data.target import Named, Resident, Slot
 from ptrain.costs import State
 from ptrain.interpreter.tiers import Tiers, cast
@@ -121,6 +122,15 @@ class FlatTarget:
     def gradient(self) -> torch.Tensor | None:
         return self.unit.gradients.kept
 
+    def cut_and_whole(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        gradients = self.unit.gradients
+        held = gradients.kept
+        if held is None:
+            return [], []
+        runs = self.unit.parameters.cut_runs(gradients.now)
+        views = [(held[start:end], is_cut) for start, end, is_cut in runs]
+        return [v for v, is_cut in views if is_cut], [v for v, is_cut in views if not is_cut]
+
     def working_gradient(self) -> torch.Tensor | None:
         self.unit.read_ahead()
         return self.unit.gradients.working()
@@ -166,8 +176,8 @@ class FlatTarget:
         named = self.unit.parameters.named
         whole = self.unit.whole(self.unit.layout, part, cut)
         return {
-            name: self.unit.rows(piece)
-            for (name, _), piece in zip(named, pieces(whole, named), strict=True)
+            name: self.unit.rows(whole_of(parameter, piece))
+            for (name, parameter), piece in zip(named, pieces(whole, named), strict=True)
         }
 
     def _shard(self, named: Named, cut: tuple[Axis, ...]) -> torch.Tensor:
@@ -176,8 +186,9 @@ class FlatTarget:
         whole = torch.zeros(
             parameters.layout.padded, dtype=first.dtype, device=self.unit.tiers.device
         )
-        for (name, _), piece in zip(parameters.named, pieces(whole, parameters.named), strict=True):
-            piece.copy_(full(named[name]))
+        named_pieces = zip(parameters.named, pieces(whole, parameters.named), strict=True)
+        for (name, parameter), piece in named_pieces:
+            piece.copy_(part_of(parameter, full(named[name])))
         return parameters.layout.take(whole, (), cut)
 
 

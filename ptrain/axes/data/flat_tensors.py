@@ -98,6 +98,9 @@ class FlatTensorTarget:
         """The unit's, as it is kept, told once."""
         return self.update.whole.gradient if self.index == 0 else None
 
+    def cut_and_whole(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        return self.update.whole.cut_and_whole() if self.index == 0 else ([], [])
+
     def working_gradient(self) -> torch.Tensor | None:
         return self.update.gradient(self.index)
 

@@ -62,9 +62,11 @@ def form_of(spec: Spec) -> Form:
     if layout.is_plain:
         if not factors:
             return Form.LOCAL
-        if len(whole_axes(factors)) == len(factors):
+        # torch's DDP takes no DTensors, which are what an operator that is cut has
+        is_cut = spec.degree(Axis.TP) > 1
+        if len(whole_axes(factors)) == len(factors) and not is_cut:
             return Form.REPLICATE
-        if _has_torch_s_spread_update(spec, factors):
+        if not is_cut and _has_torch_s_spread_update(spec, factors):
             return Form.SPREAD_UPDATE
         if _replicas_around(factors, _FULLY_SHARDED):
             return Form.FULLY_SHARD

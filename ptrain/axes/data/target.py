@@ -12,6 +12,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from ptrain.axes.data.layout import same_memory
 from ptrain.models.ledger import local
+from ptrain.spec.axis import Axis
 
 Named = dict[str, torch.Tensor]
 
@@ -57,6 +58,11 @@ class Target(Protocol):
     @property
     def gradient(self) -> torch.Tensor | None:
         """The reduced gradient where and as it is kept: what is clipped and checked."""
+        ...
+
+    def cut_and_whole(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Views that make up `gradient`: of tensors whose operator is cut over ranks, and of others,
+        which those ranks have alike."""
         ...
 
     def working_gradient(self) -> torch.Tensor | None:
@@ -106,6 +112,11 @@ class TensorTarget:
         gradient = self.parameter.grad
         return None if gradient is None else local(gradient)
 
+    def cut_and_whole(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        gradient = self.gradient
+        found = [] if gradient is None else [gradient]
+        return (found, []) if has_cut_operator(self.parameter) else ([], found)
+
     def working_gradient(self) -> torch.Tensor | None:
         return self.gradient
 
@@ -143,6 +154,17 @@ class TensorTarget:
 
     def load(self, named: Named) -> None:
         self.value().copy_(rows_of(named[self.name], self.parameter))
+
+
+def has_cut_operator(parameter: torch.Tensor) -> bool:
+    """Whether the tensor axis cuts it; what a data axis cuts is of one tensor all the same."""
+    if not isinstance(parameter, DTensor):
+        return False
+    names = parameter.device_mesh.mesh_dim_names or ()
+    return any(
+        name == Axis.TP and placement.is_shard()
+        for name, placement in zip(names, parameter.placements, strict=True)
+    )
 
 
 def rows_of(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

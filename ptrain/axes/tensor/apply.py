@@ -9,21 +9,23 @@ gradients are summed once: Megatron's two sums forward and two backward per bloc
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
     RowwiseParallel,
     SequenceParallel,
+    loss_parallel,
     parallelize_module,
 )
-from torch.distributed.tensor import distribute_tensor
 
 from ptrain.axes.tensor.regather import Regather
 from ptrain.axes.tensor.roles import Role
@@ -104,14 +106,23 @@ def parallelize(model: nn.Module, step: Parallelize, device_mesh: DeviceMesh) ->
             module = model.get_submodule(name)
             for style in _styles(step, role):
                 parallelize_module(module, device_mesh, style, src_data_rank=None)
-            if role is Role.VOCABULARY:
-                for parameter in module.parameters():
-                    parameter.register_hook(_own_rows)
     if step.is_sequence and any(role is Role.POSITIONS for _, role in step.roles):
         first = next(_matching(model, step.block_pattern))
         parallelize_module(model.get_submodule(first), device_mesh, LocalInput())
     if not step.loss_parallel:
         model.register_forward_hook(lambda _, __, logits: _gathered(logits))
+
+
+def keep_gradients_cut(model: nn.Module) -> None:
+    """Give every gradient its parameter's cut, where no wrapper of a data axis does it."""
+    for parameter in model.parameters():
+        if isinstance(parameter, DTensor):
+            parameter.register_hook(partial(_as_kept, parameter.placements))
+
+
+def micro_batch(step: Parallelize | None) -> Callable[[], AbstractContextManager[None]]:
+    """What a micro-batch's forward, loss and backward run in."""
+    return loss_parallel if step is not None and step.loss_parallel else nullcontext
 
 
 def _styles(step: Parallelize, role: Role) -> Iterator[ParallelStyle]:
@@ -151,8 +162,10 @@ def _matching(model: nn.Module, pattern: str) -> Iterator[str]:
 
 
 def _whole(part: torch.Tensor, device_mesh: DeviceMesh, layout: Placement) -> DTensor:
-    made = part if isinstance(part, DTensor) else DTensor.from_local(
-        part, device_mesh, [layout], run_check=False
+    made = (
+        part
+        if isinstance(part, DTensor)
+        else DTensor.from_local(part, device_mesh, [layout], run_check=False)
     )
     return made.redistribute(placements=[Replicate()])
 
@@ -163,12 +176,15 @@ def _gathered(logits: torch.Tensor) -> torch.Tensor:
     return logits.redistribute(placements=[Replicate()]).to_local()
 
 
-def _own_rows(gradient: torch.Tensor) -> torch.Tensor:
-    """An embedding's gradient comes whole; this rank's rows are all that stays of it."""
+def _as_kept(placements: tuple[Placement, ...], gradient: torch.Tensor) -> torch.Tensor:
+    """A gradient cut like its parameter. What the ranks computed of their tokens (of a norm) is
+    summed here, once. An embedding's comes whole; this rank's rows are all that stays of it."""
     assert isinstance(gradient, DTensor)
-    if gradient.placements == (Shard(0),):
+    if gradient.placements == placements:
         return gradient
-    rows = gradient.redistribute(placements=[Shard(0)])
+    rows = gradient.redistribute(placements=placements)
+    if not isinstance(placements[0], Shard):
+        return rows
     return DTensor.from_local(
         rows.to_local().clone(),
         rows.device_mesh,

@@ -1,0 +1,109 @@
+"""Which tuples the tensor axis takes, and what a model must be to be cut over it.
+
+Every rank of it works on the same samples with a slice of each operator: Theta, Omega and G are S.
+Activations are whole between the sub-blocks (R), a slice of the tokens there (S), or that with what
+the operators save cut too (S*).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from ptrain.axes.data.form import ELEMENTWISE
+from ptrain.axes.rule import AxisRules, SpecRule, TupleRule
+from ptrain.errors import Fault
+from ptrain.spec.axis import Axis
+from ptrain.spec.model import ModelShape
+from ptrain.spec.placement import S_STAR, Placement, R, S
+from ptrain.spec.spec import OptimizerSpec, Spec
+
+_AXES = (Axis.TP,)
+
+
+def _states(placement: Placement, optimizer: OptimizerSpec) -> bool:
+    return (placement.parameters, placement.optimizer, placement.gradients) != (S, S, S)
+
+
+def _activations(placement: Placement, optimizer: OptimizerSpec) -> bool:
+    return placement.activations not in (R, S, S_STAR)
+
+
+_TUPLES = (
+    TupleRule(
+        name="an operator's slice has its own states",
+        theorem="Theorem 6.1 (slices of one operator)",
+        broken=_states,
+        message="a rank of tp computes with its slice of each operator and nothing else, so "
+        "parameters, optimizer state and gradients are S",
+        nearest=lambda placement: replace(placement, parameters=S, optimizer=S, gradients=S),
+    ),
+    TupleRule(
+        name="activations are whole or slices of the tokens",
+        theorem="Definition 2",
+        broken=_activations,
+        message="activations on tp are R, S (a slice of the tokens) or S* (saved so, and gathered "
+        "for backward); M and O belong to a rank, not to an axis",
+        nearest=lambda placement: replace(placement, activations=R),
+    ),
+)
+
+
+def _divides(spec: Spec) -> Iterator[Fault]:
+    degree, shape = spec.degree(Axis.TP), spec.model
+    if degree == 1 or not isinstance(shape, ModelShape):
+        return
+    fields = {"heads": shape.heads, "kv_heads": shape.kv_heads, "ffn": shape.ffn}
+    common = [d for d in range(1, degree + 1) if not any(n % d for n in fields.values())]
+    for name, number in fields.items():
+        if number % degree:
+            yield Fault(
+                place="mesh.tp",
+                finding=f"tp={degree} does not divide {name}: {number}",
+                remedy=f"choose tp from {', '.join(map(str, common))}",
+            )
+
+
+def _tokens(spec: Spec) -> Iterator[Fault]:
+    degree, sequence = spec.degree(Axis.TP), spec.batch.sequence
+    cut = any(f.axis is Axis.TP and f.placement.activations != R for f in spec.factors)
+    if cut and sequence % degree:
+        yield Fault(
+            place="batch.sequence",
+            finding=f"{sequence} tokens are not cut into {degree} equal slices",
+            remedy=f"write a multiple of {degree}, or activations: R on tp",
+        )
+
+
+def _whole_matrices(spec: Spec) -> Iterator[Fault]:
+    if spec.degree(Axis.TP) > 1 and spec.optimizer.name not in ELEMENTWISE:
+        yield Fault(
+            place="optimizer.name",
+            finding=f"{spec.optimizer.name} takes whole matrices, and tp cuts them",
+            remedy="write adamw, or no tp",
+        )
+
+
+def _known_roles(spec: Spec) -> Iterator[Fault]:
+    if spec.degree(Axis.TP) > 1 and not isinstance(spec.model, ModelShape):
+        yield Fault(
+            place="mesh.tp",
+            finding="only built-in models are cut into operators yet",
+            remedy="use a preset or a shape",
+        )
+
+
+TENSOR = AxisRules(
+    axes=_AXES,
+    tuples=_TUPLES,
+    specs=(
+        SpecRule(name="the degree divides the operators", theorem="Theorem 6.1", faults=_divides),
+        SpecRule(name="slices of the tokens are equal", theorem="Definition 2", faults=_tokens),
+        SpecRule(
+            name="an update sees what it needs",
+            theorem="Theorem 4 (state consistency)",
+            faults=_whole_matrices,
+        ),
+    ),
+    not_yet=(SpecRule(name="roles are known", theorem="", faults=_known_roles),),
+)
