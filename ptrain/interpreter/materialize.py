@@ -11,7 +11,7 @@ from torch._guards import detect_fake_mode
 from ptrain.axes.data.apply import apply
 from ptrain.axes.data.target import rows_of
 from ptrain.axes.data.wrapped import Wrapped
-from ptrain.axes.tensor.apply import keep_gradients_cut, parallelize
+from ptrain.axes.tensor.apply import parallelize
 from ptrain.interpreter.mesh import Mesh
 from ptrain.interpreter.registry import Registry
 from ptrain.models.build import build
@@ -47,7 +47,7 @@ def wrap(module: nn.Module, spec: Spec, plan: Plan, mesh: Mesh, registry: Regist
     if not is_meta and any(parameter.device != device for parameter in module.parameters()):
         module.to(device)
     if plan.tensor is not None:
-        parallelize(module, plan.tensor, mesh.submesh((plan.tensor.axis,)))
+        parallelize(module, plan.tensor, mesh.submesh((plan.tensor.axis,)), registry)
     if isinstance(plan.wrap, FullyShard):
         layout = plan.update.layout
         if plan.wrap.materialized and layout.master is not None:
@@ -66,7 +66,6 @@ def wrap(module: nn.Module, spec: Spec, plan: Plan, mesh: Mesh, registry: Regist
             initialize(module, spec.train.seed)
         else:
             fill_shards(module, spec.train.seed, TORCH_DTYPES[plan.update.layout.parameters])
-    keep_gradients_cut(module)
     return apply(module, plan, mesh, registry)
 
 

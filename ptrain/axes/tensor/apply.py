@@ -11,7 +11,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -29,6 +28,8 @@ from torch.distributed.tensor.parallel import (
 
 from ptrain.axes.tensor.regather import Regather
 from ptrain.axes.tensor.roles import Role
+from ptrain.costs import State
+from ptrain.interpreter.registry import Registry
 from ptrain.plan.step import Parallelize
 
 _SEQUENCE = 1  # the dimension of tokens, behind that of samples
@@ -89,6 +90,30 @@ class LocalInput(ParallelStyle):
         return module
 
 
+class GradientsAsKept(ParallelStyle):
+    """While a module runs, its parameters are read through `_AsKept`, whoever holds them."""
+
+    def __init__(self, registry: Registry) -> None:
+        super().__init__()
+        self.registry = registry
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        names = [name for name, _ in module.named_parameters(recurse=False)]
+
+        def enter(module: nn.Module, _: object) -> None:
+            for name in names:  # before nn.Module looks among its parameters, it looks here
+                held = module._parameters[name]
+                module.__dict__[name] = _AsKept.apply(held, self.registry)
+
+        def leave(module: nn.Module, *_: object) -> None:
+            for name in names:
+                module.__dict__.pop(name, None)
+
+        module.register_forward_pre_hook(enter)
+        module.register_forward_hook(leave, always_call=True)
+        return module
+
+
 class Whole(ParallelStyle):
     """Every rank has all of a module's tensors, and uses them on its part of the tokens."""
 
@@ -99,12 +124,14 @@ class Whole(ParallelStyle):
         return module
 
 
-def parallelize(model: nn.Module, step: Parallelize, device_mesh: DeviceMesh) -> None:
+def parallelize(
+    model: nn.Module, step: Parallelize, device_mesh: DeviceMesh, registry: Registry
+) -> None:
     """Cut `model` over `device_mesh` (1-d) as the plan says. Its tensors may be on meta."""
     for pattern, role in step.roles:
         for name in _matching(model, pattern):
             module = model.get_submodule(name)
-            for style in _styles(step, role):
+            for style in _styles(step, role, registry):
                 parallelize_module(module, device_mesh, style, src_data_rank=None)
     if step.is_sequence and any(role is Role.POSITIONS for _, role in step.roles):
         first = next(_matching(model, step.block_pattern))
@@ -113,19 +140,12 @@ def parallelize(model: nn.Module, step: Parallelize, device_mesh: DeviceMesh) ->
         model.register_forward_hook(lambda _, __, logits: _gathered(logits))
 
 
-def keep_gradients_cut(model: nn.Module) -> None:
-    """Give every gradient its parameter's cut, where no wrapper of a data axis does it."""
-    for parameter in model.parameters():
-        if isinstance(parameter, DTensor):
-            parameter.register_hook(partial(_as_kept, parameter.placements))
-
-
 def micro_batch(step: Parallelize | None) -> Callable[[], AbstractContextManager[None]]:
     """What a micro-batch's forward, loss and backward run in."""
     return loss_parallel if step is not None and step.loss_parallel else nullcontext
 
 
-def _styles(step: Parallelize, role: Role) -> Iterator[ParallelStyle]:
+def _styles(step: Parallelize, role: Role, registry: Registry) -> Iterator[ParallelStyle]:
     between = Shard(_SEQUENCE) if step.is_sequence else Replicate()
     has_positions = any(role is Role.POSITIONS for _, role in step.roles)
     match role:
@@ -134,6 +154,7 @@ def _styles(step: Parallelize, role: Role) -> Iterator[ParallelStyle]:
             yield RowwiseParallel(
                 input_layouts=Replicate(), output_layouts=between, use_local_output=is_local
             )
+            yield GradientsAsKept(registry)
         case Role.POSITIONS:
             if step.is_sequence:
                 yield Whole()
@@ -148,6 +169,7 @@ def _styles(step: Parallelize, role: Role) -> Iterator[ParallelStyle]:
         case Role.NORM | Role.LAST_NORM:
             if step.is_sequence:
                 yield SequenceParallel(use_local_output=True)
+                yield GradientsAsKept(registry)
             if role is Role.LAST_NORM:
                 yield WholeOutput(between)
         case Role.HEAD:
@@ -176,23 +198,32 @@ def _gathered(logits: torch.Tensor) -> torch.Tensor:
     return logits.redistribute(placements=[Replicate()]).to_local()
 
 
-def _as_kept(placements: tuple[Placement, ...], gradient: torch.Tensor) -> torch.Tensor:
-    """A gradient cut like its parameter. What the ranks computed of their tokens (of a norm) is
-    summed here, once. An embedding's comes whole; this rank's rows are all that stays of it."""
-    assert isinstance(gradient, DTensor)
-    if gradient.placements == placements:
-        return gradient
-    rows = gradient.redistribute(placements=placements)
-    if not isinstance(placements[0], Shard):
-        return rows
-    return DTensor.from_local(
-        rows.to_local().clone(),
-        rows.device_mesh,
-        rows.placements,
-        run_check=False,
-        shape=rows.shape,
-        stride=rows.stride(),
-    )
+class _AsKept(torch.autograd.Function):
+    """The identity; backward gives a gradient the cut of its parameter. What the ranks computed of
+    their tokens (of a norm) is summed here, once. An embedding's comes whole; this rank's rows are
+    all that stays of it."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: DTensor, registry: Registry) -> torch.Tensor:
+        ctx.placements, ctx.registry = parameter.placements, registry
+        return parameter.view_as(parameter)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: DTensor) -> tuple[torch.Tensor, None]:
+        if gradient.placements == ctx.placements:
+            return gradient, None
+        ctx.registry.tag(gradient._local_tensor, State.GRADIENTS)
+        kept = gradient.redistribute(placements=ctx.placements)
+        if isinstance(ctx.placements[0], Shard):
+            kept = DTensor.from_local(
+                kept.to_local().clone(),
+                kept.device_mesh,
+                kept.placements,
+                run_check=False,
+                shape=kept.shape,
+                stride=kept.stride(),
+            )
+        return kept, None
 
 
 def _with_first(args: tuple[Any, ...], kwargs: dict[str, Any], change: Any) -> Any:
