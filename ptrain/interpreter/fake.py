@@ -26,7 +26,7 @@ def fake_world(rank: int, size: int) -> World:
 @contextmanager
 def fake_tensors() -> Iterator[None]:
     """Tensors without data, but for the few integers that DDP's reducer reads back."""
-    with FakeTensorMode(), _BucketOrder():
+    with FakeTensorMode(allow_non_fake_inputs=True), _BucketOrder():
         yield
 
 

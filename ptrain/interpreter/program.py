@@ -12,12 +12,11 @@ from typing import Protocol
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from ptrain.axes.data.flat import parameters_by_unit
 from ptrain.axes.data.target import Named
 from ptrain.axes.data.wrapped import Wrapped
-from ptrain.axes.tensor.apply import micro_batch
+from ptrain.axes.tensor.apply import micro_batch, whole_loss
 from ptrain.costs import Phase, State
 from ptrain.data.sampler import LocalBatch
 from ptrain.errors import PtrainError
@@ -29,7 +28,6 @@ from ptrain.interpreter.optimizer import MASTER, Update
 from ptrain.interpreter.registry import Registry
 from ptrain.interpreter.scaling import LossScale
 from ptrain.interpreter.world import World
-from ptrain.models.loss import token_loss_sum
 from ptrain.models.numerics import TORCH_DTYPES
 from ptrain.models.units import ROOT, unit_modules
 from ptrain.plan.lower import lower
@@ -122,8 +120,7 @@ class Program:
     def _share(
         self, logits: torch.Tensor, targets: torch.Tensor, batch: LocalBatch
     ) -> torch.Tensor:
-        loss = token_loss_sum(logits, targets)
-        return (loss.to_local() if isinstance(loss, DTensor) else loss) / batch.global_tokens
+        return whole_loss(logits, targets) / batch.global_tokens
 
     @torch.no_grad()
     def step(self, lr: float) -> torch.Tensor | None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Self
 
 import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
@@ -18,7 +19,8 @@ from torch.utils._pytree import tree_iter
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor that this rank stores."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    held = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return held.elem if isinstance(held, AsyncCollectiveTensor) else held
 
 
 def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
@@ -78,8 +80,8 @@ class Ledger(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # DTensor turns into operators on local tensors first
+        if any(issubclass(kind, DTensor | AsyncCollectiveTensor) for kind in types):
+            return NotImplemented  # they turn into operators on plain tensors, or wait, first
         for tensor in _tensors((args, kwargs)):
             self.watch(tensor)
         result = function(*args, **(kwargs or {}))

@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -114,20 +114,28 @@ def factorise(size: int, symbols: dict[str, int]) -> tuple[int, tuple[int, ...]]
     return size, tuple(exponents)
 
 
+Tracer = Callable[[ModelShape, torch.dtype, int], Recording]
+
+
 class Table:
     """One table in the making: sizes are numbered as they come."""
 
-    def __init__(self, shape: ModelShape, precision: str, batch: int) -> None:
+    def __init__(
+        self,
+        shape: ModelShape,
+        precision: str,
+        batch: int,
+        symbols: dict[str, int] | None = None,
+        tracer: Tracer = lambda shape, dtype, batch: trace(shape, dtype, SMALLEST, batch=batch),
+    ) -> None:
         self.shape, self.precision, self.batch = shape, precision, batch
-        self.symbols = {**PRIMES[shape.family], **COMMON}
+        self.symbols = dict(symbols or {**PRIMES[shape.family], **COMMON})
         if shape.family is Family.LLAMA and shape.heads == shape.kv_heads:
             del self.symbols["repeats"]
         if batch == 1:
             del self.symbols["batch"]
         self.sizes: dict[Size, int] = {}
-        self.recordings = [
-            trace(shape, dtype, SMALLEST, batch=batch) for dtype in DTYPES[precision]
-        ]
+        self.recordings = [tracer(shape, dtype, batch) for dtype in DTYPES[precision]]
         self.units = _smallest_units(shape)
         self._classes = self._classify()
 

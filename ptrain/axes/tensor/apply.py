@@ -30,6 +30,7 @@ from ptrain.axes.tensor.regather import Regather
 from ptrain.axes.tensor.roles import Role
 from ptrain.costs import State
 from ptrain.interpreter.registry import Registry
+from ptrain.models.loss import token_loss_sum
 from ptrain.plan.step import Parallelize
 
 _SEQUENCE = 1  # the dimension of tokens, behind that of samples
@@ -138,6 +139,12 @@ def parallelize(
         parallelize_module(model.get_submodule(first), device_mesh, LocalInput())
     if not step.loss_parallel:
         model.register_forward_hook(lambda _, __, logits: _gathered(logits))
+
+
+def whole_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """The tokens' summed loss, of logits that may be cut over the vocabulary."""
+    loss = token_loss_sum(logits, targets)
+    return loss.to_local() if isinstance(loss, DTensor) else loss
 
 
 def micro_batch(step: Parallelize | None) -> Callable[[], AbstractContextManager[None]]:
