@@ -14,6 +14,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
+from ptrain.axes.tensor.costs import Cut
 from ptrain.spec.model import Family, ModelShape
 from ptrain.spec.precision import DType
 from ptrain.timeline import Boundary, Complete, Item, Mark, Run, Timeline, run
@@ -62,13 +63,15 @@ def timeline(
     batch: int,
     sequence: int,
     compute: DType,
+    cut: Cut | None = None,
 ) -> Timeline:
     """One micro-batch of `batch` samples of a built-in model, with the boundaries of `units` (one
-    block each and the root, where they are not given)."""
-    name = _name(shape, compute, batch)
-    table = _table(name)
-    values = dimensions(shape, batch=batch, sequence=sequence)
-    sizes = [size.bytes(values, compute.itemsize) for size in _sizes(name)]
+    block each and the root, where they are not given); of one rank's part of it, where operators
+    are `cut`."""
+    name, kind = _name(shape, compute, batch), cut.kind if cut else None
+    table = _table(name, kind)
+    values = (cut.dimensions if cut else dimensions)(shape, batch=batch, sequence=sequence)
+    sizes = [size.bytes(values, compute.itemsize) for size in _sizes(name, kind)]
     layers = shape.layers
     places = _places(units or (*((f"blocks.{block}",) for block in range(layers)), ("",)))
     return Timeline(
@@ -113,15 +116,17 @@ def _name(shape: ModelShape, compute: DType, batch: int) -> str:
 
 
 @cache
-def _table(name: str) -> dict[str, Any]:
-    text = files("ptrain.derivation").joinpath(f"tables/{name}.json").read_text(encoding="utf-8")
+def _table(name: str, kind: str | None = None) -> dict[str, Any]:
+    """Of a plain model, or of one kind of cut."""
+    path = f"tables/{name}.json" if kind is None else f"tables/tp/{name}.json"
+    text = files("ptrain.derivation").joinpath(path).read_text(encoding="utf-8")
     table: dict[str, Any] = json.loads(text)
-    return table
+    return table if kind is None else table[kind]
 
 
 @cache
-def _sizes(name: str) -> tuple[Monomial, ...]:
-    table = _table(name)
+def _sizes(name: str, kind: str | None = None) -> tuple[Monomial, ...]:
+    table = _table(name, kind)
     return tuple(
         Monomial(
             in_elements=bool(in_elements),

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ptrain.costs import Column, Estimate, Footprint, State
+from ptrain.algebra.layout import position
+from ptrain.costs import Column, Estimate, Footprint, State, add_traffic
+from ptrain.derivation import tensor
 from ptrain.derivation.facts import ModelFacts
 from ptrain.derivation.memory import resident
 from ptrain.derivation.notes import notes
@@ -53,13 +55,52 @@ def own_facts(spec: Spec) -> ModelFacts:
 
 def exact(spec: Spec, plan: Plan, facts: ModelFacts) -> Estimate:
     """Memory per state and rank, peaks per phase, traffic per axes x collective x state x phase."""
+    of_parts = [
+        (indices, _exact_part(spec, plan, part))
+        for part, indices in tensor.parts(spec, plan, facts).items()
+    ]
+    operators = add_traffic(tensor.sent(spec, plan, facts))
+    estimate = _joined(spec, plan, of_parts)
+    traffic = (*estimate.traffic, *operators)
+    return replace(estimate, traffic=traffic, notes=tuple(notes(spec, plan, facts, traffic)))
+
+
+def _joined(spec: Spec, plan: Plan, parts: list[tuple[tuple[int, ...], Estimate]]) -> Estimate:
+    """Each rank's rows from the part of the model that it has; of traffic a row for each account,
+    where they differ."""
+    (_, first), *others = parts
+    if not others:
+        return first
+    assert plan.tensor is not None
+    axes = (plan.tensor.axis,)
+    estimate_of = {index: found for indices, found in parts for index in indices}
+    of_rank = [estimate_of[position(spec, rank, axes)] for rank in range(spec.world_size)]
+    keys = dict.fromkeys(row.key for _, found in parts for row in found.traffic)
+    return replace(
+        first,
+        memory=tuple(
+            row for rank, found in enumerate(of_rank) for row in found.memory if row.rank == rank
+        ),
+        peak=tuple(
+            row for rank, found in enumerate(of_rank) for row in found.peak if row.rank == rank
+        ),
+        traffic=tuple(
+            dict.fromkeys(
+                row
+                for key in keys
+                for index in sorted(estimate_of)
+                for row in estimate_of[index].traffic
+                if row.key == key
+            )
+        ),
+    )
+
+
+def _exact_part(spec: Spec, plan: Plan, facts: ModelFacts) -> Estimate:
+    """Of the ranks that have this part of the model, without what its operators send."""
     memory, traffic = resident(spec, plan, facts), sent(spec, plan, facts)
     estimate = Estimate(
-        column=Column.EXACT,
-        world_size=spec.world_size,
-        memory=memory,
-        traffic=traffic,
-        notes=tuple(notes(spec, plan, facts, traffic)),
+        column=Column.EXACT, world_size=spec.world_size, memory=memory, traffic=traffic
     )
     if facts.timeline is None and not isinstance(spec.model, ModelShape):
         return replace(estimate, undefined=dict.fromkeys(("activations", "peak"), _NOT_TRACED))

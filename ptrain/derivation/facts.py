@@ -14,10 +14,12 @@ from ptrain.timeline import Timeline
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorFacts:
-    """A parameter or buffer: canonical dotted name and shape in elements."""
+    """A parameter or buffer: canonical dotted name and shape in elements. `is_cut`: it is one rank's
+    slice of it."""
 
     name: str
     shape: tuple[int, ...]
+    is_cut: bool = False
 
     @property
     def numel(self) -> int:

@@ -45,10 +45,11 @@ class Measurement:
     """What the meters of one rank saw of one step. `ranks_by_axes` are the ranks of its groups."""
 
     def __init__(self, measured: Program | Foreign) -> None:
-        guess = {}
+        guess: dict[str, Any] = {}
         if isinstance(measured, Program):
             self.rank, self.size = measured.world.rank, measured.world.size
             device, axes_by_group = measured.world.device.type, measured.mesh.axes_by_group()
+            guess = {"guess": lambda *_: State.ACTIVATIONS} if measured.plan.tensor else {}
         else:
             self.rank, self.size, device = measured.rank, measured.size, measured.device
             axes_by_group, guess = measured.axes_by_group(), {"guess": state_of}

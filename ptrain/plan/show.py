@@ -15,6 +15,7 @@ from ptrain.plan.step import (
     FlatUnits,
     FullyShard,
     LocalGradients,
+    Parallelize,
     Plan,
     Replicate,
     Step,
@@ -47,6 +48,8 @@ def _step(step: Step, *, stateless: bool) -> str:
     match step:
         case CreateMesh():
             return _mesh(step)
+        case Parallelize():
+            return _parallelize(step)
         case LocalGradients():
             return "leave the model as it is: one device, nothing to reduce"
         case Replicate():
@@ -70,6 +73,19 @@ def _mesh(step: CreateMesh) -> str:
         return "no mesh"
     pairs = zip(step.axes, step.degrees, strict=True)
     return "create a mesh " + " × ".join(f"{axis} {degree}" for axis, degree in pairs)
+
+
+def _parallelize(step: Parallelize) -> str:
+    pairs = "each column operator by itself" if step.is_naive else "column and row in pairs"
+    between = "whole"
+    if step.is_sequence:
+        between = "slices of the tokens"
+    saved = ", saved so and gathered again in backward" if step.is_saved_cut else ""
+    logits = "cut over the vocabulary" if step.loss_parallel else "gathered"
+    return (
+        f"cut operators over {step.axis}: {pairs}; activations between them {between}{saved}; "
+        f"logits {logits}"
+    )
 
 
 def _replicate(step: Replicate) -> str:

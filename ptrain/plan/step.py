@@ -25,11 +25,13 @@ class CreateMesh:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parallelize:
     """Theta, Omega and G are S on `axis`: each operator is cut as its role says, from outside, by
-    torch's parallel styles. `is_sequence`: A is S or S*, between the sub-blocks a rank has its slice
-    of the tokens; `is_saved_cut`: A is S*, and what a sub-block's operators save of their whole
-    input is that slice, gathered again in backward. `loss_parallel`: the logits stay cut over the
-    vocabulary. `is_naive`: every column operator takes its input by itself, and its gradient is
-    summed by itself."""
+    torch's parallel styles.
+
+    `is_sequence`: A is S or S*, between the sub-blocks a rank has its slice of the tokens;
+    `is_saved_cut`: A is S*, and what a sub-block's operators save of their whole input is that
+    slice, gathered again in backward. `loss_parallel`: the logits stay cut over the vocabulary.
+    `is_naive`: every column operator takes its input by itself, and sums its gradient by itself.
+    """
 
     axis: Axis
     roles: Roles

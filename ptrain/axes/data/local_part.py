@@ -1,9 +1,10 @@
-"""A parameter of which this rank stores a part, because another axis cut it: what a data axis keeps,
-reduces and updates is that part, like any other tensor."""
+"""A parameter of which this rank stores a part, because another axis cut it: what a data axis
+keeps, reduces and updates is that part, like any other tensor."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeAlias
 
 import torch
 from torch import nn
@@ -32,7 +33,7 @@ class LocalPart:
         return self._held.device
 
     def numel(self) -> int:
-        return self._held.numel()
+        return int(self._held.numel())
 
     def detach(self) -> torch.Tensor:
         return self._held.detach()
@@ -81,7 +82,7 @@ class LocalPart:
         )
 
 
-Parameter = nn.Parameter | LocalPart
+Parameter: TypeAlias = "nn.Parameter | LocalPart"
 
 
 def stored_part(parameter: nn.Parameter) -> Parameter:

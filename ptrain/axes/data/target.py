@@ -61,8 +61,8 @@ class Target(Protocol):
         ...
 
     def cut_and_whole(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Views that make up `gradient`: of tensors whose operator is cut over ranks, and of others,
-        which those ranks have alike."""
+        """Views that make up `gradient`: of tensors whose operator is cut over ranks, and of
+        others, which those ranks have alike."""
         ...
 
     def working_gradient(self) -> torch.Tensor | None:

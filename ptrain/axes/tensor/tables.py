@@ -13,6 +13,7 @@ import json
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -37,7 +38,7 @@ HEADS = {
     Family.LLAMA: {"repeats": 7, "kv_heads": 5, "pairs": 11},
     Family.GPT: {"heads": 5, "head_dim": 7},
 }
-LAYERS = 4
+LAYERS = 2
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,7 @@ def symbols_of(family: Family, kind: Kind) -> dict[str, int]:
 
 
 def trace(
-    shape: ModelShape, step: Parallelize, dtype: torch.dtype, mesh: DeviceMesh, batch: int
+    step: Parallelize, mesh: DeviceMesh, shape: ModelShape, dtype: torch.dtype, batch: int
 ) -> Recording:
     """One micro-batch of this rank, when torch has learnt what each operator is cut to."""
     sequence = SEQUENCE * (mesh.size() if step.is_sequence else 1)
@@ -130,14 +131,9 @@ def tables(mesh: DeviceMesh) -> Iterator[tuple[str, dict[str, object]]]:
         for kind in KINDS:
             shape = shape_of(family, kind, tied=tied, special=special)
             title = name(shape, precision, batch)
-            step = kind.step(shape)
-            found[kind.name] = Table(
-                shape,
-                precision,
-                batch,
-                symbols_of(family, kind),
-                lambda shape, dtype, batch, step=step: trace(shape, step, dtype, mesh, batch),
-            ).build()
+            tracer = partial(trace, kind.step(shape), mesh)
+            symbols = symbols_of(family, kind)
+            found[kind.name] = Table(shape, precision, batch, symbols, tracer).build()
         yield title, found
 
 

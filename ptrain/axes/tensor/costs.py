@@ -1,0 +1,82 @@
+"""What one rank of the tensor axis has of a model: the local shape of every tensor, and the local
+value of every dimension that a table of allocations is written in."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from ptrain.axes.tensor.roles import Role
+from ptrain.plan.step import Parallelize
+from ptrain.spec.model import ModelShape
+from ptrain.units import ceil_div
+
+Shape = tuple[int, ...]
+
+# The dimension along which a role cuts a weight; its bias is cut where that is the outputs.
+_CUT_DIM = {Role.COLUMN: 0, Role.HEAD: 0, Role.VOCABULARY: 0, Role.ROW: 1}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """Rank `index` of `degree` ranks that share the operators of a model as `step` says."""
+
+    step: Parallelize
+    degree: int
+    index: int
+
+    @property
+    def kind(self) -> str:
+        """The name of the tables (`axes.tensor.tables`) that hold what such a rank allocates."""
+        step = self.step
+        if step.is_naive:
+            name = "naive"
+        elif step.is_saved_cut:
+            name = "saved"
+        else:
+            name = "cut" if step.is_sequence else "whole"
+        return name if step.loss_parallel else f"{name}-gathered"
+
+    def role(self, tensor: str) -> Role | None:
+        """Of the module that a tensor belongs to."""
+        module = tensor.rpartition(".")[0]
+        return next((role for pattern, role in self.step.roles if _fits(pattern, module)), None)
+
+    def shape(self, tensor: str, shape: Shape) -> Shape:
+        """What this rank stores of a tensor: equal slices, rounded up, the last one shorter, as
+        DTensor cuts."""
+        dim = _CUT_DIM.get(self.role(tensor))  # type: ignore[arg-type]  # no role: nothing is cut
+        if dim is None or dim >= len(shape):
+            return shape
+        return (*shape[:dim], self.slice_of(shape[dim]), *shape[dim + 1 :])
+
+    def is_cut(self, tensor: str, shape: Shape) -> bool:
+        """Whether the ranks have different slices of it."""
+        dim = _CUT_DIM.get(self.role(tensor))  # type: ignore[arg-type]  # no role: nothing is cut
+        return dim is not None and dim < len(shape)
+
+    def slice_of(self, size: int) -> int:
+        """Elements of this rank's slice of a dimension."""
+        chunk = ceil_div(size, self.degree)
+        return max(0, min(size, (self.index + 1) * chunk) - self.index * chunk)
+
+    def dimensions(self, shape: ModelShape, *, batch: int, sequence: int) -> dict[str, int]:
+        """The value of every symbol of a table."""
+        degree = self.degree
+        return {
+            "tp": degree,
+            "batch": batch,
+            "sequence": sequence // degree if self.step.is_sequence else sequence,
+            "heads": shape.heads // degree,
+            "repeats": shape.heads // shape.kv_heads,
+            "kv_heads": shape.kv_heads // degree,
+            "head_dim": shape.head_dim,
+            "pairs": shape.head_dim // 2,
+            "ffn": shape.ffn // degree,
+            "vocab": self.slice_of(shape.vocab),
+            "vocab_all": shape.vocab,
+        }
+
+
+def _fits(pattern: str, module: str) -> bool:
+    return re.fullmatch(re.escape(pattern).replace(r"\*", r"\d+"), module) is not None
