@@ -92,6 +92,15 @@ class Program:
                 index = index * self.mesh.degrees[axis] + self.mesh.coordinate(axis)
         return index
 
+    @property
+    def random_index(self) -> int:
+        """Whose random numbers this rank draws: those of its samples' ranks, and where these have
+        slices of the tokens, its own."""
+        step = self.plan.tensor
+        if step is None or not step.is_sequence:
+            return self.data_index
+        return self.data_index * self.mesh.degrees[step.axis] + self.mesh.coordinate(step.axis)
+
     def forward_backward(self, batch: LocalBatch, lr: float | None = None) -> torch.Tensor:
         """K micro-batches forward and backward. Returns this rank's share of the global mean loss
         (0-d, valid until the next call): the shares of all data ranks add up to it.

@@ -20,6 +20,7 @@ from ptrain.spec.text import Mark, Route, Tree
 Mapping = dict[str, object]
 _DATA = tuple(axis.value for axis in DATA_AXES)
 _RESHARD = ("sync", "reshard_after_forward")
+_POLICIES = ("sync", "tensor")  # sections of a strategy beside its tuples
 
 
 def expand_shorthands(tree: Tree) -> list[Fault]:
@@ -53,7 +54,7 @@ _Report = Callable[..., None]
 
 
 def _whole_placement(root: Mapping, fault: _Report) -> bool:
-    """`placement: NAME`: all tuples of the strategy, and its policy of accumulation."""
+    """`placement: NAME`: all tuples of the strategy, and its policies."""
     name = root.get("placement")
     if not isinstance(name, str):
         return False
@@ -67,10 +68,13 @@ def _whole_placement(root: Mapping, fault: _Report) -> bool:
     tuples = copy.deepcopy(found.root["placement"])
     root["placement"] = tuples
     _sits_right(root.get("mesh"), name, tuple(tuples), fault)
-    policy = found.root.get("sync", {})
-    if policy and isinstance(root.setdefault("sync", {}), dict):
-        for key, value in policy.items():
-            root["sync"].setdefault(key, value)  # type: ignore[attr-defined]  # a dict, see above
+    for section in _POLICIES:
+        policy, written = found.root.get(section, {}), root.setdefault(section, {})
+        if isinstance(written, dict):
+            for key, value in policy.items():
+                written.setdefault(key, value)
+        if not written:
+            del root[section]
     return True
 
 
@@ -157,7 +161,7 @@ def _named_tuple(placement: Mapping, axis: str, name: str, fault: _Report) -> No
             f"{name} sits on {home[0]}, not on {axis}",
             f"write placement: {{{home[0]}: {name}}} and mesh: {{{home[0]}: N}}",
         )
-    elif "sync" in found.root:
+    elif any(section in found.root for section in _POLICIES):
         fault(route, f"{name} is more than a tuple", f"write placement: {name}")
     else:
         placement[axis] = copy.deepcopy(tuples[home[0]])

@@ -98,8 +98,8 @@ def _batch(program: Program, corpus: Corpus, step: int, split: Split) -> LocalBa
 
 
 def _seed(program: Program, step: int) -> None:
-    """Dropout is a function of (seed, step, data rank): a resumed run draws what it would have."""
-    torch.manual_seed((program.spec.train.seed * 1_000_003 + step) * 65_537 + program.data_index)
+    """Dropout is a function of (seed, step, rank): a resumed run draws what it would have."""
+    torch.manual_seed((program.spec.train.seed * 1_000_003 + step) * 65_537 + program.random_index)
 
 
 def _evaluate(program: Program, parts: Parts) -> float:

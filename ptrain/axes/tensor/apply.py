@@ -26,6 +26,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from ptrain.axes.tensor.randomness import OwnRandomness
 from ptrain.axes.tensor.regather import Regather
 from ptrain.axes.tensor.roles import Role
 from ptrain.costs import State
@@ -134,6 +135,11 @@ def parallelize(
             module = model.get_submodule(name)
             for style in _styles(step, role, registry):
                 parallelize_module(module, device_mesh, style, src_data_rank=None)
+    if not step.is_sequence:
+        for pattern, role in step.roles:
+            if role is Role.WHOLE_INPUT:
+                for name in _matching(model, pattern):
+                    OwnRandomness(device_mesh.get_local_rank()).around(model.get_submodule(name))
     if step.is_sequence and any(role is Role.POSITIONS for _, role in step.roles):
         first = next(_matching(model, step.block_pattern))
         parallelize_module(model.get_submodule(first), device_mesh, LocalInput())
