@@ -102,7 +102,7 @@ class MemoryMeter(Ledger):
         self._settle()
         self._let_go()
         result = super().__torch_dispatch__(function, types, args, kwargs)
-        self._after_collective = function.namespace == "c10d"
+        self._after_collective = function.namespace in ("c10d", "_c10d_functional")
         if self._after_collective:
             for tensor in tree_leaves((args, kwargs)):
                 if isinstance(tensor, torch.Tensor):

@@ -75,6 +75,19 @@ def _tokens(spec: Spec) -> Iterator[Fault]:
         )
 
 
+def _logits(spec: Spec) -> Iterator[Fault]:
+    degree, shape = spec.degree(Axis.TP), spec.model
+    if spec.tensor.loss_parallel or not isinstance(shape, ModelShape):
+        return
+    if shape.vocab % degree:
+        yield Fault(
+            place="tensor.loss_parallel",
+            finding=f"false: a vocabulary of {shape.vocab} is cut into unequal slices, and only "
+            "equal ones are gathered",
+            remedy=f"write true, or a vocab that is a multiple of {degree}",
+        )
+
+
 def _whole_matrices(spec: Spec) -> Iterator[Fault]:
     if spec.degree(Axis.TP) > 1 and spec.optimizer.name not in ELEMENTWISE:
         yield Fault(
@@ -105,5 +118,8 @@ TENSOR = AxisRules(
             faults=_whole_matrices,
         ),
     ),
-    not_yet=(SpecRule(name="roles are known", theorem="", faults=_known_roles),),
+    not_yet=(
+        SpecRule(name="roles are known", theorem="", faults=_known_roles),
+        SpecRule(name="equal slices are gathered", theorem="", faults=_logits),
+    ),
 )
