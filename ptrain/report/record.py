@@ -10,6 +10,7 @@ import platform
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from importlib import metadata
+from itertools import zip_longest
 
 from ptrain.costs import Column, Estimate, Footprint, Peak, Traffic, TrafficKey
 from ptrain.derivation.wire import WireRow, wire_rows
@@ -89,20 +90,24 @@ def _tier_suffix(tier: str) -> str:
 
 
 def _traffic_checks(exact: Sequence[Traffic], measured: Sequence[Traffic]) -> Iterator[Check]:
-    """Several measured rows with one key are several ranks' accounts: each must be right."""
-    predicted_rows = {row.key: row for row in exact}
-    measured_rows: dict[TrafficKey, list[Traffic]] = {}
-    for row in measured:
-        measured_rows.setdefault(row.key, []).append(row)
+    """Several rows with one key are several ranks' accounts, different ones once: each must be
+    right. Of those that are not, the first is named."""
+    predicted_rows, measured_rows = _by_key(exact), _by_key(measured)
     for key in sorted({*predicted_rows, *measured_rows}, key=traffic_name):
-        predicted = predicted_rows.get(key)
         for count in _COUNTS:
-            left = getattr(predicted, count) if predicted else None
-            values = [getattr(row, count) for row in measured_rows.get(key, [])]
-            wrong = [value for value in values if value != left]
-            right = (wrong or values or [None])[0]
+            left = sorted({getattr(row, count) for row in predicted_rows.get(key, [])})
+            right = sorted({getattr(row, count) for row in measured_rows.get(key, [])})
+            wrong = [pair for pair in zip_longest(left, right) if pair[0] != pair[1]]
+            predicted, found = (wrong or [(left[-1], right[-1])])[0]
             name = f"traffic {traffic_name(key)} {count.removesuffix('_bytes')}"
-            yield _check(name, left, right, tolerance=0.0)
+            yield _check(name, predicted, found, tolerance=0.0)
+
+
+def _by_key(rows: Sequence[Traffic]) -> dict[TrafficKey, list[Traffic]]:
+    found: dict[TrafficKey, list[Traffic]] = {}
+    for row in rows:
+        found.setdefault(row.key, []).append(row)
+    return found
 
 
 def traffic_name(key: TrafficKey) -> str:
