@@ -14,8 +14,8 @@ from ptrain.timeline import Timeline
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorFacts:
-    """A parameter or buffer: canonical dotted name and shape in elements. `is_cut`: it is one rank's
-    slice of it."""
+    """A parameter or buffer: canonical dotted name and shape in elements. `is_cut`: it is one
+    rank's slice of it."""
 
     name: str
     shape: tuple[int, ...]

@@ -23,7 +23,7 @@ LAYERS = (
     r"ptrain\.version",
     r"ptrain\.(errors|units|costs|timeline)",
     r"ptrain\.spec(\..*)?",
-    r"ptrain\.axes|ptrain\.axes\.ring|ptrain\.axes\.\w+|ptrain\.axes\.\w+\.(rules|costs|form|dials)",
+    r"ptrain\.axes(\.\w+)?|ptrain\.axes\.\w+\.(rules|costs|form|dials|roles)",
     r"ptrain\.algebra(\..*)?",
     r"ptrain\.plan(\..*)?",
     r"ptrain\.derivation(\..*)?",

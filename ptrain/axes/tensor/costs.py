@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Protocol
 
-from ptrain.axes.tensor.roles import Role
-from ptrain.plan.step import Parallelize
+from ptrain.axes.tensor.roles import Role, Roles
 from ptrain.spec.model import ModelShape
 from ptrain.units import ceil_div
 
@@ -17,11 +17,26 @@ Shape = tuple[int, ...]
 _CUT_DIM = {Role.COLUMN: 0, Role.HEAD: 0, Role.VOCABULARY: 0, Role.ROW: 1}
 
 
+class HowCut(Protocol):
+    """What a plan says of a model's operators (`plan.step.Parallelize`)."""
+
+    @property
+    def roles(self) -> Roles: ...
+    @property
+    def is_sequence(self) -> bool: ...
+    @property
+    def is_saved_cut(self) -> bool: ...
+    @property
+    def loss_parallel(self) -> bool: ...
+    @property
+    def is_naive(self) -> bool: ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
     """Rank `index` of `degree` ranks that share the operators of a model as `step` says."""
 
-    step: Parallelize
+    step: HowCut
     degree: int
     index: int
 

@@ -29,12 +29,14 @@ Roles = tuple[tuple[str, Role], ...]
 
 def roles_of(shape: ModelShape) -> Roles:
     """Of the built-in families, in the order of a forward pass."""
-    columns = {"attention": ("query", "key", "value")}
+    columns: dict[str, tuple[str, ...]] = {"attention": ("query", "key", "value")}
+    positions: Roles = ()
     match shape.family:
         case Family.LLAMA:
-            columns["mlp"], positions = ("gate", "up"), ()
+            columns["mlp"] = ("gate", "up")
         case Family.GPT:
-            columns["mlp"], positions = ("up",), (("positions", Role.POSITIONS),)
+            columns["mlp"] = ("up",)
+            positions = (("positions", Role.POSITIONS),)
         case family:
             assert_never(family)
     rows = {"attention": "output", "mlp": "down"}
