@@ -22,12 +22,12 @@ from tests.ranks import Ranks
 pytestmark = pytest.mark.gloo
 
 STEPS, MEASURED = 20, 3
-_REFERENCES: dict[object, Trajectory] = {}
+_REFERENCES: dict[str, Trajectory] = {}
 
 
 def reference(spec: Spec) -> Trajectory:
     """One device knows nothing of the mesh but the batches that the data axes read."""
-    key = (spec.model, spec.batch, spec.data_degree, spec.optimizer)
+    key = repr((spec.model, spec.batch, spec.data_degree, spec.optimizer, spec.precision))
     if key not in _REFERENCES:
         _REFERENCES[key] = one_device(spec, STEPS)
     return _REFERENCES[key]

@@ -228,8 +228,9 @@ class _AsKept(torch.autograd.Function):
         ctx.registry.tag(gradient._local_tensor, State.GRADIENTS)
         kept = gradient.redistribute(placements=ctx.placements)
         if isinstance(ctx.placements[0], Shard):
+            rows = kept.to_local()
             kept = DTensor.from_local(
-                kept.to_local().clone(),
+                torch.empty_like(rows).copy_(rows),  # a slice alone would keep the whole alive
                 kept.device_mesh,
                 kept.placements,
                 run_check=False,
