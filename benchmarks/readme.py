@@ -18,7 +18,7 @@ from _readmes import compare, on_ranks, rewrite, tuples
 
 from ptrain.costs import Estimate
 from ptrain.derivation.estimate import derive
-from ptrain.plan.step import FlatUnits, FullyShard, LocalGradients, Replicate, Wrap
+from ptrain.plan.step import FlatUnits, FullyShard, LocalGradients, Plan, Replicate, Wrap
 from ptrain.report.predict import model_state_bytes, sent_bytes
 from ptrain.report.record import TIERS
 from ptrain.report.table import size
@@ -62,7 +62,7 @@ def strategies() -> str:
             at_rest(exact),
             size(peak),
             f"{size(sent_bytes(exact))} ({size(sent_bytes(derivation.paper))})",
-            runs_as(derivation.plan.wrap),
+            runs_as(derivation.plan),
         )
         rows.append("| " + " | ".join(cells) + " |")
     return "\n".join(rows) + "\n"
@@ -76,8 +76,16 @@ def at_rest(exact: Estimate) -> str:
     return size(sizes[0]) + "".join(others)
 
 
-def runs_as(wrap: Wrap) -> str:
-    """The real part of torch behind a wrap."""
+def runs_as(plan: Plan) -> str:
+    """The real parts of torch behind a plan."""
+    if plan.tensor is None:
+        return wrapped_by(plan.wrap)
+    within = "`parallelize_module`"
+    is_alone = isinstance(plan.wrap, LocalGradients)
+    return within if is_alone else f"{within}, {wrapped_by(plan.wrap)}"
+
+
+def wrapped_by(wrap: Wrap) -> str:
     match wrap:
         case LocalGradients():
             return "one device"

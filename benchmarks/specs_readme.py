@@ -32,6 +32,7 @@ FLAGS = ROOT / "specs" / "flags.yaml"
 BLOCK = re.compile(r"(<!-- table: (.+?) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 BASE = "ddp"
 STATES = {State.PARAMETERS: "Θ", State.OPTIMIZER: "Ω", State.GRADIENTS: "G"}
+LETTERS = STATES | {State.ACTIVATIONS: "A"}
 
 Row = Mapping[str, Any]
 
@@ -105,7 +106,7 @@ def _saves(spec: Spec) -> str:
     """`Ω and G ÷ dp_shard`, `Θ off the device` …"""
     told: dict[str, list[str]] = {}
     for factor in spec.factors:
-        for state, letter in STATES.items():
+        for state, letter in LETTERS.items():
             for words in _saving(factor.placement[state], factor.axis):
                 told.setdefault(words, []).append(letter)
     parts = (f"{', '.join(dict.fromkeys(letters))} {words}" for words, letters in told.items())

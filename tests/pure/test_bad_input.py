@@ -126,7 +126,7 @@ LINES = [
     ("name: good", 'name: "a\\0b"', "name", "a\\x00b", "1 to 64 letters"),
     ("layout: fp32", "layout: fp23", "precision.layout", "'fp23'", "did you mean 'fp32'"),
     # in the grammar, not executed yet
-    ("mesh: {", "mesh: {tp: 2, ", "mesh.tp", "not yet", "dp_replicate and dp_shard"),
+    ("mesh: {", "mesh: {pp: 2, ", "mesh.pp", "not yet", "dp_replicate, dp_shard, tp"),
     ("activations: R", "activations: M", "placement.dp_shard.activations", "not yet", "today: R"),
     ("{preset: llama-tiny}", "{hf: A, config: {}}", "model.hf", "not yet", "preset"),
     ("train:", "recompute: full\ntrain:", "recompute", "not yet", "none"),
@@ -213,14 +213,14 @@ def test_the_caret_points_at_the_fault(old, new, line, pointed_at, tmp_path):
 
 def test_all_faults_come_at_once_in_the_order_of_the_file(tmp_path):
     text = GOOD.replace("name: good", "name: a/b").replace("llama-tiny", "llama-tinny")
-    text = text.replace("dp_shard: 2", "dp_shard: 2, tp: 4").replace("S*", "Q")
+    text = text.replace("dp_shard: 2", "dp_shard: 2, pp: 4").replace("S*", "Q")
     text = text.replace("lr: 3e-4", "lr: x").replace("seed: 0", "seed: -1, seed: 2")
     file = tmp_path / "spec.yaml"
     file.write_text(text + "recompute: full\neval: &x {every: !!int 3}\nlog: *x\n")
     error = refused(file)
     places = [fault.place for fault in error.faults]
     assert places == [
-        "name", "model.preset", "mesh.tp", "placement.dp_shard.parameters", "optimizer.lr",
+        "name", "model.preset", "mesh.pp", "placement.dp_shard.parameters", "optimizer.lr",
         "train.seed", "recompute", "eval", "eval.every", "log",
     ]  # fmt: skip
     assert str(error).count("error:") == len(places)
@@ -337,7 +337,8 @@ def test_auto_beside_degrees_that_do_not_divide_the_ranks_is_refused(tmp_path):
         ("placement.dp_shard=ddp", "placement.dp_shard", "not on dp_shard", "dp_replicate: ddp"),
         ("placement.dp_shard=hsdp", "placement.dp_shard", "spans", "placement: hsdp"),
         ("placement.dp_shard=zero3-keep", "placement.dp_shard", "more than", "placement: zero3"),
-        ("placement.dp_shard=tp", "placement.dp_shard", "not yet", "zero3"),
+        ("placement.dp_shard=tp", "placement.dp_shard", "sits on tp", "placement: {tp: tp}"),
+        ("placement.dp_shard=cp-ring", "placement.dp_shard", "not yet", "zero3"),
         ("placement.dp_shard=R,S", "placement.dp_shard", "4 modes", "Θ, Ω, G, A"),
         ("placement.dp_shard=[R,S,S,R,R]", "placement.dp_shard", "got 5", "Θ, Ω, G, A"),
         ("placement.dp_shard=[R,S,S,1]", "placement.dp_shard.activations", "number 1", "quotes"),

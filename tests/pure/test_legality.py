@@ -235,8 +235,8 @@ def test_an_illegal_mode_is_not_also_called_not_yet():
 
 
 def test_an_axis_without_a_room_is_not_executed_yet():
-    (fault,) = executed(make_spec({Axis.TP: (2, tuple_of("S,S,S"))}))
-    assert fault.place == "mesh.tp"
+    (fault,) = executed(make_spec({Axis.PP: (2, tuple_of("S,S,S"))}))
+    assert fault.place == "mesh.pp"
 
 
 def test_replicas_inside_shards_are_not_executed_yet():

@@ -50,6 +50,7 @@ RESERVED = [
     "reduce_scatter",
     "sync",
     "offload",
+    "tensor",
     "device",
     "backend",
     "compile",

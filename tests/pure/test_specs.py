@@ -38,6 +38,12 @@ STRATEGIES = {
     "fsdp-mixed": ["dp_shard=2: M,S,S,R"],
     "optimizer-in-backward": ["dp_replicate=2: R,R,M,R"],
     "muon": ["dp_shard=2: S*,S*,S*,R"],
+    "tp": ["tp=2: S,S,S,R"],
+    "tp-sp": ["tp=2: S,S,S,S"],
+    "tp-saved": ["tp=2: S,S,S,S*"],
+    "tp-naive": ["tp=2: S,S,S,R"],
+    "tp-dp": ["dp_replicate=2: R,R,R,R", "tp=2: S,S,S,R"],
+    "tp-zero3": ["dp_shard=2: S*,S,S,R", "tp=2: S,S,S,R"],
 }
 
 
@@ -58,7 +64,7 @@ def test_a_strategy_has_its_tuple_and_a_tiny_model(name):
     assert spec.name == name
     assert spec.sync.reshard_after_forward is (name != "zero3-keep")
     assert 0.5e6 < numel(spec.model, spec.batch.sequence) < 1e6
-    assert spec.batch.accumulate == (1 if used_up(spec) else 8 // spec.world_size)
+    assert spec.batch.accumulate == (1 if used_up(spec) else 8 // spec.data_degree)
     assert spec.cluster is not None
     assert not check(spec) and not executed(spec)
 
