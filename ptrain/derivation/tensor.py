@@ -11,13 +11,13 @@ from dataclasses import replace
 
 from ptrain.axes.ring import Calls, Group
 from ptrain.axes.tensor.costs import Cut
-from ptrain.axes.tensor.roles import Role
 from ptrain.costs import Collective, Phase, State, Traffic
 from ptrain.derivation import activations
 from ptrain.derivation.facts import ModelFacts, TensorFacts
 from ptrain.plan.step import Parallelize, Plan
 from ptrain.spec.model import ModelShape
 from ptrain.spec.precision import DType
+from ptrain.spec.role import Role
 from ptrain.spec.spec import Spec
 from ptrain.units import ceil_div
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ptrain.axes.tensor.roles import Roles
 from ptrain.spec.axis import Axis
 from ptrain.spec.batch import GatherAfterUpdate, ReduceScatterVia, SyncPolicy
 from ptrain.spec.placement import Tier
 from ptrain.spec.precision import Layout
+from ptrain.spec.role import Roles
 
 Units = tuple[tuple[str, ...], ...]  # a wrap unit is the modules that are gathered together
 

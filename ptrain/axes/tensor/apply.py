@@ -28,11 +28,12 @@ from torch.distributed.tensor.parallel import (
 
 from ptrain.axes.tensor.randomness import OwnRandomness
 from ptrain.axes.tensor.regather import Regather
-from ptrain.axes.tensor.roles import Role
+from ptrain.axes.tensor.shared import SummedGradients
 from ptrain.costs import State
 from ptrain.interpreter.registry import Registry
 from ptrain.models.loss import token_loss_sum
 from ptrain.plan.step import Parallelize
+from ptrain.spec.role import Role
 
 _SEQUENCE = 1  # the dimension of tokens, behind that of samples
 
@@ -130,11 +131,13 @@ def parallelize(
     model: nn.Module, step: Parallelize, device_mesh: DeviceMesh, registry: Registry
 ) -> None:
     """Cut `model` over `device_mesh` (1-d) as the plan says. Its tensors may be on meta."""
+    tied = _tied(model)
     for pattern, role in step.roles:
         for name in _matching(model, pattern):
             module = model.get_submodule(name)
             for style in _styles(step, role, registry):
                 parallelize_module(module, device_mesh, style, src_data_rank=None)
+    _tie_again(model, tied)
     if not step.is_sequence:
         for pattern, role in step.roles:
             if role is Role.WHOLE_INPUT:
@@ -179,6 +182,8 @@ def _styles(step: Parallelize, role: Role, registry: Registry) -> Iterator[Paral
             yield ColwiseParallel(input_layouts=layout)
         case Role.ROW:
             yield RowwiseParallel(output_layouts=between)
+        case Role.SHARED:
+            yield SummedGradients(registry)
         case Role.NORM | Role.LAST_NORM:
             if step.is_sequence:
                 yield SequenceParallel(use_local_output=True)
@@ -194,6 +199,26 @@ def _styles(step: Parallelize, role: Role, registry: Registry) -> Iterator[Paral
 def _matching(model: nn.Module, pattern: str) -> Iterator[str]:
     known = re.compile(re.escape(pattern).replace(r"\*", r"\d+"))
     return (name for name, _ in model.named_modules() if known.fullmatch(name))
+
+
+def _tied(model: nn.Module) -> list[list[str]]:
+    """The names under which a parameter has several."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return [found for found in names.values() if len(found) > 1]
+
+
+def _tie_again(model: nn.Module, tied: list[list[str]]) -> None:
+    """Each module that is cut gets a parameter of its own; those of one tensor are one again."""
+    for first, *others in tied:
+        kept = model.get_parameter(first)
+        for name in others:
+            path, _, attribute = name.rpartition(".")
+            made = model.get_parameter(name)
+            is_cut = isinstance(made, DTensor), isinstance(kept, DTensor)
+            assert is_cut[0] is is_cut[1], f"{first} and {name} are one tensor, and one is cut"
+            model.get_submodule(path).register_parameter(attribute, kept)
 
 
 def _whole(part: torch.Tensor, device_mesh: DeviceMesh, layout: Placement) -> DTensor:

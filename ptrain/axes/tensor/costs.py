@@ -7,8 +7,8 @@ import re
 from dataclasses import dataclass
 from typing import Protocol
 
-from ptrain.axes.tensor.roles import Role, Roles
 from ptrain.spec.model import ModelShape
+from ptrain.spec.role import Role, Roles
 from ptrain.units import ceil_div
 
 Shape = tuple[int, ...]

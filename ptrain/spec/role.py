@@ -1,0 +1,35 @@
+"""What a module is to the tensor axis: which of its operators are cut, and along what.
+
+Roles follow Shoeybi et al. 2019 (Megatron-LM): a column operator cuts its output features, the row
+operator behind it its input features, so that a pair needs one sum forward and one backward. Names
+are dotted, `*` stands for a block's index.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class Role(StrEnum):
+    COLUMN = "column"  # output features cut
+    ROW = "row"  # input features cut, the outputs are parts of a sum
+    VOCABULARY = "vocabulary"  # an embedding, its rows cut
+    HEAD = "head"  # a column operator over the vocabulary
+    WHOLE_INPUT = "whole input"  # a sub-block: what its column operators share is made whole once
+    SHARED = "shared"  # a tensor that every rank has whole, used on the rank's slice of features
+    NORM = "norm"  # a tensor that every rank has whole, used on the rank's slice of the tokens
+    LAST_NORM = "last norm"  # the same, and what it gives to the head is made whole
+    POSITIONS = "positions"  # an embedding of positions, added to that of the tokens
+
+
+Roles = tuple[tuple[str, Role], ...]
+
+# What a plan of the user's own may say, with A = R between the sub-blocks; and what each means.
+GIVEN = {
+    Role.COLUMN: "a linear layer, its output features cut",
+    Role.ROW: "a linear layer, its input features cut; its outputs are summed over the ranks",
+    Role.VOCABULARY: "an embedding, its rows cut",
+    Role.HEAD: "the linear layer to the vocabulary, its outputs cut",
+    Role.WHOLE_INPUT: "a module whose column layers share its input: its gradient is summed once",
+    Role.SHARED: "whole on every rank, but used between column and row layers: gradients summed",
+}
