@@ -54,7 +54,7 @@ def _list(*, as_json: bool) -> None:
             print(_table(folder, of_folder))
     print(_wrapped("aliases", [f"{alias} = {name}" for alias, name in known.aliases.items()]))
     print(_wrapped("not yet", list(known.not_yet)))
-    print("`ptrain specs show NAME` prints one; SPEC is a name of strategies or paper, or a file")
+    print("`ptrain specs show NAME` prints one; SPEC is a name of the first three, or a file")
 
 
 def _files(folder: str) -> list[Path]:

@@ -39,11 +39,15 @@ def paper(spec: Spec, facts: ModelFacts) -> Estimate:
     sizes = state_sizes(spec, facts)
     placed = product(spec.factors)
     undefined = {"activations": _NO_ACTIVATIONS, "peak": _NO_PEAK}
-    homeless, reason = _memory_is_undefined(spec), _traffic_is_undefined(spec)
+    homeless, reason, beyond = (
+        _memory_is_undefined(spec),
+        _traffic_is_undefined(spec),
+        _other_axes_volume(spec),
+    )
     if homeless:
         undefined["memory"] = homeless
-    if reason:
-        undefined["traffic"] = reason
+    if reason or beyond:
+        undefined["traffic"] = reason or beyond
     return Estimate(
         column=Column.PAPER,
         world_size=spec.world_size,
@@ -96,19 +100,25 @@ def _tiers(placed: Product, state: State, size: int) -> dict[str, int]:
 
 
 def _traffic(spec: Spec, sizes: dict[State, int]) -> Iterator[Traffic]:
-    """Theorem 2 axis by axis, innermost first; an outer axis finds what the inner ones leave."""
+    """Theorem 2 data axis by data axis, innermost first; an outer axis finds what the inner ones
+    leave, those of which it gives no volume included (Definition 5)."""
     inner = IDENTITY
     for factor in reversed(spec.factors):
-        group = Group((factor.axis,), factor.degree)
-        yield _synchronization(
-            factor, inner[State.GRADIENTS].at_rest(sizes[State.GRADIENTS]), group
-        )
-        if factor.placement.parameters.distribution is Distribution.GATHERED:
-            gathered = inner[State.PARAMETERS].at_rest(sizes[State.PARAMETERS])
-            for phase in (Phase.FORWARD, Phase.BACKWARD):
-                calls = Calls(Collective.ALL_GATHER, State.PARAMETERS, phase)
-                yield calls.over(group, gathered)
+        if factor.axis in DATA_AXES:
+            yield from _of_axis(
+                factor, {state: inner[state].at_rest(sizes[state]) for state in sizes}
+            )
         inner = compose(inner, lift(factor))
+
+
+def _of_axis(factor: Factor, sizes: dict[State, int]) -> Iterator[Traffic]:
+    """What one data axis sends, of states of these sizes."""
+    group = Group((factor.axis,), factor.degree)
+    yield _synchronization(factor, sizes[State.GRADIENTS], group)
+    if factor.placement.parameters.distribution is Distribution.GATHERED:
+        for phase in (Phase.FORWARD, Phase.BACKWARD):
+            calls = Calls(Collective.ALL_GATHER, State.PARAMETERS, phase)
+            yield calls.over(group, sizes[State.PARAMETERS])
 
 
 def _synchronization(factor: Factor, size: int, group: Group) -> Traffic:
@@ -127,15 +137,19 @@ def _synchronization(factor: Factor, size: int, group: Group) -> Traffic:
 
 
 def _traffic_is_undefined(spec: Spec) -> str:
-    """Why Theorem 2 says nothing about this spec, or nothing at all."""
+    """Why Theorem 2 says nothing about this spec's data axes, or nothing at all."""
     for factor in spec.factors:
-        if factor.axis not in DATA_AXES:
-            return f"the paper gives no volume for the axis {factor.axis}"
         for state, known in _SYNCHRONIZED.items():
             mode = factor.placement[state]
-            if mode not in known:
+            if factor.axis in DATA_AXES and mode not in known:
                 return f"Theorem 2 has no case for {state} {mode}"
     return ""
+
+
+def _other_axes_volume(spec: Spec) -> str:
+    """Why the rows are not all that is sent, or nothing."""
+    others = [factor.axis for factor in spec.factors if factor.axis not in DATA_AXES]
+    return f"the paper gives no volume for the axis {' or '.join(others)}" if others else ""
 
 
 # Equations (12) to (14). Of optimizer state Theorem 2 says that its update is local.

@@ -24,6 +24,7 @@ TORCH_FREE = (
     ["predict", "70b-zero3"],
     ["predict", "70b-dp", "--json"],
     ["predict", "zero3", "ddp"],
+    ["predict", "8b-tp-sp", "8b-tp-zero3"],
     ["plan", "hsdp"],
     ["specs"],
     ["specs", "show", "zero1"],

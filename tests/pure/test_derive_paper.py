@@ -182,8 +182,50 @@ def test_where_theorem_2_has_no_case_the_column_gives_a_reason(placement):
 
 
 def test_another_axis_has_no_printed_volume():
-    paper = derive(load("tp-zero3").spec).paper
-    assert paper.traffic == () and "axis tp" in paper.undefined["traffic"]
+    for name, axes in (
+        ("tp", set()),
+        ("tp-dp", {("dp_replicate",)}),
+        ("tp-zero3", {("dp_shard",)}),
+    ):
+        paper = derive(load(name).spec).paper
+        assert {row.key.axes for row in paper.traffic} == axes
+        assert paper.undefined["traffic"] == "the paper gives no volume for the axis tp"
+
+
+def test_a_group_of_4_that_shares_operators_takes_a_quarter_of_everything():
+    """70b-zero3-tp4 on 32 ranks, beside data parallelism on 8."""
+    whole, cut = derive(load("70b-dp").spec), derive(load("70b-zero3-tp4").spec)
+    assert cut.paper.world_size == 32
+    for state in MODEL_STATES:
+        assert whole.paper.bytes_of(state) == 32 * cut.paper.bytes_of(state)
+    assert sum(map(cut.paper.bytes_of, MODEL_STATES)) == approx(35 * GB)
+    shares = {State.PARAMETERS: 2, State.OPTIMIZER: 12, State.GRADIENTS: 2}
+    assert {s: cut.paper.bytes_of(s) * 32 // 70_000_058_368 for s in MODEL_STATES} == shares
+    sent = {(row.key.collective, row.key.phase): row.sent_bytes for row in cut.paper.traffic}
+    assert sent == {  # 7/8 of the quarter of 140 GB that tp leaves
+        (Collective.ALL_GATHER, Phase.FORWARD): approx(30.625 * GB),
+        (Collective.ALL_GATHER, Phase.BACKWARD): approx(30.625 * GB),
+        (Collective.REDUCE_SCATTER, Phase.BACKWARD): approx(30.625 * GB),
+    }
+
+
+def test_what_every_rank_of_tp_has_whole_is_not_divided_by_4():
+    """The norms: 2 per block and the last one, of 70b-zero3-tp4 on 32 ranks; and tp's own sums."""
+    spec = load("70b-zero3-tp4").spec
+    exact, shape = derive(spec).exact, spec.model
+    norms = (2 * shape.layers + 1) * shape.hidden
+    cut = (70_000_058_368 - norms) // 4
+    assert exact.bytes_of(State.PARAMETERS) == 2 * (cut + norms) // 8
+    rows = {
+        (row.key.collective, row.key.phase): row for row in exact.traffic if row.key.axes == ("tp",)
+    }
+    forward = rows[Collective.ALL_REDUCE, Phase.FORWARD]
+    backward = rows[Collective.ALL_REDUCE, Phase.BACKWARD]
+    assert forward.calls == 2 * shape.layers + 1 + 3  # row operators, the embedding, the loss
+    assert backward.calls == 2 * shape.layers + 1  # sub-blocks, the head
+    stream = 4096 * shape.hidden * 2  # tokens x hidden in bf16
+    assert backward.payload_bytes == backward.calls * stream
+    assert forward.payload_bytes == (2 * shape.layers + 1) * stream + 3 * 4096 * 4
 
 
 def test_the_paper_gives_no_peak_and_no_activations():

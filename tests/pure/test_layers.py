@@ -51,6 +51,7 @@ LAZY = {
     "ptrain.cli.main",
     "ptrain",
     "ptrain.models.external",
+    "ptrain.models.huggingface",
     "ptrain.train.tensorboard",
 }
 # The world reads the environment; a launcher hands it on to the ranks it starts.

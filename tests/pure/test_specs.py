@@ -5,18 +5,22 @@ from __future__ import annotations
 import json
 import re
 from argparse import ArgumentParser
+from math import prod
 
 import pytest
 
 from ptrain.algebra.legality import check, executed, require
 from ptrain.algebra.obeyed import shown
 from ptrain.cli import specs as verb
+from ptrain.costs import State
+from ptrain.derivation.estimate import derive
 from ptrain.derivation.parameters import facts
 from ptrain.errors import PtrainError, SpecError
+from ptrain.selection.fit import fit
 from ptrain.spec.load import load
 from ptrain.spec.model import ModelShape
 from ptrain.spec.names import SPEC_FOLDERS, find_spec, listing, names, root
-from ptrain.spec.placement import M
+from ptrain.spec.placement import M, R
 from ptrain.spec.shorthand import mark_of
 from ptrain.spec.spec import Spec
 from ptrain.spec.text import parse, read
@@ -90,6 +94,32 @@ def test_the_papers_specs_have_the_papers_size(stage):
         assert spec.cluster is not None
         assert spec.cluster.device_memory == 80 * 2**30
         assert spec.cluster.devices == spec.world_size
+
+
+@pytest.mark.parametrize("name", listing("node"))
+def test_a_node_spec_is_predicted_for_8_devices_and_says_whether_it_fits(name):
+    spec = require(load(name))
+    assert spec.name == name and spec.world_size == 8 and spec.cluster is not None
+    assert (spec.cluster.name, spec.precision.layout.name) == ("h100-8", "bf16")
+    exact = derive(spec).exact
+    parts = prod(f.degree for f in spec.factors if f.placement.optimizer != R)
+    of_moments = 2 * 2 * numel(spec.model, spec.batch.sequence) / parts
+    assert exact.bytes_of(State.OPTIMIZER) == pytest.approx(of_moments, rel=1e-3)
+    assert {row.rank for row in exact.peak} == set(range(8)) and exact.sent_bytes() > 0
+    assert fit(spec, exact).fits is (name != "8b-ddp")
+
+
+def test_the_node_specs_are_every_data_strategy_and_tp_with_its_products():
+    placed = {name: [f.axis.value for f in load(name).spec.factors] for name in listing("node")}
+    assert placed == {
+        "8b-ddp": ["dp_replicate"],
+        **{f"8b-zero{stage}": ["dp_shard"] for stage in (1, 2, 3)},
+        "8b-hsdp": ["dp_replicate", "dp_shard"],
+        "8b-tp": ["tp"],
+        "8b-tp-sp": ["tp"],
+        "8b-tp-dp": ["dp_replicate", "tp"],
+        "8b-tp-zero3": ["dp_shard", "tp"],
+    }
 
 
 @pytest.mark.parametrize(
