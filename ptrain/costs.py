@@ -163,7 +163,7 @@ class Estimate:
     """One account of one run: a prediction (paper, exact), a simulation or a measurement.
 
     `undefined` gives, per kind of figure ("traffic", "peak", "wire", "blocked_seconds"), why the
-    column has none.
+    column has none, or not all.
     """
 
     column: Column
