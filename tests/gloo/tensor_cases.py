@@ -28,6 +28,7 @@ def spec_of(
     data: Mapping[str, Any] | None = None,
     degrees: Mapping[str, int] | None = None,
     accumulate: int = 2,
+    shape: Mapping[str, Any] | None = None,
     **sections: Any,
 ) -> Spec:
     """`data` places the data axes, `degrees` are theirs (2 where nothing is said)."""
@@ -38,7 +39,7 @@ def spec_of(
         samples *= mesh[axis]
     mapping: dict[str, Any] = {
         "name": "tensor",
-        "model": {**SIZES, **MODELS[model]},
+        "model": {**SIZES, **MODELS[model], **(shape or {})},
         "mesh": mesh,
         "placement": placement,
         "precision": {"layout": "fp32", "compute": "fp64"},
