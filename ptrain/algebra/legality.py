@@ -101,14 +101,14 @@ def _shape_faults(spec: Spec) -> Iterator[Fault]:
 
 
 def _vocabulary_faults(spec: Spec) -> Iterator[Fault]:
-    shape, data = spec.model, spec.data
-    if not isinstance(shape, ModelShape) or data.path is not None:
+    (size, key), data = spec.model.vocabulary, spec.data
+    if size is None or data.path is not None:
         return
-    if data.tokenizer == "bytes" and shape.vocab < BYTE_VOCAB:
+    if data.tokenizer == "bytes" and size < BYTE_VOCAB:
         yield Fault(
-            place="model.vocab",
-            finding=f"{shape.vocab} is smaller than the byte tokenizer's vocabulary",
-            remedy=f"write vocab: {BYTE_VOCAB} or more",
+            place=key,
+            finding=f"{size} is smaller than the byte tokenizer's vocabulary",
+            remedy=f"write {key.rpartition('.')[2]}: {BYTE_VOCAB} or more",
         )
 
 

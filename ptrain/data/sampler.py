@@ -22,7 +22,6 @@ from torch import Tensor
 
 from ptrain.data.corpus import Corpus, Split
 from ptrain.errors import refused
-from ptrain.spec.model import ModelShape
 from ptrain.spec.spec import Spec
 
 _ROUNDS = 6
@@ -120,11 +119,12 @@ def require(source: Corpus, spec: Spec) -> None:
 
 
 def _require_vocab(source: Corpus, spec: Spec, largest: int) -> None:
-    if isinstance(spec.model, ModelShape) and largest >= spec.model.vocab:
+    size, key = spec.model.vocabulary
+    if size is not None and largest >= size:
         raise refused(
             "data",
-            f"{source.name} holds token {largest}, but model.vocab is {spec.model.vocab}",
-            f"write model.vocab={source.vocab or largest + 1} or more",
+            f"{source.name} holds token {largest}, but {key} is {size}",
+            f"write {key}={source.vocab or largest + 1} or more",
         )
 
 

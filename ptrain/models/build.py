@@ -10,6 +10,7 @@ from torch import nn
 from ptrain.errors import refused
 from ptrain.models.external import build_external
 from ptrain.models.gpt import Gpt
+from ptrain.models.huggingface import build_hugging_face
 from ptrain.models.llama import Llama
 from ptrain.spec.model import ExternalModel, Family, HuggingFaceModel, ModelShape, ModelSpec
 
@@ -30,12 +31,9 @@ def build(
                 torch.manual_seed(seed)
                 return build_external(model)
         case HuggingFaceModel():
-            raise refused(
-                "model.hf",
-                "not yet",
-                "wrap the class in a function that returns a module with forward(tokens) -> "
-                "logits and write {target: package.module:function}",
-            )
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(seed)
+                return build_hugging_face(model, sequence=sequence)
         case other:
             assert_never(other)
 

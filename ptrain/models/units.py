@@ -33,6 +33,22 @@ def unit_modules(module: nn.Module, unit: UnitSize | None = None) -> Units:
 
 
 def _blocks(module: nn.Module) -> list[str]:
+    """Those that the model itself names, as transformers' do; else those of its longest list."""
+    return _named_blocks(module) or _listed_blocks(module)
+
+
+def _named_blocks(module: nn.Module) -> list[str]:
+    """The outermost modules with parameters of the classes in `_no_split_modules`."""
+    kinds = getattr(module, "_no_split_modules", None) or ()
+    found: list[str] = []
+    for name, child in module.named_modules():
+        is_inner = bool(found) and name.startswith(f"{found[-1]}.")
+        if type(child).__name__ in kinds and name and not is_inner and _numel(child):
+            found.append(name)
+    return found
+
+
+def _listed_blocks(module: nn.Module) -> list[str]:
     """The elements of the ModuleList that holds most parameters, first to last. For a built-in
     model these are its blocks. Elements without parameters are none; a model without such a list
     has none."""

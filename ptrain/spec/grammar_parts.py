@@ -11,6 +11,7 @@ from typing import Annotated
 from pydantic import Field
 
 from ptrain.spec.leaf import Choice, Either, Free, Numbers, Real, Size, Text, Truth, Whole, section
+from ptrain.spec.role import GIVEN, unknown_role
 from ptrain.spec.slips import TIER_SLIPS
 from ptrain.spec.spec import (
     CheckpointSpec,
@@ -60,7 +61,14 @@ class ModelRaw:
     ] = None
     experts: Annotated[int | None, Whole("experts per block", 1, 2**16)] = None
     experts_per_token: Annotated[int | None, Whole("experts a token visits", 1, 2**16)] = None
-    hf: Annotated[str | None, Text("a class of transformers (LlamaForCausalLM)")] = None
+    hf: Annotated[
+        str | None,
+        Text(
+            "a causal language model of transformers: its class, or its model type",
+            r"[A-Za-z][A-Za-z0-9_-]*",
+            "a class or a model type, like LlamaForCausalLM or llama",
+        ),
+    ] = None
     config: Annotated[dict[str, object] | None, Free("arguments of the hf class's config")] = None
     target: Annotated[
         str | None,
@@ -290,13 +298,22 @@ class TensorRaw:
     """How operators are cut over tp."""
 
     plan: Annotated[
-        str,
-        Choice(
-            "which sums there are",
-            {
-                "paired": "column and row operators in pairs: two sums forward, two backward",
-                "naive": "each column operator sums its input's gradient by itself",
-            },
+        str | dict[str, object],
+        Either(
+            "which sums there are; or, for a model that is not built in, each module's role",
+            "paired or naive, or a mapping of module names to roles",
+            (
+                Choice(
+                    "",
+                    {
+                        "paired": "column and row operators in pairs: two sums forward, two "
+                        "backward",
+                        "naive": "each column operator sums its input's gradient by itself",
+                    },
+                ),
+                Free("", values=Choice("", {str(role): about for role, about in GIVEN.items()})),
+            ),
+            hint=unknown_role,
         ),
     ] = "paired"
     loss_parallel: Annotated[

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+Vocabulary = tuple[int | None, str]  # how many tokens there are, if the spec says so, and where
+
 
 class Family(StrEnum):
     LLAMA = "llama"
@@ -32,6 +34,10 @@ class ModelShape:
     def head_dim(self) -> int:
         return self.hidden // self.heads
 
+    @property
+    def vocabulary(self) -> Vocabulary:
+        return self.vocab, "model.vocab"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExternalModel:
@@ -40,6 +46,10 @@ class ExternalModel:
     target: str
     arguments: dict[str, object] = field(default_factory=dict)
 
+    @property
+    def vocabulary(self) -> Vocabulary:
+        return None, "model.arguments"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HuggingFaceModel:
@@ -47,6 +57,11 @@ class HuggingFaceModel:
 
     hf: str
     config: dict[str, object] = field(default_factory=dict)
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        size = self.config.get("vocab_size")
+        return size if isinstance(size, int) else None, "model.config.vocab_size"
 
 
 ModelSpec = ModelShape | ExternalModel | HuggingFaceModel

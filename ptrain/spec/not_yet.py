@@ -31,15 +31,9 @@ ROWS = (
     Row(route=("loss",), executed=("cross-entropy", None)),
     Row(route=("compile",), executed=(False, None)),
     Row(route=("consistency_every",), executed=(0, None)),
-    Row(route=("model", "hf")),
-    Row(route=("model", "config")),
     Row(route=("model", "experts")),
     Row(route=("model", "experts_per_token")),
 )
-_REMEDIES: dict[Route, str] = {
-    ("model", "hf"): "give a preset, a shape, or target: package.module:function",
-    ("model", "config"): "give a preset, a shape, or target: package.module:function",
-}
 
 
 def refusals(tree: Tree) -> dict[Route, Fault]:
@@ -63,7 +57,7 @@ def _rows(tree: Tree) -> Iterator[_Finding]:
         works = f"what works today: {name}: {' or '.join(words)}" if words else f"remove {name}"
         shown = f" {_yaml(value)}" if isinstance(value, str | int | float) else ""
         finding = f"not yet: {name}{shown} is in the grammar, and nothing executes it"
-        yield row.route, finding, _REMEDIES.get(row.route, works)
+        yield row.route, finding, works
 
 
 def _axes(tree: Tree) -> Iterator[_Finding]:

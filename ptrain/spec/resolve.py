@@ -32,10 +32,11 @@ from ptrain.spec.resolve_parts import (
     resolve_offload,
     resolve_optimizer,
     resolve_precision,
+    resolve_tensor,
     resolve_unit,
 )
 from ptrain.spec.shorthand import mark_of
-from ptrain.spec.spec import CheckpointSpec, EvalSpec, Spec, TensorSpec, Timeout, TrainSpec
+from ptrain.spec.spec import CheckpointSpec, EvalSpec, Spec, Timeout, TrainSpec
 from ptrain.spec.text import Route, Tree
 from ptrain.spec.write import to_mapping
 
@@ -92,9 +93,7 @@ def resolve(raw: SpecRaw, tree: Tree, name: str, world_size: int | None) -> Spec
         prefetch=raw.prefetch,
         gather_after_update=GatherAfterUpdate(raw.gather_after_update),
         offload=resolve_offload(raw.offload),
-        tensor=TensorSpec(
-            loss_parallel=raw.tensor.loss_parallel, is_naive=raw.tensor.plan == "naive"
-        ),
+        tensor=resolve_tensor(raw.tensor),
         eval=EvalSpec(every=raw.eval.every, batches=raw.eval.batches),
         checkpoint=CheckpointSpec(at_end=raw.checkpoint.at_end, every=raw.checkpoint.every),
         timeout=Timeout(init=raw.timeout.init, step=raw.timeout.step),

@@ -19,12 +19,14 @@ from ptrain.spec.grammar_parts import (
     OffloadRaw,
     OptimizerRaw,
     PrecisionRaw,
+    TensorRaw,
 )
-from ptrain.spec.model import ExternalModel, Family, ModelShape, ModelSpec
+from ptrain.spec.model import ExternalModel, Family, HuggingFaceModel, ModelShape, ModelSpec
 from ptrain.spec.names import listing, missing
 from ptrain.spec.placement import Tier
 from ptrain.spec.precision import FP32, LAYOUTS, DType, Precision, custom
-from ptrain.spec.spec import WHOLE_BUCKET, DataSpec, Offload, OptimizerSpec
+from ptrain.spec.role import Role
+from ptrain.spec.spec import WHOLE_BUCKET, DataSpec, Offload, OptimizerSpec, TensorSpec
 from ptrain.spec.text import read
 from ptrain.units import parse_count
 
@@ -80,6 +82,15 @@ def resolve_model(raw: ModelRaw, found: Report) -> ModelSpec | None:
             finding = f"target gives the whole model; {key} belongs to a built-in one"
             found.add(f"model.{key}", finding, "put it into model.arguments, or remove it")
         return ExternalModel(target=raw.target, arguments=raw.arguments or {})
+    if raw.hf is not None:
+        for key in _written(raw, besides=("hf", "config")):
+            finding = f"hf gives the whole model; {key} does not belong to it"
+            remedy = "write model.config with the class's own fields, or remove it"
+            found.add(f"model.{key}", finding, remedy)
+        return HuggingFaceModel(hf=raw.hf, config=raw.config or {})
+    if raw.config is not None:
+        finding = "config belongs to an hf class"
+        found.add("model.config", finding, "add model.hf, or remove it")
     if raw.arguments is not None:
         finding = "arguments belong to a target"
         found.add("model.arguments", finding, "add model.target, or remove it")
@@ -253,6 +264,16 @@ def resolve_unit(text: str) -> UnitSize:
 def resolve_bucket(value: int | str) -> int:
     """Bytes."""
     return value if isinstance(value, int) else _BUCKETS[value]
+
+
+def resolve_tensor(raw: TensorRaw) -> TensorSpec:
+    """A plan by name, or a mapping of module names to roles."""
+    given = raw.plan.items() if isinstance(raw.plan, dict) else ()
+    return TensorSpec(
+        loss_parallel=raw.loss_parallel,
+        is_naive=raw.plan == "naive",
+        roles=tuple((name, Role(str(role))) for name, role in given),
+    )
 
 
 def resolve_offload(raw: OffloadRaw | None) -> Offload:

@@ -19,6 +19,7 @@ from ptrain.spec.cluster import Cluster
 from ptrain.spec.model import ModelSpec
 from ptrain.spec.placement import Distribution, Tier
 from ptrain.spec.precision import Precision
+from ptrain.spec.role import Roles
 
 WHOLE_BUCKET = 2**40  # bytes: more than any model's gradients
 
@@ -91,10 +92,12 @@ class Offload:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSpec:
     """How operators are cut over tp. `loss_parallel`: logits stay cut over the vocabulary until the
-    loss. `is_naive`: every column operator sums its input's gradient by itself."""
+    loss. `is_naive`: every column operator sums its input's gradient by itself. `roles` are what
+    the spec says of a model that is not built in, by patterns of module names."""
 
     loss_parallel: bool = True
     is_naive: bool = False
+    roles: Roles = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

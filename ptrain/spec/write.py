@@ -13,7 +13,7 @@ from ptrain.spec.axis import Axis
 from ptrain.spec.model import ExternalModel, HuggingFaceModel, ModelShape, ModelSpec
 from ptrain.spec.placement import Tier
 from ptrain.spec.precision import CUSTOM, LAYOUTS, Precision
-from ptrain.spec.spec import WHOLE_BUCKET, Offload, Spec
+from ptrain.spec.spec import WHOLE_BUCKET, Offload, Spec, TensorSpec
 
 
 def to_mapping(spec: Spec, *, sync_is_written: bool) -> dict[str, object]:
@@ -55,7 +55,7 @@ def to_mapping(spec: Spec, *, sync_is_written: bool) -> dict[str, object]:
         **(
             {
                 "tensor": {
-                    "plan": "naive" if spec.tensor.is_naive else "paired",
+                    "plan": _tensor_plan(spec.tensor),
                     "loss_parallel": spec.tensor.loss_parallel,
                 }
             }
@@ -114,6 +114,12 @@ def _model(model: ModelSpec) -> dict[str, object]:
             return {"target": model.target, "arguments": model.arguments}
         case HuggingFaceModel():
             return {"hf": model.hf, "config": model.config}
+
+
+def _tensor_plan(tensor: TensorSpec) -> object:
+    if tensor.roles:
+        return {pattern: role.value for pattern, role in tensor.roles}
+    return "naive" if tensor.is_naive else "paired"
 
 
 def _optimizer(spec: Spec) -> dict[str, object]:

@@ -125,10 +125,10 @@ LINES = [
     ("name: good", f"name: {'a' * 300}", "name", "aaa...", "1 to 64 letters"),
     ("name: good", 'name: "a\\0b"', "name", "a\\x00b", "1 to 64 letters"),
     ("layout: fp32", "layout: fp23", "precision.layout", "'fp23'", "did you mean 'fp32'"),
+    ("{preset: llama-tiny}", "{hf: A, layers: 2}", "model.layers", "hf gives", "model.config"),
     # in the grammar, not executed yet
     ("mesh: {", "mesh: {pp: 2, ", "mesh.pp", "not yet", "dp_replicate, dp_shard, tp"),
     ("activations: R", "activations: M", "placement.dp_shard.activations", "not yet", "today: R"),
-    ("{preset: llama-tiny}", "{hf: A, config: {}}", "model.hf", "not yet", "preset"),
     ("train:", "recompute: full\ntrain:", "recompute", "not yet", "none"),
     ("train:", "compile: true\ntrain:", "compile", "not yet", "false"),
     # the data axis' dials

@@ -8,7 +8,7 @@ import pytest
 
 from ptrain.errors import PtrainError
 from ptrain.models.build import build
-from ptrain.spec.model import ExternalModel, HuggingFaceModel
+from ptrain.spec.model import ExternalModel
 
 SEQUENCE = 8
 BAD_TARGETS = [
@@ -49,8 +49,3 @@ def test_the_import_path_stays_as_it_was():
     before = list(sys.path)
     build(ExternalModel(target="tests.models_external:necks"), sequence=SEQUENCE, allow_import=True)
     assert sys.path == before
-
-
-def test_transformers_classes_come_later():
-    with pytest.raises(PtrainError, match="not yet"):
-        build(HuggingFaceModel(hf="LlamaForCausalLM"), sequence=SEQUENCE)

@@ -1,0 +1,121 @@
+"""A causal language model of transformers, by its class or its model type, from a config alone.
+
+The module is of a class made here: transformers' own with `forward(tokens_BT) -> logits_BTV`, so
+that its parameters keep the names that transformers gives them. transformers is imported where such
+a model is built, and nowhere else: the import takes seconds.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ptrain.errors import refused
+from ptrain.spec.model import HuggingFaceModel
+from ptrain.spec.slips import near_word
+
+# What is ptrain's to say: no keys and values are kept, attention is torch's own, and the dtypes are
+# those of the spec.
+_FIXED = {"use_cache": False, "attn_implementation": "sdpa"}
+_DTYPES = ("dtype", "torch_dtype")
+_OLD_NAMES = ("rope_theta", "rope_scaling")  # taken for the sake of configs that are published
+_MISTAKES = (ValueError, TypeError, KeyError, AttributeError, RuntimeError, IndexError, ImportError)
+
+
+def build_hugging_face(model: HuggingFaceModel, *, sequence: int) -> nn.Module:
+    """Raises SpecError for a class that is none, and for a config that the class does not take."""
+    if find_spec("transformers") is None:
+        finding = f"{model.hf} is a class of transformers, which is not installed"
+        raise refused("model.hf", finding, "pip install 'ptrain[hf]'")
+    named = _class_of(model.hf)
+    config = _config(named, model)
+    positions = getattr(config, "max_position_embeddings", None)
+    if isinstance(positions, int) and positions < sequence:
+        finding = f"max_position_embeddings is {positions}, and a sample has {sequence} tokens"
+        raise refused("model.config", finding, f"write max_position_embeddings: {sequence} or more")
+    try:
+        module: nn.Module = _with_logits(named)(config)
+        with torch.no_grad():  # sizes that do not fit one another show when they meet
+            module(torch.zeros(1, min(2, sequence), dtype=torch.int64))
+    except _MISTAKES as error:
+        finding = f"{named.__name__} cannot be built of this config: {_line(error)}"
+        raise refused("model.config", finding, "change the field that it names") from error
+    return module
+
+
+@cache
+def _with_logits(named: type) -> type:
+    """`named`, whose forward takes tokens and gives logits."""
+
+    class Logits(named):
+        def forward(self, tokens_BT: Tensor) -> Tensor:
+            logits: Tensor = super().forward(input_ids=tokens_BT, use_cache=False).logits
+            return logits
+
+    Logits.__name__ = Logits.__qualname__ = named.__name__
+    return Logits
+
+
+def _class_of(name: str) -> Any:
+    """The class of a causal language model, by its own name or by its model type."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    )
+
+    classes = dict(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    kinds = {named: kind for kind, named in reversed(classes.items()) if isinstance(named, str)}
+    kind = kinds.get(name, name.replace("-", "_"))
+    if kind not in classes or kind not in CONFIG_MAPPING:
+        finding = f"transformers has no causal language model {name!r}"
+        near = near_word(name, [*classes, *kinds])
+        raise refused("model.hf", finding, near or "name a class like LlamaForCausalLM")
+    try:
+        return MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[kind]]
+    except (ImportError, AttributeError) as error:
+        finding = f"transformers cannot give {name}: {_line(error)}"
+        raise refused("model.hf", finding, "install what it names") from error
+
+
+def _config(named: Any, model: HuggingFaceModel) -> Any:
+    """The class's own config with the spec's fields; a field that it does not know is refused."""
+    from huggingface_hub import errors
+
+    kind = named.config_class
+    known = _fields(kind)
+    for field in model.config:
+        if field in _FIXED or field in _DTYPES:
+            belongs = "precision" if field in _DTYPES else "training"
+            finding = f"{field} is given by {belongs}, not by the config"
+            raise refused(f"model.config.{field}", finding, "remove it")
+        if field not in known:
+            near = near_word(field, known)
+            finding = f"{kind.__name__} has no field {field!r}"
+            raise refused(f"model.config.{field}", finding, near or _some(known))
+    strict = getattr(errors, "StrictDataclassError", ValueError)  # of 1.0 and later
+    try:
+        return kind(**model.config, **_FIXED)
+    except (strict, *_MISTAKES) as error:
+        finding = f"{kind.__name__} does not take it: {_line(error)}"
+        raise refused("model.config", finding, "change the field that it names") from error
+
+
+def _fields(kind: Any) -> list[str]:
+    """Names that a config class takes, its own first."""
+    return list(dict.fromkeys([*kind().to_dict(), *kind.attribute_map, *_OLD_NAMES]))
+
+
+def _some(known: list[str]) -> str:
+    usual = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+    named = [field for field in usual if field in known]
+    return f"write fields of that class, like {', '.join(named)}" if named else "remove it"
+
+
+def _line(error: Exception) -> str:
+    """An error's message on one line."""
+    return " ".join(str(error).split())
