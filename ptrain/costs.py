@@ -163,7 +163,7 @@ class Estimate:
     """One account of one run: a prediction (paper, exact), a simulation or a measurement.
 
     `undefined` gives, per kind of figure ("traffic", "peak", "wire", "blocked_seconds"), why the
-    column has none, or not all.
+    column has none, or not all. `warnings` are what somebody should know before it runs.
     """
 
     column: Column
@@ -175,6 +175,7 @@ class Estimate:
     blocked: tuple[Blocked, ...] = ()
     undefined: dict[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
     def bytes_of(self, state: State, rank: int | None = None) -> int:
         """Device bytes of `state` on `rank`, or the maximum over the ranks."""

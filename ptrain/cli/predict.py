@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
+from dataclasses import asdict
 
 import ptrain
 from ptrain.algebra.legality import require
@@ -10,6 +11,7 @@ from ptrain.cli.arguments import add_spec_arguments, print_json
 from ptrain.derivation.estimate import derive, own_facts
 from ptrain.derivation.facts import ModelFacts
 from ptrain.errors import PtrainError
+from ptrain.plan.composition import theorem_6
 from ptrain.report.differences import several
 from ptrain.report.predict import Prediction, one
 from ptrain.report.record import record
@@ -92,6 +94,8 @@ def as_record(prediction: Prediction) -> dict[str, object]:
         "host_memory": found.host_memory,
         "fits": None if found.device_memory is None else found.fits,
     }
+    conditions = theorem_6(prediction.spec, derivation.plan)
+    result["conditions"] = [asdict(condition) for condition in conditions]
     result["cheaper"] = [
         {"overrides": list(each.overrides), "peak_bytes": each.peak_bytes, "fits": each.fits}
         for each in prediction.cheaper

@@ -8,6 +8,7 @@ from ptrain.algebra.layout import position
 from ptrain.costs import Column, Estimate, Footprint, State, add_traffic
 from ptrain.derivation import tensor
 from ptrain.derivation.facts import ModelFacts
+from ptrain.derivation.interconnect import warnings
 from ptrain.derivation.memory import resident
 from ptrain.derivation.notes import notes
 from ptrain.derivation.paper import paper
@@ -62,7 +63,12 @@ def exact(spec: Spec, plan: Plan, facts: ModelFacts) -> Estimate:
     operators = add_traffic(tensor.sent(spec, plan, facts))
     estimate = _joined(spec, plan, of_parts)
     traffic = (*estimate.traffic, *operators)
-    return replace(estimate, traffic=traffic, notes=tuple(notes(spec, plan, facts, traffic)))
+    return replace(
+        estimate,
+        traffic=traffic,
+        notes=tuple(notes(spec, plan, facts, traffic)),
+        warnings=tuple(warnings(spec, traffic)),
+    )
 
 
 def _joined(spec: Spec, plan: Plan, parts: list[tuple[tuple[int, ...], Estimate]]) -> Estimate:

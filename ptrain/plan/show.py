@@ -8,6 +8,7 @@ from typing import assert_never
 from ptrain.algebra.layout import groups
 from ptrain.axes.data.form import ELEMENTWISE
 from ptrain.axes.data.rules import keeps_state
+from ptrain.plan.composition import condition_lines, ranks_text, theorem_6
 from ptrain.plan.step import (
     Accumulate,
     Clip,
@@ -30,7 +31,6 @@ from ptrain.spec.spec import WHOLE_BUCKET, Spec
 from ptrain.units import format_bytes
 
 _FEW_GROUPS = 8
-_FEW_RANKS = 8
 
 
 def show(spec: Spec, plan: Plan) -> str:
@@ -39,7 +39,7 @@ def show(spec: Spec, plan: Plan) -> str:
     stateless = not keeps_state(spec.optimizer) and plan.update.layout.master is None
     steps = [_step(step, stateless=stateless) for step in plan.steps]
     lines += [f"  {number}. {step}" for number, step in enumerate(steps, start=1)]
-    lines += ["", *_groups(spec, plan), *_policy(plan)]
+    lines += ["", *_groups(spec, plan), *_composition(spec, plan), *_policy(plan)]
     lines.append(f"units    {_units(plan.units)}")
     return "\n".join(lines)
 
@@ -51,7 +51,7 @@ def _step(step: Step, *, stateless: bool) -> str:
         case Parallelize():
             return _parallelize(step)
         case LocalGradients():
-            return "leave the model as it is: one device, nothing to reduce"
+            return "leave the units as they are: no data axis, nothing to reduce"
         case Replicate():
             return _replicate(step)
         case FullyShard():
@@ -190,7 +190,8 @@ def _via(via: ReduceScatterVia) -> str:
 
 
 def _clip(step: Clip) -> str:
-    over = f", a scalar all-reduce over {' and '.join(step.axes)}" if step.axes else ""
+    axes = (*step.axes, *step.operator_axes)
+    over = f", a scalar all-reduce over {' and '.join(axes)}" if axes else ""
     return f"clip the gradient norm to {step.max_norm:g}{over}"
 
 
@@ -216,7 +217,7 @@ def _layout(layout: Layout) -> str:
 def _groups(spec: Spec, plan: Plan) -> Iterator[str]:
     for axes in _axes_of_groups(plan):
         members = list(groups(spec, axes))
-        shown = " ".join(_ranks(group) for group in members[:_FEW_GROUPS])
+        shown = " ".join(ranks_text(group) for group in members[:_FEW_GROUPS])
         rest = f" … {len(members)} groups" if len(members) > _FEW_GROUPS else ""
         yield f"groups   {_names(axes)}: {shown}{rest}"
 
@@ -229,10 +230,9 @@ def _axes_of_groups(plan: Plan) -> Iterator[tuple[Axis, ...]]:
         yield plan.mesh.axes
 
 
-def _ranks(group: Sequence[int]) -> str:
-    if len(group) <= _FEW_RANKS:
-        return "[" + " ".join(map(str, group)) + "]"
-    return f"[{group[0]} {group[1]} … {group[-1]}]"
+def _composition(spec: Spec, plan: Plan) -> Iterator[str]:
+    for line in condition_lines(theorem_6(spec, plan)):
+        yield f"composed {line}"
 
 
 def _policy(plan: Plan) -> Iterator[str]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from ptrain.costs import Estimate, Phase, State, Traffic, TrafficKey
 from ptrain.derivation.estimate import Derivation
+from ptrain.plan.composition import condition_lines, theorem_6
 from ptrain.report.heading import heading
 from ptrain.report.record import TIERS
 from ptrain.report.table import (
@@ -56,7 +57,9 @@ def one(prediction: Prediction) -> str:
             _traffic(paper, exact),
             "",
             *fit_lines(prediction.fit, prediction.cheaper),
+            *(f"warning: {warning}" for warning in exact.warnings),
             *notes(paper, exact),
+            *composition(prediction),
         ]
     )
 
@@ -115,6 +118,12 @@ def notes(paper: Estimate, exact: Estimate) -> list[str]:
     if missing:
         lines += ["what a column does not define", *missing]
     return lines
+
+
+def composition(prediction: Prediction) -> list[str]:
+    """The conditions under which axes compose, where a theorem has any."""
+    found = condition_lines(theorem_6(prediction.spec, prediction.derivation.plan))
+    return ["why tp and data axes compose", *(f"  {line}" for line in found)] if found else []
 
 
 def _memory(paper: Estimate, exact: Estimate) -> str:

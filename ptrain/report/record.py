@@ -183,6 +183,7 @@ def record(
             str(each.column): dict(each.undefined) for each in estimates if each.undefined
         },
         "notes": [note for each in estimates for note in each.notes],
+        "warnings": [warning for each in estimates for warning in each.warnings],
     }
 
 

@@ -170,6 +170,8 @@ def _heading(program: Program) -> str:
 def _announce(session: Session, exact: Estimate) -> None:
     LOG.info(session.heading)
     LOG.info(preflight_line(session.spec, exact))
+    for warning in exact.warnings:
+        LOG.warning("warning: %s", warning)
     if told := emulated_line(session.spec, session.world.device):
         LOG.info(told)
 

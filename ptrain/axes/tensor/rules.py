@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from math import prod
 
 from ptrain.axes.data.form import ELEMENTWISE
 from ptrain.axes.rule import AxisRules, SpecRule, TupleRule
@@ -19,10 +20,15 @@ from ptrain.spec.placement import S_STAR, Placement, R, S
 from ptrain.spec.spec import OptimizerSpec, Spec
 
 _AXES = (Axis.TP,)
+_FEW_RANKS = 8
 
 
 def _states(placement: Placement, optimizer: OptimizerSpec) -> bool:
-    return (placement.parameters, placement.optimizer, placement.gradients) != (S, S, S)
+    return (placement.parameters, placement.optimizer) != (S, S)
+
+
+def _gradients(placement: Placement, optimizer: OptimizerSpec) -> bool:
+    return placement.gradients != S
 
 
 def _activations(placement: Placement, optimizer: OptimizerSpec) -> bool:
@@ -32,11 +38,18 @@ def _activations(placement: Placement, optimizer: OptimizerSpec) -> bool:
 _TUPLES = (
     TupleRule(
         name="an operator's slice has its own states",
-        theorem="Theorem 6.1 (slices of one operator)",
+        theorem="Theorem 4 (state consistency)",
         broken=_states,
         message="a rank of tp computes with its slice of each operator and nothing else, so "
-        "parameters, optimizer state and gradients are S",
-        nearest=lambda placement: replace(placement, parameters=S, optimizer=S, gradients=S),
+        "parameters and optimizer state are S",
+        nearest=lambda placement: replace(placement, parameters=S, optimizer=S),
+    ),
+    TupleRule(
+        name="gradients are summed across tp groups, not within",
+        theorem="Theorem 6.3 (gradients are summed across tp groups, not within)",
+        broken=_gradients,
+        message="the gradient of an operator's slice is its rank's alone, so gradients are S",
+        nearest=lambda placement: replace(placement, gradients=S),
     ),
     TupleRule(
         name="activations are whole or slices of the tokens",
@@ -47,6 +60,25 @@ _TUPLES = (
         nearest=lambda placement: replace(placement, activations=R),
     ),
 )
+
+
+def _innermost(spec: Spec) -> Iterator[Fault]:
+    """A group's ranks are as far apart as the axes within tp have ranks."""
+    names = [factor.axis for factor in spec.factors]
+    if Axis.TP not in names or names[-1] is Axis.TP:
+        return
+    within = spec.factors[names.index(Axis.TP) + 1 :]
+    apart, degree = prod(factor.degree for factor in within), spec.degree(Axis.TP)
+    ranks = [apart * index for index in range(degree)]
+    shown = ranks if degree <= _FEW_RANKS else [*ranks[:2], "…", ranks[-1]]
+    order = [factor for factor in spec.factors if factor.axis is not Axis.TP]
+    mesh = ", ".join(f"{factor.axis}: {factor.degree}" for factor in order)
+    yield Fault(
+        place="mesh.tp",
+        finding=f"ranks {' '.join(map(str, shown))} would share operators; by Theorem 6.1 a tp "
+        "group is consecutive ranks, and the mesh is outermost first",
+        remedy=f"write tp last: mesh: {{{mesh}, tp: {degree}}}",
+    )
 
 
 def _divides(spec: Spec) -> Iterator[Fault]:
@@ -110,7 +142,12 @@ TENSOR = AxisRules(
     axes=_AXES,
     tuples=_TUPLES,
     specs=(
-        SpecRule(name="the degree divides the operators", theorem="Theorem 6.1", faults=_divides),
+        SpecRule(
+            name="tp groups are consecutive ranks",
+            theorem="Theorem 6.1 (tp groups are consecutive ranks)",
+            faults=_innermost,
+        ),
+        SpecRule(name="the degree divides the operators", theorem="Definition 2", faults=_divides),
         SpecRule(name="slices of the tokens are equal", theorem="Definition 2", faults=_tokens),
         SpecRule(
             name="an update sees what it needs",

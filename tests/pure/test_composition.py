@@ -1,0 +1,217 @@
+"""Theorem 6: tp and data axes compose under three conditions, which a spec can break. Proposition
+1: what tp costs where it spans nodes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from ptrain.algebra.legality import check, require
+from ptrain.cli.main import main
+from ptrain.costs import Collective
+from ptrain.derivation.estimate import derive
+from ptrain.derivation.interconnect import crossing
+from ptrain.errors import SpecError
+from ptrain.plan.composition import are_consecutive, have_one_of_each, theorem_6
+from ptrain.spec.load import load
+from ptrain.spec.spec import Spec
+
+LAYERS, HIDDEN, VOCAB, SEQUENCE, MICRO, K = 3, 64, 260, 32, 2, 4
+SHAPE = {"layers": LAYERS, "hidden": HIDDEN, "heads": 8, "kv_heads": 8, "ffn": 128, "vocab": VOCAB}
+TWO_NODES = {
+    "devices": 8,
+    "devices_per_node": 4,
+    "device_memory": "80 GiB",
+    "intra_node_bandwidth": "400 GB/s",
+    "inter_node_bandwidth": "20 GB/s",
+    "intra_node_latency": 2e-6,
+    "inter_node_latency": 3e-5,
+}
+
+
+def cut(degree: int, activations: str = "R", **sections: object) -> Spec:
+    """tp of `degree` ranks on two nodes of four."""
+    mapping = {
+        "model": SHAPE,
+        "mesh": {"tp": degree},
+        "placement": {"tp": f"S,S,S,{activations}"},
+        "batch": {"global": K * MICRO, "micro": MICRO, "sequence": SEQUENCE},
+        "optimizer": {"clip": 1.0},
+        "cluster": TWO_NODES,
+    }
+    return require(load(mapping | sections))
+
+
+def holding(spec: Spec) -> dict[str, bool]:
+    return {each.name: each.holds for each in theorem_6(spec, derive(spec).plan)}
+
+
+@pytest.mark.parametrize("name", ["tp-dp", "tp-zero3", "70b-zero3-tp4", "8b-tp-dp"])
+def test_a_product_of_tp_and_data_obeys_theorem_6(name):
+    assert holding(load(name).spec) == {f"Theorem 6.{i}": True for i in (1, 2, 3)}
+
+
+def test_three_axes_do_too():
+    changes = [
+        "mesh={dp_replicate: 2, dp_shard: 2, tp: 2}",
+        "placement={dp_replicate: ddp, dp_shard: zero3, tp: tp}",
+    ]
+    assert all(holding(require(load("tp-zero3", changes))).values())
+
+
+@pytest.mark.parametrize("name", ["tp", "zero3", "hsdp"])
+def test_what_is_no_such_product_has_no_such_conditions(name):
+    assert holding(load(name).spec) == {}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "ranks", "last"),
+    [
+        ({"tp": 2, "dp_shard": 2}, "0 2", "mesh: {dp_shard: 2, tp: 2}"),
+        ({"tp": 4, "dp_shard": 3}, "0 3 6 9", "mesh: {dp_shard: 3, tp: 4}"),
+    ],
+)
+def test_tp_that_is_not_innermost_is_refused_with_the_theorem(mesh, ranks, last):
+    placement = {"tp": "S,S,S,R", "dp_shard": "S*,S,S,R"}
+    base = {"model": SHAPE, "placement": placement, "batch": {"sequence": SEQUENCE}}
+    (fault,) = check(load(base | {"mesh": mesh}).spec)
+    assert fault.place == "mesh.tp"
+    assert f"ranks {ranks} would share operators; by Theorem 6.1" in fault.finding
+    assert last in fault.remedy
+    inner = {axis: mesh[axis] for axis in ("dp_shard", "tp")}
+    assert not check(load(base | {"mesh": inner}).spec)
+
+
+def test_an_axis_of_degree_one_within_tp_changes_nothing():
+    mesh = {"tp": 2, "dp_shard": 1}
+    placement = {"tp": "S,S,S,R"}
+    base = {"model": SHAPE, "placement": placement, "batch": {"sequence": SEQUENCE}}
+    assert not check(load(base | {"mesh": mesh}).spec)
+
+
+def test_gradients_that_would_be_summed_within_a_tp_group_are_refused():
+    with pytest.raises(SpecError, match=r"breaks Theorem 6\.3"):
+        require(load("tp-zero3", ["placement.tp=S,S,R,R"]))
+    with pytest.raises(SpecError, match=r"breaks Theorem 4"):
+        require(load("tp-zero3", ["placement.tp=S,R,S,R"]))
+
+
+def test_a_product_in_the_wrong_order_breaks_the_first_condition_and_no_other():
+    spec = load("tp-zero3").spec
+    wrong = replace(spec, factors=tuple(reversed(spec.factors)))
+    assert theorem_6(wrong, derive(spec).plan)[0].why.endswith("[0 2] [1 3]")
+    plan = SimpleNamespace(**_parts(spec))
+    found = {each.name: each.holds for each in theorem_6(wrong, plan)}
+    assert found == {"Theorem 6.1": False, "Theorem 6.2": True, "Theorem 6.3": True}
+
+
+def test_units_that_are_wrapped_before_their_operators_are_cut_break_the_second():
+    spec = load("tp-zero3").spec
+    parts = _parts(spec)
+    plan = SimpleNamespace(**parts | {"steps": tuple(reversed(parts["steps"]))})
+    assert [each.holds for each in theorem_6(spec, plan)] == [True, False, True]
+
+
+def _parts(spec: Spec) -> dict[str, object]:
+    plan = derive(spec).plan
+    return {name: getattr(plan, name) for name in ("mesh", "tensor", "wrap", "steps")}
+
+
+def test_groups_are_judged_by_their_ranks_alone():
+    assert are_consecutive([(2, 3), (0, 1)])
+    assert not are_consecutive([(0, 2), (1, 3)])
+    assert not are_consecutive([(1, 2), (3, 0)])
+    assert have_one_of_each([(0, 2), (1, 3)], [(0, 1), (2, 3)])
+    assert not have_one_of_each([(0, 1), (2, 3)], [(0, 1), (2, 3)])
+    assert not have_one_of_each([(0,)], [(0, 1)])
+
+
+@pytest.mark.parametrize("activations", ["R", "S"])
+def test_tp_over_two_nodes_waits_for_each_of_its_collectives(activations):
+    """2 row operators and 2 sub-blocks in a layer, the embedding and the head, the loss's three
+    small sums, and one of the gradients' norm; of slices also the gradients of the norms."""
+    spec = cut(8, activations)
+    streams, small = 2 * LAYERS + 1, 3
+    stream, loss, norm = MICRO * SEQUENCE * HIDDEN * 4, MICRO * SEQUENCE * 4, HIDDEN * 4
+    if activations == "R":
+        sums = [(stream, 2 * streams * K), (loss, small * K), (4, 1)]
+        halves = 0
+    else:
+        sums = [(loss, small * K), (norm, (2 * LAYERS + 1) * K), (4, 1)]
+        halves = 4 * streams * K  # an all-gather and a reduce-scatter, forward and backward
+    num_sums = sum(times for _, times in sums)
+    calls, hops = halves + num_sums, 7 * halves + 14 * num_sums
+    sent = halves * -(-7 * stream // 8)
+    sent += sum(times * -(-2 * 7 * size // 8) for size, times in sums)
+    derivation = derive(spec)
+    found = crossing(spec, derivation.exact.traffic)
+    assert found is not None
+    assert (found.nodes, found.calls, found.hops, found.sent_bytes) == (2, calls, hops, sent)
+    assert found.latency_seconds == pytest.approx(hops * 3e-5, rel=1e-12)
+    assert found.transfer_seconds == pytest.approx(sent / 20e9, rel=1e-12)
+    (warning,) = derivation.exact.warnings
+    assert "tp spans 2 nodes (Proposition 1)" in warning
+    assert f"its {calls} collectives wait {hops * 3e-5:.4g} s" in warning
+    assert f"cross it, {sent / 20e9:.4g} s at 20 GB/s" in warning
+
+
+def test_tp_within_a_node_is_not_warned_of():
+    for spec in (
+        cut(4),
+        cut(8, cluster={**TWO_NODES, "devices_per_node": 8}),
+        cut(8, cluster=None),
+        cut(
+            4,
+            mesh={"dp_replicate": 2, "tp": 4},
+            placement={"dp_replicate": "ddp", "tp": "tp"},
+            batch={"micro": 1, "sequence": SEQUENCE},
+        ),
+    ):
+        derivation = derive(spec)
+        assert not derivation.exact.warnings
+        assert crossing(spec, derivation.exact.traffic) is None
+
+
+def test_a_group_that_begins_in_one_node_and_ends_in_the_next_is_warned_of():
+    spec = cut(
+        2,
+        mesh={"dp_replicate": 3, "tp": 2},
+        placement={"dp_replicate": "ddp", "tp": "tp"},
+        batch={"micro": 1, "sequence": SEQUENCE},
+        cluster={**TWO_NODES, "devices_per_node": 3},
+    )
+    assert derive(spec).exact.warnings
+
+
+def test_of_a_product_only_what_tp_sends_counts():
+    spec = cut(
+        4,
+        mesh={"dp_replicate": 2, "tp": 4},
+        placement={"dp_replicate": "ddp", "tp": "tp"},
+        batch={"micro": 1, "sequence": SEQUENCE},
+        cluster={**TWO_NODES, "devices_per_node": 2},
+    )
+    exact = derive(spec).exact
+    found = crossing(spec, exact.traffic)
+    rows = [row for row in exact.traffic if row.key.axes == ("tp",)]
+    assert found is not None and found.sent_bytes == sum(row.sent_bytes for row in rows)
+    assert {row.key.collective for row in rows} == {Collective.ALL_REDUCE}
+
+
+@pytest.mark.parametrize("verb", ["predict", "plan"])
+def test_predict_and_plan_name_the_conditions_and_warn(verb, capsys):
+    apart = ["cluster.devices_per_node=1"]
+    assert main([verb, "tp-zero3", *apart]) == 0
+    text = capsys.readouterr().out
+    assert [f"Theorem 6.{i} holds: " in text for i in (1, 2, 3)] == [True] * 3
+    assert text.count("warning: tp spans 2 nodes (Proposition 1)") == 1
+    assert main([verb, "tp-zero3", *apart, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert [row["name"] for row in told["conditions"]] == [f"Theorem 6.{i}" for i in (1, 2, 3)]
+    assert all(row["holds"] and row["why"] for row in told["conditions"])
+    assert len(told["warnings"]) == 1
+    assert main([verb, "tp-zero3"]) == 0
+    assert "warning" not in capsys.readouterr().out
