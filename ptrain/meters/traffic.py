@@ -91,6 +91,10 @@ class TrafficMeter(TorchDispatchMode):
         """The program enters `phase`."""
         self._phase = phase
 
+    def calls(self) -> tuple[Traffic, ...]:
+        """What ran, call by call, in the order in which this rank issued them."""
+        return tuple(self._rows)
+
     def rows(self) -> tuple[Traffic, ...]:
         """What ran, one row per kind of call."""
         return add_traffic(self._rows)

@@ -1,0 +1,127 @@
+"""Theorem 6, read off what the traffic meter saw: which ranks the groups have, and in what order
+the calls of a backward pass came."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import pytest
+
+from ptrain.costs import Phase, State, Traffic
+from ptrain.data.corpus import corpus
+from ptrain.data.sampler import batch
+from ptrain.interpreter.program import interpret
+from ptrain.interpreter.world import World
+from ptrain.meters.measure import measure
+from ptrain.plan.composition import are_consecutive, have_one_of_each
+from ptrain.spec.spec import Spec
+from tests.gloo.tensor_cases import SIZES, spec_of
+from tests.ranks import Ranks
+
+pytestmark = pytest.mark.gloo
+
+LAYERS = SIZES["layers"]
+TP = ("tp",)
+SCALAR = 8  # bytes
+STEPS = 3  # DDP and FSDP2 are steady in the third
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    """One rank's account of a steady step: the ranks of its groups, and its calls in order."""
+
+    ranks_by_axes: Mapping[tuple[str, ...], tuple[int, ...]]
+    calls: tuple[Traffic, ...]
+
+    @property
+    def backward(self) -> tuple[Traffic, ...]:
+        """And what comes after it: gradients that are whole are summed before the update."""
+        return tuple(c for c in self.calls if c.key.phase in (Phase.BACKWARD, Phase.UPDATE))
+
+    def group_of(self, call: Traffic) -> tuple[int, ...]:
+        return self.ranks_by_axes[call.key.axes]
+
+
+def watch(spec: Spec) -> Seen:
+    """Some steps on this rank, with the meters on the last of them."""
+    program = interpret(spec, world=World.join(spec.timeout))
+    source = corpus(spec.data)
+    for step in range(STEPS):
+        local = batch(
+            source,
+            spec=spec,
+            step=step,
+            data_index=program.data_index,
+            data_degree=spec.data_degree,
+        )
+        with measure(program) as measurement:
+            program.forward_backward(local)
+            program.step(1e-3)
+    return Seen(ranks_by_axes=measurement.ranks_by_axes, calls=measurement.traffic.calls())
+
+
+def tp_groups(seen: Sequence[Seen]) -> list[tuple[int, ...]]:
+    """Of the calls over tp that the ranks made."""
+    return sorted({s.group_of(call) for s in seen for call in s.calls if call.key.axes == TP})
+
+
+def reductions(calls: Sequence[Traffic]) -> list[Traffic]:
+    """What summed gradients over data axes; of clipping there are scalars besides."""
+    of_gradients = (call for call in calls if call.key.state is State.GRADIENTS)
+    return [c for c in of_gradients if "tp" not in c.key.axes and c.payload_bytes > SCALAR]
+
+
+def breaks_6_1(seen: Sequence[Seen]) -> bool:
+    return not are_consecutive(tp_groups(seen))
+
+
+def breaks_6_2(calls: Sequence[Traffic], activations: str) -> bool:
+    """Blocks are reduced last to first, then the root. Before that of a block come tp's calls of
+    the head and of every block down to it: of each its two sub-blocks; where activations are slices
+    a gather and a scatter for each, and the sum of a norm's gradient."""
+    of_head, of_block = (1, 2) if activations == "R" else (2, 6)
+    of_all = sum(call.key.axes == TP and call.key.phase is Phase.BACKWARD for call in calls)
+    needed = [of_head + of_block * (block + 1) for block in range(LAYERS)] + [of_all]
+    found, done = [], 0
+    for call in calls:
+        done += call.key.axes == TP
+        found += [done] * len(reductions([call]))
+    return len(found) != len(needed) or any(
+        had < least for had, least in zip(found, needed, strict=True)
+    )
+
+
+def breaks_6_3(seen: Sequence[Seen]) -> bool:
+    groups = {s.group_of(call) for s in seen for call in reductions(s.backward)}
+    return not groups or not have_one_of_each(sorted(groups), tp_groups(seen))
+
+
+@pytest.mark.parametrize(
+    ("axis", "placement", "activations"),
+    [("dp_replicate", "ddp", "S"), ("dp_shard", "zero2", "R"), ("dp_shard", "zero3", "S")],
+)
+def test_the_conditions_hold_of_the_calls_that_ran_and_of_no_others(
+    ranks: Ranks, axis: str, placement: str, activations: str
+) -> None:
+    spec = spec_of(data={axis: placement}, activations=activations, accumulate=1)
+    seen: list[Seen] = ranks.run(4, watch, spec)
+    assert tp_groups(seen) == [(0, 1), (2, 3)]
+    assert not breaks_6_1(seen) and not breaks_6_3(seen)
+    for each in seen:
+        assert not breaks_6_2(each.backward, activations)
+        data_first = sorted(each.backward, key=lambda call: call.key.axes == TP)
+        assert breaks_6_2(data_first, activations)
+    within = [
+        replace(each, ranks_by_axes=dict.fromkeys(each.ranks_by_axes, each.ranks_by_axes[TP]))
+        for each in seen
+    ]
+    assert breaks_6_3(within)
+
+
+def test_a_mesh_in_the_wrong_order_is_seen(ranks: Ranks) -> None:
+    """Which no loaded spec gets past the rules with: tp outermost, its groups every other rank."""
+    spec = spec_of(data={"dp_replicate": "ddp"}, accumulate=1)
+    seen: list[Seen] = ranks.run(4, watch, replace(spec, factors=tuple(reversed(spec.factors))))
+    assert tp_groups(seen) == [(0, 2), (1, 3)]
+    assert breaks_6_1(seen) and not breaks_6_3(seen)
