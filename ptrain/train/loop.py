@@ -54,7 +54,7 @@ def train(program: Program, parts: Parts, *, first: int = 0) -> Outcome:
     for step in range(first, spec.train.steps):
         local = _batch(program, parts.corpus, step, Split.TRAIN)
         rate = learning_rate(spec.optimizer, step)
-        _seed(program, step)
+        seed_dropout(program, step)
         began = time.perf_counter()
         with parts.watch(step):
             share = program.forward_backward(local, rate)
@@ -97,7 +97,7 @@ def _batch(program: Program, corpus: Corpus, step: int, split: Split) -> LocalBa
     return local.to(program.world.device)
 
 
-def _seed(program: Program, step: int) -> None:
+def seed_dropout(program: Program, step: int) -> None:
     """Dropout is a function of (seed, step, rank): a resumed run draws what it would have."""
     torch.manual_seed((program.spec.train.seed * 1_000_003 + step) * 65_537 + program.random_index)
 

@@ -16,6 +16,7 @@ from ptrain.interpreter.program import Program, interpret
 from ptrain.interpreter.world import World
 from ptrain.meters.measure import measure
 from ptrain.spec.spec import Spec
+from ptrain.train.loop import seed_dropout
 from ptrain.train.probe import set_up
 from ptrain.train.schedule import learning_rate
 from ptrain.verification.reference import Trajectory, distance
@@ -51,6 +52,7 @@ def train(
             data_index=program.data_index,
             data_degree=spec.data_degree,
         )
+        seed_dropout(program, step)
         lr = learning_rate(spec.optimizer, step)
         if step in (REBUILDING_STEP, measured_step) and measured_step is not None:
             with measure(program) as measurement:

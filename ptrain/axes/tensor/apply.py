@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from ptrain.axes.tensor.randomness import OwnRandomness
+from ptrain.axes.tensor.randomness import OwnRandomness, drawn_by_rank
 from ptrain.axes.tensor.regather import Regather
 from ptrain.axes.tensor.shared import SummedGradients
 from ptrain.costs import State
@@ -138,11 +139,13 @@ def parallelize(
             for style in _styles(step, role, registry):
                 parallelize_module(module, device_mesh, style, src_data_rank=None)
     _tie_again(model, tied)
+    # One for all sub-blocks: of two with one seed, the masks of every layer would be alike.
+    own = OwnRandomness(device_mesh.get_local_rank(), device_mesh.device_type)
     if not step.is_sequence:
         for pattern, role in step.roles:
             if role is Role.WHOLE_INPUT:
                 for name in _matching(model, pattern):
-                    OwnRandomness(device_mesh.get_local_rank()).around(model.get_submodule(name))
+                    own.around(model.get_submodule(name))
     if step.is_sequence and any(role is Role.POSITIONS for _, role in step.roles):
         first = next(_matching(model, step.block_pattern))
         parallelize_module(model.get_submodule(first), device_mesh, LocalInput())
@@ -158,7 +161,13 @@ def whole_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 def micro_batch(step: Parallelize | None) -> Callable[[], AbstractContextManager[None]]:
     """What a micro-batch's forward, loss and backward run in."""
-    return loss_parallel if step is not None and step.loss_parallel else nullcontext
+    return nullcontext if step is None else partial(_micro_batch, step)
+
+
+@contextmanager
+def _micro_batch(step: Parallelize) -> Iterator[None]:
+    with loss_parallel() if step.loss_parallel else nullcontext(), drawn_by_rank():
+        yield
 
 
 def _styles(step: Parallelize, role: Role, registry: Registry) -> Iterator[ParallelStyle]:

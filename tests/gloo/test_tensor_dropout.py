@@ -1,0 +1,114 @@
+"""Dropout on tp: one mask where the ranks have the same activations, a mask of its own for every
+slice where they do not; with its ranks' masks, one device computes the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ptrain.spec.spec import Spec
+from ptrain.verification.compare import FP64
+from ptrain.verification.compare import compare as compare_runs
+from ptrain.verification.reference import one_device
+from tests.gloo.runs import Report, train
+from tests.gloo.tensor_cases import spec_of
+from tests.gloo.test_exact import failing
+from tests.ranks import Ranks
+
+pytestmark = pytest.mark.gloo
+
+STEPS, DROPOUT, LAYERS = 3, 0.1, 2
+HEADS_OR_TOKENS = 1  # the dimension of attention's heads, and of the residual stream's tokens
+Masks = list[torch.Tensor]
+
+
+class Drawn(TorchDispatchMode):
+    """Keeps every mask that is drawn, or gives those of `replayed`, in their order."""
+
+    def __init__(self, replayed: Iterator[torch.Tensor] | None = None) -> None:
+        super().__init__()
+        self.masks: Masks = []
+        self.replayed = replayed
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.bernoulli_.float:
+            if self.replayed is not None:
+                result.copy_(next(self.replayed))
+            own = result.to_local() if isinstance(result, DTensor) else result
+            self.masks.append(own.to(torch.bool, copy=True))
+        return result
+
+
+def train_and_keep_masks(spec: Spec) -> tuple[Report, Masks]:
+    with Drawn() as drawn:
+        report = train(spec, STEPS)
+    return report, drawn.masks
+
+
+def on_ranks(ranks: Ranks, activations: str, data: dict[str, str]) -> tuple[Spec, Any, list[Masks]]:
+    """The spec, its first rank's trajectory and every rank's masks."""
+    spec = spec_of("gpt", activations=activations, data=data, shape={"dropout": DROPOUT})
+    reports = ranks.run(spec.world_size, train_and_keep_masks, spec)
+    return spec, reports[0][0].trajectory, [masks for _, masks in reports]
+
+
+def is_attention(mask: torch.Tensor) -> bool:
+    return mask.dim() == 4  # samples, heads, tokens, tokens
+
+
+def joined(masks: tuple[torch.Tensor, ...], *, is_sequence: bool) -> torch.Tensor:
+    """One device's mask of those that the ranks of tp drew in its place."""
+    if is_attention(masks[0]) or is_sequence:
+        return torch.cat(masks, dim=HEADS_OR_TOKENS)
+    assert all(torch.equal(mask, masks[0]) for mask in masks[1:])
+    return masks[0]
+
+
+@pytest.mark.parametrize("data", [{}, {"dp_shard": "zero3"}], ids=str)
+@pytest.mark.parametrize("activations", ["R", "S", "S*"])
+def test_with_the_ranks_masks_one_device_computes_the_same(
+    ranks: Ranks, activations: str, data: dict[str, str]
+) -> None:
+    spec, run, masks = on_ranks(ranks, activations, data)
+    degree, is_sequence = 2, activations != "R"
+    of_data_rank = [
+        [
+            joined(each, is_sequence=is_sequence)
+            for each in zip(*masks[first : first + degree], strict=True)
+        ]
+        for first in range(0, spec.world_size, degree)
+    ]
+    per_step = len(of_data_rank[0]) // STEPS
+    replayed = (
+        mask.double()
+        for step in range(STEPS)
+        for masks_ in of_data_rank
+        for mask in masks_[step * per_step : (step + 1) * per_step]
+    )
+    with Drawn(replayed) as drawn:
+        reference = one_device(spec, STEPS)
+    assert len(drawn.masks) == STEPS * per_step * spec.data_degree
+    assert not failing(compare_runs(reference, run, FP64))
+    assert failing(compare_runs(one_device(spec, STEPS), run, FP64)), "dropout did something"
+
+
+@pytest.mark.parametrize("activations", ["R", "S"])
+def test_no_two_slices_have_the_same_mask(ranks: Ranks, activations: str) -> None:
+    """Neither two ranks where their activations differ, nor two layers of a rank."""
+    spec, _, (first, second) = on_ranks(ranks, activations, {})
+    assert spec.world_size == 2
+    for mine, theirs in zip(first, second, strict=True):
+        if is_attention(mine) or activations == "S":
+            assert not torch.equal(mine, theirs)
+    attention = [mask for mask in first if is_attention(mask)]
+    assert len({mask.numpy().tobytes() for mask in attention}) == len(attention)
+    rate = 1 - torch.cat([mask.flatten() for mask in attention]).float().mean().item()
+    assert abs(rate - DROPOUT) < 0.02
