@@ -1,0 +1,118 @@
+"""What crosses the edge of the tensor axis: checkpoints, overflows, norms and counts of tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from ptrain.interpreter.program import Program, interpret
+from ptrain.interpreter.world import World
+from ptrain.spec.spec import Spec
+from ptrain.train import checkpoint
+from ptrain.train.exchange import Exchange
+from tests.gloo.tensor_cases import spec_of
+from tests.gloo.test_checkpoint import STEPS, load_saved, step, whole
+from tests.ranks import Ranks
+
+pytestmark = pytest.mark.gloo
+
+ALONE: dict[str, Any] = {"degree": 1}
+PLACEMENTS: dict[str, dict[str, Any]] = {
+    "tp": {"degree": 2},
+    "tp-4": {"degree": 4, "activations": "S"},
+    "tp-zero3": {"data": {"dp_shard": "zero3"}},
+    "tp-zero1": {"data": {"dp_shard": "zero1"}, "activations": "S*"},
+    "tp-ddp": {"data": {"dp_replicate": "ddp"}},
+}
+PAIRS = [("tp", "tp-zero3"), ("tp-zero3", "tp-4"), ("tp-4", "tp-zero1"), ("tp-zero1", "tp-ddp")]
+
+
+def program_of(spec: Spec) -> Program:
+    return interpret(spec, world=World.join(spec.timeout))
+
+
+def placed(name: str, layout: str) -> Spec:
+    return spec_of("gpt-untied", precision={"layout": layout}, accumulate=1, **PLACEMENTS[name])
+
+
+def save_on_ranks(spec: Spec, folder: str) -> dict[str, torch.Tensor]:
+    program = program_of(spec)
+    for index in range(STEPS):
+        step(program, index)
+    checkpoint.save(program, Path(folder), STEPS, Exchange(program.world))
+    return whole(program)
+
+
+def load_on_ranks(spec: Spec, folder: str) -> dict[str, torch.Tensor]:
+    return load_saved(program_of(spec), folder)
+
+
+@pytest.mark.parametrize("layout", ["fp32", "zero16"])
+@pytest.mark.parametrize(("saved", "loaded"), PAIRS)
+def test_a_checkpoint_is_bitwise_the_same_on_another_mesh(
+    ranks: Ranks, tmp_path: Path, saved: str, loaded: str, layout: str
+) -> None:
+    first, second = placed(saved, layout), placed(loaded, layout)
+    before = ranks.run(first.world_size, save_on_ranks, first, str(tmp_path))[0]
+    after = ranks.run(second.world_size, load_on_ranks, second, str(tmp_path))[0]
+    assert before.keys() == after.keys()
+    assert not [name for name in before if not torch.equal(before[name], after[name])]
+
+
+def overflow_on_the_last_rank(spec: Spec) -> dict[str, Any]:
+    """Two steps, the second with an infinite gradient on the last rank alone."""
+    program = program_of(spec)
+    assert program.scaling is not None
+    program.scaling.scale.fill_(1024.0)
+    step(program, 0)
+    before = whole(program)
+    is_last = program.world.rank == program.world.size - 1
+    reduce = program.wrapped.reduce_gradients
+
+    def reduce_and_explode() -> None:
+        """After everything is summed, so that no other rank hears of it by a sum."""
+        reduce()
+        if is_last:
+            program.gradients()[-1].view(-1)[0] = float("inf")
+
+    program.wrapped.reduce_gradients = reduce_and_explode  # type: ignore[method-assign]
+    step(program, 1)
+    after = whole(program)
+    return {
+        "changed": [name for name in before if not torch.equal(before[name], after[name])],
+        "scale": float(program.scaling.scale),
+    }
+
+
+@pytest.mark.parametrize("name", ["tp", "tp-4", "tp-zero3", "tp-zero1"])
+def test_an_overflow_on_the_last_rank_skips_the_step_on_all_ranks(ranks: Ranks, name: str) -> None:
+    spec = placed(name, "fp16")
+    for seen in ranks.run(spec.world_size, overflow_on_the_last_rank, spec):
+        assert seen["changed"] == ["scaling.scale", "scaling.growth_tracker"]
+        assert seen["scale"] == 512.0
+
+
+def gradient_places(spec: Spec) -> list[str]:
+    """Which parameters' gradients keep more storage than the rank's slice of them."""
+    program = program_of(spec)
+    source: list[str] = []
+    program.step = lambda *_: None  # type: ignore[method-assign, assignment, return-value]
+    step(program, 0)
+    for name, parameter in program.model.named_parameters():
+        gradient = parameter.grad
+        local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        assert local is not None
+        if local.untyped_storage().nbytes() != local.numel() * local.itemsize:
+            source.append(name)
+    return source
+
+
+@pytest.mark.parametrize("name", ["tp", "tp-4"])
+def test_no_gradient_keeps_more_than_its_slice(ranks: Ranks, name: str) -> None:
+    """Of the whole vocabulary's gradient that backward makes, a rank's rows alone stay."""
+    spec = placed(name, "fp32")
+    assert ranks.run(spec.world_size, gradient_places, spec) == [[]] * spec.world_size
