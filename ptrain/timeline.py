@@ -68,6 +68,11 @@ class Timeline:
         return sum(item.net for item in self.forward if isinstance(item, Run))
 
 
+def gradient_order(timeline: Timeline) -> tuple[str, ...]:
+    """The parameters in the order in which their gradients are complete."""
+    return tuple(item.parameter for item in timeline.backward if isinstance(item, Complete))
+
+
 def run(deltas: Iterable[int]) -> Run | None:
     """Signed sizes as one run; None where nothing happens."""
     level = rise = 0

@@ -37,7 +37,7 @@ def derive(spec: Spec, facts: ModelFacts | None = None) -> Derivation:
     """The costs of a legal spec. A built-in model needs no `facts`; any other model's are read off
     the model itself."""
     facts = own_facts(spec) if facts is None else facts
-    plan = lower(spec, facts.unit_modules)
+    plan = lower(spec, facts.unit_modules, facts.roles)
     return Derivation(paper=paper(spec, facts), exact=exact(spec, plan, facts), plan=plan)
 
 

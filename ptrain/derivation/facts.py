@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from ptrain.spec.role import Roles
 from ptrain.timeline import Timeline
 
 
@@ -50,12 +51,16 @@ class ModelFacts:
     """`units` in the order in which fully_shard wraps them: blocks first to last, then the root.
     `buffers` are (name, bytes). `gradient_order` names the parameters in the order in which their
     gradients are complete in a backward pass (it decides DDP's buckets). `timeline` is one
-    micro-batch traced at the spec's shape and dtypes; None where a committed table gives it."""
+    micro-batch traced at the spec's shape and dtypes; None where a committed table gives it. Of a
+    model that is not built in, `roles` are those on the tensor axis, and `part_timelines` those of
+    each of its ranks, first to last."""
 
     units: tuple[UnitFacts, ...]
     buffers: tuple[tuple[str, int], ...] = ()
     gradient_order: tuple[str, ...] = ()
     timeline: Timeline | None = None
+    roles: Roles = ()
+    part_timelines: tuple[Timeline, ...] = ()
 
     @property
     def tensors(self) -> tuple[TensorFacts, ...]:

@@ -6,6 +6,7 @@ model's. What the operators send is counted here, call by call.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -17,8 +18,9 @@ from ptrain.derivation.facts import ModelFacts, TensorFacts
 from ptrain.plan.step import Parallelize, Plan
 from ptrain.spec.model import ModelShape
 from ptrain.spec.precision import DType
-from ptrain.spec.role import Role
+from ptrain.spec.role import Role, fits
 from ptrain.spec.spec import Spec
+from ptrain.timeline import gradient_order
 from ptrain.units import ceil_div
 
 _LOSS_SUMS = 3  # of a loss on cut logits: their maximum, their sum, the targets' logits
@@ -40,23 +42,27 @@ def parts(spec: Spec, plan: Plan, facts: ModelFacts) -> dict[ModelFacts, tuple[i
 
 def local_facts(spec: Spec, facts: ModelFacts, cut: Cut) -> ModelFacts:
     """One rank's part: local shapes, and the timeline of its micro-batch."""
-    assert isinstance(spec.model, ModelShape), "other models' parts are read off themselves"
     units = tuple(
         replace(unit, tensors=tuple(_local(tensor, cut) for tensor in unit.tensors))
         for unit in facts.units
     )
-    return replace(
-        facts,
-        units=units,
-        timeline=activations.timeline(
-            spec.model,
-            facts.unit_modules,
-            batch=spec.batch.micro,
-            sequence=spec.batch.sequence,
-            compute=spec.precision.effective.parameters,
-            cut=cut,
-        ),
-    )
+    if isinstance(spec.model, ModelShape):
+        return replace(
+            facts,
+            units=units,
+            timeline=activations.timeline(
+                spec.model,
+                facts.unit_modules,
+                batch=spec.batch.micro,
+                sequence=spec.batch.sequence,
+                compute=spec.precision.effective.parameters,
+                cut=cut,
+            ),
+        )
+    traced = facts.part_timelines
+    timeline = traced[cut.index] if len(traced) == cut.degree else None
+    order = gradient_order(timeline) if timeline else facts.gradient_order
+    return replace(facts, units=units, timeline=timeline, gradient_order=order, part_timelines=())
 
 
 def _local(tensor: TensorFacts, cut: Cut) -> TensorFacts:
@@ -84,51 +90,104 @@ _Row = tuple[Collective, State, Phase, int, int]
 
 def _calls(spec: Spec, step: Parallelize, facts: ModelFacts, ranks: int) -> Iterator[_Row]:
     """(collective, state, phase, calls in a micro-batch, payload of each)."""
-    shape, layout = spec.model, spec.precision.effective
-    assert isinstance(shape, ModelShape)
-    itemsize = layout.parameters.itemsize
+    itemsize = spec.precision.effective.parameters.itemsize
     tokens = spec.batch.micro * spec.batch.sequence
-    hidden = tokens * shape.hidden * itemsize
-    counts = {role: _count(step, facts, role) for role in Role}
-    joins = counts[Role.ROW] + counts[Role.VOCABULARY]  # sums of parts: into the residual stream
-    opens = counts[Role.COLUMN] if step.is_naive else counts[Role.WHOLE_INPUT]
-    opens += counts[Role.LAST_NORM]
+    cut = _Operators(step, facts)
     for phase, sums, copies in (
-        (Phase.FORWARD, joins, opens),
-        (Phase.BACKWARD, opens, joins),
+        (Phase.FORWARD, cut.joins, cut.opens),
+        (Phase.BACKWARD, cut.opens, cut.joins),
     ):
         if step.is_sequence:
-            yield Collective.REDUCE_SCATTER, State.ACTIVATIONS, phase, sums, hidden
-            yield Collective.ALL_GATHER, State.ACTIVATIONS, phase, copies, hidden
+            yield from _moved(Collective.REDUCE_SCATTER, phase, sums, tokens * itemsize)
+            yield from _moved(Collective.ALL_GATHER, phase, copies, tokens * itemsize)
         else:
-            yield Collective.ALL_REDUCE, State.ACTIVATIONS, phase, sums, hidden
+            yield from _moved(Collective.ALL_REDUCE, phase, sums, tokens * itemsize)
+    gather, backward = Collective.ALL_GATHER, Phase.BACKWARD
     if step.is_saved_cut:
-        again = counts[Role.WHOLE_INPUT]
-        yield Collective.ALL_GATHER, State.ACTIVATIONS, Phase.BACKWARD, again, hidden
+        yield from _moved(gather, backward, cut.whole_inputs, tokens * itemsize)
     if step.is_sequence:
-        yield from _summed_gradients(step, facts, itemsize)
-        if counts[Role.POSITIONS]:
-            rows = spec.batch.sequence * shape.hidden * itemsize
-            yield Collective.ALL_GATHER, State.ACTIVATIONS, Phase.BACKWARD, 1, rows
+        yield from _moved(gather, backward, cut.positions, spec.batch.sequence * itemsize)
+    yield from _summed_gradients(step, facts, itemsize)
+    if cut.vocab is None:
+        return
     if step.loss_parallel:
         wide = max(itemsize, DType.FP32.itemsize)
         yield Collective.ALL_REDUCE, State.ACTIVATIONS, Phase.FORWARD, _LOSS_SUMS, tokens * wide
     else:
-        vocabulary = ranks * ceil_div(shape.vocab, ranks)
-        size = tokens * vocabulary * itemsize
+        size = tokens * ranks * ceil_div(cut.vocab, ranks) * itemsize
         yield Collective.ALL_GATHER, State.ACTIVATIONS, Phase.FORWARD, 1, size
 
 
+def _moved(collective: Collective, phase: Phase, features: list[int], size: int) -> Iterator[_Row]:
+    """A call for each number of features; `size` bytes are one feature of all tokens."""
+    for width, number in Counter(features).items():
+        yield collective, State.ACTIVATIONS, phase, number, width * size
+
+
+class _Operators:
+    """The operators of a model by what they send of each token, in features. `joins` are sums of
+    parts, into the residual stream, `opens` where a gradient is a sum of parts; `vocab` is the
+    whole vocabulary that logits are cut over, None where they are not."""
+
+    def __init__(self, step: Parallelize, facts: ModelFacts) -> None:
+        self._roles = step.roles
+        self._shapes = {
+            tensor.name.removesuffix(".weight"): tensor.shape
+            for tensor in facts.tensors
+            if tensor.name.endswith(".weight")
+        }
+        rows = [shape[0] for shape in self._of(Role.ROW).values()]
+        tables = list(self._of(Role.VOCABULARY).values())
+        columns = {name: shape[1] for name, shape in self._of(Role.COLUMN).items()}
+        inputs = {} if step.is_naive else self._inputs(columns)
+        alone = [
+            width
+            for name, width in columns.items()
+            if not any(name.startswith(f"{parent}.") for parent in inputs)
+        ]
+        heads = [shape[::-1] for shape in self._of(Role.HEAD).values()]
+        if self._has(Role.HEAD) and not heads:  # its weight is the embedding's
+            heads = [shape[::-1] for shape in tables]
+        last = [shape[0] for shape in self._of(Role.LAST_NORM).values()]
+        self.whole_inputs = list(inputs.values())
+        self.positions = [shape[1] for shape in self._of(Role.POSITIONS).values()]
+        self.joins = [*rows, *(shape[1] for shape in tables)]
+        self.opens = [*self.whole_inputs, *alone, *(last or [hidden for hidden, _ in heads])]
+        is_cut = self._has(Role.HEAD) or self._has(Role.LAST_NORM)
+        vocabularies = [size for _, size in heads] or [shape[0] for shape in tables]
+        self.vocab = vocabularies[0] if is_cut and vocabularies else None
+
+    def _has(self, role: Role) -> bool:
+        return any(has is role for _, has in self._roles)
+
+    def _of(self, role: Role) -> dict[str, tuple[int, ...]]:
+        """The weights of the modules with a role."""
+        patterns = [pattern for pattern, has in self._roles if has is role]
+        return {
+            name: shape
+            for name, shape in self._shapes.items()
+            if any(fits(pattern, name) for pattern in patterns)
+        }
+
+    def _inputs(self, columns: dict[str, int]) -> dict[str, int]:
+        """The features of what each sub-block makes whole for its column operators."""
+        patterns = [pattern for pattern, has in self._roles if has is Role.WHOLE_INPUT]
+        found: dict[str, int] = {}
+        for name, width in columns.items():
+            parts = name.split(".")
+            for end in range(1, len(parts)):
+                parent = ".".join(parts[:end])
+                if any(fits(pattern, parent) for pattern in patterns):
+                    found.setdefault(parent, width)
+        return found
+
+
 def _summed_gradients(step: Parallelize, facts: ModelFacts, itemsize: int) -> Iterator[_Row]:
-    """Of the tensors that every rank has whole and uses on its tokens: one sum each."""
+    """Of the tensors that every rank has whole and uses on its tokens, or on its features: one sum
+    each."""
+    summed = [Role.SHARED, *((Role.NORM, Role.LAST_NORM) if step.is_sequence else ())]
     cut = Cut(step=step, degree=1, index=0)
     for tensor in facts.tensors:
-        if cut.role(tensor.name) in (Role.NORM, Role.LAST_NORM):
+        if cut.role(tensor.name) in summed:
             size = tensor.numel * itemsize
             yield Collective.ALL_REDUCE, State.GRADIENTS, Phase.BACKWARD, 1, size
-
-
-def _count(step: Parallelize, facts: ModelFacts, role: Role) -> int:
-    """Modules with a role: its patterns, once per block where they name one."""
-    layers = len({t.name.split(".")[1] for t in facts.tensors if t.name.startswith("blocks.")})
-    return sum(layers if "*" in pattern else 1 for pattern, has in step.roles if has is role)

@@ -29,6 +29,7 @@ from ptrain.interpreter.registry import Registry
 from ptrain.interpreter.scaling import LossScale
 from ptrain.interpreter.world import World
 from ptrain.models.numerics import TORCH_DTYPES
+from ptrain.models.roles import roles_of_module
 from ptrain.models.units import ROOT, unit_modules
 from ptrain.plan.lower import lower
 from ptrain.plan.step import FlatUnits, Plan
@@ -279,7 +280,7 @@ def interpret(
     """
     world = world or World.join(spec.timeout, device=spec.device, backend=spec.backend)
     module = build_module(spec, allow_import=allow_import) if model is None else model
-    plan = lower(spec, unit_modules(module, spec.unit))
+    plan = lower(spec, unit_modules(module, spec.unit), roles_of_module(module, spec))
     require_equal_models(module, plan.update.layout, world)
     mesh = Mesh(plan.mesh, world)
     wrapped = wrap(module, spec, plan, mesh, mesh.registry)

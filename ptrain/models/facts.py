@@ -13,11 +13,12 @@ from ptrain.models.build import build
 from ptrain.models.initialize import cast
 from ptrain.models.loss import token_loss_sum
 from ptrain.models.numerics import TORCH_DTYPES
+from ptrain.models.roles import roles_of_module
 from ptrain.models.trace import record, to_timeline
 from ptrain.models.units import unit_modules
 from ptrain.spec.model import ModelShape
 from ptrain.spec.spec import Spec
-from ptrain.timeline import Complete
+from ptrain.timeline import gradient_order
 
 _WIDE_BYTES = 4  # buffers of reals are fp32, or fp64 where everything is
 
@@ -59,10 +60,9 @@ def module_facts(model: nn.Module, spec: Spec) -> ModelFacts:
     return ModelFacts(
         units=_units(model, units),
         buffers=tuple((name, _nbytes(buffer)) for name, buffer in model.named_buffers()),
-        gradient_order=tuple(
-            item.parameter for item in timeline.backward if isinstance(item, Complete)
-        ),
+        gradient_order=gradient_order(timeline),
         timeline=timeline,
+        roles=roles_of_module(model, spec),
     )
 
 

@@ -31,13 +31,15 @@ from ptrain.spec.axis import Axis, Factor
 from ptrain.spec.batch import Overlap
 from ptrain.spec.model import ModelShape
 from ptrain.spec.placement import CUT, Distribution, Tier
+from ptrain.spec.role import Roles
 from ptrain.spec.spec import Spec
 
 
-def lower(spec: Spec, units: Units) -> Plan:
-    """The plan of a legal spec; `units` are the modules that are wrapped together."""
+def lower(spec: Spec, units: Units, roles: Roles = ()) -> Plan:
+    """The plan of a legal spec; `units` are the modules that are wrapped together, `roles` those of
+    a model that is not built in."""
     factors = tuple(factor for factor in spec.factors if factor.degree > 1)
-    wrap, tensor = _wrap(spec), _parallelize(spec)
+    wrap, tensor = _wrap(spec), _parallelize(spec, roles)
     operator_axes = (tensor.axis,) if tensor else ()
     layout = spec.precision.effective
     return Plan(
@@ -135,15 +137,14 @@ def _flat(spec: Spec, data: tuple[Factor, ...]) -> FlatUnits:
     )
 
 
-def _parallelize(spec: Spec) -> Parallelize | None:
+def _parallelize(spec: Spec, roles: Roles) -> Parallelize | None:
     factor = next((f for f in spec.factors if f.axis is Axis.TP and f.degree > 1), None)
     if factor is None:
         return None
-    assert isinstance(spec.model, ModelShape), "roles are known of the built-in families"
     activations = factor.placement.activations.distribution
     return Parallelize(
         axis=factor.axis,
-        roles=roles_of(spec.model),
+        roles=roles_of(spec.model) if isinstance(spec.model, ModelShape) else roles,
         is_sequence=activations in CUT,
         is_saved_cut=activations is Distribution.GATHERED,
         loss_parallel=spec.tensor.loss_parallel,

@@ -7,7 +7,9 @@ are dotted, `*` stands for a block's index.
 
 from __future__ import annotations
 
+import re
 from enum import StrEnum
+from functools import cache
 
 from ptrain.spec.slips import near_word
 
@@ -50,3 +52,13 @@ def unknown_role(plan: object) -> str:
         ),
         "",
     )
+
+
+def fits(pattern: str, name: str) -> bool:
+    """Whether a dotted name is one that the pattern means."""
+    return _expression(pattern).fullmatch(name) is not None
+
+
+@cache
+def _expression(pattern: str) -> re.Pattern[str]:
+    return re.compile(re.escape(pattern).replace(r"\*", r"\d+"))

@@ -59,7 +59,7 @@ def to_mapping(spec: Spec, *, sync_is_written: bool) -> dict[str, object]:
                     "loss_parallel": spec.tensor.loss_parallel,
                 }
             }
-            if spec.degree(Axis.TP) > 1
+            if spec.degree(Axis.TP) > 1 or spec.tensor != TensorSpec()
             else {}
         ),
         "eval": asdict(spec.eval),

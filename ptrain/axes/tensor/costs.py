@@ -3,12 +3,11 @@ value of every dimension that a table of allocations is written in."""
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import Protocol
 
 from ptrain.spec.model import ModelShape
-from ptrain.spec.role import Role, Roles
+from ptrain.spec.role import Role, Roles, fits
 from ptrain.units import ceil_div
 
 Shape = tuple[int, ...]
@@ -55,7 +54,7 @@ class Cut:
     def role(self, tensor: str) -> Role | None:
         """Of the module that a tensor belongs to."""
         module = tensor.rpartition(".")[0]
-        return next((role for pattern, role in self.step.roles if _fits(pattern, module)), None)
+        return next((role for pattern, role in self.step.roles if fits(pattern, module)), None)
 
     def shape(self, tensor: str, shape: Shape) -> Shape:
         """What this rank stores of a tensor: equal slices, rounded up, the last one shorter, as
@@ -91,7 +90,3 @@ class Cut:
             "vocab": self.slice_of(shape.vocab),
             "vocab_all": shape.vocab,
         }
-
-
-def _fits(pattern: str, module: str) -> bool:
-    return re.fullmatch(re.escape(pattern).replace(r"\*", r"\d+"), module) is not None

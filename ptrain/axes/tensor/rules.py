@@ -129,13 +129,26 @@ def _whole_matrices(spec: Spec) -> Iterator[Fault]:
         )
 
 
-def _known_roles(spec: Spec) -> Iterator[Fault]:
-    if spec.degree(Axis.TP) > 1 and not isinstance(spec.model, ModelShape):
+def _own_plan(spec: Spec) -> Iterator[Fault]:
+    if spec.tensor.roles and isinstance(spec.model, ModelShape):
         yield Fault(
-            place="mesh.tp",
-            finding="only built-in models are cut into operators yet",
-            remedy="use a preset or a shape",
+            place="tensor.plan",
+            finding="a built-in model has the roles of its family",
+            remedy="write paired or naive",
         )
+
+
+def _whole_tokens(spec: Spec) -> Iterator[Fault]:
+    if isinstance(spec.model, ModelShape):
+        return
+    for factor in spec.factors:
+        activations = factor.placement.activations
+        if factor.axis is Axis.TP and factor.degree > 1 and activations != R:
+            yield Fault(
+                place="placement.tp.activations",
+                finding=f"not yet: {activations}, of a model that is not built in",
+                remedy="what works today: activations: R, or a preset or a shape",
+            )
 
 
 TENSOR = AxisRules(
@@ -148,6 +161,7 @@ TENSOR = AxisRules(
             faults=_innermost,
         ),
         SpecRule(name="the degree divides the operators", theorem="Definition 2", faults=_divides),
+        SpecRule(name="roles are the family's own", theorem="Definition 2", faults=_own_plan),
         SpecRule(name="slices of the tokens are equal", theorem="Definition 2", faults=_tokens),
         SpecRule(
             name="an update sees what it needs",
@@ -156,7 +170,7 @@ TENSOR = AxisRules(
         ),
     ),
     not_yet=(
-        SpecRule(name="roles are known", theorem="", faults=_known_roles),
+        SpecRule(name="all tokens between the blocks", theorem="", faults=_whole_tokens),
         SpecRule(name="equal slices are gathered", theorem="", faults=_logits),
     ),
 )

@@ -1,0 +1,64 @@
+"""Specs of models that are not built in: what their keys may be, and that they are written back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import yaml
+
+from ptrain.algebra.legality import require
+from ptrain.errors import SpecError
+from ptrain.spec.load import load
+from ptrain.spec.role import Role
+from ptrain.spec.write import to_yaml
+
+SPEC: dict[str, Any] = {
+    "name": "own",
+    "model": {"hf": "llama", "config": {"hidden_size": 64}},
+    "mesh": {"tp": 2},
+    "placement": {"tp": "S,S,S,R"},
+    "batch": {"global": 2, "micro": 1, "sequence": 16},
+}
+PLAN = {"layers.*.up": "column", "layers.*": "whole input", "table": "vocabulary"}
+FAULTS = [
+    ({"model": {"hf": "a b"}}, "model.hf", "a class or a model type", ""),
+    ({"model": {"hf": "llama", "arguments": {}}}, "model.arguments", "hf gives", "model.config"),
+    ({"model": {"hf": "llama", "preset": "a"}}, "model.preset", "hf gives", "model.config"),
+    ({"model": {"target": "a:b", "hf": "llama"}}, "model.hf", "target gives", "remove it"),
+    ({"model": {"preset": "llama-tiny", "config": {}}}, "model.config", "hf class", "model.hf"),
+    ({"tensor": {"plan": {"a": "colum"}}}, "tensor.plan", "a mapping", "a: colum is not one of"),
+    ({"tensor": {"plan": {"a": "norm"}}}, "tensor.plan", "a mapping", "a: norm is not one of"),
+    ({"tensor": {"plan": "paird"}}, "tensor.plan", "'paird'", "did you mean 'paired'"),
+    ({"model": {"hf": "llama", "config": {"vocab_size": 9}}}, "vocab_size", "9 is", "259"),
+    ({"placement": {"tp": "S,S,S,S"}}, "placement.tp.activations", "not yet", "activations: R"),
+    (
+        {"model": {"preset": "llama-tiny"}, "tensor": {"plan": PLAN}},
+        "tensor.plan",
+        "built-in",
+        "paired or naive",
+    ),
+]
+
+
+@pytest.mark.parametrize(("change", "place", "finding", "remedy"), FAULTS)
+def test_a_fault_says_where_what_and_what_instead(change, place, finding, remedy):
+    with pytest.raises(SpecError) as caught:
+        require(load(SPEC | change))
+    fault = next(fault for fault in caught.value.faults if place in fault.place)
+    assert finding in fault.finding and remedy in fault.remedy
+
+
+@pytest.mark.parametrize("tensor", [{}, {"plan": "naive"}, {"plan": PLAN}])
+def test_a_resolved_spec_loads_to_itself(tensor):
+    spec = load(SPEC | {"tensor": tensor}).spec
+    assert load(yaml.safe_load(to_yaml(spec.resolved))).spec == spec
+
+
+def test_a_plan_keeps_its_order():
+    roles = load(SPEC | {"tensor": {"plan": PLAN}}).spec.tensor.roles
+    assert roles == (
+        ("layers.*.up", Role.COLUMN),
+        ("layers.*", Role.WHOLE_INPUT),
+        ("table", Role.VOCABULARY),
+    )
