@@ -10,6 +10,17 @@ from types import ModuleType
 
 import pytest
 
+from ptrain.costs import (
+    Collective,
+    Column,
+    Estimate,
+    Peak,
+    Phase,
+    State,
+    Traffic,
+    TrafficKey,
+)
+
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 ROUNDS = 6  # the fewest of which an interval of the median is made
 
@@ -17,7 +28,10 @@ ROUNDS = 6  # the fewest of which an interval of the median is made
 @pytest.fixture(scope="module")
 def benchmark() -> Iterator[dict[str, ModuleType]]:
     sys.path.insert(0, str(FOLDER))
-    names = ("_machine", "meter_overhead", "overlap", "peers", "step_time", "unit_tradeoff")
+    names = (
+        "_machine", "meter_overhead", "overlap", "peers", "step_time", "tensor_plans",
+        "unit_tradeoff",
+    )  # fmt: skip
     yield {name: import_module(name) for name in names}
     sys.path.remove(str(FOLDER))
 
@@ -103,3 +117,62 @@ def test_the_commands_of_the_unit_page_are_the_specs_that_ran(benchmark):
         *overrides, unit = page.overrides_of(placement, "2 blocks")
         assert f'ptrain validate {page.SPEC} {" ".join(overrides)} unit="UNIT"' in text
         assert unit == "unit=2 blocks"
+
+
+def tensor_plan(page, name, **changes):
+    """A plan whose metered steps are as claimed, but for `changes`."""
+    account = page.Account(
+        of_block=page.CLAIMED[name], sent_of_block=8.0 * page.VOLUMES[name], calls=5, sent=9, peak=7
+    )
+    fields = {"seconds": [1.0] * ROUNDS, "losses": [2.0]} | changes
+    return page.Plan(predicted=account, measured=fields.pop("measured", account), **fields)
+
+
+def test_a_plan_of_tensor_parallelism_is_judged_by_what_was_metered(benchmark):
+    page = benchmark["tensor_plans"]
+    plans = {name: tensor_plan(page, name) for name in page.PLANS}
+    assert page.failures(plans) == []
+    assert [row.split(" | ")[-1] for row in page.counted(plans)[2:]] == ["holds |"] * 4
+    assert [row.split(" | ")[-1] for row in page.timed(plans)[2:]] == ["no claim |"] * 4
+    seven = page.Account(
+        of_block=page.CLAIMED["naive"], sent_of_block=14.0, calls=5, sent=9, peak=7
+    )
+    plans["pairs"] = tensor_plan(page, "pairs", measured=seven, wrong=["pairs: peak: 1, not 2"])
+    plans["slices"] = tensor_plan(page, "slices", losses=[2.1])
+    failed = page.failures(plans)
+    assert "pairs: peak: 1, not 2" in failed
+    assert "pairs: a block takes 2 + 5 all_reduce, not 2 + 2 all_reduce" in failed
+    assert "naive: 1.0000 × the bytes of pairs, not 1.75" in failed
+    assert "slices: losses 5.0e-02 apart, not less than 0.0001" in failed
+    assert [row.split(" | ")[-1] for row in page.counted(plans)[2:]] == ["fails |"] * 4
+
+
+def test_what_a_block_takes_is_what_one_block_more_adds(benchmark):
+    page = benchmark["tensor_plans"]
+
+    def rows(*calls):
+        keys = [("all_reduce", "forward"), ("all_reduce", "backward"), ("all_gather", "forward")]
+        return tuple(
+            Traffic(
+                key=TrafficKey(
+                    axes=("tp",),
+                    collective=Collective(kind),
+                    state=State.ACTIVATIONS,
+                    phase=Phase(phase),
+                ),
+                calls=number,
+                payload_bytes=0,
+                sent_bytes=10 * number,
+            )
+            for (kind, phase), number in zip(keys, calls, strict=True)
+        )
+
+    peak = (Peak(phase=Phase.FORWARD, rank=0, device_bytes=3),)
+    one, two = (
+        Estimate(column=Column.MEASURED, world_size=2, traffic=rows(*calls), peak=peak)
+        for calls in ((12, 9, 1), (16, 19, 1))
+    )
+    found = page.account(one, two, micro_batches=2)
+    assert found.of_block == {("all_reduce", "forward"): 2, ("all_reduce", "backward"): 5}
+    assert (found.sent_of_block, found.calls, found.sent, found.peak) == (70, 22, 220, 3)
+    assert page.in_words(found.of_block) == "2 + 5 all_reduce"
