@@ -316,12 +316,12 @@ def page(plans: Mapping[str, Plan], rounds: int) -> list[str]:
         f"{LAYERS + 1} blocks: what a block takes is the difference, by micro-batch; calls, bytes "
         f"(rank 0's) and the peak (the highest of all ranks and phases, of tensors only) are of "
         f"{LAYERS}. Calls and bytes are all of a step: also the loss's, the embedding's, the "
-        "norms' gradients where a rank has its tokens only, and the gradient norm's. Bytes are those "
-        "of the API: gloo carries a reduce-scatter as an all-reduce (`wire`), so that slices cost "
-        "more there than they send. Seconds are "
-        f"wall time of the slower rank, of {rounds} rounds, medians; {WARM_UP} rounds before them "
-        "are left out. Ratios are medians of the rounds' ratios, the interval is two-sided by "
-        "order statistics. The loss is the last step's; all plans train on the same samples.",
+        "norms' gradients where a rank has its tokens only, and the gradient norm's. Bytes are "
+        "logical ones, at the API; gloo carries a reduce-scatter as an all-reduce (`wire`), so "
+        "slices cost more there than they send. Seconds are wall time of the slower rank, of "
+        f"{rounds} rounds, medians; {WARM_UP} rounds before them are left out. Ratios are medians "
+        "of the rounds' ratios, the interval is two-sided by order statistics. The loss is the "
+        "last step's; all plans train on the same samples.",
         "",
         *counted(plans),
         "",
