@@ -13,9 +13,9 @@ from ptrain.version import VERSION as __version__
 
 if TYPE_CHECKING:
     from ptrain.derivation.estimate import derive as derive
+    from ptrain.interpreter.facts import read_facts as read_facts
     from ptrain.interpreter.program import interpret as interpret
     from ptrain.meters.measure import measure as measure
-    from ptrain.models.facts import read_facts as read_facts
     from ptrain.plan.lower import lower as lower
     from ptrain.spec.load import expand as expand
     from ptrain.spec.load import load as load
@@ -28,7 +28,7 @@ _HOMES = {
     "lower": "ptrain.plan.lower",
     "interpret": "ptrain.interpreter.program",
     "measure": "ptrain.meters.measure",
-    "read_facts": "ptrain.models.facts",
+    "read_facts": "ptrain.interpreter.facts",
     "run": "ptrain.train.notebook",
 }
 __all__ = [

@@ -6,7 +6,7 @@ gradient completes; `derivation.timeline` interleaves the two.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -52,6 +52,7 @@ class Complete:
 
 
 Item = Boundary | Run | Complete
+Row = list[str | int]  # an item as plain data
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +67,41 @@ class Timeline:
     def saved_bytes(self) -> int:
         """What forward leaves alive: |A| of one micro-batch."""
         return sum(item.net for item in self.forward if isinstance(item, Run))
+
+
+def as_rows(timeline: Timeline) -> dict[str, list[Row]]:
+    """As plain data: what `from_rows` reads."""
+    return {
+        "forward": [_row(item) for item in timeline.forward],
+        "backward": [_row(item) for item in timeline.backward],
+        "saved": [list(pair) for pair in timeline.saved],
+    }
+
+
+def from_rows(rows: Mapping[str, Sequence[Row]]) -> Timeline:
+    """The inverse of `as_rows`."""
+    return Timeline(
+        forward=tuple(map(_item, rows["forward"])),
+        backward=tuple(map(_item, rows["backward"])),
+        saved=tuple((str(operator), int(size)) for operator, size in rows["saved"]),
+    )
+
+
+def _row(item: Item) -> Row:
+    match item:
+        case Boundary(mark, unit):
+            return [mark.value, unit]
+        case Run(rise, net):
+            return [rise, net]
+        case Complete(parameter, size, cloned):
+            return [parameter, size, cloned]
+
+
+def _item(row: Row) -> Item:
+    if len(row) == 3:
+        return Complete(str(row[0]), int(row[1]), bool(row[2]))
+    first, number = row
+    return Boundary(Mark(first), int(number)) if isinstance(first, str) else Run(first, int(number))
 
 
 def gradient_order(timeline: Timeline) -> tuple[str, ...]:

@@ -7,39 +7,17 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from ptrain.derivation.estimate import own_facts
 from ptrain.derivation.facts import ModelFacts, TensorFacts, UnitFacts
-from ptrain.models.build import build
 from ptrain.models.initialize import cast
 from ptrain.models.loss import token_loss_sum
 from ptrain.models.numerics import TORCH_DTYPES
 from ptrain.models.roles import roles_of_module
 from ptrain.models.trace import record, to_timeline
 from ptrain.models.units import unit_modules
-from ptrain.spec.model import ModelShape
 from ptrain.spec.spec import Spec
 from ptrain.timeline import gradient_order
 
 _WIDE_BYTES = 4  # buffers of reals are fp32, or fp64 where everything is
-
-
-def facts_of(spec: Spec, *, allow_import: bool = True) -> ModelFacts:
-    """A built-in model's facts from its shape, any other's from the module that its target makes.
-    A call from Python allows the import; commands pass what their user allowed."""
-    if isinstance(spec.model, ModelShape):
-        return own_facts(spec)
-    return read_facts(spec, allow_import=allow_import)
-
-
-def read_facts(spec: Spec, *, allow_import: bool = False) -> ModelFacts:
-    """Builds the spec's model and reads it."""
-    model = build(
-        spec.model,
-        sequence=spec.batch.sequence,
-        allow_import=allow_import,
-        seed=spec.train.seed,
-    )
-    return module_facts(model, spec)
 
 
 def module_facts(model: nn.Module, spec: Spec) -> ModelFacts:

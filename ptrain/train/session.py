@@ -21,10 +21,10 @@ from ptrain.data.corpus import corpus
 from ptrain.data.sampler import require as require_corpus
 from ptrain.derivation.estimate import Derivation, derive
 from ptrain.errors import PtrainError, VerdictFailed
+from ptrain.interpreter.facts import facts_of
 from ptrain.interpreter.program import Program, interpret
 from ptrain.interpreter.world import World
 from ptrain.meters.measure import gather_estimates, join_estimates
-from ptrain.models.facts import facts_of
 from ptrain.report.record import compare, record, verdict
 from ptrain.report.table import summary
 from ptrain.selection.preflight import require_fit

@@ -17,8 +17,8 @@ from itertools import combinations
 from ptrain.costs import PLACED, Estimate, Phase, State, Traffic
 from ptrain.derivation.estimate import derive
 from ptrain.derivation.facts import ModelFacts
+from ptrain.interpreter.facts import facts_of
 from ptrain.meters.measure import Measurement
-from ptrain.models.facts import facts_of
 from ptrain.report.record import Check, compare
 from ptrain.spec.axis import Axis
 from ptrain.spec.spec import Spec

@@ -8,8 +8,8 @@ from functools import cached_property
 
 from ptrain.costs import Estimate
 from ptrain.derivation.estimate import derive
+from ptrain.interpreter.facts import facts_of
 from ptrain.meters.measure import join_estimates
-from ptrain.models.facts import facts_of
 from ptrain.report.record import Check, compare
 from ptrain.spec.spec import Spec
 from ptrain.verification.reference import Trajectory, one_device

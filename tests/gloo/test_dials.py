@@ -15,10 +15,10 @@ from ptrain.axes.data.costs import spread
 from ptrain.costs import Collective, Phase, State
 from ptrain.data.corpus import Split, corpus
 from ptrain.data.sampler import batch
+from ptrain.interpreter.facts import facts_of
 from ptrain.interpreter.program import interpret
 from ptrain.interpreter.world import World
 from ptrain.meters.memory import resident
-from ptrain.models.facts import facts_of
 from ptrain.spec.spec import Spec
 from ptrain.train import checkpoint
 from ptrain.train.exchange import Exchange

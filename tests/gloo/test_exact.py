@@ -10,8 +10,8 @@ import pytest
 from ptrain.costs import Collective, Phase, State
 from ptrain.derivation.estimate import derive
 from ptrain.interpreter import program as interpreter
+from ptrain.interpreter.facts import facts_of
 from ptrain.meters.measure import join_estimates
-from ptrain.models.facts import facts_of
 from ptrain.report.record import Check, compare, verdict
 from ptrain.spec.spec import Spec
 from ptrain.verification.compare import FP64

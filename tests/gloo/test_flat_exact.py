@@ -7,8 +7,8 @@ import pytest
 
 from ptrain.algebra.legality import require
 from ptrain.derivation.estimate import derive
+from ptrain.interpreter.facts import facts_of
 from ptrain.meters.measure import join_estimates
-from ptrain.models.facts import facts_of
 from ptrain.plan.lower import lower
 from ptrain.plan.step import LONG_NORM, FlatUnits
 from ptrain.report.record import compare

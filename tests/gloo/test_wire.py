@@ -11,11 +11,11 @@ from ptrain.algebra.legality import require
 from ptrain.costs import Column, Estimate
 from ptrain.derivation.estimate import derive
 from ptrain.derivation.wire import TOLERANCE, wire_rows
+from ptrain.interpreter.facts import facts_of
 from ptrain.interpreter.mesh import Mesh
 from ptrain.interpreter.world import World
 from ptrain.meters.measure import join_estimates
 from ptrain.meters.wire import WireMeter
-from ptrain.models.facts import facts_of
 from ptrain.plan.step import CreateMesh
 from ptrain.report.record import record
 from ptrain.spec.axis import Axis

@@ -13,11 +13,11 @@ import torch
 from ptrain.costs import State
 from ptrain.data.sampler import LocalBatch
 from ptrain.derivation.estimate import derive
+from ptrain.interpreter.facts import facts_of
 from ptrain.interpreter.fake import fake_world
 from ptrain.interpreter.program import Program, interpret
 from ptrain.interpreter.world import World
 from ptrain.meters.memory import MemoryMeter
-from ptrain.models.facts import facts_of
 from ptrain.spec.axis import Axis
 from ptrain.spec.batch import GradientSync, ReduceScatterVia, SyncPolicy
 from ptrain.spec.model import ExternalModel, Family, ModelShape

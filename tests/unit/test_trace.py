@@ -12,10 +12,11 @@ import torch
 from ptrain.costs import Phase, State
 from ptrain.derivation import activations
 from ptrain.derivation.parameters import facts
+from ptrain.interpreter.facts import facts_of, read_facts
 from ptrain.meters.memory import MemoryMeter
 from ptrain.models import tables
 from ptrain.models.build import build
-from ptrain.models.facts import facts_of, module_facts, read_facts
+from ptrain.models.facts import module_facts
 from ptrain.models.initialize import cast
 from ptrain.models.loss import token_loss_sum
 from ptrain.models.trace import to_timeline

@@ -1,0 +1,159 @@
+"""What each rank of tp allocates of a model that is not built in: a process plays that rank on fake
+ranks, cuts the model as the plan says, and traces one micro-batch of its part.
+
+The processes are others than this one, which may belong to a group of real ranks already; torch
+also remembers what it cut for one rank. Ranks with slices of the same shapes are traced once.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from subprocess import PIPE, Popen
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+from ptrain.axes.tensor.apply import micro_batch, parallelize, whole_loss
+from ptrain.axes.tensor.costs import Cut
+from ptrain.derivation.facts import ModelFacts
+from ptrain.errors import PtrainError, refused
+from ptrain.interpreter.fake import fake_world
+from ptrain.interpreter.registry import Registry
+from ptrain.models.build import build
+from ptrain.models.initialize import cast
+from ptrain.models.numerics import TORCH_DTYPES
+from ptrain.models.roles import roles_of_module
+from ptrain.models.trace import record, to_timeline
+from ptrain.models.units import unit_modules
+from ptrain.plan.lower import lower
+from ptrain.plan.step import Parallelize
+from ptrain.spec.load import load
+from ptrain.spec.spec import Spec
+from ptrain.spec.write import to_mapping
+from ptrain.timeline import Timeline, as_rows, from_rows
+
+Traced = dict[str, Any]  # JSON: `timelines` by index on tp, or the `problem` that there is
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """One rank of a spec's tp, as another process is asked for it."""
+
+    spec: str
+    index: int
+    allow_import: bool
+
+
+def traced(spec: Spec, facts: ModelFacts, *, allow_import: bool) -> Traced:
+    """A timeline for each index on tp."""
+    step = lower(spec, facts.unit_modules, facts.roles).tensor
+    assert step is not None, "something is cut"
+    text = json.dumps(to_mapping(spec, sync_is_written=False))
+    players = _players(step, facts, spec.degree(step.axis))
+    asked = tuple(_Asked(text, index, allow_import) for index in dict.fromkeys(players))
+    try:
+        found = dict(zip(dict.fromkeys(players), _answers(asked), strict=True))
+    except PtrainError as error:
+        return {"problem": str(error)}
+    return {"timelines": [found[index] for index in players]}
+
+
+def timelines_of(found: Traced) -> tuple[Timeline, ...]:
+    """Raises PtrainError for a problem."""
+    if "problem" in found:
+        raise PtrainError(found["problem"])
+    return tuple(map(from_rows, found["timelines"]))
+
+
+def _players(step: Parallelize, facts: ModelFacts, degree: int) -> list[int]:
+    """For each index the first one that has slices of the same shapes."""
+    shapes = []
+    for index in range(degree):
+        cut = Cut(step=step, degree=degree, index=index)
+        shapes.append(tuple(cut.shape(tensor.name, tensor.shape) for tensor in facts.tensors))
+    return [shapes.index(mine) for mine in shapes]
+
+
+@cache
+def _answers(asked: tuple[_Asked, ...]) -> list[Traced]:
+    """Of processes that run side by side."""
+    processes = [
+        Popen([sys.executable, "-m", __name__], stdin=PIPE, stdout=PIPE, stderr=PIPE, text=True)
+        for _ in asked
+    ]
+    try:
+        for process, each in zip(processes, asked, strict=True):
+            assert process.stdin is not None
+            question = [each.spec, each.index, each.allow_import, sys.path]
+            process.stdin.write(json.dumps(question))
+            process.stdin.close()
+            process.stdin = None  # so that `communicate` does not write
+        return [_answer(process) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def _answer(process: Popen[str]) -> Traced:
+    output, errors = process.communicate()
+    said = errors.strip()
+    if process.returncode == PtrainError.exit_code:
+        raise PtrainError(said)
+    if process.returncode:
+        last = said.splitlines()[-1:] or [f"it ended with {process.returncode}"]
+        finding = f"the model runs whole, but not when its plan has cut it: {last[0]}"
+        remedy = "let its code take the number of heads from its tensors (view(…, -1, head_dim)), "
+        raise refused("mesh.tp", finding, remedy + "or write another tensor.plan")
+    answer: Traced = json.loads(output.splitlines()[-1])
+    return answer
+
+
+def _play(spec: Spec, index: int, *, allow_import: bool) -> Timeline:
+    """In a process of its own: rank `index` of the spec's tp alone."""
+    module = build(
+        spec.model,
+        sequence=spec.batch.sequence,
+        allow_import=allow_import,
+        seed=spec.train.seed,
+    )
+    cast(module, TORCH_DTYPES[spec.precision.effective.parameters])
+    units = unit_modules(module, spec.unit)
+    step = lower(spec, units, roles_of_module(module, spec)).tensor
+    assert step is not None, "something is cut"
+    fake_world(index, spec.degree(step.axis))
+    names = (step.axis.value,)
+    mesh = init_device_mesh("cpu", (spec.degree(step.axis),), mesh_dim_names=names)
+    parallelize(module, step, mesh, Registry())
+    tokens = torch.zeros(spec.batch.micro, spec.batch.sequence + 1, dtype=torch.int64)
+
+    def forward() -> torch.Tensor:
+        return whole_loss(module(tokens[:, :-1]), tokens[:, 1:]) / spec.batch.tokens
+
+    trace = partial(record, module, units, forward, tokens)
+    with micro_batch(step)():
+        trace()  # torch learns what each operator is cut to
+        return to_timeline(trace())
+
+
+def main(questions: Sequence[str]) -> int:
+    """Answers one question from standard input. What the model's code prints goes to the errors."""
+    text, index, allow_import, path = json.loads("".join(questions))
+    sys.path[:] = path
+    answers, sys.stdout = sys.stdout, sys.stderr
+    try:
+        timeline = _play(load(json.loads(text)).spec, index, allow_import=allow_import)
+    except PtrainError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    print(json.dumps(as_rows(timeline)), file=answers)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.stdin.readlines()))

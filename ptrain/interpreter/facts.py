@@ -1,0 +1,47 @@
+"""The facts of any model that a spec names: of a built-in one from its shape; of another one read
+off the module and traced, whole and, where its operators are cut, as each rank has it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from ptrain.axes.tensor.parts import Traced, timelines_of, traced
+from ptrain.derivation.estimate import own_facts
+from ptrain.derivation.facts import ModelFacts
+from ptrain.models.build import build
+from ptrain.models.facts import module_facts
+from ptrain.spec.axis import Axis
+from ptrain.spec.model import ModelShape
+from ptrain.spec.spec import Spec
+
+Share = Callable[[Callable[[], Traced]], Traced]
+
+
+def facts_of(
+    spec: Spec, *, allow_import: bool = True, share: Share = lambda trace: trace()
+) -> ModelFacts:
+    """A built-in model's facts from its shape, any other's from the module itself. A call from
+    Python allows the import of a target; commands pass what their user allowed. `share` runs what
+    it is given, which takes seconds, or gives what another rank found."""
+    if isinstance(spec.model, ModelShape):
+        return own_facts(spec)
+    return read_facts(spec, allow_import=allow_import, share=share)
+
+
+def read_facts(
+    spec: Spec, *, allow_import: bool = False, share: Share = lambda trace: trace()
+) -> ModelFacts:
+    """Builds the spec's model and reads it."""
+    model = build(
+        spec.model,
+        sequence=spec.batch.sequence,
+        allow_import=allow_import,
+        seed=spec.train.seed,
+    )
+    facts = module_facts(model, spec)
+    if spec.degree(Axis.TP) == 1 or isinstance(spec.model, ModelShape):
+        return facts
+    del model  # the processes that play the ranks build their own
+    found = share(lambda: traced(spec, facts, allow_import=allow_import))
+    return replace(facts, part_timelines=timelines_of(found))
