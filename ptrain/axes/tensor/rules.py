@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from math import prod
+from math import gcd, prod
 
 from ptrain.axes.data.form import ELEMENTWISE
 from ptrain.axes.rule import AxisRules, SpecRule, TupleRule
@@ -86,13 +86,14 @@ def _divides(spec: Spec) -> Iterator[Fault]:
     if degree == 1 or not isinstance(shape, ModelShape):
         return
     fields = {"heads": shape.heads, "kv_heads": shape.kv_heads, "ffn": shape.ffn}
-    common = [d for d in range(1, degree + 1) if not any(n % d for n in fields.values())]
+    common = gcd(*fields.values())
+    choices = [d for d in range(1, common + 1) if common % d == 0]
     for name, number in fields.items():
         if number % degree:
             yield Fault(
                 place="mesh.tp",
                 finding=f"tp={degree} does not divide {name}: {number}",
-                remedy=f"choose tp from {', '.join(map(str, common))}",
+                remedy=f"choose tp from {', '.join(map(str, choices))}",
             )
 
 

@@ -1,0 +1,82 @@
+"""Which tuples tp takes, and which models it cuts: each refusal names what would be right."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+
+from ptrain.algebra.legality import check, executed, require
+from ptrain.axes.tensor.rules import TENSOR
+from ptrain.errors import SpecError
+from ptrain.spec.load import load
+from ptrain.spec.placement import MODES, Placement
+from ptrain.spec.spec import OptimizerSpec
+
+ADAMW = OptimizerSpec()
+SHAPE = {"layers": 2, "hidden": 96, "heads": 24, "kv_heads": 12, "ffn": 240, "vocab": 259}
+STATES = ("parameters", "optimizer", "gradients", "activations")
+TUPLES = [Placement(**dict(zip(STATES, modes, strict=True))) for modes in product(MODES, repeat=4)]
+
+
+def spec(degree: int, **sections: object):
+    mapping = {
+        "model": SHAPE,
+        "mesh": {"tp": degree},
+        "placement": {"tp": "S,S,S,R"},
+        "batch": {"global": 2, "micro": 1, "sequence": 32},
+    }
+    return load(mapping | sections).spec
+
+
+def test_three_of_625_tuples_are_legal():
+    legal = {str(each) for each in TUPLES if not list(TENSOR.broken(each, ADAMW))}
+    assert legal == {"S,S,S,R", "S,S,S,S", "S,S,S,S*"}
+
+
+def test_the_nearest_tuple_is_legal_and_keeps_what_it_can():
+    for each in TUPLES:
+        nearest = TENSOR.nearest(each, ADAMW)
+        is_legal = not list(TENSOR.broken(each, ADAMW))
+        assert not list(TENSOR.broken(nearest, ADAMW))
+        assert (nearest == each) is is_legal
+        assert str(each.activations) not in ("S", "S*") or nearest.activations == each.activations
+
+
+@pytest.mark.parametrize(
+    ("degree", "fields"), [(5, ["heads", "kv_heads"]), (8, ["kv_heads"]), (24, ["kv_heads"])]
+)
+def test_a_degree_that_does_not_divide_is_refused_with_those_that_do(degree, fields):
+    faults = check(spec(degree, batch={"sequence": 240}))
+    found = [fault.finding for fault in faults]
+    assert [name for name in SHAPE if any(f"divide {name}: " in text for text in found)] == fields
+    assert {fault.remedy for fault in faults} == {"choose tp from 1, 2, 3, 4, 6, 12"}
+    for choice in (2, 3, 4, 6, 12):
+        assert not check(spec(choice, batch={"sequence": 240}))
+
+
+def test_slices_of_the_tokens_are_equal():
+    sliced = {"placement": {"tp": "S,S,S,S"}, "batch": {"sequence": 34}}
+    (fault,) = check(spec(4, **sliced))
+    assert fault.place == "batch.sequence" and "a multiple of 4" in fault.remedy
+    assert not check(spec(2, **sliced))
+    assert not check(spec(4, batch={"sequence": 34}))
+
+
+def test_unequal_slices_of_the_vocabulary_are_not_gathered_yet():
+    (fault,) = executed(spec(2, tensor={"loss_parallel": False}))
+    assert fault.place == "tensor.loss_parallel" and "multiple of 2" in fault.remedy
+    even = {"model": SHAPE | {"vocab": 260}, "tensor": {"loss_parallel": False}}
+    assert not executed(spec(2, **even))
+    assert not executed(spec(2))
+
+
+def test_an_optimizer_that_takes_whole_matrices_is_refused():
+    (fault,) = (f for f in check(spec(2, optimizer={"name": "muon"})) if "tp cuts" in f.finding)
+    assert fault.place == "optimizer.name" and "adamw" in fault.remedy
+
+
+def test_all_of_a_models_faults_come_at_once():
+    with pytest.raises(SpecError) as caught:
+        require(load("tp", ["mesh.tp=3", "placement.tp=S,S,S,S", "model.heads=4"]))
+    assert {fault.place for fault in caught.value.faults} == {"mesh.tp", "batch.sequence"}
