@@ -20,6 +20,7 @@ from ptrain.algebra.legality import require
 from ptrain.derivation.estimate import derive
 from ptrain.errors import PtrainError, SpecError, refused
 from ptrain.selection.preflight import require_fit
+from ptrain.spec.extras import require_transformers
 from ptrain.spec.file_tier import require_file_tier
 from ptrain.spec.load import load
 from ptrain.spec.model import ExternalModel, ModelShape
@@ -61,6 +62,7 @@ def checked(asked: Options) -> Spec:
             f"this would run code of {spec.model.target}",
             "allow it with --allow-import",
         )
+    require_transformers(spec.model)
     if isinstance(spec.model, ModelShape) and not asked.force:
         require_fit(spec, derive(spec).exact)  # any other model's sizes are known to its code only
     require_file_tier(spec)

@@ -8,13 +8,13 @@ a model is built, and nowhere else: the import takes seconds.
 from __future__ import annotations
 
 from functools import cache
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ptrain.errors import refused
+from ptrain.spec.extras import require_transformers
 from ptrain.spec.model import HuggingFaceModel
 from ptrain.spec.slips import near_word
 
@@ -28,9 +28,7 @@ _MISTAKES = (ValueError, TypeError, KeyError, AttributeError, RuntimeError, Inde
 
 def build_hugging_face(model: HuggingFaceModel, *, sequence: int) -> nn.Module:
     """Raises SpecError for a class that is none, and for a config that the class does not take."""
-    if find_spec("transformers") is None:
-        finding = f"{model.hf} is a class of transformers, which is not installed"
-        raise refused("model.hf", finding, "pip install 'ptrain[hf]'")
+    require_transformers(model)
     named = _class_of(model.hf)
     config = _config(named, model)
     positions = getattr(config, "max_position_embeddings", None)

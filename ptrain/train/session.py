@@ -6,11 +6,13 @@ import json
 import platform
 import shlex
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -100,7 +102,9 @@ def _run(session: Session, interrupts: interrupt.Interrupts) -> int:
     if spec.data.path is None:  # a token file has its name, and may be too large to read
         LOG.debug("corpus  %s, digest %s", text.name, text.digest())
     program = interpret(spec, world=world, allow_import=options.allow_import)
-    facts = facts_of(spec, allow_import=options.allow_import)
+    facts = facts_of(
+        spec, allow_import=options.allow_import, share=partial(_on_first, session.exchange)
+    )
     derivation = derive(spec, facts)
     if not options.force:
         require_fit(spec, derivation.exact, facts)
@@ -127,6 +131,11 @@ def _run(session: Session, interrupts: interrupt.Interrupts) -> int:
             begin(session.folder)
         outcome = train(program, parts, first=first)
     return _conclude(session, derivation, probe.estimate, outcome, journal)
+
+
+def _on_first(exchange: Exchange, found: Callable[[], Any]) -> Any:
+    """What rank 0 finds, on every rank."""
+    return exchange.first(found() if exchange.world.is_first else None)
 
 
 def _folder(spec: Spec, options: Options, exchange: Exchange, stack: ExitStack) -> RunFolder:
