@@ -17,10 +17,14 @@ Figure = tuple[str, int | None, int | None]
 
 
 def several(predictions: Sequence[Prediction], *, sweep: bool) -> str:
-    """Two specs side by side; more of them, or a sweep, as rows."""
-    if len(predictions) == 2 and not sweep:
-        return pair(*predictions)
-    return rows(predictions)
+    """Two specs side by side; more of them, or a sweep, as rows; and what each is warned of."""
+    is_pair = len(predictions) == 2 and not sweep
+    warnings = [
+        f"warning: {each.label}: {warning}"
+        for each in predictions
+        for warning in each.derivation.exact.warnings
+    ]
+    return "\n".join([pair(*predictions) if is_pair else rows(predictions), *warnings])
 
 
 def pair(first: Prediction, second: Prediction) -> str:

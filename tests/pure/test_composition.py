@@ -201,6 +201,13 @@ def test_of_a_product_only_what_tp_sends_counts():
     assert {row.key.collective for row in rows} == {Collective.ALL_REDUCE}
 
 
+def test_of_several_specs_each_is_warned_of_by_its_name(capsys):
+    assert main(["predict", "8b-tp", "cluster.devices_per_node=4", "mesh.tp=4,8"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    (warning,) = (line for line in lines if "warning" in line)
+    assert warning.startswith("warning: mesh.tp=8: tp spans 2 nodes")
+
+
 @pytest.mark.parametrize("verb", ["predict", "plan"])
 def test_predict_and_plan_name_the_conditions_and_warn(verb, capsys):
     apart = ["cluster.devices_per_node=1"]
