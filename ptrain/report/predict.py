@@ -88,7 +88,8 @@ def fit_lines(found: Fit, cheaper: Sequence[Variant]) -> list[str]:
         return [f"fits: {measure}, {size(-found.short_bytes)} to spare"]
     nothing = [
         "  nothing that was tried needs less: tuples of R, S and S* on the device, those with the "
-        "optimizer on the host, every factorization of as many ranks, micro-batches of one sample"
+        "optimizer on the host, every factorization of as many data ranks, slices of the tokens on "
+        "tp, micro-batches of one sample"
     ]
     return [
         f"does not fit by {size(max(found.short_bytes, found.host_short_bytes))}: {measure}",

@@ -1,5 +1,6 @@
 """Other legal specs of the same job over its data ranks: other tuples, other factorizations of as
-many ranks, other micro-batches; and what to write after the SPEC for them."""
+many ranks, other micro-batches, slices of the tokens on tp; and what to write after the SPEC for
+them."""
 
 from __future__ import annotations
 
@@ -173,6 +174,20 @@ def frugal(spec: Spec) -> Iterator[Spec]:
         yield changed
 
 
+def sliced(spec: Spec) -> Iterator[Spec]:
+    """The same tuples, with activations that every rank of tp has whole in slices of the tokens."""
+    for activations in (S, S_STAR):
+        factors = tuple(
+            replace(factor, placement=replace(factor.placement, activations=activations))
+            if factor.axis is Axis.TP and factor.placement.activations == R
+            else factor
+            for factor in spec.factors
+        )
+        changed = replace(spec, factors=factors)
+        if changed != spec and not check(changed) and not executed(changed):
+            yield changed
+
+
 def is_offloaded(spec: Spec) -> bool:
     """Whether any state lies off the device."""
     return any(tier_of(spec.factors, state) is not Tier.DEVICE for state in PLACED)
@@ -236,7 +251,7 @@ def _named_tuples() -> dict[str, dict[str, str]]:
     found = {}
     for name in listing("strategies"):
         tree = strategy(name)
-        if tree and isinstance(tree.root, dict) and "sync" not in tree.root:
+        if tree and isinstance(tree.root, dict) and not {"sync", "tensor"} & set(tree.root):
             placement = tree.root["placement"]
             found[name] = {axis: ",".join(modes.values()) for axis, modes in placement.items()}
     return found

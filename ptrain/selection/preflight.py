@@ -14,7 +14,14 @@ from ptrain.derivation.estimate import derive, own_facts
 from ptrain.derivation.facts import ModelFacts
 from ptrain.derivation.paper import state_sizes
 from ptrain.errors import DoesNotFit
-from ptrain.selection.alternatives import frugal, on_device, on_host, overrides, with_micro
+from ptrain.selection.alternatives import (
+    frugal,
+    on_device,
+    on_host,
+    overrides,
+    sliced,
+    with_micro,
+)
 from ptrain.selection.fit import fit
 from ptrain.spec.axis import DATA_AXES, Axis
 from ptrain.spec.placement import CUT, Tier
@@ -182,9 +189,10 @@ def state_bytes(spec: Spec, sizes: dict[State, int]) -> int:
 
 
 def _promising(spec: Spec, facts: ModelFacts, now: Variant) -> Iterator[Spec]:
-    """Few enough to derive: the spec itself without what its dials keep, the smallest, the largest
-    that fit, and smaller micro-batches."""
+    """Few enough to derive: the spec itself without what its dials keep, with slices on tp, the
+    smallest, the largest that fit, and smaller micro-batches."""
     yield from frugal(spec)
+    yield from sliced(spec)
     sizes_of = state_sizes(spec, facts)
     here = state_bytes(spec, sizes_of)
     room = spec.cluster.device_memory - now.peak_bytes if spec.cluster else 0

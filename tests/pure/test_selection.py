@@ -253,3 +253,20 @@ def test_what_is_offered_in_place_of_offloaded_states_loads_on_the_very_file():
     for variant in cheaper(spec):
         assert ("offload={}" in variant.overrides) is (variant.spec.factors != spec.factors)
         assert load(written, list(variant.overrides)).spec.factors == variant.spec.factors
+
+
+def test_slices_of_the_tokens_are_offered_where_tp_has_them_whole():
+    spec = require(load("8b-tp", ["cluster.device_memory=15GiB"]))
+    first, *_ = cheaper(spec)
+    assert first.overrides == ("placement=tp-sp",) and first.fits
+    assert require(load("8b-tp", ["placement=tp-sp"])).factors == first.spec.factors
+    sliced = require(load("8b-tp-sp", ["cluster.device_memory=12GiB"]))
+    assert all(each.spec.factors != sliced.factors for each in cheaper(sliced))
+
+
+def test_an_offer_never_changes_which_sums_tp_takes():
+    for name in ("8b-tp", "8b-tp-dp", "8b-tp-zero3"):
+        spec = require(load(name, ["cluster.device_memory=8GiB"]))
+        for variant in cheaper(spec):
+            after = require(load(name, list(variant.overrides)))
+            assert (after.factors, after.tensor) == (variant.spec.factors, spec.tensor)
