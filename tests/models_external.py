@@ -85,3 +85,79 @@ class Deceiver(Necks):
 def deceiver(hidden: int = 10, layers: int = 2, vocab: int = 259) -> Deceiver:
     """A target whose prediction is wrong: it is traced once and then does something else."""
     return Deceiver(hidden, layers, vocab)
+
+
+class Mixing(nn.Module):
+    """Attention whose number of heads is what its tensors have; keys are scaled by head."""
+
+    def __init__(self, hidden: int, head_dim: int) -> None:
+        super().__init__()
+        self.head_dim = head_dim
+        self.query = nn.Linear(hidden, hidden)
+        self.key_value = nn.ModuleList(nn.Linear(hidden, hidden, bias=False) for _ in range(2))
+        self.scale = nn.LayerNorm(head_dim)
+        self.output = nn.Linear(hidden, hidden)
+
+    def forward(self, x_BTC: Tensor) -> Tensor:
+        projections = (self.query, *self.key_value)
+        query, key, value = (
+            layer(x_BTC).view(*x_BTC.shape[:2], -1, self.head_dim).transpose(1, 2)
+            for layer in projections
+        )
+        mixed = F.scaled_dot_product_attention(query, self.scale(key), value, is_causal=True)
+        output: Tensor = self.output(mixed.transpose(1, 2).flatten(2))
+        return output
+
+
+class Pair(nn.Module):
+    def __init__(self, hidden: int, head_dim: int) -> None:
+        super().__init__()
+        self.mixing = Mixing(hidden, head_dim)
+        self.up = nn.Linear(hidden, 2 * hidden)
+        self.down = nn.Linear(2 * hidden, hidden)
+
+    def forward(self, x_BTC: Tensor) -> Tensor:
+        x_BTC = x_BTC + self.mixing(F.layer_norm(x_BTC, x_BTC.shape[-1:]))
+        added: Tensor = x_BTC + self.down(F.gelu(self.up(F.layer_norm(x_BTC, x_BTC.shape[-1:]))))
+        return added
+
+
+class Pairs(nn.Module):
+    """Blocks whose operators come in pairs of a column and a row."""
+
+    def __init__(self, hidden: int, layers: int, vocab: int, tied: bool) -> None:
+        super().__init__()
+        self.table = nn.Embedding(vocab, hidden)
+        self.layers = nn.ModuleList(Pair(hidden, 4) for _ in range(layers))
+        self.head = nn.Linear(hidden, vocab, bias=False)
+        if tied:
+            self.head.weight = self.table.weight
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        x_BTC = self.table(tokens_BT)
+        for layer in self.layers:
+            x_BTC = layer(x_BTC)
+        logits: Tensor = self.head(x_BTC)
+        return logits
+
+
+PAIRS_PLAN = {
+    "layers.*.mixing": "whole input",
+    "layers.*.mixing.query": "column",
+    "layers.*.mixing.key_value.*": "column",
+    "layers.*.mixing.scale": "shared",
+    "layers.*.mixing.output": "row",
+    "layers.*.up": "column",
+    "layers.*.down": "row",
+    "head": "head",
+}
+
+
+def pairs(
+    hidden: int = 16, layers: int = 2, vocab: int = 260, tied: bool = False, planned: bool = True
+) -> Pairs:
+    """A target that says how it is cut over tp, or leaves that to the spec."""
+    model = Pairs(hidden, layers, vocab, tied)
+    if planned:
+        model.tp_plan = PAIRS_PLAN  # type: ignore[assignment]
+    return model

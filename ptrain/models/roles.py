@@ -63,6 +63,7 @@ def roles_of_module(module: nn.Module, spec: Spec) -> Roles:
         for name in matching(module, pattern):
             _require(module.get_submodule(name), (name, role), plan.place, spec)
     _require_one_each(module, roles, plan.place)
+    _require_all_within(module, roles, plan.place)
     _require_heads(module, spec)
     _require_no_dropout(module, plan.place)
     return roles
@@ -79,7 +80,7 @@ def _plan_of(module: nn.Module, spec: Spec) -> _Plan:
         entries = {pattern: role.value for pattern, role in spec.tensor.roles}
         return _Plan(place="tensor.plan", entries=entries, theirs=False)
     is_theirs = hasattr(module, "_no_split_modules")
-    own = getattr(module, "_tp_plan" if is_theirs else "tp_plan", None)
+    own = _their_plan(module) if is_theirs else getattr(module, "tp_plan", None)
     if not own or not isinstance(own, Mapping):
         finding = f"{_name(spec)} says nothing of how its modules are cut over tp"
         remedy = 'write tensor: {plan: {"layers.*.mlp.up": column, "layers.*.mlp.down": row, …}}'
@@ -88,6 +89,20 @@ def _plan_of(module: nn.Module, spec: Spec) -> _Plan:
         raise refused(place, finding, remedy)
     entries = {str(pattern): str(word) for pattern, word in own.items()}
     return _Plan(place=place, entries=entries, theirs=is_theirs)
+
+
+def _their_plan(module: nn.Module) -> dict[str, str]:
+    """What the config says of the base model, what the class adds (the head), and what the module
+    made of both: before 5.0 it leaves out the class's."""
+    prefix = getattr(module, "base_model_prefix", "")
+    base = getattr(getattr(module, "config", None), "base_model_tp_plan", None) or {}
+    named = {f"{prefix}.{pattern}": word for pattern, word in base.items()}
+    made = {
+        pattern: word
+        for pattern, word in (getattr(module, "_tp_plan", None) or {}).items()
+        if pattern not in base
+    }
+    return {**named, **(getattr(type(module), "_tp_plan", None) or {}), **made}
 
 
 def _name(spec: Spec) -> str:
@@ -187,12 +202,6 @@ def _require(child: nn.Module, named: tuple[str, Role], place: str, spec: Spec) 
                 finding = f"false: the {child.out_features} outputs of {name} are cut unequally"
                 remedy = f"write true, or a vocabulary that is a multiple of {degree}"
                 raise refused("tensor.loss_parallel", finding, remedy)
-        case Role.VOCABULARY:
-            assert isinstance(child, nn.Embedding)
-            if child.padding_idx is not None:
-                finding = f"not yet: {name} has a padding token, {child.padding_idx}"
-                remedy = "build it without (config: {pad_token_id: null}); no sample is padded"
-                raise refused(place, finding, remedy)
 
 
 def _require_divisible(what: str, size: int, degree: int) -> None:
@@ -210,6 +219,22 @@ def _require_one_each(module: nn.Module, roles: Roles, place: str) -> None:
                 finding = f"{name} has two roles, {seen[name]} and {role}"
                 raise refused(place, finding, "give it one")
             seen[name] = role
+
+
+def _require_all_within(module: nn.Module, roles: Roles, place: str) -> None:
+    """What has parameters among the operators of a sub-block sees a slice of the features: without
+    a role each rank would take its own part of a gradient for all of it."""
+    named = {name: role for pattern, role in roles for name in matching(module, pattern)}
+    parents = [name for name, role in named.items() if role is Role.WHOLE_INPUT]
+    for name, child in module.named_modules():
+        has_parameters = next(child.parameters(recurse=False), None) is not None
+        is_within = any(name.startswith(f"{parent}.") for parent in parents)
+        if is_within and has_parameters and name not in named:
+            finding = f"{name} has parameters and stands among operators that are cut, but no role"
+            raise refused(place, finding, f"write a tensor.plan that gives it one, as {_WITHIN}")
+
+
+_WITHIN = "shared where it is used between a column and a row"
 
 
 def _require_heads(module: nn.Module, spec: Spec) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from subprocess import PIPE, Popen
 from typing import Any
@@ -32,8 +32,9 @@ from ptrain.models.trace import record, to_timeline
 from ptrain.models.units import unit_modules
 from ptrain.plan.lower import lower
 from ptrain.plan.step import Parallelize
+from ptrain.spec.axis import Axis
 from ptrain.spec.load import load
-from ptrain.spec.spec import Spec
+from ptrain.spec.spec import Spec, TrainSpec
 from ptrain.spec.write import to_mapping
 from ptrain.timeline import Timeline, as_rows, from_rows
 
@@ -53,7 +54,7 @@ def traced(spec: Spec, facts: ModelFacts, *, allow_import: bool) -> Traced:
     """A timeline for each index on tp."""
     step = lower(spec, facts.unit_modules, facts.roles).tensor
     assert step is not None, "something is cut"
-    text = json.dumps(to_mapping(spec, sync_is_written=False))
+    text = json.dumps(to_mapping(_tensor_alone(spec), sync_is_written=False))
     players = _players(step, facts, spec.degree(step.axis))
     asked = tuple(_Asked(text, index, allow_import) for index in dict.fromkeys(players))
     try:
@@ -61,6 +62,21 @@ def traced(spec: Spec, facts: ModelFacts, *, allow_import: bool) -> Traced:
     except PtrainError as error:
         return {"problem": str(error)}
     return {"timelines": [found[index] for index in players]}
+
+
+def _tensor_alone(spec: Spec) -> Spec:
+    """What a part depends on, and nothing else, so that specs which differ elsewhere ask once."""
+    batch = replace(spec.batch, global_samples=spec.batch.micro, accumulate=1)
+    return Spec(
+        name="part",
+        model=spec.model,
+        factors=tuple(factor for factor in spec.factors if factor.axis is Axis.TP),
+        batch=batch,
+        precision=spec.precision,
+        train=replace(TrainSpec(), seed=spec.train.seed),
+        unit=spec.unit,
+        tensor=spec.tensor,
+    )
 
 
 def timelines_of(found: Traced) -> tuple[Timeline, ...]:
