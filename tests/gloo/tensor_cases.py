@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from itertools import product
 from typing import Any
 
 from ptrain.algebra.legality import require
@@ -29,17 +30,19 @@ def spec_of(
     degrees: Mapping[str, int] | None = None,
     accumulate: int = 2,
     shape: Mapping[str, Any] | None = None,
+    own: Mapping[str, Any] | None = None,
     **sections: Any,
 ) -> Spec:
-    """`data` places the data axes, `degrees` are theirs (2 where nothing is said)."""
+    """`data` places the data axes, `degrees` are theirs (2 where nothing is said); `own` is a model
+    that is not built in."""
     placement = {**(data or {}), "tp": f"S,S,S,{activations}"}
     mesh = {axis: (degrees or {}).get(axis, 2) for axis in data or {}} | {"tp": degree}
     samples = accumulate
     for axis in data or {}:
         samples *= mesh[axis]
     mapping: dict[str, Any] = {
-        "name": "tensor",
-        "model": {**SIZES, **MODELS[model], **(shape or {})},
+        "name": model,
+        "model": own or {**SIZES, **MODELS[model], **(shape or {})},
         "mesh": mesh,
         "placement": placement,
         "precision": {"layout": "fp32", "compute": "fp64"},
@@ -51,15 +54,16 @@ def spec_of(
     return require(load(mapping | sections))
 
 
-def factorizations(ranks: int) -> Iterator[dict[str, int]]:
-    """dp_replicate x dp_shard x tp = `ranks`, tp above 1."""
-    for tp in range(2, ranks + 1):
-        if ranks % tp:
+def factorizations(ranks: int) -> list[tuple[dict[str, int], dict[str, str]]]:
+    """(degrees, data placement) of every dp_replicate x dp_shard x tp = `ranks`, with ZeRO-1, 2 and
+    3 where something is sharded."""
+    found = []
+    for tp, shard in product(range(1, ranks + 1), repeat=2):
+        if ranks % (tp * shard):
             continue
-        for replicate in range(1, ranks // tp + 1):
-            if (ranks // tp) % replicate == 0:
-                yield {
-                    "dp_replicate": replicate,
-                    "dp_shard": ranks // tp // replicate,
-                    "tp": tp,
-                }
+        degrees = {"dp_replicate": ranks // tp // shard, "dp_shard": shard, "tp": tp}
+        for name in DATA[1:] if shard > 1 else DATA[:1]:
+            placed = {"dp_replicate": "ddp", "dp_shard": name}
+            data = {axis: tuple_ for axis, tuple_ in placed.items() if degrees[axis] > 1}
+            found.append((degrees, data))
+    return found

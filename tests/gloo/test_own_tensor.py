@@ -1,0 +1,102 @@
+"""Models that are not built in, on tp and within data ranks: transformers' by their own plans, the
+user's by theirs. They compute what one device computes, and cost what is predicted to the byte."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ptrain.derivation.estimate import derive
+from ptrain.interpreter.facts import facts_of
+from ptrain.meters.measure import join_estimates
+from ptrain.report.record import compare
+from ptrain.spec.spec import Spec
+from ptrain.verification.compare import FP64
+from ptrain.verification.compare import compare as compare_runs
+from ptrain.verification.reference import one_device
+from tests.gloo.runs import train
+from tests.gloo.tensor_cases import DATA, spec_of
+from tests.gloo.test_exact import failing
+from tests.models_external import PAIRS_PLAN
+from tests.ranks import Ranks
+
+pytestmark = pytest.mark.gloo
+
+STEPS, MEASURED = 20, 3
+LLAMA: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 260,
+    "pad_token_id": 32,  # a space: a row of the embedding that is never updated
+}
+NEOX = {key: LLAMA[key] for key in LLAMA if key not in ("num_key_value_heads", "pad_token_id")}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {"hf": "LlamaForCausalLM", "config": LLAMA},
+    "neox": {"hf": "gpt_neox", "config": NEOX},  # LayerNorm, biases, fused heads, parallel parts
+    "tied": {"hf": "llama", "config": {**LLAMA, "tie_word_embeddings": True, "vocab_size": 259}},
+    "qwen2": {"hf": "qwen2", "config": LLAMA},
+    "qwen3": {"hf": "qwen3", "config": LLAMA | {"head_dim": 8}},
+    "pairs": {"target": "tests.models_external:pairs"},
+    "tied-pairs": {"target": "tests.models_external:pairs", "arguments": {"tied": True}},
+    "unplanned": {"target": "tests.models_external:pairs", "arguments": {"planned": False}},
+}
+
+
+def own_spec(model: str, data: str = "", **sections: Any) -> Spec:
+    """On tp 2, within 2 data ranks where a placement of theirs is named."""
+    if "hf" in MODELS[model]:
+        pytest.importorskip("transformers")
+    axis = "dp_replicate" if data == "ddp" else "dp_shard"
+    placed = {axis: data} if data else None
+    return spec_of(data=placed, own=MODELS[model], **sections)
+
+
+def differences(ranks: Ranks, spec: Spec) -> list[str]:
+    reports = ranks.run(spec.world_size, train, spec, STEPS, MEASURED)
+    measured = join_estimates([each.measured for each in reports if each.measured])
+    bytes_ = compare(derive(spec, facts_of(spec)).exact, measured)
+    run = reports[0].trajectory
+    assert run is not None
+    return [*failing(bytes_), *failing(compare_runs(one_device(spec, STEPS), run, FP64))]
+
+
+@pytest.mark.parametrize("data", ["", "zero3"])
+@pytest.mark.parametrize("model", ["llama", "neox"])
+def test_a_model_of_transformers_is_exact_and_equals_one_device(
+    ranks: Ranks, model: str, data: str
+) -> None:
+    assert not differences(ranks, own_spec(model, data))
+
+
+@pytest.mark.parametrize("data", ["ddp", "zero3"])
+def test_without_tp_it_runs_on_the_data_axes(ranks: Ranks, data: str) -> None:
+    assert not differences(ranks, own_spec("tied", data, degree=1))
+
+
+def test_a_functions_own_plan_is_exact_and_equals_one_device(ranks: Ranks) -> None:
+    assert not differences(ranks, own_spec("pairs"))
+
+
+def test_a_plan_of_the_spec_is_exact_and_equals_one_device(ranks: Ranks) -> None:
+    plan = PAIRS_PLAN | {"table": "vocabulary"}
+    assert not differences(ranks, own_spec("unplanned", "zero1", tensor={"plan": plan}))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("data", ["", *DATA])
+@pytest.mark.parametrize("model", ["tied", "qwen2", "qwen3", "tied-pairs"])
+def test_more_models_within_data_ranks(ranks: Ranks, model: str, data: str) -> None:
+    assert not differences(ranks, own_spec(model, data))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("loss_parallel", [True, False])
+@pytest.mark.parametrize("head", [True, False])
+def test_logits_may_be_whole(ranks: Ranks, head: bool, loss_parallel: bool) -> None:
+    plan = {name: word for name, word in PAIRS_PLAN.items() if head or word != "head"}
+    tensor = {"plan": plan, "loss_parallel": loss_parallel}
+    assert not differences(ranks, own_spec("unplanned", tensor=tensor))
