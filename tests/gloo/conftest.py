@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.gloo import tensor_runs
 from tests.gloo.outcomes import Runs
 from tests.gloo.recording import write
 from tests.ranks import Ranks
@@ -18,3 +19,10 @@ def runs(ranks: Ranks, request: pytest.FixtureRequest) -> Iterator[Runs]:
     yield kept
     if request.config.getoption("--record"):
         print(f"\nwritten: {write(kept, ['pytest', *sys.argv[1:]])}")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def record_tensor(request: pytest.FixtureRequest) -> Iterator[None]:
+    yield
+    if request.config.getoption("--record") and tensor_runs.RESULTS:
+        print(f"\nwritten: {tensor_runs.write(tensor_runs.RESULTS, ['pytest', *sys.argv[1:]])}")

@@ -53,9 +53,9 @@ def _row(case: Case, outcome: Outcome, runs: Runs) -> tuple[str, bool]:
     holds = all(check.holds for check in (*checks, *against))
     cells = (
         str(case),
-        _counted(checks, "memory"),
-        _counted(checks, "traffic"),
-        f"{max(map(_relative, _named(checks, 'peak'))):.2%}",
+        counted(checks, "memory"),
+        counted(checks, "traffic"),
+        f"{max(map(relative, named(checks, 'peak'))):.2%}",
         f"{loss.measured:.1e}",
         f"{loss.tolerance:.1e}",
         f"{parameters[0]:.1e}" if parameters else "",
@@ -64,16 +64,16 @@ def _row(case: Case, outcome: Outcome, runs: Runs) -> tuple[str, bool]:
     return f"| {' | '.join(cells)} |", holds
 
 
-def _named(checks: Sequence[Check], kind: str) -> list[Check]:
+def named(checks: Sequence[Check], kind: str) -> list[Check]:
     return [check for check in checks if check.name.startswith(kind)]
 
 
-def _counted(checks: Sequence[Check], kind: str) -> str:
-    found = _named(checks, kind)
+def counted(checks: Sequence[Check], kind: str) -> str:
+    found = named(checks, kind)
     return f"{len(found)} / {sum(not check.holds for check in found)}"
 
 
-def _relative(check: Check) -> float:
+def relative(check: Check) -> float:
     if check.predicted is None or check.measured is None:
         return float("inf")
     return abs(check.measured - check.predicted) / check.predicted
