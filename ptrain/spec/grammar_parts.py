@@ -319,6 +319,9 @@ class TensorRaw:
     loss_parallel: Annotated[
         bool, Truth("logits stay cut over the vocabulary until the loss is computed")
     ] = True
+    asynchronous: Annotated[
+        bool, Truth("collectives in pieces, each beside the product that it feeds (async TP)")
+    ] = False
 
 
 @section

@@ -16,15 +16,22 @@ from ptrain.spec.text import Route, Tree
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """A key and the values of it that are executed (None: the key left out)."""
+    """A key and the values of it that are executed (None: the key left out); `why` not the others,
+    where there is more to say."""
 
     route: Route
     executed: tuple[object, ...] = (None,)
+    why: str = ""
 
 
 ROWS = (
     Row(route=("activations",), executed=("R", None)),
     Row(route=("recompute",), executed=("none", None)),
+    Row(
+        route=("tensor", "asynchronous"),
+        executed=(False, None),
+        why=" (torch offers it on CUDA, within torch.compile)",
+    ),
     Row(route=("pipeline",)),
     Row(route=("expert",)),
     Row(route=("attention",), executed=("sdpa", None)),
@@ -56,7 +63,7 @@ def _rows(tree: Tree) -> Iterator[_Finding]:
         name = row.route[-1]
         works = f"what works today: {name}: {' or '.join(words)}" if words else f"remove {name}"
         shown = f" {_yaml(value)}" if isinstance(value, str | int | float) else ""
-        finding = f"not yet: {name}{shown} is in the grammar, and nothing executes it"
+        finding = f"not yet: {name}{shown} is in the grammar, and nothing executes it{row.why}"
         yield row.route, finding, works
 
 
