@@ -46,12 +46,12 @@ def wrap(module: nn.Module, spec: Spec, plan: Plan, mesh: Mesh, registry: Regist
     is_meta = any(parameter.is_meta for parameter in module.parameters())
     if not is_meta and any(parameter.device != device for parameter in module.parameters()):
         module.to(device)
+    layout = plan.update.layout
+    if isinstance(plan.wrap, FullyShard) and plan.wrap.materialized and layout.master is not None:
+        cast(module, TORCH_DTYPES[layout.master])  # while its tensors are plain
     if plan.tensor is not None:
         parallelize(module, plan.tensor, mesh.submesh((plan.tensor.axis,)), registry)
     if isinstance(plan.wrap, FullyShard):
-        layout = plan.update.layout
-        if plan.wrap.materialized and layout.master is not None:
-            cast(module, TORCH_DTYPES[layout.master])
         if isinstance(spec.model, ModelShape):
             # a gpt's mlp returns a view, and nothing in our models writes into what a unit returns
             warnings.filterwarnings("ignore", _RETURNS_A_VIEW, UserWarning)

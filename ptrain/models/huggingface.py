@@ -23,7 +23,16 @@ from ptrain.spec.slips import near_word
 _FIXED = {"use_cache": False, "attn_implementation": "sdpa"}
 _DTYPES = ("dtype", "torch_dtype")
 _OLD_NAMES = ("rope_theta", "rope_scaling")  # taken for the sake of configs that are published
-_MISTAKES = (ValueError, TypeError, KeyError, AttributeError, RuntimeError, IndexError, ImportError)
+_MISTAKES = (
+    AssertionError,
+    AttributeError,
+    ImportError,
+    IndexError,
+    KeyError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
 
 
 def build_hugging_face(model: HuggingFaceModel, *, sequence: int) -> nn.Module:

@@ -15,7 +15,7 @@ from ptrain.spec.spec import Spec
 from ptrain.verification.compare import FP64
 from ptrain.verification.compare import compare as compare_runs
 from ptrain.verification.reference import one_device
-from tests.gloo.runs import train
+from tests.gloo.runs import Report, train
 from tests.gloo.tensor_cases import DATA, spec_of
 from tests.gloo.test_exact import failing
 from tests.models_external import PAIRS_PLAN
@@ -57,11 +57,14 @@ def own_spec(model: str, data: str = "", **sections: Any) -> Spec:
 
 def differences(ranks: Ranks, spec: Spec) -> list[str]:
     reports = ranks.run(spec.world_size, train, spec, STEPS, MEASURED)
-    measured = join_estimates([each.measured for each in reports if each.measured])
-    bytes_ = compare(derive(spec, facts_of(spec)).exact, measured)
     run = reports[0].trajectory
     assert run is not None
-    return [*failing(bytes_), *failing(compare_runs(one_device(spec, STEPS), run, FP64))]
+    return [*of_bytes(spec, reports), *failing(compare_runs(one_device(spec, STEPS), run, FP64))]
+
+
+def of_bytes(spec: Spec, reports: list[Report]) -> list[str]:
+    measured = join_estimates([each.measured for each in reports if each.measured])
+    return failing(compare(derive(spec, facts_of(spec)).exact, measured))
 
 
 @pytest.mark.parametrize("data", ["", "zero3"])
@@ -75,6 +78,22 @@ def test_a_model_of_transformers_is_exact_and_equals_one_device(
 @pytest.mark.parametrize("data", ["ddp", "zero3"])
 def test_without_tp_it_runs_on_the_data_axes(ranks: Ranks, data: str) -> None:
     assert not differences(ranks, own_spec("tied", data, degree=1))
+
+
+@pytest.mark.parametrize(
+    ("layout", "data"),
+    [
+        ("fsdp-mixed", "fsdp-mixed"),
+        *(
+            pytest.param(*case, marks=pytest.mark.nightly)
+            for case in (("zero16", "zero3"), ("fp16", "zero2"))
+        ),
+    ],
+)
+def test_in_true_dtypes_it_is_exact(ranks: Ranks, layout: str, data: str) -> None:
+    spec = own_spec("tied", data, precision={"layout": layout})
+    reports = ranks.run(spec.world_size, train, spec, MEASURED + 1, MEASURED)
+    assert not of_bytes(spec, reports)
 
 
 def test_a_functions_own_plan_is_exact_and_equals_one_device(ranks: Ranks) -> None:
