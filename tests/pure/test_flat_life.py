@@ -284,6 +284,9 @@ def life(spec: Spec, plan: Plan) -> tuple[int, int]:
             unit.pending = 0
             flat.finish(unit)
         flat.end()
+    if plan.wrap.consumed:
+        for unit in flat.used:
+            unit.theta.finish_update()  # an updated part that still travels is no gradient
     after_backward = tape.level
     flat.update(0)
     return after_backward, tape.level
