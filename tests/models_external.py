@@ -161,3 +161,22 @@ def pairs(
     if planned:
         model.tp_plan = PAIRS_PLAN  # type: ignore[assignment]
     return model
+
+
+class Stubborn(Mixing):
+    """Attention that asks its width for the number of heads: it cannot be cut."""
+
+    def forward(self, x_BTC: Tensor) -> Tensor:
+        heads = x_BTC.shape[-1] // self.head_dim
+        query = self.query(x_BTC).view(*x_BTC.shape[:2], heads, self.head_dim)
+        output: Tensor = self.output(query.flatten(2))
+        return output
+
+
+def stubborn() -> Pairs:
+    """A target that runs whole, prints, and does not run when its plan has cut it."""
+    print("building")
+    model = pairs()
+    for layer in model.layers:
+        layer.mixing = Stubborn(16, 4)
+    return model

@@ -33,6 +33,16 @@ FAULTS = [
     ({"model": {"hf": "llama", "config": {"vocab_size": 9}}}, "vocab_size", "9 is", "259"),
     ({"placement": {"tp": "S,S,S,S"}}, "placement.tp.activations", "not yet", "activations: R"),
     (
+        {
+            "model": {"preset": "llama-tiny"},
+            "placement": {"tp": "S,S,S,S"},
+            "tensor": {"plan": "naive"},
+        },
+        "tensor.plan",
+        "not yet: naive",
+        "activations: R",
+    ),
+    (
         {"model": {"preset": "llama-tiny"}, "tensor": {"plan": PLAN}},
         "tensor.plan",
         "built-in",

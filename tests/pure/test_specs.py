@@ -250,6 +250,7 @@ def test_what_is_shown_is_the_spec_and_nothing_that_another_placement_would_refu
             f"precision.layout={there.precision.layout.name}",
             f"batch={{micro: 1, global: {there.world_size}, sequence: 128}}",
             "reshard=true",
+            "tensor.plan=paired",
         ]
         assert require(load(file, changes)).factors == there.factors
 

@@ -152,6 +152,16 @@ def _whole_tokens(spec: Spec) -> Iterator[Fault]:
             )
 
 
+def _naive_slices(spec: Spec) -> Iterator[Fault]:
+    cut = any(f.axis is Axis.TP and f.placement.activations != R for f in spec.factors)
+    if cut and spec.tensor.is_naive:
+        yield Fault(
+            place="tensor.plan",
+            finding="not yet: naive, with slices of the tokens between the sub-blocks",
+            remedy="write paired, or activations: R on tp",
+        )
+
+
 TENSOR = AxisRules(
     axes=_AXES,
     tuples=_TUPLES,
@@ -172,6 +182,7 @@ TENSOR = AxisRules(
     ),
     not_yet=(
         SpecRule(name="all tokens between the blocks", theorem="", faults=_whole_tokens),
+        SpecRule(name="the naive plan has all tokens", theorem="", faults=_naive_slices),
         SpecRule(name="equal slices are gathered", theorem="", faults=_logits),
     ),
 )

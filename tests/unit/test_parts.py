@@ -1,0 +1,66 @@
+"""Parts of models that are not built in, traced by processes that play one rank each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ptrain.algebra.legality import require
+from ptrain.axes.tensor.parts import traced
+from ptrain.derivation.estimate import derive
+from ptrain.errors import PtrainError
+from ptrain.interpreter.facts import facts_of
+from ptrain.models.facts import module_facts
+from ptrain.spec.load import load
+from ptrain.spec.spec import Spec
+from ptrain.timeline import Boundary, Complete, Mark, Run, Timeline, as_rows, from_rows
+from tests.models_external import pairs
+
+
+def spec_of(function: str, tp: int = 2, **arguments: Any) -> Spec:
+    target = f"tests.models_external:{function}"
+    mapping: dict[str, Any] = {
+        "name": "parts",
+        "model": {"target": target, "arguments": arguments},
+        "mesh": {"tp": tp},
+        "placement": {"tp": "S,S,S,R"},
+        "batch": {"global": 2, "micro": 1, "sequence": 16},
+    }
+    return require(load(mapping))
+
+
+def test_a_timeline_is_what_its_rows_say():
+    timeline = Timeline(
+        forward=(Boundary(Mark.ENTER, 1), Run(5, -3), Boundary(Mark.LEAVE, 1)),
+        backward=(Complete("a.weight", 8, True), Complete("b", 0), Run(1, 1)),
+        saved=(("aten::mm", 12),),
+    )
+    assert from_rows(as_rows(timeline)) == timeline
+
+
+def test_ranks_with_slices_of_the_same_shapes_have_one_timeline():
+    spec = spec_of("pairs", tp=4, vocab=261)
+    facts = facts_of(spec)  # 66 rows of the vocabulary on each rank but the last, which has 63
+    first, *others = facts.part_timelines
+    assert others[:2] == [first, first] and others[2] != first
+    assert {row.rank for row in derive(spec, facts).exact.peak} == {0, 1, 2, 3}
+
+
+def test_without_a_trace_of_the_parts_peaks_are_left_open():
+    spec = spec_of("pairs")
+    exact = derive(spec, module_facts(pairs(), spec)).exact
+    assert "peak" in exact.undefined and not exact.peak
+    assert exact.traffic
+
+
+def test_a_model_that_cannot_be_cut_says_so():
+    spec = spec_of("stubborn")
+    with pytest.raises(PtrainError, match=r"runs whole, but not when its plan has cut it(.|\n)*-1"):
+        facts_of(spec)
+
+
+def test_the_processes_import_only_what_is_allowed():
+    spec = spec_of("pairs", layers=1)
+    found = traced(spec, module_facts(pairs(layers=1), spec), allow_import=False)
+    assert "--allow-import" in found["problem"]
