@@ -25,8 +25,10 @@ from ptrain.plan.step import (
 )
 from ptrain.spec.axis import Axis
 from ptrain.spec.batch import GatherAfterUpdate, GradientSync, ReduceScatterVia, SyncPolicy
+from ptrain.spec.model import ModelShape
 from ptrain.spec.placement import Tier
 from ptrain.spec.precision import Layout
+from ptrain.spec.role import Roles
 from ptrain.spec.spec import WHOLE_BUCKET, Spec
 from ptrain.units import format_bytes
 
@@ -41,7 +43,16 @@ def show(spec: Spec, plan: Plan) -> str:
     lines += [f"  {number}. {step}" for number, step in enumerate(steps, start=1)]
     lines += ["", *_groups(spec, plan), *_composition(spec, plan), *_policy(plan)]
     lines.append(f"units    {_units(plan.units)}")
+    if plan.tensor and not isinstance(spec.model, ModelShape):
+        lines += _roles(plan.tensor.roles)
     return "\n".join(lines)
+
+
+def _roles(roles: Roles) -> Iterator[str]:
+    """What its plan says of a model that is not built in."""
+    for role in dict.fromkeys(role for _, role in roles):
+        names = ", ".join(pattern for pattern, has in roles if has is role)
+        yield f"roles    {role}: {names}"
 
 
 def _step(step: Step, *, stateless: bool) -> str:

@@ -9,6 +9,8 @@ import yaml
 
 from ptrain.algebra.legality import require
 from ptrain.errors import SpecError
+from ptrain.plan.lower import lower
+from ptrain.plan.show import show
 from ptrain.spec.load import load
 from ptrain.spec.role import Role
 from ptrain.spec.write import to_yaml
@@ -72,3 +74,13 @@ def test_a_plan_keeps_its_order():
         ("layers.*", Role.WHOLE_INPUT),
         ("table", Role.VOCABULARY),
     )
+
+
+def test_a_plan_that_is_shown_has_the_roles_of_a_model_that_is_not_built_in():
+    spec = load(SPEC | {"tensor": {"plan": PLAN}}).spec
+    lines = show(spec, lower(spec, (("layers.0",), ("",)), spec.tensor.roles)).splitlines()
+    assert lines[-3:] == [
+        "roles    column: layers.*.up",
+        "roles    whole input: layers.*",
+        "roles    vocabulary: table",
+    ]
