@@ -31,13 +31,17 @@ def clip_gradients(
     Of a scaled loss, the norm is that of the gradients without the scale.
     """
     if step.operator_axes:
-        square = _all_reduced(_square(cut), gradients[0], step.operator_axes, mesh)
+        square = _square(cut)
         if whole:
-            square.add_(_square(whole))
+            shared = _square(whole)
+            # One rank's account for all: sharded over other axes the ranks may add it up in other
+            # orders, and what a scale of an ulp more does to their copies would stay there.
+            if not any(mesh.coordinate(axis) for axis in step.operator_axes):
+                square.add_(shared)
     else:
         square = _square(gradients)
-    if step.axes:
-        square = _all_reduced(square, gradients[0], step.axes, mesh)
+    if axes := (*step.operator_axes, *step.axes):
+        square = _all_reduced(square, gradients[0], axes, mesh)
     norm = square.sqrt_()
     if scaling is not None:
         norm.div_(scaling.beside(gradients[0])[0])

@@ -133,8 +133,8 @@ LONG_NORM, NORM_ROW = 2**14, 2**12  # elements
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Clip:
     """One norm over all gradients; a scalar all-reduce per axis in `axes`, on which they are
-    sharded when the optimizer sees them. On `operator_axes` some tensors are cut and others whole:
-    the squares of the first are summed there before they meet the others'."""
+    sharded when the optimizer sees them, and in `operator_axes`, on which some tensors are cut and
+    others whole: of these one rank's count."""
 
     max_norm: float
     axes: tuple[Axis, ...]

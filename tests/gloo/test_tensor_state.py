@@ -9,8 +9,11 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
+from ptrain.axes.tensor.costs import Cut
 from ptrain.interpreter.program import Program, interpret
 from ptrain.interpreter.world import World
+from ptrain.models.ledger import local
+from ptrain.spec.axis import Axis
 from ptrain.spec.spec import Spec
 from ptrain.train import checkpoint
 from ptrain.train.exchange import Exchange
@@ -116,3 +119,31 @@ def test_no_gradient_keeps_more_than_its_slice(ranks: Ranks, name: str) -> None:
     """Of the whole vocabulary's gradient that backward makes, a rank's rows alone stay."""
     spec = placed(name, "fp32")
     assert ranks.run(spec.world_size, gradient_places, spec) == [[]] * spec.world_size
+
+
+def whole_tensors(spec: Spec) -> dict[str, torch.Tensor]:
+    """After ten steps, what this rank keeps of the tensors that every rank of tp has whole."""
+    program = program_of(spec)
+    for index in range(10):
+        step(program, index)
+    assert program.plan.tensor is not None
+    cut = Cut(step=program.plan.tensor, degree=spec.degree(Axis.TP), index=0)
+    return {
+        name: local(value).detach().clone()
+        for name, value in program.state_dict()["model"].items()
+        if not cut.is_cut(name, tuple(value.shape))
+    }
+
+
+@pytest.mark.parametrize("layout", ["fp32", "zero16"])
+@pytest.mark.parametrize("name", list(PLACEMENTS))
+def test_what_every_rank_has_whole_stays_the_same_to_the_bit(
+    ranks: Ranks, name: str, layout: str
+) -> None:
+    spec = placed(name, layout)
+    held = ranks.run(spec.world_size, whole_tensors, spec)
+    assert len(held[0]) == 15  # of 5 norms weight and bias, positions, 4 biases of row operators
+    degree = spec.degree(Axis.TP)
+    for rank, mine in enumerate(held):
+        first = held[rank - rank % degree]
+        assert not [name for name in first if not torch.equal(first[name], mine[name])]
