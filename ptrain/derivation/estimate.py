@@ -108,7 +108,8 @@ def _exact_part(spec: Spec, plan: Plan, facts: ModelFacts) -> Estimate:
     estimate = Estimate(
         column=Column.EXACT, world_size=spec.world_size, memory=memory, traffic=traffic
     )
-    if facts.timeline is None and not isinstance(spec.model, ModelShape):
+    is_by_family = isinstance(spec.model, ModelShape) and not facts.roles
+    if facts.timeline is None and not is_by_family:
         return replace(estimate, undefined=dict.fromkeys(("activations", "peak"), _NOT_TRACED))
     played = replay(spec, facts, plan, memory)
     return replace(estimate, memory=_with_passing(memory, played), peak=played.peaks)

@@ -46,7 +46,7 @@ def local_facts(spec: Spec, facts: ModelFacts, cut: Cut) -> ModelFacts:
         replace(unit, tensors=tuple(_local(tensor, cut) for tensor in unit.tensors))
         for unit in facts.units
     )
-    if isinstance(spec.model, ModelShape):
+    if isinstance(spec.model, ModelShape) and not facts.roles:
         return replace(
             facts,
             units=units,

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import assert_never
 
 from torch import nn
 
 from ptrain.errors import refused
+from ptrain.models.initialize import keeps_its_weights
 from ptrain.spec.axis import Axis
 from ptrain.spec.model import ExternalModel, HuggingFaceModel, ModelShape
+from ptrain.spec.placement import R
 from ptrain.spec.role import GIVEN, Role, Roles, fits
 from ptrain.spec.spec import Spec
 
@@ -50,11 +53,12 @@ class _Plan:
 
 
 def roles_of_module(module: nn.Module, spec: Spec) -> Roles:
-    """Patterns with roles; none where tp is not in the mesh, or where the model is built in. Raises
-    SpecError where the plan cannot be followed."""
-    if isinstance(spec.model, ModelShape) or spec.degree(Axis.TP) == 1:
+    """Patterns with roles; none where tp is not in the mesh, or where the module is built in.
+    Raises SpecError where the plan cannot be followed."""
+    if spec.degree(Axis.TP) == 1 or not keeps_its_weights(module):
         return ()
     plan = _plan_of(module, spec)
+    _require_whole_tokens(spec)
     roles = tuple(_known(module, plan))
     if plan.theirs:
         roles = (*roles, *_whole_inputs(module, roles))
@@ -75,14 +79,14 @@ def matching(module: nn.Module, pattern: str) -> Iterator[str]:
 
 
 def _plan_of(module: nn.Module, spec: Spec) -> _Plan:
-    place = "model.hf" if isinstance(spec.model, HuggingFaceModel) else "model.target"
+    place, name = _named(module, spec)
     if spec.tensor.roles:
         entries = {pattern: role.value for pattern, role in spec.tensor.roles}
         return _Plan(place="tensor.plan", entries=entries, theirs=False)
     is_theirs = hasattr(module, "_no_split_modules")
     own = _their_plan(module) if is_theirs else getattr(module, "tp_plan", None)
     if not own or not isinstance(own, Mapping):
-        finding = f"{_name(spec)} says nothing of how its modules are cut over tp"
+        finding = f"{name} says nothing of how its modules are cut over tp"
         remedy = 'write tensor: {plan: {"layers.*.mlp.up": column, "layers.*.mlp.down": row, …}}'
         if not is_theirs:
             remedy += ", or give the module that attribute: tp_plan"
@@ -105,11 +109,17 @@ def _their_plan(module: nn.Module) -> dict[str, str]:
     return {**named, **(getattr(type(module), "_tp_plan", None) or {}), **made}
 
 
-def _name(spec: Spec) -> str:
-    if isinstance(spec.model, HuggingFaceModel):
-        return spec.model.hf
-    assert isinstance(spec.model, ExternalModel), "built-in models have roles by their family"
-    return spec.model.target
+def _named(module: nn.Module, spec: Spec) -> tuple[str, str]:
+    """Where the spec says which model it is, and what it is called."""
+    match spec.model:
+        case HuggingFaceModel(hf=name):
+            return "model.hf", name
+        case ExternalModel(target=name):
+            return "model.target", name
+        case ModelShape():  # another module was given in its place
+            return "model", type(module).__name__
+        case model:
+            assert_never(model)
 
 
 def _known(module: nn.Module, plan: _Plan) -> Iterator[tuple[str, Role]]:
@@ -235,6 +245,14 @@ def _require_all_within(module: nn.Module, roles: Roles, place: str) -> None:
 
 
 _WITHIN = "shared where it is used between a column and a row"
+
+
+def _require_whole_tokens(spec: Spec) -> None:
+    """The algebra refuses it where the spec says that the model is not built in."""
+    for factor in spec.factors:
+        if factor.axis is Axis.TP and factor.placement.activations != R:
+            finding = f"not yet: {factor.placement.activations}, of a module that is not built in"
+            raise refused("placement.tp.activations", finding, "write activations: R")
 
 
 def _require_heads(module: nn.Module, spec: Spec) -> None:

@@ -37,7 +37,7 @@ from ptrain.spec.spec import Spec
 
 def lower(spec: Spec, units: Units, roles: Roles = ()) -> Plan:
     """The plan of a legal spec; `units` are the modules that are wrapped together, `roles` those of
-    a model that is not built in."""
+    a module that is not built in."""
     factors = tuple(factor for factor in spec.factors if factor.degree > 1)
     wrap, tensor = _wrap(spec), _parallelize(spec, roles)
     operator_axes = (tensor.axis,) if tensor else ()
@@ -142,9 +142,11 @@ def _parallelize(spec: Spec, roles: Roles) -> Parallelize | None:
     if factor is None:
         return None
     activations = factor.placement.activations.distribution
+    if not roles and isinstance(spec.model, ModelShape):
+        roles = roles_of(spec.model)
     return Parallelize(
         axis=factor.axis,
-        roles=roles_of(spec.model) if isinstance(spec.model, ModelShape) else roles,
+        roles=roles,
         is_sequence=activations in CUT,
         is_saved_cut=activations is Distribution.GATHERED,
         loss_parallel=spec.tensor.loss_parallel,

@@ -9,9 +9,11 @@ import pytest
 from torch import nn
 
 from ptrain.algebra.legality import require
+from ptrain.axes.tensor.roles import roles_of
 from ptrain.errors import SpecError
 from ptrain.models.build import build
 from ptrain.models.roles import roles_of_module
+from ptrain.plan.lower import lower
 from ptrain.spec.load import load
 from ptrain.spec.model import HuggingFaceModel
 from ptrain.spec.role import Role
@@ -147,3 +149,21 @@ def test_a_degree_that_does_not_divide_is_refused_with_those_that_do():
 def test_unequal_logits_are_not_gathered():
     place, _, remedy = fault(pairs(vocab=259), spec_of(loss_parallel=False))
     assert place == "tensor.loss_parallel" and "multiple of 2" in remedy
+
+
+def test_a_module_that_is_given_in_place_of_a_built_in_model_has_its_own_roles():
+    shape = {"preset": "llama-tiny"}
+    roles = roles_of_module(pairs(), spec_of(shape))
+    assert dict(roles) == PAIRS_PLAN
+    place, finding, _ = fault(pairs(planned=False), spec_of(shape))
+    assert place == "model" and finding.startswith("Pairs says nothing")
+    mapping = {"name": "a", "model": shape, "mesh": {"tp": 2}, "placement": {"tp": "S,S,S,S"}}
+    sliced = require(load(mapping | {"batch": {"micro": 1, "sequence": 16}}))
+    assert fault(pairs(), sliced)[0] == "placement.tp.activations"
+    assert lower(spec_of(shape), ((""),), roles).tensor.roles == roles
+
+
+def test_a_built_in_module_has_those_of_its_family():
+    spec = spec_of({"preset": "llama-tiny"})
+    assert roles_of_module(build(spec.model, sequence=16), spec) == ()
+    assert lower(spec, (("",),)).tensor.roles == roles_of(spec.model)
