@@ -53,7 +53,8 @@ def clip_gradients(
 def _square(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     """The square of their norm, in at least fp32."""
     dtype = torch.promote_types(gradients[0].dtype, torch.float32)
-    stacked = alike(torch.stack(_norms(gradients, dtype)), gradients[0])
+    norms = _norms(gradients, dtype)  # which live until their square is there
+    stacked = alike(torch.stack(norms), gradients[0])
     return alike(torch.linalg.vector_norm(stacked), gradients[0]).square_()
 
 

@@ -120,17 +120,12 @@ class Program:
         for index, (inputs, targets) in enumerate(batch.micro_batches(self.spec.batch.micro)):
             with self._operators(), self.wrapped.micro_batch(index == last):
                 self._enter(Phase.FORWARD, index)
-                loss = self._share(self.wrapped.module(inputs), targets, batch)
+                loss = whole_loss(self.wrapped.module(inputs), targets) / batch.global_tokens
                 self._enter(Phase.BACKWARD, index)
                 loss.backward(self.scaling.seed(loss) if self.scaling else None)
             self._loss.add_(loss.detach())
             del loss
         return self._loss.div_(self._sharers)
-
-    def _share(
-        self, logits: torch.Tensor, targets: torch.Tensor, batch: LocalBatch
-    ) -> torch.Tensor:
-        return whole_loss(logits, targets) / batch.global_tokens
 
     @torch.no_grad()
     def step(self, lr: float) -> torch.Tensor | None:
@@ -185,7 +180,7 @@ class Program:
         total = torch.zeros_like(self._loss)
         for inputs, targets in batch.micro_batches(self.spec.batch.micro):
             with self._operators():
-                total += self._share(self.model(inputs), targets, batch)
+                total += whole_loss(self.model(inputs), targets) / batch.global_tokens
         total.div_(self._sharers)
         self.wrapped.end_evaluation()
         self.model.train()
