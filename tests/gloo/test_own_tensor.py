@@ -7,23 +7,14 @@ from typing import Any
 
 import pytest
 
-from ptrain.derivation.estimate import derive
-from ptrain.interpreter.facts import facts_of
-from ptrain.meters.measure import join_estimates
-from ptrain.report.record import compare
 from ptrain.spec.spec import Spec
-from ptrain.verification.compare import FP64
-from ptrain.verification.compare import compare as compare_runs
-from ptrain.verification.reference import one_device
-from tests.gloo.runs import Report, train
 from tests.gloo.tensor_cases import DATA, spec_of
-from tests.gloo.test_exact import failing
+from tests.gloo.tensor_runs import differences
 from tests.models_external import PAIRS_PLAN
 from tests.ranks import Ranks
 
 pytestmark = pytest.mark.gloo
 
-STEPS, MEASURED = 20, 3
 LLAMA: dict[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 40,
@@ -48,23 +39,13 @@ MODELS: dict[str, dict[str, Any]] = {
 
 def own_spec(model: str, data: str = "", **sections: Any) -> Spec:
     """On tp 2, within 2 data ranks where a placement of theirs is named."""
-    if "hf" in MODELS[model]:
+    whose = "hf" if "hf" in MODELS[model] else "own"
+    if whose == "hf":
         pytest.importorskip("transformers")
     axis = "dp_replicate" if data == "ddp" else "dp_shard"
     placed = {axis: data} if data else None
-    return spec_of(data=placed, own=MODELS[model], **sections)
-
-
-def differences(ranks: Ranks, spec: Spec) -> list[str]:
-    reports = ranks.run(spec.world_size, train, spec, STEPS, MEASURED)
-    run = reports[0].trajectory
-    assert run is not None
-    return [*of_bytes(spec, reports), *failing(compare_runs(one_device(spec, STEPS), run, FP64))]
-
-
-def of_bytes(spec: Spec, reports: list[Report]) -> list[str]:
-    measured = join_estimates([each.measured for each in reports if each.measured])
-    return failing(compare(derive(spec, facts_of(spec)).exact, measured))
+    name = f"{whose}-{model}"
+    return spec_of(data=placed, own=MODELS[model], name=name, **sections)
 
 
 @pytest.mark.parametrize("data", ["", "zero3"])
@@ -75,7 +56,7 @@ def test_a_model_of_transformers_is_exact_and_equals_one_device(
     assert not differences(ranks, own_spec(model, data))
 
 
-@pytest.mark.parametrize("data", ["ddp", "zero3"])
+@pytest.mark.parametrize("data", [pytest.param("ddp", marks=pytest.mark.nightly), "zero3"])
 def test_without_tp_it_runs_on_the_data_axes(ranks: Ranks, data: str) -> None:
     assert not differences(ranks, own_spec("tied", data, degree=1))
 
@@ -91,9 +72,7 @@ def test_without_tp_it_runs_on_the_data_axes(ranks: Ranks, data: str) -> None:
     ],
 )
 def test_in_true_dtypes_it_is_exact(ranks: Ranks, layout: str, data: str) -> None:
-    spec = own_spec("tied", data, precision={"layout": layout})
-    reports = ranks.run(spec.world_size, train, spec, MEASURED + 1, MEASURED)
-    assert not of_bytes(spec, reports)
+    assert not differences(ranks, own_spec("tied", data, precision={"layout": layout}))
 
 
 def test_a_functions_own_plan_is_exact_and_equals_one_device(ranks: Ranks) -> None:
