@@ -11,7 +11,7 @@ from typing import Annotated
 from pydantic import Field
 
 from ptrain.spec.leaf import Choice, Either, Free, Numbers, Real, Size, Text, Truth, Whole, section
-from ptrain.spec.role import GIVEN, unknown_role
+from ptrain.spec.role import GIVEN
 from ptrain.spec.slips import TIER_SLIPS
 from ptrain.spec.spec import (
     CheckpointSpec,
@@ -313,7 +313,6 @@ class TensorRaw:
                 ),
                 Free("", values=Choice("", {str(role): about for role, about in GIVEN.items()})),
             ),
-            hint=unknown_role,
         ),
     ] = "paired"
     loss_parallel: Annotated[

@@ -275,8 +275,15 @@ class Free(Leaf):
     def check(self, value: Any) -> object:
         if not isinstance(value, dict):
             refuse(f"must be a mapping; got {describe(value)}")
-        check = self.values.check if self.values else _same
-        return {key: check(inner) for key, inner in value.items()}
+        return {key: self._value(key, inner) for key, inner in value.items()}
+
+    def _value(self, key: object, value: object) -> object:
+        """The fault of a value names its key."""
+        try:
+            return self.values.check(value) if self.values else value
+        except PydanticCustomError as error:
+            context = error.context or {}
+            refuse(f"{key}: {context['finding']}", context["remedy"])
 
     def schema(self) -> dict[str, Any]:
         values = {"additionalProperties": self.values.schema()} if self.values else {}
@@ -294,6 +301,8 @@ class Either(Leaf):
 
     def check(self, value: Any) -> object:
         for option in self.options:
+            if isinstance(option, Free) and isinstance(value, dict):
+                return option.check(value)  # it was meant, and says which entry is at fault
             try:
                 return option.check(value)
             except PydanticCustomError:
@@ -305,10 +314,6 @@ class Either(Leaf):
 
     def schema(self) -> dict[str, Any]:
         return _one_of(*(option.schema() for option in self.options))
-
-
-def _same(value: object) -> object:
-    return value
 
 
 MODE_MEANINGS = {

@@ -11,8 +11,6 @@ import re
 from enum import StrEnum
 from functools import cache
 
-from ptrain.spec.slips import near_word
-
 
 class Role(StrEnum):
     COLUMN = "column"  # output features cut
@@ -37,21 +35,6 @@ GIVEN = {
     Role.WHOLE_INPUT: "a module whose column layers share its input: its gradient is summed once",
     Role.SHARED: "whole on every rank, but used between column and row layers: gradients summed",
 }
-
-
-def unknown_role(plan: object) -> str:
-    """What is wrong with a plan: the first entry whose role is none; which plan was meant."""
-    if not isinstance(plan, dict):
-        return near_word(plan, ("paired", "naive"))
-    entries = plan.items()
-    return next(
-        (
-            f"{name}: {role} is not one of {', '.join(GIVEN)}"
-            for name, role in entries
-            if role not in GIVEN
-        ),
-        "",
-    )
 
 
 def fits(pattern: str, name: str) -> bool:
