@@ -11,6 +11,7 @@ from typing import Protocol
 
 from ptrain.axes.data.rules import DATA
 from ptrain.axes.rule import AxisRules, SpecRule, TupleRule
+from ptrain.axes.tensor.dials import DIALS as TENSOR_DIALS
 from ptrain.axes.tensor.rules import TENSOR
 from ptrain.errors import Fault, SpecError
 from ptrain.spec.axis import Factor
@@ -159,7 +160,11 @@ _PRODUCT_RULES = (
     ),
     SpecRule(name="the mesh fits the cluster", theorem="Definition 5", faults=_cluster_faults),
 )
-SPEC_RULES = (*_PRODUCT_RULES, *(rule for room in ROOMS for rule in room.specs))
+SPEC_RULES = (
+    *_PRODUCT_RULES,
+    *(rule for room in ROOMS for rule in room.specs),
+    *TENSOR_DIALS,
+)
 RULES: tuple[TupleRule | SpecRule, ...] = (
     *(rule for room in ROOMS for rule in room.tuples),
     *SPEC_RULES,

@@ -67,13 +67,15 @@ def _is_refused(spec: Spec, place: str) -> bool:
 
 
 def _left_out(spec: Spec, unheard: list[str]) -> Iterator[str]:
-    sync = spec.resolved.get("sync")
-    if isinstance(sync, dict) and "gradients" not in sync:
+    sync, factors = spec.resolved.get("sync"), data_factors(spec)
+    has_wrapper = bool(factors) or spec.world_size == 1
+    if has_wrapper and isinstance(sync, dict) and "gradients" not in sync:
         yield f"sync.gradients: {spec.sync.gradients}, as the placement has it"
     by_itself = [key for key in ("overlap", "prefetch") if getattr(spec, key) is None]
-    if by_itself:
+    if has_wrapper and by_itself:
         yield f"{', '.join(by_itself)}: as the wrapper does by itself"
-    factors = data_factors(spec)
+    if not has_wrapper:
+        unheard = ["sync.gradients", *by_itself, *unheard]
     if spec.offload.path is None and any(tier_of(factors, s) is Tier.FILE for s in PLACED):
         yield "offload.path: the system's temporary folder"
     if unheard:

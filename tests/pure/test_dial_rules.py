@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from ptrain.algebra.legality import check
+from ptrain.algebra.obeyed import shown
 from ptrain.axes.data.dials import DIALS
 from ptrain.axes.data.form import Form, form_of
 from ptrain.spec.axis import Axis
@@ -19,11 +20,13 @@ from ptrain.spec.batch import (
     UnitKind,
     UnitSize,
 )
+from ptrain.spec.load import load
 from ptrain.spec.placement import Tier
 from ptrain.spec.precision import LAYOUTS
 from ptrain.spec.spec import WHOLE_BUCKET, Offload, Spec
 from tests.pure.build import make_spec, tuple_of
 
+BATCH = {"global": 4, "micro": 1, "sequence": 16}
 SUB_BLOCK = UnitSize(kind=UnitKind.SUB_BLOCK)
 THREE, FOUR = (UnitSize(kind=UnitKind.BLOCKS, count=count) for count in (3, 4))
 EXCHANGE = ReduceScatterVia.ALL_TO_ALL
@@ -157,4 +160,70 @@ def test_every_rule_about_a_dial_refuses_something():
     for rule in DIALS:
         specs = [one_axis(text, **changes) for text, changes, *_ in REFUSED]
         specs.append(one_axis("S*,S,R", sync=SyncPolicy(reshard_after_forward=2)))
+        specs.append(one_axis("S,S,S", Axis.TP, prefetch=1))
         assert any(list(rule.faults(spec)) for spec in specs), rule.name
+
+
+DATA_DIALS = {
+    "sync.gradients": ("last", "every"),
+    "reshard": ("false", "2"),
+    "sync.reshard_after_backward": ("false",),
+    "reduce_scatter": ("all_to_all",),
+    "bucket": ("whole", "per-tensor"),
+    "unit": ("model", "sub-block"),
+    "overlap": ("none", "backward"),
+    "prefetch": ("0", "3"),
+    "gather_after_update": ("next-forward", "during-update"),
+    "offload.update": ("device",),
+    "offload.path": ("/nvme",),
+}
+TENSOR_DIALS = {"tensor.plan": ("naive",), "tensor.loss_parallel": ("false",)}
+EVEN = "model.vocab=260"
+
+
+def _each(dials: dict[str, tuple[str, ...]]) -> list[str]:
+    return [f"{key}={value}" for key, values in dials.items() for value in values]
+
+
+@pytest.mark.parametrize("dial", _each(DATA_DIALS))
+def test_a_dial_of_the_data_axes_is_refused_where_tp_is_alone(dial):
+    (fault,) = check(load("tp", [dial]).spec)
+    key = dial.split("=")[0]
+    assert fault.place == {"reshard": "sync.reshard_after_forward"}.get(key, key)
+    assert "no data axis" in fault.finding and fault.remedy.startswith(f"remove {fault.place}")
+    assert check(load("tp", [dial, "mesh={dp_shard: 1, tp: 2}"]).spec) == (fault,)
+
+
+@pytest.mark.parametrize("dial", _each(TENSOR_DIALS))
+@pytest.mark.parametrize("mesh", ["{dp_shard: 2}", "{dp_shard: 2, tp: 1}"])
+def test_a_dial_of_tp_is_refused_where_there_are_ranks_but_no_tp(dial, mesh):
+    (fault,) = check(load("zero3", [dial, f"mesh={mesh}", EVEN]).spec)
+    assert fault.place == dial.split("=")[0]
+    assert "no operator is cut" in fault.finding and "tp: 2" in fault.remedy
+
+
+def test_roles_of_an_own_model_are_refused_without_tp():
+    own = {"model": {"target": "a:b"}, "placement": {"dp_shard": "S*,S,S,R"}, "batch": BATCH}
+    own |= {"tensor": {"plan": {"up": "column"}}}
+    (fault,) = check(load(own | {"mesh": {"dp_shard": 2}}).spec)
+    assert fault.place == "tensor.plan"
+    assert not check(load(own | {"mesh": {"dp_shard": 1}}).spec)
+
+
+@pytest.mark.parametrize("dial", _each(DATA_DIALS | TENSOR_DIALS))
+def test_every_dial_is_free_on_one_rank(dial):
+    assert not check(load("tp", [dial, "mesh.tp=1", EVEN]).spec)
+    assert not check(load("zero3", [dial, "mesh.dp_shard=1", EVEN]).spec)
+
+
+@pytest.mark.parametrize("dial", _each(TENSOR_DIALS))
+def test_the_dials_of_tp_are_obeyed_with_it(dial):
+    assert not check(load("tp-zero3", [dial, EVEN]).spec)
+    assert not check(load("tp", [dial, EVEN]).spec)
+
+
+def test_what_is_shown_of_tp_alone_has_no_dial_of_the_data_axes():
+    found = shown(load("tp").spec)
+    assert not {"sync", "reduce_scatter", "bucket", "unit", "overlap"} & set(found.mapping)
+    (line,) = (each for each in found.left_out if "nothing in this placement obeys" in each)
+    assert all(key in line for key in ("sync.gradients", "overlap", "prefetch", "unit", "bucket"))

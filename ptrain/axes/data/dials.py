@@ -1,6 +1,7 @@
 """Which dials a placement obeys. A dial that nothing would obey is refused, not ignored.
 
 On one device every dial is free: it is the degenerate case of every spec, and nothing moves there.
+Where there are ranks, but no data axis, nothing obeys the dials of the data axes.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from ptrain.axes.data.form import Form, data_factors, form_of, has, tier_of, who
 from ptrain.axes.rule import SpecRule
 from ptrain.costs import PLACED, State
 from ptrain.errors import Fault
-from ptrain.spec.batch import GatherAfterUpdate, Overlap, ReduceScatterVia, UnitSize
+from ptrain.spec.batch import GatherAfterUpdate, Overlap, ReduceScatterVia, SyncPolicy, UnitSize
 from ptrain.spec.model import ModelShape
 from ptrain.spec.placement import CUT, Distribution, Tier
 from ptrain.spec.spec import Offload, Spec
@@ -21,6 +22,37 @@ from ptrain.spec.spec import Offload, Spec
 REASON = "every key of a spec has an effect"
 _REPLICATE = (Form.REPLICATE, Form.SPREAD_UPDATE)
 _FULLY_SHARD = (Form.FULLY_SHARD, Form.MATERIALIZE)
+
+
+def _without_data_axis(spec: Spec) -> Iterator[Fault]:
+    if data_factors(spec) or spec.world_size == 1:
+        return
+    for place, is_written in _written(spec):
+        if is_written:
+            yield Fault(
+                place=place,
+                finding="nothing obeys it: no data axis has two ranks or more, so no rank brings, "
+                "reduces or moves what another has",
+                remedy=f"remove {place}, or write a data axis: mesh: {{dp_shard: 2, …}}",
+            )
+
+
+def _written(spec: Spec) -> Iterator[tuple[str, bool]]:
+    """Each dial of the data axes, and whether the spec says anything but its default. When
+    gradients are reduced has no default that a spec shows: what is written is what counts."""
+    sync, default = spec.sync, SyncPolicy()
+    written = spec.resolved.get("sync")
+    yield "sync.gradients", isinstance(written, dict) and "gradients" in written
+    for key in ("reshard_after_forward", "reshard_after_backward"):
+        yield f"sync.{key}", getattr(sync, key) is not getattr(default, key)
+    yield "reduce_scatter", spec.reduce_scatter is not ReduceScatterVia.NATIVE
+    yield "bucket", spec.bucket_bytes != STOCK_BUCKET_BYTES
+    yield "unit", spec.unit != UnitSize()
+    yield "overlap", spec.overlap is not None
+    yield "prefetch", spec.prefetch is not None
+    yield "gather_after_update", spec.gather_after_update is not GatherAfterUpdate.BLOCKING
+    yield "offload.path", spec.offload.path is not None
+    yield "offload.update", spec.offload.update is not Offload().update
 
 
 def _prefetch(spec: Spec) -> Iterator[Fault]:
@@ -236,6 +268,7 @@ def _rule(name: str, faults: Callable[[Spec], Iterator[Fault]]) -> SpecRule:
 
 
 DIALS = (
+    _rule("where there are ranks, the dials of data axes need one", _without_data_axis),
     _rule("what is gathered ahead is gathered", _prefetch),
     _rule("what is gathered after the update was updated in parts", _gather_after_update),
     _rule("what overlaps backward is reduced in it", _overlap),
