@@ -138,6 +138,16 @@ def add_traffic(rows: Iterable[Traffic]) -> tuple[Traffic, ...]:
     )
 
 
+def busiest(rows: Iterable[Traffic]) -> tuple[Traffic, ...]:
+    """A row for each kind of call: where the ranks' accounts of it differ (slices of operators may
+    be unequal), that of a rank that sends most."""
+    most: dict[TrafficKey, Traffic] = {}
+    for row in rows:
+        known = most.setdefault(row.key, row)
+        most[row.key] = max(known, row, key=lambda each: (each.sent_bytes, each.payload_bytes))
+    return tuple(most.values())
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wire:
     """What the kernel says that one rank's sockets of the group over `axes` sent in a steady step:
@@ -190,12 +200,14 @@ class Estimate:
         """Bytes that one rank copies between its tiers in a steady step."""
         return sum(
             row.payload_bytes
-            for row in self.traffic
+            for row in busiest(self.traffic)
             if row.key.collective.is_copy and row.key.phase is not Phase.SETUP
         )
 
     def sent_bytes(self, *, setup: bool = False) -> int:
         """Bytes that one rank sends in a steady step (with `setup`: once)."""
         return sum(
-            row.sent_bytes for row in self.traffic if (row.key.phase is Phase.SETUP) is setup
+            row.sent_bytes
+            for row in busiest(self.traffic)
+            if (row.key.phase is Phase.SETUP) is setup
         )

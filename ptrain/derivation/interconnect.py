@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from ptrain.algebra.layout import groups
-from ptrain.costs import Collective, Phase, Traffic, TrafficKey
+from ptrain.costs import Collective, Phase, Traffic, busiest
 from ptrain.spec.axis import Axis
 from ptrain.spec.cluster import Cluster
 from ptrain.spec.spec import Spec
@@ -41,7 +41,7 @@ def crossing(spec: Spec, traffic: Iterable[Traffic]) -> Crossing | None:
     nodes = max(_num_nodes(group, cluster) for group in groups(spec, (Axis.TP,)))
     if nodes == 1:
         return None
-    rows = tuple(_of_tp(traffic))
+    rows = _of_tp(traffic)
     hops = sum(row.calls * _hops(row.key.collective, ranks) for row in rows)
     sent = sum(row.sent_bytes for row in rows)
     return Crossing(
@@ -74,14 +74,11 @@ def _num_nodes(ranks: Iterable[int], cluster: Cluster) -> int:
     return len({rank // cluster.devices_per_node for rank in ranks})
 
 
-def _of_tp(traffic: Iterable[Traffic]) -> Iterator[Traffic]:
-    """The steady rows of tp alone; where ranks differ, of the one that sends most."""
-    most: dict[TrafficKey, Traffic] = {}
-    for row in traffic:
-        if row.key.axes == (Axis.TP.value,) and row.key.phase is not Phase.SETUP:
-            known = most.setdefault(row.key, row)
-            most[row.key] = max(known, row, key=lambda each: each.sent_bytes)
-    yield from most.values()
+def _of_tp(traffic: Iterable[Traffic]) -> tuple[Traffic, ...]:
+    """The steady rows of tp alone."""
+    axes = (Axis.TP.value,)
+    rows = (row for row in traffic if row.key.axes == axes and row.key.phase is not Phase.SETUP)
+    return busiest(rows)
 
 
 def _hops(collective: Collective, ranks: int) -> int:

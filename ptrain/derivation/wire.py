@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
-from ptrain.costs import Collective, Estimate, Phase, Traffic
+from ptrain.costs import Collective, Estimate, Phase, Traffic, busiest
 
 # Sent by gloo / sent under the ring model; what is not named is 1.
 GLOO = {Collective.REDUCE_SCATTER: Fraction(2)}
@@ -63,7 +63,8 @@ def factor(row: Traffic) -> Fraction:
 
 def _steady(exact: Estimate) -> Iterator[Traffic]:
     """Calls between ranks (copies between tiers have no axes), those of every step."""
-    return (row for row in exact.traffic if row.key.axes and row.key.phase is not Phase.SETUP)
+    rows = busiest(exact.traffic)
+    return (row for row in rows if row.key.axes and row.key.phase is not Phase.SETUP)
 
 
 def _mean(measured: Estimate, axes: tuple[str, ...]) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from ptrain.costs import PLACED, Estimate, Phase, State
+from ptrain.costs import PLACED, Estimate, Phase, State, busiest
 from ptrain.report.heading import placement
 from ptrain.report.predict import MODEL_STATES, Prediction, model_state_bytes, sent_bytes
 from ptrain.report.table import largest, on_tiers, render, size
@@ -91,7 +91,7 @@ def _calls(exact: Estimate) -> int:
     """Collectives of a steady step; copies between tiers are none."""
     return sum(
         row.calls
-        for row in exact.traffic
+        for row in busiest(exact.traffic)
         if row.key.phase is not Phase.SETUP and not row.key.collective.is_copy
     )
 

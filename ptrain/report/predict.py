@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from ptrain.costs import Estimate, Phase, State, Traffic, TrafficKey
+from ptrain.costs import Estimate, Phase, State, Traffic, TrafficKey, busiest
 from ptrain.derivation.estimate import Derivation
 from ptrain.plan.composition import condition_lines, theorem_6
 from ptrain.report.heading import heading
@@ -183,7 +183,7 @@ def _traffic(paper: Estimate, exact: Estimate) -> str:
 
 
 def _by_key(rows: Iterable[Traffic]) -> dict[TrafficKey, Traffic]:
-    return {row.key: row for row in rows}
+    return {row.key: row for row in busiest(rows)}
 
 
 def _traffic_row(

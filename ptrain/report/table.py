@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from rich.console import Console
 from rich.table import Table
 
-from ptrain.costs import Estimate, Footprint, Phase, State, Traffic, TrafficKey
+from ptrain.costs import Estimate, Footprint, Phase, State, Traffic, TrafficKey, busiest
 from ptrain.derivation.wire import WireRow, wire_rows
 from ptrain.report.record import TIERS, Check, checks_line, verdict_line
 from ptrain.units import format_bytes
@@ -172,8 +172,7 @@ def blocked_table(measured: Estimate) -> str:
 
 
 def _by_key(rows: Iterable[Traffic]) -> dict[TrafficKey, Traffic]:
-    """Of several ranks' rows with one key, the one that moves most."""
-    return {row.key: row for row in sorted(rows, key=moved_bytes)}
+    return {row.key: row for row in busiest(rows)}
 
 
 def _calls(row: Traffic | None) -> str:
