@@ -6,11 +6,13 @@ from collections.abc import Iterable, Iterator
 
 from ptrain.algebra.layout import ranks_over
 from ptrain.axes.data.costs import gathers, reductions
+from ptrain.axes.tensor.costs import Cut
 from ptrain.costs import Collective, Phase, Traffic
 from ptrain.derivation.facts import ModelFacts
 from ptrain.derivation.flat_memory import flat_buffers
 from ptrain.derivation.memory import elements
 from ptrain.derivation.optimizer_state import is_hidden, kept_tensors, needs_whole_tensors
+from ptrain.derivation.paper import itemsizes
 from ptrain.plan.step import FlatUnits, FullyShard, Plan, Replicate
 from ptrain.spec.axis import Axis
 from ptrain.spec.batch import GradientSync
@@ -32,8 +34,24 @@ def notes(spec: Spec, plan: Plan, facts: ModelFacts, traffic: Iterable[Traffic])
             yield from _accumulation(plan, facts, wrap.parameters, wrap.gradients)
             yield from _update(wrap)
             yield from _padded(spec, facts, wrap)
+    yield from _whole_beside_slices(plan, facts, sum(itemsizes(spec).values()))
     yield from _fewer_moments(spec, plan, facts)
     yield from _copies(traffic)
+
+
+def _whole_beside_slices(plan: Plan, facts: ModelFacts, per_element: int) -> Iterator[str]:
+    """What tp leaves whole, where Theorem 1 divides all of |Θ|, |Ω| and |G|."""
+    step = plan.tensor
+    if step is None:
+        return
+    cut = Cut(step=step, degree=1, index=0)
+    whole = sum(each.numel for each in facts.tensors if not cut.is_cut(each.name, each.shape))
+    if whole:
+        yield (
+            f"{whole:,} of {facts.numel:,} parameters belong to no operator that is cut, and every "
+            f"rank of {step.axis} has them whole: {format_bytes(whole * per_element)} of Θ, Ω and "
+            "G before the data axes divide them, of which the theorem counts a slice"
+        )
 
 
 def _fewer_moments(spec: Spec, plan: Plan, facts: ModelFacts) -> Iterator[str]:

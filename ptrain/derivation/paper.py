@@ -8,6 +8,7 @@ Nothing here is corrected: what a rank must send besides is in the `exact` colum
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import prod
 from typing import assert_never
 
 from ptrain.algebra.compose import IDENTITY, Product, compose, lift, product
@@ -27,6 +28,7 @@ from ptrain.derivation.optimizer_state import optimizer_itemsize
 from ptrain.spec.axis import DATA_AXES, Factor
 from ptrain.spec.placement import OFFLOADED, S_STAR, Distribution, M, Mode, R, S, Tier
 from ptrain.spec.spec import Spec
+from ptrain.units import ceil_div
 
 MODEL_STATES = (State.PARAMETERS, State.OPTIMIZER, State.GRADIENTS)
 
@@ -81,8 +83,10 @@ def reconstruction_unit(facts: ModelFacts) -> int:
 def _memory(
     spec: Spec, placed: Product, sizes: dict[State, int], facts: ModelFacts
 ) -> tuple[Footprint, ...]:
-    """Theorem 1, equations (7) to (11); the share on the host is what (11) leaves out."""
-    unit = reconstruction_unit(facts)
+    """Theorem 1, equations (7) to (11); the share on the host is what (11) leaves out. A unit that
+    a data axis gathers is what the other axes leave of it (Definition 5)."""
+    other = (f for f in spec.factors if f.axis not in DATA_AXES and f.placement.parameters == S)
+    unit = ceil_div(reconstruction_unit(facts), prod(factor.degree for factor in other))
     whole_units = sum(
         unit * itemsize for state, itemsize in itemsizes(spec).items() if placed[state].needs_unit
     )
