@@ -7,11 +7,14 @@ import warnings
 import torch
 from torch import nn
 from torch._guards import detect_fake_mode
+from torch.distributed.tensor import DTensor
 
 from ptrain.axes.data.apply import apply
 from ptrain.axes.data.target import rows_of
 from ptrain.axes.data.wrapped import Wrapped
 from ptrain.axes.tensor.apply import parallelize
+from ptrain.axes.tensor.costs import shards_differ, slices
+from ptrain.errors import refused
 from ptrain.interpreter.mesh import Mesh
 from ptrain.interpreter.registry import Registry
 from ptrain.models.build import build
@@ -51,6 +54,7 @@ def wrap(module: nn.Module, spec: Spec, plan: Plan, mesh: Mesh, registry: Regist
         cast(module, TORCH_DTYPES[layout.master])  # while its tensors are plain
     if plan.tensor is not None:
         parallelize(module, plan.tensor, mesh.submesh((plan.tensor.axis,)), registry)
+        _require_alike_shards(module, plan, mesh)
     if isinstance(plan.wrap, FullyShard):
         if isinstance(spec.model, ModelShape):
             # a gpt's mlp returns a view, and nothing in our models writes into what a unit returns
@@ -67,6 +71,25 @@ def wrap(module: nn.Module, spec: Spec, plan: Plan, mesh: Mesh, registry: Regist
         else:
             fill_shards(module, spec.train.seed, TORCH_DTYPES[plan.update.layout.parameters])
     return apply(module, plan, mesh, registry)
+
+
+def _require_alike_shards(module: nn.Module, plan: Plan, mesh: Mesh) -> None:
+    """Of a model that is not built in the algebra does not know the sizes."""
+    assert plan.tensor is not None
+    degree, wrap = mesh.degrees[plan.tensor.axis], plan.wrap
+    shards = mesh.size(wrap.shard_axes) if isinstance(wrap, FullyShard) else 1
+    for name, parameter in module.named_parameters():
+        if not isinstance(parameter, DTensor) or not parameter.placements[0].is_shard(0):
+            continue
+        rows = parameter.shape[0]
+        if not min(slices(rows, degree)):
+            finding = f"tp={degree} leaves ranks without a row of {name}, which has {rows}"
+            raise refused("mesh.tp", finding, "choose a lower degree")
+        if shards_differ(rows, degree, shards):
+            finding = f"not yet: the {rows} rows of {name} in slices of {degree} ranks, each in "
+            finding += f"{shards} shards of unlike heights"
+            remedy = f"what works today: a multiple of {degree}, or parameters R on the data axes"
+            raise refused("mesh.tp", finding, remedy)
 
 
 @torch.no_grad()

@@ -55,6 +55,35 @@ def test_a_degree_that_does_not_divide_is_refused_with_those_that_do(degree, fie
         assert not check(spec(choice, batch={"sequence": 240}))
 
 
+def test_every_rank_has_rows_of_the_vocabulary():
+    shape = {"heads": 48, "kv_heads": 48, "hidden": 192, "ffn": 48, "layers": 1}
+    (fault,) = check(spec(48, model=shape | {"vocab": 280}))  # slices of 6 rows: 46 of them, 4 rows
+    assert fault.finding == "tp=48 leaves ranks without a row of a vocabulary of 280"
+    assert not check(spec(48, model=shape | {"vocab": 288}))
+
+
+@pytest.mark.parametrize(
+    ("shards", "tp", "vocab", "is_right"),
+    [
+        (2, 2, 259, True),
+        (3, 2, 259, False),
+        (4, 2, 259, True),
+        (8, 2, 50257, False),
+        (3, 2, 260, 1),
+    ],
+)
+def test_shards_of_unequal_slices_have_equal_heights(shards, tp, vocab, is_right):
+    sections = {
+        "model": SHAPE | {"vocab": vocab},
+        "mesh": {"dp_shard": shards, "tp": tp},
+        "batch": {"global": shards, "micro": 1, "sequence": 32},
+    }
+    faults = executed(spec(tp, **sections, placement={"dp_shard": "S*,S,S,R", "tp": "S,S,S,R"}))
+    assert [fault.finding[:7] for fault in faults] == ([] if is_right else ["not yet"])
+    flat = spec(tp, **sections, placement={"dp_shard": "R,S,S,R", "tp": "S,S,S,R"})
+    assert not executed(flat)
+
+
 def test_slices_of_the_tokens_are_equal():
     sliced = {"placement": {"tp": "S,S,S,S"}, "batch": {"sequence": 34}}
     (fault,) = check(spec(4, **sliced))

@@ -29,6 +29,9 @@ class Form(Enum):
     FLAT = auto()
 
 
+BY_TENSOR = (Form.FULLY_SHARD, Form.MATERIALIZE)  # each tensor's rows are cut by themselves
+
+
 def data_factors(spec: Spec) -> tuple[Factor, ...]:
     """The data axes of more than one rank, outermost first."""
     return tuple(f for f in spec.factors if f.axis in DATA_AXES and f.degree > 1)

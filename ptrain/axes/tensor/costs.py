@@ -16,6 +16,19 @@ Shape = tuple[int, ...]
 _CUT_DIM = {Role.COLUMN: 0, Role.HEAD: 0, Role.VOCABULARY: 0, Role.ROW: 1}
 
 
+def slices(size: int, degree: int) -> list[int]:
+    """Elements of each rank's slice of a dimension, as DTensor cuts: equal ones, rounded up, the
+    last shorter or empty."""
+    chunk = ceil_div(size, degree)
+    return [max(0, min(size, (index + 1) * chunk) - index * chunk) for index in range(degree)]
+
+
+def shards_differ(size: int, degree: int, shards: int) -> bool:
+    """Whether the slices of a tensor's rows are cut into shards of different heights: the offsets
+    that torch then computes for a DTensor that is cut twice are wrong (2.11 to 2.13)."""
+    return len({ceil_div(each, shards) for each in slices(size, degree)}) > 1
+
+
 class HowCut(Protocol):
     """What a plan says of a model's operators (`plan.step.Parallelize`)."""
 
@@ -71,8 +84,7 @@ class Cut:
 
     def slice_of(self, size: int) -> int:
         """Elements of this rank's slice of a dimension."""
-        chunk = ceil_div(size, self.degree)
-        return max(0, min(size, (self.index + 1) * chunk) - self.index * chunk)
+        return slices(size, self.degree)[self.index]
 
     def dimensions(self, shape: ModelShape, *, batch: int, sequence: int) -> dict[str, int]:
         """The value of every symbol of a table."""

@@ -11,13 +11,15 @@ from collections.abc import Iterator
 from dataclasses import replace
 from math import gcd, prod
 
-from ptrain.axes.data.form import ELEMENTWISE
+from ptrain.axes.data.form import BY_TENSOR, ELEMENTWISE, data_factors, form_of
 from ptrain.axes.rule import AxisRules, SpecRule, TupleRule
+from ptrain.axes.tensor.costs import shards_differ, slices
 from ptrain.errors import Fault
 from ptrain.spec.axis import Axis
 from ptrain.spec.model import ModelShape
 from ptrain.spec.placement import S_STAR, Placement, R, S
 from ptrain.spec.spec import OptimizerSpec, Spec
+from ptrain.units import ceil_div
 
 _AXES = (Axis.TP,)
 _FEW_RANKS = 8
@@ -97,6 +99,33 @@ def _divides(spec: Spec) -> Iterator[Fault]:
             )
 
 
+def _rows(spec: Spec) -> Iterator[Fault]:
+    degree, shape = spec.degree(Axis.TP), spec.model
+    if isinstance(shape, ModelShape) and not min(slices(shape.vocab, degree)):
+        even = degree * ceil_div(shape.vocab, degree)
+        yield Fault(
+            place="mesh.tp",
+            finding=f"tp={degree} leaves ranks without a row of a vocabulary of {shape.vocab}",
+            remedy=f"choose a lower degree, or write vocab={even}",
+        )
+
+
+def _shards_of_rows(spec: Spec) -> Iterator[Fault]:
+    degree, shape = spec.degree(Axis.TP), spec.model
+    if not isinstance(shape, ModelShape) or form_of(spec) not in BY_TENSOR:
+        return
+    shards = prod(f.degree for f in data_factors(spec) if f.placement.parameters != R)
+    if shards_differ(shape.vocab, degree, shards):
+        even = degree * ceil_div(shape.vocab, degree)
+        yield Fault(
+            place="mesh.tp",
+            finding=f"not yet: a vocabulary of {shape.vocab} in slices of "
+            f"{' and '.join(map(str, sorted(set(slices(shape.vocab, degree)), reverse=True)))} "
+            f"rows, each in {shards} shards of unlike heights",
+            remedy=f"what works today: vocab={even}, or parameters R on the data axes",
+        )
+
+
 def _tokens(spec: Spec) -> Iterator[Fault]:
     degree, sequence = spec.degree(Axis.TP), spec.batch.sequence
     cut = any(f.axis is Axis.TP and f.placement.activations != R for f in spec.factors)
@@ -172,6 +201,7 @@ TENSOR = AxisRules(
             faults=_innermost,
         ),
         SpecRule(name="the degree divides the operators", theorem="Definition 2", faults=_divides),
+        SpecRule(name="every rank has rows", theorem="Definition 2", faults=_rows),
         SpecRule(name="roles are the family's own", theorem="Definition 2", faults=_own_plan),
         SpecRule(name="slices of the tokens are equal", theorem="Definition 2", faults=_tokens),
         SpecRule(
@@ -184,5 +214,6 @@ TENSOR = AxisRules(
         SpecRule(name="all tokens between the blocks", theorem="", faults=_whole_tokens),
         SpecRule(name="the naive plan has all tokens", theorem="", faults=_naive_slices),
         SpecRule(name="equal slices are gathered", theorem="", faults=_logits),
+        SpecRule(name="shards of slices are alike", theorem="", faults=_shards_of_rows),
     ),
 )
