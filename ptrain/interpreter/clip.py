@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -16,13 +17,21 @@ from ptrain.spec.axis import Axis
 from ptrain.spec.placement import Tier
 
 
+@dataclass(frozen=True, slots=True)
+class ByOperator:
+    """Views that make up gradients: of tensors whose operator is cut, and of those that the ranks
+    have alike."""
+
+    cut: Sequence[torch.Tensor]
+    whole: Sequence[torch.Tensor]
+
+
 def clip_gradients(
     gradients: Sequence[torch.Tensor],
     step: Clip,
     mesh: Mesh,
     scaling: LossScale | None = None,
-    whole: Sequence[torch.Tensor] = (),
-    cut: Sequence[torch.Tensor] = (),
+    by_operator: ByOperator | None = None,
 ) -> torch.Tensor:
     """Scale `gradients` in place to a global norm of at most `step.max_norm`; returns the norm
     before (0-d, at least fp32). One scalar all-reduce per axis along which they are shards; what
@@ -30,16 +39,15 @@ def clip_gradients(
 
     Of a scaled loss, the norm is that of the gradients without the scale.
     """
-    if step.operator_axes:
-        square = _square(cut)
-        if whole:
-            shared = _square(whole)
-            # One rank's account for all: sharded over other axes the ranks may add it up in other
-            # orders, and what a scale of an ulp more does to their copies would stay there.
-            if not any(mesh.coordinate(axis) for axis in step.operator_axes):
-                square.add_(shared)
+    if by_operator is not None:
+        square = _square(by_operator.cut, gradients[0])
+        shared = _square(by_operator.whole, gradients[0])
+        # One rank's account for all: sharded over other axes the ranks may add it up in other
+        # orders, and what a scale of an ulp more does to their copies would stay there.
+        if not any(mesh.coordinate(axis) for axis in step.operator_axes):
+            square.add_(shared)
     else:
-        square = _square(gradients)
+        square = _square(gradients, gradients[0])
     if axes := (*step.operator_axes, *step.axes):
         square = _all_reduced(square, gradients[0], axes, mesh)
     norm = square.sqrt_()
@@ -50,12 +58,14 @@ def clip_gradients(
     return norm
 
 
-def _square(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The square of their norm, in at least fp32."""
-    dtype = torch.promote_types(gradients[0].dtype, torch.float32)
+def _square(gradients: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+    """The square of their norm, in at least fp32; 0 of none, where `like` is."""
+    dtype = torch.promote_types(like.dtype, torch.float32)
+    if not gradients:
+        return alike(like.new_zeros((), dtype=dtype), like)
     norms = _norms(gradients, dtype)  # which live until their square is there
-    stacked = alike(torch.stack(norms), gradients[0])
-    return alike(torch.linalg.vector_norm(stacked), gradients[0]).square_()
+    stacked = alike(torch.stack(norms), like)
+    return alike(torch.linalg.vector_norm(stacked), like).square_()
 
 
 def _norms(gradients: Sequence[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:

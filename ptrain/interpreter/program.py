@@ -21,7 +21,7 @@ from ptrain.costs import Phase, State
 from ptrain.data.sampler import LocalBatch
 from ptrain.errors import PtrainError
 from ptrain.interpreter.agreement import require_equal_models
-from ptrain.interpreter.clip import clip_gradients
+from ptrain.interpreter.clip import ByOperator, clip_gradients
 from ptrain.interpreter.materialize import build_module, wrap
 from ptrain.interpreter.mesh import Mesh
 from ptrain.interpreter.optimizer import MASTER, Update
@@ -104,7 +104,7 @@ class Program:
 
     def forward_backward(self, batch: LocalBatch, lr: float | None = None) -> torch.Tensor:
         """K micro-batches forward and backward. Returns this rank's share of the global mean loss
-        (0-d, valid until the next call): the shares of all data ranks add up to it.
+        (0-d, valid until the next call): the shares of all ranks add up to it.
 
         `lr` is the learning rate of the update to come. Raises PtrainError without it where
         backward updates."""
@@ -149,14 +149,14 @@ class Program:
             self.scaling.check(gradients)
         if self.plan.clip is None:
             return None
-        cut: list[torch.Tensor] = []
-        whole: list[torch.Tensor] = []
-        if self.plan.clip.operator_axes:
-            for target in chain.from_iterable(self.wrapped.targets()):
-                for views, found in zip((cut, whole), target.cut_and_whole(), strict=True):
-                    views.extend(found)
-        return clip_gradients(
-            gradients, self.plan.clip, self.mesh, self.scaling, whole=whole, cut=cut
+        by_operator = self._by_operator() if self.plan.clip.operator_axes else None
+        return clip_gradients(gradients, self.plan.clip, self.mesh, self.scaling, by_operator)
+
+    def _by_operator(self) -> ByOperator:
+        found = [each.cut_and_whole() for each in chain.from_iterable(self.wrapped.targets())]
+        return ByOperator(
+            cut=[view for cut, _ in found for view in cut],
+            whole=[view for _, whole in found for view in whole],
         )
 
     def _update(self, lr: float) -> None:

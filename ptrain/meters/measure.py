@@ -49,7 +49,6 @@ class Measurement:
         if isinstance(measured, Program):
             self.rank, self.size = measured.world.rank, measured.world.size
             device, axes_by_group = measured.world.device.type, measured.mesh.axes_by_group()
-            guess = {"guess": lambda *_: State.ACTIVATIONS} if measured.plan.tensor else {}
         else:
             self.rank, self.size, device = measured.rank, measured.size, measured.device
             axes_by_group, guess = measured.axes_by_group(), {"guess": state_of}

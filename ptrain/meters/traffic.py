@@ -22,6 +22,7 @@ from ptrain.costs import Collective, Phase, State, Traffic, TrafficKey, add_traf
 from ptrain.interpreter.registry import Registry
 from ptrain.interpreter.tiers import is_tagged, tier_of
 from ptrain.models.ledger import storage_of
+from ptrain.spec.axis import Axis
 from ptrain.spec.placement import Tier
 
 _NAMESPACES = ("c10d", "_c10d_functional")
@@ -76,9 +77,10 @@ class TrafficMeter(TorchDispatchMode):
         axes_by_group: Mapping[str, tuple[str, ...]],
         *,
         device: str = "cpu",
-        guess: Callable[[Collective, Phase], State] = lambda collective, phase: State.OTHER,
+        guess: Callable[[Collective, Phase], State] | None = None,
     ) -> None:
-        """`guess` names the state of a call none of whose tensors has a tag."""
+        """`guess` names the state of a call none of whose tensors has a tag. Without it, what is
+        sent over tp alone are activations: nothing else is born there without one."""
         super().__init__()
         self._guess = guess
         self._device = device
@@ -128,15 +130,21 @@ class TrafficMeter(TorchDispatchMode):
         if tag is not None and tag.substitute is not None:
             collective, via = tag.substitute, str(collective)
         payload = sum(tensor.numel() * tensor.element_size() for tensor in whole)
+        axes = self._axes_by_group.get(group.group_name, (f"group {group.group_name}",))
         key = TrafficKey(
-            axes=self._axes_by_group.get(group.group_name, (f"group {group.group_name}",)),
+            axes=axes,
             collective=collective,
-            state=tag.state if tag is not None else self._guess(collective, self._phase),
+            state=tag.state if tag is not None else self._untagged(collective, axes),
             phase=self._phase,
             via=via,
         )
         sent = ring_bytes(collective, payload, group.size())
         self._rows.append(Traffic(key=key, calls=1, payload_bytes=payload, sent_bytes=sent))
+
+    def _untagged(self, collective: Collective, axes: tuple[str, ...]) -> State:
+        if self._guess is not None:
+            return self._guess(collective, self._phase)
+        return State.ACTIVATIONS if axes == (Axis.TP.value,) else State.OTHER
 
     def _count_moves(self, function: Any, args: tuple[Any, ...], result: Any) -> None:
         if function is _OF_LISTS:

@@ -45,8 +45,8 @@ def theorem_6(spec: Spec, plan: Plan) -> tuple[Condition, ...]:
         Condition(
             name="Theorem 6.2",
             holds=plan.steps.index(plan.tensor) < plan.steps.index(plan.wrap),
-            why="operators are cut before units are wrapped: a unit's sums over tp end in its own "
-            f"backward pass, and its gradients are reduced over {names} after it",
+            why="by construction, operators are cut before units are wrapped: a unit's sums over "
+            f"tp end in its own backward pass, its gradients are reduced over {names} after it",
         ),
         Condition(
             name="Theorem 6.3",

@@ -201,7 +201,7 @@ def _via(via: ReduceScatterVia) -> str:
 
 
 def _clip(step: Clip) -> str:
-    axes = (*step.axes, *step.operator_axes)
+    axes = (*step.operator_axes, *step.axes)
     over = f", a scalar all-reduce over {' and '.join(axes)}" if axes else ""
     return f"clip the gradient norm to {step.max_norm:g}{over}"
 

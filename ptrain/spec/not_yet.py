@@ -30,7 +30,7 @@ ROWS = (
     Row(
         route=("tensor", "asynchronous"),
         executed=(False, None),
-        why=" (torch offers it on CUDA, within torch.compile)",
+        why=" (torch offers it on CUDA alone, and nothing here has been run there)",
     ),
     Row(route=("pipeline",)),
     Row(route=("expert",)),
@@ -87,7 +87,8 @@ def _activations(tree: Tree) -> Iterator[_Finding]:
         is_cut = mode.distribution in CUT
         if mode != R and not (is_cut and mode.tier is Tier.DEVICE):
             finding = f"not yet: activations {text} are in the grammar, and nothing executes them"
-            yield route, finding, "what works today: R"
+            works = "R, S or S*" if axis is Axis.TP else "R"
+            yield route, finding, f"what works today: {works}"
 
 
 def _yaml(value: object) -> str:

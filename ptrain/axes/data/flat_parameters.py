@@ -3,9 +3,9 @@ on the device while it is used."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import accumulate, groupby
 
 import torch
 
@@ -23,6 +23,7 @@ from ptrain.spec.placement import Tier
 from ptrain.spec.precision import Layout
 
 Named = list[tuple[str, Parameter]]
+Run = tuple[int, int, bool]  # start, end, flag: elements of a buffer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +84,7 @@ class Parameters:
         self._gathering: Move | None = None
         self._storing: Move | None = None
         self._behind: tuple[Axis, ...] = ()
-        self._cut_runs: dict[tuple[Axis, ...], list[tuple[int, int, bool]]] = {}
+        self._cut_runs: dict[tuple[Axis, ...], list[Run]] = {}
         self.is_gathered = True
         self.release()
 
@@ -92,17 +93,27 @@ class Parameters:
         """What the stored bytes count as: a master copy is Omega's."""
         return State.OPTIMIZER if self.is_materialized else State.PARAMETERS
 
-    def cut_runs(self, axes: Sequence[Axis]) -> list[tuple[int, int, bool]]:
+    def cut_runs(self, axes: Sequence[Axis]) -> list[Run]:
         """(start, end, whether their operators are cut) of the runs of elements of a shard over
         `axes`; padding belongs to the run before it."""
         key = tuple(axes)
         if key not in self._cut_runs:
-            flags = torch.zeros(self.layout.padded, dtype=torch.bool)
-            for (_, parameter), piece in zip(self.named, pieces(flags, self.named), strict=True):
-                piece.fill_(is_cut(parameter))
-            flags[self.layout.numel :] = flags[self.layout.numel - 1]
-            self._cut_runs[key] = _runs(self.layout.take(flags, (), axes).tolist())
+            self._cut_runs[key] = list(merged(self._runs_within(key)))
         return self._cut_runs[key]
+
+    def _runs_within(self, axes: Sequence[Axis]) -> Iterator[Run]:
+        """Of each stretch of the whole buffer that a shard over `axes` has, the runs in it."""
+        ends = list(accumulate(parameter.numel() for _, parameter in self.named))
+        ends[-1] = self.layout.padded
+        flags = [is_cut(parameter) for _, parameter in self.named]
+        whole = list(merged(zip([0, *ends], ends, flags, strict=False)))
+        start = 0
+        for first, last in self.layout.stretches(axes):
+            for begin, end, flag in whole:
+                low, high = max(begin, first), min(end, last)
+                if low < high:
+                    yield start + low - first, start + high - first, flag
+            start += last - first
 
     def _first_stored(self) -> torch.Tensor:
         part = self.layout.take(self.whole, (), self.cut).to(self.dtypes.stored)
@@ -207,13 +218,11 @@ class Parameters:
         self.stored.copy_(held)
 
 
-def _runs(flags: list[bool]) -> list[tuple[int, int, bool]]:
-    runs, start = [], 0
-    for flag, run in groupby(flags):
-        end = start + sum(1 for _ in run)
-        runs.append((start, end, flag))
-        start = end
-    return runs
+def merged(runs: Iterable[Run]) -> Iterator[Run]:
+    """Runs that follow one another, those of equal flags as one; empty ones are left out."""
+    for flag, group in groupby((run for run in runs if run[0] < run[1]), key=lambda run: run[2]):
+        members = list(group)
+        yield members[0][0], members[-1][1], flag
 
 
 def pieces(whole: torch.Tensor, named: Named) -> Iterator[torch.Tensor]:

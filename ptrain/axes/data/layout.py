@@ -8,8 +8,9 @@ over a set of axes is an index along each of its dimensions. `S over a, then ove
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 
@@ -62,6 +63,20 @@ class FlatLayout:
         """The dimensions of a shard over `cut`: 1 where it is cut, the degree elsewhere."""
         dims = tuple(1 if axis in cut else self.mesh.degrees[axis] for axis in self.axes)
         return (*dims, self.padded // self.mesh.size(self.axes))
+
+    def stretches(self, cut: Sequence[Axis]) -> Iterator[tuple[int, int]]:
+        """(start, end) in the whole buffer of what this rank's shard over `cut` is made of."""
+        sizes = [self.mesh.degrees[axis] for axis in self.axes]
+        size = self.padded // self.mesh.size(self.axes)
+        own = (
+            [self.mesh.coordinate(axis)] if axis in cut else range(degree)
+            for axis, degree in zip(self.axes, sizes, strict=True)
+        )
+        for place in product(*own):
+            index = 0
+            for coordinate, degree in zip(place, sizes, strict=True):
+                index = index * degree + coordinate
+            yield index * size, (index + 1) * size
 
     def take(
         self, local: torch.Tensor, had: Sequence[Axis], wanted: Sequence[Axis]

@@ -8,7 +8,6 @@ gradients are summed once: Megatron's two sums forward and two backward per bloc
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -34,7 +33,7 @@ from ptrain.costs import State
 from ptrain.interpreter.registry import Registry
 from ptrain.models.loss import token_loss_sum
 from ptrain.plan.step import Parallelize
-from ptrain.spec.role import Role
+from ptrain.spec.role import Role, fits
 
 _SEQUENCE = 1  # the dimension of tokens, behind that of samples
 
@@ -206,8 +205,7 @@ def _styles(step: Parallelize, role: Role, registry: Registry) -> Iterator[Paral
 
 
 def _matching(model: nn.Module, pattern: str) -> Iterator[str]:
-    known = re.compile(re.escape(pattern).replace(r"\*", r"\d+"))
-    return (name for name, _ in model.named_modules() if known.fullmatch(name))
+    return (name for name, _ in model.named_modules() if fits(pattern, name))
 
 
 def _tied(model: nn.Module) -> list[list[str]]:

@@ -3,6 +3,7 @@ while what all ranks have alike, before and behind it, has one mask."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -11,42 +12,38 @@ import torch
 import torch.distributed.tensor._random as dtensor_random
 from torch import nn
 
-_STRIDE = 0x9E3779B97F4A7C15  # odd, so that no two ranks' seeds meet (2^64 over the golden ratio)
+_SEED_BYTES = 7  # a seed is a positive 64-bit number
 
 
 class OwnRandomness:
-    """A generator of the rank's own, beside the device's default one and seeded by its seed."""
+    """Within a module a rank draws from a place of its own, which follows from where the device's
+    default generator stands, from the module and from the rank: nothing is kept between steps."""
 
     def __init__(self, index: int, device_type: str) -> None:
         self.index = index
         self.device_type = device_type
-        self._seed: int | None = None
-        self._own: torch.Tensor | None = None
         self._common: torch.Tensor | None = None
+        self._num_modules = 0
 
     def around(self, module: nn.Module) -> None:
-        """Use it while `module` trains; nothing is done where it draws nothing."""
+        """While `module` trains; nothing is done where it draws nothing."""
         if any(getattr(child, "dropout", 0) for child in module.modules()):
-            module.register_forward_pre_hook(self._enter)
+            number, self._num_modules = self._num_modules, self._num_modules + 1
+            module.register_forward_pre_hook(lambda module, _: self._enter(module, number))
             module.register_forward_hook(self._leave, always_call=True)
 
-    def _enter(self, module: nn.Module, _: object) -> None:
+    def _enter(self, module: nn.Module, number: int) -> None:
         if not module.training:
             return
         default = self._default()
         self._common = default.get_state()
-        seed = default.initial_seed()
-        if seed != self._seed or self._own is None:
-            self._seed = seed
-            mixed = (seed + (self.index + 1) * _STRIDE) % 2**63
-            self._own = torch.Generator(default.device).manual_seed(mixed).get_state()
-        default.set_state(self._own)
+        place = f"{number} {self.index} ".encode() + self._common.numpy().tobytes()
+        digest = hashlib.blake2b(place, digest_size=_SEED_BYTES).digest()
+        default.manual_seed(int.from_bytes(digest, "big"))
 
     def _leave(self, *_: object) -> None:
         if self._common is not None:
-            default = self._default()
-            self._own = default.get_state()
-            default.set_state(self._common)
+            self._default().set_state(self._common)
         self._common = None
 
     def _default(self) -> torch.Generator:

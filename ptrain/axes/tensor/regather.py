@@ -38,7 +38,7 @@ class _Source:
             self._whole = part.redistribute(placements=[Replicate()])
         whole = self._whole
         self.num_saved -= 1
-        if not self.num_saved:
+        if self.num_saved <= 0:  # a graph that is kept is gone through again
             self._whole = None
         return whole
 
