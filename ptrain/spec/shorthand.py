@@ -7,6 +7,7 @@ A short form that cannot be written out stays as it is and gives a fault.
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 
 from ptrain.costs import PLACED
@@ -29,13 +30,13 @@ def expand_shorthands(tree: Tree) -> list[Fault]:
     assert isinstance(root, dict), "a tree to expand is a mapping"
     faults: list[Fault] = []
 
-    def fault(route: Route, finding: str, remedy: str = "") -> None:
-        faults.append(mark_of(tree, route).fault(".".join(route), finding, remedy))
+    def fault(route: Route, finding: str, remedy: str = "", at: Route = ()) -> None:
+        faults.append(mark_of(tree, at or route).fault(".".join(route), finding, remedy))
 
     _reshard(tree, root, fault)
     named = _whole_placement(root, fault)
     if not named:
-        _tuples(root, fault)
+        _tuples(tree, root, fault)
     _data_degree(root, fault)
     _small_forms(root)
     return faults
@@ -109,9 +110,9 @@ def _sits_right(mesh: object, name: str, axes: tuple[str, ...], fault: _Report) 
     )
 
 
-def _tuples(root: Mapping, fault: _Report) -> None:
+def _tuples(tree: Tree, root: Mapping, fault: _Report) -> None:
     placement = root.get("placement")
-    if not isinstance(placement, dict) or _cut_at_commas(placement, fault):
+    if not isinstance(placement, dict) or _cut_at_commas(tree, placement, fault):
         return
     for axis, value in placement.items():
         route = ("placement", axis)
@@ -128,20 +129,35 @@ def _tuples(root: Mapping, fault: _Report) -> None:
             _named_tuple(placement, axis, str(value), fault)
 
 
-def _cut_at_commas(placement: Mapping, fault: _Report) -> bool:
-    """`{dp_shard: S*,S,M,R}`: within braces YAML reads the modes after a comma as keys."""
-    if not any(key in MODE_MEANINGS and value is None for key, value in placement.items()):
+def _cut_at_commas(tree: Tree, placement: Mapping, fault: _Report) -> bool:
+    """`{dp_shard: S*,S,M,R}`: within braces YAML reads the modes after a comma as keys, which stand
+    behind their axis."""
+    keys = list(placement)
+    strays = [key for key in keys if key in MODE_MEANINGS and placement[key] is None]
+    if not strays:
         return False
-    axes = [axis for axis in placement if axis not in MODE_MEANINGS]
-    modes = [str(placement[axis]) for axis in axes] + [key for key in placement if key not in axes]
-    shown = modes if len(axes) == 1 and len(modes) == len(PLACED) else ["S*", "S", "S", "R"]
-    axis = axes[0] if axes else _DATA[1]
+    first = keys.index(strays[0])
+    axis, route = (keys[first - 1], ("placement", keys[first - 1])) if first else (_DATA[1], ())
+    modes = _modes_at(tree.values.get(route)) or [
+        str(placement[axis]) if first else "",
+        *itertools.takewhile(strays.__contains__, keys[first:]),  # of equal keys the first is left
+    ]
+    if len(modes) != len(PLACED):
+        modes = ["S" if axis == Axis.TP else "S*", "S", "S", "R"]
     fault(
         ("placement",),
         "within { } a comma ends the value, so the modes after it are keys",
-        f"write a list: {{{axis}: [{', '.join(shown)}]}}",
+        f"write a list: {{{axis}: [{', '.join(modes)}]}}",
+        route,
     )
     return True
+
+
+def _modes_at(mark: Mark | None) -> list[str]:
+    """The tuple that begins there, if the line has all of it."""
+    rest = mark.text[mark.column - 1 :].split("}")[0] if mark and mark.line else ""
+    modes = [part.strip() for part in rest.split(",")][: len(PLACED)]
+    return modes if all(mode in MODE_MEANINGS for mode in modes) else []
 
 
 def _named_tuple(placement: Mapping, axis: str, name: str, fault: _Report) -> None:

@@ -226,23 +226,6 @@ def test_all_faults_come_at_once_in_the_order_of_the_file(tmp_path):
     assert str(error).count("error:") == len(places)
 
 
-@pytest.mark.parametrize(
-    ("written", "meant"),
-    [
-        ("{dp_shard: S*,S,M,R}", "{dp_shard: [S*, S, M, R]}"),
-        ("{dp_shard: S*, S, S, R}", "{dp_shard: [S*, S, S, R]}"),
-        ("{dp_replicate: R,R,R,R, dp_shard: S*,S,S,R}", "{dp_replicate: [S*, S, S, R]}"),
-    ],
-)
-def test_modes_cut_at_commas_within_braces_are_one_fault(written, meant, tmp_path):
-    file = tmp_path / "spec.yaml"
-    tuples = "\n  dp_shard: {parameters: S*, optimizer: S, gradients: S, activations: R}"
-    file.write_text(GOOD.replace(tuples, f" {written}"))
-    (fault,) = refused(file).faults
-    assert (fault.place, fault.line, fault.text[fault.column - 1]) == ("placement", 4, "{")
-    assert fault.remedy == f"write a list: {meant}"
-
-
 def test_a_fault_does_not_drag_others_behind_it(tmp_path):
     file = tmp_path / "spec.yaml"
     file.write_text(GOOD.replace("dp_shard: 2", "dp_shard: x").replace("global: 16", "global: 15"))

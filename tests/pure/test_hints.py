@@ -47,3 +47,28 @@ def test_a_spec_far_from_all_others_is_not_guessed_at():
 )
 def test_a_near_word_is_asked_for(override, meant):
     assert f"did you mean '{meant}'?" in message(override)
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("{dp_shard: S*,S,M,R}", "{dp_shard: [S*, S, M, R]}"),
+        ("{dp_shard: S*, S, S, R}", "{dp_shard: [S*, S, S, R]}"),
+        ("{dp_replicate: R,R,R,R, dp_shard: S*,S,S,R}", "{dp_replicate: [R, R, R, R]}"),
+        ("{dp_replicate: ddp, dp_shard: S*,S,S,R, tp: tp}", "{dp_shard: [S*, S, S, R]}"),
+        ("{dp_shard: zero3, tp: S,S,S,S*}", "{tp: [S, S, S, S*]}"),
+        ("{tp: S,S}", "{tp: [S, S, S, R]}"),
+        ("{dp_shard: S*,S,\n  M,R}", "{dp_shard: [S*, S, M, R]}"),
+    ],
+)
+def test_modes_cut_at_commas_within_braces_are_one_fault(written, meant, tmp_path):
+    file = tmp_path / "spec.yaml"
+    text = "model: {preset: llama-tiny}\nmesh: {dp_shard: 2}\nbatch: {sequence: 128}\nplacement: "
+    file.write_text(text + written)
+    with pytest.raises(SpecError) as caught:
+        load(file)
+    (fault,) = caught.value.faults
+    assert (fault.place, fault.line, fault.remedy) == ("placement", 4, f"write a list: {meant}")
+    axis, first = meant.strip("{").replace("[", "").split(",")[0].split(": ")
+    assert fault.text[: fault.column - 1].endswith(f"{axis}: ")
+    assert fault.text[fault.column - 1 :].startswith(first)

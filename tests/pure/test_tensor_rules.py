@@ -8,6 +8,7 @@ import pytest
 
 from ptrain.algebra.legality import check, executed, require
 from ptrain.axes.tensor.rules import TENSOR
+from ptrain.derivation.estimate import derive
 from ptrain.errors import SpecError
 from ptrain.spec.load import load
 from ptrain.spec.placement import MODES, Placement
@@ -109,3 +110,22 @@ def test_all_of_a_models_faults_come_at_once():
     with pytest.raises(SpecError) as caught:
         require(load("tp", ["mesh.tp=3", "placement.tp=S,S,S,S", "model.heads=4"]))
     assert {fault.place for fault in caught.value.faults} == {"mesh.tp", "batch.sequence"}
+
+
+@pytest.mark.parametrize("mode", ["O", "M", "S@file", "R@host"])
+def test_activations_that_do_not_run_are_refused_with_what_does_on_that_axis(mode):
+    for name, axis, works in (("tp", "tp", "R, S or S*"), ("zero3", "dp_shard", "R")):
+        with pytest.raises(SpecError) as caught:
+            load(name, [f"placement.{axis}.activations={mode}"])
+        (fault,) = caught.value.faults
+        assert fault.place == f"placement.{axis}.activations"
+        assert fault.remedy == f"what works today: {works}"
+
+
+def test_totals_count_one_rank_s_account_where_slices_are_unequal():
+    placed = {"dp_shard": "R,S,R,R", "tp": "S,S,S,R"}
+    sections = {"mesh": {"dp_shard": 2, "tp": 2}, "placement": placed}
+    uneven = derive(spec(2, **sections)).exact
+    even = derive(spec(2, **sections, model=SHAPE | {"vocab": 260})).exact
+    assert len(uneven.traffic) > len({row.key for row in uneven.traffic})
+    assert 0 <= even.sent_bytes() - uneven.sent_bytes() < 0.01 * even.sent_bytes()
