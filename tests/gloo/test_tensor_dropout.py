@@ -11,7 +11,12 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ptrain.data.corpus import corpus
+from ptrain.data.sampler import batch
+from ptrain.interpreter.program import interpret
+from ptrain.interpreter.world import World
 from ptrain.spec.spec import Spec
+from ptrain.train.loop import seed_dropout
 from ptrain.verification.compare import FP64
 from ptrain.verification.compare import compare as compare_runs
 from ptrain.verification.reference import one_device
@@ -112,3 +117,24 @@ def test_no_two_slices_have_the_same_mask(ranks: Ranks, activations: str) -> Non
     assert len({mask.numpy().tobytes() for mask in attention}) == len(attention)
     rate = 1 - torch.cat([mask.flatten() for mask in attention]).float().mean().item()
     assert abs(rate - DROPOUT) < 0.02
+
+
+def twice_seeded(spec: Spec) -> tuple[Masks, Masks]:
+    """The masks of a step, and of the same step again."""
+    program = interpret(spec, world=World.join(spec.timeout))
+    drawn = []
+    for _ in range(2):
+        local = batch(corpus(spec.data), spec=spec, step=0, data_index=0, data_degree=1)
+        seed_dropout(program, 3)
+        with Drawn() as masks:
+            program.forward_backward(local)
+        program.wrapped.clear_gradients()
+        drawn.append(masks.masks)
+    return drawn[0], drawn[1]
+
+
+@pytest.mark.parametrize("activations", ["R", "S"])
+def test_masks_follow_from_the_seed_alone(ranks: Ranks, activations: str) -> None:
+    spec = spec_of("gpt", activations=activations, shape={"dropout": DROPOUT})
+    for first, again in ranks.run(spec.world_size, twice_seeded, spec):
+        assert first and all(torch.equal(*pair) for pair in zip(first, again, strict=True))
