@@ -12,6 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from ptrain.costs import PLACED
 from ptrain.errors import Fault
+from ptrain.spec import slips
 from ptrain.spec.grammar import SpecRaw
 from ptrain.spec.leaf import Choice, describe, nearest
 from ptrain.spec.shorthand import mark_of
@@ -85,7 +86,7 @@ def _fault(tree: Tree, row: Any, kind: Any) -> Fault:
             return mark_of(tree, route[:-1], key=True).fault(place, finding, remedy)
         case "unexpected_keyword_argument":
             known = _keys(kind, route[:-1])
-            guess = nearest(route[-1], known)
+            guess = slips.whole_part(route[-1], known) or nearest(route[-1], known)
             finding = f"unknown key {route[-1]!r}"
             remedy = f"did you mean {guess!r}?" if guess else f"known here: {', '.join(known)}"
             return mark_of(tree, route, key=True).fault(place, finding, remedy)

@@ -32,6 +32,7 @@ from ptrain.units import parse_count
 
 Raw = TypeVar("Raw", ModelRaw, ClusterRaw)
 MUON_MOMENTUM = 0.95  # of its authors
+_ROPE_BASE = 10000.0  # of Su et al. 2021
 _BUCKETS = {"per-tensor": 1, "whole": WHOLE_BUCKET}
 
 
@@ -128,9 +129,22 @@ def _shape(raw: ModelRaw, found: Report) -> ModelShape | None:
         vocab=raw.vocab,
         tied=(family is Family.GPT) if raw.tied is None else raw.tied,
         dropout=raw.dropout or 0.0,
-        rope_base=raw.rope_base or 10000.0,
+        rope_base=raw.rope_base or _ROPE_BASE,
     )
-    return shape if _heads_divide(shape, raw.kv_heads or 1, found) else None
+    is_sound = _has_all_fields(shape, found)
+    return shape if _heads_divide(shape, raw.kv_heads or 1, found) and is_sound else None
+
+
+def _has_all_fields(shape: ModelShape, found: Report) -> bool:
+    """A field that the family lacks would be ignored."""
+    if shape.family is Family.LLAMA and shape.dropout:
+        found.add("model.dropout", "llama has no dropout", "remove dropout, or use family: gpt")
+    elif shape.family is Family.GPT and shape.rope_base != _ROPE_BASE:
+        finding = "gpt has learned positions, and none that turn"
+        found.add("model.rope_base", finding, "remove rope_base, or use family: llama")
+    else:
+        return True
+    return False
 
 
 def _heads_divide(shape: ModelShape, kv_heads: int, found: Report) -> bool:

@@ -30,6 +30,12 @@ def near_word(value: object, known: Iterable[str]) -> str:
     return ask(close(value, known, cutoff=NEAR)) if isinstance(value, str) else ""
 
 
+def whole_part(word: str, known: Iterable[str]) -> str:
+    """The first of `known` that begins or ends with the word: `memory` is device_memory."""
+    found = (name for name in known if name.startswith(f"{word}_") or name.endswith(f"_{word}"))
+    return next(found, "")
+
+
 def mode(text: str) -> str:
     """`O@file` is S@file, `R@nvme` is R@file, `s*` is S*; other texts stay what they are."""
     head, at, tier = text.partition("@")

@@ -43,6 +43,11 @@ def test_a_spec_far_from_all_others_is_not_guessed_at():
         ("overlap=on", "backward"),
         ("overlap=off", "none"),
         ("unit=sub_block", "sub-block"),
+        ("cluster.memory=80 GiB", "device_memory"),
+        ("cluster.host=1 TB", "host_memory"),
+        ("cluster.inter_node=50 GB/s", "inter_node_bandwidth"),
+        ("cluster.intra_node=450 GB/s", "intra_node_bandwidth"),
+        ("cluster.inter_node_latncy=1e-5", "inter_node_latency"),
     ],
 )
 def test_a_near_word_is_asked_for(override, meant):
@@ -72,3 +77,21 @@ def test_modes_cut_at_commas_within_braces_are_one_fault(written, meant, tmp_pat
     axis, first = meant.strip("{").replace("[", "").split(",")[0].split(": ")
     assert fault.text[: fault.column - 1].endswith(f"{axis}: ")
     assert fault.text[fault.column - 1 :].startswith(first)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "finding", "remedy"),
+    [
+        (["model.dropout=0.5"], "model.dropout: llama has no dropout", "family: gpt"),
+        (["model.preset=gpt-tiny", "model.rope_base=5"], "model.rope_base: gpt has", "llama"),
+    ],
+)
+def test_what_a_family_lacks_is_refused(overrides, finding, remedy):
+    said = message(*overrides)
+    assert finding in said and remedy in said
+
+
+def test_what_a_family_has_is_taken():
+    assert load("zero3", ["model.dropout=0"]).spec.model.dropout == 0
+    assert load("zero3", ["model.preset=gpt-tiny", "model.dropout=0.5"]).spec.model.dropout == 0.5
+    assert load("zero3", ["model.rope_base=5"]).spec.model.rope_base == 5
