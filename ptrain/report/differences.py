@@ -11,7 +11,9 @@ from ptrain.report.predict import MODEL_STATES, Prediction, model_state_bytes, s
 from ptrain.report.table import largest, on_tiers, render, size
 from ptrain.selection.fit import peak_bytes
 from ptrain.spec.spec import Spec
+from ptrain.spec.write import unwritten
 
+_UNSAID = "–"
 _SHOWN_ELSEWHERE = ("name", "mesh", "placement")
 Figure = tuple[str, int | None, int | None]
 
@@ -126,10 +128,20 @@ def _settings(before: Spec, after: Spec) -> Iterator[str]:
     )
     if before.batch.accumulate == after.batch.accumulate == 1:
         del left["sync.gradients"], right["sync.gradients"]  # one micro-batch is each and the last
+    defaults = _flatten(unwritten())
     for key in dict.fromkeys((*left, *right)):
-        values = left.get(key, "–"), right.get(key, "–")
-        if key.split(".")[0] not in _SHOWN_ELSEWHERE and values[0] != values[1]:
-            yield f"  {key}: {values[0]} → {values[1]}"
+        values = left.get(key, _UNSAID), right.get(key, _UNSAID)
+        is_default = _UNSAID in values and defaults.get(key) in values
+        if key.split(".")[0] in _SHOWN_ELSEWHERE or values[0] == values[1] or is_default:
+            continue
+        yield f"  {key}: {_word(values[0])} → {_word(values[1])}"
+
+
+def _word(value: object) -> str:
+    """As YAML writes it."""
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _placements(before: Spec, after: Spec) -> Iterator[str]:

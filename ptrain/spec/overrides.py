@@ -106,7 +106,11 @@ def apply(tree: Tree, override: Override) -> list[Fault]:
 
 
 def involves(fault: Fault, override: Override) -> bool:
-    """Whether the fault speaks of what the override sets: of its key, or of the word it gives."""
+    """Whether the fault speaks of what the override sets: of its key, of the word it gives, or of
+    the section that it is in."""
+    section = tuple(fault.place.split("."))
+    if override.route[: len(section)] == section:
+        return True
     said = f"{fault.finding} {fault.remedy}"
     word = override.text if override.text.isidentifier() and len(override.route) > 1 else ""
     known = [re.escape(each) for each in (".".join(override.route), word) if each]

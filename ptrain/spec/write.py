@@ -52,16 +52,7 @@ def to_mapping(spec: Spec, *, sync_is_written: bool) -> dict[str, object]:
         **({"prefetch": spec.prefetch} if spec.prefetch is not None else {}),
         "gather_after_update": spec.gather_after_update.value,
         **({"offload": _offload(spec.offload)} if _says_offload(spec) else {}),
-        **(
-            {
-                "tensor": {
-                    "plan": _tensor_plan(spec.tensor),
-                    "loss_parallel": spec.tensor.loss_parallel,
-                }
-            }
-            if spec.degree(Axis.TP) > 1 or spec.tensor != TensorSpec()
-            else {}
-        ),
+        **({"tensor": _tensor(spec.tensor)} if _says_tensor(spec) else {}),
         "eval": asdict(spec.eval),
         "checkpoint": asdict(spec.checkpoint),
         "timeout": asdict(spec.timeout),
@@ -114,6 +105,19 @@ def _model(model: ModelSpec) -> dict[str, object]:
             return {"target": model.target, "arguments": model.arguments}
         case HuggingFaceModel():
             return {"hf": model.hf, "config": model.config}
+
+
+def unwritten() -> dict[str, object]:
+    """What a section means that `to_mapping` leaves out where nothing else is said."""
+    return {"offload": _offload(Offload()), "tensor": _tensor(TensorSpec())}
+
+
+def _says_tensor(spec: Spec) -> bool:
+    return spec.degree(Axis.TP) > 1 or spec.tensor != TensorSpec()
+
+
+def _tensor(tensor: TensorSpec) -> dict[str, object]:
+    return {"plan": _tensor_plan(tensor), "loss_parallel": tensor.loss_parallel}
 
 
 def _tensor_plan(tensor: TensorSpec) -> object:

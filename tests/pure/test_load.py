@@ -343,6 +343,8 @@ def test_a_document_knows_where_each_key_stands(tmp_path):
     assert (fault.finding, fault.remedy) == ("is too much", "less")
     fault = document.locate(Fault(place="mesh.dp_shard", finding="x"))
     assert (fault.source, fault.line) == ("command line: mesh.dp_shard=4", 0)
+    fault = document.locate(Fault(place="mesh", finding="too many ranks"))
+    assert fault.line and fault.finding.endswith("(with mesh.dp_shard=4 from the command line)")
     fault = document.locate(Fault(place="placement.dp_shard.parameters", finding="x"))
     assert fault.text[fault.column - 1 :].startswith("S*")
     assert document.locate(Fault(place="", finding="x")).finding == "x"

@@ -174,3 +174,12 @@ def test_predict_gives_one_record_for_one_spec_and_a_list_for_several(ptrain):
     assert [record["spec"] for record in records] == ["zero3", "ddp"]
     assert all(record["verdict"] is None for record in records)
     assert {row["column"] for row in records[0]["memory"]} == {"paper", "exact"}
+
+
+def test_what_a_pair_of_specs_differs_in_is_said_without_defaults_and_in_yamls_words(ptrain):
+    before = ptrain("predict", "zero3", "tp-zero3").split("\n\n")[0]
+    assert "placement: " in before and "tensor" not in before
+    assert "offload." not in ptrain("predict", "zero2", "zero-offload").split("\n\n")[0]
+    assert "tensor.plan: – → naive" in ptrain("predict", "zero3", "tp-naive")
+    keeps = ptrain("predict", "zero3", "zero3-keep")
+    assert "sync.reshard_after_forward: true → false" in keeps
