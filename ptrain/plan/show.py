@@ -28,7 +28,7 @@ from ptrain.spec.batch import GatherAfterUpdate, GradientSync, ReduceScatterVia,
 from ptrain.spec.model import ModelShape
 from ptrain.spec.placement import Tier
 from ptrain.spec.precision import Layout
-from ptrain.spec.role import Roles
+from ptrain.spec.role import Role, Roles
 from ptrain.spec.spec import WHOLE_BUCKET, Spec
 from ptrain.units import format_bytes
 
@@ -92,11 +92,17 @@ def _parallelize(step: Parallelize) -> str:
     if step.is_sequence:
         between = "slices of the tokens"
     saved = ", saved so and gathered again in backward" if step.is_saved_cut else ""
-    logits = "cut over the vocabulary" if step.loss_parallel else "gathered"
     return (
         f"cut operators over {step.axis}: {pairs}; activations between them {between}{saved}; "
-        f"logits {logits}"
+        f"logits {_logits(step)}"
     )
+
+
+def _logits(step: Parallelize) -> str:
+    """A tied head has no role of its own in a built-in model: the norm before it has one."""
+    if not any(role in (Role.HEAD, Role.LAST_NORM) for _, role in step.roles):
+        return "whole, since no head is cut"
+    return "cut over the vocabulary" if step.loss_parallel else "gathered"
 
 
 def _replicate(step: Replicate) -> str:
