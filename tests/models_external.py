@@ -6,6 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ptrain.models.build import build
+from ptrain.spec.model import Family, ModelShape
+
 
 class Neck(nn.Module):
     """x + up(spread(narrow(x))): hidden -> 2 -> 5 -> hidden, through rows that do not divide."""
@@ -180,3 +183,11 @@ def stubborn() -> Pairs:
     for layer in model.layers:
         layer.mixing = Stubborn(16, 4)
     return model
+
+
+def ours(family: str = "llama") -> nn.Module:
+    """A target that returns a model of ours."""
+    shape = ModelShape(
+        family=Family(family), layers=2, hidden=32, heads=4, kv_heads=4, ffn=40, vocab=260
+    )
+    return build(shape, sequence=16)

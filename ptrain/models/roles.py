@@ -1,5 +1,6 @@
 """The roles of a model that is not built in, on the tensor axis: by the spec's `tensor.plan`, else
-by the plan that the module itself carries: `tp_plan`, of the user's function or of transformers.
+by the plan that the module itself carries: `tp_plan`, of the user's function or of transformers. A
+user's function may also return a model of ours, which has those of its family.
 
 A plan maps patterns of module names to roles, in ptrain's words or in those of transformers. What
 it says nothing about is whole on every rank.
@@ -13,12 +14,14 @@ from typing import assert_never
 
 from torch import nn
 
+from ptrain.axes.tensor.roles import roles_of
 from ptrain.errors import refused
-from ptrain.models.initialize import keeps_its_weights
+from ptrain.models.cuttable import matching, require_cuttable
+from ptrain.models.gpt import Gpt
+from ptrain.models.llama import Llama
 from ptrain.spec.axis import Axis
 from ptrain.spec.model import ExternalModel, HuggingFaceModel, ModelShape
-from ptrain.spec.placement import R
-from ptrain.spec.role import GIVEN, Role, Roles, fits
+from ptrain.spec.role import GIVEN, Role, Roles
 from ptrain.spec.spec import Spec
 
 # transformers' words (4.56 to 5). None: whole on every rank, which is how between the sub-blocks
@@ -34,12 +37,6 @@ _THEIRS: Mapping[str, Role | None] = {
     "replicate": None,
 }
 _GATHERED = ("colwise_rep", "colwise_gather_output")
-_KINDS = {
-    Role.COLUMN: nn.Linear,
-    Role.ROW: nn.Linear,
-    Role.HEAD: nn.Linear,
-    Role.VOCABULARY: nn.Embedding,
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,29 +50,27 @@ class _Plan:
 
 
 def roles_of_module(module: nn.Module, spec: Spec) -> Roles:
-    """Patterns with roles; none where tp is not in the mesh, or where the module is built in.
+    """Patterns with roles; none where tp is not in the mesh, or where the model is built in.
     Raises SpecError where the plan cannot be followed."""
-    if spec.degree(Axis.TP) == 1 or not keeps_its_weights(module):
+    if spec.degree(Axis.TP) == 1:
         return ()
-    plan = _plan_of(module, spec)
-    _require_whole_tokens(spec)
-    roles = tuple(_known(module, plan))
-    if plan.theirs:
-        roles = (*roles, *_whole_inputs(module, roles))
-    roles = (*roles, *_tied(module, roles))
-    for pattern, role in roles:
-        for name in matching(module, pattern):
-            _require(module.get_submodule(name), (name, role), plan.place, spec)
-    _require_one_each(module, roles, plan.place)
-    _require_all_within(module, roles, plan.place)
-    _require_heads(module, spec)
-    _require_no_dropout(module, plan.place)
+    if isinstance(module, Llama | Gpt) and not spec.tensor.roles:
+        if isinstance(spec.model, ModelShape):
+            return ()
+        place, roles = _named(module, spec)[0], roles_of(module.shape)
+    else:
+        place, roles = _planned(module, spec)
+    require_cuttable(module, roles, place, spec)
     return roles
 
 
-def matching(module: nn.Module, pattern: str) -> Iterator[str]:
-    """The names of the modules that a pattern means."""
-    return (name for name, _ in module.named_modules() if fits(pattern, name))
+def _planned(module: nn.Module, spec: Spec) -> tuple[str, Roles]:
+    """Whose plan it is, and what it says."""
+    plan = _plan_of(module, spec)
+    roles = tuple(_known(module, plan))
+    if plan.theirs:
+        roles = (*roles, *_whole_inputs(module, roles))
+    return plan.place, (*roles, *_tied(module, roles))
 
 
 def _plan_of(module: nn.Module, spec: Spec) -> _Plan:
@@ -190,87 +185,3 @@ def _tied(module: nn.Module, roles: Roles) -> Iterator[tuple[str, Role]]:
                 if name not in cut:
                     is_table = isinstance(module.get_submodule(name), nn.Embedding)
                     yield name, Role.VOCABULARY if is_table else Role.HEAD
-
-
-def _require(child: nn.Module, named: tuple[str, Role], place: str, spec: Spec) -> None:
-    """That a module can have its role on this many ranks."""
-    (name, role), degree = named, spec.degree(Axis.TP)
-    kind = _KINDS.get(role)
-    if kind is not None and not isinstance(child, kind):
-        finding = f"{name} is a {type(child).__name__}; {role} is a role of {kind.__name__}"
-        raise refused(place, finding, "give it no role, or another one")
-    match role:
-        case Role.COLUMN | Role.ROW:
-            assert isinstance(child, nn.Linear)
-            is_column = role is Role.COLUMN
-            size = child.out_features if is_column else child.in_features
-            what = "outputs" if is_column else "inputs"
-            _require_divisible(f"the {size} {what} of {name}", size, degree)
-        case Role.HEAD:
-            assert isinstance(child, nn.Linear)
-            if child.out_features % degree and not spec.tensor.loss_parallel:
-                finding = f"false: the {child.out_features} outputs of {name} are cut unequally"
-                remedy = f"write true, or a vocabulary that is a multiple of {degree}"
-                raise refused("tensor.loss_parallel", finding, remedy)
-
-
-def _require_divisible(what: str, size: int, degree: int) -> None:
-    if size % degree:
-        divisors = [str(each) for each in range(1, size + 1) if size % each == 0]
-        finding = f"tp={degree} does not divide {what}"
-        raise refused("mesh.tp", finding, f"choose tp from {', '.join(divisors)}")
-
-
-def _require_one_each(module: nn.Module, roles: Roles, place: str) -> None:
-    seen: dict[str, Role] = {}
-    for pattern, role in roles:
-        for name in matching(module, pattern):
-            if name in seen:
-                finding = f"{name} has two roles, {seen[name]} and {role}"
-                raise refused(place, finding, "give it one")
-            seen[name] = role
-
-
-def _require_all_within(module: nn.Module, roles: Roles, place: str) -> None:
-    """What has parameters among the operators of a sub-block sees a slice of the features: without
-    a role each rank would take its own part of a gradient for all of it."""
-    named = {name: role for pattern, role in roles for name in matching(module, pattern)}
-    parents = [name for name, role in named.items() if role is Role.WHOLE_INPUT]
-    for name, child in module.named_modules():
-        has_parameters = next(child.parameters(recurse=False), None) is not None
-        is_within = any(name.startswith(f"{parent}.") for parent in parents)
-        if is_within and has_parameters and name not in named:
-            finding = f"{name} has parameters and stands among operators that are cut, but no role"
-            raise refused(place, finding, f"write a tensor.plan that gives it one, as {_WITHIN}")
-
-
-_WITHIN = "shared where it is used between a column and a row"
-
-
-def _require_whole_tokens(spec: Spec) -> None:
-    """The algebra refuses it where the spec says that the model is not built in."""
-    for factor in spec.factors:
-        if factor.axis is Axis.TP and factor.placement.activations != R:
-            finding = f"not yet: {factor.placement.activations}, of a module that is not built in"
-            raise refused("placement.tp.activations", finding, "write activations: R")
-
-
-def _require_heads(module: nn.Module, spec: Spec) -> None:
-    """A head is computed by one rank. Models of transformers say how many they have."""
-    config = getattr(module, "config", None)
-    for field in ("num_attention_heads", "num_key_value_heads"):
-        heads = getattr(config, field, None)
-        if isinstance(heads, int):
-            _require_divisible(f"{field}: {heads}", heads, spec.degree(Axis.TP))
-
-
-def _require_no_dropout(module: nn.Module, place: str) -> None:
-    for name, child in module.named_modules():
-        found = {key: value for key, value in vars(child).items() if "drop" in key}
-        if isinstance(child, nn.Dropout):
-            found["p"] = child.p
-        for key, value in found.items():
-            if isinstance(value, float) and value > 0.0:
-                finding = f"not yet: {f'{name}.{key}'.lstrip('.')} is {value}, and dropout of cut "
-                finding += "activations is known of built-in models only"
-                raise refused(place, finding, "build it with a dropout of 0")

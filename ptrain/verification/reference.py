@@ -22,6 +22,7 @@ from ptrain.models.build import build
 from ptrain.models.initialize import cast, initialize
 from ptrain.models.loss import token_loss_sum
 from ptrain.models.numerics import TORCH_DTYPES
+from ptrain.spec.model import ModelShape
 from ptrain.spec.spec import Spec
 from ptrain.train.schedule import learning_rate
 from ptrain.verification.updater import Updater
@@ -76,7 +77,8 @@ def _module(spec: Spec) -> nn.Module:
         module = build(
             spec.model, sequence=spec.batch.sequence, allow_import=True, seed=spec.train.seed
         )
-    initialize(module, spec.train.seed)
+    if isinstance(spec.model, ModelShape):  # a function's model keeps its weights, also one of ours
+        initialize(module, spec.train.seed)
     cast(module, TORCH_DTYPES[spec.precision.effective.parameters])
     return module
 

@@ -14,6 +14,7 @@ from tests.models_external import PAIRS_PLAN
 from tests.ranks import Ranks
 
 pytestmark = pytest.mark.gloo
+NIGHTLY = pytest.mark.nightly
 
 LLAMA: dict[str, Any] = {
     "hidden_size": 32,
@@ -33,6 +34,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3": {"hf": "qwen3", "config": LLAMA | {"head_dim": 8}},
     "pairs": {"target": "tests.models_external:pairs"},
     "tied-pairs": {"target": "tests.models_external:pairs", "arguments": {"tied": True}},
+    "ours-llama": {"target": "tests.models_external:ours"},
+    "ours-gpt": {"target": "tests.models_external:ours", "arguments": {"family": "gpt"}},
     "unplanned": {"target": "tests.models_external:pairs", "arguments": {"planned": False}},
 }
 
@@ -77,6 +80,11 @@ def test_in_true_dtypes_it_is_exact(ranks: Ranks, layout: str, data: str) -> Non
 
 def test_a_functions_own_plan_is_exact_and_equals_one_device(ranks: Ranks) -> None:
     assert not differences(ranks, own_spec("pairs"))
+
+
+@pytest.mark.parametrize("model", ["ours-gpt", pytest.param("ours-llama", marks=NIGHTLY)])
+def test_a_function_may_return_a_model_of_ours(ranks: Ranks, model: str) -> None:
+    assert not differences(ranks, own_spec(model))
 
 
 def test_a_plan_of_the_spec_is_exact_and_equals_one_device(ranks: Ranks) -> None:

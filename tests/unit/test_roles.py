@@ -6,7 +6,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from ptrain.algebra.legality import require
 from ptrain.axes.tensor.roles import roles_of
@@ -18,7 +19,7 @@ from ptrain.spec.load import load
 from ptrain.spec.model import HuggingFaceModel
 from ptrain.spec.role import Role
 from ptrain.spec.spec import Spec
-from tests.models_external import PAIRS_PLAN, pairs
+from tests.models_external import PAIRS_PLAN, ours, pairs
 from tests.unit.test_huggingface import CONFIG, NEOX
 
 TARGET = "tests.models_external:pairs"
@@ -122,8 +123,9 @@ MISTAKES = [
         {key: word for key, word in PAIRS_PLAN.items() if not key.endswith("scale")},
         "tensor.plan",
         "layers.0.mixing.scale has parameters",
-        "shared",
+        "layers.*.mixing.scale is shared",
     ),
+    ({"layers.*.mixing": "whole input"}, "tensor.plan", "cuts nothing", "or write no tp"),
 ]
 
 
@@ -140,10 +142,32 @@ def test_a_word_of_the_functions_plan_that_is_none_is_refused():
     assert place == "model.target" and "head: sideways" in finding and "column" in remedy
 
 
-def test_a_degree_that_does_not_divide_is_refused_with_those_that_do():
-    place, finding, remedy = fault(pairs(hidden=12), spec_of(tp=8))
-    assert (place, remedy) == ("mesh.tp", "choose tp from 1, 2, 3, 4, 6, 12")
-    assert "12 outputs of layers.0.mixing.query" in finding
+def test_a_degree_that_does_not_divide_is_refused_once_with_those_that_divide_everything():
+    with pytest.raises(SpecError) as caught:
+        roles_of_module(pairs(hidden=12), spec_of(tp=8))
+    assert {(fault.place, fault.remedy) for fault in caught.value.faults} == {
+        ("mesh.tp", "choose tp from 1, 2, 3, 4, 6, 12")
+    }
+    sizes = [
+        fault.finding.removeprefix("tp=8 does not divide the ") for fault in caught.value.faults
+    ]
+    assert sizes == [
+        "12 outputs of layers.0.mixing.query",
+        "12 outputs of layers.0.mixing.key_value.0",
+        "12 inputs of layers.0.mixing.output",
+    ]
+
+
+def test_heads_and_layers_are_divided_by_the_same_degrees():
+    with pytest.raises(SpecError) as caught:
+        of_hugging_face("llama", CONFIG, tp=3)
+    findings = [fault.finding for fault in caught.value.faults]
+    assert {fault.remedy for fault in caught.value.faults} == {"choose tp from 1, 2"}
+    assert findings[:2] == [
+        "tp=3 does not divide num_attention_heads: 4",
+        "tp=3 does not divide num_key_value_heads: 2",
+    ]
+    assert len(findings) > 2 and all("of model.layers.0." in each for each in findings[2:])
 
 
 def test_unequal_logits_are_not_gathered():
@@ -161,6 +185,117 @@ def test_a_module_that_is_given_in_place_of_a_built_in_model_has_its_own_roles()
     sliced = require(load(mapping | {"batch": {"micro": 1, "sequence": 16}}))
     assert fault(pairs(), sliced)[0] == "placement.tp.activations"
     assert lower(spec_of(shape), ((""),), roles).tensor.roles == roles
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt"])
+def test_a_model_of_ours_that_a_function_returns_has_the_roles_of_its_family(family):
+    model = ours(family)
+    target = {"target": "tests.models_external:ours", "arguments": {"family": family}}
+    assert roles_of_module(model, spec_of(target)) == roles_of(model.shape)
+    with pytest.raises(SpecError, match=r"tp=3 does not divide heads: 4\n *remedy: .* 1, 2, 4"):
+        roles_of_module(model, spec_of(target, tp=3))
+    plan = {"embed": "vocabulary"}
+    assert dict(roles_of_module(model, spec_of(target, plan=plan))) == plan
+
+
+class Gated(nn.Module):
+    """A sub-block with parameters beside its operators, used where `at` says."""
+
+    def __init__(self, at: str) -> None:
+        super().__init__()
+        self.at = at
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+        self.norm = nn.LayerNorm(16)
+        self.gain = nn.Parameter(torch.ones(()))
+        self.gate = nn.Linear(16, 1)
+
+    def forward(self, x_BTC: Tensor, is_known_BT1: Tensor) -> Tensor:
+        used = self.norm(x_BTC) * self.gain if self.at == "before" else x_BTC
+        cut = self.up(used).tanh() * is_known_BT1
+        match self.at:
+            case "between":
+                cut = cut * self.gain
+            case "in place":
+                cut.mul_(self.gain.expand(32))
+            case "gate":
+                cut = cut * self.gate(x_BTC)
+        out: Tensor = self.down(cut)
+        return self.norm(out) * self.gain if self.at == "behind" else out
+
+
+class Gates(nn.Module):
+    def __init__(self, at: str) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(260, 16), nn.Linear(16, 260)
+        self.parts = nn.ModuleList(Gated(at) for _ in range(2))
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        x_BTC = self.table(tokens_BT)
+        for part in self.parts:
+            x_BTC = x_BTC + part(x_BTC, (tokens_BT != 3)[..., None].float())
+        logits: Tensor = self.head(x_BTC)
+        return logits
+
+
+PAIR = {"parts.*.up": "column", "parts.*.down": "row"}
+WHOLE = {"parts.*": "whole input"}
+
+
+@pytest.mark.parametrize("head", [{}, {"table": "vocabulary", "head": "head"}])
+@pytest.mark.parametrize(
+    ("at", "beside"),
+    [
+        ("before", {}),
+        ("behind", {}),
+        ("behind", WHOLE),
+        ("between", {"parts.*": "shared"}),
+        ("in place", {"parts.*": "shared"}),
+    ],
+)
+def test_parameters_beside_a_pair_are_whole_or_shared(at, beside, head):
+    plan = PAIR | beside | head
+    assert dict(roles_of_module(Gates(at), spec_of(plan=plan))) == plan
+
+
+@pytest.mark.parametrize(
+    ("at", "beside", "finding", "remedy"),
+    [
+        ("between", {}, "parts.0.gain is used on a slice", "parts.* is shared"),
+        ("between", WHOLE, "parts.0.gain is used on a slice", "a module of its own"),
+        ("in place", {}, "parts.0.gain is used on a slice", "parts.* is shared"),
+        ("before", WHOLE, "what parts.0, a whole input, is given meets", "no role"),
+        ("before", {"parts.*": "shared"}, "parts.0.gain is used on all features", "no role"),
+        ("gate", {}, "parts.0.up gives is a slice, and it meets", "the role row"),
+        ("", {"head": "column"}, "returns what head gives", "the role head"),
+        ("", {"parts.*.gate": "row", "parts.*.down": "column"}, "down is a column, and", "row"),
+    ],
+)
+def test_a_gradient_that_nobody_would_sum_is_refused(at, beside, finding, remedy):
+    place, found, right = fault(Gates(at), spec_of(plan={**PAIR, **beside}))
+    assert place == "tensor.plan" and finding in found and remedy in right
+
+
+@pytest.mark.parametrize(
+    ("alone", "finding", "remedy"),
+    [
+        ("parts.*.up", "up is a column, and parts.0.down, which", "give parts.*.down the role row"),
+        ("parts.*.down", "parts.0.down is a row", "the layer before it the role column"),
+    ],
+)
+def test_a_column_and_a_row_need_one_another(alone, finding, remedy):
+    place, found, right = fault(Gates(""), spec_of(plan={alone: PAIR[alone]}))
+    assert place == "tensor.plan" and finding in found and remedy in right
+
+
+def test_looking_at_a_model_changes_nothing_in_it():
+    model = Gates("behind")
+    model.parts[0].norm = nn.BatchNorm1d(16)  # its buffers follow what it sees
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    state = torch.get_rng_state()
+    roles_of_module(model, spec_of(plan=PAIR))
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not any(module._forward_hooks for module in model.modules())
 
 
 def test_a_built_in_module_has_those_of_its_family():

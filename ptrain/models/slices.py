@@ -1,0 +1,263 @@
+"""Where slices of the features go: one forward pass of a whole model, in which every tensor carries
+what its plan would make of it on a rank of tp.
+
+What a column layer gives is a slice, and so is all that is computed of it, until a row layer sums
+it away. A gradient that flows from a slice into something that every rank has whole is each rank's
+part alone, and no rank can see that: it would be taken for all of it. So a slice may meet a
+parameter only where a role says who sums.
+
+Note: what is read of a slice beside its elements is not followed: a norm without parameters over
+features that are cut has one rank's figures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_iter
+
+from ptrain.models.ledger import Ledger, storage_of
+from ptrain.spec.role import Role
+
+Named = Mapping[str, Role]  # modules with their roles
+Problem = tuple[str, str]  # what was found, and the remedy
+
+_OPERATORS = (Role.COLUMN, Role.ROW, Role.HEAD, Role.VOCABULARY)  # cut together with what they read
+_SHAPES_ALONE = ("_like", "new_zeros", "new_ones", "new_empty", "new_full", "new_empty_strided")
+
+
+def misplaced(module: nn.Module, named: Named, *, sequence: int, is_naive: bool) -> Problem | None:
+    """The first thing that roles do not account for, on one sample of `sequence` tokens; None where
+    all is well. Buffers and torch's generators are left as they were."""
+    device = next(module.parameters()).device
+    tokens = torch.zeros(1, sequence, dtype=torch.int64, device=device)
+    follower = Follower(module, named, is_naive=is_naive)
+    copies = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    devices = [device] if device.type == "cuda" else []
+    with torch.no_grad(), torch.random.fork_rng(devices=devices), follower.hooked(), follower:
+        follower.give(tokens)
+        follower.end(torch.func.functional_call(module, copies, (tokens,)))
+    return follower.problem
+
+
+class Follower(Ledger):
+    """Says of every storage that lives what it is: a slice, and of which layers; the input that a
+    sub-block makes whole; learnt, of which parameters alone or of the tokens too; given."""
+
+    def __init__(self, module: nn.Module, named: Named, *, is_naive: bool) -> None:
+        super().__init__()
+        self.problem: Problem | None = None
+        self._module, self._named, self._is_naive = module, named, is_naive
+        self._running: list[str] = []
+        self._slices: dict[int, frozenset[str]] = {}
+        self._opened: dict[int, str] = {}
+        self._learnt: dict[int, frozenset[str]] = {}  # empty: of the tokens too
+        self._given: set[int] = set()
+
+    def died(self, key: int, size: int) -> None:
+        for marks in (self._slices, self._opened, self._learnt):
+            marks.pop(key, None)
+        self._given.discard(key)
+
+    def give(self, tokens: torch.Tensor) -> None:
+        """Declares what the model is given, and its parameters."""
+        self.watch(tokens)
+        self._given.add(_key(tokens))
+        for name, parameter in self._module.named_parameters():
+            self.watch(parameter)
+            self._learnt[_key(parameter)] = frozenset((name,))
+
+    def end(self, output: object) -> None:
+        """Looks at what the model returns."""
+        found = self._origins(map(_key, _tensors(output)))
+        if columns := [name for name in found if self._named.get(name) is not Role.HEAD]:
+            column = min(columns)
+            finding = f"the model returns what {column} gives, a slice of the features"
+            self._say(finding, f"give {column} the role head, or the layer behind it row")
+
+    @contextmanager
+    def hooked(self) -> Iterator[None]:
+        """With hooks that say which module runs."""
+        handles: list[Any] = []
+        for name, child in self._module.named_modules():
+            enter, leave = self._hooks(name, child)
+            handles += [
+                child.register_forward_pre_hook(enter, with_kwargs=True),
+                child.register_forward_hook(leave),
+            ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _hooks(self, name: str, child: nn.Module) -> tuple[Any, Any]:
+        role = self._named.get(name)
+        may_be_a_row = role is None and isinstance(child, nn.Linear)
+
+        def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self._running.append(name)
+            first = next(filter(_is_real, (*args, *kwargs.values())), None)
+            if isinstance(first, torch.Tensor):
+                self._enter(name, role, _key(first))
+                if may_be_a_row and _key(first) in self._slices:
+                    self._say_unpaired(name, min(self._slices[_key(first)]))
+
+        def leave(_: nn.Module, __: object, output: object) -> None:
+            self._running.pop()
+            self._leave(name, role, [_key(tensor) for tensor in _tensors(output)])
+
+        return enter, leave
+
+    def _enter(self, name: str, role: Role | None, first: int) -> None:
+        match role:
+            case Role.ROW if first not in self._slices:
+                finding = f"{name} is a row, and what it is given is whole: "
+                finding += "no column stands before it"
+                remedy = f"give the layer before it the role column, or {_pattern(name)} none"
+                self._say(finding, remedy)
+            case Role.COLUMN | Role.HEAD if first in self._slices:
+                column = min(self._slices[first])
+                finding = f"{name} is a {role}, and what it is given is a slice already, that of "
+                remedy = f"give {_pattern(name)} the role row, or {_pattern(column)} none"
+                self._say(f"{finding}{column}", remedy)
+            case Role.WHOLE_INPUT if first not in self._slices and not self._is_naive:
+                self._opened[first] = name
+
+    def _say_unpaired(self, name: str, column: str) -> None:
+        finding = f"{column} is a column, and {name}, which is given its slice of the features, "
+        finding += "has no role: no row stands behind the column"
+        remedy = f"give {_pattern(name)} the role row (shared, if it is used on each head alone), "
+        self._say(finding, f"{remedy}or {_pattern(column)} none")
+
+    def _leave(self, name: str, role: Role | None, made: list[int]) -> None:
+        match role:
+            case Role.COLUMN | Role.HEAD:
+                self._slices.update(dict.fromkeys(made, frozenset((name,))))
+            case Role.ROW:
+                for key in made:
+                    self._slices.pop(key, None)
+                self._learnt.update(dict.fromkeys(made, frozenset()))
+            case Role.WHOLE_INPUT:
+                for key in [key for key, opener in self._opened.items() if opener == name]:
+                    del self._opened[key]
+                    self._learnt[key] = frozenset()
+
+    def __torch_dispatch__(
+        self,
+        function: Any,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        read = [_key(tensor) for tensor in _tensors((args, kwargs))]
+        result = super().__torch_dispatch__(function, types, args, kwargs)
+        if not function._schema.name.endswith(_SHAPES_ALONE):
+            self._judge(read)
+            for tensor in _tensors(result):
+                self._mark(tensor, read)
+        return result
+
+    def _judge(self, read: list[int]) -> None:
+        slices, learnt = self._origins(read), self._whole(read)
+        if any(self._named.get(name) in _OPERATORS for name in self._running[-1:]):
+            return
+        if slices:
+            self._judge_meeting(sorted(slices), learnt)
+            return
+        shared = [name for key in learnt for name in self._learnt[key] if self._is_summed(name)]
+        opened = [self._opened[key] for key in read if key in self._opened]
+        if shared and (opened or any(not self._learnt[key] for key in learnt)):
+            owner = shared[0].rpartition(".")[0]
+            finding = f"{owner} is shared, and {shared[0]} is used on all features"
+            self._say(finding, f"give {_pattern(owner)} no role")
+        elif opened and learnt:
+            met = " ".join(sorted(chain(*(self._learnt[key] for key in learnt)))[:1])
+            finding = f"what {opened[0]}, a whole input, is given meets {met or 'another tensor'} "
+            finding += "there, and only its column layers may take it"
+            self._say(finding, f"give {_pattern(opened[0])} no role")
+
+    def _judge_meeting(self, slices: list[str], learnt: list[int]) -> None:
+        for key in learnt:
+            names = self._learnt[key]
+            alone = sorted(name for name in names if not self._is_summed(name))
+            if alone:
+                self._say_parameter(alone[0], slices)
+            elif not names:
+                where = self._running[-1] if self._running else ""
+                finding = f"what {slices[0]} gives is a slice, and it meets what every rank has "
+                finding += f"whole, in the forward of {where or 'the model'}: "
+                finding += "no row stands between"
+                column = _pattern(slices[0])
+                remedy = f"give the layer behind {column} the role row, or {column} none"
+                self._say(finding, remedy)
+
+    def _say_parameter(self, parameter: str, slices: list[str]) -> None:
+        owner = parameter.rpartition(".")[0]
+        finding = f"{owner or 'the model'} has parameters, and {parameter} is used on a slice of "
+        finding += f"the features, that of {slices[0]}, with no role that says who sums its "
+        finding += "gradient"
+        remedy = f"write a tensor.plan in which {_pattern(owner)} is shared"
+        if owner in self._named or not owner:
+            remedy = f"put {_pattern(parameter)} into a module of its own, and make that shared"
+        self._say(finding, remedy)
+
+    def _is_summed(self, parameter: str) -> bool:
+        """Whether ranks add up a parameter's gradient: while its module runs, they do."""
+        owner = parameter.rpartition(".")[0]
+        return self._named.get(owner) is Role.SHARED and owner in self._running
+
+    def _mark(self, tensor: torch.Tensor, read: list[int]) -> None:
+        key, learnt = _key(tensor), self._whole(read)
+        opened = [self._opened[each] for each in read if each in self._opened]
+        if slices := self._origins(read):
+            self._slices[key] = slices
+        elif opened:
+            self._opened[key] = opened[0]
+        elif learnt and tensor.is_floating_point():
+            names = [self._learnt[each] for each in learnt]
+            of_tokens = not all(names) or any(each in self._given for each in read)
+            self._learnt[key] = frozenset() if of_tokens else frozenset(chain(*names))
+        elif learnt or any(each in self._given for each in read):
+            self._given.add(key)
+
+    def _origins(self, keys: Iterable[int]) -> frozenset[str]:
+        """The layers whose slices are among storages."""
+        return frozenset(chain(*(self._slices.get(key, ()) for key in keys)))
+
+    def _whole(self, keys: Iterable[int]) -> list[int]:
+        """Those storages that every rank has whole and that gradients flow into."""
+        return [
+            key
+            for key in keys
+            if key in self._learnt and key not in self._slices and key not in self._opened
+        ]
+
+    def _say(self, finding: str, remedy: str) -> None:
+        self.problem = self.problem or (finding, remedy)
+
+
+def _pattern(name: str) -> str:
+    """The name as a plan writes it, for all blocks."""
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+
+
+def _key(tensor: torch.Tensor) -> int:
+    return storage_of(tensor)._cdata
+
+
+def _tensors(tree: Any) -> Iterator[torch.Tensor]:
+    return (
+        leaf
+        for leaf in tree_iter(tree)
+        if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided
+    )
+
+
+def _is_real(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
