@@ -11,6 +11,7 @@ import pytest
 from ptrain.algebra.legality import require
 from ptrain.spec.load import load
 from ptrain.spec.names import listing, root
+from ptrain.spec.role import GIVEN, fits
 from ptrain.spec.text import read
 
 ROOT = Path(__file__).parents[2]
@@ -39,6 +40,26 @@ def test_what_other_tools_are_said_to_mean_is_a_legal_spec(written):
 def test_every_strategy_is_in_the_table_of_flags():
     assert {name for name, *_ in WRITTEN} == set(listing("strategies"))
     assert len(set(WRITTEN)) == len(WRITTEN)
+
+
+def test_every_role_that_a_plan_may_give_is_said_to_mean_what_an_editor_shows():
+    text = (ROOT / "specs" / "README.md").read_text(encoding="utf-8")
+    for role, about in GIVEN.items():
+        assert f"| `{role}` | {about} |\n" in text
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert all(f"`{role}` (" in readme for role in GIVEN)
+
+
+def test_a_star_in_a_plan_is_a_blocks_number_and_nothing_else():
+    assert fits("layers.*", "layers.12")
+    assert not fits("layers.*", "layers.12.mlp") and not fits("layers.*", "layers.x")
+
+
+def test_what_readme_gathers_is_a_vocabulary_that_tp_divides():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    command = "ptrain predict tp model.vocab=260 tensor.loss_parallel=false"
+    assert f"`{command}`" in readme
+    assert not require(load("tp", command.split()[3:])).tensor.loss_parallel
 
 
 def test_no_tool_is_misspelled():
