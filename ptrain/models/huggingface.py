@@ -49,6 +49,10 @@ def build_hugging_face(model: HuggingFaceModel, *, sequence: int) -> nn.Module:
         with torch.no_grad():  # sizes that do not fit one another show when they meet
             module(torch.zeros(1, min(2, sequence), dtype=torch.int64))
     except _MISTAKES as error:
+        if not getattr(named, "_supports_sdpa", True):
+            finding = f"{named.__name__} does not have torch's own attention (sdpa), and ptrain "
+            finding += "runs no other"
+            raise refused("model.hf", finding, "name a class that has it, like Llama") from error
         finding = f"{named.__name__} cannot be built of this config: {_line(error)}"
         raise refused("model.config", finding, "change the field that it names") from error
     return module
