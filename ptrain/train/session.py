@@ -6,6 +6,7 @@ import json
 import platform
 import shlex
 import sys
+import traceback
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -134,8 +135,17 @@ def _run(session: Session, interrupts: interrupt.Interrupts) -> int:
 
 
 def _on_first(exchange: Exchange, found: Callable[[], Any]) -> Any:
-    """What rank 0 finds, on every rank."""
-    return exchange.first(found() if exchange.world.is_first else None)
+    """What rank 0 finds, on every rank. What stops it there is a problem of all the others."""
+    told = None
+    try:
+        if exchange.world.is_first:
+            told = found()
+    finally:
+        if error := sys.exception():
+            last = traceback.format_exception_only(error)[-1].strip()
+            told = {"problem": f"rank 0 could not trace the parts of the model: {last}"}
+        told = exchange.first(told)
+    return told
 
 
 def _folder(spec: Spec, options: Options, exchange: Exchange, stack: ExitStack) -> RunFolder:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from datetime import date
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from ptrain.algebra.legality import require
-from ptrain.axes.tensor.parts import traced
+from ptrain.axes.tensor.parts import timelines_of, traced
 from ptrain.derivation.estimate import derive
 from ptrain.errors import PtrainError
 from ptrain.interpreter.facts import facts_of
 from ptrain.models.facts import module_facts
 from ptrain.spec.load import load
-from ptrain.spec.spec import Spec
+from ptrain.spec.spec import Spec, Timeout
 from ptrain.timeline import Boundary, Complete, Mark, Run, Timeline, as_rows, from_rows
+from ptrain.train.session import _on_first
 from tests.models_external import pairs
 
 
@@ -58,6 +62,46 @@ def test_a_model_that_cannot_be_cut_says_so():
     spec = spec_of("stubborn")
     with pytest.raises(PtrainError, match=r"runs whole, but not when its plan has cut it(.|\n)*-1"):
         facts_of(spec)
+
+
+def test_a_trace_that_takes_too_long_is_ended_and_says_so():
+    spec = replace(spec_of("pairs", hidden=20), timeout=Timeout(init=0.01))
+    with pytest.raises(PtrainError, match=r"timeout.init: 0.01 s did not suffice(.|\n)*raise it"):
+        facts_of(spec)
+
+
+def test_arguments_that_another_process_cannot_be_given_are_refused():
+    spec = spec_of("pairs", layers=date(2026, 1, 1))
+    found = traced(spec, module_facts(pairs(), spec), allow_import=True)
+    assert "model.arguments" in found["problem"] and "type date" in found["problem"]
+
+
+class Shared:
+    """An exchange that rank 0 has with itself."""
+
+    world = SimpleNamespace(is_first=True)
+
+    def __init__(self) -> None:
+        self.told: list[dict[str, str]] = []
+
+    def first(self, value: dict[str, str]) -> dict[str, str]:
+        self.told.append(value)
+        return value
+
+
+@pytest.mark.parametrize("error", [TypeError("a set"), OSError("none"), BrokenPipeError()])
+def test_what_stops_the_first_rank_is_a_problem_of_the_others(error):
+    exchange = Shared()
+
+    def trace() -> dict[str, str]:
+        raise error
+
+    with pytest.raises(type(error)):
+        _on_first(exchange, trace)  # type: ignore[arg-type]
+    (told,) = exchange.told
+    with pytest.raises(PtrainError, match=rf"rank 0 .*{type(error).__name__}"):
+        timelines_of(told)
+    assert _on_first(exchange, lambda: told) is told  # type: ignore[arg-type]
 
 
 def test_the_processes_import_only_what_is_allowed():

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from subprocess import PIPE, Popen
+from subprocess import PIPE, Popen, TimeoutExpired
 from typing import Any
 
 import torch
@@ -51,17 +53,27 @@ class _Asked:
 
 
 def traced(spec: Spec, facts: ModelFacts, *, allow_import: bool) -> Traced:
-    """A timeline for each index on tp."""
+    """A timeline for each index on tp, all of them within `timeout.init`."""
     step = lower(spec, facts.unit_modules, facts.roles).tensor
     assert step is not None, "something is cut"
-    text = json.dumps(to_mapping(_tensor_alone(spec), sync_is_written=False))
     players = _players(step, facts, spec.degree(step.axis))
-    asked = tuple(_Asked(text, index, allow_import) for index in dict.fromkeys(players))
     try:
-        found = dict(zip(dict.fromkeys(players), _answers(asked), strict=True))
+        text = _as_text(spec)
+        asked = tuple(_Asked(text, index, allow_import) for index in dict.fromkeys(players))
+        answers = _answers(asked, spec.timeout.init)
+        found = dict(zip(dict.fromkeys(players), answers, strict=True))
     except PtrainError as error:
         return {"problem": str(error)}
     return {"timelines": [found[index] for index in players]}
+
+
+def _as_text(spec: Spec) -> str:
+    try:
+        return json.dumps(to_mapping(_tensor_alone(spec), sync_is_written=False))
+    except TypeError as error:  # YAML knows dates and sets, JSON does not
+        finding = f"another process is to build the model, and cannot be told: {error}"
+        remedy = "give numbers, words, lists and mappings"
+        raise refused("model.arguments", finding, remedy) from error
 
 
 def _tensor_alone(spec: Spec) -> Spec:
@@ -96,8 +108,9 @@ def _players(step: Parallelize, facts: ModelFacts, degree: int) -> list[int]:
 
 
 @cache
-def _answers(asked: tuple[_Asked, ...]) -> list[Traced]:
-    """Of processes that run side by side."""
+def _answers(asked: tuple[_Asked, ...], seconds: float) -> list[Traced]:
+    """Of processes that run side by side, in at most `seconds`."""
+    ends = time.monotonic() + seconds
     processes = [
         Popen([sys.executable, "-m", __name__], stdin=PIPE, stdout=PIPE, stderr=PIPE, text=True)
         for _ in asked
@@ -106,18 +119,23 @@ def _answers(asked: tuple[_Asked, ...]) -> list[Traced]:
         for process, each in zip(processes, asked, strict=True):
             assert process.stdin is not None
             question = [each.spec, each.index, each.allow_import, sys.path]
-            process.stdin.write(json.dumps(question))
-            process.stdin.close()
+            with suppress(BrokenPipeError):  # one that is gone has said why, on its errors
+                process.stdin.write(json.dumps(question))
+                process.stdin.close()
             process.stdin = None  # so that `communicate` does not write
-        return [_answer(process) for process in processes]
+        return [_answer(process, ends) for process in processes]
+    except TimeoutExpired as error:
+        finding = f"{seconds:g} s did not suffice to trace what each rank of tp has of the model"
+        remedy = "raise it, or lower batch.micro or batch.sequence"
+        raise refused("timeout.init", finding, remedy) from error
     finally:
         for process in processes:
             process.kill()
-            process.wait()
+            process.communicate()  # closes its pipes
 
 
-def _answer(process: Popen[str]) -> Traced:
-    output, errors = process.communicate()
+def _answer(process: Popen[str], ends: float) -> Traced:
+    output, errors = process.communicate(timeout=max(0.0, ends - time.monotonic()))
     said = errors.strip()
     if process.returncode == PtrainError.exit_code:
         raise PtrainError(said)
