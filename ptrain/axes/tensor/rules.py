@@ -106,7 +106,7 @@ def _rows(spec: Spec) -> Iterator[Fault]:
         yield Fault(
             place="mesh.tp",
             finding=f"tp={degree} leaves ranks without a row of a vocabulary of {shape.vocab}",
-            remedy=f"choose a lower degree, or write vocab={even}",
+            remedy=f"choose a lower degree, or write model.vocab={even}",
         )
 
 
@@ -122,7 +122,7 @@ def _shards_of_rows(spec: Spec) -> Iterator[Fault]:
             finding=f"not yet: a vocabulary of {shape.vocab} in slices of "
             f"{' and '.join(map(str, sorted(set(slices(shape.vocab, degree)), reverse=True)))} "
             f"rows, each in {shards} shards of unlike heights",
-            remedy=f"what works today: vocab={even}, or parameters R on the data axes",
+            remedy=f"what works today: model.vocab={even}, or parameters R on the data axes",
         )
 
 
