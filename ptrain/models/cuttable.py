@@ -12,6 +12,7 @@ from ptrain.errors import Fault, SpecError, refused
 from ptrain.models.gpt import Gpt
 from ptrain.models.llama import Llama
 from ptrain.models.slices import misplaced
+from ptrain.spec import slips
 from ptrain.spec.axis import Axis
 from ptrain.spec.placement import R
 from ptrain.spec.role import Role, Roles, fits
@@ -76,7 +77,8 @@ def _kinds(module: nn.Module, roles: Roles, place: str) -> Iterator[Fault]:
         for name in matching(module, pattern):
             child, kind = module.get_submodule(name), _KINDS.get(role)
             if kind is not None and not isinstance(child, kind):
-                finding = f"{name} is a {type(child).__name__}; {role} is a role of {kind.__name__}"
+                found = slips.a(type(child).__name__)
+                finding = f"{name} is {found}; {role} is a role of {kind.__name__}"
                 yield Fault(place=place, finding=finding, remedy="give it no role, or another one")
                 break
 

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from torch import nn
 
 from ptrain.errors import refused
+from ptrain.spec import slips
 from ptrain.spec.model import ExternalModel
 
 _FUNCTION = "name a function that returns a torch.nn.Module, as package.module:function"
@@ -56,7 +57,7 @@ def _resolve(target: str) -> Callable[..., object]:
         finding = f"module {module_name} has no attribute {attribute!r}"
         raise refused("model.target", finding, _FUNCTION)
     if not callable(function):
-        finding = f"{target} is a {type(function).__name__}, not a function"
+        finding = f"{target} is {slips.a(type(function).__name__)}, not a function"
         raise refused("model.target", finding, _FUNCTION)
     resolved: Callable[..., object] = function
     return resolved

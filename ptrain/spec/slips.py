@@ -47,6 +47,11 @@ def mode(text: str) -> str:
     return f"{head}@{tier}" if at and tier != "device" else head
 
 
+def a(noun: str) -> str:
+    """`a Linear`, `an Embedding`."""
+    return f"{'an' if noun[:1].lower() in set('aeio') else 'a'} {noun}"
+
+
 def unit(value: object) -> str:
     """`2` is 2 blocks; of another text, the nearest of the words."""
     found = re.fullmatch(r"([1-9][0-9]{0,4})[ _-]*(b[a-z]*)?", str(value).lower())

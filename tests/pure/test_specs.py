@@ -17,6 +17,7 @@ from ptrain.derivation.estimate import derive
 from ptrain.derivation.parameters import facts
 from ptrain.errors import PtrainError, SpecError
 from ptrain.selection.fit import fit
+from ptrain.spec.axis import Axis
 from ptrain.spec.load import load
 from ptrain.spec.model import ModelShape
 from ptrain.spec.names import SPEC_FOLDERS, find_spec, listing, names, root
@@ -252,6 +253,8 @@ def test_what_is_shown_is_the_spec_and_nothing_that_another_placement_would_refu
             "reshard=true",
             "tensor.plan=paired",
         ]
+        if there.degree(Axis.TP) > 1:  # shards of slices that are not equal do not run yet
+            changes.append(f"model.vocab={spec.model.vocab + spec.model.vocab % 2}")
         assert require(load(file, changes)).factors == there.factors
 
 

@@ -18,6 +18,7 @@ BAD_TARGETS = [
     ("no_such_package_anywhere.models:make", "no module named 'no_such_package_anywhere'"),
     ("tests.models_external:nobody", "has no attribute 'nobody'"),
     ("math:pi", "is a float, not a function"),
+    ("sys:maxsize", "is an int, not a function"),
     ("builtins:dict", "returned dict, not a torch.nn.Module"),
 ]
 

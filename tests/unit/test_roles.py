@@ -117,7 +117,7 @@ MISTAKES = [
     ({}, "model.target", "says nothing", "tp_plan"),
     ({"layers.*.mixin": "column"}, "tensor.plan", "no module is called", "layers.*.mixing.query"),
     ({"layers.*": "column"}, "tensor.plan", "layers.0 is a Pair", "no role"),
-    ({"table": "head"}, "tensor.plan", "table is a Embedding; head is a role of Linear", ""),
+    ({"table": "head"}, "tensor.plan", "table is an Embedding; head is a role of Linear", ""),
     ({"layers.*.up": "column", "layers.0.up": "row"}, "tensor.plan", "two roles", "one"),
     (
         {key: word for key, word in PAIRS_PLAN.items() if not key.endswith("scale")},
