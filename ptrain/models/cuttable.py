@@ -106,9 +106,9 @@ def _heads(module: nn.Module) -> dict[str, int]:
 
 
 def _cut_sizes(module: nn.Module, roles: Roles) -> Iterator[tuple[str, int]]:
-    """Of layers that are one in all blocks the first one's name."""
+    """Of layers of one size the first one's name."""
+    seen: set[int] = set()
     for pattern, role in roles:
-        seen: set[int] = set()
         for name in matching(module, pattern):
             child = module.get_submodule(name)
             if role not in (Role.COLUMN, Role.ROW) or not isinstance(child, nn.Linear):
