@@ -54,7 +54,7 @@ def load_on_ranks(spec: Spec, folder: str) -> dict[str, torch.Tensor]:
     return load_saved(program_of(spec), folder)
 
 
-@pytest.mark.parametrize("layout", ["fp32", "zero16"])
+@pytest.mark.parametrize("layout", [pytest.param("fp32", marks=pytest.mark.nightly), "zero16"])
 @pytest.mark.parametrize(("saved", "loaded"), PAIRS)
 def test_a_checkpoint_is_bitwise_the_same_on_another_mesh(
     ranks: Ranks, tmp_path: Path, saved: str, loaded: str, layout: str
@@ -135,7 +135,7 @@ def whole_tensors(spec: Spec) -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.mark.parametrize("layout", ["fp32", "zero16"])
+@pytest.mark.parametrize("layout", ["fp32", pytest.param("zero16", marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("name", list(PLACEMENTS))
 def test_what_every_rank_has_whole_stays_the_same_to_the_bit(
     ranks: Ranks, name: str, layout: str
