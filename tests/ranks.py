@@ -1,8 +1,8 @@
 """A pool of gloo ranks that stays up for the whole test session.
 
 Starting ranks and importing torch is most of what a distributed test costs, so it is paid once: a
-fork server imports torch, and each pool (1, 2 or 4 ranks) is forked from it when it is first asked
-for. A test then runs an importable function on all ranks of a pool and gets one result per rank.
+fork server imports torch, and each pool (1, 2, 4 or 8 ranks) is forked from it when it is first
+asked for. A test then runs an importable function on all ranks of a pool and gets one result per rank.
 
 A pool serves many tests, so a call must leave nothing behind: before the next one every sub-group
 is destroyed and what DTensor cached about their meshes is dropped. A pool in which a rank raised,
@@ -29,7 +29,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 from typing import Any
 
-SIZES = (1, 2, 4)
+SIZES = (1, 2, 4, 8)
 CALL_SECONDS = 120.0
 START_SECONDS = 90.0
 COLLECTIVE_SECONDS = 60.0
