@@ -2,7 +2,8 @@
 
 Starting ranks and importing torch is most of what a distributed test costs, so it is paid once: a
 fork server imports torch, and each pool (1, 2, 4 or 8 ranks) is forked from it when it is first
-asked for. A test then runs an importable function on all ranks of a pool and gets one result per rank.
+asked for. A test then runs an importable function on all ranks of a pool and gets one result per
+rank.
 
 A pool serves many tests, so a call must leave nothing behind: before the next one every sub-group
 is destroyed and what DTensor cached about their meshes is dropped. A pool in which a rank raised,

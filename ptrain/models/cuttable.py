@@ -32,6 +32,7 @@ def require_cuttable(module: nn.Module, roles: Roles, place: str, spec: Spec) ->
     _require_whole_tokens(spec)
     _require_one_each(module, roles, place)
     _require_something_cut(named, place)
+    _require_one_head(named, place)
     faults = (*_kinds(module, roles, place), *_sizes(module, roles, spec.degree(Axis.TP)))
     if faults := (*faults, *_unequal(module, named, spec)):
         raise SpecError(*faults)
@@ -69,6 +70,13 @@ def _require_something_cut(named: dict[str, Role], place: str) -> None:
         words = ", ".join(_KINDS)
         finding = f"the plan cuts nothing: it gives no module a role that cuts ({words})"
         raise refused(place, finding, "give roles to the layers, or write no tp")
+
+
+def _require_one_head(named: dict[str, Role], place: str) -> None:
+    heads = [name for name, role in named.items() if role is Role.HEAD]
+    if len(heads) > 1:
+        finding = f"{heads[0]} and {heads[1]} are head; the layer to the vocabulary is one"
+        raise refused(place, finding, "give the others column, or another role")
 
 
 def _kinds(module: nn.Module, roles: Roles, place: str) -> Iterator[Fault]:

@@ -125,6 +125,12 @@ MISTAKES = [
         "layers.0.mixing.scale has parameters",
         "layers.*.mixing.scale is shared",
     ),
+    (
+        {"layers.*.up": "head", "layers.*.down": "row"},
+        "tensor.plan",
+        "layers.1.up are head",
+        "column",
+    ),
     ({"layers.*.mixing": "whole input"}, "tensor.plan", "cuts nothing", "or write no tp"),
 ]
 
