@@ -26,10 +26,9 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from ptrain.axes.tensor.gradients import GradientsAsKept, SummedGradients
 from ptrain.axes.tensor.randomness import OwnRandomness, drawn_by_rank
 from ptrain.axes.tensor.regather import Regather
-from ptrain.axes.tensor.shared import SummedGradients
-from ptrain.costs import State
 from ptrain.interpreter.registry import Registry
 from ptrain.models.loss import token_loss_sum
 from ptrain.plan.step import Parallelize
@@ -90,30 +89,6 @@ class LocalInput(ParallelStyle):
             return _with_first(args, kwargs, lambda part: part.to_local())
 
         module.register_forward_pre_hook(enter, with_kwargs=True)
-        return module
-
-
-class GradientsAsKept(ParallelStyle):
-    """While a module runs, its parameters are read through `_AsKept`, whoever holds them."""
-
-    def __init__(self, registry: Registry) -> None:
-        super().__init__()
-        self.registry = registry
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        names = [name for name, _ in module.named_parameters(recurse=False)]
-
-        def enter(module: nn.Module, _: object) -> None:
-            for name in names:  # before nn.Module looks among its parameters, it looks here
-                held = module._parameters[name]
-                module.__dict__[name] = _AsKept.apply(held, self.registry)
-
-        def leave(module: nn.Module, *_: object) -> None:
-            for name in names:
-                module.__dict__.pop(name, None)
-
-        module.register_forward_pre_hook(enter)
-        module.register_forward_hook(leave, always_call=True)
         return module
 
 
@@ -241,35 +216,6 @@ def _gathered(logits: torch.Tensor) -> torch.Tensor:
     if not isinstance(logits, DTensor):
         return logits
     return logits.redistribute(placements=[Replicate()]).to_local()
-
-
-class _AsKept(torch.autograd.Function):
-    """The identity; backward gives a gradient the cut of its parameter. What the ranks computed of
-    their tokens (of a norm) is summed here, once. An embedding's comes whole; this rank's rows are
-    all that stays of it."""
-
-    @staticmethod
-    def forward(ctx: Any, parameter: DTensor, registry: Registry) -> torch.Tensor:
-        ctx.placements, ctx.registry = parameter.placements, registry
-        return parameter.view_as(parameter)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: DTensor) -> tuple[torch.Tensor, None]:
-        if gradient.placements == ctx.placements:
-            return gradient, None
-        ctx.registry.tag(gradient._local_tensor, State.GRADIENTS)
-        kept = gradient.redistribute(placements=ctx.placements)
-        if isinstance(ctx.placements[0], Shard):
-            rows = kept.to_local()
-            kept = DTensor.from_local(
-                torch.empty_like(rows).copy_(rows),  # a slice alone would keep the whole alive
-                kept.device_mesh,
-                kept.placements,
-                run_check=False,
-                shape=kept.shape,
-                stride=kept.stride(),
-            )
-        return kept, None
 
 
 def _with_first(args: tuple[Any, ...], kwargs: dict[str, Any], change: Any) -> Any:
