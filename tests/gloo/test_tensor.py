@@ -4,6 +4,7 @@ cost what is predicted to the byte."""
 from __future__ import annotations
 
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -28,10 +29,15 @@ LAYOUTS: list[Any] = [
 ]
 
 
-@pytest.mark.parametrize("activations", ACTIVATIONS)
 @pytest.mark.parametrize(
-    ("model", "degree"),
-    [(model, 2) for model in MODELS] + [("gqa", 4), ("gpt-untied", 4)],
+    ("model", "degree", "activations"),
+    [
+        *product(MODELS, [2], ACTIVATIONS),
+        *product(["gqa"], [4], ["R", "S*"]),
+        ("gpt-untied", 4, "S"),
+        *(nightly("gpt-untied", 4, activations) for activations in ("R", "S*")),
+        nightly("gqa", 4, "S"),
+    ],
 )
 def test_a_cut_model_is_exact_and_equals_one_device(
     ranks: Ranks, model: str, degree: int, activations: str
