@@ -64,15 +64,10 @@ def test_without_tp_it_runs_on_the_data_axes(ranks: Ranks, data: str) -> None:
     assert not differences(ranks, own_spec("tied", data, degree=1))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("layout", "data"),
-    [
-        ("fsdp-mixed", "fsdp-mixed"),
-        *(
-            pytest.param(*case, marks=pytest.mark.nightly)
-            for case in (("zero16", "zero3"), ("fp16", "zero2"))
-        ),
-    ],
+    [("fsdp-mixed", "fsdp-mixed"), ("zero16", "zero3"), ("fp16", "zero2")],
 )
 def test_in_true_dtypes_it_is_exact(ranks: Ranks, layout: str, data: str) -> None:
     assert not differences(ranks, own_spec("tied", data, precision={"layout": layout}))

@@ -72,7 +72,13 @@ def test_slices_of_tokens_within_data_ranks_are_exact_and_equal_one_device(
     assert not differences(ranks, spec_of("gpt", activations=activations, data={axis: data}))
 
 
-@pytest.mark.parametrize(("degrees", "data"), factorizations(4), ids=str)
+@pytest.mark.parametrize(
+    ("degrees", "data"),
+    [  # without tp they are rows of the data axes, which have tests of their own
+        case if case[0]["tp"] > 1 else nightly(*case) for case in factorizations(4)
+    ],
+    ids=str,
+)
 def test_every_factorization_of_four_ranks(
     ranks: Ranks, degrees: dict[str, int], data: dict[str, str]
 ) -> None:

@@ -4,6 +4,7 @@ slice where they do not; with its ranks' masks, one device computes the same."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -30,6 +31,9 @@ pytestmark = pytest.mark.gloo
 STEPS, DROPOUT, LAYERS = 3, 0.1, 2
 HEADS_OR_TOKENS = 1  # the dimension of attention's heads, and of the residual stream's tokens
 Masks = list[torch.Tensor]
+nightly = partial(pytest.param, marks=pytest.mark.nightly)
+ZERO3 = {"dp_shard": "zero3"}
+MORE: list[tuple[str, dict[str, str]]] = [("R", ZERO3), ("S*", ZERO3), ("S", {})]
 
 
 class Drawn(TorchDispatchMode):
@@ -77,8 +81,11 @@ def joined(masks: tuple[torch.Tensor, ...], *, is_sequence: bool) -> torch.Tenso
     return masks[0]
 
 
-@pytest.mark.parametrize("data", [{}, {"dp_shard": "zero3"}], ids=str)
-@pytest.mark.parametrize("activations", ["R", "S", "S*"])
+@pytest.mark.parametrize(
+    ("activations", "data"),
+    [("R", {}), ("S*", {}), ("S", ZERO3), *(nightly(*case) for case in MORE)],
+    ids=str,
+)
 def test_with_the_ranks_masks_one_device_computes_the_same(
     ranks: Ranks, activations: str, data: dict[str, str]
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from tests.ranks import Ranks
 
 pytestmark = pytest.mark.gloo
 
-ALONE: dict[str, Any] = {"degree": 1}
+nightly = partial(pytest.param, marks=pytest.mark.nightly)
 PLACEMENTS: dict[str, dict[str, Any]] = {
     "tp": {"degree": 2},
     "tp-4": {"degree": 4, "activations": "S"},
@@ -54,7 +55,7 @@ def load_on_ranks(spec: Spec, folder: str) -> dict[str, torch.Tensor]:
     return load_saved(program_of(spec), folder)
 
 
-@pytest.mark.parametrize("layout", [pytest.param("fp32", marks=pytest.mark.nightly), "zero16"])
+@pytest.mark.parametrize("layout", [nightly("fp32"), "zero16"])
 @pytest.mark.parametrize(("saved", "loaded"), PAIRS)
 def test_a_checkpoint_is_bitwise_the_same_on_another_mesh(
     ranks: Ranks, tmp_path: Path, saved: str, loaded: str, layout: str
@@ -91,7 +92,7 @@ def overflow_on_the_last_rank(spec: Spec) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("name", ["tp", "tp-4", "tp-zero3", "tp-zero1"])
+@pytest.mark.parametrize("name", ["tp", "tp-zero1", nightly("tp-4"), nightly("tp-zero3")])
 def test_an_overflow_on_the_last_rank_skips_the_step_on_all_ranks(ranks: Ranks, name: str) -> None:
     spec = placed(name, "fp16")
     for seen in ranks.run(spec.world_size, overflow_on_the_last_rank, spec):
@@ -114,7 +115,7 @@ def gradient_places(spec: Spec) -> list[str]:
     return source
 
 
-@pytest.mark.parametrize("name", ["tp", "tp-4"])
+@pytest.mark.parametrize("name", ["tp-4", nightly("tp")])
 def test_no_gradient_keeps_more_than_its_slice(ranks: Ranks, name: str) -> None:
     """Of the whole vocabulary's gradient that backward makes, a rank's rows alone stay."""
     spec = placed(name, "fp32")
@@ -135,8 +136,8 @@ def whole_tensors(spec: Spec) -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.mark.parametrize("layout", ["fp32", pytest.param("zero16", marks=pytest.mark.nightly)])
-@pytest.mark.parametrize("name", list(PLACEMENTS))
+@pytest.mark.parametrize("layout", ["fp32", nightly("zero16")])
+@pytest.mark.parametrize("name", ["tp", "tp-4", "tp-zero1", nightly("tp-zero3"), nightly("tp-ddp")])
 def test_what_every_rank_has_whole_stays_the_same_to_the_bit(
     ranks: Ranks, name: str, layout: str
 ) -> None:
