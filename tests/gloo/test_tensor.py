@@ -72,13 +72,7 @@ def test_slices_of_tokens_within_data_ranks_are_exact_and_equal_one_device(
     assert not differences(ranks, spec_of("gpt", activations=activations, data={axis: data}))
 
 
-@pytest.mark.parametrize(
-    ("degrees", "data"),
-    [  # without tp they are rows of the data axes, which have tests of their own
-        case if case[0]["tp"] > 1 else nightly(*case) for case in factorizations(4)
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("degrees", "data"), factorizations(4), ids=str)
 def test_every_factorization_of_four_ranks(
     ranks: Ranks, degrees: dict[str, int], data: dict[str, str]
 ) -> None:
@@ -86,13 +80,19 @@ def test_every_factorization_of_four_ranks(
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("activations", ["R", "S"])
-@pytest.mark.parametrize(("degrees", "data"), factorizations(8), ids=str)
+@pytest.mark.parametrize(
+    ("degrees", "data", "activations"),
+    [
+        (*case, activations)
+        for case in factorizations(8)
+        for activations in ("R", "S")
+        if activations == "R" or case[0]["tp"] > 1  # without tp nothing is cut
+    ],
+    ids=str,
+)
 def test_every_factorization_of_eight_ranks(
     ranks: Ranks, degrees: dict[str, int], data: dict[str, str], activations: str
 ) -> None:
-    if degrees["tp"] == 1 and activations == "S":
-        pytest.skip("nothing is cut")
     cut = {"activations": activations, "degrees": degrees, "degree": degrees["tp"]}
     shape = {"heads": 8, "kv_heads": 8, "vocab": 260}
     assert not differences(ranks, spec_of(data=data, accumulate=1, shape=shape, **cut))

@@ -73,15 +73,20 @@ class Cut:
     def shape(self, tensor: str, shape: Shape) -> Shape:
         """What this rank stores of a tensor: equal slices, rounded up, the last one shorter, as
         DTensor cuts."""
-        dim = _CUT_DIM.get(self.role(tensor))  # type: ignore[arg-type]  # no role: nothing is cut
-        if dim is None or dim >= len(shape):
+        dim = self._dim(tensor, shape)
+        if dim is None:
             return shape
         return (*shape[:dim], self.slice_of(shape[dim]), *shape[dim + 1 :])
 
     def is_cut(self, tensor: str, shape: Shape) -> bool:
         """Whether the ranks have different slices of it."""
-        dim = _CUT_DIM.get(self.role(tensor))  # type: ignore[arg-type]  # no role: nothing is cut
-        return dim is not None and dim < len(shape)
+        return self._dim(tensor, shape) is not None
+
+    def _dim(self, tensor: str, shape: Shape) -> int | None:
+        """Along which it is cut; None where every rank has it whole."""
+        role = self.role(tensor)
+        dim = None if role is None else _CUT_DIM.get(role)
+        return None if dim is None or dim >= len(shape) else dim
 
     def slice_of(self, size: int) -> int:
         """Elements of this rank's slice of a dimension."""

@@ -3,6 +3,7 @@ parameters are read through a function whose backward pass says so."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import Any
 
 import torch
@@ -24,8 +25,9 @@ class _ReadThrough(ParallelStyle):
         super().__init__()
         self.registry = registry
 
+    @abstractmethod
     def through(self, parameter: torch.Tensor, device_mesh: DeviceMesh) -> Any:
-        raise NotImplementedError
+        """`parameter` itself in a forward pass, with a backward pass of its own."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         names = [name for name, _ in module.named_parameters(recurse=False)]
