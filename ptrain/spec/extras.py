@@ -12,4 +12,4 @@ def require_transformers(model: ModelSpec) -> None:
     """Before anything is built or started of a class of transformers."""
     if isinstance(model, HuggingFaceModel) and find_spec("transformers") is None:
         finding = f"{model.hf} is a class of transformers, which is not installed"
-        raise refused("model.hf", finding, "pip install 'ptrain[hf]'")
+        raise refused("model.hf", finding, "pip install 'transformers>=4.56,<6'")
