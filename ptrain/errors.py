@@ -3,6 +3,7 @@
 PtrainError        2  the user's input is wrong
     SpecError      2  a spec, with every fault in it
     DoesNotFit     2  the prediction exceeds the device, and --force was not given
+    BrokenSchedule 2  a pipeline's schedule that cannot run: the rank, the action and why
 VerdictFailed      1  a verdict fails (state, axis and factor are named)
 RankFailed         3  a rank died, hung or raised
 TrainingStopped    4  a check stopped the training
@@ -62,6 +63,15 @@ def refused(place: str, finding: str, remedy: str = "") -> SpecError:
 
 class DoesNotFit(PtrainError):
     """The predicted peak exceeds the device's memory."""
+
+
+class BrokenSchedule(PtrainError):
+    """A pipeline's schedule that cannot run, or does not do a step's work."""
+
+    def __init__(self, rank: int, action: object, reason: str) -> None:
+        self.rank = rank
+        self.action = action
+        super().__init__(f"pipeline.schedule: rank {rank}, {action}: {reason}")
 
 
 class VerdictFailed(PtrainError):

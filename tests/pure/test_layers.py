@@ -23,7 +23,8 @@ LAYERS = (
     r"ptrain\.version",
     r"ptrain\.(errors|units|costs|timeline)",
     r"ptrain\.spec(\..*)?",
-    r"ptrain\.axes(\.\w+)?|ptrain\.axes\.\w+\.(rules|costs|form|dials|roles)",
+    r"ptrain\.axes(\.\w+)?|ptrain\.axes\.\w+\.(rules|costs|form|dials|roles)"
+    r"|ptrain\.axes\.pipeline\.(schedule|loops|vees|known|proof|simulate|holdings|bubble|draw|stages)",
     r"ptrain\.algebra(\..*)?",
     r"ptrain\.plan(\..*)?",
     r"ptrain\.derivation(\..*)?",

@@ -1,0 +1,114 @@
+"""The schedules whose stages go round and round the ranks: one rank's order, one function each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from ptrain.axes.pipeline.schedule import Action, Kind, Pipeline
+
+_Chunk = tuple[int, int]  # a stage and a micro-batch
+
+
+def naive(pipeline: Pipeline, rank: int) -> Iterator[Action]:
+    """A micro-batch enters when the one before it has gone: one rank at a time works."""
+    for microbatch in range(pipeline.microbatches):
+        yield Action(Kind.FORWARD, rank, microbatch)
+        yield Action(Kind.BACKWARD, rank, microbatch)
+
+
+def gpipe(pipeline: Pipeline, rank: int) -> Iterator[Action]:
+    """All forward, all backward (GPipe, Huang et al. 2019)."""
+    for kind in (Kind.FORWARD, Kind.BACKWARD):
+        for microbatch in range(pipeline.microbatches):
+            yield Action(kind, rank, microbatch)
+
+
+def one_forward_one_backward(pipeline: Pipeline, rank: int) -> Iterator[Action]:
+    """As soon as the last stage can, each does a backward after every forward, so that a rank has
+    no more micro-batches in flight than stages behind it, its own included."""
+    chunks = [(rank, microbatch) for microbatch in range(pipeline.microbatches)]
+    yield from _alternating(chunks, chunks, pipeline.ranks - 1 - rank)
+
+
+def breadth_first(pipeline: Pipeline, rank: int) -> Iterator[Action]:
+    """All micro-batches through one stage before the next one, and the same way back: last stage
+    and last micro-batch first (Lamy-Poirier 2023)."""
+    chunks = [
+        (stage, microbatch)
+        for stage in range(rank, pipeline.stages, pipeline.ranks)
+        for microbatch in range(pipeline.microbatches)
+    ]
+    yield from _actions(Kind.FORWARD, chunks)
+    yield from _actions(Kind.BACKWARD, reversed(chunks))
+
+
+def interleaved(pipeline: Pipeline, rank: int) -> Iterator[Action]:
+    """1F1B over several stages a rank (Narayanan et al. 2021): a round of micro-batches goes
+    through all stages of a rank before the next round starts. Each rank starts two forwards
+    earlier than the one behind it: its first gradient comes two hops later."""
+    forwards, backwards = _rounds(pipeline, rank)
+    yield from _alternating(forwards, backwards, _warm_up(pipeline, rank, per_hop=2))
+
+
+def zero_bubble(pipeline: Pipeline, rank: int) -> Iterator[Action]:
+    """ZB-H1 (Qi et al. 2024) over several stages a rank: gradients of the weights lag `rank`
+    micro-batches behind those of the inputs, and fill the drain."""
+    forwards, backwards = _rounds(pipeline, rank)
+    warm_up = _warm_up(pipeline, rank, per_hop=1)
+    yield from _actions(Kind.FORWARD, forwards[:warm_up])
+    rest = forwards[warm_up:]
+    lag = min(rank, len(backwards))
+    for index, chunk in enumerate(backwards):
+        yield from _actions(Kind.FORWARD, rest[index : index + 1])
+        yield Action(Kind.INPUT, *chunk)
+        if index >= lag:
+            yield Action(Kind.WEIGHT, *backwards[index - lag])
+    yield from _actions(Kind.WEIGHT, backwards[len(backwards) - lag :])
+
+
+def rounds(microbatches: int, ranks: int) -> int:
+    """In how many the interleaved schedules take the micro-batches: of p or a few more each."""
+    return max(1, microbatches // ranks)
+
+
+def _rounds(pipeline: Pipeline, rank: int) -> tuple[list[_Chunk], list[_Chunk]]:
+    """What one rank computes forward and what backward, each in its order."""
+    each = _each_round(pipeline)
+    stages = range(rank, pipeline.stages, pipeline.ranks)
+
+    def through(order: Sequence[int]) -> list[_Chunk]:
+        return [
+            (stage, microbatch)
+            for first in range(0, pipeline.microbatches, each)
+            for stage in order
+            for microbatch in range(first, first + each)
+        ]
+
+    return through(stages), through(stages[::-1])
+
+
+def _each_round(pipeline: Pipeline) -> int:
+    return pipeline.microbatches // rounds(pipeline.microbatches, pipeline.ranks)
+
+
+def _warm_up(pipeline: Pipeline, rank: int, *, per_hop: int) -> int:
+    """Forwards before the first backward, beside the one that goes with it: a round through every
+    stage but the last, and `per_hop` more for each rank behind this one."""
+    each = _each_round(pipeline)
+    wanted = (pipeline.stages_per_rank - 1) * each + per_hop * (pipeline.ranks - 1 - rank)
+    return min(wanted, pipeline.stages_per_rank * pipeline.microbatches)
+
+
+def _alternating(
+    forwards: Sequence[_Chunk], backwards: Sequence[_Chunk], warm_up: int
+) -> Iterator[Action]:
+    """Forwards to warm up, then one forward and one backward, then the backwards that are left."""
+    yield from _actions(Kind.FORWARD, forwards[:warm_up])
+    rest = forwards[warm_up:]
+    for index, chunk in enumerate(backwards):
+        yield from _actions(Kind.FORWARD, rest[index : index + 1])
+        yield Action(Kind.BACKWARD, *chunk)
+
+
+def _actions(kind: Kind, chunks: Sequence[_Chunk] | Iterator[_Chunk]) -> Iterator[Action]:
+    return (Action(kind, stage, microbatch) for stage, microbatch in chunks)

@@ -1,0 +1,107 @@
+"""A pipeline's schedule as data: what each rank computes, in order, and which rank has which stage.
+
+Who runs, predicts or draws a schedule reads this. When an action starts follows from what it needs
+(`simulate`), so a schedule holds no times and no idle slots.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Kind(StrEnum):
+    FORWARD = "F"
+    BACKWARD = "B"  # whole: gradients of the inputs and of the weights
+    INPUT = "I"  # gradients of the inputs alone: the stage before waits for them
+    WEIGHT = "W"  # gradients of the weights alone: nobody waits for them
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """What one stage computes of one micro-batch; both count from 0."""
+
+    kind: Kind
+    stage: int
+    microbatch: int
+
+    @property
+    def parts(self) -> tuple[Action, ...]:
+        return (self,)
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.microbatch}"
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A forward and a backward of two micro-batches, computed beside each other on one rank: each
+    one's communication is hidden behind the other's work (DeepSeek-V3, section 3.2.1)."""
+
+    forward: Action
+    backward: Action
+
+    @property
+    def parts(self) -> tuple[Action, ...]:
+        """In the order in which they run where nothing overlaps them."""
+        return (self.forward, self.backward)
+
+    def __str__(self) -> str:
+        return f"{self.forward}&{self.backward}"
+
+
+Step = Action | Pair
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pipeline:
+    """How much there is to schedule: p ranks, v stages on each, m micro-batches a step."""
+
+    ranks: int
+    stages_per_rank: int = 1
+    microbatches: int
+
+    @property
+    def stages(self) -> int:
+        return self.ranks * self.stages_per_rank
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """`orders` are the steps of each rank; `rank_of` the rank of each stage."""
+
+    microbatches: int
+    rank_of: tuple[int, ...]
+    orders: tuple[tuple[Step, ...], ...]
+
+    @property
+    def ranks(self) -> int:
+        return len(self.orders)
+
+    @property
+    def stages(self) -> int:
+        return len(self.rank_of)
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """In the order of a forward pass."""
+        return tuple(stage for stage, owner in enumerate(self.rank_of) if owner == rank)
+
+    def is_crossed(self, boundary: int) -> bool:
+        """Whether what goes from stage `boundary` to the next one leaves its rank."""
+        return self.rank_of[boundary] != self.rank_of[boundary + 1]
+
+
+def looped(pipeline: Pipeline) -> tuple[int, ...]:
+    """Round and round: rank r has the stages r, p + r, 2p + r …"""
+    return tuple(stage % pipeline.ranks for stage in range(pipeline.stages))
+
+
+def v_shaped(pipeline: Pipeline) -> tuple[int, ...]:
+    """Down and up again: rank r has the stages r and 2p - 1 - r, so the first rank has both ends
+    of the model, and the last rank hands on to itself."""
+    down = tuple(range(pipeline.ranks))
+    return tuple(
+        rank
+        for turn in range(pipeline.stages_per_rank)
+        for rank in (down if turn % 2 == 0 else reversed(down))
+    )

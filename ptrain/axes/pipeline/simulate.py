@@ -1,0 +1,178 @@
+"""When a schedule's steps start and end, and the proof that it is one: every micro-batch forward
+and backward once on every stage, weights after inputs, and no rank that waits for ever.
+
+A rank does its steps in its order, each as soon as what it needs has come. What a step makes is
+there when it ends, on another rank `communication` later; sending takes no rank's time, and links
+are never busy. A pair starts when both its halves can.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import assert_never
+
+from ptrain.axes.pipeline.proof import Work
+from ptrain.axes.pipeline.schedule import Action, Kind, Pair, Schedule, Step
+from ptrain.errors import BrokenSchedule
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageCost:
+    """Of one micro-batch on one stage, in any one unit of time. A whole backward is input and
+    weight. torch's first stage computes both in its weight step: nobody waits for its inputs."""
+
+    forward: float = 1
+    input: float = 1
+    weight: float = 1
+
+    def of(self, kind: Kind) -> float:
+        match kind:
+            case Kind.FORWARD:
+                return self.forward
+            case Kind.INPUT:
+                return self.input
+            case Kind.WEIGHT:
+                return self.weight
+            case Kind.BACKWARD:
+                return self.input + self.weight
+            case _:
+                assert_never(kind)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Costs:
+    """`communication` is per micro-batch and boundary between ranks; `hidden` is what a pair takes
+    less than its halves one after the other."""
+
+    stages: tuple[StageCost, ...]
+    communication: float = 0
+    hidden: float = 0
+
+    def of(self, step: Step) -> float:
+        seconds = sum(self.stages[part.stage].of(part.kind) for part in step.parts)
+        return seconds - self.hidden if isinstance(step, Pair) else seconds
+
+
+def equal_stages(schedule: Schedule, cost: StageCost | None = None) -> Costs:
+    """Every stage costs the same: one unit each forward, input and weight, if nothing is said."""
+    return Costs(stages=(cost or StageCost(),) * schedule.stages)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """A step, and from when to when it runs."""
+
+    step: Step
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Simulation:
+    """`timeline` holds the spans of each rank, in order."""
+
+    timeline: tuple[tuple[Span, ...], ...]
+
+    @property
+    def makespan(self) -> float:
+        """From the first step's start to the last one's end."""
+        return max(spans[-1].end for spans in self.timeline)
+
+    @property
+    def busy(self) -> tuple[float, ...]:
+        """How long each rank computes."""
+        return tuple(sum(span.end - span.start for span in spans) for spans in self.timeline)
+
+    @property
+    def idle(self) -> tuple[float, ...]:
+        """How long each rank waits, before its first step and after its last one included."""
+        return tuple(self.makespan - busy for busy in self.busy)
+
+    @property
+    def bubble_fraction(self) -> float:
+        """Idle time as a part of the makespan, mean of the ranks: (p-1)/(m+p-1) of GPipe."""
+        return sum(self.idle) / (len(self.timeline) * self.makespan)
+
+    @property
+    def bubble_ratio(self) -> float:
+        """Idle time over the ideal time, in which nobody waits: (p-1)/m of GPipe. A fraction f is
+        a ratio r = f/(1-f). Unequal ranks: over the mean of what they compute."""
+        return sum(self.idle) / sum(self.busy)
+
+
+def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
+    """Raises BrokenSchedule with the rank, the action and what is wrong. O(actions)."""
+    costs = costs or equal_stages(schedule)
+    assert len(costs.stages) == schedule.stages, "costs of other stages than the schedule's"
+    return _Run(schedule, costs).to_the_end()
+
+
+class _Run:
+    """How far each rank is, and who waits for what."""
+
+    def __init__(self, schedule: Schedule, costs: Costs) -> None:
+        self.schedule = schedule
+        self.costs = costs
+        self.work = Work(schedule)
+        self.spans: list[list[Span]] = [[] for _ in schedule.orders]
+        self.ended: dict[Action, float] = {}
+        self.waiting: defaultdict[Action, list[int]] = defaultdict(list)
+
+    def to_the_end(self) -> Simulation:
+        able = list(range(self.schedule.ranks))
+        while able:
+            able += self._advance(able.pop())
+        stuck = [rank for rank in range(self.schedule.ranks) if self._next(rank)]
+        if stuck:
+            raise self._deadlock(stuck[0])
+        return Simulation(timeline=tuple(tuple(spans) for spans in self.spans))
+
+    def _advance(self, rank: int) -> list[int]:
+        """A rank's steps until one lacks something; returns the ranks that waited for what came
+        out."""
+        woken: list[int] = []
+        spans = self.spans[rank]
+        while step := self._next(rank):
+            needs = self.work.needs(step)
+            lacking = self._lacking(needs)
+            if lacking:
+                self.waiting[lacking].append(rank)
+                break
+            arrivals = [self._arrival(need, rank) for need in needs]
+            start = max(arrivals, default=0)
+            if spans:
+                start = max(start, spans[-1].end)
+            end = start + self.costs.of(step)
+            spans.append(Span(step=step, start=start, end=end))
+            for part in step.parts:
+                self.ended[part] = end
+                woken += self.waiting.pop(part, ())
+        return woken
+
+    def _next(self, rank: int) -> Step | None:
+        done, order = len(self.spans[rank]), self.schedule.orders[rank]
+        return order[done] if done < len(order) else None
+
+    def _lacking(self, needs: tuple[Action, ...]) -> Action | None:
+        return next((need for need in needs if need not in self.ended), None)
+
+    def _arrival(self, need: Action, rank: int) -> float:
+        is_here = self.schedule.rank_of[need.stage] == rank
+        return self.ended[need] + (0 if is_here else self.costs.communication)
+
+    def _deadlock(self, rank: int) -> BrokenSchedule:
+        """Follows who waits for whom from one rank until it closes."""
+        step, at = self._next(rank), rank
+        chain: list[str] = []
+        seen: set[int] = set()
+        while at not in seen:
+            seen.add(at)
+            waiting = self._next(at)
+            assert waiting, "a rank that has ended keeps nobody waiting"
+            need = self._lacking(self.work.needs(waiting))
+            assert need, "a rank that lacks nothing goes on"
+            owner = self.schedule.rank_of[need.stage]
+            chain.append(f"rank {at} waits at {waiting} for {need} of rank {owner}")
+            at = owner
+        return BrokenSchedule(rank, step, f"nobody goes on: {', '.join(chain)}")

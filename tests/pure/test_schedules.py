@@ -1,0 +1,235 @@
+"""Schedules as data: each does a step's work once and ends; a broken one says whose action is
+wrong; what a schedule needs is refused clearly; and the drawings."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ptrain.axes.pipeline.draw import draw
+from ptrain.axes.pipeline.known import faults, schedule
+from ptrain.axes.pipeline.schedule import Action, Kind, Pair, Step
+from ptrain.axes.pipeline.simulate import Costs, StageCost, simulate
+from ptrain.errors import BrokenSchedule, SpecError
+from ptrain.spec.pipeline import ScheduleName
+from tests.pure.pipelines import BY_NAME, GRID, ONE_STAGE, VEES, costs_of, pipeline
+
+every_schedule = pytest.mark.parametrize("name", ScheduleName)
+
+
+# -------- a step's work, once
+
+
+@every_schedule
+def test_every_microbatch_runs_forward_and_backward_once_on_every_stage(name):
+    for size in BY_NAME[name]:
+        made = schedule(name, size)
+        chunks = {(s, m) for s in range(size.stages) for m in range(size.microbatches)}
+        done: dict[Kind, list[tuple[int, int]]] = {kind: [] for kind in Kind}
+        for rank, order in enumerate(made.orders):
+            for part in (part for step in order for part in step.parts):
+                done[part.kind].append((part.stage, part.microbatch))
+                assert made.rank_of[part.stage] == rank
+        assert sorted(done[Kind.FORWARD]) == sorted(chunks)
+        assert sorted(done[Kind.BACKWARD] + done[Kind.INPUT]) == sorted(chunks)
+        assert sorted(done[Kind.INPUT]) == sorted(done[Kind.WEIGHT])
+
+
+@every_schedule
+def test_nothing_starts_before_what_it_needs_has_come(name):
+    for size in BY_NAME[name]:
+        made = schedule(name, size)
+        timeline = simulate(made, costs_of(made, StageCost(), communication=2)).timeline
+        ended = {part: s.end for spans in timeline for s in spans for part in s.step.parts}
+        for rank, spans in enumerate(timeline):
+            for before, after in pairwise(spans):
+                assert before.end <= after.start
+            for span in spans:
+                for part in span.step.parts:
+                    for need in needs(part, made.stages):
+                        if need in ended:
+                            delay = 2 * (made.rank_of[need.stage] != rank)
+                            assert ended[need] + delay <= span.start
+
+
+def needs(action: Action, stages: int) -> list[Action]:
+    """Written again here: what an action needs, a backward in every form that it could have."""
+    stage, microbatch = action.stage, action.microbatch
+    if action.kind is Kind.FORWARD:
+        return [Action(Kind.FORWARD, stage - 1, microbatch)]
+    if action.kind is Kind.WEIGHT:
+        return [Action(Kind.INPUT, stage, microbatch)]
+    after = [Action(kind, stage + 1, microbatch) for kind in (Kind.BACKWARD, Kind.INPUT)]
+    return [Action(Kind.FORWARD, stage, microbatch), *after]
+
+
+@given(data=st.data())
+def test_every_schedule_ends_whatever_its_stages_cost(data):
+    name, size = data.draw(st.sampled_from(GRID))
+    made = schedule(name, size)
+    seconds = st.integers(0, 9)
+    cost = st.builds(StageCost, forward=seconds, input=seconds, weight=seconds)
+    stages = data.draw(st.lists(cost, min_size=made.stages, max_size=made.stages))
+    costs = Costs(stages=tuple(stages), communication=data.draw(seconds))
+    result = simulate(made, costs)
+    work = sum(size.microbatches * (c.forward + c.input + c.weight) for c in stages)
+    assert sum(result.busy) == work
+    assert all(wait >= 0 for wait in result.idle)
+    slowest = work + 2 * made.stages * size.microbatches * costs.communication
+    assert max(result.busy) <= result.makespan <= slowest  # all of it one after the other
+
+
+# -------- refusals
+
+
+@pytest.mark.parametrize("name", ONE_STAGE)
+def test_schedules_of_one_stage_a_rank_refuse_two(name):
+    with pytest.raises(SpecError) as caught:
+        schedule(name, pipeline(4, 2, 8))
+    (fault,) = caught.value.faults
+    assert fault.place == "pipeline.stages"
+    assert fault.finding == f"{name} has 1 stage a rank, and 8 over pp=4 are 2"
+    assert fault.remedy.startswith("write 4, or a schedule over any number a rank: bfs, ")
+
+
+@pytest.mark.parametrize("name", VEES)
+@pytest.mark.parametrize("per_rank", [1, 3])
+def test_a_v_refuses_any_number_of_stages_but_two_a_rank(name, per_rank):
+    found = list(faults(name, pipeline(2, per_rank, 12)))
+    assert [fault.place for fault in found] == ["pipeline.stages"]
+    assert "2 stages a rank" in found[0].finding and found[0].remedy.startswith("write 4")
+
+
+@pytest.mark.parametrize(
+    ("name", "per_rank", "least"),
+    [(ScheduleName.ONE_F_ONE_B, 1, 4), (ScheduleName.DUALPIPEV, 2, 8)],
+)
+def test_too_few_microbatches_are_refused_with_how_many_are_needed(name, per_rank, least):
+    (fault,) = faults(name, pipeline(4, per_rank, least - 1))
+    assert f"{name} needs {least} micro-batches a step" in fault.finding
+    assert f"until there are {least}, or write " in fault.remedy
+    instead = ScheduleName(fault.remedy.rpartition(" ")[2])
+    assert not list(faults(instead, pipeline(4, per_rank, least - 1)))
+    assert not list(faults(name, pipeline(4, per_rank, least)))
+
+
+@pytest.mark.parametrize("name", [ScheduleName.INTERLEAVED, ScheduleName.ZERO_BUBBLE])
+def test_unequal_rounds_are_refused_with_the_next_equal_ones(name):
+    for ranks in range(1, 7):
+        for microbatches in range(1, 40):
+            size = pipeline(ranks, 2, microbatches)
+            for fault in faults(name, size):
+                numbers = [
+                    int(word.strip(",")) for word in fault.remedy.split() if word[0].isdigit()
+                ]
+                fewer, more = numbers
+                assert fewer < microbatches < more <= microbatches + ranks
+                for other in range(fewer, more + 1):
+                    is_legal = not list(faults(name, replace(size, microbatches=other)))
+                    assert is_legal is (other in numbers)
+    (fault,) = faults(name, pipeline(4, 2, 9))
+    assert fault.remedy.startswith("make them 8 or 10")
+
+
+# -------- broken schedules
+
+
+def broken(edit: dict[int, list[Step]]) -> BrokenSchedule:
+    """What a 1f1b of 2 ranks and 2 micro-batches says, these ranks' orders replaced."""
+    made = schedule(ScheduleName.ONE_F_ONE_B, pipeline(2, 1, 2))
+    orders = tuple(tuple(edit.get(rank, order)) for rank, order in enumerate(made.orders))
+    with pytest.raises(BrokenSchedule) as caught:
+        simulate(replace(made, orders=orders))
+    return caught.value
+
+
+def steps(text: str) -> list[Step]:
+    """`"0F0 0B0"` -> two actions of stage 0."""
+    return [Action(Kind(word[1]), int(word[0]), int(word[2:])) for word in text.split()]
+
+
+@pytest.mark.parametrize(
+    ("rank", "order", "action", "reason"),
+    [
+        (0, "0F0 0F1 0B0", "0B1", "missing"),
+        (0, "0F0 0F1 0B0 0I1", "0W1", "missing"),
+        (1, "1F0 1B0 1B1", "1F1", "missing"),
+        (0, "0F0 0F0 0F1 0B0 0B1", "0F0", "twice"),
+        (0, "0F0 0F1 0B0 0B1 0W1 0I1", "0B1", "whole, and a half of it once more"),
+        (0, "0F0 1F0 0F1 0B0 0B1", "1F0", "stage 1 is rank 1's"),
+        (0, "0F0 0F1 0F2 0B0 0B1", "0F2", "there are 2 micro-batches, counted from 0"),
+        (0, "0F0 0F1 2F0 0B0 0B1", "2F0", "there are 2 stages, counted from 0"),
+    ],
+)
+def test_a_schedule_that_is_no_steps_work_says_whose_action_is_wrong(rank, order, action, reason):
+    error = broken({rank: steps(order)})
+    assert (error.rank, str(error.action)) == (rank, action)
+    assert str(error) == f"pipeline.schedule: rank {rank}, {action}: {reason}"
+
+
+def test_weights_before_inputs_never_go_on():
+    error = broken({0: steps("0F0 0F1 0W0 0I0 0B1")})
+    assert (error.rank, str(error.action)) == (0, "0W0")
+    assert "rank 0 waits at 0W0 for 0I0 of rank 0" in str(error)
+
+
+def test_a_deadlock_names_who_waits_for_whom():
+    error = broken({0: steps("0F0 0B1 0F1 0B0"), 1: steps("1F0 1F1 1B0 1B1")})
+    assert (error.rank, str(error.action)) == (0, "0B1")
+    assert "rank 0 waits at 0B1 for 0F1 of rank 0" in str(error)
+    error = broken({0: steps("0F0 0B0 0F1 0B1"), 1: steps("1F0 1F1 1B0 1B1")})
+    assert str(error).endswith(
+        "nobody goes on: rank 0 waits at 0B0 for 1B0 of rank 1, rank 1 waits at 1F1 for 0F1 of "
+        "rank 0"
+    )
+
+
+def test_halves_of_a_pair_that_need_each_other_never_go_on():
+    pair = Pair(*steps("1F1 1B1"))
+    error = broken({1: [*steps("1F0 1B0"), pair]})
+    assert (error.rank, str(error.action)) == (0, "0B1")
+    assert "rank 1 waits at 1F1&1B1 for 1F1 of rank 1" in str(error)
+
+
+# -------- drawings
+
+
+@every_schedule
+def test_a_drawing_has_a_line_per_rank_and_fits(name):
+    for size in BY_NAME[name]:
+        lines = draw(schedule(name, size)).splitlines()
+        assert len(lines) == size.ranks + 1
+        assert max(map(len, lines)) <= 160
+        assert [line.split()[:2] for line in lines[:-1]] == [
+            ["rank", str(r)] for r in range(size.ranks)
+        ]
+
+
+def test_1f1b_drawn():
+    assert draw(schedule(ScheduleName.ONE_F_ONE_B, pipeline(2, 1, 3))).splitlines() == [
+        "rank 0  F0 F1 .  .  B0--- F2 B1--- .  B2---",
+        "rank 1  .  F0 B0--- F1 B1--- F2 B2--- .  .",
+        "F forward · B backward · micro-batch behind · . idle",
+    ]
+
+
+def test_a_long_drawing_leaves_the_same_columns_out_of_every_line():
+    lines = draw(schedule(ScheduleName.ONE_F_ONE_B, pipeline(2, 1, 3)), width=30).splitlines()
+    assert lines == [
+        "rank 0  F0 F1 .  …  .  B2---",
+        "rank 1  .  F0 B0-…  -- .  .",
+        "F forward · B backward · micro-batch behind · . idle · … 6 columns",
+    ]
+
+
+def test_a_drawing_of_several_stages_a_rank_names_them():
+    lines = draw(schedule(ScheduleName.DUALPIPEV, pipeline(1, 2, 3))).splitlines()
+    assert (
+        lines[0]
+        == "rank 0  0F0 1F0 0F1 1B0---- 1F1&0B0---- 0F2&1B1---- 1F2&0B1---- 1B2---- 0I2 0W2"
+    )
+    assert "stage before, micro-batch behind · & side by side" in lines[1]
