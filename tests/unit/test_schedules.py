@@ -109,8 +109,7 @@ def torchs(name: ScheduleName, size: Pipeline, rank: int) -> tuple[Any, list[Rec
         first, size.microbatches, loss_fn=lambda output, target: output, scale_grads=False
     )
     # there is nothing to be prepared: no buffers, no group
-    made._initialize_pp_stages = lambda *args, **options: (True, True)
-    made._initialize_stages = lambda *args, **options: None
+    made._initialize_stage = made._initialize_stages = lambda *args, **options: None
     return made, stages
 
 
