@@ -13,4 +13,4 @@ class ScheduleName(StrEnum):
     INTERLEAVED = "interleaved"  # Narayanan et al. 2021: 1f1b over several stages a rank
     ZERO_BUBBLE = "zero-bubble"  # Qi et al. 2024 (ZB-H1), over several stages a rank
     ZBV = "zbv"  # Qi et al. 2024, section 6
-    DUALPIPEV = "dualpipev"  # DeepSeek 2025: the half of DualPipe that needs each stage once
+    DUALPIPEV = "dualpipev"  # Sea AI Lab 2025: DeepSeek's DualPipe cut in half, each stage once

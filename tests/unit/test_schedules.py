@@ -4,6 +4,7 @@ on stages that compute and send nothing; and torch's own table, where it has one
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -113,6 +114,7 @@ def torchs(name: ScheduleName, size: Pipeline, rank: int) -> tuple[Any, list[Rec
     return made, stages
 
 
+@cache
 def executed(name: ScheduleName, size: Pipeline, rank: int) -> tuple[list[Action], list[Recorder]]:
     made, stages = torchs(name, size, rank)
     batch = torch.zeros(size.microbatches, 1)

@@ -63,7 +63,7 @@ def closed_form(
             gap = max(0, ranks - microbatches) * (pipeline.stages_per_rank - 1)
             return ClosedForm(idle=(ranks - 1 + gap) * both, ideal=ideal)
         case ScheduleName.ZERO_BUBBLE:
-            # Qi et al. 2024, table 1, ZB-H1: there p * (F + I - W) of a makespan, up to the drain
+            # ZB-H1 of Qi et al. 2024, (p-1)(F + I - W); with a longer W the drain is not filled
             fits = weight <= min(cost.forward, cost.input) and microbatches >= ranks
             relation = Relation.EQUAL if fits else Relation.AT_LEAST
             return ClosedForm(
@@ -72,7 +72,7 @@ def closed_form(
         case ScheduleName.DUALPIPEV:
             if max(cost.forward, weight) > cost.input:
                 return None
-            # DeepSeek's (PP/2 - 1)(FB + B - 3W): their PP counts stages, two a rank
+            # DeepSeek's (PP/2 - 1)(F&B + B - 3W): their PP counts stages, and p ranks have 2p
             pair, backward = both - hidden, cost.input + weight
             idle = (ranks - 1) * (pair + backward - 3 * weight)
             return ClosedForm(idle=idle, ideal=ideal, relation=Relation.AT_MOST)

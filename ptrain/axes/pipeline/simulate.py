@@ -77,7 +77,7 @@ class Simulation:
     @property
     def makespan(self) -> float:
         """From the first step's start to the last one's end."""
-        return max(spans[-1].end for spans in self.timeline)
+        return max((spans[-1].end for spans in self.timeline if spans), default=0)
 
     @property
     def busy(self) -> tuple[float, ...]:

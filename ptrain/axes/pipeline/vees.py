@@ -35,8 +35,9 @@ def zbv(pipeline: Pipeline, rank: int) -> Iterator[Step]:
 
 
 def dualpipev(pipeline: Pipeline, rank: int) -> Iterator[Step]:
-    """DualPipeV (DeepSeek 2025, the "cut in half" of DualPipe): pairs while both ends have work;
-    of the last backwards on each rank the second half is split, to fill the drain."""
+    """DualPipeV, the half of DualPipe (DeepSeek-V3) that Sea AI Lab cut out of it: pairs while
+    both ends have work; of the last backwards on each rank the second half is split, to fill the
+    drain."""
     after = pipeline.ranks - 1 - rank
     main = _times(pipeline.microbatches - 2 * pipeline.ranks + rank + 1, "F0&B1 F1&B0")
     if after == 0:
