@@ -22,13 +22,13 @@ from ptrain.spec.grammar_parts import (
     ModelRaw,
     OffloadRaw,
     OptimizerRaw,
-    PipelineRaw,
     PrecisionRaw,
     SyncRaw,
     TensorRaw,
     TimeoutRaw,
     TrainRaw,
 )
+from ptrain.spec.grammar_pipeline import PipelineRaw
 from ptrain.spec.leaf import (
     MODE_MEANINGS,
     Choice,
@@ -311,7 +311,9 @@ class SpecRaw:
     tensor: Annotated[TensorRaw, Section(TensorRaw, "how tp cuts operators")] = field(
         default_factory=TensorRaw
     )
-    pipeline: Annotated[PipelineRaw | None, Section(PipelineRaw, "the schedule over stages")] = None
+    pipeline: Annotated[
+        PipelineRaw, Section(PipelineRaw, "how pp cuts the model, and its schedule")
+    ] = field(default_factory=PipelineRaw)
     expert: Annotated[Any, Free("how experts are chosen and placed")] = None
     attention: Annotated[
         str,

@@ -266,7 +266,8 @@ class LogRaw:
 
 RESHARD = Either(
     "gathered parameters are given back after forward (true), kept for backward (false), or kept "
-    "in n shards among n neighbouring ranks, over which backward then gathers (n)",
+    "in n shards among n neighbouring ranks, over which backward then gathers (n); without: true, "
+    "and with pp false, since the micro-batches of a step come one upon the other",
     "true, false or a number of shards >= 2",
     (Truth(""), Whole("", 2, MAX_SHARDS)),
 )
@@ -287,10 +288,14 @@ class SyncRaw:
             },
         ),
     ] = None
-    reshard_after_forward: Annotated[bool | int, RESHARD] = True
+    reshard_after_forward: Annotated[bool | int | None, RESHARD] = None
     reshard_after_backward: Annotated[
-        bool, Truth("gathered parameters are given back after each backward")
-    ] = True
+        bool | None,
+        Truth(
+            "gathered parameters are given back after each backward; without: true, and with pp "
+            "false"
+        ),
+    ] = None
 
 
 @section
@@ -321,14 +326,6 @@ class TensorRaw:
     asynchronous: Annotated[
         bool, Truth("collectives in pieces, each beside the product that it feeds (async TP)")
     ] = False
-
-
-@section
-class PipelineRaw:
-    """How micro-batches flow through the stages."""
-
-    schedule: Annotated[str | None, Text("naive, gpipe, 1f1b, bfs, interleaved, zbv …")] = None
-    stages: Annotated[int | None, Whole("stages over all ranks of pp", 1, 10_000)] = None
 
 
 @section

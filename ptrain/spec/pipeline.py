@@ -1,7 +1,8 @@
-"""The schedules of a pipeline, by name."""
+"""The schedules of a pipeline, by name, and what a spec says of its stages."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import StrEnum
 
 
@@ -14,3 +15,38 @@ class ScheduleName(StrEnum):
     ZERO_BUBBLE = "zero-bubble"  # Qi et al. 2024 (ZB-H1), over several stages a rank
     ZBV = "zbv"  # Qi et al. 2024, section 6
     DUALPIPEV = "dualpipev"  # Sea AI Lab 2025: DeepSeek's DualPipe cut in half, each stage once
+
+
+class SplitBy(StrEnum):
+    """What stages have as equal parts of as can be."""
+
+    PARAMETERS = "parameters"
+    LAYERS = "layers"
+
+
+# Those that are made for two stages a rank: with one, bfs is gpipe and interleaved is 1f1b.
+_TWO_A_RANK = (
+    ScheduleName.BFS,
+    ScheduleName.INTERLEAVED,
+    ScheduleName.ZBV,
+    ScheduleName.DUALPIPEV,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineSpec:
+    """How micro-batches flow, and where the model is cut. `stages` are those over all ranks of pp,
+    None for as many as follow; `split` may be the number of layers of each stage."""
+
+    schedule: ScheduleName = ScheduleName.ONE_F_ONE_B
+    stages: int | None = None
+    split: SplitBy | tuple[int, ...] = SplitBy.PARAMETERS
+
+    def stages_over(self, ranks: int) -> int:
+        """As written, else as many as `split` lists, else one a rank, or two where the schedule is
+        made for two."""
+        if self.stages is not None:
+            return self.stages
+        if isinstance(self.split, tuple):
+            return len(self.split)
+        return ranks * (2 if self.schedule in _TWO_A_RANK else 1)

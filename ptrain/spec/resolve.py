@@ -22,7 +22,7 @@ from ptrain.spec.batch import (
     SyncPolicy,
 )
 from ptrain.spec.grammar import MAX_DEGREE, MeshRaw, PlacementRaw, SpecRaw
-from ptrain.spec.placement import Distribution, Mode, Placement, Tier
+from ptrain.spec.placement import Distribution, Mode, Placement, R, Tier
 from ptrain.spec.resolve_parts import (
     resolve_batch,
     resolve_bucket,
@@ -31,6 +31,7 @@ from ptrain.spec.resolve_parts import (
     resolve_model,
     resolve_offload,
     resolve_optimizer,
+    resolve_pipeline,
     resolve_precision,
     resolve_tensor,
     resolve_unit,
@@ -94,6 +95,7 @@ def resolve(raw: SpecRaw, tree: Tree, name: str, world_size: int | None) -> Spec
         gather_after_update=GatherAfterUpdate(raw.gather_after_update),
         offload=resolve_offload(raw.offload),
         tensor=resolve_tensor(raw.tensor),
+        pipeline=resolve_pipeline(raw.pipeline),
         eval=EvalSpec(every=raw.eval.every, batches=raw.eval.batches),
         checkpoint=CheckpointSpec(at_end=raw.checkpoint.at_end, every=raw.checkpoint.every),
         timeout=Timeout(init=raw.timeout.init, step=raw.timeout.step),
@@ -115,10 +117,21 @@ def _sync(raw: SpecRaw, factors: Sequence[Factor]) -> SyncPolicy:
         if factor.axis in DATA_AXES
     )
     default = GradientSync.LAST if whole else GradientSync.EVERY
+    reshards = not _keeps_gathered(factors)
+    after_forward, after_backward = raw.sync.reshard_after_forward, raw.sync.reshard_after_backward
     return SyncPolicy(
         gradients=GradientSync(raw.sync.gradients) if raw.sync.gradients else default,
-        reshard_after_forward=raw.sync.reshard_after_forward,
-        reshard_after_backward=raw.sync.reshard_after_backward,
+        reshard_after_forward=reshards if after_forward is None else after_forward,
+        reshard_after_backward=reshards if after_backward is None else after_backward,
+    )
+
+
+def _keeps_gathered(factors: Sequence[Factor]) -> bool:
+    """Whether units that are gathered stay so until the step's last backward if nothing is said: in
+    a pipeline, else every micro-batch of a step would gather them twice."""
+    is_pipeline = any(factor.axis is Axis.PP for factor in factors)
+    return is_pipeline and any(
+        factor.axis in DATA_AXES and factor.placement.parameters != R for factor in factors
     )
 
 

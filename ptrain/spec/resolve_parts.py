@@ -21,8 +21,10 @@ from ptrain.spec.grammar_parts import (
     PrecisionRaw,
     TensorRaw,
 )
+from ptrain.spec.grammar_pipeline import PipelineRaw
 from ptrain.spec.model import ExternalModel, Family, HuggingFaceModel, ModelShape, ModelSpec
 from ptrain.spec.names import listing, missing
+from ptrain.spec.pipeline import PipelineSpec, ScheduleName, SplitBy
 from ptrain.spec.placement import Tier
 from ptrain.spec.precision import FP32, LAYOUTS, DType, Precision, custom
 from ptrain.spec.role import Role
@@ -287,6 +289,15 @@ def resolve_tensor(raw: TensorRaw) -> TensorSpec:
         loss_parallel=raw.loss_parallel,
         is_naive=raw.plan == "naive",
         roles=tuple((name, Role(str(role))) for name, role in given),
+    )
+
+
+def resolve_pipeline(raw: PipelineRaw) -> PipelineSpec:
+    split = raw.split
+    return PipelineSpec(
+        schedule=ScheduleName(raw.schedule),
+        stages=raw.stages,
+        split=SplitBy(split) if isinstance(split, str) else tuple(split),
     )
 
 

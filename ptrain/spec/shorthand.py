@@ -21,7 +21,7 @@ from ptrain.spec.text import Mark, Route, Tree
 Mapping = dict[str, object]
 _DATA = tuple(axis.value for axis in DATA_AXES)
 _RESHARD = ("sync", "reshard_after_forward")
-_POLICIES = ("sync", "tensor")  # sections of a strategy beside its tuples
+_POLICIES = ("sync", "tensor", "pipeline")  # sections of a strategy beside its tuples
 
 
 def expand_shorthands(tree: Tree) -> list[Fault]:

@@ -17,6 +17,7 @@ from ptrain.spec.batch import (
 )
 from ptrain.spec.cluster import Cluster
 from ptrain.spec.model import ModelSpec
+from ptrain.spec.pipeline import PipelineSpec
 from ptrain.spec.placement import Distribution, Tier
 from ptrain.spec.precision import Precision
 from ptrain.spec.role import Roles
@@ -125,6 +126,7 @@ class Spec:
     gather_after_update: GatherAfterUpdate = GatherAfterUpdate.BLOCKING
     offload: Offload = field(default_factory=Offload)
     tensor: TensorSpec = field(default_factory=TensorSpec)
+    pipeline: PipelineSpec = field(default_factory=PipelineSpec)
     eval: EvalSpec = field(default_factory=EvalSpec)
     checkpoint: CheckpointSpec = field(default_factory=CheckpointSpec)
     timeout: Timeout = field(default_factory=Timeout)

@@ -11,6 +11,7 @@ import yaml
 from ptrain.costs import PLACED
 from ptrain.spec.axis import Axis
 from ptrain.spec.model import ExternalModel, HuggingFaceModel, ModelShape, ModelSpec
+from ptrain.spec.pipeline import PipelineSpec
 from ptrain.spec.placement import Tier
 from ptrain.spec.precision import CUSTOM, LAYOUTS, Precision
 from ptrain.spec.spec import WHOLE_BUCKET, Offload, Spec, TensorSpec
@@ -18,8 +19,8 @@ from ptrain.spec.spec import WHOLE_BUCKET, Offload, Spec, TensorSpec
 
 def to_mapping(spec: Spec, *, sync_is_written: bool) -> dict[str, object]:
     """Every key with its value, but what follows and would hinder another mesh or placement
-    (`accumulate`, and when gradients are reduced unless that is written), and dials that are left
-    to the wrapper."""
+    (`accumulate`, the number of stages, and when gradients are reduced unless that is written), and
+    dials that are left to the wrapper."""
     return {
         "name": spec.name,
         "model": _model(spec.model),
@@ -53,6 +54,7 @@ def to_mapping(spec: Spec, *, sync_is_written: bool) -> dict[str, object]:
         "gather_after_update": spec.gather_after_update.value,
         **({"offload": _offload(spec.offload)} if _says_offload(spec) else {}),
         **({"tensor": _tensor(spec.tensor)} if _says_tensor(spec) else {}),
+        **({"pipeline": _pipeline(spec.pipeline)} if _says_pipeline(spec) else {}),
         "eval": asdict(spec.eval),
         "checkpoint": asdict(spec.checkpoint),
         "timeout": asdict(spec.timeout),
@@ -109,7 +111,11 @@ def _model(model: ModelSpec) -> dict[str, object]:
 
 def unwritten() -> dict[str, object]:
     """What a section means that `to_mapping` leaves out where nothing else is said."""
-    return {"offload": _offload(Offload()), "tensor": _tensor(TensorSpec())}
+    return {
+        "offload": _offload(Offload()),
+        "tensor": _tensor(TensorSpec()),
+        "pipeline": _pipeline(PipelineSpec()),
+    }
 
 
 def _says_tensor(spec: Spec) -> bool:
@@ -124,6 +130,18 @@ def _tensor_plan(tensor: TensorSpec) -> object:
     if tensor.roles:
         return {pattern: role.value for pattern, role in tensor.roles}
     return "naive" if tensor.is_naive else "paired"
+
+
+def _says_pipeline(spec: Spec) -> bool:
+    return spec.degree(Axis.PP) > 1 or spec.pipeline != PipelineSpec()
+
+
+def _pipeline(pipeline: PipelineSpec) -> dict[str, object]:
+    """Without a number of stages that follows: it would hinder another mesh."""
+    stages = {"stages": pipeline.stages} if pipeline.stages is not None else {}
+    split = pipeline.split
+    named = list(split) if isinstance(split, tuple) else split.value
+    return {"schedule": pipeline.schedule.value, **stages, "split": named}
 
 
 def _optimizer(spec: Spec) -> dict[str, object]:

@@ -1,0 +1,102 @@
+"""The section of a spec about the stages of pp."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated
+
+from ptrain.spec.leaf import Choice, Either, Numbers, Whole, section
+from ptrain.spec.pipeline import PipelineSpec
+
+_PIPELINE = PipelineSpec()
+MAX_LAYERS = 10_000
+
+_ASYNCHRONOUS = ("pipedream", "pipedream-2bw", "async", "asynchronous", "pipemare", "wpipe")
+# Other words for schedules, torch's class names among them.
+_OTHER_WORDS = {
+    "afab": "gpipe",
+    "schedulegpipe": "gpipe",
+    "fill-drain": "gpipe",
+    "pipedream-flush": "1f1b",
+    "schedule1f1b": "1f1b",
+    "one-f-one-b": "1f1b",
+    "looped-bfs": "bfs",
+    "loopedbfs": "bfs",
+    "schedulelooped-bfs": "bfs",
+    "interleaved1f1b": "interleaved",
+    "interleaved-1f1b": "interleaved",
+    "scheduleinterleaved1f1b": "interleaved",
+    "interleavedzerobubble": "zero-bubble",
+    "scheduleinterleavedzerobubble": "zero-bubble",
+    "zb-h1": "zero-bubble",
+    "zb1p": "zero-bubble",
+    "zero_bubble": "zero-bubble",
+    "zb-v": "zbv",
+    "zbvzerobubble": "zbv",
+    "schedulezbvzerobubble": "zbv",
+    "dualpipe": "dualpipev",
+    "scheduledualpipev": "dualpipev",
+}
+
+
+class ScheduleText(Choice):
+    """A schedule by its name. Of an asynchronous one the remedy says why there is none."""
+
+    def meant(self, value: object) -> str:
+        if isinstance(value, str) and re.sub(r"[ _]", "-", value.lower()) in _ASYNCHRONOUS:
+            return (
+                "an asynchronous pipeline updates a stage while micro-batches are in flight, so "
+                "that their gradients are of older parameters: no step of it equals one of one "
+                "device (Theorem 3); its schedule with a flush after each step is 1f1b"
+            )
+        return super().meant(value)
+
+
+@section
+class PipelineRaw:
+    """How micro-batches flow through the stages of pp, and which layers a stage has."""
+
+    schedule: Annotated[
+        str,
+        ScheduleText(
+            "in which order a rank computes its micro-batches",
+            {
+                "naive": "one micro-batch at a time: one rank works, the others wait",
+                "gpipe": "all forward, all backward (AFAB)",
+                "1f1b": "one forward, one backward: as few in flight as stages are behind",
+                "bfs": "several stages a rank, breadth first: gpipe stage by stage",
+                "interleaved": "several stages a rank, one forward, one backward",
+                "zero-bubble": "gradients of weights apart, to fill the drain (ZB-H1)",
+                "zbv": "two stages a rank in a V, gradients of weights apart",
+                "dualpipev": "two stages a rank in a V, a forward beside a backward",
+            },
+            slips=_OTHER_WORDS,
+        ),
+    ] = _PIPELINE.schedule.value
+    stages: Annotated[
+        int | None,
+        Whole(
+            "stages over all ranks of pp, a multiple of them; without: one a rank, and two with "
+            "bfs, interleaved, zbv and dualpipev",
+            1,
+            MAX_LAYERS,
+        ),
+    ] = None
+    split: Annotated[
+        str | list[int],
+        Either(
+            "which layers a stage has",
+            "parameters, layers or a list of each stage's number of layers",
+            (
+                Choice(
+                    "",
+                    {
+                        "parameters": "the largest stage as small as can be, embedding in front "
+                        "and norm and head behind included",
+                        "layers": "as many layers in each",
+                    },
+                ),
+                Numbers("each stage's number of layers", 1, MAX_LAYERS, whole=True),
+            ),
+        ),
+    ] = str(_PIPELINE.split)
