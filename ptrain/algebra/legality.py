@@ -10,15 +10,17 @@ from collections.abc import Iterator
 from typing import Protocol
 
 from ptrain.axes.data.rules import DATA
+from ptrain.axes.pipeline.dials import DIALS as PIPELINE_DIALS
+from ptrain.axes.pipeline.rules import PIPELINE
 from ptrain.axes.rule import AxisRules, SpecRule, TupleRule
 from ptrain.axes.tensor.dials import DIALS as TENSOR_DIALS
 from ptrain.axes.tensor.rules import TENSOR
 from ptrain.errors import Fault, SpecError
-from ptrain.spec.axis import Factor
+from ptrain.spec.axis import EXECUTED_AXES, Factor
 from ptrain.spec.model import Family, ModelShape
 from ptrain.spec.spec import Spec
 
-ROOMS: tuple[AxisRules, ...] = (DATA, TENSOR)
+ROOMS: tuple[AxisRules, ...] = (DATA, TENSOR, PIPELINE)
 BYTE_VOCAB = 259  # 256 bytes and three specials
 
 
@@ -136,13 +138,13 @@ def _cluster_faults(spec: Spec) -> Iterator[Fault]:
         )
 
 
-def _axes_without_room(spec: Spec) -> Iterator[Fault]:
+def _axes_that_wait(spec: Spec) -> Iterator[Fault]:
     for factor in spec.factors:
-        if not any(factor.axis in room.axes for room in ROOMS):
+        if factor.axis not in EXECUTED_AXES:
             yield Fault(
                 place=f"mesh.{factor.axis}",
                 finding=f"the axis {factor.axis} is not executed yet",
-                remedy=f"use {', '.join(axis for room in ROOMS for axis in room.axes)}",
+                remedy=f"use {', '.join(EXECUTED_AXES)}",
             )
 
 
@@ -164,12 +166,13 @@ SPEC_RULES = (
     *_PRODUCT_RULES,
     *(rule for room in ROOMS for rule in room.specs),
     *TENSOR_DIALS,
+    *PIPELINE_DIALS,
 )
 RULES: tuple[TupleRule | SpecRule, ...] = (
     *(rule for room in ROOMS for rule in room.tuples),
     *SPEC_RULES,
 )
 NOT_YET: tuple[SpecRule, ...] = (
-    SpecRule(name="axes with a room", theorem="", faults=_axes_without_room),
+    SpecRule(name="axes that are executed", theorem="", faults=_axes_that_wait),
     *(rule for room in ROOMS for rule in room.not_yet),
 )

@@ -234,7 +234,7 @@ def test_an_illegal_mode_is_not_also_called_not_yet():
     assert not executed(make_spec({Axis.DP_SHARD: (2, tuple_of("S,S,S"))}))
 
 
-def test_an_axis_without_a_room_is_not_executed_yet():
+def test_an_axis_that_waits_is_not_executed_yet():
     (fault,) = executed(make_spec({Axis.PP: (2, tuple_of("S,S,S"))}))
     assert fault.place == "mesh.pp"
 

@@ -150,8 +150,7 @@ def test_more_stages_than_layers_are_refused():
 def test_a_list_that_is_not_the_models_is_refused(counts, finding):
     with pytest.raises(SpecError) as raised:
         cut(layers(SHAPES[0]), counts)
-    assert refusal(raised) == (
-        "pipeline.stages",
-        finding,
-        "write numbers from 1 whose sum is 7",
-    )
+    place, found, remedy = refusal(raised)
+    assert (place, found) == ("pipeline.split", finding)
+    assert remedy.startswith("write numbers from 1 whose sum is 7")
+    assert ("[" in remedy) is bool(counts)

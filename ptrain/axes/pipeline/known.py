@@ -42,6 +42,11 @@ def faults(name: ScheduleName, pipeline: Pipeline) -> Iterator[Fault]:
         yield from need(name, pipeline)
 
 
+def takes_any_stages(name: ScheduleName) -> bool:
+    """Whether a rank may have any number of stages."""
+    return name in _ANY_STAGES
+
+
 def _stages_per_rank(number: int) -> Need:
     def need(name: ScheduleName, pipeline: Pipeline) -> Iterator[Fault]:
         if pipeline.stages_per_rank != number:

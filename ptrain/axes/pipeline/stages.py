@@ -6,12 +6,12 @@ A rank is as slow as its stages and as full, so a cut is balanced by what its la
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Protocol
 
-from ptrain.errors import refused
+from ptrain.errors import Fault, SpecError
 
 FRONT = ("embed", "positions")  # the built-in families' modules in front of the layers
 
@@ -86,18 +86,29 @@ def layers_of(
 
 def cut(model: Layers, counts: Sequence[int]) -> tuple[Stage, ...]:
     """The stages with `counts` layers each. Raises SpecError where these are not the model's."""
-    layers = len(model.layers)
-    if sum(counts) != layers or min(counts, default=0) < 1:
-        listed = ", ".join(map(str, counts))
-        finding = f"[{listed}] are {sum(counts)} layers, and the model has {layers}"
-        if min(counts, default=0) < 1:
-            finding = f"[{listed}] has a stage without a layer"
-        raise refused("pipeline.stages", finding, f"write numbers from 1 whose sum is {layers}")
+    found = tuple(unlike(counts, len(model.layers)))
+    if found:
+        raise SpecError(*found)
     starts = accumulate(counts, initial=0)
     return tuple(
         _stage(model, (index, len(counts)), model.layers[start : start + count])
         for index, (start, count) in enumerate(zip(starts, counts, strict=False))
     )
+
+
+def unlike(counts: Sequence[int], layers: int) -> Iterator[Fault]:
+    """Why stages with `counts` layers each are not those of a model of `layers`."""
+    listed = ", ".join(map(str, counts))
+    finding = ""
+    if min(counts, default=0) < 1:
+        finding = f"[{listed}] has a stage without a layer"
+    elif sum(counts) != layers:
+        finding = f"[{listed}] are {sum(counts)} layers, and the model has {layers}"
+    if finding:
+        remedy = f"write numbers from 1 whose sum is {layers}"
+        if 0 < len(counts) <= layers:
+            remedy += f": [{', '.join(map(str, evenly(layers, len(counts))))}]"
+        yield Fault(place="pipeline.split", finding=finding, remedy=remedy)
 
 
 def evenly(layers: int, stages: int) -> tuple[int, ...]:
@@ -158,10 +169,12 @@ def _best(
 
 def _require_enough(layers: int, stages: int) -> None:
     if stages > layers:
-        raise refused(
-            "pipeline.stages",
-            f"{stages} stages and {layers} layers: every stage needs one",
-            f"choose at most {layers} stages, or a model with more layers",
+        raise SpecError(
+            Fault(
+                place="pipeline.stages",
+                finding=f"{stages} stages and {layers} layers: every stage needs one",
+                remedy=f"choose at most {layers} stages, or a model with more layers",
+            )
         )
 
 

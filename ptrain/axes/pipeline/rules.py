@@ -1,0 +1,177 @@
+"""Which tuple the pipeline axis takes, and which stages and schedules a spec may ask for.
+
+Every rank of it works on the same micro-batches with layers of its own: Theta, Omega and G are S,
+by layer and so unequal, and activations are the rank's own (R). Any tuple of the data axes stands
+beside it, within each stage. Where a rank has slices of gradients or gathers parameters, every
+micro-batch of the step may move them: `sync` says so, and `derivation` counts it.
+
+The mesh order is the spec's: with pp outermost a stage's replicas are consecutive ranks (Theorem
+7.1); inside the data axes they are not (Remark 4), and what runs is the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from ptrain.axes.pipeline.form import pipeline_of
+from ptrain.axes.pipeline.known import faults, takes_any_stages
+from ptrain.axes.pipeline.stages import unlike
+from ptrain.axes.rule import AxisRules, SpecRule, TupleRule
+from ptrain.errors import Fault
+from ptrain.spec.axis import Axis
+from ptrain.spec.batch import UnitKind
+from ptrain.spec.model import ModelShape
+from ptrain.spec.placement import Placement, R, S
+from ptrain.spec.spec import OptimizerSpec, Spec
+
+_DISJOINT = "Theorem 4 (state consistency)"
+_PER_STAGE = "Theorem 7.2 (gradients are summed among a stage's replicas only)"
+_BETWEEN_STAGES = "Theorem 7.3 (activations go from stage to stage of one pipeline)"
+_EVERY_MICROBATCH = "Theorem 3 (gradient integrity)"
+
+
+def _states(placement: Placement, optimizer: OptimizerSpec) -> bool:
+    return (placement.parameters, placement.optimizer) != (S, S)
+
+
+def _gradients(placement: Placement, optimizer: OptimizerSpec) -> bool:
+    return placement.gradients != S
+
+
+def _activations(placement: Placement, optimizer: OptimizerSpec) -> bool:
+    return placement.activations != R
+
+
+_TUPLES = (
+    TupleRule(
+        name="a stage has its own states",
+        theorem=_DISJOINT,
+        broken=_states,
+        message="the layers are spread over the ranks of pp, and a rank computes with those of its "
+        "own stages and no others, so parameters and optimizer state are S",
+        nearest=lambda placement: replace(placement, parameters=S, optimizer=S),
+    ),
+    TupleRule(
+        name="gradients are summed per stage",
+        theorem=_PER_STAGE,
+        broken=_gradients,
+        message="the gradients of a stage are its rank's alone and are summed with nobody of "
+        "another stage, so gradients are S",
+        nearest=lambda placement: replace(placement, gradients=S),
+    ),
+    TupleRule(
+        name="activations are those of a rank's layers",
+        theorem="Definition 2",
+        broken=_activations,
+        message="a rank of pp has the activations of its own layers whole (R); M and O belong to a "
+        "rank, not to an axis",
+        nearest=lambda placement: replace(placement, activations=R),
+    ),
+)
+
+
+def _rounds_of_stages(spec: Spec) -> Iterator[Fault]:
+    """As many stages on each rank, and as many as are listed."""
+    ranks, said = spec.degree(Axis.PP), spec.pipeline
+    if ranks == 1:
+        return
+    stages, split = said.stages_over(ranks), said.split
+    listed = len(split) if isinstance(split, tuple) else stages
+    if listed != stages:
+        yield Fault(
+            place="pipeline.split",
+            finding=f"{_listed(spec)} has {_stages(listed)}, and pipeline.stages says {stages}",
+            remedy="remove pipeline.stages, or list as many numbers",
+        )
+    elif stages < ranks or stages % ranks:
+        is_listed = said.stages is None
+        near = sorted({max(1, stages // ranks) * ranks, -(-stages // ranks) * ranks} - {0})
+        yield Fault(
+            place="pipeline.split" if is_listed else "pipeline.stages",
+            finding=f"{_listed(spec) + ' has ' if is_listed else ''}{_stages(stages)}, and every "
+            f"one of pp={ranks} ranks needs as many as the others",
+            remedy=f"{'list' if is_listed else 'write'} {' or '.join(map(str, near))}"
+            f"{' numbers' if is_listed else ''}",
+        )
+
+
+def _scheduled(spec: Spec) -> Iterator[Fault]:
+    pipeline = pipeline_of(spec)
+    if pipeline is not None:
+        yield from faults(spec.pipeline.schedule, pipeline)
+
+
+def _layers(spec: Spec) -> Iterator[Fault]:
+    pipeline, shape = pipeline_of(spec), spec.model
+    if pipeline is None or not isinstance(shape, ModelShape):
+        return
+    stages, layers, ranks = pipeline.stages, shape.layers, pipeline.ranks
+    split = spec.pipeline.split
+    if stages <= layers:
+        is_list = isinstance(split, tuple) and len(split) == stages
+        yield from unlike(split, layers) if isinstance(split, tuple) and is_list else ()
+        return
+    ways = []
+    if takes_any_stages(spec.pipeline.schedule) and layers >= ranks:
+        ways.append(f"write pipeline.stages={layers // ranks * ranks}")
+    fewer = layers // pipeline.stages_per_rank
+    ways.append(f"lower pp to {'at most ' if fewer > 2 else ''}{fewer}" if fewer > 1 else "drop pp")
+    written = "pipeline.split" if isinstance(split, tuple) else "mesh.pp"
+    yield Fault(
+        place="pipeline.stages" if spec.pipeline.stages is not None else written,
+        finding=f"{stages} stages ({pipeline.stages_per_rank} on each of {ranks} ranks) and "
+        f"{layers} layers: every stage needs one",
+        remedy=", or ".join((*ways, "choose a model with more layers")),
+    )
+
+
+def _stages(number: int) -> str:
+    return f"{number} stage{'' if number == 1 else 's'}"
+
+
+def _listed(spec: Spec) -> str:
+    split = spec.pipeline.split
+    return f"[{', '.join(map(str, split))}]" if isinstance(split, tuple) else str(split)
+
+
+def _built_in(spec: Spec) -> Iterator[Fault]:
+    if spec.degree(Axis.PP) > 1 and not isinstance(spec.model, ModelShape):
+        yield Fault(
+            place="mesh.pp",
+            finding="not yet: stages of a model that is not built in",
+            remedy="write a preset or a shape, or no pp",
+        )
+
+
+def _units(spec: Spec) -> Iterator[Fault]:
+    if spec.degree(Axis.PP) > 1 and spec.unit.kind in (UnitKind.BLOCKS, UnitKind.MODEL):
+        yield Fault(
+            place="unit",
+            finding=f"not yet: {spec.unit}, of which one stage may have a part and another the "
+            "rest",
+            remedy="write unit: block or sub-block",
+        )
+
+
+PIPELINE = AxisRules(
+    axes=(Axis.PP,),
+    tuples=_TUPLES,
+    specs=(
+        SpecRule(
+            name="every rank has as many stages",
+            theorem=_BETWEEN_STAGES,
+            faults=_rounds_of_stages,
+        ),
+        SpecRule(name="every stage has layers", theorem=_BETWEEN_STAGES, faults=_layers),
+        SpecRule(
+            name="the schedule has its micro-batches",
+            theorem=_EVERY_MICROBATCH,
+            faults=_scheduled,
+        ),
+    ),
+    not_yet=(
+        SpecRule(name="stages of any model", theorem="", faults=_built_in),
+        SpecRule(name="units within a stage", theorem="", faults=_units),
+    ),
+)

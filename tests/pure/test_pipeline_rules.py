@@ -1,0 +1,283 @@
+"""What a spec may say of stages and schedules, and which products with pp are legal: each refusal
+names what would be right. Nothing executes pp yet, so the specs are read as if it did."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+
+from ptrain.algebra.legality import check, executed
+from ptrain.axes.pipeline.form import pipeline_of
+from ptrain.axes.pipeline.known import takes_any_stages
+from ptrain.axes.pipeline.rules import PIPELINE
+from ptrain.errors import SpecError
+from ptrain.spec.grammar_pipeline import PipelineRaw
+from ptrain.spec.load import load
+from ptrain.spec.pipeline import PipelineSpec, ScheduleName, SplitBy
+from ptrain.spec.placement import MODES, Placement
+from ptrain.spec.resolve_parts import resolve_pipeline
+from ptrain.spec.spec import OptimizerSpec, Spec
+from tests.pure.pipelines import ONE_STAGE, VEES
+
+ADAMW = OptimizerSpec()
+SHAPE = {"layers": 8, "hidden": 96, "heads": 6, "kv_heads": 3, "ffn": 240, "vocab": 259}
+STATES = ("parameters", "optimizer", "gradients", "activations")
+TUPLES = [Placement(**dict(zip(STATES, modes, strict=True))) for modes in product(MODES, repeat=4)]
+FULLY = "S*,S,S,R"
+
+
+@pytest.fixture(autouse=True)
+def _as_if_it_ran(monkeypatch):
+    monkeypatch.setattr("ptrain.spec.load.refusals", lambda tree: {})
+
+
+def spec(mesh: dict[str, int], pipeline: dict[str, object] | None = None, **sections) -> Spec:
+    tuples = {"pp": "S,S,S,R", "dp_shard": FULLY, "dp_replicate": "R,R,R,R", "tp": "S,S,S,R"}
+    mapping = {
+        "model": SHAPE,
+        "mesh": mesh,
+        "placement": {axis: tuples[axis] for axis in mesh},
+        "batch": {"sequence": 32, "accumulate": 8},
+        "pipeline": pipeline or {},
+    }
+    return load(mapping | sections).spec
+
+
+def faults(*arguments, **sections) -> list[tuple[str, str, str]]:
+    found = check(spec(*arguments, **sections))
+    return [(fault.place, fault.finding, fault.remedy) for fault in found]
+
+
+def test_a_spec_that_says_nothing_has_1f1b_and_a_stage_a_rank_cut_by_parameters():
+    assert resolve_pipeline(PipelineRaw()) == PipelineSpec()
+    said = spec({"pp": 4}).pipeline
+    assert (said.schedule, said.split) == (ScheduleName.ONE_F_ONE_B, SplitBy.PARAMETERS)
+    assert said.stages_over(4) == 4
+
+
+@pytest.mark.parametrize("name", ScheduleName)
+def test_a_schedule_made_for_two_stages_a_rank_has_two(name):
+    made = spec({"pp": 2}, {"schedule": str(name)})
+    two = name in (*VEES, ScheduleName.BFS, ScheduleName.INTERLEAVED)
+    size = pipeline_of(made)
+    assert size is not None
+    assert (size.ranks, size.stages_per_rank, size.microbatches) == (2, 1 + two, 8)
+    assert not check(made)
+
+
+def test_a_list_says_how_many_stages_there_are():
+    made = spec({"pp": 2}, {"schedule": "interleaved", "split": [1, 3, 2, 2]})
+    assert made.pipeline == PipelineSpec(
+        schedule=ScheduleName.INTERLEAVED, stages=None, split=(1, 3, 2, 2)
+    )
+    assert not check(made)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {},
+        {"schedule": "gpipe"},
+        {"schedule": "zero-bubble", "stages": 4},
+        {"split": "layers"},
+        {"split": [1, 7]},
+    ],
+    ids=str,
+)
+def test_what_is_resolved_loads_to_the_same_spec(said):
+    made = spec({"pp": 2, "dp_shard": 2}, said)
+    assert load(made.resolved).spec == made
+    written = made.resolved["pipeline"]
+    assert isinstance(written, dict)
+    assert ("stages" in written) is ("stages" in said)  # what follows would hinder another mesh
+
+
+def test_a_spec_without_pp_says_nothing_of_it():
+    assert "pipeline" not in spec({"dp_shard": 2}).resolved
+
+
+@pytest.mark.parametrize(
+    ("mesh", "tuple_", "keeps"),
+    [
+        ({"pp": 2, "dp_shard": 2}, FULLY, True),
+        ({"pp": 2, "dp_shard": 2}, "R,S,S,R", False),
+        ({"dp_shard": 2}, FULLY, False),
+    ],
+)
+def test_units_that_are_gathered_in_a_pipeline_stay_so_until_the_last_backward(mesh, tuple_, keeps):
+    placement = {"pp": "S,S,S,R", "dp_shard": tuple_}
+    made = spec(mesh, placement={axis: placement[axis] for axis in mesh})
+    assert made.sync.reshard_after_forward is not keeps
+    assert made.sync.reshard_after_backward is not keeps
+    assert not check(made)
+
+
+def test_the_other_policy_can_be_written_and_is_legal():
+    sync = {"reshard_after_forward": True, "reshard_after_backward": True}
+    made = spec({"pp": 2, "dp_shard": 2}, sync=sync)
+    assert made.sync.reshard_after_forward is True and made.sync.reshard_after_backward is True
+    assert not check(made)
+
+
+@pytest.mark.parametrize("word", ["pipedream", "PipeDream", "async", "pipedream-2BW"])
+def test_an_asynchronous_pipeline_is_refused_with_the_reason(word):
+    with pytest.raises(SpecError) as raised:
+        spec({"pp": 2}, {"schedule": word})
+    (fault,) = raised.value.faults
+    assert fault.place == "pipeline.schedule"
+    assert "no step of it equals one of one device (Theorem 3)" in fault.remedy
+    assert fault.remedy.endswith("is 1f1b")
+
+
+@pytest.mark.parametrize(
+    ("word", "meant"),
+    [
+        ("afab", "gpipe"),
+        ("ScheduleInterleaved1F1B", "interleaved"),
+        ("ZBVZeroBubble", "zbv"),
+        ("DualPipe", "dualpipev"),
+        ("zero_bubble", "zero-bubble"),
+        ("1f1", "1f1b"),
+    ],
+)
+def test_another_word_for_a_schedule_is_understood(word, meant):
+    with pytest.raises(SpecError, match=f"did you mean '{meant}'"):
+        spec({"pp": 2}, {"schedule": word})
+
+
+def test_one_of_625_tuples_is_legal():
+    legal = [str(each) for each in TUPLES if not list(PIPELINE.broken(each, ADAMW))]
+    assert legal == ["S,S,S,R"]
+    assert {str(PIPELINE.nearest(each, ADAMW)) for each in TUPLES} == set(legal)
+
+
+@pytest.mark.parametrize(
+    ("modes", "theorem"),
+    [("R,S,S,R", "Theorem 4"), ("S,S,R,R", "Theorem 7.2"), ("S,S,S,M", "Definition 2")],
+)
+def test_another_tuple_breaks_a_theorem(modes, theorem):
+    ((place, finding, remedy),) = faults({"pp": 2}, placement={"pp": modes})
+    assert place == "placement.pp" and f"it breaks {theorem}" in finding
+    assert remedy.endswith("{parameters: S, optimizer: S, gradients: S, activations: R}")
+
+
+@pytest.mark.parametrize(
+    ("degree", "said", "found"),
+    [
+        (
+            2,
+            {"schedule": "bfs", "stages": 3},
+            ("pipeline.stages", "3 stages, and every one of pp=2 ranks", "write 2 or 4"),
+        ),
+        (4, {"stages": 1}, ("pipeline.stages", "1 stage, and every one of pp=4", "write 4")),
+        (
+            2,
+            {"schedule": "bfs", "split": [3, 3, 2]},
+            ("pipeline.split", "[3, 3, 2] has 3 stages, and", "list 2 or 4 numbers"),
+        ),
+        (
+            2,
+            {"split": [4]},
+            ("pipeline.split", "[4] has 1 stage, and", "list 2 numbers"),
+        ),
+        (
+            2,
+            {"stages": 2, "split": [3, 3, 1, 1]},
+            ("pipeline.split", "[3, 3, 1, 1] has 4 stages, and pipeline.stages", "remove pipeline"),
+        ),
+        (
+            2,
+            {"split": [4, 5]},
+            ("pipeline.split", "[4, 5] are 9 layers, and the model has 8", "8: [4, 4]"),
+        ),
+        (2, {"schedule": "gpipe", "stages": 4}, ("pipeline.stages", "1 stage a rank", "write 2,")),
+        (2, {"schedule": "zbv", "stages": 2}, ("pipeline.stages", "2 stages a rank", "write 4,")),
+    ],
+)
+def test_stages_that_the_ranks_or_the_model_do_not_have_are_refused(degree, said, found):
+    ((place, finding, remedy),) = faults({"pp": degree}, said)
+    assert place == found[0] and found[1] in finding and found[2] in remedy
+
+
+@pytest.mark.parametrize(
+    ("layers", "degree", "schedule", "place", "remedy"),
+    [
+        (3, 4, "gpipe", "mesh.pp", "lower pp to at most 3, or choose a model with more layers"),
+        (3, 2, "zbv", "mesh.pp", "drop pp, or choose a model with more layers"),
+        (7, 4, "zbv", "mesh.pp", "lower pp to at most 3, or choose a model with more layers"),
+        (
+            6,
+            4,
+            "interleaved",
+            "mesh.pp",
+            "write pipeline.stages=4, or lower pp to at most 3, or choose a model with more layers",
+        ),
+    ],
+)
+def test_more_stages_than_layers_are_refused_with_what_fits(
+    layers, degree, schedule, place, remedy
+):
+    model = {"model": SHAPE | {"layers": layers}}
+    ((found, finding, way),) = faults({"pp": degree}, {"schedule": schedule}, **model)
+    assert (found, way) == (place, remedy)
+    assert finding.endswith(f"and {layers} layers: every stage needs one")
+    if takes_any_stages(ScheduleName(schedule)):
+        stages = {"schedule": schedule, "stages": degree}
+        assert not faults({"pp": degree}, stages, **model)
+
+
+@pytest.mark.parametrize(
+    ("name", "microbatches", "is_enough"),
+    [
+        ("1f1b", 3, False),
+        ("1f1b", 4, True),
+        ("gpipe", 1, True),
+        ("dualpipev", 7, False),
+        ("dualpipev", 8, True),
+        ("interleaved", 6, True),
+        ("interleaved", 9, False),
+        ("zbv", 1, True),
+        ("naive", 1, True),
+    ],
+)
+def test_a_schedule_that_lacks_micro_batches_is_refused(name, microbatches, is_enough):
+    batch = {"sequence": 32, "accumulate": microbatches}
+    found = faults({"pp": 4}, {"schedule": name}, batch=batch)
+    assert [place for place, _, _ in found] == ([] if is_enough else ["pipeline.schedule"])
+    assert all("batch.global" in remedy for _, _, remedy in found)
+
+
+@pytest.mark.parametrize("axes", [("pp", "dp_shard"), ("dp_shard", "pp")])
+@pytest.mark.parametrize("tuple_", ["R,R,R,R", "R,S,R,R", "R,S,S,R", FULLY, "R,O,O,R"])
+def test_every_zero_stage_is_legal_within_a_pipeline_in_both_orders(axes, tuple_):
+    tuples = {"pp": "S,S,S,R", "dp_shard": tuple_}
+    assert not check(spec(dict.fromkeys(axes, 2), placement=tuples))
+
+
+def test_tp_stays_innermost_beside_pp():
+    assert not check(spec({"dp_replicate": 2, "pp": 2, "tp": 3}))
+    ((place, _, remedy),) = faults({"tp": 3, "pp": 2})
+    assert place == "mesh.tp" and remedy == "write tp last: mesh: {pp: 2, tp: 3}"
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("schedule", "gpipe"), ("stages", 4), ("split", [4, 4]), ("split", "layers")]
+)
+def test_a_dial_of_pp_is_refused_where_nothing_is_cut_into_stages(key, value):
+    ((place, finding, _),) = faults({"dp_shard": 2}, {key: value})
+    assert place == f"pipeline.{key}" and finding.startswith("nothing obeys it")
+    assert not faults({}, {key: value})
+
+
+@pytest.mark.parametrize(("unit", "runs"), [("block", 1), ("sub-block", 1), ("2 blocks", 0)])
+def test_units_that_span_stages_wait(unit, runs):
+    waiting = [fault.place for fault in executed(spec({"pp": 2, "dp_shard": 2}, unit=unit))]
+    assert waiting == ["mesh.pp"] + ["unit"] * (not runs)
+
+
+def test_pp_is_refused_as_not_yet_until_it_runs(monkeypatch):
+    monkeypatch.undo()
+    with pytest.raises(SpecError) as raised:
+        spec({"pp": 2}, {"schedule": "gpipe"})
+    assert {fault.place for fault in raised.value.faults} == {"mesh.pp", "pipeline"}
