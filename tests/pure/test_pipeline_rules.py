@@ -18,7 +18,7 @@ from ptrain.spec.pipeline import PipelineSpec, ScheduleName, SplitBy
 from ptrain.spec.placement import MODES, Placement
 from ptrain.spec.resolve_parts import resolve_pipeline
 from ptrain.spec.spec import OptimizerSpec, Spec
-from tests.pure.pipelines import ONE_STAGE, VEES
+from tests.pure.pipelines import VEES
 
 ADAMW = OptimizerSpec()
 SHAPE = {"layers": 8, "hidden": 96, "heads": 6, "kv_heads": 3, "ffn": 240, "vocab": 259}
@@ -215,9 +215,7 @@ def test_stages_that_the_ranks_or_the_model_do_not_have_are_refused(degree, said
         ),
     ],
 )
-def test_more_stages_than_layers_are_refused_with_what_fits(
-    layers, degree, schedule, place, remedy
-):
+def test_more_stages_than_layers_are_refused_with_ways_out(layers, degree, schedule, place, remedy):
     model = {"model": SHAPE | {"layers": layers}}
     ((found, finding, way),) = faults({"pp": degree}, {"schedule": schedule}, **model)
     assert (found, way) == (place, remedy)
