@@ -10,7 +10,7 @@ from ptrain.cli.arguments import add_spec_arguments, print_json
 from ptrain.cli.predict import facts_of
 from ptrain.derivation.estimate import Derivation, derive
 from ptrain.errors import PtrainError
-from ptrain.plan.composition import theorem_6
+from ptrain.plan.composition import theorem_6, theorem_7
 from ptrain.plan.show import show
 from ptrain.spec.load import load
 from ptrain.spec.overrides import split_arguments
@@ -52,7 +52,7 @@ def as_record(spec: Spec, derivation: Derivation) -> dict[str, object]:
         "spec": plan.name,
         "steps": steps,
         "units": ["+".join(modules) for modules in plan.units],
-        "conditions": [asdict(condition) for condition in theorem_6(spec, plan)],
+        "conditions": [asdict(each) for each in (*theorem_6(spec, plan), *theorem_7(spec, plan))],
         "warnings": list(derivation.exact.warnings),
     }
 

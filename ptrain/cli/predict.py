@@ -11,7 +11,7 @@ from ptrain.cli.arguments import add_spec_arguments, print_json
 from ptrain.derivation.estimate import derive, own_facts
 from ptrain.derivation.facts import ModelFacts
 from ptrain.errors import PtrainError
-from ptrain.plan.composition import theorem_6
+from ptrain.plan.composition import theorem_6, theorem_7
 from ptrain.report.differences import several
 from ptrain.report.predict import Prediction, one
 from ptrain.report.record import record
@@ -94,7 +94,8 @@ def as_record(prediction: Prediction) -> dict[str, object]:
         "host_memory": found.host_memory,
         "fits": None if found.device_memory is None else found.fits,
     }
-    conditions = theorem_6(prediction.spec, derivation.plan)
+    spec, plan = prediction.spec, derivation.plan
+    conditions = (*theorem_6(spec, plan), *theorem_7(spec, plan))
     result["conditions"] = [asdict(condition) for condition in conditions]
     result["cheaper"] = [
         {"overrides": list(each.overrides), "peak_bytes": each.peak_bytes, "fits": each.fits}

@@ -1,4 +1,4 @@
-"""Theorem 6: when tensor and data parallelism compose.
+"""Theorems 6 and 7: when tensor and data parallelism compose, and pipeline and data parallelism.
 
 What its conditions ask is asked of ranks and names alone, so that it can be put to the groups of a
 plan and to those that a meter saw.
@@ -56,8 +56,48 @@ def theorem_6(spec: Spec, plan: Plan) -> tuple[Condition, ...]:
     )
 
 
+def theorem_7(spec: Spec, plan: Plan) -> tuple[Condition, ...]:
+    """Its three conditions; none where there is no pp, or no data axis beside it. Theorem 7 writes
+    pp outside the data axes and Remark 4 inside: of the first condition it is said which holds."""
+    data = tuple(axis for axis in plan.mesh.axes if axis in DATA_AXES)
+    if plan.pipeline is None or not data:
+        return ()
+    within = tuple(groups(spec, (plan.pipeline.axis,)))
+    others = tuple(axis for axis in plan.mesh.axes if axis is not plan.pipeline.axis)
+    stages = tuple(groups(spec, others))
+    across = tuple(group for axis in data for group in groups(spec, (axis,)))
+    names = " and ".join(data)
+    is_outermost = are_consecutive(stages)
+    order = "consecutive ranks" if is_outermost else "apart from each other, as in Remark 4"
+    return (
+        Condition(
+            name="Theorem 7.1" if is_outermost else "Remark 4",
+            holds=len({len(stage) for stage in stages}) == 1,
+            why=f"the ranks that have the same stages are {order}: {_shown(stages)}",
+        ),
+        Condition(
+            name="Theorem 7.2",
+            holds=are_within(across, stages),
+            why=f"gradients are reduced over {names}: {_shown(across)}, among replicas of the same "
+            "stages",
+        ),
+        Condition(
+            name="Theorem 7.3",
+            holds=have_one_of_each(within, stages),
+            why=f"activations go along {plan.pipeline.axis}: {_shown(within)}, one rank of each "
+            "stage, of the same samples",
+        ),
+    )
+
+
+def are_within(data_groups: Groups, stage_groups: Groups) -> bool:
+    """Theorem 7.2: a data group's ranks all have the same stages."""
+    return all(any({*group} <= {*stage} for stage in stage_groups) for group in data_groups)
+
+
 def are_consecutive(tensor_groups: Groups) -> bool:
-    """Theorem 6.1: group i of T ranks is {iT, iT + 1, …, (i + 1)T - 1}."""
+    """Theorem 6.1 of tp groups, 7.1 of a stage's replicas: group i of T ranks is {iT, iT + 1, …,
+    (i + 1)T - 1}."""
     return all(
         tuple(sorted(group)) == tuple(range(index * len(group), (index + 1) * len(group)))
         for index, group in enumerate(sorted(tensor_groups, key=min))
@@ -65,7 +105,8 @@ def are_consecutive(tensor_groups: Groups) -> bool:
 
 
 def have_one_of_each(data_groups: Groups, tensor_groups: Groups) -> bool:
-    """Theorem 6.3: a data group has ranks of several tp groups, and of each at most one."""
+    """Theorem 6.3: a data group has ranks of several tp groups, and of each at most one. Theorem
+    7.3: so has a pipeline of those that share stages."""
     return all(
         len(group) > 1 and all(len({*group} & {*other}) <= 1 for other in tensor_groups)
         for group in data_groups

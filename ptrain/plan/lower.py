@@ -11,6 +11,9 @@ from __future__ import annotations
 from typing import assert_never
 
 from ptrain.axes.data.form import Form, data_factors, form_of, tier_of, whole_axes
+from ptrain.axes.pipeline.form import pipeline_of
+from ptrain.axes.pipeline.known import schedule
+from ptrain.axes.pipeline.stages import Stage
 from ptrain.axes.tensor.roles import roles_of
 from ptrain.costs import State
 from ptrain.plan.step import (
@@ -21,6 +24,7 @@ from ptrain.plan.step import (
     FullyShard,
     LocalGradients,
     Parallelize,
+    Pipeline,
     Plan,
     Replicate,
     Units,
@@ -35,12 +39,14 @@ from ptrain.spec.role import Roles
 from ptrain.spec.spec import Spec
 
 
-def lower(spec: Spec, units: Units, roles: Roles = ()) -> Plan:
+def lower(spec: Spec, units: Units, roles: Roles = (), stages: tuple[Stage, ...] = ()) -> Plan:
     """The plan of a legal spec; `units` are the modules that are wrapped together, `roles` those of
-    a module that is not built in."""
+    a module that is not built in, `stages` those that pp cuts the model into."""
     factors = tuple(factor for factor in spec.factors if factor.degree > 1)
     wrap, tensor = _wrap(spec), _parallelize(spec, roles)
+    pipeline = _pipeline(spec, stages)
     operator_axes = (tensor.axis,) if tensor else ()
+    cut_axes = (*((pipeline.axis,) if pipeline else ()), *reduced_axes(wrap))
     layout = spec.precision.effective
     return Plan(
         name=spec.name,
@@ -50,14 +56,15 @@ def lower(spec: Spec, units: Units, roles: Roles = ()) -> Plan:
         ),
         wrap=wrap,
         accumulate=Accumulate(micro_batches=spec.batch.accumulate),
-        clip=_clip(spec, wrap, operator_axes),
+        clip=_clip(spec, cut_axes, operator_axes),
         update=Update(
             optimizer=spec.optimizer.name,
             layout=layout,
-            scale_axes=(*reduced_axes(wrap), *operator_axes) if layout.scales_loss else (),
+            scale_axes=(*cut_axes, *operator_axes) if layout.scales_loss else (),
         ),
         units=units,
         tensor=tensor,
+        pipeline=pipeline,
     )
 
 
@@ -137,6 +144,20 @@ def _flat(spec: Spec, data: tuple[Factor, ...]) -> FlatUnits:
     )
 
 
+def _pipeline(spec: Spec, stages: tuple[Stage, ...]) -> Pipeline | None:
+    size = pipeline_of(spec)
+    if size is None:
+        return None
+    assert len(stages) == size.stages, f"{len(stages)} stages are given, the spec has {size.stages}"
+    return Pipeline(
+        axis=Axis.PP,
+        schedule=spec.pipeline.schedule,
+        rank_of=schedule(spec.pipeline.schedule, size).rank_of,
+        layers=tuple(stage.layers for stage in stages),
+        shared=stages[0].shared,
+    )
+
+
 def _parallelize(spec: Spec, roles: Roles) -> Parallelize | None:
     factor = next((f for f in spec.factors if f.axis is Axis.TP and f.degree > 1), None)
     if factor is None:
@@ -154,7 +175,7 @@ def _parallelize(spec: Spec, roles: Roles) -> Parallelize | None:
     )
 
 
-def _clip(spec: Spec, wrap: Wrap, operator_axes: tuple[Axis, ...]) -> Clip | None:
+def _clip(spec: Spec, axes: tuple[Axis, ...], operator_axes: tuple[Axis, ...]) -> Clip | None:
     if spec.optimizer.clip is None:
         return None
-    return Clip(max_norm=spec.optimizer.clip, axes=reduced_axes(wrap), operator_axes=operator_axes)
+    return Clip(max_norm=spec.optimizer.clip, axes=axes, operator_axes=operator_axes)

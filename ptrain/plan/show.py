@@ -8,7 +8,10 @@ from typing import assert_never
 from ptrain.algebra.layout import groups
 from ptrain.axes.data.form import ELEMENTWISE
 from ptrain.axes.data.rules import keeps_state
-from ptrain.plan.composition import condition_lines, ranks_text, theorem_6
+from ptrain.axes.pipeline.draw import draw
+from ptrain.axes.pipeline.form import pipeline_of
+from ptrain.axes.pipeline.known import schedule
+from ptrain.plan.composition import condition_lines, ranks_text, theorem_6, theorem_7
 from ptrain.plan.step import (
     Accumulate,
     Clip,
@@ -17,6 +20,7 @@ from ptrain.plan.step import (
     FullyShard,
     LocalGradients,
     Parallelize,
+    Pipeline,
     Plan,
     Replicate,
     Step,
@@ -42,9 +46,11 @@ def show(spec: Spec, plan: Plan) -> str:
     steps = [_step(step, stateless=stateless) for step in plan.steps]
     lines += [f"  {number}. {step}" for number, step in enumerate(steps, start=1)]
     lines += ["", *_groups(spec, plan), *_composition(spec, plan), *_policy(plan)]
+    lines += _stages(plan)
     lines.append(f"units    {_units(plan.units)}")
     if plan.tensor and not isinstance(spec.model, ModelShape):
         lines += _roles(plan.tensor.roles)
+    lines += _drawn(spec)
     return "\n".join(lines)
 
 
@@ -59,6 +65,8 @@ def _step(step: Step, *, stateless: bool) -> str:
     match step:
         case CreateMesh():
             return _mesh(step)
+        case Pipeline():
+            return _pipeline(step)
         case Parallelize():
             return _parallelize(step)
         case LocalGradients():
@@ -84,6 +92,36 @@ def _mesh(step: CreateMesh) -> str:
         return "no mesh"
     pairs = zip(step.axes, step.degrees, strict=True)
     return "create a mesh " + " × ".join(f"{axis} {degree}" for axis, degree in pairs)
+
+
+def _pipeline(step: Pipeline) -> str:
+    ranks = max(step.rank_of) + 1
+    text = (
+        f"cut the model over {step.axis} into {_count(step.stages, 'stage')}, "
+        f"{step.stages // ranks} a rank: Θ, Ω and G of its own layers; micro-batches in the order "
+        f"of {step.schedule}"
+    )
+    if step.shared:
+        text += f"; first and last stage both have {', '.join(step.shared)}, gradients summed"
+    return text
+
+
+def _stages(plan: Plan) -> Iterator[str]:
+    """A line for each stage: its rank along the axis, and what it has."""
+    step = plan.pipeline
+    if step is None:
+        return
+    for stage, (rank, layers) in enumerate(zip(step.rank_of, step.layers, strict=True)):
+        ends = ["what is in front"] * (stage == 0), ["what is behind"] * (stage == step.stages - 1)
+        names = ", ".join([*ends[0], _shortened(list(layers)), *ends[1]])
+        yield f"stage    {stage} on {step.axis} {rank}: {names}"
+
+
+def _drawn(spec: Spec) -> Iterator[str]:
+    size = pipeline_of(spec)
+    if size is not None:
+        yield ""
+        yield from draw(schedule(spec.pipeline.schedule, size)).splitlines()
 
 
 def _parallelize(step: Parallelize) -> str:
@@ -248,7 +286,7 @@ def _axes_of_groups(plan: Plan) -> Iterator[tuple[Axis, ...]]:
 
 
 def _composition(spec: Spec, plan: Plan) -> Iterator[str]:
-    for line in condition_lines(theorem_6(spec, plan)):
+    for line in condition_lines((*theorem_6(spec, plan), *theorem_7(spec, plan))):
         yield f"composed {line}"
 
 
@@ -297,10 +335,14 @@ def _sync(sync: SyncPolicy, *, gathers: bool) -> str:
 def _units(units: Units) -> str:
     """`blocks.0 … blocks.79, the root`."""
     names = ["+".join(modules) for modules in units]
-    blocks = [name for name in names if name]
-    shown = blocks if len(blocks) <= 3 else [blocks[0], "…", blocks[-1]]
-    text = ", ".join([*shown, "the root"] if "" in names else shown).replace(", …, ", " … ")
-    return f"{len(names)}: {text}"
+    blocks = _shortened([name for name in names if name])
+    root = ["the root"] if "" in names else []
+    return f"{len(names)}: {', '.join([blocks, *root] if blocks else root)}"
+
+
+def _shortened(names: list[str]) -> str:
+    """`blocks.0, blocks.1`, `blocks.0 … blocks.79`."""
+    return ", ".join(names) if len(names) <= 3 else f"{names[0]} … {names[-1]}"
 
 
 def _names(axes: Sequence[Axis]) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from ptrain.spec.axis import Axis
 from ptrain.spec.batch import GatherAfterUpdate, ReduceScatterVia, SyncPolicy
+from ptrain.spec.pipeline import ScheduleName
 from ptrain.spec.placement import Tier
 from ptrain.spec.precision import Layout
 from ptrain.spec.role import Roles
@@ -20,6 +21,31 @@ class CreateMesh:
 
     axes: tuple[Axis, ...]
     degrees: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pipeline:
+    """Theta, Omega and G are S on `axis`, by layer: a rank has some of the model's stages, and
+    computes their micro-batches in its order of the schedule (`axes.pipeline.known`).
+
+    `rank_of` is the rank of each stage along the axis, `layers` the modules of each, first to last.
+    The first stage has what is in front of the layers too, the last one what is behind them.
+    `shared` are the tensors that both have (a tied head): their gradients are summed over the two.
+    """
+
+    axis: Axis
+    schedule: ScheduleName
+    rank_of: tuple[int, ...]
+    layers: tuple[tuple[str, ...], ...]
+    shared: tuple[str, ...] = ()
+
+    @property
+    def stages(self) -> int:
+        return len(self.rank_of)
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """Of one rank along the axis, in the order of a forward pass."""
+        return tuple(stage for stage, owner in enumerate(self.rank_of) if owner == rank)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +146,8 @@ Wrap = LocalGradients | Replicate | FullyShard | FlatUnits
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accumulate:
-    """K micro-batches per step; each loss is a sum over tokens divided by the global number."""
+    """K micro-batches per step, those of a pipeline too; each loss is a sum over tokens divided by
+    the global number."""
 
     micro_batches: int
 
@@ -133,8 +160,8 @@ LONG_NORM, NORM_ROW = 2**14, 2**12  # elements
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Clip:
     """One norm over all gradients; a scalar all-reduce per axis in `axes`, on which they are
-    sharded when the optimizer sees them, and in `operator_axes`, on which some tensors are cut and
-    others whole: of these one rank's count."""
+    sharded when the optimizer sees them (on pp by layer), and in `operator_axes`, on which some
+    tensors are cut and others whole: of these one rank's count."""
 
     max_norm: float
     axes: tuple[Axis, ...]
@@ -150,7 +177,7 @@ class Update:
     scale_axes: tuple[Axis, ...] = ()  # of a scaled loss: along which overflows are looked for
 
 
-Step = CreateMesh | Parallelize | Wrap | Accumulate | Clip | Update
+Step = CreateMesh | Pipeline | Parallelize | Wrap | Accumulate | Clip | Update
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,9 +192,11 @@ class Plan:
     update: Update
     units: Units  # in the order of wrapping: blocks first, the root ("",) last
     tensor: Parallelize | None = None
+    pipeline: Pipeline | None = None
 
     @property
     def steps(self) -> tuple[Step, ...]:
         clip = (self.clip,) if self.clip else ()
         tensor = (self.tensor,) if self.tensor else ()
-        return (self.mesh, *tensor, self.wrap, self.accumulate, *clip, self.update)
+        pipeline = (self.pipeline,) if self.pipeline else ()
+        return (self.mesh, *pipeline, *tensor, self.wrap, self.accumulate, *clip, self.update)

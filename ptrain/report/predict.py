@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ptrain.costs import Estimate, Phase, State, Traffic, TrafficKey, busiest
 from ptrain.derivation.estimate import Derivation
-from ptrain.plan.composition import condition_lines, theorem_6
+from ptrain.plan.composition import condition_lines, theorem_6, theorem_7
 from ptrain.report.heading import heading
 from ptrain.report.record import TIERS
 from ptrain.report.table import (
@@ -123,8 +123,13 @@ def notes(paper: Estimate, exact: Estimate) -> list[str]:
 
 def composition(prediction: Prediction) -> list[str]:
     """The conditions under which axes compose, where a theorem has any."""
-    found = condition_lines(theorem_6(prediction.spec, prediction.derivation.plan))
-    return ["why tp and data axes compose", *(f"  {line}" for line in found)] if found else []
+    spec, plan = prediction.spec, prediction.derivation.plan
+    lines: list[str] = []
+    for axis, theorem in (("tp", theorem_6), ("pp", theorem_7)):
+        found = condition_lines(theorem(spec, plan))
+        if found:
+            lines += [f"why {axis} and data axes compose", *(f"  {line}" for line in found)]
+    return lines
 
 
 def _memory(paper: Estimate, exact: Estimate) -> str:
