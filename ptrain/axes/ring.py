@@ -18,7 +18,7 @@ class Group:
 
 
 def sent_bytes(collective: Collective, payload: int, ranks: int) -> int:
-    """r = (N-1)/N of the full tensor; twice that for an all-reduce."""
+    """r = (N-1)/N of the full tensor; twice that for an all-reduce; all of it for a send."""
     match collective:
         case Collective.ALL_REDUCE:
             return ceil_div(2 * (ranks - 1) * payload, ranks)
@@ -29,6 +29,10 @@ def sent_bytes(collective: Collective, payload: int, ranks: int) -> int:
             | Collective.BROADCAST
         ):
             return ceil_div((ranks - 1) * payload, ranks)
+        case Collective.SEND:
+            return payload
+        case Collective.RECV:
+            return 0
         case _:
             raise AssertionError(f"the ring model does not cover {collective}")
 

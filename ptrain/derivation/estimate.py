@@ -6,13 +6,14 @@ from dataclasses import dataclass, replace
 
 from ptrain.algebra.layout import position
 from ptrain.costs import Column, Estimate, Footprint, State, add_traffic
-from ptrain.derivation import tensor
+from ptrain.derivation import pipeline, tensor
 from ptrain.derivation.facts import ModelFacts
 from ptrain.derivation.interconnect import warnings
 from ptrain.derivation.memory import resident
 from ptrain.derivation.notes import notes
 from ptrain.derivation.paper import paper
 from ptrain.derivation.parameters import facts as facts_of
+from ptrain.derivation.pipeline_notes import pipeline_notes
 from ptrain.derivation.timeline import Replay, replay
 from ptrain.derivation.traffic import sent
 from ptrain.errors import Fault, SpecError
@@ -21,6 +22,10 @@ from ptrain.plan.step import Plan
 from ptrain.spec.model import ModelShape
 from ptrain.spec.spec import Spec
 
+_IN_FLIGHT = (
+    "not yet: what the micro-batches in flight leave for backward on each stage, stage by stage"
+)
+_TIED_SUM = "not yet: what first and last stage send to sum the gradients that both have"
 _NOT_TRACED = "the model's activations are known only from a trace, and these facts hold none"
 
 
@@ -37,7 +42,8 @@ def derive(spec: Spec, facts: ModelFacts | None = None) -> Derivation:
     """The costs of a legal spec. A built-in model needs no `facts`; any other model's are read off
     the model itself."""
     facts = own_facts(spec) if facts is None else facts
-    plan = lower(spec, facts.unit_modules, facts.roles)
+    stages = pipeline.stages_of(spec, facts)
+    plan = lower(spec, facts.unit_modules, facts.roles, stages)
     return Derivation(paper=paper(spec, facts), exact=exact(spec, plan, facts), plan=plan)
 
 
@@ -56,6 +62,8 @@ def own_facts(spec: Spec) -> ModelFacts:
 
 def exact(spec: Spec, plan: Plan, facts: ModelFacts) -> Estimate:
     """Memory per state and rank, peaks per phase, traffic per axes x collective x state x phase."""
+    if plan.pipeline is not None:
+        return _exact_stages(spec, plan, facts)
     of_parts = [
         (indices, _exact_part(spec, plan, part))
         for part, indices in tensor.parts(spec, plan, facts).items()
@@ -67,6 +75,29 @@ def exact(spec: Spec, plan: Plan, facts: ModelFacts) -> Estimate:
         estimate,
         traffic=traffic,
         notes=tuple(notes(spec, plan, facts, traffic)),
+        warnings=tuple(warnings(spec, traffic)),
+    )
+
+
+def _exact_stages(spec: Spec, plan: Plan, facts: ModelFacts) -> Estimate:
+    """Each rank's rows from its stages; of traffic a row for each account, where they differ."""
+    step = plan.pipeline
+    assert step is not None
+    accounts = pipeline.sent(spec, plan, facts)
+    keys = dict.fromkeys(row.key for rows in accounts for row in rows)
+    traffic = tuple(
+        dict.fromkeys(row for key in keys for rows in accounts for row in rows if row.key == key)
+    )
+    undefined = dict.fromkeys(("activations", "peak"), _IN_FLIGHT)
+    if step.shared and step.rank_of[0] != step.rank_of[-1]:
+        undefined["traffic"] = _TIED_SUM
+    return Estimate(
+        column=Column.EXACT,
+        world_size=spec.world_size,
+        memory=pipeline.resident(spec, plan, facts),
+        traffic=traffic,
+        undefined=undefined,
+        notes=tuple(pipeline_notes(spec, plan, facts)),
         warnings=tuple(warnings(spec, traffic)),
     )
 

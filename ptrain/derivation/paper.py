@@ -25,7 +25,7 @@ from ptrain.costs import (
 )
 from ptrain.derivation.facts import ModelFacts
 from ptrain.derivation.optimizer_state import optimizer_itemsize
-from ptrain.spec.axis import DATA_AXES, Factor
+from ptrain.spec.axis import DATA_AXES, Axis, Factor
 from ptrain.spec.placement import OFFLOADED, S_STAR, Distribution, M, Mode, R, S, Tier
 from ptrain.spec.spec import Spec
 from ptrain.units import ceil_div
@@ -84,8 +84,10 @@ def _memory(
     spec: Spec, placed: Product, sizes: dict[State, int], facts: ModelFacts
 ) -> tuple[Footprint, ...]:
     """Theorem 1, equations (7) to (11); the share on the host is what (11) leaves out. A unit that
-    a data axis gathers is what the other axes leave of it (Definition 5)."""
-    other = (f for f in spec.factors if f.axis not in DATA_AXES and f.placement.parameters == S)
+    a data axis gathers is what the other axes leave of it (Definition 5), and pp leaves layers
+    whole."""
+    apart = (*DATA_AXES, Axis.PP)
+    other = (f for f in spec.factors if f.axis not in apart and f.placement.parameters == S)
     unit = ceil_div(reconstruction_unit(facts), prod(factor.degree for factor in other))
     whole_units = sum(
         unit * itemsize for state, itemsize in itemsizes(spec).items() if placed[state].needs_unit

@@ -14,7 +14,7 @@ from ptrain.axes.ring import Calls, Group
 from ptrain.axes.tensor.costs import Cut
 from ptrain.costs import Collective, Phase, State, Traffic
 from ptrain.derivation import activations
-from ptrain.derivation.facts import ModelFacts, TensorFacts
+from ptrain.derivation.facts import ModelFacts, TensorFacts, UnitFacts
 from ptrain.plan.step import Parallelize, Plan
 from ptrain.spec.model import ModelShape
 from ptrain.spec.precision import DType
@@ -42,10 +42,7 @@ def parts(spec: Spec, plan: Plan, facts: ModelFacts) -> dict[ModelFacts, tuple[i
 
 def local_facts(spec: Spec, facts: ModelFacts, cut: Cut) -> ModelFacts:
     """One rank's part: local shapes, and the timeline of its micro-batch."""
-    units = tuple(
-        replace(unit, tensors=tuple(_local(tensor, cut) for tensor in unit.tensors))
-        for unit in facts.units
-    )
+    units = local_units(facts, cut)
     if isinstance(spec.model, ModelShape) and not facts.roles:
         return replace(
             facts,
@@ -63,6 +60,14 @@ def local_facts(spec: Spec, facts: ModelFacts, cut: Cut) -> ModelFacts:
     timeline = traced[cut.index] if len(traced) == cut.degree else None
     order = gradient_order(timeline) if timeline else facts.gradient_order
     return replace(facts, units=units, timeline=timeline, gradient_order=order, part_timelines=())
+
+
+def local_units(facts: ModelFacts, cut: Cut) -> tuple[UnitFacts, ...]:
+    """One rank's units: local shapes."""
+    return tuple(
+        replace(unit, tensors=tuple(_local(tensor, cut) for tensor in unit.tensors))
+        for unit in facts.units
+    )
 
 
 def _local(tensor: TensorFacts, cut: Cut) -> TensorFacts:

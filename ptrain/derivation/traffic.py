@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import assert_never
 
 from ptrain.axes.data.costs import (
+    Gathers,
     bucket_caps,
     bucket_sizes,
     gathers,
@@ -33,18 +34,27 @@ _INDEX_BYTES = 4  # DDP broadcasts bucket indices as int32
 
 def sent(spec: Spec, plan: Plan, facts: ModelFacts) -> tuple[Traffic, ...]:
     """What every rank sends: once (setup) and in each step."""
+    return add_traffic((*wrapped(spec, plan, facts), *norm(spec, plan)))
+
+
+def wrapped(
+    spec: Spec, plan: Plan, facts: ModelFacts, times: Gathers | None = None
+) -> Iterator[Traffic]:
+    """What the wrap sends. `times`: how often a unit is gathered, where micro-batches do not go
+    forward and backward one after the other."""
     match plan.wrap:
         case LocalGradients():
-            rows: Iterator[Traffic] = iter(())
+            return
         case Replicate():
-            rows = _replicated(spec, plan, plan.wrap, facts)
+            yield from _replicated(spec, plan, plan.wrap, facts)
         case FullyShard():
-            rows = _fully_sharded(spec, plan, plan.wrap, facts)
+            num_micro = plan.accumulate.micro_batches
+            times = times or gathers(plan.wrap.sync, num_micro)
+            yield from _fully_sharded(spec, plan, plan.wrap, facts, times)
         case FlatUnits():
-            rows = flat_sent(spec, plan, plan.wrap, facts)
+            yield from flat_sent(spec, plan, plan.wrap, facts)
         case _:
             assert_never(plan.wrap)
-    return add_traffic((*rows, *_norm(spec, plan)))
 
 
 def buckets(plan: Plan, wrap: Replicate, facts: ModelFacts) -> list[int]:
@@ -73,13 +83,13 @@ def _replicated(spec: Spec, plan: Plan, wrap: Replicate, facts: ModelFacts) -> I
 
 
 def _fully_sharded(
-    spec: Spec, plan: Plan, wrap: FullyShard, facts: ModelFacts
+    spec: Spec, plan: Plan, wrap: FullyShard, facts: ModelFacts, gathered_times: Gathers
 ) -> Iterator[Traffic]:
     layout, num_micro = plan.update.layout, plan.accumulate.micro_batches
     shards, replicas = group_over(spec, wrap.shard_axes), group_over(spec, wrap.replicate_axes)
     for padded, times in shard_sizes(facts, shards.ranks).items():
         gathered = shards.ranks * padded * layout.parameters.itemsize
-        yield from _gathers(wrap, num_micro, times, shards, gathered)
+        yield from _gathers(wrap, gathered_times, times, shards, gathered)
         reduced = padded * layout.reduced.itemsize
         num = times * reductions(wrap.sync, num_micro)
         yield reduce_scatter_calls(wrap.reduce_scatter, Phase.BACKWARD, num).over(
@@ -91,10 +101,9 @@ def _fully_sharded(
 
 
 def _gathers(
-    wrap: FullyShard, num_micro: int, units: int, shards: Group, payload: int
+    wrap: FullyShard, times: Gathers, units: int, shards: Group, payload: int
 ) -> Iterator[Traffic]:
     """Forward from all shards; backward from those of the group that kept the unit."""
-    times = gathers(wrap.sync, num_micro)
     between = Group(shards.axes, kept_ranks(wrap.sync, shards.ranks))
     for phase, num, group in (
         (Phase.FORWARD, times.forward, shards),
@@ -115,7 +124,7 @@ def shard_sizes(facts: ModelFacts, ranks: int) -> Counter[int]:
     return sizes
 
 
-def _norm(spec: Spec, plan: Plan) -> Iterator[Traffic]:
+def norm(spec: Spec, plan: Plan) -> Iterator[Traffic]:
     """One scalar per axis: the square of the norm, of at least fp32, and of a scaled loss whether
     any gradient overflowed, in fp32."""
     calls = Calls(Collective.ALL_REDUCE, State.GRADIENTS, Phase.UPDATE)

@@ -1,0 +1,202 @@
+"""The pipeline axis in the exact column: each stage's part of the model, what every rank holds of
+its stages, and what it sends over their boundaries.
+
+A stage is a model like any other, with fewer layers: the data axes and the operators of tp derive
+its costs as they do a whole model's. A rank adds up its stages, each wrapped by itself and with
+buffers of its own; the step's tokens and targets and the loss are there once, on every rank.
+
+What a step of pp leaves in flight is not derived here: `axes.pipeline.holdings` says how many
+micro-batches of each stage a rank holds at every step of its order, and what one of them is in
+bytes needs the stage's own timeline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+from ptrain.algebra.layout import position
+from ptrain.axes.pipeline.form import pipeline_of
+from ptrain.axes.pipeline.form import stages_of as cut_as_said
+from ptrain.axes.pipeline.gathers import stage_gathers
+from ptrain.axes.pipeline.holdings import transfers
+from ptrain.axes.pipeline.known import schedule
+from ptrain.axes.pipeline.schedule import Schedule
+from ptrain.axes.pipeline.stages import FRONT, Layers, Stage, layers_of
+from ptrain.axes.ring import Calls
+from ptrain.axes.tensor.costs import Cut
+from ptrain.costs import Footprint, State, Traffic, add_traffic
+from ptrain.derivation import tensor
+from ptrain.derivation.calls import group_over
+from ptrain.derivation.facts import ModelFacts, UnitFacts
+from ptrain.derivation.memory import other_bytes
+from ptrain.derivation.memory import resident as resident_of_part
+from ptrain.derivation.traffic import norm, wrapped
+from ptrain.plan.step import FullyShard, Plan
+from ptrain.spec.axis import Axis
+from ptrain.spec.model import ModelShape
+from ptrain.spec.role import Role, Roles
+from ptrain.spec.spec import Spec
+
+_PLACED = (State.PARAMETERS, State.OPTIMIZER, State.GRADIENTS)
+_IN_FRONT, _BEHIND = (Role.VOCABULARY, Role.POSITIONS), (Role.HEAD, Role.LAST_NORM)
+EMBEDDING = "embed.weight"  # of the built-in families: what a tied head takes
+
+
+def stages_of(spec: Spec, facts: ModelFacts) -> tuple[Stage, ...]:
+    """The stages that the spec cuts a built-in model into, first to last; none without pp."""
+    if spec.degree(Axis.PP) == 1:
+        return ()
+    return cut_as_said(spec, layers(spec, facts))
+
+
+def layers(spec: Spec, facts: ModelFacts) -> Layers:
+    """What may be cut: whole layers, however small the wrap's units are."""
+    assert isinstance(spec.model, ModelShape), "the layers of a built-in model"
+    *inner, root = facts.units
+    names = [f"blocks.{index}" for index in range(spec.model.layers)]
+    blocks = tuple(
+        UnitFacts(
+            modules=(name,),
+            tensors=tuple(
+                each
+                for unit in inner
+                if f"{unit.name}.".startswith(f"{name}.")
+                for each in unit.tensors
+            ),
+        )
+        for name in names
+    )
+    assert sum(block.numel for block in blocks) == sum(unit.numel for unit in inner)
+    return layers_of((*blocks, root), front=FRONT, tied=(EMBEDDING,) if spec.model.tied else ())
+
+
+def stage_facts(facts: ModelFacts, stage: Stage) -> ModelFacts:
+    """One stage's part: its units, the root with what it has of the ends, and the order in which
+    its gradients are complete. A tied head's copy is complete when the head is."""
+    has = {*stage.tensors}
+    units = tuple(
+        replace(unit, tensors=tuple(each for each in unit.tensors if each.name in has))
+        for unit in facts.units
+        if unit.name == "" or any(each.name in has for each in unit.tensors)
+    )
+    copies = stage.shared if stage.index else ()
+    order = [name for name in facts.gradient_order if name in has and name not in copies]
+    return replace(facts, units=units, gradient_order=(*copies, *order), timeline=None)
+
+
+def parts(spec: Spec, plan: Plan, part: ModelFacts) -> dict[ModelFacts, tuple[int, ...]]:
+    """What the ranks of tp have of one stage's part, and which of them have it."""
+    step = plan.tensor
+    if step is None:
+        return {part: (0,)}
+    found: dict[ModelFacts, tuple[int, ...]] = {}
+    for index in range(spec.degree(step.axis)):
+        cut = Cut(step=step, degree=spec.degree(step.axis), index=index)
+        local = replace(part, units=tensor.local_units(part, cut))
+        found[local] = (*found.get(local, ()), index)
+    return found
+
+
+def resident(spec: Spec, plan: Plan, facts: ModelFacts) -> tuple[Footprint, ...]:
+    """Rows of parameters, optimizer state, gradients and the rest, rank by rank."""
+    step = plan.pipeline
+    assert step is not None
+    of_stage = [_rows(spec, plan, stage_facts(facts, each)) for each in stages_of(spec, facts)]
+    found: list[Footprint] = []
+    for rank in range(spec.world_size):
+        own = step.stages_of(position(spec, rank, (step.axis,)))
+        for state in _PLACED:
+            found.append(_sum(state, rank, (of_stage[stage][rank, state] for stage in own)))
+        buffers = replace(facts, buffers=facts.buffers * len(own))
+        size = other_bytes(spec, buffers)
+        found.append(Footprint(state=State.OTHER, rank=rank, device_bytes=size))
+    return tuple(found)
+
+
+def _rows(spec: Spec, plan: Plan, part: ModelFacts) -> dict[tuple[int, State], Footprint]:
+    """What every rank would hold of one stage, by rank and state."""
+    axes = (plan.tensor.axis,) if plan.tensor else ()
+    return {
+        (row.rank, row.state): row
+        for local, indices in parts(spec, plan, part).items()
+        for row in resident_of_part(spec, plan, local)
+        if position(spec, row.rank, axes) in indices
+    }
+
+
+def _sum(state: State, rank: int, rows: Iterable[Footprint]) -> Footprint:
+    held = list(rows)
+    return Footprint(
+        state=state,
+        rank=rank,
+        device_bytes=sum(row.device_bytes for row in held),
+        host_bytes=sum(row.host_bytes for row in held),
+        file_bytes=sum(row.file_bytes for row in held),
+    )
+
+
+def sent(spec: Spec, plan: Plan, facts: ModelFacts) -> tuple[tuple[Traffic, ...], ...]:
+    """What the ranks send in a step, by their place along pp: over the boundaries, and of each
+    stage what the data axes and the operators of tp send. Where tp cuts unequally, the account of
+    its first rank. A step that exchanges shapes first sends more, once."""
+    step, made = plan.pipeline, _schedule(spec)
+    assert step is not None
+    of_stage = [
+        tuple(_of_stage(spec, plan, facts, made, stage)) for stage in stages_of(spec, facts)
+    ]
+    return tuple(
+        add_traffic(
+            (
+                *over_boundaries(spec, plan, made, rank),
+                *(row for stage in step.stages_of(rank) for row in of_stage[stage]),
+                *norm(spec, plan),
+            )
+        )
+        for rank in range(made.ranks)
+    )
+
+
+def over_boundaries(spec: Spec, plan: Plan, made: Schedule, rank: int) -> Iterator[Traffic]:
+    """Activations of each micro-batch to the next stage and their gradients back: micro x sequence
+    x hidden elements a call, of a slice of the tokens where tp has those between the blocks."""
+    step, model = plan.pipeline, spec.model
+    assert step is not None and isinstance(model, ModelShape)
+    tokens = spec.batch.micro * spec.batch.sequence
+    if plan.tensor and plan.tensor.is_sequence:
+        tokens //= spec.degree(plan.tensor.axis)
+    size = tokens * model.hidden * spec.precision.effective.parameters.itemsize
+    group = group_over(spec, (step.axis,))
+    for each in transfers(made):
+        if each.rank == rank:
+            calls = Calls(each.collective, State.ACTIVATIONS, each.phase, each.calls)
+            yield calls.over(group, size)
+
+
+def _of_stage(
+    spec: Spec, plan: Plan, facts: ModelFacts, made: Schedule, stage: Stage
+) -> Iterator[Traffic]:
+    part, wrap = stage_facts(facts, stage), plan.wrap
+    times = None
+    if isinstance(wrap, FullyShard):
+        times = stage_gathers(made, stage.index, wrap.sync)
+    yield from wrapped(spec, plan, next(iter(parts(spec, plan, part))), times)
+    if plan.tensor:
+        own = replace(plan.tensor, roles=stage_roles(plan.tensor.roles, stage, made.stages))
+        yield from tensor.sent(spec, replace(plan, tensor=own), part)
+
+
+def stage_roles(roles: Roles, stage: Stage, stages: int) -> Roles:
+    """Those of one stage's modules: of the ends only what it has. A tied embedding is looked up on
+    the first stage, and on the last it is the head alone."""
+    gone = (*(_IN_FRONT if stage.index else ()), *(_BEHIND if stage.index < stages - 1 else ()))
+    kept = tuple((pattern, role) for pattern, role in roles if role not in gone)
+    is_copy = stage.index == stages - 1 and stage.index > 0
+    heads = tuple((name.rpartition(".")[0], Role.HEAD) for name in stage.shared if is_copy)
+    return (*kept, *heads)
+
+
+def _schedule(spec: Spec) -> Schedule:
+    size = pipeline_of(spec)
+    assert size is not None, "a spec with pp"
+    return schedule(spec.pipeline.schedule, size)

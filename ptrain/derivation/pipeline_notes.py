@@ -1,0 +1,91 @@
+"""What a pipeline has and no theorem counts: a sentence each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from ptrain.axes.data.costs import reductions
+from ptrain.axes.pipeline.form import pipeline_of
+from ptrain.axes.pipeline.gathers import stage_gathers
+from ptrain.axes.pipeline.known import schedule
+from ptrain.axes.pipeline.schedule import Schedule
+from ptrain.axes.pipeline.stages import Stage
+from ptrain.derivation.facts import ModelFacts
+from ptrain.derivation.pipeline import stages_of
+from ptrain.plan.step import FlatUnits, FullyShard, Plan
+from ptrain.spec.batch import GradientSync
+from ptrain.spec.spec import Spec
+from ptrain.units import format_bytes
+
+
+def pipeline_notes(spec: Spec, plan: Plan, facts: ModelFacts) -> Iterator[str]:
+    size = pipeline_of(spec)
+    assert size is not None, "a spec with pp"
+    stages, made = stages_of(spec, facts), schedule(spec.pipeline.schedule, size)
+    yield from _unequal(facts, stages, made)
+    yield from _tied(facts, stages)
+    yield from _gathered(plan, made)
+    yield from _reduced(plan, stages, made)
+
+
+def _unequal(facts: ModelFacts, stages: Sequence[Stage], made: Schedule) -> Iterator[str]:
+    """Theorem 1 divides by pp; a rank has whole layers, and the ends more than layers."""
+    held = [sum(stages[each].numel for each in made.stages_of(r)) for r in range(made.ranks)]
+    if len(set(held)) > 1:
+        most = max(held)
+        more = most * made.ranks / facts.numel - 1
+        yield (
+            f"the ranks of pp have {' '.join(f'{each:,}' for each in held)} parameters: the "
+            f"fullest {more:.1%} more than the equal parts of the theorem"
+        )
+
+
+def _tied(facts: ModelFacts, stages: Sequence[Stage]) -> Iterator[str]:
+    for name in stages[0].shared:
+        numel = next(each.numel for each in facts.tensors if each.name == name)
+        yield (
+            f"{name} is on the first stage and on the last, {numel:,} parameters twice, and its "
+            "gradients are summed over the two"
+        )
+
+
+def _gathered(plan: Plan, made: Schedule) -> Iterator[str]:
+    """The price of parameters that a data axis gathers."""
+    wrap = plan.wrap
+    if not isinstance(wrap, FullyShard):
+        return
+    times = {
+        (each.forward, each.backward)
+        for each in (stage_gathers(made, stage, wrap.sync) for stage in range(made.stages))
+    }
+    if times != {(1, 0)}:
+        told = " or ".join(f"{ahead} times forward, {back} backward" for ahead, back in times)
+        yield (
+            f"{made.microbatches} micro-batches make a step, and by `sync` a unit is gathered "
+            f"{told}; with both reshard_after_forward and reshard_after_backward false, once"
+        )
+
+
+def _reduced(plan: Plan, stages: Sequence[Stage], made: Schedule) -> Iterator[str]:
+    """The price of gradients that a data axis has slices of: Theorem 2 has one reduction."""
+    wrap = plan.wrap
+    if not isinstance(wrap, FullyShard | FlatUnits):
+        return
+    if isinstance(wrap, FlatUnits) and not wrap.gradients:
+        return
+    num = reductions(wrap.sync, made.microbatches)
+    if wrap.sync.gradients is GradientSync.EVERY and num > 1:
+        yield (
+            f"gradients are slices after each of {num} micro-batches: a reduction of each, "
+            f"{num}r|G| of the stage; with sync.gradients: last, one, and until then every rank "
+            "holds the whole gradients of its stages"
+        )
+    elif num != made.microbatches:
+        itemsize = plan.update.layout.reduced.itemsize
+        most = max(
+            sum(stages[each].numel for each in made.stages_of(rank)) for rank in range(made.ranks)
+        )
+        yield (
+            "sync.gradients: last makes gradients R until the last micro-batch is reduced: a rank "
+            f"holds the whole sum of its stages' own, up to {format_bytes(most * itemsize)}"
+        )
