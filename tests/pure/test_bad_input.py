@@ -128,6 +128,7 @@ LINES = [
     ("{preset: llama-tiny}", "{hf: A, layers: 2}", "model.layers", "hf gives", "model.config"),
     # in the grammar, not executed yet
     ("mesh: {", "mesh: {pp: 2, ", "mesh.pp", "not yet", "dp_replicate, dp_shard, tp"),
+    ("train:", "pipeline: {schedule: 1f1b}\ntrain:", "pipeline", "not yet", "remove pipeline"),
     ("activations: R", "activations: M", "placement.dp_shard.activations", "not yet", "today: R"),
     ("train:", "recompute: full\ntrain:", "recompute", "not yet", "none"),
     ("train:", "compile: true\ntrain:", "compile", "not yet", "false"),

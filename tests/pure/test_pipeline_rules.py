@@ -1,5 +1,5 @@
 """What a spec may say of stages and schedules, and which products with pp are legal: each refusal
-names what would be right. Nothing executes pp yet, so the specs are read as if it did."""
+names what would be right."""
 
 from __future__ import annotations
 
@@ -13,35 +13,16 @@ from ptrain.axes.pipeline.known import takes_any_stages
 from ptrain.axes.pipeline.rules import PIPELINE
 from ptrain.errors import SpecError
 from ptrain.spec.grammar_pipeline import PipelineRaw
-from ptrain.spec.load import load
 from ptrain.spec.pipeline import PipelineSpec, ScheduleName, SplitBy
 from ptrain.spec.placement import MODES, Placement
 from ptrain.spec.resolve_parts import resolve_pipeline
-from ptrain.spec.spec import OptimizerSpec, Spec
+from ptrain.spec.spec import OptimizerSpec
+from tests.pure.piped import FULLY, SHAPE, read, spec
 from tests.pure.pipelines import VEES
 
 ADAMW = OptimizerSpec()
-SHAPE = {"layers": 8, "hidden": 96, "heads": 6, "kv_heads": 3, "ffn": 240, "vocab": 259}
 STATES = ("parameters", "optimizer", "gradients", "activations")
 TUPLES = [Placement(**dict(zip(STATES, modes, strict=True))) for modes in product(MODES, repeat=4)]
-FULLY = "S*,S,S,R"
-
-
-@pytest.fixture(autouse=True)
-def _as_if_it_ran(monkeypatch):
-    monkeypatch.setattr("ptrain.spec.load.refusals", lambda tree: {})
-
-
-def spec(mesh: dict[str, int], pipeline: dict[str, object] | None = None, **sections) -> Spec:
-    tuples = {"pp": "S,S,S,R", "dp_shard": FULLY, "dp_replicate": "R,R,R,R", "tp": "S,S,S,R"}
-    mapping = {
-        "model": SHAPE,
-        "mesh": mesh,
-        "placement": {axis: tuples[axis] for axis in mesh},
-        "batch": {"sequence": 32, "accumulate": 8},
-        "pipeline": pipeline or {},
-    }
-    return load(mapping | sections).spec
 
 
 def faults(*arguments, **sections) -> list[tuple[str, str, str]]:
@@ -87,7 +68,7 @@ def test_a_list_says_how_many_stages_there_are():
 )
 def test_what_is_resolved_loads_to_the_same_spec(said):
     made = spec({"pp": 2, "dp_shard": 2}, said)
-    assert load(made.resolved).spec == made
+    assert read(made.resolved) == made
     written = made.resolved["pipeline"]
     assert isinstance(written, dict)
     assert ("stages" in written) is ("stages" in said)  # what follows would hinder another mesh
@@ -274,8 +255,14 @@ def test_units_that_span_stages_wait(unit, runs):
     assert waiting == ["mesh.pp"] + ["unit"] * (not runs)
 
 
-def test_pp_is_refused_as_not_yet_until_it_runs(monkeypatch):
-    monkeypatch.undo()
-    with pytest.raises(SpecError) as raised:
-        spec({"pp": 2}, {"schedule": "gpipe"})
-    assert {fault.place for fault in raised.value.faults} == {"mesh.pp", "pipeline"}
+@pytest.mark.parametrize(
+    ("after_forward", "after_backward", "runs"),
+    [(False, False, 1), (True, True, 1), (True, False, 0), (False, True, 0)],
+)
+def test_flat_units_that_one_pass_gives_back_wait(after_forward, after_backward, runs):
+    sync = {"reshard_after_forward": after_forward, "reshard_after_backward": after_backward}
+    tuples = {"pp": "S,S,S,R", "dp_shard": "S*,O,S,R"}
+    sections = {"sync": sync, "placement": tuples}
+    waiting = [fault.place for fault in executed(spec({"pp": 2, "dp_shard": 2}, **sections))]
+    assert len(waiting) == 2 - runs
+    assert not check(spec({"pp": 2, "dp_shard": 2}, **sections))

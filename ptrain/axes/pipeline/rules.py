@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from ptrain.axes.data.form import Form, form_of
 from ptrain.axes.pipeline.form import pipeline_of
 from ptrain.axes.pipeline.known import faults, takes_any_stages
 from ptrain.axes.pipeline.stages import unlike
@@ -154,6 +155,20 @@ def _units(spec: Spec) -> Iterator[Fault]:
         )
 
 
+def _kept_for_a_while(spec: Spec) -> Iterator[Fault]:
+    sync = spec.sync
+    keeps = not sync.reshard_after_forward
+    if spec.degree(Axis.PP) == 1 or form_of(spec) is not Form.FLAT:
+        return
+    if keeps is sync.reshard_after_backward:
+        yield Fault(
+            place=f"sync.reshard_after_{'backward' if keeps else 'forward'}",
+            finding="not yet: with pp, units of this tuple that are given back after one pass and "
+            "kept after the other: how often they are gathered follows from the schedule",
+            remedy="write both true, or both false",
+        )
+
+
 PIPELINE = AxisRules(
     axes=(Axis.PP,),
     tuples=_TUPLES,
@@ -173,5 +188,6 @@ PIPELINE = AxisRules(
     not_yet=(
         SpecRule(name="stages of any model", theorem="", faults=_built_in),
         SpecRule(name="units within a stage", theorem="", faults=_units),
+        SpecRule(name="one policy for both passes", theorem="", faults=_kept_for_a_while),
     ),
 )
