@@ -10,7 +10,10 @@ from ptrain.axes.data.form import ELEMENTWISE
 from ptrain.axes.data.rules import keeps_state
 from ptrain.axes.pipeline.draw import draw
 from ptrain.axes.pipeline.form import pipeline_of
+from ptrain.axes.pipeline.holdings import most_held_of
 from ptrain.axes.pipeline.known import schedule
+from ptrain.axes.pipeline.schedule import Schedule
+from ptrain.axes.pipeline.simulate import simulate
 from ptrain.plan.composition import condition_lines, ranks_text, theorem_6, theorem_7
 from ptrain.plan.step import (
     Accumulate,
@@ -46,7 +49,7 @@ def show(spec: Spec, plan: Plan) -> str:
     steps = [_step(step, stateless=stateless) for step in plan.steps]
     lines += [f"  {number}. {step}" for number, step in enumerate(steps, start=1)]
     lines += ["", *_groups(spec, plan), *_composition(spec, plan), *_policy(plan)]
-    lines += _stages(plan)
+    lines += _stages(spec, plan)
     lines.append(f"units    {_units(plan.units)}")
     if plan.tensor and not isinstance(spec.model, ModelShape):
         lines += _roles(plan.tensor.roles)
@@ -106,22 +109,35 @@ def _pipeline(step: Pipeline) -> str:
     return text
 
 
-def _stages(plan: Plan) -> Iterator[str]:
-    """A line for each stage: its rank along the axis, and what it has."""
-    step = plan.pipeline
-    if step is None:
+def _stages(spec: Spec, plan: Plan) -> Iterator[str]:
+    """A line for each stage: its rank along the axis, what it has, and how much is in flight."""
+    step, made = plan.pipeline, _schedule(spec)
+    if step is None or made is None:
         return
     for stage, (rank, layers) in enumerate(zip(step.rank_of, step.layers, strict=True)):
         ends = ["what is in front"] * (stage == 0), ["what is behind"] * (stage == step.stages - 1)
         names = ", ".join([*ends[0], _shortened(list(layers)), *ends[1]])
-        yield f"stage    {stage} on {step.axis} {rank}: {names}"
+        most = _count(most_held_of(made, stage), "micro-batch", "micro-batches")
+        yield f"stage    {stage} on {step.axis} {rank}: {names}; up to {most} in flight"
 
 
 def _drawn(spec: Spec) -> Iterator[str]:
+    """The schedule, and the bubble in both conventions of the literature."""
+    made = _schedule(spec)
+    if made is None:
+        return
+    simulation = simulate(made)
+    yield (
+        f"bubble   {simulation.bubble_fraction:.1%} of the step, {simulation.bubble_ratio:.1%} of "
+        "the ideal time, if stages are equal and a backward takes two forwards"
+    )
+    yield ""
+    yield from draw(made).splitlines()
+
+
+def _schedule(spec: Spec) -> Schedule | None:
     size = pipeline_of(spec)
-    if size is not None:
-        yield ""
-        yield from draw(schedule(spec.pipeline.schedule, size)).splitlines()
+    return schedule(spec.pipeline.schedule, size) if size else None
 
 
 def _parallelize(step: Parallelize) -> str:
