@@ -1,0 +1,318 @@
+"""What the ranks of pp hold of their stages, and what they send: against the whole model's own
+derivation, and by hand."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from ptrain.axes.pipeline.known import schedule
+from ptrain.costs import Collective, Phase, State, Traffic, add_traffic
+from ptrain.derivation.estimate import Derivation, derive, own_facts
+from ptrain.derivation.facts import ModelFacts
+from ptrain.derivation.pipeline import sent, stage_facts, stages_of
+from ptrain.spec.pipeline import ScheduleName
+from ptrain.spec.spec import Spec
+from tests.pure.piped import FULLY, SHAPE, legal
+from tests.pure.pipelines import ONE_STAGE, pipeline
+
+MICRO, SEQUENCE, K = 1, 32, 8  # of `piped.spec`
+LAYERS, HIDDEN, VOCAB = SHAPE["layers"], SHAPE["hidden"], SHAPE["vocab"]
+FP32, ADAM_STATES, STEP = 4, 2, 4  # bytes, moments, bytes of a tensor's step
+GPT = {**SHAPE, "family": "gpt", "kv_heads": 6}
+MODELS = {
+    "llama": SHAPE,
+    "llama, tied": SHAPE | {"tied": True},
+    "gpt": GPT,
+    "gpt, untied": GPT | {"tied": False},
+}
+every_model = pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+EVEN = {"vocab": 264, "kv_heads": 6}  # slices and shards are equal
+
+
+def parts_of(spec: Spec) -> list[ModelFacts]:
+    facts = own_facts(spec)
+    return [stage_facts(facts, stage) for stage in stages_of(spec, facts)]
+
+
+def names(facts: ModelFacts) -> Counter[str]:
+    return Counter(tensor.name for tensor in facts.tensors)
+
+
+def held(found: Derivation, state: State, rank: int) -> int:
+    return found.exact.bytes_of(state, rank)
+
+
+def accounts(spec: Spec) -> tuple[tuple[Traffic, ...], ...]:
+    """By place along pp."""
+    return sent(spec, derive(spec).plan, own_facts(spec))
+
+
+def over(rows: tuple[Traffic, ...], axis: str, *phases: Phase) -> tuple[Traffic, ...]:
+    return tuple(
+        row for row in rows if row.key.axes == (axis,) and row.key.phase in (phases or (*Phase,))
+    )
+
+
+@every_model
+@pytest.mark.parametrize("unit", ["block", "sub-block"])
+def test_stages_have_every_tensor_once_and_a_tied_one_at_both_ends(model, unit):
+    spec = legal({"pp": 4, "dp_shard": 2}, model=model, unit=unit)
+    whole, parts = own_facts(spec), parts_of(spec)
+    copies = sum((names(part) for part in parts), Counter[str]())
+    shared = {"embed.weight"} if spec.model.tied else set()
+    assert {name for name, number in copies.items() if number != 1} == shared
+    assert set(copies) == set(names(whole))
+    for part in parts:
+        assert part.unit_modules[-1] == ("",)
+        assert sorted(part.gradient_order) == sorted(names(part).elements())
+
+
+@every_model
+def test_the_ends_of_the_model_stand_in_the_roots_of_the_end_stages(model):
+    spec = legal({"pp": 4}, model=model)
+    first, *middle, last = (part.units[-1].tensors for part in parts_of(spec))
+    is_gpt = "family" in model
+    positions = ["positions.weight"] if is_gpt else []
+    assert [each.name for each in first] == ["embed.weight", *positions]
+    assert middle == [(), ()]
+    head = ["embed.weight"] if spec.model.tied else ["head.weight"]
+    norm = ["norm.weight", "norm.bias"] if is_gpt else ["norm.weight"]
+    assert sorted(each.name for each in last) == sorted([*norm, *head])
+
+
+@every_model
+def test_gradients_of_a_stage_are_complete_in_the_order_of_the_whole_model(model):
+    spec = legal({"pp": 4}, model=model)
+    *others, last = parts_of(spec)
+    whole = list(own_facts(spec).gradient_order)
+    assert last.gradient_order[0] == ("embed.weight" if spec.model.tied else "head.weight")
+    rest = [*(last.gradient_order[1:] if spec.model.tied else last.gradient_order)]
+    assert rest == [name for name in whole if name in rest]
+    for part in others:
+        assert list(part.gradient_order) == [n for n in whole if n in part.gradient_order]
+
+
+@every_model
+@pytest.mark.parametrize("name", ScheduleName)
+def test_without_a_data_axis_a_rank_holds_its_stages_and_nothing_else(model, name):
+    spec = legal({"pp": 2}, {"schedule": str(name)}, model=model)
+    found, parts = derive(spec), parts_of(spec)
+    step = found.plan.pipeline
+    assert step is not None
+    for rank in (0, 1):
+        own = [parts[stage] for stage in step.stages_of(rank)]
+        numel = sum(part.numel for part in own)
+        tensors = sum(len(part.tensors) for part in own)
+        assert held(found, State.PARAMETERS, rank) == FP32 * numel
+        assert held(found, State.GRADIENTS, rank) == FP32 * numel
+        assert held(found, State.OPTIMIZER, rank) == ADAM_STATES * FP32 * numel + STEP * tensors
+
+
+def test_a_rank_has_buffers_for_each_stage_and_a_steps_tokens_once():
+    one, two = (
+        derive(legal({"pp": 2}, {"schedule": "zero-bubble", "stages": stages})) for stages in (2, 4)
+    )
+    tables = 2 * SEQUENCE * (HIDDEN // SHAPE["heads"] // 2) * FP32
+    tokens, loss = K * MICRO * (SEQUENCE + 1) * 8, 4
+    for rank in (0, 1):
+        assert held(one, State.OTHER, rank) == tables + tokens + loss
+        assert held(two, State.OTHER, rank) == 2 * tables + tokens + loss
+
+
+@pytest.mark.parametrize("axes", [("pp", "dp_shard"), ("dp_shard", "pp")])
+@pytest.mark.parametrize("tuple_", ["R,R,R,R", "R,S,R,R", "R,S,S,R", FULLY, "R,O,O,R", "S*,O,S,R"])
+def test_the_data_axes_divide_each_stage_as_they_divide_a_model(axes, tuple_):
+    """Over pp a state adds up to what a rank has without pp: no padding, and flat units have one
+    root more, with a step of its own."""
+    placement = {"pp": "S,S,S,R", "dp_shard": tuple_}
+    model = {"model": SHAPE | EVEN}
+    apart = derive(
+        legal({axis: 4 if axis == "pp" else 2 for axis in axes}, placement=placement, **model)
+    )
+    whole = derive(legal({"dp_shard": 2}, placement={"dp_shard": tuple_}, **model))
+    for shard in (0, 1):
+        places = [stage * 2 + shard if axes[0] == "pp" else shard * 4 + stage for stage in range(4)]
+        for state in (State.PARAMETERS, State.GRADIENTS, State.OPTIMIZER):
+            rows, (expected,) = (
+                [row for row in found.exact.memory if row.state is state and row.rank in ranks]
+                for found, ranks in ((apart, places), (whole, [shard]))
+            )
+            is_flat_optimizer = tuple_ not in (FULLY, "R,R,R,R") and state is State.OPTIMIZER
+            total = expected.device_bytes + expected.host_bytes + STEP * is_flat_optimizer
+            assert sum(row.device_bytes + row.host_bytes for row in rows) == total
+            assert (sum(row.host_bytes for row in rows) > 0) is (expected.host_bytes > 0)
+
+
+@every_model
+@pytest.mark.parametrize("tp", [2, 3])
+def test_stages_of_slices_are_slices_of_stages(model, tp):
+    """Over pp a state adds up to what a rank of tp has without pp, and a tied copy."""
+    model = model | EVEN
+    apart = derive(legal({"pp": 4, "tp": tp}, model=model))
+    whole = derive(legal({"tp": tp}, model=model))
+    is_tied = legal({"tp": tp}, model=model).model.tied
+    copy = FP32 * EVEN["vocab"] // tp * HIDDEN if is_tied else 0
+    for index in range(tp):
+        for state in (State.PARAMETERS, State.GRADIENTS):
+            over_pp = sum(held(apart, state, stage * tp + index) for stage in range(4))
+            assert over_pp == held(whole, state, index) + copy
+
+
+@pytest.mark.parametrize("name", ScheduleName)
+@pytest.mark.parametrize("layout", ["fp32", "bf16", "zero16"])
+def test_a_boundary_carries_the_residual_stream_of_a_micro_batch(name, layout):
+    spec = legal({"pp": 4}, {"schedule": str(name)}, precision={"layout": layout})
+    rows = [row for rank in accounts(spec) for row in over(rank, "pp")]
+    size = MICRO * SEQUENCE * HIDDEN * (4 if layout == "fp32" else 2)
+    moved = [row for row in rows if row.key.collective in (Collective.SEND, Collective.RECV)]
+    assert moved
+    assert all(row.payload_bytes == row.calls * size for row in moved)
+    assert all(
+        row.sent_bytes == (row.payload_bytes if row.key.collective is Collective.SEND else 0)
+        for row in moved
+    )
+    sends = sum(row.calls for row in moved if row.key.collective is Collective.SEND)
+    assert sends == sum(row.calls for row in moved) // 2
+    per_rank = 1 if name in (*ONE_STAGE, ScheduleName.ZERO_BUBBLE) else 2
+    made = schedule(name, pipeline(4, per_rank, K))
+    crossed = sum(made.is_crossed(boundary) for boundary in range(made.stages - 1))
+    assert sends == 2 * K * crossed
+
+
+@pytest.mark.parametrize(
+    ("name", "forward", "backward"),
+    [
+        ("1f1b", [1, 1, 1, 0], [0, 1, 1, 1]),  # calls a micro-batch and rank
+        ("interleaved", [2, 2, 2, 1], [1, 2, 2, 2]),
+        ("zbv", [1, 2, 2, 1], [1, 2, 2, 1]),  # the last rank hands on to itself
+    ],
+)
+def test_each_rank_sends_over_its_own_boundaries(name, forward, backward):
+    spec = legal({"pp": 4}, {"schedule": name})
+    for phase, expected in ((Phase.FORWARD, forward), (Phase.BACKWARD, backward)):
+        calls = [
+            sum(row.calls for row in over(rows, "pp", phase) if row.sent_bytes)
+            for rows in accounts(spec)
+        ]
+        assert calls == [K * each for each in expected]
+
+
+def test_slices_of_the_tokens_cross_as_slices():
+    tuples = {"pp": "S,S,S,R", "tp": "S,S,S,S"}
+    whole, sliced = (
+        accounts(legal({"pp": 2, "tp": 2}, model=SHAPE | EVEN, **sections))
+        for sections in ({}, {"placement": tuples})
+    )
+    for rank in (0, 1):
+        sizes, halves = (
+            [row.payload_bytes for row in over(rows[rank], "pp", Phase.FORWARD, Phase.BACKWARD)]
+            for rows in (whole, sliced)
+        )
+        assert sizes == [2 * half for half in halves]
+
+
+@every_model
+@pytest.mark.parametrize(
+    ("activations", "tensor"),
+    [
+        ("R", {}),
+        ("S", {}),
+        ("S*", {}),
+        ("R", {"loss_parallel": False}),
+        ("S", {"loss_parallel": False}),
+        ("R", {"plan": "naive"}),
+    ],
+    ids=str,
+)
+def test_operators_send_stage_by_stage_what_they_send_in_the_whole_model(
+    model, activations, tensor
+):
+    sections = {
+        "model": model | EVEN,
+        "placement": {"tp": f"S,S,S,{activations}"},
+        "tensor": tensor,
+        "optimizer": {"clip": None},
+    }
+    whole = over(derive(legal({"tp": 2}, **sections)).exact.traffic, "tp")
+    sections["placement"] = {"pp": "S,S,S,R"} | sections["placement"]
+    apart = accounts(legal({"pp": 4, "tp": 2}, {"schedule": "1f1b"}, **sections))
+    assert add_traffic(row for rows in apart for row in over(rows, "tp")) == add_traffic(whole)
+
+
+@pytest.mark.parametrize("name", ScheduleName)
+def test_each_stage_gathers_once_if_nothing_is_said_and_reduces_each_micro_batch(name):
+    spec = legal({"pp": 2, "dp_shard": 2}, {"schedule": str(name)})
+    step = derive(spec).plan.pipeline
+    assert step is not None
+    for rank, rows in enumerate(accounts(spec)):
+        roots = sum(stage in (0, step.stages - 1) for stage in step.stages_of(rank))
+        units = sum(len(step.layers[stage]) for stage in step.stages_of(rank)) + roots
+        calls = {
+            (row.key.collective, row.key.phase): row.calls
+            for row in over(rows, "dp_shard", Phase.FORWARD, Phase.BACKWARD)
+        }
+        assert calls == {
+            (Collective.ALL_GATHER, Phase.FORWARD): units,
+            (Collective.REDUCE_SCATTER, Phase.BACKWARD): K * units,
+        }
+
+
+def test_resharding_multiplies_the_gathers_by_the_micro_batches():
+    sync = {"reshard_after_forward": True, "reshard_after_backward": True, "gradients": "last"}
+    spec = legal({"pp": 2, "dp_shard": 2}, sync=sync)
+    for rows in accounts(spec):
+        gathered = [row for row in rows if row.key.collective is Collective.ALL_GATHER]
+        assert {row.calls for row in gathered} == {K * 5}  # 4 blocks and a root, both passes
+        assert {row.key.phase for row in gathered} == {Phase.FORWARD, Phase.BACKWARD}
+    found = derive(spec).exact.notes
+    assert any("gathered 8 times forward, 8 backward" in note for note in found)
+    assert any("makes gradients R until the last micro-batch" in note for note in found)
+
+
+@every_model
+def test_replicas_sum_each_stages_gradients_once(model):
+    """Over pp what DDP reduces is the whole model's, and a tied copy."""
+    spec = legal({"pp": 4, "dp_replicate": 2}, model=model, optimizer={"clip": None})
+    reduced = [row for rows in accounts(spec) for row in over(rows, "dp_replicate", Phase.BACKWARD)]
+    copy = VOCAB * HIDDEN if spec.model.tied else 0
+    assert {row.key.collective for row in reduced} == {Collective.ALL_REDUCE}
+    assert sum(row.payload_bytes for row in reduced) == FP32 * (own_facts(spec).numel + copy)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved"])
+def test_the_norm_is_one_scalar_per_axis_however_many_stages_a_rank_has(name):
+    spec = legal({"pp": 2, "dp_shard": 2}, {"schedule": name})
+    for rows in accounts(spec):
+        norms = [row for row in rows if row.key.phase is Phase.UPDATE]
+        assert {row.key.axes: (row.calls, row.payload_bytes) for row in norms} == {
+            ("pp",): (1, FP32),
+            ("dp_shard",): (1, FP32),
+        }
+
+
+def test_what_is_not_derived_yet_is_said():
+    assert set(derive(legal({"pp": 2})).exact.undefined) == {"activations", "peak"}
+    tied = {"model": SHAPE | {"tied": True}}
+    assert "traffic" in derive(legal({"pp": 2}, **tied)).exact.undefined
+    # a V has both ends of the model on one rank
+    assert "traffic" not in derive(legal({"pp": 2}, {"schedule": "zbv"}, **tied)).exact.undefined
+
+
+def test_unequal_ranks_and_tied_ends_are_told_beside_the_theorem():
+    model = {"model": SHAPE | {"tied": True, "vocab": 1001}}
+    spec = legal({"pp": 2}, {"split": [2, 6]}, **model)
+    notes = derive(spec).exact.notes
+    sizes = [f"{part.numel:,}" for part in parts_of(spec)]
+    assert any(f"the ranks of pp have {' '.join(sizes)} parameters" in note for note in notes)
+    assert any("96,096 parameters twice" in note for note in notes)
+
+
+def test_a_unit_that_is_gathered_is_a_whole_layer_of_a_stage():
+    """Theorem 1's s_unit: pp divides the layers, not a layer."""
+    alone, beside = (
+        derive(legal(mesh)).paper.bytes_of(State.TRANSIENT)
+        for mesh in ({"dp_shard": 2}, {"pp": 2, "dp_shard": 2})
+    )
+    assert alone == beside
