@@ -117,11 +117,12 @@ def resident(spec: Spec, plan: Plan, facts: ModelFacts) -> tuple[Footprint, ...]
 def _rows(spec: Spec, plan: Plan, part: ModelFacts) -> dict[tuple[int, State], Footprint]:
     """What every rank would hold of one stage, by rank and state."""
     axes = (plan.tensor.axis,) if plan.tensor else ()
+    index_of = [position(spec, rank, axes) for rank in range(spec.world_size)]
     return {
         (row.rank, row.state): row
         for local, indices in parts(spec, plan, part).items()
         for row in resident_of_part(spec, plan, local)
-        if position(spec, row.rank, axes) in indices
+        if index_of[row.rank] in indices
     }
 
 
