@@ -40,7 +40,8 @@ from ptrain.spec.spec import Spec
 
 _PLACED = (State.PARAMETERS, State.OPTIMIZER, State.GRADIENTS)
 _IN_FRONT, _BEHIND = (Role.VOCABULARY, Role.POSITIONS), (Role.HEAD, Role.LAST_NORM)
-EMBEDDING = "embed.weight"  # of the built-in families: what a tied head takes
+# Of the built-in families: what a tied head takes, and its own name of it.
+TIED = ("embed.weight", "head.weight")
 
 
 def stages_of(spec: Spec, facts: ModelFacts) -> tuple[Stage, ...]:
@@ -68,21 +69,25 @@ def layers(spec: Spec, facts: ModelFacts) -> Layers:
         for name in names
     )
     assert sum(block.numel for block in blocks) == sum(unit.numel for unit in inner)
-    return layers_of((*blocks, root), front=FRONT, tied=(EMBEDDING,) if spec.model.tied else ())
+    return layers_of((*blocks, root), front=FRONT, tied=(TIED,) if spec.model.tied else ())
 
 
 def stage_facts(facts: ModelFacts, stage: Stage) -> ModelFacts:
-    """One stage's part: its units, the root with what it has of the ends, and the order in which
-    its gradients are complete. A tied head's copy is complete when the head is."""
-    has = {*stage.tensors}
-    units = tuple(
-        replace(unit, tensors=tuple(each for each in unit.tensors if each.name in has))
-        for unit in facts.units
-        if unit.name == "" or any(each.name in has for each in unit.tensors)
-    )
-    copies = stage.shared if stage.index else ()
-    order = [name for name in facts.gradient_order if name in has and name not in copies]
-    return replace(facts, units=units, gradient_order=(*copies, *order), timeline=None)
+    """One stage's part: its units, what it shares with another stage in units of their own, the
+    root with what it has of the ends, and the order in which its gradients are complete. A tied
+    head's copy is complete when the head is."""
+    tensors = {each.name: each for each in facts.tensors}
+    for name, copy in stage.copied:
+        tensors[copy] = replace(tensors[name], name=copy)
+    has = [tensors[name] for name in stage.tensors]
+    units = []
+    for modules in stage.units(facts.unit_modules):
+        own = [t for t in has if any(f"{t.name}.".startswith(f"{m}.") or not m for m in modules)]
+        has = [tensor for tensor in has if tensor not in own]
+        units.append(UnitFacts(modules=modules, tensors=tuple(own)))
+    copies = [copy for _, copy in stage.copied]
+    order = [name for name in facts.gradient_order if name in stage.tensors]
+    return replace(facts, units=tuple(units), gradient_order=(*copies, *order), timeline=None)
 
 
 def parts(spec: Spec, plan: Plan, part: ModelFacts) -> dict[ModelFacts, tuple[int, ...]]:
@@ -188,13 +193,12 @@ def _of_stage(
 
 
 def stage_roles(roles: Roles, stage: Stage, stages: int) -> Roles:
-    """Those of one stage's modules: of the ends only what it has. A tied embedding is looked up on
-    the first stage, and on the last it is the head alone."""
+    """Those of one stage's modules: of the ends only what it has. A tied head of a built-in model
+    is one of its own on the last stage."""
     gone = (*(_IN_FRONT if stage.index else ()), *(_BEHIND if stage.index < stages - 1 else ()))
     kept = tuple((pattern, role) for pattern, role in roles if role not in gone)
-    is_copy = stage.index == stages - 1 and stage.index > 0
-    heads = tuple((name.rpartition(".")[0], Role.HEAD) for name in stage.shared if is_copy)
-    return (*kept, *heads)
+    heads = {name.rpartition(".")[0]: Role.HEAD for _, name in stage.copied}
+    return (*kept, *(pair for pair in heads.items() if pair not in kept))
 
 
 def _schedule(spec: Spec) -> Schedule:

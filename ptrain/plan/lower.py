@@ -154,7 +154,7 @@ def _pipeline(spec: Spec, stages: tuple[Stage, ...]) -> Pipeline | None:
         schedule=spec.pipeline.schedule,
         rank_of=schedule(spec.pipeline.schedule, size).rank_of,
         layers=tuple(stage.layers for stage in stages),
-        shared=stages[0].shared,
+        shared=tuple(zip(stages[0].shared, stages[-1].shared, strict=True)),
     )
 
 

@@ -105,7 +105,7 @@ def _pipeline(step: Pipeline) -> str:
         f"of {step.schedule}"
     )
     if step.shared:
-        text += f"; first and last stage both have {', '.join(step.shared)}, gradients summed"
+        text += f"; first and last stage both have {', '.join(name for name, _ in step.shared)}, gradients summed"
     return text
 
 

@@ -30,14 +30,15 @@ class Pipeline:
 
     `rank_of` is the rank of each stage along the axis, `layers` the modules of each, first to last.
     The first stage has what is in front of the layers too, the last one what is behind them.
-    `shared` are the tensors that both have (a tied head): their gradients are summed over the two.
+    `shared` are the tensors that both have (a tied head), by their names on the first and on the
+    last: their gradients are summed over the two.
     """
 
     axis: Axis
     schedule: ScheduleName
     rank_of: tuple[int, ...]
     layers: tuple[tuple[str, ...], ...]
-    shared: tuple[str, ...] = ()
+    shared: tuple[tuple[str, str], ...] = ()
 
     @property
     def stages(self) -> int:

@@ -24,7 +24,7 @@ every_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
 
 
 def layers(shape: ModelShape) -> Layers:
-    tied = ("embed.weight",) if shape.tied else ()
+    tied = (("embed.weight", "head.weight"),) if shape.tied else ()
     return layers_of(facts(shape, 16).units, tied=tied)
 
 

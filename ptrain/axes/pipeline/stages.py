@@ -13,6 +13,8 @@ from typing import Protocol
 
 from ptrain.errors import Fault, SpecError
 
+Units = tuple[tuple[str, ...], ...]  # the modules of each, as a plan has them
+
 FRONT = ("embed", "positions")  # the built-in families' modules in front of the layers
 
 
@@ -37,12 +39,13 @@ class Unit(Protocol):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layers:
     """What is cut: layers first to last, and the tensors in front of them and behind them.
-    `tied`: those in front that the last stage uses too, and so has a copy of."""
+    `tied`: those in front that the last stage uses too, each with the name of the copy that it has
+    of them."""
 
     layers: tuple[Unit, ...]
     front: tuple[Tensor, ...]
     behind: tuple[Tensor, ...]
-    tied: tuple[str, ...] = ()
+    tied: tuple[tuple[str, str], ...] = ()
 
     @property
     def weights(self) -> tuple[int, ...]:
@@ -52,35 +55,53 @@ class Layers:
     @property
     def ends(self) -> tuple[int, int]:
         """Parameters that the first stage has beside its layers, and the last; tied ones both."""
-        copies = sum(tensor.numel for tensor in self.front if tensor.name in self.tied)
+        tied = dict(self.tied)
+        copies = sum(tensor.numel for tensor in self.front if tensor.name in tied)
         behind = sum(tensor.numel for tensor in self.behind)
         return sum(tensor.numel for tensor in self.front), behind + copies
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """One stage's part of the model. `shared` are its tensors that another stage has too: their
-    gradients are summed over both."""
+    """One stage's part of the model. `shared` are its tensors that another stage has too, there
+    perhaps by another name: their gradients are summed over both. Each is a unit of its own, so
+    that both stages cut it alike whatever else they have."""
 
     index: int
     layers: tuple[str, ...]
     tensors: tuple[str, ...]
     shared: tuple[str, ...]
     numel: int
+    copied: tuple[tuple[str, str], ...] = ()
+
+    def units(self, units: Units) -> Units:
+        """Those of a model that this stage has, inner before outer; its modules' names are the
+        model's."""
+        inner = tuple(
+            modules
+            for modules in units
+            if any(f"{modules[0]}.".startswith(f"{layer}.") for layer in self.layers)
+        )
+        shared = tuple((name.rpartition(".")[0],) for name in self.shared)
+        return (*inner, *shared, ("",))
 
 
 def layers_of(
-    units: Sequence[Unit], *, front: Sequence[str] = FRONT, tied: Sequence[str] = ()
+    units: Sequence[Unit],
+    *,
+    front: Sequence[str] = FRONT,
+    tied: Sequence[tuple[str, str]] = (),
 ) -> Layers:
     """Of a model's units, blocks first to last and then the root; `front` names the root's modules
-    in front of the blocks, `tied` the tensors that a tied head takes from there."""
+    in front of the blocks, `tied` the tensors that a tied head takes from there, with its own name
+    of them."""
     *layers, root = units
     assert root.name == "", "the last unit is the root"
     names = {layer.name for layer in layers}
     assert not any(name.rpartition(".")[0] in names for name in names), "units of less than a block"
     ahead = tuple(t for t in root.tensors if t.name.rpartition(".")[0] in front)
     behind = tuple(t for t in root.tensors if t not in ahead)
-    assert set(tied) <= {tensor.name for tensor in ahead}, f"{tied} are not all in front"
+    assert {*dict(tied)} <= {tensor.name for tensor in ahead}, f"{tied} are not all in front"
     return Layers(layers=tuple(layers), front=ahead, behind=behind, tied=tuple(tied))
 
 
@@ -182,17 +203,20 @@ def _stage(model: Layers, position: tuple[int, int], layers: Sequence[Unit]) -> 
     """`position`: the stage's index, and how many stages there are."""
     index, stages = position
     is_first, is_last = index == 0, index == stages - 1
-    copied = tuple(t for t in model.front if t.name in model.tied)
-    tensors = [tensor for layer in layers for tensor in layer.tensors]
-    if is_first:
-        tensors = [*model.front, *tensors]
+    tied = dict(model.tied) if stages > 1 else {}
+    named = [(tensor.name, tensor.numel) for layer in layers for tensor in layer.tensors]
+    in_front = [(tensor.name, tensor.numel) for tensor in model.front]
     if is_last:
-        tensors += model.behind if is_first else (*copied, *model.behind)
-    is_shared = stages > 1 and (is_first or is_last)
+        copies = [(tied[name], numel) for name, numel in in_front if name in tied]
+        named += [*copies, *((tensor.name, tensor.numel) for tensor in model.behind)]
+    if is_first:
+        named = [*in_front, *named]
+    shared = tied if is_first else tied.values() if is_last else ()
     return Stage(
         index=index,
         layers=tuple(layer.name for layer in layers),
-        tensors=tuple(tensor.name for tensor in tensors),
-        shared=tuple(tensor.name for tensor in copied) if is_shared else (),
-        numel=sum(tensor.numel for tensor in tensors),
+        tensors=tuple(name for name, _ in named),
+        shared=tuple(shared),
+        numel=sum(numel for _, numel in named),
+        copied=tuple(tied.items()) if is_last else (),
     )
