@@ -8,7 +8,7 @@ from typing import assert_never
 from ptrain.algebra.layout import groups
 from ptrain.axes.data.form import ELEMENTWISE
 from ptrain.axes.data.rules import keeps_state
-from ptrain.axes.pipeline.draw import draw
+from ptrain.axes.pipeline.draw import bubble_text, draw
 from ptrain.axes.pipeline.form import pipeline_of
 from ptrain.axes.pipeline.holdings import most_held_of
 from ptrain.axes.pipeline.known import schedule
@@ -126,11 +126,7 @@ def _drawn(spec: Spec) -> Iterator[str]:
     made = _schedule(spec)
     if made is None:
         return
-    simulation = simulate(made)
-    yield (
-        f"bubble   {simulation.bubble_fraction:.1%} of the step, {simulation.bubble_ratio:.1%} of "
-        "the ideal time, if stages are equal and a backward takes two forwards"
-    )
+    yield f"bubble   {bubble_text(simulate(made))}"
     yield ""
     yield from draw(made).splitlines()
 

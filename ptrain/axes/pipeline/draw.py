@@ -1,20 +1,20 @@
-"""A schedule as text: a line per rank, a column per unit of time."""
+"""A schedule as text: a line per rank, a column per unit of time; its bubble in words."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from ptrain.axes.pipeline.schedule import Action, Kind, Pair, Schedule
-from ptrain.axes.pipeline.simulate import Span, simulate
+from ptrain.axes.pipeline.simulate import Simulation, Span, simulate
 
 WIDTH = 160  # characters, what a wide terminal shows
-_IDLE, _LONGER, _LEFT_OUT = ".", "-", "…"
-_MEANINGS = {
+MEANINGS = {
     Kind.FORWARD: "F forward",
     Kind.BACKWARD: "B backward",
     Kind.INPUT: "I backward of the inputs",
     Kind.WEIGHT: "W backward of the weights",
 }
+_IDLE, _LONGER, _LEFT_OUT = ".", "-", "…"
 
 
 def draw(schedule: Schedule, width: int = WIDTH) -> str:
@@ -45,6 +45,14 @@ def draw(schedule: Schedule, width: int = WIDTH) -> str:
     return "\n".join((*drawn, _legend(schedule, has_stages, left_out)))
 
 
+def bubble_text(simulation: Simulation) -> str:
+    """Both conventions of the literature, of a schedule with the simulator's equal stages."""
+    return (
+        f"{simulation.bubble_fraction:.1%} of the step, {simulation.bubble_ratio:.1%} of the ideal "
+        "time, if stages are equal and a backward takes two forwards"
+    )
+
+
 def _cells(spans: Sequence[Span], columns: int, cell: int, has_stages: bool) -> list[str]:
     """A rank's columns, `cell` characters each."""
     cells = [_IDLE.ljust(cell)] * columns
@@ -67,7 +75,7 @@ def _label(action: Action, has_stages: bool) -> str:
 def _legend(schedule: Schedule, has_stages: bool, left_out: int) -> str:
     steps = [step for order in schedule.orders for step in order]
     kinds = {part.kind for step in steps for part in step.parts}
-    parts = [meaning for kind, meaning in _MEANINGS.items() if kind in kinds]
+    parts = [meaning for kind, meaning in MEANINGS.items() if kind in kinds]
     parts.append("stage before, micro-batch behind" if has_stages else "micro-batch behind")
     if any(isinstance(step, Pair) for step in steps):
         parts.append("& side by side")
