@@ -91,7 +91,8 @@ def stage_facts(facts: ModelFacts, stage: Stage) -> ModelFacts:
 
 
 def parts(spec: Spec, plan: Plan, part: ModelFacts) -> dict[ModelFacts, tuple[int, ...]]:
-    """What the ranks of tp have of one stage's part, and which of them have it."""
+    """What the ranks of tp have of one stage's part, and which of them have it; `plan` is the
+    stage's."""
     step = plan.tensor
     if step is None:
         return {part: (0,)}
@@ -103,11 +104,23 @@ def parts(spec: Spec, plan: Plan, part: ModelFacts) -> dict[ModelFacts, tuple[in
     return found
 
 
+def stage_plan(plan: Plan, stage: Stage) -> Plan:
+    """The plan as one stage sees it: of tp the roles of its own modules."""
+    assert plan.pipeline is not None
+    if plan.tensor is None:
+        return plan
+    roles = stage_roles(plan.tensor.roles, stage, plan.pipeline.stages)
+    return replace(plan, tensor=replace(plan.tensor, roles=roles))
+
+
 def resident(spec: Spec, plan: Plan, facts: ModelFacts) -> tuple[Footprint, ...]:
     """Rows of parameters, optimizer state, gradients and the rest, rank by rank."""
     step = plan.pipeline
     assert step is not None
-    of_stage = [_rows(spec, plan, stage_facts(facts, each)) for each in stages_of(spec, facts)]
+    of_stage = [
+        _rows(spec, stage_plan(plan, each), stage_facts(facts, each))
+        for each in stages_of(spec, facts)
+    ]
     found: list[Footprint] = []
     for rank in range(spec.world_size):
         own = step.stages_of(position(spec, rank, (step.axis,)))
@@ -182,14 +195,12 @@ def over_boundaries(spec: Spec, plan: Plan, made: Schedule, rank: int) -> Iterat
 def _of_stage(
     spec: Spec, plan: Plan, facts: ModelFacts, made: Schedule, stage: Stage
 ) -> Iterator[Traffic]:
-    part, wrap = stage_facts(facts, stage), plan.wrap
+    part, own, wrap = stage_facts(facts, stage), stage_plan(plan, stage), plan.wrap
     times = None
     if isinstance(wrap, FullyShard):
         times = stage_gathers(made, stage.index, wrap.sync)
-    yield from wrapped(spec, plan, next(iter(parts(spec, plan, part))), times)
-    if plan.tensor:
-        own = replace(plan.tensor, roles=stage_roles(plan.tensor.roles, stage, made.stages))
-        yield from tensor.sent(spec, replace(plan, tensor=own), part)
+    yield from wrapped(spec, own, next(iter(parts(spec, own, part))), times)
+    yield from tensor.sent(spec, own, part)
 
 
 def stage_roles(roles: Roles, stage: Stage, stages: int) -> Roles:

@@ -34,18 +34,20 @@ def refusal(raised: pytest.ExceptionInfo[SpecError]) -> tuple[str, str, str]:
 
 
 @every_shape
-def test_every_tensor_stands_on_one_stage_and_a_tied_one_on_both_ends(shape):
+def test_every_tensor_stands_on_one_stage_and_a_tied_one_has_a_copy_on_the_last(shape):
     model, whole = layers(shape), facts(shape, 16)
     for count in range(1, shape.layers + 1):
         stages = cut(model, balanced(model.weights, count, model.ends))
         copies = Counter(name for stage in stages for name in stage.tensors)
-        shared = {"embed.weight"} if shape.tied and count > 1 else set()
-        assert set(copies) == {tensor.name for tensor in whole.tensors}
-        assert {name for name, number in copies.items() if number != 1} == shared
+        is_shared = shape.tied and count > 1
+        copy = {"head.weight"} if is_shared else set()
+        assert set(copies) == {tensor.name for tensor in whole.tensors} | copy
+        assert set(copies.values()) == {1}
         for stage in stages:
-            is_end = stage.index in (0, count - 1)
-            assert set(stage.shared) == (shared if is_end else set())
-        copied = sum(t.numel for t in whole.tensors if t.name in shared)
+            own = {0: {"embed.weight"}, count - 1: copy} if is_shared else {}
+            assert set(stage.shared) == own.get(stage.index, set())
+            assert dict(stage.copied) == {"embed.weight": name for name in copy & {*stage.tensors}}
+        copied = sum(t.numel for t in whole.tensors if t.name == "embed.weight" and is_shared)
         assert sum(stage.numel for stage in stages) == whole.numel + copied
 
 
@@ -55,7 +57,7 @@ def test_the_first_stage_has_the_embedding_and_the_last_norm_and_head(shape):
     front = ["embed.weight"] + ["positions.weight"] * (shape.family is Family.GPT)
     assert list(first.tensors[: len(front)]) == front
     norm = ["norm.weight"] + ["norm.bias"] * (shape.family is Family.GPT)
-    head = ["embed.weight", *norm] if shape.tied else [*norm, "head.weight"]
+    head = ["head.weight", *norm] if shape.tied else [*norm, "head.weight"]
     assert list(last.tensors[-len(head) :]) == head
     assert first.layers == ("blocks.0",)
     assert last.layers == (f"blocks.{shape.layers - 1}",)
