@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from unittest.mock import patch
 
 from ptrain.algebra.legality import check
@@ -14,8 +15,13 @@ FULLY = "S*,S,S,R"
 TUPLES = {"pp": "S,S,S,R", "dp_shard": FULLY, "dp_replicate": "R,R,R,R", "tp": "S,S,S,R"}
 
 
+def as_if_it_ran() -> AbstractContextManager[object]:
+    """Nothing is refused as not yet executed."""
+    return patch("ptrain.spec.load.refusals", lambda tree: {})
+
+
 def read(mapping: Mapping[str, object]) -> Spec:
-    with patch("ptrain.spec.load.refusals", lambda tree: {}):
+    with as_if_it_ran():
         return load(mapping).spec
 
 
