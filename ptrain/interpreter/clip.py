@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -32,12 +32,14 @@ def clip_gradients(
     mesh: Mesh,
     scaling: LossScale | None = None,
     by_operator: ByOperator | None = None,
+    copied: Collection[int] = (),
 ) -> torch.Tensor:
     """Scale `gradients` in place to a global norm of at most `step.max_norm`; returns the norm
     before (0-d, at least fp32). One scalar all-reduce per axis along which they are shards; what
     is replicated is counted once. The formula is torch's `clip_grad_norm_`, its 1e-6 included.
 
-    Of a scaled loss, the norm is that of the gradients without the scale.
+    Of a scaled loss, the norm is that of the gradients without the scale. `copied` are the ids of
+    gradients that another rank counts; in `by_operator` they are not.
     """
     if by_operator is not None:
         square = _square(by_operator.cut, gradients[0])
@@ -47,7 +49,7 @@ def clip_gradients(
         if not any(mesh.coordinate(axis) for axis in step.operator_axes):
             square.add_(shared)
     else:
-        square = _square(gradients, gradients[0])
+        square = _square([each for each in gradients if id(each) not in copied], gradients[0])
     if axes := (*step.operator_axes, *step.axes):
         square = _all_reduced(square, gradients[0], axes, mesh)
     norm = square.sqrt_()

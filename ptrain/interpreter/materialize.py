@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 
 import torch
 from torch import nn
@@ -18,7 +19,7 @@ from ptrain.errors import refused
 from ptrain.interpreter.mesh import Mesh
 from ptrain.interpreter.registry import Registry
 from ptrain.models.build import build
-from ptrain.models.initialize import cast, initial, initialize, keeps_its_weights, reset_buffers
+from ptrain.models.initialize import NONE, cast, initial, initialize, keeps_its_weights, reset_buffers
 from ptrain.models.ledger import local
 from ptrain.models.numerics import TORCH_DTYPES
 from ptrain.plan.step import FullyShard, Plan
@@ -43,8 +44,16 @@ def build_module(spec: Spec, *, allow_import: bool = False) -> nn.Module:
     return module
 
 
-def wrap(module: nn.Module, spec: Spec, plan: Plan, mesh: Mesh, registry: Registry) -> Wrapped:
-    """Wrap and fill. FSDP2 shards the meta module first, so that no rank ever holds it whole."""
+def wrap(
+    module: nn.Module,
+    spec: Spec,
+    plan: Plan,
+    mesh: Mesh,
+    registry: Registry,
+    copies: Mapping[str, str] = NONE,
+) -> Wrapped:
+    """Wrap and fill. FSDP2 shards the meta module first, so that no rank ever holds it whole.
+    `copies`: tensors that begin as others of the model."""
     device = mesh.world.device
     is_meta = any(parameter.is_meta for parameter in module.parameters())
     if not is_meta and any(parameter.device != device for parameter in module.parameters()):
@@ -62,14 +71,14 @@ def wrap(module: nn.Module, spec: Spec, plan: Plan, mesh: Mesh, registry: Regist
         wrapped = apply(module, plan, mesh, registry)
         if is_meta:
             module.to_empty(device=device)
-            fill_shards(module, spec.train.seed, TORCH_DTYPES[layout.parameters])
+            fill_shards(module, spec.train.seed, TORCH_DTYPES[layout.parameters], copies)
         return wrapped
     if is_meta:
         module.to_empty(device=device)
         if plan.tensor is None:
-            initialize(module, spec.train.seed)
+            initialize(module, spec.train.seed, copies)
         else:
-            fill_shards(module, spec.train.seed, TORCH_DTYPES[plan.update.layout.parameters])
+            fill_shards(module, spec.train.seed, TORCH_DTYPES[layout.parameters], copies)
     return apply(module, plan, mesh, registry)
 
 
@@ -93,11 +102,13 @@ def _require_alike_shards(module: nn.Module, plan: Plan, mesh: Mesh) -> None:
 
 
 @torch.no_grad()
-def fill_shards(module: nn.Module, seed: int, dtype: torch.dtype) -> None:
+def fill_shards(
+    module: nn.Module, seed: int, dtype: torch.dtype, copies: Mapping[str, str] = NONE
+) -> None:
     """This rank's rows of every initial tensor, rounded to `dtype` (a master copy too begins as
     the parameters that the model computes with); one whole tensor at a time on the CPU."""
     assert not keeps_its_weights(module), "a model with weights of its own is never on meta"
     for name, parameter in module.named_parameters():
-        whole = initial(name, parameter.shape, seed, module).to(dtype)
+        whole = initial(copies.get(name, name), parameter.shape, seed, module).to(dtype)
         local(parameter).copy_(rows_of(whole, parameter))
     reset_buffers(module)

@@ -14,8 +14,10 @@ import torch
 from torch import nn
 
 from ptrain.axes.data.flat import parameters_by_unit
-from ptrain.axes.data.target import Named
+from ptrain.axes.data.target import Named, Target
 from ptrain.axes.data.wrapped import Wrapped
+from ptrain.axes.pipeline.apply import Pipelined
+from ptrain.axes.pipeline.staged import Staged
 from ptrain.axes.tensor.apply import micro_batch, whole_loss
 from ptrain.costs import Phase, State
 from ptrain.data.sampler import LocalBatch
@@ -23,6 +25,7 @@ from ptrain.errors import PtrainError
 from ptrain.interpreter.agreement import require_equal_models
 from ptrain.interpreter.clip import ByOperator, clip_gradients
 from ptrain.interpreter.materialize import build_module, wrap
+from ptrain.interpreter.stages import stages_of_module, wrap_stages
 from ptrain.interpreter.mesh import Mesh
 from ptrain.interpreter.optimizer import MASTER, Update
 from ptrain.interpreter.registry import Registry
@@ -71,13 +74,19 @@ class Program:
         self.updates_in_backward = isinstance(plan.wrap, FlatUnits) and plan.wrap.consumed
         self._lr: float | None = None
         self._operators = micro_batch(plan.tensor)
-        self._sharers = mesh.size(tuple(a for a in mesh.axes if a not in DATA_AXES))
+        by_layer = (plan.pipeline.axis,) if plan.pipeline else ()  # the last stage has the loss
+        self._sharers = mesh.size(tuple(a for a in mesh.axes if a not in (*DATA_AXES, *by_layer)))
         if self.updates_in_backward:
             wrapped.consume_with(self._update_unit)
         self._loss = torch.zeros(
             (),
             dtype=torch.promote_types(next(model.parameters()).dtype, torch.float32),
             device=mesh.world.device,
+        )
+        self._pipelined = (
+            Pipelined(spec, plan, mesh, wrapped, self._stage_loss, self._enter)
+            if isinstance(wrapped, Staged)
+            else None
         )
 
     @property
@@ -96,11 +105,15 @@ class Program:
     @property
     def random_index(self) -> int:
         """Whose random numbers this rank draws: those of its samples' ranks, and where these have
-        slices of the tokens, its own."""
-        step = self.plan.tensor
-        if step is None or not step.is_sequence:
-            return self.data_index
-        return self.data_index * self.mesh.degrees[step.axis] + self.mesh.coordinate(step.axis)
+        layers or slices of the tokens of their own, its own."""
+        index, tensor, pipeline = self.data_index, self.plan.tensor, self.plan.pipeline
+        axes = (
+            *((pipeline.axis,) if pipeline else ()),
+            *((tensor.axis,) if tensor and tensor.is_sequence else ()),
+        )
+        for axis in axes:
+            index = index * self.mesh.degrees[axis] + self.mesh.coordinate(axis)
+        return index
 
     def forward_backward(self, batch: LocalBatch, lr: float | None = None) -> torch.Tensor:
         """K micro-batches forward and backward. Returns this rank's share of the global mean loss
@@ -116,6 +129,10 @@ class Program:
         self._lr = lr
         self.batch = batch
         self._loss.zero_()
+        if self._pipelined is not None:
+            with self._operators():
+                self._pipelined.train(batch)
+            return self._loss.div_(self._sharers)
         last = self.plan.accumulate.micro_batches - 1
         for index, (inputs, targets) in enumerate(batch.micro_batches(self.spec.batch.micro)):
             with self._operators(), self.wrapped.micro_batch(index == last):
@@ -126,6 +143,13 @@ class Program:
             self._loss.add_(loss.detach())
             del loss
         return self._loss.div_(self._sharers)
+
+    def _stage_loss(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Of one micro-batch on the last stage, of which backward begins."""
+        assert self.batch is not None, "of a batch"
+        loss = whole_loss(logits, targets) / self.batch.global_tokens
+        self._loss.add_(loss.detach())
+        return loss * self.scaling.seed(loss) if self.scaling else loss
 
     @torch.no_grad()
     def step(self, lr: float) -> torch.Tensor | None:
@@ -150,10 +174,20 @@ class Program:
         if self.plan.clip is None:
             return None
         by_operator = self._by_operator() if self.plan.clip.operator_axes else None
-        return clip_gradients(gradients, self.plan.clip, self.mesh, self.scaling, by_operator)
+        copied = [id(each.gradient) for each in self._targets() if self._is_copy(each)]
+        return clip_gradients(
+            gradients, self.plan.clip, self.mesh, self.scaling, by_operator, copied
+        )
+
+    def _targets(self) -> Iterator[Target]:
+        return chain.from_iterable(self.wrapped.targets())
+
+    def _is_copy(self, target: Target) -> bool:
+        """Whether another stage has it too, where it is counted."""
+        return isinstance(self.wrapped, Staged) and self.wrapped.is_copy(target)
 
     def _by_operator(self) -> ByOperator:
-        found = [each.cut_and_whole() for each in chain.from_iterable(self.wrapped.targets())]
+        found = [each.cut_and_whole() for each in self._targets() if not self._is_copy(each)]
         return ByOperator(
             cut=[view for cut, _ in found for view in cut],
             whole=[view for _, whole in found for view in whole],
@@ -178,9 +212,17 @@ class Program:
         """This rank's share of the global mean loss of a batch, without a gradient (0-d)."""
         self.model.eval()
         total = torch.zeros_like(self._loss)
-        for inputs, targets in batch.micro_batches(self.spec.batch.micro):
-            with self._operators():
-                total += whole_loss(self.model(inputs), targets) / batch.global_tokens
+
+
+        def add(logits: torch.Tensor, targets: torch.Tensor) -> None:
+            total.add_(whole_loss(logits, targets) / batch.global_tokens)
+
+        with self._operators():
+            if self._pipelined is not None:
+                self._pipelined.evaluate(batch, add)
+            else:
+                for inputs, targets in batch.micro_batches(self.spec.batch.micro):
+                    add(self.model(inputs), targets)
         total.div_(self._sharers)
         self.wrapped.end_evaluation()
         self.model.train()
@@ -200,13 +242,13 @@ class Program:
         model: dict[str, torch.Tensor] = {}
         optimizer: dict[str, torch.Tensor] = {}
         for target, tensors in self.update.tensors():
-            exported = target.export()
+            exported = self._canonical(target.export())
             if target.owns_master:
                 optimizer.update(_keyed(exported, MASTER))
                 exported = {name: value.to(dtype) for name, value in exported.items()}
             model.update(exported)
             for key, tensor in tensors.items():
-                optimizer.update(_keyed(target.split(tensor), key))
+                optimizer.update(_keyed(self._canonical(target.split(tensor)), key))
         state = {"model": model, "optimizer": optimizer}
         return state | ({"scaling": self.scaling.state()} if self.scaling else {})
 
@@ -215,12 +257,18 @@ class Program:
         """What `state_dict` gave, filled from a checkpoint of any placement."""
         for target, tensors in self.update.tensors():
             held = _of_key(state["optimizer"], MASTER) if target.owns_master else state["model"]
-            target.load(dict(held))
+            target.load(self._own(held))
             for key, tensor in tensors.items():
-                tensor.copy_(target.join(_of_key(state["optimizer"], key)))
+                tensor.copy_(target.join(self._own(_of_key(state["optimizer"], key))))
         if self.scaling is not None:
             for key, tensor in self.scaling.state().items():
                 tensor.copy_(state["scaling"][key])
+
+    def _canonical(self, named: Named) -> Named:
+        return self.wrapped.canonical(named) if isinstance(self.wrapped, Staged) else named
+
+    def _own(self, named: Mapping[str, torch.Tensor]) -> Named:
+        return self.wrapped.own(named) if isinstance(self.wrapped, Staged) else dict(named)
 
     def storages(self) -> Iterator[tuple[State, torch.Tensor]]:
         """Every local tensor that lives now and belongs to a state; one storage may come twice."""
@@ -275,8 +323,12 @@ def interpret(
     """
     world = world or World.join(spec.timeout, device=spec.device, backend=spec.backend)
     module = build_module(spec, allow_import=allow_import) if model is None else model
-    plan = lower(spec, unit_modules(module, spec.unit), roles_of_module(module, spec))
+    stages = stages_of_module(spec, module)
+    units, roles = unit_modules(module, spec.unit), roles_of_module(module, spec)
+    plan = lower(spec, units, roles, stages)
     require_equal_models(module, plan.update.layout, world)
     mesh = Mesh(plan.mesh, world)
-    wrapped = wrap(module, spec, plan, mesh, mesh.registry)
-    return Program(spec, plan, mesh, wrapped, module)
+    if plan.pipeline is None:
+        return Program(spec, plan, mesh, wrap(module, spec, plan, mesh, mesh.registry), module)
+    staged = wrap_stages(module, spec, plan, mesh, stages)
+    return Program(spec, plan, mesh, staged, staged.module)

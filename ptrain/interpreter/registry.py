@@ -11,16 +11,18 @@ from dataclasses import dataclass
 
 import torch
 
-from ptrain.costs import Collective, State
+from ptrain.costs import Collective, Phase, State
 
 
 @dataclass(frozen=True, slots=True)
 class Tag:
     """`substitute` names the collective that an exchange stands for (a reduce-scatter executed
-    as all-to-all and a local sum)."""
+    as all-to-all and a local sum). `phase`: of a step, where what is sent belongs to another one
+    than the sender has come to."""
 
     state: State
     substitute: Collective | None = None
+    phase: Phase | None = None
 
 
 class Registry:
@@ -30,14 +32,18 @@ class Registry:
         self._tags: dict[int, Tag] = {}
 
     def tag(
-        self, tensor: torch.Tensor, state: State, substitute: Collective | None = None
+        self,
+        tensor: torch.Tensor,
+        state: State,
+        substitute: Collective | None = None,
+        phase: Phase | None = None,
     ) -> torch.Tensor:
         """Remember that this tensor's storage holds `state`; returns the tensor."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key not in self._tags:
             weakref.finalize(storage, self._tags.pop, key, None).atexit = False
-        self._tags[key] = Tag(state, substitute)
+        self._tags[key] = Tag(state, substitute, phase)
         return tensor
 
     def of(self, tensor: torch.Tensor) -> Tag | None:

@@ -135,7 +135,7 @@ class TrafficMeter(TorchDispatchMode):
             axes=axes,
             collective=collective,
             state=tag.state if tag is not None else self._untagged(collective, axes),
-            phase=self._phase,
+            phase=(tag and tag.phase) or self._phase,
             via=via,
         )
         sent = ring_bytes(collective, payload, group.size())

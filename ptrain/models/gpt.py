@@ -82,6 +82,13 @@ class Block(nn.Module):
         return F.dropout(x_BTC, self.dropout, self.training) if self.dropout else x_BTC
 
 
+class Positions(nn.Embedding):
+    """Learned positions, added to what stands at them."""
+
+    def forward(self, x_BTC: Tensor) -> Tensor:
+        return x_BTC + self.weight[: x_BTC.shape[1]]
+
+
 class Gpt(nn.Module):
     """`sequence` is the number of learned positions; shorter inputs are fine, longer are not."""
 
@@ -89,16 +96,18 @@ class Gpt(nn.Module):
         super().__init__()
         self.shape = shape
         self.embed = nn.Embedding(shape.vocab, shape.hidden)
-        self.positions = nn.Embedding(sequence, shape.hidden)
+        self.positions = Positions(sequence, shape.hidden)
+        self.dropout = nn.Dropout(shape.dropout) if shape.dropout else nn.Identity()
         self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
         self.norm = LayerNorm(shape.hidden)
         self.head = None if shape.tied else nn.Linear(shape.hidden, shape.vocab, bias=False)
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
-        x_BTC = self.embed(tokens_BT) + self.positions.weight[: tokens_BT.shape[1]]
-        if self.shape.dropout:
-            x_BTC = F.dropout(x_BTC, self.shape.dropout, self.training)
+        x_BTC = self.dropout(self.positions(self.embed(tokens_BT)))
         for block in self.blocks:
             x_BTC = block(x_BTC)
         x_BTC = self.norm(x_BTC)
-        return F.linear(x_BTC, self.embed.weight if self.head is None else self.head.weight)
+        if self.head is None:
+            return F.linear(x_BTC, self.embed.weight)
+        logits_BTV: Tensor = self.head(x_BTC)
+        return logits_BTV

@@ -113,18 +113,21 @@ class Llama(nn.Module):
         self.sin_TK.copy_(angles_TK.sin())
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
-        num_tokens = tokens_BT.shape[1]
-        cos_TK, sin_TK = self.cos_TK[:num_tokens], self.sin_TK[:num_tokens]
         x_BTC = self.embed(tokens_BT)
         for block in self.blocks:
-            x_BTC = block(x_BTC, cos_TK, sin_TK)
+            x_BTC = block(x_BTC, self.cos_TK, self.sin_TK)
         x_BTC = self.norm(x_BTC)
-        return F.linear(x_BTC, self.embed.weight if self.head is None else self.head.weight)
+        if self.head is None:
+            return F.linear(x_BTC, self.embed.weight)
+        logits_BTV: Tensor = self.head(x_BTC)
+        return logits_BTV
 
 
 def rotate(x_BTHD: Tensor, cos_TK: Tensor, sin_TK: Tensor) -> Tensor:
-    """RoPE: pair (i, i + K) of every head turns by position · base^(-i/K)."""
-    cos_T1K, sin_T1K = cos_TK[:, None], sin_TK[:, None]
+    """RoPE: pair (i, i + K) of every head turns by position · base^(-i/K). The tables may be of
+    more tokens than there are."""
+    num_tokens = x_BTHD.shape[1]
+    cos_T1K, sin_T1K = cos_TK[:num_tokens, None], sin_TK[:num_tokens, None]
     left_BTHK, right_BTHK = widen(x_BTHD).chunk(2, dim=-1)
     turned = (
         left_BTHK * cos_T1K - right_BTHK * sin_T1K,

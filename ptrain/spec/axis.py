@@ -17,7 +17,7 @@ class Axis(StrEnum):
     TP = "tp"
 
 
-EXECUTED_AXES = (Axis.DP_REPLICATE, Axis.DP_SHARD, Axis.TP)
+EXECUTED_AXES = (Axis.PP, Axis.DP_REPLICATE, Axis.DP_SHARD, Axis.TP)
 DATA_AXES = (Axis.DP_REPLICATE, Axis.DP_SHARD)
 
 

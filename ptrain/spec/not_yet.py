@@ -32,7 +32,6 @@ ROWS = (
         executed=(False, None),
         why=" (torch offers it on CUDA alone, and nothing here has been run there)",
     ),
-    Row(route=("pipeline",)),
     Row(route=("expert",)),
     Row(route=("attention",), executed=("sdpa", None)),
     Row(route=("loss",), executed=("cross-entropy", None)),

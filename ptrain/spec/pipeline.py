@@ -33,6 +33,10 @@ _TWO_A_RANK = (
 )
 
 
+# Those that compute the gradients of weights apart from those of inputs.
+_IN_HALVES = (ScheduleName.ZERO_BUBBLE, ScheduleName.ZBV, ScheduleName.DUALPIPEV)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineSpec:
     """How micro-batches flow, and where the model is cut. `stages` are those over all ranks of pp,
@@ -50,3 +54,8 @@ class PipelineSpec:
         if isinstance(self.split, tuple):
             return len(self.split)
         return ranks * (2 if self.schedule in _TWO_A_RANK else 1)
+
+    @property
+    def is_in_halves(self) -> bool:
+        """Whether some backward passes are computed in two halves."""
+        return self.schedule in _IN_HALVES

@@ -9,7 +9,7 @@ update works on the shard that Omega is cut to (`FlatTarget`), or on whole tenso
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import nn
@@ -22,6 +22,7 @@ from ptrain.axes.data.form import ELEMENTWISE
 from ptrain.axes.data.layout import FlatLayout
 from ptrain.axes.data.local_part import Parameter, stored_part
 from ptrain.axes.data.target import Target
+from ptrain.axes.pipeline.schedule import Kind
 from ptrain.costs import State
 from ptrain.interpreter.mesh import Mesh
 from ptrain.interpreter.registry import Registry
@@ -126,6 +127,17 @@ class FlatUnit:
         if self.pending == 0:
             self.finish()
 
+    def begin_weights(self) -> None:
+        """Gradients of weights alone are to come, which autograd gives to nobody's hook."""
+        self.gradients.open()
+
+    def end_weights(self) -> None:
+        """They are there."""
+        with torch.no_grad():
+            for _, parameter in self.parameters.named:
+                self.gradients.accumulated(parameter)
+            self._finish()
+
     def finish(self) -> None:
         """The unit's backward is complete (or the pass is over and some parameter had no part)."""
         with torch.no_grad():
@@ -184,6 +196,25 @@ class FlatWrap:
         for unit in self.units:
             if unit.pending:
                 unit.finish()
+        self.flight.complete()
+        if is_last:
+            self.end_evaluation()
+
+    def forward_pass(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    @contextmanager
+    def backward_pass(self, kind: Kind, is_last: bool) -> Iterator[None]:
+        if kind is Kind.BACKWARD:
+            with self.micro_batch(is_last):
+                yield
+            return
+        for unit in self.units if kind is Kind.WEIGHT else ():
+            unit.is_last = is_last
+            unit.begin_weights()
+        yield
+        for unit in self.units[::-1] if kind is Kind.WEIGHT else ():
+            unit.end_weights()
         self.flight.complete()
         if is_last:
             self.end_evaluation()

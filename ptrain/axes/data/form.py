@@ -67,7 +67,9 @@ def form_of(spec: Spec) -> Form:
             return Form.LOCAL
         # torch's DDP takes no DTensors, which are what an operator that is cut has
         is_cut = spec.degree(Axis.TP) > 1
-        if len(whole_axes(factors)) == len(factors) and not is_cut:
+        # and it waits for autograd to accumulate, which halves of a backward pass do not do
+        in_halves = spec.degree(Axis.PP) > 1 and spec.pipeline.is_in_halves
+        if len(whole_axes(factors)) == len(factors) and not is_cut and not in_halves:
             return Form.REPLICATE
         if not is_cut and _has_torch_s_spread_update(spec, factors):
             return Form.SPREAD_UPDATE

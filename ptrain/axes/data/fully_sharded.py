@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 
 import torch
@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from ptrain.axes.data.wrapped import ParameterWrap
+from ptrain.axes.pipeline.schedule import Kind
 from ptrain.costs import State
 from ptrain.interpreter.comm import TaggedAllGather, TaggedReduceScatter
 from ptrain.interpreter.mesh import Mesh
@@ -71,6 +72,24 @@ class FullyShardedWrap(ParameterWrap):
         root.set_requires_gradient_sync(is_last or sync.gradients is GradientSync.EVERY)
         root.set_reshard_after_backward(is_last or sync.reshard_after_backward)
         return nullcontext()
+
+    @contextmanager
+    def backward_pass(self, kind: Kind, is_last: bool) -> Iterator[None]:
+        root = self.sharded[-1]
+        with self.micro_batch(is_last):
+            # between micro-batches of which some are still to come back, nothing is at an end
+            root.set_is_last_backward(is_last)
+            yield
+        if is_last and kind is Kind.WEIGHT:
+            self._reduce_now()
+
+    def _reduce_now(self) -> None:
+        """What FSDP2's hooks do in a backward pass: autograd runs none for the weights' half."""
+        root = self.sharded[-1]
+        for module in self.sharded:
+            for group in parameter_groups(module):
+                group.post_backward()
+        root._get_fsdp_state()._root_post_backward_final_callback()
 
     def end_evaluation(self) -> None:
         for module in self.sharded:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ptrain.axes.data.spread import SpreadUpdate
 from ptrain.axes.data.summing import keeping_hook, summing_hook
 from ptrain.axes.data.wrapped import ParameterWrap
+from ptrain.axes.pipeline.schedule import Kind
 from ptrain.interpreter.mesh import Mesh
 from ptrain.interpreter.registry import Registry
 from ptrain.plan.step import Replicate, Units
@@ -75,6 +76,20 @@ class ReplicatedWrap(ParameterWrap):
         self.keeps_buckets = True
         with self.wrapped.no_sync():
             yield
+
+    def forward_pass(self) -> AbstractContextManager[None]:
+        """Whether a backward pass reduces is not known yet, and told in it."""
+        self.keeps_buckets = True
+        return self.wrapped.no_sync()
+
+    @contextmanager
+    def backward_pass(self, kind: Kind, is_last: bool) -> Iterator[None]:
+        assert kind is Kind.BACKWARD, "torch's replicas wait for autograd to accumulate"
+        if is_last:
+            self.wrapped.reducer.prepare_for_backward([])
+        yield
+        if is_last:
+            self._reduce_kept()
 
     def _reduce_kept(self) -> None:
         """Without overlap: one bucket after the other, when backward is over."""

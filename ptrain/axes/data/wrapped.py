@@ -13,6 +13,7 @@ from torch import nn
 
 from ptrain.axes.data.flat import parameters_by_unit
 from ptrain.axes.data.target import Target, TensorTarget
+from ptrain.axes.pipeline.schedule import Kind
 from ptrain.costs import State
 from ptrain.plan.step import Units
 from ptrain.spec.precision import Layout
@@ -37,7 +38,18 @@ class Wrapped(Protocol):
 
     module: nn.Module
 
-    def micro_batch(self, is_last: bool) -> AbstractContextManager[None]: ...
+    def micro_batch(self, is_last: bool) -> AbstractContextManager[None]:
+        """Around a forward and a backward pass, one after the other."""
+        ...
+
+    def forward_pass(self) -> AbstractContextManager[None]:
+        """Around the forward pass of a micro-batch whose backward pass is not the next one."""
+        ...
+
+    def backward_pass(self, kind: Kind, is_last: bool) -> AbstractContextManager[None]:
+        """Around its backward pass, or one half of it. `is_last`: the step's gradients are complete
+        after it."""
+        ...
 
     def end_evaluation(self) -> None: ...
 
@@ -67,6 +79,12 @@ class ParameterWrap:
         self._groups: list[list[TensorTarget]] = []
 
     def micro_batch(self, is_last: bool) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def forward_pass(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def backward_pass(self, kind: Kind, is_last: bool) -> AbstractContextManager[None]:
         return nullcontext()
 
     def end_evaluation(self) -> None:

@@ -15,7 +15,18 @@ from ptrain.errors import Fault, SpecError
 
 Units = tuple[tuple[str, ...], ...]  # the modules of each, as a plan has them
 
-FRONT = ("embed", "positions")  # the built-in families' modules in front of the layers
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ends:
+    """A model's modules in front of its layers and behind them."""
+
+    front: tuple[str, ...]
+    behind: tuple[str, ...]
+
+
+# Of the built-in families.
+ENDS = Ends(front=("embed", "positions", "dropout"), behind=("norm", "head"))
+FRONT = ENDS.front
 
 
 class Tensor(Protocol):

@@ -54,7 +54,7 @@ class _Asked:
 
 def traced(spec: Spec, facts: ModelFacts, *, allow_import: bool) -> Traced:
     """A timeline for each index on tp, all of them within `timeout.init`."""
-    step = lower(spec, facts.unit_modules, facts.roles).tensor
+    step = lower(_tensor_alone(spec), facts.unit_modules, facts.roles).tensor
     assert step is not None, "something is cut"
     players = _players(step, facts, spec.degree(step.axis))
     try:

@@ -1,0 +1,144 @@
+"""What a placement on pp does: the rank's stages under one of torch's schedules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.pipelining import (
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleLoopedBFS,
+    ScheduleZBVZeroBubble,
+)
+from torch.distributed.pipelining.schedules import ScheduleDualPipeV
+
+from ptrain.axes.pipeline.stage import Boundary, Enter, Place, Stage
+from ptrain.axes.pipeline.staged import Staged
+from ptrain.data.sampler import LocalBatch
+from ptrain.errors import PtrainError
+from ptrain.interpreter.mesh import Mesh
+from ptrain.models.numerics import TORCH_DTYPES
+from ptrain.plan.step import Plan
+from ptrain.spec.pipeline import ScheduleName
+from ptrain.spec.spec import Spec
+
+Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+_OF_ONE_STAGE: dict[ScheduleName, Any] = {
+    ScheduleName.NAIVE: ScheduleGPipe,
+    ScheduleName.GPIPE: ScheduleGPipe,
+    ScheduleName.ONE_F_ONE_B: Schedule1F1B,
+}
+_OF_SEVERAL: dict[ScheduleName, Any] = {
+    ScheduleName.BFS: ScheduleLoopedBFS,
+    ScheduleName.INTERLEAVED: ScheduleInterleaved1F1B,
+    ScheduleName.ZERO_BUBBLE: ScheduleInterleavedZeroBubble,
+    ScheduleName.ZBV: ScheduleZBVZeroBubble,
+    ScheduleName.DUALPIPEV: ScheduleDualPipeV,
+}
+
+
+class Pipelined:
+    """The passes of a step: all micro-batches through the rank's stages, in the order of the
+    schedule. `loss` is called on the last stage, with a micro-batch's logits and targets."""
+
+    def __init__(
+        self, spec: Spec, plan: Plan, mesh: Mesh, staged: Staged, loss: Loss, enter: Enter
+    ) -> None:
+        step = plan.pipeline
+        assert step is not None
+        self.staged, self.step = staged, step
+        self.micro, self.sequence = spec.batch.micro, spec.batch.sequence
+        self.count = spec.batch.accumulate
+        self.group = mesh.group((step.axis,))
+        self.rank = mesh.coordinate(step.axis)
+        self.boundary = _boundary(spec, plan, mesh)
+        tokens = torch.zeros(
+            self.micro, self.sequence, dtype=torch.int64, device=mesh.world.device
+        )
+        self.stages = [
+            Stage(
+                part.wrapped,
+                Place(index=part.index, stages=step.stages, group=self.group),
+                self.boundary,
+                tokens,
+                mesh.registry,
+                enter,
+            )
+            for part in staged.parts
+        ]
+        self.each_time = 1 if step.schedule is ScheduleName.NAIVE else self.count
+        self.schedule = _schedule(step.schedule, self.stages, self.each_time, loss)
+
+    def train(self, batch: LocalBatch) -> None:
+        """Forward and backward of every micro-batch."""
+        self._require_shape(batch)
+        for stage in self.stages:
+            stage.left = self.count
+        for tokens in batch.tokens.split(self.each_time * self.micro):
+            given: tuple[torch.Tensor, ...] = ()
+            expected: dict[str, torch.Tensor] = {}
+            if any(stage.is_first for stage in self.stages):
+                given = (tokens[:, :-1],)
+            if any(stage.is_last for stage in self.stages):
+                expected = {"target": tokens[:, 1:]}
+            self.schedule.step(*given, **expected, losses=[], return_outputs=False)
+
+    def evaluate(self, batch: LocalBatch, loss: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
+        """Forward of every micro-batch, one after the other: torch's own evaluation fails where two
+        neighbouring stages are on one rank."""
+        for inputs, targets in batch.micro_batches(self.micro):
+            passed: torch.Tensor | None = None
+            for part, stage in zip(self.staged.parts, self.stages, strict=True):
+                given = self._received(part.index, passed) if part.index else inputs
+                passed = part.module(given)
+                if stage.is_last:
+                    loss(passed, targets)
+                elif self.step.rank_of[part.index + 1] != self.rank:
+                    following = self.step.rank_of[part.index + 1]
+                    dist.send(passed.contiguous(), group=self.group, group_dst=following)
+
+    def _received(self, index: int, passed: torch.Tensor | None) -> torch.Tensor:
+        source = self.step.rank_of[index - 1]
+        if source == self.rank:
+            assert passed is not None, "the stage before is the rank's own"
+            return passed
+        hidden = self.boundary.empty().detach()
+        dist.recv(hidden, group=self.group, group_src=source)
+        return hidden
+
+    def _require_shape(self, batch: LocalBatch) -> None:
+        wanted = (self.count * self.micro, self.sequence + 1)
+        if tuple(batch.tokens.shape) != wanted:
+            raise PtrainError(
+                f"the batch has {list(batch.tokens.shape)} tokens, and the stages wait for "
+                f"{self.count} micro-batches of {self.micro}: {list(wanted)}\n"
+                "  remedy: give every rank of pp the batch of the spec"
+            )
+
+
+def _boundary(spec: Spec, plan: Plan, mesh: Mesh) -> Boundary:
+    model, tokens = spec.model, spec.batch.sequence
+    if plan.tensor is not None and plan.tensor.is_sequence:
+        tokens //= mesh.degrees[plan.tensor.axis]
+    return Boundary(
+        shape=(spec.batch.micro, tokens, model.hidden),
+        dtype=TORCH_DTYPES[plan.update.layout.parameters],
+        device=mesh.world.device,
+    )
+
+
+def _schedule(
+    name: ScheduleName, stages: Sequence[Stage], microbatches: int, loss: Loss
+) -> Any:
+    """Gradients are sums over tokens, divided by the global number in the loss: nothing is to be
+    scaled by the number of micro-batches."""
+    if name in _OF_ONE_STAGE:
+        (stage,) = stages
+        return _OF_ONE_STAGE[name](stage, microbatches, loss_fn=loss, scale_grads=False)
+    return _OF_SEVERAL[name](list(stages), microbatches, loss_fn=loss, scale_grads=False)

@@ -1,0 +1,194 @@
+"""One stage of a rank as torch's PipelineStage: what goes over its boundaries, and what surrounds
+its forward and backward passes.
+
+torch makes a buffer for each micro-batch to come and keeps it; here one is made when its receive
+is posted and lives as long as its micro-batch is in flight, so that a schedule's memory is what
+its order says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import PipelineStage
+
+from ptrain.axes.data.wrapped import Wrapped
+from ptrain.axes.pipeline.schedule import Kind
+from ptrain.costs import Phase, State
+from ptrain.errors import PtrainError
+from ptrain.interpreter.registry import Registry
+
+Enter = Callable[[Phase, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Boundary:
+    """What goes from stage to stage: hidden states of one micro-batch, [micro, tokens, hidden] (of
+    this rank's slice of the tokens)."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    def empty(self) -> torch.Tensor:
+        return torch.empty(self.shape, dtype=self.dtype, device=self.device, requires_grad=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Which stage of how many, between which ranks."""
+
+    index: int
+    stages: int
+    group: dist.ProcessGroup
+
+
+class Called(nn.Module):
+    """A wrapped stage under a plain module: torch's schedules have ways of their own with the
+    wraps that they know, and here a stage's synchronization is its wrap's."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.inner(x)
+        return y
+
+
+class Stage(PipelineStage):
+    """`enter` is told of every pass. Raises PtrainError where the module fails or gives something
+    else than the next stage waits for."""
+
+    def __init__(
+        self,
+        wrapped: Wrapped,
+        place: Place,
+        boundary: Boundary,
+        tokens: torch.Tensor,
+        registry: Registry,
+        enter: Enter,
+    ) -> None:
+        given = boundary.empty() if place.index else tokens
+        super().__init__(
+            Called(wrapped.module),
+            place.index,
+            place.stages,
+            boundary.device,
+            input_args=(given,),
+            output_args=(boundary.empty(),),
+            group=place.group,
+        )
+        self.wrapped, self.boundary, self.registry, self.enter = wrapped, boundary, registry, enter
+        self.left = 0  # backward passes of the step
+
+    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        made = super()._prepare_forward_infra(*args, **kwargs)
+        for chunk in self.args_recv_info:
+            self._drop(self.args_recv_info[chunk])
+        return made
+
+    def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        made = super()._prepare_backward_infra(*args, **kwargs)
+        for chunk in self.grad_recv_info:
+            self._drop(self.grad_recv_info[chunk])
+        return made
+
+    def clear_runtime_states(self) -> None:
+        """What a step before this one has left if it failed."""
+        self.fwd_cache.clear()
+        self.output_chunks.clear()
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        self._open(self.args_recv_info[fwd_chunk_id], Phase.FORWARD)
+        return super().get_fwd_recv_ops(fwd_chunk_id)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        self._open(self.grad_recv_info[bwd_chunk_id], Phase.BACKWARD)
+        return super().get_bwd_recv_ops(bwd_chunk_id)
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._tagged(super().get_fwd_send_ops(fwd_chunk_id), Phase.FORWARD)
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._tagged(super().get_bwd_send_ops(bwd_chunk_id), Phase.BACKWARD)
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        self.enter(Phase.FORWARD, fwd_chunk_id)
+        with self._named(fwd_chunk_id), self.wrapped.forward_pass():
+            output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        self._drop(self.args_recv_info[fwd_chunk_id])
+        if not self.is_last and tuple(output.shape) != self.boundary.shape:
+            raise PtrainError(
+                f"stage {self.stage_index}, micro-batch {fwd_chunk_id}: hidden states of "
+                f"{list(output.shape)}, and the next stage waits for {list(self.boundary.shape)}"
+            )
+        return output
+
+    def backward_one_chunk(
+        self,
+        bwd_chunk_id: int,
+        loss: torch.Tensor | None = None,
+        full_backward: bool = True,
+        last_backward: bool = False,
+    ) -> None:
+        def run() -> None:
+            super(Stage, self).backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+
+        if full_backward or not self.is_first:
+            with self._backward(Kind.BACKWARD if full_backward else Kind.INPUT, bwd_chunk_id):
+                run()
+        else:
+            run()  # nobody waits for gradients of tokens: the weights' half is the whole
+        if not self.is_last:
+            self._drop(self.grad_recv_info[bwd_chunk_id])
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        kind = Kind.BACKWARD if self.is_first else Kind.WEIGHT
+        with self._backward(kind, bwd_chunk_id):
+            super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+
+    @contextmanager
+    def _backward(self, kind: Kind, chunk: int) -> Iterator[None]:
+        is_last = kind is not Kind.INPUT and self.left == 1
+        self.left -= kind is not Kind.INPUT
+        self.enter(Phase.BACKWARD, chunk)
+        with self._named(chunk), self.wrapped.backward_pass(kind, is_last):
+            yield
+
+    @contextmanager
+    def _named(self, chunk: int) -> Iterator[None]:
+        """torch wraps what a pass raises into its own message: the cause is what a reader wants."""
+        try:
+            yield
+        except PtrainError:
+            raise
+        except Exception as error:
+            cause = error.__cause__ or error
+            place = f"stage {self.stage_index}, micro-batch {chunk}"
+            raise PtrainError(f"{place}: {type(cause).__name__}: {cause}") from cause
+
+    def _open(self, infos: tuple[Any, ...], phase: Phase) -> None:
+        """A buffer for what is about to be received."""
+        for info in infos:
+            if hasattr(info, "buffer") and not getattr(info, "is_root_arg", False):
+                info.buffer = self.boundary.empty()
+                if phase is Phase.BACKWARD:
+                    info.buffer.requires_grad_(False)
+                self.registry.tag(info.buffer, State.ACTIVATIONS, phase=phase)
+
+    def _drop(self, infos: tuple[Any, ...]) -> None:
+        for info in infos:
+            if hasattr(info, "buffer"):
+                info.buffer = None
+
+    def _tagged(self, operators: list[dist.P2POp], phase: Phase) -> list[dist.P2POp]:
+        for operator in operators:
+            self.registry.tag(operator.tensor, State.ACTIVATIONS, phase=phase)
+        return operators
