@@ -1,15 +1,22 @@
-"""`ptrain plan`: what will be done to the model, as text. Torch-free for built-in models."""
+"""`ptrain plan`: what will be done to the model, as text, and a pipeline's schedule as a picture.
+Torch-free for built-in models."""
 
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 from dataclasses import asdict
+from pathlib import Path
 
 from ptrain.algebra.legality import require
+from ptrain.axes.pipeline.form import pipeline_of
+from ptrain.axes.pipeline.known import schedule
+from ptrain.charts.canvas import Format, painted
+from ptrain.charts.file import require_writable, write_whole
+from ptrain.charts.schedule import Heading, schedule_sheet
 from ptrain.cli.arguments import add_spec_arguments, print_json
 from ptrain.cli.predict import facts_of
 from ptrain.derivation.estimate import Derivation, derive
-from ptrain.errors import PtrainError
+from ptrain.errors import PtrainError, refused
 from ptrain.plan.composition import theorem_6, theorem_7
 from ptrain.plan.show import show
 from ptrain.spec.load import load
@@ -22,6 +29,9 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--allow-import", action="store_true", help="let the spec's `target:` import code"
     )
+    parser.add_argument(
+        "--chart", type=Path, metavar="FILE", help="draw a pipeline's schedule, as .png or .svg"
+    )
 
 
 def run(args: Namespace) -> int:
@@ -29,12 +39,17 @@ def run(args: Namespace) -> int:
     sources, overrides = split_arguments(args.arguments)
     if not sources:
         raise PtrainError("ptrain plan: name a SPEC; `ptrain specs` lists them")
+    form = _form_of_chart(args.chart, sources)
     plans = [_derived(source, overrides, args.allow_import) for source in sources]
+    if form:
+        _draw(plans[0][0], args.chart, form)
     if args.json:
-        records = [as_record(spec, derivation) for spec, derivation in plans]
+        chart = {"chart": str(args.chart)} if form else {}
+        records = [as_record(spec, derivation) | chart for spec, derivation in plans]
         print_json(records if len(records) > 1 else records[0])
     else:
-        print("\n\n".join(as_text(spec, derivation) for spec, derivation in plans))
+        texts = [as_text(spec, derivation) for spec, derivation in plans]
+        print("\n\n".join([*texts, f"chart    {args.chart}"] if form else texts))
     return 0
 
 
@@ -55,6 +70,26 @@ def as_record(spec: Spec, derivation: Derivation) -> dict[str, object]:
         "conditions": [asdict(each) for each in (*theorem_6(spec, plan), *theorem_7(spec, plan))],
         "warnings": list(derivation.exact.warnings),
     }
+
+
+def _form_of_chart(path: Path | None, sources: list[str]) -> Format | None:
+    """None where no chart is asked for; what stands against it is known before a plan is made."""
+    if path is None:
+        return None
+    if len(sources) > 1:
+        finding = f"one file for the schedules of {len(sources)} specs"
+        raise refused("--chart", finding, "name one SPEC, or call ptrain plan once for each")
+    return require_writable(path)
+
+
+def _draw(spec: Spec, path: Path, form: Format) -> None:
+    size = pipeline_of(spec)
+    if size is None:
+        finding = f"{spec.name} has no pipeline, so there is no schedule to draw"
+        raise refused("--chart", finding, "leave --chart out, or give the mesh pp of 2 or more")
+    name = spec.pipeline.schedule
+    sheet = schedule_sheet(Heading(spec=spec.name, schedule=name), schedule(name, size))
+    write_whole(path, painted(sheet, form))
 
 
 def _derived(source: str, overrides: list[str], allow_import: bool) -> tuple[Spec, Derivation]:

@@ -54,6 +54,7 @@ LAZY = {
     "ptrain.models.external",
     "ptrain.models.huggingface",
     "ptrain.train.tensorboard",
+    "ptrain.charts.canvas",
 }
 # The world reads the environment; a launcher hands it on to the ranks it starts.
 ENVIRONMENT = {"ptrain.interpreter.world", "ptrain.train.environment"}

@@ -1,0 +1,54 @@
+"""Colours of the kinds of action that the colour-blind tell apart, and their shades by stage.
+
+Okabe and Ito's sky blue, yellow and vermillion (2008, https://jfly.uni-koeln.de/color/), the yellow
+darker, so that its shades are seen on white; and grey, farther from the three than their other
+colours are once white is mixed in.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+from ptrain.axes.pipeline.schedule import Kind
+from ptrain.charts.sheet import BLACK, WHITE
+
+_OF = {
+    Kind.FORWARD: "#56b4e9",
+    Kind.BACKWARD: "#e8d020",
+    Kind.INPUT: "#d55e00",
+    Kind.WEIGHT: "#777777",
+}
+_LIGHTEST = 0.45  # how much white is in the last stage's
+
+
+@cache
+def shades(kind: Kind, number: int) -> tuple[str, ...]:
+    """From the rank's first stage to its last, darker to lighter."""
+    steps = max(1, number - 1)
+    return tuple(_lightened(_OF[kind], _LIGHTEST * place / steps) for place in range(number))
+
+
+@cache
+def ink_on(colour: str) -> str:
+    """Black or white, whichever contrasts more: 4.5 to 1 at least, as WCAG 2.1 asks of text."""
+    light = luminance(colour)
+    return BLACK if (light + 0.05) / 0.05 >= 1.05 / (light + 0.05) else WHITE
+
+
+def luminance(colour: str) -> float:
+    """From 0 for black to 1 for white (WCAG 2.1, relative luminance of sRGB)."""
+    red, green, blue = (_linear(value / 255) for value in _parts(colour))
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def _linear(value: float) -> float:
+    return value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4
+
+
+def _lightened(colour: str, white: float) -> str:
+    mixed = (round(value + (255 - value) * white) for value in _parts(colour))
+    return "#" + "".join(f"{value:02x}" for value in mixed)
+
+
+def _parts(colour: str) -> tuple[int, ...]:
+    return tuple(int(colour[at : at + 2], 16) for at in (1, 3, 5))

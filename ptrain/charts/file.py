@@ -1,0 +1,48 @@
+"""Where a picture goes: refused before anything is computed, and written whole or not at all."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+from ptrain.charts.canvas import Format, require_canvas
+from ptrain.errors import PtrainError, refused
+
+
+def require_writable(path: Path) -> Format:
+    """What the name's ending asks for. Raises SpecError for another ending, a folder that is not
+    there or may not be written, and where the extra is not installed."""
+    ending = path.suffix.lower().removeprefix(".")
+    if ending not in list(Format):
+        found = f"ends in .{ending}" if ending else "has no ending"
+        raise refused("--chart", f"{path} {found}", "name a file that ends in .png or .svg")
+    try:
+        if not path.parent.is_dir():
+            finding = f"there is no folder {path.parent}"
+            raise refused("--chart", finding, "make it first, or choose another")
+        if path.is_dir():
+            raise refused("--chart", f"{path} is a folder", "name a file in it")
+    except OSError as error:
+        raise _cannot(path, error) from None
+    if not os.access(path.parent, os.W_OK | os.X_OK):
+        raise refused("--chart", f"the folder {path.parent} may not be written", "choose another")
+    require_canvas()
+    return Format(ending)
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Into a temporary neighbour, then renamed."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        temporary.write_bytes(content)
+        temporary.replace(path)
+    except OSError as error:
+        raise _cannot(path, error) from None
+    finally:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
+def _cannot(path: Path, error: OSError) -> PtrainError:
+    return refused("--chart", f"{path}: cannot write: {error.strerror}", "choose another file")

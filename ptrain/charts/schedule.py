@@ -1,0 +1,264 @@
+"""A pipeline's schedule as a sheet: a row for each rank, a box for every action, idle time white.
+
+A unit of time is as wide as the numbers in the boxes need, and the whole sheet as wide as a page at
+least; past `_MOST` units shrink, and numbers that no longer fit are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from ptrain.axes.pipeline.draw import MEANINGS, bubble_text
+from ptrain.axes.pipeline.schedule import Kind, Schedule
+from ptrain.axes.pipeline.simulate import Simulation, StageCost, simulate
+from ptrain.charts.boxes import Box, boxes
+from ptrain.charts.colours import ink_on, shades
+from ptrain.charts.sheet import GREY, LIGHT, LINE, WHITE, Rectangle, Sheet, Text, width_of
+
+_EDGE = 14.0  # around everything
+_LEAST, _MOST = 560.0, 2880.0  # the width of the rows: 8 inches, 40 inches
+_ROW, _GAP = 30.0, 3.0  # a rank's row, and what of it is between two ranks
+_TALLEST = 14400.0  # all rows together; a PNG ends at 65535 dots
+_TITLE, _HEAD, _SMALL = 12.0, 9.0, 8.0
+_LARGEST, _WANTED, _SMALLEST = 9.0, 7.0, 5.0  # sizes of the numbers in boxes
+_STAGE = 0.75  # size of the stage's number over the micro-batch's
+_AIR = 2.0  # beside a number, both sides together
+_TICK = 34.0  # from one number of the axis to the next, at least
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heading:
+    """What a picture says above the rows: the spec, and its schedule's name."""
+
+    spec: str
+    schedule: str
+
+
+def schedule_sheet(heading: Heading, schedule: Schedule) -> Sheet:
+    """With equal stages, F = I = W = 1 and B = 2, as the schedule is drawn in text."""
+    simulation = simulate(schedule)
+    every = tuple(boxes(schedule, simulation))
+    scale = _Scale.of(schedule, simulation, every)
+    makespan = simulation.makespan
+    sheet = Sheet(title=heading.spec, width=scale.right(makespan) + _EDGE, height=_EDGE)
+    sheet.write(_heading(heading, schedule, simulation))
+    sheet.height += _HEAD
+    top = sheet.height
+    sheet.rectangles += _lines(schedule.ranks, scale, top, makespan)
+    sheet.texts += _row_names(schedule, scale, top)
+    for box in every:
+        sheet.rectangles.append(_rectangle(box, scale, top))
+        sheet.texts += _numbers(box, scale, top)
+    sheet.height += schedule.ranks * scale.row
+    _add_axis(sheet, scale, makespan, _kinds(every))
+    _add_legend(sheet, scale, every)
+    sheet.height += _EDGE
+    return sheet
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Scale:
+    """`left` is where time begins, `unit` what one takes; `size` is that of the numbers."""
+
+    left: float
+    unit: float
+    row: float
+    size: float
+    shades: int  # stages of a rank
+
+    @classmethod
+    def of(cls, schedule: Schedule, simulation: Simulation, every: Sequence[Box]) -> _Scale:
+        several = schedule.stages > schedule.ranks
+        letters = max(_label_width(box, 1, several=several) / box.length for box in every)
+        makespan = simulation.makespan
+        unit = min(max(letters * _WANTED + _AIR, _LEAST / makespan), _MOST / makespan)
+        return cls(
+            left=_EDGE + max(_name_width(schedule, rank) for rank in range(schedule.ranks)) + 6,
+            unit=unit,
+            row=min(_ROW, _TALLEST / schedule.ranks),
+            size=min(_LARGEST, max(_SMALLEST, (unit - _AIR) / letters)),
+            shades=schedule.stages // schedule.ranks,
+        )
+
+    @property
+    def several(self) -> bool:
+        return self.shades > 1
+
+    def right(self, time: float) -> float:
+        return self.left + time * self.unit
+
+
+def _heading(heading: Heading, schedule: Schedule, simulation: Simulation) -> Iterator[Text]:
+    yield Text(text=heading.spec, x=_EDGE, y=0, size=_TITLE, is_bold=True)
+    sizes = (
+        heading.schedule,
+        f"ranks: {schedule.ranks}",
+        f"stages: {schedule.stages}, {schedule.stages // schedule.ranks} a rank",
+        f"micro-batches: {schedule.microbatches}",
+    )
+    yield Text(text=" · ".join(sizes), x=_EDGE, y=0, size=_HEAD)
+    yield Text(text=f"bubble {bubble_text(simulation)}", x=_EDGE, y=0, size=_HEAD, colour=GREY)
+
+
+def _lines(ranks: int, scale: _Scale, top: float, makespan: float) -> Iterator[Rectangle]:
+    """Between the rows and around them: a rank that waits has a row too."""
+    for rank in range(ranks + 1):
+        yield Rectangle(
+            x=scale.left,
+            y=top + rank * scale.row - 0.25,
+            width=makespan * scale.unit,
+            height=0.5,
+            colour=LIGHT,
+        )
+
+
+def _row_names(schedule: Schedule, scale: _Scale, top: float) -> Iterator[Text]:
+    every = max(1, round(_HEAD * 2 * LINE / scale.row))
+    for rank in range(0, schedule.ranks, every):
+        middle = top + (rank + 0.5) * scale.row
+        x = scale.left - 6
+        if not scale.several:
+            yield Text(text=f"rank {rank}", x=x, y=middle, size=_HEAD, align="right")
+            continue
+        yield Text(text=f"rank {rank}", x=x, y=middle - 5, size=_HEAD, align="right")
+        stages = _stages(schedule, rank)
+        yield Text(text=stages, x=x, y=middle + 6, size=_SMALL, colour=GREY, align="right")
+
+
+def _name_width(schedule: Schedule, rank: int) -> float:
+    name = width_of(f"rank {rank}", _HEAD)
+    if schedule.stages == schedule.ranks:
+        return name
+    return max(name, width_of(_stages(schedule, rank), _SMALL))
+
+
+def _stages(schedule: Schedule, rank: int) -> str:
+    """`stages 0, 4`, `stages 0, 4 … 28`."""
+    names = [str(stage) for stage in schedule.stages_of(rank)]
+    if len(names) > 4:
+        names = [*names[:1], f"{names[1]} … {names[-1]}"]
+    return f"stages {', '.join(names)}"
+
+
+def _rectangle(box: Box, scale: _Scale, top: float) -> Rectangle:
+    above, below = top + box.rank * scale.row, top + (box.rank + 1) * scale.row
+    gap = _GAP * scale.row / _ROW
+    high = (below - above - gap) * (box.bottom - box.top)
+    return Rectangle(
+        x=scale.right(box.start),
+        y=above + gap / 2 + (box.top - box.rank) * (below - above - gap),
+        width=box.length * scale.unit,
+        height=high,
+        colour=shades(box.action.kind, scale.shades)[box.shade],
+        edge_width=min(0.8, 0.08 * scale.unit),
+    )
+
+
+def _numbers(box: Box, scale: _Scale, top: float) -> Iterator[Text]:
+    """The micro-batch, and the stage where ranks have several: below it, or behind it in half a
+    box. Nothing where they do not fit."""
+    place = _rectangle(box, scale, top)
+    lines = _label(box, scale.size, several=scale.several)
+    widest = max(width_of(text, size) for text, size in lines)
+    heights = [size * 1.1 for _, size in lines]
+    if widest + _AIR > place.width + 1e-6 or sum(heights) > place.height:
+        return
+    y = place.y + (place.height - sum(heights)) / 2
+    for (text, size), height in zip(lines, heights, strict=True):
+        yield Text(
+            text=text,
+            x=place.x + place.width / 2,
+            y=y + height / 2,
+            size=size,
+            colour=ink_on(place.colour),
+            align="center",
+        )
+        y += height
+
+
+def _label(box: Box, size: float, *, several: bool) -> list[tuple[str, float]]:
+    """Lines and their sizes."""
+    microbatch, stage = str(box.action.microbatch), f"s{box.action.stage}"
+    if not several:
+        return [(microbatch, size)]
+    if box.is_half:
+        return [(f"{microbatch} {stage}", size)]
+    return [(microbatch, size), (stage, _STAGE * size)]
+
+
+def _label_width(box: Box, size: float, *, several: bool) -> float:
+    return max(width_of(text, each) for text, each in _label(box, size, several=several))
+
+
+def _kinds(every: Sequence[Box]) -> list[Kind]:
+    used = {box.action.kind for box in every}
+    return [kind for kind in Kind if kind in used]
+
+
+def _add_axis(sheet: Sheet, scale: _Scale, makespan: float, kinds: Sequence[Kind]) -> None:
+    top = sheet.height
+    step = _tick(_TICK / scale.unit)
+    for time in range(0, int(makespan) + 1, step):
+        x = scale.right(time)
+        sheet.rectangles.append(
+            Rectangle(x=x - 0.25, y=top, width=0.5, height=4, colour=GREY, edge=GREY)
+        )
+        sheet.texts.append(Text(text=str(time), x=x, y=top + 10, size=_SMALL, align="center"))
+    sheet.height += 10 + _SMALL
+    cost = StageCost()
+    units = ", ".join(f"{kind} = {cost.of(kind):g}" for kind in kinds)
+    sheet.write(
+        [Text(text=f"time in units of one forward ({units})", x=scale.left, y=0, size=_HEAD)]
+    )
+    sheet.height += _SMALL
+
+
+def _tick(least: float) -> int:
+    """The next of 1, 2, 5, 10, 20, 50 …"""
+    power = 1
+    while True:
+        for digit in (1, 2, 5):
+            if digit * power >= least:
+                return digit * power
+        power *= 10
+
+
+def _add_legend(sheet: Sheet, scale: _Scale, every: Sequence[Box]) -> None:
+    """Samples with their meanings, side by side as far as they fit; then what numbers mean."""
+    samples = [(shades(kind, scale.shades), MEANINGS[kind]) for kind in _kinds(every)]
+    samples.append(((WHITE,), "idle"))
+    x, wide, high = _EDGE, 14.0, 9.0
+    sheet.height += high
+    for colours, meaning in samples:
+        long = len(colours) * wide + 4 + width_of(meaning, _SMALL)
+        if x > _EDGE and x + long > sheet.width - _EDGE:
+            x, sheet.height = _EDGE, sheet.height + _SMALL * 2
+        y = sheet.height
+        sheet.rectangles += [
+            Rectangle(
+                x=x + place * wide,
+                y=y - high / 2,
+                width=wide,
+                height=high,
+                colour=colour,
+                edge=LIGHT if colour == WHITE else WHITE,
+                edge_width=0.6,
+            )
+            for place, colour in enumerate(colours)
+        ]
+        sheet.texts.append(Text(text=meaning, x=x + len(colours) * wide + 4, y=y, size=_SMALL))
+        x += long + 16
+    sheet.height += high
+    notes = " · ".join(_notes(sheet, scale, every))
+    sheet.write([Text(text=notes, x=_EDGE, y=0, size=_SMALL, colour=GREY)])
+
+
+def _notes(sheet: Sheet, scale: _Scale, every: Sequence[Box]) -> Iterator[str]:
+    yield "number: micro-batch"
+    if scale.several:
+        yield "s: stage, the rank's later ones lighter"
+    if any(box.is_half for box in every):
+        yield "two in one box: side by side"
+    if not all(any(_numbers(box, scale, 0)) for box in every):
+        yield "narrow boxes without a number"

@@ -1,0 +1,91 @@
+"""What a picture is made of, with nothing that draws: rectangles and lines of text on a sheet.
+
+Lengths are in points (1/72 inch), from the upper left corner; colours are `#rrggbb`. Text is as
+wide as DejaVu Sans at most makes it, so what fits here fits where it is drawn.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+BLACK, GREY, LIGHT, WHITE = "#000000", "#555555", "#cccccc", "#ffffff"
+LINE = 1.35  # from one line of text to the next, in sizes of the font
+
+# Advance widths of DejaVu Sans over the size: a digit has 0.636, a line of prose 0.57 a letter at
+# most, bold prose 0.7 where few letters are capitals.
+_DIGIT, _PROSE, _BOLD = 0.64, 0.58, 0.8
+_FEW = 10  # letters; a line of fewer may be all digits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rectangle:
+    x: float
+    y: float
+    width: float
+    height: float
+    colour: str
+    edge: str = WHITE
+    edge_width: float = 0  # half of it lies within
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Text:
+    """`x` is where `align` says, `y` the middle of the line."""
+
+    text: str
+    x: float
+    y: float
+    size: float
+    colour: str = BLACK
+    align: Literal["left", "center", "right"] = "left"
+    is_bold: bool = False
+
+    @property
+    def width(self) -> float:
+        return width_of(self.text, self.size, is_bold=self.is_bold)
+
+    @property
+    def left(self) -> float:
+        return self.x - self.width * {"left": 0, "center": 0.5, "right": 1}[self.align]
+
+
+@dataclass(slots=True, kw_only=True)
+class Sheet:
+    """Grows downwards while it is filled; the later lies over the earlier."""
+
+    title: str
+    width: float
+    height: float = 0
+    rectangles: list[Rectangle] = field(default_factory=list)
+    texts: list[Text] = field(default_factory=list)
+
+    def write(self, lines: Iterable[Text]) -> None:
+        """Line under line at the lower end, as many as each needs."""
+        for each in lines:
+            for text in wrapped(each, self.width - each.x):
+                self.height += each.size * LINE
+                self.texts.append(
+                    Text(
+                        text=text,
+                        x=each.x,
+                        y=self.height - each.size * LINE / 2,
+                        size=each.size,
+                        colour=each.colour,
+                        is_bold=each.is_bold,
+                    )
+                )
+
+
+def width_of(text: str, size: float, *, is_bold: bool = False) -> float:
+    """In points, not less than what is drawn of digits and of prose."""
+    letter = _BOLD if is_bold else _DIGIT if len(text) < _FEW else _PROSE
+    return len(text) * letter * size
+
+
+def wrapped(text: Text, width: float) -> Iterator[str]:
+    """The lines of a text that may be `width` wide."""
+    letters = int(width / width_of("x", text.size, is_bold=text.is_bold))
+    yield from textwrap.wrap(text.text, max(1, letters))

@@ -1,0 +1,233 @@
+"""`ptrain plan SPEC --chart FILE`: the file, the record, and what is refused before it is made."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import yaml
+
+from ptrain.axes.pipeline.known import schedule
+from ptrain.charts.canvas import Format, painted
+from ptrain.charts.schedule import Heading, schedule_sheet
+from ptrain.charts.sheet import Sheet
+from ptrain.cli.main import main
+from ptrain.spec.pipeline import ScheduleName
+from tests.pure.piped import SHAPE, as_if_it_ran
+from tests.pure.pipelines import pipeline
+
+PICTURE = b"a picture"
+
+
+@pytest.fixture
+def spec(tmp_path):
+    """A file of one, with two stages."""
+    path = tmp_path / "piped.yaml"
+    mapping = {
+        "name": "piped",
+        "model": SHAPE,
+        "mesh": {"pp": 2},
+        "placement": {"pp": "S,S,S,R"},
+        "batch": {"sequence": 32, "accumulate": 8},
+        "pipeline": {"schedule": "1f1b"},
+    }
+    path.write_text(yaml.safe_dump(mapping), encoding="utf-8")
+    with as_if_it_ran():
+        yield str(path)
+
+
+@pytest.fixture
+def drawn(monkeypatch) -> list[Sheet]:
+    """The sheets that would be drawn, with or without matplotlib."""
+    sheets: list[Sheet] = []
+
+    def paint(sheet: Sheet, form: Format) -> bytes:
+        sheets.append(sheet)
+        return PICTURE
+
+    monkeypatch.setattr("ptrain.cli.plan.painted", paint)
+    monkeypatch.setattr("ptrain.charts.canvas.find_spec", lambda name: name)
+    return sheets
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    made = tmp_path / "charts"
+    made.mkdir()
+    return made
+
+
+# -------- what is made
+
+
+@pytest.mark.parametrize("ending", ["png", "svg", "SVG"])
+def test_the_schedule_of_the_spec_is_drawn_into_the_file(spec, drawn, folder, ending, capsys):
+    chart = folder / f"chart.{ending}"
+    assert main(["plan", spec, "--chart", str(chart), "pipeline.schedule=gpipe"]) == 0
+    (sheet,) = drawn
+    words = [text.text for text in sheet.texts]
+    assert words[0] == "piped"
+    assert words[1] == "gpipe · ranks: 2 · stages: 2, 1 a rank · micro-batches: 8"
+    assert chart.read_bytes() == PICTURE
+    assert [path.name for path in folder.iterdir()] == [chart.name]
+    out = capsys.readouterr().out
+    assert "plan of piped" in out
+    assert out.endswith(f"\nchart    {chart}\n")
+
+
+def test_picture_and_text_give_the_same_bubble(spec, drawn, folder, capsys):
+    main(["plan", spec, "--chart", str(folder / "a.svg")])
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("bubble")]
+    assert drawn[0].texts[2].text.split() == line.split()
+
+
+def test_the_record_names_the_file(spec, drawn, folder, capsys):
+    chart = folder / "a.png"
+    assert main(["plan", spec, "--json", "--chart", str(chart)]) == 0
+    assert json.loads(capsys.readouterr().out)["chart"] == str(chart)
+    assert main(["plan", spec, "--json"]) == 0
+    assert "chart" not in json.loads(capsys.readouterr().out)
+
+
+def test_an_older_picture_is_replaced(spec, drawn, folder):
+    chart = folder / "a.png"
+    chart.write_bytes(b"older")
+    assert main(["plan", spec, "--chart", str(chart)]) == 0
+    assert chart.read_bytes() == PICTURE
+
+
+# -------- what is refused
+
+
+def refusal(arguments: list[str], capsys) -> str:
+    assert main(["plan", *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "Traceback" not in err
+    assert err.count("error: ") == 1
+    return err
+
+
+@pytest.mark.parametrize(
+    ("name", "finding", "remedy"),
+    [
+        ("a.pdf", "a.pdf ends in .pdf", "ends in .png or .svg"),
+        ("a", "a has no ending", "ends in .png or .svg"),
+        (".png", ".png has no ending", "ends in .png or .svg"),
+        ("nowhere/a.png", "there is no folder", "make it first"),
+        ("piped.yaml/a.png", "there is no folder", "make it first"),
+        ("folder.png", "folder.png is a folder", "name a file in it"),
+        ("n" * 300 + ".png", "cannot write: File name too long", "choose another file"),
+    ],
+)
+def test_a_file_that_cannot_be_is_refused(name, finding, remedy, spec, drawn, tmp_path, capsys):
+    (tmp_path / "folder.png").mkdir()
+    before = sorted(tmp_path.rglob("*"))
+    message = refusal([spec, "--chart", str(tmp_path / name)], capsys)
+    assert "error: --chart: " in message
+    assert finding in message
+    assert f"remedy: {remedy}" in message.replace("name a file that ", "")
+    assert sorted(tmp_path.rglob("*")) == before
+    assert not drawn
+
+
+def test_one_file_for_several_specs_is_refused(spec, drawn, folder, capsys):
+    message = refusal([spec, spec, "--chart", str(folder / "a.png")], capsys)
+    assert "one file for the schedules of 2 specs" in message
+    assert "remedy: name one SPEC" in message
+
+
+def test_a_spec_without_a_pipeline_is_refused(drawn, folder, capsys):
+    message = refusal(["zero3", "--chart", str(folder / "a.png")], capsys)
+    assert "zero3 has no pipeline" in message
+    assert "remedy: leave --chart out" in message
+    assert not list(folder.iterdir())
+
+
+def test_without_matplotlib_the_extra_is_named_and_nothing_is_written(spec, folder, capsys):
+    with patch("ptrain.charts.canvas.find_spec", lambda name: None):
+        message = refusal([spec, "--chart", str(folder / "a.png")], capsys)
+    assert "needs matplotlib, which is not installed" in message
+    assert "remedy: pip install 'ptrain[report]'" in message
+    assert not list(folder.iterdir())
+
+
+def test_a_matplotlib_that_cannot_be_imported_counts_as_missing(spec, folder, capsys):
+    with (
+        patch("ptrain.charts.canvas.find_spec", lambda name: name),
+        patch.dict(sys.modules, {"matplotlib": None}),
+    ):
+        message = refusal([spec, "--chart", str(folder / "a.png")], capsys)
+    assert "remedy: pip install 'ptrain[report]'" in message
+    assert not list(folder.iterdir())
+
+
+def test_a_disk_that_fails_leaves_the_older_picture_and_nothing_else(spec, drawn, folder, capsys):
+    chart = folder / "a.png"
+    chart.write_bytes(b"older")
+    full = OSError(28, "No space left on device")
+    for step in ("write_bytes", "replace"):
+        with patch.object(Path, step, side_effect=full):
+            message = refusal([spec, "--chart", str(chart)], capsys)
+        assert "cannot write: No space left on device" in message
+        assert [path.name for path in folder.iterdir()] == ["a.png"]
+        assert chart.read_bytes() == b"older"
+
+
+# -------- the picture itself
+
+
+@pytest.fixture
+def matplotlib():
+    return pytest.importorskip("matplotlib", reason="pictures need the extra `report`")
+
+
+SIZES = [(name, pipeline(2, 2 if name in ("zbv", "dualpipev") else 1, 4)) for name in ScheduleName]
+
+
+def sheet_of(name: ScheduleName, size) -> Sheet:
+    return schedule_sheet(Heading(spec="some-spec", schedule=name), schedule(name, size))
+
+
+def test_a_sheet_becomes_the_same_picture_each_time_whatever_the_user_has_set(matplotlib):
+    sheet = sheet_of(ScheduleName.DUALPIPEV, pipeline(2, 2, 4))
+    png, svg = painted(sheet, Format.PNG), painted(sheet, Format.SVG)
+    assert png.startswith(b"\x89PNG")
+    assert svg.startswith(b"<?xml")
+    assert svg.endswith(b"</svg>\n")
+    assert b"date" not in svg
+    with matplotlib.rc_context({"font.size": 30, "savefig.facecolor": "red", "savefig.dpi": 10}):
+        before = dict(matplotlib.rcParams)
+        assert painted(sheet, Format.PNG) == png
+        assert painted(sheet, Format.SVG) == svg
+        assert dict(matplotlib.rcParams) == before
+
+
+@pytest.mark.parametrize("name", ScheduleName)
+def test_every_schedule_can_be_drawn(name, matplotlib):
+    sheet = sheet_of(name, dict(SIZES)[name])
+    svg = painted(sheet, Format.SVG)
+    assert svg.count(b"<!-- ") == len(sheet.texts)  # what each outline says
+    assert all(f"<!-- {text.text} -->".encode() in svg for text in sheet.texts)
+
+
+def test_a_picture_is_as_large_as_its_sheet_at_150_dots_an_inch(matplotlib):
+    sheet = sheet_of(ScheduleName.ONE_F_ONE_B, pipeline(4, 1, 8))
+    png = painted(sheet, Format.PNG)
+    width, height = (int.from_bytes(png[at : at + 4], "big") for at in (16, 20))
+    assert abs(width - sheet.width * 150 / 72) <= 1
+    assert abs(height - sheet.height * 150 / 72) <= 1
+
+
+@pytest.mark.parametrize(("name", "size"), SIZES, ids=str)
+def test_no_text_is_wider_than_the_sheet_takes_it_to_be(name, size, matplotlib):
+    from matplotlib.font_manager import FontProperties
+    from matplotlib.textpath import TextPath
+
+    for text in sheet_of(name, size).texts:
+        font = FontProperties(size=text.size, weight="bold" if text.is_bold else "normal")
+        drawn = TextPath((0, 0), text.text, prop=font).get_extents().width
+        assert drawn <= text.width * 1.001, text
