@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from ptrain.algebra.layout import position
-from ptrain.costs import Column, Estimate, Footprint, State, add_traffic
+from ptrain.costs import Column, Estimate, Footprint, State, Traffic, TrafficKey, add_traffic
 from ptrain.derivation import pipeline, tensor
 from ptrain.derivation.facts import ModelFacts
 from ptrain.derivation.interconnect import warnings
@@ -85,9 +86,7 @@ def _exact_stages(spec: Spec, plan: Plan, facts: ModelFacts) -> Estimate:
     assert step is not None
     accounts = pipeline.sent(spec, plan, facts)
     keys = dict.fromkeys(row.key for rows in accounts for row in rows)
-    traffic = tuple(
-        dict.fromkeys(row for key in keys for rows in accounts for row in rows if row.key == key)
-    )
+    traffic = tuple(dict.fromkeys(_of_key(key, rows) for key in keys for rows in accounts))
     undefined = dict.fromkeys(("activations", "peak"), _IN_FLIGHT)
     if step.shared and step.rank_of[0] != step.rank_of[-1]:
         undefined["traffic"] = _TIED_SUM
@@ -100,6 +99,12 @@ def _exact_stages(spec: Spec, plan: Plan, facts: ModelFacts) -> Estimate:
         notes=tuple(pipeline_notes(spec, plan, facts)),
         warnings=tuple(warnings(spec, traffic)),
     )
+
+
+def _of_key(key: TrafficKey, rows: Iterable[Traffic]) -> Traffic:
+    """What an account says of one kind of call, which its rank may have none of."""
+    none = Traffic(key=key, calls=0, payload_bytes=0, sent_bytes=0)
+    return next((row for row in rows if row.key == key), none)
 
 
 def _joined(spec: Spec, plan: Plan, parts: list[tuple[tuple[int, ...], Estimate]]) -> Estimate:

@@ -101,9 +101,15 @@ def _trajectory(
 
 
 def full_parameters(program: Program) -> dict[str, torch.Tensor]:
-    """Every parameter whole, on every rank, as copies."""
+    """Every parameter whole, on every rank, as copies; of a pipeline those of all stages."""
     model = program.state_dict()["model"]
-    return {
+    own = {
         name: (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
         for name, value in model.items()
     }
+    if program.plan.pipeline is None:
+        return own
+    group = program.mesh.group((program.plan.pipeline.axis,))
+    everyone: list[dict[str, torch.Tensor]] = [{} for _ in range(group.size())]
+    dist.all_gather_object(everyone, own, group=group)
+    return {name: value for each in everyone for name, value in each.items()}
