@@ -19,7 +19,14 @@ from ptrain.errors import refused
 from ptrain.interpreter.mesh import Mesh
 from ptrain.interpreter.registry import Registry
 from ptrain.models.build import build
-from ptrain.models.initialize import NONE, cast, initial, initialize, keeps_its_weights, reset_buffers
+from ptrain.models.initialize import (
+    NONE,
+    cast,
+    initial,
+    initialize,
+    keeps_its_weights,
+    reset_buffers,
+)
 from ptrain.models.ledger import local
 from ptrain.models.numerics import TORCH_DTYPES
 from ptrain.plan.step import FullyShard, Plan

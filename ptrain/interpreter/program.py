@@ -25,11 +25,11 @@ from ptrain.errors import PtrainError
 from ptrain.interpreter.agreement import require_equal_models
 from ptrain.interpreter.clip import ByOperator, clip_gradients
 from ptrain.interpreter.materialize import build_module, wrap
-from ptrain.interpreter.stages import stages_of_module, wrap_stages
 from ptrain.interpreter.mesh import Mesh
 from ptrain.interpreter.optimizer import MASTER, Update
 from ptrain.interpreter.registry import Registry
 from ptrain.interpreter.scaling import LossScale
+from ptrain.interpreter.stages import stages_of_module, wrap_stages
 from ptrain.interpreter.world import World
 from ptrain.models.numerics import TORCH_DTYPES
 from ptrain.models.roles import roles_of_module
@@ -212,7 +212,6 @@ class Program:
         """This rank's share of the global mean loss of a batch, without a gradient (0-d)."""
         self.model.eval()
         total = torch.zeros_like(self._loss)
-
 
         def add(logits: torch.Tensor, targets: torch.Tensor) -> None:
             total.add_(whole_loss(logits, targets) / batch.global_tokens)

@@ -105,7 +105,8 @@ def _pipeline(step: Pipeline) -> str:
         f"of {step.schedule}"
     )
     if step.shared:
-        text += f"; first and last stage both have {', '.join(name for name, _ in step.shared)}, gradients summed"
+        shared = ", ".join(name for name, _ in step.shared)
+        text += f"; first and last stage both have {shared}, gradients summed"
     return text
 
 

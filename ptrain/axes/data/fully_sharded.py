@@ -76,16 +76,22 @@ class FullyShardedWrap(ParameterWrap):
     @contextmanager
     def backward_pass(self, kind: Kind, is_last: bool) -> Iterator[None]:
         root = self.sharded[-1]
+        is_whole = kind is Kind.BACKWARD
         with self.micro_batch(is_last):
+            if not is_whole:  # autograd runs no hook when the weights' gradients are there
+                root.set_requires_gradient_sync(False)
+                root.set_reshard_after_backward(False)
             # between micro-batches of which some are still to come back, nothing is at an end
-            root.set_is_last_backward(is_last)
+            root.set_is_last_backward(is_whole and is_last)
             yield
-        if is_last and kind is Kind.WEIGHT:
-            self._reduce_now()
+        if kind is Kind.WEIGHT and (is_last or self.step.sync.gradients is GradientSync.EVERY):
+            self._reduce_now(is_last)
 
-    def _reduce_now(self) -> None:
-        """What FSDP2's hooks do in a backward pass: autograd runs none for the weights' half."""
+    def _reduce_now(self, is_last: bool) -> None:
+        """What FSDP2's hooks do in a backward pass."""
         root = self.sharded[-1]
+        self.micro_batch(is_last)
+        root.set_is_last_backward(True)
         for module in self.sharded:
             for group in parameter_groups(module):
                 group.post_backward()

@@ -80,7 +80,8 @@ class ReplicatedWrap(ParameterWrap):
     def forward_pass(self) -> AbstractContextManager[None]:
         """Whether a backward pass reduces is not known yet, and told in it."""
         self.keeps_buckets = True
-        return self.wrapped.no_sync()
+        accumulating: AbstractContextManager[None] = self.wrapped.no_sync()
+        return accumulating
 
     @contextmanager
     def backward_pass(self, kind: Kind, is_last: bool) -> Iterator[None]:

@@ -24,6 +24,7 @@ from ptrain.errors import PtrainError
 from ptrain.interpreter.mesh import Mesh
 from ptrain.models.numerics import TORCH_DTYPES
 from ptrain.plan.step import Plan
+from ptrain.spec.model import ModelShape
 from ptrain.spec.pipeline import ScheduleName
 from ptrain.spec.spec import Spec
 
@@ -58,9 +59,7 @@ class Pipelined:
         self.group = mesh.group((step.axis,))
         self.rank = mesh.coordinate(step.axis)
         self.boundary = _boundary(spec, plan, mesh)
-        tokens = torch.zeros(
-            self.micro, self.sequence, dtype=torch.int64, device=mesh.world.device
-        )
+        tokens = torch.zeros(self.micro, self.sequence, dtype=torch.int64, device=mesh.world.device)
         self.stages = [
             Stage(
                 part.wrapped,
@@ -89,7 +88,9 @@ class Pipelined:
                 expected = {"target": tokens[:, 1:]}
             self.schedule.step(*given, **expected, losses=[], return_outputs=False)
 
-    def evaluate(self, batch: LocalBatch, loss: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
+    def evaluate(
+        self, batch: LocalBatch, loss: Callable[[torch.Tensor, torch.Tensor], None]
+    ) -> None:
         """Forward of every micro-batch, one after the other: torch's own evaluation fails where two
         neighbouring stages are on one rank."""
         for inputs, targets in batch.micro_batches(self.micro):
@@ -124,6 +125,7 @@ class Pipelined:
 
 def _boundary(spec: Spec, plan: Plan, mesh: Mesh) -> Boundary:
     model, tokens = spec.model, spec.batch.sequence
+    assert isinstance(model, ModelShape), "a built-in model says how wide its hidden states are"
     if plan.tensor is not None and plan.tensor.is_sequence:
         tokens //= mesh.degrees[plan.tensor.axis]
     return Boundary(
@@ -133,9 +135,7 @@ def _boundary(spec: Spec, plan: Plan, mesh: Mesh) -> Boundary:
     )
 
 
-def _schedule(
-    name: ScheduleName, stages: Sequence[Stage], microbatches: int, loss: Loss
-) -> Any:
+def _schedule(name: ScheduleName, stages: Sequence[Stage], microbatches: int, loss: Loss) -> Any:
     """Gradients are sums over tokens, divided by the global number in the loss: nothing is to be
     scaled by the number of micro-batches."""
     if name in _OF_ONE_STAGE:

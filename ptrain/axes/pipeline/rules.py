@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ptrain.axes.data.form import Form, form_of
+from ptrain.axes.data.form import Form, data_factors, form_of
 from ptrain.axes.pipeline.form import pipeline_of
 from ptrain.axes.pipeline.known import faults, takes_any_stages
 from ptrain.axes.pipeline.stages import unlike
@@ -169,6 +169,23 @@ def _kept_for_a_while(spec: Spec) -> Iterator[Fault]:
         )
 
 
+def _halves(spec: Spec) -> Iterator[Fault]:
+    sync = spec.sync
+    if spec.degree(Axis.PP) == 1 or not spec.pipeline.is_in_halves:
+        return
+    for key in ("reshard_after_forward", "reshard_after_backward"):
+        gathers = any(
+            f.placement.parameters.distribution is not R.distribution for f in data_factors(spec)
+        )
+        if gathers and getattr(sync, key):
+            yield Fault(
+                place=f"sync.{key}",
+                finding=f"not yet: with {spec.pipeline.schedule} a unit's weights have their "
+                "gradients later than its inputs, and would have to be there still",
+                remedy=f"write sync.{key}=false, or a schedule with whole backward passes: 1f1b",
+            )
+
+
 PIPELINE = AxisRules(
     axes=(Axis.PP,),
     tuples=_TUPLES,
@@ -189,5 +206,6 @@ PIPELINE = AxisRules(
         SpecRule(name="stages of any model", theorem="", faults=_built_in),
         SpecRule(name="units within a stage", theorem="", faults=_units),
         SpecRule(name="one policy for both passes", theorem="", faults=_kept_for_a_while),
+        SpecRule(name="units wait for their weights", theorem="", faults=_halves),
     ),
 )

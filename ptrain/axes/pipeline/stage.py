@@ -21,7 +21,7 @@ from torch.distributed.pipelining import PipelineStage
 from ptrain.axes.data.wrapped import Wrapped
 from ptrain.axes.pipeline.schedule import Kind
 from ptrain.costs import Phase, State
-from ptrain.errors import PtrainError
+from ptrain.errors import PtrainError, RankFailed
 from ptrain.interpreter.registry import Registry
 
 Enter = Callable[[Phase, int], None]
@@ -63,7 +63,7 @@ class Called(nn.Module):
 
 
 class Stage(PipelineStage):
-    """`enter` is told of every pass. Raises PtrainError where the module fails or gives something
+    """`enter` is told of every pass. Raises RankFailed where the module fails or gives something
     else than the next stage waits for."""
 
     def __init__(
@@ -107,11 +107,13 @@ class Stage(PipelineStage):
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         self._open(self.args_recv_info[fwd_chunk_id], Phase.FORWARD)
-        return super().get_fwd_recv_ops(fwd_chunk_id)
+        operators: list[dist.P2POp] = super().get_fwd_recv_ops(fwd_chunk_id)
+        return operators
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         self._open(self.grad_recv_info[bwd_chunk_id], Phase.BACKWARD)
-        return super().get_bwd_recv_ops(bwd_chunk_id)
+        operators: list[dist.P2POp] = super().get_bwd_recv_ops(bwd_chunk_id)
+        return operators
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         return self._tagged(super().get_fwd_send_ops(fwd_chunk_id), Phase.FORWARD)
@@ -125,7 +127,7 @@ class Stage(PipelineStage):
             output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         self._drop(self.args_recv_info[fwd_chunk_id])
         if not self.is_last and tuple(output.shape) != self.boundary.shape:
-            raise PtrainError(
+            raise RankFailed(
                 f"stage {self.stage_index}, micro-batch {fwd_chunk_id}: hidden states of "
                 f"{list(output.shape)}, and the next stage waits for {list(self.boundary.shape)}"
             )
@@ -167,12 +169,12 @@ class Stage(PipelineStage):
         """torch wraps what a pass raises into its own message: the cause is what a reader wants."""
         try:
             yield
-        except PtrainError:
-            raise
-        except Exception as error:
+        except RuntimeError as error:
             cause = error.__cause__ or error
+            if isinstance(cause, PtrainError):
+                raise cause from error
             place = f"stage {self.stage_index}, micro-batch {chunk}"
-            raise PtrainError(f"{place}: {type(cause).__name__}: {cause}") from cause
+            raise RankFailed(f"{place}: {type(cause).__name__}: {cause}") from cause
 
     def _open(self, infos: tuple[Any, ...], phase: Phase) -> None:
         """A buffer for what is about to be received."""
