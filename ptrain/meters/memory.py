@@ -70,8 +70,9 @@ class MemoryMeter(Ledger):
     """Measures one steady step of `program`: live bytes, their peak by phase, and bytes by state.
 
     It is an observer of the program: `phase` marks where a phase begins. Each state is read at
-    its moment: activations and transient at the end of the last micro-batch's forward, gradients
-    at the end of the last backward, the others after the update.
+    its moment: activations where most of them lived when a backward pass began (which is at the
+    end of every forward pass, or, in a pipeline, with the most micro-batches in flight), transient
+    at the last such moment, gradients at the end of the last backward, the others after the update.
     """
 
     def __init__(self, program: Metered, *, rank: int = 0, device: str = "cpu") -> None:
@@ -217,7 +218,11 @@ class MemoryMeter(Ledger):
             if key not in self._inner:
                 sizes[self._state(key)][self._tiers[key]] += size
         for state in states:
-            self._read[state] = _footprint(state, self._rank, sizes[state])
+            found = _footprint(state, self._rank, sizes[state])
+            most = self._read.get(state)
+            if state is State.ACTIVATIONS and most and most.device_bytes > found.device_bytes:
+                continue
+            self._read[state] = found
 
     def _state(self, key: int) -> State:
         """What is freed by resizing is transient: a gathered unit, though it stands in for the
