@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from ptrain.axes.pipeline.stages import Chain
 from ptrain.spec.role import Roles
 from ptrain.timeline import Timeline
 
@@ -52,8 +53,8 @@ class ModelFacts:
     `buffers` are (name, bytes). `gradient_order` names the parameters in the order in which their
     gradients are complete in a backward pass (it decides DDP's buckets). `timeline` is one
     micro-batch traced at the spec's shape and dtypes; None where a committed table gives it. Of a
-    model that is not built in, `roles` are those on the tensor axis, and `part_timelines` those of
-    each of its ranks, first to last."""
+    model that is not built in, `roles` are those on the tensor axis, `part_timelines` those of each
+    of its ranks, first to last, and `chain` is what the pipeline axis cuts."""
 
     units: tuple[UnitFacts, ...]
     buffers: tuple[tuple[str, int], ...] = ()
@@ -61,6 +62,7 @@ class ModelFacts:
     timeline: Timeline | None = None
     roles: Roles = ()
     part_timelines: tuple[Timeline, ...] = ()
+    chain: Chain | None = None
 
     @property
     def tensors(self) -> tuple[TensorFacts, ...]:

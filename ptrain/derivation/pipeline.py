@@ -22,7 +22,7 @@ from ptrain.axes.pipeline.gathers import stage_gathers
 from ptrain.axes.pipeline.holdings import transfers
 from ptrain.axes.pipeline.known import schedule
 from ptrain.axes.pipeline.schedule import Schedule
-from ptrain.axes.pipeline.stages import FRONT, Layers, Stage, layers_of
+from ptrain.axes.pipeline.stages import ENDS, Chain, Ends, Layers, Stage, layers_of
 from ptrain.axes.ring import Calls
 from ptrain.axes.tensor.costs import Cut
 from ptrain.costs import Footprint, State, Traffic, add_traffic
@@ -35,27 +35,40 @@ from ptrain.derivation.traffic import norm, wrapped
 from ptrain.plan.step import FullyShard, Plan
 from ptrain.spec.axis import Axis
 from ptrain.spec.model import ModelShape
-from ptrain.spec.role import Role, Roles
+from ptrain.spec.role import Role, Roles, fits
 from ptrain.spec.spec import Spec
 
 _PLACED = (State.PARAMETERS, State.OPTIMIZER, State.GRADIENTS)
-_IN_FRONT, _BEHIND = (Role.VOCABULARY, Role.POSITIONS), (Role.HEAD, Role.LAST_NORM)
 # Of the built-in families: what a tied head takes, and its own name of it.
 TIED = ("embed.weight", "head.weight")
 
 
 def stages_of(spec: Spec, facts: ModelFacts) -> tuple[Stage, ...]:
-    """The stages that the spec cuts a built-in model into, first to last; none without pp."""
+    """The stages that the spec cuts the model into, first to last; none without pp. Raises
+    SpecError where it has too few layers."""
     if spec.degree(Axis.PP) == 1:
         return ()
     return cut_as_said(spec, layers(spec, facts))
 
 
+def chain_of(spec: Spec, facts: ModelFacts) -> Chain:
+    """What stages are cut from: of a built-in model by its family, else as its facts say."""
+    if facts.chain is not None:
+        return facts.chain
+    model = spec.model
+    assert isinstance(model, ModelShape), "the facts of another model have their chain"
+    return Chain(
+        layers=tuple(f"blocks.{index}" for index in range(model.layers)),
+        ends=ENDS,
+        hidden=model.hidden,
+        tied=(TIED,) if model.tied else (),
+    )
+
+
 def layers(spec: Spec, facts: ModelFacts) -> Layers:
     """What may be cut: whole layers, however small the wrap's units are."""
-    assert isinstance(spec.model, ModelShape), "the layers of a built-in model"
     *inner, root = facts.units
-    names = [f"blocks.{index}" for index in range(spec.model.layers)]
+    chain = chain_of(spec, facts)
     blocks = tuple(
         UnitFacts(
             modules=(name,),
@@ -66,10 +79,10 @@ def layers(spec: Spec, facts: ModelFacts) -> Layers:
                 for each in unit.tensors
             ),
         )
-        for name in names
+        for name in chain.layers
     )
     assert sum(block.numel for block in blocks) == sum(unit.numel for unit in inner)
-    return layers_of((*blocks, root), front=FRONT, tied=(TIED,) if spec.model.tied else ())
+    return layers_of((*blocks, root), front=chain.ends.front, tied=chain.tied)
 
 
 def stage_facts(facts: ModelFacts, stage: Stage) -> ModelFacts:
@@ -87,7 +100,18 @@ def stage_facts(facts: ModelFacts, stage: Stage) -> ModelFacts:
         units.append(UnitFacts(modules=modules, tensors=tuple(own)))
     copies = [copy for _, copy in stage.copied]
     order = [name for name in facts.gradient_order if name in stage.tensors]
-    return replace(facts, units=tuple(units), gradient_order=(*copies, *order), timeline=None)
+    lacking = facts.chain.lacking(stage) if facts.chain else ()
+    return replace(
+        facts,
+        units=tuple(units),
+        buffers=tuple(row for row in facts.buffers if not _is_within(row[0], lacking)),
+        gradient_order=(*copies, *order),
+        timeline=None,
+    )
+
+
+def _is_within(name: str, modules: Iterable[str]) -> bool:
+    return any(f"{name}.".startswith(f"{module}.") for module in modules)
 
 
 def parts(spec: Spec, plan: Plan, part: ModelFacts) -> dict[ModelFacts, tuple[int, ...]]:
@@ -104,12 +128,12 @@ def parts(spec: Spec, plan: Plan, part: ModelFacts) -> dict[ModelFacts, tuple[in
     return found
 
 
-def stage_plan(plan: Plan, stage: Stage) -> Plan:
+def stage_plan(plan: Plan, stage: Stage, ends: Ends = ENDS) -> Plan:
     """The plan as one stage sees it: of tp the roles of its own modules."""
     assert plan.pipeline is not None
     if plan.tensor is None:
         return plan
-    roles = stage_roles(plan.tensor.roles, stage, plan.pipeline.stages)
+    roles = stage_roles(plan.tensor.roles, stage, plan.pipeline.stages, ends)
     return replace(plan, tensor=replace(plan.tensor, roles=roles))
 
 
@@ -117,17 +141,19 @@ def resident(spec: Spec, plan: Plan, facts: ModelFacts) -> tuple[Footprint, ...]
     """Rows of parameters, optimizer state, gradients and the rest, rank by rank."""
     step = plan.pipeline
     assert step is not None
+    ends = chain_of(spec, facts).ends
+    parts_of = [stage_facts(facts, each) for each in stages_of(spec, facts)]
     of_stage = [
-        _rows(spec, stage_plan(plan, each), stage_facts(facts, each))
-        for each in stages_of(spec, facts)
+        _rows(spec, stage_plan(plan, each, ends), part)
+        for each, part in zip(stages_of(spec, facts), parts_of, strict=True)
     ]
     found: list[Footprint] = []
     for rank in range(spec.world_size):
         own = step.stages_of(position(spec, rank, (step.axis,)))
         for state in _PLACED:
             found.append(_sum(state, rank, (of_stage[stage][rank, state] for stage in own)))
-        buffers = replace(facts, buffers=facts.buffers * len(own))
-        size = other_bytes(spec, buffers)
+        buffers = tuple(row for stage in own for row in parts_of[stage].buffers)
+        size = other_bytes(spec, replace(facts, buffers=buffers))
         found.append(Footprint(state=State.OTHER, rank=rank, device_bytes=size))
     return tuple(found)
 
@@ -167,7 +193,7 @@ def sent(spec: Spec, plan: Plan, facts: ModelFacts) -> tuple[tuple[Traffic, ...]
     return tuple(
         add_traffic(
             (
-                *over_boundaries(spec, plan, made, rank),
+                *over_boundaries(spec, plan, made, rank, chain_of(spec, facts).hidden),
                 *(row for stage in step.stages_of(rank) for row in of_stage[stage]),
                 *norm(spec, plan),
             )
@@ -176,15 +202,17 @@ def sent(spec: Spec, plan: Plan, facts: ModelFacts) -> tuple[tuple[Traffic, ...]
     )
 
 
-def over_boundaries(spec: Spec, plan: Plan, made: Schedule, rank: int) -> Iterator[Traffic]:
+def over_boundaries(
+    spec: Spec, plan: Plan, made: Schedule, rank: int, hidden: int
+) -> Iterator[Traffic]:
     """Activations of each micro-batch to the next stage and their gradients back: micro x sequence
     x hidden elements a call, of a slice of the tokens where tp has those between the blocks."""
-    step, model = plan.pipeline, spec.model
-    assert step is not None and isinstance(model, ModelShape)
+    step = plan.pipeline
+    assert step is not None
     tokens = spec.batch.micro * spec.batch.sequence
     if plan.tensor and plan.tensor.is_sequence:
         tokens //= spec.degree(plan.tensor.axis)
-    size = tokens * model.hidden * spec.precision.effective.parameters.itemsize
+    size = tokens * hidden * spec.precision.effective.parameters.itemsize
     group = group_over(spec, (step.axis,))
     for each in transfers(made):
         if each.rank == rank:
@@ -195,7 +223,8 @@ def over_boundaries(spec: Spec, plan: Plan, made: Schedule, rank: int) -> Iterat
 def _of_stage(
     spec: Spec, plan: Plan, facts: ModelFacts, made: Schedule, stage: Stage
 ) -> Iterator[Traffic]:
-    part, own, wrap = stage_facts(facts, stage), stage_plan(plan, stage), plan.wrap
+    part, wrap = stage_facts(facts, stage), plan.wrap
+    own = stage_plan(plan, stage, chain_of(spec, facts).ends)
     times = None
     if isinstance(wrap, FullyShard):
         times = stage_gathers(made, stage.index, wrap.sync)
@@ -203,13 +232,27 @@ def _of_stage(
     yield from tensor.sent(spec, own, part)
 
 
-def stage_roles(roles: Roles, stage: Stage, stages: int) -> Roles:
-    """Those of one stage's modules: of the ends only what it has. A tied head of a built-in model
-    is one of its own on the last stage."""
-    gone = (*(_IN_FRONT if stage.index else ()), *(_BEHIND if stage.index < stages - 1 else ()))
-    kept = tuple((pattern, role) for pattern, role in roles if role not in gone)
-    heads = {name.rpartition(".")[0]: Role.HEAD for _, name in stage.copied}
-    return (*kept, *(pair for pair in heads.items() if pair not in kept))
+def stage_roles(roles: Roles, stage: Stage, stages: int, ends: Ends = ENDS) -> Roles:
+    """Those of one stage's modules: of the ends only what it has. What it has its own copy of a cut
+    table for is its head, whatever it was called before."""
+    gone = (
+        *(ends.front if stage.index else ()),
+        *(ends.behind if stage.index < stages - 1 else ()),
+    )
+    kept = tuple(pair for pair in roles if not any(_means(pair[0], name) for name in gone))
+    copied = {copy.rpartition(".")[0]: name.rpartition(".")[0] for name, copy in stage.copied}
+    heads = tuple(
+        (head, Role.HEAD)
+        for head, table in copied.items()
+        if any(fits(pattern, table) for pattern, _ in roles)
+        and not any(fits(pattern, head) for pattern, _ in kept)
+    )
+    return (*kept, *heads)
+
+
+def _means(pattern: str, module: str) -> bool:
+    """Whether a role is one of a module, or of something in it."""
+    return fits(pattern, module) or pattern.startswith(f"{module}.")
 
 
 def _schedule(spec: Spec) -> Schedule:

@@ -24,6 +24,25 @@ class Ends:
     behind: tuple[str, ...]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chain:
+    """A model as stages are cut from it: its layers' names, first to last, what surrounds them, and
+    `hidden`, the features of what goes from layer to layer. `tied`: tensors in front that are used
+    behind too, each with its name there."""
+
+    layers: tuple[str, ...]
+    ends: Ends
+    hidden: int
+    tied: tuple[tuple[str, str], ...] = ()
+
+    def lacking(self, stage: Stage) -> tuple[str, ...]:
+        """Modules that a stage does not have: other stages' layers, and ends."""
+        foreign = tuple(name for name in self.layers if name not in stage.layers)
+        is_last = stage.layers[-1] == self.layers[-1]
+        front = self.ends.front if stage.index else ()
+        return (*foreign, *front, *(() if is_last else self.ends.behind))
+
+
 # Of the built-in families.
 ENDS = Ends(front=("embed", "positions", "dropout"), behind=("norm", "head"))
 FRONT = ENDS.front
