@@ -27,6 +27,7 @@ from ptrain.spec.batch import (
 )
 from ptrain.spec.names import listing, strategy
 from ptrain.spec.placement import OFFLOADED, S_STAR, Distribution, Mode, Placement, R, S, Tier
+from ptrain.spec.shorthand import POLICIES
 from ptrain.spec.spec import Offload, Spec
 
 # Tuples that are tried in place of the spec's own: what needs no other layout or optimizer. Those
@@ -251,7 +252,7 @@ def _named_tuples() -> dict[str, dict[str, str]]:
     found = {}
     for name in listing("strategies"):
         tree = strategy(name)
-        if tree and isinstance(tree.root, dict) and not {"sync", "tensor"} & set(tree.root):
+        if tree and isinstance(tree.root, dict) and not {*POLICIES} & {*tree.root}:
             placement = tree.root["placement"]
             found[name] = {axis: ",".join(modes.values()) for axis, modes in placement.items()}
     return found

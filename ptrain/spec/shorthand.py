@@ -21,7 +21,7 @@ from ptrain.spec.text import Mark, Route, Tree
 Mapping = dict[str, object]
 _DATA = tuple(axis.value for axis in DATA_AXES)
 _RESHARD = ("sync", "reshard_after_forward")
-_POLICIES = ("sync", "tensor", "pipeline")  # sections of a strategy beside its tuples
+POLICIES = ("sync", "tensor", "pipeline")  # sections of a strategy beside its tuples
 
 
 def expand_shorthands(tree: Tree) -> list[Fault]:
@@ -69,7 +69,7 @@ def _whole_placement(root: Mapping, fault: _Report) -> bool:
     tuples = copy.deepcopy(found.root["placement"])
     root["placement"] = tuples
     _sits_right(root.get("mesh"), name, tuple(tuples), fault)
-    for section in _POLICIES:
+    for section in POLICIES:
         policy, written = found.root.get(section, {}), root.setdefault(section, {})
         if isinstance(written, dict):
             for key, value in policy.items():
@@ -177,10 +177,21 @@ def _named_tuple(placement: Mapping, axis: str, name: str, fault: _Report) -> No
             f"{name} sits on {home[0]}, not on {axis}",
             f"write placement: {{{home[0]}: {name}}} and mesh: {{{home[0]}: N}}",
         )
-    elif any(section in found.root for section in _POLICIES):
-        fault(route, f"{name} is more than a tuple", f"write placement: {name}")
+    elif any(section in found.root for section in POLICIES):
+        modes = ", ".join(map(str, tuples[home[0]].values()))
+        sections = [f"{key}: {_flow(found.root[key])}" for key in POLICIES if key in found.root]
+        fault(
+            route,
+            f"{name} is more than a tuple",
+            f"write placement: {name}, or placement.{axis}: [{modes}] and {' and '.join(sections)}",
+        )
     else:
         placement[axis] = copy.deepcopy(tuples[home[0]])
+
+
+def _flow(section: Mapping) -> str:
+    """`{schedule: gpipe}`."""
+    return "{" + ", ".join(f"{key}: {str(value).lower()}" for key, value in section.items()) + "}"
 
 
 def _data_degree(root: Mapping, fault: _Report) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from ptrain.algebra.legality import check, executed, require
 from ptrain.algebra.obeyed import shown
+from ptrain.axes.pipeline.form import pipeline_of
 from ptrain.cli import specs as verb
 from ptrain.costs import State
 from ptrain.derivation.estimate import derive
@@ -21,6 +22,7 @@ from ptrain.spec.axis import Axis
 from ptrain.spec.load import load
 from ptrain.spec.model import ModelShape
 from ptrain.spec.names import SPEC_FOLDERS, find_spec, listing, names, root
+from ptrain.spec.pipeline import ScheduleName
 from ptrain.spec.placement import M, R
 from ptrain.spec.shorthand import mark_of
 from ptrain.spec.spec import Spec
@@ -49,7 +51,13 @@ STRATEGIES = {
     "tp-naive": ["tp=2: S,S,S,R"],
     "tp-dp": ["dp_replicate=2: R,R,R,R", "tp=2: S,S,S,R"],
     "tp-zero3": ["dp_shard=2: S*,S,S,R", "tp=2: S,S,S,R"],
+    **{f"pp-{schedule}": ["pp=2: S,S,S,R"] for schedule in ScheduleName},
+    "pp-dp": ["pp=2: S,S,S,R", "dp_replicate=2: R,R,R,R"],
+    "pp-zero2": ["pp=2: S,S,S,R", "dp_shard=2: R,S,S,R"],
+    "pp-zero3": ["pp=2: S,S,S,R", "dp_shard=2: S*,S,S,R"],
+    "3d": ["pp=2: S,S,S,R", "dp_shard=2: S*,S,S,R", "tp=2: S,S,S,R"],
 }
+KEPT = {"zero3-keep", "pp-zero3", "3d"}  # units are not resharded after forward
 
 
 def numel(model: object, sequence: int) -> int:
@@ -67,11 +75,34 @@ def test_a_strategy_has_its_tuple_and_a_tiny_model(name):
     placed = [f"{f.axis}={f.degree}: {f.placement}" for f in spec.factors]
     assert placed == STRATEGIES[name]
     assert spec.name == name
-    assert spec.sync.reshard_after_forward is (name != "zero3-keep")
+    assert spec.sync.reshard_after_forward is (name not in KEPT)
     assert 0.5e6 < numel(spec.model, spec.batch.sequence) < 1e6
     assert spec.batch.accumulate == (1 if used_up(spec) else 8 // spec.data_degree)
     assert spec.cluster is not None
     assert not check(spec) and not executed(spec)
+
+
+@pytest.mark.parametrize("schedule", ScheduleName)
+def test_a_schedule_has_a_strategy_of_its_name(schedule):
+    spec = load(f"pp-{schedule}").spec
+    assert spec.pipeline.schedule is schedule
+    assert pipeline_of(spec) is not None
+
+
+def test_the_default_schedules_strategy_is_its_tuple_and_stands_beside_others():
+    written = ["mesh={pp: 2, dp_shard: 2}", "placement={pp: pp-1f1b, dp_shard: zero2}"]
+    assert load("pp-dp", written).spec.factors == load("pp-zero2").spec.factors
+
+
+def test_a_schedules_name_beside_another_axis_is_refused_with_what_to_write():
+    written = ["mesh={pp: 2, dp_shard: 2}", "placement={pp: pp-zbv, dp_shard: zero2}"]
+    with pytest.raises(SpecError) as caught:
+        load("pp-dp", written)
+    (fault,) = caught.value.faults
+    assert fault.finding == "pp-zbv is more than a tuple"
+    assert fault.remedy == (
+        "write placement: pp-zbv, or placement.pp: [S, S, S, R] and pipeline: {schedule: zbv}"
+    )
 
 
 def used_up(spec: Spec) -> bool:
@@ -251,7 +282,9 @@ def test_what_is_shown_is_the_spec_and_nothing_that_another_placement_would_refu
             f"precision.layout={there.precision.layout.name}",
             f"batch={{micro: 1, global: {there.world_size}, sequence: 128}}",
             "reshard=true",
+            "sync.reshard_after_backward=true",
             "tensor.plan=paired",
+            f"pipeline.schedule={ScheduleName.ONE_F_ONE_B}",
         ]
         if there.degree(Axis.TP) > 1:  # shards of slices that are not equal do not run yet
             changes.append(f"model.vocab={spec.model.vocab + spec.model.vocab % 2}")

@@ -1,0 +1,52 @@
+"""Every named strategy with a pipeline runs as it is predicted, in its own dtypes: memory and traffic
+to the byte, peaks within 2 %."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ptrain.algebra.legality import require
+from ptrain.derivation.estimate import derive
+from ptrain.interpreter.facts import facts_of
+from ptrain.meters.measure import join_estimates
+from ptrain.report.record import compare
+from ptrain.spec.axis import Axis
+from ptrain.spec.load import load
+from ptrain.spec.names import listing
+from ptrain.spec.spec import Spec
+from tests.gloo.runs import train
+from tests.gloo.test_exact import failing
+from tests.ranks import Ranks
+
+pytestmark = pytest.mark.gloo
+
+STEPS, MEASURED = 4, 3
+# The strategy's model, mesh, placement, schedule and layout; fewer and shorter samples.
+SHORT = ("batch={global: 8, micro: 1, sequence: 32}",)
+FEW_RANKS = 4  # eight share two cores at night
+
+
+def strategies() -> list[Any]:
+    """Those with pp; what takes more ranks is nightly."""
+    found = []
+    for name in listing("strategies"):
+        spec = load(name).spec
+        if spec.degree(Axis.PP) > 1:
+            marks = () if spec.world_size <= FEW_RANKS else (pytest.mark.nightly,)
+            found.append(pytest.param(name, marks=marks))
+    return found
+
+
+@pytest.mark.parametrize("name", strategies())
+def test_a_strategy_with_a_pipeline_is_validated(ranks: Ranks, name: str) -> None:
+    spec = require(load(name, SHORT))
+    assert not differences(ranks, spec)
+
+
+def differences(ranks: Ranks, spec: Spec) -> list[str]:
+    """Bytes, calls and peaks that are not those of the prediction."""
+    reports = ranks.run(spec.world_size, train, spec, STEPS, MEASURED)
+    measured = join_estimates([each.measured for each in reports if each.measured])
+    return failing(compare(derive(spec, facts_of(spec)).exact, measured))
