@@ -100,6 +100,19 @@ class Stage(PipelineStage):
             self._drop(self.grad_recv_info[chunk])
         return made
 
+    def _validate_fwd_input(self, args: Any, kwargs: Any) -> None:
+        """Torch 2.11 asks for strides as well, of which a micro-batch's slice of tokens has its
+        own; what is sent is compared here."""
+
+    def _validate_fwd_outputs(self, outputs: Any) -> None:
+        """And for the logits of the last stage, which nobody is told of."""
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        """Torch 2.11 greets its neighbours first, itself too where it is one: gloo has no such
+        connection."""
+        greetings: list[dist.P2POp] = super()._get_init_p2p_neighbors_ops()
+        return [each for each in greetings if each.group_peer != self.group_rank]
+
     def clear_runtime_states(self) -> None:
         """What a step before this one has left if it failed."""
         self.fwd_cache.clear()
