@@ -76,9 +76,9 @@ def load(program: Program, folder: Path, verified: Manifest, exchange: Exchange)
     reader = Reader(folder, listed=frozenset(verified.files))
     state = program.state_dict()
     metadata = reader.read_metadata()
-    problem = _mismatch(metadata, state)
+    problem = _first(_mismatch(metadata, state), exchange)
     if not problem and not lineage.is_other_optimizer(verified.trained, program.spec):
-        problem = _surplus(metadata, state)
+        problem = _surplus(metadata, state, exchange)
     if problem:
         remedy = _other_layout(metadata, state) or _REMEDY
         raise refused(f"checkpoint {shown(folder)}", problem, remedy)
@@ -226,10 +226,16 @@ def _fits(layout: Layout, saved: dict[str, torch.dtype]) -> bool:
     )
 
 
-def _surplus(metadata: Metadata, state: dict[str, Any]) -> str:
-    """The first tensor of the checkpoint that the program would drop."""
+def _first(problem: str, exchange: Exchange) -> str:
+    """What any rank found, on every rank: with pp each knows its own layers only."""
+    return next((each for each in exchange.gather(problem) if each), "")
+
+
+def _surplus(metadata: Metadata, state: dict[str, Any], exchange: Exchange) -> str:
+    """The first tensor of the checkpoint that the program would drop: that no rank knows."""
     known = {name for name, _ in _flat(state)}
-    surplus = sorted(set(metadata.state_dict_metadata) - known)
+    unknown = exchange.gather(sorted(set(metadata.state_dict_metadata) - known))
+    surplus = sorted(set.intersection(*map(set, unknown)))
     if not surplus:
         return ""
     return f"has {len(surplus)} tensors that this model or optimizer lacks, as {surplus[0]}"

@@ -1,0 +1,183 @@
+"""What crosses the edge of a pipeline: checkpoints, which any other placement continues from, and
+the loss of held-out text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ptrain.data.corpus import Split, corpus
+from ptrain.data.sampler import LocalBatch, batch
+from ptrain.errors import PtrainError
+from ptrain.interpreter.program import Program, interpret
+from ptrain.interpreter.world import World
+from ptrain.models.build import build
+from ptrain.models.loss import token_loss_sum
+from ptrain.spec.spec import Spec
+from ptrain.train import checkpoint, manifest
+from ptrain.train.exchange import Exchange
+from ptrain.train.loop import seed_dropout
+from ptrain.train.schedule import learning_rate
+from ptrain.verification.compare import FP64
+from ptrain.verification.compare import compare as compare_runs
+from ptrain.verification.reference import Trajectory, one_device
+from tests.gloo.pipeline_cases import spec_of
+from tests.gloo.runs import full_parameters
+from tests.gloo.test_exact import failing
+from tests.ranks import Ranks
+
+pytestmark = pytest.mark.gloo
+
+SAMPLES, STEPS, HELD_OUT = 8, 2, 3  # of a batch, of each placement, and which held-out batch
+Placement = tuple[str, dict[str, int], str]  # a schedule, a mesh, the tuple of dp_shard
+ZBV_ZERO3: Placement = ("zbv", {"pp": 2, "dp_shard": 2}, "zero3")
+ALONE: Placement = ("1f1b", {}, "")
+WAYS: list[Any] = [
+    ("gpt-tied", [ZBV_ZERO3, ("1f1b", {"dp_shard": 4}, "zero3"), ("bfs", {"pp": 2}, ""), ALONE]),
+    pytest.param(
+        "llama-tied",
+        [
+            ALONE,
+            ("dualpipev", {"pp": 2, "dp_shard": 2}, "zero2"),
+            ("zero-bubble", {"dp_replicate": 2, "pp": 2}, ""),
+            ("interleaved", {"pp": 2, "tp": 2}, ""),
+            ("gpipe", {"pp": 4}, ""),
+            ("zbv", {"dp_shard": 2, "pp": 2}, "zero1"),
+            ("1f1b", {"dp_shard": 2}, "zero1"),
+        ],
+        marks=pytest.mark.nightly,
+    ),
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Leg:
+    """What one placement did of a training: its steps' losses, the parameters after the last of
+    them and the loss of held-out text with these."""
+
+    losses: tuple[float, ...]
+    parameters: Mapping[str, torch.Tensor]
+    held_out: float
+
+
+def placed(model: str, placement: Placement, **sections: Any) -> Spec:
+    schedule, mesh, data = placement
+    data_ranks = mesh.get("dp_shard", 1) * mesh.get("dp_replicate", 1)
+    accumulate = {"accumulate": SAMPLES // data_ranks}
+    return spec_of(model, schedule, mesh=mesh, data=data or "zero3", batch=accumulate, **sections)
+
+
+def of_step(program: Program, index: int, split: Split = Split.TRAIN) -> LocalBatch:
+    spec = program.spec
+    return batch(
+        corpus(spec.data),
+        spec=spec,
+        step=index,
+        data_index=program.data_index,
+        data_degree=spec.data_degree,
+        split=split,
+    )
+
+
+def summed(share: torch.Tensor) -> float:
+    total = share.detach().double().clone()
+    if dist.is_initialized():
+        dist.all_reduce(total)
+    return float(total)
+
+
+def resumed(spec: Spec, folder: str, step: int) -> tuple[Program, Exchange]:
+    """The program of a spec, filled from what was saved at `step` where that is not the start."""
+    program = interpret(spec, world=World.join(spec.timeout))
+    exchange = Exchange(program.world)
+    if step:
+        path = Path(folder) / manifest.folder_name(step)
+        checkpoint.load(program, path, checkpoint.verify(path, exchange), exchange)
+    return program, exchange
+
+
+def continue_and_save(spec: Spec, folder: str, first: int) -> Leg:
+    program, exchange = resumed(spec, folder, first)
+    losses = []
+    for step in range(first, first + STEPS):
+        seed_dropout(program, step)
+        lr = learning_rate(spec.optimizer, step)
+        losses.append(summed(program.forward_backward(of_step(program, step), lr)))
+        program.step(lr)
+    checkpoint.save(program, Path(folder), first + STEPS, exchange)
+    held_out = summed(program.evaluate(of_step(program, HELD_OUT, Split.HELD_OUT)))
+    found = Leg(losses=tuple(losses), parameters=full_parameters(program), held_out=held_out)
+    exchange.close()
+    return found
+
+
+@torch.no_grad()
+def held_out_loss(spec: Spec, parameters: Mapping[str, torch.Tensor]) -> float:
+    """Of a plain module with these parameters."""
+    module = build(spec.model, sequence=spec.batch.sequence, seed=0).double()
+    assert not module.load_state_dict(dict(parameters), strict=False).unexpected_keys
+    whole = batch(
+        corpus(spec.data),
+        spec=spec,
+        step=HELD_OUT,
+        data_index=0,
+        data_degree=1,
+        split=Split.HELD_OUT,
+    )
+    inputs, targets = whole.tokens[:, :-1], whole.tokens[:, 1:]
+    return float(token_loss_sum(module(inputs), targets)) / whole.global_tokens
+
+
+@pytest.mark.parametrize(("model", "placements"), WAYS, ids=["four-placements", "seven-placements"])
+def test_a_training_that_moves_between_placements_is_that_of_one_device(
+    ranks: Ranks, tmp_path: Path, model: str, placements: list[Placement]
+) -> None:
+    losses: tuple[float, ...] = ()
+    for index, placement in enumerate(placements):
+        spec, first = placed(model, placement), index * STEPS
+        leg = ranks.run(spec.world_size, continue_and_save, spec, str(tmp_path), first)[0]
+        truth = one_device(spec, first + STEPS)
+        losses += leg.losses
+        run = Trajectory(losses=losses, gradient_norms=(), parameters=leg.parameters, travelled=1.0)
+        assert not failing(compare_runs(truth, run, FP64)), placement
+        assert leg.held_out == pytest.approx(held_out_loss(spec, truth.parameters), rel=1e-12)
+
+
+def load_older(spec: Spec, folder: str) -> str:
+    """What a program says to a checkpoint that does not tell of what model it is."""
+    program = interpret(spec, world=World.join(spec.timeout))
+    exchange = Exchange(program.world)
+    path = Path(folder) / manifest.folder_name(1)
+    found = replace(checkpoint.verify(path, exchange), trained={})
+    with pytest.raises(PtrainError) as caught:
+        checkpoint.load(program, path, found, exchange)
+    exchange.close()
+    return str(caught.value)
+
+
+def save_at_once(spec: Spec, folder: str) -> None:
+    program, exchange = resumed(spec, folder, 0)
+    checkpoint.save(program, Path(folder), 1, exchange)
+    exchange.close()
+
+
+@pytest.mark.parametrize(
+    ("layers", "finding"),
+    [
+        (5, "tensors that this model or optimizer lacks, as model.blocks.4."),
+        (3, "has no model.blo"),
+    ],
+)
+def test_a_checkpoint_of_more_or_fewer_layers_is_refused_alike_on_every_rank(
+    ranks: Ranks, tmp_path: Path, layers: int, finding: str
+) -> None:
+    saved = placed("llama", ALONE, shape={"layers": layers})
+    ranks.run(1, save_at_once, saved, str(tmp_path))
+    said = ranks.run(2, load_older, placed("llama", ("gpipe", {"pp": 2}, "")), str(tmp_path))
+    assert said[0] == said[1] and finding in said[0]
