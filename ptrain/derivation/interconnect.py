@@ -1,7 +1,8 @@
 """Proposition 1: tensor parallelism across a slow interconnect waits for its latency in every sum.
 
 The paper says O(L · α). Here the collectives are those that a step really has, each a ring of
-2 (N-1) hops for an all-reduce and N-1 for any other, every hop at the pace of the slowest link.
+2 (N-1) hops for an all-reduce and N-1 for any other, every hop at the pace of the slowest link; a
+send is one hop. Nothing is hidden behind a computation.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from ptrain.units import format_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Crossing:
-    """What a step of one rank of `axis` sends through a link between `nodes` nodes: `calls`
-    collectives of together `hops` hops, and `sent_bytes`, which in a ring is what each link
-    carries."""
+class Link:
+    """What a step of one rank of `axis` sends through the slowest link of its groups, which is that
+    between their `nodes` nodes, or within the one that each group is in: `calls` collectives of
+    together `hops` hops, and `sent_bytes`, which in a ring is what each link carries."""
 
     axis: Axis
     nodes: int
@@ -32,27 +33,34 @@ class Crossing:
     transfer_seconds: float
 
 
-def crossing(spec: Spec, traffic: Iterable[Traffic]) -> Crossing | None:
-    """Of tp, where its groups span nodes of the spec's cluster; `traffic` is the `exact`
-    column's."""
-    cluster, ranks = spec.cluster, spec.degree(Axis.TP)
+def link(spec: Spec, traffic: Iterable[Traffic], axis: Axis) -> Link | None:
+    """None without a cluster or without the axis; `traffic` is the `exact` column's, of which the
+    calls over this axis alone count."""
+    cluster, ranks = spec.cluster, spec.degree(axis)
     if cluster is None or ranks == 1:
         return None
-    nodes = max(_num_nodes(group, cluster) for group in groups(spec, (Axis.TP,)))
-    if nodes == 1:
-        return None
-    rows = _of_tp(traffic)
+    nodes = max(_num_nodes(group, cluster) for group in groups(spec, (axis,)))
+    rows = _over(traffic, axis)
     hops = sum(row.calls * _hops(row.key.collective, ranks) for row in rows)
     sent = sum(row.sent_bytes for row in rows)
-    return Crossing(
-        axis=Axis.TP,
+    latency, bandwidth = cluster.intra_node_latency, cluster.intra_node_bandwidth
+    if nodes > 1:
+        latency, bandwidth = cluster.inter_node_latency, cluster.inter_node_bandwidth
+    return Link(
+        axis=axis,
         nodes=nodes,
         calls=sum(row.calls for row in rows),
         hops=hops,
         sent_bytes=sent,
-        latency_seconds=hops * cluster.inter_node_latency,
-        transfer_seconds=sent / cluster.inter_node_bandwidth,
+        latency_seconds=hops * latency,
+        transfer_seconds=sent / bandwidth,
     )
+
+
+def crossing(spec: Spec, traffic: Iterable[Traffic]) -> Link | None:
+    """That of tp, where its groups span nodes of the spec's cluster."""
+    found = link(spec, traffic, Axis.TP)
+    return found if found and found.nodes > 1 else None
 
 
 def warnings(spec: Spec, traffic: Iterable[Traffic]) -> Iterator[str]:
@@ -74,12 +82,20 @@ def _num_nodes(ranks: Iterable[int], cluster: Cluster) -> int:
     return len({rank // cluster.devices_per_node for rank in ranks})
 
 
-def _of_tp(traffic: Iterable[Traffic]) -> tuple[Traffic, ...]:
-    """The steady rows of tp alone."""
-    axes = (Axis.TP.value,)
+def _over(traffic: Iterable[Traffic], axis: Axis) -> tuple[Traffic, ...]:
+    """The steady rows of one axis alone."""
+    axes = (axis.value,)
     rows = (row for row in traffic if row.key.axes == axes and row.key.phase is not Phase.SETUP)
     return busiest(rows)
 
 
 def _hops(collective: Collective, ranks: int) -> int:
-    return (2 if collective is Collective.ALL_REDUCE else 1) * (ranks - 1)
+    match collective:
+        case Collective.SEND:
+            return 1
+        case Collective.RECV:  # counted where it is sent
+            return 0
+        case Collective.ALL_REDUCE:
+            return 2 * (ranks - 1)
+        case _:
+            return ranks - 1

@@ -1,5 +1,5 @@
 """Theorem 6: tp and data axes compose under three conditions, which a spec can break. Proposition
-1: what tp costs where it spans nodes."""
+1: what tp costs where it spans nodes, and what the order of pp and a data axis does."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from ptrain.algebra.legality import check, require
 from ptrain.cli.main import main
 from ptrain.costs import Collective
 from ptrain.derivation.estimate import derive
-from ptrain.derivation.interconnect import crossing
+from ptrain.derivation.interconnect import crossing, link
 from ptrain.errors import SpecError
 from ptrain.plan.composition import are_consecutive, have_one_of_each, theorem_6
+from ptrain.spec.axis import Axis
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
 
@@ -199,6 +200,37 @@ def test_of_a_product_only_what_tp_sends_counts():
     rows = [row for row in exact.traffic if row.key.axes == ("tp",)]
     assert found is not None and found.sent_bytes == sum(row.sent_bytes for row in rows)
     assert {row.key.collective for row in rows} == {Collective.ALL_REDUCE}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "nodes"),
+    [
+        ({"pp": 2, "dp_shard": 4}, {Axis.PP: 2, Axis.DP_SHARD: 1}),  # Theorem 7
+        ({"dp_shard": 4, "pp": 2}, {Axis.PP: 1, Axis.DP_SHARD: 2}),  # Remark 4
+    ],
+    ids=["pp outermost", "dp outermost"],
+)
+def test_the_order_of_pp_and_a_data_axis_says_which_of_them_leaves_its_node(mesh, nodes):
+    """Both move the same bytes: K activations a boundary and direction; gathers and reductions."""
+    spec = cut(
+        2,
+        mesh=mesh,
+        placement={"pp": "S,S,S,R", "dp_shard": "zero3"},
+        batch={"micro": MICRO, "sequence": SEQUENCE, "accumulate": K},
+        cluster={**TWO_NODES, "devices_per_node": 4},
+    )
+    cluster, traffic = spec.cluster, derive(spec).exact.traffic
+    found = {axis: link(spec, traffic, axis) for axis in nodes}
+    assert {axis: each.nodes for axis, each in found.items()} == nodes
+    boundary = found[Axis.PP]
+    assert boundary.sent_bytes == 2 * K * MICRO * SEQUENCE * HIDDEN * 4 + 4  # and of the norm
+    assert boundary.hops == 2 * K + 2
+    for axis, each in found.items():
+        is_apart = nodes[axis] > 1
+        speed = cluster.inter_node_bandwidth if is_apart else cluster.intra_node_bandwidth
+        wait = cluster.inter_node_latency if is_apart else cluster.intra_node_latency
+        assert each.transfer_seconds == pytest.approx(each.sent_bytes / speed, rel=1e-12)
+        assert each.latency_seconds == pytest.approx(each.hops * wait, rel=1e-12)
 
 
 def test_of_several_specs_each_is_warned_of_by_its_name(capsys):
