@@ -9,6 +9,7 @@ from dataclasses import replace
 from ptrain.axes.tensor.parts import Traced, timelines_of, traced
 from ptrain.derivation.estimate import own_facts
 from ptrain.derivation.facts import ModelFacts
+from ptrain.interpreter.stages import stages_of_module
 from ptrain.models.build import build
 from ptrain.models.facts import module_facts
 from ptrain.spec.axis import Axis
@@ -40,6 +41,8 @@ def read_facts(
         seed=spec.train.seed,
     )
     facts = module_facts(model, spec)
+    if stages_of_module(spec, model, facts) is not None:
+        return facts
     if spec.degree(Axis.TP) == 1 or isinstance(spec.model, ModelShape):
         return facts
     del model  # the processes that play the ranks build their own

@@ -31,9 +31,9 @@ from ptrain.interpreter.registry import Registry
 from ptrain.interpreter.scaling import LossScale
 from ptrain.interpreter.stages import stages_of_module, wrap_stages
 from ptrain.interpreter.world import World
+from ptrain.models.facts import untraced_facts
 from ptrain.models.numerics import TORCH_DTYPES
-from ptrain.models.roles import roles_of_module
-from ptrain.models.units import ROOT, unit_modules
+from ptrain.models.units import ROOT
 from ptrain.plan.lower import lower
 from ptrain.plan.step import FlatUnits, Plan
 from ptrain.spec.axis import DATA_AXES
@@ -322,12 +322,12 @@ def interpret(
     """
     world = world or World.join(spec.timeout, device=spec.device, backend=spec.backend)
     module = build_module(spec, allow_import=allow_import) if model is None else model
-    stages = stages_of_module(spec, module)
-    units, roles = unit_modules(module, spec.unit), roles_of_module(module, spec)
-    plan = lower(spec, units, roles, stages)
+    facts = untraced_facts(module, spec)
+    stages = stages_of_module(spec, module, facts)
+    plan = lower(spec, facts.unit_modules, facts.roles, stages.all if stages else ())
     require_equal_models(module, plan.update.layout, world)
     mesh = Mesh(plan.mesh, world)
-    if plan.pipeline is None:
+    if stages is None:
         return Program(spec, plan, mesh, wrap(module, spec, plan, mesh, mesh.registry), module)
     staged = wrap_stages(module, spec, plan, mesh, stages)
     return Program(spec, plan, mesh, staged, staged.module)

@@ -2,29 +2,42 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from torch import nn
+from torch._guards import detect_fake_mode
 
+from ptrain.axes.pipeline.alike import require_alike
 from ptrain.axes.pipeline.cut import part_of
 from ptrain.axes.pipeline.staged import Part, Staged
-from ptrain.axes.pipeline.stages import ENDS, Stage
-from ptrain.derivation.estimate import own_facts
-from ptrain.derivation.pipeline import stage_roles, stages_of
+from ptrain.axes.pipeline.stages import Chain, Stage
+from ptrain.derivation.facts import ModelFacts
+from ptrain.derivation.pipeline import chain_of, stage_roles, stages_of
 from ptrain.interpreter.materialize import wrap
 from ptrain.interpreter.mesh import Mesh
+from ptrain.models.chain import sample
+from ptrain.models.initialize import keeps_its_weights
 from ptrain.plan.step import Plan
-from ptrain.spec.axis import Axis
 from ptrain.spec.spec import Spec
 
-Stages = tuple[Stage, ...]
+
+@dataclass(frozen=True, slots=True)
+class Stages:
+    """Those that a spec cuts a model into, first to last, and what they are cut from."""
+
+    chain: Chain
+    all: tuple[Stage, ...]
 
 
-def stages_of_module(spec: Spec, module: nn.Module) -> Stages:
-    """Those that the spec cuts the model into; none without pp."""
-    if spec.degree(Axis.PP) == 1:
-        return ()
-    return stages_of(spec, own_facts(spec))
+def stages_of_module(spec: Spec, module: nn.Module, facts: ModelFacts) -> Stages | None:
+    """None without pp. Raises SpecError for a module whose stages are not the module."""
+    found = stages_of(spec, facts)
+    if not found:
+        return None
+    chain = chain_of(spec, facts)
+    if keeps_its_weights(module) and detect_fake_mode() is None:
+        require_alike(module, found, chain.ends, chain.hidden, sample(module, spec))
+    return Stages(chain, found)
 
 
 def wrap_stages(module: nn.Module, spec: Spec, plan: Plan, mesh: Mesh, stages: Stages) -> Staged:
@@ -34,15 +47,16 @@ def wrap_stages(module: nn.Module, spec: Spec, plan: Plan, mesh: Mesh, stages: S
     copies = {copied: name for name, copied in step.shared}
     parts = []
     for index in step.stages_of(mesh.coordinate(step.axis)):
-        part = part_of(module, stages, index, ENDS)
-        own = stage_plan(plan, stages, index)
+        part = part_of(module, stages.all, index, stages.chain.ends)
+        own = _stage_plan(plan, stages, index)
         parts.append(Part(index, part, wrap(part, spec, own, mesh, mesh.registry, copies)))
-    return Staged(parts, step, mesh)
+    return Staged(parts, step, mesh, stages.chain.hidden)
 
 
-def stage_plan(plan: Plan, stages: Stages, index: int) -> Plan:
+def _stage_plan(plan: Plan, stages: Stages, index: int) -> Plan:
     """Of one stage's part of the model: its units and its operators' roles."""
-    stage, tensor = stages[index], plan.tensor
+    stage, tensor = stages.all[index], plan.tensor
     if tensor is not None:
-        tensor = replace(tensor, roles=stage_roles(tensor.roles, stage, len(stages)))
+        roles = stage_roles(tensor.roles, stage, len(stages.all), stages.chain.ends)
+        tensor = replace(tensor, roles=roles)
     return replace(plan, units=stage.units(plan.units), tensor=tensor)

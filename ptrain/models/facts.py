@@ -4,10 +4,13 @@ its timeline by tracing one micro-batch at the spec's shape and dtypes, on the C
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import nn
 
 from ptrain.derivation.facts import ModelFacts, TensorFacts, UnitFacts
+from ptrain.models.chain import chain_of_module
 from ptrain.models.initialize import cast
 from ptrain.models.loss import token_loss_sum
 from ptrain.models.numerics import TORCH_DTYPES
@@ -24,7 +27,8 @@ def module_facts(model: nn.Module, spec: Spec) -> ModelFacts:
     """The facts of `model`, whose parameters are cast to the spec's dtype. The generator's state
     is left as it was."""
     cast(model, TORCH_DTYPES[spec.precision.effective.parameters])
-    units = unit_modules(model, spec.unit)
+    known = untraced_facts(model, spec)
+    units = known.unit_modules
     micro, sequence = spec.batch.micro, spec.batch.sequence
     tokens = torch.zeros(micro, sequence + 1, dtype=torch.int64)
     with torch.random.fork_rng(devices=[]):
@@ -35,12 +39,16 @@ def module_facts(model: nn.Module, spec: Spec) -> ModelFacts:
             tokens,
         )
     timeline = to_timeline(recording)
+    return replace(known, gradient_order=gradient_order(timeline), timeline=timeline)
+
+
+def untraced_facts(model: nn.Module, spec: Spec) -> ModelFacts:
+    """What is read off the module itself."""
     return ModelFacts(
-        units=_units(model, units),
+        units=_units(model, unit_modules(model, spec.unit)),
         buffers=tuple((name, _nbytes(buffer)) for name, buffer in model.named_buffers()),
-        gradient_order=gradient_order(timeline),
-        timeline=timeline,
         roles=roles_of_module(model, spec),
+        chain=chain_of_module(model, spec),
     )
 
 

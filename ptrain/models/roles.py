@@ -57,7 +57,7 @@ def roles_of_module(module: nn.Module, spec: Spec) -> Roles:
     if isinstance(module, Llama | Gpt) and not spec.tensor.roles:
         if isinstance(spec.model, ModelShape):
             return ()
-        place, roles = _named(module, spec)[0], roles_of(module.shape)
+        place, roles = named_in_spec(module, spec)[0], roles_of(module.shape)
     else:
         place, roles = _planned(module, spec)
     require_cuttable(module, roles, place, spec)
@@ -74,7 +74,7 @@ def _planned(module: nn.Module, spec: Spec) -> tuple[str, Roles]:
 
 
 def _plan_of(module: nn.Module, spec: Spec) -> _Plan:
-    place, name = _named(module, spec)
+    place, name = named_in_spec(module, spec)
     if spec.tensor.roles:
         entries = {pattern: role.value for pattern, role in spec.tensor.roles}
         return _Plan(place="tensor.plan", entries=entries, theirs=False)
@@ -104,7 +104,7 @@ def _their_plan(module: nn.Module) -> dict[str, str]:
     return {**named, **(getattr(type(module), "_tp_plan", None) or {}), **made}
 
 
-def _named(module: nn.Module, spec: Spec) -> tuple[str, str]:
+def named_in_spec(module: nn.Module, spec: Spec) -> tuple[str, str]:
     """Where the spec says which model it is, and what it is called."""
     match spec.model:
         case HuggingFaceModel(hf=name):

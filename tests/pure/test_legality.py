@@ -234,9 +234,11 @@ def test_an_illegal_mode_is_not_also_called_not_yet():
     assert not executed(make_spec({Axis.DP_SHARD: (2, tuple_of("S,S,S"))}))
 
 
-def test_an_axis_that_waits_is_not_executed_yet():
-    (fault,) = executed(make_spec({Axis.PP: (2, tuple_of("S,S,S"))}))
-    assert fault.place == "mesh.pp"
+def test_a_unit_over_several_stages_is_not_executed_yet():
+    spec = make_spec({Axis.PP: (2, tuple_of("S,S,S"))})
+    assert not executed(spec)
+    (fault,) = executed(replace(spec, unit=UnitSize(kind=UnitKind.MODEL)))
+    assert fault.place == "unit"
 
 
 def test_replicas_inside_shards_are_not_executed_yet():

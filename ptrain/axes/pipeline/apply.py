@@ -19,12 +19,13 @@ from torch.distributed.pipelining.schedules import ScheduleDualPipeV
 
 from ptrain.axes.pipeline.stage import Boundary, Enter, Place, Stage
 from ptrain.axes.pipeline.staged import Staged
+from ptrain.axes.pipeline.told import Waits, named
+from ptrain.costs import Phase
 from ptrain.data.sampler import LocalBatch
-from ptrain.errors import PtrainError
+from ptrain.errors import RankFailed
 from ptrain.interpreter.mesh import Mesh
 from ptrain.models.numerics import TORCH_DTYPES
 from ptrain.plan.step import Plan
-from ptrain.spec.model import ModelShape
 from ptrain.spec.pipeline import ScheduleName
 from ptrain.spec.spec import Spec
 
@@ -58,12 +59,13 @@ class Pipelined:
         self.count = spec.batch.accumulate
         self.group = mesh.group((step.axis,))
         self.rank = mesh.coordinate(step.axis)
-        self.boundary = _boundary(spec, plan, mesh)
+        self.waits = Waits(step, self.group)
+        self.boundary = _boundary(spec, plan, mesh, staged.hidden)
         tokens = torch.zeros(self.micro, self.sequence, dtype=torch.int64, device=mesh.world.device)
         self.stages = [
             Stage(
                 part.wrapped,
-                Place(index=part.index, stages=step.stages, group=self.group),
+                Place(index=part.index, stages=step.stages, group=self.group, waits=self.waits),
                 self.boundary,
                 tokens,
                 mesh.registry,
@@ -72,13 +74,19 @@ class Pipelined:
             for part in staged.parts
         ]
         self.each_time = 1 if step.schedule is ScheduleName.NAIVE else self.count
-        self.schedule = _schedule(step.schedule, self.stages, self.each_time, loss)
+        self.schedule = _schedule(step.schedule, self.stages, self.each_time, self._named(loss))
 
     def train(self, batch: LocalBatch) -> None:
-        """Forward and backward of every micro-batch."""
-        self._require_shape(batch)
+        """Forward and backward of every micro-batch. Raises RankFailed, with the stage, for a batch
+        of another shape, and where a pass fails or a neighbour does not answer."""
+        self._require_shape(batch, is_whole=True)
+        self.waits.clear()
         for stage in self.stages:
-            stage.left = self.count
+            stage.left, stage.done = self.count, 0
+        with self.waits.watched(self._own_stages()):
+            self._train(batch)
+
+    def _train(self, batch: LocalBatch) -> None:
         for tokens in batch.tokens.split(self.each_time * self.micro):
             given: tuple[torch.Tensor, ...] = ()
             expected: dict[str, torch.Tensor] = {}
@@ -87,49 +95,83 @@ class Pipelined:
             if any(stage.is_last for stage in self.stages):
                 expected = {"target": tokens[:, 1:]}
             self.schedule.step(*given, **expected, losses=[], return_outputs=False)
+            for stage in self.stages:
+                stage.done += self.each_time
 
     def evaluate(
         self, batch: LocalBatch, loss: Callable[[torch.Tensor, torch.Tensor], None]
     ) -> None:
         """Forward of every micro-batch, one after the other: torch's own evaluation fails where two
-        neighbouring stages are on one rank."""
-        for inputs, targets in batch.micro_batches(self.micro):
-            passed: torch.Tensor | None = None
-            for part, stage in zip(self.staged.parts, self.stages, strict=True):
-                given = self._received(part.index, passed) if part.index else inputs
+        neighbouring stages are on one rank. Raises RankFailed as `train` does."""
+        self._require_shape(batch, is_whole=False)
+        self.waits.clear()
+        with self.waits.watched(self._own_stages()):
+            for number, micro_batch in enumerate(batch.micro_batches(self.micro)):
+                self._evaluate(number, micro_batch, loss)
+
+    def _evaluate(
+        self,
+        number: int,
+        micro_batch: tuple[torch.Tensor, torch.Tensor],
+        loss: Callable[[torch.Tensor, torch.Tensor], None],
+    ) -> None:
+        (inputs, targets), passed = micro_batch, None
+        for part, stage in zip(self.staged.parts, self.stages, strict=True):
+            given = self._received(part.index, number, passed) if part.index else inputs
+            with named(part.index, number):
                 passed = part.module(given)
+                stage.require_boundary(passed, number)
                 if stage.is_last:
                     loss(passed, targets)
-                elif self.step.rank_of[part.index + 1] != self.rank:
-                    following = self.step.rank_of[part.index + 1]
-                    dist.send(passed.contiguous(), group=self.group, group_dst=following)
+            if not stage.is_last and self.step.rank_of[part.index + 1] != self.rank:
+                following = self.step.rank_of[part.index + 1]
+                self.waits.sends(part.index + 1, number, Phase.FORWARD)
+                dist.send(passed.contiguous(), group=self.group, group_dst=following)
 
-    def _received(self, index: int, passed: torch.Tensor | None) -> torch.Tensor:
+    def _received(self, index: int, number: int, passed: torch.Tensor | None) -> torch.Tensor:
         source = self.step.rank_of[index - 1]
         if source == self.rank:
             assert passed is not None, "the stage before is the rank's own"
             return passed
         hidden = self.boundary.empty().detach()
+        self.waits.receives(index - 1, number, Phase.FORWARD)
         dist.recv(hidden, group=self.group, group_src=source)
+        self.waits.has(index - 1, number, Phase.FORWARD)
         return hidden
 
-    def _require_shape(self, batch: LocalBatch) -> None:
-        wanted = (self.count * self.micro, self.sequence + 1)
-        if tuple(batch.tokens.shape) != wanted:
-            raise PtrainError(
-                f"the batch has {list(batch.tokens.shape)} tokens, and the stages wait for "
-                f"{self.count} micro-batches of {self.micro}: {list(wanted)}\n"
+    def _named(self, loss: Loss) -> Loss:
+        """A failure names the stage and the micro-batch."""
+
+        def named_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            last = self.stages[-1]
+            with named(last.stage_index, last.newest):
+                return loss(logits, targets)
+
+        return named_loss
+
+    def _own_stages(self) -> str:
+        own = [str(stage.stage_index) for stage in self.stages]
+        return f"stage{'s' * (len(own) > 1)} {' and '.join(own)}"
+
+    def _require_shape(self, batch: LocalBatch, *, is_whole: bool) -> None:
+        """`is_whole`: all micro-batches of a step, else any number of them."""
+        rows, tokens = batch.tokens.shape
+        count = self.count if is_whole else max(1, rows // self.micro)
+        wanted = [count * self.micro, self.sequence + 1]
+        if [rows, tokens] != wanted:
+            raise RankFailed(
+                f"{self._own_stages()}: the batch has {[rows, tokens]} tokens, and the stages wait "
+                f"for {count} micro-batches of {self.micro}: {wanted}\n"
                 "  remedy: give every rank of pp the batch of the spec"
             )
 
 
-def _boundary(spec: Spec, plan: Plan, mesh: Mesh) -> Boundary:
-    model, tokens = spec.model, spec.batch.sequence
-    assert isinstance(model, ModelShape), "a built-in model says how wide its hidden states are"
+def _boundary(spec: Spec, plan: Plan, mesh: Mesh, hidden: int) -> Boundary:
+    tokens = spec.batch.sequence
     if plan.tensor is not None and plan.tensor.is_sequence:
         tokens //= mesh.degrees[plan.tensor.axis]
     return Boundary(
-        shape=(spec.batch.micro, tokens, model.hidden),
+        shape=(spec.batch.micro, tokens, hidden),
         dtype=TORCH_DTYPES[plan.update.layout.parameters],
         device=mesh.world.device,
     )

@@ -29,12 +29,29 @@ def part_of(model: nn.Module, stages: Sequence[Stage], index: int, ends: Ends) -
     for layer in foreign:
         path, _, name = layer.rpartition(".")
         delattr(part.get_submodule(path), name)
+    _say_whose(part, stages, index)
     for name in _lacking(stages, index, ends):
         path, _, attribute = name.rpartition(".")
         setattr(part.get_submodule(path), attribute, nn.Identity())
     for name, copied in stage.copied:
         _copy(part, copied, model.get_parameter(name))
     return part
+
+
+def _say_whose(part: nn.Module, stages: Sequence[Stage], index: int) -> None:
+    """transformers' models ask their config which kind of layer the i-th of their list is."""
+    every = [layer for stage in stages for layer in stage.layers]
+    config = getattr(part.get_submodule(_above(_above(every[0]))), "config", None)
+    kinds = getattr(config, "layer_types", None)
+    if config is not None and isinstance(kinds, list | tuple) and len(kinds) == len(every):
+        own = stages[index].layers
+        config.layer_types = [
+            kind for kind, layer in zip(kinds, every, strict=True) if layer in own
+        ]
+
+
+def _above(name: str) -> str:
+    return name.rpartition(".")[0]
 
 
 def _lacking(stages: Sequence[Stage], index: int, ends: Ends) -> tuple[str, ...]:

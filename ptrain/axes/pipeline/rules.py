@@ -136,15 +136,6 @@ def _listed(spec: Spec) -> str:
     return f"[{', '.join(map(str, split))}]" if isinstance(split, tuple) else str(split)
 
 
-def _built_in(spec: Spec) -> Iterator[Fault]:
-    if spec.degree(Axis.PP) > 1 and not isinstance(spec.model, ModelShape):
-        yield Fault(
-            place="mesh.pp",
-            finding="not yet: stages of a model that is not built in",
-            remedy="write a preset or a shape, or no pp",
-        )
-
-
 def _units(spec: Spec) -> Iterator[Fault]:
     if spec.degree(Axis.PP) > 1 and spec.unit.kind in (UnitKind.BLOCKS, UnitKind.MODEL):
         yield Fault(
@@ -203,7 +194,6 @@ PIPELINE = AxisRules(
         ),
     ),
     not_yet=(
-        SpecRule(name="stages of any model", theorem="", faults=_built_in),
         SpecRule(name="units within a stage", theorem="", faults=_units),
         SpecRule(name="one policy for both passes", theorem="", faults=_kept_for_a_while),
         SpecRule(name="units wait for their weights", theorem="", faults=_halves),

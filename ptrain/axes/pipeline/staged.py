@@ -33,8 +33,9 @@ class Part:
 class Staged:
     """What the program needs of a rank's stages. The passes are the schedule's."""
 
-    def __init__(self, parts: Sequence[Part], step: Pipeline, mesh: Mesh) -> None:
+    def __init__(self, parts: Sequence[Part], step: Pipeline, mesh: Mesh, hidden: int) -> None:
         self.parts = parts
+        self.hidden = hidden  # features of what goes from stage to stage
         self.module = nn.ModuleList(part.module for part in parts)
         self.step = step
         self.mesh = mesh
