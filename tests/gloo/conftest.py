@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.gloo import tensor_runs
+from tests.gloo import pipeline_runs, tensor_runs
 from tests.gloo.outcomes import Runs
 from tests.gloo.recording import write
 from tests.ranks import Ranks
@@ -26,3 +26,11 @@ def record_tensor(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     if request.config.getoption("--record") and tensor_runs.RESULTS:
         print(f"\nwritten: {tensor_runs.write(tensor_runs.RESULTS, ['pytest', *sys.argv[1:]])}")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def record_pipeline(request: pytest.FixtureRequest) -> Iterator[None]:
+    yield
+    if request.config.getoption("--record"):
+        for page in pipeline_runs.write(pipeline_runs.RESULTS, ["pytest", *sys.argv[1:]]):
+            print(f"\nwritten: {page}")

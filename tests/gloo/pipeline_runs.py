@@ -1,0 +1,101 @@
+"""Runs of specs of the pipeline axis as results for benchmarks/results/, those on eight ranks on a
+page of their own."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from benchmarks._machine import header, save
+from ptrain.spec.axis import Axis
+from ptrain.spec.spec import Spec
+from tests.gloo.recording import counted, named, relative
+from tests.gloo.tensor_runs import MEASURED as MEASURED_STEP
+from tests.gloo.tensor_runs import ROUNDED_STEPS, STEPS, Result, run, worst
+from tests.gloo.test_exact import failing
+from tests.ranks import Ranks
+
+CLAIM = f"""\
+Claim: with a model cut into stages, alone and within any product of data ranks and operators cut
+over tp, `exact` and measured differ by 0 in resident memory (per state and rank) and in traffic
+(calls, payload and sent per axes, collective, state and phase), and by at most 2 % in each phase's
+peak. Where the arithmetic is fp64 the losses of {STEPS} steps are those of one device to 1e-12
+relative and the parameters to 1e-9; else the losses of {ROUNDED_STEPS} steps stay within the band
+of the layout's rounding.
+
+Measured in step {MEASURED_STEP} (from 0), on gloo ranks that share this machine. The mesh is in its
+own order, outermost first. Memory and traffic: figures compared / figures that differ. Peak: the
+largest relative difference over phases and ranks. `loss` and `parameters`: relative to one device.
+"""
+RESULTS: list[Result] = []
+
+
+def differences(ranks: Ranks, spec: Spec) -> list[str]:
+    """What does not hold: bytes, calls, peaks, losses, parameters."""
+    RESULTS.append(result := run(ranks, spec))
+    return [*failing(result.checks), *failing(result.against)]
+
+
+def write(results: Sequence[Result], command: Sequence[str]) -> list[Path]:
+    """A page of those on up to four ranks and one of those on eight, where there are any."""
+    eight = [result for result in results if result.spec.world_size == 8]
+    four = [result for result in results if result.spec.world_size < 8]
+    pages = (("pipeline", four), ("pipeline_8_ranks", eight))
+    return [save(name, _page(found, command)) for name, found in pages if found]
+
+
+def _page(results: Sequence[Result], command: Sequence[str]) -> str:
+    """A line per spec, and what does not hold in full."""
+    lines = [
+        header("pipeline: a model cut into stages, and one device", [shlex.join(command)]),
+        CLAIM,
+        "| model | schedule | Θ,Ω,G,A | precision, policy | memory | traffic | peak | loss "
+        "| parameters | |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+        *map(_line, results),
+    ]
+    failed = [result for result in results if not result.holds]
+    for result in failed:
+        wrong = [each for each in (*result.checks, *result.against) if not each.holds]
+        lines += ["", f"`{result.spec.name}` fails:", *(f"- {c.name}: {c.why}" for c in wrong)]
+    lines += ["", f"Verdict: {len(results) - len(failed)} of {len(results)} hold."]
+    return "\n".join(lines)
+
+
+def _line(result: Result) -> str:
+    spec = result.spec
+    factors = (f"{each.axis} {each.degree} {each.placement}" for each in spec.factors)
+    peaks = named(result.checks, "peak")
+    cells = (
+        spec.name.removesuffix(f"-{spec.pipeline.schedule}"),
+        _schedule(spec),
+        " ⊗ ".join(factors).replace("*", "\\*"),
+        ", ".join(_policy(spec)),
+        counted(result.checks, "memory"),
+        counted(result.checks, "traffic"),
+        f"{max(map(relative, peaks)):.2%}" if peaks else "not predicted",
+        *(worst(result, kind) for kind in ("losses", "parameters by norm")),
+        "holds" if result.holds else "fails",
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+def _schedule(spec: Spec) -> str:
+    """`zbv, 4 stages, 4 x 1`: micro-batches by samples in each."""
+    said, ranks = spec.pipeline, spec.degree(Axis.PP)
+    split = f" of {'+'.join(map(str, said.split))}" if isinstance(said.split, tuple) else ""
+    stages = f"{said.stages_over(ranks)} stages{split}"
+    return f"{said.schedule}, {stages}, {spec.batch.accumulate} x {spec.batch.micro}"
+
+
+def _policy(spec: Spec) -> Iterator[str]:
+    yield "fp64" if spec.precision.compute_fp64 else spec.precision.layout.name
+    if spec.optimizer.clip is None:
+        yield "no clip"
+    if any(each.placement.parameters.distribution.value == "S*" for each in spec.factors):
+        passes = {"forward": spec.sync.reshard_after_forward}
+        passes["backward"] = spec.sync.reshard_after_backward
+        kept = [name for name, reshards in passes.items() if not reshards]
+        yield f"kept after {' and '.join(kept)}" if kept else "given back after each pass"
+    yield f"reduced {spec.sync.gradients}"

@@ -1,0 +1,185 @@
+"""A model cut into stages, under every schedule and within every other axis, computes what one
+device computes, and costs what is predicted to the byte."""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import cycle
+from typing import Any
+
+import pytest
+
+from tests.gloo.pipeline_cases import DATA, MODELS, SCHEDULES, factorizations, layers_of, spec_of
+from tests.gloo.pipeline_runs import differences
+from tests.ranks import Ranks
+
+pytestmark = pytest.mark.gloo
+
+nightly = partial(pytest.param, marks=pytest.mark.nightly)
+TWO, FOUR = {"pp": 2}, {"pp": 4}
+NO_CLIP = {"optimizer": {"clip": None}}
+GIVE_BACK: dict[str, Any] = {
+    "sync": {"reshard_after_forward": True, "reshard_after_backward": True}
+}
+FROM_FORWARD = {"sync": {"reshard_after_forward": True, "reshard_after_backward": False}}
+BOTH = {"sync": {**GIVE_BACK["sync"], "gradients": "last"}}
+REDUCE_LAST = {"sync": {"gradients": "last"}}
+STAGES: list[Any] = [
+    ("gpt-tied", "naive", TWO, NO_CLIP),
+    ("gqa", "gpipe", TWO, {"pipeline": {"split": [3, 1]}, "batch": {"micro": 2}}),
+    ("llama-tied", "bfs", TWO, {}),
+    ("gpt", "zero-bubble", TWO, {"pipeline": {"stages": 4}}),
+    ("llama-tied", "dualpipev", TWO, {}),
+    ("gpt-tied", "1f1b", FOUR, {}),
+    ("llama", "zero-bubble", FOUR, {}),
+    ("gqa", "zbv", FOUR, {"batch": {"accumulate": 7}}),
+    *(
+        nightly(model, schedule, mesh, {"batch": {"accumulate": 8, "micro": micro}})
+        for mesh, micro in ((TWO, 2), (FOUR, 1))
+        for schedule, model in zip(SCHEDULES, cycle(MODELS), strict=False)
+    ),
+    nightly("llama", "interleaved", TWO, {"pipeline": {"split": [1, 2, 2, 1, 1, 1]}}),
+    nightly("gpt-tied", "zbv", TWO, {"pipeline": {"split": [1, 1, 3, 3]}}),
+    nightly("gqa", "bfs", TWO, {"pipeline": {"stages": 8}, **NO_CLIP}),
+    nightly("gpt", "zero-bubble", FOUR, {"pipeline": {"stages": 8, "split": "layers"}}),
+]
+# Each factorization of four ranks in this order: data ranks, tp, tp and slices, ZeRO-1 to 3, none.
+OF_FOUR: list[Any] = [
+    ("gpt-tied", "1f1b", {}),
+    ("gqa", "interleaved", {}),
+    ("gpt-tied", "zbv", {}),
+    ("llama", "zero-bubble", {}),
+    ("gqa", "gpipe", NO_CLIP),
+    ("gpt", "dualpipev", {}),
+    ("llama-tied", "dualpipev", {"batch": {"accumulate": 8}}),
+]
+POLICIES: list[Any] = [
+    ("1f1b", "zero3", GIVE_BACK),
+    *(
+        nightly(schedule, data, policy)
+        for schedule in SCHEDULES
+        for data, policy in (("zero2", REDUCE_LAST), ("zero3", REDUCE_LAST))
+    ),
+    *(
+        nightly(schedule, "zero3", policy)
+        for schedule in ("gpipe", "1f1b", "bfs", "interleaved")
+        for policy in (
+            GIVE_BACK,
+            FROM_FORWARD,
+            {"sync": {**GIVE_BACK["sync"], "gradients": "last"}},
+        )
+    ),
+    nightly("1f1b", "S*,R,S,R", {}),
+    nightly("zbv", "S*,R,S,R", {}),
+    nightly("interleaved", "O,O,S,R", {}),
+]
+LAYOUTS: list[Any] = [
+    ("gpt-tied", "zero16", "gpipe", {}),
+    ("gqa", "fsdp-mixed", "zbv", {"dp_shard": 2}),
+    nightly("llama", "fp32", "1f1b", {}),
+    nightly("llama-tied", "bf16", "interleaved", {"dp_shard": 2}),
+    nightly("gpt", "fp16", "dualpipev", {}),
+    nightly("gpt-tied", "zero16", "1f1b", {"dp_shard": 2}),
+    nightly("llama-tied", "zero16", "zero-bubble", {"dp_replicate": 2}),
+    nightly("gqa", "bf16", "1f1b", {"tp": 2}),
+]
+
+
+def layered(mesh: dict[str, int], schedule: str, changes: dict[str, Any]) -> dict[str, Any]:
+    """`changes` with a layer at least for each stage."""
+    said = changes.get("pipeline", {})
+    split = said.get("split")
+    stages = sum(split) if isinstance(split, list) else said.get("stages", 0)
+    return {"shape": {"layers": max(stages, layers_of(mesh["pp"], schedule))}, **changes}
+
+
+@pytest.mark.parametrize(("model", "schedule", "mesh", "changes"), STAGES, ids=str)
+def test_stages_are_exact_and_equal_one_device(
+    ranks: Ranks, model: str, schedule: str, mesh: dict[str, int], changes: dict[str, Any]
+) -> None:
+    given = layered(mesh, schedule, changes)
+    assert not differences(ranks, spec_of(model, schedule, mesh=mesh, **given))
+
+
+@pytest.mark.parametrize(
+    ("product", "case"), list(zip(factorizations(4), OF_FOUR, strict=True)), ids=str
+)
+def test_every_factorization_of_four_ranks(
+    ranks: Ranks, product: tuple[dict[str, int], str, str], case: tuple[str, str, dict[str, Any]]
+) -> None:
+    (mesh, data, activations), (model, schedule, changes) = product, case
+    given = layered(mesh, schedule, changes)
+    spec = spec_of(model, schedule, mesh=mesh, data=data, activations=activations, **given)
+    assert not differences(ranks, spec)
+
+
+@pytest.mark.parametrize(
+    ("axis", "data", "schedule"),
+    [
+        ("dp_shard", "zero2", "interleaved"),
+        nightly("dp_replicate", "ddp", "zbv"),
+        *(nightly("dp_shard", data, "1f1b") for data in DATA),
+        nightly("dp_shard", "zero3", "dualpipev"),
+    ],
+)
+def test_within_data_ranks_too_as_in_remark_4(
+    ranks: Ranks, axis: str, data: str, schedule: str
+) -> None:
+    spec = spec_of("gpt-tied", schedule, mesh={axis: 2, "pp": 2}, data=data)
+    assert not differences(ranks, spec)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("product", "schedule"),
+    [
+        (product, schedule)
+        for product, first in zip(factorizations(4), cycle(range(4)), strict=False)
+        for schedule in (SCHEDULES[1 + first], SCHEDULES[4 + first])
+    ],
+    ids=str,
+)
+def test_other_schedules_over_every_factorization_of_four_ranks(
+    ranks: Ranks, product: tuple[dict[str, int], str, str], schedule: str
+) -> None:
+    mesh, data, activations = product
+    given = layered(mesh, schedule, {"batch": {"accumulate": 8}})
+    spec = spec_of("gpt-tied", schedule, mesh=mesh, data=data, activations=activations, **given)
+    assert not differences(ranks, spec)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("product", "schedule", "model"),
+    list(zip(factorizations(8), cycle(SCHEDULES[1:]), cycle(MODELS), strict=False)),
+    ids=str,
+)
+def test_every_factorization_of_eight_ranks(
+    ranks: Ranks, product: tuple[dict[str, int], str, str], schedule: str, model: str
+) -> None:
+    mesh, data, activations = product
+    needed = mesh["pp"] * (2 if schedule == "dualpipev" else 1)  # 1f1b too is full with as many
+    given = layered(mesh, schedule, {"batch": {"accumulate": max(4, needed)}})
+    if mesh.get("tp", 1) > 2 and MODELS[model].get("kv_heads") == 2:
+        given["shape"]["kv_heads"] = 4  # as many as there are ranks to cut them
+    spec = spec_of(model, schedule, mesh=mesh, data=data, activations=activations, **given)
+    assert not differences(ranks, spec)
+
+
+@pytest.mark.parametrize(("schedule", "data", "policy"), POLICIES, ids=str)
+def test_every_policy_of_gathering_and_reducing(
+    ranks: Ranks, schedule: str, data: str, policy: dict[str, Any]
+) -> None:
+    spec = spec_of("gqa", schedule, mesh={"pp": 2, "dp_shard": 2}, data=data, **policy)
+    assert not differences(ranks, spec)
+
+
+@pytest.mark.parametrize(("model", "layout", "schedule", "beside"), LAYOUTS, ids=str)
+def test_in_true_dtypes_bytes_are_exact_and_losses_within_their_band(
+    ranks: Ranks, model: str, layout: str, schedule: str, beside: dict[str, int]
+) -> None:
+    precision, batch = {"layout": layout}, {"micro": 2}
+    mesh = {"pp": 2, **beside}
+    assert not differences(
+        ranks, spec_of(model, schedule, mesh=mesh, precision=precision, batch=batch)
+    )
