@@ -227,7 +227,11 @@ def _join(rank: int, size: int, pipe: Connection) -> None:
 
 
 def _forget() -> None:
-    """Destroy what the last call left: its sub-groups, and what was cached about their meshes."""
+    """Destroy what the last call left: its sub-groups, and what was cached about their meshes.
+
+    What lives then is modules and caches, half a million objects that every collection would walk
+    through (0.5 s, several times a test): the collector is told that they stay.
+    """
     import torch
     import torch.distributed as dist
     from torch.distributed.tensor import DTensor
@@ -239,6 +243,7 @@ def _forget() -> None:
     DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear()
     torch._C._clear_DTensor_sharding_propagator_cache()
     gc.collect()
+    gc.freeze()
 
 
 def _sub_groups() -> Iterator[Any]:
