@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 
+import _pipelines
 from _machine import ROOT, environment
 from _readmes import compare, on_ranks, rewrite, tuples
 
@@ -55,7 +56,7 @@ def strategies() -> str:
         spec = on_ranks(name)
         derivation = derive(spec)
         exact = derivation.exact
-        peak = max(row.device_bytes for row in exact.peak)
+        peak = max((row.device_bytes for row in exact.peak), default=None)
         cells = (
             f"`{name}`",
             tuples(spec),
@@ -77,12 +78,13 @@ def at_rest(exact: Estimate) -> str:
 
 
 def runs_as(plan: Plan) -> str:
-    """The real parts of torch behind a plan."""
-    if plan.tensor is None:
-        return wrapped_by(plan.wrap)
-    within = "`parallelize_module`"
-    is_alone = isinstance(plan.wrap, LocalGradients)
-    return within if is_alone else f"{within}, {wrapped_by(plan.wrap)}"
+    """The real parts of torch behind a plan, in the order in which they take the model."""
+    parts = ["`parallelize_module`"] if plan.tensor else []
+    if not isinstance(plan.wrap, LocalGradients):
+        parts.append(wrapped_by(plan.wrap))
+    if plan.pipeline:
+        parts.append("`PipelineStage`")
+    return ", ".join(parts) or wrapped_by(plan.wrap)
 
 
 def wrapped_by(wrap: Wrap) -> str:
@@ -98,14 +100,16 @@ def wrapped_by(wrap: Wrap) -> str:
             return "flat units"
 
 
+TABLES = {"strategies": strategies, **_pipelines.TABLES}
+
+
 def rewritten(text: str, *, measured: bool) -> str:
     """README with its blocks made anew; those that need a run only where `measured`."""
 
     def block(match: re.Match[str]) -> str:
         head, kind, what, old, end = match.groups()
         if kind == "table":
-            assert what == "strategies", what
-            return head + strategies() + end
+            return head + TABLES[what]() + end
         if what.startswith(MEASURED) and not measured:
             return head + old + end
         return head + output(what) + end
