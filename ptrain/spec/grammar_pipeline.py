@@ -86,13 +86,15 @@ class PipelineRaw:
         str | list[int],
         Either(
             "which layers a stage has",
-            "parameters, layers or a list of each stage's number of layers",
+            "parameters, time, layers or a list of each stage's number of layers",
             (
                 Choice(
                     "",
                     {
                         "parameters": "the largest stage as small as can be, embedding in front "
                         "and norm and head behind included",
+                        "time": "the slowest stage as fast as can be, by the operations of its "
+                        "matrices and scores: the head counts, looking up the embedding does not",
                         "layers": "as many layers in each",
                     },
                 ),

@@ -21,6 +21,7 @@ class SplitBy(StrEnum):
     """What stages have as equal parts of as can be."""
 
     PARAMETERS = "parameters"
+    TIME = "time"  # by `axes.pipeline.times`
     LAYERS = "layers"
 
 

@@ -24,7 +24,7 @@ LAYERS = (
     r"ptrain\.(errors|units|costs|timeline)",
     r"ptrain\.spec(\..*)?",
     r"ptrain\.axes(\.\w+)?|ptrain\.axes\.\w+\.(rules|costs|form|dials|roles)"
-    r"|ptrain\.axes\.pipeline\.(schedule|loops|vees|known|proof|simulate|holdings|bubble|draw|stages|gathers|exchange)",
+    r"|ptrain\.axes\.pipeline\.(schedule|loops|vees|known|proof|simulate|holdings|bubble|draw|stages|times|gathers|exchange)",
     r"ptrain\.algebra(\..*)?",
     r"ptrain\.plan(\..*)?",
     r"ptrain\.derivation(\..*)?",

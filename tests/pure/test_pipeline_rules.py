@@ -62,6 +62,7 @@ def test_a_list_says_how_many_stages_there_are():
         {"schedule": "gpipe"},
         {"schedule": "zero-bubble", "stages": 4},
         {"split": "layers"},
+        {"split": "time"},
         {"split": [1, 7]},
     ],
     ids=str,

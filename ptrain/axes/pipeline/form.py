@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import assert_never
 
 from ptrain.axes.pipeline.schedule import Pipeline
 from ptrain.axes.pipeline.stages import Layers, Stage, balanced, cut, evenly
+from ptrain.axes.pipeline.times import times
 from ptrain.spec.axis import Axis
 from ptrain.spec.pipeline import SplitBy
 from ptrain.spec.spec import Spec
@@ -23,6 +25,11 @@ def pipeline_of(spec: Spec) -> Pipeline | None:
     )
 
 
+def stages_text(stages: Sequence[int]) -> str:
+    """`stage 1`, `stages 0 and 3`."""
+    return f"stage{'s' * (len(stages) > 1)} {' and '.join(map(str, stages))}"
+
+
 def stages_of(spec: Spec, model: Layers) -> tuple[Stage, ...]:
     """The stages as `pipeline.split` says, first to last. Raises SpecError where the model has not
     as many layers."""
@@ -30,6 +37,9 @@ def stages_of(spec: Spec, model: Layers) -> tuple[Stage, ...]:
     match spec.pipeline.split:
         case SplitBy.PARAMETERS:
             counts = balanced(model.weights, stages, model.ends)
+        case SplitBy.TIME:
+            weights, ends = times(spec, model)
+            counts = balanced(weights, stages, ends)
         case SplitBy.LAYERS:
             counts = evenly(len(model.layers), stages)
         case tuple() as counts:
