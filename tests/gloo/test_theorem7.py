@@ -1,0 +1,249 @@
+"""Theorem 7 and Remark 4, read off what the traffic meter saw: which ranks have the same stages,
+whose gradients are summed, and from whom to whom activations went."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from ptrain.axes.pipeline.staged import Staged
+from ptrain.costs import Collective, State, Traffic
+from ptrain.data.corpus import corpus
+from ptrain.data.sampler import batch
+from ptrain.derivation.estimate import derive
+from ptrain.interpreter.program import interpret
+from ptrain.interpreter.world import World
+from ptrain.meters.measure import Measurement, measure
+from ptrain.meters.traffic import group_of
+from ptrain.plan.composition import are_consecutive, are_within, have_one_of_each, theorem_7
+from ptrain.spec.spec import Spec
+from tests.gloo.pipeline_cases import SIZES, spec_of
+from tests.ranks import Ranks
+
+pytestmark = pytest.mark.gloo
+
+STEPS = 3  # DDP and FSDP2 are steady in the third
+SCALAR = 8  # bytes
+BETWEEN = (Collective.SEND, Collective.RECV)
+Groups = list[tuple[int, ...]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """What the meter counted, the ranks of its group, and of a message the other end."""
+
+    traffic: Traffic
+    ranks: tuple[int, ...]
+    peer: int | None
+
+    @property
+    def is_message(self) -> bool:
+        return self.traffic.key.collective in BETWEEN
+
+    @property
+    def is_sum_of_gradients(self) -> bool:
+        """Of clipping there are scalars besides."""
+        is_gradient = self.traffic.key.state is State.GRADIENTS
+        return is_gradient and self.traffic.payload_bytes > SCALAR
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    """One rank's account of a steady step."""
+
+    rank: int
+    stages: tuple[int, ...]
+    calls: tuple[Call, ...]
+
+
+def watch(spec: Spec) -> Seen:
+    """Some steps on this rank, with the meters on the last of them."""
+    program = interpret(spec, world=World.join(spec.timeout))
+    for step in range(STEPS):
+        local = batch(
+            corpus(spec.data),
+            spec=spec,
+            step=step,
+            data_index=program.data_index,
+            data_degree=spec.data_degree,
+        )
+        with measure(program) as measurement:
+            ends = _ends(measurement)
+            program.forward_backward(local)
+            program.step(1e-3)
+    assert isinstance(program.wrapped, Staged)
+    counted = zip(measurement.traffic.calls(), ends, strict=True)
+    return Seen(
+        rank=program.world.rank,
+        stages=tuple(part.index for part in program.wrapped.parts),
+        calls=tuple(Call(traffic=row, ranks=ranks, peer=peer) for row, (ranks, peer) in counted),
+    )
+
+
+def _ends(measurement: Measurement) -> list[tuple[tuple[int, ...], int | None]]:
+    """Fills with the group's ranks and the peer of each call that the meter counts."""
+    found: list[tuple[tuple[int, ...], int | None]] = []
+    count: Callable[..., None] = measurement.traffic._count
+
+    def count_and_note(name: str, args: tuple[Any, ...], kwargs: Any, result: Any) -> None:
+        count(name, args, kwargs, result)
+        group = group_of((args, kwargs))
+        is_message = name in ("send", "recv_")  # (tensors, group, the peer's place in it, tag)
+        peer = dist.get_global_rank(group, args[2]) if is_message else None
+        found.append((tuple(sorted(dist.get_process_group_ranks(group))), peer))
+
+    measurement.traffic._count = count_and_note  # type: ignore[method-assign]
+    return found
+
+
+def replicas(seen: Sequence[Seen]) -> Groups:
+    """The ranks that have the same stages."""
+    found: dict[tuple[int, ...], list[int]] = {}
+    for each in seen:
+        found.setdefault(each.stages, []).append(each.rank)
+    return sorted(map(tuple, found.values()))
+
+
+def sums_of_gradients(seen: Sequence[Seen]) -> Groups:
+    return sorted({call.ranks for each in seen for call in each.calls if call.is_sum_of_gradients})
+
+
+def pipelines(seen: Sequence[Seen]) -> Groups:
+    """Who hears of whom, by messages."""
+    of_rank = {each.rank: {each.rank} for each in seen}
+    for one, other in messages(seen):
+        joined = of_rank[one] | of_rank[other]
+        of_rank.update(dict.fromkeys(joined, joined))
+    return sorted({tuple(sorted(group)) for group in of_rank.values()})
+
+
+def messages(seen: Sequence[Seen]) -> Iterator[tuple[int, int]]:
+    for each in seen:
+        for call in each.calls:
+            if call.peer is not None:
+                yield each.rank, call.peer
+
+
+def follow(stages: Sequence[int], others: Sequence[int]) -> bool:
+    return any(abs(stage - other) == 1 for stage in stages for other in others)
+
+
+def breaks_7_1(seen: Sequence[Seen]) -> bool:
+    return not are_consecutive(replicas(seen))
+
+
+def breaks_7_2(seen: Sequence[Seen]) -> bool:
+    groups = sums_of_gradients(seen)
+    return not groups or not are_within(groups, replicas(seen))
+
+
+def breaks_7_3(seen: Sequence[Seen]) -> bool:
+    """Messages are activations, between neighbours of one pipeline, and nothing else is one."""
+    calls = [call for each in seen for call in each.calls if call.is_message]
+    stages = {each.rank: each.stages for each in seen}
+    return (
+        not calls
+        or any(call.traffic.key.state is not State.ACTIVATIONS for call in calls)
+        or not all(follow(stages[one], stages[other]) for one, other in messages(seen))
+        or not have_one_of_each(pipelines(seen), replicas(seen))
+    )
+
+
+def names_of_conditions(spec: Spec) -> list[str]:
+    conditions = theorem_7(spec, derive(spec).plan)
+    assert all(each.holds for each in conditions)
+    return [each.name for each in conditions]
+
+
+PP_OUTSIDE = [
+    ({"pp": 2, "dp_replicate": 2}, "ddp", "1f1b"),
+    ({"pp": 2, "dp_shard": 2}, "zero3", "zbv"),
+]
+PP_INSIDE = [
+    ({"dp_replicate": 2, "pp": 2}, "ddp", "1f1b"),
+    ({"dp_shard": 2, "pp": 2}, "zero2", "interleaved"),
+]
+
+
+@pytest.mark.parametrize(("mesh", "data", "schedule"), PP_OUTSIDE, ids=str)
+def test_with_pp_outside_all_conditions_hold_of_the_calls_that_ran(
+    ranks: Ranks, mesh: dict[str, int], data: str, schedule: str
+) -> None:
+    spec = spec_of("gqa", schedule, mesh=mesh, data=data)
+    seen: list[Seen] = ranks.run(4, watch, spec)
+    assert replicas(seen) == sums_of_gradients(seen) == [(0, 1), (2, 3)]
+    assert pipelines(seen) == [(0, 2), (1, 3)]
+    assert not breaks_7_1(seen) and not breaks_7_2(seen) and not breaks_7_3(seen)
+    assert names_of_conditions(spec) == ["Theorem 7.1", "Theorem 7.2", "Theorem 7.3"]
+    across = [_with_groups(each, (0, 1, 2, 3)) for each in seen]
+    assert breaks_7_2(across)
+    sideways = [_with_peers(each, {0: 1, 1: 0, 2: 3, 3: 2}) for each in seen]
+    assert breaks_7_3(sideways)
+
+
+@pytest.mark.parametrize(("mesh", "data", "schedule"), PP_INSIDE, ids=str)
+def test_with_pp_inside_as_in_remark_4_the_first_condition_alone_does_not_hold(
+    ranks: Ranks, mesh: dict[str, int], data: str, schedule: str
+) -> None:
+    spec = spec_of("gqa", schedule, mesh=mesh, data=data)
+    seen: list[Seen] = ranks.run(4, watch, spec)
+    assert replicas(seen) == sums_of_gradients(seen) == [(0, 2), (1, 3)]
+    assert pipelines(seen) == [(0, 1), (2, 3)]
+    assert breaks_7_1(seen) and not breaks_7_2(seen) and not breaks_7_3(seen)
+    assert names_of_conditions(spec) == ["Remark 4", "Theorem 7.2", "Theorem 7.3"]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "mesh", "ends"),
+    [
+        ("1f1b", {"pp": 4}, [(0, 3)]),
+        ("gpipe", {"dp_replicate": 2, "pp": 2}, [(0, 1), (2, 3)]),
+        ("zbv", {"pp": 2, "dp_replicate": 2}, []),
+    ],
+    ids=str,
+)
+def test_no_gradient_but_a_tied_tensors_crosses_stages(
+    ranks: Ranks, schedule: str, mesh: dict[str, int], ends: Groups
+) -> None:
+    """Of a V both ends are on one rank, and nothing crosses at all."""
+    seen: list[Seen] = ranks.run(4, watch, spec_of("gpt-tied", schedule, mesh=mesh))
+    crossing = [
+        call
+        for each in seen
+        for call in each.calls
+        if call.is_sum_of_gradients and not are_within([call.ranks], replicas(seen))
+    ]
+    tied = SIZES["vocab"] * SIZES["hidden"] * 8  # of the embedding, in fp64
+    assert sorted({call.ranks for call in crossing}) == ends
+    assert {call.traffic.payload_bytes for call in crossing} <= {tied}
+    assert len(crossing) == 2 * len(ends), "once, on either end"
+    assert not breaks_7_3(seen)
+
+
+@pytest.mark.nightly
+def test_theorems_6_and_7_hold_together_on_eight_ranks(ranks: Ranks) -> None:
+    mesh = {"pp": 2, "dp_shard": 2, "tp": 2}
+    seen: list[Seen] = ranks.run(8, watch, spec_of("gqa", mesh=mesh, activations="S"))
+    tensor = sorted({c.ranks for each in seen for c in each.calls if c.traffic.key.axes == ("tp",)})
+    data = sorted(
+        {c.ranks for each in seen for c in each.calls if c.traffic.key.axes == ("dp_shard",)}
+    )
+    assert tensor == [(0, 1), (2, 3), (4, 5), (6, 7)] and are_consecutive(tensor)
+    assert have_one_of_each(data, tensor) and are_within(data, replicas(seen))
+    assert replicas(seen) == [(0, 1, 2, 3), (4, 5, 6, 7)] and not breaks_7_1(seen)
+    assert pipelines(seen) == [(0, 4), (1, 5), (2, 6), (3, 7)] and not breaks_7_3(seen)
+
+
+def _with_groups(seen: Seen, ranks: tuple[int, ...]) -> Seen:
+    """As if every sum had been over these."""
+    calls = tuple(c if c.is_message else replace(c, ranks=ranks) for c in seen.calls)
+    return replace(seen, calls=calls)
+
+
+def _with_peers(seen: Seen, peers: dict[int, int]) -> Seen:
+    calls = tuple(replace(c, peer=peers[seen.rank]) if c.is_message else c for c in seen.calls)
+    return replace(seen, calls=calls)
