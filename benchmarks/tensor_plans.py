@@ -23,7 +23,6 @@ import argparse
 import os
 import statistics
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported, here and in the ranks
 
 from _machine import conclude, header, this_command
+from _turns import WARM_UP, in_turns
 from step_time import RANKS, bound, different
 
 if TYPE_CHECKING:  # torch is imported in the ranks
@@ -48,7 +48,6 @@ OVERRIDES = (
 )  # fmt: skip
 LAYERS = 6
 METERED_STEPS, METERED = 4, 3
-WARM_UP = 3
 KINDS = ("all_reduce", "all_gather", "reduce_scatter")
 PHASES = ("forward", "backward")
 Counts = Mapping[tuple[str, str], float]  # (kind of call, phase) -> calls
@@ -151,66 +150,14 @@ def meter(ranks: Ranks, plan: str) -> Plan:
     )
 
 
-def time_rank(rounds: int) -> dict[str, tuple[list[float], list[float]]]:
-    """On one rank: all plans in turn; seconds of each step and its loss."""
-    import torch.distributed as dist
-
-    contenders = {plan: _Contender(plan) for plan in PLANS}
-    found: dict[str, tuple[list[float], list[float]]] = {plan: ([], []) for plan in PLANS}
-    names = list(PLANS)
-    for turn in range(-WARM_UP, rounds):
-        shift = turn % len(names)
-        for name in (*names[shift:], *names[:shift]):
-            local = contenders[name].batch()
-            dist.barrier()
-            began = time.perf_counter()
-            loss = contenders[name].step(local)
-            seconds = time.perf_counter() - began
-            if turn >= 0:
-                found[name][0].append(seconds)
-                found[name][1].append(loss)
-    return found
-
-
-class _Contender:
-    """A program with its own data, always the same samples."""
-
-    def __init__(self, plan: str) -> None:
-        from ptrain.data.corpus import corpus
-        from ptrain.interpreter.program import interpret
-        from ptrain.interpreter.world import World
-
-        self.spec = spec_of(plan)
-        self.program = interpret(self.spec, world=World.join(self.spec.timeout))
-        self.source, self.number = corpus(self.spec.data), 0
-
-    def batch(self) -> object:
-        from ptrain.data.sampler import batch
-
-        self.number += 1
-        return batch(
-            self.source,
-            spec=self.spec,
-            step=self.number,
-            data_index=self.program.data_index,
-            data_degree=self.spec.data_degree,
-        )
-
-    def step(self, local: object) -> float:
-        loss = self.program.forward_backward(local)
-        self.program.step(1e-4)
-        return float(loss)
-
-
 def run(rounds: int) -> dict[str, Plan]:
     """All plans: metered one by one, then on the clock in turns."""
-    import tensor_plans  # the ranks import this file by its name
-
     from tests.ranks import Ranks
 
     pool = Ranks()
     plans = {name: meter(pool, name) for name in PLANS}
-    ranks = pool.run(RANKS, tensor_plans.time_rank, rounds, timeout=3600)
+    specs = {name: spec_of(name) for name in PLANS}
+    ranks = pool.run(RANKS, in_turns, specs, rounds, timeout=3600)
     pool.close()
     for name, plan in plans.items():
         both = [rank[name][0] for rank in ranks]

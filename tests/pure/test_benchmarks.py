@@ -29,8 +29,8 @@ ROUNDS = 6  # the fewest of which an interval of the median is made
 def benchmark() -> Iterator[dict[str, ModuleType]]:
     sys.path.insert(0, str(FOLDER))
     names = (
-        "_machine", "meter_overhead", "overlap", "peers", "step_time", "tensor_plans",
-        "unit_tradeoff",
+        "_machine", "meter_overhead", "overlap", "peers", "pipeline_schedules", "step_time",
+        "tensor_plans", "unit_tradeoff",
     )  # fmt: skip
     yield {name: import_module(name) for name in names}
     sys.path.remove(str(FOLDER))
@@ -176,3 +176,36 @@ def test_what_a_block_takes_is_what_one_block_more_adds(benchmark):
     assert found.of_block == {("all_reduce", "forward"): 2, ("all_reduce", "backward"): 5}
     assert (found.sent_of_block, found.calls, found.sent, found.peak) == (70, 22, 220, 3)
     assert page.in_words(found.of_block) == "2 + 5 all_reduce"
+
+
+def test_a_schedule_is_judged_by_what_was_metered_and_by_being_faster_than_one_at_a_time(benchmark):
+    page = benchmark["pipeline_schedules"]
+    account = page.Account(activations=(3, 2), peak=(9, 8), sent=4)
+
+    def found(seconds, losses=(2.0,), wrong=()):
+        return page.Found(
+            predicted=account, measured=account, wrong=[*wrong], seconds=[seconds] * ROUNDS,
+            losses=[*losses],
+        )  # fmt: skip
+
+    all_of_them = {name: found(2.0 if name is page.BASE else 1.5) for name in page.ScheduleName}
+    assert page.failures(all_of_them) == []
+    assert [row.split(" | ")[-1] for row in page.held(all_of_them)[2:]] == ["holds |"] * 8
+    told = [row.split(" | ")[-1] for row in page.timed(all_of_them)[2:]]
+    assert told == ["the measure |"] + ["holds |"] * 7
+    first, second, third = list(page.ScheduleName)[1:4]
+    all_of_them[first] = found(2.1)
+    all_of_them[second] = found(1.5, losses=[2.1])
+    all_of_them[third] = found(1.5, wrong=["peak: 1, not 2"])
+    assert page.failures(all_of_them) == [
+        f"{first}: 1.050 × the time of naive, up to 1.050",
+        f"{second}: losses 5.0e-02 apart, not less than 0.0001",
+        "peak: 1, not 2",
+    ]
+
+
+def test_the_bubble_beside_a_schedules_time_is_that_of_its_spec(benchmark):
+    """8 micro-batches on 2 ranks: GPipe waits (p - 1)/m, with two stages a rank half of it."""
+    page = benchmark["pipeline_schedules"]
+    assert page.bubble(page.ScheduleName.GPIPE) == (1 / 8, (8, 8))
+    assert page.bubble(page.ScheduleName.INTERLEAVED)[0] == 1 / 16
