@@ -174,6 +174,8 @@ class Estimate:
 
     `undefined` gives, per kind of figure ("traffic", "peak", "wire", "blocked_seconds"), why the
     column has none, or not all. `warnings` are what somebody should know before it runs.
+    `accounts`: where ranks differ in what they send, the traffic of each kind of rank, of which
+    there are equally many; `traffic` has a row for each kind of call and account.
     """
 
     column: Column
@@ -186,6 +188,7 @@ class Estimate:
     undefined: dict[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
+    accounts: tuple[tuple[Traffic, ...], ...] = ()
 
     def bytes_of(self, state: State, rank: int | None = None) -> int:
         """Device bytes of `state` on `rank`, or the maximum over the ranks."""
@@ -198,16 +201,23 @@ class Estimate:
 
     def copied_bytes(self) -> int:
         """Bytes that one rank copies between its tiers in a steady step."""
-        return sum(
-            row.payload_bytes
-            for row in busiest(self.traffic)
-            if row.key.collective.is_copy and row.key.phase is not Phase.SETUP
+        return max(
+            sum(
+                row.payload_bytes
+                for row in rows
+                if row.key.collective.is_copy and row.key.phase is not Phase.SETUP
+            )
+            for rows in self.by_rank()
         )
 
     def sent_bytes(self, *, setup: bool = False) -> int:
-        """Bytes that one rank sends in a steady step (with `setup`: once)."""
-        return sum(
-            row.sent_bytes
-            for row in busiest(self.traffic)
-            if (row.key.phase is Phase.SETUP) is setup
+        """Bytes that one rank sends in a steady step (with `setup`: once), the one that sends
+        most."""
+        return max(
+            sum(row.sent_bytes for row in rows if (row.key.phase is Phase.SETUP) is setup)
+            for rows in self.by_rank()
         )
+
+    def by_rank(self) -> tuple[tuple[Traffic, ...], ...]:
+        """The traffic of each kind of rank; of all in one where it is not known apart."""
+        return self.accounts or (busiest(self.traffic),)

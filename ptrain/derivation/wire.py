@@ -11,11 +11,11 @@ Not in the prediction: gloo's headers, 48 bytes a message, which show in small t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
-from ptrain.costs import Collective, Estimate, Phase, Traffic, busiest
+from ptrain.costs import Collective, Estimate, Phase, Traffic
 
 # Sent by gloo / sent under the ring model; what is not named is 1.
 GLOO = {Collective.REDUCE_SCATTER: Fraction(2)}
@@ -36,7 +36,7 @@ def wire_rows(exact: Estimate, measured: Estimate) -> tuple[WireRow, ...]:
     """A row for each set of axes that either side knows; none where nothing was measured."""
     if not measured.wire:
         return ()
-    known = [row.axes for row in measured.wire] + [row.key.axes for row in _steady(exact)]
+    known = [row.axes for row in measured.wire] + [row.key.axes for row in _steady(exact.traffic)]
     return tuple(
         WireRow(
             axes=axes,
@@ -49,9 +49,10 @@ def wire_rows(exact: Estimate, measured: Estimate) -> tuple[WireRow, ...]:
 
 
 def predicted_bytes(exact: Estimate, axes: tuple[str, ...]) -> int:
-    """What gloo sends for these rows, rounded up."""
-    rows = [row for row in _steady(exact) if row.key.axes == axes]
-    total = sum(row.sent_bytes * factor(row) for row in rows)
+    """What gloo sends for these rows, mean over the ranks, rounded up."""
+    kinds = exact.by_rank()
+    rows = [row for rows in kinds for row in _steady(rows) if row.key.axes == axes]
+    total = sum(row.sent_bytes * factor(row) for row in rows) / Fraction(len(kinds))
     return -int(-total // 1)
 
 
@@ -61,9 +62,8 @@ def factor(row: Traffic) -> Fraction:
     return Fraction(1) if row.key.via else GLOO.get(row.key.collective, Fraction(1))
 
 
-def _steady(exact: Estimate) -> Iterator[Traffic]:
+def _steady(rows: Iterable[Traffic]) -> Iterator[Traffic]:
     """Calls between ranks (copies between tiers have no axes), those of every step."""
-    rows = busiest(exact.traffic)
     return (row for row in rows if row.key.axes and row.key.phase is not Phase.SETUP)
 
 
@@ -75,7 +75,7 @@ def _mean(measured: Estimate, axes: tuple[str, ...]) -> int:
 
 def _factor(exact: Estimate, axes: tuple[str, ...]) -> str:
     """`gloo: reduce_scatter 2, mean over ranks`."""
-    rows = [row for row in _steady(exact) if row.key.axes == axes]
+    rows = [row for row in _steady(exact.traffic) if row.key.axes == axes]
     more = {str(row.key.collective): factor(row) for row in rows if factor(row) != 1}
     told = [f"{name} {float(value):g}" for name, value in sorted(more.items())]
     trees = [each for each in rows if each.key.collective is Collective.BROADCAST]

@@ -125,8 +125,15 @@ def join_estimates(estimates: list[Estimate]) -> Estimate:
         ),
         wire=tuple(row for estimate in estimates for row in estimate.wire),
         blocked=tuple(row for estimate in estimates for row in estimate.blocked),
+        accounts=_apart(estimates),
         undefined={name: why for each in estimates for name, why in each.undefined.items()},
     )
+
+
+def _apart(estimates: list[Estimate]) -> tuple[tuple[Traffic, ...], ...]:
+    """Each rank's traffic, where they differ."""
+    accounts = tuple(estimate.traffic for estimate in estimates)
+    return accounts if len(set(accounts)) > 1 else ()
 
 
 def _accounts(key: TrafficKey, estimates: list[Estimate]) -> Iterator[Traffic]:
