@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import unset_fake_temporarily
@@ -31,7 +32,10 @@ class Mesh:
         if step.axes:
             with unset_fake_temporarily():  # a mesh reads its ranks off a tensor
                 self.device_mesh = init_device_mesh(
-                    world.device.type, step.degrees, mesh_dim_names=tuple(map(str, step.axes))
+                    world.device.type,
+                    step.degrees,
+                    mesh_dim_names=tuple(map(str, step.axes)),
+                    backend_override=_waiting(step, world),
                 )
 
     def ordered(self, axes: Sequence[Axis]) -> tuple[Axis, ...]:
@@ -87,6 +91,18 @@ class Mesh:
             self.group(axes)
         named = {group.group_name: axes for axes, group in self._groups.items()} | self._adopted
         return {name: tuple(map(str, axes)) for name, axes in named.items()}
+
+
+def _waiting(
+    step: CreateMesh, world: World
+) -> dict[int | str, tuple[str, dist.ProcessGroupGloo.Options]] | None:
+    """Groups that are made with the timeout of a step. gloo's sends and receives keep the one that
+    their group was made with, half an hour where nothing is said; its collectives take a later."""
+    if world.backend != "gloo" or Axis.PP not in step.axes:
+        return None
+    options = dist.ProcessGroupGloo._Options()
+    options._timeout = timedelta(seconds=world.timeout.step)
+    return {str(Axis.PP): ("gloo", options)}
 
 
 def _require_size(step: CreateMesh, world: World) -> None:

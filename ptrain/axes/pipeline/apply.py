@@ -17,6 +17,7 @@ from torch.distributed.pipelining import (
 )
 from torch.distributed.pipelining.schedules import ScheduleDualPipeV
 
+from ptrain.axes.pipeline.form import stages_text
 from ptrain.axes.pipeline.stage import Boundary, Enter, Place, Stage
 from ptrain.axes.pipeline.staged import Staged
 from ptrain.axes.pipeline.told import Waits, named
@@ -150,8 +151,7 @@ class Pipelined:
         return named_loss
 
     def _own_stages(self) -> str:
-        own = [str(stage.stage_index) for stage in self.stages]
-        return f"stage{'s' * (len(own) > 1)} {' and '.join(own)}"
+        return stages_text([stage.stage_index for stage in self.stages])
 
     def _require_shape(self, batch: LocalBatch, *, is_whole: bool) -> None:
         """`is_whole`: all micro-batches of a step, else any number of them."""

@@ -20,8 +20,9 @@ from torch.distributed.pipelining import PipelineStage
 
 from ptrain.axes.data.wrapped import Wrapped
 from ptrain.axes.pipeline.schedule import Kind
+from ptrain.axes.pipeline.told import Waits, named
 from ptrain.costs import Phase, State
-from ptrain.errors import PtrainError, RankFailed
+from ptrain.errors import RankFailed
 from ptrain.interpreter.registry import Registry
 
 Enter = Callable[[Phase, int], None]
@@ -42,11 +43,12 @@ class Boundary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Which stage of how many, between which ranks."""
+    """Which stage of how many, between which ranks; `waits` is told what it asks of them."""
 
     index: int
     stages: int
     group: dist.ProcessGroup
+    waits: Waits
 
 
 class Called(nn.Module):
@@ -86,7 +88,10 @@ class Stage(PipelineStage):
             group=place.group,
         )
         self.wrapped, self.boundary, self.registry, self.enter = wrapped, boundary, registry, enter
+        self.waits = place.waits
         self.left = 0  # backward passes of the step
+        self.done = 0  # micro-batches of the step before those that the schedule counts from 0
+        self.newest = 0  # micro-batch, of those whose forward pass has begun
 
     def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
         made = super()._prepare_forward_infra(*args, **kwargs)
@@ -119,32 +124,48 @@ class Stage(PipelineStage):
         self.output_chunks.clear()
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        self.waits.receives(self.stage_index - 1, self.done + fwd_chunk_id, Phase.FORWARD)
         self._open(self.args_recv_info[fwd_chunk_id], Phase.FORWARD)
         operators: list[dist.P2POp] = super().get_fwd_recv_ops(fwd_chunk_id)
         return operators
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        self.waits.receives(self.stage_index + 1, self.done + bwd_chunk_id, Phase.BACKWARD)
         self._open(self.grad_recv_info[bwd_chunk_id], Phase.BACKWARD)
         operators: list[dist.P2POp] = super().get_bwd_recv_ops(bwd_chunk_id)
         return operators
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        if not self.is_last:
+            self.waits.sends(self.stage_index + 1, self.done + fwd_chunk_id, Phase.FORWARD)
         return self._tagged(super().get_fwd_send_ops(fwd_chunk_id), Phase.FORWARD)
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        if not self.is_first:
+            self.waits.sends(self.stage_index - 1, self.done + bwd_chunk_id, Phase.BACKWARD)
         return self._tagged(super().get_bwd_send_ops(bwd_chunk_id), Phase.BACKWARD)
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        self.enter(Phase.FORWARD, fwd_chunk_id)
-        with self._named(fwd_chunk_id), self.wrapped.forward_pass():
+        self.newest = self.done + fwd_chunk_id
+        self.waits.has(self.stage_index - 1, self.newest, Phase.FORWARD)
+        self.enter(Phase.FORWARD, self.newest)
+        with named(self.stage_index, self.newest), self.wrapped.forward_pass():
             output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         self._drop(self.args_recv_info[fwd_chunk_id])
-        if not self.is_last and tuple(output.shape) != self.boundary.shape:
-            raise RankFailed(
-                f"stage {self.stage_index}, micro-batch {fwd_chunk_id}: hidden states of "
-                f"{list(output.shape)}, and the next stage waits for {list(self.boundary.shape)}"
-            )
+        self.require_boundary(output, self.newest)
         return output
+
+    def require_boundary(self, output: torch.Tensor, micro_batch: int) -> None:
+        """Raises RankFailed for anything else than the next stage waits for: it would take the
+        bytes for what they are not."""
+        wanted = self.boundary
+        if self.is_last or (tuple(output.shape), output.dtype) == (wanted.shape, wanted.dtype):
+            return
+        raise RankFailed(
+            f"stage {self.stage_index}, micro-batch {micro_batch}: hidden states of "
+            f"{list(output.shape)} in {output.dtype}, and the next stage waits for "
+            f"{list(wanted.shape)} in {wanted.dtype}"
+        )
 
     def backward_one_chunk(
         self,
@@ -173,21 +194,11 @@ class Stage(PipelineStage):
     def _backward(self, kind: Kind, chunk: int) -> Iterator[None]:
         is_last = kind is not Kind.INPUT and self.left == 1
         self.left -= kind is not Kind.INPUT
-        self.enter(Phase.BACKWARD, chunk)
-        with self._named(chunk), self.wrapped.backward_pass(kind, is_last):
+        number = self.done + chunk
+        self.waits.has(self.stage_index + 1, number, Phase.BACKWARD)
+        self.enter(Phase.BACKWARD, number)
+        with named(self.stage_index, number), self.wrapped.backward_pass(kind, is_last):
             yield
-
-    @contextmanager
-    def _named(self, chunk: int) -> Iterator[None]:
-        """torch wraps what a pass raises into its own message: the cause is what a reader wants."""
-        try:
-            yield
-        except RuntimeError as error:
-            cause = error.__cause__ or error
-            if isinstance(cause, PtrainError):
-                raise cause from error
-            place = f"stage {self.stage_index}, micro-batch {chunk}"
-            raise RankFailed(f"{place}: {type(cause).__name__}: {cause}") from cause
 
     def _open(self, infos: tuple[Any, ...], phase: Phase) -> None:
         """A buffer for what is about to be received."""

@@ -1,0 +1,155 @@
+"""What breaks inside a pipeline is named, with its rank, its stage and where it is known its
+micro-batch; nobody waits longer than the timeout, and no process is left."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from enum import StrEnum
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ptrain.algebra.legality import require
+from ptrain.data.corpus import Split, corpus
+from ptrain.data.sampler import LocalBatch, batch
+from ptrain.errors import RankFailed
+from ptrain.interpreter.program import Program, interpret
+from ptrain.interpreter.world import World
+from ptrain.models.llama import Block
+from ptrain.spec.load import load
+from ptrain.spec.spec import Spec
+
+pytestmark = pytest.mark.gloo
+
+TIMEOUT = 2.0  # seconds
+BROKEN_AT = 2  # the micro-batch
+
+
+class Fault(StrEnum):
+    """What goes wrong on one rank, in the micro-batch BROKEN_AT."""
+
+    FORWARD = "a layer raises in its forward pass"
+    BACKWARD = "a layer raises in its backward pass"
+    SHAPE = "a layer gives fewer tokens than it was given"
+    DTYPE = "a layer gives another dtype than it was given"
+    BATCH = "the batch has another size"
+    SILENCE = "a layer takes longer than the timeout"
+
+
+class Broken(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        raise ValueError("broken")
+
+
+def breaks(fault: Fault) -> Callable[..., torch.Tensor | None]:
+    """A forward hook of a layer."""
+    calls = iter(range(1000))
+
+    def hook(layer: nn.Module, given: object, x: torch.Tensor) -> torch.Tensor | None:
+        if next(calls) != BROKEN_AT:
+            return None
+        match fault:
+            case Fault.FORWARD:
+                raise ValueError("broken")
+            case Fault.BACKWARD:
+                return Broken.apply(x)
+            case Fault.SHAPE:
+                return x[:, :-1]
+            case Fault.DTYPE:
+                return x.double()
+            case Fault.SILENCE:
+                time.sleep(2 * TIMEOUT)
+            case Fault.BATCH:
+                pass
+        return None
+
+    return hook
+
+
+def spec_of(ranks: int, schedule: str, **replicas: int) -> Spec:
+    stages = 2 if schedule in ("zbv", "interleaved", "zero-bubble", "bfs") else 1
+    return require(
+        load(
+            {
+                "model": {"layers": 4, "hidden": 32, "heads": 2, "ffn": 64, "vocab": 260},
+                "mesh": {"pp": ranks} | replicas,
+                "placement": {"pp": "S,S,S,R"} | dict.fromkeys(replicas, "R,R,R,R"),
+                "pipeline": {"schedule": schedule, "stages": stages * ranks},
+                "batch": {"sequence": 16, "accumulate": 4, "micro": 2},
+                "timeout": {"step": TIMEOUT},
+            }
+        )
+    )
+
+
+def local_batch(program: Program) -> LocalBatch:
+    text = corpus(program.spec.data)
+    index, degree = program.data_index, program.spec.data_degree
+    return batch(
+        text, spec=program.spec, step=0, data_index=index, data_degree=degree, split=Split.TRAIN
+    )
+
+
+def what_a_rank_says(spec: Spec, fault: Fault, broken: int, verb: str) -> str:
+    """Of a step in which `fault` happens on the rank `broken`, to the first layer it has."""
+    world = World.join(spec.timeout)
+    program = interpret(spec, world=world)
+    local = local_batch(program)
+    if world.rank == broken:
+        layer = next(m for m in program.model.modules() if isinstance(m, Block))
+        layer.register_forward_hook(breaks(fault))
+        if fault is Fault.BATCH:
+            local = replace(local, tokens=local.tokens[:6])
+    dist.barrier()  # nobody is late but by the fault
+    try:
+        getattr(program, verb)(local)
+    except RankFailed as error:
+        return str(error)
+    return ""
+
+
+RAISES = "stage {}, micro-batch 2: ValueError: broken"
+SENDS = "stage {}, micro-batch 2: hidden states of {} in torch.{}, and the next stage waits for "
+LOGITS = "stage 1, micro-batch 2: ValueError: Expected input batch_size (30)"
+TRAIN, EVALUATE = "forward_backward", "evaluate"
+
+
+@pytest.mark.parametrize(
+    ("schedule", "ranks_of_pp", "fault", "broken", "verb", "told"),
+    [
+        ("1f1b", 2, Fault.FORWARD, 0, TRAIN, RAISES.format(0)),
+        ("1f1b", 4, Fault.BACKWARD, 2, TRAIN, RAISES.format(2)),
+        ("zbv", 2, Fault.BACKWARD, 1, TRAIN, RAISES.format(1)),
+        ("interleaved", 2, Fault.SHAPE, 0, TRAIN, SENDS.format(0, [2, 15, 32], "float32")),
+        ("bfs", 2, Fault.DTYPE, 0, EVALUATE, SENDS.format(0, [2, 16, 32], "float64")),
+        ("naive", 2, Fault.SHAPE, 1, TRAIN, LOGITS),
+        ("gpipe", 2, Fault.BATCH, 1, TRAIN, "stage 1: the batch has [6, 17] tokens, and the "),
+    ],
+    ids=str,
+)
+def test_the_rank_that_fails_says_where_and_why_and_the_others_name_that_rank(
+    ranks, schedule, ranks_of_pp, fault, broken, verb, told
+):
+    spec = spec_of(ranks_of_pp, schedule)
+    said = ranks.run(ranks_of_pp, what_a_rank_says, spec, fault, broken, verb)
+    assert said[broken].startswith(told)
+    neighbours = [said[rank] for rank in (broken - 1, broken + 1) if 0 <= rank < ranks_of_pp]
+    assert all(f": waiting for rank {broken} (stage " in each for each in neighbours), said
+
+
+def test_who_is_silent_is_named_when_the_timeout_of_a_step_is_over(ranks):
+    """On a mesh of two axes, whose groups torch makes with a timeout of half an hour."""
+    spec = spec_of(2, "1f1b", dp_replicate=2)
+    said = ranks.run(4, what_a_rank_says, spec, Fault.SILENCE, 3, TRAIN)
+    assert "stage 0: waiting for rank 3 (stage 1) to " in said[1], said
+    assert f"Timed out waiting {TIMEOUT * 1000:g}ms" in said[1]
