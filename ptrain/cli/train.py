@@ -28,6 +28,7 @@ from ptrain.spec.spec import Spec
 from ptrain.train import environment, options
 from ptrain.train.candidates import require_resumable
 from ptrain.train.folder import ROOT, RunFolder, open_run
+from ptrain.train.heading import parts_of_ranks
 from ptrain.train.launch import launch
 from ptrain.train.options import Options
 from ptrain.train.tensorboard import MISSING
@@ -88,7 +89,9 @@ def start(spec: Spec, asked: Options) -> int:
         )
     )
     try:
-        return launch(argv, num_ranks=spec.world_size, folder=claim.folder)
+        return launch(
+            argv, num_ranks=spec.world_size, folder=claim.folder, parts=parts_of_ranks(spec)
+        )
     except PtrainError as error:
         if error.exit_code == PtrainError.exit_code:
             claim.withdraw()

@@ -18,6 +18,8 @@ from ptrain.algebra.legality import require
 from ptrain.errors import Fault, PtrainError, RankFailed, SpecError
 from ptrain.spec.load import load
 from ptrain.train import environment, options
+from ptrain.train.failure import is_victim
+from ptrain.train.heading import parts_of_ranks
 from ptrain.train.options import Options
 
 
@@ -32,11 +34,11 @@ def main(argv: Sequence[str]) -> int:
 
 def launch(asked: Options) -> int:
     """Raises RankFailed with the root cause that the agent found."""
-    world_size = require(load(asked.spec, asked.overrides)).world_size
+    spec = require(load(asked.spec, asked.overrides))
     config = LaunchConfig(
         min_nodes=asked.nnodes,
         max_nodes=asked.nnodes,
-        nproc_per_node=_ranks_per_node(world_size, asked.nnodes),
+        nproc_per_node=_ranks_per_node(spec.world_size, asked.nnodes),
         run_id=asked.rdzv_id or "ptrain",
         rdzv_backend="c10d",
         rdzv_endpoint=asked.rdzv_endpoint or "localhost:0",  # one node meets itself
@@ -50,8 +52,9 @@ def launch(asked: Options) -> int:
     try:
         elastic_launch(config, sys.executable)("-m", "ptrain.train", *argv)
     except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        raise RankFailed(f"error: rank {rank}: {_told(failure.message)}") from error
+        rank, told = _culprit(error)
+        part = dict(enumerate(parts_of_ranks(spec))).get(rank)
+        raise RankFailed(f"error: rank {rank}{f' ({part})' if part else ''}: {told}") from error
     except SignalException as error:
         return 128 + int(error.sigval)
     return 0
@@ -66,6 +69,13 @@ def _ranks_per_node(world_size: int, num_nodes: int) -> int:
         )
         raise SpecError(fault)
     return world_size // num_nodes
+
+
+def _culprit(error: ChildFailedError) -> tuple[int, str]:
+    """The first to fail that did not fail because of another; on this node, as each agent says."""
+    found = sorted(error.failures.items(), key=lambda failed: failed[1].timestamp)
+    told = [(rank, _told(failure.message)) for rank, failure in found]
+    return next((each for each in told if not is_victim(each[1])), told[0])
 
 
 def _told(message: object) -> str:

@@ -9,10 +9,11 @@ from __future__ import annotations
 import json
 import re
 import signal
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ptrain.errors import VerdictFailed
+from ptrain.errors import RankFailed, VerdictFailed
 from ptrain.train.ranks import Rank
 
 # A deliberate end: done, a verdict, the user's input, a check, an interrupt.
@@ -25,6 +26,7 @@ _VICTIM = re.compile(
     r"|another rank|could not meet|store.*(timeout|timed out)|remote process exited",
     re.IGNORECASE,
 )
+_WAITED_FOR = re.compile(r"waiting for rank (\d+)")  # in the words of a stage of a pipeline
 _FRAME = re.compile(r"\s*(frame #\d+|<omitting python frames>)")  # of torch's C++ stacks
 
 
@@ -44,22 +46,23 @@ def failures(ranks: Sequence[Rank], now: float) -> list[Failure]:
 
 
 def culprit(found: Sequence[Failure], living: Sequence[Rank]) -> Failure:
-    """Who is to blame: the first that is no victim; if all are, one that lives and is silent."""
+    """Who is to blame: the first that is no victim; if all are, one that lives and is silent, of
+    several the one that most victims waited for."""
     for failure in found:
         if not failure.is_victim:
             return failure
     if living:
         others = ", ".join(str(failure.rank.rank) for failure in found)
-        return Failure(
-            rank=living[0], cause=f"does not answer: rank {others} waited for it in vain"
-        )
+        named = Counter(int(rank) for each in found for rank in _WAITED_FOR.findall(each.cause))
+        silent = max(living, key=lambda rank: named[rank.rank])
+        return Failure(rank=silent, cause=f"does not answer: rank {others} waited for it in vain")
     return found[0]
 
 
 def message(failure: Failure, num_failed: int, *, num_lines: int = 12) -> str:
     """The culprit's number, cause and last words; the others in one line."""
     rank = failure.rank
-    lines = [f"error: rank {rank.rank} {failure.cause}"]
+    lines = [f"error: {rank} {failure.cause}"]
     if tail := _tail(rank, num_lines):
         lines += [f"  last lines of {rank.log}:", *(f"    | {line}" for line in tail)]
     if num_failed > 1:
@@ -79,9 +82,20 @@ def _failure(rank: Rank, now: float) -> Failure | None:
     raised = _raised(rank)
     return Failure(
         rank=rank,
-        cause=f"raised {raised}" if raised else f"ended with exit code {rank.code}",
-        is_victim=bool(_VICTIM.search(raised)),
+        cause=_in_words(raised) if raised else f"ended with exit code {rank.code}",
+        is_victim=is_victim(raised),
     )
+
+
+def is_victim(raised: str) -> bool:
+    """Whether an exception says that another rank failed."""
+    return bool(_VICTIM.search(raised))
+
+
+def _in_words(raised: str) -> str:
+    """What a rank found out about itself needs no name of an exception."""
+    name, _, told = raised.partition(": ")
+    return f"failed: {told}" if name == RankFailed.__name__ else f"raised {raised}"
 
 
 def _died_early(rank: Rank) -> bool:

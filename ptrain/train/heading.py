@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from ptrain.algebra.layout import coordinates
+from ptrain.axes.pipeline.form import pipeline_of, stages_text
+from ptrain.axes.pipeline.known import schedule
 from ptrain.costs import Estimate
 from ptrain.report.heading import batch, model_name
 from ptrain.selection.fit import fit
+from ptrain.spec.axis import Axis
 from ptrain.spec.spec import Spec
 from ptrain.units import format_bytes, format_count
 
@@ -20,6 +24,16 @@ def header(spec: Spec, *, numel: int, backend: str, device: str) -> str:
             batch(spec),
         )
     )
+
+
+def parts_of_ranks(spec: Spec) -> tuple[str, ...]:
+    """What of the model each rank has, where that differs: `stage 1`, `stages 0 and 3`."""
+    size = pipeline_of(spec)
+    if size is None:
+        return ()
+    made = schedule(spec.pipeline.schedule, size)
+    places = (coordinates(spec, rank)[Axis.PP] for rank in range(spec.world_size))
+    return tuple(stages_text(made.stages_of(place)) for place in places)
 
 
 def preflight_line(spec: Spec, exact: Estimate) -> str:

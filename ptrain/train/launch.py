@@ -46,8 +46,11 @@ class Interrupts:
                 signal.signal(number, handler)
 
 
-def launch(argv: Sequence[str], *, num_ranks: int, folder: RunFolder) -> int:
-    """Run `python -m ptrain.train ARGV` on every rank; the exit code of the job.
+def launch(
+    argv: Sequence[str], *, num_ranks: int, folder: RunFolder, parts: Sequence[str] = ()
+) -> int:
+    """Run `python -m ptrain.train ARGV` on every rank; the exit code of the job. `parts`: what of
+    the model each rank has, for messages.
 
     Raises RankFailed, naming the rank, when one died, hung or raised.
     """
@@ -59,6 +62,8 @@ def launch(argv: Sequence[str], *, num_ranks: int, folder: RunFolder) -> int:
         ranks: list[Rank] = []
         try:
             ranks = start(argv, num_ranks=num_ranks, meeting=meeting, folder=folder)
+            for rank, part in zip(ranks, parts, strict=False):
+                rank.has = part
             listener.close()  # rank 0 has its own copy; clients must see it go
             return _watch(ranks, interrupts)
         finally:
@@ -106,7 +111,7 @@ def _tell(ranks: Sequence[Rank]) -> None:
         if rank.code == PtrainError.exit_code:
             if said := failure.said(rank):
                 raise PtrainError(said)
-            raise RankFailed(f"error: rank {rank.rank} refused without a word; see {rank.log}")
+            raise RankFailed(f"error: {rank} refused without a word; see {rank.log}")
 
 
 def _overdue(ranks: Sequence[Rank], interrupts: Interrupts) -> int:

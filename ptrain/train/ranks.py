@@ -22,7 +22,8 @@ _LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 @dataclass(slots=True)
 class Rank:
     """`code` is the exit code, or minus the signal that ended it; None while it lives.
-    `stopped` is when it was first seen stopped, `ended` when it was seen gone."""
+    `stopped` is when it was first seen stopped, `ended` when it was seen gone. `has` is what of the
+    model it has, where that tells it from others (`stage 1`)."""
 
     rank: int
     process: subprocess.Popen[bytes]
@@ -31,6 +32,10 @@ class Rank:
     code: int | None = None
     stopped: float | None = None
     ended: float = field(default=0.0)
+    has: str = ""
+
+    def __str__(self) -> str:
+        return f"rank {self.rank}{f' ({self.has})' * bool(self.has)}"
 
     @property
     def lives(self) -> bool:

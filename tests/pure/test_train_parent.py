@@ -19,10 +19,12 @@ from ptrain.spec.load import load
 from ptrain.spec.spec import OptimizerSpec
 from ptrain.train import failure, folder, interrupt, manifest, options, traced
 from ptrain.train.failure import Failure
+from ptrain.train.heading import parts_of_ranks
 from ptrain.train.launch import Interrupts
 from ptrain.train.manifest import Manifest
 from ptrain.train.ranks import Rank
 from ptrain.train.schedule import learning_rate
+from tests.pure.piped import spec
 
 ROOT = Path(__file__).parents[2]
 
@@ -178,6 +180,37 @@ def test_a_rank_that_lives_and_is_silent_is_blamed_for_all_that_wait_for_it(tmp_
     silent = rank(1, None, tmp_path=tmp_path)
     found = failure.failures([waiting, silent], time.monotonic())
     assert failure.culprit(found, [silent]).rank is silent
+
+
+def test_of_several_silent_ranks_the_one_that_is_waited_for_is_blamed(tmp_path):
+    told = (
+        "RankFailed: stage 3: waiting for rank 2 (stage 2) to send micro-batch 5: Timed out waiting"
+    )
+    waiting = rank(3, 3, said=told, tmp_path=tmp_path)
+    living = [rank(number, None, tmp_path=tmp_path) for number in (0, 1, 2)]
+    found = failure.failures([waiting, *living], time.monotonic())
+    assert failure.culprit(found, living).rank is living[2]
+
+
+def test_a_rank_of_a_pipeline_is_called_by_its_stage_too(tmp_path):
+    failed = rank(1, 3, said="RankFailed: stage 1, micro-batch 2: KeyError: 4", tmp_path=tmp_path)
+    failed.has = "stages 1 and 2"
+    found = failure.failures([failed], time.monotonic())
+    text = failure.message(failure.culprit(found, []), 1)
+    assert text == "error: rank 1 (stages 1 and 2) failed: stage 1, micro-batch 2: KeyError: 4"
+
+
+@pytest.mark.parametrize(
+    ("mesh", "schedule", "parts"),
+    [
+        ({"pp": 2, "dp_shard": 2}, "1f1b", ["stage 0", "stage 0", "stage 1", "stage 1"]),
+        ({"dp_shard": 2, "pp": 2}, "zbv", ["stages 0 and 3", "stages 1 and 2"] * 2),
+        ({"dp_shard": 2}, "1f1b", []),
+    ],
+)
+def test_ranks_are_told_apart_by_what_they_have_of_the_model(mesh, schedule, parts):
+    pipeline = {"schedule": schedule} if "pp" in mesh else {}
+    assert list(parts_of_ranks(spec(mesh, pipeline))) == parts
 
 
 def test_a_rank_that_is_stopped_fails_after_some_seconds(tmp_path):
