@@ -81,7 +81,7 @@ LAYOUTS: list[Any] = [
     nightly("gpt", "fp16", "dualpipev", {}),
     nightly("gpt-tied", "zero16", "1f1b", {"dp_shard": 2}),
     nightly("llama-tied", "zero16", "zero-bubble", {"dp_replicate": 2}),
-    nightly("gqa", "bf16", "1f1b", {"tp": 2}),
+    nightly("gpt", "bf16", "1f1b", {"tp": 2}),
 ]
 
 
