@@ -68,12 +68,12 @@ def timeline(
     """One micro-batch of `batch` samples of a built-in model, with the boundaries of `units` (one
     block each and the root, where they are not given); of one rank's part of it, where operators
     are `cut`."""
-    name, kind = _name(shape, compute, batch), cut.kind if cut else None
+    name, kind = table_name(shape, compute, batch), cut.kind if cut else None
     table = _table(name, kind)
     values = (cut.dimensions if cut else dimensions)(shape, batch=batch, sequence=sequence)
     sizes = [size.bytes(values, compute.itemsize) for size in _sizes(name, kind)]
     layers = shape.layers
-    places = _places(units or (*((f"blocks.{block}",) for block in range(layers)), ("",)))
+    places = places_of(units or (*((f"blocks.{block}",) for block in range(layers)), ("",)))
     return Timeline(
         forward=_items(table["forward"], sizes, range(layers), places),
         backward=_items(table["backward"], sizes, range(layers)[::-1], places),
@@ -88,7 +88,7 @@ def saved_bytes(shape: ModelShape, *, batch: int, sequence: int, compute: DType)
 def saved(shape: ModelShape, compute: DType, *, batch: int) -> tuple[Saved, ...]:
     """The polynomials behind `saved_bytes`, operator by operator; those of a block count once per
     layer. One sample alone saves less, so that `batch` matters beyond its factor."""
-    name = _name(shape, compute, batch)
+    name = table_name(shape, compute, batch)
     sizes = _sizes(name)
     return tuple(
         Saved(part=part, operator=operator, size=sizes[index])
@@ -99,11 +99,11 @@ def saved(shape: ModelShape, compute: DType, *, batch: int) -> tuple[Saved, ...]
 
 def torch_version(shape: ModelShape, compute: DType) -> str:
     """The version of torch that was traced."""
-    version: str = _table(_name(shape, compute, batch=2))["torch"]
+    version: str = _table(table_name(shape, compute, batch=2))["torch"]
     return version
 
 
-def _name(shape: ModelShape, compute: DType, batch: int) -> str:
+def table_name(shape: ModelShape, compute: DType, batch: int) -> str:
     """The table of a shape: what its operators depend on."""
     tied = "tied" if shape.tied else "untied"
     if shape.family is Family.LLAMA:
@@ -126,7 +126,11 @@ def _table(name: str, kind: str | None = None) -> dict[str, Any]:
 
 @cache
 def _sizes(name: str, kind: str | None = None) -> tuple[Monomial, ...]:
-    table = _table(name, kind)
+    return monomials(_table(name, kind))
+
+
+def monomials(table: dict[str, Any]) -> tuple[Monomial, ...]:
+    """The sizes of a table, in its order."""
     return tuple(
         Monomial(
             in_elements=bool(in_elements),
@@ -152,7 +156,7 @@ def dimensions(shape: ModelShape, *, batch: int, sequence: int) -> dict[str, int
     }
 
 
-def _places(units: Units) -> Places:
+def places_of(units: Units) -> Places:
     """Which boundary of which module is a boundary of which unit: a unit begins with its first
     module and ends with its last one, and backward runs the other way."""
     places: Places = {}
@@ -166,18 +170,18 @@ def _items(
     parts: dict[str, list[Any]], sizes: Sequence[int], blocks: Sequence[int], places: Places
 ) -> tuple[Item, ...]:
     """What precedes the blocks, the block once per layer, and what follows."""
-    block = list(_merge(parts["block"], sizes))
+    block = list(merged(parts["block"], sizes))
     items: list[Item] = []
     for part, number in (
-        (_merge(parts["before"], sizes), ""),
+        (merged(parts["before"], sizes), ""),
         *((block, str(number)) for number in blocks),
-        (_merge(parts["after"], sizes), ""),
+        (merged(parts["after"], sizes), ""),
     ):
-        _append(items, _instantiate(part, number, places))
+        append(items, instantiate(part, number, places))
     return tuple(items)
 
 
-def _append(items: list[Item], more: Iterator[Item]) -> None:
+def append(items: list[Item], more: Iterator[Item]) -> None:
     """A run that goes on from one part into the next is one run."""
     for item in more:
         if items and isinstance(item, Run) and isinstance(last := items[-1], Run):
@@ -186,7 +190,7 @@ def _append(items: list[Item], more: Iterator[Item]) -> None:
             items.append(item)
 
 
-def _merge(events: Iterable[Any], sizes: Sequence[int]) -> Iterator[Any]:
+def merged(events: Iterable[Any], sizes: Sequence[int]) -> Iterator[Any]:
     """Signed size numbers become runs; marks and completions stay as they are."""
     deltas: list[int] = []
     for event in events:
@@ -204,12 +208,12 @@ def _merge(events: Iterable[Any], sizes: Sequence[int]) -> Iterator[Any]:
 
 
 def _flush(deltas: list[int]) -> Iterator[Run]:
-    merged = run(deltas)
-    if merged:
-        yield merged
+    found = run(deltas)
+    if found:
+        yield found
 
 
-def _instantiate(template: Iterable[Any], number: str, places: Places) -> Iterator[Item]:
+def instantiate(template: Iterable[Any], number: str, places: Places) -> Iterator[Item]:
     """A part for the block of this number; boundaries of modules that bound no unit are dropped."""
     for item in template:
         if isinstance(item, Run):

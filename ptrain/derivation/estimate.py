@@ -6,9 +6,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from ptrain.algebra.layout import position
-from ptrain.costs import Column, Estimate, Footprint, State, Traffic, TrafficKey, add_traffic
+from ptrain.costs import Column, Estimate, Footprint, Peak, State, Traffic, TrafficKey, add_traffic
 from ptrain.derivation import pipeline, tensor
 from ptrain.derivation.facts import ModelFacts
+from ptrain.derivation.in_flight import in_flight
 from ptrain.derivation.interconnect import warnings
 from ptrain.derivation.memory import resident
 from ptrain.derivation.notes import notes
@@ -23,10 +24,10 @@ from ptrain.plan.step import Plan
 from ptrain.spec.model import ModelShape
 from ptrain.spec.spec import Spec
 
-_IN_FLIGHT = (
-    "not yet: what the micro-batches in flight leave for backward on each stage, stage by stage"
+_NOT_TRACED_BY_STAGE = (
+    "not yet: what the stages of a model that is not built in leave in flight, which only traces "
+    "of the stages themselves would tell"
 )
-_TIED_SUM = "not yet: what first and last stage send to sum the gradients that both have"
 _NOT_TRACED = "the model's activations are known only from a trace, and these facts hold none"
 
 
@@ -82,18 +83,21 @@ def exact(spec: Spec, plan: Plan, facts: ModelFacts) -> Estimate:
 
 def _exact_stages(spec: Spec, plan: Plan, facts: ModelFacts) -> Estimate:
     """Each rank's rows from its stages; of traffic a row for each account, where they differ."""
-    step = plan.pipeline
-    assert step is not None
-    accounts = pipeline.sent(spec, plan, facts)
+    stages = pipeline.staged(spec, plan, facts)
+    accounts = [each for place in pipeline.accounts(spec, plan, facts, stages) for each in place]
     keys = dict.fromkeys(row.key for rows in accounts for row in rows)
     traffic = tuple(dict.fromkeys(_of_key(key, rows) for key in keys for rows in accounts))
-    undefined = dict.fromkeys(("activations", "peak"), _IN_FLIGHT)
-    if step.shared and step.rank_of[0] != step.rank_of[-1]:
-        undefined["traffic"] = _TIED_SUM
+    memory, peaks, undefined = pipeline.resident(spec, plan, stages), tuple[Peak, ...](), {}
+    if isinstance(spec.model, ModelShape):
+        flight = in_flight(spec, pipeline.schedule_of(spec), stages, memory)
+        memory, peaks = (*memory, *flight.memory), flight.peaks
+    else:
+        undefined = dict.fromkeys(("activations", "peak"), _NOT_TRACED_BY_STAGE)
     return Estimate(
         column=Column.EXACT,
         world_size=spec.world_size,
-        memory=pipeline.resident(spec, plan, facts),
+        memory=memory,
+        peak=peaks,
         traffic=traffic,
         undefined=undefined,
         notes=tuple(pipeline_notes(spec, plan, facts)),

@@ -3,6 +3,8 @@ update, on any tier."""
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
 from ptrain.costs import Collective, State
 from ptrain.derivation.flat_bench import Bench, Buffer, Piece, Started, kept, without
 from ptrain.spec.placement import Tier
@@ -24,6 +26,12 @@ class Gradients:
         self.now = self.cut
         self.partial = without(step.axes, (*step.updated, *step.gradients))
         self._started: Started | None = None
+
+    def state(self) -> Hashable:
+        """What their next use depends on."""
+        pieces = (self.whole, self.raw, self.kept)
+        sizes = tuple(piece.numel if piece is not None else None for piece in pieces)
+        return sizes, self.now, self.partial, self._started is None
 
     def open(self) -> None:
         """Before the unit's backward: somewhere for gradients to be added to."""

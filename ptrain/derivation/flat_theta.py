@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
 from ptrain.costs import State
 from ptrain.derivation.flat_bench import Axes, Bench, Buffer, Piece, Started, kept
 from ptrain.spec.batch import GatherAfterUpdate
@@ -35,6 +37,10 @@ class Theta:
     def gathered_bytes(self) -> int:
         """Of what is there only for use."""
         return self.whole.size if self.is_transient and self.whole is not None else 0
+
+    def now(self) -> Hashable:
+        """What its next use depends on."""
+        return self.whole is None, self._gathering is None, self._storing is None, self._behind
 
     def gather(self) -> None:
         """Whole from here on."""

@@ -58,7 +58,9 @@ def _of_unit(
         flat.end()
     bench.times = times
     tape.enter(Phase.UPDATE)
+    flat.reduce()
     flat.update(0)
+    flat.finish_update()
     return account
 
 

@@ -3,14 +3,14 @@ pass, and the update."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
+from ptrain.axes.pipeline.schedule import Kind
 from ptrain.derivation.facts import UnitFacts
 from ptrain.derivation.flat_bench import Bench, Buffer
 from ptrain.derivation.flat_gradients import Gradients
 from ptrain.derivation.flat_unit import Unit
 from ptrain.derivation.tape import Scene
-from ptrain.derivation.wraps import clip
 from ptrain.plan.step import FlatUnits
 from ptrain.spec.batch import GradientSync
 from ptrain.spec.placement import Tier
@@ -45,6 +45,8 @@ class Flat:
         self.order = [index for index in entered if self.units[index] is not None]
         self.flying: Gradients | None = None
         self.is_last = True
+        self.half: Kind | None = None
+        self.waiting: dict[int, int] = {}  # bytes of gradients that wait for a half to end, by unit
 
     @property
     def used(self) -> list[Unit]:
@@ -53,6 +55,25 @@ class Flat:
 
     def begin(self, *, is_first: bool, is_last: bool) -> None:
         self.is_last = is_last
+
+    def begin_half(self, kind: Kind) -> None:
+        self.half = kind
+        for unit in self.used if kind is Kind.WEIGHT else ():
+            unit.gradients.open()
+
+    def end_half(self, kind: Kind) -> None:
+        """Gradients of weights alone come by no hook: they go where they belong when all are
+        there."""
+        self.half = None
+        if kind is Kind.WEIGHT:
+            for index, unit in reversed([*enumerate(self.units)]):
+                if unit is not None:
+                    unit.pending = 0
+                    self.bench.tape.add(-self.waiting.pop(index, 0))
+                    self.finish(unit)
+        self._complete()
+        if kind is Kind.WEIGHT and self.is_last:
+            self._release_all()
 
     def enter(self, unit: int) -> None:
         self._gather(unit, is_forward=True)
@@ -73,8 +94,15 @@ class Flat:
 
     def complete(self, gradient: Complete) -> None:
         """Added to the unit's buffer, and gone before the unit's hook runs."""
-        unit = self.units[self.unit_of[gradient.parameter]]
+        index = self.unit_of[gradient.parameter]
+        unit = self.units[index]
         assert unit is not None
+        if self.half is Kind.WEIGHT:
+            if unit.gradients.is_in_place:
+                self.bench.tape.add(-gradient.size)
+            else:
+                self.waiting[index] = self.waiting.get(index, 0) + gradient.size
+            return
         if not gradient.cloned:
             self.bench.tape.add(-gradient.size)
         elif not unit.gradients.is_in_place:
@@ -85,7 +113,7 @@ class Flat:
 
     def after_backward(self, unit: int) -> None:
         """A parameter that had no part in the loss leaves its unit open until the pass is over."""
-        if unit == len(self.units) - 1:
+        if unit == len(self.units) - 1 and self.half is None:
             for late in self.used:
                 if late.pending:
                     late.pending = 0
@@ -111,20 +139,50 @@ class Flat:
         """The micro-batch is over."""
         self._complete()
         if self.is_last:
-            for unit in self.used:
-                unit.theta.release()
+            self._release_all()
+
+    def _release_all(self) -> None:
+        for unit in self.used:
+            unit.theta.release()
 
     def gathered(self) -> int:
         return sum(unit.theta.gathered_bytes for unit in self.used)
 
-    def update(self, shard: int) -> None:
+    def lingering(self) -> int:
+        return 0
+
+    def signature(self) -> Hashable:
+        units = tuple(
+            (unit.pending, unit.theta.now(), unit.gradients.state()) for unit in self.used
+        )
+        return units, self.is_last, self.flying is None
+
+    def reduce(self) -> None:
         for unit in self.used:
             unit.gradients.for_update()
-        if not self.step.consumed:
-            self._clip()
+        if self.bench.layout.scales_loss and self._on_device and not self.step.consumed:
+            self.bench.tape.spike(SCALE_BYTES)
+
+    def clipped(self, shard: int) -> list[int] | None:
+        """On the gradients' tier, but for the scalar that is reduced."""
+        if self.step.consumed:
+            return None
+        if self._on_device:
+            held = (unit.gradients.kept for unit in self.used)
+            return [piece.numel for piece in held if piece is not None]
+        step = self.scene.plan.clip
+        if step is not None and step.axes:
+            size = max(SCALE_BYTES, self.bench.layout.gradients.itemsize)
+            self.bench.tape.spike(size)
+        return None
+
+    @property
+    def _on_device(self) -> bool:
+        return self.step.gradients_tier is Tier.DEVICE
+
+    def update(self, shard: int) -> None:
         for unit in self.used:
             unit.update.run()
-        self.finish_update()
 
     def finish_update(self) -> None:
         """Gathers that were issued during the update are awaited."""
@@ -132,18 +190,6 @@ class Flat:
             unit.theta.finish_update()
         for unit in self.used:
             unit.gradients.clear()
-
-    def _clip(self) -> None:
-        """On the gradients' tier, but for the scalar that is reduced."""
-        tape, step = self.bench.tape, self.scene.plan.clip
-        on_device = self.step.gradients_tier is Tier.DEVICE
-        if self.bench.layout.scales_loss and on_device:
-            tape.spike(SCALE_BYTES)
-        if step is not None and on_device:
-            held = (unit.gradients.kept for unit in self.used)
-            clip(self.scene, [piece.numel for piece in held if piece is not None])
-        elif step is not None and step.axes:
-            tape.spike(max(SCALE_BYTES, self.bench.layout.gradients.itemsize))
 
     def _complete(self) -> None:
         if self.flying is not None:

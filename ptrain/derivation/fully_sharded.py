@@ -7,11 +7,14 @@ backward. A reduction's input lives until the next unit's begins.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
 from ptrain.algebra.layout import ranks_over
 from ptrain.axes.data.costs import kept_ranks, local_rows, padded_rows
+from ptrain.axes.pipeline.schedule import Kind
 from ptrain.derivation.facts import UnitFacts
 from ptrain.derivation.tape import Scene
-from ptrain.derivation.wraps import clip_and_cast
+from ptrain.derivation.wraps import cast_units
 from ptrain.plan.step import FullyShard
 from ptrain.spec.batch import GradientSync, ReduceScatterVia
 from ptrain.timeline import Complete, Mark
@@ -152,6 +155,8 @@ class FullySharded:
         self.added = [0] * num_units  # the sum in another dtype than autograd's
         self.reduce_input = self.all_reduced = 0
         self.reduces = self.is_last = True
+        # between micro-batches in flight torch's root is told that backward is not over
+        self.is_pipelined = scene.plan.pipeline is not None
 
     def begin(self, *, is_first: bool, is_last: bool) -> None:
         self.is_last = is_last
@@ -167,6 +172,16 @@ class FullySharded:
 
     def before_backward(self, unit: int) -> None:
         self.gathers.before_backward(unit)
+
+    def begin_half(self, kind: Kind) -> None:
+        if kind is Kind.WEIGHT:
+            self.accumulates = [bool(fresh) for fresh in self.fresh]
+
+    def end_half(self, kind: Kind) -> None:
+        """No hook runs in the half of the weights: the last one's reduction is called."""
+        if kind is Kind.WEIGHT and self.is_last:
+            for unit in range(len(self.reduced)):
+                self.after_backward(unit)
 
     def complete(self, gradient: Complete) -> None:
         unit = self.unit_of[gradient.parameter]
@@ -193,7 +208,7 @@ class FullySharded:
             self._keep_in_reduced(unit)
         else:
             self.accumulates[unit] = bool(self.fresh[unit])
-        if unit == self.root:
+        if unit == self.root and (self.is_last or not self.is_pipelined):
             self.tape.add(-self.reduce_input - self.all_reduced)
             self.reduce_input = self.all_reduced = 0
 
@@ -245,13 +260,37 @@ class FullySharded:
     def gathered(self) -> int:
         return self.gathers.now()
 
+    def lingering(self) -> int:
+        return self.reduce_input + self.all_reduced
+
+    def signature(self) -> Hashable:
+        gathers = self.gathers
+        return (
+            (*gathers.is_gathered, *gathers.is_pending, *gathers.between, gathers.buffer),
+            (*self.has_shard, *self.accumulates, *self.added, *self.last_gradient),
+            tuple(map(tuple, self.fresh)),
+            (self.reduce_input, self.all_reduced, self.reduces, self.is_last),
+        )
+
+    def reduce(self) -> None:
+        """The hooks of backward have."""
+
+    def clipped(self, shard: int) -> list[int] | None:
+        return [numel for group in self._local(shard) for numel in group]
+
     def update(self, shard: int) -> None:
+        cast_units(self.scene, self._local(shard))
+
+    def finish_update(self) -> None:
+        """Nothing is on its way."""
+
+    def _local(self, shard: int) -> list[list[int]]:
         different = {_shapes(unit) for unit in self.scene.facts.units}
         local = {
             shapes: [local_rows(shape, self.ranks, shard) for shape in shapes]
             for shapes in different
         }
-        clip_and_cast(self.scene, [local[_shapes(unit)] for unit in self.scene.facts.units])
+        return [local[_shapes(unit)] for unit in self.scene.facts.units]
 
 
 def _padded(scene: Scene, ranks: int) -> list[list[int]]:

@@ -5,15 +5,14 @@ A stage is a model like any other, with fewer layers: the data axes and the oper
 its costs as they do a whole model's. A rank adds up its stages, each wrapped by itself and with
 buffers of its own; the step's tokens and targets and the loss are there once, on every rank.
 
-What a step of pp leaves in flight is not derived here: `axes.pipeline.holdings` says how many
-micro-batches of each stage a rank holds at every step of its order, and what one of them is in
-bytes needs the stage's own timeline.
+What a step of pp leaves in flight is `in_flight`'s.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
 
 from ptrain.algebra.layout import position
 from ptrain.axes.pipeline.form import pipeline_of
@@ -31,6 +30,7 @@ from ptrain.derivation.calls import group_over
 from ptrain.derivation.facts import ModelFacts, UnitFacts
 from ptrain.derivation.memory import other_bytes
 from ptrain.derivation.memory import resident as resident_of_part
+from ptrain.derivation.tied import Rows, tied_sums
 from ptrain.derivation.traffic import norm, wrapped
 from ptrain.plan.step import FullyShard, Plan
 from ptrain.spec.axis import Axis
@@ -137,34 +137,55 @@ def stage_plan(plan: Plan, stage: Stage, ends: Ends = ENDS) -> Plan:
     return replace(plan, tensor=replace(plan.tensor, roles=roles))
 
 
-def resident(spec: Spec, plan: Plan, facts: ModelFacts) -> tuple[Footprint, ...]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageParts:
+    """One stage: the plan as it sees it, its facts, and what the ranks of tp have of it, each part
+    with their places."""
+
+    stage: Stage
+    plan: Plan
+    facts: ModelFacts
+    parts: Mapping[ModelFacts, tuple[int, ...]]
+
+    def of(self, index: int) -> ModelFacts:
+        """What the rank at this place along tp has."""
+        return next(part for part, indices in self.parts.items() if index in indices)
+
+
+def staged(spec: Spec, plan: Plan, facts: ModelFacts) -> tuple[StageParts, ...]:
+    """The stages, first to last."""
+    ends = chain_of(spec, facts).ends
+    found = []
+    for stage in stages_of(spec, facts):
+        own, part = stage_plan(plan, stage, ends), stage_facts(facts, stage)
+        found.append(StageParts(stage=stage, plan=own, facts=part, parts=parts(spec, own, part)))
+    return tuple(found)
+
+
+def resident(spec: Spec, plan: Plan, stages: Sequence[StageParts]) -> tuple[Footprint, ...]:
     """Rows of parameters, optimizer state, gradients and the rest, rank by rank."""
     step = plan.pipeline
     assert step is not None
-    ends = chain_of(spec, facts).ends
-    parts_of = [stage_facts(facts, each) for each in stages_of(spec, facts)]
-    of_stage = [
-        _rows(spec, stage_plan(plan, each, ends), part)
-        for each, part in zip(stages_of(spec, facts), parts_of, strict=True)
-    ]
+    of_stage = [_rows(spec, each) for each in stages]
     found: list[Footprint] = []
     for rank in range(spec.world_size):
         own = step.stages_of(position(spec, rank, (step.axis,)))
         for state in _PLACED:
             found.append(_sum(state, rank, (of_stage[stage][rank, state] for stage in own)))
-        buffers = tuple(row for stage in own for row in parts_of[stage].buffers)
-        size = other_bytes(spec, replace(facts, buffers=buffers))
+        buffers = tuple(row for stage in own for row in stages[stage].facts.buffers)
+        size = other_bytes(spec, replace(stages[0].facts, buffers=buffers))
         found.append(Footprint(state=State.OTHER, rank=rank, device_bytes=size))
     return tuple(found)
 
 
-def _rows(spec: Spec, plan: Plan, part: ModelFacts) -> dict[tuple[int, State], Footprint]:
+def _rows(spec: Spec, stage: StageParts) -> dict[tuple[int, State], Footprint]:
     """What every rank would hold of one stage, by rank and state."""
+    plan = stage.plan
     axes = (plan.tensor.axis,) if plan.tensor else ()
     index_of = [position(spec, rank, axes) for rank in range(spec.world_size)]
     return {
         (row.rank, row.state): row
-        for local, indices in parts(spec, plan, part).items()
+        for local, indices in stage.parts.items()
         for row in resident_of_part(spec, plan, local)
         if index_of[row.rank] in indices
     }
@@ -183,22 +204,30 @@ def _sum(state: State, rank: int, rows: Iterable[Footprint]) -> Footprint:
 
 def sent(spec: Spec, plan: Plan, facts: ModelFacts) -> tuple[tuple[Traffic, ...], ...]:
     """What the ranks send in a step, by their place along pp: over the boundaries, and of each
-    stage what the data axes and the operators of tp send. Where tp cuts unequally, the account of
-    its first rank. A step that exchanges shapes first sends more, once."""
-    step, made = plan.pipeline, _schedule(spec)
+    stage what the data axes, the operators of tp and the sums of its shared tensors send. Where
+    ranks of tp or of shards differ, the account of the first. A step that exchanges shapes first
+    sends more, once."""
+    return tuple(each[0] for each in accounts(spec, plan, facts, staged(spec, plan, facts)))
+
+
+def accounts(
+    spec: Spec, plan: Plan, facts: ModelFacts, stages: Sequence[StageParts]
+) -> tuple[tuple[Rows, ...], ...]:
+    """The same, by place along pp every account that some rank there has."""
+    step, made = plan.pipeline, schedule_of(spec)
     assert step is not None
-    of_stage = [
-        tuple(_of_stage(spec, plan, facts, made, stage)) for stage in stages_of(spec, facts)
-    ]
+    hidden = chain_of(spec, facts).hidden
+    of_stage = [_of_stage(spec, made, stage) for stage in stages]
     return tuple(
-        add_traffic(
-            (
-                *over_boundaries(spec, plan, made, rank, chain_of(spec, facts).hidden),
-                *(row for stage in step.stages_of(rank) for row in of_stage[stage]),
-                *norm(spec, plan),
+        tuple(
+            dict.fromkeys(
+                add_traffic((*crossing, *(row for rows in each for row in rows)))
+                for of_index in zip(*(of_stage[s] for s in step.stages_of(rank)), strict=True)
+                for each in product(*of_index)
             )
         )
         for rank in range(made.ranks)
+        for crossing in [(*over_boundaries(spec, plan, made, rank, hidden), *norm(spec, plan))]
     )
 
 
@@ -220,16 +249,18 @@ def over_boundaries(
             yield calls.over(group, size)
 
 
-def _of_stage(
-    spec: Spec, plan: Plan, facts: ModelFacts, made: Schedule, stage: Stage
-) -> Iterator[Traffic]:
-    part, wrap = stage_facts(facts, stage), plan.wrap
-    own = stage_plan(plan, stage, chain_of(spec, facts).ends)
-    times = None
+def _of_stage(spec: Spec, made: Schedule, each: StageParts) -> list[list[Rows]]:
+    """By index on tp, the accounts of the ranks there."""
+    times, wrap = None, each.plan.wrap
     if isinstance(wrap, FullyShard):
-        times = stage_gathers(made, stage.index, wrap.sync)
-    yield from wrapped(spec, own, next(iter(parts(spec, own, part))), times)
-    yield from tensor.sent(spec, own, part)
+        times = stage_gathers(made, each.stage.index, wrap.sync)
+    operators = tuple(tensor.sent(spec, each.plan, each.facts))
+    found: dict[int, list[Rows]] = {}
+    for local, indices in each.parts.items():
+        rows = add_traffic((*wrapped(spec, each.plan, local, times), *operators))
+        sums = tied_sums(spec, each.plan, local, each.stage)
+        found |= {index: [(*rows, *more) for more in sums] for index in indices}
+    return [found[index] for index in sorted(found)]
 
 
 def stage_roles(roles: Roles, stage: Stage, stages: int, ends: Ends = ENDS) -> Roles:
@@ -255,7 +286,7 @@ def _means(pattern: str, module: str) -> bool:
     return fits(pattern, module) or pattern.startswith(f"{module}.")
 
 
-def _schedule(spec: Spec) -> Schedule:
+def schedule_of(spec: Spec) -> Schedule:
     size = pipeline_of(spec)
     assert size is not None, "a spec with pp"
     return schedule(spec.pipeline.schedule, size)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from ptrain.axes.pipeline.schedule import Kind
 from ptrain.costs import Phase
 from ptrain.derivation.facts import ModelFacts
 from ptrain.plan.step import Plan
@@ -64,6 +66,8 @@ class Scene:
 class Wrap(Protocol):
     """A wrap's own allocations at the boundaries of a model's timeline."""
 
+    scene: Scene
+
     def begin(self, *, is_first: bool, is_last: bool) -> None:
         """A micro-batch begins."""
 
@@ -86,5 +90,30 @@ class Wrap(Protocol):
         """Bytes of units that are gathered now."""
         ...
 
+    def begin_half(self, kind: Kind) -> None:
+        """A half of a backward pass begins: of the gradients of inputs, or of weights."""
+
+    def end_half(self, kind: Kind) -> None:
+        """It is over."""
+
+    def lingering(self) -> int:
+        """Bytes that outlive a backward pass and are no gradients."""
+        ...
+
+    def signature(self) -> Hashable:
+        """What a pass depends on: with equal ones it does the same."""
+        ...
+
+    def reduce(self) -> None:
+        """Reduce what is partial."""
+
+    def clipped(self, shard: int) -> list[int] | None:
+        """Elements of each gradient on the rank with this shard; None where they are not on the
+        device."""
+        ...
+
     def update(self, shard: int) -> None:
-        """Reduce what is partial, clip, and the optimizer, on the rank with this shard."""
+        """The optimizer, on the rank with this shard."""
+
+    def finish_update(self) -> None:
+        """What the update left running."""

@@ -4,7 +4,7 @@ allocations, and what of it is activations and gathered units.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import assert_never
 
@@ -16,7 +16,7 @@ from ptrain.derivation.flat_wrap import Flat
 from ptrain.derivation.fully_sharded import FullySharded
 from ptrain.derivation.memory import differing_axes, resident
 from ptrain.derivation.tape import Scene, Tape, Wrap
-from ptrain.derivation.wraps import Local, Replicated
+from ptrain.derivation.wraps import Local, Replicated, clip
 from ptrain.errors import PtrainError
 from ptrain.plan.step import FlatUnits, FullyShard, LocalGradients, Plan, Replicate
 from ptrain.spec.model import ModelShape
@@ -43,16 +43,16 @@ def replay(
     tape = Tape()
     timeline = model_timeline(spec, facts)
     scene = Scene(tape=tape, spec=spec, facts=facts, plan=plan, timeline=timeline)
-    wrap = _wrap(scene)
+    wrap = wrap_of(scene)
     transient = 0
     for index in _micro_batches(plan.accumulate.micro_batches):
         is_last = index == plan.accumulate.micro_batches - 1
         wrap.begin(is_first=index == 0, is_last=is_last)
         tape.enter(Phase.FORWARD)
-        _play(timeline.forward, tape, wrap)
+        play(timeline.forward, tape, wrap)
         transient = wrap.gathered()
         tape.enter(Phase.BACKWARD)
-        _play(timeline.backward, tape, wrap)
+        play(timeline.backward, tape, wrap)
     tape.enter(Phase.UPDATE)
     return Replay(
         saved_bytes=timeline.saved_bytes,
@@ -81,7 +81,7 @@ def _micro_batches(count: int) -> tuple[int, ...]:
     return tuple(range(count)) if count <= 3 else (0, 1, count - 1)
 
 
-def _wrap(scene: Scene) -> Wrap:
+def wrap_of(scene: Scene) -> Wrap:
     step = scene.plan.wrap
     match step:
         case LocalGradients():
@@ -96,7 +96,7 @@ def _wrap(scene: Scene) -> Wrap:
             assert_never(step)
 
 
-def _play(items: Iterable[Item], tape: Tape, wrap: Wrap) -> None:
+def play(items: Iterable[Item], tape: Tape, wrap: Wrap) -> None:
     at = {
         Mark.ENTER: wrap.enter,
         Mark.LEAVE: wrap.leave,
@@ -115,6 +115,21 @@ def _play(items: Iterable[Item], tape: Tape, wrap: Wrap) -> None:
             assert_never(item)
 
 
+def play_update(wraps: Sequence[Wrap], shard: int) -> None:
+    """Reduce what is partial, one norm over all, and the optimizer, on the rank with this shard."""
+    for wrap in wraps:
+        wrap.reduce()
+    norms = [wrap.clipped(shard) for wrap in wraps]
+    numels = [numel for found in norms if found is not None for numel in found]
+    scene = wraps[0].scene
+    if scene.plan.clip is not None and any(found is not None for found in norms):
+        clip(scene, numels)
+    for wrap in wraps:
+        wrap.update(shard)
+    for wrap in wraps:
+        wrap.finish_update()
+
+
 def _peaks(scene: Scene, wrap: Wrap, base: tuple[Footprint, ...]) -> tuple[Peak, ...]:
     """The update differs by the rows that a rank holds, and so does what lives always."""
     tape = scene.tape
@@ -130,7 +145,7 @@ def _peaks(scene: Scene, wrap: Wrap, base: tuple[Footprint, ...]) -> tuple[Peak,
         shard = position(scene.spec, rank, axes)
         if shard not in by_shard:
             tape.level = tape.peak = level
-            wrap.update(shard)
+            play_update([wrap], shard)
             by_shard[shard] = {**tape.peaks, Phase.UPDATE: tape.peak}
         peaks += [
             Peak(phase=phase, rank=rank, device_bytes=size + above)

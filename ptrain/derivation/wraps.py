@@ -3,8 +3,9 @@ place, whoever wrapped them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
+from ptrain.axes.pipeline.schedule import Kind
 from ptrain.derivation.facts import UnitFacts
 from ptrain.derivation.muon import muon_temporaries
 from ptrain.derivation.optimizer_state import is_hidden, kept_tensors, needs_whole_tensors
@@ -15,13 +16,10 @@ from ptrain.spec.spec import OptimizerSpec
 from ptrain.timeline import Complete
 
 
-def clip_and_cast(scene: Scene, groups: Sequence[Sequence[int]]) -> None:
-    """The update of tensors that stay in place: the norm's scalars, and unit by unit what is cast
-    to the dtype that is updated (gradients, moments). `groups` are the local elements of each
-    tensor."""
+def cast_units(scene: Scene, groups: Sequence[Sequence[int]]) -> None:
+    """The update of tensors that stay in place: unit by unit what is cast to the dtype that is
+    updated (gradients, moments). `groups` are the local elements of each tensor."""
     layout, optimizer = scene.plan.update.layout, scene.spec.optimizer
-    if scene.plan.clip is not None:
-        clip(scene, [numel for group in groups for numel in group])
     by_hidden = {hidden: _num_casts(optimizer, layout, hidden) for hidden in (False, True)}
     for group, unit in zip(groups, scene.facts.units, strict=True):
         elements = sum(
@@ -79,6 +77,12 @@ class Local:
     def begin(self, *, is_first: bool, is_last: bool) -> None:
         self.is_first = is_first
 
+    def begin_half(self, kind: Kind) -> None:
+        """A gradient is where it is kept, whoever computed it."""
+
+    def end_half(self, kind: Kind) -> None:
+        """Nothing is reduced."""
+
     def enter(self, unit: int) -> None:
         """Nothing is gathered."""
 
@@ -93,9 +97,24 @@ class Local:
     def gathered(self) -> int:
         return 0
 
+    def lingering(self) -> int:
+        return 0
+
+    def signature(self) -> Hashable:
+        return self.is_first
+
+    def reduce(self) -> None:
+        """They are where the optimizer wants them."""
+
+    def clipped(self, shard: int) -> list[int] | None:
+        return [tensor.numel for tensor in self.scene.facts.tensors]
+
     def update(self, shard: int) -> None:
         groups = [[tensor.numel for tensor in unit.tensors] for unit in self.scene.facts.units]
-        clip_and_cast(self.scene, groups)
+        cast_units(self.scene, groups)
+
+    def finish_update(self) -> None:
+        """Nothing is on its way."""
 
 
 class Replicated(Local):

@@ -15,6 +15,7 @@ from ptrain.derivation.flat_wrap import Flat
 from ptrain.derivation.memory import resident
 from ptrain.derivation.muon import muon_temporaries
 from ptrain.derivation.tape import Scene, Tape
+from ptrain.derivation.timeline import play_update
 from ptrain.derivation.traffic import sent
 from ptrain.plan.lower import lower
 from ptrain.plan.step import FlatUnits, Plan
@@ -288,7 +289,7 @@ def life(spec: Spec, plan: Plan) -> tuple[int, int]:
         for unit in flat.used:
             unit.theta.finish_update()  # an updated part that still travels is no gradient
     after_backward = tape.level
-    flat.update(0)
+    play_update([flat], 0)
     return after_backward, tape.level
 
 

@@ -295,12 +295,13 @@ def test_the_norm_is_one_scalar_per_axis_however_many_stages_a_rank_has(name):
         }
 
 
-def test_what_is_not_derived_yet_is_said():
-    assert set(derive(legal({"pp": 2})).exact.undefined) == {"activations", "peak"}
-    tied = {"model": SHAPE | {"tied": True}}
-    assert "traffic" in derive(legal({"pp": 2}, **tied)).exact.undefined
-    # a V has both ends of the model on one rank
-    assert "traffic" not in derive(legal({"pp": 2}, {"schedule": "zbv"}, **tied)).exact.undefined
+@every_model
+@pytest.mark.parametrize("name", ScheduleName)
+def test_everything_is_derived(model, name):
+    found = derive(legal({"pp": 2}, {"schedule": str(name)}, model=model)).exact
+    assert found.undefined == {}
+    assert {row.state for row in found.memory} == {*State}
+    assert len(found.peak) == 2 * 3  # ranks, phases
 
 
 def test_unequal_ranks_and_tied_ends_are_told_beside_the_theorem():

@@ -48,15 +48,28 @@ class Exchange:
     tensor: Held
 
 
-Turn = Action | Exchange
+@dataclass(frozen=True, slots=True)
+class End:
+    """torch's schedule returns: losses, and whatever is held still, go."""
+
+
+Turn = Action | Exchange | End
 
 
 def turns(name: ScheduleName, schedule: Schedule, rank: int) -> Iterator[Turn]:
-    """Everything that one rank does in a step, in order. What is held in the end is dropped."""
+    """Everything that one rank does in a step, in order."""
+    if name is ScheduleName.NAIVE:
+        for microbatch in range(schedule.microbatches):
+            yield from _all_forward(schedule, rank, [microbatch])
+            yield End()
+        return
+    yield from _together(name, schedule, rank)
+    yield End()
+
+
+def _together(name: ScheduleName, schedule: Schedule, rank: int) -> Iterator[Turn]:
+    """Of all micro-batches."""
     match name:
-        case ScheduleName.NAIVE:
-            for microbatch in range(schedule.microbatches):
-                yield from _all_forward(schedule, rank, [microbatch])
         case ScheduleName.GPIPE:
             yield from _all_forward(schedule, rank, range(schedule.microbatches))
         case ScheduleName.ONE_F_ONE_B:
@@ -112,7 +125,7 @@ class _Line:
 
 def _all_forward(schedule: Schedule, rank: int, microbatches: Sequence[int]) -> Iterator[Turn]:
     """ScheduleGPipe's: its lists of sends live until it returns."""
-    line, sent = _Line(schedule, rank), list[Exchange]()
+    line = _Line(schedule, rank)
     for kind, taken, given in (
         (Kind.FORWARD, Role.INPUT, Role.OUTPUT),
         (Kind.BACKWARD, Role.OUTPUT_GRADIENT, Role.INPUT_GRADIENT),
@@ -120,21 +133,24 @@ def _all_forward(schedule: Schedule, rank: int, microbatches: Sequence[int]) -> 
         for microbatch in microbatches:
             yield from line.receive(taken, microbatch)
             yield line.compute(kind, microbatch)
-            sends = [*line.send(given, microbatch)]
-            yield from sends
-            sent += sends
-    yield from (Exchange(Verb.DROP, each.tensor) for each in sent)
+            yield from line.send(given, microbatch)
 
 
 def _alternating(schedule: Schedule, rank: int) -> Iterator[Turn]:
-    """Schedule1F1B's: `output`, `bwd_recvs` and `bwd_sends` name the last of their kind."""
-    line, order = _Line(schedule, rank), schedule.orders[rank]
-    for step in order:
+    """Schedule1F1B's: `bwd_recvs` and `bwd_sends` name the last of their kind. `send_work` is the
+    last send of the warm-up, of which the last output is not, until no forward is left."""
+    line = _Line(schedule, rank)
+    warm_up = min(schedule.microbatches, schedule.stages - rank)
+    waiting = Held(Role.OUTPUT, rank, warm_up - 2)
+    forwards = 0
+    for step in schedule.orders[rank]:
         for part in step.parts:
             if part.kind is Kind.FORWARD:
+                forwards += 1
                 yield from line.receive(Role.INPUT, part.microbatch)
                 yield part
-                yield from line.name(Role.OUTPUT, part.microbatch)
+                if part.microbatch == waiting.microbatch:
+                    yield Exchange(Verb.HOLD, waiting)
                 continue
             if not line.is_last:
                 yield from line.receive(Role.OUTPUT_GRADIENT, part.microbatch)
@@ -142,7 +158,9 @@ def _alternating(schedule: Schedule, rank: int) -> Iterator[Turn]:
             yield part
             if not line.is_first:
                 yield from line.name(Role.INPUT_GRADIENT, part.microbatch)
-    yield from (Exchange(Verb.DROP, tensor) for tensor in line.held.values())
+            if forwards == schedule.microbatches and waiting.microbatch >= 0:
+                yield Exchange(Verb.DROP, waiting)
+                waiting = Held(Role.OUTPUT, rank, -1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,108 @@
+"""The micro-batches in flight on every rank of a pipeline, and the peaks: each rank's step replayed
+once for all ranks that have the same parts of the same stages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from ptrain.algebra.layout import position
+from ptrain.axes.pipeline.exchange import turns
+from ptrain.axes.pipeline.schedule import Schedule
+from ptrain.axes.tensor.costs import Cut
+from ptrain.costs import Footprint, Peak, Phase, State
+from ptrain.derivation.memory import differing_axes
+from ptrain.derivation.pipeline import StageParts
+from ptrain.derivation.stage_replay import Part, Played, play_rank
+from ptrain.derivation.stage_timeline import passes
+from ptrain.derivation.timeline import play_update
+from ptrain.spec.axis import Axis
+from ptrain.spec.pipeline import ScheduleName
+from ptrain.spec.spec import Spec
+
+_LIVES = (State.PARAMETERS, State.OPTIMIZER, State.OTHER)  # for the whole step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flight:
+    """Rows of activations and of gathered units, and the peaks, by rank."""
+
+    memory: tuple[Footprint, ...]
+    peaks: tuple[Peak, ...]
+
+
+def in_flight(
+    spec: Spec, made: Schedule, stages: Sequence[StageParts], base: Sequence[Footprint]
+) -> Flight:
+    """`base` are the resident rows."""
+    lives = dict.fromkeys(range(spec.world_size), 0)
+    for row in base:
+        if row.state in _LIVES:
+            lives[row.rank] += row.device_bytes
+    played: dict[tuple[int, tuple[int, ...]], _Rank] = {}
+    memory: list[Footprint] = []
+    peaks: list[Peak] = []
+    for rank in range(spec.world_size):
+        place, index = position(spec, rank, (Axis.PP,)), position(spec, rank, (Axis.TP,))
+        own = [stages[stage] for stage in made.stages_of(place)]
+        # ranks of tp with the same parts: the first of them stands for all
+        alike = tuple(next(p for p in each.parts.values() if index in p)[0] for each in own)
+        if (place, alike) not in played:
+            played[place, alike] = _Rank(spec, _play(spec, made, stages, place, index))
+        found = played[place, alike]
+        memory += found.rows(rank)
+        peaks += [
+            Peak(phase=phase, rank=rank, device_bytes=lives[rank] + above)
+            for phase, above in found.above(rank).items()
+        ]
+    return Flight(memory=tuple(memory), peaks=tuple(peaks))
+
+
+class _Rank:
+    """A step up to the update, and the updates of ranks with different shards."""
+
+    def __init__(self, spec: Spec, played: Played) -> None:
+        self.spec, self.played, self.tape = spec, played, played.tape
+        self.axes = differing_axes(played.wraps[0].scene.plan.wrap)
+        self.tape.enter(Phase.UPDATE)
+        self.level = self.tape.level
+        self._by_shard: dict[int, dict[Phase, int]] = {}
+
+    def rows(self, rank: int) -> Iterator[Footprint]:
+        played = self.played
+        for state, size in (
+            (State.ACTIVATIONS, played.activations),
+            (State.TRANSIENT, played.gathered),
+        ):
+            yield Footprint(state=state, rank=rank, device_bytes=size)
+
+    def above(self, rank: int) -> dict[Phase, int]:
+        """The peaks above what lives always."""
+        shard = position(self.spec, rank, self.axes)
+        if shard not in self._by_shard:
+            self.tape.level = self.tape.peak = self.level
+            play_update(self.played.wraps, shard)
+            self._by_shard[shard] = {**self.tape.peaks, Phase.UPDATE: self.tape.peak}
+        return self._by_shard[shard]
+
+
+def _play(
+    spec: Spec, made: Schedule, stages: Sequence[StageParts], place: int, index: int
+) -> Played:
+    """The step of the rank at these places along pp and tp."""
+    name: ScheduleName = spec.pipeline.schedule
+    own = [_part(spec, stages[stage], made.stages, index) for stage in made.stages_of(place)]
+    return play_rank(spec, own, turns(name, made, place), made.stages - 1)
+
+
+def _part(spec: Spec, each: StageParts, stages: int, index: int) -> Part:
+    step, facts = each.plan.tensor, each.of(index)
+    cut = None
+    if step is not None:
+        cut = Cut(step=step, degree=spec.degree(step.axis), index=index)
+    return Part(
+        index=each.stage.index,
+        plan=each.plan,
+        facts=facts,
+        passes=passes(spec, each.stage, stages, facts.unit_modules, cut),
+    )
