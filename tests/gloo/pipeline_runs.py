@@ -9,6 +9,7 @@ from pathlib import Path
 
 from benchmarks._machine import header, save
 from ptrain.spec.axis import Axis
+from ptrain.spec.placement import Distribution
 from ptrain.spec.spec import Spec
 from tests.gloo.recording import counted, named, relative
 from tests.gloo.tensor_runs import MEASURED as MEASURED_STEP
@@ -93,9 +94,12 @@ def _policy(spec: Spec) -> Iterator[str]:
     yield "fp64" if spec.precision.compute_fp64 else spec.precision.layout.name
     if spec.optimizer.clip is None:
         yield "no clip"
-    if any(each.placement.parameters.distribution.value == "S*" for each in spec.factors):
+    if any(
+        each.placement.parameters.distribution is Distribution.GATHERED for each in spec.factors
+    ):
         passes = {"forward": spec.sync.reshard_after_forward}
         passes["backward"] = spec.sync.reshard_after_backward
         kept = [name for name, reshards in passes.items() if not reshards]
         yield f"kept after {' and '.join(kept)}" if kept else "given back after each pass"
-    yield f"reduced {spec.sync.gradients}"
+    if spec.data_degree > 1:
+        yield f"reduced {spec.sync.gradients}"

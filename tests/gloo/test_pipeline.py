@@ -114,19 +114,21 @@ def test_every_factorization_of_four_ranks(
 
 
 @pytest.mark.parametrize(
-    ("axis", "data", "schedule"),
+    ("mesh", "data", "schedule"),
     [
-        ("dp_shard", "zero2", "interleaved"),
-        nightly("dp_replicate", "ddp", "zbv"),
-        *(nightly("dp_shard", data, "1f1b") for data in DATA),
-        nightly("dp_shard", "zero3", "dualpipev"),
+        ({"dp_shard": 2, "pp": 2}, "zero2", "interleaved"),
+        nightly({"dp_replicate": 2, "pp": 2}, "ddp", "zbv"),
+        *(nightly({"dp_shard": 2, "pp": 2}, data, "1f1b") for data in DATA),
+        nightly({"dp_shard": 2, "pp": 2}, "zero3", "dualpipev"),
+        *(nightly({"dp_shard": 2, "pp": 2, "tp": 2}, data, "bfs") for data in ("zero1", "zero3")),
+        nightly({"dp_replicate": 2, "pp": 4}, "ddp", "gpipe"),
     ],
+    ids=str,
 )
 def test_within_data_ranks_too_as_in_remark_4(
-    ranks: Ranks, axis: str, data: str, schedule: str
+    ranks: Ranks, mesh: dict[str, int], data: str, schedule: str
 ) -> None:
-    spec = spec_of("gpt-tied", schedule, mesh={axis: 2, "pp": 2}, data=data)
-    assert not differences(ranks, spec)
+    assert not differences(ranks, spec_of("gpt-tied", schedule, mesh=mesh, data=data))
 
 
 @pytest.mark.nightly
