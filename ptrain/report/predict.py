@@ -10,6 +10,7 @@ from ptrain.costs import Estimate, Phase, State, Traffic, TrafficKey, busiest
 from ptrain.derivation.estimate import Derivation
 from ptrain.plan.composition import condition_lines, theorem_6, theorem_7
 from ptrain.report.heading import heading
+from ptrain.report.places import by_place
 from ptrain.report.record import TIERS
 from ptrain.report.table import (
     MISSING,
@@ -48,12 +49,14 @@ class Prediction:
 def one(prediction: Prediction) -> str:
     """The full account of one spec."""
     paper, exact = prediction.derivation.paper, prediction.derivation.exact
+    places = by_place(prediction.spec, prediction.derivation.plan, exact)
     return "\n".join(
         [
             heading(prediction.spec, prediction.num_parameters),
             "",
             _memory(paper, exact),
             "",
+            *([places, ""] if places else []),
             _traffic(paper, exact),
             "",
             *fit_lines(prediction.fit, prediction.cheaper),

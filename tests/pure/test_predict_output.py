@@ -183,3 +183,40 @@ def test_what_a_pair_of_specs_differs_in_is_said_without_defaults_and_in_yamls_w
     assert "tensor.plan: – → naive" in ptrain("predict", "zero3", "tp-naive")
     keeps = ptrain("predict", "zero3", "zero3-keep")
     assert "sync.reshard_after_forward: true → false" in keeps
+
+
+def test_a_pipelines_ranks_are_told_one_by_one(ptrain):
+    """20 layers of 70B each, embedding and head at the ends; 1f1b has 4, 3, 2 and 1 in flight."""
+    text = ptrain("predict", "70b-3d")
+    assert row(text, "pp  ranks")[:4] == ["stages", "layers", "parameters", "optimizer"]
+    ranks = ["[0 1 … 31]", "[32 33 … 63]", "[64 65 … 95]", "[96 97 … 127]"]
+    told = [row(text, f"{place}   {own}") for place, own in enumerate(ranks)]
+    assert [cells[:2] for cells in told] == [[str(place), "20"] for place in range(4)]
+    layer = 8192 * (2 * 8192 + 2 * 1024 + 3 * 28672 + 2)
+    end = 94464 * 8192
+    middle, first = (2 * numel / 32 / GB for numel in (20 * layer, 20 * layer + end))
+    held = [float(cells[2].removesuffix(" GB")) for cells in told]
+    assert held == pytest.approx([first, middle, middle, first], rel=1e-3)
+    in_flight = [float(cells[5].removesuffix(" GB")) for cells in told]
+    assert in_flight == sorted(in_flight, reverse=True)
+    assert in_flight[1] / in_flight[2] == pytest.approx(3 / 2, rel=0.01)
+    assert max((cells[-1] for cells in told), key=float_of) == row(text, "peak backward")[1]
+
+
+def float_of(text: str) -> float:
+    return float(text.removesuffix(" GB"))
+
+
+def test_a_pipelines_record_has_every_state_of_every_rank(ptrain):
+    record = json.loads(ptrain("predict", "70b-3d", "--json"))
+    rows = [each for each in record["memory"] if each["column"] == "exact"]
+    states = {each["state"] for each in rows}
+    assert {"parameters", "optimizer", "gradients", "activations"} <= states
+    assert sorted((each["state"], each["rank"]) for each in rows) == sorted(
+        (state, rank) for state in states for rank in range(128)
+    )
+    assert {each["rank"] for each in record["peak"] if each["column"] == "exact"} == {*range(128)}
+
+
+def test_without_pp_ranks_are_not_told_one_by_one(ptrain):
+    assert "pp  ranks" not in ptrain("predict", "tp-zero3")

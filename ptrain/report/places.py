@@ -1,0 +1,46 @@
+"""What each rank of a pipeline holds: stages are unequal, and so are micro-batches in flight."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ptrain.algebra.layout import position
+from ptrain.costs import Estimate, State
+from ptrain.plan.composition import ranks_text
+from ptrain.plan.step import Plan
+from ptrain.report.table import largest, on_tiers, render, size
+from ptrain.spec.spec import Spec
+
+
+def by_place(spec: Spec, plan: Plan, exact: Estimate) -> str:
+    """A line per place along pp: its ranks, how many layers, bytes of each state and the peak, of
+    that one of its ranks which has most; empty without pp."""
+    step = plan.pipeline
+    if step is None:
+        return ""
+    places = [position(spec, rank, (step.axis,)) for rank in range(spec.world_size)]
+    kept = [
+        (state, tier, label)
+        for state in State
+        for tier, label in on_tiers(state)
+        if largest(exact.memory, state, tier)
+    ]
+
+    def rows() -> Iterator[tuple[str, ...]]:
+        for place in range(max(places) + 1):
+            own = {rank for rank, found in enumerate(places) if found == place}
+            stages = step.stages_of(place)
+            memory = [row for row in exact.memory if row.rank in own]
+            peaks = [row.device_bytes for row in exact.peak if row.rank in own]
+            yield (
+                str(place),
+                ranks_text(sorted(own)),
+                " ".join(map(str, stages)),
+                str(sum(len(step.layers[stage]) for stage in stages)),
+                *(size(largest(memory, state, tier)) for state, tier, _ in kept),
+                size(max(peaks, default=None)),
+            )
+
+    labels = (label for _, _, label in kept)
+    columns = (str(step.axis), "ranks", "stages", "layers", *labels, "peak")
+    return render(columns, rows(), left=(0, 1, 2))
