@@ -11,11 +11,11 @@ from dataclasses import field, replace
 from typing import Annotated, Any
 
 from ptrain.spec import slips
+from ptrain.spec.grammar_cluster import ClusterRaw
 from ptrain.spec.grammar_parts import (
     RESHARD,
     BatchRaw,
     CheckpointRaw,
-    ClusterRaw,
     DataRaw,
     EvalRaw,
     LogRaw,

@@ -10,7 +10,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from ptrain.spec.leaf import Choice, Either, Free, Numbers, Real, Size, Text, Truth, Whole, section
+from ptrain.spec.leaf import Choice, Either, Free, Numbers, Real, Text, Truth, Whole, section
 from ptrain.spec.role import GIVEN
 from ptrain.spec.slips import TIER_SLIPS
 from ptrain.spec.spec import (
@@ -356,28 +356,3 @@ class OffloadRaw:
             slips=TIER_SLIPS,
         ),
     ] = None
-
-
-@section
-class ClusterRaw:
-    """What the job runs on: a preset and fields that override it."""
-
-    preset: Annotated[
-        str | None, Text("a cluster of specs/clusters, or a file of its fields", _NAME_OR_FILE)
-    ] = None
-    name: Annotated[str | None, Text("what reports call it")] = None
-    devices: Annotated[int | None, Whole("devices in all", 1, 2**17)] = None
-    devices_per_node: Annotated[int | None, Whole("devices of one node", 1, 2**17)] = None
-    device_memory: Annotated[int | None, Size("memory of one device (80 GiB)")] = None
-    host_memory: Annotated[
-        int | None, Size("memory of one node's host for offloaded states, shared by its devices")
-    ] = None
-    intra_node_bandwidth: Annotated[
-        int | None, Size("bytes per second of one device within a node (450 GB/s)", rate=True)
-    ] = None
-    inter_node_bandwidth: Annotated[
-        int | None, Size("bytes per second of one device between nodes (50 GB/s)", rate=True)
-    ] = None
-    intra_node_latency: Annotated[float | None, Real("seconds per message", 0.0, 60.0)] = None
-    inter_node_latency: Annotated[float | None, Real("seconds per message", 0.0, 60.0)] = None
-    flops: Annotated[float | None, Real("operations per second of one device", 0.0, 1e20)] = None

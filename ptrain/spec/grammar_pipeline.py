@@ -52,6 +52,34 @@ class ScheduleText(Choice):
         return super().meant(value)
 
 
+_MOVING = ("dynamic", "adaptive", "rebalance", "elastic", "runtime")
+
+
+def _split_meant(value: object) -> str:
+    """What was meant in place of a split."""
+    if isinstance(value, list):
+        return f"write numbers of layers from 1 to {MAX_LAYERS}: [3, 5]"
+    if isinstance(value, str) and value.lower() in _MOVING:
+        return (
+            "a layer stays on its rank while a run lasts (a placement is static); to move it, "
+            "write another split and continue from a checkpoint: ptrain train SPEC --resume RUN"
+        )
+    return _SPLITS.meant(value)
+
+
+_SPLITS = Choice(
+    "",
+    {
+        "parameters": "the largest stage as small as can be, embedding in front and norm and head "
+        "behind included",
+        "time": "the slowest stage as fast as can be, by the operations of its matrices and "
+        "scores: the head counts, looking up the embedding does not",
+        "layers": "as many layers in each",
+    },
+    slips={"balanced": "parameters", "auto": "parameters", "even": "layers", "uniform": "layers"},
+)
+
+
 @section
 class PipelineRaw:
     """How micro-batches flow through the stages of pp, and which layers a stage has."""
@@ -88,17 +116,9 @@ class PipelineRaw:
             "which layers a stage has",
             "parameters, time, layers or a list of each stage's number of layers",
             (
-                Choice(
-                    "",
-                    {
-                        "parameters": "the largest stage as small as can be, embedding in front "
-                        "and norm and head behind included",
-                        "time": "the slowest stage as fast as can be, by the operations of its "
-                        "matrices and scores: the head counts, looking up the embedding does not",
-                        "layers": "as many layers in each",
-                    },
-                ),
+                _SPLITS,
                 Numbers("each stage's number of layers", 1, MAX_LAYERS, whole=True),
             ),
+            hint=_split_meant,
         ),
     ] = str(_PIPELINE.split)

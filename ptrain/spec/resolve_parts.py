@@ -10,10 +10,10 @@ from ptrain.errors import SpecError
 from ptrain.spec.batch import Batch, UnitKind, UnitSize
 from ptrain.spec.check import validate
 from ptrain.spec.cluster import Cluster
+from ptrain.spec.grammar_cluster import ClusterRaw
 from ptrain.spec.grammar_parts import (
     MAX_SAMPLES,
     BatchRaw,
-    ClusterRaw,
     DataRaw,
     ModelRaw,
     OffloadRaw,

@@ -119,6 +119,15 @@ LINES = [
     ("llama-tiny", "nested.yaml", "model.preset", "names another preset", "fields themselves"),
     ("train:", "cluster: {preset: moon}\ntrain:", "cluster.preset", "no cluster", "laptop"),
     ("train:", "cluster: {devices: 2}\ntrain:", "cluster", "incomplete", "preset"),
+    ("train:", "cluster: {device_memory: [1, 2]}\ntrain:", "cluster", "one figure", "and smallest"),
+    ("train:", "cluster: {flops: {a: 1}}\ntrain:", "cluster.flops", "one figure", "every device"),
+    ("train:", "cluster: {devices: [a, b]}\ntrain:", "cluster.devices", "one figure", "like the"),
+    ("train:", "pipeline: gpipe\ntrain:", "pipeline", "a mapping", "pipeline.schedule=gpipe"),
+    ("train:", "pipeline: {split: dynamic}\ntrain:", "pipeline.split", "'dynamic'", "stays on its"),
+    ("train:", "pipeline: {split: Adaptive}\ntrain:", "pipeline.split", "", "--resume"),
+    ("train:", "pipeline: {split: uniform}\ntrain:", "pipeline.split", "", "mean 'layers'?"),
+    ("train:", "pipeline: {split: [0, 4]}\ntrain:", "pipeline.split", "a list", "from 1 to"),
+    ("train:", "pipeline: {micro: 4}\ntrain:", "pipeline.micro", "unknown key", "schedule, stages"),
     ("train:", "data: {path: a, corpus: synthetic}\ntrain:", "data.path", "both", "remove one"),
     ("train:", "data: {corpus: web}\ntrain:", "data.corpus", "'web'", "python-docs"),
     ("name: good", "name: ../good", "name", "'../good'", "1 to 64 letters"),
@@ -127,8 +136,8 @@ LINES = [
     ("layout: fp32", "layout: fp23", "precision.layout", "'fp23'", "did you mean 'fp32'"),
     ("{preset: llama-tiny}", "{hf: A, layers: 2}", "model.layers", "hf gives", "model.config"),
     # in the grammar, not executed yet
-    ("mesh: {", "mesh: {pp: 2, ", "mesh.pp", "not yet", "dp_replicate, dp_shard, tp"),
-    ("train:", "pipeline: {schedule: 1f1b}\ntrain:", "pipeline", "not yet", "remove pipeline"),
+    ("mesh: {", "mesh: {cp: 2, ", "mesh.cp", "not yet", "pp, dp_replicate, dp_shard, tp"),
+    ("mesh: {", "mesh: {pp: 2, ", "placement", "the mesh has pp: 2", "four modes"),
     ("activations: R", "activations: M", "placement.dp_shard.activations", "not yet", "today: R"),
     ("train:", "recompute: full\ntrain:", "recompute", "not yet", "none"),
     ("train:", "compile: true\ntrain:", "compile", "not yet", "false"),
@@ -214,14 +223,14 @@ def test_the_caret_points_at_the_fault(old, new, line, pointed_at, tmp_path):
 
 def test_all_faults_come_at_once_in_the_order_of_the_file(tmp_path):
     text = GOOD.replace("name: good", "name: a/b").replace("llama-tiny", "llama-tinny")
-    text = text.replace("dp_shard: 2", "dp_shard: 2, pp: 4").replace("S*", "Q")
+    text = text.replace("dp_shard: 2", "dp_shard: 2, cp: 4").replace("S*", "Q")
     text = text.replace("lr: 3e-4", "lr: x").replace("seed: 0", "seed: -1, seed: 2")
     file = tmp_path / "spec.yaml"
     file.write_text(text + "recompute: full\neval: &x {every: !!int 3}\nlog: *x\n")
     error = refused(file)
     places = [fault.place for fault in error.faults]
     assert places == [
-        "name", "model.preset", "mesh.pp", "placement.dp_shard.parameters", "optimizer.lr",
+        "name", "model.preset", "mesh.cp", "placement.dp_shard.parameters", "optimizer.lr",
         "train.seed", "recompute", "eval", "eval.every", "log",
     ]  # fmt: skip
     assert str(error).count("error:") == len(places)
