@@ -8,6 +8,7 @@ from itertools import product
 import pytest
 
 from ptrain.algebra.legality import check, executed
+from ptrain.axes.data.form import Form, form_of
 from ptrain.axes.pipeline.form import pipeline_of
 from ptrain.axes.pipeline.known import takes_any_stages
 from ptrain.axes.pipeline.rules import PIPELINE
@@ -254,6 +255,34 @@ def test_a_dial_of_pp_is_refused_where_nothing_is_cut_into_stages(key, value):
 def test_units_that_span_stages_wait(unit, runs):
     waiting = [fault.place for fault in executed(spec({"pp": 2, "dp_shard": 2}, unit=unit))]
     assert waiting == ["unit"] * (not runs)
+
+
+def test_an_optimizer_of_whole_matrices_waits_until_stages_tell_them():
+    (fault,) = executed(spec({"pp": 2}, optimizer={"name": "muon"}))
+    assert fault.place == "optimizer.name"
+    assert fault.finding.startswith("not yet: muon, which asks a whole model")
+    assert fault.remedy == "write adamw, or no pp"
+
+
+@pytest.mark.parametrize(
+    ("tied", "gradients", "runs"), [(True, "O", 0), (True, "S", 1), (False, "O", 1)]
+)
+def test_offloaded_gradients_of_a_tied_head_wait(tied, gradients, runs):
+    model = SHAPE | {"tied": tied}
+    placement = {"pp": "S,S,S,R", "dp_shard": f"R,O,{gradients},R"}
+    asked = spec({"pp": 2, "dp_shard": 2}, model=model, placement=placement)
+    assert not check(asked)
+    waiting = [fault.place for fault in executed(asked)]
+    assert waiting == ["placement.dp_shard.gradients"] * (not runs)
+
+
+@pytest.mark.parametrize("degree", [1, 2])
+def test_a_spread_update_is_torch_s_own_on_whole_models_only(degree):
+    mesh = {"pp": degree, "dp_replicate": 2}
+    tuples = {"pp": "S,S,S,R", "dp_replicate": "R,S,R,R"}
+    asked = spec(mesh, placement={axis: tuples[axis] for axis in mesh})
+    assert form_of(asked) is (Form.SPREAD_UPDATE if degree == 1 else Form.FLAT)
+    assert not check(asked) and not executed(asked)
 
 
 @pytest.mark.parametrize(

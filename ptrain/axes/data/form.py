@@ -71,7 +71,9 @@ def form_of(spec: Spec) -> Form:
         in_halves = spec.degree(Axis.PP) > 1 and spec.pipeline.is_in_halves
         if len(whole_axes(factors)) == len(factors) and not is_cut and not in_halves:
             return Form.REPLICATE
-        if not is_cut and _has_torch_s_spread_update(spec, factors):
+        # torch's spread update is one for all tensors of a module, and a rank may have two stages
+        is_one = not is_cut and spec.degree(Axis.PP) == 1
+        if is_one and _has_torch_s_spread_update(spec, factors):
             return Form.SPREAD_UPDATE
         if _replicas_around(factors, _FULLY_SHARDED):
             return Form.FULLY_SHARD

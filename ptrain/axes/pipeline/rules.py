@@ -14,16 +14,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ptrain.axes.data.form import Form, data_factors, form_of
+from ptrain.axes.data.form import ELEMENTWISE, Form, data_factors, form_of, tier_of
 from ptrain.axes.pipeline.form import pipeline_of
 from ptrain.axes.pipeline.known import faults, takes_any_stages
 from ptrain.axes.pipeline.stages import unlike
 from ptrain.axes.rule import AxisRules, SpecRule, TupleRule
+from ptrain.costs import State
 from ptrain.errors import Fault
 from ptrain.spec.axis import Axis
 from ptrain.spec.batch import UnitKind
 from ptrain.spec.model import ModelShape
-from ptrain.spec.placement import Placement, R, S
+from ptrain.spec.placement import Placement, R, S, Tier
 from ptrain.spec.spec import OptimizerSpec, Spec
 
 _DISJOINT = "Theorem 4 (state consistency)"
@@ -177,6 +178,32 @@ def _halves(spec: Spec) -> Iterator[Fault]:
             )
 
 
+def _whole_matrices(spec: Spec) -> Iterator[Fault]:
+    if spec.degree(Axis.PP) > 1 and spec.optimizer.name not in ELEMENTWISE:
+        yield Fault(
+            place="optimizer.name",
+            finding=f"not yet: {spec.optimizer.name}, which asks a whole model which matrices are "
+            "a block's, and pp leaves a rank a part of one",
+            remedy="write adamw, or no pp",
+        )
+
+
+def _shared_off_the_device(spec: Spec) -> Iterator[Fault]:
+    factors, shape = data_factors(spec), spec.model
+    is_tied = isinstance(shape, ModelShape) and shape.tied
+    if spec.degree(Axis.PP) == 1 or not is_tied:
+        return
+    tier = tier_of(factors, State.GRADIENTS)
+    if tier is not Tier.DEVICE:
+        where = next(f.axis for f in factors if f.placement.gradients.tier is tier)
+        yield Fault(
+            place=f"placement.{where}.gradients",
+            finding="not yet: gradients off the device of a tied head, whose two ends on the first "
+            "and the last stage are summed on it",
+            remedy="what works today: model.tied=false, or gradients on the device",
+        )
+
+
 PIPELINE = AxisRules(
     axes=(Axis.PP,),
     tuples=_TUPLES,
@@ -197,5 +224,9 @@ PIPELINE = AxisRules(
         SpecRule(name="units within a stage", theorem="", faults=_units),
         SpecRule(name="one policy for both passes", theorem="", faults=_kept_for_a_while),
         SpecRule(name="units wait for their weights", theorem="", faults=_halves),
+        SpecRule(
+            name="shared gradients meet on the device", theorem="", faults=_shared_off_the_device
+        ),
+        SpecRule(name="matrices of a whole model", theorem="", faults=_whole_matrices),
     ),
 )
