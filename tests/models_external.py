@@ -159,10 +159,11 @@ PAIRS_PLAN = {
 def pairs(
     hidden: int = 16, layers: int = 2, vocab: int = 260, tied: bool = False, planned: bool = True
 ) -> Pairs:
-    """A target that says how it is cut over tp, or leaves that to the spec."""
+    """A target that says how it is cut over tp and pp, or leaves that to the spec."""
     model = Pairs(hidden, layers, vocab, tied)
     if planned:
         model.tp_plan = PAIRS_PLAN  # type: ignore[assignment]
+        model.pp_plan = ("table", "layers", "head")  # type: ignore[assignment]
     return model
 
 

@@ -95,12 +95,16 @@ def _names(plan: object) -> tuple[str, ...]:
 
 
 def _their_names(module: nn.Module) -> Iterator[str]:
-    """What the config says of the base model, then what the class adds (the head)."""
+    """What the config says of the base model, wherever that is, then what the class adds (the
+    head)."""
     base = getattr(getattr(module, "config", None), "base_model_pp_plan", None) or {}
-    prefix = getattr(module, "base_model_prefix", "")
+    if not base:
+        return
+    inner = module.named_modules()
+    prefixes = (name for name, child in inner if all(hasattr(child, each) for each in base))
+    prefix = next(prefixes, getattr(module, "base_model_prefix", ""))
     yield from (f"{prefix}.{name}" for name in base)
-    if base:
-        yield from (name for name in getattr(type(module), "_pp_plan", None) or {})
+    yield from getattr(type(module), "_pp_plan", None) or ()
 
 
 @dataclass(frozen=True, slots=True)

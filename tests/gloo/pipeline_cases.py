@@ -35,14 +35,16 @@ def spec_of(
     pipeline: Mapping[str, Any] | None = None,
     shape: Mapping[str, Any] | None = None,
     batch: Mapping[str, int] | None = None,
+    own: Mapping[str, Any] | None = None,
     **sections: Any,
 ) -> Spec:
-    """`mesh` in its order; of its axes dp_shard is placed as `data`, tp has `activations`."""
+    """`mesh` in its order; of its axes dp_shard is placed as `data`, tp has `activations`; `own` is
+    a model that is not built in."""
     placement = {"pp": STAGE, "dp_replicate": REPLICA, "dp_shard": data}
     placement["tp"] = f"S,S,S,{activations}"
     mapping: dict[str, Any] = {
         "name": f"{model}-{schedule}",
-        "model": {**SIZES, **MODELS[model], **(shape or {})},
+        "model": own or {**SIZES, **MODELS[model], **(shape or {})},
         "mesh": dict(mesh),
         "placement": {axis: placement[axis] for axis in mesh},
         "pipeline": {"schedule": schedule, **(pipeline or {})},

@@ -1,0 +1,111 @@
+"""Models that are not built in, cut into stages by their own plans, alone and within the other
+axes. They compute what one device computes, and cost what is predicted to the byte."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ptrain.spec.spec import Spec
+from tests.gloo.pipeline_cases import DATA, spec_of
+from tests.gloo.pipeline_runs import differences
+from tests.ranks import Ranks
+
+pytestmark = pytest.mark.gloo
+NIGHTLY = pytest.mark.nightly
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "vocab_size": 260,
+}
+GROUPED = SIZES | {"num_key_value_heads": 2, "pad_token_id": 32}  # a space, never updated
+TIED = {"tie_word_embeddings": True, "vocab_size": 259}
+# Half of the layers see the last four tokens, and which half they are depends on their place.
+WINDOWS = {
+    "layer_types": ["sliding_attention", "full_attention", "full_attention", "sliding_attention"],
+    "sliding_window": 4,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {"hf": "LlamaForCausalLM", "config": GROUPED},
+    "tied": {"hf": "llama", "config": GROUPED | TIED},
+    "qwen2": {"hf": "qwen2", "config": GROUPED | WINDOWS | {"use_sliding_window": True}},
+    "qwen3": {"hf": "qwen3", "config": GROUPED | {"head_dim": 8}},
+    "mistral": {"hf": "mistral", "config": GROUPED | {"head_dim": 8, "sliding_window": 4}},
+    "neox": {"hf": "gpt_neox", "config": SIZES},
+    "pairs": {"target": "tests.models_external:pairs", "arguments": {"layers": 3}},
+    "tied-pairs": {
+        "target": "tests.models_external:pairs",
+        "arguments": {"layers": 4, "tied": True},
+    },
+    "ours-llama": {"target": "tests.models_external:ours"},
+    "ours-gpt": {"target": "tests.models_external:ours", "arguments": {"family": "gpt"}},
+}
+ALONE = {"pp": 2}
+SHARDED = {"pp": 2, "dp_shard": 2}
+REPLICATED = {"pp": 2, "dp_replicate": 2}
+CUT = {"pp": 2, "tp": 2}
+
+
+def own_spec(
+    model: str, mesh: dict[str, int], schedule: str = "1f1b", data: str = "zero3", **sections: Any
+) -> Spec:
+    whose = "hf" if "hf" in MODELS[model] else "own"
+    if whose == "hf":
+        pytest.importorskip("transformers")
+    name = f"{whose}-{model}-{schedule}"
+    return spec_of(
+        schedule=schedule, mesh=mesh, data=data, own=MODELS[model], name=name, **sections
+    )
+
+
+@pytest.mark.parametrize(
+    ("model", "mesh"),
+    [("qwen2", ALONE), ("tied", SHARDED), ("tied-pairs", CUT)],
+    ids=str,
+)
+def test_stages_are_exact_and_equal_one_device(
+    ranks: Ranks, model: str, mesh: dict[str, int]
+) -> None:
+    assert not differences(ranks, own_spec(model, mesh))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("mesh", [ALONE, SHARDED, REPLICATED, CUT], ids=str)
+def test_every_model_on_every_mesh(ranks: Ranks, model: str, mesh: dict[str, int]) -> None:
+    assert not differences(ranks, own_spec(model, mesh))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("data", DATA[:-1])
+@pytest.mark.parametrize("model", ["tied", "tied-pairs"])
+def test_shared_gradients_are_summed_whatever_a_rank_has_of_them(
+    ranks: Ranks, model: str, data: str
+) -> None:
+    assert not differences(ranks, own_spec(model, SHARDED, data=data))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("schedule", ["naive", "gpipe", "bfs", "interleaved", "zero-bubble", "zbv"])
+@pytest.mark.parametrize("model", ["qwen2", "tied"])
+def test_every_order_of_micro_batches(ranks: Ranks, model: str, schedule: str) -> None:
+    assert not differences(ranks, own_spec(model, ALONE, schedule))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("layout", ["zero16", "fsdp-mixed"])
+def test_in_true_dtypes_it_is_exact(ranks: Ranks, layout: str) -> None:
+    data = "fsdp-mixed" if layout == "fsdp-mixed" else "zero3"
+    assert not differences(
+        ranks, own_spec("tied", SHARDED, data=data, precision={"layout": layout})
+    )
+
+
+@pytest.mark.nightly
+def test_stages_may_be_listed_and_balanced_by_time(ranks: Ranks) -> None:
+    for split in ([1, 3], "time"):
+        assert not differences(ranks, own_spec("tied", ALONE, pipeline={"split": split}))

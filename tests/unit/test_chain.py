@@ -1,0 +1,238 @@
+"""What the pipeline axis reads off a model that is not built in, and which models it refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ptrain.axes.pipeline.cut import part_of
+from ptrain.axes.pipeline.stages import Chain, Ends
+from ptrain.derivation.pipeline import stage_facts, stages_of
+from ptrain.errors import SpecError
+from ptrain.interpreter.facts import read_facts
+from ptrain.interpreter.stages import stages_of_module
+from ptrain.models.build import build
+from ptrain.models.chain import chain_of_module, sample
+from ptrain.models.facts import untraced_facts
+from ptrain.spec.load import load
+from ptrain.spec.spec import Spec
+from tests.gloo.test_own_pipeline import GROUPED, MODELS, SIZES
+from tests.models_external import Carriers, Necks, Pairs
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "gemma": {"hf": "gemma", "config": GROUPED | {"head_dim": 8}},
+    "cohere": {"hf": "cohere", "config": SIZES},
+    "granite": {"hf": "granite", "config": SIZES | {"embedding_multiplier": 12.0}},
+    "gpt2": {"hf": "gpt2", "config": {"n_embd": 32, "n_layer": 4, "n_head": 4, "vocab_size": 260}},
+    "unplanned": {"target": "tests.models_external:pairs", "arguments": {"planned": False}},
+}
+
+
+def spec_of(model: dict[str, Any], **sections: Any) -> Spec:
+    if "hf" in model:
+        pytest.importorskip("transformers")
+    mapping = {
+        "model": model,
+        "mesh": {"pp": 2},
+        "placement": {"pp": "S,S,S,R"},
+        "batch": {"accumulate": 2, "micro": 1, "sequence": 16},
+    }
+    return load(mapping | sections).spec
+
+
+def made(spec: Spec) -> nn.Module:
+    return build(spec.model, sequence=16, allow_import=True)
+
+
+def refused(spec: Spec, module: nn.Module | None = None) -> tuple[str, str, str]:
+    with pytest.raises(SpecError) as raised:
+        if module is None:
+            read_facts(spec, allow_import=True)
+        else:
+            stages_of_module(spec, module, untraced_facts(module, spec))
+    (fault,) = raised.value.faults
+    return fault.place, fault.finding, fault.remedy
+
+
+def planned(module: nn.Module, *names: str) -> nn.Module:
+    module.pp_plan = names  # type: ignore[assignment]
+    return module
+
+
+def test_a_plan_of_transformers_says_what_is_in_front_and_behind():
+    spec = spec_of(MODELS["tied"])
+    assert chain_of_module(made(spec), spec) == Chain(
+        layers=tuple(f"model.layers.{index}" for index in range(4)),
+        ends=Ends(front=("model.embed_tokens",), behind=("model.norm", "lm_head")),
+        hidden=SIZES["hidden_size"],
+        tied=(("model.embed_tokens.weight", "lm_head.weight"),),
+    )
+
+
+def test_dropout_behind_the_embedding_is_in_front_of_the_layers():
+    spec = spec_of(MODELS["neox"])
+    found = chain_of_module(made(spec), spec)
+    assert found is not None
+    assert found.ends.front == ("gpt_neox.embed_in", "gpt_neox.emb_dropout")
+    assert found.ends.behind[0] == "gpt_neox.final_layer_norm"
+    assert not found.tied
+
+
+@pytest.mark.parametrize(
+    "plan", [("table", "layers", "head"), {"table": 0, "layers": 1, "head": 2}]
+)
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_module_of_the_users_own_says_it_by_an_attribute(plan, tied):
+    spec = spec_of(MODELS["pairs"])
+    module = planned(Pairs(16, 3, 260, tied), *plan)
+    assert chain_of_module(module, spec) == Chain(
+        layers=("layers.0", "layers.1", "layers.2"),
+        ends=Ends(front=("table",), behind=("head",)),
+        hidden=16,
+        tied=(("table.weight", "head.weight"),) if tied else (),
+    )
+
+
+def test_without_pp_nobody_is_asked():
+    spec = spec_of(OTHERS["unplanned"], mesh={}, placement={})
+    assert chain_of_module(made(spec), spec) is None
+
+
+@pytest.mark.parametrize("model", [*MODELS, "tied-split"])
+def test_stages_one_after_the_other_give_the_models_logits(model):
+    given = MODELS.get(model, MODELS["tied"])
+    split = [3, 1] if model == "tied-split" else "parameters"
+    spec = spec_of(given, pipeline={"split": split})
+    module = made(spec).double().eval()
+    facts = untraced_facts(module, spec)
+    assert facts.chain is not None
+    stages = stages_of(spec, facts)
+    tokens = torch.arange(3, 19).reshape(1, 16)
+    x, names = tokens, []
+    for index in range(len(stages)):
+        part = part_of(module, stages, index, facts.chain.ends)
+        names += [name for name, _ in part.named_parameters()]
+        x = part(x)
+    torch.testing.assert_close(x, module(tokens), rtol=0, atol=1e-12)
+    copies = [copy for _, copy in facts.chain.tied]
+    own = [name for name, _ in module.named_parameters()]
+    assert sorted(names) == sorted([*own, *copies])
+
+
+def test_a_copy_of_a_tied_tensor_is_apart_from_it():
+    spec = spec_of(MODELS["tied"])
+    module = made(spec)
+    facts = untraced_facts(module, spec)
+    assert facts.chain is not None
+    stages = stages_of(spec, facts)
+    first, last = (part_of(module, stages, index, facts.chain.ends) for index in range(2))
+    table = first.get_parameter("model.embed_tokens.weight")
+    copy = last.get_parameter("lm_head.weight")
+    assert torch.equal(table, copy) and table.data_ptr() != copy.data_ptr()
+
+
+def test_buffers_of_other_stages_are_not_a_stages_own():
+    spec = spec_of(OTHERS["gemma"])
+    module = made(spec)
+    facts = untraced_facts(module, spec)
+    if not any(name.endswith("embed_scale") for name, _ in facts.buffers):
+        pytest.skip("this transformers scales outside the embedding")
+    assert facts.chain is not None
+    stages = stages_of(spec, facts)
+    for stage in stages:
+        part = part_of(module, stages, stage.index, facts.chain.ends)
+        assert dict(stage_facts(facts, stage).buffers).keys() == dict(part.named_buffers()).keys()
+
+
+@pytest.mark.parametrize("model", ["cohere", "granite"])
+def test_a_model_that_scales_between_its_modules_is_refused(model):
+    place, finding, remedy = refused(spec_of(OTHERS[model]))
+    assert place == "mesh.pp"
+    assert "a scale of embeddings or logits" in finding
+    assert "write no pp" in remedy
+
+
+@pytest.mark.parametrize(
+    ("model", "finding", "remedy"),
+    [
+        ("gpt2", "GPT2Config has no base_model_pp_plan", "choose a model whose config has one"),
+        ("unplanned", "says nothing of where it is cut", "an attribute pp_plan"),
+    ],
+)
+def test_a_model_without_a_plan_is_refused_with_what_it_lacks(model, finding, remedy):
+    found = refused(spec_of(OTHERS[model]))
+    assert found[0] == "mesh.pp"
+    assert finding in found[1] and remedy in found[2]
+
+
+class Repeated(Pairs):
+    def forward(self, tokens_BT: torch.Tensor) -> torch.Tensor:
+        x_BTC = self.table(tokens_BT)
+        for layer in (*self.layers, self.layers[0]):
+            x_BTC = layer(x_BTC)
+        logits: torch.Tensor = self.head(x_BTC)
+        return logits
+
+
+def shared() -> nn.Module:
+    model = Pairs(16, 2, 260, tied=False)
+    model.layers[1].up.weight = model.layers[0].up.weight
+    return planned(model, "table", "layers", "head")
+
+
+WRONG = {
+    "no such module": (
+        lambda: planned(Pairs(16, 2, 260, tied=False), "tabel", "layers", "head"),
+        "names tabel, and the model has no such module",
+    ),
+    "no list": (
+        lambda: planned(Pairs(16, 2, 260, tied=False), "table", "head"),
+        "must name one ModuleList, the layers; it names none",
+    ),
+    "a module left out": (
+        lambda: planned(Pairs(16, 2, 260, tied=False), "table", "layers"),
+        "head.weight belongs to no module of the pp_plan",
+    ),
+    "twice through a layer": (
+        lambda: planned(Repeated(16, 2, 260, tied=False), "table", "layers", "head"),
+        "does not go through the layers",
+    ),
+    "one tensor in two layers": (shared, "are one tensor, and would be on two stages"),
+    "past the layers": (
+        lambda: planned(Carriers(10, 3, 259), "table", "layers", "head"),
+        "the model cannot be cut into stages by its modules",
+    ),
+}
+
+
+@pytest.mark.parametrize(("module", "finding"), WRONG.values(), ids=WRONG)
+def test_a_plan_that_is_not_the_models_is_refused_with_what_it_is_not(module, finding):
+    assert finding in refused(spec_of(MODELS["pairs"]), module())[1]
+
+
+def test_more_stages_than_layers_are_refused():
+    spec = spec_of(MODELS["pairs"], pipeline={"stages": 4, "schedule": "interleaved"})
+    place, finding, _ = refused(spec)
+    assert place == "pipeline.stages"
+    assert "4 stages and 3 layers" in finding
+
+
+def test_a_model_is_left_as_it_was():
+    spec = spec_of(MODELS["pairs"])
+    module = planned(Necks(10, 2, 259), "table", "layers", "head")
+    module.layers[0].eval()
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    modes = [each.training for each in module.modules()]
+    state = torch.get_rng_state()
+    stages_of_module(spec, module, untraced_facts(module, spec))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert [each.training for each in module.modules()] == modes
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+
+
+def test_a_sample_is_no_longer_than_the_specs():
+    spec = spec_of(MODELS["pairs"], batch={"accumulate": 2, "micro": 1, "sequence": 2})
+    assert sample(made(spec), spec).tolist() == [[1, 2]]
