@@ -27,7 +27,8 @@ of the layout's rounding.
 
 Measured in step {MEASURED_STEP} (from 0), on gloo ranks that share this machine. The mesh is in its
 own order, outermost first. Memory and traffic: figures compared / figures that differ. Peak: the
-largest relative difference over phases and ranks. `loss` and `parameters`: relative to one device.
+largest relative difference over phases and ranks. `loss` and `parameters`: relative to one device;
+strategies by their name alone are metered and not compared with it.
 """
 RESULTS: list[Result] = []
 
