@@ -72,6 +72,20 @@ class Mesh:
             self._groups[names] = group
         return self._groups[names]
 
+    def group_at(self, axis: Axis, places: Sequence[int]) -> dist.ProcessGroup | None:
+        """The group of the ranks at these places along `axis`, None on the others. Every rank makes
+        those of all lines: a group that its own ranks alone make is named by them, and a second one
+        of that name finds the addresses of the first in the store."""
+        assert self.device_mesh is not None
+        with unset_fake_temporarily():
+            ranks = self.device_mesh.mesh.movedim(self.axes.index(axis), -1)
+            lines = ranks.reshape(-1, self.degrees[axis])[:, list(places)].tolist()
+            made = [dist.new_group(line) for line in lines]
+        own = [group for line, group in zip(lines, made, strict=True) if self.world.rank in line]
+        for group in own:
+            self.adopt(group, (axis,))
+        return own[0] if own else None
+
     def adopt(self, group: dist.ProcessGroup, axes: Sequence[Axis]) -> None:
         """A group that torch made for itself, of some of the ranks along `axes`."""
         if self.world.backend != "fake":

@@ -113,17 +113,12 @@ class Staged:
 
     def _both_ends(self) -> dist.ProcessGroup | None:
         """The group of the first and the last stage's ranks, where they are two and this is one."""
-        ends = self.step.rank_of[0], self.step.rank_of[-1]
-        mine = self.mesh.coordinate(self.step.axis)
-        if ends[0] == ends[1] or mine not in ends:
+        axis, ends = self.step.axis, (self.step.rank_of[0], self.step.rank_of[-1])
+        if ends[0] == ends[1]:
             return None
-        line = self.mesh.group((self.step.axis,))
-        if line.size() == 2:
-            return line
-        ranks = [dist.get_global_rank(line, end) for end in ends]
-        made = dist.new_group(ranks, use_local_synchronization=True)
-        self.mesh.adopt(made, (self.step.axis,))
-        return made
+        if self.mesh.degrees[axis] == 2:
+            return self.mesh.group((axis,))
+        return self.mesh.group_at(axis, ends)
 
     def _sum_shared(self) -> None:
         ends = {0: [a for a, _ in self.step.shared], self.step.stages - 1: self._names_of_copies()}
