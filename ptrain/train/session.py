@@ -109,7 +109,7 @@ def _run(session: Session, interrupts: interrupt.Interrupts) -> int:
     derivation = derive(spec, facts)
     if not options.force:
         require_fit(spec, derivation.exact, facts)
-    session = replace(session, heading=_heading(program))
+    session = replace(session, heading=_heading(spec, world, facts.numel))
     _announce(session, derivation.exact)
     first = resume(program, session.folder, options.resume, session.exchange)
     with _journal(session, bar=speaks and not options.quiet) as journal:
@@ -180,10 +180,9 @@ def _withdraw(claim: Claim, _: object, error: BaseException | None, trace: objec
         claim.withdraw()
 
 
-def _heading(program: Program) -> str:
-    world = program.world
-    numel = sum(parameter.numel() for parameter in program.model.parameters())
-    return header(program.spec, numel=numel, backend=world.backend, device=world.device.type)
+def _heading(spec: Spec, world: World, numel: int) -> str:
+    """`numel`: of the whole model, of which a rank may have a part."""
+    return header(spec, numel=numel, backend=world.backend, device=world.device.type)
 
 
 def _announce(session: Session, exact: Estimate) -> None:
