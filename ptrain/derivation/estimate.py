@@ -25,8 +25,7 @@ from ptrain.spec.model import ModelShape
 from ptrain.spec.spec import Spec
 
 _NOT_TRACED_BY_STAGE = (
-    "not yet: what the stages of a model that is not built in leave in flight, which only traces "
-    "of the stages themselves would tell"
+    "what the stages leave in flight is known only from their traces, and these facts hold none"
 )
 _NOT_TRACED = "the model's activations are known only from a trace, and these facts hold none"
 
@@ -88,7 +87,7 @@ def _exact_stages(spec: Spec, plan: Plan, facts: ModelFacts) -> Estimate:
     keys = dict.fromkeys(row.key for rows in accounts for row in rows)
     traffic = tuple(dict.fromkeys(_of_key(key, rows) for key in keys for rows in accounts))
     memory, peaks, undefined = pipeline.resident(spec, plan, stages), tuple[Peak, ...](), {}
-    if isinstance(spec.model, ModelShape):
+    if isinstance(spec.model, ModelShape) or facts.stage_passes:
         flight = in_flight(spec, pipeline.schedule_of(spec), stages, memory)
         memory, peaks = (*memory, *flight.memory), flight.peaks
     else:

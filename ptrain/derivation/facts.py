@@ -7,9 +7,10 @@ facts are read off the module on the meta device and by tracing one step.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ptrain.axes.pipeline.stages import Chain
+from ptrain.derivation.passes import Passes
 from ptrain.spec.role import Roles
 from ptrain.timeline import Timeline
 
@@ -54,7 +55,8 @@ class ModelFacts:
     gradients are complete in a backward pass (it decides DDP's buckets). `timeline` is one
     micro-batch traced at the spec's shape and dtypes; None where a committed table gives it. Of a
     model that is not built in, `roles` are those on the tensor axis, `part_timelines` those of each
-    of its ranks, first to last, and `chain` is what the pipeline axis cuts."""
+    of its ranks, first to last; `chain` is what the pipeline axis cuts, and `stage_passes` what was
+    traced of each stage, by the places of ranks along tp."""
 
     units: tuple[UnitFacts, ...]
     buffers: tuple[tuple[str, int], ...] = ()
@@ -63,6 +65,7 @@ class ModelFacts:
     roles: Roles = ()
     part_timelines: tuple[Timeline, ...] = ()
     chain: Chain | None = None
+    stage_passes: tuple[tuple[Passes, ...], ...] = field(default=(), hash=False)
 
     @property
     def tensors(self) -> tuple[TensorFacts, ...]:

@@ -100,9 +100,8 @@ def _part(spec: Spec, each: StageParts, stages: int, index: int) -> Part:
     cut = None
     if step is not None:
         cut = Cut(step=step, degree=spec.degree(step.axis), index=index)
-    return Part(
-        index=each.stage.index,
-        plan=each.plan,
-        facts=facts,
-        passes=passes(spec, each.stage, stages, facts.unit_modules, cut),
-    )
+    if each.passes:
+        known = each.passes[index]
+    else:
+        known = passes(spec, each.stage, stages, facts.unit_modules, cut)
+    return Part(index=each.stage.index, plan=each.plan, facts=facts, passes=known)

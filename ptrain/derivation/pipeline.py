@@ -30,6 +30,7 @@ from ptrain.derivation.calls import group_over
 from ptrain.derivation.facts import ModelFacts, UnitFacts
 from ptrain.derivation.memory import other_bytes
 from ptrain.derivation.memory import resident as resident_of_part
+from ptrain.derivation.passes import Passes
 from ptrain.derivation.tied import Rows, tied_sums
 from ptrain.derivation.traffic import norm, wrapped
 from ptrain.plan.step import FullyShard, Plan
@@ -107,6 +108,7 @@ def stage_facts(facts: ModelFacts, stage: Stage) -> ModelFacts:
         buffers=tuple(row for row in facts.buffers if not _is_within(row[0], lacking)),
         gradient_order=(*copies, *order),
         timeline=None,
+        stage_passes=(),
     )
 
 
@@ -140,12 +142,13 @@ def stage_plan(plan: Plan, stage: Stage, ends: Ends = ENDS) -> Plan:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageParts:
     """One stage: the plan as it sees it, its facts, and what the ranks of tp have of it, each part
-    with their places."""
+    with their places; where these were traced, the passes of each place."""
 
     stage: Stage
     plan: Plan
     facts: ModelFacts
     parts: Mapping[ModelFacts, tuple[int, ...]]
+    passes: tuple[Passes, ...] = ()
 
     def of(self, index: int) -> ModelFacts:
         """What the rank at this place along tp has."""
@@ -158,7 +161,12 @@ def staged(spec: Spec, plan: Plan, facts: ModelFacts) -> tuple[StageParts, ...]:
     found = []
     for stage in stages_of(spec, facts):
         own, part = stage_plan(plan, stage, ends), stage_facts(facts, stage)
-        found.append(StageParts(stage=stage, plan=own, facts=part, parts=parts(spec, own, part)))
+        traced = facts.stage_passes[stage.index] if facts.stage_passes else ()
+        found.append(
+            StageParts(
+                stage=stage, plan=own, facts=part, parts=parts(spec, own, part), passes=traced
+            )
+        )
     return tuple(found)
 
 

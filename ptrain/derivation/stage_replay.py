@@ -16,7 +16,7 @@ from ptrain.axes.pipeline.exchange import End, Exchange, Held, Role, Turn, Verb
 from ptrain.axes.pipeline.schedule import Action, Kind
 from ptrain.costs import Phase
 from ptrain.derivation.facts import ModelFacts
-from ptrain.derivation.stage_timeline import Passes, net
+from ptrain.derivation.passes import Passes, net
 from ptrain.derivation.tape import Scene, Tape, Wrap
 from ptrain.derivation.timeline import play, wrap_of
 from ptrain.plan.step import Plan

@@ -1,15 +1,11 @@
-"""What one micro-batch allocates on a stage, pass by pass: the committed tables of stages,
-evaluated (`axes.pipeline.tables` writes them, as `models.tables` those of whole models).
-
-A pass knows nothing of what crosses the stage's boundaries: the hidden states that it is given and
-the gradient of its output lived before, its own output and the gradient of its input live on.
+"""The passes of a built-in model's stage: the committed tables of stages, evaluated
+(`axes.pipeline.tables` writes them, as `models.tables` those of whole models).
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from typing import Any
@@ -19,9 +15,10 @@ from ptrain.axes.pipeline.stages import Stage
 from ptrain.axes.tensor.costs import Cut
 from ptrain.derivation import activations
 from ptrain.derivation.activations import Monomial
+from ptrain.derivation.passes import Passes, of_first_stage, of_later_stage
 from ptrain.spec.model import ModelShape
 from ptrain.spec.spec import Spec
-from ptrain.timeline import Complete, Item, Run, Timeline
+from ptrain.timeline import Item
 
 Units = tuple[tuple[str, ...], ...]
 
@@ -31,21 +28,6 @@ _PASSES = {
     Kind.INPUT: "input",
     Kind.WEIGHT: "weight",
 }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Passes:
-    """Of one micro-batch on one stage: the items of each kind of pass; bytes of what it hands on
-    (hidden states, or logits) and of hidden states."""
-
-    items: dict[Kind, tuple[Item, ...]]
-    output: int
-    hidden: int
-
-    @property
-    def timeline(self) -> Timeline:
-        """Forward and whole backward."""
-        return Timeline(forward=self.items[Kind.FORWARD], backward=self.items[Kind.BACKWARD])
 
 
 def passes(spec: Spec, stage: Stage, stages: int, units: Units, cut: Cut | None) -> Passes:
@@ -74,40 +56,10 @@ def passes(spec: Spec, stage: Stage, stages: int, units: Units, cut: Cut | None)
     if cut and cut.step.is_sequence:
         tokens //= cut.degree
     hidden = batch.micro * tokens * shape.hidden * compute.itemsize
-    found = Passes(items=items, output=sizes[place["output"]], hidden=hidden)
-    return _with_rest(found) if Kind.WEIGHT in items else _only_whole(found)
-
-
-def _only_whole(found: Passes) -> Passes:
-    """The first stage: nobody waits for gradients of tokens, and the half of the weights is the
-    whole."""
-    items = {**found.items, Kind.INPUT: (), Kind.WEIGHT: found.items[Kind.BACKWARD]}
-    return Passes(items=items, output=found.output, hidden=0)
-
-
-def _with_rest(found: Passes) -> Passes:
-    """What both halves leave of the graph goes in the end of the second."""
-    left = _left(found, Kind.INPUT, Kind.WEIGHT) - _left(found, Kind.BACKWARD)
-    assert left >= 0, "halves of a backward pass that free what is not there"
-    items = {**found.items, Kind.WEIGHT: (*found.items[Kind.WEIGHT], Run(0, -left))}
-    return Passes(items=items, output=found.output, hidden=found.hidden)
-
-
-def _left(found: Passes, *backward: Kind) -> int:
-    """Bytes of one micro-batch that outlive its backward, and cross no boundary: its loss."""
-    items = (item for kind in (Kind.FORWARD, *backward) for item in found.items[kind])
-    return sum(map(net, items)) - found.output - found.hidden
-
-
-def net(item: Item) -> int:
-    """Bytes that stay, but for gradients, which are the wrap's."""
-    match item:
-        case Run(_, net):
-            return net
-        case Complete(_, size, cloned):
-            return 0 if cloned else -size
-        case _:
-            return 0
+    output = sizes[place["output"]]
+    if stage.index == 0:
+        return of_first_stage(items, output=output)
+    return of_later_stage(items, output=output, hidden=hidden)
 
 
 def _of_layers(table: dict[str, Any], listed: Sequence[int], layers: int) -> list[list[Any]]:
