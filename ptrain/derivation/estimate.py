@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from math import lcm
 
 from ptrain.algebra.layout import position
 from ptrain.costs import Column, Estimate, Footprint, Peak, State, Traffic, TrafficKey, add_traffic
@@ -77,13 +78,16 @@ def exact(spec: Spec, plan: Plan, facts: ModelFacts) -> Estimate:
         traffic=traffic,
         notes=tuple(notes(spec, plan, facts, traffic)),
         warnings=tuple(warnings(spec, traffic)),
+        accounts=tuple((*rows, *operators) for rows in estimate.accounts),
     )
 
 
 def _exact_stages(spec: Spec, plan: Plan, facts: ModelFacts) -> Estimate:
     """Each rank's rows from its stages; of traffic a row for each account, where they differ."""
     stages = pipeline.staged(spec, plan, facts)
-    accounts = [each for place in pipeline.accounts(spec, plan, facts, stages) for each in place]
+    places = pipeline.accounts(spec, plan, facts, stages)
+    often = lcm(*map(len, places))  # of a place with fewer accounts more ranks have each
+    accounts = [each for place in places for each in place * (often // len(place))]
     keys = dict.fromkeys(row.key for rows in accounts for row in rows)
     traffic = tuple(dict.fromkeys(_of_key(key, rows) for key in keys for rows in accounts))
     memory, peaks, undefined = pipeline.resident(spec, plan, stages), tuple[Peak, ...](), {}
@@ -101,6 +105,7 @@ def _exact_stages(spec: Spec, plan: Plan, facts: ModelFacts) -> Estimate:
         undefined=undefined,
         notes=tuple(pipeline_notes(spec, plan, facts)),
         warnings=tuple(warnings(spec, traffic)),
+        accounts=tuple(accounts),
     )
 
 
@@ -129,6 +134,7 @@ def _joined(spec: Spec, plan: Plan, parts: list[tuple[tuple[int, ...], Estimate]
         peak=tuple(
             row for rank, found in enumerate(of_rank) for row in found.peak if row.rank == rank
         ),
+        accounts=tuple(estimate_of[index].traffic for index in sorted(estimate_of)),
         traffic=tuple(
             dict.fromkeys(
                 row

@@ -12,6 +12,8 @@ from ptrain.costs import Collective, Phase, State, Traffic, add_traffic
 from ptrain.derivation.estimate import Derivation, derive, own_facts
 from ptrain.derivation.facts import ModelFacts
 from ptrain.derivation.pipeline import sent, stage_facts, stages_of
+from ptrain.derivation.wire import predicted_bytes
+from ptrain.spec.load import load
 from ptrain.spec.pipeline import ScheduleName
 from ptrain.spec.spec import Spec
 from tests.pure.piped import FULLY, SHAPE, legal
@@ -320,3 +322,16 @@ def test_a_unit_that_is_gathered_is_a_whole_layer_of_a_stage():
         for mesh in ({"dp_shard": 2}, {"pp": 2, "dp_shard": 2})
     )
     assert alone == beside
+
+
+def test_what_a_step_sends_is_what_one_rank_sends_and_not_each_kind_of_call_of_another():
+    """Of two stages one sends activations, the other their gradients: K calls of a boundary, and a
+    scalar of the norm."""
+    found = load("pp-1f1b").spec
+    boundary = found.batch.micro * found.batch.sequence * found.model.hidden * 4
+    exact = derive(found).exact
+    assert exact.sent_bytes() == found.batch.accumulate * boundary + 4
+    assert [sum(row.sent_bytes for row in rows) for rows in exact.by_rank()] == [
+        exact.sent_bytes()
+    ] * 2
+    assert predicted_bytes(exact, ("pp",)) == exact.sent_bytes()
