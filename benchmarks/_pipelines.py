@@ -35,6 +35,7 @@ MESHES = (
     "{pp: 4, dp_shard: 16, tp: 2}",
     "{dp_shard: 16, pp: 4, tp: 2}",
 )
+DEEP = "model.layers=16"  # of two blocks a stage, what is gathered ahead is all of them
 POLICIES = (
     "",
     "{gradients: last}",
@@ -118,7 +119,8 @@ def policies() -> str:
 
     def rows() -> Iterator[Sequence[str]]:
         for written in POLICIES:
-            spec = require(load("pp-zero3", [f"sync={written}"] if written else []))
+            sync = [f"sync={written}"] if written else []
+            spec = require(load("pp-zero3", [DEEP, *sync]))
             derivation = derive(spec)
             plan, exact = derivation.plan, derivation.exact
             assert plan.pipeline is not None

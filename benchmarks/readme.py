@@ -12,6 +12,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 
 import _pipelines
 from _machine import ROOT, environment
@@ -103,16 +104,14 @@ def wrapped_by(wrap: Wrap) -> str:
 TABLES = {"strategies": strategies, **_pipelines.TABLES}
 
 
-def rewritten(text: str, *, measured: bool) -> str:
-    """README with its blocks made anew; those that need a run only where `measured`."""
+def rewritten(text: str, is_made: Callable[[str], bool]) -> str:
+    """README with those of its blocks made anew whose command or table `is_made` says."""
 
     def block(match: re.Match[str]) -> str:
         head, kind, what, old, end = match.groups()
-        if kind == "table":
-            return head + TABLES[what]() + end
-        if what.startswith(MEASURED) and not measured:
+        if not is_made(what):
             return head + old + end
-        return head + output(what) + end
+        return head + (TABLES[what]() if kind == "table" else output(what)) + end
 
     return BLOCK.sub(block, text)
 
@@ -121,9 +120,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--predicted", action="store_true", help="leave out what needs a run")
+    parser.add_argument("--only", metavar="COMMAND", help="one block, by its command or table")
     args = parser.parse_args()
     text = README.read_text(encoding="utf-8")
-    new = rewritten(text, measured=not (args.check or args.predicted))
+    is_predicted = args.check or args.predicted
+    new = rewritten(
+        text,
+        lambda what: (
+            what == args.only if args.only else not (is_predicted and what.startswith(MEASURED))
+        ),
+    )
     if args.check:
         return compare(README, new)
     return rewrite(README, new, f"{len(BLOCK.findall(text))} blocks")
