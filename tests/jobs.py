@@ -82,15 +82,19 @@ class Job:
 
 
 @contextmanager
-def job(arguments: Sequence[str], *, cwd: Path, module: str = "ptrain") -> Iterator[Job]:
-    """`python -m ptrain ARGUMENTS`; nothing of it is left when the block ends."""
+def job(
+    arguments: Sequence[str], *, cwd: Path, module: str = "ptrain", first: Path | None = None
+) -> Iterator[Job]:
+    """`python -m ptrain ARGUMENTS`; nothing of it is left when the block ends. Python looks for
+    modules in the folder `first` before any other."""
     variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         variables.pop(name, None)
+    folders = os.pathsep.join(map(str, [first, ROOT] if first else [ROOT]))
     process = subprocess.Popen(
         [sys.executable, "-m", module, *arguments],
         cwd=cwd,
-        env={**variables, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        env={**variables, "PYTHONPATH": folders, "OMP_NUM_THREADS": "1"},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -115,9 +119,11 @@ def _hear_hang_ups() -> None:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
-def run(arguments: Sequence[str], *, cwd: Path, module: str = "ptrain") -> tuple[int, Job]:
+def run(
+    arguments: Sequence[str], *, cwd: Path, module: str = "ptrain", first: Path | None = None
+) -> tuple[int, Job]:
     """The exit code and what was printed."""
-    with job(arguments, cwd=cwd, module=module) as started:
+    with job(arguments, cwd=cwd, module=module, first=first) as started:
         return started.wait(), started
 
 

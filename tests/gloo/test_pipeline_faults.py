@@ -3,10 +3,13 @@ micro-batch; nobody waits longer than the timeout, and no process is left."""
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from enum import StrEnum
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,12 +20,15 @@ from torch import nn
 from ptrain.algebra.legality import require
 from ptrain.data.corpus import Split, corpus
 from ptrain.data.sampler import LocalBatch, batch
+from ptrain.derivation.estimate import own_facts
 from ptrain.errors import RankFailed
 from ptrain.interpreter.program import Program, interpret
 from ptrain.interpreter.world import World
 from ptrain.models.llama import Block
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
+from ptrain.units import format_count
+from tests import jobs
 
 pytestmark = pytest.mark.gloo
 
@@ -153,3 +159,109 @@ def test_who_is_silent_is_named_when_the_timeout_of_a_step_is_over(ranks):
     said = ranks.run(4, what_a_rank_says, spec, Fault.SILENCE, 3, TRAIN)
     assert "stage 0: waiting for rank 3 (stage 1) to " in said[1], said
     assert f"Timed out waiting {TIMEOUT * 1000:g}ms" in said[1]
+
+
+# -- as processes
+
+IN_PROC = pytest.mark.skipif(
+    not Path("/proc/self/task").exists(), reason="ranks are found in /proc"
+)
+TINY = tuple(each for each in jobs.TINY if not each.startswith("model.layers"))
+ENDLESS = ("train.steps=1000000", "timeout.step=20")
+TORCHRUN = ("--standalone", "--nproc-per-node", "2", "-m", "ptrain.train")
+RAISES_ON_RANK_1 = """
+import os
+if os.environ.get("RANK") == "1":
+    import ptrain.models.llama as llama
+    forward, calls = llama.Block.forward, iter(range(10**9))
+    def broken(self, x, *more):
+        if next(calls) == 41:
+            raise ValueError("broken")
+        return forward(self, x, *more)
+    llama.Block.forward = broken
+"""
+
+
+def of_pp(ranks: int, schedule: str) -> tuple[str, ...]:
+    """One layer a stage."""
+    stages = 2 * ranks if schedule in ("zbv", "interleaved") else ranks
+    mesh = (f"mesh={{pp: {ranks}}}", "placement={pp: [S, S, S, R]}", f"model.layers={stages}")
+    return ("zero3", *mesh, f"pipeline.schedule={schedule}", *TINY)
+
+
+@IN_PROC
+@pytest.mark.parametrize(
+    ("ranks_of_pp", "schedule", "rank", "number", "told"),
+    [
+        (3, "1f1b", 1, signal.SIGKILL, "error: rank 1 (stage 1) was killed by SIGKILL"),
+        (2, "zbv", 0, signal.SIGSTOP, "error: rank 0 (stages 0 and 3) was stopped (SIGSTOP)"),
+        *(
+            pytest.param(*case, marks=pytest.mark.nightly)
+            for case in (
+                (2, "gpipe", 0, signal.SIGKILL, "error: rank 0 (stage 0) was killed"),
+                (2, "interleaved", 1, signal.SIGKILL, "error: rank 1 (stages 1 and 3) was killed"),
+                (3, "1f1b", 2, signal.SIGSTOP, "error: rank 2 (stage 2) was stopped (SIGSTOP)"),
+            )
+        ),
+    ],
+)
+def test_a_rank_that_is_killed_or_stopped_in_a_pipeline_is_named_with_its_stages(
+    tmp_path, ranks_of_pp, schedule, rank, number, told
+):
+    with jobs.job(["train", *of_pp(ranks_of_pp, schedule), *ENDLESS], cwd=tmp_path) as job:
+        job.until("step 3/")
+        ranks = job.ranks()
+        os.kill(ranks[rank], number)
+        assert job.wait(60) == 3
+        assert jobs.gone(list(ranks.values())), "a rank outlives its job"
+    assert job.error.startswith(told)
+    assert "Traceback" not in job.error.split("last lines of")[0]
+
+
+@IN_PROC
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.nightly)]
+)
+def test_under_torchrun_the_neighbour_names_the_rank_that_is_gone_or_silent(tmp_path, number):
+    arguments = [*TORCHRUN, *of_pp(2, "1f1b"), *ENDLESS, "timeout.step=8"]
+    with jobs.job(arguments, cwd=tmp_path, module="torch.distributed.run") as job:
+        job.until("step 3/")
+        ranks = job.ranks()
+        os.kill(ranks[1], number)
+        assert job.wait(120) != 0
+        assert jobs.gone(list(ranks.values())), "a rank outlives its job"
+    assert "stage 0: waiting for rank 1 (stage 1) to " in job.error
+
+
+@pytest.mark.parametrize(
+    "launcher", ["ptrain", pytest.param("torch.distributed.run", marks=pytest.mark.nightly)]
+)
+def test_a_stage_that_raises_ends_the_job_in_its_own_words_alone(tmp_path, launcher):
+    (tmp_path / "sitecustomize.py").write_text(RAISES_ON_RANK_1)
+    begin = ("train",) if launcher == "ptrain" else TORCHRUN
+    asked = [*begin, *of_pp(2, "zero-bubble"), *ENDLESS]
+    code, job = jobs.run(asked, cwd=tmp_path, module=launcher, first=tmp_path)
+    assert "stage 1, micro-batch 1: ValueError: broken" in job.error
+    assert "Full Schedule" not in job.error and "failed to run forward" not in job.error
+    if launcher == "ptrain":
+        assert code == 3
+        assert job.error.startswith("error: rank 1 (stage 1) failed: stage 1, micro-batch 1: ")
+    assert not list(tmp_path.rglob("checkpoints/*"))
+
+
+@IN_PROC
+def test_a_pipeline_that_is_interrupted_ends_its_step_and_saves_once(tmp_path):
+    asked = [*of_pp(2, "interleaved"), "train.steps=1000000", "checkpoint.at_end=true"]
+    with jobs.job(["train", *asked], cwd=tmp_path) as job:
+        job.until("step 3/")
+        ranks = job.ranks()
+        job.process.send_signal(signal.SIGTERM)
+        assert job.wait(60) == 143
+        assert jobs.gone(list(ranks.values()))
+    assert "interrupted by SIGTERM after step" in job.output
+    folder = tmp_path / "runs" / "latest"
+    whole = format_count(own_facts(load(folder / "spec.resolved.yaml").spec).numel)
+    batch_of_all = "2 ranks gloo/cpu · batch 8 = 1 micro × 8 accumulated × 1 data"
+    assert job.lines[0].startswith(f"zero3 · llama {whole} · {batch_of_all}")
+    (saved,) = (folder / "checkpoints").iterdir()
+    assert saved.name.startswith("step-")
