@@ -17,7 +17,7 @@ from ptrain.derivation.tape import Scene
 from ptrain.derivation.wraps import cast_units
 from ptrain.plan.step import FullyShard
 from ptrain.spec.batch import GradientSync, ReduceScatterVia
-from ptrain.timeline import Complete, Mark
+from ptrain.timeline import Boundary, Complete, Mark
 
 Shapes = tuple[tuple[int, ...], ...]
 
@@ -155,12 +155,18 @@ class FullySharded:
         self.added = [0] * num_units  # the sum in another dtype than autograd's
         self.reduce_input = self.all_reduced = 0
         self.reduces = self.is_last = True
-        # between micro-batches in flight torch's root is told that backward is not over
         self.is_pipelined = scene.plan.pipeline is not None
+        self.is_over = True  # what outlives a backward pass goes at its end
+        backward = (item for item in scene.timeline.backward if isinstance(item, Boundary))
+        self.num_ends = sum(item.mark is Mark.POST_BACKWARD for item in backward)
+        self.ends_left = self.num_ends
 
     def begin(self, *, is_first: bool, is_last: bool) -> None:
         self.is_last = is_last
         self.reduces = is_last or self.step.sync.gradients is GradientSync.EVERY
+        # between micro-batches in flight torch's root is told that backward is not over
+        self.is_over = is_last or not self.is_pipelined
+        self.ends_left = self.num_ends
 
     def enter(self, unit: int) -> None:
         self.gathers.enter(unit)
@@ -174,14 +180,19 @@ class FullySharded:
         self.gathers.before_backward(unit)
 
     def begin_half(self, kind: Kind) -> None:
+        """No hook runs in the half of the weights, and in that of the inputs none reduces."""
+        self.reduces = self.is_over = False
         if kind is Kind.WEIGHT:
             self.accumulates = [bool(fresh) for fresh in self.fresh]
 
     def end_half(self, kind: Kind) -> None:
-        """No hook runs in the half of the weights: the last one's reduction is called."""
-        if kind is Kind.WEIGHT and self.is_last:
+        """What the hooks would do is called, if anything is due."""
+        self.reduces = self.is_last or self.step.sync.gradients is GradientSync.EVERY
+        if kind is Kind.WEIGHT and self.reduces:
+            self.is_over, self.ends_left = True, len(self.reduced)
             for unit in range(len(self.reduced)):
                 self.after_backward(unit)
+        self.accumulates = [bool(fresh) for fresh in self.fresh]
 
     def complete(self, gradient: Complete) -> None:
         unit = self.unit_of[gradient.parameter]
@@ -199,7 +210,7 @@ class FullySharded:
             self._drop_fresh(unit)  # they are in the sum
         if self.is_last or self.step.sync.reshard_after_backward:
             self.gathers.reshard(unit)
-        if self.reduces:
+        if self.reduces and self.reduced[unit]:
             self.tape.add(-self.reduce_input)
             self.reduce_input = 0
             if self.fresh[unit] or self.added[unit]:
@@ -208,7 +219,8 @@ class FullySharded:
             self._keep_in_reduced(unit)
         else:
             self.accumulates[unit] = bool(self.fresh[unit])
-        if unit == self.root and (self.is_last or not self.is_pipelined):
+        self.ends_left -= 1
+        if not self.ends_left and self.is_over:
             self.tape.add(-self.reduce_input - self.all_reduced)
             self.reduce_input = self.all_reduced = 0
 
