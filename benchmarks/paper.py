@@ -24,6 +24,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported, in the ranks
 
 from _claims import FIGURES, Case, Claim, Figures, Form, Source, View
 from _machine import RESULTS, ROOT, header
+from _paper_composition import section as composition
 from _paper_memory import MEMORY
 from _paper_traffic import TRAFFIC
 
@@ -158,7 +159,7 @@ def apart(source: Source, measured: Figures) -> list[str]:
 
 def page(measured: Measured, machine: str) -> str:
     found = {case: find(case, measured) for claim in CLAIMS for case in claim.cases}
-    parts = [_introduction(found), _table(found), *_sections(found)]
+    parts = [_introduction(found), _table(found), *_sections(found), composition()]
     parts += [_MACHINE, machine, _runs(measured)]
     return "\n\n".join(part.strip() for part in parts) + "\n"
 
@@ -192,7 +193,8 @@ below says yes. P is the number of parameters, GB are 10⁹ bytes; *sent* is per
 its unit u is r|Θ| with r = (N − 1)/N, one all-gather of all parameters.
 
 Of {len(CLAIMS)} claims: {summary}. In every run *exact* and *measured* are the same number (peaks
-within {PEAK_TOLERANCE:.0%}); the runs are listed at the end."""
+within {PEAK_TOLERANCE:.0%}); the runs are listed at the end. What it claims of compositions stands
+apart, under *Composition*."""
 
 
 def _plural(verdict: str, number: int) -> str:

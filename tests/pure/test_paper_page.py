@@ -3,6 +3,7 @@ out again here, and what was measured is what is predicted."""
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -114,3 +115,30 @@ def test_the_corollaries_come_out_as_they_should(paper):
         by = [paper.view(each, "paper", small=False) for each in case.claimed_by] or column["paper"]
         assert case.figure(*by) == pytest.approx(claimed, rel=1e-6)
         assert case.figure(*column["exact"]) == pytest.approx(exact, rel=1e-6)
+
+
+def test_what_is_claimed_of_compositions_is_worked_out(paper):
+    """By hand: a tied vocabulary of 259 x 128 is held twice; 4 x 2(T - 1) hops a layer and
+    micro-batch of tp 8, and the embedding's, the head's, the loss's and the norm's sums."""
+    text = paper.PAGE.read_text(encoding="utf-8").partition("## Composition")[2]
+    verdicts = re.findall(r"^\| \*\*(.+?)\*\* \(.+ \| (.+?) \|$", text, re.MULTILINE)
+    fails = {title: verdict for title, verdict in verdicts if verdict != "holds"}
+    assert len(verdicts) == 9
+    assert fails == {
+        "A stage's replicas are consecutive devices": "sufficient, not needed",
+        "Stages hold disjoint parameters": "holds with a condition: if no tensor is used by two "
+        "stages",
+        "All forward, all backward: idle (P − 1)/m": "does not hold",
+    }
+    assert f"tied {259 * 128:,} of" in text
+    assert f"{64 * (32 * 4 + 2 + 3) + 1} collectives" in text
+    assert "m = 4: 175.0% claimed, 63.6% of the step" in text
+
+
+def test_a_condition_that_a_product_breaks_is_counted(paper):
+    composition = sys.modules["_paper_composition"]
+    held, broken = (
+        (composition.Condition(name="Theorem 7.2", holds=holds, why=""),) for holds in (True, False)
+    )
+    right, found = composition._conditions((held, broken), "7.2")
+    assert not right and found.startswith("1 of 2 products")

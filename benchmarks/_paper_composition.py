@@ -1,0 +1,295 @@
+"""What the text claims of compositions (Theorems 6 and 7, Remark 4, Proposition 1), and the lecture
+of pipelines. Each claim is worked out from plans, predictions and schedules; nothing is run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from itertools import permutations, product
+
+from ptrain.algebra.legality import require
+from ptrain.axes.pipeline.holdings import most_held
+from ptrain.axes.pipeline.known import schedule
+from ptrain.axes.pipeline.schedule import Pipeline
+from ptrain.axes.pipeline.simulate import Simulation, simulate
+from ptrain.costs import State
+from ptrain.derivation.estimate import Derivation, derive, own_facts
+from ptrain.derivation.interconnect import link
+from ptrain.plan.composition import Condition, theorem_6, theorem_7
+from ptrain.spec.axis import Axis
+from ptrain.spec.load import load
+from ptrain.spec.pipeline import ScheduleName
+from ptrain.spec.spec import Spec
+
+RANKS = 8
+TUPLES = {"pp": "S,S,S,R", "dp_replicate": "R,R,R,R", "dp_shard": "S*,S,S,R", "tp": "S,S,S,R"}
+SHAPE = {"layers": 8, "hidden": 64, "heads": 8, "kv_heads": 8, "ffn": 128, "vocab": 264}
+HOLDS = "holds"
+
+Said = tuple[bool, str]  # whether a claim is right, and what was found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """`find` works it out; `otherwise` is the verdict where it is not right as printed."""
+
+    title: str
+    where: str
+    printed: str
+    find: Callable[[], Said]
+    why: str
+    otherwise: str = "does not hold"
+
+
+@cache
+def products(with_tp: bool, with_pp: bool) -> tuple[tuple[Spec, Derivation], ...]:
+    """Every legal product of 8 ranks over these axes and one or two data axes, pp in every place
+    of the mesh that there is."""
+    return tuple((spec, derive(spec)) for spec in _products(with_tp, with_pp))
+
+
+def _products(with_tp: bool, with_pp: bool) -> Iterator[Spec]:
+    for degrees in product((1, 2, 4, 8), repeat=4):
+        mesh = {axis: n for axis, n in zip(TUPLES, degrees, strict=True) if n > 1}
+        size = 1
+        for degree in mesh.values():
+            size *= degree
+        has_data = any(axis.startswith("dp") for axis in mesh)
+        if size != RANKS or not has_data or ("tp" in mesh, "pp" in mesh) != (with_tp, with_pp):
+            continue
+        data = tuple(axis for axis in mesh if axis.startswith("dp"))
+        for order in permutations((*data, *(("pp",) if with_pp else ()))):
+            if tuple(axis for axis in order if axis in data) == data:
+                yield _spec({axis: mesh[axis] for axis in (*order, *(("tp",) if with_tp else ()))})
+
+
+def _spec(mesh: dict[str, int]) -> Spec:
+    mapping = {
+        "model": SHAPE,
+        "mesh": mesh,
+        "placement": {axis: TUPLES[axis] for axis in mesh},
+        "batch": {"accumulate": 8, "micro": 1, "sequence": 32},
+        "optimizer": {"clip": 1.0},
+    }
+    return require(load(mapping))
+
+
+def _conditions(found: tuple[tuple[Condition, ...], ...], name: str) -> Said:
+    """Of how many products the condition of this name holds."""
+    each = [c for conditions in found for c in conditions if c.name.endswith(name)]
+    right = sum(condition.holds for condition in each)
+    return right == len(each), f"{right} of {len(each)} products of {RANKS} ranks"
+
+
+def _theorem_6() -> Said:
+    made = [*products(True, False), *products(True, True)]
+    found = tuple(theorem_6(spec, derivation.plan) for spec, derivation in made)
+    parts = [_conditions(found, f"6.{number}") for number in (1, 2, 3)]
+    text = "; ".join(f"({number}) {said}" for number, (_, said) in enumerate(parts, 1))
+    return all(right for right, _ in parts), text
+
+
+def _theorem_7(number: int) -> Said:
+    made = [*products(False, True), *products(True, True)]
+    return _conditions(tuple(theorem_7(s, d.plan) for s, d in made), f"7.{number}")
+
+
+def _outermost() -> Said:
+    """Whether legal products need pp outermost."""
+    made = [*products(False, True), *products(True, True)]
+    found = [theorem_7(spec, derivation.plan) for spec, derivation in made]
+    apart = [rest for first, *rest in found if first.name == "Remark 4"]
+    obeys = sum(all(condition.holds for condition in rest) for rest in apart)
+    same = sum(_is_the_same_in_any_order(spec, made) for spec, _ in made)
+    text = (
+        f"{len(apart)} of {len(made)} products are in another order, and {obeys} of them obey (2) "
+        f"and (3); {same} of {len(made)} hold and send the same bytes in every order"
+    )
+    return not apart, text
+
+
+def _is_the_same_in_any_order(spec: Spec, made: list[tuple[Spec, Derivation]]) -> bool:
+    alike = [d for s, d in made if set(s.factors) == set(spec.factors)]
+    costs = {(d.exact.sent_bytes(), *_held(d)) for d in alike}
+    return len(costs) == 1
+
+
+def _held(derivation: Derivation) -> tuple[int, ...]:
+    states = (State.PARAMETERS, State.OPTIMIZER, State.GRADIENTS, State.ACTIVATIONS)
+    return tuple(derivation.exact.bytes_of(state) for state in states)
+
+
+def _disjoint() -> Said:
+    """Parameters of a pipeline's ranks together, against the model's."""
+    found = []
+    for tied in (False, True):
+        spec = require(
+            load("pp-1f1b", ["model.preset=gpt-tiny", f"model.tied={str(tied).lower()}"])
+        )
+        exact, whole = derive(spec).exact, own_facts(spec).numel
+        itemsize = spec.precision.effective.parameters.itemsize
+        held = sum(exact.bytes_of(State.PARAMETERS, rank) for rank in range(spec.world_size))
+        found.append((held // itemsize - whole, whole))
+    (untied, _), (more, whole) = found
+    text = f"untied {untied} parameters twice; tied {more:,} of {whole:,} ({more / whole:.1%})"
+    return not more, text
+
+
+def _hops() -> Said:
+    """Of an 8B model on tp over two nodes: calls and hops against the layers' number."""
+    spec = require(load("8b-tp", ["cluster.devices_per_node=4", "cluster.devices=8"]))
+    found = link(spec, derive(spec).exact.traffic, Axis.TP)
+    layers, times = spec.model.layers, spec.batch.accumulate  # type: ignore[union-attr]
+    assert found is not None
+    text = (
+        f"{layers} layers, {times} micro-batches on tp {spec.degree(Axis.TP)}: "
+        f"{found.calls} collectives, {found.calls / layers / times:.2f} a layer and micro-batch, "
+        f"of {found.hops / found.calls:.0f} hops each: {found.hops / layers:.0f} L·α"
+    )
+    return found.calls >= layers, text
+
+
+def _idle_of_gpipe() -> Said:
+    """The lecture's (P - 1)/m as the fraction of idle time, of 8 ranks."""
+    said, right = [], True
+    for microbatches in (32, 4):
+        made, claimed = _waits(ScheduleName.GPIPE, microbatches)
+        right = right and _are_equal(made.bubble_fraction, claimed)
+        said.append(
+            f"m = {microbatches}: {claimed:.1%} claimed, {made.bubble_fraction:.1%} of the step, "
+            f"{made.bubble_ratio:.1%} of the ideal time"
+        )
+    return right, "; ".join(said)
+
+
+def _size_of_1f1b() -> Said:
+    """(P - 1)/m as the ratio to the ideal time."""
+    said, right = [], True
+    for microbatches in (32, 8):
+        made, claimed = _waits(ScheduleName.ONE_F_ONE_B, microbatches)
+        right = right and _are_equal(made.bubble_ratio, claimed)
+        said.append(f"m = {microbatches}: {made.bubble_ratio:.1%} of the ideal time")
+    return right, "; ".join(said)
+
+
+def _waits(name: ScheduleName, microbatches: int) -> tuple[Simulation, float]:
+    """Simulated on 8 ranks; and (P - 1)/m."""
+    size = Pipeline(ranks=8, microbatches=microbatches)
+    return simulate(schedule(name, size)), (size.ranks - 1) / microbatches
+
+
+def _are_equal(found: float, claimed: float) -> bool:
+    return abs(found / claimed - 1) < 0.001
+
+
+def _in_flight() -> Said:
+    """1F1B holds as many micro-batches as stages, AFAB all of them."""
+    held = {}
+    for name, microbatches in product((ScheduleName.GPIPE, ScheduleName.ONE_F_ONE_B), (8, 32)):
+        made = schedule(name, Pipeline(ranks=8, microbatches=microbatches))
+        held[name, microbatches] = most_held(made, 0)
+    text = ", ".join(f"{name} of {times}: {number}" for (name, times), number in held.items())
+    return list(held.values()) == [8, 32, 8, 8], text
+
+
+COMPOSITION = (
+    Claim(
+        title="tp and data axes compose under three conditions",
+        where="Theorem 6",
+        printed="tp groups are consecutive devices; a layer's sums end before gradients are "
+        "synchronized; these are summed across tp groups",
+        find=_theorem_6,
+        why="A spec with another order of tp is refused, so every legal product obeys. That such a "
+        "product computes what one device computes, and that its calls were those, is tested.",
+    ),
+    Claim(
+        title="A stage's replicas are consecutive devices",
+        where="Theorem 7 (1)",
+        printed="stage k is replicated across devices kD … (k + 1)D − 1",
+        find=_outermost,
+        otherwise="sufficient, not needed",
+        why="Remark 4 puts dp outermost, so that replicas are apart, and composes as well: nothing "
+        "in the proof uses the numbers of the devices. Which links carry what does depend on it. "
+        "Both orders equal one device in the tests.",
+    ),
+    Claim(
+        title="Gradients are summed per stage",
+        where="Theorem 7 (2)",
+        printed="an all-reduce only among replicas of the same stage",
+        find=lambda: _theorem_7(2),
+        why="In every order of the mesh. A tied embedding is one more sum, over the first and the "
+        "last stage.",
+    ),
+    Claim(
+        title="Activations go between corresponding stages",
+        where="Theorem 7 (3)",
+        printed="activation transfer is between corresponding stages in the same pipeline",
+        find=lambda: _theorem_7(3),
+        why="A group along pp has one rank of each stage's, of the same samples.",
+    ),
+    Claim(
+        title="Stages hold disjoint parameters",
+        where="Theorem 7, proof",
+        printed="within a pipeline, stages hold disjoint parameters (no overlap)",
+        find=_disjoint,
+        otherwise="holds with a condition: if no tensor is used by two stages",
+        why="A tied head is the embedding's tensor, needed by the first stage and by the last. "
+        "State consistency then asks for its gradients' sum over the two, which the proof lacks.",
+    ),
+    Claim(
+        title="tp across slow links costs O(L·α)",
+        where="Proposition 1",
+        printed="each layer needs at least one synchronous collective, so L latencies are added",
+        find=_hops,
+        why="As an order it holds; the constant is what decides. A layer takes two sums forward "
+        "and two backward for every micro-batch, each of 2(T − 1) hops in a ring.",
+    ),
+    Claim(
+        title="All forward, all backward: idle (P − 1)/m",
+        where="lecture, pipelines",
+        printed="the fraction of idle time is reduced to approximately (P − 1)/m",
+        find=_idle_of_gpipe,
+        why="(P − 1)/m is the ratio r to the ideal time; of the step it is r/(1 + r), "
+        "(P − 1)/(m + P − 1). With many micro-batches the two are close, with fewer than P − 1 the "
+        "first is more than all of the time.",
+    ),
+    Claim(
+        title="1F1B idles as long",
+        where="lecture, pipelines",
+        printed="the bubble size remains approximately (P − 1)/m",
+        find=_size_of_1f1b,
+        why="Of the ideal time, and not approximately. It holds fewer micro-batches for it; less "
+        "idle time takes several stages a rank, or gradients of weights apart.",
+    ),
+    Claim(
+        title="1F1B holds as many micro-batches as stages",
+        where="lecture, pipelines",
+        printed="peak activation memory is proportional to P rather than to m",
+        find=_in_flight,
+        why="The first stage holds min(m, P), each later one a micro-batch less.",
+    ),
+)
+
+
+def section() -> str:
+    """The page's part about compositions: a table, then why."""
+    lines = [
+        "## Composition",
+        "",
+        "Claims whose figures follow from plans, groups and schedules: worked out by the same "
+        "command, for every product of pp, dp_replicate, dp_shard and tp on "
+        f"{RANKS} ranks, and not measured here. That such products equal one device, and that the "
+        "calls that ran were those of the theorems, is tested (`tests/gloo/test_pipeline.py`, "
+        "`test_theorem6.py`, `test_theorem7.py`).",
+        "",
+        "| claim | printed | found | verdict |",
+        "|---|---|---|---|",
+    ]
+    for claim in COMPOSITION:
+        right, found = claim.find()
+        verdict = HOLDS if right else claim.otherwise
+        lines.append(
+            f"| **{claim.title}** ({claim.where}) | {claim.printed} | {found} | {verdict} |"
+        )
+    return "\n".join([*lines, "", *(f"- *{claim.title}*: {claim.why}" for claim in COMPOSITION)])
