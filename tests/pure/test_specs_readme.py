@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 from ptrain.algebra.legality import require
+from ptrain.axes.pipeline.known import takes_any_stages
 from ptrain.spec.load import load
 from ptrain.spec.names import listing, root
+from ptrain.spec.pipeline import PipelineSpec, ScheduleName
 from ptrain.spec.role import GIVEN, fits
 from ptrain.spec.text import read
 
@@ -48,6 +50,18 @@ def test_every_role_that_a_plan_may_give_is_said_to_mean_what_an_editor_shows():
         assert f"| `{role}` | {about} |\n" in text
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert all(f"`{role}` (" in readme for role in GIVEN)
+
+
+def test_every_schedule_is_said_to_have_the_stages_that_it_has():
+    text = (ROOT / "specs" / "README.md").read_text(encoding="utf-8")
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    for name in ScheduleName:
+        stages = PipelineSpec(schedule=name).stages_over(4) // 4
+        told = f"any, {stages}" if takes_any_stages(name) else str(stages)
+        (row,) = (line for line in text.splitlines() if line.startswith(f"| `{name}` |"))
+        assert row.split(" | ")[2] == told
+        assert f"| `pp-{name}` | {stages} | " in readme
+        assert f"`{name}`" in next(line for line in readme.splitlines() if "| `schedule` |" in line)
 
 
 def test_a_star_in_a_plan_is_a_blocks_number_and_nothing_else():
