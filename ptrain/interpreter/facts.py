@@ -1,12 +1,14 @@
 """The facts of any model that a spec names: of a built-in one from its shape; of another one read
-off the module and traced, whole and, where its operators are cut, as each rank has it."""
+off the module and traced, whole and, where it is cut into stages or its operators are, as each rank
+has it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
 
-from ptrain.axes.tensor.parts import Traced, timelines_of, traced
+from ptrain.axes.pipeline.parts import stage_passes, stage_rows
+from ptrain.axes.tensor.parts import Traced, by_place, timelines_of, traced
 from ptrain.derivation.estimate import own_facts
 from ptrain.derivation.facts import ModelFacts
 from ptrain.interpreter.stages import stages_of_module
@@ -41,10 +43,16 @@ def read_facts(
         seed=spec.train.seed,
     )
     facts = module_facts(model, spec)
-    if stages_of_module(spec, model, facts) is not None:
+    has_stages = stages_of_module(spec, model, facts) is not None
+    if isinstance(spec.model, ModelShape):
         return facts
-    if spec.degree(Axis.TP) == 1 or isinstance(spec.model, ModelShape):
+    if spec.degree(Axis.TP) > 1:
+        del model  # the processes that play the ranks build their own
+        found = share(lambda: traced(spec, facts, allow_import=allow_import))
+    elif has_stages:
+        found = share(lambda: {"timelines": [stage_rows(model, spec, facts)]})
+    else:
         return facts
-    del model  # the processes that play the ranks build their own
-    found = share(lambda: traced(spec, facts, allow_import=allow_import))
+    if has_stages:
+        return replace(facts, stage_passes=stage_passes(spec, facts, by_place(found)))
     return replace(facts, part_timelines=timelines_of(found))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, replace
 
 from torch import nn
@@ -49,6 +50,9 @@ def wrap_stages(module: nn.Module, spec: Spec, plan: Plan, mesh: Mesh, stages: S
     for index in step.stages_of(mesh.coordinate(step.axis)):
         part = part_of(module, stages.all, index, stages.chain.ends)
         own = _stage_plan(plan, stages, index)
+        # where it has no head it may, and nothing writes into what a stage hands on
+        message = f".*module .FSDP{type(part).__name__}. returned a view tensor"
+        warnings.filterwarnings("ignore", message, UserWarning)
         parts.append(Part(index, part, wrap(part, spec, own, mesh, mesh.registry, copies)))
     return Staged(parts, step, mesh, stages.chain.hidden)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -52,6 +53,22 @@ def _say_whose(part: nn.Module, stages: Sequence[Stage], index: int) -> None:
 
 def _above(name: str) -> str:
     return name.rpartition(".")[0]
+
+
+def apart(output: torch.Tensor) -> torch.Tensor:
+    """What a stage hands on, not as a view of what it was made of: torch detaches it in place. It
+    has the same memory."""
+    return _Apart.apply(output) if output._is_view() else output
+
+
+class _Apart(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
 
 
 def _lacking(stages: Sequence[Stage], index: int, ends: Ends) -> tuple[str, ...]:

@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage
 
 from ptrain.axes.data.wrapped import Wrapped
+from ptrain.axes.pipeline.cut import apart
 from ptrain.axes.pipeline.schedule import Kind
 from ptrain.axes.pipeline.told import Waits, named
 from ptrain.costs import Phase, State
@@ -60,8 +61,7 @@ class Called(nn.Module):
         self.inner = inner
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.inner(x)
-        return y
+        return apart(self.inner(x))
 
 
 class Stage(PipelineStage):

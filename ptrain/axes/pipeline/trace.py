@@ -19,6 +19,7 @@ from torch.distributed.pipelining._backward import (
     stage_backward_weight,
 )
 
+from ptrain.axes.pipeline.cut import apart
 from ptrain.models.ledger import storage_of
 from ptrain.models.trace import Born, Complete, Died, Event, Marker, Recorder, Recording
 
@@ -125,7 +126,7 @@ class _Run:
             self.recorder.add_to(name, parameter.grad)
 
     def forward(self) -> None:
-        self.output = self.traced.module(self.x)
+        self.output = apart(self.traced.module(self.x))
         if self.traced.loss is not None:
             self.loss = self.traced.loss(self.output)
         self._end("forward")

@@ -1,5 +1,6 @@
 """What each rank of tp allocates of a model that is not built in: a process plays that rank on fake
-ranks, cuts the model as the plan says, and traces one micro-batch of its part.
+ranks, cuts the model as the plan says, and traces one micro-batch of its part; with pp, of its part
+of every stage.
 
 The processes are others than this one, which may belong to a group of real ranks already; torch
 also remembers what it cut for one rank. Ranks with slices of the same shapes are traced once.
@@ -18,27 +19,30 @@ from subprocess import PIPE, Popen, TimeoutExpired
 from typing import Any
 
 import torch
-from torch.distributed.device_mesh import init_device_mesh
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from ptrain.axes.pipeline.parts import Prepare, Rows, stage_rows
+from ptrain.axes.pipeline.stages import Ends, Stage
 from ptrain.axes.tensor.apply import micro_batch, parallelize, whole_loss
 from ptrain.axes.tensor.costs import Cut
 from ptrain.derivation.facts import ModelFacts
+from ptrain.derivation.pipeline import stage_roles, stages_of
 from ptrain.errors import PtrainError, refused
 from ptrain.interpreter.fake import fake_world
 from ptrain.interpreter.registry import Registry
 from ptrain.models.build import build
+from ptrain.models.facts import untraced_facts
 from ptrain.models.initialize import cast
 from ptrain.models.numerics import TORCH_DTYPES
-from ptrain.models.roles import roles_of_module
 from ptrain.models.trace import record, to_timeline
-from ptrain.models.units import unit_modules
 from ptrain.plan.lower import lower
 from ptrain.plan.step import Parallelize
 from ptrain.spec.axis import Axis
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec, TrainSpec
 from ptrain.spec.write import to_mapping
-from ptrain.timeline import Timeline, as_rows, from_rows
+from ptrain.timeline import Row, Timeline, as_rows, from_rows
 
 Traced = dict[str, Any]  # JSON: `timelines` by index on tp, or the `problem` that there is
 
@@ -53,8 +57,10 @@ class _Asked:
 
 
 def traced(spec: Spec, facts: ModelFacts, *, allow_import: bool) -> Traced:
-    """A timeline for each index on tp, all of them within `timeout.init`."""
-    step = lower(_tensor_alone(spec), facts.unit_modules, facts.roles).tensor
+    """A timeline for each index on tp, all of them within `timeout.init`; with pp the rows of each
+    stage in its place."""
+    alone = _tensor_alone(spec)
+    step = lower(alone, facts.unit_modules, facts.roles, stages_of(alone, facts)).tensor
     assert step is not None, "something is cut"
     players = _players(step, facts, spec.degree(step.axis))
     try:
@@ -78,24 +84,32 @@ def _as_text(spec: Spec) -> str:
 
 def _tensor_alone(spec: Spec) -> Spec:
     """What a part depends on, and nothing else, so that specs which differ elsewhere ask once."""
-    batch = replace(spec.batch, global_samples=spec.batch.micro, accumulate=1)
+    times = spec.batch.accumulate if spec.degree(Axis.PP) > 1 else 1  # a schedule needs as many
+    batch = replace(spec.batch, global_samples=times * spec.batch.micro, accumulate=times)
     return Spec(
         name="part",
         model=spec.model,
-        factors=tuple(factor for factor in spec.factors if factor.axis is Axis.TP),
+        factors=tuple(factor for factor in spec.factors if factor.axis in (Axis.PP, Axis.TP)),
         batch=batch,
         precision=spec.precision,
         train=replace(TrainSpec(), seed=spec.train.seed),
         unit=spec.unit,
         tensor=spec.tensor,
+        pipeline=spec.pipeline,
     )
 
 
 def timelines_of(found: Traced) -> tuple[Timeline, ...]:
     """Raises PtrainError for a problem."""
+    return tuple(map(from_rows, by_place(found)))
+
+
+def by_place(found: Traced) -> list[Any]:
+    """The answers by index on tp. Raises PtrainError for a problem."""
     if "problem" in found:
         raise PtrainError(found["problem"])
-    return tuple(map(from_rows, found["timelines"]))
+    rows: list[Any] = found["timelines"]
+    return rows
 
 
 def _players(step: Parallelize, facts: ModelFacts, degree: int) -> list[int]:
@@ -148,7 +162,7 @@ def _answer(process: Popen[str], ends: float) -> Traced:
     return answer
 
 
-def _play(spec: Spec, index: int, *, allow_import: bool) -> Timeline:
+def _play(spec: Spec, index: int, *, allow_import: bool) -> dict[str, list[Row]] | Rows:
     """In a process of its own: rank `index` of the spec's tp alone."""
     module = build(
         spec.model,
@@ -157,22 +171,35 @@ def _play(spec: Spec, index: int, *, allow_import: bool) -> Timeline:
         seed=spec.train.seed,
     )
     cast(module, TORCH_DTYPES[spec.precision.effective.parameters])
-    units = unit_modules(module, spec.unit)
-    step = lower(spec, units, roles_of_module(module, spec)).tensor
+    facts = untraced_facts(module, spec)
+    stages = stages_of(spec, facts)
+    step = lower(spec, facts.unit_modules, facts.roles, stages).tensor
     assert step is not None, "something is cut"
     fake_world(index, spec.degree(step.axis))
     names = (step.axis.value,)
     mesh = init_device_mesh("cpu", (spec.degree(step.axis),), mesh_dim_names=names)
+    if stages:
+        return stage_rows(
+            module, spec, facts, _cut_over(mesh, step, len(stages)), micro_batch(step)
+        )
     parallelize(module, step, mesh, Registry())
     tokens = torch.zeros(spec.batch.micro, spec.batch.sequence + 1, dtype=torch.int64)
 
     def forward() -> torch.Tensor:
         return whole_loss(module(tokens[:, :-1]), tokens[:, 1:]) / spec.batch.tokens
 
-    trace = partial(record, module, units, forward, tokens)
+    trace = partial(record, module, facts.unit_modules, forward, tokens)
     with micro_batch(step)():
         trace()  # torch learns what each operator is cut to
-        return to_timeline(trace())
+        return as_rows(to_timeline(trace()))
+
+
+def _cut_over(mesh: DeviceMesh, step: Parallelize, stages: int) -> Prepare:
+    def cut(part: nn.Module, stage: Stage, ends: Ends) -> None:
+        roles = stage_roles(step.roles, stage, stages, ends)
+        parallelize(part, replace(step, roles=roles), mesh, Registry())
+
+    return cut
 
 
 def main(questions: Sequence[str]) -> int:
@@ -181,11 +208,11 @@ def main(questions: Sequence[str]) -> int:
     sys.path[:] = path
     answers, sys.stdout = sys.stdout, sys.stderr
     try:
-        timeline = _play(load(json.loads(text)).spec, index, allow_import=allow_import)
+        rows = _play(load(json.loads(text)).spec, index, allow_import=allow_import)
     except PtrainError as error:
         print(error, file=sys.stderr)
         return error.exit_code
-    print(json.dumps(as_rows(timeline)), file=answers)
+    print(json.dumps(rows), file=answers)
     return 0
 
 

@@ -1,0 +1,111 @@
+"""What the stages of a model that is not built in allocate: one micro-batch is traced through each,
+pass by pass, and told as plain data, since other processes may be asked for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from ptrain.axes.pipeline.cut import part_of
+from ptrain.axes.pipeline.schedule import Kind
+from ptrain.axes.pipeline.stages import Ends, Stage
+from ptrain.axes.pipeline.trace import Passes as Recorded
+from ptrain.axes.pipeline.trace import Traced, record_passes
+from ptrain.axes.tensor.apply import whole_loss
+from ptrain.derivation.facts import ModelFacts
+from ptrain.derivation.passes import Passes, of_first_stage, of_later_stage
+from ptrain.derivation.pipeline import chain_of, stages_of
+from ptrain.models.numerics import TORCH_DTYPES
+from ptrain.models.trace import Recording, to_timeline
+from ptrain.spec.spec import Spec
+from ptrain.timeline import as_rows, from_rows
+
+Rows = list[dict[str, Any]]  # JSON, a mapping for each stage
+Around = Callable[[], AbstractContextManager[None]]
+Prepare = Callable[[nn.Module, Stage, Ends], None]
+
+
+def stage_rows(
+    module: nn.Module,
+    spec: Spec,
+    facts: ModelFacts,
+    prepare: Prepare | None = None,
+    around: Around = nullcontext,
+) -> Rows:
+    """`prepare` cuts a stage's operators, in place, and `around` is what its passes run in. The
+    generator's state is left as it was."""
+    stages, ends = stages_of(spec, facts), chain_of(spec, facts).ends
+    found: Rows = []
+    with torch.random.fork_rng(devices=[]):
+        for stage in stages:
+            part = part_of(module, stages, stage.index, ends)
+            traced = _traced(part, spec, facts, stage, len(stages))
+            with around():
+                if prepare is not None:
+                    prepare(part, stage, ends)
+                    record_passes(traced)  # torch learns what each operator is cut to
+                found.append(
+                    _rows(traced, in_halves=spec.pipeline.is_in_halves and stage.index > 0)
+                )
+    return found
+
+
+def _traced(part: nn.Module, spec: Spec, facts: ModelFacts, stage: Stage, stages: int) -> Traced:
+    micro, sequence = spec.batch.micro, spec.batch.sequence
+    dtype = TORCH_DTYPES[spec.precision.effective.parameters]
+    tokens = torch.zeros(micro, sequence + 1, dtype=torch.int64)
+
+    def loss(logits: torch.Tensor) -> torch.Tensor:
+        return whole_loss(logits, tokens[:, 1:]) / spec.batch.tokens
+
+    return Traced(
+        module=part,
+        units=stage.units(facts.unit_modules),
+        hidden=torch.zeros(micro, sequence, chain_of(spec, facts).hidden, dtype=dtype),
+        given=None if stage.index else tokens[:, :-1],
+        loss=loss if stage.index == stages - 1 else None,
+    )
+
+
+def _rows(traced: Traced, *, in_halves: bool) -> dict[str, Any]:
+    whole = record_passes(traced)
+    rows = {
+        "passes": as_rows(to_timeline(whole.recording())),
+        "output": whole.sizes[whole.output],
+    }
+    if in_halves:
+        rows["halves"] = as_rows(to_timeline(_halves(record_passes(traced, in_halves=True))))
+    return rows
+
+
+def _halves(found: Recorded) -> Recording:
+    """The half of the inputs, then that of the weights."""
+    return Recording(found.events["input"], found.events["weight"], found.sizes)
+
+
+def stage_passes(
+    spec: Spec, facts: ModelFacts, by_place: Sequence[Rows]
+) -> tuple[tuple[Passes, ...], ...]:
+    """By stage, then by place along tp; `by_place` are the rows of each place."""
+    itemsize = spec.precision.effective.parameters.itemsize
+    tokens = spec.batch.micro * spec.batch.sequence
+    hidden = tokens * chain_of(spec, facts).hidden * itemsize
+    return tuple(
+        tuple(_passes(rows, index, hidden) for rows in of_places)
+        for index, of_places in enumerate(zip(*by_place, strict=True))
+    )
+
+
+def _passes(rows: Mapping[str, Any], index: int, hidden: int) -> Passes:
+    whole = from_rows(rows["passes"])
+    items = {Kind.FORWARD: whole.forward, Kind.BACKWARD: whole.backward}
+    if index == 0:
+        return of_first_stage(items, output=rows["output"])
+    if "halves" in rows:
+        halves = from_rows(rows["halves"])
+        items |= {Kind.INPUT: halves.forward, Kind.WEIGHT: halves.backward}
+    return of_later_stage(items, output=rows["output"], hidden=hidden)
