@@ -147,6 +147,8 @@ def _factors(raw: SpecRaw, order: tuple[str, ...], found: Findings) -> tuple[Fac
         if degree > 1 and tuple_ is None:
             finding = f"the mesh has {axis}: {degree}, and the placement has no tuple for it"
             remedy = f"write placement: {{{axis}: ...}} with a strategy's name or four modes"
+            if axis is Axis.PP:  # stages can be placed in one way only
+                remedy = f"write placement: {{{axis}: [S, S, S, R]}}"
             found.add("placement" if raw.placement else "mesh." + axis, finding, remedy)
         elif degree > 1:
             factors.append(_factor(raw, axis, degree, found))

@@ -137,7 +137,7 @@ LINES = [
     ("{preset: llama-tiny}", "{hf: A, layers: 2}", "model.layers", "hf gives", "model.config"),
     # in the grammar, not executed yet
     ("mesh: {", "mesh: {cp: 2, ", "mesh.cp", "not yet", "pp, dp_replicate, dp_shard, tp"),
-    ("mesh: {", "mesh: {pp: 2, ", "placement", "the mesh has pp: 2", "four modes"),
+    ("mesh: {", "mesh: {pp: 2, ", "placement", "the mesh has pp: 2", "{pp: [S, S, S, R]}"),
     ("activations: R", "activations: M", "placement.dp_shard.activations", "not yet", "today: R"),
     ("train:", "recompute: full\ntrain:", "recompute", "not yet", "none"),
     ("train:", "compile: true\ntrain:", "compile", "not yet", "false"),
