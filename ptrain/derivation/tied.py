@@ -11,7 +11,7 @@ from ptrain.axes.pipeline.stages import Stage
 from ptrain.axes.ring import Calls, Group
 from ptrain.costs import Collective, Phase, State, Traffic
 from ptrain.derivation.facts import ModelFacts, TensorFacts, UnitFacts
-from ptrain.derivation.flat_memory import flat_elements
+from ptrain.derivation.flat_memory import flat_buffers
 from ptrain.plan.step import FlatUnits, FullyShard, LocalGradients, Plan, Replicate
 from ptrain.spec.spec import Spec
 
@@ -48,7 +48,8 @@ def _kept(spec: Spec, plan: Plan, part: ModelFacts, unit: UnitFacts) -> Iterator
             for index in range(ranks):
                 yield sum(_rows_of(each, ranks, index) for each in unit.tensors)
         case FlatUnits() as wrap:
-            yield flat_elements(spec, wrap, _alone(part, unit)).gradients
+            buffers = flat_buffers(spec, wrap, _alone(part, unit)).elements()
+            yield sum(buffers) // ranks_over(spec, wrap.updated)
         case wrap:
             assert_never(wrap)
 

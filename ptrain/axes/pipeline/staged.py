@@ -40,6 +40,7 @@ class Staged:
         self.step = step
         self.mesh = mesh
         self._copies = [target for part in parts for target in self._copied(part)]
+        self._shared = [target for part in parts for target in self._of_ends(part)]
         self._twins = self._both_ends() if step.shared else None
 
     def micro_batch(self, is_last: bool) -> AbstractContextManager[None]:
@@ -105,7 +106,14 @@ class Staged:
         if part.index:
             yield from self._shared_targets(part, [copied for _, copied in self.step.shared])
 
+    def _of_ends(self, part: Part) -> Iterator[Target]:
+        """Of the first stage the targets that the last one has a copy of, of the last one these."""
+        names = {0: [name for name, _ in self.step.shared]}
+        names[self.step.stages - 1] = [copied for _, copied in self.step.shared]
+        yield from self._shared_targets(part, names.get(part.index, ()))
+
     def _shared_targets(self, part: Part, names: Sequence[str]) -> Iterator[Target]:
+        """To ask for a target's names may gather it over tp: before the first step only."""
         for group in part.wrapped.targets():
             for target in group:
                 if any(name in target.export() for name in names):
@@ -121,14 +129,7 @@ class Staged:
         return self.mesh.group_at(axis, ends)
 
     def _sum_shared(self) -> None:
-        ends = {0: [a for a, _ in self.step.shared], self.step.stages - 1: self._names_of_copies()}
-        held = [
-            gradient
-            for part in self.parts
-            if part.index in ends
-            for target in self._shared_targets(part, ends[part.index])
-            if (gradient := target.gradient) is not None
-        ]
+        held = [g for target in self._shared if (g := target.gradient) is not None]
         if self._twins is not None:
             for gradient in held:
                 self.mesh.registry.tag(gradient, State.GRADIENTS)
@@ -137,9 +138,6 @@ class Staged:
             first, last = held[: len(held) // 2], held[len(held) // 2 :]
             for one, other in zip(first, last, strict=True):
                 other.copy_(one.add_(other))
-
-    def _names_of_copies(self) -> list[str]:
-        return [copied for _, copied in self.step.shared]
 
 
 def _renamed(name: str, names: Mapping[str, str]) -> str:
