@@ -21,7 +21,7 @@ from ptrain.derivation.tape import Scene, Tape, Wrap
 from ptrain.derivation.timeline import play, wrap_of
 from ptrain.plan.step import Plan
 from ptrain.spec.spec import Spec
-from ptrain.timeline import Item, Run
+from ptrain.timeline import Boundary, Item, Mark, Run
 
 _TAKEN = (Role.INPUT, Role.OUTPUT_GRADIENT)
 
@@ -84,6 +84,7 @@ class _Rank:
         self.stages = {part.index: _stage(spec, part, self.tape) for part in parts}
         self.boundaries = _Boundaries(self.tape, self.stages, last)
         self.saved = self.most = self.gathered = 0
+        self.replaced: Held | None = None
 
     def exchange(self, exchange: Exchange) -> None:
         match exchange.verb:
@@ -95,6 +96,8 @@ class _Rank:
                     self.boundaries.hold(exchange.tensor)
             case Verb.DROP:
                 self.boundaries.drop(exchange.tensor)
+            case Verb.REPLACE:
+                self.replaced = exchange.tensor
 
     def end(self) -> None:
         """No micro-batch is in flight: what is saved still are losses."""
@@ -113,12 +116,25 @@ class _Rank:
         else:
             self._begin_backward(stage, kind)
         items = stage.part.passes.items[kind]
-        self._play(stage, kind, items)
+        if self.replaced is None:
+            self._play(stage, kind, items)
+        else:
+            self._replace(stage, items)
         self.saved += sum(map(net, items))
         for tensor in self.boundaries.made(kind, action):
             self.saved -= self.boundaries.give(tensor)
         for tensor in self.boundaries.done_with(kind, action):
             self.boundaries.drop(tensor)
+
+    def _replace(self, stage: _Stage, items: Sequence[Item]) -> None:
+        """A forward pass whose output takes another one's place, before its loss is computed."""
+        assert self.replaced is not None
+        root = len(stage.part.facts.units) - 1
+        place = items.index(Boundary(Mark.LEAVE, root)) + 1
+        play(items[:place], self.tape, stage.wrap)
+        self.boundaries.drop(self.replaced)
+        self.replaced = None
+        play(items[place:], self.tape, stage.wrap)
 
     def _begin_backward(self, stage: _Stage, kind: Kind) -> None:
         self.tape.enter(Phase.BACKWARD)

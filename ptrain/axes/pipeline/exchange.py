@@ -9,7 +9,7 @@ with the next exchange and keeps its variables, each until it means the next mic
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from ptrain.axes.pipeline.schedule import Action, Kind, Schedule, Step
@@ -38,6 +38,7 @@ class Verb(StrEnum):
     RECEIVE = "receive"  # a buffer is made, and waited for
     HOLD = "hold"  # for a send, or by a variable
     DROP = "drop"
+    REPLACE = "replace"  # dropped when the pass that comes next has an output of its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,8 +138,9 @@ def _all_forward(schedule: Schedule, rank: int, microbatches: Sequence[int]) -> 
 
 
 def _alternating(schedule: Schedule, rank: int) -> Iterator[Turn]:
-    """Schedule1F1B's: `bwd_recvs` and `bwd_sends` name the last of their kind. `send_work` is the
-    last send of the warm-up, of which the last output is not, until no forward is left."""
+    """Schedule1F1B's: `output`, `bwd_recvs` and `bwd_sends` name the last of their kind; only of
+    the last stage's output nothing else is known by then. `send_work` is the last send of the
+    warm-up, of which the last output is not, until no forward is left."""
     line = _Line(schedule, rank)
     warm_up = min(schedule.microbatches, schedule.stages - rank)
     waiting = Held(Role.OUTPUT, rank, warm_up - 2)
@@ -148,7 +150,12 @@ def _alternating(schedule: Schedule, rank: int) -> Iterator[Turn]:
             if part.kind is Kind.FORWARD:
                 forwards += 1
                 yield from line.receive(Role.INPUT, part.microbatch)
+                output = Held(Role.OUTPUT, rank, part.microbatch)
+                if line.is_last and forwards > 1:
+                    yield Exchange(Verb.REPLACE, replace(output, microbatch=output.microbatch - 1))
                 yield part
+                if line.is_last:
+                    yield Exchange(Verb.HOLD, output)
                 if part.microbatch == waiting.microbatch:
                     yield Exchange(Verb.HOLD, waiting)
                 continue

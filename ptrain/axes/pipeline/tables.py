@@ -11,7 +11,7 @@ import argparse
 import itertools
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -171,6 +171,7 @@ class Table:
         self.sizes: dict[tuple[int, int, tuple[int, ...]], int] = {}
         self.parts: dict[str, int] = {}
         self.follows: dict[int, bool] = {}
+        self.ambiguous = False  # whether one size in bytes follows here and does not there
 
     def build(self, most: int = MOST) -> dict[str, object]:
         """As JSON."""
@@ -204,16 +205,12 @@ class Table:
     def _encoded(self, case: Case) -> tuple[dict[str, list[list[object]]], int]:
         """Every pass as JSON, layer by layer in the order of the pass; the output's size."""
         dtypes = DTYPES[self.setting.precision]
+        learns = case.layers == 1 or self.ambiguous
         (first, stage), *others = (
             passes_of(self.setting, case, dtype, self.mesh)
-            for dtype in (dtypes if case.layers == 1 else dtypes[:1])
+            for dtype in (dtypes if learns else dtypes[:1])
         )
-        if others:
-            self._learn(first, [other for other, _ in others])
-
-        def size(number: int) -> int:
-            return self._number(first.sizes[number])
-
+        size = self._sizes(first, [other for other, _ in others])
         start = PLACES.index(case.place)  # one layer on each stage before
         found = {}
         for name, events in first.events.items():
@@ -224,19 +221,24 @@ class Table:
                 _shortest([_encode(event, size, stage.units, layer) for event in _sorted(part)])
                 for layer, part in zip(order, parts, strict=True)
             ]
-        return found, size(first.output)
+        return found, size[first.output]
 
-    def _learn(self, first: Passes, others: Sequence[Passes]) -> None:
-        """Which sizes, in bytes of the first dtype, follow the compute dtype's."""
+    def _sizes(self, first: Passes, others: Sequence[Passes]) -> dict[int, int]:
+        """The index of each storage's size. Which sizes follow the compute dtype's is learnt where
+        passes of two dtypes are given."""
         for other in others:
             assert _shape(first) == _shape(other), "the passes depend on the dtype"
-            for number, size in first.sizes.items():
-                follows = _follows(first, other, number)
-                assert self.follows.setdefault(size, follows) is follows, "two sizes in one"
+        found = {}
+        for number, size in first.sizes.items():
+            if others:
+                follows = all(_follows(first, other, number) for other in others)
+                self.ambiguous |= self.follows.setdefault(size, follows) is not follows
+            else:
+                follows = self.follows.get(size, False)
+            found[number] = self._number(size, follows)
+        return found
 
-    def _number(self, size: int) -> int:
-        """The index of a size in bytes of the first dtype."""
-        follows = self.follows.get(size, False)
+    def _number(self, size: int, follows: bool) -> int:
         coefficient, exponents = factorise(size // 4 if follows else size, self.symbols)
         assert coefficient & (coefficient - 1) == 0, f"{size} is not one product"
         key = (int(follows), coefficient, exponents)
@@ -311,8 +313,11 @@ def _highest(deltas: Sequence[int]) -> Iterator[int]:
     now = levels[0]
     for place, level in enumerate(levels[1:], 1):
         is_last = place == len(levels) - 1
-        others = (*levels[:place], *levels[place + 1 :])
-        if is_last or not any(_contains(other, level) for other in others):
+        earlier = any(_contains(other, level) for other in levels[:place])
+        later = any(
+            _contains(other, level) and not _contains(level, other) for other in levels[place:]
+        )
+        if is_last or not (earlier or later):
             yield from _between_levels(now, level)
             now = level
 
@@ -333,18 +338,18 @@ def _is_of(event: Event, prefix: str) -> bool:
     return isinstance(event, Complete) and event.parameter.startswith(prefix)
 
 
-def _encode(event: Event, size: Callable[[int], int], units: Units, layer: int) -> object:
+def _encode(event: Event, size: Mapping[int, int], units: Units, layer: int) -> object:
     """An event as JSON; `*` stands for the layer's index."""
     match event:
         case Born(number):
-            return size(number) + 1
+            return size[number] + 1
         case Died(number):
-            return -size(number) - 1
+            return -size[number] - 1
         case Boundary(mark, unit):
             return MARKS[mark] + units[unit][0].replace(f"blocks.{layer}", "*")
         case Complete(parameter, number, cloned):
             pattern = parameter.replace(f"blocks.{layer}.", "blocks.*.")
-            return [pattern, size(number), int(cloned)]
+            return [pattern, size[number], int(cloned)]
 
 
 def settings() -> Iterator[tuple[str, Setting, tuple[Setting, ...]]]:
