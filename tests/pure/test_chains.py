@@ -1,0 +1,195 @@
+"""Stages of a model that is only known by its facts, and what summing a tied tensor sends."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from ptrain.axes.pipeline.schedule import Kind
+from ptrain.axes.pipeline.stages import Chain, Ends, Stage
+from ptrain.costs import Collective, State, Traffic
+from ptrain.derivation.estimate import derive
+from ptrain.derivation.facts import ModelFacts, TensorFacts, UnitFacts
+from ptrain.derivation.passes import of_first_stage, of_later_stage
+from ptrain.derivation.pipeline import stage_facts, stage_roles, stages_of
+from ptrain.spec.model import HuggingFaceModel
+from ptrain.spec.role import Role
+from ptrain.spec.spec import Spec
+from ptrain.timeline import Boundary, Complete, Item, Mark, Run
+from tests.pure.piped import SHAPE, legal
+
+HIDDEN, VOCAB, LAYERS, FP32 = 12, 50, 4, 4
+TABLE, HEAD = "base.table.weight", "head.weight"
+
+
+def facts(*, tied: bool = False) -> ModelFacts:
+    layers = tuple(f"base.h.{index}" for index in range(LAYERS))
+    ends = Ends(front=("base.table",), behind=("base.last", "head"))
+    table = TensorFacts(name=TABLE, shape=(VOCAB, HIDDEN))
+    behind = [TensorFacts(name="base.last.weight", shape=(HIDDEN,))]
+    if not tied:
+        behind.append(TensorFacts(name=HEAD, shape=(VOCAB, HIDDEN)))
+    units = tuple(
+        UnitFacts(modules=(name,), tensors=(TensorFacts(name=f"{name}.w", shape=(HIDDEN, HIDDEN)),))
+        for name in layers
+    )
+    order = [tensor.name for unit in units for tensor in unit.tensors]
+    return ModelFacts(
+        units=(*units, UnitFacts(modules=("",), tensors=(table, *behind))),
+        buffers=(("base.turns", 8), ("base.table.scale", 4), *((f"{n}.mask", 16) for n in layers)),
+        gradient_order=(TABLE, *order, *(each.name for each in behind))[::-1],
+        chain=Chain(layers=layers, ends=ends, hidden=HIDDEN, tied=((TABLE, HEAD),) if tied else ()),
+    )
+
+
+def spec(mesh: dict[str, int] | None = None, **sections: object) -> Spec:
+    made = legal(mesh or {"pp": 2}, batch={"sequence": 16, "accumulate": 4}, **sections)
+    return replace(made, model=HuggingFaceModel(hf="other", config={}))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_its_stages_have_its_names(tied):
+    first, last = stages_of(spec(), facts(tied=tied))
+    assert first.layers == ("base.h.0", "base.h.1")
+    assert first.tensors[0] == TABLE
+    assert {*last.tensors} == {"base.h.2.w", "base.h.3.w", "base.last.weight", HEAD}
+    assert last.copied == (((TABLE, HEAD),) if tied else ())
+
+
+def test_a_stage_has_its_own_buffers_and_those_of_no_end():
+    known = facts()
+    first, last = (dict(stage_facts(known, stage).buffers) for stage in stages_of(spec(), known))
+    assert {*first} == {"base.turns", "base.table.scale", "base.h.0.mask", "base.h.1.mask"}
+    assert {*last} == {"base.turns", "base.h.2.mask", "base.h.3.mask"}
+
+
+def test_what_crosses_a_boundary_is_as_wide_as_its_hidden_states():
+    (size,) = {
+        row.payload_bytes // row.calls
+        for row in derive(spec(), facts()).exact.traffic
+        if row.key.collective is Collective.SEND and row.calls
+    }
+    assert size == 16 * HIDDEN * FP32
+
+
+def test_without_traces_nobody_says_what_is_in_flight():
+    assert set(derive(spec(), facts()).exact.undefined) == {"activations", "peak"}
+
+
+def passes(
+    known: ModelFacts, stage: Stage, *, saved: int, output: int, given: int
+) -> dict[Kind, tuple[Item, ...]]:
+    """Every layer leaves `saved` bytes for backward, and completes its gradients in fp32; `output`
+    is handed on, and so is the gradient of what was `given`."""
+    part = stage_facts(known, stage)
+    num, root = len(part.units), len(part.units) - 1
+    forward: list[Item] = [Boundary(Mark.ENTER, root)]
+    backward: list[Item] = [Boundary(Mark.PRE_BACKWARD, root)]
+    for unit in range(num - 1):
+        forward += [Boundary(Mark.ENTER, unit), Run(saved, saved), Boundary(Mark.LEAVE, unit)]
+    for unit in reversed(range(num)):
+        done = [Complete(each.name, each.numel * FP32) for each in part.units[unit].tensors]
+        grown = sum(each.size for each in done)
+        freed = saved if unit < root else 0
+        marks = (Boundary(Mark.PRE_BACKWARD, unit),) if unit < root else ()
+        backward += [*marks, Run(grown, grown - freed), *done]
+        if unit < root:
+            backward.append(Boundary(Mark.POST_BACKWARD, unit))
+    forward += [Run(output, output), Boundary(Mark.LEAVE, root)]
+    backward += [Run(given, given), Boundary(Mark.POST_BACKWARD, root)]
+    return {Kind.FORWARD: tuple(forward), Kind.BACKWARD: tuple(backward)}
+
+
+def in_flight(saved: int) -> list[int]:
+    known, wide = facts(), 16 * HIDDEN * FP32
+    first, last = stages_of(spec(), known)
+    ahead = passes(known, first, saved=saved, output=wide, given=0)
+    behind = passes(known, last, saved=saved, output=VOCAB, given=wide)
+    traced = (
+        (of_first_stage(ahead, output=wide),),
+        (of_later_stage(behind, output=VOCAB, hidden=wide),),
+    )
+    found = derive(spec(), replace(known, stage_passes=traced)).exact
+    assert not found.undefined
+    return [found.bytes_of(State.ACTIVATIONS, rank) for rank in range(2)]
+
+
+def test_traced_stages_say_what_their_micro_batches_in_flight_leave():
+    """Two on the first stage and one on the last, each of two layers."""
+    grown = [more - less for less, more in zip(in_flight(100), in_flight(1100), strict=True)]
+    assert grown == [2 * 2 * 1000, 2 * 1000]
+
+
+def test_what_halves_leave_over_the_whole_pass_goes_with_the_second():
+    """700 live after forward, of them 16 an output; a whole pass leaves 4 beyond the gradient of
+    its input (16), the halves leave 304."""
+    whole = {Kind.FORWARD: (Run(700, 700),), Kind.BACKWARD: (Run(0, -664),)}
+    halves = {Kind.INPUT: (Run(0, -264),), Kind.WEIGHT: (Run(0, -100),)}
+    found = of_later_stage(whole | halves, output=16, hidden=16)
+    assert found.items[Kind.WEIGHT] == (Run(0, -100), Run(0, -300))
+
+
+ROLES = (
+    ("base.table", Role.VOCABULARY),
+    ("base.h.*.up", Role.COLUMN),
+    ("head", Role.HEAD),
+)
+
+
+def test_a_stage_has_the_roles_of_its_own_ends():
+    known = facts()
+    assert known.chain is not None
+    ends = known.chain.ends
+    first, last = stages_of(spec(), known)
+    assert stage_roles(ROLES, first, 2, ends) == ROLES[:2]
+    assert stage_roles(ROLES, last, 2, ends) == ROLES[1:]
+
+
+def test_a_copy_of_a_cut_table_is_cut_as_a_head_and_of_a_whole_one_is_whole():
+    known = facts(tied=True)
+    assert known.chain is not None
+    last = stages_of(spec(), known)[-1]
+    assert stage_roles(ROLES[:2], last, 2, known.chain.ends) == (ROLES[1], ("head", Role.HEAD))
+    assert stage_roles(ROLES[1:2], last, 2, known.chain.ends) == ROLES[1:2]
+
+
+def sums(mesh: dict[str, int], pipeline: dict[str, object] | None = None, **tuples: str) -> Traffic:
+    """What is summed over pp beside the norm."""
+    placed = {"pp": "S,S,S,R", "tp": "S,S,S,R"} | tuples
+    made = legal(
+        mesh,
+        pipeline,
+        model=SHAPE | {"tied": True, "kv_heads": 6},
+        placement={axis: placed[axis] for axis in mesh},
+    )
+    rows = {
+        row.payload_bytes: row
+        for row in derive(made).exact.traffic
+        if row.key.axes == ("pp",) and row.key.collective is Collective.ALL_REDUCE
+    }
+    return rows[max(rows)]
+
+
+TIED = 259 * 96 * FP32  # of `piped.SHAPE`
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_first_and_last_stage_sum_a_tied_gradient_once_a_step(ranks):
+    found = sums({"pp": ranks})
+    assert (found.calls, found.payload_bytes) == (2, TIED + FP32)
+
+
+def test_a_v_has_both_on_one_rank_and_sends_nothing():
+    found = sums({"pp": 2}, {"schedule": "zbv"})
+    assert (found.calls, found.payload_bytes) == (1, FP32)
+
+
+def test_ranks_with_slices_sum_their_slices():
+    assert sums({"pp": 2, "tp": 2}).payload_bytes == 130 * 96 * FP32 + FP32
+    of_rows = sums({"pp": 2, "dp_shard": 2}, dp_shard="S*,S,S,R")
+    assert of_rows.payload_bytes == 130 * 96 * FP32 + FP32
+    flat = sums({"pp": 2, "dp_shard": 2}, dp_shard="R,S,S,R")
+    assert flat.payload_bytes == TIED // 2 + FP32
+    whole = sums({"pp": 2, "dp_replicate": 2}, dp_replicate="R,R,R,R")
+    assert whole.payload_bytes == TIED + FP32
