@@ -128,6 +128,16 @@ def test_the_papers_specs_have_the_papers_size(stage):
         assert spec.cluster.devices == spec.world_size
 
 
+def test_the_papers_model_over_three_axes_fills_its_cluster_with_tp_in_a_node():
+    spec = require(load("70b-3d"))
+    assert numel(spec.model, spec.batch.sequence) == 70_000_058_368
+    assert [(f.axis, f.degree) for f in spec.factors] == [("pp", 4), ("dp_shard", 4), ("tp", 8)]
+    assert spec.precision.layout.name == "zero16" and spec.cluster is not None
+    assert spec.cluster.devices == spec.world_size == 128
+    assert spec.cluster.devices_per_node == spec.degree(Axis.TP)
+    assert fit(spec, derive(spec).exact).fits
+
+
 @pytest.mark.parametrize("name", listing("node"))
 def test_a_node_spec_is_predicted_for_8_devices_and_says_whether_it_fits(name):
     spec = require(load(name))
