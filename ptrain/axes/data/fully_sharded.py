@@ -74,6 +74,18 @@ class FullyShardedWrap(ParameterWrap):
         return nullcontext()
 
     @contextmanager
+    def forward_pass(self) -> Iterator[None]:
+        """In backward torch gathers ahead what was left before, also what a micro-batch before left
+        last, for nothing. So before the first unit of each stands that unit, which is there."""
+        context = self.sharded[-1]._get_fsdp_state()._comm_ctx
+        order = getattr(context, "post_forward_order", [])  # torch makes it in the first pass
+        start = len(order)
+        order += [group for module in self.sharded for group in parameter_groups(module)][:1]
+        yield
+        if len(order) > start + 1:
+            order[start] = order[start + 1]
+
+    @contextmanager
     def backward_pass(self, kind: Kind, is_last: bool) -> Iterator[None]:
         root = self.sharded[-1]
         is_whole = kind is Kind.BACKWARD
