@@ -68,7 +68,6 @@ def _page(results: Sequence[Result], command: Sequence[str]) -> str:
 def _line(result: Result) -> str:
     spec = result.spec
     factors = (f"{each.axis} {each.degree} {each.placement}" for each in spec.factors)
-    peaks = named(result.checks, "peak")
     cells = (
         spec.name.removesuffix(f"-{spec.pipeline.schedule}"),
         _schedule(spec),
@@ -76,7 +75,7 @@ def _line(result: Result) -> str:
         ", ".join(_policy(spec)),
         counted(result.checks, "memory"),
         counted(result.checks, "traffic"),
-        f"{max(map(relative, peaks)):.2%}" if peaks else "not predicted",
+        f"{max(map(relative, named(result.checks, 'peak'))):.2%}",
         *(worst(result, kind) for kind in ("losses", "parameters by norm")),
         "holds" if result.holds else "fails",
     )

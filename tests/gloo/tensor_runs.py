@@ -5,11 +5,10 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks._machine import header, save
-from ptrain.costs import Collective, Estimate, State
 from ptrain.derivation.estimate import derive
 from ptrain.interpreter.facts import facts_of
 from ptrain.meters.measure import join_estimates
@@ -78,29 +77,11 @@ def run(ranks: Ranks, spec: Spec) -> Result:
     truth = reference(spec)
     reports = ranks.run(spec.world_size, train, spec, len(truth.losses), MEASURED)
     measured = join_estimates([each.measured for each in reports if each.measured])
-    checks = compare(*both_defined(derive(spec, facts_of(spec)).exact, measured))
+    checks = compare(derive(spec, facts_of(spec)).exact, measured)
     trajectory = reports[0].trajectory
     assert trajectory is not None
     tolerances = FP64 if spec.precision.compute_fp64 else Tolerances(losses=loss_band(spec, truth))
     return Result(spec, checks, compare_runs(truth, trajectory, tolerances))
-
-
-def both_defined(exact: Estimate, measured: Estimate) -> tuple[Estimate, Estimate]:
-    """Without the figures that the prediction says it does not have yet."""
-    states = (State.ACTIVATIONS, State.TRANSIENT) if "activations" in exact.undefined else ()
-    memory = tuple(row for row in measured.memory if row.state not in states)
-    peak = () if "peak" in exact.undefined else measured.peak
-    measured = replace(measured, memory=memory, peak=peak)
-    if "traffic" not in exact.undefined:
-        return exact, measured
-    return _without_sums_over_pp(exact), _without_sums_over_pp(measured)
-
-
-def _without_sums_over_pp(estimate: Estimate) -> Estimate:
-    """Of a tied tensor's gradients; clipping's norm has the same key."""
-    unknown = ((Axis.PP.value,), Collective.ALL_REDUCE, State.GRADIENTS)
-    known = [r for r in estimate.traffic if (r.key.axes, r.key.collective, r.key.state) != unknown]
-    return replace(estimate, traffic=tuple(known))
 
 
 def write(results: Sequence[Result], command: Sequence[str]) -> Path:
