@@ -1,5 +1,5 @@
-"""Runs of specs of the pipeline axis as results for benchmarks/results/, those on eight ranks on a
-page of their own."""
+"""Runs of specs of the pipeline axis as results for benchmarks/results/, those with tp and those on
+eight ranks on pages of their own."""
 
 from __future__ import annotations
 
@@ -40,11 +40,13 @@ def differences(ranks: Ranks, spec: Spec) -> list[str]:
 
 
 def write(results: Sequence[Result], command: Sequence[str]) -> list[Path]:
-    """A page of those on up to four ranks and one of those on eight, where there are any."""
-    eight = [result for result in results if result.spec.world_size == 8]
-    four = [result for result in results if result.spec.world_size < 8]
-    pages = (("pipeline", four), ("pipeline_8_ranks", eight))
-    return [save(name, _page(found, command)) for name, found in pages if found]
+    """Pages of those without and with tp, on up to four ranks and on eight, where there are any."""
+    pages: dict[str, list[Result]] = {}
+    for result in results:
+        beside = "_tp" if result.spec.degree(Axis.TP) > 1 else ""
+        size = "_8_ranks" if result.spec.world_size == 8 else ""
+        pages.setdefault(f"pipeline{beside}{size}", []).append(result)
+    return [save(name, _page(found, command)) for name, found in pages.items()]
 
 
 def _page(results: Sequence[Result], command: Sequence[str]) -> str:

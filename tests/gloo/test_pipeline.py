@@ -120,12 +120,25 @@ def test_every_factorization_of_four_ranks(
         nightly({"dp_replicate": 2, "pp": 2}, "ddp", "zbv"),
         *(nightly({"dp_shard": 2, "pp": 2}, data, "1f1b") for data in DATA),
         nightly({"dp_shard": 2, "pp": 2}, "zero3", "dualpipev"),
-        *(nightly({"dp_shard": 2, "pp": 2, "tp": 2}, data, "bfs") for data in ("zero1", "zero3")),
-        nightly({"dp_replicate": 2, "pp": 4}, "ddp", "gpipe"),
     ],
     ids=str,
 )
 def test_within_data_ranks_too_as_in_remark_4(
+    ranks: Ranks, mesh: dict[str, int], data: str, schedule: str
+) -> None:
+    assert not differences(ranks, spec_of("gpt-tied", schedule, mesh=mesh, data=data))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("mesh", "data", "schedule"),
+    [
+        *(({"dp_shard": 2, "pp": 2, "tp": 2}, data, "bfs") for data in ("zero1", "zero3")),
+        ({"dp_replicate": 2, "pp": 4}, "ddp", "gpipe"),
+    ],
+    ids=str,
+)
+def test_within_data_ranks_on_eight_ranks_as_in_remark_4(
     ranks: Ranks, mesh: dict[str, int], data: str, schedule: str
 ) -> None:
     assert not differences(ranks, spec_of("gpt-tied", schedule, mesh=mesh, data=data))
