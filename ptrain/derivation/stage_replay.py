@@ -9,7 +9,7 @@ other's input.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ptrain.axes.pipeline.exchange import End, Exchange, Held, Role, Turn, Verb
@@ -75,7 +75,7 @@ class _Stage:
     wrap: Wrap
     left: int
     begun: bool = False
-    known: dict[object, Run] = field(default_factory=dict)
+    known: dict[Hashable, Run] = field(default_factory=dict)
 
 
 class _Rank:
@@ -146,9 +146,13 @@ class _Rank:
         stage.wrap.begin(is_first=not stage.begun, is_last=is_last)
         stage.begun = stage.begun or kind is not Kind.INPUT
 
+    def known(self, stage: _Stage, key: Hashable) -> Run | None:
+        """What an equal pass did."""
+        return stage.known.get(key)
+
     def _play(self, stage: _Stage, kind: Kind, items: Sequence[Item]) -> None:
         before = stage.wrap.signature()
-        known = stage.known.get((kind, before))
+        known = self.known(stage, (kind, before))
         if known is not None:
             self.tape.spike(known.rise)
             self.tape.add(known.net)

@@ -103,8 +103,10 @@ def _fully_sharded(
 def _gathers(
     wrap: FullyShard, times: Gathers, units: int, shards: Group, payload: int
 ) -> Iterator[Traffic]:
-    """Forward from all shards; backward from those of the group that kept the unit."""
-    between = Group(shards.axes, kept_ranks(wrap.sync, shards.ranks))
+    """Forward from all shards; backward from those of the group that kept the unit. One that stays
+    whole after forward is gathered in backward where another micro-batch's has given it back."""
+    kept = kept_ranks(wrap.sync, shards.ranks)
+    between = Group(shards.axes, kept) if kept > 1 else shards
     for phase, num, group in (
         (Phase.FORWARD, times.forward, shards),
         (Phase.BACKWARD, times.backward, between),

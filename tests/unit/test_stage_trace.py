@@ -1,0 +1,78 @@
+"""The tables of stages against a fresh trace, and a stage's passes against those of torch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from ptrain.axes.pipeline import tables
+from ptrain.axes.pipeline.tables import Case, Setting, Table, passes_of
+from ptrain.axes.tensor.tables import KINDS
+from ptrain.derivation import activations
+from ptrain.models.trace import Born, Complete, Died
+
+SETTINGS = {name: (alone, cuts) for name, alone, cuts in tables.settings()}
+DEFAULT = ("llama-untied-gqa-bf16", "gpt-tied-dropout-bf16-one")
+
+
+def directory() -> Path:
+    return Path(activations.__file__).parent / "tables" / "pp"
+
+
+def written(setting: Setting, most: int = tables.MOST) -> object:
+    return json.loads(json.dumps(Table(setting).build(most)))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in DEFAULT else pytest.mark.nightly) for name in SETTINGS],
+)
+def test_the_committed_tables_are_what_the_command_writes(name):
+    stored = json.loads((directory() / f"{name}.json").read_text(encoding="utf-8"))
+    alone, _ = SETTINGS[name]
+    found = written(alone)
+    assert isinstance(found, dict)
+    if stored["torch"] != found["torch"]:
+        pytest.skip(f"traced with torch {stored['torch']}, this is {found['torch']}")
+    assert found == stored
+
+
+def test_every_table_that_a_stage_can_ask_for_is_committed():
+    assert {path.stem for path in directory().glob("*.json")} == set(SETTINGS)
+    cut_over_tp = (directory() / "tp").glob("*.json")
+    for path in cut_over_tp:
+        stored = json.loads(path.read_text(encoding="utf-8"))
+        assert set(stored) == {kind.name for kind in KINDS}
+    assert {path.stem for path in (directory() / "tp").glob("*.json")} == set(SETTINGS)
+
+
+@pytest.mark.parametrize("name", DEFAULT)
+def test_begin_block_and_end_make_a_stage_of_any_length(name):
+    alone, _ = SETTINGS[name]
+    assert written(alone, 4) == written(alone)
+
+
+@pytest.mark.parametrize("place", tables.PLACES[1:])
+def test_both_halves_leave_what_the_whole_backward_pass_leaves(place):
+    """All that forward and backward allocated is freed, but for what is handed on, the gradients
+    and the loss."""
+    alone, _ = SETTINGS[DEFAULT[0]]
+    left = []
+    for in_halves in (False, True):
+        found, _ = passes_of(alone, Case(place, 2, in_halves), torch.bfloat16, None)
+        events = [event for events in found.events.values() for event in events]
+        gone = {event.id for event in events if isinstance(event, Died | Complete)}
+        alive = sorted(
+            found.sizes[event.id]
+            for event in events
+            if isinstance(event, Born) and event.id not in gone
+        )
+        complete = sorted(event.parameter for event in events if isinstance(event, Complete))
+        left.append((complete, alive))
+    (names, whole), (again, halves) = left
+    assert names == again
+    # what is left of the graph goes in the end of the half of the weights, and is not listed
+    assert set(whole) <= set(halves)
