@@ -9,7 +9,10 @@ import torch
 from torch import nn
 
 from ptrain.axes.pipeline.cut import part_of
+from ptrain.axes.pipeline.parts import stage_passes, stage_rows
+from ptrain.axes.pipeline.schedule import Kind
 from ptrain.axes.pipeline.stages import Chain, Ends
+from ptrain.derivation.passes import net
 from ptrain.derivation.pipeline import stage_facts, stages_of
 from ptrain.errors import SpecError
 from ptrain.interpreter.facts import read_facts
@@ -19,6 +22,7 @@ from ptrain.models.chain import chain_of_module, sample
 from ptrain.models.facts import untraced_facts
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
+from ptrain.timeline import Complete
 from tests.gloo.test_own_pipeline import GROUPED, MODELS, SIZES
 from tests.models_external import Carriers, Necks, Pairs
 
@@ -166,6 +170,36 @@ def test_a_model_without_a_plan_is_refused_with_what_it_lacks(model, finding, re
     found = refused(spec_of(OTHERS[model]))
     assert found[0] == "mesh.pp"
     assert finding in found[1] and remedy in found[2]
+
+
+class Counted(Pairs):
+    """Adds a number in place, as masks are made."""
+
+    def forward(self, tokens_BT: torch.Tensor) -> torch.Tensor:
+        ones = torch.zeros(1, dtype=torch.float32).add_(1)
+        logits: torch.Tensor = super().forward(tokens_BT) * ones
+        return logits
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+def test_every_stage_is_traced_and_leaves_nothing_but_its_gradients(schedule):
+    spec = spec_of(MODELS["pairs"], pipeline={"schedule": schedule})
+    module = planned(Counted(16, 3, 260, tied=True), "table", "layers", "head")
+    facts = untraced_facts(module, spec)
+    first, last = (each for (each,) in stage_passes(spec, facts, [stage_rows(module, spec, facts)]))
+    hidden, logits = (16 * size * 4 for size in (16, 260))
+    assert (first.output, first.hidden, last.output, last.hidden) == (hidden, 0, logits, hidden)
+    for stage, passes in zip(stages_of(spec, facts), (first, last), strict=True):
+        whole = passes.items[Kind.BACKWARD]
+        halves = (*passes.items.get(Kind.INPUT, ()), *passes.items.get(Kind.WEIGHT, ()))
+        done = [item for item in whole if isinstance(item, Complete)]
+        assert {item.parameter for item in done} == {*stage.tensors}
+        kept = sum(map(net, passes.items[Kind.FORWARD])) - passes.output - passes.hidden
+        scalar = 4 * (stage.index > 0)  # its loss
+        assert kept + sum(map(net, whole)) == scalar
+        if schedule == "zero-bubble":
+            assert kept + sum(map(net, halves)) == scalar
+    assert all(parameter.grad is None for parameter in module.parameters())
 
 
 class Repeated(Pairs):

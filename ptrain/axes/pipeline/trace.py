@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining._backward import (
+    _get_grad_fn_or_grad_acc,
     stage_backward,
     stage_backward_input,
     stage_backward_weight,
@@ -76,10 +77,12 @@ class _Recorder(Recorder):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if function is torch.ops.aten.add_.Tensor:
+            added = args[1]  # a number where nothing is a gradient
             name = self._names.get(storage_of(args[0])._cdata)
-            number = self._ids.get(storage_of(args[1])._cdata)
-            if name is not None and number is not None:
-                self.added[number] = name
+            if name is not None and isinstance(added, Tensor):
+                number = self._ids.get(storage_of(added)._cdata)
+                if number is not None:
+                    self.added[number] = name
         return super().__torch_dispatch__(function, types, args, kwargs)
 
 
@@ -148,6 +151,7 @@ class _Run:
         del root
         self._hand_on()
         self._end("input")
+        _sort(groups, list(parameters()))
         stage_backward_weight(parameters(), groups)
         del groups
         self._end("weight")
@@ -164,6 +168,18 @@ class _Run:
     def _end(self, name: str) -> None:
         done = sum(map(len, self.passes.values()))
         self.passes[name] = self.recorder.events[done:]
+
+
+def _sort(groups: Sequence[dict[str, Any]], parameters: Sequence[Tensor]) -> None:
+    """torch keeps the nodes and parameters of a group in sets, whose order is anybody's; here it is
+    that of the model."""
+    places = {_get_grad_fn_or_grad_acc(each): place for place, each in enumerate(parameters)}
+    for group in groups:
+        group["params"] = sorted(group["params"], key=places.__getitem__)
+        nodes = group["intermediates"]
+        order = sorted(range(len(nodes)), key=lambda place: nodes[place]._sequence_nr())
+        for key in ("intermediates", "grads"):
+            group[key] = [group[key][place] for place in order]
 
 
 def _completed(events: Sequence[Event], added: dict[int, str]) -> tuple[Event, ...]:
