@@ -21,13 +21,12 @@ _NOTHING = Timeline(forward=(), backward=())  # that a unit sends depends on no 
 
 
 def flat_sent(spec: Spec, plan: Plan, wrap: FlatUnits, facts: ModelFacts) -> Iterator[Traffic]:
-    """Collectives and copies between tiers of all units, and the copies of scalars."""
+    """Collectives and copies between tiers of all units."""
     kinds = [_kind(spec, unit) for unit in facts.units]
     times = Counter(kinds)
     for kind, unit in dict(zip(kinds, facts.units, strict=True)).items():
         if unit.numel:
             yield from _of_unit(spec, plan, wrap, facts, unit, times[kind])
-    yield from _scalars(plan, wrap)
 
 
 def _kind(spec: Spec, unit: UnitFacts) -> Hashable:
@@ -73,7 +72,7 @@ def _micro_batches(count: int) -> Iterator[tuple[bool, bool, int]]:
         yield False, True, 1
 
 
-def _scalars(plan: Plan, wrap: FlatUnits) -> Iterator[Traffic]:
+def scalars(plan: Plan, wrap: FlatUnits) -> Iterator[Traffic]:
     """What gradients on the host have to do with scalars on the device: the norm goes there to be
     reduced and comes back; whether a gradient overflowed goes there, and comes back with the scale
     of the loss where the host clips or updates."""

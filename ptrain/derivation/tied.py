@@ -49,7 +49,8 @@ def _kept(spec: Spec, plan: Plan, part: ModelFacts, unit: UnitFacts) -> Iterator
                 yield sum(_rows_of(each, ranks, index) for each in unit.tensors)
         case FlatUnits() as wrap:
             buffers = flat_buffers(spec, wrap, _alone(part, unit)).elements()
-            yield sum(buffers) // ranks_over(spec, wrap.updated)
+            kept = (*wrap.updated, *wrap.gathered_gradients)
+            yield sum(buffers) // ranks_over(spec, kept)
         case wrap:
             assert_never(wrap)
 

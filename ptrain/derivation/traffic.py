@@ -23,7 +23,7 @@ from ptrain.axes.ring import Calls, Group
 from ptrain.costs import Collective, Phase, State, Traffic, add_traffic
 from ptrain.derivation.calls import group_over, reduce_scatter_calls
 from ptrain.derivation.facts import ModelFacts
-from ptrain.derivation.flat_traffic import flat_sent
+from ptrain.derivation.flat_traffic import flat_sent, scalars
 from ptrain.derivation.memory import owned, spread_buckets
 from ptrain.plan.step import FlatUnits, FullyShard, LocalGradients, Plan, Replicate
 from ptrain.spec.precision import DType
@@ -128,7 +128,7 @@ def shard_sizes(facts: ModelFacts, ranks: int) -> Counter[int]:
 
 def norm(spec: Spec, plan: Plan) -> Iterator[Traffic]:
     """One scalar per axis: the square of the norm, of at least fp32, and of a scaled loss whether
-    any gradient overflowed, in fp32."""
+    any gradient overflowed, in fp32; and their copies between tiers."""
     calls = Calls(Collective.ALL_REDUCE, State.GRADIENTS, Phase.UPDATE)
     if plan.clip is not None:
         scalar = max(4, plan.update.layout.gradients.itemsize)
@@ -136,3 +136,5 @@ def norm(spec: Spec, plan: Plan) -> Iterator[Traffic]:
             yield calls.over(group_over(spec, (axis,)), scalar)
     for axis in plan.update.scale_axes:
         yield calls.over(group_over(spec, (axis,)), DType.FP32.itemsize)
+    if isinstance(plan.wrap, FlatUnits):
+        yield from scalars(plan, plan.wrap)

@@ -14,11 +14,13 @@ from ptrain.axes.pipeline.staged import Part, Staged
 from ptrain.axes.pipeline.stages import Chain, Stage
 from ptrain.derivation.facts import ModelFacts
 from ptrain.derivation.pipeline import chain_of, stage_roles, stages_of
+from ptrain.errors import refused
 from ptrain.interpreter.materialize import wrap
 from ptrain.interpreter.mesh import Mesh
 from ptrain.models.chain import sample
 from ptrain.models.initialize import keeps_its_weights
-from ptrain.plan.step import Plan
+from ptrain.plan.step import FlatUnits, Plan
+from ptrain.spec.placement import Tier
 from ptrain.spec.spec import Spec
 
 
@@ -45,6 +47,7 @@ def wrap_stages(module: nn.Module, spec: Spec, plan: Plan, mesh: Mesh, stages: S
     """This rank's stages, first to last."""
     step = plan.pipeline
     assert step is not None
+    _require_sums(plan)
     copies = {copied: name for name, copied in step.shared}
     parts = []
     for index in step.stages_of(mesh.coordinate(step.axis)):
@@ -55,6 +58,17 @@ def wrap_stages(module: nn.Module, spec: Spec, plan: Plan, mesh: Mesh, stages: S
         warnings.filterwarnings("ignore", message, UserWarning)
         parts.append(Part(index, part, wrap(part, spec, own, mesh, mesh.registry, copies)))
     return Staged(parts, step, mesh, stages.chain.hidden)
+
+
+def _require_sums(plan: Plan) -> None:
+    """Of a model that is not built in the algebra does not know whether its ends are tied."""
+    step, units = plan.pipeline, plan.wrap
+    if step is None or not step.shared or not isinstance(units, FlatUnits):
+        return
+    if units.consumed or units.gradients_tier is not Tier.DEVICE:
+        finding = "not yet: gradients of a tied head, whose two ends on the first and the last "
+        finding += "stage are summed on the device before the update"
+        raise refused("placement", finding, "give gradients R or S, or a model that is not tied")
 
 
 def _stage_plan(plan: Plan, stages: Stages, index: int) -> Plan:

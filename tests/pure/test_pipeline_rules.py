@@ -296,3 +296,24 @@ def test_flat_units_that_one_pass_gives_back_wait(after_forward, after_backward,
     waiting = [fault.place for fault in executed(spec({"pp": 2, "dp_shard": 2}, **sections))]
     assert len(waiting) == 1 - runs
     assert not check(spec({"pp": 2, "dp_shard": 2}, **sections))
+
+
+def test_flat_units_that_are_gathered_ahead_wait():
+    tuples = {"pp": "S,S,S,R", "dp_shard": "S*,O,S,R"}
+    ahead = spec({"pp": 2, "dp_shard": 2}, placement=tuples, prefetch=1)
+    assert [fault.place for fault in executed(ahead)] == ["prefetch"]
+    assert not executed(spec({"pp": 2, "dp_shard": 2}, placement=tuples))
+    assert not executed(spec({"pp": 2, "dp_shard": 2}, prefetch=1))  # FSDP2's own
+
+
+def test_gradients_of_a_tied_head_that_the_backward_pass_uses_up_wait():
+    sections = {
+        "model": SHAPE | {"tied": True},
+        "placement": {"pp": "S,S,S,R", "dp_shard": "R,R,M,R"},
+        "batch": {"sequence": 32, "accumulate": 1},
+        "optimizer": {"clip": None},
+    }
+    tied = spec({"pp": 2, "dp_shard": 2}, {"schedule": "naive"}, **sections)
+    assert [fault.place for fault in executed(tied)] == ["placement.dp_shard.gradients"]
+    untied = spec({"pp": 2, "dp_shard": 2}, {"schedule": "naive"}, **sections | {"model": SHAPE})
+    assert not executed(untied)
