@@ -7,8 +7,8 @@ send is one hop. Nothing is hidden behind a computation.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from ptrain.algebra.layout import groups
 from ptrain.costs import Collective, Phase, Traffic, busiest
@@ -16,6 +16,8 @@ from ptrain.spec.axis import Axis
 from ptrain.spec.cluster import Cluster
 from ptrain.spec.spec import Spec
 from ptrain.units import format_bytes
+
+_FEW_RANKS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,8 +66,10 @@ def crossing(spec: Spec, traffic: Iterable[Traffic]) -> Link | None:
 
 
 def warnings(spec: Spec, traffic: Iterable[Traffic]) -> Iterator[str]:
-    """A sentence about what `crossing` finds."""
-    found, cluster = crossing(spec, traffic), spec.cluster
+    """A sentence where tp does not stand innermost, and one about what `crossing` finds."""
+    rows = tuple(traffic)
+    yield from _scattered(spec, rows)
+    found, cluster = crossing(spec, rows), spec.cluster
     if found is None or cluster is None:
         return
     yield (
@@ -76,6 +80,40 @@ def warnings(spec: Spec, traffic: Iterable[Traffic]) -> Iterator[str]:
         f"{format_bytes(cluster.inter_node_bandwidth)}/s; a divisor of the "
         f"{cluster.devices_per_node} devices of a node stays within one"
     )
+
+
+def _scattered(spec: Spec, traffic: Sequence[Traffic]) -> Iterator[str]:
+    """The price of a tp whose groups are not consecutive ranks: the mesh is outermost first, and a
+    group's ranks are as far apart as the axes within it have ranks."""
+    names = [factor.axis for factor in spec.factors if factor.degree > 1]
+    if Axis.TP not in names or names[-1] is Axis.TP:
+        return
+    rows, first = _over(traffic, Axis.TP), next(iter(groups(spec, (Axis.TP,))))
+    last = sorted(spec.factors, key=lambda factor: factor.axis is Axis.TP)
+    mesh = ", ".join(f"{factor.axis}: {factor.degree}" for factor in last)
+    text = (
+        f"tp is not innermost: ranks {_shown(first)} share operators, where Theorem 6.1 asks for "
+        f"consecutive ones, and in a step {sum(row.calls for row in rows)} collectives of tp send "
+        f"{format_bytes(sum(row.sent_bytes for row in rows))} from rank to rank; with tp last, "
+        f"mesh: {{{mesh}}}, these are neighbours"
+    )
+    here = link(spec, traffic, Axis.TP)
+    there = link(replace(spec, factors=tuple(last)), traffic, Axis.TP)
+    if here and there and here.nodes > there.nodes:
+        text += (
+            f": a group then spans {there.nodes} of the cluster's nodes in place of {here.nodes}, "
+            f"and waits {_seconds(there):.4g} s in place of {_seconds(here):.4g} s"
+        )
+    yield text
+
+
+def _seconds(found: Link) -> float:
+    return found.latency_seconds + found.transfer_seconds
+
+
+def _shown(ranks: Sequence[int]) -> str:
+    shown = ranks if len(ranks) <= _FEW_RANKS else [*ranks[:2], "…", ranks[-1]]
+    return " ".join(map(str, shown))
 
 
 def _num_nodes(ranks: Iterable[int], cluster: Cluster) -> int:

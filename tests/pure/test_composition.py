@@ -75,15 +75,28 @@ def test_what_is_no_such_product_has_no_such_conditions(name):
         ({"tp": 4, "dp_shard": 3}, "0 3 6 9", "mesh: {dp_shard: 3, tp: 4}"),
     ],
 )
-def test_tp_that_is_not_innermost_is_refused_with_the_theorem(mesh, ranks, last):
+def test_tp_that_is_not_innermost_is_warned_of_with_theorem_and_price(mesh, ranks, last):
     placement = {"tp": "S,S,S,R", "dp_shard": "S*,S,S,R"}
     base = {"model": SHAPE, "placement": placement, "batch": {"sequence": SEQUENCE}}
-    (fault,) = check(load(base | {"mesh": mesh}).spec)
-    assert fault.place == "mesh.tp"
-    assert f"ranks {ranks} would share operators; by Theorem 6.1" in fault.finding
-    assert last in fault.remedy
-    inner = {axis: mesh[axis] for axis in ("dp_shard", "tp")}
-    assert not check(load(base | {"mesh": inner}).spec)
+    outer = load(base | {"mesh": mesh}).spec
+    assert not check(outer)
+    derived = derive(outer)
+    (warning,) = derived.exact.warnings
+    assert f"ranks {ranks} share operators, where Theorem 6.1 asks" in warning and last in warning
+    calls = sum(row.calls for row in derived.exact.traffic if row.key.axes == ("tp",))
+    assert f"{calls} collectives of tp send" in warning
+    assert not theorem_6(outer, derived.plan)[0].holds
+    inner = load(base | {"mesh": {axis: mesh[axis] for axis in ("dp_shard", "tp")}}).spec
+    assert derive(inner).exact.warnings == ()
+
+
+def test_the_price_of_tp_outside_names_what_a_cluster_s_links_cost():
+    placement = {"tp": "S,S,S,R", "dp_shard": "S*,S,S,R"}
+    base = {"model": SHAPE, "placement": placement, "batch": {"sequence": SEQUENCE}}
+    cluster = {"preset": "h100-8", "devices": 4, "devices_per_node": 2}
+    mesh = {"tp": 2, "dp_shard": 2}
+    warnings = derive(load(base | {"mesh": mesh, "cluster": cluster}).spec).exact.warnings
+    assert "spans 1 of the cluster's nodes in place of 2, and waits" in warnings[0]
 
 
 def test_an_axis_of_degree_one_within_tp_changes_nothing():

@@ -12,6 +12,7 @@ from ptrain.axes.data.form import Form, form_of
 from ptrain.axes.pipeline.form import pipeline_of
 from ptrain.axes.pipeline.known import takes_any_stages
 from ptrain.axes.pipeline.rules import PIPELINE
+from ptrain.derivation.estimate import derive
 from ptrain.errors import SpecError
 from ptrain.spec.grammar_pipeline import PipelineRaw
 from ptrain.spec.pipeline import PipelineSpec, ScheduleName, SplitBy
@@ -236,10 +237,11 @@ def test_every_zero_stage_is_legal_within_a_pipeline_in_both_orders(axes, tuple_
     assert not check(spec(dict.fromkeys(axes, 2), placement=tuples))
 
 
-def test_tp_stays_innermost_beside_pp():
-    assert not check(spec({"dp_replicate": 2, "pp": 2, "tp": 3}))
-    ((place, _, remedy),) = faults({"tp": 3, "pp": 2})
-    assert place == "mesh.tp" and remedy == "write tp last: mesh: {pp: 2, tp: 3}"
+def test_tp_may_stand_outside_pp_with_a_warning_of_its_price():
+    assert not derive(spec({"dp_replicate": 2, "pp": 2, "tp": 3})).exact.warnings
+    assert not faults({"tp": 3, "pp": 2})
+    (warning,) = derive(spec({"tp": 3, "pp": 2})).exact.warnings
+    assert "ranks 0 2 4 share operators" in warning and "mesh: {pp: 2, tp: 3}" in warning
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,6 @@ from ptrain.spec.spec import OptimizerSpec, Spec
 from ptrain.units import ceil_div
 
 _AXES = (Axis.TP,)
-_FEW_RANKS = 8
 
 
 def _states(placement: Placement, optimizer: OptimizerSpec) -> bool:
@@ -62,25 +61,6 @@ _TUPLES = (
         nearest=lambda placement: replace(placement, activations=R),
     ),
 )
-
-
-def _innermost(spec: Spec) -> Iterator[Fault]:
-    """A group's ranks are as far apart as the axes within tp have ranks."""
-    names = [factor.axis for factor in spec.factors]
-    if Axis.TP not in names or names[-1] is Axis.TP:
-        return
-    within = spec.factors[names.index(Axis.TP) + 1 :]
-    apart, degree = prod(factor.degree for factor in within), spec.degree(Axis.TP)
-    ranks = [apart * index for index in range(degree)]
-    shown = ranks if degree <= _FEW_RANKS else [*ranks[:2], "…", ranks[-1]]
-    order = [factor for factor in spec.factors if factor.axis is not Axis.TP]
-    mesh = ", ".join(f"{factor.axis}: {factor.degree}" for factor in order)
-    yield Fault(
-        place="mesh.tp",
-        finding=f"ranks {' '.join(map(str, shown))} would share operators; by Theorem 6.1 a tp "
-        "group is consecutive ranks, and the mesh is outermost first",
-        remedy=f"write tp last: mesh: {{{mesh}, tp: {degree}}}",
-    )
 
 
 def _divides(spec: Spec) -> Iterator[Fault]:
@@ -195,11 +175,6 @@ TENSOR = AxisRules(
     axes=_AXES,
     tuples=_TUPLES,
     specs=(
-        SpecRule(
-            name="tp groups are consecutive ranks",
-            theorem="Theorem 6.1 (tp groups are consecutive ranks)",
-            faults=_innermost,
-        ),
         SpecRule(name="the degree divides the operators", theorem="Definition 2", faults=_divides),
         SpecRule(name="every rank has rows", theorem="Definition 2", faults=_rows),
         SpecRule(name="roles are the family's own", theorem="Definition 2", faults=_own_plan),
