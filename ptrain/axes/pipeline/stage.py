@@ -119,8 +119,9 @@ class Stage(PipelineStage):
         return [each for each in greetings if each.group_peer != self.group_rank]
 
     def clear_runtime_states(self) -> None:
-        """What a step before this one has left if it failed."""
-        self.fwd_cache.clear()
+        """What the step before has left."""
+        for left in (self.fwd_cache, self.bwd_cache, self.backward_state, self.dw_runner):
+            left.clear()
         self.output_chunks.clear()
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
@@ -180,8 +181,9 @@ class Stage(PipelineStage):
         if full_backward or not self.is_first:
             with self._backward(Kind.BACKWARD if full_backward else Kind.INPUT, bwd_chunk_id):
                 run()
-        else:
-            run()  # nobody waits for gradients of tokens: the weights' half is the whole
+        else:  # nobody waits for gradients of tokens: the weights' half is the whole
+            self.waits.has(self.stage_index + 1, self.done + bwd_chunk_id, Phase.BACKWARD)
+            run()
         if not self.is_last:
             self._drop(self.grad_recv_info[bwd_chunk_id])
 
