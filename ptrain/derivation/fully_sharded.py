@@ -153,7 +153,8 @@ class FullySharded:
         self.last_gradient = [0] * num_units
         self.accumulates = [False] * num_units  # autograd adds to gradients of before
         self.added = [0] * num_units  # the sum in another dtype than autograd's
-        self.reduce_input = self.all_reduced = 0
+        self.reduce_input = 0
+        self.all_reduced = [0] * num_units
         self.reduces = self.is_last = True
         self.is_pipelined = scene.plan.pipeline is not None
         self.is_over = True  # what outlives a backward pass goes at its end
@@ -221,8 +222,8 @@ class FullySharded:
             self.accumulates[unit] = bool(self.fresh[unit])
         self.ends_left -= 1
         if not self.ends_left and self.is_over:
-            self.tape.add(-self.reduce_input - self.all_reduced)
-            self.reduce_input = self.all_reduced = 0
+            self.tape.add(-self.lingering())
+            self.reduce_input, self.all_reduced = 0, [0] * len(self.reduced)
 
     def _drop_fresh(self, unit: int) -> None:
         self.tape.add(-sum(self.fresh[unit]))
@@ -240,6 +241,8 @@ class FullySharded:
     def _reduce(self, unit: int) -> None:
         """The last gradient outlives the others: torch's loop variable still names it."""
         whole, shard = self.reduced[unit] * self.ranks, self.reduced[unit]
+        self.tape.add(-self.all_reduced[unit])
+        self.all_reduced[unit] = 0
         last = self.last_gradient[unit]
         if self.added[unit]:
             last = last // self.e_parameters * self.e_reduced
@@ -257,13 +260,13 @@ class FullySharded:
 
     def _accumulate(self, unit: int) -> None:
         """A reduced shard becomes G, or is added to it. What replicas all-reduced lives until
-        backward is over."""
+        backward is over, or the unit is reduced again."""
         shard, was_there = self.reduced[unit], self.has_shard[unit]
         self.has_shard[unit] = True
         if self.casts_after:
             self.tape.add(self.kept[unit])
         if self.step.replicate_axes and (self.casts_after or was_there):
-            self.all_reduced += shard
+            self.all_reduced[unit] = shard
         elif self.casts_after or was_there:
             self.tape.add(-shard)
         if self.casts_after and was_there:
@@ -273,7 +276,7 @@ class FullySharded:
         return self.gathers.now()
 
     def lingering(self) -> int:
-        return self.reduce_input + self.all_reduced
+        return self.reduce_input + sum(self.all_reduced)
 
     def signature(self) -> Hashable:
         gathers = self.gathers
@@ -281,7 +284,7 @@ class FullySharded:
             (*gathers.is_gathered, *gathers.is_pending, *gathers.between, gathers.buffer),
             (*self.has_shard, *self.accumulates, *self.added, *self.last_gradient),
             tuple(map(tuple, self.fresh)),
-            (self.reduce_input, self.all_reduced, self.reduces, self.is_last),
+            (self.reduce_input, *self.all_reduced, self.reduces, self.is_last),
         )
 
     def reduce(self) -> None:
