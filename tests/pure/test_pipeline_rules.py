@@ -278,6 +278,16 @@ def test_offloaded_gradients_of_a_tied_head_wait(tied, gradients, runs):
     assert waiting == ["placement.dp_shard.gradients"] * (not runs)
 
 
+@pytest.mark.parametrize("activations", ["R", "S", "S*"])
+@pytest.mark.parametrize("name", ScheduleName)
+def test_slices_that_halves_of_a_backward_pass_gather_wait(name, activations):
+    placement = {"pp": "S,S,S,R", "tp": f"S,S,S,{activations}"}
+    asked = spec({"pp": 2, "tp": 3}, {"schedule": str(name)}, placement=placement)
+    waiting = [fault.place for fault in executed(asked)]
+    waits = activations == "S*" and asked.pipeline.is_in_halves
+    assert waiting == ["placement.tp.activations"] * waits
+
+
 @pytest.mark.parametrize("degree", [1, 2])
 def test_a_spread_update_is_torch_s_own_on_whole_models_only(degree):
     mesh = {"pp": degree, "dp_replicate": 2}

@@ -23,7 +23,7 @@ from ptrain.errors import Fault
 from ptrain.spec.axis import Axis
 from ptrain.spec.batch import UnitKind
 from ptrain.spec.model import ModelShape
-from ptrain.spec.placement import M, Placement, R, S, Tier
+from ptrain.spec.placement import S_STAR, M, Placement, R, S, Tier
 from ptrain.spec.spec import OptimizerSpec, Spec
 
 _DISJOINT = "Theorem 4 (state consistency)"
@@ -184,6 +184,18 @@ def _halves(spec: Spec) -> Iterator[Fault]:
             )
 
 
+def _regathered(spec: Spec) -> Iterator[Fault]:
+    cut = (f for f in spec.factors if f.axis is Axis.TP and f.placement.activations == S_STAR)
+    if spec.degree(Axis.PP) == 1 or not spec.pipeline.is_in_halves or not any(cut):
+        return
+    yield Fault(
+        place="placement.tp.activations",
+        finding=f"not yet: with {spec.pipeline.schedule} both halves of a backward pass take what "
+        "was saved as slices, and what one has gathered is there until the update",
+        remedy="write S or R, or a schedule with whole backward passes: 1f1b",
+    )
+
+
 def _whole_matrices(spec: Spec) -> Iterator[Fault]:
     if spec.degree(Axis.PP) > 1 and spec.optimizer.name not in ELEMENTWISE:
         yield Fault(
@@ -231,6 +243,7 @@ PIPELINE = AxisRules(
         SpecRule(name="units within a stage", theorem="", faults=_units),
         SpecRule(name="one policy for both passes", theorem="", faults=_kept_for_a_while),
         SpecRule(name="units wait for their weights", theorem="", faults=_halves),
+        SpecRule(name="saved slices are gathered once", theorem="", faults=_regathered),
         SpecRule(name="shared gradients meet before the update", theorem="", faults=_shared),
         SpecRule(name="matrices of a whole model", theorem="", faults=_whole_matrices),
     ),
