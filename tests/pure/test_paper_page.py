@@ -125,6 +125,7 @@ def test_what_is_claimed_of_compositions_is_worked_out(paper):
     fails = {title: verdict for title, verdict in verdicts if verdict != "holds"}
     assert len(verdicts) == 9
     assert fails == {
+        "A tp group is consecutive devices": "sufficient, not needed",
         "A stage's replicas are consecutive devices": "sufficient, not needed",
         "Stages hold disjoint parameters": "holds with a condition: if no tensor is used by two "
         "stages",
@@ -137,8 +138,13 @@ def test_what_is_claimed_of_compositions_is_worked_out(paper):
 
 def test_a_condition_that_a_product_breaks_is_counted(paper):
     composition = sys.modules["_paper_composition"]
-    held, broken = (
-        (composition.Condition(name="Theorem 7.2", holds=holds, why=""),) for holds in (True, False)
-    )
-    right, found = composition._conditions((held, broken), "7.2")
-    assert not right and found.startswith("1 of 2 products")
+
+    def conditions(*holds):
+        names = ("Theorem 7.1", "Theorem 7.2", "Theorem 7.3")
+        found = zip(names, holds, strict=True)
+        return tuple(composition.Condition(name=n, holds=held, why="") for n, held in found)
+
+    found = [conditions(True, True, True), conditions(True, True, False)]
+    assert composition._others(found) == (False, "1 of 2 products of 8 ranks")
+    right, said = composition._first([], [conditions(False, True, True)])
+    assert not right and said.startswith("1 of 0 products are in another order, and 1 of them")
