@@ -125,7 +125,7 @@ def _settings(strategy: str) -> dict[str, object]:
 def _train_another_plan(spec: Spec, other: Spec, steps: int) -> Report:
     """The program says `spec` and executes the plan of `other`."""
     lower = interpreter.lower
-    interpreter.lower = lambda _, units, roles: lower(other, units, roles)  # type: ignore[assignment]
+    interpreter.lower = lambda _, *model: lower(other, *model)  # type: ignore[assignment]
     report = train(spec, steps, MEASURED_STEP)
     interpreter.lower = lower
     return report
