@@ -20,6 +20,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from ptrain.axes.data.wrapped import Wrapped
 from ptrain.axes.pipeline.cut import apart
+from ptrain.axes.pipeline.order import in_model_order
 from ptrain.axes.pipeline.schedule import Kind
 from ptrain.axes.pipeline.told import Waits, named
 from ptrain.costs import Phase, State
@@ -189,6 +190,9 @@ class Stage(PipelineStage):
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         kind = Kind.BACKWARD if self.is_first else Kind.WEIGHT
+        groups = self.backward_state[bwd_chunk_id][1]
+        if groups:
+            in_model_order(groups, list(self.submod.parameters()))
         with self._backward(kind, bwd_chunk_id):
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
 

@@ -157,8 +157,8 @@ def passes_of(
     """The second time: when torch has learnt what each operator is cut to."""
     stage, around = traced(setting, case, dtype, mesh)
     with around:
-        if mesh is not None and case.layers == 1 and not case.in_halves:
-            record_passes(stage)
+        if mesh is not None and case.layers == 1:
+            record_passes(stage, in_halves=case.in_halves)
         return record_passes(stage, in_halves=case.in_halves), stage
 
 

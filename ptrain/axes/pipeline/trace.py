@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining._backward import (
-    _get_grad_fn_or_grad_acc,
     stage_backward,
     stage_backward_input,
     stage_backward_weight,
 )
 
 from ptrain.axes.pipeline.cut import apart
+from ptrain.axes.pipeline.order import in_model_order
 from ptrain.models.ledger import storage_of
 from ptrain.models.trace import Born, Complete, Died, Event, Marker, Recorder, Recording
 
@@ -151,7 +151,7 @@ class _Run:
         del root
         self._hand_on()
         self._end("input")
-        _sort(groups, list(parameters()))
+        in_model_order(groups, list(parameters()))
         stage_backward_weight(parameters(), groups)
         del groups
         self._end("weight")
@@ -168,18 +168,6 @@ class _Run:
     def _end(self, name: str) -> None:
         done = sum(map(len, self.passes.values()))
         self.passes[name] = self.recorder.events[done:]
-
-
-def _sort(groups: Sequence[dict[str, Any]], parameters: Sequence[Tensor]) -> None:
-    """torch keeps the nodes and parameters of a group in sets, whose order is anybody's; here it is
-    that of the model."""
-    places = {_get_grad_fn_or_grad_acc(each): place for place, each in enumerate(parameters)}
-    for group in groups:
-        group["params"] = sorted(group["params"], key=places.__getitem__)
-        nodes = group["intermediates"]
-        order = sorted(range(len(nodes)), key=lambda place: nodes[place]._sequence_nr())
-        for key in ("intermediates", "grads"):
-            group[key] = [group[key][place] for place in order]
 
 
 def _completed(events: Sequence[Event], added: dict[int, str]) -> tuple[Event, ...]:
