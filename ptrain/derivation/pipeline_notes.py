@@ -52,7 +52,7 @@ def _tied(facts: ModelFacts, stages: Sequence[Stage]) -> Iterator[str]:
 def _gathered(plan: Plan, made: Schedule) -> Iterator[str]:
     """The price of parameters that a data axis gathers."""
     wrap = plan.wrap
-    if not isinstance(wrap, FullyShard):
+    if not isinstance(wrap, FullyShard) and not (isinstance(wrap, FlatUnits) and wrap.parameters):
         return
     times = {
         (each.forward, each.backward)

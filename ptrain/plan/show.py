@@ -50,7 +50,8 @@ def show(spec: Spec, plan: Plan) -> str:
     lines += [f"  {number}. {step}" for number, step in enumerate(steps, start=1)]
     lines += ["", *_groups(spec, plan), *_composition(spec, plan), *_policy(plan)]
     lines += _stages(spec, plan)
-    lines.append(f"units    {_units(plan.units)}")
+    whose = "of the whole model, of which each stage has its own and a root: "
+    lines.append(f"units    {whose if plan.pipeline else ''}{_units(plan.units)}")
     if plan.tensor and not isinstance(spec.model, ModelShape):
         lines += _roles(plan.tensor.roles)
     lines += _drawn(spec)

@@ -12,7 +12,7 @@ from ptrain.axes.pipeline.known import schedule
 from ptrain.axes.pipeline.simulate import Costs, StageCost, equal_stages, simulate
 from ptrain.costs import Collective, Phase
 from ptrain.spec.pipeline import ScheduleName
-from tests.pure.pipelines import BY_NAME, GRID, ONE_STAGE, costs_of, pipeline, stages_per_rank
+from tests.pure.pipelines import BY_NAME, ONE_STAGE, costs_of, pipeline, stages_per_rank
 
 COSTS = [(1, 1, 1), (2, 3, 1), (4, 5, 3), (1, 3, 2), (3, 1, 1), (1, 1, 2)]
 every_schedule = pytest.mark.parametrize("name", ScheduleName)
@@ -75,13 +75,6 @@ def test_v_stages_a_rank_wait_a_vth_of_the_ideal_time(name):
     for per_rank in (1, 2, 4):
         result = simulate(schedule(name, pipeline(4, per_rank, 8)))
         assert result.bubble_ratio == pytest.approx(3 / (8 * per_rank), rel=1e-15)
-
-
-def test_the_two_conventions_are_one_figure():
-    for name, size in GRID:
-        result = simulate(schedule(name, size))
-        ratio = result.bubble_ratio
-        assert result.bubble_fraction == pytest.approx(ratio / (1 + ratio), rel=1e-12)
 
 
 def test_dualpipevs_bound_holds_where_pairs_overlap():
