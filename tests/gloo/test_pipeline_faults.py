@@ -219,9 +219,8 @@ def test_a_rank_that_is_killed_or_stopped_in_a_pipeline_is_named_with_its_stages
 
 
 @IN_PROC
-@pytest.mark.parametrize(
-    "number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.nightly)]
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_under_torchrun_the_neighbour_names_the_rank_that_is_gone_or_silent(tmp_path, number):
     arguments = [*TORCHRUN, *of_pp(2, "1f1b"), *ENDLESS, "timeout.step=8"]
     with jobs.job(arguments, cwd=tmp_path, module="torch.distributed.run") as job:
