@@ -45,7 +45,7 @@ def derive(spec: Spec, facts: ModelFacts | None = None) -> Derivation:
     the model itself."""
     facts = own_facts(spec) if facts is None else facts
     stages = pipeline.stages_of(spec, facts)
-    plan = lower(spec, facts.unit_modules, facts.roles, stages)
+    plan = lower(spec, facts.unit_modules, facts.roles, stages, facts.blocks)
     return Derivation(paper=paper(spec, facts), exact=exact(spec, plan, facts), plan=plan)
 
 

@@ -56,7 +56,8 @@ class ModelFacts:
     micro-batch traced at the spec's shape and dtypes; None where a committed table gives it. Of a
     model that is not built in, `roles` are those on the tensor axis, `part_timelines` those of each
     of its ranks, first to last; `chain` is what the pipeline axis cuts, and `stage_passes` what was
-    traced of each stage, by the places of ranks along tp."""
+    traced of each stage, by the places of ranks along tp; `blocks` are the names of what
+    repeats, first to last."""
 
     units: tuple[UnitFacts, ...]
     buffers: tuple[tuple[str, int], ...] = ()
@@ -65,6 +66,7 @@ class ModelFacts:
     roles: Roles = ()
     part_timelines: tuple[Timeline, ...] = ()
     chain: Chain | None = None
+    blocks: tuple[str, ...] = ()
     stage_passes: tuple[tuple[Passes, ...], ...] = field(default=(), hash=False)
 
     @property

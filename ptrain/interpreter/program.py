@@ -324,7 +324,7 @@ def interpret(
     module = build_module(spec, allow_import=allow_import) if model is None else model
     facts = untraced_facts(module, spec)
     stages = stages_of_module(spec, module, facts)
-    plan = lower(spec, facts.unit_modules, facts.roles, stages.all if stages else ())
+    plan = lower(spec, facts.unit_modules, facts.roles, stages.all if stages else (), facts.blocks)
     require_equal_models(module, plan.update.layout, world)
     mesh = Mesh(plan.mesh, world)
     if stages is None:

@@ -16,7 +16,7 @@ from ptrain.models.loss import token_loss_sum
 from ptrain.models.numerics import TORCH_DTYPES
 from ptrain.models.roles import roles_of_module
 from ptrain.models.trace import record, to_timeline
-from ptrain.models.units import unit_modules
+from ptrain.models.units import blocks_of, unit_modules
 from ptrain.spec.spec import Spec
 from ptrain.timeline import gradient_order
 
@@ -49,6 +49,7 @@ def untraced_facts(model: nn.Module, spec: Spec) -> ModelFacts:
         buffers=tuple((name, _nbytes(buffer)) for name, buffer in model.named_buffers()),
         roles=roles_of_module(model, spec),
         chain=chain_of_module(model, spec),
+        blocks=tuple(blocks_of(model)),
     )
 
 

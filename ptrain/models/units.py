@@ -19,7 +19,7 @@ def unit_modules(module: nn.Module, unit: UnitSize | None = None) -> Units:
     """The modules of each unit, inner before outer: made of the blocks as `unit` says (one block
     each, where it is not given), then the root."""
     size = unit or UnitSize()
-    names = _blocks(module)
+    names = blocks_of(module)
     match size.kind:
         case UnitKind.BLOCK | UnitKind.BLOCKS:
             inner = _neighbours(names, size.count)
@@ -32,7 +32,7 @@ def unit_modules(module: nn.Module, unit: UnitSize | None = None) -> Units:
     return (*inner, (ROOT,))
 
 
-def _blocks(module: nn.Module) -> list[str]:
+def blocks_of(module: nn.Module) -> list[str]:
     """Those that the model itself names, as transformers' do; else those of its longest list."""
     return _named_blocks(module) or _listed_blocks(module)
 

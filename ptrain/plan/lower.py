@@ -18,10 +18,12 @@ from ptrain.axes.tensor.roles import roles_of
 from ptrain.costs import State
 from ptrain.plan.step import (
     Accumulate,
+    ChunkedLoss,
     Clip,
     CreateMesh,
     FlatUnits,
     FullyShard,
+    Keep,
     LocalGradients,
     Parallelize,
     Pipeline,
@@ -39,9 +41,15 @@ from ptrain.spec.role import Roles
 from ptrain.spec.spec import Spec
 
 
-def lower(spec: Spec, units: Units, roles: Roles = (), stages: tuple[Stage, ...] = ()) -> Plan:
-    """The plan of a legal spec; `units` are the modules that are wrapped together, `roles` those of
-    a module that is not built in, `stages` those that pp cuts the model into."""
+def lower(
+    spec: Spec,
+    units: Units,
+    roles: Roles = (),
+    stages: tuple[Stage, ...] = (),
+    blocks: tuple[str, ...] = (),
+) -> Plan:
+    """The plan of a legal spec; `units` are the modules that are wrapped together, `roles` and
+    `blocks` those of a module that is not built in, `stages` those that pp cuts the model into."""
     factors = tuple(factor for factor in spec.factors if factor.degree > 1)
     wrap, tensor = _wrap(spec), _parallelize(spec, roles)
     pipeline = _pipeline(spec, stages)
@@ -65,6 +73,8 @@ def lower(spec: Spec, units: Units, roles: Roles = (), stages: tuple[Stage, ...]
         units=units,
         tensor=tensor,
         pipeline=pipeline,
+        keep=_keep(spec, blocks),
+        loss=_loss(spec),
     )
 
 
@@ -156,6 +166,21 @@ def _pipeline(spec: Spec, stages: tuple[Stage, ...]) -> Pipeline | None:
         layers=tuple(stage.layers for stage in stages),
         shared=tuple(zip(stages[0].shared, stages[-1].shared, strict=True)),
     )
+
+
+def _keep(spec: Spec, blocks: tuple[str, ...]) -> Keep | None:
+    """`blocks` as the model calls them; those of a built-in one are known."""
+    if isinstance(spec.model, ModelShape):
+        blocks = tuple(f"blocks.{index}" for index in range(spec.model.layers))
+    named = zip(blocks, spec.activations.of(len(blocks)), strict=True)
+    kept = tuple((name, each) for name, each in named if not each.is_plain)
+    return Keep(blocks=kept, path=spec.offload.path) if kept else None
+
+
+def _loss(spec: Spec) -> ChunkedLoss | None:
+    if spec.loss.chunk is None:
+        return None
+    return ChunkedLoss(tokens=spec.loss.chunk, fused=spec.loss.fused)
 
 
 def _parallelize(spec: Spec, roles: Roles) -> Parallelize | None:

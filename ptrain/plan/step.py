@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from ptrain.spec.axis import Axis
 from ptrain.spec.batch import GatherAfterUpdate, ReduceScatterVia, SyncPolicy
+from ptrain.spec.keep import Kept
 from ptrain.spec.pipeline import ScheduleName
 from ptrain.spec.placement import Tier
 from ptrain.spec.precision import Layout
@@ -67,6 +68,24 @@ class Parallelize:
     is_saved_cut: bool = False
     loss_parallel: bool = True
     is_naive: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Keep:
+    """What blocks leave for their backward passes, by module name: those that are not plain.
+    `path` is the folder of the file tier."""
+
+    blocks: tuple[tuple[str, Kept], ...]
+    path: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkedLoss:
+    """Logits and loss of `tokens` tokens at a time, so that all logits are never there at once:
+    computed again in backward, or (`fused`) by torch's linear_cross_entropy."""
+
+    tokens: int
+    fused: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,7 +197,7 @@ class Update:
     scale_axes: tuple[Axis, ...] = ()  # of a scaled loss: along which overflows are looked for
 
 
-Step = CreateMesh | Pipeline | Parallelize | Wrap | Accumulate | Clip | Update
+Step = CreateMesh | Pipeline | Parallelize | Keep | Wrap | ChunkedLoss | Accumulate | Clip | Update
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,10 +213,20 @@ class Plan:
     units: Units  # in the order of wrapping: blocks first, the root ("",) last
     tensor: Parallelize | None = None
     pipeline: Pipeline | None = None
+    keep: Keep | None = None
+    loss: ChunkedLoss | None = None
 
     @property
     def steps(self) -> tuple[Step, ...]:
-        clip = (self.clip,) if self.clip else ()
-        tensor = (self.tensor,) if self.tensor else ()
-        pipeline = (self.pipeline,) if self.pipeline else ()
-        return (self.mesh, *pipeline, *tensor, self.wrap, self.accumulate, *clip, self.update)
+        steps = (
+            self.mesh,
+            self.pipeline,
+            self.tensor,
+            self.keep,
+            self.wrap,
+            self.loss,
+            self.accumulate,
+            self.clip,
+            self.update,
+        )
+        return tuple(step for step in steps if step is not None)

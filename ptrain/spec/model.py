@@ -13,6 +13,14 @@ class Family(StrEnum):
     GPT = "gpt"
 
 
+class Attention(StrEnum):
+    """How attention is computed."""
+
+    SDPA = "sdpa"  # torch's scaled_dot_product_attention
+    EAGER = "eager"  # operator by operator, the scores in memory
+    FLEX = "flex"  # torch's flex_attention
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
     """Everything that fixes the tensors of a built-in model. Sizes in elements. `preset` is the
@@ -28,6 +36,7 @@ class ModelShape:
     tied: bool = False
     dropout: float = 0.0
     rope_base: float = 10000.0
+    attention: Attention = Attention.SDPA
     preset: str = field(default="", compare=False)
 
     @property
@@ -57,6 +66,7 @@ class HuggingFaceModel:
 
     hf: str
     config: dict[str, object] = field(default_factory=dict)
+    attention: Attention = Attention.SDPA
 
     @property
     def vocabulary(self) -> Vocabulary:

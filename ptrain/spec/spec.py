@@ -16,6 +16,7 @@ from ptrain.spec.batch import (
     UnitSize,
 )
 from ptrain.spec.cluster import Cluster
+from ptrain.spec.keep import PLAIN, Kept
 from ptrain.spec.model import ModelSpec
 from ptrain.spec.pipeline import PipelineSpec
 from ptrain.spec.placement import Distribution, Tier
@@ -102,6 +103,40 @@ class TensorSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ActivationSpec:
+    """A of this rank. `default` is every block's mode but of those in `by_block`: (first, last,
+    mode), `last` None for all that follow. Of blocks that are M only every `every`-th one is, from
+    the first on; the others are R. `budget`: bytes of peak memory, from which the policy follows.
+    """
+
+    default: Kept = PLAIN
+    by_block: tuple[tuple[int, int | None, Kept], ...] = ()
+    every: int = 1
+    budget: int | None = None
+
+    def of(self, blocks: int) -> tuple[Kept, ...]:
+        """The mode of each of so many blocks."""
+        found = [self.default] * blocks
+        for first, last, kept in self.by_block:
+            for index in range(first, blocks if last is None else last + 1):
+                found[index] = kept
+        recomputed = [index for index, kept in enumerate(found) if kept.policy is not None]
+        for place, index in enumerate(recomputed):
+            if place % self.every:
+                found[index] = PLAIN
+        return tuple(found)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossSpec:
+    """`chunk`: tokens of a micro-batch whose logits are there at once; None for all of them.
+    `fused`: by torch's linear_cross_entropy."""
+
+    chunk: int | None = None
+    fused: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Spec:
     """A complete, resolved spec. `factors` outermost first, axes of degree 1 gone; the product of
     the degrees is the world size. `device` is cpu, cuda or auto; `backend` gloo, nccl or auto.
@@ -127,6 +162,8 @@ class Spec:
     offload: Offload = field(default_factory=Offload)
     tensor: TensorSpec = field(default_factory=TensorSpec)
     pipeline: PipelineSpec = field(default_factory=PipelineSpec)
+    activations: ActivationSpec = field(default_factory=ActivationSpec)
+    loss: LossSpec = field(default_factory=LossSpec)
     eval: EvalSpec = field(default_factory=EvalSpec)
     checkpoint: CheckpointSpec = field(default_factory=CheckpointSpec)
     timeout: Timeout = field(default_factory=Timeout)

@@ -60,7 +60,9 @@ def traced(spec: Spec, facts: ModelFacts, *, allow_import: bool) -> Traced:
     """A timeline for each index on tp, all of them within `timeout.init`; with pp the rows of each
     stage in its place."""
     alone = _tensor_alone(spec)
-    step = lower(alone, facts.unit_modules, facts.roles, stages_of(alone, facts)).tensor
+    step = lower(
+        alone, facts.unit_modules, facts.roles, stages_of(alone, facts), facts.blocks
+    ).tensor
     assert step is not None, "something is cut"
     players = _players(step, facts, spec.degree(step.axis))
     try:
@@ -173,7 +175,7 @@ def _play(spec: Spec, index: int, *, allow_import: bool) -> dict[str, list[Row]]
     cast(module, TORCH_DTYPES[spec.precision.effective.parameters])
     facts = untraced_facts(module, spec)
     stages = stages_of(spec, facts)
-    step = lower(spec, facts.unit_modules, facts.roles, stages).tensor
+    step = lower(spec, facts.unit_modules, facts.roles, stages, facts.blocks).tensor
     assert step is not None, "something is cut"
     fake_world(index, spec.degree(step.axis))
     names = (step.axis.value,)
