@@ -24,6 +24,7 @@ LAYERS = (
     r"ptrain\.(errors|units|costs|timeline)",
     r"ptrain\.spec(\..*)?",
     r"ptrain\.axes(\.\w+)?|ptrain\.axes\.\w+\.(rules|costs|form|dials|roles)"
+    r"|ptrain\.activations(\.rules)?"
     r"|ptrain\.axes\.pipeline\.(schedule|loops|vees|known|proof|simulate|holdings|bubble|draw|stages|times|gathers|exchange)",
     r"ptrain\.algebra(\..*)?",
     r"ptrain\.plan(\..*)?",
@@ -33,7 +34,7 @@ LAYERS = (
     # -------- the torch line
     r"ptrain\.models(\..*)?",
     r"ptrain\.data(\..*)?",
-    r"ptrain\.axes\.\w+\.(apply|\w+)|ptrain\.interpreter(\..*)?",
+    r"ptrain\.(axes\.\w+|activations)\.(apply|\w+)|ptrain\.interpreter(\..*)?",
     r"ptrain\.meters(\..*)?",
     r"ptrain\.train(\..*)?",
     r"ptrain\.simulation(\..*)?",
