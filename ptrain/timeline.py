@@ -57,11 +57,13 @@ Row = list[str | int]  # an item as plain data
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """One micro-batch. `saved` are the bytes by operator that forward leaves for backward."""
+    """One micro-batch. `saved` are the bytes by operator that forward leaves for backward, `moved`
+    what it takes off the device, (tier, bytes) of each storage, and backward brings back."""
 
     forward: tuple[Item, ...]
     backward: tuple[Item, ...]
     saved: tuple[tuple[str, int], ...] = ()
+    moved: tuple[tuple[str, int], ...] = ()
 
     @property
     def saved_bytes(self) -> int:
@@ -75,6 +77,7 @@ def as_rows(timeline: Timeline) -> dict[str, list[Row]]:
         "forward": [_row(item) for item in timeline.forward],
         "backward": [_row(item) for item in timeline.backward],
         "saved": [list(pair) for pair in timeline.saved],
+        "moved": [list(pair) for pair in timeline.moved],
     }
 
 
@@ -84,6 +87,7 @@ def from_rows(rows: Mapping[str, Sequence[Row]]) -> Timeline:
         forward=tuple(map(_item, rows["forward"])),
         backward=tuple(map(_item, rows["backward"])),
         saved=tuple((str(operator), int(size)) for operator, size in rows["saved"]),
+        moved=tuple((str(tier), int(size)) for tier, size in rows.get("moved", ())),
     )
 
 
