@@ -208,10 +208,12 @@ def record(
     units: Sequence[tuple[str, ...]],
     run_forward: Callable[[], Tensor],
     *inputs: Tensor,
+    recorder: Recorder | None = None,
 ) -> Recording:
     """Runs `run_forward() -> loss` and the backward pass and says what they allocated. The model's
-    own tensors and `inputs` lived before and do not appear; its gradients are left empty."""
-    recorder = Recorder()
+    own tensors and `inputs` lived before and do not appear; its gradients are left empty. A
+    `recorder` may write down more."""
+    recorder = recorder or Recorder()
     for tensor in (*model.parameters(), *model.buffers(), *inputs):
         recorder.watch(tensor)
     marker = Marker(recorder, model, units)
