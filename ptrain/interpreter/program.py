@@ -31,6 +31,7 @@ from ptrain.interpreter.registry import Registry
 from ptrain.interpreter.scaling import LossScale
 from ptrain.interpreter.stages import stages_of_module, wrap_stages
 from ptrain.interpreter.world import World
+from ptrain.models.attention import require_trainable
 from ptrain.models.facts import untraced_facts
 from ptrain.models.numerics import TORCH_DTYPES
 from ptrain.models.units import ROOT
@@ -321,6 +322,7 @@ def interpret(
     rank if the ranks' models or layouts differ.
     """
     world = world or World.join(spec.timeout, device=spec.device, backend=spec.backend)
+    require_trainable(spec.model, world.device)
     module = build_module(spec, allow_import=allow_import) if model is None else model
     facts = untraced_facts(module, spec)
     stages = stages_of_module(spec, module, facts)

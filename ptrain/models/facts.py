@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ptrain.derivation.facts import ModelFacts, TensorFacts, UnitFacts
+from ptrain.models.attention import require_trainable
 from ptrain.models.chain import chain_of_module
 from ptrain.models.initialize import cast
 from ptrain.models.loss import token_loss_sum
@@ -26,6 +27,7 @@ _WIDE_BYTES = 4  # buffers of reals are fp32, or fp64 where everything is
 def module_facts(model: nn.Module, spec: Spec) -> ModelFacts:
     """The facts of `model`, whose parameters are cast to the spec's dtype. The generator's state
     is left as it was."""
+    require_trainable(spec.model, torch.device("cpu"))
     cast(model, TORCH_DTYPES[spec.precision.effective.parameters])
     known = untraced_facts(model, spec)
     units = known.unit_modules

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ptrain.models.attention import attention_core
 from ptrain.models.numerics import widen
 from ptrain.spec.model import ModelShape
 
@@ -33,19 +34,17 @@ class Attention(nn.Module):
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
         self.head_dim = shape.head_dim
-        self.dropout = shape.dropout
         self.query = nn.Linear(shape.hidden, shape.hidden)
         self.key = nn.Linear(shape.hidden, shape.hidden)
         self.value = nn.Linear(shape.hidden, shape.hidden)
+        self.core = attention_core(shape)
         self.output = nn.Linear(shape.hidden, shape.hidden)
 
     def forward(self, x_BTC: Tensor) -> Tensor:
-        y_BHTD = F.scaled_dot_product_attention(
+        y_BHTD = self.core(
             self._by_heads(self.query(x_BTC)),
             self._by_heads(self.key(x_BTC)),
             self._by_heads(self.value(x_BTC)),
-            dropout_p=self.dropout if self.training else 0.0,
-            is_causal=True,
         )
         y: Tensor = self.output(y_BHTD.transpose(1, 2).flatten(2))
         return y
@@ -107,6 +106,10 @@ class Gpt(nn.Module):
         for block in self.blocks:
             x_BTC = block(x_BTC)
         x_BTC = self.norm(x_BTC)
+        return self.logits(x_BTC)
+
+    def logits(self, x_BTC: Tensor) -> Tensor:
+        """Of normalized hidden states."""
         if self.head is None:
             return F.linear(x_BTC, self.embed.weight)
         logits_BTV: Tensor = self.head(x_BTC)

@@ -15,13 +15,18 @@ from torch import Tensor, nn
 
 from ptrain.errors import refused
 from ptrain.spec.extras import require_transformers
-from ptrain.spec.model import HuggingFaceModel
+from ptrain.spec.model import Attention, HuggingFaceModel
 from ptrain.spec.slips import near_word
 
-# What is ptrain's to say: no keys and values are kept, attention is torch's own, and the dtypes are
-# those of the spec.
-_FIXED = {"use_cache": False, "attn_implementation": "sdpa"}
+# What is ptrain's to say: no keys and values are kept; attention and dtypes are those of the spec.
+_FIXED = {"use_cache": False}
+_ATTENTION = "attn_implementation"
 _DTYPES = ("dtype", "torch_dtype")
+_KINDS = {
+    Attention.SDPA: ("sdpa", "_supports_sdpa"),
+    Attention.EAGER: ("eager", ""),  # every class has it
+    Attention.FLEX: ("flex_attention", "_supports_flex_attn"),
+}
 _OLD_NAMES = ("rope_theta", "rope_scaling")  # taken for the sake of configs that are published
 _MISTAKES = (
     AssertionError,
@@ -46,13 +51,14 @@ def build_hugging_face(model: HuggingFaceModel, *, sequence: int) -> nn.Module:
         raise refused("model.config", finding, f"write max_position_embeddings: {sequence} or more")
     try:
         module: nn.Module = _with_logits(named)(config)
-        with torch.no_grad():  # sizes that do not fit one another show when they meet
-            module(torch.zeros(1, min(2, sequence), dtype=torch.int64))
+        if model.attention is not Attention.FLEX:  # which a processor would compile, in minutes
+            with torch.no_grad():  # sizes that do not fit one another show when they meet
+                module(torch.zeros(1, min(2, sequence), dtype=torch.int64))
     except _MISTAKES as error:
-        if not getattr(named, "_supports_sdpa", True):
-            finding = f"{named.__name__} does not have torch's own attention (sdpa), and ptrain "
-            finding += "runs no other"
-            raise refused("model.hf", finding, "name a class that has it, like Llama") from error
+        _, supported = _KINDS[model.attention]
+        if not getattr(named, supported, True):
+            finding = f"{named.__name__} does not have {model.attention}"
+            raise refused("model.attention", finding, "write attention: eager") from error
         finding = f"{named.__name__} cannot be built of this config: {_line(error)}"
         raise refused("model.config", finding, "change the field that it names") from error
     return module
@@ -100,6 +106,9 @@ def _config(named: Any, model: HuggingFaceModel) -> Any:
     kind = named.config_class
     known = _fields(kind)
     for field in model.config:
+        if field == _ATTENTION:
+            finding = f"{field} is given by the model's attention, not by the config"
+            raise refused(f"model.config.{field}", finding, "write model.attention")
         if field in _FIXED or field in _DTYPES:
             belongs = "precision" if field in _DTYPES else "training"
             finding = f"{field} is given by {belongs}, not by the config"
@@ -110,7 +119,8 @@ def _config(named: Any, model: HuggingFaceModel) -> Any:
             raise refused(f"model.config.{field}", finding, near or _some(known))
     strict = getattr(errors, "StrictDataclassError", ValueError)  # of 1.0 and later
     try:
-        return kind(**model.config, **_FIXED)
+        attention, _ = _KINDS[model.attention]
+        return kind(**model.config, **_FIXED, **{_ATTENTION: attention})
     except (strict, *_MISTAKES) as error:
         finding = f"{kind.__name__} does not take it: {_line(error)}"
         raise refused("model.config", finding, "change the field that it names") from error

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ptrain.models.attention import attention_core
 from ptrain.models.numerics import widen
 from ptrain.spec.model import ModelShape
 
@@ -41,6 +42,7 @@ class Attention(nn.Module):
         self.query = nn.Linear(shape.hidden, shape.hidden, bias=False)
         self.key = nn.Linear(shape.hidden, kv_hidden, bias=False)
         self.value = nn.Linear(shape.hidden, kv_hidden, bias=False)
+        self.core = attention_core(shape)
         self.output = nn.Linear(shape.hidden, shape.hidden, bias=False)
 
     def forward(self, x_BTC: Tensor, cos_TK: Tensor, sin_TK: Tensor) -> Tensor:
@@ -49,12 +51,7 @@ class Attention(nn.Module):
         v_BTGD = self.value(x_BTC).unflatten(-1, (-1, self.head_dim))
         k_BTHD = repeat_heads(k_BTGD, self.num_repeats)
         v_BTHD = repeat_heads(v_BTGD, self.num_repeats)
-        y_BHTD = F.scaled_dot_product_attention(
-            q_BTHD.transpose(1, 2),
-            k_BTHD.transpose(1, 2),
-            v_BTHD.transpose(1, 2),
-            is_causal=True,
-        )
+        y_BHTD = self.core(q_BTHD.transpose(1, 2), k_BTHD.transpose(1, 2), v_BTHD.transpose(1, 2))
         y: Tensor = self.output(y_BHTD.transpose(1, 2).flatten(2))
         return y
 
@@ -117,6 +114,10 @@ class Llama(nn.Module):
         for block in self.blocks:
             x_BTC = block(x_BTC, self.cos_TK, self.sin_TK)
         x_BTC = self.norm(x_BTC)
+        return self.logits(x_BTC)
+
+    def logits(self, x_BTC: Tensor) -> Tensor:
+        """Of normalized hidden states."""
         if self.head is None:
             return F.linear(x_BTC, self.embed.weight)
         logits_BTV: Tensor = self.head(x_BTC)

@@ -1,0 +1,113 @@
+"""What attention computes between its projections: `core(q, k, v)`, causal, by the spec's kind.
+
+Legend of shape suffixes: B samples, H heads, T tokens, D elements per head. A core has no
+parameters; query, key and value come with as many heads each.
+
+Note: of eager attention every tensor that is saved for the backward pass has a size that is one
+product of shape fields, and none is changed in place, so that a policy may keep any of them.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, assert_never
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ptrain.errors import refused
+from ptrain.models.numerics import widen
+from ptrain.spec.model import Attention, ExternalModel, ModelShape, ModelSpec
+
+
+class Core(nn.Module):
+    """torch's scaled_dot_product_attention, whatever kernel it takes."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.dropout = dropout
+
+    def forward(self, q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor) -> Tensor:
+        dropout = self.dropout if self.training else 0.0
+        return F.scaled_dot_product_attention(
+            q_BHTD, k_BHTD, v_BHTD, dropout_p=dropout, is_causal=True
+        )
+
+
+class EagerCore(Core):
+    """Operator by operator: scores, probabilities and what dropout leaves of them are B·H·T·T
+    elements each. The softmax is computed in at least fp32."""
+
+    def forward(self, q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor) -> Tensor:
+        scale = q_BHTD.shape[-1] ** -0.5
+        scores_BHTT = (q_BHTD * scale) @ k_BHTD.transpose(-2, -1)
+        p_BHTT = _softmax(scores_BHTT)
+        del scores_BHTT
+        if self.dropout:
+            p_BHTT = F.dropout(p_BHTT, self.dropout, self.training)
+        return p_BHTT @ v_BHTD
+
+
+class FlexCore(Core):
+    """torch's flex_attention over the blocks that a causal mask leaves, compiled where it trains:
+    on a processor it has no backward pass. Nothing is compiled while a dispatch mode watches: a
+    ledger sees what it returns, not what it allocates in between."""
+
+    def forward(self, q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor) -> Tensor:
+        attend: Any = _compiled() if q_BHTD.is_cuda else flex_attention
+        with _disable_current_modes():
+            mask = _causal_blocks(q_BHTD.shape[-2], q_BHTD.device)
+            y_BHTD: Tensor = attend(q_BHTD, k_BHTD, v_BHTD, block_mask=mask)
+        return y_BHTD
+
+
+def attention_core(shape: ModelShape) -> Core:
+    """The core of one of the model's attentions."""
+    match shape.attention:
+        case Attention.SDPA:
+            return Core(shape.dropout)
+        case Attention.EAGER:
+            return EagerCore(shape.dropout)
+        case Attention.FLEX:
+            if shape.dropout:
+                finding = f"flex_attention drops nothing, and the model has dropout={shape.dropout}"
+                raise refused("model.attention", finding, "take sdpa or eager, or dropout=0")
+            return FlexCore()
+        case kind:
+            assert_never(kind)
+
+
+def require_trainable(model: ModelSpec, device: torch.device) -> None:
+    """Raises SpecError for attention that has no backward pass on this device."""
+    if isinstance(model, ExternalModel) or model.attention is not Attention.FLEX:
+        return
+    if device.type != "cuda":
+        finding = f"torch's flex_attention has no backward pass on {device.type}"
+        raise refused("model.attention", finding, "train on cuda, or take sdpa or eager")
+
+
+def _softmax(scores_BHTT: Tensor) -> Tensor:
+    """Of every token over itself and those before it."""
+    num_tokens = scores_BHTT.shape[-1]
+    ones_TT = torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=scores_BHTT.device)
+    masked_BHTT = widen(scores_BHTT).masked_fill(ones_TT.triu(1), float("-inf"))
+    return masked_BHTT.softmax(-1).to(scores_BHTT.dtype)
+
+
+def _causal(_sample: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    return query >= key
+
+
+@cache
+def _causal_blocks(num_tokens: int, device: torch.device) -> BlockMask:
+    """One for all layers: it depends on no value."""
+    return create_block_mask(_causal, None, None, num_tokens, num_tokens, device=str(device))
+
+
+@cache
+def _compiled() -> Any:
+    """Uncompiled it would compute every score."""
+    return torch.compile(flex_attention)
