@@ -58,12 +58,15 @@ Row = list[str | int]  # an item as plain data
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
     """One micro-batch. `saved` are the bytes by operator that forward leaves for backward, `moved`
-    what it takes off the device, (tier, bytes) of each storage, and backward brings back."""
+    what it takes off the device, (tier, bytes) of each storage, and backward brings back, and
+    `repeated` the collectives of forward that backward runs again, with the whole tensor's bytes.
+    """
 
     forward: tuple[Item, ...]
     backward: tuple[Item, ...]
     saved: tuple[tuple[str, int], ...] = ()
     moved: tuple[tuple[str, int], ...] = ()
+    repeated: tuple[tuple[str, int], ...] = ()
 
     @property
     def saved_bytes(self) -> int:
@@ -78,6 +81,7 @@ def as_rows(timeline: Timeline) -> dict[str, list[Row]]:
         "backward": [_row(item) for item in timeline.backward],
         "saved": [list(pair) for pair in timeline.saved],
         "moved": [list(pair) for pair in timeline.moved],
+        "repeated": [list(pair) for pair in timeline.repeated],
     }
 
 
@@ -86,9 +90,14 @@ def from_rows(rows: Mapping[str, Sequence[Row]]) -> Timeline:
     return Timeline(
         forward=tuple(map(_item, rows["forward"])),
         backward=tuple(map(_item, rows["backward"])),
-        saved=tuple((str(operator), int(size)) for operator, size in rows["saved"]),
-        moved=tuple((str(tier), int(size)) for tier, size in rows.get("moved", ())),
+        saved=_pairs(rows["saved"]),
+        moved=_pairs(rows["moved"]),
+        repeated=_pairs(rows["repeated"]),
     )
+
+
+def _pairs(rows: Sequence[Row]) -> tuple[tuple[str, int], ...]:
+    return tuple((str(name), int(size)) for name, size in rows)
 
 
 def _row(item: Item) -> Row:

@@ -7,44 +7,23 @@ dimensions, read off traces at prime shapes (`models.tables` writes them). Nothi
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from typing import Any
 
 from ptrain.axes.tensor.costs import Cut
+from ptrain.derivation import blocks
+from ptrain.derivation.monomials import Monomial, dimensions, merged, monomials
+from ptrain.spec.keep import PLAIN, Kept
 from ptrain.spec.model import Family, ModelShape
 from ptrain.spec.precision import DType
-from ptrain.timeline import Boundary, Complete, Item, Mark, Run, Timeline, run
+from ptrain.timeline import Boundary, Complete, Item, Mark, Run, Timeline
 
 Units = tuple[tuple[str, ...], ...]
 Places = dict[tuple[Mark, str], int]
-
-_MARKS = {">": Mark.ENTER, "<": Mark.LEAVE, "[": Mark.PRE_BACKWARD, "]": Mark.POST_BACKWARD}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Monomial:
-    """`coefficient · Π symbol^exponent`, in elements of the compute dtype or in bytes."""
-
-    in_elements: bool
-    coefficient: int
-    exponents: tuple[tuple[str, int], ...]
-
-    def bytes(self, values: dict[str, int], itemsize: int) -> int:
-        """The size at these dimensions."""
-        size = self.coefficient * (itemsize if self.in_elements else 1)
-        for symbol, exponent in self.exponents:
-            size *= math.prod([values[symbol]] * exponent)
-        return size
-
-    def __str__(self) -> str:
-        unit = ("e",) if self.in_elements else ()
-        powers = (s if e == 1 else f"{s}^{e}" for s, e in self.exponents)
-        factors = (*((str(self.coefficient),) if self.coefficient != 1 else ()), *unit, *powers)
-        return "·".join(factors) or "1"
+Replace = Callable[[Sequence[Any], blocks.Setting, Kept], list[Any]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,19 +43,46 @@ def timeline(
     sequence: int,
     compute: DType,
     cut: Cut | None = None,
+    kept: tuple[Kept, ...] = (),
 ) -> Timeline:
     """One micro-batch of `batch` samples of a built-in model, with the boundaries of `units` (one
     block each and the root, where they are not given); of one rank's part of it, where operators
-    are `cut`."""
+    are `cut`. `kept` says how the blocks' activations are, all of them plain where it is empty."""
     name, kind = table_name(shape, compute, batch), cut.kind if cut else None
     table = _table(name, kind)
     values = (cut.dimensions if cut else dimensions)(shape, batch=batch, sequence=sequence)
     sizes = [size.bytes(values, compute.itemsize) for size in _sizes(name, kind)]
     layers = shape.layers
     places = places_of(units or (*((f"blocks.{block}",) for block in range(layers)), ("",)))
+    forward, backward = table["forward"], table["backward"]
+    kept = kept or (PLAIN,) * layers
+    setting = None
+    if not blocks.is_as_usual(shape, kept):
+        setting = blocks.Setting(
+            shape=shape, batch=batch, sequence=sequence, compute=compute, cut=cut
+        )
+
+    def of_blocks(part: Sequence[Any], of_kept: Replace) -> list[Sequence[Any]]:
+        """What each block's part is, first to last."""
+        base = list(merged(part, sizes))
+        if setting is None:
+            return [base] * layers
+        made = {each: of_kept(base, setting, each) for each in dict.fromkeys(kept)}
+        return [made[each] for each in kept]
+
     return Timeline(
-        forward=_items(table["forward"], sizes, range(layers), places),
-        backward=_items(table["backward"], sizes, range(layers)[::-1], places),
+        forward=_items(
+            forward, sizes, of_blocks(forward["block"], blocks.forward_part), range(layers), places
+        ),
+        backward=_items(
+            backward,
+            sizes,
+            of_blocks(backward["block"], blocks.backward_part)[::-1],
+            range(layers)[::-1],
+            places,
+        ),
+        moved=blocks.moved(setting, kept) if setting else (),
+        repeated=blocks.repeated(setting, kept) if setting else (),
     )
 
 
@@ -129,33 +135,6 @@ def _sizes(name: str, kind: str | None = None) -> tuple[Monomial, ...]:
     return monomials(_table(name, kind))
 
 
-def monomials(table: dict[str, Any]) -> tuple[Monomial, ...]:
-    """The sizes of a table, in its order."""
-    return tuple(
-        Monomial(
-            in_elements=bool(in_elements),
-            coefficient=coefficient,
-            exponents=tuple((s, e) for s, e in zip(table["symbols"], exponents, strict=True) if e),
-        )
-        for in_elements, coefficient, exponents in table["sizes"]
-    )
-
-
-def dimensions(shape: ModelShape, *, batch: int, sequence: int) -> dict[str, int]:
-    """The value of every symbol."""
-    return {
-        "batch": batch,
-        "sequence": sequence,
-        "heads": shape.heads,
-        "repeats": shape.heads // shape.kv_heads,
-        "kv_heads": shape.kv_heads,
-        "head_dim": shape.head_dim,
-        "pairs": shape.head_dim // 2,
-        "ffn": shape.ffn,
-        "vocab": shape.vocab,
-    }
-
-
 def places_of(units: Units) -> Places:
     """Which boundary of which module is a boundary of which unit: a unit begins with its first
     module and ends with its last one, and backward runs the other way."""
@@ -167,14 +146,18 @@ def places_of(units: Units) -> Places:
 
 
 def _items(
-    parts: dict[str, list[Any]], sizes: Sequence[int], blocks: Sequence[int], places: Places
+    parts: dict[str, list[Any]],
+    sizes: Sequence[int],
+    of_blocks: Sequence[Sequence[Any]],
+    numbers: Sequence[int],
+    places: Places,
 ) -> tuple[Item, ...]:
-    """What precedes the blocks, the block once per layer, and what follows."""
-    block = list(merged(parts["block"], sizes))
+    """What precedes the blocks, each block's part in the order of their `numbers`, and what
+    follows."""
     items: list[Item] = []
     for part, number in (
         (merged(parts["before"], sizes), ""),
-        *((block, str(number)) for number in blocks),
+        *zip(of_blocks, map(str, numbers), strict=True),
         (merged(parts["after"], sizes), ""),
     ):
         append(items, instantiate(part, number, places))
@@ -188,29 +171,6 @@ def append(items: list[Item], more: Iterator[Item]) -> None:
             items[-1] = last.then(item)
         else:
             items.append(item)
-
-
-def merged(events: Iterable[Any], sizes: Sequence[int]) -> Iterator[Any]:
-    """Signed size numbers become runs; marks and completions stay as they are."""
-    deltas: list[int] = []
-    for event in events:
-        if isinstance(event, int):
-            deltas.append(sizes[event - 1] if event > 0 else -sizes[-event - 1])
-            continue
-        yield from _flush(deltas)
-        deltas = []
-        if isinstance(event, str):
-            yield (_MARKS[event[0]], event[1:].replace("*", "blocks.*", 1))
-        else:
-            name, index, cloned = event
-            yield (name, sizes[index], bool(cloned))
-    yield from _flush(deltas)
-
-
-def _flush(deltas: list[int]) -> Iterator[Run]:
-    found = run(deltas)
-    if found:
-        yield found
 
 
 def instantiate(template: Iterable[Any], number: str, places: Places) -> Iterator[Item]:

@@ -12,6 +12,7 @@ from ptrain.derivation import pipeline, tensor
 from ptrain.derivation.facts import ModelFacts
 from ptrain.derivation.in_flight import in_flight
 from ptrain.derivation.interconnect import warnings
+from ptrain.derivation.kept import activation_row, kept_traffic
 from ptrain.derivation.memory import resident
 from ptrain.derivation.notes import notes
 from ptrain.derivation.paper import paper
@@ -72,14 +73,25 @@ def exact(spec: Spec, plan: Plan, facts: ModelFacts) -> Estimate:
     ]
     operators = add_traffic(tensor.sent(spec, plan, facts))
     estimate = _joined(spec, plan, of_parts)
-    traffic = (*estimate.traffic, *operators)
+    traffic = _with(estimate.traffic, operators)
     return replace(
         estimate,
         traffic=traffic,
         notes=tuple(notes(spec, plan, facts, traffic)),
         warnings=tuple(warnings(spec, traffic)),
-        accounts=tuple((*rows, *operators) for rows in estimate.accounts),
+        accounts=tuple(_with(rows, operators) for rows in estimate.accounts),
     )
+
+
+def _with(rows: Iterable[Traffic], operators: tuple[Traffic, ...]) -> tuple[Traffic, ...]:
+    """What a rank sends beside its operators, which send some of it twice, and what they send."""
+    found: list[Traffic] = []
+    sent_too = {row.key: row for row in operators}
+    for row in rows:
+        too = sent_too.get(row.key)
+        found += add_traffic((row, too)) if too else (row,)
+    keys = {row.key for row in found}
+    return (*found, *(row for row in operators if row.key not in keys))
 
 
 def _exact_stages(spec: Spec, plan: Plan, facts: ModelFacts) -> Estimate:
@@ -157,21 +169,27 @@ def _exact_part(spec: Spec, plan: Plan, facts: ModelFacts) -> Estimate:
     if facts.timeline is None and not is_by_family:
         return replace(estimate, undefined=dict.fromkeys(("activations", "peak"), _NOT_TRACED))
     played = replay(spec, facts, plan, memory)
-    return replace(estimate, memory=_with_passing(memory, played), peak=played.peaks)
+    timeline = played.timeline
+    more = kept_traffic(spec, plan, timeline.moved, timeline.repeated)
+    return replace(
+        estimate,
+        memory=_with_passing(memory, played),
+        peak=played.peaks,
+        traffic=add_traffic((*traffic, *more)),
+    )
 
 
 def _with_passing(memory: tuple[Footprint, ...], played: Replay) -> tuple[Footprint, ...]:
     """The rows of each rank, and what lives at the end of the last forward only."""
-    passing = (
-        (State.ACTIVATIONS, played.saved_bytes),
-        (State.TRANSIENT, played.transient_bytes),
-    )
     ranks = dict.fromkeys(row.rank for row in memory)
     return (
         *memory,
         *(
-            Footprint(state=state, rank=rank, device_bytes=size)
+            row
             for rank in ranks
-            for state, size in passing
+            for row in (
+                activation_row(rank, played.saved_bytes, played.timeline.moved),
+                Footprint(state=State.TRANSIENT, rank=rank, device_bytes=played.transient_bytes),
+            )
         ),
     )

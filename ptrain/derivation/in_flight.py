@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from ptrain.algebra.layout import position
 from ptrain.axes.pipeline.exchange import turns
 from ptrain.axes.pipeline.schedule import Schedule
-from ptrain.axes.tensor.costs import Cut
 from ptrain.costs import Footprint, Peak, Phase, State
+from ptrain.derivation.kept import activation_row
 from ptrain.derivation.memory import differing_axes
 from ptrain.derivation.pipeline import StageParts
 from ptrain.derivation.stage_replay import Part, Played, play_rank
@@ -70,11 +70,8 @@ class _Rank:
 
     def rows(self, rank: int) -> Iterator[Footprint]:
         played = self.played
-        for state, size in (
-            (State.ACTIVATIONS, played.activations),
-            (State.TRANSIENT, played.gathered),
-        ):
-            yield Footprint(state=state, rank=rank, device_bytes=size)
+        yield activation_row(rank, played.activations, played.moved)
+        yield Footprint(state=State.TRANSIENT, rank=rank, device_bytes=played.gathered)
 
     def above(self, rank: int) -> dict[Phase, int]:
         """The peaks above what lives always."""
@@ -96,12 +93,9 @@ def _play(
 
 
 def _part(spec: Spec, each: StageParts, stages: int, index: int) -> Part:
-    step, facts = each.plan.tensor, each.of(index)
-    cut = None
-    if step is not None:
-        cut = Cut(step=step, degree=spec.degree(step.axis), index=index)
+    facts = each.of(index)
     if each.passes:
         known = each.passes[index]
     else:
-        known = passes(spec, each.stage, stages, facts.unit_modules, cut)
+        known = passes(spec, each.stage, stages, facts.unit_modules, each.cut(spec, index))
     return Part(index=each.stage.index, plan=each.plan, facts=facts, passes=known)

@@ -18,11 +18,13 @@ Items = tuple[Item, ...]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Passes:
     """Of one micro-batch on one stage: the items of each kind of pass; bytes of what it hands on
-    (hidden states, or logits) and of hidden states."""
+    (hidden states, or logits) and of hidden states. `moved` and `repeated` as a timeline's."""
 
     items: Mapping[Kind, Items]
     output: int
     hidden: int
+    moved: tuple[tuple[str, int], ...] = ()
+    repeated: tuple[tuple[str, int], ...] = ()
 
     @property
     def timeline(self) -> Timeline:

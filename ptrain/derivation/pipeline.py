@@ -28,9 +28,11 @@ from ptrain.costs import Footprint, State, Traffic, add_traffic
 from ptrain.derivation import tensor
 from ptrain.derivation.calls import group_over
 from ptrain.derivation.facts import ModelFacts, UnitFacts
+from ptrain.derivation.kept import kept_traffic
 from ptrain.derivation.memory import other_bytes
 from ptrain.derivation.memory import resident as resident_of_part
 from ptrain.derivation.passes import Passes
+from ptrain.derivation.stage_timeline import Pairs, moved_and_repeated
 from ptrain.derivation.tied import Rows, tied_sums
 from ptrain.derivation.traffic import norm, wrapped
 from ptrain.plan.step import FullyShard, Plan
@@ -150,6 +152,11 @@ class StageParts:
     parts: Mapping[ModelFacts, tuple[int, ...]]
     passes: tuple[Passes, ...] = ()
 
+    def cut(self, spec: Spec, index: int) -> Cut | None:
+        """How the operators of the rank at this place along tp are cut."""
+        step = self.plan.tensor
+        return Cut(step=step, degree=spec.degree(step.axis), index=index) if step else None
+
     def of(self, index: int) -> ModelFacts:
         """What the rank at this place along tp has."""
         return next(part for part, indices in self.parts.items() if index in indices)
@@ -265,10 +272,27 @@ def _of_stage(spec: Spec, made: Schedule, each: StageParts) -> list[list[Rows]]:
     operators = tuple(tensor.sent(spec, each.plan, each.facts))
     found: dict[int, list[Rows]] = {}
     for local, indices in each.parts.items():
-        rows = add_traffic((*wrapped(spec, each.plan, local, times), *operators))
+        moved, repeated = _kept(spec, each, indices[0])
+        rows = add_traffic(
+            (
+                *wrapped(spec, each.plan, local, times),
+                *operators,
+                *kept_traffic(spec, each.plan, moved, repeated),
+            )
+        )
         sums = tied_sums(spec, each.plan, local, each.stage)
         found |= {index: [(*rows, *more) for more in sums] for index in indices}
     return [found[index] for index in sorted(found)]
+
+
+def _kept(spec: Spec, each: StageParts, index: int) -> tuple[Pairs, Pairs]:
+    """What the modes of activations move and send again, of the rank at this place along tp."""
+    if each.passes:
+        passes = each.passes[index]
+        return passes.moved, passes.repeated
+    if not isinstance(spec.model, ModelShape):
+        return (), ()  # not traced: nothing is said of activations
+    return moved_and_repeated(spec, each.stage, each.cut(spec, index))
 
 
 def stage_roles(roles: Roles, stage: Stage, stages: int, ends: Ends = ENDS) -> Roles:

@@ -9,6 +9,7 @@ other's input.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -29,12 +30,14 @@ _TAKEN = (Role.INPUT, Role.OUTPUT_GRADIENT)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Played:
     """One rank's step up to the update. `activations`: bytes when most of them lived as a backward
-    pass began; `gathered`: of units, when the last one did."""
+    pass began, and `moved` what was off the device then, (tier, bytes); `gathered`: of units, when
+    the last one did."""
 
     tape: Tape
     wraps: tuple[Wrap, ...]
     activations: int
     gathered: int
+    moved: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +66,7 @@ def play_rank(spec: Spec, parts: Sequence[Part], turns: Iterable[Turn], is_last:
         wraps=tuple(stage.wrap for stage in rank.stages.values()),
         activations=rank.most,
         gathered=rank.gathered,
+        moved=tuple(rank.most_moved.items()),
     )
 
 
@@ -84,6 +88,7 @@ class _Rank:
         self.stages = {part.index: _stage(spec, part, self.tape) for part in parts}
         self.boundaries = _Boundaries(self.tape, self.stages, last)
         self.saved = self.most = self.gathered = 0
+        self.moved, self.most_moved = Counter[str](), Counter[str]()
         self.replaced: Held | None = None
 
     def exchange(self, exchange: Exchange) -> None:
@@ -121,6 +126,8 @@ class _Rank:
         else:
             self._replace(stage, items)
         self.saved += sum(map(net, items))
+        for tier, size in stage.part.passes.moved:
+            self.moved[tier] += size if kind is Kind.FORWARD else -size
         for tensor in self.boundaries.made(kind, action):
             self.saved -= self.boundaries.give(tensor)
         for tensor in self.boundaries.done_with(kind, action):
@@ -139,7 +146,9 @@ class _Rank:
     def _begin_backward(self, stage: _Stage, kind: Kind) -> None:
         self.tape.enter(Phase.BACKWARD)
         lingering = sum(each.wrap.lingering() for each in self.stages.values())
-        self.most = max(self.most, self.saved + self.boundaries.size + lingering)
+        now = self.saved + self.boundaries.size + lingering
+        if now >= self.most:
+            self.most, self.most_moved = now, Counter(self.moved)
         self.gathered = sum(each.wrap.gathered() for each in self.stages.values())
         is_last = kind is not Kind.INPUT and stage.left == 1
         stage.left -= kind is not Kind.INPUT

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
 from typing import Any
@@ -13,14 +14,16 @@ from typing import Any
 from ptrain.axes.pipeline.schedule import Kind
 from ptrain.axes.pipeline.stages import Stage
 from ptrain.axes.tensor.costs import Cut
-from ptrain.derivation import activations
-from ptrain.derivation.activations import Monomial
+from ptrain.derivation import activations, blocks
+from ptrain.derivation.monomials import Monomial, dimensions, merged, monomials
 from ptrain.derivation.passes import Passes, of_first_stage, of_later_stage
+from ptrain.spec.keep import Kept
 from ptrain.spec.model import ModelShape
 from ptrain.spec.spec import Spec
 from ptrain.timeline import Item
 
 Units = tuple[tuple[str, ...], ...]
+Pairs = tuple[tuple[str, int], ...]
 
 _PASSES = {
     Kind.FORWARD: "forward",
@@ -39,27 +42,35 @@ def passes(spec: Spec, stage: Stage, stages: int, units: Units, cut: Cut | None)
     name = activations.table_name(shape, compute, batch.micro)
     kind_of_cut = cut.kind if cut else None
     table = _table(name, kind_of_cut)
-    dimensions = cut.dimensions if cut else activations.dimensions
-    values = dimensions(shape, batch=batch.micro, sequence=batch.sequence)
+    of_symbols = cut.dimensions if cut else dimensions
+    values = of_symbols(shape, batch=batch.micro, sequence=batch.sequence)
     sizes = [size.bytes(values, compute.itemsize) for size in _sizes(name, kind_of_cut)]
     ends = {0: "first", stages - 1: "last"}
     place = table[ends.get(stage.index, "middle")]
     places = activations.places_of(units)
-    numbers = [layer.rpartition(".")[2] for layer in stage.layers]
+    tokens = batch.sequence // (cut.degree if cut and cut.step.is_sequence else 1)
+    hidden = batch.micro * tokens * shape.hidden * compute.itemsize
+    layers = _layers(spec, stage, cut, hidden if stage.index else 0)
     items = {
-        kind: tuple(_items(_of_layers(table, place[key], len(numbers)), sizes, order, places))
+        kind: tuple(
+            _items(layers, kind, _of_layers(table, place[key], len(layers.numbers)), sizes, places)
+        )
         for kind, key in _PASSES.items()
         if key in place
-        for order in (numbers[::-1] if kind in (Kind.BACKWARD, Kind.INPUT) else numbers,)
     }
-    tokens = batch.sequence
-    if cut and cut.step.is_sequence:
-        tokens //= cut.degree
-    hidden = batch.micro * tokens * shape.hidden * compute.itemsize
     output = sizes[place["output"]]
     if stage.index == 0:
-        return of_first_stage(items, output=output)
-    return of_later_stage(items, output=output, hidden=hidden)
+        found = of_first_stage(items, output=output)
+    else:
+        found = of_later_stage(items, output=output, hidden=hidden)
+    moved, repeated = layers.moved_and_repeated()
+    return replace(found, moved=moved, repeated=repeated)
+
+
+def moved_and_repeated(spec: Spec, stage: Stage, cut: Cut | None) -> tuple[Pairs, Pairs]:
+    """Of one micro-batch on a built-in model's stage: what goes off the device and comes back, and
+    the collectives that backward runs again, as a timeline has them."""
+    return _layers(spec, stage, cut, held=0).moved_and_repeated()
 
 
 def _of_layers(table: dict[str, Any], listed: Sequence[int], layers: int) -> list[list[Any]]:
@@ -68,18 +79,68 @@ def _of_layers(table: dict[str, Any], listed: Sequence[int], layers: int) -> lis
     return [only] if layers == 1 else [begin, *([block] * (layers - 2)), end]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Layers:
+    """A stage's layers, first to last: their numbers in the model, and how their activations are
+    kept; `setting` None where all of them are as in the stages' tables. `held`: bytes of the first
+    one's input, where it is not the stage's own."""
+
+    setting: blocks.Setting | None
+    numbers: Sequence[str]
+    kept: Sequence[Kept]
+    held: int
+
+    def moved_and_repeated(self) -> tuple[Pairs, Pairs]:
+        if self.setting is None:
+            return (), ()
+        return blocks.moved(self.setting, self.kept), blocks.repeated(self.setting, self.kept)
+
+    def part(self, kind: Kind, place: int, base: list[Any]) -> list[Any]:
+        """What the layer at this place of the stage does in a pass."""
+        if self.setting is None:
+            return base
+        assert kind in (Kind.FORWARD, Kind.BACKWARD), "a backward pass in halves is traced"
+        made = blocks.forward_part if kind is Kind.FORWARD else blocks.backward_part
+        return made(base, self.setting, self.kept[place], held=0 if place else self.held)
+
+
+def _layers(spec: Spec, stage: Stage, cut: Cut | None, held: int) -> _Layers:
+    shape, batch = spec.model, spec.batch
+    assert isinstance(shape, ModelShape), "a built-in model"
+    kept = spec.activations.of(shape.layers)
+    numbers = [layer.rpartition(".")[2] for layer in stage.layers]
+    setting = None
+    if not blocks.is_as_usual(shape, kept):
+        setting = blocks.Setting(
+            shape=shape,
+            batch=batch.micro,
+            sequence=batch.sequence,
+            compute=spec.precision.effective.parameters,
+            cut=cut,
+        )
+    return _Layers(
+        setting=setting, numbers=numbers, kept=[kept[int(number)] for number in numbers], held=held
+    )
+
+
 def _items(
+    layers: _Layers,
+    kind: Kind,
     parts: Sequence[list[Any]],
     sizes: Sequence[int],
-    order: Sequence[str],
     places: activations.Places,
 ) -> Iterator[Item]:
-    made: dict[int, list[Any]] = {}
+    """A pass, layer by layer in its order."""
+    made: dict[tuple[int, Kept, bool], list[Any]] = {}
     items: list[Item] = []
-    for part, number in zip(parts, order, strict=True):
-        if id(part) not in made:
-            made[id(part)] = list(activations.merged(part, sizes))
-        activations.append(items, activations.instantiate(made[id(part)], number, places))
+    order = list(range(len(layers.numbers)))
+    for part, place in zip(
+        parts, order[::-1] if kind in (Kind.BACKWARD, Kind.INPUT) else order, strict=True
+    ):
+        key = (id(part), layers.kept[place], place == 0)
+        if key not in made:
+            made[key] = layers.part(kind, place, list(merged(part, sizes)))
+        activations.append(items, activations.instantiate(made[key], layers.numbers[place], places))
     yield from items
 
 
@@ -94,4 +155,4 @@ def _table(name: str, kind: str | None) -> dict[str, Any]:
 
 @cache
 def _sizes(name: str, kind: str | None) -> tuple[Monomial, ...]:
-    return activations.monomials(_table(name, kind))
+    return monomials(_table(name, kind))

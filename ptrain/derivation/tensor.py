@@ -54,6 +54,7 @@ def local_facts(spec: Spec, facts: ModelFacts, cut: Cut) -> ModelFacts:
                 sequence=spec.batch.sequence,
                 compute=spec.precision.effective.parameters,
                 cut=cut,
+                kept=spec.activations.of(spec.model.layers),
             ),
         )
     traced = facts.part_timelines

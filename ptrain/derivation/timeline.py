@@ -29,8 +29,9 @@ _BASE = (State.PARAMETERS, State.OPTIMIZER, State.OTHER)  # what lives for the w
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replay:
     """`saved_bytes` and `transient_bytes` at the end of the last micro-batch's forward, alike on
-    all ranks; `peaks` by phase and rank."""
+    all ranks; `peaks` by phase and rank; `timeline` is what was played."""
 
+    timeline: Timeline
     saved_bytes: int
     transient_bytes: int
     peaks: tuple[Peak, ...]
@@ -55,6 +56,7 @@ def replay(
         play(timeline.backward, tape, wrap)
     tape.enter(Phase.UPDATE)
     return Replay(
+        timeline=timeline,
         saved_bytes=timeline.saved_bytes,
         transient_bytes=transient,
         peaks=_peaks(scene, wrap, resident(spec, plan, facts) if base is None else base),
@@ -73,6 +75,7 @@ def model_timeline(spec: Spec, facts: ModelFacts) -> Timeline:
         batch=spec.batch.micro,
         sequence=spec.batch.sequence,
         compute=spec.precision.effective.parameters,
+        kept=spec.activations.of(spec.model.layers),
     )
 
 

@@ -1,0 +1,221 @@
+"""What one block of a built-in model allocates, by how its activations are kept: the committed
+tables of blocks, evaluated (`activations.tables` writes them), and put into a model's timeline.
+
+A block's events stand between its boundaries, whatever is around it: of a whole model, of one
+rank's part of it, or of a stage. There a plain block's are taken out and another's put in; what
+the place adds of its own (a stage's input belongs to the schedule) stays.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from ptrain.axes.tensor.costs import Cut
+from ptrain.costs import Collective
+from ptrain.derivation.monomials import Monomial, dimensions, merged, monomials
+from ptrain.spec.keep import ATTENTION_ONLY, FULL, PLAIN, SELECTIVE, Kept
+from ptrain.spec.model import Attention, Family, ModelShape
+from ptrain.spec.placement import Tier
+from ptrain.spec.precision import DType
+from ptrain.timeline import Mark, Run
+
+# The variants that have tables; a tier stands for every one that is not the device.
+VARIANTS = (
+    ("plain", PLAIN),
+    ("full", Kept(policy=FULL)),
+    ("selective", Kept(policy=SELECTIVE)),
+    ("attention", Kept(policy=ATTENTION_ONLY)),
+    ("offload", Kept(tier=Tier.HOST)),
+    ("full-offload", Kept(policy=FULL, tier=Tier.HOST)),
+)
+CUTS = ("whole", "cut", "saved")  # kinds of `axes.tensor.tables`, however logits are cut
+PLAIN_NAME = "plain"
+
+_NAMES = {kept: name for name, kept in VARIANTS}
+_BLOCK = "blocks.*"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What a block's table depends on, and the values of its symbols."""
+
+    shape: ModelShape
+    batch: int
+    sequence: int
+    compute: DType
+    cut: Cut | None = None
+
+    @property
+    def name(self) -> str:
+        shape = self.shape
+        if shape.family is Family.LLAMA:
+            kind = "mha" if shape.heads == shape.kv_heads else "gqa"
+        else:
+            kind = "dropout" if shape.dropout else "plain"
+        precision = "full" if self.compute in (DType.FP32, DType.FP64) else "bf16"
+        one = "-one" if self.batch == 1 else ""
+        return f"{shape.family}-{kind}-{precision}{one}"
+
+    @property
+    def kind(self) -> str:
+        return self.cut.kind.removesuffix("-gathered") if self.cut else PLAIN_NAME
+
+    @property
+    def values(self) -> dict[str, int]:
+        found = self.cut.dimensions if self.cut else dimensions
+        return found(self.shape, batch=self.batch, sequence=self.sequence)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """One block of a setting. `forward` and `backward` are what `monomials.merged` gives, from
+    boundary to boundary and what follows; `moved` the bytes of each storage that forward takes off
+    the device; `sent` the collectives of its recomputation, with the bytes of the whole tensor."""
+
+    forward: tuple[Any, ...]
+    backward: tuple[Any, ...]
+    moved: tuple[int, ...]
+    sent: tuple[tuple[Collective, int], ...]
+
+
+def is_known(shape: ModelShape, kept: Kept) -> bool:
+    """Whether a table tells what such a block allocates; else it is traced."""
+    return shape.attention is not Attention.FLEX and _on_host(kept) in _NAMES
+
+
+def is_as_usual(shape: ModelShape, kept: Sequence[Kept]) -> bool:
+    """Whether the tables of whole models and stages tell it all."""
+    return shape.attention is Attention.SDPA and all(each.is_plain for each in kept)
+
+
+def _on_host(kept: Kept) -> Kept:
+    """What is off the device is so whatever its tier."""
+    return kept if kept.tier is Tier.DEVICE else Kept(policy=kept.policy, tier=Tier.HOST)
+
+
+@cache
+def block(setting: Setting, kept: Kept, attention: Attention) -> Block:
+    """Raises KeyError for what has no table."""
+    table = _table(setting.name)[setting.kind]
+    found = table[attention.value][_NAMES[_on_host(kept)]]
+    sizes = _bytes(setting)
+    parts = table["parts"]
+    return Block(
+        forward=tuple(merged(parts[found["forward"]], sizes)),
+        backward=tuple(merged(parts[found["backward"]], sizes)),
+        moved=tuple(sizes[index] for index in parts[found["moved"]]),
+        sent=tuple(
+            (Collective(name), sizes[index]) for name, index in parts[found["work"]][0]["sent"]
+        ),
+    )
+
+
+def saved(setting: Setting, kept: Kept) -> tuple[tuple[str, Monomial], ...]:
+    """What forward leaves on the device for backward, by operator: polynomials."""
+    table = _table(setting.name)[setting.kind]
+    found = table[setting.shape.attention.value][_NAMES[_on_host(kept)]]
+    sizes = monomials(table)
+    return tuple((operator, sizes[index]) for operator, index in table["parts"][found["saved"]])
+
+
+def operations(setting: Setting, kept: Kept) -> dict[str, int]:
+    """Floating-point operations of one block's matrix products: `forward`, `backward`, and those of
+    forward that backward repeats (`again`)."""
+    table = _table(setting.name)[setting.kind]
+    found = table[setting.shape.attention.value][_NAMES[_on_host(kept)]]
+    work = table["parts"][found["work"]][0]
+    values = [setting.values[symbol] for symbol in table["symbols"]]
+    return {
+        when: sum(_product(coefficient, exponents, values) for coefficient, exponents in work[when])
+        for when in ("forward", "backward", "again")
+    }
+
+
+def _product(coefficient: int, exponents: Sequence[int], values: Sequence[int]) -> int:
+    for value, exponent in zip(values, exponents, strict=True):
+        coefficient *= value**exponent
+    return coefficient
+
+
+def moved(setting: Setting, kept: Sequence[Kept]) -> tuple[tuple[str, int], ...]:
+    """(tier, bytes) of every storage that the blocks' forward passes take off the device."""
+    return tuple(
+        (each.tier.value, size)
+        for each in kept
+        if each.tier is not Tier.DEVICE
+        for size in block(setting, each, setting.shape.attention).moved
+    )
+
+
+def repeated(setting: Setting, kept: Sequence[Kept]) -> tuple[tuple[str, int], ...]:
+    """(collective, bytes of the whole tensor) of everything that the blocks' backward passes send
+    again."""
+    return tuple(
+        (collective.value, size)
+        for each in kept
+        for collective, size in block(setting, each, setting.shape.attention).sent
+    )
+
+
+def forward_part(base: Sequence[Any], setting: Setting, kept: Kept, held: int = 0) -> list[Any]:
+    """`base`, which holds a plain block's forward pass, with that of a block that is kept so.
+    `held`: bytes of its input, where somebody else holds it all along."""
+    return _replaced(base, setting, kept, is_forward=True, held=held)
+
+
+def backward_part(base: Sequence[Any], setting: Setting, kept: Kept, held: int = 0) -> list[Any]:
+    """The same of a backward pass."""
+    return _replaced(base, setting, kept, is_forward=False, held=held)
+
+
+def _replaced(
+    base: Sequence[Any], setting: Setting, kept: Kept, *, is_forward: bool, held: int
+) -> list[Any]:
+    plain = block(setting, PLAIN, Attention.SDPA)
+    other = block(setting, kept, setting.shape.attention)
+    first, last = (
+        (Mark.ENTER, Mark.LEAVE) if is_forward else (Mark.PRE_BACKWARD, Mark.POST_BACKWARD)
+    )
+    before, of_base, after = _parted(base, first, last)
+    of_plain, of_other = (
+        _parted(each.forward if is_forward else each.backward, first, last)
+        for each in (plain, other)
+    )
+    own = _net(of_base) - _net(of_plain[1])  # what the place adds
+    then = _net(of_other[2]) - _net(of_plain[2])
+    if kept.tier is not Tier.DEVICE:
+        then += held if is_forward else -held
+    more = own + then
+    return [*before, *of_other[1], *([Run(max(more, 0), more)] if more else []), *after]
+
+
+def _parted(
+    items: Sequence[Any], first: Mark, last: Mark
+) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
+    """Before a block, the block with its two boundaries, behind it."""
+    start, end = items.index((first, _BLOCK)), items.index((last, _BLOCK)) + 1
+    return items[:start], items[start:end], items[end:]
+
+
+def _net(items: Sequence[Any]) -> int:
+    """Bytes that are left; of completed gradients those that stand alive are counted already."""
+    return sum(item.net for item in items if isinstance(item, Run))
+
+
+@cache
+def _table(name: str) -> dict[str, Any]:
+    text = files("ptrain.derivation").joinpath(f"tables/blocks/{name}.json").read_text("utf-8")
+    found: dict[str, Any] = json.loads(text)
+    return found
+
+
+@cache
+def _bytes(setting: Setting) -> tuple[int, ...]:
+    table = _table(setting.name)[setting.kind]
+    values = setting.values
+    return tuple(size.bytes(values, setting.compute.itemsize) for size in monomials(table))

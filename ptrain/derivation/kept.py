@@ -1,0 +1,59 @@
+"""What the modes of activations move and send beside what every step does: saved tensors that leave
+the device and come back, and the collectives that a recomputation repeats. What a data axis gathers
+is not among them: its unit is there for the backward pass already.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from ptrain.axes.ring import Calls, Group
+from ptrain.costs import Collective, Footprint, Phase, State, Traffic, TrafficKey
+from ptrain.plan.step import Plan
+from ptrain.spec.placement import Tier
+from ptrain.spec.spec import Spec
+
+Moved = Sequence[tuple[str, int]]
+Repeated = Sequence[tuple[str, int]]
+
+_COPIES = {
+    Tier.HOST: (Collective.DEVICE_TO_HOST, Collective.HOST_TO_DEVICE),
+    Tier.FILE: (Collective.FILE_WRITE, Collective.FILE_READ),
+}
+
+
+def kept_traffic(spec: Spec, plan: Plan, moved: Moved, repeated: Repeated) -> Iterator[Traffic]:
+    """Of one rank in a step: `moved` are (tier, bytes), `repeated` (collective, bytes of the whole
+    tensor), of one micro-batch."""
+    times = plan.accumulate.micro_batches
+    for tier, (out, back) in _COPIES.items():
+        sizes = [size for name, size in moved if name == tier.value]
+        for collective, phase in ((out, Phase.FORWARD), (back, Phase.BACKWARD)):
+            if sizes:
+                key = TrafficKey(
+                    axes=(), collective=collective, state=State.ACTIVATIONS, phase=phase
+                )
+                payload = times * sum(sizes)
+                yield Traffic(
+                    key=key, calls=times * len(sizes), payload_bytes=payload, sent_bytes=0
+                )
+    if plan.tensor is None:
+        assert not repeated, "operators send over tp alone"
+        return
+    group = Group((plan.tensor.axis,), spec.degree(plan.tensor.axis))
+    for (name, size), number in Counter(repeated).items():
+        calls = Calls(Collective(name), State.ACTIVATIONS, Phase.BACKWARD, number * times)
+        yield calls.over(group, size)
+
+
+def activation_row(rank: int, device_bytes: int, moved: Moved) -> Footprint:
+    """A of one rank: what it saves on the device, and on the other tiers."""
+    off = {tier: sum(size for name, size in moved if name == tier.value) for tier in _COPIES}
+    return Footprint(
+        state=State.ACTIVATIONS,
+        rank=rank,
+        device_bytes=device_bytes,
+        host_bytes=off[Tier.HOST],
+        file_bytes=off[Tier.FILE],
+    )

@@ -1,0 +1,93 @@
+"""What operators compute and send, beside what they allocate: floating-point operations of the
+matrix products (a multiplication and an addition each), as torch's own counter has them, and
+collectives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import torch
+
+from ptrain.costs import Collective
+from ptrain.models.trace import Recorder
+
+
+class When(StrEnum):
+    """Of a micro-batch."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    AGAIN = "again"  # of the forward pass, while backward runs
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """`size` is in operations, or for a collective in bytes of the whole tensor."""
+
+    when: When
+    collective: Collective | None
+    size: int
+
+
+def matrix_products(name: str, args: Any) -> tuple[int, int]:
+    """(number, operations of each) of an operator's matrix products; none of any other operator.
+    Fused attention has two in forward (scores, and their product with the values) and in backward
+    five: the scores again, and four gradients."""
+    if name in ("mm", "addmm", "bmm", "baddbmm"):
+        left, right = args[1:3] if "add" in name else args[:2]
+        return 1, 2 * left.numel() * right.shape[-1]
+    if "attention" in name and name.startswith("_scaled_dot_product"):
+        is_backward = name.endswith("backward")
+        query, key = args[1:3] if is_backward else args[:2]
+        batch, heads, tokens, features = query.shape
+        return (5 if is_backward else 2), 2 * batch * heads * tokens * key.shape[2] * features
+    return 0, 0
+
+
+_COLLECTIVES = {
+    "all_reduce": (Collective.ALL_REDUCE, False),
+    "all_gather_into_tensor": (Collective.ALL_GATHER, True),
+    "reduce_scatter_tensor": (Collective.REDUCE_SCATTER, False),
+    "all_to_all_single": (Collective.ALL_TO_ALL, False),
+}
+
+
+class WorkRecorder(Recorder):
+    """Also writes down `works`, each with the number of events before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.works: list[tuple[int, Work]] = []
+
+    def __torch_dispatch__(
+        self,
+        function: Any,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        result = super().__torch_dispatch__(function, types, args, kwargs)
+        if result is NotImplemented:
+            return result
+        name = function._schema.name.split("::")[-1]
+        if function.namespace == "_c10d_functional" and name in _COLLECTIVES:
+            collective, is_result = _COLLECTIVES[name]
+            whole = result if is_result else args[0]
+            self._note(collective, whole.numel() * whole.itemsize)
+        number, size = matrix_products(name, args)
+        for _ in range(number):
+            self._note(None, size)
+        return result
+
+    def _note(self, collective: Collective | None, size: int) -> None:
+        self.works.append((len(self.events), Work(now(), collective, size)))
+
+
+def now() -> When:
+    """A backward pass runs without gradients of its own; what is computed again has them."""
+    if torch._C._current_graph_task_id() == -1:
+        return When.FORWARD
+    return When.AGAIN if torch.is_grad_enabled() else When.BACKWARD
