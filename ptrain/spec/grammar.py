@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 from ptrain.spec import slips
 from ptrain.spec.grammar_cluster import ClusterRaw
+from ptrain.spec.grammar_keep import ACTIVATIONS, LOSS, RECOMPUTE, LossRaw, RecomputeRaw
 from ptrain.spec.grammar_parts import (
     RESHARD,
     BatchRaw,
@@ -30,11 +31,9 @@ from ptrain.spec.grammar_parts import (
 )
 from ptrain.spec.grammar_pipeline import PipelineRaw
 from ptrain.spec.leaf import (
-    MODE_MEANINGS,
     Choice,
     Either,
     Free,
-    ModeText,
     Numbers,
     Section,
     Size,
@@ -44,15 +43,15 @@ from ptrain.spec.leaf import (
     meanings,
     section,
 )
+from ptrain.spec.leaf_mode import KEPT_MEANINGS, KeptText, ModeText
 from ptrain.spec.placement import Mode, R
 
 MAX_DEGREE = 2**17
-_MODE = meanings(MODE_MEANINGS)
 _TUPLE_TEXTS = (
     {"type": "string", "description": "a strategy's name, or the modes in the order Θ,Ω,G,A"},
     {
         "type": "array",
-        "items": _MODE,
+        "items": meanings(KEPT_MEANINGS),
         "minItems": 4,
         "maxItems": 4,
         "description": "the modes in the order Θ, Ω, G, A",
@@ -106,7 +105,7 @@ class TupleRaw:
     parameters: Annotated[Mode, ModeText("Θ, the model's parameters")]
     optimizer: Annotated[Mode, ModeText("Ω, the optimizer's state, master copies included")]
     gradients: Annotated[Mode, ModeText("G, the gradients")]
-    activations: Annotated[Mode, ModeText("A, what forward saves for backward")]
+    activations: Annotated[Mode, KeptText("A, what forward saves for backward")]
 
 
 @section
@@ -122,7 +121,7 @@ class ExpertTupleRaw:
     parameters: Annotated[Mode | None, ModeText("Θ, the model's parameters")] = None
     optimizer: Annotated[Mode | None, ModeText("Ω, the optimizer's state")] = None
     gradients: Annotated[Mode | None, ModeText("G, the gradients")] = None
-    activations: Annotated[Mode, ModeText("A, what forward saves for backward")] = R
+    activations: Annotated[Mode, KeptText("A, what forward saves for backward")] = R
 
 
 def _tuple(about: str) -> Section:
@@ -282,32 +281,8 @@ class SpecRaw:
             hint=slips.unit,
         ),
     ] = "block"
-    activations: Annotated[
-        Any,
-        Either(
-            'what forward saves, for all blocks (M) or by block ({"0-7": M, "8-": R})',
-            "a mode, or modes by block",
-            (ModeText(""), Free("", values=ModeText(""))),
-        ),
-    ] = R
-    recompute: Annotated[
-        Any,
-        Either(
-            "which operators backward computes again",
-            "none, full, selective or a mapping",
-            (
-                Choice(
-                    "",
-                    {
-                        "none": "nothing",
-                        "full": "each block from its input",
-                        "selective": "what is cheap to compute and large to keep",
-                    },
-                ),
-                Free(""),
-            ),
-        ),
-    ] = "none"
+    activations: Annotated[Any, ACTIVATIONS] = None
+    recompute: Annotated[RecomputeRaw | None, RECOMPUTE] = None
     tensor: Annotated[TensorRaw, Section(TensorRaw, "how tp cuts operators")] = field(
         default_factory=TensorRaw
     )
@@ -316,28 +291,26 @@ class SpecRaw:
     ] = field(default_factory=PipelineRaw)
     expert: Annotated[Any, Free("how experts are chosen and placed")] = None
     attention: Annotated[
-        str,
+        str | None,
         Choice(
-            "which attention kernel",
+            "which attention kernel, of a built-in model or an hf class; without: sdpa",
             {
-                "sdpa": "torch's scaled_dot_product_attention",
-                "math": "three operators, the scores in memory",
+                "sdpa": "torch's scaled_dot_product_attention, which takes the best kernel it has",
+                "eager": "operator by operator, the scores in memory",
+                "math": "another word for eager",
                 "flash": "tiled, the scores never in memory",
                 "flex": "torch's compiled block-sparse attention",
             },
-        ),
-    ] = "sdpa"
-    loss: Annotated[
-        str,
-        Choice(
-            "how the loss is computed",
-            {
-                "cross-entropy": "all logits at once",
-                "chunked": "a slice of the tokens at a time",
-                "vocab-parallel": "on slices of the vocabulary",
+            slips={
+                "flash_attention_2": "sdpa",
+                "flash-attention": "sdpa",
+                "flex_attention": "flex",
+                "naive": "eager",
+                "manual": "eager",
             },
         ),
-    ] = "cross-entropy"
+    ] = None
+    loss: Annotated[LossRaw | None, LOSS] = None
     reshard: Annotated[
         bool | int | None, replace(RESHARD, about="another word for sync.reshard_after_forward")
     ] = None

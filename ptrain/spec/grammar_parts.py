@@ -79,6 +79,15 @@ class ModelRaw:
         ),
     ] = None
     arguments: Annotated[dict[str, object] | None, Free("keyword arguments of target")] = None
+    blocks: Annotated[
+        str | None,
+        Text(
+            "which modules of a target or hf model are its blocks, * for one part of a name; "
+            "without: those it names itself, else its largest ModuleList",
+            r"[A-Za-z_*][A-Za-z0-9_*]*(\.[A-Za-z0-9_*]+)*",
+            "names of modules, like encoder.layers.*",
+        ),
+    ] = None
 
 
 @section

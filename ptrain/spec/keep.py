@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from ptrain.spec.placement import Tier
+from ptrain.spec.placement import Distribution, Mode, Tier
 
 
 class Operators(StrEnum):
@@ -59,3 +59,11 @@ class Kept:
 
 
 PLAIN = Kept()
+
+
+def belongs_to_rank(mode: Mode) -> bool:
+    """Whether a mode of A says how the rank keeps it: M, or whole off the device (which is O, since
+    each rank has its own). S and S* are slices over an axis."""
+    return mode.distribution is Distribution.MATERIALIZED or (
+        mode.tier is not Tier.DEVICE and mode.distribution is not Distribution.GATHERED
+    )

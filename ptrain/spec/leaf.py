@@ -17,7 +17,6 @@ from pydantic import ConfigDict, GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from ptrain.spec import slips
-from ptrain.spec.placement import Mode
 from ptrain.units import parse_bytes
 
 Kind = TypeVar("Kind")
@@ -314,44 +313,6 @@ class Either(Leaf):
 
     def schema(self) -> dict[str, Any]:
         return _one_of(*(option.schema() for option in self.options))
-
-
-MODE_MEANINGS = {
-    "R": "replicated: every rank of this axis holds the whole state",
-    "S": "sharded: each rank holds a slice (parameters on a data axis: use S*)",
-    "S*": "sharded with gathering: a slice is stored, the whole is gathered for use",
-    "M": "materialized: made when needed and not kept (parameters: casts of the master copies; "
-    "gradients: used up unit by unit; activations: recomputed)",
-    "O": "offloaded: a slice in the host's memory, short for S@host",
-    "R@host": "a whole copy in the host's memory",
-    "S*@host": "a slice in the host's memory, gathered for use",
-    "R@file": "a whole copy in a file (NVMe)",
-    "S@file": "a slice in a file (NVMe)",
-    "S*@file": "a slice in a file (NVMe), gathered for use",
-    "S@host": "a slice in the host's memory, the long form of O",
-}
-
-
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class ModeText(Leaf):
-    """A mode of Definition 2 with its tier."""
-
-    def check(self, value: Any) -> object:
-        if isinstance(value, Mode):
-            return value
-        try:
-            return Mode.parse(value if isinstance(value, str) else "")
-        except ValueError:
-            pass
-        meant = slips.mode(value) if isinstance(value, str) else ""
-        refuse(
-            f"must be a mode: R, S, S*, M or O, or with a tier (R@host, S@file); "
-            f"got {describe(value)}",
-            f"did you mean {meant}?" if meant in MODE_MEANINGS else slips.quote(value),
-        )
-
-    def schema(self) -> dict[str, Any]:
-        return meanings(MODE_MEANINGS)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)

@@ -31,6 +31,10 @@ _DEPENDS = {
     "mesh": ("mesh", "placement"),
     "placement": ("mesh", "placement"),
     "batch": ("batch", "mesh", "placement"),
+    "activations": ("activations", "placement"),
+    "recompute": ("recompute", "activations", "placement"),
+    "attention": ("attention", "model"),
+    "loss": ("loss", "mesh", "placement", "tensor"),
 }
 
 

@@ -50,10 +50,12 @@ class ModelShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExternalModel:
-    """`{target: package.module:function}`: the function is called with `arguments`."""
+    """`{target: package.module:function}`: the function is called with `arguments`. `blocks` is a
+    pattern of the names of its blocks; None: as the module has them."""
 
     target: str
     arguments: dict[str, object] = field(default_factory=dict)
+    blocks: str | None = None
 
     @property
     def vocabulary(self) -> Vocabulary:
@@ -62,10 +64,11 @@ class ExternalModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HuggingFaceModel:
-    """`{hf: LlamaForCausalLM, config: {...}}`."""
+    """`{hf: LlamaForCausalLM, config: {...}}`. `blocks` as of the user's own."""
 
     hf: str
     config: dict[str, object] = field(default_factory=dict)
+    blocks: str | None = None
     attention: Attention = Attention.SDPA
 
     @property

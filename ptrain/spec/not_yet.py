@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ptrain.costs import State
 from ptrain.errors import Fault
 from ptrain.spec.axis import EXECUTED_AXES, Axis
-from ptrain.spec.leaf import MODE_MEANINGS
-from ptrain.spec.placement import CUT, Mode, R, Tier
 from ptrain.spec.shorthand import mark_of
 from ptrain.spec.text import Route, Tree
 
@@ -25,16 +22,17 @@ class Row:
 
 
 ROWS = (
-    Row(route=("activations",), executed=("R", None)),
-    Row(route=("recompute",), executed=("none", None)),
     Row(
         route=("tensor", "asynchronous"),
         executed=(False, None),
         why=" (torch offers it on CUDA alone, and nothing here has been run there)",
     ),
     Row(route=("expert",)),
-    Row(route=("attention",), executed=("sdpa", None)),
-    Row(route=("loss",), executed=("cross-entropy", None)),
+    Row(
+        route=("attention",),
+        executed=("sdpa", "eager", "flex", "math", None),
+        why=" by itself (sdpa chooses it where it can)",
+    ),
     Row(route=("compile",), executed=(False, None)),
     Row(route=("consistency_every",), executed=(0, None)),
     Row(route=("model", "experts")),
@@ -45,7 +43,7 @@ ROWS = (
 def refusals(tree: Tree) -> dict[Route, Fault]:
     """Every key of the tree that is valid and not executed yet."""
     found: dict[Route, Fault] = {}
-    for route, finding, remedy in (*_rows(tree), *_axes(tree), *_activations(tree)):
+    for route, finding, remedy in (*_rows(tree), *_axes(tree)):
         found[route] = mark_of(tree, route).fault(".".join(route), finding, remedy)
     return found
 
@@ -73,21 +71,6 @@ def _axes(tree: Tree) -> Iterator[_Finding]:
         if axis not in EXECUTED_AXES and degree not in (None, 1):
             finding = f"not yet: the axis {axis} is in the grammar, and nothing executes it"
             yield route, finding, f"what works today: {', '.join(EXECUTED_AXES)}"
-
-
-def _activations(tree: Tree) -> Iterator[_Finding]:
-    """Only as their rank made them; what a data axis cannot mean (S, S*) the algebra refuses."""
-    for axis in Axis:
-        route = ("placement", axis.value, State.ACTIVATIONS.value)
-        text = tree.at(route)
-        if not isinstance(text, str) or text not in MODE_MEANINGS:
-            continue
-        mode = Mode.parse(text)
-        is_cut = mode.distribution in CUT
-        if mode != R and not (is_cut and mode.tier is Tier.DEVICE):
-            finding = f"not yet: activations {text} are in the grammar, and nothing executes them"
-            works = "R, S or S*" if axis is Axis.TP else "R"
-            yield route, finding, f"what works today: {works}"
 
 
 def _yaml(value: object) -> str:

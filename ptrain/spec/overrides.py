@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from ptrain.errors import Fault, SpecError
 from ptrain.spec import slips
 from ptrain.spec.axis import DATA_AXES
-from ptrain.spec.leaf import MODE_MEANINGS, describe
+from ptrain.spec.leaf import describe
+from ptrain.spec.leaf_mode import KEPT_MEANINGS
 from ptrain.spec.shorthand import expand_shorthands
 from ptrain.spec.text import Mark, Route, Tree, as_override, parse_value
 
@@ -167,7 +168,7 @@ def _is_tuple(key: str, parts: list[str]) -> bool:
     strategy bears the name of a mode. `placement=S*,S,S,R` is one that misses its axis."""
     depth = len(key.removeprefix("--").split("."))
     is_placement = key.removeprefix("--").split(".")[0] == "placement" and depth <= 2
-    return is_placement and any(slips.mode(part.strip()) in MODE_MEANINGS for part in parts)
+    return is_placement and any(slips.mode(part.strip()) in KEPT_MEANINGS for part in parts)
 
 
 def _split(text: str) -> list[str]:

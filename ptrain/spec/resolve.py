@@ -22,7 +22,14 @@ from ptrain.spec.batch import (
     SyncPolicy,
 )
 from ptrain.spec.grammar import MAX_DEGREE, MeshRaw, PlacementRaw, SpecRaw
-from ptrain.spec.placement import Distribution, Mode, Placement, R, Tier
+from ptrain.spec.placement import Distribution, Mode, Placement, R
+from ptrain.spec.resolve_keep import (
+    on_tier,
+    resolve_activations,
+    resolve_attention,
+    resolve_loss,
+    says_offloaded,
+)
 from ptrain.spec.resolve_parts import (
     resolve_batch,
     resolve_bucket,
@@ -69,7 +76,9 @@ def resolve(raw: SpecRaw, tree: Tree, name: str, world_size: int | None) -> Spec
     if factors is not None:
         data_degree = math.prod(factor.degree for factor in factors if factor.axis in DATA_AXES)
         batch = resolve_batch(raw.batch, data_degree, found)
-    model = resolve_model(raw.model, found)
+    model = resolve_model(raw.model, resolve_attention(raw.attention), found)
+    activations = resolve_activations(raw, tree, found)
+    loss = resolve_loss(raw, {f.axis: f.degree for f in factors or ()}, found)
     cluster = resolve_cluster(raw.cluster, found)
     _obeys_offload(raw, factors or (), found)
     data = resolve_data(raw.data, found)
@@ -96,6 +105,8 @@ def resolve(raw: SpecRaw, tree: Tree, name: str, world_size: int | None) -> Spec
         offload=resolve_offload(raw.offload),
         tensor=resolve_tensor(raw.tensor),
         pipeline=resolve_pipeline(raw.pipeline),
+        activations=activations,
+        loss=loss,
         eval=EvalSpec(every=raw.eval.every, batches=raw.eval.batches),
         checkpoint=CheckpointSpec(at_end=raw.checkpoint.at_end, every=raw.checkpoint.every),
         timeout=Timeout(init=raw.timeout.init, step=raw.timeout.step),
@@ -167,11 +178,8 @@ def _factor(raw: SpecRaw, axis: Axis, degree: int, found: Findings) -> Factor:
 
 
 def _mode(raw: SpecRaw, axis: Axis, state: State, tree: Tree) -> Mode:
-    """`O` is where `offload.tier` says; a mode that names its tier stays there."""
     mode: Mode = getattr(getattr(raw.placement, axis.value), state.value)
-    if raw.offload and raw.offload.tier and _is_short(tree, axis, state):
-        return replace(mode, tier=Tier(raw.offload.tier))
-    return mode
+    return on_tier(mode, tree.at(("placement", axis.value, state.value)), raw)
 
 
 def _is_short(tree: Tree, axis: Axis, state: State) -> bool:
@@ -179,9 +187,10 @@ def _is_short(tree: Tree, axis: Axis, state: State) -> bool:
 
 
 def _obeys_offload(raw: SpecRaw, factors: Sequence[Factor], found: Findings) -> None:
-    if raw.offload is None or raw.offload.tier is None or not factors:
+    if raw.offload is None or raw.offload.tier is None or not factors:  # one rank may be any mesh
         return
-    if not any(_is_short(found.tree, f.axis, state) for f in factors for state in PLACED):
+    short = any(_is_short(found.tree, f.axis, state) for f in factors for state in PLACED)
+    if not short and not says_offloaded(found.tree):
         finding = f"tier {raw.offload.tier} says where O is, and no state is O"
         found.add("offload.tier", finding, "write O for a state, or remove tier")
 

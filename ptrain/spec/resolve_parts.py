@@ -22,7 +22,14 @@ from ptrain.spec.grammar_parts import (
     TensorRaw,
 )
 from ptrain.spec.grammar_pipeline import PipelineRaw
-from ptrain.spec.model import ExternalModel, Family, HuggingFaceModel, ModelShape, ModelSpec
+from ptrain.spec.model import (
+    Attention,
+    ExternalModel,
+    Family,
+    HuggingFaceModel,
+    ModelShape,
+    ModelSpec,
+)
 from ptrain.spec.names import listing, missing
 from ptrain.spec.pipeline import PipelineSpec, ScheduleName, SplitBy
 from ptrain.spec.placement import Tier
@@ -79,31 +86,41 @@ def _preset(raw: Raw, section: str, found: Report) -> Raw | None:
     return merged
 
 
-def resolve_model(raw: ModelRaw, found: Report) -> ModelSpec | None:
+def resolve_model(raw: ModelRaw, attention: Attention, found: Report) -> ModelSpec | None:
     if raw.target is not None:
-        for key in _written(raw, besides=("target", "arguments")):
+        for key in _written(raw, besides=("target", "arguments", "blocks")):
             finding = f"target gives the whole model; {key} belongs to a built-in one"
             found.add(f"model.{key}", finding, "put it into model.arguments, or remove it")
-        return ExternalModel(target=raw.target, arguments=raw.arguments or {})
+        if attention is not Attention.SDPA:
+            finding = f"{attention}, but a target computes attention as its function has it"
+            found.add("attention", finding, "remove attention, and say it in model.arguments")
+        return ExternalModel(target=raw.target, arguments=raw.arguments or {}, blocks=raw.blocks)
     if raw.hf is not None:
-        for key in _written(raw, besides=("hf", "config")):
+        for key in _written(raw, besides=("hf", "config", "blocks")):
             finding = f"hf gives the whole model; {key} does not belong to it"
             remedy = "write model.config with the class's own fields, or remove it"
             found.add(f"model.{key}", finding, remedy)
-        return HuggingFaceModel(hf=raw.hf, config=raw.config or {})
+        return HuggingFaceModel(
+            hf=raw.hf, config=raw.config or {}, blocks=raw.blocks, attention=attention
+        )
     if raw.config is not None:
         finding = "config belongs to an hf class"
         found.add("model.config", finding, "add model.hf, or remove it")
     if raw.arguments is not None:
         finding = "arguments belong to a target"
         found.add("model.arguments", finding, "add model.target, or remove it")
-    merged = _preset(raw, "model", found)
+    if raw.blocks is not None:
+        finding = "the blocks of a built-in model are known"
+        found.add("model.blocks", finding, "remove blocks, or write model.target or model.hf")
+    merged = _preset(replace(raw, blocks=None), "model", found)
     shape = _shape(merged, found) if merged else None
-    if shape is None or raw.preset is None:
-        return shape
-    alone = _preset(ModelRaw(preset=raw.preset), "model", found)
-    is_presets_own = alone is not None and _shape(alone, found) == shape
-    return replace(shape, preset=raw.preset) if is_presets_own else shape
+    if shape is None:
+        return None
+    preset = ""
+    if raw.preset is not None:
+        alone = _preset(ModelRaw(preset=raw.preset), "model", found)
+        preset = raw.preset if alone is not None and _shape(alone, found) == shape else ""
+    return replace(shape, attention=attention, preset=preset)
 
 
 def _written(raw: ModelRaw, besides: tuple[str, ...]) -> list[str]:

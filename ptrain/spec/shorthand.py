@@ -14,14 +14,14 @@ from ptrain.costs import PLACED
 from ptrain.errors import Fault
 from ptrain.spec import slips
 from ptrain.spec.axis import DATA_AXES, Axis
-from ptrain.spec.leaf import MODE_MEANINGS
+from ptrain.spec.leaf_mode import KEPT_MEANINGS
 from ptrain.spec.names import missing, strategy
 from ptrain.spec.text import Mark, Route, Tree
 
 Mapping = dict[str, object]
 _DATA = tuple(axis.value for axis in DATA_AXES)
 _RESHARD = ("sync", "reshard_after_forward")
-POLICIES = ("sync", "tensor", "pipeline")  # sections of a strategy beside its tuples
+POLICIES = ("sync", "tensor", "pipeline", "recompute")  # sections of a strategy beside its tuples
 
 
 def expand_shorthands(tree: Tree) -> list[Fault]:
@@ -33,6 +33,7 @@ def expand_shorthands(tree: Tree) -> list[Fault]:
     def fault(route: Route, finding: str, remedy: str = "", at: Route = ()) -> None:
         faults.append(mark_of(tree, at or route).fault(".".join(route), finding, remedy))
 
+    _words(tree, root)
     _reshard(tree, root, fault)
     named = _whole_placement(root, fault)
     if not named:
@@ -70,8 +71,8 @@ def _whole_placement(root: Mapping, fault: _Report) -> bool:
     root["placement"] = tuples
     _sits_right(root.get("mesh"), name, tuple(tuples), fault)
     for section in POLICIES:
-        policy, written = found.root.get(section, {}), root.setdefault(section, {})
-        if isinstance(written, dict):
+        policy, written = _policy(found.root, section), root.setdefault(section, {})
+        if isinstance(written, dict) and not (section == "recompute" and _says_what(written)):
             for key, value in policy.items():
                 written.setdefault(key, value)
         if not written:
@@ -82,7 +83,7 @@ def _whole_placement(root: Mapping, fault: _Report) -> bool:
 def _axis_missing(text: str, root: Mapping) -> tuple[str, str] | None:
     """Finding and remedy for a tuple that stands for the whole placement."""
     modes = [part.strip() for part in text.split(",")]
-    if not any(slips.mode(mode) in MODE_MEANINGS for mode in modes):
+    if not any(slips.mode(mode) in KEPT_MEANINGS for mode in modes):
         return None
     mesh = root.get("mesh")
     present = [axis for axis in mesh if axis in _DATA] if isinstance(mesh, dict) else []
@@ -120,7 +121,7 @@ def _tuples(tree: Tree, root: Mapping, fault: _Report) -> None:
         if not isinstance(parts, list):
             continue
         modes = [part.strip() if isinstance(part, str) else part for part in parts]
-        if isinstance(value, list) or len(modes) > 1 or modes[0] in MODE_MEANINGS:
+        if isinstance(value, list) or len(modes) > 1 or modes[0] in KEPT_MEANINGS:
             if len(modes) == len(PLACED):
                 placement[axis] = dict(zip(map(str, PLACED), modes, strict=True))
             else:
@@ -133,7 +134,7 @@ def _cut_at_commas(tree: Tree, placement: Mapping, fault: _Report) -> bool:
     """`{dp_shard: S*,S,M,R}`: within braces YAML reads the modes after a comma as keys, which stand
     behind their axis."""
     keys = list(placement)
-    strays = [key for key in keys if key in MODE_MEANINGS and placement[key] is None]
+    strays = [key for key in keys if key in KEPT_MEANINGS and placement[key] is None]
     if not strays:
         return False
     first = keys.index(strays[0])
@@ -157,7 +158,7 @@ def _modes_at(mark: Mark | None) -> list[str]:
     """The tuple that begins there, if the line has all of it."""
     rest = mark.text[mark.column - 1 :].split("}")[0] if mark and mark.line else ""
     modes = [part.strip() for part in rest.split(",")][: len(PLACED)]
-    return modes if all(mode in MODE_MEANINGS for mode in modes) else []
+    return modes if all(mode in KEPT_MEANINGS for mode in modes) else []
 
 
 def _named_tuple(placement: Mapping, axis: str, name: str, fault: _Report) -> None:
@@ -179,7 +180,8 @@ def _named_tuple(placement: Mapping, axis: str, name: str, fault: _Report) -> No
         )
     elif any(section in found.root for section in POLICIES):
         modes = ", ".join(map(str, tuples[home[0]].values()))
-        sections = [f"{key}: {_flow(found.root[key])}" for key in POLICIES if key in found.root]
+        policies = {key: _policy(found.root, key) for key in POLICIES if key in found.root}
+        sections = [f"{key}: {_flow(policy)}" for key, policy in policies.items()]
         fault(
             route,
             f"{name} is more than a tuple",
@@ -270,3 +272,28 @@ def _small_forms(root: Mapping) -> None:
         root["reduce_scatter"] = "all_to_all" if via is True else "native"
     if root.get("bucket") == "size":
         del root["bucket"]
+
+
+_WORDS = {"recompute": "policy", "loss": "kind"}
+
+
+def _words(tree: Tree, root: Mapping) -> None:
+    """`recompute: full` is {policy: full}; what is no word, the grammar refuses as one."""
+    for section, key in _WORDS.items():
+        value = root.get(section)
+        if isinstance(value, str | bool | int | float):
+            root[section] = {key: value}
+            for table in (tree.keys, tree.values):
+                if (section,) in table:
+                    table[(section, key)] = table[(section,)]
+
+
+def _policy(strategy: Mapping, section: str) -> Mapping:
+    """What a strategy's file says in a section, a word written out."""
+    value = strategy.get(section, {})
+    return value if isinstance(value, dict) else {_WORDS[section]: value}
+
+
+def _says_what(recompute: Mapping) -> bool:
+    """Whether it leaves nothing for a strategy to say."""
+    return any(key in recompute for key in ("policy", "keep", "budget"))

@@ -106,13 +106,20 @@ class TensorSpec:
 class ActivationSpec:
     """A of this rank. `default` is every block's mode but of those in `by_block`: (first, last,
     mode), `last` None for all that follow. Of blocks that are M only every `every`-th one is, from
-    the first on; the others are R. `budget`: bytes of peak memory, from which the policy follows.
+    the first on; the others are R. `budget`: bytes of peak memory, from which the policy follows;
+    `is_open` until it is chosen, and M full stands for it.
     """
 
     default: Kept = PLAIN
     by_block: tuple[tuple[int, int | None, Kept], ...] = ()
     every: int = 1
     budget: int | None = None
+    is_open: bool = False
+
+    @property
+    def modes(self) -> tuple[Kept, ...]:
+        """Every mode that some block may have."""
+        return (self.default, *(kept for _, _, kept in self.by_block))
 
     def of(self, blocks: int) -> tuple[Kept, ...]:
         """The mode of each of so many blocks."""

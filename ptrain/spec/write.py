@@ -15,6 +15,7 @@ from ptrain.spec.pipeline import PipelineSpec
 from ptrain.spec.placement import Tier
 from ptrain.spec.precision import CUSTOM, LAYOUTS, Precision
 from ptrain.spec.spec import WHOLE_BUCKET, Offload, Spec, TensorSpec
+from ptrain.spec.write_keep import UNWRITTEN, kept
 
 
 def to_mapping(spec: Spec, *, sync_is_written: bool) -> dict[str, object]:
@@ -55,6 +56,7 @@ def to_mapping(spec: Spec, *, sync_is_written: bool) -> dict[str, object]:
         **({"offload": _offload(spec.offload)} if _says_offload(spec) else {}),
         **({"tensor": _tensor(spec.tensor)} if _says_tensor(spec) else {}),
         **({"pipeline": _pipeline(spec.pipeline)} if _says_pipeline(spec) else {}),
+        **kept(spec),
         "eval": asdict(spec.eval),
         "checkpoint": asdict(spec.checkpoint),
         "timeout": asdict(spec.timeout),
@@ -101,12 +103,17 @@ def _model(model: ModelSpec) -> dict[str, object]:
         case ModelShape():
             shape = asdict(model)
             preset = shape.pop("preset")
+            del shape["attention"]  # written on top, for an hf class too
             named = {"preset": preset} if preset else {}
             return {**named, **shape, "family": model.family.value}
         case ExternalModel():
-            return {"target": model.target, "arguments": model.arguments}
+            return {"target": model.target, "arguments": model.arguments, **_blocks(model)}
         case HuggingFaceModel():
-            return {"hf": model.hf, "config": model.config}
+            return {"hf": model.hf, "config": model.config, **_blocks(model)}
+
+
+def _blocks(model: ExternalModel | HuggingFaceModel) -> dict[str, object]:
+    return {"blocks": model.blocks} if model.blocks is not None else {}
 
 
 def unwritten() -> dict[str, object]:
@@ -115,6 +122,7 @@ def unwritten() -> dict[str, object]:
         "offload": _offload(Offload()),
         "tensor": _tensor(TensorSpec()),
         "pipeline": _pipeline(PipelineSpec()),
+        **UNWRITTEN,
     }
 
 

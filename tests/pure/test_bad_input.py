@@ -138,8 +138,7 @@ LINES = [
     # in the grammar, not executed yet
     ("mesh: {", "mesh: {cp: 2, ", "mesh.cp", "not yet", "pp, dp_replicate, dp_shard, tp"),
     ("mesh: {", "mesh: {pp: 2, ", "placement", "the mesh has pp: 2", "{pp: [S, S, S, R]}"),
-    ("activations: R", "activations: M", "placement.dp_shard.activations", "not yet", "today: R"),
-    ("train:", "recompute: full\ntrain:", "recompute", "not yet", "none"),
+    ("train:", "attention: flash\ntrain:", "attention", "not yet", "sdpa or eager"),
     ("train:", "compile: true\ntrain:", "compile", "not yet", "false"),
     # the data axis' dials
     ("train:", "offload: {tier: host}\ntrain:", "offload.tier", "no state is O", "remove tier"),
@@ -209,7 +208,7 @@ def test_a_fault_says_where_what_and_what_instead(old, new, place, finding, reme
         ("preset: llama-tiny", "preset: llama-tin", 2, "llama-tin"),
         ("name: good", "name: ä/ö", 1, "ä/ö"),
         ("seed: 0", "seed: &a 0", 9, "&a"),
-        ("activations: R", "activations: O", 5, "O"),
+        ("activations: R", "activations: Q", 5, "Q"),
     ],
 )
 def test_the_caret_points_at_the_fault(old, new, line, pointed_at, tmp_path):
@@ -226,12 +225,12 @@ def test_all_faults_come_at_once_in_the_order_of_the_file(tmp_path):
     text = text.replace("dp_shard: 2", "dp_shard: 2, cp: 4").replace("S*", "Q")
     text = text.replace("lr: 3e-4", "lr: x").replace("seed: 0", "seed: -1, seed: 2")
     file = tmp_path / "spec.yaml"
-    file.write_text(text + "recompute: full\neval: &x {every: !!int 3}\nlog: *x\n")
+    file.write_text(text + "compile: true\neval: &x {every: !!int 3}\nlog: *x\n")
     error = refused(file)
     places = [fault.place for fault in error.faults]
     assert places == [
         "name", "model.preset", "mesh.cp", "placement.dp_shard.parameters", "optimizer.lr",
-        "train.seed", "recompute", "eval", "eval.every", "log",
+        "train.seed", "compile", "eval", "eval.every", "log",
     ]  # fmt: skip
     assert str(error).count("error:") == len(places)
 

@@ -22,14 +22,12 @@ from ptrain.costs import PLACED, State
 from ptrain.errors import Fault
 from ptrain.spec.axis import DATA_AXES, Axis, Factor
 from ptrain.spec.batch import GradientSync, UnitKind
-from ptrain.spec.placement import CUT, MODES, S_STAR, Distribution, M, Mode, Placement, R, S, Tier
+from ptrain.spec.keep import belongs_to_rank
+from ptrain.spec.placement import CUT, MODES, S_STAR, Distribution, M, Mode, Placement, R, S
 from ptrain.spec.spec import OptimizerSpec, Spec
 
 GRADIENT_INTEGRITY = "Theorem 3 (gradient integrity)"
 STATE_CONSISTENCY = "Theorem 4 (state consistency)"
-
-# What runs where not every legal mode does, by state.
-EXECUTED = {State.ACTIVATIONS: (R,)}
 
 
 def keeps_state(optimizer: OptimizerSpec) -> bool:
@@ -50,16 +48,9 @@ def legal_tuples(optimizer: OptimizerSpec) -> Iterator[Placement]:
             yield placement
 
 
-def executed_tuples(optimizer: OptimizerSpec) -> Iterator[Placement]:
-    """All tuples of a data axis that run with this optimizer."""
-    for placement in legal_tuples(optimizer):
-        if all(placement[state] in modes for state, modes in EXECUTED.items()):
-            yield placement
-
-
 def _foreign_activations(placement: Placement, optimizer: OptimizerSpec) -> bool:
     mode = placement.activations
-    return mode.tier is Tier.DEVICE and mode.distribution in CUT
+    return mode != R and not belongs_to_rank(mode)
 
 
 _TUPLES = (
@@ -223,24 +214,6 @@ def _one_way_for_activations(spec: Spec) -> Iterator[Fault]:
         )
 
 
-def _modes_without_handler(spec: Spec) -> Iterator[Fault]:
-    for factor in DATA.factors(spec):
-        for state, runs in EXECUTED.items():
-            mode = factor.placement[state]
-            if mode not in runs and not _is_illegal(factor, spec, state):
-                yield Fault(
-                    place=f"{_place(factor)}.{state}",
-                    finding=f"{mode} of {state} on {factor.axis} is legal but not executed yet",
-                    remedy=f"{state} runs as {' or '.join(map(str, runs))}",
-                )
-
-
-def _is_illegal(factor: Factor, spec: Spec, state: State) -> bool:
-    """Whether this very mode is refused anyway, so that it needs no second fault."""
-    nearest = DATA.nearest(factor.placement, spec.optimizer)
-    return nearest[state] != factor.placement[state]
-
-
 def _replicas_inside_shards(spec: Spec) -> Iterator[Fault]:
     axes = [factor.axis for factor in DATA.factors(spec)]
     if axes == [Axis.DP_SHARD, Axis.DP_REPLICATE]:
@@ -291,8 +264,5 @@ DATA = AxisRules(
         ),
         *DIALS,
     ),
-    not_yet=(
-        SpecRule(name="modes with a handler", theorem="", faults=_modes_without_handler),
-        SpecRule(name="replicas outside shards", theorem="", faults=_replicas_inside_shards),
-    ),
+    not_yet=(SpecRule(name="replicas outside shards", theorem="", faults=_replicas_inside_shards),),
 )

@@ -1,0 +1,193 @@
+"""Resolution of what blocks leave for backward, and of how attention and loss compute.
+
+A belongs to the rank: M and O in a tuple of a data axis say the same as `activations` at the top.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from ptrain.costs import State
+from ptrain.spec.axis import DATA_AXES, Axis
+from ptrain.spec.grammar import SpecRaw
+from ptrain.spec.grammar_keep import LossRaw, RecomputeRaw
+from ptrain.spec.keep import (
+    ATTENTION_ONLY,
+    FULL,
+    SELECTIVE,
+    Kept,
+    Operators,
+    Policy,
+    belongs_to_rank,
+)
+from ptrain.spec.leaf_mode import blocks_of
+from ptrain.spec.model import Attention
+from ptrain.spec.placement import Distribution, Mode, R, Tier
+from ptrain.spec.resolve_parts import Report
+from ptrain.spec.spec import ActivationSpec, LossSpec
+from ptrain.spec.text import Tree
+
+CHUNK = 1024  # tokens: 128 MiB of fp32 logits over a vocabulary of 32000
+_POLICIES = {"none": None, "full": FULL, "selective": SELECTIVE, "attention": ATTENTION_ONLY}
+_ALL = (0, None)
+_Ranges = dict[tuple[int, int | None], Mode]
+
+
+def on_tier(mode: Mode, text: object, raw: SpecRaw) -> Mode:
+    """`O` is where `offload.tier` says; a mode that names its tier stays there."""
+    if text == "O" and raw.offload and raw.offload.tier:
+        return replace(mode, tier=Tier(raw.offload.tier))
+    return mode
+
+
+def says_offloaded(tree: Tree) -> bool:
+    """Whether `activations` has an O at the top of the spec."""
+    text = tree.at(("activations",))
+    return "O" in (text.values() if isinstance(text, dict) else (text,))
+
+
+def resolve_activations(raw: SpecRaw, tree: Tree, found: Report) -> ActivationSpec:
+    """With every contradiction between the tuples, `activations` and `recompute` as a fault."""
+    modes = _modes(raw, tree, found)
+    recompute = raw.recompute or RecomputeRaw()
+    policy = _policy(recompute, found)
+    is_open = recompute.budget is not None and recompute.policy is None and recompute.keep is None
+    if modes is None and is_open:
+        modes = {_ALL: Mode(Distribution.MATERIALIZED)}
+    ranges = modes or {_ALL: R}
+    recomputes = any(mode.distribution is Distribution.MATERIALIZED for mode in ranges.values())
+    if policy is None and recomputes:
+        found.add(
+            "recompute",
+            "none, and activations are M: they would be neither kept nor computed again",
+            "write recompute: full or selective, or activations: R",
+        )
+    elif policy is not None and raw.recompute is not None and not recomputes:
+        found.add(
+            "recompute",
+            f"nothing is recomputed: no block's activations are M, but {_words(ranges)}",
+            'write activations: M, or of some blocks {"0-7": M}; or remove recompute',
+        )
+    kept = tuple((first, last, _kept(mode, policy)) for (first, last), mode in ranges.items())
+    is_one = list(ranges) == [_ALL]
+    return ActivationSpec(
+        default=kept[0][2] if is_one else Kept(),
+        by_block=() if is_one else tuple(sorted(kept, key=_first)),
+        every=recompute.every if recomputes else 1,
+        budget=recompute.budget,
+        is_open=is_open and recomputes,
+    )
+
+
+def _first(entry: tuple[int, int | None, Kept]) -> int:
+    return entry[0]
+
+
+def _kept(mode: Mode, policy: Policy | None) -> Kept:
+    if mode.distribution is Distribution.MATERIALIZED:
+        return Kept(policy=policy or FULL, tier=mode.tier)
+    return Kept(tier=mode.tier)
+
+
+def _modes(raw: SpecRaw, tree: Tree, found: Report) -> _Ranges | None:
+    """By blocks, as the top of the spec says or a tuple; None where neither says anything."""
+    said = _said(raw, tree, found)
+    for place, mode in _of_tuples(raw, tree):
+        if said is not None and said != {_ALL: mode}:
+            found.add(
+                "activations",
+                f"{_words(said)} here and {mode} in {place}: activations belong to the rank, and "
+                "are kept in one way",
+                f"remove activations, or write {place}: R",
+            )
+        return {_ALL: mode}  # that two tuples say the same is the algebra's rule
+    return said
+
+
+def _said(raw: SpecRaw, tree: Tree, found: Report) -> _Ranges | None:
+    """At the top of the spec."""
+    if raw.activations is None:
+        return None
+    text = tree.at(("activations",))
+    written = raw.activations if isinstance(raw.activations, Mapping) else {"0-": raw.activations}
+    ranges: _Ranges = {}
+    for blocks, mode in written.items():
+        if mode != R and not belongs_to_rank(mode):
+            where = f" of blocks {blocks}" if isinstance(text, dict) else ""
+            found.add(
+                "activations",
+                f"{mode}{where}: slices of activations are those of an axis whose ranks hold the "
+                "same tokens, and here no axis is named",
+                f"write it on tp: placement: {{tp: [S, S, S, {mode}]}}; here R, M or O",
+            )
+            continue
+        word = text.get(blocks) if isinstance(text, dict) else text
+        ranges[blocks_of(blocks)] = on_tier(_plain(mode), word, raw)
+    return ranges
+
+
+def _of_tuples(raw: SpecRaw, tree: Tree) -> list[tuple[str, Mode]]:
+    """(place, mode) of each data axis whose tuple says how the rank keeps activations. An axis of
+    one rank vanishes from the mesh; what its tuple says of A does not."""
+    found = []
+    for axis in DATA_AXES:
+        given = getattr(raw.placement, axis.value, None)
+        mode = getattr(given, State.ACTIVATIONS.value, R)
+        if mode != R and belongs_to_rank(mode):
+            route = ("placement", axis.value, State.ACTIVATIONS.value)
+            found.append((".".join(route), on_tier(_plain(mode), tree.at(route), raw)))
+    return found
+
+
+def _plain(mode: Mode) -> Mode:
+    """Of what lies off the device each rank has its own: R@host is O."""
+    is_whole = mode.distribution is Distribution.REPLICATED and mode.tier is not Tier.DEVICE
+    return replace(mode, distribution=Distribution.SHARDED) if is_whole else mode
+
+
+def _words(ranges: _Ranges) -> str:
+    if list(ranges) == [_ALL]:
+        return str(ranges[_ALL])
+    return " and ".join(dict.fromkeys(str(mode) for mode in ranges.values()))
+
+
+def _policy(raw: RecomputeRaw, found: Report) -> Policy | None:
+    """Full where nothing is said."""
+    if raw.keep is None:
+        return _POLICIES[raw.policy or "full"]
+    if raw.policy is not None:
+        finding = f"keep says what is kept of a block, and policy {raw.policy} says it too"
+        found.add("recompute.keep", finding, "remove one of the two")
+    return Policy(keep=tuple(operators for operators in Operators if operators in raw.keep))
+
+
+def resolve_attention(text: str | None) -> Attention:
+    """`flash`, which is refused, gets a stand-in."""
+    word = {"math": "eager", "flash": "sdpa", None: "sdpa"}.get(text, text)
+    return Attention(str(word))
+
+
+def resolve_loss(raw: SpecRaw, degrees: Mapping[Axis, int], found: Report) -> LossSpec:
+    loss = raw.loss or LossRaw()
+    if loss.kind == "vocab-parallel":
+        _obeys_tensor(raw, degrees, found)
+    is_cut = loss.kind in ("chunked", "fused") or loss.chunk is not None or bool(loss.fused)
+    if loss.kind == "cross-entropy" and is_cut:
+        key = "chunk" if loss.chunk is not None else "fused"
+        finding = "cross-entropy has all logits at once"
+        found.add(f"loss.{key}", finding, f"remove {key}, or write kind: chunked")
+    if loss.kind == "fused" and loss.fused is False:
+        found.add("loss.fused", "false, and the kind is fused", "remove one of the two")
+    if not is_cut:
+        return LossSpec()
+    return LossSpec(chunk=loss.chunk or CHUNK, fused=loss.kind == "fused" or bool(loss.fused))
+
+
+def _obeys_tensor(raw: SpecRaw, degrees: Mapping[Axis, int], found: Report) -> None:
+    if degrees.get(Axis.TP, 1) == 1:
+        finding = "vocab-parallel: no vocabulary is cut, since tp has no two ranks"
+        found.add("loss", finding, "write cross-entropy, or tp: mesh: {…, tp: 2}")
+    elif not raw.tensor.loss_parallel:
+        finding = "vocab-parallel, and tensor.loss_parallel is false"
+        found.add("loss", finding, "remove one of the two")
