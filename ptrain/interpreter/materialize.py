@@ -10,6 +10,7 @@ from torch import nn
 from torch._guards import detect_fake_mode
 from torch.distributed.tensor import DTensor
 
+from ptrain.activations.apply import keep
 from ptrain.axes.data.apply import apply
 from ptrain.axes.data.target import rows_of
 from ptrain.axes.data.wrapped import Wrapped
@@ -18,6 +19,7 @@ from ptrain.axes.tensor.costs import shards_differ, slices
 from ptrain.errors import refused
 from ptrain.interpreter.mesh import Mesh
 from ptrain.interpreter.registry import Registry
+from ptrain.interpreter.tiers import Tiers
 from ptrain.models.build import build
 from ptrain.models.initialize import (
     NONE,
@@ -71,6 +73,8 @@ def wrap(
     if plan.tensor is not None:
         parallelize(module, plan.tensor, mesh.submesh((plan.tensor.axis,)), registry)
         _require_alike_shards(module, plan, mesh)
+    if plan.keep is not None:
+        keep(module, plan.keep, Tiers(device, registry, plan.keep.path))
     if isinstance(plan.wrap, FullyShard):
         if isinstance(spec.model, ModelShape):
             # a gpt's mlp returns a view, and nothing in our models writes into what a unit returns

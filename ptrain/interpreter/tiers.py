@@ -1,9 +1,7 @@
-"""Device, host and file memory: where a tensor is put, how it moves, and which storages stand off
-the device by decision.
+"""Device, host and file memory: where a tensor is put, and how it moves.
 
-On a machine without an accelerator every tensor is on the CPU, so a tag tells what counts as device
-memory there. A move is one copy of equal dtypes between storages of different tiers, which the
-traffic meter sees; a cast happens on one tier.
+A move is one copy of equal dtypes between storages of different tiers, which the traffic meter
+sees; a cast happens on one tier.
 
 Note: a file's pages are read ahead and written behind by the kernel; `ahead` announces what is
 needed next. The file has no name, so that nothing is left when the process ends in any way.
@@ -15,38 +13,17 @@ import ctypes
 import mmap
 import os
 import tempfile
-import weakref
 
 import torch
 from torch._guards import detect_fake_mode
 
 from ptrain.costs import State
 from ptrain.interpreter.registry import Registry
+from ptrain.models.tags import is_tagged, tag, tier_of
 from ptrain.spec.file_tier import unusable
 from ptrain.spec.placement import Tier
 
 _LIBC = ctypes.CDLL(None)
-_TAGS: dict[int, tuple[weakref.ref[torch.UntypedStorage], Tier]] = {}
-
-
-def tag(tensor: torch.Tensor, tier: Tier) -> None:
-    """Says on which tier the tensor's storage counts."""
-    storage = tensor.untyped_storage()
-    key = storage._cdata
-    _TAGS[key] = (weakref.ref(storage, lambda _: _TAGS.pop(key, None)), tier)
-
-
-def tier_of(storage: torch.UntypedStorage, device: str = "cpu") -> Tier:
-    """The tag; else a CPU storage beside another kind of device is the host's, and anything
-    else device memory."""
-    if entry := _TAGS.get(storage._cdata):
-        return entry[1]
-    return Tier.HOST if storage.device.type == "cpu" != device else Tier.DEVICE
-
-
-def is_tagged(storage: torch.UntypedStorage) -> bool:
-    """Whether somebody decided where this storage counts."""
-    return storage._cdata in _TAGS
 
 
 def alike(made: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
@@ -89,8 +66,9 @@ class Tiers:
                 pinned = self.device.type == "cuda"
                 made = torch.empty(size, dtype=dtype, device="cpu", pin_memory=pinned)
             case Tier.FILE:
-                made = self._mapped(1 if numel is None else numel, dtype).view(size)
-        tag(made, tier)
+                made = self._mapped(1 if numel is None else numel, dtype)
+        tag(made, tier)  # before anything is done with it
+        made = made.view(size)
         return self.registry.tag(made, state)
 
     def move(self, tensor: torch.Tensor, tier: Tier, state: State) -> torch.Tensor:

@@ -20,8 +20,8 @@ from torch.utils._pytree import tree_leaves
 
 from ptrain.costs import Collective, Phase, State, Traffic, TrafficKey, add_traffic
 from ptrain.interpreter.registry import Registry
-from ptrain.interpreter.tiers import is_tagged, tier_of
 from ptrain.models.ledger import storage_of
+from ptrain.models.tags import is_tagged, tier_of
 from ptrain.spec.axis import Axis
 from ptrain.spec.placement import Tier
 

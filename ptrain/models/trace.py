@@ -7,7 +7,7 @@ allocations happen at those boundaries, so replaying a plan means to interleave 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from ptrain import timeline
+from ptrain.models.again import runs_again
 from ptrain.models.ledger import Ledger, storage_of
+from ptrain.models.tags import tier_of
+from ptrain.spec.placement import Tier
 from ptrain.timeline import Boundary, Item, Mark, Timeline
 
 
@@ -51,11 +54,13 @@ Event = Born | Died | Complete | Boundary
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """The events of one micro-batch by phase; `sizes` of all storages by id."""
+    """The events of one micro-batch by phase; `sizes` of all storages by id. `moved` are those off
+    the device, each with its tier: no event speaks of them."""
 
     forward: tuple[Event, ...]
     backward: tuple[Event, ...]
     sizes: dict[int, int]
+    moved: tuple[tuple[int, str], ...] = ()
 
     @property
     def saved(self) -> tuple[Born, ...]:
@@ -73,12 +78,36 @@ class Recorder(Ledger):
         super().__init__()
         self.events: list[Event] = []
         self.born_sizes: dict[int, int] = {}
+        self.moved: list[tuple[int, str]] = []
         self._ids: dict[int, int] = {}
+        self._newborn: int | None = None
+
+    def __torch_dispatch__(
+        self,
+        function: Any,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        self._settle()
+        return super().__torch_dispatch__(function, types, args, kwargs)
+
+    def _settle(self) -> None:
+        """A storage is tagged after its birth, before anything is done with it."""
+        key, self._newborn = self._newborn, None
+        storage = self._references[key]() if key in self._references else None
+        if key is None or storage is None or (tier := tier_of(storage)) is Tier.DEVICE:
+            return
+        number = self._ids.pop(key)
+        birth = next(e for e in reversed(self.events) if isinstance(e, Born) and e.id == number)
+        self.events.remove(birth)
+        self.moved.append((number, tier.value))
 
     def born(self, key: int, storage: torch.UntypedStorage, operator: str) -> None:
         number = len(self.born_sizes)
         self._ids[key], self.born_sizes[number] = number, storage.nbytes()
         self.events.append(Born(number, storage.nbytes(), operator))
+        self._newborn = key
 
     def resized(self, key: int, storage: torch.UntypedStorage, before: int) -> None:
         raise RuntimeError("a plain model resized a storage; it cannot be traced")
@@ -116,7 +145,8 @@ class _LeaveBackward(torch.autograd.Function):
 
 
 class Marker:
-    """Hooks that write a unit's boundaries into a recorder, where FSDP2's hooks would run."""
+    """Hooks that write a unit's boundaries into a recorder, where FSDP2's hooks would run. What
+    runs again in backward has none."""
 
     def __init__(
         self, recorder: Recorder, model: nn.Module, units: Sequence[tuple[str, ...]]
@@ -150,6 +180,8 @@ class Marker:
 
     def _enter(self, unit: int) -> Callable[..., Any]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            if runs_again():
+                return None
             self._mark(Mark.ENTER, unit)
             return self._watch_inputs(unit, (args, kwargs))
 
@@ -165,8 +197,9 @@ class Marker:
 
     def _leave(self, unit: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
-            self._mark(Mark.LEAVE, unit)
-            tree_map(lambda x: self._watch_output(unit, x), output)
+            if not runs_again():
+                self._mark(Mark.LEAVE, unit)
+                tree_map(lambda x: self._watch_output(unit, x), output)
 
         return hook
 
@@ -227,7 +260,7 @@ def record(
         marker.remove()
         model.zero_grad(set_to_none=True)
     events = tuple(recorder.events)
-    return Recording(events[:split], events[split:], recorder.born_sizes)
+    return Recording(events[:split], events[split:], recorder.born_sizes, tuple(recorder.moved))
 
 
 def to_timeline(recording: Recording) -> Timeline:
@@ -236,6 +269,7 @@ def to_timeline(recording: Recording) -> Timeline:
         forward=tuple(_items(recording.forward, recording.sizes)),
         backward=tuple(_items(recording.backward, recording.sizes)),
         saved=tuple((event.operator, event.size) for event in recording.saved),
+        moved=tuple((tier, recording.sizes[number]) for number, tier in recording.moved),
     )
 
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ptrain.costs import Phase, State
 from ptrain.interpreter.registry import Registry
-from ptrain.interpreter.tiers import tag
 from ptrain.meters.memory import MemoryMeter, resident
+from ptrain.models.tags import tag
 from ptrain.spec.placement import Tier
 
 

@@ -10,8 +10,8 @@ import torch
 from ptrain.interpreter.clip import clip_gradients
 from ptrain.interpreter.mesh import Mesh
 from ptrain.interpreter.scaling import LossScale
-from ptrain.interpreter.tiers import tag, tier_of
 from ptrain.interpreter.world import World
+from ptrain.models.tags import tag, tier_of
 from ptrain.plan.step import Clip, CreateMesh
 from ptrain.spec.placement import Tier
 from ptrain.spec.precision import DType

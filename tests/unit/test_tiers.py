@@ -13,7 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ptrain.costs import State
 from ptrain.errors import SpecError
 from ptrain.interpreter.registry import Registry
-from ptrain.interpreter.tiers import Tiers, cast, tier_of
+from ptrain.interpreter.tiers import Tiers, cast
+from ptrain.models.tags import tier_of
 from ptrain.spec.placement import Tier
 
 OFF_DEVICE = (Tier.HOST, Tier.FILE)

@@ -6,8 +6,8 @@ import torch
 
 from ptrain.costs import Collective, Phase, State
 from ptrain.interpreter.registry import Registry
-from ptrain.interpreter.tiers import tag
 from ptrain.meters.traffic import TrafficMeter
+from ptrain.models.tags import tag
 from ptrain.spec.placement import Tier
 
 

@@ -27,6 +27,7 @@ from ptrain.costs import State
 from ptrain.interpreter.mesh import Mesh
 from ptrain.interpreter.registry import Registry
 from ptrain.interpreter.tiers import Tiers
+from ptrain.models.again import runs_again
 from ptrain.plan.step import FlatUnits, Plan, Units
 from ptrain.spec.batch import GradientSync
 from ptrain.spec.placement import Tier
@@ -103,9 +104,11 @@ class FlatUnit:
             parameter.register_post_accumulate_grad_hook(self._accumulated)
 
     def _before_forward(self, module: nn.Module, args: tuple[object, ...]) -> None:
-        self.order.gather(self.parameters, is_forward=True)
+        self.order.gather(self.parameters, is_forward=not runs_again())
 
     def _after_forward(self, module: nn.Module, args: tuple[object, ...], output: object) -> None:
+        if runs_again():
+            return  # its backward pass is next, which has its hooks
         if torch.is_grad_enabled():
             # what is only passed through gets its gradient when the unit's backward is over
             passed = {id(tensor) for tensor in _tensors(args)}

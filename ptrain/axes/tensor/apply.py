@@ -82,11 +82,14 @@ class WholeOutput(ParallelStyle):
 
 
 class LocalInput(ParallelStyle):
-    """The first floating tensor that a module is given becomes the rank's own part."""
+    """The first floating tensor that a module is given becomes the rank's own part, which is what
+    it is given when it runs again."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            return _with_first(args, kwargs, lambda part: part.to_local())
+            return _with_first(
+                args, kwargs, lambda part: part.to_local() if isinstance(part, DTensor) else part
+            )
 
         module.register_forward_pre_hook(enter, with_kwargs=True)
         return module

@@ -1,0 +1,69 @@
+"""M: a module's results are computed again in backward, by torch's composable checkpoint; what a
+policy keeps is not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed._composable.checkpoint_activation import checkpoint
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+from ptrain.spec.keep import Operators, Policy
+
+# Operators by class; a name that ends in * stands for all that begin so.
+_NAMES = {
+    Operators.MATMUL: ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"),
+    Operators.ATTENTION: (
+        "aten::_scaled_dot_product_*",
+        "aten::_flash_attention_forward",
+        "aten::_efficient_attention_forward",
+    ),
+    Operators.SOFTMAX: ("aten::_softmax", "aten::_safe_softmax"),
+    # Llama's norm is written out: what it reduces to is kept, a number for each token
+    Operators.NORM: ("aten::native_layer_norm", "aten::_fused_rms_norm", "aten::rsqrt"),
+    # a wait of what is there already costs nothing, and how many there are may differ
+    Operators.COLLECTIVE: (
+        "_c10d_functional::all_gather_into_tensor",
+        "_c10d_functional::reduce_scatter_tensor",
+        "_c10d_functional::all_reduce",
+        "_c10d_functional::all_to_all_single",
+    ),
+}
+
+
+def recompute(module: nn.Module, policy: Policy, *, draws: bool) -> None:
+    """`module`'s forward pass runs again in backward, until all that was not kept is there.
+    `draws`: it may draw random numbers, which are then the same."""
+    options: dict[str, Any] = {"preserve_rng_state": draws}
+    if policy.keep:
+        kept = list(dict.fromkeys(each for kind in policy.keep for each in operators(kind)))
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, kept)
+    checkpoint(module, **options)
+
+
+@cache
+def operators(kind: Operators) -> tuple[Any, ...]:
+    """Those of a class that this torch has."""
+    found: list[Any] = []
+    for name in _NAMES[kind]:
+        found += [_overload(each) for each in _matching(name)]
+    if kind is Operators.ATTENTION:
+        found.append(torch.ops.higher_order.flex_attention)
+    return tuple(found)
+
+
+def _matching(name: str) -> Iterator[str]:
+    stem = name.removesuffix("*")
+    for each in sorted(torch._C._dispatch_get_all_op_names()):
+        is_forward = "." not in each and not each.endswith("_backward")
+        if is_forward and (each == name or (stem != name and each.startswith(stem))):
+            yield each
+
+
+def _overload(name: str) -> Any:
+    space, _, operator = name.partition("::")
+    return getattr(getattr(torch.ops, space), operator).default
