@@ -74,7 +74,7 @@ def attention_core(shape: ModelShape) -> Core:
         case Attention.FLEX:
             if shape.dropout:
                 finding = f"flex_attention drops nothing, and the model has dropout={shape.dropout}"
-                raise refused("model.attention", finding, "take sdpa or eager, or dropout=0")
+                raise refused("attention", finding, "take sdpa or eager, or dropout=0")
             return FlexCore()
         case kind:
             assert_never(kind)
@@ -86,7 +86,7 @@ def require_trainable(model: ModelSpec, device: torch.device) -> None:
         return
     if device.type != "cuda":
         finding = f"torch's flex_attention has no backward pass on {device.type}"
-        raise refused("model.attention", finding, "train on cuda, or take sdpa or eager")
+        raise refused("attention", finding, "train on cuda, or take sdpa or eager")
 
 
 def _softmax(scores_BHTT: Tensor) -> Tensor:

@@ -141,7 +141,7 @@ def _require_all_named(module: nn.Module, chain: _Parts, plan: _Named) -> None:
 
 
 def _require_whole_units(module: nn.Module, chain: _Parts, spec: Spec, plan: _Named) -> None:
-    for modules in unit_modules(module, spec.unit)[:-1]:
+    for modules in unit_modules(module, spec.unit, spec.model.blocks)[:-1]:
         for name in modules:
             if not _is_within(name, chain.layers):
                 finding = f"{name} is a unit of the model, and no layer of {plan.plan}"

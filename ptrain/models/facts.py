@@ -4,6 +4,7 @@ its timeline by tracing one micro-batch at the spec's shape and dtypes, on the C
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -24,15 +25,20 @@ from ptrain.timeline import gradient_order
 _WIDE_BYTES = 4  # buffers of reals are fp32, or fp64 where everything is
 
 
-def module_facts(model: nn.Module, spec: Spec) -> ModelFacts:
+Prepare = Callable[[nn.Module, ModelFacts], None]
+
+
+def module_facts(model: nn.Module, spec: Spec, prepare: Prepare | None = None) -> ModelFacts:
     """The facts of `model`, whose parameters are cast to the spec's dtype. The generator's state
-    is left as it was."""
+    is left as it was. `prepare` does to the model, in place, what is done to it before it runs."""
     require_trainable(spec.model, torch.device("cpu"))
     cast(model, TORCH_DTYPES[spec.precision.effective.parameters])
     known = untraced_facts(model, spec)
     units = known.unit_modules
     micro, sequence = spec.batch.micro, spec.batch.sequence
     tokens = torch.zeros(micro, sequence + 1, dtype=torch.int64)
+    if prepare is not None:
+        prepare(model, known)
     with torch.random.fork_rng(devices=[]):
         recording = record(
             model,
@@ -47,11 +53,11 @@ def module_facts(model: nn.Module, spec: Spec) -> ModelFacts:
 def untraced_facts(model: nn.Module, spec: Spec) -> ModelFacts:
     """What is read off the module itself."""
     return ModelFacts(
-        units=_units(model, unit_modules(model, spec.unit)),
+        units=_units(model, unit_modules(model, spec.unit, spec.model.blocks)),
         buffers=tuple((name, _nbytes(buffer)) for name, buffer in model.named_buffers()),
         roles=roles_of_module(model, spec),
         chain=chain_of_module(model, spec),
-        blocks=tuple(blocks_of(model)),
+        blocks=tuple(blocks_of(model, spec.model.blocks)),
     )
 
 

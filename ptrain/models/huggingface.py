@@ -58,7 +58,7 @@ def build_hugging_face(model: HuggingFaceModel, *, sequence: int) -> nn.Module:
         _, supported = _KINDS[model.attention]
         if not getattr(named, supported, True):
             finding = f"{named.__name__} does not have {model.attention}"
-            raise refused("model.attention", finding, "write attention: eager") from error
+            raise refused("attention", finding, "write attention: eager") from error
         finding = f"{named.__name__} cannot be built of this config: {_line(error)}"
         raise refused("model.config", finding, "change the field that it names") from error
     return module
@@ -107,8 +107,9 @@ def _config(named: Any, model: HuggingFaceModel) -> Any:
     known = _fields(kind)
     for field in model.config:
         if field == _ATTENTION:
-            finding = f"{field} is given by the model's attention, not by the config"
-            raise refused(f"model.config.{field}", finding, "write model.attention")
+            finding = f"{field} is given by attention, not by the config"
+            remedy = "remove it, and write attention: eager, sdpa or flex at the top of the spec"
+            raise refused(f"model.config.{field}", finding, remedy)
         if field in _FIXED or field in _DTYPES:
             belongs = "precision" if field in _DTYPES else "training"
             finding = f"{field} is given by {belongs}, not by the config"

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import assert_never
 
 from torch import nn
 
+from ptrain.errors import refused
 from ptrain.spec.batch import UnitKind, UnitSize
+from ptrain.spec.role import fits
 
 ROOT = ""
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # they have no forward: nothing calls their hooks
@@ -15,11 +18,13 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # they have no forward: nothing ca
 Units = tuple[tuple[str, ...], ...]
 
 
-def unit_modules(module: nn.Module, unit: UnitSize | None = None) -> Units:
+def unit_modules(
+    module: nn.Module, unit: UnitSize | None = None, pattern: str | None = None
+) -> Units:
     """The modules of each unit, inner before outer: made of the blocks as `unit` says (one block
-    each, where it is not given), then the root."""
+    each, where it is not given), then the root. `pattern` as of `blocks_of`."""
     size = unit or UnitSize()
-    names = blocks_of(module)
+    names = blocks_of(module, pattern)
     match size.kind:
         case UnitKind.BLOCK | UnitKind.BLOCKS:
             inner = _neighbours(names, size.count)
@@ -32,9 +37,35 @@ def unit_modules(module: nn.Module, unit: UnitSize | None = None) -> Units:
     return (*inner, (ROOT,))
 
 
-def blocks_of(module: nn.Module) -> list[str]:
-    """Those that the model itself names, as transformers' do; else those of its longest list."""
+def blocks_of(module: nn.Module, pattern: str | None = None) -> list[str]:
+    """Those whose names the spec's pattern fits; without one those that the model itself names, as
+    transformers' do; else those of its longest list. Raises SpecError where the pattern means no
+    blocks."""
+    if pattern is not None:
+        return _meant_blocks(module, pattern)
     return _named_blocks(module) or _listed_blocks(module)
+
+
+def _meant_blocks(module: nn.Module, pattern: str) -> list[str]:
+    named = dict(module.named_modules())
+    found = [name for name in named if name and fits(pattern, name)]
+    remedy = f"write the names of its blocks, * for a number: {_example(module)}"
+    if not found:
+        raise refused("model.blocks", f"{pattern!r} is the name of no module", remedy)
+    for name in found:
+        if isinstance(named[name], _CONTAINERS):
+            finding = f"{name} is {type(named[name]).__name__}, which is never called"
+            raise refused("model.blocks", finding, remedy)
+        if outer := next((other for other in found if name.startswith(f"{other}.")), None):
+            finding = f"{pattern!r} means {outer} and {name}, which is a part of it"
+            raise refused("model.blocks", finding, remedy)
+    return found
+
+
+def _example(module: nn.Module) -> str:
+    """A pattern of blocks that would be found without one."""
+    names = _named_blocks(module) or _listed_blocks(module)
+    return re.sub(r"\d+", "*", names[0]) if names else "layers.*"
 
 
 def _named_blocks(module: nn.Module) -> list[str]:

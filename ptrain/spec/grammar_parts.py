@@ -82,9 +82,9 @@ class ModelRaw:
     blocks: Annotated[
         str | None,
         Text(
-            "which modules of a target or hf model are its blocks, * for one part of a name; "
+            "which modules of a target or hf model are its blocks, * for a number; "
             "without: those it names itself, else its largest ModuleList",
-            r"[A-Za-z_*][A-Za-z0-9_*]*(\.[A-Za-z0-9_*]+)*",
+            r"[A-Za-z0-9_*]+(\.[A-Za-z0-9_*]+)*",
             "names of modules, like encoder.layers.*",
         ),
     ] = None

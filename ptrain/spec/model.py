@@ -40,6 +40,10 @@ class ModelShape:
     preset: str = field(default="", compare=False)
 
     @property
+    def blocks(self) -> None:
+        """No pattern: they are known."""
+
+    @property
     def head_dim(self) -> int:
         return self.hidden // self.heads
 

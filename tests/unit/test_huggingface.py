@@ -40,7 +40,7 @@ FAULTS = [
     ("llama", {"hidden_size": "wide"}, "model.config", "", "change"),
     ("llama", {"hidden_act": "sulu"}, "model.config", "sulu", "change"),
     ("llama", {"max_position_embeddings": 4}, "model.config", "16 tokens", ": 16 or more"),
-    ("gemma2", {}, "model.attention", "does not have sdpa", "attention: eager"),
+    ("gemma2", {}, "attention", "does not have sdpa", "attention: eager"),
     ("llama", {"use_cache": True}, "model.config.use_cache", "by training", "remove it"),
     ("llama", {"dtype": "bfloat16"}, "model.config.dtype", "by precision", "remove it"),
 ]

@@ -11,11 +11,12 @@ from torch import nn
 from ptrain.axes.data.flat import parameters_by_unit
 from ptrain.derivation import activations
 from ptrain.derivation.parameters import facts
+from ptrain.errors import SpecError
 from ptrain.models import tables
 from ptrain.models.build import build
 from ptrain.models.facts import module_facts
 from ptrain.models.trace import to_timeline
-from ptrain.models.units import unit_modules
+from ptrain.models.units import blocks_of, unit_modules
 from ptrain.spec.batch import UnitKind, UnitSize
 from ptrain.spec.model import ModelShape
 from ptrain.spec.precision import DType
@@ -91,6 +92,33 @@ def test_a_sub_block_is_a_child_with_children_parameters_and_a_forward_of_its_ow
         ("layers.1",),
         ("",),
     )
+
+
+def test_blocks_may_be_named():
+    model = nn.Module()
+    model.layers = nn.ModuleList([Mixed(), Mixed()])
+    assert blocks_of(model, "layers.*.experts.*") == [
+        f"layers.{block}.experts.{expert}" for block in (0, 1) for expert in (0, 1)
+    ]
+    assert unit_modules(model, UnitSize(), "layers.1") == (("layers.1",), ("",))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "finding"),
+    [
+        ("blocks.*", "'blocks.*' is the name of no module"),
+        ("layers", "layers is ModuleList, which is never called"),
+        ("layers.*.experts", "layers.0.experts is ModuleList, which is never called"),
+    ],
+)
+def test_a_name_of_no_blocks_is_refused(pattern, finding):
+    model = nn.Module()
+    model.layers = nn.ModuleList([Mixed(), Mixed()])
+    with pytest.raises(SpecError) as caught:
+        blocks_of(model, pattern)
+    (fault,) = caught.value.faults
+    assert (fault.place, fault.finding) == ("model.blocks", finding)
+    assert fault.remedy == "write the names of its blocks, * for a number: layers.*"
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
