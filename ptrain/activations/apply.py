@@ -7,11 +7,13 @@ before a block runs is then done once, and again by themselves where it is neede
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 
 from ptrain.activations.offload import Offload
 from ptrain.activations.recompute import recompute
 from ptrain.errors import refused
+from ptrain.interpreter.registry import Registry
 from ptrain.interpreter.tiers import Tiers
 from ptrain.models.gpt import Gpt
 from ptrain.models.llama import Llama
@@ -37,6 +39,17 @@ def keep(module: nn.Module, step: Keep, tiers: Tiers) -> None:
             offload.around(inner, kept.tier)  # first, so that it is around a checkpoint's inputs
         if kept.policy is not None:
             recompute(inner, kept.policy, draws=_draws(module, known[name]))
+
+
+def keep_traced(module: nn.Module, step: Keep | None) -> None:
+    """The same where nothing but sizes counts: on a processor, and no file is made."""
+    if step is not None:
+        keep(module, step, _WithoutFiles(torch.device("cpu"), Registry()))
+
+
+class _WithoutFiles(Tiers):
+    def _mapped(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(numel, dtype=dtype, device="cpu")
 
 
 def _recomputed(known: dict[str, nn.Module], name: str, kept: Kept) -> nn.Module:

@@ -6,9 +6,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
-from ptrain.axes.pipeline.parts import stage_passes, stage_rows
-from ptrain.axes.tensor.parts import Traced, by_place, timelines_of, traced
+from torch import nn
+
+from ptrain.activations.apply import keep_traced
+from ptrain.axes.pipeline.parts import Prepare, stage_passes, stage_rows
+from ptrain.axes.tensor.parts import Traced, by_place, kept_of, timelines_of, traced
 from ptrain.derivation.estimate import own_facts
 from ptrain.derivation.facts import ModelFacts
 from ptrain.interpreter.stages import stages_of_module
@@ -42,7 +46,8 @@ def read_facts(
         allow_import=allow_import,
         seed=spec.train.seed,
     )
-    facts = module_facts(model, spec)
+    is_cut = spec.degree(Axis.TP) > 1 or spec.degree(Axis.PP) > 1
+    facts = module_facts(model, spec, None if is_cut else partial(_keep, spec))
     has_stages = stages_of_module(spec, model, facts) is not None
     if isinstance(spec.model, ModelShape):
         return facts
@@ -50,9 +55,22 @@ def read_facts(
         del model  # the processes that play the ranks build their own
         found = share(lambda: traced(spec, facts, allow_import=allow_import))
     elif has_stages:
-        found = share(lambda: {"timelines": [stage_rows(model, spec, facts)]})
+        found = share(
+            lambda: {"timelines": [stage_rows(model, spec, facts, _keeping(spec, facts))]}
+        )
     else:
         return facts
     if has_stages:
         return replace(facts, stage_passes=stage_passes(spec, facts, by_place(found)))
     return replace(facts, part_timelines=timelines_of(found))
+
+
+def _keep(spec: Spec, model: nn.Module, facts: ModelFacts) -> None:
+    """What blocks leave for backward is part of what a model allocates."""
+    keep_traced(model, kept_of(spec, facts))
+
+
+def _keeping(spec: Spec, facts: ModelFacts) -> Prepare | None:
+    """The same of a stage's part."""
+    step = kept_of(spec, facts)
+    return None if step is None else lambda part, *_: keep_traced(part, step)

@@ -86,6 +86,15 @@ class WorkRecorder(Recorder):
         self.works.append((len(self.events), Work(now(), collective, size)))
 
 
+def repeated(recorder: WorkRecorder) -> tuple[tuple[str, int], ...]:
+    """The collectives of forward that backward ran again, as a timeline has them."""
+    return tuple(
+        (work.collective.value, work.size)
+        for _, work in recorder.works
+        if work.when is When.AGAIN and work.collective is not None
+    )
+
+
 def now() -> When:
     """A backward pass runs without gradients of its own; what is computed again has them."""
     if torch._C._current_graph_task_id() == -1:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -74,7 +75,7 @@ def _traced(part: nn.Module, spec: Spec, facts: ModelFacts, stage: Stage, stages
 def _rows(traced: Traced, *, in_halves: bool) -> dict[str, Any]:
     whole = record_passes(traced)
     rows = {
-        "passes": as_rows(to_timeline(whole.recording())),
+        "passes": as_rows(replace(to_timeline(whole.recording()), repeated=whole.repeated)),
         "output": whole.sizes[whole.output],
     }
     if in_halves:
@@ -104,8 +105,10 @@ def _passes(rows: Mapping[str, Any], index: int, hidden: int) -> Passes:
     whole = from_rows(rows["passes"])
     items = {Kind.FORWARD: whole.forward, Kind.BACKWARD: whole.backward}
     if index == 0:
-        return of_first_stage(items, output=rows["output"])
+        found = of_first_stage(items, output=rows["output"])
+        return replace(found, moved=whole.moved, repeated=whole.repeated)
     if "halves" in rows:
         halves = from_rows(rows["halves"])
         items |= {Kind.INPUT: halves.forward, Kind.WEIGHT: halves.backward}
-    return of_later_stage(items, output=rows["output"], hidden=hidden)
+    found = of_later_stage(items, output=rows["output"], hidden=hidden)
+    return replace(found, moved=whole.moved, repeated=whole.repeated)

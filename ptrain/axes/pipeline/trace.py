@@ -22,7 +22,8 @@ from torch.distributed.pipelining._backward import (
 from ptrain.axes.pipeline.cut import apart
 from ptrain.axes.pipeline.order import in_model_order
 from ptrain.models.ledger import storage_of
-from ptrain.models.trace import Born, Complete, Died, Event, Marker, Recorder, Recording
+from ptrain.models.trace import Born, Complete, Died, Event, Marker, Recording
+from ptrain.models.work import WorkRecorder, repeated
 
 Loss = Callable[[Tensor], Tensor]
 Units = tuple[tuple[str, ...], ...]
@@ -31,17 +32,20 @@ Units = tuple[tuple[str, ...], ...]
 @dataclass(frozen=True, slots=True)
 class Passes:
     """The events of each pass of one micro-batch: forward and backward, or forward, input and
-    weight; `sizes` of all storages by id, `output` the id of what the stage hands on."""
+    weight; `sizes` of all storages by id, `output` the id of what the stage hands on. `moved` and
+    `repeated` as a recording and a timeline have them."""
 
     events: dict[str, tuple[Event, ...]]
     sizes: dict[int, int]
     output: int
+    moved: tuple[tuple[int, str], ...] = ()
+    repeated: tuple[tuple[str, int], ...] = ()
 
     def recording(self) -> Recording:
         """As of a whole model: all that is not forward as one backward pass."""
         forward, *others = self.events.values()
         backward = tuple(event for events in others for event in events)
-        return Recording(forward, backward, self.sizes)
+        return Recording(forward, backward, self.sizes, self.moved)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +60,7 @@ class Traced:
     loss: Loss | None = None
 
 
-class _Recorder(Recorder):
+class _Recorder(WorkRecorder):
     """Sees which gradients are added to those of the micro-batch before."""
 
     def __init__(self) -> None:
@@ -109,7 +113,8 @@ def record_passes(traced: Traced, *, in_halves: bool = False) -> Passes:
     if in_halves:
         events["weight"] = _completed(events["weight"], recorder.added)
     output = recorder._ids[storage_of(run.output)._cdata]
-    return Passes(events, recorder.born_sizes, output)
+    moved = tuple(recorder.moved)
+    return Passes(events, recorder.born_sizes, output, moved, repeated(recorder))
 
 
 class _Run:

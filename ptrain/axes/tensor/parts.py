@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from ptrain.activations.apply import keep_traced
 from ptrain.axes.pipeline.parts import Prepare, Rows, stage_rows
 from ptrain.axes.pipeline.stages import Ends, Stage
 from ptrain.axes.tensor.apply import micro_batch, parallelize, whole_loss
@@ -36,8 +37,9 @@ from ptrain.models.facts import untraced_facts
 from ptrain.models.initialize import cast
 from ptrain.models.numerics import TORCH_DTYPES
 from ptrain.models.trace import record, to_timeline
+from ptrain.models.work import WorkRecorder, repeated
 from ptrain.plan.lower import lower
-from ptrain.plan.step import Parallelize
+from ptrain.plan.step import Keep, Parallelize, Plan
 from ptrain.spec.axis import Axis
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec, TrainSpec
@@ -60,9 +62,7 @@ def traced(spec: Spec, facts: ModelFacts, *, allow_import: bool) -> Traced:
     """A timeline for each index on tp, all of them within `timeout.init`; with pp the rows of each
     stage in its place."""
     alone = _tensor_alone(spec)
-    step = lower(
-        alone, facts.unit_modules, facts.roles, stages_of(alone, facts), facts.blocks
-    ).tensor
+    step = _plan(alone, facts).tensor
     assert step is not None, "something is cut"
     players = _players(step, facts, spec.degree(step.axis))
     try:
@@ -73,6 +73,17 @@ def traced(spec: Spec, facts: ModelFacts, *, allow_import: bool) -> Traced:
     except PtrainError as error:
         return {"problem": str(error)}
     return {"timelines": [found[index] for index in players]}
+
+
+def kept_of(spec: Spec, facts: ModelFacts) -> Keep | None:
+    """What the blocks leave for backward, None where all are plain."""
+    if all(kept.is_plain for kept in spec.activations.of(len(facts.blocks))):
+        return None
+    return _plan(spec, facts).keep
+
+
+def _plan(spec: Spec, facts: ModelFacts) -> Plan:
+    return lower(spec, facts.unit_modules, facts.roles, stages_of(spec, facts), facts.blocks)
 
 
 def _as_text(spec: Spec) -> str:
@@ -98,6 +109,7 @@ def _tensor_alone(spec: Spec) -> Spec:
         unit=spec.unit,
         tensor=spec.tensor,
         pipeline=spec.pipeline,
+        activations=spec.activations,
     )
 
 
@@ -174,32 +186,36 @@ def _play(spec: Spec, index: int, *, allow_import: bool) -> dict[str, list[Row]]
     )
     cast(module, TORCH_DTYPES[spec.precision.effective.parameters])
     facts = untraced_facts(module, spec)
-    stages = stages_of(spec, facts)
-    step = lower(spec, facts.unit_modules, facts.roles, stages, facts.blocks).tensor
+    plan, stages = _plan(spec, facts), stages_of(spec, facts)
+    step = plan.tensor
     assert step is not None, "something is cut"
     fake_world(index, spec.degree(step.axis))
     names = (step.axis.value,)
     mesh = init_device_mesh("cpu", (spec.degree(step.axis),), mesh_dim_names=names)
     if stages:
         return stage_rows(
-            module, spec, facts, _cut_over(mesh, step, len(stages)), micro_batch(step)
+            module, spec, facts, _cut_over(mesh, step, plan.keep, len(stages)), micro_batch(step)
         )
     parallelize(module, step, mesh, Registry())
+    keep_traced(module, plan.keep)
     tokens = torch.zeros(spec.batch.micro, spec.batch.sequence + 1, dtype=torch.int64)
 
     def forward() -> torch.Tensor:
         return whole_loss(module(tokens[:, :-1]), tokens[:, 1:]) / spec.batch.tokens
 
     trace = partial(record, module, facts.unit_modules, forward, tokens)
+    recorder = WorkRecorder()
     with micro_batch(step)():
         trace()  # torch learns what each operator is cut to
-        return as_rows(to_timeline(trace()))
+        timeline = to_timeline(trace(recorder=recorder))
+        return as_rows(replace(timeline, repeated=repeated(recorder)))
 
 
-def _cut_over(mesh: DeviceMesh, step: Parallelize, stages: int) -> Prepare:
+def _cut_over(mesh: DeviceMesh, step: Parallelize, kept: Keep | None, stages: int) -> Prepare:
     def cut(part: nn.Module, stage: Stage, ends: Ends) -> None:
         roles = stage_roles(step.roles, stage, stages, ends)
         parallelize(part, replace(step, roles=roles), mesh, Registry())
+        keep_traced(part, kept)
 
     return cut
 
