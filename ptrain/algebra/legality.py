@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Protocol
 
+from ptrain.activations import rules as activations
 from ptrain.axes.data.rules import DATA
 from ptrain.axes.pipeline.dials import DIALS as PIPELINE_DIALS
 from ptrain.axes.pipeline.rules import PIPELINE
@@ -167,6 +168,7 @@ SPEC_RULES = (
     *(rule for room in ROOMS for rule in room.specs),
     *TENSOR_DIALS,
     *PIPELINE_DIALS,
+    *activations.RULES,
 )
 RULES: tuple[TupleRule | SpecRule, ...] = (
     *(rule for room in ROOMS for rule in room.tuples),
@@ -175,4 +177,5 @@ RULES: tuple[TupleRule | SpecRule, ...] = (
 NOT_YET: tuple[SpecRule, ...] = (
     SpecRule(name="axes that are executed", theorem="", faults=_axes_that_wait),
     *(rule for room in ROOMS for rule in room.not_yet),
+    *activations.NOT_YET,
 )

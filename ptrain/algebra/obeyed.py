@@ -76,7 +76,8 @@ def _left_out(spec: Spec, unheard: list[str]) -> Iterator[str]:
         yield f"{', '.join(by_itself)}: as the wrapper does by itself"
     if not has_wrapper:
         unheard = ["sync.gradients", *by_itself, *unheard]
-    if spec.offload.path is None and any(tier_of(factors, s) is Tier.FILE for s in PLACED):
+    tiers = {tier_of(factors, state) for state in PLACED} | spec.activations.tiers
+    if spec.offload.path is None and Tier.FILE in tiers:
         yield "offload.path: the system's temporary folder"
     if unheard:
         yield f"nothing in this placement obeys {', '.join(unheard)}"

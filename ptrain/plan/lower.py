@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from typing import assert_never
 
+from ptrain.activations.rules import blocks_outside
 from ptrain.axes.data.form import Form, data_factors, form_of, tier_of, whole_axes
 from ptrain.axes.pipeline.form import pipeline_of
 from ptrain.axes.pipeline.known import schedule
 from ptrain.axes.pipeline.stages import Stage
 from ptrain.axes.tensor.roles import roles_of
 from ptrain.costs import State
+from ptrain.errors import SpecError
 from ptrain.plan.step import (
     Accumulate,
     ChunkedLoss,
@@ -170,8 +172,11 @@ def _pipeline(spec: Spec, stages: tuple[Stage, ...]) -> Pipeline | None:
 
 def _keep(spec: Spec, blocks: tuple[str, ...]) -> Keep | None:
     """`blocks` as the model calls them; those of a built-in one are known."""
+    assert not spec.activations.is_open, "the budget's policy is chosen before anything is planned"
     if isinstance(spec.model, ModelShape):
         blocks = tuple(f"blocks.{index}" for index in range(spec.model.layers))
+    if outside := tuple(blocks_outside(spec, len(blocks))):
+        raise SpecError(*outside)
     named = zip(blocks, spec.activations.of(len(blocks)), strict=True)
     kept = tuple((name, each) for name, each in named if not each.is_plain)
     return Keep(blocks=kept, path=spec.offload.path) if kept else None

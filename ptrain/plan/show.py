@@ -15,6 +15,7 @@ from ptrain.axes.pipeline.known import schedule
 from ptrain.axes.pipeline.schedule import Schedule
 from ptrain.axes.pipeline.simulate import simulate
 from ptrain.plan.composition import condition_lines, ranks_text, theorem_6, theorem_7
+from ptrain.plan.show_keep import keep_text, loss_text
 from ptrain.plan.step import (
     Accumulate,
     ChunkedLoss,
@@ -76,9 +77,9 @@ def _step(step: Step, *, stateless: bool) -> str:
         case Parallelize():
             return _parallelize(step)
         case Keep():
-            return _keep(step)
+            return keep_text(step)
         case ChunkedLoss():
-            return _chunked_loss(step)
+            return loss_text(step)
         case LocalGradients():
             return "leave the units as they are: no data axis, nothing to reduce"
         case Replicate():
@@ -95,15 +96,6 @@ def _step(step: Step, *, stateless: bool) -> str:
             return _update(step)
         case _:
             assert_never(step)
-
-
-def _keep(step: Keep) -> str:
-    return f"keep less of {_count(len(step.blocks), 'block')} for the backward pass"
-
-
-def _chunked_loss(step: ChunkedLoss) -> str:
-    how = "by torch's linear_cross_entropy" if step.fused else "again in backward"
-    return f"compute logits and loss of {_count(step.tokens, 'token')} at a time, {how}"
 
 
 def _mesh(step: CreateMesh) -> str:

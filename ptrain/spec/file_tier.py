@@ -14,7 +14,7 @@ from ptrain.spec.spec import Spec
 def require_file_tier(spec: Spec) -> None:
     """Raises SpecError where a state goes to files and no file can be made in their folder."""
     tiers = {factor.placement[state].tier for factor in spec.factors for state in PLACED}
-    if Tier.FILE not in tiers:
+    if Tier.FILE not in tiers | spec.activations.tiers:
         return
     try:
         tempfile.TemporaryFile(prefix="ptrain-", dir=spec.offload.path).close()

@@ -121,6 +121,11 @@ class ActivationSpec:
         """Every mode that some block may have."""
         return (self.default, *(kept for _, _, kept in self.by_block))
 
+    @property
+    def tiers(self) -> frozenset[Tier]:
+        """Where something of some block lies."""
+        return frozenset(kept.tier for kept in self.modes)
+
     def of(self, blocks: int) -> tuple[Kept, ...]:
         """The mode of each of so many blocks."""
         found = [self.default] * blocks

@@ -51,7 +51,8 @@ def _written(spec: Spec) -> Iterator[tuple[str, bool]]:
     yield "overlap", spec.overlap is not None
     yield "prefetch", spec.prefetch is not None
     yield "gather_after_update", spec.gather_after_update is not GatherAfterUpdate.BLOCKING
-    yield "offload.path", spec.offload.path is not None
+    on_file = Tier.FILE in spec.activations.tiers  # of a rank, whatever the axes are
+    yield "offload.path", spec.offload.path is not None and not on_file
     yield "offload.update", spec.offload.update is not Offload().update
 
 
@@ -242,14 +243,15 @@ def _offload(spec: Spec) -> Iterator[Fault]:
     if spec.offload == Offload() or not factors:
         return
     tiers = {state: tier_of(factors, state) for state in PLACED}
-    if all(tier is Tier.DEVICE for tier in tiers.values()):
+    used = {*tiers.values(), *spec.activations.tiers}
+    if used == {Tier.DEVICE}:
         yield Fault(
             place="offload.update" if spec.offload.path is None else "offload.path",
             finding="every state is on the device: nothing is offloaded",
             remedy="remove offload, or write O for a state",
         )
         return
-    if spec.offload.path is not None and Tier.FILE not in tiers.values():
+    if spec.offload.path is not None and Tier.FILE not in used:
         yield Fault(
             place="offload.path",
             finding=f"{spec.offload.path} is for states in files, and none is",
