@@ -22,7 +22,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import loss_parallel
 
 from ptrain.activations.apply import keep
-from ptrain.models.work import When, Work, WorkRecorder
 from ptrain.axes.pipeline.tables import Setting, settings
 from ptrain.axes.tensor.apply import parallelize, whole_loss
 from ptrain.axes.tensor.tables import TP
@@ -35,6 +34,7 @@ from ptrain.models.initialize import cast
 from ptrain.models.tables import SMALLEST, Table, factorise
 from ptrain.models.trace import Recording, record
 from ptrain.models.units import unit_modules
+from ptrain.models.work import When, Work, WorkRecorder
 from ptrain.plan.step import Keep
 from ptrain.spec.axis import Axis
 from ptrain.spec.keep import Kept
@@ -77,6 +77,7 @@ def trace(
         if step is not None:
             record(model, units, forward, tokens)
         recorder = WorkRecorder()
+        recorder.follow(model)
         return Traced(record(model, units, forward, tokens, recorder=recorder), recorder.works)
 
 

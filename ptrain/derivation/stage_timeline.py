@@ -31,6 +31,8 @@ _PASSES = {
     Kind.INPUT: "input",
     Kind.WEIGHT: "weight",
 }
+# Of these there are no tables by how activations are kept: what is in halves then is traced.
+_HALVES = (Kind.INPUT, Kind.WEIGHT)
 
 
 def passes(spec: Spec, stage: Stage, stages: int, units: Units, cut: Cut | None) -> Passes:
@@ -56,7 +58,7 @@ def passes(spec: Spec, stage: Stage, stages: int, units: Units, cut: Cut | None)
             _items(layers, kind, _of_layers(table, place[key], len(layers.numbers)), sizes, places)
         )
         for kind, key in _PASSES.items()
-        if key in place
+        if key in place and (layers.setting is None or kind not in _HALVES)
     }
     output = sizes[place["output"]]
     if stage.index == 0:
@@ -99,7 +101,6 @@ class _Layers:
         """What the layer at this place of the stage does in a pass."""
         if self.setting is None:
             return base
-        assert kind in (Kind.FORWARD, Kind.BACKWARD), "a backward pass in halves is traced"
         made = blocks.forward_part if kind is Kind.FORWARD else blocks.backward_part
         return made(base, self.setting, self.kept[place], held=0 if place else self.held)
 

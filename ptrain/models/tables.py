@@ -131,9 +131,9 @@ class Table:
         self.shape, self.precision, self.batch = shape, precision, batch
         self.symbols = dict(symbols or {**PRIMES[shape.family], **COMMON})
         if shape.family is Family.LLAMA and shape.heads == shape.kv_heads:
-            del self.symbols["repeats"]
+            self.symbols.pop("repeats", None)
         if batch == 1:
-            del self.symbols["batch"]
+            self.symbols.pop("batch", None)
         self.sizes: dict[Size, int] = {}
         self.recordings = [tracer(shape, dtype, batch) for dtype in DTYPES[precision]]
         self.units = _smallest_units(shape)

@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from ptrain.costs import Collective
+from ptrain.models.again import runs_again
 from ptrain.models.trace import Recorder
 
 
@@ -61,6 +63,30 @@ class WorkRecorder(Recorder):
     def __init__(self) -> None:
         super().__init__()
         self.works: list[tuple[int, Work]] = []
+        self._running_again: set[nn.Module] = set()
+        self._handles: list[RemovableHandle] = []
+
+    def follow(self, model: nn.Module) -> None:
+        """Modules of `model` that run while backward does run again. (Whether gradients are on
+        does not tell: a collective within autograd runs without.)"""
+
+        def enter(module: nn.Module, _: Any) -> None:
+            if runs_again():
+                self._running_again.add(module)
+
+        def leave(module: nn.Module, *_: Any) -> None:
+            self._running_again.discard(module)
+
+        for module in model.modules():
+            self._handles += [
+                module.register_forward_pre_hook(enter, prepend=True),
+                module.register_forward_hook(leave, always_call=True),
+            ]
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        for handle in self._handles:
+            handle.remove()
 
     def __torch_dispatch__(
         self,
@@ -83,7 +109,11 @@ class WorkRecorder(Recorder):
         return result
 
     def _note(self, collective: Collective | None, size: int) -> None:
-        self.works.append((len(self.events), Work(now(), collective, size)))
+        if self._running_again:
+            when = When.AGAIN
+        else:
+            when = When.BACKWARD if runs_again() else When.FORWARD
+        self.works.append((len(self.events), Work(when, collective, size)))
 
 
 def repeated(recorder: WorkRecorder) -> tuple[tuple[str, int], ...]:
@@ -93,10 +123,3 @@ def repeated(recorder: WorkRecorder) -> tuple[tuple[str, int], ...]:
         for _, work in recorder.works
         if work.when is When.AGAIN and work.collective is not None
     )
-
-
-def now() -> When:
-    """A backward pass runs without gradients of its own; what is computed again has them."""
-    if torch._C._current_graph_task_id() == -1:
-        return When.FORWARD
-    return When.AGAIN if torch.is_grad_enabled() else When.BACKWARD
