@@ -16,14 +16,15 @@ from torch import nn
 from ptrain.axes.data.flat import parameters_by_unit
 from ptrain.axes.data.target import Named, Target
 from ptrain.axes.data.wrapped import Wrapped
-from ptrain.axes.pipeline.apply import Pipelined
+from ptrain.axes.pipeline.apply import Asked, Pipelined
 from ptrain.axes.pipeline.staged import Staged
-from ptrain.axes.tensor.apply import micro_batch, whole_loss
+from ptrain.axes.tensor.apply import micro_batch
 from ptrain.costs import Phase, State
 from ptrain.data.sampler import LocalBatch
 from ptrain.errors import PtrainError
 from ptrain.interpreter.agreement import require_equal_models
 from ptrain.interpreter.clip import ByOperator, clip_gradients
+from ptrain.interpreter.loss import Loss
 from ptrain.interpreter.materialize import build_module, wrap
 from ptrain.interpreter.mesh import Mesh
 from ptrain.interpreter.optimizer import MASTER, Update
@@ -33,6 +34,7 @@ from ptrain.interpreter.stages import stages_of_module, wrap_stages
 from ptrain.interpreter.world import World
 from ptrain.models.attention import require_trainable
 from ptrain.models.facts import untraced_facts
+from ptrain.models.heads import head_of
 from ptrain.models.numerics import TORCH_DTYPES
 from ptrain.models.units import ROOT
 from ptrain.plan.lower import lower
@@ -75,6 +77,7 @@ class Program:
         self.updates_in_backward = isinstance(plan.wrap, FlatUnits) and plan.wrap.consumed
         self._lr: float | None = None
         self._operators = micro_batch(plan.tensor)
+        self.loss = Loss(plan)
         by_layer = (plan.pipeline.axis,) if plan.pipeline else ()  # the last stage has the loss
         self._sharers = mesh.size(tuple(a for a in mesh.axes if a not in (*DATA_AXES, *by_layer)))
         if self.updates_in_backward:
@@ -85,7 +88,9 @@ class Program:
             device=mesh.world.device,
         )
         self._pipelined = (
-            Pipelined(spec, plan, mesh, wrapped, self._stage_loss, self._enter)
+            Pipelined(
+                spec, plan, mesh, wrapped, Asked(self.loss.given, self._stage_loss, self._enter)
+            )
             if isinstance(wrapped, Staged)
             else None
         )
@@ -138,17 +143,23 @@ class Program:
         for index, (inputs, targets) in enumerate(batch.micro_batches(self.spec.batch.micro)):
             with self._operators(), self.wrapped.micro_batch(index == last):
                 self._enter(Phase.FORWARD, index)
-                loss = whole_loss(self.wrapped.module(inputs), targets) / batch.global_tokens
+                loss = self._of(self.wrapped.module, inputs, targets) / batch.global_tokens
                 self._enter(Phase.BACKWARD, index)
                 loss.backward(self.scaling.seed(loss) if self.scaling else None)
             self._loss.add_(loss.detach())
             del loss
         return self._loss.div_(self._sharers)
 
-    def _stage_loss(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def _of(self, module: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """The tokens' summed loss."""
+        with self.loss.given(targets):
+            output = module(inputs)
+        return self.loss.of(output, targets)
+
+    def _stage_loss(self, output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Of one micro-batch on the last stage, of which backward begins."""
         assert self.batch is not None, "of a batch"
-        loss = whole_loss(logits, targets) / self.batch.global_tokens
+        loss = self.loss.of(output, targets) / self.batch.global_tokens
         self._loss.add_(loss.detach())
         return loss * self.scaling.seed(loss) if self.scaling else loss
 
@@ -214,15 +225,15 @@ class Program:
         self.model.eval()
         total = torch.zeros_like(self._loss)
 
-        def add(logits: torch.Tensor, targets: torch.Tensor) -> None:
-            total.add_(whole_loss(logits, targets) / batch.global_tokens)
+        def add(loss: torch.Tensor) -> None:
+            total.add_(loss / batch.global_tokens)
 
         with self._operators():
             if self._pipelined is not None:
-                self._pipelined.evaluate(batch, add)
+                self._pipelined.evaluate(batch, lambda output, to: add(self.loss.of(output, to)))
             else:
                 for inputs, targets in batch.micro_batches(self.spec.batch.micro):
-                    add(self.model(inputs), targets)
+                    add(self._of(self.model, inputs, targets))
         total.div_(self._sharers)
         self.wrapped.end_evaluation()
         self.model.train()
@@ -328,8 +339,15 @@ def interpret(
     stages = stages_of_module(spec, module, facts)
     plan = lower(spec, facts.unit_modules, facts.roles, stages.all if stages else (), facts.blocks)
     require_equal_models(module, plan.update.layout, world)
+    head = head_of(module, spec) if plan.loss else ROOT
     mesh = Mesh(plan.mesh, world)
     if stages is None:
-        return Program(spec, plan, mesh, wrap(module, spec, plan, mesh, mesh.registry), module)
+        wrapped = wrap(module, spec, plan, mesh, mesh.registry)
+        program = Program(spec, plan, mesh, wrapped, module)
+        program.loss.attach(module, head)
+        return program
     staged = wrap_stages(module, spec, plan, mesh, stages)
-    return Program(spec, plan, mesh, staged, staged.module)
+    program = Program(spec, plan, mesh, staged, staged.module)
+    if staged.last is not None:
+        program.loss.attach(staged.last, head)
+    return program

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -46,13 +48,21 @@ _OF_SEVERAL: dict[ScheduleName, Any] = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a program wants of passes: the last stage's forward pass runs in `given(targets)`, then
+    `loss` is called with what it returned and the targets; `enter` is told of every pass."""
+
+    given: Callable[[torch.Tensor], AbstractContextManager[None]]
+    loss: Loss
+    enter: Enter
+
+
 class Pipelined:
     """The passes of a step: all micro-batches through the rank's stages, in the order of the
-    schedule. `loss` is called on the last stage, with a micro-batch's logits and targets."""
+    schedule."""
 
-    def __init__(
-        self, spec: Spec, plan: Plan, mesh: Mesh, staged: Staged, loss: Loss, enter: Enter
-    ) -> None:
+    def __init__(self, spec: Spec, plan: Plan, mesh: Mesh, staged: Staged, asked: Asked) -> None:
         step = plan.pipeline
         assert step is not None
         self.staged, self.step = staged, step
@@ -70,12 +80,17 @@ class Pipelined:
                 self.boundary,
                 tokens,
                 mesh.registry,
-                enter,
+                asked.enter,
             )
             for part in staged.parts
         ]
+        self.asked = asked
+        self._targets: tuple[torch.Tensor, ...] = ()  # of a step, by micro-batch
+        self.stages[-1].around = self._around
         self.each_time = 1 if step.schedule is ScheduleName.NAIVE else self.count
-        self.schedule = _schedule(step.schedule, self.stages, self.each_time, self._named(loss))
+        self.schedule = _schedule(
+            step.schedule, self.stages, self.each_time, self._named(asked.loss)
+        )
 
     def train(self, batch: LocalBatch) -> None:
         """Forward and backward of every micro-batch. Raises RankFailed, with the stage, for a batch
@@ -84,8 +99,16 @@ class Pipelined:
         self.waits.clear()
         for stage in self.stages:
             stage.left, stage.done = self.count, 0
+        self._targets = batch.tokens[:, 1:].split(self.micro)
         with self.waits.watched(self._own_stages()):
             self._train(batch)
+        self._targets = ()
+
+    def _around(self, micro_batch: int) -> AbstractContextManager[None]:
+        """What the forward pass of the rank's last stage runs in."""
+        if not self.stages[-1].is_last:
+            return nullcontext()
+        return self.asked.given(self._targets[micro_batch])
 
     def _train(self, batch: LocalBatch) -> None:
         for tokens in batch.tokens.split(self.each_time * self.micro):
@@ -103,7 +126,8 @@ class Pipelined:
         self, batch: LocalBatch, loss: Callable[[torch.Tensor, torch.Tensor], None]
     ) -> None:
         """Forward of every micro-batch, one after the other: torch's own evaluation fails where two
-        neighbouring stages are on one rank. Raises RankFailed as `train` does."""
+        neighbouring stages are on one rank. `loss` is called with what the last stage returned and
+        the targets. Raises RankFailed as `train` does."""
         self._require_shape(batch, is_whole=False)
         self.waits.clear()
         with self.waits.watched(self._own_stages()):
@@ -119,7 +143,8 @@ class Pipelined:
         (inputs, targets), passed = micro_batch, None
         for part, stage in zip(self.staged.parts, self.stages, strict=True):
             given = self._received(part.index, number, passed) if part.index else inputs
-            with named(part.index, number):
+            inside = self.asked.given(targets) if stage.is_last else nullcontext()
+            with named(part.index, number), inside:
                 passed = part.module(given)
                 stage.require_boundary(passed, number)
                 if stage.is_last:

@@ -9,7 +9,7 @@ its order says.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,6 +93,7 @@ class Stage(PipelineStage):
         self.left = 0  # backward passes of the step
         self.done = 0  # micro-batches of the step before those that the schedule counts from 0
         self.newest = 0  # micro-batch, of those whose forward pass has begun
+        self.around: Callable[[int], AbstractContextManager[None]] = lambda _: nullcontext()
 
     def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
         made = super()._prepare_forward_infra(*args, **kwargs)
@@ -151,7 +152,11 @@ class Stage(PipelineStage):
         self.newest = self.done + fwd_chunk_id
         self.waits.has(self.stage_index - 1, self.newest, Phase.FORWARD)
         self.enter(Phase.FORWARD, self.newest)
-        with named(self.stage_index, self.newest), self.wrapped.forward_pass():
+        with (
+            named(self.stage_index, self.newest),
+            self.wrapped.forward_pass(),
+            self.around(self.newest),
+        ):
             output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         self._drop(self.args_recv_info[fwd_chunk_id])
         self.require_boundary(output, self.newest)

@@ -43,6 +43,12 @@ class Staged:
         self._shared = [target for part in parts for target in self._of_ends(part)]
         self._twins = self._both_ends() if step.shared else None
 
+    @property
+    def last(self) -> nn.Module | None:
+        """The last of all stages, which makes the logits, where the rank has it."""
+        part = self.parts[-1]
+        return part.module if part.index == self.step.stages - 1 else None
+
     def micro_batch(self, is_last: bool) -> AbstractContextManager[None]:
         raise AssertionError("a schedule has the passes of a pipeline")
 

@@ -30,8 +30,9 @@ from ptrain.axes.tensor.gradients import GradientsAsKept, SummedGradients
 from ptrain.axes.tensor.randomness import OwnRandomness, drawn_by_rank
 from ptrain.axes.tensor.regather import Regather
 from ptrain.interpreter.registry import Registry
+from ptrain.models.chunked import LossInside
 from ptrain.models.loss import token_loss_sum
-from ptrain.plan.step import Parallelize
+from ptrain.plan.step import ChunkedLoss, Parallelize
 from ptrain.spec.role import Role, fits
 
 _SEQUENCE = 1  # the dimension of tokens, behind that of samples
@@ -134,6 +135,14 @@ def whole_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """The tokens' summed loss, of logits that may be cut over the vocabulary."""
     loss = token_loss_sum(logits, targets)
     return loss.to_local() if isinstance(loss, DTensor) else loss
+
+
+def loss_inside(step: ChunkedLoss, tensor: Parallelize | None) -> LossInside:
+    """As `whole_loss`, of a slice of the tokens at a time; where the logits do not stay cut, those
+    of a slice are made whole."""
+    if tensor is None or tensor.loss_parallel:
+        return LossInside(step, whole_loss)
+    return LossInside(step, lambda logits, targets: whole_loss(_gathered(logits), targets))
 
 
 def micro_batch(step: Parallelize | None) -> Callable[[], AbstractContextManager[None]]:

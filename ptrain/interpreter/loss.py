@@ -1,0 +1,32 @@
+"""The loss of a micro-batch: of the logits that the model returns, or computed inside its forward
+pass, a slice of the tokens at a time."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+from torch import Tensor, nn
+
+from ptrain.axes.tensor.apply import loss_inside, whole_loss
+from ptrain.plan.step import Plan
+
+
+class Loss:
+    """How a plan has it."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._inside = loss_inside(plan.loss, plan.tensor) if plan.loss else None
+
+    def attach(self, model: nn.Module, head: str) -> None:
+        """To a wrapped model; `head` names the module that makes the logits of one that is not
+        built in."""
+        if self._inside is not None:
+            self._inside.attach(model, head)
+
+    def given(self, targets_BT: Tensor) -> AbstractContextManager[None]:
+        """What a forward pass runs in."""
+        return self._inside.given(targets_BT) if self._inside else nullcontext()
+
+    def of(self, output: Tensor, targets_BT: Tensor) -> Tensor:
+        """The tokens' summed loss (0-d), of what the forward pass returned."""
+        return output if self._inside else whole_loss(output, targets_BT)

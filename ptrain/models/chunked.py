@@ -1,0 +1,159 @@
+"""The loss of a slice of the tokens at a time, inside the model's own forward pass: all logits are
+never there at once.
+
+While targets are given, whatever makes the logits gives their summed loss instead: the method
+`logits(x)` of a built-in model, another's head. It runs where it always ran, so that whoever
+gathers its weights for the forward pass has gathered them. No model is edited: the method is hidden
+by an attribute of the instance, and the head gets a class of its own under its old name.
+
+Note: fused, a token's loss has the compute dtype (torch's operator rounds it as a head rounds its
+logits); their sum is in at least fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.utils.checkpoint import checkpoint
+
+from ptrain.models.gpt import Gpt
+from ptrain.models.llama import Llama
+from ptrain.models.loss import IGNORED, token_loss_sum
+from ptrain.models.numerics import widen
+from ptrain.plan.step import ChunkedLoss
+
+Make = Callable[[Tensor], Tensor]  # logits of hidden states
+LossOf = Callable[[Tensor, Tensor], Tensor]  # of logits and targets, summed over the tokens
+
+
+class LossInside:
+    """What turns a model that returns logits into one that returns their summed loss."""
+
+    def __init__(self, step: ChunkedLoss, loss: LossOf = token_loss_sum) -> None:
+        self.step, self.loss = step, loss
+        self.targets: Tensor | None = None
+
+    @contextmanager
+    def given(self, targets_BT: Tensor) -> Iterator[None]:
+        """While entered, the model returns the loss of these, of which IGNORED count for nothing;
+        0-d."""
+        self.targets = targets_BT
+        try:
+            yield
+        finally:
+            self.targets = None
+
+    def attach(self, model: nn.Module, head: str) -> None:
+        """To a model, or to that part of it which makes the logits; `head` names the module that
+        does where the model is not built in."""
+        if isinstance(model, Llama | Gpt):
+            plain = model.logits
+            model.__dict__["logits"] = lambda x_BTC: self._instead(model, plain, x_BTC)
+            return
+        module = model.get_submodule(head)
+        module.__class__ = _with_loss(type(module), self)
+
+    def _instead(self, owner: nn.Module, make: Make, x_BTC: Tensor) -> Tensor:
+        if self.targets is None:
+            return make(x_BTC)
+        assert x_BTC.shape[:-1] == self.targets.shape, "a head is given all tokens"
+        targets_N = self.targets.flatten()
+        if self.step.fused:
+            return _fused(x_BTC.flatten(0, 1), targets_N, owner, self.step.tokens)
+        x_BTC, whole = _local(x_BTC)
+        chunks = zip(
+            x_BTC.flatten(0, 1).split(self.step.tokens),
+            targets_N.split(self.step.tokens),
+            strict=True,
+        )
+        return sum_of(self._again(lambda x: make(whole(x)), x, targets) for x, targets in chunks)
+
+    def _again(self, make: Make, x_NC: Tensor, targets_N: Tensor) -> Tensor:
+        """The loss of a chunk, whose logits are computed once more in backward. As one sample: a
+        head is used to samples."""
+
+        def loss(x_NC: Tensor, targets_N: Tensor) -> Tensor:
+            return self.loss(make(x_NC.unsqueeze(0)), targets_N.unsqueeze(0))
+
+        if not torch.is_grad_enabled():
+            return loss(x_NC, targets_N)
+        found: Tensor = checkpoint(
+            loss, x_NC, targets_N, use_reentrant=False, preserve_rng_state=False
+        )
+        return found
+
+
+def sum_of(losses: Iterator[Tensor]) -> Tensor:
+    """One after the other: none waits for the others."""
+    total = next(losses)
+    for loss in losses:
+        total = total + loss
+    return total
+
+
+def can_fuse() -> bool:
+    """Whether torch has the operator, with chunks whose size is said."""
+    return hasattr(F, "linear_cross_entropy") and hasattr(nn, "LinearCrossEntropyOptions")
+
+
+def _fused(x_NC: Tensor, targets_N: Tensor, owner: nn.Module, tokens: int) -> Tensor:
+    """By token: of a sum torch rounds the whole to the compute dtype."""
+    weight, bias = _linear(owner)
+    losses_N = F.linear_cross_entropy(
+        x_NC,
+        weight,
+        targets_N,
+        linear_bias=bias,
+        reduction="none",
+        ignore_index=IGNORED,
+        options=nn.LinearCrossEntropyOptions(batch_chunk_size=tokens, chunking_method=None),
+    )
+    return widen(losses_N).sum()
+
+
+def _linear(owner: nn.Module) -> tuple[Tensor, Tensor | None]:
+    if isinstance(owner, Llama | Gpt):
+        return (owner.embed if owner.head is None else owner.head).weight, None
+    assert isinstance(owner, nn.Linear), "heads are linear"
+    return owner.weight, owner.bias
+
+
+def _with_loss(kind: Any, inside: LossInside) -> type:
+    """`kind`, called with its hooks chunk by chunk."""
+
+    class Head(kind):
+        def __call__(self, x_BTC: Tensor) -> Tensor:
+            return inside._instead(self, super().__call__, x_BTC)
+
+    Head.__name__ = Head.__qualname__ = kind.__name__
+    return Head
+
+
+def _local(x_BTC: Tensor) -> tuple[Tensor, Make]:
+    """Hidden states that are whole on every rank of an axis, as plain tensors, and what makes them
+    a DTensor again. Their gradients are the ranks' terms, summed once for all chunks."""
+    if not isinstance(x_BTC, DTensor):
+        return x_BTC, lambda x: x
+    mesh = x_BTC.device_mesh
+    return x_BTC.to_local(grad_placements=[Partial()]), lambda x: _Whole.apply(x, mesh)
+
+
+class _Whole(torch.autograd.Function):
+    """A DTensor of what all ranks have alike, whose gradient goes back as it comes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mesh: DeviceMesh) -> Tensor:
+        return DTensor.from_local(x, mesh, [Replicate()], run_check=False)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        assert isinstance(gradient, DTensor)
+        assert gradient.placements == (Partial(),), "of a head that is cut"
+        return gradient.to_local(), None
