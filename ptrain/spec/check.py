@@ -86,7 +86,8 @@ def _fault(tree: Tree, row: Any, kind: Any) -> Fault:
             return mark_of(tree, route[:-1], key=True).fault(place, finding, remedy)
         case "unexpected_keyword_argument":
             known = _keys(kind, route[:-1])
-            guess = slips.whole_part(route[-1], known) or nearest(route[-1], known)
+            other = slips.other_key(route[-1]) if len(route) == 1 else ""
+            guess = other or slips.whole_part(route[-1], known) or nearest(route[-1], known)
             finding = f"unknown key {route[-1]!r}"
             remedy = f"did you mean {guess!r}?" if guess else f"known here: {', '.join(known)}"
             return mark_of(tree, route, key=True).fault(place, finding, remedy)
@@ -94,6 +95,8 @@ def _fault(tree: Tree, row: Any, kind: Any) -> Fault:
             known = _keys(kind, route)
             finding = f"must be a mapping; got {describe(row['input'])}"
             remedy = _inner(kind, route, row["input"]) or f"its keys: {', '.join(known)}"
+            if route == ("checkpoint",):
+                remedy = slips.checkpointed(row["input"]) or remedy
             return mark_of(tree, route).fault(place, finding, remedy)
 
 
@@ -135,7 +138,7 @@ def _inner(kind: Any, route: Route, value: object) -> str:
     hints = get_type_hints(found, include_extras=True) if found else {}
     for name, hint in hints.items():
         for leaf in getattr(hint, "__metadata__", ()):
-            if isinstance(leaf, Choice) and value in leaf.words:
+            if isinstance(leaf, Choice) and isinstance(value, str) and value in leaf.words:
                 return f"write {'.'.join((*route, name.rstrip('_')))}={value}"
     return ""
 

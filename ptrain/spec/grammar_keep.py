@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from ptrain.spec import slips
 from ptrain.spec.keep import Operators
 from ptrain.spec.leaf import Choice, Either, Section, Size, Truth, Whole, refuse, section
 from ptrain.spec.leaf_mode import KeptText, ModesByBlock
@@ -93,6 +92,7 @@ class RecomputeRaw:
             "bytes that a rank's peak may reach: the policy that computes least again and fits is "
             "taken, and written beside it (without activations: of all blocks)",
             example="2 GiB",
+            low=2**10,
             high=2**50,
         ),
     ] = None
@@ -136,30 +136,11 @@ def _words(words: Mapping[str, str]) -> tuple[dict[str, Any], ...]:
     return ({"oneOf": [{"const": word, "description": about} for word, about in words.items()]},)
 
 
-def _mode_meant(value: object) -> str:
-    return slips.ask(_OTHER_MODES.get(str(value).lower(), ""))
-
-
-_OTHER_MODES = {
-    "recompute": "M",
-    "recomputed": "M",
-    "checkpoint": "M",
-    "checkpointing": "M",
-    "offload": "O",
-    "offloaded": "O",
-    "host": "O",
-    "cpu": "O",
-    "keep": "R",
-    "none": "R",
-    "s@cpu": "O",
-    "m@cpu": "M@host",
-    "m@nvme": "M@file",
-}
 ACTIVATIONS = Either(
     'what forward saves for backward, for all blocks (M) or by block ({"0-7": M, "8-": R})',
     "a mode (R, M or O; M@host), or modes by block",
     (KeptText(""), ModesByBlock("")),
-    hint=_mode_meant,
+    hint=KeptText("").meant,
 )
 RECOMPUTE = Section(
     RecomputeRaw, "what backward computes again where activations are M", also=_words(POLICIES)

@@ -42,13 +42,17 @@ class ModeText(Leaf):
             return value
         mode = _parsed(value)
         if mode is None or str(mode) not in self.words():
-            meant = slips.mode(value) if isinstance(value, str) else ""
             refuse(
                 f"must be a mode: R, S, S*, M or O, or with a tier (R@host, S@file); "
                 f"got {describe(value)}",
-                f"did you mean {meant}?" if meant in self.words() else slips.quote(value),
+                self.meant(value) or slips.quote(value),
             )
         return mode
+
+    def meant(self, value: object) -> str:
+        """The question whether another mode was meant."""
+        mode = slips.mode(value) if isinstance(value, str) else ""
+        return f"did you mean {mode}?" if mode in self.words() else ""
 
     def words(self) -> Mapping[str, str]:
         """What may be written, each with its meaning."""
@@ -64,6 +68,10 @@ class KeptText(ModeText):
 
     def words(self) -> Mapping[str, str]:
         return KEPT_MEANINGS
+
+    def meant(self, value: object) -> str:
+        word = _IN_WORDS.get(str(value).lower(), "")
+        return super().meant(word or value)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -91,6 +99,21 @@ class ModesByBlock(Free):
             "patternProperties": {f"^{_BLOCKS}$": self.values.schema()},
             "additionalProperties": False,
         }
+
+
+_IN_WORDS = {
+    "recompute": "M",
+    "recomputed": "M",
+    "checkpoint": "M",
+    "checkpointing": "M",
+    "full": "M",
+    "offload": "O",
+    "offloaded": "O",
+    "host": "O",
+    "cpu": "O",
+    "keep": "R",
+    "none": "R",
+}
 
 
 def _parsed(value: object) -> Mode | None:

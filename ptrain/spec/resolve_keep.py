@@ -55,7 +55,7 @@ def resolve_activations(raw: SpecRaw, tree: Tree, found: Report) -> ActivationSp
     is_open = recompute.budget is not None and recompute.policy is None and recompute.keep is None
     if modes is None and is_open:
         modes = {_ALL: Mode(Distribution.MATERIALIZED)}
-    ranges = modes or {_ALL: R}
+    ranges: _Ranges = {_ALL: R} if modes is None else modes
     recomputes = any(mode.distribution is Distribution.MATERIALIZED for mode in ranges.values())
     if policy is None and recomputes:
         found.add(
@@ -119,12 +119,13 @@ def _said(raw: SpecRaw, tree: Tree, found: Report) -> _Ranges | None:
                 "activations",
                 f"{mode}{where}: slices of activations are those of an axis whose ranks hold the "
                 "same tokens, and here no axis is named",
-                f"write it on tp: placement: {{tp: [S, S, S, {mode}]}}; here R, M or O",
+                "write R, M or O here, or it on tp: placement: "
+                f"{{tp: [S, S, S, {mode.distribution}]}}",
             )
             continue
         word = text.get(blocks) if isinstance(text, dict) else text
         ranges[blocks_of(blocks)] = on_tier(_plain(mode), word, raw)
-    return ranges
+    return ranges or {_ALL: R}
 
 
 def _of_tuples(raw: SpecRaw, tree: Tree) -> list[tuple[str, Mode]]:

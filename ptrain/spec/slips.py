@@ -11,6 +11,32 @@ TIER_SLIPS = {
     "cpu": "host", "ram": "host",
     "gpu": "device", "cuda": "device",
 }  # fmt: skip
+# What other tools call a key of a spec, and what is written here.
+KEY_SLIPS = {
+    "gradient_checkpointing": "activations: M",
+    "activation_checkpointing": "activations: M",
+    "activation_checkpoint": "activations: M",
+    "checkpointing": "activations: M",
+    "checkpoint_activations": "activations: M",
+    "recompute_activations": "activations: M",
+    "recompute_granularity": "recompute",
+    "selective_checkpointing": "recompute: selective",
+    "selective_ac": "recompute: selective",
+    "recomputation": "recompute",
+    "rematerialization": "recompute",
+    "remat": "recompute",
+    "activation_offload": "activations: O",
+    "activation_offloading": "activations: O",
+    "offload_activations": "activations: O",
+    "attn_implementation": "attention",
+    "attn": "attention",
+    "linear_cross_entropy": "loss: fused",
+    "fused_cross_entropy": "loss: fused",
+    "chunked_cross_entropy": "loss: chunked",
+    "loss_chunk": "loss: {chunk: 1024}",
+    "loss_parallel": "tensor.loss_parallel",
+}
+_RECOMPUTED = ("full", "selective", "attention", "block", "activations", "gradient", "true")
 NEAR = 0.7  # further apart, two words have nothing to do with each other
 
 
@@ -59,6 +85,23 @@ def unit(value: object) -> str:
         return ask(f"{found[1]} blocks")
     words = re.fullmatch(r"[a-z _-]*", str(value).lower())  # `0 blocks` is a number, not a word
     return near_word(value, ("block", "sub-block", "model")) if words else ""
+
+
+def other_key(word: str) -> str:
+    """What another tool's key is called here."""
+    return KEY_SLIPS.get(word.lower().replace("-", "_"), "")
+
+
+def checkpointed(value: object) -> str:
+    """`checkpoint: full`: what elsewhere is called (activation) checkpointing."""
+    word = str(value).lower()
+    if word not in _RECOMPUTED:
+        return ""
+    policy = word if word in ("selective", "attention") else "full"
+    return (
+        f"did you mean 'recompute: {policy}' with activations: M? checkpoint says when the state "
+        "is saved: at_end, every"
+    )
 
 
 def small_size(value: object, size: int | None, low: int, words: Iterable[str]) -> str:

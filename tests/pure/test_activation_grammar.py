@@ -1,0 +1,370 @@
+"""What a spec may say of activations, recompute, attention and loss, what it means, and that what
+it resolves to says the same."""
+
+from __future__ import annotations
+
+import pytest
+
+from ptrain.errors import SpecError
+from ptrain.spec.keep import (
+    ATTENTION_ONLY,
+    FULL,
+    PLAIN,
+    SELECTIVE,
+    Kept,
+    Operators,
+    Policy,
+)
+from ptrain.spec.load import load
+from ptrain.spec.model import Attention
+from ptrain.spec.placement import Tier
+from ptrain.spec.spec import ActivationSpec, LossSpec
+
+MODEL = {"preset": "llama-tiny"}  # of 4 blocks
+BASE = {"model": MODEL, "mesh": {"dp_shard": 2}, "batch": {"global": 8, "sequence": 32}}
+ZERO3 = {"placement": {"dp_shard": ["S*", "S", "S", "R"]}}
+TP = {"mesh": {"tp": 2}, "placement": {"tp": ["S", "S", "S", "R"]}}
+M, ON_HOST, ON_FILE = Kept(policy=FULL), Kept(tier=Tier.HOST), Kept(tier=Tier.FILE)
+INPUTS_ON_HOST = Kept(policy=FULL, tier=Tier.HOST)
+
+
+def tuple_with(mode):
+    return {"placement": {"dp_shard": ["S*", "S", "S", mode]}}
+
+
+def loaded(**changes):
+    """The spec, which is the same when it is loaded from what it resolves to."""
+    spec = load(BASE | ZERO3 | changes).spec
+    assert load(spec.resolved).spec == spec
+    return spec
+
+
+def fault(**changes):
+    with pytest.raises(SpecError) as caught:
+        load(BASE | ZERO3 | changes)
+    (found,) = caught.value.faults
+    return found
+
+
+@pytest.mark.parametrize(
+    ("changes", "meant"),
+    [
+        ({}, ActivationSpec()),
+        ({"activations": "R"}, ActivationSpec()),
+        ({"activations": "M"}, ActivationSpec(default=M)),
+        ({"activations": "O"}, ActivationSpec(default=ON_HOST)),
+        ({"activations": "R@host"}, ActivationSpec(default=ON_HOST)),
+        ({"activations": "S@host"}, ActivationSpec(default=ON_HOST)),
+        ({"activations": "R@file"}, ActivationSpec(default=ON_FILE)),
+        ({"activations": "S@file"}, ActivationSpec(default=ON_FILE)),
+        ({"activations": "M@host"}, ActivationSpec(default=INPUTS_ON_HOST)),
+        ({"activations": "O", "offload": {"tier": "file"}}, ActivationSpec(default=ON_FILE)),
+        (tuple_with("M"), ActivationSpec(default=M)),
+        (tuple_with("M@host"), ActivationSpec(default=INPUTS_ON_HOST)),
+        (tuple_with("R@host"), ActivationSpec(default=ON_HOST)),
+        (tuple_with("O") | {"offload": {"tier": "file"}}, ActivationSpec(default=ON_FILE)),
+        (tuple_with("M") | {"activations": "M"}, ActivationSpec(default=M)),
+        (tuple_with("M") | {"mesh": {"dp_shard": 1}}, ActivationSpec(default=M)),
+        (TP | {"activations": "M"}, ActivationSpec(default=M)),
+    ],
+)
+def test_a_mode_of_activations_is_the_ranks_wherever_it_is_written(changes, meant):
+    assert loaded(**changes).activations == meant
+
+
+def test_m_of_a_data_axis_goes_with_s_of_tp():
+    modes = {"dp_shard": ["S*", "S", "S", "M"], "tp": ["S", "S", "S", "S"]}
+    spec = loaded(mesh={"dp_shard": 2, "tp": 2}, placement=modes)
+    assert spec.activations == ActivationSpec(default=M)
+    assert [str(factor.placement.activations) for factor in spec.factors] == ["M", "S"]
+
+
+@pytest.mark.parametrize(
+    ("written", "of_4_blocks"),
+    [
+        ({"0-1": "M", "2-": "R"}, (M, M, PLAIN, PLAIN)),
+        ({"2-": "O", "0": "M"}, (M, PLAIN, ON_HOST, ON_HOST)),
+        ({"1": "M@host", "3-3": "O"}, (PLAIN, INPUTS_ON_HOST, PLAIN, ON_HOST)),
+        ({"0-": "M"}, (M, M, M, M)),
+        ({}, (PLAIN,) * 4),
+    ],
+)
+def test_blocks_are_kept_each_in_its_way_and_those_between_are_r(written, of_4_blocks):
+    assert loaded(activations=written).activations.of(4) == of_4_blocks
+
+
+def test_of_blocks_that_are_m_every_nth_is_recomputed():
+    spec = loaded(activations={"1-": "M"}, recompute={"every": 2})
+    assert spec.activations.of(6) == (PLAIN, M, PLAIN, M, PLAIN, M)
+
+
+@pytest.mark.parametrize(
+    ("written", "policy", "resolved"),
+    [
+        ("full", FULL, "full"),
+        ("selective", SELECTIVE, "selective"),
+        ("attention", ATTENTION_ONLY, "attention"),
+        ({}, FULL, "full"),
+        ({"policy": "selective"}, SELECTIVE, "selective"),
+        ({"keep": []}, FULL, "full"),
+        ({"keep": ["attention", "matmul"]}, SELECTIVE, "selective"),
+        ({"keep": "matmul"}, Policy(keep=(Operators.MATMUL,)), {"keep": ["matmul"]}),
+        (
+            {"keep": ["collective", "softmax", "norm"]},
+            Policy(keep=(Operators.SOFTMAX, Operators.NORM, Operators.COLLECTIVE)),
+            {"keep": ["softmax", "norm", "collective"]},
+        ),
+        ({"every": 3}, FULL, {"policy": "full", "every": 3}),
+        ({"policy": "selective", "every": 2}, SELECTIVE, {"policy": "selective", "every": 2}),
+    ],
+)
+def test_a_policy_says_what_is_computed_again(written, policy, resolved):
+    spec = loaded(activations="M", recompute=written)
+    assert spec.activations.default == Kept(policy=policy)
+    assert spec.resolved["recompute"] == resolved
+
+
+def test_without_a_policy_a_block_is_recomputed_whole():
+    assert loaded(activations="M").resolved["recompute"] == "full"
+
+
+def test_a_budget_alone_leaves_the_policy_open():
+    spec = loaded(recompute={"budget": "2 GiB"})
+    assert spec.activations == ActivationSpec(default=M, budget=2**31, is_open=True)
+    with_modes = loaded(activations={"0-1": "M", "2-": "O"}, recompute={"budget": "2 GiB"})
+    assert with_modes.activations.is_open
+    assert with_modes.activations.of(3) == (M, M, ON_HOST)
+
+
+@pytest.mark.parametrize("policy", ["selective", "attention", "full"])
+def test_a_budget_with_its_policy_is_chosen(policy):
+    spec = loaded(activations="M", recompute={"budget": 2**31, "policy": policy, "every": 2})
+    assert not spec.activations.is_open
+    assert spec.resolved["recompute"] == {"budget": 2**31, "policy": policy, "every": 2}
+
+
+def test_a_budget_may_need_nothing_recomputed():
+    spec = loaded(recompute={"budget": 2**31, "policy": "none"})
+    assert spec.activations == ActivationSpec(budget=2**31)
+
+
+@pytest.mark.parametrize(
+    ("written", "kind"),
+    [
+        ("sdpa", Attention.SDPA),
+        ("eager", Attention.EAGER),
+        ("math", Attention.EAGER),
+        ("flex", Attention.FLEX),
+    ],
+)
+@pytest.mark.parametrize("model", [MODEL, {"hf": "LlamaForCausalLM"}], ids=["own", "hf"])
+def test_attention_stands_at_the_top_and_belongs_to_the_model(written, kind, model):
+    spec = loaded(attention=written, model=model)
+    assert spec.model.attention is kind
+    assert spec.resolved.get("attention", "sdpa") == kind.value
+    assert "attention" not in spec.resolved["model"]
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("cross-entropy", LossSpec()),
+        ({}, LossSpec()),
+        ("chunked", LossSpec(chunk=1024)),
+        ("fused", LossSpec(chunk=1024, fused=True)),
+        ({"chunk": 256}, LossSpec(chunk=256)),
+        ({"chunk": 256, "fused": True}, LossSpec(chunk=256, fused=True)),
+        ({"kind": "chunked", "chunk": 256}, LossSpec(chunk=256)),
+        ({"fused": False}, LossSpec()),
+    ],
+)
+def test_a_loss_by_name_or_by_its_tokens(written, meant):
+    assert loaded(loss=written).loss == meant
+
+
+def test_a_vocab_parallel_loss_is_what_tp_has_by_itself():
+    spec = loaded(loss="vocab-parallel", **TP)
+    assert spec == loaded(**TP)
+
+
+@pytest.mark.parametrize("model", [{"target": "m:f"}, {"hf": "LlamaForCausalLM"}])
+def test_blocks_of_another_model_may_be_named(model):
+    assert loaded(model=model | {"blocks": "encoder.layers.*"}).model.blocks == "encoder.layers.*"
+
+
+BOTH_SAY = "activations belong to the rank, and are kept in one way"
+SLICES = (
+    "slices of activations are those of an axis whose ranks hold the same tokens, and here no axis "
+    "is named"
+)
+
+
+@pytest.mark.parametrize(
+    ("changes", "place", "finding", "remedy"),
+    [
+        (
+            tuple_with("M") | {"activations": "O"},
+            "activations",
+            f"O here and M in placement.dp_shard.activations: {BOTH_SAY}",
+            "remove activations, or write placement.dp_shard.activations: R",
+        ),
+        (
+            tuple_with("O") | {"activations": {"0-1": "M", "2-": "O"}},
+            "activations",
+            f"M and O here and O in placement.dp_shard.activations: {BOTH_SAY}",
+            "remove activations, or write placement.dp_shard.activations: R",
+        ),
+        (
+            {"activations": "S"},
+            "activations",
+            f"S: {SLICES}",
+            "write R, M or O here, or it on tp: placement: {tp: [S, S, S, S]}",
+        ),
+        (
+            {"activations": {"0-1": "S*"}},
+            "activations",
+            f"S* of blocks 0-1: {SLICES}",
+            "write R, M or O here, or it on tp: placement: {tp: [S, S, S, S*]}",
+        ),
+        (
+            {"activations": {"0-2": "M", "2-": "O"}},
+            "activations",
+            "the blocks '0-2' and '2-' overlap",
+            "give each block one mode; a block that no range has is R",
+        ),
+        (
+            {"activations": {"0-": "M", "3": "O"}},
+            "activations",
+            "the blocks '0-' and '3' overlap",
+            "give each block one mode; a block that no range has is R",
+        ),
+        (
+            {"activations": {"3-1": "M"}},
+            "activations",
+            "'3-1' ends before it begins",
+            'write "1-3"',
+        ),
+        (
+            {"activations": {"first": "M"}},
+            "activations",
+            "'first' is no range of blocks",
+            'write first-last, counted from 0: {"0-7": M, "8-": R}',
+        ),
+        (
+            {"activations": "checkpoint"},
+            "activations",
+            "must be a mode (R, M or O; M@host), or modes by block; got the text 'checkpoint'",
+            "did you mean M?",
+        ),
+        (
+            {"recompute": "selective"},
+            "recompute",
+            "nothing is recomputed: no block's activations are M, but R",
+            'write activations: M, or of some blocks {"0-7": M}; or remove recompute',
+        ),
+        (
+            {"activations": "O", "recompute": {"every": 2}},
+            "recompute",
+            "nothing is recomputed: no block's activations are M, but O",
+            'write activations: M, or of some blocks {"0-7": M}; or remove recompute',
+        ),
+        (
+            tuple_with("M") | {"recompute": "none"},
+            "recompute",
+            "none, and activations are M: they would be neither kept nor computed again",
+            "write recompute: full or selective, or activations: R",
+        ),
+        (
+            {"activations": "M", "recompute": {"policy": "full", "keep": ["matmul"]}},
+            "recompute.keep",
+            "keep says what is kept of a block, and policy full says it too",
+            "remove one of the two",
+        ),
+        (
+            {"activations": "M", "recompute": {"keep": ["matmul", "matmul"]}},
+            "recompute.keep",
+            "matmul is given twice",
+            "keep one of the two",
+        ),
+        (
+            {"attention": "flash"},
+            "attention",
+            "not yet: attention flash is in the grammar, and nothing executes it by itself (sdpa "
+            "chooses it where it can)",
+            "what works today: attention: sdpa or eager or flex or math",
+        ),
+        (
+            {"attention": "eager", "model": {"target": "m:f"}},
+            "attention",
+            "eager, but a target computes attention as its function has it",
+            "remove attention, and say it in model.arguments",
+        ),
+        (
+            {"loss": "vocab-parallel"},
+            "loss",
+            "vocab-parallel: no vocabulary is cut, since tp has no two ranks",
+            "write cross-entropy, or tp: mesh: {…, tp: 2}",
+        ),
+        (
+            TP | {"loss": "vocab-parallel", "tensor": {"loss_parallel": False}},
+            "loss",
+            "vocab-parallel, and tensor.loss_parallel is false",
+            "remove one of the two",
+        ),
+        (
+            {"loss": {"kind": "cross-entropy", "chunk": 8}},
+            "loss.chunk",
+            "cross-entropy has all logits at once",
+            "remove chunk, or write kind: chunked",
+        ),
+        (
+            {"loss": {"kind": "fused", "fused": False}},
+            "loss.fused",
+            "false, and the kind is fused",
+            "remove one of the two",
+        ),
+        (
+            {"model": MODEL | {"blocks": "blocks.*"}},
+            "model.blocks",
+            "the blocks of a built-in model are known",
+            "remove blocks, or write model.target or model.hf",
+        ),
+    ],
+)
+def test_what_contradicts_itself_is_refused(changes, place, finding, remedy):
+    found = fault(**changes)
+    assert (found.place, found.finding, found.remedy) == (place, finding, remedy)
+
+
+def test_a_fault_of_a_mode_is_not_followed_by_one_of_what_depends_on_it():
+    assert fault(activations="Q", recompute="full").place == "activations"
+    tuples = {"dp_shard": ["S*", "S", "S", "Q"]}
+    assert fault(placement=tuples, recompute="full").place == "placement.dp_shard.activations"
+
+
+@pytest.mark.parametrize(
+    ("changes", "meant"),
+    [
+        ({"checkpoint": "full"}, "did you mean 'recompute: full' with activations: M?"),
+        ({"checkpoint": "selective"}, "did you mean 'recompute: selective' with activations: M?"),
+        ({"gradient_checkpointing": True}, "did you mean 'activations: M'?"),
+        ({"activation-checkpointing": True}, "did you mean 'activations: M'?"),
+        ({"offload_activations": True}, "did you mean 'activations: O'?"),
+        ({"attn_implementation": "eager"}, "did you mean 'attention'?"),
+        ({"linear_cross_entropy": True}, "did you mean 'loss: fused'?"),
+        ({"activations": "M", "recompute": True}, "did you mean 'full'?"),
+        ({"activations": "M", "recompute": "selectve"}, "did you mean 'selective'?"),
+        ({"activations": "M", "recompute": {"keep": ["mm"]}}, "did you mean 'matmul'?"),
+        ({"activations": {"0-1": "offload"}}, "did you mean O?"),
+        ({"activations": "m@cpu"}, "did you mean M@host?"),
+        ({"attention": "flash_attention_2"}, "did you mean 'sdpa'?"),
+        ({"loss": "linear_cross_entropy"}, "did you mean 'fused'?"),
+    ],
+)
+def test_other_words_are_understood(changes, meant):
+    assert fault(**changes).remedy.startswith(meant)
+
+
+@pytest.mark.parametrize("key", ["activations", "recompute", "attention", "loss", "sync"])
+def test_a_list_is_no_value_of_theirs(key):
+    assert fault(**{key: ["full"]}).finding.endswith("; got a list")
