@@ -3,6 +3,7 @@ rank had, gathered again for the backward pass (Korthikanti et al. 2022, section
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,30 +11,48 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+Hooks = tuple[Callable[[Any], Any], Callable[[Any], Any]]
+
 
 class _Slice:
     """A saved view of a gathered tensor, as the slice that it was gathered from."""
 
-    def __init__(self, source: _Source, view: torch.Size) -> None:
+    def __init__(self, source: _Source, part: _Saved, view: torch.Size) -> None:
         self.source = source
+        self.part = part
         self.view = view
+
+    def tensor(self) -> torch.Tensor:
+        return self.source.whole(self.part).view(self.view)
+
+
+class _Saved:
+    """A tensor as the hooks around this sub-block's save it: of a block that is computed again, or
+    kept off the device."""
+
+    def __init__(self, saved: torch.Tensor, outer: Hooks) -> None:
+        pack, self._unpack = outer
+        self._packed = pack(saved)
+
+    def tensor(self) -> torch.Tensor:
+        unpacked: torch.Tensor = self._unpack(self._packed)
+        return unpacked
 
 
 class _Source:
-    """A slice, and what it is gathered to from the first use of a saved view to the last."""
+    """What a slice is gathered to, from the first use of a saved view to the last."""
 
-    def __init__(self, part: torch.Tensor, device_mesh: DeviceMesh, dim: int) -> None:
-        self.part = part.detach()
+    def __init__(self, device_mesh: DeviceMesh, dim: int) -> None:
         self.device_mesh = device_mesh
         self.dim = dim
         self.num_saved = 0
         self._whole: DTensor | None = None
 
-    def whole(self) -> DTensor:
+    def whole(self, saved: _Saved) -> DTensor:
         """For one of the saved views; the last one takes it away."""
         if self._whole is None:
             part = DTensor.from_local(
-                self.part, self.device_mesh, [Shard(self.dim)], run_check=False
+                saved.tensor(), self.device_mesh, [Shard(self.dim)], run_check=False
             )
             self._whole = part.redistribute(placements=[Replicate()])
         whole = self._whole
@@ -44,39 +63,52 @@ class _Source:
 
 
 class Regather:
-    """Hooks on what autograd saves while one sub-block runs."""
+    """Hooks on what autograd saves while one sub-block runs, within those that there are."""
 
     def __init__(self, device_mesh: DeviceMesh, dim: int) -> None:
         self.device_mesh = device_mesh
         self.dim = dim
         self._hooks: saved_tensors_hooks | None = None
+        self._outer: Hooks = _NONE
         self._source: _Source | None = None
+        self._part: torch.Tensor | None = None
         self._key = 0
 
     def enter(self) -> None:
-        self._hooks = saved_tensors_hooks(self._pack, self._unpack)
+        self._outer = torch._C._autograd._top_saved_tensors_default_hooks(False) or _NONE
+        self._hooks = saved_tensors_hooks(self._pack, _unpack)
         self._hooks.__enter__()
 
     def keeps(self, part: torch.Tensor, made: DTensor) -> None:
         """`made` was gathered of `part`."""
-        self._source = _Source(part, self.device_mesh, self.dim)
+        self._source = _Source(self.device_mesh, self.dim)
+        self._part = part.detach()
         self._key = made.to_local().untyped_storage()._cdata
 
     def leave(self) -> None:
         if self._hooks is not None:
             self._hooks.__exit__(None, None, None)
-        self._hooks = self._source = None
+        self._hooks = self._source = self._part = None
+        self._outer = _NONE
         self._key = 0
 
-    def _pack(self, saved: torch.Tensor) -> Any:
-        if not isinstance(saved, DTensor) or self._source is None:
-            return saved
-        if saved._local_tensor.untyped_storage()._cdata != self._key:
-            return saved
-        self._source.num_saved += 1
-        return _Slice(self._source, saved.shape)
+    def _pack(self, saved: torch.Tensor) -> _Slice | _Saved:
+        source, part = self._source, self._part
+        is_whole = (
+            isinstance(saved, DTensor) and saved._local_tensor.untyped_storage()._cdata == self._key
+        )
+        if source is None or part is None or not is_whole:
+            return _Saved(saved, self._outer)
+        source.num_saved += 1
+        return _Slice(source, _Saved(part, self._outer), saved.shape)
 
-    def _unpack(self, packed: Any) -> torch.Tensor:
-        if not isinstance(packed, _Slice):
-            return packed
-        return packed.source.whole().view(packed.view)
+
+def _unpack(packed: _Slice | _Saved) -> torch.Tensor:
+    return packed.tensor()
+
+
+def _as_is(saved: Any) -> Any:
+    return saved
+
+
+_NONE: Hooks = (_as_is, _as_is)
