@@ -45,6 +45,9 @@ STRATEGIES = {
     "fsdp-mixed": ["dp_shard=2: M,S,S,R"],
     "optimizer-in-backward": ["dp_replicate=2: R,R,M,R"],
     "muon": ["dp_shard=2: S*,S*,S*,R"],
+    "checkpoint-full": ["dp_shard=2: S*,S,S,M"],
+    "checkpoint-selective": ["dp_shard=2: S*,S,S,M"],
+    "activation-offload": ["dp_shard=2: S*,S,S,O"],
     "tp": ["tp=2: S,S,S,R"],
     "tp-sp": ["tp=2: S,S,S,S"],
     "tp-saved": ["tp=2: S,S,S,S*"],
@@ -294,6 +297,7 @@ def test_what_is_shown_is_the_spec_and_nothing_that_another_placement_would_refu
             "reshard=true",
             "sync.reshard_after_backward=true",
             "tensor.plan=paired",
+            f"recompute={there.resolved.get('recompute', 'none')}",
             f"pipeline.schedule={ScheduleName.ONE_F_ONE_B}",
         ]
         if there.degree(Axis.TP) > 1:  # shards of slices that are not equal do not run yet
