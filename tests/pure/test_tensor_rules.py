@@ -101,6 +101,13 @@ def test_unequal_slices_of_the_vocabulary_are_not_gathered_yet():
     assert not executed(spec(2))
 
 
+def test_a_fused_loss_takes_a_whole_head():
+    (fault,) = check(spec(2, loss={"chunk": 8, "fused": True}))
+    assert fault.place == "loss.fused" and "tp cuts it" in fault.finding
+    assert not check(spec(2, loss={"chunk": 8}))
+    assert not check(spec(1, loss={"chunk": 8, "fused": True}))
+
+
 def test_an_optimizer_that_takes_whole_matrices_is_refused():
     (fault,) = (f for f in check(spec(2, optimizer={"name": "muon"})) if "tp cuts" in f.finding)
     assert fault.place == "optimizer.name" and "adamw" in fault.remedy

@@ -130,6 +130,15 @@ def _logits(spec: Spec) -> Iterator[Fault]:
         )
 
 
+def _whole_head(spec: Spec) -> Iterator[Fault]:
+    if spec.degree(Axis.TP) > 1 and spec.loss.fused:
+        yield Fault(
+            place="loss.fused",
+            finding="torch's linear_cross_entropy takes a whole head, and tp cuts it",
+            remedy="remove fused: chunks of logits are cut over the vocabulary too",
+        )
+
+
 def _whole_matrices(spec: Spec) -> Iterator[Fault]:
     if spec.degree(Axis.TP) > 1 and spec.optimizer.name not in ELEMENTWISE:
         yield Fault(
@@ -179,6 +188,7 @@ TENSOR = AxisRules(
         SpecRule(name="every rank has rows", theorem="Definition 2", faults=_rows),
         SpecRule(name="roles are the family's own", theorem="Definition 2", faults=_own_plan),
         SpecRule(name="slices of the tokens are equal", theorem="Definition 2", faults=_tokens),
+        SpecRule(name="an operator has whole weights", theorem="Definition 2", faults=_whole_head),
         SpecRule(
             name="an update sees what it needs",
             theorem="Theorem 4 (state consistency)",
