@@ -169,6 +169,17 @@ class Blocked:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Operations:
+    """Floating-point operations of one rank's matrix products in a step, two for each
+    multiplication: its forward and backward passes, and what backward runs `again` of forward."""
+
+    rank: int
+    forward: int
+    backward: int
+    again: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
     """One account of one run: a prediction (paper, exact), a simulation or a measurement.
 
@@ -189,6 +200,7 @@ class Estimate:
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     accounts: tuple[tuple[Traffic, ...], ...] = ()
+    operations: tuple[Operations, ...] = ()
 
     def bytes_of(self, state: State, rank: int | None = None) -> int:
         """Device bytes of `state` on `rank`, or the maximum over the ranks."""

@@ -32,7 +32,7 @@ from ptrain.interpreter.tiers import Tiers
 from ptrain.models.build import build
 from ptrain.models.initialize import cast
 from ptrain.models.tables import SMALLEST, Table, factorise
-from ptrain.models.trace import Recording, record
+from ptrain.models.trace import Born, Died, Recording, record
 from ptrain.models.units import unit_modules
 from ptrain.models.work import When, Work, WorkRecorder
 from ptrain.plan.step import Keep
@@ -53,7 +53,11 @@ class Traced:
 
 
 def trace(
-    setting: Setting, shape: ModelShape, kept: Kept, dtype: torch.dtype, mesh: DeviceMesh
+    setting: Setting,
+    shape: ModelShape,
+    kept: Kept,
+    dtype: torch.dtype,
+    mesh: DeviceMesh | None,
 ) -> Traced:
     """One micro-batch, of rank 0's part where operators are cut, when torch has learnt the cuts."""
     step = setting.kind.step(shape) if setting.kind else None
@@ -62,7 +66,7 @@ def trace(
     registry = Registry()
     model = build(shape, sequence=sequence)
     cast(model, dtype)
-    if step is not None:
+    if step is not None and mesh is not None:
         parallelize(model, step, mesh, registry)
     if not kept.is_plain:
         blocks = tuple((f"blocks.{index}", kept) for index in range(shape.layers))
@@ -84,7 +88,7 @@ def trace(
 class Blocks:
     """The tables of one setting in the making: sizes are numbered as they come."""
 
-    def __init__(self, setting: Setting, mesh: DeviceMesh) -> None:
+    def __init__(self, setting: Setting, mesh: DeviceMesh | None = None) -> None:
         self.setting, self.mesh = setting, mesh
         self.sizes: dict[tuple[int, int, tuple[int, ...]], int] = {}
         self.parts: dict[str, int] = {}
@@ -115,12 +119,13 @@ class Blocks:
         table = Table(shape, setting.precision, setting.batch, setting.symbols, tracer)
         table.sizes = self.sizes
         first = table.recordings[0]
-        parts, saved = table.parts(first), table.saved(first)
+        parts = table.parts(first)
         return {
             "forward": self._part(parts["forward"]["block"]),
             "backward": self._part(parts["backward"]["block"]),
-            "saved": self._part(saved["block"]),
+            "saved": self._part(_saved(table, first)),
             "moved": self._part(self._moved(table, first)),
+            "frees_input": _frees_input(table, first),
             **self._work(traced[0], table),
         }
 
@@ -158,6 +163,34 @@ class Blocks:
         """What is sent is what some operator allocated."""
         number = next(number for number, bytes_ in recording.sizes.items() if bytes_ == size)
         return table.size(number)
+
+
+def _saved(table: Table, recording: Recording) -> list[object]:
+    """What the first block leaves on the device, by operator: its output, which is the next one's
+    input, stands for its own input."""
+    alive = set(recording.saved)
+    unit, events = table.units.index(("blocks.0",)), recording.forward
+    start, end = (events.index(Boundary(mark, unit)) for mark in (Mark.ENTER, Mark.LEAVE))
+    return [
+        (event.operator.removeprefix("aten::"), table.size(event.id))
+        for event in events[start:end]
+        if isinstance(event, Born) and event in alive
+    ]
+
+
+def _frees_input(table: Table, recording: Recording) -> bool:
+    """Whether a block's input is gone when the next block begins: what the second one frees of what
+    was there before it."""
+    starts = [
+        recording.forward.index(Boundary(Mark.ENTER, table.units.index((f"blocks.{block}",))))
+        for block in (1, 2)
+        if block < table.shape.layers
+    ]
+    events = recording.forward[starts[0] : starts[1] if len(starts) > 1 else None]
+    born = {event.id for event in recording.forward[: starts[0]] if isinstance(event, Born)}
+    freed = [event.id for event in events if isinstance(event, Died) and event.id in born]
+    assert len(freed) <= 1, "a block has one input"
+    return bool(freed)
 
 
 def _works(traced: Traced, table: Table) -> Iterator[list[Work]]:

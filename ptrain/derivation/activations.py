@@ -19,6 +19,7 @@ from ptrain.derivation.monomials import Monomial, dimensions, merged, monomials
 from ptrain.spec.keep import PLAIN, Kept
 from ptrain.spec.model import Family, ModelShape
 from ptrain.spec.precision import DType
+from ptrain.spec.spec import Spec
 from ptrain.timeline import Boundary, Complete, Item, Mark, Run, Timeline
 
 Units = tuple[tuple[str, ...], ...]
@@ -84,6 +85,20 @@ def timeline(
         moved=blocks.moved(setting, kept) if setting else (),
         repeated=blocks.repeated(setting, kept) if setting else (),
     )
+
+
+def is_tabulated(spec: Spec) -> bool:
+    """Whether the committed tables tell what a micro-batch allocates; else it is traced."""
+    shape = spec.model
+    if not isinstance(shape, ModelShape):
+        return False
+    kept = spec.activations.of(shape.layers)
+    if spec.loss.chunk is not None:
+        return False
+    if blocks.is_as_usual(shape, kept):
+        return True
+    is_whole = not spec.pipeline.is_in_halves and not spec.tensor.is_naive
+    return is_whole and all(blocks.is_known(shape, each) for each in kept)
 
 
 def saved_bytes(shape: ModelShape, *, batch: int, sequence: int, compute: DType) -> int:

@@ -63,7 +63,10 @@ class Setting:
 
     @property
     def kind(self) -> str:
-        return self.cut.kind.removesuffix("-gathered") if self.cut else PLAIN_NAME
+        if self.cut is None:
+            return PLAIN_NAME
+        kind = self.cut.kind.removesuffix("-gathered")
+        return kind if kind in CUTS else CUTS[0]  # a naive cut computes the same
 
     @property
     def values(self) -> dict[str, int]:
@@ -75,10 +78,12 @@ class Setting:
 class Block:
     """One block of a setting. `forward` and `backward` are what `monomials.merged` gives, from
     boundary to boundary and what follows; `moved` the bytes of each storage that forward takes off
-    the device; `sent` the collectives of its recomputation, with the bytes of the whole tensor."""
+    the device; `sent` the collectives of its recomputation, with the bytes of the whole tensor;
+    `frees_input`: its input is gone behind its forward pass, and not only behind backward."""
 
     forward: tuple[Any, ...]
     backward: tuple[Any, ...]
+    frees_input: bool
     moved: tuple[int, ...]
     sent: tuple[tuple[Collective, int], ...]
 
@@ -108,6 +113,7 @@ def block(setting: Setting, kept: Kept, attention: Attention) -> Block:
     return Block(
         forward=tuple(merged(parts[found["forward"]], sizes)),
         backward=tuple(merged(parts[found["backward"]], sizes)),
+        frees_input=found["frees_input"],
         moved=tuple(sizes[index] for index in parts[found["moved"]]),
         sent=tuple(
             (Collective(name), sizes[index]) for name, index in parts[found["work"]][0]["sent"]
@@ -188,9 +194,8 @@ def _replaced(
     )
     own = _net(of_base) - _net(of_plain[1])  # what the place adds
     then = _net(of_other[2]) - _net(of_plain[2])
-    if kept.tier is not Tier.DEVICE:
-        then += held if is_forward else -held
-    more = own + then
+    freed = held * (int(other.frees_input) - int(plain.frees_input))  # what is held is not
+    more = own + then + (freed if is_forward else -freed)
     return [*before, *of_other[1], *([Run(max(more, 0), more)] if more else []), *after]
 
 

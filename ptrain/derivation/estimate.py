@@ -9,12 +9,14 @@ from math import lcm
 from ptrain.algebra.layout import position
 from ptrain.costs import Column, Estimate, Footprint, Peak, State, Traffic, TrafficKey, add_traffic
 from ptrain.derivation import pipeline, tensor
+from ptrain.derivation.activations import is_tabulated
 from ptrain.derivation.facts import ModelFacts
 from ptrain.derivation.in_flight import in_flight
 from ptrain.derivation.interconnect import warnings
 from ptrain.derivation.kept import activation_row, kept_traffic
 from ptrain.derivation.memory import resident
 from ptrain.derivation.notes import notes
+from ptrain.derivation.operations import operations
 from ptrain.derivation.paper import paper
 from ptrain.derivation.parameters import facts as facts_of
 from ptrain.derivation.pipeline_notes import pipeline_notes
@@ -47,7 +49,8 @@ def derive(spec: Spec, facts: ModelFacts | None = None) -> Derivation:
     facts = own_facts(spec) if facts is None else facts
     stages = pipeline.stages_of(spec, facts)
     plan = lower(spec, facts.unit_modules, facts.roles, stages, facts.blocks)
-    return Derivation(paper=paper(spec, facts), exact=exact(spec, plan, facts), plan=plan)
+    found = replace(exact(spec, plan, facts), operations=operations(spec, plan, stages))
+    return Derivation(paper=paper(spec, facts), exact=found, plan=plan)
 
 
 def own_facts(spec: Spec) -> ModelFacts:
@@ -103,7 +106,7 @@ def _exact_stages(spec: Spec, plan: Plan, facts: ModelFacts) -> Estimate:
     keys = dict.fromkeys(row.key for rows in accounts for row in rows)
     traffic = tuple(dict.fromkeys(_of_key(key, rows) for key in keys for rows in accounts))
     memory, peaks, undefined = pipeline.resident(spec, plan, stages), tuple[Peak, ...](), {}
-    if isinstance(spec.model, ModelShape) or facts.stage_passes:
+    if is_tabulated(spec) or facts.stage_passes:
         flight = in_flight(spec, pipeline.schedule_of(spec), stages, memory)
         memory, peaks = (*memory, *flight.memory), flight.peaks
     else:
@@ -165,7 +168,7 @@ def _exact_part(spec: Spec, plan: Plan, facts: ModelFacts) -> Estimate:
     estimate = Estimate(
         column=Column.EXACT, world_size=spec.world_size, memory=memory, traffic=traffic
     )
-    is_by_family = isinstance(spec.model, ModelShape) and not facts.roles
+    is_by_family = is_tabulated(spec) and not facts.roles
     if facts.timeline is None and not is_by_family:
         return replace(estimate, undefined=dict.fromkeys(("activations", "peak"), _NOT_TRACED))
     played = replay(spec, facts, plan, memory)

@@ -26,6 +26,7 @@ from ptrain.axes.ring import Calls
 from ptrain.axes.tensor.costs import Cut
 from ptrain.costs import Footprint, State, Traffic, add_traffic
 from ptrain.derivation import tensor
+from ptrain.derivation.activations import is_tabulated
 from ptrain.derivation.calls import group_over
 from ptrain.derivation.facts import ModelFacts, UnitFacts
 from ptrain.derivation.kept import kept_traffic
@@ -290,7 +291,7 @@ def _kept(spec: Spec, each: StageParts, index: int) -> tuple[Pairs, Pairs]:
     if each.passes:
         passes = each.passes[index]
         return passes.moved, passes.repeated
-    if not isinstance(spec.model, ModelShape):
+    if not is_tabulated(spec):
         return (), ()  # not traced: nothing is said of activations
     return moved_and_repeated(spec, each.stage, each.cut(spec, index))
 

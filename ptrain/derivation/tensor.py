@@ -43,7 +43,8 @@ def parts(spec: Spec, plan: Plan, facts: ModelFacts) -> dict[ModelFacts, tuple[i
 def local_facts(spec: Spec, facts: ModelFacts, cut: Cut) -> ModelFacts:
     """One rank's part: local shapes, and the timeline of its micro-batch."""
     units = local_units(facts, cut)
-    if isinstance(spec.model, ModelShape) and not facts.roles:
+    is_by_family = activations.is_tabulated(spec) and not facts.roles
+    if isinstance(spec.model, ModelShape) and is_by_family and not facts.part_timelines:
         return replace(
             facts,
             units=units,

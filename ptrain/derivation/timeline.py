@@ -67,7 +67,7 @@ def model_timeline(spec: Spec, facts: ModelFacts) -> Timeline:
     """One micro-batch of the model: from the facts where they were traced, else from a table."""
     if facts.timeline is not None:
         return facts.timeline
-    if not isinstance(spec.model, ModelShape):
+    if not isinstance(spec.model, ModelShape) or not activations.is_tabulated(spec):
         raise PtrainError("model: its activations are known only from a trace of the model itself")
     return activations.timeline(
         spec.model,

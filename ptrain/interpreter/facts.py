@@ -13,13 +13,13 @@ from torch import nn
 from ptrain.activations.apply import keep_traced
 from ptrain.axes.pipeline.parts import Prepare, stage_passes, stage_rows
 from ptrain.axes.tensor.parts import Traced, by_place, kept_of, timelines_of, traced
+from ptrain.derivation.activations import is_tabulated
 from ptrain.derivation.estimate import own_facts
 from ptrain.derivation.facts import ModelFacts
 from ptrain.interpreter.stages import stages_of_module
 from ptrain.models.build import build
 from ptrain.models.facts import module_facts
 from ptrain.spec.axis import Axis
-from ptrain.spec.model import ModelShape
 from ptrain.spec.spec import Spec
 
 Share = Callable[[Callable[[], Traced]], Traced]
@@ -28,10 +28,11 @@ Share = Callable[[Callable[[], Traced]], Traced]
 def facts_of(
     spec: Spec, *, allow_import: bool = True, share: Share = lambda trace: trace()
 ) -> ModelFacts:
-    """A built-in model's facts from its shape, any other's from the module itself. A call from
-    Python allows the import of a target; commands pass what their user allowed. `share` runs what
-    it is given, which takes seconds, or gives what another rank found."""
-    if isinstance(spec.model, ModelShape):
+    """A built-in model's facts from its shape, where tables tell what it allocates; else, and any
+    other model's, from the module itself. A call from Python allows the import of a target;
+    commands pass what their user allowed. `share` runs what it is given, which takes seconds, or
+    gives what another rank found."""
+    if is_tabulated(spec):
         return own_facts(spec)
     return read_facts(spec, allow_import=allow_import, share=share)
 
@@ -49,7 +50,7 @@ def read_facts(
     is_cut = spec.degree(Axis.TP) > 1 or spec.degree(Axis.PP) > 1
     facts = module_facts(model, spec, None if is_cut else partial(_keep, spec))
     has_stages = stages_of_module(spec, model, facts) is not None
-    if isinstance(spec.model, ModelShape):
+    if is_tabulated(spec):
         return facts
     if spec.degree(Axis.TP) > 1:
         del model  # the processes that play the ranks build their own

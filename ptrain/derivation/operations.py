@@ -1,0 +1,85 @@
+"""Floating-point operations of a step of a built-in model: the matrix products of its blocks, read
+off the tables of blocks, and of its head. What a recomputation runs again is counted by itself:
+the matrix product whose result nothing in backward needs is not among it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from ptrain.algebra.layout import position
+from ptrain.axes.pipeline.stages import Stage
+from ptrain.axes.tensor.costs import Cut
+from ptrain.costs import Operations
+from ptrain.derivation import blocks
+from ptrain.plan.step import Plan
+from ptrain.spec.axis import Axis
+from ptrain.spec.model import ModelShape
+from ptrain.spec.spec import Spec
+
+_PASSES = ("forward", "backward", "again")
+
+
+def operations(spec: Spec, plan: Plan, stages: Sequence[Stage]) -> tuple[Operations, ...]:
+    """Rank by rank; none for a model that is not built in, or whose blocks have no table."""
+    shape = spec.model
+    if not isinstance(shape, ModelShape):
+        return ()
+    kept = spec.activations.of(shape.layers)
+    if not all(blocks.is_known(shape, each) for each in kept):
+        return ()
+    known: dict[tuple[int, int], dict[str, int]] = {}
+    found = []
+    for rank in range(spec.world_size):
+        place, index = position(spec, rank, (Axis.PP,)), position(spec, rank, (Axis.TP,))
+        if (place, index) not in known:
+            known[place, index] = _of_rank(spec, plan, stages, place, index)
+        found.append(Operations(rank=rank, **known[place, index]))
+    return tuple(found)
+
+
+def _of_rank(
+    spec: Spec, plan: Plan, stages: Sequence[Stage], place: int, index: int
+) -> dict[str, int]:
+    shape = spec.model
+    assert isinstance(shape, ModelShape), "a built-in model"
+    own = plan.pipeline.stages_of(place) if plan.pipeline else ()
+    numbers = [
+        int(layer.rpartition(".")[2]) for stage in own for layer in stages[stage].layers
+    ] or list(range(shape.layers))
+    setting, kept = _setting(spec, plan, index), spec.activations.of(shape.layers)
+    found = Counter[str]()
+    for each, times in Counter(kept[number] for number in numbers).items():
+        for name, count in blocks.operations(setting, each).items():
+            found[name] += times * count
+    if plan.pipeline is None or plan.pipeline.stages - 1 in own:
+        found.update(dict(_of_head(spec, plan, setting)))
+    return {name: plan.accumulate.micro_batches * found[name] for name in _PASSES}
+
+
+def _of_head(spec: Spec, plan: Plan, setting: blocks.Setting) -> Iterator[tuple[str, int]]:
+    """Logits of every token, and the gradients of both factors. A loss by chunks computes its
+    logits twice; torch's fused one their gradients where it has the logits."""
+    shape, tokens = setting.shape, setting.batch * spec.batch.sequence
+    vocab = setting.cut.slice_of(shape.vocab) if setting.cut else shape.vocab
+    product = 2 * tokens * shape.hidden * vocab
+    yield "forward", product
+    yield "backward", 2 * product
+    if plan.loss is not None and not plan.loss.fused:
+        yield "again", product
+
+
+def _setting(spec: Spec, plan: Plan, index: int) -> blocks.Setting:
+    shape = spec.model
+    assert isinstance(shape, ModelShape), "a built-in model"
+    cut = None
+    if plan.tensor is not None:
+        cut = Cut(step=plan.tensor, degree=spec.degree(plan.tensor.axis), index=index)
+    return blocks.Setting(
+        shape=shape,
+        batch=spec.batch.micro,
+        sequence=spec.batch.sequence,
+        compute=spec.precision.effective.parameters,
+        cut=cut,
+    )

@@ -1,0 +1,124 @@
+"""What a block allocates by how its activations are kept: the tables, put into a model's timeline,
+are what tracing gives at any shape and in any mixture, to the byte."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from ptrain.activations import tables
+from ptrain.activations.apply import keep
+from ptrain.derivation import activations, blocks
+from ptrain.interpreter.registry import Registry
+from ptrain.interpreter.tiers import Tiers
+from ptrain.models.build import build
+from ptrain.models.initialize import cast
+from ptrain.models.loss import token_loss_sum
+from ptrain.models.trace import record, to_timeline
+from ptrain.models.units import unit_modules
+from ptrain.plan.step import Keep
+from ptrain.spec.keep import PLAIN, Kept
+from ptrain.spec.model import Attention, ModelShape
+from ptrain.spec.precision import DType
+from ptrain.timeline import Run, Timeline
+from tests.pure.build import ODD_SHAPE
+from tests.unit.shapes import SMALL_GPT
+
+VARIANTS = dict(blocks.VARIANTS)
+TORCH = {DType.FP32: torch.float32, DType.BF16: torch.bfloat16}
+GQA = replace(ODD_SHAPE, layers=3)
+DROPOUT = replace(SMALL_GPT, dropout=0.1, layers=3)
+ALIKE = [(kept,) * 3 for kept in VARIANTS.values()]
+MIXED = [
+    (VARIANTS["full"], PLAIN, VARIANTS["offload"]),
+    (PLAIN, VARIANTS["full-offload"], VARIANTS["selective"]),
+    (VARIANTS["attention"], VARIANTS["offload"], VARIANTS["full"]),
+]
+
+
+def name_of(kept: tuple[Kept, ...]) -> str:
+    names = [next(name for name, other in VARIANTS.items() if other == each) for each in kept]
+    return names[0] if len(set(names)) == 1 else "+".join(names)
+
+
+def traced(
+    shape: ModelShape, kept: tuple[Kept, ...], compute: DType, batch: int, sequence: int
+) -> Timeline:
+    model = build(shape, sequence=sequence)
+    cast(model, TORCH[compute])
+    named = tuple((f"blocks.{index}", each) for index, each in enumerate(kept))
+    step = Keep(blocks=tuple(pair for pair in named if not pair[1].is_plain))
+    keep(model, step, Tiers(torch.device("cpu"), Registry()))
+    tokens = torch.zeros(batch, sequence + 1, dtype=torch.int64)
+    return to_timeline(
+        record(
+            model,
+            unit_modules(model),
+            lambda: token_loss_sum(model(tokens[:, :-1]), tokens[:, 1:]) / (batch * sequence),
+            tokens,
+        )
+    )
+
+
+def levels(items: tuple[object, ...]) -> list[int]:
+    """Live bytes at each boundary, and the most between two; of gradients none are kept."""
+    found, level, highest = [], 0, 0
+    for item in items:
+        if isinstance(item, Run):
+            highest = max(highest, level + item.rise)
+            level += item.net
+        else:
+            found += [highest, level]
+            highest = level
+    return [*found, highest, level]
+
+
+CASES = [
+    pytest.param(
+        replace(shape, attention=attention),
+        kept,
+        compute,
+        id=f"{shape.family}-{attention}-{compute}-{name_of(kept)}",
+        marks=()
+        if compute is DType.FP32 and (kept in MIXED[:1] or attention is Attention.EAGER)
+        else pytest.mark.nightly,
+    )
+    for shape, attention, compute, kept in itertools.product(
+        (GQA, DROPOUT), (Attention.SDPA, Attention.EAGER), TORCH, [*ALIKE, *MIXED]
+    )
+]
+
+
+@pytest.mark.parametrize(("shape", "kept", "compute"), CASES)
+def test_the_tables_of_blocks_give_the_trace_of_another_shape_to_the_byte(shape, kept, compute):
+    for batch, sequence in ((2, 16), (1, 9)):
+        found = traced(shape, kept, compute, batch, sequence)
+        derived = activations.timeline(
+            shape, batch=batch, sequence=sequence, compute=compute, kept=kept
+        )
+        assert derived.saved_bytes == found.saved_bytes
+        assert sorted(derived.moved) == sorted(found.moved)
+        assert max(levels(derived.forward)) == max(levels(found.forward))
+        assert max(levels(derived.backward)) == max(levels(found.backward))
+        assert levels(derived.backward)[-1] == levels(found.backward)[-1]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name == "llama-gqa-bf16-one" else pytest.mark.nightly)
+        for name, _ in tables.block_settings()
+    ],
+)
+def test_the_committed_tables_of_blocks_are_what_the_command_writes(name):
+    setting = dict(tables.block_settings())[name][blocks.PLAIN_NAME]
+    path = Path(blocks.__file__).parent / "tables" / "blocks" / f"{name}.json"
+    committed = json.loads(path.read_text(encoding="utf-8"))[blocks.PLAIN_NAME]
+    if not torch.__version__.startswith(committed["torch"]):
+        pytest.skip(f"traced with torch {committed['torch']}, this is {torch.__version__}")
+    assert json.loads(json.dumps(tables.Blocks(setting).build())) == committed
