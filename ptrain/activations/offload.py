@@ -13,7 +13,7 @@ processor a copy is made where it is asked for. A file is written and read by th
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -55,8 +55,7 @@ class Offload:
             if not torch.is_grad_enabled() or runs_again():
                 return
             self._last = _Pass(tier, self._last)
-            own = frozenset(self._own(module))
-            hooks = saved_tensors_hooks(partial(self._pack, self._last, own), _unpack)
+            hooks = saved_tensors_hooks(partial(self._pack, self._last, module), _unpack)
             hooks.__enter__()
             entered.append(hooks)
 
@@ -72,16 +71,10 @@ class Offload:
         if not runs_again():
             self._last = None
 
-    def _own(self, module: nn.Module) -> Iterator[int]:
-        """The storages of the module's parameters as they are while it runs, and of buffers, which
-        a model hands to its modules."""
-        for tensor in (*module.parameters(), *module.buffers(), *self.model.buffers()):
-            yield storage_of(tensor)._cdata
-
-    def _pack(self, owner: _Pass, own: frozenset[int], saved: torch.Tensor) -> Any:
+    def _pack(self, owner: _Pass, module: nn.Module, saved: torch.Tensor) -> Any:
         with torch.no_grad():
             held = _plain(saved)
-            if not self._moves(held, own):
+            if not self._moves(held, module):
                 return saved
             return _View(
                 away=self._away(held, owner),
@@ -91,7 +84,7 @@ class Offload:
                 cut=_Cut.of(saved),
             )
 
-    def _moves(self, held: torch.Tensor, own: frozenset[int]) -> bool:
+    def _moves(self, held: torch.Tensor, module: nn.Module) -> bool:
         if held.layout is not torch.strided or held.device.type != self.tiers.device.type:
             return False
         if not held.is_floating_point() and held.dtype not in _SMALL:
@@ -99,22 +92,36 @@ class Offload:
         storage = held.untyped_storage()
         size = storage.nbytes()
         is_whole = bool(size) and size % held.itemsize == 0
-        return is_whole and storage._cdata not in own and not is_tagged(storage)
+        if not is_whole or is_tagged(storage):
+            return False
+        return self._moved(held) is not None or not self._owns(storage, module)
+
+    def _owns(self, storage: torch.UntypedStorage, module: nn.Module) -> bool:
+        """Whether it is of the module's parameters, as they are now: parts of it may be gathered
+        for their own time only; or of buffers, which a model hands to its modules."""
+        tensors = (*module.parameters(), *module.buffers(), *self.model.buffers())
+        return any(storage_of(tensor)._cdata == storage._cdata for tensor in tensors)
 
     def _away(self, held: torch.Tensor, owner: _Pass) -> Away:
-        """The storage off the device: as it was moved, if it has not been written to since."""
-        storage, version = held.untyped_storage(), held._version
-        key = storage._cdata
-        if entry := self._known.get(key):
-            known, of_version, reference = entry
-            away = reference()
-            if known() is storage and of_version == version and away is not None:
-                return away
+        """The tensor's storage off the device."""
+        if away := self._moved(held):
+            return away
         away = Away(held, owner.tier, self.tiers, self.streams)
         owner.moved.append(weakref.ref(away))
+        storage = held.untyped_storage()
+        key = storage._cdata
         forget = partial(_forget, self._known, key)
-        self._known[key] = weakref.ref(storage, forget), version, weakref.ref(away)
+        self._known[key] = weakref.ref(storage, forget), held._version, weakref.ref(away)
         return away
+
+    def _moved(self, held: torch.Tensor) -> Away | None:
+        """As it was moved before, if it has not been written to since."""
+        storage = held.untyped_storage()
+        entry = self._known.get(storage._cdata)
+        if entry is None:
+            return None
+        known, version, reference = entry
+        return reference() if known() is storage and version == held._version else None
 
 
 def _forget(known: dict[int, Any], key: int, reference: object) -> None:

@@ -19,6 +19,7 @@ from ptrain.costs import State
 from ptrain.interpreter.comm import TaggedAllGather, TaggedReduceScatter
 from ptrain.interpreter.mesh import Mesh
 from ptrain.interpreter.registry import Registry
+from ptrain.models.again import runs_again
 from ptrain.models.ledger import local
 from ptrain.models.numerics import TORCH_DTYPES
 from ptrain.plan.step import FullyShard, Plan
@@ -146,6 +147,7 @@ class Prefetch:
         self, sharded: Sequence[FSDPModule], members: Sequence[Sequence[nn.Module]], count: int
     ) -> None:
         self.count = count
+        self._first = {module: modules[0] for module, modules in zip(sharded, members, strict=True)}
         self._entered: list[FSDPModule] = []
         self._left: list[FSDPModule] = []
         self._hooks = []
@@ -170,10 +172,19 @@ class Prefetch:
         for place, module in enumerate(self._entered):
             following = self._entered[place + 1 : place + 1 + self.count]
             module.set_modules_to_forward_prefetch(following)
+            self._first[module].register_forward_pre_hook(
+                partial(_gather_ahead, module, following), prepend=True
+            )
         backward = self._left[::-1]
         for place, module in enumerate(backward):
             preceding = backward[place + 1 : place + 1 + self.count]
             module.set_modules_to_backward_prefetch(preceding or [module])
+
+
+def _gather_ahead(module: FSDPModule, following: list[FSDPModule], *_: object) -> None:
+    """Nothing, where a part of a unit runs again: what follows in forward has been through its
+    backward pass."""
+    module.set_modules_to_forward_prefetch([] if runs_again() else following)
 
 
 def _note(order: list[FSDPModule], module: FSDPModule, *_: object) -> None:
