@@ -1,7 +1,7 @@
 """ptrain: distributed training from a placement spec, predicted to the byte and measured.
 
-`load`, `expand`, `derive`, `lower` are pure; `interpret`, `measure`, `run` import torch. All are
-imported on first use, so that `import ptrain` costs nothing.
+`load`, `expand`, `settled`, `derive`, `lower` are pure; `interpret`, `measure`, `run` import torch.
+All are imported on first use, so that `import ptrain` costs nothing.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from ptrain.interpreter.program import interpret as interpret
     from ptrain.meters.measure import measure as measure
     from ptrain.plan.lower import lower as lower
+    from ptrain.selection.recompute import settled as settled
     from ptrain.spec.load import expand as expand
     from ptrain.spec.load import load as load
     from ptrain.train.notebook import run as run
@@ -30,6 +31,7 @@ _HOMES = {
     "measure": "ptrain.meters.measure",
     "read_facts": "ptrain.interpreter.facts",
     "run": "ptrain.train.notebook",
+    "settled": "ptrain.selection.recompute",
 }
 __all__ = [
     "__version__",
@@ -41,6 +43,7 @@ __all__ = [
     "measure",
     "read_facts",
     "run",
+    "settled",
 ]
 
 

@@ -7,7 +7,6 @@ from argparse import ArgumentParser, Namespace
 from dataclasses import asdict
 from pathlib import Path
 
-from ptrain.algebra.legality import require
 from ptrain.axes.pipeline.form import pipeline_of
 from ptrain.axes.pipeline.known import schedule
 from ptrain.charts.canvas import Format, painted
@@ -19,6 +18,7 @@ from ptrain.derivation.estimate import Derivation, derive
 from ptrain.errors import PtrainError, refused
 from ptrain.plan.composition import theorem_6, theorem_7
 from ptrain.plan.show import show
+from ptrain.selection.recompute import settled
 from ptrain.spec.load import load
 from ptrain.spec.overrides import split_arguments
 from ptrain.spec.spec import Spec
@@ -93,5 +93,5 @@ def _draw(spec: Spec, path: Path, form: Format) -> None:
 
 
 def _derived(source: str, overrides: list[str], allow_import: bool) -> tuple[Spec, Derivation]:
-    spec = require(load(source, overrides))
+    spec = settled(load(source, overrides))
     return spec, derive(spec, facts_of(spec, allow_import=allow_import))

@@ -6,8 +6,8 @@ from argparse import ArgumentParser, Namespace
 from dataclasses import asdict
 
 import ptrain
-from ptrain.algebra.legality import require
 from ptrain.cli.arguments import add_spec_arguments, print_json
+from ptrain.derivation.activations import is_tabulated
 from ptrain.derivation.estimate import derive, own_facts
 from ptrain.derivation.facts import ModelFacts
 from ptrain.errors import PtrainError
@@ -17,8 +17,8 @@ from ptrain.report.predict import Prediction, one
 from ptrain.report.record import record
 from ptrain.selection.fit import fit
 from ptrain.selection.preflight import cheaper
+from ptrain.selection.recompute import settled
 from ptrain.spec.load import load
-from ptrain.spec.model import ModelShape
 from ptrain.spec.overrides import split_arguments, sweeps
 from ptrain.spec.spec import Spec
 
@@ -58,7 +58,7 @@ def predict(
     """One prediction, or one per combination of the lists among the overrides; their labels hold
     the spec's name too where they are `named`."""
     chosen = list(sweeps(overrides))
-    specs = [require(load(source, each)) for each in chosen]
+    specs = [settled(load(source, each)) for each in chosen]
     return [
         _predict(
             spec,
@@ -75,8 +75,9 @@ def _label(spec: Spec, swept: list[str], *, named: bool) -> str:
 
 
 def facts_of(spec: Spec, *, allow_import: bool) -> ModelFacts:
-    """A built-in model's from its shape; any other's are read off the model, which needs torch."""
-    if isinstance(spec.model, ModelShape):
+    """A built-in model's from its shape, where tables tell what it allocates; else, and any other
+    model's, they are read off the model, which needs torch."""
+    if is_tabulated(spec):
         return own_facts(spec)
     facts: ModelFacts = ptrain.read_facts(spec, allow_import=allow_import)
     return facts

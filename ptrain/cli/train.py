@@ -16,10 +16,10 @@ from dataclasses import replace
 from importlib.util import find_spec
 from typing import NoReturn
 
-from ptrain.algebra.legality import require
 from ptrain.derivation.estimate import derive
 from ptrain.errors import PtrainError, SpecError, refused
 from ptrain.selection.preflight import require_fit
+from ptrain.selection.recompute import settled
 from ptrain.spec.extras import require_transformers
 from ptrain.spec.file_tier import require_file_tier
 from ptrain.spec.load import load
@@ -53,7 +53,7 @@ def run(arguments: Namespace) -> int:
 def checked(asked: Options) -> Spec:
     """The spec that will run. Raises what is wrong with it, or with the options, before any rank
     starts and anything is written."""
-    spec = require(load(asked.spec, asked.overrides))
+    spec = settled(load(asked.spec, asked.overrides))
     require_reachable(spec)
     if asked.tensorboard and find_spec("tensorboard") is None:
         raise SpecError(MISSING)

@@ -8,9 +8,9 @@ from argparse import ArgumentParser, Namespace
 from contextlib import suppress
 from pathlib import Path
 
-from ptrain.algebra.legality import require
 from ptrain.cli.arguments import add_spec_arguments, print_json
 from ptrain.errors import VerdictFailed, refused
+from ptrain.selection.recompute import settled
 from ptrain.spec.load import load
 from ptrain.spec.names import names
 from ptrain.spec.overrides import split_arguments, sweeps
@@ -60,7 +60,7 @@ def run(args: Namespace) -> int:
 
 def _require_steady_step(source: str, overrides: tuple[str, ...]) -> None:
     """Raises SpecError for a spec that is wrong, or too short to have a verdict."""
-    spec = require(load(source, overrides))
+    spec = settled(load(source, overrides))
     require_reachable(spec)
     steps = spec.train.steps
     if steps < _STEADY:

@@ -17,7 +17,7 @@ from ptrain.axes.pipeline.known import schedule
 from ptrain.axes.pipeline.stages import Stage
 from ptrain.axes.tensor.roles import roles_of
 from ptrain.costs import State
-from ptrain.errors import SpecError
+from ptrain.errors import SpecError, refused
 from ptrain.plan.step import (
     Accumulate,
     ChunkedLoss,
@@ -172,7 +172,9 @@ def _pipeline(spec: Spec, stages: tuple[Stage, ...]) -> Pipeline | None:
 
 def _keep(spec: Spec, blocks: tuple[str, ...]) -> Keep | None:
     """`blocks` as the model calls them; those of a built-in one are known."""
-    assert not spec.activations.is_open, "the budget's policy is chosen before anything is planned"
+    if spec.activations.is_open:  # a call from Python: commands have chosen
+        finding = "what it recomputes is not chosen yet"
+        raise refused("recompute.budget", finding, "pass ptrain.settled(ptrain.load(...))")
     if isinstance(spec.model, ModelShape):
         blocks = tuple(f"blocks.{index}" for index in range(spec.model.layers))
     if outside := tuple(blocks_outside(spec, len(blocks))):

@@ -14,8 +14,8 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from ptrain.algebra.legality import require
 from ptrain.errors import Fault, PtrainError, RankFailed, SpecError
+from ptrain.selection.recompute import settled
 from ptrain.spec.load import load
 from ptrain.train import environment, options
 from ptrain.train.failure import is_victim
@@ -34,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
 
 def launch(asked: Options) -> int:
     """Raises RankFailed with the root cause that the agent found."""
-    spec = require(load(asked.spec, asked.overrides))
+    spec = settled(load(asked.spec, asked.overrides))
     config = LaunchConfig(
         min_nodes=asked.nnodes,
         max_nodes=asked.nnodes,

@@ -17,11 +17,11 @@ from typing import Any
 
 import yaml
 
-from ptrain.algebra.legality import require
 from ptrain.costs import Column
 from ptrain.errors import DoesNotFit, PtrainError, RankFailed, TrainingStopped
 from ptrain.report.reading import read
 from ptrain.report.table import summary
+from ptrain.selection.recompute import settled
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
 
@@ -79,7 +79,7 @@ def run(
     Raises SpecError or DoesNotFit before anything starts, RankFailed or TrainingStopped after.
     """
     source = spec.resolved if isinstance(spec, Spec) else spec
-    resolved = require(load(source, overrides, world_size=nproc)).resolved
+    resolved = settled(load(source, overrides, world_size=nproc)).resolved
     with tempfile.TemporaryDirectory(prefix="ptrain-") as folder:
         file = Path(folder) / "spec.yaml"
         file.write_text(yaml.safe_dump(dict(resolved), sort_keys=False), encoding="utf-8")

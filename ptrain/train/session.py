@@ -18,7 +18,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ptrain.algebra.legality import require
 from ptrain.costs import Estimate
 from ptrain.data.corpus import corpus
 from ptrain.data.sampler import require as require_corpus
@@ -31,6 +30,7 @@ from ptrain.meters.measure import gather_estimates, join_estimates
 from ptrain.report.record import compare, record, verdict
 from ptrain.report.table import summary
 from ptrain.selection.preflight import require_fit
+from ptrain.selection.recompute import settled
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
 from ptrain.train import checkpoint, environment, interrupt, manifest
@@ -63,7 +63,7 @@ class Session:
 def run(options: Options) -> int:
     """Train on this rank; the exit code. A process group is destroyed only if it was made here."""
     size = dist.get_world_size() if dist.is_initialized() else environment.world_size()
-    spec = require(load(options.spec, options.overrides, world_size=size))
+    spec = settled(load(options.spec, options.overrides, world_size=size))
     require_reachable(spec)
     with interrupt.caught() as interrupts, ExitStack() as stack:
         world = World.join(spec.timeout, device=spec.device, backend=spec.backend)

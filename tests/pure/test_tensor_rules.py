@@ -120,13 +120,13 @@ def test_all_of_a_models_faults_come_at_once():
 
 
 @pytest.mark.parametrize("mode", ["O", "M", "S@file", "R@host"])
-def test_activations_that_do_not_run_are_refused_with_what_does_on_that_axis(mode):
-    for name, axis, works in (("tp", "tp", "R, S or S*"), ("zero3", "dp_shard", "R")):
-        with pytest.raises(SpecError) as caught:
-            load(name, [f"placement.{axis}.activations={mode}"])
-        (fault,) = caught.value.faults
-        assert fault.place == f"placement.{axis}.activations"
-        assert fault.remedy == f"what works today: {works}"
+def test_modes_of_the_rank_are_no_modes_of_tp_and_run_beside_it(mode):
+    with pytest.raises(SpecError) as caught:
+        require(load("tp", [f"placement.tp.activations={mode}"]))
+    (fault,) = caught.value.faults
+    assert "activations: M at the top of the spec" in fault.finding
+    assert fault.remedy.endswith("activations: R}")
+    require(load("tp", [f"activations={mode}"]))
 
 
 def test_totals_count_one_rank_s_account_where_slices_are_unequal():

@@ -66,7 +66,7 @@ _TUPLES = (
         theorem="Definition 2",
         broken=_activations,
         message="a rank of pp has the activations of its own layers whole (R); M and O belong to a "
-        "rank, not to an axis",
+        "rank, not to an axis: activations: M at the top of the spec",
         nearest=lambda placement: replace(placement, activations=R),
     ),
 )

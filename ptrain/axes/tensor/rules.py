@@ -57,7 +57,8 @@ _TUPLES = (
         theorem="Definition 2",
         broken=_activations,
         message="activations on tp are R, S (a slice of the tokens) or S* (saved so, and gathered "
-        "for backward); M and O belong to a rank, not to an axis",
+        "for backward); M and O belong to a rank, not to an axis: "
+        "activations: M at the top of the spec",
         nearest=lambda placement: replace(placement, activations=R),
     ),
 )

@@ -1,0 +1,113 @@
+"""`recompute: {budget: SIZE}`: the policy that computes least again and fits. Pure: it is chosen
+from predictions, before anything is built, and so alike on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from ptrain.algebra.legality import Located, check, executed, require
+from ptrain.derivation.activations import is_tabulated
+from ptrain.derivation.estimate import derive
+from ptrain.errors import refused
+from ptrain.selection.fit import peak_bytes
+from ptrain.spec.axis import DATA_AXES, Factor
+from ptrain.spec.keep import ATTENTION_ONLY, FULL, PLAIN, SELECTIVE, Kept, Policy
+from ptrain.spec.model import Attention, ModelShape
+from ptrain.spec.placement import M, R
+from ptrain.spec.spec import ActivationSpec, Spec
+from ptrain.spec.write import to_mapping
+from ptrain.units import format_bytes
+
+_PLACE = "recompute.budget"
+_SPARSE = (4, 3, 2)  # every n-th block, before every one
+
+
+def settled(document: Located) -> Spec:
+    """The document's spec, legal and with its policy chosen. Raises SpecError where it is not legal
+    or does not run, and where nothing keeps its budget."""
+    spec = require(document)
+    return spec if spec.activations.budget is None else _within(spec, spec.activations.budget)
+
+
+def _within(spec: Spec, budget: int) -> Spec:
+    """The first of the ladder whose predicted peak, over all ranks and phases, is in the budget; a
+    policy that is written beside the budget must be."""
+    reached: dict[int, Spec] = {}
+    for candidate in ladder(spec) if spec.activations.is_open else (spec,):
+        if not is_tabulated(candidate) or check(candidate) or executed(candidate):
+            continue
+        peak = peak_bytes(derive(candidate).exact)
+        if peak <= budget:
+            return candidate
+        reached.setdefault(peak, candidate)
+    if not reached:
+        finding = "not yet: a policy that follows from a budget, where peaks are known once traced"
+        raise refused(_PLACE, finding, "write activations: M, and recompute: selective or full")
+    smallest = min(reached)
+    name = _name(reached[smallest])
+    if not spec.activations.is_open:
+        raise refused(
+            _PLACE,
+            f"{format_bytes(budget)}, and the policy beside it, {name}, has a peak of "
+            f"{format_bytes(smallest)}",
+            f"write recompute: {{budget: {budget}}} alone, to have one chosen, or a larger budget",
+        )
+    raise refused(
+        _PLACE,
+        f"{format_bytes(budget)}: the smallest peak that recomputation reaches is "
+        f"{format_bytes(smallest)}, with {name}",
+        f"write a budget of {smallest} bytes or more, a smaller batch.micro, or activations: O",
+    )
+
+
+def ladder(spec: Spec) -> Iterator[Spec]:
+    """The same spec with each policy for its blocks that are M, by how much is computed again."""
+    said = spec.activations
+    yield _with(spec, None)
+    if isinstance(spec.model, ModelShape) and spec.model.attention is Attention.EAGER:
+        yield _with(spec, ATTENTION_ONLY)
+    yield _with(spec, SELECTIVE)
+    if said.every == 1:
+        for every in _SPARSE:
+            if isinstance(spec.model, ModelShape) and every < spec.model.layers:
+                yield _with(spec, FULL, every=every)
+    yield _with(spec, FULL)
+
+
+def _with(spec: Spec, policy: Policy | None, every: int | None = None) -> Spec:
+    """Chosen, and so written: without a policy what was M is R, in the tuples too."""
+    said = spec.activations
+    chosen = ActivationSpec(
+        default=_kept(said.default, policy),
+        by_block=tuple((first, last, _kept(kept, policy)) for first, last, kept in said.by_block),
+        every=(every or said.every) if policy else 1,
+        budget=said.budget,
+    )
+    factors = spec.factors if policy else tuple(map(_plain, spec.factors))
+    found = replace(spec, activations=chosen, factors=factors)
+    sync = spec.resolved.get("sync")
+    is_written = isinstance(sync, dict) and "gradients" in sync
+    return replace(found, resolved=to_mapping(found, sync_is_written=is_written))
+
+
+def _kept(kept: Kept, policy: Policy | None) -> Kept:
+    if kept.policy is None:
+        return kept
+    return PLAIN if policy is None else replace(kept, policy=policy)
+
+
+def _plain(factor: Factor) -> Factor:
+    is_m = factor.placement.activations.distribution is M.distribution
+    if factor.axis not in DATA_AXES or not is_m:
+        return factor
+    return replace(factor, placement=replace(factor.placement, activations=R))
+
+
+def _name(spec: Spec) -> str:
+    """The policy as the resolved spec says it."""
+    said = spec.resolved.get("recompute")
+    words = dict(said) if isinstance(said, dict) else {}
+    every = words.get("every", 1)
+    name = str(words.get("policy") or f"keep: {words.get('keep')}")
+    return name if every == 1 else f"{name} for every {every} blocks"
