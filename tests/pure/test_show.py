@@ -5,11 +5,16 @@ from __future__ import annotations
 import pytest
 
 from ptrain.derivation.estimate import derive
+from ptrain.plan.lower import lower
 from ptrain.plan.show import show
+from ptrain.plan.show_keep import keep_text
+from ptrain.plan.step import Keep
+from ptrain.spec.keep import FULL, Kept
 from ptrain.spec.load import load
 
+MODEL = {"preset": "llama-tiny"}  # of 4 blocks
 BASE = {
-    "model": {"preset": "llama-tiny"},
+    "model": MODEL,
     "mesh": {"dp_shard": 2},
     "batch": {"global": 8, "micro": 2, "sequence": 32},
 }
@@ -62,3 +67,55 @@ def test_the_plan_says_what_happens(placement, changes, words):
 def test_owners_broadcast_where_torch_spreads_the_update():
     spec = load("ddp-zero-redundancy").spec
     assert "whose owners update and broadcast them" in show(spec, derive(spec).plan)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"activations": "M"}, "recompute blocks 0-3, keeping inputs"),
+        ({"activations": {"2": "M"}}, "recompute block 2, keeping inputs"),
+        (
+            {"activations": "M@host", "recompute": "selective"},
+            "recompute blocks 0-3, keeping inputs on the host and the results of matrix products "
+            "and fused attention",
+        ),
+        (
+            {"activations": "M", "recompute": "attention"},
+            "recompute the scores and softmax of blocks 0-3, keeping inputs",
+        ),
+        (
+            {"activations": "M", "recompute": {"keep": ["norm", "softmax", "collective"]}},
+            "recompute blocks 0-3, keeping inputs and the results of softmax, norms and "
+            "collectives",
+        ),
+        (
+            {"activations": {"0-1": "M", "3": "O"}},
+            "recompute blocks 0-1, keeping inputs; offload the saved tensors of block 3 to the "
+            "host, and bring them back for backward",
+        ),
+        (
+            {"activations": "S@file", "offload": {"path": "/x"}},
+            "offload the saved tensors of blocks 0-3 to files, and bring them back for backward; "
+            "files in /x",
+        ),
+        (
+            {"activations": "M", "recompute": {"every": 3}, "model": MODEL | {"layers": 12}},
+            "recompute every 3rd of blocks 0-9, keeping inputs",
+        ),
+        (
+            {"activations": {"0-2": "M", "4": "M", "6-": "M"}, "model": MODEL | {"layers": 8}},
+            "recompute blocks 0-2, 4, 6-7, keeping inputs",
+        ),
+        ({"loss": "chunked"}, "compute logits and loss of 1024 tokens at a time, again in backwar"),
+        ({"loss": {"chunk": 1, "fused": True}}, "loss of 1 token at a time, by torch's linear_cro"),
+    ],
+)
+def test_the_plan_says_what_blocks_keep_and_what_is_computed_in_slices(changes, words):
+    spec = load(BASE | {"placement": {"dp_shard": FULLY}} | changes).spec
+    assert words in show(spec, lower(spec, (("",),)))
+
+
+def test_blocks_of_other_models_are_named_by_their_list():
+    names = [f"encoder.{index}" for index in range(3)] + ["decoder.1", "decoder.3", "head"]
+    step = Keep(blocks=tuple((name, Kept(policy=FULL)) for name in names))
+    assert keep_text(step) == "recompute encoder.0-2, decoder.1, 3 and head, keeping inputs"

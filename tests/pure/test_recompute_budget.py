@@ -1,0 +1,143 @@
+"""`recompute: {budget: SIZE}`: the policy that computes least again and fits."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from ptrain.derivation.estimate import derive
+from ptrain.errors import SpecError
+from ptrain.selection import recompute
+from ptrain.selection.fit import peak_bytes
+from ptrain.selection.recompute import ladder, settled
+from ptrain.spec.keep import PLAIN
+from ptrain.spec.load import load
+
+BASE = {
+    "model": {"preset": "llama-tiny", "layers": 8},
+    "mesh": {"dp_shard": 2},
+    "placement": {"dp_shard": ["S*", "S", "S", "R"]},
+    "batch": {"global": 8, "sequence": 32},
+}
+OPEN = {"recompute": {"budget": "1 GiB"}}
+LADDER = [
+    "none",
+    "selective",
+    {"policy": "full", "every": 4},
+    {"policy": "full", "every": 3},
+    {"policy": "full", "every": 2},
+    "full",
+]
+
+
+def said(spec):
+    """`recompute` without its budget, in a word where one is enough."""
+    found = dict(spec.resolved["recompute"])
+    del found["budget"]
+    return found["policy"] if list(found) == ["policy"] else found
+
+
+def document(**changes):
+    return load(BASE | OPEN | changes)
+
+
+@pytest.fixture
+def peaks(monkeypatch):
+    """A peak of MiB by rung of the ladder, in place of the derived one."""
+    table = {}
+
+    def fake(spec):
+        peak = SimpleNamespace(device_bytes=table[str(said(spec))] * 2**20)
+        return SimpleNamespace(exact=SimpleNamespace(peak=(peak,)))
+
+    monkeypatch.setattr(recompute, "derive", fake)
+    monkeypatch.setattr(recompute, "is_tabulated", lambda spec: str(said(spec)) in table)
+    table |= {str(rung): 100 - 10 * number for number, rung in enumerate(LADDER)}
+    return table
+
+
+def test_the_ladder_goes_from_nothing_recomputed_to_everything():
+    assert [said(spec) for spec in ladder(document().spec)] == LADDER
+    eager = [said(spec) for spec in ladder(document(attention="eager").spec)]
+    assert eager == ["none", "attention", *LADDER[1:]]
+
+
+def test_every_rung_is_chosen_and_loads_from_what_it_resolves_to(peaks):
+    tuples = {"dp_shard": ["S*", "S", "S", "M"]}
+    for changes in ({}, {"activations": {"0-3": "M", "4-": "O"}}, {"placement": tuples}):
+        for spec in ladder(document(**changes).spec):
+            assert not spec.activations.is_open
+            assert load(spec.resolved).spec == spec
+            assert settled(SimpleNamespace(spec=spec, locate=None)) == spec
+
+
+@pytest.mark.parametrize(("budget", "number"), [(200, 0), (100, 0), (99, 1), (79, 3), (50, 5)])
+def test_the_first_that_fits_is_taken(peaks, budget, number):
+    found = settled(document(recompute={"budget": f"{budget} MiB"}))
+    assert said(found) == LADDER[number]
+    assert found.activations.budget == budget * 2**20
+    assert (found.activations.of(8) == (PLAIN,) * 8) is (number == 0)
+
+
+def test_a_rung_that_is_known_by_its_trace_alone_is_left_out(peaks):
+    del peaks["none"]
+    assert said(settled(document())) == "selective"
+
+
+def test_blocks_that_are_not_m_stay_as_they_are(peaks):
+    spec = settled(document(activations={"0-3": "M", "4-": "O"}))
+    assert said(spec) == "none"
+    assert spec.resolved["activations"] == {"0-3": "R", "4-": "O"}
+
+
+def test_a_number_of_blocks_that_is_written_is_kept(peaks):
+    rungs = [spec.activations.every for spec in ladder(document(recompute=EVERY).spec)]
+    assert rungs == [1, 5, 5]
+
+
+EVERY = {"budget": "1 GiB", "every": 5}
+
+
+def refusal(**changes):
+    with pytest.raises(SpecError) as caught:
+        settled(document(**changes))
+    (fault,) = caught.value.faults
+    return fault.place, fault.finding, fault.remedy
+
+
+def test_a_budget_that_nothing_keeps_is_refused_with_the_smallest_peak(peaks):
+    assert refusal(recompute={"budget": "40 MiB"}) == (
+        "recompute.budget",
+        "41.94 MB: the smallest peak that recomputation reaches is 52.43 MB, with full",
+        "write a budget of 52428800 bytes or more, a smaller batch.micro, or activations: O",
+    )
+    peaks["full"] = 90
+    finding = refusal(recompute={"budget": "40 MiB"})[1]
+    assert finding.endswith("is 62.91 MB, with full for every 2 blocks")
+
+
+def test_a_policy_beside_its_budget_keeps_it(peaks):
+    written = {"budget": "60 MiB", "policy": "selective"}
+    assert refusal(activations="M", recompute=written) == (
+        "recompute.budget",
+        "62.91 MB, and the policy beside it, selective, has a peak of 94.37 MB",
+        "write recompute: {budget: 62914560} alone, to have one chosen, or a larger budget",
+    )
+    peaks["selective"] = 60
+    assert said(settled(document(activations="M", recompute=written))) == "selective"
+
+
+def test_peaks_that_no_table_tells_are_no_ground_for_a_choice(peaks):
+    peaks.clear()
+    place, finding, remedy = refusal()
+    assert place == "recompute.budget"
+    assert finding.startswith("not yet: a policy that follows from a budget")
+    assert remedy == "write activations: M, and recompute: selective or full"
+
+
+def test_a_chosen_policy_has_the_peak_that_is_predicted():
+    for spec in ladder(document().spec):
+        peak = peak_bytes(derive(spec).exact)
+        found = settled(document(recompute={"budget": peak}))
+        assert peak_bytes(derive(found).exact) <= peak
