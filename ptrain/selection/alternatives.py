@@ -4,6 +4,8 @@ them."""
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
@@ -71,8 +73,15 @@ def on_host(spec: Spec) -> Iterator[Spec]:
 
 
 def _fit_for(spec: Spec, tuples: tuple[Placement, ...]) -> tuple[Placement, ...]:
-    """The tuples, or the nearest ones that the optimizer takes."""
-    return tuple(dict.fromkeys(DATA.nearest(placement, spec.optimizer) for placement in tuples))
+    """The tuples, or the nearest ones that the optimizer takes, with the activations that the
+    spec's own tuples have: M and O there are the rank's."""
+    own = next((f.placement.activations for f in spec.factors if _says_how_it_keeps(f)), R)
+    kept = (replace(placement, activations=own) for placement in tuples)
+    return tuple(dict.fromkeys(DATA.nearest(placement, spec.optimizer) for placement in kept))
+
+
+def _says_how_it_keeps(factor: Factor) -> bool:
+    return factor.axis in DATA_AXES and factor.placement.activations != R
 
 
 def _placed(spec: Spec, factors: tuple[Factor, ...]) -> Iterator[Spec]:
@@ -80,10 +89,15 @@ def _placed(spec: Spec, factors: tuple[Factor, ...]) -> Iterator[Spec]:
     others = tuple(factor for factor in spec.factors if factor.axis not in DATA_AXES)
     changed = _with_factors(spec, (*factors, *others))
     if tuples_of(changed) != tuples_of(spec):
-        changed = replace(changed, offload=Offload())
+        changed = replace(changed, offload=_of_activations(spec))
     changed = _with_dials_it_obeys(changed)
     if not check(changed) and not executed(changed):
         yield changed
+
+
+def _of_activations(spec: Spec) -> Offload:
+    """What is left of `offload` where no other state is off the device: the folder of files."""
+    return Offload(path=spec.offload.path if Tier.FILE in spec.activations.tiers else None)
 
 
 def _factorizations(number: int) -> Iterator[tuple[int, int]]:
@@ -191,7 +205,8 @@ def sliced(spec: Spec) -> Iterator[Spec]:
 
 def is_offloaded(spec: Spec) -> bool:
     """Whether any state lies off the device."""
-    return any(tier_of(spec.factors, state) is not Tier.DEVICE for state in PLACED)
+    tiers = {tier_of(spec.factors, state) for state in PLACED} | spec.activations.tiers
+    return tiers != {Tier.DEVICE}
 
 
 def _whole_gradients(factors: tuple[Factor, ...]) -> bool:
@@ -215,10 +230,12 @@ def overrides(before: Spec, after: Spec) -> Iterator[str]:
         yield f"mesh={{{mesh}}}"
     if tuples_of(before) != tuples_of(after):
         yield f"placement={_written(after)}"
+        if (policy := before.resolved.get("recompute", "full")) != "full":
+            yield f"recompute={_flow(policy)}"  # a strategy's name may have said it
     for dial in _DIALS:
-        # A tier for O may be written, which the resolved spec has in its modes.
-        moves = tuples_of(before) != tuples_of(after) and is_offloaded(before)
-        if dial.of(before) != dial.of(after) or (dial.field == "offload" and moves):
+        if dial.field == "offload":
+            yield from _offload(before, after)
+        elif dial.of(before) != dial.of(after):
             yield dial.override
     if before.sync.gradients is not after.sync.gradients and _says_when(before):
         yield f"sync.gradients={after.sync.gradients}"
@@ -229,6 +246,26 @@ def overrides(before: Spec, after: Spec) -> Iterator[str]:
         yield f"batch.accumulate={after.batch.accumulate}"
     if before.cluster and after.cluster and before.cluster.devices != after.cluster.devices:
         yield f"cluster.devices={after.cluster.devices}"
+
+
+def _offload(before: Spec, after: Spec) -> Iterator[str]:
+    """A tier for O may be written, which the resolved spec has in its modes."""
+    moves = tuples_of(before) != tuples_of(after) and is_offloaded(before)
+    if before.offload == after.offload and not moves:
+        return
+    path = {"path": after.offload.path} if after.offload.path is not None else {}
+    yield f"offload={_flow(path)}"
+    if (kept := before.resolved.get("activations")) is not None:
+        yield f"activations={_flow(kept)}"
+
+
+def _flow(value: object) -> str:
+    """On one line, as YAML reads it."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {_flow(inner)}" for key, inner in value.items()) + "}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_flow, value))}]"
+    return str(value) if re.fullmatch(r"[\w./@*-]+", str(value)) else json.dumps(value)
 
 
 def _says_when(spec: Spec) -> bool:

@@ -164,6 +164,18 @@ def test_where_the_host_has_too_little_states_come_back_to_the_device():
             "placement": {"dp_shard": "R,O,O,R"},
             "offload": {"tier": "file", "update": "device"},
         },
+        {"mesh": {"dp_shard": 4}, "placement": "checkpoint-selective"},
+        {
+            "mesh": {"dp_replicate": 4},
+            "placement": {"dp_replicate": "R,R,R,O"},
+            "offload": {"tier": "file"},
+        },
+        {
+            "mesh": {"dp_shard": 4},
+            "placement": "zero2",
+            "activations": {"0-1": "M", "2-": "O"},
+            "offload": {"tier": "file", "path": "/tmp"},
+        },
     ],
     ids=lambda job: str(list(job.values())[1:]),
 )
