@@ -1,0 +1,180 @@
+"""Activations in every mode, predicted: what is saved, moved, sent again and computed again."""
+
+from __future__ import annotations
+
+import pytest
+
+from ptrain.costs import Collective, Estimate, Phase, State
+from ptrain.derivation import blocks
+from ptrain.derivation.estimate import derive
+from ptrain.spec.keep import ATTENTION_ONLY, FULL, PLAIN, SELECTIVE, Kept
+from ptrain.spec.load import load
+from ptrain.spec.model import Attention
+from ptrain.spec.precision import DType
+from ptrain.spec.spec import Spec
+
+B, T, C, H, F, V, LAYERS = 2, 64, 48, 4, 96, 300, 4
+HIDDEN = B * T * C * 4  # bytes of hidden states of one micro-batch in fp32
+SCORES = B * H * T * T * 4
+
+
+def spec_of(family: str = "llama", **more: object) -> Spec:
+    model = {
+        "family": family,
+        "layers": LAYERS,
+        "hidden": C,
+        "heads": H,
+        "kv_heads": H,
+        "ffn": F,
+        "vocab": V,
+    }
+    batch = {"sequence": T, "micro": B, "accumulate": 2}
+    base = {
+        "model": model,
+        "mesh": {"dp_shard": 2},
+        "batch": batch,
+        "precision": {"layout": "fp32"},
+    }
+    if "mesh" not in more:
+        base["placement"] = {"dp_shard": "S*,S,S,R"}
+    return load({**base, **more}).spec
+
+
+def exact(family: str = "llama", **more: object) -> Estimate:
+    return derive(spec_of(family, **more)).exact
+
+
+def activations(family: str = "llama", **more: object) -> int:
+    return exact(family, **more).bytes_of(State.ACTIVATIONS)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt"])
+def test_a_recomputed_block_keeps_its_input_and_nothing_else(family):
+    nothing = activations(family, activations="M", model=shape(family, layers=1))
+    several = activations(family, activations="M")
+    assert several - nothing == (LAYERS - 1) * HIDDEN
+
+
+def shape(family: str, **fields: object) -> dict[str, object]:
+    resolved = spec_of(family).resolved["model"]
+    assert isinstance(resolved, dict)
+    return {**resolved, **fields}
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt"])
+def test_blocks_of_different_modes_add_up(family):
+    plain, full = activations(family), activations(family, activations="M")
+    mixed = activations(family, activations={"1-2": "M"})
+    assert plain - mixed == mixed - full > 0
+    every_second = activations(family, activations="M", recompute={"every": 2})
+    assert every_second == mixed
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt"])
+def test_scores_are_there_with_eager_attention_alone_and_go_where_it_is_recomputed(family):
+    setting = setting_of(spec_of(family, attention="eager"))
+    assert squares_of(setting, PLAIN) > 0
+    assert squares_of(setting_of(spec_of(family)), PLAIN) == 0
+    assert squares_of(setting, Kept(policy=ATTENTION_ONLY)) == 0
+    difference = activations(family, attention="eager") - activations(
+        family, attention="eager", activations="M", recompute="attention"
+    )
+    assert difference >= LAYERS * SCORES
+
+
+def squares_of(setting: blocks.Setting, kept: Kept) -> int:
+    return sum(("sequence", 2) in size.exponents for _, size in blocks.saved(setting, kept))
+
+
+def setting_of(spec: Spec) -> blocks.Setting:
+    return blocks.Setting(shape=spec.model, batch=B, sequence=T, compute=DType.FP32)
+
+
+@pytest.mark.parametrize("mode", ["M", "O", "M@host"])
+def test_a_slice_of_the_tokens_is_kept_moved_and_recomputed_where_tp_cuts_them(mode):
+    cut = {"mesh": {"tp": 2}, "placement": {"tp": "S,S,S,S"}}
+    one = exact(**cut, activations=mode, model=shape("llama", layers=1))
+    several = exact(**cut, activations=mode)
+    kept = several.bytes_of(State.ACTIVATIONS) - one.bytes_of(State.ACTIVATIONS)
+    moved = host_bytes(several) - host_bytes(one)
+    if mode == "M":
+        assert (kept, moved) == ((LAYERS - 1) * HIDDEN // 2, 0)
+    elif mode == "M@host":
+        assert (kept, moved) == (0, (LAYERS - 1) * HIDDEN // 2)
+    else:
+        assert kept == 0 < moved
+
+
+def host_bytes(estimate: Estimate) -> int:
+    return max(row.host_bytes for row in estimate.memory if row.state is State.ACTIVATIONS)
+
+
+def test_what_goes_off_the_device_comes_back_once_in_each_micro_batch():
+    estimate = exact(activations="O")
+    rows = {row.key.collective: row for row in estimate.traffic if row.key.collective.is_copy}
+    out, back = rows[Collective.DEVICE_TO_HOST], rows[Collective.HOST_TO_DEVICE]
+    assert (out.key.phase, back.key.phase) == (Phase.FORWARD, Phase.BACKWARD)
+    assert out.payload_bytes == back.payload_bytes == 2 * host_bytes(estimate)
+    on_file = exact(activations="O", offload={"tier": "file"})
+    assert {row.key.collective for row in on_file.traffic if row.key.collective.is_copy} == {
+        Collective.FILE_WRITE,
+        Collective.FILE_READ,
+    }
+    assert host_bytes(on_file) == 0
+
+
+def test_recomputation_repeats_what_operators_send_and_nothing_that_units_gather():
+    for mode in ("M", "O"):
+        assert sent(exact(activations=mode)) == sent(exact())
+    cut = {"mesh": {"tp": 2}, "placement": {"tp": "S,S,S,S"}}
+    plain, full = sent(exact(**cut)), sent(exact(**cut, activations="M"))
+    more = {key: full[key] - plain.get(key, 0) for key in full}
+    again = {key[1]: number for key, number in more.items() if number}
+    # of two gathers and two sums the last sum is not needed: nobody saves what it gives
+    assert again == {
+        Collective.ALL_GATHER: 2 * 2 * LAYERS,
+        Collective.REDUCE_SCATTER: 2 * LAYERS,
+    }
+
+
+def sent(estimate: Estimate) -> dict[tuple[object, ...], int]:
+    """Calls between ranks by kind."""
+    return {
+        (row.key.axes, row.key.collective, row.key.phase): row.calls
+        for row in estimate.traffic
+        if not row.key.collective.is_copy and row.key.state is not State.OTHER
+    }
+
+
+def test_a_recomputation_is_the_forward_pass_but_for_its_last_product():
+    plain = exact().operations[0]
+    full = exact(activations="M").operations[0]
+    head, down = 2 * B * T * C * V, 2 * B * T * F * C
+    assert (full.forward, full.backward) == (plain.forward, plain.backward)
+    assert full.again == plain.forward - 2 * (head + LAYERS * down)
+    assert exact(activations="M", recompute="selective").operations[0].again == 0
+    assert exact(activations="O").operations[0].again == 0
+
+
+def test_a_step_takes_six_operations_a_parameter_and_token_and_twelve_a_pair_of_tokens():
+    """Kaplan et al. 2020, and 12·L·h·s² for whole attention; fused attention computes its scores
+    twice: 14."""
+    found = exact(attention="eager").operations[0]
+    matrices = LAYERS * (4 * C * C + 3 * C * F) + C * V
+    tokens = 2 * B * T
+    assert found.forward + found.backward == tokens * (6 * matrices + 12 * LAYERS * C * T)
+    fused = exact().operations[0]
+    assert fused.forward + fused.backward == tokens * (6 * matrices + 14 * LAYERS * C * T)
+
+
+@pytest.mark.parametrize("policy", [FULL, SELECTIVE, ATTENTION_ONLY], ids=str)
+def test_recomputed_blocks_save_less_than_plain_ones(policy):
+    spec = spec_of(attention="eager")
+    values = setting_of(spec).values
+    assert isinstance(spec.model.attention, Attention)
+
+    def size(kept: Kept) -> int:
+        return sum(s.bytes(values, 4) for _, s in blocks.saved(setting_of(spec), kept))
+
+    assert size(Kept(policy=policy)) < size(PLAIN)
+    assert size(Kept(policy=FULL)) == HIDDEN
