@@ -44,7 +44,7 @@ def refusals(**changes):
         {"activations": "M", "unit": "2 blocks"},
         {"activations": "O", "unit": "sub-block"},
         {"activations": "O", "offload": {"path": "/tmp", "tier": "file"}},
-        TP | {"activations": "M"},
+        TP | {"activations": "M", "loss": "chunked"},
         TP | {"activations": "S@file", "offload": {"path": "/tmp"}},
         PP | {"activations": "M"},
         PP | {"activations": "O", "pipeline": {"schedule": "interleaved"}},
@@ -173,6 +173,15 @@ TWICE = "has backward passes in halves, for inputs and for weights, and each of 
                 "attention",
                 "flex: torch's flex_attention has no backward pass on a processor",
                 "write attention: sdpa or eager, or device: cuda",
+            ),
+        ),
+        (
+            TP | {"loss": "fused"},
+            (
+                "loss",
+                "not yet: fused, with a head that tp cuts: torch's linear_cross_entropy takes all "
+                "of its weight",
+                "write loss: {chunk: 1024}",
             ),
         ),
         (
