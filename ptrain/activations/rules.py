@@ -160,16 +160,6 @@ def _naive_blocks(spec: Spec) -> Iterator[Fault]:
         )
 
 
-def _whole_head(spec: Spec) -> Iterator[Fault]:
-    if spec.degree(Axis.TP) > 1 and spec.loss.fused:
-        yield Fault(
-            place="loss",
-            finding="not yet: fused, with a head that tp cuts: torch's linear_cross_entropy takes "
-            "all of its weight",
-            remedy=f"write loss: {{chunk: {spec.loss.chunk}}}",
-        )
-
-
 def _rule(name: str, theorem: str, faults: Callable[[Spec], Iterator[Fault]]) -> SpecRule:
     return SpecRule(name=name, theorem=theorem, faults=faults)
 
@@ -186,5 +176,4 @@ NOT_YET = (
     _rule("a budget's peaks are predicted", "", _budget_of_others),
     _rule("what is recomputed is gathered", "", _parts_of_blocks),
     _rule("the naive plan keeps what it saves", "", _naive_blocks),
-    _rule("a fused loss has the whole head", "", _whole_head),
 )

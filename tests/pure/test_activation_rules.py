@@ -176,15 +176,6 @@ TWICE = "has backward passes in halves, for inputs and for weights, and each of 
             ),
         ),
         (
-            TP | {"loss": "fused"},
-            (
-                "loss",
-                "not yet: fused, with a head that tp cuts: torch's linear_cross_entropy takes all "
-                "of its weight",
-                "write loss: {chunk: 1024}",
-            ),
-        ),
-        (
             {"offload": {"path": "/tmp"}, "activations": "O"},
             (
                 "offload.path",
