@@ -1,0 +1,263 @@
+"""What blocks leave for backward, on one device: the same losses and gradients to the bit, fewer
+bytes on the device, and nothing left behind."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ptrain.activations.apply import keep
+from ptrain.errors import SpecError
+from ptrain.interpreter.registry import Registry
+from ptrain.interpreter.tiers import Tiers
+from ptrain.models import tags
+from ptrain.models.build import build
+from ptrain.models.initialize import initialize
+from ptrain.models.loss import token_loss_sum
+from ptrain.models.trace import record, to_timeline
+from ptrain.models.units import unit_modules
+from ptrain.plan.step import Keep
+from ptrain.spec.keep import ATTENTION_ONLY, FULL, PLAIN, SELECTIVE, Kept, Operators, Policy
+from ptrain.spec.model import Attention, Family, ModelShape
+from ptrain.spec.placement import Tier
+from ptrain.timeline import Timeline
+from tests.models_external import necks
+
+LAYERS, HIDDEN, SAMPLES, TOKENS, VOCAB = 3, 32, 2, 16, 50
+INPUT = SAMPLES * TOKENS * HIDDEN * 4  # bytes of a block's input
+HOST = Tier.HOST
+M, AWAY = Kept(policy=FULL), Kept(tier=HOST)
+VARIANTS = {
+    "M": M,
+    "selective": Kept(policy=SELECTIVE),
+    "attention": Kept(policy=ATTENTION_ONLY),
+    "O": AWAY,
+    "O@file": Kept(tier=Tier.FILE),
+    "M@host": Kept(policy=FULL, tier=HOST),
+    "M@file": Kept(policy=FULL, tier=Tier.FILE),
+    "selective@host": Kept(policy=SELECTIVE, tier=HOST),
+    "attention@host": Kept(policy=ATTENTION_ONLY, tier=HOST),
+    **{f"keep {kind}": Kept(policy=Policy(keep=(kind,))) for kind in Operators},
+}
+MIXTURES = {
+    "every second": (M, PLAIN, M),
+    "M, O, R": (M, AWAY, PLAIN),
+    "R, M, O": (PLAIN, M, AWAY),
+    "O, R, O@file": (AWAY, PLAIN, VARIANTS["O@file"]),
+}
+MODELS = {
+    "llama": (Family.LLAMA, Attention.SDPA, 0.0),
+    "gpt": (Family.GPT, Attention.SDPA, 0.0),
+    "gpt-dropout": (Family.GPT, Attention.SDPA, 0.1),
+    "llama-eager": (Family.LLAMA, Attention.EAGER, 0.0),
+    "gpt-eager-dropout": (Family.GPT, Attention.EAGER, 0.1),
+}
+
+BY_DEFAULT = ("llama", "gpt-dropout")
+
+
+def nightly(names: Iterable[str]) -> list[object]:
+    return [
+        pytest.param(name, marks=pytest.mark.nightly) for name in names if name not in BY_DEFAULT
+    ]
+
+
+def made(model: str = "llama", kept: tuple[Kept, ...] = ()) -> nn.Module:
+    family, attention, dropout = MODELS[model]
+    shape = ModelShape(
+        family=family,
+        layers=LAYERS,
+        hidden=HIDDEN,
+        heads=4,
+        kv_heads=4 if family is Family.GPT else 2,
+        ffn=64,
+        vocab=VOCAB,
+        tied=False,
+        dropout=dropout,
+        attention=attention,
+    )
+    module = build(shape, sequence=TOKENS)
+    initialize(module, 0)
+    return applied(module, "blocks", kept)
+
+
+def applied(module: nn.Module, blocks: str, kept: tuple[Kept, ...]) -> nn.Module:
+    step = Keep(blocks=tuple((f"{blocks}.{index}", each) for index, each in enumerate(kept)))
+    keep(module, step, Tiers(torch.device("cpu"), Registry()))
+    return module
+
+
+def tokens() -> Tensor:
+    return torch.randint(0, VOCAB, (SAMPLES, TOKENS + 1), generator=torch.manual_seed(1))
+
+
+def loss_of(module: nn.Module) -> Tensor:
+    batch = tokens()
+    return token_loss_sum(module(batch[:, :-1]), batch[:, 1:])
+
+
+@dataclass(frozen=True)
+class Run:
+    losses: list[Tensor]
+    gradients: dict[str, Tensor]
+
+
+def run(module: nn.Module) -> Run:
+    """Two micro-batches, with random numbers of their own."""
+    torch.manual_seed(2)
+    losses = []
+    for _ in range(2):
+        losses.append(loss := loss_of(module))
+        loss.backward()
+    gradients = {name: parameter.grad for name, parameter in module.named_parameters()}
+    return Run([loss.detach() for loss in losses], gradients)
+
+
+def require_equal(found: Run, plain: Run) -> None:
+    assert all(map(torch.equal, found.losses, plain.losses))
+    assert found.gradients.keys() == plain.gradients.keys()
+    for name, gradient in plain.gradients.items():
+        assert torch.equal(found.gradients[name], gradient), name
+
+
+def traced(module: nn.Module) -> Timeline:
+    return to_timeline(record(module, unit_modules(module), lambda: loss_of(module), tokens()))
+
+
+@pytest.mark.parametrize("model", [*BY_DEFAULT, *nightly(MODELS)])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_mode_computes_the_bits_of_its_plain_twin(model, variant):
+    kept = (VARIANTS[variant],) * LAYERS
+    require_equal(run(made(model, kept)), run(made(model)))
+
+
+@pytest.mark.parametrize("mixture", MIXTURES)
+def test_mixtures_by_block_compute_the_bits_of_their_plain_twin(mixture):
+    for model in ("llama", "gpt-dropout"):
+        require_equal(run(made(model, MIXTURES[mixture])), run(made(model)))
+
+
+def test_names_and_modules_stay_what_they_are():
+    plain, module = made(), made(kept=tuple(MIXTURES["M, O, R"]))
+    assert list(module.state_dict()) == list(plain.state_dict())
+    assert [*map(type, module.modules())] == [*map(type, plain.modules())]
+
+
+@pytest.mark.parametrize("model", [*BY_DEFAULT, *nightly(MODELS)])
+def test_a_recomputed_block_leaves_its_input(model):
+    plain, all_of_them = traced(made(model)), traced(made(model, (M,) * LAYERS))
+    but_one = traced(made(model, (M,) * (LAYERS - 1)))
+    saved_by_one = (plain.saved_bytes - all_of_them.saved_bytes) / LAYERS
+    assert but_one.saved_bytes == all_of_them.saved_bytes + saved_by_one
+    assert 0 < saved_by_one < plain.saved_bytes / LAYERS
+
+
+@pytest.mark.parametrize("tier", [HOST, Tier.FILE])
+@pytest.mark.parametrize("model", [*BY_DEFAULT, *nightly(MODELS)])
+def test_an_offloaded_block_leaves_nothing_on_the_device(model, tier):
+    recomputed = traced(made(model, (M,) * LAYERS))
+    timeline = traced(made(model, (Kept(tier=tier),) * LAYERS))
+    assert timeline.saved_bytes == recomputed.saved_bytes - LAYERS * INPUT
+    assert {name for name, _ in timeline.moved} == {tier.value}
+
+
+@pytest.mark.parametrize("model", ["llama", "gpt"])
+def test_what_is_moved_is_what_a_plain_block_saves_each_storage_once(model):
+    plain, timeline = traced(made(model)), traced(made(model, (AWAY,) * LAYERS))
+    left = [size for _, size in timeline.saved]
+    expected = [size for _, size in plain.saved]
+    for size in left:
+        expected.remove(size)
+    # the first block's input is not saved by a plain model's blocks alone
+    assert sorted(expected) == sorted(size for _, size in timeline.moved)
+
+
+def test_inputs_of_recomputed_blocks_are_all_that_leaves_the_device():
+    for policy in (FULL, SELECTIVE):
+        on_device = traced(made(kept=(Kept(policy=policy),) * LAYERS))
+        timeline = traced(made(kept=(Kept(policy=policy, tier=HOST),) * LAYERS))
+        assert timeline.moved == (("host", INPUT),) * LAYERS
+        assert timeline.saved_bytes == on_device.saved_bytes - LAYERS * INPUT
+
+
+def test_gradients_are_all_that_is_left_of_a_step():
+    def left(timeline: Timeline) -> int:
+        items = (*timeline.forward, *timeline.backward)
+        return sum(getattr(item, "net", 0) for item in items)
+
+    plain = left(traced(made()))
+    for kept in VARIANTS.values():
+        assert left(traced(made(kept=(kept,) * LAYERS))) == plain
+
+
+def test_a_pass_that_has_no_backward_leaves_nothing_off_the_device():
+    gc.collect()
+    before = len(tags._TAGS)
+    module = made(kept=(AWAY, VARIANTS["M@host"], VARIANTS["O@file"]))
+    loss = loss_of(module)
+    assert len(tags._TAGS) > before
+    del loss
+    assert len(tags._TAGS) == before
+    with torch.no_grad():
+        held = loss_of(module)
+    assert len(tags._TAGS) == before and held.isfinite()
+    loss_of(module).backward()
+    assert len(tags._TAGS) == before
+
+
+def test_a_block_that_fails_leaves_nothing_and_the_next_pass_is_right():
+    module, gave = made(kept=(AWAY,) * LAYERS), run(made())
+    before = len(tags._TAGS)
+    hook = module.get_submodule("blocks.1.mlp").register_forward_hook(_fail)
+    with pytest.raises(ZeroDivisionError):
+        loss_of(module)
+    hook.remove()
+    assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+    gc.collect()
+    assert len(tags._TAGS) == before
+    require_equal(run(module), gave)
+
+
+def _fail(*_: object) -> None:
+    raise ZeroDivisionError
+
+
+def test_a_graph_that_is_kept_is_gone_through_again():
+    module = made(kept=(AWAY,) * LAYERS)
+    loss = loss_of(module)
+    loss.backward(retain_graph=True)
+    once = {name: parameter.grad.clone() for name, parameter in module.named_parameters()}
+    loss.backward()
+    for name, parameter in module.named_parameters():
+        assert torch.equal(parameter.grad, 2 * once[name])
+
+
+@pytest.mark.parametrize("variant", ["M", "selective", "O", "O@file", "M@host"])
+def test_a_model_that_is_not_built_in_computes_the_same(variant):
+    def model() -> nn.Module:
+        torch.manual_seed(0)
+        return necks(vocab=VOCAB)
+
+    kept = (VARIANTS[variant],) * 2
+    require_equal(run(applied(model(), "layers", kept)), run(model()))
+
+
+def test_blocks_that_a_stage_lacks_are_left_out():
+    module = made()
+    del module.blocks[0]
+    keep(
+        module,
+        Keep(blocks=tuple((f"blocks.{index}", M) for index in range(LAYERS + 1))),
+        Tiers(torch.device("cpu"), Registry()),
+    )
+    run(module)
+
+
+def test_the_attention_alone_is_refused_where_it_is_no_module():
+    with pytest.raises(SpecError, match="no module for it"):
+        applied(necks(), "layers", (VARIANTS["attention"],))
