@@ -21,6 +21,7 @@ from ptrain.costs import Estimate, State
 from ptrain.derivation.estimate import derive
 from ptrain.report.record import TIERS
 from ptrain.report.table import largest, size
+from ptrain.spec.keep import belongs_to_rank
 from ptrain.spec.load import load
 from ptrain.spec.names import listing
 from ptrain.spec.placement import Distribution, Mode, Tier
@@ -107,10 +108,20 @@ def _saves(spec: Spec) -> str:
     told: dict[str, list[str]] = {}
     for factor in spec.factors:
         for state, letter in LETTERS.items():
-            for words in _saving(factor.placement[state], factor.axis):
+            mode = factor.placement[state]
+            is_own = state is State.ACTIVATIONS and belongs_to_rank(mode)
+            for words in _kept(mode) if is_own else _saving(mode, factor.axis):
                 told.setdefault(words, []).append(letter)
     parts = (f"{', '.join(dict.fromkeys(letters))} {words}" for words, letters in told.items())
     return "; ".join(parts) or "nothing: the measure of all others"
+
+
+def _kept(mode: Mode) -> Iterator[str]:
+    """Of A that is a rank's own: S@host, its O, is no slice."""
+    if mode.distribution is Distribution.MATERIALIZED:
+        yield "recomputed"
+    else:
+        yield from _saving(Mode(Distribution.REPLICATED, mode.tier), "")
 
 
 def _saving(mode: Mode, axis: str) -> Iterator[str]:
