@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
+from _readmes import table
+
 from ptrain.algebra.layout import groups
 from ptrain.algebra.legality import require
 from ptrain.axes.pipeline.bubble import ClosedForm, Relation, closed_form
@@ -42,11 +44,6 @@ POLICIES = (
     "{reshard_after_forward: true, reshard_after_backward: true}",
     "{reshard_after_forward: true, reshard_after_backward: true, gradients: last}",
 )
-
-
-def table(columns: Sequence[str], rows: Iterator[Sequence[str]]) -> str:
-    lines = [columns, ["---"] * len(columns), *rows]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def schedules() -> str:

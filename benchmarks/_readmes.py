@@ -3,6 +3,7 @@ as text, and the end of a command that makes blocks of a page anew."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -20,6 +21,12 @@ MODEL = ("model.kv_heads=4", "model.layers=8")
 # In one micro-batch: the paper knows no accumulation; what that repeats `sync` says. A pipeline has
 # as many as the longest of its schedules needs.
 SAMPLES, MICROBATCHES = 16, 8
+
+
+def table(columns: Sequence[str], rows: Iterator[Sequence[str]]) -> str:
+    """A table in Markdown."""
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "".join(f"| {' | '.join(cell or '–' for cell in line)} |\n" for line in lines)
 
 
 @cache

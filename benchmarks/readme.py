@@ -14,6 +14,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 
+import _activations
 import _pipelines
 from _machine import ROOT, environment
 from _readmes import compare, on_ranks, rewrite, tuples
@@ -101,7 +102,7 @@ def wrapped_by(wrap: Wrap) -> str:
             return "flat units"
 
 
-TABLES = {"strategies": strategies, **_pipelines.TABLES}
+TABLES = {"strategies": strategies, **_pipelines.TABLES, **_activations.TABLES}
 
 
 def rewritten(text: str, is_made: Callable[[str], bool]) -> str:

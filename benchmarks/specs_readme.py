@@ -15,7 +15,7 @@ from functools import cache
 from typing import Any
 
 from _machine import ROOT
-from _readmes import compare, on_ranks, rewrite, tuples
+from _readmes import compare, on_ranks, rewrite, table, tuples
 
 from ptrain.costs import Estimate, State
 from ptrain.derivation.estimate import derive
@@ -36,11 +36,6 @@ STATES = {State.PARAMETERS: "Θ", State.OPTIMIZER: "Ω", State.GRADIENTS: "G"}
 LETTERS = STATES | {State.ACTIVATIONS: "A"}
 
 Row = Mapping[str, Any]
-
-
-def table(columns: Sequence[str], rows: Iterator[Sequence[str]]) -> str:
-    lines = [columns, ["---"] * len(columns), *rows]
-    return "".join(f"| {' | '.join(cell or '–' for cell in line)} |\n" for line in lines)
 
 
 def flags() -> str:
