@@ -160,8 +160,7 @@ class Away:
         """On the device, in one dimension."""
         if self.streams is not None:
             self.set_out()
-            if self._event is not None:
-                torch.cuda.current_stream(self.tiers.device).wait_event(self._event)
+            self.streams.wait(self._event)
         elif self.back is None:
             self.back = self._room().copy_(self.kept)
         assert self.back is not None
@@ -280,3 +279,7 @@ class _Streams:
             back.copy_(kept, non_blocking=True)
         back.record_stream(self.arriving)
         return self.arriving.record_event()
+
+    def wait(self, event: Any) -> None:
+        """Nothing is computed until then."""
+        torch.cuda.current_stream(self.device).wait_event(event)

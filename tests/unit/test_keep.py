@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from ptrain.activations import offload
 from ptrain.activations.apply import keep
 from ptrain.errors import SpecError
 from ptrain.interpreter.registry import Registry
@@ -92,13 +93,11 @@ def applied(module: nn.Module, blocks: str, kept: tuple[Kept, ...]) -> nn.Module
     return module
 
 
-def tokens() -> Tensor:
-    return torch.randint(0, VOCAB, (SAMPLES, TOKENS + 1), generator=torch.manual_seed(1))
+BATCH = torch.arange(SAMPLES * (TOKENS + 1)).view(SAMPLES, -1) * 7 % VOCAB
 
 
 def loss_of(module: nn.Module) -> Tensor:
-    batch = tokens()
-    return token_loss_sum(module(batch[:, :-1]), batch[:, 1:])
+    return token_loss_sum(module(BATCH[:, :-1]), BATCH[:, 1:])
 
 
 @dataclass(frozen=True)
@@ -126,7 +125,7 @@ def require_equal(found: Run, plain: Run) -> None:
 
 
 def traced(module: nn.Module) -> Timeline:
-    return to_timeline(record(module, unit_modules(module), lambda: loss_of(module), tokens()))
+    return to_timeline(record(module, unit_modules(module), lambda: loss_of(module), BATCH))
 
 
 @pytest.mark.parametrize("model", [*BY_DEFAULT, *nightly(MODELS)])
@@ -261,3 +260,50 @@ def test_blocks_that_a_stage_lacks_are_left_out():
 def test_the_attention_alone_is_refused_where_it_is_no_module():
     with pytest.raises(SpecError, match="no module for it"):
         applied(necks(), "layers", (VARIANTS["attention"],))
+
+
+class _Copies:
+    """Stands for an accelerator's streams: writes down what sets out when."""
+
+    def __init__(self) -> None:
+        self.log: list[tuple[str, int]] = []
+        self.numbers: dict[int, int] = {}
+
+    def take(self, kept: Tensor, whole: Tensor) -> int:
+        number = self.numbers.setdefault(id(kept), len(self.numbers))
+        kept.copy_(whole)
+        self.log.append(("out", number))
+        return number
+
+    def bring(self, back: Tensor, kept: Tensor, taken: int) -> int:
+        back.copy_(kept)
+        self.log.append(("back", taken))
+        return taken
+
+    def wait(self, event: int) -> None:
+        self.log.append(("use", event))
+
+
+def test_with_streams_each_storage_sets_out_once_a_block_before_its_own(monkeypatch):
+    copies = _Copies()
+    before = offload.Offload.__init__
+
+    def with_streams(self, model, tiers):
+        before(self, model, tiers)
+        self.streams = copies
+
+    monkeypatch.setattr(offload.Offload, "__init__", with_streams)
+    module, gave = made(kept=(AWAY,) * LAYERS), loss_of(made())
+    loss = loss_of(module)
+    out = [number for what, number in copies.log if what == "out"]
+    by_block = len(out) // LAYERS
+    loss.backward()
+    assert torch.equal(loss, gave)
+    backward = copies.log[len(out) :]
+    back = [number for what, number in backward if what == "back"]
+    assert back == out[::-1], "the last block's first, each once"
+    first_use = backward.index(next(each for each in backward if each[0] == "use"))
+    assert first_use == 2 * by_block, "the last block and the one before it"
+    for number in out[:by_block]:  # the first block's, while the second one is at work
+        of_second = [backward.index(("use", each)) for each in out[by_block : 2 * by_block]]
+        assert backward.index(("back", number)) < max(of_second)
