@@ -60,13 +60,13 @@ def _of_rank(
 
 def _of_head(spec: Spec, plan: Plan, setting: blocks.Setting) -> Iterator[tuple[str, int]]:
     """Logits of every token, and the gradients of both factors. A loss by chunks computes its
-    logits twice; torch's fused one their gradients where it has the logits."""
+    logits twice, and so does torch's fused one where it gives the loss of each token."""
     shape, tokens = setting.shape, setting.batch * spec.batch.sequence
     vocab = setting.cut.slice_of(shape.vocab) if setting.cut else shape.vocab
     product = 2 * tokens * shape.hidden * vocab
     yield "forward", product
     yield "backward", 2 * product
-    if plan.loss is not None and not plan.loss.fused:
+    if plan.loss is not None:
         yield "again", product
 
 

@@ -1,0 +1,94 @@
+"""Predicted operations of a step are those that torch's counter sees run: of forward, of backward,
+and of what backward runs again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+
+from ptrain.algebra.legality import require
+from ptrain.costs import Phase
+from ptrain.data.sampler import LocalBatch
+from ptrain.derivation.estimate import derive
+from ptrain.interpreter.program import interpret
+from ptrain.interpreter.world import World
+from ptrain.models.chunked import can_fuse
+from ptrain.spec.load import load
+from ptrain.spec.spec import Spec
+from tests.flops import counted
+
+MODELS: Mapping[str, Mapping[str, Any]] = {
+    "llama": {"family": "llama", "kv_heads": 2},
+    "llama-mha": {"family": "llama", "kv_heads": 4, "tied": True},
+    "gpt": {"family": "gpt"},
+    "gpt-dropout": {"family": "gpt", "dropout": 0.1, "tied": True},
+}
+KEPT: Mapping[str, Mapping[str, Any]] = {
+    "R": {},
+    "O": {"activations": "O"},
+    "full": {"activations": "M"},
+    "full-offload": {"activations": "M@host"},
+    "selective": {"activations": "M", "recompute": "selective"},
+    "attention": {"activations": "M", "recompute": "attention"},
+    "every-2": {"activations": "M", "recompute": {"every": 2}},
+    "mixture": {"activations": {"0": "M", "1": "O", "2-": "R"}},
+    "chunk": {"loss": {"chunk": 5}},
+    "chunk-full": {"activations": "M", "loss": {"chunk": 5}},
+    "fused": {"loss": {"chunk": 5, "fused": True}},
+}
+DEFAULT = {
+    ("llama", "sdpa", "full"),
+    ("llama", "eager", "attention"),
+    ("gpt", "eager", "selective"),
+    ("gpt", "sdpa", "every-2"),
+    ("gpt-dropout", "eager", "chunk-full"),
+}
+
+
+def spec_of(model: str, attention: str, kept: str) -> Spec:
+    shape = {"layers": 3, "hidden": 32, "heads": 4, "ffn": 48, "vocab": 260}
+    mapping = {
+        "name": f"{model}-{attention}-{kept}",
+        "model": shape | MODELS[model],
+        "attention": attention,
+        "mesh": {"dp_replicate": 1},
+        "precision": {"layout": "fp32"},
+        "batch": {"accumulate": 2, "micro": 2, "sequence": 12},
+        "optimizer": {"name": "adamw", "lr": 1e-3},
+        "data": {"corpus": "synthetic", "tokenizer": "bytes"},
+    }
+    return require(load(mapping | KEPT[kept]))
+
+
+def cases() -> Iterator[Any]:
+    for case in product(MODELS, ("sdpa", "eager"), KEPT):
+        marks = [] if case in DEFAULT else [pytest.mark.nightly]
+        if case[-1] == "fused" and not can_fuse():
+            marks.append(pytest.mark.skip(reason="torch has no linear_cross_entropy"))
+        yield pytest.param(*case, marks=marks, id="-".join(case))
+
+
+@pytest.mark.parametrize(("model", "attention", "kept"), list(cases()))
+def test_operations_are_those_that_are_predicted(model, attention, kept):
+    spec = spec_of(model, attention, kept)
+    tokens = torch.zeros(spec.batch.micro * 2, spec.batch.sequence + 1, dtype=torch.int64)
+    batch = LocalBatch(tokens=tokens, global_tokens=spec.batch.tokens, sample_ids=())
+    found = counted(interpret(spec, world=World()), batch)
+    (predicted,) = derive(spec).exact.operations
+    assert found[Phase.FORWARD] == predicted.forward
+    assert found[Phase.BACKWARD] == predicted.backward + predicted.again
+    assert found[Phase.UPDATE] == 0
+
+
+def test_only_matrix_products_that_backward_needs_run_again():
+    """All of a block but its last product, whose result nothing but the next block needs."""
+    shape, tokens = spec_of("gpt", "eager", "full").model, 4 * 12
+    (found,) = derive(spec_of("gpt", "eager", "full")).exact.operations
+    head, last = 2 * tokens * 32 * 260, 2 * tokens * 48 * 32
+    assert found.again == found.forward - head - shape.layers * last
+    (plain,) = derive(spec_of("gpt", "eager", "R")).exact.operations
+    assert (found.forward, found.backward) == (plain.forward, plain.backward)
