@@ -40,6 +40,15 @@ def format_bytes(size: int | float) -> str:
     return f"{int(size)} B"
 
 
+def format_operations(number: int) -> str:
+    """Floating-point operations: 1.2 TFLOP, 53 MFLOP."""
+    scales = {"E": 10**18, "P": 10**15, "T": 10**12, "G": 10**9, "M": 10**6, "k": 10**3}
+    for prefix, scale in scales.items():
+        if number >= scale:
+            return f"{number / scale:.4g} {prefix}FLOP"
+    return f"{number} FLOP"
+
+
 def format_count(number: int | float) -> str:
     """0.92M, 70B, 512."""
     for unit, scale in (("T", 10**12), ("B", 10**9), ("M", 10**6), ("k", 10**3)):

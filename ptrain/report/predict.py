@@ -25,7 +25,7 @@ from ptrain.report.table import (
 from ptrain.selection.fit import Fit, fit
 from ptrain.selection.preflight import Variant
 from ptrain.spec.spec import Spec
-from ptrain.units import format_bytes
+from ptrain.units import format_bytes, format_operations
 
 MODEL_STATES = (State.PARAMETERS, State.OPTIMIZER, State.GRADIENTS)
 _BAR = 24  # columns of the longest bar
@@ -59,6 +59,7 @@ def one(prediction: Prediction) -> str:
             *([places, ""] if places else []),
             _traffic(paper, exact),
             "",
+            *operations_lines(exact),
             *fit_lines(prediction.fit, prediction.cheaper),
             *(f"warning: {warning}" for warning in exact.warnings),
             *notes(paper, exact),
@@ -78,6 +79,16 @@ def model_state_bytes(estimate: Estimate, tier: str = TIERS[0]) -> int | None:
 def sent_bytes(estimate: Estimate) -> int | None:
     """Bytes sent per rank in a steady step; None where the column defines no traffic."""
     return None if "traffic" in estimate.undefined else estimate.sent_bytes()
+
+
+def operations_lines(estimate: Estimate) -> list[str]:
+    """What the rank with most to compute computes in a step; nothing where no table tells."""
+    if not estimate.operations:
+        return []
+    most = max(estimate.operations, key=lambda row: row.forward + row.backward + row.again)
+    told = f"{format_operations(most.forward)} forward, {format_operations(most.backward)} backward"
+    again = f", {format_operations(most.again)} of forward again" if most.again else ""
+    return [f"matrix products per rank and step: {told}{again}"]
 
 
 def fit_lines(found: Fit, cheaper: Sequence[Variant]) -> list[str]:

@@ -12,6 +12,7 @@ from ptrain.costs import (
     Column,
     Estimate,
     Footprint,
+    Operations,
     Peak,
     Phase,
     State,
@@ -54,6 +55,7 @@ def _estimate(record: Mapping[str, Any], column: Column) -> Estimate:
         peak=tuple(_peak(row) for row in rows("peak")),
         traffic=tuple(_traffic(row) for row in rows("traffic")),
         blocked=_blocked(record) if column is Column.MEASURED else (),
+        operations=_operations(record, column),
         undefined=record.get("undefined", {}).get(column, {}),
     )
 
@@ -99,6 +101,17 @@ def _wire(row: Mapping[str, Any]) -> WireRow:
         predicted_bytes=row["predicted_bytes"],
         measured_bytes=row["measured_bytes"],
         factor=row["factor"],
+    )
+
+
+def _operations(record: Mapping[str, Any], column: Column) -> tuple[Operations, ...]:
+    """Records of older versions have none."""
+    return tuple(
+        Operations(
+            rank=row["rank"], forward=row["forward"], backward=row["backward"], again=row["again"]
+        )
+        for row in record.get("operations", ())
+        if row["column"] == column
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from importlib import metadata
 from itertools import zip_longest
 
@@ -165,6 +165,11 @@ def record(
         "memory": [_memory_row(each, row) for each in estimates for row in each.memory],
         "peak": [_peak_row(each, row) for each in estimates for row in each.peak],
         "traffic": [_traffic_row(each, row) for each in estimates for row in each.traffic],
+        "operations": [
+            {"column": str(each.column)} | asdict(row)
+            for each in estimates
+            for row in each.operations
+        ],
         "wire": [_wire_row(row) for row in _wire(estimates)],
         "blocked_seconds": [
             {"axes": list(row.axes), "rank": row.rank, "seconds": row.seconds}

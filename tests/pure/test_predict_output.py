@@ -220,3 +220,10 @@ def test_a_pipelines_record_has_every_state_of_every_rank(ptrain):
 
 def test_without_pp_ranks_are_not_told_one_by_one(ptrain):
     assert "pp  ranks" not in ptrain("predict", "tp-zero3")
+
+
+def test_what_is_computed_is_printed_with_what_runs_again(ptrain):
+    line = "matrix products per rank and step: 1.846 GFLOP forward, 3.827 GFLOP backward"
+    plain, again = ptrain("predict", "zero3"), ptrain("predict", "checkpoint-full")
+    assert f"{line}\n" in plain
+    assert f"{line}, 1.409 GFLOP of forward again\n" in again

@@ -16,6 +16,7 @@ from ptrain.costs import (
     Column,
     Estimate,
     Footprint,
+    Operations,
     Peak,
     Phase,
     State,
@@ -169,6 +170,18 @@ def test_a_record_reads_back_as_what_it_was_made_of():
     account = read(json.loads(json.dumps(record("tiny", (EXACT, MEASURED), checks=checks))))
     assert account.estimates == {Column.EXACT: EXACT, Column.MEASURED: MEASURED}
     assert account.checks == checks
+
+
+def test_operations_are_in_the_record_and_read_back():
+    rows = tuple(Operations(rank=rank, forward=6, backward=12, again=4) for rank in range(2))
+    exact = replace(EXACT, operations=rows)
+    written = json.loads(json.dumps(record("tiny", (exact, MEASURED))))
+    assert written["operations"][0] == {
+        "column": "exact", "rank": 0, "forward": 6, "backward": 12, "again": 4
+    }  # fmt: skip
+    assert read(written).estimates == {Column.EXACT: exact, Column.MEASURED: MEASURED}
+    del written["operations"]  # an older version's
+    assert read(written).estimates == {Column.EXACT: EXACT, Column.MEASURED: MEASURED}
 
 
 def test_what_was_on_the_wire_and_who_waited_read_back_and_are_shown_again():
