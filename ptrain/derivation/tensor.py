@@ -115,14 +115,25 @@ def _calls(spec: Spec, step: Parallelize, facts: ModelFacts, ranks: int) -> Iter
     if step.is_sequence:
         yield from _moved(gather, backward, cut.positions, spec.batch.sequence * itemsize)
     yield from _summed_gradients(step, facts, itemsize)
-    if cut.vocab is None:
-        return
-    if step.loss_parallel:
-        wide = max(itemsize, DType.FP32.itemsize)
-        yield Collective.ALL_REDUCE, State.ACTIVATIONS, Phase.FORWARD, _LOSS_SUMS, tokens * wide
-    else:
-        size = tokens * ranks * ceil_div(cut.vocab, ranks) * itemsize
-        yield Collective.ALL_GATHER, State.ACTIVATIONS, Phase.FORWARD, 1, size
+    if cut.vocab is not None:
+        words = ranks * ceil_div(cut.vocab, ranks)
+        yield from _of_loss(spec, tokens, words * itemsize)
+
+
+def _of_loss(spec: Spec, tokens: int, token_bytes: int) -> Iterator[_Row]:
+    """Of logits that are cut, of which a token's are so many bytes. In chunks everything is sent
+    once more in backward, which computes them again."""
+    wide = max(spec.precision.effective.parameters.itemsize, DType.FP32.itemsize)
+    chunk = min(spec.loss.chunk or tokens, tokens)
+    for size, number in Counter({chunk: tokens // chunk, tokens % chunk: 1}).items():
+        for phase in (Phase.FORWARD, Phase.BACKWARD)[: 1 if spec.loss.chunk is None else 2]:
+            if not size:
+                continue
+            if spec.tensor.loss_parallel:
+                sums = Collective.ALL_REDUCE, State.ACTIVATIONS, phase, _LOSS_SUMS * number
+                yield *sums, size * wide
+            else:
+                yield Collective.ALL_GATHER, State.ACTIVATIONS, phase, number, size * token_bytes
 
 
 def _moved(collective: Collective, phase: Phase, features: list[int], size: int) -> Iterator[_Row]:

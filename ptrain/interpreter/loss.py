@@ -27,6 +27,12 @@ class Loss:
         """What a forward pass runs in."""
         return self._inside.given(targets_BT) if self._inside else nullcontext()
 
+    def run(self, model: nn.Module, inputs_BT: Tensor, targets_BT: Tensor) -> Tensor:
+        """Forward: the tokens' summed loss (0-d)."""
+        with self.given(targets_BT):
+            output = model(inputs_BT)
+        return self.of(output, targets_BT)
+
     def of(self, output: Tensor, targets_BT: Tensor) -> Tensor:
-        """The tokens' summed loss (0-d), of what the forward pass returned."""
+        """The same, of what the forward pass returned."""
         return output if self._inside else whole_loss(output, targets_BT)

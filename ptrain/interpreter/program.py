@@ -143,18 +143,12 @@ class Program:
         for index, (inputs, targets) in enumerate(batch.micro_batches(self.spec.batch.micro)):
             with self._operators(), self.wrapped.micro_batch(index == last):
                 self._enter(Phase.FORWARD, index)
-                loss = self._of(self.wrapped.module, inputs, targets) / batch.global_tokens
+                loss = self.loss.run(self.wrapped.module, inputs, targets) / batch.global_tokens
                 self._enter(Phase.BACKWARD, index)
                 loss.backward(self.scaling.seed(loss) if self.scaling else None)
             self._loss.add_(loss.detach())
             del loss
         return self._loss.div_(self._sharers)
-
-    def _of(self, module: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """The tokens' summed loss."""
-        with self.loss.given(targets):
-            output = module(inputs)
-        return self.loss.of(output, targets)
 
     def _stage_loss(self, output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Of one micro-batch on the last stage, of which backward begins."""
@@ -233,7 +227,7 @@ class Program:
                 self._pipelined.evaluate(batch, lambda output, to: add(self.loss.of(output, to)))
             else:
                 for inputs, targets in batch.micro_batches(self.spec.batch.micro):
-                    add(self._of(self.model, inputs, targets))
+                    add(self.loss.run(self.model, inputs, targets))
         total.div_(self._sharers)
         self.wrapped.end_evaluation()
         self.model.train()

@@ -1,10 +1,10 @@
 """The loss of a slice of the tokens at a time, inside the model's own forward pass: all logits are
 never there at once.
 
-While targets are given, whatever makes the logits gives their summed loss instead: the method
-`logits(x)` of a built-in model, another's head. It runs where it always ran, so that whoever
-gathers its weights for the forward pass has gathered them. No model is edited: the method is hidden
-by an attribute of the instance, and the head gets a class of its own under its old name.
+While targets are given, whatever makes the logits gives their summed loss instead: a head, or the
+method `logits(x)` of a built-in model without one. It runs where it always ran, within the hooks of
+its module, so that whoever gathers its weights has gathered them. No model is edited: the head gets
+a class of its own under its old name, and the method is hidden by an attribute of the instance.
 
 Note: fused, a token's loss has the compute dtype (torch's operator rounds it as a head rounds its
 logits); their sum is in at least fp32.
@@ -53,12 +53,22 @@ class LossInside:
     def attach(self, model: nn.Module, head: str) -> None:
         """To a model, or to that part of it which makes the logits; `head` names the module that
         does where the model is not built in."""
-        if isinstance(model, Llama | Gpt):
+        module = _head(model, head)
+        if module is None:
+            assert isinstance(model, Llama | Gpt), "others have a head"
             plain = model.logits
-            model.__dict__["logits"] = lambda x_BTC: self._instead(model, plain, x_BTC)
-            return
-        module = model.get_submodule(head)
-        module.__class__ = _with_loss(type(module), self)
+            model.__dict__["logits"] = lambda x_BTC: self._instead(model.embed, plain, x_BTC)
+        else:
+            module.__class__ = _with_loss(type(module), self)
+
+    @staticmethod
+    def detach(model: nn.Module, head: str) -> None:
+        """The inverse."""
+        module = _head(model, head)
+        if module is None:
+            del model.__dict__["logits"]
+        else:
+            module.__class__ = type(module).__base__
 
     def _instead(self, owner: nn.Module, make: Make, x_BTC: Tensor) -> Tensor:
         if self.targets is None:
@@ -105,7 +115,7 @@ def can_fuse() -> bool:
 
 def _fused(x_NC: Tensor, targets_N: Tensor, owner: nn.Module, tokens: int) -> Tensor:
     """By token: of a sum torch rounds the whole to the compute dtype."""
-    weight, bias = _linear(owner)
+    weight, bias = owner.get_parameter("weight"), getattr(owner, "bias", None)
     losses_N = F.linear_cross_entropy(
         x_NC,
         weight,
@@ -118,19 +128,17 @@ def _fused(x_NC: Tensor, targets_N: Tensor, owner: nn.Module, tokens: int) -> Te
     return widen(losses_N).sum()
 
 
-def _linear(owner: nn.Module) -> tuple[Tensor, Tensor | None]:
-    if isinstance(owner, Llama | Gpt):
-        return (owner.embed if owner.head is None else owner.head).weight, None
-    assert isinstance(owner, nn.Linear), "heads are linear"
-    return owner.weight, owner.bias
+def _head(model: nn.Module, name: str) -> nn.Module | None:
+    """The module that makes the logits; None of a built-in model whose head is its embedding."""
+    return model.head if isinstance(model, Llama | Gpt) else model.get_submodule(name)
 
 
 def _with_loss(kind: Any, inside: LossInside) -> type:
-    """`kind`, called with its hooks chunk by chunk."""
+    """`kind`, whose hooks run around all chunks together."""
 
     class Head(kind):
-        def __call__(self, x_BTC: Tensor) -> Tensor:
-            return inside._instead(self, super().__call__, x_BTC)
+        def forward(self, x_BTC: Tensor) -> Tensor:
+            return inside._instead(self, super().forward, x_BTC)
 
     Head.__name__ = Head.__qualname__ = kind.__name__
     return Head

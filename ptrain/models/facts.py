@@ -4,21 +4,25 @@ its timeline by tracing one micro-batch at the spec's shape and dtypes, on the C
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ptrain.derivation.facts import ModelFacts, TensorFacts, UnitFacts
 from ptrain.models.attention import require_trainable
 from ptrain.models.chain import chain_of_module
+from ptrain.models.chunked import LossInside
+from ptrain.models.heads import head_of
 from ptrain.models.initialize import cast
 from ptrain.models.loss import token_loss_sum
 from ptrain.models.numerics import TORCH_DTYPES
 from ptrain.models.roles import roles_of_module
 from ptrain.models.trace import record, to_timeline
 from ptrain.models.units import blocks_of, unit_modules
+from ptrain.plan.lower import loss_of
 from ptrain.spec.spec import Spec
 from ptrain.timeline import gradient_order
 
@@ -39,15 +43,33 @@ def module_facts(model: nn.Module, spec: Spec, prepare: Prepare | None = None) -
     tokens = torch.zeros(micro, sequence + 1, dtype=torch.int64)
     if prepare is not None:
         prepare(model, known)
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), _loss_of(model, spec) as loss:
         recording = record(
-            model,
-            units,
-            lambda: token_loss_sum(model(tokens[:, :-1]), tokens[:, 1:]) / spec.batch.tokens,
-            tokens,
+            model, units, lambda: loss(tokens[:, :-1], tokens[:, 1:]) / spec.batch.tokens, tokens
         )
     timeline = to_timeline(recording)
     return replace(known, gradient_order=gradient_order(timeline), timeline=timeline)
+
+
+@contextmanager
+def _loss_of(model: nn.Module, spec: Spec) -> Iterator[Callable[[Tensor, Tensor], Tensor]]:
+    """What gives a micro-batch's summed loss of inputs and targets, as the spec has it."""
+    step = loss_of(spec)
+    if step is None:
+        yield lambda inputs, targets: token_loss_sum(model(inputs), targets)
+        return
+    inside, head = LossInside(step), head_of(model, spec)
+    inside.attach(model, head)
+
+    def loss(inputs: Tensor, targets: Tensor) -> Tensor:
+        with inside.given(targets):
+            found: Tensor = model(inputs)
+        return found
+
+    try:
+        yield loss
+    finally:
+        inside.detach(model, head)
 
 
 def untraced_facts(model: nn.Module, spec: Spec) -> ModelFacts:

@@ -76,7 +76,7 @@ def lower(
         tensor=tensor,
         pipeline=pipeline,
         keep=_keep(spec, blocks),
-        loss=_loss(spec),
+        loss=loss_of(spec),
     )
 
 
@@ -184,7 +184,8 @@ def _keep(spec: Spec, blocks: tuple[str, ...]) -> Keep | None:
     return Keep(blocks=kept, path=spec.offload.path) if kept else None
 
 
-def _loss(spec: Spec) -> ChunkedLoss | None:
+def loss_of(spec: Spec) -> ChunkedLoss | None:
+    """None where the logits are whole."""
     if spec.loss.chunk is None:
         return None
     return ChunkedLoss(tokens=spec.loss.chunk, fused=spec.loss.fused)

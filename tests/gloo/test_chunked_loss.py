@@ -19,14 +19,12 @@ from ptrain.interpreter.world import World
 from ptrain.models.chunked import can_fuse
 from ptrain.spec.load import load
 from ptrain.spec.spec import LossSpec, Spec
-from ptrain.verification.compare import FP64, compare
-from ptrain.verification.reference import one_device
-from tests.gloo.runs import train
+from tests.gloo.tensor_runs import run
+from tests.gloo.test_exact import failing
 from tests.ranks import Ranks
 
 pytestmark = pytest.mark.gloo
 
-STEPS = 20
 CHUNK = 7  # does not divide the 32 tokens of a micro-batch
 MODELS: Mapping[str, Mapping[str, Any]] = {
     "llama": {"family": "llama", "kv_heads": 2},
@@ -39,7 +37,7 @@ PLACES: Mapping[str, Mapping[str, Any]] = {
     "one": {},
     "zero3": {"dp_shard": "S*,S,S,R"},
     "zero1-flat": {"dp_shard": "R,S,R,R"},
-    "cut": {"dp_shard": "S,S,S,R"},
+    "gathered-update": {"dp_shard": "S*,S*,S,R"},
     "ddp": {"dp_replicate": "R,R,R,R"},
     "tp": {"tp": STAGES},
     "tp-sp": {"tp": SLICES},
@@ -54,7 +52,9 @@ DEFAULT = {("zero3", "gpt-tied"), ("tp-sp", "llama-tied"), ("pp-1f1b", "llama-ti
 def spec_of(place: str, model: str) -> Spec:
     shape = {"layers": 4, "hidden": 24, "heads": 4, "ffn": 48, "vocab": 260} | MODELS[model]
     axes, pieces = PLACES[place], {"pp-zbv": "zbv", "pp-1f1b": "1f1b", "3d": "1f1b"}
-    sections: dict[str, Any] = {"tensor": {"loss_parallel": False}} if "gathered" in place else {}
+    sections: dict[str, Any] = (
+        {"tensor": {"loss_parallel": False}} if place == "tp-gathered" else {}
+    )
     if place in pieces:
         sections["pipeline"] = {"schedule": pieces[place]}
     mapping = {
@@ -92,10 +92,9 @@ def test_a_fused_loss_is_that_of_one_device(ranks: Ranks, place: str, model: str
 
 
 def against_one_device(ranks: Ranks, spec: Spec) -> None:
-    truth = one_device(spec, STEPS)
-    trajectory = ranks.run(spec.world_size, train, spec, STEPS)[0].trajectory
-    assert trajectory is not None
-    assert not [check.why for check in compare(truth, trajectory, FP64) if not check.holds]
+    """And every byte of it is predicted."""
+    result = run(ranks, spec)
+    assert not [*failing(result.checks), *failing(result.against)]
 
 
 def held_out(spec: Spec) -> float:

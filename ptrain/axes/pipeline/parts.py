@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,12 +17,15 @@ from ptrain.axes.pipeline.schedule import Kind
 from ptrain.axes.pipeline.stages import Ends, Stage
 from ptrain.axes.pipeline.trace import Passes as Recorded
 from ptrain.axes.pipeline.trace import Traced, record_passes
-from ptrain.axes.tensor.apply import whole_loss
 from ptrain.derivation.facts import ModelFacts
 from ptrain.derivation.passes import Passes, of_first_stage, of_later_stage
 from ptrain.derivation.pipeline import chain_of, stages_of
+from ptrain.interpreter.loss import Loss
+from ptrain.models.heads import head_of
 from ptrain.models.numerics import TORCH_DTYPES
 from ptrain.models.trace import Recording, to_timeline
+from ptrain.models.units import ROOT
+from ptrain.plan.lower import lower
 from ptrain.spec.spec import Spec
 from ptrain.timeline import as_rows, from_rows
 
@@ -40,14 +44,19 @@ def stage_rows(
     """`prepare` cuts a stage's operators, in place, and `around` is what its passes run in. The
     generator's state is left as it was."""
     stages, ends = stages_of(spec, facts), chain_of(spec, facts).ends
+    plan = lower(spec, facts.unit_modules, facts.roles, stages, facts.blocks)
+    loss, head = Loss(plan), head_of(module, spec) if plan.loss else ROOT
     found: Rows = []
     with torch.random.fork_rng(devices=[]):
         for stage in stages:
             part = part_of(module, stages, stage.index, ends)
-            traced = _traced(part, spec, facts, stage, len(stages))
+            traced = _traced(part, spec, facts, stage, loss if stage is stages[-1] else None)
             with around():
                 if prepare is not None:
                     prepare(part, stage, ends)
+                if stage is stages[-1]:
+                    loss.attach(part, head)
+                if prepare is not None:
                     record_passes(traced)  # torch learns what each operator is cut to
                 found.append(
                     _rows(traced, in_halves=spec.pipeline.is_in_halves and stage.index > 0)
@@ -55,20 +64,21 @@ def stage_rows(
     return found
 
 
-def _traced(part: nn.Module, spec: Spec, facts: ModelFacts, stage: Stage, stages: int) -> Traced:
+def _traced(
+    part: nn.Module, spec: Spec, facts: ModelFacts, stage: Stage, loss: Loss | None
+) -> Traced:
+    """`loss`: of the last stage."""
     micro, sequence = spec.batch.micro, spec.batch.sequence
     dtype = TORCH_DTYPES[spec.precision.effective.parameters]
     tokens = torch.zeros(micro, sequence + 1, dtype=torch.int64)
-
-    def loss(logits: torch.Tensor) -> torch.Tensor:
-        return whole_loss(logits, tokens[:, 1:]) / spec.batch.tokens
-
+    targets = tokens[:, 1:]
     return Traced(
         module=part,
         units=stage.units(facts.unit_modules),
         hidden=torch.zeros(micro, sequence, chain_of(spec, facts).hidden, dtype=dtype),
         given=None if stage.index else tokens[:, :-1],
-        loss=loss if stage.index == stages - 1 else None,
+        loss=(lambda output: loss.of(output, targets) / spec.batch.tokens) if loss else None,
+        around=partial(loss.given, targets) if loss else nullcontext,
     )
 
 

@@ -8,6 +8,7 @@ outside (the output, the gradient of the input) lives on: how long depends on th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,13 +52,15 @@ class Passes:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traced:
     """What is traced: a stage's module, with what it takes and gets. `hidden` is what goes over a
-    boundary; `given` the first stage's tokens, `loss` the last stage's."""
+    boundary; `given` the first stage's tokens, `loss` the last stage's, whose forward pass runs in
+    `around`."""
 
     module: nn.Module
     units: Units
     hidden: Tensor
     given: Tensor | None = None
     loss: Loss | None = None
+    around: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
 class _Recorder(WorkRecorder):
@@ -94,6 +97,7 @@ def record_passes(traced: Traced, *, in_halves: bool = False) -> Passes:
     """Runs one micro-batch through the stage; its gradients are left empty. The first stage has no
     halves: nobody waits for a gradient of tokens."""
     recorder = _Recorder()
+    recorder.follow(traced.module)
     inner, gradient = traced.hidden, traced.hidden.detach().clone()
     x = inner.detach().requires_grad_() if traced.given is None else traced.given
     for tensor in (*traced.module.parameters(), *traced.module.buffers(), x, gradient):
@@ -134,7 +138,8 @@ class _Run:
             self.recorder.add_to(name, parameter.grad)
 
     def forward(self) -> None:
-        self.output = apart(self.traced.module(self.x))
+        with self.traced.around():
+            self.output = apart(self.traced.module(self.x))
         if self.traced.loss is not None:
             self.loss = self.traced.loss(self.output)
         self._end("forward")

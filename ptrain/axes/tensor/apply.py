@@ -96,6 +96,20 @@ class LocalInput(ParallelStyle):
         return module
 
 
+class HeadParallel(ColwiseParallel):
+    """A head's logits are cut over the vocabulary; a loss in their place is whole."""
+
+    @staticmethod
+    def _prepare_output_fn(
+        output_layouts: Any, use_local_output: bool, mod: Any, outputs: Any, device_mesh: Any
+    ) -> Any:
+        if not isinstance(outputs, DTensor):
+            return outputs
+        return ColwiseParallel._prepare_output_fn(
+            output_layouts, use_local_output, mod, outputs, device_mesh
+        )
+
+
 class Whole(ParallelStyle):
     """Every rank has all of a module's tensors, and uses them on its part of the tokens."""
 
@@ -186,7 +200,7 @@ def _styles(step: Parallelize, role: Role, registry: Registry) -> Iterator[Paral
             if role is Role.LAST_NORM:
                 yield WholeOutput(between)
         case Role.HEAD:
-            yield ColwiseParallel(
+            yield HeadParallel(
                 input_layouts=Replicate(), output_layouts=Shard(-1), use_local_output=False
             )
 

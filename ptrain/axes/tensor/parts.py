@@ -25,18 +25,21 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from ptrain.activations.apply import keep_traced
 from ptrain.axes.pipeline.parts import Prepare, Rows, stage_rows
 from ptrain.axes.pipeline.stages import Ends, Stage
-from ptrain.axes.tensor.apply import micro_batch, parallelize, whole_loss
+from ptrain.axes.tensor.apply import micro_batch, parallelize
 from ptrain.axes.tensor.costs import Cut
 from ptrain.derivation.facts import ModelFacts
 from ptrain.derivation.pipeline import stage_roles, stages_of
 from ptrain.errors import PtrainError, refused
 from ptrain.interpreter.fake import fake_world
+from ptrain.interpreter.loss import Loss
 from ptrain.interpreter.registry import Registry
 from ptrain.models.build import build
 from ptrain.models.facts import untraced_facts
+from ptrain.models.heads import head_of
 from ptrain.models.initialize import cast
 from ptrain.models.numerics import TORCH_DTYPES
 from ptrain.models.trace import record, to_timeline
+from ptrain.models.units import ROOT
 from ptrain.models.work import WorkRecorder, repeated
 from ptrain.plan.lower import lower
 from ptrain.plan.step import Keep, Parallelize, Plan
@@ -110,6 +113,7 @@ def _tensor_alone(spec: Spec) -> Spec:
         tensor=spec.tensor,
         pipeline=spec.pipeline,
         activations=spec.activations,
+        loss=spec.loss,
     )
 
 
@@ -189,6 +193,7 @@ def _play(spec: Spec, index: int, *, allow_import: bool) -> dict[str, list[Row]]
     plan, stages = _plan(spec, facts), stages_of(spec, facts)
     step = plan.tensor
     assert step is not None, "something is cut"
+    head = head_of(module, spec) if plan.loss else ROOT
     fake_world(index, spec.degree(step.axis))
     names = (step.axis.value,)
     mesh = init_device_mesh("cpu", (spec.degree(step.axis),), mesh_dim_names=names)
@@ -198,15 +203,18 @@ def _play(spec: Spec, index: int, *, allow_import: bool) -> dict[str, list[Row]]
         )
     parallelize(module, step, mesh, Registry())
     keep_traced(module, plan.keep)
+    loss = Loss(plan)
+    loss.attach(module, head)
     tokens = torch.zeros(spec.batch.micro, spec.batch.sequence + 1, dtype=torch.int64)
 
     def forward() -> torch.Tensor:
-        return whole_loss(module(tokens[:, :-1]), tokens[:, 1:]) / spec.batch.tokens
+        return loss.run(module, tokens[:, :-1], tokens[:, 1:]) / spec.batch.tokens
 
     trace = partial(record, module, facts.unit_modules, forward, tokens)
-    recorder = WorkRecorder()
     with micro_batch(step)():
         trace()  # torch learns what each operator is cut to
+        recorder = WorkRecorder()
+        recorder.follow(module)
         timeline = to_timeline(trace(recorder=recorder))
         return as_rows(replace(timeline, repeated=repeated(recorder)))
 
