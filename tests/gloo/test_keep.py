@@ -1,0 +1,87 @@
+"""Activations in every mode on every mesh: what is computed again or brought back is what one
+device computes, to rounding in fp64, and costs what is predicted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import product
+from typing import Any
+
+import pytest
+
+from ptrain.algebra.legality import require
+from ptrain.spec.load import load
+from ptrain.spec.spec import Spec
+from tests.gloo.tensor_runs import differences
+from tests.ranks import Ranks
+
+pytestmark = pytest.mark.gloo
+
+MODELS: Mapping[str, Mapping[str, Any]] = {
+    "llama": {"family": "llama", "kv_heads": 2},
+    "gpt": {"family": "gpt"},
+}
+STAGES, SLICES, ZERO3 = "S,S,S,R", "S,S,S,S", "S*,S,S,R"
+PLACES: Mapping[str, Mapping[str, Any]] = {
+    "one": {},
+    "zero3": {"mesh": {"dp_shard": ZERO3}},
+    "zero3-sub-blocks": {"mesh": {"dp_shard": ZERO3}, "unit": "sub-block", "prefetch": 2},
+    "flat": {"mesh": {"dp_shard": "S*,R,S,R"}, "prefetch": 1},
+    "ddp": {"mesh": {"dp_replicate": "R,R,R,R"}},
+    "tp": {"mesh": {"tp": STAGES}},
+    "tp-sp": {"mesh": {"tp": SLICES}},
+    "tp-saved": {"mesh": {"tp": "S,S,S,S*"}},
+    "pp-1f1b": {"mesh": {"pp": STAGES}, "pipeline": {"schedule": "1f1b"}},
+    "3d": {
+        "mesh": {"pp": STAGES, "dp_shard": ZERO3, "tp": SLICES},
+        "pipeline": {"schedule": "1f1b"},
+    },
+}
+MODES: Mapping[str, Mapping[str, Any]] = {
+    "full": {"activations": "M"},
+    "second": {"activations": "M", "recompute": {"every": 2}},
+    "selective": {"activations": "M", "recompute": "selective"},
+    "attention": {"activations": "M", "recompute": "attention"},
+    "kept": {"activations": "M", "recompute": {"keep": ["softmax", "norm", "collective"]}},
+    "offload": {"activations": "O"},
+    "files": {"activations": "R@file"},
+    "inputs": {"activations": "M@host"},
+    "mixed": {"activations": {"0": "M", "1": "O", "2": "R", "3": "M@file"}},
+}
+OF_PARTS = ("offload", "files")  # what is computed again is gathered whole
+DEFAULT = {
+    ("one", "mixed", "gpt"),
+    ("zero3", "selective", "llama"),
+    ("tp-saved", "full", "llama"),
+    ("pp-1f1b", "mixed", "llama"),
+}
+
+
+def spec_of(place: str, mode: str, model: str) -> Spec:
+    given = {**PLACES[place]}
+    axes = given.pop("mesh", {})
+    mapping = {
+        "name": f"{place}-{mode}-{model}",
+        "model": {"layers": 4, "hidden": 24, "heads": 4, "ffn": 48, "vocab": 260} | MODELS[model],
+        "mesh": dict.fromkeys(axes, 2),
+        "placement": axes,
+        "batch": {"sequence": 16, "accumulate": 4, "micro": 2},
+        "precision": {"compute": "fp64"},
+        "optimizer": {"clip": 1.0},
+    }
+    return require(load(mapping | given | dict(MODES[mode])))
+
+
+def cases() -> Iterator[Any]:
+    for case in product(PLACES, MODES, MODELS):
+        if "unit" in PLACES[case[0]] and case[1] not in OF_PARTS:
+            continue
+        marks = () if case in DEFAULT else (pytest.mark.nightly,)
+        yield pytest.param(*case, marks=marks, id=" ".join(case))
+
+
+@pytest.mark.parametrize(("place", "mode", "model"), [*cases()])
+def test_every_mode_on_every_mesh_is_exact_and_equals_one_device(
+    ranks: Ranks, place: str, mode: str, model: str
+) -> None:
+    assert not differences(ranks, spec_of(place, mode, model))
