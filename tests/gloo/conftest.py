@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.gloo import pipeline_runs, tensor_runs
+from tests.gloo import keep_runs, pipeline_runs, tensor_runs
 from tests.gloo.outcomes import Runs
 from tests.gloo.recording import write
 from tests.ranks import Ranks
@@ -34,3 +34,10 @@ def record_pipeline(request: pytest.FixtureRequest) -> Iterator[None]:
     if request.config.getoption("--record"):
         for page in pipeline_runs.write(pipeline_runs.RESULTS, ["pytest", *sys.argv[1:]]):
             print(f"\nwritten: {page}")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def record_keep(request: pytest.FixtureRequest) -> Iterator[None]:
+    yield
+    if request.config.getoption("--record") and keep_runs.RESULTS:
+        print(f"\nwritten: {keep_runs.write(keep_runs.RESULTS, ['pytest', *sys.argv[1:]])}")

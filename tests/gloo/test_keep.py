@@ -12,7 +12,7 @@ import pytest
 from ptrain.algebra.legality import require
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
-from tests.gloo.tensor_runs import differences
+from tests.gloo.keep_runs import differences
 from tests.ranks import Ranks
 
 pytestmark = pytest.mark.gloo
@@ -21,6 +21,7 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
     "llama": {"family": "llama", "kv_heads": 2},
     "gpt": {"family": "gpt"},
 }
+ATTENTIONS = ("sdpa", "eager")
 STAGES, SLICES, ZERO3 = "S,S,S,R", "S,S,S,S", "S*,S,S,R"
 PLACES: Mapping[str, Mapping[str, Any]] = {
     "one": {},
@@ -38,6 +39,7 @@ PLACES: Mapping[str, Mapping[str, Any]] = {
     },
 }
 MODES: Mapping[str, Mapping[str, Any]] = {
+    "nothing": {},
     "full": {"activations": "M"},
     "second": {"activations": "M", "recompute": {"every": 2}},
     "selective": {"activations": "M", "recompute": "selective"},
@@ -49,19 +51,23 @@ MODES: Mapping[str, Mapping[str, Any]] = {
     "mixed": {"activations": {"0": "M", "1": "O", "2": "R", "3": "M@file"}},
 }
 OF_PARTS = ("offload", "files")  # what is computed again is gathered whole
+# Of eager attention, which saves scores and lets them go: these say it for all.
+WITH_SCORES = ("nothing", "attention", "selective", "full", "mixed")
+SAID_OF_SCORES = ("one", "zero3", "tp-sp", "pp-1f1b", "3d")
 DEFAULT = {
-    ("one", "mixed", "gpt"),
-    ("zero3", "selective", "llama"),
-    ("tp-saved", "full", "llama"),
-    ("pp-1f1b", "mixed", "llama"),
+    ("one", "mixed", "gpt", "eager"),
+    ("zero3", "selective", "llama", "sdpa"),
+    ("tp-saved", "full", "llama", "sdpa"),
+    ("pp-1f1b", "mixed", "llama", "sdpa"),
 }
 
 
-def spec_of(place: str, mode: str, model: str) -> Spec:
+def spec_of(place: str, mode: str, model: str, attention: str) -> Spec:
     given = {**PLACES[place]}
     axes = given.pop("mesh", {})
     mapping = {
-        "name": f"{place}-{mode}-{model}",
+        "name": f"{model}.{place}-{mode}-{attention}",
+        "attention": attention,
         "model": {"layers": 4, "hidden": 24, "heads": 4, "ffn": 48, "vocab": 260} | MODELS[model],
         "mesh": dict.fromkeys(axes, 2),
         "placement": axes,
@@ -73,15 +79,18 @@ def spec_of(place: str, mode: str, model: str) -> Spec:
 
 
 def cases() -> Iterator[Any]:
-    for case in product(PLACES, MODES, MODELS):
-        if "unit" in PLACES[case[0]] and case[1] not in OF_PARTS:
+    for case in product(PLACES, MODES, MODELS, ATTENTIONS):
+        place, mode, _, attention = case
+        if "unit" in PLACES[place] and mode not in OF_PARTS:
+            continue
+        if attention == "eager" and not (mode in WITH_SCORES and place in SAID_OF_SCORES):
             continue
         marks = () if case in DEFAULT else (pytest.mark.nightly,)
         yield pytest.param(*case, marks=marks, id=" ".join(case))
 
 
-@pytest.mark.parametrize(("place", "mode", "model"), [*cases()])
+@pytest.mark.parametrize(("place", "mode", "model", "attention"), [*cases()])
 def test_every_mode_on_every_mesh_is_exact_and_equals_one_device(
-    ranks: Ranks, place: str, mode: str, model: str
+    ranks: Ranks, place: str, mode: str, model: str, attention: str
 ) -> None:
-    assert not differences(ranks, spec_of(place, mode, model))
+    assert not differences(ranks, spec_of(place, mode, model, attention))
