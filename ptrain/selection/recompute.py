@@ -8,8 +8,11 @@ from dataclasses import replace
 
 from ptrain.algebra.legality import Located, check, executed, require
 from ptrain.derivation.activations import is_tabulated
-from ptrain.derivation.estimate import derive
+from ptrain.derivation.estimate import derive, own_facts
+from ptrain.derivation.operations import operations
+from ptrain.derivation.pipeline import stages_of
 from ptrain.errors import refused
+from ptrain.plan.lower import lower
 from ptrain.selection.fit import peak_bytes
 from ptrain.spec.axis import DATA_AXES, Factor
 from ptrain.spec.keep import ATTENTION_ONLY, FULL, PLAIN, SELECTIVE, Kept, Policy
@@ -61,18 +64,32 @@ def _within(spec: Spec, budget: int) -> Spec:
     )
 
 
-def ladder(spec: Spec) -> Iterator[Spec]:
-    """The same spec with each policy for its blocks that are M, by how much is computed again."""
+def ladder(spec: Spec) -> list[Spec]:
+    """The same spec with each policy for its blocks that are M, by how much is computed again: the
+    operations of matrix products, and in order of what is cheap beside them where these are as
+    many."""
+    return sorted(_rungs(spec), key=_again)
+
+
+def _rungs(spec: Spec) -> Iterator[Spec]:
     said = spec.activations
     yield _with(spec, None)
+    yield _with(spec, SELECTIVE)
     if isinstance(spec.model, ModelShape) and spec.model.attention is Attention.EAGER:
         yield _with(spec, ATTENTION_ONLY)
-    yield _with(spec, SELECTIVE)
     if said.every == 1:
         for every in _SPARSE:
             if isinstance(spec.model, ModelShape) and every < spec.model.layers:
                 yield _with(spec, FULL, every=every)
     yield _with(spec, FULL)
+
+
+def _again(spec: Spec) -> int:
+    """Operations of a step that the rank with most of them repeats; 0 where no table tells."""
+    facts = own_facts(spec)
+    stages = stages_of(spec, facts)
+    plan = lower(spec, facts.unit_modules, facts.roles, stages)
+    return max((row.again for row in operations(spec, plan, stages)), default=0)
 
 
 def _with(spec: Spec, policy: Policy | None, every: int | None = None) -> Spec:

@@ -60,7 +60,27 @@ def peaks(monkeypatch):
 def test_the_ladder_goes_from_nothing_recomputed_to_everything():
     assert [said(spec) for spec in ladder(document().spec)] == LADDER
     eager = [said(spec) for spec in ladder(document(attention="eager").spec)]
-    assert eager == ["none", "attention", *LADDER[1:]]
+    assert eager == [*LADDER[:2], "attention", *LADDER[2:]]
+
+
+STAGES = {"mesh": {"pp": 2}, "placement": {"pp": ["S", "S", "S", "R"]}}
+
+
+@pytest.mark.parametrize("changes", [{}, {"attention": "eager"}, STAGES])
+@pytest.mark.parametrize("sequence", [32, 2048])
+def test_no_rung_computes_less_again_than_the_one_before(changes, sequence):
+    spec = document(batch={"global": 8, "sequence": sequence}, **changes).spec
+    rungs = [derive(rung).exact.operations for rung in ladder(spec)]
+    again = [max(row.again for row in rows) for rows in rungs]
+    assert again == sorted(again)
+    assert again[0] == 0 < again[-1]
+
+
+def test_over_long_sequences_the_scores_cost_more_than_a_third_of_the_blocks():
+    spec = document(attention="eager", batch={"global": 8, "sequence": 2048}).spec
+    assert [said(rung) for rung in ladder(spec)].index("attention") == LADDER.index(
+        {"policy": "full", "every": 2}
+    )
 
 
 def test_every_rung_is_chosen_and_loads_from_what_it_resolves_to(peaks):
