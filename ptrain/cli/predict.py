@@ -7,8 +7,7 @@ from dataclasses import asdict
 
 import ptrain
 from ptrain.cli.arguments import add_spec_arguments, print_json
-from ptrain.derivation.activations import is_tabulated
-from ptrain.derivation.estimate import derive, own_facts
+from ptrain.derivation.estimate import derive, facts_from_shape
 from ptrain.derivation.facts import ModelFacts
 from ptrain.errors import PtrainError
 from ptrain.plan.composition import theorem_6, theorem_7
@@ -75,10 +74,10 @@ def _label(spec: Spec, swept: list[str], *, named: bool) -> str:
 
 
 def facts_of(spec: Spec, *, allow_import: bool) -> ModelFacts:
-    """A built-in model's from its shape, where tables tell what it allocates; else, and any other
-    model's, they are read off the model, which needs torch."""
-    if is_tabulated(spec):
-        return own_facts(spec)
+    """A built-in model's from its shape, where tables tell what it allocates or it is too large to
+    be traced; else, and any other model's, they are read off the model, which needs torch."""
+    if (known := facts_from_shape(spec)) is not None:
+        return known
     facts: ModelFacts = ptrain.read_facts(spec, allow_import=allow_import)
     return facts
 
@@ -107,7 +106,8 @@ def as_record(prediction: Prediction) -> dict[str, object]:
 
 def _predict(spec: Spec, *, label: str, facts: ModelFacts, offer: bool) -> Prediction:
     derivation = derive(spec, facts)
-    misfit = offer and not fit(spec, derivation.exact).fits
+    found = fit(spec, derivation.exact)
+    misfit = offer and found.is_known and not found.fits
     return Prediction(
         label=label,
         spec=spec,

@@ -32,6 +32,8 @@ _NOT_TRACED_BY_STAGE = (
     "what the stages leave in flight is known only from their traces, and these facts hold none"
 )
 _NOT_TRACED = "the model's activations are known only from a trace, and these facts hold none"
+_TOO_LARGE = "no table holds what this model allocates so, and it is too large to be traced"
+TRACED_BYTES = 2 * 2**30  # of weights: more than a laptop copies within seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +66,26 @@ def own_facts(spec: Spec) -> ModelFacts:
             )
         )
     return facts_of(spec.model, spec.batch.sequence, spec.unit)
+
+
+def facts_from_shape(spec: Spec) -> ModelFacts | None:
+    """The facts of a built-in model whose activations tables tell, or that is too large to be
+    traced: then nothing is said of them. None where the model itself is to be read."""
+    if not isinstance(spec.model, ModelShape):
+        return None
+    facts = own_facts(spec)
+    return facts if is_tabulated(spec) or _is_too_large(spec, facts) else None
+
+
+def _is_too_large(spec: Spec, facts: ModelFacts) -> bool:
+    return facts.numel * spec.precision.effective.parameters.itemsize > TRACED_BYTES
+
+
+def _untold(spec: Spec, facts: ModelFacts, reason: str) -> dict[str, str]:
+    """Why nothing is said of activations and peaks."""
+    is_own = isinstance(spec.model, ModelShape) and not facts.roles
+    told = _TOO_LARGE if is_own and _is_too_large(spec, facts) else reason
+    return dict.fromkeys(("activations", "peak"), told)
 
 
 def exact(spec: Spec, plan: Plan, facts: ModelFacts) -> Estimate:
@@ -110,7 +132,7 @@ def _exact_stages(spec: Spec, plan: Plan, facts: ModelFacts) -> Estimate:
         flight = in_flight(spec, pipeline.schedule_of(spec), stages, memory)
         memory, peaks = (*memory, *flight.memory), flight.peaks
     else:
-        undefined = dict.fromkeys(("activations", "peak"), _NOT_TRACED_BY_STAGE)
+        undefined = _untold(spec, facts, _NOT_TRACED_BY_STAGE)
     return Estimate(
         column=Column.EXACT,
         world_size=spec.world_size,
@@ -170,7 +192,7 @@ def _exact_part(spec: Spec, plan: Plan, facts: ModelFacts) -> Estimate:
     )
     is_by_family = is_tabulated(spec) and not facts.roles
     if facts.timeline is None and not is_by_family:
-        return replace(estimate, undefined=dict.fromkeys(("activations", "peak"), _NOT_TRACED))
+        return replace(estimate, undefined=_untold(spec, facts, _NOT_TRACED))
     played = replay(spec, facts, plan, memory)
     timeline = played.timeline
     more = kept_traffic(spec, plan, timeline.moved, timeline.repeated)

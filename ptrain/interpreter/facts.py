@@ -14,7 +14,7 @@ from ptrain.activations.apply import keep_traced
 from ptrain.axes.pipeline.parts import Prepare, stage_passes, stage_rows
 from ptrain.axes.tensor.parts import Traced, by_place, kept_of, timelines_of, traced
 from ptrain.derivation.activations import is_tabulated
-from ptrain.derivation.estimate import own_facts
+from ptrain.derivation.estimate import facts_from_shape
 from ptrain.derivation.facts import ModelFacts
 from ptrain.interpreter.stages import stages_of_module
 from ptrain.models.build import build
@@ -28,12 +28,12 @@ Share = Callable[[Callable[[], Traced]], Traced]
 def facts_of(
     spec: Spec, *, allow_import: bool = True, share: Share = lambda trace: trace()
 ) -> ModelFacts:
-    """A built-in model's facts from its shape, where tables tell what it allocates; else, and any
-    other model's, from the module itself. A call from Python allows the import of a target;
-    commands pass what their user allowed. `share` runs what it is given, which takes seconds, or
-    gives what another rank found."""
-    if is_tabulated(spec):
-        return own_facts(spec)
+    """A built-in model's facts from its shape, where tables tell what it allocates or it is too
+    large to be traced; else, and any other model's, from the module itself. A call from Python
+    allows the import of a target; commands pass what their user allowed. `share` runs what it is
+    given, which takes seconds, or gives what another rank found."""
+    if (known := facts_from_shape(spec)) is not None:
+        return known
     return read_facts(spec, allow_import=allow_import, share=share)
 
 

@@ -93,13 +93,18 @@ def operations_lines(estimate: Estimate) -> list[str]:
 
 def fit_lines(found: Fit, cheaper: Sequence[Variant]) -> list[str]:
     """Fits or does not fit, by how much, and what would be cheaper."""
+    what = "peak" if found.is_known else "resident, without activations:"
     if found.device_memory is None:
-        return [f"peak {size(found.peak_bytes)} per rank; name a cluster to see whether it fits"]
-    measure = f"peak {size(found.peak_bytes)} of {size(found.device_memory)} per rank"
+        return [f"{what} {size(found.peak_bytes)} per rank; name a cluster to see whether it fits"]
+    measure = f"{what} {size(found.peak_bytes)} of {size(found.device_memory)} per rank"
     if found.host_memory is not None and found.host_bytes:
         measure += f", {size(found.host_bytes)} of {size(found.host_memory)} on a node's host"
     if found.fits:
         return [f"fits: {measure}, {size(-found.short_bytes)} to spare"]
+    if not found.is_known:
+        return [
+            f"does not fit by {size(max(found.short_bytes, found.host_short_bytes))}: {measure}"
+        ]
     nothing = [
         "  nothing that was tried needs less: tuples of R, S and S* on the device, those with the "
         "optimizer on the host, every factorization of as many data ranks, slices of the tokens on "

@@ -12,12 +12,14 @@ from ptrain.spec.spec import Spec
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
     """`device_memory` None: the spec names no cluster, so there is nothing to compare with.
-    `host_bytes`: offloaded states of all ranks of a node, `host_memory` what its host has."""
+    `host_bytes`: offloaded states of all ranks of a node, `host_memory` what its host has.
+    `is_known`: `peak_bytes` is a peak, and not only what is resident."""
 
     peak_bytes: int
     device_memory: int | None
     host_bytes: int = 0
     host_memory: int | None = None
+    is_known: bool = True
 
     @property
     def short_bytes(self) -> int:
@@ -49,12 +51,15 @@ def fit(spec: Spec, exact: Estimate) -> Fit:
     """The peak of `exact` and what rests on the host, against the memory of the spec's cluster."""
     cluster = spec.cluster
     if cluster is None:
-        return Fit(peak_bytes=peak_bytes(exact), device_memory=None)
+        return Fit(
+            peak_bytes=peak_bytes(exact), device_memory=None, is_known="peak" not in exact.undefined
+        )
     return Fit(
         peak_bytes=peak_bytes(exact),
         device_memory=cluster.device_memory,
         host_bytes=host_bytes(exact, min(spec.world_size, cluster.devices_per_node)),
         host_memory=cluster.host_memory,
+        is_known="peak" not in exact.undefined,
     )
 
 

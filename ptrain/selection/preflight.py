@@ -64,8 +64,9 @@ def require_fit(spec: Spec, exact: Estimate, facts: ModelFacts | None = None) ->
         return
     if found.short_bytes > 0:
         room = format_bytes(found.device_memory or 0)
+        what = "the predicted peak is" if found.is_known else "its states alone are"
         lines = [
-            f"{spec.name} does not fit by {format_bytes(found.short_bytes)}: the predicted peak is "
+            f"{spec.name} does not fit by {format_bytes(found.short_bytes)}: {what} "
             f"{format_bytes(found.peak_bytes)} of {room} per rank"
         ]
     else:
@@ -74,8 +75,8 @@ def require_fit(spec: Spec, exact: Estimate, facts: ModelFacts | None = None) ->
             f"{spec.name} does not fit by {format_bytes(found.host_short_bytes)}: the states of a "
             f"node's ranks take {format_bytes(found.host_bytes)} of its host's {room}"
         ]
-    variants = cheaper(spec, facts)
-    wider = more_ranks(spec, variants, facts)
+    variants = cheaper(spec, facts) if found.is_known else ()
+    wider = more_ranks(spec, variants, facts) if found.is_known else None
     for variant in (*variants, *([wider] if wider else [])):
         lines.append(f"  {variant.claim}: {variant.command}  (peak {_peak(variant)})")
     fitting = wider or any(variant.fits for variant in variants)
