@@ -8,11 +8,14 @@ from itertools import product
 from typing import Any
 
 import pytest
+import torch
 
 from ptrain.algebra.legality import require
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
+from ptrain.verification.reference import Trajectory
 from tests.gloo.keep_runs import differences
+from tests.gloo.runs import train
 from tests.ranks import Ranks
 
 pytestmark = pytest.mark.gloo
@@ -54,6 +57,7 @@ OF_PARTS = ("offload", "files")  # what is computed again is gathered whole
 # Of eager attention, which saves scores and lets them go: these say it for all.
 WITH_SCORES = ("nothing", "attention", "selective", "full", "mixed")
 SAID_OF_SCORES = ("one", "zero3", "tp-sp", "pp-1f1b", "3d")
+DROPPED = ("zero3", "flat", "ddp", "tp", "tp-sp", "tp-saved", "pp-1f1b", "3d")
 DEFAULT = {
     ("one", "mixed", "gpt", "eager"),
     ("zero3", "selective", "llama", "sdpa"),
@@ -62,13 +66,15 @@ DEFAULT = {
 }
 
 
-def spec_of(place: str, mode: str, model: str, attention: str) -> Spec:
+def spec_of(place: str, mode: str, model: str, attention: str = "sdpa", **more: Any) -> Spec:
     given = {**PLACES[place]}
     axes = given.pop("mesh", {})
     mapping = {
         "name": f"{model}.{place}-{mode}-{attention}",
         "attention": attention,
-        "model": {"layers": 4, "hidden": 24, "heads": 4, "ffn": 48, "vocab": 260} | MODELS[model],
+        "model": {"layers": 4, "hidden": 24, "heads": 4, "ffn": 48, "vocab": 260}
+        | MODELS[model]
+        | more,
         "mesh": dict.fromkeys(axes, 2),
         "placement": axes,
         "batch": {"sequence": 16, "accumulate": 4, "micro": 2},
@@ -94,3 +100,28 @@ def test_every_mode_on_every_mesh_is_exact_and_equals_one_device(
     ranks: Ranks, place: str, mode: str, model: str, attention: str
 ) -> None:
     assert not differences(ranks, spec_of(place, mode, model, attention))
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        pytest.param(place, marks=() if place in ("tp", "pp-1f1b") else pytest.mark.nightly)
+        for place in DROPPED
+    ],
+)
+def test_what_runs_again_drops_what_it_dropped_and_is_the_plain_run_to_the_bit(
+    ranks: Ranks, place: str
+) -> None:
+    def trained(mode: str) -> Trajectory:
+        spec = spec_of(place, mode, "gpt", dropout=0.1)
+        found = ranks.run(spec.world_size, train, spec, 3)[0].trajectory
+        assert found is not None
+        return found
+
+    plain = trained("nothing")
+    for mode in ("full", "selective", "mixed"):
+        again = trained(mode)
+        assert again.losses == plain.losses
+        assert all(
+            torch.equal(again.parameters[name], plain.parameters[name]) for name in plain.parameters
+        )
