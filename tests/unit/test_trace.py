@@ -12,6 +12,7 @@ import torch
 from ptrain.costs import Phase, State
 from ptrain.derivation import activations
 from ptrain.derivation.parameters import facts
+from ptrain.errors import SpecError
 from ptrain.interpreter.facts import facts_of, read_facts
 from ptrain.meters.memory import MemoryMeter
 from ptrain.models import tables
@@ -21,8 +22,10 @@ from ptrain.models.initialize import cast
 from ptrain.models.loss import token_loss_sum
 from ptrain.models.trace import to_timeline
 from ptrain.models.units import unit_modules
+from ptrain.spec.keep import FULL, Kept
 from ptrain.spec.model import ExternalModel, ModelShape
 from ptrain.spec.precision import ZERO16, DType
+from ptrain.spec.spec import ActivationSpec
 from ptrain.timeline import Complete
 from tests.models_external import necks
 from tests.pure.build import ODD_SHAPE, make_spec
@@ -147,6 +150,13 @@ def test_an_external_models_facts_come_from_the_module():
         name: tuple(parameter.shape) for name, parameter in model.named_parameters()
     }
     assert sorted(read.gradient_order) == sorted(name for name, _ in model.named_parameters())
+
+
+def test_blocks_that_the_module_lacks_are_refused_as_it_is_read():
+    kept = ActivationSpec(by_block=((1, 5, Kept(policy=FULL)),))
+    spec = make_spec({}, model=ExternalModel(target="tests.models_external:necks"))
+    with pytest.raises(SpecError, match="blocks 1-5, and the model has 2, from 0 to 1"):
+        facts_of(replace(spec, activations=kept))
 
 
 def test_reading_facts_imports_nothing_that_was_not_allowed():

@@ -80,7 +80,7 @@ def traced(spec: Spec, facts: ModelFacts, *, allow_import: bool) -> Traced:
 
 def kept_of(spec: Spec, facts: ModelFacts) -> Keep | None:
     """What the blocks leave for backward, None where all are plain."""
-    if all(kept.is_plain for kept in spec.activations.of(len(facts.blocks))):
+    if all(kept.is_plain for kept in spec.activations.modes):
         return None
     return _plan(spec, facts).keep
 
