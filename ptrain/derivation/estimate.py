@@ -25,7 +25,7 @@ from ptrain.derivation.traffic import sent
 from ptrain.errors import Fault, SpecError
 from ptrain.plan.lower import lower
 from ptrain.plan.step import Plan
-from ptrain.spec.model import ModelShape
+from ptrain.spec.model import Attention, ModelShape
 from ptrain.spec.spec import Spec
 
 _NOT_TRACED_BY_STAGE = (
@@ -33,6 +33,7 @@ _NOT_TRACED_BY_STAGE = (
 )
 _NOT_TRACED = "the model's activations are known only from a trace, and these facts hold none"
 _TOO_LARGE = "no table holds what this model allocates so, and it is too large to be traced"
+_NOT_ON_CPU = "torch's flex_attention has no backward pass on a processor, where a trace would run"
 TRACED_BYTES = 2 * 2**30  # of weights: more than a laptop copies within seconds
 
 
@@ -69,23 +70,28 @@ def own_facts(spec: Spec) -> ModelFacts:
 
 
 def facts_from_shape(spec: Spec) -> ModelFacts | None:
-    """The facts of a built-in model whose activations tables tell, or that is too large to be
-    traced: then nothing is said of them. None where the model itself is to be read."""
+    """The facts of a built-in model whose activations tables tell, or that cannot be traced: then
+    nothing is said of them. None where the model itself is to be read."""
     if not isinstance(spec.model, ModelShape):
         return None
     facts = own_facts(spec)
-    return facts if is_tabulated(spec) or _is_too_large(spec, facts) else None
+    return facts if is_tabulated(spec) or _not_traceable(spec.model, spec, facts) else None
 
 
-def _is_too_large(spec: Spec, facts: ModelFacts) -> bool:
-    return facts.numel * spec.precision.effective.parameters.itemsize > TRACED_BYTES
+def _not_traceable(shape: ModelShape, spec: Spec, facts: ModelFacts) -> str:
+    """Why nobody traces a built-in model; nothing where somebody does."""
+    if shape.attention is Attention.FLEX:
+        return _NOT_ON_CPU
+    is_large = facts.numel * spec.precision.effective.parameters.itemsize > TRACED_BYTES
+    return _TOO_LARGE if is_large else ""
 
 
 def _untold(spec: Spec, facts: ModelFacts, reason: str) -> dict[str, str]:
     """Why nothing is said of activations and peaks."""
-    is_own = isinstance(spec.model, ModelShape) and not facts.roles
-    told = _TOO_LARGE if is_own and _is_too_large(spec, facts) else reason
-    return dict.fromkeys(("activations", "peak"), told)
+    told = ""
+    if isinstance(spec.model, ModelShape) and not facts.roles:
+        told = _not_traceable(spec.model, spec, facts)
+    return dict.fromkeys(("activations", "peak"), told or reason)
 
 
 def exact(spec: Spec, plan: Plan, facts: ModelFacts) -> Estimate:

@@ -28,10 +28,10 @@ Share = Callable[[Callable[[], Traced]], Traced]
 def facts_of(
     spec: Spec, *, allow_import: bool = True, share: Share = lambda trace: trace()
 ) -> ModelFacts:
-    """A built-in model's facts from its shape, where tables tell what it allocates or it is too
-    large to be traced; else, and any other model's, from the module itself. A call from Python
-    allows the import of a target; commands pass what their user allowed. `share` runs what it is
-    given, which takes seconds, or gives what another rank found."""
+    """A built-in model's facts from its shape, where tables tell what it allocates or it cannot be
+    traced; else, and any other model's, from the module itself. A call from Python allows the
+    import of a target; commands pass what their user allowed. `share` runs what it is given, which
+    takes seconds, or gives what another rank found."""
     if (known := facts_from_shape(spec)) is not None:
         return known
     return read_facts(spec, allow_import=allow_import, share=share)
