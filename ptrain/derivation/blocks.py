@@ -22,6 +22,7 @@ from ptrain.spec.keep import ATTENTION_ONLY, FULL, PLAIN, SELECTIVE, Kept
 from ptrain.spec.model import Attention, Family, ModelShape
 from ptrain.spec.placement import Tier
 from ptrain.spec.precision import DType
+from ptrain.spec.spec import Spec
 from ptrain.timeline import Mark, Run
 
 # The variants that have tables; a tier stands for every one that is not the device.
@@ -91,6 +92,16 @@ class Block:
 def is_known(shape: ModelShape, kept: Kept) -> bool:
     """Whether a table tells what such a block allocates; else it is traced."""
     return shape.attention is not Attention.FLEX and _on_host(kept) in _NAMES
+
+
+def are_known(spec: Spec) -> bool:
+    """Whether tables tell what the blocks move and send again, whatever is around them: those of
+    other models only where none is kept otherwise than autograd does."""
+    shape = spec.model
+    if not isinstance(shape, ModelShape):
+        return all(kept.is_plain for kept in spec.activations.modes)
+    kept = spec.activations.of(shape.layers)
+    return all(each.is_plain or is_known(shape, each) for each in kept)
 
 
 def is_as_usual(shape: ModelShape, kept: Sequence[Kept]) -> bool:

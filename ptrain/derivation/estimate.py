@@ -8,7 +8,7 @@ from math import lcm
 
 from ptrain.algebra.layout import position
 from ptrain.costs import Column, Estimate, Footprint, Peak, State, Traffic, TrafficKey, add_traffic
-from ptrain.derivation import pipeline, tensor
+from ptrain.derivation import blocks, pipeline, tensor
 from ptrain.derivation.activations import is_tabulated
 from ptrain.derivation.facts import ModelFacts
 from ptrain.derivation.in_flight import in_flight
@@ -16,7 +16,7 @@ from ptrain.derivation.interconnect import warnings
 from ptrain.derivation.kept import activation_row, kept_traffic
 from ptrain.derivation.memory import resident
 from ptrain.derivation.notes import notes
-from ptrain.derivation.operations import operations
+from ptrain.derivation.operations import operations, setting_of
 from ptrain.derivation.paper import paper
 from ptrain.derivation.parameters import facts as facts_of
 from ptrain.derivation.pipeline_notes import pipeline_notes
@@ -87,11 +87,13 @@ def _not_traceable(shape: ModelShape, spec: Spec, facts: ModelFacts) -> str:
 
 
 def _untold(spec: Spec, facts: ModelFacts, reason: str) -> dict[str, str]:
-    """Why nothing is said of activations and peaks."""
+    """Why nothing is said of activations and peaks; nor of traffic, where it is not known what the
+    modes of activations move and send again."""
     told = ""
     if isinstance(spec.model, ModelShape) and not facts.roles:
         told = _not_traceable(spec.model, spec, facts)
-    return dict.fromkeys(("activations", "peak"), told or reason)
+    figures = ("activations", "peak", *(() if blocks.are_known(spec) else ("traffic",)))
+    return dict.fromkeys(figures, told or reason)
 
 
 def exact(spec: Spec, plan: Plan, facts: ModelFacts) -> Estimate:
@@ -99,7 +101,7 @@ def exact(spec: Spec, plan: Plan, facts: ModelFacts) -> Estimate:
     if plan.pipeline is not None:
         return _exact_stages(spec, plan, facts)
     of_parts = [
-        (indices, _exact_part(spec, plan, part))
+        (indices, _exact_part(spec, plan, part, indices[0]))
         for part, indices in tensor.parts(spec, plan, facts).items()
     ]
     operators = add_traffic(tensor.sent(spec, plan, facts))
@@ -190,15 +192,21 @@ def _joined(spec: Spec, plan: Plan, parts: list[tuple[tuple[int, ...], Estimate]
     )
 
 
-def _exact_part(spec: Spec, plan: Plan, facts: ModelFacts) -> Estimate:
-    """Of the ranks that have this part of the model, without what its operators send."""
+def _exact_part(spec: Spec, plan: Plan, facts: ModelFacts, index: int) -> Estimate:
+    """Of the ranks that have this part of the model, among them those at this place along tp,
+    without what its operators send."""
     memory, traffic = resident(spec, plan, facts), sent(spec, plan, facts)
     estimate = Estimate(
         column=Column.EXACT, world_size=spec.world_size, memory=memory, traffic=traffic
     )
     is_by_family = is_tabulated(spec) and not facts.roles
     if facts.timeline is None and not is_by_family:
-        return replace(estimate, undefined=_untold(spec, facts, _NOT_TRACED))
+        more = _of_untraced_blocks(spec, plan, index)
+        return replace(
+            estimate,
+            traffic=add_traffic((*traffic, *more)),
+            undefined=_untold(spec, facts, _NOT_TRACED),
+        )
     played = replay(spec, facts, plan, memory)
     timeline = played.timeline
     more = kept_traffic(spec, plan, timeline.moved, timeline.repeated)
@@ -208,6 +216,18 @@ def _exact_part(spec: Spec, plan: Plan, facts: ModelFacts) -> Estimate:
         peak=played.peaks,
         traffic=add_traffic((*traffic, *more)),
     )
+
+
+def _of_untraced_blocks(spec: Spec, plan: Plan, index: int) -> Iterable[Traffic]:
+    """What their modes move and send again, where tables tell."""
+    shape = spec.model
+    if not isinstance(shape, ModelShape) or not blocks.are_known(spec):
+        return ()
+    kept = spec.activations.of(shape.layers)
+    if all(each.is_plain for each in kept):
+        return ()
+    setting = setting_of(spec, plan, index)
+    return kept_traffic(spec, plan, blocks.moved(setting, kept), blocks.repeated(setting, kept))
 
 
 def _with_passing(memory: tuple[Footprint, ...], played: Replay) -> tuple[Footprint, ...]:

@@ -48,7 +48,7 @@ def _of_rank(
     numbers = [
         int(layer.rpartition(".")[2]) for stage in own for layer in stages[stage].layers
     ] or list(range(shape.layers))
-    setting, kept = _setting(spec, plan, index), spec.activations.of(shape.layers)
+    setting, kept = setting_of(spec, plan, index), spec.activations.of(shape.layers)
     found = Counter[str]()
     for each, times in Counter(kept[number] for number in numbers).items():
         for name, count in blocks.operations(setting, each).items():
@@ -70,7 +70,8 @@ def _of_head(spec: Spec, plan: Plan, setting: blocks.Setting) -> Iterator[tuple[
         yield "again", product
 
 
-def _setting(spec: Spec, plan: Plan, index: int) -> blocks.Setting:
+def setting_of(spec: Spec, plan: Plan, index: int) -> blocks.Setting:
+    """Of a built-in model's blocks, on the ranks at this place along tp."""
     shape = spec.model
     assert isinstance(shape, ModelShape), "a built-in model"
     cut = None

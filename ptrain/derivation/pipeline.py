@@ -25,8 +25,7 @@ from ptrain.axes.pipeline.stages import ENDS, Chain, Ends, Layers, Stage, layers
 from ptrain.axes.ring import Calls
 from ptrain.axes.tensor.costs import Cut
 from ptrain.costs import Footprint, State, Traffic, add_traffic
-from ptrain.derivation import tensor
-from ptrain.derivation.activations import is_tabulated
+from ptrain.derivation import blocks, tensor
 from ptrain.derivation.calls import group_over
 from ptrain.derivation.facts import ModelFacts, UnitFacts
 from ptrain.derivation.kept import kept_traffic
@@ -291,8 +290,9 @@ def _kept(spec: Spec, each: StageParts, index: int) -> tuple[Pairs, Pairs]:
     if each.passes:
         passes = each.passes[index]
         return passes.moved, passes.repeated
-    if not is_tabulated(spec):
-        return (), ()  # not traced: nothing is said of activations
+    is_plain = all(kept.is_plain for kept in spec.activations.modes)
+    if is_plain or not isinstance(spec.model, ModelShape) or not blocks.are_known(spec):
+        return (), ()  # nothing, or not traced: then nothing is said of it
     return moved_and_repeated(spec, each.stage, each.cut(spec, index))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 
 from ptrain.costs import Collective, Estimate, Phase, State
@@ -178,3 +180,34 @@ def test_recomputed_blocks_save_less_than_plain_ones(policy):
 
     assert size(Kept(policy=policy)) < size(PLAIN)
     assert size(Kept(policy=FULL)) == HIDDEN
+
+
+@pytest.mark.parametrize("mode", ["M", "O", "M@host"])
+@pytest.mark.parametrize("axis", ["dp_shard", "tp", "pp"])
+def test_what_blocks_move_and_send_again_does_not_depend_on_the_loss(axis, mode):
+    place = {"mesh": {axis: 2}, "placement": {axis: "S*,S,S,R" if axis == "dp_shard" else STAGES}}
+
+    def added(**loss: object) -> dict[object, int]:
+        """Calls and payloads beyond those of blocks that keep all."""
+        plain, kept = exact(**place, **loss), exact(**place, **loss, activations=mode)
+        assert "traffic" not in kept.undefined
+        found = Counter[object]()
+        for sign, estimate in ((1, kept), (-1, plain)):
+            for row in estimate.traffic:
+                found[row.key, "calls"] += sign * row.calls
+                found[row.key, "payload"] += sign * row.payload_bytes
+        return {key: size for key, size in found.items() if size}
+
+    assert added(loss={"chunk": 24}) == added()
+
+
+STAGES = "S,S,S,R"
+
+
+def test_nothing_is_said_of_traffic_where_no_table_tells_what_blocks_send_again():
+    flex = {"attention": "flex", "mesh": {"tp": 2}, "placement": {"tp": STAGES}}
+    assert set(exact(**flex).undefined) == {"activations", "peak"}
+    assert set(exact(**flex, activations="M").undefined) == {"activations", "peak", "traffic"}
+    stages = {"attention": "flex", "mesh": {"pp": 2}, "placement": {"pp": STAGES}}
+    assert set(exact(**stages).undefined) == {"activations", "peak"}
+    assert "traffic" in exact(**stages, activations="O").undefined
