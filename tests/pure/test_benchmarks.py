@@ -29,8 +29,8 @@ ROUNDS = 6  # the fewest of which an interval of the median is made
 def benchmark() -> Iterator[dict[str, ModuleType]]:
     sys.path.insert(0, str(FOLDER))
     names = (
-        "_machine", "meter_overhead", "overlap", "peers", "pipeline_schedules", "step_time",
-        "tensor_plans", "unit_tradeoff",
+        "_machine", "_one_device", "activations", "logits", "meter_overhead", "overlap", "peers",
+        "pipeline_schedules", "step_time", "tensor_plans", "unit_tradeoff",
     )  # fmt: skip
     yield {name: import_module(name) for name in names}
     sys.path.remove(str(FOLDER))
@@ -209,3 +209,60 @@ def test_the_bubble_beside_a_schedules_time_is_that_of_its_spec(benchmark):
     page = benchmark["pipeline_schedules"]
     assert page.bubble(page.ScheduleName.GPIPE) == (1 / 8, (8, 8))
     assert page.bubble(page.ScheduleName.INTERLEAVED)[0] == 1 / 16
+
+
+def test_the_modes_on_the_activations_page_are_judged_by_bytes_operations_and_equal_losses(
+    benchmark,
+):
+    page, accounts = benchmark["activations"], benchmark["_one_device"]
+    own = accounts.Figures(activations=9, off=2, peak=20, forward=6, backward=12)
+
+    def row(mode, losses=(2.0,), wrong=(), measured=own):
+        found = accounts.Account(
+            predicted=own, again=4, measured=measured, wrong=[*wrong], seconds=[1.0],
+            losses=[*losses],
+        )  # fmt: skip
+        return page.Row("sdpa", 256, mode, found)
+
+    first, second, third, *others = page.MODES
+    assert first == page.BASE
+    rows = [row(mode) for mode in page.MODES]
+    assert page.failures(rows) == []
+    assert [line.split(" | ")[-1] for line in page.held(rows)[2:]] == ["holds |"] * len(rows)
+    rows = [
+        row(first), row(second, losses=[2.5]), row(third, wrong=["peak: 1, not 2"]),
+        *(row(mode, losses=[float("nan")]) for mode in others[:1]),
+        *(row(mode, losses=(), measured=None) for mode in others[1:]),
+    ]  # fmt: skip
+    assert page.failures(rows) == [
+        "peak: 1, not 2",
+        f"sdpa, 256 tokens, {second}: losses 5.0e-01 from those of R",
+        f"sdpa, 256 tokens, {others[0]}: losses nan from those of R",
+    ]
+    told = [line.split(" | ")[-1] for line in page.held(rows)[2:]]
+    assert told == ["holds |", "holds |", "fails |", "holds |"] + ["not run |"] * len(others[1:])
+
+
+def test_the_command_of_the_activations_page_is_the_spec_that_ran(benchmark):
+    page, text = benchmark["activations"], benchmark["activations"]._command()
+    for mode, own in page.MODES.items():
+        overrides = page.overrides_of("sdpa", "TOKENS", mode)
+        assert all(f"{each}" in text for each in (*overrides[: -1 - len(own)], *own))
+    assert text.startswith(f"ptrain validate {page.SPEC} {' '.join(page.OVERRIDES)} ")
+
+
+def test_a_loss_in_chunks_that_takes_as_much_as_the_whole_fails(benchmark):
+    page, accounts = benchmark["logits"], benchmark["_one_device"]
+
+    def account(peak, loss=2.0):
+        own = accounts.Figures(activations=9, off=0, peak=peak, forward=6, backward=12)
+        return accounts.Account(predicted=own, again=0, measured=own, losses=[loss])
+
+    found = {(mesh, loss): account(9 if loss == page.BASE else 5)
+             for mesh in page.MESHES for loss in page.OF_RANKS}  # fmt: skip
+    assert page.failures(found) == []
+    found[page.ONE, "1/8"], found[page.CUT, "1/8"] = account(9), account(5, loss=2.1)
+    assert page.failures(found) == [
+        "tp, 2 ranks, 1/8: losses 5.0e-02 apart, not less than 0.0001",
+        "one device: 1/8 takes 9 bytes, whole 9",
+    ]

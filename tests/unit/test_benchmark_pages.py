@@ -1,0 +1,40 @@
+"""Benchmarks that predict and measure hold at a small size."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.nightly
+
+
+def quick(name: str, *arguments: str) -> str:
+    """What `benchmarks/NAME.py --quick` prints; it fails where the claim does."""
+    found = subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks" / f"{name}.py"), "--quick", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        check=False,
+    )
+    assert found.returncode == 0, found.stdout + found.stderr
+    return found.stdout
+
+
+def test_activations_in_every_mode_are_as_predicted():
+    text = quick("activations")
+    assert text.count("| holds |\n") == 28  # modes, lengths and kinds of attention
+    assert "Verdict: holds.\n" in text
+
+
+def test_the_peak_of_a_loss_in_chunks_is_as_predicted():
+    text = quick("logits")
+    assert text.count("| holds |\n") >= 7  # 5 losses on one device, fused where torch has it; 2
+    assert "Verdict: holds.\n" in text
