@@ -38,12 +38,14 @@ def parts_of_ranks(spec: Spec) -> tuple[str, ...]:
 
 def preflight_line(spec: Spec, exact: Estimate) -> str:
     """`preflight  peak 61.3 MB of 12.9 GB per rank · 14.2 MB sent per step`, and what is copied
-    between tiers where anything is."""
+    between tiers where anything is; without what is not predicted."""
     copied = exact.copied_bytes()
     found = fit(spec, exact)
+    what = "peak" if found.is_known else "resident, without activations:"
     room = f" of {format_bytes(found.device_memory)}" if found.device_memory else ""
+    is_told = "traffic" not in exact.undefined
     return (
-        f"preflight  peak {format_bytes(found.peak_bytes)}{room} per rank"
-        f" · {format_bytes(exact.sent_bytes())} sent per step"
-        + (f" · {format_bytes(copied)} copied between tiers" if copied else "")
+        f"preflight  {what} {format_bytes(found.peak_bytes)}{room} per rank"
+        + (f" · {format_bytes(exact.sent_bytes())} sent per step" if is_told else "")
+        + (f" · {format_bytes(copied)} copied between tiers" if copied and is_told else "")
     )

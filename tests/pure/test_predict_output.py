@@ -9,6 +9,9 @@ import pytest
 
 import ptrain as package
 from ptrain.cli.main import main
+from ptrain.derivation.estimate import derive
+from ptrain.spec.load import load
+from ptrain.train.heading import preflight_line
 
 GB = 10**9
 
@@ -248,3 +251,12 @@ def test_of_attention_that_a_processor_cannot_train_all_but_activations_is_said(
     reason = "torch's flex_attention has no backward pass on a processor, where a trace would run"
     assert f"exact, activations: {reason}" in text and f"exact, peak: {reason}" in text
     assert "resident, without activations: 6.4" in text
+
+
+def test_a_training_announces_no_peak_and_no_traffic_that_nobody_predicts():
+    flex = {"model": {"preset": "llama-tiny"}, "mesh": {"tp": 2}, "placement": {"tp": "S,S,S,R"}}
+    flex |= {"attention": "flex", "device": "cuda", "batch": {"global": 4, "sequence": 32}}
+    plain, again = load(flex).spec, load(flex | {"activations": "M"}).spec
+    line = preflight_line(plain, derive(plain).exact)
+    assert line.startswith("preflight  resident, without activations: ") and "sent" in line
+    assert "sent" not in preflight_line(again, derive(again).exact)
