@@ -49,6 +49,8 @@ def read_facts(
     )
     is_cut = spec.degree(Axis.TP) > 1 or spec.degree(Axis.PP) > 1
     facts = module_facts(model, spec, None if is_cut else partial(_keep, spec))
+    if facts.timeline is None:  # it cannot be traced, and nor can its parts
+        return facts
     has_stages = stages_of_module(spec, model, facts) is not None
     if is_tabulated(spec):
         return facts

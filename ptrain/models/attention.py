@@ -80,11 +80,15 @@ def attention_core(shape: ModelShape) -> Core:
             assert_never(kind)
 
 
+def is_trainable(model: ModelSpec, device: torch.device) -> bool:
+    """Whether its attention has a backward pass on this device."""
+    is_flex = not isinstance(model, ExternalModel) and model.attention is Attention.FLEX
+    return not is_flex or device.type == "cuda"
+
+
 def require_trainable(model: ModelSpec, device: torch.device) -> None:
     """Raises SpecError for attention that has no backward pass on this device."""
-    if isinstance(model, ExternalModel) or model.attention is not Attention.FLEX:
-        return
-    if device.type != "cuda":
+    if not is_trainable(model, device):
         finding = f"torch's flex_attention has no backward pass on {device.type}"
         raise refused("attention", finding, "train on cuda, or take sdpa or eager")
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ptrain.derivation.facts import ModelFacts, TensorFacts, UnitFacts
-from ptrain.models.attention import require_trainable
+from ptrain.models.attention import is_trainable
 from ptrain.models.chain import chain_of_module
 from ptrain.models.chunked import LossInside
 from ptrain.models.heads import head_of
@@ -34,10 +34,12 @@ Prepare = Callable[[nn.Module, ModelFacts], None]
 
 def module_facts(model: nn.Module, spec: Spec, prepare: Prepare | None = None) -> ModelFacts:
     """The facts of `model`, whose parameters are cast to the spec's dtype. The generator's state
-    is left as it was. `prepare` does to the model, in place, what is done to it before it runs."""
-    require_trainable(spec.model, torch.device("cpu"))
+    is left as it was. `prepare` does to the model, in place, what is done to it before it runs.
+    What cannot run backward on a processor is not traced."""
     cast(model, TORCH_DTYPES[spec.precision.effective.parameters])
     known = untraced_facts(model, spec)
+    if not is_trainable(spec.model, torch.device("cpu")):
+        return known
     units = known.unit_modules
     micro, sequence = spec.batch.micro, spec.batch.sequence
     tokens = torch.zeros(micro, sequence + 1, dtype=torch.int64)

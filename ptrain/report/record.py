@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, fields
 from importlib import metadata
 from itertools import zip_longest
 
-from ptrain.costs import Column, Estimate, Footprint, Peak, Traffic, TrafficKey
+from ptrain.costs import Column, Estimate, Footprint, Peak, State, Traffic, TrafficKey
 from ptrain.derivation.wire import WireRow, wire_rows
 from ptrain.version import VERSION, is_tested
 
@@ -37,16 +37,21 @@ def compare(exact: Estimate, measured: Estimate) -> tuple[Check, ...]:
     """Checks per state and rank, per kind of call, and per phase's peak.
 
     Where `measured` is one rank's own account, only that rank is compared; a rank that is missing
-    from an account of several fails.
+    from an account of several fails. Of what `exact` says that it does not predict (`undefined`:
+    activations, peak, traffic) there is no check.
     """
+    untold = (State.ACTIVATIONS, State.TRANSIENT) if "activations" in exact.undefined else ()
+    memory = [row for row in measured.memory if row.state not in untold]
     ranks = {row.rank for row in measured.memory}
     if len(ranks) != 1:
         ranks = set(range(exact.world_size))
-    return (
-        *_memory_checks(_of_ranks(exact.memory, ranks), measured.memory),
-        *_traffic_checks(exact.traffic, measured.traffic),
-        *_peak_checks([row for row in exact.peak if row.rank in ranks], measured.peak),
-    )
+    checks = [*_memory_checks(_of_ranks(exact.memory, ranks), memory)]
+    if "traffic" not in exact.undefined:
+        checks += _traffic_checks(exact.traffic, measured.traffic)
+    if "peak" not in exact.undefined:
+        peaks = [row for row in exact.peak if row.rank in ranks]
+        checks += _peak_checks(peaks, measured.peak)
+    return tuple(checks)
 
 
 def verdict(checks: Sequence[Check]) -> str:
@@ -54,11 +59,13 @@ def verdict(checks: Sequence[Check]) -> str:
     return "holds" if checks and all(check.holds for check in checks) else "fails"
 
 
-def verdict_line(checks: Sequence[Check], *, torch: str) -> str:
-    """`verdict: holds (14 of 14)`, and whether exactness is claimed for this torch at all."""
+def verdict_line(checks: Sequence[Check], *, torch: str, untold: Iterable[str] = ()) -> str:
+    """`verdict: holds (14 of 14)`, which kinds of figures are not predicted, and whether exactness
+    is claimed for this torch at all."""
     held = sum(check.holds for check in checks)
+    besides = f" · not predicted: {', '.join(sorted(untold))}" if untold else ""
     claim = "" if is_tested(torch) else f" · not claimed for torch {torch}"
-    return f"verdict: {verdict(checks)} ({held} of {len(checks)}){claim}"
+    return f"verdict: {verdict(checks)} ({held} of {len(checks)}){besides}{claim}"
 
 
 def checks_line(checks: Sequence[Check], *, ranks: int) -> str:

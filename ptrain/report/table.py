@@ -85,7 +85,7 @@ def summary(
             *[""] * bool(more),
             *failing,
             checks_line(checks, ranks=ranks),
-            verdict_line(checks, torch=torch),
+            verdict_line(checks, torch=torch, untold=exact.undefined),
         ]
     )
 

@@ -63,6 +63,26 @@ def failing(measured: Estimate) -> list[str]:
     return [check.name for check in compare(EXACT, measured) if not check.holds]
 
 
+def test_of_what_is_not_predicted_there_is_no_check_and_the_verdict_says_so():
+    untold = replace(
+        EXACT,
+        memory=tuple(
+            row for row in EXACT.memory if row.state not in (State.ACTIVATIONS, State.TRANSIENT)
+        ),
+        peak=(),
+        undefined={"activations": "why", "peak": "why"},
+    )
+    checks = compare(untold, MEASURED)
+    assert verdict(checks) == "holds"
+    kinds = {check.name.split()[0] for check in checks}
+    assert kinds == {"memory", "traffic"}
+    assert not [check for check in checks if check.name.startswith("memory activations")]
+    line = verdict_line(checks, torch="2.13.0", untold=untold.undefined)
+    assert line.endswith("not predicted: activations, peak")
+    wrong = replace(MEASURED, memory=MEASURED.memory[1:])
+    assert verdict(compare(untold, wrong)) == "fails"
+
+
 def test_equal_accounts_hold_with_a_check_per_state_and_rank_per_count_and_per_peak():
     checks = compare(EXACT, MEASURED)
     assert verdict(checks) == "holds"
