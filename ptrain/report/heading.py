@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import assert_never
+
+import yaml
 
 from ptrain.spec.model import ExternalModel, HuggingFaceModel, ModelShape
 from ptrain.spec.spec import Spec
@@ -36,12 +39,24 @@ def model_name(spec: Spec) -> str:
 
 
 def placement(spec: Spec) -> str:
-    """`dp_replicate 2 (R,R,R,R) ⊗ dp_shard 2 (S*,S,S,R)`."""
-    if not spec.factors:
-        return "one device"
-    return " ⊗ ".join(
+    """`dp_replicate 2 (R,R,R,R) ⊗ dp_shard 2 (S*,S,S,R)`, and how the blocks' activations are kept
+    where the spec says it apart: `A M, selective`, `A {0: M, 2-: O}`."""
+    tuples = " ⊗ ".join(
         f"{factor.axis} {factor.degree} ({factor.placement})" for factor in spec.factors
     )
+    return " · ".join([tuples or "one device", *_kept(spec)])
+
+
+def _kept(spec: Spec) -> Iterator[str]:
+    said, how = spec.resolved.get("activations"), spec.resolved.get("recompute", "full")
+    if said:
+        policy = f", {_flow(how)}" if how != "full" else ""
+        yield f"A {_flow(said)}{policy}"
+
+
+def _flow(value: object) -> str:
+    """As YAML on one line."""
+    return yaml.safe_dump(value, default_flow_style=True, sort_keys=False).split("\n")[0]
 
 
 def precision(spec: Spec) -> str:

@@ -10,6 +10,7 @@ import pytest
 import ptrain as package
 from ptrain.cli.main import main
 from ptrain.derivation.estimate import derive
+from ptrain.report.heading import placement
 from ptrain.spec.load import load
 from ptrain.train.heading import preflight_line
 
@@ -44,6 +45,17 @@ def row(text: str, name: str) -> list[str]:
         ("70b-zero3", "140 GB", "367.5 GB"),
     ],
 )
+def test_the_heading_says_how_activations_are_kept_where_no_tuple_does():
+    def placed(name: str, *overrides: str) -> str:
+        return placement(load(name, list(overrides)).spec)
+
+    assert placed("zero3") == "dp_shard 2 (S*,S,S,R)"
+    assert placed("checkpoint-full") == "dp_shard 2 (S*,S,S,M)"
+    assert placed("zero3", "activations=M") == "dp_shard 2 (S*,S,S,R) · A M"
+    every = placed("zero3", "activations=M", "recompute={every: 2}")
+    assert every.endswith("· A M, {policy: full, every: 2}")
+
+
 def test_the_papers_figures_of_70b_on_8_devices_are_printed(ptrain, spec, memory, sent):
     text = ptrain("predict", spec)
     assert row(text, "Θ + Ω + G")[0] == memory
