@@ -36,15 +36,6 @@ def row(text: str, name: str) -> list[str]:
     return [cell for cell in re.split(r"  +", line.removeprefix(name).strip()) if cell]
 
 
-@pytest.mark.parametrize(
-    ("spec", "memory", "sent"),
-    [
-        ("70b-dp", "1120 GB", "245 GB"),
-        ("70b-zero1", "385 GB", "245 GB"),
-        ("70b-zero2", "262.5 GB", "122.5 GB"),
-        ("70b-zero3", "140 GB", "367.5 GB"),
-    ],
-)
 def test_the_heading_says_how_activations_are_kept_where_no_tuple_does():
     def placed(name: str, *overrides: str) -> str:
         return placement(load(name, list(overrides)).spec)
@@ -56,6 +47,15 @@ def test_the_heading_says_how_activations_are_kept_where_no_tuple_does():
     assert every.endswith("· A M, {policy: full, every: 2}")
 
 
+@pytest.mark.parametrize(
+    ("spec", "memory", "sent"),
+    [
+        ("70b-dp", "1120 GB", "245 GB"),
+        ("70b-zero1", "385 GB", "245 GB"),
+        ("70b-zero2", "262.5 GB", "122.5 GB"),
+        ("70b-zero3", "140 GB", "367.5 GB"),
+    ],
+)
 def test_the_papers_figures_of_70b_on_8_devices_are_printed(ptrain, spec, memory, sent):
     text = ptrain("predict", spec)
     assert row(text, "Θ + Ω + G")[0] == memory
