@@ -14,12 +14,12 @@ from importlib.resources import files
 from typing import Any
 
 from ptrain.axes.tensor.costs import Cut
-from ptrain.derivation import blocks
+from ptrain.derivation import blocks, loss_chunks
 from ptrain.derivation.monomials import Monomial, dimensions, merged, monomials
 from ptrain.spec.keep import PLAIN, Kept
 from ptrain.spec.model import Family, ModelShape
 from ptrain.spec.precision import DType
-from ptrain.spec.spec import Spec
+from ptrain.spec.spec import LossSpec, Spec
 from ptrain.timeline import Boundary, Complete, Item, Mark, Run, Timeline
 
 Units = tuple[tuple[str, ...], ...]
@@ -45,10 +45,12 @@ def timeline(
     compute: DType,
     cut: Cut | None = None,
     kept: tuple[Kept, ...] = (),
+    loss: LossSpec | None = None,
 ) -> Timeline:
     """One micro-batch of `batch` samples of a built-in model, with the boundaries of `units` (one
     block each and the root, where they are not given); of one rank's part of it, where operators
-    are `cut`. `kept` says how the blocks' activations are, all of them plain where it is empty."""
+    are `cut`. `kept` says how the blocks' activations are, all of them plain where it is empty;
+    `loss` how the loss is, of whole logits where it is not given."""
     name, kind = table_name(shape, compute, batch), cut.kind if cut else None
     table = _table(name, kind)
     values = (cut.dimensions if cut else dimensions)(shape, batch=batch, sequence=sequence)
@@ -57,34 +59,44 @@ def timeline(
     places = places_of(units or (*((f"blocks.{block}",) for block in range(layers)), ("",)))
     forward, backward = table["forward"], table["backward"]
     kept = kept or (PLAIN,) * layers
-    setting = None
-    if not blocks.is_as_usual(shape, kept):
-        setting = blocks.Setting(
-            shape=shape, batch=batch, sequence=sequence, compute=compute, cut=cut
-        )
+    whole = blocks.Setting(shape=shape, batch=batch, sequence=sequence, compute=compute, cut=cut)
+    setting = None if blocks.is_as_usual(shape, kept) else whole
+    ends = _ends(whole, loss)
 
-    def of_blocks(part: Sequence[Any], of_kept: Replace) -> list[Sequence[Any]]:
+    def of_blocks(phase: str, of_kept: Replace) -> list[Sequence[Any]]:
         """What each block's part is, first to last."""
-        base = list(merged(part, sizes))
+        base = list(merged(table[phase]["block"], sizes))
+        last = ends.around(phase, base) if ends else base
         if setting is None:
-            return [base] * layers
+            return [*([base] * (layers - 1)), last]
         made = {each: of_kept(base, setting, each) for each in dict.fromkeys(kept)}
-        return [made[each] for each in kept]
+        return [*(made[each] for each in kept[:-1]), of_kept(last, setting, kept[-1])]
 
+    if ends:  # has what follows the blocks in forward and precedes them in backward
+        forward, backward = {**forward, "after": []}, {**backward, "before": []}
+    first_to_last = of_blocks("forward", blocks.forward_part)
+    last_to_first = of_blocks("backward", blocks.backward_part)[::-1]
     return Timeline(
-        forward=_items(
-            forward, sizes, of_blocks(forward["block"], blocks.forward_part), range(layers), places
-        ),
-        backward=_items(
-            backward,
-            sizes,
-            of_blocks(backward["block"], blocks.backward_part)[::-1],
-            range(layers)[::-1],
-            places,
-        ),
+        forward=_items(forward, sizes, first_to_last, range(layers), places),
+        backward=_items(backward, sizes, last_to_first, range(layers)[::-1], places),
         moved=blocks.moved(setting, kept) if setting else (),
         repeated=blocks.repeated(setting, kept) if setting else (),
     )
+
+
+def _ends(setting: blocks.Setting, loss: LossSpec | None) -> loss_chunks.Ends | None:
+    """What is around the blocks where the loss is in chunks."""
+    if loss is None or loss.chunk is None:
+        return None
+    chunks = loss_chunks.Setting(
+        shape=setting.shape,
+        batch=setting.batch,
+        sequence=setting.sequence,
+        compute=setting.compute,
+        loss=loss,
+        cut=setting.cut,
+    )
+    return loss_chunks.ends(chunks, loss_chunks.MODEL)
 
 
 def is_tabulated(spec: Spec) -> bool:
@@ -93,10 +105,12 @@ def is_tabulated(spec: Spec) -> bool:
     if not isinstance(shape, ModelShape):
         return False
     kept = spec.activations.of(shape.layers)
-    if spec.loss.chunk is not None:
-        return False
-    if blocks.is_as_usual(shape, kept):
+    is_in_chunks = spec.loss.chunk is not None
+    if blocks.is_as_usual(shape, kept) and not is_in_chunks:
         return True
+    compute = spec.precision.effective.parameters
+    if is_in_chunks and not loss_chunks.is_known(shape, compute, spec.loss):
+        return False
     is_whole = not spec.pipeline.is_in_halves and not spec.tensor.is_naive
     return is_whole and all(blocks.is_known(shape, each) for each in kept)
 

@@ -14,7 +14,7 @@ from typing import Any
 from ptrain.axes.pipeline.schedule import Kind
 from ptrain.axes.pipeline.stages import Stage
 from ptrain.axes.tensor.costs import Cut
-from ptrain.derivation import activations, blocks
+from ptrain.derivation import activations, blocks, loss_chunks
 from ptrain.derivation.monomials import Monomial, dimensions, merged, monomials
 from ptrain.derivation.passes import Passes, of_first_stage, of_later_stage
 from ptrain.spec.keep import Kept
@@ -31,7 +31,8 @@ _PASSES = {
     Kind.INPUT: "input",
     Kind.WEIGHT: "weight",
 }
-# Of these there are no tables by how activations are kept: what is in halves then is traced.
+# Of these there are no tables by how activations are kept, nor of a loss in chunks: what is in
+# halves then is traced.
 _HALVES = (Kind.INPUT, Kind.WEIGHT)
 
 
@@ -52,15 +53,17 @@ def passes(spec: Spec, stage: Stage, stages: int, units: Units, cut: Cut | None)
     places = activations.places_of(units)
     tokens = batch.sequence // (cut.degree if cut and cut.step.is_sequence else 1)
     hidden = batch.micro * tokens * shape.hidden * compute.itemsize
-    layers = _layers(spec, stage, cut, hidden if stage.index else 0)
+    ends_with = loss_chunks.setting_of(spec, cut) if stage.index == stages - 1 else None
+    loss = loss_chunks.ends(ends_with, loss_chunks.STAGE) if ends_with else None
+    layers = _layers(spec, stage, cut, hidden if stage.index else 0, loss)
     items = {
         kind: tuple(
             _items(layers, kind, _of_layers(table, place[key], len(layers.numbers)), sizes, places)
         )
         for kind, key in _PASSES.items()
-        if key in place and (layers.setting is None or kind not in _HALVES)
+        if key in place and (layers.is_as_usual or kind not in _HALVES)
     }
-    output = sizes[place["output"]]
+    output = loss.output if loss else sizes[place["output"]]
     if stage.index == 0:
         found = of_first_stage(items, output=output)
     else:
@@ -91,6 +94,12 @@ class _Layers:
     numbers: Sequence[str]
     kept: Sequence[Kept]
     held: int
+    loss: loss_chunks.Ends | None = None
+
+    @property
+    def is_as_usual(self) -> bool:
+        """Whether the stages' tables tell it all."""
+        return self.setting is None and self.loss is None
 
     def moved_and_repeated(self) -> tuple[Pairs, Pairs]:
         if self.setting is None:
@@ -99,13 +108,17 @@ class _Layers:
 
     def part(self, kind: Kind, place: int, base: list[Any]) -> list[Any]:
         """What the layer at this place of the stage does in a pass."""
+        if self.loss is not None and place == len(self.numbers) - 1:
+            base = self.loss.around(_PASSES[kind], base)
         if self.setting is None:
             return base
         made = blocks.forward_part if kind is Kind.FORWARD else blocks.backward_part
         return made(base, self.setting, self.kept[place], held=0 if place else self.held)
 
 
-def _layers(spec: Spec, stage: Stage, cut: Cut | None, held: int) -> _Layers:
+def _layers(
+    spec: Spec, stage: Stage, cut: Cut | None, held: int, loss: loss_chunks.Ends | None = None
+) -> _Layers:
     shape, batch = spec.model, spec.batch
     assert isinstance(shape, ModelShape), "a built-in model"
     kept = spec.activations.of(shape.layers)
@@ -120,7 +133,11 @@ def _layers(spec: Spec, stage: Stage, cut: Cut | None, held: int) -> _Layers:
             cut=cut,
         )
     return _Layers(
-        setting=setting, numbers=numbers, kept=[kept[int(number)] for number in numbers], held=held
+        setting=setting,
+        numbers=numbers,
+        kept=[kept[int(number)] for number in numbers],
+        held=held,
+        loss=loss,
     )
 
 

@@ -56,6 +56,7 @@ def local_facts(spec: Spec, facts: ModelFacts, cut: Cut) -> ModelFacts:
                 compute=spec.precision.effective.parameters,
                 cut=cut,
                 kept=spec.activations.of(spec.model.layers),
+                loss=spec.loss,
             ),
         )
     traced = facts.part_timelines

@@ -76,6 +76,7 @@ def model_timeline(spec: Spec, facts: ModelFacts) -> Timeline:
         sequence=spec.batch.sequence,
         compute=spec.precision.effective.parameters,
         kept=spec.activations.of(spec.model.layers),
+        loss=spec.loss,
     )
 
 
