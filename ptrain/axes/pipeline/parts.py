@@ -69,17 +69,25 @@ def _traced(
 ) -> Traced:
     """`loss`: of the last stage."""
     micro, sequence = spec.batch.micro, spec.batch.sequence
+    own = sequence // _slices(spec, facts)
     dtype = TORCH_DTYPES[spec.precision.effective.parameters]
     tokens = torch.zeros(micro, sequence + 1, dtype=torch.int64)
     targets = tokens[:, 1:]
     return Traced(
         module=part,
         units=stage.units(facts.unit_modules),
-        hidden=torch.zeros(micro, sequence, chain_of(spec, facts).hidden, dtype=dtype),
+        hidden=torch.zeros(micro, own, chain_of(spec, facts).hidden, dtype=dtype),
         given=None if stage.index else tokens[:, :-1],
         loss=(lambda output: loss.of(output, targets) / spec.batch.tokens) if loss else None,
         around=partial(loss.given, targets) if loss else nullcontext,
     )
+
+
+def _slices(spec: Spec, facts: ModelFacts) -> int:
+    """Into how many tp cuts the tokens between the blocks."""
+    stages = stages_of(spec, facts)
+    step = lower(spec, facts.unit_modules, facts.roles, stages, facts.blocks).tensor
+    return spec.degree(step.axis) if step is not None and step.is_sequence else 1
 
 
 def _rows(traced: Traced, *, in_halves: bool) -> dict[str, Any]:
@@ -103,7 +111,7 @@ def stage_passes(
 ) -> tuple[tuple[Passes, ...], ...]:
     """By stage, then by place along tp; `by_place` are the rows of each place."""
     itemsize = spec.precision.effective.parameters.itemsize
-    tokens = spec.batch.micro * spec.batch.sequence
+    tokens = spec.batch.micro * spec.batch.sequence // _slices(spec, facts)
     hidden = tokens * chain_of(spec, facts).hidden * itemsize
     return tuple(
         tuple(_passes(rows, index, hidden) for rows in of_places)
