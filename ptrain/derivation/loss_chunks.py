@@ -31,7 +31,6 @@ CUT, SAVED, NAIVE = "cut", "saved", "naive"  # kinds of `axes.tensor.tables`
 SYMBOLS = ("hidden", "tokens", "chunk", "rest", "vocab_all", "vocab", "tp")
 
 _BLOCK = "blocks.*"
-_HAS_TABLES = False  # where the tables are not written yet, a loss in chunks is traced
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,8 +130,6 @@ def is_tabulated(kind: str) -> bool:
 def is_known(shape: ModelShape, compute: DType, loss: LossSpec) -> bool:
     """Whether a table tells what such a loss allocates where its operators are whole. torch's fused
     one goes other ways in fp16, and with fewer words than features."""
-    if not _HAS_TABLES:
-        return False
     return not loss.fused or (compute is not DType.FP16 and shape.vocab >= shape.hidden)
 
 

@@ -17,10 +17,10 @@ from ptrain.axes.tensor.costs import Cut
 from ptrain.derivation import activations, blocks, loss_chunks
 from ptrain.derivation.monomials import Monomial, dimensions, merged, monomials
 from ptrain.derivation.passes import Passes, of_first_stage, of_later_stage
-from ptrain.spec.keep import Kept
-from ptrain.spec.model import ModelShape
+from ptrain.spec.keep import PLAIN, Kept
+from ptrain.spec.model import Attention, ModelShape
 from ptrain.spec.spec import Spec
-from ptrain.timeline import Item
+from ptrain.timeline import Item, Run
 
 Units = tuple[tuple[str, ...], ...]
 Pairs = tuple[tuple[str, int], ...]
@@ -53,8 +53,7 @@ def passes(spec: Spec, stage: Stage, stages: int, units: Units, cut: Cut | None)
     places = activations.places_of(units)
     tokens = batch.sequence // (cut.degree if cut and cut.step.is_sequence else 1)
     hidden = batch.micro * tokens * shape.hidden * compute.itemsize
-    ends_with = loss_chunks.setting_of(spec, cut) if stage.index == stages - 1 else None
-    loss = loss_chunks.ends(ends_with, loss_chunks.STAGE) if ends_with else None
+    loss = _loss(spec, stage, cut, hidden) if stage.index == stages - 1 else None
     layers = _layers(spec, stage, cut, hidden if stage.index else 0, loss)
     items = {
         kind: tuple(
@@ -119,19 +118,11 @@ class _Layers:
 def _layers(
     spec: Spec, stage: Stage, cut: Cut | None, held: int, loss: loss_chunks.Ends | None = None
 ) -> _Layers:
-    shape, batch = spec.model, spec.batch
+    shape = spec.model
     assert isinstance(shape, ModelShape), "a built-in model"
     kept = spec.activations.of(shape.layers)
     numbers = [layer.rpartition(".")[2] for layer in stage.layers]
-    setting = None
-    if not blocks.is_as_usual(shape, kept):
-        setting = blocks.Setting(
-            shape=shape,
-            batch=batch.micro,
-            sequence=batch.sequence,
-            compute=spec.precision.effective.parameters,
-            cut=cut,
-        )
+    setting = None if blocks.is_as_usual(shape, kept) else _setting(spec, cut)
     return _Layers(
         setting=setting,
         numbers=numbers,
@@ -139,6 +130,31 @@ def _layers(
         held=held,
         loss=loss,
     )
+
+
+def _setting(spec: Spec, cut: Cut | None) -> blocks.Setting:
+    assert isinstance(spec.model, ModelShape), "a built-in model"
+    return blocks.Setting(
+        shape=spec.model,
+        batch=spec.batch.micro,
+        sequence=spec.batch.sequence,
+        compute=spec.precision.effective.parameters,
+        cut=cut,
+    )
+
+
+def _loss(spec: Spec, stage: Stage, cut: Cut | None, hidden: int) -> loss_chunks.Ends | None:
+    """Behind a last stage's layers, of a loss in chunks. The tables are of one layer, whose input
+    of `hidden` bytes is the schedule's: that of the last of several goes with its forward pass,
+    where nothing saves it."""
+    setting = loss_chunks.setting_of(spec, cut)
+    if setting is None:
+        return None
+    found = loss_chunks.ends(setting, loss_chunks.STAGE)
+    plain = blocks.block(_setting(spec, cut), PLAIN, Attention.SDPA)
+    if len(stage.layers) == 1 or not plain.frees_input:
+        return found
+    return replace(found, forward=(Run(0, -hidden), *found.forward))
 
 
 def _items(

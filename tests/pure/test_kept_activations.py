@@ -211,3 +211,26 @@ def test_nothing_is_said_of_traffic_where_no_table_tells_what_blocks_send_again(
     stages = {"attention": "flex", "mesh": {"pp": 2}, "placement": {"pp": STAGES}}
     assert set(exact(**stages).undefined) == {"activations", "peak"}
     assert "traffic" in exact(**stages, activations="O").undefined
+
+
+def test_the_logits_of_a_large_model_are_never_whole_with_a_loss_in_chunks():
+    """In bf16 with losses in fp32: of all logits the wide ones and their softmax stand together (8
+    bytes each), of those of a chunk the head's too (10); softmax is saved (4), and a scalar."""
+    tokens, chunk, vocab = 8192, 1024, 128256
+    whole, chunked = (
+        exact(
+            model={"preset": "llama3-8b"},
+            precision={"layout": "megatron18"},
+            batch={"sequence": tokens, "micro": 1},
+            loss=loss,
+        )
+        for loss in ({}, {"chunk": chunk})
+    )
+    saved = whole.bytes_of(State.ACTIVATIONS) - chunked.bytes_of(State.ACTIVATIONS)
+    assert saved == 4 * tokens * vocab + 4
+    peaks = [
+        max(row.device_bytes for row in each.peak if row.phase is Phase.FORWARD)
+        for each in (whole, chunked)
+    ]
+    less = 8 * tokens * vocab - 10 * chunk * vocab
+    assert peaks[0] - peaks[1] == pytest.approx(less, rel=1e-3)  # targets, scalars
