@@ -104,10 +104,7 @@ def test_every_mode_on_every_mesh_is_exact_and_equals_one_device(
 
 @pytest.mark.parametrize(
     "place",
-    [
-        pytest.param(place, marks=() if place in ("tp", "pp-1f1b") else pytest.mark.nightly)
-        for place in DROPPED
-    ],
+    [pytest.param(place, marks=() if place == "tp" else pytest.mark.nightly) for place in DROPPED],
 )
 def test_what_runs_again_drops_what_it_dropped_and_is_the_plain_run_to_the_bit(
     ranks: Ranks, place: str
