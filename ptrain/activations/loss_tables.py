@@ -9,20 +9,18 @@ division: dimensions are such that no product of some is one of others.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from ptrain.activations.loss_trace import Setting, Tokens, tokens_of, trace
-from ptrain.axes.tensor.tables import KINDS, TP
+from ptrain.axes.tensor.tables import KINDS, asked, fake_mesh
 from ptrain.derivation.loss_chunks import (
     PLACES,
     SYMBOLS,
@@ -30,11 +28,9 @@ from ptrain.derivation.loss_chunks import (
     file_name,
     is_tabulated,
 )
-from ptrain.interpreter.fake import fake_world
 from ptrain.models.tables import DTYPES, MARKS
 from ptrain.models.trace import Born, Complete, Died, Event
 from ptrain.models.units import Units
-from ptrain.spec.axis import Axis
 from ptrain.spec.model import Family
 from ptrain.spec.precision import DType
 from ptrain.timeline import Boundary
@@ -210,19 +206,11 @@ def settings() -> Iterator[tuple[str, list[Setting]]]:
 
 def main() -> None:
     """Writes every table, or those whose names begin with `--only`."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    default = Path(__file__).parents[1] / "derivation" / "tables" / "loss"
-    parser.add_argument("--out", type=Path, default=default)
-    parser.add_argument("--only", default="")
-    given = parser.parse_args()
-    directory: Path = given.out
-    directory.mkdir(parents=True, exist_ok=True)
-    torch.set_num_threads(1)
+    directory, only = asked(__doc__, "loss")
     gc.freeze()  # each trace begins with a collection, of which torch's own objects are most
-    fake_world(0, TP)
-    mesh = init_device_mesh("cpu", (TP,), mesh_dim_names=(Axis.TP.value,))
+    mesh = fake_mesh()
     for title, ways in settings():
-        if title.startswith(given.only):
+        if title.startswith(only):
             text = json.dumps(Table(mesh).build(ways), separators=(",", ":"))
             (directory / f"{title}.json").write_text(text + "\n", encoding="utf-8")
             print(f"{title}: {len(text)} bytes", flush=True)

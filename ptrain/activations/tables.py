@@ -8,25 +8,22 @@ off the device, what its operators compute, and the collectives that recomputati
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import loss_parallel
 
 from ptrain.activations.apply import keep
 from ptrain.axes.pipeline.tables import Setting, settings
 from ptrain.axes.tensor.apply import parallelize, whole_loss
-from ptrain.axes.tensor.tables import TP
+from ptrain.axes.tensor.tables import TP, asked, fake_mesh
 from ptrain.derivation.blocks import CUTS, PLAIN_NAME, VARIANTS
-from ptrain.interpreter.fake import fake_world
 from ptrain.interpreter.registry import Registry
 from ptrain.interpreter.tiers import Tiers
 from ptrain.models.build import build
@@ -36,7 +33,6 @@ from ptrain.models.trace import Born, Died, Recording, record
 from ptrain.models.units import unit_modules
 from ptrain.models.work import When, Work, WorkRecorder
 from ptrain.plan.step import Keep
-from ptrain.spec.axis import Axis
 from ptrain.spec.keep import Kept
 from ptrain.spec.model import Attention, ModelShape
 from ptrain.timeline import Boundary, Mark
@@ -222,18 +218,10 @@ def block_settings() -> Iterator[tuple[str, dict[str, Setting]]]:
 
 def main() -> None:
     """Writes every table, or those whose names begin with `--only`."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    default = Path(__file__).parents[1] / "derivation" / "tables" / "blocks"
-    parser.add_argument("--out", type=Path, default=default)
-    parser.add_argument("--only", default="")
-    given = parser.parse_args()
-    directory: Path = given.out
-    directory.mkdir(parents=True, exist_ok=True)
-    torch.set_num_threads(1)
-    fake_world(0, TP)
-    mesh = init_device_mesh("cpu", (TP,), mesh_dim_names=(Axis.TP.value,))
+    directory, only = asked(__doc__, "blocks")
+    mesh = fake_mesh()
     for title, by_cut in block_settings():
-        if title.startswith(given.only):
+        if title.startswith(only):
             found = {name: Blocks(each, mesh).build() for name, each in by_cut.items()}
             text = json.dumps(found, separators=(",", ":"))
             (directory / f"{title}.json").write_text(text + "\n", encoding="utf-8")

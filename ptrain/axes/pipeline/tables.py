@@ -7,7 +7,6 @@ layer is `only`. Equal parts are written once, and named by their place.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 from collections import Counter
@@ -18,7 +17,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import loss_parallel
 
 from ptrain.axes.pipeline.cut import part_of
@@ -26,10 +25,9 @@ from ptrain.axes.pipeline.stages import ENDS, Stage, cut, layers_of
 from ptrain.axes.pipeline.trace import Passes, Traced, record_passes
 from ptrain.axes.tensor import tables as tensor_tables
 from ptrain.axes.tensor.apply import parallelize, whole_loss
-from ptrain.axes.tensor.tables import KINDS, TP, Kind
+from ptrain.axes.tensor.tables import KINDS, TP, Kind, asked, fake_mesh
 from ptrain.derivation.parameters import facts
 from ptrain.derivation.pipeline import TIED, stage_roles
-from ptrain.interpreter.fake import fake_world
 from ptrain.interpreter.registry import Registry
 from ptrain.models import tables
 from ptrain.models.build import build
@@ -38,7 +36,6 @@ from ptrain.models.tables import DTYPES, MARKS, SMALLEST, factorise
 from ptrain.models.trace import Born, Complete, Died, Event
 from ptrain.models.units import Units, unit_modules
 from ptrain.plan.step import Parallelize
-from ptrain.spec.axis import Axis
 from ptrain.spec.model import Family, ModelShape
 from ptrain.timeline import Boundary, Mark
 
@@ -367,18 +364,10 @@ def settings() -> Iterator[tuple[str, Setting, tuple[Setting, ...]]]:
 
 def main() -> None:
     """Writes every table, or those whose names begin with `--only`."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    default = Path(__file__).parents[2] / "derivation" / "tables" / "pp"
-    parser.add_argument("--out", type=Path, default=default)
-    parser.add_argument("--only", default="")
-    given = parser.parse_args()
-    directory: Path = given.out
-    directory.mkdir(parents=True, exist_ok=True)
-    torch.set_num_threads(1)
-    fake_world(0, TP)
-    mesh = init_device_mesh("cpu", (TP,), mesh_dim_names=(Axis.TP.value,))
+    directory, only = asked(__doc__, "pp")
+    mesh = fake_mesh()
     for title, alone, cut_over_tp in settings():
-        if title.startswith(given.only):
+        if title.startswith(only):
             _write(directory / f"{title}.json", Table(alone).build())
             built = [Table(setting, mesh).build() for setting in cut_over_tp]
             kinds = [kind.name for kind in KINDS]

@@ -137,6 +137,26 @@ def tables(mesh: DeviceMesh) -> Iterator[tuple[str, dict[str, object]]]:
         yield title, found
 
 
+def asked(about: str | None, folder: str) -> tuple[Path, str]:
+    """Of a command that writes tables: where to, and what the names of those begin with that are
+    written; torch computes with one thread."""
+    parser = argparse.ArgumentParser(description=about)
+    default = Path(__file__).parents[2] / "derivation" / "tables" / folder
+    parser.add_argument("--out", type=Path, default=default)
+    parser.add_argument("--only", default="")
+    given = parser.parse_args()
+    directory: Path = given.out
+    directory.mkdir(parents=True, exist_ok=True)
+    torch.set_num_threads(1)
+    return directory, given.only
+
+
+def fake_mesh() -> DeviceMesh:
+    """Of the fake ranks of tp, of which this process plays the first."""
+    fake_world(0, TP)
+    return init_device_mesh("cpu", (TP,), mesh_dim_names=(Axis.TP.value,))
+
+
 def main() -> None:
     """Writes every table."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -145,8 +165,7 @@ def main() -> None:
     directory: Path = parser.parse_args().out
     directory.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
-    fake_world(0, TP)
-    mesh = init_device_mesh("cpu", (TP,), mesh_dim_names=(Axis.TP.value,))
+    mesh = fake_mesh()
     for title, found in tables(mesh):
         text = json.dumps(found, separators=(",", ":"))
         (directory / f"{title}.json").write_text(text + "\n", encoding="utf-8")
