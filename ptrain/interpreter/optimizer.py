@@ -68,6 +68,13 @@ class Update:
             for member in group.members:
                 yield member.target, {name: slot.stored for name, slot in member.slots.items()}
 
+    def leaves(self) -> Iterator[tuple[Target, torch.Tensor]]:
+        """Each target with the tensor that torch's optimizer knows it by, whose `grad` is there
+        while it steps."""
+        for group in self.groups:
+            for member in group.members:
+                yield member.target, member.leaf
+
     def storages(self) -> Iterator[tuple[State, torch.Tensor]]:
         for _, tensors in self.tensors():
             for tensor in tensors.values():

@@ -10,8 +10,10 @@ micro-batches make up the global batch.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -43,25 +45,79 @@ class Trajectory:
     logits: tuple[float, ...] = ()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatch:
+    """The k-th micro-batch of one data rank: `inputs` and `targets` int64 [micro, sequence], and
+    the number of targets in the whole global batch."""
+
+    data_index: int
+    k: int
+    inputs: Tensor
+    targets: Tensor
+    global_tokens: int
+    sample_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pass:
+    """Forward and backward of a global batch: the gradients' sums by name (of the loss times its
+    scale), the mean loss, and the root mean square of the logits."""
+
+    sums: dict[str, Tensor]
+    loss: float
+    logits: float
+
+
+Around: TypeAlias = Callable[[MicroBatch], AbstractContextManager[None]]
+
+
+def _nothing(_: MicroBatch) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
+class OneDevice:
+    """The reference while it trains: on the CPU, in this process, without a wrapper or a
+    collective."""
+
+    def __init__(self, spec: Spec) -> None:
+        self.spec = spec
+        self.module = _module(spec)
+        self.updater = Updater(self.module, spec)
+        self.source = corpus(spec.data)
+
+    @property
+    def parameters(self) -> dict[str, Tensor]:
+        """As they are now, without a copy."""
+        return {name: parameter.detach() for name, parameter in self.module.named_parameters()}
+
+    def accumulate(self, step: int, around: Around = _nothing) -> Pass:
+        """Backward over the whole global batch of `step` (from 0), `around` each micro-batch."""
+        return _accumulate(
+            self.module, _micro_batches(self.spec, self.source, step), self.updater, around
+        )
+
+    def update(self, step: int, sums: Mapping[str, Tensor]) -> float:
+        """One update, of gradients that are clipped in place. Returns their norm before that,
+        infinite where the step is skipped."""
+        return self.updater.update(sums, learning_rate(self.spec.optimizer, step))
+
+
 def one_device(spec: Spec, steps: int) -> Trajectory:
-    """`steps` updates on the CPU, in this process, without a wrapper or a collective."""
-    module = _module(spec)
-    initial = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
-    updater = Updater(module, spec)
-    source = corpus(spec.data)
-    passes: list[tuple[float, float]] = []
+    """`steps` updates from the initial weights."""
+    device = OneDevice(spec)
+    initial = {name: parameter.clone() for name, parameter in device.parameters.items()}
+    passes: list[Pass] = []
     norms: list[float] = []
     for step in range(steps):
-        sums, *figures = _accumulate(module, spec, source, step, updater.scale)
-        passes.append((figures[0], figures[1]))
-        norms.append(updater.update(sums, learning_rate(spec.optimizer, step)))
-    parameters = {name: parameter.detach() for name, parameter in module.named_parameters()}
+        found = device.accumulate(step)
+        norms.append(device.update(step, found.sums))
+        passes.append(replace(found, sums={}))
     return Trajectory(
-        losses=tuple(loss for loss, _ in passes),
+        losses=tuple(each.loss for each in passes),
         gradient_norms=tuple(norms),
-        parameters=parameters,
-        travelled=distance(initial, parameters),
-        logits=tuple(size for _, size in passes),
+        parameters=device.parameters,
+        travelled=distance(initial, device.parameters),
+        logits=tuple(each.logits for each in passes),
     )
 
 
@@ -83,8 +139,9 @@ def _module(spec: Spec) -> nn.Module:
     return module
 
 
-def _micro_batches(spec: Spec, source: Corpus, step: int) -> Iterator[tuple[Tensor, Tensor, int]]:
-    """(inputs, targets, global number of tokens) of every micro-batch of every data rank."""
+def _micro_batches(spec: Spec, source: Corpus, step: int) -> Iterator[MicroBatch]:
+    """Of every data rank, one rank after the other."""
+    micro = spec.batch.micro
     for index in range(spec.data_degree):
         local = batch(
             source,
@@ -94,31 +151,39 @@ def _micro_batches(spec: Spec, source: Corpus, step: int) -> Iterator[tuple[Tens
             data_degree=spec.data_degree,
             split=Split.TRAIN,
         )
-        for inputs, targets in local.micro_batches(spec.batch.micro):
-            yield inputs, targets, local.global_tokens
+        for k, (inputs, targets) in enumerate(local.micro_batches(micro)):
+            yield MicroBatch(
+                data_index=index,
+                k=k,
+                inputs=inputs,
+                targets=targets,
+                global_tokens=local.global_tokens,
+                sample_ids=local.sample_ids[k * micro : (k + 1) * micro],
+            )
 
 
 def _accumulate(
-    module: nn.Module, spec: Spec, source: Corpus, step: int, scale: float
-) -> tuple[dict[str, Tensor], float, float]:
-    """Backward over the whole global batch (Theorem 3: the sum over all tokens divided by the
-    global number of them). Each micro-batch's gradient is rounded to the dtype in which gradients
-    travel, and the sum to the one in which they are kept. Returns the sums (of the loss times
-    `scale`) by name, the global mean loss and the root mean square of the logits."""
-    layout = spec.precision.effective
-    travels, kept = TORCH_DTYPES[layout.reduced], TORCH_DTYPES[layout.gradients]
+    module: nn.Module, micro_batches: Iterable[MicroBatch], updater: Updater, around: Around
+) -> Pass:
+    """Theorem 3: the sum over all tokens divided by the global number of them. Each micro-batch's
+    gradient is rounded to the dtype in which gradients travel, and the sum to the one in which they
+    are kept."""
+    travels, kept = TORCH_DTYPES[updater.layout.reduced], TORCH_DTYPES[updater.layout.gradients]
     sums: dict[str, Tensor] = {}
     total = squares = 0.0
-    for inputs, targets, num_tokens in _micro_batches(spec, source, step):
-        logits = module(inputs)
-        loss = token_loss_sum(logits, targets) / num_tokens
-        (loss * scale).backward()
+    for each in micro_batches:
+        with around(each):
+            logits = module(each.inputs)
+            loss = token_loss_sum(logits, each.targets) / each.global_tokens
+            (loss * updater.scale).backward()
         total += loss.item()
-        squares += logits.detach().double().square().mean().item() * inputs.numel() / num_tokens
+        mean = logits.detach().double().square().mean().item()
+        squares += mean * each.inputs.numel() / each.global_tokens
         for name, parameter in module.named_parameters():
             if parameter.grad is not None:
                 gradient = parameter.grad.to(travels)
                 gradient = gradient.to(torch.promote_types(travels, kept))
                 sums[name] = sums[name].add_(gradient) if name in sums else gradient
                 parameter.grad = None
-    return {name: sum_.to(kept) for name, sum_ in sums.items()}, total, math.sqrt(squares)
+    sums = {name: sum_.to(kept) for name, sum_ in sums.items()}
+    return Pass(sums=sums, loss=total, logits=math.sqrt(squares))

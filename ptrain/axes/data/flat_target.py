@@ -156,6 +156,9 @@ class FlatTarget:
             return {name: part for name, _ in self.unit.parameters.named}
         return self._rows(part, self.unit.step.optimizer)
 
+    def named(self, part: torch.Tensor) -> Named:
+        return self._rows(part, self.unit.step.updated)
+
     def join(self, named: Named) -> torch.Tensor:
         first = named[self.unit.parameters.named[0][0]]
         if first.dim() == 0:

@@ -120,6 +120,9 @@ class FlatTensorTarget:
         self.unit.slots.append(slot.stored)
         return slot
 
+    def named(self, part: torch.Tensor) -> Named:
+        return {self.name: self.unit.rows(part.view(self.shape))}
+
     def split(self, part: torch.Tensor) -> Named:
         if part.dim() == 0:
             return {self.name: part}

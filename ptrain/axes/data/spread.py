@@ -75,6 +75,10 @@ class SpreadUpdate:
             held = self.optimizer.optim.state.get(target.parameter)
             yield target, dict(held) if held else self._initial(target, "meta")
 
+    def leaves(self) -> Iterator[tuple[SpreadTarget, torch.Tensor]]:
+        for target in self.targets:
+            yield target, target.parameter
+
     def storages(self) -> Iterator[tuple[State, torch.Tensor]]:
         """A rank that owns no tensor has a bucket of one element."""
         for bucket in self._buckets():

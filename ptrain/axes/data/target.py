@@ -82,6 +82,11 @@ class Target(Protocol):
         state, in its dtype."""
         ...
 
+    def named(self, part: torch.Tensor) -> Named:
+        """A tensor shaped like `value`, on any tier, as full tensors by canonical name (DTensor
+        where it is cut)."""
+        ...
+
     def split(self, part: torch.Tensor) -> Named:
         """A stored tensor of optimizer state as full tensors by canonical name (DTensor where it
         is cut)."""
@@ -132,6 +137,9 @@ class TensorTarget:
             held.copy_(value)
 
     def split(self, part: torch.Tensor) -> Named:
+        return self.named(part)
+
+    def named(self, part: torch.Tensor) -> Named:
         whole = self.parameter
         if not isinstance(whole, DTensor) or part.dim() == 0 != whole.dim():
             return {self.name: part}

@@ -30,6 +30,10 @@ class OwnUpdate(Protocol):
         """Each target with its optimizer state by name."""
         ...
 
+    def leaves(self) -> Iterator[tuple[Target, torch.Tensor]]:
+        """Each target with the tensor that torch's optimizer knows it by."""
+        ...
+
     def storages(self) -> Iterator[tuple[State, torch.Tensor]]: ...
 
 

@@ -1,0 +1,125 @@
+"""What verification finds: where a run departs from one device, or its ranks from each other, and
+the culprit that this points to. Plain data, so that ranks can tell each other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from enum import IntEnum, StrEnum
+from typing import Any
+
+from ptrain.errors import VerdictFailed
+
+
+class Moment(IntEnum):
+    """When in a step, in the order of time: a departure at an earlier moment explains a later."""
+
+    START = 0  # parameters, optimizer state, counters, buffers before anything runs
+    BATCH = 1  # the tokens that the model is given
+    FORWARD = 2
+    BACKWARD = 3
+    GRADIENTS = 4  # as the optimizer is given them, without clipping and the loss's scale
+    CLIP = 5  # their norm, and what clipping made of them
+    UPDATE = 6  # parameters and optimizer state when the step is over
+
+
+class Subject(StrEnum):
+    """What departs: one of the four states, or something that belongs to none."""
+
+    PARAMETERS = "parameters"
+    OPTIMIZER = "optimizer"
+    GRADIENTS = "gradients"
+    ACTIVATIONS = "activations"
+    BATCH = "batch"
+    BUFFERS = "buffers"
+    RANDOM = "random state"
+    COUNTER = "step counter"
+    LEARNING_RATE = "learning rate"
+    NORM = "gradient norm"
+    LOSS = "loss"
+    COLLECTIVE = "collective"
+
+
+class Way(StrEnum):
+    """How it departs."""
+
+    VALUE = "value"
+    DTYPE = "dtype"
+    SHAPE = "shape"
+    MISSING = "missing"  # only one side has it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Departure:
+    """One thing on one rank that is not what one device has, or not what the other ranks have.
+
+    `name`: a parameter's canonical name or a module's path. `difference` is relative, by the 2-norm
+    (0 where `way` is not VALUE); `index` is the micro-batch, or the place among collectives.
+    `between`: ranks that should have the same, where that is what is compared.
+    """
+
+    step: int
+    moment: Moment
+    subject: Subject
+    name: str
+    rank: int
+    way: Way = Way.VALUE
+    difference: float = 0.0
+    tolerance: float = 0.0
+    index: int = 0
+    between: tuple[int, ...] = ()
+    told: str = ""  # both sides in words, where they are not tensors
+
+    @property
+    def when(self) -> tuple[int, int]:
+        return self.step, self.moment
+
+    def plain(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def of(cls, plain: Mapping[str, Any]) -> Departure:
+        return cls(
+            **{
+                **plain,
+                "moment": Moment(plain["moment"]),
+                "subject": Subject(plain["subject"]),
+                "way": Way(plain["way"]),
+                "between": tuple(plain["between"]),
+            }
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Culprit:
+    """Whose fault it is: the state, the mesh axis ("" where none is involved), the factor (`x 2`,
+    `missing all-reduce`, `stale by 1 step`, `bfloat16 for float64`), the first module or tensor
+    that departs, since which step, on which ranks, and a sentence to act on."""
+
+    state: Subject
+    axis: str
+    factor: str
+    place: str
+    step: int
+    ranks: tuple[int, ...]
+    sentence: str
+
+    def __str__(self) -> str:
+        on = f" · axis {self.axis}" if self.axis else ""
+        where = f" · {self.place}" if self.place else ""
+        ranks = ", ".join(map(str, self.ranks))
+        return (
+            f"culprit: {self.state}{on} · {self.factor}{where} · step {self.step} · "
+            f"rank{'s' * (len(self.ranks) != 1)} {ranks}\n  {self.sentence}"
+        )
+
+    def plain(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class Departed(VerdictFailed):
+    """A check in a running program found a culprit."""
+
+    def __init__(self, culprit: Culprit) -> None:
+        super().__init__(str(culprit))
+        self.culprit = culprit
