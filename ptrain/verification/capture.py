@@ -1,0 +1,156 @@
+"""What a step of a running program does, seen from outside: the outputs of its modules and their
+gradients, and every parameter's gradient as the optimizer is given it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_leaves
+
+from ptrain.axes.data.target import Named, Target
+from ptrain.axes.pipeline.staged import Staged
+from ptrain.costs import Phase
+from ptrain.interpreter.program import Program
+from ptrain.train.exchange import Exchange
+
+Key: TypeAlias = tuple[str, int]  # a module's path and a micro-batch
+
+
+@dataclass(slots=True)
+class Outputs:
+    """Of modules by path and micro-batch, in the order in which they came. What a module returns
+    beside its first floating tensor is not kept."""
+
+    forward: dict[Key, torch.Tensor] = field(default_factory=dict)
+    backward: dict[Key, torch.Tensor] = field(default_factory=dict)
+
+    def keep(self, path: str, micro_batch: int, output: Any) -> None:
+        """The first that came: a block that is computed again comes a second time."""
+        key = path, micro_batch
+        first = next((leaf for leaf in tree_leaves(output) if _is_real(leaf)), None)
+        if first is None or key in self.forward:
+            return
+        self.forward[key] = first.detach().clone()
+        if first.requires_grad:
+            first.register_hook(partial(self._keep_gradient, key))
+
+    def _keep_gradient(self, key: Key, gradient: torch.Tensor) -> None:
+        self.backward[key] = gradient.detach().clone()
+
+
+@contextmanager
+def watched(
+    named: Iterator[tuple[str, nn.Module]], outputs: Outputs, now: Callable[[], int | None]
+) -> Iterator[None]:
+    """Keeps what these modules return while `now()` is the number of a micro-batch. A module that
+    hands on what it is given (Identity) is none."""
+    with ExitStack() as hooks:
+        for path, module in named:
+            if isinstance(module, nn.Identity):
+                continue
+
+            def after(_: nn.Module, __: Any, output: Any, path: str = path) -> None:
+                micro_batch = now()
+                if micro_batch is not None:
+                    outputs.keep(path, micro_batch, output)
+
+            handle = module.register_forward_hook(after)
+            hooks.callback(handle.remove)
+        yield
+
+
+class Capture:
+    """One step of a program; `with Capture(program) as capture:` around it.
+
+    `rates` are the learning rates that optimizers used. The gradients by name need collectives
+    (`gradients()`), which all ranks call."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.outputs = Outputs()
+        self.rates: set[float] = set()
+        self._leaves: list[tuple[Target, torch.Tensor]] = list(program.update.leaves())
+        self._given: dict[int, torch.Tensor] = {}
+        self._now: int | None = None
+        self._stack = ExitStack()
+
+    def phase(self, phase: Phase, micro_batch: int) -> None:
+        """Where the program has come to: what runs again in backward is not kept."""
+        self._now = micro_batch if phase is Phase.FORWARD else None
+
+    def __enter__(self) -> Capture:
+        self.program.observers.append(self)
+        self._stack.callback(self.program.observers.remove, self)
+        self._stack.enter_context(self._watched())
+        self._stack.callback(register_optimizer_step_pre_hook(self._before_update).remove)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def _watched(self) -> AbstractContextManager[None]:
+        return watched(module_paths(self.program), self.outputs, lambda: self._now)
+
+    def _before_update(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+        """Of a loss with a scale the gradients have it, and the optimizer undoes it."""
+        known = {id(leaf) for _, leaf in self._leaves}
+        scale = getattr(optimizer, "grad_scale", None)
+        for options in optimizer.param_groups:
+            for leaf in options["params"]:
+                if id(leaf) in known:
+                    self.rates.add(float(options["lr"]))
+                if id(leaf) in known and leaf.grad is not None:
+                    gradient = leaf.grad.detach()
+                    self._given[id(leaf)] = gradient / scale if scale is not None else +gradient
+
+    def gradients(self, exchange: Exchange) -> Named:
+        """By canonical name, full tensors or DTensors, zeros of what this rank's optimizer was
+        given none of where others were; none of what nobody updates. All ranks call it."""
+        lacking = [i for i, (_, leaf) in enumerate(self._leaves) if id(leaf) not in self._given]
+        stage = _stage(self.program)
+        alike = [each for its, each in exchange.gather([stage, lacking]) if its == stage]
+        frozen = set(lacking).intersection(*alike)
+        found: Named = {}
+        for index, (target, leaf) in enumerate(self._leaves):
+            if index in frozen:
+                continue
+            gradient = self._given.get(id(leaf))
+            if gradient is None:
+                gradient = torch.zeros_like(target.value())
+            found.update(canonical(self.program, target.named(gradient)))
+        return found
+
+
+def _stage(program: Program) -> int:
+    """This rank's place among those that have other layers."""
+    step = program.plan.pipeline
+    return program.mesh.coordinate(step.axis) if step else 0
+
+
+def canonical(program: Program, named: Named) -> Named:
+    """By the model's names, also of a stage's copies."""
+    return program.wrapped.canonical(named) if isinstance(program.wrapped, Staged) else named
+
+
+def module_paths(program: Program) -> Iterator[tuple[str, nn.Module]]:
+    """The model's modules under the paths that they have in the whole model; of a stage those
+    that it has, under the first of its parts that has them."""
+    if not isinstance(program.wrapped, Staged):
+        yield from program.model.named_modules()
+        return
+    for part in program.wrapped.parts:
+        for path, module in part.module.named_modules():
+            if path:  # the stage itself is no module of the model
+                yield path, module
+
+
+def _is_real(leaf: object) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.is_floating_point()

@@ -1,0 +1,76 @@
+"""Every shard mapped to the part of the whole tensor that it stands for (the canonical mapping of
+TTrace, arXiv 2506.09280), so that what a rank holds is compared where it is, without a gather."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from ptrain.models.ledger import local
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A box in a whole tensor: its first element and its size in every dimension."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    def of(self, whole: torch.Tensor) -> torch.Tensor:
+        """The view of `whole` that this part is."""
+        for dim, (start, size) in enumerate(zip(self.offset, self.shape, strict=True)):
+            whole = whole.narrow(dim, start, size)
+        return whole
+
+
+def held(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank has of it."""
+    return local(tensor.detach())
+
+
+def part_of(
+    tensor: torch.Tensor, whole: torch.Size, *, degree: int = 1, place: int = 0
+) -> Part | None:
+    """The part of a tensor of shape `whole` that `tensor` is; None where nothing tells.
+
+    A DTensor says so itself, unless it is a sum that is still partial. A plain tensor is the whole,
+    or is cut along the dimensions in which it is smaller as torch cuts over `degree` ranks
+    (torch.chunk), of which this one is the `place`-th.
+    """
+    if isinstance(tensor, DTensor):
+        if any(placement.is_partial() for placement in tensor.placements):
+            return None
+        if tensor.shape != whole:
+            return None
+        shape, offset = compute_local_shape_and_global_offset(
+            tensor.shape, tensor.device_mesh, tensor.placements
+        )
+        bounded = (min(start, size) for start, size in zip(offset, whole, strict=True))
+        return Part(tuple(bounded), tuple(shape))
+    if tensor.dim() != len(whole):
+        return None
+    offsets, sizes = [], []
+    for size, full in zip(tensor.shape, whole, strict=True):
+        start, expected = 0, full
+        if size != full:
+            expected, start = Shard.local_shard_size_and_offset(full, degree, place)
+        if size != expected:
+            return None
+        offsets.append(start)
+        sizes.append(size)
+    return Part(tuple(offsets), tuple(sizes))
+
+
+def relative(found: torch.Tensor, expected: torch.Tensor, least: float = 0.0) -> float:
+    """The 2-norm of the difference over that of `expected` or `least`, whichever is larger;
+    infinite where only `expected` is zero, or anything is not finite."""
+    difference = float(torch.linalg.vector_norm(found.double() - expected.double()))
+    length = max(float(torch.linalg.vector_norm(expected.double())), least)
+    if difference == 0.0:
+        return 0.0
+    ratio = difference / length if length else math.inf
+    return ratio if math.isfinite(ratio) else math.inf
