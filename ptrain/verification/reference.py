@@ -90,11 +90,13 @@ class OneDevice:
         """As they are now, without a copy."""
         return {name: parameter.detach() for name, parameter in self.module.named_parameters()}
 
+    def micro_batches(self, step: int) -> Iterable[MicroBatch]:
+        """Of `step`, of all data ranks, in the order in which they are summed."""
+        return _micro_batches(self.spec, self.source, step)
+
     def accumulate(self, step: int, around: Around = _nothing) -> Pass:
         """Backward over the whole global batch of `step` (from 0), `around` each micro-batch."""
-        return _accumulate(
-            self.module, _micro_batches(self.spec, self.source, step), self.updater, around
-        )
+        return _accumulate(self.module, self.micro_batches(step), self.updater, around)
 
     def update(self, step: int, sums: Mapping[str, Tensor]) -> float:
         """One update, of gradients that are clipped in place. Returns their norm before that,
