@@ -1,0 +1,142 @@
+"""Ratios with a cause: one tensor as a multiple of another, as a sum of others, as a share of a
+sum over an axis; and the products of degrees that such a ratio is.
+
+All of it in fp64 on whole tensors or samples of their elements; torch only, no spec.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+import torch
+from torch import Tensor
+
+# A rank counts as missing from a sum below this share of the usual coefficient.
+ABSENT = 1e-3
+# Eigenvalues of the basis below this share of the largest are rounding: gradients that are equal.
+_RANK = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """What a target is of its basis: least-squares coefficients, and the 2-norm of what is left
+    over that of the target (infinite for a target that is zero or not finite)."""
+
+    coefficients: tuple[float, ...]
+    residual: float
+
+    @property
+    def factor(self) -> float:
+        """The only coefficient."""
+        (factor,) = self.coefficients
+        return factor
+
+    def holds(self, tolerance: float) -> bool:
+        return self.residual <= tolerance
+
+
+def multiple(found: Tensor, expected: Tensor) -> Fit:
+    """found = factor * expected."""
+    return combination(found, [expected])
+
+
+def combination(target: Tensor, basis: Sequence[Tensor]) -> Fit:
+    """target = sum of coefficient * basis; of many solutions the shortest, so that tensors that are
+    equal get equal coefficients."""
+    vector = target.detach().double().flatten()
+    matrix = torch.stack([each.detach().double().flatten() for each in basis], dim=1)
+    if not (torch.isfinite(vector).all() and torch.isfinite(matrix).all()) or not vector.any():
+        return Fit((math.nan,) * len(basis), math.inf)
+    sizes = torch.linalg.vector_norm(matrix, dim=0)
+    usual = float(sizes.max()) or 1.0
+    inverse = torch.linalg.pinv(matrix.cpu() / usual, rtol=_RANK)
+    solution = inverse @ vector.cpu() / usual
+    left = torch.linalg.vector_norm(matrix.cpu() @ solution - vector.cpu())
+    return Fit(tuple(solution.tolist()), float(left / torch.linalg.vector_norm(vector.cpu())))
+
+
+def share_of_sum(parts: Sequence[Tensor], whole: Tensor) -> Fit:
+    """whole = factor * sum of what the ranks of an axis have: 1 where their sum is missing, 1/N
+    where their mean is."""
+    return multiple(whole, torch.stack([part.double() for part in parts]).sum(0))
+
+
+def are_alike(parts: Sequence[Tensor], tolerance: float) -> bool:
+    """Whether all ranks have the same: then nothing is missing from a sum over them."""
+    first = parts[0].double()
+    length = float(torch.linalg.vector_norm(first))
+    return all(
+        float(torch.linalg.vector_norm(part.double() - first)) <= tolerance * length
+        for part in parts[1:]
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """A ratio as a product of powers of degrees: (("dp", 1), ("K", -1)) is × dp ÷ K. The powers
+    are 1, 2, 1/2 and their negatives."""
+
+    powers: tuple[tuple[str, float], ...]
+    value: float
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        return tuple(name for name, _ in self.powers)
+
+    def __str__(self) -> str:
+        """`× 2`, `÷ 4`, `× 1/√2`: the number alone, which the axes explain."""
+        inverse = 1 / self.value
+        if len(self.powers) == 1 and abs(self.powers[0][1]) == 0.5:
+            squared = round(max(self.value, inverse) ** 2)
+            return f"× √{squared}" if self.value > 1 else f"× 1/√{squared}"
+        if _is_whole(self.value):
+            return f"× {round(self.value)}"
+        return f"÷ {round(inverse)}" if _is_whole(inverse) else f"× {self.value:.4g}"
+
+
+def _is_whole(value: float) -> bool:
+    return abs(value - round(value)) <= 1e-6 * value
+
+
+def products(
+    ratio: float, degrees: Mapping[str, int], tolerance: float = 1e-4
+) -> tuple[Product, ...]:
+    """Every product of degrees (`dp` -> 2, `K` -> 4, …) that `ratio` is, simplest first: one
+    degree, its square, its root, then two of them. Two degrees of the same size both count."""
+    return tuple(
+        each
+        for each in _candidates({name: size for name, size in degrees.items() if size > 1})
+        if abs(ratio / each.value - 1.0) <= tolerance and abs(each.value - 1.0) > tolerance
+    )
+
+
+def _candidates(degrees: Mapping[str, int]) -> Iterator[Product]:
+    for power in (1.0, -1.0, 2.0, -2.0, 0.5, -0.5):
+        for name, size in degrees.items():
+            yield Product(((name, power),), size**power)
+    for powers in ((1.0, 1.0), (-1.0, -1.0), (1.0, -1.0), (-1.0, 1.0)):
+        for pair in combinations(degrees.items(), 2):
+            named = tuple((name, power) for (name, _), power in zip(pair, powers, strict=True))
+            value = math.prod(size**power for (_, size), power in zip(pair, powers, strict=True))
+            yield Product(named, value)
+
+
+def factor_text(ratio: float, degrees: Mapping[str, int], tolerance: float = 1e-4) -> str:
+    """`× 2`, where it is one of them the product's own text, else four digits."""
+    found = products(ratio, degrees, tolerance)
+    return str(found[0]) if found else f"× {ratio:.4g}"
+
+
+def absent(coefficients: Sequence[float]) -> tuple[int, ...]:
+    """Which addends a sum does not have: their coefficients are nothing beside the largest."""
+    usual = max(abs(each) for each in coefficients)
+    return tuple(i for i, each in enumerate(coefficients) if abs(each) <= ABSENT * usual)
+
+
+def is_even(coefficients: Sequence[float], tolerance: float = 1e-3) -> bool:
+    """Whether every addend counts alike."""
+    least, most = min(coefficients), max(coefficients)
+    return most - least <= tolerance * max(abs(least), abs(most))

@@ -1,0 +1,114 @@
+"""Ratios get the names of what they are products of; sums the names of what is not in them."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from ptrain.verification.factors import (
+    absent,
+    are_alike,
+    combination,
+    factor_text,
+    is_even,
+    multiple,
+    products,
+    share_of_sum,
+)
+from ptrain.verification.names import (
+    canonical_modules,
+    canonical_name,
+    canonical_parameters,
+    other_names,
+)
+
+DEGREES = {"dp": 3, "tp": 2, "K": 5}
+
+
+def gradients(count: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(7, 5, generator=generator, dtype=torch.float64) for _ in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("ratio", "text", "axes"),
+    [
+        (2.0, "× 2", ("tp",)),
+        (1 / 3, "÷ 3", ("dp",)),
+        (25.0, "× 25", ("K",)),
+        (1 / math.sqrt(3), "× 1/√3", ("dp",)),
+        (math.sqrt(2), "× √2", ("tp",)),
+        (15.0, "× 15", ("dp", "K")),
+        (3 / 5, "× 0.6", ("dp", "K")),
+    ],
+)
+def test_a_ratio_is_a_product_of_degrees(ratio: float, text: str, axes: tuple[str, ...]) -> None:
+    first = products(ratio, DEGREES)[0]
+    assert (str(first), first.axes) == (text, axes)
+
+
+def test_degrees_of_the_same_size_all_count() -> None:
+    found = products(2.0, {"dp": 2, "tp": 2})
+    assert [each.axes for each in found[:2]] == [("dp",), ("tp",)]
+
+
+def test_one_is_no_factor_and_an_odd_ratio_keeps_its_digits() -> None:
+    assert products(1.0, {"dp": 2, "tp": 2}) == ()
+    assert factor_text(0.7071, {"dp": 3}) == "× 0.7071"
+
+
+def test_a_multiple_is_found_with_what_is_left() -> None:
+    (g, other) = gradients(2)
+    assert multiple(3 * g, g).factor == pytest.approx(3)
+    assert multiple(3 * g, g).residual < 1e-14
+    assert multiple(g + other, g).residual > 0.1
+    assert multiple(torch.zeros_like(g), g).residual == math.inf
+    assert multiple(g * math.nan, g).residual == math.inf
+
+
+def test_a_combination_tells_what_is_not_in_it() -> None:
+    basis = gradients(4)
+    fit = combination(0.25 * (basis[0] + basis[1] + basis[3]), basis)
+    assert fit.holds(1e-12)
+    assert absent(fit.coefficients) == (2,)
+    assert not is_even(fit.coefficients)
+    assert is_even(combination(sum(basis[1:], basis[0]), basis).coefficients)
+
+
+def test_equal_addends_share_the_coefficient() -> None:
+    (g,) = gradients(1)
+    assert combination(g, [g, g]).coefficients == pytest.approx((0.5, 0.5))
+
+
+def test_a_sum_or_a_mean_that_is_missing_is_a_share_of_the_ranks_sum() -> None:
+    parts = gradients(3)
+    total = parts[0] + parts[1] + parts[2]
+    assert share_of_sum(parts, total).factor == pytest.approx(1)
+    assert share_of_sum(parts, total / 3).factor == pytest.approx(1 / 3)
+    assert not share_of_sum(parts, parts[0]).holds(1e-3)
+    assert are_alike([total, total], 1e-12)
+    assert not are_alike(parts, 1e-12)
+
+
+def test_names_of_wrappers_are_no_part_of_a_name() -> None:
+    wrapped = "module._fsdp_wrapped_module.blocks.0._checkpoint_wrapped_module.weight"
+    assert canonical_name(wrapped) == "blocks.0.weight"
+    assert canonical_name("_orig_mod.module") == ""
+
+
+class Wrapper(nn.Module):
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+
+def test_a_tied_parameter_has_its_first_name_and_knows_the_others() -> None:
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    model[1].weight = model[0].weight
+    wrapped = Wrapper(model)
+    assert list(canonical_parameters(wrapped)) == ["0.weight"]
+    assert other_names(wrapped) == {"1.weight": "0.weight"}
+    assert dict(canonical_modules(wrapped))[""] is model
