@@ -3,7 +3,7 @@ gradients, and every parameter's gradient as the optimizer is given it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -68,13 +68,15 @@ def watched(
 
 
 class Capture:
-    """One step of a program; `with Capture(program) as capture:` around it.
+    """One step of a program; `with Capture(program, {0}) as capture:` around it. Outputs are kept
+    of these micro-batches.
 
     `rates` are the learning rates that optimizers used. The gradients by name need collectives
     (`gradients()`), which all ranks call."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, micro_batches: Collection[int]) -> None:
         self.program = program
+        self.micro_batches = micro_batches
         self.outputs = Outputs()
         self.rates: set[float] = set()
         self._leaves: list[tuple[Target, torch.Tensor]] = list(program.update.leaves())
@@ -84,7 +86,8 @@ class Capture:
 
     def phase(self, phase: Phase, micro_batch: int) -> None:
         """Where the program has come to: what runs again in backward is not kept."""
-        self._now = micro_batch if phase is Phase.FORWARD else None
+        is_kept = phase is Phase.FORWARD and micro_batch in self.micro_batches
+        self._now = micro_batch if is_kept else None
 
     def __enter__(self) -> Capture:
         self.program.observers.append(self)
@@ -109,7 +112,7 @@ class Capture:
                     self.rates.add(float(options["lr"]))
                 if id(leaf) in known and leaf.grad is not None:
                     gradient = leaf.grad.detach()
-                    self._given[id(leaf)] = gradient / scale if scale is not None else +gradient
+                    self._given[id(leaf)] = gradient.clone() if scale is None else gradient / scale
 
     def gradients(self, exchange: Exchange) -> Named:
         """By canonical name, full tensors or DTensors, zeros of what this rank's optimizer was

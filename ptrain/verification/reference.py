@@ -47,15 +47,22 @@ class Trajectory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """The k-th micro-batch of one data rank: `inputs` and `targets` int64 [micro, sequence], and
-    the number of targets in the whole global batch."""
+    """The k-th micro-batch of one data rank: `tokens` int64 [micro, sequence + 1], and the number
+    of targets in the whole global batch."""
 
     data_index: int
     k: int
-    inputs: Tensor
-    targets: Tensor
+    tokens: Tensor
     global_tokens: int
     sample_ids: tuple[int, ...]
+
+    @property
+    def inputs(self) -> Tensor:
+        return self.tokens[:, :-1]
+
+    @property
+    def targets(self) -> Tensor:
+        return self.tokens[:, 1:]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,12 +160,11 @@ def _micro_batches(spec: Spec, source: Corpus, step: int) -> Iterator[MicroBatch
             data_degree=spec.data_degree,
             split=Split.TRAIN,
         )
-        for k, (inputs, targets) in enumerate(local.micro_batches(micro)):
+        for k, tokens in enumerate(local.tokens.split(micro)):
             yield MicroBatch(
                 data_index=index,
                 k=k,
-                inputs=inputs,
-                targets=targets,
+                tokens=tokens,
                 global_tokens=local.global_tokens,
                 sample_ids=local.sample_ids[k * micro : (k + 1) * micro],
             )

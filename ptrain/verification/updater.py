@@ -55,6 +55,19 @@ class Updater:
         self._rescale(overflowed=False)
         return norm
 
+    def initial(self, tensor: Tensor) -> dict[str, Tensor]:
+        """The optimizer state of an updated tensor before torch makes it."""
+        (owner,) = (
+            each
+            for each in self.optimizers
+            if any(tensor is one for group in each.param_groups for one in group["params"])
+        )
+        if isinstance(owner, torch.optim.AdamW):
+            moments = {name: torch.zeros_like(tensor) for name in ("exp_avg", "exp_avg_sq")}
+            return {**moments, "step": torch.zeros((), dtype=torch.float32)}
+        momentum = owner.param_groups[0]["momentum"]
+        return {"momentum_buffer": torch.zeros_like(tensor)} if momentum else {}
+
     def _step(self, lr: float) -> None:
         moments = TORCH_DTYPES[self.layout.moments]
         for optimizer in self.optimizers:

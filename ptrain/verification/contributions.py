@@ -1,0 +1,53 @@
+"""What every sample contributes to a parameter's gradient. Theorem 3 says that the gradient is the
+sum of all, each once; one that is another combination of them tells by its coefficients what went
+wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ptrain.models.loss import token_loss_sum
+from ptrain.verification.reference import MicroBatch, OneDevice
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Whose gradient: a sample of a data rank's k-th micro-batch."""
+
+    data_place: int
+    k: int
+    sample: int
+
+
+@dataclass(frozen=True, slots=True)
+class Contribution:
+    source: Source
+    gradients: dict[str, Tensor]
+
+
+def contributions(
+    reference: OneDevice, step: int, names: Sequence[str], scale: float
+) -> Iterator[Contribution]:
+    """Each sample's share of the gradients of these parameters, with the reference's weights as
+    they are. Costs a forward and a backward pass per sample."""
+    parameters = dict(reference.module.named_parameters())
+    chosen = [parameters[name] for name in names]
+    for each in reference.micro_batches(step):
+        for row, sample in enumerate(each.sample_ids):
+            loss = _loss(reference, each, row) * scale
+            found = torch.autograd.grad(loss, chosen, allow_unused=True)
+            gradients = {
+                name: torch.zeros_like(parameters[name]) if gradient is None else gradient / scale
+                for name, gradient in zip(names, found, strict=True)
+            }
+            yield Contribution(Source(each.data_index, each.k, sample), gradients)
+
+
+def _loss(reference: OneDevice, each: MicroBatch, row: int) -> Tensor:
+    logits = reference.module(each.inputs[row : row + 1])
+    loss: Tensor = token_loss_sum(logits, each.targets[row : row + 1]) / each.global_tokens
+    return loss

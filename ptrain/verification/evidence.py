@@ -1,0 +1,46 @@
+"""What one step of a program and of one device made, kept while it is explained."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+
+from ptrain.axes.data.target import Named
+from ptrain.data.sampler import LocalBatch
+from ptrain.interpreter.program import Program
+from ptrain.verification.capture import Outputs
+from ptrain.verification.reference import OneDevice
+from ptrain.verification.states import States
+
+
+@dataclass(slots=True, kw_only=True)
+class Evidence:
+    """`states` are the reference's at the start of every step so far, this one last. `gradients` as
+    the program's optimizer had them, `expected_gradients` the reference's without the loss's scale
+    and before clipping; `scale` is that of the loss."""
+
+    program: Program
+    reference: OneDevice
+    step: int
+    states: list[States]
+    batch: LocalBatch
+    outputs: Outputs
+    expected_outputs: Outputs
+    gradients: Named
+    expected_gradients: dict[str, torch.Tensor]
+    earlier_gradients: dict[str, torch.Tensor] = field(default_factory=dict)
+    rates: set[float]
+    loss: float
+    expected_loss: float
+    norm: float | None
+    expected_norm: float = math.nan
+    scale: float = 1.0
+
+    def clipped_by(self) -> float:
+        """What clipping multiplied the gradients by, if the norm is what the program says."""
+        clip = self.program.spec.optimizer.clip
+        if clip is None or self.norm is None or not math.isfinite(self.norm):
+            return 1.0
+        return min(1.0, clip / (self.norm + 1e-6))

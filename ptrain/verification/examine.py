@@ -1,0 +1,368 @@
+"""A program and one device side by side for a few steps: everything that a step makes is compared
+in the order of time, on every rank, and what departs first is explained.
+
+Every rank runs the whole reference, so that nothing is sent but verdicts. Run in fp64 (the spec's
+`precision.compute`): a sum in another order differs by 1e-15, a fault by more than TOLERANCE.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ptrain.data.corpus import corpus
+from ptrain.interpreter.program import Program
+from ptrain.report.finding import Culprit, Departure, Moment, Subject, Way
+from ptrain.report.record import Check
+from ptrain.spec.axis import Axis
+from ptrain.train.exchange import Exchange
+from ptrain.train.schedule import learning_rate
+from ptrain.verification.capture import Capture, Outputs, watched
+from ptrain.verification.drive import drive
+from ptrain.verification.evidence import Evidence
+from ptrain.verification.explain import explain
+from ptrain.verification.parts import held, part_of, relative
+from ptrain.verification.places import coordinates, data_place
+from ptrain.verification.reference import MicroBatch, OneDevice, Pass
+from ptrain.verification.samples import sample_departures
+from ptrain.verification.states import States, of_program, of_reference
+
+TOLERANCE = 1e-9  # relative, fp64; Adam divides small gradients by themselves, hence not 1e-12
+NOISE = 1e-6  # of a state's root mean square: a tensor this small is rounding (compare.NOISE)
+MOST = 40  # departures of one moment that a rank tells of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Examination:
+    """`departures` of all ranks, the first first; `checks` have the largest difference of every
+    subject over all ranks and steps. Equal on all ranks."""
+
+    departures: tuple[Departure, ...]
+    culprit: Culprit | None
+    checks: tuple[Check, ...]
+    steps: int
+
+
+@dataclass(slots=True)
+class Tally:
+    """What one rank compared: per check its largest difference, and how often."""
+
+    worst: dict[str, float] = field(default_factory=dict)
+    counts: dict[str, int] = field(default_factory=dict)
+
+    def add(self, name: str, difference: float) -> None:
+        self.worst[name] = max(self.worst.get(name, 0.0), difference)
+        self.counts[name] = self.counts.get(name, 0) + 1
+
+
+def examine(program: Program, exchange: Exchange, steps: int = 3) -> Examination:
+    """`steps` steps from the program's initial state, or fewer where one departs. All ranks call
+    it."""
+    return _Examiner(program, exchange).run(steps)
+
+
+class _Examiner:
+    def __init__(self, program: Program, exchange: Exchange) -> None:
+        self.program, self.exchange = program, exchange
+        self.spec = program.spec
+        self.rank = program.world.rank
+        self.reference = OneDevice(self.spec)
+        self.source = corpus(self.spec.data)
+        self.place = coordinates(self.spec, self.rank)
+        self.data_place = data_place(self.spec, self.rank)
+        last = self.spec.batch.accumulate - 1
+        self.watched_passes = {0, last}  # micro-batches whose activations are compared
+        self.tally = Tally()
+        self.order: dict[str, int] = {}  # a module's place along the model
+        self.sums: dict[str, torch.Tensor] = {}
+        self.names = {name: place for place, name in enumerate(self.reference.parameters)}
+
+    def run(self, steps: int) -> Examination:
+        found = self._told(list(self._state(0, Moment.START)))
+        evidence = None
+        for step in range(steps):
+            if found:
+                break
+            evidence = self._step(step, evidence)
+            found = self._told(self._departures(evidence))
+            if found:
+                break
+            evidence.expected_norm = self.reference.update(step, dict(self.sums))
+            after = [*self._norm(evidence), *self._state(step, Moment.UPDATE)]
+            found = self._told(after)
+        culprit = explain(found, evidence, self.exchange) if found else None
+        done = evidence.step + 1 if evidence else 0
+        return Examination(
+            departures=found, culprit=culprit, checks=self._checks(found), steps=done
+        )
+
+    def _step(self, step: int, before: Evidence | None) -> Evidence:
+        """One step of both; the reference's update is still to come."""
+        states = [*(before.states if before else []), _copied(of_reference(self.reference))]
+        outputs, expected = self._reference_pass(step)
+        self.sums = expected.sums
+        scale = self.reference.updater.scale
+        with Capture(self.program, self.watched_passes) as capture:
+            share, norm = drive(self.program, self.source, step)
+        assert self.program.batch is not None, "a step has a batch"
+        return Evidence(
+            program=self.program,
+            reference=self.reference,
+            step=step,
+            states=states,
+            batch=self.program.batch,
+            outputs=capture.outputs,
+            expected_outputs=outputs,
+            gradients=capture.gradients(self.exchange),
+            expected_gradients={name: each / scale for name, each in expected.sums.items()},
+            earlier_gradients=before.expected_gradients if before else {},
+            rates=capture.rates,
+            loss=self.exchange.add([share])[0],
+            expected_loss=expected.loss,
+            norm=norm,
+            scale=scale,
+        )
+
+    def _reference_pass(self, step: int) -> tuple[Outputs, Pass]:
+        outputs = Outputs()
+        modules = self.reference.module
+
+        def around(each: MicroBatch) -> AbstractContextManager[None]:
+            is_ours = each.data_index == self.data_place and each.k in self.watched_passes
+            return watched(modules.named_modules(), outputs, lambda: each.k if is_ours else None)
+
+        expected = self.reference.accumulate(step, around)
+        for path, _ in outputs.forward:
+            self.order.setdefault(path, len(self.order))
+        return outputs, expected
+
+    def _departures(self, evidence: Evidence) -> list[Departure]:
+        """All up to the gradients."""
+        return [
+            *sample_departures(
+                evidence.batch, self.reference, evidence.step, self.rank, self.exchange
+            ),
+            *self._activations(evidence),
+            *self._loss(evidence),
+            *self._rates(evidence),
+            *self._gradients(evidence),
+        ]
+
+    def _activations(self, evidence: Evidence) -> Iterator[Departure]:
+        pairs = (
+            (Moment.FORWARD, evidence.outputs.forward, evidence.expected_outputs.forward),
+            (Moment.BACKWARD, evidence.outputs.backward, evidence.expected_outputs.backward),
+        )
+        for moment, found, expected in pairs:
+            usual = _root_mean_square(expected)
+            for (path, micro_batch), tensor in found.items():
+                whole = expected.get((path, micro_batch))
+                if whole is None:
+                    continue
+                yield from self._compared(
+                    evidence.step,
+                    moment,
+                    Subject.ACTIVATIONS,
+                    path,
+                    (tensor, whole),
+                    usual=usual,
+                    index=micro_batch,
+                )
+
+    def _loss(self, evidence: Evidence) -> Iterator[Departure]:
+        difference = abs(evidence.loss - evidence.expected_loss) / abs(evidence.expected_loss)
+        difference = difference if math.isfinite(difference) else math.inf
+        self.tally.add("loss", difference)
+        if difference > TOLERANCE:
+            yield Departure(
+                step=evidence.step,
+                moment=Moment.FORWARD,
+                subject=Subject.LOSS,
+                name="loss",
+                rank=self.rank,
+                difference=difference,
+                tolerance=TOLERANCE,
+                told=f"{evidence.loss!r} for {evidence.expected_loss!r}",
+            )
+
+    def _rates(self, evidence: Evidence) -> Iterator[Departure]:
+        expected = learning_rate(self.spec.optimizer, evidence.step)
+        for rate in sorted(evidence.rates):
+            difference = abs(rate - expected) / expected if expected else abs(rate)
+            self.tally.add("learning rate", difference)
+            if difference > TOLERANCE:
+                yield Departure(
+                    step=evidence.step,
+                    moment=Moment.GRADIENTS,
+                    subject=Subject.LEARNING_RATE,
+                    name="learning rate",
+                    rank=self.rank,
+                    difference=difference,
+                    tolerance=TOLERANCE,
+                    told=f"{rate!r} for {expected!r}",
+                )
+
+    def _gradients(self, evidence: Evidence) -> Iterator[Departure]:
+        """Per parameter, the whole vector: without the loss's scale and what clipping did."""
+        expected = evidence.expected_gradients
+        usual = _root_mean_square(expected)
+        for name, tensor in evidence.gradients.items():
+            whole = expected.get(name)
+            if whole is None:
+                whole = torch.zeros_like(self.reference.parameters[name], dtype=tensor.dtype)
+            pair = (tensor / evidence.clipped_by(), whole)
+            yield from self._compared(
+                evidence.step, Moment.GRADIENTS, Subject.GRADIENTS, name, pair, usual=usual
+            )
+
+    def _norm(self, evidence: Evidence) -> Iterator[Departure]:
+        if evidence.norm is None:
+            return
+        expected = evidence.expected_norm
+        difference = abs(evidence.norm - expected) / expected if expected else math.inf
+        if math.isinf(expected) and not math.isfinite(evidence.norm):
+            difference = 0.0  # both skip the step
+        self.tally.add("gradient norm", difference)
+        if not difference <= TOLERANCE:
+            yield Departure(
+                step=evidence.step,
+                moment=Moment.CLIP,
+                subject=Subject.NORM,
+                name="gradient norm",
+                rank=self.rank,
+                difference=difference,
+                tolerance=TOLERANCE,
+                told=f"{evidence.norm!r} for {expected!r}",
+            )
+
+    def _state(self, step: int, moment: Moment) -> Iterator[Departure]:
+        """Parameters, optimizer state, counters and buffers, each part where it is."""
+        expected = of_reference(self.reference)
+        usual = {
+            subject: _root_mean_square(
+                {name: each for (kind, name), each in expected.items() if kind is subject}
+            )
+            for subject in (Subject.PARAMETERS, Subject.OPTIMIZER, Subject.BUFFERS)
+        }
+        for (subject, name), tensor in of_program(self.program).items():
+            whole = expected.get((subject, name))
+            if whole is None:
+                continue
+            pair = (tensor, whole)
+            yield from self._compared(
+                step, moment, subject, name, pair, usual=usual.get(subject, 0.0)
+            )
+
+    def _compared(
+        self,
+        step: int,
+        moment: Moment,
+        subject: Subject,
+        name: str,
+        pair: tuple[torch.Tensor, torch.Tensor],
+        *,
+        usual: float = 0.0,
+        index: int = 0,
+    ) -> Iterator[Departure]:
+        """Nothing of an activation whose part nothing tells: it is of another shape on purpose."""
+        tensor, whole = pair
+        part = part_of(
+            tensor, whole.shape, degree=self.spec.degree(Axis.TP), place=self.place.get(Axis.TP, 0)
+        )
+        way, difference = Way.VALUE, 0.0
+        if part is None:
+            if subject is Subject.ACTIVATIONS:
+                return
+            way, difference = Way.SHAPE, math.inf
+        else:
+            own, its = held(tensor), part.of(whole)
+            if own.dtype != its.dtype:
+                way = Way.DTYPE
+            least = NOISE * usual * math.sqrt(own.numel())
+            difference = relative(own, its, least)
+        self.tally.add(_check_name(moment, subject), difference)
+        if way is not Way.VALUE or difference > TOLERANCE:
+            yield Departure(
+                step=step,
+                moment=moment,
+                subject=subject,
+                name=name,
+                rank=self.rank,
+                way=way,
+                difference=difference,
+                tolerance=TOLERANCE,
+                index=index,
+                told=f"{tensor.dtype} for {whole.dtype}" if way is Way.DTYPE else "",
+            )
+
+    def _told(self, own: list[Departure]) -> tuple[Departure, ...]:
+        """Everybody's, on every rank, in the order of time and along the model."""
+        least: dict[Moment, list[Departure]] = {}
+        for each in sorted(own, key=self._when):
+            least.setdefault(each.moment, []).append(each)
+        chosen = [each.plain() for group in least.values() for each in group[:MOST]]
+        everyone = self.exchange.gather(chosen)
+        order = dict(pair for its in self.exchange.gather(list(self.order.items())) for pair in its)
+        self.order = {path: order[path] for path in order}
+        found = [Departure.of(each) for its in everyone for each in its]
+        return tuple(sorted(found, key=self._when))
+
+    def _when(self, each: Departure) -> tuple[int, int, int, int, int, int]:
+        forward = self.order.get(each.name, self.names.get(each.name, len(self.order)))
+        place = -forward if each.moment is Moment.BACKWARD else forward
+        is_loss = each.subject is Subject.LOSS
+        return (each.step, each.moment, int(is_loss), each.index, place, each.rank)
+
+    def _checks(self, found: tuple[Departure, ...]) -> tuple[Check, ...]:
+        worst: dict[str, float] = {}
+        counts: dict[str, int] = {}
+        for its in self.exchange.gather([self.tally.worst, self.tally.counts]):
+            for name, difference in its[0].items():
+                worst[name] = max(worst.get(name, 0.0), difference)
+                counts[name] = counts.get(name, 0) + its[1][name]
+        failed = {_check_of(each): each for each in reversed(found)}
+        return tuple(_check(name, worst[name], failed.get(name)) for name in worst)
+
+
+def _check(name: str, worst: float, failed: Departure | None) -> Check:
+    why = ""
+    if failed is not None:
+        by = f" ({failed.told})" if failed.told else ""
+        why = f"departs at {failed.name}, step {failed.step}, rank {failed.rank}{by}"
+    return Check(
+        name=name,
+        predicted=0.0,
+        measured=worst,
+        tolerance=TOLERANCE,
+        holds=failed is None,
+        why=why,
+    )
+
+
+def _check_of(each: Departure) -> str:
+    return _check_name(each.moment, each.subject)
+
+
+def _check_name(moment: Moment, subject: Subject) -> str:
+    if subject is Subject.ACTIVATIONS and moment is Moment.BACKWARD:
+        return "gradients of activations"
+    if moment is Moment.START and subject in (Subject.PARAMETERS, Subject.OPTIMIZER):
+        return f"initial {subject}"
+    if subject is Subject.BATCH:
+        return "samples"
+    return str(subject)
+
+
+def _copied(states: States) -> States:
+    return {key: each.clone() for key, each in states.items()}
+
+
+def _root_mean_square(tensors: Mapping[Any, torch.Tensor]) -> float:
+    squares = sum(float(each.double().square().sum()) for each in tensors.values())
+    numel = sum(each.numel() for each in tensors.values())
+    return math.sqrt(squares / numel) if numel else 0.0

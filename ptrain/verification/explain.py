@@ -1,0 +1,5 @@
+"""stub"""
+
+
+def explain(found, evidence, exchange):
+    return None

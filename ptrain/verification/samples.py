@@ -1,0 +1,65 @@
+"""The sample ledger: which samples of a global batch the mesh saw, by the tokens that the model was
+given, none missing and none doubled (Theorem 3)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from ptrain.data.sampler import LocalBatch
+from ptrain.report.finding import Departure, Moment, Subject
+from ptrain.train.exchange import Exchange
+from ptrain.verification.places import data_place
+from ptrain.verification.reference import OneDevice
+
+UNKNOWN = -1
+
+
+def sample_departures(
+    given: LocalBatch, reference: OneDevice, step: int, rank: int, exchange: Exchange
+) -> Iterator[Departure]:
+    """`given` is what this rank's model ran on. All ranks call it."""
+    spec = reference.spec
+    expected = _expected(reference, step)
+    names = {key: sample for ids in expected.values() for sample, key in ids}
+    seen = [names.get(_key(row), UNKNOWN) for row in given.tokens]
+    everyone: list[list[int]] = exchange.gather(seen)
+    own = [sample for sample, _ in expected[data_place(spec, rank)]]
+    if seen == own:
+        return
+    once = {data_place(spec, other): its for other, its in enumerate(everyone)}
+    counts = Counter(sample for its in once.values() for sample in its)
+    told = [
+        _listed("missing", [each for each in names.values() if not counts[each]]),
+        _listed("seen twice", [each for each in names.values() if counts[each] > 1]),
+        _listed("in another order or place", own if counts.keys() == set(names.values()) else []),
+        "tokens of no sample of this step" if UNKNOWN in seen else "",
+    ]
+    yield Departure(
+        step=step,
+        moment=Moment.BATCH,
+        subject=Subject.BATCH,
+        name="tokens",
+        rank=rank,
+        told="; ".join(filter(None, told)) or "samples of another rank",
+    )
+
+
+def _expected(reference: OneDevice, step: int) -> dict[int, list[tuple[int, bytes]]]:
+    """By data rank: its samples, and their tokens."""
+    found: dict[int, list[tuple[int, bytes]]] = {}
+    for each in reference.micro_batches(step):
+        rows = zip(each.sample_ids, each.tokens, strict=True)
+        found.setdefault(each.data_index, []).extend((sample, _key(row)) for sample, row in rows)
+    return found
+
+
+def _key(row: Tensor) -> bytes:
+    return row.cpu().numpy().tobytes()
+
+
+def _listed(what: str, samples: list[int]) -> str:
+    shown = ", ".join(map(str, samples[:4])) + (" …" if len(samples) > 4 else "")
+    return f"sample{'s' * (len(samples) != 1)} {shown} {what}" if samples else ""

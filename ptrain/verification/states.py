@@ -1,0 +1,53 @@
+"""Parameters, optimizer state, step counters and buffers by canonical name, of a program and of one
+device alike."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import torch
+
+from ptrain.interpreter.optimizer import COUNTER, MASTER
+from ptrain.interpreter.program import Program
+from ptrain.report.finding import Subject
+from ptrain.verification.capture import module_paths
+from ptrain.verification.reference import OneDevice
+
+States: TypeAlias = dict[tuple[Subject, str], torch.Tensor]
+
+
+def of_program(program: Program) -> States:
+    """Full tensors, or DTensors of which this rank has a part. Collective."""
+    state = program.state_dict()
+    found: States = {(Subject.PARAMETERS, name): each for name, each in state["model"].items()}
+    for name, each in state["optimizer"].items():
+        found[_subject(name), name] = each
+    for path, module in module_paths(program):
+        for name, buffer in module.named_buffers(recurse=False):
+            found[Subject.BUFFERS, f"{path}.{name}" if path else name] = buffer
+    return found
+
+
+def of_reference(device: OneDevice) -> States:
+    """As torch's optimizers have it; zeros of what they have not made yet."""
+    updater = device.updater
+    found: States = {(Subject.PARAMETERS, name): each for name, each in device.parameters.items()}
+    held = {
+        id(tensor): values
+        for optimizer in updater.optimizers
+        for tensor, values in optimizer.state.items()
+    }
+    for name, updated in updater.updated.items():
+        if updated is not updater.parameters[name]:
+            found[Subject.OPTIMIZER, f"{name}.{MASTER}"] = updated.detach()
+        values = held.get(id(updated)) or updater.initial(updated)
+        for key, value in values.items():
+            if value is not None:
+                found[_subject(key), f"{name}.{key}"] = torch.as_tensor(value)
+    for name, buffer in device.module.named_buffers():
+        found[Subject.BUFFERS, name] = buffer
+    return found
+
+
+def _subject(name: str) -> Subject:
+    return Subject.COUNTER if name.rpartition(".")[2] == COUNTER else Subject.OPTIMIZER
