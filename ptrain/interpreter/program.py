@@ -50,6 +50,16 @@ class Observer(Protocol):
         """`phase` begins, for this micro-batch (counted from 0; 0 in the update)."""
 
 
+class GradientObserver(Protocol):
+    """Whoever wants to see the gradients of an update, which `Program.gradients` gives."""
+
+    def reduced(self) -> None:
+        """They are sums over the ranks, in the optimizer's layout."""
+
+    def clipped(self, norm: torch.Tensor | None) -> None:
+        """They are as the optimizer is given them; `norm` is what it was before (0-d)."""
+
+
 class Program:
     """One rank of a training job: `forward_backward(batch, lr)`, then `step(lr)`, over and over.
 
@@ -67,6 +77,7 @@ class Program:
         self.model = model
         self.wrapped = wrapped
         self.observers: list[Observer] = []
+        self.gradient_observers: list[GradientObserver] = []
         self.batch: LocalBatch | None = None
         layout = plan.update.layout
         hidden = _hidden(model, plan) if spec.optimizer.name == "muon" else None
@@ -166,7 +177,11 @@ class Program:
         norm = None
         if not self.updates_in_backward:
             self.wrapped.reduce_gradients()
+            for observer in self.gradient_observers:
+                observer.reduced()
             norm = self._check_and_clip()
+            for observer in self.gradient_observers:
+                observer.clipped(norm)
             self._update(lr)
         self.wrapped.finish_update()
         self.wrapped.clear_gradients()

@@ -115,6 +115,11 @@ class Parameters:
                     yield start + low - first, start + high - first, flag
             start += last - first
 
+    @property
+    def behind(self) -> tuple[Axis, ...]:
+        """Along these axes `stored` is up to date in this rank's own part alone, until `settle`."""
+        return self._behind
+
     def _first_stored(self) -> torch.Tensor:
         part = self.layout.take(self.whole, (), self.cut).to(self.dtypes.stored)
         stored = self.tiers.empty(part.numel(), part.dtype, self.tier, self.state)

@@ -1,0 +1,292 @@
+"""What one rank holds, each thing under a key that is the same on whichever rank holds it too.
+
+A part of a tensor is named by what cuts it: the coordinates along the mesh dimensions of a DTensor
+that shard it, and the range of its elements in the shard of a flat unit. Ranks whose keys are equal
+hold copies; a tensor that is cut over an axis has another key at every place of it. So what is
+replicated, and over which ranks, follows from the layouts that the wrapped tensors have now.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, chain
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from ptrain.axes.data.flat_target import FlatTarget
+from ptrain.axes.data.flat_tensors import FlatTensorTarget
+from ptrain.axes.data.layout import FlatLayout
+from ptrain.axes.data.local_part import LocalPart, Parameter
+from ptrain.axes.data.spread import SpreadUpdate
+from ptrain.axes.data.target import Target, TensorTarget
+from ptrain.axes.pipeline.staged import Staged
+from ptrain.interpreter.optimizer import COUNTER, MASTER, Update
+from ptrain.interpreter.program import Program
+from ptrain.models.ledger import local
+from ptrain.report.finding import Subject
+from ptrain.spec.axis import Axis
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """`name`: a tensor's canonical one, `key`: which state of it (`exp_avg`; "" for itself);
+    `part` of it, "" for all."""
+
+    subject: Subject
+    name: str
+    key: str
+    part: str
+    tensor: torch.Tensor
+
+    @property
+    def identity(self) -> tuple[str, str, str, str]:
+        return self.subject.value, self.name, self.key, self.part
+
+
+def parameters(program: Program) -> Iterator[Held]:
+    """As they are stored between steps. Masters that parameters are made of are the optimizer's."""
+    for target in targets(program):
+        subject = Subject.OPTIMIZER if target.owns_master else Subject.PARAMETERS
+        key = MASTER if target.owns_master else ""
+        for name, part, tensor in _parameter(target):
+            yield Held(subject, _canonical(program, name), key, part, tensor)
+
+
+def gradients(program: Program) -> Iterator[Held]:
+    """Reduced, as they are kept for the update. One that is still a sum over ranks to be taken is
+    nobody's copy, and left out; so are those that an update in the backward pass has used up."""
+    for target in targets(program):
+        for name, part, tensor in _gradient(target):
+            yield Held(Subject.GRADIENTS, _canonical(program, name), "", part, tensor)
+
+
+def optimizer(program: Program) -> Iterator[Held]:
+    """Its state, where this rank has it; of counters see `counters`."""
+    for target, tensors in program.update.tensors():
+        for key, stored in tensors.items():
+            if key == COUNTER or stored.is_meta:
+                continue
+            for name, part, tensor in _slot(target, stored):
+                yield Held(Subject.OPTIMIZER, _canonical(program, name), key, part, tensor)
+    if program.scaling is not None:
+        for key, tensor in program.scaling.state().items():
+            yield Held(Subject.OPTIMIZER, "scaling", key, "", tensor)
+
+
+def buffers(program: Program) -> Iterator[Held]:
+    """Of the model, the stages' under the model's names."""
+    wrapped = program.wrapped
+    modules = [part.module for part in wrapped.parts] if isinstance(wrapped, Staged) else None
+    for module in modules or [program.model]:
+        for name, buffer in module.named_buffers():
+            if (part := _cut(buffer)) is not None:
+                yield Held(Subject.BUFFERS, name, "", part, local(buffer))
+
+
+def counters(program: Program) -> dict[str, int]:
+    """How many updates each tensor has had, by name, as the optimizer counts them: the same on all
+    ranks that have any part of it."""
+    names, counts = [], []
+    for target, tensors in program.update.tensors():
+        count = tensors.get(COUNTER)
+        if count is not None and not count.is_meta:
+            names.append(_canonical(program, _names(target)[0]))
+            counts.append(local(count).to(torch.float64).reshape(()))
+    if not counts:
+        return {}
+    values = torch.stack([count.cpu() for count in counts]).tolist()
+    return dict(zip(names, map(int, values), strict=True))
+
+
+def hyperparameters(program: Program) -> dict[str, list[float]]:
+    """The numbers that the optimizers were told for their last update (lr, eps, weight_decay …),
+    each with its values over all groups of parameters, by rule: those of a rank."""
+    update = program.update
+    optimizers: list[torch.optim.Optimizer]
+    match update:
+        case Update():
+            optimizers = [each for group in update.groups for each in group.optimizers.values()]
+        case SpreadUpdate():
+            optimizers = [update.optimizer]
+        case _:
+            raise AssertionError(f"of a {type(update).__name__} no optimizer is known")
+    found: dict[str, set[float]] = {}
+    for each in optimizers:
+        for key, value in chain.from_iterable(group.items() for group in each.param_groups):
+            numbers = {n for n in _listed(value) if isinstance(n, float)}
+            found.setdefault(f"{type(each).__name__}.{key}", set()).update(numbers)
+    return {key: sorted(values) for key, values in found.items() if values}
+
+
+def _listed(value: object) -> tuple[object, ...]:
+    return value if isinstance(value, tuple) else (value,)
+
+
+def targets(program: Program) -> Iterator[Target]:
+    """What the program's optimizer updates."""
+    return (target for target, _ in program.update.tensors())
+
+
+_Pieces = Iterator[tuple[str, str, torch.Tensor]]  # name, part, tensor
+
+
+def _parameter(target: Target) -> _Pieces:
+    match target:
+        case FlatTarget() | FlatTensorTarget():
+            if isinstance(target, FlatTensorTarget) and target.index:
+                return  # the first one of a unit tells all
+            held = target.unit.parameters
+            cut = held.cut
+            stored = held.stored
+            if behind := held.behind:  # along these axes a rank's own part alone is updated yet
+                cut = (*cut, *behind)
+                stored = held.layout.take(stored, held.cut, cut)
+            yield from _of_unit(held.named, held.layout, cut, stored)
+        case TensorTarget():
+            if (part := _cut(target.parameter)) is not None:
+                yield target.name, part, target.value()
+        case _:
+            raise AssertionError(f"of a {type(target).__name__} no layout is known")
+
+
+def _gradient(target: Target) -> _Pieces:
+    match target:
+        case FlatTarget() | FlatTensorTarget():
+            kept = target.unit.gradients
+            whole = kept.kept
+            if whole is None or (isinstance(target, FlatTensorTarget) and target.index):
+                return
+            yield from _of_unit(target.unit.parameters.named, kept.layout, kept.now, whole)
+        case TensorTarget():
+            gradient = target.parameter.grad
+            if gradient is not None and (part := _cut(gradient)) is not None:
+                yield target.name, part, local(gradient)
+        case _:
+            raise AssertionError(f"of a {type(target).__name__} no layout is known")
+
+
+def _slot(target: Target, stored: torch.Tensor) -> _Pieces:
+    match target:
+        case FlatTarget():
+            unit = target.unit
+            yield from _of_unit(unit.parameters.named, unit.layout, unit.step.optimizer, stored)
+        case FlatTensorTarget():
+            parameter = target.unit.parameters.named[target.index][1]
+            if stored.shape == target.shape:
+                yield target.name, _own_part(parameter), stored
+                return
+            named = [(target.name, parameter)]
+            yield from _of_unit(named, target.layout, target.unit.step.optimizer, stored)
+        case TensorTarget():
+            if (part := _cut(target.parameter)) is not None:
+                yield target.name, part, local(stored)
+        case _:
+            raise AssertionError(f"of a {type(target).__name__} no layout is known")
+
+
+def _of_unit(
+    named: Sequence[tuple[str, Parameter]],
+    layout: FlatLayout,
+    cut: Sequence[Axis],
+    stored: torch.Tensor,
+) -> _Pieces:
+    """The tensors of a flat shard over `cut`, each with the range of its elements that is there."""
+    assert stored.numel() == layout.shard_numel(cut), "a shard of another layout"
+    sizes = [parameter.numel() for _, parameter in named]
+    ends = list(accumulate(sizes))
+    start = 0
+    for first, last in layout.stretches(cut):
+        for (name, parameter), size, end in zip(named, sizes, ends, strict=True):
+            low, high = max(end - size, first), min(end, last)
+            if low < high:
+                offset = low - (end - size)
+                is_whole = high - low == size
+                elements = "" if is_whole else f"[{offset}:{offset + high - low}]"
+                part = f"{_own_part(parameter)}{elements}"
+                yield name, part, stored.view(-1)[start + low - first : start + high - first]
+        start += last - first
+
+
+def _own_part(parameter: Parameter) -> str:
+    """Of a parameter of a flat unit: what cuts it before the unit does."""
+    if not isinstance(parameter, LocalPart):
+        return ""
+    part = _cut(parameter.parameter)
+    assert part is not None, "a parameter is no sum"
+    return part
+
+
+def _cut(tensor: torch.Tensor) -> str | None:
+    """The place along every mesh dimension that shards a tensor, `tp=1`, "" for a whole one; None
+    for a sum that is still to be taken."""
+    if not isinstance(tensor, DTensor):
+        return ""
+    if any(placement.is_partial() for placement in tensor.placements):
+        return None
+    mesh = tensor.device_mesh
+    names = mesh.mesh_dim_names or tuple(f"dim{dim}" for dim in range(mesh.ndim))
+    place = mesh.get_coordinate() or [0] * mesh.ndim
+    cuts = zip(names, place, tensor.placements, strict=True)
+    return ",".join(f"{name}={at}" for name, at, how in cuts if not how.is_replicate())
+
+
+def _names(target: Target) -> list[str]:
+    match target:
+        case FlatTarget():
+            return [name for name, _ in target.unit.parameters.named]
+        case FlatTensorTarget() | TensorTarget():
+            return [target.name]
+        case _:
+            raise AssertionError(f"of a {type(target).__name__} no name is known")
+
+
+def _canonical(program: Program, name: str) -> str:
+    """The model's, of a tensor that a stage has a copy of."""
+    if not isinstance(program.wrapped, Staged):
+        return name
+    nothing = torch.empty(0)
+    return next(iter(program.wrapped.canonical({name: nothing})))
+
+
+def stale_copies(program: Program) -> Iterator[tuple[str, str]]:
+    """Parameters that are not, bit by bit, their master copy in their own dtype: name, and that in
+    words. Each rank looks at what it has of both."""
+    for target, tensors in program.update.tensors():
+        master = tensors.get(MASTER)
+        if master is None:
+            continue
+        for name, held, other in _with_master(target, master):
+            copied = other.to(device=held.device, dtype=held.dtype)
+            if not torch.equal(_bits(held), _bits(copied)):
+                dtypes = [str(tensor.dtype).removeprefix("torch.") for tensor in (held, other)]
+                yield (
+                    _canonical(program, name),
+                    f"is not the {dtypes[0]} copy of its {dtypes[1]} master",
+                )
+
+
+def _with_master(
+    target: Target, master: torch.Tensor
+) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+    """Name, parameter and master, of what this rank has of both."""
+    match target:
+        case FlatTarget():
+            held, kept = target.unit.parameters, target.unit.step.optimizer
+            here = (*held.cut, *held.behind)
+            both = tuple(dict.fromkeys((*here, *kept)))
+            stored = held.layout.take(held.stored, held.cut, both)
+            others = held.layout.take(master, kept, both)
+            mine = _of_unit(held.named, held.layout, both, stored)
+            theirs = _of_unit(held.named, held.layout, both, others)
+            for (name, _, own), (_, _, other) in zip(mine, theirs, strict=True):
+                yield name, own, other
+        case FlatTensorTarget():
+            pass  # its master is cut by itself, and not as the unit is
+        case TensorTarget():
+            yield target.name, target.value(), local(master)
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)

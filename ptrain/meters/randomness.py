@@ -1,0 +1,63 @@
+"""Which ranks must draw the same random numbers, and where their generators stand.
+
+Ranks draw alike where they compute the same thing: on the same samples, in the same layers, on
+copies of the activations. So every mesh axis sets them apart but the tensor axis, and that one too
+where its ranks work on slices of the tokens: there a norm's weight is distributed, and whole.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from ptrain.interpreter.program import Program
+from ptrain.meters.digest import of_bytes
+from ptrain.spec.axis import Axis
+
+
+def drawn(program: Program) -> tuple[str, str] | None:
+    """This rank's place among those that draw apart, and a digest of its generator's state. None
+    for a model that draws nothing: then no state of a generator is part of the training's."""
+    if not draws(program.model):
+        return None
+    mesh = program.mesh
+    apart = (axis for axis in mesh.axes if axis is not Axis.TP or has_token_slices(program.model))
+    place = ",".join(f"{axis}={mesh.coordinate(axis)}" for axis in apart)
+    device = program.world.device
+    if device.type == "cuda":
+        state = torch.cuda.get_rng_state(device)
+    else:
+        state = torch.get_rng_state()
+    return place, of_bytes(state.numpy().tobytes())
+
+
+def draws(model: nn.Module) -> bool:
+    """Whether some module of it drops out anything."""
+    return any(
+        (isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0)
+        or getattr(module, "dropout", 0)
+        for module in model.modules()
+        if not isinstance(getattr(module, "dropout", 0), nn.Module)
+    )
+
+
+def has_token_slices(model: nn.Module) -> bool:
+    """Whether the tensor axis cuts the tokens between sub-blocks: some module has nothing but whole
+    tensors that are distributed all the same. (A row operator's bias is one beside a cut weight.)
+    """
+    for module in model.modules():
+        own = list(module.parameters(recurse=False))
+        if own and all(map(_is_whole, own)):
+            return True
+    return False
+
+
+def _is_whole(parameter: nn.Parameter) -> bool:
+    if not isinstance(parameter, DTensor):
+        return False
+    names = parameter.device_mesh.mesh_dim_names or ()
+    return any(
+        name == Axis.TP and placement.is_replicate()
+        for name, placement in zip(names, parameter.placements, strict=True)
+    )

@@ -1,0 +1,223 @@
+"""Things that several ranks hold, and which rank's differs: who departs from whom, along which axis
+of the mesh, and what to do about it. Pure: what was found are words and digests."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from ptrain.report.finding import Culprit, Departure, Moment, Subject, Way
+
+Coordinates = Mapping[int, Mapping[str, int]]  # rank -> axis -> place
+
+DIFFERS = "differs between replicas"
+SHARED = "shared where it must differ"
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """What a rank holds. Copies of one thing have all but `kind` and `digest` in common. `kind` is
+    dtype and shape, `float32[4, 8]`, or "" for a number, which `digest` then is in words."""
+
+    moment: Moment
+    subject: Subject
+    name: str
+    part: str
+    kind: str
+    digest: str
+
+    @property
+    def identity(self) -> tuple[int, str, str, str]:
+        return self.moment.value, self.subject.value, self.name, self.part
+
+    def plain(self) -> list[object]:
+        """For `of`."""
+        return [*self.identity, self.kind, self.digest]
+
+    @classmethod
+    def of(cls, plain: Sequence[object]) -> Copy:
+        moment, subject, *words = plain
+        assert isinstance(moment, int)
+        return cls(Moment(moment), Subject(str(subject)), *map(str, words))
+
+
+Holders = Mapping[tuple[int, str, str, str], tuple[int, ...]]
+
+
+def holders(tables: Sequence[Sequence[Copy]]) -> dict[tuple[int, str, str, str], tuple[int, ...]]:
+    """The ranks that hold each thing, ascending, a rank as often as it holds it. `tables`: of every
+    rank."""
+    found: dict[tuple[int, str, str, str], list[int]] = {}
+    for rank, table in enumerate(tables):
+        for copy in table:
+            found.setdefault(copy.identity, []).append(rank)
+    return {identity: tuple(ranks) for identity, ranks in found.items()}
+
+
+def differing(tables: Sequence[Sequence[Copy]], step: int) -> Iterator[Departure]:
+    """One for each rank whose copy is not that of the most; where no such majority is, for each
+    rank that has one. In the order of time, then of the first rank that holds it."""
+    copies: dict[tuple[int, str, str, str], list[tuple[int, Copy]]] = {}
+    for rank, table in enumerate(tables):
+        for copy in table:
+            copies.setdefault(copy.identity, []).append((rank, copy))
+    for _, of_moment in groupby(
+        sorted(copies.values(), key=lambda held: held[0][1].moment),
+        key=lambda held: held[0][1].moment,
+    ):
+        for held in of_moment:
+            yield from _differing(held, step)
+
+
+def _differing(held: Sequence[tuple[int, Copy]], step: int) -> Iterator[Departure]:
+    counts = Counter((copy.kind, copy.digest) for _, copy in held)
+    if len(counts) == 1:
+        return
+    (usual, most), (_, next_most) = counts.most_common(2)
+    has_majority = most > next_most
+    between = tuple(sorted({rank for rank, _ in held}))
+    for rank, copy in held:
+        if has_majority and (copy.kind, copy.digest) == usual:
+            continue
+        other = usual if has_majority else next(c for c in counts if c != (copy.kind, copy.digest))
+        yield Departure(
+            step=step,
+            moment=copy.moment,
+            subject=copy.subject,
+            name=copy.name,
+            rank=rank,
+            way=_way(copy.kind, other[0]),
+            between=between,
+            told=_told(copy, other),
+        )
+
+
+def _way(found: str, other: str) -> Way:
+    dtypes = found.partition("[")[0], other.partition("[")[0]
+    if dtypes[0] != dtypes[1]:
+        return Way.DTYPE
+    return Way.SHAPE if found != other else Way.VALUE
+
+
+def _told(copy: Copy, other: tuple[str, str]) -> str:
+    """What differs, in a few words: `bfloat16 for float32`, `7 for 8`; of values which part."""
+    kind, digest = other
+    match _way(copy.kind, kind):
+        case Way.DTYPE:
+            return f"{copy.kind.partition('[')[0]} for {kind.partition('[')[0]}"
+        case Way.SHAPE:
+            return f"{copy.kind} for {kind}"
+        case _:
+            return copy.part if copy.kind else f"{copy.digest} for {digest}"
+
+
+def alike_apart(
+    places: Sequence[tuple[str, str] | None], moment: Moment, step: int
+) -> Iterator[Departure]:
+    """Of things that ranks at one place have alike and at different places have not (`places`: of
+    every rank its place and its digest, or None where it has none): those that two places share.
+    Which ranks of one place differ is said by `differing`."""
+    first: dict[str, tuple[int, str]] = {}
+    for rank, found in enumerate(places):
+        if found is None:
+            continue
+        place, digest = found
+        other, its_place = first.setdefault(digest, (rank, place))
+        if its_place != place:
+            yield Departure(
+                step=step,
+                moment=moment,
+                subject=Subject.RANDOM,
+                name="generator",
+                rank=rank,
+                between=(other, rank),
+                told=SHARED,
+            )
+
+
+def culprit(
+    departures: Sequence[Departure], coordinates: Coordinates, last_good: int | None = None
+) -> Culprit | None:
+    """Of the first thing that departs: all of its ranks, and the axes along which they differ from
+    the others. `last_good`: the step after which the ranks agreed; None where that is not known."""
+    if not departures:
+        return None
+    first = min(departures, key=lambda each: each.when)
+    same = [d for d in departures if (d.when, d.subject, d.name) == (*_thing(first),)]
+    ranks = tuple(sorted({each.rank for each in same}))
+    between = tuple(sorted({rank for each in same for rank in each.between}))
+    return Culprit(
+        state=first.subject,
+        axis=axes_between(ranks, between, coordinates),
+        factor=_factor(first),
+        place="" if first.subject in _WITHOUT_PLACE else first.name,
+        step=first.step,
+        ranks=ranks,
+        sentence=_sentence(first, ranks, between, last_good),
+    )
+
+
+def _thing(departure: Departure) -> tuple[tuple[int, int], Subject, str]:
+    return departure.when, departure.subject, departure.name
+
+
+_WITHOUT_PLACE = (Subject.RANDOM, Subject.NORM)
+
+
+def axes_between(odd: Sequence[int], ranks: Sequence[int], coordinates: Coordinates) -> str:
+    """The axes along which an odd rank has a neighbour that is not odd, `dp_shard+tp`; where all
+    are odd, those along which they are spread."""
+    others = [rank for rank in ranks if rank not in odd] or list(ranks)
+    found: dict[str, None] = {}
+    spread: dict[str, None] = {}
+    for one in odd:
+        for other in others:
+            here, there = coordinates.get(one, {}), coordinates.get(other, {})
+            apart = [axis for axis in here if here[axis] != there.get(axis)]
+            spread.update(dict.fromkeys(apart))
+            if len(apart) == 1:
+                found[apart[0]] = None
+    return "+".join(found or spread)
+
+
+def _factor(first: Departure) -> str:
+    if first.way is not Way.VALUE or first.subject in _NUMBERS or first.told == SHARED:
+        return first.told
+    return "differs where it must be shared" if first.subject is Subject.RANDOM else DIFFERS
+
+
+_NUMBERS = (Subject.COUNTER, Subject.LEARNING_RATE, Subject.NORM)
+
+
+def _sentence(
+    first: Departure, ranks: tuple[int, ...], between: tuple[int, ...], last_good: int | None
+) -> str:
+    others = tuple(rank for rank in between if rank not in ranks)
+    against = f"{_listed(others)} agree" if others else "no two of them agree, or as many as not"
+    who = f"{first.subject} {first.name} of {_listed(ranks)}: {first.told or DIFFERS} ({against}"
+    known = "" if last_good is None else f"; all agreed after step {last_good}"
+    return f"{who}{known}). {_REMEDIES.get(first.subject, _FLIPPED)}"
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) != 1)} {', '.join(map(str, ranks))}"
+
+
+_FLIPPED = (
+    "Go back to a checkpoint from before; if it comes again on this rank, its memory or its "
+    "device is at fault; if on others too, something writes to it on some ranks alone"
+)
+_REMEDIES = {
+    Subject.GRADIENTS: "What reduces this gradient does not reach all ranks that hold it, runs with"
+    " another operator or before the last micro-batch, or a hook changes it on some ranks alone",
+    Subject.NORM: "Sum the squares over all axes that cut gradients before clipping",
+    Subject.COUNTER: "A rank has skipped an update or made one too many: every rank must call step "
+    "as often, and resume from the same checkpoint",
+    Subject.LEARNING_RATE: "Give every rank the schedule of the same step",
+    Subject.RANDOM: "Seed by (seed, step, place): alike where activations are copies, apart where "
+    "they are not",
+    Subject.BUFFERS: "Compute it from what all ranks have, or broadcast it after every change",
+    Subject.BATCH: "Every rank must be at the same step",
+}
