@@ -1,0 +1,55 @@
+"""Whether a planted fault does anything at all: the same steps with and without it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+
+from ptrain.data.corpus import corpus
+from ptrain.interpreter.program import Program, interpret
+from ptrain.interpreter.world import World
+from ptrain.spec.spec import Spec
+from ptrain.verification.drive import drive
+from tests.faults.catalogue import FAULTS
+
+STEPS = 3
+
+
+def in_fp64(spec: Spec) -> Spec:
+    return replace(spec, precision=replace(spec.precision, compute_fp64=True))
+
+
+def changes(name: str, fp64: bool) -> float:
+    """On this rank of a pool: the largest difference, relative to the largest element, that a fault
+    makes of any tensor of the state within STEPS; infinite where it makes anything not finite."""
+    fault = FAULTS[name]
+    spec = in_fp64(fault.setting.spec()) if fp64 else fault.setting.spec()
+    world = World.join(spec.timeout)
+    clean = _after_steps(interpret(spec, world=world, allow_import=True))
+    program = interpret(spec, world=world, allow_import=True)
+    fault.plant(program)
+    faulty = _after_steps(program)
+    return max(_apart(here, there) for here, there in zip(clean, faulty, strict=True))
+
+
+def _apart(here: torch.Tensor, there: torch.Tensor) -> float:
+    if not here.numel() or not here.any():
+        return 0.0
+    size = here.double().abs().max()
+    ratio = float((there.double() - here.double()).abs().max() / size)
+    return ratio if math.isfinite(ratio) else math.inf
+
+
+def _after_steps(program: Program) -> list[torch.Tensor]:
+    source = corpus(program.spec.data)
+    held: list[torch.Tensor] = []
+    for step in range(STEPS):
+        drive(program, source, step)
+        held += [
+            tensor.detach().clone()
+            for state, tensor in program.storages()
+            if state in ("parameters", "optimizer")
+        ]
+    return held

@@ -1,0 +1,326 @@
+"""Wrong tensor and pipeline parallelism: what ranks that share a model must exchange, and what they
+must have alike or apart."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Replicate
+
+from ptrain.axes.pipeline.staged import Staged
+from ptrain.axes.tensor.randomness import OwnRandomness
+from ptrain.interpreter.comm import TaggedAllGather
+from ptrain.interpreter.program import Program
+from ptrain.report.finding import Subject
+from ptrain.spec.axis import Axis
+from tests.faults.fault import Fault, Setting
+from tests.faults.of_batches import DDP, TP, ZERO3
+from tests.faults.planting import (
+    after_reduction,
+    is_faulty,
+    modules,
+    owner_of_hook,
+    remove_hooks,
+    replicated_gradients,
+)
+
+SP = Setting(mesh={"tp": 2}, placement={"tp": "S,S,S,S"})
+TP_GPT = Setting(mesh={"tp": 2}, model="gpt")
+TP_DROPOUT = Setting(mesh={"tp": 2}, model="gpt", shape={"dropout": 0.1})
+DDP_DROPOUT = Setting(mesh={"dp_replicate": 2}, model="gpt", shape={"dropout": 0.1})
+TIED = Setting(mesh={"pp": 2}, model="llama-tied", accumulate=4)
+NORMS = r"norm\.weight"
+
+
+def norms_not_summed(program: Program) -> None:
+    """Each rank keeps the norms' gradients of its own tokens: they stay partial."""
+    for module in modules(program, r".*norm"):
+        assert remove_hooks(module, "_ReadThrough._apply.<locals>") == 2
+
+
+def norms_summed_three_times(program: Program) -> None:
+    def again(step: int) -> None:
+        for gradient in replicated_gradients(program, NORMS):
+            for _ in range(2):
+                dist.all_reduce(gradient, group=program.mesh.group((Axis.TP,)))
+
+    after_reduction(program, again)
+
+
+class _NotReplicated(torch.autograd.Function):
+    """The identity whose backward pass forgets to sum."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+        return DTensor.from_local(x, mesh, [Replicate()], run_check=False)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: DTensor) -> tuple[torch.Tensor, None]:
+        return gradient.to_local(), None
+
+
+def input_not_replicated(program: Program) -> None:
+    """A sub-block's input is not made Replicate: nobody sums its users' gradients over the ranks.
+    Megatron's copy operator without its all-reduce."""
+    (mlp,) = modules(program, r"blocks\.1\.mlp")
+    assert remove_hooks(mlp, "WholeInput._apply.<locals>") == 1
+    mesh = program.mesh.submesh((Axis.TP,))
+    mlp.register_forward_pre_hook(lambda _, args: (_NotReplicated.apply(args[0], mesh), *args[1:]))
+
+
+def bias_on_every_rank(program: Program) -> None:
+    """A row operator's bias is added on every rank before the sum over them."""
+    degree = program.mesh.degrees[Axis.TP]
+    for module in modules(program, r"blocks\.\d\.mlp\.down"):
+
+        def more(module: nn.Module, _: Any, output: Any) -> Any:
+            bias = module.bias
+            local = bias.to_local() if not isinstance(output, DTensor) else bias
+            return output + (degree - 1) * local
+
+        module.register_forward_hook(more)
+
+
+def slices_in_wrong_order(program: Program) -> None:
+    """The ranks' slices of the tokens are gathered in the wrong order before one sub-block."""
+    (mlp,) = modules(program, r"blocks\.0\.mlp")
+
+    def turned(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        whole: DTensor = args[0]
+        rolled = torch.roll(whole, whole.shape[1] // 2, 1)
+        return (rolled, *args[1:])
+
+    mlp.register_forward_pre_hook(turned)
+
+
+def wrong_rope_offset(program: Program) -> None:
+    """The second rank rotates by positions that begin where its slice of the tokens does."""
+    if not program.mesh.coordinate(Axis.TP):
+        return
+    offset = program.spec.batch.sequence // 2
+
+    def shifted(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        x, *tables = args
+        return (x, *(table.roll(-offset, 0) for table in tables))
+
+    for attention in modules(program, r"blocks\.\d\.attention"):
+        attention.register_forward_pre_hook(shifted)
+
+
+class _NotCausal(nn.Module):
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return nn.functional.scaled_dot_product_attention(q, k, v)
+
+
+def no_mask_on_one_rank(program: Program) -> None:
+    """One rank attends to tokens that are still to come."""
+    if is_faulty(program):
+        for core in modules(program, r"blocks\.1\.attention\.core"):
+            core.forward = _NotCausal().forward
+
+
+def masks_shared_within(program: Program) -> None:
+    """Heads of different ranks drop alike: within a cut sub-block the ranks have one generator."""
+    own = owner_of_hook(modules(program, r"blocks\.0\.attention")[0], OwnRandomness)
+    own.index = 0
+
+
+def _drawn_as(program: Program, index: int) -> None:
+    """`random_index` is a property: the instance gets a class of its own."""
+    kind = type(program)
+    program.__class__ = type(kind.__name__, (kind,), {"random_index": property(lambda _: index)})
+
+
+def masks_differ_between(program: Program) -> None:
+    """What the ranks of tp have alike is dropped by masks of their own."""
+    _drawn_as(program, program.world.rank)
+
+
+def masks_shared_by_samples(program: Program) -> None:
+    """All data ranks draw the same masks."""
+    _drawn_as(program, 0)
+
+
+def evaluates_on_one_rank(program: Program) -> None:
+    """One rank stays in evaluation mode: it drops nothing and draws no number."""
+    if is_faulty(program):
+        program.model.eval()
+
+
+def tied_not_summed(program: Program) -> None:
+    """The embedding's gradients of the first and the last stage stay apart."""
+    assert isinstance(program.wrapped, Staged)
+    program.wrapped._sum_shared = lambda: None
+
+
+class _Turned(TaggedAllGather):
+    """The ranks' shards in the reverse order."""
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> None:
+        super().__call__(output_tensor, input_tensor, group)
+        output_tensor.copy_(output_tensor.view(group.size(), -1).flip(0).reshape(-1))
+
+
+def gathered_in_wrong_order(program: Program) -> None:
+    """Shards come out of one unit's all-gather in another order than they went in."""
+    (block,) = modules(program, r"blocks\.1")
+    assert isinstance(block, FSDPModule)
+    block.set_custom_all_gather(_Turned(program.registry))
+
+
+def one_rank_in_fp32(program: Program) -> None:
+    """One rank computes one module in single precision, or in half of what the others do."""
+    dtype = next(program.model.parameters()).dtype
+    lower = torch.float32 if dtype is torch.float64 else torch.bfloat16
+
+    def rounded(_: nn.Module, __: Any, output: torch.Tensor) -> torch.Tensor:
+        return output.to(lower).to(output.dtype)
+
+    if is_faulty(program):
+        (module,) = modules(program, r"blocks\.0\.mlp\.down")
+        module.register_forward_hook(rounded)
+
+
+def wrong_buffer(program: Program) -> None:
+    """One rank's rotation table is another model's: nobody broadcasts buffers."""
+    if is_faulty(program):
+        table = next(
+            buffer for name, buffer in program.model.named_buffers() if name.endswith("sin_TK")
+        )
+        table.mul_(0.9)
+
+
+FAULTS = (
+    Fault(
+        name="norm gradients under SP unsynchronised",
+        setting=SP,
+        plant=norms_not_summed,
+        subjects=(Subject.GRADIENTS,),
+        axis="tp",
+        factor="missing|local|not summed|partial|all-reduce",
+        place="norm",
+    ),
+    Fault(
+        name="norm gradients under SP summed three times",
+        setting=SP,
+        plant=norms_summed_three_times,
+        subjects=(Subject.GRADIENTS,),
+        axis="tp",
+        factor=r"x 4|x tp",
+        place="norm",
+    ),
+    Fault(
+        name="input not replicated under TP",
+        setting=TP,
+        plant=input_not_replicated,
+        subjects=(Subject.ACTIVATIONS, Subject.GRADIENTS),
+        axis="tp",
+        factor="missing|local|not summed|partial|all-reduce",
+        place=r"blocks\.1\.mlp",
+    ),
+    Fault(
+        name="bias added on every tp rank before the sum",
+        setting=TP_GPT,
+        plant=bias_on_every_rank,
+        subjects=(Subject.GRADIENTS, Subject.ACTIVATIONS),
+        axis="tp",
+        factor=r"x 2|x tp",
+        place=r"mlp\.down\.bias",
+    ),
+    Fault(
+        name="sequence slices gathered in the wrong order",
+        setting=SP,
+        plant=slices_in_wrong_order,
+        subjects=(Subject.ACTIVATIONS,),
+        axis="tp",
+        factor="order",
+        place=r"blocks\.0\.mlp",
+    ),
+    Fault(
+        name="wrong rope offset under SP",
+        setting=SP,
+        plant=wrong_rope_offset,
+        subjects=(Subject.ACTIVATIONS,),
+        axis="tp",
+        place=r"blocks\.0\.attention",
+    ),
+    Fault(
+        name="no causal mask on one rank",
+        setting=DDP,
+        plant=no_mask_on_one_rank,
+        subjects=(Subject.ACTIVATIONS,),
+        place=r"blocks\.1\.attention\.core",
+    ),
+    Fault(
+        name="dropout masks shared where they must differ (heads of tp)",
+        setting=TP_DROPOUT,
+        plant=masks_shared_within,
+        subjects=(Subject.RANDOM,),
+        axis="tp",
+    ),
+    Fault(
+        name="dropout masks different where they must be shared (tp)",
+        setting=TP_DROPOUT,
+        plant=masks_differ_between,
+        subjects=(Subject.RANDOM,),
+        axis="tp",
+    ),
+    Fault(
+        name="dropout masks shared by data ranks",
+        setting=DDP_DROPOUT,
+        plant=masks_shared_by_samples,
+        subjects=(Subject.RANDOM,),
+        axis="dp_replicate",
+    ),
+    Fault(
+        name="one rank of tp in evaluation mode",
+        setting=TP_DROPOUT,
+        plant=evaluates_on_one_rank,
+        subjects=(Subject.RANDOM,),
+        axis="tp",
+    ),
+    Fault(
+        name="tied embedding not reduced",
+        setting=TIED,
+        plant=tied_not_summed,
+        subjects=(Subject.GRADIENTS,),
+        axis="pp",
+        factor="missing|local|not summed|all-reduce",
+        place=r"embed\.weight",
+    ),
+    Fault(
+        name="all-gather in the wrong order of ranks",
+        setting=ZERO3,
+        plant=gathered_in_wrong_order,
+        subjects=(Subject.ACTIVATIONS, Subject.PARAMETERS),
+        axis="dp_shard",
+        place=r"blocks\.1",
+    ),
+    Fault(
+        name="dtype mismatch on one rank: a module in lower precision",
+        setting=DDP,
+        plant=one_rank_in_fp32,
+        subjects=(Subject.ACTIVATIONS,),
+        factor="float32|bfloat16",
+        place=r"blocks\.0\.mlp\.down",
+    ),
+    Fault(
+        name="a buffer not synchronised",
+        setting=DDP,
+        plant=wrong_buffer,
+        subjects=(Subject.BUFFERS,),
+        axis="dp_replicate",
+        place="sin_TK",
+    ),
+)

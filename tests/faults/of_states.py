@@ -1,0 +1,255 @@
+"""Violations of Theorem 4: replicas that differ, shards that are not what they stand for, states of
+another step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from ptrain.interpreter.program import Program
+from ptrain.report.finding import Subject
+from tests.faults.fault import Fault, Setting
+from tests.faults.of_batches import DDP, ZERO2, ZERO3
+from tests.faults.planting import (
+    FAULTY_STEP,
+    after_update_once,
+    around_update,
+    flip,
+    is_faulty,
+    parameter,
+    stored,
+    units,
+)
+
+ZERO16 = Setting(mesh={"dp_shard": 2}, layout="zero16")
+BF16 = Setting(mesh={"dp_shard": 2}, placement={"dp_shard": "zero3"}, layout="bf16")
+ONE_TENSOR = "blocks.1.mlp.down.weight"
+
+
+def _put_back(program: Program, kept: Callable[[], list[torch.Tensor]]) -> None:
+    """After one update this rank's tensors are what they were before."""
+
+    def before(step: int) -> list[torch.Tensor]:
+        return [tensor.clone() for tensor in kept()] if step == FAULTY_STEP else []
+
+    def after(step: int, held: list[torch.Tensor]) -> None:
+        if held:
+            torch._foreach_copy_(kept(), held)
+
+    around_update(program, before, after)
+
+
+def stale_parameters(program: Program) -> None:
+    """One rank keeps its parameters of the step before."""
+    if is_faulty(program):
+        _put_back(program, lambda: _of_state(program, "parameters"))
+
+
+def stale_shard(program: Program) -> None:
+    """One rank's shard of one unit is that of the step before."""
+    if is_faulty(program):
+        _put_back(program, lambda: [parameter(program, ONE_TENSOR)])
+
+
+def one_step_behind(program: Program) -> None:
+    """One rank takes no part in an update: all its state is that of the step before."""
+    if is_faulty(program):
+        _put_back(program, lambda: stored(program))
+
+
+def _of_state(program: Program, state: str) -> list[torch.Tensor]:
+    return [tensor.detach() for each, tensor in program.storages() if each == state]
+
+
+def not_gathered(program: Program) -> None:
+    """After one update nobody gathers one unit's parameters: a rank has its own shard's new values
+    and the others' old ones."""
+    found = units(program)[0].parameters
+    spread, calls = found.spread, iter(range(10**6))
+
+    def kept(part, cut, missing, when):
+        if next(calls) != FAULTY_STEP:
+            spread(part, cut, missing, when)
+            return
+        found.layout.put(found.stored, part, found.cut, cut)
+
+    found.spread = kept
+
+
+def stale_copies(program: Program) -> None:
+    """The 16-bit parameters are not made anew of their masters, once."""
+    for each in units(program):
+        target = program.wrapped.targets()[units(program).index(each)][0]
+        store, calls = target.store, iter(range(10**6))
+
+        def kept(value, store=store, calls=calls):
+            if next(calls) != FAULTY_STEP:
+                store(value)
+
+        target.store = kept
+
+
+def _flipped(bit: int, *, optimizer: bool = False) -> Callable[[Program], None]:
+    def plant(program: Program) -> None:
+        def act() -> None:
+            if not is_faulty(program):
+                return
+            tensor = (
+                next(tensors["exp_avg_sq"] for _, tensors in program.update.tensors())
+                if optimizer
+                else _of_state(program, "parameters")[3]
+            )
+            flip(tensor, bit, index=7)
+
+        after_update_once(program, act, step=0)
+
+    return plant
+
+
+def initial_of_another_seed(program: Program) -> None:
+    """One rank's first values of one tensor come from another seed."""
+    if is_faulty(program):
+        held = parameter(program, ONE_TENSOR)
+        with torch.no_grad():
+            held.copy_(held.flip(0))
+
+
+def _copied(program: Program) -> dict[str, dict[str, torch.Tensor]]:
+    return {
+        kind: {name: tensor.clone() for name, tensor in named.items()}
+        for kind, named in program.state_dict().items()
+    }
+
+
+def _resumed(program: Program, kinds: tuple[str, ...]) -> None:
+    """After the update of FAULTY_STEP these kinds of state are those of one step before."""
+    held: list[dict[str, dict[str, torch.Tensor]]] = []
+
+    def load() -> None:
+        now = program.state_dict()
+        program.load_state_dict({**now, **{kind: held[0][kind] for kind in kinds}})
+
+    after_update_once(program, lambda: held.append(_copied(program)), step=FAULTY_STEP - 1)
+    after_update_once(program, load)
+
+
+def resumed_from_another_step(program: Program) -> None:
+    """Every rank resumes from the checkpoint of the step before, and goes on with the next."""
+    _resumed(program, ("model", "optimizer"))
+
+
+def resumed_without_optimizer(program: Program) -> None:
+    """The optimizer's state is of another checkpoint than the parameters."""
+    _resumed(program, ("optimizer",))
+
+
+_BITS = ((0, "lowest bit"), (30, "bit 30"), (-2, "highest bit of the exponent"), (-1, "sign"))
+
+FAULTS = (
+    Fault(
+        name="stale parameters after an update",
+        setting=DDP,
+        plant=stale_parameters,
+        subjects=(Subject.PARAMETERS,),
+        axis="dp_replicate",
+        factor="stale",
+    ),
+    Fault(
+        name="stale shard after an update",
+        setting=ZERO3,
+        plant=stale_shard,
+        subjects=(Subject.PARAMETERS,),
+        axis="dp_shard",
+        factor="stale",
+        place=ONE_TENSOR,
+    ),
+    Fault(
+        name="updated shards not gathered",
+        setting=ZERO2,
+        plant=not_gathered,
+        subjects=(Subject.PARAMETERS,),
+        axis="dp_shard",
+        factor="stale|gather",
+    ),
+    Fault(
+        name="stale 16-bit copy of a master",
+        setting=ZERO16,
+        plant=stale_copies,
+        subjects=(Subject.PARAMETERS,),
+        factor="stale",
+    ),
+    *(
+        Fault(
+            name=f"a flipped bit in replicated parameters: {words}",
+            setting=DDP,
+            plant=_flipped(bit),
+            subjects=(Subject.PARAMETERS,),
+            axis="dp_replicate",
+            factor="bit|element",
+        )
+        for bit, words in _BITS
+    ),
+    Fault(
+        name="a flipped bit in replicated optimizer state: lowest bit",
+        setting=DDP,
+        plant=_flipped(0, optimizer=True),
+        subjects=(Subject.OPTIMIZER,),
+        axis="dp_replicate",
+        factor="bit|element",
+    ),
+    Fault(
+        name="a flipped bit in sharded parameters: exponent",
+        setting=ZERO3,
+        plant=_flipped(-4),
+        subjects=(Subject.PARAMETERS,),
+        factor="bit|element",
+    ),
+    Fault(
+        name="a flipped bit in sharded optimizer state: exponent",
+        setting=ZERO3,
+        plant=_flipped(-4, optimizer=True),
+        subjects=(Subject.OPTIMIZER,),
+        factor="bit|element",
+    ),
+    Fault(
+        name="a flipped bit in sharded parameters: lowest bit, bf16",
+        setting=BF16,
+        plant=_flipped(0),
+        subjects=(Subject.PARAMETERS,),
+        undetectable=(
+            "one unit in the last place of one element is less than what the layout's own "
+            "rounding does to every element in every step, and no other rank has a copy of it"
+        ),
+    ),
+    Fault(
+        name="one rank one step behind",
+        setting=DDP,
+        plant=one_step_behind,
+        subjects=(Subject.PARAMETERS, Subject.OPTIMIZER, Subject.COUNTER),
+        axis="dp_replicate",
+        factor="stale|behind|step",
+    ),
+    Fault(
+        name="one rank begins with other values",
+        setting=DDP,
+        plant=initial_of_another_seed,
+        subjects=(Subject.PARAMETERS,),
+        axis="dp_replicate",
+        place=ONE_TENSOR,
+    ),
+    Fault(
+        name="checkpoint of another step resumed",
+        setting=ZERO3,
+        plant=resumed_from_another_step,
+        subjects=(Subject.PARAMETERS, Subject.OPTIMIZER, Subject.COUNTER),
+        factor="stale|step",
+    ),
+    Fault(
+        name="optimizer state of another checkpoint",
+        setting=ZERO2,
+        plant=resumed_without_optimizer,
+        subjects=(Subject.OPTIMIZER, Subject.COUNTER),
+        factor="stale|step",
+    ),
+)

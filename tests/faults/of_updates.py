@@ -1,0 +1,352 @@
+"""What goes wrong in the update: clipping, the scale of a loss, learning rates, shards that are
+skipped, counters, weight decay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import count
+from typing import Any
+
+import torch
+
+from ptrain.interpreter.optimizer import COUNTER, Update
+from ptrain.interpreter.program import Program
+from ptrain.report.finding import Subject
+from ptrain.train.schedule import learning_rate
+from tests.faults.fault import Fault, Setting
+from tests.faults.models import FROZEN
+from tests.faults.of_batches import DDP, TP, ZERO2, ZERO3
+from tests.faults.planting import (
+    after_reduction,
+    after_update_once,
+    before_forward,
+    data_group,
+    exchanged,
+    is_faulty,
+    tensor_target,
+)
+
+EVEN = replace(ZERO3, shape={"vocab": 260})  # shards of one size
+FP16 = Setting(mesh={"dp_shard": 2}, layout="fp16")
+DECAYED = {
+    "optimizer": {
+        "name": "adamw",
+        "lr": 3e-3,
+        "schedule": {"warmup": 4},
+        "clip": 1.0,
+        "weight_decay": 0.1,
+    }
+}
+DDP_DECAY = Setting(mesh={"dp_replicate": 2}, sections=DECAYED)
+FREEZING = Setting(mesh={"dp_replicate": 2}, model="frozen", sections=DECAYED)
+PART_CLIPPED = {"optimizer": {"name": "adamw", "lr": 3e-3, "schedule": {"warmup": 4}, "clip": 0.01}}
+ZERO2_CLIPPED = replace(ZERO2, sections=PART_CLIPPED)
+LEFT_BEHIND = "blocks.1.mlp.up.weight"
+
+
+def _update(program: Program) -> Update:
+    assert isinstance(program.update, Update)
+    return program.update
+
+
+def shard_skipped(program: Program) -> None:
+    """One rank does not update its shard of one unit."""
+    if is_faulty(program):
+        _skip(_update(program).groups[0])
+
+
+def _skip(group: Any) -> None:
+    for optimizer in group.optimizers.values():
+        optimizer.step = lambda: None
+
+
+def tensor_not_updated(program: Program) -> None:
+    """One tensor is in no parameter group of any rank."""
+    target = tensor_target(program, LEFT_BEHIND)
+    for group in _update(program).groups:
+        left_out = [id(member.leaf) for member in group.members if member.target is target]
+        for optimizer in group.optimizers.values():
+            for options in optimizer.param_groups:
+                options["params"] = [p for p in options["params"] if id(p) not in left_out]
+
+
+def neighbours_state(program: Program) -> None:
+    """Once, every rank has the optimizer state of the next one: shards loaded in another order."""
+
+    def act() -> None:
+        for _, tensors in program.update.tensors():
+            for name, tensor in tensors.items():
+                if name != COUNTER:
+                    tensor.copy_(exchanged(tensor, data_group(program)))
+
+    after_update_once(program, act, step=0)
+
+
+def clipped_by_local_norm(program: Program) -> None:
+    """Every rank clips by the norm of its own shards."""
+    assert program.plan.clip is not None
+    clip = replace(program.plan.clip, axes=(), operator_axes=())
+    program.plan = replace(program.plan, clip=clip)
+
+
+def clipped_twice(program: Program) -> None:
+    """The scale that brings the norm to its maximum is applied twice."""
+    clip = program._check_and_clip
+
+    def twice() -> torch.Tensor | None:
+        norm = clip()
+        assert norm is not None and program.plan.clip is not None
+        scale = (program.plan.clip.max_norm / (norm + 1e-6)).clamp(max=1.0)
+        torch._foreach_mul_(program.gradients(), scale.to(program.gradients()[0].dtype))
+        return norm
+
+    program._check_and_clip = twice
+
+
+def not_clipped(program: Program) -> None:
+    """The norm is computed and reported, and nothing is scaled."""
+    clip = program._check_and_clip
+
+    def reported() -> torch.Tensor | None:
+        gradients = program.gradients()
+        before = [gradient.clone() for gradient in gradients]
+        norm = clip()
+        torch._foreach_copy_(gradients, before)
+        return norm
+
+    program._check_and_clip = reported
+
+
+def scale_not_undone(program: Program) -> None:
+    """The optimizer is given the gradients of the scaled loss."""
+    assert program.scaling is not None
+    step = program.update.step
+    program.update.step = lambda lr, scaling=None: step(lr)
+
+
+def clipped_with_scale(program: Program) -> None:
+    """Clipped before the loss's scale is undone: by a norm 65536 times as long."""
+    assert program.scaling is not None
+    scaling, clip = program.scaling, program._check_and_clip
+
+    def early() -> torch.Tensor | None:
+        scale = scaling.scale.clone()
+        scaling.scale.fill_(1.0)
+        norm = clip()
+        scaling.scale.copy_(scale)
+        return norm
+
+    program._check_and_clip = early
+
+
+def _at_rate(program: Program, rate: Callable[[int], float]) -> None:
+    step, steps = program.step, count()
+    program.step = lambda lr: step(rate(next(steps)))
+
+
+def rate_of_another_step(program: Program) -> None:
+    """The schedule has been advanced before the update: warm-up begins a step late."""
+    _at_rate(program, lambda step: learning_rate(program.spec.optimizer, step + 1))
+
+
+def rate_on_one_rank(program: Program) -> None:
+    """One rank's schedule is a step behind."""
+    if is_faulty(program):
+        _at_rate(program, lambda step: learning_rate(program.spec.optimizer, max(0, step - 1)))
+
+
+def decay_on_one_rank(program: Program) -> None:
+    """One rank decays no weights."""
+    if not is_faulty(program):
+        return
+    for group in _update(program).groups:
+        for optimizer in group.optimizers.values():
+            for options in optimizer.param_groups:
+                options["weight_decay"] = 0.0
+
+
+def counter_begins_again(program: Program) -> None:
+    """Adam's step counters are those of a new optimizer, its moments are not."""
+
+    def act() -> None:
+        for _, tensors in program.update.tensors():
+            tensors[COUNTER].zero_()
+
+    after_update_once(program, act, step=0)
+
+
+def counter_on_one_rank(program: Program) -> None:
+    """One rank's Adam counts one step less."""
+
+    def act() -> None:
+        if is_faulty(program):
+            for _, tensors in program.update.tensors():
+                tensors[COUNTER].sub_(1)
+
+    after_update_once(program, act)
+
+
+def frozen_updated(program: Program) -> None:
+    """A parameter that does not train is given a gradient of zeros: it decays."""
+    target = tensor_target(program, FROZEN)
+
+    def act(step: int) -> None:
+        target.parameter.grad = torch.zeros_like(target.parameter)
+
+    after_reduction(program, act)
+
+
+def other_betas(program: Program) -> None:
+    """One rank's optimizer has torch's betas, the others' the spec's."""
+
+    def act(step: int) -> None:
+        for group in _update(program).groups:
+            for optimizer in group.optimizers.values():
+                for options in optimizer.param_groups:
+                    options["betas"] = (0.5, 0.9)
+
+    if is_faulty(program):
+        before_forward(program, act)
+
+
+def moment_in_bf16(program: Program) -> None:
+    """One rank's first moments are rounded to 16 bits, once."""
+
+    def act() -> None:
+        if is_faulty(program):
+            for _, tensors in program.update.tensors():
+                tensors["exp_avg"].copy_(tensors["exp_avg"].bfloat16())
+
+    after_update_once(program, act)
+
+
+FAULTS = (
+    Fault(
+        name="optimizer shard skipped",
+        setting=ZERO2,
+        plant=shard_skipped,
+        subjects=(Subject.OPTIMIZER, Subject.PARAMETERS),
+        axis="dp_shard",
+        factor="skipped|not updated|missing|stale",
+    ),
+    Fault(
+        name="missing update of one tensor",
+        setting=DDP,
+        plant=tensor_not_updated,
+        subjects=(Subject.OPTIMIZER, Subject.PARAMETERS),
+        factor="skipped|not updated|missing|stale",
+        place=LEFT_BEHIND,
+    ),
+    Fault(
+        name="optimizer state of a neighbour",
+        setting=EVEN,
+        plant=neighbours_state,
+        subjects=(Subject.OPTIMIZER,),
+        axis="dp_shard",
+        factor="rank|neighbour",
+    ),
+    Fault(
+        name="clip by the local norm",
+        setting=ZERO2,
+        plant=clipped_by_local_norm,
+        subjects=(Subject.NORM,),
+        axis="dp_shard",
+        factor="local|missing",
+    ),
+    Fault(
+        name="clip by the local norm (tp)",
+        setting=TP,
+        plant=clipped_by_local_norm,
+        subjects=(Subject.NORM,),
+        axis="tp",
+        factor="local|missing",
+    ),
+    Fault(
+        name="clip applied twice",
+        setting=ZERO2_CLIPPED,
+        plant=clipped_twice,
+        subjects=(Subject.NORM, Subject.GRADIENTS),
+        factor="twice|clip",
+    ),
+    Fault(
+        name="the norm reported, nothing clipped",
+        setting=ZERO2_CLIPPED,
+        plant=not_clipped,
+        subjects=(Subject.NORM, Subject.GRADIENTS),
+        factor="clip",
+    ),
+    Fault(
+        name="loss scale not undone",
+        setting=FP16,
+        plant=scale_not_undone,
+        subjects=(Subject.GRADIENTS, Subject.LOSS),
+        factor="65536|scale",
+    ),
+    Fault(
+        name="clipped before the loss scale is undone",
+        setting=FP16,
+        plant=clipped_with_scale,
+        subjects=(Subject.NORM,),
+        factor="65536|scale",
+    ),
+    Fault(
+        name="learning rate of another step",
+        setting=ZERO3,
+        plant=rate_of_another_step,
+        subjects=(Subject.LEARNING_RATE,),
+        factor="step",
+    ),
+    Fault(
+        name="learning rate of another step on one rank",
+        setting=DDP,
+        plant=rate_on_one_rank,
+        subjects=(Subject.LEARNING_RATE,),
+        factor="step",
+    ),
+    Fault(
+        name="weight decay missing on one rank",
+        setting=DDP_DECAY,
+        plant=decay_on_one_rank,
+        subjects=(Subject.PARAMETERS,),
+        factor="decay",
+    ),
+    Fault(
+        name="step counter begins again",
+        setting=ZERO3,
+        plant=counter_begins_again,
+        subjects=(Subject.COUNTER,),
+        factor="step|counter|0",
+    ),
+    Fault(
+        name="step counter of one rank a step behind",
+        setting=DDP,
+        plant=counter_on_one_rank,
+        subjects=(Subject.COUNTER,),
+        axis="dp_replicate",
+        factor="step|counter|1",
+    ),
+    Fault(
+        name="a frozen parameter updated",
+        setting=FREEZING,
+        plant=frozen_updated,
+        subjects=(Subject.PARAMETERS, Subject.GRADIENTS, Subject.OPTIMIZER),
+        factor="frozen",
+        place=FROZEN,
+    ),
+    Fault(
+        name="other betas on one rank",
+        setting=ZERO2,
+        plant=other_betas,
+        subjects=(Subject.OPTIMIZER,),
+        factor="beta|moment|exp_avg",
+    ),
+    Fault(
+        name="dtype mismatch on one rank: its moments in bf16",
+        setting=ZERO3,
+        plant=moment_in_bf16,
+        subjects=(Subject.OPTIMIZER,),
+        factor="bfloat16",
+        place="exp_avg",
+    ),
+)

@@ -1,0 +1,203 @@
+"""Where a running program can be got at: its batches, its passes, its reductions and its updates.
+
+Everything is put on the instance that is to be sabotaged, so that nothing outlives it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from itertools import chain, count
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from ptrain.axes.data.flat import FlatUnit, FlatWrap
+from ptrain.axes.data.target import Target, TensorTarget
+from ptrain.axes.pipeline.staged import Staged
+from ptrain.data.sampler import LocalBatch
+from ptrain.interpreter.program import Program
+from ptrain.spec.axis import Axis
+
+FAULTY_STEP = 1  # what happens once happens in the second step
+FAULTY_RANK = 1
+
+
+def is_faulty(program: Program) -> bool:
+    return program.world.rank == FAULTY_RANK
+
+
+def given(program: Program, change: Callable[[int, LocalBatch], LocalBatch]) -> None:
+    """`change(step, batch)` is what a step trains on."""
+    run, steps = program.forward_backward, count()
+
+    def forward_backward(batch: LocalBatch, lr: float | None = None) -> torch.Tensor:
+        return run(change(next(steps), batch), lr)
+
+    program.forward_backward = forward_backward
+
+
+def before_forward(program: Program, act: Callable[[int], None]) -> None:
+    """`act(step)` before every step's passes."""
+
+    def change(step: int, batch: LocalBatch) -> LocalBatch:
+        act(step)
+        return batch
+
+    given(program, change)
+
+
+def after_reduction(program: Program, act: Callable[[int], None]) -> None:
+    """`act(step)` when the gradients are where the optimizer wants them, before clipping."""
+    reduce_gradients, steps = program.wrapped.reduce_gradients, count()
+
+    def reduced() -> None:
+        reduce_gradients()
+        act(next(steps))
+
+    program.wrapped.reduce_gradients = reduced
+
+
+def around_update(
+    program: Program, before: Callable[[int], Any], after: Callable[[int, Any], None]
+) -> None:
+    """`after(step, before(step))` around every `program.step`."""
+    run, steps = program.step, count()
+
+    def step(lr: float) -> torch.Tensor | None:
+        number = next(steps)
+        kept = before(number)
+        norm = run(lr)
+        with torch.no_grad():
+            after(number, kept)
+        return norm
+
+    program.step = step
+
+
+def after_update(program: Program, act: Callable[[int], None]) -> None:
+    """`act(step)` when a step is over."""
+    around_update(program, lambda _: None, lambda step, _: act(step))
+
+
+def after_update_once(program: Program, act: Callable[[], None], step: int = FAULTY_STEP) -> None:
+    """The same, in one step."""
+    after_update(program, lambda number: act() if number == step else None)
+
+
+def targets(program: Program) -> Iterator[Target]:
+    return chain.from_iterable(program.wrapped.targets())
+
+
+def tensor_target(program: Program, name: str) -> TensorTarget:
+    """That of a parameter which stays in its module."""
+    for target in targets(program):
+        if isinstance(target, TensorTarget) and target.name == name:
+            return target
+    raise AssertionError(f"no target {name}")
+
+
+def parameter(program: Program, name: str) -> torch.Tensor:
+    """The rank's own part of it, as it is stored."""
+    return tensor_target(program, name).value()
+
+
+def units(program: Program) -> list[FlatUnit]:
+    """The flat units of a program that has some."""
+    wraps = (
+        [part.wrapped for part in program.wrapped.parts]
+        if isinstance(program.wrapped, Staged)
+        else [program.wrapped]
+    )
+    return [unit for wrap in wraps if isinstance(wrap, FlatWrap) for unit in wrap.units]
+
+
+def unit(program: Program, module: str) -> FlatUnit:
+    """That of a module."""
+    for found in units(program):
+        if found.parameters.named[0][0].startswith(f"{module}."):
+            return found
+    raise AssertionError(f"no unit {module}")
+
+
+def modules(program: Program, pattern: str) -> list[nn.Module]:
+    """By canonical path."""
+    found = [
+        module
+        for name, module in program.model.named_modules()
+        if re.fullmatch(pattern, re.sub(r"^module\.", "", name))
+    ]
+    assert found, f"no module {pattern}"
+    return found
+
+
+def replicated_gradients(program: Program, pattern: str) -> list[torch.Tensor]:
+    """Local gradients of parameters that stay in their modules, by name."""
+    found = [
+        target.gradient
+        for target in targets(program)
+        if isinstance(target, TensorTarget) and re.search(pattern, target.name)
+    ]
+    assert found, f"no gradient {pattern}"
+    return [gradient for gradient in found if gradient is not None]
+
+
+def remove_hooks(module: nn.Module, owner: str) -> int:
+    """Take off the forward hooks that `owner` (a class) has put on a module. Returns how many."""
+    removed = 0
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        for key, hook in list(hooks.items()):
+            if getattr(hook, "__qualname__", "").startswith(f"{owner}."):
+                del hooks[key]
+                removed += 1
+    return removed
+
+
+def owner_of_hook(module: nn.Module, kind: type) -> Any:
+    """The instance of `kind` that a forward pre-hook of a module closes over."""
+    for hook in module._forward_pre_hooks.values():
+        for cell in getattr(hook, "__closure__", None) or ():
+            if isinstance(cell.cell_contents, kind):
+                return cell.cell_contents
+    raise AssertionError(f"no hook of {kind.__name__}")
+
+
+def flip(tensor: torch.Tensor, bit: int, index: int = 0) -> None:
+    """One bit of one element, counted from the lowest; negative from the highest (-1: the sign)."""
+    flat = tensor.detach().view(-1)[index : index + 1]
+    as_integer = flat.view(_INTEGERS[flat.element_size()])
+    width = 8 * flat.element_size()
+    as_integer.bitwise_xor_(_mask(bit % width, width))
+
+
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _mask(bit: int, width: int) -> int:
+    return 1 << bit if bit < width - 1 else -(1 << bit)
+
+
+def exchanged(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """What the next rank of a group has in its place."""
+    parts = [torch.empty_like(tensor) for _ in range(group.size())]
+    dist.all_gather(parts, tensor.contiguous(), group=group)
+    return parts[(group.rank() + 1) % group.size()]
+
+
+def data_group(program: Program) -> dist.ProcessGroup:
+    axes = [axis for axis in (Axis.DP_REPLICATE, Axis.DP_SHARD) if axis in program.mesh.axes]
+    return program.mesh.group(axes)
+
+
+def stored(program: Program) -> list[torch.Tensor]:
+    """What this rank keeps of the parameters, and of the optimizer's state."""
+    wanted = ("parameters", "optimizer")
+    return [tensor.detach() for state, tensor in program.storages() if state in wanted]
+
+
+def local_parts(value: Any) -> Any:
+    """A plain tensor of what may be a DTensor."""
+    return value.to_local() if isinstance(value, DTensor) else value
