@@ -98,10 +98,11 @@ def other_shuffle(program: Program) -> None:
 
 
 def other_tokens_within_tp(program: Program) -> None:
-    """The ranks that share operators read other samples: the loader takes tp for a data axis."""
+    """The ranks that share operators read other samples: the loader takes tp for a data axis. It
+    is the first rank that has the rows and the columns of all tokens that occur."""
 
     def change(step: int, local: LocalBatch) -> LocalBatch:
-        return _batch(program, step + 7) if program.mesh.coordinate(Axis.TP) else local
+        return local if program.mesh.coordinate(Axis.TP) else _batch(program, step + 7)
 
     given(program, change)
 
