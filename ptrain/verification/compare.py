@@ -48,18 +48,22 @@ FP64 = Tolerances(losses=1e-12, gradient_norms=1e-11, parameters=1e-9)
 def compare(reference: Trajectory, run: Trajectory, tolerances: Tolerances) -> tuple[Check, ...]:
     """All checks; the first is whether there is anything to compare."""
     return (
-        *_alive("reference", reference),
-        *_alive("run", run),
+        *alive("reference", reference),
+        *alive("run", run),
         _losses(reference, run, tolerances),
         *_norms(reference, run, tolerances),
         *_parameters(reference, run, tolerances),
     )
 
 
-def _alive(name: str, trajectory: Trajectory) -> Iterator[Check]:
+def alive(name: str, trajectory: Trajectory) -> Iterator[Check]:
+    """Whether it trained at all: finite losses, no gradient that is zero, parameters that move, a
+    loss that falls. Norms are not finite in steps that a scaled loss skips."""
     norms, losses = trajectory.gradient_norms, trajectory.losses
-    if norms:
-        smallest = min(norms)
+    wrong = sum(not math.isfinite(loss) for loss in losses)
+    yield _claim(f"{name}: finite", len(losses), wrong == 0, f"{wrong} losses are not finite")
+    if norms:  # min() passes over what is not a number, or not, by its place
+        smallest = min((norm for norm in norms if not math.isnan(norm)), default=math.nan)
         yield _claim(f"{name}: gradients", smallest, smallest > 0.0, "a gradient is zero")
     travelled = trajectory.travelled
     yield _claim(

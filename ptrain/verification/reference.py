@@ -78,7 +78,8 @@ class Pass:
 Around: TypeAlias = Callable[[MicroBatch], AbstractContextManager[None]]
 
 
-def _nothing(_: MicroBatch) -> AbstractContextManager[None]:
+def nothing(_: MicroBatch) -> AbstractContextManager[None]:
+    """What is around a micro-batch of which nobody asks."""
     return nullcontext()
 
 
@@ -101,7 +102,7 @@ class OneDevice:
         """Of `step`, of all data ranks, in the order in which they are summed."""
         return _micro_batches(self.spec, self.source, step)
 
-    def accumulate(self, step: int, around: Around = _nothing) -> Pass:
+    def accumulate(self, step: int, around: Around = nothing) -> Pass:
         """Backward over the whole global batch of `step` (from 0), `around` each micro-batch."""
         return _accumulate(self.module, self.micro_batches(step), self.updater, around)
 

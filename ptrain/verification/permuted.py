@@ -1,0 +1,204 @@
+"""How far apart correct runs of one layout come to lie: references in other orders of summation.
+
+A placement changes no term of any sum, only in which order, in which groups, and in between which
+roundings the terms are added: data ranks and micro-batches one after the other or by rings,
+the columns of a matrix product by several ranks, tokens by shapes that take another kernel. So
+does a reference of which the seed permutes
+
+- the micro-batches of a step, whose gradients are added in that order;
+- the contraction of every matrix product, forward, backward and in the update (Muon): its terms
+  are permuted and cut into 2, 4 or 8 groups, whose partial sums are rounded to the product's dtype
+  and then added, as ranks of tp do;
+- sums and means over a dimension (norms, weights' gradients), and the rows of an embedding's
+  gradient.
+
+What no placement cuts stays: the softmax and the core of attention of one head.
+
+Let n runs have the losses L_i(t): the reference as it is, and n - 1 permuted ones. If the run under
+test is one more draw of the same kind, then (X - mean L) / (s · sqrt(1 + 1/n)) has Student's t
+distribution with n - 1 degrees of freedom. The band around the mean is LAMBDA = q · sqrt(1 + 1/n)
+times s(t), the largest sample deviation of the steps up to t (roundings add up, and a run's
+deviation may be small in one step by chance), q being exceeded once in 10^4. Beside it stands the
+rounding of the loss itself, a sum of m shares in fp32. Nothing of it is of the run under test.
+
+Note: `band` bounds the same from the layout's round-off alone, without a run more, by worst-case
+slopes: it holds for any order and is wide. This one is measured, hence narrow, and costs n - 1
+references.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ptrain.spec.spec import Spec
+from ptrain.verification.reference import Around, MicroBatch, OneDevice, Pass, nothing
+
+RUNS = 7  # permuted ones, beside the reference as it is
+QUANTILE = 7.885  # of Student's t with RUNS degrees of freedom, exceeded (either side) once in 10^4
+LAMBDA = QUANTILE * math.sqrt(1 + 1 / (RUNS + 1))
+PARTS = (2, 4, 8)  # groups of a contraction: what degrees of tp make of it
+_FP32 = torch.finfo(torch.float32).eps / 2
+
+aten = torch.ops.aten
+Rule: TypeAlias = "Callable[..., Tensor]"
+
+
+class PermutedSums(TorchDispatchMode):
+    """Every operator that adds up, in an order that `generator` draws anew for each call."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        super().__init__()
+        self.generator = generator
+        self.rules: dict[Any, Rule] = {
+            aten.mm.default: self._product,
+            aten.bmm.default: self._product,
+            aten.addmm.default: self._added_product,
+            aten.baddbmm.default: self._added_product,
+            aten.sum.dim_IntList: self._sum,
+            aten.mean.dim: self._mean,
+            aten.embedding_dense_backward.default: self._rows,
+        }
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        rule = self.rules.get(func)
+        if rule is None or not args[0].is_floating_point():
+            return func(*args, **(kwargs or {}))
+        return rule(*args, **(kwargs or {}))
+
+    def _drawn(self, size: int) -> tuple[Tensor, int]:
+        """An order of `size` terms, and in how many groups they are."""
+        choice = int(torch.randint(len(PARTS), (), generator=self.generator))
+        return torch.randperm(size, generator=self.generator), PARTS[choice]
+
+    def _product(self, left: Tensor, right: Tensor) -> Tensor:
+        (first, its), *others = self._factors(left, right)
+        total = first @ its
+        for columns, rows in others:
+            total.add_(columns @ rows)
+        return total
+
+    def _added_product(
+        self, added: Tensor, left: Tensor, right: Tensor, *, beta: float = 1, alpha: float = 1
+    ) -> Tensor:
+        """The first group takes the addend along, in one rounding, as a kernel's end does."""
+        add = torch.baddbmm if left.dim() == 3 else torch.addmm
+        (first, its), *others = self._factors(left, right)
+        total = add(added, first, its, beta=beta, alpha=alpha)
+        for columns, rows in others:
+            total.add_(columns @ rows, alpha=alpha)
+        return total
+
+    def _factors(self, left: Tensor, right: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
+        """Columns of the left and rows of the right that a partial sum is of."""
+        order, parts = self._drawn(left.shape[-1])
+        columns, rows = left.index_select(-1, order), right.index_select(-2, order)
+        return zip(columns.chunk(parts, -1), rows.chunk(parts, -2), strict=True)
+
+    def _sum(
+        self,
+        terms: Tensor,
+        dims: Sequence[int] | None,
+        keepdim: bool = False,
+        *,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        along = max(dims or range(terms.dim()), key=lambda dim: terms.shape[dim], default=None)
+        if along is None or terms.shape[along] < 2:
+            return aten.sum.dim_IntList(terms, dims, keepdim, dtype=dtype)
+        order, parts = self._drawn(terms.shape[along])
+        first, *others = terms.index_select(along, order).chunk(parts, along)
+        total = torch.sum(first, dims, keepdim, dtype=dtype)
+        for group in others:
+            total.add_(torch.sum(group, dims, keepdim, dtype=dtype))
+        return total
+
+    def _mean(
+        self,
+        terms: Tensor,
+        dims: Sequence[int] | None,
+        keepdim: bool = False,
+        *,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        total = self._sum(terms, dims, keepdim, dtype=dtype)
+        return total.div_(terms.numel() / total.numel())
+
+    def _rows(self, gradient: Tensor, indices: Tensor, *others: Any) -> Tensor:
+        """An embedding's gradient: rows that occur several times are added up."""
+        rows = gradient.reshape(-1, gradient.shape[-1])
+        order = torch.randperm(rows.shape[0], generator=self.generator)
+        return aten.embedding_dense_backward(rows[order], indices.reshape(-1)[order], *others)
+
+
+class Permuted(OneDevice):
+    """The reference with all its sums in an order that `seed` draws."""
+
+    def __init__(self, spec: Spec, seed: int) -> None:
+        super().__init__(spec)
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def micro_batches(self, step: int) -> list[MicroBatch]:
+        found = list(super().micro_batches(step))
+        order = torch.randperm(len(found), generator=self.generator).tolist()
+        return [found[place] for place in order]
+
+    def accumulate(self, step: int, around: Around = nothing) -> Pass:
+        with PermutedSums(self.generator):
+            return super().accumulate(step, around)
+
+    def update(self, step: int, sums: Mapping[str, Tensor]) -> float:
+        with PermutedSums(self.generator):
+            return super().update(step, sums)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Band:
+    """Of each step's loss: where it should be, and how far it may be off. Absolute."""
+
+    center: tuple[float, ...]
+    allowed: tuple[float, ...]
+
+
+def band(runs: Sequence[Sequence[float]], num_addends: int) -> Band:
+    """From the losses of each run by step. `num_addends`: micro-batches of a global batch, whose
+    shares of the loss are added up in fp32. Not a number where a run's losses are none."""
+    by_step = list(zip(*runs, strict=True))
+    center = [statistics.fmean(losses) for losses in by_step]
+    # written out: statistics.stdev refuses what is not finite
+    squares = [
+        sum((loss - mean) ** 2 for loss in losses)
+        for losses, mean in zip(by_step, center, strict=True)
+    ]
+    spread = accumulate((math.sqrt(each / (len(runs) - 1)) for each in squares), _largest)
+    rounding = _FP32 * math.sqrt(2 * num_addends)
+    allowed = [
+        LAMBDA * (deviation + rounding * abs(mean))
+        for deviation, mean in zip(spread, center, strict=True)
+    ]
+    return Band(center=tuple(center), allowed=tuple(allowed))
+
+
+def far(distances: Sequence[float]) -> float:
+    """How far, relatively, a gradient may be from the reference's, from how far those of permuted
+    references are: LAMBDA times their root mean square."""
+    return LAMBDA * math.sqrt(statistics.fmean(each**2 for each in distances))
+
+
+def _largest(before: float, now: float) -> float:
+    """Not a number if one is."""
+    return now if math.isnan(now) or now > before else before

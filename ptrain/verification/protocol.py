@@ -1,0 +1,240 @@
+"""The protocol: a spec on the ranks of its own mesh, against one device.
+
+    preconditions -> examination -> consistency -> trajectory in fp64 -> in the spec's own dtypes
+                  -> invariance
+
+Each stage presupposes those before it: a trajectory that departs says nothing where the same run
+twice does, and what departs in step 1 is found in step 1. So the first stage that fails is the last
+that runs, and what was left out is said.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TypeAlias
+
+from ptrain.interpreter.program import Program, interpret
+from ptrain.interpreter.world import World
+from ptrain.report.finding import Culprit, Departed, Departure
+from ptrain.report.record import Check
+from ptrain.spec.model import ModelShape
+from ptrain.spec.spec import Spec
+from ptrain.train.exchange import Exchange
+from ptrain.verification import invariance
+from ptrain.verification.examine import examine
+from ptrain.verification.preconditions import Make, preconditions
+from ptrain.verification.references import Ask, Told, references
+from ptrain.verification.trajectory import (
+    Run,
+    anywhere,
+    asks_of,
+    checks,
+    corridor,
+    follow,
+    told_of_band,
+)
+from ptrain.verification.variants import exactly, without_dropout
+
+LEAST_STEPS = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """`steps` of each trajectory. `every_collective`: what a collective leaves is hashed over its
+    group. `folder` keeps references for other specs. `account` is where this run leaves what
+    another mesh is compared with, `against` what another left."""
+
+    steps: int = 100
+    every_collective: bool = False
+    folder: Path | None = None
+    account: Path | None = None
+    against: Path | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verification:
+    """The verdict and what it rests on, equal on all ranks. `seconds` by stage, `stages` says of
+    which stage each check is; `notes` are what was not checked, and why."""
+
+    checks: tuple[Check, ...]
+    departures: tuple[Departure, ...] = ()
+    culprit: Culprit | None = None
+    seconds: dict[str, float] = field(default_factory=dict)
+    stages: dict[str, int] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    @property
+    def holds(self) -> bool:
+        return bool(self.checks) and all(check.holds for check in self.checks)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """What one stage found."""
+
+    checks: tuple[Check, ...]
+    departures: tuple[Departure, ...] = ()
+    culprit: Culprit | None = None
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class Context:
+    """What stages share. `told` are the references, in fp64 and in the spec's own dtypes; `exact`
+    is the run in fp64."""
+
+    spec: Spec
+    world: World
+    exchange: Exchange
+    asked: Asked
+    make: Make
+    told: list[Told] = field(default_factory=list)
+    exact: Run | None = None
+
+
+Stage: TypeAlias = "Callable[[Context], Found]"
+Speak: TypeAlias = "Callable[[str, Sequence[Check], float], None]"
+
+
+def interpreted(spec: Spec, world: World) -> Program:
+    """As a training makes it."""
+    return interpret(spec, world=world, allow_import=True)
+
+
+def verify_here(
+    spec: Spec,
+    world: World,
+    exchange: Exchange,
+    asked: Asked | None = None,
+    *,
+    make: Make = interpreted,
+    speak: Speak | None = None,
+) -> Verification:
+    """On every rank of a world that is up. `make` builds the programs; `speak` is called with each
+    stage that is over."""
+    context = Context(spec=spec, world=world, exchange=exchange, asked=asked or Asked(), make=make)
+    result = Verification(checks=(), notes=_notes(spec))
+    names = list(STAGES)
+    for name, stage in STAGES.items():
+        began = time.perf_counter()
+        found = _guarded(stage, context)
+        gc.collect()  # programs are cycles, and hold the model several times
+        seconds = time.perf_counter() - began
+        result = _with(result, name, found, seconds)
+        if speak is not None:
+            speak(name, found.checks, seconds)
+        if not all(check.holds for check in found.checks):
+            left = names[names.index(name) + 1 :]
+            note = f"{name} fails: {', '.join(left)} not checked"
+            return replace(result, notes=(*result.notes, note)) if left else result
+    return result
+
+
+def account_here(spec: Spec, world: World, exchange: Exchange, asked: Asked) -> None:
+    """The run in fp64 alone, for another spec to be compared with."""
+    context = Context(spec=spec, world=world, exchange=exchange, asked=asked, make=interpreted)
+    nowhere = anywhere(asked.steps)
+    run = follow(context.make(exactly(spec), world), exchange, nowhere)
+    if asked.account is not None and world.is_first:
+        invariance.write(asked.account, spec, run)
+    exchange.barrier()
+
+
+def _with(result: Verification, name: str, found: Found, seconds: float) -> Verification:
+    named = tuple(replace(check, name=f"{name}: {check.name}") for check in found.checks)
+    return Verification(
+        checks=(*result.checks, *named),
+        departures=(*result.departures, *found.departures),
+        culprit=result.culprit or found.culprit,
+        seconds=result.seconds | {name: seconds},
+        stages=result.stages | {name: len(named)},
+        notes=(*result.notes, *found.notes),
+    )
+
+
+def _guarded(stage: Stage, context: Context) -> Found:
+    """A check in the running program that finds a culprit raises, on all ranks alike."""
+    try:
+        return stage(context)
+    except Departed as departed:
+        failed = Check(
+            name="state consistency",
+            predicted=None,
+            measured=None,
+            tolerance=0.0,
+            holds=False,
+            why=departed.culprit.sentence,
+        )
+        return Found(checks=(failed,), culprit=departed.culprit)
+
+
+def _notes(spec: Spec) -> tuple[str, ...]:
+    if without_dropout(spec) is not spec:
+        return ("dropout is 0 beside one device: several ranks draw other masks than one does",)
+    if not isinstance(spec.model, ModelShape):
+        return ("dropout that the model brings along is not switched off",)
+    return ()
+
+
+def _preconditions(context: Context) -> Found:
+    return Found(checks=preconditions(context.spec, context.world, context.exchange, context.make))
+
+
+def _examination(context: Context) -> Found:
+    program = context.make(exactly(context.spec), context.world)
+    found = examine(program, context.exchange)
+    return Found(checks=found.checks, departures=found.departures, culprit=found.culprit)
+
+
+def _in_fp64(context: Context) -> Found:
+    """References first, of all trajectories at once: that is what ranks share the work of."""
+    own, exact = without_dropout(context.spec), exactly(context.spec)
+    steps = context.asked.steps
+    asks = [Ask(spec=exact, steps=steps)]
+    if own.precision != exact.precision:
+        asks += asks_of(own, steps)
+    context.told = references(asks, context.exchange, context.asked.folder)
+    within = corridor(exact, context.told[:1])
+    run = follow(context.make(exact, context.world), context.exchange, within)
+    context.exact = run
+    found = checks(exact, context.told[:1], run, within, context.exchange)
+    return Found(checks=found)
+
+
+def _in_own_dtypes(context: Context) -> Found:
+    told, spec = context.told[1:], without_dropout(context.spec)
+    if not told:
+        return Found(checks=(), notes=("own dtypes: they are fp64",))
+    within = corridor(spec, told)
+    run = follow(context.make(spec, context.world), context.exchange, within)
+    found = checks(spec, told, run, within, context.exchange)
+    band = told_of_band(told)
+    return Found(checks=found, notes=(band,) if band else ())
+
+
+def _invariance(context: Context) -> Found:
+    run, asked, exchange = context.exact, context.asked, context.exchange
+    assert run is not None, "the trajectory in fp64 comes before"
+    spec = exactly(context.spec)
+    found, note = invariance.in_micro_batches(spec, run, context.world, exchange, context.make)
+    if asked.against is not None:
+        other = exchange.world.is_first and invariance.read(asked.against)
+        own = [
+            {name: getattr(each, name) for name in Check.__dataclass_fields__}
+            for each in (invariance.against(spec, run, other) if other else ())
+        ]
+        found = (*found, *(Check(**each) for each in exchange.first(own)))
+    return Found(checks=found, notes=(note,) if note else ())
+
+
+STAGES: dict[str, Stage] = {
+    "preconditions": _preconditions,
+    "examination": _examination,
+    "trajectory in fp64": _in_fp64,
+    "trajectory in own dtypes": _in_own_dtypes,
+    "invariance": _invariance,
+}

@@ -1,0 +1,159 @@
+"""One-device runs for a whole verification, spread over the ranks: each rank takes its share of
+them, a step at a time, so that nobody waits longer for the others than one step takes.
+
+What a run gave stays on the rank that had it; losses go to all. With a folder, it is kept there
+under a name that is a digest of all that it depends on, for other specs of the same command.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ptrain.spec.spec import Spec
+from ptrain.train.exchange import Exchange
+from ptrain.verification.permuted import Permuted
+from ptrain.verification.reference import OneDevice, Trajectory, distance
+from ptrain.verification.variants import on_one_device
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """`steps` of `spec` on one device; with a `seed`, sums in the order that it draws."""
+
+    spec: Spec
+    steps: int
+    seed: int | None = None
+
+    @property
+    def key(self) -> str:
+        """A digest of what the run depends on. The mesh is not of it."""
+        spec = self.spec
+        parts = (spec.model, spec.batch, spec.optimizer, spec.data, spec.precision.effective)
+        plain = [asdict(each) for each in parts]
+        told = [type(spec.model).__name__, *plain, spec.train.seed, self.steps, self.seed]
+        return hashlib.sha256(json.dumps(told, default=str).encode()).hexdigest()[:32]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Solo:
+    """What one run gave: `gradients` of step 0 by name, without the loss's scale; `again` is the
+    loss of the first batch after the last step."""
+
+    trajectory: Trajectory
+    gradients: dict[str, Tensor]
+    again: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Told:
+    """What every rank knows of a run; `solo` on the rank that had it alone."""
+
+    losses: tuple[float, ...]
+    owner: int
+    solo: Solo | None
+
+
+def references(asks: Sequence[Ask], exchange: Exchange, folder: Path | None) -> list[Told]:
+    """Every run that is asked for. All ranks call it."""
+    rank, size = exchange.world.rank, exchange.world.size
+    asks = [replace(ask, spec=on_one_device(ask.spec)) for ask in asks]
+    mine = {place: ask for place, ask in enumerate(asks) if place % size == rank}
+    found = {place: solo for place, ask in mine.items() if (solo := _read(ask, folder)) is not None}
+    to_do = [(place, ask) for place, ask in mine.items() if place not in found]
+    rounds = max(exchange.gather(sum(ask.steps for _, ask in to_do)))
+    running: _Running | None = None
+    for _ in range(rounds):
+        if running is None and to_do:
+            place, ask = to_do.pop(0)
+            running = _Running(ask)
+        if running is not None and running.step():
+            found[place] = running.result()
+            _write(ask, found[place], folder)
+            running = None
+        exchange.barrier()  # a sign of life
+    losses = exchange.gather({place: each.trajectory.losses for place, each in found.items()})
+    return [
+        Told(
+            losses=tuple(losses[place % size][str(place)]),
+            owner=place % size,
+            solo=found.get(place),
+        )
+        for place in range(len(asks))
+    ]
+
+
+class _Running:
+    """One run while it lasts."""
+
+    def __init__(self, ask: Ask) -> None:
+        self.ask = ask
+        self.device = OneDevice(ask.spec) if ask.seed is None else Permuted(ask.spec, ask.seed)
+        self.initial = {name: each.clone() for name, each in self.device.parameters.items()}
+        self.gradients: dict[str, Tensor] = {}
+        self.losses: list[float] = []
+        self.norms: list[float] = []
+        self.logits: list[float] = []
+
+    def step(self) -> bool:
+        """One update; whether it was the last."""
+        step = len(self.losses)
+        found = self.device.accumulate(step)
+        if step == 0:
+            scale = self.device.updater.scale
+            self.gradients = {name: each / scale for name, each in found.sums.items()}
+        self.norms.append(self.device.update(step, found.sums))
+        self.losses.append(found.loss)
+        self.logits.append(found.logits)
+        return len(self.losses) == self.ask.steps
+
+    def result(self) -> Solo:
+        parameters = self.device.parameters
+        trajectory = Trajectory(
+            losses=tuple(self.losses),
+            gradient_norms=tuple(self.norms),
+            parameters=parameters,
+            travelled=distance(self.initial, parameters),
+            logits=tuple(self.logits),
+        )
+        again = self.device.accumulate(0).loss
+        return Solo(trajectory=trajectory, gradients=self.gradients, again=again)
+
+
+def _write(ask: Ask, solo: Solo, folder: Path | None) -> None:
+    """Whole or not at all: other specs of the command come later, but ranks at once."""
+    if folder is None:
+        return
+    trajectory = solo.trajectory
+    plain: dict[str, Any] = {
+        "losses": trajectory.losses,
+        "gradient_norms": trajectory.gradient_norms,
+        "logits": trajectory.logits,
+        "travelled": trajectory.travelled,
+        "parameters": dict(trajectory.parameters),
+        "gradients": solo.gradients,
+        "again": solo.again,
+    }
+    temporary = folder / f".{ask.key}.{os.getpid()}"
+    torch.save(plain, temporary)
+    temporary.replace(_path(ask, folder))
+
+
+def _read(ask: Ask, folder: Path | None) -> Solo | None:
+    if folder is None or not (path := _path(ask, folder)).exists():
+        return None
+    plain = torch.load(path, weights_only=True)
+    gradients, again = plain.pop("gradients"), plain.pop("again")
+    return Solo(trajectory=Trajectory(**plain), gradients=gradients, again=again)
+
+
+def _path(ask: Ask, folder: Path) -> Path:
+    return folder / f"{ask.key}.pt"
