@@ -100,7 +100,7 @@ class Capture:
         self._stack.close()
 
     def _watched(self) -> AbstractContextManager[None]:
-        return watched(module_paths(self.program), self.outputs, lambda: self._now)
+        return watched(_paths(self.program), self.outputs, lambda: self._now)
 
     def _before_update(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         """Of a loss with a scale the gradients have it, and the optimizer undoes it."""
@@ -143,15 +143,19 @@ def canonical(program: Program, named: Named) -> Named:
     return program.wrapped.canonical(named) if isinstance(program.wrapped, Staged) else named
 
 
-def module_paths(program: Program) -> Iterator[tuple[str, nn.Module]]:
-    """The model's modules under the paths that they have in the whole model; of a stage those
-    that it has, under the first of its parts that has them."""
-    if not isinstance(program.wrapped, Staged):
-        yield from program.model.named_modules()
-        return
-    for part in program.wrapped.parts:
-        for path, module in part.module.named_modules():
-            if path:  # the stage itself is no module of the model
+def modules(program: Program) -> list[nn.Module]:
+    """The model, or this rank's stages of it, in which all names are the model's."""
+    if isinstance(program.wrapped, Staged):
+        return [part.module for part in program.wrapped.parts]
+    return [program.model]
+
+
+def _paths(program: Program) -> Iterator[tuple[str, nn.Module]]:
+    """The modules that a rank runs; a stage is itself no module of the model."""
+    is_staged = isinstance(program.wrapped, Staged)
+    for model in modules(program):
+        for path, module in model.named_modules():
+            if path or not is_staged:
                 yield path, module
 
 

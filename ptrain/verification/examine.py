@@ -32,7 +32,7 @@ from ptrain.verification.reference import MicroBatch, OneDevice, Pass
 from ptrain.verification.samples import sample_departures
 from ptrain.verification.states import States, of_program, of_reference
 
-TOLERANCE = 1e-9  # relative, fp64; Adam divides small gradients by themselves, hence not 1e-12
+TOLERANCE = 1e-11  # relative, fp64: what Adam makes of 1e-15, with room; faults are 1e-6 and more
 NOISE = 1e-6  # of a state's root mean square: a tensor this small is rounding (compare.NOISE)
 MOST = 40  # departures of one moment that a rank tells of
 
@@ -95,7 +95,8 @@ class _Examiner:
             evidence.expected_norm = self.reference.update(step, dict(self.sums))
             after = [*self._norm(evidence), *self._state(step, Moment.UPDATE)]
             found = self._told(after)
-        culprit = explain(found, evidence, self.exchange) if found else None
+        sides = self.program, self.reference
+        culprit = explain(found, evidence, sides, self.exchange) if found else None
         done = evidence.step + 1 if evidence else 0
         return Examination(
             departures=found, culprit=culprit, checks=self._checks(found), steps=done

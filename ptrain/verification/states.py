@@ -10,7 +10,7 @@ import torch
 from ptrain.interpreter.optimizer import COUNTER, MASTER
 from ptrain.interpreter.program import Program
 from ptrain.report.finding import Subject
-from ptrain.verification.capture import module_paths
+from ptrain.verification.capture import modules
 from ptrain.verification.reference import OneDevice
 
 States: TypeAlias = dict[tuple[Subject, str], torch.Tensor]
@@ -22,9 +22,9 @@ def of_program(program: Program) -> States:
     found: States = {(Subject.PARAMETERS, name): each for name, each in state["model"].items()}
     for name, each in state["optimizer"].items():
         found[_subject(name), name] = each
-    for path, module in module_paths(program):
-        for name, buffer in module.named_buffers(recurse=False):
-            found[Subject.BUFFERS, f"{path}.{name}" if path else name] = buffer
+    for module in modules(program):
+        for name, buffer in module.named_buffers():
+            found[Subject.BUFFERS, name] = buffer
     return found
 
 

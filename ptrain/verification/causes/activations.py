@@ -1,0 +1,198 @@
+"""Why a module's output, or the gradient of it, is not that of one device."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+import torch
+from torch.func import functional_call
+
+from ptrain.report.finding import Moment, Subject
+from ptrain.verification.capture import Outputs, watched
+from ptrain.verification.causes.rounding import COARSER, rounded_to
+from ptrain.verification.causes.scene import EXACT, Cause, Scene
+from ptrain.verification.factors import factor_text, multiple, products, share_of_sum
+from ptrain.verification.parts import held, relative
+from ptrain.verification.places import data_place
+
+
+def output_cause(scene: Scene) -> Cause | None:
+    """Of the first departure, a module's output or the gradient of it. Collective."""
+    causes: tuple[Callable[[Scene], Cause | None], ...] = (
+        _partial,
+        _other_weights,
+        _multiple,
+        _of_another_rank,
+        _rounded,
+    )
+    for cause in causes:
+        if (found := cause(scene)) is not None:
+            return found
+    return None
+
+
+def _own(scene: Scene) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """This rank's tensor and the reference's whole one."""
+    is_forward = scene.first.moment is Moment.FORWARD
+    key = scene.first.name, scene.first.index
+    evidence = scene.evidence
+    own, its = evidence.outputs, evidence.expected_outputs
+    if is_forward:
+        return own.forward.get(key), its.forward.get(key)
+    return own.backward.get(key), its.backward.get(key)
+
+
+def _parts(scene: Scene) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """This rank's part, and the reference's."""
+    tensor, whole = _own(scene)
+    if tensor is None or whole is None:
+        return None
+    part = scene.own_part(tensor, whole)
+    return None if part is None else (held(tensor), part.of(whole))
+
+
+def _partial(scene: Scene) -> Cause | None:
+    parts = scene.gather_parts(*_own(scene))
+    votes: list[str] = []
+    if (pair := _parts(scene)) is not None:
+        tensor, expected = pair
+        for axis, ranks in scene.partial_over(parts, tensor):
+            values = [parts[rank].values for rank in ranks]
+            wanted = expected.reshape(-1)[: len(values[0])]
+            fit = share_of_sum(values, wanted)
+            is_own = relative(values[ranks.index(scene.rank)], wanted) <= EXACT
+            if fit.holds(EXACT) and abs(fit.factor - 1.0) <= EXACT and not is_own:
+                votes.append(str(axis))
+    everyone = [axis for its in scene.exchange.gather(votes) for axis in its]
+    if not everyone:
+        return None
+    axis = Counter(everyone).most_common(1)[0][0]
+    what = "output" if scene.first.moment is Moment.FORWARD else "output's gradient"
+    sentence = (
+        f"each rank of {axis} has its own addend of the {what} of {scene.first.name}: sum it over "
+        f"{axis}"
+    )
+    return Cause(axis, f"missing all-reduce over {axis}", sentence)
+
+
+def _other_weights(scene: Scene) -> Cause | None:
+    """The output is what the module makes with the weights of an earlier step, or rounded ones."""
+    said: list[str] = []
+    pair = _parts(scene)
+    if scene.first.moment is Moment.FORWARD and pair is not None:
+        tensor, _ = pair
+        for text, weights in _candidates(scene):
+            made = _made_with(scene, weights)
+            whole = _own(scene)[1]
+            if made is None or whole is None:
+                continue
+            part = scene.own_part(_own(scene)[0], whole)
+            if part is not None and relative(tensor, part.of(made)) <= EXACT * 1e-3:
+                said.append(text)
+                break
+    everyone = [text for its in scene.exchange.gather(said) for text in its]
+    if not everyone:
+        return None
+    text = Counter(everyone).most_common(1)[0][0]
+    ranks = scene.ranks_of(scene.first)
+    axis = scene.axis_of(ranks)
+    if text.startswith("stale"):
+        sentence = (
+            f"{scene.first.name} computes with parameters that the update has not reached: gather "
+            "or copy them after it"
+        )
+    else:
+        sentence = f"{scene.first.name} computes with parameters in another dtype: keep one dtype"
+    return Cause(axis, text, sentence)
+
+
+def _candidates(scene: Scene) -> list[tuple[str, dict[str, torch.Tensor]]]:
+    """Parameters of the departing module that might have been used: those of earlier steps, and
+    the right ones rounded."""
+    evidence, path = scene.evidence, scene.first.name
+    found = []
+    for back, states in enumerate(reversed(evidence.states)):
+        own = {
+            name: tensor
+            for (subject, name), tensor in states.items()
+            if subject is Subject.PARAMETERS and (not path or name.startswith(f"{path}."))
+        }
+        if back:
+            found.append((f"stale by {back} step{'s' * (back > 1)}", own))
+        else:
+            found += [
+                (
+                    f"{str(dtype).removeprefix('torch.')} parameters",
+                    {name: each.to(dtype).to(each.dtype) for name, each in own.items()},
+                )
+                for dtype in COARSER
+            ]
+    return [(text, weights) for text, weights in found if weights]
+
+
+def _made_with(scene: Scene, weights: dict[str, torch.Tensor]) -> torch.Tensor | None:
+    """The whole output of the departing module, with these in the place of its parameters."""
+    evidence, spec = scene.evidence, scene.spec
+    module, path = scene.reference.module, scene.first.name
+    place = data_place(spec, scene.rank)
+    outputs = Outputs()
+    for each in scene.reference.micro_batches(evidence.step):
+        if (each.data_index, each.k) == (place, scene.first.index):
+            named = iter([(path, module.get_submodule(path))])
+            with torch.no_grad(), watched(named, outputs, lambda: scene.first.index):
+                functional_call(module, weights, (each.inputs,))
+    return outputs.forward.get((path, scene.first.index))
+
+
+def _multiple(scene: Scene) -> Cause | None:
+    own = None
+    if (pair := _parts(scene)) is not None and bool(pair[1].any()):
+        fit = multiple(pair[0], pair[1])
+        if fit.holds(EXACT) and abs(fit.factor - 1.0) > EXACT:
+            own = fit.factor
+    factors = [each for each in scene.exchange.gather(own) if each is not None]
+    if not factors:
+        return None
+    ratio = Counter(round(each, 6) for each in factors).most_common(1)[0][0]
+    text = factor_text(ratio, scene.degrees)
+    found = products(ratio, scene.degrees)
+    axis = next((name for each in found for name in each.axes if name != "K"), "")
+    what = "output" if scene.first.moment is Moment.FORWARD else "output's gradient"
+    sentence = f"the {what} of {scene.first.name} is {text}: sum or divide it once"
+    return Cause(axis or scene.axis_of(scene.ranks_of(scene.first)), text, sentence)
+
+
+def _of_another_rank(scene: Scene) -> Cause | None:
+    """It is another rank's part of the right tensor."""
+    parts = scene.gather_parts(*_own(scene))
+    said = None
+    if (pair := _parts(scene)) is not None:
+        tensor, expected = pair
+        whole = _own(scene)[1]
+        assert whole is not None
+        if relative(tensor, expected) > EXACT:
+            for rank, its in parts.items():
+                wanted = its.part.of(whole)
+                same = wanted.shape == tensor.shape
+                if rank != scene.rank and same and relative(tensor, wanted) <= EXACT:
+                    said = rank
+    everyone = scene.exchange.gather(said)
+    swapped = [(rank, other) for rank, other in enumerate(everyone) if other is not None]
+    if not swapped:
+        return None
+    rank, other = swapped[0]
+    sentence = f"rank {rank} computes the part of rank {other}: its place or its groups are wrong"
+    return Cause(scene.axis_of([rank]), f"part of rank {other}", sentence)
+
+
+def _rounded(scene: Scene) -> Cause | None:
+    found = ""
+    if (pair := _parts(scene)) is not None:
+        found = rounded_to(*pair)
+    everyone = [each for each in scene.exchange.gather(found) if each]
+    if not everyone:
+        return None
+    dtype = Counter(everyone).most_common(1)[0][0]
+    sentence = f"{scene.first.name} has the rounding of {dtype}: compute in the spec's dtype"
+    return Cause(scene.axis_of(scene.ranks_of(scene.first)), f"rounded to {dtype}", sentence)

@@ -1,0 +1,155 @@
+"""What an explanation looks at: the departures, one step's evidence, and where the ranks are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ptrain.report.finding import Departure, Moment, Subject
+from ptrain.spec.axis import Axis
+from ptrain.train.exchange import Exchange
+from ptrain.verification.evidence import Evidence
+from ptrain.verification.parts import Part, held, part_of
+from ptrain.verification.places import coordinates, line
+from ptrain.verification.reference import OneDevice
+
+EXACT = 1e-6  # a relative residual below which a cause explains what was found
+MOST_VALUES = 4096  # of a tensor that ranks tell each other
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """What explains a departure: axis ("" for none), factor, and what to do."""
+
+    axis: str
+    factor: str
+    sentence: str
+    place: str = ""  # where it is not the first departure's
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """One rank's part of a tensor: where it is, and up to MOST_VALUES of its elements."""
+
+    part: Part
+    values: torch.Tensor
+
+
+class Scene:
+    """`found` by all ranks, in the order of time; the first counts. All ranks look at it together:
+    methods that gather are called by all."""
+
+    def __init__(
+        self,
+        found: Sequence[Departure],
+        evidence: Evidence | None,
+        reference: OneDevice,
+        exchange: Exchange,
+    ) -> None:
+        self.found = found
+        self.first = found[0]
+        self.reference = reference
+        self.spec = reference.spec
+        self.exchange = exchange
+        self.rank = exchange.world.rank
+        self._evidence = evidence
+
+    @property
+    def evidence(self) -> Evidence:
+        assert self._evidence is not None, "a step was run"
+        return self._evidence
+
+    @property
+    def has_evidence(self) -> bool:
+        return self._evidence is not None
+
+    def ranks_of(self, one: Departure) -> tuple[int, ...]:
+        """Where the same thing departs at the same moment."""
+        alike = (one.step, one.moment, one.subject, one.name)
+        return tuple(
+            sorted(
+                {
+                    each.rank
+                    for each in self.found
+                    if (each.step, each.moment, each.subject, each.name) == alike
+                }
+            )
+        )
+
+    def at(self, moment: Moment, subject: Subject | None = None) -> list[Departure]:
+        """Of the first departure's step."""
+        return [
+            each
+            for each in self.found
+            if each.step == self.first.step
+            and each.moment is moment
+            and subject in (None, each.subject)
+        ]
+
+    @property
+    def degrees(self) -> dict[str, int]:
+        """What a factor may come from: the degrees of the mesh and the number of micro-batches."""
+        found = {str(factor.axis): factor.degree for factor in self.spec.factors}
+        return {**found, "K": self.spec.batch.accumulate}
+
+    @property
+    def axes(self) -> tuple[Axis, ...]:
+        """Innermost first: where a rank's neighbours are."""
+        return tuple(factor.axis for factor in reversed(self.spec.factors))
+
+    def line(self, rank: int, *axes: Axis) -> tuple[int, ...]:
+        return line(self.spec, rank, *axes)
+
+    def axis_of(self, ranks: Iterable[int]) -> str:
+        """The axis along which some of a rank's neighbours are among `ranks` and others are not:
+        the data axes first, whose ranks have most in common; "" where all ranks are."""
+        chosen = set(ranks)
+        order = sorted(self.axes, key=lambda axis: axis not in (Axis.DP_REPLICATE, Axis.DP_SHARD))
+        for axis in order:
+            lines = (set(self.line(rank, axis)) for rank in chosen)
+            if any(not its <= chosen for its in lines):
+                return str(axis)
+        return ""
+
+    def place(self, rank: int) -> dict[Axis, int]:
+        return coordinates(self.spec, rank)
+
+    def own_part(self, tensor: torch.Tensor, whole: torch.Tensor) -> Part | None:
+        return part_of(
+            tensor,
+            whole.shape,
+            degree=self.spec.degree(Axis.TP),
+            place=self.place(self.rank).get(Axis.TP, 0),
+        )
+
+    def gather_parts(
+        self, tensor: torch.Tensor | None, whole: torch.Tensor | None
+    ) -> dict[int, Told]:
+        """Every rank's part of a tensor, of those that have one. Collective."""
+        own: Any = None
+        if tensor is not None and whole is not None:
+            part = self.own_part(tensor, whole)
+            if part is not None:
+                values = held(tensor).double().reshape(-1)[:MOST_VALUES].tolist()
+                own = [part.offset, part.shape, values]
+        everyone = enumerate(self.exchange.gather(own))
+        return {
+            rank: Told(
+                Part(tuple(its[0]), tuple(its[1])), torch.tensor(its[2], dtype=torch.float64)
+            )
+            for rank, its in everyone
+            if its is not None
+        }
+
+    def partial_over(
+        self, parts: dict[int, Told], expected: torch.Tensor
+    ) -> Iterator[tuple[Axis, list[int]]]:
+        """The axes along which ranks have the same part of a tensor, with this rank's line."""
+        for axis in self.axes:
+            ranks = [rank for rank in self.line(self.rank, axis) if rank in parts]
+            same = len({parts[rank].part for rank in ranks}) == 1
+            if len(ranks) == self.spec.degree(axis) and same:
+                yield axis, ranks
