@@ -9,29 +9,27 @@ from torch import Tensor
 
 COARSER = (torch.bfloat16, torch.float16, torch.float32)
 _INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
-# Rounding to nearest errs by eps/2 at most and eps/sqrt(48) in the root mean square (mantissas
-# uniform in log); sums and products of rounded numbers by some times that.
-_LEAST, _MOST = 0.02, 4.0
+# Rounding to nearest errs by eps/2 at most, by about eps/4 in the root mean square over values
+# that fill their octave; sums and products of rounded numbers by some times that.
+_USUAL, _TIMES = 0.25, 16.0
 
 
 def rounded_to(found: Tensor, expected: Tensor) -> str:
     """The name of the coarser dtype whose rounding the difference is; "" where it is none."""
-    for dtype in COARSER:
-        if dtype.itemsize >= expected.dtype.itemsize:
-            continue
+    coarser = [dtype for dtype in COARSER if dtype.itemsize < expected.dtype.itemsize]
+    for dtype in coarser:
         if torch.equal(expected.to(dtype).to(expected.dtype), found.to(expected.dtype)):
             return _name(dtype)
     length = float(torch.linalg.vector_norm(expected.double()))
     difference = float(torch.linalg.vector_norm(found.double() - expected.double()))
     if not length or not math.isfinite(difference) or not difference:
         return ""
-    for dtype in COARSER:
-        if dtype.itemsize >= expected.dtype.itemsize:
-            continue
-        share = difference / length / torch.finfo(dtype).eps
-        if _LEAST <= share <= _MOST:
-            return _name(dtype)
-    return ""
+    apart = {
+        dtype: abs(math.log(difference / length / torch.finfo(dtype).eps / _USUAL))
+        for dtype in coarser
+    }
+    nearest = min(apart, key=lambda dtype: apart[dtype], default=None)
+    return _name(nearest) if nearest and apart[nearest] <= math.log(_TIMES) else ""
 
 
 def flipped_bit(found: Tensor, expected: Tensor) -> int | None:

@@ -1,0 +1,61 @@
+"""A program and one device side by side: every tensor of every moment, on running wrappers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ptrain.interpreter.program import interpret
+from ptrain.interpreter.world import World
+from ptrain.selection.recompute import settled
+from ptrain.spec.load import load
+from ptrain.spec.spec import Spec
+from ptrain.train.exchange import Exchange
+from ptrain.verification.examine import TOLERANCE, Examination, examine
+from tests.ranks import Ranks
+
+pytestmark = pytest.mark.gloo
+
+SMALL = (
+    "precision.compute=fp64", "model.hidden=32", "model.heads=4", "model.ffn=48",
+    "batch.sequence=16",
+)  # fmt: skip
+BY_DEFAULT = ("zero3", "tp-sp", "pp-1f1b", "optimizer-in-backward")
+STRATEGIES = sorted(
+    path.stem for path in (Path(__file__).parents[2] / "specs" / "strategies").glob("*.yaml")
+)
+COMPARED = {
+    "initial parameters", "initial optimizer", "step counter", "buffers", "activations",
+    "gradients of activations", "loss", "learning rate", "gradients", "parameters", "optimizer",
+}  # fmt: skip
+
+
+def examined(spec: Spec, steps: int) -> Examination:
+    world = World.join(spec.timeout)
+    exchange = Exchange(world)
+    try:
+        return examine(interpret(spec, world=world), exchange, steps)
+    finally:
+        exchange.close()
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        pytest.param(name, marks=() if name in BY_DEFAULT else pytest.mark.nightly)
+        for name in STRATEGIES
+    ],
+)
+def test_nothing_of_a_step_departs_from_one_device(ranks: Ranks, strategy: str) -> None:
+    spec = settled(load(strategy, SMALL))
+    everyone = ranks.run(spec.world_size, examined, spec, 3)
+    assert all(each == everyone[0] for each in everyone)
+    (found, *_) = everyone
+    assert found.culprit is None and not found.departures
+    assert found.steps == 3
+    checks = {check.name: check for check in found.checks}
+    clipped = {"gradient norm"} if spec.optimizer.clip else set()
+    wanted = COMPARED if spec.optimizer.name != "muon" else COMPARED - {"step counter"}
+    assert wanted | clipped <= checks.keys()
+    assert all(check.holds and check.measured < TOLERANCE for check in found.checks)

@@ -1,0 +1,90 @@
+"""What a departure is told from: where a shard lies in its tensor, where a rank is in its mesh, and
+what a difference looks like that comes of a dtype or of one bit."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from ptrain.selection.recompute import settled
+from ptrain.spec.axis import Axis
+from ptrain.spec.load import load
+from ptrain.spec.spec import Spec
+from ptrain.verification.causes.rounding import flipped_bit, rounded_to
+from ptrain.verification.parts import Part, part_of, relative
+from ptrain.verification.places import coordinates, data_place, line
+
+
+def _spec() -> Spec:
+    axes = ("mesh={dp_replicate: 2, dp_shard: 2, tp: 2}", "placement.dp_replicate=ddp")
+    return settled(load("tp-zero3", axes))
+
+
+def test_a_rank_is_at_its_row_major_place() -> None:
+    assert coordinates(_spec(), 5) == {Axis.DP_REPLICATE: 1, Axis.DP_SHARD: 0, Axis.TP: 1}
+    assert [data_place(_spec(), rank) for rank in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
+def test_a_line_is_the_ranks_that_differ_along_its_axes_alone() -> None:
+    assert line(_spec(), 5, Axis.TP) == (4, 5)
+    assert line(_spec(), 5, Axis.DP_REPLICATE, Axis.DP_SHARD) == (1, 3, 5, 7)
+    assert line(_spec(), 5) == (5,)
+
+
+@pytest.mark.parametrize(
+    ("shape", "place", "expected"),
+    [
+        ((7, 4), 0, Part((0, 0), (7, 4))),
+        ((7, 4), 1, Part((0, 0), (7, 4))),
+        ((4, 4), 0, Part((0, 0), (4, 4))),  # 7 rows over 2 ranks: 4 and 3, as torch.chunk has it
+        ((3, 4), 1, Part((4, 0), (3, 4))),
+        ((4, 4), 1, None),
+        ((7, 2), 1, Part((0, 2), (7, 2))),
+        ((7, 1), 0, None),
+        ((7,), 0, None),
+    ],
+)
+def test_a_plain_tensor_is_the_part_that_its_shape_and_place_say(
+    shape: tuple[int, ...], place: int, expected: Part | None
+) -> None:
+    assert part_of(torch.zeros(shape), torch.Size((7, 4)), degree=2, place=place) == expected
+
+
+def test_a_part_is_a_view_of_the_whole() -> None:
+    whole = torch.arange(12.0).view(3, 4)
+    assert Part((1, 2), (2, 2)).of(whole).tolist() == [[6.0, 7.0], [10.0, 11.0]]
+
+
+def test_a_difference_is_relative_to_what_is_expected_or_to_what_is_usual() -> None:
+    expected = torch.tensor([3.0, 4.0])
+    assert relative(expected + torch.tensor([0.0, 0.5]), expected) == 0.1
+    assert relative(torch.tensor([1e-9]), torch.tensor([0.0])) == math.inf
+    assert relative(torch.tensor([1e-9]), torch.tensor([0.0]), least=1.0) == pytest.approx(1e-9)
+    assert relative(torch.tensor([math.nan]), torch.tensor([1.0])) == math.inf
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_the_rounding_of_a_dtype_is_known_by_its_values_and_by_its_size(dtype: torch.dtype) -> None:
+    expected = torch.randn(4096, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    rounded = expected.to(dtype).double()
+    name = str(dtype).removeprefix("torch.")
+    assert rounded_to(rounded, expected) == name
+    assert rounded_to((rounded * 1.7 + rounded) / 2.7, expected) == name  # no longer representable
+    assert rounded_to(expected * (1 + 1e-15), expected) == ""
+    assert rounded_to(expected * 2, expected) == ""
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_any_flipped_bit_is_told_with_its_place(dtype: torch.dtype) -> None:
+    width = 8 * dtype.itemsize
+    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+    expected = torch.linspace(0.3, 2.0, 9).to(dtype)
+    for bit in range(width):
+        found = expected.clone()
+        mask = 1 << bit if bit < width - 1 else -(1 << bit)
+        found.view(integers)[4] ^= mask
+        assert flipped_bit(found, expected) == bit
+    assert flipped_bit(expected * 3, expected) is None
+    assert flipped_bit(expected, expected) is None
