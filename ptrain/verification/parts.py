@@ -28,8 +28,8 @@ class Part:
 
 
 def held(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank has of it."""
-    return local(tensor.detach())
+    """What this rank has of it, where the reference is: on the CPU."""
+    return local(tensor.detach()).cpu()
 
 
 def part_of(
