@@ -87,16 +87,17 @@ def reduce_scatter(
 
 
 class TaggedAllGather(AllGather):
-    """FSDP2's all-gather, with its buffers tagged as parameters."""
+    """FSDP2's all-gather of a unit, with its buffers tagged as its parameters."""
 
-    def __init__(self, registry: Registry) -> None:
+    def __init__(self, registry: Registry, name: str) -> None:
         self.registry = registry
+        self.name = name
 
     def allocate(
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
         buffer = torch.empty(*size, dtype=dtype, device=device)
-        return self.registry.tag(buffer, State.PARAMETERS)
+        return self.registry.tag(buffer, State.PARAMETERS, name=self.name)
 
     def __call__(
         self,
@@ -105,7 +106,7 @@ class TaggedAllGather(AllGather):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> dist.Work | None:
-        self.registry.tag(output_tensor, State.PARAMETERS)
+        self.registry.tag(output_tensor, State.PARAMETERS, name=self.name)
         work: dist.Work | None = _all_gather(
             output_tensor, input_tensor, group=group, async_op=async_op
         )
@@ -113,21 +114,23 @@ class TaggedAllGather(AllGather):
 
 
 class TaggedReduceScatter(ReduceScatter):
-    """FSDP2's reduce-scatter, native or by exchange, with its buffers tagged as gradients. On an
-    accelerator FSDP2 has a stream for it; `is_awaited`: nothing else is issued until it is over."""
+    """FSDP2's reduce-scatter of a unit, native or by exchange, with its buffers tagged as its
+    gradients. On an accelerator FSDP2 has a stream for it; `is_awaited`: nothing else is issued
+    until it is over."""
 
     def __init__(
-        self, via: ReduceScatterVia, registry: Registry, *, is_awaited: bool = False
+        self, via: ReduceScatterVia, registry: Registry, name: str, *, is_awaited: bool = False
     ) -> None:
         self.via = via
         self.registry = registry
+        self.name = name
         self.is_awaited = is_awaited
 
     def allocate(
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
         buffer = torch.empty(*size, dtype=dtype, device=device)
-        return self.registry.tag(buffer, State.GRADIENTS)
+        return self.registry.tag(buffer, State.GRADIENTS, name=self.name)
 
     def __call__(
         self,

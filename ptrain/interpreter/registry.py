@@ -18,11 +18,12 @@ from ptrain.costs import Collective, Phase, State
 class Tag:
     """`substitute` names the collective that an exchange stands for (a reduce-scatter executed
     as all-to-all and a local sum). `phase`: of a step, where what is sent belongs to another one
-    than the sender has come to."""
+    than the sender has come to. `name`: of the unit whose state it is, where that is known."""
 
     state: State
     substitute: Collective | None = None
     phase: Phase | None = None
+    name: str = ""
 
 
 class Registry:
@@ -37,13 +38,17 @@ class Registry:
         state: State,
         substitute: Collective | None = None,
         phase: Phase | None = None,
+        name: str = "",
     ) -> torch.Tensor:
-        """Remember that this tensor's storage holds `state`; returns the tensor."""
+        """Remember that this tensor's storage holds `state`; returns the tensor. A name that it
+        had stays."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key not in self._tags:
             weakref.finalize(storage, self._tags.pop, key, None).atexit = False
-        self._tags[key] = Tag(state, substitute, phase)
+        elif not name:
+            name = self._tags[key].name
+        self._tags[key] = Tag(state, substitute, phase, name)
         return tensor
 
     def of(self, tensor: torch.Tensor) -> Tag | None:

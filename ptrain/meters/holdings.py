@@ -92,7 +92,7 @@ def counters(program: Program) -> dict[str, int]:
     for target, tensors in program.update.tensors():
         count = tensors.get(COUNTER)
         if count is not None and not count.is_meta:
-            names.append(_canonical(program, _names(target)[0]))
+            names.append(_canonical(program, names_of(target)[0]))
             counts.append(local(count).to(torch.float64).reshape(()))
     if not counts:
         return {}
@@ -232,7 +232,8 @@ def _cut(tensor: torch.Tensor) -> str | None:
     return ",".join(f"{name}={at}" for name, at, how in cuts if not how.is_replicate())
 
 
-def _names(target: Target) -> list[str]:
+def names_of(target: Target) -> list[str]:
+    """Of the tensors that a target stands for, as its stage has them."""
     match target:
         case FlatTarget():
             return [name for name, _ in target.unit.parameters.named]
@@ -265,6 +266,22 @@ def stale_copies(program: Program) -> Iterator[tuple[str, str]]:
                     _canonical(program, name),
                     f"is not the {dtypes[0]} copy of its {dtypes[1]} master",
                 )
+
+
+def storages_by_name(program: Program) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors on whose storages parameters, their gradients and their optimizer state lie now, each
+    by name of every tensor that is there; a unit's lie on one."""
+    for target, tensors in program.update.tensors():
+        held: list[torch.Tensor] = [tensor for tensor in tensors.values() if not tensor.is_meta]
+        match target:
+            case FlatTarget() | FlatTensorTarget():
+                unit = target.unit
+                held += [unit.parameters.stored, unit.parameters.whole, *unit.gradients.held()]
+            case TensorTarget():
+                own = (target.parameter.detach(), target.parameter.grad)
+                held += [local(tensor) for tensor in own if tensor is not None]
+        for name in names_of(target):
+            yield from ((_canonical(program, name), tensor) for tensor in held)
 
 
 def _with_master(

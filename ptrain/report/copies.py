@@ -195,13 +195,13 @@ def _sentence(
     first: Departure, ranks: tuple[int, ...], between: tuple[int, ...], last_good: int | None
 ) -> str:
     others = tuple(rank for rank in between if rank not in ranks)
-    against = f"{_listed(others)} agree" if others else "no two of them agree, or as many as not"
-    who = f"{first.subject} {first.name} of {_listed(ranks)}: {first.told or DIFFERS} ({against}"
+    against = f"{listed(others)} agree" if others else "no two of them agree, or as many as not"
+    who = f"{first.subject} {first.name} of {listed(ranks)}: {first.told or DIFFERS} ({against}"
     known = "" if last_good is None else f"; all agreed after step {last_good}"
     return f"{who}{known}). {_REMEDIES.get(first.subject, _FLIPPED)}"
 
 
-def _listed(ranks: Sequence[int]) -> str:
+def listed(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) != 1)} {', '.join(map(str, ranks))}"
 
 

@@ -48,12 +48,13 @@ class FullyShardedWrap(ParameterWrap):
                 )
             assert isinstance(members[0], FSDPModule)
             self.sharded.append(members[0])
-        for module in self.sharded:
+        for module, modules in zip(self.sharded, plan.units, strict=True):
+            name, waits = modules[0] or "root", not step.overlaps
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-            module.set_custom_all_gather(TaggedAllGather(registry))
+            module.set_custom_all_gather(TaggedAllGather(registry, name))
             module.set_custom_reduce_scatter(
-                TaggedReduceScatter(step.reduce_scatter, registry, is_awaited=not step.overlaps)
+                TaggedReduceScatter(step.reduce_scatter, registry, name, is_awaited=waits)
             )
             for group in parameter_groups(module):
                 _name_smaller_group(group, step, mesh)

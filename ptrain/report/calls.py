@@ -1,0 +1,140 @@
+"""What the ranks of a group called, in order, and where they first differ. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ptrain.report.copies import listed
+from ptrain.report.finding import Culprit, Departure, Moment, Subject, Way
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One collective as one rank issued it. `reduces` by SUM, MAX …, "" where nothing is reduced;
+    `carries`: state and tensors, as far as they are known; `when` in the step; `result`: a digest
+    of what all ranks of the group must have got alike, "" where they do not."""
+
+    operator: str
+    reduces: str = ""
+    dtype: str = ""
+    numel: int = 0
+    carries: str = ""
+    when: str = ""
+    result: str = ""
+    moment: Moment = Moment.START
+
+    def plain(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def of(cls, plain: Mapping[str, Any]) -> Call:
+        return cls(**{**plain, "moment": Moment(plain["moment"])})
+
+
+# Compared in this order: what comes first explains what comes after it.
+_FIELDS = (
+    ("operator", Way.VALUE),
+    ("reduces", Way.VALUE),
+    ("dtype", Way.DTYPE),
+    ("numel", Way.SHAPE),
+    ("carries", Way.VALUE),
+    ("when", Way.VALUE),
+)
+OVER = " over "
+ANOTHER_RESULT = "another result of one call"
+
+
+def differing(axes: str, ledgers: Mapping[int, Sequence[Call]], step: int) -> Iterator[Departure]:
+    """Of one group's ranks: where they first differ, one for each rank that is not with the most;
+    for each rank where no such majority is."""
+    longest = max(map(len, ledgers.values()), default=0)
+    for index in range(longest):
+        calls = {
+            rank: ledger[index] if index < len(ledger) else None for rank, ledger in ledgers.items()
+        }
+        if len(counts := Counter(calls.values())) > 1:
+            yield from _at(axes, index, calls, counts, step)
+            return
+
+
+def _at(
+    axes: str,
+    index: int,
+    calls: Mapping[int, Call | None],
+    counts: Counter[Call | None],
+    step: int,
+) -> Iterator[Departure]:
+    (usual, most), (_, next_most) = counts.most_common(2)
+    has_majority = most > next_most
+    for rank, call in calls.items():
+        if has_majority and call == usual:
+            continue
+        other = usual if has_majority else next(each for each in counts if each != call)
+        known = call or other
+        assert known is not None
+        way, told = _told(call, other)
+        carried = f" ({known.carries})" if known.carries else ""
+        yield Departure(
+            step=step,
+            moment=known.moment,
+            subject=Subject.COLLECTIVE,
+            name=f"{known.operator} #{index}{OVER}{axes}{carried}",
+            rank=rank,
+            way=way,
+            index=index,
+            between=tuple(sorted(calls)),
+            told=told,
+        )
+
+
+def _told(call: Call | None, other: Call | None) -> tuple[Way, str]:
+    if call is None or other is None:
+        return Way.MISSING, "is not called" if call is None else "is called here alone"
+    for field, way in _FIELDS:
+        mine, its = getattr(call, field), getattr(other, field)
+        if mine != its:
+            return way, f"{_word(mine, field)} for {_word(its, field)}"
+    return Way.VALUE, ANOTHER_RESULT
+
+
+def _word(value: object, field: str) -> str:
+    if field == "numel":
+        return f"{value} elements"
+    return str(value) or "nothing known"
+
+
+def culprit(departures: Sequence[Departure]) -> Culprit | None:
+    """Of the first call that differs."""
+    if not departures:
+        return None
+    first = departures[0]
+    same = [
+        each for each in departures if (each.index, each.between) == (first.index, first.between)
+    ]
+    ranks = tuple(sorted({each.rank for each in same}))
+    others = tuple(rank for rank in first.between if rank not in ranks)
+    against = f"{listed(others)} agree" if others else "no majority of the ranks agrees"
+    return Culprit(
+        state=Subject.COLLECTIVE,
+        axis=first.name.partition(OVER)[2].partition(" ")[0],
+        factor=first.told,
+        place=first.name,
+        step=first.step,
+        ranks=ranks,
+        sentence=f"{first.name} of {listed(ranks)}: {first.told} ({against}). {_remedy(first)}",
+    )
+
+
+def _remedy(first: Departure) -> str:
+    if first.told == ANOTHER_RESULT:
+        return (
+            "All called alike and got different numbers: the backend, the link or the memory of "
+            "that rank is at fault, or something wrote to the buffer before all had it"
+        )
+    return (
+        "Every rank of a group must issue the same collectives on it, in the same order: look for "
+        "a branch on the rank, a hook that is missing there or an order that follows a set"
+    )
