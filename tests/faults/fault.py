@@ -37,7 +37,7 @@ class Setting:
     model: str = "llama"
     shape: Mapping[str, Any] = field(default_factory=dict)
     layout: str = "fp32"
-    accumulate: int = 2
+    accumulate: int = 3  # no degree of a mesh, so that a factor has one meaning
     micro: int = 1
     sections: Mapping[str, Any] = field(default_factory=dict)
 

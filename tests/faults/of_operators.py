@@ -10,11 +10,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
 from torch.distributed.tensor import DTensor, Replicate
 
+from ptrain.axes.data.fully_sharded import parameter_groups
 from ptrain.axes.pipeline.staged import Staged
 from ptrain.axes.tensor.randomness import OwnRandomness
-from ptrain.interpreter.comm import TaggedAllGather
 from ptrain.interpreter.program import Program
 from ptrain.report.finding import Subject
 from ptrain.spec.axis import Axis
@@ -126,8 +127,9 @@ def no_mask_on_one_rank(program: Program) -> None:
 
 def masks_shared_within(program: Program) -> None:
     """Heads of different ranks drop alike: within a cut sub-block the ranks have one generator."""
-    own = owner_of_hook(modules(program, r"blocks\.0\.attention")[0], OwnRandomness)
-    own.index = 0
+    if program.spec.model.dropout:  # else there is none
+        own = owner_of_hook(modules(program, r"blocks\.0\.attention")[0], OwnRandomness)
+        own.index = 0
 
 
 def _drawn_as(program: Program, index: int) -> None:
@@ -158,8 +160,14 @@ def tied_not_summed(program: Program) -> None:
     program.wrapped._sum_shared = lambda: None
 
 
-class _Turned(TaggedAllGather):
+class _Turned(AllGather):
     """The ranks' shards in the reverse order."""
+
+    def __init__(self, inner: AllGather) -> None:
+        self.inner = inner
+
+    def allocate(self, *size: Any, **kind: Any) -> torch.Tensor:
+        return self.inner.allocate(*size, **kind)
 
     def __call__(
         self,
@@ -168,7 +176,7 @@ class _Turned(TaggedAllGather):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> None:
-        super().__call__(output_tensor, input_tensor, group)
+        self.inner(output_tensor, input_tensor, group)
         output_tensor.copy_(output_tensor.view(group.size(), -1).flip(0).reshape(-1))
 
 
@@ -176,7 +184,8 @@ def gathered_in_wrong_order(program: Program) -> None:
     """Shards come out of one unit's all-gather in another order than they went in."""
     (block,) = modules(program, r"blocks\.1")
     assert isinstance(block, FSDPModule)
-    block.set_custom_all_gather(_Turned(program.registry))
+    (group,) = parameter_groups(block)
+    block.set_custom_all_gather(_Turned(group._all_gather_comm))
 
 
 def one_rank_in_fp32(program: Program) -> None:
@@ -217,7 +226,7 @@ FAULTS = (
         plant=norms_summed_three_times,
         subjects=(Subject.GRADIENTS,),
         axis="tp",
-        factor=r"x 4|x tp",
+        factor="× 4",
         place="norm",
     ),
     Fault(
@@ -235,7 +244,7 @@ FAULTS = (
         plant=bias_on_every_rank,
         subjects=(Subject.GRADIENTS, Subject.ACTIVATIONS),
         axis="tp",
-        factor=r"x 2|x tp",
+        factor="× 2",
         place=r"mlp\.down\.bias",
     ),
     Fault(

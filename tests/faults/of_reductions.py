@@ -18,7 +18,7 @@ from ptrain.interpreter.program import Program
 from ptrain.report.finding import Subject
 from ptrain.spec.axis import Axis
 from tests.faults.fault import Fault, Setting
-from tests.faults.of_batches import DDP, ZERO2, ZERO3
+from tests.faults.of_batches import DDP, TP, ZERO2, ZERO3
 from tests.faults.planting import (
     FAULTY_STEP,
     after_reduction,
@@ -237,7 +237,7 @@ FAULTS = (
         plant=averaged_sums,
         subjects=(Subject.GRADIENTS,),
         axis="dp_shard",
-        factor=r"x 1/2|1/dp",
+        factor="÷ 2",
     ),
     Fault(
         name="SUM for AVG in one unit",
@@ -245,7 +245,7 @@ FAULTS = (
         plant=sum_for_average,
         subjects=(Subject.GRADIENTS, Subject.LOSS),
         axis="dp_shard",
-        factor=r"x 2|x dp",
+        factor="× 2",
     ),
     Fault(
         name="gradient times dp: reduced twice",
@@ -253,14 +253,14 @@ FAULTS = (
         plant=reduced_twice,
         subjects=(Subject.GRADIENTS,),
         axis="dp_replicate",
-        factor=r"x 2|x dp",
+        factor="× 2",
     ),
     Fault(
         name="a hook that fires twice",
         setting=ZERO2,
         plant=hook_twice,
         subjects=(Subject.GRADIENTS,),
-        factor=r"x 2|twice",
+        factor="× 2|twice",
         place=r"blocks\.0",
     ),
     Fault(
@@ -279,7 +279,7 @@ FAULTS = (
     ),
     Fault(
         name="gradients zeroed within the accumulation",
-        setting=Setting(mesh={"tp": 2}, accumulate=3),
+        setting=TP,
         plant=zeroed_within_accumulation,
         subjects=(Subject.GRADIENTS,),
         factor="micro-batch",
@@ -289,7 +289,7 @@ FAULTS = (
         setting=ZERO2,
         plant=scaled_down,
         subjects=(Subject.GRADIENTS,),
-        factor=r"x 1/3|1/K",
+        factor="÷ 3",
     ),
     Fault(
         name="never reduced: no synchronization on the last micro-batch",

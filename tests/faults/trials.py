@@ -1,0 +1,90 @@
+"""A fault before the court: the whole protocol on a program in which it is planted, and whether the
+verdict says what is wrong."""
+
+from __future__ import annotations
+
+import re
+import time
+from dataclasses import dataclass
+
+from ptrain.interpreter.program import Program, interpret
+from ptrain.interpreter.world import World
+from ptrain.report.finding import Culprit
+from ptrain.report.record import Check
+from ptrain.spec.spec import Spec
+from ptrain.train.exchange import Exchange
+from ptrain.verification.protocol import Asked, Verification, verify_here
+from tests.faults.catalogue import FAULTS
+from tests.faults.fault import Fault
+from tests.ranks import Ranks
+
+STEPS = 10  # of trajectories: a fault that nothing before them finds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """What rank 0 was told of one fault."""
+
+    fault: str
+    culprit: Culprit | None
+    failing: tuple[Check, ...]
+    seconds: float
+
+    @property
+    def of(self) -> Fault:
+        return FAULTS[self.fault]
+
+    @property
+    def caught(self) -> bool:
+        return bool(self.failing)
+
+    @property
+    def localised(self) -> bool:
+        """The first module or tensor that is named is the one that was tampered with; where the
+        fault is in no one tensor, the state is the right one."""
+        if self.culprit is None or self.culprit.state not in self.of.subjects:
+            return False
+        return bool(re.search(self.of.place, self.culprit.place))
+
+    @property
+    def named(self) -> bool:
+        """State, axis and factor."""
+        culprit = self.culprit
+        if culprit is None or culprit.state not in self.of.subjects:
+            return False
+        on_axis = not self.of.axis or bool(re.fullmatch(self.of.axis, culprit.axis))
+        return on_axis and bool(re.search(self.of.factor, culprit.factor))
+
+    @property
+    def line(self) -> str:
+        """The culprit in one line, or the check that fails."""
+        if self.culprit is not None:
+            return str(self.culprit).partition("\n")[0].removeprefix("culprit: ")
+        return f"{self.failing[0].name}: {self.failing[0].why}" if self.failing else "holds"
+
+
+def verified(name: str) -> Verification:
+    """On this rank of a pool."""
+    fault = FAULTS[name]
+    spec = fault.setting.spec()
+    world = World.join(spec.timeout)
+
+    def make(each: Spec, world: World) -> Program:
+        program = interpret(each, world=world, allow_import=True)
+        fault.plant(program)
+        return program
+
+    exchange = Exchange(world)
+    return verify_here(spec, world, exchange, Asked(steps=STEPS), make=make)
+
+
+def tried(ranks: Ranks, name: str) -> Trial:
+    """On a pool of as many ranks as the fault's mesh has."""
+    began = time.perf_counter()
+    told: Verification = ranks.run(FAULTS[name].setting.world, verified, name)[0]
+    return Trial(
+        fault=name,
+        culprit=told.culprit,
+        failing=tuple(check for check in told.checks if not check.holds),
+        seconds=time.perf_counter() - began,
+    )
