@@ -23,10 +23,11 @@ VERBS = {
     "predict": "memory and traffic of specs, before anything runs",
     "plan": "the steps that will wrap the model, as text",
     "validate": "run a few steps and compare what was predicted with what was measured",
+    "verify": "run against one device: gradients, state, trajectory, and whose fault it is",
     "specs": "list the named specs, or show one",
     "schema": "the JSON Schema of specs, for editors",
 }
-NOT_YET = ("verify", "simulate", "select", "convert", "report", "compare", "doctor", "launch")
+NOT_YET = ("simulate", "select", "convert", "report", "compare", "doctor", "launch")
 WRONG_INPUT, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
 
 

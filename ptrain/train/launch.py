@@ -47,10 +47,16 @@ class Interrupts:
 
 
 def launch(
-    argv: Sequence[str], *, num_ranks: int, folder: RunFolder, parts: Sequence[str] = ()
+    argv: Sequence[str],
+    *,
+    num_ranks: int,
+    folder: RunFolder,
+    parts: Sequence[str] = (),
+    module: str = "ptrain.train",
 ) -> int:
-    """Run `python -m ptrain.train ARGV` on every rank; the exit code of the job. `parts`: what of
-    the model each rank has, for messages.
+    """Run `python -m MODULE ARGV` on every rank; the exit code of the job. `parts`: what of the
+    model each rank has, for messages. A module whose exit code is 1, a failed verdict, has written
+    the folder's summary.
 
     Raises RankFailed, naming the rank, when one died, hung or raised.
     """
@@ -61,7 +67,7 @@ def launch(
         meeting = Meeting(address=address, port=port, descriptor=listener.fileno())
         ranks: list[Rank] = []
         try:
-            ranks = start(argv, num_ranks=num_ranks, meeting=meeting, folder=folder)
+            ranks = start([module, *argv], num_ranks=num_ranks, meeting=meeting, folder=folder)
             for rank, part in zip(ranks, parts, strict=False):
                 rank.has = part
             listener.close()  # rank 0 has its own copy; clients must see it go

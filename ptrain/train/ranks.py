@@ -65,10 +65,11 @@ class Rank:
 
 
 def start(
-    argv: Sequence[str], *, num_ranks: int, meeting: environment.Meeting, folder: RunFolder
+    words: Sequence[str], *, num_ranks: int, meeting: environment.Meeting, folder: RunFolder
 ) -> list[Rank]:
-    """Start all ranks. Their errors go to their logs; rank 0 keeps our standard output."""
-    return [_start(argv, rank, num_ranks, meeting, folder) for rank in range(num_ranks)]
+    """Start all ranks, `python -m WORDS`. Their errors go to their logs; rank 0 keeps our standard
+    output."""
+    return [_start(words, rank, num_ranks, meeting, folder) for rank in range(num_ranks)]
 
 
 def end(ranks: Sequence[Rank], grace: float = 3.0) -> None:
@@ -97,7 +98,7 @@ def wait(ranks: Iterable[Rank], seconds: float) -> bool:
 
 
 def _start(
-    argv: Sequence[str],
+    words: Sequence[str],
     rank: int,
     num_ranks: int,
     meeting: environment.Meeting,
@@ -108,7 +109,7 @@ def _start(
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     try:
         process = subprocess.Popen(
-            [sys.executable, "-m", "ptrain.train", *argv],
+            [sys.executable, "-m", *words],
             env=environment.rank_environment(rank, num_ranks, meeting, error_file),
             stdin=subprocess.DEVNULL,
             stdout=None if rank == 0 else descriptor,

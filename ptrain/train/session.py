@@ -251,7 +251,8 @@ def _conclude(
 def _end(session: Session) -> str:
     """What follows the verdict on its line: where the run is, and what to do next."""
     path = shown(session.folder.path)
-    return f" · {path} · next: ptrain validate {path}/spec.resolved.yaml"
+    allowed = " --allow-import" if session.options.allow_import else ""
+    return f" · {path} · next: ptrain verify {path}{allowed}"
 
 
 def _run_figures(session: Session, outcome: Outcome) -> dict[str, object]:

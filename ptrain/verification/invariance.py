@@ -4,7 +4,6 @@ reference in between."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ import torch
 from torch import Tensor
 
 from ptrain.data.corpus import corpus
-from ptrain.errors import refused
 from ptrain.interpreter.world import World
 from ptrain.report.record import Check
 from ptrain.spec.spec import Spec
@@ -29,11 +27,10 @@ from ptrain.verification.whole import whole
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Account:
-    """What a run in fp64 leaves for a comparison with another mesh: `gradients` of step 0 by name,
-    the losses, and what the spec must have in common with the other's."""
+    """What a run in fp64 leaves for a comparison with another mesh: the losses, and the `gradients`
+    of step 0 by name."""
 
     name: str
-    common: dict[str, str]
     losses: tuple[float, ...]
     gradients: dict[str, Tensor]
 
@@ -56,18 +53,10 @@ def in_micro_batches(
     return (_check(name, difference, FP64_GRADIENT, "the gradient of step 0"),), ""
 
 
-def common(spec: Spec) -> dict[str, str]:
-    """What two specs must have alike to be the same training, as text."""
-    shape = {"model": spec.model, "optimizer": spec.optimizer, "data": spec.data}
-    batch = {"batch.global": spec.batch.global_samples, "batch.sequence": spec.batch.sequence}
-    return {key: str(value) for key, value in (shape | batch | {"seed": spec.train.seed}).items()}
-
-
 def write(path: Path, spec: Spec, run: Run) -> None:
     """By one rank: `run` is alike on all."""
     plain: dict[str, Any] = {
         "name": spec.name,
-        "common": common(spec),
         "losses": run.trajectory.losses,
         "gradients": {name: each.contiguous() for name, each in run.gradients.items()},
     }
@@ -90,14 +79,6 @@ def against(spec: Spec, run: Run, other: Account) -> tuple[Check, ...]:
         _check(f"{title}: gradient of step 0", gradient, FP64_GRADIENT, "the gradient of step 0"),
         _check(f"{title}: loss of every step", worst, FP64.of_loss(0), "the losses' maximum"),
     )
-
-
-def require_alike(one: Mapping[str, str], other: Mapping[str, str], place: str) -> None:
-    """Raises SpecError for two specs that are not the same training."""
-    for key, value in one.items():
-        if other[key] != value:
-            finding = f"{key} is {other[key][:200]} there, and {value[:200]} here"
-            raise refused(place, finding, "give a spec that differs in mesh and placement alone")
 
 
 def _check(name: str, measured: float, tolerance: float, what: str) -> Check:

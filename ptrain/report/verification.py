@@ -1,0 +1,70 @@
+"""What a verification found, as a record and as text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from ptrain.report.finding import Culprit, Departure
+from ptrain.report.record import Check, record, verdict_line
+
+_MOST = 20  # departures that a record tells of; the first explain the others
+_WIDTH = 46  # of a check's name
+
+
+def as_record(
+    name: str,
+    checks: Sequence[Check],
+    *,
+    culprit: Culprit | None = None,
+    departures: Sequence[Departure] = (),
+    **more: object,
+) -> dict[str, object]:
+    """The result record (`report.record`), with the culprit, what departs first and `more`."""
+    return record(name, (), checks=checks) | {
+        "culprit": culprit.plain() if culprit else None,
+        "departures": [each.plain() for each in departures[:_MOST]],
+        "num_departures": len(departures),
+        **more,
+    }
+
+
+def stage_text(name: str, checks: Sequence[Check], seconds: float) -> str:
+    """A line for the stage and one for each check that compares; those that only ask whether a run
+    is alive are one line, unless they fail."""
+    held = sum(check.holds for check in checks)
+    lines = [f"{name:<{_WIDTH + 2}}{f'{held} of {len(checks)}':>14}{seconds:>28.1f} s"]
+    lines += [_line(check) for check in checks if check.predicted is not None or not check.holds]
+    alive = [check for check in checks if check.predicted is None and check.holds]
+    if alive:
+        lines.append(_cells("reference and run finite, moving and learning", f"{len(alive)} hold"))
+    return "\n".join(lines)
+
+
+def end_text(
+    checks: Sequence[Check], *, torch: str, culprit: Culprit | None, notes: Sequence[str]
+) -> str:
+    """Notes, the verdict, and whose fault it is."""
+    lines = [f"note: {note}" for note in notes]
+    lines.append(verdict_line(checks, torch=torch))
+    if culprit is not None:
+        lines.append(str(culprit))
+    return "\n".join(lines)
+
+
+def _line(check: Check) -> str:
+    found, allowed = check.measured, check.tolerance
+    if isinstance(check.predicted, int) and check.predicted:
+        cells = f"{found} of {check.predicted}", ""
+    else:
+        cells = _number(found), f"<= {_number(allowed)}" if check.predicted is not None else ""
+    end = "" if check.holds else f"  fails: {check.why}"
+    return _cells(check.name, *cells) + end
+
+
+def _cells(name: str, found: str, allowed: str = "") -> str:
+    return f"  {name:<{_WIDTH}}{found:>14}{allowed:>14}".rstrip()
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2g}" if math.isfinite(value) else str(value)

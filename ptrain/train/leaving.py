@@ -1,0 +1,58 @@
+"""How a rank ends: without the interpreter's exit handlers, with an exit code that says why.
+
+A gloo process may abort in the interpreter's exit handlers after everything went well (7 of 12
+in one script), so a rank leaves by `os._exit` once its group is destroyed and its output flushed.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from types import TracebackType
+from typing import NoReturn
+
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from ptrain.errors import PtrainError, RankFailed
+from ptrain.train import environment
+
+_LET_RANK_0_SPEAK = 2.0  # seconds: torchrun ends all ranks as soon as one has gone
+
+
+def live(run: Callable[[], int]) -> NoReturn:
+    """The rank's whole life: `run`, and then the end."""
+    sys.excepthook = _leave_failed
+    leave(coded(run))
+
+
+def coded(run: Callable[[], int]) -> int:
+    """The exit code of `run`. What the user got wrong is printed; what a rank raises propagates,
+    once torch's @record has written it to the error file that a launcher asked for."""
+    try:
+        return int(record(run)() or 0)
+    except RankFailed:
+        raise
+    except PtrainError as error:
+        if environment.is_first():
+            print(error, file=sys.stderr)
+        else:
+            time.sleep(_LET_RANK_0_SPEAK)
+        return error.exit_code
+
+
+def leave(code: int) -> NoReturn:
+    """Without the interpreter's exit handlers."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _leave_failed(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> NoReturn:
+    """The excepthook of a rank: its traceback, and the exit code that says that a rank failed."""
+    traceback.print_exception(kind, error, trace)
+    leave(RankFailed.exit_code)

@@ -1,0 +1,13 @@
+"""`python -m ptrain.verification SPEC [a.b=c …]`: one rank of a verification, under torchrun, under
+`ptrain verify`, or alone."""
+
+from __future__ import annotations
+
+import sys
+
+from ptrain.train.leaving import live
+from ptrain.verification.options import parse
+from ptrain.verification.session import run
+
+if __name__ == "__main__":
+    live(lambda: run(parse(sys.argv[1:])))

@@ -1,0 +1,25 @@
+"""What two specs must have in common to be one training on two meshes. Torch-free: wrong input is
+refused before a rank starts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ptrain.errors import refused
+from ptrain.spec.spec import Spec
+
+
+def common(spec: Spec) -> dict[str, str]:
+    """As text, by key of the spec."""
+    shape = {"model": spec.model, "optimizer": spec.optimizer, "data": spec.data}
+    batch = {"batch.global": spec.batch.global_samples, "batch.sequence": spec.batch.sequence}
+    rest = {"train.seed": spec.train.seed}
+    return {key: str(value) for key, value in (shape | batch | rest).items()}
+
+
+def require_alike(one: Mapping[str, str], other: Mapping[str, str], place: str) -> None:
+    """Raises SpecError for two specs that are not the same training."""
+    for key, value in one.items():
+        if other[key] != value:
+            finding = f"{key} is {other[key][:120]} there, and {value[:120]} here"
+            raise refused(place, finding, "give a spec that differs in mesh and placement alone")

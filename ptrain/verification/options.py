@@ -1,0 +1,106 @@
+"""The command line of a verification, shared by `ptrain verify` and `python -m
+ptrain.verification`. Torch-free."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ptrain.errors import refused
+from ptrain.spec.names import SPEC_FOLDERS, canonical, listing, names
+from ptrain.spec.overrides import split_arguments
+from ptrain.train.options import dotlist
+
+STEPS, LEAST_STEPS = 100, 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """One spec on its ranks. `folder` is the private one of the command that started them: logs,
+    and the record, which is printed otherwise. `references` keeps what specs of one command share,
+    `account` is where the run is left for another mesh (and nothing is verified), `against` where
+    the other mesh left its own."""
+
+    spec: str
+    overrides: tuple[str, ...] = ()
+    steps: int = STEPS
+    every_collective: bool = False
+    json: bool = False
+    allow_import: bool = False
+    folder: Path | None = None
+    references: Path | None = None
+    account: Path | None = None
+    compare: Path | None = None
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What the user says, without specs and `--json`."""
+    add = parser.add_argument
+    add(
+        "--steps",
+        type=int,
+        default=STEPS,
+        metavar="N",
+        help=f"steps of each trajectory (default {STEPS})",
+    )
+    add(
+        "--every-collective",
+        action="store_true",
+        help="hash what every collective leaves, over its group",
+    )
+    add("--allow-import", action="store_true", help="let the spec's `target:` import code")
+
+
+def require_steps(steps: int) -> None:
+    """Raises SpecError for a trajectory that shows nothing."""
+    if steps < LEAST_STEPS:
+        finding = f"a trajectory takes {LEAST_STEPS} steps at least; got {steps}"
+        raise refused("--steps", finding, f"write --steps {STEPS}, or leave it out")
+
+
+def source_of(spec: str) -> str:
+    """A run folder stands for the spec that ran."""
+    resolved = Path(spec) / "spec.resolved.yaml"
+    is_named = canonical(spec) in listing(*SPEC_FOLDERS)
+    return spec if is_named or not resolved.is_file() else str(resolved)
+
+
+def parse(argv: Sequence[str]) -> Options:
+    """Options of a rank; leaves by SystemExit(2) for what it does not know."""
+    parser = argparse.ArgumentParser(
+        prog="python -m ptrain.verification",
+        description="Verify SPEC on the ranks that torchrun started.",
+    )
+    parser.add_argument("words", nargs="*", metavar="SPEC a.b=c")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON, only that")
+    add_arguments(parser)
+    for name in _PATHS:
+        parser.add_argument(f"--{name}", type=Path, help=argparse.SUPPRESS)
+    found = parser.parse_intermixed_args(dotlist(argv))
+    specs, overrides = split_arguments(found.words)
+    if len(specs) > 1:
+        remedy = "`ptrain verify` takes several, and starts the ranks of each"
+        raise refused("", f"these ranks verify one SPEC; got {' and '.join(specs)}", remedy)
+    rest = {name: value for name, value in vars(found).items() if name != "words"}
+    require_steps(found.steps)
+    return Options(spec=specs[0] if specs else names().default, overrides=tuple(overrides), **rest)
+
+
+def to_argv(options: Options) -> list[str]:
+    """The command line that gives these options to a rank."""
+    return [options.spec, *options.overrides, *_said(options)]
+
+
+def _said(options: Options) -> Iterator[str]:
+    yield from ("--steps", str(options.steps))
+    for flag in ("every_collective", "json", "allow_import"):
+        if getattr(options, flag):
+            yield "--" + flag.replace("_", "-")
+    for name in _PATHS:
+        if (path := getattr(options, name)) is not None:
+            yield from (f"--{name}", str(path))
+
+
+_PATHS = ("folder", "references", "account", "compare")

@@ -1,0 +1,111 @@
+"""One rank of `ptrain verify`: read the spec, meet the others, verify, say so."""
+
+from __future__ import annotations
+
+import json
+import platform
+import signal
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+import torch
+import torch.distributed as dist
+
+from ptrain.data.corpus import corpus
+from ptrain.data.sampler import require as require_corpus
+from ptrain.errors import VerdictFailed, refused
+from ptrain.interpreter.world import World
+from ptrain.report.record import Check
+from ptrain.report.verification import as_record, end_text, stage_text
+from ptrain.selection.recompute import settled
+from ptrain.spec.load import load
+from ptrain.spec.model import ExternalModel
+from ptrain.spec.spec import Spec
+from ptrain.train import environment
+from ptrain.train.exchange import Exchange
+from ptrain.train.folder import RunFolder, write_json
+from ptrain.train.heading import header
+from ptrain.verification.options import Options
+from ptrain.verification.protocol import Asked, Verification, account_here, verify_here
+from ptrain.verification.reference import OneDevice
+
+
+def run(options: Options) -> int:
+    """The exit code, equal on all ranks."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing is half written: gone at once
+    size = dist.get_world_size() if dist.is_initialized() else environment.world_size()
+    spec = settled(load(options.spec, options.overrides, world_size=size))
+    if isinstance(spec.model, ExternalModel) and not options.allow_import:
+        finding = f"this would run code of {spec.model.target}"
+        raise refused("model.target", finding, "allow it with --allow-import")
+    with ExitStack() as stack:
+        world = World.join(spec.timeout, device=spec.device, backend=spec.backend)
+        stack.callback(world.close)
+        exchange = Exchange(world)
+        stack.callback(exchange.close)
+        require_corpus(corpus(spec.data), spec)
+        asked = Asked(
+            steps=options.steps,
+            every_collective=options.every_collective,
+            folder=options.references,
+            account=options.account,
+            against=options.compare,
+        )
+        if options.account is not None:
+            account_here(spec, world, exchange, asked)
+            return 0
+        return _verify(spec, world, exchange, asked, options)
+
+
+def _verify(spec: Spec, world: World, exchange: Exchange, asked: Asked, options: Options) -> int:
+    heading = _heading(spec, world) if world.is_first else ""
+    speaks = world.is_first and not options.json
+    if speaks:
+        print(heading, flush=True)
+    found = verify_here(spec, world, exchange, asked, speak=_stage if speaks else None)
+    if world.is_first:
+        result = _record(spec, found, world, asked, heading)
+        if options.folder is not None:
+            write_json(RunFolder(options.folder).summary, result)
+        if options.json and options.folder is None:
+            print(json.dumps(result, indent=2, ensure_ascii=False))
+    if speaks:
+        print(_end(found), flush=True)
+    exchange.barrier()  # no rank ends with a failed verdict before the record says so
+    return 0 if found.holds else VerdictFailed.exit_code
+
+
+def _heading(spec: Spec, world: World) -> str:
+    numel = sum(each.numel() for each in OneDevice(spec).parameters.values())
+    return header(spec, numel=numel, backend=world.backend, device=world.device.type)
+
+
+def _stage(name: str, checks: Sequence[Check], seconds: float) -> None:
+    print(stage_text(name, checks, seconds), flush=True)
+
+
+def _end(found: Verification) -> str:
+    return end_text(found.checks, torch=torch.__version__, culprit=found.culprit, notes=found.notes)
+
+
+def _record(
+    spec: Spec, found: Verification, world: World, asked: Asked, heading: str
+) -> dict[str, object]:
+    return as_record(
+        spec.name,
+        found.checks,
+        culprit=found.culprit,
+        departures=found.departures,
+        world_size=world.size,
+        device=_device(world),
+        heading=heading,
+        steps=asked.steps,
+        seconds=found.seconds,
+        notes=list(found.notes),
+    )
+
+
+def _device(world: World) -> str:
+    if world.device.type == "cuda":
+        return torch.cuda.get_device_name(world.device)
+    return f"cpu ({platform.machine()}, {environment.cores()} cores)"
