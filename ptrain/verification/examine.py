@@ -284,8 +284,7 @@ class _Examiner:
             own, its = held(tensor), part.of(whole)
             if own.dtype != its.dtype:
                 way = Way.DTYPE
-            least = NOISE * usual * math.sqrt(own.numel())
-            difference = relative(own, its, least)
+            difference = relative(own, its, _least(its, usual))
         self.tally.add(_check_name(moment, subject), difference)
         if way is not Way.VALUE or difference > TOLERANCE:
             yield Departure(
@@ -357,6 +356,14 @@ def _check_name(moment: Moment, subject: Subject) -> str:
     if subject is Subject.BATCH:
         return "samples"
     return str(subject)
+
+
+def _least(expected: torch.Tensor, usual: float) -> float:
+    """What a difference is relative to: the tensor, but for noise, which orders of summation have
+    each of their own, and of which Adam makes lr · |g| / eps."""
+    length = usual * math.sqrt(expected.numel())
+    size = float(torch.linalg.vector_norm(expected.double()))
+    return length if size <= NOISE * length else 0.0
 
 
 def _copied(states: States) -> States:
