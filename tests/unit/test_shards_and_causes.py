@@ -12,7 +12,7 @@ from ptrain.selection.recompute import settled
 from ptrain.spec.axis import Axis
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
-from ptrain.verification.causes.rounding import flipped_bit, rounded_to
+from ptrain.verification.causes.rounding import flipped_bit, odd_element, rounded_to
 from ptrain.verification.parts import Part, part_of, relative
 from ptrain.verification.places import coordinates, data_place, line
 
@@ -88,3 +88,24 @@ def test_any_flipped_bit_is_told_with_its_place(dtype: torch.dtype) -> None:
         assert flipped_bit(found, expected) == bit
     assert flipped_bit(expected * 3, expected) is None
     assert flipped_bit(expected, expected) is None
+
+
+def test_what_leaves_a_part_as_it_is_or_moves_all_one_way_is_no_rounding() -> None:
+    expected = torch.randn(64, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    noise = torch.randn(64, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    assert rounded_to(expected * (1 + 2e-3 * noise), expected) == "bfloat16"
+    partly = expected * (1 + 2e-3 * noise)
+    partly[:4] = expected[:4]
+    assert rounded_to(partly, expected) == ""
+    assert rounded_to(expected * 1.002, expected) == ""
+
+
+def test_a_flipped_bit_is_told_among_the_roundings_of_another_order_of_summation() -> None:
+    expected = torch.randn(64, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    for bit in (30, 51, 52, 60, 63):
+        found = expected * (1 + 2e-16)
+        mask = 1 << bit if bit < 63 else -(1 << 63)
+        found.view(torch.int64)[7] ^= mask
+        assert flipped_bit(found, expected) == bit
+        assert odd_element(found, expected) == 7
+    assert odd_element(expected * 2, expected) is None

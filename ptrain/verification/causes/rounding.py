@@ -1,4 +1,4 @@
-"""Differences that are the rounding of a dtype, and bits that were flipped."""
+"""Differences that are the rounding of a dtype; elements and bits that are off by themselves."""
 
 from __future__ import annotations
 
@@ -9,43 +9,94 @@ from torch import Tensor
 
 COARSER = (torch.bfloat16, torch.float16, torch.float32)
 _INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
-# Rounding to nearest errs by eps/2 at most, by about eps/4 in the root mean square over values
-# that fill their octave; sums and products of rounded numbers by some times that.
-_USUAL, _TIMES = 0.25, 16.0
+# Rounding to nearest errs by eps/2 at most and eps/sqrt(48) in the root mean square (mantissas
+# uniform in log); sums and products of rounded numbers by some times that.
+_LEAST, _USUAL, _MOST = 0.02, 0.2, 4.0
+# What another order of summation does to an element in fp64, with room; relative to the element,
+# or to the tensor's root mean square where the element is nearly nothing beside it.
+_SAME, _NEARLY_NOTHING = 1e-10, 1e-3
 
 
 def rounded_to(found: Tensor, expected: Tensor) -> str:
-    """The name of the coarser dtype whose rounding the difference is; "" where it is none."""
-    coarser = [dtype for dtype in COARSER if dtype.itemsize < expected.dtype.itemsize]
-    for dtype in coarser:
+    """The name of the coarser dtype whose rounding the difference is; "" where it is none.
+
+    Rounding moves nearly every element that is not zero, each by itself: what leaves a part of a
+    tensor as it is, or moves it along what is expected, is something else of the same size."""
+    for dtype in COARSER:
+        if dtype.itemsize >= expected.dtype.itemsize:
+            continue
         if torch.equal(expected.to(dtype).to(expected.dtype), found.to(expected.dtype)):
             return _name(dtype)
-    length = float(torch.linalg.vector_norm(expected.double()))
-    difference = float(torch.linalg.vector_norm(found.double() - expected.double()))
-    if not length or not math.isfinite(difference) or not difference:
+    wanted, difference = expected.double().reshape(-1), (found.double() - expected.double())
+    length = float(torch.linalg.vector_norm(wanted))
+    size = float(torch.linalg.vector_norm(difference))
+    if not length or not math.isfinite(size) or not size:
         return ""
-    apart = {
-        dtype: abs(math.log(difference / length / torch.finfo(dtype).eps / _USUAL))
-        for dtype in coarser
+    if not _is_everywhere(difference.reshape(-1), wanted):
+        return ""
+    shares = {
+        dtype: size / length / torch.finfo(dtype).eps
+        for dtype in COARSER
+        if dtype.itemsize < expected.dtype.itemsize
     }
-    nearest = min(apart, key=lambda dtype: apart[dtype], default=None)
-    return _name(nearest) if nearest and apart[nearest] <= math.log(_TIMES) else ""
+    likely = [dtype for dtype, share in shares.items() if _LEAST <= share <= _MOST]
+    if not likely:
+        return ""
+    return _name(min(likely, key=lambda dtype: abs(math.log(shares[dtype] / _USUAL))))
+
+
+def _is_everywhere(difference: Tensor, wanted: Tensor) -> bool:
+    """Nearly all elements are off, and not in one direction: the cosine between the difference and
+    what is expected is what chance makes of so many elements, 1/sqrt(n) with room."""
+    alive = wanted != 0
+    count = int(alive.sum())
+    if int((difference[alive] != 0).sum()) < 0.97 * count or bool(difference[~alive].any()):
+        return False
+    cosine = float(torch.dot(difference, wanted)) / (
+        float(torch.linalg.vector_norm(difference)) * float(torch.linalg.vector_norm(wanted))
+    )
+    return abs(cosine) <= 0.1 + 4 / math.sqrt(count)
+
+
+def odd_element(found: Tensor, expected: Tensor) -> int | None:
+    """The one element, in row-major order, in which they differ; None where others do too."""
+    if found.shape != expected.shape:
+        return None
+    wanted = expected.double().reshape(-1)
+    difference = (found.double().reshape(-1) - wanted).abs()
+    usual = math.sqrt(float(wanted.square().mean())) if wanted.numel() else 0.0
+    allowed = wanted.abs().clamp(min=_NEARLY_NOTHING * usual) * _SAME
+    places = (~(difference <= allowed)).nonzero()
+    return int(places[0]) if len(places) == 1 else None
 
 
 def flipped_bit(found: Tensor, expected: Tensor) -> int | None:
     """The one bit of the one element in which they differ, 0 the lowest; None where there are
-    others."""
+    others. All elements may have the rounding of another order of summation."""
     if found.dtype != expected.dtype:
         return None
     integers = _INTEGERS[found.dtype.itemsize]
-    one, other = found.contiguous().view(integers), expected.contiguous().view(integers)
-    places = (one != other).reshape(-1).nonzero()
-    if len(places) != 1:
-        return None
-    place = int(places[0])
-    both = int(one.reshape(-1)[place]) ^ int(other.reshape(-1)[place])
-    mask = both & (2 ** (8 * found.dtype.itemsize) - 1)
-    return mask.bit_length() - 1 if mask.bit_count() == 1 else None
+    one = found.contiguous().view(integers).reshape(-1)
+    other = expected.contiguous().view(integers).reshape(-1)
+    places = (one != other).nonzero()
+    if len(places) == 1:
+        place = int(places[0])
+        both = int(one[place]) ^ int(other[place])
+        mask = both & (2 ** (8 * found.dtype.itemsize) - 1)
+        return mask.bit_length() - 1 if mask.bit_count() == 1 else None
+    odd = odd_element(found, expected)
+    return None if odd is None else _bit_between(one[odd], expected.reshape(-1)[odd])
+
+
+def _bit_between(found: Tensor, expected: Tensor) -> int | None:
+    """The bit of `found`, an integer's view of a number, without which it is what is expected."""
+    width, wanted = 8 * found.dtype.itemsize, float(expected)
+    for bit in range(width):
+        mask = 1 << bit if bit < width - 1 else -(1 << bit)
+        back = float((found ^ mask).view(expected.dtype))
+        if wanted and abs(back - wanted) <= _SAME * abs(wanted):
+            return bit
+    return None
 
 
 def _name(dtype: torch.dtype) -> str:
