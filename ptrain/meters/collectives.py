@@ -11,7 +11,8 @@ tensor is sent, which tells two calls of one shape apart whose order is swapped.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Self
 
 import torch
@@ -30,6 +31,7 @@ from ptrain.meters.traffic import SILENT, group_of
 from ptrain.models.ledger import storage_of
 from ptrain.report.calls import Call, culprit, differing
 from ptrain.report.finding import Culprit, Departure, Moment
+from ptrain.spec.axis import Axis
 
 _REDUCTIONS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM")
 # Between two ranks, each of which calls something else.
@@ -53,6 +55,7 @@ _MOMENTS = {
     Phase.BACKWARD: Moment.BACKWARD,
     Phase.UPDATE: Moment.UPDATE,
 }
+_BESIDE = "all "  # begins the key of groups over the same axes
 _Work = torch._C._distributed_c10d.Work
 
 
@@ -153,46 +156,63 @@ class Ledger(TorchDispatchMode):
         return found[0] if len(found) == 1 else " … ".join((found[0], found[-1])) if found else ""
 
     def check(self, exchange: Exchange, step: int) -> tuple[Departure, ...]:
-        """Where the ranks of a group first differ, of every group, in the order of time; the same
-        on all ranks, all of which call it. What was written is forgotten."""
+        """Where the ranks of a group first differ, of every group; else where groups over the same
+        axes do. In the order of time; the same on all ranks, all of which call it. What was
+        written is forgotten."""
+        ledgers = self._ledgers()
         with _disable_current_modes():
-            told = exchange.gather({self._key(name): _digest(c) for name, c in self.calls.items()})
+            digests = {key: _digest(calls) for key, (_, calls) in ledgers.items()}
+            told = exchange.gather(digests)
             odd = sorted({key for key in set().union(*told) if len(_values(told, key)) > 1})
+            in_groups = [key for key in odd if not key.startswith(_BESIDE)]
             found: list[Departure] = []
             if odd:
-                found = self._in_full(exchange, odd, step)
+                found = _in_full(exchange, ledgers, in_groups or odd, step)
         self.calls = {name: [] for name in self.calls}
         return tuple(sorted(found, key=lambda departure: departure.when))
 
-    def _in_full(self, exchange: Exchange, odd: Sequence[str], step: int) -> list[Departure]:
-        mine = {
-            self._key(name): [call.plain() for call in calls]
-            for name, calls in self.calls.items()
-            if self._key(name) in odd
-        }
-        told = exchange.gather({"axes": self._axes(), "calls": mine})
-        found: list[Departure] = []
-        for key in odd:
-            ledgers = {
-                rank: [Call.of(plain) for plain in each["calls"][key]]
-                for rank, each in enumerate(told)
-                if key in each["calls"]
-            }
-            axes = next(each["axes"][key] for each in told if key in each["axes"])
-            found += differing(axes, ledgers, step)
+    def _ledgers(self) -> dict[str, tuple[str, list[Call]]]:
+        """By a key that the ranks which must agree have in common: axes, and what was called. Of a
+        group that is all; of groups over the same axes in one stage it is not how much is sent, nor
+        what comes of it."""
+        known = self.program.mesh.axes_by_group()
+        found: dict[str, tuple[str, list[Call]]] = {}
+        for name, calls in self.calls.items():
+            axes, ranks = "+".join(known.get(name, (name,))), self._groups[name]
+            found[f"{name} of {','.join(map(str, ranks))}"] = axes, calls
+            if name in known and Axis.PP not in known[name]:
+                beside = [replace(call, numel=0, result="") for call in calls]
+                found[f"{_BESIDE}{axes} by {len(ranks)}{self._stage()}"] = axes, beside
         return found
+
+    def _stage(self) -> str:
+        mesh = self.program.mesh
+        return f" in {mesh.coordinate(Axis.PP)}" if Axis.PP in mesh.axes else ""
 
     def culprit(self, departures: Sequence[Departure]) -> Culprit | None:
         """Whose fault it is, of what `check` found; None where that is nothing."""
         return culprit(departures)
 
-    def _key(self, name: str) -> str:
-        """The same on all ranks of a group, and on no others."""
-        return f"{name} of {','.join(map(str, self._groups[name]))}"
 
-    def _axes(self) -> dict[str, str]:
-        known = self.program.mesh.axes_by_group()
-        return {self._key(name): "+".join(known.get(name, (name,))) for name in self._groups}
+def _in_full(
+    exchange: Exchange,
+    ledgers: Mapping[str, tuple[str, Sequence[Call]]],
+    odd: Sequence[str],
+    step: int,
+) -> list[Departure]:
+    mine = {
+        key: (ledgers[key][0], [call.plain() for call in ledgers[key][1]])
+        for key in odd
+        if key in ledgers
+    }
+    told = exchange.gather(mine)
+    found: list[Departure] = []
+    for key in odd:
+        have = {rank: each[key] for rank, each in enumerate(told) if key in each}
+        calls = {rank: [Call.of(plain) for plain in each] for rank, (_, each) in have.items()}
+        axes = next(iter(have.values()))[0]
+        found += differing(axes, calls, step)
+    return found
 
 
 def _digest(calls: Sequence[Call]) -> str:

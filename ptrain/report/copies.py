@@ -206,8 +206,8 @@ def listed(ranks: Sequence[int]) -> str:
 
 
 _FLIPPED = (
-    "Go back to a checkpoint from before; if it comes again on this rank, its memory or its "
-    "device is at fault; if on others too, something writes to it on some ranks alone"
+    "Where only this rank ever has it, its memory or its device is at fault; else an update, a "
+    "gather or a broadcast does not reach all ranks, or something writes to it on some alone"
 )
 _REMEDIES = {
     Subject.GRADIENTS: "What reduces this gradient does not reach all ranks that hold it, runs with"

@@ -352,5 +352,11 @@ class SpecRaw:
     ] = None
     compile: Annotated[bool, Truth("torch.compile the blocks")] = False
     consistency_every: Annotated[
-        int, Whole("compare the ranks' states every so many steps (0: never)", 0, 10**9)
+        int,
+        Whole(
+            "stop where ranks differ in what they hold alike, looked at every so many steps "
+            "(0: never)",
+            0,
+            10**9,
+        ),
     ] = 0

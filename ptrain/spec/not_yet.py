@@ -34,7 +34,6 @@ ROWS = (
         why=" by itself (sdpa chooses it where it can)",
     ),
     Row(route=("compile",), executed=(False, None)),
-    Row(route=("consistency_every",), executed=(0, None)),
     Row(route=("model", "experts")),
     Row(route=("model", "experts_per_token")),
 )

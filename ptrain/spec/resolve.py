@@ -112,6 +112,7 @@ def resolve(raw: SpecRaw, tree: Tree, name: str, world_size: int | None) -> Spec
         timeout=Timeout(init=raw.timeout.init, step=raw.timeout.step),
         profile=tuple(raw.profile),
         log_every=raw.log.every,
+        consistency_every=raw.consistency_every,
         deterministic=raw.deterministic,
         device=raw.device,
         backend=raw.backend,

@@ -181,6 +181,7 @@ class Spec:
     timeout: Timeout = field(default_factory=Timeout)
     profile: tuple[int, ...] = ()
     log_every: int = 10
+    consistency_every: int = 0  # steps; 0: the ranks' states are never compared
     deterministic: bool = False
     device: str = "auto"
     backend: str = "auto"

@@ -62,6 +62,7 @@ def to_mapping(spec: Spec, *, sync_is_written: bool) -> dict[str, object]:
         "timeout": asdict(spec.timeout),
         "profile": list(spec.profile),
         "log": {"every": spec.log_every},
+        "consistency_every": spec.consistency_every,
         "deterministic": spec.deterministic,
         "device": spec.device,
         "backend": spec.backend,

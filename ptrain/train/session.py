@@ -34,6 +34,7 @@ from ptrain.selection.recompute import settled
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
 from ptrain.train import checkpoint, environment, interrupt, manifest
+from ptrain.train.consistency import Consistency
 from ptrain.train.emulation import emulated_line
 from ptrain.train.exchange import Exchange
 from ptrain.train.folder import Claim, RunFolder, begin, open_run, shown, write_json
@@ -120,13 +121,14 @@ def _run(session: Session, interrupts: interrupt.Interrupts) -> int:
             every=options.measure,
             measured=journal.measured,
         )
+        consistency = Consistency(program, session.exchange, partial(_continuation, session))
         parts = Parts(
             corpus=text,
             exchange=session.exchange,
             interrupts=interrupts,
             journal=journal,
-            watch=probe,
-            save=partial(_save, program, session),
+            watch=lambda step: consistency.around(step, probe(step)),
+            save=partial(_save, program, session, consistency),
         )
         if world.is_first:
             begin(session.folder)
@@ -202,7 +204,8 @@ def _journal(session: Session, *, bar: bool) -> Journal:
     return Journal(session.spec, session.folder, bar=bar, quiet=quiet, sinks=sinks)
 
 
-def _save(program: Program, session: Session, steps: int) -> None:
+def _save(program: Program, session: Session, consistency: Consistency, steps: int) -> None:
+    consistency.require(steps)
     path = checkpoint.save(program, session.folder.checkpoints, steps, session.exchange)
     LOG.info("checkpoint  %s", shown(path))
 
@@ -270,11 +273,10 @@ def _run_figures(session: Session, outcome: Outcome) -> dict[str, object]:
 
 def _say_interrupted(session: Session, outcome: Outcome) -> None:
     assert outcome.interrupt is not None
-    run = shlex.quote(shown(session.folder.path))
-    allowed = " --allow-import" if session.options.allow_import else ""
+    command = _continuation(session)
     remedy = (
-        f"continue with: ptrain train {run}/spec.resolved.yaml --resume {run}{allowed}"
-        if manifest.complete(session.folder.checkpoints)
+        f"continue with: {command}"
+        if command
         else "nothing was saved: the spec asks for no checkpoint"
     )
     LOG.warning(
@@ -284,6 +286,15 @@ def _say_interrupted(session: Session, outcome: Outcome) -> None:
         session.spec.train.steps,
         remedy,
     )
+
+
+def _continuation(session: Session) -> str:
+    """The command that goes on from the last checkpoint, "" where there is none."""
+    if not manifest.complete(session.folder.checkpoints):
+        return ""
+    run = shlex.quote(shown(session.folder.path))
+    allowed = " --allow-import" if session.options.allow_import else ""
+    return f"ptrain train {run}/spec.resolved.yaml --resume {run}{allowed}"
 
 
 def _device(world: World) -> str:

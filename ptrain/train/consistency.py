@@ -1,0 +1,61 @@
+"""`consistency_every: n`: every n steps, and before every checkpoint, the ranks compare what they
+hold alike, and all of them stop where they differ.
+
+So a checkpoint is never of a state that the ranks did not agree on, and what is lost is at most
+what was trained since the last one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+from ptrain.errors import TrainingStopped
+from ptrain.interpreter.program import Program
+from ptrain.meters.replicas import Replicas
+from ptrain.train.exchange import Exchange
+from ptrain.train.journal import LOG
+
+
+class Consistency:
+    """Of one training. `resume()` is the command that continues from its last checkpoint, "" where
+    there is none."""
+
+    def __init__(self, program: Program, exchange: Exchange, resume: Callable[[], str]) -> None:
+        self.every = program.spec.consistency_every
+        self._replicas = Replicas(program, exchange)
+        self._resume = resume
+        self._checked = 0  # steps done when it was last looked
+
+    @contextmanager
+    def around(self, step: int, watch: AbstractContextManager[object]) -> Iterator[None]:
+        """A step's context (`step` counts from 0) inside of which its gradients are looked at too
+        where it is due. Raises TrainingStopped on all ranks after it."""
+        if not self.every or (step + 1) % self.every:
+            with watch:
+                yield
+            return
+        with watch, self._replicas.noted():
+            yield
+        self.require(step + 1)
+
+    def require(self, steps: int) -> None:
+        """The ranks agree after so many steps. Raises TrainingStopped on all of them; costs nothing
+        where that was looked at already, or is never to be."""
+        if not self.every or steps == self._checked:
+            return
+        self._checked = steps
+        found = self._replicas.culprit(self._replicas.check(steps))
+        if found is None:
+            LOG.debug("step %d  the ranks agree", steps)
+            return
+        command = self._resume()
+        remedy = (
+            f"go on from the last checkpoint, on which they agreed: {command}"
+            if command
+            else "train again, with checkpoint.every: nothing was saved that could be continued"
+        )
+        raise TrainingStopped(
+            f"step {steps}: the ranks differ in what they must hold alike\n"
+            f"  {found}\n  remedy: {remedy}"
+        )
