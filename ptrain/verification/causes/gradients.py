@@ -11,7 +11,7 @@ import torch
 
 from ptrain.report.finding import Moment, Subject
 from ptrain.spec.axis import DATA_AXES
-from ptrain.verification.causes.rounding import rounded_to
+from ptrain.verification.causes.rounding import flipped_bit, odd_element, rounded_to
 from ptrain.verification.causes.scene import EXACT, Cause, Scene
 from ptrain.verification.contributions import Source, contributions
 from ptrain.verification.factors import (
@@ -35,10 +35,12 @@ def gradient_cause(scene: Scene) -> Cause | None:
     if not names:
         return None
     causes: tuple[Callable[[Scene, list[str]], Cause | None], ...] = (
+        _one_element,
         _multiple,
         _of_samples,
         _partial,
         _of_other_ranks,
+        _of_another_operator,
         _rounded,
     )
     for cause in causes:
@@ -58,6 +60,28 @@ def _own(scene: Scene, name: str) -> tuple[torch.Tensor, torch.Tensor, Part] | N
     if part is None or not held(tensor).numel():
         return None
     return held(tensor) / evidence.clipped_by(), part.of(whole), part
+
+
+def _one_element(scene: Scene, names: list[str]) -> Cause | None:
+    """One element of one tensor is off, and nothing else."""
+    if len(names) > 1:
+        return None
+    said = None
+    if (own := _own(scene, names[0])) is not None:
+        clipped = scene.evidence.clipped_by()
+        odd = odd_element(own[0], own[1])
+        if odd is not None:
+            bit = flipped_bit(own[0] * clipped, own[1] * clipped)
+            said = "one element" if bit is None else f"flipped bit {bit} of one element"
+    found = [each for each in scene.exchange.gather(said) if each is not None]
+    if not found:
+        return None
+    ranks = scene.ranks_of(scene.first)
+    sentence = (
+        f"one element of the gradient of {names[0]} is off on ranks {_listed(ranks)} and nothing "
+        "else: suspect the memory there, or what writes to the buffer after the reduction"
+    )
+    return Cause(scene.axis_of(ranks), found[0], sentence)
 
 
 def _multiple(scene: Scene, names: list[str]) -> Cause | None:
@@ -89,6 +113,8 @@ def _multiple(scene: Scene, names: list[str]) -> Cause | None:
 
 def _ratio_cause(scene: Scene, ratio: float, names: Sequence[str]) -> Cause:
     total = len(scene.evidence.expected_gradients)
+    if len(names) == total and (cause := _of_clipping_or_scale(scene, ratio)) is not None:
+        return cause
     some = f" of {_family(names)}" if len(names) < total else ""
     found = products(ratio, scene.degrees)
     if not found:
@@ -100,6 +126,31 @@ def _ratio_cause(scene: Scene, ratio: float, names: Sequence[str]) -> Cause:
     done = "summed once too often or not averaged" if ratio > 1 else "divided once too often"
     sentence = f"gradients{some} are {found[0]} ({axes}): {done} over {where}; {SUM_ONCE}"
     return Cause("" if axis == "K" else axis, str(found[0]), sentence)
+
+
+def _of_clipping_or_scale(scene: Scene, ratio: float) -> Cause | None:
+    """The ratio is what clipping multiplies by, or the loss's scale."""
+    evidence = scene.evidence
+    clipped, scale = evidence.clipped_by(), evidence.scale
+    known = {
+        clipped: ("clipped twice", "the factor of clipping is applied twice: apply it once"),
+        1 / clipped: (
+            "not clipped",
+            "the norm is computed and nothing is scaled by it: scale all gradients",
+        ),
+        scale: (
+            f"× {scale:g}: the loss scale is not undone",
+            "the optimizer is given gradients of the scaled loss: divide them before the update",
+        ),
+        1 / scale: (
+            f"÷ {scale:g}: the loss scale is undone twice",
+            "the optimizer divides gradients that are without the loss's scale: do it once",
+        ),
+    }
+    for factor, (text, sentence) in known.items():
+        if factor != 1.0 and abs(ratio / factor - 1.0) <= EXACT:
+            return Cause("", text, sentence)
+    return None
 
 
 def _of_samples(scene: Scene, names: list[str]) -> Cause | None:
@@ -261,11 +312,7 @@ def _of_other_ranks(scene: Scene, names: list[str]) -> Cause | None:
     another rank's."""
     name = _chosen(scene, names, least=2 * scene.spec.world_size)
     parts = scene.gather_parts(*_raw(scene, name))
-    shares: dict[int, torch.Tensor] = {}
-    for each in contributions(scene.reference, scene.evidence.step, [name], scene.evidence.scale):
-        gradient = each.gradients[name]
-        place = each.source.data_place
-        shares[place] = shares[place] + gradient if place in shares else gradient
+    shares = _shares(scene, name)
     own = _own(scene, name)
     said: list[int] = []
     if own is not None:
@@ -278,6 +325,47 @@ def _of_other_ranks(scene: Scene, names: list[str]) -> Cause | None:
                 lacking = absent(fit.coefficients)
                 said = [rank for i, rank in enumerate(alike) if i not in lacking]
     return _summed_over(scene, scene.exchange.gather(said))
+
+
+def _shares(scene: Scene, name: str) -> dict[int, torch.Tensor]:
+    """What the samples of each data rank make of a parameter's gradient together."""
+    shares: dict[int, torch.Tensor] = {}
+    for each in contributions(scene.reference, scene.evidence.step, [name], scene.evidence.scale):
+        gradient = each.gradients[name]
+        place = each.source.data_place
+        shares[place] = shares[place] + gradient if place in shares else gradient
+    return shares
+
+
+_OPERATORS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "MAX": lambda shares: shares.amax(0),
+    "MIN": lambda shares: shares.amin(0),
+    "PRODUCT": lambda shares: shares.prod(0),
+}
+
+
+def _of_another_operator(scene: Scene, names: list[str]) -> Cause | None:
+    """The ranks' gradients were reduced, but not summed."""
+    name = _chosen(scene, names, least=2)
+    shares = _shares(scene, name)
+    said: list[list[str]] = []
+    own = _own(scene, name)
+    data = [axis for axis in scene.axes if axis in DATA_AXES]
+    if own is not None:
+        tensor, _, part = own
+        for axis in data:
+            places = {data_place(scene.spec, rank) for rank in scene.line(scene.rank, axis)}
+            stacked = torch.stack([part.of(shares[place]) for place in sorted(places)])
+            for operator, reduce in _OPERATORS.items():
+                fit = multiple(tensor, reduce(stacked))
+                if fit.holds(EXACT) and abs(fit.factor - 1.0) <= EXACT:
+                    said.append([operator, str(axis)])
+    found = [tuple(each) for its in scene.exchange.gather(said) for each in its]
+    if not found:
+        return None
+    (operator, along), _ = Counter(found).most_common(1)[0]
+    sentence = f"gradients are reduced over {along} by {operator}: sum them"
+    return Cause(along, f"{operator} for SUM", sentence)
 
 
 def _summed_over(scene: Scene, everyone: list[list[int]]) -> Cause | None:
@@ -327,6 +415,10 @@ def _chosen(scene: Scene, names: Iterable[str], least: int) -> str:
     if enough:
         return min(enough, key=lambda name: sizes[name])
     return max(known, key=lambda name: sizes[name])
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks))
 
 
 def _data_axis(scene: Scene) -> str:
