@@ -323,7 +323,7 @@ FAULTS = (
         plant=largest_for_sum,
         subjects=(Subject.GRADIENTS, Subject.COLLECTIVE),
         axis="dp_replicate",
-        factor="max",
+        factor="MAX",
     ),
     Fault(
         name="reduced in bf16",
