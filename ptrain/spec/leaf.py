@@ -252,10 +252,8 @@ class Numbers(Leaf):
             return [v if self.whole else float(v) for v in values]
         kind = "whole numbers" if self.whole else "numbers"
         count = f"{self.count} " if self.count else ""
-        refuse(
-            f"must be a list of {count}{kind} in {self.low:g}..{self.high:g}; "
-            f"got {describe(value) if not isinstance(value, list) else value!r}"
-        )
+        got = value if isinstance(value, list) else describe(value)
+        refuse(f"must be a list of {count}{kind} in {self.low:g}..{self.high:g}; got {got}")
 
     def schema(self) -> dict[str, Any]:
         kind = "integer" if self.whole else "number"

@@ -1,0 +1,192 @@
+"""What a kind of value takes at its limits, and what it says of the first value beyond them."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from pydantic_core import PydanticCustomError
+
+from ptrain.spec.leaf import Choice, Either, Free, Leaf, Numbers, Real, Size, Text, Truth, Whole
+from ptrain.spec.leaf_mode import KeptText, ModesByBlock, ModeText, blocks_of
+from ptrain.spec.slips import a, ask, mode, quote, small_size, unit, unquote, whole_part
+
+
+def said(leaf: Leaf, value: object) -> tuple[str, str]:
+    """(finding, remedy) of a value that is refused."""
+    with pytest.raises(PydanticCustomError) as caught:
+        leaf.check(value)
+    context = caught.value.context or {}
+    assert str(caught.value) == context["finding"]
+    return context["finding"], context["remedy"]
+
+
+@pytest.mark.parametrize(
+    ("leaf", "value", "stored"),
+    [
+        (Whole("", 2, 9), 2, 2),
+        (Whole("", 2, 9), 9, 9),
+        (Whole("", words=("auto",)), "auto", "auto"),
+        (Whole(""), 1, 1),
+        (Whole(""), 10**9, 10**9),
+        (Real("", 0.5, 2), 0.5, 0.5),
+        (Real("", 0.5, 2), 2, 2.0),
+        (Real("", 0.5, open=True), 0.6, 0.6),
+        (Real("", null=True), None, None),
+        (Real(""), 0, 0.0),
+        (Real(""), 9.9e299, 9.9e299),
+        (Truth(""), False, False),
+        (Choice("", {"on": "", "off": ""}), "off", "off"),
+        (Text(""), "a", "a"),
+        (Text(""), "a" * 500, "a" * 500),
+        (Text("", null=True), None, None),
+        (Size("", low=1024, high=2**20), 1024, 1024),
+        (Size("", low=1024, high=2**20), "1 MiB", 2**20),
+        (Size(""), 1, 1),
+        (Size(""), 10**18, 10**18),
+        (Size("", rate=True), "2 GB/s", 2 * 10**9),
+        (Size("", words=("whole",)), "whole", "whole"),
+        (Numbers(""), [0, 1], [0.0, 1.0]),
+        (Numbers("", 1, 9, whole=True), 9, [9]),
+        (Numbers("", 1, 9, count=2, whole=True), [1, 9], [1, 9]),
+        (Free(""), {"a": [1]}, {"a": [1]}),
+        (Free("", values=Whole("")), {"a": 1}, {"a": 1}),
+        (Either("", "a number or a truth", (Whole(""), Truth(""))), True, True),
+        (ModesByBlock("", values=Whole("")), {"0-7": 1, "8-": 2}, {"0-7": 1, "8-": 2}),
+        (ModesByBlock("", values=Whole("")), {"3-3": 1, "4": 2}, {"3-3": 1, "4": 2}),
+    ],
+)
+def test_the_limits_belong_to_what_is_taken(leaf, value, stored):
+    taken = leaf.check(value)
+    assert (taken, type(taken)) == (stored, type(stored))
+
+
+SWITCH = Choice("", {"on": ""}, slips={"true": "on", "false": "off"})
+WHOLE_2_TO_9 = "must be an integer in 2..9"
+SIZE = "must be a size like 80 GiB in 1024..2048 bytes"
+UNITS = "a number of bytes, or with kB, MB, GB, TB (powers of 1000), KiB, MiB, GiB, TiB"
+A_MODE = "must be a mode: R, S, S*, M or O, or with a tier (R@host, S@file)"
+AT_LEAST_A_HALF = "must be a finite number >= 0.5"
+
+
+@pytest.mark.parametrize(
+    ("leaf", "value", "finding", "remedy"),
+    [
+        (Whole("", 2, 9), 1, f"{WHOLE_2_TO_9}; got the number 1", ""),
+        (Whole("", 2, 9), 10, f"{WHOLE_2_TO_9}; got the number 10", ""),
+        (Whole("", 2, 9), True, f"{WHOLE_2_TO_9}; got the boolean true", ""),
+        (Whole("", 2, 9), "3", f"{WHOLE_2_TO_9}; got the text '3'",
+         "write 3 without quotes or underscores"),
+        (Whole("", 2, 9, words=("a", "b")), [], f"{WHOLE_2_TO_9} or a or b; got a list", ""),
+        (Real("", 0.5), 0.4, f"{AT_LEAST_A_HALF}; got the number 0.4", ""),
+        (Real("", 0.5), math.inf, f"{AT_LEAST_A_HALF}; got the number inf", ""),
+        (Real("", 0.5), 10**300, f"{AT_LEAST_A_HALF}; got the number {10**300}", ""),
+        (Real("", 0.5), True, f"{AT_LEAST_A_HALF}; got the boolean true", ""),
+        (Real("", 0.5), None, f"{AT_LEAST_A_HALF}; got nothing", ""),
+        (Real("", 0.5, 2), 2.1, f"{AT_LEAST_A_HALF} and <= 2; got the number 2.1", ""),
+        (Real("", 0.5, open=True), 0.5, "must be a finite number > 0.5; got the number 0.5", ""),
+        (Real("", 0.5, null=True), {}, f"{AT_LEAST_A_HALF}, or null; got a mapping", ""),
+        (Truth(""), 1, "must be true or false; got the number 1", "write true or false"),
+        (Choice("", {"on": "", "off": ""}), "of", "must be one of on, off; got the text 'of'",
+         "did you mean 'off'?"),
+        (SWITCH, True, "must be one of on; got the boolean true", "did you mean 'on'?"),
+        (SWITCH, False, "must be one of on; got the boolean false", ""),
+        (Choice("", {"on": ""}), 3, "must be one of on; got the number 3", ""),
+        (Text(""), "", "must be a text; got the text ''", ""),
+        (Text(""), "a" * 501, f"must be a text; got the text {'a' * 57 + '...'!r}", ""),
+        (Text("", "[a]+", "letters"), "a" * 60 + "b",
+         f"must be letters; got the text {'a' * 57 + '...'!r}", ""),
+        (Text("", "[a]+", "letters"), "a" * 59 + "b",
+         f"must be letters; got the text {'a' * 59 + 'b'!r}", ""),
+        (Text(""), None, "must be a text; got nothing", ""),
+        (Text("", null=True), 3, "must be a text; got the number 3",
+         "put it in quotes to make it a text"),
+        (Text(""), [], "must be a text; got a list", ""),
+        (Size("", low=1024, high=2048), 2049, f"{SIZE}; got the number 2049", UNITS),
+        (Size("", low=1024, high=2048), "3 KiB", f"{SIZE}; got the text '3 KiB'", UNITS),
+        (Size("", low=1024, high=2048), "2 KiB/s", f"{SIZE}; got the text '2 KiB/s'", UNITS),
+        (Size("", low=1024, high=2048), 1023, f"{SIZE}; got the number 1023",
+         "did you mean 1023 MiB?"),
+        (Size("", low=1024, high=2048), True, f"{SIZE}; got the boolean true", UNITS),
+        (Size("", low=1024, high=2048), math.inf, f"{SIZE}; got the number inf", UNITS),
+        (Size("", low=1, high=2048, rate=True), [],
+         "must be a size like 450 GB/s in 1..2048 bytes; got a list", UNITS),
+        (Size("", low=1024, high=2048, words=("whole", "half")), "hole",
+         "must be whole, half, or a size like 80 GiB in 1024..2048 bytes; got the text 'hole'",
+         "did you mean 'whole'?"),
+        (Numbers(""), [2], "must be a list of numbers in 0..1; got [2]", ""),
+        (Numbers(""), 1, "must be a list of numbers in 0..1; got the number 1", ""),
+        (Numbers("", 1, 9, whole=True), [1.5], "must be a list of whole numbers in 1..9; got [1.5]",
+         ""),
+        (Numbers("", count=2), [1], "must be a list of 2 numbers in 0..1; got [1]", ""),
+        (Free(""), 3, "must be a mapping; got the number 3", ""),
+        (Free("", values=Whole("", 2, 9)), {"a": "3"}, f"a: {WHOLE_2_TO_9}; got the text '3'",
+         "write 3 without quotes or underscores"),
+        (Either("", "a number or an a", (Whole(""), Choice("", {"aaaa": ""}))), "aaab",
+         "must be a number or an a; got the text 'aaab'", "did you mean 'aaaa'?"),
+        (Either("", "a number", (Whole(""),), hint=lambda value: f"not {value}"), "x",
+         "must be a number; got the text 'x'", "not x"),
+        (Either("", "a mapping", (Whole(""), Free("", values=Whole("", 2, 9)))), {"a": 1},
+         f"a: {WHOLE_2_TO_9}; got the number 1", ""),
+        (ModesByBlock("", values=Whole("")), {"0-7": 1, "7-": 1},
+         "the blocks '0-7' and '7-' overlap",
+         "give each block one mode; a block that no range has is R"),
+        (ModesByBlock("", values=Whole("")), {"0-": 1, "3": 1}, "the blocks '0-' and '3' overlap",
+         "give each block one mode; a block that no range has is R"),
+        (ModesByBlock("", values=Whole("")), {"3-2": 1}, "'3-2' ends before it begins",
+         'write "2-3"'),
+        (ModesByBlock("", values=Whole("")), {"all": 1}, "'all' is no range of blocks",
+         'write first-last, counted from 0: {"0-7": M, "8-": R}'),
+        (ModeText(""), "M@host", f"{A_MODE}; got the text 'M@host'", ""),
+        (ModeText(""), False, f"{A_MODE}; got the boolean false",
+         "put it in quotes to make it a text"),
+        (KeptText(""), "Offload", f"{A_MODE}; got the text 'Offload'", "did you mean O?"),
+    ],
+)  # fmt: skip
+def test_beyond_them_the_range_and_the_value_are_named(leaf, value, finding, remedy):
+    assert said(leaf, value) == (finding, remedy)
+
+
+@pytest.mark.parametrize(
+    ("guess", "values", "expected"),
+    [
+        (unquote, ("1_000",), "write 1000 without quotes or underscores"),
+        (unquote, ("-1e-5",), "write -1e-5 without quotes or underscores"),
+        (unquote, ("1:30",), ""),
+        (unquote, ("one",), ""),
+        (unquote, (3,), ""),
+        (unquote, ("1, 2",), "write one number; `ptrain predict` and `ptrain validate` take a list "
+         "a.b=1,2"),
+        (quote, (1.5,), "put it in quotes to make it a text"),
+        (quote, ("a",), ""),
+        (quote, (None,), ""),
+        (ask, ("",), ""),
+        (small_size, (25, 25, 1024, ()), "did you mean 25 MiB?"),
+        (small_size, ("25.0 B", 25, 1024, ("a", "b"),), "did you mean 25 MiB? or a or b"),
+        (small_size, ("0.5 kB", 500, 1024, ("a",),), "at least 1024 bytes or a"),
+        (small_size, (0, 0, 1024, ()), "at least 1024 bytes"),
+        (small_size, (1024, 1024, 1024, ()), ""),
+        (small_size, (-1, -1, 1024, ()), ""),
+        (small_size, ("x", None, 1024, ()), ""),
+        (unit, ("2",), "did you mean '2 blocks'?"),
+        (unit, ("12_Blk",), "did you mean '12 blocks'?"),
+        (unit, ("0 blocks",), ""),
+        (unit, (True,), ""),
+        (unit, ("models",), "did you mean 'model'?"),
+        (mode, ("o@FILE",), "S@file"),
+        (mode, ("s@cpu",), "O"),
+        (mode, ("R@cuda",), "R"),
+        (mode, ("r@nvme",), "R@file"),
+        (mode, ("m@x",), "M@x"),
+        (whole_part, ("memory", ("host", "device_memory", "memory_of"),), "device_memory"),
+        (whole_part, ("host", ("ghost", "host_memory"),), "host_memory"),
+        (whole_part, ("x", ("host",),), ""),
+        (a, ("Embedding",), "an Embedding"),
+        (a, ("Linear",), "a Linear"),
+        (blocks_of, ("0-7",), (0, 7)),
+        (blocks_of, ("3",), (3, 3)),
+        (blocks_of, ("8-",), (8, None)),
+    ],
+)  # fmt: skip
+def test_what_was_probably_meant(guess, values, expected):
+    assert guess(*values) == expected
