@@ -12,7 +12,7 @@ from ptrain.costs import PLACED
 from ptrain.derivation.memory import elements
 from ptrain.plan.lower import lower
 from ptrain.spec.axis import Axis, Factor
-from ptrain.spec.placement import MODES, Placement, S, Tier
+from ptrain.spec.placement import MODES, Distribution, Mode, Placement, S, Tier
 from tests.pure.build import GATHERED, ZERO_1, ZERO_2, make_facts, make_spec, tuple_of
 
 modes = st.sampled_from(MODES)
@@ -43,6 +43,30 @@ def test_an_axis_of_degree_1_is_the_identity(factor: Factor, other: Product):
 @given(products, products, products)
 def test_the_product_is_associative(a: Product, b: Product, c: Product):
     assert compose(compose(a, b), c) == compose(a, compose(b, c))
+
+
+@given(modes, modes, st.integers(min_value=2, max_value=12))
+def test_a_share_is_gathered_made_and_away_as_the_mode_of_either_axis_says(a, b, degree):
+    """Definition 2: S and S* cut, S* gathers, M makes; of two tiers the one further away counts."""
+
+    def over(axis: Axis, mode: Mode) -> Factor:
+        every = Placement(parameters=mode, optimizer=mode, gradients=mode, activations=mode)
+        return Factor(axis=axis, degree=degree, placement=every)
+
+    both = (a.distribution, b.distribution)
+    cut = sum(each in (Distribution.SHARDED, Distribution.GATHERED) for each in both)
+    made = Distribution.MATERIALIZED
+    tiers = [mode.tier for mode in (a, b) if mode.distribution is not made]
+    placed = product((over(Axis.DP_REPLICATE, a), over(Axis.DP_SHARD, b)))
+    for share in (placed[state] for state in PLACED):
+        assert (share.parts, share.copies) == (degree**cut, degree ** (2 - cut))
+        assert share.gathered is (Distribution.GATHERED in both)
+        assert share.materialized is (made in both)
+        assert share.needs_unit is (made in both or Distribution.GATHERED in both)
+        furthest = next((t for t in (Tier.FILE, Tier.HOST) if t in tiers), Tier.DEVICE)
+        assert share.tier is furthest
+        size = 0 if made in both else -(-1000 // degree**cut)
+        assert [share.on(tier, 1000) for tier in Tier] == [size * (t is furthest) for t in Tier]
 
 
 @given(degrees, degrees)

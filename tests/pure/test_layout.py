@@ -58,3 +58,9 @@ def test_groups_cover_every_rank_once(degrees, axes):
 def test_the_rank_at_a_rank_s_coordinates_is_that_rank():
     spec = mesh_of((2, 4))
     assert [rank_at(spec, coordinates(spec, rank)) for rank in range(8)] == list(range(8))
+
+
+@pytest.mark.parametrize("rank", [-1, 8])
+def test_a_rank_outside_the_world_has_no_coordinates(rank):
+    with pytest.raises(AssertionError, match=f"rank {rank} is not in a world of 8"):
+        coordinates(mesh_of((2, 4)), rank)

@@ -9,7 +9,7 @@ import pytest
 
 from ptrain.algebra.legality import RULES, check, executed, require
 from ptrain.axes.data.rules import DATA, legal_tuples
-from ptrain.errors import SpecError
+from ptrain.errors import Fault, SpecError
 from ptrain.spec.axis import Axis
 from ptrain.spec.batch import GradientSync, SyncPolicy, UnitKind, UnitSize
 from ptrain.spec.cluster import Cluster
@@ -188,25 +188,44 @@ def test_activations_are_given_once():
 
 
 @pytest.mark.parametrize(
-    ("changes", "place"),
+    ("changes", "place", "finding", "remedy"),
     [
-        ({"heads": 4}, "model.heads"),
-        ({"hidden": 45}, "model.heads"),
-        ({"kv_heads": 2}, "model.kv_heads"),
-        ({"family": Family.GPT}, "model.kv_heads"),
-        ({"vocab": 256}, "model.vocab"),
+        ({"heads": 4}, "model.heads", "4 heads do not divide hidden: 42",
+         "choose from 1, 2, 3, 6, 7, 14, 21, 42"),
+        ({"hidden": 45}, "model.heads",
+         "rotary positions need an even head size, and 45 / 3 = 15", "choose hidden / heads even"),
+        ({"kv_heads": 2}, "model.kv_heads", "2 key-value heads do not divide heads: 3",
+         "choose from 1, 3"),
+        ({"family": Family.GPT}, "model.kv_heads",
+         "gpt gives every head its own keys and values, not 1 for 3",
+         "write kv_heads: 3, or a llama preset"),
+        ({"vocab": 256}, "model.vocab", "256 is smaller than the byte tokenizer's vocabulary",
+         "write vocab: 259 or more"),
     ],
-)
-def test_a_shape_that_cannot_be_built_is_refused(changes, place):
+)  # fmt: skip
+def test_a_shape_that_cannot_be_built_is_refused(changes, place, finding, remedy):
     spec = make_spec({}, model=replace(ODD_SHAPE, **changes))
-    assert [where for where, _ in findings(spec)] == [place]
+    assert check(spec) == (Fault(place=place, finding=finding, remedy=remedy),)
+
+
+def test_an_axis_that_waits_is_named_with_those_that_run():
+    (fault,) = executed(make_spec({Axis.CP: (2, WHOLE)}))
+    assert fault == Fault(
+        place="mesh.cp",
+        finding="the axis cp is not executed yet",
+        remedy="use pp, dp_replicate, dp_shard, tp",
+    )
 
 
 def test_a_batch_that_does_not_multiply_out_is_refused_with_the_product():
     spec = make_spec({Axis.DP_SHARD: (2, ZERO_2)})
     wrong = replace(spec, batch=replace(spec.batch, global_samples=7))
     (fault,) = check(wrong)
-    assert fault.place == "batch.global" and "= 4" in fault.finding
+    assert fault == Fault(
+        place="batch.global",
+        finding="7 samples are not micro 2 x accumulated 1 x data ranks 2 = 4",
+        remedy="write global: 4, or leave accumulate out",
+    )
 
 
 def test_more_ranks_than_devices_are_refused():
@@ -218,8 +237,13 @@ def test_more_ranks_than_devices_are_refused():
         intra_node_bandwidth=1e10,
         inter_node_bandwidth=1e9,
     )
-    ((place, finding),) = findings(make_spec({Axis.DP_SHARD: (4, ZERO_2)}, cluster=cluster))
-    assert place == "mesh" and "2 devices" in finding
+    (fault,) = check(make_spec({Axis.DP_SHARD: (4, ZERO_2)}, cluster=cluster))
+    assert fault == Fault(
+        place="mesh",
+        finding="the mesh has 4 ranks, the cluster laptop 2 devices",
+        remedy="choose degrees whose product is at most 2",
+    )
+    assert not check(make_spec({Axis.DP_SHARD: (2, ZERO_2)}, cluster=cluster))
 
 
 def test_a_unit_over_several_stages_is_not_executed_yet():

@@ -325,6 +325,15 @@ def test_shown_is_what_the_placement_obeys_and_the_rest_is_said(name, has, lacks
     assert all(place in obeyed[0] for place in lacks)
 
 
+def test_what_tp_alone_does_not_obey_is_left_out_and_named():
+    sections = ["reduce_scatter", "bucket", "unit", "gather_after_update"]
+    resharding = ["sync.reshard_after_forward", "sync.reshard_after_backward"]
+    found = shown(load("tp").spec)
+    assert not {"sync", "overlap", "prefetch", *sections} & set(found.mapping)
+    places = ["sync.gradients", "overlap", "prefetch", *resharding, *sections]
+    assert found.left_out == (f"nothing in this placement obeys {', '.join(places)}",)
+
+
 def test_a_written_dial_is_shown_as_it_is_written():
     found = shown(load("zero3", ["sync.gradients=last", "overlap=none", "prefetch=0"]).spec)
     assert found.mapping["sync"]["gradients"] == "last"
