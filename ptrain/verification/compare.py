@@ -9,7 +9,7 @@ or whose loss does not fall holds nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,17 +27,22 @@ STILL = 1e-6  # parameters that moved less than this, relative to their length, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tolerances:
-    """Relative. `losses` is one for all steps, or one per step; `parameters` holds per tensor, by
-    norm, and elementwise relative to the tensor's largest element; None: not compared. A tensor
-    that is NOISE is relative to the model's root mean square.
+    """Relative. `losses` and `gradient_norms` are one for all steps, or one per step; `parameters`
+    holds per tensor, by norm, and elementwise relative to the tensor's largest element; None: not
+    compared. A tensor that is NOISE is relative to the model's root mean square.
     """
 
     losses: float | tuple[float, ...]
-    gradient_norms: float | None = None
+    gradient_norms: float | tuple[float, ...] | None = None
     parameters: float | None = None
 
     def of_loss(self, step: int) -> float:
         return self.losses[step] if isinstance(self.losses, tuple) else self.losses
+
+    def of_norm(self, step: int) -> float:
+        norms = self.gradient_norms
+        assert norms is not None, "they are compared"
+        return norms[step] if isinstance(norms, tuple) else norms
 
 
 # fp64: a sum over the same addends in another order. In fp64 the orders over 1, 2, 4 and 8 parts
@@ -96,8 +101,9 @@ def _norms(reference: Trajectory, run: Trajectory, tolerances: Tolerances) -> It
         0.0 if math.isinf(norm) and not math.isfinite(its) else _relative([norm], [its])[0]
         for norm, its in both
     ]
-    worst = max(range(len(differences)), key=lambda step: _or_infinite(differences[step]))
-    yield _check("gradient norms", differences[worst], tolerances.gradient_norms, f"step {worst}")
+    excess = [difference / tolerances.of_norm(step) for step, difference in enumerate(differences)]
+    worst = max(range(len(excess)), key=lambda step: _or_infinite(excess[step]))
+    yield _check("gradient norms", differences[worst], tolerances.of_norm(worst), f"step {worst}")
 
 
 def _parameters(reference: Trajectory, run: Trajectory, tolerances: Tolerances) -> Iterator[Check]:
@@ -107,14 +113,44 @@ def _parameters(reference: Trajectory, run: Trajectory, tolerances: Tolerances) 
     if names:
         yield _claim("parameters", len(names), False, f"only one side has {sorted(names)[0]}")
         return
-    usual = _root_mean_square(reference.parameters.values())
+    for kind, (name, difference) in _worst(reference.parameters, run.parameters).items():
+        yield _check(f"parameters {kind}", difference, tolerances.parameters, name)
+
+
+def worst_parameters(reference: Mapping[str, Tensor], run: Mapping[str, Tensor]) -> float:
+    """Of the tensor that differs most, by norm or by its largest element."""
+    return max(_or_infinite(difference) for _, difference in _worst(reference, run).values())
+
+
+def _worst(
+    reference: Mapping[str, Tensor], run: Mapping[str, Tensor]
+) -> dict[str, tuple[str, float]]:
+    """By norm and by element: which tensor differs most, and how far."""
+    usual = _root_mean_square(reference.values())
+    found = {}
     for kind, measure in (("by norm", _by_norm), ("by element", _by_element)):
         differences = {
-            name: measure(tensor, run.parameters[name], usual)
-            for name, tensor in reference.parameters.items()
+            name: measure(tensor, run[name], usual) for name, tensor in reference.items()
         }
         worst = max(differences, key=lambda name: _or_infinite(differences[name]))
-        yield _check(f"parameters {kind}", differences[worst], tolerances.parameters, worst)
+        found[kind] = (worst, differences[worst])
+    return found
+
+
+def apart(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> float:
+    """The 2-norm of the difference over that of `expected`, all tensors taken as one vector; a
+    tensor that one side lacks is zero there. Infinite where nothing can be said."""
+    difference = length = 0.0
+    for name in {**expected, **found}:
+        one, other = expected.get(name), found.get(name)
+        if one is not None and other is not None and one.shape != other.shape:
+            return math.inf
+        one = torch.zeros(()) if one is None else one.double()
+        other = torch.zeros(()) if other is None else other.double()
+        difference += float((other - one).square().sum())
+        length += float(one.square().sum())
+    ratio = math.sqrt(difference / length) if length > 0 else math.inf
+    return ratio if math.isfinite(ratio) else math.inf
 
 
 def _check(name: str, difference: float, tolerance: float, place: str) -> Check:

@@ -17,10 +17,11 @@ from ptrain.report.record import Check
 from ptrain.spec.spec import Spec
 from ptrain.train.exchange import Exchange
 from ptrain.verification.capture import Capture
-from ptrain.verification.compare import FP64
+from ptrain.verification.compare import FP64, apart
 from ptrain.verification.drive import drive_and_add
 from ptrain.verification.preconditions import Make
-from ptrain.verification.trajectory import FP64_GRADIENT, Run, apart, unclipped
+from ptrain.verification.tolerances import FP64_GRADIENT
+from ptrain.verification.trajectory import Run, unclipped
 from ptrain.verification.variants import in_other_batches
 from ptrain.verification.whole import whole
 
@@ -67,7 +68,7 @@ def read(path: Path) -> Account:
     return Account(**torch.load(path, weights_only=True))
 
 
-def against(spec: Spec, run: Run, other: Account) -> tuple[Check, ...]:
+def against(run: Run, other: Account) -> tuple[Check, ...]:
     """Losses and gradient of two meshes."""
     steps = min(len(run.trajectory.losses), len(other.losses))
     pairs = zip(run.trajectory.losses[:steps], other.losses[:steps], strict=True)

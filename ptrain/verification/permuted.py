@@ -14,25 +14,12 @@ does a reference of which the seed permutes
 
 What no placement cuts stays: the softmax and the core of attention of one head.
 
-Let n runs have the losses L_i(t): the reference as it is, and n - 1 permuted ones. If the run under
-test is one more draw of the same kind, then (X - mean L) / (s · sqrt(1 + 1/n)) has Student's t
-distribution with n - 1 degrees of freedom. The band around the mean is LAMBDA = q · sqrt(1 + 1/n)
-times s(t), the largest sample deviation of the steps up to t (roundings add up, and a run's
-deviation may be small in one step by chance), q being exceeded once in 10^4. Beside it stands the
-rounding of the loss itself, a sum of m shares in fp32. Nothing of it is of the run under test.
-
-Note: `band` bounds the same from the layout's round-off alone, without a run more, by worst-case
-slopes: it holds for any order and is wide. This one is measured, hence narrow, and costs n - 1
-references.
+How far apart they come to lie, and what follows for a run under test, is in `tolerances`.
 """
 
 from __future__ import annotations
 
-import math
-import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any, TypeAlias
 
 import torch
@@ -42,11 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ptrain.spec.spec import Spec
 from ptrain.verification.reference import Around, MicroBatch, OneDevice, Pass, nothing
 
-RUNS = 7  # permuted ones, beside the reference as it is
-QUANTILE = 7.885  # of Student's t with RUNS degrees of freedom, exceeded (either side) once in 10^4
-LAMBDA = QUANTILE * math.sqrt(1 + 1 / (RUNS + 1))
 PARTS = (2, 4, 8)  # groups of a contraction: what degrees of tp make of it
-_FP32 = torch.finfo(torch.float32).eps / 2
 
 aten = torch.ops.aten
 Rule: TypeAlias = "Callable[..., Tensor]"
@@ -164,41 +147,3 @@ class Permuted(OneDevice):
     def update(self, step: int, sums: Mapping[str, Tensor]) -> float:
         with PermutedSums(self.generator):
             return super().update(step, sums)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Band:
-    """Of each step's loss: where it should be, and how far it may be off. Absolute."""
-
-    center: tuple[float, ...]
-    allowed: tuple[float, ...]
-
-
-def band(runs: Sequence[Sequence[float]], num_addends: int) -> Band:
-    """From the losses of each run by step. `num_addends`: micro-batches of a global batch, whose
-    shares of the loss are added up in fp32. Not a number where a run's losses are none."""
-    by_step = list(zip(*runs, strict=True))
-    center = [statistics.fmean(losses) for losses in by_step]
-    # written out: statistics.stdev refuses what is not finite
-    squares = [
-        sum((loss - mean) ** 2 for loss in losses)
-        for losses, mean in zip(by_step, center, strict=True)
-    ]
-    spread = accumulate((math.sqrt(each / (len(runs) - 1)) for each in squares), _largest)
-    rounding = _FP32 * math.sqrt(2 * num_addends)
-    allowed = [
-        LAMBDA * (deviation + rounding * abs(mean))
-        for deviation, mean in zip(spread, center, strict=True)
-    ]
-    return Band(center=tuple(center), allowed=tuple(allowed))
-
-
-def far(distances: Sequence[float]) -> float:
-    """How far, relatively, a gradient may be from the reference's, from how far those of permuted
-    references are: LAMBDA times their root mean square."""
-    return LAMBDA * math.sqrt(statistics.fmean(each**2 for each in distances))
-
-
-def _largest(before: float, now: float) -> float:
-    """Not a number if one is."""
-    return now if math.isnan(now) or now > before else before

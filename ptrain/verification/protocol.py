@@ -25,18 +25,12 @@ from ptrain.spec.model import ModelShape
 from ptrain.spec.spec import Spec
 from ptrain.train.exchange import Exchange
 from ptrain.verification import invariance
+from ptrain.verification.consistency import Watch, consistency
 from ptrain.verification.examine import examine
 from ptrain.verification.preconditions import Make, preconditions
-from ptrain.verification.references import Ask, Told, references
-from ptrain.verification.trajectory import (
-    Run,
-    anywhere,
-    asks_of,
-    checks,
-    corridor,
-    follow,
-    told_of_band,
-)
+from ptrain.verification.references import Told, references
+from ptrain.verification.tolerances import Allowed, Plan, in_fp64, in_own_dtypes, plan
+from ptrain.verification.trajectory import Corridor, Run, anywhere, checks, follow, from_rank
 from ptrain.verification.variants import exactly, without_dropout
 
 LEAST_STEPS = 3
@@ -84,15 +78,15 @@ class Found:
 
 @dataclass(slots=True)
 class Context:
-    """What stages share. `told` are the references, in fp64 and in the spec's own dtypes; `exact`
-    is the run in fp64."""
+    """What stages share: which references there are, these by their keys, and the run in fp64."""
 
     spec: Spec
     world: World
     exchange: Exchange
     asked: Asked
     make: Make
-    told: list[Told] = field(default_factory=list)
+    plan: Plan | None = None
+    told: dict[str, Told] = field(default_factory=dict)
     exact: Run | None = None
 
 
@@ -137,8 +131,8 @@ def verify_here(
 def account_here(spec: Spec, world: World, exchange: Exchange, asked: Asked) -> None:
     """The run in fp64 alone, for another spec to be compared with."""
     context = Context(spec=spec, world=world, exchange=exchange, asked=asked, make=interpreted)
-    nowhere = anywhere(asked.steps)
-    run = follow(context.make(exactly(spec), world), exchange, nowhere)
+    program = context.make(exactly(spec), world)
+    run = follow(program, exchange, anywhere(asked.steps), _watch(context, program))
     if asked.account is not None and world.is_first:
         invariance.write(asked.account, spec, run)
     exchange.barrier()
@@ -190,30 +184,56 @@ def _examination(context: Context) -> Found:
     return Found(checks=found.checks, departures=found.departures, culprit=found.culprit)
 
 
+def _consistency(context: Context) -> Found:
+    """With the spec's own dtypes and dropout."""
+    program, asked = context.make(context.spec, context.world), context.asked
+    every = asked.every_collective
+    found = _watched(consistency(program, context.exchange, every_collective=every))
+    if every or context.world.size == 1:
+        return found
+    note = "what each collective leaves is not hashed: --every-collective does"
+    return replace(found, notes=(note,))
+
+
 def _in_fp64(context: Context) -> Found:
     """References first, of all trajectories at once: that is what ranks share the work of."""
-    own, exact = without_dropout(context.spec), exactly(context.spec)
-    steps = context.asked.steps
-    asks = [Ask(spec=exact, steps=steps)]
-    if own.precision != exact.precision:
-        asks += asks_of(own, steps)
-    context.told = references(asks, context.exchange, context.asked.folder)
-    within = corridor(exact, context.told[:1])
-    run = follow(context.make(exact, context.world), context.exchange, within)
-    context.exact = run
-    found = checks(exact, context.told[:1], run, within, context.exchange)
-    return Found(checks=found)
+    exchange = context.exchange
+    context.plan = plan(context.spec, context.asked.steps)
+    context.told = references(context.plan.asks, exchange, context.asked.folder)
+    reference = context.told[context.plan.exact.key]
+    growth = [context.told[ask.key] for ask in context.plan.growth]
+    allowed = in_fp64(reference, growth, exchange)
+    context.exact, found = _followed(context, exactly(context.spec), reference, allowed)
+    return found
 
 
 def _in_own_dtypes(context: Context) -> Found:
-    told, spec = context.told[1:], without_dropout(context.spec)
+    assert context.plan is not None, "the trajectory in fp64 comes before"
+    told = [context.told[ask.key] for ask in context.plan.own]
     if not told:
         return Found(checks=(), notes=("own dtypes: they are fp64",))
-    within = corridor(spec, told)
-    run = follow(context.make(spec, context.world), context.exchange, within)
-    found = checks(spec, told, run, within, context.exchange)
-    band = told_of_band(told)
-    return Found(checks=found, notes=(band,) if band else ())
+    spec = without_dropout(context.spec)
+    allowed = in_own_dtypes(spec, told, context.exchange)
+    return _followed(context, spec, told[0], allowed)[1]
+
+
+def _followed(context: Context, spec: Spec, reference: Told, allowed: Allowed) -> tuple[Run, Found]:
+    within = Corridor(center=reference.losses, allowed=allowed.losses)
+    program = context.make(spec, context.world)
+    watch = _watch(context, program)
+    run = follow(program, context.exchange, within, watch)
+    found = (*checks(reference, run, allowed, context.exchange), *watch.checks())
+    notes = (allowed.told,) if allowed.told else ()
+    return run, replace(_watched(watch), checks=found, notes=notes)
+
+
+def _watch(context: Context, program: Program) -> Watch:
+    every = context.asked.every_collective
+    return Watch(program, context.exchange, every_collective=every)
+
+
+def _watched(watch: Watch) -> Found:
+    return Found(checks=watch.checks(), departures=watch.departures, culprit=watch.culprit)
 
 
 def _invariance(context: Context) -> Found:
@@ -222,18 +242,16 @@ def _invariance(context: Context) -> Found:
     spec = exactly(context.spec)
     found, note = invariance.in_micro_batches(spec, run, context.world, exchange, context.make)
     if asked.against is not None:
-        other = exchange.world.is_first and invariance.read(asked.against)
-        own = [
-            {name: getattr(each, name) for name in Check.__dataclass_fields__}
-            for each in (invariance.against(spec, run, other) if other else ())
-        ]
-        found = (*found, *(Check(**each) for each in exchange.first(own)))
+        is_first = exchange.world.is_first
+        own = invariance.against(run, invariance.read(asked.against)) if is_first else ()
+        found = (*found, *from_rank(0, list(own), exchange))
     return Found(checks=found, notes=(note,) if note else ())
 
 
 STAGES: dict[str, Stage] = {
     "preconditions": _preconditions,
     "examination": _examination,
+    "consistency": _consistency,
     "trajectory in fp64": _in_fp64,
     "trajectory in own dtypes": _in_own_dtypes,
     "invariance": _invariance,

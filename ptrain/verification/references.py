@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,8 @@ from ptrain.verification.variants import on_one_device
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
-    """`steps` of `spec` on one device; with a `seed`, sums in the order that it draws."""
+    """`steps` of `spec` on one device, whatever its mesh; with a `seed`, sums in the order that it
+    draws."""
 
     spec: Spec
     steps: int
@@ -36,7 +37,7 @@ class Ask:
     @property
     def key(self) -> str:
         """A digest of what the run depends on. The mesh is not of it."""
-        spec = self.spec
+        spec = on_one_device(self.spec)
         parts = (spec.model, spec.batch, spec.optimizer, spec.data, spec.precision.effective)
         plain = [asdict(each) for each in parts]
         told = [type(spec.model).__name__, *plain, spec.train.seed, self.steps, self.seed]
@@ -58,37 +59,40 @@ class Told:
     """What every rank knows of a run; `solo` on the rank that had it alone."""
 
     losses: tuple[float, ...]
+    norms: tuple[float, ...]
     owner: int
     solo: Solo | None
 
 
-def references(asks: Sequence[Ask], exchange: Exchange, folder: Path | None) -> list[Told]:
-    """Every run that is asked for. All ranks call it."""
+def references(asks: Sequence[Ask], exchange: Exchange, folder: Path | None) -> dict[str, Told]:
+    """Every run that is asked for, by its key. All ranks call it, with the same."""
     rank, size = exchange.world.rank, exchange.world.size
-    asks = [replace(ask, spec=on_one_device(ask.spec)) for ask in asks]
-    mine = {place: ask for place, ask in enumerate(asks) if place % size == rank}
-    found = {place: solo for place, ask in mine.items() if (solo := _read(ask, folder)) is not None}
-    to_do = [(place, ask) for place, ask in mine.items() if place not in found]
-    rounds = max(exchange.gather(sum(ask.steps for _, ask in to_do)))
+    every = list({ask.key: ask for ask in asks}.values())
+    mine = every[rank::size]
+    found = {ask.key: solo for ask in mine if (solo := _read(ask, folder)) is not None}
+    to_do = [ask for ask in mine if ask.key not in found]
     running: _Running | None = None
-    for _ in range(rounds):
+    for _ in range(max(exchange.gather(sum(ask.steps for ask in to_do)))):
         if running is None and to_do:
-            place, ask = to_do.pop(0)
-            running = _Running(ask)
+            running = _Running(to_do.pop(0))
         if running is not None and running.step():
-            found[place] = running.result()
-            _write(ask, found[place], folder)
+            found[running.ask.key] = solo = running.result()
+            _write(running.ask, solo, folder)
             running = None
         exchange.barrier()  # a sign of life
-    losses = exchange.gather({place: each.trajectory.losses for place, each in found.items()})
-    return [
-        Told(
-            losses=tuple(losses[place % size][str(place)]),
+    figures = {
+        key: [each.trajectory.losses, each.trajectory.gradient_norms] for key, each in found.items()
+    }
+    told = exchange.gather(figures)
+    return {
+        ask.key: Told(
+            losses=tuple(told[place % size][ask.key][0]),
+            norms=tuple(told[place % size][ask.key][1]),
             owner=place % size,
-            solo=found.get(place),
+            solo=found.get(ask.key),
         )
-        for place in range(len(asks))
-    ]
+        for place, ask in enumerate(every)
+    }
 
 
 class _Running:
@@ -96,7 +100,8 @@ class _Running:
 
     def __init__(self, ask: Ask) -> None:
         self.ask = ask
-        self.device = OneDevice(ask.spec) if ask.seed is None else Permuted(ask.spec, ask.seed)
+        spec = on_one_device(ask.spec)
+        self.device = OneDevice(spec) if ask.seed is None else Permuted(spec, ask.seed)
         self.initial = {name: each.clone() for name, each in self.device.parameters.items()}
         self.gradients: dict[str, Tensor] = {}
         self.losses: list[float] = []

@@ -1,36 +1,30 @@
 """The losses of many steps against one device's, step by step, and the gradient of the first.
 
-Theorem 5 says that they are the same; how near is a question of dtypes. In fp64 the same addends in
-another order differ by 1e-15. In fp32 a loss may be off by 1e-4 and the gradient by 1e-5. In 16
-bits, and where the update computes in them, both may be off by what permuted references are
-(`permuted`). The first step that is off, or not finite, is the last that runs.
+Theorem 5 says that they are the same; how near they must be is what `tolerances` allows. The first
+step that is off, or not finite, is the last that runs.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from ptrain.data.corpus import corpus
 from ptrain.interpreter.program import Program
 from ptrain.report.record import Check
-from ptrain.spec.spec import Spec
 from ptrain.train.exchange import Exchange
 from ptrain.verification.capture import Capture
-from ptrain.verification.compare import FP64, alive, compare
+from ptrain.verification.compare import Tolerances, alive, apart, compare
+from ptrain.verification.consistency import EVERY, Watch
 from ptrain.verification.drive import drive_and_add, local_batch
-from ptrain.verification.permuted import LAMBDA, RUNS, band, far
 from ptrain.verification.reference import Trajectory, distance
-from ptrain.verification.references import Ask, Solo, Told
-from ptrain.verification.variants import is_banded
+from ptrain.verification.references import Solo, Told
+from ptrain.verification.tolerances import Allowed
 from ptrain.verification.whole import whole
-
-FP64_GRADIENT = 1e-12  # the 2-norm of the difference over the reference's
-FP32_LOSS, FP32_GRADIENT = 1e-4, 1e-5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,32 +50,14 @@ class Run:
     stopped: int | None
 
 
-def asks_of(spec: Spec, steps: int) -> tuple[Ask, ...]:
-    """The references of `spec` in the dtypes that it has: one, or with RUNS permuted ones."""
-    seeds = range(RUNS) if is_banded(spec) else ()
-    return (Ask(spec=spec, steps=steps), *(Ask(spec=spec, steps=steps, seed=s) for s in seeds))
-
-
-def corridor(spec: Spec, told: Sequence[Told]) -> Corridor:
-    """From the references that `asks_of` asks for."""
-    losses = told[0].losses
-    if len(told) > 1:
-        num_addends = spec.batch.accumulate * spec.data_degree
-        found = band([each.losses for each in told], num_addends)
-        return Corridor(center=found.center, allowed=found.allowed)
-    if spec.precision.compute_fp64:
-        allowed = tuple(FP64.of_loss(step) * abs(loss) for step, loss in enumerate(losses))
-        return Corridor(center=losses, allowed=allowed)
-    return Corridor(center=losses, allowed=(FP32_LOSS,) * len(losses))
-
-
 def anywhere(steps: int) -> Corridor:
     """Of a run that is compared later, with another."""
     return Corridor(center=(0.0,) * steps, allowed=(math.inf,) * steps)
 
 
-def follow(program: Program, exchange: Exchange, within: Corridor) -> Run:
-    """As many steps as the corridor has, or up to the first outside of it. All ranks call it."""
+def follow(program: Program, exchange: Exchange, within: Corridor, watch: Watch) -> Run:
+    """As many steps as the corridor has, or up to the first outside of it, or in which ranks depart
+    from each other. All ranks call it."""
     source = corpus(program.spec.data)
     initial = whole(program.state_dict()["model"], exchange)
     losses: list[float] = []
@@ -89,15 +65,16 @@ def follow(program: Program, exchange: Exchange, within: Corridor) -> Run:
     gradients: dict[str, Tensor] = {}
     stopped = None
     for step in range(len(within.center)):
-        if step == 0:
-            with Capture(program, set()) as capture:
-                loss, norm = drive_and_add(program, source, step, exchange)
-            gradients = unclipped(whole(capture.gradients(exchange), exchange), program, norm)
-        else:
+        with ExitStack() as stack:
+            if step % EVERY == 0:
+                stack.enter_context(watch.step(step))
+            capture = stack.enter_context(Capture(program, set())) if step == 0 else None
             loss, norm = drive_and_add(program, source, step, exchange)
+        if capture is not None:
+            gradients = unclipped(whole(capture.gradients(exchange), exchange), program, norm)
         losses.append(loss)
         norms += [] if norm is None else [norm]
-        if not within.contains(step, loss):
+        if watch.departures or not within.contains(step, loss):
             stopped = step
             break
     parameters = whole(program.state_dict()["model"], exchange)
@@ -126,57 +103,25 @@ def unclipped(
     return {name: gradient.double() / factor for name, gradient in gradients.items()}
 
 
-def checks(
-    spec: Spec, told: Sequence[Told], run: Run, within: Corridor, exchange: Exchange
-) -> tuple[Check, ...]:
+def checks(reference: Told, run: Run, allowed: Allowed, exchange: Exchange) -> tuple[Check, ...]:
     """All checks of a run, made on the rank that has the reference; equal on all."""
-    own: list[Check] | None = None
-    solo = told[0].solo
-    if solo is not None:
-        own = [_in_corridor(run, within), *_learns(solo, run)]
+    own: list[Check] = []
+    if (solo := reference.solo) is not None:
+        within = Corridor(center=reference.losses, allowed=allowed.losses)
+        own = [
+            _gradient(apart(solo.gradients, run.gradients), allowed.gradient),
+            _in_corridor(run, within),
+            *_learns(solo, run),
+        ]
         if run.stopped is None:
-            own += _of_trajectories(spec, solo, run)
-    made = exchange.gather([_plain(each) for each in own] if own is not None else None)
-    distances = _distances(told, exchange)
-    allowed = (
-        far(distances)
-        if distances
-        else FP64_GRADIENT
-        if spec.precision.compute_fp64
-        else FP32_GRADIENT
-    )
-    measured = exchange.gather(apart(solo.gradients, run.gradients) if solo is not None else None)
-    owner = told[0].owner
-    return (
-        _gradient(measured[owner], allowed),
-        *(Check(**each) for each in made[owner]),
-    )
+            own += _of_trajectories(solo.trajectory, run.trajectory, allowed)
+    return from_rank(reference.owner, own, exchange)
 
 
-def _distances(told: Sequence[Told], exchange: Exchange) -> list[float]:
-    """How far each permuted reference's gradient of step 0 is from the reference's, by the 2-norm.
-    Each rank knows of its own runs; the reference's gradient comes from the rank that has it."""
-    if len(told) == 1:
-        return []
-    first = whole(told[0].solo.gradients if told[0].solo else {}, exchange)
-    own = [apart(first, each.solo.gradients) for each in told[1:] if each.solo is not None]
-    return [distance for its in exchange.gather(own) for distance in its]
-
-
-def apart(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> float:
-    """The 2-norm of the difference over that of `expected`, all tensors taken as one vector; a
-    tensor that one side lacks is zero there. Infinite where nothing can be said."""
-    difference = length = 0.0
-    for name in {**expected, **found}:
-        one, other = expected.get(name), found.get(name)
-        if one is not None and other is not None and one.shape != other.shape:
-            return math.inf
-        one = torch.zeros(()) if one is None else one.double()
-        other = torch.zeros(()) if other is None else other.double()
-        difference += float((other - one).square().sum())
-        length += float(one.square().sum())
-    ratio = math.sqrt(difference / length) if length > 0 else math.inf
-    return ratio if math.isfinite(ratio) else math.inf
+def from_rank(rank: int, own: list[Check], exchange: Exchange) -> tuple[Check, ...]:
+    """The checks of one rank, on all."""
+    plain = [{name: getattr(each, name) for name in Check.__dataclass_fields__} for each in own]
+    return tuple(Check(**each) for each in exchange.gather(plain)[rank])
 
 
 def _gradient(measured: float, allowed: float) -> Check:
@@ -200,9 +145,9 @@ def _in_corridor(run: Run, within: Corridor) -> Check:
         for difference, allowed in zip(off, within.allowed, strict=False)
     ]
     worst = max(range(len(excess)), key=excess.__getitem__)
-    holds = run.stopped is None
-    why = ""
-    if run.stopped is not None:
+    holds, why = True, ""
+    if run.stopped is not None and not within.contains(run.stopped, losses[run.stopped]):
+        holds = False
         step = worst = run.stopped
         is_finite = math.isfinite(losses[step])
         why = (
@@ -241,25 +186,16 @@ def _falls(name: str, before: float, after: float) -> Check:
     )
 
 
-def _of_trajectories(spec: Spec, solo: Solo, run: Run) -> Iterator[Check]:
-    """In fp64 also norms and final parameters; else whether both are alive."""
-    if spec.precision.compute_fp64:
-        found = compare(solo.trajectory, run.trajectory, FP64)
-        yield from (each for each in found if each.name != "losses")
+def _of_trajectories(reference: Trajectory, run: Trajectory, allowed: Allowed) -> Iterator[Check]:
+    """Where they are comparable, norms and the parameters at the end; whether both are alive."""
+    if allowed.norms is None:
+        yield from alive("reference", reference)
+        yield from alive("run", run)
         return
-    yield from alive("reference", solo.trajectory)
-    yield from alive("run", run.trajectory)
-
-
-def _plain(check: Check) -> dict[str, object]:
-    return {name: getattr(check, name) for name in Check.__dataclass_fields__}
-
-
-def told_of_band(told: Sequence[Told]) -> str:
-    """Where the tolerances come from, in words; "" where they are fixed."""
-    if len(told) == 1:
-        return ""
-    return (
-        f"own dtypes: the band is {LAMBDA:.1f} times the deviation of {len(told)} references, "
-        f"{RUNS} of them with permuted sums"
+    pairs = zip(allowed.losses, reference.losses, strict=True)
+    relative = tuple(each / abs(loss) for each, loss in pairs)
+    tolerances = Tolerances(
+        losses=relative, gradient_norms=allowed.norms, parameters=allowed.parameters
     )
+    found = compare(reference, run, tolerances)
+    yield from (each for each in found if each.name != "losses")

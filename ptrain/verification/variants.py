@@ -9,7 +9,7 @@ from dataclasses import replace
 from ptrain.algebra.legality import check, executed
 from ptrain.selection.alternatives import with_micro
 from ptrain.spec.model import ModelShape
-from ptrain.spec.precision import DType
+from ptrain.spec.precision import DType, Precision
 from ptrain.spec.spec import Spec
 
 _FIXED = (DType.FP32, DType.FP64)
@@ -26,6 +26,11 @@ def without_dropout(spec: Spec) -> Spec:
 def exactly(spec: Spec) -> Spec:
     """In fp64, in which a sum in another order differs by 1e-15 and a fault by 1e-5."""
     return replace(without_dropout(spec), precision=replace(spec.precision, compute_fp64=True))
+
+
+def in_fp32(spec: Spec) -> Spec:
+    """With every state in fp32: what rounding grows to is measured there."""
+    return replace(without_dropout(spec), precision=Precision())
 
 
 def on_one_device(spec: Spec) -> Spec:

@@ -1,0 +1,88 @@
+"""State consistency (Theorem 4) while a program runs: what ranks hold alike is bitwise the same, at
+the start, in each step's gradients, norm and learning rate, and after its update; on request
+also what every collective left on its group."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+from ptrain.data.corpus import corpus
+from ptrain.interpreter.program import Program
+from ptrain.meters.collectives import Ledger
+from ptrain.meters.replicas import Replicas
+from ptrain.report.finding import Culprit, Departure, Moment
+from ptrain.report.record import Check
+from ptrain.train.exchange import Exchange
+from ptrain.verification.drive import drive
+
+STEPS = 3
+EVERY = 10  # steps of a trajectory
+
+
+class Watch:
+    """Looks at steps of a program, and keeps what departs first. All ranks look at the same."""
+
+    def __init__(self, program: Program, exchange: Exchange, *, every_collective: bool) -> None:
+        self.program, self.exchange = program, exchange
+        self.replicas = Replicas(program, exchange)
+        self.every_collective = every_collective
+        self.departures: tuple[Departure, ...] = ()
+        self.culprit: Culprit | None = None
+        self.looks = {"state that ranks share": 0} | (
+            {"collectives": 0} if every_collective else {}
+        )
+        self.failed = ""
+
+    def start(self) -> None:
+        """Before any step."""
+        self._take("state that ranks share", self.replicas, self.replicas.check(0, Moment.START))
+
+    @contextmanager
+    def step(self, step: int) -> Iterator[None]:
+        """Around one step."""
+        with ExitStack() as stack:
+            stack.enter_context(self.replicas.noted())
+            ledger = stack.enter_context(Ledger(self.program)) if self.every_collective else None
+            yield
+        if ledger is not None:
+            self._take("collectives", ledger, ledger.check(self.exchange, step))
+        self._take("state that ranks share", self.replicas, self.replicas.check(step))
+
+    def _take(self, name: str, by: Replicas | Ledger, found: tuple[Departure, ...]) -> None:
+        self.looks[name] += 1
+        if found and not self.departures:
+            self.departures, self.culprit, self.failed = found, by.culprit(found), name
+
+    def checks(self) -> tuple[Check, ...]:
+        """How many looks there were, and how many showed nothing."""
+        return tuple(self._check(name, looks) for name, looks in self.looks.items() if looks)
+
+    def _check(self, name: str, looks: int) -> Check:
+        failed = name == self.failed
+        why = ""
+        if failed:
+            first = self.departures[0]
+            ranks = ", ".join(map(str, first.between or (first.rank,)))
+            why = f"step {first.step}: {first.subject} {first.name} differs between ranks {ranks}"
+        return Check(
+            name=name,
+            predicted=looks,
+            measured=looks - failed,
+            tolerance=0.0,
+            holds=not failed,
+            why=why,
+        )
+
+
+def consistency(program: Program, exchange: Exchange, *, every_collective: bool) -> Watch:
+    """STEPS steps, each looked at, or fewer where one departs. All ranks call it."""
+    source = corpus(program.spec.data)
+    watch = Watch(program, exchange, every_collective=every_collective)
+    watch.start()
+    for step in range(STEPS):
+        if watch.departures:
+            break
+        with watch.step(step):
+            drive(program, source, step)
+    return watch

@@ -1,0 +1,192 @@
+"""How far a correct run may be off one device, step by step: by fixed figures as long as these are
+about rounding alone, and by what permuted references part by where training has made more of it.
+
+A placement changes in which order sums are made (`permuted`). Training is a chaotic map: at the
+learning rates at which it is worth its while, a difference of one rounding grows by some percent a
+step, and is ten thousand times as large after a hundred, whoever made it. No fixed figure can tell
+that from a fault; references that differ from each other by nothing but their order can.
+
+Let n references have the losses L_i(t), the first of them in the usual order. If the run under test
+is one more draw of the same kind, (X - L_1) / (s sqrt 2) has Student's t distribution with n - 1
+degrees of freedom, s being the sample deviation. So the run may be off by lambda · s(t), lambda =
+q · sqrt 2, where q is exceeded once in 10^4, and s(t) is the largest deviation of the steps up to
+t: roundings add up, and references may come close to each other by chance. The same holds for
+gradient norms; for the gradient of step 0 and the parameters at the end, s² is half the mean
+square distance of permuted references from the first. Nothing of it is of the run under test.
+
+- In 16 bits, and where the update computes in them, that is all: 7 permuted references.
+- In fp32 at least 1e-4 is allowed, absolute, and 1e-5 of the gradient; 3 permuted references.
+- In fp64 at least 1e-12, relative. What the fp32 references part by times 2^-29, the quotient of
+  the two round-offs, is what fp64 ones would: the growth is the map's, and the same.
+
+Note: `band` bounds 16-bit losses from the layout's round-off alone, without a run more, by
+worst-case slopes: it holds for any order, is wide, and knows nothing of growth.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+import torch
+
+from ptrain.spec.spec import Spec
+from ptrain.train.exchange import Exchange
+from ptrain.verification.compare import FP64, apart, worst_parameters
+from ptrain.verification.references import Ask, Told
+from ptrain.verification.variants import exactly, in_fp32, is_banded, without_dropout
+from ptrain.verification.whole import whole
+
+FEW, MANY = 3, 7  # permuted references beside a fixed figure, and instead of one
+QUANTILES = {FEW: 28.000, MANY: 7.885}  # of Student's t by degrees of freedom: once in 10^4
+FP64_GRADIENT = 1e-12  # the 2-norm of the difference over the reference's
+FP32_LOSS, FP32_GRADIENT = 1e-4, 1e-5
+_FP32 = torch.finfo(torch.float32).eps
+_FINER = torch.finfo(torch.float64).eps / _FP32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Allowed:
+    """Of every step's loss, absolute; of its gradient norm, of the gradient of step 0 and of the
+    parameters at the end, relative (None: not compared). `told` says where figures are from."""
+
+    losses: tuple[float, ...]
+    gradient: float
+    norms: tuple[float, ...] | None = None
+    parameters: float | None = None
+    told: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Which references a verification needs: in fp64, in fp32 to see how rounding grows, and in the
+    spec's own dtypes (none where these are fp64)."""
+
+    exact: Ask
+    growth: tuple[Ask, ...]
+    own: tuple[Ask, ...]
+
+    @property
+    def asks(self) -> tuple[Ask, ...]:
+        return (self.exact, *self.growth, *self.own)
+
+
+def plan(spec: Spec, steps: int) -> Plan:
+    """Of references that several parts need there is one: they have one key."""
+    own, exact = without_dropout(spec), exactly(spec)
+    num_own = MANY if is_banded(own) else FEW
+    return Plan(
+        exact=Ask(spec=exact, steps=steps),
+        growth=_permuted(in_fp32(spec), steps, FEW),
+        own=() if own.precision == exact.precision else _permuted(own, steps, num_own),
+    )
+
+
+def _permuted(spec: Spec, steps: int, number: int) -> tuple[Ask, ...]:
+    plain = Ask(spec=spec, steps=steps)
+    return (plain, *(replace(plain, seed=seed) for seed in range(number)))
+
+
+def in_fp64(exact: Told, growth: Sequence[Told], exchange: Exchange) -> Allowed:
+    """All ranks call it."""
+    losses = _spread([each.losses for each in growth], _FINER)
+    norms = _spread([each.norms for each in growth], _FINER)
+    parameters = _between_parameters(growth, exchange) * _FINER
+    fixed = [FP64.of_loss(step) * abs(loss) for step, loss in enumerate(exact.losses)]
+    allowed = tuple(max(pair) for pair in zip(fixed, losses, strict=True))
+    return Allowed(
+        losses=allowed,
+        gradient=FP64_GRADIENT,
+        norms=tuple(
+            max(FP64.of_norm(step), spread / norm) if norm else FP64.of_norm(step)
+            for step, (spread, norm) in enumerate(zip(norms, exact.norms, strict=True))
+        ),
+        parameters=max(FP64.parameters or 0.0, parameters),
+        told=_until("fp64", "1e-12", fixed, allowed, len(growth)),
+    )
+
+
+def in_own_dtypes(spec: Spec, told: Sequence[Told], exchange: Exchange) -> Allowed:
+    """All ranks call it."""
+    spread = _spread([each.losses for each in told])
+    if not is_banded(spec):
+        fixed = [FP32_LOSS] * len(spread)
+        allowed = tuple(max(each, FP32_LOSS) for each in spread)
+        said = _until("own dtypes", "1e-4", fixed, allowed, len(told))
+        return Allowed(losses=allowed, gradient=FP32_GRADIENT, told=said)
+    num_addends = spec.batch.accumulate * spec.data_degree
+    rounding = _factor(len(told)) * _FP32 / 2 * math.sqrt(2 * num_addends)  # of the loss's sum
+    return Allowed(
+        losses=tuple(
+            each + rounding * abs(loss) for each, loss in zip(spread, told[0].losses, strict=True)
+        ),
+        gradient=_between_gradients(told, exchange),
+        told=f"own dtypes: a loss may be off by {_factor(len(told)):.1f} deviations of {len(told)} "
+        f"references, {len(told) - 1} of them with permuted sums",
+    )
+
+
+def _factor(number: int) -> float:
+    return QUANTILES[number - 1] * math.sqrt(2)
+
+
+def _spread(runs: Sequence[Sequence[float]], finer: float = 1.0) -> tuple[float, ...]:
+    """What is allowed of each step, from its values in all runs; not a number from where one is
+    none. Where a value is infinite (a step that is skipped) the spread is the one before."""
+    deviations = (_deviation(values) for values in zip(*runs, strict=True))
+    factor = _factor(len(runs)) * finer
+    return tuple(factor * each for each in accumulate(deviations, _largest))
+
+
+def _deviation(values: Sequence[float]) -> float:
+    """Written out: statistics.stdev refuses what is not finite."""
+    if any(map(math.isinf, values)):
+        return 0.0
+    mean = statistics.fmean(values)
+    return math.sqrt(sum((value - mean) ** 2 for value in values) / (len(values) - 1))
+
+
+def _largest(before: float, now: float) -> float:
+    return now if math.isnan(now) or now > before else before
+
+
+def _between_gradients(told: Sequence[Told], exchange: Exchange) -> float:
+    first = whole(told[0].solo.gradients if told[0].solo else {}, exchange)
+    solos = (each.solo for each in told[1:])
+    return _from_first((apart(first, each.gradients) for each in solos if each), told, exchange)
+
+
+def _between_parameters(told: Sequence[Told], exchange: Exchange) -> float:
+    """The tensor that is worst, by norm or by its largest element."""
+    solo = told[0].solo
+    first = whole(solo.trajectory.parameters if solo else {}, exchange)
+    solos = (each.solo for each in told[1:])
+    own = (worst_parameters(first, each.trajectory.parameters) for each in solos if each)
+    return _from_first(own, told, exchange)
+
+
+def _from_first(own: Iterable[float], told: Sequence[Told], exchange: Exchange) -> float:
+    """What is allowed, from how far each permuted reference is from the first: each rank knows of
+    its own runs."""
+    squares = [each**2 for its in exchange.gather(list(own)) for each in its]
+    return _factor(len(told)) * math.sqrt(statistics.fmean(squares) / 2)
+
+
+def _until(
+    place: str, fixed: str, least: Sequence[float], allowed: Sequence[float], number: int
+) -> str:
+    """From which step on rounding has grown beyond the fixed figure; "" where it never does."""
+    beyond = (
+        step for step, (one, other) in enumerate(zip(least, allowed, strict=True)) if one != other
+    )
+    first = next(beyond, None)
+    if first is None:
+        return ""
+    return (
+        f"{place}: losses may be off by {fixed} up to step {first}; from there rounding has grown "
+        f"to more, and {_factor(number):.1f} deviations of {number} references are allowed, "
+        f"{number - 1} of them with permuted sums"
+    )
