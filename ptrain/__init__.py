@@ -1,7 +1,7 @@
 """ptrain: distributed training from a placement spec, predicted to the byte and measured.
 
-`load`, `expand`, `settled`, `derive`, `lower` are pure; `interpret`, `measure`, `run` import torch.
-All are imported on first use, so that `import ptrain` costs nothing.
+`load`, `expand`, `settled`, `derive`, `lower` are pure; `interpret`, `measure`, `run`, `verify`
+import torch. All are imported on first use, so that `import ptrain` costs nothing.
 """
 
 from __future__ import annotations
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from ptrain.spec.load import expand as expand
     from ptrain.spec.load import load as load
     from ptrain.train.notebook import run as run
+    from ptrain.verification.jobs.job import Job as Job
+    from ptrain.verification.jobs.job import Terms as Terms
+    from ptrain.verification.own import verify as verify
 
 _HOMES = {
     "load": "ptrain.spec.load",
@@ -32,8 +35,13 @@ _HOMES = {
     "read_facts": "ptrain.interpreter.facts",
     "run": "ptrain.train.notebook",
     "settled": "ptrain.selection.recompute",
+    "verify": "ptrain.verification.own",
+    "Job": "ptrain.verification.jobs.job",
+    "Terms": "ptrain.verification.jobs.job",
 }
 __all__ = [
+    "Job",
+    "Terms",
     "__version__",
     "derive",
     "expand",
@@ -44,6 +52,7 @@ __all__ = [
     "read_facts",
     "run",
     "settled",
+    "verify",
 ]
 
 

@@ -105,7 +105,7 @@ def products(
     ratio: float, degrees: Mapping[str, int], tolerance: float = 1e-4
 ) -> tuple[Product, ...]:
     """Every product of degrees (`dp` -> 2, `K` -> 4, …) that `ratio` is, simplest first: one
-    degree, its square, its root, then two of them. Two degrees of the same size both count."""
+    degree, two together, a square, a root, one by another. Two degrees of one size both count."""
     return tuple(
         each
         for each in _candidates({name: size for name, size in degrees.items() if size > 1})
@@ -114,13 +114,14 @@ def products(
 
 
 def _candidates(degrees: Mapping[str, int]) -> Iterator[Product]:
-    for power in (1.0, -1.0, 2.0, -2.0, 0.5, -0.5):
-        for name, size in degrees.items():
-            yield Product(((name, power),), size**power)
-    for powers in ((1.0, 1.0), (-1.0, -1.0), (1.0, -1.0), (-1.0, 1.0)):
-        for pair in combinations(degrees.items(), 2):
-            named = tuple((name, power) for (name, _), power in zip(pair, powers, strict=True))
-            value = math.prod(size**power for (_, size), power in zip(pair, powers, strict=True))
+    singles = (((1.0,), 1), ((-1.0,), 1))
+    together = (((1.0, 1.0), 2), ((-1.0, -1.0), 2))
+    powers = (((2.0,), 1), ((-2.0,), 1), ((0.5,), 1), ((-0.5,), 1))
+    against = (((1.0, -1.0), 2), ((-1.0, 1.0), 2))
+    for exponents, count in (*singles, *together, *powers, *against):
+        for chosen in combinations(degrees.items(), count):
+            named = tuple((name, power) for (name, _), power in zip(chosen, exponents, strict=True))
+            value = math.prod(degrees[name] ** power for name, power in named)
             yield Product(named, value)
 
 

@@ -1,0 +1,331 @@
+"""A step of a loop on this rank against the reference's: every difference beyond the tolerance,
+with its place. What a rank holds is compared where it is, with the same elements of the whole
+tensor."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from ptrain.report.finding import Departure, Moment, Subject, Way
+from ptrain.verification.compare import NOISE
+from ptrain.verification.factors import Fit, multiple
+from ptrain.verification.jobs.job import Tolerance
+from ptrain.verification.jobs.probe import Probe
+from ptrain.verification.jobs.record import Recorder
+from ptrain.verification.jobs.shards import Held
+from ptrain.verification.names import canonical_modules
+from ptrain.verification.parts import held
+
+# A rank's elements may be a quiet corner of a tensor, whose rounding is that of the others.
+_QUIET = 1e-2
+_ROUNDINGS = 16  # of a parameter, in its own dtype, that an update may differ by
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """How large the tensors of one kind are: the root mean square of all their elements."""
+
+    usual: float
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor]) -> Scale:
+        count = sum(tensor.numel() for tensor in tensors.values())
+        squares = sum(float(tensor.double().square().sum()) for tensor in tensors.values())
+        return cls(math.sqrt(squares / count) if count else 0.0)
+
+    def length(self, whole: Tensor, part: Tensor) -> float:
+        """What a difference of `part` is relative to; of a tensor that is noise beside the others
+        it is what the others have."""
+        mean = _rms(whole)
+        least = self.usual if mean <= NOISE * self.usual else _QUIET * mean
+        return max(_norm(part), least * math.sqrt(part.numel()))
+
+    def is_noise(self, whole: Tensor) -> bool:
+        return _rms(whole) <= NOISE * self.usual
+
+
+def _rms(tensor: Tensor) -> float:
+    return _norm(tensor) / math.sqrt(max(tensor.numel(), 1))
+
+
+def _norm(tensor: Tensor) -> float:
+    return float(torch.linalg.vector_norm(tensor.double()))
+
+
+def difference(found: Tensor, expected: Tensor, length: float) -> float:
+    """Relative; infinite for what is not finite."""
+    size = _norm(found.double() - expected.to(found.device).double())
+    if size == 0.0:
+        return 0.0
+    return size / length if length and math.isfinite(size) else math.inf
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Course:
+    """A parameter's way on this rank: its elements at the start of the step and since the start of
+    the run, of the reference and of the loop."""
+
+    parameter: Tensor
+    origin: Tensor
+    before: Tensor
+    after: Tensor
+    run_before: Tensor
+    run_after: Tensor
+
+    @property
+    def pace(self) -> Fit:
+        """The loop's move in this step as a multiple of the reference's."""
+        return multiple(self.run_after - self.run_before, self.after - self.before)
+
+    @property
+    def stood_still(self) -> bool:
+        return torch.equal(self.run_before, self.run_after)
+
+
+@dataclass(slots=True, kw_only=True)
+class Found:
+    """The differences of one rank in one step."""
+
+    step: int
+    rank: int
+    departures: list[Departure] = field(default_factory=list)
+    courses: dict[str, Course] = field(default_factory=dict)
+    worst: dict[str, tuple[float, str]] = field(default_factory=dict)
+
+    def compare(
+        self,
+        moment: Moment,
+        subject: Subject,
+        name: str,
+        *,
+        difference: float,
+        tolerance: float,
+        index: int = 0,
+        told: str = "",
+    ) -> None:
+        if difference >= self.worst.get(subject, (0.0, ""))[0]:
+            self.worst[subject] = difference, name
+        if difference > tolerance:
+            self.departures.append(
+                Departure(
+                    step=self.step, moment=moment, subject=subject, name=name, rank=self.rank,
+                    difference=difference, tolerance=tolerance, index=index, told=told,
+                )
+            )  # fmt: skip
+
+    def differ(self, moment: Moment, subject: Subject, name: str, told: str) -> None:
+        """Something that is no tensor."""
+        self.add(moment, subject, name, Way.VALUE, told)
+
+    def add(self, moment: Moment, subject: Subject, name: str, way: Way, told: str) -> None:
+        self.departures.append(
+            Departure(
+                step=self.step, moment=moment, subject=subject, name=name, rank=self.rank, way=way,
+                told=told,
+            )
+        )  # fmt: skip
+
+
+def at_start(
+    found: Found, wholes: Mapping[str, Tensor], names: Sequence[str], holds: Mapping[str, Held]
+) -> None:
+    """The same parameters with the same values: bit by bit, in the rank's own dtype."""
+    for name in wholes:
+        if name not in holds:
+            told = "the reference has it, the loop's model has not"
+            found.add(Moment.START, Subject.PARAMETERS, name, Way.MISSING, told)
+    for name in names:
+        if name not in wholes:
+            told = "the loop's model has it, the reference has not"
+            found.add(Moment.START, Subject.PARAMETERS, name, Way.MISSING, told)
+    scale = Scale.of(wholes)
+    for name, each in holds.items():
+        value, expected = each.value(), each.of(wholes[name])
+        if not torch.equal(value, expected.to(value)):
+            size = difference(value, expected, scale.length(wholes[name], expected))
+            found.compare(
+                Moment.START, Subject.PARAMETERS, name, difference=size or math.inf, tolerance=0.0
+            )
+
+
+def compare_gradients(
+    found: Found, reference: Recorder, run: Recorder, holds: Mapping[str, Held], limit: Tolerance
+) -> None:
+    """As the optimizer takes them. A rank that has none where the reference has one that is not
+    zero lacks it."""
+    expected = {name: each for name, each in reference.gradients.items() if name in holds}
+    scale = Scale.of(expected)
+    for name, each in holds.items():
+        gradient = run.gradients.get(name)
+        whole = expected.get(name)
+        if whole is None:
+            if gradient is not None and bool(gradient.any()):
+                told = "a gradient where the reference has none"
+                found.add(Moment.GRADIENTS, Subject.GRADIENTS, name, Way.MISSING, told)
+            continue
+        part = each.of(whole.view(each.shape))
+        if gradient is None:
+            if not scale.is_noise(part):
+                told = "no gradient when the optimizer steps"
+                found.add(Moment.GRADIENTS, Subject.GRADIENTS, name, Way.MISSING, told)
+            continue
+        size = difference(gradient, part, scale.length(whole, part))
+        found.compare(
+            Moment.GRADIENTS, Subject.GRADIENTS, name, difference=size, tolerance=limit.gradients
+        )
+
+
+def compare_outputs(found: Found, probe: Probe, run: Recorder, limit: Tolerance) -> None:
+    """What modules return for the same inputs, and the gradients of that. Pieces of a tensor that
+    is cut over ranks are compared with the piece that fits best: this names a place and is no
+    verdict."""
+    for moment, expected, outputs in (
+        (Moment.FORWARD, probe.outputs.forward, run.outputs.forward),
+        (Moment.BACKWARD, probe.outputs.backward, run.outputs.backward),
+    ):
+        for index, ((path, call), whole) in enumerate(expected.items()):
+            output = outputs.get((path, call))
+            if output is None or not _is_readable(output):
+                continue
+            local = held(output)
+            size = min(
+                (difference(local, piece, max(_norm(piece), _QUIET * _norm(whole)))
+                 for piece in _pieces(whole, local.shape)),
+                default=0.0,
+            )  # fmt: skip
+            told = _dtypes(output, whole)
+            found.compare(
+                moment, Subject.ACTIVATIONS, path, difference=size, tolerance=limit.outputs,
+                index=index, told=told,
+            )  # fmt: skip
+
+
+def _dtypes(output: Tensor, whole: Tensor) -> str:
+    return "" if output.dtype == whole.dtype else f"{output.dtype} for {whole.dtype}"
+
+
+def _is_readable(output: Tensor) -> bool:
+    placements = getattr(output, "placements", ())
+    return not any(placement.is_partial() for placement in placements)
+
+
+def _pieces(whole: Tensor, shape: torch.Size) -> Iterator[Tensor]:
+    """Every even chunk of `whole` of this shape along one dimension, or itself."""
+    if whole.shape == shape:
+        yield whole
+        return
+    if len(shape) != whole.dim():
+        return
+    differing = [dim for dim in range(whole.dim()) if whole.size(dim) != shape[dim]]
+    if len(differing) == 1 and shape[differing[0]]:
+        (dim,) = differing
+        yield from (piece for piece in whole.split(shape[dim], dim) if piece.shape == shape)
+
+
+def compare_update(
+    found: Found, name: str, course: Course, *, usual: float, is_noise: bool, limit: Tolerance
+) -> None:
+    """The parameter after the update, relative to the way that it has gone since the start, or to
+    its roundings where these are more. Adam makes a move of a gradient that is noise: that one is
+    relative to `usual`, the size of the model's parameters."""
+    moved = _norm(course.after.double() - course.origin.double())
+    eps = torch.finfo(course.run_after.dtype).eps
+    rounding = _ROUNDINGS * eps * _norm(course.after) / limit.updates
+    least = usual * math.sqrt(course.after.numel()) if is_noise else 0.0
+    size = difference(course.run_after, course.after, max(moved, rounding, least))
+    found.compare(Moment.UPDATE, Subject.PARAMETERS, name, difference=size, tolerance=limit.updates)
+    found.courses[name] = course
+
+
+def compare_states(
+    found: Found,
+    reference: Mapping[str, Mapping[str, Tensor]],
+    run: Mapping[str, Mapping[str, Tensor]],
+    holds: Mapping[str, Held],
+    limit: Tolerance,
+) -> None:
+    """What the optimizers keep beside each parameter, where both keep something of that name."""
+    for name, tensors in run.items():
+        for key, state in tensors.items():
+            whole = reference.get(name, {}).get(key)
+            if whole is None or whole.shape != holds[name].shape:
+                continue
+            row = holds[name].like(state)
+            if row is None:
+                continue
+            part = holds[name].of(whole)
+            size = difference(row, part, max(_norm(part), _QUIET * _norm(whole)))
+            found.compare(
+                Moment.UPDATE, Subject.OPTIMIZER, f"{name} · {key}", difference=size,
+                tolerance=max(limit.updates, 10 * limit.gradients),
+            )  # fmt: skip
+
+
+def compare_buffers(found: Found, reference: nn.Module, run: nn.Module, limit: Tolerance) -> None:
+    """Floating buffers, but not the statistics of batches, which each rank has of its own."""
+    wrapped = dict(canonical_modules(run))
+    for path, module in canonical_modules(reference):
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) or path not in wrapped:
+            continue
+        theirs = dict(wrapped[path].named_buffers(recurse=False))
+        for name, buffer in module.named_buffers(recurse=False):
+            other = theirs.get(name)
+            if other is None or not buffer.is_floating_point() or other.shape != buffer.shape:
+                continue
+            size = difference(held(other), buffer, _norm(buffer))
+            full = f"{path}.{name}" if path else name
+            found.compare(
+                Moment.UPDATE, Subject.BUFFERS, full, difference=size, tolerance=limit.updates
+            )
+
+
+def digests(holds: Mapping[str, Held], rows: Mapping[str, Tensor]) -> dict[str, list[str]]:
+    """By name: which part of the whole this rank has, and a checksum of it, bit by bit."""
+    return {
+        name: ["" if holds[name].at is None else digest(holds[name].at), digest(row)]
+        for name, row in rows.items()
+    }
+
+
+def digest(tensor: Tensor | None) -> str:
+    if tensor is None:
+        return ""
+    raw = tensor.detach().contiguous().cpu().view(torch.uint8).numpy()
+    return hashlib.blake2b(raw.tobytes(), digest_size=12).hexdigest()
+
+
+def replicas(
+    step: int, everyones: Sequence[Mapping[str, Sequence[str]]], subject: Subject
+) -> Iterator[Departure]:
+    """Ranks that hold the same part of a parameter and do not have the same bits of it."""
+    for name in everyones[0]:
+        groups: dict[str, dict[str, list[int]]] = {}
+        for rank, mine in enumerate(everyones):
+            if name in mine:
+                part, checksum = mine[name]
+                groups.setdefault(part, {}).setdefault(checksum, []).append(rank)
+        for versions in groups.values():
+            if len(versions) > 1:
+                ranks = sorted(rank for each in versions.values() for rank in each)
+                fewest = min(versions.values(), key=len)
+                yield Departure(
+                    step=step, moment=Moment.UPDATE, subject=subject, name=name, rank=fewest[0],
+                    difference=math.inf, between=tuple(ranks), told="replicas differ",
+                )  # fmt: skip
+
+
+def state_of(run: Recorder, holds: Mapping[str, Held]) -> dict[str, dict[str, Tensor]]:
+    """What the optimizers that stepped keep, by parameter and name."""
+    names = {id(each.parameter): name for name, each in holds.items()}
+    return {
+        names[id(parameter)]: {k: v for k, v in state.items() if isinstance(v, Tensor) and v.dim()}
+        for optimizer in run.optimizers
+        for parameter, state in optimizer.state.items()
+        if id(parameter) in names
+    }

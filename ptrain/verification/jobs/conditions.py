@@ -1,0 +1,96 @@
+"""What must be so before two loops can be compared: a reference that is one device, no dropout, the
+same reference on every rank, and a loop that does the same when it is run again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ptrain.errors import PtrainError
+from ptrain.verification.jobs.job import Job
+from ptrain.verification.jobs.ranks import Ranks
+
+_WRAPPERS = (DistributedDataParallel, FSDPModule, FullyShardedDataParallel)
+_COLLECTIVES = ("c10d", "_c10d_functional")
+
+
+def require_comparable(reference: Job, loop: Job) -> None:
+    """Raises PtrainError for a reference that is wrapped, or dropout on either side."""
+    for module in reference.model.modules():
+        if isinstance(module, _WRAPPERS):
+            raise PtrainError(
+                f"verify: the reference is wrapped ({type(module).__name__})\n"
+                "  remedy: give it the plain module, copied before it is wrapped"
+            )
+    if any(isinstance(each, DTensor) for each in reference.model.parameters()):
+        raise PtrainError(
+            "verify: the reference's parameters are DTensors\n"
+            "  remedy: give it the plain module, copied before it is parallelised"
+        )
+    for side, job in (("reference", reference), ("distributed", loop)):
+        for path, module in job.model.named_modules():
+            if isinstance(module, _DropoutNd) and module.p > 0 and module.training:
+                raise PtrainError(
+                    f"verify: {side}: {path} drops out (p={module.p}): no two sides agree\n"
+                    "  remedy: set p=0 for the verdict, on both sides"
+                )
+
+
+class Alone(TorchDispatchMode):
+    """Refuses collectives: the reference is one device, on every rank."""
+
+    def __torch_dispatch__(
+        self,
+        function: Any,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if function.namespace in _COLLECTIVES:
+            raise PtrainError(
+                f"verify: the reference's step communicates ({function.__name__})\n"
+                "  remedy: give the reference a step without collectives: it has the whole batch"
+            )
+        return function(*args, **(kwargs or {}))
+
+
+def require_one_reference(ranks: Ranks, checksums: Mapping[str, str]) -> None:
+    """Raises PtrainError on every rank where the reference's weights are other ones on some."""
+    everyones = ranks.gather(dict(checksums))
+    for rank, other in enumerate(everyones):
+        for name, checksum in everyones[0].items():
+            if other.get(name) != checksum:
+                raise PtrainError(
+                    f"verify: reference: {name} differs between rank 0 and rank {rank}\n"
+                    "  remedy: seed every rank alike before the reference is built"
+                )
+
+
+def number(loss: Any) -> float | None:
+    """A step's loss: None, a number, a tensor with one element, also a DTensor."""
+    if loss is None:
+        return None
+    if isinstance(loss, DTensor):
+        loss = loss.full_tensor()
+    if isinstance(loss, torch.Tensor):
+        if loss.numel() != 1:
+            raise PtrainError(
+                f"verify: a step returned a tensor of {tuple(loss.shape)}\n"
+                "  remedy: return the loss alone, or None"
+            )
+        return float(loss.detach())
+    return float(loss)
+
+
+def has_parameters(model: nn.Module) -> None:
+    """Raises PtrainError where nothing can be trained."""
+    if not any(each.requires_grad for each in model.parameters()):
+        raise PtrainError("verify: the reference has no parameter that requires a gradient")

@@ -1,0 +1,175 @@
+"""What all ranks know of a step whose gradients depart, on every rank: of each parameter a sample
+of its elements as one device has them, as each rank's optimizer got them, and as each rank's
+micro-batches contribute to them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ptrain.verification.factors import are_alike, factor_text, multiple, share_of_sum
+from ptrain.verification.jobs.probe import Probe
+from ptrain.verification.jobs.ranks import Ranks
+from ptrain.verification.jobs.record import Recorder
+from ptrain.verification.jobs.samples import Samples, ledger_of, rows_of
+from ptrain.verification.jobs.shards import Held
+from ptrain.verification.parts import held
+
+_SAMPLE = 256  # elements of a parameter: half of them its largest, half evenly spread
+_MOST = 16  # micro-batches whose contributions are told apart
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """Of one parameter with S sampled elements: `truth` [S], `before` [S] (the reference's gradient
+    of the step before; zeros where there is none), `found` [ranks, S] and `basis`
+    [ranks, micro-batches, S], NaN for what a rank has not."""
+
+    truth: Tensor
+    before: Tensor
+    found: Tensor
+    basis: Tensor
+
+    def scaled(self, factor: float) -> Sample:
+        """With what was found divided by a factor."""
+        return Sample(
+            truth=self.truth, before=self.before, found=self.found / factor, basis=self.basis
+        )
+
+    def holders(self) -> list[int]:
+        """Ranks that have any of these elements."""
+        return [rank for rank, row in enumerate(self.found) if bool((~row.isnan()).any())]
+
+    def of(self, rank: int) -> tuple[Tensor, Tensor]:
+        """What this rank has of the sample, and what it should have."""
+        has = ~self.found[rank].isnan()
+        return self.found[rank][has], self.truth[has]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """`norms`: of each rank's gradients, all parameters together; `norm`: the reference's.
+    `micro_batches` is the most that any rank ran; `ledger` the samples that they saw."""
+
+    samples: dict[str, Sample]
+    norms: tuple[float, ...]
+    norm: float
+    micro_batches: int
+    ledger: Samples | None
+
+
+def evidence(
+    ranks: Ranks,
+    holds: Mapping[str, Held],
+    *,
+    reference: Recorder,
+    run: Recorder,
+    probe: Probe,
+    before: Mapping[str, Tensor],
+) -> Evidence:
+    """All ranks call it."""
+    names = list(reference.gradients)
+    places = _places(ranks, {name: reference.gradients[name].flatten() for name in names})
+    micro_batches = max(ranks.gather(len(probe.gradients)))
+    rows: list[Tensor] = []
+    for name in names:
+        truth, where = reference.gradients[name].flatten(), places[name]
+        old = before.get(name, torch.zeros_like(truth)).flatten()
+        rows.append(torch.stack([truth[where], old[where]]))
+        rows[-1] = torch.cat(
+            [
+                rows[-1].double(),
+                _found(truth, run.gradients.get(name), holds.get(name))[where].unsqueeze(0),
+                _basis(truth, probe, name, min(micro_batches, _MOST))[:, where],
+            ]
+        )
+    everyones = ranks.stack(torch.cat(rows, dim=1))
+    samples, start = {}, 0
+    for name in names:
+        size = places[name].numel()
+        mine = everyones[:, :, start : start + size]
+        samples[name] = Sample(
+            truth=mine[0, 0], before=mine[0, 1], found=mine[:, 2], basis=mine[:, 3:]
+        )
+        start += size
+    squares = sum(float(each.double().square().sum()) for each in run.gradients.values())
+    total = sum(float(each.double().square().sum()) for each in reference.gradients.values())
+    return Evidence(
+        samples=samples,
+        norms=tuple(ranks.gather(math.sqrt(squares))),
+        norm=math.sqrt(total),
+        micro_batches=micro_batches,
+        ledger=ledger_of(rows_of(reference.calls), ranks.gather(rows_of(run.calls))),
+    )
+
+
+def _places(ranks: Ranks, truths: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Which elements: rank 0's choice."""
+    chosen = {}
+    for name, truth in truths.items():
+        count = min(truth.numel(), _SAMPLE)
+        if count == truth.numel():
+            chosen[name] = torch.arange(count)
+            continue
+        largest = truth.abs().topk(count // 2).indices.cpu()
+        spread = torch.linspace(0, truth.numel() - 1, count - count // 2).long()
+        chosen[name] = torch.cat([largest, spread])
+    together = ranks.first(torch.cat([each.long() for each in chosen.values()]))
+    sizes = [each.numel() for each in chosen.values()]
+    return dict(zip(chosen, together.split(sizes), strict=True))
+
+
+def _found(truth: Tensor, gradient: Tensor | None, each: Held | None) -> Tensor:
+    """[elements of the whole]; zeros where the optimizer was given none."""
+    row = torch.full(truth.shape, math.nan, dtype=torch.float64, device=truth.device)
+    if each is None:
+        return row
+    value = torch.zeros(()) if gradient is None else gradient
+    if each.at is None:
+        row[:] = value.to(row)
+    else:
+        row[each.at.to(row.device)] = value.to(row)
+    return row
+
+
+def _basis(truth: Tensor, probe: Probe, name: str, count: int) -> Tensor:
+    """[micro-batches, elements]: zeros of a micro-batch that this rank has not, NaN of one that
+    could not be run again."""
+    rows = torch.zeros(count, truth.numel(), dtype=torch.float64, device=truth.device)
+    for number, gradients in enumerate(probe.gradients[:count]):
+        if not gradients:
+            rows[number] = math.nan
+        elif name in gradients:
+            rows[number] = gradients[name].double().flatten()
+    return rows
+
+
+def shared_output(
+    ranks: Ranks, truth: Tensor | None, output: Tensor | None, tolerance: float
+) -> tuple[str, str]:
+    """The axis and the factor of a module's output (or its gradient) that departs: a sum over an
+    axis that is missing, or a multiple. Empty strings where it is neither. All ranks call it."""
+    alike = truth is not None and output is not None and truth.shape == held(output).shape
+    shapes = ranks.gather(list(truth.shape) if alike and truth is not None else None)
+    if any(shape != shapes[0] or shape is None for shape in shapes):
+        return "", ""
+    assert truth is not None and output is not None
+    row = truth.flatten()
+    (where,) = _places(ranks, {"": row}).values()
+    both = torch.stack([row[where], held(output).flatten()[where].to(row)])
+    everyones = ranks.stack(both)
+    for axis, groups in ranks.axes.items():
+        fits = []
+        for group in groups:
+            truths, parts = everyones[list(group), 0], everyones[list(group), 1]
+            if not are_alike(list(truths), 1e-6) or are_alike(list(parts), 1e-6):
+                break
+            fits.append(share_of_sum(list(parts), truths[0]))
+        if len(fits) == len(groups) and all(fit.holds(tolerance) for fit in fits):
+            return axis, "missing all-reduce"
+    fit = multiple(everyones[:, 1], everyones[:, 0])
+    return "", factor_text(fit.factor, ranks.degrees) if fit.holds(tolerance) else ""

@@ -1,0 +1,332 @@
+"""From departures to a culprit: the state, the axis, the factor, and a sentence to act on."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+from ptrain.report.finding import Culprit, Departure, Subject
+from ptrain.verification.factors import factor_text, is_even, products
+from ptrain.verification.jobs.evidence import Evidence
+from ptrain.verification.jobs.ranks import RANKS, Ranks
+from ptrain.verification.jobs.samples import Samples
+from ptrain.verification.jobs.symptoms import (
+    Contributions,
+    Kind,
+    Symptom,
+    common_factor,
+    contributions,
+    symptom,
+)
+
+_LOOSE = 100.0  # samples are compared with so many tolerances: a fault is larger
+_LOOSEST = 0.2
+_FEWEST = 1e-6
+
+
+def families(names: Iterable[str]) -> str:
+    """`blocks.*.norm.weight, head.weight`: numbered layers count once."""
+    kinds: dict[str, list[str]] = {}
+    for name in dict.fromkeys(names):
+        kinds.setdefault(re.sub(r"\b\d+\b", "*", name), []).append(name)
+    shown = [kind if len(each) > 1 else each[0] for kind, each in kinds.items()]
+    return ", ".join(shown[:3]) + (f" and {len(shown) - 3} more" if len(shown) > 3 else "")
+
+
+def over_axis(axis: str) -> str:
+    return "over all ranks" if axis == RANKS else f"over {axis.replace('+', ' and ')}"
+
+
+def explain_gradients(
+    departures: Sequence[Departure], told: Evidence, ranks: Ranks, tolerance: float
+) -> Culprit:
+    """Of departures at the moment of gradients."""
+    loose = min(max(_LOOSE * tolerance, _FEWEST), _LOOSEST)
+    names = [name for name in told.samples if any(each.name == name for each in departures)]
+    scale = common_factor([told.samples[name] for name in told.samples], loose)
+    found = {
+        name: symptom(told.samples[name].scaled(scale), ranks, loose)
+        for name in (told.samples if scale != 1.0 else names)
+    }
+    wrong = {name: each for name, each in found.items() if each.kind is not Kind.RIGHT}
+    if told.ledger and all(each.kind in _BY_BATCH for each in wrong.values()):
+        return _batch(told.ledger, departures, ranks)
+    first = min(wrong.values(), key=lambda each: _ORDER.index(each.kind), default=None)
+    if first is None:
+        return _unclear(departures, names)
+    alike = [name for name, each in wrong.items() if each.key == first.key]
+    return _Case(departures, told, ranks, loose, alike, first).culprit()
+
+
+_ORDER = (
+    Kind.NOT_FINITE, Kind.EMPTY, Kind.PARTIAL, Kind.STALE, Kind.ADDED, Kind.SOME, Kind.EVEN,
+    Kind.EACH, Kind.OTHER, Kind.RIGHT,
+)  # fmt: skip
+
+
+# What other samples than one device's look like; every other symptom has a cause of its own.
+_BY_BATCH = (Kind.OTHER, Kind.SOME, Kind.EACH, Kind.EMPTY)
+
+
+def _batch(ledger: Samples, departures: Sequence[Departure], ranks: Ranks) -> Culprit:
+    """Samples that are missing or come twice."""
+    lists = {"missing": ledger.missing, "doubled": ledger.doubled}
+    words = [
+        f"{len(rows)} of {ledger.count} {word} (row {', '.join(map(str, rows[:4]))}"
+        f"{', …' if len(rows) > 4 else ''})"
+        for word, rows in lists.items()
+        if rows
+    ]
+    return Culprit(
+        state=Subject.BATCH,
+        axis=next(iter(ranks.axes), ""),
+        factor=" and ".join(word for word, rows in lists.items() if rows),
+        place="samples",
+        step=departures[0].step,
+        ranks=tuple(range(ranks.size)),
+        sentence="The ranks together do not see the global batch once: "
+        f"{' and '.join(words)}. Look at how each rank's share is drawn (sampler, drop_last, "
+        "padding to an even split).",
+    )
+
+
+def _unclear(departures: Sequence[Departure], names: Sequence[str]) -> Culprit:
+    first = departures[0]
+    return Culprit(
+        state=first.subject,
+        axis="",
+        factor=f"differs by {first.difference:.3g}",
+        place=families(names) or first.name,
+        step=first.step,
+        ranks=tuple(sorted({each.rank for each in departures})),
+        sentence="It is no multiple of one device's and no part of a sum over an axis: compare "
+        "what this place is computed from.",
+    )
+
+
+class _Case:
+    """One symptom of some parameters, put into words."""
+
+    def __init__(
+        self,
+        departures: Sequence[Departure],
+        told: Evidence,
+        ranks: Ranks,
+        tolerance: float,
+        names: Sequence[str],
+        first: Symptom,
+    ) -> None:
+        self.departures, self.told, self.ranks = departures, told, ranks
+        self.tolerance, self.names, self.first = tolerance, list(names), first
+        self.samples = [told.samples[name] for name in self.names]
+        every = len(self.names) == len(told.samples)
+        self.count = f"{'all' if every else f'{len(self.names)} of'} {len(told.samples)} parameters"
+
+    def culprit(self) -> Culprit:
+        match self.first.kind:
+            case Kind.NOT_FINITE:
+                return self._say("", "not finite", "The gradient has an infinity or a NaN.")
+            case Kind.EMPTY:
+                return self._empty()
+            case Kind.PARTIAL:
+                return self._partial()
+            case Kind.STALE:
+                return self._say(
+                    "", "stale by 1 step", "The optimizer is given the gradient of the step before."
+                )
+            case Kind.ADDED:
+                return self._say(
+                    "",
+                    "the step before added",
+                    "The gradient of the step before is still in it: set gradients to None after "
+                    "every update, before the first backward of the next step.",
+                )
+            case Kind.SOME:
+                return self._some()
+            case Kind.EVEN:
+                return self._even()
+            case _:
+                return self._each()
+
+    def _say(
+        self,
+        axis: str,
+        factor: str,
+        sentence: str,
+        *,
+        ranks: Sequence[int] = (),
+        state: Subject = Subject.GRADIENTS,
+    ) -> Culprit:
+        departing = {each.rank for each in self.departures if each.name in self.names}
+        return Culprit(
+            state=state,
+            axis=axis,
+            factor=factor,
+            place=families(self.names),
+            step=self.departures[0].step,
+            ranks=tuple(ranks or sorted(departing)),
+            sentence=sentence,
+        )
+
+    def _empty(self) -> Culprit:
+        holders = {rank for sample in self.samples for rank in sample.holders()}
+        whose = "no rank" if set(self.first.ranks) == holders else "not every rank"
+        return self._say(
+            self.ranks.axis_of(sorted(holders)) if whose == "not every rank" else "",
+            "no gradient",
+            f"{self.count} get a gradient on one device, and here {whose} that holds them has one "
+            "when the optimizer steps: they are frozen (requires_grad=False), not used in forward, "
+            "or their gradient is set to None or zero too early.",
+            ranks=self.first.ranks,
+        )
+
+    def _partial(self) -> Culprit:
+        axis, size = self.first.axis, self.ranks.degrees[self.first.axis]
+        kind, factor = "sum", self.first.factor
+        if abs(factor * size - 1) <= self.tolerance:
+            kind, factor = "mean", 1.0
+        besides = "" if abs(factor - 1) <= self.tolerance else f", {factor_text(factor, {})}"
+        return self._say(
+            axis,
+            f"missing all-reduce{besides}",
+            f"Of the gradient of {self.count} every rank keeps a part of its own: the {kind} "
+            f"{over_axis(axis)} ({size}) is what one device has"
+            f"{besides and f' times {1 / factor:.4g}'}. All-reduce it {over_axis(axis)} ({kind}) "
+            "before the optimizer steps.",
+        )
+
+    def _some(self) -> Culprit:
+        ranks, numbers, count = self.first.ranks, self.first.numbers, self.told.micro_batches
+        listed = ", ".join(map(str, numbers))
+        if set(numbers) == set(range(count - 1)) and count > 1:
+            return self._say(
+                "",
+                f"last of {count} micro-batches only",
+                f"Of {count} micro-batches only the last one's gradient reaches the optimizer: "
+                "something sets gradients to None or zero, or overwrites them, between them.",
+            )
+        if len(numbers) == count:
+            who = ", ".join(map(str, ranks))
+            return self._say(
+                self.ranks.axis_of([ranks[0], (ranks[0] + 1) % self.ranks.size]),
+                f"rank {who} missing",
+                f"What rank {who} computes reaches no optimizer: its part is missing from the sum.",
+                ranks=ranks,
+            )
+        return self._say(
+            "",
+            f"micro-batch {listed} missing",
+            f"The gradient lacks micro-batch {listed} of ranks {', '.join(map(str, ranks))} (of "
+            f"{count}): accumulated where it is not synchronised, and then dropped.",
+            ranks=ranks,
+        )
+
+    def _even(self) -> Culprit:
+        factor = self.first.factor
+        told = contributions(self.samples)
+        if told is not None and told.of_truth.holds(self.tolerance):
+            if not is_even(told.of_truth.coefficients, 10 * self.tolerance):
+                return self._weights(told)
+            return self._scaled(factor, told)
+        return self._product(factor, self.ranks.degrees | {"K": self.told.micro_batches})
+
+    def _weights(self, told: Contributions) -> Culprit:
+        """Every micro-batch is in it, but not with the weight that its share of the batch has."""
+        weights = told.of_truth.coefficients
+        mean = sum(weights) / len(weights)
+        least, most = (mean / each for each in (max(weights), min(weights)))
+        several = self.told.micro_batches > 1
+        what = "micro-batch" if several else "rank's share"
+        return self._say(
+            "" if several else self.ranks.axis_of(told.data_ranks),
+            f"local normalisation, × {least:.3g} to × {most:.3g}",
+            f"Every {what} is divided by a number of its own and then averaged, so that those with "
+            "few tokens weigh as much as those with many: divide the sum of the loss over all "
+            "tokens by the number of tokens in the whole global batch.",
+            state=Subject.LOSS,
+        )
+
+    def _scaled(self, factor: float, told: Contributions) -> Culprit:
+        """Which side has the factor: the loss, where the mean or the sum over ranks of what they
+        computed is not the right gradient; else the synchronisation."""
+        micro_batches, data = self.told.micro_batches, len(told.data_ranks)
+        axes = {
+            axis: len(groups[0])
+            for axis, groups in self.ranks.axes.items()
+            if any(len(set(group) & set(told.data_ranks)) > 1 for group in groups)
+        }
+        right = sum(told.of_truth.coefficients) / len(told.of_truth.coefficients)
+        is_loss = not any(abs(right * n - 1) <= self.tolerance for n in (1, data))
+        if is_loss and micro_batches > 1:
+            per_loss = right * (data if right * data <= 1 + self.tolerance else 1)
+            if abs(per_loss * micro_batches - 1) <= self.tolerance:
+                return self._say(
+                    "",
+                    f"× {micro_batches} (micro-batches)",
+                    f"The losses of {micro_batches} micro-batches are means, and their gradients "
+                    f"are added up: divide each loss by {micro_batches}.",
+                    state=Subject.LOSS,
+                )
+        return self._product(factor, axes | {"K": micro_batches} if is_loss else axes)
+
+    def _product(self, factor: float, degrees: dict[str, int]) -> Culprit:
+        sizes = degrees | self.ranks.degrees
+        found = products(factor, sizes, self.tolerance)
+        if not found:
+            return self._odd(factor)
+        text = str(found[0])
+        axes = [axis for axis in found[0].axes if axis != "K"]
+        where = "+".join(axes)
+        size = max(factor, 1 / factor)
+        if {power for _, power in found[0].powers} not in ({1.0}, {-1.0}) or "K" in found[0].axes:
+            why = " and ".join(
+                f"{'micro-batches' if n == 'K' else n} ({sizes[n]})" for n in found[0].axes
+            )
+            return self._say(where, text, f"The gradient is {text} one device's: look at {why}.")
+        over = over_axis(where)
+        if factor > 1:
+            cure = (
+                f"too large: it is summed {over} where each rank's loss is already a mean over its "
+                f"own share, or averaged and then multiplied. Average {over}, once."
+            )
+        else:
+            cure = (
+                f"too small: it is averaged {over} twice (once by the wrapper, once by hand), or "
+                "averaged where the loss is already divided by the tokens of all of them."
+            )
+        whose = f"The gradient of {self.count} is {size:.4g} times "
+        return self._say(where, text, whose + cure)
+
+    def _odd(self, factor: float) -> Culprit:
+        if len(self.names) == len(self.told.samples):
+            return self._say(
+                "",
+                f"× {factor:.4g}",
+                "Every gradient has the right direction and the wrong length: the norm that it is "
+                "clipped by, or the loss's scale, is not one device's.",
+                state=Subject.NORM,
+            )
+        return self._say(
+            "", f"× {factor:.4g}", f"{self.count} are {factor:.4g} times one device's."
+        )
+
+    def _each(self) -> Culprit:
+        """Every rank has a factor of its own, or nothing fits."""
+        told = self.told
+        if told.norm and self.first.kind is Kind.EACH:
+            clipped = [abs(each / told.norm - 1) <= 10 * self.tolerance for each in told.norms]
+            if sum(clipped) > len(clipped) // 2:
+                return self._say(
+                    next(iter(self.ranks.axes), ""),
+                    "clipped by the local norm",
+                    "Every rank's own part has the norm that the whole gradient must be clipped "
+                    "to: each rank clips by the norm of what it holds. Sum the squares over all "
+                    "ranks that hold other parts first.",
+                    state=Subject.NORM,
+                )
+            return self._say(
+                next(iter(self.ranks.axes), ""),
+                "another factor on each rank",
+                "On every rank the gradient has the right direction and a length of its own.",
+            )
+        return _unclear([d for d in self.departures if d.name in self.names], self.names)

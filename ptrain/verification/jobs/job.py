@@ -1,0 +1,69 @@
+"""A training loop that is somebody else's, and on what terms it is judged. Nothing of how it works
+is asked for: its optimizers are found when they step, its shards by what its tensors say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+Losses: TypeAlias = Literal["mean", "sum", "same"] | Callable[[Sequence[float]], float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A model as the loop has it (wrapped, or plain for the reference), and one step of the loop:
+    forward, backward and update on a batch. It returns the loss, as a number or a tensor, or None
+    where nobody computes it."""
+
+    model: nn.Module
+    step: Callable[[Any], Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tolerance:
+    """Relative, by the 2-norm. `gradients` of each parameter, `outputs` of each module, `updates`
+    of the way that a parameter has gone since the start, `losses` of the global loss."""
+
+    gradients: float
+    outputs: float
+    updates: float
+    losses: float
+
+
+# fp64 and fp32: sums over the same addends in another order, with room for three steps of Adam,
+# which turns an element's rounding into a step of its own. 16 bits: a rounding is 2^-8 or 2^-11,
+# and a layer's sum holds some; a fault is a factor.
+TOLERANCES = {
+    torch.float64: Tolerance(gradients=1e-11, outputs=1e-11, updates=1e-9, losses=1e-12),
+    torch.float32: Tolerance(gradients=1e-5, outputs=1e-5, updates=1e-3, losses=1e-4),
+    torch.float16: Tolerance(gradients=2e-2, outputs=1e-2, updates=0.2, losses=5e-3),
+    torch.bfloat16: Tolerance(gradients=8e-2, outputs=4e-2, updates=0.5, losses=2e-2),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """How a loop is compared with one device.
+
+    steps: updates (None: one for each batch); beyond the batches these begin again.
+    examined: of these the first so many are compared tensor by tensor, the rest by their losses.
+    dtype: the coarsest that the loop computes in (None: the reference's); it sets the tolerance.
+    loss: what the ranks' losses make up the global one: their mean, their sum, each has it (same),
+        or a function of all ranks' losses.
+    mesh: the ranks' axes, where no DTensor tells them.
+    part: (name, whole tensor) -> this rank's piece of it, for tensors that are cut in a way that
+        neither a DTensor nor their shape tells.
+    """
+
+    steps: int | None = None
+    examined: int = 3
+    dtype: torch.dtype | None = None
+    tolerance: Tolerance | None = None
+    loss: Losses = "mean"
+    mesh: DeviceMesh | None = None
+    part: Callable[[str, Tensor], Tensor] | None = None

@@ -1,0 +1,198 @@
+"""Culprits that are not gradients: weights that differ before the first step, modules that return
+something else for the same inputs, updates, optimizer state, replicas, losses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from ptrain.report.finding import Culprit, Departure, Moment, Subject, Way
+from ptrain.verification.factors import factor_text
+from ptrain.verification.jobs.explain import families
+from ptrain.verification.jobs.ranks import Ranks
+
+# Of a parameter's move in a step: [it stood still, the multiple of the reference's, what is left of
+# that fit, an optimizer on this rank has it].
+Move = tuple[bool, float, float, bool]
+
+
+def culprit(
+    departures: Sequence[Departure],
+    ranks: Ranks,
+    *,
+    state: Subject,
+    factor: str,
+    sentence: str,
+    axis: str | None = None,
+) -> Culprit:
+    """Of these departures, in these words."""
+    who = sorted({each.rank for each in departures})
+    return Culprit(
+        state=state,
+        axis=_axis(departures, ranks) if axis is None else axis,
+        factor=factor,
+        place=families(each.name for each in departures),
+        step=departures[0].step,
+        ranks=tuple(who),
+        sentence=sentence,
+    )
+
+
+def _axis(departures: Sequence[Departure], ranks: Ranks) -> str:
+    """Where only some ranks depart, the axis on which they differ from the others."""
+    who = {each.rank for each in departures}
+    if len(who) == ranks.size or ranks.size == 1:
+        return ""
+    for axis, groups in ranks.axes.items():
+        if any(set(group) & who and set(group) - who for group in groups):
+            return axis
+    return ""
+
+
+def explain_start(departures: Sequence[Departure], ranks: Ranks) -> Culprit:
+    """The same weights before anything runs."""
+    missing = [each for each in departures if each.way is Way.MISSING]
+    if missing:
+        return culprit(
+            missing, ranks, state=Subject.PARAMETERS, factor="missing",
+            sentence=f"{missing[0].name}: {missing[0].told}. Build both from the same module.",
+        )  # fmt: skip
+    return culprit(
+        departures, ranks, state=Subject.PARAMETERS, factor="other weights at the start",
+        sentence="The loop does not start from the reference's weights: copy the module before it "
+        "is wrapped (copy.deepcopy), or seed both, on every rank alike.",
+    )  # fmt: skip
+
+
+def explain_outputs(
+    first: Departure, departures: Sequence[Departure], ranks: Ranks, told: tuple[str, str]
+) -> Culprit:
+    """The first module of the model, in the order of time, that departs; `told` is the axis and the
+    factor where they are known."""
+    here = [each for each in departures if each.name == first.name]
+    place = first.name or "the model"
+    if first.told:
+        dtype = first.told.replace("torch.", "")
+        return culprit(
+            here, ranks, state=Subject.ACTIVATIONS, factor=dtype,
+            sentence=f"{place} computes in {dtype.split()[0]}, one device in {dtype.split()[-1]}. "
+            "If that is meant, say so: Terms(dtype=...).",
+        )  # fmt: skip
+    is_forward = first.moment is Moment.FORWARD
+    axis, factor = told
+    if axis:
+        cure = f"What the ranks along {axis} have are parts of a sum: all-reduce it over {axis}."
+    else:
+        cure = "It is the first that does, so the fault is in it or right before it."
+    what = (
+        f"{place} returns something else than on one device for the same inputs."
+        if is_forward
+        else f"The gradient of what {place} returns is not one device's, from the same loss."
+    )
+    return culprit(
+        here, ranks, state=Subject.ACTIVATIONS, axis=axis or None,
+        factor=factor or f"differs by {first.difference:.3g}", sentence=f"{what} {cure}",
+    )  # fmt: skip
+
+
+def explain_precision(found: str, expected: str, step: int, ranks: Ranks) -> Culprit:
+    """The loop's forward runs under another autocast than the reference's."""
+    return Culprit(
+        state=Subject.ACTIVATIONS, axis="", factor=f"{found} for {expected}", place="autocast",
+        step=step, ranks=tuple(range(ranks.size)),
+        sentence=f"The loop's forward runs in {found} (autocast), one device's in {expected}. Let "
+        f"both run in one, or say what is meant: Terms(dtype=torch.{found}).",
+    )  # fmt: skip
+
+
+def explain_update(
+    departures: Sequence[Departure], ranks: Ranks, moves: Mapping[int, Mapping[str, Move]]
+) -> Culprit:
+    """The gradients were right and the parameters are not."""
+    between = [each for each in departures if each.between]
+    values = [
+        each for each in departures if each.subject is Subject.PARAMETERS and not each.between
+    ]
+    states = [each for each in departures if each.subject is Subject.OPTIMIZER]
+    if values:
+        return _moved(values, ranks, moves)
+    if states:
+        return culprit(
+            states, ranks, state=Subject.OPTIMIZER, factor=_size(states),
+            sentence="The optimizer's state is not one device's, though its gradients were: it "
+            "belongs to another parameter, rank or step.",
+        )  # fmt: skip
+    if between:
+        axis = ranks.axis_of(between[0].between)
+        return culprit(
+            between, ranks, state=between[0].subject, axis=axis, factor="replicas differ",
+            sentence=f"Ranks {', '.join(map(str, between[0].between))} hold the same part and have "
+            "different bits of it: broadcast it once, and look at what is computed on each rank.",
+        )  # fmt: skip
+    first = departures[0]
+    return culprit(
+        [each for each in departures if each.subject is first.subject], ranks, state=first.subject,
+        factor=_size(departures),
+        sentence="It is not what one device has after the step: it is not synchronised, or is "
+        "updated from other data.",
+    )  # fmt: skip
+
+
+def _size(departures: Sequence[Departure]) -> str:
+    return f"differs by {max(each.difference for each in departures):.3g}"
+
+
+def _moved(
+    departures: Sequence[Departure], ranks: Ranks, moves: Mapping[int, Mapping[str, Move]]
+) -> Culprit:
+    told = [(each, moves[each.rank][each.name]) for each in departures]
+    still = [(each, move) for each, move in told if move[0]]
+    if still:
+        here = [each for each, _ in still]
+        held = any(move[3] for _, move in still)
+        why = (
+            "an optimizer of this rank has it: its step is skipped, or what it wrote is overwritten"
+            if held
+            else "no optimizer of this rank has it: it is not among its parameters, or not brought "
+            "back from the rank that updates it"
+        )
+        return culprit(
+            here, ranks, state=Subject.PARAMETERS, factor="not updated",
+            sentence=f"The parameter is the same after the update, though its gradient is right; "
+            f"{why}.",
+        )  # fmt: skip
+    paces = [move[1] for _, move in told if move[2] <= 1e-2]
+    if len(paces) == len(told) and max(paces) - min(paces) <= 1e-2 * abs(max(paces)):
+        factor = factor_text(paces[0], ranks.degrees, 1e-2)
+        return culprit(
+            departures, ranks, state=Subject.LEARNING_RATE, factor=factor,
+            sentence=f"Every update goes {paces[0]:.4g} times as far as on one device: look at the "
+            "learning rate, and at how often its schedule steps.",
+        )  # fmt: skip
+    return culprit(
+        departures, ranks, state=Subject.PARAMETERS, factor=_size(departures),
+        sentence="The gradients are right and the update is not: look at the optimizer's settings "
+        "and state, and at what is written to the parameters after it.",
+    )  # fmt: skip
+
+
+def reference_not_finite(step: int, ranks: Ranks) -> Culprit:
+    """One device has no numbers either."""
+    return Culprit(
+        state=Subject.PARAMETERS, axis="", factor="the reference is not finite", place="reference",
+        step=step, ranks=tuple(range(ranks.size)),
+        sentence="One device's own gradients or parameters are infinite or NaN after this step: "
+        "there is nothing to compare with. Lower the learning rate, or take a wider dtype.",
+    )  # fmt: skip
+
+
+def explain_loss(
+    departures: Sequence[Departure], ranks: Ranks, expected: float, found: float
+) -> Culprit:
+    """Everything else held: the loss is reported wrong."""
+    ratio = found / expected if expected else 0.0
+    return culprit(
+        departures, ranks, state=Subject.LOSS, axis="", factor=factor_text(ratio, ranks.degrees),
+        sentence=f"The loss is {found:.6g}, on one device {expected:.6g}, with the same gradients: "
+        "it is reduced in another way than they are. Say how the ranks' losses make up the global "
+        "one: Terms(loss='mean' | 'sum' | 'same' or a function).",
+    )  # fmt: skip

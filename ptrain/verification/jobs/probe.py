@@ -1,0 +1,86 @@
+"""The reference's model on this rank's own micro-batches: the same inputs, and the same gradients
+of the loss by its outputs. What its modules return is what the wrapped ones must return for these
+inputs; and its parameters' gradients are what this rank has to contribute to the global one, so
+that the gradient that the optimizer got can be told in terms of ranks and micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
+
+from ptrain.verification.jobs.record import Call, Outputs, is_real
+from ptrain.verification.names import canonical_modules, canonical_parameters
+
+
+@dataclass(slots=True)
+class Probe:
+    """`gradients` by micro-batch and parameter; a micro-batch without is one that cannot be run on
+    one device (inputs that are DTensors, outputs that no loss was computed of)."""
+
+    outputs: Outputs = field(default_factory=Outputs)
+    gradients: list[dict[str, Tensor]] = field(default_factory=list)
+
+
+def probed(model: nn.Module, calls: Sequence[Call]) -> Probe:
+    """Leaves the model as it was: no gradient is kept, buffers are put back."""
+    probe = Probe()
+    with _untouched(model):
+        for number, call in enumerate(calls):
+            probe.gradients.append(_run(model, call, number, probe.outputs))
+    return probe
+
+
+def _run(model: nn.Module, call: Call, number: int, outputs: Outputs) -> dict[str, Tensor]:
+    inputs = tree_leaves((call.args, call.kwargs))
+    if any(isinstance(each, DTensor) for each in (*inputs, *call.upstream.values())):
+        return {}
+    with ExitStack() as stack:
+        for path, module in canonical_modules(model):
+            hook = module.register_forward_hook(partial(_keep, outputs, path, number))
+            stack.callback(hook.remove)
+        stack.enter_context(_autocast(call, inputs))
+        stack.enter_context(torch.enable_grad())
+        leaves = tree_leaves(model(*call.args, **call.kwargs))
+    wanted = {place: leaves[place] for place in call.upstream if is_real(leaves[place])}
+    alike = all(leaf.shape == call.upstream[place].shape for place, leaf in wanted.items())
+    if not wanted or not alike:
+        return {}
+    parameters = {n: each for n, each in canonical_parameters(model).items() if each.requires_grad}
+    gradients = torch.autograd.grad(
+        list(wanted.values()),
+        list(parameters.values()),
+        [call.upstream[place].to(leaf.dtype) for place, leaf in wanted.items()],
+        allow_unused=True,
+    )
+    return {n: g for n, g in zip(parameters, gradients, strict=True) if g is not None}
+
+
+def _keep(
+    outputs: Outputs, path: str, number: int, module: nn.Module, args: object, output: object
+) -> None:
+    if not isinstance(module, nn.Identity):
+        outputs.keep(path, number, output)
+
+
+def _autocast(call: Call, inputs: Sequence[object]) -> AbstractContextManager[object]:
+    if call.autocast is None:
+        return nullcontext()
+    device = next((each.device.type for each in inputs if isinstance(each, Tensor)), "cpu")
+    return torch.autocast(device, dtype=call.autocast)
+
+
+@contextmanager
+def _untouched(model: nn.Module) -> Iterator[None]:
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    with torch.random.fork_rng():
+        yield
+    with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            buffer.copy_(buffers[name])

@@ -1,0 +1,91 @@
+"""The ranks of a loop: how many, on which axes, and what they tell each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from ptrain.interpreter.agreement import gather
+
+RANKS = "ranks"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranks:
+    """`axes`: of every axis with several places the groups of ranks that differ on it alone;
+    without a mesh the only axis is that of all ranks."""
+
+    rank: int
+    size: int
+    device: torch.device
+    axes: dict[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's JSON value, on every rank."""
+        return gather(value, self.size, self.device) if self.size > 1 else [value]
+
+    def stack(self, tensor: Tensor) -> Tensor:
+        """Every rank's tensor of the same shape: [ranks, …] in fp64."""
+        mine = tensor.detach().double().contiguous().to(self.device)
+        if self.size == 1:
+            return mine.unsqueeze(0).cpu()
+        rows = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(rows, mine)
+        return torch.stack(rows).cpu()
+
+    def first(self, tensor: Tensor) -> Tensor:
+        """Rank 0's tensor."""
+        shared = tensor.contiguous().to(self.device)
+        if self.size > 1:
+            dist.broadcast(shared, src=0)
+        return shared.cpu()
+
+    @property
+    def degrees(self) -> dict[str, int]:
+        return {axis: len(groups[0]) for axis, groups in self.axes.items()}
+
+    def axis_of(self, ranks: Sequence[int]) -> str:
+        """The first axis on which these ranks differ."""
+        for axis, groups in self.axes.items():
+            if any(len(set(group) & set(ranks)) > 1 for group in groups):
+                return axis
+        return ""
+
+
+def ranks_of(parameters: Iterable[Tensor], mesh: DeviceMesh | None) -> Ranks:
+    """This process among those of the default group."""
+    parameters = list(parameters)
+    device = next((each.device for each in parameters), torch.device("cpu"))
+    if not dist.is_initialized():
+        return Ranks(rank=0, size=1, device=device)
+    size = dist.get_world_size()
+    meshes = [mesh] if mesh else _meshes(parameters)
+    widest = max(meshes, key=lambda each: (each.ndim, each.size()), default=None)
+    axes = _axes(widest) if widest is not None and widest.size() == size else {}
+    if not axes and size > 1:
+        axes = {RANKS: (tuple(range(size)),)}
+    return Ranks(rank=dist.get_rank(), size=size, device=device, axes=axes)
+
+
+def _meshes(parameters: Iterable[Tensor]) -> list[DeviceMesh]:
+    """Each whole mesh that some parameter lies on a part of."""
+    return [each.device_mesh._get_root_mesh() for each in parameters if isinstance(each, DTensor)]
+
+
+def _axes(mesh: DeviceMesh) -> dict[str, tuple[tuple[int, ...], ...]]:
+    names = mesh.mesh_dim_names
+    if names is None:
+        names = (RANKS,) if mesh.ndim == 1 else tuple(f"dim{dim}" for dim in range(mesh.ndim))
+    axes = {}
+    for dim, name in enumerate(names):
+        groups = mesh.mesh.movedim(dim, -1).reshape(-1, mesh.mesh.size(dim)).tolist()
+        if mesh.mesh.size(dim) > 1:
+            axes[name] = tuple(tuple(group) for group in groups)
+    return axes

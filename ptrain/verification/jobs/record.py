@@ -1,0 +1,165 @@
+"""One step of a loop, seen from outside: what its model was given, the outputs of its modules and
+their gradients, each parameter's gradient as the optimizer takes it, and how often one stepped."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_leaves, tree_map
+
+from ptrain.verification.jobs.shards import Held
+from ptrain.verification.names import canonical_modules
+
+
+@dataclass(slots=True)
+class Call:
+    """One forward pass of the model: a micro-batch. `upstream` are the gradients of the loss by the
+    model's outputs, by their place among the tensors that it returns."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    autocast: torch.dtype | None
+    upstream: dict[int, Tensor] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Outputs:
+    """The first floating tensor that each module returned, by path and micro-batch, in the order of
+    time, and its gradient."""
+
+    forward: dict[tuple[str, int], Tensor] = field(default_factory=dict)
+    backward: dict[tuple[str, int], Tensor] = field(default_factory=dict)
+
+    def keep(self, path: str, call: int, output: Any) -> None:
+        first = next((leaf for leaf in tree_leaves(output) if is_real(leaf)), None)
+        if first is None or (path, call) in self.forward:
+            return
+        self.forward[path, call] = first.detach().clone()
+        if first.requires_grad:
+            first.register_hook(partial(self._keep_gradient, (path, call)))
+
+    def _keep_gradient(self, key: tuple[str, int], gradient: Tensor) -> None:
+        self.backward[key] = gradient.detach().clone()
+
+
+class Recorder:
+    """`with Recorder(model, holds) as seen:` around a step. `holds` are the parameters by name as
+    this rank has them."""
+
+    def __init__(self, model: nn.Module, holds: Mapping[str, Held]) -> None:
+        self.model = model
+        self.calls: list[Call] = []
+        self.outputs = Outputs()
+        self.gradients: dict[str, Tensor] = {}
+        self.optimizers: list[Optimizer] = []
+        self.num_updates: dict[int, int] = {}
+        self._holds = holds
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        keep = self._stack.callback
+        for path, module in canonical_modules(self.model):
+            if path:
+                keep(module.register_forward_hook(partial(self._returned, path)).remove)
+            else:
+                begins = module.register_forward_pre_hook(
+                    self._begins, prepend=True, with_kwargs=True
+                )
+                keep(begins.remove)
+                keep(module.register_forward_hook(self._ends).remove)
+        keep(register_optimizer_step_pre_hook(self._before_update).remove)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    @property
+    def updates(self) -> int:
+        """How often the optimizer that stepped most did."""
+        return max(self.num_updates.values(), default=0)
+
+    def _begins(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if _counts():
+            device = next((leaf.device.type for leaf in tree_leaves(args) if _is(leaf)), "cpu")
+            autocast = torch.is_autocast_enabled(device)
+            dtype = torch.get_autocast_dtype(device) if autocast else None
+            kept_args, kept_kwargs = tree_map(_kept, (args, kwargs))
+            self.calls.append(Call(kept_args, kept_kwargs, dtype))
+
+    def _returned(self, path: str, module: nn.Module, args: Any, output: Any) -> None:
+        if _counts() and not isinstance(module, nn.Identity):
+            self.outputs.keep(path, max(len(self.calls) - 1, 0), output)
+
+    def _ends(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """The outputs as copies of their own (FSDP2 warns of views): what is used of them out there
+        is told apart from what the model makes of them itself (a model that returns its loss beside
+        the logits)."""
+        if not (_counts() and self.calls):
+            return None
+        call = self.calls[-1]
+        leaves = tree_leaves(output)
+        places = {id(leaf): place for place, leaf in enumerate(leaves) if _has_gradient(leaf)}
+
+        def seen(leaf: Any) -> Any:
+            if id(leaf) not in places:
+                return leaf
+            copy = leaf.clone()
+            copy.register_hook(partial(_keep_upstream, call, places[id(leaf)]))
+            return copy
+
+        self._returned("", module, args, output)
+        return tree_map(seen, output)
+
+    def _before_update(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+        """A parameter's gradient is taken when the optimizer that has it steps; where none has it
+        under its own name (a copy, another rank's share) when the first one does."""
+        own = {id(each) for group in optimizer.param_groups for each in group["params"]}
+        scale = getattr(optimizer, "grad_scale", None)  # a fused optimizer undoes it itself
+        for name, each in self._holds.items():
+            if id(each.parameter) in own or name not in self.gradients:
+                gradient = each.gradient()
+                if gradient is not None:
+                    self.gradients[name] = gradient / scale if scale is not None else +gradient
+        if all(optimizer is not other for other in self.optimizers):
+            self.optimizers.append(optimizer)
+        self.num_updates[id(optimizer)] = self.num_updates.get(id(optimizer), 0) + 1
+
+
+def _keep_upstream(call: Call, place: int, gradient: Tensor) -> None:
+    call.upstream[place] = gradient.detach().clone()
+
+
+def _counts() -> bool:
+    """A pass that will have a backward; not one that repeats a checkpointed part of it."""
+    return torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
+
+
+def _kept(leaf: Any) -> Any:
+    return leaf.detach().clone() if _is(leaf) else leaf
+
+
+def _is(leaf: object) -> bool:
+    return isinstance(leaf, Tensor)
+
+
+def is_real(leaf: object) -> bool:
+    return isinstance(leaf, Tensor) and leaf.is_floating_point()
+
+
+def _has_gradient(leaf: object) -> bool:
+    """A DTensor has no gradient that one device could be given."""
+    return (
+        isinstance(leaf, Tensor)
+        and is_real(leaf)
+        and leaf.requires_grad
+        and not isinstance(leaf, DTensor)
+    )

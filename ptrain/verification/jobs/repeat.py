@@ -1,0 +1,88 @@
+"""The loop once more from its start: what is not the same bit by bit cannot be judged."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from ptrain.report.finding import Culprit, Subject
+from ptrain.verification.jobs.compare import digests
+from ptrain.verification.jobs.explain import families
+from ptrain.verification.jobs.job import Job, Terms
+from ptrain.verification.jobs.ranks import Ranks
+from ptrain.verification.jobs.record import Recorder
+from ptrain.verification.jobs.shards import Held, held_by
+
+Sums = dict[str, dict[str, list[str]]]
+
+
+def repeated(
+    job: Job,
+    wholes: Mapping[str, Tensor],
+    terms: Terms,
+    *,
+    shares: Sequence[Any],
+    first: Sequence[Sums],
+    ranks: Ranks,
+) -> Culprit | None:
+    """Runs as many steps as `first` has checksums of, which begins with those of the start."""
+    holds = held_by(job.model, wholes, terms.part)
+    found = _gathered(ranks, _differing(first[0], {"parameters": _sums(holds)}))
+    if found:
+        return _culprit(
+            found, 0, "Built anew, the loop has other weights: seed what builds it, on every rank."
+        )
+    for step, (share, expected) in enumerate(zip(shares, first[1:], strict=True)):
+        with Recorder(job.model, holds) as seen:
+            job.step(share)
+        now = {"gradients": digests(holds, seen.gradients), "parameters": _sums(holds)}
+        found = _gathered(ranks, _differing(expected, now))
+        if found:
+            return _culprit(
+                found, step,
+                "Run again from the same weights on the same batch, the loop gives other bits: "
+                "an unseeded dropout or draw, or an operator that is not deterministic "
+                "(torch.use_deterministic_algorithms).",
+            )  # fmt: skip
+    return None
+
+
+def start_sums(holds: Mapping[str, Held]) -> Sums:
+    return {"parameters": _sums(holds)}
+
+
+def _sums(holds: Mapping[str, Held]) -> dict[str, list[str]]:
+    return digests(holds, {name: each.value() for name, each in holds.items()})
+
+
+def _differing(expected: Sums, found: Sums) -> dict[str, list[str]]:
+    """What differs, by kind; gradients before parameters."""
+    return {
+        kind: [name for name, each in sums.items() if expected[kind].get(name) != each]
+        for kind, sums in found.items()
+    }
+
+
+def _gathered(ranks: Ranks, mine: dict[str, list[str]]) -> list[tuple[int, str, list[str]]]:
+    """(rank, kind, names) of the first kind that differs on any rank."""
+    everyones = ranks.gather(mine)
+    for kind in mine:
+        rows = [(rank, kind, its[kind]) for rank, its in enumerate(everyones) if its[kind]]
+        if rows:
+            return rows
+    return []
+
+
+def _culprit(found: Sequence[tuple[int, str, list[str]]], step: int, sentence: str) -> Culprit:
+    names = dict.fromkeys(name for _, _, each in found for name in each)
+    return Culprit(
+        state=Subject(found[0][1]),
+        axis="",
+        factor="not the same twice",
+        place=families(names),
+        step=step,
+        ranks=tuple(rank for rank, _, _ in found),
+        sentence=sentence,
+    )

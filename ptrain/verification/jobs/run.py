@@ -1,0 +1,306 @@
+"""Both loops side by side, step by step, until one departs or all steps are done."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from ptrain.report.finding import Culprit, Departure, Moment, Subject
+from ptrain.report.record import Check
+from ptrain.verification.jobs.compare import Found, at_start, digest, replicas
+from ptrain.verification.jobs.conditions import (
+    Alone,
+    has_parameters,
+    number,
+    require_comparable,
+    require_one_reference,
+)
+from ptrain.verification.jobs.evidence import evidence, shared_output
+from ptrain.verification.jobs.explain import explain_gradients
+from ptrain.verification.jobs.job import TOLERANCES, Job, Terms, Tolerance
+from ptrain.verification.jobs.other import (
+    culprit,
+    explain_loss,
+    explain_outputs,
+    explain_precision,
+    explain_start,
+    explain_update,
+    reference_not_finite,
+)
+from ptrain.verification.jobs.ranks import ranks_of
+from ptrain.verification.jobs.record import Recorder
+from ptrain.verification.jobs.repeat import repeated, start_sums
+from ptrain.verification.jobs.shards import Held, held_by, parameter_names
+from ptrain.verification.jobs.step import (
+    Pair,
+    Step,
+    checksums,
+    is_finite,
+    output_departures,
+    run_step,
+)
+from ptrain.verification.jobs.verdict import Life, OwnVerdict, Worst, claim, first_of
+from ptrain.verification.names import canonical_parameters
+
+# Axes whose ranks have pieces of one sequence: a module alone returns something else for a piece.
+_CONTEXT = ("cp", "context", "context_parallel")
+_KINDS = {
+    Subject.GRADIENTS: "gradients",
+    Subject.PARAMETERS: "parameters after the update",
+    Subject.OPTIMIZER: "optimizer state",
+    Subject.BUFFERS: "buffers",
+}
+
+
+class Examination:
+    """`run` once. Everything that decides is gathered, so that all ranks do the same."""
+
+    def __init__(self, reference: Job, loop: Job, terms: Terms) -> None:
+        require_comparable(reference, loop)
+        has_parameters(reference.model)
+        self.terms = terms
+        self.ranks = ranks_of(loop.model.parameters(), terms.mesh)
+        wholes = canonical_parameters(reference.model)
+        require_one_reference(self.ranks, {n: digest(each.flatten()) for n, each in wholes.items()})
+        self.limit = terms.tolerance or _tolerance(terms.dtype, wholes.values())
+        self.pair = Pair(
+            reference=reference,
+            loop=loop,
+            holds=held_by(loop.model, wholes, terms.part),
+            wholes={name: Held(name, each, each.shape) for name, each in wholes.items()},
+        )
+        self.start = {name: each.value().clone() for name, each in self.pair.holds.items()}
+        self.worst = {kind: Worst(name, self._limit_of(kind)) for kind, name in _KINDS.items()}
+        self.worst_loss = Worst("losses", self.limit.losses)
+        self.losses: tuple[list[float], list[float]] = ([], [])
+        self.norms: tuple[list[float], list[float]] = ([], [])
+        self.sums = [start_sums(self.pair.holds)]
+        self.departures: list[Departure] = []
+        self.culprit: Culprit | None = None
+        self.before: dict[str, torch.Tensor] = {}
+
+    def _limit_of(self, kind: Subject) -> float:
+        if kind is Subject.GRADIENTS:
+            return self.limit.gradients
+        loosest = max(self.limit.updates, 10 * self.limit.gradients)
+        return loosest if kind is Subject.OPTIMIZER else self.limit.updates
+
+    def run(
+        self, batches: Sequence[Any], shares: Sequence[Any], again: Callable[[], Job] | None
+    ) -> OwnVerdict:
+        """Every step, and the first batch once more at the end."""
+        self._begin()
+        steps = 0
+        for step, (batch, share) in enumerate(zip(batches, shares, strict=True)):
+            if self.culprit is not None:
+                break
+            if step < self.terms.examined:
+                self._examine(step, batch, share)
+            else:
+                self._compare_losses(step, *self._both(batch, share))
+            steps += 1
+        repeats = [self._repeat(again, shares[: len(self.sums) - 1])] if again else []
+        life = [] if self.culprit else self._life(batches[0], shares[0])
+        return OwnVerdict(
+            checks=tuple(self._checks(life, repeats)),
+            departures=tuple(self.departures),
+            culprit=self.culprit,
+            losses=(tuple(self.losses[0]), tuple(self.losses[1])),
+            num_ranks=self.ranks.size,
+            steps=steps,
+        )
+
+    def _begin(self) -> None:
+        found = Found(step=0, rank=self.ranks.rank)
+        names = parameter_names(self.pair.loop.model)
+        wholes = {name: each.parameter.detach() for name, each in self.pair.wholes.items()}
+        at_start(found, wholes, names, self.pair.holds)
+        if self._gather(found):
+            self.culprit = explain_start(first_of(self.departures), self.ranks)
+
+    def _gather(self, found: Found) -> bool:
+        """All ranks' departures and worst differences; whether there is any departure."""
+        mine = {"departures": [each.plain() for each in found.departures], "worst": found.worst}
+        for told in self.ranks.gather(mine):
+            self.departures += [Departure.of(each) for each in told["departures"]]
+            for kind, (difference, place) in told["worst"].items():
+                if kind in self.worst:
+                    self.worst[Subject(kind)].see(difference, f"{place}, step {found.step}")
+        return bool(self.departures)
+
+    def _examine(self, step: int, batch: Any, share: Any) -> None:
+        seen = run_step(self.pair, step, self.ranks.rank, batch, share, self.limit)
+        sums = checksums(self.pair, seen.seen.gradients)
+        self.sums.append(sums)
+        self._gather(seen.found)
+        self.departures += replicas(step, self.ranks.gather(sums["parameters"]), Subject.PARAMETERS)
+        self._note_norms(seen)
+        self._compare_losses(step, *seen.losses)
+        if not is_finite(seen.expected.gradients, self.pair.wholes):
+            self.culprit = reference_not_finite(step, self.ranks)
+        elif self.departures:
+            self.culprit = self._explain(seen)
+        self.before = {name: each.clone() for name, each in seen.expected.gradients.items()}
+
+    def _note_norms(self, step: Step) -> None:
+        for norms, run in zip(self.norms, (step.expected, step.seen), strict=True):
+            squares = sum(float(each.double().square().sum()) for each in run.gradients.values())
+            norms.append(math.sqrt(sum(self.ranks.gather(squares))))
+
+    def _explain(self, step: Step) -> Culprit:
+        first = first_of(self.departures)
+        told = self.ranks.gather(step.moves)
+        match first[0].moment:
+            case Moment.START:
+                return culprit(
+                    first, self.ranks, state=Subject.COUNTER, factor=first[0].told,
+                    sentence="The optimizer does not step as often as on one device in this step.",
+                )  # fmt: skip
+            case Moment.GRADIENTS:
+                return self._explain_gradients(step, first)
+            case _ if first[0].subject is Subject.LOSS:
+                return explain_loss(first, self.ranks, self.losses[0][-1], self.losses[1][-1])
+            case _:
+                return explain_update(first, self.ranks, dict(enumerate(told)))
+
+    def _explain_gradients(self, step: Step, first: Sequence[Departure]) -> Culprit:
+        if not any(axis in _CONTEXT for axis in self.ranks.axes):
+            mine = [each.plain() for each in output_departures(step, self.limit)]
+            outputs = [Departure.of(each) for rank in self.ranks.gather(mine) for each in rank]
+            if outputs:
+                return self._explain_outputs(step, outputs)
+        lower = self.ranks.gather([_autocast(step.seen), _autocast(step.expected)])
+        for found, expected in lower:
+            if found != expected:
+                return explain_precision(found, expected, first[0].step, self.ranks)
+        told = evidence(
+            self.ranks, self.pair.holds, reference=step.expected, run=step.seen, probe=step.probe,
+            before=self.before,
+        )  # fmt: skip
+        return explain_gradients(first, told, self.ranks, self.limit.gradients)
+
+    def _explain_outputs(self, step: Step, outputs: Sequence[Departure]) -> Culprit:
+        earliest = first_of(outputs)
+        first = min(earliest, key=lambda each: each.index)
+        forward = first.moment is Moment.FORWARD
+        sides = [step.probe.outputs, step.seen.outputs]
+        tensors = [side.forward if forward else side.backward for side in sides]
+        key = next((key for n, key in enumerate(tensors[0]) if n == first.index), ("", -1))
+        told = shared_output(
+            self.ranks, tensors[0].get(key), tensors[1].get(key), 10 * self.limit.outputs
+        )
+        self.departures += outputs
+        return explain_outputs(first, earliest, self.ranks, told)
+
+    def _both(self, batch: Any, share: Any) -> tuple[float | None, float | None]:
+        loss = number(self.pair.loop.step(share))
+        with Alone():
+            return number(self.pair.reference.step(batch)), loss
+
+    def _compare_losses(self, step: int, right: float | None, mine: float | None) -> None:
+        found = self._global(right, mine)
+        if right is None or found is None:
+            return
+        for losses, loss in zip(self.losses, (right, found), strict=True):
+            losses.append(loss)
+        size = abs(found - right) / abs(right) if right else math.inf
+        size = size if math.isfinite(size) else math.inf
+        self.worst_loss.see(size, f"step {step}")
+        if size > self.limit.losses and not self.departures:
+            self.departures.append(
+                Departure(
+                    step=step, moment=Moment.UPDATE, subject=Subject.LOSS, name="loss",
+                    rank=0, difference=size, tolerance=self.limit.losses,
+                )
+            )  # fmt: skip
+            if step >= self.terms.examined:
+                self.culprit = explain_loss(self.departures[-1:], self.ranks, right, found)
+
+    def _global(self, right: float | None, mine: float | None) -> float | None:
+        everyones = self.ranks.gather(mine)
+        losses = [loss for loss in everyones if loss is not None]
+        if right is None or len(losses) < len(everyones):
+            return None
+        match self.terms.loss:
+            case "mean":
+                return sum(losses) / len(losses)
+            case "sum":
+                return sum(losses)
+            case "same":
+                return max(losses, key=lambda loss: abs(loss - right))
+            case reduce:
+                return float(reduce(losses))
+
+    def _repeat(self, again: Callable[[], Job], shares: Sequence[Any]) -> Check:
+        """From the same start; a loop that does not repeat itself is why anything else departs."""
+        wholes = {
+            name: row.view(self.pair.wholes[name].shape) for name, row in self.pair.origin.items()
+        }
+        found = repeated(
+            again(), wholes, self.terms, shares=shares, first=self.sums, ranks=self.ranks
+        )
+        self.culprit = found or self.culprit
+        return claim("the same twice", float(found is None), found is None, "other bits")
+
+    def _life(self, batch: Any, share: Any) -> list[Life]:
+        """What both runs learned; the loss of the first batch comes from one more step."""
+        right, mine = self._both(batch, share)
+        again = right, self._global(right, mine)
+        travelled = self._travelled()
+        return [
+            Life(
+                name=name, losses=list(losses), norms=list(norms), travelled=way,
+                again=math.nan if loss is None else loss,
+            )
+            for name, losses, norms, way, loss in zip(
+                ("reference", "loop"), self.losses, self.norms, travelled, again, strict=True
+            )
+        ]  # fmt: skip
+
+    def _travelled(self) -> tuple[float, float]:
+        """Relative to the initial weights, by the 2-norm; the loop's over all ranks' parts."""
+        found = []
+        for holds, start in (
+            (self.pair.wholes, self.pair.origin),
+            (self.pair.holds, self.start),
+        ):
+            moved = sum(
+                float((each.value().double() - start[name].double()).square().sum())
+                for name, each in holds.items()
+            )
+            length = sum(float(row.double().square().sum()) for row in start.values())
+            both = [sum(each) for each in zip(*self.ranks.gather([moved, length]), strict=True)]
+            found.append(math.sqrt(both[0] / both[1]) if both[1] else math.inf)
+        return found[0], found[1]
+
+    def _checks(self, life: Sequence[Life], repeats: Sequence[Check]) -> Iterator[Check]:
+        starts = [each for each in self.departures if each.moment is Moment.START]
+        held = not any(each.subject is Subject.PARAMETERS for each in starts)
+        yield claim("same weights at the start", float(held), held, "they differ")
+        counts = [each.told for each in starts if each.subject is Subject.COUNTER]
+        yield claim("updates in a step", float(not counts), not counts, "".join(counts[:1]))
+        yield from repeats
+        yield from (each.check() for each in self.worst.values() if each.count)
+        apart = [each for each in self.departures if each.between]
+        yield claim("replicas", float(not apart), not apart, "ranks have different bits")
+        if self.worst_loss.count:
+            yield self.worst_loss.check()
+        for each in life:
+            yield from each.checks()
+
+
+def _autocast(run: Recorder) -> str:
+    """The dtype in which the model's first forward ran, as far as autocast says."""
+    dtype = run.calls[0].autocast if run.calls else None
+    return str(dtype).removeprefix("torch.") if dtype else "its own dtype"
+
+
+def _tolerance(dtype: torch.dtype | None, parameters: Any) -> Tolerance:
+    """By the coarsest dtype of the reference's parameters, where none is given."""
+    dtypes = [dtype] if dtype else [each.dtype for each in parameters]
+    return max(
+        (TOLERANCES[each] for each in dtypes if each in TOLERANCES), key=lambda each: each.gradients
+    )

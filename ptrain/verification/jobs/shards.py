@@ -1,0 +1,239 @@
+"""What a rank holds of every parameter, by name: the tensor, and which elements of the whole one
+it stands for. DTensors say it themselves, also on meshes of several dimensions and where ranks have
+uneven parts; so do FSDP1's flat parameters. A plain tensor that is smaller than the whole is the
+chunk that has the same values at the start."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+
+from ptrain.errors import PtrainError
+from ptrain.verification.names import canonical_name
+from ptrain.verification.parts import held
+
+# Fused projections hold so many matrices on top of each other, each of which is cut (q, k and v).
+_FUSED = (1, 2, 3)
+
+
+@dataclass(slots=True)
+class Held:
+    """One parameter as this rank has it. `at`: the places of its elements in the whole tensor, all
+    in a row (None: it is the whole); `within`: its elements in a flat parameter."""
+
+    name: str
+    parameter: Tensor
+    shape: torch.Size
+    at: Tensor | None = None
+    within: slice | None = None
+
+    def value(self) -> Tensor:
+        """This rank's elements, in a row."""
+        return self._of(self.parameter)
+
+    def gradient(self) -> Tensor | None:
+        """In the parameter's placements, as the optimizer's operators bring it: of a DTensor whose
+        gradient has others this takes a collective of its mesh."""
+        gradient, own = self.parameter.grad, self.parameter
+        if gradient is None:
+            return None
+        both = isinstance(gradient, DTensor) and isinstance(own, DTensor)
+        if both and gradient.placements != own.placements:
+            gradient = gradient.redistribute(placements=own.placements)
+        return self._of(gradient)
+
+    def of(self, whole: Tensor) -> Tensor:
+        """The same elements of a whole tensor."""
+        row = held(whole).flatten()
+        return row if self.at is None else row[self.at.to(row.device)]
+
+    def like(self, state: Tensor) -> Tensor | None:
+        """The same elements of what an optimizer keeps beside the parameter, if it is alike."""
+        local = held(state)
+        return self._of(state) if local.shape == held(self.parameter).shape else None
+
+    def _of(self, tensor: Tensor) -> Tensor:
+        row = held(tensor).flatten()
+        return row if self.within is None else row[self.within]
+
+    @property
+    def is_whole(self) -> bool:
+        return self.at is None
+
+
+def numbered(shape: torch.Size) -> Tensor:
+    """A tensor of this shape whose elements are their places in a row."""
+    return torch.arange(shape.numel()).view(shape)
+
+
+def held_by(
+    model: nn.Module,
+    wholes: Mapping[str, Tensor],
+    part: Callable[[str, Tensor], Tensor] | None = None,
+) -> dict[str, Held]:
+    """All parameters that both sides have, in the order of the model. Raises PtrainError for one
+    whose part of the whole nothing tells."""
+    found: dict[str, Held] = {}
+    unclear: list[tuple[str, Tensor]] = []
+    for name, parameter, flat in _tensors(model):
+        if name not in wholes or name in found:
+            continue
+        shape = wholes[name].shape
+        at: Tensor | None
+        if flat is not None:
+            at = flat.at
+        elif part is not None and not isinstance(parameter, DTensor):
+            at = _row(part(name, numbered(shape)), shape)
+        elif isinstance(parameter, DTensor):
+            at = _row(_cut(numbered(shape), parameter), shape)
+        elif parameter.shape == shape:
+            at = None
+        else:
+            unclear.append((name, parameter))
+            continue
+        within = flat.within if flat is not None else None
+        found[name] = _checked(Held(name, parameter, shape, at, within))
+    found.update(_settled(unclear, wholes))
+    return {name: found[name] for name in wholes if name in found}
+
+
+def parameter_names(model: nn.Module) -> list[str]:
+    """Canonical, also of what FSDP1 has flattened away."""
+    return [name for name, _, _ in _tensors(model)]
+
+
+def _row(numbers: Tensor, shape: torch.Size) -> Tensor | None:
+    row = numbers.flatten()
+    return None if row.numel() == shape.numel() else row
+
+
+def _checked(one: Held) -> Held:
+    expected = one.shape.numel() if one.at is None else one.at.numel()
+    if one.value().numel() != expected:
+        raise _unknown(one.name, one.parameter, one.shape)
+    return one
+
+
+def _unknown(name: str, parameter: Tensor, shape: torch.Size) -> PtrainError:
+    return PtrainError(
+        f"verify: {name}: this rank has {tuple(held(parameter).shape)} of a tensor of "
+        f"{tuple(shape)}, and nothing tells which part\n"
+        "  remedy: give Terms(part=...), a function (name, whole tensor) -> this rank's piece"
+    )
+
+
+def _cut(numbers: Tensor, tensor: DTensor) -> Tensor:
+    """The placements' own rule, one mesh dimension after the other: torch.chunk, of a dimension
+    that is cut right to left (FSDP2 on top of tp) within each of its earlier pieces."""
+    coordinate = tensor.device_mesh.get_coordinate()
+    assert coordinate is not None, "a rank outside of its tensor's mesh"
+    for axis, placement in enumerate(tensor.placements):
+        dim = getattr(placement, "dim", None)
+        if dim is None:  # replicated, or a sum that is still partial
+            continue
+        count, place = tensor.device_mesh.size(axis), coordinate[axis]
+        pieces = _chunks(numbers, int(getattr(placement, "split_factor", 1)), dim)
+        numbers = torch.cat([_chunks(piece, count, dim)[place] for piece in pieces], dim)
+    return numbers
+
+
+def _chunks(numbers: Tensor, count: int, dim: int) -> list[Tensor]:
+    """torch.chunk with the empty ones that it leaves out."""
+    if numbers.size(dim) == 0:
+        return [numbers] * count
+    chunks = list(numbers.chunk(count, dim))
+    return chunks + [numbers.narrow(dim, 0, 0)] * (count - len(chunks))
+
+
+@dataclass(frozen=True, slots=True)
+class _Flat:
+    at: Tensor
+    within: slice | None
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor, _Flat | None]]:
+    """Names, tensors, and where FSDP1 has flattened them."""
+    flats: dict[str, tuple[Tensor, _Flat]] = {}
+    for path, module in model.named_modules():
+        if isinstance(module, FullyShardedDataParallel) and module._handle is not None:
+            flats.update(_flattened(canonical_name(path), module._handle))
+    for name, parameter in model.named_parameters():
+        name = canonical_name(name)
+        if name.rpartition(".")[2] != "_flat_param":
+            flat = flats.pop(name, None)
+            yield name, parameter, flat[1] if flat else None
+    for name, (parameter, each) in flats.items():  # no parameters of their own
+        yield name, parameter, each
+
+
+def _flattened(prefix: str, handle: object) -> Iterator[tuple[str, tuple[Tensor, _Flat]]]:
+    """FSDP1's account of its flat parameter: of each original one the range of elements that this
+    rank has, and where in its shard these are."""
+    flat = handle.flat_param  # type: ignore[attr-defined]  # torch types no handle
+    originals = handle._use_orig_params  # type: ignore[attr-defined]
+    if not handle.uses_sharded_strategy:  # type: ignore[attr-defined]
+        if originals:
+            return  # whole tensors under their own names
+        raise PtrainError(
+            "verify: FSDP1 with NO_SHARD hides the parameters in one flat tensor\n"
+            "  remedy: wrap with use_orig_params=True"
+        )
+    for name, info in zip(flat._fqns, flat._shard_param_infos, strict=True):
+        first, size = info.intra_param_start_idx or 0, info.numel_in_shard or 0
+        at = torch.arange(first, first + size) if info.in_shard else torch.arange(0)
+        start = info.offset_in_shard or 0
+        within = None if originals else slice(start, start + at.numel())
+        yield f"{prefix}.{name}" if prefix else name, (flat, _Flat(at, within))
+
+
+def _settled(
+    unclear: list[tuple[str, Tensor]], wholes: Mapping[str, Tensor]
+) -> Iterator[tuple[str, Held]]:
+    """Plain tensors that are cut along one dimension. Values tell which chunk; where several have
+    them (a bias of zeros), it is the place that this rank has in the others."""
+    places: dict[int, int] = {}
+    open_: list[tuple[str, Tensor, list[tuple[int, int, Tensor]]]] = []
+    for name, parameter in unclear:
+        whole = held(wholes[name])
+        row = held(parameter).to(whole.dtype).flatten()
+        candidates = list(_candidates(parameter.shape, whole.shape))
+        alike = [each for each in candidates if torch.equal(whole.flatten()[each[2]], row)]
+        if len(alike) == 1:
+            places.setdefault(alike[0][0], alike[0][1])
+        if not candidates:
+            raise _unknown(name, parameter, whole.shape)
+        open_.append((name, parameter, alike or candidates))
+    for name, parameter, candidates in open_:
+        usual = dist.get_rank() if dist.is_initialized() else 0
+        at = next(
+            (at for count, place, at in candidates if place == places.get(count, usual % count)),
+            candidates[0][2],
+        )
+        yield name, Held(name, parameter, wholes[name].shape, at)
+
+
+def _candidates(part: torch.Size, whole: torch.Size) -> Iterator[tuple[int, int, Tensor]]:
+    """(number of chunks, which one, its elements) of every way to cut the whole to this shape."""
+    if len(part) != len(whole):
+        return
+    differing = [dim for dim in range(len(whole)) if part[dim] != whole[dim]]
+    if len(differing) != 1:
+        return
+    (dim,) = differing
+    numbers = numbered(whole)
+    most = dist.get_world_size() if dist.is_initialized() else 1
+    for fused in _FUSED:
+        for count in range(2, most + 1):
+            if fused > 1 and whole[dim] % (fused * count):
+                continue
+            pieces = [_chunks(piece, count, dim) for piece in _chunks(numbers, fused, dim)]
+            for place in range(count):
+                cut = torch.cat([piece[place] for piece in pieces], dim)
+                if cut.shape == part:
+                    yield count, place, cut.flatten()

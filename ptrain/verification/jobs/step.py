@@ -1,0 +1,133 @@
+"""One step of both loops, and every difference that this rank sees."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ptrain.report.finding import Departure, Moment, Subject
+from ptrain.verification.jobs.compare import (
+    Course,
+    Found,
+    Scale,
+    compare_buffers,
+    compare_gradients,
+    compare_outputs,
+    compare_states,
+    compare_update,
+    digests,
+    state_of,
+)
+from ptrain.verification.jobs.conditions import Alone, number
+from ptrain.verification.jobs.job import Job, Tolerance
+from ptrain.verification.jobs.other import Move
+from ptrain.verification.jobs.probe import Probe, probed
+from ptrain.verification.jobs.record import Recorder
+from ptrain.verification.jobs.shards import Held
+
+Rows = dict[str, Tensor]
+
+
+@dataclass(slots=True, kw_only=True)
+class Pair:
+    """Both loops, what this rank holds of the loop's parameters and of the reference's, and where
+    these were at the start."""
+
+    reference: Job
+    loop: Job
+    holds: dict[str, Held]
+    wholes: dict[str, Held]
+    origin: Rows = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.origin = _values(self.wholes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """`losses`: the reference's and this rank's."""
+
+    found: Found
+    expected: Recorder
+    seen: Recorder
+    probe: Probe
+    losses: tuple[float | None, float | None]
+
+    @property
+    def moves(self) -> dict[str, Move]:
+        """How each parameter moved, for the ranks to tell each other."""
+        own = {
+            id(each)
+            for optimizer in self.seen.optimizers
+            for group in optimizer.param_groups
+            for each in group["params"]
+        }
+        found = {}
+        for name, course in self.found.courses.items():
+            pace = course.pace
+            held = id(course.parameter) in own
+            found[name] = (course.stood_still, pace.factor, pace.residual, held)
+        return found
+
+
+def run_step(pair: Pair, number_: int, rank: int, batch: Any, share: Any, limit: Tolerance) -> Step:
+    """The loop first, then the reference's module on what the loop's was given, then the
+    reference's own step."""
+    before, run_before = _values(pair.wholes), _values(pair.holds)
+    with Recorder(pair.loop.model, pair.holds) as seen:
+        loss = number(pair.loop.step(share))
+    probe = probed(pair.reference.model, seen.calls)
+    with Recorder(pair.reference.model, pair.wholes) as expected, Alone():
+        right = number(pair.reference.step(batch))
+    found = Found(step=number_, rank=rank)
+    if seen.updates != expected.updates:
+        told = f"{seen.updates} updates, one device {expected.updates}"
+        found.differ(Moment.START, Subject.COUNTER, "optimizer.step", told)
+    compare_gradients(found, expected, seen, pair.holds, limit)
+    scale, usual = Scale.of(expected.gradients), Scale.of(pair.origin).usual
+    for name, each in pair.holds.items():
+        course = Course(
+            parameter=each.parameter,
+            origin=each.of(pair.origin[name]),
+            before=each.of(before[name]),
+            after=each.of(pair.wholes[name].value()),
+            run_before=run_before[name],
+            run_after=each.value().clone(),
+        )
+        gradient = expected.gradients.get(name)
+        quiet = gradient is not None and scale.is_noise(gradient)
+        compare_update(found, name, course, usual=usual, is_noise=quiet, limit=limit)
+    states = state_of(expected, pair.wholes), state_of(seen, pair.holds)
+    compare_states(found, *states, pair.holds, limit)
+    compare_buffers(found, pair.reference.model, pair.loop.model, limit)
+    return Step(found=found, expected=expected, seen=seen, probe=probe, losses=(right, loss))
+
+
+def output_departures(step: Step, limit: Tolerance) -> list[Departure]:
+    """Modules that return something else than the reference's for the same inputs."""
+    found = Found(step=step.found.step, rank=step.found.rank)
+    compare_outputs(found, step.probe, step.seen, limit)
+    return found.departures
+
+
+def checksums(pair: Pair, gradients: Mapping[str, Tensor]) -> dict[str, dict[str, list[str]]]:
+    """Of what this rank has after a step, bit by bit."""
+    return {
+        "parameters": digests(pair.holds, _values(pair.holds)),
+        "gradients": digests(pair.holds, gradients),
+    }
+
+
+def is_finite(gradients: Mapping[str, Tensor], holds: Mapping[str, Held]) -> bool:
+    """Whether gradients and parameters are numbers at all."""
+    values = (*gradients.values(), *(each.value() for each in holds.values()))
+    return all(bool(torch.isfinite(each).all()) for each in values)
+
+
+@torch.no_grad()
+def _values(holds: Mapping[str, Held]) -> Rows:
+    return {name: each.value().clone() for name, each in holds.items()}

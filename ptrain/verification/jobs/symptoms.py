@@ -1,0 +1,204 @@
+"""What is wrong with the gradient of one parameter, told from all ranks' samples of it: a multiple
+of the right one, a part of a sum over an axis, some micro-batches alone, the step before."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+import torch
+from torch import Tensor
+
+from ptrain.verification.factors import (
+    Fit,
+    absent,
+    are_alike,
+    combination,
+    is_even,
+    multiple,
+    share_of_sum,
+)
+from ptrain.verification.jobs.evidence import Sample
+from ptrain.verification.jobs.ranks import Ranks
+
+
+class Kind(StrEnum):
+    RIGHT = "right"
+    EMPTY = "no gradient"
+    NOT_FINITE = "not finite"
+    EVEN = "a multiple"
+    PARTIAL = "partial"
+    SOME = "some micro-batches"
+    STALE = "stale"
+    ADDED = "added to the step before"
+    EACH = "a multiple on each rank"
+    OTHER = "something else"
+
+
+@dataclass(frozen=True, slots=True)
+class Symptom:
+    """`factor`: of the multiple; of a partial sum what the ranks' sum must be multiplied by.
+    `ranks`: that have no gradient, or whose micro-batches count; `numbers`: which of these."""
+
+    kind: Kind
+    axis: str = ""
+    factor: float = 1.0
+    ranks: tuple[int, ...] = ()
+    numbers: tuple[int, ...] = ()
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Parameters that suffer alike have the same."""
+        return self.kind, self.axis, round(self.factor, 3), self.ranks, self.numbers
+
+
+def symptom(sample: Sample, ranks: Ranks, tolerance: float) -> Symptom:
+    """The simplest that explains it."""
+    holders = sample.holders()
+    pairs = {rank: sample.of(rank) for rank in holders}
+    empty = tuple(rank for rank, (mine, truth) in pairs.items() if truth.any() and not mine.any())
+    if empty:
+        return Symptom(Kind.EMPTY, ranks=empty)
+    if not all(torch.isfinite(mine).all() for mine, _ in pairs.values()):
+        return Symptom(Kind.NOT_FINITE)
+    everything = [torch.cat(each) for each in zip(*pairs.values(), strict=True)]
+    even = multiple(*everything)
+    if even.holds(tolerance):
+        is_one = abs(even.factor - 1) <= tolerance
+        return Symptom(Kind.RIGHT if is_one else Kind.EVEN, factor=even.factor)
+    for each in (
+        _partial(sample, ranks, tolerance),
+        _earlier(sample, holders, tolerance),
+        _some(sample, holders, tolerance),
+    ):
+        if each is not None:
+            return each
+    alone = {rank: multiple(*pair) for rank, pair in pairs.items()}
+    if all(fit.holds(tolerance) or not pairs[r][1].any() for r, fit in alone.items()):
+        return Symptom(Kind.EACH)
+    return Symptom(Kind.OTHER)
+
+
+def _partial(sample: Sample, ranks: Ranks, tolerance: float) -> Symptom | None:
+    """Over some axis the sum of what its ranks have is right, up to one factor."""
+    for axis, groups in ranks.axes.items():
+        factors = [each for group in groups for each in _shares(sample, group)]
+        fits = [fit for fit in factors if fit is not None]
+        if not fits or len(fits) < len(factors) or not all(f.holds(tolerance) for f in fits):
+            continue
+        if is_even([fit.factor for fit in fits], tolerance):
+            return Symptom(Kind.PARTIAL, axis=axis, factor=fits[0].factor)
+    return None
+
+
+def _shares(sample: Sample, group: Sequence[int]) -> Iterator[Fit | None]:
+    """None for ranks that have the same: nothing is missing from a sum over them."""
+    parts = sample.found[list(group)]
+    has = ~parts.isnan().any(0)
+    if not bool(has.any()):
+        if bool((~parts.isnan()).any()):
+            yield None  # ranks with different elements: no sum
+        return
+    rows = list(parts[:, has])
+    yield None if are_alike(rows, 1e-6) else share_of_sum(rows, sample.truth[has])
+
+
+def _earlier(sample: Sample, holders: Sequence[int], tolerance: float) -> Symptom | None:
+    """The gradient of the step before, alone or on top."""
+    if not sample.before.any():
+        return None
+    found, truth, before = [], [], []
+    for rank in holders:
+        has = ~sample.found[rank].isnan()
+        found.append(sample.found[rank][has])
+        truth.append(sample.truth[has])
+        before.append(sample.before[has])
+    alone = multiple(torch.cat(found), torch.cat(before))
+    if alone.holds(tolerance):
+        return Symptom(Kind.STALE, factor=alone.factor)
+    both = combination(torch.cat(found), [torch.cat(truth), torch.cat(before)])
+    return Symptom(Kind.ADDED, factor=both.coefficients[1]) if both.holds(tolerance) else None
+
+
+@dataclass(frozen=True, slots=True)
+class Contributions:
+    """Micro-batches with a gradient of their own, as (rank, number) [J]: ranks with the same data
+    count once. `of_truth`, `of_found`: what the right gradient and each rank's are as sums of
+    them."""
+
+    labels: tuple[tuple[int, int], ...]
+    of_truth: Fit
+    of_found: dict[int, Fit]
+
+    @property
+    def data_ranks(self) -> tuple[int, ...]:
+        return tuple(dict.fromkeys(rank for rank, _ in self.labels))
+
+
+def contributions(samples: Sequence[Sample]) -> Contributions | None:
+    """Of several parameters together; None where micro-batches could not be run again, or where
+    there are more of them than sampled elements."""
+    basis = torch.cat([each.basis for each in samples], dim=2)
+    found = torch.cat([each.found for each in samples], dim=1)
+    truth = torch.cat([each.truth for each in samples])
+    if basis.numel() == 0 or bool(basis.isnan().any()):
+        return None
+    labels: list[tuple[int, int]] = []
+    columns: list[Tensor] = []
+    for rank, rows in enumerate(basis):
+        for number, row in enumerate(rows):
+            if row.any() and not any(are_alike([row, other], 1e-6) for other in columns):
+                labels.append((rank, number))
+                columns.append(row)
+    if not columns or 2 * len(columns) > truth.numel():
+        return None
+    fits: dict[int, Fit] = {}
+    for rank, row in enumerate(found):
+        has = ~row.isnan()
+        if 2 * len(columns) <= int(has.sum()):
+            fits[rank] = combination(row[has], [column[has] for column in columns])
+    return Contributions(tuple(labels), combination(truth, columns), fits)
+
+
+def _some(sample: Sample, holders: Sequence[int], tolerance: float) -> Symptom | None:
+    """Every rank's gradient is a sum of the same micro-batches, and some are not among them."""
+    told = contributions([sample])
+    if told is None or not told.of_truth.holds(tolerance) or len(told.of_found) < len(holders):
+        return None
+    fits = list(told.of_found.values())
+    if not all(fit.holds(tolerance) for fit in fits):
+        return None
+    lacking = {absent(fit.coefficients) for fit in fits}
+    if len(lacking) != 1 or not (missing := lacking.pop()):
+        return None
+    labels = [told.labels[each] for each in missing]
+    if absent(told.of_truth.coefficients):
+        return None
+    return Symptom(
+        Kind.SOME,
+        ranks=tuple(sorted({rank for rank, _ in labels})),
+        numbers=tuple(sorted({number for _, number in labels})),
+    )
+
+
+def common_factor(samples: Sequence[Sample], tolerance: float) -> float:
+    """What most parameters are multiplied by, where the others depart in another way: a clip by a
+    norm to which the others contributed. 1 where there is no such thing."""
+    fits = []
+    for sample in samples:
+        pairs = [sample.of(rank) for rank in sample.holders()]
+        if pairs:
+            fits.append(multiple(*[torch.cat(each) for each in zip(*pairs, strict=True)]))
+    even = sorted(fit.factor for fit in fits if fit.holds(tolerance))
+    if 2 * len(even) <= len(fits) or len(even) == len(fits):
+        return 1.0
+    middle = even[len(even) // 2]
+    alike = all(abs(each / middle - 1) <= tolerance for each in even)
+    return middle if alike and math.isfinite(middle) and middle > 0 else 1.0
+
+
+def stacked(samples: Sequence[Sample]) -> Tensor:
+    """What was found of all of them [ranks, elements]."""
+    return torch.cat([each.found for each in samples], dim=1)

@@ -1,0 +1,123 @@
+"""The verdict on a loop: checks, departures and the culprit, the same on every rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from ptrain.errors import VerdictFailed
+from ptrain.report.finding import Culprit, Departed, Departure
+from ptrain.report.record import Check
+from ptrain.verification.compare import STILL
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnVerdict:
+    """Printable. `losses` are the reference's and the loop's, as far as the run went."""
+
+    checks: tuple[Check, ...]
+    departures: tuple[Departure, ...] = ()
+    culprit: Culprit | None = None
+    losses: tuple[tuple[float, ...], tuple[float, ...]] = ((), ())
+    num_ranks: int = 1
+    steps: int = 0
+
+    @property
+    def holds(self) -> bool:
+        return bool(self.checks) and self.culprit is None and all(c.holds for c in self.checks)
+
+    def raise_for_verdict(self) -> None:
+        """Raises Departed with the culprit, VerdictFailed where there is none."""
+        if self.culprit is not None:
+            raise Departed(self.culprit)
+        if not self.holds:
+            raise VerdictFailed(str(self))
+
+    def __str__(self) -> str:
+        held = sum(check.holds for check in self.checks)
+        ranks = f"{self.num_ranks} rank{'s' * (self.num_ranks != 1)}"
+        head = (
+            f"verdict: {'holds' if self.holds else 'fails'} ({held} of {len(self.checks)} checks, "
+            f"{self.steps} step{'s' * (self.steps != 1)}, {ranks} against one device)"
+        )
+        rows = [str(self.culprit)] if self.culprit else []
+        rows += [_row(check) for check in self.checks]
+        return "\n".join([head, *(f"  {line}" for row in rows for line in row.splitlines())])
+
+
+def _row(check: Check) -> str:
+    mark = "ok  " if check.holds else "FAIL"
+    limit = f" (limit {check.tolerance:g})" if check.tolerance else ""
+    value = "-" if check.measured is None else f"{check.measured:.3g}"
+    return f"{mark} {check.name}: {value}{limit}{f' · {check.why}' if check.why else ''}"
+
+
+@dataclass(slots=True)
+class Worst:
+    """The largest difference of a kind, over steps, ranks and tensors."""
+
+    name: str
+    tolerance: float
+    difference: float = 0.0
+    place: str = ""
+    count: int = 0
+
+    def see(self, difference: float, place: str) -> None:
+        self.count += 1
+        if not difference <= self.difference:
+            self.difference, self.place = difference, place
+
+    def check(self) -> Check:
+        holds = self.difference <= self.tolerance
+        why = "" if holds else f"differs by {self.difference:.3g} (relative) at {self.place}"
+        return Check(
+            name=self.name, predicted=0.0, measured=self.difference, tolerance=self.tolerance,
+            holds=holds, why=why,
+        )  # fmt: skip
+
+
+def claim(name: str, value: float, holds: bool, otherwise: str) -> Check:
+    """Something that must be so; `value` is what was found."""
+    return Check(
+        name=name, predicted=None, measured=value, tolerance=0.0, holds=holds,
+        why="" if holds else otherwise,
+    )  # fmt: skip
+
+
+@dataclass(slots=True, kw_only=True)
+class Life:
+    """Signs that a run learned anything: two dead runs agree perfectly. `again` is the loss of the
+    first batch after all updates."""
+
+    name: str
+    losses: list[float]
+    norms: list[float]
+    travelled: float
+    again: float
+
+    def checks(self) -> Iterator[Check]:
+        name = self.name
+        if self.norms:
+            least = min(self.norms)
+            yield claim(f"{name}: gradients", least, least > 0.0, "every gradient is zero")
+        yield claim(
+            f"{name}: parameters move", self.travelled, self.travelled > STILL,
+            "the parameters stood still",
+        )  # fmt: skip
+        if self.losses:
+            finite = all(math.isfinite(loss) for loss in self.losses)
+            yield claim(f"{name}: losses are finite", float(finite), finite, "a loss is not finite")
+            fall = self.losses[0] - self.again
+            yield claim(
+                f"{name}: learns", fall, fall > 0.0,
+                "the loss of the first batch is not lower after the updates",
+            )  # fmt: skip
+
+
+def first_of(departures: Sequence[Departure]) -> list[Departure]:
+    """Those of the earliest step and moment."""
+    if not departures:
+        return []
+    when = min(each.when for each in departures)
+    return [each for each in departures if each.when == when]

@@ -1,0 +1,78 @@
+"""Somebody's own model, wrappers and loop against one device.
+
+    ptrain.verify(reference, distributed, batches, share=...)
+
+The reference is the same loop on the plain module and the whole global batch. It runs on every
+rank, beside the distributed one, without a collective; so a rank compares what it holds where it
+is. Step by step: the weights before the first, each parameter's gradient when the optimizer takes
+it, parameters and optimizer state after the update, the replicas bit by bit, the loss. At the first
+step that departs the run ends, the first module that departs is named, and the ranks tell each
+other enough to name state, axis and factor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from ptrain.errors import PtrainError
+from ptrain.verification.jobs.job import Job, Terms
+from ptrain.verification.jobs.run import Examination
+from ptrain.verification.jobs.verdict import OwnVerdict
+
+Make = Job | Callable[[], Job]
+
+
+def verify(
+    reference: Make,
+    distributed: Make,
+    batches: Iterable[Any],
+    *,
+    share: Callable[[Any], Any] | Sequence[Any] | None = None,
+    terms: Terms | None = None,
+) -> OwnVerdict:
+    """Judge a training loop. Every rank calls it, and gets the same verdict.
+
+    reference: the loop on one device: the plain module, a step on the whole global batch.
+    distributed: the loop as it is, a step on this rank's share.
+        Of both a job, or a function that makes one; then the loop runs twice from its start, and
+        must do the same bit by bit.
+    batches: global batches, the same on every rank.
+    share: what this rank's step is given of each: a function of the global batch, or the batches
+        themselves. None: all of it (tensor parallelism alone).
+
+    Raises PtrainError for jobs that cannot be compared (dropout, a reference that communicates, no
+    batch); a loop that is wrong is told by the verdict.
+    """
+    terms = terms or Terms()
+    whole = list(batches)
+    if not whole:
+        raise PtrainError("verify: no batch\n  remedy: give at least one global batch")
+    shares = _shares(whole, share)
+    count = terms.steps or len(whole)
+    return Examination(_made(reference), _made(distributed), terms).run(
+        [whole[step % len(whole)] for step in range(count)],
+        [shares[step % len(whole)] for step in range(count)],
+        again=distributed if not isinstance(distributed, Job) else None,
+    )
+
+
+def _made(job: Make) -> Job:
+    made = job if isinstance(job, Job) else job()
+    if not isinstance(made, Job):
+        raise PtrainError(
+            f"verify: a ptrain.Job is needed, or a function that makes one; got {made!r:.60}"
+        )
+    return made
+
+
+def _shares(whole: Sequence[Any], share: Callable[[Any], Any] | Sequence[Any] | None) -> list[Any]:
+    if share is None:
+        return list(whole)
+    shares = [share(batch) for batch in whole] if callable(share) else list(share)
+    if len(shares) != len(whole):
+        raise PtrainError(
+            f"verify: {len(whole)} global batches and {len(shares)} shares of this rank\n"
+            "  remedy: give share a function, or one share for each batch"
+        )
+    return shares

@@ -1,0 +1,202 @@
+"""Somebody's own loop, whatever wraps the model: it holds where it is sound, and a fault in it is
+named with state, axis and factor."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import ptrain
+from ptrain.errors import PtrainError, VerdictFailed
+from ptrain.report.finding import Departed
+from tests.gloo import own_loops
+from tests.gloo.own_faults import FAULTS
+from tests.ranks import Ranks
+
+pytestmark = pytest.mark.gloo
+nightly = pytest.mark.nightly
+
+
+@pytest.mark.parametrize(
+    ("size", "way"),
+    [
+        (2, "ddp"),
+        pytest.param(2, "fsdp2", marks=nightly),
+        pytest.param(2, "fsdp1", marks=nightly),
+        pytest.param(2, "fsdp1_flat", marks=nightly),
+        pytest.param(2, "tp", marks=nightly),
+        pytest.param(2, "tp_sp", marks=nightly),
+        pytest.param(2, "by_hand", marks=nightly),
+        pytest.param(4, "fsdp2", marks=nightly),
+        (4, "fsdp2_tp"),
+        pytest.param(4, "hsdp", marks=nightly),
+    ],
+)
+def test_a_sound_loop_holds_in_fp64(ranks: Ranks, size: int, way: str) -> None:
+    told = ranks.run(size, own_loops.told, way)
+    assert told[0]["holds"], told[0]["text"]
+    assert all(each["text"] == told[0]["text"] for each in told)
+
+
+@nightly
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("size", "way"), [(2, "ddp"), (2, "fsdp2"), (2, "tp_sp"), (4, "fsdp2_tp"), (4, "hsdp")]
+)
+def test_a_sound_loop_holds_in_coarser_dtypes(
+    ranks: Ranks, size: int, way: str, dtype: torch.dtype
+) -> None:
+    told = ranks.run(size, own_loops.told, way, "", dtype)
+    assert told[0]["holds"], told[0]["text"]
+
+
+# What is named: state, axis, the factor, and the place or a part of it.
+NAMED = {
+    ("ddp", "divided twice"): ("gradients", "ranks", "÷ 2", ""),
+    ("fsdp2", "divided twice"): ("gradients", "dp", "÷ 2", ""),
+    ("ddp", "summed"): ("gradients", "ranks", "× 2", ""),
+    ("ddp", "infinite"): ("gradients", "", "not finite", "embed.weight"),
+    ("fsdp2", "zero"): ("gradients", "", "no gradient", ""),
+    ("fsdp2", "frozen shard"): ("gradients", "dp", "no gradient", "blocks.1.up.weight"),
+    ("fsdp2", "local clip"): ("gradient norm", "dp", "clipped by the local norm", ""),
+    ("ddp", "stale"): ("gradients", "", "stale by 1 step", ""),
+    ("fsdp2", "last micro-batch only"): ("gradients", "", "last of 2 micro-batches only", ""),
+    ("by_hand", "never zeroed"): ("gradients", "", "the step before added", ""),
+    ("ddp", "not divided by K"): ("loss", "", "× 2 (micro-batches)", ""),
+    ("ddp", "two updates"): ("step counter", "", "2 updates, one device 1", ""),
+    ("fsdp2", "head left out"): ("parameters", "", "not updated", "head.weight"),
+    ("fsdp2", "other rate"): ("learning rate", "", "× 2", ""),
+    ("ddp", "unsynchronised"): ("gradients", "ranks", "missing all-reduce", ""),
+    ("ddp", "drift"): ("parameters", "ranks", "replicas differ", "embed.weight"),
+    ("by_hand", "other weights"): (
+        "parameters", "ranks", "other weights at the start", "head.weight",
+    ),
+    ("ddp", "doubled sample"): ("batch", "ranks", "missing and doubled", "samples"),
+    ("fsdp2_tp", "summed"): ("gradients", "dp+tp", "× 4", ""),
+    ("hsdp", "divided twice"): ("gradients", "outer+inner", "÷ 4", ""),
+}  # fmt: skip
+BY_DEFAULT = {("fsdp2", "local clip"), ("ddp", "doubled sample")}
+
+
+@pytest.mark.parametrize(
+    ("way", "fault"),
+    [pytest.param(*each, marks=() if each in BY_DEFAULT else (nightly,)) for each in NAMED],
+)
+def test_a_fault_in_the_loop_is_named(ranks: Ranks, way: str, fault: str) -> None:
+    size = 4 if way in ("fsdp2_tp", "hsdp") else 2
+    told = ranks.run(size, own_loops.told, way, fault)
+    assert all(each["text"] == told[0]["text"] for each in told)
+    culprit = told[0]["culprit"]
+    state, axis, factor, place = NAMED[way, fault]
+    assert (culprit["state"], culprit["axis"], culprit["factor"]) == (state, axis, factor)
+    assert place in culprit["place"]
+    assert culprit["factor"] in told[0]["text"]
+    assert culprit["sentence"] in told[0]["text"]
+
+
+def test_every_fault_has_a_test() -> None:
+    assert set(FAULTS) - {"autocast"} == {fault for _, fault in NAMED}
+
+
+@nightly
+def test_a_loop_in_another_dtype_is_told(ranks: Ranks) -> None:
+    told = ranks.run(2, own_loops.told, "ddp", "autocast", torch.float32)
+    assert told[0]["culprit"]["factor"].startswith("bfloat16 for")
+
+
+class Line(nn.Module):
+    def __init__(self, p: float = 0.0) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+        self.dropout = nn.Dropout(p)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.dropout(self.linear(x))
+
+
+def _line(*, rate: float = 1e-2, factor: float = 1.0, p: float = 0.0) -> ptrain.Job:
+    torch.manual_seed(0)
+    model = Line(p).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        (loss * factor).backward()
+        optimizer.step()
+        return loss
+
+    return ptrain.Job(model=model, step=step)
+
+
+ROWS = [torch.arange(8.0, dtype=torch.float64).reshape(2, 4) / 8]
+
+
+def test_one_process_without_a_group_is_judged_too() -> None:
+    verdict = ptrain.verify(_line, _line, ROWS, terms=ptrain.Terms(steps=3))
+    assert verdict.holds, verdict
+    assert "the same twice" in str(verdict)
+    verdict.raise_for_verdict()
+
+
+def test_a_factor_in_one_process_is_told() -> None:
+    verdict = ptrain.verify(_line(), _line(factor=3.0), ROWS)
+    assert not verdict.holds
+    with pytest.raises(Departed, match="× 3"):
+        verdict.raise_for_verdict()
+
+
+def test_two_dead_runs_do_not_hold() -> None:
+    """They agree perfectly."""
+    verdict = ptrain.verify(_line(rate=0.0), _line(rate=0.0), ROWS)
+    assert verdict.culprit is None
+    failing = [check.name for check in verdict.checks if not check.holds]
+    assert "reference: parameters move" in failing
+    assert "loop: learns" in failing
+    with pytest.raises(VerdictFailed, match="stood still"):
+        verdict.raise_for_verdict()
+
+
+def test_zero_gradients_on_both_sides_do_not_hold() -> None:
+    verdict = ptrain.verify(_line(factor=0.0), _line(factor=0.0), ROWS)
+    assert not verdict.holds
+    assert "every gradient is zero" in str(verdict)
+
+
+def test_a_reference_that_is_not_finite_is_told_as_such() -> None:
+    verdict = ptrain.verify(_line(factor=1e400), _line(factor=1e400), ROWS)
+    assert verdict.culprit is not None
+    assert verdict.culprit.factor == "the reference is not finite"
+
+
+def test_a_loop_that_does_not_repeat_itself_is_told() -> None:
+    made: list[ptrain.Job] = []
+
+    def drawn() -> ptrain.Job:
+        made.append(_line(rate=1e-2 if not made else 2e-2))
+        return made[-1]
+
+    verdict = ptrain.verify(_line(), drawn, ROWS)
+    assert verdict.culprit is not None
+    assert verdict.culprit.factor == "not the same twice"
+
+
+@pytest.mark.parametrize(
+    ("jobs", "message"),
+    [
+        ((_line(), _line(p=0.5)), "dropout drops out"),
+        ((_line(), None), "ptrain.Job is needed"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(jobs: tuple, message: str) -> None:
+    reference, loop = jobs
+    with pytest.raises(PtrainError, match=message):
+        ptrain.verify(reference, loop or (lambda: None), ROWS)
+
+
+def test_no_batch_and_a_wrong_number_of_shares_are_refused() -> None:
+    with pytest.raises(PtrainError, match="no batch"):
+        ptrain.verify(_line(), _line(), [])
+    with pytest.raises(PtrainError, match="1 global batches and 2 shares"):
+        ptrain.verify(_line(), _line(), ROWS, share=ROWS * 2)
