@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
 import torch
 
-from ptrain.verification.compare import FP64, compare
+from ptrain.verification.compare import FP64, alive, apart, compare
 from ptrain.verification.reference import Trajectory
 
 LOSSES = tuple(5.0 - 0.1 * step for step in range(20))
@@ -59,3 +60,46 @@ def test_a_tensor_that_should_not_have_moved_may_not_move():
 def test_a_dead_run_holds_nothing():
     flat = replace(trajectory(), losses=(5.0,) * 20, travelled=0.0)
     assert {"run: loss falls", "run: parameters move"} <= set(failing(flat))
+
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize("place", [0, 7, 19])
+def test_two_runs_that_are_not_finite_alike_hold_nothing(place):
+    losses = (*LOSSES[:place], NAN, *LOSSES[place + 1 :])
+    sick = replace(trajectory(), losses=losses)
+    failed = {each.name for each in compare(sick, sick, FP64) if not each.holds}
+    assert {"reference: finite", "run: finite", "losses"} <= failed
+
+
+@pytest.mark.parametrize("norms", [(0.0, *(1.0,) * 19), (NAN,) * 20, (1.0, NAN, 0.0)])
+def test_a_gradient_of_zero_holds_nothing_wherever_it_stands(norms):
+    found = alive("run", replace(trajectory(), gradient_norms=norms))
+    assert [each.name for each in found if not each.holds] == ["run: gradients"]
+
+
+def test_a_reference_that_did_not_learn_holds_nothing():
+    rising = replace(trajectory(), losses=tuple(reversed(LOSSES)))
+    failed = {each.name for each in compare(rising, rising, FP64) if not each.holds}
+    assert {"reference: loss falls", "run: loss falls"} <= failed
+
+
+def test_norms_may_have_a_tolerance_for_each_step():
+    norms = tuple(1.0 + 1e-9 * (step == 9) for step in range(20))
+    found = replace(trajectory(), gradient_norms=norms)
+    wide = replace(FP64, gradient_norms=tuple(1e-8 if step == 9 else 1e-11 for step in range(20)))
+    assert [each.name for each in compare(trajectory(), found, FP64) if not each.holds] == [
+        "gradient norms"
+    ]
+    assert all(each.holds for each in compare(trajectory(), found, wide))
+
+
+def test_gradients_apart_are_one_vector_and_what_is_missing_is_zero():
+    one = {"a": torch.tensor([3.0]), "b": torch.tensor([4.0])}
+    assert apart(one, one) == 0.0
+    assert apart(one, {"a": torch.tensor([3.0])}) == pytest.approx(4 / 5)
+    assert apart(one, {**one, "c": torch.tensor([5.0])}) == pytest.approx(1.0)
+    assert apart(one, {**one, "a": torch.ones(2)}) == math.inf
+    assert apart({}, one) == math.inf
+    assert apart(one, {**one, "a": torch.tensor([NAN])}) == math.inf

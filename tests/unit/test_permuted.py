@@ -1,0 +1,232 @@
+"""Permuted references: the same terms in another order, and what is allowed because of them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from ptrain.interpreter.world import World
+from ptrain.spec.load import load
+from ptrain.spec.spec import Spec
+from ptrain.train.exchange import Exchange
+from ptrain.verification.permuted import Permuted, PermutedSums
+from ptrain.verification.reference import OneDevice, Trajectory
+from ptrain.verification.references import Ask, Solo, Told, references
+from ptrain.verification.tolerances import FEW, MANY, QUANTILES, in_fp64, in_own_dtypes, plan
+from ptrain.verification.variants import in_other_batches, is_banded
+from tests.jobs import TINY
+
+ALONE = Exchange(World())
+
+
+def tiny(name: str = "zero3", *overrides: str) -> Spec:
+    return load(name, (*TINY, *overrides)).spec
+
+
+def permuted(seed: int = 0) -> PermutedSums:
+    return PermutedSums(torch.Generator().manual_seed(seed))
+
+
+def drawn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+
+
+SUMS = {
+    "mm": lambda x: x @ x.T,
+    "bmm": lambda x: torch.stack([x, x]) @ torch.stack([x, x]).mT,
+    "addmm": lambda x: torch.addmm(x @ x.T, x, x.T, beta=0.5, alpha=2.0),
+    "baddbmm": lambda x: torch.baddbmm((x @ x.T)[None], x[None], x.T[None], beta=2.0),
+    "linear": lambda x: torch.nn.functional.linear(x, x, x[:, 0]),
+    "sum": lambda x: x.sum(0),
+    "sum of two dimensions": lambda x: x.sum((0, 1), keepdim=True),
+    "mean": lambda x: x.square().mean(-1, keepdim=True),
+    "embedding": lambda x: torch.ops.aten.embedding_dense_backward(
+        x, torch.arange(len(x)) % 3, 4, -1, False
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_a_permuted_sum_has_the_same_terms(name):
+    x = drawn(33, 130, dtype=torch.float64)
+    with permuted():
+        found = SUMS[name](x)
+    assert torch.allclose(found, SUMS[name](x), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_and_another_order_of_them(name):
+    x = drawn(33, 130, dtype=torch.bfloat16)
+    with permuted(0):
+        one = SUMS[name](x)
+    with permuted(0):
+        same = SUMS[name](x)
+    with permuted(1):
+        other = SUMS[name](x)
+    assert one.dtype == SUMS[name](x).dtype
+    assert torch.equal(one, same)
+    assert not torch.equal(one, other)
+
+
+def test_backward_is_permuted_too():
+    weight = torch.nn.Parameter(drawn(64, 64, dtype=torch.bfloat16))
+    gradients = []
+    for seed in (0, 1):
+        with permuted(seed):
+            (drawn(32, 64, dtype=torch.bfloat16).detach() @ weight).square().sum().backward()
+        gradients.append(weight.grad)
+        weight.grad = None
+    assert not torch.equal(*gradients)
+
+
+def test_a_permuted_reference_sees_every_micro_batch_once_in_another_order():
+    spec = tiny("zero3", "batch.global=16")
+    usual = [each.sample_ids for each in OneDevice(spec).micro_batches(0)]
+    found = [each.sample_ids for each in Permuted(spec, 3).micro_batches(0)]
+    assert sorted(found) == sorted(usual)
+    assert found != usual
+
+
+def test_in_fp64_a_permuted_reference_is_the_reference_but_for_rounding():
+    spec = tiny("zero3", "precision.compute=fp64")
+    losses = []
+    for device in (OneDevice(spec), Permuted(spec, 0)):
+        for step in range(2):
+            found = device.accumulate(step)
+            device.update(step, found.sums)
+        losses.append(found.loss)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-13)
+
+
+# -- what is allowed because of them
+
+
+@pytest.mark.parametrize("degrees", QUANTILES)
+def test_the_quantiles_are_students(degrees):
+    def density(t: float) -> float:
+        constant = math.gamma((degrees + 1) / 2) / math.gamma(degrees / 2)
+        return (
+            constant / math.sqrt(degrees * math.pi) * (1 + t * t / degrees) ** (-(degrees + 1) / 2)
+        )
+
+    steps = 20000  # Simpson's rule
+    width = QUANTILES[degrees] / steps
+    inner = sum((2 + 2 * (i % 2)) * density(i * width) for i in range(1, steps))
+    half = (density(0.0) + inner + density(QUANTILES[degrees])) * width / 3
+    assert 1 - 2 * half == pytest.approx(1e-4, rel=2e-3)
+
+
+def told(losses: tuple[float, ...], offset: float = 0.0) -> Told:
+    trajectory = Trajectory(
+        losses=losses,
+        gradient_norms=(1.0,) * len(losses),
+        parameters={"a": torch.ones(3, dtype=torch.float64) + offset},
+        travelled=1.0,
+    )
+    solo = Solo(trajectory=trajectory, gradients={"a": torch.ones(3) + offset}, again=0.0)
+    return Told(losses=losses, norms=trajectory.gradient_norms, owner=0, solo=solo)
+
+
+def test_the_fixed_figures_hold_as_long_as_references_agree():
+    runs = [told((4.0, 3.0, 2.0)) for _ in range(FEW + 1)]
+    own = in_own_dtypes(tiny(), runs, ALONE)
+    assert (own.losses, own.gradient, own.told) == ((1e-4,) * 3, 1e-5, "")
+    exact = in_fp64(runs[0], runs, ALONE)
+    assert exact.losses == (4e-12, 3e-12, 2e-12)
+    assert exact.norms == (1e-11,) * 3
+    assert (exact.parameters, exact.told) == (1e-9, "")
+
+
+def test_what_rounding_grew_to_stays_allowed_and_the_step_is_told():
+    apart = (0.0, 1e-3, 0.0)
+    runs = [told((4.0, 3.0 + i * apart[1], 2.0), offset=float(i)) for i in range(FEW + 1)]
+    own = in_own_dtypes(tiny(), runs, ALONE)
+    assert own.losses[0] == 1e-4
+    assert own.losses[1] == own.losses[2] > 1e-2
+    assert "up to step 1;" in own.told
+    exact = in_fp64(runs[0], runs, ALONE)
+    assert exact.losses[1] == pytest.approx(own.losses[1] * 2.0**-29)
+    assert exact.parameters is not None and exact.parameters > 1e-9
+
+
+def test_in_16_bits_references_alone_say_what_is_allowed():
+    spec = tiny("zero3", "precision.layout=zero16")
+    runs = [told((4.0 + i * 1e-3,), offset=i * 1e-3) for i in range(MANY + 1)]
+    found = in_own_dtypes(spec, runs, ALONE)
+    assert 1e-2 < found.losses[0] < 1e-1
+    assert 1e-2 < found.gradient < 1e-1
+
+
+def test_a_reference_that_is_no_number_allows_nothing():
+    runs = [told((4.0, math.nan, 2.0)) for _ in range(MANY + 1)]
+    found = in_own_dtypes(tiny("zero3", "precision.layout=bf16"), runs, ALONE)
+    assert found.losses[0] < 1e-4
+    assert not any(allowed >= 1e-9 for allowed in found.losses[1:])
+
+
+def test_which_layouts_need_many_references():
+    assert not is_banded(tiny())
+    assert not is_banded(tiny("zero3", "precision.layout=zero16", "precision.compute=fp64"))
+    assert is_banded(tiny("zero3", "precision.layout=zero16"))
+    assert is_banded(tiny("muon"))
+    assert not is_banded(tiny("muon", "precision.compute=fp64"))
+    assert len(plan(tiny(), 3).own) == FEW + 1
+    assert len(plan(tiny("muon"), 3).own) == MANY + 1
+    assert plan(tiny("zero3", "precision.compute=fp64"), 3).own == ()
+
+
+# -- references that several specs share
+
+
+def test_a_references_key_is_what_it_depends_on_and_the_mesh_is_not():
+    key = Ask(spec=tiny("zero3"), steps=3).key
+    assert key == Ask(spec=tiny("ddp"), steps=3).key == Ask(spec=tiny("tp"), steps=3).key
+    others = (
+        Ask(spec=tiny("zero3"), steps=4),
+        Ask(spec=tiny("zero3"), steps=3, seed=0),
+        Ask(spec=tiny("zero3", "train.seed=1"), steps=3),
+        Ask(spec=tiny("zero3", "optimizer.lr=1e-3"), steps=3),
+        Ask(spec=tiny("zero3", "batch.micro=2"), steps=3),
+        Ask(spec=tiny("zero3", "precision.compute=fp64"), steps=3),
+        Ask(spec=tiny("zero3", "model.ffn=65"), steps=3),
+    )
+    assert len({key, *(ask.key for ask in others)}) == len(others) + 1
+
+
+def test_a_reference_is_computed_once_for_all_specs_of_a_command(tmp_path):
+    ask = Ask(spec=tiny("zero3"), steps=3)
+    first = references([ask, ask], ALONE, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [f"{ask.key}.pt"]
+    before = (tmp_path / f"{ask.key}.pt").stat().st_mtime_ns
+    again = references([replace(ask, spec=tiny("ddp"))], ALONE, tmp_path)
+    assert (tmp_path / f"{ask.key}.pt").stat().st_mtime_ns == before
+    assert again[ask.key].losses == first[ask.key].losses
+    one, other = first[ask.key].solo, again[ask.key].solo
+    assert one is not None and other is not None
+    assert one.again == other.again < one.trajectory.losses[0]
+    for name, gradient in one.gradients.items():
+        assert torch.equal(gradient, other.gradients[name])
+
+
+# -- the same global batch in other micro-batches
+
+
+@pytest.mark.parametrize(
+    ("name", "accumulate"),
+    [("zero3", 1), ("pp-1f1b", 2), ("optimizer-in-backward", None)],
+)
+def test_other_micro_batches_are_one_or_as_few_as_are_legal(name, accumulate):
+    other, why = in_other_batches(load(name).spec)
+    assert (other.batch.accumulate if other else None) == accumulate
+    assert bool(why) == (other is None)
+    if other:
+        batch = other.batch
+        assert batch.micro * batch.accumulate * other.data_degree == batch.global_samples
+
+
+def test_one_micro_batch_is_compared_with_several():
+    other, _ = in_other_batches(tiny("zero3", "batch.micro=4", "batch.global=8"))
+    assert other is not None and other.batch.accumulate > 1
