@@ -143,7 +143,7 @@ class Ledger(TorchDispatchMode):
         tensors = _tensors(tree)
         tags = [tag for tag in map(self.program.registry.of, tensors) if tag is not None]
         state = str(tags[0].state) if tags else ""
-        name = next((tag.name for tag in tags if tag.name), "") or self._known(tensors)
+        name = self._known(tensors) or next((tag.name for tag in tags if tag.name), "")
         return f"{state} {name}".strip()
 
     def _known(self, tensors: Sequence[torch.Tensor]) -> str:
@@ -153,7 +153,7 @@ class Ledger(TorchDispatchMode):
         for name, tensor in holdings.storages_by_name(self.program):
             if storage_of(tensor)._cdata in storages and name not in found:
                 found.append(name)
-        return found[0] if len(found) == 1 else " … ".join((found[0], found[-1])) if found else ""
+        return span(found)
 
     def check(self, exchange: Exchange, step: int) -> tuple[Departure, ...]:
         """Where the ranks of a group first differ, of every group; else where groups over the same
@@ -213,6 +213,11 @@ def _in_full(
         axes = next(iter(have.values()))[0]
         found += differing(axes, calls, step)
     return found
+
+
+def span(names: Sequence[str]) -> str:
+    """The first and the last."""
+    return " … ".join(dict.fromkeys((*names[:1], *names[-1:])))
 
 
 def _digest(calls: Sequence[Call]) -> str:

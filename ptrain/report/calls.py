@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ptrain.report.copies import listed
@@ -48,20 +48,32 @@ ANOTHER_RESULT = "another result of one call"
 
 
 def differing(axes: str, ledgers: Mapping[int, Sequence[Call]], step: int) -> Iterator[Departure]:
-    """Of one group's ranks: where they first differ, one for each rank that is not with the most;
-    for each rank where no such majority is."""
-    longest = max(map(len, ledgers.values()), default=0)
-    for index in range(longest):
-        calls = {
-            rank: ledger[index] if index < len(ledger) else None for rank, ledger in ledgers.items()
-        }
+    """Of ranks that must call the same: where they first differ, one for each rank that is not with
+    the most; of as many, for each rank that leaves a call out, else for all."""
+    longest = max(ledgers.values(), key=len, default=())
+    for index in range(len(longest)):
+        calls = {rank: _call(ledger, index, longest) for rank, ledger in ledgers.items()}
         if len(counts := Counter(calls.values())) > 1:
-            yield from _at(axes, index, calls, counts, step)
+            yield from _at(f"#{index}{OVER}{axes}", index, calls, counts, step)
             return
 
 
+def _call(ledger: Sequence[Call], index: int, longest: Sequence[Call]) -> Call | None:
+    """None for one that is left out: another rank has it, and this one what comes after it."""
+    if index >= len(ledger):
+        return None
+    following = longest[index + 1 : index + 2]
+    is_ahead = len(ledger) < len(longest) and ledger[index] != longest[index]
+    return None if is_ahead and _alike(ledger[index], *following) else ledger[index]
+
+
+def _alike(one: Call, other: Call) -> bool:
+    """As calls, whatever came of them."""
+    return replace(one, result="") == replace(other, result="")
+
+
 def _at(
-    axes: str,
+    place: str,
     index: int,
     calls: Mapping[int, Call | None],
     counts: Counter[Call | None],
@@ -69,6 +81,9 @@ def _at(
 ) -> Iterator[Departure]:
     (usual, most), (_, next_most) = counts.most_common(2)
     has_majority = most > next_most
+    if not has_majority and None in counts:
+        usual = next(call for call in counts if call is not None)
+        has_majority = True
     for rank, call in calls.items():
         if has_majority and call == usual:
             continue
@@ -81,7 +96,7 @@ def _at(
             step=step,
             moment=known.moment,
             subject=Subject.COLLECTIVE,
-            name=f"{known.operator} #{index}{OVER}{axes}{carried}",
+            name=f"{known.operator} {place}{carried}",
             rank=rank,
             way=way,
             index=index,

@@ -6,18 +6,25 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ptrain.data.corpus import corpus
+from ptrain.errors import TrainingStopped
 from ptrain.interpreter.program import Program, interpret
 from ptrain.interpreter.world import World
 from ptrain.meters import holdings
 from ptrain.meters.collectives import Ledger
 from ptrain.meters.replicas import Replicas
 from ptrain.report.finding import Culprit, Departure, Moment
+from ptrain.spec.axis import Axis
 from ptrain.spec.spec import Spec
+from ptrain.train import session
 from ptrain.train.exchange import Exchange
+from ptrain.train.options import Options
 from ptrain.verification.drive import drive
 
 Fault = Callable[[Program, int], None]  # program, step: before that step's check
@@ -72,11 +79,13 @@ def listen(spec: Spec, steps: int, fault: Fault | None = None) -> Seen:
     ledger = Ledger(program)
     departures: tuple[Departure, ...] = ()
     done = calls = 0
+    untouched = dist.all_reduce
     while not departures and done < steps:
         if fault is not None:
             fault(program, done + 1)
         with ledger:
             drive(program, source, done)
+        dist.all_reduce = untouched
         done += 1
         calls += sum(map(len, ledger.calls.values()))
         kinds = {f"{c.operator} {c.carries}" for calls in ledger.calls.values() for c in calls}
@@ -88,18 +97,113 @@ def listen(spec: Spec, steps: int, fault: Fault | None = None) -> Seen:
 
 @torch.no_grad()
 def flip(
-    subject: str, name: str, bit: int, on: int, program: Program, step: int, *, at: int = 2
+    subject: str, name: str, bit: int, where: tuple[int, int], program: Program, step: int
 ) -> None:
     """One bit of the last element of one tensor, on one rank after one step."""
-    if program.world.rank != on or step != at:
+    if (program.world.rank, step) != where:
         return
     for held in (*holdings.parameters(program), *holdings.optimizer(program)):
         if held.subject == subject and f"{held.name}.{held.key}".rstrip(".") == name:
             data = held.tensor.view(-1)[-1:].view(torch.uint8)
             data[bit // 8] ^= 1 << bit % 8
             return
-    raise AssertionError(f"no {subject} {name} on rank {on}")
+    raise AssertionError(f"no {subject} {name} on rank {where[0]}")
 
 
-def flipped(subject: str, name: str, bit: int, on: int) -> Fault:
-    return partial(flip, subject, name, bit, on)
+def flipped(subject: str, name: str, bit: int, on: int, after: int = 2) -> Fault:
+    return partial(flip, subject, name, bit, (on, after))
+
+
+def to_maximum(program: Program, step: int) -> None:
+    """One rank takes the maximum of what the others sum."""
+    _replace_all_reduce(program, step, lambda tensor: (tensor, dist.ReduceOp.MAX))
+
+
+def to_integers(program: Program, step: int) -> None:
+    """One rank sends the bits of its numbers as integers, which no backend notices."""
+    _replace_all_reduce(program, step, lambda tensor: (tensor.view(torch.int32), dist.ReduceOp.SUM))
+
+
+def _replace_all_reduce(
+    program: Program,
+    step: int,
+    change: Callable[[torch.Tensor], tuple[torch.Tensor, dist.ReduceOp.RedOpType]],
+) -> None:
+    if step != 2 or program.world.rank != 1:
+        return
+    original, own = dist.all_reduce, program.wrapped.group
+
+    def changed(tensor: torch.Tensor, group: object = None, **options: Any) -> Any:
+        if group is own:
+            tensor, options["op"] = change(tensor)
+        return original(tensor, group=group, **options)
+
+    dist.all_reduce = changed
+
+
+def out_of_order(program: Program, step: int) -> None:
+    """One rank reduces two buckets of one size in another order: only a name tells."""
+    if step != 2 or program.world.rank != 1:
+        return
+    wrapped = program.wrapped
+    reduce_kept = wrapped._reduce_kept
+
+    def changed() -> None:
+        _swap_two_of_one_size(wrapped._unreduced)
+        reduce_kept()
+        del wrapped._reduce_kept  # the method is the class's again
+
+    wrapped._reduce_kept = changed
+
+
+def left_out(program: Program, step: int) -> None:
+    """The ranks at one place of tp leave their first sum over dp out, so that nobody waits for
+    them."""
+    if step != 2 or program.mesh.coordinate(Axis.TP) != 1:
+        return
+    original, own = dist.all_reduce, program.mesh.group((Axis.DP_REPLICATE,))
+    skipped = False
+
+    def changed(tensor: torch.Tensor, group: object = None, **options: Any) -> Any:
+        nonlocal skipped
+        if group is own and not skipped:
+            skipped = True
+            return None
+        return original(tensor, group=group, **options)
+
+    dist.all_reduce = changed
+
+
+def _swap_two_of_one_size(buckets: list[torch.Tensor]) -> None:
+    sizes = [bucket.numel() for bucket in buckets]
+    one = next(place for place, size in enumerate(sizes) if size in sizes[place + 1 :])
+    other = sizes.index(sizes[one], one + 1)
+    buckets[one], buckets[other] = buckets[other], buckets[one]
+
+
+def trained(overrides: tuple[str, ...], folder: Path, fault: Fault) -> tuple[int, str]:
+    """A whole training with a fault after a step; its exit code and what it said."""
+    done = 0
+
+    def sabotaged(*args: Any, **kwargs: Any) -> Program:
+        program = interpret(*args, **kwargs)
+        step = program.step
+
+        def faulty(lr: float) -> torch.Tensor | None:
+            nonlocal done
+            norm = step(lr)
+            done += 1
+            fault(program, done)
+            return norm
+
+        program.step = faulty  # type: ignore[method-assign]
+        return program
+
+    session.interpret = sabotaged
+    try:
+        options = Options(spec="ddp", overrides=overrides, run_dir=folder, quiet=True)
+        return session.run(options), ""
+    except TrainingStopped as stopped:
+        return stopped.exit_code, str(stopped)
+    finally:
+        session.interpret = interpret

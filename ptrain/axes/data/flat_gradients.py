@@ -24,6 +24,7 @@ class Gradients:
 
     def __init__(self, parameters: Parameters, step: FlatUnits) -> None:
         self.named = parameters.named
+        self.label = parameters.label
         self.layout = parameters.layout
         self.tiers = parameters.tiers
         self.dtypes = parameters.dtypes
@@ -51,7 +52,7 @@ class Gradients:
             return
         device = self.named[0][1].device
         self.whole = torch.zeros(self.layout.padded, dtype=self.dtypes.reduced, device=device)
-        self.layout.registry.tag(self.whole, State.GRADIENTS)
+        self.layout.registry.tag(self.whole, State.GRADIENTS, name=self.label)
         for (_, parameter), piece in zip(self.named, pieces(self.whole, self.named), strict=True):
             if self._is_in_place:
                 parameter.grad = piece
@@ -131,7 +132,7 @@ class Gradients:
 
     def _cast(self, part: torch.Tensor, *, copy: bool = False) -> torch.Tensor:
         made = cast(part, self.dtypes.gradients, copy=copy)
-        return self.layout.registry.tag(made, State.GRADIENTS)
+        return self.layout.registry.tag(made, State.GRADIENTS, name=self.label)
 
     def _file(self, numel: int) -> torch.Tensor:
         """Made once: it takes no memory, and making it costs more than writing to it."""

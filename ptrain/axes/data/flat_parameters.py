@@ -77,7 +77,7 @@ class Parameters:
             piece.copy_(parameter.detach())
             parameter.data = piece
         self.whole = whole
-        layout.registry.tag(whole, State.PARAMETERS)
+        layout.registry.tag(whole, State.PARAMETERS, name=self.label)
         self.is_transient = bool(self.cut) or self.tier is not Tier.DEVICE or self.is_materialized
         self.stored = self._first_stored() if self.is_transient else whole
         self._nbytes = whole.untyped_storage().nbytes()
@@ -114,6 +114,11 @@ class Parameters:
                 if low < high:
                     yield start + low - first, start + high - first, flag
             start += last - first
+
+    @property
+    def label(self) -> str:
+        """The unit's first tensor and its last, for whoever reads what is sent."""
+        return " … ".join(dict.fromkeys((self.named[0][0], self.named[-1][0])))
 
     @property
     def behind(self) -> tuple[Axis, ...]:
@@ -160,7 +165,8 @@ class Parameters:
         if self.tier is Tier.FILE:
             part = self.tiers.move(part, Tier.HOST, state)
         if part.dtype != self.whole.dtype and (self.cut or self.tier is not Tier.DEVICE):
-            part = self.layout.registry.tag(cast(part, self.whole.dtype), State.PARAMETERS)
+            part = cast(part, self.whole.dtype)
+            self.layout.registry.tag(part, State.PARAMETERS, name=self.label)
         if self.cut and self.tier is not Tier.DEVICE:
             part = self.tiers.move(part, Tier.DEVICE, State.PARAMETERS)
         return part

@@ -89,7 +89,7 @@ class FlatLayout:
         part = alike(local.new_empty(view.numel()), local)
         tag = self.registry.of(local)
         if tag is not None:
-            self.registry.tag(part, tag.state)
+            self.registry.tag(part, tag.state, name=tag.name)
         part.view(view.shape).copy_(view)
         return part
 
@@ -184,11 +184,11 @@ class FlatLayout:
         result = part.new_empty(self.shard_numel(wanted))
         tag = self.registry.of(part)
         assert tag is not None, "only tagged buffers are reduced"
-        self.registry.tag(result, tag.state)
+        self.registry.tag(result, tag.state, name=tag.name)
         order = self._leading(cut, over)
         if order is not None:
             part = part.view(self.shape(cut)).permute(order).reshape(-1)
-            self.registry.tag(part, tag.state)
+            self.registry.tag(part, tag.state, name=tag.name)
         return reduce_scatter(
             result, part, self.mesh.group(over), self.via, self.registry, is_awaited=is_awaited
         )

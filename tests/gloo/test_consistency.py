@@ -1,0 +1,158 @@
+"""State consistency in running programs: what departs on one rank is named, and nothing is where
+nothing does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ptrain.algebra.legality import require
+from ptrain.errors import PtrainError
+from ptrain.report.copies import DIFFERS
+from ptrain.report.finding import Moment, Subject, Way
+from ptrain.spec.load import load
+from ptrain.spec.names import listing
+from ptrain.spec.spec import Spec
+from tests.gloo import consistency_runs as runs
+from tests.gloo.consistency_runs import flipped, listen, trained, watch
+from tests.ranks import Ranks
+
+pytestmark = pytest.mark.gloo
+
+SMALL = (
+    "model={layers: 2, hidden: 24, heads: 4, kv_heads: 2, ffn: 48, vocab: 260}",
+    "batch={global: 8, micro: 1, sequence: 32}",
+)
+REPLICAS = ("mesh={dp_replicate: 4}", *SMALL)
+
+
+def spec_of(name: str, *overrides: str) -> Spec:
+    return require(load(name, overrides or SMALL))
+
+
+def strategies() -> list[Any]:
+    """Every wrap by one that has replicas of several kinds; the others are nightly."""
+    by_default = {"hsdp", "tp-dp", "pp-dp", "zero2"}
+    return [
+        pytest.param(name, marks=() if name in by_default else (pytest.mark.nightly,))
+        for name in listing("strategies")
+    ]
+
+
+def small(name: str, *more: str) -> Spec:
+    """The strategy with a small model, of as many layers as stages need."""
+    shape = "model={layers: %d, hidden: 24, heads: 4, kv_heads: 2, ffn: 48, vocab: 260}"
+    layers = 8 if "pp" in load(name).spec.resolved["mesh"] else 2
+    return require(load(name, (shape % layers, SMALL[1], *more)))
+
+
+@pytest.mark.parametrize("name", strategies())
+def test_nothing_departs_where_nothing_is_wrong(ranks: Ranks, name: str) -> None:
+    spec = small(name)
+    for seen in ranks.run(spec.world_size, watch, spec, 3):
+        assert not seen.departures
+        assert seen.shared
+        assert seen.steps == 3
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", listing("strategies"))
+@pytest.mark.parametrize("more", ["precision.layout=mixed", "train.seed=3"])
+def test_nor_in_other_dtypes_and_from_other_seeds(ranks: Ranks, name: str, more: str) -> None:
+    try:
+        spec = small(name, more)
+    except PtrainError:
+        pytest.skip("the layout is not for this strategy")
+    for seen in ranks.run(spec.world_size, watch, spec, 3):
+        assert not seen.departures
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(each.values[0], marks=each.marks) for each in strategies()]
+)
+def test_the_ranks_of_a_group_call_and_get_the_same(ranks: Ranks, name: str) -> None:
+    spec = small(name)
+    for seen in ranks.run(spec.world_size, listen, spec, 2):
+        assert not seen.departures
+        assert seen.shared
+
+
+@pytest.mark.parametrize(
+    ("subject", "name", "bit"),
+    [
+        (Subject.PARAMETERS, "blocks.1.mlp.up.weight", 0),
+        (Subject.OPTIMIZER, "embed.weight.exp_avg_sq", 31),
+    ],
+)
+def test_a_flipped_bit_on_one_replica_is_named_with_tensor_and_rank(
+    ranks: Ranks, subject: Subject, name: str, bit: int
+) -> None:
+    for seen in ranks.run(4, watch, spec_of("ddp", *REPLICAS), 3, flipped(subject, name, bit, 2)):
+        (departure,) = seen.departures
+        assert (departure.subject, departure.name, departure.rank) == (subject, name, 2)
+        assert (departure.step, departure.moment) == (2, Moment.UPDATE)
+        assert departure.between == (0, 1, 2, 3)
+        assert seen.culprit is not None
+        assert (seen.culprit.axis, seen.culprit.factor) == ("dp_replicate", DIFFERS)
+        assert seen.culprit.ranks == (2,)
+
+
+def test_of_two_axes_the_one_is_named_along_which_shards_have_copies(ranks: Ranks) -> None:
+    fault = flipped(Subject.PARAMETERS, "blocks.0.attention.query.weight", 7, 3)
+    for seen in ranks.run(4, watch, small("hsdp"), 3, fault):
+        assert {departure.rank for departure in seen.departures} == {1, 3}  # two copies, no more
+        assert seen.culprit is not None
+        assert seen.culprit.axis == "dp_replicate"
+
+
+PER_TENSOR = ("overlap=none", "bucket=per-tensor")
+
+
+@pytest.mark.parametrize(
+    ("fault", "told", "way"),
+    [
+        (runs.to_maximum, "MAX for SUM", Way.VALUE),
+        (runs.to_integers, "int32 for float32", Way.DTYPE),
+        (
+            runs.out_of_order,
+            "gradients embed.weight for gradients head.weight",
+            Way.VALUE,
+        ),
+    ],
+)
+def test_a_call_that_differs_on_one_rank_is_named(
+    ranks: Ranks, fault: runs.Fault, told: str, way: Way
+) -> None:
+    spec = spec_of("ddp", *REPLICAS, *PER_TENSOR)
+    for seen in ranks.run(4, listen, spec, 3, fault):
+        first = seen.departures[0]
+        assert (first.subject, first.rank, first.step) == (Subject.COLLECTIVE, 1, 2)
+        assert (first.told, first.way) == (told, way)
+        assert seen.culprit is not None
+        assert (seen.culprit.axis, seen.culprit.ranks) == ("dp_replicate", (1,))
+
+
+def test_a_call_that_a_whole_group_leaves_out_is_named(ranks: Ranks) -> None:
+    for seen in ranks.run(4, listen, small("tp-dp"), 3, runs.left_out):
+        assert seen.culprit is not None
+        assert (seen.culprit.axis, seen.culprit.factor) == ("dp_replicate", "is not called")
+        assert seen.culprit.ranks == (1, 3)
+        assert "gradients" in seen.culprit.place
+
+
+def test_training_stops_before_what_the_ranks_disagree_on_is_saved(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    fault = flipped(Subject.PARAMETERS, "head.weight", 12, on=2, after=3)
+    every = ("train.steps=9", "checkpoint.every=2", "consistency_every=7", "eval.every=0")
+    folder = tmp_path / "run"
+    told = ranks.run(4, trained, (*REPLICAS, *every), folder, fault)
+    assert {code for code, _ in told} == {4}
+    (words,) = {words for _, words in told}
+    assert "step 4: the ranks differ" in words
+    assert "parameters · axis dp_replicate · differs between replicas · head.weight" in words
+    assert "rank 2" in words
+    assert "--resume" in words
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-00000002"]

@@ -1,0 +1,173 @@
+"""Whose copy differs, along which axis, and where ranks first call different things."""
+
+from __future__ import annotations
+
+import pytest
+
+from ptrain.report import calls, copies
+from ptrain.report.calls import Call
+from ptrain.report.copies import Copy, alike_apart, axes_between
+from ptrain.report.finding import Moment, Subject, Way
+
+# dp_replicate 2 x tp 2, row-major
+GRID = {rank: {"dp_replicate": rank // 2, "tp": rank % 2} for rank in range(4)}
+
+
+def copy(
+    digest: str,
+    name: str = "w",
+    *,
+    part: str = "",
+    kind: str = "float32[4]",
+    subject: Subject = Subject.PARAMETERS,
+    moment: Moment = Moment.UPDATE,
+) -> Copy:
+    return Copy(moment, subject, name, part, kind, digest)
+
+
+def found(*tables: list[Copy]) -> list[tuple[str, int, Way, str]]:
+    return [(d.name, d.rank, d.way, d.told) for d in copies.differing(tables, step=3)]
+
+
+def test_ranks_that_agree_depart_from_nothing():
+    assert not found([copy("a")], [copy("a")])
+
+
+def test_what_one_rank_alone_holds_is_nobodys_copy():
+    assert not found([copy("a", part="tp=0")], [copy("b", part="tp=1")])
+
+
+def test_the_rank_that_differs_from_the_most_is_named():
+    assert found([copy("a")], [copy("b")], [copy("a")]) == [("w", 1, Way.VALUE, "")]
+
+
+def test_of_two_that_differ_both_are_named_because_nothing_tells_which_is_right():
+    assert [rank for _, rank, _, _ in found([copy("a")], [copy("b")])] == [0, 1]
+
+
+def test_a_part_says_which_of_a_tensor_differs():
+    tables = [[copy("a", part="[0:8]")]] * 2 + [[copy("b", part="[0:8]")]]
+    assert found(*tables) == [("w", 2, Way.VALUE, "[0:8]")]
+
+
+def test_another_dtype_is_told_before_another_value():
+    other = copy("b", kind="bfloat16[4]")
+    assert found([copy("a")], [copy("a")], [other]) == [("w", 2, Way.DTYPE, "bfloat16 for float32")]
+
+
+def test_another_shape_is_told():
+    other = copy("b", kind="float32[5]")
+    (departure,) = found([copy("a")], [copy("a")], [other])
+    assert departure[2:] == (Way.SHAPE, "float32[5] for float32[4]")
+
+
+def test_numbers_are_told_in_words():
+    def counter(value: str) -> list[Copy]:
+        return [copy(value, "w.step", kind="", subject=Subject.COUNTER)]
+
+    assert found(counter("8"), counter("7"), counter("8")) == [("w.step", 1, Way.VALUE, "7 for 8")]
+
+
+def test_what_happens_first_is_told_first():
+    update, gradient = copy("a", "u"), copy("a", "g", moment=Moment.GRADIENTS)
+    odd = [copy("b", "u"), copy("b", "g", moment=Moment.GRADIENTS)]
+    names = [name for name, *_ in found([update, gradient], [update, gradient], odd)]
+    assert names == ["g", "u"]
+
+
+def test_a_copy_survives_being_told():
+    assert Copy.of(copy("a").plain()) == copy("a")
+
+
+@pytest.mark.parametrize(
+    ("odd", "ranks", "axes"),
+    [
+        ((1,), (0, 1), "tp"),
+        ((2,), (0, 2), "dp_replicate"),
+        ((3,), (0, 1, 2, 3), "tp+dp_replicate"),  # its neighbours along both have something else
+        ((2, 3), (0, 1, 2, 3), "dp_replicate"),  # they agree along tp, or differ on their own
+        ((0, 1), (0, 1), "tp"),  # nobody is right
+        ((0, 3), (0, 3), "dp_replicate+tp"),  # no rank differs from another along one alone
+    ],
+)
+def test_the_axis_is_the_one_along_which_a_neighbour_differs(odd, ranks, axes):
+    assert sorted(axes_between(odd, ranks, GRID).split("+")) == sorted(axes.split("+"))
+
+
+def test_the_culprit_is_the_first_thing_on_all_its_ranks():
+    good, bad = [copy("a", "v"), copy("a")], [copy("b", "v"), copy("b")]
+    departures = [*copies.differing([good, good, bad, bad, good], step=3)]
+    culprit = copies.culprit(departures, GRID | {4: {"dp_replicate": 2, "tp": 0}}, last_good=2)
+    assert culprit is not None
+    assert (culprit.state, culprit.place, culprit.ranks) == (Subject.PARAMETERS, "v", (2, 3))
+    assert culprit.axis == "dp_replicate"
+    assert culprit.factor == copies.DIFFERS
+    assert "all agreed after step 2" in culprit.sentence
+    assert copies.culprit([], GRID) is None
+
+
+def test_random_state_at_different_places_must_differ():
+    places = [("dp=0", "x"), ("dp=0", "x"), ("dp=1", "y"), None]
+    assert not [*alike_apart(places, Moment.UPDATE, 3)]
+    (departure,) = alike_apart([("dp=0", "x"), ("dp=1", "x")], Moment.UPDATE, 3)
+    assert (departure.rank, departure.between, departure.told) == (1, (0, 1), copies.SHARED)
+    culprit = copies.culprit([departure], {0: {"dp": 0}, 1: {"dp": 1}})
+    assert culprit is not None
+    assert (culprit.axis, culprit.factor) == ("dp", copies.SHARED)
+
+
+SUM = Call(operator="all_reduce", reduces="SUM", dtype="float32", numel=8, carries="gradients a")
+
+
+def first(*ledgers: list[Call]) -> list[tuple[int, int, Way, str]]:
+    departures = calls.differing("dp", dict(enumerate(ledgers)), 3)
+    return [(d.index, d.rank, d.way, d.told) for d in departures]
+
+
+def changed(**fields: object) -> Call:
+    return Call.of(SUM.plain() | fields)
+
+
+def test_ranks_that_call_the_same_depart_from_nothing():
+    assert not first([SUM, SUM], [SUM, SUM])
+    assert calls.culprit([]) is None
+
+
+@pytest.mark.parametrize(
+    ("call", "way", "told"),
+    [
+        (changed(reduces="MAX"), Way.VALUE, "MAX for SUM"),
+        (changed(operator="all_gather", reduces=""), Way.VALUE, "all_gather for all_reduce"),
+        (changed(dtype="int32"), Way.DTYPE, "int32 for float32"),
+        (changed(numel=9), Way.SHAPE, "9 elements for 8 elements"),
+        (changed(carries="gradients b"), Way.VALUE, "gradients b for gradients a"),
+        (changed(when="update"), Way.VALUE, "update for nothing known"),
+        (changed(result="f00"), Way.VALUE, calls.ANOTHER_RESULT),
+    ],
+)
+def test_the_first_call_that_differs_is_named_with_what_differs(call, way, told):
+    assert first([SUM, SUM], [SUM, call], [SUM, SUM]) == [(1, 1, way, told)]
+
+
+def test_a_call_that_a_rank_leaves_out_is_named():
+    assert first([SUM, SUM], [SUM], [SUM, SUM]) == [(1, 1, Way.MISSING, "is not called")]
+    assert first([SUM], [SUM], [SUM, SUM]) == [(1, 2, Way.MISSING, "is called here alone")]
+
+
+def test_who_leaves_a_call_out_is_named_where_as_many_have_it():
+    ledger = [changed(carries=name) for name in "abc"]
+    without = [ledger[0], ledger[2]]
+    assert first(ledger, without) == [(1, 1, Way.MISSING, "is not called")]
+    assert first(without, ledger, ledger, without) == [
+        (1, 0, Way.MISSING, "is not called"),
+        (1, 3, Way.MISSING, "is not called"),
+    ]
+
+
+def test_the_culprit_of_calls_names_operator_place_axis_and_ranks():
+    ledgers = {0: [SUM], 4: [SUM], 8: [changed(reduces="MAX")]}
+    culprit = calls.culprit([*calls.differing("dp_shard", ledgers, 3)])
+    assert culprit is not None
+    assert (culprit.axis, culprit.factor, culprit.ranks) == ("dp_shard", "MAX for SUM", (8,))
+    assert culprit.place == "all_reduce #0 over dp_shard (gradients a)"
+    assert "ranks 0, 4 agree" in culprit.sentence
