@@ -32,6 +32,7 @@ TORCH_FREE = (
     ["predict", "no-such-spec"],
     ["train", "no-such-spec"],
     ["validate", "no-such-spec"],
+    ["verify", "no-such-spec"],
 )
 
 

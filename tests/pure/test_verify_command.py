@@ -1,0 +1,210 @@
+"""`ptrain verify` before any rank starts: what it takes, what it refuses, and what it says."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ptrain.cli import verify
+from ptrain.cli.main import main
+from ptrain.errors import RankFailed
+from ptrain.report.finding import Culprit, Departure, Moment, Subject
+from ptrain.report.record import Check
+from ptrain.report.verification import as_record, end_text, stage_text
+from ptrain.spec.load import load
+from ptrain.verification import options
+from ptrain.verification.options import Options, parse, source_of, to_argv
+
+ROOT = Path(__file__).parents[2]
+
+GOOD = Check(name="loss of every step", predicted=0.0, measured=2e-16, tolerance=1e-12, holds=True)
+BAD = Check(
+    name="gradients", predicted=0.0, measured=1.0, tolerance=1e-9, holds=False, why="departs at a.w"
+)
+COUNTED = Check(name="step counters", predicted=78, measured=78, tolerance=0.0, holds=True)
+ALIVE = Check(name="run: loss falls", predicted=None, measured=1.5, tolerance=0.0, holds=True)
+CULPRIT = Culprit(
+    state=Subject.GRADIENTS,
+    axis="dp_shard",
+    factor="× 2",
+    place="a.w",
+    step=1,
+    ranks=(0, 1),
+    sentence="sum them once.",
+)
+
+
+def test_the_parent_of_a_verification_imports_no_torch():
+    code = "import sys, ptrain.cli.verify; print({'torch', 'numpy'} & set(sys.modules))"
+    found = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert found.stdout.strip() == "set()"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["no-such-spec"], "there is no spec named"),
+        (["zero3", "--steps", "2"], r"--steps: a trajectory takes 3 steps at least; got 2"),
+        (["zero3", "mesh.dp_shard=3"], "is not a multiple of micro=2 x data degree=3"),
+        (["70b-zero3"], "one device in fp64 beside each of 8 ranks takes"),
+        (["zero3", "model={target: tests.models_external:necks}"], "allow it with --allow-import"),
+        (["zero3", "--against", "no-such-spec"], "there is no spec named"),
+        (["zero3", "ddp", "--against", "70b-dp"], "which has|--against 70b-dp: model is"),
+        (["zero3", "batch.global=32", "--against", "ddp"], "batch.global is 16 there, and 32 here"),
+        (["zero3", "optimizer.lr=1e-3", "--against", "ddp"], "optimizer is"),
+    ],
+    ids=" ".join,
+)
+def test_wrong_input_ends_with_one_message_and_2_and_leaves_nothing(
+    words, message, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert main(["verify", *words]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "Traceback" not in captured.err
+    assert re.search(message, captured.err), captured.err
+    assert not list(tmp_path.iterdir())
+
+
+def test_every_option_of_a_rank_survives_the_way_to_it(tmp_path):
+    asked = Options(
+        spec="ddp",
+        overrides=("train.seed=3",),
+        steps=7,
+        every_collective=True,
+        json=True,
+        allow_import=True,
+        folder=tmp_path,
+        references=tmp_path / "references",
+        account=tmp_path / "a.pt",
+        compare=tmp_path / "b.pt",
+    )
+    assert parse(to_argv(asked)) == asked
+    assert parse([]).steps == options.STEPS
+
+
+def test_under_torchrun_one_spec_is_verified_and_no_other_is_started(monkeypatch, capsys):
+    with pytest.raises(Exception, match="verify one SPEC"):
+        parse(["ddp", "zero1"])
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["verify", "zero3", "--against", "ddp"]) == 2
+    assert "without torchrun" in capsys.readouterr().err
+
+
+def test_a_run_folder_stands_for_the_spec_that_ran(tmp_path):
+    resolved = tmp_path / "spec.resolved.yaml"
+    assert source_of(str(tmp_path)) == str(tmp_path)  # refused as any folder is
+    resolved.write_text("name: mine\n")
+    assert source_of(str(tmp_path)) == str(resolved)
+    assert source_of("zero3") == "zero3"
+
+
+def test_a_name_of_a_spec_is_that_spec_whatever_folder_lies_there(tmp_path, monkeypatch):
+    (tmp_path / "zero3").mkdir()
+    (tmp_path / "zero3" / "spec.resolved.yaml").write_text("")
+    monkeypatch.chdir(tmp_path)
+    assert source_of("zero3") == "zero3"
+
+
+# -- what is started
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """What would be launched; each spec's ranks leave a record, in which the first fails."""
+    found = []
+
+    def launch(argv, *, num_ranks, folder, parts, module):
+        asked = parse(argv)
+        found.append((asked, num_ranks, module, load(asked.spec).spec))
+        if asked.account is None:
+            checks = (GOOD,) if len(found) > 1 else (GOOD, BAD)
+            record = as_record(found[-1][3].name, checks, culprit=None)
+            folder.summary.write_text(json.dumps(record))
+            return 0 if len(found) > 1 else 1
+        return 0
+
+    monkeypatch.setattr(verify, "launch", launch)
+    return found
+
+
+def test_several_specs_and_lists_are_verified_one_after_the_other(started, capsys):
+    assert main(["verify", "zero3", "zero1", "mesh.dp_shard=2,4", "--json", "--steps", "9"]) == 1
+    assert [(ranks, spec.name) for _, ranks, _, spec in started] == [
+        (2, "zero3"),
+        (4, "zero3"),
+        (2, "zero1"),
+        (4, "zero1"),
+    ]
+    assert {asked.steps for asked, *_ in started} == {9}
+    assert {module for _, _, module, _ in started} == {"ptrain.verification"}
+    assert len({asked.references for asked, *_ in started}) == 1
+    records = json.loads(capsys.readouterr().out)
+    assert [record["verdict"] for record in records] == ["fails", "holds", "holds", "holds"]
+
+
+def test_the_other_mesh_goes_first_and_leaves_its_account(started, tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert main(["verify", "zero3", "--against", "hsdp", "--json"]) == 0
+    (other, ranks, _, _), (own, _, _, _) = started
+    assert ranks == 4
+    assert other.account == own.compare is not None
+    assert own.account is None
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_logs_of_a_rank_that_failed_stay(tmp_path, monkeypatch, capsys):
+    def launch(*_, **__):
+        raise RankFailed("error: rank 1 was killed by SIGKILL")
+
+    monkeypatch.setattr(verify, "launch", launch)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert main(["verify", "zero3"]) == 3
+    assert "rank 1 was killed" in capsys.readouterr().err
+    assert len(list(tmp_path.glob("*/0/logs"))) == 1
+
+
+# -- what is said
+
+
+def test_the_record_extends_the_result_record():
+    departure = Departure(
+        step=1, moment=Moment.GRADIENTS, subject=Subject.GRADIENTS, name="a.w", rank=0
+    )
+    found = as_record(
+        "zero3", (GOOD, BAD), culprit=CULPRIT, departures=[departure] * 50, world_size=2, notes=[]
+    )
+    assert {"spec", "versions", "memory", "traffic", "checks", "verdict"} <= found.keys()
+    assert (found["verdict"], found["world_size"]) == ("fails", 2)
+    again = json.loads(json.dumps(found))
+    assert again["culprit"]["factor"] == "× 2"
+    assert len(again["departures"]) < again["num_departures"] == 50
+
+
+def test_a_stage_is_a_line_and_one_for_each_check_that_compares():
+    text = stage_text("examination", (GOOD, BAD, COUNTED, ALIVE), 1.25)
+    lines = text.splitlines()
+    assert lines[0].split() == ["examination", "3", "of", "4", "1.2", "s"]
+    assert len(lines) == 5
+    assert lines[1].split() == ["loss", "of", "every", "step", "2e-16", "<=", "1e-12"]
+    assert lines[2].endswith("fails: departs at a.w")
+    assert lines[3].split()[-3:] == ["78", "of", "78"]
+    assert lines[4].endswith("1 hold")
+
+
+def test_the_verdict_comes_last_and_names_the_culprit():
+    text = end_text((GOOD, BAD), torch="2.13.0", culprit=CULPRIT, notes=("no dropout",))
+    assert text.splitlines()[:2] == ["note: no dropout", "verdict: fails (1 of 2)"]
+    assert "culprit: gradients · axis dp_shard · × 2 · a.w · step 1 · ranks 0, 1" in text
+    assert text.endswith("sum them once.")
+    held = end_text((GOOD,), torch="2.13.0", culprit=None, notes=())
+    assert held == "verdict: holds (1 of 1)"
