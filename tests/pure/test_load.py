@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from dataclasses import replace
@@ -323,7 +324,10 @@ def test_reduce_scatter_has_two_ways_and_two_older_words(written, expected):
         ("on", "on"), ("off", "off"), ("yes", "yes"), ("no", "no"), ("y", "y"), ("True", True),
         ("false", False), ("~", None), ("null", None), ("2026-01-01", "2026-01-01"),
         ("S*", "S*"), ("R@host", "R@host"), ("80 GiB", "80 GiB"), ("0b1", "0b1"),
-        (".inf", float("inf")),
+        (".inf", float("inf")), ("+.Inf", float("inf")), (".INF", float("inf")),
+        ("-.inf", float("-inf")), ("-.Inf", float("-inf")), ("-.INF", float("-inf")),
+        ("Null", None), ("NULL", None), ("TRUE", True), ("true", True), ("False", False),
+        ("FALSE", False), ("+.inf", float("inf")), (".Inf", float("inf")), ("0xfF", 255),
     ],
 )  # fmt: skip
 def test_plain_scalars_follow_yaml_1_2(text, value):
@@ -331,6 +335,17 @@ def test_plain_scalars_follow_yaml_1_2(text, value):
     assert type(scalar(text)) is type(value)
     assert parse(f"key: {text}", "a.yaml").root == {"key": value}
     assert parse(f"key: '{text}'", "a.yaml").root == {"key": text}
+
+
+@pytest.mark.parametrize("text", [".nan", ".NaN", ".NAN"])
+def test_what_is_no_number_has_three_spellings(text):
+    assert math.isnan(scalar(text))
+
+
+def test_a_number_of_hundreds_of_digits_is_infinite():
+    """Python reads no longer ones; 400 digits are beyond every field's range."""
+    assert scalar("9" * 400) == int("9" * 400)
+    assert (scalar("9" * 401), scalar("-" + "9" * 401)) == (math.inf, -math.inf)
 
 
 def test_a_document_knows_where_each_key_stands(tmp_path):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ptrain.algebra.legality import require
-from ptrain.errors import SpecError
+from ptrain.errors import Fault, SpecError
 from ptrain.spec.axis import Axis
 from ptrain.spec.batch import SyncPolicy
 from ptrain.spec.load import expand, load
@@ -108,6 +108,10 @@ def test_a_sweep_over_strategies_names_them():
         ("nothing", ["nothing"]),
         ("placement.dp_shard=X,S,S,R", ["placement.dp_shard=X,S,S,R"]),
         ("placement=S*,S,S,R", ["placement=S*,S,S,R"]),
+        ("a=X,Y", ["a=X", "a=Y"]),
+        ('a="x,y",z', ['a="x,y"', "a=z"]),
+        ("a='\",',z", ["a='\",'", "a=z"]),
+        ("a=[{b: 1}, 2],3", ["a=[{b: 1}, 2]", "a=3"]),
     ],
 )
 def test_commas_in_brackets_and_quotes_do_not_sweep(argument, expected):
@@ -168,9 +172,50 @@ def test_a_token_file_on_the_command_line_replaces_the_files_corpus():
         load("zero3", ["data.path=tokens.npy", "data.corpus=synthetic"])
 
 
+EXAMPLE = "write key=value, for example mesh.dp_shard=4"
+
+
 def test_spaces_around_the_equals_sign_are_named():
-    with pytest.raises(SpecError, match="write it without spaces"):
+    with pytest.raises(SpecError) as caught:
         split_arguments(["zero3", "mesh.dp_shard", "=", "4"])
+    assert caught.value.faults == (
+        Fault(
+            place="",
+            finding="there is a blank before '='",
+            remedy=f"write it without spaces; {EXAMPLE}",
+            source="command line",
+        ),
+    )
+    assert split_arguments(["zero3", "a/b=c.yaml", "--a.b=1", "c-d_e=x"]) == (
+        ["zero3", "a/b=c.yaml"],
+        ["--a.b=1", "c-d_e=x"],
+    )
+
+
+@pytest.mark.parametrize(
+    ("override", "finding", "remedy"),
+    [
+        ("mesh", "an override needs a value; got 'mesh'", EXAMPLE),
+        ("a..b=3", "an override begins with a dotted key; got 'a..b'", EXAMPLE),
+        (
+            "train.steps.x=3",
+            "train.steps is the number 50, not a mapping",
+            "set train.steps itself",
+        ),
+    ],
+)
+def test_what_sets_nothing_says_what_would(override, finding, remedy):
+    with pytest.raises(SpecError) as caught:
+        load(SHARDED, ["log.every=5", override])
+    (fault,) = caught.value.faults
+    assert (fault.finding, fault.remedy) == (finding, remedy)
+
+
+@pytest.mark.parametrize(("length", "shown"), [(80, "b" * 80), (81, "b" * 77 + "...")])
+def test_a_long_override_is_named_by_its_beginning(length, shown):
+    with pytest.raises(SpecError) as caught:
+        load(SHARDED, ["b" * length])
+    assert caught.value.faults[0].source == f"command line: {shown}"
 
 
 @pytest.mark.parametrize(

@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 from argparse import Namespace
 from pathlib import Path
+from tempfile import gettempdir
 
 import pytest
 
 from ptrain.algebra.legality import require
 from ptrain.cli import validate
 from ptrain.cli.main import main
-from ptrain.errors import PtrainError
+from ptrain.errors import Fault, PtrainError, SpecError
+from ptrain.spec import extras
+from ptrain.spec.file_tier import require_file_tier, unusable
 from ptrain.spec.load import load
 from ptrain.train import lineage, manifest
 from ptrain.train.folder import Claim, begin, open_run
@@ -32,6 +35,61 @@ profile: [6]
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+@pytest.mark.parametrize("installed", [True, False])
+@pytest.mark.parametrize("model", ["hf: LlamaForCausalLM", "preset: llama-tiny"])
+def test_only_a_class_of_transformers_needs_transformers(model, installed, monkeypatch):
+    there = {"transformers"} if installed else set()
+    monkeypatch.setattr(extras, "find_spec", lambda name: name if name in there else None)
+    shape = load("zero3", [f"model={{{model}}}"]).spec.model
+    if installed or "preset" in model:
+        extras.require_transformers(shape)
+        return
+    with pytest.raises(SpecError) as caught:
+        extras.require_transformers(shape)
+    assert caught.value.faults == (
+        Fault(
+            place="model.hf",
+            finding="LlamaForCausalLM is a class of transformers, which is not installed",
+            remedy="pip install 'transformers>=4.56,<6'",
+        ),
+    )
+
+
+@pytest.mark.parametrize(
+    ("folder", "error", "finding"),
+    [
+        ("missing", FileNotFoundError(2, "No such file"), "no such folder"),
+        ("file", NotADirectoryError(20, "Not a directory"), "is no folder"),
+        ("", FileNotFoundError(2, "No such file"), "cannot be written to"),
+        ("", PermissionError(13, "Permission denied"), "cannot be written to: Permission denied"),
+        ("", RuntimeError("no room"), "cannot be written to: no room"),
+    ],
+)
+def test_a_folder_that_takes_no_files_says_why(folder, error, finding, tmp_path):
+    (tmp_path / "file").touch()
+    path = tmp_path / folder
+    (fault,) = unusable(str(path), error).faults
+    assert (fault.place, fault.finding) == ("offload.path", f"{path}: {finding}")
+    remedy = "give a folder that exists, can be written and has room for the file tier"
+    assert fault.remedy == remedy
+
+
+def test_without_a_folder_files_go_to_the_systems_temporary_one():
+    (fault,) = unusable(None, PermissionError(13, "Permission denied")).faults
+    assert fault.finding.startswith(f"{gettempdir()}: ")
+
+
+@pytest.mark.parametrize("placement", ["S*,S@file,S,R", "S*,S,S,O", "S*,S,S,R"])
+def test_only_states_in_files_need_their_folder(placement, tmp_path):
+    overrides = [f"placement.dp_shard={placement}", f"offload={{path: {tmp_path / 'none'}}}"]
+    spec = load("zero3", overrides).spec
+    if "file" not in placement:
+        require_file_tier(spec)
+        return
+    with pytest.raises(SpecError, match="no such folder"):
+        require_file_tier(spec)
 
 
 def opened(given: Path | None = None, *, resuming: bool = False) -> Claim:
