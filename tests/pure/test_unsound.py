@@ -1,4 +1,4 @@
-"""What a section must satisfy to have a value at all, and what is said where it does not: alone, and
+"""What a section must satisfy to have a value at all, and what is said where it does not: one fault,
 word for word."""
 
 from __future__ import annotations
