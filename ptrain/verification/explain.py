@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from ptrain.costs import State
 from ptrain.interpreter.program import Program
@@ -23,7 +24,9 @@ from ptrain.verification.causes.scene import EXACT, Cause, Scene
 from ptrain.verification.causes.states import state_cause
 from ptrain.verification.evidence import Evidence
 from ptrain.verification.factors import factor_text, products
+from ptrain.verification.parts import held
 from ptrain.verification.reference import OneDevice
+from ptrain.verification.states import of_program, of_reference
 
 _ORDER = (Subject.COUNTER, Subject.OPTIMIZER, Subject.PARAMETERS, Subject.BUFFERS)
 
@@ -54,7 +57,7 @@ def _ranks(scene: Scene, one: Departure) -> tuple[int, ...]:
     """Where the same thing departs; of gradients anything, for a rank may have nothing of the first
     tensor that is not zero."""
     if one.subject is not Subject.GRADIENTS:
-        return scene.ranks_of(one)
+        return scene.ranks_of(one) or scene.ranks_of(replace(one, subject=Subject.PARAMETERS))
     return tuple(sorted({each.rank for each in scene.at(one.moment, one.subject)}))
 
 
@@ -62,7 +65,9 @@ def _cause(scene: Scene, program: Program) -> tuple[Departure, Cause]:
     first = scene.first
     match first.moment:
         case Moment.START | Moment.UPDATE:
-            one = _most_telling(scene)
+            one = _most_telling(scene, program)
+            if one.subject is Subject.OPTIMIZER and one.name in scene.reference.parameters:
+                return one, _skipped(scene, one)
             return one, state_cause(scene, one, program)
         case Moment.BATCH:
             return first, _samples(scene)
@@ -75,10 +80,43 @@ def _cause(scene: Scene, program: Program) -> tuple[Departure, Cause]:
     raise AssertionError(f"no moment of a step: {first.moment}")
 
 
-def _most_telling(scene: Scene) -> Departure:
-    """Of one moment: a counter, then optimizer state, from which parameters follow."""
+def _most_telling(scene: Scene, program: Program) -> Departure:
+    """Of one moment: a counter, then optimizer state, from which parameters follow; but first what
+    is not trained, and what nobody updated at all."""
     alike = scene.at(scene.first.moment)
+    if scene.has_evidence and (untouched := _not_updated(scene, alike, program)) is not None:
+        return untouched
     return min(alike, key=lambda each: _ORDER.index(each.subject))
+
+
+def _not_updated(scene: Scene, alike: Sequence[Departure], program: Program) -> Departure | None:
+    """One that is not trained departs. Or some parameters' counters and values depart on a rank and
+    others' there do not: its update did not take them along."""
+    right = of_reference(scene.reference)
+    counters = {
+        name: float(held(each)) == float(right[subject, name])
+        for (subject, name), each in of_program(program).items()
+        if subject is Subject.COUNTER
+    }
+    some = any(scene.exchange.gather(any(counters.values()) and not all(counters.values())))
+    counted = {each.name.rpartition(".")[0] for each in alike if each.subject is Subject.COUNTER}
+    for each in alike:
+        if each.subject is not Subject.PARAMETERS:
+            continue
+        if each.name not in scene.evidence.expected_gradients:
+            return each
+        if some and each.name in counted:
+            return replace(each, subject=Subject.OPTIMIZER)
+    return None
+
+
+def _skipped(scene: Scene, one: Departure) -> Cause:
+    ranks = scene.ranks_of(replace(one, subject=Subject.PARAMETERS))
+    sentence = (
+        f"the update leaves {one.name} out: its values, its moments and its counter are those of "
+        "before; give it to the optimizer, and step the optimizer of every shard"
+    )
+    return Cause(scene.axis_of(ranks), "update skipped", sentence)
 
 
 def _of_backward(scene: Scene) -> tuple[Departure, Cause]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch import Tensor
@@ -11,13 +13,15 @@ from ptrain.costs import State
 from ptrain.interpreter.program import Program
 from ptrain.report.finding import Departure, Subject
 from ptrain.spec.placement import Distribution
-from ptrain.verification.causes.rounding import flipped_bit, rounded_to
+from ptrain.train.schedule import learning_rate
+from ptrain.verification.causes.rounding import flipped_bit, odd_element, rounded_to
 from ptrain.verification.causes.scene import EXACT, Cause, Scene
-from ptrain.verification.factors import multiple
+from ptrain.verification.factors import combination, multiple
 from ptrain.verification.parts import Part, held, relative
 from ptrain.verification.states import of_program, of_reference
 
 _ALIKE = EXACT * 1e-4  # relative: what is closer than this is the same
+_FITS = 1e-4  # residual of a difference, of which the last digits alone are left
 
 
 class Said(NamedTuple):
@@ -31,10 +35,13 @@ def state_cause(scene: Scene, one: Departure, program: Program) -> Cause:
     """Of a departure of state. Collective."""
     own = of_program(program).get((one.subject, one.name))
     whole = of_reference(scene.reference).get((one.subject, one.name))
+    places = scene.gather_parts(own, whole)
     said = None
     if own is not None and whole is not None:
         part = scene.own_part(own, whole)
-        said = _said(scene, one, held(own), part.of(whole), part) if part else None
+        if part is not None:
+            its = {rank: told.part for rank, told in places.items() if rank != scene.rank}
+            said = _said(scene, one, Sides(held(own), whole, part), its)
     wrong = Counter(Said(*its) for its in scene.exchange.gather(said) if its)
     told = wrong.most_common(1)[0][0] if wrong else _other(one)
     return Cause(_axis(scene, one), told.factor, told.sentence)
@@ -49,8 +56,28 @@ def _axis(scene: Scene, one: Departure) -> str:
     return str(cut[0]) if cut and one.subject is not Subject.COUNTER else ""
 
 
-def _said(scene: Scene, one: Departure, own: Tensor, expected: Tensor, part: Part) -> Said | None:
+@dataclass(frozen=True, slots=True)
+class Sides:
+    """What this rank has, the reference's whole tensor, and which part of it this should be."""
+
+    own: Tensor
+    whole: Tensor
+    part: Part
+
+    @property
+    def expected(self) -> Tensor:
+        return self.part.of(self.whole)
+
+    @property
+    def wrong(self) -> Tensor:
+        """Which elements are: a rank's rows may be made of several ranks' shards."""
+        expected = self.expected.double()
+        return (self.own.double() - expected).abs() > _ALIKE * expected.abs()
+
+
+def _said(scene: Scene, one: Departure, sides: Sides, places: Mapping[int, Part]) -> Said | None:
     """None where this rank has it right."""
+    own, expected = sides.own, sides.expected
     if own.dtype != expected.dtype:
         found, right = (str(each.dtype).removeprefix("torch.") for each in (own, expected))
         return Said(f"{found} for {right}", f"{one.name} is in {found}: keep it in {right}")
@@ -58,17 +85,24 @@ def _said(scene: Scene, one: Departure, own: Tensor, expected: Tensor, part: Par
         return _counted(float(own), float(expected))
     if relative(own, expected) <= _ALIKE:
         return None
-    if (bit := flipped_bit(own, expected)) is not None:
-        sentence = (
-            f"one bit of one element of {one.name} is another: suspect the memory, and restore it "
-            "from a replica or a checkpoint"
-        )
-        return Said(f"flipped bit {bit}", sentence)
-    return (
-        (_stale(scene, one, own, expected, part) if scene.has_evidence else None)
-        or (_update(scene, one, own, expected, part) if scene.has_evidence else None)
-        or _by_values(one, own, expected)
+    if (odd := _of_one_element(one, sides)) is not None:
+        return odd
+    for cause in (_stale, _frozen, _decayed, _update, _moment) if scene.has_evidence else ():
+        if (known := cause(scene, one, sides)) is not None:
+            return known
+    return _of_another_rank(one, sides, places) or _by_values(one, own, expected)
+
+
+def _of_one_element(one: Departure, sides: Sides) -> Said | None:
+    bit = flipped_bit(sides.own, sides.expected)
+    if bit is None and odd_element(sides.own, sides.expected) is None:
+        return None
+    what = "one element" if bit is None else f"flipped bit {bit}"
+    sentence = (
+        f"one element of {one.name} is another, and nothing else: suspect the memory, and restore "
+        "it from a replica or a checkpoint"
     )
+    return Said(what, sentence)
 
 
 def _counted(own: float, expected: float) -> Said | None:
@@ -83,12 +117,12 @@ def _counted(own: float, expected: float) -> Said | None:
     )
 
 
-def _stale(scene: Scene, one: Departure, own: Tensor, expected: Tensor, part: Part) -> Said | None:
+def _stale(scene: Scene, one: Departure, sides: Sides) -> Said | None:
     """What is wrong of it is as it was at the start of a step."""
-    wrong = (own.double() - expected.double()).abs() > _ALIKE * expected.double().abs()
+    own, wrong = sides.own, sides.wrong
     for back, states in enumerate(reversed(scene.evidence.states)):
         before = states.get((one.subject, one.name))
-        if before is None or relative(own[wrong], part.of(before)[wrong]) > _ALIKE:
+        if before is None or relative(own[wrong], sides.part.of(before)[wrong]) > _ALIKE:
             continue
         if not back:
             sentence = f"{one.name} is as before the update, which did not reach these ranks"
@@ -99,17 +133,49 @@ def _stale(scene: Scene, one: Departure, own: Tensor, expected: Tensor, part: Pa
     return None
 
 
-def _update(scene: Scene, one: Departure, own: Tensor, expected: Tensor, part: Part) -> Said | None:
-    """Parameters that moved where they should not, or by another multiple."""
+def _frozen(scene: Scene, one: Departure, sides: Sides) -> Said | None:
+    if not is_frozen(scene, one.name):
+        return None
+    sentence = f"{one.name} has no gradient on one device: leave it out of the update"
+    return Said("frozen parameter updated", sentence)
+
+
+def is_frozen(scene: Scene, name: str) -> bool:
+    """Whether nothing of one device's gradients is of this parameter or of its state."""
+    known = scene.evidence.expected_gradients
+    return name not in known and name.rpartition(".")[0] not in known
+
+
+def _decayed(scene: Scene, one: Departure, sides: Sides) -> Said | None:
+    """What is wrong is off by a multiple of lr · weight_decay · Theta."""
+    before = scene.evidence.states[-1].get((one.subject, one.name))
+    settings = scene.spec.optimizer
+    once = learning_rate(settings, scene.evidence.step) * settings.weight_decay
+    if one.subject is not Subject.PARAMETERS or before is None or not once:
+        return None
+    wrong = sides.wrong
+    off = (sides.own.double() - sides.expected.double())[wrong]
+    fit = multiple(off, sides.part.of(before).double()[wrong])
+    if not fit.holds(_FITS):
+        return None
+    times = abs(round(1 - fit.factor / once, 3))
+    sentence = (
+        f"{one.name} decays {times:g} times as much as it should: give every rank's optimizer the "
+        f"weight decay {settings.weight_decay:g}, once"
+    )
+    return Said(f"weight decay × {times:g}", sentence)
+
+
+def _update(scene: Scene, one: Departure, sides: Sides) -> Said | None:
+    """Parameters that moved by another multiple."""
     before = scene.evidence.states[-1].get((one.subject, one.name))
     if one.subject is not Subject.PARAMETERS or before is None:
         return None
-    if one.name not in scene.evidence.expected_gradients:
-        sentence = f"{one.name} has no gradient on one device: leave it out of the update"
-        return Said("frozen parameter updated", sentence)
-    start = part.of(before).double()
-    fit = multiple(own.double() - start, expected.double() - start)
-    if not fit.holds(1e-4):
+    wrong = sides.wrong
+    start = sides.part.of(before).double()[wrong]
+    moved, right = sides.own.double()[wrong] - start, sides.expected.double()[wrong] - start
+    fit = multiple(moved, right)
+    if not fit.holds(_FITS) or abs(fit.factor - 1.0) <= _FITS:
         return None
     sentence = (
         f"{one.name} moves {fit.factor:.4g} times as far as it should: its learning rate is "
@@ -118,12 +184,54 @@ def _update(scene: Scene, one: Departure, own: Tensor, expected: Tensor, part: P
     return Said(f"update × {fit.factor:.4g}", sentence)
 
 
+def _moment(scene: Scene, one: Departure, sides: Sides) -> Said | None:
+    """Adam's moments as a combination of what they were and of the gradient (its square): with
+    other coefficients than the betas."""
+    name, _, key = one.name.rpartition(".")
+    evidence = scene.evidence
+    before = evidence.states[-1].get((one.subject, one.name))
+    gradient = evidence.expected_gradients.get(name)
+    if key not in _POWERS or before is None or gradient is None:
+        return None
+    wrong = sides.wrong
+    clip, norm = scene.spec.optimizer.clip, evidence.expected_norm
+    clipped = 1.0 if clip is None else min(1.0, clip / (norm + 1e-6))
+    made = (sides.part.of(gradient).double() * clipped) ** _POWERS[key]
+    basis = [sides.part.of(before).double()[wrong], made[wrong]]
+    if not bool(basis[0].any()):
+        basis = basis[1:]
+    if int(wrong.sum()) <= len(basis):
+        return None
+    fit = combination(sides.own.double()[wrong], basis)
+    if not fit.holds(_FITS):
+        return None
+    found, right = 1 - fit.coefficients[-1], scene.spec.optimizer.betas[_POWERS[key] - 1]
+    sentence = (
+        f"{one.name} takes {fit.coefficients[-1]:.4g} of the new gradient, as beta {found:.4g} "
+        f"does, not {right:g}: give every rank's optimizer the same settings"
+    )
+    return Said(f"beta {found:.4g} for {right:g}", sentence)
+
+
+_POWERS = {"exp_avg": 1, "exp_avg_sq": 2}
+
+
+def _of_another_rank(one: Departure, sides: Sides, places: Mapping[int, Part]) -> Said | None:
+    """It is the part that another rank should have."""
+    for rank, part in places.items():
+        there = part.of(sides.whole)
+        if there.shape == sides.own.shape and relative(sides.own, there) <= EXACT:
+            sentence = f"{one.name} is the part of rank {rank}: shards are loaded by wrong places"
+            return Said(f"part of rank {rank}", sentence)
+    return None
+
+
 def _by_values(one: Departure, own: Tensor, expected: Tensor) -> Said:
     if dtype := rounded_to(own, expected):
         sentence = f"{one.name} has the rounding of {dtype}: keep it in the spec's dtype"
         return Said(f"rounded to {dtype}", sentence)
     fit = multiple(own, expected)
-    if fit.holds(EXACT):
+    if fit.holds(EXACT) and abs(fit.factor - 1.0) > EXACT:
         factor = f"× {fit.factor:.4g}"
         return Said(factor, f"{one.name} is {factor} of what one device has")
     one_sorted, other = (each.double().reshape(-1).sort().values for each in (own, expected))

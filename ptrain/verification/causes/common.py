@@ -1,0 +1,99 @@
+"""What causes of wrong gradients look at: a rank's part, a tensor that tells, a ratio in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from ptrain.verification.causes.scene import EXACT, Cause, Scene
+from ptrain.verification.factors import factor_text, products
+from ptrain.verification.parts import Part, held
+
+SUM_ONCE = "sum each sample's gradient once, over the global number of tokens"
+
+
+def own_part_of(scene: Scene, name: str) -> tuple[torch.Tensor, torch.Tensor, Part] | None:
+    """This rank's part of a gradient, that of the reference, and where it is."""
+    evidence = scene.evidence
+    tensor = evidence.gradients.get(name)
+    whole = evidence.expected_gradients.get(name)
+    if tensor is None or whole is None:
+        return None
+    part = scene.own_part(tensor, whole)
+    if part is None or not held(tensor).numel():
+        return None
+    return held(tensor) / evidence.clipped_by(), part.of(whole), part
+
+
+def raw(scene: Scene, name: str) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    evidence = scene.evidence
+    return evidence.gradients.get(name), evidence.expected_gradients.get(name)
+
+
+def chosen(scene: Scene, names: Iterable[str], least: int) -> str:
+    """The smallest parameter of which every rank has at least so many elements, else the largest;
+    chosen by the first departure's kind of tensor, so that it is one that departs."""
+    known = [name for name in names if name in scene.evidence.expected_gradients]
+    sizes = {name: scene.evidence.expected_gradients[name].numel() for name in known}
+    enough = [name for name in known if sizes[name] >= least * scene.spec.world_size]
+    if enough:
+        return min(enough, key=lambda name: sizes[name])
+    return max(known, key=lambda name: sizes[name])
+
+
+def ratio_cause(scene: Scene, ratio: float, names: Sequence[str]) -> Cause:
+    total = len(scene.evidence.expected_gradients)
+    if len(names) == total and (cause := _of_clipping_or_scale(scene, ratio)) is not None:
+        return cause
+    some = f" of {family(names)}" if len(names) < total else ""
+    found = products(ratio, scene.degrees)
+    if not found:
+        text = factor_text(ratio, scene.degrees)
+        return Cause("", text, f"gradients{some} are {text}: {SUM_ONCE}")
+    axes = " or ".join(dict.fromkeys("·".join(each.axes) for each in found[:3]))
+    axis = next((each.axes[0] for each in found if len(each.axes) == 1), found[0].axes[0])
+    where = "accumulated micro-batches" if axis == "K" else f"the ranks of {axis}"
+    done = "summed once too often or not averaged" if ratio > 1 else "divided once too often"
+    sentence = f"gradients{some} are {found[0]} ({axes}): {done} over {where}; {SUM_ONCE}"
+    return Cause("" if axis == "K" else axis, str(found[0]), sentence)
+
+
+def _of_clipping_or_scale(scene: Scene, ratio: float) -> Cause | None:
+    """The ratio is what clipping multiplies by, or the loss's scale."""
+    evidence = scene.evidence
+    clipped, scale = evidence.clipped_by(), evidence.scale
+    known = {
+        clipped: ("clipped twice", "the factor of clipping is applied twice: apply it once"),
+        1 / clipped: (
+            "not clipped",
+            "the norm is computed and nothing is scaled by it: scale all gradients",
+        ),
+        scale: (
+            f"× {scale:g}: the loss scale is not undone",
+            "the optimizer is given gradients of the scaled loss: divide them before the update",
+        ),
+        1 / scale: (
+            f"÷ {scale:g}: the loss scale is undone twice",
+            "the optimizer divides gradients that are without the loss's scale: do it once",
+        ),
+    }
+    for factor, (text, sentence) in known.items():
+        if factor != 1.0 and abs(ratio / factor - 1.0) <= EXACT:
+            return Cause("", text, sentence)
+    return None
+
+
+def family(names: Sequence[str]) -> str:
+    """`blocks.*.norm.weight` for many of one kind; of several kinds the first, and how many."""
+    patterns = list(dict.fromkeys(".".join(_starred(name)) for name in names))
+    more = f" and {len(patterns) - 1} more kinds" if len(patterns) > 1 else ""
+    return patterns[0] + more
+
+
+def _starred(name: str) -> list[str]:
+    return ["*" if word.isdigit() else word for word in name.split(".")]
+
+
+def listed(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks))
