@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 from ptrain.report.finding import Culprit, Departure, Subject
-from ptrain.verification.factors import factor_text, is_even, products
+from ptrain.verification.factors import factor_text, products
 from ptrain.verification.jobs.evidence import Evidence
 from ptrain.verification.jobs.ranks import RANKS, Ranks
 from ptrain.verification.jobs.samples import Samples
@@ -54,16 +54,19 @@ def explain_gradients(
     first = min(wrong.values(), key=lambda each: _ORDER.index(each.kind), default=None)
     if first is None:
         return _unclear(departures, names)
-    alike = [name for name, each in wrong.items() if each.key == first.key]
+    keys = {first.key} | ({Symptom(Kind.OTHER).key} if first.kind in _BY_SUM else set())
+    alike = [name for name, each in wrong.items() if each.key in keys]
     return _Case(departures, told, ranks, loose, alike, first).culprit()
 
 
 _ORDER = (
-    Kind.NOT_FINITE, Kind.EMPTY, Kind.PARTIAL, Kind.STALE, Kind.ADDED, Kind.SOME, Kind.EVEN,
-    Kind.EACH, Kind.OTHER, Kind.RIGHT,
+    Kind.NOT_FINITE, Kind.EMPTY, Kind.PARTIAL, Kind.STALE, Kind.ADDED, Kind.SOME, Kind.WEIGHTS,
+    Kind.EVEN, Kind.EACH, Kind.OTHER, Kind.RIGHT,
 )  # fmt: skip
 
 
+# Of a tensor with few elements no sum of many micro-batches can be told.
+_BY_SUM = (Kind.SOME, Kind.WEIGHTS)
 # What other samples than one device's look like; every other symptom has a cause of its own.
 _BY_BATCH = (Kind.OTHER, Kind.SOME, Kind.EACH, Kind.EMPTY)
 
@@ -143,6 +146,8 @@ class _Case:
                 )
             case Kind.SOME:
                 return self._some()
+            case Kind.WEIGHTS if told := contributions(self.samples):
+                return self._weights(told)
             case Kind.EVEN:
                 return self._even()
             case _:
@@ -174,7 +179,8 @@ class _Case:
         return self._say(
             self.ranks.axis_of(sorted(holders)) if whose == "not every rank" else "",
             "no gradient",
-            f"{self.count} get a gradient on one device, and here {whose} that holds them has one "
+            f"{self.count[0].upper()}{self.count[1:]} get a gradient on one device, and here "
+            f"{whose} that holds them has one "
             "when the optimizer steps: they are frozen (requires_grad=False), not used in forward, "
             "or their gradient is set to None or zero too early.",
             ranks=self.first.ranks,
@@ -225,8 +231,6 @@ class _Case:
         factor = self.first.factor
         told = contributions(self.samples)
         if told is not None and told.of_truth.holds(self.tolerance):
-            if not is_even(told.of_truth.coefficients, 10 * self.tolerance):
-                return self._weights(told)
             return self._scaled(factor, told)
         return self._product(factor, self.ranks.degrees | {"K": self.told.micro_batches})
 
@@ -240,9 +244,9 @@ class _Case:
         return self._say(
             "" if several else self.ranks.axis_of(told.data_ranks),
             f"local normalisation, × {least:.3g} to × {most:.3g}",
-            f"Every {what} is divided by a number of its own and then averaged, so that those with "
-            "few tokens weigh as much as those with many: divide the sum of the loss over all "
-            "tokens by the number of tokens in the whole global batch.",
+            f"The loss of every {what} is divided by a number of its own and then averaged, so "
+            f"that it weighs {least:.3g} to {most:.3g} times what it should: divide the sum of the "
+            "loss over all tokens by the number of tokens in the whole global batch.",
             state=Subject.LOSS,
         )
 
@@ -258,15 +262,18 @@ class _Case:
         right = sum(told.of_truth.coefficients) / len(told.of_truth.coefficients)
         is_loss = not any(abs(right * n - 1) <= self.tolerance for n in (1, data))
         if is_loss and micro_batches > 1:
-            per_loss = right * (data if right * data <= 1 + self.tolerance else 1)
-            if abs(per_loss * micro_batches - 1) <= self.tolerance:
-                return self._say(
-                    "",
-                    f"× {micro_batches} (micro-batches)",
-                    f"The losses of {micro_batches} micro-batches are means, and their gradients "
-                    f"are added up: divide each loss by {micro_batches}.",
-                    state=Subject.LOSS,
-                )
+            for ratio, sign, sentence in (
+                (micro_batches, "×", "are means, and their gradients are added up: divide each"),
+                (1 / micro_batches, "÷", "are divided by their number twice: divide each once,"),
+            ):
+                if any(abs(right * n * ratio - 1) <= self.tolerance for n in (1, data)):
+                    return self._say(
+                        "",
+                        f"{sign} {micro_batches} (micro-batches)",
+                        f"The losses of {micro_batches} micro-batches {sentence} by "
+                        f"{micro_batches}.",
+                        state=Subject.LOSS,
+                    )
         return self._product(factor, axes | {"K": micro_batches} if is_loss else axes)
 
     def _product(self, factor: float, degrees: dict[str, int]) -> Culprit:
@@ -295,7 +302,15 @@ class _Case:
                 "averaged where the loss is already divided by the tokens of all of them."
             )
         whose = f"The gradient of {self.count} is {size:.4g} times "
-        return self._say(where, text, whose + cure)
+        return self._say(where, text, whose + cure + self._instead(factor))
+
+    def _instead(self, factor: float) -> str:
+        """Where there are as many micro-batches as ranks the number alone does not tell which."""
+        count = self.told.micro_batches
+        if not products(factor, {"K": count}, self.tolerance):
+            return ""
+        how = "not divided by them" if factor > 1 else "divided by them twice"
+        return f" Or, as there are {count} micro-batches too, each one's loss is {how}."
 
     def _odd(self, factor: float) -> Culprit:
         if len(self.names) == len(self.told.samples):

@@ -31,6 +31,7 @@ class Kind(StrEnum):
     EVEN = "a multiple"
     PARTIAL = "partial"
     SOME = "some micro-batches"
+    WEIGHTS = "other weights of micro-batches"
     STALE = "stale"
     ADDED = "added to the step before"
     EACH = "a multiple on each rank"
@@ -163,19 +164,21 @@ def contributions(samples: Sequence[Sample]) -> Contributions | None:
 
 
 def _some(sample: Sample, holders: Sequence[int], tolerance: float) -> Symptom | None:
-    """Every rank's gradient is a sum of the same micro-batches, and some are not among them."""
+    """Every rank's gradient is a sum of the same micro-batches: some are not among them, or all
+    are, with the same weight, and one device gives them other ones."""
     told = contributions([sample])
     if told is None or not told.of_truth.holds(tolerance) or len(told.of_found) < len(holders):
         return None
     fits = list(told.of_found.values())
-    if not all(fit.holds(tolerance) for fit in fits):
+    if not all(fit.holds(tolerance) for fit in fits) or absent(told.of_truth.coefficients):
         return None
+    if all(is_even(fit.coefficients, 10 * tolerance) for fit in fits):
+        differ = not is_even(told.of_truth.coefficients, 10 * tolerance)
+        return Symptom(Kind.WEIGHTS) if differ else None
     lacking = {absent(fit.coefficients) for fit in fits}
     if len(lacking) != 1 or not (missing := lacking.pop()):
         return None
     labels = [told.labels[each] for each in missing]
-    if absent(told.of_truth.coefficients):
-        return None
     return Symptom(
         Kind.SOME,
         ranks=tuple(sorted({rank for rank, _ in labels})),

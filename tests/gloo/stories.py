@@ -1,0 +1,280 @@
+"""Failures that were reported in the field, and scripts on somebody else's wrapping, each with the
+cure beside it. Nothing of ptrain is in a loop; `verify` is called around it.
+
+Every story is a function (fault: bool) -> OwnVerdict, run on two ranks.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import ptrain
+from ptrain.verification.jobs.verdict import OwnVerdict
+from tests.gloo.own_loops import batches, built, mean_loss
+from tests.gloo.sequence_parallel import SequenceParallelNet
+
+MASKED = -100  # cross_entropy's own mark of a target that does not count
+MICRO = 2  # micro-batches of a rank
+
+
+def masked_batches() -> list[dict[str, Tensor]]:
+    """Tokens [8, 9]; of sample i only the last few targets count (a prompt of its own length)."""
+    found = []
+    for tokens in batches():
+        labels = tokens[:, 1:].clone()
+        for row, counted in enumerate((8, 1, 2, 7, 1, 3, 8, 2)):
+            labels[row, : labels.size(1) - counted] = MASKED
+        found.append({"tokens": tokens[:, :-1], "labels": labels})
+    return found
+
+
+def rows(batch: dict[str, Tensor], chosen: slice) -> dict[str, Tensor]:
+    return {name: tensor[chosen] for name, tensor in batch.items()}
+
+
+def masked_sum(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    logits = model(batch["tokens"]).flatten(0, 1)
+    return F.cross_entropy(logits, batch["labels"].flatten(), reduction="sum")
+
+
+def counted(batch: dict[str, Tensor]) -> int:
+    return int((batch["labels"] != MASKED).sum())
+
+
+def accumulation(fault: bool) -> OwnVerdict:
+    """Fine-tuning with masked prompts under DDP and accumulation. The fault: every micro-batch's
+    loss is the mean over its own tokens, and these means are averaged (transformers#34191; it was
+    there for years). The cure divides sums by the tokens of the whole global batch."""
+    plain = built()
+    model = DistributedDataParallel(copy.deepcopy(plain))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    rank, size = dist.get_rank(), dist.get_world_size()
+
+    def step(batch: dict[str, Tensor]) -> float:
+        tokens = torch.tensor(counted(batch))
+        dist.all_reduce(tokens)
+        total, per_micro = 0.0, len(batch["tokens"]) // MICRO
+        for k in range(MICRO):
+            micro = rows(batch, slice(k * per_micro, (k + 1) * per_micro))
+            if fault:
+                loss = masked_sum(model, micro) / counted(micro) / MICRO
+            else:
+                loss = masked_sum(model, micro) * size / int(tokens)  # DDP divides by size
+            loss.backward()
+            total += loss.item()
+        optimizer.step()
+        optimizer.zero_grad()
+        return total
+
+    def share(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        per_rank = len(batch["tokens"]) // size
+        return rows(batch, slice(rank * per_rank, (rank + 1) * per_rank))
+
+    return ptrain.verify(
+        _masked_on_one_device(plain), ptrain.Job(model=model, step=step), masked_batches(),
+        share=share,
+    )  # fmt: skip
+
+
+def _masked_on_one_device(model: nn.Module) -> ptrain.Job:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    def step(batch: dict[str, Tensor]) -> Tensor:
+        loss = masked_sum(model, batch) / counted(batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return ptrain.Job(model=model, step=step)
+
+
+def on_one_device(model: nn.Module, clip: float | None = None) -> ptrain.Job:
+    """The whole batch at once."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    def step(tokens: Tensor) -> Tensor:
+        loss = mean_loss(model, tokens)
+        loss.backward()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return ptrain.Job(model=model, step=step)
+
+
+def sequence_parallelism(fault: bool) -> OwnVerdict:
+    """Tensor parallelism by hand, with norms on pieces of the sequence. A norm's weights are the
+    same on all ranks, and each rank's gradient of them comes from its own piece. The fault: nobody
+    adds these up (Megatron-LM, torchtitan and others had it of some norm). The cure is one
+    all-reduce over tp after backward."""
+    plain = built()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    model = SequenceParallelNet(plain, mesh.get_group("tp"))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    def step(tokens: Tensor) -> Tensor:
+        loss = mean_loss(model, tokens)
+        loss.backward()
+        for name, parameter in model.named_parameters():
+            is_norm = "norm" in name
+            if name.endswith("down.bias") or (is_norm and not fault):
+                dist.all_reduce(parameter.grad, group=mesh.get_group("tp"))
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return ptrain.verify(
+        on_one_device(plain), ptrain.Job(model=model, step=step), batches(),
+        terms=ptrain.Terms(mesh=mesh),
+    )  # fmt: skip
+
+
+def _sharded(model: nn.Module) -> nn.Module:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def _fsdp2(fault: str) -> OwnVerdict:
+    """FSDP2 as its tutorial has it: units per block, accumulation without synchronisation, torch's
+    clip_grad_norm_ over DTensors."""
+    plain = built()
+    model = copy.deepcopy(plain)
+    early = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model = _sharded(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = early if fault == "optimizer" else optimizer
+    rank, size, clip = dist.get_rank(), dist.get_world_size(), 0.05
+
+    def step(tokens: Tensor) -> float:
+        total = 0.0
+        for k, micro in enumerate(tokens.chunk(MICRO)):
+            model.set_requires_gradient_sync(k == MICRO - 1)
+            loss = mean_loss(model, micro) / MICRO
+            loss.backward()
+            total += loss.item()
+        if fault == "twice":
+            for parameter in model.parameters():
+                parameter.grad /= size
+        if fault == "clip":
+            local = [parameter.grad.to_local() for parameter in model.parameters()]
+            norm = torch.linalg.vector_norm(torch.cat([each.flatten() for each in local]))
+            for each in local:
+                each *= min(1.0, clip / float(norm))
+        elif fault != "twice":  # what was divided twice is below the clip
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        model.zero_grad()
+        return total
+
+    reference = on_one_device(plain, None if fault == "twice" else clip)
+    return ptrain.verify(
+        reference, ptrain.Job(model=model, step=step), batches(),
+        share=lambda tokens: tokens.chunk(size)[rank],
+    )  # fmt: skip
+
+
+def fsdp2_clip(fault: bool) -> OwnVerdict:
+    """A hand-written FSDP2 loop. The fault: it clips by the norm of the shard that a rank has
+    (torchtune#2420 and others)."""
+    return _fsdp2("clip" if fault else "")
+
+
+def fsdp2_twice(fault: bool) -> OwnVerdict:
+    """The same loop. The fault: gradients that FSDP2 has averaged are divided by the number of
+    ranks again, as DDP by hand needs it."""
+    return _fsdp2("twice" if fault else "")
+
+
+def fsdp2_optimizer(fault: bool) -> OwnVerdict:
+    """The same loop. The fault: the optimizer is made before fully_shard, and keeps the tensors
+    that the shards have replaced: it trains nothing, and no error says so."""
+    return _fsdp2("optimizer" if fault else "")
+
+
+def accelerated(fault: bool) -> OwnVerdict:
+    """A plain accelerate script. The fault: it divides the loss by the number of micro-batches, as
+    one does by hand; `accelerator.backward` has done that already."""
+    from accelerate import Accelerator
+
+    plain, micro_batches = built(), 4
+    with _as_launched():
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=micro_batches)
+    bare = copy.deepcopy(plain)
+    model, optimizer = accelerator.prepare(bare, torch.optim.AdamW(bare.parameters(), lr=1e-2))
+
+    def step(tokens: Tensor) -> float:
+        total = 0.0
+        for micro in tokens.chunk(micro_batches):
+            with accelerator.accumulate(model):
+                loss = mean_loss(model, micro)
+                accelerator.backward(loss / micro_batches if fault else loss)
+                optimizer.step()
+                optimizer.zero_grad()
+            total += loss.item() / micro_batches
+        return total
+
+    return ptrain.verify(
+        on_one_device(plain), ptrain.Job(model=model, step=step), batches(),
+        share=lambda tokens: tokens.chunk(accelerator.num_processes)[accelerator.process_index],
+    )  # fmt: skip
+
+
+class _as_launched:
+    """What a launcher tells accelerate through the environment, and none of its own state of
+    before."""
+
+    def __enter__(self) -> None:
+        from accelerate.state import AcceleratorState, GradientState, PartialState
+
+        for state in (AcceleratorState, GradientState, PartialState):
+            state._shared_state.clear()
+        rank, size = str(dist.get_rank()), str(dist.get_world_size())
+        self.before = dict(os.environ)
+        os.environ |= {
+            "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size,
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29531",
+        }  # fmt: skip
+
+    def __exit__(self, *error: object) -> None:
+        for name in set(os.environ) - set(self.before):
+            del os.environ[name]
+
+
+Story = Callable[[bool], OwnVerdict]
+STORIES: dict[str, Story] = {
+    each.__name__: each
+    for each in (
+        accumulation,
+        sequence_parallelism,
+        fsdp2_clip,
+        fsdp2_twice,
+        fsdp2_optimizer,
+        accelerated,
+    )
+}
+
+
+def told(name: str, fault: bool) -> dict[str, Any]:
+    """On a rank of a pool: the verdict as plain data."""
+    verdict = STORIES[name](fault)
+    return {
+        "holds": verdict.holds,
+        "text": str(verdict),
+        "culprit": None if verdict.culprit is None else verdict.culprit.plain(),
+    }

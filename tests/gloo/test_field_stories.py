@@ -1,0 +1,54 @@
+"""Failures that were reported in the field, and faults on somebody else's wrapping, are named; each
+script with its cure holds."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import pytest
+
+from tests.gloo import stories
+from tests.ranks import Ranks
+
+pytestmark = pytest.mark.gloo
+nightly = pytest.mark.nightly
+needs_accelerate = pytest.mark.skipif(
+    find_spec("accelerate") is None, reason="accelerate is not installed (pip install accelerate)"
+)
+
+# State, axis, factor, and what the place begins with.
+NAMED = {
+    "accumulation": ("loss", "", "local normalisation, × 0.8 to × 2", "embed.weight"),
+    "sequence_parallelism": ("gradients", "tp", "missing all-reduce", "blocks.*.norm.weight"),
+    "fsdp2_clip": ("gradient norm", "dp", "clipped by the local norm", "embed.weight"),
+    "fsdp2_twice": ("gradients", "dp", "÷ 2", "embed.weight"),
+    "fsdp2_optimizer": ("parameters", "", "not updated", "embed.weight"),
+    "accelerated": ("loss", "", "÷ 4 (micro-batches)", "embed.weight"),
+}
+MARKS = {
+    "accelerated": (needs_accelerate, nightly),
+    "fsdp2_twice": (nightly,),
+    "fsdp2_optimizer": (nightly,),
+}
+EACH = [pytest.param(name, marks=MARKS.get(name, ())) for name in stories.STORIES]
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_the_fault_is_named(ranks: Ranks, name: str) -> None:
+    told = ranks.run(2, stories.told, name, True)
+    assert all(each == told[0] for each in told)
+    culprit = told[0]["culprit"]
+    state, axis, factor, place = NAMED[name]
+    assert (culprit["state"], culprit["axis"], culprit["factor"]) == (state, axis, factor)
+    assert culprit["place"].startswith(place)
+    assert not told[0]["holds"]
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_the_script_with_its_cure_holds(ranks: Ranks, name: str) -> None:
+    told = ranks.run(2, stories.told, name, False)
+    assert all(each["holds"] for each in told), told[0]["text"]
+
+
+def test_every_story_has_a_culprit_to_find() -> None:
+    assert set(NAMED) == set(stories.STORIES)
