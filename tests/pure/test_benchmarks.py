@@ -29,8 +29,8 @@ ROUNDS = 6  # the fewest of which an interval of the median is made
 def benchmark() -> Iterator[dict[str, ModuleType]]:
     sys.path.insert(0, str(FOLDER))
     names = (
-        "_machine", "_one_device", "activations", "logits", "meter_overhead", "overlap", "peers",
-        "pipeline_schedules", "step_time", "tensor_plans", "unit_tradeoff",
+        "_machine", "_one_device", "activations", "consistency_cost", "logits", "meter_overhead",
+        "overlap", "peers", "pipeline_schedules", "step_time", "tensor_plans", "unit_tradeoff",
     )  # fmt: skip
     yield {name: import_module(name) for name in names}
     sys.path.remove(str(FOLDER))
@@ -98,6 +98,34 @@ def test_a_meter_that_changes_what_is_sent_fails(benchmark):
     }
     _, failed = benchmark["meter_overhead"].rows("ddp", sides, 10)
     assert failed == ["ddp, wire: [(4, 104)] was sent, [(3, 100)] without"]
+
+
+def checked(benchmark, cpu: float, wall: float, calls: int):
+    side = benchmark["consistency_cost"].Side
+    bare = side([1.0] * ROUNDS, [2.0] * ROUNDS, [3.0], (10, 100))
+    return {"without": bare, "with": side([cpu] * ROUNDS, [wall] * ROUNDS, [3.0], (calls, 140))}
+
+
+def test_the_cost_of_checks_is_judged_by_both_clocks(benchmark):
+    rows = benchmark["consistency_cost"].rows
+    lines, failed = rows("ddp", checked(benchmark, 1.02, 2.06, 12))
+    assert [line.split(" | ")[-1] for line in lines] == ["holds |", "holds |"]
+    assert not failed
+    lines, failed = rows("ddp", checked(benchmark, 1.02, 2.08, 12))
+    assert [line.split(" | ")[-1] for line in lines] == ["holds |", "fails |"]
+    assert failed == ["ddp, wall: bound 1.0400, at most 1.03"]
+
+
+@pytest.mark.parametrize("calls", [10, 13])
+def test_a_check_that_does_not_happen_or_sends_more_than_an_exchange_fails(benchmark, calls):
+    _, failed = benchmark["consistency_cost"].rows("ddp", checked(benchmark, 1.0, 2.0, calls))
+    assert failed == [f"ddp: {calls} collectives with the check, 10 without, and an exchange has 2"]
+
+
+def test_of_several_ranks_cpu_time_is_summed_and_the_slowest_clock_counts(benchmark):
+    module = benchmark["consistency_cost"]
+    one, other = module.Side([1.0], [2.0], [3.0], (1, 2)), module.Side([2.0], [5.0], [3.0], (1, 2))
+    assert module.joined([one, other]) == module.Side([3.0], [5.0], [3.0], (1, 2))
 
 
 def test_what_waits_longer_than_the_one_before_is_named(benchmark):
