@@ -1,0 +1,140 @@
+"""The protocol of verification on real ranks: which stage says what, and what comes after it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ptrain.algebra.legality import require
+from ptrain.spec.load import load
+from ptrain.spec.spec import Spec
+from ptrain.verification.protocol import STAGES, Asked
+from tests.gloo.cases import named
+from tests.gloo.verify_runs import LATE, Otherwise, accounted, presupposed, verified
+from tests.jobs import TINY, run
+from tests.ranks import Ranks
+
+pytestmark = pytest.mark.gloo
+
+SHORT = Asked(steps=4)
+SMALL = (
+    *(each for each in TINY if "layers" not in each and "batch" not in each),
+    "batch.sequence=32",
+)
+STRATEGIES = sorted(path.stem for path in Path("specs/strategies").glob("*.yaml"))
+
+
+def tiny(name: str, *overrides: str) -> Spec:
+    return require(load(name, (*TINY, *overrides)))
+
+
+def of_stages(checks) -> list[str]:
+    return list(dict.fromkeys(check.name.partition(": ")[0] for check in checks))
+
+
+PRESUPPOSED = {
+    None: {},
+    Otherwise.OTHER_START: {"initial parameters": "rank 1"},
+    Otherwise.USED_OPTIMIZER: {"initial optimizer": "rank 1"},
+    Otherwise.EVERY_TIME_ANEW: {
+        "the same run twice: losses": "the first time",
+        "the same run twice: tensors": "is not a function of the spec",
+    },
+    Otherwise.COUNTS_ONE_MORE: {"step counters": "rank 1 counts 4, and 3 updates were made"},
+}
+
+
+@pytest.mark.parametrize("otherwise", PRESUPPOSED)
+def test_each_precondition_is_checked_and_the_one_that_fails_is_named(
+    ranks: Ranks, otherwise: Otherwise | None
+) -> None:
+    spec = named("zero3", 2, accumulate=1).spec()
+    found = ranks.run(2, presupposed, spec, otherwise)
+    assert found[0] == found[1]
+    failed = {check.name: check.why for check in found[0] if not check.holds}
+    expected = dict(PRESUPPOSED[otherwise])
+    if otherwise is Otherwise.COUNTS_ONE_MORE:
+        failed.pop("initial optimizer", None)
+    assert failed.keys() == expected.keys(), failed
+    assert all(words in failed[name] for name, words in expected.items()), failed
+    assert len(found[0]) == 5
+
+
+def test_a_verification_holds_in_all_its_stages_alike_on_all_ranks(ranks: Ranks) -> None:
+    spec = named("zero3", 2, layout="zero16", accumulate=4).spec()
+    asked = Asked(steps=4, every_collective=True)
+    one, other = ranks.run(2, verified, spec, asked)
+    assert (one.checks, one.notes, one.culprit) == (other.checks, other.notes, other.culprit)
+    assert one.holds, [f"{check.name}: {check.why}" for check in one.checks if not check.holds]
+    assert of_stages(one.checks) == list(STAGES) == list(one.seconds)
+    names = {check.name for check in one.checks}
+    assert "consistency: collectives" in names
+    assert "invariance: 4 x 2 as 1 x 8" in names
+    assert any("7 of them with permuted sums" in note for note in one.notes)
+
+
+def test_one_rank_is_verified_too(ranks: Ranks) -> None:
+    spec = named("zero3", 1, accumulate=1).spec()
+    (found,) = ranks.run(1, verified, spec, SHORT)
+    assert found.holds
+    assert "invariance: 1 x 2 as 2 x 1" in {check.name for check in found.checks}
+
+
+@pytest.mark.parametrize("otherwise", [Otherwise.LATE_RATE, Otherwise.LATE_NAN])
+def test_a_trajectory_stops_at_the_first_step_that_is_off_and_says_what_it_left_out(
+    ranks: Ranks, otherwise: Otherwise
+) -> None:
+    spec = named("ddp", 2, accumulate=1).spec()
+    found = ranks.run(2, verified, spec, Asked(steps=8), otherwise)[0]
+    failed = {check.name: check.why for check in found.checks if not check.holds}
+    first = LATE + (otherwise is Otherwise.LATE_RATE)  # an update shows in the next step's loss
+    why = failed["trajectory in fp64: loss of every step"]
+    assert why.startswith(f"step {first}: the loss is ")
+    assert ("nan" in why) is (otherwise is Otherwise.LATE_NAN)
+    assert not found.holds
+    assert found.notes[-1] == (
+        "trajectory in fp64 fails: trajectory in own dtypes, invariance not checked"
+    )
+
+
+def test_two_meshes_are_compared_with_each_other(ranks: Ranks, tmp_path: Path) -> None:
+    account = tmp_path / "account.pt"
+    ranks.run(4, accounted, named("hsdp", 4, accumulate=1).spec(), account, 4)
+    spec = named("zero3", 2, accumulate=2).spec()
+    found = ranks.run(2, verified, spec, Asked(steps=4, against=account))[0]
+    directly = [check for check in found.checks if "against hsdp" in check.name]
+    assert [check.holds for check in directly] == [True, True]
+    assert all(check.measured < 1e-13 for check in directly)
+
+
+def test_the_command_verifies_a_run_folder_and_ends_with_0(tmp_path: Path) -> None:
+    spec = tiny("ddp")
+    folder = tmp_path / "a-run"
+    folder.mkdir()
+    (folder / "spec.resolved.yaml").write_text(json.dumps(spec.resolved, default=str))
+    code, job = run(["verify", "a-run", "--steps", "3"], cwd=tmp_path)
+    assert code == 0, job.output + job.error
+    assert job.lines[0].startswith("ddp · llama")
+    assert job.lines[-1].startswith("verdict: holds (")
+
+
+@pytest.mark.nightly
+def test_the_command_compares_two_meshes_and_gives_records(tmp_path: Path) -> None:
+    for name in ("zero3", "tp"):
+        (tmp_path / f"{name}.yaml").write_text(json.dumps(tiny(name).resolved, default=str))
+    words = ["verify", "zero3.yaml", "--against", "tp.yaml", "--steps", "3", "--json"]
+    code, job = run(words, cwd=tmp_path)
+    assert code == 0, job.error
+    record = json.loads(job.output)
+    assert record["world_size"] == 2
+    assert any("against tp" in check["name"] for check in record["checks"])
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_every_strategy_holds(ranks: Ranks, name: str) -> None:
+    spec = require(load(name, SMALL))
+    found = ranks.run(spec.world_size, verified, spec, SHORT, timeout=300)[0]
+    assert found.holds, [f"{check.name}: {check.why}" for check in found.checks if not check.holds]

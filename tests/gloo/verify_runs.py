@@ -1,0 +1,124 @@
+"""What a rank does in the tests of the protocol: verify a spec, of which some programs are made
+otherwise. Runs inside the pool of ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+import torch
+
+from ptrain.interpreter.program import Program
+from ptrain.interpreter.world import World
+from ptrain.report.record import Check
+from ptrain.spec.spec import Spec
+from ptrain.train.exchange import Exchange
+from ptrain.verification.preconditions import preconditions
+from ptrain.verification.protocol import (
+    Asked,
+    Verification,
+    account_here,
+    interpreted,
+    verify_here,
+)
+
+ODD_RANK = 1
+LATE = 4  # the step in which a program goes wrong that did well until then
+
+
+class Otherwise(StrEnum):
+    """How programs differ from what the interpreter makes."""
+
+    OTHER_START = "a parameter of one rank starts elsewhere"
+    USED_OPTIMIZER = "the optimizer state of one rank is not that of step 0"
+    EVERY_TIME_ANEW = "each program computes with other bits than the last"
+    COUNTS_ONE_MORE = "a step counter of one rank counts one step more"
+    LATE_RATE = "the learning rate is another one from step LATE on"
+    LATE_NAN = "the loss is no number from step LATE on"
+
+
+@dataclass
+class Made:
+    """Makes programs, and does something to them."""
+
+    otherwise: Otherwise | None = None
+    number: int = 0
+
+    def __call__(self, spec: Spec, world: World) -> Program:
+        program = interpreted(spec, world)
+        self.number += 1
+        if self.otherwise is not None:
+            _spoil(program, self.otherwise, self.number)
+        return program
+
+
+def _spoil(program: Program, otherwise: Otherwise, number: int) -> None:
+    is_odd = program.world.rank == ODD_RANK
+    state = program.state_dict()
+    with torch.no_grad():
+        match otherwise:
+            case Otherwise.OTHER_START if is_odd:
+                _local(next(iter(state["model"].values()))).view(-1)[0].mul_(1 + 1e-6)
+            case Otherwise.USED_OPTIMIZER if is_odd:
+                moments = (each for name, each in state["optimizer"].items() if "exp_avg" in name)
+                _local(next(moments)).fill_(1e-30)
+            case Otherwise.EVERY_TIME_ANEW if number % 2 == 0:
+                for each in state["model"].values():
+                    _local(each).mul_(1 + 1e-6)
+            case Otherwise.COUNTS_ONE_MORE if is_odd:
+                counters = (each for name, each in state["optimizer"].items() if "step" in name)
+                _local(next(counters)).add_(1)
+            case Otherwise.LATE_RATE | Otherwise.LATE_NAN:
+                _go_wrong_late(program, otherwise)
+            case _:
+                pass
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def _go_wrong_late(program: Program, otherwise: Otherwise) -> None:
+    steps, forward_backward, step = [0], program.forward_backward, program.step
+
+    def run(batch, lr=None):  # type: ignore[no-untyped-def]
+        loss = forward_backward(batch, lr)
+        steps[0] += 1
+        if otherwise is Otherwise.LATE_NAN and steps[0] > LATE:
+            loss.fill_(float("nan"))
+        return loss
+
+    def update(lr):  # type: ignore[no-untyped-def]
+        late = otherwise is Otherwise.LATE_RATE and steps[0] > LATE
+        return step(lr * 1.01 if late else lr)
+
+    program.forward_backward = run  # type: ignore[method-assign]
+    program.step = update  # type: ignore[method-assign]
+
+
+def presupposed(spec: Spec, otherwise: Otherwise | None) -> tuple[Check, ...]:
+    world = World.join(spec.timeout)
+    exchange = Exchange(world)
+    try:
+        return preconditions(spec, world, exchange, Made(otherwise))
+    finally:
+        exchange.close()
+
+
+def verified(spec: Spec, asked: Asked, otherwise: Otherwise | None = None) -> Verification:
+    world = World.join(spec.timeout)
+    exchange = Exchange(world)
+    try:
+        return verify_here(spec, world, exchange, asked, make=Made(otherwise))
+    finally:
+        exchange.close()
+
+
+def accounted(spec: Spec, path: Path, steps: int) -> None:
+    world = World.join(spec.timeout)
+    exchange = Exchange(world)
+    try:
+        account_here(spec, world, exchange, Asked(steps=steps, account=path))
+    finally:
+        exchange.close()
