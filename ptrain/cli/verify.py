@@ -6,13 +6,13 @@ itself; under a launcher it becomes a rank.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import sys
 import tempfile
 from argparse import ArgumentParser, Namespace
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +27,12 @@ from ptrain.spec.model import ExternalModel, ModelShape
 from ptrain.spec.names import names
 from ptrain.spec.overrides import split_arguments, sweeps
 from ptrain.spec.spec import Spec
-from ptrain.spec.write import to_yaml
 from ptrain.train import environment
-from ptrain.train.folder import RunFolder
-from ptrain.train.heading import parts_of_ranks
-from ptrain.train.launch import launch
 from ptrain.units import format_bytes
 from ptrain.verification import options
 from ptrain.verification.alike import common, require_alike
 from ptrain.verification.options import Options, source_of
+from ptrain.verification.start import Interrupted, start
 
 # Parameters, gradients and their sum, two moments: what the reference has in fp64 beside each rank.
 _REFERENCE_BYTES = 5 * 8
@@ -70,20 +67,41 @@ def run(args: Namespace) -> int:
     ]
     other = _other(args, jobs)
     folder = Path(tempfile.mkdtemp(prefix="ptrain-"))  # 0700; stays, with its logs, if a rank fails
+    try:
+        records = _started(jobs, other, args, folder)
+    except Interrupted as interrupted:
+        shutil.rmtree(folder)
+        return interrupted.code
+    shutil.rmtree(folder)
+    if args.json:
+        print_json(records if len(records) > 1 else records[0])
+    holds = all(each["verdict"] == "holds" for each in records)
+    return 0 if holds else VerdictFailed.exit_code
+
+
+def _started(
+    jobs: Sequence[Job], other: Job | None, args: Namespace, folder: Path
+) -> list[dict[str, Any]]:
+    """The records of all jobs, one after the other; the other mesh goes first."""
+    asked = Options(
+        spec="",
+        steps=args.steps,
+        every_collective=args.every_collective,
+        json=args.json,
+        allow_import=args.allow_import,
+        references=folder / "references",
+    )
     (folder / "references").mkdir(mode=0o700)
     if other is not None:
-        _start(other, args, folder / "other", account=folder / "account.pt")
+        account = folder / "account.pt"
+        start(other.spec, replace(asked, account=account), folder / "other")
+        asked = replace(asked, compare=account)
     records = []
     for number, job in enumerate(jobs):
         if not args.json and len(jobs) > 1:
             print(*[""] * bool(number), job.title, sep="\n", flush=True)
-        compare = folder / "account.pt" if other is not None else None
-        records.append(_start(job, args, folder / str(number), compare=compare))
-    if args.json:
-        print_json(records if len(records) > 1 else records[0])
-    shutil.rmtree(folder)
-    holds = all(each["verdict"] == "holds" for each in records)
-    return 0 if holds else VerdictFailed.exit_code
+        records.append(start(job.spec, asked, folder / str(number)))
+    return records
 
 
 def _checked(source: str, overrides: tuple[str, ...], *, allow_import: bool) -> Job:
@@ -119,44 +137,6 @@ def _other(args: Namespace, jobs: list[Job]) -> Job | None:
     for job in jobs:
         require_alike(common(job.spec), common(other.spec), f"--against {args.against}")
     return other
-
-
-def _start(
-    job: Job,
-    args: Namespace,
-    folder: Path,
-    *,
-    account: Path | None = None,
-    compare: Path | None = None,
-) -> dict[str, Any]:
-    """The ranks of one spec; its record, empty where it only leaves an account."""
-    (folder / "logs").mkdir(mode=0o700, parents=True)
-    written = folder / "spec.resolved.yaml"
-    written.write_text(to_yaml(job.spec.resolved), encoding="utf-8")
-    asked = Options(
-        spec=str(written),
-        steps=args.steps,
-        every_collective=args.every_collective,
-        json=args.json,
-        allow_import=args.allow_import,
-        folder=folder,
-        references=folder.parent / "references",
-        account=account,
-        compare=compare,
-    )
-    code = launch(
-        options.to_argv(asked),
-        num_ranks=job.spec.world_size,
-        folder=RunFolder(folder),
-        parts=parts_of_ranks(job.spec),
-        module="ptrain.verification",
-    )
-    if code not in (0, VerdictFailed.exit_code):
-        raise SystemExit(code)  # interrupted
-    if account is not None:
-        return {}
-    found: dict[str, Any] = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-    return found
 
 
 def _become_rank(args: Namespace) -> None:

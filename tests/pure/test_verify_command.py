@@ -10,14 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from ptrain.cli import verify
 from ptrain.cli.main import main
 from ptrain.errors import RankFailed
 from ptrain.report.finding import Culprit, Departure, Moment, Subject
 from ptrain.report.record import Check
 from ptrain.report.verification import as_record, end_text, stage_text
 from ptrain.spec.load import load
-from ptrain.verification import options
+from ptrain.verification import options, start
 from ptrain.verification.options import Options, parse, source_of, to_argv
 
 ROOT = Path(__file__).parents[2]
@@ -133,7 +132,7 @@ def started(monkeypatch):
             return 0 if len(found) > 1 else 1
         return 0
 
-    monkeypatch.setattr(verify, "launch", launch)
+    monkeypatch.setattr(start, "launch", launch)
     return found
 
 
@@ -162,11 +161,18 @@ def test_the_other_mesh_goes_first_and_leaves_its_account(started, tmp_path, mon
     assert not list(tmp_path.iterdir())
 
 
+def test_an_interrupted_command_ends_like_its_ranks_and_leaves_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(start, "launch", lambda *_, **__: 130)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert main(["verify", "zero3"]) == 130
+    assert not list(tmp_path.iterdir())
+
+
 def test_the_logs_of_a_rank_that_failed_stay(tmp_path, monkeypatch, capsys):
     def launch(*_, **__):
         raise RankFailed("error: rank 1 was killed by SIGKILL")
 
-    monkeypatch.setattr(verify, "launch", launch)
+    monkeypatch.setattr(start, "launch", launch)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     assert main(["verify", "zero3"]) == 3
     assert "rank 1 was killed" in capsys.readouterr().err

@@ -1,0 +1,51 @@
+"""The ranks of one spec, started from outside: what a command and a benchmark have in common.
+Torch-free."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ptrain.errors import VerdictFailed
+from ptrain.spec.spec import Spec
+from ptrain.spec.write import to_yaml
+from ptrain.train.folder import RunFolder
+from ptrain.train.heading import parts_of_ranks
+from ptrain.train.launch import launch
+from ptrain.verification.options import Options, to_argv
+
+
+class Interrupted(Exception):
+    """By a signal; `code` is what the command ends with."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(f"interrupted, exit code {code}")
+        self.code = code
+
+
+def start(spec: Spec, asked: Options, folder: Path) -> dict[str, Any]:
+    """Verify `spec` in a new private `folder`; the record, empty where only an account was asked
+    for. `asked` says how; its spec and folder are these.
+
+    Raises RankFailed, PtrainError in a rank's words, Interrupted.
+    """
+    (folder / "logs").mkdir(mode=0o700, parents=True)
+    written = folder / "spec.resolved.yaml"
+    written.write_text(to_yaml(spec.resolved), encoding="utf-8")
+    argv = to_argv(replace(asked, spec=str(written), overrides=(), folder=folder))
+    run = RunFolder(folder)
+    code = launch(
+        argv,
+        num_ranks=spec.world_size,
+        folder=run,
+        parts=parts_of_ranks(spec),
+        module="ptrain.verification",
+    )
+    if code not in (0, VerdictFailed.exit_code):
+        raise Interrupted(code)
+    if asked.account is not None:
+        return {}
+    found: dict[str, Any] = json.loads(run.summary.read_text(encoding="utf-8"))
+    return found
