@@ -34,12 +34,15 @@ def drawn(program: Program) -> tuple[str, str] | None:
 
 def draws(model: nn.Module) -> bool:
     """Whether some module of it drops out anything."""
-    return any(
-        (isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0)
-        or getattr(module, "dropout", 0)
-        for module in model.modules()
-        if not isinstance(getattr(module, "dropout", 0), nn.Module)
-    )
+    return any(drops(module) for module in model.modules())
+
+
+def drops(module: nn.Module) -> bool:
+    """Whether it does so itself."""
+    if isinstance(module, nn.modules.dropout._DropoutNd):
+        return bool(module.p > 0)
+    own = getattr(module, "dropout", 0)
+    return not isinstance(own, nn.Module) and bool(own)
 
 
 def has_token_slices(model: nn.Module) -> bool:

@@ -100,7 +100,7 @@ class Capture:
         self._stack.close()
 
     def _watched(self) -> AbstractContextManager[None]:
-        return watched(_paths(self.program), self.outputs, lambda: self._now)
+        return watched(paths(self.program), self.outputs, lambda: self._now)
 
     def _before_update(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         """Of a loss with a scale the gradients have it, and the optimizer undoes it."""
@@ -150,7 +150,7 @@ def modules(program: Program) -> list[nn.Module]:
     return [program.model]
 
 
-def _paths(program: Program) -> Iterator[tuple[str, nn.Module]]:
+def paths(program: Program) -> Iterator[tuple[str, nn.Module]]:
     """The modules that a rank runs; a stage is itself no module of the model."""
     is_staged = isinstance(program.wrapped, Staged)
     for model in modules(program):

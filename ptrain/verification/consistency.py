@@ -10,11 +10,13 @@ from contextlib import ExitStack, contextmanager
 from ptrain.data.corpus import corpus
 from ptrain.interpreter.program import Program
 from ptrain.meters.collectives import Ledger
+from ptrain.meters.randomness import draws
 from ptrain.meters.replicas import Replicas
 from ptrain.report.finding import Culprit, Departure, Moment
 from ptrain.report.record import Check
 from ptrain.train.exchange import Exchange
 from ptrain.verification.drive import drive
+from ptrain.verification.masks import Masks
 
 STEPS = 3
 EVERY = 10  # steps of a trajectory
@@ -29,9 +31,8 @@ class Watch:
         self.every_collective = every_collective
         self.departures: tuple[Departure, ...] = ()
         self.culprit: Culprit | None = None
-        self.looks = {"state that ranks share": 0} | (
-            {"collectives": 0} if every_collective else {}
-        )
+        self.draws = any(exchange.gather(draws(program.model)))
+        self.looks = {"state that ranks share": 0, "masks of dropout": 0, "collectives": 0}
         self.failed = ""
 
     def start(self) -> None:
@@ -43,13 +44,16 @@ class Watch:
         """Around one step."""
         with ExitStack() as stack:
             stack.enter_context(self.replicas.noted())
+            masks = stack.enter_context(Masks(self.program)) if self.draws else None
             ledger = stack.enter_context(Ledger(self.program)) if self.every_collective else None
             yield
+        if masks is not None:
+            self._take("masks of dropout", masks, masks.check(self.exchange, step))
         if ledger is not None:
             self._take("collectives", ledger, ledger.check(self.exchange, step))
         self._take("state that ranks share", self.replicas, self.replicas.check(step))
 
-    def _take(self, name: str, by: Replicas | Ledger, found: tuple[Departure, ...]) -> None:
+    def _take(self, name: str, by: Replicas | Ledger | Masks, found: tuple[Departure, ...]) -> None:
         self.looks[name] += 1
         if found and not self.departures:
             self.departures, self.culprit, self.failed = found, by.culprit(found), name

@@ -26,6 +26,7 @@ from ptrain.verification.reference import OneDevice
 from ptrain.verification.states import States, of_program, of_reference
 
 STEPS = 3
+REPEATED = "the same run twice"
 Make: TypeAlias = "Callable[[Spec, World], Program]"
 Digests: TypeAlias = "dict[str, str]"
 
@@ -94,7 +95,7 @@ def _same_bits(losses: Sequence[float], again: Sequence[float]) -> Check:
     if differing:
         step = differing[0]
         why = f"step {step}: {losses[step]!r} the first time, {again[step]!r} the second"
-    return _counted("the same run twice: losses", len(losses), len(differing), why)
+    return _counted(f"{REPEATED}: losses", len(losses), len(differing), why)
 
 
 def _same_tensors(first: Digests, second: Digests, exchange: Exchange) -> Check:
@@ -103,7 +104,7 @@ def _same_tensors(first: Digests, second: Digests, exchange: Exchange) -> Check:
         f"{{name}} has other bits on rank {{rank}} after {STEPS} steps: something is not a "
         "function of the spec (an operator, an order of arrival, the random state)"
     )
-    return _told("the same run twice: tensors", len(first), own, why, exchange)
+    return _told(f"{REPEATED}: tensors", len(first), own, why, exchange)
 
 
 def _starts(program: Program, exchange: Exchange) -> Iterator[Check]:
