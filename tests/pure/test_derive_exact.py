@@ -278,3 +278,10 @@ def test_80_layers_on_8_ranks_take_a_few_milliseconds():
     start = time.process_time()
     exact(GATHERED, 8, facts=facts)
     assert time.process_time() - start < 0.05
+
+
+def test_buckets_are_rebuilt_once_from_two_lists_of_numbers():
+    """The order of the 6 tensors with their number, and the sizes of the buckets: 4 bytes each."""
+    setup = [row for row in exact(WHOLE).traffic if row.key.phase is Phase.SETUP]
+    assert {(row.key.collective, row.key.state) for row in setup} == {(Collective.BROADCAST, OTHER)}
+    assert sum(row.payload_bytes for row in setup) == 4 * (6 + 1) + 4 * 1

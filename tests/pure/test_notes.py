@@ -58,3 +58,55 @@ def test_an_optimizer_with_one_moment_of_a_matrix_says_what_it_saves():
     assert words not in noted("S*,S,S,R")
     sgd = {"optimizer": {"name": "sgd", "momentum": 0.9}}
     assert words not in noted("S*,S,S,R", **sgd)
+
+
+def noted_on(name: str, *overrides: str) -> tuple[str, ...]:
+    return derive(load(name, overrides).spec).exact.notes
+
+
+def test_what_tp_leaves_whole_is_counted_in_elements_and_bytes():
+    """Two norms of 128 in each of 4 blocks and one behind them; 4 + 8 + 4 bytes of an element."""
+    (note,) = noted_on("tp", "model={preset: llama-tiny}", "mesh={tp: 2}")
+    assert note == (
+        "1,152 of 804,736 parameters belong to no operator that is cut, and every rank of tp has "
+        "them whole: 18.43 kB of Θ, Ω and G before the data axes divide them, of which the theorem "
+        "counts a slice"
+    )
+
+
+ODD = "model={layers: 3, hidden: 42, heads: 3, kv_heads: 1, ffn: 101, vocab: 259}"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "unit", "words"),
+    [
+        (3, "model", ""),  # 74340 elements: 3 x 17514 in blocks and 21798 around them
+        (17, "model", "1 element more than the model has"),
+        (13, "model", "7 elements more than the model has"),  # 13 x 5719 = 74347
+        (4, "block", "8 elements more than the model has"),  # 2 each, for 17514 and 21798
+    ],
+)
+def test_flat_units_are_padded_to_equal_shards(ranks, unit, words):
+    notes = noted_on(
+        "zero1", ODD, f"mesh.dp_shard={ranks}", f"unit={unit}", "batch={micro: 1, sequence: 8}"
+    )
+    told = [note.removeprefix("flat units are padded: ") for note in notes if "padded" in note]
+    assert told == ([words] if words else [])
+
+
+def test_tensors_cut_by_rows_are_padded_to_equal_ones():
+    """Each of 2 ranks has 1 row more than it needs of 2 tables of 259 rows, of 128 elements each,
+    over the 804736 of the model."""
+    notes = noted_on("zero3", "model={preset: llama-tiny}", "mesh={dp_shard: 2}")
+    padded = 2 * 128 / 804736
+    words = f"each tensor is cut by rows, ceil(d0 / 2) on every rank: {padded:.2%} more than"
+    assert [note.startswith(words) for note in notes].count(True) == 1
+
+
+def test_micro_batches_repeat_what_a_step_of_the_paper_has_once():
+    (note,) = (note for note in noted_on("zero3", "batch={global: 16, micro: 2, sequence: 8}")
+               if "micro-batches make" in note)  # fmt: skip
+    assert note == (
+        "4 micro-batches make a step, and the paper's step has one; by `sync` a unit moves: "
+        "all_gather forward 4×, backward 4×, reduction of gradients 4×"
+    )

@@ -128,3 +128,32 @@ def test_facts_of_80_layers_take_at_most_5_milliseconds():
         return time.process_time() - start
 
     assert min(seconds() for _ in range(5)) <= 0.005
+
+
+def test_a_llama_has_two_tables_of_turning_positions():
+    """fp32: a cosine and a sine for each token and each pair of a head's dimensions."""
+    pairs = ODD_SHAPE.hidden // ODD_SHAPE.heads // 2
+    assert facts(ODD_SHAPE, 16).buffers == (("cos_TK", 16 * pairs * 4), ("sin_TK", 16 * pairs * 4))
+    assert facts(gpt(2, 36, 3), 16).buffers == ()
+
+
+def test_gradients_complete_from_the_loss_backwards():
+    """A module's bias before its weight, which is transposed on the way; a norm's in order."""
+    linear = ["mlp.down", "mlp.up"]
+    attention = [f"attention.{part}" for part in ("output", "value", "key", "query")]
+
+    def both(module):
+        return [f"{module}.bias", f"{module}.weight"]
+
+    block = [
+        *(name for module in linear for name in both(module)),
+        "mlp_norm.weight", "mlp_norm.bias",
+        *(name for module in attention for name in both(module)),
+        "attention_norm.weight", "attention_norm.bias",
+    ]  # fmt: skip
+    assert facts(gpt(2, 36, 3, tied=False), 16).gradient_order == (
+        "head.weight", "norm.weight", "norm.bias",
+        *(f"blocks.{index}.{name}" for index in (1, 0) for name in block),
+        "positions.weight", "embed.weight",
+    )  # fmt: skip
+    assert facts(gpt(1, 36, 3), 16).gradient_order[0] == "norm.weight"
