@@ -82,7 +82,7 @@ class Replicas:
                 {
                     "known": is_known and _agrees_with_itself(table),
                     "classes": self._classes(table) if is_known else {},
-                    "random": drawn(self.program),
+                    "random": self._drawn(moment),
                     "stale": [list(each) for each in holdings.stale_copies(self.program)],
                 }
             )
@@ -112,9 +112,13 @@ class Replicas:
             yield _number(moment, Subject.COUNTER, name, str(count))
         for name, values in holdings.hyperparameters(program).items():
             yield _number(moment, Subject.LEARNING_RATE, name, " ".join(map(repr, values)))
-        if (random := drawn(program)) is not None:
+        if (random := self._drawn(moment)) is not None:
             place, digest = random
             yield Copy(moment, Subject.RANDOM, "generator", place, "state", digest)
+
+    def _drawn(self, moment: Moment) -> tuple[str, str] | None:
+        """Generators are seeded when a step begins, and nothing is to be said of them before."""
+        return None if moment is Moment.START else drawn(self.program)
 
     def _classes(self, table: Iterable[Copy]) -> dict[str, str]:
         """For every set of ranks that share something, one digest of all of it."""

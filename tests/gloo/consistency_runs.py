@@ -4,7 +4,7 @@ ranks have in common, with a fault planted at one of them."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from ptrain.interpreter.program import Program, interpret
 from ptrain.interpreter.world import World
 from ptrain.meters import holdings
 from ptrain.meters.collectives import Ledger
+from ptrain.meters.randomness import drawn
 from ptrain.meters.replicas import Replicas
 from ptrain.report.finding import Culprit, Departure, Moment
 from ptrain.spec.axis import Axis
@@ -39,7 +40,8 @@ class Seen:
     culprit: Culprit | None
     shared: int
     steps: int = 0
-    names: list[str] = field(default_factory=list)
+    names: tuple[str, ...] = ()  # of those things, or kinds of calls
+    draws: bool = False  # whether states of generators are among what is compared
 
 
 def watch(spec: Spec, steps: int, fault: Fault | None = None) -> Seen:
@@ -66,7 +68,8 @@ def watch(spec: Spec, steps: int, fault: Fault | None = None) -> Seen:
         culprit=found,
         shared=len(held),
         steps=done,
-        names=sorted({f"{subject} {name}" for _, subject, name, _ in held}),
+        names=tuple(sorted({f"{subject} {name}" for _, subject, name, _ in held})),
+        draws=drawn(program) is not None,
     )
 
 
@@ -92,7 +95,9 @@ def listen(spec: Spec, steps: int, fault: Fault | None = None) -> Seen:
         departures = ledger.check(exchange, done)
     found = ledger.culprit(departures)
     exchange.close()
-    return Seen(departures=departures, culprit=found, shared=calls, steps=done, names=sorted(kinds))
+    return Seen(
+        departures=departures, culprit=found, shared=calls, steps=done, names=tuple(sorted(kinds))
+    )
 
 
 @torch.no_grad()

@@ -12,8 +12,10 @@ from ptrain.algebra.legality import require
 from ptrain.errors import PtrainError
 from ptrain.report.copies import DIFFERS
 from ptrain.report.finding import Moment, Subject, Way
+from ptrain.spec.axis import Axis
 from ptrain.spec.load import load
 from ptrain.spec.names import listing
+from ptrain.spec.precision import LAYOUTS
 from ptrain.spec.spec import Spec
 from tests.gloo import consistency_runs as runs
 from tests.gloo.consistency_runs import flipped, listen, trained, watch
@@ -43,9 +45,12 @@ def strategies() -> list[Any]:
 
 def small(name: str, *more: str) -> Spec:
     """The strategy with a small model, of as many layers as stages need."""
-    shape = "model={layers: %d, hidden: 24, heads: 4, kv_heads: 2, ffn: 48, vocab: 260}"
-    layers = 8 if "pp" in load(name).spec.resolved["mesh"] else 2
-    return require(load(name, (shape % layers, SMALL[1], *more)))
+    own = load(name).spec
+    layers = 8 if own.degree(Axis.PP) > 1 else 2
+    shape = f"{{layers: {layers}, hidden: 24, heads: 4, kv_heads: 2, ffn: 48, vocab: 260}}"
+    micro = 8 // own.data_degree if own.batch.accumulate == 1 else 1
+    batch = f"{{global: 8, micro: {micro}, sequence: 32}}"
+    return require(load(name, (f"model={shape}", f"batch={batch}", *more)))
 
 
 @pytest.mark.parametrize("name", strategies())
@@ -59,14 +64,24 @@ def test_nothing_departs_where_nothing_is_wrong(ranks: Ranks, name: str) -> None
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", listing("strategies"))
-@pytest.mark.parametrize("more", ["precision.layout=mixed", "train.seed=3"])
-def test_nor_in_other_dtypes_and_from_other_seeds(ranks: Ranks, name: str, more: str) -> None:
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "fp32"])
+def test_nor_in_other_dtypes(ranks: Ranks, name: str, layout: str) -> None:
     try:
-        spec = small(name, more)
+        spec = small(name, f"precision.layout={layout}")
     except PtrainError:
-        pytest.skip("the layout is not for this strategy")
+        pytest.skip(f"{name} is not executed in {layout}")
     for seen in ranks.run(spec.world_size, watch, spec, 3):
         assert not seen.departures
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", listing("strategies"))
+def test_nor_where_something_is_dropped_out(ranks: Ranks, name: str) -> None:
+    gpt = "model={family: gpt, layers: 8, hidden: 24, heads: 4, vocab: 260, dropout: 0.1}"
+    spec = small(name, gpt, "train.seed=3")
+    for seen in ranks.run(spec.world_size, watch, spec, 3):
+        assert not seen.departures
+        assert seen.draws
 
 
 @pytest.mark.parametrize(
