@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +25,7 @@ RECORDED = (
     "SLURM_JOB_ID",
     "SLURM_NNODES",
 )
+_OF_A_RANK = RECORDED[:6]
 RECORDED_PREFIXES = ("TORCH_", "TORCHELASTIC_", "NCCL_", "GLOO_")
 
 
@@ -98,6 +99,13 @@ def rank_environment(
     environment.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler's USDT lines
     for name in _loopback():
         environment.setdefault("GLOO_SOCKET_IFNAME", name)
+    return environment
+
+
+def alone(folders: Sequence[str]) -> dict[str, str]:
+    """The environment of a process that is no rank, with these folders on its import path."""
+    environment = {name: value for name, value in os.environ.items() if name not in _OF_A_RANK}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
     return environment
 
 

@@ -139,3 +139,20 @@ class SequenceParallelNet(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(Join.apply(self.norm(x), self.group))
+
+
+class UnsummedRows(OutOfRows):
+    """Partial sums are handed on as they are."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _mine(x, group)
+
+
+class UnsummedColumns(IntoColumns):
+    """Of the gradient of its input every rank keeps what its own columns give."""
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _mine(gradient, ctx.group), None

@@ -41,14 +41,14 @@ LAYERS = (
     r"ptrain\.verification(\..*)?",
     r"ptrain\.charts(\..*)?",
     r"ptrain\.convert(\..*)?",
-    r"ptrain\.cli(\..*)?",
+    r"ptrain\.cli(\..*)?|ptrain\.testing",
     r"ptrain|ptrain\.__main__",
 )
 TORCH_LINE = next(i for i, layer in enumerate(LAYERS) if "models" in layer)
 PURE_PACKAGES = {"yaml", "pydantic", "pydantic_core", "annotated_types", "rich", "ptrain"}
 
 # Where an import may be lazy: the dispatcher, the package's __getattr__, one module per extra,
-# and the function that a spec's `target:` names.
+# and the functions that a spec's `target:` or a user's test names.
 LAZY = {
     "ptrain.cli.main",
     "ptrain",
@@ -56,6 +56,7 @@ LAZY = {
     "ptrain.models.huggingface",
     "ptrain.train.tensorboard",
     "ptrain.charts.canvas",
+    "ptrain.verification.tested",
 }
 # The world reads the environment; a launcher hands it on to the ranks it starts.
 ENVIRONMENT = {"ptrain.interpreter.world", "ptrain.train.environment"}

@@ -1,0 +1,157 @@
+"""For the tests of somebody's own repository: does my loop train like one device, does my spec?
+
+    from ptrain.testing import assert_trains_like_one_device
+
+    def my_loop():                       # importable: at the top of a module
+        ...                              # build, wrap, and return ptrain.verify(...)
+
+    def test_my_loop():
+        assert_trains_like_one_device(my_loop, num_ranks=2)
+
+Ranks are processes of this machine that meet under gloo over the loopback. They have a parent of
+their own, which ends them all when one fails, when the time is over, or when the test is gone; so
+nothing of them is in the process of the tests. Torch-free: pytest collects without it.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ptrain.errors import PtrainError, RankFailed, VerdictFailed, refused
+from ptrain.train import environment
+from ptrain.train.folder import RunFolder
+from ptrain.train.launch import launch
+
+_GRACE = 10.0  # seconds for the parent of the ranks to end them
+
+
+def assert_trains_like_one_device(
+    function: Callable[..., Any], *arguments: Any, num_ranks: int = 2, timeout: float = 120.0
+) -> None:
+    """Call `function(*arguments)` on every rank; it returns what `ptrain.verify` returns.
+
+    Raises AssertionError with the verdict, the culprit first, where it does not hold; RankFailed
+    with the first failing rank's error; PtrainError for a function that no rank can import or that
+    returns no verdict. `arguments` must be JSON.
+    """
+    for rank, told in enumerate(
+        on_ranks(function, *arguments, num_ranks=num_ranks, timeout=timeout)
+    ):
+        if not (isinstance(told, Mapping) and "holds" in told and "text" in told):
+            raise PtrainError(
+                f"{_name(function)} returned {told!r:.60} on rank {rank}\n"
+                "  remedy: return what ptrain.verify(...) returns"
+            )
+        if not told["holds"]:
+            raise AssertionError(f"{_name(function)} on {num_ranks} ranks: {told['text']}")
+
+
+def on_ranks(
+    function: Callable[..., Any], *arguments: Any, num_ranks: int = 2, timeout: float = 120.0
+) -> list[Any]:
+    """What `function(*arguments)` returns on each rank, as JSON; a verdict as a mapping with
+    `holds`, `text` and `culprit`. `timeout` in seconds, all in all."""
+    if num_ranks < 1:
+        raise refused("num_ranks", f"got {num_ranks}", "1 or more")
+    with tempfile.TemporaryDirectory(prefix="ptrain-test-") as folder:
+        (Path(folder) / "logs").mkdir(mode=0o700)
+        words = [_name(function), str(num_ranks), folder, json.dumps(list(arguments))]
+        ended = _run(["-m", "ptrain.testing", *words], timeout, _name(function))
+        if ended.returncode:
+            raise _error(ended)
+        return [
+            json.loads((Path(folder) / f"rank{rank}.json").read_text(encoding="utf-8"))
+            for rank in range(num_ranks)
+        ]
+
+
+def assert_verified(
+    spec: str | Path,
+    *overrides: str,
+    steps: int = 20,
+    timeout: float = 600.0,
+    allow_import: bool = False,
+) -> None:
+    """`ptrain verify SPEC a.b=c …`: raises AssertionError with what it prints where the verdict
+    fails, PtrainError for a spec that cannot be verified."""
+    words = ["-m", "ptrain", "verify", str(spec), *overrides, "--steps", str(steps)]
+    words += ["--allow-import"] * allow_import
+    ended = _run(words, timeout, " ".join([str(spec), *overrides]))
+    if ended.returncode == VerdictFailed.exit_code:
+        raise AssertionError(f"{spec} does not train like one device\n{ended.stdout}".rstrip())
+    if ended.returncode:
+        raise _error(ended)
+
+
+def _name(function: Callable[..., Any]) -> str:
+    """`package.module:function`, by which a rank finds it."""
+    module, name = getattr(function, "__module__", ""), getattr(function, "__qualname__", "")
+    if not module or module == "__main__" or not name.isidentifier():
+        raise refused(
+            "function",
+            f"a rank cannot import {name or function!r} of {module or 'nowhere'}",
+            "define it at the top of a module that can be imported (no lambda, no inner function)",
+        )
+    return f"{module}:{name}"
+
+
+def _run(words: Sequence[str], timeout: float, what: str) -> subprocess.CompletedProcess[str]:
+    """Python in a process of its own, with this one's import path; ended when the time is over."""
+    process = subprocess.Popen(
+        [sys.executable, *words],
+        env=environment.alone(sys.path),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,  # Ctrl-C reaches the tests alone, which end it
+    )
+    try:
+        printed, said = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        raise RankFailed(f"{what}: no verdict within {timeout:g} s") from None
+    finally:
+        _end(process)
+    return subprocess.CompletedProcess(process.args, process.returncode, printed, said)
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """It ends its ranks; where it is killed the kernel does."""
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.communicate(timeout=_GRACE)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.communicate()
+
+
+def _error(ended: subprocess.CompletedProcess[str]) -> PtrainError:
+    said = ended.stderr.strip() or f"ended with status {ended.returncode}"
+    kind = RankFailed if ended.returncode != PtrainError.exit_code else PtrainError
+    return kind(said)
+
+
+def _parent(words: Sequence[str]) -> int:
+    """The parent of the ranks: FUNCTION NUM_RANKS FOLDER ARGUMENTS."""
+    function, num_ranks, folder, arguments = words
+    try:
+        return launch(
+            [function, folder, arguments],
+            num_ranks=int(num_ranks),
+            folder=RunFolder(Path(folder)),
+            module="ptrain.verification.tested",
+        )
+    except PtrainError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(_parent(sys.argv[1:]))

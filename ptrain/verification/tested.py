@@ -1,0 +1,52 @@
+"""`python -m ptrain.verification.tested FUNCTION FOLDER ARGUMENTS`: one rank of a test that
+ptrain.testing runs. It calls the function, and leaves what it returned in FOLDER/rank0.json …"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ptrain.errors import refused
+from ptrain.interpreter.world import World
+from ptrain.train.folder import write_json
+from ptrain.train.leaving import live
+from ptrain.verification.jobs.verdict import OwnVerdict
+
+
+def run(words: Sequence[str]) -> int:
+    """Under a process group, unless there is one rank alone."""
+    function, folder, arguments = words
+    torch.set_num_threads(1)
+    with ExitStack() as stack:
+        world = World.join(device="cpu", backend="gloo")
+        stack.callback(world.close)
+        found = _function(function)(*json.loads(arguments))
+        write_json(Path(folder) / f"rank{world.rank}.json", _plain(found))
+    return 0
+
+
+def _function(target: str) -> Any:
+    module, _, name = target.partition(":")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except ModuleNotFoundError as error:
+        finding = f"a rank cannot import {module}: no module named {error.name!r}"
+        raise refused("function", finding, "put its folder on the path of the tests") from error
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, OwnVerdict):
+        culprit = value.culprit.plain() if value.culprit else None
+        return {"holds": value.holds, "text": str(value), "culprit": culprit}
+    return value
+
+
+if __name__ == "__main__":
+    live(lambda: run(sys.argv[1:]))

@@ -1,0 +1,116 @@
+"""The first module that departs is named: tensor parallelism by hand, with a sum left out."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import ptrain
+from tests.gloo import sequence_parallel, stories
+from tests.ranks import Ranks
+
+pytestmark = [pytest.mark.gloo, pytest.mark.nightly]
+
+
+class Whole(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Linear(8, 6, bias=False, dtype=torch.float64)
+        self.head = nn.Linear(6, 3, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(F.gelu(self.rows(x)))
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        x = x.clone()
+        dist.all_reduce(x)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+class Rows(nn.Module):
+    """A linear of which every rank has some columns of the weight, and takes these of the input."""
+
+    def __init__(self, whole: nn.Linear, is_summed: bool) -> None:
+        super().__init__()
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.weight = nn.Parameter(whole.weight.detach().chunk(self.size, 1)[self.rank].clone())
+        self.is_summed = is_summed
+
+    def forward(self, x: Tensor) -> Tensor:
+        partial = F.linear(x.chunk(self.size, -1)[self.rank], self.weight)
+        return _Sum.apply(partial) if self.is_summed else partial
+
+
+def _job(model: nn.Module) -> ptrain.Job:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return ptrain.Job(model=model, step=step)
+
+
+def row_parallel(is_summed: bool) -> dict[str, Any] | None:
+    torch.manual_seed(0)
+    plain = Whole()
+    model = copy.deepcopy(plain)
+    model.rows = Rows(plain.rows, is_summed)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    batches = torch.randn(2, 4, 8, dtype=torch.float64)
+    terms = ptrain.Terms(mesh=mesh, steps=4)
+    verdict = ptrain.verify(_job(plain), _job(model), batches, terms=terms)
+    assert verdict.holds or verdict.culprit, verdict
+    return verdict.culprit.plain() if verdict.culprit else None
+
+
+def sequence_parallel_without(name: str) -> dict[str, Any]:
+    kept = getattr(sequence_parallel, name)
+    unsummed = {
+        "OutOfRows": sequence_parallel.UnsummedRows,
+        "IntoColumns": sequence_parallel.UnsummedColumns,
+    }
+    setattr(sequence_parallel, name, unsummed[name])
+    try:
+        culprit = stories.sequence_parallelism(fault=False).culprit
+    finally:
+        setattr(sequence_parallel, name, kept)
+    assert culprit is not None
+    return culprit.plain()
+
+
+def test_a_row_parallel_linear_by_hand_holds(ranks: Ranks) -> None:
+    assert ranks.run(2, row_parallel, True) == [None, None]
+
+
+def test_an_output_that_is_not_summed_is_named_with_axis_and_module(ranks: Ranks) -> None:
+    culprit = ranks.run(2, row_parallel, False)[0]
+    assert (culprit["state"], culprit["place"]) == ("activations", "rows")
+    assert (culprit["axis"], culprit["factor"]) == ("tp", "missing all-reduce")
+
+
+@pytest.mark.parametrize(
+    ("name", "place"), [("OutOfRows", "blocks.0.down"), ("IntoColumns", "blocks.1.norm")]
+)
+def test_the_first_module_in_the_order_of_time_is_named(
+    ranks: Ranks, name: str, place: str
+) -> None:
+    culprit = ranks.run(2, sequence_parallel_without, name)[0]
+    assert (culprit["state"], culprit["place"]) == ("activations", place)

@@ -1,0 +1,95 @@
+"""The helper for somebody else's tests: it holds, it fails with the culprit, it shows the first
+failing rank's error, and it leaves no process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from ptrain.errors import PtrainError, RankFailed
+from ptrain.testing import assert_trains_like_one_device, assert_verified, on_ranks
+from tests.jobs import gone
+
+pytestmark = pytest.mark.gloo
+nightly = pytest.mark.nightly
+
+
+def own(way: str, fault: str) -> object:
+    from tests.gloo.own_loops import judged
+
+    return judged(way, fault)
+
+
+def broken() -> None:
+    import torch.distributed as dist
+
+    if dist.get_rank() == 1:
+        raise ValueError("this rank has a fault of its own")
+    dist.barrier()
+
+
+def hanging(folder: str) -> None:
+    (Path(folder) / str(os.getpid())).touch()
+    time.sleep(600)
+
+
+def nothing() -> str:
+    return "no verdict"
+
+
+@nightly
+def test_a_sound_loop_passes() -> None:
+    assert_trains_like_one_device(own, "ddp", "")
+
+
+def test_a_faulty_loop_fails_with_the_culprit() -> None:
+    with pytest.raises(AssertionError, match=r"culprit: gradients · axis ranks · ÷ 2") as caught:
+        assert_trains_like_one_device(own, "ddp", "divided twice")
+    assert "averaged over all ranks twice" in str(caught.value)
+
+
+@nightly
+def test_the_first_failing_rank_is_shown_with_its_error() -> None:
+    with pytest.raises(RankFailed, match=r"rank 1(.|\n)*this rank has a fault of its own"):
+        on_ranks(broken)
+
+
+@nightly
+def test_ranks_that_hang_are_ended_in_time(tmp_path: Path) -> None:
+    began = time.monotonic()
+    with pytest.raises(RankFailed, match="no verdict within 8 s"):
+        on_ranks(hanging, str(tmp_path), timeout=8)
+    assert time.monotonic() - began < 25
+    pids = [int(each.name) for each in tmp_path.iterdir()]
+    assert len(pids) == 2
+    assert gone(pids)
+
+
+@nightly
+def test_a_function_that_returns_no_verdict_is_refused() -> None:
+    with pytest.raises(PtrainError, match=r"return what ptrain\.verify"):
+        assert_trains_like_one_device(nothing, num_ranks=1)
+
+
+def test_a_function_that_no_rank_can_import_is_refused() -> None:
+    with pytest.raises(PtrainError, match="define it at the top of a module"):
+        assert_trains_like_one_device(lambda: None)
+
+
+@nightly
+def test_a_spec_is_verified_and_one_that_cannot_be_is_refused() -> None:
+    sizes = ("model.layers=1", "model.hidden=32", "batch.sequence=16", "batch.global=8")
+    assert_verified("ddp", "mesh.dp_replicate=2", *sizes, steps=5)
+    with pytest.raises(PtrainError, match="mesh"):
+        assert_verified("ddp", "mesh.dp_replicate=no")
+
+
+def test_the_helper_is_imported_without_torch() -> None:
+    code = "import sys, ptrain.testing; sys.exit('torch' in sys.modules)"
+    root = Path(__file__).parents[2]
+    assert subprocess.run([sys.executable, "-c", code], cwd=root, check=False).returncode == 0
