@@ -247,8 +247,7 @@ def _canonical(program: Program, name: str) -> str:
     """The model's, of a tensor that a stage has a copy of."""
     if not isinstance(program.wrapped, Staged):
         return name
-    nothing = torch.empty(0)
-    return next(iter(program.wrapped.canonical({name: nothing})))
+    return next((own for own, copied in program.wrapped.step.shared if name == copied), name)
 
 
 def stale_copies(program: Program) -> Iterator[tuple[str, str]]:

@@ -150,13 +150,18 @@ def culprit(
     between = tuple(sorted({rank for each in same for rank in each.between}))
     return Culprit(
         state=first.subject,
-        axis=axes_between(ranks, between, coordinates),
+        axis="" if _is_alone(first) else axes_between(ranks, between, coordinates),
         factor=_factor(first),
         place="" if first.subject in _WITHOUT_PLACE else first.name,
         step=first.step,
         ranks=ranks,
         sentence=_sentence(first, ranks, between, last_good),
     )
+
+
+def _is_alone(departure: Departure) -> bool:
+    """Whether the rank itself has two things that must be the same."""
+    return departure.between == (departure.rank,)
 
 
 def _thing(departure: Departure) -> tuple[tuple[int, int], Subject, str]:
@@ -183,7 +188,8 @@ def axes_between(odd: Sequence[int], ranks: Sequence[int], coordinates: Coordina
 
 
 def _factor(first: Departure) -> str:
-    if first.way is not Way.VALUE or first.subject in _NUMBERS or first.told == SHARED:
+    is_told = first.subject in _NUMBERS or first.told == SHARED or _is_alone(first)
+    if first.way is not Way.VALUE or is_told:
         return first.told
     return "differs where it must be shared" if first.subject is Subject.RANDOM else DIFFERS
 
@@ -194,6 +200,9 @@ _NUMBERS = (Subject.COUNTER, Subject.LEARNING_RATE, Subject.NORM)
 def _sentence(
     first: Departure, ranks: tuple[int, ...], between: tuple[int, ...], last_good: int | None
 ) -> str:
+    if _is_alone(first):
+        who = f"{first.subject} {first.name} of {listed(ranks)} {first.told}"
+        return f"{who}. Every update must write its result to the copy that forward reads"
     others = tuple(rank for rank in between if rank not in ranks)
     against = f"{listed(others)} agree" if others else "no two of them agree, or as many as not"
     who = f"{first.subject} {first.name} of {listed(ranks)}: {first.told or DIFFERS} ({against}"

@@ -10,13 +10,14 @@ import pytest
 
 from ptrain.algebra.legality import require
 from ptrain.errors import PtrainError
-from ptrain.report.copies import DIFFERS
+from ptrain.report.copies import DIFFERS, SHARED
 from ptrain.report.finding import Moment, Subject, Way
 from ptrain.spec.axis import Axis
 from ptrain.spec.load import load
 from ptrain.spec.names import listing
 from ptrain.spec.precision import LAYOUTS
 from ptrain.spec.spec import Spec
+from tests.gloo import consistency_faults as faults
 from tests.gloo import consistency_runs as runs
 from tests.gloo.consistency_runs import flipped, listen, trained, watch
 from tests.ranks import Ranks
@@ -120,6 +121,37 @@ def test_of_two_axes_the_one_is_named_along_which_shards_have_copies(ranks: Rank
         assert {departure.rank for departure in seen.departures} == {1, 3}  # two copies, no more
         assert seen.culprit is not None
         assert seen.culprit.axis == "dp_replicate"
+
+
+GPT = "model={family: gpt, layers: 2, hidden: 24, heads: 4, vocab: 260, dropout: 0.1}"
+
+
+@pytest.mark.parametrize(
+    ("fault", "subject", "factor", "more"),
+    [
+        (faults.another_rate, Subject.LEARNING_RATE, "0.006 for 0.003", ()),
+        (faults.a_step_behind, Subject.COUNTER, "1 for 2", ()),
+        (faults.another_dtype, Subject.PARAMETERS, "bfloat16 for float32", ()),
+        (faults.an_own_buffer, Subject.BUFFERS, DIFFERS, ()),
+        (faults.own_gradients, Subject.GRADIENTS, DIFFERS, ()),
+        (
+            faults.a_stale_copy,
+            Subject.PARAMETERS,
+            "is not the bfloat16 copy of its float32 master",
+            ("precision.layout=zero16",),
+        ),
+        (faults.one_seed, Subject.RANDOM, SHARED, (GPT,)),
+    ],
+)
+def test_what_departs_is_named_by_state_and_factor(
+    ranks: Ranks, fault: runs.Fault, subject: Subject, factor: str, more: tuple[str, ...]
+) -> None:
+    constant = "optimizer.schedule={warmup: 0}"
+    spec = spec_of("ddp", *REPLICAS, constant, *more)
+    for seen in ranks.run(4, watch, spec, 3, fault):
+        assert seen.culprit is not None
+        assert (seen.culprit.state, seen.culprit.factor) == (subject, factor)
+        assert seen.culprit.step == faults.STEP
 
 
 PER_TENSOR = ("overlap=none", "bucket=per-tensor")

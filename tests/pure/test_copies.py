@@ -7,7 +7,7 @@ import pytest
 from ptrain.report import calls, copies
 from ptrain.report.calls import Call
 from ptrain.report.copies import Copy, alike_apart, axes_between
-from ptrain.report.finding import Moment, Subject, Way
+from ptrain.report.finding import Departure, Moment, Subject, Way
 
 # dp_replicate 2 x tp 2, row-major
 GRID = {rank: {"dp_replicate": rank // 2, "tp": rank % 2} for rank in range(4)}
@@ -114,6 +114,24 @@ def test_random_state_at_different_places_must_differ():
     culprit = copies.culprit([departure], {0: {"dp": 0}, 1: {"dp": 1}})
     assert culprit is not None
     assert (culprit.axis, culprit.factor) == ("dp", copies.SHARED)
+
+
+def test_a_rank_that_departs_from_itself_involves_no_axis():
+    alone = [
+        Departure(
+            step=3,
+            moment=Moment.UPDATE,
+            subject=Subject.PARAMETERS,
+            name="w",
+            rank=rank,
+            between=(rank,),
+            told="is not the bfloat16 copy of its float32 master",
+        )
+        for rank in (0, 1)
+    ]
+    culprit = copies.culprit(alone, GRID)
+    assert culprit is not None
+    assert (culprit.axis, culprit.factor, culprit.ranks) == ("", alone[0].told, (0, 1))
 
 
 SUM = Call(operator="all_reduce", reduces="SUM", dtype="float32", numel=8, carries="gradients a")
