@@ -115,15 +115,26 @@ def test_a_flipped_bit_on_one_replica_is_named_with_tensor_and_rank(
         assert seen.culprit.ranks == (2,)
 
 
-def test_of_two_axes_the_one_is_named_along_which_shards_have_copies(ranks: Ranks) -> None:
-    fault = flipped(Subject.PARAMETERS, "blocks.0.attention.query.weight", 7, 3)
-    for seen in ranks.run(4, watch, small("hsdp"), 3, fault):
-        assert {departure.rank for departure in seen.departures} == {1, 3}  # two copies, no more
-        assert seen.culprit is not None
-        assert seen.culprit.axis == "dp_replicate"
-
-
 GPT = "model={family: gpt, layers: 2, hidden: 24, heads: 4, vocab: 260, dropout: 0.1}"
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "tensor", "axis"),
+    [
+        ("hsdp", (), "blocks.0.attention.query.weight", "dp_replicate"),
+        ("tp", (), "norm.weight", "tp"),
+        ("pp-1f1b", (GPT,), "embed.weight", "pp"),  # a tied head's is on the last stage too
+    ],
+)
+def test_the_axis_is_named_along_which_a_tensor_has_copies(
+    ranks: Ranks, name: str, more: tuple[str, ...], tensor: str, axis: str
+) -> None:
+    spec = small(name, *more)
+    fault = flipped(Subject.PARAMETERS, tensor, 7, on=spec.world_size - 1)
+    for seen in ranks.run(spec.world_size, watch, spec, 3, fault):
+        assert len({departure.rank for departure in seen.departures}) == 2  # which, two cannot say
+        assert seen.culprit is not None
+        assert (seen.culprit.axis, seen.culprit.place) == (axis, tensor)
 
 
 @pytest.mark.parametrize(
