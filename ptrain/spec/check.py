@@ -10,7 +10,6 @@ from typing import Any, get_args, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
-from ptrain.costs import PLACED
 from ptrain.errors import Fault
 from ptrain.spec import slips
 from ptrain.spec.grammar import SpecRaw
@@ -117,7 +116,7 @@ def _keys(kind: Any, route: Route) -> tuple[str, ...]:
     """The keys of the section at `route`, as they are written."""
     found = _section(kind, route)
     if found is None:
-        return tuple(map(str, PLACED)) if route[0] == "placement" else ()
+        return ()
     return tuple(field.name.rstrip("_") for field in dataclasses.fields(found))
 
 

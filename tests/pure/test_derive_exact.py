@@ -285,3 +285,14 @@ def test_buckets_are_rebuilt_once_from_two_lists_of_numbers():
     setup = [row for row in exact(WHOLE).traffic if row.key.phase is Phase.SETUP]
     assert {(row.key.collective, row.key.state) for row in setup} == {(Collective.BROADCAST, OTHER)}
     assert sum(row.payload_bytes for row in setup) == 4 * (6 + 1) + 4 * 1
+
+
+@pytest.mark.parametrize("layout", [FP32, ZERO16])
+def test_muon_keeps_one_moment_of_a_blocks_matrices_and_two_with_a_step_of_the_rest(layout):
+    """3 blocks of 3528 + 1176 + 12726 elements in matrices; 2 tables of 259 x 42, 7 norms of 42."""
+    hidden, rest, others = 3 * (3528 + 1176 + 12726), 2 * 259 * 42 + 7 * 42, 9
+    options = {"optimizer": "muon", "momentum": 0.95, "layout": layout}
+    found = derive(make_spec({Axis.DP_REPLICATE: (2, WHOLE)}, **options)).exact
+    held = [row.device_bytes for row in found.memory if row.state is OMEGA]
+    master = 4 * (hidden + rest) if layout.master else 0
+    assert held == [4 * (hidden + 2 * rest) + 4 * others + master] * 2

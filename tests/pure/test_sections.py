@@ -67,3 +67,28 @@ def test_timeouts_are_those_of_the_start_and_of_a_step():
 )
 def test_sections_that_say_nothing_are_not_written(overrides, is_written):
     assert ("offload" in load("zero3", overrides).spec.resolved) is is_written
+
+
+@pytest.mark.parametrize(
+    ("written", "bucket"), [("size", 25 * 2**20), ("per-tensor", 1), ("1 MiB", 2**20), (1024, 1024)]
+)
+def test_a_bucket_has_words_for_three_sizes(written, bucket):
+    assert loaded(bucket=written).bucket_bytes == bucket
+
+
+@pytest.mark.parametrize(
+    ("tuple_", "axis"),
+    [("R,R,R,R", "dp_replicate"), ("R,R,R,M", "dp_replicate"), ("R,R,S,R", "dp_shard")],
+)
+def test_dp_is_the_axis_that_its_tuple_needs_whatever_is_kept_of_activations(tuple_, axis):
+    (factor,) = loaded(mesh={"dp": 2}, placement={"dp": tuple_}).factors
+    assert (factor.axis, factor.degree) == (axis, 2)
+
+
+def test_dp_takes_the_one_axis_that_the_placement_names():
+    (factor,) = loaded(mesh={"dp": 2}).factors
+    assert (factor.axis, factor.degree) == ("dp_shard", 2)
+
+
+def test_a_mesh_may_have_as_many_ranks_as_an_axis():
+    assert loaded(mesh={"dp_shard": 131072}, batch={"sequence": 8}).world_size == 131072

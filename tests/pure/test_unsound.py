@@ -1,5 +1,5 @@
-"""What a section must satisfy to have a value at all, and what is said where it does not: one fault,
-word for word."""
+"""What a section must satisfy to have a value at all, and what is said where it does not: one
+fault, word for word."""
 
 from __future__ import annotations
 
@@ -20,6 +20,15 @@ SHARDS = {"dp_shard": "S*,S,S,R"}
          "lower a degree"),
         ({"mesh": {"dp_shard": "auto", "dp_replicate": "auto"}}, "mesh.dp_replicate",
          "one degree may be auto; got dp_shard and dp_replicate", "write one of them as a number"),
+        ({"mesh": {"dp": 2}, "placement": SHARDS | {"dp_replicate": "R,R,R,R"}}, "mesh.dp",
+         "dp stands for dp_replicate or dp_shard, and the placement names dp_replicate and "
+         "dp_shard",
+         "write the degrees of dp_replicate and dp_shard"),
+        ({"mesh": {"dp": 2}, "placement": None}, "mesh.dp",
+         "dp stands for dp_replicate or dp_shard, and the placement names neither",
+         "write the degrees of dp_replicate and dp_shard"),
+        ({"mesh": {"dp": 2, "dp_shard": 2}}, "mesh.dp",
+         "dp stands for a data axis, and dp_shard is given too", "remove dp or dp_shard"),
         ({"placement": None}, "mesh.dp_shard",
          "the mesh has dp_shard: 2, and the placement has no tuple for it",
          "write placement: {dp_shard: ...} with a strategy's name or four modes"),
@@ -54,6 +63,14 @@ SHARDS = {"dp_shard": "S*,S,S,R"}
         ({"model": {"hf": "A", "tied": True}}, "model.tied",
          "hf gives the whole model; tied does not belong to it",
          "write model.config with the class's own fields, or remove it"),
+        ({"model": {"preset": "llama-tiny", "experts_per_token": 2}}, "model.experts_per_token",
+         "not yet: experts_per_token 2 is in the grammar, and nothing executes it",
+         "remove experts_per_token"),
+        ({"compile": True}, "compile",
+         "not yet: compile true is in the grammar, and nothing executes it",
+         "what works today: compile: false"),
+        ({"model": {"target": 3}, "attention": "eager"}, "model.target", "must be package.module:function; "
+         "got the number 3", "put it in quotes to make it a text"),
         ({"model": {"preset": "llama-tiny", "config": {}}}, "model.config",
          "config belongs to an hf class", "add model.hf, or remove it"),
         ({"model": {"preset": "llama-tiny", "arguments": {}}}, "model.arguments",
