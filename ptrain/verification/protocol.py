@@ -19,7 +19,7 @@ from typing import TypeAlias
 
 from ptrain.interpreter.program import Program, interpret
 from ptrain.interpreter.world import World
-from ptrain.report.finding import Culprit, Departed, Departure
+from ptrain.report.finding import Culprit, Departed, Departure, Subject
 from ptrain.report.record import Check
 from ptrain.spec.model import ModelShape
 from ptrain.spec.spec import Spec
@@ -32,8 +32,6 @@ from ptrain.verification.references import Told, references
 from ptrain.verification.tolerances import Allowed, Plan, in_fp64, in_own_dtypes, plan
 from ptrain.verification.trajectory import Corridor, Run, anywhere, checks, follow, from_rank
 from ptrain.verification.variants import exactly, without_dropout
-
-LEAST_STEPS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,14 +49,13 @@ class Asked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verification:
-    """The verdict and what it rests on, equal on all ranks. `seconds` by stage, `stages` says of
-    which stage each check is; `notes` are what was not checked, and why."""
+    """The verdict and what it rests on, equal on all ranks. `seconds` by stage, whose name each
+    check's begins with; `notes` are what was not checked, and why."""
 
     checks: tuple[Check, ...]
     departures: tuple[Departure, ...] = ()
     culprit: Culprit | None = None
     seconds: dict[str, float] = field(default_factory=dict)
-    stages: dict[str, int] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
     @property
@@ -153,7 +150,6 @@ def _with(result: Verification, name: str, found: Found, seconds: float) -> Veri
         departures=(*result.departures, *found.departures),
         culprit=result.culprit or found.culprit,
         seconds=result.seconds | {name: seconds},
-        stages=result.stages | {name: len(named)},
         notes=(*result.notes, *found.notes),
     )
 
@@ -212,7 +208,11 @@ def _in_fp64(context: Context) -> Found:
     growth = [context.told[ask.key] for ask in context.plan.growth]
     allowed = in_fp64(reference, growth, exchange)
     context.exact, found = _followed(context, exactly(context.spec), reference, allowed)
-    return found
+    stopped = context.exact.stopped
+    if stopped is None or found.culprit is not None:
+        return found
+    beside = examine(context.make(exactly(context.spec), context.world), exchange, stopped + 1)
+    return replace(found, departures=beside.departures, culprit=beside.culprit)
 
 
 def _in_own_dtypes(context: Context) -> Found:
@@ -222,7 +222,28 @@ def _in_own_dtypes(context: Context) -> Found:
         return Found(checks=(), notes=("own dtypes: they are fp64",))
     spec = without_dropout(context.spec)
     allowed = in_own_dtypes(spec, told, context.exchange)
-    return _followed(context, spec, told[0], allowed)[1]
+    run, found = _followed(context, spec, told[0], allowed)
+    failed = [check for check in found.checks if not check.holds]
+    if not failed or found.culprit is not None:
+        return found
+    return replace(found, culprit=_of_dtypes(context, run, failed[0]))
+
+
+def _of_dtypes(context: Context, run: Run, failed: Check) -> Culprit:
+    """What holds in fp64 and not in the spec's own dtypes."""
+    is_gradient = failed.name.startswith("gradient")
+    layout = context.spec.precision.layout
+    return Culprit(
+        state=Subject.GRADIENTS if is_gradient else Subject.LOSS,
+        axis="",
+        factor=f"in {layout.name} alone",
+        place="",
+        step=0 if is_gradient else run.stopped or 0,
+        ranks=tuple(range(context.world.size)),
+        sentence="In fp64 the same steps are those of one device, so every sum is right: look for "
+        "a state that is kept, reduced or cast in a coarser dtype than precision.layout says, and "
+        "for what overflows.",
+    )
 
 
 def _followed(context: Context, spec: Spec, reference: Told, allowed: Allowed) -> tuple[Run, Found]:

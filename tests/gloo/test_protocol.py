@@ -97,6 +97,8 @@ def test_a_trajectory_stops_at_the_first_step_that_is_off_and_says_what_it_left_
     assert found.notes[-1] == (
         "trajectory in fp64 fails: trajectory in own dtypes, invariance not checked"
     )
+    assert found.culprit is not None  # the steps up to there, beside one device
+    assert found.culprit.step == LATE
 
 
 def test_two_meshes_are_compared_with_each_other(ranks: Ranks, tmp_path: Path) -> None:
