@@ -69,8 +69,8 @@ SHARDS = {"dp_shard": "S*,S,S,R"}
         ({"compile": True}, "compile",
          "not yet: compile true is in the grammar, and nothing executes it",
          "what works today: compile: false"),
-        ({"model": {"target": 3}, "attention": "eager"}, "model.target", "must be package.module:function; "
-         "got the number 3", "put it in quotes to make it a text"),
+        ({"model": {"target": 3}, "attention": "eager"}, "model.target",
+         "must be package.module:function; got the number 3", "put it in quotes to make it a text"),
         ({"model": {"preset": "llama-tiny", "config": {}}}, "model.config",
          "config belongs to an hf class", "add model.hf, or remove it"),
         ({"model": {"preset": "llama-tiny", "arguments": {}}}, "model.arguments",
