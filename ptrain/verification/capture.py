@@ -80,7 +80,9 @@ class Capture:
         self.outputs = Outputs()
         self.rates: set[float] = set()
         self._leaves: list[tuple[Target, torch.Tensor]] = list(program.update.leaves())
+        self.used: dict[str, torch.Tensor] = {}  # parameters, as the first pass has them
         self._given: dict[int, torch.Tensor] = {}
+        self._reduced: set[int] = set()  # which of the leaves there was a gradient for
         self._now: int | None = None
         self._stack = ExitStack()
 
@@ -90,9 +92,13 @@ class Capture:
         self._now = micro_batch if is_kept else None
 
     def __enter__(self) -> Capture:
-        self.program.observers.append(self)
-        self._stack.callback(self.program.observers.remove, self)
+        for observers in (self.program.observers, self.program.gradient_observers):
+            observers.append(self)
+            self._stack.callback(observers.remove, self)
         self._stack.enter_context(self._watched())
+        for path, module in paths(self.program) if self.micro_batches else ():
+            hook = module.register_forward_pre_hook(partial(self._before, path))
+            self._stack.callback(hook.remove)
         self._stack.callback(register_optimizer_step_pre_hook(self._before_update).remove)
         return self
 
@@ -101,6 +107,21 @@ class Capture:
 
     def _watched(self) -> AbstractContextManager[None]:
         return watched(paths(self.program), self.outputs, lambda: self._now)
+
+    def reduced(self) -> None:
+        """The gradients are where the optimizer is to find them."""
+        for index, (target, _) in enumerate(self._leaves):
+            if target.gradient is not None:
+                self._reduced.add(index)
+
+    def clipped(self, norm: torch.Tensor | None) -> None:
+        """They are compared without it."""
+
+    def _before(self, path: str, module: nn.Module, _: object) -> None:
+        """What a module is about to compute with, gathered if it has to be."""
+        for name, parameter in module._parameters.items() if self._now is not None else ():
+            if parameter is not None:
+                self.used.setdefault(f"{path}.{name}", parameter.detach().clone())
 
     def _before_update(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         """Of a loss with a scale the gradients have it, and the optimizer undoes it."""
@@ -116,11 +137,15 @@ class Capture:
 
     def gradients(self, exchange: Exchange) -> Named:
         """By canonical name, full tensors or DTensors, zeros of what this rank's optimizer was
-        given none of where others were; none of what nobody updates. All ranks call it."""
+        given none of where others were; none of what nobody updates, or some rank's optimizer has
+        left although there was one. All ranks call it."""
         lacking = [i for i, (_, leaf) in enumerate(self._leaves) if id(leaf) not in self._given]
+        left = [index for index in lacking if index in self._reduced]
         stage = _stage(self.program)
-        alike = [each for its, each in exchange.gather([stage, lacking]) if its == stage]
-        frozen = set(lacking).intersection(*alike)
+        everyone = exchange.gather([stage, lacking, left])
+        alike = [(each, its) for place, each, its in everyone if place == stage]
+        frozen = set(lacking).intersection(*(each for each, _ in alike))
+        frozen |= {index for _, its in alike for index in its}
         found: Named = {}
         for index, (target, leaf) in enumerate(self._leaves):
             if index in frozen:

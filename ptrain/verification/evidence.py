@@ -17,7 +17,8 @@ from ptrain.verification.states import States
 
 @dataclass(slots=True, kw_only=True)
 class Evidence:
-    """`states` are the reference's at the start of every step so far, this one last. `gradients` as
+    """`states` are the reference's at the start of every step so far, this one last. `used` are
+    parameters as the first micro-batch's modules had them. `gradients` as
     the program's optimizer had them, `expected_gradients` the reference's without the loss's scale
     and before clipping; `scale` is that of the loss."""
 
@@ -26,6 +27,7 @@ class Evidence:
     step: int
     states: list[States]
     batch: LocalBatch
+    used: Named
     outputs: Outputs
     expected_outputs: Outputs
     gradients: Named

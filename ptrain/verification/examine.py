@@ -34,7 +34,7 @@ from ptrain.verification.states import States, of_program, of_reference
 
 TOLERANCE = 1e-11  # relative, fp64: what Adam makes of 1e-15, with room; faults are 1e-6 and more
 NOISE = 1e-6  # of a state's root mean square: a tensor this small is rounding (compare.NOISE)
-MOST = 40  # departures of one moment that a rank tells of
+MOST = 20  # departures of one state at one moment that a rank tells of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +117,7 @@ class _Examiner:
             step=step,
             states=states,
             batch=self.program.batch,
+            used=capture.used,
             outputs=capture.outputs,
             expected_outputs=outputs,
             gradients=capture.gradients(self.exchange),
@@ -148,11 +149,24 @@ class _Examiner:
             *sample_departures(
                 evidence.batch, self.reference, evidence.step, self.rank, self.exchange
             ),
+            *self._used(evidence),
             *self._activations(evidence),
             *self._loss(evidence),
             *self._rates(evidence),
             *self._gradients(evidence),
         ]
+
+    def _used(self, evidence: Evidence) -> Iterator[Departure]:
+        """Parameters where they are used: gathered, copied, as they should be in this step."""
+        expected = self.reference.parameters
+        usual = _root_mean_square(expected)
+        for name, tensor in evidence.used.items():
+            whole = expected.get(name)
+            if whole is not None:
+                pair = (tensor, whole)
+                yield from self._compared(
+                    evidence.step, Moment.FORWARD, Subject.PARAMETERS, name, pair, usual=usual
+                )
 
     def _activations(self, evidence: Evidence) -> Iterator[Departure]:
         pairs = (
@@ -302,9 +316,9 @@ class _Examiner:
 
     def _told(self, own: list[Departure]) -> tuple[Departure, ...]:
         """Everybody's, on every rank, in the order of time and along the model."""
-        least: dict[Moment, list[Departure]] = {}
+        least: dict[tuple[Moment, Subject], list[Departure]] = {}
         for each in sorted(own, key=self._when):
-            least.setdefault(each.moment, []).append(each)
+            least.setdefault((each.moment, each.subject), []).append(each)
         chosen = [each.plain() for group in least.values() for each in group[:MOST]]
         everyone = self.exchange.gather(chosen)
         order = dict(pair for its in self.exchange.gather(list(self.order.items())) for pair in its)
@@ -312,11 +326,14 @@ class _Examiner:
         found = [Departure.of(each) for its in everyone for each in its]
         return tuple(sorted(found, key=self._when))
 
-    def _when(self, each: Departure) -> tuple[int, int, int, int, int, int]:
-        forward = self.order.get(each.name, self.names.get(each.name, len(self.order)))
+    def _when(self, each: Departure) -> tuple[int, ...]:
+        """Parameters that are used stand before what their module makes of them."""
+        is_used = each.moment is Moment.FORWARD and each.subject is Subject.PARAMETERS
+        module = each.name.rpartition(".")[0] if is_used else each.name
+        forward = self.order.get(module, self.names.get(each.name, len(self.order)))
         place = -forward if each.moment is Moment.BACKWARD else forward
         is_loss = each.subject is Subject.LOSS
-        return (each.step, each.moment, int(is_loss), each.index, place, each.rank)
+        return each.step, each.moment, int(is_loss), each.index, place, not is_used, each.rank
 
     def _checks(self, found: tuple[Departure, ...]) -> tuple[Check, ...]:
         worst: dict[str, float] = {}
@@ -351,6 +368,8 @@ def _check_of(each: Departure) -> str:
 def _check_name(moment: Moment, subject: Subject) -> str:
     if subject is Subject.ACTIVATIONS and moment is Moment.BACKWARD:
         return "gradients of activations"
+    if moment is Moment.FORWARD and subject is Subject.PARAMETERS:
+        return "parameters in use"
     if moment is Moment.START and subject in (Subject.PARAMETERS, Subject.OPTIMIZER):
         return f"initial {subject}"
     if subject is Subject.BATCH:

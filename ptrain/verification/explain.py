@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ptrain.costs import State
+from ptrain.interpreter.optimizer import COUNTER
 from ptrain.interpreter.program import Program
 from ptrain.report.finding import Culprit, Departure, Moment, Subject
 from ptrain.spec.axis import Axis
@@ -56,8 +57,11 @@ def explain(
 def _ranks(scene: Scene, one: Departure) -> tuple[int, ...]:
     """Where the same thing departs; of gradients anything, for a rank may have nothing of the first
     tensor that is not zero."""
+    if _is_left_out(scene, one):
+        counter = replace(one, subject=Subject.COUNTER, name=f"{one.name}.{COUNTER}")
+        return scene.ranks_of(counter) or scene.ranks_of(replace(one, subject=Subject.PARAMETERS))
     if one.subject is not Subject.GRADIENTS:
-        return scene.ranks_of(one) or scene.ranks_of(replace(one, subject=Subject.PARAMETERS))
+        return scene.ranks_of(one)
     return tuple(sorted({each.rank for each in scene.at(one.moment, one.subject)}))
 
 
@@ -66,11 +70,13 @@ def _cause(scene: Scene, program: Program) -> tuple[Departure, Cause]:
     match first.moment:
         case Moment.START | Moment.UPDATE:
             one = _most_telling(scene, program)
-            if one.subject is Subject.OPTIMIZER and one.name in scene.reference.parameters:
+            if _is_left_out(scene, one):
                 return one, _skipped(scene, one)
             return one, state_cause(scene, one, program)
         case Moment.BATCH:
             return first, _samples(scene)
+        case Moment.FORWARD if first.subject is Subject.PARAMETERS:
+            return first, state_cause(scene, first, program)
         case Moment.FORWARD if first.subject is Subject.ACTIVATIONS:
             return first, output_cause(scene) or _unexplained(scene)
         case Moment.FORWARD | Moment.BACKWARD | Moment.GRADIENTS:
@@ -110,8 +116,13 @@ def _not_updated(scene: Scene, alike: Sequence[Departure], program: Program) -> 
     return None
 
 
+def _is_left_out(scene: Scene, one: Departure) -> bool:
+    """A parameter in the place of its optimizer state."""
+    return one.subject is Subject.OPTIMIZER and one.name in scene.reference.parameters
+
+
 def _skipped(scene: Scene, one: Departure) -> Cause:
-    ranks = scene.ranks_of(replace(one, subject=Subject.PARAMETERS))
+    ranks = _ranks(scene, one)
     sentence = (
         f"the update leaves {one.name} out: its values, its moments and its counter are those of "
         "before; give it to the optimizer, and step the optimizer of every shard"

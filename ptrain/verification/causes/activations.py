@@ -10,6 +10,7 @@ from torch.func import functional_call
 
 from ptrain.report.finding import Moment, Subject
 from ptrain.verification.capture import Outputs, watched
+from ptrain.verification.causes.order import order_of_slices
 from ptrain.verification.causes.rounding import COARSER, rounded_to
 from ptrain.verification.causes.scene import EXACT, Cause, Scene
 from ptrain.verification.factors import factor_text, multiple, products, share_of_sum
@@ -24,6 +25,7 @@ def output_cause(scene: Scene) -> Cause | None:
         _other_weights,
         _multiple,
         _of_another_rank,
+        _of_slices,
         _rounded,
     )
     for cause in causes:
@@ -184,6 +186,26 @@ def _of_another_rank(scene: Scene) -> Cause | None:
     rank, other = swapped[0]
     sentence = f"rank {rank} computes the part of rank {other}: its place or its groups are wrong"
     return Cause(scene.axis_of([rank]), f"part of rank {other}", sentence)
+
+
+def _of_slices(scene: Scene) -> Cause | None:
+    """The right slices of an axis' ranks, in the wrong order."""
+    said: list[list[str]] = []
+    if (pair := _parts(scene)) is not None:
+        for axis in scene.axes:
+            order = order_of_slices(*pair, scene.spec.degree(axis))
+            if order is not None:
+                said.append([str(axis), ", ".join(map(str, order))])
+    found = [each for its in scene.exchange.gather(said) for each in its]
+    if not found:
+        return None
+    axis, order = found[0]
+    what = "output" if scene.first.moment is Moment.FORWARD else "output's gradient"
+    sentence = (
+        f"the {what} of {scene.first.name} has the slices of {axis} in the order {order}: gather "
+        "them by rank"
+    )
+    return Cause(axis, "slices in another order", sentence)
 
 
 def _rounded(scene: Scene) -> Cause | None:

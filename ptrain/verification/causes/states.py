@@ -11,9 +11,10 @@ from torch import Tensor
 
 from ptrain.costs import State
 from ptrain.interpreter.program import Program
-from ptrain.report.finding import Departure, Subject
+from ptrain.report.finding import Departure, Moment, Subject
 from ptrain.spec.placement import Distribution
 from ptrain.train.schedule import learning_rate
+from ptrain.verification.causes.order import order_of_slices
 from ptrain.verification.causes.rounding import flipped_bit, odd_element, rounded_to
 from ptrain.verification.causes.scene import EXACT, Cause, Scene
 from ptrain.verification.factors import combination, multiple
@@ -33,8 +34,12 @@ class Said(NamedTuple):
 
 def state_cause(scene: Scene, one: Departure, program: Program) -> Cause:
     """Of a departure of state. Collective."""
-    own = of_program(program).get((one.subject, one.name))
-    whole = of_reference(scene.reference).get((one.subject, one.name))
+    if one.moment is Moment.FORWARD:  # as it is used
+        own: Tensor | None = scene.evidence.used.get(one.name)
+        whole = scene.evidence.states[-1].get((one.subject, one.name))
+    else:
+        own = of_program(program).get((one.subject, one.name))
+        whole = of_reference(scene.reference).get((one.subject, one.name))
     places = scene.gather_parts(own, whole)
     said = None
     if own is not None and whole is not None:
@@ -87,10 +92,15 @@ def _said(scene: Scene, one: Departure, sides: Sides, places: Mapping[int, Part]
         return None
     if (odd := _of_one_element(one, sides)) is not None:
         return odd
-    for cause in (_stale, _frozen, _decayed, _update, _moment) if scene.has_evidence else ():
+    is_used = one.moment is Moment.FORWARD
+    for cause in _CAUSES[:1] if is_used else _CAUSES if scene.has_evidence else ():
         if (known := cause(scene, one, sides)) is not None:
             return known
-    return _of_another_rank(one, sides, places) or _by_values(one, own, expected)
+    return (
+        _of_another_rank(one, sides, places)
+        or _of_slices(scene, one, sides)
+        or _by_values(one, own, expected)
+    )
 
 
 def _of_one_element(one: Departure, sides: Sides) -> Said | None:
@@ -120,10 +130,16 @@ def _counted(own: float, expected: float) -> Said | None:
 def _stale(scene: Scene, one: Departure, sides: Sides) -> Said | None:
     """What is wrong of it is as it was at the start of a step."""
     own, wrong = sides.own, sides.wrong
+    is_used = one.moment is Moment.FORWARD  # in the step at whose start it is right
     for back, states in enumerate(reversed(scene.evidence.states)):
         before = states.get((one.subject, one.name))
         if before is None or relative(own[wrong], sides.part.of(before)[wrong]) > _ALIKE:
             continue
+        if is_used:
+            sentence = (
+                f"{one.name} is used as it was {back} updates ago: gather or copy it after them"
+            )
+            return Said(f"stale by {back} step{'s' * (back > 1)}", sentence)
         if not back:
             sentence = f"{one.name} is as before the update, which did not reach these ranks"
             return Said("stale by 1 step", sentence)
@@ -213,6 +229,7 @@ def _moment(scene: Scene, one: Departure, sides: Sides) -> Said | None:
     return Said(f"beta {found:.4g} for {right:g}", sentence)
 
 
+_CAUSES = (_stale, _frozen, _decayed, _update, _moment)
 _POWERS = {"exp_avg": 1, "exp_avg_sq": 2}
 
 
@@ -223,6 +240,18 @@ def _of_another_rank(one: Departure, sides: Sides, places: Mapping[int, Part]) -
         if there.shape == sides.own.shape and relative(sides.own, there) <= EXACT:
             sentence = f"{one.name} is the part of rank {rank}: shards are loaded by wrong places"
             return Said(f"part of rank {rank}", sentence)
+    return None
+
+
+def _of_slices(scene: Scene, one: Departure, sides: Sides) -> Said | None:
+    for axis in scene.axes:
+        order = order_of_slices(sides.own, sides.expected, scene.spec.degree(axis))
+        if order is not None:
+            sentence = (
+                f"{one.name} is put together of the right shards of {axis} in the order "
+                f"{', '.join(map(str, order))}: gather them by rank"
+            )
+            return Said("shards in another order", sentence)
     return None
 
 
