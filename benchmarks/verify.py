@@ -162,7 +162,7 @@ def main() -> int:
     head = header("verify: every strategy against one device", this_command())
     (args.work / "references").mkdir(mode=0o700, parents=True, exist_ok=True)
     names = list(listing("strategies"))
-    for name in args.only or names:
+    for name in args.only or sorted(names, key=lambda name: load(name).spec.world_size):
         file = args.work / f"{name}.json"
         if not args.only and file.exists() and json.loads(file.read_text())["steps"] == args.steps:
             continue
