@@ -34,7 +34,7 @@ from ptrain.verification.states import States, of_program, of_reference
 
 TOLERANCE = 1e-11  # relative, fp64: what Adam makes of 1e-15, with room; faults are 1e-6 and more
 NOISE = 1e-6  # of a state's root mean square: a tensor this small is rounding (compare.NOISE)
-MOST = 20  # departures of one state at one moment that a rank tells of
+MOST = 400  # departures of one state at one moment that a rank tells of: 0.1 MB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

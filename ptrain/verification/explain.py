@@ -23,6 +23,7 @@ from ptrain.verification.causes.activations import output_cause
 from ptrain.verification.causes.gradients import gradient_cause
 from ptrain.verification.causes.scene import EXACT, Cause, Scene
 from ptrain.verification.causes.states import state_cause
+from ptrain.verification.causes.targets import targets_cause
 from ptrain.verification.evidence import Evidence
 from ptrain.verification.factors import factor_text, products
 from ptrain.verification.parts import held
@@ -135,6 +136,8 @@ def _of_backward(scene: Scene) -> tuple[Departure, Cause]:
     first = scene.first
     if first.subject is Subject.LEARNING_RATE:
         return first, _learning_rate(scene)
+    if first.subject is Subject.LOSS and (cause := targets_cause(scene)) is not None:
+        return first, cause
     gradients = scene.at(Moment.GRADIENTS, Subject.GRADIENTS)
     if first.moment is Moment.BACKWARD and (cause := output_cause(scene)) is not None:
         is_partial = cause.factor.startswith("missing")

@@ -44,7 +44,7 @@ def chosen(scene: Scene, names: Iterable[str], least: int) -> str:
 
 def ratio_cause(scene: Scene, ratio: float, names: Sequence[str]) -> Cause:
     total = len(scene.evidence.expected_gradients)
-    if len(names) == total and (cause := _of_clipping_or_scale(scene, ratio)) is not None:
+    if (cause := _of_clipping_or_scale(scene, ratio)) is not None:
         return cause
     some = f" of {family(names)}" if len(names) < total else ""
     found = products(ratio, scene.degrees)
