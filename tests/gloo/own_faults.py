@@ -200,6 +200,26 @@ def autocast(model: nn.Module, sound: ptrain.Job, between: Between) -> Pair:
     return ptrain.Job(model=model, step=step), sound
 
 
+def not_brought_back(model: nn.Module, sound: ptrain.Job, between: Between) -> Pair:
+    """Every rank updates every other parameter, and nobody hands them round."""
+    parameters = list(model.parameters())
+    optimizer = torch.optim.AdamW(parameters[dist.get_rank() :: 2], lr=1e-2)
+
+    def step(tokens: Tensor) -> Tensor:
+        loss = mean_loss(model, tokens)
+        loss.backward()
+        optimizer.step()
+        model.zero_grad()
+        return loss
+
+    return ptrain.Job(model=model, step=step), sound
+
+
+def shard_skipped(model: nn.Module, sound: ptrain.Job, between: Between) -> Pair:
+    """One rank does not update its shards."""
+    return _own_loop(model, between, updates=dist.get_rank()), sound
+
+
 FAULTS = {
     "divided twice": _with(_divide),
     "summed": _with(_multiply),
@@ -218,5 +238,7 @@ FAULTS = {
     "drift": drift,
     "other weights": other_weights,
     "doubled sample": doubled_sample,
+    "not brought back": not_brought_back,
+    "shard skipped": shard_skipped,
     "autocast": autocast,
 }

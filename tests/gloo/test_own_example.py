@@ -1,7 +1,8 @@
-"""The example that README shows, run as it stands."""
+"""A user's own loop as an example: a script as somebody has it, and the few lines that judge it."""
 
 from __future__ import annotations
 
+import difflib
 import subprocess
 import sys
 from pathlib import Path
@@ -10,40 +11,59 @@ import pytest
 
 from ptrain.train import environment
 
-pytestmark = [pytest.mark.gloo, pytest.mark.nightly]
-
-EXAMPLE = """\
-import copy, ptrain, torch, torch.distributed as dist
+SCRIPT = """\
+import torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-def job(model):  # your loop, for both
-    optimizer = torch.optim.AdamW(model.parameters())
-
-    def step(rows):
-        loss = model(rows).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
-    return ptrain.Job(model=model, step=step)
+def train_step(model, optimizer, rows):
+    loss = model(rows).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
 
 dist.init_process_group("gloo")
 rank, size = dist.get_rank(), dist.get_world_size()
 torch.manual_seed(0)
-model = torch.nn.Linear(8, 8)
-plain = copy.deepcopy(model)  # before it is wrapped
 batches = torch.randn(3, 8, 8)  # three global batches of eight rows
-share = lambda batch: batch.chunk(size)[rank]
-print(ptrain.verify(job(plain), job(DistributedDataParallel(model)), batches, share=share))
+model = torch.nn.Linear(8, 8)
+wrapped = DistributedDataParallel(model)
+optimizer = torch.optim.AdamW(wrapped.parameters())
+for batch in batches:
+    train_step(wrapped, optimizer, batch.chunk(size)[rank])
+"""
+# What stands in README: it takes the place of the script's loop.
+JUDGED = """\
+def job(model):  # the loop, on any model: with its optimizer and its step
+    optimizer = torch.optim.AdamW(model.parameters())
+    return ptrain.Job(model=model, step=lambda rows: train_step(model, optimizer, rows))
+
+share = lambda batch: batch.chunk(size)[rank]  # what this rank is given of a global batch
+print(ptrain.verify(job(plain), job(wrapped), batches, share=share))
 """
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_example_prints_that_it_holds(tmp_path: Path) -> None:
-    script = tmp_path / "example.py"
-    script.write_text(EXAMPLE)
-    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29571"]
+def judged() -> str:
+    """The script with `plain` kept before it is wrapped, and the verdict for a loop."""
+    head, _, _ = SCRIPT.partition("optimizer = torch.optim.AdamW(wrapped")
+    head = head.replace("import torch, ", "import copy, ptrain, torch, ")
+    return head.replace("wrapped = ", "plain = copy.deepcopy(model)\nwrapped = ") + JUDGED
+
+
+def test_a_verdict_takes_fewer_than_ten_changed_lines() -> None:
+    """TTrace's own figure (arXiv 2506.09280)."""
+    difference = difflib.ndiff(SCRIPT.splitlines(), judged().splitlines())
+    written = [line for line in difference if line.startswith("+ ") and line.strip() != "+"]
+    assert len(written) < 10
+
+
+@pytest.mark.gloo
+@pytest.mark.nightly
+def test_the_script_prints_that_it_holds(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(judged())
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     ended = subprocess.run(
         [sys.executable, *torchrun, str(script)],
         env=environment.alone([str(ROOT)]),

@@ -73,6 +73,12 @@ NAMED = {
         "parameters", "ranks", "other weights at the start", "head.weight",
     ),
     ("ddp", "doubled sample"): ("batch", "ranks", "missing and doubled", "samples"),
+    ("ddp", "not brought back"): (
+        "parameters", "ranks", "stale on some ranks", "blocks.*.norm.weight",
+    ),
+    ("fsdp2", "shard skipped"): (
+        "step counter", "dp", "0 updates, one device 1", "optimizer.step",
+    ),
     ("fsdp2_tp", "summed"): ("gradients", "dp+tp", "× 4", ""),
     ("hsdp", "divided twice"): ("gradients", "outer+inner", "÷ 4", ""),
 }  # fmt: skip

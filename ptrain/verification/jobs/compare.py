@@ -24,6 +24,7 @@ from ptrain.verification.parts import held
 
 # A rank's elements may be a quiet corner of a tensor, whose rounding is that of the others.
 _QUIET = 1e-2
+_SURE = 10  # tolerances of a gradient, relative to its root mean square
 _ROUNDINGS = 16  # of a parameter, in its own dtype, that an update may differ by
 
 
@@ -68,8 +69,9 @@ def difference(found: Tensor, expected: Tensor, length: float) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Course:
-    """A parameter's way on this rank: its elements at the start of the step and since the start of
-    the run, of the reference and of the loop."""
+    """A parameter's way on this rank: its elements at the start of the run, before and after the
+    step, of the reference and of the loop. `sure`: those whose gradients have been more than
+    rounding so far."""
 
     parameter: Tensor
     origin: Tensor
@@ -77,11 +79,13 @@ class Course:
     after: Tensor
     run_before: Tensor
     run_after: Tensor
+    sure: Tensor
 
     @property
     def pace(self) -> Fit:
         """The loop's move in this step as a multiple of the reference's."""
-        return multiple(self.run_after - self.run_before, self.after - self.before)
+        found, expected = self.run_after - self.run_before, self.after - self.before
+        return multiple(found[self.sure], expected[self.sure])
 
     @property
     def stood_still(self) -> bool:
@@ -232,15 +236,26 @@ def compare_update(
     found: Found, name: str, course: Course, *, usual: float, is_noise: bool, limit: Tolerance
 ) -> None:
     """The parameter after the update, relative to the way that it has gone since the start, or to
-    its roundings where these are more. Adam makes a move of a gradient that is noise: that one is
-    relative to `usual`, the size of the model's parameters."""
-    moved = _norm(course.after.double() - course.origin.double())
-    eps = torch.finfo(course.run_after.dtype).eps
-    rounding = _ROUNDINGS * eps * _norm(course.after) / limit.updates
-    least = usual * math.sqrt(course.after.numel()) if is_noise else 0.0
-    size = difference(course.run_after, course.after, max(moved, rounding, least))
+    its roundings where these are more. Adam makes a whole move of the sign of a gradient that is
+    noise: of a tensor it is relative to `usual`, the size of the model's parameters; elements of
+    which it is not sure need only be numbers."""
+    after, run_after = course.after[course.sure], course.run_after[course.sure]
+    moved = _norm(after.double() - course.origin[course.sure].double())
+    eps = torch.finfo(run_after.dtype).eps
+    rounding = _ROUNDINGS * eps * _norm(after) / limit.updates
+    least = usual * math.sqrt(after.numel()) if is_noise else 0.0
+    size = difference(run_after, after, max(moved, rounding, least))
+    size = size if bool(torch.isfinite(course.run_after).all()) else math.inf
     found.compare(Moment.UPDATE, Subject.PARAMETERS, name, difference=size, tolerance=limit.updates)
     found.courses[name] = course
+
+
+def sure_of(part: Tensor, found: Tensor | None, whole: Tensor, limit: Tolerance) -> Tensor:
+    """Elements of a gradient that are larger than its rounding, or exactly zero on both sides."""
+    if found is None:
+        return torch.ones_like(part, dtype=torch.bool)
+    nothing = (part == 0) & (found.to(part.device) == 0)
+    return (part.abs() > _SURE * limit.gradients * _rms(whole)) | nothing
 
 
 def compare_states(

@@ -74,6 +74,11 @@ def require_one_reference(ranks: Ranks, checksums: Mapping[str, str]) -> None:
                 )
 
 
+def loss_dtype(loss: Any) -> torch.dtype | None:
+    """What the loss itself is computed in: some models do that in fp32, whatever their own is."""
+    return loss.dtype if isinstance(loss, torch.Tensor) else None
+
+
 def number(loss: Any) -> float | None:
     """A step's loss: None, a number, a tensor with one element, also a DTensor."""
     if loss is None:

@@ -65,6 +65,8 @@ _ORDER = (
 )  # fmt: skip
 
 
+# How much roundings change a gradient, at most: some of them, of 24 and of 8 to 11 bits.
+_ROUNDINGS = {"float32": 1e-5, "16 bits": 2e-2}
 # Of a tensor with few elements no sum of many micro-batches can be told.
 _BY_SUM = (Kind.SOME, Kind.WEIGHTS)
 # What other samples than one device's look like; every other symptom has a cause of its own.
@@ -95,15 +97,29 @@ def _batch(ledger: Samples, departures: Sequence[Departure], ranks: Ranks) -> Cu
 
 def _unclear(departures: Sequence[Departure], names: Sequence[str]) -> Culprit:
     first = departures[0]
+    largest = max(each.difference for each in departures)
+    rounding = next((name for name, most in _ROUNDINGS.items() if largest <= most), "")
+    if rounding:
+        factor = f"rounded to {rounding}"
+        sentence = (
+            f"It differs by {largest:.3g}, which is what roundings to {rounding} make: a "
+            "reduction, a communication hook or an operator computes in it. If that is meant, say "
+            "so: Terms(dtype=...)."
+        )
+    else:
+        factor = f"differs by {largest:.3g}"
+        sentence = (
+            "It is no multiple of one device's and no part of a sum over an axis: compare what "
+            "this place is computed from."
+        )
     return Culprit(
         state=first.subject,
         axis="",
-        factor=f"differs by {first.difference:.3g}",
+        factor=factor,
         place=families(names) or first.name,
         step=first.step,
         ranks=tuple(sorted({each.rank for each in departures})),
-        sentence="It is no multiple of one device's and no part of a sum over an axis: compare "
-        "what this place is computed from.",
+        sentence=sentence,
     )
 
 

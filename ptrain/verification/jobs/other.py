@@ -4,6 +4,9 @@ something else for the same inputs, updates, optimizer state, replicas, losses."
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from torch import nn
 
 from ptrain.report.finding import Culprit, Departure, Moment, Subject, Way
 from ptrain.verification.factors import factor_text
@@ -11,8 +14,8 @@ from ptrain.verification.jobs.explain import families
 from ptrain.verification.jobs.ranks import Ranks
 
 # Of a parameter's move in a step: [it stood still, the multiple of the reference's, what is left of
-# that fit, an optimizer on this rank has it].
-Move = tuple[bool, float, float, bool]
+# that fit, an optimizer on this rank has it, which part of the whole it is].
+Move = tuple[bool, float, float, bool, str]
 
 
 def culprit(
@@ -146,6 +149,15 @@ def _moved(
 ) -> Culprit:
     told = [(each, moves[each.rank][each.name]) for each in departures]
     still = [(each, move) for each, move in told if move[0]]
+    moved = {(n, m[4]) for each in moves.values() for n, m in each.items() if not m[0]}
+    if still and all((each.name, move[4]) in moved for each, move in still):
+        here = [each for each, _ in still]
+        return culprit(
+            here, ranks, state=Subject.PARAMETERS, factor="stale on some ranks",
+            axis=next(iter(ranks.axes), ""),
+            sentence="The parameter is updated on other ranks, and here it is that of before: it "
+            "is not broadcast or gathered from the rank that updates it.",
+        )  # fmt: skip
     if still:
         here = [each for each, _ in still]
         held = any(move[3] for _, move in still)
@@ -175,6 +187,24 @@ def _moved(
     )  # fmt: skip
 
 
+def batch_statistics(found: Culprit, model: nn.Module) -> Culprit | None:
+    """Batch norms, where nothing else explains the gradients: every rank normalises by the
+    statistics of its own samples."""
+    norms = [
+        path
+        for path, module in model.named_modules()
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training
+    ]
+    if not norms or not found.factor.startswith("differs by"):
+        return None
+    return replace(
+        found, state=Subject.ACTIVATIONS, factor="statistics of a rank's own batch",
+        place=families(norms),
+        sentence="Batch norms take mean and variance of each rank's own samples, not of the whole "
+        "batch: torch.nn.SyncBatchNorm.convert_sync_batchnorm, or another norm.",
+    )  # fmt: skip
+
+
 def reference_not_finite(step: int, ranks: Ranks) -> Culprit:
     """One device has no numbers either."""
     return Culprit(
@@ -190,8 +220,10 @@ def explain_loss(
 ) -> Culprit:
     """Everything else held: the loss is reported wrong."""
     ratio = found / expected if expected else 0.0
+    is_near = abs(ratio - 1) < 1e-3
     return culprit(
-        departures, ranks, state=Subject.LOSS, axis="", factor=factor_text(ratio, ranks.degrees),
+        departures, ranks, state=Subject.LOSS, axis="",
+        factor=_size(departures) if is_near else factor_text(ratio, ranks.degrees),
         sentence=f"The loss is {found:.6g}, on one device {expected:.6g}, with the same gradients: "
         "it is reduced in another way than they are. Say how the ranks' losses make up the global "
         "one: Terms(loss='mean' | 'sum' | 'same' or a function).",

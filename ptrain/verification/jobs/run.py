@@ -14,6 +14,7 @@ from ptrain.verification.jobs.compare import Found, at_start, digest, replicas
 from ptrain.verification.jobs.conditions import (
     Alone,
     has_parameters,
+    loss_dtype,
     number,
     require_comparable,
     require_one_reference,
@@ -22,6 +23,7 @@ from ptrain.verification.jobs.evidence import evidence, shared_output
 from ptrain.verification.jobs.explain import explain_gradients
 from ptrain.verification.jobs.job import TOLERANCES, Job, Terms, Tolerance
 from ptrain.verification.jobs.other import (
+    batch_statistics,
     culprit,
     explain_loss,
     explain_outputs,
@@ -41,6 +43,7 @@ from ptrain.verification.jobs.step import (
     is_finite,
     output_departures,
     run_step,
+    squares_of,
 )
 from ptrain.verification.jobs.verdict import Life, OwnVerdict, Worst, claim, first_of
 from ptrain.verification.names import canonical_parameters
@@ -146,13 +149,22 @@ class Examination:
         self.before = {name: each.clone() for name, each in seen.expected.gradients.items()}
 
     def _note_norms(self, step: Step) -> None:
-        for norms, run in zip(self.norms, (step.expected, step.seen), strict=True):
-            squares = sum(float(each.double().square().sum()) for each in run.gradients.values())
-            norms.append(math.sqrt(sum(self.ranks.gather(squares))))
+        self.norms[0].append(math.sqrt(sum(squares_of(step.expected.gradients).values())))
+        mine = [
+            squares_of(step.seen.gradients),
+            {n: g.numel() for n, g in step.seen.gradients.items()},
+        ]
+        everyones = self.ranks.gather(mine)
+        total = 0.0
+        for name, each in self.pair.wholes.items():  # replicas count once
+            held = sum(counts.get(name, 0) for _, counts in everyones)
+            squares = sum(found.get(name, 0.0) for found, _ in everyones)
+            total += squares * each.shape.numel() / held if held else 0.0
+        self.norms[1].append(math.sqrt(total))
 
     def _explain(self, step: Step) -> Culprit:
         first = first_of(self.departures)
-        told = self.ranks.gather(step.moves)
+        told = self.ranks.gather(step.moves(self.pair.holds))
         match first[0].moment:
             case Moment.START:
                 return culprit(
@@ -180,7 +192,8 @@ class Examination:
             self.ranks, self.pair.holds, reference=step.expected, run=step.seen, probe=step.probe,
             before=self.before,
         )  # fmt: skip
-        return explain_gradients(first, told, self.ranks, self.limit.gradients)
+        found = explain_gradients(first, told, self.ranks, self.limit.gradients)
+        return batch_statistics(found, self.pair.reference.model) or found
 
     def _explain_outputs(self, step: Step, outputs: Sequence[Departure]) -> Culprit:
         earliest = first_of(outputs)
@@ -195,25 +208,32 @@ class Examination:
         self.departures += outputs
         return explain_outputs(first, earliest, self.ranks, told)
 
-    def _both(self, batch: Any, share: Any) -> tuple[float | None, float | None]:
-        loss = number(self.pair.loop.step(share))
+    def _both(self, batch: Any, share: Any) -> tuple[Any, Any]:
+        """What both steps return."""
+        loss = self.pair.loop.step(share)
         with Alone():
-            return number(self.pair.reference.step(batch)), loss
+            return self.pair.reference.step(batch), loss
 
-    def _compare_losses(self, step: int, right: float | None, mine: float | None) -> None:
-        found = self._global(right, mine)
+    def _compare_losses(self, step: int, returned: Any, own: Any) -> None:
+        right = number(returned)
+        found = self._global(right, number(own))
         if right is None or found is None:
             return
+        if not self.terms.tolerance:
+            dtypes = (loss_dtype(returned), loss_dtype(own))
+            limits = [TOLERANCES[each].losses for each in dtypes if each in TOLERANCES]
+            self.worst_loss.tolerance = max(self.worst_loss.tolerance, *limits, 0.0)
+        limit = self.worst_loss.tolerance
         for losses, loss in zip(self.losses, (right, found), strict=True):
             losses.append(loss)
         size = abs(found - right) / abs(right) if right else math.inf
         size = size if math.isfinite(size) else math.inf
         self.worst_loss.see(size, f"step {step}")
-        if size > self.limit.losses and not self.departures:
+        if size > limit and not self.departures:
             self.departures.append(
                 Departure(
                     step=step, moment=Moment.UPDATE, subject=Subject.LOSS, name="loss",
-                    rank=0, difference=size, tolerance=self.limit.losses,
+                    rank=0, difference=size, tolerance=limit,
                 )
             )  # fmt: skip
             if step >= self.terms.examined:
@@ -243,11 +263,11 @@ class Examination:
             again(), wholes, self.terms, shares=shares, first=self.sums, ranks=self.ranks
         )
         self.culprit = found or self.culprit
-        return claim("the same twice", float(found is None), found is None, "other bits")
+        return claim("the same twice", None, found is None, "other bits")
 
     def _life(self, batch: Any, share: Any) -> list[Life]:
         """What both runs learned; the loss of the first batch comes from one more step."""
-        right, mine = self._both(batch, share)
+        right, mine = map(number, self._both(batch, share))
         again = right, self._global(right, mine)
         travelled = self._travelled()
         return [
@@ -279,13 +299,13 @@ class Examination:
     def _checks(self, life: Sequence[Life], repeats: Sequence[Check]) -> Iterator[Check]:
         starts = [each for each in self.departures if each.moment is Moment.START]
         held = not any(each.subject is Subject.PARAMETERS for each in starts)
-        yield claim("same weights at the start", float(held), held, "they differ")
+        yield claim("same weights at the start", None, held, "they differ")
         counts = [each.told for each in starts if each.subject is Subject.COUNTER]
-        yield claim("updates in a step", float(not counts), not counts, "".join(counts[:1]))
+        yield claim("updates in a step", None, not counts, "".join(counts[:1]))
         yield from repeats
         yield from (each.check() for each in self.worst.values() if each.count)
         apart = [each for each in self.departures if each.between]
-        yield claim("replicas", float(not apart), not apart, "ranks have different bits")
+        yield claim("replicas", None, not apart, "ranks have different bits")
         if self.worst_loss.count:
             yield self.worst_loss.check()
         for each in life:

@@ -19,10 +19,12 @@ from ptrain.verification.jobs.compare import (
     compare_outputs,
     compare_states,
     compare_update,
+    digest,
     digests,
     state_of,
+    sure_of,
 )
-from ptrain.verification.jobs.conditions import Alone, number
+from ptrain.verification.jobs.conditions import Alone
 from ptrain.verification.jobs.job import Job, Tolerance
 from ptrain.verification.jobs.other import Move
 from ptrain.verification.jobs.probe import Probe, probed
@@ -35,13 +37,15 @@ Rows = dict[str, Tensor]
 @dataclass(slots=True, kw_only=True)
 class Pair:
     """Both loops, what this rank holds of the loop's parameters and of the reference's, and where
-    these were at the start."""
+    these were at the start. `sure`: of each parameter the elements whose gradients were more than
+    rounding in every step."""
 
     reference: Job
     loop: Job
     holds: dict[str, Held]
     wholes: dict[str, Held]
     origin: Rows = field(default_factory=dict)
+    sure: Rows = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.origin = _values(self.wholes)
@@ -49,16 +53,15 @@ class Pair:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """`losses`: the reference's and this rank's."""
+    """`losses`: the reference's and this rank's, as the steps returned them."""
 
     found: Found
     expected: Recorder
     seen: Recorder
     probe: Probe
-    losses: tuple[float | None, float | None]
+    losses: tuple[Any, Any]
 
-    @property
-    def moves(self) -> dict[str, Move]:
+    def moves(self, holds: Mapping[str, Held]) -> dict[str, Move]:
         """How each parameter moved, for the ranks to tell each other."""
         own = {
             id(each)
@@ -70,7 +73,8 @@ class Step:
         for name, course in self.found.courses.items():
             pace = course.pace
             held = id(course.parameter) in own
-            found[name] = (course.stood_still, pace.factor, pace.residual, held)
+            part = digest(holds[name].at)
+            found[name] = (course.stood_still, pace.factor, pace.residual, held, part)
         return found
 
 
@@ -79,10 +83,10 @@ def run_step(pair: Pair, number_: int, rank: int, batch: Any, share: Any, limit:
     reference's own step."""
     before, run_before = _values(pair.wholes), _values(pair.holds)
     with Recorder(pair.loop.model, pair.holds) as seen:
-        loss = number(pair.loop.step(share))
+        loss = pair.loop.step(share)
     probe = probed(pair.reference.model, seen.calls)
     with Recorder(pair.reference.model, pair.wholes) as expected, Alone():
-        right = number(pair.reference.step(batch))
+        right = pair.reference.step(batch)
     found = Found(step=number_, rank=rank)
     if seen.updates != expected.updates:
         told = f"{seen.updates} updates, one device {expected.updates}"
@@ -90,6 +94,11 @@ def run_step(pair: Pair, number_: int, rank: int, batch: Any, share: Any, limit:
     compare_gradients(found, expected, seen, pair.holds, limit)
     scale, usual = Scale.of(expected.gradients), Scale.of(pair.origin).usual
     for name, each in pair.holds.items():
+        gradient = expected.gradients.get(name)
+        if gradient is not None:
+            part = each.of(gradient.view(each.shape))
+            now = sure_of(part, seen.gradients.get(name), gradient, limit)
+            pair.sure[name] = pair.sure[name] & now if name in pair.sure else now
         course = Course(
             parameter=each.parameter,
             origin=each.of(pair.origin[name]),
@@ -97,8 +106,8 @@ def run_step(pair: Pair, number_: int, rank: int, batch: Any, share: Any, limit:
             after=each.of(pair.wholes[name].value()),
             run_before=run_before[name],
             run_after=each.value().clone(),
+            sure=pair.sure.get(name, torch.ones_like(run_before[name], dtype=torch.bool)),
         )
-        gradient = expected.gradients.get(name)
         quiet = gradient is not None and scale.is_noise(gradient)
         compare_update(found, name, course, usual=usual, is_noise=quiet, limit=limit)
     states = state_of(expected, pair.wholes), state_of(seen, pair.holds)
@@ -120,6 +129,10 @@ def checksums(pair: Pair, gradients: Mapping[str, Tensor]) -> dict[str, dict[str
         "parameters": digests(pair.holds, _values(pair.holds)),
         "gradients": digests(pair.holds, gradients),
     }
+
+
+def squares_of(gradients: Mapping[str, Tensor]) -> dict[str, float]:
+    return {name: float(each.double().square().sum()) for name, each in gradients.items()}
 
 
 def is_finite(gradients: Mapping[str, Tensor], holds: Mapping[str, Held]) -> bool:

@@ -49,8 +49,8 @@ class OwnVerdict:
 def _row(check: Check) -> str:
     mark = "ok  " if check.holds else "FAIL"
     limit = f" (limit {check.tolerance:g})" if check.tolerance else ""
-    value = "-" if check.measured is None else f"{check.measured:.3g}"
-    return f"{mark} {check.name}: {value}{limit}{f' · {check.why}' if check.why else ''}"
+    value = "" if check.measured is None else f": {check.measured:.3g}"
+    return f"{mark} {check.name}{value}{limit}{f' · {check.why}' if check.why else ''}"
 
 
 @dataclass(slots=True)
@@ -77,8 +77,8 @@ class Worst:
         )  # fmt: skip
 
 
-def claim(name: str, value: float, holds: bool, otherwise: str) -> Check:
-    """Something that must be so; `value` is what was found."""
+def claim(name: str, value: float | None, holds: bool, otherwise: str) -> Check:
+    """Something that must be so; `value` is what was found, if that is a number."""
     return Check(
         name=name, predicted=None, measured=value, tolerance=0.0, holds=holds,
         why="" if holds else otherwise,
@@ -107,7 +107,7 @@ class Life:
         )  # fmt: skip
         if self.losses:
             finite = all(math.isfinite(loss) for loss in self.losses)
-            yield claim(f"{name}: losses are finite", float(finite), finite, "a loss is not finite")
+            yield claim(f"{name}: losses are finite", None, finite, "a loss is not finite")
             fall = self.losses[0] - self.again
             yield claim(
                 f"{name}: learns", fall, fall > 0.0,

@@ -1,0 +1,220 @@
+"""More of what people put around a model and a loop: tied weights, transformers' own loss, ZeRO-1,
+checkpointed blocks, a compiled module, mixed precision, batch norms."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+import ptrain
+from ptrain.verification.jobs.verdict import OwnVerdict
+from tests.gloo import own_loops
+from tests.gloo.own_loops import Net, batches, built, fsdp1, fsdp2, loop, mean_loss, part_of
+from tests.ranks import Ranks
+
+pytestmark = [pytest.mark.gloo, pytest.mark.nightly]
+
+
+class Tied(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.weight = self.embed.weight
+
+
+def _against(plain: nn.Module, job: ptrain.Job, **terms: Any) -> OwnVerdict:
+    return ptrain.verify(
+        loop(plain), job, batches(), share=part_of("ddp"), terms=ptrain.Terms(**terms)
+    )
+
+
+def tied_ddp() -> OwnVerdict:
+    return _tied(DistributedDataParallel)
+
+
+def tied_fsdp2() -> OwnVerdict:
+    return _tied(fully_shard)
+
+
+def tied_fsdp1() -> OwnVerdict:
+    return _tied(fsdp1)
+
+
+def _tied(wrap: Callable[[nn.Module], nn.Module]) -> OwnVerdict:
+    torch.manual_seed(0)
+    model = Tied().double()
+    plain = copy.deepcopy(model)
+    return _against(plain, loop(wrap(model)))
+
+
+def zero1() -> OwnVerdict:
+    plain = built()
+    model = DistributedDataParallel(copy.deepcopy(plain))
+    optimizer = ZeroRedundancyOptimizer(
+        model.parameters(), optimizer_class=torch.optim.AdamW, lr=1e-2
+    )
+
+    def step(tokens: Tensor) -> Tensor:
+        loss = mean_loss(model, tokens)
+        loss.backward()
+        optimizer.step()
+        model.zero_grad()
+        return loss
+
+    return _against(plain, ptrain.Job(model=model, step=step))
+
+
+def checkpointed() -> OwnVerdict:
+    plain = built()
+    model = copy.deepcopy(plain)
+    model.blocks = nn.ModuleList(checkpoint_wrapper(block) for block in model.blocks)
+    return _against(plain, loop(DistributedDataParallel(model)))
+
+
+def compiled() -> OwnVerdict:
+    plain = built()
+    model = DistributedDataParallel(copy.deepcopy(plain))
+    return _against(plain, loop(torch.compile(model, backend="eager")))
+
+
+def mixed_precision_said() -> OwnVerdict:
+    return _mixed(MixedPrecisionPolicy(param_dtype=torch.bfloat16), dtype=torch.bfloat16)
+
+
+def mixed_precision() -> OwnVerdict:
+    return _mixed(MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+
+
+def reduced_in_16_bits() -> OwnVerdict:
+    return _mixed(MixedPrecisionPolicy(reduce_dtype=torch.bfloat16))
+
+
+def _mixed(policy: MixedPrecisionPolicy, **terms: Any) -> OwnVerdict:
+    plain = built(torch.float32)
+    model = copy.deepcopy(plain)
+    for block in model.blocks:
+        fully_shard(block, mp_policy=policy)
+    return _against(plain, loop(fully_shard(model, mp_policy=policy)), **terms)
+
+
+def a_hundred_steps() -> OwnVerdict:
+    plain = built(torch.float32)
+    sharded = fsdp2(copy.deepcopy(plain))
+    return ptrain.verify(loop(plain), loop(sharded), batches(100), share=part_of("ddp"))
+
+
+def transformers_own_loss() -> OwnVerdict:
+    """A model that returns its loss beside the logits, and computes it in fp32."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=17, hidden_size=16, intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1,
+    )  # fmt: skip
+    plain = LlamaForCausalLM(config).double()
+
+    def job(model: nn.Module) -> ptrain.Job:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+        def step(tokens: Tensor) -> Tensor:
+            loss = model(input_ids=tokens, labels=tokens).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        return ptrain.Job(model=model, step=step)
+
+    model = DistributedDataParallel(copy.deepcopy(plain))
+    return ptrain.verify(job(plain), job(model), batches(), share=part_of("ddp"))
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.norm, self.out = nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.norm(self.into(x)))
+
+
+def batch_norms() -> OwnVerdict:
+    torch.manual_seed(0)
+    plain = Normed().double()
+    model = DistributedDataParallel(copy.deepcopy(plain))
+
+    def job(model: nn.Module) -> ptrain.Job:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(x: Tensor) -> Tensor:
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        return ptrain.Job(model=model, step=step)
+
+    rows = list(torch.randn(3, 8, 4).double())
+    return ptrain.verify(job(plain), job(model), rows, share=part_of("ddp"))
+
+
+SOUND = (
+    tied_ddp, tied_fsdp2, tied_fsdp1, zero1, checkpointed, compiled, mixed_precision_said,
+    a_hundred_steps, transformers_own_loss,
+)  # fmt: skip
+UNSOUND = {
+    mixed_precision: ("activations", "bfloat16 for float32", "embed"),
+    reduced_in_16_bits: ("gradients", "rounded to 16 bits", "embed.weight"),
+    batch_norms: ("activations", "statistics of a rank's own batch", "norm"),
+}
+
+
+def told(name: str) -> tuple[bool, str, dict[str, Any]]:
+    verdict = globals()[name]()
+    return verdict.holds, str(verdict), verdict.culprit.plain() if verdict.culprit else {}
+
+
+@pytest.mark.parametrize("name", [each.__name__ for each in SOUND])
+def test_a_sound_loop_holds(ranks: Ranks, name: str) -> None:
+    if name == "transformers_own_loss":
+        pytest.importorskip("transformers")
+    for holds, text, _ in ranks.run(2, told, name):
+        assert holds, text
+
+
+@pytest.mark.parametrize("unsound", list(UNSOUND), ids=lambda each: each.__name__)
+def test_what_is_not_one_device_s_is_named(ranks: Ranks, unsound: Callable[[], Any]) -> None:
+    _, _, culprit = ranks.run(2, told, unsound.__name__)[0]
+    state, factor, place = UNSOUND[unsound]
+    assert (culprit["state"], culprit["factor"]) == (state, factor)
+    assert culprit["place"].startswith(place)
+
+
+def seeds(way: str, dtype: torch.dtype) -> list[str]:
+    """What does not hold of five starts."""
+    failing = []
+    for seed in range(5):
+        torch.manual_seed(seed)
+        plain = Net().to(dtype)
+        job = loop(own_loops.WRAPPERS[way](copy.deepcopy(plain)))
+        verdict = ptrain.verify(loop(plain), job, batches(), share=part_of(way))
+        failing += [] if verdict.holds else [str(verdict)]
+    return failing
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("size", "way"), [(2, "ddp"), (2, "tp_sp"), (4, "fsdp2_tp"), (4, "hsdp")])
+def test_no_false_alarm_over_five_seeds(
+    ranks: Ranks, size: int, way: str, dtype: torch.dtype
+) -> None:
+    assert not ranks.run(size, seeds, way, dtype)[0]
