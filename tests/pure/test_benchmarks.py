@@ -30,7 +30,8 @@ def benchmark() -> Iterator[dict[str, ModuleType]]:
     sys.path.insert(0, str(FOLDER))
     names = (
         "_machine", "_one_device", "activations", "consistency_cost", "logits", "meter_overhead",
-        "overlap", "peers", "pipeline_schedules", "step_time", "tensor_plans", "unit_tradeoff",
+        "mutation", "overlap", "peers", "pipeline_schedules", "step_time", "tensor_plans",
+        "unit_tradeoff",
     )  # fmt: skip
     yield {name: import_module(name) for name in names}
     sys.path.remove(str(FOLDER))
@@ -294,3 +295,32 @@ def test_a_loss_in_chunks_that_takes_as_much_as_the_whole_fails(benchmark):
         "tp, 2 ranks, 1/8: losses 5.0e-02 apart, not less than 0.0001",
         "one device: 1/8 takes 9 bytes, whole 9",
     ]
+
+
+def test_the_mutation_page_counts_what_lives_and_takes_nothing_off_for_being_equivalent(benchmark):
+    page = benchmark["mutation"]
+
+    class Mutant:
+        file, function, line, before, after = "ptrain/spec/x.py", "f", 1, "a", "b"
+
+        def __init__(self, name):
+            self.name = name
+
+    sampled = [Mutant(str(number)) for number in range(20)]
+    words = ["killed"] * 16 + ["timeout", "survived", "broken"]  # the last is reached by no test
+    verdicts = {m.name: {"verdict": word} for m, word in zip(sampled, words, strict=False)}
+    found = {"spec": page.Found(every=1000, sampled=sampled, verdicts=verdicts)}
+    row = list(page.table(found))[2]
+    assert row == (
+        "| spec | 1,000 | 20 | 17 | 1 | 3 | 1 | 0 | 85.0% | 64.0% – 94.8% | 85.0% | holds |"
+    )
+    verdicts["0"] = {"verdict": "survived"}
+    assert list(page.table(found))[2].endswith("| fails |")
+    assert "80.0%" in page.overall(found)
+
+
+def test_the_interval_of_a_share_is_wilsons(benchmark):
+    """Published: 0 of 10 is up to 27.75 %, 81 of 263 is 25.5 to 36.6 % (Newcombe 1998)."""
+    wilson = benchmark["mutation"].wilson
+    assert [round(bound, 4) for bound in wilson(0, 10)] == [0.0, 0.2775]
+    assert [round(bound, 4) for bound in wilson(81, 263)] == [0.2553, 0.3662]

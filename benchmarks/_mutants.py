@@ -1,0 +1,198 @@
+"""Mutants of a file: mutmut's operators at every expression that runs, one change each.
+
+mutmut's own visitor leaves out decorated functions (properties, caches, validators) and all that a
+module or a class says outside of functions; here both are mutated. What is left out stands in
+`_is_left_out` and `_is_wording`.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import libcst as cst
+from libcst.metadata import MetadataWrapper, PositionProvider
+from mutmut.mutation.mutators import mutation_operators
+
+# The first is proved unreachable by the type checker; mutmut never mutates the other two.
+_NEVER_MUTATED = ("assert_never", "len", "isinstance")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mutant:
+    """One change of one file."""
+
+    file: str  # from the root of the repository
+    number: int  # among the file's mutants
+    function: str  # the outermost function, as `Class.method`; empty outside of functions
+    line: int
+    statement: tuple[int, int]  # first and last line of the statement; of a block, of its head
+    operator: str
+    before: str
+    after: str
+    source: str  # of the whole file with the change; empty where it was not asked for
+
+    @property
+    def name(self) -> str:
+        return f"{self.file}:{self.line}#{self.number}"
+
+
+def mutants(root: Path, file: str, wanted: Collection[int] = ()) -> Iterator[Mutant]:
+    """Every mutant of a file, with the file's source for those of the numbers `wanted`."""
+    wrapper = MetadataWrapper(cst.parse_module((root / file).read_text(encoding="utf-8")))
+    visitor = _Visitor()
+    wrapper.visit(visitor)
+    for number, change in enumerate(visitor.found):
+        module = wrapper.module
+        source = module.deep_replace(change.node, change.by).code if number in wanted else ""
+        yield Mutant(
+            file=file,
+            number=number,
+            function=change.function,
+            line=change.line,
+            statement=change.statement,
+            operator=change.operator.removeprefix("operator_"),
+            before=module.code_for_node(change.node),
+            after=module.code_for_node(change.by),
+            source=source,
+        )
+
+
+def is_sound(mutant: Mutant) -> bool:
+    """Whether it is a program at all: what no interpreter reads tests nothing."""
+    try:
+        ast.parse(mutant.source)
+    except SyntaxError:
+        return False
+    return True
+
+
+def changed_lines(root: Path, mutant: Mutant) -> tuple[str, str]:
+    """What the change takes out and what it puts in, line by line."""
+    old = (root / mutant.file).read_text(encoding="utf-8").splitlines()
+    told = list(difflib.ndiff(old, mutant.source.splitlines()))
+    out, put = ((line[2:].strip() for line in told if line[:2] == sign) for sign in ("- ", "+ "))
+    return " ".join(out), " ".join(put)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Change:
+    node: cst.CSTNode
+    by: cst.CSTNode
+    operator: str
+    function: str
+    line: int
+    statement: tuple[int, int]
+
+
+class _Visitor(cst.CSTVisitor):
+    """Collects the changes in the order of the file."""
+
+    METADATA_DEPENDENCIES = (PositionProvider,)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[_Change] = []
+        self._names: list[str] = []  # of the classes and functions around
+        self._bodies: list[tuple[cst.CSTNode, str]] = []  # of functions around, with their names
+        self._statements: list[tuple[cst.CSTNode, tuple[int, int]]] = []
+
+    def on_visit(self, node: cst.CSTNode) -> bool:
+        if _is_left_out(node):
+            return False
+        self._enter(node)
+        for kind, operator in mutation_operators:
+            if isinstance(node, kind):
+                for by in operator(node):
+                    if not _is_wording(node) and not _drops_unreachable(node, by):
+                        self._add(node, by, operator.__name__)
+        return True
+
+    def on_leave(self, original_node: cst.CSTNode) -> None:
+        if _is_left_out(original_node):
+            return
+        for stack in (self._statements, self._bodies):
+            if stack and stack[-1][0] is original_node:
+                stack.pop()
+        if isinstance(original_node, cst.FunctionDef | cst.ClassDef):
+            self._names.pop()
+
+    def _enter(self, node: cst.CSTNode) -> None:
+        if isinstance(node, cst.FunctionDef | cst.ClassDef):
+            self._names.append(node.name.value)
+        if isinstance(node, cst.FunctionDef):
+            self._name = ".".join(self._names)
+            self._body = node.body
+        if getattr(self, "_body", None) is node:
+            self._bodies.append((node, self._name))
+        head = _head(node)
+        if head is not None:
+            first, last = self._lines(node)[0], self._lines(head)[1]
+            self._statements.append((node, (first, max(first, last))))
+
+    def _add(self, node: cst.CSTNode, by: cst.CSTNode, operator: str) -> None:
+        statement = self._statements[-1][1] if self._statements else (1, 1)
+        self.found.append(
+            _Change(
+                node=node,
+                by=by,
+                operator=operator,
+                function=self._bodies[0][1] if self._bodies else "",
+                line=self._lines(node)[0] or statement[0],
+                statement=statement,
+            )
+        )
+
+    def _lines(self, node: cst.CSTNode) -> tuple[int, int]:
+        position = self.get_metadata(PositionProvider, node, None)
+        return (position.start.line, position.end.line) if position else (0, 0)
+
+
+def _head(node: cst.CSTNode) -> cst.CSTNode | None:
+    """What runs on the lines of a statement itself, its block left out; None of an expression."""
+    match node:
+        case cst.SimpleStatementLine():
+            return node
+        case cst.If() | cst.While():
+            return node.test
+        case cst.For():
+            return node.iter
+        case cst.With():
+            return node.items[-1]
+        case cst.Match():
+            return node.subject
+        case cst.MatchCase():
+            return node.guard or node.pattern
+        case cst.FunctionDef() | cst.ClassDef():
+            return node.name
+        case cst.ExceptHandler():
+            return node.type
+        case _:
+            return None
+
+
+def _is_left_out(node: cst.CSTNode) -> bool:
+    """Annotations, decorators, and calls that are no behaviour."""
+    if isinstance(node, cst.Annotation | cst.Decorator | cst.Import | cst.ImportFrom):
+        return True
+    return (
+        isinstance(node, cst.Call)
+        and isinstance(node.func, cst.Name)
+        and node.func.value in _NEVER_MUTATED
+    )
+
+
+def _is_wording(node: cst.CSTNode) -> bool:
+    """Prose is a text with a space in it: messages, help, notes. No test claims its wording."""
+    return isinstance(node, cst.SimpleString) and " " in node.value
+
+
+def _drops_unreachable(node: cst.CSTNode, by: cst.CSTNode) -> bool:
+    """Whether a `match` loses only its end, the case with `assert_never`."""
+    if not isinstance(node, cst.Match) or not isinstance(by, cst.Match):
+        return False
+    last = cst.Module(body=[]).code_for_node(node.cases[-1])
+    return "assert_never(" in last and node.cases[-1] not in by.cases

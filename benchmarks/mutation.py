@@ -1,0 +1,252 @@
+"""Which changes of the code the default tests notice: the mutation score of the pure half.
+
+Claim: of a random sample of the mutants of ptrain/spec, ptrain/algebra and ptrain/derivation, at
+least 85 % in each package are killed by the default tests. Works on a clone of HEAD. Needs
+`pip install -e '.[test,mutation]'`. Prints; writes a result only with --save.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import NormalDist
+from typing import TYPE_CHECKING, Any
+
+from _equivalent import EQUIVALENT
+from _machine import conclude, header, this_command, version
+
+if TYPE_CHECKING:
+    from _mutants import Mutant
+
+AT_LEAST = 0.85
+PACKAGES = {
+    "spec": ("ptrain/spec/*.py",),
+    "algebra": ("ptrain/algebra/*.py",),
+    "derivation": ("ptrain/derivation/*.py",),
+    "axes": ("ptrain/axes/*/rules.py", "ptrain/axes/*/costs.py"),
+}
+CLAIMED = ("spec", "algebra", "derivation")
+SHARES = {"spec": 0.4, "algebra": 0.2, "derivation": 0.4, "axes": 0.2}  # of --sample
+_TOOLS = ("mutmut", "libcst", "coverage", "pytest", "hypothesis")
+
+METHOD = """\
+A mutant is the code with one change by an operator of mutmut (a constant, a text, an operator, a
+keyword, an argument, an assignment, a branch of a conditional expression, a case of a `match`). Of
+mutmut its operators alone are used: its own visitor passes by decorated functions and all that
+stands outside of functions, its runner collects the tests anew for each mutant. Left out, as no
+behaviour: annotations, decorators, imports, docstrings, texts with a space in them (the wording of
+messages, help and notes), the arguments of `isinstance`, `len` and `assert_never`, and the end of a
+`match` that a type checker proves unreachable.
+
+A mutant of a function is put into the live function of a forked process, which then runs the tests
+that reach its statement (by coverage, measured once): one setting of every test function, the
+quickest first, then the next settings, up to the first that fails or {enough:.0f} s of processor
+time. A mutant of what runs at import has a process of its own. What lives through {first} goes to
+{then}. Not asked: tests that take longer than {slow:.0f} s where a quicker one reaches the
+statement, test_layers.py, which reads the sources as text, tests that measure times, and all of
+tests/gloo. So a survivor may still be killed by a test that was not asked: the score is a lower
+bound. A mutant that takes {times} times its tests' processor time and {start} s more counts as
+killed. One that no test reaches counts as alive. hypothesis draws the same examples every time and
+remembers none. Equivalent mutants are not taken off the score: a column of its own leaves out those
+that somebody judged so, for the reason in the list."""
+
+
+@dataclass(kw_only=True)
+class Found:
+    """What became of a package's mutants."""
+
+    every: int  # mutants of the package
+    sampled: list[Mutant]
+    verdicts: dict[str, dict[str, Any]] = field(default_factory=dict)  # by the mutant's name
+
+    def verdict(self, mutant: Mutant) -> str:
+        return str(self.verdicts.get(mutant.name, {"verdict": "unreached"})["verdict"])
+
+    def of(self, *words: str) -> list[Mutant]:
+        return [each for each in self.sampled if self.verdict(each) in words]
+
+    def lives(self, mutant: Mutant) -> bool:
+        return self.verdict(mutant) in ("survived", "unreached")
+
+    @property
+    def killed(self) -> int:
+        return len(self.of("killed", "timeout"))
+
+    @property
+    def alive(self) -> list[Mutant]:
+        return [each for each in self.sampled if self.verdict(each) not in ("killed", "timeout")]
+
+    @property
+    def equivalent(self) -> list[Mutant]:
+        return [each for each in self.alive if reason(each)]
+
+    @property
+    def score(self) -> float:
+        return self.killed / len(self.sampled)
+
+
+def reason(mutant: Mutant) -> str:
+    """Why no test can tell it from the code, as somebody judged it; empty if nobody did."""
+    return EQUIVALENT.get((mutant.file, mutant.function, mutant.before, mutant.after), "")
+
+
+def wilson(hits: int, of: int) -> tuple[float, float]:
+    """95 % interval of a share (E. B. Wilson, 1927)."""
+    z = NormalDist().inv_cdf(0.975)
+    share, middle = hits / of, hits / of + z * z / (2 * of)
+    half = z * (share * (1 - share) / of + z * z / (4 * of * of)) ** 0.5
+    return (middle - half) / (1 + z * z / of), (middle + half) / (1 + z * z / of)
+
+
+def drawn(tree: Path, package: str, number: int, seed: int) -> Found:
+    """A random sample of a package's mutants, each with its source."""
+    from _mutants import is_sound, mutants
+
+    files = sorted(str(p.relative_to(tree)) for glob in PACKAGES[package] for p in tree.glob(glob))
+    every = [(file, each.number) for file in files for each in mutants(tree, file)]
+    random.Random(f"{seed} {package}").shuffle(every)  # so that a larger sample holds a smaller one
+    wanted: dict[str, set[int]] = {}
+    for file, place in every[:number]:
+        wanted.setdefault(file, set()).add(place)
+    sampled = [
+        each
+        for file in sorted(wanted)
+        for each in mutants(tree, file, wanted[file])
+        if each.number in wanted[file] and is_sound(each)
+    ]
+    return Found(every=len(every), sampled=sampled)
+
+
+_COLUMNS = (
+    "package", "mutants", "sampled", "killed", "of these out of time", "alive",
+    "of these reached by no test", "judged equivalent", "score", "95 % interval (Wilson)",
+    "without equivalent ones", "verdict",
+)  # fmt: skip
+
+
+def table(found: Mapping[str, Found]) -> Iterator[str]:
+    """A row a package."""
+    yield f"| {' | '.join(_COLUMNS)} |"
+    yield "|" + "---|" * len(_COLUMNS)
+    for name, each in found.items():
+        of, (low, high) = len(each.sampled), wilson(each.killed, len(each.sampled))
+        verdict = "holds" if each.score >= AT_LEAST else "fails"
+        cells = (
+            name,
+            f"{each.every:,}",
+            of,
+            each.killed,
+            len(each.of("timeout")),
+            len(each.alive),
+            len(each.of("unreached")),
+            len(each.equivalent),
+            f"{each.score:.1%}",
+            f"{low:.1%} – {high:.1%}",
+            f"{each.killed / (of - len(each.equivalent)):.1%}",
+            verdict if name in CLAIMED else "no claim",
+        )
+        yield f"| {' | '.join(map(str, cells))} |"
+
+
+def overall(found: Mapping[str, Found]) -> str:
+    """All mutants of the packages, as so many of each are there."""
+    every = sum(each.every for each in found.values())
+    score = sum(each.every * each.score for each in found.values()) / every
+    variance = sum(
+        (each.every / every) ** 2 * each.score * (1 - each.score) / len(each.sampled)
+        for each in found.values()
+    )
+    half = NormalDist().inv_cdf(0.975) * variance**0.5
+    sampled, killed = (sum(n) for n in zip(*_counts(found), strict=True))
+    return (
+        f"Of all {every:,} mutants together {score:.1%} (95 % interval {score - half:.1%} – "
+        f"{score + half:.1%}: packages weighed by their mutants, normal approximation); "
+        f"{killed:,} of the {sampled:,} in the sample are killed."
+    )
+
+
+def _counts(found: Mapping[str, Found]) -> Iterator[tuple[int, int]]:
+    return ((len(each.sampled), each.killed) for each in found.values())
+
+
+def survivors(tree: Path, found: Mapping[str, Found]) -> Iterator[str]:
+    """Each change that lives, and why no test can see it where that was judged."""
+    from _mutants import changed_lines
+
+    yield "| where | function | the code | the mutant | |"
+    yield "|---|---|---|---|---|"
+    for each in found.values():
+        for mutant in each.alive:
+            before, after = (_cell(text) for text in changed_lines(tree, mutant))
+            judged = reason(mutant)
+            said = f"equivalent: {judged}" if judged else ""
+            if each.verdict(mutant) == "unreached":
+                said = said or "no test reaches it"
+            place = f"{mutant.file.removeprefix('ptrain/')}:{mutant.line}"
+            yield f"| {place} | {mutant.function or 'at import'} | {before} | {after} | {said} |"
+
+
+def _cell(text: str) -> str:
+    shown = text if len(text) <= 160 else text[:157] + "..."
+    return f"`` {shown} ``".replace("|", "\\|") if shown else "(gone)"
+
+
+def main() -> int:
+    from _mutation_bench import ENOUGH, SLOW, STAGES, Bench
+    from _mutation_runner import SPARE, TIMES
+
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--sample", type=int, default=700, help="mutants, over the packages")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--package", action="append", choices=PACKAGES, help="default: the claimed")
+    parser.add_argument("--stages", nargs="*", choices=STAGES, default=[*STAGES])
+    parser.add_argument("--work", type=Path, help="a folder to keep, and to go on in")
+    parser.add_argument("--save", action="store_true", help="write benchmarks/results/")
+    args = parser.parse_args()
+    bench = Bench((args.work or Path(tempfile.mkdtemp())).resolve())
+    found = {
+        name: drawn(bench.tree, name, round(args.sample * SHARES[name]), args.seed)
+        for name in args.package or CLAIMED
+    }
+    for stage in args.stages:
+        bench.judge(found.values(), stage)
+    first, then = (" ".join(files) for files in STAGES.values())
+    tools = ", ".join(f"{name} {version(name)}" for name in _TOOLS)
+    lines = [
+        header("mutation: changes of the pure half that the default tests notice", this_command()),
+        f"Mutants of {bench.commit} with {tools}; seed {args.seed}.",
+        "",
+        f"Claim: in each of {', '.join(CLAIMED)} at least {AT_LEAST:.0%} of a random sample of the "
+        "package's mutants are killed, none taken off as equivalent.",
+        "",
+        METHOD.format(enough=ENOUGH, slow=SLOW, first=first, then=then, times=TIMES, start=SPARE),
+        "",
+        *table(found),
+        "",
+        overall(found),
+        "",
+        "Alive:",
+        "",
+        *survivors(bench.tree, found),
+    ]
+    return conclude(
+        "mutation",
+        lines,
+        failed=[
+            f"{name}: {each.killed} of {len(each.sampled)} killed, {each.score:.1%}"
+            for name, each in found.items()
+            if name in CLAIMED and each.score < AT_LEAST
+        ],
+        not_covered="the torch half, the packages without a row, the wording of messages, and "
+        "changes of more than one place.",
+        is_saved=args.save,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
