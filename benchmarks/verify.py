@@ -33,22 +33,25 @@ from ptrain.verification.options import STEPS, Options
 from ptrain.verification.start import start
 
 Result = dict[str, Any]
+KEPT = ("verdict", "checks", "notes", "seconds", "trajectories")
+FP64, FP32_LOSS = 1e-12, 1e-4  # what verification allows, relative and absolute
 EXACT, OWN = "trajectory in fp64", "trajectory in own dtypes"
 
 
-def verify(name: str, steps: int, work: Path) -> Result:
+def verify(name: str, steps: int, work: Path, changed: Sequence[str]) -> Result:
     """One spec on its ranks; what of it the page shows. A rank that fails is a result too."""
     folder = work / f"{name}.run"
     shutil.rmtree(folder, ignore_errors=True)
     references = work / "references"
     known = len(list(references.glob("*.pt")))
     asked = Options(spec=name, steps=steps, every_collective=True, json=True, references=references)
-    spec = settled(load(name))
+    spec = settled(load(name, changed))
     began, spent = time.perf_counter(), _cpu_seconds()
     try:
         found = start(spec, asked, folder)
     except PtrainError as error:
-        found = {"verdict": f"error: {error}", "checks": [], "notes": [], "seconds": {}}
+        found = {"verdict": f"error: {error}", "checks": [], "notes": []}
+        found |= {"seconds": {}, "trajectories": {}}
     return {
         "name": name,
         "ranks": spec.world_size,
@@ -59,7 +62,7 @@ def verify(name: str, steps: int, work: Path) -> Result:
         "references": len(list(references.glob("*.pt"))) - known,
         "load": os.getloadavg()[0],
         "commit": commit(),
-        **{key: found[key] for key in ("verdict", "checks", "notes", "seconds")},
+        **{key: found[key] for key in KEPT},
     }
 
 
@@ -78,8 +81,10 @@ def row(found: Result) -> str:
         found["ranks"],
         f"{held} of {len(checks)}",
         _against(checks.get(f"{EXACT}: loss of every step")),
+        _kept(found, EXACT),
         _against(checks.get(f"{EXACT}: gradient of step 0")),
         _against(checks.get(f"{OWN}: loss of every step")),
+        _kept(found, OWN),
         _against(checks.get(f"{OWN}: gradient of step 0")),
         _largest(found, "examination: "),
         f"{found['cpu']:.0f}",
@@ -94,6 +99,19 @@ def _against(check: Result | None) -> str:
     return f"{check['measured']:.1e} ≤ {check['tolerance']:.1e}" if check else "–"
 
 
+def _kept(found: Result, stage: str) -> str:
+    """For how many steps the run keeps within the fixed figure, and permuted references do."""
+    steps = found.get("trajectories", {}).get(stage)
+    if steps is None:
+        return "–"
+    fixed = [FP64 * loss if stage == EXACT else FP32_LOSS for loss in steps["losses"]]
+    counts = [
+        next((i for i, off in enumerate(steps[who]) if not off <= fixed[i]), found["steps"])
+        for who in ("differences", "references")
+    ]
+    return f"{counts[0]} ({counts[1]})"
+
+
 def _largest(found: Result, stage: str) -> str:
     own = [check["measured"] for check in found["checks"] if check["name"].startswith(stage)]
     return f"{max(own):.1e}" if own else "–"
@@ -104,8 +122,10 @@ COLUMNS = (
     "ranks",
     "checks that hold",
     "loss, fp64",
+    "1e-12 kept (by references)",
     "gradient, fp64",
     "loss, own dtypes",
+    "1e-4 kept (by references)",
     "gradient, own dtypes",
     "module by module",
     "CPU s",
@@ -115,7 +135,9 @@ COLUMNS = (
 )
 
 
-def page(results: Sequence[Result], missing: Sequence[str], steps: int) -> list[str]:
+def page(
+    results: Sequence[Result], missing: Sequence[str], steps: int, changed: Sequence[str]
+) -> list[str]:
     """The claim, what each column is, the table, and what the notes of the specs say."""
     table = [f"| {' | '.join(COLUMNS)} |", f"|{'---|' * len(COLUMNS)}"]
     table += [row(found) for found in results]
@@ -125,21 +147,24 @@ def page(results: Sequence[Result], missing: Sequence[str], steps: int) -> list[
             told.setdefault(note, []).append(found["name"])
     notes = [f"- {note} ({', '.join(names)})" for note, names in told.items()]
     commits = ", ".join(dict.fromkeys(found["commit"] for found in results))
+    as_it_is = f"with {' '.join(changed)}" if changed else "as it stands"
     left = [f"Not run: {', '.join(missing)}.", ""] if missing else []
     return [
         f"Claim: for each of the {len(results) + len(missing)} specs in specs/strategies/, `ptrain "
-        f"verify SPEC --steps {steps} --every-collective` holds.",
+        f"verify {' '.join(['SPEC', *changed])} --steps {steps} --every-collective` holds.",
         "",
-        f"Two trajectories of {steps} steps of each spec as it stands (llama-tiny, its own batch, "
-        "learning rate and schedule), in fp64 and in its own dtypes, against one device. *Loss*: "
-        "the step with the largest difference in units of what is allowed there, absolute, ≤ what "
-        "is allowed in that step. *Gradient*: of step 0, the 2-norm of the difference of the whole "
-        "vector over one device's. *Module by module*: the largest relative difference of three "
-        "steps in fp64, over all module outputs, their gradients, parameter gradients, parameters "
-        "and optimizer state. CPU seconds are those of all ranks, from their start to their end, "
-        "imports, references and trajectories in it; wall seconds depend on what else the "
-        "machine does. A reference is a run of one device; specs that train the same share theirs, "
-        "and the first of them has them in its seconds (*new references*).",
+        f"Two trajectories of {steps} steps of each spec {as_it_is}, in fp64 and in its own "
+        "dtypes, against one device. *Loss*: the step with the largest difference in units of what "
+        "is allowed there, absolute, ≤ what is allowed in that step: 1e-12, relative, in fp64, and "
+        "1e-4, absolute, in fp32, as long as references that differ in the order of their sums "
+        "alone keep that too. *Kept* says for how many steps the run does, and in brackets for how "
+        "many all of these references do. *Gradient*: of step 0, the 2-norm of the difference of "
+        "the whole vector over one device's. *Module by module*: the largest relative difference "
+        "of three steps in fp64, over all module outputs, their gradients, parameter gradients, "
+        "parameters and optimizer state. CPU seconds are those of all ranks, from their start to "
+        "their end, imports, references and trajectories in it; wall seconds depend on what else "
+        "the machine does. A reference is a run of one device; specs that train the same share "
+        "theirs, and the first of them has them in its seconds (*new references*).",
         "",
         f"Commits that the specs ran at: {commits}.",
         "",
@@ -156,6 +181,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--only", nargs="+", metavar="SPEC", help="these specs, and no other")
+    parser.add_argument("--set", nargs="+", default=[], metavar="a.b=c", help="overrides of all")
     parser.add_argument("--work", type=Path, required=True, help="where results are kept meanwhile")
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/")
     args = parser.parse_args()
@@ -166,7 +192,7 @@ def main() -> int:
         file = args.work / f"{name}.json"
         if not args.only and file.exists() and json.loads(file.read_text())["steps"] == args.steps:
             continue
-        found = verify(name, args.steps, args.work)
+        found = verify(name, args.steps, args.work, args.set)
         file.write_text(json.dumps(found))
         print(row(found), flush=True)
     results = [
@@ -178,7 +204,7 @@ def main() -> int:
     failed = [f"{found['name']}: {found['verdict']}" for found in results]
     return conclude(
         "verify",
-        [head, *page(results, missing, args.steps)],
+        [head, *page(results, missing, args.steps, args.set)],
         failed=[each for each in failed if not each.endswith(": holds")]
         + [f"{name} was not run" for name in missing],
         not_covered="other models, batches, layouts and seeds than those of the specs (the tests "

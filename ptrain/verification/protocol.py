@@ -33,6 +33,8 @@ from ptrain.verification.tolerances import Allowed, Plan, in_fp64, in_own_dtypes
 from ptrain.verification.trajectory import Corridor, Run, anywhere, checks, follow, from_rank
 from ptrain.verification.variants import exactly, without_dropout
 
+Steps: TypeAlias = dict[str, tuple[float, ...]]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
@@ -50,12 +52,15 @@ class Asked:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verification:
     """The verdict and what it rests on, equal on all ranks. `seconds` by stage, whose name each
-    check's begins with; `notes` are what was not checked, and why."""
+    check's begins with; `trajectories` by stage, step by step: one device's losses, how far the
+    run's were off, might be, and permuted references' were; `notes`: what was not checked, and why.
+    """
 
     checks: tuple[Check, ...]
     departures: tuple[Departure, ...] = ()
     culprit: Culprit | None = None
     seconds: dict[str, float] = field(default_factory=dict)
+    trajectories: dict[str, Steps] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
     @property
@@ -70,6 +75,7 @@ class Found:
     checks: tuple[Check, ...]
     departures: tuple[Departure, ...] = ()
     culprit: Culprit | None = None
+    steps: Steps | None = None
     notes: tuple[str, ...] = ()
 
 
@@ -150,6 +156,7 @@ def _with(result: Verification, name: str, found: Found, seconds: float) -> Veri
         departures=(*result.departures, *found.departures),
         culprit=result.culprit or found.culprit,
         seconds=result.seconds | {name: seconds},
+        trajectories=result.trajectories | ({name: found.steps} if found.steps else {}),
         notes=(*result.notes, *found.notes),
     )
 
@@ -253,7 +260,13 @@ def _followed(context: Context, spec: Spec, reference: Told, allowed: Allowed) -
     run = follow(program, context.exchange, within, watch)
     found = (*checks(reference, run, allowed, context.exchange), *watch.checks())
     notes = (allowed.told,) if allowed.told else ()
-    return run, replace(_watched(watch), checks=found, notes=notes)
+    steps = {
+        "losses": reference.losses,
+        "differences": within.off(run.trajectory.losses),
+        "allowed": allowed.losses,
+        "references": allowed.references,
+    }
+    return run, replace(_watched(watch), checks=found, steps=steps, notes=notes)
 
 
 def _watch(context: Context, program: Program) -> Watch:

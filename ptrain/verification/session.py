@@ -101,6 +101,7 @@ def _record(
         heading=heading,
         steps=asked.steps,
         seconds=found.seconds,
+        trajectories=found.trajectories,
         notes=list(found.notes),
     )
 

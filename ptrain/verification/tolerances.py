@@ -51,9 +51,11 @@ _FINER = torch.finfo(torch.float64).eps / _FP32
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Allowed:
     """Of every step's loss, absolute; of its gradient norm, of the gradient of step 0 and of the
-    parameters at the end, relative (None: not compared). `told` says where figures are from."""
+    parameters at the end, relative (None: not compared). `references`: how far the losses of
+    permuted references are off at most. `told` says where figures are from."""
 
     losses: tuple[float, ...]
+    references: tuple[float, ...]
     gradient: float
     norms: tuple[float, ...] | None = None
     parameters: float | None = None
@@ -99,6 +101,7 @@ def in_fp64(exact: Told, growth: Sequence[Told], exchange: Exchange) -> Allowed:
     allowed = tuple(max(pair) for pair in zip(fixed, losses, strict=True))
     return Allowed(
         losses=allowed,
+        references=_farthest(growth, _FINER),
         gradient=FP64_GRADIENT,
         norms=tuple(
             max(FP64.of_norm(step), spread / norm) if norm else FP64.of_norm(step)
@@ -116,13 +119,16 @@ def in_own_dtypes(spec: Spec, told: Sequence[Told], exchange: Exchange) -> Allow
         fixed = [FP32_LOSS] * len(spread)
         allowed = tuple(max(each, FP32_LOSS) for each in spread)
         said = _until("own dtypes", "1e-4", fixed, allowed, len(told))
-        return Allowed(losses=allowed, gradient=FP32_GRADIENT, told=said)
+        return Allowed(
+            losses=allowed, references=_farthest(told), gradient=FP32_GRADIENT, told=said
+        )
     num_addends = spec.batch.accumulate * spec.data_degree
     rounding = _factor(len(told)) * _FP32 / 2 * math.sqrt(2 * num_addends)  # of the loss's sum
     return Allowed(
         losses=tuple(
             each + rounding * abs(loss) for each, loss in zip(spread, told[0].losses, strict=True)
         ),
+        references=_farthest(told),
         gradient=_between_gradients(told, exchange),
         told=f"own dtypes: a loss may be off by {_factor(len(told)):.1f} deviations of {len(told)} "
         f"references, {len(told) - 1} of them with permuted sums",
@@ -139,6 +145,12 @@ def _spread(runs: Sequence[Sequence[float]], finer: float = 1.0) -> tuple[float,
     deviations = (_deviation(values) for values in zip(*runs, strict=True))
     factor = _factor(len(runs)) * finer
     return tuple(factor * each for each in accumulate(deviations, _largest))
+
+
+def _farthest(told: Sequence[Told], finer: float = 1.0) -> tuple[float, ...]:
+    """Of each step, the largest difference to the first."""
+    by_step = zip(*(each.losses for each in told), strict=True)
+    return tuple(max(abs(loss - first) for loss in others) * finer for first, *others in by_step)
 
 
 def _deviation(values: Sequence[float]) -> float:

@@ -7,7 +7,7 @@ step that is off, or not finite, is the last that runs.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -37,6 +37,10 @@ class Corridor:
     def contains(self, step: int, loss: float) -> bool:
         """False of what is not a number."""
         return abs(loss - self.center[step]) <= self.allowed[step]
+
+    def off(self, losses: Sequence[float]) -> tuple[float, ...]:
+        """How far each step's loss is from where it should be."""
+        return tuple(abs(loss - its) for loss, its in zip(losses, self.center, strict=False))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,7 +143,7 @@ def _gradient(measured: float, allowed: float) -> Check:
 def _in_corridor(run: Run, within: Corridor) -> Check:
     """The largest excess over all steps, and where that is."""
     losses = run.trajectory.losses
-    off = [abs(loss - center) for loss, center in zip(losses, within.center, strict=False)]
+    off = within.off(losses)
     excess = [
         difference / allowed if math.isfinite(difference) else math.inf
         for difference, allowed in zip(off, within.allowed, strict=False)
