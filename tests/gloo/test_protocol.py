@@ -73,6 +73,11 @@ def test_a_verification_holds_in_all_its_stages_alike_on_all_ranks(ranks: Ranks)
     assert "consistency: collectives" in names
     assert "invariance: 4 x 2 as 1 x 8" in names
     assert any("7 of them with permuted sums" in note for note in one.notes)
+    for steps in one.trajectories.values():
+        assert {len(each) for each in steps.values()} == {4}
+        assert all(
+            off <= most for off, most in zip(steps["differences"], steps["allowed"], strict=True)
+        )
 
 
 def test_one_rank_is_verified_too(ranks: Ranks) -> None:

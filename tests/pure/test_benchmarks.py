@@ -31,7 +31,7 @@ def benchmark() -> Iterator[dict[str, ModuleType]]:
     names = (
         "_machine", "_one_device", "activations", "consistency_cost", "logits", "meter_overhead",
         "mutation", "overlap", "peers", "pipeline_schedules", "step_time", "tensor_plans",
-        "unit_tradeoff",
+        "unit_tradeoff", "verify",
     )  # fmt: skip
     yield {name: import_module(name) for name in names}
     sys.path.remove(str(FOLDER))
@@ -324,3 +324,35 @@ def test_the_interval_of_a_share_is_wilsons(benchmark):
     wilson = benchmark["mutation"].wilson
     assert [round(bound, 4) for bound in wilson(0, 10)] == [0.0, 0.2775]
     assert [round(bound, 4) for bound in wilson(81, 263)] == [0.2553, 0.3662]
+
+
+def test_a_verified_spec_tells_for_how_many_steps_the_fixed_figures_held(benchmark):
+    page = benchmark["verify"]
+    steps = {
+        "losses": [5.0, 4.0, 3.0],
+        "differences": [1e-6, 1e-5, 2e-4],
+        "allowed": [1e-4, 1e-4, 1e-3],
+        "references": [1e-6, 2e-4, 1e-5],
+    }
+    check = {"name": f"{page.OWN}: loss of every step", "measured": 2e-4, "tolerance": 1e-3}
+    found = {
+        "name": "a-spec",
+        "ranks": 2,
+        "steps": 3,
+        "checks": [{**check, "holds": True}],
+        "trajectories": {page.OWN: steps},
+        "notes": ["rounding has grown"],
+        "cpu": 61.2,
+        "wall": 40.0,
+        "references": 0,
+        "commit": "abc1234",
+        "verdict": "holds",
+    }
+    cells = dict(zip(page.COLUMNS, page.row(found).strip("| ").split(" | "), strict=True))
+    assert cells["loss, own dtypes"] == "2.0e-04 ≤ 1.0e-03"
+    assert cells["1e-4 kept (by references)"] == "2 (1)"
+    assert cells["1e-12 kept (by references)"] == "–"
+    text = "\n".join(page.page([found], ["another"], 3, ["optimizer.lr=3e-4"]))
+    assert "verify SPEC optimizer.lr=3e-4 --steps 3" in text
+    assert "Not run: another." in text
+    assert "rounding has grown (a-spec)" in text
