@@ -206,3 +206,23 @@ def test_no_batch_and_a_wrong_number_of_shares_are_refused() -> None:
         ptrain.verify(_line(), _line(), [])
     with pytest.raises(PtrainError, match="1 global batches and 2 shares"):
         ptrain.verify(_line(), _line(), ROWS, share=ROWS * 2)
+
+
+# In 16 bits a factor is far above the band, and so is an update that does not happen.
+@nightly
+@pytest.mark.parametrize(
+    ("way", "fault", "factor"),
+    [
+        ("ddp", "divided twice", "÷ 2"),
+        ("ddp", "unsynchronised", "missing all-reduce"),
+        ("fsdp2", "last micro-batch only", "last of 2 micro-batches only"),
+        ("ddp", "stale", "stale by 1 step"),
+        ("ddp", "not divided by K", "× 2 (micro-batches)"),
+        ("fsdp2", "head left out", "not updated"),
+        ("ddp", "not brought back", "stale on some ranks"),
+        ("ddp", "doubled sample", "missing and doubled"),
+    ],
+)
+def test_faults_are_named_in_bf16_too(ranks: Ranks, way: str, fault: str, factor: str) -> None:
+    told = ranks.run(2, own_loops.told, way, fault, torch.bfloat16)
+    assert told[0]["culprit"]["factor"] == factor, told[0]["text"]

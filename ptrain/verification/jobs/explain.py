@@ -20,7 +20,7 @@ from ptrain.verification.jobs.symptoms import (
 )
 
 _LOOSE = 100.0  # samples are compared with so many tolerances: a fault is larger
-_LOOSEST = 0.2
+_LOOSEST = 0.1
 _FEWEST = 1e-6
 
 
