@@ -1,0 +1,88 @@
+"""Whether the protocol cries wolf: every strategy of the repository as it is, over seeds and
+layouts, on tensors that are small enough for all of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from ptrain.errors import SpecError
+from ptrain.interpreter.world import World
+from ptrain.report.record import Check
+from ptrain.selection.recompute import settled
+from ptrain.spec.load import load
+from ptrain.spec.spec import Spec
+from ptrain.train.exchange import Exchange
+from ptrain.verification.protocol import Asked, Verification, verify_here
+from tests.ranks import Ranks
+
+SEEDS = range(5)
+STEPS = 8
+OWN = "its own"
+LAYOUTS = (OWN, "bf16", "zero16")
+SMALL = (
+    "model.hidden=32", "model.heads=4", "model.ffn=48", "batch.sequence=16", "batch.micro=1",
+    "batch.global=8",
+)  # fmt: skip
+STRATEGIES = sorted(
+    path.stem for path in (Path(__file__).parents[2] / "specs" / "strategies").glob("*.yaml")
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calm:
+    """A legal spec and what the protocol says of it, which should be nothing."""
+
+    strategy: str
+    layout: str
+    seed: int
+    failing: tuple[Check, ...]
+    seconds: float
+
+    @property
+    def line(self) -> str:
+        return "; ".join(f"{check.name}: {check.why}" for check in self.failing)
+
+
+def legal(strategy: str, layout: str, seed: int) -> Spec | None:
+    """None where the layout is not legal with the strategy's placement."""
+    own = () if layout == OWN else (f"precision.layout={layout}",)
+    try:
+        return settled(load(strategy, (*SMALL, *own, f"train.seed={seed}")))
+    except SpecError:
+        return None
+
+
+def cases() -> Iterator[tuple[str, str]]:
+    """Strategies with the layouts that are legal there, each layout once."""
+    for strategy in STRATEGIES:
+        seen = set()
+        for layout in LAYOUTS:
+            spec = legal(strategy, layout, seed=0)
+            if spec is not None and spec.precision.layout.name not in seen:
+                seen.add(spec.precision.layout.name)
+                yield strategy, layout
+
+
+def verified(spec: Spec, references: Path) -> Verification:
+    """On this rank of a pool."""
+    world = World.join(spec.timeout)
+    return verify_here(spec, world, Exchange(world), Asked(steps=STEPS, folder=references))
+
+
+def calm(ranks: Ranks, strategy: str, layout: str, seed: int, references: Path) -> Calm:
+    """On a pool of as many ranks as the spec has; `references` keeps what its placement does not
+    change."""
+    spec = legal(strategy, layout, seed)
+    assert spec is not None, "a legal layout"
+    began = time.perf_counter()
+    told: Verification = ranks.run(spec.world_size, verified, spec, references, timeout=300.0)[0]
+    return Calm(
+        strategy=strategy,
+        layout=spec.precision.layout.name,
+        seed=seed,
+        failing=tuple(check for check in told.checks if not check.holds),
+        seconds=time.perf_counter() - began,
+    )
