@@ -6,7 +6,16 @@ import pytest
 
 from ptrain.spec.cluster import Cluster
 from ptrain.spec.load import load
-from ptrain.spec.spec import Spec, Timeout
+from ptrain.spec.spec import (
+    CheckpointSpec,
+    DataSpec,
+    EvalSpec,
+    OptimizerSpec,
+    Spec,
+    Timeout,
+    TrainSpec,
+)
+from ptrain.spec.write import to_yaml
 
 BASE = {
     "model": {"layers": 2, "hidden": 42, "heads": 3, "kv_heads": 1, "ffn": 101, "vocab": 259},
@@ -92,3 +101,100 @@ def test_dp_takes_the_one_axis_that_the_placement_names():
 
 def test_a_mesh_may_have_as_many_ranks_as_an_axis():
     assert loaded(mesh={"dp_shard": 131072}, batch={"sequence": 8}).world_size == 131072
+
+
+EVERY_KEY = {
+    "name": "other",
+    "optimizer": {
+        "name": "sgd", "lr": 0.5, "betas": [0.25, 0.125], "eps": 0.75, "weight_decay": 0.375,
+        "momentum": 0.625, "clip": 2, "schedule": {"warmup": 3, "decay_steps": 7,
+                                                   "min_lr_ratio": 0.5},
+    },
+    "precision": {
+        "layout": "zero16", "parameters": "fp16", "gradients": "fp32", "reduced": "bf16",
+        "master": "fp32", "moments": "bf16", "compute": "fp64",
+    },
+    "data": {"corpus": "synthetic", "tokenizer": "bytes"},
+    "train": {"steps": 11, "seed": 13},
+    "eval": {"every": 17, "batches": 19},
+    "checkpoint": {"at_end": True, "every": 23},
+    "timeout": {"init": 29, "step": 31},
+    "log": {"every": 37},
+    "profile": [2, 3],
+    "deterministic": True,
+    "device": "cpu",
+    "backend": "gloo",
+    "consistency_every": 41,
+    "reduce_scatter": "all_to_all",
+    "bucket": 4096,
+    "unit": "3 blocks",
+    "overlap": "none",
+    "prefetch": 2,
+    "gather_after_update": "next-forward",
+    "offload": {"path": "/x", "update": "device"},
+    "sync": {"gradients": "last", "reshard_after_forward": False, "reshard_after_backward": False},
+    "tensor": {"loss_parallel": False, "plan": "naive"},
+    "pipeline": {"schedule": "zbv", "stages": 4, "split": [1, 1, 1, 1]},
+    "loss": {"kind": "fused", "chunk": 64},
+    "attention": "eager",
+}  # fmt: skip
+
+
+def test_every_key_is_taken_as_it_is_written():
+    spec = loaded(**EVERY_KEY)
+    assert spec.optimizer == OptimizerSpec(
+        name="sgd", lr=0.5, betas=(0.25, 0.125), eps=0.75, weight_decay=0.375, momentum=0.625,
+        warmup=3, decay_steps=7, min_lr_ratio=0.5, clip=2.0,
+    )  # fmt: skip
+    layout = spec.precision.layout
+    dtypes = layout.parameters, layout.gradients, layout.reduced, layout.master, layout.moments
+    assert [str(dtype) for dtype in dtypes] == ["fp16", "fp32", "bf16", "fp32", "bf16"]
+    assert (spec.precision.compute_fp64, layout.scales_loss, layout.name) == (True, True, "custom")
+    assert spec.data == DataSpec(corpus="synthetic", path=None, tokenizer="bytes")
+    assert (spec.name, spec.train) == ("other", TrainSpec(steps=11, seed=13))
+    assert (spec.eval, spec.timeout) == (EvalSpec(every=17, batches=19), Timeout(init=29, step=31))
+    assert spec.checkpoint == CheckpointSpec(at_end=True, every=23)
+    assert (spec.log_every, spec.profile, spec.consistency_every) == (37, (2, 3), 41)
+    assert (spec.deterministic, spec.device, spec.backend) == (True, "cpu", "gloo")
+    assert (spec.reduce_scatter, spec.bucket_bytes, spec.prefetch) == ("all_to_all", 4096, 2)
+    assert (str(spec.unit), spec.overlap, spec.gather_after_update) == (
+        "3 blocks", "none", "next-forward"
+    )  # fmt: skip
+    assert (spec.offload.path, spec.offload.update) == ("/x", "device")
+    sync = spec.sync
+    assert (sync.gradients, sync.reshard_after_forward) == ("last", False)
+    assert sync.reshard_after_backward is False
+    assert (spec.tensor.loss_parallel, spec.tensor.is_naive, spec.tensor.roles) == (False, True, ())
+    pipeline = spec.pipeline
+    assert (pipeline.schedule, pipeline.stages, pipeline.split) == ("zbv", 4, (1, 1, 1, 1))
+    assert (spec.loss.chunk, spec.loss.fused, spec.model.attention) == (64, True, "eager")
+    assert load(spec.resolved).spec == spec
+
+
+@pytest.mark.parametrize(
+    ("written", "chunk", "fused"),
+    [
+        ("chunked", 1024, False),
+        ("fused", 1024, True),
+        ({"kind": "fused", "fused": True}, 1024, True),
+        ({"kind": "chunked", "chunk": 32}, 32, False),
+        ({"kind": "chunked", "fused": True}, 1024, True),
+        ("cross-entropy", None, False),
+    ],
+)
+def test_a_loss_is_whole_or_in_chunks_of_which_the_last_may_be_fused(written, chunk, fused):
+    loss = loaded(loss=written).loss
+    assert (loss.chunk, loss.fused) == (chunk, fused)
+
+
+def test_a_file_may_end_in_yml(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.yml").write_text(to_yaml(loaded().resolved))
+    assert load("mine.yml").spec == loaded()
+
+
+def test_dp_of_an_override_is_the_files_own_dp_where_it_has_one():
+    (factor,) = load(BASE | {"mesh": {"dp": 2}}, ["mesh.dp=4"]).spec.factors
+    assert (factor.axis, factor.degree) == ("dp_shard", 4)
+    (factor,) = load(BASE, ["mesh.dp=4"]).spec.factors
+    assert (factor.axis, factor.degree) == ("dp_shard", 4)
