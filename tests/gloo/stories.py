@@ -54,8 +54,9 @@ def counted(batch: dict[str, Tensor]) -> int:
 
 def accumulation(fault: bool) -> OwnVerdict:
     """Fine-tuning with masked prompts under DDP and accumulation. The fault: every micro-batch's
-    loss is the mean over its own tokens, and these means are averaged (transformers#34191; it was
-    there for years). The cure divides sums by the tokens of the whole global batch."""
+    loss is the mean over its own tokens, and these means are averaged
+    (transformers#34191, mlx-lm#1413, prime-rl#583). The cure divides sums by the tokens of the
+    whole global batch."""
     plain = built()
     model = DistributedDataParallel(copy.deepcopy(plain))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -119,8 +120,8 @@ def on_one_device(model: nn.Module, clip: float | None = None) -> ptrain.Job:
 def sequence_parallelism(fault: bool) -> OwnVerdict:
     """Tensor parallelism by hand, with norms on pieces of the sequence. A norm's weights are the
     same on all ranks, and each rank's gradient of them comes from its own piece. The fault: nobody
-    adds these up (Megatron-LM, torchtitan and others had it of some norm). The cure is one
-    all-reduce over tp after backward."""
+    adds these up (Megatron-LM#1446, NeMo-RL#3716). The cure is one all-reduce over tp after
+    backward."""
     plain = built()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
     model = SequenceParallelNet(plain, mesh.get_group("tp"))
@@ -191,7 +192,7 @@ def _fsdp2(fault: str) -> OwnVerdict:
 
 def fsdp2_clip(fault: bool) -> OwnVerdict:
     """A hand-written FSDP2 loop. The fault: it clips by the norm of the shard that a rank has
-    (torchtune#2420 and others)."""
+    (pytorch#72548, LoongForge#152)."""
     return _fsdp2("clip" if fault else "")
 
 
@@ -203,7 +204,8 @@ def fsdp2_twice(fault: bool) -> OwnVerdict:
 
 def fsdp2_optimizer(fault: bool) -> OwnVerdict:
     """The same loop. The fault: the optimizer is made before fully_shard, and keeps the tensors
-    that the shards have replaced: it trains nothing, and no error says so."""
+    that the shards have replaced (dlrover#584, accelerate#3209): it trains nothing, and no error
+    says so."""
     return _fsdp2("optimizer" if fault else "")
 
 
