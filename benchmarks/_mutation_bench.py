@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, zip_longest
@@ -30,7 +31,7 @@ STAGES = {
 ENOUGH = 8.0  # processor seconds of tests: what lives through them counts as alive
 SLOW = 2.0  # seconds: a test that takes longer judges only what no quicker one reaches
 LEFT_OUT = "tests/pure/test_layers.py"  # it would see a mutant for its looks
-FEW = 40  # tests that a mutant with processes of its own meets first
+FEW = 3  # files of tests that a mutant with processes of its own meets first
 ALONE = 600  # seconds, wall, of such a process
 PASSED = (0, 5)  # pytest's codes: all passed, or no test has a name that was asked for
 
@@ -121,13 +122,16 @@ class Bench:
 
     def _alone(self, mutant: Mutant, stage: str, tests: Sequence[str]) -> dict[str, Any]:
         """A mutant of what runs at import: it takes processes of its own, of which the first has
-        the few files of the first tests."""
+        the few files with most of the tests."""
         path, only = self.tree / mutant.file, self.folder / "only.json"
         text, times = path.read_bytes(), path.stat()
         path.write_text(mutant.source, encoding="utf-8")
-        first = sorted({test.partition("::")[0] for test in tests[:FEW]})
+        files_of = Counter(test.partition("::")[0] for test in tests)
+        first = [file for file, _ in files_of.most_common(FEW)]
+        near = [test for test in tests if test.partition("::")[0] in first]
+        rest = [test for test in tests if test.partition("::")[0] not in first]
         try:
-            for files, chosen in ((first, tests[:FEW]), (STAGES[stage], tests[FEW:])):
+            for files, chosen in ((first, near), (STAGES[stage], rest)):
                 only.write_text(json.dumps(chosen), encoding="utf-8")
                 if chosen and self._pytest(files, MUTATION_ONLY=only) not in PASSED:
                     return {"name": mutant.name, "verdict": "killed", "by": str(files[0])}
