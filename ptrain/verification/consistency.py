@@ -15,6 +15,7 @@ from ptrain.meters.replicas import Replicas
 from ptrain.report.finding import Culprit, Departure, Moment
 from ptrain.report.record import Check
 from ptrain.train.exchange import Exchange
+from ptrain.verification.closer import closer
 from ptrain.verification.drive import drive
 from ptrain.verification.masks import Masks
 
@@ -57,6 +58,8 @@ class Watch:
         self.looks[name] += 1
         if found and not self.departures:
             self.departures, self.culprit, self.failed = found, by.culprit(found), name
+            if isinstance(by, Replicas) and self.culprit is not None:
+                self.culprit = closer(self.program, self.exchange, self.departures, self.culprit)
 
     def checks(self) -> tuple[Check, ...]:
         """How many looks there were, and how many showed nothing."""
