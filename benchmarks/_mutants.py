@@ -11,6 +11,7 @@ import ast
 import difflib
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import libcst as cst
@@ -33,21 +34,23 @@ class Mutant:
     operator: str
     before: str
     after: str
-    source: str  # of the whole file with the change; empty where it was not asked for
+    source: str  # of the whole file with the change
 
     @property
     def name(self) -> str:
         return f"{self.file}:{self.line}#{self.number}"
 
 
-def mutants(root: Path, file: str, wanted: Collection[int] = ()) -> Iterator[Mutant]:
-    """Every mutant of a file, with the file's source for those of the numbers `wanted`."""
-    wrapper = MetadataWrapper(cst.parse_module((root / file).read_text(encoding="utf-8")))
-    visitor = _Visitor()
-    wrapper.visit(visitor)
-    for number, change in enumerate(visitor.found):
-        module = wrapper.module
-        source = module.deep_replace(change.node, change.by).code if number in wanted else ""
+def places(root: Path, file: str) -> list[str]:
+    """The function of every mutant of a file, in the order of their numbers."""
+    return [change.function for change in _changes(root, file)[1]]
+
+
+def mutants(root: Path, file: str, wanted: Collection[int]) -> Iterator[Mutant]:
+    """The mutants of a file that have these numbers."""
+    module, changes = _changes(root, file)
+    for number in sorted(wanted):
+        change = changes[number]
         yield Mutant(
             file=file,
             number=number,
@@ -57,8 +60,16 @@ def mutants(root: Path, file: str, wanted: Collection[int] = ()) -> Iterator[Mut
             operator=change.operator.removeprefix("operator_"),
             before=module.code_for_node(change.node),
             after=module.code_for_node(change.by),
-            source=source,
+            source=module.deep_replace(change.node, change.by).code,
         )
+
+
+@cache
+def _changes(root: Path, file: str) -> tuple[cst.Module, list[_Change]]:
+    wrapper = MetadataWrapper(cst.parse_module((root / file).read_text(encoding="utf-8")))
+    visitor = _Visitor()
+    wrapper.visit(visitor)
+    return wrapper.module, visitor.found
 
 
 def is_sound(mutant: Mutant) -> bool:

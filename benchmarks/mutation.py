@@ -119,14 +119,14 @@ def wilson(share: float, of: float) -> tuple[float, float]:
 def drawn(tree: Path, package: str, *, inside: bool, number: int, seed: int) -> Found:
     """A random sample of a package's mutants inside of functions, or outside of them, each with its
     source."""
-    from _mutants import is_sound, mutants
+    from _mutants import is_sound, mutants, places
 
     files = sorted(str(p.relative_to(tree)) for glob in PACKAGES[package] for p in tree.glob(glob))
     every = [
-        (file, each.number)
+        (file, number)
         for file in files
-        for each in mutants(tree, file)
-        if bool(each.function) is inside
+        for number, function in enumerate(places(tree, file))
+        if bool(function) is inside
     ]
     random.Random(f"{seed} {package}").shuffle(every)  # so that a larger sample holds a smaller one
     wanted: dict[str, set[int]] = {}
@@ -136,7 +136,7 @@ def drawn(tree: Path, package: str, *, inside: bool, number: int, seed: int) -> 
         each
         for file in sorted(wanted)
         for each in mutants(tree, file, wanted[file])
-        if each.number in wanted[file] and is_sound(each)
+        if is_sound(each)
     ]
     return Found(every=len(every), sampled=sampled)
 
