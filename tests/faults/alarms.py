@@ -55,15 +55,21 @@ def legal(strategy: str, layout: str, seed: int) -> Spec | None:
         return None
 
 
+def layouts(strategy: str) -> list[str]:
+    """Those that are legal there, each once."""
+    found: dict[str, str] = {}
+    for layout in LAYOUTS:
+        spec = legal(strategy, layout, seed=0)
+        if spec is not None:
+            found.setdefault(spec.precision.layout.name, layout)
+    return list(found.values())
+
+
 def cases() -> Iterator[tuple[str, str]]:
-    """Strategies with the layouts that are legal there, each layout once."""
+    """Strategies with their layouts."""
     for strategy in STRATEGIES:
-        seen = set()
-        for layout in LAYOUTS:
-            spec = legal(strategy, layout, seed=0)
-            if spec is not None and spec.precision.layout.name not in seen:
-                seen.add(spec.precision.layout.name)
-                yield strategy, layout
+        for layout in layouts(strategy):
+            yield strategy, layout
 
 
 def verified(spec: Spec, references: Path) -> Verification:

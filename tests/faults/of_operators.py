@@ -23,6 +23,7 @@ from tests.faults.fault import Fault, Setting
 from tests.faults.of_batches import DDP, TP, ZERO3
 from tests.faults.planting import (
     after_reduction,
+    flip,
     is_faulty,
     modules,
     owner_of_hook,
@@ -152,6 +153,33 @@ def evaluates_on_one_rank(program: Program) -> None:
     """One rank stays in evaluation mode: it drops nothing and draws no number."""
     if is_faulty(program):
         program.model.eval()
+
+
+def masks_of_another_seed(program: Program) -> None:
+    """All masks come from another seed, on all ranks alike."""
+    _drawn_as(program, program.random_index + 1000)
+
+
+def dropped_more(program: Program) -> None:
+    """Twice as much is dropped as the spec says, on all ranks alike."""
+    for module in program.model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p *= 2
+        elif isinstance(getattr(module, "dropout", None), float):
+            module.dropout *= 2
+
+
+def flipped_activation(program: Program) -> None:
+    """The lowest bit of one element of one module's output is another, on one rank."""
+
+    def flipped(_: nn.Module, __: Any, output: torch.Tensor) -> torch.Tensor:
+        other = output.clone()
+        flip(other, 0, index=7)
+        return other
+
+    if is_faulty(program):
+        (module,) = modules(program, r"blocks\.0\.mlp\.down")
+        module.register_forward_hook(flipped)
 
 
 def tied_not_summed(program: Program) -> None:
@@ -298,6 +326,36 @@ FAULTS = (
         plant=evaluates_on_one_rank,
         subjects=(Subject.RANDOM,),
         axis="tp",
+    ),
+    Fault(
+        name="dropout of another seed on all ranks",
+        setting=DDP_DROPOUT,
+        plant=masks_of_another_seed,
+        subjects=(Subject.RANDOM,),
+        undetectable=(
+            "masks that are drawn alike where they must be and apart where they must be are as "
+            "good as those of the spec's seed"
+        ),
+    ),
+    Fault(
+        name="dropout of twice the rate on all ranks",
+        setting=DDP_DROPOUT,
+        plant=dropped_more,
+        subjects=(Subject.RANDOM,),
+        undetectable=(
+            "several ranks draw other masks than one device does, so beside one device nothing is "
+            "dropped; what the masks are like is not looked at"
+        ),
+    ),
+    Fault(
+        name="a flipped bit in an activation: lowest bit",
+        setting=DDP,
+        plant=flipped_activation,
+        subjects=(Subject.ACTIVATIONS,),
+        undetectable=(
+            "one unit in the last place of one element is what another order of summation does to "
+            "each, and no rank has a copy of another's samples"
+        ),
     ),
     Fault(
         name="tied embedding not reduced",

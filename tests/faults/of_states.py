@@ -90,7 +90,7 @@ def stale_copies(program: Program) -> None:
         target.store = kept
 
 
-def _flipped(bit: int, *, optimizer: bool = False) -> Callable[[Program], None]:
+def flipped(bit: int, *, optimizer: bool = False) -> Callable[[Program], None]:
     def plant(program: Program) -> None:
         def act() -> None:
             if not is_faulty(program):
@@ -183,7 +183,7 @@ FAULTS = (
         Fault(
             name=f"a flipped bit in replicated parameters: {words}",
             setting=DDP,
-            plant=_flipped(bit),
+            plant=flipped(bit),
             subjects=(Subject.PARAMETERS,),
             axis="dp_replicate",
             factor="bit|element",
@@ -193,7 +193,7 @@ FAULTS = (
     Fault(
         name="a flipped bit in replicated optimizer state: lowest bit",
         setting=DDP,
-        plant=_flipped(0, optimizer=True),
+        plant=flipped(0, optimizer=True),
         subjects=(Subject.OPTIMIZER,),
         axis="dp_replicate",
         factor="bit|element",
@@ -201,25 +201,35 @@ FAULTS = (
     Fault(
         name="a flipped bit in sharded parameters: exponent",
         setting=ZERO3,
-        plant=_flipped(-4),
+        plant=flipped(-4),
         subjects=(Subject.PARAMETERS,),
         factor="bit|element",
     ),
     Fault(
         name="a flipped bit in sharded optimizer state: exponent",
         setting=ZERO3,
-        plant=_flipped(-4, optimizer=True),
+        plant=flipped(-4, optimizer=True),
         subjects=(Subject.OPTIMIZER,),
         factor="bit|element",
     ),
     Fault(
         name="a flipped bit in sharded parameters: lowest bit, bf16",
         setting=BF16,
-        plant=_flipped(0),
+        plant=flipped(0),
         subjects=(Subject.PARAMETERS,),
         undetectable=(
             "one unit in the last place of one element is less than what the layout's own "
             "rounding does to every element in every step, and no other rank has a copy of it"
+        ),
+    ),
+    Fault(
+        name="a flipped bit in sharded parameters: lowest bit, fp32",
+        setting=ZERO3,
+        plant=flipped(0),
+        subjects=(Subject.PARAMETERS,),
+        undetectable=(
+            "one unit in the last place of one element is what another order of summation does to "
+            "each element, in fp64 too, and no other rank has a copy of it"
         ),
     ),
     Fault(
