@@ -29,6 +29,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
+from pathlib import Path
 from typing import Any
 
 SIZES = (1, 2, 4, 8)
@@ -36,9 +37,10 @@ CALL_SECONDS = 120.0
 START_SECONDS = 90.0
 COLLECTIVE_SECONDS = 60.0
 GRACE_SECONDS = 3.0  # for the other ranks to report, once one has raised
-# gloo leaves threads of every group that was destroyed: after 200 calls a rank has 380 of them, and
-# burns an eighth of a core while it waits.
+# gloo leaves threads of every group that was destroyed, which never sleep: after 200 calls a rank
+# has 380 of them, and burns an eighth of a core while it waits.
 MOST_CALLS = 50
+MOST_THREADS = 80  # of a rank: a call that verifies makes some ten groups
 
 _PRELOAD = [
     "torch",
@@ -67,12 +69,17 @@ class Pool:
 
     def run(self, function: Callable[..., Any], *args: Any, timeout: float) -> list[Any]:
         """`function(*args)` on every rank; the results in the order of the ranks."""
-        if self.calls == MOST_CALLS:
+        if self.calls == MOST_CALLS or self._num_threads() > MOST_THREADS:
             self.close()
         if not self.processes:
             self._start()
         self.calls += 1
         return self._call((function, args), timeout)
+
+    def _num_threads(self) -> int:
+        """Of the first rank; 0 where the system does not tell."""
+        tasks = [Path(f"/proc/{process.pid}/task") for process in self.processes[:1]]
+        return sum(len(list(task.iterdir())) for task in tasks if task.is_dir())
 
     def _start(self) -> None:
         self.calls = 0
