@@ -1,0 +1,63 @@
+"""Causes that are told from values alone: slices, targets, masks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ptrain.verification.causes.order import order_of_slices
+from ptrain.verification.causes.targets import _other
+from ptrain.verification.masks import DIFFERENT, EVALUATES, Seen, _differing
+
+WHOLE = torch.randn(8, 6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_the_order_of_slices_is_told_along_any_dimension(dim: int) -> None:
+    first, second = WHOLE.chunk(2, dim)
+    assert order_of_slices(torch.cat([second, first], dim), WHOLE, 2) == (1, 0)
+
+
+def test_slices_in_their_order_or_others_are_nothing() -> None:
+    assert order_of_slices(WHOLE, WHOLE, 2) is None
+    assert order_of_slices(WHOLE * 2, WHOLE, 2) is None
+    assert order_of_slices(WHOLE.roll(1, 1), WHOLE, 2) is None
+    assert order_of_slices(WHOLE[:4], WHOLE, 2) is None
+
+
+def test_of_four_slices_each_has_its_place() -> None:
+    order = [2, 0, 3, 1]
+    turned = torch.cat([WHOLE.chunk(4)[place] for place in order])
+    assert order_of_slices(turned, WHOLE, 4) == tuple(order)
+
+
+def _targets() -> dict[int, torch.Tensor]:
+    drawn = torch.randint(0, 99, (2, 1, 40), generator=torch.Generator().manual_seed(0))
+    return {0: drawn[0], 1: drawn[1]}
+
+
+def test_targets_of_a_loss_are_told_by_shift_or_micro_batch() -> None:
+    wanted = _targets()
+    assert not list(_other(wanted[0], wanted, 0))
+    assert list(_other(wanted[1], wanted, 0)) == ["targets of micro-batch 1 for 0"]
+    assert list(_other(wanted[0].roll(-1, 1), wanted, 0)) == ["targets shifted 1 too far"]
+    assert list(_other(wanted[0].roll(2, 1), wanted, 0)) == ["targets shifted 2 too little"]
+
+
+def _told(*ranks: Seen) -> list[tuple[int, str]]:
+    found = _differing("blocks.0 3", [{"blocks.0 3": each} for each in ranks], step=0)
+    return [(each.rank, each.told) for each in found]
+
+
+def test_ranks_draw_alike_where_they_are_given_the_same_and_apart_elsewhere() -> None:
+    assert not _told(("x", "a", True), ("x", "a", True))
+    assert not _told(("x", "a", True), ("y", "b", True))
+    assert _told(("x", "a", True), ("x", "b", True)) == [(1, DIFFERENT)]
+    assert _told(("x", "a", True), ("y", "a", True)) == [(1, "shared where it must differ")]
+    assert not _told(("x", "a", False), ("y", "a", False))  # who evaluates draws nothing
+
+
+def test_the_rank_that_evaluates_alone_is_named() -> None:
+    assert _told(("x", "a", True), ("y", "b", False)) == [(1, EVALUATES)]
+    one_of_three = (("x", "a", False), ("y", "b", True), ("z", "c", True))
+    assert {rank for rank, told in _told(*one_of_three) if told == EVALUATES} == {0}
