@@ -55,14 +55,15 @@ def alarm(ranks: Ranks, strategy: str, layout: str, seed: int, work: Path) -> Re
     }
 
 
-def kept(work: Path, key: str, run: Callable[[], Result]) -> Result:
-    """What was done before, or is done now. A rank that fails is a result too."""
+def kept(work: Path, key: str, run: Callable[[], Result]) -> Result | None:
+    """What was done before, or is done now. Where a rank fails it is to be done again."""
     if (known := _known(work, key)) is not None:
         return known
     try:
         found = run()
     except RankError as error:
-        found = {"line": str(error).strip().splitlines()[-1], "seconds": 0.0, "commit": commit()}
+        print(key, error, flush=True)
+        return None
     _file(work, key).write_text(json.dumps(found))
     print(key, found["line"] or "silent", f"{found['seconds']:.1f} s", flush=True)
     return found
