@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from _machine import commit, conclude, header, this_command
 
+from ptrain.spec.load import load
 from tests.faults.alarms import LAYOUTS, SEEDS, STEPS, calm, cases
 from tests.faults.catalogue import FAULTS
 from tests.faults.trials import STEPS as TRIAL_STEPS
@@ -31,9 +32,23 @@ from tests.ranks import RankError, Ranks
 Result = dict[str, Any]
 
 
-def fault(ranks: Ranks, name: str) -> Result:
+class OneSize:
+    """Pools of ranks of one size at a time: those that wait would take time from the others."""
+
+    def __init__(self) -> None:
+        self.size = 0
+        self.ranks = Ranks()
+
+    def of(self, size: int) -> Ranks:
+        if size != self.size:
+            self.ranks.close()
+            self.ranks, self.size = Ranks(), size
+        return self.ranks
+
+
+def fault(ranks: OneSize, name: str) -> Result:
     """One fault before the protocol."""
-    trial = tried(ranks, name)
+    trial = tried(ranks.of(FAULTS[name].setting.world), name)
     return {
         "caught": trial.caught,
         "localised": trial.localised,
@@ -44,9 +59,10 @@ def fault(ranks: Ranks, name: str) -> Result:
     }
 
 
-def alarm(ranks: Ranks, strategy: str, layout: str, seed: int, work: Path) -> Result:
+def alarm(ranks: OneSize, strategy: str, layout: str, seed: int, work: Path) -> Result:
     """One strategy as it is."""
-    found = calm(ranks, strategy, layout, seed, work / "references")
+    size = load(strategy).spec.world_size
+    found = calm(ranks.of(size), strategy, layout, seed, work / "references")
     return {
         "layout": found.layout,
         "line": found.line,
@@ -164,11 +180,12 @@ def main() -> int:
     args = parser.parse_args()
     head = header("faults: planted, caught, localised and named", this_command())
     (args.work / "references").mkdir(mode=0o700, parents=True, exist_ok=True)
-    ranks = Ranks()
-    asked = [(strategy, layout, seed) for seed in SEEDS for strategy, layout in cases()]
+    ranks = OneSize()
+    small_first = sorted(cases(), key=lambda case: load(case[0]).spec.world_size)
+    asked = [(strategy, layout, seed) for seed in SEEDS for strategy, layout in small_first]
     faults = {name: _of_fault(ranks, name, args) for name in FAULTS}
     alarms = {key: _of_strategy(ranks, key, args) for key in asked}
-    ranks.close()
+    ranks.ranks.close()
     done = {name: found for name, found in faults.items() if found is not None}
     calms = {key: found for key, found in alarms.items() if found is not None}
     return conclude(
@@ -181,14 +198,14 @@ def main() -> int:
     )
 
 
-def _of_fault(ranks: Ranks, name: str, args: argparse.Namespace) -> Result | None:
+def _of_fault(ranks: OneSize, name: str, args: argparse.Namespace) -> Result | None:
     if args.only in (None, "faults"):
         return kept(args.work, name, lambda: fault(ranks, name))
     return _known(args.work, name)
 
 
 def _of_strategy(
-    ranks: Ranks, key: tuple[str, str, int], args: argparse.Namespace
+    ranks: OneSize, key: tuple[str, str, int], args: argparse.Namespace
 ) -> Result | None:
     text = " ".join(map(str, key))
     if args.only in (None, "alarms"):
