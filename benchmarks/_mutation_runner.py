@@ -95,14 +95,24 @@ def _with_next(items: Sequence[pytest.Item]) -> Iterator[tuple[pytest.Item, pyte
 
 
 def _judge_all(session: pytest.Session) -> None:
+    """A test that kills its first mutant must pass without a change too, or it judges no more."""
     items = {item.nodeid: item for item in session.items}
     alive = _Alive()
     gc.freeze()  # children do not touch the pages of what the parent made
+    passes: dict[str, bool] = {}  # without any change, by the name of a test that killed a mutant
     with Path(VERDICTS).open("a", encoding="utf-8") as out, Path(JOBS).open() as jobs:
         for line in jobs:
             job = json.loads(line)
-            tests = [items[name] for name in job["tests"] if name in items]
-            out.write(json.dumps({"name": job["name"], **_judge(job, tests, alive)}) + "\n")
+            while True:
+                names = (name for name in job["tests"] if passes.get(name, True))
+                found = _judge(job, [items[name] for name in names if name in items], alive)
+                by = str(found["by"])
+                if found["verdict"] != "killed" or passes.get(by):
+                    break
+                source = Path(job["file"]).read_text(encoding="utf-8")
+                same = _judge(job | {"source": source}, [items[by]], alive)
+                passes[by] = same["verdict"] == "survived"
+            out.write(json.dumps({"name": job["name"], **found}) + "\n")
             out.flush()
 
 
