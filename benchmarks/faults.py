@@ -181,8 +181,8 @@ def main() -> int:
     head = header("faults: planted, caught, localised and named", this_command())
     (args.work / "references").mkdir(mode=0o700, parents=True, exist_ok=True)
     ranks = OneSize()
-    small_first = sorted(cases(), key=lambda case: load(case[0]).spec.world_size)
-    asked = [(strategy, layout, seed) for seed in SEEDS for strategy, layout in small_first]
+    asked = [(strategy, layout, seed) for strategy, layout in cases() for seed in SEEDS]
+    asked.sort(key=lambda key: (LAYOUTS.index(key[1]), key[2], load(key[0]).spec.world_size))
     faults = {name: _of_fault(ranks, name, args) for name in FAULTS}
     alarms = {key: _of_strategy(ranks, key, args) for key in asked}
     ranks.ranks.close()
