@@ -29,7 +29,14 @@ from ptrain.verification.consistency import Watch, consistency
 from ptrain.verification.examine import examine
 from ptrain.verification.preconditions import REPEATED, Make, preconditions
 from ptrain.verification.references import Told, references
-from ptrain.verification.tolerances import Allowed, Plan, in_fp64, in_own_dtypes, plan
+from ptrain.verification.tolerances import (
+    Allowed,
+    Plan,
+    grows_in_proportion,
+    in_fp64,
+    in_own_dtypes,
+    plan,
+)
 from ptrain.verification.trajectory import Corridor, Run, anywhere, checks, follow, from_rank
 from ptrain.verification.variants import exactly, without_dropout
 
@@ -213,7 +220,10 @@ def _in_fp64(context: Context) -> Found:
     context.told = references(context.plan.asks, exchange, context.asked.folder)
     reference = context.told[context.plan.exact.key]
     growth = [context.told[ask.key] for ask in context.plan.growth]
-    allowed = in_fp64(reference, growth, exchange)
+    if not grows_in_proportion(growth):
+        more = references(context.plan.permuted, exchange, context.asked.folder)
+        growth = [reference, *more.values()]
+    allowed = in_fp64(growth, reference, exchange)
     context.exact, found = _followed(context, exactly(context.spec), reference, allowed)
     stopped = context.exact.stopped
     if stopped is None or found.culprit is not None:

@@ -17,7 +17,9 @@ square distance of permuted references from the first. Nothing of it is of the r
 - In 16 bits, and where the update computes in them, that is all: 7 permuted references.
 - In fp32 at least 1e-4 is allowed, absolute, and 1e-5 of the gradient; 3 permuted references.
 - In fp64 at least 1e-12, relative. What the fp32 references part by times 2^-29, the quotient of
-  the two round-offs, is what fp64 ones would: the growth is the map's, and the same.
+  the two round-offs, is what fp64 ones would: the growth is the map's, and the same. That ends
+  where fp32 references differ by more than a hundredth of the loss, beyond which differences stop
+  growing in proportion: then 3 permuted references in fp64 say it themselves.
 
 Note: `band` bounds 16-bit losses from the layout's round-off alone, without a run more, by
 worst-case slopes: it holds for any order, is wide, and knows nothing of growth.
@@ -44,6 +46,7 @@ FEW, MANY = 3, 7  # permuted references beside a fixed figure, and instead of on
 QUANTILES = {FEW: 28.000, MANY: 7.885}  # of Student's t by degrees of freedom: once in 10^4
 FP64_GRADIENT = 1e-12  # the 2-norm of the difference over the reference's
 FP32_LOSS, FP32_GRADIENT = 1e-4, 1e-5
+PROPORTIONAL = 1e-2  # of the loss
 _FP32 = torch.finfo(torch.float32).eps
 _FINER = torch.finfo(torch.float64).eps / _FP32
 
@@ -65,9 +68,11 @@ class Allowed:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """Which references a verification needs: in fp64, in fp32 to see how rounding grows, and in the
-    spec's own dtypes (none where these are fp64)."""
+    spec's own dtypes (none where these are fp64); `permuted` ones in fp64 where in fp32 it grows
+    too far."""
 
     exact: Ask
+    permuted: tuple[Ask, ...]
     growth: tuple[Ask, ...]
     own: tuple[Ask, ...]
 
@@ -80,8 +85,10 @@ def plan(spec: Spec, steps: int) -> Plan:
     """Of references that several parts need there is one: they have one key."""
     own, exact = without_dropout(spec), exactly(spec)
     num_own = MANY if is_banded(own) else FEW
+    first, *permuted = _permuted(exact, steps, FEW)
     return Plan(
-        exact=Ask(spec=exact, steps=steps),
+        exact=first,
+        permuted=tuple(permuted),
         growth=_permuted(in_fp32(spec), steps, FEW),
         own=() if own.precision == exact.precision else _permuted(own, steps, num_own),
     )
@@ -92,16 +99,26 @@ def _permuted(spec: Spec, steps: int, number: int) -> tuple[Ask, ...]:
     return (plain, *(replace(plain, seed=seed) for seed in range(number)))
 
 
-def in_fp64(exact: Told, growth: Sequence[Told], exchange: Exchange) -> Allowed:
-    """All ranks call it."""
-    losses = _spread([each.losses for each in growth], _FINER)
-    norms = _spread([each.norms for each in growth], _FINER)
-    parameters = _between_parameters(growth, exchange) * _FINER
+def grows_in_proportion(growth: Sequence[Told]) -> bool:
+    """Whether what references in fp32 part by tells what others in fp64 would."""
+    return all(
+        _deviation(losses) <= PROPORTIONAL * abs(losses[0])
+        for losses in zip(*(each.losses for each in growth), strict=True)
+    )
+
+
+def in_fp64(growth: Sequence[Told], exact: Told, exchange: Exchange) -> Allowed:
+    """From references in fp32, or, where `exact` is the first of them, in fp64. All ranks call
+    it."""
+    finer = 1.0 if growth[0] is exact else _FINER
+    losses = _spread([each.losses for each in growth], finer)
+    norms = _spread([each.norms for each in growth], finer)
+    parameters = _between_parameters(growth, exchange) * finer
     fixed = [FP64.of_loss(step) * abs(loss) for step, loss in enumerate(exact.losses)]
     allowed = tuple(max(pair) for pair in zip(fixed, losses, strict=True))
     return Allowed(
         losses=allowed,
-        references=_farthest(growth, _FINER),
+        references=_farthest(growth, finer),
         gradient=FP64_GRADIENT,
         norms=tuple(
             max(FP64.of_norm(step), spread / norm) if norm else FP64.of_norm(step)

@@ -15,7 +15,15 @@ from ptrain.train.exchange import Exchange
 from ptrain.verification.permuted import Permuted, PermutedSums
 from ptrain.verification.reference import OneDevice, Trajectory
 from ptrain.verification.references import Ask, Solo, Told, references
-from ptrain.verification.tolerances import FEW, MANY, QUANTILES, in_fp64, in_own_dtypes, plan
+from ptrain.verification.tolerances import (
+    FEW,
+    MANY,
+    QUANTILES,
+    grows_in_proportion,
+    in_fp64,
+    in_own_dtypes,
+    plan,
+)
 from ptrain.verification.variants import in_other_batches, is_banded
 from tests.jobs import TINY
 
@@ -134,7 +142,7 @@ def test_the_fixed_figures_hold_as_long_as_references_agree():
     runs = [told((4.0, 3.0, 2.0)) for _ in range(FEW + 1)]
     own = in_own_dtypes(tiny(), runs, ALONE)
     assert (own.losses, own.gradient, own.told) == ((1e-4,) * 3, 1e-5, "")
-    exact = in_fp64(runs[0], runs, ALONE)
+    exact = in_fp64(runs, told(runs[0].losses), ALONE)
     assert exact.losses == (4e-12, 3e-12, 2e-12)
     assert exact.norms == (1e-11,) * 3
     assert (exact.parameters, exact.told) == (1e-9, "")
@@ -147,9 +155,19 @@ def test_what_rounding_grew_to_stays_allowed_and_the_step_is_told():
     assert own.losses[0] == 1e-4
     assert own.losses[1] == own.losses[2] > 1e-2
     assert "up to step 1;" in own.told
-    exact = in_fp64(runs[0], runs, ALONE)
+    exact = in_fp64(runs, told(runs[0].losses), ALONE)
     assert exact.losses[1] == pytest.approx(own.losses[1] * 2.0**-29)
     assert exact.parameters is not None and exact.parameters > 1e-9
+
+
+def test_where_differences_stop_growing_in_proportion_fp64_references_say_it_themselves():
+    near = [told((4.0, 3.0 + i * 1e-3)) for i in range(FEW + 1)]
+    far = [told((4.0, 3.0 + i * 1e-1)) for i in range(FEW + 1)]
+    lost = [told((4.0, math.nan)) for _ in range(FEW + 1)]
+    assert [grows_in_proportion(each) for each in (near, far, lost)] == [True, False, False]
+    exact = [told((4.0, 3.0 + i * 1e-9)) for i in range(FEW + 1)]
+    assert in_fp64(exact, exact[0], ALONE).losses[1] > 1e-8
+    assert [ask.seed for ask in plan(tiny(), 3).permuted] == [0, 1, 2]
 
 
 def test_in_16_bits_references_alone_say_what_is_allowed():
