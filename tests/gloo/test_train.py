@@ -17,7 +17,9 @@ from ptrain.algebra.legality import require
 from ptrain.data.corpus import corpus
 from ptrain.spec.load import load
 from ptrain.spec.spec import DataSpec
-from ptrain.train.__main__ import main
+from ptrain.train.leaving import coded
+from ptrain.train.options import parse
+from ptrain.train.session import run
 from tests import jobs
 
 pytestmark = pytest.mark.gloo
@@ -196,7 +198,8 @@ def test_an_interrupt_ends_the_step_saves_and_leaves_no_process(tmp_path, number
 
 def in_a_group(folder: str) -> tuple[int, bool]:
     """A training on ranks that somebody else has brought together."""
-    code = main(["zero3", *jobs.TINY, "train.steps=2", "--run-dir", folder, "--quiet"])
+    words = ["zero3", *jobs.TINY, "train.steps=2", "--run-dir", folder, "--quiet"]
+    code = coded(lambda: run(parse(words)))
     return code, dist.is_initialized()
 
 
