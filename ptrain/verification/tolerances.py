@@ -200,8 +200,15 @@ def _between_parameters(told: Sequence[Told], exchange: Exchange) -> float:
 def _from_first(own: Iterable[float], told: Sequence[Told], exchange: Exchange) -> float:
     """What is allowed, from how far each permuted reference is from the first: each rank knows of
     its own runs."""
-    squares = [each**2 for its in exchange.gather(list(own)) for each in its]
-    return _factor(len(told)) * math.sqrt(statistics.fmean(squares) / 2)
+    distances = [each for its in exchange.gather(list(own)) for each in its]
+    assert len(distances) == len(told) - 1, "each permuted reference is some rank's"
+    return from_permuted(distances)
+
+
+def from_permuted(distances: Sequence[float]) -> float:
+    """What is allowed, from how far each of FEW or MANY permuted references is from the first."""
+    squares = [each**2 for each in distances]
+    return _factor(len(distances) + 1) * math.sqrt(statistics.fmean(squares) / 2)
 
 
 def _until(

@@ -21,6 +21,7 @@ from ptrain.verification.capture import Capture
 from ptrain.verification.compare import Tolerances, alive, apart, compare
 from ptrain.verification.consistency import EVERY, Watch
 from ptrain.verification.drive import drive_and_add, local_batch
+from ptrain.verification.onward import Onward
 from ptrain.verification.reference import Trajectory, distance
 from ptrain.verification.references import Solo, Told
 from ptrain.verification.tolerances import Allowed
@@ -46,12 +47,14 @@ class Corridor:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
     """A program's steps, alike on all ranks: its trajectory, the `gradients` of step 0 as its
-    optimizer was given them, without clipping, and the step at which it was `stopped`."""
+    optimizer was given them, without clipping, the step at which it was `stopped`, and what one
+    device made of its states on the way (`onward`)."""
 
     trajectory: Trajectory
     gradients: dict[str, Tensor]
     again: float
     stopped: int | None
+    onward: tuple[Check, ...] = ()
 
 
 def anywhere(steps: int) -> Corridor:
@@ -68,17 +71,26 @@ def follow(program: Program, exchange: Exchange, within: Corridor, watch: Watch)
     norms: list[float] = []
     gradients: dict[str, Tensor] = {}
     stopped = None
+    onward = Onward(program, exchange)
     for step in range(len(within.center)):
+        is_due = onward.is_due(step) and step + 1 < len(within.center)
+        if is_due:
+            onward.take(step)
         with ExitStack() as stack:
             if step % EVERY == 0:
                 stack.enter_context(watch.step(step))
-            capture = stack.enter_context(Capture(program, set())) if step == 0 else None
+            is_kept = is_due or step == 0
+            capture = stack.enter_context(Capture(program, set())) if is_kept else None
             loss, norm = drive_and_add(program, source, step, exchange)
+        onward.compare_following(step, loss)
         if capture is not None:
-            gradients = unclipped(whole(capture.gradients(exchange), exchange), program, norm)
+            found = unclipped(whole(capture.gradients(exchange), exchange), program, norm)
+            gradients = gradients or found
+            if is_due:
+                onward.compare(loss, found)
         losses.append(loss)
         norms += [] if norm is None else [norm]
-        if watch.departures or not within.contains(step, loss):
+        if watch.departures or onward.departs(step) or not within.contains(step, loss):
             stopped = step
             break
     parameters = whole(program.state_dict()["model"], exchange)
@@ -93,6 +105,7 @@ def follow(program: Program, exchange: Exchange, within: Corridor, watch: Watch)
         gradients=gradients,
         again=exchange.add([float(share)])[0],
         stopped=stopped,
+        onward=from_rank(0, list(onward.checks()), exchange),
     )
 
 
@@ -119,7 +132,7 @@ def checks(reference: Told, run: Run, allowed: Allowed, exchange: Exchange) -> t
         ]
         if run.stopped is None:
             own += _of_trajectories(solo.trajectory, run.trajectory, allowed)
-    return from_rank(reference.owner, own, exchange)
+    return (*from_rank(reference.owner, own, exchange), *run.onward)
 
 
 def from_rank(rank: int, own: list[Check], exchange: Exchange) -> tuple[Check, ...]:

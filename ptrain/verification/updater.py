@@ -55,13 +55,18 @@ class Updater:
         self._rescale(overflowed=False)
         return norm
 
-    def initial(self, tensor: Tensor) -> dict[str, Tensor]:
-        """The optimizer state of an updated tensor before torch makes it."""
+    def owner(self, tensor: Tensor) -> torch.optim.Optimizer:
+        """The optimizer that updates it."""
         (owner,) = (
             each
             for each in self.optimizers
             if any(tensor is one for group in each.param_groups for one in group["params"])
         )
+        return owner
+
+    def initial(self, tensor: Tensor) -> dict[str, Tensor]:
+        """The optimizer state of an updated tensor before torch makes it."""
+        owner = self.owner(tensor)
         if isinstance(owner, torch.optim.AdamW):
             moments = {name: torch.zeros_like(tensor) for name in ("exp_avg", "exp_avg_sq")}
             return {**moments, "step": torch.zeros((), dtype=torch.float32)}

@@ -1,0 +1,185 @@
+"""The induction of Theorem 5: from a state that the run itself has come to, one device goes on as
+the run does.
+
+Over a hundred steps training makes of one rounding what a fixed figure cannot tell from a fault
+(`tolerances`). From one and the same state there is nothing to grow from: loss and gradient of the
+next step, and the loss after its update, are one device's as closely at the end of a training as at
+its beginning. So every EVERY steps a reference takes the run's whole state and goes two steps
+beside it. In 16 bits, and where the update computes in them, how close that is follows from
+references that take the same state and add up in other orders.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ptrain.interpreter.program import Program
+from ptrain.report.record import Check
+from ptrain.spec.spec import Spec
+from ptrain.train.exchange import Exchange
+from ptrain.verification.compare import FP64, apart
+from ptrain.verification.permuted import Permuted
+from ptrain.verification.reference import OneDevice
+from ptrain.verification.tolerances import (
+    FP32_GRADIENT,
+    FP32_LOSS,
+    FP64_GRADIENT,
+    MANY,
+    from_permuted,
+)
+from ptrain.verification.variants import is_banded
+from ptrain.verification.whole import whole
+
+EVERY = 25  # steps between two states that a reference takes
+
+States = Mapping[str, Mapping[str, Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What one device makes of a state: the loss, the gradients without clipping and the loss's
+    scale, and the loss of the step after."""
+
+    loss: float
+    gradients: dict[str, Tensor]
+    following: float
+
+
+@dataclass(slots=True)
+class Worst:
+    """The look with the largest share of what is allowed."""
+
+    share: float = -1.0
+    measured: float = 0.0
+    allowed: float = 0.0
+    step: int = 0
+
+    def add(self, step: int, measured: float, allowed: float) -> None:
+        share = measured / allowed if math.isfinite(measured) else math.inf
+        if share > self.share:
+            self.share, self.measured, self.allowed, self.step = share, measured, allowed, step
+
+
+@dataclass(slots=True)
+class Onward:
+    """Of one run. The loop calls `is_due`, `take` before such a step, `compare` after it and
+    `compare_following` after the next. The reference is rank 0's; all ranks call all."""
+
+    program: Program
+    exchange: Exchange
+    looks: int = 0
+    worst: dict[str, Worst] = field(default_factory=dict)
+    _of: int = -1  # the step whose reference is there
+    _references: list[Step] = field(default_factory=list)
+
+    @property
+    def spec(self) -> Spec:
+        return self.program.spec
+
+    def is_due(self, step: int) -> bool:
+        return step > 0 and step % EVERY == 0
+
+    def take(self, step: int) -> None:
+        """The state before `step`, and what one device makes of it."""
+        found = {
+            kind: whole(tensors, self.exchange)
+            for kind, tensors in self.program.state_dict().items()
+        }
+        self._of, self._references = step, []
+        if self.exchange.world.is_first:
+            number = MANY if is_banded(self.spec) else 0
+            devices = [OneDevice(self.spec), *(Permuted(self.spec, s) for s in range(number))]
+            self._references = [_onward(device, found, step) for device in devices]
+        self.exchange.barrier()
+
+    def compare(self, loss: float, gradients: Mapping[str, Tensor]) -> None:
+        """The run's loss in that step, and its gradients without clipping."""
+        if not self._references:
+            return
+        first, *others = self._references
+        self.looks += 1
+        self._add("loss", loss - first.loss, self._loss_allowed([s.loss for s in self._references]))
+        distances = [apart(first.gradients, other.gradients) for other in others]
+        allowed = from_permuted(distances) if others else self._gradient_allowed()
+        self._add("gradient", apart(first.gradients, gradients), allowed)
+
+    def compare_following(self, step: int, loss: float) -> None:
+        """The run's loss in the step after, if `step` is that."""
+        if not self._references or step != self._of + 1:
+            return
+        losses = [each.following for each in self._references]
+        self._add("loss after the update", loss - losses[0], self._loss_allowed(losses))
+
+    def _add(self, name: str, difference: float, allowed: float) -> None:
+        self.worst.setdefault(name, Worst()).add(self._of, abs(difference), allowed)
+
+    def _loss_allowed(self, losses: Sequence[float]) -> float:
+        if len(losses) > 1:
+            return from_permuted([abs(each - losses[0]) for each in losses[1:]]) + _summing(losses)
+        if self.spec.precision.compute_fp64:
+            return FP64.of_loss(0) * abs(losses[0])
+        return FP32_LOSS
+
+    def _gradient_allowed(self) -> float:
+        return FP64_GRADIENT if self.spec.precision.compute_fp64 else FP32_GRADIENT
+
+    def departs(self, step: int) -> bool:
+        """Whether what was compared in this step is off, on all ranks alike. All ranks call it."""
+        if self._of < 0 or step - self._of > 1:
+            return False
+        return bool(self.exchange.first(any(each.share > 1.0 for each in self.worst.values())))
+
+    def checks(self) -> Iterator[Check]:
+        """Rank 0's."""
+        for name, worst in self.worst.items():
+            holds = worst.share <= 1.0
+            why = "" if holds else f"step {worst.step}: from the run's own state it is another"
+            yield Check(
+                name=f"from its own state: {name}",
+                predicted=0.0,
+                measured=worst.measured,
+                tolerance=worst.allowed,
+                holds=holds,
+                why=why,
+            )
+
+
+def _summing(losses: Sequence[float]) -> float:
+    """A loss is a sum in fp32 at best, whose last bit no reference need differ in."""
+    return 4 * torch.finfo(torch.float32).eps * abs(losses[0])
+
+
+def _onward(device: OneDevice, states: States, step: int) -> Step:
+    """Two steps from a state; the second without an update."""
+    load(device, states)
+    scale = device.updater.scale
+    found = device.accumulate(step)
+    gradients = {name: each / scale for name, each in found.sums.items()}
+    device.update(step, found.sums)
+    return Step(found.loss, gradients, device.accumulate(step + 1).loss)
+
+
+@torch.no_grad()
+def load(device: OneDevice, states: States) -> None:
+    """Parameters, master copies, optimizer state and the loss's scale, as `Program.state_dict`
+    names them, whole."""
+    updater, optimizer = device.updater, states["optimizer"]
+    for name, parameter in updater.parameters.items():
+        parameter.copy_(states["model"][name])
+        updated = updater.updated[name]
+        if updated is not parameter:
+            updated.copy_(optimizer[f"{name}.master"])
+        owner = updater.owner(updated)
+        own = {
+            key: optimizer[f"{name}.{key}"].to(value.dtype)
+            for key, value in updater.initial(updated).items()
+        }
+        owner.state[updated].update(own)
+    if "scaling" in states:
+        updater.scale = float(states["scaling"]["scale"])
+        updater.steps_since_change = int(states["scaling"]["growth_tracker"])
