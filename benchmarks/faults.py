@@ -95,11 +95,18 @@ def table_of_faults(results: dict[str, Result]) -> Iterator[str]:
         cells = [
             name,
             str(its.setting),
-            *("yes" if found.get(key) else "**no**" for key in ("caught", "localised", "named")),
+            *("yes" if found.get(key) else "**no**" for key in ("caught", "localised")),
+            _named(name, found),
             found["line"].replace("|", r"\|"),
             f"{found['seconds']:.1f}",
         ]
         yield f"| {' | '.join(cells)} |"
+
+
+def _named(name: str, found: Result) -> str:
+    if not found.get("named"):
+        return "**no**"
+    return "yes" if FAULTS[name].factor else "state and axis"
 
 
 def totals(results: dict[str, Result]) -> str:
@@ -108,8 +115,10 @@ def totals(results: dict[str, Result]) -> str:
         sum(bool(found.get(key)) for found in own) for key in ("caught", "localised", "named")
     ]
     caught, localised, named = counts
+    without = sum(not FAULTS[name].factor for name in results if not FAULTS[name].undetectable)
     return (
-        f"Of {len(own)} faults {caught} are caught, {localised} localised, {named} named; "
+        f"Of {len(own)} faults {caught} are caught, {localised} localised, {named} named "
+        f"({without} of these by state, axis and place alone: other arithmetic has no factor); "
         f"{len(results) - len(own)} beside them lie below the band."
     )
 

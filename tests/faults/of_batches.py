@@ -207,6 +207,7 @@ FAULTS = (
         plant=other_tokens_within_tp,
         subjects=(Subject.BATCH,),
         axis="tp",
+        factor="no sample|order|place",
     ),
     Fault(
         name="targets shifted twice",

@@ -305,6 +305,7 @@ FAULTS = (
         plant=masks_shared_within,
         subjects=(Subject.RANDOM,),
         axis="tp",
+        factor="shared where it must differ",
     ),
     Fault(
         name="dropout masks different where they must be shared (tp)",
@@ -312,6 +313,7 @@ FAULTS = (
         plant=masks_differ_between,
         subjects=(Subject.RANDOM,),
         axis="tp",
+        factor="differs where it must be shared",
     ),
     Fault(
         name="dropout masks shared by data ranks",
@@ -319,6 +321,7 @@ FAULTS = (
         plant=masks_shared_by_samples,
         subjects=(Subject.RANDOM,),
         axis="dp_replicate",
+        factor="shared where it must differ",
     ),
     Fault(
         name="one rank of tp in evaluation mode",
@@ -326,6 +329,7 @@ FAULTS = (
         plant=evaluates_on_one_rank,
         subjects=(Subject.RANDOM,),
         axis="tp",
+        factor="evaluates",
     ),
     Fault(
         name="dropout of another seed on all ranks",
@@ -372,6 +376,7 @@ FAULTS = (
         plant=gathered_in_wrong_order,
         subjects=(Subject.ACTIVATIONS, Subject.PARAMETERS),
         axis="dp_shard",
+        factor="order",
         place=r"blocks\.1",
     ),
     Fault(
@@ -388,6 +393,7 @@ FAULTS = (
         plant=wrong_buffer,
         subjects=(Subject.BUFFERS,),
         axis="dp_replicate",
+        factor=r"× 0\.9",
         place="sin_TK",
     ),
 )

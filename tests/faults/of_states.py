@@ -107,8 +107,8 @@ def flipped(bit: int, *, optimizer: bool = False) -> Callable[[Program], None]:
     return plant
 
 
-def initial_of_another_seed(program: Program) -> None:
-    """One rank's first values of one tensor come from another seed."""
+def other_initial_values(program: Program) -> None:
+    """One rank's first values of one tensor are in another order."""
     if is_faulty(program):
         held = parameter(program, ONE_TENSOR)
         with torch.no_grad():
@@ -243,9 +243,10 @@ FAULTS = (
     Fault(
         name="one rank begins with other values",
         setting=DDP,
-        plant=initial_of_another_seed,
+        plant=other_initial_values,
         subjects=(Subject.PARAMETERS,),
         axis="dp_replicate",
+        factor="order",
         place=ONE_TENSOR,
     ),
     Fault(
