@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -33,6 +34,16 @@ def _raise_on_rank_one() -> None:
 def _hang_on_rank_zero() -> None:
     if dist.get_rank() == 0:
         time.sleep(60)
+
+
+def _die_within_torch(folder: Path, times: int) -> int:
+    """On rank 1, so often."""
+    rank = dist.get_rank()
+    deaths = len(list(folder.iterdir()))
+    if rank == 1 and deaths < times:
+        (folder / str(deaths)).touch()
+        os.kill(os.getpid(), signal.SIGSEGV)
+    return rank
 
 
 def _die_on_rank_one() -> None:
@@ -81,6 +92,15 @@ def test_a_hung_call_is_killed_and_names_the_rank(ranks: Ranks) -> None:
 def test_a_dead_rank_is_named_with_its_exit_code(ranks: Ranks) -> None:
     with pytest.raises(RankError, match="rank 1: died with exit code -9"):
         ranks.run(2, _die_on_rank_one)
+
+
+def test_ranks_of_which_one_died_within_torch_are_started_anew_once(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    with pytest.warns(UserWarning, match="runs once more, on new ranks"):
+        assert ranks.run(2, _die_within_torch, tmp_path, 1) == [0, 1]
+    with pytest.warns(UserWarning), pytest.raises(RankError, match="died with exit code -11"):
+        ranks.run(2, _die_within_torch, tmp_path, 9)
 
 
 def test_groups_of_a_call_are_gone_in_the_next(ranks: Ranks) -> None:

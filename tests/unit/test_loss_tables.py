@@ -120,13 +120,8 @@ def figures(estimate: Estimate) -> tuple[object, ...]:
     return estimate.memory, estimate.peak, sorted(map(str, estimate.traffic))
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=() if name == "llama-tied-bf16-one" else pytest.mark.nightly)
-        for name, _ in loss_tables.settings()
-    ],
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", [name for name, _ in loss_tables.settings()])
 def test_the_committed_tables_of_the_loss_are_what_the_command_writes(name: str) -> None:
     """Of operators that are not cut, which the command writes first."""
     alone = dict(loss_tables.settings())[name][:2]

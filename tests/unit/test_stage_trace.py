@@ -52,7 +52,8 @@ def test_every_table_that_a_stage_can_ask_for_is_committed():
     assert {path.stem for path in (directory() / "tp").glob("*.json")} == set(SETTINGS)
 
 
-@pytest.mark.parametrize("name", [pytest.param(DEFAULT[0], marks=pytest.mark.nightly), DEFAULT[1]])
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", DEFAULT)
 def test_begin_block_and_end_make_a_stage_of_any_length(name):
     alone, _ = SETTINGS[name]
     assert written(alone, 4) == written(alone)
