@@ -146,15 +146,22 @@ class _Examiner:
     def _departures(self, evidence: Evidence) -> list[Departure]:
         """All up to the gradients."""
         return [
-            *sample_departures(
-                evidence.batch, self.reference, evidence.step, self.rank, self.exchange
-            ),
+            *self._samples(evidence),
             *self._used(evidence),
             *self._activations(evidence),
             *self._loss(evidence),
             *self._rates(evidence),
             *self._gradients(evidence),
         ]
+
+    def _samples(self, evidence: Evidence) -> list[Departure]:
+        found = list(
+            sample_departures(
+                evidence.batch, self.reference, evidence.step, self.rank, self.exchange
+            )
+        )
+        self.tally.add("samples", math.inf if found else 0.0)
+        return found
 
     def _used(self, evidence: Evidence) -> Iterator[Departure]:
         """Parameters where they are used: gathered, copied, as they should be in this step."""

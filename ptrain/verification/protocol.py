@@ -72,7 +72,7 @@ class Verification:
 
     @property
     def holds(self) -> bool:
-        return bool(self.checks) and all(check.holds for check in self.checks)
+        return bool(self.checks) and self.culprit is None and all(c.holds for c in self.checks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +131,8 @@ def verify_here(
         result = _with(result, name, found, seconds)
         if speak is not None:
             speak(name, found.checks, seconds)
-        failed = failed or ("" if all(check.holds for check in found.checks) else name)
+        holds = found.culprit is None and all(check.holds for check in found.checks)
+        failed = failed or ("" if holds else name)
         if failed and not (name == failed and _asks_examination(name, found.checks)):
             left = names[names.index(name) + 1 :]
             note = f"{failed} fails: {', '.join(left)} not checked"

@@ -28,6 +28,7 @@ STRATEGIES = sorted(
 COMPARED = {
     "initial parameters", "initial optimizer", "step counter", "buffers", "activations",
     "gradients of activations", "loss", "learning rate", "gradients", "parameters", "optimizer",
+    "samples",
 }  # fmt: skip
 
 
