@@ -23,18 +23,22 @@ def sample_departures(
     """`given` is what this rank's model ran on. All ranks call it."""
     spec = reference.spec
     expected = _expected(reference, step)
-    names = {key: sample for ids in expected.values() for sample, key in ids}
+    names: dict[bytes, int] = {}  # tokens are one sample, however often the batch has them
+    for ids in expected.values():
+        for sample, key in ids:
+            names.setdefault(key, sample)
     seen = [names.get(_key(row), UNKNOWN) for row in given.tokens]
     everyone: list[list[int]] = exchange.gather(seen)
-    own = [sample for sample, _ in expected[data_place(spec, rank)]]
+    own = [names[key] for _, key in expected[data_place(spec, rank)]]
     if seen == own:
         return
     once = {data_place(spec, other): its for other, its in enumerate(everyone)}
-    counts = Counter(sample for its in once.values() for sample in its)
+    counts = Counter(sample for its in once.values() for sample in its if sample != UNKNOWN)
+    wanted = Counter(names[key] for ids in expected.values() for _, key in ids)
     told = [
-        _listed("missing", [each for each in names.values() if not counts[each]]),
-        _listed("seen twice", [each for each in names.values() if counts[each] > 1]),
-        _listed("in another order or place", own if counts.keys() == set(names.values()) else []),
+        _listed("missing", list(wanted - counts)),
+        _listed("seen twice", list(counts - wanted)),
+        _listed("in another order or place", own if counts == wanted else []),
         "tokens of no sample of this step" if UNKNOWN in seen else "",
     ]
     yield Departure(

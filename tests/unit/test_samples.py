@@ -1,0 +1,55 @@
+"""The ledger of samples: a batch is right by its tokens, whatever its samples are called."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ptrain.data.sampler import LocalBatch
+from ptrain.interpreter.world import World
+from ptrain.report.finding import Subject
+from ptrain.selection.recompute import settled
+from ptrain.spec.load import load
+from ptrain.train.exchange import Exchange
+from ptrain.verification.reference import MicroBatch, OneDevice
+from ptrain.verification.samples import sample_departures
+
+ROWS = torch.tensor([[1, 2, 3], [4, 5, 6], [1, 2, 3], [7, 8, 9]])  # the first and third are equal
+
+
+class Reference(OneDevice):
+    """One device of which only the samples are asked."""
+
+    def __init__(self) -> None:
+        self.spec = settled(load("zero2", ("mesh={dp_shard: 1}",)))
+
+    def micro_batches(self, step: int) -> list[MicroBatch]:
+        return [
+            MicroBatch(
+                data_index=0, k=k, tokens=rows, global_tokens=8, sample_ids=(2 * k, 2 * k + 1)
+            )
+            for k, rows in enumerate(ROWS.split(2))
+        ]
+
+
+def told(rows: Tensor) -> list[str]:
+    given = LocalBatch(tokens=rows, global_tokens=8, sample_ids=(0, 1, 2, 3))
+    found = list(sample_departures(given, Reference(), 0, 0, Exchange(World())))
+    assert all(each.subject is Subject.BATCH for each in found)
+    return [each.told for each in found]
+
+
+def test_a_batch_with_two_equal_rows_is_the_batch_that_it_should_be() -> None:
+    assert told(ROWS) == []
+
+
+def test_a_row_that_comes_once_too_often_is_named_and_so_is_what_it_stands_in_for() -> None:
+    assert told(ROWS[[0, 1, 2, 1]]) == ["sample 3 missing; sample 1 seen twice"]
+    assert told(ROWS[[0, 1, 3, 3]]) == ["sample 0 missing; sample 3 seen twice"]
+
+
+def test_other_tokens_and_another_order_are_told_from_each_other() -> None:
+    assert told(ROWS[[1, 0, 2, 3]]) == ["samples 0, 1, 0, 3 in another order or place"]
+    assert told(ROWS[[0, 1, 2, 3]] + 10 * torch.tensor([[0], [0], [0], [1]])) == [
+        "sample 3 missing; tokens of no sample of this step"
+    ]
