@@ -17,7 +17,7 @@ from ptrain.verification.states import States
 
 @dataclass(slots=True, kw_only=True)
 class Evidence:
-    """`states` are the reference's at the start of every step so far, this one last. `used` are
+    """`states` are the reference's at the start of the last steps, this one last. `used` are
     parameters as the first micro-batch's modules had them. `gradients` as
     the program's optimizer had them, `expected_gradients` the reference's without the loss's scale
     and before clipping; `scale` is that of the loss."""

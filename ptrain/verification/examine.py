@@ -34,6 +34,7 @@ from ptrain.verification.states import States, of_program, of_reference
 
 TOLERANCE = 1e-11  # relative, fp64: what Adam makes of 1e-15, with room; faults are 1e-6 and more
 NOISE = 1e-6  # of a state's root mean square: a tensor this small is rounding (compare.NOISE)
+KEPT = 4  # starts of steps with whose state a stale one is compared; each is a model in fp64
 MOST = 400  # departures of one state at one moment that a rank tells of: 0.1 MB
 
 
@@ -104,7 +105,8 @@ class _Examiner:
 
     def _step(self, step: int, before: Evidence | None) -> Evidence:
         """One step of both; the reference's update is still to come."""
-        states = [*(before.states if before else []), _copied(of_reference(self.reference))]
+        earlier = before.states[1 - KEPT :] if before else []
+        states = [*earlier, _copied(of_reference(self.reference))]
         outputs, expected = self._reference_pass(step)
         self.sums = expected.sums
         scale = self.reference.updater.scale
@@ -197,37 +199,14 @@ class _Examiner:
                 )
 
     def _loss(self, evidence: Evidence) -> Iterator[Departure]:
-        difference = abs(evidence.loss - evidence.expected_loss) / abs(evidence.expected_loss)
-        difference = difference if math.isfinite(difference) else math.inf
-        self.tally.add("loss", difference)
-        if difference > TOLERANCE:
-            yield Departure(
-                step=evidence.step,
-                moment=Moment.FORWARD,
-                subject=Subject.LOSS,
-                name="loss",
-                rank=self.rank,
-                difference=difference,
-                tolerance=TOLERANCE,
-                told=f"{evidence.loss!r} for {evidence.expected_loss!r}",
-            )
+        pair = (evidence.loss, evidence.expected_loss)
+        yield from self._number(evidence.step, Moment.FORWARD, Subject.LOSS, pair)
 
     def _rates(self, evidence: Evidence) -> Iterator[Departure]:
         expected = learning_rate(self.spec.optimizer, evidence.step)
         for rate in sorted(evidence.rates):
-            difference = abs(rate - expected) / expected if expected else abs(rate)
-            self.tally.add("learning rate", difference)
-            if difference > TOLERANCE:
-                yield Departure(
-                    step=evidence.step,
-                    moment=Moment.GRADIENTS,
-                    subject=Subject.LEARNING_RATE,
-                    name="learning rate",
-                    rank=self.rank,
-                    difference=difference,
-                    tolerance=TOLERANCE,
-                    told=f"{rate!r} for {expected!r}",
-                )
+            pair = (rate, expected)
+            yield from self._number(evidence.step, Moment.GRADIENTS, Subject.LEARNING_RATE, pair)
 
     def _gradients(self, evidence: Evidence) -> Iterator[Departure]:
         """Per parameter, the whole vector: without the loss's scale and what clipping did."""
@@ -245,21 +224,27 @@ class _Examiner:
     def _norm(self, evidence: Evidence) -> Iterator[Departure]:
         if evidence.norm is None:
             return
-        expected = evidence.expected_norm
-        difference = abs(evidence.norm - expected) / expected if expected else math.inf
-        if math.isinf(expected) and not math.isfinite(evidence.norm):
-            difference = 0.0  # both skip the step
-        self.tally.add("gradient norm", difference)
-        if not difference <= TOLERANCE:
+        norm, expected = evidence.norm, evidence.expected_norm
+        if math.isinf(expected) and not math.isfinite(norm):
+            norm = expected  # both skip the step
+        yield from self._number(evidence.step, Moment.CLIP, Subject.NORM, (norm, expected))
+
+    def _number(
+        self, step: int, moment: Moment, subject: Subject, pair: tuple[float, float]
+    ) -> Iterator[Departure]:
+        """What was found, and what was expected."""
+        difference = _off(*pair)
+        self.tally.add(_check_name(moment, subject), difference)
+        if difference > TOLERANCE:
             yield Departure(
-                step=evidence.step,
-                moment=Moment.CLIP,
-                subject=Subject.NORM,
-                name="gradient norm",
+                step=step,
+                moment=moment,
+                subject=subject,
+                name=str(subject),
                 rank=self.rank,
                 difference=difference,
                 tolerance=TOLERANCE,
-                told=f"{evidence.norm!r} for {expected!r}",
+                told=f"{pair[0]!r} for {pair[1]!r}",
             )
 
     def _state(self, step: int, moment: Moment) -> Iterator[Departure]:
@@ -382,6 +367,14 @@ def _check_name(moment: Moment, subject: Subject) -> str:
     if subject is Subject.BATCH:
         return "samples"
     return str(subject)
+
+
+def _off(found: float, expected: float) -> float:
+    """Relative; infinite for what is no number."""
+    if found == expected:
+        return 0.0
+    difference = abs(found - expected) / abs(expected) if expected else math.inf
+    return difference if math.isfinite(difference) else math.inf
 
 
 def _least(expected: torch.Tensor, usual: float) -> float:

@@ -180,7 +180,7 @@ def _learning_rate(scene: Scene) -> Cause:
 
 def _loss(scene: Scene) -> Cause:
     evidence = scene.evidence
-    ratio = evidence.loss / evidence.expected_loss
+    ratio = evidence.loss / evidence.expected_loss if evidence.expected_loss else math.inf
     text = factor_text(ratio, scene.degrees) if math.isfinite(ratio) else "not finite"
     sentence = (
         f"the loss is {evidence.loss:.6g}, one device's {evidence.expected_loss:.6g} ({text})"

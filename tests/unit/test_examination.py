@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
+import pytest
 import torch
 
 from ptrain.data.sampler import LocalBatch
@@ -12,7 +14,9 @@ from ptrain.interpreter.world import World
 from ptrain.selection.recompute import settled
 from ptrain.spec.load import load
 from ptrain.train.exchange import Exchange
-from ptrain.verification.examine import examine
+from ptrain.verification import examine as examination
+from ptrain.verification.evidence import Evidence
+from ptrain.verification.examine import KEPT, examine
 
 TINY = (
     "model.layers=1", "model.hidden=16", "model.heads=2", "model.kv_heads=1", "model.ffn=24",
@@ -37,3 +41,46 @@ def test_micro_batches_in_another_order_fail_the_ledger_though_every_sum_is_righ
     found = examine(swapped, Exchange(World()), 1)
     assert found.culprit is not None
     assert [check.name for check in found.checks if not check.holds] == ["samples"]
+
+
+def test_the_evidence_of_a_late_step_has_the_states_of_the_last_few_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    counts: list[int] = []
+
+    def evidence(**parts: object) -> Evidence:
+        found = Evidence(**parts)  # type: ignore[arg-type]  # as it is made
+        counts.append(len(found.states))
+        return found
+
+    monkeypatch.setattr(examination, "Evidence", evidence)
+    assert examine(program(), Exchange(World()), KEPT + 2).steps == KEPT + 2
+    assert counts == [*range(1, KEPT + 1), KEPT, KEPT]
+
+
+def test_a_learning_rate_that_is_no_number_departs() -> None:
+    odd = program()
+    update = odd.step
+    odd.step = lambda lr: update(math.nan)  # type: ignore[method-assign]
+    found = examine(odd, Exchange(World()), 1)
+    assert found.culprit is not None
+    assert "learning rate" in [check.name for check in found.checks if not check.holds]
+
+
+@pytest.mark.parametrize(
+    ("pair", "off"),
+    [
+        ((0.0, 0.0), 0.0),
+        ((math.inf, math.inf), 0.0),
+        ((1e-30, 0.0), math.inf),
+        ((math.nan, 1.0), math.inf),
+        ((math.nan, math.nan), math.inf),
+        ((math.inf, 1.0), math.inf),
+        ((1.0, math.inf), math.inf),
+        ((3.0, -2.0), 2.5),
+    ],
+)
+def test_two_numbers_are_apart_relative_to_the_expected_one(
+    pair: tuple[float, float], off: float
+) -> None:
+    assert examination._off(*pair) == off
