@@ -55,7 +55,7 @@ class Watch:
         self._take("state that ranks share", self.replicas, self.replicas.check(step))
 
     def _take(self, name: str, by: Replicas | Ledger | Masks, found: tuple[Departure, ...]) -> None:
-        self.looks[name] += 1
+        self.looks[name] += self.exchange.world.size > 1  # one rank shares nothing
         if found and not self.departures:
             self.departures, self.culprit, self.failed = found, by.culprit(found), name
             if isinstance(by, Replicas) and self.culprit is not None:

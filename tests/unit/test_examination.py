@@ -15,6 +15,7 @@ from ptrain.selection.recompute import settled
 from ptrain.spec.load import load
 from ptrain.train.exchange import Exchange
 from ptrain.verification import examine as examination
+from ptrain.verification.consistency import consistency
 from ptrain.verification.evidence import Evidence
 from ptrain.verification.examine import KEPT, examine
 
@@ -65,6 +66,10 @@ def test_a_learning_rate_that_is_no_number_departs() -> None:
     found = examine(odd, Exchange(World()), 1)
     assert found.culprit is not None
     assert "learning rate" in [check.name for check in found.checks if not check.holds]
+
+
+def test_a_rank_that_is_alone_has_no_check_of_what_ranks_share() -> None:
+    assert consistency(program(), Exchange(World()), every_collective=True).checks() == ()
 
 
 @pytest.mark.parametrize(
