@@ -19,12 +19,13 @@ from typing import TypeAlias
 
 from ptrain.interpreter.program import Program, interpret
 from ptrain.interpreter.world import World
-from ptrain.report.finding import Culprit, Departed, Departure, Subject
+from ptrain.report.finding import Culprit, Departure
 from ptrain.report.record import Check
 from ptrain.spec.model import ModelShape
 from ptrain.spec.spec import Spec
 from ptrain.train.exchange import Exchange
 from ptrain.verification import invariance
+from ptrain.verification.causes.trajectory import of_dtypes, of_reference
 from ptrain.verification.consistency import Watch, consistency
 from ptrain.verification.examine import examine
 from ptrain.verification.preconditions import REPEATED, Make, preconditions
@@ -88,7 +89,8 @@ class Found:
 
 @dataclass(slots=True)
 class Context:
-    """What stages share: which references there are, these by their keys, and the run in fp64."""
+    """What stages share: which references there are, these by their keys, and the run in fp64 with
+    what was allowed of it."""
 
     spec: Spec
     world: World
@@ -98,6 +100,7 @@ class Context:
     plan: Plan | None = None
     told: dict[str, Told] = field(default_factory=dict)
     exact: Run | None = None
+    allowed: Allowed | None = None
 
 
 Stage: TypeAlias = "Callable[[Context], Found]"
@@ -125,7 +128,7 @@ def verify_here(
     names, failed = list(STAGES), ""
     for name, stage in STAGES.items():
         began = time.perf_counter()
-        found = _guarded(stage, context)
+        found = stage(context)
         gc.collect()  # programs are cycles, and hold the model several times
         seconds = time.perf_counter() - began
         result = _with(result, name, found, seconds)
@@ -169,22 +172,6 @@ def _with(result: Verification, name: str, found: Found, seconds: float) -> Veri
     )
 
 
-def _guarded(stage: Stage, context: Context) -> Found:
-    """A check in the running program that finds a culprit raises, on all ranks alike."""
-    try:
-        return stage(context)
-    except Departed as departed:
-        failed = Check(
-            name="state consistency",
-            predicted=None,
-            measured=None,
-            tolerance=0.0,
-            holds=False,
-            why=departed.culprit.sentence,
-        )
-        return Found(checks=(failed,), culprit=departed.culprit)
-
-
 def _notes(spec: Spec) -> tuple[str, ...]:
     if without_dropout(spec) is not spec:
         return ("dropout is 0 beside one device: several ranks draw other masks than one does",)
@@ -208,7 +195,9 @@ def _consistency(context: Context) -> Found:
     program, asked = context.make(context.spec, context.world), context.asked
     every = asked.every_collective
     found = _watched(consistency(program, context.exchange, every_collective=every))
-    if every or context.world.size == 1:
+    if context.world.size == 1:
+        return replace(found, notes=("consistency: one rank shares nothing",))
+    if every:
         return found
     note = "what each collective leaves is not hashed: --every-collective does"
     return replace(found, notes=(note,))
@@ -225,12 +214,13 @@ def _in_fp64(context: Context) -> Found:
         more = references(context.plan.permuted, exchange, context.asked.folder)
         growth = [reference, *more.values()]
     allowed = in_fp64(growth, reference, exchange)
+    context.allowed = allowed
     context.exact, found = _followed(context, exactly(context.spec), reference, allowed)
     stopped = context.exact.stopped
-    if stopped is None or found.culprit is not None:
-        return found
-    beside = examine(context.make(exactly(context.spec), context.world), exchange, stopped + 1)
-    return replace(found, departures=beside.departures, culprit=beside.culprit)
+    if stopped is not None and found.culprit is None:
+        beside = examine(context.make(exactly(context.spec), context.world), exchange, stopped + 1)
+        found = replace(found, departures=beside.departures, culprit=beside.culprit)
+    return replace(found, culprit=found.culprit or of_reference(found.checks, context.world.size))
 
 
 def _in_own_dtypes(context: Context) -> Found:
@@ -241,27 +231,11 @@ def _in_own_dtypes(context: Context) -> Found:
     spec = without_dropout(context.spec)
     allowed = in_own_dtypes(spec, told, context.exchange)
     run, found = _followed(context, spec, told[0], allowed)
-    failed = [check for check in found.checks if not check.holds]
-    if not failed or found.culprit is not None:
+    if found.culprit is not None:
         return found
-    return replace(found, culprit=_of_dtypes(context, run, failed[0]))
-
-
-def _of_dtypes(context: Context, run: Run, failed: Check) -> Culprit:
-    """What holds in fp64 and not in the spec's own dtypes."""
-    is_gradient = failed.name.startswith("gradient")
-    layout = context.spec.precision.layout
-    return Culprit(
-        state=Subject.GRADIENTS if is_gradient else Subject.LOSS,
-        axis="",
-        factor=f"in {layout.name} alone",
-        place="",
-        step=0 if is_gradient else run.stopped or 0,
-        ranks=tuple(range(context.world.size)),
-        sentence="In fp64 the same steps are those of one device, so every sum is right: look for "
-        "a state that is kept, reduced or cast in a coarser dtype than precision.layout says, and "
-        "for what overflows.",
-    )
+    size, layout = context.world.size, spec.precision.layout.name
+    of_one = of_reference(found.checks, size)
+    return replace(found, culprit=of_one or of_dtypes(found.checks, run.stopped, layout, size))
 
 
 def _followed(context: Context, spec: Spec, reference: Told, allowed: Allowed) -> tuple[Run, Found]:
@@ -291,12 +265,15 @@ def _watched(watch: Watch) -> Found:
 
 def _invariance(context: Context) -> Found:
     run, asked, exchange = context.exact, context.asked, context.exchange
-    assert run is not None, "the trajectory in fp64 comes before"
+    assert run is not None and context.allowed is not None, "the trajectory in fp64 comes before"
     spec = exactly(context.spec)
     found, note = invariance.in_micro_batches(spec, run, context.world, exchange, context.make)
     if asked.against is not None:
         is_first = exchange.world.is_first
-        own = invariance.against(run, invariance.read(asked.against)) if is_first else ()
+        own: tuple[Check, ...] = ()
+        if is_first:
+            other = invariance.read(asked.against)
+            own = invariance.against(run, other, context.allowed.losses)
         found = (*found, *from_rank(0, list(own), exchange))
     return Found(checks=found, notes=(note,) if note else ())
 

@@ -84,7 +84,10 @@ def test_one_rank_is_verified_too(ranks: Ranks) -> None:
     spec = named("zero3", 1, accumulate=1).spec()
     (found,) = ranks.run(1, verified, spec, SHORT)
     assert found.holds
-    assert "invariance: 1 x 2 as 2 x 1" in {check.name for check in found.checks}
+    names = {check.name for check in found.checks}
+    assert "invariance: 1 x 2 as 2 x 1" in names
+    assert not any("ranks share" in name for name in names)
+    assert "consistency: one rank shares nothing" in found.notes
 
 
 @pytest.mark.parametrize("otherwise", [Otherwise.LATE_RATE, Otherwise.LATE_NAN])
@@ -114,6 +117,10 @@ def test_two_meshes_are_compared_with_each_other(ranks: Ranks, tmp_path: Path) -
     directly = [check for check in found.checks if "against hsdp" in check.name]
     assert [check.holds for check in directly] == [True, True]
     assert all(check.measured < 1e-13 for check in directly)
+    short = ranks.run(2, verified, spec, Asked(steps=5, against=account))[0]
+    assert [check.why for check in short.checks if not check.holds] == [
+        "4 of 5 steps can be compared: verify hsdp alone first"
+    ]
 
 
 def test_the_command_verifies_a_run_folder_and_ends_with_0(tmp_path: Path) -> None:
