@@ -60,22 +60,43 @@ class Worst:
     step: int = 0
 
     def add(self, step: int, measured: float, allowed: float) -> None:
-        share = measured / allowed if math.isfinite(measured) else math.inf
+        share = _share(measured, allowed)
         if share > self.share:
             self.share, self.measured, self.allowed, self.step = share, measured, allowed, step
+
+
+def _share(measured: float, allowed: float) -> float:
+    """Infinite where one of them is no number."""
+    if not (math.isfinite(measured) and math.isfinite(allowed)):
+        return math.inf
+    if measured == 0.0:
+        return 0.0
+    return measured / allowed if allowed > 0.0 else math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class Other:
+    """What a permuted reference makes of the same state: both losses, and how far its gradient is
+    from the first's."""
+
+    loss: float
+    following: float
+    distance: float
 
 
 @dataclass(slots=True)
 class Onward:
     """Of one run. The loop calls `is_due`, `take` before such a step, `compare` after it and
-    `compare_following` after the next. The reference is rank 0's; all ranks call all."""
+    `compare_following` after the next. Rank 0 compares; all ranks call all, and share the permuted
+    references, each of which is gone before the next is built."""
 
     program: Program
     exchange: Exchange
     looks: int = 0
     worst: dict[str, Worst] = field(default_factory=dict)
     _of: int = -1  # the step whose reference is there
-    _references: list[Step] = field(default_factory=list)
+    _first: Step | None = None  # rank 0's
+    _others: list[Other] = field(default_factory=list)
 
     @property
     def spec(self) -> Spec:
@@ -90,29 +111,37 @@ class Onward:
             kind: whole(tensors, self.exchange)
             for kind, tensors in self.program.state_dict().items()
         }
-        self._of, self._references = step, []
-        if self.exchange.world.is_first:
-            number = MANY if is_banded(self.spec) else 0
-            devices = [OneDevice(self.spec), *(Permuted(self.spec, s) for s in range(number))]
-            self._references = [_onward(device, found, step) for device in devices]
-        self.exchange.barrier()
+        self._of, world = step, self.exchange.world
+        number = MANY if is_banded(self.spec) else 0
+        seeds = [seed for seed in range(number) if seed % world.size == world.rank]
+        first, own = None, []
+        if world.is_first or seeds:  # what the permuted ones are compared with is not sent
+            first = _onward(OneDevice(self.spec), found, step)
+            own = [self._other(seed, first, found) for seed in seeds]
+        self._first = first if world.is_first else None
+        self._others = [Other(*each) for its in self.exchange.gather(own) for each in its]
+
+    def _other(self, seed: int, first: Step, states: States) -> tuple[float, float, float]:
+        its = _onward(Permuted(self.spec, seed), states, self._of)
+        return its.loss, its.following, apart(first.gradients, its.gradients)
 
     def compare(self, loss: float, gradients: Mapping[str, Tensor]) -> None:
         """The run's loss in that step, and its gradients without clipping."""
-        if not self._references:
+        if self._first is None:
             return
-        first, *others = self._references
+        first, others = self._first, self._others
         self.looks += 1
-        self._add("loss", loss - first.loss, self._loss_allowed([s.loss for s in self._references]))
-        distances = [apart(first.gradients, other.gradients) for other in others]
+        losses = [first.loss, *(each.loss for each in others)]
+        self._add("loss", loss - first.loss, self._loss_allowed(losses))
+        distances = [each.distance for each in others]
         allowed = from_permuted(distances) if others else self._gradient_allowed()
         self._add("gradient", apart(first.gradients, gradients), allowed)
 
     def compare_following(self, step: int, loss: float) -> None:
         """The run's loss in the step after, if `step` is that."""
-        if not self._references or step != self._of + 1:
+        if self._first is None or step != self._of + 1:
             return
-        losses = [each.following for each in self._references]
+        losses = [self._first.following, *(each.following for each in self._others)]
         self._add("loss after the update", loss - losses[0], self._loss_allowed(losses))
 
     def _add(self, name: str, difference: float, allowed: float) -> None:

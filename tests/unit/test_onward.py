@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import math
+import weakref
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
+from ptrain.interpreter.program import interpret
+from ptrain.interpreter.world import World
 from ptrain.selection.recompute import settled
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
+from ptrain.train.exchange import Exchange
 from ptrain.verification import onward
-from ptrain.verification.onward import Worst
+from ptrain.verification.onward import Onward, Step, Worst
 from ptrain.verification.reference import OneDevice
 from ptrain.verification.states import of_reference
+from ptrain.verification.tolerances import MANY
 
 TINY = (
     "model.layers=1", "model.hidden=16", "model.heads=2", "model.kv_heads=1", "model.ffn=24",
@@ -70,3 +80,85 @@ def test_the_look_that_is_farthest_off_is_the_one_that_is_told() -> None:
     assert (worst.step, worst.measured, worst.share) == (50, 2e-4, 2.0)
     worst.add(99, float("nan"), 1e-4)
     assert worst.step == 99 and worst.share > 1.0
+
+
+@pytest.mark.parametrize("allowed", [math.nan, math.inf])
+def test_what_a_reference_that_is_no_number_allows_is_nothing(allowed: float) -> None:
+    worst = Worst()
+    worst.add(25, 1e-6, allowed)
+    assert worst.share == math.inf
+
+
+def test_what_is_equal_holds_where_nothing_is_allowed_and_nothing_else_does() -> None:
+    worst = Worst()
+    worst.add(25, 0.0, 0.0)
+    assert worst.share == 0.0
+    worst.add(50, 1e-300, 0.0)
+    assert worst.share == math.inf
+
+
+class Devices:
+    """In the place of references: which were built, and how many were there at once."""
+
+    def __init__(self) -> None:
+        self.alive: weakref.WeakSet[Device] = weakref.WeakSet()
+        self.seeds: list[int] = []
+        self.most = 0
+
+    def __call__(self, _: Spec, *seeds: int) -> Device:
+        device = Device()
+        self.alive.add(device)
+        self.seeds += seeds
+        self.most = max(self.most, len(self.alive))
+        return device
+
+
+class Device:
+    pass
+
+
+@dataclass
+class Told:
+    """In the place of an exchange: what this rank tells, and nothing of the others."""
+
+    world: Any
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value]
+
+
+def test_references_are_dealt_over_the_ranks_and_built_one_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(onward, "whole", lambda *_: {})
+    monkeypatch.setattr(onward, "_onward", lambda *_: Step(1.0, {"a": torch.ones(1)}, 1.0))
+    program: Any = SimpleNamespace(spec=spec("precision.layout=zero16"), state_dict=dict)
+    dealt = []
+    for rank in range(3):
+        devices = Devices()
+        monkeypatch.setattr(onward, "OneDevice", devices)
+        monkeypatch.setattr(onward, "Permuted", devices)
+        exchange: Any = Told(SimpleNamespace(rank=rank, size=3, is_first=rank == 0))
+        Onward(program, exchange).take(25)
+        dealt.append(devices.seeds)
+        assert devices.most == 1
+    assert dealt == [[0, 3, 6], [1, 4], [2, 5]]
+
+
+def test_a_run_in_16_bits_is_held_against_references_that_go_on_from_its_state() -> None:
+    program = interpret(spec("precision.layout=zero16"), world=World())
+    looking = Onward(program, Exchange(World()))
+    looking.take(25)
+    device = OneDevice(program.spec)
+    onward.load(device, program.state_dict())
+    scale = device.updater.scale
+    own = device.accumulate(25)
+    looking.compare(own.loss, {name: each / scale for name, each in own.sums.items()})
+    device.update(25, own.sums)
+    looking.compare_following(26, device.accumulate(26).loss)
+    found = list(looking.checks())
+    assert [check.measured for check in found] == [0.0, 0.0, 0.0]
+    assert all(check.holds and check.tolerance > 0.0 for check in found)
+    assert len(looking._others) == MANY
+    looking.compare(own.loss * 1.1, own.sums)
+    assert looking.departs(26)
