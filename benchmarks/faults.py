@@ -14,7 +14,7 @@ import argparse
 import hashlib
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence, Sized
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,10 @@ from tests.faults.trials import tried
 from tests.ranks import RankError, Ranks
 
 Result = dict[str, Any]
+Results = dict[str, Result]
+Key = tuple[str, str, int]  # strategy, layout, seed
+Alarms = dict[Key, Result]
+CLAIMED = ("caught", "localised", "named")
 
 
 class OneSize:
@@ -85,7 +89,7 @@ def kept(work: Path, key: str, run: Callable[[], Result]) -> Result | None:
     return found
 
 
-def table_of_faults(results: dict[str, Result]) -> Iterator[str]:
+def table_of_faults(results: Results) -> Iterator[str]:
     yield "| fault | planted in | caught | localised | named | the verdict's culprit | s |"
     yield "|---|---|---|---|---|---|---|"
     for name, found in results.items():
@@ -106,31 +110,34 @@ def table_of_faults(results: dict[str, Result]) -> Iterator[str]:
 def _named(name: str, found: Result) -> str:
     if not found.get("named"):
         return "**no**"
-    return "yes" if FAULTS[name].factor else "state and axis"
+    its = FAULTS[name]
+    return "yes" if its.factor else "state and axis" if its.axis else "state"
 
 
-def totals(results: dict[str, Result]) -> str:
+def totals(results: Results) -> str:
     own = [found for name, found in results.items() if not FAULTS[name].undetectable]
-    counts = [
-        sum(bool(found.get(key)) for found in own) for key in ("caught", "localised", "named")
-    ]
-    caught, localised, named = counts
+    caught, localised, named = (sum(bool(found.get(key)) for found in own) for key in CLAIMED)
     without = sum(not FAULTS[name].factor for name in results if not FAULTS[name].undetectable)
     return (
         f"Of {len(own)} faults {caught} are caught, {localised} localised, {named} named "
         f"({without} of these by state, axis and place alone: other arithmetic has no factor); "
-        f"{len(results) - len(own)} beside them lie below the band."
+        f"{len(results) - len(own)} beside them lie below the band{_left(results, len(FAULTS))}."
     )
 
 
-def below_the_band(results: dict[str, Result]) -> Iterator[str]:
+def _left(done: Sized, wanted: int) -> str:
+    left = wanted - len(done)
+    return f" ({left} of {wanted} were not run)" if left else ""
+
+
+def below_the_band(results: Results) -> Iterator[str]:
     for name, found in results.items():
         if why := FAULTS[name].undetectable:
             said = "the protocol holds" if not found.get("caught") else f"yet: {found['line']}"
             yield f"- {name} ({FAULTS[name].setting}): {why}. Here {said}."
 
 
-def table_of_alarms(results: dict[tuple[str, str, int], Result]) -> Iterator[str]:
+def table_of_alarms(results: Alarms) -> Iterator[str]:
     yield "| strategy | layouts | runs | false alarms |"
     yield "|---|---|---|---|"
     for strategy in dict.fromkeys(strategy for strategy, _, _ in results):
@@ -142,14 +149,11 @@ def table_of_alarms(results: dict[tuple[str, str, int], Result]) -> Iterator[str
         yield f"| {strategy} | {', '.join(layouts)} | {len(own)} | {'; '.join(alarms) or '0'} |"
 
 
-def page(
-    faults: dict[str, Result], alarms: dict[tuple[str, str, int], Result], wanted: int
-) -> list[str]:
+def page(faults: Results, alarms: Alarms, wanted: int) -> list[str]:
     """Claims, tables, totals."""
     every = [*faults.values(), *alarms.values()]
     commits = ", ".join(dict.fromkeys(found["commit"] for found in every))
     cried = sum(bool(found["line"]) for found in alarms.values())
-    left = f" ({wanted - len(alarms)} of {wanted} were not run)" if wanted > len(alarms) else ""
     return [
         "Each fault is planted in a program on gloo ranks: in its batches, its wraps and their "
         "collectives, its optimizer, its hooks; never in the source. The model is llama or gpt "
@@ -177,7 +181,7 @@ def page(
         "",
         *table_of_alarms(alarms),
         "",
-        f"{cried} false alarms in {len(alarms)} runs{left}.",
+        f"{cried} false alarms in {len(alarms)} runs{_left(alarms, wanted)}.",
     ]
 
 
@@ -192,15 +196,13 @@ def main() -> int:
     ranks = OneSize()
     asked = [(strategy, layout, seed) for strategy, layout in cases() for seed in SEEDS]
     asked.sort(key=lambda key: (LAYOUTS.index(key[1]), key[2], load(key[0]).spec.world_size))
-    faults = {name: _of_fault(ranks, name, args) for name in FAULTS}
-    alarms = {key: _of_strategy(ranks, key, args) for key in asked}
+    faults = {name: found for name in FAULTS if (found := _of_fault(ranks, name, args))}
+    alarms = {key: found for key in asked if (found := _of_strategy(ranks, key, args))}
     ranks.ranks.close()
-    done = {name: found for name, found in faults.items() if found is not None}
-    calms = {key: found for key, found in alarms.items() if found is not None}
     return conclude(
         "faults",
-        [head, *page(done, calms, len(asked))],
-        failed=[*_failed(done, calms)],
+        [head, *page(faults, alarms, len(asked))],
+        failed=[*_failed(faults, alarms, asked)],
         not_covered="faults of other models, of NCCL and of several machines; other batches than "
         "these; and strategies at their own size (benchmarks/verify.py).",
         is_saved=args.save,
@@ -213,9 +215,7 @@ def _of_fault(ranks: OneSize, name: str, args: argparse.Namespace) -> Result | N
     return _known(args.work, name)
 
 
-def _of_strategy(
-    ranks: OneSize, key: tuple[str, str, int], args: argparse.Namespace
-) -> Result | None:
+def _of_strategy(ranks: OneSize, key: Key, args: argparse.Namespace) -> Result | None:
     text = " ".join(map(str, key))
     if args.only in (None, "alarms"):
         return kept(args.work, text, lambda: alarm(ranks, *key, args.work))
@@ -231,12 +231,19 @@ def _file(work: Path, key: str) -> Path:
     return work / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
 
 
-def _failed(faults: dict[str, Result], alarms: dict[tuple[str, str, int], Result]) -> Iterator[str]:
-    for name, found in faults.items():
-        if not FAULTS[name].undetectable and not found.get("named"):
-            yield f"{name}: {found['line']}"
-    for key, found in alarms.items():
-        if found["line"]:
+def _failed(faults: Results, alarms: Alarms, asked: Sequence[Key]) -> Iterator[str]:
+    """What was not run shows nothing: it fails the claim too."""
+    for name, fault in FAULTS.items():
+        found = faults.get(name)
+        if found is None:
+            yield f"{name}: was not run"
+        elif not fault.undetectable and (lacking := [key for key in CLAIMED if not found.get(key)]):
+            yield f"{name}: not {', '.join(lacking)}: {found['line']}"
+    for key in asked:
+        found = alarms.get(key)
+        if found is None:
+            yield f"{' '.join(map(str, key))}: was not run"
+        elif found["line"]:
             yield f"{' '.join(map(str, key))}: {found['line']}"
 
 
