@@ -57,6 +57,7 @@ def verify(name: str, steps: int, work: Path, changed: Sequence[str]) -> Result:
         "ranks": spec.world_size,
         "layout": spec.precision.layout.name,
         "steps": steps,
+        "set": list(changed),
         "wall": time.perf_counter() - began,
         "cpu": _cpu_seconds() - spent,
         "references": len(list(references.glob("*.pt"))) - known,
@@ -64,6 +65,14 @@ def verify(name: str, steps: int, work: Path, changed: Sequence[str]) -> Result:
         "commit": commit(),
         **{key: found[key] for key in KEPT},
     }
+
+
+def known(name: str, steps: int, work: Path, changed: Sequence[str]) -> Result | None:
+    """What the same run of the spec gave, if it is kept."""
+    file = work / f"{name}.json"
+    found = json.loads(file.read_text()) if file.exists() else {}
+    is_same = (found.get("steps"), found.get("set", [])) == (steps, list(changed))
+    return found if is_same else None
 
 
 def _cpu_seconds() -> float:
@@ -189,17 +198,13 @@ def main() -> int:
     (args.work / "references").mkdir(mode=0o700, parents=True, exist_ok=True)
     names = list(listing("strategies"))
     for name in args.only or sorted(names, key=lambda name: load(name).spec.world_size):
-        file = args.work / f"{name}.json"
-        if not args.only and file.exists() and json.loads(file.read_text())["steps"] == args.steps:
+        if not args.only and known(name, args.steps, args.work, args.set) is not None:
             continue
         found = verify(name, args.steps, args.work, args.set)
-        file.write_text(json.dumps(found))
+        (args.work / f"{name}.json").write_text(json.dumps(found))
         print(row(found), flush=True)
-    results = [
-        json.loads(file.read_text())
-        for name in names
-        if (file := args.work / f"{name}.json").exists()
-    ]
+    every = (known(name, args.steps, args.work, args.set) for name in names)
+    results = [found for found in every if found is not None]
     missing = sorted(set(names) - {found["name"] for found in results})
     failed = [f"{found['name']}: {found['verdict']}" for found in results]
     return conclude(

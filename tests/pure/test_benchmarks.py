@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator
 from importlib import import_module
@@ -358,3 +359,13 @@ def test_a_verified_spec_tells_for_how_many_steps_the_fixed_figures_held(benchma
     assert "verify SPEC optimizer.lr=3e-4 --steps 3" in text
     assert "Not run: another." in text
     assert "rounding has grown (a-spec)" in text
+
+
+def test_what_other_overrides_or_steps_gave_is_verified_anew(benchmark, tmp_path):
+    known = benchmark["verify"].known
+    kept = {"name": "zero3", "steps": 100, "set": ["train.seed=1"]}
+    (tmp_path / "zero3.json").write_text(json.dumps(kept))
+    assert known("zero3", 100, tmp_path, ["train.seed=1"]) == kept
+    assert known("zero3", 100, tmp_path, []) is None
+    assert known("zero3", 3, tmp_path, ["train.seed=1"]) is None
+    assert known("zero1", 100, tmp_path, ["train.seed=1"]) is None
