@@ -90,21 +90,23 @@ def _digests(program: Program) -> Digests:
 
 
 def _same_bits(losses: Sequence[float], again: Sequence[float]) -> Check:
-    differing = [step for step in range(len(losses)) if losses[step] != again[step]]
+    told, told_again = list(map(repr, losses)), list(map(repr, again))  # NaN is no other than NaN
+    differing = [step for step in range(len(losses)) if told[step] != told_again[step]]
     why = ""
     if differing:
         step = differing[0]
-        why = f"step {step}: {losses[step]!r} the first time, {again[step]!r} the second"
+        why = f"step {step}: {told[step]} the first time, {told_again[step]} the second"
     return _counted(f"{REPEATED}: losses", len(losses), len(differing), why)
 
 
 def _same_tensors(first: Digests, second: Digests, exchange: Exchange) -> Check:
-    own = [name for name in first if first[name] != second.get(name)]
+    names = first | second
+    own = [name for name in names if first.get(name) != second.get(name)]
     why = (
         f"{{name}} has other bits on rank {{rank}} after {STEPS} steps: something is not a "
         "function of the spec (an operator, an order of arrival, the random state)"
     )
-    return _told(f"{REPEATED}: tensors", len(first), own, why, exchange)
+    return _told(f"{REPEATED}: tensors", len(names), own, why, exchange)
 
 
 def _starts(program: Program, exchange: Exchange) -> Iterator[Check]:
