@@ -21,10 +21,6 @@ def canonical_parameters(module: nn.Module) -> dict[str, Tensor]:
     return {canonical_name(name): tensor for name, tensor in module.named_parameters()}
 
 
-def canonical_buffers(module: nn.Module) -> dict[str, Tensor]:
-    return {canonical_name(name): tensor for name, tensor in module.named_buffers()}
-
-
 def canonical_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Modules by canonical path, the root is ""; of a wrapper and what it wraps, the innermost."""
     found: dict[str, nn.Module] = {}

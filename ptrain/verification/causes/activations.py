@@ -58,8 +58,8 @@ def _partial(scene: Scene) -> Cause | None:
     parts = scene.gather_parts(*_own(scene))
     votes: list[str] = []
     if (pair := _parts(scene)) is not None:
-        tensor, expected = pair
-        for axis, ranks in scene.partial_over(parts, tensor):
+        _, expected = pair
+        for axis, ranks in scene.partial_over(parts):
             values = [parts[rank].values for rank in ranks]
             wanted = expected.reshape(-1)[: len(values[0])]
             fit = share_of_sum(values, wanted)

@@ -163,8 +163,8 @@ def partial(scene: Scene, names: list[str]) -> Cause | None:
     parts = scene.gather_parts(*raw(scene, name))
     votes: list[tuple[str, str]] = []
     if own is not None:
-        tensor, expected, _ = own
-        for axis, ranks in scene.partial_over(parts, tensor):
+        _, expected, _ = own
+        for axis, ranks in scene.partial_over(parts):
             values = [parts[rank].values / scene.evidence.clipped_by() for rank in ranks]
             fit = share_of_sum(values, expected.reshape(-1)[: len(values[0])])
             if fit.holds(EXACT):

@@ -144,9 +144,7 @@ class Scene:
             if its is not None
         }
 
-    def partial_over(
-        self, parts: dict[int, Told], expected: torch.Tensor
-    ) -> Iterator[tuple[Axis, list[int]]]:
+    def partial_over(self, parts: dict[int, Told]) -> Iterator[tuple[Axis, list[int]]]:
         """The axes along which ranks have the same part of a tensor, with this rank's line."""
         for axis in self.axes:
             ranks = [rank for rank in self.line(self.rank, axis) if rank in parts]

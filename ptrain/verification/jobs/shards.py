@@ -62,10 +62,6 @@ class Held:
         row = held(tensor).flatten()
         return row if self.within is None else row[self.within]
 
-    @property
-    def is_whole(self) -> bool:
-        return self.at is None
-
 
 def numbered(shape: torch.Size) -> Tensor:
     """A tensor of this shape whose elements are their places in a row."""

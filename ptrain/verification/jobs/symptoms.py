@@ -200,8 +200,3 @@ def common_factor(samples: Sequence[Sample], tolerance: float) -> float:
     middle = even[len(even) // 2]
     alike = all(abs(each / middle - 1) <= tolerance for each in even)
     return middle if alike and math.isfinite(middle) and middle > 0 else 1.0
-
-
-def stacked(samples: Sequence[Sample]) -> Tensor:
-    """What was found of all of them [ranks, elements]."""
-    return torch.cat([each.found for each in samples], dim=1)
