@@ -49,7 +49,7 @@ def verify(
     if not whole:
         raise PtrainError("verify: no batch\n  remedy: give at least one global batch")
     shares = _shares(whole, share)
-    count = terms.steps or len(whole)
+    count = len(whole) if terms.steps is None else terms.steps
     return Examination(_made(reference), _made(distributed), terms).run(
         [whole[step % len(whole)] for step in range(count)],
         [shares[step % len(whole)] for step in range(count)],
@@ -61,7 +61,8 @@ def _made(job: Make) -> Job:
     made = job if isinstance(job, Job) else job()
     if not isinstance(made, Job):
         raise PtrainError(
-            f"verify: a ptrain.Job is needed, or a function that makes one; got {made!r:.60}"
+            f"verify: a ptrain.Job is needed, or a function that makes one; got {made!r:.60}\n"
+            "  remedy: give ptrain.Job(model=..., step=...)"
         )
     return made
 

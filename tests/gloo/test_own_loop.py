@@ -208,6 +208,41 @@ def test_no_batch_and_a_wrong_number_of_shares_are_refused() -> None:
         ptrain.verify(_line(), _line(), ROWS, share=ROWS * 2)
 
 
+@pytest.mark.parametrize(
+    ("terms", "message"),
+    [
+        ({"steps": 0}, "Terms.steps: 0 steps show nothing"),
+        ({"examined": -1}, "Terms.examined: -1 is no number"),
+        ({"dtype": torch.int8}, "Terms.dtype: no rounding is known of torch.int8"),
+        ({"loss": "average"}, "Terms.loss: 'average' is no way to add losses up"),
+    ],
+)
+def test_terms_that_are_none_are_refused_with_a_remedy(terms: dict, message: str) -> None:
+    with pytest.raises(PtrainError, match=f"{message}.*\n  remedy: "):
+        ptrain.Terms(**terms)
+
+
+def test_what_is_no_loss_is_refused_with_a_remedy() -> None:
+    odd = _line()
+    returning = ptrain.Job(model=odd.model, step=lambda x: {"loss": odd.step(x)})
+    with pytest.raises(PtrainError, match=r"a step returned {'loss': .*\n  remedy: "):
+        ptrain.verify(_line(), returning, ROWS)
+    terms = ptrain.Terms(loss=lambda losses: list(losses))  # type: ignore[arg-type,return-value]
+    with pytest.raises(PtrainError, match=r"Terms.loss returned \[.*\n  remedy: "):
+        ptrain.verify(_line(), _line(), ROWS, terms=terms)
+
+
+def test_a_reference_of_which_nothing_is_trained_or_known_is_refused_with_a_remedy() -> None:
+    frozen = _line()
+    frozen.model.requires_grad_(False)
+    with pytest.raises(PtrainError, match="requires a gradient\n  remedy: "):
+        ptrain.verify(frozen, _line(), ROWS)
+    odd = _line()
+    odd.model.to(torch.float8_e5m2)
+    with pytest.raises(PtrainError, match="no rounding is known\n  remedy: "):
+        ptrain.verify(odd, odd, ROWS)
+
+
 # In 16 bits a factor is far above the band, and so is an update that does not happen.
 @nightly
 @pytest.mark.parametrize(

@@ -79,23 +79,30 @@ def loss_dtype(loss: Any) -> torch.dtype | None:
     return loss.dtype if isinstance(loss, torch.Tensor) else None
 
 
-def number(loss: Any) -> float | None:
-    """A step's loss: None, a number, a tensor with one element, also a DTensor."""
+def number(loss: Any, by: str = "a step") -> float | None:
+    """A loss that was returned: None, a number, a tensor with one element, also a DTensor."""
     if loss is None:
         return None
     if isinstance(loss, DTensor):
         loss = loss.full_tensor()
     if isinstance(loss, torch.Tensor):
         if loss.numel() != 1:
-            raise PtrainError(
-                f"verify: a step returned a tensor of {tuple(loss.shape)}\n"
-                "  remedy: return the loss alone, or None"
-            )
+            raise _no_loss(by, f"a tensor of {tuple(loss.shape)}")
         return float(loss.detach())
-    return float(loss)
+    try:
+        return float(loss)
+    except (TypeError, ValueError):
+        raise _no_loss(by, f"{loss!r:.60}") from None
+
+
+def _no_loss(by: str, what: str) -> PtrainError:
+    return PtrainError(f"verify: {by} returned {what}\n  remedy: return the loss alone, or None")
 
 
 def has_parameters(model: nn.Module) -> None:
     """Raises PtrainError where nothing can be trained."""
     if not any(each.requires_grad for each in model.parameters()):
-        raise PtrainError("verify: the reference has no parameter that requires a gradient")
+        raise PtrainError(
+            "verify: the reference has no parameter that requires a gradient\n"
+            "  remedy: give it a module that trains: requires_grad_(True) of what should"
+        )

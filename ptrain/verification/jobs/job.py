@@ -5,13 +5,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-Losses: TypeAlias = Literal["mean", "sum", "same"] | Callable[[Sequence[float]], float]
+from ptrain.errors import PtrainError
+
+Known: TypeAlias = Literal["mean", "sum", "same"]
+Losses: TypeAlias = Known | Callable[[Sequence[float]], float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +51,7 @@ TOLERANCES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """How a loop is compared with one device.
+    """How a loop is compared with one device. Raises PtrainError for terms that are none.
 
     steps: updates (None: one for each batch); beyond the batches these begin again.
     examined: of these the first so many are compared tensor by tensor, the rest by their losses.
@@ -67,3 +70,22 @@ class Terms:
     loss: Losses = "mean"
     mesh: DeviceMesh | None = None
     part: Callable[[str, Tensor], Tensor] | None = None
+
+    def __post_init__(self) -> None:
+        if self.steps is not None and self.steps < 1:
+            remedy = "leave it out for one step a batch, or give 1 or more"
+            raise _refused("steps", f"{self.steps} steps show nothing", remedy)
+        if self.examined < 0:
+            raise _refused("examined", f"{self.examined} is no number of steps", "give 0 or more")
+        if self.tolerance is None and self.dtype not in (None, *TOLERANCES):
+            known = ", ".join(map(str, TOLERANCES))
+            remedy = f"give one of {known}, or a tolerance"
+            raise _refused("dtype", f"no rounding is known of {self.dtype}", remedy)
+        if not callable(self.loss) and self.loss not in get_args(Known):
+            known = ", ".join(map(repr, get_args(Known)))
+            remedy = f"give one of {known}, or a function of all ranks' losses"
+            raise _refused("loss", f"{self.loss!r} is no way to add losses up", remedy)
+
+
+def _refused(term: str, finding: str, remedy: str) -> PtrainError:
+    return PtrainError(f"verify: Terms.{term}: {finding}\n  remedy: {remedy}")

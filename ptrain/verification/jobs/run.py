@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ptrain.errors import PtrainError
 from ptrain.report.finding import Culprit, Departure, Moment, Subject
 from ptrain.report.record import Check
 from ptrain.verification.jobs.compare import Found, at_start, digest, replicas
@@ -169,7 +170,8 @@ class Examination:
             case Moment.START:
                 return culprit(
                     first, self.ranks, state=Subject.COUNTER, factor=first[0].told,
-                    sentence="The optimizer does not step as often as on one device in this step.",
+                    sentence="The optimizer does not step as often as on one device in this step: "
+                    "step it once for each global batch, after its last micro-batch.",
                 )  # fmt: skip
             case Moment.GRADIENTS:
                 return self._explain_gradients(step, first)
@@ -252,7 +254,7 @@ class Examination:
             case "same":
                 return max(losses, key=lambda loss: abs(loss - right))
             case reduce:
-                return float(reduce(losses))
+                return number(reduce(losses), "Terms.loss")
 
     def _repeat(self, again: Callable[[], Job], shares: Sequence[Any]) -> Check:
         """From the same start; a loop that does not repeat itself is why anything else departs."""
@@ -320,7 +322,12 @@ def _autocast(run: Recorder) -> str:
 
 def _tolerance(dtype: torch.dtype | None, parameters: Any) -> Tolerance:
     """By the coarsest dtype of the reference's parameters, where none is given."""
-    dtypes = [dtype] if dtype else [each.dtype for each in parameters]
-    return max(
-        (TOLERANCES[each] for each in dtypes if each in TOLERANCES), key=lambda each: each.gradients
-    )
+    dtypes = {dtype} if dtype else {each.dtype for each in parameters}
+    known = [TOLERANCES[each] for each in dtypes if each in TOLERANCES]
+    if not known:
+        names = ", ".join(sorted(map(str, dtypes)))
+        raise PtrainError(
+            f"verify: the reference's parameters are in {names}, of which no rounding is known\n"
+            "  remedy: give Terms(tolerance=...), or Terms(dtype=...) of what it computes in"
+        )
+    return max(known, key=lambda each: each.gradients)
