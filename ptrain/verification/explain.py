@@ -159,7 +159,10 @@ def _samples(scene: Scene) -> Cause:
     )
     if "missing" in told and "twice" in told:
         factor = "missing and duplicate samples"
-    sentence = f"the mesh trains on other samples than the batch has: {told}"
+    sentence = (
+        f"the mesh trains on other samples than the batch has: {told}; look at the sampler, and at "
+        "which share of the batch each rank takes"
+    )
     return Cause(scene.axis_of(ranks), factor, sentence)
 
 
@@ -173,9 +176,16 @@ def _learning_rate(scene: Scene) -> Cause:
     ]
     axis = scene.axis_of(scene.ranks_of(scene.first))
     if others:
-        sentence = f"the update has the learning rate of step {others[0]}: {scene.first.told}"
+        sentence = (
+            f"the update has the learning rate of step {others[0]}: {scene.first.told}; step the "
+            "schedule once for each update"
+        )
         return Cause(axis, f"of step {others[0]}", sentence)
-    return Cause(axis, "other value", f"the update has another learning rate: {scene.first.told}")
+    sentence = (
+        f"the update has another learning rate: {scene.first.told}; set the schedule's in every "
+        "group of every rank's optimizer"
+    )
+    return Cause(axis, "other value", sentence)
 
 
 def _loss(scene: Scene) -> Cause:
@@ -183,7 +193,8 @@ def _loss(scene: Scene) -> Cause:
     ratio = evidence.loss / evidence.expected_loss if evidence.expected_loss else math.inf
     text = factor_text(ratio, scene.degrees) if math.isfinite(ratio) else "not finite"
     sentence = (
-        f"the loss is {evidence.loss:.6g}, one device's {evidence.expected_loss:.6g} ({text})"
+        f"the loss is {evidence.loss:.6g}, one device's {evidence.expected_loss:.6g} ({text}): sum "
+        "it over the data ranks once, over the global number of tokens"
     )
     return Cause("", text, sentence)
 
@@ -245,6 +256,6 @@ def _unexplained(scene: Scene) -> Cause:
     what = what if first.subject is Subject.ACTIVATIONS else str(first.subject)
     sentence = (
         f"{first.name} is the first to depart, by {first.difference:.3g} in its {what}: what comes "
-        "before it is that of one device"
+        "before it is that of one device, so look at how it is computed and moved between ranks"
     )
     return Cause(scene.axis_of(ranks), f"differs by {first.difference:.3g}", sentence)

@@ -122,8 +122,8 @@ def _counted(own: float, expected: float) -> Said | None:
     factor = f"stale by {steps:g} step{'s' * (steps != 1)}" if steps > 0 else f"ahead by {-steps:g}"
     return Said(
         factor,
-        f"the optimizer counts {own:g} steps where {expected:g} were taken: its state is of "
-        "another step",
+        f"the optimizer counts {own:g} steps where {expected:g} were taken: step it once in each, "
+        "and load its state with the parameters",
     )
 
 
@@ -262,13 +262,23 @@ def _by_values(one: Departure, own: Tensor, expected: Tensor) -> Said:
     fit = multiple(own, expected)
     if fit.holds(EXACT) and abs(fit.factor - 1.0) > EXACT:
         factor = f"× {fit.factor:.4g}"
-        return Said(factor, f"{one.name} is {factor} of what one device has")
+        sentence = (
+            f"{one.name} is {factor} of what one device has: look at what scales, averages or sums "
+            "it over ranks"
+        )
+        return Said(factor, sentence)
     one_sorted, other = (each.double().reshape(-1).sort().values for each in (own, expected))
     if relative(one_sorted, other) <= EXACT:
-        sentence = f"{one.name} has its elements in other places: its shards are swapped"
+        sentence = (
+            f"{one.name} has its elements in other places: load and gather its shards by rank"
+        )
         return Said("elements in another order", sentence)
     return _other(one)
 
 
 def _other(one: Departure) -> Said:
-    return Said("other values", f"{one.subject} of {one.name} is not what one device has")
+    sentence = (
+        f"{one.subject} of {one.name} is not what one device has: look at what wrote it last "
+        "(initialization, load, gather, copy or update)"
+    )
+    return Said("other values", sentence)
