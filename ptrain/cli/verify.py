@@ -25,12 +25,12 @@ from ptrain.spec.file_tier import require_file_tier
 from ptrain.spec.load import load
 from ptrain.spec.model import ExternalModel, ModelShape
 from ptrain.spec.names import names
-from ptrain.spec.overrides import split_arguments, sweeps
+from ptrain.spec.overrides import parse_override, split_arguments, sweeps
 from ptrain.spec.spec import Spec
 from ptrain.train import environment
 from ptrain.units import format_bytes
 from ptrain.verification import options
-from ptrain.verification.alike import common, require_alike
+from ptrain.verification.alike import common, is_within, require_alike
 from ptrain.verification.options import Options, source_of
 from ptrain.verification.start import Interrupted, start
 
@@ -50,7 +50,10 @@ def add_arguments(parser: ArgumentParser) -> None:
     add_spec_arguments(parser)
     options.add_arguments(parser)
     parser.add_argument(
-        "--against", metavar="SPEC", help="compare directly with another mesh of the same training"
+        "--against",
+        metavar="SPEC",
+        help="compare directly with another mesh of the same training; overrides of model, "
+        "optimizer, data, batch.global, batch.sequence and train.seed are for both",
     )
 
 
@@ -65,7 +68,7 @@ def run(args: Namespace) -> int:
         for source in sources or [names().default]
         for choice in sweeps(overrides)
     ]
-    other = _other(args, jobs)
+    other = _other(args, jobs, overrides)
     folder = Path(tempfile.mkdtemp(prefix="ptrain-"))  # 0700; stays, with its logs, if a rank fails
     try:
         records = _started(jobs, other, args, folder)
@@ -130,10 +133,14 @@ def _require_room(spec: Spec, numel: int) -> None:
         raise refused("model", finding, remedy)
 
 
-def _other(args: Namespace, jobs: list[Job]) -> Job | None:
+def _other(args: Namespace, jobs: list[Job], overrides: Sequence[str]) -> Job | None:
+    """What is of the training and not of its mesh holds for both; of a list of values the first,
+    so that the others are refused."""
     if args.against is None:
         return None
-    other = _checked(args.against, (), allow_import=args.allow_import)
+    keys = common(jobs[0].spec)
+    shared = [each for each in overrides if is_within(parse_override(each).route, keys)]
+    other = _checked(args.against, next(sweeps(shared)), allow_import=args.allow_import)
     for job in jobs:
         require_alike(common(job.spec), common(other.spec), f"--against {args.against}")
     return other

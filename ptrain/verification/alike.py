@@ -3,7 +3,7 @@ refused before a rank starts."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from ptrain.errors import refused
 from ptrain.spec.spec import Spec
@@ -15,6 +15,11 @@ def common(spec: Spec) -> dict[str, str]:
     batch = {"batch.global": spec.batch.global_samples, "batch.sequence": spec.batch.sequence}
     rest = {"train.seed": spec.train.seed}
     return {key: str(value) for key, value in (shape | batch | rest).items()}
+
+
+def is_within(route: Sequence[str], keys: Iterable[str]) -> bool:
+    """Whether a key of a spec, part by part, is one of `keys` or stands below one."""
+    return any(".".join(route[: key.count(".") + 1]) == key for key in keys)
 
 
 def require_alike(one: Mapping[str, str], other: Mapping[str, str], place: str) -> None:

@@ -56,8 +56,9 @@ def test_the_parent_of_a_verification_imports_no_torch():
         (["zero3", "model={target: tests.models_external:necks}"], "allow it with --allow-import"),
         (["zero3", "--against", "no-such-spec"], "there is no spec named"),
         (["zero3", "ddp", "--against", "70b-dp"], "which has|--against 70b-dp: model is"),
-        (["zero3", "batch.global=32", "--against", "ddp"], "batch.global is 16 there, and 32 here"),
-        (["zero3", "optimizer.lr=1e-3", "--against", "ddp"], "optimizer is"),
+        (["zero3", "train.seed=0,1", "--against", "ddp"], "train.seed is 0 there, and 1 here"),
+        (["zero3", "batch.global=4", "--against", "hsdp"], "is not a multiple of"),
+        (["zero3", "optimizer.lr=1e-3,1e-4", "--against", "ddp"], "optimizer is"),
     ],
     ids=" ".join,
 )
@@ -159,6 +160,16 @@ def test_the_other_mesh_goes_first_and_leaves_its_account(started, tmp_path, mon
     assert other.account == own.compare is not None
     assert own.account is None
     assert not list(tmp_path.iterdir())
+
+
+def test_what_is_of_the_training_holds_for_both_meshes_and_what_is_of_the_mesh_for_one(started):
+    words = ["optimizer.lr=1e-3", "batch.global=32", "mesh.dp_shard=4", "precision.layout=zero16"]
+    assert main(["verify", "zero3", *words, "--against", "ddp", "--json"]) == 0
+    (_, ranks, _, other), (_, own_ranks, _, own) = started
+    assert (ranks, own_ranks) == (2, 4)
+    assert other.optimizer == own.optimizer and other.optimizer.lr == 1e-3
+    assert other.batch.global_samples == own.batch.global_samples == 32
+    assert (other.precision.layout.name, own.precision.layout.name) == ("fp32", "zero16")
 
 
 def test_an_interrupted_command_ends_like_its_ranks_and_leaves_nothing(tmp_path, monkeypatch):
