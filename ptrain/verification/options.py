@@ -20,7 +20,7 @@ STEPS, LEAST_STEPS = 100, 3
 class Options:
     """One spec on its ranks. `folder` is the private one of the command that started them: logs,
     and the record, which is printed otherwise. `references` keeps what specs of one command share,
-    `account` is where the run is left for another mesh (and nothing is verified), `against` where
+    `account` is where the run is left for another mesh (and nothing is verified), `compare` where
     the other mesh left its own."""
 
     spec: str
