@@ -2,7 +2,7 @@
 
 A block stands between `<!-- output: COMMAND -->` (or `<!-- table: NAME -->`) and `<!-- end -->`.
 Commands run as `python -m ptrain …` in an empty folder. `--check` exits 1 if a block that does not
-depend on the machine (anything but `train`, `validate` and `verify`) is not what it would be now.
+depend on the machine (anything but `train`, `validate`, `verify`, `simulate`) is not what it would be now.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ptrain.spec.names import listing
 
 README = ROOT / "README.md"
 BLOCK = re.compile(r"(<!-- (output|table): (.+?) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
-MEASURED = ("ptrain train", "ptrain validate", "ptrain verify")
+MEASURED = ("ptrain train", "ptrain validate", "ptrain verify", "ptrain simulate")
 
 
 def output(command: str) -> str:

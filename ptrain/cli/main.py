@@ -24,10 +24,11 @@ VERBS = {
     "plan": "the steps that will wrap the model, as text",
     "validate": "run a few steps and compare what was predicted with what was measured",
     "verify": "run against one device: gradients, state, trajectory, and whose fault it is",
+    "simulate": "the program that trains on fake ranks: memory and traffic at any size",
     "specs": "list the named specs, or show one",
     "schema": "the JSON Schema of specs, for editors",
 }
-NOT_YET = ("simulate", "select", "convert", "report", "compare", "doctor", "launch")
+NOT_YET = ("select", "convert", "report", "compare", "doctor", "launch")
 WRONG_INPUT, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
 
 

@@ -14,11 +14,14 @@ from ptrain.activations.apply import keep_traced
 from ptrain.axes.pipeline.parts import Prepare, stage_passes, stage_rows
 from ptrain.axes.tensor.parts import Traced, by_place, kept_of, timelines_of, traced
 from ptrain.derivation.activations import is_tabulated
-from ptrain.derivation.estimate import facts_from_shape
+from ptrain.derivation.estimate import TRACED_BYTES, facts_from_shape
 from ptrain.derivation.facts import ModelFacts
+from ptrain.interpreter.fake import fake_tensors
+from ptrain.interpreter.materialize import build_module
 from ptrain.interpreter.stages import stages_of_module
 from ptrain.models.build import build
-from ptrain.models.facts import module_facts
+from ptrain.models.facts import module_facts, untraced_facts
+from ptrain.models.values import READ
 from ptrain.spec.axis import Axis
 from ptrain.spec.spec import Spec
 
@@ -40,7 +43,10 @@ def facts_of(
 def read_facts(
     spec: Spec, *, allow_import: bool = False, share: Share = lambda trace: trace()
 ) -> ModelFacts:
-    """Builds the spec's model and reads it."""
+    """Builds the spec's model and reads it; one whose weights take more than a laptop copies within
+    seconds off a fake of it, which says nothing of what it allocates."""
+    if (untraced := _of_large(spec, allow_import=allow_import)) is not None:
+        return untraced
     model = build(
         spec.model,
         sequence=spec.batch.sequence,
@@ -66,6 +72,17 @@ def read_facts(
     if has_stages:
         return replace(facts, stage_passes=stage_passes(spec, facts, by_place(found)))
     return replace(facts, part_timelines=timelines_of(found))
+
+
+def _of_large(spec: Spec, *, allow_import: bool) -> ModelFacts | None:
+    """None where the weights are few, and where a constructor reads values, which a fake lacks."""
+    try:
+        with fake_tensors():
+            found = untraced_facts(build_module(spec, allow_import=allow_import), spec)
+    except READ:
+        return None
+    is_large = found.numel * spec.precision.effective.parameters.itemsize > TRACED_BYTES
+    return found if is_large else None
 
 
 def _keep(spec: Spec, model: nn.Module, facts: ModelFacts) -> None:

@@ -15,12 +15,14 @@ from torch.utils._pytree import tree_leaves
 
 from ptrain.interpreter.world import World
 
+_CPU = torch.device("cpu")
 
-def fake_world(rank: int, size: int) -> World:
+
+def fake_world(rank: int, size: int, device: torch.device = _CPU) -> World:
     """Rank `rank` of `size` over torch's fake process group. Under `fake_tensors` nothing is
     computed either: shapes, collectives and storages are those of the real run, values are not."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
-    return World(rank=rank, size=size, backend="fake", owns_group=True)
+    return World(rank=rank, size=size, device=device, backend="fake", owns_group=True)
 
 
 @contextmanager

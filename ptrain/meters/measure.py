@@ -46,14 +46,16 @@ class Measurement:
 
     def __init__(self, measured: Program | Foreign) -> None:
         guess: dict[str, Any] = {}
+        waits = True
         if isinstance(measured, Program):
             self.rank, self.size = measured.world.rank, measured.world.size
             device, axes_by_group = measured.world.device.type, measured.mesh.axes_by_group()
+            waits = measured.world.backend != "fake"
         else:
             self.rank, self.size, device = measured.rank, measured.size, measured.device
             axes_by_group, guess = measured.axes_by_group(), {"guess": state_of}
         self.ranks_by_axes = ranks_by_axes(axes_by_group)
-        self.memory = MemoryMeter(measured, rank=self.rank, device=device)
+        self.memory = MemoryMeter(measured, rank=self.rank, device=device, waits=waits)
         self.traffic = TrafficMeter(measured.registry, axes_by_group, device=device, **guess)
         self.wire = WireMeter(axes_by_group, rank=self.rank)
 
@@ -125,6 +127,7 @@ def join_estimates(estimates: list[Estimate]) -> Estimate:
         ),
         wire=tuple(row for estimate in estimates for row in estimate.wire),
         blocked=tuple(row for estimate in estimates for row in estimate.blocked),
+        operations=tuple(row for estimate in estimates for row in estimate.operations),
         accounts=_apart(estimates),
         undefined={name: why for each in estimates for name, why in each.undefined.items()},
     )

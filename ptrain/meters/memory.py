@@ -73,12 +73,15 @@ class MemoryMeter(Ledger):
     its moment: activations where most of them lived when a backward pass began (which is at the
     end of every forward pass, or, in a pipeline, with the most micro-batches in flight), transient
     at the last such moment, gradients at the end of the last backward, the others after the update.
+    `waits`: for the threads of a backend to let go of what they worked on; fake ranks have none.
     """
 
-    def __init__(self, program: Metered, *, rank: int = 0, device: str = "cpu") -> None:
+    def __init__(
+        self, program: Metered, *, rank: int = 0, device: str = "cpu", waits: bool = True
+    ) -> None:
         super().__init__()
         self.live = 0
-        self._program, self._rank, self._device = program, rank, device
+        self._program, self._rank, self._device, self._waits = program, rank, device, waits
         self._phase: Phase | None = None
         self._peaks: dict[Phase, int] = {}
         self._states: dict[int, State] = {}
@@ -119,7 +122,7 @@ class MemoryMeter(Ledger):
     def _let_go(self) -> None:
         if self._after_collective:
             self._after_collective = False
-            time.sleep(_RELEASE_SECONDS)
+            self._pause(_RELEASE_SECONDS)
 
     def found(self, key: int, storage: torch.UntypedStorage) -> None:
         """What the program declared or tagged, or what some tensor held before the step, lived all
@@ -173,7 +176,7 @@ class MemoryMeter(Ledger):
         if self._tiers[key] is Tier.DEVICE:
             self.live += size
             if self._phase and self.live > self._peaks[self._phase]:
-                time.sleep(_SETTLE_SECONDS)
+                self._pause(_SETTLE_SECONDS)
                 self._peaks[self._phase] = max(self.live, self._peaks[self._phase])
 
     def phase(self, phase: Phase, micro_batch: int) -> None:
@@ -194,10 +197,14 @@ class MemoryMeter(Ledger):
         declared = {storage_of(tensor)._cdata for _, tensor in self._program.storages()}
         waiting = [ref for key, ref in self._communicated.items() if key not in declared]
         self._communicated.clear()
-        give_up = time.monotonic() + _LONGEST_RELEASE_SECONDS
-        time.sleep(_RELEASE_SECONDS)
+        give_up = time.monotonic() + (_LONGEST_RELEASE_SECONDS if self._waits else 0)
+        self._pause(_RELEASE_SECONDS)
         while any(ref() is not None for ref in waiting) and time.monotonic() < give_up:
             time.sleep(_RELEASE_SECONDS)
+
+    def _pause(self, seconds: float) -> None:
+        if self._waits:
+            time.sleep(seconds)
 
     def _register(self) -> None:
         self._settle()

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ptrain.errors import refused
+from ptrain.models.values import READ
 from ptrain.spec.extras import require_transformers
 from ptrain.spec.model import Attention, HuggingFaceModel
 from ptrain.spec.slips import near_word
@@ -54,6 +55,8 @@ def build_hugging_face(model: HuggingFaceModel, *, sequence: int) -> nn.Module:
         if model.attention is not Attention.FLEX:  # which a processor would compile, in minutes
             with torch.no_grad():  # sizes that do not fit one another show when they meet
                 module(torch.zeros(1, min(2, sequence), dtype=torch.int64))
+    except READ:
+        raise
     except _MISTAKES as error:
         _, supported = _KINDS[model.attention]
         if not getattr(named, supported, True):

@@ -23,6 +23,11 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return held.elem if isinstance(held, AsyncCollectiveTensor) else held
 
 
+def is_wrapper(kind: type) -> bool:
+    """Whether operators on such tensors turn into operators on plain ones."""
+    return issubclass(kind, DTensor | AsyncCollectiveTensor)
+
+
 def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
     """The bytes behind a tensor, shared by all its views."""
     return local(tensor).untyped_storage()
@@ -80,7 +85,7 @@ class Ledger(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if any(issubclass(kind, DTensor | AsyncCollectiveTensor) for kind in types):
+        if any(is_wrapper(kind) for kind in types):
             return NotImplemented  # they turn into operators on plain tensors, or wait, first
         for tensor in _tensors((args, kwargs)):
             self.watch(tensor)

@@ -171,7 +171,7 @@ def record(
         "device": device,
         "memory": [_memory_row(each, row) for each in estimates for row in each.memory],
         "peak": [_peak_row(each, row) for each in estimates for row in each.peak],
-        "traffic": [_traffic_row(each, row) for each in estimates for row in each.traffic],
+        "traffic": [row for each in estimates for row in traffic_rows(each)],
         "operations": [
             {"column": str(each.column)} | asdict(row)
             for each in estimates
@@ -241,6 +241,11 @@ def _peak_row(estimate: Estimate, row: Peak) -> dict[str, object]:
         "rank": row.rank,
         "device_bytes": row.device_bytes,
     } | ({"allocator_bytes": row.allocator_bytes} if row.allocator_bytes else {})
+
+
+def traffic_rows(estimate: Estimate) -> list[dict[str, object]]:
+    """Of one column."""
+    return [_traffic_row(estimate, row) for row in estimate.traffic]
 
 
 def _traffic_row(estimate: Estimate, row: Traffic) -> dict[str, object]:

@@ -52,12 +52,14 @@ def difference(predicted: int | None, measured: int | None) -> str:
     return f"{'+' if delta > 0 else '-'}{format_bytes(abs(delta))}{percent}"
 
 
-def end_table(exact: Estimate, measured: Estimate) -> str:
+def end_table(
+    exact: Estimate, measured: Estimate, names: tuple[str, str] = ("predicted", "measured")
+) -> str:
     """The table that ends a training: a row per state, per kind of call and per phase's peak; of
-    the ranks, the largest."""
+    the ranks, the largest. `names` head the two columns."""
     rows = [*_memory_rows(exact, measured), *_peak_rows(exact, measured)]
     rows += _traffic_rows(exact, measured)
-    return render(("per rank and step", "predicted", "measured", "difference"), rows)
+    return render(("per rank and step", *names, "difference"), rows)
 
 
 def summary(
@@ -120,6 +122,11 @@ def _peak_rows(exact: Estimate, measured: Estimate) -> Iterable[tuple[str, str, 
             for each in (exact, measured)
         )
         yield f"peak {phase}", size(left), size(right), difference(left, right)
+        allocated = max(
+            (row.allocator_bytes for row in measured.peak if row.phase is phase), default=0
+        )
+        if allocated:
+            yield f"peak {phase}, allocator", MISSING, size(allocated), difference(right, allocated)
 
 
 def _traffic_rows(exact: Estimate, measured: Estimate) -> Iterable[tuple[str, str, str, str]]:

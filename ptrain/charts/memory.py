@@ -1,0 +1,157 @@
+"""One rank's memory over a step as a sheet: live bytes by state, stacked, from event to event.
+
+The horizontal axis counts births and deaths of storages, for fake ranks have no clock; of those
+that share a column the highest is drawn, so that no peak is lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+
+from ptrain.charts.canvas import Format, painted
+from ptrain.charts.sheet import BLACK, GREY, LIGHT, LINE, WHITE, Rectangle, Sheet, Text
+from ptrain.costs import Phase, State
+from ptrain.report.composition import Course, Moment
+from ptrain.units import format_bytes
+
+# Okabe and Ito's colours (2008), which the colour-blind tell apart; grey for what is no state.
+_COLOURS = {
+    State.PARAMETERS: "#0072b2",
+    State.OPTIMIZER: "#56b4e9",
+    State.GRADIENTS: "#d55e00",
+    State.ACTIVATIONS: "#f0e442",
+    State.TRANSIENT: "#009e73",
+    State.OTHER: "#777777",
+}
+_EDGE, _LEFT = 14.0, 74.0
+_WIDTH, _HEIGHT = 720.0, 300.0  # of what is drawn within the axes
+_COLUMNS = 720  # at most, and one more for each pass
+_TITLE, _SMALL = 12.0, 8.0
+_TICKS = 5
+
+
+def painted_course(course: Course, form: Format) -> bytes:
+    """The picture as PNG or SVG."""
+    return painted(course_sheet(course), form)
+
+
+def course_sheet(course: Course) -> Sheet:
+    """States that last at the bottom, phases above, what each colour is below."""
+    title = f"memory of rank {course.rank}"
+    sheet = Sheet(title=title, width=_LEFT + _WIDTH + _EDGE, height=_EDGE)
+    peak = course.peak
+    sheet.write(
+        [
+            Text(text=title, x=_EDGE, y=0, size=_TITLE, is_bold=True),
+            Text(
+                text=f"peak {format_bytes(peak.total)} in {peak.phase}, micro-batch "
+                f"{peak.micro_batch}, after {peak.event} of {len(course.moments) - 1} births and "
+                "deaths of storages",
+                x=_EDGE,
+                y=0,
+                size=_SMALL,
+                colour=GREY,
+            ),
+        ]
+    )
+    sheet.height += 2 * _SMALL * LINE
+    top = sheet.height
+    scale = _HEIGHT / max(1, peak.total)
+    sheet.rectangles += _ticks(top)
+    sheet.texts += _numbers(peak.total, top)
+    columns = list(_columns(course.moments))
+    width = _WIDTH / len(columns)
+    for place, moment in enumerate(columns):
+        sheet.rectangles += _stack(moment, _LEFT + place * width, width, top + _HEIGHT, scale)
+    sheet.rectangles += _boundaries(columns, width, top)
+    sheet.texts += _phases(columns, width, top)
+    sheet.height += _HEIGHT + _SMALL * LINE
+    _add_legend(sheet)
+    sheet.height += _EDGE
+    return sheet
+
+
+def _columns(moments: Sequence[Moment]) -> Iterator[Moment]:
+    """The highest moment of each column, and no column of two passes."""
+
+    def column(moment: Moment) -> tuple[object, ...]:
+        place = moment.event * _COLUMNS // len(moments)
+        return place, moment.phase, moment.micro_batch
+
+    for _, each in groupby(moments, key=column):
+        yield max(each, key=lambda moment: moment.total)
+
+
+def _stack(
+    moment: Moment, x: float, width: float, bottom: float, scale: float
+) -> Iterator[Rectangle]:
+    for state, size in zip(State, moment.device_bytes, strict=True):
+        if size > 0:
+            bottom -= size * scale
+            yield Rectangle(x=x, y=bottom, width=width, height=size * scale, colour=_COLOURS[state])
+
+
+def _ticks(top: float) -> Iterator[Rectangle]:
+    """A thin line at each number."""
+    for part in range(_TICKS + 1):
+        y = top + _HEIGHT * (1 - part / _TICKS)
+        yield Rectangle(x=_LEFT, y=y - 0.25, width=_WIDTH, height=0.5, colour=LIGHT)
+
+
+def _numbers(peak: int, top: float) -> Iterator[Text]:
+    for part in range(_TICKS + 1):
+        yield Text(
+            text=format_bytes(peak * part / _TICKS),
+            x=_LEFT - 4,
+            y=top + _HEIGHT * (1 - part / _TICKS),
+            size=_SMALL,
+            align="right",
+        )
+
+
+def _passes(columns: Sequence[Moment]) -> Iterator[tuple[int, int, Moment]]:
+    """First column, number of columns and a moment of each pass through a phase."""
+    first = 0
+    for _, each in groupby(columns, key=lambda moment: (moment.phase, moment.micro_batch)):
+        found = list(each)
+        yield first, len(found), found[0]
+        first += len(found)
+
+
+def _boundaries(columns: Sequence[Moment], width: float, top: float) -> Iterator[Rectangle]:
+    for first, _, _ in _passes(columns):
+        yield Rectangle(
+            x=_LEFT + first * width - 0.25, y=top, width=0.5, height=_HEIGHT, colour=WHITE
+        )
+
+
+def _phases(columns: Sequence[Moment], width: float, top: float) -> Iterator[Text]:
+    """Its name above each pass that is wide enough for it, a letter above those that are nearly."""
+    for first, number, moment in _passes(columns):
+        named = (
+            f"{moment.phase} {moment.micro_batch}" if moment.phase is not Phase.UPDATE else "update"
+        )
+        for text in (named, named[0]):
+            word = Text(
+                text=text,
+                x=_LEFT + (first + number / 2) * width,
+                y=top - _SMALL * LINE / 2,
+                size=_SMALL,
+                align="center",
+            )
+            if word.width <= number * width:
+                yield word
+                break
+
+
+def _add_legend(sheet: Sheet) -> None:
+    x, y = _LEFT, sheet.height + _SMALL * LINE / 2
+    for state, colour in _COLOURS.items():
+        sheet.rectangles.append(
+            Rectangle(x=x, y=y - _SMALL / 2, width=_SMALL, height=_SMALL, colour=colour)
+        )
+        word = Text(text=str(state), x=x + _SMALL + 4, y=y, size=_SMALL, colour=BLACK)
+        sheet.texts.append(word)
+        x = word.x + word.width + 12
+    sheet.height += _SMALL * LINE

@@ -1,0 +1,163 @@
+"""`ptrain simulate`: the program that trains, on fake ranks and fake tensors, at any size."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from ptrain.charts.canvas import Format
+from ptrain.charts.file import require_writable, write_whole
+from ptrain.charts.memory import painted_course
+from ptrain.cli.arguments import add_spec_arguments, print_json
+from ptrain.costs import State
+from ptrain.derivation.estimate import Derivation, derive
+from ptrain.errors import PtrainError, refused
+from ptrain.interpreter.facts import facts_of
+from ptrain.meters.measure import join_estimates
+from ptrain.report.heading import heading
+from ptrain.report.record import record, traffic_rows
+from ptrain.report.simulation import GARBAGE, RankReport, exact_of_rank, one
+from ptrain.selection.recompute import settled
+from ptrain.simulation.choice import ALL_DISTINCT, chosen, classes, require_ranks
+from ptrain.simulation.execute import rehearsal_device, simulate
+from ptrain.simulation.patches import require_supported
+from ptrain.spec.load import load
+from ptrain.spec.overrides import split_arguments, sweeps
+from ptrain.spec.spec import Spec
+from ptrain.units import format_bytes
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    add_spec_arguments(parser)
+    parser.add_argument(
+        "--rank",
+        action="append",
+        default=[],
+        metavar="N",
+        help=f"a rank to simulate (may be repeated), or {ALL_DISTINCT}: one of each kind; "
+        "default: the first, and the one that is predicted to need most",
+    )
+    parser.add_argument(
+        "--rehearse",
+        action="store_true",
+        help="with real tensors on one device (a GPU where there is one): all that the rank does, "
+        "without the other ranks",
+    )
+    parser.add_argument(
+        "--chart", type=Path, metavar="FILE", help="memory over the step as FILE.png or FILE.svg"
+    )
+    parser.add_argument(
+        "--allow-import", action="store_true", help="let the spec's `target:` import code"
+    )
+
+
+def run(args: Namespace) -> int:
+    """0 when all was simulated: it is no verdict."""
+    require_supported()
+    form = require_writable(args.chart) if args.chart else None
+    sources, overrides = split_arguments(args.arguments)
+    if not sources:
+        raise PtrainError("ptrain simulate: name a SPEC; `ptrain specs` lists them")
+    asked = [settled(load(source, choice)) for source in sources for choice in sweeps(overrides)]
+    if form and len(asked) > 1:
+        raise refused("--chart", f"{len(asked)} specs, and one picture", "name one spec")
+    for spec in asked:
+        require_ranks(spec, args.rank)
+    records = []
+    for spec in asked:
+        found = list(_of_spec(spec, args))
+        records.append(as_record(spec, found))
+        drawn = [_draw(found, args.chart, form)] if form else []
+        if not args.json:
+            print(*drawn, _host(), GARBAGE, *[""] * (len(asked) > 1), sep="\n", flush=True)
+    if args.json:
+        print_json(records if len(records) > 1 else records[0])
+    return 0
+
+
+def _draw(found: list[tuple[Derivation, RankReport]], path: Path, form: Format) -> str:
+    """Of the rank that needs most; says so."""
+    course = max((report.course for _, report in found), key=lambda each: each.peak.total)
+    write_whole(path, painted_course(course, form))
+    return f"chart {path} (rank {course.rank})"
+
+
+def _of_spec(spec: Spec, args: Namespace) -> Iterator[tuple[Derivation, RankReport]]:
+    """Each chosen rank, printed as soon as it is there."""
+    facts = facts_of(spec, allow_import=args.allow_import)
+    derivation = derive(spec, facts)
+    if args.rehearse:
+        rehearsal_device(spec)  # before anything runs
+    alike = {rank: ranks for ranks in classes(spec, derivation.exact) for rank in ranks}
+    if not args.json:
+        print(heading(spec, facts.numel), flush=True)
+    for rank in chosen(spec, derivation.exact, args.rank):
+        found = simulate(spec, rank, rehearse=args.rehearse, allow_import=args.allow_import)
+        report = RankReport(
+            rank=rank,
+            device=found.device if args.rehearse else "",
+            alike=alike[rank],
+            exact=exact_of_rank(spec, derivation.exact, rank, found.estimate),
+            simulated=found.estimate,
+            course=found.course,
+            seconds=found.seconds,
+        )
+        if not args.json:
+            print("", one(report, spec.name), "", sep="\n", flush=True)
+        yield derivation, report
+
+
+def as_record(spec: Spec, found: list[tuple[Derivation, RankReport]]) -> dict[str, Any]:
+    """The result record with the column `simulated`, and beside it what the peaks are made of.
+    Nothing is checked, and the verdict is null."""
+    derivation = found[0][0]
+    simulated = join_estimates([report.simulated for _, report in found])
+    devices = ", ".join(dict.fromkeys(report.device for _, report in found))
+    result = record(spec.name, (derivation.paper, derivation.exact, simulated), device=devices)
+    result["simulation"] = {
+        "note": GARBAGE,
+        "host_bytes": host_bytes(),
+        "ranks": [
+            {
+                "rank": report.rank,
+                "alike": len(report.alike),
+                "seconds": dict(report.seconds),
+                "differing": [
+                    {"name": each.name, "exact": each.predicted, "simulated": each.measured}
+                    for each in report.differing
+                ],
+                "peak": {
+                    "phase": str(report.course.peak.phase),
+                    "micro_batch": report.course.peak.micro_batch,
+                    "device_bytes": report.course.peak.total,
+                },
+                "held": [asdict(row) for row in report.course.held],
+                "by_phase": [
+                    {
+                        "phase": str(phase),
+                        "micro_batch": moment.micro_batch,
+                        "device_bytes": dict(zip(State, moment.device_bytes, strict=True)),
+                    }
+                    for phase, moment in report.course.by_phase().items()
+                ],
+                "traffic": traffic_rows(report.simulated),
+            }
+            for _, report in found
+        ],
+    }
+    return result
+
+
+def host_bytes() -> int:
+    """The most that this process had in memory, by the operating system."""
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else most * 1024
+
+
+def _host() -> str:
+    return f"this process needed {format_bytes(host_bytes())} of memory"

@@ -1,0 +1,51 @@
+"""What lives on a device while a step runs: bytes by state from event to event, and what the peak
+is made of. Plain data, which a simulation gives and a page or a picture shows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ptrain.costs import Phase, State
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """Storages of one kind that live at the peak: `tensors` of them, in bytes together."""
+
+    what: str
+    state: State
+    device_bytes: int
+    tensors: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moment:
+    """Live device bytes by state, in the order of `State`, after `event` births and deaths."""
+
+    event: int
+    phase: Phase
+    micro_batch: int
+    device_bytes: tuple[int, ...]
+
+    @property
+    def total(self) -> int:
+        return sum(self.device_bytes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Course:
+    """One rank's memory over a steady step: its moments, and of the highest what lives then, the
+    largest first."""
+
+    rank: int
+    moments: tuple[Moment, ...]
+    peak: Moment
+    held: tuple[Held, ...]
+
+    def by_phase(self) -> dict[Phase, Moment]:
+        """The highest moment of each phase."""
+        found: dict[Phase, Moment] = {}
+        for moment in self.moments:
+            known = found.setdefault(moment.phase, moment)
+            found[moment.phase] = max(known, moment, key=lambda each: each.total)
+        return found

@@ -1,0 +1,144 @@
+"""What `ptrain simulate` prints of a rank: the execution on fake ranks beside what was derived,
+what its peak is made of, and what all this does not say."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ptrain.algebra.layout import coordinates
+from ptrain.costs import Estimate, State, Traffic
+from ptrain.plan.composition import ranks_text
+from ptrain.report.composition import Course
+from ptrain.report.predict import operations_lines
+from ptrain.report.record import Check, compare
+from ptrain.report.table import end_table, render, size
+from ptrain.spec.axis import Axis
+from ptrain.spec.spec import Spec
+
+GARBAGE = (
+    "values are garbage, for collectives moved nothing: this says nothing of whether the training "
+    "is right, `ptrain verify` does"
+)
+_MOST = 20  # kinds of a peak that are listed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankReport:
+    """A simulated rank, and the ranks that are predicted to be like it. `device`: where a rehearsal
+    had its tensors, empty where they were fake."""
+
+    rank: int
+    device: str
+    alike: tuple[int, ...]
+    exact: Estimate
+    simulated: Estimate
+    course: Course
+    seconds: Mapping[str, float]
+
+    @property
+    def differing(self) -> list[Check]:
+        """Figures in which the two columns are not equal."""
+        checks = compare(self.exact, self.simulated)
+        return [check for check in checks if check.predicted != check.measured]
+
+
+def exact_of_rank(spec: Spec, exact: Estimate, rank: int, simulated: Estimate) -> Estimate:
+    """The rows of one rank. Where ranks differ in what they send, the accounts of a place along tp,
+    or along pp, are known; where ranks at one place of pp differ too (unequal slices of tp), which
+    of them sends what is not: then it is the account that was simulated, if it is among theirs."""
+    return replace(
+        exact,
+        memory=tuple(row for row in exact.memory if row.rank == rank),
+        peak=tuple(row for row in exact.peak if row.rank == rank),
+        operations=tuple(row for row in exact.operations if row.rank == rank),
+        traffic=_account(_accounts_at(spec, exact, rank), simulated),
+        accounts=(),
+    )
+
+
+def _accounts_at(spec: Spec, exact: Estimate, rank: int) -> Sequence[tuple[Traffic, ...]]:
+    """Of the ranks at this one's place."""
+    if not exact.accounts:
+        return (exact.traffic,)
+    axis = Axis.PP if spec.degree(Axis.PP) > 1 else Axis.TP
+    count = len(exact.accounts) // spec.degree(axis)
+    place = coordinates(spec, rank).get(axis, 0)
+    return exact.accounts[place * count : (place + 1) * count]
+
+
+def _account(accounts: Sequence[tuple[Traffic, ...]], simulated: Estimate) -> tuple[Traffic, ...]:
+    told = [tuple(row for row in account if row.calls) for account in accounts]
+    found = set(simulated.traffic)
+    return next((account for account in told if set(account) == found), told[0])
+
+
+def one(report: RankReport, name: str) -> str:
+    """The full account of one rank."""
+    return "\n".join(
+        [
+            heading(report, name),
+            "",
+            end_table(report.exact, report.simulated, ("exact", "simulated")),
+            "",
+            *operations(report),
+            agreement(report),
+            "",
+            by_phase(report.course),
+            "",
+            peak(report.course),
+        ]
+    )
+
+
+def heading(report: RankReport, name: str) -> str:
+    """`zero3 · rank 0 of 8, like ranks [1 2 … 7] · simulated in 21.3 s`."""
+    others = [rank for rank in report.alike if rank != report.rank]
+    like = f", like ranks {ranks_text(others)}" if others else ""
+    told = f"rank {report.rank} of {report.simulated.world_size}{like}"
+    how = f"rehearsed on {report.device}" if report.device else "simulated"
+    return f"{name} · {told} · {how} in {sum(report.seconds.values()):.1f} s"
+
+
+def operations(report: RankReport) -> list[str]:
+    """What was executed, and what was derived where that is not the same."""
+    lines = operations_lines(report.simulated)
+    if report.exact.operations and report.exact.operations != report.simulated.operations:
+        lines += [f"exact has other {line}" for line in operations_lines(report.exact)]
+    return lines
+
+
+def agreement(report: RankReport) -> str:
+    """In how many figures the two columns agree; of which nothing is predicted, why."""
+    every = len(compare(report.exact, report.simulated))
+    equal = every - len(report.differing)
+    untold = sorted(report.exact.undefined.keys() & {"activations", "peak", "traffic"})
+    besides = f" · not predicted: {', '.join(untold)}" if untold else ""
+    return f"exact and simulated are equal in {equal} of {every} figures{besides}"
+
+
+def by_phase(course: Course) -> str:
+    """Each state when a phase needs most."""
+    highest = course.by_phase()
+    rows = [
+        (str(state), *(size(moment.device_bytes[place]) for moment in highest.values()))
+        for place, state in enumerate(State)
+        if any(moment.device_bytes[place] for moment in highest.values())
+    ]
+    total = ("all", *(size(moment.total) for moment in highest.values()))
+    return render(("when a phase needs most", *map(str, highest)), [*rows, total])
+
+
+def peak(course: Course) -> str:
+    """What lives at the peak, the largest first."""
+    rows = [
+        (row.what, str(row.state), size(row.device_bytes), str(row.tensors))
+        for row in course.held[:_MOST]
+    ]
+    rest = course.held[_MOST:]
+    if rest:
+        left, tensors = sum(row.device_bytes for row in rest), sum(row.tensors for row in rest)
+        rows.append((f"{len(rest)} kinds more", "", size(left), str(tensors)))
+    when = f"{course.peak.phase}, micro-batch {course.peak.micro_batch}"
+    table = render(("what lives then", "state", "bytes", "tensors"), rows, left=(0, 1))
+    return f"peak {size(course.peak.total)} in {when}\n{table}"

@@ -1,0 +1,71 @@
+"""Which ranks of a job to simulate: one process plays one rank, and most ranks are alike."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from ptrain.algebra.layout import coordinates
+from ptrain.costs import Estimate
+from ptrain.errors import refused
+from ptrain.spec.axis import Axis
+from ptrain.spec.spec import Spec
+
+ALL_DISTINCT = "all-distinct"
+
+
+def require_ranks(spec: Spec, asked: Sequence[str]) -> None:
+    """Raises SpecError for what is no rank of the mesh, or one beside `all-distinct`."""
+    for each in asked:
+        if each != ALL_DISTINCT:
+            _rank(each, spec.world_size)
+    if ALL_DISTINCT in asked and len(asked) > 1:
+        finding = f"{ALL_DISTINCT} beside {len(asked) - 1} more"
+        raise refused("--rank", finding, f"give numbers, or {ALL_DISTINCT} alone")
+
+
+def chosen(spec: Spec, exact: Estimate, asked: Sequence[str] = ()) -> tuple[int, ...]:
+    """`asked`: numbers of ranks, or all-distinct. Nothing asked: the first rank and, where it is
+    another, the one that is predicted to need most. Raises SpecError as `require_ranks`."""
+    require_ranks(spec, asked)
+    if ALL_DISTINCT in asked:
+        return tuple(ranks[0] for ranks in classes(spec, exact))
+    if asked:
+        return tuple(dict.fromkeys(_rank(each, spec.world_size) for each in asked))
+    needed = _needed(exact)
+    most = max(range(spec.world_size), key=lambda rank: (needed[rank], -rank))
+    return tuple(dict.fromkeys((0, most)))
+
+
+def classes(spec: Spec, exact: Estimate) -> list[tuple[int, ...]]:
+    """The ranks that are predicted to hold the same and stand at the same place along pp, by their
+    first one."""
+    rows: defaultdict[int, list[object]] = defaultdict(list)
+    for row in exact.memory:
+        rows[row.rank].append((row.state, row.device_bytes, row.host_bytes, row.file_bytes))
+    for each in exact.peak:
+        rows[each.rank].append((each.phase, each.device_bytes))
+    alike: defaultdict[object, list[int]] = defaultdict(list)
+    for rank in range(spec.world_size):
+        place = coordinates(spec, rank).get(Axis.PP, 0)
+        alike[place, tuple(rows[rank])].append(rank)
+    return [tuple(ranks) for ranks in alike.values()]
+
+
+def _needed(exact: Estimate) -> dict[int, int]:
+    """Device bytes by rank: the peak, or where it is not predicted what is resident."""
+    needed: defaultdict[int, int] = defaultdict(int)
+    for row in exact.memory:
+        needed[row.rank] += row.device_bytes
+    peaks: defaultdict[int, int] = defaultdict(int)
+    for each in exact.peak:
+        peaks[each.rank] = max(peaks[each.rank], each.device_bytes)
+    return peaks or needed
+
+
+def _rank(text: str, world_size: int) -> int:
+    if text.isascii() and text.isdigit() and int(text) < world_size:
+        return int(text)
+    finding = f"{text!r} is no rank of a mesh of {world_size}"
+    remedy = f"give a number from 0 to {world_size - 1}, or {ALL_DISTINCT}"
+    raise refused("--rank", finding, remedy)

@@ -1,0 +1,201 @@
+"""Which storages live at every moment of a step, what they are and where they came from.
+
+The memory meter knows how much lives and of which state; here each storage keeps its birth (the
+operator, the module, the phase) and what was said of it since, so that the peak can be taken apart.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+
+from ptrain.axes.data.fully_sharded import parameter_groups
+from ptrain.costs import Phase, State
+from ptrain.interpreter.program import Program
+from ptrain.interpreter.registry import Tag
+from ptrain.meters.memory import MemoryMeter
+from ptrain.models.ledger import storage_of
+from ptrain.report.composition import Course, Held, Moment
+from ptrain.simulation.modules import Modules
+
+_STATES = tuple(State)
+_OLDER = "buffers, batch, and what is older than the step"
+
+
+@dataclass(slots=True)
+class Life:
+    """One storage from its birth on: in which module and phase, None outside of all and before the
+    step. `state` is what was last known of it."""
+
+    module: str | None
+    phase: Phase | None
+    tag: Tag | None = None
+    state: State = State.ACTIVATIONS
+    is_declared: bool = False
+    unit: str = ""  # that it is an unsharded part of
+
+    @property
+    def is_passing(self) -> bool:
+        """A buffer of a collective, or what an update works with: no module kept it."""
+        states = (State.PARAMETERS, State.GRADIENTS)
+        return self.phase is Phase.UPDATE or (self.tag is not None and self.tag.state in states)
+
+
+class LivingMeter(MemoryMeter):
+    """The memory meter, which also remembers."""
+
+    def __init__(self, program: Program, modules: Modules, *, rank: int, device: str) -> None:
+        super().__init__(program, rank=rank, device=device, waits=False)
+        self._registry = program.registry
+        self._modules = modules
+        self._units = dict(gathered_units(program))
+        self._lives: dict[int, Life] = {}
+        self._changes: list[tuple[Life, int]] = []
+        self._begun: list[tuple[int, Phase, int]] = []
+        self._before: list[tuple[Life, int]] = []
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Tags are given after a birth, and are gone when a storage is."""
+        self._registry.listeners.append(self._tagged)
+        try:
+            yield
+        finally:
+            self._registry.listeners.remove(self._tagged)
+
+    def _tagged(self, storage: torch.UntypedStorage, tag: Tag) -> None:
+        if life := self._lives.get(storage._cdata):
+            life.tag = tag
+
+    def found(self, key: int, storage: torch.UntypedStorage) -> None:
+        """It lived before the step."""
+        self._lives[key] = Life(None, None, self._registry.of_storage(storage))
+        super().found(key, storage)
+
+    def born(self, key: int, storage: torch.UntypedStorage, operator: str) -> None:
+        self._lives[key] = Life(self._modules.current, self._phase)
+        super().born(key, storage, operator)
+
+    def resized(self, key: int, storage: torch.UntypedStorage, before: int) -> None:
+        self._lives[key].unit = self._units.get(key, "a unit")
+        super().resized(key, storage, before)
+
+    def died(self, key: int, size: int) -> None:
+        self._remember(key)
+        super().died(key, size)
+        del self._lives[key]
+
+    def _remember(self, key: int) -> None:
+        life = self._lives[key]
+        life.is_declared = key in self._states
+        life.state = self._state(key)
+        if life.state is State.ACTIVATIONS and not life.is_declared and life.is_passing:
+            life.state = State.TRANSIENT
+
+    def _add(self, key: int, size: int) -> None:
+        before = self.live
+        super()._add(key, size)
+        if self.live != before:
+            self._changes.append((self._lives[key], self.live - before))
+
+    def _add_to_all(self, key: int, size: int) -> None:
+        before = self.live
+        super()._add_to_all(key, size)
+        if self.live != before:
+            self._before.append((self._lives[key], self.live - before))
+
+    def phase(self, phase: Phase, micro_batch: int) -> None:
+        super().phase(phase, micro_batch)
+        self._begun.append((len(self._changes), phase, micro_batch))
+
+    def course(self) -> Course:
+        """After the step."""
+        for key in self._lives:
+            self._remember(key)
+        moments = tuple(self._moments())
+        peak = max(moments, key=lambda moment: moment.total)
+        return Course(
+            rank=self._rank,
+            moments=moments,
+            peak=peak,
+            held=tuple(held(self._living(peak.event))),
+        )
+
+    def _moments(self) -> Iterator[Moment]:
+        """One after each change; and the begin of every phase."""
+        sizes = dict.fromkeys(_STATES, 0)
+        for life, size in self._before:
+            sizes[life.state] += size
+        starts = {event: (phase, micro) for event, phase, micro in self._begun}
+        phase, micro_batch = Phase.FORWARD, 0
+        for event in range(len(self._changes) + 1):
+            phase, micro_batch = starts.get(event - 1, (phase, micro_batch))
+            if event:
+                life, size = self._changes[event - 1]
+                sizes[life.state] += size
+            yield Moment(
+                event=event,
+                phase=phase,
+                micro_batch=micro_batch,
+                device_bytes=tuple(sizes.values()),
+            )
+
+    def _living(self, event: int) -> Iterable[tuple[Life, int]]:
+        """What has bytes after so many changes."""
+        found: dict[int, tuple[Life, int]] = {}
+        for life, size in (*self._before, *self._changes[:event]):
+            _, before = found.get(id(life), (life, 0))
+            found[id(life)] = life, before + size
+        return found.values()
+
+
+def held(living: Iterable[tuple[Life, int]]) -> list[Held]:
+    """One row per kind, the largest first."""
+    sizes: defaultdict[tuple[str, State], list[int]] = defaultdict(list)
+    for life, size in living:
+        if size:
+            sizes[what(life), life.state].append(size)
+    rows = [
+        Held(what=kind, state=state, device_bytes=sum(each), tensors=len(each))
+        for (kind, state), each in sizes.items()
+    ]
+    return sorted(rows, key=lambda row: (-row.device_bytes, row.what))
+
+
+def what(life: Life) -> str:
+    """What a storage is, in a few words; of modules that differ in their numbers alone it is one
+    kind."""
+    tag = life.tag
+    if life.unit or (tag and tag.state is State.PARAMETERS and not life.is_declared):
+        return f"unsharded {_alike(life.unit or (tag.name if tag else '') or 'unit')}"
+    if life.is_declared or life.phase is None:
+        return _OLDER if life.state is State.OTHER else str(life.state)
+    if tag and tag.state is State.GRADIENTS:
+        return f"to be reduced: {_alike(tag.name or 'gradients')}"
+    if life.phase is Phase.UPDATE:
+        return "temporaries of the update"
+    if life.module is None:
+        return "loss" if life.phase is Phase.FORWARD else "backward's working tensors"
+    where = _alike(life.module) or "the model itself"
+    return where if life.phase is Phase.FORWARD else f"{where}, again"
+
+
+def _alike(path: str) -> str:
+    """`blocks.*.mlp` of blocks.3.mlp."""
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", path)
+
+
+def gathered_units(program: Program) -> Iterator[tuple[int, str]]:
+    """The storages that FSDP2 fills and frees by resizing, and whose unit each is."""
+    for name, module in program.model.named_modules():
+        if isinstance(module, FSDPModule):
+            for group in parameter_groups(module):
+                for part in group.fsdp_params:
+                    for output in part.all_gather_outputs:
+                        yield storage_of(output)._cdata, name or "root"

@@ -1,0 +1,57 @@
+"""Where in the model a rank computes: the module whose forward pass runs, and whether it runs
+again."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any, Self
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from ptrain.models.again import runs_again
+
+
+class Modules:
+    """While it is entered, `current` is the path of the innermost module that runs, None outside
+    of all; `is_again`, whether backward runs it a second time."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._running: list[tuple[str, bool]] = []
+        self._handles: list[RemovableHandle] = []
+
+    @property
+    def current(self) -> str | None:
+        return self._running[-1][0] if self._running else None
+
+    @property
+    def is_again(self) -> bool:
+        return bool(self._running) and self._running[-1][1]
+
+    def __enter__(self) -> Self:
+        names = {module: name for name, module in self._model.named_modules()}
+
+        def enter(module: nn.Module, _: Any) -> None:
+            self._running.append((names[module], runs_again()))
+
+        def leave(*_: Any) -> None:
+            self._running.pop()
+
+        for module in names:
+            self._handles += [
+                module.register_forward_pre_hook(enter, prepend=True),
+                module.register_forward_hook(leave, always_call=True),
+            ]
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._running.clear()

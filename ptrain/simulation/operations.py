@@ -1,0 +1,71 @@
+"""Floating-point operations of the operators that a rank runs on its own tensors, by torch's own
+formulas (`torch.utils.flop_counter`), forward, backward and again.
+
+torch's counter itself looks above DTensor, where operators have the global shapes, and does not
+know fused attention on a processor; this looks below and does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from ptrain.costs import Operations, Phase
+from ptrain.models.ledger import is_wrapper
+from ptrain.simulation.modules import Modules
+
+_aten = torch.ops.aten
+# An operator of processors -> the one whose formula counts it.
+_ALIKE = {
+    _aten._scaled_dot_product_flash_attention_for_cpu: _aten._scaled_dot_product_flash_attention,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: (
+        _aten._scaled_dot_product_flash_attention_backward
+    ),
+}
+
+
+class OperationsMeter(TorchDispatchMode):
+    """Counts while it is entered; the program tells it the phase."""
+
+    def __init__(self, modules: Modules, *, rank: int) -> None:
+        super().__init__()
+        self._modules, self._rank = modules, rank
+        self._phase = Phase.FORWARD
+        self._forward = self._backward = self._again = 0
+
+    def phase(self, phase: Phase, micro_batch: int) -> None:
+        self._phase = phase
+
+    def __torch_dispatch__(
+        self,
+        function: Any,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if any(is_wrapper(kind) for kind in types):
+            return NotImplemented  # it turns into operators on plain tensors
+        result = function(*args, **(kwargs or {}))
+        packet = getattr(function, "_overloadpacket", None)
+        formula = flop_registry.get(_ALIKE.get(packet, packet))
+        if formula is not None and self._phase is not Phase.UPDATE:
+            self._add(int(formula(*args, **(kwargs or {}), out_val=result)))
+        return result
+
+    def _add(self, number: int) -> None:
+        if self._modules.is_again:
+            self._again += number
+        elif self._phase is Phase.FORWARD:
+            self._forward += number
+        else:
+            self._backward += number
+
+    def row(self) -> Operations:
+        """Of the steps that it saw."""
+        return Operations(
+            rank=self._rank, forward=self._forward, backward=self._backward, again=self._again
+        )

@@ -1,0 +1,248 @@
+"""What of torch has to be another thing on fake ranks with fake tensors: all of it stands here.
+
+Each patch names the version of torch that it was written for, and has a test that fails when torch
+no longer needs it or no longer has what it replaces. On any other version nothing is simulated:
+a patch that misses would give figures that look right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed import _functional_collectives
+from torch.distributed.fsdp._fully_shard import _fsdp_param
+from torch.distributed.pipelining import schedules
+from torch.distributed.tensor import (
+    DTensor,
+    _collective_utils,
+    _decompositions,
+    _dispatch,
+    _redistribute,
+    _sharding_prop,
+)
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ptrain.errors import PtrainError
+from ptrain.version import TESTED_TORCH, is_tested
+
+# Those that have their own name for one function.
+_TRACERS = tuple(
+    module
+    for module in (
+        _functional_collectives, _collective_utils, _decompositions, _dispatch, _redistribute,
+        _sharding_prop,
+    )
+    if hasattr(module, "_are_we_tracing")
+)  # fmt: skip
+
+Replacement = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Patch:
+    """One attribute of torch and what stands in for it. `since`: the first version that has it."""
+
+    name: str
+    owner: Any
+    attribute: str
+    replacement: Replacement
+    since: tuple[int, int] = (2, 11)
+
+    @property
+    def applies(self) -> bool:
+        return torch_version() >= self.since
+
+
+def torch_version() -> tuple[int, int]:
+    """(2, 13) of 2.13.0+cpu."""
+    major, minor, *_ = torch.__version__.split(".")
+    return int(major), int(minor)
+
+
+def require_supported() -> None:
+    """Raises PtrainError for a torch that the patches were not written for."""
+    if not is_tested(torch.__version__):
+        raise PtrainError(
+            f"ptrain simulate: torch {torch.__version__} is installed, and what a simulation "
+            f"replaces of torch is known of {' and '.join(TESTED_TORCH)}\n"
+            f"  remedy: pip install 'torch=={TESTED_TORCH[-1]}.*'; `ptrain predict` needs no torch"
+        )
+
+
+@contextmanager
+def patched() -> Iterator[None]:
+    """Within it torch runs on fake ranks."""
+    require_supported()
+    forget_shapes()
+    with ExitStack() as stack:
+        stack.callback(forget_shapes)
+        for each in PATCHES:
+            if each.applies:
+                stack.enter_context(_applied(each))
+        yield
+
+
+@contextmanager
+def _applied(patch: Patch) -> Iterator[None]:
+    original = getattr(patch.owner, patch.attribute)
+    setattr(patch.owner, patch.attribute, patch.replacement(original))
+    try:
+        yield
+    finally:
+        setattr(patch.owner, patch.attribute, original)
+
+
+def forget_shapes() -> None:
+    """DTensor remembers the local shapes of operators by their placements, of the rank that asked
+    first; a process that plays several ranks has to forget between them."""
+    DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
+    torch._C._clear_DTensor_sharding_propagator_cache()
+
+
+def _alone(original: Callable[..., Any]) -> Callable[..., Any]:
+    """DTensor finds the shape of a result by running the operator on fake tensors of the global
+    shape, under whatever fake mode is active: ours, where every meter would count them."""
+
+    def propagate(self: ShardingPropagator, op_schema: object) -> Any:
+        with _disable_current_modes():
+            return original(self, op_schema)
+
+    return propagate
+
+
+class Chunks(Sequence[torch.Tensor]):
+    """The parts of `torch.chunk`, empty ones behind them, each made when it is asked for."""
+
+    def __init__(self, tensor: torch.Tensor, number: int, dim: int) -> None:
+        self.tensor, self.number, self.dim = tensor, number, dim
+
+    def __len__(self) -> int:
+        return self.number
+
+    def __getitem__(self, index: Any) -> Any:
+        """Like a list's: a slice gives a list."""
+        if isinstance(index, slice):
+            return [self[each] for each in range(*index.indices(self.number))]
+        rows = self.tensor.shape[self.dim]
+        height = -(-rows // self.number)
+        first = (index if index >= 0 else index + self.number) * height
+        if not -self.number <= index < self.number:
+            raise IndexError(index)
+        if first >= rows:
+            return self.tensor.new_empty(0)
+        return self.tensor.narrow(self.dim, first, min(height, rows - first))
+
+
+def _lazily(original: Callable[..., Any]) -> Callable[..., Any]:
+    """FSDP2 makes a view for every rank of the group, of which it takes two: with thousands of
+    ranks that is all that wrapping does."""
+
+    def chunk_with_empty(tensor: torch.Tensor, num_chunks: int, dim: int) -> Chunks:
+        return Chunks(tensor, num_chunks, dim)
+
+    return chunk_with_empty
+
+
+def _unanimous(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A pipeline's stages vote, and read the result off a tensor, whether all know the shapes of
+    what they exchange. Ours do."""
+
+    def warmup_p2p(self: object, of_rank: Sequence[Any], *_: object) -> None:
+        for stage in of_rank:
+            stage._inference_mode = schedules.InferenceMode.STATIC
+
+    return warmup_p2p
+
+
+def _running(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Where fake tensors are, torch believes that it compiles: DTensor looks each operator up anew,
+    and waits for each functional collective at once. This runs."""
+
+    def are_we_tracing() -> bool:
+        return False
+
+    return are_we_tracing
+
+
+class Kept:
+    """The work of a batch of sends and receives, which keeps its tensors until it is dropped, as
+    that of a real backend does; fake works keep nothing."""
+
+    def __init__(self, work: dist.Work, tensors: Sequence[torch.Tensor]) -> None:
+        self.work, self.tensors = work, tensors
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.work, name)
+
+
+def _keeping(original: Callable[..., Any]) -> Callable[..., Any]:
+    """What a pipeline sends is there as long as its schedule does not wait for it."""
+
+    def batch_p2p(operators: list[dist.P2POp], desc: str | None = None) -> list[Kept]:
+        tensors = [operator.tensor for operator in operators]
+        return [Kept(work, tensors) for work in original(operators, desc)]
+
+    return batch_p2p
+
+
+def _cloned(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A fake tensor that is copied deeply (a stage's buffers) gets a storage that its views do not
+    share."""
+
+    def deepcopy(self: FakeTensor, memo: dict[int, Any]) -> Any:
+        if id(self) not in memo:
+            memo[id(self)] = self.clone()
+        return memo[id(self)]
+
+    return deepcopy
+
+
+PATCHES = (
+    *(
+        Patch(
+            name="tracing",
+            owner=module,
+            attribute="_are_we_tracing",
+            replacement=_running,
+        )
+        for module in _TRACERS
+    ),
+    Patch(
+        name="shapes of DTensor's results",
+        owner=ShardingPropagator,
+        attribute="_propagate_tensor_meta_non_cached",
+        replacement=_alone,
+    ),
+    Patch(
+        name="copies of fake tensors",
+        owner=FakeTensor,
+        attribute="__deepcopy__",
+        replacement=_cloned,
+    ),
+    Patch(
+        name="works of sends",
+        owner=schedules,
+        attribute="_batch_p2p",
+        replacement=_keeping,
+    ),
+    Patch(
+        name="chunks of FSDP2",
+        owner=_fsdp_param,
+        attribute="_chunk_with_empty",
+        replacement=_lazily,
+    ),
+    Patch(
+        name="vote of a pipeline",
+        owner=schedules._PipelineSchedule,
+        attribute="_warmup_p2p",
+        replacement=_unanimous,
+        since=(2, 13),
+    ),
+)

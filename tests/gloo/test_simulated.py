@@ -1,0 +1,80 @@
+"""What a rank does on fake ranks with fake tensors is what it does on gloo: the same state resides,
+the same is sent, and the peak is as high."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from ptrain.costs import Estimate
+from ptrain.data.corpus import corpus
+from ptrain.data.sampler import batch
+from ptrain.interpreter.program import interpret
+from ptrain.interpreter.world import World
+from ptrain.meters.measure import measure
+from ptrain.report.record import compare
+from ptrain.selection.recompute import settled
+from ptrain.simulation.execute import simulate
+from ptrain.spec.load import load
+from ptrain.spec.names import listing
+from ptrain.spec.placement import M
+from ptrain.spec.spec import Spec
+from ptrain.train.probe import FIRST_STEADY, set_up
+from tests.ranks import Ranks
+
+pytestmark = pytest.mark.gloo
+
+SHORT = ("batch={global: 8, micro: 1, sequence: 32}",)
+ONCE = ("batch={global: 8, micro: 4, sequence: 32}",)  # where backward updates
+LR = 1e-3
+BY_DEFAULT = ("ddp", "zero3", "tp-sp", "pp-interleaved")
+OTHERS = [each for each in listing("strategies") if each not in BY_DEFAULT]
+
+
+@pytest.mark.parametrize("strategy", BY_DEFAULT)
+def test_a_rank_on_fake_ranks_does_what_it_does_on_gloo(ranks: Ranks, strategy: str) -> None:
+    assert not differences(ranks, short(strategy))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("strategy", OTHERS)
+def test_every_rank_of_every_strategy_does(ranks: Ranks, strategy: str) -> None:
+    assert not differences(ranks, short(strategy))
+
+
+def short(strategy: str) -> Spec:
+    spec = load(strategy).spec
+    consumes = any(factor.placement.gradients == M for factor in spec.factors)
+    return settled(load(strategy, ONCE if consumes else SHORT))
+
+
+def steady(spec: Spec) -> Estimate:
+    """What this rank measured of the third step, of which nothing but the program is kept."""
+    program = interpret(spec, world=World.join(spec.timeout))
+    source = corpus(spec.data)
+    estimates = []
+    for step in range(FIRST_STEADY + 1):
+        found = batch(
+            source,
+            spec=spec,
+            step=step,
+            data_index=program.data_index,
+            data_degree=spec.data_degree,
+        )
+        with measure(program) as measurement:
+            program.forward_backward(found, LR)
+            program.step(LR)
+        estimates.append(measurement.estimate())
+    _, before, after = estimates
+    return replace(after, traffic=(*after.traffic, *set_up(before.traffic, after.traffic)))
+
+
+def differences(ranks: Ranks, spec: Spec) -> list[str]:
+    """Of all ranks."""
+    return [
+        f"rank {rank} {check.name}: {check.predicted} simulated, {check.measured} measured"
+        for rank, measured in enumerate(ranks.run(spec.world_size, steady, spec))
+        for check in compare(simulate(spec, rank).estimate, measured)
+        if check.predicted != check.measured
+    ]

@@ -1,0 +1,153 @@
+"""What of torch is another thing on fake ranks: each patch is needed, hits what it aims at, and
+leaves torch as it was."""
+
+import re
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed import _functional_collectives
+from torch.distributed.fsdp._fully_shard import _fsdp_param
+from torch.distributed.fsdp._fully_shard._fsdp_common import _chunk_with_empty
+from torch.distributed.tensor import DTensor, _dispatch
+
+from ptrain.errors import PtrainError
+from ptrain.simulation import patches
+from ptrain.simulation.execute import Simulated, simulate
+from ptrain.simulation.patches import PATCHES, Chunks, patched
+from tests.unit.test_simulation import small
+
+
+def without(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    left = tuple(patch for patch in patches.PATCHES if patch.name != name)
+    assert len(left) < len(patches.PATCHES)
+    monkeypatch.setattr(patches, "PATCHES", left)
+
+
+def test_without_its_patch_dtensors_results_of_global_shape_are_counted(monkeypatch) -> None:
+    """Seen at every call where fake ranks are taken for tracing, and nothing is remembered."""
+    spec = small("tp")
+    without(monkeypatch, "tracing")
+    right = simulate(spec).estimate.peak
+    without(monkeypatch, "shapes of DTensor's results")
+    wrong = simulate(spec).estimate.peak
+    assert sum(row.device_bytes for row in wrong) > sum(row.device_bytes for row in right)
+
+
+def test_without_its_patch_functional_collectives_are_awaited_at_once(monkeypatch) -> None:
+    seen: list[bool] = []
+    tracing = _functional_collectives._are_we_tracing
+
+    def watching() -> bool:
+        seen.append(tracing())
+        return seen[-1]
+
+    without(monkeypatch, "tracing")
+    monkeypatch.setattr(_dispatch, "_are_we_tracing", watching)
+    simulate(small("tp"))
+    assert True in seen, "torch takes fake tensors for tracing"
+
+
+def test_what_a_pipeline_sends_is_kept_as_a_real_backend_keeps_it(monkeypatch) -> None:
+    spec = small("pp-interleaved", "model.layers=4")
+    right = peak(simulate(spec))
+    without(monkeypatch, "works of sends")
+    assert peak(simulate(spec)) < right
+
+
+def test_without_its_patch_a_copied_buffer_and_its_views_are_two(monkeypatch) -> None:
+    spec = small("pp-1f1b")
+    right = peak(simulate(spec))
+    without(monkeypatch, "copies of fake tensors")
+    assert peak(simulate(spec)) > right
+
+
+def peak(found: Simulated) -> int:
+    return max(row.device_bytes for row in found.estimate.peak)
+
+
+@pytest.mark.skipif(patches.torch_version() < (2, 13), reason="this torch's pipelines do not vote")
+def test_without_its_patch_a_pipeline_reads_its_vote_off_a_tensor(monkeypatch) -> None:
+    without(monkeypatch, "vote of a pipeline")
+    with pytest.raises(PtrainError, match="local_scalar_dense"):
+        simulate(small("pp-1f1b"))
+
+
+def test_fsdp2_asks_for_two_parts_of_a_parameter_and_no_more(monkeypatch) -> None:
+    asked: list[set[int]] = []
+
+    class Counting(Chunks):
+        def __init__(self, *args: object) -> None:
+            super().__init__(*args)
+            asked.append(set())
+            self.asked = asked[-1]
+
+        def __getitem__(self, index):
+            self.asked.add(index)
+            return super().__getitem__(index)
+
+    monkeypatch.setattr(patches, "Chunks", Counting)
+    simulate(small("zero3", "mesh.dp_shard=4"), 2)
+    assert len(asked) >= 3, "one for each parameter"
+    assert all(each <= {0, 2} for each in asked)
+
+
+def test_without_its_patch_fsdp2_makes_a_view_for_every_rank(monkeypatch) -> None:
+    made: list[int] = []
+
+    def counting(tensor: torch.Tensor, number: int, dim: int) -> list[torch.Tensor]:
+        made.append(number)
+        return _chunk_with_empty(tensor, number, dim)
+
+    without(monkeypatch, "chunks of FSDP2")
+    monkeypatch.setattr(_fsdp_param, "_chunk_with_empty", counting)
+    simulate(small("zero3", "mesh.dp_shard=4"))
+    assert made and set(made) == {4}
+
+
+@given(
+    rows=st.integers(0, 40), columns=st.integers(1, 3), number=st.integers(1, 24), data=st.data()
+)
+def test_lazy_chunks_are_those_of_torch(rows, columns, number, data) -> None:
+    dim = data.draw(st.integers(0, 1))
+    tensor = torch.arange(rows * columns).view(rows, columns)
+    expected = _chunk_with_empty(tensor, number, dim)
+    found = Chunks(tensor, number, dim)
+    assert len(found) == len(expected) == number
+    for one, other in zip(found, expected, strict=True):
+        assert one.shape == other.shape or one.numel() == other.numel() == 0
+        assert torch.equal(one.flatten(), other.flatten())
+    assert len(found[1:]) == number - 1
+    with pytest.raises(IndexError):
+        found[number]
+
+
+@pytest.mark.nightly
+def test_local_shapes_of_one_rank_are_forgotten_before_the_next(monkeypatch) -> None:
+    spec = small("tp")
+    monkeypatch.setattr(patches, "forget_shapes", lambda: None)
+    simulate(spec, 0)
+    with pytest.raises(RuntimeError, match="shape"):
+        simulate(spec, 1)
+    monkeypatch.undo()
+    sizes = [simulate(spec, rank).estimate.memory[0].device_bytes for rank in (1, 0)]
+    assert sizes[0] < sizes[1], "261 rows of the vocabulary are 131 and 130"
+
+
+def test_torch_is_left_as_it_was_also_by_what_fails() -> None:
+    before = [getattr(patch.owner, patch.attribute) for patch in PATCHES if patch.applies]
+    with pytest.raises(ZeroDivisionError), patched():
+        assert _fsdp_param._chunk_with_empty is not _chunk_with_empty
+        _ = 1 // 0
+    cache = DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache
+    assert cache.cache_info().currsize == 0
+    assert [getattr(patch.owner, patch.attribute) for patch in PATCHES if patch.applies] == before
+
+
+@pytest.mark.parametrize("version", ["2.12.0", "2.14.0+cpu", "3.0"])
+def test_a_torch_for_which_nothing_is_written_is_refused(monkeypatch, version: str) -> None:
+    monkeypatch.setattr(torch, "__version__", version)
+    with pytest.raises(PtrainError, match=f"torch {re.escape(version)} is installed") as refusal:
+        simulate(small("zero3"))
+    assert "remedy" in str(refusal.value)

@@ -1,0 +1,206 @@
+"""`ptrain simulate`: the program that trains, on fake ranks and fake tensors, holds and sends what
+was derived, whatever the placement; and what it says beside that."""
+
+import json
+from collections import Counter
+from itertools import pairwise
+
+import pytest
+import torch
+
+from ptrain.cli.main import main
+from ptrain.costs import Column, Phase, State
+from ptrain.derivation.estimate import derive
+from ptrain.errors import SpecError
+from ptrain.report.simulation import GARBAGE, exact_of_rank
+from ptrain.selection.recompute import settled
+from ptrain.simulation.choice import chosen, classes
+from ptrain.simulation.execute import Simulated, rehearsal_device, simulate
+from ptrain.spec.load import load
+from ptrain.spec.names import listing
+from ptrain.spec.spec import Spec
+
+SMALL = (
+    "model.layers=2",
+    "model.hidden=32",
+    "model.heads=4",
+    "model.kv_heads=4",
+    "model.ffn=48",
+    "model.vocab=261",
+    "batch={global: 4, micro: 1, sequence: 16}",
+)
+STRATEGIES = listing("strategies")
+BY_DEFAULT = ("ddp", "zero3", "tp-sp", "pp-zero3", "activation-offload")
+WITHOUT = {"tp": ("batch.global=1",), "tp-sp": ("batch.global=1",)}  # accumulation
+PEAK_TOLERANCE = 0.02  # of what is derived; simulated peaks are those of gloo, to the byte
+
+
+def small(strategy: str, *changes: str) -> Spec:
+    return settled(load(strategy, (*SMALL, *WITHOUT.get(strategy, ()), *changes)))
+
+
+def assert_equal(spec: Spec, found: Simulated) -> None:
+    """Resident state, traffic and operations to the byte; what lives for a while nearly."""
+    simulated = found.estimate
+    exact = exact_of_rank(spec, derive(spec).exact, found.rank, simulated)
+    passing = (State.ACTIVATIONS, State.TRANSIENT)
+    resident = {row for row in exact.memory if row.state not in passing}
+    assert {row for row in simulated.memory if row.state not in passing} == resident
+    assert set(simulated.traffic) == set(exact.traffic)
+    assert simulated.operations == exact.operations
+    for held in simulated.memory:
+        predicted = exact.bytes_of(held.state, found.rank)
+        assert held.device_bytes == pytest.approx(predicted, rel=PEAK_TOLERANCE), held.state
+    peaks = {row.phase: row.device_bytes for row in exact.peak}
+    assert {row.phase for row in simulated.peak} == peaks.keys()
+    for row in simulated.peak:
+        assert row.device_bytes == pytest.approx(peaks[row.phase], rel=PEAK_TOLERANCE), row.phase
+
+
+@pytest.mark.parametrize("strategy", BY_DEFAULT)
+def test_a_rank_on_fake_ranks_holds_sends_and_computes_what_was_derived(strategy: str) -> None:
+    spec = small(strategy)
+    assert_equal(spec, simulate(spec, spec.world_size - 1))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_distinct_rank_of_every_strategy_does(strategy: str) -> None:
+    spec = settled(load(strategy))
+    for rank in chosen(spec, derive(spec).exact, ["all-distinct"]):
+        assert_equal(spec, simulate(spec, rank))
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "pp-1f1b"])
+def test_the_peak_is_the_sum_of_what_lives_then(strategy: str) -> None:
+    found = simulate(small(strategy))
+    course = found.course
+    highest = max(row.device_bytes for row in found.estimate.peak)
+    assert course.peak.total == highest == sum(row.device_bytes for row in course.held)
+    by_state = Counter[State]()
+    for row in course.held:
+        by_state[row.state] += row.device_bytes
+    assert course.peak.device_bytes == tuple(by_state[state] for state in State)
+
+
+def test_a_peak_is_told_by_units_modules_and_temporaries() -> None:
+    what = {row.what for row in simulate(small("zero3")).course.held}
+    assert {"parameters", "optimizer", "gradients", "unsharded root"} <= what
+    assert any(each.startswith("blocks.*.mlp") for each in what)
+    assert not any(character.isdigit() for each in what for character in each)
+
+
+def test_buffers_of_collectives_and_temporaries_are_transient() -> None:
+    rows = simulate(small("zero3")).course.held
+    passing = {row.state for row in rows if row.what.startswith(("unsharded", "to be reduced"))}
+    assert passing == {State.TRANSIENT}
+
+
+def test_each_phase_is_told_where_it_needs_most() -> None:
+    found = simulate(small("zero3"))
+    highest = {phase: moment.total for phase, moment in found.course.by_phase().items()}
+    assert highest == {row.phase: row.device_bytes for row in found.estimate.peak}
+
+
+def test_a_course_passes_through_the_phases_in_their_order() -> None:
+    spec = small("zero3")
+    moments = simulate(spec).course.moments
+    passes = [(moment.phase, moment.micro_batch) for moment in moments]
+    order = [passes[0], *(after for before, after in pairwise(passes) if before != after)]
+    each = [(phase, k) for k in range(spec.batch.accumulate) for phase in ("forward", "backward")]
+    assert order == [*each, (Phase.UPDATE, 0)]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "tp", "pp-1f1b"])
+def test_a_rehearsal_with_real_tensors_holds_and_sends_the_same(strategy: str) -> None:
+    spec = small(strategy, "device=cpu")
+    fake, real = simulate(spec, 1), simulate(spec, 1, rehearse=True)
+    assert real.estimate == fake.estimate
+    assert real.course.peak.device_bytes == fake.course.peak.device_bytes
+
+
+def test_a_rehearsal_is_on_a_gpu_where_there_is_one_and_the_spec_does_not_say_cpu() -> None:
+    wanted = "cuda" if torch.cuda.is_available() else "cpu"
+    assert rehearsal_device(small("zero3")).type == wanted
+    assert rehearsal_device(small("zero3", "device=cpu")).type == "cpu"
+
+
+def test_ranks_are_of_one_kind_where_they_hold_the_same_at_the_same_place_along_pp() -> None:
+    spec = small("pp-dp")
+    assert classes(spec, derive(spec).exact) == [(0, 1), (2, 3)]
+    uneven = small("zero3", "mesh.dp_shard=4", "model.vocab=262")
+    found = classes(uneven, derive(uneven).exact)
+    assert sorted(rank for ranks in found for rank in ranks) == [0, 1, 2, 3]
+    assert len(found) == 2, "262 rows are 66, 66, 66 and 64"
+
+
+def test_without_a_rank_the_first_is_simulated_and_the_one_that_needs_most() -> None:
+    spec = small("pp-naive", "model.vocab=4096", "model.tied=false")
+    exact = derive(spec).exact
+    assert chosen(spec, exact) == (0, 1), "the last stage has the logits"
+    assert chosen(spec, exact, ["1"]) == (1,)
+    assert chosen(spec, exact, ["all-distinct"]) == (0, 1)
+
+
+@pytest.mark.parametrize("asked", [["0", "all-distinct"], ["all-distinct", "all-distinct"]])
+def test_all_distinct_stands_alone(asked: list[str]) -> None:
+    spec = small("zero3")
+    with pytest.raises(SpecError, match="or all-distinct alone"):
+        chosen(spec, derive(spec).exact, asked)
+
+
+@pytest.mark.parametrize("wrong", ["2", "-1", "first", "1.5", "²"])
+def test_what_is_no_rank_of_the_mesh_is_refused(wrong: str) -> None:
+    spec = small("zero3")
+    with pytest.raises(SpecError, match="is no rank of a mesh of 2") as refusal:
+        chosen(spec, derive(spec).exact, [wrong])
+    assert "from 0 to 1, or all-distinct" in str(refusal.value)
+
+
+def test_the_command_prints_both_columns_the_peak_and_that_values_are_garbage(capsys) -> None:
+    assert main(["simulate", "zero3", *SMALL, "--rank", "1"]) == 0
+    text = capsys.readouterr().out
+    assert "exact" in text and "simulated" in text and "what lives then" in text
+    assert "exact and simulated are equal in" in text
+    assert GARBAGE in text
+    assert "verdict" not in text
+
+
+def test_the_record_has_the_column_and_no_verdict(capsys) -> None:
+    assert main(["simulate", "zero3", *SMALL, "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["verdict"] is None and record["checks"] == []
+    assert {row["column"] for row in record["memory"]} == {"paper", "exact", "simulated"}
+    assert record["simulation"]["note"] == GARBAGE
+    (rank,) = record["simulation"]["ranks"]
+    assert rank["alike"] == 1, "261 rows of the vocabulary are 131 and 130"
+    assert sum(row["device_bytes"] for row in rank["held"]) == rank["peak"]["device_bytes"]
+    simulated = [row for row in record["operations"] if row["column"] == Column.SIMULATED]
+    assert simulated and simulated[0]["forward"] > 0
+    assert {row["phase"] for row in rank["by_phase"]} == {"forward", "backward", "update"}
+
+
+def test_the_record_of_several_ranks_has_each_ranks_traffic(capsys) -> None:
+    assert main(["simulate", "pp-1f1b", *SMALL, "--rank", "all-distinct", "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    first, last = (rank["traffic"] for rank in record["simulation"]["ranks"])
+    assert first != last
+    rows = [row for row in record["traffic"] if row["column"] == Column.SIMULATED]
+    assert len({json.dumps(row) for row in rows}) == len(rows)
+
+
+def test_a_rank_that_is_none_ends_with_2_and_nothing_is_simulated(capsys) -> None:
+    assert main(["simulate", "zero3", *SMALL, "--rank", "7"]) == 2
+    found = capsys.readouterr()
+    assert "--rank" in found.err and "remedy" in found.err
+    assert "simulated" not in found.out
+
+
+def test_a_chart_is_of_one_spec(capsys, tmp_path) -> None:
+    pytest.importorskip("matplotlib", reason="the chart needs the extra `report`")
+    path = tmp_path / "memory.svg"
+    sizes = "batch.micro=1,2"
+    assert main(["simulate", "zero3", *SMALL, sizes, "--chart", str(path)]) == 2
+    assert not path.exists()
+    assert main(["simulate", "zero3", *SMALL, "--chart", str(path)]) == 0
+    assert path.read_text().startswith("<?xml")
