@@ -44,6 +44,8 @@ class _BucketOrder(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if any(isinstance(each, FakeTensor) for each in args):  # most of all calls
+            return func(*args, **kwargs)
         tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
         if tensors:
             is_real = not any(isinstance(each, FakeTensor) for each in tensors)
