@@ -8,6 +8,7 @@ a model is built, and nowhere else: the import takes seconds.
 from __future__ import annotations
 
 from functools import cache
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -65,6 +66,14 @@ def build_hugging_face(model: HuggingFaceModel, *, sequence: int) -> nn.Module:
         finding = f"{named.__name__} cannot be built of this config: {_line(error)}"
         raise refused("model.config", finding, "change the field that it names") from error
     return module
+
+
+def masks() -> ModuleType:
+    """Where transformers makes the masks of attention."""
+    from transformers import masking_utils
+
+    found: ModuleType = masking_utils
+    return found
 
 
 @cache

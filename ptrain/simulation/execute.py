@@ -28,6 +28,7 @@ from ptrain.simulation.living import LivingMeter
 from ptrain.simulation.modules import Modules
 from ptrain.simulation.operations import OperationsMeter
 from ptrain.simulation.patches import patched
+from ptrain.spec.model import HuggingFaceModel, ModelShape
 from ptrain.spec.spec import Spec
 from ptrain.train.probe import FIRST_STEADY, set_up
 
@@ -57,7 +58,11 @@ def simulate(
     device = rehearsal_device(spec) if rehearse else torch.device("cpu")
     world = fake_world(rank, spec.world_size, device)
     try:
-        with patched(), nullcontext() if rehearse else fake_tensors(), _told(spec, device):
+        with (
+            patched(spec.model),
+            nullcontext() if rehearse else fake_tensors(),
+            _told(spec, device),
+        ):
             return _simulated(spec, world, allow_import=allow_import)
     finally:
         world.close()
@@ -127,7 +132,7 @@ def _steady_step(program: Program, batch: LocalBatch) -> tuple[Estimate, Course]
     with _observing(program, before), before:
         _step(program, batch)
     rank, device = program.world.rank, program.world.device.type
-    modules, traffic = Modules(program.model), _traffic_meter(program)
+    modules, traffic = Modules(program.model, _vocab(program.spec)), _traffic_meter(program)
     memory = LivingMeter(program, modules, rank=rank, device=device)
     operations = OperationsMeter(modules, rank=rank)
     with (
@@ -150,6 +155,17 @@ def _steady_step(program: Program, batch: LocalBatch) -> tuple[Estimate, Course]
         undefined={"wire": "fake ranks have no sockets"},
     )
     return estimate, memory.course()
+
+
+def _vocab(spec: Spec) -> int | None:
+    """None of a model that only its code knows."""
+    match spec.model:
+        case ModelShape(vocab=vocab):
+            return vocab
+        case HuggingFaceModel(config=config):
+            given = config.get("vocab_size")
+            return given if isinstance(given, int) else None
+    return None
 
 
 def _step(program: Program, batch: LocalBatch) -> None:

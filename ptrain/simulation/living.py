@@ -175,6 +175,9 @@ def what(life: Life) -> str:
     if life.unit or (tag and tag.state is State.PARAMETERS and not life.is_declared):
         return f"unsharded {_alike(life.unit or (tag.name if tag else '') or 'unit')}"
     if life.is_declared or life.phase is None:
+        in_bucket = tag is not None and tag.state is State.GRADIENTS and not tag.name
+        if life.state is State.GRADIENTS and in_bucket:
+            return "gradients, in buckets"
         return _OLDER if life.state is State.OTHER else str(life.state)
     if tag and tag.state is State.GRADIENTS:
         return f"to be reduced: {_alike(tag.name or 'gradients')}"

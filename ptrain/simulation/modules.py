@@ -11,13 +11,17 @@ from torch.utils.hooks import RemovableHandle
 
 from ptrain.models.again import runs_again
 
+LOGITS = "logits"
+
 
 class Modules:
     """While it is entered, `current` is the path of the innermost module that runs, None outside
-    of all; `is_again`, whether backward runs it a second time."""
+    of all, `logits` in a head (a linear layer with `vocab` outputs); `is_again`, whether backward
+    runs it a second time."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, vocab: int | None = None) -> None:
         self._model = model
+        self._vocab = vocab
         self._running: list[tuple[str, bool]] = []
         self._handles: list[RemovableHandle] = []
 
@@ -30,7 +34,10 @@ class Modules:
         return bool(self._running) and self._running[-1][1]
 
     def __enter__(self) -> Self:
-        names = {module: name for name, module in self._model.named_modules()}
+        names = {
+            module: LOGITS if self._is_head(module) else name
+            for name, module in self._model.named_modules()
+        }
 
         def enter(module: nn.Module, _: Any) -> None:
             self._running.append((names[module], runs_again()))
@@ -44,6 +51,9 @@ class Modules:
                 module.register_forward_hook(leave, always_call=True),
             ]
         return self
+
+    def _is_head(self, module: nn.Module) -> bool:
+        return isinstance(module, nn.Linear) and module.out_features == self._vocab
 
     def __exit__(
         self,

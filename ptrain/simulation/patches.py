@@ -30,6 +30,8 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ptrain.errors import PtrainError
+from ptrain.models.huggingface import masks
+from ptrain.spec.model import HuggingFaceModel, ModelSpec
 from ptrain.version import TESTED_TORCH, is_tested
 
 # Those that have their own name for one function.
@@ -41,6 +43,8 @@ _TRACERS = tuple(
     )
     if hasattr(module, "_are_we_tracing")
 )  # fmt: skip
+
+_PACKED = "find_packed_sequence_indices"
 
 Replacement = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -77,13 +81,13 @@ def require_supported() -> None:
 
 
 @contextmanager
-def patched() -> Iterator[None]:
-    """Within it torch runs on fake ranks."""
+def patched(model: ModelSpec) -> Iterator[None]:
+    """Within it torch runs `model` on fake ranks."""
     require_supported()
     forget_shapes()
     with ExitStack() as stack:
         stack.callback(forget_shapes)
-        for each in PATCHES:
+        for each in (*PATCHES, *_of_transformers(model)):
             if each.applies:
                 stack.enter_context(_applied(each))
         yield
@@ -202,6 +206,23 @@ def _cloned(original: Callable[..., Any]) -> Callable[..., Any]:
         return memo[id(self)]
 
     return deepcopy
+
+
+def _of_transformers(model: ModelSpec) -> Iterator[Patch]:
+    if isinstance(model, HuggingFaceModel) and hasattr(masks(), _PACKED):
+        yield Patch(
+            name="packed samples", owner=masks(), attribute=_PACKED, replacement=_never_packed
+        )
+
+
+def _never_packed(original: Callable[..., Any]) -> Callable[..., Any]:
+    """transformers reads off the positions whether several samples stand in one row, and where it
+    cannot, it makes a mask. Here none do, and attention is causal without a mask."""
+
+    def find_packed_sequence_indices(position_ids: torch.Tensor) -> None:
+        return None
+
+    return find_packed_sequence_indices
 
 
 PATCHES = (

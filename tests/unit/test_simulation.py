@@ -12,10 +12,12 @@ from ptrain.cli.main import main
 from ptrain.costs import Column, Phase, State
 from ptrain.derivation.estimate import derive
 from ptrain.errors import SpecError
+from ptrain.interpreter.registry import Tag
 from ptrain.report.simulation import GARBAGE, exact_of_rank
 from ptrain.selection.recompute import settled
 from ptrain.simulation.choice import chosen, classes
 from ptrain.simulation.execute import Simulated, rehearsal_device, simulate
+from ptrain.simulation.living import Life, what
 from ptrain.spec.load import load
 from ptrain.spec.names import listing
 from ptrain.spec.spec import Spec
@@ -88,6 +90,29 @@ def test_a_peak_is_told_by_units_modules_and_temporaries() -> None:
     assert {"parameters", "optimizer", "gradients", "unsharded root"} <= what
     assert any(each.startswith("blocks.*.mlp") for each in what)
     assert not any(character.isdigit() for each in what for character in each)
+
+
+@pytest.mark.parametrize(
+    ("life", "expected"),
+    [
+        (Life("logits", Phase.FORWARD), "logits"),
+        (Life(None, Phase.FORWARD), "loss"),
+        (Life("", Phase.FORWARD), "the model itself"),
+        (Life("layers.3.fc1", Phase.FORWARD), "layers.*.fc1"),
+        (Life("layers.3.fc1", Phase.BACKWARD), "layers.*.fc1, again"),
+        (Life(None, Phase.BACKWARD), "backward's working tensors"),
+        (Life(None, Phase.UPDATE), "temporaries of the update"),
+        (Life(None, Phase.BACKWARD, unit="blocks.7"), "unsharded blocks.*"),
+        (Life(None, Phase.BACKWARD, Tag(State.PARAMETERS, name="root")), "unsharded root"),
+        (Life(None, Phase.BACKWARD, Tag(State.GRADIENTS, name="b.1")), "to be reduced: b.*"),
+        (
+            Life(None, None, Tag(State.GRADIENTS), State.GRADIENTS, is_declared=True),
+            "gradients, in buckets",
+        ),
+    ],
+)
+def test_what_a_storage_is_comes_from_where_and_when_it_was_born(life: Life, expected: str) -> None:
+    assert what(life) == expected
 
 
 def test_buffers_of_collectives_and_temporaries_are_transient() -> None:

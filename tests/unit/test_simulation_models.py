@@ -1,0 +1,107 @@
+"""Models that are not built in, on fake ranks: of transformers, of the user, large ones, and those
+that read values, which fake tensors do not have."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ptrain.costs import State
+from ptrain.derivation.estimate import derive
+from ptrain.errors import SpecError
+from ptrain.interpreter import facts
+from ptrain.report.simulation import exact_of_rank
+from ptrain.simulation import patches
+from ptrain.simulation.execute import simulate
+from ptrain.spec.load import load
+from ptrain.spec.spec import Spec
+from tests.models_external import Necks
+
+CONFIG = (
+    "{hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2, num_attention_heads: 4, "
+    "num_key_value_heads: 2, vocab_size: 261, max_position_embeddings: 64}"
+)
+BATCH = "batch={global: 4, micro: 1, sequence: 16}"
+
+
+class Reading(Necks):
+    """Looks at a value of its own logits."""
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        logits_BTV = super().forward(tokens_BT)
+        return logits_BTV * 2 if logits_BTV.sum().item() > 1e9 else logits_BTV
+
+
+def reading() -> nn.Module:
+    return Reading(10, 2, 259)
+
+
+def of_class() -> Spec:
+    pytest.importorskip("transformers")
+    return load("zero3", [f"model={{hf: LlamaForCausalLM, config: {CONFIG}}}", BATCH]).spec
+
+
+def of_user(target: str) -> Spec:
+    return load("zero3", [f"model={{target: '{target}'}}", BATCH, "device=cpu"]).spec
+
+
+def assert_as_derived(spec: Spec) -> None:
+    found = simulate(spec, 1, allow_import=True)
+    derived = derive(spec, facts.facts_of(spec)).exact
+    exact = exact_of_rank(spec, derived, 1, found.estimate)
+    assert set(found.estimate.memory) == set(exact.memory)
+    assert set(found.estimate.peak) == set(exact.peak)
+    assert set(found.estimate.traffic) == set(exact.traffic)
+
+
+def test_a_model_of_transformers_by_its_class_is_simulated() -> None:
+    assert_as_derived(of_class())
+
+
+def test_without_its_patch_transformers_makes_a_mask_for_samples_that_may_be_packed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    spec = of_class()
+    right = simulate(spec).course.peak.total
+    monkeypatch.setattr(patches, "_PACKED", "nothing")
+    assert simulate(spec).course.peak.total > right
+
+
+def test_a_model_of_the_user_is_simulated() -> None:
+    assert_as_derived(of_user("tests.models_external:necks"))
+
+
+def test_without_leave_nothing_of_the_user_is_imported() -> None:
+    with pytest.raises(SpecError, match="would run code"):
+        simulate(of_user("tests.models_external:necks"))
+
+
+def test_a_large_model_is_read_off_a_fake_and_its_activations_are_not_predicted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    spec = of_class()
+    whole = facts.facts_of(spec)
+    monkeypatch.setattr(facts, "TRACED_BYTES", 0)
+    untraced = facts.facts_of(spec)
+    assert untraced.units == whole.units and untraced.timeline is None
+    exact = derive(spec, untraced).exact
+    assert {"activations", "peak"} <= exact.undefined.keys()
+    found = simulate(spec).estimate
+    assert found.bytes_of(State.ACTIVATIONS) > 0
+    resident = (State.PARAMETERS, State.OPTIMIZER, State.GRADIENTS)
+    assert all(found.bytes_of(state) == exact.bytes_of(state, 0) for state in resident)
+
+
+def test_a_model_that_reads_a_value_is_refused_and_rehearsed() -> None:
+    spec = of_user("tests.unit.test_simulation_models:reading")
+    with pytest.raises(SpecError, match="reads a value off a tensor") as refusal:
+        simulate(spec, allow_import=True)
+    assert "--rehearse" in str(refusal.value)
+    rehearsed = simulate(spec, allow_import=True, rehearse=True)
+    assert rehearsed.estimate.bytes_of(State.PARAMETERS) > 0
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_rehearsal_on_a_gpu_that_is_not_there_is_refused() -> None:
+    spec = load("zero3", ["device=cuda", BATCH]).spec
+    with pytest.raises(SpecError, match="no GPU was found to rehearse on"):
+        simulate(spec, rehearse=True)
