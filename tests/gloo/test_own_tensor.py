@@ -51,8 +51,15 @@ def own_spec(model: str, data: str = "", **sections: Any) -> Spec:
     return spec_of(data=placed, own=MODELS[model], name=name, **sections)
 
 
-@pytest.mark.parametrize("data", ["", "zero3"])
-@pytest.mark.parametrize("model", ["llama", "neox"])
+@pytest.mark.parametrize(
+    ("model", "data"),
+    [
+        ("llama", "zero3"),
+        ("neox", ""),
+        pytest.param("llama", "", marks=pytest.mark.nightly),
+        pytest.param("neox", "zero3", marks=pytest.mark.nightly),
+    ],
+)
 def test_a_model_of_transformers_is_exact_and_equals_one_device(
     ranks: Ranks, model: str, data: str
 ) -> None:

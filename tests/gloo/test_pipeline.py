@@ -102,7 +102,12 @@ def test_stages_are_exact_and_equal_one_device(
 
 
 @pytest.mark.parametrize(
-    ("product", "case"), list(zip(factorizations(4), OF_FOUR, strict=True)), ids=str
+    ("product", "case"),
+    [
+        pytest.param(*pair, marks=pytest.mark.nightly if place % 2 else ())
+        for place, pair in enumerate(zip(factorizations(4), OF_FOUR, strict=True))
+    ],
+    ids=str,
 )
 def test_every_factorization_of_four_ranks(
     ranks: Ranks, product: tuple[dict[str, int], str, str], case: tuple[str, str, dict[str, Any]]

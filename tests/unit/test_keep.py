@@ -184,6 +184,7 @@ def test_inputs_of_recomputed_blocks_are_all_that_leaves_the_device():
         assert timeline.saved_bytes == on_device.saved_bytes - LAYERS * INPUT
 
 
+@pytest.mark.nightly
 def test_gradients_are_all_that_is_left_of_a_step():
     def left(timeline: Timeline) -> int:
         items = (*timeline.forward, *timeline.backward)
