@@ -1,8 +1,8 @@
 """Rewrites the blocks of README.md that show output: `python benchmarks/readme.py`.
 
 A block stands between `<!-- output: COMMAND -->` (or `<!-- table: NAME -->`) and `<!-- end -->`.
-Commands run as `python -m ptrain …` in an empty folder. `--check` exits 1 if a block that does not
-depend on the machine (anything but `train`, `validate`, `verify`, `simulate`) is not what it would be now.
+Commands run as `python -m ptrain …` in an empty folder. `--check` exits 1 if a block is not what it
+would be now, but for those of `train`, `validate`, `verify` and `simulate`: they tell of a machine.
 """
 
 from __future__ import annotations

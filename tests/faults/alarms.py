@@ -78,6 +78,12 @@ def verified(spec: Spec, references: Path) -> Verification:
     return verify_here(spec, world, Exchange(world), Asked(steps=STEPS, folder=references))
 
 
+def seeds(layout: str) -> range:
+    """For the page: of a strategy in its own layout all, in another the first. All are 520 runs,
+    which take hours."""
+    return SEEDS if layout == OWN else SEEDS[:1]
+
+
 def calm(ranks: Ranks, strategy: str, layout: str, seed: int, references: Path) -> Calm:
     """On a pool of as many ranks as the spec has; `references` keeps what its placement does not
     change."""
