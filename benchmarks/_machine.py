@@ -119,10 +119,11 @@ def environment() -> dict[str, str]:
 
 
 def this_command() -> list[str]:
-    """How the benchmark was called, relative to the repository."""
+    """How the benchmark was called, relative to the repository; of other folders the names."""
     script = Path(sys.argv[0]).resolve()
     name = script.relative_to(ROOT) if script.is_relative_to(ROOT) else script.name
-    return ["python", str(name), *sys.argv[1:]]
+    told = [Path(each).name if Path(each).is_absolute() else each for each in sys.argv[1:]]
+    return ["python", str(name), *told]
 
 
 def _output(command: Sequence[str]) -> str:
