@@ -1,0 +1,185 @@
+"""What a simulation's figures look like in text and as a picture, from figures made by hand."""
+
+from ptrain.charts.memory import course_sheet
+from ptrain.costs import (
+    Collective,
+    Column,
+    Estimate,
+    Footprint,
+    Operations,
+    Peak,
+    Phase,
+    State,
+    Traffic,
+    TrafficKey,
+)
+from ptrain.report.composition import Course, Held, Moment
+from ptrain.report.simulation import (
+    RankReport,
+    agreement,
+    by_phase,
+    exact_of_rank,
+    heading,
+    one,
+    peak,
+)
+from ptrain.spec.load import load
+
+PARAMETERS, ACTIVATIONS = 0, 3  # places in a moment's bytes
+
+
+def moment(event: int, phase: Phase, size: int, micro_batch: int = 0) -> Moment:
+    sizes = [0] * len(State)
+    sizes[PARAMETERS], sizes[ACTIVATIONS] = 10, size
+    return Moment(event=event, phase=phase, micro_batch=micro_batch, device_bytes=tuple(sizes))
+
+
+def course(*sizes: int) -> Course:
+    """Forward up to the middle, then backward."""
+    half = len(sizes) // 2
+    moments = tuple(
+        moment(event, Phase.FORWARD if event < half else Phase.BACKWARD, size)
+        for event, size in enumerate(sizes)
+    )
+    highest = max(moments, key=lambda each: each.total)
+    held = (
+        Held(
+            what="blocks.*.mlp", state=State.ACTIVATIONS, device_bytes=highest.total - 10, tensors=7
+        ),
+        Held(what="parameters", state=State.PARAMETERS, device_bytes=10, tensors=2),
+    )
+    return Course(rank=3, moments=moments, peak=highest, held=held)
+
+
+def traffic(calls: int) -> Traffic:
+    key = TrafficKey(
+        axes=("dp_shard",),
+        collective=Collective.ALL_GATHER,
+        state=State.PARAMETERS,
+        phase=Phase.FORWARD,
+    )
+    return Traffic(key=key, calls=calls, payload_bytes=8 * calls, sent_bytes=7 * calls)
+
+
+def estimate(column: Column, *, size: int = 10, calls: int = 4) -> Estimate:
+    return Estimate(
+        column=column,
+        world_size=8,
+        memory=(Footprint(state=State.PARAMETERS, rank=3, device_bytes=size),),
+        peak=(Peak(phase=Phase.FORWARD, rank=3, device_bytes=90),),
+        traffic=(traffic(calls),),
+        operations=(Operations(rank=3, forward=2000, backward=4000),),
+    )
+
+
+def report(**changes: int) -> RankReport:
+    return RankReport(
+        rank=3,
+        device="",
+        alike=(3, 4, 5),
+        exact=estimate(Column.EXACT),
+        simulated=estimate(Column.SIMULATED, **changes),
+        course=course(0, 80, 70, 5),
+        seconds={"interpret": 0.5, "steps": 1.0},
+    )
+
+
+def test_equal_columns_are_said_to_be_equal_and_no_verdict_is_given() -> None:
+    text = one(report(), "mine")
+    assert text.startswith("mine · rank 3 of 8, like ranks [4 5] · simulated in 1.5 s")
+    assert "exact and simulated are equal in 5 of 5 figures" in text
+    assert "verdict" not in text and "holds" not in text
+
+
+def test_a_difference_stands_in_its_row_and_in_the_count() -> None:
+    found = report(size=12, calls=5)
+    assert "+2 B (+20.00%)" in one(found, "mine")
+    names = {check.name for check in found.differing}
+    assert "memory parameters rank 3" in names and len(names) == 4
+    assert agreement(found) == "exact and simulated are equal in 1 of 5 figures"
+
+
+def test_where_nothing_is_predicted_it_is_said() -> None:
+    found = report()
+    untold = {"peak": "not traced", "activations": "not traced"}
+    lacking = RankReport(
+        **{
+            **{name: getattr(found, name) for name in RankReport.__slots__},
+            "exact": Estimate(column=Column.EXACT, world_size=8, undefined=untold),
+        }
+    )
+    assert agreement(lacking).endswith("not predicted: activations, peak")
+
+
+def test_a_rehearsal_says_where_it_ran() -> None:
+    found = report()
+    fields = {name: getattr(found, name) for name in RankReport.__slots__}
+    there = RankReport(**{**fields, "device": "cuda:0", "alike": (3,)})
+    assert heading(there, "mine") == "mine · rank 3 of 8 · rehearsed on cuda:0 in 1.5 s"
+
+
+def test_other_operations_than_derived_are_told() -> None:
+    found = report()
+    fields = {name: getattr(found, name) for name in RankReport.__slots__}
+    fewer = estimate(Column.EXACT)
+    object.__setattr__(fewer, "operations", (Operations(rank=3, forward=1, backward=2),))
+    text = one(RankReport(**{**fields, "exact": fewer}), "mine")
+    assert "exact has other matrix products" in text
+    assert "exact has other" not in one(found, "mine")
+
+
+def test_each_state_is_told_when_a_phase_needs_most() -> None:
+    lines = by_phase(course(0, 80, 70, 5)).splitlines()
+    assert lines[0].split() == ["when", "a", "phase", "needs", "most", "forward", "backward"]
+    rows = {line.split()[0]: line.split()[1:] for line in lines[1:]}
+    assert rows == {
+        "parameters": ["10", "B", "10", "B"],
+        "activations": ["80", "B", "70", "B"],
+        "all": ["90", "B", "80", "B"],
+    }
+
+
+def test_a_peak_is_listed_and_its_many_small_kinds_are_added_up() -> None:
+    few = course(0, 80, 70, 5)
+    assert peak(few).splitlines()[0] == "peak 90 B in forward, micro-batch 0"
+    kinds = tuple(
+        Held(what=f"kind {n}", state=State.OTHER, device_bytes=100 - n, tensors=2)
+        for n in range(25)
+    )
+    many = Course(rank=3, moments=few.moments, peak=few.peak, held=kinds)
+    assert peak(many).splitlines()[-1].split() == ["5", "kinds", "more", "390", "B", "10"]
+
+
+def test_the_account_of_a_rank_is_that_of_its_place_along_tp() -> None:
+    spec = load("tp").spec
+    exact = Estimate(
+        column=Column.EXACT,
+        world_size=2,
+        memory=tuple(
+            Footprint(state=State.PARAMETERS, rank=rank, device_bytes=rank) for rank in (0, 1)
+        ),
+        traffic=(traffic(1), traffic(2)),
+        accounts=((traffic(1),), (traffic(2),)),
+    )
+    other = estimate(Column.SIMULATED, calls=1)  # which it is not looked for in
+    found = exact_of_rank(spec, exact, 1, other)
+    assert found.traffic == (traffic(2),)
+    assert [row.rank for row in found.memory] == [1]
+
+
+def test_a_picture_has_the_highest_moment_of_each_column_and_every_pass() -> None:
+    sizes = [*range(2000), 5000, *range(2000, 0, -1)]
+    sheet = course_sheet(course(*sizes))
+    tallest = min(each.y for each in sheet.rectangles if each.colour == "#f0e442")
+    lines = [each.y for each in sheet.rectangles if each.colour == "#cccccc"]
+    assert abs(tallest - min(lines) - 0.25) < 1e-6, "the peak touches the line of its number"
+    words = {each.text for each in sheet.texts}
+    assert {"forward 0", "backward 0", "parameters", "activations", "5.01 kB"} <= words
+
+
+def test_a_picture_of_few_moments_fills_its_width() -> None:
+    columns = [
+        each for each in course_sheet(course(1, 2, 3, 4)).rectangles if each.colour == "#f0e442"
+    ]
+    assert len(columns) == 4 + 1, "and the legend's"
+    assert sum(each.width for each in columns[:4]) == 720
