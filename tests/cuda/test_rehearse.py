@@ -1,0 +1,41 @@
+"""One rank of a job, rehearsed on one GPU: what its allocator held at most, beside what lives."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from ptrain.costs import Phase
+from ptrain.selection.recompute import settled
+from ptrain.simulation.execute import Simulated, simulate
+from ptrain.spec.load import load
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="a rehearsal on a GPU needs one"),
+]
+
+SHAPE = ("model.preset=llama-10m", "batch={global: 16, micro: 2, sequence: 256}", "device=cuda")
+MESHES = {"zero3": "mesh.dp_shard=8", "tp": "mesh.tp=2"}
+ROUNDING = 0.05  # 512 bytes a tensor, and what operators take within themselves
+WORKSPACES = 64 * 2**20  # of matrix products, made once
+
+
+def peaks(found: Simulated) -> dict[Phase, tuple[int, int]]:
+    return {row.phase: (row.device_bytes, row.allocator_bytes) for row in found.estimate.peak}
+
+
+@pytest.mark.parametrize("strategy", MESHES)
+def test_the_allocators_peak_is_what_lives_but_for_its_rounding(
+    strategy: str, record_property: Callable[[str, object], None]
+) -> None:
+    spec = settled(load(strategy, (*SHAPE, MESHES[strategy])))
+    for phase, (lives, held) in peaks(simulate(spec, rehearse=True)).items():
+        record_property(f"{strategy} {phase}", f"{held - lives:+d} of {lives}")
+        assert lives <= held <= lives * (1 + ROUNDING) + WORKSPACES, phase
+
+
+def test_the_rank_before_leaves_nothing_to_the_next() -> None:
+    spec = settled(load("zero3", (*SHAPE, MESHES["zero3"])))
+    simulate(spec, 0, rehearse=True)
+    assert torch.cuda.memory_allocated() < WORKSPACES
