@@ -1,0 +1,297 @@
+"""What the tables of a spec's vocabulary mean to its user, from lists of their own: the words of
+closed sets, defaults, layouts, limits and plain values. A test is a whole table."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import MISSING, asdict, fields
+
+import pytest
+
+from ptrain.errors import SpecError
+from ptrain.spec import batch, keep, model, pipeline, placement, role, spec, text
+from ptrain.spec.axis import DATA_AXES, EXECUTED_AXES, Axis
+from ptrain.spec.cluster import Cluster
+from ptrain.spec.leaf import Choice, Either, Free, Numbers, Real, Section, Size, Text, Truth, Whole
+from ptrain.spec.names import SPEC_FOLDERS, root
+from ptrain.spec.placement import Distribution, Mode, Placement, Tier
+from ptrain.spec.precision import (
+    CUSTOM,
+    INITIAL_SCALE,
+    LAYOUTS,
+    SCALE_BACKOFF,
+    SCALE_GROWTH,
+    SCALE_INTERVAL,
+    DType,
+    Layout,
+    Precision,
+)
+from ptrain.spec.schema import FILE
+from tests.pure.test_schema import VALIDATOR
+
+SETS = {
+    Axis: "pp dp_replicate dp_shard cp ep tp",
+    Distribution: "R S S* M",
+    Tier: "device host file",
+    DType: "fp64 fp32 bf16 fp16",
+    batch.GradientSync: "every last",
+    batch.ReduceScatterVia: "native all_to_all",
+    batch.UnitKind: "block sub-block blocks model",
+    batch.Overlap: "none backward",
+    batch.GatherAfterUpdate: "blocking during-update next-forward",
+    keep.Operators: "matmul attention softmax norm collective",
+    keep.Scope: "block attention",
+    model.Family: "llama gpt",
+    model.Attention: "sdpa eager flex",
+    pipeline.ScheduleName: "naive gpipe 1f1b bfs interleaved zero-bubble zbv dualpipev",
+    pipeline.SplitBy: "parameters time layers",
+    role.Role: "column row vocabulary head whole_input shared norm last_norm positions",
+}
+
+
+def test_every_word_of_every_closed_set_is_the_one_that_users_write():
+    written = {kind: [each.value.replace(" ", "_") for each in kind] for kind in SETS}
+    assert written == {kind: words.split() for kind, words in SETS.items()}
+
+
+def test_every_name_of_a_word_in_the_code_says_the_word():
+    unlike = {
+        "REPLICATED": "R", "SHARDED": "S", "GATHERED": "S*", "MATERIALIZED": "M",
+        "ONE_F_ONE_B": "1f1b",
+    }  # fmt: skip
+    for kind in SETS:
+        for each in kind:
+            plain = each.name.lower().replace("_", "")
+            said = each.value.replace("-", "").replace("_", "").replace(" ", "")
+            assert said == unlike.get(each.name, plain), each
+
+
+def test_axes_that_run_and_axes_of_data():
+    assert [axis.value for axis in EXECUTED_AXES] == ["pp", "dp_replicate", "dp_shard", "tp"]
+    assert [axis.value for axis in DATA_AXES] == ["dp_replicate", "dp_shard"]
+
+
+def test_the_five_modes_and_how_far_each_tier_is():
+    assert [str(mode) for mode in placement.MODES] == ["R", "S", "S*", "M", "O"]
+    named = (placement.R, placement.S, placement.S_STAR, placement.M, placement.OFFLOADED)
+    assert [str(mode) for mode in named] == ["R", "S", "S*", "M", "O"]
+    assert [mode.tier.value for mode in named] == ["device"] * 4 + ["host"]
+    assert [cut.value for cut in placement.CUT] == ["S", "S*"]
+    distances = {tier.value: copies for tier, copies in placement.TIER_DISTANCE.items()}
+    assert distances == {"device": 0, "host": 1, "file": 2}
+    whole = Mode.parse("R")
+    assert str(Placement(parameters=whole, optimizer=whole, gradients=whole)) == "R,R,R,R"
+
+
+# Parameters, gradients, master, moments, reduced; whether both are kept, and the loss is scaled.
+WORDS_OF_LAYOUTS = {
+    "fp32": ("fp32", "fp32", None, "fp32", "fp32", False, False),
+    "bf16": ("bf16", "bf16", None, "bf16", "bf16", False, False),
+    "fp16": ("fp16", "fp16", "fp32", "fp32", "fp16", False, True),
+    "zero16": ("bf16", "bf16", "fp32", "fp32", "bf16", False, False),
+    "megatron18": ("bf16", "fp32", "fp32", "fp32", "fp32", False, False),
+    "zero20": ("bf16", "fp32", "fp32", "fp32", "bf16", True, False),
+    "fsdp-mixed": ("bf16", "fp32", "fp32", "fp32", "bf16", False, False),
+}
+
+
+def test_every_layout_has_the_dtypes_that_its_name_promises():
+    found = {
+        name: (
+            layout.parameters.value,
+            layout.gradients.value,
+            layout.master.value if layout.master else None,
+            layout.moments.value,
+            layout.reduced.value,
+            layout.keeps_both,
+            layout.scales_loss,
+        )
+        for name, layout in LAYOUTS.items()
+    }
+    assert found == WORDS_OF_LAYOUTS
+    assert [layout.name for layout in LAYOUTS.values()] == list(WORDS_OF_LAYOUTS)
+
+
+def test_elements_have_their_bytes_and_loss_scales_the_figures_of_torch():
+    assert {each.value: each.itemsize for each in DType} == {
+        "fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2,
+    }  # fmt: skip
+    scales = (INITIAL_SCALE, SCALE_GROWTH, SCALE_BACKOFF, SCALE_INTERVAL)
+    assert scales == (65536.0, 2.0, 0.5, 2000)
+    assert CUSTOM == "custom" and Precision().layout.name == "fp32"
+    assert Precision().compute_fp64 is False
+    fp32 = DType.FP32
+    bare = Layout(
+        name="a", parameters=fp32, gradients=fp32, master=None, moments=fp32, reduced=fp32
+    )
+    assert (bare.keeps_both, bare.scales_loss) == (False, False)
+
+
+SECTIONS = {
+    spec.OptimizerSpec: {
+        "name": "adamw", "lr": 0.0003, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1,
+        "momentum": 0.0, "warmup": 0, "decay_steps": 0, "min_lr_ratio": 0.1, "clip": 1.0,
+    },
+    spec.DataSpec: {"corpus": "python-docs", "path": None, "tokenizer": "bytes"},
+    spec.TrainSpec: {"steps": 50, "seed": 0},
+    spec.EvalSpec: {"every": 0, "batches": 4},
+    spec.CheckpointSpec: {"at_end": False, "every": 0},
+    spec.Timeout: {"init": 300.0, "step": 120.0},
+    spec.Offload: {"path": None, "update": "host"},
+    spec.TensorSpec: {"loss_parallel": True, "is_naive": False, "roles": ()},
+    spec.ActivationSpec: {
+        "default": {"policy": None, "tier": "device"}, "by_block": (), "every": 1, "budget": None,
+        "is_open": False,
+    },
+    spec.LossSpec: {"chunk": None, "fused": False},
+    batch.SyncPolicy: {
+        "gradients": "every", "reshard_after_forward": True, "reshard_after_backward": True,
+    },
+    batch.UnitSize: {"kind": "block", "count": 1},
+    keep.Policy: {"scope": "block", "keep": ()},
+    keep.Kept: {"policy": None, "tier": "device"},
+    pipeline.PipelineSpec: {"schedule": "1f1b", "stages": None, "split": "parameters"},
+}  # fmt: skip
+
+
+def test_what_is_not_written_has_the_documented_default():
+    assert {kind: asdict(kind()) for kind in SECTIONS} == SECTIONS
+
+
+def test_policies_of_recomputation_keep_what_their_names_say():
+    assert (keep.FULL.scope.value, keep.FULL.keep) == ("block", ())
+    assert keep.SELECTIVE.scope is keep.Scope.BLOCK
+    assert [each.value for each in keep.SELECTIVE.keep] == ["matmul", "attention"]
+    assert (keep.ATTENTION_ONLY.scope.value, keep.ATTENTION_ONLY.keep) == ("attention", ())
+    assert keep.PLAIN == keep.Kept() and keep.Kept().is_plain
+
+
+def defaults(kind: type) -> dict[str, object]:
+    """Of the fields that may be left out."""
+    found = {}
+    for each in fields(kind):
+        if each.default is not MISSING:
+            found[each.name] = each.default
+        elif each.default_factory is not MISSING:
+            found[each.name] = each.default_factory()
+    return found
+
+
+def test_models_and_clusters_have_the_documented_defaults():
+    assert defaults(model.ModelShape) == {
+        "tied": False, "dropout": 0.0, "rope_base": 10000.0, "attention": "sdpa", "preset": "",
+    }  # fmt: skip
+    assert defaults(model.ExternalModel) == {"arguments": {}, "blocks": None}
+    assert defaults(model.HuggingFaceModel) == {"config": {}, "blocks": None, "attention": "sdpa"}
+    assert defaults(Cluster) == {
+        "intra_node_latency": 5e-6, "inter_node_latency": 1e-5, "flops": 0.0, "host_memory": None,
+    }  # fmt: skip
+
+
+def test_two_shapes_that_differ_in_the_presets_name_alone_are_equal():
+    shape = {"layers": 1, "hidden": 2, "heads": 1, "kv_heads": 1, "ffn": 3, "vocab": 5}
+    named = [model.ModelShape(family=model.Family.GPT, preset=name, **shape) for name in "ab"]
+    assert named[0] == named[1]
+
+
+def test_a_spec_of_four_parts_has_the_defaults_of_all_others():
+    found = defaults(spec.Spec)
+    plain = {
+        "cluster": None, "reduce_scatter": "native", "bucket_bytes": 26_214_400, "overlap": None,
+        "prefetch": None, "gather_after_update": "blocking", "profile": (), "log_every": 10,
+        "consistency_every": 0, "deterministic": False, "device": "auto", "backend": "auto",
+        "resolved": {},
+    }  # fmt: skip
+    assert {key: found[key] for key in plain} == plain
+    made = {key: type(value).__name__ for key, value in found.items() if key not in plain}
+    assert made == {
+        "precision": "Precision", "optimizer": "OptimizerSpec", "data": "DataSpec",
+        "train": "TrainSpec", "sync": "SyncPolicy", "unit": "UnitSize", "offload": "Offload",
+        "tensor": "TensorSpec", "pipeline": "PipelineSpec", "activations": "ActivationSpec",
+        "loss": "LossSpec", "eval": "EvalSpec", "checkpoint": "CheckpointSpec",
+        "timeout": "Timeout",
+    }  # fmt: skip
+    assert spec.WHOLE_BUCKET == 1_099_511_627_776
+
+
+def test_a_kind_of_value_without_limits_takes_what_it_says():
+    whole, real, numbers, words = Whole("a"), Real("a"), Numbers("a"), Text("a")
+    assert (whole.low, whole.high, whole.words) == (1, 1_000_000_000, ())
+    assert (real.low, real.high, real.open, real.null) == (0.0, math.inf, False, False)
+    assert (numbers.low, numbers.high, numbers.count, numbers.whole) == (0, 1, 0, False)
+    assert (words.pattern, words.kind, words.null) == (r"[^\x00-\x1f]{1,500}", "a text", False)
+    size = Size("a")
+    limits = (size.low, size.high, size.rate, size.words, size.example)
+    assert limits == (1, 10**18, False, (), "80 GiB")
+    assert Free("a").values is None and Choice("a", {}).slips == {}
+    assert Either("a", "b", ()).hint is None
+    assert (Section(int, "a").also, Section(int, "a").null) == ((), False)
+    assert Truth("a").about == whole.about == words.about == Section(int, "a").about == "a"
+
+
+def test_every_plain_word_and_number_of_yaml_1_2_is_read_as_it_says():
+    words = {
+        None: ["", "~", "null", "Null", "NULL"],
+        True: ["true", "True", "TRUE"],
+        False: ["false", "False", "FALSE"],
+        math.inf: [".inf", ".Inf", ".INF", "+.inf", "+.Inf", "+.INF"],
+        -math.inf: ["-.inf", "-.Inf", "-.INF"],
+    }
+    for value, written in words.items():
+        assert [text.scalar(each) for each in written] == [value] * len(written)
+        assert {type(text.scalar(each)) for each in written} == {type(value)}
+    assert all(math.isnan(text.scalar(each)) for each in (".nan", ".NaN", ".NAN"))
+    numbers = {
+        "12": 12, "-3": -3, "+4": 4, "007": 7, "0o17": 15, "0x1f": 31, "0xAB": 171,
+        "1.5": 1.5, "-.5": -0.5, "2.": 2.0, "1e3": 1000.0, "1E3": 1000.0, "3e-4": 0.0003, "1e+2": 100.0,
+    }  # fmt: skip
+    read = {written: text.scalar(written) for written in numbers}
+    assert read == numbers
+    assert {key: type(value) for key, value in read.items()} == {
+        key: type(value) for key, value in numbers.items()
+    }
+
+
+def test_what_only_yaml_1_1_takes_for_a_value_stays_a_text():
+    words = "yes Yes YES no No NO on On ON off Off OFF y n tRue nULL 1_000 1:30 0b1 0O7 0X1F 0xg 1e"
+    words += " XXtrueXX .iNF +.nan 2026-01-01 0o8 e5 . - +"
+    assert [text.scalar(word) for word in words.split()] == words.split()
+
+
+def test_a_file_of_one_mebibyte_is_read_and_one_byte_more_is_not(tmp_path):
+    file, rest = tmp_path / "a.yaml", b"a: 1\n#"
+    file.write_bytes(rest + b"-" * (2**20 - len(rest)))
+    assert text.read(file).root == {"a": 1}
+    file.write_bytes(rest + b"-" * (2**20 - len(rest) + 1))
+    with pytest.raises(SpecError, match="larger than 1 MiB"):
+        text.read(file)
+
+
+def test_values_are_nested_up_to_32_levels():
+    assert not text.parse_value("[" * 32 + "]" * 32, "a").faults
+    with pytest.raises(SpecError, match="deeper than 32 levels"):
+        text.parse_value("[" * 33 + "]" * 33, "a")
+
+
+def test_what_stands_nowhere_has_line_0_and_no_text():
+    mark = text.Mark(source="a")
+    assert (mark.line, mark.column, mark.text) == (0, 0, "")
+    assert mark.fault("b", "c").remedy == ""
+    tree = text.Tree(root=1, source="a")
+    assert (tree.keys, tree.values, tree.faults) == ({}, {}, {})
+
+
+def test_roles_that_a_users_plan_may_give():
+    given = [each.value for each in role.GIVEN]
+    assert given == ["column", "row", "vocabulary", "head", "whole input", "shared"]
+    assert all(" " in about for about in role.GIVEN.values())
+
+
+def test_the_folders_of_specs_and_the_schemas_file():
+    assert SPEC_FOLDERS == ("strategies", "paper", "node")
+    assert FILE == "ptrain.schema.json" and root().name == "specs"
+
+
+def test_the_committed_schema_says_key_for_key_what_the_grammar_says():
+    assert json.loads((root() / FILE).read_text(encoding="utf-8")) == VALIDATOR.schema
