@@ -1,0 +1,400 @@
+"""Every other word for a key or a value, and what the user is told of it, from lists of their own;
+what waits, what a command line displaces and what follows from what. A test is a whole table."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, fields
+from typing import Any, get_type_hints
+
+import pytest
+from pydantic_core import PydanticCustomError
+
+from ptrain.errors import Fault, SpecError
+from ptrain.spec import check, leaf_mode, load, overrides, resolve_parts, shorthand, slips
+from ptrain.spec import write_keep as kept
+from ptrain.spec.grammar import SpecRaw
+from ptrain.spec.grammar_keep import LossRaw, RecomputeRaw
+from ptrain.spec.grammar_parts import MAX_SAMPLES, OffloadRaw
+from ptrain.spec.grammar_pipeline import MAX_LAYERS, PipelineRaw
+from ptrain.spec.leaf import Leaf
+from ptrain.spec.leaf_mode import KeptText, ModesByBlock, ModeText
+from ptrain.spec.placement import M
+from ptrain.spec.resolve_keep import CHUNK
+from ptrain.spec.spec import Spec
+from ptrain.spec.write import to_yaml
+
+BASE = {
+    "model": {"preset": "llama-tiny"},
+    "mesh": {"dp_shard": 2},
+    "placement": {"dp_shard": "S*,S,S,R"},
+    "batch": {"global": 16, "micro": 2, "sequence": 32},
+}
+
+
+def loaded(**changes: object) -> Spec:
+    return load.load(BASE | changes).spec
+
+
+def faults(*on_top: str, **changes: object) -> dict[str, Fault]:
+    with pytest.raises(SpecError) as caught:
+        load.load(BASE | changes, on_top)
+    return {fault.place: fault for fault in caught.value.faults}
+
+
+def remedies(**changes: object) -> dict[str, str]:
+    return {place: fault.remedy for place, fault in faults(**changes).items()}
+
+
+def leaf(kind: type, name: str) -> Any:
+    hint = get_type_hints(kind, include_extras=True)[name]
+    return next(each for each in hint.__metadata__ if isinstance(each, Leaf))
+
+
+def told(kind: Leaf, value: object) -> str:
+    with pytest.raises(PydanticCustomError) as caught:
+        kind.check(value)
+    return caught.value.context["remedy"]
+
+
+def meanings(text: str) -> dict[str, str]:
+    """`a b: c; d: e` is what is meant by a, b and d."""
+    groups = (group.split(": ") for group in " ".join(text.split()).split("; "))
+    return {word: meant for words, meant in groups for word in words.split()}
+
+
+KEYS = meanings(
+    """
+    gradient_checkpointing activation_checkpointing activation_checkpoint checkpointing
+    checkpoint_activations recompute_activations: activations=M;
+    recompute_granularity recomputation rematerialization remat: recompute;
+    selective_checkpointing selective_ac: recompute=selective;
+    activation_offload activation_offloading offload_activations: activations=O;
+    attn_implementation attn: attention;
+    linear_cross_entropy fused_cross_entropy: loss=fused;
+    chunked_cross_entropy: loss=chunked;
+    loss_chunk: loss={chunk=1024};
+    loss_parallel: tensor.loss_parallel
+    """
+)
+
+
+def test_every_key_of_other_tools_is_told_what_it_is_called_here():
+    asked = {word: f"did you mean '{key.replace('=', ': ')}'?" for word, key in KEYS.items()}
+    assert remedies(**dict.fromkeys(KEYS, 1)) == asked
+    assert set(slips.KEY_SLIPS) == set(KEYS)
+    assert slips.other_key("Gradient-Checkpointing") == "activations: M"
+    assert slips.other_key("gradient") == ""
+
+
+def test_every_word_for_a_tier_is_told_the_tier():
+    tiers = meanings("nvme disk ssd: file; cpu ram: host; gpu cuda: device")
+    assert tiers == slips.TIER_SLIPS
+    modes = {word: slips.mode(f"R@{word}") for word in tiers}
+    assert modes == meanings("nvme disk ssd: R@file; cpu ram: R@host; gpu cuda: R")
+    assert leaf(OffloadRaw, "tier").slips == leaf(OffloadRaw, "update").slips == tiers
+    tier = {word: told(leaf(OffloadRaw, "tier"), word) for word in ("nvme", "disk", "cpu", "ram")}
+    assert tier == {word: f"did you mean {tiers[word]!r}?" for word in tier}
+    update = {word: told(leaf(OffloadRaw, "update"), word) for word in ("gpu", "cuda", "cpu")}
+    assert update == {word: f"did you mean {tiers[word]!r}?" for word in update}
+
+
+def test_what_others_call_a_checkpoint_is_told_to_be_recomputed():
+    words = ("full", "selective", "attention", "block", "activations", "gradient", "true", True)
+    policies = {word: slips.checkpointed(word).partition("'recompute: ")[2][:9] for word in words}
+    assert {word: said.partition("'")[0] for word, said in policies.items()} == {
+        "full": "full", "selective": "selective", "attention": "attention", "block": "full",
+        "activations": "full", "gradient": "full", "true": "full", True: "full",
+    }  # fmt: skip
+    assert slips.checkpointed("often") == "" == slips.checkpointed(3)
+    assert "recompute: full" in remedies(checkpoint="full")["checkpoint"]
+
+
+def test_words_are_near_from_seven_tenths_on():
+    assert slips.NEAR == 0.7
+    assert slips.near_word("abcdefgxyz", ["abcdefgijk"]) == "did you mean 'abcdefgijk'?"
+    assert slips.near_word("abcxyz", ["abcijk"]) == ""
+
+
+SLIPS = {
+    (RecomputeRaw, "policy"): """true on all block: full; false off: none;
+        core-attention core_attn: attention; selective_op op: selective""",
+    (RecomputeRaw, "keep"): """mm linear matmuls gemm: matmul; sdpa flash: attention;
+        layernorm rmsnorm: norm; all-gather all_gather communication: collective""",
+    (LossRaw, "kind"): """ce cross_entropy: cross-entropy; chunk: chunked;
+        linear_cross_entropy linear-cross-entropy liger: fused;
+        loss-parallel loss_parallel: vocab-parallel""",
+    (PipelineRaw, "schedule"): """afab schedulegpipe fill-drain: gpipe;
+        pipedream-flush schedule1f1b one-f-one-b: 1f1b;
+        looped-bfs loopedbfs schedulelooped-bfs: bfs;
+        interleaved1f1b interleaved-1f1b scheduleinterleaved1f1b: interleaved;
+        interleavedzerobubble scheduleinterleavedzerobubble zb-h1 zb1p zero_bubble: zero-bubble;
+        zb-v zbvzerobubble schedulezbvzerobubble: zbv; dualpipe scheduledualpipev: dualpipev""",
+    (SpecRaw, "attention"): """flash_attention_2 flash-attention: sdpa; flex_attention: flex;
+        naive manual: eager""",
+    (SpecRaw, "overlap"): "true on: backward; false off: none",
+}
+
+
+def test_every_other_word_for_a_value_is_told_the_word_that_is_taken():
+    known = {place: leaf(*place) for place in SLIPS}
+    assert {place: each.slips for place, each in known.items()} == {
+        place: meanings(words) for place, words in SLIPS.items()
+    }
+    for place, words in SLIPS.items():
+        for word, meant in meanings(words).items():
+            assert told(known[place], word) == f"did you mean {meant!r}?", word
+            assert meant in known[place].words
+
+
+def test_a_split_by_another_word_is_told_the_word_that_is_taken():
+    words = meanings("balanced auto: parameters; even uniform: layers")
+    split = leaf(PipelineRaw, "split")
+    assert split.options[0].slips == words
+    assert {word: told(split, word) for word in words} == {
+        word: f"did you mean {meant!r}?" for word, meant in words.items()
+    }
+
+
+def test_asynchronous_schedules_and_moving_layers_are_told_why_there_are_none():
+    schedule, split = leaf(PipelineRaw, "schedule"), leaf(PipelineRaw, "split")
+    for word in [
+        "pipedream",
+        "pipedream-2bw",
+        "pipedream_2BW",
+        "async",
+        "asynchronous",
+        "pipemare",
+        "wpipe",
+    ]:
+        assert "Theorem 3" in told(schedule, word), word
+    for word in ["dynamic", "adaptive", "rebalance", "elastic", "runtime", "Elastic"]:
+        assert "--resume" in told(split, word), word
+    assert told(split, [0]) == "write numbers of layers from 1 to 10000: [3, 5]"
+    assert MAX_LAYERS == 10_000 and MAX_SAMPLES == 2_147_483_647
+
+
+def test_activations_in_words_are_told_their_mode():
+    words = meanings(
+        """recompute recomputed checkpoint checkpointing full: M;
+        offload offloaded host cpu: O; keep none: R"""
+    )
+    assert {word: KeptText("").meant(word) for word in words} == {
+        word: f"did you mean {mode}?" for word, mode in words.items()
+    }
+    assert {ModeText("").meant(word) for word in words} == {""}
+    said = {word: remedies(activations=word)["activations"] for word in ("Checkpoint", "cpu")}
+    assert said == {"Checkpoint": "did you mean M?", "cpu": "did you mean O?"}
+
+
+def test_every_mode_may_be_written_and_activations_know_two_more():
+    modes = ["R", "S", "S*", "M", "O", "R@host", "S*@host", "R@file", "S@file", "S*@file", "S@host"]
+    assert list(leaf_mode.MODE_MEANINGS) == modes == list(ModeText("").words())
+    assert list(leaf_mode.KEPT_MEANINGS) == [*modes, "M@host", "M@file"]
+    assert [str(KeptText("").check(mode)) for mode in modes[:-1]] == modes[:-1]
+    assert str(ModeText("").check("S@host")) == "O"
+    assert all(" " in about for about in leaf_mode.KEPT_MEANINGS.values())
+
+
+def test_blocks_are_ranges_of_up_to_five_digits():
+    checked = ModesByBlock("").check({"0-7": "M", "8": "R", "12345-": "O"})
+    assert {blocks: str(mode) for blocks, mode in checked.items()} == {
+        "0-7": "M", "8": "R", "12345-": "O",
+    }  # fmt: skip
+    for wrong in ("123456", "-3", "a", "1--2", "1-2-3", ""):
+        assert "first-last" in told(ModesByBlock(""), {wrong: "M"})
+
+
+def test_all_that_waits_is_refused_at_its_place_with_what_works():
+    found = faults(
+        tensor={"asynchronous": True},
+        expert={"a": 1},
+        attention="flash",
+        compile=True,
+        model={"preset": "llama-tiny", "experts": 2, "experts_per_token": 1},
+        mesh={"dp_shard": 2, "cp": 2, "ep": 2},
+    )
+    axes = "what works today: pp, dp_replicate, dp_shard, tp"
+    assert {place: fault.remedy for place, fault in found.items()} == {
+        "tensor.asynchronous": "what works today: asynchronous: false",
+        "expert": "remove expert",
+        "attention": "what works today: attention: sdpa or eager or flex or math",
+        "compile": "what works today: compile: false",
+        "model.experts": "remove experts",
+        "model.experts_per_token": "remove experts_per_token",
+        "mesh.cp": axes,
+        "mesh.ep": axes,
+    }
+    plain = {place: fault.finding.partition(" is in the grammar, and nothing executes it")
+             for place, fault in found.items()}  # fmt: skip
+    assert {place: begin for place, (begin, _, _) in plain.items()} == {
+        "tensor.asynchronous": "not yet: asynchronous true",
+        "expert": "not yet: expert",
+        "attention": "not yet: attention flash",
+        "compile": "not yet: compile true",
+        "model.experts": "not yet: experts 2",
+        "model.experts_per_token": "not yet: experts_per_token 1",
+        "mesh.cp": "not yet: the axis cp",
+        "mesh.ep": "not yet: the axis ep",
+    }
+    why = {place: reason for place, (_, _, reason) in plain.items() if reason}
+    assert list(why) == ["tensor.asynchronous", "attention"]
+    assert "CUDA" in why["tensor.asynchronous"] and "sdpa chooses it" in why["attention"]
+
+
+def test_what_works_of_all_that_waits_is_taken():
+    for word in ("sdpa", "eager", "flex", "math"):
+        assert loaded(attention=word, compile=False, tensor={"asynchronous": False})
+    assert loaded(mesh={"dp_shard": 2, "cp": 1, "ep": 1}).world_size == 2
+
+
+def test_flash_is_refused_as_what_waits_and_nothing_else():
+    assert list(faults(attention="flash")) == ["attention"]
+
+
+def test_words_for_attention_loss_and_buckets_have_their_values():
+    attention = {word: loaded(attention=word).model.attention.value for word in ("sdpa", "math")}
+    assert attention | {"": loaded().model.attention.value} == {
+        "sdpa": "sdpa", "math": "eager", "": "sdpa",
+    }  # fmt: skip
+    assert loaded(bucket="per-tensor").bucket_bytes == 1
+    assert loaded(bucket="whole").bucket_bytes == 2**40
+    assert loaded(bucket="size").bucket_bytes == loaded().bucket_bytes == 25 * 2**20
+    losses = {word: loaded(loss=word).loss for word in ("cross-entropy", "chunked", "fused")}
+    assert {word: (loss.chunk, loss.fused) for word, loss in losses.items()} == {
+        "cross-entropy": (None, False), "chunked": (1024, False), "fused": (1024, True),
+    }  # fmt: skip
+    assert CHUNK == 1024 and loaded(loss={"chunk": 7}).loss.chunk == 7
+
+
+def test_words_for_recomputation_have_their_policies_and_are_written_again():
+    modes = {
+        word: loaded(activations="M", recompute=word) for word in ("full", "selective", "attention")
+    }
+    policies = {word: asdict(spec.activations.default.policy) for word, spec in modes.items()}
+    assert policies == {
+        "full": {"scope": "block", "keep": ()},
+        "selective": {"scope": "block", "keep": ("matmul", "attention")},
+        "attention": {"scope": "attention", "keep": ()},
+    }
+    assert {word: spec.resolved["recompute"] for word, spec in modes.items()} == {
+        word: word for word in modes
+    }
+    assert loaded(recompute="none").activations.default.policy is None
+    assert modes["full"].resolved["activations"] == "M" and "activations" not in loaded().resolved
+    assert kept.UNWRITTEN == {
+        "activations": "R", "recompute": "none", "attention": "sdpa", "loss": "cross-entropy",
+    }  # fmt: skip
+    assert not set(kept.UNWRITTEN) & set(loaded().resolved)
+
+
+def test_activations_of_all_blocks_are_those_from_block_0_on():
+    assert loaded(activations={"0-": "M"}) == loaded(activations="M")
+    assert loaded(activations={"0-": "M"}).activations.by_block == ()
+    assert loaded(activations={"1-": "M"}).activations.by_block[0][:2] == (1, None)
+
+
+def test_optimizers_and_models_have_the_figures_of_their_papers():
+    assert resolve_parts.MUON_MOMENTUM == 0.95
+    momenta = {
+        name: loaded(optimizer={"name": name}).optimizer.momentum for name in ("muon", "sgd")
+    }
+    assert momenta == {"muon": 0.95, "sgd": 0.0}
+    shape = {"layers": 2, "hidden": 8, "heads": 2, "ffn": 3, "vocab": 259}
+    assert loaded(model=shape).model.rope_base == 10_000.0
+    assert loaded(model=shape | {"family": "gpt"}).model.rope_base == 10_000.0
+
+
+def test_a_key_on_the_command_line_displaces_the_one_that_excludes_it():
+    def on_top(override: str, **changes: object) -> Spec:
+        return load.load(BASE | changes, [override]).spec
+
+    data = on_top("data.path=a.bin", data={"corpus": "synthetic"}).data
+    assert (data.path, data.corpus) == ("a.bin", None)
+    data = on_top("data.corpus=synthetic", data={"path": "a.bin"}).data
+    assert (data.path, data.corpus) == (None, "synthetic")
+    key = "reshard_after_forward"
+    assert on_top("reshard=2", sync={key: False}).sync.reshard_after_forward == 2
+    assert on_top(f"sync.{key}=false", reshard=2).sync.reshard_after_forward is False
+
+
+def test_overrides_begin_with_a_dotted_key_and_name_the_command_line():
+    given = ["a=1", "a.b-c_d=2", "--a=3", "a/b=c.yaml", "zero3", "a..b=1", ".a=1", "a."]
+    sources, written = overrides.split_arguments(given)
+    assert written == ["a=1", "a.b-c_d=2", "--a=3"]
+    assert sources == ["a/b=c.yaml", "zero3", "a..b=1", ".a=1", "a."]
+    assert overrides.source_of("a=1") == "command line: a=1"
+    with pytest.raises(SpecError, match="write key=value"):
+        overrides.parse_override("a")
+    assert overrides.parse_override("--optimizer.lr=1").route == ("optimizer", "lr")
+    assert overrides.parse_override("a=b--").text == "b--"
+
+
+def test_a_file_and_an_override_are_told_apart_by_what_they_set():
+    swept = {
+        "placement.dp_shard=S*,S,S,R": 1, "placement=S*,S,S,R": 1, "placement=zero1,zero2": 2,
+        "placement.dp_shard.gradients=R,S": 2, "mesh.dp_shard=1,2,4": 3, "zero3": 1, "a,b": 1,
+    }  # fmt: skip
+    assert {each: len(list(overrides.sweeps([each]))) for each in swept} == swept
+
+
+def test_a_fault_in_these_sections_silences_findings_about_those():
+    silences = {
+        "mesh": "mesh placement",
+        "placement": "mesh placement",
+        "batch": "batch mesh placement",
+        "activations": "activations placement",
+        "recompute": "recompute activations placement",
+        "attention": "attention model",
+        "loss": "loss mesh placement tensor",
+    }
+    sections = [each.name for each in fields(SpecRaw)]
+    found = {}
+    for about in sections:
+        finding = Fault(place=f"{about}.a", finding="a")
+        known = {(each,): Fault(place=f"{each}.b", finding="b") for each in sections}
+        alone = ({route: fault} for route, fault in known.items())
+        heard = [bool(load._independent([finding], each)) for each in alone]
+        found[about] = {
+            each for each, is_heard in zip(sections, heard, strict=True) if not is_heard
+        }
+    assert found == {each: set(silences.get(each, each).split()) for each in sections}
+
+
+def test_short_forms_have_their_keys():
+    assert shorthand.POLICIES == ("sync", "tensor", "pipeline", "recompute")
+    wrong = faults(recompute="fulll", loss="fussed", reshard=1)
+    assert set(wrong) == {"recompute.policy", "loss.kind", "sync.reshard_after_forward"}
+    assert loaded(placement={"dp": "S*,S,S,R"}, mesh={"dp": 2}) == loaded()
+    ddp = loaded(placement={"dp": "R,R,R,R"}, mesh={"dp": 2})
+    assert [factor.axis.value for factor in ddp.factors] == ["dp_replicate"]
+
+
+def test_a_section_that_is_missing_or_no_mapping_is_the_only_fault():
+    for section in ("model", "mesh", "batch"):
+        assert list(faults(**{section: 3})) == [section]
+        rest = {key: value for key, value in BASE.items() if key != section}
+        with pytest.raises(SpecError) as caught:
+            load.load(rest)
+        assert [fault.place for fault in caught.value.faults] == [section]
+    assert check.validate(load._from_mapping(BASE | {"batch": 3}))[0].batch.sequence == 1
+
+
+def test_sizes_name_an_example_of_their_own_kind():
+    budget, bucket = leaf(RecomputeRaw, "budget"), leaf(SpecRaw, "bucket")
+    assert (budget.example, bucket.example) == ("2 GiB", "25 MiB")
+    found = faults(cluster={"device_memory": "x", "intra_node_bandwidth": "x", "devices": [2]})
+    assert "80 GiB" in found["cluster.device_memory"].finding
+    assert "450 GB/s" in found["cluster.intra_node_bandwidth"].finding
+    assert "slowest and smallest" in found["cluster.devices"].remedy
+
+
+def test_texts_that_yaml_takes_for_numbers_are_quoted_and_others_are_not():
+    numbers = ["1e-5", "1E5", ".5", "-.5", "+1.", "0o7", "0x1f", "0xAB", "12", "3.5", "on", "1:30"]
+    texts = ["a", "0b1x", "0o8x", "0xg", "e5", "S*,S", "1-2"]
+    assert to_yaml({"a": numbers}) == "a: [" + ", ".join(f"'{each}'" for each in numbers) + "]\n"
+    plain = to_yaml({"a": [each for each in texts if "," not in each]})
+    assert plain == "a: [a, 0b1x, 0o8x, 0xg, e5, 1-2]\n"
+    same = {"x": 1}
+    assert to_yaml({"a": {"b": same, "c": same}}) == "a:\n  b: {x: 1}\n  c: {x: 1}\n"
+    assert to_yaml({"b": 1, "a": "ä"}) == "b: 1\na: ä\n"
+    assert to_yaml({"a": M.distribution.value}) == "a: M\n"
