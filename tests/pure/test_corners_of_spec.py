@@ -1,0 +1,214 @@
+"""Corners of reading and judging a spec that no other test needs: one sentence each."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ptrain.algebra.compose import compose, lift
+from ptrain.algebra.layout import groups
+from ptrain.algebra.legality import BYTE_VOCAB, NOT_YET, RULES, check
+from ptrain.costs import State
+from ptrain.errors import Fault, SpecError
+from ptrain.spec import text
+from ptrain.spec.axis import Axis, Factor
+from ptrain.spec.check import validate
+from ptrain.spec.load import load
+from ptrain.spec.model import HuggingFaceModel
+from ptrain.spec.overrides import sweeps
+from ptrain.spec.schema import _tidy
+from ptrain.spec.spec import Spec
+from ptrain.spec.text import Tree
+from ptrain.spec.write import to_yaml
+from tests.pure.build import GATHERED, WHOLE, make_spec, tuple_of
+
+BASE = {
+    "model": {"preset": "llama-tiny"},
+    "mesh": {"dp_shard": 2},
+    "placement": {"dp_shard": "S*,S,S,R"},
+    "batch": {"global": 16, "micro": 2, "sequence": 32},
+}
+
+
+def loaded(**changes: object) -> Spec:
+    return load(BASE | changes).spec
+
+
+def faults(**changes: object) -> dict[str, Fault]:
+    with pytest.raises(SpecError) as caught:
+        load({key: value for key, value in (BASE | changes).items() if value is not None})
+    return {fault.place: fault for fault in caught.value.faults}
+
+
+def test_reading_what_is_sound_leaves_the_tree_as_it_is():
+    root = BASE | {"placement": {}, "train": {"steps": 0, "seed": 3}}
+    tree = Tree(root=root, source="")
+    raw, found = validate(tree)
+    assert list(found) == [("train", "steps")] and raw.train.seed == 3
+    assert tree.root["train"] == {"steps": 0, "seed": 3}
+
+
+def test_a_fault_without_a_place_stands_at_the_files_first_line(tmp_path):
+    file = tmp_path / "a.yaml"
+    file.write_text(to_yaml(loaded().resolved))
+    located = load(file).locate(Fault(place="", finding="a"))
+    assert (located.source, located.line) == (str(file), 1)
+
+
+def test_a_value_that_is_no_list_is_left_as_it_was_written():
+    assert list(sweeps(["name= a ", "b"])) == [("name= a ", "b")]
+
+
+def test_a_mesh_without_a_tuple_is_the_only_fault():
+    batch = {"global": 3, "micro": 2, "sequence": 32}
+    assert list(faults(placement=None, batch=batch)) == ["mesh.dp_shard"]
+
+
+def test_a_tier_that_no_state_is_on_is_refused_where_there_are_ranks():
+    assert list(faults(offload={"tier": "host"})) == ["offload.tier"]
+    assert loaded(mesh={}, placement={}, offload={"tier": "host"}).world_size == 1
+
+
+def test_where_nothing_is_recomputed_every_block_is_like_the_others():
+    assert loaded(recompute={"policy": "none", "every": 3}).activations.every == 1
+    assert loaded(recompute={"every": 3}, activations="M").activations.every == 3
+
+
+def test_heads_near_to_those_that_were_written_are_offered():
+    shape = {"layers": 1, "hidden": 256, "heads": 100, "ffn": 3, "vocab": 259}
+    assert faults(model=shape)["model.heads"].remedy == "choose from 4, 8, 16, 32, 64, 128"
+
+
+def test_a_tuple_of_two_modes_is_refused_at_its_axis():
+    assert set(faults(placement={"dp_shard": "S*,S"})) == {"placement.dp_shard"}
+
+
+def test_an_empty_text_and_one_cut_short_are_at_fault_as_a_whole():
+    for content in ("", "a: {"):
+        with pytest.raises(SpecError) as caught:
+            text.parse(content, "a.yaml")
+        (fault,) = caught.value.faults
+        assert (fault.place, fault.source) == ("", "a.yaml")
+
+
+def test_a_folder_in_place_of_a_file_is_named(tmp_path):
+    with pytest.raises(SpecError) as caught:
+        text.read(Path(tmp_path))
+    assert caught.value.faults[0].source == str(tmp_path)
+
+
+def test_keys_of_the_user_stay_in_the_schema_and_titles_do_not():
+    title = {"title": {"title": "a", "type": "string", "default": None}, "default": {}}
+    tidy = {"title": {"type": "string"}, "default": {}}
+    assert _tidy({"properties": title, "title": "b"}) == {"properties": tidy}
+    assert _tidy({"$defs": title}) == {"$defs": tidy}
+
+
+def test_a_spec_is_written_in_the_order_it_has_in_lines_of_a_hundred():
+    assert to_yaml({"b": {"z": 1, "a": 2}, "a": [3, 4]}) == "b: {z: 1, a: 2}\na: [3, 4]\n"
+    assert to_yaml({"a": {"b": {"z": 1, "c": 2}}}) == "a:\n  b: {z: 1, c: 2}\n"
+    words = ["abcdefgh"] * 9
+    assert to_yaml({"key": words}) == f"key: [{', '.join(words)}]\n"
+    longer = to_yaml({"key": words * 2}).splitlines()
+    assert len(longer) == 2 and 90 < len(longer[0]) <= 110
+    assert to_yaml({"a": "ä b", "c": None}) == "a: ä b\nc: null\n"
+
+
+def test_of_two_tiers_the_one_that_is_further_away_holds_the_product():
+    for inner, outer in (("file", "host"), ("host", "file"), ("file", "file")):
+        modes = (f"R@{inner},R,R", f"R@{outer},R,R")
+        axes = (Axis.DP_SHARD, Axis.DP_REPLICATE)
+        factors = [
+            lift(Factor(axis=axis, degree=2, placement=tuple_of(mode)))
+            for axis, mode in zip(axes, modes, strict=True)
+        ]
+        assert compose(*factors)[State.PARAMETERS].tier.value == "file"
+
+
+def test_over_no_axis_every_rank_is_a_group_of_its_own():
+    spec = make_spec({Axis.DP_REPLICATE: (2, WHOLE), Axis.DP_SHARD: (2, GATHERED)})
+    assert list(groups(spec, ())) == [(0,), (1,), (2,), (3,)]
+    assert list(groups(spec, (Axis.DP_REPLICATE,))) == [(0, 2), (1, 3)]
+
+
+def test_too_small_a_vocabulary_of_a_class_is_named_by_its_own_field():
+    model = HuggingFaceModel(hf="LlamaForCausalLM", config={"vocab_size": 258})
+    (fault,) = check(make_spec({}, model=model))
+    assert (fault.place, fault.remedy) == (
+        "model.config.vocab_size",
+        "write vocab_size: 259 or more",
+    )
+    enough = HuggingFaceModel(hf="LlamaForCausalLM", config={"vocab_size": 259})
+    assert check(make_spec({}, model=enough)) == () and BYTE_VOCAB == 259
+
+
+INTEGRITY, CONSISTENCY = "Theorem 3 (gradient integrity)", "Theorem 4 (state consistency)"
+EFFECT = "every key of a spec has an effect"
+BY_TP = "Theorem 6.3 (gradients are summed across tp groups, not within)"
+BY_STAGE = "Theorem 7.2 (gradients are summed among a stage's replicas only)"
+BETWEEN_STAGES = "Theorem 7.3 (activations go from stage to stage of one pipeline)"
+NAMED = {
+    "parameters are whole when used": INTEGRITY,
+    "activations belong to their rank": INTEGRITY,
+    "the parameters' values live somewhere": CONSISTENCY,
+    "moments outlive a step": CONSISTENCY,
+    "a matrix is orthogonalized whole": CONSISTENCY,
+    "an operator's slice has its own states": CONSISTENCY,
+    "gradients are summed across tp groups, not within": BY_TP,
+    "activations are whole or slices of the tokens": "Definition 2",
+    "a stage has its own states": CONSISTENCY,
+    "gradients are summed per stage": BY_STAGE,
+    "activations are those of a rank's layers": "Definition 2",
+    "heads divide": "Definition 1",
+    "every token has a row": "Definition 1",
+    "the batch is the sum of its parts": INTEGRITY,
+    "the mesh fits the cluster": "Definition 5",
+    "a reduced gradient is not reduced again": INTEGRITY,
+    "a gradient that is used up is neither accumulated, clipped nor skipped": INTEGRITY,
+    "master copies outlive a step": CONSISTENCY,
+    "a sum is kept as its parts are": INTEGRITY,
+    "there is a matrix to orthogonalize": "Definition 1",
+    "activations are kept in one way": "Definition 2",
+    "where there are ranks, the dials of data axes need one": EFFECT,
+    "what is gathered ahead is gathered": EFFECT,
+    "what is gathered after the update was updated in parts": EFFECT,
+    "what overlaps backward is reduced in it": EFFECT,
+    "what is scattered is cut": EFFECT,
+    "buckets are reduced by the one wrapper that has them": EFFECT,
+    "units are gathered or reduced": EFFECT,
+    "what is given back was gathered": EFFECT,
+    "smaller shards divide the larger group": EFFECT,
+    "what is offloaded is a state": EFFECT,
+    "the degree divides the operators": "Definition 2",
+    "every rank has rows": "Definition 2",
+    "roles are the family's own": "Definition 2",
+    "slices of the tokens are equal": "Definition 2",
+    "an operator has whole weights": "Definition 2",
+    "an update sees what it needs": CONSISTENCY,
+    "every rank has as many stages": BETWEEN_STAGES,
+    "every stage has layers": BETWEEN_STAGES,
+    "the schedule has its micro-batches": INTEGRITY,
+    "the dials of tp need it": EFFECT,
+    "the dials of pp need it": EFFECT,
+    "blocks are the model's": "Definition 1",
+    "a block is computed again once": INTEGRITY,
+    "attention drops what the model says": "Definition 1",
+    "attention has a backward pass": INTEGRITY,
+}
+WAITING = """axes that are executed; replicas outside shards; all tokens between the blocks;
+    the naive plan has all tokens; equal slices are gathered; shards of slices are alike;
+    units within a stage; one policy for both passes; units wait for their weights;
+    saved slices are gathered once; shared gradients meet before the update;
+    matrices of a whole model; what is brought back is used once;
+    attention has a module of its own; a budget's peaks are predicted;
+    what is recomputed is gathered; the naive plan keeps what it saves"""
+
+
+def test_every_rule_has_its_name_and_the_theorem_that_it_guards():
+    assert [(rule.name, rule.theorem) for rule in RULES] == list(NAMED.items())
+
+
+def test_every_rule_about_what_waits_has_its_name_and_no_theorem():
+    assert [rule.name for rule in NOT_YET] == " ".join(WAITING.split()).split("; ")
+    assert {rule.theorem for rule in NOT_YET} == {""}
