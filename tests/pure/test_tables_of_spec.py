@@ -28,7 +28,7 @@ from ptrain.spec.precision import (
     Precision,
 )
 from ptrain.spec.schema import FILE
-from tests.pure.test_schema import VALIDATOR
+from tests.pure.test_schema import KEYS, VALIDATOR
 
 SETS = {
     Axis: "pp dp_replicate dp_shard cp ep tp",
@@ -296,3 +296,30 @@ def test_the_folders_of_specs_and_the_schemas_file():
 
 def test_the_committed_schema_says_key_for_key_what_the_grammar_says():
     assert json.loads((root() / FILE).read_text(encoding="utf-8")) == VALIDATOR.schema
+
+
+def test_a_value_of_one_of_several_kinds_is_told_all_that_it_may_be():
+    reshard = "true, false or a number of shards >= 2"
+    wanted = {place: each.wanted for place, each in KEYS.items() if isinstance(each, Either)}
+    assert wanted == {
+        "placement.ep.experts": "a name or a tuple",
+        "placement.ep.rest": "a name or a tuple",
+        "batch.global_": "an integer in 1..2147483647 (samples), or tokens like 4M tokens",
+        "sync.reshard_after_forward": reshard,
+        "reduce_scatter": "native or all_to_all",
+        "unit": "block, sub-block, n blocks or model",
+        "activations": "a mode (R, M or O; M@host), or modes by block",
+        "tensor.plan": "paired or naive, or a mapping of module names to roles",
+        "pipeline.split": "parameters, time, layers or a list of each stage's number of layers",
+        "reshard": reshard,
+    }
+
+
+def test_a_text_of_a_form_of_its_own_is_told_the_form():
+    kinds = {place: each.kind for place, each in KEYS.items() if isinstance(each, Text)}
+    assert {place: kind for place, kind in kinds.items() if kind != "a text"} == {
+        "name": "a name of 1 to 64 letters, digits, . _ - (no . in front)",
+        "model.hf": "a class or a model type, like LlamaForCausalLM or llama",
+        "model.target": "package.module:function",
+        "model.blocks": "names of modules, like encoder.layers.*",
+    }

@@ -1,0 +1,157 @@
+"""Corners of the exact column that no other test needs: one sentence each."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from fractions import Fraction
+from types import SimpleNamespace
+
+from ptrain.costs import Collective, Column, Estimate, Phase, State, Traffic, TrafficKey
+from ptrain.derivation import wire
+from ptrain.derivation.activations import is_tabulated
+from ptrain.derivation.estimate import derive, facts_from_shape
+from ptrain.derivation.flat_bench import Bench, Buffer
+from ptrain.derivation.flat_memory import flat_footprints
+from ptrain.derivation.flat_traffic import _micro_batches
+from ptrain.derivation.tape import Scene, Tape
+from ptrain.derivation.wraps import clip
+from ptrain.plan.lower import lower
+from ptrain.plan.step import LONG_NORM, NORM_ROW
+from ptrain.spec.axis import Axis
+from ptrain.spec.load import load
+from ptrain.spec.spec import Spec
+from ptrain.timeline import Boundary, Mark, Timeline
+from tests.pure.build import make_facts, make_spec, tuple_of
+
+FACTS = make_facts(((4, 6), (3,)), ((3, 5),), ((7,),))
+SHARD, REPLICATE = Axis.DP_SHARD, Axis.DP_REPLICATE
+
+
+def loaded(**changes: object) -> Spec:
+    base = {
+        "model": {"preset": "llama-tiny"},
+        "mesh": {"dp_shard": 2},
+        "placement": {"dp_shard": "S*,S,S,R"},
+        "batch": {"global": 8, "micro": 2, "sequence": 32},
+    }
+    return load(base | changes).spec
+
+
+def estimate(*collectives: Collective) -> Estimate:
+    rows = [
+        Traffic(
+            key=TrafficKey(
+                axes=("dp",), collective=each, state=State.GRADIENTS, phase=Phase.BACKWARD
+            ),
+            calls=1,
+            payload_bytes=8,
+            sent_bytes=4,
+        )
+        for each in collectives
+    ]
+    return Estimate(column=Column.EXACT, world_size=2, traffic=tuple(rows))
+
+
+def test_on_the_wire_gloo_doubles_a_reduce_scatter_and_nothing_else():
+    assert {Collective.REDUCE_SCATTER: Fraction(2)} == wire.GLOO
+    assert wire.TOLERANCE == 0.001
+    (row,) = estimate(Collective.REDUCE_SCATTER).traffic
+    assert wire.factor(row) == 2
+    assert wire.factor(replace(row, key=replace(row.key, via="all_to_all"))) == 1
+
+
+def test_the_factors_of_the_wire_name_what_is_not_as_the_model_says():
+    told = {
+        (Collective.ALL_GATHER,): "gloo: 1; mean over ranks",
+        (Collective.REDUCE_SCATTER, Collective.ALL_REDUCE): (
+            "gloo: reduce_scatter 2, all others 1; mean over ranks"
+        ),
+        (Collective.BROADCAST,): (
+            "gloo: broadcast 1 (a tree: ranks differ), all others 1; mean over ranks"
+        ),
+    }
+    assert {each: wire._factor(estimate(*each), ("dp",)) for each in told} == told
+
+
+def test_facts_hash_alike_whatever_was_traced_of_their_stages():
+    traced = replace(FACTS, stage_passes=([],))
+    assert hash(traced) == hash(FACTS) and traced != FACTS
+    assert FACTS.stage_passes == ()
+
+
+def test_of_micro_batches_the_first_and_the_last_are_told_from_the_others():
+    assert list(_micro_batches(1)) == [(True, True, 1)]
+    assert list(_micro_batches(2)) == [(True, False, 1), (False, True, 1)]
+    assert list(_micro_batches(5)) == [(True, False, 1), (False, False, 3), (False, True, 1)]
+
+
+def test_units_are_in_the_order_of_the_mark_that_is_asked_for():
+    marks = [(Mark.ENTER, 2), (Mark.ENTER, 0), (Mark.LEAVE, 0), (Mark.ENTER, 1), (Mark.LEAVE, 1)]
+    forward = tuple(Boundary(mark, unit) for mark, unit in [*marks, (Mark.LEAVE, 2)])
+    spec = make_spec({})
+    plan = lower(spec, FACTS.unit_modules)
+    timeline = Timeline(forward=forward, backward=())
+    scene = Scene(tape=Tape(), spec=spec, facts=FACTS, plan=plan, timeline=timeline)
+    assert (scene.order(Mark.ENTER), scene.order(Mark.LEAVE)) == ((2, 0, 1), (0, 1, 2))
+
+
+def test_norms_of_long_tensors_take_whole_bytes():
+    spec = make_spec({})
+    plan = lower(spec, FACTS.unit_modules)
+    scene = SimpleNamespace(tape=Tape(), spec=replace(spec, device="cpu"), plan=plan)
+    clip(scene, [LONG_NORM + NORM_ROW // 2 + 1, 7])
+    rows = (LONG_NORM + NORM_ROW // 2 + 1) // NORM_ROW
+    assert scene.tape.peak == 4 * max(1 + rows, 3 + rows, 2 * 3 + 1)
+    assert type(scene.tape.peak) is int and scene.tape.level == 4
+
+
+def test_flat_buffers_are_those_of_rank_0():
+    spec = make_spec({SHARD: (2, tuple_of("R,S,S"))})
+    plan = lower(spec, FACTS.unit_modules)
+    rows = list(flat_footprints(spec, plan, plan.wrap, FACTS))
+    assert [(row.rank, row.state.value) for row in rows] == [
+        (0, "parameters"),
+        (0, "optimizer"),
+        (0, "gradients"),
+    ]
+
+
+def test_a_part_of_a_buffer_is_a_view_where_nothing_else_lies_before_it():
+    mesh = {REPLICATE: (2, tuple_of("R,S,R")), SHARD: (2, tuple_of("S*,S,S"))}
+    spec = make_spec(mesh)
+    plan = lower(spec, FACTS.unit_modules)
+    buffer = Buffer(Bench(tape=Tape(), spec=spec, plan=plan, step=plan.wrap), 64)
+    seen = {
+        ((), (SHARD,)): True,
+        ((), (REPLICATE,)): False,
+        ((SHARD,), (REPLICATE,)): True,
+        ((SHARD,), (SHARD, REPLICATE)): True,
+        ((REPLICATE,), (SHARD,)): True,
+        ((SHARD,), ()): True,
+        ((), ()): True,
+    }
+    assert {each: buffer.is_view(*each) for each in seen} == seen
+
+
+def test_the_fused_loss_in_fp16_has_no_table_and_is_read_from_the_model():
+    fused = {"loss": {"kind": "fused", "chunk": 16}}
+    half = loaded(precision={"layout": "fp16"}, **fused)
+    assert (is_tabulated(half), facts_from_shape(half)) == (False, None)
+    for layout in ("fp32", "zero16"):
+        known = loaded(precision={"layout": layout}, **fused)
+        assert is_tabulated(known) and facts_from_shape(known) is not None
+    assert is_tabulated(loaded(precision={"layout": "fp16"}))
+
+
+def test_every_rank_has_its_operations():
+    rows = derive(loaded()).exact.operations
+    assert [row.rank for row in rows] == [0, 1]
+
+
+def test_rows_that_do_not_divide_and_states_gathered_for_the_update_are_noted():
+    notes = " ".join(derive(loaded()).exact.notes)  # 259 rows of the embedding on 2 ranks
+    assert "ceil(d0 / 2) on every rank: 0.03% more than the model has" in notes
+    even = loaded(model={"preset": "llama-tiny", "vocab": 260})
+    assert "cut by rows" not in " ".join(derive(even).exact.notes)
+    gathered = " ".join(derive(loaded(placement={"dp_shard": "R,S*,R,R"})).exact.notes)
+    assert "optimizer state is gathered over dp_shard" in gathered
