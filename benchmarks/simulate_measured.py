@@ -22,7 +22,6 @@ from ptrain.costs import Estimate
 from ptrain.derivation.estimate import derive
 from ptrain.interpreter.facts import facts_of
 from ptrain.report.record import Check, compare
-from ptrain.report.simulation import exact_of_rank
 from ptrain.simulation.execute import simulate
 from ptrain.spec.load import load
 from ptrain.spec.names import listing
@@ -51,7 +50,7 @@ def ranks_of(spec: Spec, measured: list[Estimate]) -> Iterator[Rank]:
         yield Rank(
             rank=rank,
             simulated=compare(simulated, found),
-            exact=compare(exact_of_rank(spec, exact, rank, simulated), found),
+            exact=compare(exact.of_rank(rank), found),
         )
 
 

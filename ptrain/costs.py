@@ -6,7 +6,7 @@ A verdict is a subtraction of two values of the same type. Bytes are integers.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 
@@ -186,7 +186,8 @@ class Estimate:
     `undefined` gives, per kind of figure ("traffic", "peak", "wire", "blocked_seconds"), why the
     column has none, or not all. `warnings` are what somebody should know before it runs.
     `accounts`: where ranks differ in what they send, the traffic of each kind of rank, of which
-    there are equally many; `traffic` has a row for each kind of call and account.
+    there are equally many, and `account_of` by rank which is its own; `traffic` has a row for each
+    kind of call and account.
     """
 
     column: Column
@@ -200,6 +201,7 @@ class Estimate:
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     accounts: tuple[tuple[Traffic, ...], ...] = ()
+    account_of: tuple[int, ...] = ()
     operations: tuple[Operations, ...] = ()
 
     def bytes_of(self, state: State, rank: int | None = None) -> int:
@@ -228,6 +230,21 @@ class Estimate:
         return max(
             sum(row.sent_bytes for row in rows if (row.key.phase is Phase.SETUP) is setup)
             for rows in self.by_rank()
+        )
+
+    def of_rank(self, rank: int) -> Estimate:
+        """What this column says of one rank."""
+        traffic = self.accounts[self.account_of[rank]] if self.accounts else self.traffic
+        return replace(
+            self,
+            memory=tuple(row for row in self.memory if row.rank == rank),
+            peak=tuple(row for row in self.peak if row.rank == rank),
+            wire=tuple(row for row in self.wire if row.rank == rank),
+            blocked=tuple(row for row in self.blocked if row.rank == rank),
+            operations=tuple(row for row in self.operations if row.rank == rank),
+            traffic=tuple(row for row in traffic if row.calls),
+            accounts=(),
+            account_of=(),
         )
 
     def by_rank(self) -> tuple[tuple[Traffic, ...], ...]:

@@ -21,7 +21,7 @@ from ptrain.interpreter.facts import facts_of
 from ptrain.meters.measure import join_estimates
 from ptrain.report.heading import heading
 from ptrain.report.record import record, traffic_rows
-from ptrain.report.simulation import GARBAGE, RankReport, exact_of_rank, one
+from ptrain.report.simulation import GARBAGE, RankReport, one
 from ptrain.selection.recompute import settled
 from ptrain.simulation.choice import ALL_DISTINCT, chosen, classes, require_ranks
 from ptrain.simulation.execute import rehearsal_device, simulate
@@ -102,7 +102,7 @@ def _of_spec(spec: Spec, args: Namespace) -> Iterator[tuple[Derivation, RankRepo
             rank=rank,
             device=found.device if args.rehearse else "",
             alike=alike[rank],
-            exact=exact_of_rank(spec, derivation.exact, rank, found.estimate),
+            exact=derivation.exact.of_rank(rank),
             simulated=found.estimate,
             course=found.course,
             seconds=found.seconds,

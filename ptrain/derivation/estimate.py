@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from math import lcm
 
 from ptrain.algebra.layout import position
 from ptrain.costs import Column, Estimate, Footprint, Peak, State, Traffic, TrafficKey, add_traffic
@@ -130,9 +129,7 @@ def _with(rows: Iterable[Traffic], operators: tuple[Traffic, ...]) -> tuple[Traf
 def _exact_stages(spec: Spec, plan: Plan, facts: ModelFacts) -> Estimate:
     """Each rank's rows from its stages; of traffic a row for each account, where they differ."""
     stages = pipeline.staged(spec, plan, facts)
-    places = pipeline.accounts(spec, plan, facts, stages)
-    often = lcm(*map(len, places))  # of a place with fewer accounts more ranks have each
-    accounts = [each for place in places for each in place * (often // len(place))]
+    accounts, account_of = pipeline.accounts(spec, plan, facts, stages)
     keys = dict.fromkeys(row.key for rows in accounts for row in rows)
     traffic = tuple(dict.fromkeys(_of_key(key, rows) for key in keys for rows in accounts))
     memory, peaks, undefined = pipeline.resident(spec, plan, stages), tuple[Peak, ...](), {}
@@ -150,7 +147,8 @@ def _exact_stages(spec: Spec, plan: Plan, facts: ModelFacts) -> Estimate:
         undefined=undefined,
         notes=tuple(pipeline_notes(spec, plan, facts)),
         warnings=tuple(warnings(spec, traffic)),
-        accounts=tuple(accounts),
+        accounts=accounts,
+        account_of=account_of,
     )
 
 
@@ -180,6 +178,7 @@ def _joined(spec: Spec, plan: Plan, parts: list[tuple[tuple[int, ...], Estimate]
             row for rank, found in enumerate(of_rank) for row in found.peak if row.rank == rank
         ),
         accounts=tuple(estimate_of[index].traffic for index in sorted(estimate_of)),
+        account_of=tuple(position(spec, rank, axes) for rank in range(spec.world_size)),
         traffic=tuple(
             dict.fromkeys(
                 row

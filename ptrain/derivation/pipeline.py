@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
 
 from ptrain.algebra.layout import position
 from ptrain.axes.pipeline.form import pipeline_of
@@ -217,33 +216,51 @@ def _sum(state: State, rank: int, rows: Iterable[Footprint]) -> Footprint:
     )
 
 
-def sent(spec: Spec, plan: Plan, facts: ModelFacts) -> tuple[tuple[Traffic, ...], ...]:
-    """What the ranks send in a step, by their place along pp: over the boundaries, and of each
-    stage what the data axes, the operators of tp and the sums of its shared tensors send. Where
-    ranks of tp or of shards differ, the account of the first. A step that exchanges shapes first
-    sends more, once."""
-    return tuple(each[0] for each in accounts(spec, plan, facts, staged(spec, plan, facts)))
-
-
 def accounts(
     spec: Spec, plan: Plan, facts: ModelFacts, stages: Sequence[StageParts]
-) -> tuple[tuple[Rows, ...], ...]:
-    """The same, by place along pp every account that some rank there has."""
+) -> tuple[tuple[Rows, ...], tuple[int, ...]]:
+    """What the ranks send in a step: over the boundaries, and of each stage what the data axes, the
+    operators of tp and the sums of its shared tensors send. An account for each place along pp,
+    and there along tp and for each shard where these differ; and by rank which is its own. A step
+    that exchanges shapes first sends more, once."""
     step, made = plan.pipeline, schedule_of(spec)
     assert step is not None
     hidden = chain_of(spec, facts).hidden
     of_stage = [_of_stage(spec, made, stage) for stage in stages]
-    return tuple(
-        tuple(
-            dict.fromkeys(
-                add_traffic((*crossing, *(row for rows in each for row in rows)))
-                for of_index in zip(*(of_stage[s] for s in step.stages_of(rank)), strict=True)
-                for each in product(*of_index)
+    place_of = _places(spec, plan, stages, of_stage)
+    places = sorted(set(place_of))
+    found = tuple(
+        add_traffic(
+            (
+                *over_boundaries(spec, plan, made, rank, hidden),
+                *norm(spec, plan),
+                *(row for s in step.stages_of(rank) for row in _at(of_stage[s][index], shard)),
             )
         )
-        for rank in range(made.ranks)
-        for crossing in [(*over_boundaries(spec, plan, made, rank, hidden), *norm(spec, plan))]
+        for rank, index, shard in places
     )
+    account_of = {place: number for number, place in enumerate(places)}
+    return found, tuple(account_of[place] for place in place_of)
+
+
+def _places(
+    spec: Spec, plan: Plan, stages: Sequence[StageParts], of_stage: Sequence[list[list[Rows]]]
+) -> list[tuple[int, int, int]]:
+    """By rank its place along pp, along tp and among the shards; 0 where all send the same."""
+    step, wrap = plan.pipeline, plan.wrap
+    assert step is not None
+    cut = (plan.tensor.axis,) if plan.tensor and any(len(each.parts) > 1 for each in stages) else ()
+    is_uneven = any(len(shards) > 1 for of_index in of_stage for shards in of_index)
+    shards = wrap.shard_axes if isinstance(wrap, FullyShard) and is_uneven else ()
+    ranks = range(spec.world_size)
+    return [
+        (position(spec, r, (step.axis,)), position(spec, r, cut), position(spec, r, shards))
+        for r in ranks
+    ]
+
+
+def _at(shards: Sequence[Rows], shard: int) -> Rows:
+    return shards[shard] if len(shards) > 1 else shards[0]
 
 
 def over_boundaries(
@@ -265,7 +282,7 @@ def over_boundaries(
 
 
 def _of_stage(spec: Spec, made: Schedule, each: StageParts) -> list[list[Rows]]:
-    """By index on tp, the accounts of the ranks there."""
+    """By index on tp what the ranks there send for a stage: of each shard where these differ."""
     times, wrap = None, each.plan.wrap
     if isinstance(wrap, FullyShard):
         times = stage_gathers(made, each.stage.index, wrap.sync)

@@ -22,8 +22,8 @@ Rows = tuple[Traffic, ...]
 
 def tied_sums(spec: Spec, plan: Plan, part: ModelFacts, stage: Stage) -> tuple[Rows, ...]:
     """What a rank with this part of a stage sends for it: one call for each shared tensor, of its
-    gradient as it is kept between reduction and update. Several where ranks that share the tensor
-    have slices of different sizes; `part` is one rank's of tp."""
+    gradient as it is kept between reduction and update. Of each shard where their slices differ in
+    size, else one for all; `part` is one rank's of tp."""
     step = plan.pipeline
     assert step is not None
     if not stage.shared or step.rank_of[0] == step.rank_of[-1]:
@@ -31,11 +31,11 @@ def tied_sums(spec: Spec, plan: Plan, part: ModelFacts, stage: Stage) -> tuple[R
     units = [unit for unit in part.units if {t.name for t in unit.tensors} & {*stage.shared}]
     calls = Calls(Collective.ALL_REDUCE, State.GRADIENTS, Phase.UPDATE)
     group, itemsize = Group((step.axis,), _ENDS), plan.update.layout.gradients.itemsize
-    found = (
+    found = tuple(
         tuple(calls.over(group, numel * itemsize) for numel in numels)
         for numels in zip(*(_kept(spec, plan, part, unit) for unit in units), strict=True)
     )
-    return tuple(dict.fromkeys(found))
+    return found if len(set(found)) > 1 else found[:1]
 
 
 def _kept(spec: Spec, plan: Plan, part: ModelFacts, unit: UnitFacts) -> Iterator[int]:

@@ -117,6 +117,7 @@ def join_estimates(estimates: list[Estimate]) -> Estimate:
     """One estimate of all ranks: rows of memory and peak per rank; of traffic one row per kind of
     call, and where ranks differ (one may have no such call at all) a row for each account."""
     keys = dict.fromkeys(row.key for estimate in estimates for row in estimate.traffic)
+    accounts = _apart(estimates)
     return Estimate(
         column=estimates[0].column,
         world_size=estimates[0].world_size,
@@ -128,7 +129,8 @@ def join_estimates(estimates: list[Estimate]) -> Estimate:
         wire=tuple(row for estimate in estimates for row in estimate.wire),
         blocked=tuple(row for estimate in estimates for row in estimate.blocked),
         operations=tuple(row for estimate in estimates for row in estimate.operations),
-        accounts=_apart(estimates),
+        accounts=accounts,
+        account_of=tuple(range(len(accounts))),
         undefined={name: why for each in estimates for name, why in each.undefined.items()},
     )
 

@@ -3,18 +3,15 @@ what its peak is made of, and what all this does not say."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 
-from ptrain.algebra.layout import coordinates
-from ptrain.costs import Estimate, State, Traffic
+from ptrain.costs import Estimate, State
 from ptrain.plan.composition import ranks_text
 from ptrain.report.composition import Course
 from ptrain.report.predict import operations_lines
 from ptrain.report.record import Check, compare
 from ptrain.report.table import end_table, render, size
-from ptrain.spec.axis import Axis
-from ptrain.spec.spec import Spec
 
 GARBAGE = (
     "values are garbage, for collectives moved nothing: this says nothing of whether the training "
@@ -41,36 +38,6 @@ class RankReport:
         """Figures in which the two columns are not equal."""
         checks = compare(self.exact, self.simulated)
         return [check for check in checks if check.predicted != check.measured]
-
-
-def exact_of_rank(spec: Spec, exact: Estimate, rank: int, simulated: Estimate) -> Estimate:
-    """The rows of one rank. Where ranks differ in what they send, the accounts of a place along tp,
-    or along pp, are known; where ranks at one place of pp differ too (unequal slices of tp), which
-    of them sends what is not: then it is the account that was simulated, if it is among theirs."""
-    return replace(
-        exact,
-        memory=tuple(row for row in exact.memory if row.rank == rank),
-        peak=tuple(row for row in exact.peak if row.rank == rank),
-        operations=tuple(row for row in exact.operations if row.rank == rank),
-        traffic=_account(_accounts_at(spec, exact, rank), simulated),
-        accounts=(),
-    )
-
-
-def _accounts_at(spec: Spec, exact: Estimate, rank: int) -> Sequence[tuple[Traffic, ...]]:
-    """Of the ranks at this one's place."""
-    if not exact.accounts:
-        return (exact.traffic,)
-    axis = Axis.PP if spec.degree(Axis.PP) > 1 else Axis.TP
-    count = len(exact.accounts) // spec.degree(axis)
-    place = coordinates(spec, rank).get(axis, 0)
-    return exact.accounts[place * count : (place + 1) * count]
-
-
-def _account(accounts: Sequence[tuple[Traffic, ...]], simulated: Estimate) -> tuple[Traffic, ...]:
-    told = [tuple(row for row in account if row.calls) for account in accounts]
-    found = set(simulated.traffic)
-    return next((account for account in told if set(account) == found), told[0])
 
 
 def one(report: RankReport, name: str) -> str:

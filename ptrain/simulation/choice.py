@@ -38,8 +38,8 @@ def chosen(spec: Spec, exact: Estimate, asked: Sequence[str] = ()) -> tuple[int,
 
 
 def classes(spec: Spec, exact: Estimate) -> list[tuple[int, ...]]:
-    """The ranks that are predicted to hold the same and stand at the same place along pp, by their
-    first one."""
+    """The ranks that are predicted to hold and to send the same and stand at the same place along
+    pp, by their first one."""
     rows: defaultdict[int, list[object]] = defaultdict(list)
     for row in exact.memory:
         rows[row.rank].append((row.state, row.device_bytes, row.host_bytes, row.file_bytes))
@@ -48,7 +48,8 @@ def classes(spec: Spec, exact: Estimate) -> list[tuple[int, ...]]:
     alike: defaultdict[object, list[int]] = defaultdict(list)
     for rank in range(spec.world_size):
         place = coordinates(spec, rank).get(Axis.PP, 0)
-        alike[place, tuple(rows[rank])].append(rank)
+        account = exact.account_of[rank] if exact.account_of else 0
+        alike[place, account, tuple(rows[rank])].append(rank)
     return [tuple(ranks) for ranks in alike.values()]
 
 

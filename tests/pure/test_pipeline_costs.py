@@ -7,12 +7,14 @@ from collections import Counter
 
 import pytest
 
+from ptrain.algebra.layout import position
 from ptrain.axes.pipeline.known import schedule
 from ptrain.costs import Collective, Phase, State, Traffic, add_traffic
 from ptrain.derivation.estimate import Derivation, derive, own_facts
 from ptrain.derivation.facts import ModelFacts
-from ptrain.derivation.pipeline import sent, stage_facts, stages_of
+from ptrain.derivation.pipeline import stage_facts, stages_of
 from ptrain.derivation.wire import predicted_bytes
+from ptrain.spec.axis import Axis
 from ptrain.spec.load import load
 from ptrain.spec.pipeline import ScheduleName
 from ptrain.spec.spec import Spec
@@ -47,8 +49,10 @@ def held(found: Derivation, state: State, rank: int) -> int:
 
 
 def accounts(spec: Spec) -> tuple[tuple[Traffic, ...], ...]:
-    """By place along pp."""
-    return sent(spec, derive(spec).plan, own_facts(spec))
+    """By place along pp, of the first rank there."""
+    exact, axes = derive(spec).exact, (Axis.PP,)
+    ranks = {position(spec, rank, axes): rank for rank in reversed(range(spec.world_size))}
+    return tuple(exact.of_rank(ranks[place]).traffic for place in sorted(ranks))
 
 
 def over(rows: tuple[Traffic, ...], axis: str, *phases: Phase) -> tuple[Traffic, ...]:
@@ -304,6 +308,22 @@ def test_everything_is_derived(model, name):
     assert found.undefined == {}
     assert {row.state for row in found.memory} == {*State}
     assert len(found.peak) == 2 * 3  # ranks, phases
+
+
+def test_each_rank_sends_its_own_slice_of_a_tied_head_where_slices_are_unequal():
+    """Rank 1 of the shards has the shorter slice of an odd vocabulary, rank 1 of tp too."""
+    model = SHAPE | {"tied": True, "vocab": 1001, "kv_heads": 6}
+    sharded = derive(legal({"pp": 2, "dp_shard": 2}, model=model)).exact
+    assert sharded.account_of == (0, 1, 2, 3)
+    for rank, words in enumerate((501, 500, 501, 500)):
+        (row,) = over(sharded.of_rank(rank).traffic, "pp", Phase.UPDATE)
+        assert row.payload_bytes == words * HIDDEN * FP32 + FP32  # and of the norm
+    cut = derive(legal({"dp_shard": 2, "pp": 2, "tp": 2}, model=model)).exact
+    for rank in range(8):
+        (row,) = over(cut.of_rank(rank).traffic, "pp", Phase.UPDATE)
+        words = 501 if rank % 2 == 0 else 500
+        shards = -(-words // 2), words // 2
+        assert row.payload_bytes == shards[rank // 4] * HIDDEN * FP32 + FP32, rank
 
 
 def test_unequal_ranks_and_tied_ends_are_told_beside_the_theorem():

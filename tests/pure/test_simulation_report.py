@@ -18,12 +18,10 @@ from ptrain.report.simulation import (
     RankReport,
     agreement,
     by_phase,
-    exact_of_rank,
     heading,
     one,
     peak,
 )
-from ptrain.spec.load import load
 
 PARAMETERS, ACTIVATIONS = 0, 3  # places in a moment's bytes
 
@@ -151,7 +149,6 @@ def test_a_peak_is_listed_and_its_many_small_kinds_are_added_up() -> None:
 
 
 def test_the_account_of_a_rank_is_that_of_its_place_along_tp() -> None:
-    spec = load("tp").spec
     exact = Estimate(
         column=Column.EXACT,
         world_size=2,
@@ -160,9 +157,9 @@ def test_the_account_of_a_rank_is_that_of_its_place_along_tp() -> None:
         ),
         traffic=(traffic(1), traffic(2)),
         accounts=((traffic(1),), (traffic(2),)),
+        account_of=(0, 1),
     )
-    other = estimate(Column.SIMULATED, calls=1)  # which it is not looked for in
-    found = exact_of_rank(spec, exact, 1, other)
+    found = exact.of_rank(1)
     assert found.traffic == (traffic(2),)
     assert [row.rank for row in found.memory] == [1]
 

@@ -13,7 +13,7 @@ from ptrain.costs import Column, Phase, State
 from ptrain.derivation.estimate import derive
 from ptrain.errors import SpecError
 from ptrain.interpreter.registry import Tag
-from ptrain.report.simulation import GARBAGE, exact_of_rank
+from ptrain.report.simulation import GARBAGE
 from ptrain.selection.recompute import settled
 from ptrain.simulation.choice import chosen, classes
 from ptrain.simulation.execute import Simulated, rehearsal_device, simulate
@@ -44,7 +44,7 @@ def small(strategy: str, *changes: str) -> Spec:
 def assert_equal(spec: Spec, found: Simulated) -> None:
     """Resident state, traffic and operations to the byte; what lives for a while nearly."""
     simulated = found.estimate
-    exact = exact_of_rank(spec, derive(spec).exact, found.rank, simulated)
+    exact = derive(spec).exact.of_rank(found.rank)
     passing = (State.ACTIVATIONS, State.TRANSIENT)
     resident = {row for row in exact.memory if row.state not in passing}
     assert {row for row in simulated.memory if row.state not in passing} == resident

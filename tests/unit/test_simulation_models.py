@@ -9,7 +9,6 @@ from ptrain.costs import State
 from ptrain.derivation.estimate import derive
 from ptrain.errors import SpecError
 from ptrain.interpreter import facts
-from ptrain.report.simulation import exact_of_rank
 from ptrain.simulation import patches
 from ptrain.simulation.execute import simulate
 from ptrain.spec.load import load
@@ -47,7 +46,7 @@ def of_user(target: str) -> Spec:
 def assert_as_derived(spec: Spec) -> None:
     found = simulate(spec, 1, allow_import=True)
     derived = derive(spec, facts.facts_of(spec)).exact
-    exact = exact_of_rank(spec, derived, 1, found.estimate)
+    exact = derived.of_rank(1)
     assert set(found.estimate.memory) == set(exact.memory)
     assert set(found.estimate.peak) == set(exact.peak)
     assert set(found.estimate.traffic) == set(exact.traffic)
