@@ -5,7 +5,7 @@ A verdict is a subtraction of two values of the same type. Bytes are integers.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
@@ -235,16 +235,18 @@ class Estimate:
     def of_rank(self, rank: int) -> Estimate:
         """What this column says of one rank."""
         traffic = self.accounts[self.account_of[rank]] if self.accounts else self.traffic
+        sent = tuple(row for row in traffic if row.calls)
+        return replace(self.of_ranks({rank}), traffic=sent, accounts=(), account_of=())
+
+    def of_ranks(self, ranks: Container[int]) -> Estimate:
+        """Without the rows of other ranks; traffic is that of all."""
         return replace(
             self,
-            memory=tuple(row for row in self.memory if row.rank == rank),
-            peak=tuple(row for row in self.peak if row.rank == rank),
-            wire=tuple(row for row in self.wire if row.rank == rank),
-            blocked=tuple(row for row in self.blocked if row.rank == rank),
-            operations=tuple(row for row in self.operations if row.rank == rank),
-            traffic=tuple(row for row in traffic if row.calls),
-            accounts=(),
-            account_of=(),
+            memory=tuple(row for row in self.memory if row.rank in ranks),
+            peak=tuple(row for row in self.peak if row.rank in ranks),
+            wire=tuple(row for row in self.wire if row.rank in ranks),
+            blocked=tuple(row for row in self.blocked if row.rank in ranks),
+            operations=tuple(row for row in self.operations if row.rank in ranks),
         )
 
     def by_rank(self) -> tuple[tuple[Traffic, ...], ...]:

@@ -42,8 +42,8 @@ def group(spec: Spec, rank: int, axes: Sequence[Axis]) -> tuple[int, ...]:
 
 def groups(spec: Spec, axes: Sequence[Axis]) -> Iterator[tuple[int, ...]]:
     """Every group over `axes`, by its lowest rank."""
-    for rank in range(spec.world_size):
-        if position(spec, rank, axes) == 0:
+    for rank, index in enumerate(positions(spec, axes)):
+        if index == 0:
             yield group(spec, rank, axes)
 
 
@@ -55,6 +55,19 @@ def position(spec: Spec, rank: int, axes: Sequence[Axis]) -> int:
         if factor.axis in axes:
             index = index * factor.degree + place[factor.axis]
     return index
+
+
+def positions(spec: Spec, axes: Sequence[Axis]) -> tuple[int, ...]:
+    """`position` of every rank, in one pass over the ranks."""
+    found = [0]
+    for factor in spec.factors:
+        if factor.axis in axes:
+            found = [
+                index * factor.degree + here for index in found for here in range(factor.degree)
+            ]
+        else:
+            found = [index for index in found for _ in range(factor.degree)]
+    return tuple(found)
 
 
 def ranks_over(spec: Spec, axes: Sequence[Axis]) -> int:

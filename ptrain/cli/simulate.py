@@ -113,12 +113,14 @@ def _of_spec(spec: Spec, args: Namespace) -> Iterator[tuple[Derivation, RankRepo
 
 
 def as_record(spec: Spec, found: list[tuple[Derivation, RankReport]]) -> dict[str, Any]:
-    """The result record with the column `simulated`, and beside it what the peaks are made of.
-    Nothing is checked, and the verdict is null."""
+    """The result record with the column `simulated`, and beside it what the peaks are made of; of
+    ranks that were not simulated there are no rows. Nothing is checked, and the verdict is null."""
     derivation = found[0][0]
     simulated = join_estimates([report.simulated for _, report in found])
     devices = ", ".join(dict.fromkeys(report.device for _, report in found))
-    result = record(spec.name, (derivation.paper, derivation.exact, simulated), device=devices)
+    ranks = {report.rank for _, report in found}
+    derived = (each.of_ranks(ranks) for each in (derivation.paper, derivation.exact))
+    result = record(spec.name, (*derived, simulated), device=devices)
     result["simulation"] = {
         "note": GARBAGE,
         "host_bytes": host_bytes(),
@@ -154,7 +156,12 @@ def as_record(spec: Spec, found: list[tuple[Derivation, RankReport]]) -> dict[st
 
 
 def host_bytes() -> int:
-    """The most that this process had in memory, by the operating system."""
+    """The most that this process had in memory, by the operating system. Where it is asked through
+    `getrusage`, a process that was forked begins with what its parent had."""
+    status = Path("/proc/self/status")
+    if status.exists():
+        (line,) = (line for line in status.read_text().splitlines() if line.startswith("VmHWM:"))
+        return int(line.split()[1]) * 1024
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return most if sys.platform == "darwin" else most * 1024
 

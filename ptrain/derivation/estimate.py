@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from ptrain.algebra.layout import position
+from ptrain.algebra.layout import positions
 from ptrain.costs import Column, Estimate, Footprint, Peak, State, Traffic, TrafficKey, add_traffic
 from ptrain.derivation import blocks, pipeline, tensor
 from ptrain.derivation.activations import is_tabulated
@@ -167,7 +167,8 @@ def _joined(spec: Spec, plan: Plan, parts: list[tuple[tuple[int, ...], Estimate]
     assert plan.tensor is not None
     axes = (plan.tensor.axis,)
     estimate_of = {index: found for indices, found in parts for index in indices}
-    of_rank = [estimate_of[position(spec, rank, axes)] for rank in range(spec.world_size)]
+    index_of = positions(spec, axes)
+    of_rank = [estimate_of[index] for index in index_of]
     keys = dict.fromkeys(row.key for _, found in parts for row in found.traffic)
     return replace(
         first,
@@ -178,7 +179,7 @@ def _joined(spec: Spec, plan: Plan, parts: list[tuple[tuple[int, ...], Estimate]
             row for rank, found in enumerate(of_rank) for row in found.peak if row.rank == rank
         ),
         accounts=tuple(estimate_of[index].traffic for index in sorted(estimate_of)),
-        account_of=tuple(position(spec, rank, axes) for rank in range(spec.world_size)),
+        account_of=index_of,
         traffic=tuple(
             dict.fromkeys(
                 row

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ptrain.algebra.layout import position
+from ptrain.algebra.layout import position, positions
 from ptrain.axes.pipeline.exchange import turns
 from ptrain.axes.pipeline.schedule import Schedule
 from ptrain.costs import Footprint, Peak, Phase, State
@@ -42,8 +42,8 @@ def in_flight(
     played: dict[tuple[int, tuple[int, ...]], _Rank] = {}
     memory: list[Footprint] = []
     peaks: list[Peak] = []
-    for rank in range(spec.world_size):
-        place, index = position(spec, rank, (Axis.PP,)), position(spec, rank, (Axis.TP,))
+    places = zip(positions(spec, (Axis.PP,)), positions(spec, (Axis.TP,)), strict=True)
+    for rank, (place, index) in enumerate(places):
         own = [stages[stage] for stage in made.stages_of(place)]
         # ranks of tp with the same parts: the first of them stands for all
         alike = tuple(next(p for p in each.parts.values() if index in p)[0] for each in own)

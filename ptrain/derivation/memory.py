@@ -10,7 +10,7 @@ from collections import Counter
 from dataclasses import replace
 from typing import assert_never
 
-from ptrain.algebra.layout import position, ranks_over
+from ptrain.algebra.layout import positions, ranks_over
 from ptrain.axes.data.costs import local_rows, padded_rows, spread
 from ptrain.costs import Footprint, State
 from ptrain.derivation.facts import ModelFacts
@@ -35,24 +35,26 @@ _SCALING_BYTES = 12  # of a scaled loss: its scale, the steps since it grew, whe
 
 def resident(spec: Spec, plan: Plan, facts: ModelFacts) -> tuple[Footprint, ...]:
     """Rows of parameters, optimizer state, gradients and the rest, rank by rank."""
-    if isinstance(plan.wrap, FlatUnits):
-        return _flat(spec, plan, plan.wrap, facts)
-    axes = differing_axes(plan.wrap)
-    by_shard = [_rows(spec, plan, facts, index) for index in range(ranks_over(spec, axes))]
+    shards = by_shard(spec, plan, facts)
     return tuple(
-        Footprint(state=state, rank=rank, device_bytes=size)
-        for rank in range(spec.world_size)
-        for state, size in by_shard[position(spec, rank, axes)]
+        replace(row, rank=rank)
+        for rank, index in enumerate(positions(spec, differing_axes(plan.wrap)))
+        for row in shards[index]
     )
 
 
-def _flat(spec: Spec, plan: Plan, wrap: FlatUnits, facts: ModelFacts) -> tuple[Footprint, ...]:
-    """Alike on all ranks."""
-    rows = (
-        *flat_footprints(spec, plan, wrap, facts),
-        Footprint(state=State.OTHER, rank=0, device_bytes=other_bytes(spec, facts)),
-    )
-    return tuple(replace(row, rank=rank) for rank in range(spec.world_size) for row in rows)
+def by_shard(spec: Spec, plan: Plan, facts: ModelFacts) -> list[tuple[Footprint, ...]]:
+    """The rows of a rank, by its place along `differing_axes`."""
+    if isinstance(plan.wrap, FlatUnits):
+        other = Footprint(state=State.OTHER, rank=0, device_bytes=other_bytes(spec, facts))
+        return [(*flat_footprints(spec, plan, plan.wrap, facts), other)]
+    return [
+        tuple(
+            Footprint(state=state, rank=0, device_bytes=size)
+            for state, size in _rows(spec, plan, facts, index)
+        )
+        for index in range(ranks_over(spec, differing_axes(plan.wrap)))
+    ]
 
 
 def differing_axes(wrap: Wrap) -> tuple[Axis, ...]:

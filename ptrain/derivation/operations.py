@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from ptrain.algebra.layout import position
+from ptrain.algebra.layout import positions
 from ptrain.axes.pipeline.stages import Stage
 from ptrain.axes.tensor.costs import Cut
 from ptrain.costs import Operations
@@ -31,8 +31,8 @@ def operations(spec: Spec, plan: Plan, stages: Sequence[Stage]) -> tuple[Operati
         return ()
     known: dict[tuple[int, int], dict[str, int]] = {}
     found = []
-    for rank in range(spec.world_size):
-        place, index = position(spec, rank, (Axis.PP,)), position(spec, rank, (Axis.TP,))
+    places = zip(positions(spec, (Axis.PP,)), positions(spec, (Axis.TP,)), strict=True)
+    for rank, (place, index) in enumerate(places):
         if (place, index) not in known:
             known[place, index] = _of_rank(spec, plan, stages, place, index)
         found.append(Operations(rank=rank, **known[place, index]))

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ptrain.algebra.layout import position
+from ptrain.algebra.layout import positions
 from ptrain.axes.pipeline.form import pipeline_of
 from ptrain.axes.pipeline.form import stages_of as cut_as_said
 from ptrain.axes.pipeline.gathers import stage_gathers
@@ -28,8 +28,7 @@ from ptrain.derivation import blocks, tensor
 from ptrain.derivation.calls import group_over
 from ptrain.derivation.facts import ModelFacts, UnitFacts
 from ptrain.derivation.kept import kept_traffic
-from ptrain.derivation.memory import other_bytes
-from ptrain.derivation.memory import resident as resident_of_part
+from ptrain.derivation.memory import by_shard, differing_axes, other_bytes
 from ptrain.derivation.passes import Passes
 from ptrain.derivation.stage_timeline import Pairs, moved_and_repeated
 from ptrain.derivation.tied import Rows, tied_sums
@@ -180,36 +179,38 @@ def resident(spec: Spec, plan: Plan, stages: Sequence[StageParts]) -> tuple[Foot
     """Rows of parameters, optimizer state, gradients and the rest, rank by rank."""
     step = plan.pipeline
     assert step is not None
-    of_stage = [_rows(spec, each) for each in stages]
+    cut = (plan.tensor.axis,) if plan.tensor else ()
+    places = zip(
+        *(positions(spec, axes) for axes in ((step.axis,), cut, differing_axes(plan.wrap))),
+        strict=True,
+    )
+    of_part = {
+        (each.stage.index, index): rows
+        for each in stages
+        for local, indices in each.parts.items()
+        for rows in [by_shard(spec, each.plan, local)]
+        for index in indices
+    }
+    known: dict[tuple[int, ...], list[Footprint]] = {}
     found: list[Footprint] = []
-    for rank in range(spec.world_size):
-        own = step.stages_of(position(spec, rank, (step.axis,)))
-        for state in _PLACED:
-            found.append(_sum(state, rank, (of_stage[stage][rank, state] for stage in own)))
-        buffers = tuple(row for stage in own for row in stages[stage].facts.buffers)
-        size = other_bytes(spec, replace(stages[0].facts, buffers=buffers))
-        found.append(Footprint(state=State.OTHER, rank=rank, device_bytes=size))
+    for rank, place in enumerate(places):
+        if place not in known:
+            rank_of_pp, index, shard = place
+            own = step.stages_of(rank_of_pp)
+            held = [row for stage in own for row in of_part[stage, index][shard]]
+            buffers = tuple(row for stage in own for row in stages[stage].facts.buffers)
+            size = other_bytes(spec, replace(stages[0].facts, buffers=buffers))
+            other = Footprint(state=State.OTHER, rank=rank, device_bytes=size)
+            known[place] = [*(_sum(state, held) for state in _PLACED), other]
+        found += [replace(row, rank=rank) for row in known[place]]
     return tuple(found)
 
 
-def _rows(spec: Spec, stage: StageParts) -> dict[tuple[int, State], Footprint]:
-    """What every rank would hold of one stage, by rank and state."""
-    plan = stage.plan
-    axes = (plan.tensor.axis,) if plan.tensor else ()
-    index_of = [position(spec, rank, axes) for rank in range(spec.world_size)]
-    return {
-        (row.rank, row.state): row
-        for local, indices in stage.parts.items()
-        for row in resident_of_part(spec, plan, local)
-        if index_of[row.rank] in indices
-    }
-
-
-def _sum(state: State, rank: int, rows: Iterable[Footprint]) -> Footprint:
-    held = list(rows)
+def _sum(state: State, rows: Iterable[Footprint]) -> Footprint:
+    held = [row for row in rows if row.state is state]
     return Footprint(
         state=state,
-        rank=rank,
+        rank=0,
         device_bytes=sum(row.device_bytes for row in held),
         host_bytes=sum(row.host_bytes for row in held),
         file_bytes=sum(row.file_bytes for row in held),
@@ -252,11 +253,7 @@ def _places(
     cut = (plan.tensor.axis,) if plan.tensor and any(len(each.parts) > 1 for each in stages) else ()
     is_uneven = any(len(shards) > 1 for of_index in of_stage for shards in of_index)
     shards = wrap.shard_axes if isinstance(wrap, FullyShard) and is_uneven else ()
-    ranks = range(spec.world_size)
-    return [
-        (position(spec, r, (step.axis,)), position(spec, r, cut), position(spec, r, shards))
-        for r in ranks
-    ]
+    return list(zip(*(positions(spec, axes) for axes in ((step.axis,), cut, shards)), strict=True))
 
 
 def _at(shards: Sequence[Rows], shard: int) -> Rows:

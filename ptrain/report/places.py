@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ptrain.algebra.layout import position
+from ptrain.algebra.layout import positions
 from ptrain.costs import Estimate, State
 from ptrain.plan.composition import ranks_text
 from ptrain.plan.step import Plan
@@ -18,7 +18,7 @@ def by_place(spec: Spec, plan: Plan, exact: Estimate) -> str:
     step = plan.pipeline
     if step is None:
         return ""
-    places = [position(spec, rank, (step.axis,)) for rank in range(spec.world_size)]
+    places = positions(spec, (step.axis,))
     kept = [
         (state, tier, label)
         for state in State

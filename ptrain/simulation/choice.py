@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-from ptrain.algebra.layout import coordinates
+from ptrain.algebra.layout import positions
 from ptrain.costs import Estimate
 from ptrain.errors import refused
 from ptrain.spec.axis import Axis
@@ -46,8 +46,7 @@ def classes(spec: Spec, exact: Estimate) -> list[tuple[int, ...]]:
     for each in exact.peak:
         rows[each.rank].append((each.phase, each.device_bytes))
     alike: defaultdict[object, list[int]] = defaultdict(list)
-    for rank in range(spec.world_size):
-        place = coordinates(spec, rank).get(Axis.PP, 0)
+    for rank, place in enumerate(positions(spec, (Axis.PP,))):
         account = exact.account_of[rank] if exact.account_of else 0
         alike[place, account, tuple(rows[rank])].append(rank)
     return [tuple(ranks) for ranks in alike.values()]
