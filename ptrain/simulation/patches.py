@@ -175,6 +175,16 @@ def _running(original: Callable[..., Any]) -> Callable[..., Any]:
     return are_we_tracing
 
 
+def _unwrapped(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The result of a functional collective is wrapped until it is awaited. On fake tensors the
+    wrapping is a tensor of its own, and nothing has to be awaited."""
+
+    def wrap_tensor(result: torch.Tensor) -> torch.Tensor:
+        return result
+
+    return wrap_tensor
+
+
 class Kept:
     """The work of a batch of sends and receives, which keeps its tensors until it is dropped, as
     that of a real backend does; fake works keep nothing."""
@@ -234,6 +244,12 @@ PATCHES = (
             replacement=_running,
         )
         for module in _TRACERS
+    ),
+    Patch(
+        name="results of functional collectives",
+        owner=_functional_collectives,
+        attribute="_wrap_tensor_autograd",
+        replacement=_unwrapped,
     ),
     Patch(
         name="shapes of DTensor's results",

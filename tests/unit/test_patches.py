@@ -12,11 +12,15 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.fsdp._fully_shard._fsdp_common import _chunk_with_empty
 from torch.distributed.tensor import DTensor, _dispatch
 
+from ptrain.costs import Estimate, Phase
+from ptrain.derivation.estimate import derive
 from ptrain.errors import PtrainError
+from ptrain.selection.recompute import settled
 from ptrain.simulation import patches
 from ptrain.simulation.execute import Simulated, simulate
 from ptrain.simulation.patches import PATCHES, Chunks, patched
-from tests.unit.test_simulation import small
+from ptrain.spec.load import load
+from tests.unit.test_simulation import SMALL, small
 
 
 def without(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
@@ -47,6 +51,21 @@ def test_without_its_patch_functional_collectives_are_awaited_at_once(monkeypatc
     monkeypatch.setattr(_dispatch, "_are_we_tracing", watching)
     simulate(small("tp"))
     assert True in seen, "torch takes fake tensors for tracing"
+
+
+def test_without_its_patch_the_result_of_a_collective_is_there_twice(monkeypatch) -> None:
+    """On the first stage the highest moment of forward is a sum over tp."""
+    both = ("mesh={pp: 2, tp: 2}", "placement={pp: [S, S, S, R], tp: tp}")
+    spec = settled(load("tp", (*SMALL, *both)))
+    right = in_forward(simulate(spec).estimate)
+    assert right == in_forward(derive(spec).exact.of_rank(0))
+    without(monkeypatch, "results of functional collectives")
+    assert in_forward(simulate(spec).estimate) > right
+
+
+def in_forward(found: Estimate) -> int:
+    (peak,) = (row.device_bytes for row in found.peak if row.phase is Phase.FORWARD)
+    return peak
 
 
 def test_what_a_pipeline_sends_is_kept_as_a_real_backend_keeps_it(monkeypatch) -> None:
