@@ -163,13 +163,13 @@ class Flat:
         if self.bench.layout.scales_loss and self._on_device and not self.step.consumed:
             self.bench.tape.spike(SCALE_BYTES)
 
-    def clipped(self, shard: int) -> list[int] | None:
+    def clipped(self, shard: int) -> list[list[int]] | None:
         """On the gradients' tier, but for the scalar that is reduced."""
         if self.step.consumed:
             return None
         if self._on_device:
             held = (unit.gradients.kept for unit in self.used)
-            return [piece.numel for piece in held if piece is not None]
+            return [[piece.numel for piece in held if piece is not None]]
         step = self.scene.plan.clip
         if step is not None and step.axes:
             size = max(SCALE_BYTES, self.bench.layout.gradients.itemsize)

@@ -14,7 +14,7 @@ from ptrain.axes.data.costs import kept_ranks, local_rows, padded_rows
 from ptrain.axes.pipeline.schedule import Kind
 from ptrain.derivation.facts import UnitFacts
 from ptrain.derivation.tape import Scene
-from ptrain.derivation.wraps import cast_units
+from ptrain.derivation.wraps import by_operator, cast_units
 from ptrain.plan.step import FullyShard
 from ptrain.spec.batch import GradientSync, ReduceScatterVia
 from ptrain.timeline import Boundary, Complete, Mark
@@ -290,8 +290,8 @@ class FullySharded:
     def reduce(self) -> None:
         """The hooks of backward have."""
 
-    def clipped(self, shard: int) -> list[int] | None:
-        return [numel for group in self._local(shard) for numel in group]
+    def clipped(self, shard: int) -> list[list[int]] | None:
+        return by_operator(self.scene, [numel for unit in self._local(shard) for numel in unit])
 
     def update(self, shard: int) -> None:
         cast_units(self.scene, self._local(shard))

@@ -107,9 +107,9 @@ class Wrap(Protocol):
     def reduce(self) -> None:
         """Reduce what is partial."""
 
-    def clipped(self, shard: int) -> list[int] | None:
-        """Elements of each gradient on the rank with this shard; None where they are not on the
-        device."""
+    def clipped(self, shard: int) -> list[list[int]] | None:
+        """Elements of each gradient on the rank with this shard, in groups of which there is a norm
+        each; None where they are not on the device."""
         ...
 
     def update(self, shard: int) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import assert_never
 
 from ptrain.algebra.layout import position
@@ -123,11 +124,10 @@ def play_update(wraps: Sequence[Wrap], shard: int) -> None:
     """Reduce what is partial, one norm over all, and the optimizer, on the rank with this shard."""
     for wrap in wraps:
         wrap.reduce()
-    norms = [wrap.clipped(shard) for wrap in wraps]
-    numels = [numel for found in norms if found is not None for numel in found]
+    norms = [found for wrap in wraps if (found := wrap.clipped(shard)) is not None]
     scene = wraps[0].scene
-    if scene.plan.clip is not None and any(found is not None for found in norms):
-        clip(scene, numels)
+    if scene.plan.clip is not None and norms:
+        clip(scene, [list(chain.from_iterable(of_group)) for of_group in zip(*norms, strict=True)])
     for wrap in wraps:
         wrap.update(shard)
     for wrap in wraps:

@@ -50,12 +50,29 @@ def _of_largest_matrix(scene: Scene, unit: UnitFacts) -> int:
     )
 
 
-def clip(scene: Scene, sizes: Sequence[int]) -> None:
-    """A norm per tensor, on a processor one per row of a long tensor first, and one of what is left
-    of it; all stacked for the norm of all. One scalar stays until the step is over. `sizes` are the
-    elements of each tensor."""
+def by_operator(scene: Scene, numels: Sequence[int]) -> list[list[int]]:
+    """Elements of each tensor: within tp those that are cut, then those that its ranks have alike,
+    for each of which there is a norm."""
+    clip = scene.plan.clip
+    if clip is None or not clip.operator_axes:
+        return [list(numels)]
+    known = list(zip(numels, scene.facts.tensors, strict=True))
+    return [[numel for numel, tensor in known if tensor.is_cut is cut] for cut in (True, False)]
+
+
+def clip(scene: Scene, groups: Sequence[Sequence[int]]) -> None:
+    """The norm of each group of tensors, of which a scalar stays meanwhile; one until the step is
+    over. `groups` are the elements of each tensor."""
     scalar = max(4, scene.plan.update.layout.gradients.itemsize)
     is_cpu = scene.spec.device != "cuda"
+    most = max(before + _norm(sizes, is_cpu=is_cpu) for before, sizes in enumerate(groups))
+    scene.tape.spike(most * scalar)
+    scene.tape.add(scalar)
+
+
+def _norm(sizes: Sequence[int], *, is_cpu: bool) -> int:
+    """How many scalars there are at once: a norm per tensor, on a processor one per row of a long
+    tensor first, and one of what is left of it; all stacked for the norm of all."""
     long = [numel for numel in sizes if is_cpu and numel > LONG_NORM]
     alive = most = len(sizes) - len(long)
     rows = 0  # of the tensor before, which live until those of the next are there
@@ -63,8 +80,7 @@ def clip(scene: Scene, sizes: Sequence[int]) -> None:
         most = max(most, alive + rows + numel // NORM_ROW)
         rows, alive = numel // NORM_ROW, alive + 2
         most = max(most, alive + rows)
-    scene.tape.spike(max(most, 2 * alive + 1) * scalar)
-    scene.tape.add(scalar)
+    return max(most, 2 * alive + 1)
 
 
 class Local:
@@ -106,8 +122,8 @@ class Local:
     def reduce(self) -> None:
         """They are where the optimizer wants them."""
 
-    def clipped(self, shard: int) -> list[int] | None:
-        return [tensor.numel for tensor in self.scene.facts.tensors]
+    def clipped(self, shard: int) -> list[list[int]] | None:
+        return by_operator(self.scene, [tensor.numel for tensor in self.scene.facts.tensors])
 
     def update(self, shard: int) -> None:
         groups = [[tensor.numel for tensor in unit.tensors] for unit in self.scene.facts.units]

@@ -99,7 +99,7 @@ def test_norms_of_long_tensors_take_whole_bytes():
     spec = make_spec({})
     plan = lower(spec, FACTS.unit_modules)
     scene = SimpleNamespace(tape=Tape(), spec=replace(spec, device="cpu"), plan=plan)
-    clip(scene, [LONG_NORM + NORM_ROW // 2 + 1, 7])
+    clip(scene, [[LONG_NORM + NORM_ROW // 2 + 1, 7]])
     rows = (LONG_NORM + NORM_ROW // 2 + 1) // NORM_ROW
     assert scene.tape.peak == 4 * max(1 + rows, 3 + rows, 2 * 3 + 1)
     assert type(scene.tape.peak) is int and scene.tape.level == 4
