@@ -228,7 +228,8 @@ class Examination:
         limit = self.worst_loss.tolerance
         for losses, loss in zip(self.losses, (right, found), strict=True):
             losses.append(loss)
-        size = abs(found - right) / abs(right) if right else math.inf
+        apart = abs(found - right)
+        size = apart / abs(right) if apart and right else (math.inf if apart else 0.0)
         size = size if math.isfinite(size) else math.inf
         self.worst_loss.see(size, f"step {step}")
         if size > limit and not self.departures:
