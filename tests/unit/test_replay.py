@@ -37,6 +37,7 @@ POLICIES = [
 ]
 FULLY = {Axis.DP_SHARD: (2, GATHERED)}
 HYBRID = {Axis.DP_REPLICATE: (2, WHOLE), Axis.DP_SHARD: (2, GATHERED)}
+BY_DEFAULT = 6  # of the drawn tuples
 LAYOUTS = pytest.mark.parametrize("layout", [FP32, ZERO16], ids=lambda layout: layout.name)
 
 
@@ -79,7 +80,10 @@ def test_one_device_and_flat_units(placement: Placement | None, accumulate: int,
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
-@pytest.mark.parametrize("mesh", [FULLY, HYBRID], ids=["fully-sharded", "hybrid"])
+@pytest.mark.parametrize(
+    "mesh",
+    [pytest.param(FULLY, id="fully"), pytest.param(HYBRID, id="hybrid", marks=pytest.mark.nightly)],
+)
 def test_every_sync_policy(mesh, policy: SyncPolicy) -> None:
     assert not differences(make_spec(mesh, accumulate=4, sync=policy))
 
@@ -142,7 +146,15 @@ def _drawn(number: int) -> list[Spec]:
 
 
 @pytest.mark.parametrize(
-    "spec", _drawn(16), ids=lambda spec: " x ".join(str(f.placement) for f in spec.factors)
+    "spec",
+    [
+        pytest.param(
+            spec,
+            id=" x ".join(str(factor.placement) for factor in spec.factors),
+            marks=() if number < BY_DEFAULT else pytest.mark.nightly,
+        )
+        for number, spec in enumerate(_drawn(16))
+    ],
 )
 def test_drawn_tuples(spec: Spec) -> None:
     assert not differences(spec), f"seed {SEED}"
