@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch.distributed import _functional_collectives
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.fsdp._fully_shard._fsdp_common import _chunk_with_empty
-from torch.distributed.tensor import DTensor, _dispatch
+from torch.distributed.tensor import DTensor
 
 from ptrain.costs import Estimate, Phase
 from ptrain.derivation.estimate import derive
@@ -48,7 +48,8 @@ def test_without_its_patch_functional_collectives_are_awaited_at_once(monkeypatc
         return seen[-1]
 
     without(monkeypatch, "tracing")
-    monkeypatch.setattr(_dispatch, "_are_we_tracing", watching)
+    for module in patches._TRACERS:
+        monkeypatch.setattr(module, "_are_we_tracing", watching)
     simulate(small("tp"))
     assert True in seen, "torch takes fake tensors for tracing"
 
