@@ -18,27 +18,10 @@ from ptrain.spec.load import load
 from ptrain.spec.model import HuggingFaceModel
 from ptrain.spec.overrides import sweeps
 from ptrain.spec.schema import _tidy
-from ptrain.spec.spec import Spec
 from ptrain.spec.text import Tree
 from ptrain.spec.write import to_yaml
 from tests.pure.build import GATHERED, WHOLE, make_spec, tuple_of
-
-BASE = {
-    "model": {"preset": "llama-tiny"},
-    "mesh": {"dp_shard": 2},
-    "placement": {"dp_shard": "S*,S,S,R"},
-    "batch": {"global": 16, "micro": 2, "sequence": 32},
-}
-
-
-def loaded(**changes: object) -> Spec:
-    return load(BASE | changes).spec
-
-
-def faults(**changes: object) -> dict[str, Fault]:
-    with pytest.raises(SpecError) as caught:
-        load({key: value for key, value in (BASE | changes).items() if value is not None})
-    return {fault.place: fault for fault in caught.value.faults}
+from tests.pure.changes import BASE, faults, loaded
 
 
 def test_reading_what_is_sound_leaves_the_tree_as_it_is():

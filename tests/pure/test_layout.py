@@ -8,7 +8,15 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ptrain.algebra.layout import coordinates, group, groups, position, rank_at, ranks_over
+from ptrain.algebra.layout import (
+    coordinates,
+    group,
+    groups,
+    position,
+    positions,
+    rank_at,
+    ranks_over,
+)
 from ptrain.spec.axis import DATA_AXES, Axis
 from tests.pure.build import WHOLE, make_spec
 
@@ -64,3 +72,10 @@ def test_the_rank_at_a_rank_s_coordinates_is_that_rank():
 def test_a_rank_outside_the_world_has_no_coordinates(rank):
     with pytest.raises(AssertionError, match=f"rank {rank} is not in a world of 8"):
         coordinates(mesh_of((2, 4)), rank)
+
+
+@pytest.mark.parametrize("degrees", FACTORIZATIONS)
+@pytest.mark.parametrize("axes", [(), DATA_AXES[:1], DATA_AXES[1:], DATA_AXES])
+def test_the_positions_of_all_ranks_are_each_ranks_own(degrees, axes):
+    spec = mesh_of(degrees)
+    assert positions(spec, axes) == tuple(position(spec, rank, axes) for rank in range(8))

@@ -22,23 +22,7 @@ from ptrain.spec.placement import M
 from ptrain.spec.resolve_keep import CHUNK
 from ptrain.spec.spec import Spec
 from ptrain.spec.write import to_yaml
-
-BASE = {
-    "model": {"preset": "llama-tiny"},
-    "mesh": {"dp_shard": 2},
-    "placement": {"dp_shard": "S*,S,S,R"},
-    "batch": {"global": 16, "micro": 2, "sequence": 32},
-}
-
-
-def loaded(**changes: object) -> Spec:
-    return load.load(BASE | changes).spec
-
-
-def faults(*on_top: str, **changes: object) -> dict[str, Fault]:
-    with pytest.raises(SpecError) as caught:
-        load.load(BASE | changes, on_top)
-    return {fault.place: fault for fault in caught.value.faults}
+from tests.pure.changes import BASE, faults, loaded
 
 
 def remedies(**changes: object) -> dict[str, str]:
