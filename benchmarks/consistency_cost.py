@@ -9,7 +9,7 @@ them; outside is the batch. CPU time is the sum over the ranks, their communicat
 included; wall time is that of the slowest rank, from a barrier on. The first check, in which the
 ranks tell each other what they hold, is in the warm-up. That both send the same but for the
 exchange is counted in a round after the timed ones.
-Prints; writes a result only with --save. 20 rounds of three strategies take about 15 minutes.
+Prints; writes a result only with --save. 30 rounds of three strategies take about 25 minutes.
 """
 
 from __future__ import annotations

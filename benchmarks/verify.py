@@ -95,6 +95,7 @@ def row(found: Result) -> str:
         _against(checks.get(f"{OWN}: loss of every step")),
         _kept(found, OWN),
         _against(checks.get(f"{OWN}: gradient of step 0")),
+        _against(checks.get(f"{OWN}: gradient of step 0 by parameter")),
         _largest(found, "examination: "),
         f"{found['cpu']:.0f}",
         f"{found['wall']:.0f}",
@@ -136,6 +137,7 @@ COLUMNS = (
     "loss, own dtypes",
     "1e-4 kept (by references)",
     "gradient, own dtypes",
+    "its worst parameter",
     "module by module",
     "CPU s",
     "wall s",
@@ -168,7 +170,8 @@ def page(
         "1e-4, absolute, in fp32, as long as references that differ in the order of their sums "
         "alone keep that too. *Kept* says for how many steps the run does, and in brackets for how "
         "many all of these references do. *Gradient*: of step 0, the 2-norm of the difference of "
-        "the whole vector over one device's. *Module by module*: the largest relative difference "
+        "the whole vector over one device's; *its worst parameter* is that with the largest share "
+        "of what is allowed of its own. *Module by module*: the largest relative difference "
         "of three steps in fp64, over all module outputs, their gradients, parameter gradients, "
         "parameters and optimizer state. CPU seconds are those of all ranks, from their start to "
         "their end, imports, references and trajectories in it; wall seconds depend on what else "

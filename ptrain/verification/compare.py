@@ -153,6 +153,33 @@ def apart(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> float:
     return ratio if math.isfinite(ratio) else math.inf
 
 
+def apart_by_tensor(
+    expected: Mapping[str, Tensor], found: Mapping[str, Tensor]
+) -> dict[str, float]:
+    """The same of each tensor by itself, relative to its own length; one that is NOISE is relative
+    to the usual length of as many elements."""
+    names = {**expected, **found}
+    usual = _root_mean_square(expected.values()) if expected else 0.0
+    if usual == 0.0:
+        return dict.fromkeys(names, math.inf)
+    differences = {}
+    for name in names:
+        one, other = expected.get(name), found.get(name)
+        one = torch.zeros_like(found[name]) if one is None else one
+        other = torch.zeros_like(one) if other is None else other
+        differences[name] = _or_infinite(_by_norm(one, other, usual))
+    return differences
+
+
+def share_of(measured: float, allowed: float) -> float:
+    """How much of what is allowed is taken; infinite where one of them is no number."""
+    if not (math.isfinite(measured) and math.isfinite(allowed)):
+        return math.inf
+    if measured == 0.0:
+        return 0.0
+    return measured / allowed if allowed > 0.0 else math.inf
+
+
 def _check(name: str, difference: float, tolerance: float, place: str) -> Check:
     """A relative difference that should be 0."""
     holds = difference <= tolerance  # false for NaN

@@ -19,7 +19,7 @@ from ptrain.report.record import Check
 from ptrain.spec.spec import Spec
 from ptrain.train.exchange import Exchange
 from ptrain.verification.capture import Capture
-from ptrain.verification.compare import apart
+from ptrain.verification.compare import apart, share_of
 from ptrain.verification.drive import drive_and_add
 from ptrain.verification.preconditions import Make
 from ptrain.verification.tolerances import FP64_GRADIENT
@@ -92,17 +92,11 @@ def _losses(name: str, losses: Sequence[float], other: Account, most: Sequence[f
         why = f"{len(pairs)} of {len(most)} steps can be compared: verify {other.name} alone first"
         return _check(name, math.inf, most[0], why)
     off = [abs(one - its) for one, its in pairs]
-    shares = [_share(*pair) for pair in zip(off, most, strict=True)]
+    shares = [share_of(*pair) for pair in zip(off, most, strict=True)]
     worst = max(range(len(off)), key=shares.__getitem__)
     one, its = pairs[worst]
     why = f"step {worst}: the loss is {one:.12g}, and {its:.12g} on the other mesh"
     return _check(name, off[worst], most[worst], why)
-
-
-def _share(off: float, most: float) -> float:
-    if off == 0.0:
-        return 0.0
-    return off / most if most > 0.0 and math.isfinite(off) else math.inf
 
 
 def _check(name: str, measured: float, tolerance: float, why: str) -> Check:

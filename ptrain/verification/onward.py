@@ -11,7 +11,6 @@ references that take the same state and add up in other orders.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -22,7 +21,7 @@ from ptrain.interpreter.program import Program
 from ptrain.report.record import Check
 from ptrain.spec.spec import Spec
 from ptrain.train.exchange import Exchange
-from ptrain.verification.compare import FP64, apart
+from ptrain.verification.compare import FP64, apart, share_of
 from ptrain.verification.permuted import Permuted
 from ptrain.verification.reference import OneDevice
 from ptrain.verification.tolerances import (
@@ -60,18 +59,9 @@ class Worst:
     step: int = 0
 
     def add(self, step: int, measured: float, allowed: float) -> None:
-        share = _share(measured, allowed)
+        share = share_of(measured, allowed)
         if share > self.share:
             self.share, self.measured, self.allowed, self.step = share, measured, allowed, step
-
-
-def _share(measured: float, allowed: float) -> float:
-    """Infinite where one of them is no number."""
-    if not (math.isfinite(measured) and math.isfinite(allowed)):
-        return math.inf
-    if measured == 0.0:
-        return 0.0
-    return measured / allowed if allowed > 0.0 else math.inf
 
 
 @dataclass(frozen=True, slots=True)

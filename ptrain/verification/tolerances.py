@@ -11,10 +11,13 @@ is one more draw of the same kind, (X - L_1) / (s sqrt 2) has Student's t distri
 degrees of freedom, s being the sample deviation. So the run may be off by lambda · s(t), lambda =
 q · sqrt 2, where q is exceeded once in 10^4, and s(t) is the largest deviation of the steps up to
 t: roundings add up, and references may come close to each other by chance. The same holds for
-gradient norms; for the gradient of step 0 and the parameters at the end, s² is half the mean
-square distance of permuted references from the first. Nothing of it is of the run under test.
+gradient norms; for the gradient of step 0, as one vector and of each parameter, and the parameters
+at the end, s² is half the mean square distance of permuted references from the first. Nothing of it
+is of the run under test.
 
-- In 16 bits, and where the update computes in them, that is all: 7 permuted references.
+- In 16 bits, and where the update computes in them, that is all: 7 permuted references. But one
+  parameter's gradient may be off by what two neighbours in its coarsest dtype part by: in a small
+  tensor all references can round alike by chance.
 - In fp32 at least 1e-4 is allowed, absolute, and 1e-5 of the gradient; 3 permuted references.
 - In fp64 at least 1e-12, relative. What the fp32 references part by times 2^-29, the quotient of
   the two round-offs, is what fp64 ones would: the growth is the map's, and the same. That ends
@@ -29,15 +32,16 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 import torch
 
+from ptrain.models.numerics import TORCH_DTYPES
 from ptrain.spec.spec import Spec
 from ptrain.train.exchange import Exchange
-from ptrain.verification.compare import FP64, apart, worst_parameters
+from ptrain.verification.compare import FP64, apart, apart_by_tensor, worst_parameters
 from ptrain.verification.references import Ask, Told
 from ptrain.verification.variants import exactly, in_fp32, is_banded, without_dropout
 from ptrain.verification.whole import whole
@@ -53,13 +57,15 @@ _FINER = torch.finfo(torch.float64).eps / _FP32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Allowed:
-    """Of every step's loss, absolute; of its gradient norm, of the gradient of step 0 and of the
-    parameters at the end, relative (None: not compared). `references`: how far the losses of
-    permuted references are off at most. `told` says where figures are from."""
+    """Of every step's loss, absolute; of its gradient norm, of the gradient of step 0, as one
+    vector and `by_parameter`, and of the parameters at the end, relative (None: not compared).
+    `references`: how far the losses of permuted references are off at most. `told` says where
+    figures are from."""
 
     losses: tuple[float, ...]
     references: tuple[float, ...]
     gradient: float
+    by_parameter: Mapping[str, float] = field(default_factory=dict)
     norms: tuple[float, ...] | None = None
     parameters: float | None = None
     told: str = ""
@@ -120,6 +126,7 @@ def in_fp64(growth: Sequence[Told], exact: Told, exchange: Exchange) -> Allowed:
         losses=allowed,
         references=_farthest(growth, finer),
         gradient=FP64_GRADIENT,
+        by_parameter=_by_parameter(growth, exchange, FP64_GRADIENT, finer),
         norms=tuple(
             max(FP64.of_norm(step), spread / norm) if norm else FP64.of_norm(step)
             for step, (spread, norm) in enumerate(zip(norms, exact.norms, strict=True))
@@ -137,7 +144,11 @@ def in_own_dtypes(spec: Spec, told: Sequence[Told], exchange: Exchange) -> Allow
         allowed = tuple(max(each, FP32_LOSS) for each in spread)
         said = _until("own dtypes", "1e-4", fixed, allowed, len(told))
         return Allowed(
-            losses=allowed, references=_farthest(told), gradient=FP32_GRADIENT, told=said
+            losses=allowed,
+            references=_farthest(told),
+            gradient=FP32_GRADIENT,
+            by_parameter=_by_parameter(told, exchange, FP32_GRADIENT),
+            told=said,
         )
     num_addends = spec.batch.accumulate * spec.data_degree
     rounding = _factor(len(told)) * _FP32 / 2 * math.sqrt(2 * num_addends)  # of the loss's sum
@@ -147,6 +158,7 @@ def in_own_dtypes(spec: Spec, told: Sequence[Told], exchange: Exchange) -> Allow
         ),
         references=_farthest(told),
         gradient=_between_gradients(told, exchange),
+        by_parameter=_by_parameter(told, exchange, _coarsest(spec)),
         told=f"own dtypes: a loss may be off by {_factor(len(told)):.1f} deviations of {len(told)} "
         f"references, {len(told) - 1} of them with permuted sums",
     )
@@ -186,6 +198,26 @@ def _between_gradients(told: Sequence[Told], exchange: Exchange) -> float:
     first = whole(told[0].solo.gradients if told[0].solo else {}, exchange)
     solos = (each.solo for each in told[1:])
     return _from_first((apart(first, each.gradients) for each in solos if each), told, exchange)
+
+
+def _by_parameter(
+    told: Sequence[Told], exchange: Exchange, least: float, finer: float = 1.0
+) -> dict[str, float]:
+    """Of each parameter's gradient of step 0, and at least `least`."""
+    first = whole(told[0].solo.gradients if told[0].solo else {}, exchange)
+    solos = (each.solo for each in told[1:])
+    own = [apart_by_tensor(first, each.gradients) for each in solos if each]
+    found = [each for its in exchange.gather(own) for each in its]
+    return {
+        name: max(least, from_permuted([each[name] for each in found]) * finer) for name in first
+    }
+
+
+def _coarsest(spec: Spec) -> float:
+    """The spacing of the dtypes that a gradient goes through, relative."""
+    layout = spec.precision.effective
+    dtypes = (layout.parameters, layout.reduced, layout.gradients)
+    return max(torch.finfo(TORCH_DTYPES[each]).eps for each in dtypes)
 
 
 def _between_parameters(told: Sequence[Told], exchange: Exchange) -> float:

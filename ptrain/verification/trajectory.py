@@ -7,7 +7,7 @@ step that is off, or not finite, is the last that runs.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -18,7 +18,7 @@ from ptrain.interpreter.program import Program
 from ptrain.report.record import Check
 from ptrain.train.exchange import Exchange
 from ptrain.verification.capture import Capture
-from ptrain.verification.compare import Tolerances, alive, apart, compare
+from ptrain.verification.compare import Tolerances, alive, apart, apart_by_tensor, compare, share_of
 from ptrain.verification.consistency import EVERY, Watch
 from ptrain.verification.drive import drive_and_add, local_batch
 from ptrain.verification.onward import Onward
@@ -127,6 +127,7 @@ def checks(reference: Told, run: Run, allowed: Allowed, exchange: Exchange) -> t
         within = Corridor(center=reference.losses, allowed=allowed.losses)
         own = [
             _gradient(apart(solo.gradients, run.gradients), allowed.gradient),
+            _by_parameter(apart_by_tensor(solo.gradients, run.gradients), allowed.by_parameter),
             _in_corridor(run, within),
             *_learns(solo, run),
         ]
@@ -150,6 +151,22 @@ def _gradient(measured: float, allowed: float) -> Check:
         tolerance=allowed,
         holds=holds,
         why="" if holds else f"the gradient vector differs by {measured:.3g} of its length",
+    )
+
+
+def _by_parameter(measured: Mapping[str, float], allowed: Mapping[str, float]) -> Check:
+    """The parameter with the largest share of what is allowed of its own; one that one device has
+    no gradient of is allowed nothing."""
+    worst = max(measured, key=lambda name: share_of(measured[name], allowed.get(name, 0.0)))
+    its, most = measured[worst], allowed.get(worst, 0.0)
+    holds = its <= most
+    return Check(
+        name="gradient of step 0 by parameter",
+        predicted=0.0,
+        measured=its,
+        tolerance=most,
+        holds=holds,
+        why="" if holds else f"that of {worst} differs by {its:.3g} of its length",
     )
 
 

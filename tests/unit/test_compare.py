@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ptrain.verification.compare import FP64, alive, apart, compare
+from ptrain.verification.compare import FP64, alive, apart, apart_by_tensor, compare, share_of
 from ptrain.verification.reference import Trajectory
 
 LOSSES = tuple(5.0 - 0.1 * step for step in range(20))
@@ -103,3 +103,33 @@ def test_gradients_apart_are_one_vector_and_what_is_missing_is_zero():
     assert apart(one, {**one, "a": torch.ones(2)}) == math.inf
     assert apart({}, one) == math.inf
     assert apart(one, {**one, "a": torch.tensor([NAN])}) == math.inf
+
+
+def test_by_tensor_each_is_relative_to_its_own_length_and_noise_to_the_usual_one():
+    one = dict(trajectory().parameters)
+    assert set(apart_by_tensor(one, one).values()) == {0.0}
+    found = apart_by_tensor(
+        one, {**one, "small": one["small"] * (1 + 1e-3), "key.bias": -one["key.bias"]}
+    )
+    assert found["large"] == 0.0
+    assert found["small"] == pytest.approx(1e-3)
+    assert 0.0 < found["key.bias"] < 1e-12
+    assert apart(one, {**one, "small": one["small"] * (1 + 1e-3)}) < 1e-6
+
+
+def test_by_tensor_what_one_side_lacks_is_zero_there():
+    one = dict(trajectory().parameters)
+    without = {name: each for name, each in one.items() if name != "small"}
+    assert apart_by_tensor(one, without)["small"] == pytest.approx(1.0)
+    assert apart_by_tensor(without, one)["small"] > 1e-6
+    zeros = {name: torch.zeros_like(each) for name, each in one.items()}
+    assert apart_by_tensor(zeros, one)["large"] == math.inf
+    assert apart_by_tensor(one, {**one, "small": one["small"] * math.nan})["small"] == math.inf
+
+
+@pytest.mark.parametrize(
+    ("measured", "allowed", "share"),
+    [(1.0, 2.0, 0.5), (0.0, 0.0, 0.0), (1.0, 0.0, math.inf), (math.nan, 1.0, math.inf)],
+)
+def test_what_is_no_number_takes_more_than_all_that_is_allowed(measured, allowed, share):
+    assert share_of(measured, allowed) == share

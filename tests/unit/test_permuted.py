@@ -24,6 +24,7 @@ from ptrain.verification.tolerances import (
     in_own_dtypes,
     plan,
 )
+from ptrain.verification.trajectory import Run, checks
 from ptrain.verification.variants import in_other_batches, is_banded
 from tests.jobs import TINY
 
@@ -127,14 +128,15 @@ def test_the_quantiles_are_students(degrees):
     assert 1 - 2 * half == pytest.approx(1e-4, rel=2e-3)
 
 
-def told(losses: tuple[float, ...], offset: float = 0.0) -> Told:
+def told(losses: tuple[float, ...], offset: float = 0.0, off_in_b: float = 0.0) -> Told:
     trajectory = Trajectory(
         losses=losses,
         gradient_norms=(1.0,) * len(losses),
         parameters={"a": torch.ones(3, dtype=torch.float64) + offset},
         travelled=1.0,
     )
-    solo = Solo(trajectory=trajectory, gradients={"a": torch.ones(3) + offset}, again=0.0)
+    gradients = {"a": torch.ones(3) + offset, "b": torch.full((3,), 1e-4 * (1 + off_in_b))}
+    solo = Solo(trajectory=trajectory, gradients=gradients, again=0.0)
     return Told(losses=losses, norms=trajectory.gradient_norms, owner=0, solo=solo)
 
 
@@ -176,6 +178,36 @@ def test_in_16_bits_references_alone_say_what_is_allowed():
     found = in_own_dtypes(spec, runs, ALONE)
     assert 1e-2 < found.losses[0] < 1e-1
     assert 1e-2 < found.gradient < 1e-1
+
+
+def test_each_parameters_gradient_is_allowed_what_it_parts_by_itself():
+    runs = [told((4.0,), off_in_b=i * 1e-4) for i in range(MANY + 1)]
+    own = in_own_dtypes(tiny(), runs[: FEW + 1], ALONE)
+    assert own.gradient == own.by_parameter["a"] == 1e-5
+    assert 1e-3 < own.by_parameter["b"] < 1e-2
+    exact = in_fp64(runs[: FEW + 1], told((4.0,)), ALONE)
+    assert exact.by_parameter["a"] == 1e-12
+    assert exact.by_parameter["b"] == pytest.approx(own.by_parameter["b"] * 2.0**-29)
+
+
+def test_in_16_bits_one_parameters_gradient_may_be_off_by_the_spacing_of_its_dtype():
+    runs = [told((4.0,), off_in_b=i * 1e-2) for i in range(MANY + 1)]
+    found = in_own_dtypes(tiny("zero3", "precision.layout=bf16"), runs, ALONE)
+    assert found.by_parameter["a"] == torch.finfo(torch.bfloat16).eps
+    assert found.by_parameter["b"] > 0.1
+
+
+def test_one_parameters_gradient_is_off_where_the_vector_is_not_and_the_check_names_it():
+    runs = [told((4.0,)) for _ in range(FEW + 1)]
+    allowed = in_own_dtypes(tiny(), runs, ALONE)
+    solo = told((4.0,), off_in_b=1e-2).solo
+    assert solo is not None
+    run = Run(trajectory=solo.trajectory, gradients=solo.gradients, again=0.0, stopped=0)
+    by_name = {each.name: each for each in checks(runs[0], run, allowed, ALONE)}
+    assert by_name["gradient of step 0"].holds
+    failed = by_name["gradient of step 0 by parameter"]
+    assert not failed.holds and failed.why == "that of b differs by 0.01 of its length"
+    assert failed.measured == pytest.approx(1e-2, rel=1e-3)
 
 
 def test_a_reference_that_is_no_number_allows_nothing():

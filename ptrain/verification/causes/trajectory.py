@@ -36,7 +36,7 @@ def of_dtypes(
     failed = next((each.name for each in checks if not each.holds), None)
     if failed is None:
         return None
-    is_first = failed == "gradient of step 0"
+    is_first = failed.startswith("gradient of step 0")
     return Culprit(
         state=Subject.GRADIENTS if "gradient" in failed else Subject.LOSS,
         axis="",
