@@ -57,6 +57,15 @@ def position(spec: Spec, rank: int, axes: Sequence[Axis]) -> int:
     return index
 
 
+def place_of(spec: Spec, axes: Sequence[Axis], index: int) -> dict[Axis, int]:
+    """Where the ranks of that `position` stand along `axes`."""
+    found: dict[Axis, int] = {}
+    for factor in reversed(spec.factors):
+        if factor.axis in axes:
+            index, found[factor.axis] = divmod(index, factor.degree)
+    return found
+
+
 def positions(spec: Spec, axes: Sequence[Axis]) -> tuple[int, ...]:
     """`position` of every rank, in one pass over the ranks."""
     found = [0]

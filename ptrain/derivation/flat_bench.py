@@ -4,10 +4,11 @@ it sends or copies to an account."""
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from ptrain.algebra.layout import ranks_over
-from ptrain.axes.data.costs import padded_flat
+from ptrain.axes.data.costs import padded_flat, stretches
 from ptrain.axes.ring import Calls
 from ptrain.costs import Collective, State, Traffic, TrafficKey
 from ptrain.derivation.calls import group_over, reduce_scatter_calls
@@ -177,6 +178,12 @@ class Buffer:
     def numel(self, cut: Axes) -> int:
         """Elements of a shard over `cut`."""
         return self.padded // math.prod(self.degrees[axis] for axis in cut)
+
+    def stretches(self, cut: Axes, place: Mapping[Axis, int]) -> Iterator[tuple[int, int]]:
+        """(start, end) in the whole buffer of what a shard over `cut` is made of, at this place."""
+        degrees = [self.degrees[axis] for axis in self.axes]
+        places = [place[axis] if axis in cut else None for axis in self.axes]
+        return stretches(self.padded, degrees, places)
 
     def take(self, piece: Piece, had: Axes, wanted: Axes) -> Piece:
         """Of a shard over `had` the part along what `wanted` adds: a view where it can be one."""

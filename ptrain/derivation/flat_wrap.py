@@ -5,11 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 
+from ptrain.algebra.layout import place_of
 from ptrain.axes.pipeline.schedule import Kind
 from ptrain.derivation.facts import UnitFacts
 from ptrain.derivation.flat_bench import Bench, Buffer
 from ptrain.derivation.flat_gradients import Gradients
 from ptrain.derivation.flat_unit import Unit
+from ptrain.derivation.memory import differing_axes, within_tp
 from ptrain.derivation.tape import Scene
 from ptrain.plan.step import FlatUnits
 from ptrain.spec.batch import GradientSync
@@ -167,6 +169,8 @@ class Flat:
         """On the gradients' tier, but for the scalar that is reduced."""
         if self.step.consumed:
             return None
+        if self._on_device and within_tp(self.scene.plan):
+            return self._by_operator(shard)
         if self._on_device:
             held = (unit.gradients.kept for unit in self.used)
             return [[piece.numel for piece in held if piece is not None]]
@@ -175,6 +179,13 @@ class Flat:
             size = max(SCALE_BYTES, self.bench.layout.gradients.itemsize)
             self.bench.tape.spike(size)
         return None
+
+    def _by_operator(self, shard: int) -> list[list[int]]:
+        """Elements of the views of which there is a norm each: of tensors that are cut within tp,
+        then of those that its ranks have alike."""
+        place = place_of(self.scene.spec, differing_axes(self.scene.plan), shard)
+        found = [run for unit in self.used for run in unit.kept_runs(place)]
+        return [[end - start for start, end, flag in found if flag is cut] for cut in (True, False)]
 
     @property
     def _on_device(self) -> bool:

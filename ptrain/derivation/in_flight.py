@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ptrain.algebra.layout import position, positions
+from ptrain.algebra.layout import positions, ranks_over
 from ptrain.axes.pipeline.exchange import turns
 from ptrain.axes.pipeline.schedule import Schedule
 from ptrain.costs import Footprint, Peak, Phase, State
@@ -62,11 +62,11 @@ class _Rank:
     """A step up to the update, and the updates of ranks with different shards."""
 
     def __init__(self, spec: Spec, played: Played) -> None:
-        self.spec, self.played, self.tape = spec, played, played.tape
-        self.axes = differing_axes(played.wraps[0].scene.plan.wrap)
+        self.played, self.tape = played, played.tape
+        axes = differing_axes(played.wraps[0].scene.plan)
+        self.shards = positions(spec, axes)
         self.tape.enter(Phase.UPDATE)
-        self.level = self.tape.level
-        self._by_shard: dict[int, dict[Phase, int]] = {}
+        self.updates = play_update(played.wraps, range(ranks_over(spec, axes)))
 
     def rows(self, rank: int) -> Iterator[Footprint]:
         played = self.played
@@ -75,12 +75,7 @@ class _Rank:
 
     def above(self, rank: int) -> dict[Phase, int]:
         """The peaks above what lives always."""
-        shard = position(self.spec, rank, self.axes)
-        if shard not in self._by_shard:
-            self.tape.level = self.tape.peak = self.level
-            play_update(self.played.wraps, shard)
-            self._by_shard[shard] = {**self.tape.peaks, Phase.UPDATE: self.tape.peak}
-        return self._by_shard[shard]
+        return {**self.tape.peaks, Phase.UPDATE: self.updates[self.shards[rank]]}
 
 
 def _play(

@@ -23,7 +23,7 @@ from ptrain.derivation.optimizer_state import (
     needs_whole_tensors,
     optimizer_bytes,
 )
-from ptrain.plan.step import FlatUnits, FullyShard, LocalGradients, Plan, Replicate, Wrap
+from ptrain.plan.step import FlatUnits, FullyShard, LocalGradients, Plan, Replicate
 from ptrain.spec.axis import Axis
 from ptrain.spec.precision import DType, Layout
 from ptrain.spec.spec import Spec
@@ -38,7 +38,7 @@ def resident(spec: Spec, plan: Plan, facts: ModelFacts) -> tuple[Footprint, ...]
     shards = by_shard(spec, plan, facts)
     return tuple(
         replace(row, rank=rank)
-        for rank, index in enumerate(positions(spec, differing_axes(plan.wrap)))
+        for rank, index in enumerate(positions(spec, differing_axes(plan)))
         for row in shards[index]
     )
 
@@ -47,25 +47,34 @@ def by_shard(spec: Spec, plan: Plan, facts: ModelFacts) -> list[tuple[Footprint,
     """The rows of a rank, by its place along `differing_axes`."""
     if isinstance(plan.wrap, FlatUnits):
         other = Footprint(state=State.OTHER, rank=0, device_bytes=other_bytes(spec, facts))
-        return [(*flat_footprints(spec, plan, plan.wrap, facts), other)]
+        rows = (*flat_footprints(spec, plan, plan.wrap, facts), other)
+        return [rows] * ranks_over(spec, differing_axes(plan))
     return [
         tuple(
             Footprint(state=state, rank=0, device_bytes=size)
             for state, size in _rows(spec, plan, facts, index)
         )
-        for index in range(ranks_over(spec, differing_axes(plan.wrap)))
+        for index in range(ranks_over(spec, differing_axes(plan)))
     ]
 
 
-def differing_axes(wrap: Wrap) -> tuple[Axis, ...]:
-    """The axes along which ranks store different numbers of bytes."""
-    match wrap:
-        case FullyShard():
-            return wrap.shard_axes
-        case Replicate(zero_redundancy=True):
-            return wrap.axes
+def differing_axes(plan: Plan) -> tuple[Axis, ...]:
+    """The axes along which ranks store different numbers of bytes, or, of flat units within tp,
+    have other pieces of tensors in their shards, of each of which there is a norm."""
+    match plan.wrap:
+        case FullyShard(shard_axes=axes):
+            return axes
+        case Replicate(zero_redundancy=True, axes=axes):
+            return axes
+        case FlatUnits(updated=axes, gathered_gradients=gathered) if within_tp(plan):
+            return (*axes, *gathered)
         case _:
             return ()
+
+
+def within_tp(plan: Plan) -> bool:
+    """Whether the norm is told apart by operators that are cut and others."""
+    return plan.clip is not None and bool(plan.clip.operator_axes)
 
 
 def elements(spec: Spec, plan: Plan, facts: ModelFacts, index: int) -> Elements:

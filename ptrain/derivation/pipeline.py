@@ -181,7 +181,7 @@ def resident(spec: Spec, plan: Plan, stages: Sequence[StageParts]) -> tuple[Foot
     assert step is not None
     cut = (plan.tensor.axis,) if plan.tensor else ()
     places = zip(
-        *(positions(spec, axes) for axes in ((step.axis,), cut, differing_axes(plan.wrap))),
+        *(positions(spec, axes) for axes in ((step.axis,), cut, differing_axes(plan))),
         strict=True,
     )
     of_part = {

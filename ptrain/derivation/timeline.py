@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import assert_never
 
-from ptrain.algebra.layout import position
+from ptrain.algebra.layout import positions
 from ptrain.costs import Footprint, Peak, Phase, State
 from ptrain.derivation import activations
 from ptrain.derivation.facts import ModelFacts
@@ -17,7 +17,7 @@ from ptrain.derivation.flat_wrap import Flat
 from ptrain.derivation.fully_sharded import FullySharded
 from ptrain.derivation.memory import differing_axes, resident
 from ptrain.derivation.tape import Scene, Tape, Wrap
-from ptrain.derivation.wraps import Local, Replicated, clip
+from ptrain.derivation.wraps import Local, Replicated, clipping
 from ptrain.errors import PtrainError
 from ptrain.plan.step import FlatUnits, FullyShard, LocalGradients, Plan, Replicate
 from ptrain.spec.model import ModelShape
@@ -120,39 +120,49 @@ def play(items: Iterable[Item], tape: Tape, wrap: Wrap) -> None:
             assert_never(item)
 
 
-def play_update(wraps: Sequence[Wrap], shard: int) -> None:
-    """Reduce what is partial, one norm over all, and the optimizer, on the rank with this shard."""
+def play_update(wraps: Sequence[Wrap], shards: Iterable[int]) -> dict[int, int]:
+    """Reduce what is partial, one norm over all, and the optimizer: the peak on the rank with each
+    of `shards`. Of flat units an update leaves nothing to play another with; it is alike on all
+    ranks, but for the norms before it."""
+    tape = wraps[0].scene.tape
     for wrap in wraps:
         wrap.reduce()
+    clips = {shard: _clipping(wraps, shard) for shard in shards}
+    before, reduced = tape.level, tape.peak
+    is_alike = any(isinstance(wrap, Flat) for wrap in wraps)
+    peaks: dict[int, int] = {}
+    for shard, (at_once, stays) in clips.items():
+        if not (peaks and is_alike):
+            tape.level = tape.peak = before + stays
+            for wrap in wraps:
+                wrap.update(shard)
+            for wrap in wraps:
+                wrap.finish_update()
+        peaks[shard] = max(reduced, before + at_once, tape.peak)
+    return peaks
+
+
+def _clipping(wraps: Sequence[Wrap], shard: int) -> tuple[int, int]:
+    """Bytes of the norm: at once, and those that stay."""
     norms = [found for wrap in wraps if (found := wrap.clipped(shard)) is not None]
     scene = wraps[0].scene
-    if scene.plan.clip is not None and norms:
-        clip(scene, [list(chain.from_iterable(of_group)) for of_group in zip(*norms, strict=True)])
-    for wrap in wraps:
-        wrap.update(shard)
-    for wrap in wraps:
-        wrap.finish_update()
+    if scene.plan.clip is None or not norms:
+        return 0, 0
+    groups = [list(chain.from_iterable(of_group)) for of_group in zip(*norms, strict=True)]
+    return clipping(scene, groups)
 
 
 def _peaks(scene: Scene, wrap: Wrap, base: tuple[Footprint, ...]) -> tuple[Peak, ...]:
     """The update differs by the rows that a rank holds, and so does what lives always."""
     tape = scene.tape
-    axes = differing_axes(scene.plan.wrap)
-    level = tape.level
+    of_rank = positions(scene.spec, differing_axes(scene.plan))
+    updates = play_update([wrap], sorted({*of_rank}))
     lives = dict.fromkeys(range(scene.spec.world_size), 0)
     for row in base:
         if row.state in _BASE:
             lives[row.rank] += row.device_bytes
-    by_shard: dict[int, dict[Phase, int]] = {}
-    peaks = []
-    for rank, size in lives.items():
-        shard = position(scene.spec, rank, axes)
-        if shard not in by_shard:
-            tape.level = tape.peak = level
-            play_update([wrap], shard)
-            by_shard[shard] = {**tape.peaks, Phase.UPDATE: tape.peak}
-        peaks += [
-            Peak(phase=phase, rank=rank, device_bytes=size + above)
-            for phase, above in by_shard[shard].items()
-        ]
-    return tuple(peaks)
+    return tuple(
+        Peak(phase=phase, rank=rank, device_bytes=size + above)
+        for rank, size in lives.items()
+        for phase, above in {**tape.peaks, Phase.UPDATE: updates[of_rank[rank]]}.items()
+    )

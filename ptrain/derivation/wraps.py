@@ -60,14 +60,13 @@ def by_operator(scene: Scene, numels: Sequence[int]) -> list[list[int]]:
     return [[numel for numel, tensor in known if tensor.is_cut is cut] for cut in (True, False)]
 
 
-def clip(scene: Scene, groups: Sequence[Sequence[int]]) -> None:
-    """The norm of each group of tensors, of which a scalar stays meanwhile; one until the step is
-    over. `groups` are the elements of each tensor."""
+def clipping(scene: Scene, groups: Sequence[Sequence[int]]) -> tuple[int, int]:
+    """Bytes at once, and until the step is over: the norm of each group of tensors, of which a
+    scalar stays meanwhile, and one at last. `groups` are the elements of each tensor."""
     scalar = max(4, scene.plan.update.layout.gradients.itemsize)
     is_cpu = scene.spec.device != "cuda"
     most = max(before + _norm(sizes, is_cpu=is_cpu) for before, sizes in enumerate(groups))
-    scene.tape.spike(most * scalar)
-    scene.tape.add(scalar)
+    return most * scalar, scalar
 
 
 def _norm(sizes: Sequence[int], *, is_cpu: bool) -> int:

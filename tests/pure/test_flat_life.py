@@ -289,7 +289,7 @@ def life(spec: Spec, plan: Plan) -> tuple[int, int]:
         for unit in flat.used:
             unit.theta.finish_update()  # an updated part that still travels is no gradient
     after_backward = tape.level
-    play_update([flat], 0)
+    play_update([flat], [0])
     return after_backward, tape.level
 
 

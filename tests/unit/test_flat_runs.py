@@ -42,7 +42,6 @@ def test_runs_are_those_of_a_buffer_of_flags(
     tensors = [SimpleNamespace(numel=lambda size=size: size, cut=is_cut) for size, is_cut in SIZES]
     monkeypatch.setattr(flat_parameters, "is_cut", lambda tensor: tensor.cut)
     held: Any = SimpleNamespace(layout=layout, named=[("", each) for each in tensors], _cut_runs={})
-    held._runs_within = lambda axes: Parameters._runs_within(held, axes)
     flags = torch.tensor([is_cut for size, is_cut in SIZES for _ in range(size)])
     padded = torch.cat([flags, flags[-1:].expand(layout.padded - layout.numel)])
     expected, start = [], 0

@@ -34,7 +34,6 @@ SMALL = (
 STRATEGIES = listing("strategies")
 BY_DEFAULT = ("ddp", "zero3", "tp-sp", "pp-zero3", "activation-offload")
 WITHOUT = {"tp": ("batch.global=1",), "tp-sp": ("batch.global=1",)}  # accumulation
-PEAK_TOLERANCE = 0.02  # of what is derived; simulated peaks are those of gloo, to the byte
 
 
 def small(strategy: str, *changes: str) -> Spec:
@@ -42,27 +41,32 @@ def small(strategy: str, *changes: str) -> Spec:
 
 
 def assert_equal(spec: Spec, found: Simulated) -> None:
-    """Resident state, traffic and operations to the byte; what lives for a while nearly."""
+    """Resident state, what lives for a while, traffic, operations and peaks: no byte is off."""
     simulated = found.estimate
     exact = derive(spec).exact.of_rank(found.rank)
-    passing = (State.ACTIVATIONS, State.TRANSIENT)
-    resident = {row for row in exact.memory if row.state not in passing}
-    assert {row for row in simulated.memory if row.state not in passing} == resident
+    assert {row for row in simulated.memory if row.device_bytes} == {
+        row for row in exact.memory if row.device_bytes
+    }
     assert set(simulated.traffic) == set(exact.traffic)
     assert simulated.operations == exact.operations
-    for held in simulated.memory:
-        predicted = exact.bytes_of(held.state, found.rank)
-        assert held.device_bytes == pytest.approx(predicted, rel=PEAK_TOLERANCE), held.state
-    peaks = {row.phase: row.device_bytes for row in exact.peak}
-    assert {row.phase for row in simulated.peak} == peaks.keys()
-    for row in simulated.peak:
-        assert row.device_bytes == pytest.approx(peaks[row.phase], rel=PEAK_TOLERANCE), row.phase
+    assert set(simulated.peak) == set(exact.peak)
 
 
 @pytest.mark.parametrize("strategy", BY_DEFAULT)
 def test_a_rank_on_fake_ranks_holds_sends_and_computes_what_was_derived(strategy: str) -> None:
     spec = small(strategy)
     assert_equal(spec, simulate(spec, spec.world_size - 1))
+
+
+@pytest.mark.parametrize("modes", [("S*", "S*", "S*"), ("R", "S", "R")])
+@pytest.mark.parametrize("rank", [0, 3])
+def test_flat_shards_within_tp_have_a_norm_for_each_piece(
+    modes: tuple[str, ...], rank: int
+) -> None:
+    names = ("parameters", "optimizer", "gradients")
+    states = ", ".join(f"{name}: {mode}" for name, mode in zip(names, modes, strict=True))
+    spec = small("tp-zero3", f"placement.dp_shard={{{states}, activations: R}}")
+    assert_equal(spec, simulate(spec, rank))
 
 
 @pytest.mark.nightly

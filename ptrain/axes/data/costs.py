@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, groupby, product
 
 from ptrain.spec.batch import GradientSync, SyncPolicy
 from ptrain.units import ceil_div
 
 STOCK_BUCKET_BYTES = 25 * 2**20
+Run = tuple[int, int, bool]  # start, end, flag: elements of a buffer
 FIRST_BUCKET_BYTES = 2**20  # of the stock buckets: small, so that the first reduction starts early
 
 
@@ -35,6 +38,51 @@ def local_rows(shape: tuple[int, ...], ranks: int, index: int) -> int:
 def padded_flat(numel: int, ranks: int) -> int:
     """Elements of a flat buffer that `ranks` shards divide."""
     return ceil_div(numel, ranks) * ranks
+
+
+def stretches(
+    padded: int, degrees: Sequence[int], places: Sequence[int | None]
+) -> Iterator[tuple[int, int]]:
+    """(start, end) in a whole flat buffer, viewed as [*degrees, c], of what a shard is made of: it
+    has one place along a dimension, or (None) all."""
+    size = padded // math.prod(degrees)
+    own = (
+        range(degree) if place is None else (place,)
+        for degree, place in zip(degrees, places, strict=True)
+    )
+    for each in product(*own):
+        index = 0
+        for place, degree in zip(each, degrees, strict=True):
+            index = index * degree + place
+        yield index * size, (index + 1) * size
+
+
+def runs(
+    tensors: Sequence[tuple[int, bool]], padded: int, within: Iterable[tuple[int, int]]
+) -> Iterator[Run]:
+    """Of a shard made of the stretches `within`, the runs of elements of equal flags; `tensors` are
+    elements and flag of each in the whole buffer. Padding belongs to the last of them."""
+    ends = list(accumulate(numel for numel, _ in tensors))
+    ends[-1] = padded
+    whole = list(_merged(zip([0, *ends], ends, (flag for _, flag in tensors), strict=False)))
+    return _merged(_overlaps(whole, within))
+
+
+def _overlaps(whole: Sequence[Run], within: Iterable[tuple[int, int]]) -> Iterator[Run]:
+    start = 0
+    for first, last in within:
+        for begin, end, flag in whole:
+            low, high = max(begin, first), min(end, last)
+            if low < high:
+                yield start + low - first, start + high - first, flag
+        start += last - first
+
+
+def _merged(found: Iterable[Run]) -> Iterator[Run]:
+    """Runs that follow one another, those of equal flags as one; empty ones are left out."""
+    for flag, group in groupby((run for run in found if run[0] < run[1]), key=lambda run: run[2]):
+        members = list(group)
+        yield members[0][0], members[-1][1], flag
 
 
 @dataclass(frozen=True, slots=True)

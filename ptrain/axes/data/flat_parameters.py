@@ -3,12 +3,12 @@ on the device while it is used."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, groupby
 
 import torch
 
+from ptrain.axes.data.costs import Run, runs
 from ptrain.axes.data.flat_shard import Route
 from ptrain.axes.data.layout import FlatLayout, same_memory
 from ptrain.axes.data.local_part import Parameter, is_cut
@@ -23,7 +23,6 @@ from ptrain.spec.placement import Tier
 from ptrain.spec.precision import Layout
 
 Named = list[tuple[str, Parameter]]
-Run = tuple[int, int, bool]  # start, end, flag: elements of a buffer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,22 +97,10 @@ class Parameters:
         `axes`; padding belongs to the run before it."""
         key = tuple(axes)
         if key not in self._cut_runs:
-            self._cut_runs[key] = list(merged(self._runs_within(key)))
+            tensors = [(parameter.numel(), is_cut(parameter)) for _, parameter in self.named]
+            within = self.layout.stretches(key)
+            self._cut_runs[key] = list(runs(tensors, self.layout.padded, within))
         return self._cut_runs[key]
-
-    def _runs_within(self, axes: Sequence[Axis]) -> Iterator[Run]:
-        """Of each stretch of the whole buffer that a shard over `axes` has, the runs in it."""
-        ends = list(accumulate(parameter.numel() for _, parameter in self.named))
-        ends[-1] = self.layout.padded
-        flags = [is_cut(parameter) for _, parameter in self.named]
-        whole = list(merged(zip([0, *ends], ends, flags, strict=False)))
-        start = 0
-        for first, last in self.layout.stretches(axes):
-            for begin, end, flag in whole:
-                low, high = max(begin, first), min(end, last)
-                if low < high:
-                    yield start + low - first, start + high - first, flag
-            start += last - first
 
     @property
     def label(self) -> str:
@@ -227,13 +214,6 @@ class Parameters:
         if self.tier is Tier.FILE:
             held = self.tiers.move(held, Tier.HOST, State.PARAMETERS)
         self.stored.copy_(held)
-
-
-def merged(runs: Iterable[Run]) -> Iterator[Run]:
-    """Runs that follow one another, those of equal flags as one; empty ones are left out."""
-    for flag, group in groupby((run for run in runs if run[0] < run[1]), key=lambda run: run[2]):
-        members = list(group)
-        yield members[0][0], members[-1][1], flag
 
 
 def pieces(whole: torch.Tensor, named: Named) -> Iterator[torch.Tensor]:

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import product
 
 import torch
 
+from ptrain.axes.data.costs import stretches
 from ptrain.costs import State
 from ptrain.interpreter.comm import Move, all_gather, reduce_scatter
 from ptrain.interpreter.mesh import Mesh
@@ -66,17 +66,9 @@ class FlatLayout:
 
     def stretches(self, cut: Sequence[Axis]) -> Iterator[tuple[int, int]]:
         """(start, end) in the whole buffer of what this rank's shard over `cut` is made of."""
-        sizes = [self.mesh.degrees[axis] for axis in self.axes]
-        size = self.padded // self.mesh.size(self.axes)
-        own = (
-            [self.mesh.coordinate(axis)] if axis in cut else range(degree)
-            for axis, degree in zip(self.axes, sizes, strict=True)
-        )
-        for place in product(*own):
-            index = 0
-            for coordinate, degree in zip(place, sizes, strict=True):
-                index = index * degree + coordinate
-            yield index * size, (index + 1) * size
+        degrees = [self.mesh.degrees[axis] for axis in self.axes]
+        places = [self.mesh.coordinate(axis) if axis in cut else None for axis in self.axes]
+        return stretches(self.padded, degrees, places)
 
     def take(
         self, local: torch.Tensor, had: Sequence[Axis], wanted: Sequence[Axis]
