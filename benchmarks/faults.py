@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from _machine import commit, conclude, header, this_command
 
 from ptrain.spec.load import load
-from tests.faults.alarms import ALL_SEEDS, LAYOUTS, SEEDS, STEPS, calm, cases, seeds
+from tests.faults.alarms import ACCUMULATED, ALL_SEEDS, LAYOUTS, SEEDS, STEPS, calm, cases, seeds
 from tests.faults.catalogue import FAULTS
 from tests.faults.trials import STEPS as TRIAL_STEPS
 from tests.faults.trials import tried
@@ -179,8 +179,9 @@ def page(faults: Results, alarms: Alarms, wanted: int) -> list[str]:
         "",
         "## False alarms",
         "",
-        f"Every strategy in specs/strategies/ as it stands, on llama with hidden 32, sequence 16 "
-        f"and a batch of 8, where they are legal in {' and '.join(ALL_SEEDS)} layout with seeds "
+        f"Every strategy in specs/strategies/ on llama with hidden 32, sequence 16 and "
+        f"{ACCUMULATED[0]} micro-batches a rank ({ACCUMULATED[1]} where gradients do not outlive "
+        f"backward), where they are legal in {' and '.join(ALL_SEEDS)} layout with seeds "
         f"{SEEDS.start} to {SEEDS.stop - 1}, in {' and '.join(_rest())} with seed {SEEDS.start}: "
         f"the same protocol, {STEPS} steps.",
         "",

@@ -25,8 +25,8 @@ LAYOUTS = (OWN, "bf16", "zero16")
 ALL_SEEDS = (OWN, "bf16")  # the others take the first alone: all would be some 500 runs
 SMALL = (
     "model.hidden=32", "model.heads=4", "model.ffn=48", "batch.sequence=16", "batch.micro=1",
-    "batch.global=8",
 )  # fmt: skip
+ACCUMULATED = (4, 1)  # micro-batches of a rank; one where gradients do not outlive backward
 STRATEGIES = sorted(
     path.stem for path in (Path(__file__).parents[2] / "specs" / "strategies").glob("*.yaml")
 )
@@ -50,10 +50,14 @@ class Calm:
 def legal(strategy: str, layout: str, seed: int) -> Spec | None:
     """None where the layout is not legal with the strategy's placement."""
     own = () if layout == OWN else (f"precision.layout={layout}",)
-    try:
-        return settled(load(strategy, (*SMALL, *own, f"train.seed={seed}")))
-    except SpecError:
-        return None
+    data = load(strategy).spec.data_degree
+    for accumulated in ACCUMULATED:
+        batch = f"batch.global={accumulated * data}"
+        try:
+            return settled(load(strategy, (*SMALL, batch, *own, f"train.seed={seed}")))
+        except SpecError:
+            continue
+    return None
 
 
 def layouts(strategy: str) -> list[str]:
