@@ -165,9 +165,7 @@ DEFAULT = frozenset(
         named("hsdp", 4, layout="zero16", accumulate=1),
         named("ddp", 4, layout="fp32", accumulate=1, model="external"),
         named("zero2", 4, layout="zero16", accumulate=1, model="external"),
-        named("zero3", 4, layout="fp32", accumulate=4, model="external"),
         named("zero2", 4, layout="fp32", accumulate=4, model="tied"),
-        named("zero3", 4, layout="zero16", accumulate=4, model="tied"),
         named("zero1", 4, accumulate=4, via="all_to_all"),
         named("zero3", 4, accumulate=4, via="all_to_all"),
     ]

@@ -37,8 +37,8 @@ def strike(job: jobs.Job, rank: int, number: signal.Signals) -> tuple[int, float
     ("rank", "number"),
     [
         (0, signal.SIGKILL),
-        (1, signal.SIGKILL),
         (1, signal.SIGSTOP),
+        pytest.param(1, signal.SIGKILL, marks=pytest.mark.nightly),
         pytest.param(0, signal.SIGSTOP, marks=pytest.mark.nightly),
     ],
 )

@@ -61,7 +61,6 @@ DROPPED = ("zero3", "flat", "ddp", "tp", "tp-sp", "tp-saved", "pp-1f1b", "3d")
 DEFAULT = {
     ("one", "mixed", "gpt", "eager"),
     ("zero3", "selective", "llama", "sdpa"),
-    ("tp-saved", "full", "llama", "sdpa"),
     ("pp-1f1b", "mixed", "llama", "sdpa"),
 }
 

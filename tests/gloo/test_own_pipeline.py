@@ -64,7 +64,11 @@ def own_spec(
 
 @pytest.mark.parametrize(
     ("model", "mesh"),
-    [("tied", ALONE), ("tied-pairs", SHARDED), ("tied-pairs", CUT)],
+    [
+        ("tied", ALONE),
+        ("tied-pairs", CUT),
+        pytest.param("tied-pairs", SHARDED, marks=NIGHTLY),
+    ],
     ids=str,
 )
 def test_stages_are_exact_and_equal_one_device(

@@ -54,8 +54,8 @@ def own_spec(model: str, data: str = "", **sections: Any) -> Spec:
 @pytest.mark.parametrize(
     ("model", "data"),
     [
-        ("llama", "zero3"),
         ("neox", ""),
+        pytest.param("llama", "zero3", marks=pytest.mark.nightly),
         pytest.param("llama", "", marks=pytest.mark.nightly),
         pytest.param("neox", "zero3", marks=pytest.mark.nightly),
     ],

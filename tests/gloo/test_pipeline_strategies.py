@@ -27,16 +27,16 @@ pytestmark = pytest.mark.gloo
 STEPS, MEASURED = 4, 3
 # The strategy's model, mesh, placement, schedule and layout; fewer and shorter samples.
 SHORT = ("batch={global: 8, micro: 1, sequence: 32}",)
-FEW_RANKS = 4  # eight share two cores at night
+BY_DEFAULT = ("pp-1f1b", "pp-interleaved", "pp-zbv", "pp-zero2")  # the others at night
 
 
 def strategies() -> list[Any]:
-    """Those with pp; what takes more ranks is nightly."""
+    """Those with pp."""
     found = []
     for name in listing("strategies"):
         spec = load(name).spec
         if spec.degree(Axis.PP) > 1:
-            marks = () if spec.world_size <= FEW_RANKS else (pytest.mark.nightly,)
+            marks = () if name in BY_DEFAULT else (pytest.mark.nightly,)
             found.append(pytest.param(name, marks=marks))
     return found
 

@@ -140,7 +140,10 @@ def test_a_course_passes_through_the_phases_in_their_order() -> None:
     assert order == [*each, (Phase.UPDATE, 0)]
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "tp", "pp-1f1b"])
+@pytest.mark.parametrize(
+    "strategy",
+    ["tp", *(pytest.param(each, marks=pytest.mark.nightly) for each in ("ddp", "pp-1f1b"))],
+)
 def test_a_rehearsal_with_real_tensors_holds_and_sends_the_same(strategy: str) -> None:
     spec = small(strategy, "device=cpu")
     fake, real = simulate(spec, 1), simulate(spec, 1, rehearse=True)
