@@ -11,8 +11,9 @@ from ptrain.spec.batch import GradientSync, SyncPolicy
 from ptrain.units import ceil_div
 
 STOCK_BUCKET_BYTES = 25 * 2**20
-Run = tuple[int, int, bool]  # start, end, flag: elements of a buffer
 FIRST_BUCKET_BYTES = 2**20  # of the stock buckets: small, so that the first reduction starts early
+
+Run = tuple[int, int, bool]  # start, end, flag: elements of a buffer
 
 
 def row_numel(shape: tuple[int, ...]) -> int:
