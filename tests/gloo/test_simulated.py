@@ -28,7 +28,7 @@ pytestmark = pytest.mark.gloo
 SHORT = ("batch={global: 8, micro: 1, sequence: 32}",)
 ONCE = ("batch={global: 8, micro: 4, sequence: 32}",)  # where backward updates
 LR = 1e-3
-BY_DEFAULT = ("ddp", "zero3")  # tests/unit/test_simulation.py has other axes, against `exact`
+BY_DEFAULT = ("zero3",)  # tests/unit/test_simulation.py has other axes, against `exact`
 OTHERS = [each for each in listing("strategies") if each not in BY_DEFAULT]
 
 

@@ -180,7 +180,14 @@ def test_a_loss_that_is_not_finite_stops_all_ranks_with_exit_4(tmp_path):
     assert "Traceback" not in job.error
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGTERM,
+        pytest.param(signal.SIGINT, marks=pytest.mark.nightly),
+        pytest.param(signal.SIGHUP, marks=pytest.mark.nightly),
+    ],
+)
 def test_an_interrupt_ends_the_step_saves_and_leaves_no_process(tmp_path, number):
     arguments = ["train", "zero3", *jobs.TINY, "train.steps=1000000", "checkpoint.at_end=true"]
     with jobs.job(arguments, cwd=tmp_path) as job:

@@ -32,6 +32,9 @@ CASES: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
 }
 
 
+BY_DEFAULT = {"files", "materialized over two axes", "whole matrices", "consumed", "overlap"}
+
+
 def simulated(placement: dict[str, str], changes: dict[str, Any]) -> Estimate:
     """The third step of rank 1 of 4."""
     spec = require(
@@ -64,7 +67,10 @@ def simulated(placement: dict[str, str], changes: dict[str, Any]) -> Estimate:
     return measurement.estimate()
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in BY_DEFAULT else pytest.mark.nightly) for name in CASES],
+)
 def test_every_move_of_a_step_belongs_to_a_state(name: str) -> None:
     placement, changes = CASES[name]
     found = simulated(placement, changes)

@@ -59,7 +59,7 @@ def test_a_rank_on_fake_ranks_holds_sends_and_computes_what_was_derived(strategy
 
 
 @pytest.mark.parametrize("modes", [("S*", "S*", "S*"), ("R", "S", "R")])
-@pytest.mark.parametrize("rank", [0, 3])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.nightly), 3])
 def test_flat_shards_within_tp_have_a_norm_for_each_piece(
     modes: tuple[str, ...], rank: int
 ) -> None:

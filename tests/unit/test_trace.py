@@ -33,6 +33,9 @@ from tests.unit.shapes import SHAPES, SMALL_GPT
 from tests.unit.test_memory import Holder
 
 TORCH = {DType.FP32: torch.float32, DType.FP64: torch.float64, DType.BF16: torch.bfloat16}
+COMPUTE = [
+    pytest.param(dtype, marks=pytest.mark.nightly if dtype is DType.FP64 else ()) for dtype in TORCH
+]
 DROPOUT = [replace(SMALL_GPT, dropout=0.1), replace(SMALL_GPT, dropout=0.2, tied=False)]
 WIDE_HEADS = replace(ODD_SHAPE, hidden=48, heads=6, kv_heads=2, layers=2)
 VARIANTS = {name: (shape, precision, batch) for name, shape, precision, batch in tables.variants()}
@@ -42,7 +45,7 @@ def text(shape: ModelShape) -> str:
     return f"{shape.family}-{shape.layers}x{shape.heads}/{shape.kv_heads}-{shape.tied}"
 
 
-@pytest.mark.parametrize("compute", TORCH, ids=str)
+@pytest.mark.parametrize("compute", COMPUTE, ids=str)
 @pytest.mark.parametrize("shape", [*SHAPES, *DROPOUT, WIDE_HEADS], ids=text)
 def test_a_table_gives_the_trace_of_another_shape_to_the_byte(shape, compute):
     for batch, sequence in ((2, 16), (1, 9), (3, 33)):
