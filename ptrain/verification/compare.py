@@ -180,13 +180,22 @@ def share_of(measured: float, allowed: float) -> float:
     return measured / allowed if allowed > 0.0 else math.inf
 
 
-def _check(name: str, difference: float, tolerance: float, place: str) -> Check:
-    """A relative difference that should be 0."""
-    holds = difference <= tolerance  # false for NaN
-    why = "" if holds else f"differs by {difference:.3g} (relative) at {place}"
+def at_most(name: str, difference: float, allowed: float, why: str) -> Check:
+    """A difference that should be 0; `why` it fails, where it does."""
+    holds = difference <= allowed  # false for NaN
     return Check(
-        name=name, predicted=0.0, measured=difference, tolerance=tolerance, holds=holds, why=why
+        name=name,
+        predicted=0.0,
+        measured=difference,
+        tolerance=allowed,
+        holds=holds,
+        why="" if holds else why,
     )
+
+
+def _check(name: str, difference: float, tolerance: float, place: str) -> Check:
+    why = f"differs by {difference:.3g} (relative) at {place}"
+    return at_most(name, difference, tolerance, why)
 
 
 def _relative(expected: Sequence[float], found: Sequence[float]) -> list[float]:

@@ -19,7 +19,7 @@ from ptrain.report.record import Check
 from ptrain.spec.spec import Spec
 from ptrain.train.exchange import Exchange
 from ptrain.verification.capture import Capture
-from ptrain.verification.compare import apart, share_of
+from ptrain.verification.compare import apart, at_most, share_of
 from ptrain.verification.drive import drive_and_add
 from ptrain.verification.preconditions import Make
 from ptrain.verification.tolerances import FP64_GRADIENT
@@ -82,7 +82,7 @@ def against(run: Run, other: Account, allowed: Sequence[float]) -> tuple[Check, 
 
 def _gradient(name: str, measured: float) -> Check:
     why = f"the gradient of step 0 differs by {measured:.3g} of its length"
-    return _check(name, measured, FP64_GRADIENT, why)
+    return at_most(name, measured, FP64_GRADIENT, why)
 
 
 def _losses(name: str, losses: Sequence[float], other: Account, most: Sequence[float]) -> Check:
@@ -90,23 +90,10 @@ def _losses(name: str, losses: Sequence[float], other: Account, most: Sequence[f
     pairs = list(zip(losses, other.losses, strict=False))[: len(most)]
     if len(pairs) < len(most):
         why = f"{len(pairs)} of {len(most)} steps can be compared: verify {other.name} alone first"
-        return _check(name, math.inf, most[0], why)
+        return at_most(name, math.inf, most[0], why)
     off = [abs(one - its) for one, its in pairs]
     shares = [share_of(*pair) for pair in zip(off, most, strict=True)]
     worst = max(range(len(off)), key=shares.__getitem__)
     one, its = pairs[worst]
     why = f"step {worst}: the loss is {one:.12g}, and {its:.12g} on the other mesh"
-    return _check(name, off[worst], most[worst], why)
-
-
-def _check(name: str, measured: float, tolerance: float, why: str) -> Check:
-    """`why` it fails, where it does."""
-    holds = measured <= tolerance
-    return Check(
-        name=name,
-        predicted=0.0,
-        measured=measured,
-        tolerance=tolerance,
-        holds=holds,
-        why="" if holds else why,
-    )
+    return at_most(name, off[worst], most[worst], why)

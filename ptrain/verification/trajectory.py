@@ -18,7 +18,15 @@ from ptrain.interpreter.program import Program
 from ptrain.report.record import Check
 from ptrain.train.exchange import Exchange
 from ptrain.verification.capture import Capture
-from ptrain.verification.compare import Tolerances, alive, apart, apart_by_tensor, compare, share_of
+from ptrain.verification.compare import (
+    Tolerances,
+    alive,
+    apart,
+    apart_by_tensor,
+    at_most,
+    compare,
+    share_of,
+)
 from ptrain.verification.consistency import EVERY, Watch
 from ptrain.verification.drive import drive_and_add, local_batch
 from ptrain.verification.onward import Onward
@@ -143,15 +151,8 @@ def from_rank(rank: int, own: list[Check], exchange: Exchange) -> tuple[Check, .
 
 
 def _gradient(measured: float, allowed: float) -> Check:
-    holds = measured <= allowed
-    return Check(
-        name="gradient of step 0",
-        predicted=0.0,
-        measured=measured,
-        tolerance=allowed,
-        holds=holds,
-        why="" if holds else f"the gradient vector differs by {measured:.3g} of its length",
-    )
+    why = f"the gradient vector differs by {measured:.3g} of its length"
+    return at_most("gradient of step 0", measured, allowed, why)
 
 
 def _by_parameter(measured: Mapping[str, float], allowed: Mapping[str, float]) -> Check:
@@ -159,15 +160,8 @@ def _by_parameter(measured: Mapping[str, float], allowed: Mapping[str, float]) -
     no gradient of is allowed nothing."""
     worst = max(measured, key=lambda name: share_of(measured[name], allowed.get(name, 0.0)))
     its, most = measured[worst], allowed.get(worst, 0.0)
-    holds = its <= most
-    return Check(
-        name="gradient of step 0 by parameter",
-        predicted=0.0,
-        measured=its,
-        tolerance=most,
-        holds=holds,
-        why="" if holds else f"that of {worst} differs by {its:.3g} of its length",
-    )
+    why = f"that of {worst} differs by {its:.3g} of its length"
+    return at_most("gradient of step 0 by parameter", its, most, why)
 
 
 def _in_corridor(run: Run, within: Corridor) -> Check:

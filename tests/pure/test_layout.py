@@ -12,6 +12,7 @@ from ptrain.algebra.layout import (
     coordinates,
     group,
     groups,
+    place_of,
     position,
     positions,
     rank_at,
@@ -79,3 +80,13 @@ def test_a_rank_outside_the_world_has_no_coordinates(rank):
 def test_the_positions_of_all_ranks_are_each_ranks_own(degrees, axes):
     spec = mesh_of(degrees)
     assert positions(spec, axes) == tuple(position(spec, rank, axes) for rank in range(8))
+
+
+@pytest.mark.parametrize("degrees", FACTORIZATIONS)
+@pytest.mark.parametrize("axes", [(), DATA_AXES[:1], DATA_AXES[1:], DATA_AXES])
+def test_a_position_is_at_the_coordinates_of_its_ranks(degrees, axes):
+    spec = mesh_of(degrees)
+    for rank in range(spec.world_size):
+        found = place_of(spec, axes, position(spec, rank, axes))
+        own = coordinates(spec, rank)
+        assert found == {axis: own[axis] for axis in own if axis in axes}
