@@ -17,11 +17,10 @@ from ptrain.algebra.legality import require
 from ptrain.errors import PtrainError
 from ptrain.spec.load import load
 from ptrain.spec.spec import OptimizerSpec
-from ptrain.train import failure, folder, interrupt, manifest, options, traced
+from ptrain.train import failure, folder, interrupt, options, traced
 from ptrain.train.failure import Failure
 from ptrain.train.heading import parts_of_ranks
 from ptrain.train.launch import Interrupts
-from ptrain.train.manifest import Manifest
 from ptrain.train.ranks import Rank
 from ptrain.train.schedule import learning_rate
 from tests.pure.piped import spec
@@ -258,78 +257,3 @@ def test_a_hang_up_that_nohup_ignores_stays_ignored():
         assert interrupt.strongest(interrupts.flags()) is signal.SIGHUP
     finally:
         signal.signal(signal.SIGHUP, before)
-
-
-# -- the manifest of a checkpoint
-
-
-@pytest.fixture
-def checkpoint(tmp_path: Path) -> Path:
-    path = tmp_path / manifest.folder_name(7)
-    path.mkdir()
-    (path / "__0_0.distcp").write_bytes(bytes(range(256)) * 8)
-    (path / ".metadata").write_bytes(b"index")
-    files = manifest.digests(path, ["__0_0.distcp", ".metadata"])
-    manifest.write(path, Manifest(step=7, spec="ddp", world_size=1, torch="2", files=files))
-    return path
-
-
-def damage(path: Path) -> list[str]:
-    found = manifest.read(path)
-    return manifest.problems(path, found, sorted(found.files))
-
-
-def test_a_sound_checkpoint_has_no_problems(checkpoint):
-    assert damage(checkpoint) == []
-    assert manifest.complete(checkpoint.parent) == [checkpoint]
-
-
-@pytest.mark.parametrize("position", range(0, 2048, 97))
-def test_every_flipped_bit_is_found(checkpoint, position):
-    file = checkpoint / "__0_0.distcp"
-    content = bytearray(file.read_bytes())
-    content[position] ^= 1 << position % 8
-    file.write_bytes(content)
-    assert damage(checkpoint) == ["__0_0.distcp: content differs from what was written (SHA-256)"]
-
-
-def test_missing_short_and_linked_files_are_found(checkpoint):
-    file, outside = checkpoint / "__0_0.distcp", checkpoint.parent / "outside"
-    content = file.read_bytes()
-    file.write_bytes(content[:-1])
-    assert damage(checkpoint) == ["__0_0.distcp: has 2047 bytes, 2048 were written"]
-    outside.write_bytes(content)
-    file.unlink()
-    assert damage(checkpoint) == ["__0_0.distcp: missing"]
-    file.symlink_to(outside)
-    assert damage(checkpoint) == ["__0_0.distcp: missing"]
-
-
-@pytest.mark.parametrize("name", ["../outside", "/etc/passwd", "a/b", "..", ""])
-def test_a_manifest_that_names_anything_but_a_bare_file_is_refused(checkpoint, name):
-    content = json.loads((checkpoint / manifest.NAME).read_text())
-    content["files"][name] = [1, "0"]
-    (checkpoint / manifest.NAME).write_text(json.dumps(content))
-    with pytest.raises(PtrainError, match="bare file name"):
-        manifest.read(checkpoint)
-
-
-@pytest.mark.parametrize("text", ["", "{}", "[1]", '{"files": 3}', '{"files": {"a": 1}}'])
-def test_a_manifest_that_cannot_be_read_is_refused(checkpoint, text):
-    (checkpoint / manifest.NAME).write_text(text)
-    with pytest.raises(PtrainError, match="no readable"):
-        manifest.read(checkpoint)
-
-
-def test_a_newer_format_is_refused(checkpoint):
-    content = json.loads((checkpoint / manifest.NAME).read_text())
-    (checkpoint / manifest.NAME).write_text(json.dumps(content | {"format": 99}))
-    with pytest.raises(PtrainError, match="format 99"):
-        manifest.read(checkpoint)
-
-
-def test_a_half_written_checkpoint_is_never_complete(checkpoint):
-    half = checkpoint.with_name("step-00000009.tmp-0a1b")
-    checkpoint.rename(half)
-    assert manifest.complete(half.parent) == []
-    assert manifest.half_written(half.parent) == [half]
