@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Train SPEC on this machine:   launch/local.sh SPEC [a.b=c …] [options of `ptrain train`]
 #
-# `ptrain train` starts one process per rank by itself. To use torchrun instead (restarts, another
-# tool's expectations), set LAUNCHER=torchrun; NPROC is then the number of ranks.
+# `ptrain train` starts one process per rank by itself, and anew with --max-restarts N. To use torchrun
+# instead (which listens on all interfaces), set LAUNCHER=torchrun; NPROC is then the number of ranks.
 set -euo pipefail
 
 if [[ $# -eq 0 || $1 == -h || $1 == --help ]]; then

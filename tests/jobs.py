@@ -8,12 +8,13 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -135,6 +136,24 @@ def descendants(pid: int) -> list[int]:
         return []
     children = [int(each) for each in text.split()]
     return [each for child in children for each in (child, *descendants(child))]
+
+
+def listening(pid: int) -> set[str]:
+    """The addresses on which a process and its descendants listen (Linux)."""
+    inodes = set()
+    for process in (pid, *descendants(pid)):
+        with suppress(OSError):  # gone meanwhile
+            for link in Path(f"/proc/{process}/fd").iterdir():
+                inodes.add(os.readlink(link))
+    addresses = set()
+    for table, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            words = line.split()
+            if words[3] == "0A" and f"socket:[{words[9]}]" in inodes:
+                packed = bytes.fromhex(words[1].partition(":")[0])
+                in_order = b"".join(packed[i : i + 4][::-1] for i in range(0, len(packed), 4))
+                addresses.add(socket.inet_ntop(family, in_order))
+    return addresses
 
 
 def gone(pids: Sequence[int], seconds: float = 10.0) -> bool:

@@ -14,10 +14,11 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib.util import find_spec
+from itertools import count
 from typing import NoReturn
 
 from ptrain.derivation.estimate import derive
-from ptrain.errors import PtrainError, SpecError, refused
+from ptrain.errors import PtrainError, RankFailed, SpecError, refused
 from ptrain.selection.preflight import require_fit
 from ptrain.selection.recompute import settled
 from ptrain.spec.extras import require_transformers
@@ -26,8 +27,8 @@ from ptrain.spec.load import load
 from ptrain.spec.model import ExternalModel, ModelShape
 from ptrain.spec.spec import Spec
 from ptrain.train import environment, options
-from ptrain.train.candidates import require_resumable
-from ptrain.train.folder import ROOT, RunFolder, open_run
+from ptrain.train.candidates import again, require_resumable
+from ptrain.train.folder import ROOT, Claim, RunFolder, open_run
 from ptrain.train.heading import parts_of_ranks
 from ptrain.train.launch import launch
 from ptrain.train.options import Options
@@ -79,23 +80,42 @@ def start(spec: Spec, asked: Options) -> int:
         resuming=asked.resume is not None,
         command=shlex.join(["ptrain", *sys.argv[1:]]),
     )
-    argv = options.to_argv(
-        replace(
-            asked,
-            spec=str(claim.folder.path / "spec.resolved.yaml"),
-            overrides=(),
-            run_dir=claim.folder.path,
-            prepared=True,
-        )
+    prepared = replace(
+        asked,
+        spec=str(claim.folder.path / "spec.resolved.yaml"),
+        overrides=(),
+        run_dir=claim.folder.path,
+        prepared=True,
     )
     try:
-        return launch(
-            argv, num_ranks=spec.world_size, folder=claim.folder, parts=parts_of_ranks(spec)
-        )
+        return _attempts(spec, prepared, claim)
     except PtrainError as error:
         if error.exit_code == PtrainError.exit_code:
             claim.withdraw()
         raise
+    finally:
+        claim.lock.release()
+
+
+def _attempts(spec: Spec, prepared: Options, claim: Claim) -> int:
+    """The exit code of the first attempt whose ranks end in good order. Raises RankFailed where
+    that of the last restart fails too."""
+    parts = parts_of_ranks(spec)
+    for restart in count(1):
+        try:
+            return launch(
+                options.to_argv(prepared),
+                num_ranks=spec.world_size,
+                folder=claim.folder,
+                parts=parts,
+                inherited=(claim.lock.descriptor,),
+            )
+        except RankFailed as error:
+            if restart > prepared.max_restarts:
+                raise
+            print(f"{error}\nrestart {restart} of {prepared.max_restarts}", file=sys.stderr)
+            prepared = replace(prepared, resume=again(prepared.resume, claim.folder))
+    raise AssertionError("the last restart returns or raises")
 
 
 def _become(module: str, argv: Sequence[str]) -> NoReturn:

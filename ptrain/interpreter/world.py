@@ -6,8 +6,11 @@ already (a notebook, Ray, the test pool) is used and left alone.
 
 from __future__ import annotations
 
+import ipaddress
 import os
+import socket
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -194,20 +197,39 @@ def _store(ranks: Mapping[str, int], host: str, waits: timedelta) -> dist.Store:
     reach the store. Under torchrun the agent's store is shared by all attempts: a prefix per
     attempt keeps a restarted rank from reading a dead one's address.
     """
-    descriptor = os.environ.get("PTRAIN_STORE_FD")
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    listener = {} if descriptor is None else {"master_listen_fd": int(descriptor)}
+    is_master = ranks["RANK"] == 0 and not agent
     store = dist.TCPStore(
         host,
         ranks["MASTER_PORT"],
         ranks["WORLD_SIZE"],
-        is_master=ranks["RANK"] == 0 and not agent,
+        is_master=is_master,
         timeout=waits,
         wait_for_workers=False,
-        **listener,
+        **(_inherited() or listener(host, ranks["MASTER_PORT"]) if is_master else {}),
     )
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return dist.PrefixStore(f"attempt{attempt}", store)
+
+
+def _inherited() -> dict[str, int]:
+    """The listening socket that our launcher bound."""
+    descriptor = os.environ.get("PTRAIN_STORE_FD")
+    return {} if descriptor is None else {"master_listen_fd": int(descriptor)}
+
+
+def listener(address: str, port: int) -> dict[str, int]:
+    """What makes a TCPStore listen on this address alone, where torch takes all interfaces. Nothing
+    where that is no address of this node's (or a name: Debian's leads to its own node's loopback,
+    where no other node could come), or somebody listens there."""
+    with suppress(ValueError, OSError):
+        version = ipaddress.ip_address(address).version
+        with socket.socket(socket.AF_INET6 if version == 6 else socket.AF_INET) as opened:
+            opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            opened.bind((address, port))
+            opened.listen(1024)
+            return {"master_listen_fd": opened.detach()}
+    return {}
 
 
 def set_timeout(group: dist.ProcessGroup | None, timeout: Timeout) -> None:

@@ -9,36 +9,44 @@ from pathlib import Path
 
 from ptrain.errors import PtrainError, SpecError, refused
 from ptrain.spec.spec import Spec
-from ptrain.train import lineage, manifest
-from ptrain.train.folder import RunFolder, shown
+from ptrain.train import environment, lineage, manifest
+from ptrain.train.folder import RunFolder, run_of_agent, shown
 from ptrain.train.manifest import Manifest
+from ptrain.train.options import Options
 
 AUTO = "auto"
 
 
-def candidates(asked: str, own: RunFolder, name: str) -> tuple[list[Path], list[str]]:
-    """Checkpoints in the order in which they are tried, and what hid others.
+def candidates(asked: str, own: RunFolder) -> list[Path]:
+    """Checkpoints in the order in which they are tried, the newest first.
 
-    `auto` are those of this run folder, then those of runs of the same spec beside it, newest
-    first. A path is a checkpoint or a run folder.
+    `auto` are those of this run folder and no other: a run beside it may be of another text, seed
+    or learning rate, whatever its name. A path is a checkpoint or a run folder.
     """
-    if asked != AUTO:
-        return _given(Path(asked)), []
-    complaints: list[str] = []
-    beside = []
-    for run in sorted(own.path.parent.glob(f"*-{name}*"), reverse=True):
-        for path in manifest.complete(run / "checkpoints") if run != own.path else ():
-            try:
-                beside += [path] if manifest.read(path).spec == name else []
-            except PtrainError as error:  # nobody's, and the end of no other run
-                complaints.append(str(error))
-    return [*manifest.complete(own.checkpoints), *beside], complaints
+    return manifest.complete(own.checkpoints) if asked == AUTO else _given(Path(asked))
+
+
+def again(before: str | None, own: RunFolder) -> str:
+    """What ranks that are started anew continue from: their run's own checkpoints, and as long as
+    there are none what the first attempt was told."""
+    return AUTO if manifest.complete(own.checkpoints) else before or AUTO
+
+
+def continued(options: Options) -> Options:
+    """The options of a rank that torch's agent started anew: it goes on with the run of the attempt
+    before. As given where this is the first, or no run of that agent is there yet."""
+    if not environment.restarts():
+        return options
+    run = options.run_dir or run_of_agent(environment.agent())
+    if run is None:
+        return options
+    return replace(options, run_dir=run, resume=again(options.resume, RunFolder(run)))
 
 
 def require_resumable(spec: Spec, asked: str | None, own: RunFolder) -> None:
     """Raises SpecError for a continuation that the manifests and the sizes of files rule out."""
     complaints: list[str] = []
-    for path in candidates(asked, own, spec.name)[0] if asked else ():
+    for path in candidates(asked, own) if asked else ():
         try:
             found = manifest.read(path)
         except PtrainError as error:

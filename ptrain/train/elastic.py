@@ -1,14 +1,13 @@
-"""Several nodes, or restarts: torch's elastic launcher, which starts `ptrain.train` on this node.
+"""Several nodes: torch's elastic launcher, which starts `ptrain.train` on this node.
 
 A restarted attempt continues from the run folder's newest checkpoint, so restarts want
-`--run-dir` and `checkpoint: {every: N}`.
+`--run-dir` on a file system that all nodes see, and `checkpoint: {every: N}`.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -17,7 +16,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from ptrain.errors import Fault, PtrainError, RankFailed, SpecError
 from ptrain.selection.recompute import settled
 from ptrain.spec.load import load
-from ptrain.train import environment, options
+from ptrain.train import environment, options, rendezvous
 from ptrain.train.failure import is_victim
 from ptrain.train.heading import parts_of_ranks
 from ptrain.train.options import Options
@@ -39,18 +38,16 @@ def launch(asked: Options) -> int:
         min_nodes=asked.nnodes,
         max_nodes=asked.nnodes,
         nproc_per_node=_ranks_per_node(spec.world_size, asked.nnodes),
-        run_id=asked.rdzv_id or "ptrain",
-        rdzv_backend="c10d",
-        rdzv_endpoint=asked.rdzv_endpoint or "localhost:0",  # one node meets itself
+        run_id=asked.rdzv_id,
+        rdzv_backend=rendezvous.BACKEND,
+        rdzv_endpoint=asked.rdzv_endpoint,
+        local_addr=rendezvous.local_address(asked.rdzv_endpoint),
         max_restarts=asked.max_restarts,
     )
+    rendezvous.register()
     environment.let_agents_restart()
-    rank_options = asked
-    if asked.max_restarts and asked.run_dir and asked.resume is None:
-        rank_options = replace(asked, resume="auto")
-    argv = options.to_argv(rank_options)
     try:
-        elastic_launch(config, sys.executable)("-m", "ptrain.train", *argv)
+        elastic_launch(config, sys.executable)("-m", "ptrain.train", *options.to_argv(asked))
     except ChildFailedError as error:
         rank, told = _culprit(error)
         part = dict(enumerate(parts_of_ranks(spec))).get(rank)

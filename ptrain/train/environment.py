@@ -6,6 +6,7 @@ The twin of `interpreter.world`, which reads on the rank's side what is written 
 from __future__ import annotations
 
 import os
+import platform
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -54,6 +55,23 @@ def is_first() -> bool:
     its number says so itself."""
     rank = os.environ.get("RANK", "0")
     return rank == "0" or not rank.isdigit()
+
+
+def restarts() -> int:
+    """How often torch's agent has started this rank anew; 0 under any other launcher."""
+    text = os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
+    return int(text) if text.isdigit() else 0
+
+
+def agent() -> str:
+    """Which of torch's agents started this rank: its host, its process, and since when that runs
+    (in ticks of Linux's clock, so that no later process of that number is taken for it); "" where
+    none did."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return ""
+    stat = Path(f"/proc/{os.getppid()}/stat")
+    since = stat.read_text().rpartition(")")[2].split()[19] if stat.exists() else "?"
+    return f"{platform.node()} {os.getppid()} {since}"
 
 
 def recorded() -> dict[str, str]:

@@ -28,7 +28,8 @@ import yaml
 from ptrain.errors import refused
 from ptrain.report.record import versions
 from ptrain.spec.spec import Spec
-from ptrain.train import environment
+from ptrain.train import environment, lock
+from ptrain.train.lock import Lock
 
 ROOT = Path("runs")
 _ELSEWHERE = "choose another with --run-dir DIR, or change into a folder you may write"
@@ -67,17 +68,20 @@ class RunFolder:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
     """A folder that was opened for a run, and what stood there before: a run that is refused before
-    its first step leaves no trace. `made` are the folders that were not there, innermost first."""
+    its first step leaves no trace. `made` are the folders that were not there, innermost first.
+    `lock` keeps other trainings out until it is released."""
 
     folder: RunFolder
+    lock: Lock
     made: tuple[Path, ...]
     entries: frozenset[Path]
     texts: Mapping[Path, bytes]
     latest: str | None
 
     def withdraw(self) -> None:
-        """Unless a step was done, as it was before. Nobody else may be writing there."""
+        """Unless a step was done, as it was before. The lock is released."""
         path = self.folder.path
+        self.lock.release()
         if _content(self.folder.metrics) != self.texts.get(self.folder.metrics, b""):
             return
         if latest_of(path.parent) == path.name:
@@ -100,14 +104,15 @@ def open_run(
 ) -> Claim:
     """Make the folder and write what is known before the first step.
 
-    Raises SpecError where the folder cannot be written, or is used and not resumed.
+    Raises SpecError where the folder cannot be written, is used and not resumed, or another
+    training writes there.
     """
     wanted = given or root
     made = [folder.absolute() for folder in (wanted, *wanted.parents) if not folder.exists()]
     claim = None
     try:
         path = _given(wanted, resuming) if given else _fresh(root, spec.name)
-        claim = _claim(path, made if given else [path, *made])
+        claim = _claim(path, made if given else [path, *made], lock.take(path))
         _fill(claim.folder, spec, command)
     except OSError as error:
         if claim:
@@ -122,6 +127,16 @@ def begin(folder: RunFolder, root: Path = ROOT) -> None:
     """The first step is next: `runs/latest` is this run."""
     if folder.path.parent == root.resolve():
         _point_latest(folder.path.parent, folder.path.name)
+
+
+def run_of_agent(agent: str, root: Path = ROOT) -> Path | None:
+    """The newest run below `root` that this agent of torch has started, None without one."""
+    for file in sorted(root.glob("*/env.json"), reverse=True):
+        with suppress(OSError, ValueError):
+            recorded = json.loads(file.read_text(encoding="utf-8")).get("agent")
+            if recorded == agent and not file.parent.is_symlink():  # as `latest` is
+                return file.parent
+    return None
 
 
 def latest_of(root: Path) -> str | None:
@@ -176,7 +191,8 @@ def _given(path: Path, resuming: bool) -> Path:
     if path.exists() and not path.is_dir():
         raise refused(place, "is a file, not a folder", "give a new folder, or an empty one")
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if not resuming and any(path.iterdir()):
+    lock.require_free(path)
+    if not resuming and any(entry.name != lock.NAME for entry in path.iterdir()):
         remedy = "choose another, or continue this run with --resume auto"
         raise refused(place, "is not empty", remedy)
     return path.resolve()
@@ -199,12 +215,13 @@ def _fresh(root: Path, name: str) -> Path:
     raise refused(f"run folder {root}", f"holds a thousand runs named {stem}", _ELSEWHERE)
 
 
-def _claim(path: Path, made: Sequence[Path]) -> Claim:
+def _claim(path: Path, made: Sequence[Path], taken: Lock) -> Claim:
     folder = RunFolder(path)
     written = ("spec.resolved.yaml", "command.txt", "env.json")
     files = (*(path / name for name in written), folder.summary, folder.metrics)
     return Claim(
         folder=folder,
+        lock=taken,
         made=tuple(made),
         entries=frozenset(_entries(path)),
         texts={file: _content(file) for file in files if file.exists()},
@@ -246,6 +263,7 @@ def _environment(num_ranks: int) -> Mapping[str, object]:
         "cores": environment.cores(),
         "threads_per_rank": environment.threads_per_rank(num_ranks),
         "git": _revision(),
+        "agent": environment.agent(),
         "environment": environment.recorded(),
     }
 

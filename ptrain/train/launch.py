@@ -53,10 +53,11 @@ def launch(
     folder: RunFolder,
     parts: Sequence[str] = (),
     module: str = "ptrain.train",
+    inherited: Sequence[int] = (),
 ) -> int:
     """Run `python -m MODULE ARGV` on every rank; the exit code of the job. `parts`: what of the
-    model each rank has, for messages. A module whose exit code is 1, a failed verdict, has written
-    the folder's summary.
+    model each rank has, for messages. `inherited`: descriptors that stay open in every rank. A
+    module whose exit code is 1, a failed verdict, has written the folder's summary.
 
     Raises RankFailed, naming the rank, when one died, hung or raised.
     """
@@ -67,7 +68,13 @@ def launch(
         meeting = Meeting(address=address, port=port, descriptor=listener.fileno())
         ranks: list[Rank] = []
         try:
-            ranks = start([module, *argv], num_ranks=num_ranks, meeting=meeting, folder=folder)
+            ranks = start(
+                [module, *argv],
+                num_ranks=num_ranks,
+                meeting=meeting,
+                folder=folder,
+                inherited=inherited,
+            )
             for rank, part in zip(ranks, parts, strict=False):
                 rank.has = part
             listener.close()  # rank 0 has its own copy; clients must see it go

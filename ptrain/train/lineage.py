@@ -1,6 +1,7 @@
 """Whether a checkpoint is of the training that is to continue from it. Torch-free.
 
-Another model is refused. Another optimizer, text, seed or global batch may be meant, and is said.
+Another model is refused. Another learning rate or optimizer, text, seed or batch may be meant, and
+each key that differs is said.
 """
 
 from __future__ import annotations
@@ -13,19 +14,18 @@ from ptrain.errors import Fault
 from ptrain.spec.spec import Spec
 
 _REMEDY = "give the model that was trained, or train anew without --resume"
-_WATCHED = {
-    "optimizer.name": "optimizer",
-    "data": "text",
-    "train.seed": "seed",
-    "batch.global": "global batch",
-}
+_WATCHED = {"optimizer": (), "data": (), "train": ("seed",), "batch": ("global", "sequence")}
 
 
 def trained(spec: Spec) -> dict[str, object]:
     """What a manifest keeps of a spec, as JSON reads it back."""
     plain = json.loads(json.dumps(spec.resolved, default=str))
-    kept = {"model": {key: value for key, value in plain["model"].items() if key != "preset"}}
-    return kept | {place: _at(plain, place) for place in _WATCHED}
+    model = {key: value for key, value in plain["model"].items() if key != "preset"}
+    watched = {
+        section: {key: plain[section][key] for key in keys or plain[section]}
+        for section, keys in _WATCHED.items()
+    }
+    return {"model": model, **watched}
 
 
 def other_model(was: Mapping[str, object], spec: Spec) -> Fault | None:
@@ -45,21 +45,32 @@ def other_model(was: Mapping[str, object], spec: Spec) -> Fault | None:
 
 
 def warnings(was: Mapping[str, object], spec: Spec) -> Iterator[str]:
-    """One line for each thing that is not as it was, and may be meant."""
-    now = trained(spec)
-    for place, noun in _WATCHED.items():
-        if place in was and _text(was[place]) != _text(now[place]):
-            yield f"{place}: continues with another {noun}: {was[place]} before, {now[place]} now"
+    """One line for each key that is not as it was, and may be meant. What a manifest of an older
+    format did not keep is not compared."""
+    before, now = dict(_leaves(was)), dict(_leaves(trained(spec)))
+    for place in {**before, **now}:
+        section = place.partition(".")[0]
+        is_kept = place in before or isinstance(was.get(section), dict)
+        if section in _WATCHED and is_kept and before.get(place) != now.get(place):
+            yield f"{place}: {_said(before, place)} in the checkpoint, {_said(now, place)} now"
 
 
 def is_other_optimizer(was: Mapping[str, object], spec: Spec) -> bool:
-    return was.get("optimizer.name", spec.optimizer.name) != spec.optimizer.name
+    return dict(_leaves(was)).get("optimizer.name", spec.optimizer.name) != spec.optimizer.name
 
 
-def _at(plain: Any, place: str) -> object:
-    for key in place.split("."):
-        plain = plain[key]
-    return plain
+def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, object]]:
+    """Each value under its dotted key."""
+    for key, value in tree.items():
+        place = f"{prefix}{key}"
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{place}.")
+        else:
+            yield place, value
+
+
+def _said(leaves: Mapping[str, object], place: str) -> str:
+    return _text(leaves[place]) if place in leaves else "nothing"
 
 
 def _text(value: object) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from ptrain.errors import refused
 from ptrain.spec.names import names
 from ptrain.spec.overrides import split_arguments
 
+_UNGUESSED = 16
 _RESUME = "give a run folder such as runs/latest, one of its checkpoints/step-N, or auto"
 
 
@@ -43,8 +45,9 @@ class Options:
 
     @property
     def wants_elastic(self) -> bool:
-        """Whether torch's elastic launcher is needed: several nodes, or restarts."""
-        return self.nnodes > 1 or self.max_restarts > 0
+        """Whether torch's elastic launcher is needed: for several nodes alone. Restarts on this
+        machine are our own launcher's, which nobody outside can reach."""
+        return self.nnodes > 1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,7 +60,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a spec's name or file (one is built in), then overrides",
     )
     add(
-        "--resume", metavar="PATH|auto", help="continue from a checkpoint, a run folder or the last"
+        "--resume",
+        metavar="PATH|auto",
+        help="continue from a checkpoint or a run folder; auto: from --run-dir's own, if any",
     )
     add("--run-dir", type=Path, metavar="DIR", help="the run folder (default: a new one in runs/)")
     add("--json", action="store_true", help="print only the result record, as JSON")
@@ -71,9 +76,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--measure", type=_count, default=0, metavar="N", help="full meters every N steps (0: none)"
     )
     add("--nnodes", type=_nodes, default=1, help="nodes (torch's elastic launcher)")
-    add("--max-restarts", type=_count, default=0, help="restarts (torch's elastic launcher)")
+    add("--max-restarts", type=_count, default=0, help="start failed ranks anew so often")
     add("--rdzv-endpoint", default="", metavar="HOST:PORT", help="where nodes meet")
-    add("--rdzv-id", default="", metavar="ID", help="one id per job, equal on all nodes")
+    add("--rdzv-id", default="", metavar="ID", help="a random id, equal on all nodes")
     add("--prepared", action="store_true", help=argparse.SUPPRESS)
 
 
@@ -104,6 +109,18 @@ def from_arguments(arguments: argparse.Namespace) -> Options:
             f"--nnodes {arguments.nnodes}",
             "the nodes have no place to meet",
             "give every node the same --rdzv-endpoint HOST:PORT, HOST being one of them",
+        )
+    if arguments.nnodes > 1 and len(arguments.rdzv_id) < _UNGUESSED:
+        raise refused(
+            f"--rdzv-id {arguments.rdzv_id}".rstrip(),
+            f"an id of under {_UNGUESSED} characters is guessed by who wants the job",
+            f"give every node the same random one, such as --rdzv-id {secrets.token_hex(16)}",
+        )
+    if arguments.resume == "auto" and not arguments.run_dir:
+        raise refused(
+            "--resume auto",
+            "names no run: auto continues the run of --run-dir, and a new one has no checkpoint",
+            "add --run-dir DIR, or name the run to continue: --resume runs/latest",
         )
     if arguments.device:
         overrides.append(f"device={arguments.device}")

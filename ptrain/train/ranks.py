@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import subprocess
@@ -10,13 +9,12 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from ptrain.train import environment
 from ptrain.train.folder import RunFolder
-
-_PR_SET_PDEATHSIG = 1
-_LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
+from ptrain.train.parent import die_with
 
 
 @dataclass(slots=True)
@@ -65,11 +63,16 @@ class Rank:
 
 
 def start(
-    words: Sequence[str], *, num_ranks: int, meeting: environment.Meeting, folder: RunFolder
+    words: Sequence[str],
+    *,
+    num_ranks: int,
+    meeting: environment.Meeting,
+    folder: RunFolder,
+    inherited: Sequence[int] = (),
 ) -> list[Rank]:
     """Start all ranks, `python -m WORDS`. Their errors go to their logs; rank 0 keeps our standard
-    output."""
-    return [_start(words, rank, num_ranks, meeting, folder) for rank in range(num_ranks)]
+    output. `inherited`: descriptors that stay open in every rank."""
+    return [_start(words, rank, num_ranks, meeting, folder, inherited) for rank in range(num_ranks)]
 
 
 def end(ranks: Sequence[Rank], grace: float = 3.0) -> None:
@@ -103,6 +106,7 @@ def _start(
     num_ranks: int,
     meeting: environment.Meeting,
     folder: RunFolder,
+    inherited: Sequence[int],
 ) -> Rank:
     log, error_file = folder.log(rank), folder.error(rank)
     error_file.unlink(missing_ok=True)
@@ -114,16 +118,10 @@ def _start(
             stdin=subprocess.DEVNULL,
             stdout=None if rank == 0 else descriptor,
             stderr=descriptor,
-            pass_fds=(meeting.descriptor,) if rank == 0 else (),
+            pass_fds=(*inherited, *([meeting.descriptor] if rank == 0 else [])),
             start_new_session=True,  # Ctrl-C reaches the parent alone, which passes it on
-            preexec_fn=_die_with_parent if _LIBC else None,
+            preexec_fn=partial(die_with, os.getpid()),
         )
     finally:
         os.close(descriptor)
     return Rank(rank, process, log, error_file)
-
-
-def _die_with_parent() -> None:
-    """In the child, before exec: the kernel kills it when the launcher is gone, however it went."""
-    assert _LIBC is not None
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

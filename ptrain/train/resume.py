@@ -15,23 +15,21 @@ from ptrain.train.journal import LOG
 def resume(program: Program, folder: RunFolder, asked: str | None, exchange: Exchange) -> int:
     """Fill the program as `asked`; the number of steps that are done already.
 
-    `auto` takes the newest sound checkpoint of this run folder, else of the newest run of the same
-    spec beside it, else starts anew. A path is a checkpoint or a run folder.
+    `auto` takes the newest sound checkpoint of this run folder, else starts anew. A path is a
+    checkpoint or a run folder.
     """
     if program.world.is_first:
         for half in manifest.half_written(folder.checkpoints):
             shutil.rmtree(half, ignore_errors=True)
     if asked is None:
         return 0
-    paths, hidden = candidates(asked, folder, program.spec.name)
-    path, found, complaints = checkpoint.newest(paths, exchange)
+    path, found, complaints = checkpoint.newest(candidates(asked, folder), exchange)
     if path is None or found is None:
         if asked != AUTO or complaints:
             raise none_sound(asked, complaints)
-        _skip(hidden)
         LOG.info("resume  no checkpoint yet: from the start")
         return 0
-    _skip([*hidden, *complaints])
+    _skip(complaints)
     require_fitting(program.spec, asked, path, found)
     checkpoint.load(program, path, found, exchange)
     for warning in lineage.warnings(found.trained, program.spec):

@@ -34,6 +34,7 @@ from ptrain.selection.recompute import settled
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
 from ptrain.train import checkpoint, environment, interrupt, manifest
+from ptrain.train.candidates import continued
 from ptrain.train.consistency import Consistency
 from ptrain.train.emulation import emulated_line
 from ptrain.train.exchange import Exchange
@@ -74,7 +75,7 @@ def run(options: Options) -> int:
         if spec.deterministic:
             torch.use_deterministic_algorithms(True)
             stack.callback(torch.use_deterministic_algorithms, False)
-        folder = _folder(spec, options, exchange, stack)
+        folder, options = _folder(spec, options, exchange, stack)
         session = Session(
             spec=spec,
             options=options,
@@ -150,22 +151,27 @@ def _on_first(exchange: Exchange, found: Callable[[], Any]) -> Any:
     return told
 
 
-def _folder(spec: Spec, options: Options, exchange: Exchange, stack: ExitStack) -> RunFolder:
-    """Made by our launcher, or by rank 0 here, whose choice the others learn."""
+def _folder(
+    spec: Spec, options: Options, exchange: Exchange, stack: ExitStack
+) -> tuple[RunFolder, Options]:
+    """Made by our launcher, or by rank 0 here, whose choice the others learn; the options with what
+    it continues from."""
     if options.prepared:
         assert options.run_dir is not None
-        return RunFolder(options.run_dir)
-    chosen = {"path": "", "problem": ""}
+        return RunFolder(options.run_dir), options
+    chosen = {"path": "", "problem": "", "resume": options.resume}
     if exchange.world.is_first:
         try:
+            goes_on = continued(options)
             claim = open_run(
                 spec,
-                given=options.run_dir,
-                resuming=options.resume is not None,
+                given=goes_on.run_dir,
+                resuming=goes_on.resume is not None,
                 command=shlex.join(sys.orig_argv),
             )
+            stack.callback(claim.lock.release)
             stack.push(partial(_withdraw, claim))
-            chosen["path"] = str(claim.folder.path)
+            chosen |= {"path": str(claim.folder.path), "resume": goes_on.resume}
         except PtrainError as error:
             chosen["problem"] = str(error)
     chosen = exchange.first(chosen)
@@ -173,7 +179,7 @@ def _folder(spec: Spec, options: Options, exchange: Exchange, stack: ExitStack) 
         raise PtrainError(chosen["problem"])
     folder = RunFolder(Path(chosen["path"]))
     folder.log(0).parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # a node of its own
-    return folder
+    return folder, replace(options, resume=chosen["resume"])
 
 
 def _withdraw(claim: Claim, _: object, error: BaseException | None, trace: object) -> None:

@@ -124,15 +124,14 @@ def test_a_damaged_checkpoint_is_skipped_for_an_older_one(saved):
     assert len(complaints) == 1 and data.name in complaints[0]
 
 
-def test_a_damaged_manifest_in_another_run_does_not_end_this_one(tmp_path):
+def test_a_strangers_checkpoint_beside_is_not_continued(tmp_path):
     program = alone()
     exchange = Exchange(program.world)
-    beside = [tmp_path / f"2026010{day}-000000-zero3" for day in (1, 2)]
-    for number, run in enumerate(beside, start=1):
-        checkpoint.save(program, run / "checkpoints", number, exchange)
-    (beside[1] / "checkpoints" / manifest.folder_name(2) / manifest.NAME).write_text("{")
-    own = RunFolder(tmp_path / "20260103-000000-zero3")
-    assert resume(program, own, "auto", exchange) == 1
+    stranger = tmp_path / "20260101-000000-zero3"
+    checkpoint.save(program, stranger / "checkpoints", 1, exchange)
+    own = RunFolder(tmp_path / "20260102-000000-zero3")
+    assert resume(program, own, "auto", exchange) == 0
+    assert resume(program, own, str(stranger), exchange) == 1
 
 
 def test_a_checkpoint_of_another_model_is_refused_with_both_shapes(saved):
@@ -193,15 +192,25 @@ def test_a_tensor_that_would_be_dropped_is_refused(tmp_path):
 
 def test_another_optimizer_text_seed_or_batch_is_said():
     was = lineage.trained(alone().spec)
-    other = alone("optimizer.name=sgd", "data.corpus=synthetic", "train.seed=7", "batch.global=4")
-    told = list(lineage.warnings(was, other.spec))
-    assert [line.partition(":")[0] for line in told] == [
-        "optimizer.name",
-        "data",
-        "train.seed",
-        "batch.global",
-    ]
+    other = alone(
+        "optimizer.name=sgd",
+        "optimizer.lr=0.5",
+        "data.corpus=synthetic",
+        "train.seed=7",
+        "batch.global=4",
+    )
+    lines = dict(line.split(": ", 1) for line in lineage.warnings(was, other.spec))
+    assert lines["optimizer.lr"] == f"{alone().spec.optimizer.lr} in the checkpoint, 0.5 now"
+    assert {"optimizer.name", "data.corpus", "train.seed", "batch.global"} < set(lines)
     assert not list(lineage.warnings({}, other.spec))
+
+
+def test_a_manifest_of_an_older_format_is_compared_in_what_it_kept():
+    spec = alone("train.seed=7", "optimizer.lr=0.5").spec
+    was = {"optimizer.name": "sgd", "train.seed": 0, "data": lineage.trained(spec)["data"]}
+    places = [line.partition(":")[0] for line in lineage.warnings(was, spec)]
+    assert places == ["optimizer.name", "train.seed"]
+    assert lineage.is_other_optimizer(was, spec)
 
 
 def test_a_training_that_is_done_is_not_continued(saved, tmp_path):

@@ -17,6 +17,7 @@ pytestmark = [
 ]
 
 FOREVER = (*jobs.TINY, "train.steps=1000000")
+TORCHS = "torch.distributed.run"
 TORCHRUN = ("--standalone", "--nproc-per-node", "2", "-m", "ptrain.train", "zero3", *FOREVER)
 
 
@@ -69,18 +70,35 @@ def test_a_rank_that_is_stopped_under_torchrun_ends_the_job(tmp_path):
     assert seconds < 60
 
 
-@pytest.mark.nightly
-def test_a_killed_rank_restarts_from_the_last_checkpoint_and_loses_nothing(tmp_path):
-    arguments = ["train", "zero3", *jobs.TINY, "train.steps=300", "checkpoint.every=20"]
-    restarts = ["--max-restarts", "1", "--run-dir", "run"]
-    with jobs.job([*arguments, *restarts], cwd=tmp_path) as job:
-        job.until("step 50/")
+SAVING = ("zero3", *jobs.TINY, "train.steps=60", "checkpoint.every=20")
+AGENT = ("--standalone", "--nproc-per-node", "2", "--max-restarts", "1", "-m", "ptrain.train")
+
+
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [
+        ("ptrain", ("train", *SAVING, "--max-restarts", "1")),
+        pytest.param("torch.distributed.run", (*AGENT, *SAVING), marks=pytest.mark.nightly),
+        pytest.param(
+            "torch.distributed.run",
+            (*AGENT, *SAVING, "--run-dir", "run"),
+            marks=pytest.mark.nightly,
+        ),
+    ],
+)
+def test_a_killed_rank_restarts_from_the_last_checkpoint_and_loses_nothing(tmp_path, module, words):
+    with jobs.job(words, cwd=tmp_path, module=module) as job:
+        job.until("step 30/")
+        if module == "ptrain":
+            assert jobs.listening(job.process.pid) == {"127.0.0.1"}
         os.kill(job.ranks()[1], signal.SIGKILL)
         assert job.wait() == 0, job.error
-    assert "resume  step 40 of " in job.output
-    code, _ = jobs.run([*arguments, "--run-dir", "whole"], cwd=tmp_path)
+    assert "resume  step 20 of " in job.output
+    (run,) = [path.parent for path in tmp_path.rglob("metrics.jsonl")]
+    assert not (run / ".lock").exists()
+    code, _ = jobs.run(["train", *SAVING, "--run-dir", "whole"], cwd=tmp_path)
     assert code == 0
-    assert jobs.losses(tmp_path / "run") == jobs.losses(tmp_path / "whole")
+    assert jobs.losses(run) == jobs.losses(tmp_path / "whole")
 
 
 def test_a_rank_that_cannot_even_import_is_named_with_its_cause(tmp_path):
@@ -90,9 +108,13 @@ def test_a_rank_that_cannot_even_import_is_named_with_its_cause(tmp_path):
     assert "rank " in job.error and "libtorch.so is missing" in job.error
 
 
-def test_ranks_do_not_outlive_a_launcher_that_is_killed(tmp_path):
-    with jobs.job(["train", "zero3", *FOREVER], cwd=tmp_path) as job:
-        job.until("step 1/")
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [("ptrain", ("train", "zero3", *FOREVER)), (TORCHS, TORCHRUN)],
+)
+def test_ranks_do_not_outlive_a_launcher_that_is_killed(tmp_path, module, words):
+    with jobs.job(words, cwd=tmp_path, module=module) as job:
+        job.until("step 3/")
         ranks = list(job.ranks().values())
         job.process.kill()
         job.wait()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import time
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -37,16 +38,24 @@ def test_torchrun_standalone_gives_the_same_losses(tmp_path, self_launched):
     assert job.output.count("verdict: ") == 1, "only rank 0 speaks"
 
 
-def test_two_agents_that_pose_as_two_nodes_give_the_same_losses(tmp_path, self_launched):
-    agent = ["--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d"]
-    agent += ["--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--rdzv-id", "two-nodes"]
-    agent += ["--local-addr", "127.0.0.1", "-m", "ptrain.train", *SPEC, "--run-dir", "run"]
+@pytest.mark.parametrize("module", ["ptrain", pytest.param(TORCHRUN, marks=pytest.mark.nightly)])
+def test_two_agents_that_pose_as_two_nodes_give_the_same_losses(tmp_path, self_launched, module):
+    agent = ["--nproc-per-node", "1", "--rdzv-backend", "c10d", "--local-addr", "127.0.0.1"]
+    agent += ["-m", "ptrain.train"]
+    meeting = ["--nnodes", "2", "--rdzv-endpoint", f"127.0.0.1:{free_port()}"]
+    words = [*meeting, "--rdzv-id", "0123456789abcdef", *(agent if module == TORCHRUN else [])]
+    words = [*(["train"] if module == "ptrain" else []), *words, *SPEC, "--run-dir", "run"]
+    addresses: set[str] = set()
     with ExitStack() as stack:
         agents = [
-            stack.enter_context(jobs.job(agent, cwd=tmp_path, module=TORCHRUN)) for _ in range(2)
+            stack.enter_context(jobs.job(words, cwd=tmp_path, module=module)) for _ in range(2)
         ]
+        while any(job.process.poll() is None for job in agents):
+            addresses = addresses.union(*(jobs.listening(job.process.pid) for job in agents))
+            time.sleep(0.05)
         codes = [job.wait() for job in agents]
         assert codes == [0, 0], [job.error for job in agents]
+    assert module == TORCHRUN or addresses == {"127.0.0.1"}
     assert jobs.losses(tmp_path / "run") == self_launched
     assert {path.name for path in Path(tmp_path / "run" / "logs").iterdir()} == {
         "rank0.log",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -74,7 +75,9 @@ def test_slurm_starts_one_agent_per_node_that_meet_on_the_first(shims):
     found = words(shims / "srun.log")
     assert "torchrun" in found
     assert {"--nnodes=2", "--nproc-per-node=8", "--rdzv-backend=c10d"} <= set(found)
-    assert {"--rdzv-id=4711", "--rdzv-endpoint=node-a:24711"} <= set(found)
+    assert "--rdzv-endpoint=node-a:24711" in found
+    (run_id,) = [word for word in found if word.startswith("--rdzv-id=")]
+    assert re.fullmatch("--rdzv-id=[0-9a-f]{32}", run_id)
     assert found[found.index("ptrain.train") :] == [
         "ptrain.train",
         "zero3",

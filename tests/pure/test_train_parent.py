@@ -64,9 +64,20 @@ def test_a_number_that_makes_no_sense_is_refused(wrong, capsys):
 def test_several_nodes_need_a_place_to_meet():
     with pytest.raises(PtrainError, match=r"--nnodes 2: .*\n.*--rdzv-endpoint HOST:PORT"):
         options.parse(["ddp", "--nnodes", "2"])
-    asked = options.parse(["ddp", "--nnodes", "2", "--rdzv-endpoint", "a:1"])
-    assert options.elastic_argv(asked)[-2:] == ["--rdzv-endpoint", "a:1"]
-    assert options.parse(["ddp", "--max-restarts", "1"]).wants_elastic
+    meeting = ["--rdzv-endpoint", "a:1", "--rdzv-id", "0123456789abcdef"]
+    asked = options.parse(["ddp", "--nnodes", "2", *meeting])
+    assert options.elastic_argv(asked)[-4:] == meeting
+    assert asked.wants_elastic
+
+
+@pytest.mark.parametrize("word", [[], ["--rdzv-id", "job-4711"]])
+def test_nodes_meet_under_an_id_that_nobody_guesses(word):
+    with pytest.raises(PtrainError, match=r"--rdzv-id.*\n  remedy: .*--rdzv-id [0-9a-f]{32}"):
+        options.parse(["ddp", "--nnodes", "2", "--rdzv-endpoint", "a:1", *word])
+
+
+def test_restarts_on_one_machine_open_no_port_of_torchs():
+    assert not options.parse(["ddp", "--max-restarts", "1"]).wants_elastic
 
 
 def test_an_override_may_be_spelled_as_an_option():

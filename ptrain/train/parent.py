@@ -1,0 +1,25 @@
+"""A rank does not outlive the process that started it, however that went. Torch-free.
+
+Linux signals a process when the thread that started it is gone; elsewhere nothing does, and a rank
+whose launcher was killed goes on.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
+
+
+def die_with(parent: int) -> None:
+    """From here on this process is killed when its parent is gone; at once where that is no longer
+    `parent`."""
+    if _LIBC is None:
+        return
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)
