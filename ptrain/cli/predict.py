@@ -64,6 +64,8 @@ def predict(
             label=_label(spec, [each for each in choice if each not in overrides], named=named),
             facts=facts_of(spec, allow_import=allow_import),
             offer=len(specs) == 1,
+            words=(source, *choice),
+            allow_import=allow_import,
         )
         for spec, choice in zip(specs, chosen, strict=True)
     ]
@@ -89,10 +91,13 @@ def as_record(prediction: Prediction) -> dict[str, object]:
     result["parameters"] = prediction.num_parameters
     result["fit"] = {
         "peak_bytes": found.peak_bytes,
+        "resident_bytes": found.resident_bytes,
         "device_memory": found.device_memory,
         "host_bytes": found.host_bytes,
         "host_memory": found.host_memory,
-        "fits": None if found.device_memory is None else found.fits,
+        "fits": found.fits,
+        "unknown": found.why or None,
+        "command": None if found.peak_bytes is not None else prediction.telling,
     }
     spec, plan = prediction.spec, derivation.plan
     conditions = (*theorem_6(spec, plan), *theorem_7(spec, plan))
@@ -104,14 +109,24 @@ def as_record(prediction: Prediction) -> dict[str, object]:
     return result
 
 
-def _predict(spec: Spec, *, label: str, facts: ModelFacts, offer: bool) -> Prediction:
+def _predict(
+    spec: Spec,
+    *,
+    label: str,
+    facts: ModelFacts,
+    offer: bool,
+    words: tuple[str, ...],
+    allow_import: bool,
+) -> Prediction:
     derivation = derive(spec, facts)
     found = fit(spec, derivation.exact)
-    misfit = offer and found.is_known and not found.fits
+    misfit = offer and found.peak_bytes is not None and found.fits is False
     return Prediction(
         label=label,
         spec=spec,
         derivation=derivation,
         num_parameters=facts.numel,
         cheaper=cheaper(spec, facts) if misfit else (),
+        words=words,
+        allow_import=allow_import,
     )

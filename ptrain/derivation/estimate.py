@@ -13,6 +13,7 @@ from ptrain.derivation.facts import ModelFacts
 from ptrain.derivation.in_flight import in_flight
 from ptrain.derivation.interconnect import warnings
 from ptrain.derivation.kept import activation_row, kept_traffic
+from ptrain.derivation.kernels import kernel_warnings, unclaimed
 from ptrain.derivation.memory import resident
 from ptrain.derivation.notes import notes
 from ptrain.derivation.operations import operations, setting_of
@@ -51,7 +52,13 @@ def derive(spec: Spec, facts: ModelFacts | None = None) -> Derivation:
     facts = own_facts(spec) if facts is None else facts
     stages = pipeline.stages_of(spec, facts)
     plan = lower(spec, facts.unit_modules, facts.roles, stages, facts.blocks)
-    found = replace(exact(spec, plan, facts), operations=operations(spec, plan, stages))
+    found, foreign = exact(spec, plan, facts), unclaimed(spec, facts)
+    found = replace(
+        found,
+        operations=operations(spec, plan, stages),
+        unclaimed=foreign,
+        warnings=(*found.warnings, *kernel_warnings(foreign, found.undefined)),
+    )
     return Derivation(paper=paper(spec, facts), exact=found, plan=plan)
 
 
@@ -81,14 +88,17 @@ def _not_traceable(shape: ModelShape, spec: Spec, facts: ModelFacts) -> str:
     """Why nobody traces a built-in model; nothing where somebody does."""
     if shape.attention is Attention.FLEX:
         return _NOT_ON_CPU
-    is_large = facts.numel * spec.precision.effective.parameters.itemsize > TRACED_BYTES
-    return _TOO_LARGE if is_large else ""
+    return _TOO_LARGE if _is_large(spec, facts) else ""
+
+
+def _is_large(spec: Spec, facts: ModelFacts) -> bool:
+    return facts.numel * spec.precision.effective.parameters.itemsize > TRACED_BYTES
 
 
 def _untold(spec: Spec, facts: ModelFacts, reason: str) -> dict[str, str]:
     """Why nothing is said of activations and peaks; nor of traffic, where it is not known what the
     modes of activations move and send again."""
-    told = ""
+    told = _TOO_LARGE if _is_large(spec, facts) else ""
     if isinstance(spec.model, ModelShape) and not facts.roles:
         told = _not_traceable(spec.model, spec, facts)
     figures = ("activations", "peak", *(() if blocks.are_known(spec) else ("traffic",)))

@@ -9,6 +9,7 @@ from math import gcd
 from torch import nn
 
 from ptrain.errors import Fault, SpecError, refused
+from ptrain.models.dropout import dropouts
 from ptrain.models.gpt import Gpt
 from ptrain.models.llama import Llama
 from ptrain.models.slices import misplaced
@@ -142,12 +143,9 @@ def _unequal(module: nn.Module, named: dict[str, Role], spec: Spec) -> Iterator[
 
 
 def _require_no_dropout(module: nn.Module, place: str) -> None:
-    for name, child in module.named_modules():
-        found = {key: value for key, value in vars(child).items() if "drop" in key}
-        if isinstance(child, nn.Dropout):
-            found["p"] = child.p
-        for key, value in found.items():
-            if isinstance(value, float) and value > 0.0:
-                finding = f"not yet: {f'{name}.{key}'.lstrip('.')} is {value}, and dropout of cut "
-                finding += "activations is known of built-in models only"
-                raise refused(place, finding, "build it with a dropout of 0")
+    for name, value in dropouts(module):
+        finding = (
+            f"not yet: {name} is {value}, and dropout of cut activations is known of built-in "
+        )
+        finding += "models only"
+        raise refused(place, finding, "build it with a dropout of 0")

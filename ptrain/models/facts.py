@@ -15,6 +15,7 @@ from ptrain.derivation.facts import ModelFacts, TensorFacts, UnitFacts
 from ptrain.models.attention import is_trainable
 from ptrain.models.chain import chain_of_module
 from ptrain.models.chunked import LossInside
+from ptrain.models.dropout import drops_out
 from ptrain.models.heads import head_of
 from ptrain.models.initialize import cast
 from ptrain.models.loss import token_loss_sum
@@ -46,11 +47,14 @@ def module_facts(model: nn.Module, spec: Spec, prepare: Prepare | None = None) -
     if prepare is not None:
         prepare(model, known)
     with torch.random.fork_rng(devices=[]), _loss_of(model, spec) as loss:
+        before = torch.get_rng_state()
         recording = record(
             model, units, lambda: loss(tokens[:, :-1], tokens[:, 1:]) / spec.batch.tokens, tokens
         )
+        draws = known.draws or not torch.equal(before, torch.get_rng_state())
     timeline = to_timeline(recording)
-    return replace(known, gradient_order=gradient_order(timeline), timeline=timeline)
+    order = gradient_order(timeline)
+    return replace(known, gradient_order=order, timeline=timeline, draws=draws)
 
 
 @contextmanager
@@ -82,6 +86,7 @@ def untraced_facts(model: nn.Module, spec: Spec) -> ModelFacts:
         roles=roles_of_module(model, spec),
         chain=chain_of_module(model, spec),
         blocks=tuple(blocks_of(model, spec.model.blocks)),
+        draws=drops_out(model),
     )
 
 

@@ -9,7 +9,6 @@ from ptrain.costs import PLACED, Estimate, Phase, State, busiest
 from ptrain.report.heading import placement
 from ptrain.report.predict import MODEL_STATES, Prediction, model_state_bytes, sent_bytes
 from ptrain.report.table import largest, on_tiers, render, size
-from ptrain.selection.fit import peak_bytes
 from ptrain.spec.spec import Spec
 from ptrain.spec.write import unwritten
 
@@ -26,7 +25,12 @@ def several(predictions: Sequence[Prediction], *, sweep: bool) -> str:
         for each in predictions
         for warning in each.derivation.exact.warnings
     ]
-    return "\n".join([pair(*predictions) if is_pair else rows(predictions), *warnings])
+    untold = [
+        f"peak unknown: {each.label}: {each.fit.why}; {each.telling} tells"
+        for each in predictions
+        if each.fit.peak_bytes is None
+    ]
+    return "\n".join([pair(*predictions) if is_pair else rows(predictions), *untold, *warnings])
 
 
 def pair(first: Prediction, second: Prediction) -> str:
@@ -81,7 +85,7 @@ def _row(each: Prediction, base_memory: int | None, base_sent: int | None) -> tu
         size(memory),
         f"{(memory or 0) / each.num_parameters:.3g}",
         _relative(memory, base_memory),
-        size(peak_bytes(exact)),
+        size(each.fit.peak_bytes),
         size(sent_bytes(paper)),
         size(sent),
         _relative(sent, base_sent),
@@ -113,8 +117,8 @@ def _figures(first: Prediction, second: Prediction) -> Iterator[Figure]:
         for tier, label in on_tiers("Θ + Ω + G"):
             sums = model_state_bytes(left, tier), model_state_bytes(right, tier)
             yield f"{label}, {column}", *sums
-        if left.peak and right.peak:
-            yield f"peak, {column}", peak_bytes(left), peak_bytes(right)
+        if column == "exact":
+            yield "peak, exact", first.fit.peak_bytes, second.fit.peak_bytes
         yield f"sent per step, {column}", sent_bytes(left), sent_bytes(right)
         yield f"copied per step, {column}", left.copied_bytes(), right.copied_bytes()
 

@@ -22,7 +22,7 @@ from ptrain.report.table import (
     traffic_label,
     traffic_order,
 )
-from ptrain.selection.fit import Fit, fit
+from ptrain.selection.fit import Fit, fit, needs_gpu, telling
 from ptrain.selection.preflight import Variant
 from ptrain.spec.spec import Spec
 from ptrain.units import format_bytes, format_operations
@@ -33,17 +33,26 @@ _BAR = 24  # columns of the longest bar
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """A spec with what was derived of it. `label` tells it from the others of a sweep."""
+    """A spec with what was derived of it. `label` tells it from the others of a sweep; `words` load
+    it, where the user typed them."""
 
     label: str
     spec: Spec
     derivation: Derivation
     num_parameters: int
     cheaper: tuple[Variant, ...] = ()
+    words: tuple[str, ...] = ("SPEC",)
+    allow_import: bool = False
 
     @property
     def fit(self) -> Fit:
         return fit(self.spec, self.derivation.exact)
+
+    @property
+    def telling(self) -> str:
+        """The command that tells the peak where none is predicted."""
+        exact = self.derivation.exact
+        return telling(self.spec, exact, self.words, allow_import=self.allow_import)
 
 
 def one(prediction: Prediction) -> str:
@@ -60,7 +69,7 @@ def one(prediction: Prediction) -> str:
             _traffic(paper, exact),
             "",
             *operations_lines(exact),
-            *fit_lines(prediction.fit, prediction.cheaper),
+            *fit_lines(prediction),
             *(f"warning: {warning}" for warning in exact.warnings),
             *notes(paper, exact),
             *composition(prediction),
@@ -91,27 +100,37 @@ def operations_lines(estimate: Estimate) -> list[str]:
     return [f"matrix products per rank and step: {told}{again}"]
 
 
-def fit_lines(found: Fit, cheaper: Sequence[Variant]) -> list[str]:
-    """Fits or does not fit, by how much, and what would be cheaper."""
-    what = "peak" if found.is_known else "resident, without activations:"
-    if found.device_memory is None:
-        return [f"{what} {size(found.peak_bytes)} per rank; name a cluster to see whether it fits"]
-    measure = f"{what} {size(found.peak_bytes)} of {size(found.device_memory)} per rank"
+def fit_lines(prediction: Prediction) -> list[str]:
+    """Fits, does not fit or unknown: by how much, what would be cheaper, what tells."""
+    found = prediction.fit
+    is_known = found.peak_bytes is not None
+    measure = "peak" if is_known else "resident, without activations:"
+    measure += f" {size(found.least_bytes)}"
+    measure += f" of {size(found.device_memory)} per rank" if found.device_memory else " per rank"
     if found.host_memory is not None and found.host_bytes:
         measure += f", {size(found.host_bytes)} of {size(found.host_memory)} on a node's host"
-    if found.fits:
-        return [f"fits: {measure}, {size(-found.short_bytes)} to spare"]
-    if not found.is_known:
-        return [
-            f"does not fit by {size(max(found.short_bytes, found.host_short_bytes))}: {measure}"
-        ]
+    if found.fits is False:
+        return _misfit_lines(found, measure, prediction.cheaper)
+    if not is_known:
+        exact = prediction.derivation.exact
+        where = " on a GPU" if needs_gpu(prediction.spec, exact) else ""
+        return [f"unknown: {found.why}; {measure}; what tells{where}:", f"  {prediction.telling}"]
+    if found.device_memory is None:
+        return [f"{measure}; name a cluster to see whether it fits"]
+    return [f"fits: {measure}, {size(-found.short_bytes)} to spare"]
+
+
+def _misfit_lines(found: Fit, measure: str, cheaper: Sequence[Variant]) -> list[str]:
+    short = size(max(found.short_bytes, found.host_short_bytes))
+    if found.peak_bytes is None:
+        return [f"does not fit by {short} or more: {measure}"]
     nothing = [
         "  nothing that was tried needs less: tuples of R, S and S* on the device, those with the "
         "optimizer on the host, every factorization of as many data ranks, slices of the tokens on "
         "tp, micro-batches of one sample"
     ]
     return [
-        f"does not fit by {size(max(found.short_bytes, found.host_short_bytes))}: {measure}",
+        f"does not fit by {short}: {measure}",
         *(cheaper_lines(cheaper) or nothing),
     ]
 

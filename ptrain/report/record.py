@@ -160,7 +160,7 @@ def record(
     """One result as plain data, JSON-ready. `rank` None: rows of all ranks, figures are maxima.
 
     `verdict` is null where nothing was checked. A column that leaves something out says so under
-    `undefined`.
+    `undefined`, one whose figures are another device's under `unclaimed`.
     """
     found = versions()
     return {
@@ -193,6 +193,9 @@ def record(
         "claimed": is_tested(found["torch"]),
         "undefined": {
             str(each.column): dict(each.undefined) for each in estimates if each.undefined
+        },
+        "unclaimed": {
+            str(each.column): dict(each.unclaimed) for each in estimates if each.unclaimed
         },
         "notes": [note for each in estimates for note in each.notes],
         "warnings": [warning for each in estimates for warning in each.warnings],

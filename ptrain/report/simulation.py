@@ -50,6 +50,7 @@ def one(report: RankReport, name: str) -> str:
             "",
             *operations(report),
             agreement(report),
+            *foreign(report),
             "",
             by_phase(report.course),
             "",
@@ -82,6 +83,14 @@ def agreement(report: RankReport) -> str:
     untold = sorted(report.exact.undefined.keys() & {"activations", "peak", "traffic"})
     besides = f" · not predicted: {', '.join(untold)}" if untold else ""
     return f"exact and simulated are equal in {equal} of {every} figures{besides}"
+
+
+def foreign(report: RankReport) -> list[str]:
+    """Why the peak is not that of the spec's device, where fake ranks had another's kernels."""
+    why = report.exact.unclaimed.get("peak")
+    if why is None or report.device.startswith("cuda"):
+        return []
+    return [f"warning: on cuda no peak is claimed: {why}; --rehearse on a GPU tells"]
 
 
 def by_phase(course: Course) -> str:

@@ -1,30 +1,48 @@
 """Whether a prediction fits: the largest peak against the device's memory, and what lies on the
-host against the host's, where the cluster says how much that is."""
+host against the host's, where the cluster says how much that is.
+
+There are three answers. The peak is at least what is resident, so that states which are too large
+do not fit whatever the peak is; without a peak nothing else is known, and another command tells.
+"""
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ptrain.costs import Estimate
+from ptrain.costs import Estimate, State
+from ptrain.spec.axis import Axis
+from ptrain.spec.model import Attention, ExternalModel
 from ptrain.spec.spec import Spec
+
+_PASSING = (State.ACTIVATIONS, State.TRANSIENT)  # not there at every moment of a step
+_ON_CUDA = "device=cuda"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    """`device_memory` None: the spec names no cluster, so there is nothing to compare with.
-    `host_bytes`: offloaded states of all ranks of a node, `host_memory` what its host has.
-    `is_known`: `peak_bytes` is a peak, and not only what is resident."""
+    """`peak_bytes` None: no peak is known for the device that runs the spec, and `why` says why not
+    (else it is empty). `resident_bytes`: what the fullest rank always holds. `device_memory` None:
+    the spec names no cluster, so there is nothing to compare with. `host_bytes`: offloaded states
+    of all ranks of a node, `host_memory` what its host has."""
 
-    peak_bytes: int
+    peak_bytes: int | None
+    resident_bytes: int
     device_memory: int | None
     host_bytes: int = 0
     host_memory: int | None = None
-    is_known: bool = True
+    why: str = ""
+
+    @property
+    def least_bytes(self) -> int:
+        """The peak, or what it is at least."""
+        return self.resident_bytes if self.peak_bytes is None else self.peak_bytes
 
     @property
     def short_bytes(self) -> int:
-        """By how much it does not fit; 0 or less when it fits."""
-        return self.peak_bytes - self.device_memory if self.device_memory else 0
+        """By how much it does not fit, at least; 0 or less when it fits or nobody knows."""
+        return self.least_bytes - self.device_memory if self.device_memory else 0
 
     @property
     def host_short_bytes(self) -> int:
@@ -32,34 +50,39 @@ class Fit:
         return self.host_bytes - self.host_memory if self.host_memory else 0
 
     @property
-    def fits(self) -> bool:
-        return self.short_bytes <= 0 and self.host_short_bytes <= 0
+    def fits(self) -> bool | None:
+        """None: unknown, without a cluster or without a peak."""
+        if self.short_bytes > 0 or self.host_short_bytes > 0:
+            return False
+        return None if self.device_memory is None or self.peak_bytes is None else True
 
 
-def peak_bytes(estimate: Estimate) -> int:
-    """The largest peak over phases and ranks; where no peak is known, the sum of what is resident
-    on the fullest rank."""
-    if estimate.peak:
-        return max(row.device_bytes for row in estimate.peak)
+def peak_bytes(estimate: Estimate) -> int | None:
+    """The largest peak over phases and ranks; None where no peak is known."""
+    return max((row.device_bytes for row in estimate.peak), default=None)
+
+
+def resident_bytes(estimate: Estimate) -> int:
+    """What is resident on the fullest rank: the peak is at least this."""
     totals: dict[int, int] = {}
     for row in estimate.memory:
-        totals[row.rank] = totals.get(row.rank, 0) + row.device_bytes
+        if row.state not in _PASSING:
+            totals[row.rank] = totals.get(row.rank, 0) + row.device_bytes
     return max(totals.values(), default=0)
 
 
 def fit(spec: Spec, exact: Estimate) -> Fit:
     """The peak of `exact` and what rests on the host, against the memory of the spec's cluster."""
     cluster = spec.cluster
-    if cluster is None:
-        return Fit(
-            peak_bytes=peak_bytes(exact), device_memory=None, is_known="peak" not in exact.undefined
-        )
+    why = exact.undefined.get("peak") or exact.unclaimed.get("peak", "")
+    nodes_ranks = min(spec.world_size, cluster.devices_per_node) if cluster else 0
     return Fit(
-        peak_bytes=peak_bytes(exact),
-        device_memory=cluster.device_memory,
-        host_bytes=host_bytes(exact, min(spec.world_size, cluster.devices_per_node)),
-        host_memory=cluster.host_memory,
-        is_known="peak" not in exact.undefined,
+        peak_bytes=None if why else peak_bytes(exact),
+        resident_bytes=resident_bytes(exact),
+        device_memory=cluster.device_memory if cluster else None,
+        host_bytes=host_bytes(exact, nodes_ranks),
+        host_memory=cluster.host_memory if cluster else None,
+        why=why,
     )
 
 
@@ -69,3 +92,28 @@ def host_bytes(estimate: Estimate, ranks: int) -> int:
     for row in estimate.memory:
         totals[row.rank] = totals.get(row.rank, 0) + row.host_bytes
     return ranks * max(totals.values(), default=0)
+
+
+def telling(
+    spec: Spec, exact: Estimate, words: Sequence[str], *, allow_import: bool = False
+) -> str:
+    """The shell line that tells the peak where `exact` does not. `words` are those that load the
+    spec: its name or file, and overrides."""
+    on_gpu = needs_gpu(spec, exact)
+    is_on_cuda = spec.device == "cuda" or _ON_CUDA in words
+    overrides = [_ON_CUDA] if on_gpu and not is_on_cuda else []
+    is_uneven = spec.degree(Axis.PP) > 1 or spec.degree(Axis.TP) > 1
+    flags = [
+        *(["--allow-import"] if allow_import or isinstance(spec.model, ExternalModel) else []),
+        *(["--rank", "all-distinct"] if is_uneven else []),
+        *(["--rehearse"] if on_gpu else []),
+    ]
+    return shlex.join(["ptrain", "simulate", *words, *overrides, *flags])
+
+
+def needs_gpu(spec: Spec, exact: Estimate) -> bool:
+    """Whether only a GPU tells the peak: fake ranks have a CPU's kernels, and of flex_attention a
+    CPU has no backward pass."""
+    model = spec.model
+    is_flex = not isinstance(model, ExternalModel) and model.attention is Attention.FLEX
+    return is_flex or "peak" in exact.unclaimed

@@ -35,7 +35,8 @@ _DERIVED = 4  # variants from each end of the range that are derived in full
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-    """Another spec for the same job: what to write after the SPEC, and what it would take."""
+    """Another spec for the same job: what to write after the SPEC, and what it would take. There is
+    none without a known peak."""
 
     spec: Spec
     overrides: tuple[str, ...]
@@ -58,16 +59,19 @@ class Variant:
 
 
 def require_fit(spec: Spec, exact: Estimate, facts: ModelFacts | None = None) -> None:
-    """Raises DoesNotFit, with up to three cheaper specs, unless the predicted peak fits."""
+    """Raises DoesNotFit, with up to three cheaper specs, where it is known not to fit. What nobody
+    knows is no reason."""
     found = fit(spec, exact)
-    if found.fits:
+    if found.fits is not False:
         return
+    is_known = found.peak_bytes is not None
     if found.short_bytes > 0:
         room = format_bytes(found.device_memory or 0)
-        what = "the predicted peak is" if found.is_known else "its states alone are"
+        what = "the predicted peak is" if is_known else "its states alone are"
+        more = "" if is_known else " or more"
         lines = [
-            f"{spec.name} does not fit by {format_bytes(found.short_bytes)}: {what} "
-            f"{format_bytes(found.peak_bytes)} of {room} per rank"
+            f"{spec.name} does not fit by {format_bytes(found.short_bytes)}{more}: {what} "
+            f"{format_bytes(found.least_bytes)} of {room} per rank"
         ]
     else:
         room = format_bytes(found.host_memory or 0)
@@ -75,8 +79,8 @@ def require_fit(spec: Spec, exact: Estimate, facts: ModelFacts | None = None) ->
             f"{spec.name} does not fit by {format_bytes(found.host_short_bytes)}: the states of a "
             f"node's ranks take {format_bytes(found.host_bytes)} of its host's {room}"
         ]
-    variants = cheaper(spec, facts) if found.is_known else ()
-    wider = more_ranks(spec, variants, facts) if found.is_known else None
+    variants = cheaper(spec, facts) if is_known else ()
+    wider = more_ranks(spec, variants, facts) if is_known else None
     for variant in (*variants, *([wider] if wider else [])):
         lines.append(f"  {variant.claim}: {variant.command}  (peak {_peak(variant)})")
     fitting = wider or any(variant.fits for variant in variants)
@@ -91,10 +95,13 @@ def _peak(variant: Variant) -> str:
 def cheaper(spec: Spec, facts: ModelFacts | None = None) -> tuple[Variant, ...]:
     """At most three legal variants over the data axes that need less memory: other tuples, other
     factorizations of the same ranks, smaller micro-batches; where none of these fits, states on the
-    host. Those that fit first; of these the plainest product, then the one that sends least."""
+    host. Those that fit first; of these the plainest product, then the one that sends least. None
+    where the spec's own peak is not known."""
     facts = own_facts(spec) if facts is None else facts
-    now = _variant(spec, spec, facts)
-    found = _better(now, (_variant(spec, other, facts) for other in _promising(spec, facts, now)))
+    now = next(_variants(spec, (spec,), facts), None)
+    if now is None:
+        return ()
+    found = _better(now, _variants(spec, _promising(spec, facts, now), facts))
     if any(variant.fits for variant in found):
         return tuple(found[:_OFFERED])
     hosted = _hosted(spec, facts, now)
@@ -106,10 +113,10 @@ def cheaper(spec: Spec, facts: ModelFacts | None = None) -> tuple[Variant, ...]:
 def _hosted(spec: Spec, facts: ModelFacts, now: Variant) -> list[Variant]:
     """Variants that keep states on the host; in smaller micro-batches only if none fits else."""
     others = tuple(on_host(spec))
-    found = _better(now, (_variant(spec, other, facts) for other in others))
+    found = _better(now, _variants(spec, others, facts))
     if spec.batch.micro == 1 or any(variant.fits for variant in found):
         return found
-    return _better(now, (_variant(spec, with_micro(other, 1), facts) for other in others))
+    return _better(now, _variants(spec, (with_micro(other, 1) for other in others), facts))
 
 
 def _better(now: Variant, variants: Iterable[Variant]) -> list[Variant]:
@@ -160,7 +167,7 @@ def _widened(spec: Spec, narrow: Spec, axis: Axis, facts: ModelFacts) -> Variant
         return None
     degrees = [2**power for power in range(1, _MOST_RANKS.bit_length())]
     wider = (_with_degree(narrow, axis, each) for each in degrees if each > narrow.degree(axis))
-    found = (_variant(spec, after, facts) for after in wider if not check(after))
+    found = _variants(spec, (after for after in wider if not check(after)), facts)
     return next((replace(each, more_ranks=True) for each in found if each.fits), None)
 
 
@@ -211,14 +218,17 @@ def _promising(spec: Spec, facts: ModelFacts, now: Variant) -> Iterator[Spec]:
         yield from (with_micro(each, 1) for each in (spec, *specs[:1]))
 
 
-def _variant(before: Spec, after: Spec, facts: ModelFacts) -> Variant:
-    exact = derive(after, facts).exact
-    found = fit(after, exact)
-    return Variant(
-        spec=after,
-        overrides=tuple(overrides(before, after)),
-        peak_bytes=found.peak_bytes,
-        sent_bytes=exact.sent_bytes(),
-        fits=found.fits,
-        host_short_bytes=found.host_short_bytes,
-    )
+def _variants(before: Spec, specs: Iterable[Spec], facts: ModelFacts) -> Iterator[Variant]:
+    """Each that has a known peak."""
+    for after in specs:
+        exact = derive(after, facts).exact
+        found = fit(after, exact)
+        if found.peak_bytes is not None:
+            yield Variant(
+                spec=after,
+                overrides=tuple(overrides(before, after)),
+                peak_bytes=found.peak_bytes,
+                sent_bytes=exact.sent_bytes(),
+                fits=found.fits is True,
+                host_short_bytes=found.host_short_bytes,
+            )

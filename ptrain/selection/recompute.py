@@ -9,6 +9,7 @@ from dataclasses import replace
 from ptrain.algebra.legality import Located, check, executed, require
 from ptrain.derivation.activations import is_tabulated
 from ptrain.derivation.estimate import derive, own_facts
+from ptrain.derivation.kernels import unclaimed
 from ptrain.derivation.operations import operations
 from ptrain.derivation.pipeline import stages_of
 from ptrain.errors import refused
@@ -40,7 +41,10 @@ def _within(spec: Spec, budget: int) -> Spec:
     for candidate in ladder(spec) if spec.activations.is_open else (spec,):
         if not is_tabulated(candidate) or check(candidate) or executed(candidate):
             continue
+        _require_claimed(candidate)
         peak = peak_bytes(derive(candidate).exact)
+        if peak is None:
+            continue
         if peak <= budget:
             return candidate
         reached.setdefault(peak, candidate)
@@ -62,6 +66,13 @@ def _within(spec: Spec, budget: int) -> Spec:
         f"{format_bytes(smallest)}, with {name}",
         f"write a budget of {smallest} bytes or more, a smaller batch.micro, or activations: O",
     )
+
+
+def _require_claimed(spec: Spec) -> None:
+    """Raises SpecError where the peaks that decide are those of another device."""
+    if why := unclaimed(spec, own_facts(spec)).get("peak"):
+        remedy = "write activations: M, and recompute: selective or full; or device: cpu"
+        raise refused(_PLACE, f"the peaks that decide are a CPU's: {why}", remedy)
 
 
 def ladder(spec: Spec) -> list[Spec]:

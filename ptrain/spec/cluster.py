@@ -8,7 +8,8 @@ from dataclasses import dataclass
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
     """`device_memory` in bytes; bandwidths in bytes per second; latencies in seconds.
-    `host_memory` is one node's, which its devices share; None where nobody says it."""
+    `host_memory` is one node's, which its devices share; None where nobody says it. `kind`: cpu or
+    cuda; None where nobody says it."""
 
     name: str
     devices: int
@@ -20,3 +21,4 @@ class Cluster:
     inter_node_latency: float = 10e-6
     flops: float = 0.0
     host_memory: int | None = None
+    kind: str | None = None

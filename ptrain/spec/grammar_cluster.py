@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from ptrain.spec.leaf import Leaf, Real, Size, Text, Whole, describe, refuse, section
+from ptrain.spec.leaf import Choice, Leaf, Real, Size, Text, Whole, describe, refuse, section
 
 _NAME_OR_FILE = r"[^\x00-\x1f]{1,300}"
 
@@ -56,4 +56,11 @@ class ClusterRaw:
     ] = None
     intra_node_latency: Annotated[float | None, _Figure("seconds per message", 0.0, 60.0)] = None
     inter_node_latency: Annotated[float | None, _Figure("seconds per message", 0.0, 60.0)] = None
+    kind: Annotated[
+        str | None,
+        Choice(
+            "what its devices are: whose kernels compute",
+            {"cpu": "processors: ranks are processes on them", "cuda": "GPUs"},
+        ),
+    ] = None
     flops: Annotated[float | None, _Figure("operations per second of one device", 0.0, 1e20)] = None

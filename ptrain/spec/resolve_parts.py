@@ -363,6 +363,7 @@ def resolve_cluster(raw: ClusterRaw | None, found: Report) -> Cluster | None:
         inter_node_latency=_or(merged.inter_node_latency, 10e-6),
         flops=_or(merged.flops, 0.0),
         host_memory=merged.host_memory,
+        kind=merged.kind,
     )
 
 

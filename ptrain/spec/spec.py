@@ -196,6 +196,14 @@ class Spec:
         """Ranks that see different samples."""
         return math.prod(self.degree(axis) for axis in DATA_AXES)
 
+    @property
+    def may_be_on_cuda(self) -> bool:
+        """Whether it may run on GPUs, by its device and else by its cluster's kind; where neither
+        says it, it may."""
+        if self.device != "auto":
+            return self.device == "cuda"
+        return self.cluster is None or self.cluster.kind != "cpu"
+
     def degree(self, axis: Axis) -> int:
         return next((factor.degree for factor in self.factors if factor.axis is axis), 1)
 

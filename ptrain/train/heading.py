@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ptrain.algebra.layout import coordinates
 from ptrain.axes.pipeline.form import pipeline_of, stages_text
 from ptrain.axes.pipeline.known import schedule
 from ptrain.costs import Estimate
 from ptrain.report.heading import batch, model_name
-from ptrain.selection.fit import fit
+from ptrain.selection.fit import fit, needs_gpu, telling
 from ptrain.spec.axis import Axis
 from ptrain.spec.spec import Spec
 from ptrain.units import format_bytes, format_count
@@ -36,16 +38,29 @@ def parts_of_ranks(spec: Spec) -> tuple[str, ...]:
     return tuple(stages_text(made.stages_of(place)) for place in places)
 
 
+def preflight_lines(
+    spec: Spec, exact: Estimate, words: Sequence[str] = ("SPEC",), *, allow_import: bool = False
+) -> list[str]:
+    """The prediction, and where it has no peak why not and what tells. `words` load the spec."""
+    lines, found = [preflight_line(spec, exact)], fit(spec, exact)
+    if found.peak_bytes is None:
+        command = telling(spec, exact, words, allow_import=allow_import)
+        where = " on a GPU" if needs_gpu(spec, exact) else ""
+        lines.append(f"unknown: {found.why}; what tells{where}: {command}")
+    return lines
+
+
 def preflight_line(spec: Spec, exact: Estimate) -> str:
     """`preflight  peak 61.3 MB of 12.9 GB per rank · 14.2 MB sent per step`, and what is copied
     between tiers where anything is; without what is not predicted."""
     copied = exact.copied_bytes()
     found = fit(spec, exact)
-    what = "peak" if found.is_known else "resident, without activations:"
+    is_known = found.peak_bytes is not None
+    what = "peak" if is_known else "peak unknown, resident without activations:"
     room = f" of {format_bytes(found.device_memory)}" if found.device_memory else ""
     is_told = "traffic" not in exact.undefined
     return (
-        f"preflight  {what} {format_bytes(found.peak_bytes)}{room} per rank"
+        f"preflight  {what} {format_bytes(found.least_bytes)}{room} per rank"
         + (f" · {format_bytes(exact.sent_bytes())} sent per step" if is_told else "")
         + (f" · {format_bytes(copied)} copied between tiers" if copied and is_told else "")
     )

@@ -39,7 +39,7 @@ from ptrain.train.consistency import Consistency
 from ptrain.train.emulation import emulated_line
 from ptrain.train.exchange import Exchange
 from ptrain.train.folder import Claim, RunFolder, begin, open_run, shown, write_json
-from ptrain.train.heading import header, preflight_line
+from ptrain.train.heading import header, preflight_lines
 from ptrain.train.journal import LOG, Journal, say, set_up_logging
 from ptrain.train.loop import Outcome, Parts, train
 from ptrain.train.options import Options
@@ -108,9 +108,10 @@ def _run(session: Session, interrupts: interrupt.Interrupts) -> int:
     facts = facts_of(
         spec, allow_import=options.allow_import, share=partial(_on_first, session.exchange)
     )
-    derivation = derive(spec, facts)
+    placed = replace(spec, device=world.device.type)  # whose kernels compute is known by now
+    derivation = derive(placed, facts)
     if not options.force:
-        require_fit(spec, derivation.exact, facts)
+        require_fit(placed, derivation.exact, facts)
     session = replace(session, heading=_heading(spec, world, facts.numel))
     _announce(session, derivation.exact)
     first = resume(program, session.folder, options.resume, session.exchange)
@@ -195,7 +196,11 @@ def _heading(spec: Spec, world: World, numel: int) -> str:
 
 def _announce(session: Session, exact: Estimate) -> None:
     LOG.info(session.heading)
-    LOG.info(preflight_line(session.spec, exact))
+    options = session.options
+    words = (options.spec, *options.overrides)
+    placed = replace(session.spec, device=session.world.device.type)
+    for line in preflight_lines(placed, exact, words, allow_import=options.allow_import):
+        LOG.info(line)
     for warning in exact.warnings:
         LOG.warning("warning: %s", warning)
     if told := emulated_line(session.spec, session.world.device):

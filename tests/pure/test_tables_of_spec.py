@@ -186,6 +186,7 @@ def test_models_and_clusters_have_the_documented_defaults():
     assert defaults(model.HuggingFaceModel) == {"config": {}, "blocks": None, "attention": "sdpa"}
     assert defaults(Cluster) == {
         "intra_node_latency": 5e-6, "inter_node_latency": 1e-5, "flops": 0.0, "host_memory": None,
+        "kind": None,
     }  # fmt: skip
 
 

@@ -16,7 +16,8 @@ def test_a_warning_of_the_prediction_stands_below_the_preflight(caplog):
     for per_node, warned in ((1, 1), (16, 0)):
         spec = load("tp", [f"cluster.devices_per_node={per_node}"]).spec
         world = SimpleNamespace(device=torch.device("cpu"))
-        session = SimpleNamespace(heading="tp", spec=spec, world=world)
+        options = SimpleNamespace(spec="tp", overrides=(), allow_import=False)
+        session = SimpleNamespace(heading="tp", spec=spec, world=world, options=options)
         caplog.clear()
         with caplog.at_level(logging.INFO, logger="ptrain"):
             _announce(session, derive(spec).exact)

@@ -1,0 +1,231 @@
+"""Whether a prediction fits is said where a peak is known for the device that runs it, and else is
+unknown: with the reason, and with the command that tells."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from dataclasses import replace
+
+import pytest
+
+from ptrain.algebra.legality import require
+from ptrain.cli.main import main
+from ptrain.costs import State
+from ptrain.derivation.estimate import derive
+from ptrain.errors import DoesNotFit, SpecError
+from ptrain.selection.fit import Fit, fit, peak_bytes, resident_bytes
+from ptrain.selection.preflight import cheaper, more_ranks, require_fit
+from ptrain.selection.recompute import settled
+from ptrain.spec.load import load
+from ptrain.spec.names import listing
+from ptrain.spec.spec import Spec
+from ptrain.train.heading import preflight_lines
+
+H100 = ("model.preset=gpt2-124m", "mesh.dp_shard=8", "batch={global: 64, micro: 8, sequence: 1024}")
+ON_H100 = (*H100, "cluster.preset=h100-8")
+DROPS = "model.dropout=0.1"
+LARGE = ("model.preset=llama3-8b", "activations=M", "recompute={keep: [norm]}")
+
+
+@pytest.fixture
+def ptrain(capsys):
+    """Runs a command line in this process -> what it prints, or raises AssertionError."""
+
+    def run(*arguments: str, code: int = 0) -> str:
+        found = main(list(arguments))
+        captured = capsys.readouterr()
+        assert found == code, captured.err
+        return captured.out
+
+    return run
+
+
+def fit_of(*overrides: str, name: str = "zero3") -> Fit:
+    spec = load(name, list(overrides)).spec
+    return fit(spec, derive(spec).exact)
+
+
+def limited(spec: Spec, memory: int) -> Spec:
+    assert spec.cluster is not None
+    return replace(spec, cluster=replace(spec.cluster, device_memory=memory))
+
+
+def line_of(text: str, start: str) -> str:
+    (line,) = (line for line in text.splitlines() if line.startswith(start))
+    return line
+
+
+def command_in(text: str) -> list[str]:
+    """The words of the line that tells, as a shell takes them apart."""
+    (line,) = (line for line in text.splitlines() if line.startswith("  ptrain simulate "))
+    return shlex.split(line)
+
+
+def test_without_a_peak_nobody_knows_whether_it_fits():
+    found = fit_of(*LARGE, "mesh.dp_shard=16", "batch.global=32", "cluster.preset=h100-64")
+    assert found.fits is None and found.peak_bytes is None
+    assert 0 < found.resident_bytes < found.device_memory
+    assert found.why
+
+
+def test_what_is_resident_alone_above_the_memory_does_not_fit_without_a_peak_too():
+    found = fit_of(*LARGE, "cluster.preset=laptop")
+    assert found.fits is False and found.peak_bytes is None
+    assert found.short_bytes == found.resident_bytes - found.device_memory > 0
+
+
+def test_a_known_peak_is_compared_as_ever():
+    found = fit_of()
+    assert found.fits is True and found.peak_bytes and not found.why
+
+
+def test_without_a_cluster_there_is_nothing_to_fit():
+    assert fit_of("cluster=null").fits is None
+
+
+@pytest.mark.parametrize("name", listing("strategies", "node"))
+def test_what_is_resident_is_at_most_the_peak(name):
+    spec = require(load(name))
+    exact = derive(spec).exact
+    assert 0 < resident_bytes(exact) <= peak_bytes(exact)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_with_dropout_a_cpus_kernels_do_not_say_what_a_gpu_holds(attention):
+    kept = f"attention={attention}"
+    assert fit_of(*ON_H100, kept, "batch.micro=1").fits is True
+    dropped = fit_of(*ON_H100, kept, "batch.micro=1", DROPS)
+    assert dropped.fits is None and dropped.peak_bytes is None and "dropout" in dropped.why
+    on_cpu = fit_of(*ON_H100, kept, "batch.micro=1", DROPS, "device=cpu")
+    assert on_cpu.fits is True and on_cpu.peak_bytes
+
+
+@pytest.mark.parametrize(
+    ("cluster", "device", "is_known"),
+    [
+        ("cluster.preset=laptop", "device=auto", True),
+        ("cluster.preset=laptop", "device=cuda", False),
+        ("cluster.preset=a100-8", "device=auto", False),
+        ("cluster.preset=a100-8", "device=cpu", True),
+        (
+            "cluster={devices: 8, device_memory: 80 GiB, intra_node_bandwidth: 1 GB/s}",
+            "device=auto",
+            False,
+        ),
+        (
+            "cluster={devices: 8, device_memory: 80 GiB, intra_node_bandwidth: 1 GB/s, kind: cpu}",
+            "device=auto",
+            True,
+        ),
+    ],
+)
+def test_the_spec_says_by_device_and_cluster_where_it_may_run(cluster, device, is_known):
+    found = fit_of(*H100, "batch.micro=1", DROPS, cluster, device)
+    assert (found.peak_bytes is not None) is is_known
+
+
+def test_with_dropout_states_that_are_too_large_for_a_gpu_do_not_fit():
+    spec = limited(load("zero3", [*ON_H100, DROPS]).spec, 2**20)
+    exact = derive(spec).exact
+    found = fit(spec, exact)
+    assert found.fits is False
+    assert found.resident_bytes < exact.bytes_of(State.ACTIVATIONS)  # which are not counted
+
+
+def test_on_a_gpu_dropout_is_warned_of_and_recorded_as_not_claimed(ptrain):
+    text = ptrain("predict", "zero3", *ON_H100, DROPS)
+    warning = line_of(text, "warning: ")
+    assert "not claimed" in warning and "CPU" in warning
+    assert "to spare" not in text and "fits:" not in text
+    record = json.loads(ptrain("predict", "zero3", *ON_H100, DROPS, "--json"))
+    assert {"activations", "peak"} == set(record["unclaimed"]["exact"])
+    assert record["fit"]["fits"] is None and record["fit"]["peak_bytes"] is None
+    plain = json.loads(ptrain("predict", "zero3", *ON_H100, "--json"))
+    assert plain["unclaimed"] == {} and plain["fit"]["fits"] is True
+    assert "not claimed" not in ptrain("predict", "zero3", *ON_H100)
+
+
+def test_the_command_that_tells_of_dropout_rehearses_on_a_gpu(ptrain):
+    text = ptrain("predict", "zero3", *ON_H100, DROPS)
+    assert line_of(text, "unknown: ")
+    words = ["ptrain", "simulate", "zero3", *ON_H100, DROPS, "device=cuda", "--rehearse"]
+    assert command_in(text) == words
+    record = json.loads(ptrain("predict", "zero3", *ON_H100, DROPS, "device=cuda", "--json"))
+    said = shlex.split(record["fit"]["command"])
+    assert said.count("device=cuda") == 1 and said[-1] == "--rehearse"
+
+
+def test_the_command_that_tells_has_the_words_that_were_typed(ptrain):
+    typed = ("zero3", *LARGE, "cluster.preset=h100-8")
+    text = ptrain("predict", *typed)
+    assert line_of(text, "unknown: ").startswith("unknown: no table holds what this model")
+    assert command_in(text) == ["ptrain", "simulate", *typed]
+    several = ("tp-dp", *LARGE, "cluster.preset=h100-8")
+    assert command_in(ptrain("predict", *several))[-2:] == ["--rank", "all-distinct"]
+
+
+def test_flex_attention_is_rehearsed_for_fake_ranks_have_no_backward_pass_of_it(ptrain):
+    text = ptrain("predict", "zero3", "attention=flex")
+    words = ["ptrain", "simulate", "zero3", "attention=flex", "device=cuda", "--rehearse"]
+    assert command_in(text) == words
+
+
+def test_a_record_passes_no_resident_sum_off_as_a_peak(ptrain):
+    record = json.loads(ptrain("predict", "zero3", *LARGE, "cluster.preset=h100-8", "--json"))
+    found = record["fit"]
+    assert found["fits"] is None and found["peak_bytes"] is None
+    assert 64 * 10**9 < found["resident_bytes"] < found["device_memory"]
+    assert found["unknown"] and found["command"].startswith("ptrain simulate zero3 ")
+    assert record["cheaper"] == []
+    known = json.loads(ptrain("predict", "zero3", "--json"))["fit"]
+    assert known["unknown"] is None and known["command"] is None
+    assert 0 < known["resident_bytes"] < known["peak_bytes"]
+
+
+def test_a_sweep_has_no_peak_where_none_is_predicted_and_says_why(ptrain):
+    meshes = ("mesh.dp_shard=8,16", "batch.global=32")
+    text = ptrain("predict", "zero3", *LARGE, *meshes, "cluster.preset=h100-64")
+    _, *rows = text.splitlines()[:3]
+    assert [each.split()[6:8] for each in rows] == [["1×", "–"], ["0.5×", "–"]]
+    told = [line for line in text.splitlines() if line.startswith("peak unknown: mesh.dp_shard=")]
+    assert len(told) == 2 and all("no table holds" in line for line in told)
+
+
+def test_a_comparison_has_no_peak_of_a_cpu_for_a_gpu(ptrain, tmp_path):
+    file = tmp_path / "dropped.yaml"
+    spec = load("zero3", [*ON_H100, DROPS]).spec
+    file.write_text(json.dumps(spec.resolved), encoding="utf-8")
+    plain = tmp_path / "plain.yaml"
+    plain.write_text(json.dumps(load("zero3", list(ON_H100)).spec.resolved), encoding="utf-8")
+    text = ptrain("predict", str(plain), str(file))
+    cells = line_of(text, "peak, exact").split("  ")
+    assert cells[-1].strip() == "–"
+
+
+def test_nothing_is_offered_on_a_peak_that_is_none():
+    spec = limited(load("zero3", [*ON_H100, DROPS]).spec, 2**20)
+    assert cheaper(spec) == () and more_ranks(spec, ()) is None
+    with pytest.raises(DoesNotFit, match="states alone are") as refused:
+        require_fit(spec, derive(spec).exact)
+    assert "fits" not in str(refused.value).replace("one that fits", "")
+    assert "closer" not in str(refused.value)
+
+
+def test_a_training_is_not_refused_for_a_fit_that_is_unknown_and_says_so():
+    spec = load("zero3", [*ON_H100, DROPS]).spec
+    exact = derive(spec).exact
+    require_fit(spec, exact)
+    first, second = preflight_lines(spec, exact, ("runs/one/spec.resolved.yaml",))
+    assert first.startswith("preflight  peak unknown, resident without activations: ")
+    assert "of 85.9 GB per rank" in first and "sent per step" in first
+    assert second.startswith("unknown: ") and "dropout" in second
+    assert "ptrain simulate runs/one/spec.resolved.yaml device=cuda --rehearse" in second
+
+
+def test_no_policy_is_chosen_for_a_budget_by_peaks_of_another_device():
+    said = ("activations=M", "recompute={budget: 60 GiB}")
+    settled(load("zero3", [*ON_H100, *said]))
+    settled(load("zero3", [*ON_H100, *said, DROPS, "device=cpu"]))
+    with pytest.raises(SpecError, match=r"recompute\.budget: .*dropout"):
+        settled(load("zero3", [*ON_H100, *said, DROPS]))

@@ -1,0 +1,131 @@
+"""Whether a model that is not built in fits: one too large to be traced has no peak, and one with
+dropout has that of a CPU."""
+
+from __future__ import annotations
+
+import json
+import shlex
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ptrain.cli.main import main
+from ptrain.interpreter.facts import facts_of
+from ptrain.models.dropout import drops_out
+from ptrain.spec.load import load
+from tests.models_external import Necks
+
+# 0.7e9 parameters: above 2 GiB in fp32
+LARGE = (
+    "model={hf: LlamaForCausalLM, config: {vocab_size: 32000, hidden_size: 4096, "
+    "intermediate_size: 14336, num_hidden_layers: 2, num_attention_heads: 32, "
+    "num_key_value_heads: 8, max_position_embeddings: 4096}}"
+)
+SMALL = (
+    "hidden_size: 32, intermediate_size: 48, num_hidden_layers: 1, num_attention_heads: 4, "
+    "num_key_value_heads: 2, vocab_size: 261, max_position_embeddings: 64"
+)
+BATCH = "batch={global: 64, micro: 8, sequence: 4096}"
+H100 = ("mesh.dp_shard=8", "cluster.preset=h100-8")
+
+
+class Functional(Necks):
+    """Drops out by a function, under a name that says nothing."""
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        return F.dropout(super().forward(tokens_BT), 0.2, self.training)
+
+
+def functional() -> nn.Module:
+    return Functional(10, 2, 259)
+
+
+@pytest.fixture
+def ptrain(capsys):
+    """Runs a command line in this process -> what it prints, or raises AssertionError."""
+
+    def run(*arguments: str, code: int = 0) -> str:
+        found = main(list(arguments))
+        captured = capsys.readouterr()
+        assert found == code, captured.err
+        return captured.out
+
+    return run
+
+
+def test_of_a_large_model_of_transformers_no_fit_is_claimed(ptrain):
+    pytest.importorskip("transformers")
+    text = ptrain("predict", "zero3", LARGE, BATCH, *H100)
+    assert "fits:" not in text and "to spare" not in text
+    lines = text.splitlines()
+    (place,) = (index for index, line in enumerate(lines) if line.startswith("unknown: "))
+    assert "too large to be traced" in lines[place]
+    assert shlex.split(lines[place + 1]) == ["ptrain", "simulate", "zero3", LARGE, BATCH, *H100]
+
+
+def test_the_record_of_a_large_model_of_transformers_says_null(ptrain):
+    pytest.importorskip("transformers")
+    found = json.loads(ptrain("predict", "zero3", LARGE, BATCH, *H100, "--json"))["fit"]
+    assert found["fits"] is None and found["peak_bytes"] is None
+    assert 0 < found["resident_bytes"] < found["device_memory"]
+
+
+def test_the_states_of_a_large_model_of_transformers_may_be_too_large(ptrain):
+    pytest.importorskip("transformers")
+    small = "cluster.device_memory=1 GiB"
+    text = ptrain("predict", "zero3", LARGE, BATCH, *H100, small)
+    assert "does not fit by " in text and "or more" in text and "closer" not in text
+    record = json.loads(ptrain("predict", "zero3", LARGE, BATCH, *H100, small, "--json"))
+    assert record["fit"]["fits"] is False and record["fit"]["peak_bytes"] is None
+    assert record["cheaper"] == []
+
+
+def test_with_dropout_a_small_model_of_transformers_is_not_known_to_fit_on_a_gpu(ptrain):
+    pytest.importorskip("transformers")
+    batch = "batch={global: 8, micro: 1, sequence: 16}"
+    for dropout, fits in ((0.0, True), (0.1, None)):
+        model = f"model={{hf: llama, config: {{{SMALL}, attention_dropout: {dropout}}}}}"
+        record = json.loads(ptrain("predict", "zero3", model, batch, *H100, "--json"))
+        assert record["fit"]["fits"] is fits
+        on_cpu = json.loads(ptrain("predict", "zero3", model, batch, *H100, "device=cpu", "--json"))
+        assert on_cpu["fit"]["fits"] is True
+
+
+def test_a_model_of_the_user_that_drops_out_by_a_function_is_known_by_its_trace(ptrain):
+    target = "model={target: 'tests.unit.test_fit_of_models:functional'}"
+    batch = "batch={global: 8, micro: 1, sequence: 16}"
+    assert not drops_out(functional())
+    assert facts_of(load("zero3", [target, batch]).spec).draws
+    text = ptrain("predict", "zero3", target, batch, *H100, "--allow-import")
+    (command,) = (line for line in text.splitlines() if line.startswith("  ptrain simulate "))
+    words = shlex.split(command)
+    assert words[-3:] == ["device=cuda", "--allow-import", "--rehearse"]
+
+
+def test_without_dropout_nothing_is_drawn():
+    plain = "model={target: 'tests.models_external:necks'}"
+    assert not facts_of(load("zero3", [plain, "batch={global: 4, sequence: 16}"]).spec).draws
+
+
+@pytest.mark.parametrize(
+    ("module", "drops"),
+    [
+        (nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1)), True),
+        (nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.0)), False),
+        (nn.Sequential(nn.Dropout1d(0.5)), True),
+        (nn.Linear(2, 2), False),
+    ],
+)
+def test_dropout_is_seen_in_a_module(module, drops):
+    assert drops_out(module) is drops
+
+
+def test_dropout_is_larger_on_a_cpu_whose_mask_is_as_wide_as_its_input():
+    """What a GPU's kernel saves is a mask of bytes: why the figures of one are not the other's."""
+    saved: list[Tensor] = []
+    x = torch.ones(4, 4, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        F.dropout(x, 0.1)
+    assert [each.dtype for each in saved] == [torch.float32]
