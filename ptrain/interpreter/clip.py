@@ -27,7 +27,7 @@ class ByOperator:
     whole: Sequence[torch.Tensor]
 
 
-def clip_gradients(
+def global_norm(
     gradients: Sequence[torch.Tensor],
     step: Clip,
     mesh: Mesh,
@@ -35,9 +35,9 @@ def clip_gradients(
     by_operator: ByOperator | None = None,
     copied: Collection[int] = (),
 ) -> torch.Tensor:
-    """Scale `gradients` in place to a global norm of at most `step.max_norm`; returns the norm
-    before (0-d, at least fp32). One scalar all-reduce per axis along which they are shards; what
-    is replicated is counted once. The formula is torch's `clip_grad_norm_`, its 1e-6 included.
+    """The norm of all gradients of all ranks (0-d, at least fp32, on all ranks alike): not finite
+    where any gradient is not, or where the sum of squares exceeds its dtype. One scalar all-reduce
+    per axis along which they are shards; what is replicated is counted once.
 
     Of a scaled loss, the norm is that of the gradients without the scale. `copied` are the ids of
     gradients that another rank counts; in `by_operator` they are not.
@@ -56,9 +56,15 @@ def clip_gradients(
     norm = square.sqrt_()
     if scaling is not None:
         norm.div_(scaling.beside(gradients[0])[0])
+    return norm
+
+
+def scale_down(gradients: Sequence[torch.Tensor], norm: torch.Tensor, step: Clip) -> None:
+    """Scale `gradients` in place, whose global norm is `norm`, to at most `step.max_norm`. The
+    formula is torch's `clip_grad_norm_`, its 1e-6 included: a norm that is not finite spoils all of
+    them."""
     scale = alike(norm + 1e-6, gradients[0]).reciprocal_().mul_(step.max_norm).clamp_(max=1.0)
     torch._foreach_mul_(list(gradients), scale)
-    return norm
 
 
 def _square(gradients: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:

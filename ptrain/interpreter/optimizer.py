@@ -56,10 +56,11 @@ class Update:
         for group in self.groups:
             group.step(lr, scaling)
 
-    def step_group(self, index: int, lr: float) -> None:
-        """The update of one unit alone, as soon as its gradients are complete (G = M)."""
+    def step_group(self, index: int, lr: float, *, is_taken: bool = True) -> None:
+        """The update of one unit alone, as soon as its gradients are complete (G = M). Unless it
+        `is_taken` everything is brought and put back as it is: other ranks wait for that."""
         assert self.is_by_unit, "units that stay in place are updated together"
-        self.groups[index].step(lr, None)
+        self.groups[index].step(lr, None, is_taken=is_taken)
 
     def tensors(self) -> Iterator[tuple[Target, dict[str, torch.Tensor]]]:
         """Each target with what this rank keeps of its optimizer state, by name: exp_avg, step,
@@ -185,7 +186,7 @@ class _Group:
         for member in members:
             member.join(self.optimizers[member.rule])
 
-    def step(self, lr: float, scaling: LossScale | None) -> None:
+    def step(self, lr: float, scaling: LossScale | None, *, is_taken: bool = True) -> None:
         fetched = [member for member in self.members if member.fetch(self.optimizers[member.rule])]
         if not fetched:
             return
@@ -195,7 +196,8 @@ class _Group:
                 options["lr"] = lr
             # where torch.amp.GradScaler leaves them for fused optimizers
             optimizer.grad_scale, optimizer.found_inf = scalars
-            optimizer.step()
+            if is_taken:
+                optimizer.step()
         for member in fetched:
             member.put(self.optimizers[member.rule])
 

@@ -6,7 +6,7 @@ and on fake ranks with fake tensors.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
 from typing import Protocol
 
@@ -23,7 +23,7 @@ from ptrain.costs import Phase, State
 from ptrain.data.sampler import LocalBatch
 from ptrain.errors import PtrainError
 from ptrain.interpreter.agreement import require_equal_models
-from ptrain.interpreter.clip import ByOperator, clip_gradients
+from ptrain.interpreter.clip import ByOperator, global_norm, scale_down
 from ptrain.interpreter.loss import Loss
 from ptrain.interpreter.materialize import build_module, wrap
 from ptrain.interpreter.mesh import Mesh
@@ -62,9 +62,12 @@ class GradientObserver(Protocol):
 
 class Program:
     """One rank of a training job: `forward_backward(batch, lr)`, then `step(lr)`, over and over.
+    `step` is `reduce()` and then `apply(lr)`, for whoever wants to decide between the two.
 
     `scaling` is the scale of the loss, None where the layout has none. With `updates_in_backward`
-    (G = M) every unit is updated in the backward pass, and `step` only ends the update.
+    (G = M) every unit is updated in the backward pass, and `step` only ends the update. There
+    `admits(i)`, where set, decides whether the i-th group of targets takes its reduced gradient;
+    one that does not stays as it is, in the same collectives.
     """
 
     def __init__(
@@ -86,6 +89,8 @@ class Program:
         )
         self.scaling = LossScale(mesh, plan.update.scale_axes) if layout.scales_loss else None
         self.updates_in_backward = isinstance(plan.wrap, FlatUnits) and plan.wrap.consumed
+        self.admits: Callable[[int], bool] | None = None
+        self._norm: torch.Tensor | None = None  # between the halves of a step
         self._lr: float | None = None
         self._operators = micro_batch(plan.tensor)
         self.loss = Loss(plan)
@@ -173,21 +178,36 @@ class Program:
         """Reduce what is still partial, clip, update. Returns the global gradient norm before
         clipping (0-d), None where the spec does not clip. Where a gradient of a scaled loss
         overflowed, nothing is updated but the scale."""
+        norm = self.reduce()
+        self.apply(lr)
+        return norm
+
+    @torch.no_grad()
+    def reduce(self) -> torch.Tensor | None:
+        """The first half of `step`: all that changes gradients but their clipping, and nothing that
+        changes parameters or optimizer state. Returns what `step` does."""
         self._enter(Phase.UPDATE, 0)
-        norm = None
         if not self.updates_in_backward:
             self.wrapped.reduce_gradients()
             for observer in self.gradient_observers:
                 observer.reduced()
-            norm = self._check_and_clip()
+            self._norm = self._check_and_measure()
+        return self._norm
+
+    @torch.no_grad()
+    def apply(self, lr: float) -> None:
+        """The second half of `step`: clip, update."""
+        if not self.updates_in_backward:
+            if self._norm is not None and self.plan.clip is not None:
+                scale_down(self.gradients(), self._norm, self.plan.clip)
             for observer in self.gradient_observers:
-                observer.clipped(norm)
+                observer.clipped(self._norm)
             self._update(lr)
+        self._norm = None
         self.wrapped.finish_update()
         self.wrapped.clear_gradients()
-        return norm
 
-    def _check_and_clip(self) -> torch.Tensor | None:
+    def _check_and_measure(self) -> torch.Tensor | None:
         """In a function of its own, so that no gradient outlives it."""
         gradients = self.gradients() if self.scaling or self.plan.clip else []
         if self.scaling is not None:
@@ -196,9 +216,7 @@ class Program:
             return None
         by_operator = self._by_operator() if self.plan.clip.operator_axes else None
         copied = [id(each.gradient) for each in self._targets() if self._is_copy(each)]
-        return clip_gradients(
-            gradients, self.plan.clip, self.mesh, self.scaling, by_operator, copied
-        )
+        return global_norm(gradients, self.plan.clip, self.mesh, self.scaling, by_operator, copied)
 
     def _targets(self) -> Iterator[Target]:
         return chain.from_iterable(self.wrapped.targets())
@@ -226,7 +244,8 @@ class Program:
     def _update_unit(self, index: int) -> None:
         assert self._lr is not None, "forward_backward asks for it"
         assert isinstance(self.update, Update), "units are flat where backward updates"
-        self.update.step_group(index, self._lr)
+        is_taken = self.admits is None or self.admits(index)
+        self.update.step_group(index, self._lr, is_taken=is_taken)
 
     @torch.no_grad()
     def evaluate(self, batch: LocalBatch) -> torch.Tensor:

@@ -29,7 +29,7 @@ from ptrain.interpreter.optimizer import MASTER
 from ptrain.interpreter.program import Program
 from ptrain.models.numerics import TORCH_DTYPES
 from ptrain.spec.precision import LAYOUTS, Layout
-from ptrain.train import lineage, manifest
+from ptrain.train import finite, lineage, manifest
 from ptrain.train.exchange import Exchange
 from ptrain.train.folder import shown
 from ptrain.train.index import METADATA, Reader
@@ -41,12 +41,14 @@ _OURS = re.compile(r"__(\d+)_\d+\.distcp")  # the rank that wrote it
 
 
 def save(program: Program, parent: Path, step: int, exchange: Exchange) -> Path:
-    """All ranks write `parent/step-N`; returns it. Raises PtrainError if one could not."""
+    """All ranks write `parent/step-N`; returns it. Raises PtrainError if one could not, and
+    TrainingStopped, before anything is written, where something is not finite."""
     name = manifest.folder_name(step)
     token = exchange.first(secrets.token_hex(4))
     final, temporary = parent / name, parent / f"{name}.tmp-{token}"
     if exchange.first(final.exists()):
         return final  # resumed from it, and no step since
+    finite.require(program, step, exchange)
     try:
         temporary.mkdir(mode=0o700, parents=True, exist_ok=True)
         _write(program, temporary)

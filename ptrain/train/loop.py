@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -13,11 +12,11 @@ import torch
 
 from ptrain.data.corpus import Corpus, Split
 from ptrain.data.sampler import LocalBatch, batch
-from ptrain.errors import TrainingStopped
 from ptrain.interpreter.program import Program
 from ptrain.spec.spec import CheckpointSpec
 from ptrain.train.exchange import Exchange
-from ptrain.train.interrupt import Interrupts, strongest
+from ptrain.train.finite import Guard
+from ptrain.train.interrupt import Interrupts
 from ptrain.train.journal import Journal, StepReport
 from ptrain.train.schedule import learning_rate
 
@@ -46,9 +45,10 @@ class Outcome:
 
 
 def train(program: Program, parts: Parts, *, first: int = 0) -> Outcome:
-    """Steps `first` to the spec's last. Raises TrainingStopped, on all ranks, at the first loss
-    that is not finite, before its update."""
+    """Steps `first` to the spec's last. Raises TrainingStopped, on all ranks, at the first loss or
+    gradient that is not finite, before its update."""
     spec = program.spec
+    guard = Guard(program, parts.exchange, parts.interrupts)
     outcome = Outcome(steps=first)
     held_out = None
     for step in range(first, spec.train.steps):
@@ -58,8 +58,9 @@ def train(program: Program, parts: Parts, *, first: int = 0) -> Outcome:
         began = time.perf_counter()
         with parts.watch(step):
             share = program.forward_backward(local, rate)
-            loss, interrupt = _agree(share, parts, step, step + program.updates_in_backward)
-            norm = program.step(rate)
+            norm = program.reduce()
+            loss, interrupt = guard.agree(step, share, norm)
+            program.apply(rate)
         seconds = time.perf_counter() - began
         parts.journal.step(StepReport(step + 1, loss, norm, rate, seconds, program.scaling))
         if _is_due(step + 1, spec.eval.every):
@@ -71,18 +72,6 @@ def train(program: Program, parts: Parts, *, first: int = 0) -> Outcome:
         if interrupt:
             break
     return outcome
-
-
-def _agree(share: torch.Tensor, parts: Parts, step: int, done: int) -> tuple[float, Signals | None]:
-    """The global loss, and whether any rank was told to stop: one small exchange per step, the one
-    place between forward and update where a value is read off a tensor."""
-    loss, *flags = parts.exchange.add([float(share), *parts.interrupts.flags()])
-    if not math.isfinite(loss):
-        raise TrainingStopped(
-            f"step {step + 1}: the loss is {loss}; the parameters are those of step {done}\n"
-            "  remedy: a lower optimizer.lr, a longer optimizer.schedule.warmup, or clip: 1.0"
-        )
-    return loss, strongest(flags)
 
 
 def _batch(program: Program, corpus: Corpus, step: int, split: Split) -> LocalBatch:

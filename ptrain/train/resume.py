@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
+from pathlib import Path
 
 from ptrain.interpreter.program import Program
-from ptrain.train import checkpoint, lineage, manifest
+from ptrain.train import checkpoint, finite, lineage, manifest
 from ptrain.train.candidates import AUTO, candidates, none_sound, require_fitting
 from ptrain.train.exchange import Exchange
 from ptrain.train.folder import RunFolder, shown
 from ptrain.train.journal import LOG
+from ptrain.train.manifest import Manifest
 
 
 def resume(program: Program, folder: RunFolder, asked: str | None, exchange: Exchange) -> int:
@@ -23,20 +26,46 @@ def resume(program: Program, folder: RunFolder, asked: str | None, exchange: Exc
             shutil.rmtree(half, ignore_errors=True)
     if asked is None:
         return 0
-    path, found, complaints = checkpoint.newest(candidates(asked, folder), exchange)
+    paths = candidates(asked, folder)
+    path, found, complaints = _fill(program, paths, asked, exchange)
     if path is None or found is None:
         if asked != AUTO or complaints:
             raise none_sound(asked, complaints)
         LOG.info("resume  no checkpoint yet: from the start")
         return 0
-    _skip(complaints)
-    require_fitting(program.spec, asked, path, found)
-    checkpoint.load(program, path, found, exchange)
     for warning in lineage.warnings(found.trained, program.spec):
         LOG.warning("resume  %s", warning)
     was = f"{found.spec} on {found.world_size} ranks"
     LOG.info("resume  step %d of %s (saved by %s)", found.step, shown(path), was)
     return found.step
+
+
+def _fill(
+    program: Program, paths: Sequence[Path], asked: str, exchange: Exchange
+) -> tuple[Path | None, Manifest | None, list[str]]:
+    """Load the first of rank 0's `paths` that is sound and holds finite values alone; which it is,
+    its manifest, and what is wrong with those before it.
+
+    What a checkpoint holds is seen when it is loaded. The next one overwrites it all: one that
+    lacks a tensor of the program is refused. Where none is left, nothing may be trained.
+    """
+    complaints: list[str] = []
+    unsaid: list[str] = []
+    remaining = [Path(text) for text in exchange.first([str(path) for path in paths])]
+    while True:
+        path, verified, others = checkpoint.newest(remaining, exchange)
+        complaints += others
+        if path is None or verified is None:
+            return None, None, complaints
+        _skip([*unsaid, *others])
+        require_fitting(program.spec, asked, path, verified)
+        checkpoint.load(program, path, verified, exchange)
+        problem = finite.complaint(program, exchange)
+        if not problem:
+            return path, verified, complaints
+        unsaid = [f"checkpoint {shown(path)}: {problem}"]
+        complaints += unsaid
+        remaining = remaining[remaining.index(path) + 1 :]
 
 
 def _skip(complaints: list[str]) -> None:

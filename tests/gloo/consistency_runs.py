@@ -192,16 +192,15 @@ def trained(overrides: tuple[str, ...], folder: Path, fault: Fault) -> tuple[int
 
     def sabotaged(*args: Any, **kwargs: Any) -> Program:
         program = interpret(*args, **kwargs)
-        step = program.step
+        apply = program.apply
 
-        def faulty(lr: float) -> torch.Tensor | None:
+        def faulty(lr: float) -> None:
             nonlocal done
-            norm = step(lr)
+            apply(lr)
             done += 1
             fault(program, done)
-            return norm
 
-        program.step = faulty  # type: ignore[method-assign]
+        program.apply = faulty  # type: ignore[method-assign]
         return program
 
     session.interpret = sabotaged

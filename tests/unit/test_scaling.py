@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from ptrain.interpreter.clip import clip_gradients
+from ptrain.interpreter.clip import global_norm, scale_down
 from ptrain.interpreter.mesh import Mesh
 from ptrain.interpreter.scaling import LossScale
 from ptrain.interpreter.world import World
@@ -74,8 +74,10 @@ def test_the_norm_of_a_scaled_loss_is_that_of_the_loss_and_clipping_leaves_the_s
     gradients = [torch.randn(7, 3), torch.randn(11)]
     scaled = [gradient * 2.0**16 for gradient in gradients]
     step = Clip(max_norm=0.5, axes=())
-    norm = clip_gradients(gradients, step, mesh())
-    assert torch.equal(clip_gradients(scaled, step, mesh(), LossScale(mesh(), ())), norm)
+    norm = global_norm(gradients, step, mesh())
+    assert torch.equal(global_norm(scaled, step, mesh(), LossScale(mesh(), ())), norm)
+    scale_down(gradients, norm, step)
+    scale_down(scaled, norm, step)
     for ours, theirs in zip(scaled, gradients, strict=True):
         torch.testing.assert_close(ours / 2.0**16, theirs)
 
@@ -87,7 +89,7 @@ def test_the_norm_of_a_long_tensor_is_as_exact_as_that_of_a_short_one(
 ) -> None:
     gradient = torch.randn(numel, generator=torch.Generator().manual_seed(0)).to(dtype)
     expected = gradient.double().norm()
-    found = clip_gradients([gradient], Clip(max_norm=1e9, axes=()), mesh())
+    found = global_norm([gradient], Clip(max_norm=1e9, axes=()), mesh())
     torch.testing.assert_close(found.double(), expected, rtol=2e-6, atol=0)
 
 

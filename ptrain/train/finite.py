@@ -1,0 +1,249 @@
+"""Nothing that is not finite is applied, saved or continued from: all ranks look, and agree.
+
+Before an update that is one exchange of a few numbers, and one read of values off the device. What
+is wrong is looked for, tensor by tensor, only where something is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from signal import Signals
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ptrain.axes.pipeline.staged import Staged
+from ptrain.errors import TrainingStopped
+from ptrain.interpreter.optimizer import COUNTER
+from ptrain.interpreter.program import Program
+from ptrain.meters import holdings
+from ptrain.meters.holdings import Held
+from ptrain.models.ledger import local
+from ptrain.report.finding import Subject
+from ptrain.train.exchange import Exchange
+from ptrain.train.interrupt import Interrupts, strongest
+
+_REMEDY = "a lower optimizer.lr, a longer optimizer.schedule.warmup, or clip: 1.0"
+_CHUNK = 1 << 22  # elements that are counted at once, with a flag of a byte for each
+_STATES = {
+    Subject.PARAMETERS: "parameters are not finite",
+    Subject.OPTIMIZER: "optimizer state is not finite",
+    Subject.GRADIENTS: "gradients are not finite",
+}
+_Place = tuple[int, int, int, str, str]  # in the model's order: state, stage, tensor, name, key
+
+
+@dataclass(frozen=True, slots=True)
+class Unsound:
+    """A tensor that is not finite: which values one rank has, in how many of how many elements."""
+
+    place: _Place
+    values: str
+
+
+class Guard:
+    """Of one training: no update is applied before all ranks know that the loss and all gradients
+    are finite.
+
+    Where backward updates (G = M) no unit waits for the other ranks. A rank leaves out the unit
+    whose reduced gradient is not finite, and all that follow in that pass; it reads one value a
+    unit for that.
+    """
+
+    def __init__(self, program: Program, exchange: Exchange, interrupts: Interrupts) -> None:
+        self._program = program
+        self._exchange = exchange
+        self._interrupts = interrupts
+        self._updated = 0  # units in this step's backward pass
+        self._left_out: list[Unsound] = []
+        if program.updates_in_backward:
+            program.admits = self._admits
+
+    def agree(
+        self, step: int, share: torch.Tensor, norm: torch.Tensor | None
+    ) -> tuple[float, Signals | None]:
+        """The global loss of `step` (from 0) and the interrupt that any rank has seen, from this
+        rank's share of the loss and what `Program.reduce` returned. Raises TrainingStopped, on all
+        ranks alike, where the loss or a gradient of any rank is not finite."""
+        loss_share, is_sound = self._read(share, norm)
+        numbers = [loss_share, float(not is_sound), *self._interrupts.flags()]
+        loss, unsound, *flags = self._exchange.add(numbers)
+        if math.isfinite(loss) and not unsound:
+            self._updated = 0
+            return loss, strongest(flags)
+        what = f"the loss is {loss}" if not math.isfinite(loss) else self._gradients(loss)
+        raise TrainingStopped(
+            f"step {step + 1}: {what}\n"
+            f"  {self._parameters(step)}; nothing of step {step + 1} was saved\n"
+            f"  remedy: {_REMEDY}"
+        )
+
+    def _read(self, share: torch.Tensor, norm: torch.Tensor | None) -> tuple[float, bool]:
+        """This rank's share of the loss, and whether its gradients are finite, or their update is
+        skipped anyway. The one place before the update where values are read off a device.
+
+        The norm is of all ranks, and as finite as their gradients. Where there is none the ranks
+        look at their own: two scalars a tensor, gone before the update, which the meters do not
+        see, as they see nothing of what the training loop does for itself.
+        """
+        program, scaling = self._program, self._program.scaling
+        flags: list[torch.Tensor] = []
+        with torch.no_grad(), _disable_current_modes():
+            if norm is not None:
+                flags = [norm] if scaling is None else [norm, scaling.found_inf]
+            elif scaling is None and not program.updates_in_backward:
+                flags = _extremes(program.gradients())
+            loss, *values = _on_host([share, *flags])
+        if norm is not None and scaling is not None:
+            return loss, math.isfinite(values[0]) or bool(values[1])
+        return loss, not self._left_out and all(map(math.isfinite, values))
+
+    def _admits(self, index: int) -> bool:
+        """Whether a unit is updated in backward."""
+        gradients = [target.gradient for target in self._program.wrapped.targets()[index]]
+        with _disable_current_modes():
+            if not self._left_out and not _is_finite([g for g in gradients if g is not None]):
+                self._left_out = list(_unsound(self._program, holdings.gradients(self._program)))
+        self._updated += not self._left_out
+        return not self._left_out
+
+    def _gradients(self, loss: float) -> str:
+        """What is wrong with them, on all ranks alike."""
+        culprits: Iterable[Unsound] = self._left_out
+        if not self._program.updates_in_backward:
+            culprits = _unsound(self._program, holdings.gradients(self._program))
+        problem = _first(culprits, self._exchange)
+        if not problem:  # each is: the sum of their squares is what is not
+            problem = "the norm of the gradients is not finite, though every gradient is"
+        return f"the loss is {loss:.4f}, but {problem}"
+
+    def _parameters(self, step: int) -> str:
+        """Which step they are of, on all ranks alike."""
+        if not self._program.updates_in_backward:
+            return f"the parameters are those of step {step}"
+        units, counts = len(self._program.wrapped.targets()), self._exchange.gather(self._updated)
+        if not any(counts) or min(counts) == units:
+            return f"the parameters are those of step {step + 1 if any(counts) else step}"
+        fewest, most = min(counts), max(counts)
+        updated = f"{most}" if fewest == most else f"{fewest} to {most} (by rank)"
+        return (
+            f"{updated} of the {units} units have the parameters of step {step + 1}, "
+            f"updated in its backward pass, and the others those of step {step}"
+        )
+
+
+def require(program: Program, step: int, exchange: Exchange) -> None:
+    """Raises TrainingStopped, on all ranks alike, where anything that a checkpoint after `step`
+    steps would hold is not finite. Costs a pass over what a rank stores, and copies nothing."""
+    if problem := complaint(program, exchange):
+        raise TrainingStopped(
+            f"step {step}: {problem}\n  no checkpoint of step {step} was written\n"
+            f"  remedy: continue from an earlier checkpoint, with {_REMEDY}"
+        )
+
+
+@torch.no_grad()
+def complaint(program: Program, exchange: Exchange) -> str:
+    """Which state of the program is not finite, and its first tensor, in words that are the same on
+    all ranks; "" where all is finite."""
+    held = list(_saved(program))
+    is_sound = _is_finite([part.tensor for part in held])
+    return _first([] if is_sound else _unsound(program, held), exchange)
+
+
+def _is_finite(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether every element of what this rank has of them is. Reads each tensor once and copies
+    none; one read of values off each device."""
+    return all(map(math.isfinite, _on_host(_extremes(tensors))))
+
+
+def _extremes(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Scalars that are finite where the tensors are: the least and the greatest element, both NaN
+    where any is. On a CPU they cost a tenth of the largest absolute value."""
+    return [
+        extreme
+        for tensor in map(local, tensors)
+        if tensor.is_floating_point() and tensor.numel()
+        for extreme in torch.aminmax(tensor.detach())
+    ]
+
+
+def _on_host(scalars: Sequence[torch.Tensor]) -> list[float]:
+    """Their values: one read off each device."""
+    alike: dict[torch.device, dict[torch.dtype, list[int]]] = {}
+    for index, scalar in enumerate(scalars):
+        alike.setdefault(scalar.device, {}).setdefault(scalar.dtype, []).append(index)
+    values = [0.0] * len(scalars)
+    for by_dtype in alike.values():
+        stacks = [torch.stack([scalars[i] for i in indices]) for indices in by_dtype.values()]
+        numbers = torch.cat([stack.double() for stack in stacks]).tolist()
+        for index, value in zip(chain.from_iterable(by_dtype.values()), numbers, strict=True):
+            values[index] = value
+    return values
+
+
+def _saved(program: Program) -> Iterator[Held]:
+    """All that a checkpoint holds, of what this rank has."""
+    yield from holdings.parameters(program)
+    yield from holdings.optimizer(program)
+    for target, tensors in program.update.tensors():
+        count = tensors.get(COUNTER)
+        if count is not None and not count.is_meta:
+            yield Held(Subject.OPTIMIZER, holdings.names_of(target)[0], COUNTER, "", count)
+
+
+def _unsound(program: Program, held: Iterable[Held]) -> Iterator[Unsound]:
+    """What is not finite, in the model's order; parts of one tensor together."""
+    order = _order(program)
+    parts: dict[_Place, list[torch.Tensor]] = {}
+    for part in held:
+        stage, tensor = order.get(part.name, (0, len(order)))
+        state = list(_STATES).index(part.subject)
+        parts.setdefault((state, stage, tensor, part.name, part.key), []).append(part.tensor)
+    with torch.no_grad(), _disable_current_modes():
+        for place in sorted(parts):
+            if not _is_finite(parts[place]):
+                yield Unsound(place, _counted(parts[place]))
+
+
+def _order(program: Program) -> dict[str, tuple[int, int]]:
+    """Stage and place of each tensor that this rank has anything of."""
+    stages = [(0, program.model)]
+    if isinstance(program.wrapped, Staged):
+        stages = [(part.index, part.module) for part in program.wrapped.parts]
+    return {
+        name: (stage, place)
+        for stage, module in stages
+        for place, (name, _) in enumerate(module.named_parameters())
+    }
+
+
+def _counted(tensors: Sequence[torch.Tensor]) -> str:
+    """`nan in 2 and inf in 1 of 64 elements`."""
+    counts = dict.fromkeys(("nan", "inf", "-inf"), 0)
+    for chunk in chain.from_iterable(local(t).reshape(-1).split(_CHUNK) for t in tensors):
+        counts["nan"] += int(chunk.isnan().sum())
+        counts["inf"] += int(chunk.isposinf().sum())
+        counts["-inf"] += int(chunk.isneginf().sum())
+    words = " and ".join(f"{value} in {count}" for value, count in counts.items() if count)
+    return f"{words} of {sum(tensor.numel() for tensor in tensors)} elements"
+
+
+def _first(culprits: Iterable[Unsound], exchange: Exchange) -> str:
+    """The state and the first tensor that is not finite on any rank, and what the ranks have of it,
+    in words that are the same on all of them; "" where there is none."""
+    here = list(culprits)
+    firsts = list(chain.from_iterable(exchange.gather([u.place for u in here[:1]])))
+    if not firsts:
+        return ""
+    state, *_, name, key = min(firsts)
+    same = [u.values for u in here if (u.place[0], *u.place[3:]) == (state, name, key)]
+    ranks: dict[str, list[str]] = {}
+    for rank, of_rank in enumerate(exchange.gather(same)):
+        for values in of_rank:
+            ranks.setdefault(values, []).append(str(rank))
+    places = "; ".join(f"{values} on rank {', '.join(ranks[values])}" for values in ranks)
+    return f"{list(_STATES.values())[state]}: {f'{name}.{key}' if key else name} has {places}"

@@ -1,0 +1,55 @@
+"""A model of finite losses in which one rank's gradient of one parameter is not finite."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch._guards import detect_fake_mode
+
+from tests.models_external import Neck, Necks
+
+TENSOR = "layers.1.spread"
+ROWS, COLUMNS = 5, 2
+
+
+class _Poison(torch.autograd.Function):
+    """The identity, but for one element of the gradient on one rank in one backward pass."""
+
+    @staticmethod
+    def forward(context: Any, weight: Tensor, neck: PoisonedNeck) -> Tensor:
+        context.neck = neck
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        neck = context.neck
+        if detect_fake_mode() is None:
+            neck.passes += 1
+            rank = dist.get_rank() if dist.is_initialized() else 0
+            if (neck.passes, rank) == (neck.at, neck.rank):
+                gradient = gradient.clone()
+                gradient[-1, -1] = neck.value
+        return gradient, None
+
+
+class PoisonedNeck(Neck):
+    def __init__(self, hidden: int, *, at: int, rank: int, value: float) -> None:
+        super().__init__(hidden)
+        self.at, self.rank, self.value, self.passes = at, rank, value, 0
+
+    def forward(self, x_BTC: Tensor) -> Tensor:
+        spread = _Poison.apply(self.spread, self)
+        squeezed = torch.tanh(F.linear(x_BTC, self.narrow))
+        return x_BTC + F.linear(torch.tanh(F.linear(squeezed, spread, self.offset)), self.up)
+
+
+def necks(at: int = 0, rank: int = 1, value: str = "nan", hidden: int = 16) -> Necks:
+    """Of TENSOR the last element is `value` in rank `rank`'s backward pass number `at` (from 1; 0:
+    never)."""
+    model = Necks(hidden, 3, 259)
+    model.layers[1] = PoisonedNeck(hidden, at=at, rank=rank, value=float(value))
+    return model
