@@ -19,6 +19,7 @@ from ptrain.spec.batch import (
     GradientSync,
     Overlap,
     ReduceScatterVia,
+    Reshard,
     SyncPolicy,
 )
 from ptrain.spec.grammar import MAX_DEGREE, MeshRaw, PlacementRaw, SpecRaw
@@ -133,9 +134,13 @@ def _sync(raw: SpecRaw, factors: Sequence[Factor]) -> SyncPolicy:
     after_forward, after_backward = raw.sync.reshard_after_forward, raw.sync.reshard_after_backward
     return SyncPolicy(
         gradients=GradientSync(raw.sync.gradients) if raw.sync.gradients else default,
-        reshard_after_forward=reshards if after_forward is None else after_forward,
+        reshard_after_forward=reshards if after_forward is None else _given_back(after_forward),
         reshard_after_backward=reshards if after_backward is None else after_backward,
     )
+
+
+def _given_back(value: bool | int | str) -> bool | int | Reshard:
+    return Reshard(value) if isinstance(value, str) else value
 
 
 def _keeps_gathered(factors: Sequence[Factor]) -> bool:

@@ -75,7 +75,7 @@ DIALS: Mapping[str, tuple[Any, ...]] = {
     "accumulate": (1, 3),
     "unit": ("block", "sub-block", "2 blocks", "model"),
     "sync": (None, ("last", True, True), ("last", False, False), ("every", False, True)),
-    "reshard": (None, 2),
+    "reshard": (None, 2, "non-root"),
     "overlap": (None, "none", "backward"),
     "prefetch": (None, 0, 1, 2),
     "gather_after_update": ("blocking", "during-update", "next-forward"),

@@ -299,7 +299,7 @@ def test_the_committed_schema_says_key_for_key_what_the_grammar_says():
 
 
 def test_a_value_of_one_of_several_kinds_is_told_all_that_it_may_be():
-    reshard = "true, false or a number of shards >= 2"
+    reshard = "true, false, non-root or a number of shards >= 2"
     wanted = {place: each.wanted for place, each in KEYS.items() if isinstance(each, Either)}
     assert wanted == {
         "placement.ep.experts": "a name or a tuple",
