@@ -189,7 +189,7 @@ def _precision(layout: str, *, fp64: bool) -> dict[str, str]:
 
 
 def default(row: str) -> Setting:
-    """The row with torch's defaults, in its own layout."""
+    """The row with the defaults of every dial, in its own layout."""
     usual = {name: values[0] for name, values in DIALS.items()}
     size = 4 if len(ROWS[row]) == 2 else 2
     return Setting(row, tuple((usual | {"size": size} | BASE.get(row, {})).items()))
