@@ -54,7 +54,7 @@ def require(document: Located) -> Spec:
 
 
 def _tuple_faults(room: AxisRules, spec: Spec) -> Iterator[Fault]:
-    for factor in room.factors(spec):
+    for factor in room.written(spec):
         nearest = room.nearest(factor.placement, spec.optimizer)
         for rule in room.broken(factor.placement, spec.optimizer):
             yield Fault(

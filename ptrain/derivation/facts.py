@@ -44,6 +44,11 @@ class UnitFacts:
         return f"{first} … {others[-1]}" if others else first
 
     @property
+    def is_root(self) -> bool:
+        """Whether it is what no other unit has."""
+        return self.modules == ("",)
+
+    @property
     def numel(self) -> int:
         return sum(tensor.numel for tensor in self.tensors)
 

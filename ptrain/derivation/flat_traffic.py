@@ -32,8 +32,8 @@ def flat_sent(spec: Spec, plan: Plan, wrap: FlatUnits, facts: ModelFacts) -> Ite
 def _kind(spec: Spec, unit: UnitFacts) -> Hashable:
     """Units of a kind send the same."""
     if not needs_whole_tensors(spec.optimizer):
-        return unit.numel
-    return (unit.modules == ("",), tuple(tensor.shape for tensor in unit.tensors))
+        return (unit.is_root, unit.numel)
+    return (unit.is_root, tuple(tensor.shape for tensor in unit.tensors))
 
 
 def _of_unit(

@@ -82,7 +82,9 @@ class Flat:
 
     def leave(self, unit: int) -> None:
         found = self.units[unit]
-        if found is not None and self.step.sync.reshard_after_forward:
+        if found is None:
+            return
+        if self.step.sync.after_forward(is_root=found.facts.is_root):
             found.theta.release()
 
     def before_backward(self, unit: int) -> None:

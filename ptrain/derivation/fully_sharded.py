@@ -32,6 +32,9 @@ class Gathers:
         ranks = ranks_over(scene.spec, step.shard_axes)
         self.kept_ranks = kept_ranks(step.sync, ranks)
         self.is_smaller = 1 < self.kept_ranks < ranks
+        self.stays = [  # gathered from forward to backward
+            not step.sync.after_forward(is_root=unit.is_root) for unit in scene.facts.units
+        ]
         itemsize = layout.parameters.itemsize
         self.tensors = [[size * ranks * itemsize for size in sizes] for sizes in padded]
         self.whole = [sum(sizes) for sizes in self.tensors]
@@ -73,7 +76,7 @@ class Gathers:
 
     def leave(self, unit: int) -> None:
         """A unit's forward is over."""
-        if self.kept_ranks > 1 and self.is_gathered[unit]:
+        if self.is_gathered[unit] and not self.stays[unit]:
             if self.is_smaller:
                 self._keep(unit)
             else:

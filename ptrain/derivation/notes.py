@@ -15,7 +15,7 @@ from ptrain.derivation.optimizer_state import is_hidden, kept_tensors, needs_who
 from ptrain.derivation.paper import itemsizes
 from ptrain.plan.step import FlatUnits, FullyShard, Plan, Replicate
 from ptrain.spec.axis import Axis
-from ptrain.spec.batch import GradientSync
+from ptrain.spec.batch import GradientSync, Reshard, SyncPolicy
 from ptrain.spec.spec import Spec
 from ptrain.units import format_bytes
 
@@ -29,9 +29,11 @@ def notes(spec: Spec, plan: Plan, facts: ModelFacts, traffic: Iterable[Traffic])
         case FullyShard():
             yield from _accumulation(plan, facts, wrap.shard_axes, wrap.shard_axes)
             yield from _smaller_groups(spec, wrap)
+            yield from _kept_root(plan, facts, wrap.sync)
             yield from _cut_by_rows(spec, plan, facts, wrap)
         case FlatUnits():
             yield from _accumulation(plan, facts, wrap.parameters, wrap.gradients)
+            yield from _kept_root(plan, facts, wrap.sync)
             yield from _update(wrap)
             yield from _padded(spec, facts, wrap)
     yield from _whole_beside_slices(plan, facts, sum(itemsizes(spec).values()))
@@ -115,12 +117,22 @@ def _accumulation(
 
 
 def _smaller_groups(spec: Spec, wrap: FullyShard) -> Iterator[str]:
-    shards = wrap.sync.reshard_after_forward
+    shards = wrap.sync.after_forward(is_root=False)
     if not isinstance(shards, bool):
         yield (
             f"between its forward and its backward a unit is kept in {shards} shards instead of "
             f"{ranks_over(spec, wrap.shard_axes)}: backward gathers it over {shards} ranks and "
             f"sends {shards - 1}/{shards} of it"
+        )
+
+
+def _kept_root(plan: Plan, facts: ModelFacts, sync: SyncPolicy) -> Iterator[str]:
+    if sync.reshard_after_forward is Reshard.NON_ROOT:
+        times = gathers(sync, plan.accumulate.micro_batches, is_root=True)
+        root = sum(unit.numel for unit in facts.units if unit.is_root)
+        yield (
+            f"the root, {root:,} of {facts.numel:,} parameters, stays gathered between its forward "
+            f"and its backward: it comes {times.forward}× forward, {times.backward}× backward"
         )
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from ptrain.algebra.layout import positions
 from ptrain.axes.pipeline.form import pipeline_of
@@ -282,7 +283,7 @@ def _of_stage(spec: Spec, made: Schedule, each: StageParts) -> list[list[Rows]]:
     """By index on tp what the ranks there send for a stage: of each shard where these differ."""
     times, wrap = None, each.plan.wrap
     if isinstance(wrap, FullyShard):
-        times = stage_gathers(made, each.stage.index, wrap.sync)
+        times = partial(stage_gathers, made, each.stage.index, wrap.sync)
     operators = tuple(tensor.sent(spec, each.plan, each.facts))
     found: dict[int, list[Rows]] = {}
     for local, indices in each.parts.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import product
 
 from ptrain.axes.data.costs import reductions
 from ptrain.axes.pipeline.form import pipeline_of
@@ -56,7 +57,10 @@ def _gathered(plan: Plan, made: Schedule) -> Iterator[str]:
         return
     times = {
         (each.forward, each.backward)
-        for each in (stage_gathers(made, stage, wrap.sync) for stage in range(made.stages))
+        for each in (
+            stage_gathers(made, stage, wrap.sync, is_root=is_root)
+            for stage, is_root in product(range(made.stages), (False, True))
+        )
     }
     if times != {(1, 0)}:
         told = " or ".join(f"{ahead} times forward, {back} backward" for ahead, back in times)

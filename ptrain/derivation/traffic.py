@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from typing import assert_never
+from functools import partial
+from typing import Protocol, assert_never
 
 from ptrain.axes.data.costs import (
     Gathers,
@@ -32,13 +33,19 @@ from ptrain.spec.spec import Spec
 _INDEX_BYTES = 4  # DDP broadcasts bucket indices as int32
 
 
+class Times(Protocol):
+    """How often the root is gathered in a step, and how often any other unit."""
+
+    def __call__(self, *, is_root: bool) -> Gathers: ...
+
+
 def sent(spec: Spec, plan: Plan, facts: ModelFacts) -> tuple[Traffic, ...]:
     """What every rank sends: once (setup) and in each step."""
     return add_traffic((*wrapped(spec, plan, facts), *norm(spec, plan)))
 
 
 def wrapped(
-    spec: Spec, plan: Plan, facts: ModelFacts, times: Gathers | None = None
+    spec: Spec, plan: Plan, facts: ModelFacts, times: Times | None = None
 ) -> Iterator[Traffic]:
     """What the wrap sends. `times`: how often a unit is gathered, where micro-batches do not go
     forward and backward one after the other."""
@@ -48,9 +55,9 @@ def wrapped(
         case Replicate():
             yield from _replicated(spec, plan, plan.wrap, facts)
         case FullyShard():
-            num_micro = plan.accumulate.micro_batches
-            times = times or gathers(plan.wrap.sync, num_micro)
-            yield from _fully_sharded(spec, plan, plan.wrap, facts, times)
+            sync, num_micro = plan.wrap.sync, plan.accumulate.micro_batches
+            in_turn = partial(gathers, sync, num_micro)
+            yield from _fully_sharded(spec, plan, plan.wrap, facts, times or in_turn)
         case FlatUnits():
             yield from flat_sent(spec, plan, plan.wrap, facts)
         case _:
@@ -83,13 +90,14 @@ def _replicated(spec: Spec, plan: Plan, wrap: Replicate, facts: ModelFacts) -> I
 
 
 def _fully_sharded(
-    spec: Spec, plan: Plan, wrap: FullyShard, facts: ModelFacts, gathered_times: Gathers
+    spec: Spec, plan: Plan, wrap: FullyShard, facts: ModelFacts, gathered: Times
 ) -> Iterator[Traffic]:
     layout, num_micro = plan.update.layout, plan.accumulate.micro_batches
     shards, replicas = group_over(spec, wrap.shard_axes), group_over(spec, wrap.replicate_axes)
-    for padded, times in shard_sizes(facts, shards.ranks).items():
-        gathered = shards.ranks * padded * layout.parameters.itemsize
-        yield from _gathers(wrap, gathered_times, times, shards, gathered)
+    for (padded, is_root), times in shard_sizes(facts, shards.ranks).items():
+        payload = shards.ranks * padded * layout.parameters.itemsize
+        kept = kept_ranks(wrap.sync, shards.ranks, is_root=is_root)
+        yield from _gathers(gathered(is_root=is_root), times, shards, kept, payload)
         reduced = padded * layout.reduced.itemsize
         num = times * reductions(wrap.sync, num_micro)
         yield reduce_scatter_calls(wrap.reduce_scatter, Phase.BACKWARD, num).over(
@@ -101,11 +109,10 @@ def _fully_sharded(
 
 
 def _gathers(
-    wrap: FullyShard, times: Gathers, units: int, shards: Group, payload: int
+    times: Gathers, units: int, shards: Group, kept: int, payload: int
 ) -> Iterator[Traffic]:
     """Forward from all shards; backward from those of the group that kept the unit. One that stays
     whole after forward is gathered in backward where another micro-batch's has given it back."""
-    kept = kept_ranks(wrap.sync, shards.ranks)
     between = Group(shards.axes, kept) if kept > 1 else shards
     for phase, num, group in (
         (Phase.FORWARD, times.forward, shards),
@@ -116,13 +123,15 @@ def _gathers(
             yield calls.over(group, payload)
 
 
-def shard_sizes(facts: ModelFacts, ranks: int) -> Counter[int]:
-    """Elements of one rank's padded shard -> number of units that have it."""
-    sizes: Counter[int] = Counter()
-    units = Counter(tuple(tensor.shape for tensor in unit.tensors) for unit in facts.units)
-    for shapes, times in units.items():
+def shard_sizes(facts: ModelFacts, ranks: int) -> Counter[tuple[int, bool]]:
+    """Elements of one rank's padded shard, and whether it is the root's -> number of units."""
+    sizes: Counter[tuple[int, bool]] = Counter()
+    units = Counter(
+        (tuple(tensor.shape for tensor in unit.tensors), unit.is_root) for unit in facts.units
+    )
+    for (shapes, is_root), times in units.items():
         if shapes:
-            sizes[sum(padded_rows(shape, ranks) for shape in shapes)] += times
+            sizes[sum(padded_rows(shape, ranks) for shape in shapes), is_root] += times
     return sizes
 
 

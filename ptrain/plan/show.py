@@ -34,7 +34,13 @@ from ptrain.plan.step import (
     Update,
 )
 from ptrain.spec.axis import Axis
-from ptrain.spec.batch import GatherAfterUpdate, GradientSync, ReduceScatterVia, SyncPolicy
+from ptrain.spec.batch import (
+    GatherAfterUpdate,
+    GradientSync,
+    ReduceScatterVia,
+    Reshard,
+    SyncPolicy,
+)
 from ptrain.spec.model import ModelShape
 from ptrain.spec.placement import Tier
 from ptrain.spec.precision import Layout
@@ -347,6 +353,8 @@ def _sync(sync: SyncPolicy, *, gathers: bool) -> str:
     match sync.reshard_after_forward:
         case bool() as freed:
             forward = "freed after forward" if freed else "kept after forward"
+        case Reshard.NON_ROOT:
+            forward = "freed after forward (the root's kept)"
         case shards:
             forward = f"kept in {shards} shards after forward"
     backward = "freed after backward" if sync.reshard_after_backward else "kept until the last"

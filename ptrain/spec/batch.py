@@ -28,6 +28,14 @@ class GradientSync(StrEnum):
     LAST = "last"
 
 
+class Reshard(StrEnum):
+    """Which gathered units are given back after forward, where that is neither all nor none:
+    `non-root` keeps the root for its backward pass, which begins at once. It is what torch's
+    `fully_shard` does by itself (`reshard_after_forward=None`)."""
+
+    NON_ROOT = "non-root"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncPolicy:
     """The accumulation's policy, resolved.
@@ -38,12 +46,19 @@ class SyncPolicy:
     Gradients that are R on every data axis are always `last`: to reduce a sum that already holds
     a reduced part would count that part once per rank.
     An integer n for `reshard_after_forward` keeps each gathered unit in n shards until backward
-    (FSDP2's smaller groups of n neighbours).
+    (FSDP2's smaller groups of n neighbours); `non-root` is true for every unit but the root.
     """
 
     gradients: GradientSync = GradientSync.EVERY
-    reshard_after_forward: bool | int = True
+    reshard_after_forward: bool | int | Reshard = True
     reshard_after_backward: bool = True
+
+    def after_forward(self, *, is_root: bool) -> bool | int:
+        """Whether a gathered unit is given back after its forward pass, or the number of shards
+        that it is kept in."""
+        if isinstance(self.reshard_after_forward, Reshard):
+            return not is_root
+        return self.reshard_after_forward
 
 
 class ReduceScatterVia(StrEnum):

@@ -312,7 +312,8 @@ class SpecRaw:
     ] = None
     loss: Annotated[LossRaw | None, LOSS] = None
     reshard: Annotated[
-        bool | int | None, replace(RESHARD, about="another word for sync.reshard_after_forward")
+        bool | int | str | None,
+        replace(RESHARD, about="another word for sync.reshard_after_forward"),
     ] = None
     overlap: Annotated[
         str | None,

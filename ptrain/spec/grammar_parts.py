@@ -275,10 +275,22 @@ class LogRaw:
 
 RESHARD = Either(
     "gathered parameters are given back after forward (true), kept for backward (false), or kept "
-    "in n shards among n neighbouring ranks, over which backward then gathers (n); without: true, "
-    "and with pp false, since the micro-batches of a step come one upon the other",
-    "true, false or a number of shards >= 2",
-    (Truth(""), Whole("", 2, MAX_SHARDS)),
+    "in n shards among n neighbouring ranks, over which backward then gathers (n); non-root is "
+    "true for all units but the root, as torch's None; without: true, and with pp false, since the "
+    "micro-batches of a step come one upon the other",
+    "true, false, non-root or a number of shards >= 2",
+    (
+        Truth(""),
+        Whole("", 2, MAX_SHARDS),
+        Choice(
+            "",
+            {
+                "non-root": "all units but the root, whose backward pass begins at once: what "
+                "torch's fully_shard does by itself (reshard_after_forward=None)"
+            },
+            slips={"nonroot": "non-root", "non_root": "non-root"},
+        ),
+    ),
 )
 
 
@@ -297,7 +309,7 @@ class SyncRaw:
             },
         ),
     ] = None
-    reshard_after_forward: Annotated[bool | int | None, RESHARD] = None
+    reshard_after_forward: Annotated[bool | int | str | None, RESHARD] = None
     reshard_after_backward: Annotated[
         bool | None,
         Truth(

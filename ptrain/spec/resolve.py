@@ -13,12 +13,13 @@ from pathlib import Path
 
 from ptrain.costs import PLACED, State
 from ptrain.errors import Fault, SpecError
-from ptrain.spec.axis import DATA_AXES, Axis, Factor
+from ptrain.spec.axis import DATA_AXES, EXECUTED_AXES, Axis, Factor
 from ptrain.spec.batch import (
     GatherAfterUpdate,
     GradientSync,
     Overlap,
     ReduceScatterVia,
+    Reshard,
     SyncPolicy,
 )
 from ptrain.spec.grammar import MAX_DEGREE, MeshRaw, PlacementRaw, SpecRaw
@@ -89,6 +90,7 @@ def resolve(raw: SpecRaw, tree: Tree, name: str, world_size: int | None) -> Spec
         name=raw.name or name,
         model=model,
         factors=factors,
+        trivial_factors=_trivial_factors(raw, factors, found),
         batch=batch,
         precision=resolve_precision(raw.precision),
         optimizer=resolve_optimizer(raw.optimizer),
@@ -133,9 +135,13 @@ def _sync(raw: SpecRaw, factors: Sequence[Factor]) -> SyncPolicy:
     after_forward, after_backward = raw.sync.reshard_after_forward, raw.sync.reshard_after_backward
     return SyncPolicy(
         gradients=GradientSync(raw.sync.gradients) if raw.sync.gradients else default,
-        reshard_after_forward=reshards if after_forward is None else after_forward,
+        reshard_after_forward=reshards if after_forward is None else _given_back(after_forward),
         reshard_after_backward=reshards if after_backward is None else after_backward,
     )
+
+
+def _given_back(value: bool | int | str) -> bool | int | Reshard:
+    return Reshard(value) if isinstance(value, str) else value
 
 
 def _keeps_gathered(factors: Sequence[Factor]) -> bool:
@@ -171,6 +177,16 @@ def _factors(raw: SpecRaw, order: tuple[str, ...], found: Findings) -> tuple[Fac
             found.add(f"placement.{axis}", finding, remedy)
     sound = not any(route[0] in ("mesh", "placement") for route in found.faults)
     return tuple(factors) if sound else None
+
+
+def _trivial_factors(
+    raw: SpecRaw, factors: Sequence[Factor], found: Findings
+) -> tuple[Factor, ...]:
+    """The axes of degree 1 that have a tuple. Nothing moves on them, and a tuple that no degree
+    allows is refused all the same."""
+    placement, taken = raw.placement or PlacementRaw(), {factor.axis for factor in factors}
+    written = (axis for axis in EXECUTED_AXES if getattr(placement, axis.value) is not None)
+    return tuple(_factor(raw, axis, 1, found) for axis in written if axis not in taken)
 
 
 def _factor(raw: SpecRaw, axis: Axis, degree: int, found: Findings) -> Factor:

@@ -14,6 +14,7 @@ from ptrain.costs import PLACED
 from ptrain.errors import Fault
 from ptrain.spec import slips
 from ptrain.spec.axis import DATA_AXES, Axis
+from ptrain.spec.batch import Reshard
 from ptrain.spec.leaf_mode import KEPT_MEANINGS
 from ptrain.spec.names import missing, strategy
 from ptrain.spec.text import Mark, Route, Tree
@@ -244,7 +245,7 @@ def _homes(placement: Mapping) -> list[str]:
 def _reshard(tree: Tree, root: Mapping, fault: _Report) -> None:
     """`reshard` is another word for a key of `sync`, and stands above a strategy's policy."""
     value, policy = root.get("reshard"), root.get("sync", {})
-    if not isinstance(value, int) or not isinstance(policy, dict):
+    if not (isinstance(value, int) or value in list(Reshard)) or not isinstance(policy, dict):
         return  # left out, or no value of it: the grammar says so at its own place
     written = policy.get(_RESHARD[1], value)
     if written != value or type(written) is not type(value):

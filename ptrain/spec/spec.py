@@ -151,7 +151,8 @@ class LossSpec:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spec:
     """A complete, resolved spec. `factors` outermost first, axes of degree 1 gone; the product of
-    the degrees is the world size. `device` is cpu, cuda or auto; `backend` gloo, nccl or auto.
+    the degrees is the world size. `trivial_factors` are those of degree 1 that have a tuple, which
+    is checked and means nothing else. `device` is cpu, cuda or auto; `backend` gloo, nccl or auto.
     `resolved` is the plain mapping that, written as YAML, loads to this very spec.
     """
 
@@ -186,6 +187,7 @@ class Spec:
     device: str = "auto"
     backend: str = "auto"
     resolved: dict[str, object] = field(default_factory=dict)
+    trivial_factors: tuple[Factor, ...] = field(default=(), compare=False)
 
     @property
     def world_size(self) -> int:

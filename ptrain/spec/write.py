@@ -10,6 +10,7 @@ import yaml
 
 from ptrain.costs import PLACED
 from ptrain.spec.axis import Axis
+from ptrain.spec.batch import Reshard
 from ptrain.spec.model import ExternalModel, HuggingFaceModel, ModelShape, ModelSpec
 from ptrain.spec.pipeline import PipelineSpec
 from ptrain.spec.placement import Tier
@@ -42,7 +43,7 @@ def to_mapping(spec: Spec, *, sync_is_written: bool) -> dict[str, object]:
         **({"cluster": _cluster(spec)} if spec.cluster else {}),
         "sync": {
             **({"gradients": spec.sync.gradients.value} if sync_is_written else {}),
-            "reshard_after_forward": spec.sync.reshard_after_forward,
+            "reshard_after_forward": _given_back(spec.sync.reshard_after_forward),
             "reshard_after_backward": spec.sync.reshard_after_backward,
         },
         "reduce_scatter": spec.reduce_scatter.value,
@@ -67,6 +68,10 @@ def to_mapping(spec: Spec, *, sync_is_written: bool) -> dict[str, object]:
         "device": spec.device,
         "backend": spec.backend,
     }
+
+
+def _given_back(after_forward: bool | int | Reshard) -> bool | int | str:
+    return after_forward.value if isinstance(after_forward, Reshard) else after_forward
 
 
 def _precision(precision: Precision) -> dict[str, object]:

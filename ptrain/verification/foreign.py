@@ -5,39 +5,65 @@ optimizer state and gradients, and every collective on more than a scalar. Left 
 activations, transient buffers and peaks, which hang on code around the model, a module's
 buffers, and scalars, of which each framework has its own (norms, losses, flags). A wrapper that
 does something else than its configuration says (replicas where shards were asked for, one unit
-where blocks were meant) fails checks that name state and axis.
+where blocks were meant) fails checks that name state and axis. A cause is named where the same spec
+with another value of `reshard` predicts what was measured to the byte, and nowhere else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import combinations
 
+from ptrain.algebra.legality import check
 from ptrain.costs import PLACED, Estimate, Phase, State, Traffic
 from ptrain.derivation.estimate import derive
 from ptrain.derivation.facts import ModelFacts
 from ptrain.interpreter.facts import facts_of
 from ptrain.meters.measure import Measurement
-from ptrain.report.record import Check, compare
+from ptrain.report.record import Check, compare, verdict
 from ptrain.spec.axis import Axis
+from ptrain.spec.batch import Reshard
 from ptrain.spec.spec import Spec
 
 _STATES = (State.PARAMETERS, State.OPTIMIZER, State.GRADIENTS)
 _SCALARS = 64  # bytes a call
 Axes = tuple[str, ...]
+_AFTER_FORWARD: Mapping[bool | Reshard, str] = {
+    Reshard.NON_ROOT: "the root stays gathered from forward to backward, as fully_shard has it "
+    "without reshard_after_forward",
+    False: "units stay gathered from forward to backward",
+    True: "units, the root too, are given back after forward",
+}
 
 
 def compare_foreign(
     spec: Spec, measurement: Measurement, facts: ModelFacts | None = None
 ) -> tuple[Check, ...]:
-    """Checks of this rank. `facts` are the model's where the spec does not build it."""
-    exact = derive(spec, facts or facts_of(spec)).exact
+    """Checks of this rank; the `why` of one that fails says the cause, if it is known. `facts` are
+    the model's where the spec does not build it."""
+    facts = facts or facts_of(spec)
     degrees = {factor.axis: factor.degree for factor in spec.factors if factor.degree > 1}
     names = {ranks: axes for axes, ranks in ranks_over_axes(degrees, measurement.rank).items()}
     renamed = {axes: names.get(ranks, axes) for axes, ranks in measurement.ranks_by_axes.items()}
-    measured = _renamed(measurement.estimate(), renamed)
-    return compare(_in_common(exact), _in_common(measured))
+    measured = _in_common(_renamed(measurement.estimate(), renamed))
+    checks = compare(_in_common(derive(spec, facts).exact), measured)
+    if verdict(checks) == "holds":
+        return checks
+    why = next(_causes(spec, facts, measured), "")
+    return tuple(each if each.holds else replace(each, why=why) for each in checks)
+
+
+def _causes(spec: Spec, facts: ModelFacts, measured: Estimate) -> Iterator[str]:
+    """What the wrapper does with gathered units after forward, if that explains every figure."""
+    for value, cause in _AFTER_FORWARD.items():
+        other = replace(spec, sync=replace(spec.sync, reshard_after_forward=value))
+        if other == spec or check(other):
+            continue
+        predicted = _in_common(derive(other, facts).exact)
+        if verdict(compare(predicted, measured)) == "holds":
+            written = f"reshard: {str(value).lower()}"
+            yield f"{cause}; write {written}, which predicts every figure"
 
 
 def ranks_over_axes(degrees: Mapping[Axis, int], rank: int) -> dict[Axes, tuple[int, ...]]:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from benchmarks._machine import header, save
 from ptrain.spec.axis import Axis
+from ptrain.spec.batch import Reshard
 from ptrain.spec.placement import Distribution
 from ptrain.spec.spec import Spec
 from tests.gloo.recording import counted, named, relative
@@ -102,6 +103,7 @@ def _policy(spec: Spec) -> Iterator[str]:
         passes = {"forward": spec.sync.reshard_after_forward}
         passes["backward"] = spec.sync.reshard_after_backward
         kept = [name for name, reshards in passes.items() if not reshards]
+        kept += ["forward (the root)"] if isinstance(passes["forward"], Reshard) else []
         yield f"kept after {' and '.join(kept)}" if kept else "given back after each pass"
     if spec.data_degree > 1:
         yield f"reduced {spec.sync.gradients}"

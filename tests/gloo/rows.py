@@ -75,7 +75,7 @@ DIALS: Mapping[str, tuple[Any, ...]] = {
     "accumulate": (1, 3),
     "unit": ("block", "sub-block", "2 blocks", "model"),
     "sync": (None, ("last", True, True), ("last", False, False), ("every", False, True)),
-    "reshard": (None, 2),
+    "reshard": (None, 2, "non-root"),
     "overlap": (None, "none", "backward"),
     "prefetch": (None, 0, 1, 2),
     "gather_after_update": ("blocking", "during-update", "next-forward"),
@@ -189,7 +189,7 @@ def _precision(layout: str, *, fp64: bool) -> dict[str, str]:
 
 
 def default(row: str) -> Setting:
-    """The row with torch's defaults, in its own layout."""
+    """The row with the defaults of every dial, in its own layout."""
     usual = {name: values[0] for name, values in DIALS.items()}
     size = 4 if len(ROWS[row]) == 2 else 2
     return Setting(row, tuple((usual | {"size": size} | BASE.get(row, {})).items()))

@@ -73,6 +73,10 @@ DIALS = (
     dial("zero3", SHORT, size=4, reshard=2, accumulate=3),
     dial("zero3", size=4, reshard=2, prefetch=2, unit="2 blocks"),
     dial("zero3", unit="model", prefetch=1),
+    dial("zero3", SHORT, reshard="non-root", accumulate=3),
+    dial("zero3", size=4, reshard="non-root", prefetch=2, unit="sub-block"),
+    dial("fsdp-mixed", reshard="non-root", accumulate=3, overlap="none"),
+    dial("fsdp-offload", reshard="non-root", accumulate=3),
     dial("fsdp-mixed", SHORT, accumulate=3, sync=LAST),
     dial("fsdp-mixed", prefetch=2, overlap="backward"),
     dial("fsdp-mixed", size=4, reshard=2, unit="sub-block", prefetch=1),
@@ -80,6 +84,7 @@ DIALS = (
     dial("mixed-hsdp", SHORT, accumulate=3),
     dial("mixed-hsdp", sync=LAST, accumulate=3, prefetch=2, unit="sub-block"),
     dial("hsdp", reshard=2, prefetch=1),
+    dial("hsdp", reshard="non-root", accumulate=3),
 )
 
 

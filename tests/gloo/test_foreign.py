@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ptrain.algebra.legality import require
 from ptrain.costs import Estimate, Phase, State
-from ptrain.meters.measure import measure
+from ptrain.meters.measure import Measurement, measure
 from ptrain.models.build import build
 from ptrain.models.initialize import initialize
 from ptrain.report.record import Check
@@ -49,13 +49,19 @@ def wrapped(way: str, spec: Spec, size: int) -> nn.Module:
     mesh = init_device_mesh("cpu", (size,))
     if way == "hybrid":
         mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("outer", "inner"))
+    after_forward = {"by itself": None, "kept": False}.get(way, True)
     if way != "root only":
         for block in model.blocks:
-            fully_shard(block, mesh=mesh, reshard_after_forward=True)
-    return fully_shard(model, mesh=mesh, reshard_after_forward=True)
+            fully_shard(block, mesh=mesh, reshard_after_forward=after_forward)
+    return fully_shard(model, mesh=mesh, reshard_after_forward=after_forward)
 
 
 def _checks(way: str, predicted: str, size: int, accumulate: int = 1) -> tuple[Check, ...]:
+    measurement = _measured(way, predicted, size, accumulate)
+    return compare_foreign(spec_of(predicted, size, accumulate), measurement)
+
+
+def _measured(way: str, predicted: str, size: int, accumulate: int = 1) -> Measurement:
     spec = spec_of(predicted, size, accumulate)
     model = wrapped(way, spec, size)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
@@ -74,7 +80,7 @@ def _checks(way: str, predicted: str, size: int, accumulate: int = 1) -> tuple[C
         step()
     with measure(model, optimizer=optimizer) as measurement:
         step()
-    return compare_foreign(spec, measurement)
+    return measurement
 
 
 def failing(checks: tuple[Check, ...]) -> list[str]:
@@ -109,6 +115,7 @@ def test_replicas_where_shards_were_predicted_are_told(ranks: Ranks) -> None:
         assert "traffic dp_shard all_gather forward parameters calls" in failed
         assert "traffic dp_shard reduce_scatter backward gradients calls" in failed
         assert "traffic dp_shard all_reduce backward gradients sent" in failed
+        assert not any(check.why for check in checks)  # no other value of reshard explains it
 
 
 def test_one_unit_where_blocks_were_predicted_is_told(ranks: Ranks) -> None:
@@ -119,6 +126,41 @@ def test_one_unit_where_blocks_were_predicted_is_told(ranks: Ranks) -> None:
         calls = {check.name: (check.predicted, check.measured) for check in checks}
         assert calls["traffic dp_shard reduce_scatter backward gradients calls"] == (3, 1)
         assert not any(name.startswith("memory") for name in failed)
+
+
+def _compared(way: str, written: tuple[str, ...]) -> list[tuple[Check, ...]]:
+    """Checks of one measurement by `zero3` with each of these values of `reshard`."""
+    spec, measurement = spec_of("zero3", 2, 2), _measured(way, "zero3", 2, 2)
+    return [
+        compare_foreign(load(spec.resolved, [f"reshard={value}"]).spec, measurement)
+        for value in written
+    ]
+
+
+def test_what_fully_shard_does_by_itself_is_named_and_is_non_root(ranks: Ranks) -> None:
+    for given_back, non_root, kept in ranks.run(
+        2, _compared, "by itself", ("true", "non-root", "false")
+    ):
+        backward = "traffic dp_shard all_gather backward parameters"
+        assert failing(given_back) == [
+            f"{backward} {what}" for what in ("calls", "payload", "sent")
+        ]
+        for check in given_back:
+            assert check.holds is not ("the root stays gathered" in check.why)
+            assert check.holds is not ("write reshard: non-root" in check.why)
+        assert non_root and not failing(non_root)
+        assert all(check.predicted == check.measured and not check.why for check in non_root)
+        assert all("non-root" in check.why for check in kept if not check.holds) and failing(kept)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("way", "value"), [("kept", "false"), ("by block", "true")])
+def test_what_is_kept_and_what_is_given_back_are_named_too(
+    ranks: Ranks, way: str, value: str
+) -> None:
+    for (wrong,) in ranks.run(2, _compared, way, ("non-root",)):
+        assert failing(wrong)
+        assert all(f"reshard: {value}" in check.why for check in wrong if not check.holds)
 
 
 def _phases() -> Estimate:

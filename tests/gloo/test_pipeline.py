@@ -22,6 +22,9 @@ GIVE_BACK: dict[str, Any] = {
     "sync": {"reshard_after_forward": True, "reshard_after_backward": True}
 }
 FROM_FORWARD = {"sync": {"reshard_after_forward": True, "reshard_after_backward": False}}
+NON_ROOT: dict[str, Any] = {
+    "sync": {"reshard_after_forward": "non-root", "reshard_after_backward": True}
+}
 BOTH = {"sync": {**GIVE_BACK["sync"], "gradients": "last"}}
 REDUCE_LAST = {"sync": {"gradients": "last"}}
 STAGES: list[Any] = [
@@ -66,6 +69,7 @@ POLICIES: list[Any] = [
         for policy in (
             GIVE_BACK,
             FROM_FORWARD,
+            NON_ROOT,
             {"sync": {**GIVE_BACK["sync"], "gradients": "last"}},
         )
     ),

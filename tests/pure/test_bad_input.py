@@ -165,7 +165,15 @@ LINES = [
     ("{layout: fp32}", "mixed", "precision", "a mapping", "its keys: layout, compute"),
     ("train:", "unit: 0 blocks\ntrain:", "unit", "block, sub-block, n blocks or model", ""),
     ("train:", "reshard: 1\ntrain:", "sync.reshard_after_forward", "shards >= 2", ""),
-    ("train:", "reshard: often\ntrain:", "reshard", "true, false or a number", ""),
+    ("train:", "reshard: often\ntrain:", "reshard", "true, false, non-root or a number", ""),
+    ("train:", "reshard: non_root\ntrain:", "reshard", "the text 'non_root'", "non-root"),
+    (
+        "train:",
+        "reshard: non-root\nsync: {reshard_after_forward: true}\ntrain:",
+        "reshard",
+        "sync.reshard_after_forward, which says true",
+        "",
+    ),
     (
         "train:",
         "reshard: false\nsync: {reshard_after_forward: true}\ntrain:",

@@ -16,6 +16,7 @@ from ptrain.spec.batch import (
     GradientSync,
     Overlap,
     ReduceScatterVia,
+    Reshard,
     SyncPolicy,
     UnitKind,
     UnitSize,
@@ -31,6 +32,7 @@ SUB_BLOCK = UnitSize(kind=UnitKind.SUB_BLOCK)
 THREE, FOUR = (UnitSize(kind=UnitKind.BLOCKS, count=count) for count in (3, 4))
 EXCHANGE = ReduceScatterVia.ALL_TO_ALL
 KEPT_TO_BACKWARD = SyncPolicy(reshard_after_forward=False)
+ALL_BUT_THE_ROOT = SyncPolicy(reshard_after_forward=Reshard.NON_ROOT)
 KEPT = SyncPolicy(reshard_after_backward=False)
 _FORWARD, _BACKWARD = "sync.reshard_after_forward", "sync.reshard_after_backward"
 NEXT, DURING = GatherAfterUpdate.NEXT_FORWARD, GatherAfterUpdate.DURING_UPDATE
@@ -70,6 +72,11 @@ LEGAL = [
     ("R@host,R,R", {"sync": KEPT}),
     ("R@file,S,S", {"sync": KEPT_TO_BACKWARD}),
     ("M,S,S", {"sync": KEPT_TO_BACKWARD}),
+    ("S*,S,S", {"sync": ALL_BUT_THE_ROOT}),
+    ("M,S,S", {"sync": ALL_BUT_THE_ROOT}),
+    ("O,O,S", {"sync": ALL_BUT_THE_ROOT}),
+    ("S*,R,R", {"sync": ALL_BUT_THE_ROOT}),
+    ("R@host,R,R", {"sync": ALL_BUT_THE_ROOT}),
     ("R,O,S", {"offload": Offload(update=Tier.DEVICE)}),
     ("R,S@file,S", {"offload": Offload(path="/nvme")}),
 ]
@@ -97,6 +104,7 @@ REFUSED = [
     ("S*,S,S", {"unit": FOUR}, "unit", "the model has 3", "unit: model, or at most 3 blocks"),
     ("R,S,R", {"sync": KEPT_TO_BACKWARD}, _FORWARD, "false: parameters are R", "parameters: S*"),
     ("R,S,S", {"sync": KEPT}, _BACKWARD, "nothing is gathered", "leave it true"),
+    ("R,S,S", {"sync": ALL_BUT_THE_ROOT}, _FORWARD, "non-root: parameters are R", "leave it true"),
     ("R,R,R", {"sync": SyncPolicy(reshard_after_forward=2)}, _FORWARD, "2: param", "leave it true"),
     ("R,S,S", {"offload": Offload(update=Tier.DEVICE)}, "offload.update", "nothing is", "write O"),
     ("S*,S,S", {"offload": Offload(path="/nvme")}, "offload.path", "nothing is", "remove offload"),
@@ -139,7 +147,7 @@ def test_shards_that_do_not_divide_are_refused_with_the_divisors(degree, shards)
 @pytest.mark.parametrize("text", ["S*,S,R", "O,S,S", "S*,O,S"])
 def test_only_fully_shard_has_smaller_shards(text):
     (fault,) = check(one_axis(text, sync=SyncPolicy(reshard_after_forward=2)))
-    assert fault.place == "sync.reshard_after_forward" and "true or false" in fault.remedy
+    assert fault.place == "sync.reshard_after_forward" and "true, false or non-root" in fault.remedy
 
 
 def test_one_device_takes_every_dial_for_nothing_moves_there():
@@ -166,7 +174,7 @@ def test_every_rule_about_a_dial_refuses_something():
 
 DATA_DIALS = {
     "sync.gradients": ("last", "every"),
-    "reshard": ("false", "2"),
+    "reshard": ("false", "2", "non-root"),
     "sync.reshard_after_backward": ("false",),
     "reduce_scatter": ("all_to_all",),
     "bucket": ("whole", "per-tensor"),

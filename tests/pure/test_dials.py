@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from ptrain.axes.data.costs import kept_ranks, spread
+from ptrain.axes.data.costs import kept_ranks, padded_rows, spread
 from ptrain.costs import Collective, Estimate, Phase, State
 from ptrain.derivation.estimate import derive
 from ptrain.derivation.facts import ModelFacts
 from ptrain.derivation.parameters import facts
 from ptrain.spec.axis import Axis
-from ptrain.spec.batch import Overlap, SyncPolicy
+from ptrain.spec.batch import GradientSync, Overlap, Reshard, SyncPolicy, UnitKind, UnitSize
 from ptrain.spec.precision import LAYOUTS
 from ptrain.spec.spec import WHOLE_BUCKET
 from tests.pure.build import (
@@ -124,6 +124,40 @@ def test_a_unit_that_a_smaller_group_keeps_stands_between_forward_and_backward()
     whole = traced(GATHERED, 4, sync=SyncPolicy(reshard_after_forward=False))
     assert resharded.bytes_of(State.TRANSIENT) == 0
     assert kept.bytes_of(State.TRANSIENT) * 2 == whole.bytes_of(State.TRANSIENT)
+
+
+@pytest.mark.parametrize("placement", [GATHERED, tuple_of("S*,S,R")], ids=["sharded", "flat"])
+def test_torchs_own_gathers_every_unit_twice_but_the_root_that_stays(placement):
+    sync = SyncPolicy(gradients=GradientSync.LAST)
+    given_back = exact(SHARD, placement, sync=sync)
+    but_the_root = replace(sync, reshard_after_forward=Reshard.NON_ROOT)
+    stays = exact(SHARD, placement, sync=but_the_root)
+    gathered = Collective.ALL_GATHER
+    assert rows(stays, gathered, Phase.FORWARD) == rows(given_back, gathered, Phase.FORWARD)
+    calls, payload, _ = rows(given_back, gathered, Phase.BACKWARD)
+    root = payload - rows(stays, gathered, Phase.BACKWARD)[1]
+    assert calls - rows(stays, gathered, Phase.BACKWARD)[0] == 1
+    padded = 2 * 4 + (7 + 1) * 2 if placement is GATHERED else 4 + 7 * 2  # 1 x 4 and 7 x 2 rows
+    assert root == 4 * padded
+    assert any("the root, 18 of 52 parameters, stays" in note for note in stays.notes)
+    assert not any("stays gathered" in note for note in given_back.notes)
+
+
+def test_the_root_that_stays_is_the_transient_and_with_one_unit_non_root_is_false():
+    non_root, kept = (
+        SyncPolicy(reshard_after_forward=value) for value in (Reshard.NON_ROOT, False)
+    )
+    *_, root = facts(ODD_SHAPE, 16).units
+    padded = sum(padded_rows(tensor.shape, 4) * 4 for tensor in root.tensors)
+    assert traced(GATHERED, 4, sync=non_root).bytes_of(State.TRANSIENT) == 4 * padded
+    whole = {"unit": UnitSize(kind=UnitKind.MODEL)}
+    only_root = make_facts(((5, 3), (2,)))
+    spec = make_spec({SHARD: (2, GATHERED)}, model=BY_HAND, clip=None)
+    one_unit = [
+        derive(replace(spec, sync=sync, **whole), only_root).exact.traffic
+        for sync in (non_root, kept)
+    ]
+    assert one_unit[0] == one_unit[1]
 
 
 def test_masters_that_are_gathered_belong_to_the_optimizer():

@@ -27,7 +27,7 @@ DIALS = {
     "prefetch": [0, 2],
     "gather_after_update": ["during-update", "next-forward"],
     "bucket": ["whole", "per-tensor", "32 KiB"],
-    "reshard": [False, 2],
+    "reshard": [False, 2, "non-root"],
     "reduce_scatter": ["all_to_all"],
     "offload": [{"update": "device"}, {"path": "/nvme"}],
     "activations": ["M", "O", "M@host", "R@file", {"0": "M", "1-": "O"}, {"2": "M@file"}],

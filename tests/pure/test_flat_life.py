@@ -20,7 +20,13 @@ from ptrain.derivation.traffic import sent
 from ptrain.plan.lower import lower
 from ptrain.plan.step import FlatUnits, Plan
 from ptrain.spec.axis import Axis
-from ptrain.spec.batch import GatherAfterUpdate, GradientSync, ReduceScatterVia, SyncPolicy
+from ptrain.spec.batch import (
+    GatherAfterUpdate,
+    GradientSync,
+    ReduceScatterVia,
+    Reshard,
+    SyncPolicy,
+)
 from ptrain.spec.placement import Placement, Tier
 from ptrain.spec.precision import FP32, LAYOUTS, ZERO16, DType
 from ptrain.spec.spec import Spec
@@ -237,7 +243,7 @@ def plans(draw) -> tuple[Spec, Plan]:
     consumed = plan.accumulate.micro_batches == 1 and draw(st.booleans())
     sync = SyncPolicy(
         gradients=draw(st.sampled_from(list(GradientSync))),
-        reshard_after_forward=draw(st.booleans()),
+        reshard_after_forward=draw(st.sampled_from([True, False, Reshard.NON_ROOT])),
         reshard_after_backward=draw(st.booleans()),
     )
     if not gradients:

@@ -208,6 +208,47 @@ def test_a_shape_that_cannot_be_built_is_refused(changes, place, finding, remedy
     assert check(spec) == (Fault(place=place, finding=finding, remedy=remedy),)
 
 
+ONE_RANK = {"model": {"preset": "llama-tiny", "kv_heads": 4}, "batch": {"global": 2, "sequence": 8}}
+
+
+@pytest.mark.parametrize(
+    ("axis", "illegal", "theorem"),
+    [
+        ("dp_shard", "S,S,S,R", "Theorem 3"),
+        ("dp_shard", "S*,M,S,R", "Theorem 4"),
+        ("dp_replicate", "R,R,R,S", "Theorem 3"),
+        ("tp", "R,R,R,R", "Theorem 4"),
+        ("tp", "S,S,S,M", "Definition 2"),
+        ("pp", "S,S,S,S", "Definition 2"),
+        ("pp", "R,R,R,R", "Theorem 4"),
+    ],
+)
+@pytest.mark.parametrize("beside", [{}, {"dp_shard": 2}, {"tp": 2}], ids=str)
+def test_a_tuple_that_is_illegal_at_every_degree_is_refused_at_degree_one(
+    axis, illegal, theorem, beside
+):
+    tuples = {"dp_shard": "S*,S,S,R", "tp": "S,S,S,R"}
+    beside = {other: degree for other, degree in beside.items() if other != axis}
+    spec = {
+        **ONE_RANK,
+        "mesh": {**beside, axis: 1},
+        "placement": {**{other: tuples[other] for other in beside}, axis: illegal},
+    }
+    found = check(load(spec).spec)
+    assert found and {fault.place for fault in found} == {f"placement.{axis}"}
+    assert any(theorem in fault.finding for fault in found)
+    assert found[0].remedy.startswith(f"nearest legal: {axis}: ")
+
+
+def test_a_legal_tuple_at_degree_one_is_free_and_is_gone_when_the_spec_is_written():
+    mesh = {"pp": 1, "dp_replicate": 1, "dp_shard": 2, "tp": 1}
+    tuples = {"pp": "S,S,S,R", "dp_replicate": "R,O,R,R", "dp_shard": "S*,S,S,R", "tp": "S,S,S,S*"}
+    spec = load({**ONE_RANK, "mesh": mesh, "placement": tuples}).spec
+    assert not check(spec) and not executed(spec)
+    assert spec == load({**ONE_RANK, "mesh": {"dp_shard": 2}, "placement": "zero3"}).spec
+    assert load(spec.resolved).spec == spec
+
+
 def test_an_axis_that_waits_is_named_with_those_that_run():
     (fault,) = executed(make_spec({Axis.CP: (2, WHOLE)}))
     assert fault == Fault(

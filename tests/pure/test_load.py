@@ -18,6 +18,7 @@ from ptrain.spec.batch import (
     GradientSync,
     Overlap,
     ReduceScatterVia,
+    Reshard,
     UnitKind,
     UnitSize,
 )
@@ -72,6 +73,7 @@ def test_every_spec_loads_by_name_by_path_and_from_what_it_resolves_to(name, tmp
         {"cluster": {"preset": "h100-8", "host_memory": "2 TiB"}},
         {"sync": {"gradients": "last", "reshard_after_backward": False}},
         {"reshard": 2, "unit": "3 blocks", "overlap": "none", "prefetch": 0},
+        {"reshard": "non-root"},
         {"unit": "sub-block", "gather_after_update": "during-update", "bucket": "per-tensor"},
         {"bucket": "whole", "overlap": "backward"},
         {"placement": {"dp_shard": "O,O,S@file,R"}, "offload": {"tier": "file", "path": "/x"}},
@@ -108,11 +110,12 @@ def test_every_dial_has_its_value():
     assert loaded(unit="model").unit.kind is UnitKind.MODEL
 
 
-@pytest.mark.parametrize("value", [True, False, 2])
+@pytest.mark.parametrize("value", [True, False, 2, "non-root"])
 def test_reshard_is_another_word_for_a_key_of_sync(value):
     spec = loaded(reshard=value)
     assert spec == loaded(sync={"reshard_after_forward": value})
-    assert spec.sync.reshard_after_forward is value
+    assert type(spec.sync.reshard_after_forward) in (type(value), Reshard)
+    assert spec.sync.reshard_after_forward == value
     assert loaded(reshard=value, sync={"reshard_after_forward": value}) == spec
     assert load(loaded(reshard=1000).resolved, [f"reshard={str(value).lower()}"]).spec == spec
 

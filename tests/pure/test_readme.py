@@ -7,15 +7,21 @@ import re
 import runpy
 import subprocess
 import sys
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
 
 import ptrain
-from ptrain.algebra.legality import require
+from ptrain.algebra.legality import check, executed, require
 from ptrain.cli.main import VERBS
+from ptrain.spec.axis import Axis
 from ptrain.spec.load import load
+from ptrain.spec.placement import MODES, Placement
+from ptrain.spec.precision import ZERO16
 from ptrain.version import TESTED_TORCH
+from tests.pure.build import ODD_SHAPE, make_spec
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -71,6 +77,54 @@ def test_what_predict_prints_is_what_readme_shows():
         check=False,
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
+
+
+STATES = {"Θ": "parameters", "Ω": "optimizer", "G": "gradients", "A": "activations"}
+AXES = (Axis.DP_SHARD, Axis.TP, Axis.PP)  # the columns of the first table
+SETTINGS = (
+    {},
+    {"layout": ZERO16, "clip": None},
+    {"optimizer": "sgd", "clip": None},
+    {"accumulate": 4},
+)
+
+
+def cells_of_modes() -> dict[tuple[str, Axis], str]:
+    """What the first table has for each mode and axis."""
+    table = TEXT.split("| mode |")[1].split("\n\n")[0]
+    rows = [re.split(r"(?<!\\) \| ", line.strip("| ")) for line in table.splitlines()[2:]]
+    return {
+        (mode.replace("\\", ""), axis): cell
+        for mode, _, *cells in rows
+        for axis, cell in zip(AXES, cells, strict=True)
+    }
+
+
+def runs(axis: Axis, placement: Placement, setting: dict[str, object]) -> bool:
+    model = replace(ODD_SHAPE, hidden=40, heads=4, kv_heads=2, ffn=100)
+    spec = make_spec({axis: (2, placement)}, model=model, **setting)
+    batch = spec.batch
+    samples = batch.micro * batch.accumulate * spec.data_degree
+    spec = replace(spec, batch=replace(batch, global_samples=samples))
+    return not check(spec) and not executed(spec)
+
+
+@pytest.mark.parametrize("axis", AXES)
+def test_the_first_table_has_what_runs_on_each_axis_and_nothing_else(axis):
+    tuples = (
+        Placement(**dict(zip(STATES.values(), modes, strict=True)))
+        for modes in product(MODES, repeat=len(STATES))
+    )
+    legal = [each for each in tuples if any(runs(axis, each, setting) for setting in SETTINGS)]
+    for mode in MODES:
+        kept = {
+            letter
+            for letter, state in STATES.items()
+            if any(getattr(placement, state) == mode for placement in legal)
+        }
+        cell = cells_of_modes()[str(mode), axis]
+        assert set(re.findall(r"Θ|Ω|\bG\b|\bA\b", cell)) == kept, f"{mode} on {axis}: {cell}"
+        assert kept or cell == "–"
 
 
 def test_every_output_block_is_filled():

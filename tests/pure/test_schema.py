@@ -168,6 +168,8 @@ def test_an_editor_underlines_what_the_loader_refuses(changes):
         {"unit": "2 blocks"},
         {"optimizer": {"clip": None}},
         {"sync": {"reshard_after_forward": 2}},
+        {"sync": {"reshard_after_forward": "non-root"}},
+        {"reshard": "non-root"},
         {"offload": {"tier": "file", "path": "/nvme", "update": "host"}},
         {"pipeline": {"schedule": "1f1b", "stages": 4}},
         {"placement": {"ep": {"experts": "S,S,S,S", "rest": "R,R,R,R"}}},

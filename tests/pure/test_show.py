@@ -38,6 +38,7 @@ def shown(placement: str, **changes: object) -> str:
         (FULLY, {"prefetch": 0}, "nothing gathered ahead"),
         (FULLY, {"overlap": "none"}, "reductions awaited, nothing gathered ahead"),
         (FULLY, {"reshard": 2}, "kept in 2 shards after forward"),
+        (FULLY, {"reshard": "non-root"}, "freed after forward (the root's kept), freed after back"),
         (FULLY, {"unit": "2 blocks"}, "blocks.0+blocks.1, blocks.2+blocks.3, the root"),
         ("M,S,S,R", {"precision": {"layout": "fsdp-mixed"}}, "Θ M (gathered units are casts"),
         ("M,O,S,R", {"precision": {"layout": "zero16"}}, "Θ made by unit of the masters in Ω"),

@@ -202,7 +202,7 @@ def test_a_spec_of_four_parts_has_the_defaults_of_all_others():
         "cluster": None, "reduce_scatter": "native", "bucket_bytes": 26_214_400, "overlap": None,
         "prefetch": None, "gather_after_update": "blocking", "profile": (), "log_every": 10,
         "consistency_every": 0, "deterministic": False, "device": "auto", "backend": "auto",
-        "resolved": {},
+        "resolved": {}, "trivial_factors": (),
     }  # fmt: skip
     assert {key: found[key] for key in plain} == plain
     made = {key: type(value).__name__ for key, value in found.items() if key not in plain}
@@ -300,7 +300,7 @@ def test_the_committed_schema_says_key_for_key_what_the_grammar_says():
 
 
 def test_a_value_of_one_of_several_kinds_is_told_all_that_it_may_be():
-    reshard = "true, false or a number of shards >= 2"
+    reshard = "true, false, non-root or a number of shards >= 2"
     wanted = {place: each.wanted for place, each in KEYS.items() if isinstance(each, Either)}
     assert wanted == {
         "placement.ep.experts": "a name or a tuple",

@@ -231,6 +231,18 @@ def test_what_works_of_all_that_waits_is_taken():
     assert loaded(mesh={"dp_shard": 2, "cp": 1, "ep": 1}).world_size == 2
 
 
+@pytest.mark.parametrize("mesh", [{"dp_shard": 2, "cp": 1, "ep": 1}, {"dp_shard": 2}])
+def test_a_tuple_on_an_axis_that_waits_is_refused_at_degree_one_too(mesh):
+    expert = {"experts": "S,S,S,S", "rest": "R,R,R,R"}
+    found = faults(mesh=mesh, placement={"dp_shard": "S*,S,S,R", "cp": "S,M,O,S", "ep": expert})
+    works = "what works today: pp, dp_replicate, dp_shard, tp"
+    assert {place: fault.remedy for place, fault in found.items()} == {
+        "placement.cp": works,
+        "placement.ep": works,
+    }
+    assert "not yet: the axis cp" in found["placement.cp"].finding
+
+
 def test_flash_is_refused_as_what_waits_and_nothing_else():
     assert list(faults(attention="flash")) == ["attention"]
 

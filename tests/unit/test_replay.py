@@ -19,7 +19,7 @@ from ptrain.interpreter.program import Program, interpret
 from ptrain.interpreter.world import World
 from ptrain.meters.memory import MemoryMeter
 from ptrain.spec.axis import Axis
-from ptrain.spec.batch import GradientSync, ReduceScatterVia, SyncPolicy
+from ptrain.spec.batch import GradientSync, ReduceScatterVia, Reshard, SyncPolicy
 from ptrain.spec.model import ExternalModel, Family, ModelShape
 from ptrain.spec.placement import Placement
 from ptrain.spec.precision import FP32, ZERO16
@@ -33,7 +33,9 @@ GPT = ModelShape(
 NECKS = ExternalModel(target="tests.models_external:necks")
 POLICIES = [
     SyncPolicy(gradients=sync, reshard_after_forward=forward, reshard_after_backward=backward)
-    for sync, forward, backward in product(GradientSync, (True, False), (True, False))
+    for sync, forward, backward in product(
+        GradientSync, (True, False, Reshard.NON_ROOT), (True, False)
+    )
 ]
 FULLY = {Axis.DP_SHARD: (2, GATHERED)}
 HYBRID = {Axis.DP_REPLICATE: (2, WHOLE), Axis.DP_SHARD: (2, GATHERED)}

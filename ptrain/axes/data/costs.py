@@ -94,22 +94,22 @@ class Gathers:
     backward: int
 
 
-def gathers(sync: SyncPolicy, micro_batches: int) -> Gathers:
+def gathers(sync: SyncPolicy, micro_batches: int, *, is_root: bool = False) -> Gathers:
     """A unit is gathered where a pass finds it sharded: at first, and after every reshard."""
     forward = backward = 0
     sharded = True
     for _ in range(micro_batches):
         forward += sharded
-        sharded = bool(sync.reshard_after_forward)
+        sharded = bool(sync.after_forward(is_root=is_root))
         backward += sharded
         sharded = sync.reshard_after_backward
     return Gathers(forward, backward)
 
 
-def kept_ranks(sync: SyncPolicy, ranks: int) -> int:
+def kept_ranks(sync: SyncPolicy, ranks: int, *, is_root: bool = False) -> int:
     """Over how many ranks a unit is spread between its forward and its backward: all of `ranks`, a
     smaller group of them, or 1 where it stays gathered."""
-    after_forward = sync.reshard_after_forward
+    after_forward = sync.after_forward(is_root=is_root)
     if isinstance(after_forward, bool):
         return ranks if after_forward else 1
     return after_forward

@@ -14,7 +14,14 @@ from ptrain.axes.data.form import Form, data_factors, form_of, has, tier_of, who
 from ptrain.axes.rule import SpecRule
 from ptrain.costs import PLACED, State
 from ptrain.errors import Fault
-from ptrain.spec.batch import GatherAfterUpdate, Overlap, ReduceScatterVia, SyncPolicy, UnitSize
+from ptrain.spec.batch import (
+    GatherAfterUpdate,
+    Overlap,
+    ReduceScatterVia,
+    Reshard,
+    SyncPolicy,
+    UnitSize,
+)
 from ptrain.spec.model import ModelShape
 from ptrain.spec.placement import CUT, Distribution, Tier
 from ptrain.spec.spec import Offload, Spec
@@ -214,7 +221,7 @@ def _given_back(spec: Spec) -> Iterator[Fault]:
 
 def _reshard(spec: Spec) -> Iterator[Fault]:
     shards, factors = spec.sync.reshard_after_forward, data_factors(spec)
-    if isinstance(shards, bool) or not factors or not _comes_by_unit(spec):
+    if isinstance(shards, bool | Reshard) or not factors or not _comes_by_unit(spec):
         return
     place = "sync.reshard_after_forward"
     if form_of(spec) not in _FULLY_SHARD:
@@ -223,7 +230,7 @@ def _reshard(spec: Spec) -> Iterator[Fault]:
             finding=f"{shards} shards from forward to backward: only fully_shard does that, which "
             "executes parameters: S* (or M, with gradients kept in the dtype of the master "
             "copies), optimizer: S and gradients: S",
-            remedy="write true or false",
+            remedy="write true, false or non-root",
         )
         return
     whole = whole_axes(factors)

@@ -28,6 +28,7 @@ from ptrain.interpreter.mesh import Mesh
 from ptrain.interpreter.registry import Registry
 from ptrain.interpreter.tiers import Tiers
 from ptrain.models.again import runs_again
+from ptrain.models.units import ROOT
 from ptrain.plan.step import FlatUnits, Plan, Units
 from ptrain.spec.batch import GradientSync
 from ptrain.spec.placement import Tier
@@ -87,12 +88,19 @@ class FlatUnit:
     """One unit with its hooks: gather before use, reduce when its gradients are complete."""
 
     def __init__(
-        self, modules: Sequence[nn.Module], state: FlatState, order: Order, flight: Flight
+        self,
+        modules: Sequence[nn.Module],
+        state: FlatState,
+        order: Order,
+        flight: Flight,
+        *,
+        is_root: bool,
     ) -> None:
         self.state = state
         self.parameters = state.parameters
         self.gradients = state.gradients
         self.sync = state.step.sync
+        self.is_released = bool(self.sync.after_forward(is_root=is_root))  # after forward
         self.order = order
         self.flight = flight
         self.consume: Callable[[], None] | None = None
@@ -115,7 +123,7 @@ class FlatUnit:
             for tensor in _tensors(output):
                 if tensor.requires_grad and id(tensor) not in passed:
                     tensor.register_hook(self._before_backward)
-        if self.sync.reshard_after_forward:
+        if self.is_released:
             self.parameters.release()
 
     def _before_backward(self, gradient: torch.Tensor) -> None:
@@ -182,7 +190,8 @@ class FlatWrap:
             layout = FlatLayout.over(mesh, numel, cut, registry, step.reduce_scatter)
             state = FlatState(Parameters(named, layout, step, dtypes, tiers), step)
             members = [model.get_submodule(name) for name in modules]
-            self.units.append(FlatUnit(members, state, order, self.flight))
+            unit = FlatUnit(members, state, order, self.flight, is_root=modules == (ROOT,))
+            self.units.append(unit)
         for unit, following in zip(self.units, self.units[1:], strict=False):
             unit.state.following = following.state
         self._targets = [

@@ -23,7 +23,7 @@ from ptrain.models.again import runs_again
 from ptrain.models.ledger import local
 from ptrain.models.numerics import TORCH_DTYPES
 from ptrain.plan.step import FullyShard, Plan
-from ptrain.spec.batch import GradientSync
+from ptrain.spec.batch import GradientSync, Reshard
 from ptrain.spec.precision import Layout
 
 
@@ -43,7 +43,7 @@ class FullyShardedWrap(ParameterWrap):
                 fully_shard(
                     members,
                     mesh=device_mesh,
-                    reshard_after_forward=step.sync.reshard_after_forward,
+                    reshard_after_forward=_after_forward(step.sync.reshard_after_forward),
                     mp_policy=_precision(step, plan.update.layout),
                 )
             assert isinstance(members[0], FSDPModule)
@@ -208,6 +208,16 @@ def fsdp_mesh(step: FullyShard, mesh: Mesh) -> dist.DeviceMesh:
         return mesh.submesh(step.shard_axes)
     assert mesh.device_mesh is not None and len(step.replicate_axes + step.shard_axes) == 2
     return mesh.device_mesh[str(step.replicate_axes[0]), str(step.shard_axes[0])]
+
+
+def _after_forward(given_back: bool | int | Reshard) -> bool | int | None:
+    """None is torch's own: in the first forward pass the module that it begins with is the root,
+    which stays gathered."""
+    match given_back:
+        case Reshard.NON_ROOT:
+            return None
+        case _:
+            return given_back
 
 
 def _precision(step: FullyShard, layout: Layout) -> MixedPrecisionPolicy:

@@ -14,14 +14,16 @@ from ptrain.axes.pipeline.schedule import Kind, Schedule
 from ptrain.spec.batch import SyncPolicy
 
 
-def stage_gathers(schedule: Schedule, stage: int, sync: SyncPolicy) -> Gathers:
-    """Of each unit of a stage: gathered where a pass finds it sharded, at first and after every
-    reshard. With one micro-batch after the other it is `data.costs.gathers`."""
+def stage_gathers(
+    schedule: Schedule, stage: int, sync: SyncPolicy, *, is_root: bool = False
+) -> Gathers:
+    """Of each unit of a stage, or of its root: gathered where a pass finds it sharded, at first and
+    after every reshard. With one micro-batch after the other it is `data.costs.gathers`."""
     times = dict.fromkeys((Kind.FORWARD, Kind.BACKWARD), 0)
     is_sharded = True
     for kind in _passes(schedule, stage):
         times[kind] += is_sharded
-        after = sync.reshard_after_forward, sync.reshard_after_backward
+        after = sync.after_forward(is_root=is_root), sync.reshard_after_backward
         is_sharded = bool(after[kind is Kind.BACKWARD])
     return Gathers(times[Kind.FORWARD], times[Kind.BACKWARD])
 
