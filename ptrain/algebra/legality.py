@@ -19,10 +19,12 @@ from ptrain.axes.tensor.rules import TENSOR
 from ptrain.errors import Fault, SpecError
 from ptrain.spec.axis import EXECUTED_AXES, Factor
 from ptrain.spec.model import Family, ModelShape
-from ptrain.spec.spec import Spec
+from ptrain.spec.spec import OptimizerSpec, Spec
 
 ROOMS: tuple[AxisRules, ...] = (DATA, TENSOR, PIPELINE)
 BYTE_VOCAB = 259  # 256 bytes and three specials
+# takes every tuple that some optimizer takes: on one rank, where nothing is cut, any may be tried
+_UNDEMANDING = OptimizerSpec(name="sgd")
 
 
 class Located(Protocol):
@@ -54,15 +56,21 @@ def require(document: Located) -> Spec:
 
 
 def _tuple_faults(room: AxisRules, spec: Spec) -> Iterator[Fault]:
-    for factor in room.written(spec):
-        nearest = room.nearest(factor.placement, spec.optimizer)
-        for rule in room.broken(factor.placement, spec.optimizer):
-            yield Fault(
-                place=f"placement.{factor.axis}",
-                finding=f"({factor.placement}) on {factor.axis}: {rule.message}; "
-                f"it breaks {rule.theorem}",
-                remedy=f"nearest legal: {as_yaml(factor, nearest)}",
-            )
+    for factor in room.factors(spec):
+        yield from _broken(room, factor, spec.optimizer)
+    for factor in room.trivial_factors(spec):
+        yield from _broken(room, factor, _UNDEMANDING)
+
+
+def _broken(room: AxisRules, factor: Factor, optimizer: OptimizerSpec) -> Iterator[Fault]:
+    nearest = room.nearest(factor.placement, optimizer)
+    for rule in room.broken(factor.placement, optimizer):
+        yield Fault(
+            place=f"placement.{factor.axis}",
+            finding=f"({factor.placement}) on {factor.axis}: {rule.message}; "
+            f"it breaks {rule.theorem}",
+            remedy=f"nearest legal: {as_yaml(factor, nearest)}",
+        )
 
 
 def as_yaml(factor: Factor, placement: object) -> str:

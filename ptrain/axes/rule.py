@@ -55,7 +55,6 @@ class AxisRules:
         """The factors of `spec` that these rules are about."""
         return (factor for factor in spec.factors if factor.axis in self.axes)
 
-    def written(self, spec: Spec) -> Iterator[Factor]:
-        """These factors, and those of degree 1 that have a tuple."""
-        yield from self.factors(spec)
-        yield from (factor for factor in spec.trivial_factors if factor.axis in self.axes)
+    def trivial_factors(self, spec: Spec) -> Iterator[Factor]:
+        """Those of degree 1 that have a tuple."""
+        return (factor for factor in spec.trivial_factors if factor.axis in self.axes)

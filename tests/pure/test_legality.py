@@ -215,7 +215,7 @@ ONE_RANK = {"model": {"preset": "llama-tiny", "kv_heads": 4}, "batch": {"global"
     ("axis", "illegal", "theorem"),
     [
         ("dp_shard", "S,S,S,R", "Theorem 3"),
-        ("dp_shard", "S*,M,S,R", "Theorem 4"),
+        ("dp_shard", "M,M,S,R", "Theorem 4"),
         ("dp_replicate", "R,R,R,S", "Theorem 3"),
         ("tp", "R,R,R,R", "Theorem 4"),
         ("tp", "S,S,S,M", "Definition 2"),
@@ -247,6 +247,13 @@ def test_a_legal_tuple_at_degree_one_is_free_and_is_gone_when_the_spec_is_writte
     assert not check(spec) and not executed(spec)
     assert spec == load({**ONE_RANK, "mesh": {"dp_shard": 2}, "placement": "zero3"}).spec
     assert load(spec.resolved).spec == spec
+
+
+def test_a_tuple_that_some_optimizer_takes_may_be_tried_with_any_on_one_rank():
+    for optimizer, tuple_ in (("muon", "R,S,S,R"), ("adamw", "S*,M,S,R")):
+        spec = {**ONE_RANK, "optimizer": {"name": optimizer}, "placement": {"dp_shard": tuple_}}
+        assert not check(load({**spec, "mesh": {"dp_shard": 1}}).spec)
+        assert check(load({**spec, "mesh": {"dp_shard": 2}}).spec)
 
 
 def test_an_axis_that_waits_is_named_with_those_that_run():
