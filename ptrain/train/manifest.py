@@ -61,10 +61,15 @@ def is_name(text: str) -> bool:
     return bool(_STEP.fullmatch(text))
 
 
+def step_of(folder: Path) -> int:
+    """The step in the name of a checkpoint that was written to its end."""
+    return int(folder.name.removeprefix("step-"))
+
+
 def complete(parent: Path) -> list[Path]:
     """Checkpoints with their final name below `parent`, newest first."""
     found = [path for path in parent.glob("step-*") if is_name(path.name)]
-    return sorted(found, key=lambda path: int(path.name[5:]), reverse=True)
+    return sorted(found, key=step_of, reverse=True)
 
 
 def half_written(parent: Path) -> list[Path]:
@@ -105,7 +110,7 @@ def read(folder: Path) -> Manifest:
         )
     if not is_sealed and manifest.format != UNSEALED:
         raise PtrainError(f"checkpoint {folder}: {NAME} has lost its seal")
-    if is_name(folder.name) and manifest.step != int(folder.name[5:]):
+    if is_name(folder.name) and manifest.step != step_of(folder):
         raise PtrainError(f"checkpoint {folder}: {NAME} is of step {manifest.step}")
     if strange := [name for name in manifest.files if not _is_bare(name)]:
         raise PtrainError(f"checkpoint {folder}: {NAME} lists {strange[0]!r}, not a bare file name")

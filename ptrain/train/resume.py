@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,6 +34,8 @@ def resume(program: Program, folder: RunFolder, asked: str | None, exchange: Exc
             raise none_sound(asked, complaints)
         LOG.info("resume  no checkpoint yet: from the start")
         return 0
+    if program.world.is_first:
+        _set_aside(folder, found.step)
     for warning in lineage.warnings(found.trained, program.spec):
         LOG.warning("resume  %s", warning)
     was = f"{found.spec} on {found.world_size} ranks"
@@ -66,6 +69,16 @@ def _fill(
         unsaid = [f"checkpoint {shown(path)}: {problem}"]
         complaints += unsaid
         remaining = remaining[remaining.index(path) + 1 :]
+
+
+def _set_aside(folder: RunFolder, step: int) -> None:
+    """What this run folder has of later steps was passed over, or is of a training that this one
+    leaves: under its name the next checkpoint of that step would be taken for saved."""
+    for path in manifest.complete(folder.checkpoints):
+        if manifest.step_of(path) > step:
+            aside = path.with_name(f"{path.name}.aside-{secrets.token_hex(4)}")
+            path.rename(aside)
+            LOG.warning("set aside: %s, now %s", shown(path), aside.name)
 
 
 def _skip(complaints: list[str]) -> None:

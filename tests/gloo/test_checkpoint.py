@@ -103,7 +103,7 @@ def _mesh(name: str) -> str:
 def saved(tmp_path: Path) -> Path:
     program = alone()
     step(program, 0)
-    return checkpoint.save(program, tmp_path, 1, Exchange(program.world))
+    return checkpoint.save(program, tmp_path / "checkpoints", 1, Exchange(program.world))
 
 
 def alone(*overrides: str) -> Program:
@@ -122,6 +122,16 @@ def test_a_damaged_checkpoint_is_skipped_for_an_older_one(saved):
     assert path == saved
     assert found is not None and found.step == 1
     assert len(complaints) == 1 and data.name in complaints[0]
+
+
+def test_a_checkpoint_that_was_passed_over_does_not_stand_for_the_one_that_is_due(saved):
+    program = alone()
+    exchange, run = Exchange(program.world), RunFolder(saved.parents[1])
+    newer = checkpoint.save(program, saved.parent, 2, exchange)
+    (newer / manifest.NAME).write_text("{")
+    assert resume(program, run, "auto", exchange) == 1
+    assert manifest.complete(run.checkpoints) == [saved]
+    checkpoint.verify(checkpoint.save(program, run.checkpoints, 2, exchange), exchange)
 
 
 def test_a_strangers_checkpoint_beside_is_not_continued(tmp_path):
