@@ -100,4 +100,5 @@ def start(spec: Spec, asked: Options) -> int:
 
 def _become(module: str, argv: Sequence[str]) -> NoReturn:
     sys.stdout.flush()
-    os.execv(sys.executable, [sys.executable, "-m", module, *argv])
+    words = [sys.executable, "-P", "-m", module, *argv]
+    os.execve(sys.executable, words, environment.of_ptrain())

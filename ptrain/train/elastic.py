@@ -50,7 +50,7 @@ def launch(asked: Options) -> int:
         rank_options = replace(asked, resume="auto")
     argv = options.to_argv(rank_options)
     try:
-        elastic_launch(config, sys.executable)("-m", "ptrain.train", *argv)
+        elastic_launch(config, sys.executable)("-P", "-m", "ptrain.train", *argv)
     except ChildFailedError as error:
         rank, told = _culprit(error)
         part = dict(enumerate(parts_of_ranks(spec))).get(rank)

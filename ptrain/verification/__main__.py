@@ -1,11 +1,14 @@
 """`python -m ptrain.verification SPEC [a.b=c …]`: one rank of a verification, under torchrun, under
 `ptrain verify`, or alone."""
 
-from __future__ import annotations
-
 import sys
 
-from ptrain.train.leaving import live
+from ptrain.import_path import leave_current_folder
+
+if __name__ == "__main__":
+    leave_current_folder()
+
+from ptrain.train.leaving import live  # once the path is right
 from ptrain.verification.options import parse
 from ptrain.verification.session import run
 
