@@ -13,6 +13,7 @@ from ptrain.errors import Fault
 from ptrain.spec.spec import Spec
 
 _REMEDY = "give the model that was trained, or train anew without --resume"
+_WHEREABOUTS = ("preset", "folder")  # a name and a place: the model is the same without
 _WATCHED = {
     "optimizer.name": "optimizer",
     "data": "text",
@@ -24,7 +25,8 @@ _WATCHED = {
 def trained(spec: Spec) -> dict[str, object]:
     """What a manifest keeps of a spec, as JSON reads it back."""
     plain = json.loads(json.dumps(spec.resolved, default=str))
-    kept = {"model": {key: value for key, value in plain["model"].items() if key != "preset"}}
+    model = {key: value for key, value in plain["model"].items() if key not in _WHEREABOUTS}
+    kept = {"model": model}
     return kept | {place: _at(plain, place) for place in _WATCHED}
 
 
