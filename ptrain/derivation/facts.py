@@ -57,7 +57,7 @@ class ModelFacts:
     model that is not built in, `roles` are those on the tensor axis, `part_timelines` those of each
     of its ranks, first to last; `chain` is what the pipeline axis cuts, and `stage_passes` what was
     traced of each stage, by the places of ranks along tp; `blocks` are the names of what
-    repeats, first to last."""
+    repeats, first to last; `vocabulary` is how many logits a token has, where it has run."""
 
     units: tuple[UnitFacts, ...]
     buffers: tuple[tuple[str, int], ...] = ()
@@ -68,6 +68,7 @@ class ModelFacts:
     chain: Chain | None = None
     blocks: tuple[str, ...] = ()
     stage_passes: tuple[tuple[Passes, ...], ...] = field(default=(), hash=False)
+    vocabulary: int | None = field(default=None, compare=False)
 
     @property
     def tensors(self) -> tuple[TensorFacts, ...]:

@@ -105,8 +105,12 @@ def _run(session: Session, interrupts: interrupt.Interrupts) -> int:
         LOG.debug("corpus  %s, digest %s", text.name, text.digest())
     program = interpret(spec, world=world, allow_import=options.allow_import)
     facts = facts_of(
-        spec, allow_import=options.allow_import, share=partial(_on_first, session.exchange)
+        spec,
+        allow_import=options.allow_import,
+        share=partial(_on_first, session.exchange),
+        runs_fakes=False,
     )
+    require_corpus(text, spec, facts.vocabulary)
     derivation = derive(spec, facts)
     if not options.force:
         require_fit(spec, derivation.exact, facts)
