@@ -4,13 +4,11 @@
 import torch. All are imported on first use, so that `import ptrain` costs nothing.
 """
 
-from __future__ import annotations
-
 from importlib import import_module
-from typing import TYPE_CHECKING
 
 from ptrain.version import VERSION as __version__
 
+TYPE_CHECKING = False  # not typing's: `python -m ptrain` is here before its path is put right
 if TYPE_CHECKING:
     from ptrain.derivation.estimate import derive as derive
     from ptrain.interpreter.facts import read_facts as read_facts

@@ -1,9 +1,11 @@
 """`python -m ptrain` is the command `ptrain`."""
 
-from __future__ import annotations
-
 import sys
 
-from ptrain.cli.main import main
+from ptrain.import_path import leave_current_folder
+
+leave_current_folder()
+
+from ptrain.cli.main import main  # noqa: E402, the path is put right first
 
 sys.exit(main())

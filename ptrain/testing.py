@@ -104,7 +104,7 @@ def _name(function: Callable[..., Any]) -> str:
 def _run(words: Sequence[str], timeout: float, what: str) -> subprocess.CompletedProcess[str]:
     """Python in a process of its own, with this one's import path; ended when the time is over."""
     process = subprocess.Popen(
-        [sys.executable, *words],
+        [sys.executable, "-P", *words],
         env=environment.alone(sys.path),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,

@@ -1,7 +1,5 @@
 """The version, and the torch versions for which the tests show that `exact` is exact."""
 
-from __future__ import annotations
-
 VERSION = "0.1.0"
 TESTED_TORCH = ("2.11", "2.13")
 

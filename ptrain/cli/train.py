@@ -120,4 +120,5 @@ def _attempts(spec: Spec, prepared: Options, claim: Claim) -> int:
 
 def _become(module: str, argv: Sequence[str]) -> NoReturn:
     sys.stdout.flush()
-    os.execv(sys.executable, [sys.executable, "-m", module, *argv])
+    words = [sys.executable, "-P", "-m", module, *argv]
+    os.execve(sys.executable, words, environment.of_ptrain())

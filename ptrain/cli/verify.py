@@ -154,4 +154,5 @@ def _become_rank(args: Namespace) -> None:
     for flag in ("every_collective", "json", "allow_import"):
         words += ["--" + flag.replace("_", "-")] if getattr(args, flag) else []
     sys.stdout.flush()
-    os.execv(sys.executable, [sys.executable, "-m", "ptrain.verification", *words])
+    words = [sys.executable, "-P", "-m", "ptrain.verification", *words]
+    os.execve(sys.executable, words, environment.of_ptrain())

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ptrain.data.corpus import Corpus, Split
 from ptrain.errors import refused
+from ptrain.spec.model import ExternalModel
 from ptrain.spec.spec import Spec
 
 _ROUNDS = 6
@@ -109,13 +110,19 @@ def num_windows(source: Corpus, sequence: int, split: Split = Split.TRAIN) -> in
     return windows
 
 
-def require(source: Corpus, spec: Spec) -> None:
-    """Refuse, before any rank starts, a corpus that the spec cannot train on (or evaluate with)."""
+def require(source: Corpus, spec: Spec, logits: int | None = None) -> None:
+    """Refuse, before any rank starts, a corpus that the spec cannot train on (or evaluate with).
+    `logits`: of a token, where a model's own code says how many."""
     num_windows(source, spec.batch.sequence)
     if spec.eval.every:
         num_windows(source, spec.batch.sequence, Split.HELD_OUT)
     largest = source.vocab - 1 if source.vocab else int(source.train[: 2**20].max())
     _require_vocab(source, spec, largest)
+    if logits is not None and largest >= logits:
+        name = spec.model.target if isinstance(spec.model, ExternalModel) else "the model"
+        finding = f"{source.name} holds token {largest}, but {name} gives each {logits} logits"
+        remedy = f"let it have a vocabulary of {source.vocab or largest + 1} or more"
+        raise refused("data", finding, remedy)
 
 
 def _require_vocab(source: Corpus, spec: Spec, largest: int) -> None:

@@ -62,7 +62,8 @@ class ModelFacts:
     model that is not built in, `roles` are those on the tensor axis, `part_timelines` those of each
     of its ranks, first to last; `chain` is what the pipeline axis cuts, and `stage_passes` what was
     traced of each stage, by the places of ranks along tp; `blocks` are the names of what
-    repeats, first to last. `draws`: it draws random numbers in forward, as dropout does."""
+    repeats, first to last. `draws`: it draws random numbers in forward, as dropout does;
+    `vocabulary` is how many logits a token has, where it has run."""
 
     units: tuple[UnitFacts, ...]
     buffers: tuple[tuple[str, int], ...] = ()
@@ -74,6 +75,7 @@ class ModelFacts:
     blocks: tuple[str, ...] = ()
     stage_passes: tuple[tuple[Passes, ...], ...] = field(default=(), hash=False)
     draws: bool = False
+    vocabulary: int | None = field(default=None, compare=False)
 
     @property
     def tensors(self) -> tuple[TensorFacts, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -16,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from ptrain.interpreter.world import World
 
 _CPU = torch.device("cpu")
+_LOG = logging.getLogger("torch._subclasses.fake_tensor")
 
 
 def fake_world(rank: int, size: int, device: torch.device = _CPU) -> World:
@@ -28,8 +30,13 @@ def fake_world(rank: int, size: int, device: torch.device = _CPU) -> World:
 @contextmanager
 def fake_tensors() -> Iterator[None]:
     """Tensors without data, but for the few integers that DDP's reducer reads back."""
-    with FakeTensorMode(allow_non_fake_inputs=True), _BucketOrder():
-        yield
+    level = _LOG.level
+    _LOG.setLevel(logging.CRITICAL)  # an operator that fails is logged, and raises the same
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True), _BucketOrder():
+            yield
+    finally:
+        _LOG.setLevel(level)
 
 
 class _BucketOrder(TorchDispatchMode):

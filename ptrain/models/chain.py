@@ -18,9 +18,10 @@ from torch import nn
 
 from ptrain.axes.pipeline.stages import ENDS, Chain, Ends
 from ptrain.errors import refused
+from ptrain.models.contract import forward_of, require_logits
 from ptrain.models.gpt import Gpt
 from ptrain.models.llama import Llama
-from ptrain.models.roles import named_in_spec
+from ptrain.models.roles import named_in_spec, plan_of_module
 from ptrain.models.units import unit_modules
 from ptrain.spec.axis import Axis
 from ptrain.spec.spec import Spec
@@ -76,7 +77,8 @@ def _of_ours(module: Llama | Gpt) -> Chain:
 def _plan_of(module: nn.Module, spec: Spec) -> _Named:
     place, name = named_in_spec(module, spec)
     is_theirs = hasattr(module, "_no_split_modules")
-    names = tuple(_their_names(module)) if is_theirs else _names(getattr(module, "pp_plan", ()))
+    with plan_of_module(module, "pp_plan", spec):
+        names = tuple(_their_names(module)) if is_theirs else _names(getattr(module, "pp_plan", ()))
     if not names:
         finding = f"{name} says nothing of where it is cut into stages"
         if is_theirs:
@@ -166,7 +168,9 @@ def _hidden(module: nn.Module, layers: Sequence[str], plan: _Named, spec: Spec) 
     try:
         copies = {name: buffer.clone() for name, buffer in module.named_buffers()}
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            torch.func.functional_call(module, copies, (tokens,))
+            with forward_of(module, tokens, spec):
+                output = torch.func.functional_call(module, copies, (tokens,))
+            require_logits(output, module, tokens, spec)
     finally:
         for handle in handles:
             handle.remove()

@@ -15,6 +15,7 @@ from ptrain.derivation.facts import ModelFacts, TensorFacts, UnitFacts
 from ptrain.models.attention import is_trainable
 from ptrain.models.chain import chain_of_module
 from ptrain.models.chunked import LossInside
+from ptrain.models.contract import forward_of, logits_of
 from ptrain.models.dropout import drops_out
 from ptrain.models.heads import head_of
 from ptrain.models.initialize import cast
@@ -53,25 +54,53 @@ def module_facts(model: nn.Module, spec: Spec, prepare: Prepare | None = None) -
         )
         draws = known.draws or not torch.equal(before, torch.get_rng_state())
     timeline = to_timeline(recording)
-    order = gradient_order(timeline)
-    return replace(known, gradient_order=order, timeline=timeline, draws=draws)
+    return replace(
+        known,
+        gradient_order=gradient_order(timeline),
+        timeline=timeline,
+        vocabulary=loss.vocabulary,
+        draws=draws,
+    )
+
+
+class _Loss:
+    """A micro-batch's summed loss of inputs and targets, as the spec has it. `vocabulary` is the
+    size of the logits, once it has run."""
+
+    def __init__(self, model: nn.Module, spec: Spec) -> None:
+        self.model, self.spec = model, spec
+        self.vocabulary: int | None = None
+
+    def __call__(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        logits_BTV = logits_of(self.model, inputs, self.spec)
+        self.vocabulary = logits_BTV.shape[-1]
+        return token_loss_sum(logits_BTV, targets)
+
+
+class _ChunkedLoss(_Loss):
+    """The same where the head gives the loss."""
+
+    def __init__(self, model: nn.Module, spec: Spec, inside: LossInside) -> None:
+        super().__init__(model, spec)
+        self.inside = inside
+
+    def __call__(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        with self.inside.given(targets), forward_of(self.model, inputs, self.spec):
+            loss: Tensor = self.model(inputs)
+        return loss
 
 
 @contextmanager
-def _loss_of(model: nn.Module, spec: Spec) -> Iterator[Callable[[Tensor, Tensor], Tensor]]:
-    """What gives a micro-batch's summed loss of inputs and targets, as the spec has it."""
+def _loss_of(model: nn.Module, spec: Spec) -> Iterator[_Loss]:
     step = loss_of(spec)
     if step is None:
-        yield lambda inputs, targets: token_loss_sum(model(inputs), targets)
+        yield _Loss(model, spec)
         return
     inside, head = LossInside(step), head_of(model, spec)
+    loss = _ChunkedLoss(model, spec, inside)
+    if isinstance(module := model.get_submodule(head), nn.Linear):
+        loss.vocabulary = module.out_features
     inside.attach(model, head)
-
-    def loss(inputs: Tensor, targets: Tensor) -> Tensor:
-        with inside.given(targets):
-            found: Tensor = model(inputs)
-        return found
-
     try:
         yield loss
     finally:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ptrain.errors import refused
 from ptrain.models.chain import sample
 from ptrain.models.chunked import can_fuse
+from ptrain.models.contract import logits_of
 from ptrain.models.gpt import Gpt
 from ptrain.models.ledger import storage_of
 from ptrain.models.llama import Llama
@@ -39,7 +40,7 @@ def head_of(model: nn.Module, spec: Spec) -> str:
     ]
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            logits = model(tokens)
+            logits = logits_of(model, tokens, spec)
     finally:
         for handle in handles:
             handle.remove()

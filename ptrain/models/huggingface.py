@@ -7,15 +7,15 @@ a model is built, and nowhere else: the import takes seconds.
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ptrain.errors import refused
-from ptrain.models.values import READ
+from ptrain.errors import Fault, refused
+from ptrain.models.boundary import boundary
 from ptrain.spec.extras import require_transformers
 from ptrain.spec.model import Attention, HuggingFaceModel
 from ptrain.spec.slips import near_word
@@ -30,16 +30,6 @@ _KINDS = {
     Attention.FLEX: ("flex_attention", "_supports_flex_attn"),
 }
 _OLD_NAMES = ("rope_theta", "rope_scaling")  # taken for the sake of configs that are published
-_MISTAKES = (
-    AssertionError,
-    AttributeError,
-    ImportError,
-    IndexError,
-    KeyError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
 
 
 def build_hugging_face(model: HuggingFaceModel, *, sequence: int) -> nn.Module:
@@ -51,21 +41,24 @@ def build_hugging_face(model: HuggingFaceModel, *, sequence: int) -> nn.Module:
     if isinstance(positions, int) and positions < sequence:
         finding = f"max_position_embeddings is {positions}, and a sample has {sequence} tokens"
         raise refused("model.config", finding, f"write max_position_embeddings: {sequence} or more")
-    try:
+    with boundary(partial(_unbuilt, named, model.attention)):
         module: nn.Module = _with_logits(named)(config)
         if model.attention is not Attention.FLEX:  # which a processor would compile, in minutes
             with torch.no_grad():  # sizes that do not fit one another show when they meet
                 module(torch.zeros(1, min(2, sequence), dtype=torch.int64))
-    except READ:
-        raise
-    except _MISTAKES as error:
-        _, supported = _KINDS[model.attention]
-        if not getattr(named, supported, True):
-            finding = f"{named.__name__} does not have {model.attention}"
-            raise refused("attention", finding, "write attention: eager") from error
-        finding = f"{named.__name__} cannot be built of this config: {_line(error)}"
-        raise refused("model.config", finding, "change the field that it names") from error
     return module
+
+
+def _unbuilt(named: type, attention: Attention, error: BaseException) -> Fault:
+    _, supported = _KINDS[attention]
+    if not getattr(named, supported, True):
+        finding, remedy = f"{named.__name__} does not have {attention}", "write attention: eager"
+        return Fault(place="attention", finding=finding, remedy=remedy)
+    return _unfit(f"{named.__name__} cannot be built of this config: {_line(error)}")
+
+
+def _unfit(finding: str) -> Fault:
+    return Fault(place="model.config", finding=finding, remedy="change the field that it names")
 
 
 def masks() -> ModuleType:
@@ -113,8 +106,6 @@ def _class_of(name: str) -> Any:
 
 def _config(named: Any, model: HuggingFaceModel) -> Any:
     """The class's own config with the spec's fields; a field that it does not know is refused."""
-    from huggingface_hub import errors
-
     kind = named.config_class
     known = _fields(kind)
     for field in model.config:
@@ -130,13 +121,9 @@ def _config(named: Any, model: HuggingFaceModel) -> Any:
             near = near_word(field, known)
             finding = f"{kind.__name__} has no field {field!r}"
             raise refused(f"model.config.{field}", finding, near or _some(known))
-    strict = getattr(errors, "StrictDataclassError", ValueError)  # of 1.0 and later
-    try:
-        attention, _ = _KINDS[model.attention]
+    attention, _ = _KINDS[model.attention]
+    with boundary(lambda error: _unfit(f"{kind.__name__} does not take it: {_line(error)}")):
         return kind(**model.config, **_FIXED, **{_ATTENTION: attention})
-    except (strict, *_MISTAKES) as error:
-        finding = f"{kind.__name__} does not take it: {_line(error)}"
-        raise refused("model.config", finding, "change the field that it names") from error
 
 
 def _fields(kind: Any) -> list[str]:
@@ -150,6 +137,6 @@ def _some(known: list[str]) -> str:
     return f"write fields of that class, like {', '.join(named)}" if named else "remove it"
 
 
-def _line(error: Exception) -> str:
-    """An error's message on one line."""
-    return " ".join(str(error).split())
+def _line(error: BaseException) -> str:
+    """An error's message on one line; its class, where it has none."""
+    return " ".join(str(error).split()) or type(error).__name__

@@ -9,13 +9,15 @@ it says nothing about is whole on every rank.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import assert_never
 
 from torch import nn
 
 from ptrain.axes.tensor.roles import roles_of
-from ptrain.errors import refused
+from ptrain.errors import Fault, refused
+from ptrain.models.boundary import boundary, said
 from ptrain.models.cuttable import matching, require_cuttable
 from ptrain.models.gpt import Gpt
 from ptrain.models.llama import Llama
@@ -79,7 +81,8 @@ def _plan_of(module: nn.Module, spec: Spec) -> _Plan:
         entries = {pattern: role.value for pattern, role in spec.tensor.roles}
         return _Plan(place="tensor.plan", entries=entries, theirs=False)
     is_theirs = hasattr(module, "_no_split_modules")
-    own = _their_plan(module) if is_theirs else getattr(module, "tp_plan", None)
+    with plan_of_module(module, "tp_plan", spec):
+        own = _their_plan(module) if is_theirs else getattr(module, "tp_plan", None)
     if not own or not isinstance(own, Mapping):
         finding = f"{name} says nothing of how its modules are cut over tp"
         remedy = 'write tensor: {plan: {"layers.*.mlp.up": column, "layers.*.mlp.down": row, …}}'
@@ -88,6 +91,17 @@ def _plan_of(module: nn.Module, spec: Spec) -> _Plan:
         raise refused(place, finding, remedy)
     entries = {str(pattern): str(word) for pattern, word in own.items()}
     return _Plan(place=place, entries=entries, theirs=is_theirs)
+
+
+def plan_of_module(module: nn.Module, attribute: str, spec: Spec) -> AbstractContextManager[None]:
+    """Around reading a plan that may be computed."""
+    place, name = named_in_spec(module, spec)
+
+    def fault(error: BaseException) -> Fault:
+        finding = f"{attribute} of {name} raised {said(error)}"
+        return Fault(place=place, finding=finding, remedy="let it be a plan, or none")
+
+    return boundary(fault)
 
 
 def _their_plan(module: nn.Module) -> dict[str, str]:

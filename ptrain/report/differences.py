@@ -14,6 +14,7 @@ from ptrain.spec.write import unwritten
 
 _UNSAID = "–"
 _SHOWN_ELSEWHERE = ("name", "mesh", "placement")
+_SAME_MODEL = "model.folder"  # wherever it lies
 Figure = tuple[str, int | None, int | None]
 
 
@@ -136,7 +137,8 @@ def _settings(before: Spec, after: Spec) -> Iterator[str]:
     for key in dict.fromkeys((*left, *right)):
         values = left.get(key, _UNSAID), right.get(key, _UNSAID)
         is_default = _UNSAID in values and defaults.get(key) in values
-        if key.split(".")[0] in _SHOWN_ELSEWHERE or values[0] == values[1] or is_default:
+        is_elsewhere = key.split(".")[0] in _SHOWN_ELSEWHERE or key == _SAME_MODEL
+        if is_elsewhere or values[0] == values[1] or is_default:
             continue
         yield f"  {key}: {_word(values[0])} → {_word(values[1])}"
 

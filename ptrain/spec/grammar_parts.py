@@ -11,6 +11,7 @@ from typing import Annotated
 from pydantic import Field
 
 from ptrain.spec.leaf import Choice, Either, Free, Numbers, Real, Text, Truth, Whole, section
+from ptrain.spec.model import BESIDE
 from ptrain.spec.role import GIVEN
 from ptrain.spec.slips import TIER_SLIPS
 from ptrain.spec.spec import (
@@ -79,6 +80,15 @@ class ModelRaw:
         ),
     ] = None
     arguments: Annotated[dict[str, object] | None, Free("keyword arguments of target")] = None
+    folder: Annotated[
+        str | None,
+        Text(
+            "where target is looked for after what is installed: . is the spec's own folder, and "
+            "null is nowhere",
+            _NAME_OR_FILE,
+            null=True,
+        ),
+    ] = BESIDE
     blocks: Annotated[
         str | None,
         Text(

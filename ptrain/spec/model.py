@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+BESIDE = "."  # a target's folder is that of the spec's file
 Vocabulary = tuple[int | None, str]  # how many tokens there are, if the spec says so, and where
 
 
@@ -55,11 +56,14 @@ class ModelShape:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExternalModel:
     """`{target: package.module:function}`: the function is called with `arguments`. `blocks` is a
-    pattern of the names of its blocks; None: as the module has them."""
+    pattern of the names of its blocks; None: as the module has them. `folder` is searched for the
+    target after everything that is installed: that of the file that names it. The model is the same
+    one wherever its file lies."""
 
     target: str
     arguments: dict[str, object] = field(default_factory=dict)
     blocks: str | None = None
+    folder: str | None = field(default=None, compare=False, repr=False)
 
     @property
     def vocabulary(self) -> Vocabulary:

@@ -23,6 +23,7 @@ from ptrain.spec.batch import (
     SyncPolicy,
 )
 from ptrain.spec.grammar import MAX_DEGREE, MeshRaw, PlacementRaw, SpecRaw
+from ptrain.spec.names import root
 from ptrain.spec.placement import Distribution, Mode, Placement, R
 from ptrain.spec.resolve_keep import (
     on_tier,
@@ -58,6 +59,13 @@ class Findings:
     world_size: int | None
     folder: Path
     faults: dict[Route, Fault]
+
+    @property
+    def home(self) -> Path | None:
+        """That of the user's own spec file, where links lead to it, as Python has a script's."""
+        file = Path(self.tree.source).resolve()
+        is_file = bool(self.tree.source) and file.is_file()
+        return file.parent if is_file and not file.is_relative_to(root()) else None
 
     def add(self, place: str, finding: str, remedy: str = "") -> None:
         route = tuple(place.split("."))

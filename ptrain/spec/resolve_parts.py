@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -23,6 +24,7 @@ from ptrain.spec.grammar_parts import (
 )
 from ptrain.spec.grammar_pipeline import PipelineRaw
 from ptrain.spec.model import (
+    BESIDE,
     Attention,
     ExternalModel,
     Family,
@@ -46,10 +48,14 @@ _BUCKETS = {"per-tensor": 1, "whole": WHOLE_BUCKET}
 
 
 class Report(Protocol):
-    """Where faults go, and the folder that relative files stand in."""
+    """Where faults go, and the folder that relative files stand in. `home` is the folder of the
+    user's own spec file; None of a spec that is no such file."""
 
     @property
     def folder(self) -> Path: ...
+
+    @property
+    def home(self) -> Path | None: ...
 
     def add(self, place: str, finding: str, remedy: str = "") -> None: ...
 
@@ -88,15 +94,23 @@ def _preset(raw: Raw, section: str, found: Report) -> Raw | None:
 
 def resolve_model(raw: ModelRaw, attention: Attention, found: Report) -> ModelSpec | None:
     if raw.target is not None:
-        for key in _written(raw, besides=("target", "arguments", "blocks")):
+        for key in _written(raw, besides=("target", "arguments", "blocks", "folder")):
             finding = f"target gives the whole model; {key} belongs to a built-in one"
             found.add(f"model.{key}", finding, "put it into model.arguments, or remove it")
         if attention is not Attention.SDPA:
             finding = f"{attention}, but a target computes attention as its function has it"
             found.add("attention", finding, "remove attention, and say it in model.arguments")
-        return ExternalModel(target=raw.target, arguments=raw.arguments or {}, blocks=raw.blocks)
+        return ExternalModel(
+            target=raw.target,
+            arguments=raw.arguments or {},
+            blocks=raw.blocks,
+            folder=_folder(raw.folder, found.home),
+        )
+    if raw.folder != BESIDE:
+        finding = "folder is where a target is looked for"
+        found.add("model.folder", finding, "add model.target, or remove it")
     if raw.hf is not None:
-        for key in _written(raw, besides=("hf", "config", "blocks")):
+        for key in _written(raw, besides=("hf", "config", "blocks", "folder")):
             finding = f"hf gives the whole model; {key} does not belong to it"
             remedy = "write model.config with the class's own fields, or remove it"
             found.add(f"model.{key}", finding, remedy)
@@ -121,6 +135,13 @@ def resolve_model(raw: ModelRaw, attention: Attention, found: Report) -> ModelSp
         alone = _preset(ModelRaw(preset=raw.preset), "model", found)
         preset = raw.preset if alone is not None and _shape(alone, found) == shape else ""
     return replace(shape, attention=attention, preset=preset)
+
+
+def _folder(written: str | None, home: Path | None) -> str | None:
+    """Absolute, without links; a relative one stands in the spec's own."""
+    if written is None or (written == BESIDE and home is None):
+        return None
+    return os.path.realpath((home or Path()) / written)
 
 
 def _written(raw: ModelRaw, besides: tuple[str, ...]) -> list[str]:

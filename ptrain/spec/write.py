@@ -113,7 +113,8 @@ def _model(model: ModelSpec) -> dict[str, object]:
             named = {"preset": preset} if preset else {}
             return {**named, **shape, "family": model.family.value}
         case ExternalModel():
-            return {"target": model.target, "arguments": model.arguments, **_blocks(model)}
+            named = {"target": model.target, "folder": model.folder}
+            return {**named, "arguments": model.arguments, **_blocks(model)}
         case HuggingFaceModel():
             return {"hf": model.hf, "config": model.config, **_blocks(model)}
 

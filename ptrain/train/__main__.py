@@ -1,9 +1,17 @@
 """`python -m ptrain.train SPEC [a.b=c …]`: one rank of a training, under torchrun, under our own
 launcher, or alone."""
 
-from __future__ import annotations
-
 import sys
+
+from ptrain.import_path import leave_current_folder
+
+if __name__ == "__main__":
+    leave_current_folder()
+
+from ptrain.train.parent import die_with_agent  # once the path is right
+
+if __name__ == "__main__":
+    die_with_agent()  # before torch is imported: that takes seconds, in which it may be killed
 
 from ptrain.train.leaving import live
 from ptrain.train.options import parse

@@ -47,7 +47,8 @@ def launch(asked: Options) -> int:
     rendezvous.register()
     environment.let_agents_restart()
     try:
-        elastic_launch(config, sys.executable)("-m", "ptrain.train", *options.to_argv(asked))
+        argv = ("-P", "-m", "ptrain.train", *options.to_argv(asked))
+        elastic_launch(config, sys.executable)(*argv)
     except ChildFailedError as error:
         rank, told = _culprit(error)
         part = dict(enumerate(parts_of_ranks(spec))).get(rank)

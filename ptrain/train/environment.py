@@ -127,6 +127,12 @@ def alone(folders: Sequence[str]) -> dict[str, str]:
     return environment
 
 
+def of_ptrain() -> dict[str, str]:
+    """The environment of a process that is ptrain, started with `-P`: it imports this very ptrain,
+    and nothing from the current folder."""
+    return {**os.environ, "PYTHONPATH": _python_path(os.environ)}
+
+
 def let_agents_restart() -> None:
     """torch's agent otherwise hands each attempt the store of the dead one: 0 of 5 recovered."""
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
@@ -134,9 +140,11 @@ def let_agents_restart() -> None:
 
 
 def _python_path(environment: Mapping[str, str]) -> str:
-    """The ranks import the very ptrain that started them."""
+    """The ranks import the very ptrain that started them. An empty segment would be the current
+    folder."""
     root = str(Path(ptrain.__file__).resolve().parent.parent)
-    return os.pathsep.join(filter(None, (root, environment.get("PYTHONPATH", ""))))
+    segments = environment.get("PYTHONPATH", "").split(os.pathsep)
+    return os.pathsep.join((root, *filter(None, segments)))
 
 
 def _loopback() -> tuple[str, ...]:

@@ -18,16 +18,12 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from ptrain.errors import PtrainError, RankFailed
 from ptrain.train import environment
-from ptrain.train.parent import die_with
 
 _LET_RANK_0_SPEAK = 2.0  # seconds: torchrun ends all ranks as soon as one has gone
 
 
 def live(run: Callable[[], int]) -> NoReturn:
-    """The rank's whole life: `run`, and then the end. torch's agent lets its ranks live on when it
-    is killed; ours have been told to die with their launcher as they were started."""
-    if environment.agent():
-        die_with(os.getppid())
+    """The rank's whole life: `run`, and then the end."""
     sys.excepthook = _leave_failed
     leave(coded(run))
 

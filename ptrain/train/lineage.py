@@ -14,13 +14,14 @@ from ptrain.errors import Fault
 from ptrain.spec.spec import Spec
 
 _REMEDY = "give the model that was trained, or train anew without --resume"
+_WHEREABOUTS = ("preset", "folder")  # a name and a place: the model is the same without
 _WATCHED = {"optimizer": (), "data": (), "train": ("seed",), "batch": ("global", "sequence")}
 
 
 def trained(spec: Spec) -> dict[str, object]:
     """What a manifest keeps of a spec, as JSON reads it back."""
     plain = json.loads(json.dumps(spec.resolved, default=str))
-    model = {key: value for key, value in plain["model"].items() if key != "preset"}
+    model = {key: value for key, value in plain["model"].items() if key not in _WHEREABOUTS}
     watched = {
         section: {key: plain[section][key] for key in keys or plain[section]}
         for section, keys in _WATCHED.items()

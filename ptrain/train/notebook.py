@@ -24,6 +24,7 @@ from ptrain.report.table import summary
 from ptrain.selection.recompute import settled
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
+from ptrain.train import environment
 
 _ERRORS = {each.exit_code: each for each in (PtrainError, RankFailed, TrainingStopped)}
 _INTERRUPTED = (130, 143)
@@ -87,11 +88,16 @@ def run(
 
 
 def _train(file: Path, *, run_dir: Path | None, allow_import: bool) -> Run:
-    command = [sys.executable, "-m", "ptrain", "train", str(file), "--json", "--quiet"]
+    command = [sys.executable, "-P", "-m", "ptrain", "train", str(file), "--json", "--quiet"]
     command += ["--run-dir", str(run_dir)] if run_dir else []
     command += ["--allow-import"] if allow_import else []
     ended = subprocess.run(
-        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+        command,
+        env=environment.of_ptrain(),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if ended.returncode in _INTERRUPTED:
         raise KeyboardInterrupt

@@ -11,8 +11,16 @@ import os
 import signal
 import sys
 
+from ptrain.train import environment
+
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
+
+
+def die_with_agent() -> None:
+    """The same for a rank of torch's agent, which starts ranks that live on when it is killed."""
+    if environment.agent():
+        die_with(os.getppid())
 
 
 def die_with(parent: int) -> None:

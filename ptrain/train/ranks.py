@@ -113,7 +113,7 @@ def _start(
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     try:
         process = subprocess.Popen(
-            [sys.executable, "-m", *words],
+            [sys.executable, "-P", "-m", *words],  # -P: without the current folder
             env=environment.rank_environment(rank, num_ranks, meeting, error_file),
             stdin=subprocess.DEVNULL,
             stdout=None if rank == 0 else descriptor,

@@ -106,8 +106,12 @@ def _run(session: Session, interrupts: interrupt.Interrupts) -> int:
         LOG.debug("corpus  %s, digest %s", text.name, text.digest())
     program = interpret(spec, world=world, allow_import=options.allow_import)
     facts = facts_of(
-        spec, allow_import=options.allow_import, share=partial(_on_first, session.exchange)
+        spec,
+        allow_import=options.allow_import,
+        share=partial(_on_first, session.exchange),
+        runs_fakes=False,
     )
+    require_corpus(text, spec, facts.vocabulary)
     placed = replace(spec, device=world.device.type)  # whose kernels compute is known by now
     derivation = derive(placed, facts)
     if not options.force:

@@ -14,7 +14,9 @@ import torch.distributed as dist
 from ptrain.data.corpus import corpus
 from ptrain.data.sampler import require as require_corpus
 from ptrain.errors import VerdictFailed, refused
+from ptrain.interpreter.materialize import build_module
 from ptrain.interpreter.world import World
+from ptrain.models.contract import logits_of
 from ptrain.report.record import Check
 from ptrain.report.verification import as_record, end_text, stage_text
 from ptrain.selection.recompute import settled
@@ -38,12 +40,13 @@ def run(options: Options) -> int:
     if isinstance(spec.model, ExternalModel) and not options.allow_import:
         finding = f"this would run code of {spec.model.target}"
         raise refused("model.target", finding, "allow it with --allow-import")
+    logits = _num_logits(spec)
     with ExitStack() as stack:
         world = World.join(spec.timeout, device=spec.device, backend=spec.backend)
         stack.callback(world.close)
         exchange = Exchange(world)
         stack.callback(exchange.close)
-        require_corpus(corpus(spec.data), spec)
+        require_corpus(corpus(spec.data), spec, logits)
         asked = Asked(
             steps=options.steps,
             every_collective=options.every_collective,
@@ -55,6 +58,16 @@ def run(options: Options) -> int:
             account_here(spec, world, exchange, asked)
             return 0
         return _verify(spec, world, exchange, asked, options)
+
+
+def _num_logits(spec: Spec) -> int | None:
+    """Of a token, by the user's own code, which runs here for the first time. Raises SpecError."""
+    if not isinstance(spec.model, ExternalModel):
+        return None
+    model = build_module(spec, allow_import=True)
+    tokens_BT = torch.zeros(spec.batch.micro, spec.batch.sequence, dtype=torch.int64)
+    with torch.random.fork_rng(devices=[]):
+        return logits_of(model, tokens_BT, spec).shape[-1]
 
 
 def _verify(spec: Spec, world: World, exchange: Exchange, asked: Asked, options: Options) -> int:

@@ -182,7 +182,7 @@ def test_models_and_clusters_have_the_documented_defaults():
     assert defaults(model.ModelShape) == {
         "tied": False, "dropout": 0.0, "rope_base": 10000.0, "attention": "sdpa", "preset": "",
     }  # fmt: skip
-    assert defaults(model.ExternalModel) == {"arguments": {}, "blocks": None}
+    assert defaults(model.ExternalModel) == {"arguments": {}, "blocks": None, "folder": None}
     assert defaults(model.HuggingFaceModel) == {"config": {}, "blocks": None, "attention": "sdpa"}
     assert defaults(Cluster) == {
         "intra_node_latency": 5e-6, "inter_node_latency": 1e-5, "flops": 0.0, "host_memory": None,

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
-from ptrain.errors import PtrainError
+from ptrain.errors import PtrainError, SpecError
+from ptrain.interpreter.fake import fake_tensors
 from ptrain.models.build import build
 from ptrain.spec.model import ExternalModel
 
@@ -40,9 +45,11 @@ def test_arguments_that_do_not_fit_the_function_are_named():
         build(model, sequence=SEQUENCE, allow_import=True)
 
 
-def test_an_error_inside_the_users_code_is_not_hidden():
+def test_an_error_inside_the_users_code_is_one_message_with_its_line():
     model = ExternalModel(target="tests.models_external:necks", arguments={"hidden": -1})
-    with pytest.raises(RuntimeError):
+    with pytest.raises(
+        PtrainError, match=r"necks raised RuntimeError: .*models_external\.py:\d+\)"
+    ):
         build(model, sequence=SEQUENCE, allow_import=True)
 
 
@@ -50,3 +57,91 @@ def test_the_import_path_stays_as_it_was():
     before = list(sys.path)
     build(ExternalModel(target="tests.models_external:necks"), sequence=SEQUENCE, allow_import=True)
     assert sys.path == before
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """That of a spec. What is imported from it is forgotten, and the path is as it was."""
+    path, modules = list(sys.path), set(sys.modules)
+    yield tmp_path.resolve()
+    sys.path[:] = path
+    for name in set(sys.modules) - modules:
+        if str(tmp_path) in str(getattr(sys.modules[name], "__file__", "")):
+            del sys.modules[name]
+
+
+def beside(folder: Path, name: str, text: str = "from tests.models_external import necks") -> str:
+    """A module in the folder; the target in it."""
+    file = folder.joinpath(*name.split(".")).with_suffix(".py")
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(text)
+    return f"{name}:necks"
+
+
+def built(target: str, folder: Path) -> torch.nn.Module:
+    model = ExternalModel(target=target, folder=str(folder))
+    return build(model, sequence=SEQUENCE, allow_import=True)
+
+
+@pytest.mark.parametrize("name", ["beside_the_spec", "beside_it.model"])
+def test_a_module_beside_the_spec_is_imported_after_all_that_is_installed(folder, name):
+    before = list(sys.path)
+    beside(folder, "yaml", "raise SystemExit('planted')")
+    assert isinstance(built(beside(folder, name), folder), torch.nn.Module)
+    assert sys.path == [*before, str(folder)]
+    built(beside(folder, name), folder)
+    assert sys.path == [*before, str(folder)]
+
+
+def test_the_current_folder_is_not_searched(folder, monkeypatch, tmp_path_factory):
+    monkeypatch.chdir(tmp_path_factory.mktemp("current"))
+    monkeypatch.setattr(sys, "path", [each for each in sys.path if each])
+    target = beside(Path.cwd(), "in_the_current_folder")
+    with pytest.raises(SpecError) as raised:
+        built(target, folder)
+    (fault,) = raised.value.faults
+    assert fault.finding == "no module named 'in_the_current_folder'"
+    assert str(folder) in fault.remedy and "PYTHONPATH" in fault.remedy
+
+
+@pytest.mark.parametrize("name", ["calendar", "sys", "tests.models_external"])
+def test_a_name_that_is_taken_elsewhere_is_refused_with_both_places(folder, name):
+    target = beside(folder, name)
+    with pytest.raises(SpecError) as raised:
+        built(target, folder)
+    (fault,) = raised.value.faults
+    top = name.partition(".")[0]
+    there = "built-in" if name == "sys" else sys.modules[top].__file__
+    assert f"two modules are called {top}: {folder}" in fault.finding
+    assert fault.finding.endswith(f" beside the spec, and {there}")
+    assert str(folder) not in sys.path, "nothing was imported"
+
+
+def test_what_lies_beside_the_spec_and_is_on_the_path_is_one_module(folder, monkeypatch):
+    monkeypatch.syspath_prepend(str(folder))
+    built(beside(folder, "on_the_path"), folder)
+
+
+IMPORTS = [
+    ("import no_such_thing_at_all", "raised ModuleNotFoundError: No module named 'no_such_thing"),
+    ("from math import no_such_name", "raised ImportError: cannot import name"),
+    ("def build(:", "raised SyntaxError: invalid syntax"),
+    ("raise SystemExit(3)", "raised SystemExit: 3"),
+    ("import json\njson.loads('{')", "raised JSONDecodeError: "),
+]
+
+
+@pytest.mark.parametrize(("text", "finding"), IMPORTS)
+def test_an_import_that_raises_is_one_message_with_its_line(folder, text, finding):
+    line = 1 + text.count("\n")
+    with pytest.raises(SpecError, match=rf"failing_import\.py:{line}\)\n") as raised:
+        built(beside(folder, "failing_import", text), folder)
+    (fault,) = raised.value.faults
+    assert fault.finding.startswith("importing failing_import ") and finding in fault.finding
+
+
+def test_tensors_of_a_module_are_real_whatever_the_model_is_built_of(folder):
+    text = "import torch\nfrom tests.models_external import necks\nMASK = torch.ones(2)"
+    with fake_tensors():
+        built(beside(folder, "with_a_tensor", text), folder)
+    assert not isinstance(sys.modules["with_a_tensor"].MASK, FakeTensor)

@@ -37,6 +37,7 @@ FAULTS = [
     ("llama", {"blue": 3}, "model.config.blue", "no field 'blue'", "hidden_size"),
     ("llama", {"num_key_value_heads": 3}, "model.config", "must match", "change"),
     ("llama", {"num_attention_heads": 5}, "model.config", "", "change"),
+    ("llama", {"num_attention_heads": 0}, "model.config", "division", "change"),
     ("llama", {"hidden_size": "wide"}, "model.config", "", "change"),
     ("llama", {"hidden_act": "sulu"}, "model.config", "sulu", "change"),
     ("llama", {"max_position_embeddings": 4}, "model.config", "16 tokens", ": 16 or more"),

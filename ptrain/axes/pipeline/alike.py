@@ -14,18 +14,10 @@ from torch import nn
 
 from ptrain.axes.pipeline.cut import part_of
 from ptrain.axes.pipeline.stages import Ends, Stage
-from ptrain.errors import SpecError, refused
+from ptrain.errors import Fault, SpecError, refused
+from ptrain.models.boundary import boundary, said
 
 _ROUNDINGS = 4  # of the largest logit: the operators are the same, on tensors of the same sizes
-_MISTAKES = (
-    AssertionError,
-    AttributeError,
-    IndexError,
-    KeyError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
 
 
 def require_alike(
@@ -50,11 +42,11 @@ def require_alike(
 def _through(
     model: nn.Module, stages: Sequence[Stage], index: int, ends: Ends, x: torch.Tensor
 ) -> torch.Tensor:
-    try:
+    def fault(error: BaseException) -> Fault:
+        return _unlike(f"stage {index} does not run by itself: {said(error)}").faults[0]
+
+    with boundary(fault):
         y = part_of(model, stages, index, ends)(x)
-    except _MISTAKES as error:
-        line = " ".join(str(error).split())
-        raise _unlike(f"stage {index} does not run by itself: {line}") from error
     if not isinstance(y, torch.Tensor):
         raise _unlike(f"stage {index} hands on a {type(y).__name__}, not one tensor")
     return y

@@ -131,7 +131,7 @@ def layers_of(
     assert root.name == "", "the last unit is the root"
     names = {layer.name for layer in layers}
     assert not any(name.rpartition(".")[0] in names for name in names), "units of less than a block"
-    ahead = tuple(t for t in root.tensors if t.name.rpartition(".")[0] in front)
+    ahead = tuple(t for t in root.tensors if any(t.name.startswith(f"{name}.") for name in front))
     behind = tuple(t for t in root.tensors if t not in ahead)
     assert {*dict(tied)} <= {tensor.name for tensor in ahead}, f"{tied} are not all in front"
     return Layers(layers=tuple(layers), front=ahead, behind=behind, tied=tuple(tied))

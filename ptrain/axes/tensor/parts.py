@@ -49,6 +49,14 @@ from ptrain.spec.spec import Spec, TrainSpec
 from ptrain.spec.write import to_mapping
 from ptrain.timeline import Row, Timeline, as_rows, from_rows
 
+# A process that answers: its import path is this one's, before it imports anything.
+_ANSWER = f"""
+import sys
+sys.path[:] = sys.argv[1:]
+from {__name__} import main
+sys.exit(main(sys.stdin.readlines()))
+"""
+
 Traced = dict[str, Any]  # JSON: `timelines` by index on tp, or the `problem` that there is
 
 
@@ -144,13 +152,19 @@ def _answers(asked: tuple[_Asked, ...], seconds: float) -> list[Traced]:
     """Of processes that run side by side, in at most `seconds`."""
     ends = time.monotonic() + seconds
     processes = [
-        Popen([sys.executable, "-m", __name__], stdin=PIPE, stdout=PIPE, stderr=PIPE, text=True)
+        Popen(
+            [sys.executable, "-P", "-c", _ANSWER, *sys.path],
+            stdin=PIPE,
+            stdout=PIPE,
+            stderr=PIPE,
+            text=True,
+        )
         for _ in asked
     ]
     try:
         for process, each in zip(processes, asked, strict=True):
             assert process.stdin is not None
-            question = [each.spec, each.index, each.allow_import, sys.path]
+            question = [each.spec, each.index, each.allow_import]
             with suppress(BrokenPipeError):  # one that is gone has said why, on its errors
                 process.stdin.write(json.dumps(question))
                 process.stdin.close()
@@ -230,8 +244,7 @@ def _cut_over(mesh: DeviceMesh, step: Parallelize, kept: Keep | None, stages: in
 
 def main(questions: Sequence[str]) -> int:
     """Answers one question from standard input. What the model's code prints goes to the errors."""
-    text, index, allow_import, path = json.loads("".join(questions))
-    sys.path[:] = path
+    text, index, allow_import = json.loads("".join(questions))
     answers, sys.stdout = sys.stdout, sys.stderr
     try:
         rows = _play(load(json.loads(text)).spec, index, allow_import=allow_import)
@@ -240,7 +253,3 @@ def main(questions: Sequence[str]) -> int:
         return error.exit_code
     print(json.dumps(rows), file=answers)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.stdin.readlines()))

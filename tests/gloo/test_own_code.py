@@ -1,0 +1,68 @@
+"""A model beside its spec trains from any folder, of which nothing is imported; a model that is
+none ends in one message."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests import jobs
+
+pytestmark = pytest.mark.gloo
+
+SPEC = """
+model: {target: beside_the_spec:necks}
+mesh: {dp_shard: 2}
+placement: zero2
+batch: {global: 4, micro: 2, sequence: 16}
+train: {steps: 1}
+eval: {every: 0}
+"""
+PLANTED = "raise SystemExit('planted: a file of the current folder ran')"
+ENTRIES = ["ptrain.train", pytest.param("ptrain.verification", marks=pytest.mark.nightly)]
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> Path:
+    """In a folder with its model, and with a file that bears an installed module's name."""
+    folder = tmp_path / "home"
+    folder.mkdir()
+    (folder / "beside_the_spec.py").write_text("from tests.models_external import necks")
+    (folder / "numpy.py").write_text(PLANTED)
+    (folder / "mine.yaml").write_text(SPEC)
+    return folder / "mine.yaml"
+
+
+@pytest.fixture
+def current(tmp_path: Path) -> Path:
+    """A folder with files that bear installed modules' names."""
+    folder = tmp_path / "current"
+    folder.mkdir()
+    for name in ("numpy", "torch", "yaml"):
+        (folder / f"{name}.py").write_text(PLANTED)
+    return folder
+
+
+def test_a_model_beside_its_spec_trains_and_a_planted_numpy_runs_in_no_rank(spec, current):
+    code, job = jobs.run(["train", str(spec), "--allow-import"], cwd=current)
+    assert code == 0, job.error
+    assert "step 1/1" in job.output
+    written = (current / "runs" / "latest" / "spec.resolved.yaml").read_text()
+    assert f"folder: {spec.parent}" in written
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_a_rank_that_torchrun_starts_imports_nothing_from_the_current_folder(entry, current):
+    code, job = jobs.run(["no-such-spec"], cwd=current, module=entry)
+    assert code == 2 and "there is no spec named 'no-such-spec'" in job.error
+    assert "planted" not in job.error
+
+
+def test_a_model_that_gives_a_tuple_is_refused_once_and_leaves_no_run(spec, tmp_path):
+    own = "model={target: tests.models_unfit:changed, arguments: {how: tuple}}"
+    code, job = jobs.run(["train", str(spec), own, "--allow-import"], cwd=tmp_path)
+    assert code == 2
+    assert "tests.models_unfit:changed, given tokens int64 [2, 16], gave tuple" in job.error
+    assert "Traceback" not in job.error and job.error.count("gave tuple") == 1
+    assert not (tmp_path / "runs").exists() or not list((tmp_path / "runs").iterdir())

@@ -1,0 +1,85 @@
+"""Where a process of ptrain imports from: what is installed, and nothing of the current folder."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ptrain import import_path
+from ptrain.import_path import leave_current_folder
+from ptrain.train import environment
+
+ROOT = Path(__file__).parents[2]
+PLANTED = ("yaml", "typing", "json", "__future__", "pydantic")
+INSTALLED = "/lib/site-packages"
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(import_path, "own_root", lambda: INSTALLED)
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    return str(tmp_path.resolve())
+
+
+def left(monkeypatch: pytest.MonkeyPatch, *folders: str) -> list[str]:
+    """What a path of these folders becomes."""
+    monkeypatch.setattr(sys, "path", [*folders])
+    leave_current_folder()
+    return sys.path
+
+
+def test_no_file_of_the_current_folder_runs_in_place_of_an_installed_module(tmp_path):
+    for name in PLANTED:
+        (tmp_path / f"{name}.py").write_text(f"raise SystemExit('planted {name}')")
+    ended = subprocess.run(
+        [sys.executable, "-m", "ptrain", "specs", "--json"],
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def test_the_folder_that_python_puts_first_is_left(here, monkeypatch):
+    assert left(monkeypatch, here, "/a", INSTALLED) == ["/a", INSTALLED]
+    assert left(monkeypatch, "", "/a") == ["/a"]
+    assert left(monkeypatch, "/bin", "/a") == ["/bin", "/a"], "a script's folder is another matter"
+
+
+def test_the_current_folder_stays_where_PYTHONPATH_names_it(here, monkeypatch):
+    for named in (here, ".", f":{here}"):
+        monkeypatch.setenv("PYTHONPATH", named)
+        assert left(monkeypatch, here, here, "/a") == [here, "/a"]
+
+
+def test_an_empty_segment_of_PYTHONPATH_names_nothing(here, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", ":/b")
+    assert left(monkeypatch, here, here, "/b") == ["/b"]
+
+
+def test_a_checkout_comes_after_what_is_installed_even_if_only_the_current_folder_has_it(
+    here, monkeypatch
+):
+    monkeypatch.setattr(import_path, "own_root", lambda: here)
+    assert left(monkeypatch, here, "/a") == ["/a", here]
+    assert left(monkeypatch, here, INSTALLED, "/b") == [INSTALLED, here, "/b"]
+    monkeypatch.setenv("PYTHONPATH", here)
+    assert left(monkeypatch, here, here, INSTALLED) == [INSTALLED, here]
+
+
+def test_a_current_folder_that_is_gone_is_no_obstacle(here, monkeypatch):
+    os.rmdir(here)
+    assert left(monkeypatch, "", "/a") == ["/a"]
+
+
+def test_ranks_get_no_empty_segment(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", f":/a:{os.pathsep}/b:")
+    assert environment.of_ptrain()["PYTHONPATH"] == f"{ROOT}:/a:/b"
+    monkeypatch.delenv("PYTHONPATH")
+    assert environment.of_ptrain()["PYTHONPATH"] == str(ROOT)
