@@ -28,6 +28,7 @@ VERBS = {
     "specs": "list the named specs, or show one",
     "schema": "the JSON Schema of specs, for editors",
 }
+OF_TORCH = ("simulate",)  # verbs whose module imports it; the others that need it do when they run
 NOT_YET = ("select", "convert", "report", "compare", "doctor", "launch")
 WRONG_INPUT, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
 
@@ -59,6 +60,8 @@ def _dispatch(arguments: list[str]) -> int:
             print(f"ptrain {VERSION}")
             return 0
         case [verb, *rest] if verb in VERBS:
+            if verb in OF_TORCH:
+                _require_torch()
             module = import_module(f"ptrain.cli.{verb}")
             return int(module.run(_parse(verb, module, rest)))
         case [verb, *_] if verb in NOT_YET:
@@ -66,6 +69,12 @@ def _dispatch(arguments: list[str]) -> int:
         case [verb, *_]:
             raise PtrainError(f"ptrain: {verb!r} is no command; choose from {', '.join(VERBS)}")
     raise AssertionError("every list of arguments matches a case")
+
+
+def _require_torch() -> None:
+    from ptrain.installed import require_torch
+
+    require_torch()
 
 
 def _parse(verb: str, module: ModuleType, arguments: list[str]) -> Namespace:

@@ -21,7 +21,7 @@ PACKAGE = ROOT / "ptrain"
 # One line a layer, read downwards; a pattern matches a whole module name.
 LAYERS = (
     r"ptrain\.version",
-    r"ptrain\.(errors|units|costs|timeline)",
+    r"ptrain\.(errors|units|costs|timeline|installed)",
     r"ptrain\.spec(\..*)?",
     r"ptrain\.axes(\.\w+)?|ptrain\.axes\.\w+\.(rules|costs|form|dials|roles)"
     r"|ptrain\.activations(\.rules)?"
