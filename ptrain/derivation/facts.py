@@ -36,16 +36,16 @@ class UnitFacts:
 
     modules: tuple[str, ...]
     tensors: tuple[TensorFacts, ...]
+    numel: int = field(init=False, repr=False, compare=False)  # added up once: it is read often
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "numel", sum(tensor.numel for tensor in self.tensors))
 
     @property
     def name(self) -> str:
         """What the unit is called; "" for the root."""
         first, *others = self.modules
         return f"{first} … {others[-1]}" if others else first
-
-    @property
-    def numel(self) -> int:
-        return sum(tensor.numel for tensor in self.tensors)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
