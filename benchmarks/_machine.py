@@ -68,9 +68,9 @@ def version(package: str) -> str:
         return "not installed"
 
 
-def commit() -> str:
+def commit(root: Path = ROOT) -> str:
     """The commit, with a + when files differ from it."""
-    return _output(["git", "-C", str(ROOT), "describe", "--always", "--dirty=+"]) or "unknown"
+    return _output(["git", "-C", str(root), "describe", "--always", "--dirty=+"]) or "unknown"
 
 
 def hardware() -> str:
@@ -112,10 +112,11 @@ def result_path(theme: str, suffix: str) -> Path:
     return RESULTS / f"{theme}_{hardware()}_{time.strftime('%Y-%m-%d')}.{suffix}"
 
 
-def environment() -> dict[str, str]:
-    """For a child process: this repository's package, one thread, byte code kept as a user's is."""
+def environment(root: Path = ROOT) -> dict[str, str]:
+    """For a child process: the package of this repository, or of another tree of it; one thread,
+    byte code kept as a user's is."""
     kept = {name: text for name, text in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-    return kept | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return kept | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
 
 
 def this_command() -> list[str]:

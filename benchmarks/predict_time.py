@@ -11,19 +11,31 @@ import os
 import statistics
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 from _machine import ROOT, conclude, environment, header, this_command
 
 LIMITS = {"70b-zero3": 0.3, "70b-3d": 0.5}  # seconds of CPU time
 
 
-def cpu_seconds(command: list[str]) -> float:
-    """User and system time of one child, its own children included."""
-    process = subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=subprocess.DEVNULL)
+def seconds(command: list[str], root: Path = ROOT) -> tuple[float, float]:
+    """CPU seconds (user and system) of one child, its own children included, and wall seconds."""
+    began = time.perf_counter()
+    process = subprocess.Popen(command, cwd=root, env=environment(root), stdout=subprocess.DEVNULL)
     _, status, usage = os.wait4(process.pid, 0)
+    wall = time.perf_counter() - began
     process.returncode = os.waitstatus_to_exitcode(status)
     assert process.returncode == 0, f"{command} ended with {process.returncode}"
-    return usage.ru_utime + usage.ru_stime
+    return usage.ru_utime + usage.ru_stime, wall
+
+
+def cpu_seconds(command: list[str]) -> float:
+    return seconds(command)[0]
+
+
+def command_of(spec: str) -> list[str]:
+    return [sys.executable, "-m", "ptrain", "predict", spec]
 
 
 def main() -> int:
@@ -32,7 +44,7 @@ def main() -> int:
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/")
     args = parser.parse_args()
 
-    commands = {spec: [sys.executable, "-m", "ptrain", "predict", spec] for spec in LIMITS}
+    commands = {spec: command_of(spec) for spec in LIMITS}
     for command in commands.values():
         cpu_seconds(command)  # writes the byte code
     times: dict[str, list[float]] = {spec: [] for spec in commands}

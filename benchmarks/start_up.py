@@ -8,6 +8,7 @@ arrives, so nothing in ptrain is instrumented. Prints; writes a result only with
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import statistics
@@ -15,13 +16,15 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from _machine import ROOT, conclude, environment, header, this_command
 
 LIMIT = 20.0  # seconds
 MARKS = (  # what is done when the first line that matches arrives
-    ("spec checked, ranks started, torch imported, ranks met, model built", re.compile(r"zero3 ")),
+    ("spec checked, ranks started, torch imported, ranks met, model built", re.compile(r"\w+ · ")),
     ("first step", re.compile(r"step 1/")),
     ("the other steps, two of them measured", re.compile(r"step (\d+)/\1\b")),
     ("figures of all ranks gathered, table and verdict", re.compile(r"verdict:")),
@@ -37,24 +40,31 @@ PARTS = (  # processes of their own, to compare with
 
 @dataclass(frozen=True)
 class Run:
-    """Seconds by phase in order, the sum of them, and CPU seconds of all processes."""
+    """Seconds by phase in order, the sum of them, CPU seconds of all processes, and the seconds of
+    each step by metrics.jsonl."""
 
     phases: dict[str, float]
     wall: float
     cpu: float
+    steps: list[float]
     first_loss: float
     last_loss: float
     verdict: str
 
+    @property
+    def first_step(self) -> float:
+        """Seconds from the command to the line of the first step."""
+        return sum(list(self.phases.values())[:2])
 
-def run() -> Run:
-    """One training in a folder of its own."""
+
+def run(words: Sequence[str] = (), root: Path = ROOT) -> Run:
+    """One `ptrain train WORDS` in a folder of its own, by the package in `root`."""
     with tempfile.TemporaryDirectory() as folder:
         began = time.perf_counter()
         process = subprocess.Popen(
-            [sys.executable, "-u", "-m", "ptrain", "train"],
+            [sys.executable, "-u", "-m", "ptrain", "train", *words],
             cwd=folder,
-            env=environment(),
+            env=environment(root),
             stdout=subprocess.PIPE,
             text=True,
         )
@@ -62,6 +72,7 @@ def run() -> Run:
         lines = [(time.perf_counter() - began, line) for line in process.stdout]
         _, status, usage = os.wait4(process.pid, 0)
         wall = time.perf_counter() - began
+        steps = _steps(Path(folder) / "runs" / "latest" / "metrics.jsonl")
     process.returncode = os.waitstatus_to_exitcode(status)
     assert process.returncode == 0, f"ended with {process.returncode}"
     losses = [float(found[1]) for _, line in lines if (found := re.search(r"loss ([\d.]+)", line))]
@@ -70,6 +81,7 @@ def run() -> Run:
         phases=_phases(lines, wall),
         wall=wall,
         cpu=usage.ru_utime + usage.ru_stime,
+        steps=steps,
         first_loss=losses[0],
         last_loss=losses[-1],
         verdict=verdict.partition("·")[0].strip(),
@@ -83,6 +95,11 @@ def _phases(lines: list[tuple[float, str]], wall: float) -> dict[str, float]:
         phases[name], before = at - before, at
     phases[LEAVING] = wall - before
     return phases
+
+
+def _steps(metrics: Path) -> list[float]:
+    rows = map(json.loads, metrics.read_text(encoding="utf-8").splitlines())
+    return [row["seconds"] for row in rows if "seconds" in row]
 
 
 def part(code: str) -> float:

@@ -1,7 +1,7 @@
 """ptrain: distributed training from a placement spec, predicted to the byte and measured.
 
 `load`, `expand`, `settled`, `derive`, `lower` are pure; `interpret`, `measure`, `run`, `verify`
-import torch. All are imported on first use, so that `import ptrain` costs nothing.
+need torch. All are imported on first use, so that `import ptrain` costs nothing.
 """
 
 from importlib import import_module
@@ -37,6 +37,7 @@ _HOMES = {
     "Job": "ptrain.verification.jobs.job",
     "Terms": "ptrain.verification.jobs.job",
 }
+_OF_TORCH = {"interpret", "measure", "read_facts", "verify", "Job", "Terms"}  # imported with it
 __all__ = [
     "Job",
     "Terms",
@@ -57,6 +58,10 @@ __all__ = [
 def __getattr__(name: str) -> object:
     if name not in _HOMES:
         raise AttributeError(f"module 'ptrain' has no attribute {name!r}")
+    if name in _OF_TORCH:
+        from ptrain.installed import require_torch
+
+        require_torch()
     return getattr(import_module(_HOMES[name]), name)
 
 

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from ptrain.errors import PtrainError, RankFailed, VerdictFailed, refused
+from ptrain.installed import require_torch
 from ptrain.train import environment
 from ptrain.train.folder import RunFolder
 from ptrain.train.launch import launch
@@ -59,6 +60,7 @@ def on_ranks(
     `holds`, `text` and `culprit`. `timeout` in seconds, all in all."""
     if num_ranks < 1:
         raise refused("num_ranks", f"got {num_ranks}", "1 or more")
+    require_torch()
     with tempfile.TemporaryDirectory(prefix="ptrain-test-") as folder:
         (Path(folder) / "logs").mkdir(mode=0o700)
         words = [_name(function), str(num_ranks), folder, json.dumps(list(arguments))]

@@ -6,6 +6,7 @@ user (`PtrainError`) ends as its message on standard error and its exit code.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import re
@@ -28,16 +29,18 @@ VERBS = {
     "specs": "list the named specs, or show one",
     "schema": "the JSON Schema of specs, for editors",
 }
+OF_TORCH = ("simulate",)  # verbs whose module imports it; the others that need it do when they run
 NOT_YET = ("select", "convert", "report", "compare", "doctor", "launch")
 WRONG_INPUT, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one verb; returns the exit code (0, 1 a verdict failed, 2 wrong input, 3 a rank failed,
-    4 a check stopped the training, 130 interrupted)."""
+    4 a check stopped the training, 130 interrupted). Without `argv` the process is this command's,
+    and what it imports is kept to its end."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        code = _dispatch(arguments)
+        code = _dispatch(arguments, is_process=argv is None)
         sys.stdout.flush()
         return code
     except PtrainError as error:
@@ -50,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return BROKEN_PIPE
 
 
-def _dispatch(arguments: list[str]) -> int:
+def _dispatch(arguments: list[str], *, is_process: bool) -> int:
     match arguments:
         case [] | ["-h" | "--help" | "help"]:
             print(_usage())
@@ -59,13 +62,23 @@ def _dispatch(arguments: list[str]) -> int:
             print(f"ptrain {VERSION}")
             return 0
         case [verb, *rest] if verb in VERBS:
+            if verb in OF_TORCH:
+                _require_torch()
             module = import_module(f"ptrain.cli.{verb}")
+            if is_process:
+                gc.freeze()  # a tenth of predict: collections would visit all that was imported
             return int(module.run(_parse(verb, module, rest)))
         case [verb, *_] if verb in NOT_YET:
             raise PtrainError(f"ptrain {verb}: not yet; what works: {', '.join(VERBS)}")
         case [verb, *_]:
             raise PtrainError(f"ptrain: {verb!r} is no command; choose from {', '.join(VERBS)}")
     raise AssertionError("every list of arguments matches a case")
+
+
+def _require_torch() -> None:
+    from ptrain.installed import require_torch
+
+    require_torch()
 
 
 def _parse(verb: str, module: ModuleType, arguments: list[str]) -> Namespace:

@@ -19,6 +19,7 @@ from typing import NoReturn
 
 from ptrain.derivation.estimate import derive
 from ptrain.errors import PtrainError, RankFailed, SpecError, refused
+from ptrain.installed import require_torch
 from ptrain.selection.preflight import require_fit
 from ptrain.selection.recompute import settled
 from ptrain.spec.extras import require_transformers
@@ -54,6 +55,7 @@ def run(arguments: Namespace) -> int:
 def checked(asked: Options) -> Spec:
     """The spec that will run. Raises what is wrong with it, or with the options, before any rank
     starts and anything is written."""
+    require_torch()
     spec = settled(load(asked.spec, asked.overrides))
     require_reachable(spec)
     if asked.tensorboard and find_spec("tensorboard") is None:

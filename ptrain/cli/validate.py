@@ -10,6 +10,7 @@ from pathlib import Path
 
 from ptrain.cli.arguments import add_spec_arguments, print_json
 from ptrain.errors import VerdictFailed, refused
+from ptrain.installed import require_torch
 from ptrain.selection.recompute import settled
 from ptrain.spec.load import load
 from ptrain.spec.names import names
@@ -37,6 +38,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(args: Namespace) -> int:
     """0 when every verdict holds, 1 when one fails."""
+    require_torch()
     sources, overrides = split_arguments(args.arguments)
     asked = [
         (source, choice)

@@ -19,6 +19,7 @@ from typing import Any
 from ptrain.cli.arguments import add_spec_arguments, print_json
 from ptrain.derivation.estimate import own_facts
 from ptrain.errors import VerdictFailed, refused
+from ptrain.installed import require_torch
 from ptrain.selection.recompute import settled
 from ptrain.spec.extras import require_transformers
 from ptrain.spec.file_tier import require_file_tier
@@ -62,6 +63,7 @@ def run(args: Namespace) -> int:
     options.require_steps(args.steps)
     if environment.launched():
         _become_rank(args)
+    require_torch()
     sources, overrides = split_arguments(args.arguments)
     jobs = [
         _checked(source, choice, allow_import=args.allow_import)

@@ -36,6 +36,10 @@ class UnitFacts:
 
     modules: tuple[str, ...]
     tensors: tuple[TensorFacts, ...]
+    numel: int = field(init=False, repr=False, compare=False)  # added up once: it is read often
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "numel", sum(tensor.numel for tensor in self.tensors))
 
     @property
     def name(self) -> str:
@@ -47,10 +51,6 @@ class UnitFacts:
     def is_root(self) -> bool:
         """Whether it is what no other unit has."""
         return self.modules == ("",)
-
-    @property
-    def numel(self) -> int:
-        return sum(tensor.numel for tensor in self.tensors)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,15 +1,13 @@
 """Tables as plain text: predicted | measured | difference, always with units.
 
-rich lays them out; the text has no colour, so a file, a log and a terminal show the same.
+The text has no colour, so a file, a log and a terminal show the same. Laid out here: rich, which
+draws a training's bar, takes as long to be imported as a small spec to be derived.
 """
 
 from __future__ import annotations
 
-import io
+import unicodedata
 from collections.abc import Iterable, Sequence
-
-from rich.console import Console
-from rich.table import Table
 
 from ptrain.costs import Estimate, Footprint, Phase, State, Traffic, TrafficKey, busiest
 from ptrain.derivation.wire import WireRow, wire_rows
@@ -17,7 +15,8 @@ from ptrain.report.record import TIERS, Check, checks_line, verdict_line
 from ptrain.units import format_bytes
 
 MISSING = "–"
-WIDTH = 200  # a wider table is cut; none is
+_BETWEEN = "  "
+_TWO_WIDE = ("W", "F")  # Unicode's East Asian width of what takes two columns of a terminal
 
 
 def render(
@@ -25,15 +24,30 @@ def render(
 ) -> str:
     """A table without frames, two blanks between its columns; all but those in `left` to the
     right."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="")
-    for index, column in enumerate(columns):
-        table.add_column(column, justify="left" if index in left else "right", no_wrap=True)
-    for row in rows:
-        table.add_row(*row)
-    console = Console(file=io.StringIO(), width=WIDTH, no_color=True, markup=False, emoji=False)
-    with console.capture() as capture:
-        console.print(table)
-    return "\n".join(line.rstrip() for line in capture.get().splitlines())
+    lines = [columns, *rows]
+    widths = [max(map(_width, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(_line(cells, widths, left) for cells in lines)
+
+
+def _line(cells: Sequence[str], widths: Sequence[int], left: Sequence[int]) -> str:
+    padded = []
+    for index, (cell, width) in enumerate(zip(cells, widths, strict=True)):
+        blanks = " " * (width - _width(cell))
+        padded.append(cell + blanks if index in left else blanks + cell)
+    return _BETWEEN.join(padded).rstrip()
+
+
+def _width(text: str) -> int:
+    """Columns of a terminal that the text takes."""
+    if text.isascii():
+        return len(text)
+    return sum(_columns(letter) for letter in text)
+
+
+def _columns(letter: str) -> int:
+    if unicodedata.combining(letter):
+        return 0
+    return 2 if unicodedata.east_asian_width(letter) in _TWO_WIDE else 1
 
 
 def size(number: int | None) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 import traceback
 from collections.abc import Callable
 from types import TracebackType
@@ -17,9 +16,7 @@ from typing import NoReturn
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from ptrain.errors import PtrainError, RankFailed
-from ptrain.train import environment
-
-_LET_RANK_0_SPEAK = 2.0  # seconds: torchrun ends all ranks as soon as one has gone
+from ptrain.train.refusal import code_of
 
 
 def live(run: Callable[[], int]) -> NoReturn:
@@ -36,11 +33,7 @@ def coded(run: Callable[[], int]) -> int:
     except RankFailed:
         raise
     except PtrainError as error:
-        if environment.is_first():
-            print(error, file=sys.stderr)
-        else:
-            time.sleep(_LET_RANK_0_SPEAK)
-        return error.exit_code
+        return code_of(error)
 
 
 def leave(code: int) -> NoReturn:

@@ -19,6 +19,7 @@ import yaml
 
 from ptrain.costs import Column
 from ptrain.errors import DoesNotFit, PtrainError, RankFailed, TrainingStopped
+from ptrain.installed import require_torch
 from ptrain.report.reading import read
 from ptrain.report.table import summary
 from ptrain.selection.recompute import settled
@@ -77,8 +78,10 @@ def run(
 ) -> Run:
     """Train `spec` on `nproc` ranks of this machine (None: as many as its mesh has).
 
-    Raises SpecError or DoesNotFit before anything starts, RankFailed or TrainingStopped after.
+    Raises SpecError (of a torch that ptrain does not run with too) or DoesNotFit before anything
+    starts, RankFailed or TrainingStopped after.
     """
+    require_torch()
     source = spec.resolved if isinstance(spec, Spec) else spec
     resolved = settled(load(source, overrides, world_size=nproc)).resolved
     with tempfile.TemporaryDirectory(prefix="ptrain-") as folder:

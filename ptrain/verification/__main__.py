@@ -9,9 +9,11 @@ if __name__ == "__main__":
     leave_current_folder()
 
 from ptrain.train.parent import die_with_agent  # once the path is right
+from ptrain.train.refusal import leave_without_torch
 
 if __name__ == "__main__":
-    die_with_agent()  # before torch is imported: that takes seconds, in which it may be killed
+    die_with_agent()  # importing torch takes seconds, in which the agent may be killed
+    leave_without_torch()
 
 from ptrain.train.leaving import live
 from ptrain.verification.options import parse

@@ -17,6 +17,11 @@ from ptrain.spec.overrides import split_arguments
 
 ROOT = Path(__file__).parents[2]
 HEAVY = ("torch", "numpy", "transformers", "matplotlib", "pandas")
+NEEDLESS = {  # to predict; the parts of ptrain belong to other verbs
+    *("rich", "asyncio", "subprocess", "multiprocessing", "concurrent.futures", "http"),
+    *("ptrain.train", "ptrain.charts", "ptrain.verification", "ptrain.simulation"),
+    *("ptrain.interpreter", "ptrain.models", "ptrain.meters", "ptrain.data"),
+}
 TORCH_FREE = (
     [],
     ["--help"],
@@ -56,6 +61,25 @@ def test_neither_torch_nor_numpy_is_imported(arguments):
     )
     ended = python(code, *arguments)
     assert ended.returncode == 0, ended.stderr
+
+
+def test_predict_imports_nothing_that_it_does_not_need():
+    """More than half of what it takes are imports."""
+    code = (
+        "import sys\nfrom ptrain.cli.main import main\nmain(sys.argv[1:])\n"
+        f"print(*({NEEDLESS!r} & sys.modules.keys()), file=sys.stderr)"
+    )
+    ended = python(code, "predict", "70b-zero3")
+    assert (ended.returncode, ended.stderr) == (0, "\n")
+
+
+@pytest.mark.parametrize("call", ["main()", "main(sys.argv[1:])"])
+def test_what_the_command_imports_is_not_collected_but_what_its_caller_has_is(call):
+    """A full collection would visit 35,000 imported objects; `main(words)` is a call among others
+    of a process, whose garbage is none of its business."""
+    code = f"import gc, sys\nfrom ptrain.cli.main import main\n{call}\n"
+    ended = python(f"{code}print(gc.get_freeze_count(), file=sys.stderr)", "predict", "zero3")
+    assert (int(ended.stderr) > 10_000) is (call == "main()")
 
 
 def test_importing_ptrain_imports_nothing_of_weight():
@@ -137,7 +161,7 @@ def test_files_with_an_equals_sign_are_files():
     [(VerdictFailed("v"), 1), (RankFailed("rank 1"), 3), (TrainingStopped("nan"), 4)],
 )
 def test_every_error_has_its_exit_code(error, code, monkeypatch, capsys):
-    def fail(_arguments):
+    def fail(_arguments, **_):
         raise error
 
     monkeypatch.setattr(dispatcher, "_dispatch", fail)
@@ -146,7 +170,7 @@ def test_every_error_has_its_exit_code(error, code, monkeypatch, capsys):
 
 
 def test_an_interrupt_ends_with_130_and_no_traceback(monkeypatch, capsys):
-    def interrupt(_arguments):
+    def interrupt(_arguments, **_):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(dispatcher, "_dispatch", interrupt)

@@ -21,7 +21,7 @@ PACKAGE = ROOT / "ptrain"
 # One line a layer, read downwards; a pattern matches a whole module name.
 LAYERS = (
     r"ptrain\.version",
-    r"ptrain\.(errors|units|costs|timeline|import_path)",
+    r"ptrain\.(errors|units|costs|timeline|import_path|installed)",
     r"ptrain\.spec(\..*)?",
     r"ptrain\.axes(\.\w+)?|ptrain\.axes\.\w+\.(rules|costs|form|dials|roles)"
     r"|ptrain\.activations(\.rules)?"
@@ -45,7 +45,7 @@ LAYERS = (
     r"ptrain|ptrain\.__main__",
 )
 TORCH_LINE = next(i for i, layer in enumerate(LAYERS) if "models" in layer)
-PURE_PACKAGES = {"yaml", "pydantic", "pydantic_core", "annotated_types", "rich", "ptrain"}
+PURE_PACKAGES = {"yaml", "pydantic", "pydantic_core", "annotated_types", "ptrain"}
 
 # Where an import may be lazy: the dispatcher, the package's __getattr__, one module per extra,
 # and the functions that a spec's `target:` or a user's test names.
@@ -138,7 +138,7 @@ def test_imports_point_upwards(module):
 
 
 @pytest.mark.parametrize("module", [m for m in sorted(MODULES) if rank(m) < TORCH_LINE])
-def test_the_pure_half_needs_the_standard_library_yaml_pydantic_and_rich_only(module):
+def test_the_pure_half_needs_the_standard_library_yaml_and_pydantic_only(module):
     packages = {found.split(".")[0] for found in imports(module)}
     foreign = packages - PURE_PACKAGES - set(sys.stdlib_module_names)
     assert not foreign, f"{module} stands above the torch line and imports {sorted(foreign)}"

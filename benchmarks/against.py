@@ -1,0 +1,272 @@
+"""What has become slower since a commit: the working tree and COMMIT in turns, in one run.
+
+    python benchmarks/against.py COMMIT [--rounds N] [--only predict,derive,steps,start-up]
+
+COMMIT is checked out into a folder of its own, which is removed at the end, and both trees are run
+by the same interpreter. In each round either tree takes each measure once, one right after the
+other, and who begins changes. `predict` is `ptrain predict SPEC` as a process, from start to exit;
+`derive` is the call of ptrain.derive in a process that has it; `steps` and `start-up` are of
+`ptrain train SPEC` on two ranks: the median of the later steps by the run's own metrics.jsonl, and
+the time from the command to the first step.
+
+Claim: nothing has become more than 5 % slower; that is, the lower 95 % bound of the median of the
+paired ratios is at most 1.05. Prints; writes a result only with --save. A round takes about 40 s.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from _machine import ROOT, commit, conclude, environment, header, this_command
+from predict_time import command_of, seconds
+from start_up import run as train
+from step_time import bound
+
+LIMIT = 1.05
+FEWEST = 6  # rounds of which there is an interval of 95 %
+MEASURES = ("predict", "derive", "steps", "start-up")
+PREDICTED = ("zero3", "70b-zero3", "70b-3d")
+TRAINED = ("zero3", "ddp")
+STEPS = 20  # of each training, of which the later half counts
+SECONDS, MILLISECONDS = "s", "ms"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One figure of the comparison: what is measured of which spec, by which clock."""
+
+    measure: str
+    spec: str
+    clock: str
+    unit: str = SECONDS
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """A checked out state of the repository."""
+
+    name: str
+    root: Path
+
+
+@dataclass(slots=True)
+class Side:
+    """What a tree took, round after round, in the unit of each row; and by measure and spec what it
+    came to, by which one sees whether the work was the same."""
+
+    times: dict[Row, list[float]] = field(default_factory=dict)
+    results: dict[tuple[str, str], str] = field(default_factory=dict)
+
+    def note(self, row: Row, time: float) -> None:
+        self.times.setdefault(row, []).append(time)
+
+
+def predict(tree: Tree, side: Side) -> None:
+    """Processes, one for each spec that this tree has."""
+    for spec in PREDICTED:
+        if _has(tree, spec):
+            cpu, wall = seconds(command_of(spec), tree.root)
+            side.note(Row("predict", spec, "CPU"), cpu)
+            side.note(Row("predict", spec, "wall"), wall)
+
+
+def derive(tree: Tree, side: Side) -> None:
+    """One process for all specs."""
+    script = ROOT / "benchmarks" / "_derive_time.py"
+    ended = subprocess.run(
+        [sys.executable, str(script), str(tree.root), *PREDICTED],
+        cwd=tree.root,
+        env=environment(tree.root),
+        stdout=subprocess.PIPE,
+        check=True,
+        text=True,
+    )
+    for spec, figures in json.loads(ended.stdout).items():
+        if figures is not None:
+            side.note(Row("derive", spec, "CPU", MILLISECONDS), figures[0])
+            side.results["derive", spec] = figures[1]
+
+
+def trainings(tree: Tree, side: Side) -> None:
+    """One training of each spec: its steps and its start are two measures."""
+    for spec in TRAINED:
+        if _has(tree, spec):
+            run = train([spec, f"train.steps={STEPS}"], tree.root)
+            side.note(Row("steps", spec, "wall"), statistics.median(run.steps[STEPS // 2 :]))
+            side.note(Row("start-up", spec, "wall"), run.first_step)
+            side.results["steps", spec] = f"loss {run.last_loss}"
+
+
+Taking = Callable[[Tree, Side], None]
+TAKEN: dict[str, Taking] = {
+    "predict": predict,
+    "derive": derive,
+    "steps": trainings,
+    "start-up": trainings,
+}
+
+
+def in_turns(trees: Sequence[Tree], measures: Sequence[str], rounds: int) -> list[Side]:
+    """What each tree took. A round before the first writes byte code, and is left out."""
+    takings = list(dict.fromkeys(TAKEN[measure] for measure in measures))
+    sides = [Side() for _ in trees]
+    for number in range(-1, rounds):
+        turns = list(zip(trees, sides, strict=True))
+        for take in takings:
+            for tree, side in turns if number % 2 else reversed(turns):
+                take(tree, side if number >= 0 else Side())
+    return sides
+
+
+def _has(tree: Tree, spec: str) -> bool:
+    """Whether the tree knows a spec of this name. Its files are asked, since a process would be
+    another one between the two that are compared."""
+    return any((tree.root / "specs").glob(f"*/{spec}.yaml"))
+
+
+@contextmanager
+def checked_out(name: str, repository: Path = ROOT) -> Iterator[Tree]:
+    """`name`, a commit, as a worktree that is gone at the end."""
+    with tempfile.TemporaryDirectory(prefix="ptrain-against-") as folder:
+        root = Path(folder).resolve() / "tree"
+        git(repository, "worktree", "add", "--quiet", "--detach", str(root), name)
+        try:
+            yield Tree(commit(root), root)
+        finally:
+            git(repository, "worktree", "remove", "--force", str(root))
+
+
+def is_commit(name: str, repository: Path = ROOT) -> bool:
+    words = ["rev-parse", "--verify", "--quiet", "--end-of-options", f"{name}^{{commit}}"]
+    ended = subprocess.run(["git", "-C", str(repository), *words], stdout=subprocess.DEVNULL)
+    return ended.returncode == 0
+
+
+def git(repository: Path, *words: str) -> None:
+    subprocess.run(["git", "-C", str(repository), *words], check=True)
+
+
+def compared(
+    mine: Side, its: Side, measures: Sequence[str], limit: float = LIMIT
+) -> tuple[list[str], list[str]]:
+    """The rows of the table, and what has become slower, with its figures."""
+    lines, failed = [], []
+    rows = dict.fromkeys([*mine.times, *its.times])
+    for row in sorted(rows, key=lambda row: MEASURES.index(row.measure)):
+        if row.measure not in measures:
+            continue
+        cells = [row.measure, f"`{row.spec}`", row.clock]
+        cells += [_median(side.times.get(row), row.unit) for side in (mine, its)]
+        if row in mine.times and row in its.times:
+            ratios = [a / b for a, b in zip(mine.times[row], its.times[row], strict=True)]
+            median, (low, high) = statistics.median(ratios), bound(ratios)
+            cells += [f"{median:.3f}", f"{low:.3f} – {high:.3f}", _verdict(low, high, limit)]
+            if low > limit:
+                name = f"{row.measure} of {row.spec}, {row.clock} time"
+                failed.append(f"{name}: lower bound {low:.3f}, at most {limit}")
+        else:
+            cells += ["", "", "no claim"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines, failed
+
+
+def _verdict(low: float, high: float, limit: float) -> str:
+    return "slower" if low > limit else "faster" if high < 1 else "holds"
+
+
+def _median(times: list[float] | None, unit: str) -> str:
+    return "not there" if times is None else f"{statistics.median(times):.3f} {unit}"
+
+
+def works(mine: Side, its: Side) -> list[str]:
+    """What both came to, side by side, with whether it is the same."""
+    lines = []
+    for key in dict.fromkeys([*mine.results, *its.results]):
+        results = [side.results.get(key, "not there") for side in (mine, its)]
+        there = all(key in side.results for side in (mine, its))
+        same = ("the same" if results[0] == results[1] else "another") if there else ""
+        lines.append(f"| {key[0]} | `{key[1]}` | {' | '.join(results)} | {same} |")
+    return lines
+
+
+def heading(trees: Sequence[Tree], rounds: int) -> list[str]:
+    """The claim, what the figures are, and the head of the table."""
+    names = [tree.name for tree in trees]
+    interval = "its two-sided 95 % interval by order statistics"
+    if rounds < FEWEST:
+        interval = f"the range of the {rounds}, too few for an interval of 95 %"
+    return [
+        f"Claim: nothing has become more than 5 % slower since {names[1]}: the lower 95 % bound of "
+        f"the median ratio is at most {LIMIT}.",
+        "",
+        f"{rounds} rounds behind one that is left out; in each round either tree takes each "
+        "measure once, one right after the other, and who begins changes. Times are medians; the "
+        "ratio is the median of the rounds' ratios, this tree over the commit, and not the "
+        f"quotient of the two medians, with {interval}. "
+        "`predict`: a process from start to exit, CPU time user and system. `derive`: CPU time of "
+        "a call in a process of its own, the median of many behind the first. `steps`: wall time "
+        f"of a training step, the median of the later half of {STEPS} on two gloo ranks of one "
+        "thread, by metrics.jsonl. `start-up`: wall time from the command to the line of "
+        "the first step.",
+        "",
+        f"| measure | spec | time | {names[0]} | {names[1]} | median ratio | 95 % | verdict |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+
+
+def _results(trees: Sequence[Tree], mine: Side, its: Side) -> list[str]:
+    names = [tree.name for tree in trees]
+    head = f"| measure | spec | {names[0]} | {names[1]} | |"
+    return ["", "What either tree came to:", "", head, "|---|---|---|---|---|", *works(mine, its)]
+
+
+def _rounds(text: str) -> int:
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"must be 1 or more; got {number}")
+    return number
+
+
+def _measures(text: str) -> tuple[str, ...]:
+    measures = tuple(text.split(","))
+    if unknown := [measure for measure in measures if measure not in MEASURES]:
+        known = ", ".join(MEASURES)
+        raise argparse.ArgumentTypeError(f"no measure {', '.join(unknown)}; known: {known}")
+    return measures
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("commit", metavar="COMMIT", help="what git knows a commit by")
+    parser.add_argument("--rounds", type=_rounds, default=12)
+    parser.add_argument("--only", type=_measures, default=MEASURES, metavar=",".join(MEASURES))
+    parser.add_argument("--save", action="store_true", help="write benchmarks/results/")
+    args = parser.parse_args()
+    if not is_commit(args.commit):
+        parser.error(f"git knows no commit {args.commit}")
+    with checked_out(args.commit) as other:
+        trees = [Tree(commit(), ROOT), other]
+        title = header(f"against: the working tree against {other.name}", this_command())
+        mine, its = in_turns(trees, args.only, args.rounds)
+    lines, failed = compared(mine, its, args.only)
+    return conclude(
+        "against",
+        [title, *heading(trees, args.rounds), *lines, *_results(trees, mine, its)],
+        failed=failed,
+        not_covered="the first call after an installation, which also writes byte code, other "
+        "specs, more ranks, and GPUs. What either tree came to is no claim: a prediction that has "
+        "more in it may take more time.",
+        is_saved=args.save,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,30 @@
+"""How a rank refuses: what the user got wrong is said once, by the first rank. Torch-free, since an
+unsupported torch is refused before anything imports it."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+from ptrain.errors import PtrainError
+from ptrain.installed import require_torch
+from ptrain.train import environment
+
+_LET_RANK_0_SPEAK = 2.0  # seconds: torchrun ends all ranks as soon as one has gone
+
+
+def code_of(error: PtrainError) -> int:
+    """The exit code of what the user got wrong, once the first rank has printed it."""
+    if environment.is_first():
+        print(error, file=sys.stderr, flush=True)
+    else:
+        time.sleep(_LET_RANK_0_SPEAK)
+    return error.exit_code
+
+
+def leave_without_torch() -> None:
+    """Ends this rank with its message and exit code 2 where `require_torch` raises."""
+    try:
+        require_torch()
+    except PtrainError as error:
+        sys.exit(code_of(error))
