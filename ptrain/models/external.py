@@ -101,13 +101,13 @@ def _elsewhere(top: str) -> ModuleSpec | None:
 def _first_file(name: str, top: ModuleSpec | None) -> str:
     """That of the first package on the way to the module that has one: a folder without
     `__init__.py` is none yet."""
-    found, parts = top, name.split(".")
+    module, parts = top, name.split(".")
     for depth in range(2, len(parts) + 2):
-        if found is None or found.origin:
+        if module is None or module.origin:
             break
-        places = list(found.submodule_search_locations or ())
-        found = PathFinder.find_spec(".".join(parts[:depth]), places) if places else None
-    return (found and found.origin) or ""
+        places = list(module.submodule_search_locations or ())
+        module = PathFinder.find_spec(".".join(parts[:depth]), places) if places else None
+    return (module and module.origin) or ""
 
 
 def _unimportable(name: str, folder: str | None, error: BaseException) -> Fault:

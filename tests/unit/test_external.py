@@ -95,7 +95,7 @@ def test_a_module_beside_the_spec_is_imported_after_all_that_is_installed(folder
 
 def test_the_current_folder_is_not_searched(folder, monkeypatch, tmp_path_factory):
     monkeypatch.chdir(tmp_path_factory.mktemp("current"))
-    monkeypatch.setattr(sys, "path", [each for each in sys.path if each])
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
     target = beside(Path.cwd(), "in_the_current_folder")
     with pytest.raises(SpecError) as raised:
         built(target, folder)
