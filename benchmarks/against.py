@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import statistics
 import subprocess
 import sys
@@ -252,6 +253,7 @@ def main() -> int:
     args = parser.parse_args()
     if not is_commit(args.commit):
         parser.error(f"git knows no commit {args.commit}")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # removes the worktree
     with checked_out(args.commit) as other:
         trees = [Tree(commit(), ROOT), other]
         title = header(f"against: the working tree against {other.name}", this_command())
