@@ -28,7 +28,7 @@ from ptrain.spec.load import load
 from ptrain.spec.model import ExternalModel, ModelShape
 from ptrain.spec.spec import Spec
 from ptrain.train import environment, options
-from ptrain.train.candidates import again, require_resumable
+from ptrain.train.candidates import again, is_done, require_resumable
 from ptrain.train.folder import ROOT, Claim, RunFolder, open_run
 from ptrain.train.heading import parts_of_ranks
 from ptrain.train.launch import launch
@@ -113,7 +113,7 @@ def _attempts(spec: Spec, prepared: Options, claim: Claim) -> int:
                 inherited=(claim.lock.descriptor,),
             )
         except RankFailed as error:
-            if restart > prepared.max_restarts:
+            if restart > prepared.max_restarts or is_done(spec, claim.folder):
                 raise
             print(f"{error}\nrestart {restart} of {prepared.max_restarts}", file=sys.stderr)
             prepared = replace(prepared, resume=again(prepared.resume, claim.folder))

@@ -195,7 +195,8 @@ def _store(ranks: Mapping[str, int], host: str, waits: timedelta) -> dist.Store:
 
     Our launcher hands rank 0 a socket that it bound to the loopback, so that nobody outside can
     reach the store. Under torchrun the agent's store is shared by all attempts: a prefix per
-    attempt keeps a restarted rank from reading a dead one's address.
+    attempt keeps a restarted rank from reading a dead one's address. Where each attempt has a store
+    of its own there is none: agents of several nodes do not count their restarts alike.
     """
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     is_master = ranks["RANK"] == 0 and not agent
@@ -208,7 +209,7 @@ def _store(ranks: Mapping[str, int], host: str, waits: timedelta) -> dist.Store:
         wait_for_workers=False,
         **(_inherited() or listener(host, ranks["MASTER_PORT"]) if is_master else {}),
     )
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if agent else "0"
     return dist.PrefixStore(f"attempt{attempt}", store)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from ptrain.errors import PtrainError, SpecError, refused
 from ptrain.spec.spec import Spec
 from ptrain.train import environment, lineage, manifest
-from ptrain.train.folder import RunFolder, run_of_agent, shown
+from ptrain.train.folder import RunFolder, is_of_agent, run_of_agent, saved_since, shown
 from ptrain.train.manifest import Manifest
 from ptrain.train.options import Options
 
@@ -27,18 +27,26 @@ def candidates(asked: str, own: RunFolder) -> list[Path]:
 
 
 def again(before: str | None, own: RunFolder) -> str:
-    """What ranks that are started anew continue from: their run's own checkpoints, and as long as
-    there are none what the first attempt was told."""
-    return AUTO if manifest.complete(own.checkpoints) else before or AUTO
+    """What ranks that are started anew continue from: the checkpoints that their run has written,
+    and as long as there are none what the first attempt was told."""
+    return AUTO if saved_since(own) else before or AUTO
+
+
+def is_done(spec: Spec, own: RunFolder) -> bool:
+    """Whether the run has saved its last step, after which there is nothing to continue."""
+    return any(manifest.step_of(path) >= spec.train.steps for path in saved_since(own))
 
 
 def continued(options: Options) -> Options:
-    """The options of a rank that torch's agent started anew: it goes on with the run of the attempt
-    before. As given where this is the first, or no run of that agent is there yet."""
-    if not environment.restarts():
-        return options
-    run = options.run_dir or run_of_agent(environment.agent())
-    if run is None:
+    """The options of a rank that torch's agent started anew: it goes on with the run that the
+    attempt before began. As given where that agent has begun none: this is the first attempt.
+
+    TORCHELASTIC_RESTART_COUNT does not tell: an agent whose own ranks lived, and are started anew
+    because those of another node died, does not count that.
+    """
+    agent = environment.agent()
+    run = options.run_dir or run_of_agent(agent)
+    if run is None or not is_of_agent(run, agent):
         return options
     return replace(options, run_dir=run, resume=again(options.resume, RunFolder(run)))
 

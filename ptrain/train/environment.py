@@ -57,21 +57,15 @@ def is_first() -> bool:
     return rank == "0" or not rank.isdigit()
 
 
-def restarts() -> int:
-    """How often torch's agent has started this rank anew; 0 under any other launcher."""
-    text = os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
-    return int(text) if text.isdigit() else 0
-
-
 def agent() -> str:
-    """Which of torch's agents started this rank: its host, its process, and since when that runs
-    (in ticks of Linux's clock, so that no later process of that number is taken for it); "" where
-    none did."""
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
+    """Which of torch's agents started this rank: its job's id, its host, its process, and since
+    when that runs (in ticks of Linux's clock, so that no later process of that number is taken for
+    it); "" where none did."""
+    if (run_id := os.environ.get("TORCHELASTIC_RUN_ID")) is None:
         return ""
     stat = Path(f"/proc/{os.getppid()}/stat")
     since = stat.read_text().rpartition(")")[2].split()[19] if stat.exists() else "?"
-    return f"{platform.node()} {os.getppid()} {since}"
+    return f"{run_id} {platform.node()} {os.getppid()} {since}"
 
 
 def recorded() -> dict[str, str]:

@@ -28,7 +28,7 @@ import yaml
 from ptrain.errors import refused
 from ptrain.report.record import versions
 from ptrain.spec.spec import Spec
-from ptrain.train import environment, lock
+from ptrain.train import environment, lock, manifest
 from ptrain.train.lock import Lock
 
 ROOT = Path("runs")
@@ -79,11 +79,17 @@ class Claim:
     latest: str | None
 
     def withdraw(self) -> None:
-        """Unless a step was done, as it was before. The lock is released."""
-        path = self.folder.path
+        """Unless a step was done, as it was before. The lock is released, the last of all: nobody
+        else writes there until then."""
+        if _content(self.folder.metrics) == self.texts.get(self.folder.metrics, b""):
+            self._undo()
         self.lock.release()
-        if _content(self.folder.metrics) != self.texts.get(self.folder.metrics, b""):
-            return
+        for folder in self.made:
+            with suppress(OSError):  # something is in it
+                folder.rmdir()
+
+    def _undo(self) -> None:
+        path = self.folder.path
         if latest_of(path.parent) == path.name:
             _point_latest(path.parent, self.latest)
         for entry in _entries(path) - self.entries:
@@ -94,9 +100,6 @@ class Claim:
         for file, text in self.texts.items():
             if _content(file) != text:
                 write_bytes(file, text)
-        for folder in self.made:
-            with suppress(OSError):  # another run has come to be in it
-                folder.rmdir()
 
 
 def open_run(
@@ -131,12 +134,22 @@ def begin(folder: RunFolder, root: Path = ROOT) -> None:
 
 def run_of_agent(agent: str, root: Path = ROOT) -> Path | None:
     """The newest run below `root` that this agent of torch has started, None without one."""
-    for file in sorted(root.glob("*/env.json"), reverse=True):
-        with suppress(OSError, ValueError):
-            recorded = json.loads(file.read_text(encoding="utf-8")).get("agent")
-            if recorded == agent and not file.parent.is_symlink():  # as `latest` is
-                return file.parent
-    return None
+    runs = sorted((file.parent for file in root.glob("*/env.json")), reverse=True)
+    owned = (run for run in runs if not run.is_symlink() and is_of_agent(run, agent))
+    return next(owned, None)
+
+
+def is_of_agent(run: Path, agent: str) -> bool:
+    """Whether this agent of torch has started the run."""
+    return bool(agent) and _recorded(run).get("agent") == agent
+
+
+def saved_since(folder: RunFolder) -> list[Path]:
+    """The checkpoints that the attempts at this run have written, newest first: not those that it
+    found when it began."""
+    before = _recorded(folder.path).get("checkpoints")
+    names = before if isinstance(before, list) else []
+    return [path for path in manifest.complete(folder.checkpoints) if path.name not in names]
 
 
 def latest_of(root: Path) -> str | None:
@@ -179,9 +192,26 @@ def _fill(folder: RunFolder, spec: Spec, command: str) -> None:
     for part in ("logs", "checkpoints"):
         (path / part).mkdir(mode=0o700, exist_ok=True)
     folder.summary.unlink(missing_ok=True)  # of the run that is continued
+    recorded = {**_environment(spec.world_size), "checkpoints": _checkpoints_before(folder)}
     write_text(path / "spec.resolved.yaml", _resolved(spec))
     write_text(path / "command.txt", command + "\n")
-    write_json(path / "env.json", _environment(spec.world_size))
+    write_json(path / "env.json", recorded)
+
+
+def _checkpoints_before(folder: RunFolder) -> object:
+    """The names of those that are there as the first of this run's attempts begins."""
+    before = _recorded(folder.path)
+    if is_of_agent(folder.path, environment.agent()):
+        return before.get("checkpoints", [])
+    return [path.name for path in manifest.complete(folder.checkpoints)]
+
+
+def _recorded(run: Path) -> dict[str, object]:
+    """What a run's env.json says; nothing where it is none."""
+    with suppress(OSError, ValueError):
+        content = json.loads((run / "env.json").read_text(encoding="utf-8"))
+        return content if isinstance(content, dict) else {}
+    return {}
 
 
 def _given(path: Path, resuming: bool) -> Path:

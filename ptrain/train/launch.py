@@ -61,22 +61,44 @@ def launch(
 
     Raises RankFailed, naming the rank, when one died, hung or raised.
     """
-    with Interrupts().caught() as interrupts, socket.socket() as listener:
+    with Interrupts().caught() as interrupts:
+        try:
+            return _live(
+                [module, *argv],
+                interrupts,
+                num_ranks=num_ranks,
+                folder=folder,
+                parts=parts,
+                inherited=inherited,
+            )
+        except RankFailed:
+            if interrupts.received:  # while the others were ended: the job is to end, not to fail
+                return _interrupted(interrupts)
+            raise
+
+
+def _live(
+    words: Sequence[str],
+    interrupts: Interrupts,
+    *,
+    num_ranks: int,
+    folder: RunFolder,
+    parts: Sequence[str],
+    inherited: Sequence[int],
+) -> int:
+    """The ranks, from their start until none is left."""
+    with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen(num_ranks + 16)
         address, port = listener.getsockname()
         meeting = Meeting(address=address, port=port, descriptor=listener.fileno())
         ranks: list[Rank] = []
         try:
-            ranks = start(
-                [module, *argv],
-                num_ranks=num_ranks,
-                meeting=meeting,
-                folder=folder,
-                inherited=inherited,
-            )
-            for rank, part in zip(ranks, parts, strict=False):
-                rank.has = part
+            for rank in start(
+                words, num_ranks=num_ranks, meeting=meeting, folder=folder, inherited=inherited
+            ):
+                ranks.append(rank)
+                rank.has = parts[rank.rank] if parts else ""
             listener.close()  # rank 0 has its own copy; clients must see it go
             return _watch(ranks, interrupts)
         finally:
@@ -111,9 +133,13 @@ def _ended(ranks: Sequence[Rank], interrupts: Interrupts) -> int:
     """All ranks are gone in good order, or on our signal."""
     codes = [rank.code for rank in ranks if rank.code]
     if interrupts.received and (not codes or min(codes) < 0):
-        return 128 + (signal.SIGINT if signal.SIGINT in interrupts.received else signal.SIGTERM)
+        return _interrupted(interrupts)
     _tell(ranks)
     return codes[0] if codes else 0
+
+
+def _interrupted(interrupts: Interrupts) -> int:
+    return 128 + (signal.SIGINT if signal.SIGINT in interrupts.received else signal.SIGTERM)
 
 
 def _tell(ranks: Sequence[Rank]) -> None:

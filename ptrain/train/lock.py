@@ -21,19 +21,22 @@ NAME = ".lock"
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Lock:
-    """`descriptor` is held open for as long as the lock is."""
+    """`descriptor` is held open for as long as the lock is; -1 once it is released."""
 
     file: Path
     descriptor: int
 
     def release(self) -> None:
         """Nothing is left of it. It may be released again."""
+        if self.descriptor < 0:
+            return
         with suppress(OSError):
-            if _is(self.file, self.descriptor):  # not so where it was released before
+            if _is(self.file, self.descriptor):
                 self.file.unlink()
-                os.close(self.descriptor)
+        os.close(self.descriptor)
+        self.descriptor = -1
 
 
 def take(folder: Path) -> Lock:

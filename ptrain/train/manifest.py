@@ -14,6 +14,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
@@ -46,7 +47,7 @@ class Manifest:
     torch: str
     files: Mapping[str, tuple[_Bytes, _Digest]]
     trained: Mapping[str, Any] = field(default_factory=dict)
-    format: int = FORMAT
+    format: Annotated[int, Field(ge=UNSEALED)] = FORMAT
 
 
 _SCHEMA = TypeAdapter(Manifest)
@@ -104,10 +105,6 @@ def read(folder: Path) -> Manifest:
     that is not as it was written."""
     text, is_sealed = _unsealed(folder)
     manifest = _parsed(folder, text)
-    if manifest.format > FORMAT:
-        raise PtrainError(
-            f"checkpoint {folder}: has format {manifest.format}, this ptrain reads up to {FORMAT}"
-        )
     if not is_sealed and manifest.format != UNSEALED:
         raise PtrainError(f"checkpoint {folder}: {NAME} has lost its seal")
     if is_name(folder.name) and manifest.step != step_of(folder):
@@ -136,12 +133,26 @@ def _unsealed(folder: Path) -> tuple[bytes, bool]:
 def _parsed(folder: Path, text: bytes) -> Manifest:
     """Raises PtrainError with the first thing that a manifest cannot be."""
     try:
-        return _SCHEMA.validate_json(text)
+        manifest = _SCHEMA.validate_json(text)
     except ValidationError as error:
+        _require_known_format(folder, text)
         first = error.errors(include_url=False)[0]
         place = ".".join(map(str, first["loc"]))
         finding = f"{place}: {first['msg']}" if place else first["msg"]
         raise PtrainError(f"checkpoint {folder}: no readable {NAME}: {finding}") from error
+    _require_known_format(folder, text)
+    return manifest
+
+
+def _require_known_format(folder: Path, text: bytes) -> None:
+    """Raises PtrainError for a format that came after this one, whose fields nobody here knows."""
+    with suppress(ValueError, RecursionError):
+        content = json.loads(text)
+        number = content.get("format") if isinstance(content, dict) else None
+        if isinstance(number, int) and number > FORMAT:
+            raise PtrainError(
+                f"checkpoint {folder}: has format {number}, this ptrain reads up to {FORMAT}"
+            )
 
 
 def _seal(text: bytes) -> str:

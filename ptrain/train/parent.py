@@ -14,7 +14,8 @@ import sys
 from ptrain.train import environment
 
 _PR_SET_PDEATHSIG = 1
-_LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
+# looked up here: between fork and exec the loader's lock may be another thread's
+_PRCTL = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
 
 
 def die_with_agent() -> None:
@@ -26,8 +27,8 @@ def die_with_agent() -> None:
 def die_with(parent: int) -> None:
     """From here on this process is killed when its parent is gone; at once where that is no longer
     `parent`."""
-    if _LIBC is None:
+    if _PRCTL is None:
         return
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    _PRCTL(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)

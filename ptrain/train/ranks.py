@@ -7,11 +7,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+from ptrain.errors import RankFailed
 from ptrain.train import environment
 from ptrain.train.folder import RunFolder
 from ptrain.train.parent import die_with
@@ -69,10 +70,15 @@ def start(
     meeting: environment.Meeting,
     folder: RunFolder,
     inherited: Sequence[int] = (),
-) -> list[Rank]:
-    """Start all ranks, `python -m WORDS`. Their errors go to their logs; rank 0 keeps our standard
-    output. `inherited`: descriptors that stay open in every rank."""
-    return [_start(words, rank, num_ranks, meeting, folder, inherited) for rank in range(num_ranks)]
+) -> Iterator[Rank]:
+    """Start all ranks one after the other, `python -m WORDS`. Their errors go to their logs; rank 0
+    keeps our standard output. `inherited`: descriptors that stay open in every rank. Raises
+    RankFailed where a process cannot be started."""
+    for rank in range(num_ranks):
+        try:
+            yield _start(words, rank, num_ranks, meeting, folder, inherited)
+        except OSError as error:
+            raise RankFailed(f"error: rank {rank} cannot be started: {error}") from error
 
 
 def end(ranks: Sequence[Rank], grace: float = 3.0) -> None:

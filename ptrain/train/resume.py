@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import secrets
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from ptrain.errors import refused
 from ptrain.interpreter.program import Program
 from ptrain.train import checkpoint, finite, lineage, manifest
 from ptrain.train.candidates import AUTO, candidates, none_sound, require_fitting
 from ptrain.train.exchange import Exchange
 from ptrain.train.folder import RunFolder, shown
 from ptrain.train.journal import LOG
-from ptrain.train.manifest import Manifest
+from ptrain.train.manifest import Manifest, step_of
 
 
 def resume(program: Program, folder: RunFolder, asked: str | None, exchange: Exchange) -> int:
@@ -34,8 +35,7 @@ def resume(program: Program, folder: RunFolder, asked: str | None, exchange: Exc
             raise none_sound(asked, complaints)
         LOG.info("resume  no checkpoint yet: from the start")
         return 0
-    if program.world.is_first:
-        _set_aside(folder, found.step)
+    _set_aside(folder, found.step, exchange)
     for warning in lineage.warnings(found.trained, program.spec):
         LOG.warning("resume  %s", warning)
     was = f"{found.spec} on {found.world_size} ranks"
@@ -71,14 +71,26 @@ def _fill(
         remaining = remaining[remaining.index(path) + 1 :]
 
 
-def _set_aside(folder: RunFolder, step: int) -> None:
+def _set_aside(folder: RunFolder, step: int, exchange: Exchange) -> None:
     """What this run folder has of later steps was passed over, or is of a training that this one
-    leaves: under its name the next checkpoint of that step would be taken for saved."""
-    for path in manifest.complete(folder.checkpoints):
-        if manifest.step_of(path) > step:
-            aside = path.with_name(f"{path.name}.aside-{secrets.token_hex(4)}")
-            path.rename(aside)
-            LOG.warning("set aside: %s, now %s", shown(path), aside.name)
+    leaves: under its name the next checkpoint of that step would be taken for saved. Raises
+    SpecError, on all ranks, where it cannot be renamed."""
+    problem = ""
+    if exchange.world.is_first:
+        try:
+            _rename(path for path in manifest.complete(folder.checkpoints) if step_of(path) > step)
+        except OSError as error:
+            problem = f"a later checkpoint cannot be set aside: {error}"
+    if problem := exchange.first(problem):
+        remedy = "make it writable, or continue into another folder: --run-dir DIR"
+        raise refused(f"checkpoints in {shown(folder.path)}", problem, remedy)
+
+
+def _rename(paths: Iterable[Path]) -> None:
+    for path in paths:
+        aside = path.with_name(f"{path.name}.aside-{secrets.token_hex(4)}")
+        path.rename(aside)
+        LOG.warning("set aside: %s, now %s", shown(path), aside.name)
 
 
 def _skip(complaints: list[str]) -> None:

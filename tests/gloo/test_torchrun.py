@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import re
+import signal
 import socket
 import time
 from contextlib import ExitStack
@@ -61,6 +64,25 @@ def test_two_agents_that_pose_as_two_nodes_give_the_same_losses(tmp_path, self_l
         "rank0.log",
         "rank1.log",
     }
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("victim", [0, 1])
+def test_two_agents_go_on_with_their_run_when_a_rank_of_one_is_killed(tmp_path, victim):
+    spec = ("zero3", *jobs.TINY, "train.steps=60", "checkpoint.every=20", "--run-dir", "run")
+    meeting = ["--nnodes", "2", "--rdzv-endpoint", f"127.0.0.1:{free_port()}"]
+    words = ["train", *spec, *meeting, "--rdzv-id", "0123456789abcdef", "--max-restarts", "2"]
+    with ExitStack() as stack:
+        agents = [stack.enter_context(jobs.job(words, cwd=tmp_path)) for _ in range(2)]
+        while not (tmp_path / "run/checkpoints/step-00000020/manifest.json").exists():
+            assert all(job.process.poll() is None for job in agents), [job.error for job in agents]
+            time.sleep(0.02)
+        ranks = {rank: pid for job in agents for rank, pid in job.ranks().items()}
+        os.kill(ranks[victim], signal.SIGKILL)
+        codes = [job.wait() for job in agents]
+        assert codes == [0, 0], [job.error for job in agents]
+    assert any(re.search(r"resume  step (20|40) of ", job.output) for job in agents)
+    assert list(jobs.losses(tmp_path / "run")) == list(range(1, 61))
 
 
 def test_too_few_ranks_are_refused_once_with_both_numbers(tmp_path):

@@ -121,6 +121,7 @@ def test_a_manifest_that_cannot_be_read_is_refused(checkpoint, text):
         ({"files": {"a": [1, "0" * 64, 2]}}, "files.a"),
         ({"trained": 3}, "trained"),
         ({"extra": 1}, "extra"),
+        ({"format": 0}, "format"),
     ],
 )
 def test_a_sealed_manifest_is_held_to_its_schema(checkpoint, change, place):
@@ -145,9 +146,10 @@ def test_an_older_manifest_without_a_seal_is_read_and_a_newer_one_is_not(checkpo
 
 
 def test_a_newer_format_is_refused(checkpoint):
-    rewrite(checkpoint, content_of(checkpoint) | {"format": 99})
-    with pytest.raises(PtrainError, match="format 99"):
-        manifest.read(checkpoint)
+    for more in ({}, {"field": "of that format"}):
+        rewrite(checkpoint, content_of(checkpoint) | {"format": 99} | more)
+        with pytest.raises(PtrainError, match="format 99"):
+            manifest.read(checkpoint)
 
 
 def test_a_half_written_checkpoint_is_never_complete(checkpoint):

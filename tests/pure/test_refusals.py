@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-import errno
 import os
-import subprocess
 from argparse import Namespace
 from pathlib import Path
 from tempfile import gettempdir
 
 import pytest
 
-from ptrain.algebra.legality import require
-from ptrain.cli import train, validate
+from ptrain.cli import validate
 from ptrain.cli.main import main
-from ptrain.errors import Fault, PtrainError, RankFailed, SpecError
+from ptrain.errors import Fault, PtrainError, SpecError
 from ptrain.spec import extras
 from ptrain.spec.file_tier import require_file_tier, unusable
 from ptrain.spec.load import load
-from ptrain.train import lineage, lock, manifest, options
-from ptrain.train.candidates import candidates, continued
-from ptrain.train.folder import Claim, RunFolder, begin, open_run
-from ptrain.train.manifest import Manifest
-from ptrain.train.options import Options
+from ptrain.train import lock, manifest
+from ptrain.train.candidates import candidates
+from ptrain.train.folder import RunFolder, begin
+from tests.pure.run_folders import opened, trained
 
-SPEC = require(load("zero3"))
 SPEC_WITH_PROFILE = """\
 name: profiled
 model: {preset: llama-tiny}
@@ -94,25 +89,6 @@ def test_only_states_in_files_need_their_folder(placement, tmp_path):
         return
     with pytest.raises(SpecError, match="no such folder"):
         require_file_tier(spec)
-
-
-def opened(given: Path | None = None, *, resuming: bool = False) -> Claim:
-    return open_run(SPEC, given=given, resuming=resuming, command="ptrain train")
-
-
-def trained(run: Path, *steps: int, model: object = None) -> list[Path]:
-    """A run with checkpoints of these steps, as far as their manifests say."""
-    paths = [run / "checkpoints" / manifest.folder_name(step) for step in steps]
-    for path, step in zip(paths, steps, strict=True):
-        path.mkdir(parents=True)
-        (path / "__0_0.distcp").write_bytes(bytes(64))
-        files = manifest.digests(path, ["__0_0.distcp"])
-        was = lineage.trained(SPEC) | ({"model": model} if model else {})
-        manifest.write(
-            path,
-            Manifest(step=step, spec="zero3", world_size=2, torch="2", files=files, trained=was),
-        )
-    return paths
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -278,78 +254,6 @@ def test_a_second_training_in_a_run_folder_is_refused_with_the_process_of_the_fi
     claim.lock.release()
     claim.lock.release()
     opened(here / "run", resuming=True).withdraw()
-    assert not (here / "run" / lock.NAME).exists()
-
-
-def test_a_lock_lasts_as_long_as_the_last_process_that_holds_it(tmp_path):
-    taken = lock.take(tmp_path)
-    rank = subprocess.Popen(["sleep", "60"], pass_fds=[taken.descriptor])
-    os.close(taken.descriptor)  # as if this process were killed
-    with pytest.raises(SpecError, match="another training writes there"):
-        lock.take(tmp_path)
-    rank.kill()
-    rank.wait()
-    lock.take(tmp_path).release()
-    assert not any(tmp_path.iterdir())
-
-
-def test_a_file_system_without_locks_keeps_nobody_from_training(tmp_path, monkeypatch):
-    def unsupported(*_: object) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(lock.fcntl, "flock", unsupported)
-    lock.take(tmp_path).release()
-    assert not any(tmp_path.iterdir())
-
-
-# -- restarts
-
-
-@pytest.fixture
-def restarted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This process is a rank that torch's agent has started a second time."""
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-
-
-@pytest.mark.usefixtures("restarted")
-def test_a_rank_that_an_agent_started_anew_goes_on_with_the_run_of_that_agent(here, monkeypatch):
-    first = opened()
-    first.lock.release()
-    begin(first.folder)
-    assert continued(Options(spec="zero3")).run_dir == Path("runs") / first.folder.path.name
-    assert continued(Options(spec="zero3")).resume == "auto"
-    assert continued(Options(spec="zero3", run_dir=Path("a"))).run_dir == Path("a")
-    monkeypatch.setattr(os, "getppid", lambda: 1)
-    assert continued(Options(spec="zero3")) == Options(spec="zero3")
-
-
-@pytest.mark.usefixtures("restarted")
-def test_what_was_to_be_continued_is_so_until_the_run_has_checkpoints_itself(here):
-    options = Options(spec="zero3", run_dir=Path("run"), resume="elsewhere")
-    assert continued(options).resume == "elsewhere"
-    trained(here / "run", 4)
-    assert continued(options).resume == "auto"
-
-
-def test_a_first_attempt_is_as_it_was_told(here):
-    options = Options(spec="zero3", run_dir=Path("run"))
-    assert continued(options) is options
-
-
-def test_our_launcher_starts_failed_ranks_anew_and_nothing_else_does(here, monkeypatch, capsys):
-    resumed = []
-
-    def fails(argv: list[str], **_: object) -> int:
-        resumed.append(options.parse(argv).resume)
-        if len(resumed) == 2:
-            trained(options.parse(argv).run_dir, 4)
-        raise RankFailed("error: rank 1 was killed")
-
-    monkeypatch.setattr(train, "launch", fails)
-    assert main(["train", "zero3", "train.steps=9", "--max-restarts", "2", "--run-dir", "run"]) == 3
-    assert resumed == [None, "auto", "auto"]
-    assert "restart 2 of 2" in capsys.readouterr().err
     assert not (here / "run" / lock.NAME).exists()
 
 

@@ -1,0 +1,32 @@
+"""Run folders as a training leaves them, without one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ptrain.algebra.legality import require
+from ptrain.spec.load import load
+from ptrain.train import lineage, manifest
+from ptrain.train.folder import Claim, open_run
+from ptrain.train.manifest import Manifest
+
+SPEC = require(load("zero3"))
+
+
+def opened(given: Path | None = None, *, resuming: bool = False) -> Claim:
+    return open_run(SPEC, given=given, resuming=resuming, command="ptrain train")
+
+
+def trained(run: Path, *steps: int, model: object = None) -> list[Path]:
+    """A run with checkpoints of these steps, as far as their manifests say."""
+    paths = [run / "checkpoints" / manifest.folder_name(step) for step in steps]
+    for path, step in zip(paths, steps, strict=True):
+        path.mkdir(parents=True)
+        (path / "__0_0.distcp").write_bytes(bytes(64))
+        files = manifest.digests(path, ["__0_0.distcp"])
+        was = lineage.trained(SPEC) | ({"model": model} if model else {})
+        manifest.write(
+            path,
+            Manifest(step=step, spec="zero3", world_size=2, torch="2", files=files, trained=was),
+        )
+    return paths

@@ -1,0 +1,133 @@
+"""Who writes into a run folder, and what ranks that are started anew go on with."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from ptrain.cli import train
+from ptrain.cli.main import main
+from ptrain.errors import RankFailed, SpecError
+from ptrain.train import folder, launch, lock, options
+from ptrain.train.candidates import continued
+from ptrain.train.folder import RunFolder, begin, is_of_agent
+from ptrain.train.options import Options
+from tests.pure.run_folders import opened, trained
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_a_lock_lasts_as_long_as_the_last_process_that_holds_it(tmp_path):
+    taken = lock.take(tmp_path)
+    rank = subprocess.Popen(["sleep", "60"], pass_fds=[taken.descriptor])
+    os.close(taken.descriptor)  # as if this process were killed
+    with pytest.raises(SpecError, match="another training writes there"):
+        lock.take(tmp_path)
+    rank.kill()
+    rank.wait()
+    lock.take(tmp_path).release()
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_file_system_without_locks_keeps_nobody_from_training(tmp_path, monkeypatch):
+    def unsupported(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(lock.fcntl, "flock", unsupported)
+    lock.take(tmp_path).release()
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.fixture
+def by_agent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process is a rank that torch's agent has started. The count is that of an agent whose
+    own ranks have never failed."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+
+
+@pytest.mark.usefixtures("by_agent")
+def test_a_rank_that_an_agent_started_anew_goes_on_with_the_run_of_that_agent(here, monkeypatch):
+    first = opened()
+    first.lock.release()
+    begin(first.folder)
+    (here / "runs" / "z").mkdir()
+    (here / "runs" / "z" / "env.json").write_text("[]")
+    assert continued(Options(spec="zero3")).run_dir == Path("runs") / first.folder.path.name
+    assert continued(Options(spec="zero3")).resume == "auto"
+    assert continued(Options(spec="zero3", run_dir=Path("a"))).run_dir == Path("a")
+    monkeypatch.setattr(os, "getppid", lambda: 1)
+    assert continued(Options(spec="zero3")) == Options(spec="zero3")
+
+
+@pytest.mark.usefixtures("by_agent")
+def test_what_was_to_be_continued_is_so_until_the_run_has_written_checkpoints_itself(here):
+    trained(here / "run", 10, 50)
+    for _ in range(2):  # the second attempt finds what the first one found
+        opened(here / "run", resuming=True).lock.release()
+        options = Options(spec="zero3", run_dir=Path("run"), resume="run/checkpoints/step-00000010")
+        assert continued(options).resume == options.resume
+    trained(here / "run", 20)
+    assert continued(options).resume == "auto"
+
+
+@pytest.mark.usefixtures("by_agent")
+def test_a_folder_that_the_first_attempt_was_refused_is_not_taken_over(here, monkeypatch):
+    with monkeypatch.context() as elsewhere:
+        elsewhere.delenv("TORCHELASTIC_RUN_ID")
+        opened(here / "run").lock.release()
+    options = Options(spec="zero3", run_dir=here / "run")
+    assert continued(options) == options
+    assert not is_of_agent(here / "run", "")
+
+
+def test_a_first_attempt_is_as_it_was_told(here):
+    options = Options(spec="zero3", run_dir=Path("run"))
+    assert continued(options) is options
+
+
+def test_nobody_else_writes_while_a_refused_run_is_taken_away(here, monkeypatch):
+    claim = opened(here / "run")
+
+    def put_back(*_: object) -> None:
+        with pytest.raises(SpecError, match="another training writes there"):
+            opened(here / "run", resuming=True)
+
+    monkeypatch.setattr(folder, "latest_of", put_back)
+    claim.withdraw()
+    assert not (here / "run").exists()
+
+
+def test_a_signal_while_a_failed_attempt_is_ended_ends_the_job(tmp_path, monkeypatch):
+    def fails(*_: object) -> int:
+        signal.raise_signal(signal.SIGINT)
+        raise RankFailed("error: rank 1 was killed")
+
+    monkeypatch.setattr(launch, "_watch", fails)
+    monkeypatch.setattr(launch, "start", lambda *_, **__: iter(()))
+    assert launch.launch([], num_ranks=2, folder=RunFolder(tmp_path)) == 130
+
+
+def test_our_launcher_starts_failed_ranks_anew_and_nothing_else_does(here, monkeypatch, capsys):
+    resumed = []
+
+    def fails(argv: list[str], **_: object) -> int:
+        resumed.append(options.parse(argv).resume)
+        if len(resumed) == 2:
+            trained(options.parse(argv).run_dir, 4)
+        raise RankFailed("error: rank 1 was killed")
+
+    monkeypatch.setattr(train, "launch", fails)
+    assert main(["train", "zero3", "train.steps=9", "--max-restarts", "2", "--run-dir", "run"]) == 3
+    assert resumed == [None, "auto", "auto"]
+    assert "restart 2 of 2" in capsys.readouterr().err
+    assert not (here / "run" / lock.NAME).exists()
