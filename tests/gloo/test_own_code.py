@@ -59,6 +59,7 @@ def test_a_rank_that_torchrun_starts_imports_nothing_from_the_current_folder(ent
     assert "planted" not in job.error
 
 
+@pytest.mark.nightly
 def test_a_model_that_gives_a_tuple_is_refused_once_and_leaves_no_run(spec, tmp_path):
     own = "model={target: tests.models_unfit:changed, arguments: {how: tuple}}"
     code, job = jobs.run(["train", str(spec), own, "--allow-import"], cwd=tmp_path)
