@@ -6,10 +6,11 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported, here and in the ranks
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
+from ptrain.cli.main import main
 from tests.ranks import Ranks
 
 
@@ -24,6 +25,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         type=int,
         help="of each row of the data axis only the first so many settings, which hold most pairs",
     )
+
+
+@pytest.fixture
+def ptrain(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Runs a command line in this process -> what it prints, or raises AssertionError."""
+
+    def run(*arguments: str, code: int = 0) -> str:
+        exit_code = main(list(arguments))
+        captured = capsys.readouterr()
+        assert exit_code == code, captured.err
+        return captured.out
+
+    return run
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,6 @@ from dataclasses import replace
 import pytest
 
 from ptrain.algebra.legality import require
-from ptrain.cli.main import main
 from ptrain.costs import State
 from ptrain.derivation.estimate import derive
 from ptrain.errors import DoesNotFit, SpecError
@@ -26,19 +25,6 @@ H100 = ("model.preset=gpt2-124m", "mesh.dp_shard=8", "batch={global: 64, micro: 
 ON_H100 = (*H100, "cluster.preset=h100-8")
 DROPS = "model.dropout=0.1"
 LARGE = ("model.preset=llama3-8b", "activations=M", "recompute={keep: [norm]}")
-
-
-@pytest.fixture
-def ptrain(capsys):
-    """Runs a command line in this process -> what it prints, or raises AssertionError."""
-
-    def run(*arguments: str, code: int = 0) -> str:
-        found = main(list(arguments))
-        captured = capsys.readouterr()
-        assert found == code, captured.err
-        return captured.out
-
-    return run
 
 
 def fit_of(*overrides: str, name: str = "zero3") -> Fit:

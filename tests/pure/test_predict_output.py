@@ -8,26 +8,12 @@ import re
 import pytest
 
 import ptrain as package
-from ptrain.cli.main import main
 from ptrain.derivation.estimate import derive
 from ptrain.report.heading import placement
 from ptrain.spec.load import load
 from ptrain.train.heading import preflight_line
 
 GB = 10**9
-
-
-@pytest.fixture
-def ptrain(capsys):
-    """Runs a command line in this process -> what it prints, or raises AssertionError."""
-
-    def run(*arguments: str, code: int = 0) -> str:
-        found = main(list(arguments))
-        captured = capsys.readouterr()
-        assert found == code, captured.err
-        return captured.out
-
-    return run
 
 
 def row(text: str, name: str) -> list[str]:

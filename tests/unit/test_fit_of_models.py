@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ptrain.cli.main import main
 from ptrain.interpreter.facts import facts_of
 from ptrain.models.dropout import drops_out
 from ptrain.spec.load import load
@@ -40,19 +39,6 @@ class Functional(Necks):
 
 def functional() -> nn.Module:
     return Functional(10, 2, 259)
-
-
-@pytest.fixture
-def ptrain(capsys):
-    """Runs a command line in this process -> what it prints, or raises AssertionError."""
-
-    def run(*arguments: str, code: int = 0) -> str:
-        found = main(list(arguments))
-        captured = capsys.readouterr()
-        assert found == code, captured.err
-        return captured.out
-
-    return run
 
 
 def test_of_a_large_model_of_transformers_no_fit_is_claimed(ptrain):
