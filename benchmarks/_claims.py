@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 
 from ptrain.costs import Collective, Estimate, State
-from ptrain.derivation.facts import ModelFacts
+from ptrain.facts.model import ModelFacts
 from ptrain.spec.model import ModelShape
 from ptrain.spec.spec import Spec
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from ptrain.costs import Estimate, State
 from ptrain.derivation.estimate import derive
-from ptrain.derivation.facts import ModelFacts
+from ptrain.facts.model import ModelFacts
 from ptrain.report.record import compare
 from ptrain.spec.spec import Spec
 
@@ -82,8 +82,8 @@ class Contender:
         from ptrain.costs import Phase
         from ptrain.data.corpus import corpus
         from ptrain.interpreter.program import interpret
-        from ptrain.interpreter.world import World
         from ptrain.meters.measure import measure
+        from ptrain.rooms.world import World
         from tests.flops import counted
 
         self.program: Program = interpret(self.spec, world=World())

@@ -42,7 +42,7 @@ class _Contender:
     def __init__(self, spec: Spec) -> None:
         from ptrain.data.corpus import corpus
         from ptrain.interpreter.program import interpret
-        from ptrain.interpreter.world import World
+        from ptrain.rooms.world import World
 
         self.spec = spec
         self.program = interpret(spec, world=World.join(spec.timeout))

@@ -56,8 +56,8 @@ def measure_rank(strategy: str, model: str, rounds: int) -> dict[str, Side]:
     from ptrain.algebra.legality import require
     from ptrain.data.corpus import corpus
     from ptrain.interpreter.program import interpret
-    from ptrain.interpreter.world import World
     from ptrain.meters.counter import Counter
+    from ptrain.rooms.world import World
     from ptrain.spec.load import load
     from ptrain.train.consistency import Consistency
     from ptrain.train.exchange import Exchange

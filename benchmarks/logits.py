@@ -73,7 +73,7 @@ def losses() -> tuple[str, ...]:
 
 
 def contender(mesh: str, loss: str, size: tuple[int, int]) -> Contender:
-    from ptrain.interpreter.facts import facts_of
+    from ptrain.traces.facts import facts_of
 
     spec = spec_of(mesh, loss, size)
     return Contender(f"{mesh}, {loss}", spec, facts_of(spec))

@@ -57,8 +57,8 @@ def measure_rank(strategy: str, rounds: int) -> tuple[dict[str, Side], int]:
     from ptrain.data.corpus import corpus
     from ptrain.data.sampler import batch
     from ptrain.interpreter.program import interpret
-    from ptrain.interpreter.world import World
     from ptrain.meters.counter import Counter
+    from ptrain.rooms.world import World
     from ptrain.spec.load import load
 
     spec = require(load(strategy, OVERRIDES))

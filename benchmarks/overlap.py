@@ -90,7 +90,7 @@ class _Contender:
         from ptrain.algebra.legality import require
         from ptrain.data.corpus import corpus
         from ptrain.interpreter.program import interpret
-        from ptrain.interpreter.world import World
+        from ptrain.rooms.world import World
         from ptrain.spec.load import load
 
         self.spec = require(load("ddp", (*OVERRIDES, *overrides)))

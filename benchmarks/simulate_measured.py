@@ -20,12 +20,12 @@ from _machine import conclude, header, this_command
 
 from ptrain.costs import Estimate
 from ptrain.derivation.estimate import derive
-from ptrain.interpreter.facts import facts_of
 from ptrain.report.record import Check, compare
 from ptrain.simulation.execute import simulate
 from ptrain.spec.load import load
 from ptrain.spec.names import listing
 from ptrain.spec.spec import Spec
+from ptrain.traces.facts import facts_of
 from tests.gloo.test_simulated import short, steady
 from tests.ranks import Ranks
 

@@ -35,7 +35,7 @@ import torch
 from _machine import conclude, header, this_command
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from ptrain.activations import recompute
+from ptrain.activations.run import recompute
 from ptrain.costs import Phase
 from ptrain.interpreter.program import Program
 from ptrain.models.ledger import storage_of

@@ -80,8 +80,8 @@ def _ptrain(strategy: str) -> Callable[[], float]:
     from ptrain.data.corpus import corpus
     from ptrain.data.sampler import batch
     from ptrain.interpreter.program import interpret
-    from ptrain.interpreter.world import World
     from ptrain.meters.counter import Counter
+    from ptrain.rooms.world import World
     from ptrain.train.schedule import learning_rate
 
     spec = _spec(strategy)

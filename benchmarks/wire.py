@@ -62,9 +62,9 @@ def measure(pool: Ranks, strategy: str, overrides: Sequence[str]) -> tuple[WireR
     from ptrain.algebra.legality import require
     from ptrain.derivation.estimate import derive
     from ptrain.derivation.wire import wire_rows
-    from ptrain.interpreter.facts import facts_of
     from ptrain.meters.measure import join_estimates
     from ptrain.spec.load import load
+    from ptrain.traces.facts import facts_of
     from tests.gloo.runs import train
 
     spec = require(load(strategy, tuple(overrides)))

@@ -11,13 +11,13 @@ from ptrain.version import VERSION as __version__
 TYPE_CHECKING = False  # not typing's: `python -m ptrain` is here before its path is put right
 if TYPE_CHECKING:
     from ptrain.derivation.estimate import derive as derive
-    from ptrain.interpreter.facts import read_facts as read_facts
     from ptrain.interpreter.program import interpret as interpret
     from ptrain.meters.measure import measure as measure
     from ptrain.plan.lower import lower as lower
     from ptrain.selection.recompute import settled as settled
     from ptrain.spec.load import expand as expand
     from ptrain.spec.load import load as load
+    from ptrain.traces.facts import read_facts as read_facts
     from ptrain.train.notebook import run as run
     from ptrain.verification.jobs.job import Job as Job
     from ptrain.verification.jobs.job import Terms as Terms
@@ -30,7 +30,7 @@ _HOMES = {
     "lower": "ptrain.plan.lower",
     "interpret": "ptrain.interpreter.program",
     "measure": "ptrain.meters.measure",
-    "read_facts": "ptrain.interpreter.facts",
+    "read_facts": "ptrain.traces.facts",
     "run": "ptrain.train.notebook",
     "settled": "ptrain.selection.recompute",
     "verify": "ptrain.verification.own",

@@ -20,6 +20,15 @@ class Mark(StrEnum):
     POST_BACKWARD = "post"
 
 
+class Kind(StrEnum):
+    """What a pass computes."""
+
+    FORWARD = "F"
+    BACKWARD = "B"  # whole: gradients of the inputs and of the weights
+    INPUT = "I"  # gradients of the inputs alone: the stage before waits for them
+    WEIGHT = "W"  # gradients of the weights alone: nobody waits for them
+
+
 @dataclass(frozen=True, slots=True)
 class Boundary:
     """`unit` is an index into the wrap units, inner before outer, the root last."""

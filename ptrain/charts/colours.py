@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from functools import cache
 
-from ptrain.axes.pipeline.schedule import Kind
 from ptrain.charts.sheet import BLACK, WHITE
+from ptrain.timeline import Kind
 
 _OF = {
     Kind.FORWARD: "#56b4e9",

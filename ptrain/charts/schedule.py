@@ -10,11 +10,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ptrain.axes.pipeline.draw import MEANINGS, bubble_text
-from ptrain.axes.pipeline.schedule import Kind, Schedule
+from ptrain.axes.pipeline.schedule import Schedule
 from ptrain.axes.pipeline.simulate import Simulation, StageCost, simulate
 from ptrain.charts.boxes import Box, boxes
 from ptrain.charts.colours import ink_on, shades
 from ptrain.charts.sheet import GREY, LIGHT, LINE, WHITE, Rectangle, Sheet, Text, width_of
+from ptrain.timeline import Kind
 
 _EDGE = 14.0  # around everything
 _LEAST, _MOST = 560.0, 2880.0  # the width of the rows: 8 inches, 40 inches

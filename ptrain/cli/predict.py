@@ -8,8 +8,8 @@ from dataclasses import asdict
 import ptrain
 from ptrain.cli.arguments import add_spec_arguments, print_json
 from ptrain.derivation.estimate import derive, facts_from_shape
-from ptrain.derivation.facts import ModelFacts
 from ptrain.errors import PtrainError
+from ptrain.facts.model import ModelFacts
 from ptrain.plan.composition import theorem_6, theorem_7
 from ptrain.report.differences import several
 from ptrain.report.predict import Prediction, one

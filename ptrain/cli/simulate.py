@@ -17,7 +17,6 @@ from ptrain.cli.arguments import add_spec_arguments, print_json
 from ptrain.costs import State
 from ptrain.derivation.estimate import Derivation, derive
 from ptrain.errors import PtrainError, refused
-from ptrain.interpreter.facts import facts_of
 from ptrain.meters.measure import join_estimates
 from ptrain.report.heading import heading
 from ptrain.report.record import record, traffic_rows
@@ -29,6 +28,7 @@ from ptrain.simulation.patches import require_supported
 from ptrain.spec.load import load
 from ptrain.spec.overrides import split_arguments, sweeps
 from ptrain.spec.spec import Spec
+from ptrain.traces.facts import facts_of
 from ptrain.units import format_bytes
 
 

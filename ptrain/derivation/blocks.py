@@ -34,7 +34,7 @@ VARIANTS = (
     ("offload", Kept(tier=Tier.HOST)),
     ("full-offload", Kept(policy=FULL, tier=Tier.HOST)),
 )
-CUTS = ("whole", "cut", "saved")  # kinds of `axes.tensor.tables`, however logits are cut
+CUTS = ("whole", "cut", "saved")  # kinds of `traces.tensor_tables`, however logits are cut
 PLAIN_NAME = "plain"
 
 _NAMES = {kept: name for name, kept in VARIANTS}

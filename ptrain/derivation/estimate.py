@@ -6,10 +6,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from ptrain.algebra.layout import positions
+from ptrain.axes.pipeline.stage_facts import stages_of
 from ptrain.costs import Column, Estimate, Footprint, Peak, State, Traffic, TrafficKey, add_traffic
 from ptrain.derivation import blocks, pipeline, tensor
 from ptrain.derivation.activations import is_tabulated
-from ptrain.derivation.facts import ModelFacts
 from ptrain.derivation.in_flight import in_flight
 from ptrain.derivation.interconnect import warnings
 from ptrain.derivation.kept import activation_row, kept_traffic
@@ -18,11 +18,12 @@ from ptrain.derivation.memory import resident
 from ptrain.derivation.notes import notes
 from ptrain.derivation.operations import operations, setting_of
 from ptrain.derivation.paper import paper
-from ptrain.derivation.parameters import facts as facts_of
 from ptrain.derivation.pipeline_notes import pipeline_notes
 from ptrain.derivation.timeline import Replay, replay
 from ptrain.derivation.traffic import sent
 from ptrain.errors import Fault, SpecError
+from ptrain.facts.model import ModelFacts
+from ptrain.facts.parameters import facts as facts_of
 from ptrain.plan.lower import lower
 from ptrain.plan.step import Plan
 from ptrain.spec.model import Attention, ModelShape
@@ -50,7 +51,7 @@ def derive(spec: Spec, facts: ModelFacts | None = None) -> Derivation:
     """The costs of a legal spec. A built-in model needs no `facts`; any other model's are read off
     the model itself."""
     facts = own_facts(spec) if facts is None else facts
-    stages = pipeline.stages_of(spec, facts)
+    stages = stages_of(spec, facts)
     plan = lower(spec, facts.unit_modules, facts.roles, stages, facts.blocks)
     found, foreign = exact(spec, plan, facts), unclaimed(spec, facts)
     found = replace(

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from ptrain.algebra.layout import ranks_over
 from ptrain.axes.data.costs import padded_flat
 from ptrain.costs import Footprint, State
-from ptrain.derivation.facts import ModelFacts
 from ptrain.derivation.optimizer_state import (
     Elements,
     Kept,
@@ -16,6 +15,7 @@ from ptrain.derivation.optimizer_state import (
     kept_tensors,
     needs_whole_tensors,
 )
+from ptrain.facts.model import ModelFacts
 from ptrain.plan.step import FlatUnits, Plan
 from ptrain.spec.axis import Axis
 from ptrain.spec.placement import Tier

@@ -7,11 +7,11 @@ from collections import Counter
 from collections.abc import Hashable, Iterator
 
 from ptrain.costs import Collective, Phase, State, Traffic, TrafficKey
-from ptrain.derivation.facts import ModelFacts, UnitFacts
 from ptrain.derivation.flat_bench import Bench
 from ptrain.derivation.flat_wrap import SCALE_BYTES, Flat
 from ptrain.derivation.optimizer_state import needs_whole_tensors
 from ptrain.derivation.tape import Scene, Tape
+from ptrain.facts.model import ModelFacts, UnitFacts
 from ptrain.plan.step import FlatUnits, Plan
 from ptrain.spec.placement import Tier
 from ptrain.spec.spec import Spec

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from ptrain.axes.data.costs import Run, runs
-from ptrain.derivation.facts import UnitFacts
 from ptrain.derivation.flat_bench import Bench, Buffer
 from ptrain.derivation.flat_gradients import Gradients
 from ptrain.derivation.flat_theta import Theta
 from ptrain.derivation.flat_update import UnitUpdate
+from ptrain.facts.model import UnitFacts
 from ptrain.spec.axis import Axis
 
 

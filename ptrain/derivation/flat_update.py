@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from ptrain.costs import State
-from ptrain.derivation.facts import UnitFacts
 from ptrain.derivation.flat_bench import Bench, Buffer, Piece, kept, without
 from ptrain.derivation.flat_gradients import Gradients
 from ptrain.derivation.flat_theta import Theta
 from ptrain.derivation.muon import muon_temporaries
 from ptrain.derivation.optimizer_state import Kept, is_hidden, kept_tensors, needs_whole_tensors
+from ptrain.facts.model import UnitFacts
 from ptrain.spec.placement import Tier
 
 

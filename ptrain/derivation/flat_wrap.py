@@ -6,17 +6,16 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 
 from ptrain.algebra.layout import place_of
-from ptrain.axes.pipeline.schedule import Kind
-from ptrain.derivation.facts import UnitFacts
 from ptrain.derivation.flat_bench import Bench, Buffer
 from ptrain.derivation.flat_gradients import Gradients
 from ptrain.derivation.flat_unit import Unit
 from ptrain.derivation.memory import differing_axes, within_tp
 from ptrain.derivation.tape import Scene
+from ptrain.facts.model import UnitFacts
 from ptrain.plan.step import FlatUnits
 from ptrain.spec.batch import GradientSync
 from ptrain.spec.placement import Tier
-from ptrain.timeline import Complete, Mark
+from ptrain.timeline import Complete, Kind, Mark
 
 SCALE_BYTES = 4  # fp32, as is the flag of an overflow
 

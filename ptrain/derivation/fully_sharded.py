@@ -11,13 +11,12 @@ from collections.abc import Hashable
 
 from ptrain.algebra.layout import ranks_over
 from ptrain.axes.data.costs import kept_ranks, local_rows, padded_rows
-from ptrain.axes.pipeline.schedule import Kind
-from ptrain.derivation.facts import UnitFacts
 from ptrain.derivation.tape import Scene
 from ptrain.derivation.wraps import by_operator, cast_units
+from ptrain.facts.model import UnitFacts
 from ptrain.plan.step import FullyShard
 from ptrain.spec.batch import GradientSync, ReduceScatterVia
-from ptrain.timeline import Boundary, Complete, Mark
+from ptrain.timeline import Boundary, Complete, Kind, Mark
 
 Shapes = tuple[tuple[int, ...], ...]
 

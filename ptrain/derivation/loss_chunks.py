@@ -24,7 +24,7 @@ from ptrain.timeline import Mark, Run
 MODEL, STAGE = "model", "stage"
 PLACES = (MODEL, STAGE)
 PLAIN, FUSED = "plain", "fused"
-CUT, SAVED, NAIVE = "cut", "saved", "naive"  # kinds of `axes.tensor.tables`
+CUT, SAVED, NAIVE = "cut", "saved", "naive"  # kinds of `traces.tensor_tables`
 
 # Of sizes, in the order in which they are divided by: features; tokens of this rank between the
 # blocks, of a chunk and of what is left; the vocabulary, all of it and the rank's part.

@@ -13,7 +13,6 @@ from typing import assert_never
 from ptrain.algebra.layout import positions, ranks_over
 from ptrain.axes.data.costs import local_rows, padded_rows, spread
 from ptrain.costs import Footprint, State
-from ptrain.derivation.facts import ModelFacts
 from ptrain.derivation.flat_memory import flat_elements, flat_footprints
 from ptrain.derivation.optimizer_state import (
     Elements,
@@ -23,6 +22,7 @@ from ptrain.derivation.optimizer_state import (
     needs_whole_tensors,
     optimizer_bytes,
 )
+from ptrain.facts.model import ModelFacts
 from ptrain.plan.step import FlatUnits, FullyShard, LocalGradients, Plan, Replicate
 from ptrain.spec.axis import Axis
 from ptrain.spec.precision import DType, Layout

@@ -9,10 +9,10 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from ptrain.algebra.layout import positions
-from ptrain.axes.pipeline.stages import Stage
 from ptrain.axes.tensor.costs import Cut
 from ptrain.costs import Operations
 from ptrain.derivation import blocks
+from ptrain.facts.stages import Stage
 from ptrain.plan.step import Plan
 from ptrain.spec.axis import Axis
 from ptrain.spec.model import ModelShape

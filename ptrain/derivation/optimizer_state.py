@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ptrain.axes.data.rules import is_elementwise, keeps_state
-from ptrain.derivation.facts import TensorFacts, UnitFacts
+from ptrain.facts.model import TensorFacts, UnitFacts
 from ptrain.spec.precision import DType, Layout
 from ptrain.spec.spec import OptimizerSpec
 

@@ -23,8 +23,8 @@ from ptrain.costs import (
     Traffic,
     add_traffic,
 )
-from ptrain.derivation.facts import ModelFacts
 from ptrain.derivation.optimizer_state import optimizer_itemsize
+from ptrain.facts.model import ModelFacts
 from ptrain.spec.axis import DATA_AXES, Axis, Factor
 from ptrain.spec.placement import OFFLOADED, S_STAR, Distribution, M, Mode, R, S, Tier
 from ptrain.spec.spec import Spec

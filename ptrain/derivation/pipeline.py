@@ -16,105 +16,29 @@ from functools import partial
 
 from ptrain.algebra.layout import positions
 from ptrain.axes.pipeline.form import pipeline_of
-from ptrain.axes.pipeline.form import stages_of as cut_as_said
 from ptrain.axes.pipeline.gathers import stage_gathers
 from ptrain.axes.pipeline.holdings import transfers
 from ptrain.axes.pipeline.known import schedule
 from ptrain.axes.pipeline.schedule import Schedule
-from ptrain.axes.pipeline.stages import ENDS, Chain, Ends, Layers, Stage, layers_of
+from ptrain.axes.pipeline.stage_facts import chain_of, stage_facts, stage_roles, stages_of
 from ptrain.axes.ring import Calls
 from ptrain.axes.tensor.costs import Cut
 from ptrain.costs import Footprint, State, Traffic, add_traffic
 from ptrain.derivation import blocks, tensor
 from ptrain.derivation.calls import group_over
-from ptrain.derivation.facts import ModelFacts, UnitFacts
 from ptrain.derivation.kept import kept_traffic
 from ptrain.derivation.memory import by_shard, differing_axes, other_bytes
-from ptrain.derivation.passes import Passes
 from ptrain.derivation.stage_timeline import Pairs, moved_and_repeated
 from ptrain.derivation.tied import Rows, tied_sums
 from ptrain.derivation.traffic import norm, wrapped
+from ptrain.facts.model import ModelFacts
+from ptrain.facts.passes import Passes
+from ptrain.facts.stages import ENDS, Ends, Stage
 from ptrain.plan.step import FullyShard, Plan
-from ptrain.spec.axis import Axis
 from ptrain.spec.model import ModelShape
-from ptrain.spec.role import Role, Roles, fits
 from ptrain.spec.spec import Spec
 
 _PLACED = (State.PARAMETERS, State.OPTIMIZER, State.GRADIENTS)
-# Of the built-in families: what a tied head takes, and its own name of it.
-TIED = ("embed.weight", "head.weight")
-
-
-def stages_of(spec: Spec, facts: ModelFacts) -> tuple[Stage, ...]:
-    """The stages that the spec cuts the model into, first to last; none without pp. Raises
-    SpecError where it has too few layers."""
-    if spec.degree(Axis.PP) == 1:
-        return ()
-    return cut_as_said(spec, layers(spec, facts))
-
-
-def chain_of(spec: Spec, facts: ModelFacts) -> Chain:
-    """What stages are cut from: of a built-in model by its family, else as its facts say."""
-    if facts.chain is not None:
-        return facts.chain
-    model = spec.model
-    assert isinstance(model, ModelShape), "the facts of another model have their chain"
-    return Chain(
-        layers=tuple(f"blocks.{index}" for index in range(model.layers)),
-        ends=ENDS,
-        hidden=model.hidden,
-        tied=(TIED,) if model.tied else (),
-    )
-
-
-def layers(spec: Spec, facts: ModelFacts) -> Layers:
-    """What may be cut: whole layers, however small the wrap's units are."""
-    *inner, root = facts.units
-    chain = chain_of(spec, facts)
-    blocks = tuple(
-        UnitFacts(
-            modules=(name,),
-            tensors=tuple(
-                each
-                for unit in inner
-                if f"{unit.name}.".startswith(f"{name}.")
-                for each in unit.tensors
-            ),
-        )
-        for name in chain.layers
-    )
-    assert sum(block.numel for block in blocks) == sum(unit.numel for unit in inner)
-    return layers_of((*blocks, root), front=chain.ends.front, tied=chain.tied)
-
-
-def stage_facts(facts: ModelFacts, stage: Stage) -> ModelFacts:
-    """One stage's part: its units, what it shares with another stage in units of their own, the
-    root with what it has of the ends, and the order in which its gradients are complete. A tied
-    head's copy is complete when the head is."""
-    tensors = {each.name: each for each in facts.tensors}
-    for name, copy in stage.copied:
-        tensors[copy] = replace(tensors[name], name=copy)
-    has = [tensors[name] for name in stage.tensors]
-    units = []
-    for modules in stage.units(facts.unit_modules):
-        own = [t for t in has if any(f"{t.name}.".startswith(f"{m}.") or not m for m in modules)]
-        has = [tensor for tensor in has if tensor not in own]
-        units.append(UnitFacts(modules=modules, tensors=tuple(own)))
-    copies = [copy for _, copy in stage.copied]
-    order = [name for name in facts.gradient_order if name in stage.tensors]
-    lacking = facts.chain.lacking(stage) if facts.chain else ()
-    return replace(
-        facts,
-        units=tuple(units),
-        buffers=tuple(row for row in facts.buffers if not _is_within(row[0], lacking)),
-        gradient_order=(*copies, *order),
-        timeline=None,
-        stage_passes=(),
-    )
-
-
-def _is_within(name: str, modules: Iterable[str]) -> bool:
-    return any(f"{name}.".startswith(f"{module}.") for module in modules)
 
 
 def parts(spec: Spec, plan: Plan, part: ModelFacts) -> dict[ModelFacts, tuple[int, ...]]:
@@ -309,29 +233,6 @@ def _kept(spec: Spec, each: StageParts, index: int) -> tuple[Pairs, Pairs]:
     if is_plain or not isinstance(spec.model, ModelShape) or not blocks.are_known(spec):
         return (), ()  # nothing, or not traced: then nothing is said of it
     return moved_and_repeated(spec, each.stage, each.cut(spec, index))
-
-
-def stage_roles(roles: Roles, stage: Stage, stages: int, ends: Ends = ENDS) -> Roles:
-    """Those of one stage's modules: of the ends only what it has. What it has its own copy of a cut
-    table for is its head, whatever it was called before."""
-    gone = (
-        *(ends.front if stage.index else ()),
-        *(ends.behind if stage.index < stages - 1 else ()),
-    )
-    kept = tuple(pair for pair in roles if not any(_means(pair[0], name) for name in gone))
-    copied = {copy.rpartition(".")[0]: name.rpartition(".")[0] for name, copy in stage.copied}
-    heads = tuple(
-        (head, Role.HEAD)
-        for head, table in copied.items()
-        if any(fits(pattern, table) for pattern, _ in roles)
-        and not any(fits(pattern, head) for pattern, _ in kept)
-    )
-    return (*kept, *heads)
-
-
-def _means(pattern: str, module: str) -> bool:
-    """Whether a role is one of a module, or of something in it."""
-    return fits(pattern, module) or pattern.startswith(f"{module}.")
 
 
 def schedule_of(spec: Spec) -> Schedule:

@@ -10,9 +10,9 @@ from ptrain.axes.pipeline.form import pipeline_of
 from ptrain.axes.pipeline.gathers import stage_gathers
 from ptrain.axes.pipeline.known import schedule
 from ptrain.axes.pipeline.schedule import Schedule
-from ptrain.axes.pipeline.stages import Stage
-from ptrain.derivation.facts import ModelFacts
-from ptrain.derivation.pipeline import stages_of
+from ptrain.axes.pipeline.stage_facts import stages_of
+from ptrain.facts.model import ModelFacts
+from ptrain.facts.stages import Stage
 from ptrain.plan.step import FlatUnits, FullyShard, Plan
 from ptrain.spec.batch import GradientSync
 from ptrain.spec.spec import Spec

@@ -14,15 +14,15 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ptrain.axes.pipeline.exchange import End, Exchange, Held, Role, Turn, Verb
-from ptrain.axes.pipeline.schedule import Action, Kind
+from ptrain.axes.pipeline.schedule import Action
 from ptrain.costs import Phase
-from ptrain.derivation.facts import ModelFacts
-from ptrain.derivation.passes import Passes, net
 from ptrain.derivation.tape import Scene, Tape, Wrap
 from ptrain.derivation.timeline import play, wrap_of
+from ptrain.facts.model import ModelFacts
+from ptrain.facts.passes import Passes, net
 from ptrain.plan.step import Plan
 from ptrain.spec.spec import Spec
-from ptrain.timeline import Boundary, Item, Mark, Run
+from ptrain.timeline import Boundary, Item, Kind, Mark, Run
 
 _TAKEN = (Role.INPUT, Role.OUTPUT_GRADIENT)
 

@@ -1,5 +1,5 @@
 """The passes of a built-in model's stage: the committed tables of stages, evaluated
-(`axes.pipeline.tables` writes them, as `models.tables` those of whole models).
+(`traces.stage_tables` writes them, as `models.tables` those of whole models).
 """
 
 from __future__ import annotations
@@ -11,16 +11,15 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from ptrain.axes.pipeline.schedule import Kind
-from ptrain.axes.pipeline.stages import Stage
 from ptrain.axes.tensor.costs import Cut
 from ptrain.derivation import activations, blocks, loss_chunks
 from ptrain.derivation.monomials import Monomial, dimensions, merged, monomials
-from ptrain.derivation.passes import Passes, of_first_stage, of_later_stage
+from ptrain.facts.passes import Passes, of_first_stage, of_later_stage
+from ptrain.facts.stages import Stage
 from ptrain.spec.keep import PLAIN, Kept
 from ptrain.spec.model import Attention, ModelShape
 from ptrain.spec.spec import Spec
-from ptrain.timeline import Item, Run
+from ptrain.timeline import Item, Kind, Run
 
 Units = tuple[tuple[str, ...], ...]
 Pairs = tuple[tuple[str, int], ...]

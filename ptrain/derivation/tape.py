@@ -6,12 +6,11 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from ptrain.axes.pipeline.schedule import Kind
 from ptrain.costs import Phase
-from ptrain.derivation.facts import ModelFacts
+from ptrain.facts.model import ModelFacts
 from ptrain.plan.step import Plan
 from ptrain.spec.spec import Spec
-from ptrain.timeline import Boundary, Complete, Mark, Timeline
+from ptrain.timeline import Boundary, Complete, Kind, Mark, Timeline
 
 
 @dataclass(slots=True)

@@ -14,7 +14,7 @@ from ptrain.axes.ring import Calls, Group
 from ptrain.axes.tensor.costs import Cut
 from ptrain.costs import Collective, Phase, State, Traffic
 from ptrain.derivation import activations
-from ptrain.derivation.facts import ModelFacts, TensorFacts, UnitFacts
+from ptrain.facts.model import ModelFacts, TensorFacts, UnitFacts
 from ptrain.plan.step import Parallelize, Plan
 from ptrain.spec.model import ModelShape
 from ptrain.spec.precision import DType

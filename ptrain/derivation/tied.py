@@ -7,11 +7,11 @@ from typing import assert_never
 
 from ptrain.algebra.layout import ranks_over
 from ptrain.axes.data.costs import local_rows
-from ptrain.axes.pipeline.stages import Stage
 from ptrain.axes.ring import Calls, Group
 from ptrain.costs import Collective, Phase, State, Traffic
-from ptrain.derivation.facts import ModelFacts, TensorFacts, UnitFacts
 from ptrain.derivation.flat_memory import flat_buffers
+from ptrain.facts.model import ModelFacts, TensorFacts, UnitFacts
+from ptrain.facts.stages import Stage
 from ptrain.plan.step import FlatUnits, FullyShard, LocalGradients, Plan, Replicate
 from ptrain.spec.spec import Spec
 

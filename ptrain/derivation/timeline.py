@@ -12,13 +12,13 @@ from typing import assert_never
 from ptrain.algebra.layout import positions
 from ptrain.costs import Footprint, Peak, Phase, State
 from ptrain.derivation import activations
-from ptrain.derivation.facts import ModelFacts
 from ptrain.derivation.flat_wrap import Flat
 from ptrain.derivation.fully_sharded import FullySharded
 from ptrain.derivation.memory import differing_axes, resident
 from ptrain.derivation.tape import Scene, Tape, Wrap
 from ptrain.derivation.wraps import Local, Replicated, clipping
 from ptrain.errors import PtrainError
+from ptrain.facts.model import ModelFacts
 from ptrain.plan.step import FlatUnits, FullyShard, LocalGradients, Plan, Replicate
 from ptrain.spec.model import ModelShape
 from ptrain.spec.spec import Spec

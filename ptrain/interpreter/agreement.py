@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ptrain.errors import Fault, SpecError
-from ptrain.interpreter.world import World
+from ptrain.rooms.world import World
 from ptrain.spec.precision import Layout
 
 _REMEDY = "give every rank the same spec, the same model and the same code"

@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 
 from ptrain.costs import State
-from ptrain.interpreter.mesh import Mesh
 from ptrain.interpreter.scaling import LossScale
-from ptrain.interpreter.tiers import Tiers, alike
 from ptrain.models.tags import tier_of
 from ptrain.plan.step import LONG_NORM, NORM_ROW, Clip
+from ptrain.rooms.mesh import Mesh
+from ptrain.rooms.tiers import Tiers, alike
 from ptrain.spec.axis import Axis
 from ptrain.spec.placement import Tier
 

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 from torch import Tensor, nn
 
-from ptrain.axes.tensor.apply import loss_inside, whole_loss
+from ptrain.axes.tensor.run.apply import loss_inside, whole_loss
 from ptrain.plan.step import Plan
 
 

@@ -10,16 +10,13 @@ from torch import nn
 from torch._guards import detect_fake_mode
 from torch.distributed.tensor import DTensor
 
-from ptrain.activations.apply import keep
-from ptrain.axes.data.apply import apply
-from ptrain.axes.data.target import rows_of
-from ptrain.axes.data.wrapped import Wrapped
-from ptrain.axes.tensor.apply import parallelize
+from ptrain.activations.run.apply import keep
+from ptrain.axes.data.run.apply import apply
+from ptrain.axes.data.run.target import rows_of
+from ptrain.axes.data.run.wrapped import Wrapped
 from ptrain.axes.tensor.costs import shards_differ, slices
+from ptrain.axes.tensor.run.apply import parallelize
 from ptrain.errors import refused
-from ptrain.interpreter.mesh import Mesh
-from ptrain.interpreter.registry import Registry
-from ptrain.interpreter.tiers import Tiers
 from ptrain.models.build import build
 from ptrain.models.initialize import (
     NONE,
@@ -32,6 +29,9 @@ from ptrain.models.initialize import (
 from ptrain.models.ledger import local
 from ptrain.models.numerics import TORCH_DTYPES
 from ptrain.plan.step import FullyShard, Plan
+from ptrain.rooms.mesh import Mesh
+from ptrain.rooms.registry import Registry
+from ptrain.rooms.tiers import Tiers
 from ptrain.spec.model import ModelShape
 from ptrain.spec.spec import Spec
 

@@ -12,14 +12,12 @@ from dataclasses import dataclass
 
 import torch
 
-from ptrain.axes.data.target import Resident, Slot, Target, TensorTarget
+from ptrain.axes.data.run.target import Resident, Slot, Target, TensorTarget
 from ptrain.costs import State
-from ptrain.errors import Fault, SpecError
-from ptrain.interpreter.muon import Muon
 from ptrain.interpreter.scaling import LossScale
-from ptrain.interpreter.sgd import SGD
-from ptrain.interpreter.tiers import cast
 from ptrain.models.numerics import TORCH_DTYPES
+from ptrain.optimizers.build import build_optimizer, moment_names
+from ptrain.rooms.tiers import cast
 from ptrain.spec.precision import Layout
 from ptrain.spec.spec import OptimizerSpec
 
@@ -219,50 +217,3 @@ def _stays_in_place(groups: Sequence[Sequence[Target]], dtypes: _Dtypes) -> bool
 def _rule(spec: OptimizerSpec, is_hidden: bool) -> str:
     """How a tensor is updated: Muon is for the matrices within the model."""
     return "adamw" if spec.name == "muon" and not is_hidden else spec.name
-
-
-def moment_names(rule: str, spec: OptimizerSpec) -> tuple[str, ...]:
-    if rule == "adamw":
-        return ("exp_avg", "exp_avg_sq")
-    return ("momentum_buffer",) if rule == "muon" or spec.momentum else ()
-
-
-def _decayed(spec: OptimizerSpec) -> dict[str, float]:
-    return {"lr": spec.lr, "momentum": spec.momentum, "weight_decay": spec.weight_decay}
-
-
-Leaves = Sequence[torch.Tensor] | Sequence[dict[str, list[torch.Tensor]]]
-
-
-def _tensors(leaves: Leaves) -> Iterator[torch.Tensor]:
-    """Of all groups, where torch hands over groups."""
-    for leaf in leaves:
-        yield from leaf["params"] if isinstance(leaf, dict) else (leaf,)
-
-
-def build_optimizer(rule: str, leaves: Leaves, spec: OptimizerSpec) -> torch.optim.Optimizer:
-    """torch's optimizer of `leaves`, tensors or groups of them, by a rule's name."""
-    match rule:
-        case "adamw":
-            return torch.optim.AdamW(
-                leaves,
-                lr=spec.lr,
-                betas=spec.betas,
-                eps=spec.eps,
-                weight_decay=spec.weight_decay,
-                fused=True,
-            )
-        case "sgd" if any(leaf.is_cpu and leaf.dtype.itemsize == 2 for leaf in _tensors(leaves)):
-            return SGD(leaves, **_decayed(spec))
-        case "sgd":
-            return torch.optim.SGD(leaves, **_decayed(spec), fused=True)
-        case "muon":
-            return Muon(leaves, **_decayed(spec))
-        case name:
-            raise SpecError(
-                Fault(
-                    place="optimizer.name",
-                    finding=f"{name} is not executed yet",
-                    remedy="use adamw, sgd or muon",
-                )
-            )

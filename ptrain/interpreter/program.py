@@ -13,12 +13,12 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from ptrain.axes.data.flat import parameters_by_unit
-from ptrain.axes.data.target import Named, Target
-from ptrain.axes.data.wrapped import Wrapped
-from ptrain.axes.pipeline.apply import Asked, Pipelined
-from ptrain.axes.pipeline.staged import Staged
-from ptrain.axes.tensor.apply import micro_batch
+from ptrain.axes.data.run.flat import parameters_by_unit
+from ptrain.axes.data.run.target import Named, Target
+from ptrain.axes.data.run.wrapped import Wrapped
+from ptrain.axes.pipeline.run.apply import Asked, Pipelined
+from ptrain.axes.pipeline.run.staged import Staged
+from ptrain.axes.tensor.run.apply import micro_batch
 from ptrain.costs import Phase, State
 from ptrain.data.sampler import LocalBatch
 from ptrain.errors import PtrainError
@@ -26,12 +26,9 @@ from ptrain.interpreter.agreement import require_equal_models
 from ptrain.interpreter.clip import ByOperator, global_norm, scale_down
 from ptrain.interpreter.loss import Loss
 from ptrain.interpreter.materialize import build_module, wrap
-from ptrain.interpreter.mesh import Mesh
 from ptrain.interpreter.optimizer import MASTER, Update
-from ptrain.interpreter.registry import Registry
 from ptrain.interpreter.scaling import LossScale
 from ptrain.interpreter.stages import stages_of_module, wrap_stages
-from ptrain.interpreter.world import World
 from ptrain.models.attention import require_trainable
 from ptrain.models.facts import untraced_facts
 from ptrain.models.heads import head_of
@@ -39,6 +36,9 @@ from ptrain.models.numerics import TORCH_DTYPES
 from ptrain.models.units import ROOT
 from ptrain.plan.lower import lower
 from ptrain.plan.step import FlatUnits, Plan
+from ptrain.rooms.mesh import Mesh
+from ptrain.rooms.registry import Registry
+from ptrain.rooms.world import World
 from ptrain.spec.axis import DATA_AXES
 from ptrain.spec.spec import Spec
 

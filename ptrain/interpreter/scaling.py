@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 from ptrain.costs import State
-from ptrain.interpreter.mesh import Mesh
-from ptrain.interpreter.tiers import Tiers
 from ptrain.models.tags import tier_of
+from ptrain.rooms.mesh import Mesh
+from ptrain.rooms.tiers import Tiers
 from ptrain.spec.axis import Axis
 from ptrain.spec.placement import Tier
 from ptrain.spec.precision import INITIAL_SCALE, SCALE_BACKOFF, SCALE_GROWTH, SCALE_INTERVAL

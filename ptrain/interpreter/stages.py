@@ -8,18 +8,18 @@ from dataclasses import dataclass, replace
 from torch import nn
 from torch._guards import detect_fake_mode
 
-from ptrain.axes.pipeline.alike import require_alike
-from ptrain.axes.pipeline.cut import part_of
-from ptrain.axes.pipeline.staged import Part, Staged
-from ptrain.axes.pipeline.stages import Chain, Stage
-from ptrain.derivation.facts import ModelFacts
-from ptrain.derivation.pipeline import chain_of, stage_roles, stages_of
+from ptrain.axes.pipeline.run.alike import require_alike
+from ptrain.axes.pipeline.run.cut import part_of
+from ptrain.axes.pipeline.run.staged import Part, Staged
+from ptrain.axes.pipeline.stage_facts import chain_of, stage_roles, stages_of
 from ptrain.errors import refused
+from ptrain.facts.model import ModelFacts
+from ptrain.facts.stages import Chain, Stage
 from ptrain.interpreter.materialize import wrap
-from ptrain.interpreter.mesh import Mesh
 from ptrain.models.chain import sample
 from ptrain.models.initialize import keeps_its_weights
 from ptrain.plan.step import FlatUnits, Plan
+from ptrain.rooms.mesh import Mesh
 from ptrain.spec.placement import Tier
 from ptrain.spec.spec import Spec
 

@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 
 from ptrain.costs import Collective
-from ptrain.interpreter.world import flight_recorder_size
 from ptrain.meters.traffic import ring_bytes
+from ptrain.rooms.world import flight_recorder_size
 
 _NAMES = {
     "all_reduce": Collective.ALL_REDUCE,

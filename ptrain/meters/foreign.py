@@ -23,11 +23,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ptrain.axes.data.fully_sharded import parameter_groups
+from ptrain.axes.data.run.fully_sharded import parameter_groups
 from ptrain.costs import Collective, Phase, State
 from ptrain.errors import PtrainError
-from ptrain.interpreter.registry import Registry
 from ptrain.models.ledger import local
+from ptrain.rooms.registry import Registry
 
 _GATHERS = (Collective.ALL_GATHER, Collective.BROADCAST, Collective.GATHER, Collective.SCATTER)
 

@@ -15,13 +15,13 @@ from itertools import accumulate, chain
 import torch
 from torch.distributed.tensor import DTensor
 
-from ptrain.axes.data.flat_target import FlatTarget
-from ptrain.axes.data.flat_tensors import FlatTensorTarget
-from ptrain.axes.data.layout import FlatLayout
-from ptrain.axes.data.local_part import LocalPart, Parameter
-from ptrain.axes.data.spread import SpreadUpdate
-from ptrain.axes.data.target import Target, TensorTarget
-from ptrain.axes.pipeline.staged import Staged
+from ptrain.axes.data.run.flat_target import FlatTarget
+from ptrain.axes.data.run.flat_tensors import FlatTensorTarget
+from ptrain.axes.data.run.layout import FlatLayout
+from ptrain.axes.data.run.local_part import LocalPart, Parameter
+from ptrain.axes.data.run.spread import SpreadUpdate
+from ptrain.axes.data.run.target import Target, TensorTarget
+from ptrain.axes.pipeline.run.staged import Staged
 from ptrain.interpreter.optimizer import COUNTER, MASTER, Update
 from ptrain.interpreter.program import Program
 from ptrain.models.ledger import local

@@ -34,11 +34,11 @@ from ptrain.costs import (
 )
 from ptrain.interpreter import agreement
 from ptrain.interpreter.program import Program
-from ptrain.interpreter.world import World
 from ptrain.meters.foreign import Foreign, PhaseWatch, one_step, ranks_by_axes, state_of
 from ptrain.meters.memory import MemoryMeter
 from ptrain.meters.traffic import TrafficMeter
 from ptrain.meters.wire import WireMeter
+from ptrain.rooms.world import World
 
 
 class Measurement:

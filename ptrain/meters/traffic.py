@@ -19,9 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ptrain.costs import Collective, Phase, State, Traffic, TrafficKey, add_traffic
-from ptrain.interpreter.registry import Registry
 from ptrain.models.ledger import storage_of
 from ptrain.models.tags import is_tagged, tier_of
+from ptrain.rooms.registry import Registry
 from ptrain.spec.axis import Axis
 from ptrain.spec.placement import Tier
 

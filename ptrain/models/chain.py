@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ptrain.axes.pipeline.stages import ENDS, Chain, Ends
 from ptrain.errors import refused
+from ptrain.facts.stages import ENDS, Chain, Ends
 from ptrain.models.contract import forward_of, require_logits
 from ptrain.models.gpt import Gpt
 from ptrain.models.llama import Llama

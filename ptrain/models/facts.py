@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from ptrain.derivation.facts import ModelFacts, TensorFacts, UnitFacts
+from ptrain.facts.model import ModelFacts, TensorFacts, UnitFacts
 from ptrain.models.attention import is_trainable
 from ptrain.models.chain import chain_of_module
 from ptrain.models.chunked import LossInside

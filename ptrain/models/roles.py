@@ -15,8 +15,8 @@ from typing import assert_never
 
 from torch import nn
 
-from ptrain.axes.tensor.roles import roles_of
 from ptrain.errors import Fault, refused
+from ptrain.facts.roles import roles_of
 from ptrain.models.boundary import boundary, said
 from ptrain.models.cuttable import matching, require_cuttable
 from ptrain.models.gpt import Gpt

@@ -14,10 +14,10 @@ from ptrain.activations.rules import blocks_outside
 from ptrain.axes.data.form import Form, data_factors, form_of, tier_of, whole_axes
 from ptrain.axes.pipeline.form import pipeline_of
 from ptrain.axes.pipeline.known import schedule
-from ptrain.axes.pipeline.stages import Stage
-from ptrain.axes.tensor.roles import roles_of
 from ptrain.costs import State
 from ptrain.errors import SpecError, refused
+from ptrain.facts.roles import roles_of
+from ptrain.facts.stages import Stage
 from ptrain.plan.step import (
     Accumulate,
     ChunkedLoss,

@@ -11,9 +11,9 @@ from math import prod
 from ptrain.algebra.legality import check
 from ptrain.costs import PLACED, Estimate, State
 from ptrain.derivation.estimate import derive, own_facts
-from ptrain.derivation.facts import ModelFacts
 from ptrain.derivation.paper import state_sizes
 from ptrain.errors import DoesNotFit
+from ptrain.facts.model import ModelFacts
 from ptrain.selection.alternatives import (
     frugal,
     on_device,

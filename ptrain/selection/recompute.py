@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ptrain.algebra.legality import Located, check, executed, require
+from ptrain.axes.pipeline.stage_facts import stages_of
 from ptrain.derivation.activations import is_tabulated
 from ptrain.derivation.estimate import derive, own_facts
 from ptrain.derivation.kernels import unclaimed
 from ptrain.derivation.operations import operations
-from ptrain.derivation.pipeline import stages_of
 from ptrain.errors import refused
 from ptrain.plan.lower import lower
 from ptrain.selection.fit import peak_bytes

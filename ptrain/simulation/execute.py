@@ -18,12 +18,12 @@ import torch
 from ptrain.costs import Column, Estimate, add_traffic
 from ptrain.data.sampler import LocalBatch
 from ptrain.errors import RankFailed, refused
-from ptrain.interpreter.fake import fake_tensors, fake_world
 from ptrain.interpreter.program import Observer, Program, interpret
-from ptrain.interpreter.world import World
 from ptrain.meters.traffic import TrafficMeter
 from ptrain.models.values import READ
 from ptrain.report.composition import Course
+from ptrain.rooms.fake import fake_tensors, fake_world
+from ptrain.rooms.world import World
 from ptrain.simulation.living import LivingMeter
 from ptrain.simulation.modules import Modules
 from ptrain.simulation.operations import OperationsMeter

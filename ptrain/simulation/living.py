@@ -15,13 +15,13 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from ptrain.axes.data.fully_sharded import parameter_groups
+from ptrain.axes.data.run.fully_sharded import parameter_groups
 from ptrain.costs import Phase, State
 from ptrain.interpreter.program import Program
-from ptrain.interpreter.registry import Tag
 from ptrain.meters.memory import MemoryMeter
 from ptrain.models.ledger import storage_of
 from ptrain.report.composition import Course, Held, Moment
+from ptrain.rooms.registry import Tag
 from ptrain.simulation.modules import Modules
 
 _STATES = tuple(State)

@@ -1,6 +1,6 @@
 """What a launcher puts into a rank's environment, and what a run may record of it. Torch-free.
 
-The twin of `interpreter.world`, which reads on the rank's side what is written here.
+The twin of `rooms.world`, which reads on the rank's side what is written here.
 """
 
 from __future__ import annotations

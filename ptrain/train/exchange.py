@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ptrain.interpreter import agreement
-from ptrain.interpreter.world import World
+from ptrain.rooms.world import World
 
 
 class Exchange:

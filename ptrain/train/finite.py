@@ -15,7 +15,7 @@ from signal import Signals
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ptrain.axes.pipeline.staged import Staged
+from ptrain.axes.pipeline.run.staged import Staged
 from ptrain.errors import TrainingStopped
 from ptrain.interpreter.optimizer import COUNTER
 from ptrain.interpreter.program import Program

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from ptrain.interpreter.world import World
+from ptrain.rooms.world import World
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRen
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
 from ptrain.errors import RankFailed, SpecError, refused
-from ptrain.interpreter.world import listener
+from ptrain.rooms.world import listener
 
 BACKEND = "ptrain"
 _WAIT = timedelta(seconds=60)  # torch's own, for the first agent to open the store

@@ -23,16 +23,16 @@ from ptrain.data.corpus import corpus
 from ptrain.data.sampler import require as require_corpus
 from ptrain.derivation.estimate import Derivation, derive
 from ptrain.errors import PtrainError, VerdictFailed
-from ptrain.interpreter.facts import facts_of
 from ptrain.interpreter.program import Program, interpret
-from ptrain.interpreter.world import World
 from ptrain.meters.measure import gather_estimates, join_estimates
 from ptrain.report.record import compare, record, verdict
 from ptrain.report.table import summary
+from ptrain.rooms.world import World
 from ptrain.selection.preflight import require_fit
 from ptrain.selection.recompute import settled
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
+from ptrain.traces.facts import facts_of
 from ptrain.train import checkpoint, environment, interrupt, manifest
 from ptrain.train.candidates import continued
 from ptrain.train.consistency import Consistency

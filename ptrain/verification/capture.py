@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
-from ptrain.axes.data.target import Named, Target
-from ptrain.axes.pipeline.staged import Staged
+from ptrain.axes.data.run.target import Named, Target
+from ptrain.axes.pipeline.run.staged import Staged
 from ptrain.costs import Phase
 from ptrain.interpreter.program import Program
 from ptrain.train.exchange import Exchange

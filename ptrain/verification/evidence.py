@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ptrain.axes.data.target import Named
+from ptrain.axes.data.run.target import Named
 from ptrain.data.sampler import LocalBatch
 from ptrain.interpreter.program import Program
 from ptrain.verification.capture import Outputs

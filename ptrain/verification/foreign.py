@@ -18,13 +18,13 @@ from itertools import combinations
 from ptrain.algebra.legality import check
 from ptrain.costs import PLACED, Estimate, Phase, State, Traffic
 from ptrain.derivation.estimate import derive
-from ptrain.derivation.facts import ModelFacts
-from ptrain.interpreter.facts import facts_of
+from ptrain.facts.model import ModelFacts
 from ptrain.meters.measure import Measurement
 from ptrain.report.record import Check, compare, verdict
 from ptrain.spec.axis import Axis
 from ptrain.spec.batch import Reshard
 from ptrain.spec.spec import Spec
+from ptrain.traces.facts import facts_of
 
 _STATES = (State.PARAMETERS, State.OPTIMIZER, State.GRADIENTS)
 _SCALARS = 64  # bytes a call

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from ptrain.data.corpus import corpus
-from ptrain.interpreter.world import World
 from ptrain.report.record import Check
+from ptrain.rooms.world import World
 from ptrain.spec.spec import Spec
 from ptrain.train.exchange import Exchange
 from ptrain.verification.capture import Capture

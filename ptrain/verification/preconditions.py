@@ -14,10 +14,10 @@ import torch
 from ptrain.costs import State
 from ptrain.data.corpus import corpus
 from ptrain.interpreter.program import Program
-from ptrain.interpreter.world import World
 from ptrain.meters.digest import digests, kind
 from ptrain.report.finding import Subject
 from ptrain.report.record import Check
+from ptrain.rooms.world import World
 from ptrain.spec.spec import Spec
 from ptrain.train.exchange import Exchange
 from ptrain.verification.drive import drive_and_add

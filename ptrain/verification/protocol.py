@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import TypeAlias
 
 from ptrain.interpreter.program import Program, interpret
-from ptrain.interpreter.world import World
 from ptrain.report.finding import Culprit, Departure
 from ptrain.report.record import Check
+from ptrain.rooms.world import World
 from ptrain.spec.model import ModelShape
 from ptrain.spec.spec import Spec
 from ptrain.train.exchange import Exchange

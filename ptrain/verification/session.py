@@ -15,10 +15,10 @@ from ptrain.data.corpus import corpus
 from ptrain.data.sampler import require as require_corpus
 from ptrain.errors import VerdictFailed, refused
 from ptrain.interpreter.materialize import build_module
-from ptrain.interpreter.world import World
 from ptrain.models.contract import logits_of
 from ptrain.report.record import Check
 from ptrain.report.verification import as_record, end_text, stage_text
+from ptrain.rooms.world import World
 from ptrain.selection.recompute import settled
 from ptrain.spec.load import load
 from ptrain.spec.model import ExternalModel

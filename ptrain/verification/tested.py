@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ptrain.errors import refused
-from ptrain.interpreter.world import World
+from ptrain.rooms.world import World
 from ptrain.train.folder import write_json
 from ptrain.train.leaving import live
 from ptrain.verification.jobs.verdict import OwnVerdict

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ptrain.errors import SpecError
-from ptrain.interpreter.world import World
 from ptrain.report.record import Check
+from ptrain.rooms.world import World
 from ptrain.selection.recompute import settled
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec

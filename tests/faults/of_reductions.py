@@ -11,9 +11,9 @@ from types import MethodType
 import torch
 import torch.distributed as dist
 
-from ptrain.axes.data.flat_gradients import Gradients
-from ptrain.axes.data.fully_sharded import FullyShardedWrap, parameter_groups
-from ptrain.axes.data.replicated import ReplicatedWrap
+from ptrain.axes.data.run.flat_gradients import Gradients
+from ptrain.axes.data.run.fully_sharded import FullyShardedWrap, parameter_groups
+from ptrain.axes.data.run.replicated import ReplicatedWrap
 from ptrain.interpreter.program import Program
 from ptrain.report.finding import Subject
 from ptrain.spec.axis import Axis

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ptrain.axes.data.flat import FlatUnit, FlatWrap
-from ptrain.axes.data.target import Target, TensorTarget
-from ptrain.axes.pipeline.staged import Staged
+from ptrain.axes.data.run.flat import FlatUnit, FlatWrap
+from ptrain.axes.data.run.target import Target, TensorTarget
+from ptrain.axes.pipeline.run.staged import Staged
 from ptrain.data.sampler import LocalBatch
 from ptrain.interpreter.program import Program
 from ptrain.spec.axis import Axis

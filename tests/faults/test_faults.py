@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ptrain.interpreter.program import interpret
-from ptrain.interpreter.world import World
+from ptrain.rooms.world import World
 from ptrain.train.exchange import Exchange
 from ptrain.verification.consistency import consistency
 from tests.faults.alarms import SEEDS, STRATEGIES, calm, layouts

@@ -8,9 +8,9 @@ import time
 from dataclasses import dataclass
 
 from ptrain.interpreter.program import Program, interpret
-from ptrain.interpreter.world import World
 from ptrain.report.finding import Culprit
 from ptrain.report.record import Check
+from ptrain.rooms.world import World
 from ptrain.spec.spec import Spec
 from ptrain.train.exchange import Exchange
 from ptrain.verification.protocol import Asked, Verification, verify_here

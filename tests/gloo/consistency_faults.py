@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ptrain.axes.data.target import TensorTarget
+from ptrain.axes.data.run.target import TensorTarget
 from ptrain.interpreter.optimizer import COUNTER, MASTER, Update
 from ptrain.interpreter.program import Program
 from ptrain.meters import holdings

@@ -15,12 +15,12 @@ import torch.distributed as dist
 from ptrain.data.corpus import corpus
 from ptrain.errors import TrainingStopped
 from ptrain.interpreter.program import Program, interpret
-from ptrain.interpreter.world import World
 from ptrain.meters import holdings
 from ptrain.meters.collectives import Ledger
 from ptrain.meters.randomness import drawn
 from ptrain.meters.replicas import Replicas
 from ptrain.report.finding import Culprit, Departure, Moment
+from ptrain.rooms.world import World
 from ptrain.spec.axis import Axis
 from ptrain.spec.spec import Spec
 from ptrain.train import session

@@ -70,7 +70,7 @@ def _scaled_gradients(program: Program, local: LocalBatch, scale: float) -> Iter
 @contextmanager
 def _without_reductions(local: LocalBatch) -> Iterator[LocalBatch]:
     """all_reduce and reduce_scatter do nothing but keep the rank's own part."""
-    import ptrain.interpreter.comm as comm
+    import ptrain.rooms.comm as comm
 
     def keep(shard, whole, group=None, **_):  # type: ignore[no-untyped-def]
         shard.copy_(whole.view(group.size(), -1)[group.rank()])

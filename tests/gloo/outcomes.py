@@ -8,10 +8,10 @@ from functools import cached_property
 
 from ptrain.costs import Estimate
 from ptrain.derivation.estimate import derive
-from ptrain.interpreter.facts import facts_of
 from ptrain.meters.measure import join_estimates
 from ptrain.report.record import Check, compare
 from ptrain.spec.spec import Spec
+from ptrain.traces.facts import facts_of
 from ptrain.verification.reference import Trajectory, one_device
 from tests.gloo.cases import Case
 from tests.gloo.runs import Report, train

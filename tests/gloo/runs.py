@@ -13,8 +13,8 @@ from ptrain.costs import Estimate
 from ptrain.data.corpus import corpus
 from ptrain.data.sampler import batch
 from ptrain.interpreter.program import Program, interpret
-from ptrain.interpreter.world import World
 from ptrain.meters.measure import measure
+from ptrain.rooms.world import World
 from ptrain.spec.spec import Spec
 from ptrain.train.loop import seed_dropout
 from ptrain.train.probe import set_up

@@ -10,11 +10,11 @@ from pathlib import Path
 
 from benchmarks._machine import header, save
 from ptrain.derivation.estimate import derive
-from ptrain.interpreter.facts import facts_of
 from ptrain.meters.measure import join_estimates
 from ptrain.report.record import Check, compare
 from ptrain.spec.axis import Axis
 from ptrain.spec.spec import Spec
+from ptrain.traces.facts import facts_of
 from ptrain.verification.band import loss_band
 from ptrain.verification.compare import FP64, Tolerances
 from ptrain.verification.compare import compare as compare_runs

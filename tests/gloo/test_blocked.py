@@ -13,9 +13,9 @@ import torch.distributed._functional_collectives as functional
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ptrain.axes.data.summing import summing_hook
-from ptrain.interpreter.registry import Registry
+from ptrain.axes.data.run.summing import summing_hook
 from ptrain.meters.blocked import Stopwatch
+from ptrain.rooms.registry import Registry
 from tests.ranks import Ranks
 
 pytestmark = pytest.mark.gloo

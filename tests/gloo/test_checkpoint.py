@@ -17,7 +17,7 @@ from ptrain.data.corpus import corpus
 from ptrain.data.sampler import batch
 from ptrain.errors import PtrainError
 from ptrain.interpreter.program import Program, interpret
-from ptrain.interpreter.world import World
+from ptrain.rooms.world import World
 from ptrain.spec.load import load
 from ptrain.train import checkpoint, lineage, manifest
 from ptrain.train.exchange import Exchange

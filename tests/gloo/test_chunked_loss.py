@@ -15,8 +15,8 @@ from ptrain.algebra.legality import require
 from ptrain.data.corpus import Split, corpus
 from ptrain.data.sampler import batch
 from ptrain.interpreter.program import interpret
-from ptrain.interpreter.world import World
 from ptrain.models.chunked import can_fuse
+from ptrain.rooms.world import World
 from ptrain.spec.load import load
 from ptrain.spec.spec import LossSpec, Spec
 from tests.gloo.tensor_runs import run

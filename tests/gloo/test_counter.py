@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ptrain.interpreter.world import flight_recorder_size
 from ptrain.meters.counter import Counted, Counter
+from ptrain.rooms.world import flight_recorder_size
 from tests.ranks import Ranks
 
 pytestmark = pytest.mark.gloo

@@ -15,11 +15,11 @@ from ptrain.axes.data.costs import spread
 from ptrain.costs import Collective, Phase, State
 from ptrain.data.corpus import Split, corpus
 from ptrain.data.sampler import batch
-from ptrain.interpreter.facts import facts_of
 from ptrain.interpreter.program import interpret
-from ptrain.interpreter.world import World
 from ptrain.meters.memory import resident
+from ptrain.rooms.world import World
 from ptrain.spec.spec import Spec
+from ptrain.traces.facts import facts_of
 from ptrain.train import checkpoint
 from ptrain.train.exchange import Exchange
 from ptrain.verification.compare import FP64, compare

@@ -10,10 +10,10 @@ import pytest
 from ptrain.costs import Collective, Phase, State
 from ptrain.derivation.estimate import derive
 from ptrain.interpreter import program as interpreter
-from ptrain.interpreter.facts import facts_of
 from ptrain.meters.measure import join_estimates
 from ptrain.report.record import Check, compare, verdict
 from ptrain.spec.spec import Spec
+from ptrain.traces.facts import facts_of
 from ptrain.verification.compare import FP64
 from ptrain.verification.compare import compare as compare_runs
 from tests.gloo.cases import DEFAULT, STRATEGIES, SYNC_POLICIES, Case, named, parameters

@@ -10,9 +10,9 @@ from ptrain.costs import Estimate
 from ptrain.data.corpus import corpus
 from ptrain.data.sampler import LocalBatch, batch
 from ptrain.derivation.estimate import derive
-from ptrain.interpreter.fake import fake_world
 from ptrain.interpreter.program import interpret
 from ptrain.meters.measure import measure
+from ptrain.rooms.fake import fake_world
 from ptrain.spec.spec import Spec
 from tests.gloo.cases import named
 from tests.ranks import Ranks

@@ -13,7 +13,7 @@ import torch
 from ptrain.data.corpus import corpus
 from ptrain.data.sampler import LocalBatch, batch
 from ptrain.interpreter.program import Program, interpret
-from ptrain.interpreter.world import World
+from ptrain.rooms.world import World
 from ptrain.spec.precision import LAYOUTS
 from ptrain.spec.spec import Spec
 from ptrain.train import checkpoint

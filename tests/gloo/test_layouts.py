@@ -16,8 +16,8 @@ from ptrain.data.sampler import batch
 from ptrain.errors import PtrainError, SpecError
 from ptrain.interpreter.materialize import build_module
 from ptrain.interpreter.program import Program, interpret
-from ptrain.interpreter.world import World
 from ptrain.models.initialize import initialize
+from ptrain.rooms.world import World
 from ptrain.spec.load import load
 from ptrain.spec.precision import INITIAL_SCALE, LAYOUTS
 from ptrain.spec.spec import Spec

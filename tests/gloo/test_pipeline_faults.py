@@ -23,8 +23,8 @@ from ptrain.data.sampler import LocalBatch, batch
 from ptrain.derivation.estimate import own_facts
 from ptrain.errors import RankFailed
 from ptrain.interpreter.program import Program, interpret
-from ptrain.interpreter.world import World
 from ptrain.models.llama import Block
+from ptrain.rooms.world import World
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
 from ptrain.units import format_count

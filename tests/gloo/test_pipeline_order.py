@@ -16,13 +16,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ptrain.axes.pipeline.form import pipeline_of
 from ptrain.axes.pipeline.holdings import held, most_held
 from ptrain.axes.pipeline.known import schedule
-from ptrain.axes.pipeline.schedule import Action, Kind, Schedule
-from ptrain.axes.pipeline.stage import Stage
+from ptrain.axes.pipeline.run.stage import Stage
+from ptrain.axes.pipeline.schedule import Action, Schedule
 from ptrain.data.corpus import corpus
 from ptrain.data.sampler import batch
 from ptrain.interpreter.program import interpret
-from ptrain.interpreter.world import World
+from ptrain.rooms.world import World
 from ptrain.spec.spec import Spec
+from ptrain.timeline import Kind
 from tests.gloo.pipeline_cases import SCHEDULES, layers_of, spec_of
 from tests.ranks import Ranks
 

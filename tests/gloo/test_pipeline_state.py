@@ -16,9 +16,9 @@ from ptrain.data.corpus import Split, corpus
 from ptrain.data.sampler import LocalBatch, batch
 from ptrain.errors import PtrainError
 from ptrain.interpreter.program import Program, interpret
-from ptrain.interpreter.world import World
 from ptrain.models.build import build
 from ptrain.models.loss import token_loss_sum
+from ptrain.rooms.world import World
 from ptrain.spec.spec import Spec
 from ptrain.train import checkpoint, manifest
 from ptrain.train.exchange import Exchange

@@ -9,13 +9,13 @@ import pytest
 
 from ptrain.algebra.legality import require
 from ptrain.derivation.estimate import derive
-from ptrain.interpreter.facts import facts_of
 from ptrain.meters.measure import join_estimates
 from ptrain.report.record import compare
 from ptrain.spec.axis import Axis
 from ptrain.spec.load import load
 from ptrain.spec.names import listing
 from ptrain.spec.spec import Spec
+from ptrain.traces.facts import facts_of
 from tests.gloo.pipeline_runs import RESULTS
 from tests.gloo.runs import train
 from tests.gloo.tensor_runs import Result

@@ -11,9 +11,9 @@ import pytest
 
 from ptrain.costs import Estimate
 from ptrain.derivation.estimate import derive
-from ptrain.interpreter.facts import facts_of
 from ptrain.meters.measure import join_estimates
 from ptrain.report.record import compare
+from ptrain.traces.facts import facts_of
 from ptrain.verification.band import loss_band
 from ptrain.verification.compare import FP64, Tolerances
 from ptrain.verification.compare import compare as compare_runs

@@ -11,9 +11,9 @@ from ptrain.costs import Estimate
 from ptrain.data.corpus import corpus
 from ptrain.data.sampler import batch
 from ptrain.interpreter.program import interpret
-from ptrain.interpreter.world import World
 from ptrain.meters.measure import measure
 from ptrain.report.record import compare
+from ptrain.rooms.world import World
 from ptrain.selection.recompute import settled
 from ptrain.simulation.execute import simulate
 from ptrain.spec.load import load

@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 
 from ptrain.axes.tensor.costs import Cut
 from ptrain.interpreter.program import Program, interpret
-from ptrain.interpreter.world import World
 from ptrain.models.ledger import local
+from ptrain.rooms.world import World
 from ptrain.spec.axis import Axis
 from ptrain.spec.spec import Spec
 from ptrain.train import checkpoint

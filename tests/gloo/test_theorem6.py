@@ -12,9 +12,9 @@ from ptrain.costs import Phase, State, Traffic
 from ptrain.data.corpus import corpus
 from ptrain.data.sampler import batch
 from ptrain.interpreter.program import interpret
-from ptrain.interpreter.world import World
 from ptrain.meters.measure import measure
 from ptrain.plan.composition import are_consecutive, have_one_of_each
+from ptrain.rooms.world import World
 from ptrain.spec.spec import Spec
 from tests.gloo.tensor_cases import SIZES, spec_of
 from tests.ranks import Ranks

@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from ptrain.axes.pipeline.staged import Staged
+from ptrain.axes.pipeline.run.staged import Staged
 from ptrain.costs import Collective, State, Traffic
 from ptrain.data.corpus import corpus
 from ptrain.data.sampler import batch
 from ptrain.derivation.estimate import derive
 from ptrain.interpreter.program import interpret
-from ptrain.interpreter.world import World
 from ptrain.meters.measure import Measurement, measure
 from ptrain.meters.traffic import group_of
 from ptrain.plan.composition import are_consecutive, are_within, have_one_of_each, theorem_7
+from ptrain.rooms.world import World
 from ptrain.spec.spec import Spec
 from tests.gloo.pipeline_cases import SIZES, spec_of
 from tests.ranks import Ranks

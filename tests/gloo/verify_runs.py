@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 
 from ptrain.interpreter.program import Program
-from ptrain.interpreter.world import World
 from ptrain.report.record import Check
+from ptrain.rooms.world import World
 from ptrain.spec.spec import Spec
 from ptrain.train.exchange import Exchange
 from ptrain.verification.preconditions import preconditions

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ptrain.derivation.facts import ModelFacts, TensorFacts, UnitFacts
+from ptrain.facts.model import ModelFacts, TensorFacts, UnitFacts
 from ptrain.spec.axis import Axis, Factor
 from ptrain.spec.batch import Batch, GradientSync, ReduceScatterVia, SyncPolicy
 from ptrain.spec.cluster import Cluster

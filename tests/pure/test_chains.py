@@ -6,17 +6,16 @@ from dataclasses import replace
 
 import pytest
 
-from ptrain.axes.pipeline.schedule import Kind
-from ptrain.axes.pipeline.stages import Chain, Ends, Stage
+from ptrain.axes.pipeline.stage_facts import stage_facts, stage_roles, stages_of
 from ptrain.costs import Collective, State, Traffic
 from ptrain.derivation.estimate import derive
-from ptrain.derivation.facts import ModelFacts, TensorFacts, UnitFacts
-from ptrain.derivation.passes import of_first_stage, of_later_stage
-from ptrain.derivation.pipeline import stage_facts, stage_roles, stages_of
+from ptrain.facts.model import ModelFacts, TensorFacts, UnitFacts
+from ptrain.facts.passes import of_first_stage, of_later_stage
+from ptrain.facts.stages import Chain, Ends, Stage
 from ptrain.spec.model import HuggingFaceModel
 from ptrain.spec.role import Role
 from ptrain.spec.spec import Spec
-from ptrain.timeline import Boundary, Complete, Item, Mark, Run
+from ptrain.timeline import Boundary, Complete, Item, Kind, Mark, Run
 from tests.pure.piped import SHAPE, legal
 
 HIDDEN, VOCAB, LAYERS, FP32 = 12, 50, 4, 4

@@ -8,13 +8,14 @@ from itertools import combinations, pairwise
 import pytest
 
 from ptrain.axes.pipeline.known import schedule
-from ptrain.axes.pipeline.schedule import Kind, Pipeline, Schedule
+from ptrain.axes.pipeline.schedule import Pipeline, Schedule
 from ptrain.axes.pipeline.simulate import simulate
 from ptrain.charts.boxes import Box, boxes
 from ptrain.charts.colours import ink_on, luminance, shades
 from ptrain.charts.schedule import Heading, schedule_sheet
 from ptrain.charts.sheet import Sheet, Text
 from ptrain.spec.pipeline import ScheduleName
+from ptrain.timeline import Kind
 from tests.pure.pipelines import GRID, VEES, pipeline
 
 SMALL, LARGE = (2, 4), (8, 32)  # ranks and micro-batches

@@ -9,8 +9,8 @@ import pytest
 from ptrain.algebra.legality import require
 from ptrain.costs import PLACED, Collective, Phase, State
 from ptrain.derivation.estimate import derive
-from ptrain.derivation.facts import ModelFacts
 from ptrain.derivation.paper import MODEL_STATES
+from ptrain.facts.model import ModelFacts
 from ptrain.spec.axis import Axis
 from ptrain.spec.load import load
 from ptrain.spec.precision import FP32, ZERO16

@@ -10,8 +10,8 @@ import pytest
 from ptrain.axes.data.costs import kept_ranks, padded_rows, spread
 from ptrain.costs import Collective, Estimate, Phase, State
 from ptrain.derivation.estimate import derive
-from ptrain.derivation.facts import ModelFacts
-from ptrain.derivation.parameters import facts
+from ptrain.facts.model import ModelFacts
+from ptrain.facts.parameters import facts
 from ptrain.spec.axis import Axis
 from ptrain.spec.batch import GradientSync, Overlap, Reshard, SyncPolicy, UnitKind, UnitSize
 from ptrain.spec.precision import LAYOUTS

@@ -12,18 +12,18 @@ import pytest
 from ptrain.axes.pipeline.exchange import End, Exchange, Role, Verb, turns
 from ptrain.axes.pipeline.holdings import transfers
 from ptrain.axes.pipeline.known import schedule
-from ptrain.axes.pipeline.schedule import Action, Kind
+from ptrain.axes.pipeline.schedule import Action
 from ptrain.costs import Collective, Phase, State
 from ptrain.derivation import in_flight
 from ptrain.derivation.estimate import derive, own_facts
-from ptrain.derivation.passes import Passes, net
 from ptrain.derivation.pipeline import staged
 from ptrain.derivation.stage_timeline import passes
 from ptrain.derivation.timeline import model_timeline
+from ptrain.facts.passes import Passes, net
 from ptrain.spec.load import load
 from ptrain.spec.pipeline import ScheduleName
 from ptrain.spec.spec import Spec
-from ptrain.timeline import Complete
+from ptrain.timeline import Complete, Kind
 from tests.pure.piped import FULLY, SHAPE, legal
 from tests.pure.pipelines import GRID
 

@@ -1,7 +1,7 @@
 """The architecture, as tests: direction of imports, the torch line, sizes, and what is nowhere.
 
-Modules are ranked, not folders: `axes/*/rules.py` is pure, `axes/*/apply.py` stands with the
-interpreter. A module imports only from its own layer and from those above it.
+A folder is a layer, an axis is two: its rules and costs are pure, `axes/*/run` is torch. A module
+imports only from its own layer and from those above it.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ LAYERS = (
     r"ptrain\.version",
     r"ptrain\.(errors|units|costs|timeline|import_path|installed)",
     r"ptrain\.spec(\..*)?",
-    r"ptrain\.axes(\.\w+)?|ptrain\.axes\.\w+\.(rules|costs|form|dials|roles)"
-    r"|ptrain\.activations(\.rules)?"
-    r"|ptrain\.axes\.pipeline\.(schedule|loops|vees|known|proof|simulate|holdings|bubble|draw|stages|times|gathers|exchange)",
+    r"ptrain\.facts(\..*)?",
+    r"ptrain\.axes(\.\w+)?|ptrain\.axes\.(data|pipeline|tensor)\.(?!run)\w+"
+    r"|ptrain\.activations(\.rules)?",
     r"ptrain\.algebra(\..*)?",
     r"ptrain\.plan(\..*)?",
     r"ptrain\.derivation(\..*)?",
@@ -34,7 +34,11 @@ LAYERS = (
     # -------- the torch line
     r"ptrain\.models(\..*)?",
     r"ptrain\.data(\..*)?",
-    r"ptrain\.(axes\.\w+|activations)\.(apply|\w+)|ptrain\.interpreter(\..*)?",
+    r"ptrain\.rooms(\..*)?",
+    r"ptrain\.optimizers(\..*)?",
+    r"ptrain\.(axes\.\w+|activations)\.run(\..*)?",
+    r"ptrain\.interpreter(\..*)?",
+    r"ptrain\.traces(\..*)?",
     r"ptrain\.meters(\..*)?",
     r"ptrain\.train(\..*)?",
     r"ptrain\.simulation(\..*)?",
@@ -60,7 +64,7 @@ LAZY = {
 }
 # The world reads the environment; a launcher hands it on to the ranks it starts; an entry sees in
 # it whether the current folder was put on the import path by name.
-ENVIRONMENT = {"ptrain.interpreter.world", "ptrain.train.environment", "ptrain.import_path"}
+ENVIRONMENT = {"ptrain.rooms.world", "ptrain.train.environment", "ptrain.import_path"}
 
 # Out of a user's own code anything may come; it ends as one message.
 BOUNDARY = {"ptrain.models.boundary"}

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from ptrain.derivation.facts import UnitFacts
-from ptrain.derivation.parameters import facts, remainder, unit_remainder
+from ptrain.facts.model import UnitFacts
+from ptrain.facts.parameters import facts, remainder, unit_remainder
 from ptrain.spec.model import Family, ModelShape
 from tests.pure.build import ODD_SHAPE
 

@@ -9,11 +9,11 @@ import pytest
 
 from ptrain.algebra.layout import position
 from ptrain.axes.pipeline.known import schedule
+from ptrain.axes.pipeline.stage_facts import stage_facts, stages_of
 from ptrain.costs import Collective, Phase, State, Traffic, add_traffic
 from ptrain.derivation.estimate import Derivation, derive, own_facts
-from ptrain.derivation.facts import ModelFacts
-from ptrain.derivation.pipeline import stage_facts, stages_of
 from ptrain.derivation.wire import predicted_bytes
+from ptrain.facts.model import ModelFacts
 from ptrain.spec.axis import Axis
 from ptrain.spec.load import load
 from ptrain.spec.pipeline import ScheduleName

@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 
 from ptrain.axes.pipeline.draw import draw
 from ptrain.axes.pipeline.known import faults, schedule
-from ptrain.axes.pipeline.schedule import Action, Kind, Pair, Step
+from ptrain.axes.pipeline.schedule import Action, Pair, Step
 from ptrain.axes.pipeline.simulate import Costs, StageCost, simulate
 from ptrain.errors import BrokenSchedule, SpecError
 from ptrain.spec.pipeline import ScheduleName
+from ptrain.timeline import Kind
 from tests.pure.pipelines import BY_NAME, GRID, ONE_STAGE, VEES, costs_of, pipeline
 
 every_schedule = pytest.mark.parametrize("name", ScheduleName)

@@ -15,8 +15,8 @@ from ptrain.axes.pipeline.form import pipeline_of
 from ptrain.cli import specs as verb
 from ptrain.costs import State
 from ptrain.derivation.estimate import derive
-from ptrain.derivation.parameters import facts
 from ptrain.errors import PtrainError, SpecError
+from ptrain.facts.parameters import facts
 from ptrain.selection.fit import fit
 from ptrain.spec.axis import Axis
 from ptrain.spec.load import load

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ptrain.axes.pipeline.stages import Layers, balanced, cut, evenly, layers_of
-from ptrain.derivation.parameters import facts
 from ptrain.errors import SpecError
+from ptrain.facts.parameters import facts
+from ptrain.facts.stages import Layers, balanced, cut, evenly, layers_of
 from ptrain.spec.model import Family, ModelShape
 from tests.pure.build import ODD_SHAPE
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from ptrain.axes.pipeline.form import stages_of
+from ptrain.axes.pipeline.stage_facts import layers
 from ptrain.axes.pipeline.times import times
 from ptrain.derivation.estimate import own_facts
-from ptrain.derivation.pipeline import layers
 from ptrain.spec.spec import Spec
 from tests.pure.piped import SHAPE, legal
 

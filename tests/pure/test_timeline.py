@@ -9,10 +9,10 @@ import pytest
 
 from ptrain.costs import Phase, State
 from ptrain.derivation.estimate import derive
-from ptrain.derivation.facts import ModelFacts
 from ptrain.derivation.memory import resident
-from ptrain.derivation.parameters import facts as facts_of
 from ptrain.derivation.timeline import Replay, replay
+from ptrain.facts.model import ModelFacts
+from ptrain.facts.parameters import facts as facts_of
 from ptrain.plan.lower import lower
 from ptrain.spec.axis import Axis
 from ptrain.spec.batch import GradientSync, ReduceScatterVia, SyncPolicy

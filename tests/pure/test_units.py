@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from ptrain.derivation import activations
-from ptrain.derivation.parameters import facts
+from ptrain.facts.parameters import facts
 from ptrain.spec.batch import UnitKind, UnitSize
 from ptrain.spec.model import Family, ModelShape
 from ptrain.spec.precision import DType

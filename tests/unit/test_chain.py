@@ -8,21 +8,20 @@ import pytest
 import torch
 from torch import nn
 
-from ptrain.axes.pipeline.cut import part_of
-from ptrain.axes.pipeline.parts import stage_passes, stage_rows
-from ptrain.axes.pipeline.schedule import Kind
-from ptrain.axes.pipeline.stages import Chain, Ends
-from ptrain.derivation.passes import net
-from ptrain.derivation.pipeline import stage_facts, stages_of
+from ptrain.axes.pipeline.run.cut import part_of
+from ptrain.axes.pipeline.stage_facts import stage_facts, stages_of
 from ptrain.errors import SpecError
-from ptrain.interpreter.facts import read_facts
+from ptrain.facts.passes import net
+from ptrain.facts.stages import Chain, Ends
 from ptrain.interpreter.stages import stages_of_module
 from ptrain.models.build import build
 from ptrain.models.chain import chain_of_module, sample
 from ptrain.models.facts import untraced_facts
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
-from ptrain.timeline import Complete
+from ptrain.timeline import Complete, Kind
+from ptrain.traces.facts import read_facts
+from ptrain.traces.stage_parts import stage_passes, stage_rows
 from tests.gloo.test_own_pipeline import GROUPED, MODELS, SIZES
 from tests.models_external import Carriers, Necks, Pairs
 

@@ -14,13 +14,13 @@ from ptrain.costs import Phase
 from ptrain.data.sampler import LocalBatch
 from ptrain.errors import SpecError
 from ptrain.interpreter.program import interpret
-from ptrain.interpreter.world import World
 from ptrain.meters.measure import measure
 from ptrain.models.build import build
 from ptrain.models.chunked import LossInside, can_fuse
 from ptrain.models.heads import head_of
 from ptrain.models.loss import IGNORED, token_loss_sum
 from ptrain.plan.step import ChunkedLoss
+from ptrain.rooms.world import World
 from ptrain.spec.model import HuggingFaceModel
 from ptrain.spec.spec import LossSpec, Spec
 from tests.models_external import Necks, necks

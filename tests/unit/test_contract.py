@@ -8,17 +8,17 @@ from typing import Any
 import pytest
 import torch
 
+from ptrain.axes.pipeline.stage_facts import stages_of
 from ptrain.data.corpus import corpus
 from ptrain.data.sampler import require
-from ptrain.derivation.pipeline import stages_of
 from ptrain.errors import PtrainError, SpecError
-from ptrain.interpreter import facts as interpreter_facts
-from ptrain.interpreter.facts import read_facts
 from ptrain.models.boundary import CodeRaised
 from ptrain.models.build import build
 from ptrain.models.contract import NEEDED
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
+from ptrain.traces import facts as interpreter_facts
+from ptrain.traces.facts import read_facts
 from tests import models_external, models_unfit
 
 # What each of models_unfit.CHANGES is called.

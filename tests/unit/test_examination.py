@@ -10,7 +10,7 @@ import torch
 
 from ptrain.data.sampler import LocalBatch
 from ptrain.interpreter.program import Program, interpret
-from ptrain.interpreter.world import World
+from ptrain.rooms.world import World
 from ptrain.selection.recompute import settled
 from ptrain.spec.load import load
 from ptrain.train.exchange import Exchange

@@ -11,8 +11,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ptrain.errors import PtrainError, SpecError
-from ptrain.interpreter.fake import fake_tensors
 from ptrain.models.build import build
+from ptrain.rooms.fake import fake_tensors
 from ptrain.spec.model import ExternalModel
 
 SEQUENCE = 8

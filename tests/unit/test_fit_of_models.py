@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ptrain.interpreter.facts import facts_of
 from ptrain.models.dropout import drops_out
 from ptrain.spec.load import load
+from ptrain.traces.facts import facts_of
 from tests.models_external import Necks
 
 # 0.7e9 parameters: above 2 GiB in fp32

@@ -9,11 +9,11 @@ from typing import Any, cast
 import pytest
 import torch
 
-from ptrain.axes.data import flat_parameters
-from ptrain.axes.data.flat_parameters import Parameters
-from ptrain.axes.data.layout import FlatLayout
-from ptrain.interpreter.mesh import Mesh
-from ptrain.interpreter.registry import Registry
+from ptrain.axes.data.run import flat_parameters
+from ptrain.axes.data.run.flat_parameters import Parameters
+from ptrain.axes.data.run.layout import FlatLayout
+from ptrain.rooms.mesh import Mesh
+from ptrain.rooms.registry import Registry
 from ptrain.spec.axis import Axis
 from ptrain.spec.batch import ReduceScatterVia
 

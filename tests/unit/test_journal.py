@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from ptrain.algebra.legality import require
-from ptrain.interpreter.mesh import Mesh
 from ptrain.interpreter.scaling import LossScale
-from ptrain.interpreter.world import World
 from ptrain.plan.step import CreateMesh
+from ptrain.rooms.mesh import Mesh
+from ptrain.rooms.world import World
 from ptrain.spec.load import load
 from ptrain.spec.precision import DType
 from ptrain.spec.spec import Spec

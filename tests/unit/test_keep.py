@@ -11,11 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ptrain.activations import offload
-from ptrain.activations.apply import keep
+from ptrain.activations.run import offload
+from ptrain.activations.run.apply import keep
 from ptrain.errors import SpecError
-from ptrain.interpreter.registry import Registry
-from ptrain.interpreter.tiers import Tiers
 from ptrain.models import tags
 from ptrain.models.build import build
 from ptrain.models.initialize import initialize
@@ -23,6 +21,8 @@ from ptrain.models.loss import token_loss_sum
 from ptrain.models.trace import record, to_timeline
 from ptrain.models.units import unit_modules
 from ptrain.plan.step import Keep
+from ptrain.rooms.registry import Registry
+from ptrain.rooms.tiers import Tiers
 from ptrain.spec.keep import ATTENTION_ONLY, FULL, PLAIN, SELECTIVE, Kept, Operators, Policy
 from ptrain.spec.model import Attention, Family, ModelShape
 from ptrain.spec.placement import Tier

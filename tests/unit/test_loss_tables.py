@@ -11,15 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from ptrain.activations import loss_tables
 from ptrain.costs import Estimate
 from ptrain.derivation import loss_chunks
 from ptrain.derivation.activations import is_tabulated
 from ptrain.derivation.estimate import derive
-from ptrain.interpreter import facts
 from ptrain.models.chunked import can_fuse
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
+from ptrain.traces import facts, loss_tables
 
 STAGES, SLICES = "S,S,S,R", "S,S,S,S"
 PLACES: dict[str, dict[str, str]] = {

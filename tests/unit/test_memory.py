@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from ptrain.costs import Phase, State
-from ptrain.interpreter.registry import Registry
 from ptrain.meters.memory import MemoryMeter, resident
 from ptrain.models.tags import tag
+from ptrain.rooms.registry import Registry
 from ptrain.spec.placement import Tier
 
 

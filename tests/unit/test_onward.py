@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ptrain.interpreter.program import interpret
-from ptrain.interpreter.world import World
+from ptrain.rooms.world import World
 from ptrain.selection.recompute import settled
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec

@@ -15,8 +15,8 @@ from ptrain.costs import Phase
 from ptrain.data.sampler import LocalBatch
 from ptrain.derivation.estimate import derive
 from ptrain.interpreter.program import interpret
-from ptrain.interpreter.world import World
 from ptrain.models.chunked import can_fuse
+from ptrain.rooms.world import World
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
 from tests.flops import counted

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ptrain.derivation.parameters import facts
+from ptrain.facts.parameters import facts
 from ptrain.models.build import build
 from ptrain.models.initialize import cast, initialize
 from ptrain.models.loss import token_loss_sum

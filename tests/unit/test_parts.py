@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 
 from ptrain.algebra.legality import require
-from ptrain.axes.tensor.parts import timelines_of, traced
 from ptrain.derivation.estimate import derive
 from ptrain.errors import PtrainError
-from ptrain.interpreter.facts import facts_of
 from ptrain.models.facts import module_facts
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec, Timeout
 from ptrain.timeline import Boundary, Complete, Mark, Run, Timeline, as_rows, from_rows
+from ptrain.traces.facts import facts_of
+from ptrain.traces.tensor_parts import timelines_of, traced
 from ptrain.train.session import _on_first
 from tests.models_external import pairs
 

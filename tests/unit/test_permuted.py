@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ptrain.interpreter.world import World
+from ptrain.rooms.world import World
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
 from ptrain.train.exchange import Exchange

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from ptrain.interpreter.world import World
+from ptrain.rooms.world import World
 from ptrain.train.exchange import Exchange
 from ptrain.verification.preconditions import _same_bits, _same_tensors
 

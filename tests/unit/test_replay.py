@@ -13,17 +13,17 @@ import torch
 from ptrain.costs import State
 from ptrain.data.sampler import LocalBatch
 from ptrain.derivation.estimate import derive
-from ptrain.interpreter.facts import facts_of
-from ptrain.interpreter.fake import fake_world
 from ptrain.interpreter.program import Program, interpret
-from ptrain.interpreter.world import World
 from ptrain.meters.memory import MemoryMeter
+from ptrain.rooms.fake import fake_world
+from ptrain.rooms.world import World
 from ptrain.spec.axis import Axis
 from ptrain.spec.batch import GradientSync, ReduceScatterVia, Reshard, SyncPolicy
 from ptrain.spec.model import ExternalModel, Family, ModelShape
 from ptrain.spec.placement import Placement
 from ptrain.spec.precision import FP32, ZERO16
 from ptrain.spec.spec import Spec
+from ptrain.traces.facts import facts_of
 from tests.pure.build import GATHERED, WHOLE, ZERO_1, ZERO_2, make_spec, tuple_of
 
 SEED = 20260

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from ptrain.algebra.legality import require
-from ptrain.axes.tensor.roles import roles_of
 from ptrain.errors import SpecError
+from ptrain.facts.roles import roles_of
 from ptrain.models.build import build
 from ptrain.models.roles import roles_of_module
 from ptrain.plan.lower import lower

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from ptrain.data.sampler import LocalBatch
-from ptrain.interpreter.world import World
 from ptrain.report.finding import Subject
+from ptrain.rooms.world import World
 from ptrain.selection.recompute import settled
 from ptrain.spec.load import load
 from ptrain.train.exchange import Exchange

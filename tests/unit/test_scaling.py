@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from ptrain.interpreter.clip import global_norm, scale_down
-from ptrain.interpreter.mesh import Mesh
 from ptrain.interpreter.scaling import LossScale
-from ptrain.interpreter.world import World
 from ptrain.models.tags import tag, tier_of
 from ptrain.plan.step import Clip, CreateMesh
+from ptrain.rooms.mesh import Mesh
+from ptrain.rooms.world import World
 from ptrain.spec.placement import Tier
 from ptrain.spec.precision import DType
 from ptrain.train.emulation import is_native

@@ -13,9 +13,10 @@ from torch.distributed.pipelining import schedules as theirs
 
 from ptrain.axes.pipeline.exchange import Moment, Transfer, with_communication
 from ptrain.axes.pipeline.known import faults, schedule
-from ptrain.axes.pipeline.schedule import Action, Kind, Pipeline, Schedule
+from ptrain.axes.pipeline.schedule import Action, Pipeline, Schedule
 from ptrain.errors import SpecError
 from ptrain.spec.pipeline import ScheduleName
+from ptrain.timeline import Kind
 
 CLASSES = {
     ScheduleName.GPIPE: theirs.ScheduleGPipe,

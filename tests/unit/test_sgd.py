@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ptrain.interpreter.optimizer import build_optimizer
-from ptrain.interpreter.sgd import SGD
+from ptrain.optimizers.build import build_optimizer
+from ptrain.optimizers.sgd import SGD
 from ptrain.spec.spec import OptimizerSpec
 
 SIZES = (1, 7, 8, 33, 64)

@@ -12,8 +12,8 @@ from ptrain.cli.main import main
 from ptrain.costs import Column, Phase, State
 from ptrain.derivation.estimate import derive
 from ptrain.errors import SpecError
-from ptrain.interpreter.registry import Tag
 from ptrain.report.simulation import GARBAGE
+from ptrain.rooms.registry import Tag
 from ptrain.selection.recompute import settled
 from ptrain.simulation.choice import chosen, classes
 from ptrain.simulation.execute import Simulated, rehearsal_device, simulate

@@ -8,11 +8,11 @@ from torch import Tensor, nn
 from ptrain.costs import State
 from ptrain.derivation.estimate import derive
 from ptrain.errors import SpecError
-from ptrain.interpreter import facts
 from ptrain.simulation import patches
 from ptrain.simulation.execute import simulate
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
+from ptrain.traces import facts
 from tests.models_external import Necks
 
 CONFIG = (

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from ptrain.axes.pipeline import tables
-from ptrain.axes.pipeline.tables import Case, Setting, Table, passes_of
-from ptrain.axes.tensor.tables import KINDS
 from ptrain.derivation import activations
 from ptrain.models.trace import Born, Complete, Died
+from ptrain.traces import stage_tables as tables
+from ptrain.traces.stage_tables import Case, Setting, Table, passes_of
+from ptrain.traces.tensor_tables import KINDS
 
 SETTINGS = {name: (alone, cuts) for name, alone, cuts in tables.settings()}
 DEFAULT = ("llama-untied-gqa-bf16", "gpt-tied-dropout-bf16-one")

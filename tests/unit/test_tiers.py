@@ -12,9 +12,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ptrain.costs import State
 from ptrain.errors import SpecError
-from ptrain.interpreter.registry import Registry
-from ptrain.interpreter.tiers import Tiers, cast
 from ptrain.models.tags import tier_of
+from ptrain.rooms.registry import Registry
+from ptrain.rooms.tiers import Tiers, cast
 from ptrain.spec.placement import Tier
 
 OFF_DEVICE = (Tier.HOST, Tier.FILE)

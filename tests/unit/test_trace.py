@@ -11,9 +11,8 @@ import torch
 
 from ptrain.costs import Phase, State
 from ptrain.derivation import activations
-from ptrain.derivation.parameters import facts
 from ptrain.errors import SpecError
-from ptrain.interpreter.facts import facts_of, read_facts
+from ptrain.facts.parameters import facts
 from ptrain.meters.memory import MemoryMeter
 from ptrain.models import tables
 from ptrain.models.build import build
@@ -27,6 +26,7 @@ from ptrain.spec.model import ExternalModel, ModelShape
 from ptrain.spec.precision import ZERO16, DType
 from ptrain.spec.spec import ActivationSpec
 from ptrain.timeline import Complete
+from ptrain.traces.facts import facts_of, read_facts
 from tests.models_external import necks
 from tests.pure.build import ODD_SHAPE, make_spec
 from tests.unit.shapes import SHAPES, SMALL_GPT

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from ptrain.costs import Collective, Phase, State
-from ptrain.interpreter.registry import Registry
 from ptrain.meters.traffic import TrafficMeter
 from ptrain.models.tags import tag
+from ptrain.rooms.registry import Registry
 from ptrain.spec.placement import Tier
 
 

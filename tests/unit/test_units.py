@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from ptrain.axes.data.flat import parameters_by_unit
+from ptrain.axes.data.run.flat import parameters_by_unit
 from ptrain.derivation import activations
-from ptrain.derivation.parameters import facts
 from ptrain.errors import SpecError
+from ptrain.facts.parameters import facts
 from ptrain.models import tables
 from ptrain.models.build import build
 from ptrain.models.facts import module_facts

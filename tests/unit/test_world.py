@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from ptrain.errors import SpecError
-from ptrain.interpreter.world import World
+from ptrain.rooms.world import World
 
 
 @pytest.fixture
 def rank(monkeypatch):
     """A rank that a launcher started, up to its meeting with the others; returns what it chose."""
     started = {}
-    monkeypatch.setattr("ptrain.interpreter.world._start", lambda *args: started.update(b=args[1]))
+    monkeypatch.setattr("ptrain.rooms.world._start", lambda *args: started.update(b=args[1]))
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
 
     def join(number: int, *, num_local: int, num_gpus: int, device: str = "auto") -> tuple:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ptrain.axes.pipeline.schedule import Action, Kind, Pair, Schedule
+from ptrain.axes.pipeline.schedule import Action, Pair, Schedule
 from ptrain.axes.pipeline.simulate import Simulation, Span, simulate
+from ptrain.timeline import Kind
 
 WIDTH = 160  # characters, what a wide terminal shows
 MEANINGS = {

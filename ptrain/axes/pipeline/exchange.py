@@ -12,8 +12,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from ptrain.axes.pipeline.schedule import Action, Kind, Schedule, Step
+from ptrain.axes.pipeline.schedule import Action, Schedule, Step
 from ptrain.spec.pipeline import ScheduleName
+from ptrain.timeline import Kind
 
 
 class Role(StrEnum):

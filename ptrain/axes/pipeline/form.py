@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import assert_never
 
 from ptrain.axes.pipeline.schedule import Pipeline
-from ptrain.axes.pipeline.stages import Layers, Stage, balanced, cut, evenly
 from ptrain.axes.pipeline.times import times
+from ptrain.facts.stages import Layers, Stage, balanced, cut, evenly
 from ptrain.spec.axis import Axis
 from ptrain.spec.pipeline import SplitBy
 from ptrain.spec.spec import Spec

@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ptrain.axes.data.costs import Gathers
-from ptrain.axes.pipeline.schedule import Kind, Schedule
+from ptrain.axes.pipeline.schedule import Schedule
 from ptrain.spec.batch import SyncPolicy
+from ptrain.timeline import Kind
 
 
 def stage_gathers(

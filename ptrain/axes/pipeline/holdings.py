@@ -7,8 +7,9 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ptrain.axes.pipeline.schedule import Kind, Schedule
+from ptrain.axes.pipeline.schedule import Schedule
 from ptrain.costs import Collective, Phase
+from ptrain.timeline import Kind
 
 _LAST_USE = (Kind.BACKWARD, Kind.WEIGHT)  # a split backward needs activations until its weight half
 

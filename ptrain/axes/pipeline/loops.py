@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from ptrain.axes.pipeline.schedule import Action, Kind, Pipeline
+from ptrain.axes.pipeline.schedule import Action, Pipeline
+from ptrain.timeline import Kind
 
 _Chunk = tuple[int, int]  # a stage and a micro-batch
 

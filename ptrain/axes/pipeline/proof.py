@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import assert_never
 
-from ptrain.axes.pipeline.schedule import Action, Kind, Schedule, Step
+from ptrain.axes.pipeline.schedule import Action, Schedule, Step
 from ptrain.errors import BrokenSchedule
+from ptrain.timeline import Kind
 
 
 class Work:

@@ -17,9 +17,9 @@ from dataclasses import replace
 from ptrain.axes.data.form import ELEMENTWISE, Form, data_factors, form_of
 from ptrain.axes.pipeline.form import pipeline_of
 from ptrain.axes.pipeline.known import faults, takes_any_stages
-from ptrain.axes.pipeline.stages import unlike
 from ptrain.axes.rule import AxisRules, SpecRule, TupleRule
 from ptrain.errors import Fault
+from ptrain.facts.stages import unlike
 from ptrain.spec.axis import Axis
 from ptrain.spec.batch import UnitKind
 from ptrain.spec.model import ModelShape

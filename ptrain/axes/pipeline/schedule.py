@@ -7,14 +7,8 @@ Who runs, predicts or draws a schedule reads this. When an action starts follows
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import StrEnum
 
-
-class Kind(StrEnum):
-    FORWARD = "F"
-    BACKWARD = "B"  # whole: gradients of the inputs and of the weights
-    INPUT = "I"  # gradients of the inputs alone: the stage before waits for them
-    WEIGHT = "W"  # gradients of the weights alone: nobody waits for them
+from ptrain.timeline import Kind
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from typing import assert_never
 
 from ptrain.axes.pipeline.proof import Work
-from ptrain.axes.pipeline.schedule import Action, Kind, Pair, Schedule, Step
+from ptrain.axes.pipeline.schedule import Action, Pair, Schedule, Step
 from ptrain.errors import BrokenSchedule
+from ptrain.timeline import Kind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ptrain.axes.pipeline.stages import Layers, Tensor
+from ptrain.facts.stages import Layers, Tensor
 from ptrain.spec.model import ModelShape
 from ptrain.spec.spec import Spec
 

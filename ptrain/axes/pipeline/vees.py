@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from ptrain.axes.pipeline.schedule import Action, Kind, Pair, Pipeline, Step
+from ptrain.axes.pipeline.schedule import Action, Pair, Pipeline, Step
+from ptrain.timeline import Kind
 
 
 def zbv(pipeline: Pipeline, rank: int) -> Iterator[Step]:

@@ -55,7 +55,7 @@ class Cut:
 
     @property
     def kind(self) -> str:
-        """The name of the tables (`axes.tensor.tables`) that hold what such a rank allocates."""
+        """The name of the tables (`traces.tensor_tables`) that hold what such a rank allocates."""
         step = self.step
         if step.is_naive:
             name = "naive"

@@ -1,0 +1,285 @@
+"""O: what autograd saves while a module runs is moved to host memory or to files, and brought back
+for backward.
+
+What moves is a storage, once however many tensors saved of it are views; it comes back when the
+first of them is asked for, and stays until the last one is gone. Parameters, buffers and whole
+numbers (tokens and places, which live anyway) stay.
+
+Note: on an accelerator copies run on streams of their own, in and out of pinned memory, and with
+the first tensor that is asked for of one module all those of the module before it set out. On a
+processor a copy is made where it is asked for. A file is written and read by the one that computes.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor, Placement
+
+from ptrain.costs import State
+from ptrain.models.again import runs_again
+from ptrain.models.ledger import storage_of
+from ptrain.models.tags import is_tagged
+from ptrain.rooms.tiers import Tiers
+from ptrain.spec.placement import Tier
+
+_SMALL = (torch.bool, torch.uint8)  # masks: not floating, and as many as activations
+
+
+class Offload:
+    """Hooks on what autograd saves within the modules of one model."""
+
+    def __init__(self, model: nn.Module, tiers: Tiers) -> None:
+        self.model = model
+        self.tiers = tiers
+        self.streams = _Streams(tiers.device) if tiers.device.type == "cuda" else None
+        self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], int, weakref.ref[Away]]]
+        self._known = {}
+        self._last: _Pass | None = None
+        model.register_forward_pre_hook(self._begin)
+        model.register_forward_hook(self._begin, always_call=True)
+
+    def around(self, module: nn.Module, tier: Tier) -> None:
+        """What autograd saves while `module` runs is kept on `tier`."""
+        entered: list[saved_tensors_hooks] = []
+
+        def enter(_: nn.Module, __: object) -> None:
+            if not torch.is_grad_enabled() or runs_again():
+                return
+            self._last = _Pass(tier, self._last)
+            hooks = saved_tensors_hooks(partial(self._pack, self._last, module), _unpack)
+            hooks.__enter__()
+            entered.append(hooks)
+
+        def leave(*_: object) -> None:
+            if entered and not runs_again():
+                entered.pop().__exit__(None, None, None)
+
+        module.register_forward_pre_hook(enter)
+        module.register_forward_hook(leave, always_call=True)
+
+    def _begin(self, *_: object) -> None:
+        """A micro-batch's forward pass begins or ends: no module is before the first one."""
+        if not runs_again():
+            self._last = None
+
+    def _pack(self, owner: _Pass, module: nn.Module, saved: torch.Tensor) -> Any:
+        with torch.no_grad():
+            held = _plain(saved)
+            if not self._moves(held, module):
+                return saved
+            return _View(
+                away=self._away(held, owner),
+                owner=owner,
+                dtype=held.dtype,
+                place=(tuple(held.shape), held.stride(), held.storage_offset()),
+                cut=_Cut.of(saved),
+            )
+
+    def _moves(self, held: torch.Tensor, module: nn.Module) -> bool:
+        if held.layout is not torch.strided or held.device.type != self.tiers.device.type:
+            return False
+        if not held.is_floating_point() and held.dtype not in _SMALL:
+            return False
+        storage = held.untyped_storage()
+        size = storage.nbytes()
+        is_whole = bool(size) and size % held.itemsize == 0
+        if not is_whole or is_tagged(storage):
+            return False
+        return self._moved(held) is not None or not self._owns(storage, module)
+
+    def _owns(self, storage: torch.UntypedStorage, module: nn.Module) -> bool:
+        """Whether it is of the module's parameters, as they are now: parts of it may be gathered
+        for their own time only; or of buffers, which a model hands to its modules."""
+        tensors = (*module.parameters(), *module.buffers(), *self.model.buffers())
+        return any(storage_of(tensor)._cdata == storage._cdata for tensor in tensors)
+
+    def _away(self, held: torch.Tensor, owner: _Pass) -> Away:
+        """The tensor's storage off the device."""
+        if away := self._moved(held):
+            return away
+        away = Away(held, owner.tier, self.tiers, self.streams)
+        owner.moved.append(weakref.ref(away))
+        storage = held.untyped_storage()
+        key = storage._cdata
+        forget = partial(_forget, self._known, key)
+        self._known[key] = weakref.ref(storage, forget), held._version, weakref.ref(away)
+        return away
+
+    def _moved(self, held: torch.Tensor) -> Away | None:
+        """As it was moved before, if it has not been written to since."""
+        storage = held.untyped_storage()
+        entry = self._known.get(storage._cdata)
+        if entry is None:
+            return None
+        known, version, reference = entry
+        return reference() if known() is storage and version == held._version else None
+
+
+def _forget(known: dict[int, Any], key: int, reference: object) -> None:
+    """A storage is gone; its address may be another's by now."""
+    if key in known and known[key][0] is reference:
+        del known[key]
+
+
+class Away:
+    """One storage off the device; on it too from its first use to its last."""
+
+    def __init__(
+        self, held: torch.Tensor, tier: Tier, tiers: Tiers, streams: _Streams | None
+    ) -> None:
+        numel = held.untyped_storage().nbytes() // held.itemsize
+        self.tiers = tiers
+        self.streams = streams if tier is Tier.HOST else None
+        self.kept = tiers.empty(numel, held.dtype, tier, State.ACTIVATIONS)
+        self.back: torch.Tensor | None = None
+        self._event: Any = None
+        whole = held.detach().as_strided((numel,), (1,), 0)
+        if self.streams is None:
+            self.kept.copy_(whole)
+        else:
+            self._event = self.streams.take(self.kept, whole)
+
+    def set_out(self) -> None:
+        """It is needed next."""
+        if self.streams is None:
+            self.tiers.ahead(self.kept)
+        elif self.back is None:
+            self.back = self._room()
+            self._event = self.streams.bring(self.back, self.kept, self._event)
+
+    def whole(self) -> torch.Tensor:
+        """On the device, in one dimension."""
+        if self.streams is not None:
+            self.set_out()
+            self.streams.wait(self._event)
+        elif self.back is None:
+            self.back = self._room().copy_(self.kept)
+        assert self.back is not None
+        return self.back
+
+    def _room(self) -> torch.Tensor:
+        return self.tiers.empty(self.kept.numel(), self.kept.dtype, Tier.DEVICE, State.ACTIVATIONS)
+
+
+class _Pass:
+    """One module in one forward pass: what was moved, and the module before it."""
+
+    def __init__(self, tier: Tier, previous: _Pass | None) -> None:
+        self.tier = tier
+        self.previous = previous
+        self.moved: list[weakref.ref[Away]] = []
+        self._is_back = False
+
+    def begin_backward(self) -> None:
+        """The first of its tensors is asked for."""
+        if self._is_back:
+            return
+        self._is_back = True
+        self.set_out()
+        if self.previous is not None:
+            self.previous.set_out()
+
+    def set_out(self) -> None:
+        """What it moved last is needed first."""
+        for reference in reversed(self.moved):
+            away = reference()
+            if away is not None:
+                away.set_out()
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """What makes a rank's part a DTensor again."""
+
+    device_mesh: torch.distributed.DeviceMesh
+    placements: Sequence[Placement]
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+    @classmethod
+    def of(cls, saved: torch.Tensor) -> _Cut | None:
+        if not isinstance(saved, DTensor):
+            return None
+        return cls(saved.device_mesh, saved.placements, saved.shape, saved.stride())
+
+    def of_part(self, part: torch.Tensor) -> DTensor:
+        return DTensor.from_local(
+            part,
+            self.device_mesh,
+            self.placements,
+            run_check=False,
+            shape=self.shape,
+            stride=self.stride,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _View:
+    """A saved tensor; `place`: size, strides and offset in its storage."""
+
+    away: Away
+    owner: _Pass
+    dtype: torch.dtype
+    place: tuple[tuple[int, ...], tuple[int, ...], int]
+    cut: _Cut | None
+
+    def tensor(self) -> torch.Tensor:
+        self.owner.begin_backward()
+        part = self.away.whole().view(self.dtype).as_strided(*self.place)
+        return part if self.cut is None else self.cut.of_part(part)
+
+
+def _unpack(packed: Any) -> torch.Tensor:
+    if not isinstance(packed, _View):
+        held: torch.Tensor = packed
+        return held
+    with torch.no_grad():
+        return packed.tensor()
+
+
+def _plain(saved: torch.Tensor) -> torch.Tensor:
+    """What this rank stores of it, when it is there."""
+    held = saved._local_tensor if isinstance(saved, DTensor) else saved
+    if isinstance(held, AsyncCollectiveTensor):
+        arrived: torch.Tensor = held.trigger_wait()
+        return arrived
+    return held
+
+
+class _Streams:
+    """Copies between an accelerator and pinned memory, each way beside what is computed."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.leaving: Any = torch.cuda.Stream(device)
+        self.arriving: Any = torch.cuda.Stream(device)
+
+    def take(self, kept: torch.Tensor, whole: torch.Tensor) -> Any:
+        """The event when `kept` has the bytes; those of `whole` are not used again before it."""
+        self.leaving.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.leaving):
+            kept.copy_(whole, non_blocking=True)
+        whole.record_stream(self.leaving)
+        return self.leaving.record_event()
+
+    def bring(self, back: torch.Tensor, kept: torch.Tensor, taken: Any) -> Any:
+        """The event when `back` has the bytes, which `kept` has at `taken`."""
+        self.arriving.wait_event(taken)
+        self.arriving.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.arriving):
+            back.copy_(kept, non_blocking=True)
+        back.record_stream(self.arriving)
+        return self.arriving.record_event()
+
+    def wait(self, event: Any) -> None:
+        """Nothing is computed until then."""
+        torch.cuda.current_stream(self.device).wait_event(event)

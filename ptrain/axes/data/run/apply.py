@@ -1,0 +1,34 @@
+"""What a placement on the data axes does to a module: each plan step as a wrap, ready to run.
+
+A wrap gives the module to call, says what belongs to one micro-batch, brings the gradients into
+the optimizer's layout, and lists what the optimizer updates. The loop around it is the same.
+"""
+
+from __future__ import annotations
+
+from typing import assert_never
+
+from torch import nn
+
+from ptrain.axes.data.run.flat import FlatWrap
+from ptrain.axes.data.run.fully_sharded import FullyShardedWrap
+from ptrain.axes.data.run.replicated import ReplicatedWrap
+from ptrain.axes.data.run.wrapped import ParameterWrap, Wrapped
+from ptrain.plan.step import FlatUnits, FullyShard, LocalGradients, Plan, Replicate
+from ptrain.rooms.mesh import Mesh
+from ptrain.rooms.registry import Registry
+
+
+def apply(model: nn.Module, plan: Plan, mesh: Mesh, registry: Registry) -> Wrapped:
+    """Wrap `model` as the plan says."""
+    match plan.wrap:
+        case LocalGradients():
+            return ParameterWrap(model, plan.units)
+        case Replicate() as step:
+            return ReplicatedWrap(model, step, mesh, plan.units, registry)
+        case FullyShard() as step:
+            return FullyShardedWrap(model, step, plan, mesh, registry)
+        case FlatUnits():
+            return FlatWrap(model, plan, mesh, registry)
+        case step:
+            assert_never(step)

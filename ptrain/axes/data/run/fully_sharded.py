@@ -1,0 +1,238 @@
+"""Shards by row, gathered by unit: FSDP2's `fully_shard`, with its dials, summing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+from ptrain.axes.data.run.wrapped import ParameterWrap
+from ptrain.costs import State
+from ptrain.models.again import runs_again
+from ptrain.models.ledger import local
+from ptrain.models.numerics import TORCH_DTYPES
+from ptrain.plan.step import FullyShard, Plan
+from ptrain.rooms.comm import TaggedAllGather, TaggedReduceScatter
+from ptrain.rooms.mesh import Mesh
+from ptrain.rooms.registry import Registry
+from ptrain.spec.batch import GradientSync, Reshard
+from ptrain.spec.precision import Layout
+from ptrain.timeline import Kind
+
+
+class FullyShardedWrap(ParameterWrap):
+    """FSDP2 by unit, then the root; on a 2-d mesh it is HSDP. Averaging is off."""
+
+    def __init__(
+        self, model: nn.Module, step: FullyShard, plan: Plan, mesh: Mesh, registry: Registry
+    ) -> None:
+        super().__init__(model, plan.units, owns_masters=step.materialized)
+        self.step = step
+        device_mesh = fsdp_mesh(step, mesh)
+        self.sharded: list[FSDPModule] = []  # one of each unit's modules, which share their state
+        for modules in plan.units:
+            members = [model.get_submodule(name) for name in modules]
+            with unset_fake_temporarily():  # the mesh of a smaller group is cut from a tensor
+                fully_shard(
+                    members,
+                    mesh=device_mesh,
+                    reshard_after_forward=_after_forward(step.sync.reshard_after_forward),
+                    mp_policy=_precision(step, plan.update.layout),
+                )
+            assert isinstance(members[0], FSDPModule)
+            self.sharded.append(members[0])
+        for module, modules in zip(self.sharded, plan.units, strict=True):
+            name, waits = modules[0] or "root", not step.overlaps
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+            module.set_custom_all_gather(TaggedAllGather(registry, name))
+            module.set_custom_reduce_scatter(
+                TaggedReduceScatter(step.reduce_scatter, registry, name, is_awaited=waits)
+            )
+            for group in parameter_groups(module):
+                _name_smaller_group(group, step, mesh)
+        if not step.overlaps:
+            # what is gathered for a unit waits for all that was computed before it
+            model._set_unshard_async_op(True)
+        prefetch = step.prefetch if step.overlaps else 0
+        if prefetch is not None:
+            Prefetch(self.sharded, [self._members(modules) for modules in plan.units], prefetch)
+
+    def _members(self, modules: Sequence[str]) -> list[nn.Module]:
+        return [self.model.get_submodule(name) for name in modules]
+
+    def micro_batch(self, is_last: bool) -> AbstractContextManager[None]:
+        root = self.sharded[-1]
+        sync = self.step.sync
+        root.set_requires_gradient_sync(is_last or sync.gradients is GradientSync.EVERY)
+        root.set_reshard_after_backward(is_last or sync.reshard_after_backward)
+        return nullcontext()
+
+    @contextmanager
+    def forward_pass(self) -> Iterator[None]:
+        """In backward torch gathers ahead what was left before, also what a micro-batch before left
+        last, for nothing. So before the first unit of each stands that unit, which is there."""
+        context = self.sharded[-1]._get_fsdp_state()._comm_ctx
+        order = getattr(context, "post_forward_order", [])  # torch makes it in the first pass
+        start = len(order)
+        order += [group for module in self.sharded for group in parameter_groups(module)][:1]
+        yield
+        if len(order) > start + 1:
+            order[start] = order[start + 1]
+
+    @contextmanager
+    def backward_pass(self, kind: Kind, is_last: bool) -> Iterator[None]:
+        root = self.sharded[-1]
+        is_whole = kind is Kind.BACKWARD
+        with self.micro_batch(is_last):
+            if not is_whole:  # autograd runs no hook when the weights' gradients are there
+                root.set_requires_gradient_sync(False)
+                root.set_reshard_after_backward(False)
+            # between micro-batches of which some are still to come back, nothing is at an end
+            root.set_is_last_backward(is_whole and is_last)
+            yield
+        if kind is Kind.WEIGHT and (is_last or self.step.sync.gradients is GradientSync.EVERY):
+            self._reduce_now(is_last)
+
+    def _reduce_now(self, is_last: bool) -> None:
+        """What FSDP2's hooks do in a backward pass."""
+        root = self.sharded[-1]
+        self.micro_batch(is_last)
+        root.set_is_last_backward(True)
+        for module in self.sharded:
+            for group in parameter_groups(module):
+                group.post_backward()
+        root._get_fsdp_state()._root_post_backward_final_callback()
+
+    def end_evaluation(self) -> None:
+        for module in self.sharded:
+            module.reshard()
+            for group in parameter_groups(module):
+                for part in group.fsdp_params:  # of a smaller group: kept for a backward pass
+                    part._sharded_post_forward_param_data = None
+                    part._sharded_post_forward_param = None
+
+    def storages(self) -> Iterator[tuple[State, torch.Tensor]]:
+        """The shards, also while the module shows gathered parameters; the larger shards of
+        smaller groups; and the gradients: reduced ones of the shards, unreduced ones of the
+        gathered parameters, or of another dtype than these."""
+        stored = State.OPTIMIZER if self.step.materialized else State.PARAMETERS
+        for module in self.sharded:
+            for group in parameter_groups(module):
+                for part in group.fsdp_params:
+                    yield stored, local(part.sharded_param.detach())
+                    between = getattr(part, "_sharded_post_forward_param_data", None)
+                    if between is not None:
+                        yield State.TRANSIENT, between
+                    added = part.unsharded_accumulated_grad
+                    if added is not None:
+                        yield State.GRADIENTS, local(added)
+                    for holder in (part.sharded_param, getattr(part, "_unsharded_param", None)):
+                        if holder is not None and holder.grad is not None:
+                            yield State.GRADIENTS, local(holder.grad)
+
+
+class Prefetch:
+    """Gathers `count` units ahead: in forward those that are entered next, in backward those that
+    were left before. The order is that of the first forward pass; `count` 0 switches off what
+    torch does by itself in backward."""
+
+    def __init__(
+        self, sharded: Sequence[FSDPModule], members: Sequence[Sequence[nn.Module]], count: int
+    ) -> None:
+        self.count = count
+        self._first = {module: modules[0] for module, modules in zip(sharded, members, strict=True)}
+        self._entered: list[FSDPModule] = []
+        self._left: list[FSDPModule] = []
+        self._hooks = []
+        for module, modules in zip(sharded, members, strict=True):
+            if not parameter_groups(module):
+                continue
+            if not count:
+                module.set_modules_to_backward_prefetch([module])  # it is there: nothing to do
+                continue
+            self._hooks += [
+                modules[0].register_forward_pre_hook(partial(_note, self._entered, module)),
+                modules[-1].register_forward_hook(partial(_note, self._left, module)),
+            ]
+        if count:
+            root = members[-1][0]
+            self._hooks.append(root.register_forward_hook(lambda *_: self._settle()))
+
+    def _settle(self) -> None:
+        """The first forward pass is over."""
+        for hook in self._hooks:
+            hook.remove()
+        for place, module in enumerate(self._entered):
+            following = self._entered[place + 1 : place + 1 + self.count]
+            module.set_modules_to_forward_prefetch(following)
+            self._first[module].register_forward_pre_hook(
+                partial(_gather_ahead, module, following), prepend=True
+            )
+        backward = self._left[::-1]
+        for place, module in enumerate(backward):
+            preceding = backward[place + 1 : place + 1 + self.count]
+            module.set_modules_to_backward_prefetch(preceding or [module])
+
+
+def _gather_ahead(module: FSDPModule, following: list[FSDPModule], *_: object) -> None:
+    """Nothing, where a part of a unit runs again: what follows in forward has been through its
+    backward pass."""
+    module.set_modules_to_forward_prefetch([] if runs_again() else following)
+
+
+def _note(order: list[FSDPModule], module: FSDPModule, *_: object) -> None:
+    if module not in order:
+        order.append(module)
+
+
+def parameter_groups(module: FSDPModule) -> Sequence[FSDPParamGroup]:
+    """What FSDP2 gathers together. Torch 2.13 has a list of groups, 2.11 one or none."""
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:
+        groups = [state._fsdp_param_group] if state._fsdp_param_group else []
+    return groups
+
+
+def fsdp_mesh(step: FullyShard, mesh: Mesh) -> dist.DeviceMesh:
+    """One dimension, or (replicate, shard)."""
+    if not step.replicate_axes:
+        return mesh.submesh(step.shard_axes)
+    assert mesh.device_mesh is not None and len(step.replicate_axes + step.shard_axes) == 2
+    return mesh.device_mesh[str(step.replicate_axes[0]), str(step.shard_axes[0])]
+
+
+def _after_forward(given_back: bool | int | Reshard) -> bool | int | None:
+    """None is torch's own: in the first forward pass the module that it begins with is the root,
+    which stays gathered."""
+    match given_back:
+        case Reshard.NON_ROOT:
+            return None
+        case _:
+            return given_back
+
+
+def _precision(step: FullyShard, layout: Layout) -> MixedPrecisionPolicy:
+    """Theta = M: the shards are the masters, gathered in the dtype of the computation."""
+    if not step.materialized:
+        return MixedPrecisionPolicy()
+    return MixedPrecisionPolicy(
+        param_dtype=TORCH_DTYPES[layout.parameters],
+        reduce_dtype=TORCH_DTYPES[layout.reduced],
+        cast_forward_inputs=False,
+    )
+
+
+def _name_smaller_group(group: FSDPParamGroup, step: FullyShard, mesh: Mesh) -> None:
+    """The ranks that keep a unit between forward and backward, where they are fewer than all."""
+    between = group.post_forward_mesh_info
+    if between is not None and between is not group.mesh_info:
+        mesh.adopt(between.shard_process_group, step.shard_axes)

@@ -1,0 +1,120 @@
+"""Replicas: DistributedDataParallel, summing, in buckets of any size, in or after backward.
+
+Note: static_graph stays off. It changes no number, and spares only the search for unused
+parameters, which is off already; and torch 2.13 fails in `no_sync` on the first micro-batch of such
+a model.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ptrain.axes.data.run.spread import SpreadUpdate
+from ptrain.axes.data.run.summing import keeping_hook, summing_hook
+from ptrain.axes.data.run.wrapped import ParameterWrap
+from ptrain.plan.step import Replicate, Units
+from ptrain.rooms.mesh import Mesh
+from ptrain.rooms.registry import Registry
+from ptrain.spec.precision import Layout
+from ptrain.spec.spec import OptimizerSpec
+from ptrain.timeline import Kind
+
+_STOCK_BUCKET_MB = 25
+
+
+class ReplicatedWrap(ParameterWrap):
+    """DistributedDataParallel, summing. Its constructor sends nothing: all ranks hold the same
+    initial weights already."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        step: Replicate,
+        mesh: Mesh,
+        units: Units,
+        registry: Registry,
+    ) -> None:
+        super().__init__(model, units)
+        device = mesh.world.device
+        self.step, self.mesh, self.registry = step, mesh, registry
+        self.group = mesh.group(step.axes)
+        self.keeps_buckets = False
+        self._unreduced: list[torch.Tensor] = []
+        with warnings.catch_warnings():
+            # 2.13 renames broadcast_buffers, but its successor would still broadcast once
+            warnings.simplefilter("ignore", FutureWarning)
+            self.wrapped = DistributedDataParallel(
+                model,
+                device_ids=[device.index] if device.type == "cuda" else None,
+                process_group=self.group,
+                bucket_cap_mb=_bucket_cap_mb(step),
+                broadcast_buffers=False,
+                gradient_as_bucket_view=True,
+                init_sync=False,
+            )
+        hook = (
+            summing_hook(self.group, registry)
+            if step.overlaps
+            else keeping_hook(self._unreduced, registry)
+        )
+        self.wrapped.register_comm_hook(None, hook)
+        self.module = self.wrapped
+
+    @contextmanager
+    def micro_batch(self, is_last: bool) -> Iterator[None]:
+        if is_last:
+            yield
+            self._reduce_kept()
+            return
+        self.keeps_buckets = True
+        with self.wrapped.no_sync():
+            yield
+
+    def forward_pass(self) -> AbstractContextManager[None]:
+        """Whether a backward pass reduces is not known yet, and told in it."""
+        self.keeps_buckets = True
+        accumulating: AbstractContextManager[None] = self.wrapped.no_sync()
+        return accumulating
+
+    @contextmanager
+    def backward_pass(self, kind: Kind, is_last: bool) -> Iterator[None]:
+        assert kind is Kind.BACKWARD, "torch's replicas wait for autograd to accumulate"
+        if is_last:
+            self.wrapped.reducer.prepare_for_backward([])
+        yield
+        if is_last:
+            self._reduce_kept()
+
+    def _reduce_kept(self) -> None:
+        """Without overlap: one bucket after the other, when backward is over."""
+        for bucket in self._unreduced:
+            dist.all_reduce(bucket, group=self.group)
+        self._unreduced.clear()
+
+    def clear_gradients(self) -> None:
+        """Accumulation adds into the buckets, so they are zeroed; else autograd's gradients are
+        copied into them, which saves reading them."""
+        for target in self._targets():
+            if self.keeps_buckets and target.parameter.grad is not None:
+                target.parameter.grad.zero_()
+            else:
+                target.parameter.grad = None
+
+    def own_update(self, optimizer: OptimizerSpec, layout: Layout) -> SpreadUpdate | None:
+        if not self.step.zero_redundancy:
+            return None
+        targets = list(self._targets())
+        return SpreadUpdate(targets, optimizer, self.mesh.submesh(self.step.axes), self.registry)
+
+
+def _bucket_cap_mb(step: Replicate) -> float | None:
+    """None for torch's own size, with which it keeps the first bucket small."""
+    cap = step.bucket_bytes / 2**20
+    return None if cap == _STOCK_BUCKET_MB else cap

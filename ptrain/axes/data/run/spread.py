@@ -1,0 +1,103 @@
+"""An update that is spread over replicas: each rank updates whole tensors and sends them to the
+others (torch's ZeroRedundancyOptimizer). Omega is S, in units of tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.optim import ZeroRedundancyOptimizer
+
+from ptrain.axes.data.run.flat_target import distribute_rows
+from ptrain.axes.data.run.target import Named, TensorTarget
+from ptrain.costs import State
+from ptrain.optimizers.build import build_optimizer, moment_names
+from ptrain.rooms.registry import Registry
+from ptrain.spec.spec import OptimizerSpec
+
+
+class SpreadTarget(TensorTarget):
+    """A whole parameter on every rank whose optimizer state is on one, `owner`."""
+
+    def __init__(self, name: str, parameter: nn.Parameter, owner: int, mesh: DeviceMesh) -> None:
+        super().__init__(name, parameter)
+        self.owner = owner
+        self.mesh = mesh
+
+    def split(self, part: torch.Tensor) -> Named:
+        """The owner's tensor, cut by rows over all ranks: one is whole here at a time."""
+        group = self.mesh.get_group()
+        whole = torch.empty_like(part, device=self.parameter.device) if part.is_meta else part
+        dist.broadcast(whole, src=dist.get_global_rank(group, self.owner), group=group)
+        return {self.name: distribute_rows(whole, self.mesh)}
+
+
+class SpreadUpdate:
+    """ZeroRedundancyOptimizer over the targets' parameters, which become views of a bucket per
+    owner; each owner broadcasts its bucket after its update."""
+
+    def __init__(
+        self,
+        targets: Sequence[TensorTarget],
+        spec: OptimizerSpec,
+        mesh: DeviceMesh,
+        registry: Registry,
+    ) -> None:
+        self.spec = spec
+        self.optimizer = ZeroRedundancyOptimizer(
+            [target.parameter for target in targets],
+            lambda parameters: build_optimizer(spec.name, parameters, spec),
+            process_group=mesh.get_group(),
+            parameters_as_bucket_view=True,
+        )
+        owners = self.optimizer._param_to_rank
+        self.targets = [
+            SpreadTarget(target.name, target.parameter, owners[target.parameter], mesh)
+            for target in targets
+        ]
+        for bucket in self._buckets():
+            registry.tag(bucket, State.PARAMETERS)
+        for target in self.targets:  # as torch's first step would, so that it can be loaded into
+            if target.owner == mesh.get_local_rank():
+                self.optimizer.optim.state[target.parameter].update(self._initial(target))
+
+    def step(self, lr: float, scaling: None = None) -> None:
+        for options in self.optimizer.param_groups:
+            options["lr"] = lr
+        self.optimizer.step()
+
+    def tensors(self) -> Iterator[tuple[SpreadTarget, dict[str, torch.Tensor]]]:
+        """Every target on every rank; what another rank keeps is a tensor without data."""
+        for target in self.targets:
+            held = self.optimizer.optim.state.get(target.parameter)
+            yield target, dict(held) if held else self._initial(target, "meta")
+
+    def leaves(self) -> Iterator[tuple[SpreadTarget, torch.Tensor]]:
+        for target in self.targets:
+            yield target, target.parameter
+
+    def storages(self) -> Iterator[tuple[State, torch.Tensor]]:
+        """A rank that owns no tensor has a bucket of one element."""
+        for bucket in self._buckets():
+            yield State.PARAMETERS, bucket
+        for state in self.optimizer.optim.state.values():
+            for tensor in state.values():
+                yield State.OPTIMIZER, tensor
+
+    def _buckets(self) -> Iterator[torch.Tensor]:
+        for of_device in self.optimizer._buckets:
+            yield from of_device
+
+    def _initial(self, target: TensorTarget, device: str | None = None) -> Named:
+        like = target.parameter.detach()
+        state = {
+            name: torch.zeros_like(like, device=device)
+            for name in moment_names(self.spec.name, self.spec)
+        }
+        if self.spec.name == "adamw":
+            place = like.device if device is None else device
+            state["step"] = torch.zeros((), dtype=torch.float32, device=place)
+        return state

@@ -1,0 +1,191 @@
+"""What the optimizer updates: a local tensor that stands for named parameters, its gradient, and
+the place where its optimizer state is kept."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from ptrain.axes.data.run.layout import same_memory
+from ptrain.models.ledger import local
+from ptrain.spec.axis import Axis
+
+Named = dict[str, torch.Tensor]
+
+
+class Slot(Protocol):
+    """Where one tensor of optimizer state lives between steps: as a shard, on any tier."""
+
+    @property
+    def stored(self) -> torch.Tensor:
+        """What this rank keeps."""
+        ...
+
+    def fetch(self) -> torch.Tensor:
+        """The state of all that the target updates, where it is updated, in the stored dtype: the
+        stored tensor itself if it is that already."""
+        ...
+
+    def put(self, working: torch.Tensor) -> None:
+        """Keep this rank's part of what `fetch` gave, after the update changed it."""
+
+
+class Resident:
+    """State that is kept as it is used."""
+
+    def __init__(self, stored: torch.Tensor) -> None:
+        self.stored = stored
+
+    def fetch(self) -> torch.Tensor:
+        return self.stored
+
+    def put(self, working: torch.Tensor) -> None:
+        """It is there."""
+
+
+class Target(Protocol):
+    """A local tensor that the optimizer updates, and how it stands for named parameters."""
+
+    @property
+    def owns_master(self) -> bool:
+        """Whether `value` is the master copy itself, which needs no other (Theta = M)."""
+        ...
+
+    @property
+    def gradient(self) -> torch.Tensor | None:
+        """The reduced gradient where and as it is kept: what is clipped and checked."""
+        ...
+
+    def cut_and_whole(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Views that make up `gradient`: of tensors whose operator is cut over ranks, and of
+        others, which those ranks have alike."""
+        ...
+
+    def working_gradient(self) -> torch.Tensor | None:
+        """The gradient of all that is updated, where it is updated, in the gradients' dtype."""
+        ...
+
+    def value(self) -> torch.Tensor:
+        """What the optimizer updates, where it is updated: in the parameters' dtype, or the master
+        copy itself (`owns_master`). Valid until `store`."""
+        ...
+
+    def store(self, value: torch.Tensor) -> None:
+        """Write it back, in any dtype, and make the parameters whole where they must be."""
+
+    def slot(self, initial: torch.Tensor) -> Slot:
+        """Keep `initial` (0-d, or shaped like `value`, on the tier of the update) as optimizer
+        state, in its dtype."""
+        ...
+
+    def named(self, part: torch.Tensor) -> Named:
+        """A tensor shaped like `value`, on any tier, as full tensors by canonical name (DTensor
+        where it is cut)."""
+        ...
+
+    def split(self, part: torch.Tensor) -> Named:
+        """A stored tensor of optimizer state as full tensors by canonical name (DTensor where it
+        is cut)."""
+        ...
+
+    def join(self, named: Named) -> torch.Tensor:
+        """The inverse of `split`."""
+        ...
+
+    def export(self) -> Named:
+        """The parameters by canonical name."""
+        ...
+
+    def load(self, named: Named) -> None:
+        """The inverse of `export`."""
+
+
+class TensorTarget:
+    """A parameter whose local part is a tensor: itself, or the local part of a DTensor."""
+
+    def __init__(self, name: str, parameter: nn.Parameter, *, owns_master: bool = False) -> None:
+        self.name = name
+        self.parameter = parameter
+        self.owns_master = owns_master
+
+    @property
+    def gradient(self) -> torch.Tensor | None:
+        gradient = self.parameter.grad
+        return None if gradient is None else local(gradient)
+
+    def cut_and_whole(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        gradient = self.gradient
+        found = [] if gradient is None else [gradient]
+        return (found, []) if has_cut_operator(self.parameter) else ([], found)
+
+    def working_gradient(self) -> torch.Tensor | None:
+        return self.gradient
+
+    def slot(self, initial: torch.Tensor) -> Slot:
+        return Resident(initial)
+
+    def value(self) -> torch.Tensor:
+        return local(self.parameter.detach())
+
+    def store(self, value: torch.Tensor) -> None:
+        held = self.value()
+        if not same_memory(held, value):
+            held.copy_(value)
+
+    def split(self, part: torch.Tensor) -> Named:
+        return self.named(part)
+
+    def named(self, part: torch.Tensor) -> Named:
+        whole = self.parameter
+        if not isinstance(whole, DTensor) or part.dim() == 0 != whole.dim():
+            return {self.name: part}
+        return {
+            self.name: DTensor.from_local(
+                part,
+                whole.device_mesh,
+                whole.placements,
+                run_check=False,
+                shape=whole.shape,
+                stride=whole.stride(),
+            )
+        }
+
+    def join(self, named: Named) -> torch.Tensor:
+        return rows_of(named[self.name], self.parameter)
+
+    def export(self) -> Named:
+        return {self.name: self.parameter.detach()}
+
+    def load(self, named: Named) -> None:
+        self.value().copy_(rows_of(named[self.name], self.parameter))
+
+
+def has_cut_operator(parameter: torch.Tensor) -> bool:
+    """Whether the tensor axis cuts it; what a data axis cuts is of one tensor all the same."""
+    if not isinstance(parameter, DTensor):
+        return False
+    names = parameter.device_mesh.mesh_dim_names or ()
+    return any(
+        name == Axis.TP and placement.is_shard()
+        for name, placement in zip(names, parameter.placements, strict=True)
+    )
+
+
+def rows_of(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of `tensor` if it is cut like `like`, itself cut in any way or whole."""
+    if not isinstance(like, DTensor) or tensor.dim() == 0 != like.dim():
+        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if isinstance(tensor, DTensor):
+        if tensor.placements == like.placements and tensor.device_mesh == like.device_mesh:
+            return tensor.to_local()
+        tensor = tensor.full_tensor()
+    sizes, offsets = compute_local_shape_and_global_offset(
+        like.shape, like.device_mesh, like.placements
+    )
+    for dim, (size, offset) in enumerate(zip(sizes, offsets, strict=True)):
+        tensor = tensor.narrow(dim, min(offset, tensor.shape[dim]), size)
+    return tensor

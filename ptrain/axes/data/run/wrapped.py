@@ -1,0 +1,133 @@
+"""What the program needs of a wrapped model, and what all wraps that leave parameters in the module
+have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from itertools import chain
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from ptrain.axes.data.run.flat import parameters_by_unit
+from ptrain.axes.data.run.target import Target, TensorTarget
+from ptrain.costs import State
+from ptrain.plan.step import Units
+from ptrain.spec.precision import Layout
+from ptrain.spec.spec import OptimizerSpec
+from ptrain.timeline import Kind
+
+
+class OwnUpdate(Protocol):
+    """An optimizer that is part of a wrap: it says where its state lives."""
+
+    def step(self, lr: float, scaling: None = None) -> None:
+        """One update with this learning rate; the parameters are whole when it is over."""
+
+    def tensors(self) -> Iterator[tuple[Target, dict[str, torch.Tensor]]]:
+        """Each target with its optimizer state by name."""
+        ...
+
+    def leaves(self) -> Iterator[tuple[Target, torch.Tensor]]:
+        """Each target with the tensor that torch's optimizer knows it by."""
+        ...
+
+    def storages(self) -> Iterator[tuple[State, torch.Tensor]]: ...
+
+
+class Wrapped(Protocol):
+    """What the program needs of a wrap."""
+
+    module: nn.Module
+
+    def micro_batch(self, is_last: bool) -> AbstractContextManager[None]:
+        """Around a forward and a backward pass, one after the other."""
+        ...
+
+    def forward_pass(self) -> AbstractContextManager[None]:
+        """Around the forward pass of a micro-batch whose backward pass is not the next one."""
+        ...
+
+    def backward_pass(self, kind: Kind, is_last: bool) -> AbstractContextManager[None]:
+        """Around its backward pass, or one half of it. `is_last`: the step's gradients are complete
+        after it."""
+        ...
+
+    def end_evaluation(self) -> None: ...
+
+    def consume_with(self, update: Callable[[int], None]) -> None: ...
+
+    def reduce_gradients(self) -> None: ...
+
+    def finish_update(self) -> None: ...
+
+    def clear_gradients(self) -> None: ...
+
+    def targets(self) -> Sequence[Sequence[Target]]: ...
+
+    def own_update(self, optimizer: OptimizerSpec, layout: Layout) -> OwnUpdate | None: ...
+
+    def storages(self) -> Iterator[tuple[State, torch.Tensor]]: ...
+
+
+class ParameterWrap:
+    """A module whose parameters stay where they are; on one device, all that is needed."""
+
+    def __init__(self, model: nn.Module, units: Units, *, owns_masters: bool = False) -> None:
+        self.module = model
+        self.model = model
+        self.unit_names = units
+        self.owns_masters = owns_masters
+        self._groups: list[list[TensorTarget]] = []
+
+    def micro_batch(self, is_last: bool) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def forward_pass(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def backward_pass(self, kind: Kind, is_last: bool) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def end_evaluation(self) -> None:
+        """Nothing was gathered."""
+
+    def consume_with(self, update: Callable[[int], None]) -> None:
+        raise AssertionError("gradients are updated from in backward by flat units alone")
+
+    def reduce_gradients(self) -> None:
+        """They are where the optimizer wants them."""
+
+    def finish_update(self) -> None:
+        """Nothing is on its way."""
+
+    def clear_gradients(self) -> None:
+        for target in self._targets():
+            target.parameter.grad = None
+
+    def targets(self) -> list[list[TensorTarget]]:
+        """A group per unit. Read off the module once, before it runs: while a unit is gathered, the
+        module's parameters are not those that the rank stores."""
+        if not self._groups:
+            self._groups = [
+                [
+                    TensorTarget(name, parameter, owns_master=self.owns_masters)
+                    for name, parameter in named
+                ]
+                for _, named in parameters_by_unit(self.model, self.unit_names)
+            ]
+        return self._groups
+
+    def own_update(self, optimizer: OptimizerSpec, layout: Layout) -> OwnUpdate | None:
+        return None
+
+    def _targets(self) -> Iterator[TensorTarget]:
+        return chain.from_iterable(self.targets())
+
+    def storages(self) -> Iterator[tuple[State, torch.Tensor]]:
+        for target in self._targets():
+            yield State.PARAMETERS, target.value()
+            if target.gradient is not None:
+                yield State.GRADIENTS, target.gradient

@@ -1,0 +1,115 @@
+"""The stages of a model by its facts: what the pipeline axis cuts it into, and what of it each has.
+
+A stage is a model like any other, with fewer layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from ptrain.axes.pipeline.form import stages_of as cut_as_said
+from ptrain.facts.model import ModelFacts, UnitFacts
+from ptrain.facts.stages import ENDS, Chain, Ends, Layers, Stage, layers_of
+from ptrain.spec.axis import Axis
+from ptrain.spec.model import ModelShape
+from ptrain.spec.role import Role, Roles, fits
+from ptrain.spec.spec import Spec
+
+# Of the built-in families: what a tied head takes, and its own name of it.
+TIED = ("embed.weight", "head.weight")
+
+
+def stages_of(spec: Spec, facts: ModelFacts) -> tuple[Stage, ...]:
+    """The stages that the spec cuts the model into, first to last; none without pp. Raises
+    SpecError where it has too few layers."""
+    if spec.degree(Axis.PP) == 1:
+        return ()
+    return cut_as_said(spec, layers(spec, facts))
+
+
+def chain_of(spec: Spec, facts: ModelFacts) -> Chain:
+    """What stages are cut from: of a built-in model by its family, else as its facts say."""
+    if facts.chain is not None:
+        return facts.chain
+    model = spec.model
+    assert isinstance(model, ModelShape), "the facts of another model have their chain"
+    return Chain(
+        layers=tuple(f"blocks.{index}" for index in range(model.layers)),
+        ends=ENDS,
+        hidden=model.hidden,
+        tied=(TIED,) if model.tied else (),
+    )
+
+
+def layers(spec: Spec, facts: ModelFacts) -> Layers:
+    """What may be cut: whole layers, however small the wrap's units are."""
+    *inner, root = facts.units
+    chain = chain_of(spec, facts)
+    blocks = tuple(
+        UnitFacts(
+            modules=(name,),
+            tensors=tuple(
+                each
+                for unit in inner
+                if f"{unit.name}.".startswith(f"{name}.")
+                for each in unit.tensors
+            ),
+        )
+        for name in chain.layers
+    )
+    assert sum(block.numel for block in blocks) == sum(unit.numel for unit in inner)
+    return layers_of((*blocks, root), front=chain.ends.front, tied=chain.tied)
+
+
+def stage_facts(facts: ModelFacts, stage: Stage) -> ModelFacts:
+    """One stage's part: its units, what it shares with another stage in units of their own, the
+    root with what it has of the ends, and the order in which its gradients are complete. A tied
+    head's copy is complete when the head is."""
+    tensors = {each.name: each for each in facts.tensors}
+    for name, copy in stage.copied:
+        tensors[copy] = replace(tensors[name], name=copy)
+    has = [tensors[name] for name in stage.tensors]
+    units = []
+    for modules in stage.units(facts.unit_modules):
+        own = [t for t in has if any(f"{t.name}.".startswith(f"{m}.") or not m for m in modules)]
+        has = [tensor for tensor in has if tensor not in own]
+        units.append(UnitFacts(modules=modules, tensors=tuple(own)))
+    copies = [copy for _, copy in stage.copied]
+    order = [name for name in facts.gradient_order if name in stage.tensors]
+    lacking = facts.chain.lacking(stage) if facts.chain else ()
+    return replace(
+        facts,
+        units=tuple(units),
+        buffers=tuple(row for row in facts.buffers if not _is_within(row[0], lacking)),
+        gradient_order=(*copies, *order),
+        timeline=None,
+        stage_passes=(),
+    )
+
+
+def _is_within(name: str, modules: Iterable[str]) -> bool:
+    return any(f"{name}.".startswith(f"{module}.") for module in modules)
+
+
+def stage_roles(roles: Roles, stage: Stage, stages: int, ends: Ends = ENDS) -> Roles:
+    """Those of one stage's modules: of the ends only what it has. What it has its own copy of a cut
+    table for is its head, whatever it was called before."""
+    gone = (
+        *(ends.front if stage.index else ()),
+        *(ends.behind if stage.index < stages - 1 else ()),
+    )
+    kept = tuple(pair for pair in roles if not any(_means(pair[0], name) for name in gone))
+    copied = {copy.rpartition(".")[0]: name.rpartition(".")[0] for name, copy in stage.copied}
+    heads = tuple(
+        (head, Role.HEAD)
+        for head, table in copied.items()
+        if any(fits(pattern, table) for pattern, _ in roles)
+        and not any(fits(pattern, head) for pattern, _ in kept)
+    )
+    return (*kept, *heads)
+
+
+def _means(pattern: str, module: str) -> bool:
+    """Whether a role is one of a module, or of something in it."""
+    return fits(pattern, module) or pattern.startswith(f"{module}.")

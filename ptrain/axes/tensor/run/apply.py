@@ -1,0 +1,259 @@
+"""What a placement on the tensor axis does to a module: torch's parallel styles by role, from
+outside, before any data axis wraps it.
+
+Between the sub-blocks a rank has all tokens (A = R) or its slice of them (A = S, S*: sequence
+parallelism). A sub-block's input is made whole once for all its column operators, so that their
+gradients are summed once: Megatron's two sums forward and two backward per block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
+
+from ptrain.axes.tensor.run.gradients import GradientsAsKept, SummedGradients
+from ptrain.axes.tensor.run.randomness import OwnRandomness, drawn_by_rank
+from ptrain.axes.tensor.run.regather import Regather
+from ptrain.models.chunked import LossInside
+from ptrain.models.loss import token_loss_sum
+from ptrain.plan.step import ChunkedLoss, Parallelize
+from ptrain.rooms.registry import Registry
+from ptrain.spec.role import Role, fits
+
+_SEQUENCE = 1  # the dimension of tokens, behind that of samples
+
+
+class WholeInput(ParallelStyle):
+    """The first floating tensor that a module is given is made whole; as a DTensor, so that what
+    its users' gradients add up to is summed over the ranks once, where it came from."""
+
+    def __init__(self, between: Placement, *, regathers: bool = False) -> None:
+        super().__init__()
+        self.between = between
+        self.regathers = regathers
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        regather = Regather(device_mesh, _SEQUENCE) if self.regathers else None
+
+        def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if regather is not None:
+                regather.enter()
+
+            def whole(part: torch.Tensor) -> DTensor:
+                made = _whole(part, device_mesh, self.between)
+                if regather is not None:
+                    regather.keeps(part, made)
+                return made
+
+            return _with_first(args, kwargs, whole)
+
+        module.register_forward_pre_hook(enter, with_kwargs=True)
+        if regather is not None:
+            module.register_forward_hook(lambda *_: regather.leave(), always_call=True)
+        return module
+
+
+class WholeOutput(ParallelStyle):
+    """What a module returns is made whole, as a DTensor."""
+
+    def __init__(self, between: Placement) -> None:
+        super().__init__()
+        self.between = between
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        module.register_forward_hook(
+            lambda _, __, output: _whole(output, device_mesh, self.between)
+        )
+        return module
+
+
+class LocalInput(ParallelStyle):
+    """The first floating tensor that a module is given becomes the rank's own part, which is what
+    it is given when it runs again."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            return _with_first(
+                args, kwargs, lambda part: part.to_local() if isinstance(part, DTensor) else part
+            )
+
+        module.register_forward_pre_hook(enter, with_kwargs=True)
+        return module
+
+
+class HeadParallel(ColwiseParallel):
+    """A head's logits are cut over the vocabulary; a loss in their place is whole."""
+
+    @staticmethod
+    def _prepare_output_fn(
+        output_layouts: Any, use_local_output: bool, mod: Any, outputs: Any, device_mesh: Any
+    ) -> Any:
+        if not isinstance(outputs, DTensor):
+            return outputs
+        return ColwiseParallel._prepare_output_fn(
+            output_layouts, use_local_output, mod, outputs, device_mesh
+        )
+
+
+class Whole(ParallelStyle):
+    """Every rank has all of a module's tensors, and uses them on its part of the tokens."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            made = distribute_tensor(parameter, device_mesh, [Replicate()], src_data_rank=None)
+            module.register_parameter(name, nn.Parameter(made))
+        return module
+
+
+def parallelize(
+    model: nn.Module, step: Parallelize, device_mesh: DeviceMesh, registry: Registry
+) -> None:
+    """Cut `model` over `device_mesh` (1-d) as the plan says. Its tensors may be on meta."""
+    tied = _tied(model)
+    for pattern, role in step.roles:
+        for name in _matching(model, pattern):
+            module = model.get_submodule(name)
+            for style in _styles(step, role, registry):
+                parallelize_module(module, device_mesh, style, src_data_rank=None)
+    _tie_again(model, tied)
+    # One for all sub-blocks: of two with one seed, the masks of every layer would be alike.
+    own = OwnRandomness(device_mesh.get_local_rank(), device_mesh.device_type)
+    if not step.is_sequence:
+        for pattern, role in step.roles:
+            if role is Role.WHOLE_INPUT:
+                for name in _matching(model, pattern):
+                    own.around(model.get_submodule(name))
+    if step.is_sequence and any(role is Role.POSITIONS for _, role in step.roles):
+        first = next(_matching(model, step.block_pattern))
+        parallelize_module(model.get_submodule(first), device_mesh, LocalInput())
+    if not step.loss_parallel:
+        model.register_forward_hook(lambda _, __, logits: _gathered(logits))
+
+
+def whole_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """The tokens' summed loss, of logits that may be cut over the vocabulary."""
+    loss = token_loss_sum(logits, targets)
+    return loss.to_local() if isinstance(loss, DTensor) else loss
+
+
+def loss_inside(step: ChunkedLoss, tensor: Parallelize | None) -> LossInside:
+    """As `whole_loss`, of a slice of the tokens at a time; where the logits do not stay cut, those
+    of a slice are made whole."""
+    if tensor is None or tensor.loss_parallel:
+        return LossInside(step, whole_loss)
+    return LossInside(step, lambda logits, targets: whole_loss(_gathered(logits), targets))
+
+
+def micro_batch(step: Parallelize | None) -> Callable[[], AbstractContextManager[None]]:
+    """What a micro-batch's forward, loss and backward run in."""
+    return nullcontext if step is None else partial(_micro_batch, step)
+
+
+@contextmanager
+def _micro_batch(step: Parallelize) -> Iterator[None]:
+    with loss_parallel() if step.loss_parallel else nullcontext(), drawn_by_rank():
+        yield
+
+
+def _styles(step: Parallelize, role: Role, registry: Registry) -> Iterator[ParallelStyle]:
+    between = Shard(_SEQUENCE) if step.is_sequence else Replicate()
+    has_positions = any(role is Role.POSITIONS for _, role in step.roles)
+    match role:
+        case Role.VOCABULARY:
+            is_local = not (step.is_sequence and has_positions)
+            yield RowwiseParallel(
+                input_layouts=Replicate(), output_layouts=between, use_local_output=is_local
+            )
+            yield GradientsAsKept(registry)
+        case Role.POSITIONS:
+            if step.is_sequence:
+                yield Whole()
+        case Role.WHOLE_INPUT:
+            if not step.is_naive:
+                yield WholeInput(between, regathers=step.is_saved_cut)
+        case Role.COLUMN:
+            layout = between if step.is_naive else Replicate()
+            yield ColwiseParallel(input_layouts=layout)
+        case Role.ROW:
+            yield RowwiseParallel(output_layouts=between)
+        case Role.SHARED:
+            yield SummedGradients(registry)
+        case Role.NORM | Role.LAST_NORM:
+            if step.is_sequence:
+                yield SequenceParallel(use_local_output=True)
+                yield GradientsAsKept(registry)
+            if role is Role.LAST_NORM:
+                yield WholeOutput(between)
+        case Role.HEAD:
+            yield HeadParallel(
+                input_layouts=Replicate(), output_layouts=Shard(-1), use_local_output=False
+            )
+
+
+def _matching(model: nn.Module, pattern: str) -> Iterator[str]:
+    return (name for name, _ in model.named_modules() if fits(pattern, name))
+
+
+def _tied(model: nn.Module) -> list[list[str]]:
+    """The names under which a parameter has several."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return [found for found in names.values() if len(found) > 1]
+
+
+def _tie_again(model: nn.Module, tied: list[list[str]]) -> None:
+    """Each module that is cut gets a parameter of its own; those of one tensor are one again."""
+    for first, *others in tied:
+        kept = model.get_parameter(first)
+        for name in others:
+            path, _, attribute = name.rpartition(".")
+            made = model.get_parameter(name)
+            is_cut = isinstance(made, DTensor), isinstance(kept, DTensor)
+            assert is_cut[0] is is_cut[1], f"{first} and {name} are one tensor, and one is cut"
+            model.get_submodule(path).register_parameter(attribute, kept)
+
+
+def _whole(part: torch.Tensor, device_mesh: DeviceMesh, layout: Placement) -> DTensor:
+    made = (
+        part
+        if isinstance(part, DTensor)
+        else DTensor.from_local(part, device_mesh, [layout], run_check=False)
+    )
+    return made.redistribute(placements=[Replicate()])
+
+
+def _gathered(logits: torch.Tensor) -> torch.Tensor:
+    if not isinstance(logits, DTensor):
+        return logits
+    return logits.redistribute(placements=[Replicate()]).to_local()
+
+
+def _with_first(args: tuple[Any, ...], kwargs: dict[str, Any], change: Any) -> Any:
+    """The arguments with the first floating tensor changed; None where there is none."""
+    for index, value in enumerate(args):
+        if _is_real(value):
+            return (*args[:index], change(value), *args[index + 1 :]), kwargs
+    for name, value in kwargs.items():
+        if _is_real(value):
+            return args, kwargs | {name: change(value)}
+    return None
+
+
+def _is_real(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()

@@ -1,0 +1,92 @@
+"""What derivation must know of a model: its tensors by unit, in order, and nothing of torch.
+
+Built-in families state theirs as formulas (`facts.parameters`); for any other model the same
+facts are read off the module on the meta device and by tracing one step.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from ptrain.facts.passes import Passes
+from ptrain.facts.stages import Chain
+from ptrain.spec.role import Roles
+from ptrain.timeline import Timeline
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorFacts:
+    """A parameter or buffer: canonical dotted name and shape in elements. `is_cut`: it is one
+    rank's slice of it."""
+
+    name: str
+    shape: tuple[int, ...]
+    is_cut: bool = False
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitFacts:
+    """What is gathered, reduced and freed together: a block, or the root with all that is left.
+    `modules` are dotted names, "" for the root. Tied tensors appear once, in the root."""
+
+    modules: tuple[str, ...]
+    tensors: tuple[TensorFacts, ...]
+    numel: int = field(init=False, repr=False, compare=False)  # added up once: it is read often
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "numel", sum(tensor.numel for tensor in self.tensors))
+
+    @property
+    def name(self) -> str:
+        """What the unit is called; "" for the root."""
+        first, *others = self.modules
+        return f"{first} … {others[-1]}" if others else first
+
+    @property
+    def is_root(self) -> bool:
+        """Whether it is what no other unit has."""
+        return self.modules == ("",)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """`units` in the order in which fully_shard wraps them: blocks first to last, then the root.
+    `buffers` are (name, bytes). `gradient_order` names the parameters in the order in which their
+    gradients are complete in a backward pass (it decides DDP's buckets). `timeline` is one
+    micro-batch traced at the spec's shape and dtypes; None where a committed table gives it. Of a
+    model that is not built in, `roles` are those on the tensor axis, `part_timelines` those of each
+    of its ranks, first to last; `chain` is what the pipeline axis cuts, and `stage_passes` what was
+    traced of each stage, by the places of ranks along tp; `blocks` are the names of what
+    repeats, first to last. `draws`: it draws random numbers in forward, as dropout does;
+    `vocabulary` is how many logits a token has, where it has run."""
+
+    units: tuple[UnitFacts, ...]
+    buffers: tuple[tuple[str, int], ...] = ()
+    gradient_order: tuple[str, ...] = ()
+    timeline: Timeline | None = None
+    roles: Roles = ()
+    part_timelines: tuple[Timeline, ...] = ()
+    chain: Chain | None = None
+    blocks: tuple[str, ...] = ()
+    stage_passes: tuple[tuple[Passes, ...], ...] = field(default=(), hash=False)
+    draws: bool = False
+    vocabulary: int | None = field(default=None, compare=False)
+
+    @property
+    def tensors(self) -> tuple[TensorFacts, ...]:
+        return tuple(tensor for unit in self.units for tensor in unit.tensors)
+
+    @property
+    def unit_modules(self) -> tuple[tuple[str, ...], ...]:
+        """The modules of each unit, as a plan lists them."""
+        return tuple(unit.modules for unit in self.units)
+
+    @property
+    def numel(self) -> int:
+        """P, the number of parameters."""
+        return sum(unit.numel for unit in self.units)

@@ -1,0 +1,65 @@
+"""What one micro-batch allocates on a stage, pass by pass.
+
+A pass knows nothing of what crosses the stage's boundaries: the hidden states that it is given and
+the gradient of its output lived before, its own output and the gradient of its input live on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ptrain.timeline import Complete, Item, Kind, Run, Timeline
+
+Items = tuple[Item, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Passes:
+    """Of one micro-batch on one stage: the items of each kind of pass; bytes of what it hands on
+    (hidden states, or logits) and of hidden states. `moved` and `repeated` as a timeline's."""
+
+    items: Mapping[Kind, Items]
+    output: int
+    hidden: int
+    moved: tuple[tuple[str, int], ...] = ()
+    repeated: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def timeline(self) -> Timeline:
+        """Forward and whole backward."""
+        return Timeline(forward=self.items[Kind.FORWARD], backward=self.items[Kind.BACKWARD])
+
+
+def of_first_stage(items: Mapping[Kind, Items], *, output: int) -> Passes:
+    """Nobody waits for gradients of tokens, and the half of the weights is the whole."""
+    whole = {**items, Kind.INPUT: (), Kind.WEIGHT: items[Kind.BACKWARD]}
+    return Passes(items=whole, output=output, hidden=0)
+
+
+def of_later_stage(items: Mapping[Kind, Items], *, output: int, hidden: int) -> Passes:
+    """What both halves leave of the graph goes in the end of the second."""
+    found = Passes(items=items, output=output, hidden=hidden)
+    if Kind.WEIGHT not in items:
+        return found
+    left = _left(found, Kind.INPUT, Kind.WEIGHT) - _left(found, Kind.BACKWARD)
+    assert left >= 0, "halves of a backward pass that free what is not there"
+    ended = {**items, Kind.WEIGHT: (*items[Kind.WEIGHT], Run(0, -left))}
+    return Passes(items=ended, output=output, hidden=hidden)
+
+
+def _left(found: Passes, *backward: Kind) -> int:
+    """Bytes of one micro-batch that outlive its backward, and cross no boundary: its loss."""
+    items = (item for kind in (Kind.FORWARD, *backward) for item in found.items[kind])
+    return sum(map(net, items)) - found.output - found.hidden
+
+
+def net(item: Item) -> int:
+    """Bytes that stay, but for gradients, which are the wrap's."""
+    match item:
+        case Run(_, net):
+            return net
+        case Complete(_, size, cloned):
+            return 0 if cloned else -size
+        case _:
+            return 0

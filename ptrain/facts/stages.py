@@ -1,0 +1,254 @@
+"""Where a model is cut into stages: contiguous layers, the embedding in front of the first ones and
+norm and head behind the last ones.
+
+A rank is as slow as its stages and as full, so a cut is balanced by what its largest stage weighs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Protocol
+
+from ptrain.errors import Fault, SpecError
+
+Units = tuple[tuple[str, ...], ...]  # the modules of each, as a plan has them
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ends:
+    """A model's modules in front of its layers and behind them."""
+
+    front: tuple[str, ...]
+    behind: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chain:
+    """A model as stages are cut from it: its layers' names, first to last, what surrounds them, and
+    `hidden`, the features of what goes from layer to layer. `tied`: tensors in front that are used
+    behind too, each with its name there."""
+
+    layers: tuple[str, ...]
+    ends: Ends
+    hidden: int
+    tied: tuple[tuple[str, str], ...] = ()
+
+    def lacking(self, stage: Stage) -> tuple[str, ...]:
+        """Modules that a stage does not have: other stages' layers, and ends."""
+        foreign = tuple(name for name in self.layers if name not in stage.layers)
+        is_last = stage.layers[-1] == self.layers[-1]
+        front = self.ends.front if stage.index else ()
+        return (*foreign, *front, *(() if is_last else self.ends.behind))
+
+
+# Of the built-in families.
+ENDS = Ends(front=("embed", "positions", "dropout"), behind=("norm", "head"))
+FRONT = ENDS.front
+
+
+class Tensor(Protocol):
+    @property
+    def name(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def numel(self) -> int: ...
+
+
+class Unit(Protocol):
+    """`facts.model.UnitFacts`, in units of one block."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def tensors(self) -> Sequence[Tensor]: ...
+    @property
+    def numel(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layers:
+    """What is cut: layers first to last, and the tensors in front of them and behind them.
+    `tied`: those in front that the last stage uses too, each with the name of the copy that it has
+    of them."""
+
+    layers: tuple[Unit, ...]
+    front: tuple[Tensor, ...]
+    behind: tuple[Tensor, ...]
+    tied: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def weights(self) -> tuple[int, ...]:
+        """Parameters of each layer."""
+        return tuple(layer.numel for layer in self.layers)
+
+    @property
+    def ends(self) -> tuple[int, int]:
+        """Parameters that the first stage has beside its layers, and the last; tied ones both."""
+        tied = dict(self.tied)
+        copies = sum(tensor.numel for tensor in self.front if tensor.name in tied)
+        behind = sum(tensor.numel for tensor in self.behind)
+        return sum(tensor.numel for tensor in self.front), behind + copies
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """One stage's part of the model. `shared` are its tensors that another stage has too, there
+    perhaps by another name: their gradients are summed over both. Each is a unit of its own, so
+    that both stages cut it alike whatever else they have."""
+
+    index: int
+    layers: tuple[str, ...]
+    tensors: tuple[str, ...]
+    shared: tuple[str, ...]
+    numel: int
+    copied: tuple[tuple[str, str], ...] = ()
+
+    def units(self, units: Units) -> Units:
+        """Those of a model that this stage has, inner before outer; its modules' names are the
+        model's."""
+        inner = tuple(
+            modules
+            for modules in units
+            if any(f"{modules[0]}.".startswith(f"{layer}.") for layer in self.layers)
+        )
+        shared = tuple((name.rpartition(".")[0],) for name in self.shared)
+        return (*inner, *shared, ("",))
+
+
+def layers_of(
+    units: Sequence[Unit],
+    *,
+    front: Sequence[str] = FRONT,
+    tied: Sequence[tuple[str, str]] = (),
+) -> Layers:
+    """Of a model's units, blocks first to last and then the root; `front` names the root's modules
+    in front of the blocks, `tied` the tensors that a tied head takes from there, with its own name
+    of them."""
+    *layers, root = units
+    assert root.name == "", "the last unit is the root"
+    names = {layer.name for layer in layers}
+    assert not any(name.rpartition(".")[0] in names for name in names), "units of less than a block"
+    ahead = tuple(t for t in root.tensors if any(t.name.startswith(f"{name}.") for name in front))
+    behind = tuple(t for t in root.tensors if t not in ahead)
+    assert {*dict(tied)} <= {tensor.name for tensor in ahead}, f"{tied} are not all in front"
+    return Layers(layers=tuple(layers), front=ahead, behind=behind, tied=tuple(tied))
+
+
+def cut(model: Layers, counts: Sequence[int]) -> tuple[Stage, ...]:
+    """The stages with `counts` layers each. Raises SpecError where these are not the model's."""
+    found = tuple(unlike(counts, len(model.layers)))
+    if found:
+        raise SpecError(*found)
+    starts = accumulate(counts, initial=0)
+    return tuple(
+        _stage(model, (index, len(counts)), model.layers[start : start + count])
+        for index, (start, count) in enumerate(zip(starts, counts, strict=False))
+    )
+
+
+def unlike(counts: Sequence[int], layers: int) -> Iterator[Fault]:
+    """Why stages with `counts` layers each are not those of a model of `layers`."""
+    listed = ", ".join(map(str, counts))
+    finding = ""
+    if min(counts, default=0) < 1:
+        finding = f"[{listed}] has a stage without a layer"
+    elif sum(counts) != layers:
+        finding = f"[{listed}] are {sum(counts)} layers, and the model has {layers}"
+    if finding:
+        remedy = f"write numbers from 1 whose sum is {layers}"
+        if 0 < len(counts) <= layers:
+            remedy += f": [{', '.join(map(str, evenly(layers, len(counts))))}]"
+        yield Fault(place="pipeline.split", finding=finding, remedy=remedy)
+
+
+def evenly(layers: int, stages: int) -> tuple[int, ...]:
+    """As many layers in each; where they do not divide, one more in the middle stages: the ends
+    have the embedding and the head. Raises SpecError for more stages than layers."""
+    _require_enough(layers, stages)
+    each, more = divmod(layers, stages)
+    before = (stages - more) // 2
+    return tuple(each + (before <= index < before + more) for index in range(stages))
+
+
+def balanced(
+    weights: Sequence[float], stages: int, ends: tuple[float, float] = (0, 0)
+) -> tuple[int, ...]:
+    """Layers of each stage, so that the heaviest weighs least, and of such cuts the most even one
+    (least sum of squares). `weights` of the layers in any one unit, parameters or seconds; `ends`:
+    what is in front of the first layer and behind the last. O(stages * layers²). Raises SpecError
+    for more stages than layers."""
+    _require_enough(len(weights), stages)
+    heavy = [*weights]
+    heavy[0] += ends[0]
+    heavy[-1] += ends[1]
+    sums = [0.0, *accumulate(heavy)]
+    heaviest, _ = _best(sums, stages, lambda best, weight: max(best, weight))
+
+    def square(best: float, weight: float) -> float:
+        return best + weight * weight if weight <= heaviest else float("inf")
+
+    _, counts = _best(sums, stages, square)
+    return counts
+
+
+def _best(
+    sums: Sequence[float], stages: int, add: Callable[[float, float], float]
+) -> tuple[float, tuple[int, ...]]:
+    """The cut of the layers under `sums` (of the first 0, 1, 2 … of them) with the least cost, and
+    that cost; `add` puts a stage's weight to the cost of those before it."""
+    layers = len(sums) - 1
+    costs = [0.0] + [float("inf")] * layers  # of the first n layers in the stages so far
+    cuts: list[list[int]] = []
+    for stage in range(1, stages + 1):
+        found = [
+            min(
+                ((add(costs[at], sums[end] - sums[at]), at) for at in range(stage - 1, end)),
+                default=(float("inf"), 0),
+            )
+            for end in range(layers + 1)
+        ]
+        costs = [cost for cost, _ in found]
+        cuts.append([at for _, at in found])
+    counts: list[int] = []
+    end = layers
+    for starts in reversed(cuts):
+        counts.append(end - starts[end])
+        end = starts[end]
+    return costs[layers], tuple(reversed(counts))
+
+
+def _require_enough(layers: int, stages: int) -> None:
+    if stages > layers:
+        raise SpecError(
+            Fault(
+                place="pipeline.stages",
+                finding=f"{stages} stages and {layers} layers: every stage needs one",
+                remedy=f"choose at most {layers} stages, or a model with more layers",
+            )
+        )
+
+
+def _stage(model: Layers, position: tuple[int, int], layers: Sequence[Unit]) -> Stage:
+    """`position`: the stage's index, and how many stages there are."""
+    index, stages = position
+    is_first, is_last = index == 0, index == stages - 1
+    tied = dict(model.tied) if stages > 1 else {}
+    named = [(tensor.name, tensor.numel) for layer in layers for tensor in layer.tensors]
+    in_front = [(tensor.name, tensor.numel) for tensor in model.front]
+    if is_last:
+        copies = [(tied[name], numel) for name, numel in in_front if name in tied]
+        named += [*copies, *((tensor.name, tensor.numel) for tensor in model.behind)]
+    if is_first:
+        named = [*in_front, *named]
+    shared = tied if is_first else tied.values() if is_last else ()
+    return Stage(
+        index=index,
+        layers=tuple(layer.name for layer in layers),
+        tensors=tuple(name for name, _ in named),
+        shared=tuple(shared),
+        numel=sum(numel for _, numel in named),
+        copied=tuple(tied.items()) if is_last else (),
+    )

@@ -1,0 +1,59 @@
+"""torch's optimizers, and ours beside them, by a rule's name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from ptrain.errors import Fault, SpecError
+from ptrain.optimizers.muon import Muon
+from ptrain.optimizers.sgd import SGD
+from ptrain.spec.spec import OptimizerSpec
+
+
+def moment_names(rule: str, spec: OptimizerSpec) -> tuple[str, ...]:
+    if rule == "adamw":
+        return ("exp_avg", "exp_avg_sq")
+    return ("momentum_buffer",) if rule == "muon" or spec.momentum else ()
+
+
+def _decayed(spec: OptimizerSpec) -> dict[str, float]:
+    return {"lr": spec.lr, "momentum": spec.momentum, "weight_decay": spec.weight_decay}
+
+
+Leaves = Sequence[torch.Tensor] | Sequence[dict[str, list[torch.Tensor]]]
+
+
+def _tensors(leaves: Leaves) -> Iterator[torch.Tensor]:
+    """Of all groups, where torch hands over groups."""
+    for leaf in leaves:
+        yield from leaf["params"] if isinstance(leaf, dict) else (leaf,)
+
+
+def build_optimizer(rule: str, leaves: Leaves, spec: OptimizerSpec) -> torch.optim.Optimizer:
+    """torch's optimizer of `leaves`, tensors or groups of them, by a rule's name."""
+    match rule:
+        case "adamw":
+            return torch.optim.AdamW(
+                leaves,
+                lr=spec.lr,
+                betas=spec.betas,
+                eps=spec.eps,
+                weight_decay=spec.weight_decay,
+                fused=True,
+            )
+        case "sgd" if any(leaf.is_cpu and leaf.dtype.itemsize == 2 for leaf in _tensors(leaves)):
+            return SGD(leaves, **_decayed(spec))
+        case "sgd":
+            return torch.optim.SGD(leaves, **_decayed(spec), fused=True)
+        case "muon":
+            return Muon(leaves, **_decayed(spec))
+        case name:
+            raise SpecError(
+                Fault(
+                    place="optimizer.name",
+                    finding=f"{name} is not executed yet",
+                    remedy="use adamw, sgd or muon",
+                )
+            )

@@ -1,0 +1,152 @@
+"""Collectives as this project calls them: summed, blocking or awaited later, tagged with the state
+they move."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+
+from ptrain.costs import Collective, State
+from ptrain.rooms.registry import Registry
+from ptrain.spec.batch import ReduceScatterVia
+
+# torch 2.13 renamed these two and deprecates the old names, which are all that 2.11 has.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Move:
+    """A collective under way, or one that is over: `wait` gives what it makes. Its buffers live
+    until then."""
+
+    def __init__(
+        self,
+        result: torch.Tensor,
+        buffer: torch.Tensor,
+        work: dist.Work | None = None,
+        finish: Callable[[], object] | None = None,
+    ) -> None:
+        self._result = result
+        self._buffer: torch.Tensor | None = buffer
+        self._work = work
+        self._finish = finish
+
+    def wait(self) -> torch.Tensor:
+        """The result, when it is there. Once."""
+        if self._work is not None:
+            self._work.wait()
+        if self._finish is not None:
+            self._finish()
+        self._work = self._finish = self._buffer = None
+        return self._result
+
+
+def all_gather(
+    output: torch.Tensor,
+    shard: torch.Tensor,
+    group: dist.ProcessGroup,
+    *,
+    is_awaited: bool = True,
+) -> dist.Work | None:
+    """`output` (1-d, size x shard) becomes the ranks' shards in group order."""
+    work: dist.Work | None = _all_gather(output, shard, group=group, async_op=not is_awaited)
+    return work
+
+
+def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup, *, is_awaited: bool = True) -> Move:
+    """`tensor` becomes the sum of the ranks'."""
+    return Move(tensor, tensor, dist.all_reduce(tensor, group=group, async_op=not is_awaited))
+
+
+def reduce_scatter(
+    shard: torch.Tensor,
+    whole: torch.Tensor,
+    group: dist.ProcessGroup,
+    via: ReduceScatterVia,
+    registry: Registry,
+    *,
+    is_awaited: bool = True,
+) -> Move:
+    """`shard` becomes this rank's part of the ranks' summed `whole` (1-d, size x shard).
+
+    Via all_to_all it needs one more buffer of `whole`'s size, and is a true reduce-scatter on
+    gloo, whose own sends twice the bytes.
+    """
+    if via is ReduceScatterVia.NATIVE:
+        work = _reduce_scatter(shard, whole, group=group, async_op=not is_awaited)
+        return Move(shard, whole, work)
+    registry.tag(whole, State.GRADIENTS, Collective.REDUCE_SCATTER)
+    received = torch.empty_like(whole)
+    registry.tag(received, State.GRADIENTS, Collective.REDUCE_SCATTER)
+    work = dist.all_to_all_single(received, whole, group=group, async_op=not is_awaited)
+    parts = received.view(group.size(), -1)
+    return Move(shard, whole, work, lambda: torch.sum(parts, 0, out=shard))
+
+
+class TaggedAllGather(AllGather):
+    """FSDP2's all-gather of a unit, with its buffers tagged as its parameters."""
+
+    def __init__(self, registry: Registry, name: str) -> None:
+        self.registry = registry
+        self.name = name
+
+    def allocate(
+        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        buffer = torch.empty(*size, dtype=dtype, device=device)
+        return self.registry.tag(buffer, State.PARAMETERS, name=self.name)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        self.registry.tag(output_tensor, State.PARAMETERS, name=self.name)
+        work: dist.Work | None = _all_gather(
+            output_tensor, input_tensor, group=group, async_op=async_op
+        )
+        return work
+
+
+class TaggedReduceScatter(ReduceScatter):
+    """FSDP2's reduce-scatter of a unit, native or by exchange, with its buffers tagged as its
+    gradients. On an accelerator FSDP2 has a stream for it; `is_awaited`: nothing else is issued
+    until it is over."""
+
+    def __init__(
+        self, via: ReduceScatterVia, registry: Registry, name: str, *, is_awaited: bool = False
+    ) -> None:
+        self.via = via
+        self.registry = registry
+        self.name = name
+        self.is_awaited = is_awaited
+
+    def allocate(
+        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        buffer = torch.empty(*size, dtype=dtype, device=device)
+        return self.registry.tag(buffer, State.GRADIENTS, name=self.name)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: object,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        assert op == dist.ReduceOp.SUM, f"framework averaging is off, yet the operator is {op}"
+        if async_op:
+            work: dist.Work | None = _reduce_scatter(
+                output_tensor, input_tensor, group=group, async_op=True
+            )
+            return work
+        reduce_scatter(output_tensor, input_tensor, group, self.via, self.registry).wait()
+        if self.is_awaited and output_tensor.is_cuda:
+            torch.cuda.current_stream(output_tensor.device).synchronize()
+        return None

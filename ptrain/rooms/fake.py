@@ -1,0 +1,63 @@
+"""Fake ranks: one process plays rank r of N; its collectives return at once and move nothing."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from ptrain.rooms.world import World
+
+_CPU = torch.device("cpu")
+_LOG = logging.getLogger("torch._subclasses.fake_tensor")
+
+
+def fake_world(rank: int, size: int, device: torch.device = _CPU) -> World:
+    """Rank `rank` of `size` over torch's fake process group. Under `fake_tensors` nothing is
+    computed either: shapes, collectives and storages are those of the real run, values are not."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    return World(rank=rank, size=size, device=device, backend="fake", owns_group=True)
+
+
+@contextmanager
+def fake_tensors() -> Iterator[None]:
+    """Tensors without data, but for the few integers that DDP's reducer reads back."""
+    level = _LOG.level
+    _LOG.setLevel(logging.CRITICAL)  # an operator that fails is logged, and raises the same
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True), _BucketOrder():
+            yield
+    finally:
+        _LOG.setLevel(level)
+
+
+class _BucketOrder(TorchDispatchMode):
+    """DDP's reducer writes the new order of its buckets into int32 tensors, sends them, and reads
+    them in C++: these are real, and so is what is done with real tensors alone."""
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if any(isinstance(each, FakeTensor) for each in args):  # most of all calls
+            return func(*args, **kwargs)
+        tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+        if tensors:
+            is_real = not any(isinstance(each, FakeTensor) for each in tensors)
+        else:
+            empty = torch.ops.aten.empty.memory_format
+            is_real = func is empty and kwargs.get("dtype") is torch.int32
+        with unset_fake_temporarily() if is_real else nullcontext():
+            return func(*args, **kwargs)

@@ -1,0 +1,220 @@
+"""Writes what a loss in chunks allocates: `python -m ptrain.traces.loss_tables [--only NAME]
+[--out DIR]`.
+
+Like `models.tables`, of what stands behind the last block in forward and in front of it in
+backward, of a whole model and of a last stage. What repeats with each chunk is found by comparing
+traces of two numbers of chunks, odd primes which divide nothing else. Sizes are read off by exact
+division: dimensions are such that no product of some is one of others.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from ptrain.derivation.loss_chunks import (
+    PLACES,
+    SYMBOLS,
+    Pieces,
+    file_name,
+    is_tabulated,
+)
+from ptrain.models.tables import DTYPES, MARKS
+from ptrain.models.trace import Born, Complete, Died, Event
+from ptrain.models.units import Units
+from ptrain.spec.model import Family
+from ptrain.spec.precision import DType
+from ptrain.timeline import Boundary
+from ptrain.traces.loss_trace import Setting, Tokens, tokens_of, trace
+from ptrain.traces.tensor_tables import KINDS, asked, fake_mesh
+
+SEVERAL = 2  # samples, where they are not one
+CHUNKS = (5, 7)  # from so many what repeats is learnt
+
+Coded = list[object]
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """Forward and backward as JSON, and the number of the output's size."""
+
+    phases: tuple[Coded, Coded]
+    output: int | None
+
+
+class Table:
+    """One file in the making: sizes and parts are numbered as they come."""
+
+    def __init__(self, mesh: DeviceMesh | None = None) -> None:
+        self.mesh = mesh
+        self.sizes: dict[tuple[int, int, tuple[int, ...]], int] = {}
+        self.parts: dict[str, int] = {}
+
+    def build(self, settings: Sequence[Setting]) -> dict[str, object]:
+        """As JSON."""
+        ways = {
+            each.name: {place: self._place(each, place) for place in PLACES} for each in settings
+        }
+        return {
+            "torch": torch.__version__.split("+")[0],
+            "symbols": list(SYMBOLS),
+            "sizes": [[follows, c, list(e)] for follows, c, e in self.sizes],
+            "parts": [json.loads(part) for part in self.parts],
+            **ways,
+        }
+
+    def _place(self, setting: Setting, place: str) -> dict[str, object]:
+        found: dict[str, object] = {}
+        for has_rest in (False, True):
+            coded = partial(self._coded, setting, place, has_rest=has_rest)
+            less, more = map(coded, CHUNKS)
+            pieces = [*map(repeating, less.phases, more.phases)]
+            few = [coded(number) for number in range(1, max(each.least for each in pieces))]
+            found["rest" if has_rest else "even"] = {
+                name: {
+                    "few": [
+                        self._part(each.phases[phase]) for each in few[: pieces[phase].least - 1]
+                    ],
+                    "pieces": [self._part(piece) for piece in pieces[phase].listed],
+                }
+                for phase, name in enumerate(("forward", "backward"))
+            }
+            found["output"] = less.output
+        return found
+
+    def _part(self, events: Coded) -> int:
+        text = json.dumps(events, separators=(",", ":"))
+        return self.parts.setdefault(text, len(self.parts))
+
+    def _coded(self, setting: Setting, place: str, number: int, *, has_rest: bool) -> Encoded:
+        """Of a trace with so many chunks."""
+        tokens = tokens_of(setting.samples, number, has_rest=has_rest)
+        first, *others = (
+            trace(setting, tokens, dtype, self.mesh, place) for dtype in DTYPES[setting.precision]
+        )
+        for other in others:
+            assert list(map(_kind, first.forward)) == list(map(_kind, other.forward))
+            assert list(map(_kind, first.backward)) == list(map(_kind, other.backward))
+        values = values_of(setting, tokens)
+
+        def size(number: int) -> int:
+            bytes_ = first.sizes[number]
+            doubled = bool(others) and others[0].sizes[number] == 2 * bytes_ > 0
+            coefficient, exponents = divided(bytes_ // 4 if doubled else bytes_, values)
+            key = (int(doubled), coefficient, exponents)
+            return self.sizes.setdefault(key, len(self.sizes))
+
+        forward, backward = (
+            [_encode(event, size, first.units) for event in events]
+            for events in (first.forward, first.backward)
+        )
+        output = None if first.output is None else size(first.output)
+        return Encoded((forward, backward), output)
+
+
+def values_of(setting: Setting, tokens: Tokens) -> dict[str, int]:
+    """Of the symbols that there are."""
+    shape, degree = setting.shape, setting.degree
+    found = {
+        "tokens": tokens.number // setting.slices,
+        "hidden": shape.hidden,
+        "chunk": tokens.chunk,
+        "rest": tokens.rest,
+        "vocab_all": shape.vocab,
+        "vocab": -(-shape.vocab // degree),
+        "tp": degree,
+    }
+    return {symbol: found[symbol] for symbol in SYMBOLS if found[symbol] > 1}
+
+
+def divided(size: int, values: Mapping[str, int]) -> tuple[int, tuple[int, ...]]:
+    """Coefficient and exponents."""
+    exponents = []
+    for symbol in SYMBOLS:
+        value, exponent = values.get(symbol, 0), 0
+        while value and size and size % value == 0:
+            size, exponent = size // value, exponent + 1
+        exponents.append(exponent)
+    assert size & (size - 1) == 0, f"{size} is left of what is not one product"
+    return size, tuple(exponents)
+
+
+def repeating(less: Coded, more: Coded) -> Pieces:
+    """What is there once, and what for each chunk, of as few chunks as it is true of."""
+    found = next(_splits(less, more, CHUNKS[1] - CHUNKS[0]), None)
+    assert found is not None, "the chunks do not repeat"
+    assert not any(isinstance(e, str | list) for e in (*found.every, *found.later)), "a boundary"
+    return found.fewest()
+
+
+def _splits(less: Coded, more: Coded, times: int) -> Iterator[Pieces]:
+    """Ways to make the longer one of the shorter one by at most two insertions of that which is
+    `times` the same."""
+    start = _common(less, more)
+    rear = min(_common(less[::-1], more[::-1]), len(less) - start)
+    inserted = len(more) - len(less)
+    middle, behind = less[start : len(less) - rear], less[len(less) - rear :]
+    for size in range(inserted, -1, -times):
+        first = more[start : start + size]
+        between = more[start + size : start + size + len(middle)]
+        second = more[start + size + len(middle) : len(more) - rear]
+        x, y = first[: size // times], second[: (inserted - size) // times]
+        if between == middle and x * times == first and y * times == second:
+            yield Pieces(CHUNKS[0], less[:start], x, middle, y, behind)
+
+
+def _common(one: Coded, other: Coded) -> int:
+    """Events in front that are the same."""
+    pairs = zip(one, other, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
+
+
+def _kind(event: Event) -> object:
+    return (event.id, event.operator) if isinstance(event, Born) else event
+
+
+def _encode(event: Event, size: Callable[[int], int], units: Units) -> object:
+    match event:
+        case Born(number):
+            return size(number) + 1
+        case Died(number):
+            return -size(number) - 1
+        case Boundary(mark, unit):
+            return MARKS[mark] + units[unit][0]
+        case Complete(parameter, number, cloned):
+            return [parameter, size(number), int(cloned)]
+
+
+def settings() -> Iterator[tuple[str, list[Setting]]]:
+    """Name of the file, and every way in it."""
+    for family, tied, precision, samples in itertools.product(
+        Family, (False, True), DTYPES, (SEVERAL, 1)
+    ):
+        alone = Setting(family=family, tied=tied, precision=precision, samples=samples)
+        cut = [replace(alone, kind=kind) for kind in KINDS if is_tabulated(kind.name)]
+        dtype = DType.FP32 if precision == "full" else DType.BF16
+        title = file_name(alone.shape, dtype, samples)
+        yield title, [alone, replace(alone, is_fused=True), *cut]
+
+
+def main() -> None:
+    """Writes every table, or those whose names begin with `--only`."""
+    directory, only = asked(__doc__, "loss")
+    gc.freeze()  # each trace begins with a collection, of which torch's own objects are most
+    mesh = fake_mesh()
+    for title, ways in settings():
+        if title.startswith(only):
+            text = json.dumps(Table(mesh).build(ways), separators=(",", ":"))
+            (directory / f"{title}.json").write_text(text + "\n", encoding="utf-8")
+            print(f"{title}: {len(text)} bytes", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,385 @@
+"""Writes the tables of a stage's passes: `python -m ptrain.traces.stage_tables [--only NAME]`.
+
+Like `models.tables` and `traces.tensor_tables`, at prime shapes, for the first stage, one in the
+middle and the last one. A pass is `begin`, `block` for each layer but two, and `end`; that of one
+layer is `only`. Equal parts are written once, and named by their place.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import loss_parallel
+
+from ptrain.axes.pipeline.run.cut import part_of
+from ptrain.axes.pipeline.stage_facts import TIED, stage_roles
+from ptrain.axes.tensor.run.apply import parallelize, whole_loss
+from ptrain.facts.parameters import facts
+from ptrain.facts.stages import ENDS, Stage, cut, layers_of
+from ptrain.models import tables
+from ptrain.models.build import build
+from ptrain.models.initialize import cast
+from ptrain.models.tables import DTYPES, MARKS, SMALLEST, factorise
+from ptrain.models.trace import Born, Complete, Died, Event
+from ptrain.models.units import Units, unit_modules
+from ptrain.plan.step import Parallelize
+from ptrain.rooms.registry import Registry
+from ptrain.spec.model import Family, ModelShape
+from ptrain.timeline import Boundary, Mark
+from ptrain.traces import tensor_tables
+from ptrain.traces.stage_trace import Passes, Traced, record_passes
+from ptrain.traces.tensor_tables import KINDS, TP, Kind, asked, fake_mesh
+
+PLACES = ("first", "middle", "last")
+MOST = 3  # layers: with as many, begin, block and end are all there
+
+
+@dataclass(frozen=True)
+class Case:
+    """A stage of so many layers, at its place."""
+
+    place: str
+    layers: int
+    in_halves: bool = False
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        return tuple(self.layers if place == self.place else 1 for place in PLACES)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What the operators of a table depend on."""
+
+    family: Family
+    tied: bool
+    special: bool
+    precision: str
+    batch: int
+    kind: Kind | None = None
+
+    @property
+    def shape(self) -> ModelShape:
+        if self.kind is None:
+            return tables._shape(self.family, tied=self.tied, special=self.special)
+        return tensor_tables.shape_of(self.family, self.kind, tied=self.tied, special=self.special)
+
+    @property
+    def sequence(self) -> int:
+        """Tokens of this rank."""
+        return tables.SEQUENCE if self.kind is None else tensor_tables.SEQUENCE
+
+    @property
+    def symbols(self) -> dict[str, int]:
+        if self.kind is None:
+            found = {**tables.PRIMES[self.family], **tables.COMMON}
+        else:
+            found = tensor_tables.symbols_of(self.family, self.kind)
+        if self.shape.family is Family.LLAMA and self.shape.heads == self.shape.kv_heads:
+            del found["repeats"]
+        if self.batch == 1:
+            del found["batch"]
+        return found
+
+
+def stages_of(shape: ModelShape, counts: Sequence[int], sequence: int) -> tuple[Stage, ...]:
+    """A built-in model's, with as many layers each."""
+    model = layers_of(
+        facts(shape, sequence).units,
+        front=ENDS.front,
+        tied=(TIED,) if shape.tied else (),
+    )
+    return cut(model, counts)
+
+
+def smallest_units(part: torch.nn.Module, stage: Stage) -> Units:
+    """Those that a unit of any size begins and ends with."""
+    *inner, root = unit_modules(part, SMALLEST)
+    shared = [(tensor.rpartition(".")[0],) for tensor in stage.shared]
+    return (*inner, *shared, root)
+
+
+def traced(
+    setting: Setting, case: Case, dtype: torch.dtype, mesh: DeviceMesh | None
+) -> tuple[Traced, AbstractContextManager[None]]:
+    """The stage, and what surrounds its passes."""
+    step = setting.kind.step(setting.shape) if setting.kind else None
+    batch, tokens = setting.batch, setting.sequence
+    whole = tokens * TP if step is not None and step.is_sequence else tokens
+    shape = replace(setting.shape, layers=sum(case.counts))
+    with torch.device("meta"):
+        model = build(shape, sequence=whole)
+    cast(model, dtype)
+    stages = stages_of(shape, case.counts, whole)
+    stage = stages[PLACES.index(case.place)]
+    part = part_of(model, stages, stage.index, ENDS)
+    if step is not None and mesh is not None:
+        roles = stage_roles(step.roles, stage, len(stages))
+        parallelize(part, replace(step, roles=roles), mesh, Registry())
+    part.to_empty(device="cpu")
+    with torch.no_grad():
+        for parameter in part.parameters():
+            parameter.zero_()  # no size depends on it
+    samples = torch.zeros(batch, whole + 1, dtype=torch.int64)
+
+    def loss(logits: Tensor) -> Tensor:
+        return whole_loss(logits, samples[:, 1:]) / (batch * whole)
+
+    found = Traced(
+        module=part,
+        units=smallest_units(part, stage),
+        hidden=torch.zeros(batch, tokens, shape.hidden, dtype=dtype),
+        given=samples[:, :-1] if stage.index == 0 else None,
+        loss=loss if stage.index == len(stages) - 1 else None,
+    )
+    return found, loss_parallel() if _is_parallel(step) else nullcontext()
+
+
+def _is_parallel(step: Parallelize | None) -> bool:
+    return step is not None and step.loss_parallel
+
+
+def passes_of(
+    setting: Setting, case: Case, dtype: torch.dtype, mesh: DeviceMesh | None
+) -> tuple[Passes, Traced]:
+    """The second time: when torch has learnt what each operator is cut to."""
+    stage, around = traced(setting, case, dtype, mesh)
+    with around:
+        if mesh is not None and case.layers == 1:
+            record_passes(stage, in_halves=case.in_halves)
+        return record_passes(stage, in_halves=case.in_halves), stage
+
+
+class Table:
+    """One table in the making: sizes and parts are numbered as they come."""
+
+    def __init__(self, setting: Setting, mesh: DeviceMesh | None = None) -> None:
+        self.setting, self.mesh = setting, mesh
+        self.symbols = setting.symbols
+        self.sizes: dict[tuple[int, int, tuple[int, ...]], int] = {}
+        self.parts: dict[str, int] = {}
+        self.follows: dict[int, bool] = {}
+        self.ambiguous = False  # whether one size in bytes follows here and does not there
+
+    def build(self, most: int = MOST) -> dict[str, object]:
+        """As JSON."""
+        found: dict[str, dict[str, object]] = {place: {} for place in PLACES}
+        for place, in_halves in itertools.product(PLACES, (False, True)):
+            if not (in_halves and place == PLACES[0]):
+                found[place] |= self._passes(place, in_halves, most)
+        return {
+            "torch": torch.__version__.split("+")[0],
+            "symbols": list(self.symbols),
+            "sizes": [[follows, c, list(e)] for follows, c, e in self.sizes],
+            "parts": [json.loads(part) for part in self.parts],
+            **found,
+        }
+
+    def _passes(self, place: str, in_halves: bool, most: int) -> dict[str, object]:
+        one, output = self._encoded(Case(place, 1, in_halves))
+        several, _ = self._encoded(Case(place, most, in_halves))
+        found: dict[str, object] = {"output": output}
+        for name, (only,) in one.items():
+            begin, *blocks, end = several[name]
+            assert all(block == blocks[0] for block in blocks), "the layers do not repeat"
+            listed = (only, begin, blocks[0], end)
+            found[name] = [self._part(each) for each in listed]
+        return found
+
+    def _part(self, events: Sequence[object]) -> int:
+        text = json.dumps(events, separators=(",", ":"))
+        return self.parts.setdefault(text, len(self.parts))
+
+    def _encoded(self, case: Case) -> tuple[dict[str, list[list[object]]], int]:
+        """Every pass as JSON, layer by layer in the order of the pass; the output's size."""
+        dtypes = DTYPES[self.setting.precision]
+        learns = case.layers == 1 or self.ambiguous
+        (first, stage), *others = (
+            passes_of(self.setting, case, dtype, self.mesh)
+            for dtype in (dtypes if learns else dtypes[:1])
+        )
+        size = self._sizes(first, [other for other, _ in others])
+        start = PLACES.index(case.place)  # one layer on each stage before
+        found = {}
+        for name, events in first.events.items():
+            layers = range(start, start + case.layers)
+            order = layers[::-1] if name in ("backward", "input") else layers
+            parts = [*_layers(name, events, stage.units, order)]
+            found[name] = [
+                _shortest([_encode(event, size, stage.units, layer) for event in _sorted(part)])
+                for layer, part in zip(order, parts, strict=True)
+            ]
+        return found, size[first.output]
+
+    def _sizes(self, first: Passes, others: Sequence[Passes]) -> dict[int, int]:
+        """The index of each storage's size. Which sizes follow the compute dtype's is learnt where
+        passes of two dtypes are given."""
+        for other in others:
+            assert _shape(first) == _shape(other), "the passes depend on the dtype"
+        found = {}
+        for number, size in first.sizes.items():
+            if others:
+                follows = all(_follows(first, other, number) for other in others)
+                self.ambiguous |= self.follows.setdefault(size, follows) is not follows
+            else:
+                follows = self.follows.get(size, False)
+            found[number] = self._number(size, follows)
+        return found
+
+    def _number(self, size: int, follows: bool) -> int:
+        coefficient, exponents = factorise(size // 4 if follows else size, self.symbols)
+        assert coefficient & (coefficient - 1) == 0, f"{size} is not one product"
+        key = (int(follows), coefficient, exponents)
+        return self.sizes.setdefault(key, len(self.sizes))
+
+
+def _follows(first: Passes, other: Passes, number: int) -> bool:
+    """Whether a storage's size doubles with the compute dtype's."""
+    size, twice = first.sizes[number], other.sizes[number]
+    assert twice in (size, 2 * size)
+    return size > 0 and twice == 2 * size
+
+
+def _shape(passes: Passes) -> list[object]:
+    return [
+        (event.id, event.operator) if isinstance(event, Born) else event
+        for events in passes.events.values()
+        for event in _sorted(events)
+    ]
+
+
+def _sorted(events: Sequence[Event]) -> list[Event]:
+    """Gradients that are complete at once are so in no order."""
+    found: list[Event] = []
+    for is_complete, group in itertools.groupby(events, lambda e: isinstance(e, Complete)):
+        together = list(group)
+        if is_complete:
+            together.sort(key=lambda event: event.parameter)  # type: ignore[union-attr]
+        found += together
+    return found
+
+
+def _layers(
+    name: str, events: Sequence[Event], units: Units, order: Sequence[int]
+) -> Iterator[Sequence[Event]]:
+    """A part for each layer; what comes before the first is the first's, what comes after the last
+    the last's. The halves of weights have no boundaries: there a layer ends with its last
+    gradient."""
+    if name == "weight":
+        ends = [
+            1 + max(i for i, e in enumerate(events) if _is_of(e, f"blocks.{layer}."))
+            for layer in order
+        ]
+        starts = [0, *ends[:-1]]
+    else:
+        mark = Mark.ENTER if name == "forward" else Mark.PRE_BACKWARD
+        starts = [
+            events.index(Boundary(mark, units.index((f"blocks.{layer}",)))) for layer in order
+        ]
+        starts[0] = 0
+    for start, end in zip(starts, [*starts[1:], len(events)], strict=True):
+        yield events[start:end]
+
+
+def _shortest(events: Sequence[object]) -> list[object]:
+    """What rises as high and ends as high, whatever the sizes: between two boundaries only levels
+    count that no other one contains."""
+    found: list[object] = []
+    for is_size, group in itertools.groupby(events, lambda event: isinstance(event, int)):
+        together = list(group)
+        found += _highest(together) if is_size else together  # type: ignore[arg-type]
+    return found
+
+
+def _highest(deltas: Sequence[int]) -> Iterator[int]:
+    """Signed numbers of sizes; what is freed on the way to the next level goes first."""
+    levels = [Counter[int]()]
+    for delta in deltas:
+        level = Counter(levels[-1])
+        level[abs(delta)] += 1 if delta > 0 else -1
+        levels.append(level)
+    now = levels[0]
+    for place, level in enumerate(levels[1:], 1):
+        is_last = place == len(levels) - 1
+        earlier = any(_contains(other, level) for other in levels[:place])
+        later = any(
+            _contains(other, level) and not _contains(level, other) for other in levels[place:]
+        )
+        if is_last or not (earlier or later):
+            yield from _between_levels(now, level)
+            now = level
+
+
+def _contains(other: Counter[int], level: Counter[int]) -> bool:
+    return all(other[number] >= level[number] for number in {*other, *level})
+
+
+def _between_levels(now: Counter[int], then: Counter[int]) -> Iterator[int]:
+    change = {number: then[number] - now[number] for number in sorted({*now, *then})}
+    for number, more in change.items():
+        yield from [-number] * -more
+    for number, more in change.items():
+        yield from [number] * more
+
+
+def _is_of(event: Event, prefix: str) -> bool:
+    return isinstance(event, Complete) and event.parameter.startswith(prefix)
+
+
+def _encode(event: Event, size: Mapping[int, int], units: Units, layer: int) -> object:
+    """An event as JSON; `*` stands for the layer's index."""
+    match event:
+        case Born(number):
+            return size[number] + 1
+        case Died(number):
+            return -size[number] - 1
+        case Boundary(mark, unit):
+            return MARKS[mark] + units[unit][0].replace(f"blocks.{layer}", "*")
+        case Complete(parameter, number, cloned):
+            pattern = parameter.replace(f"blocks.{layer}.", "blocks.*.")
+            return [pattern, size[number], int(cloned)]
+
+
+def settings() -> Iterator[tuple[str, Setting, tuple[Setting, ...]]]:
+    """Name of the file, what is not cut over tp, and every way in which it is."""
+    choices = itertools.product(Family, (False, True), (False, True), DTYPES, (False, True))
+    for family, tied, special, precision, is_one in choices:
+        alone, *cut_over_tp = (
+            Setting(family, tied, special, precision, 1 if is_one else tables.BATCH, kind)
+            for kind in (None, *KINDS)
+        )
+        if not is_one:
+            cut_over_tp = [replace(each, batch=tensor_tables.BATCH) for each in cut_over_tp]
+        yield tables.name(alone.shape, precision, alone.batch), alone, tuple(cut_over_tp)
+
+
+def main() -> None:
+    """Writes every table, or those whose names begin with `--only`."""
+    directory, only = asked(__doc__, "pp")
+    mesh = fake_mesh()
+    for title, alone, cut_over_tp in settings():
+        if title.startswith(only):
+            _write(directory / f"{title}.json", Table(alone).build())
+            built = [Table(setting, mesh).build() for setting in cut_over_tp]
+            kinds = [kind.name for kind in KINDS]
+            _write(directory / "tp" / f"{title}.json", dict(zip(kinds, built, strict=True)))
+
+
+def _write(path: Path, table: object) -> None:
+    text = json.dumps(table, separators=(",", ":"))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text + "\n", encoding="utf-8")
+    print(f"{path.parent.name}/{path.stem}: {len(text)} bytes", flush=True)
+
+
+if __name__ == "__main__":
+    main()

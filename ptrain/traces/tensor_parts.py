@@ -1,0 +1,255 @@
+"""What each rank of tp allocates of a model that is not built in: a process plays that rank on fake
+ranks, cuts the model as the plan says, and traces one micro-batch of its part; with pp, of its part
+of every stage.
+
+The processes are others than this one, which may belong to a group of real ranks already; torch
+also remembers what it cut for one rank. Ranks with slices of the same shapes are traced once.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from subprocess import PIPE, Popen, TimeoutExpired
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from ptrain.activations.run.apply import keep_traced
+from ptrain.axes.pipeline.stage_facts import stage_roles, stages_of
+from ptrain.axes.tensor.costs import Cut
+from ptrain.axes.tensor.run.apply import micro_batch, parallelize
+from ptrain.errors import PtrainError, refused
+from ptrain.facts.model import ModelFacts
+from ptrain.facts.stages import Ends, Stage
+from ptrain.interpreter.loss import Loss
+from ptrain.models.build import build
+from ptrain.models.facts import untraced_facts
+from ptrain.models.heads import head_of
+from ptrain.models.initialize import cast
+from ptrain.models.numerics import TORCH_DTYPES
+from ptrain.models.trace import record, to_timeline
+from ptrain.models.units import ROOT
+from ptrain.models.work import WorkRecorder, repeated
+from ptrain.plan.lower import lower
+from ptrain.plan.step import Keep, Parallelize, Plan
+from ptrain.rooms.fake import fake_world
+from ptrain.rooms.registry import Registry
+from ptrain.spec.axis import Axis
+from ptrain.spec.load import load
+from ptrain.spec.spec import Spec, TrainSpec
+from ptrain.spec.write import to_mapping
+from ptrain.timeline import Row, Timeline, as_rows, from_rows
+from ptrain.traces.stage_parts import Prepare, Rows, stage_rows
+
+# A process that answers: its import path is this one's, before it imports anything.
+_ANSWER = f"""
+import sys
+sys.path[:] = sys.argv[1:]
+from {__name__} import main
+sys.exit(main(sys.stdin.readlines()))
+"""
+
+Traced = dict[str, Any]  # JSON: `timelines` by index on tp, or the `problem` that there is
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """One rank of a spec's tp, as another process is asked for it."""
+
+    spec: str
+    index: int
+    allow_import: bool
+
+
+def traced(spec: Spec, facts: ModelFacts, *, allow_import: bool) -> Traced:
+    """A timeline for each index on tp, all of them within `timeout.init`; with pp the rows of each
+    stage in its place."""
+    alone = _tensor_alone(spec)
+    step = _plan(alone, facts).tensor
+    assert step is not None, "something is cut"
+    players = _players(step, facts, spec.degree(step.axis))
+    try:
+        text = _as_text(spec)
+        asked = tuple(_Asked(text, index, allow_import) for index in dict.fromkeys(players))
+        answers = _answers(asked, spec.timeout.init)
+        found = dict(zip(dict.fromkeys(players), answers, strict=True))
+    except PtrainError as error:
+        return {"problem": str(error)}
+    return {"timelines": [found[index] for index in players]}
+
+
+def kept_of(spec: Spec, facts: ModelFacts) -> Keep | None:
+    """What the blocks leave for backward, None where all are plain."""
+    if all(kept.is_plain for kept in spec.activations.modes):
+        return None
+    return _plan(spec, facts).keep
+
+
+def _plan(spec: Spec, facts: ModelFacts) -> Plan:
+    return lower(spec, facts.unit_modules, facts.roles, stages_of(spec, facts), facts.blocks)
+
+
+def _as_text(spec: Spec) -> str:
+    try:
+        return json.dumps(to_mapping(_tensor_alone(spec), sync_is_written=False))
+    except TypeError as error:  # YAML knows dates and sets, JSON does not
+        finding = f"another process is to build the model, and cannot be told: {error}"
+        remedy = "give numbers, words, lists and mappings"
+        raise refused("model.arguments", finding, remedy) from error
+
+
+def _tensor_alone(spec: Spec) -> Spec:
+    """What a part depends on, and nothing else, so that specs which differ elsewhere ask once."""
+    times = spec.batch.accumulate if spec.degree(Axis.PP) > 1 else 1  # a schedule needs as many
+    batch = replace(spec.batch, global_samples=times * spec.batch.micro, accumulate=times)
+    return Spec(
+        name="part",
+        model=spec.model,
+        factors=tuple(factor for factor in spec.factors if factor.axis in (Axis.PP, Axis.TP)),
+        batch=batch,
+        precision=spec.precision,
+        train=replace(TrainSpec(), seed=spec.train.seed),
+        unit=spec.unit,
+        tensor=spec.tensor,
+        pipeline=spec.pipeline,
+        activations=spec.activations,
+        loss=spec.loss,
+    )
+
+
+def timelines_of(found: Traced) -> tuple[Timeline, ...]:
+    """Raises PtrainError for a problem."""
+    return tuple(map(from_rows, by_place(found)))
+
+
+def by_place(found: Traced) -> list[Any]:
+    """The answers by index on tp. Raises PtrainError for a problem."""
+    if "problem" in found:
+        raise PtrainError(found["problem"])
+    rows: list[Any] = found["timelines"]
+    return rows
+
+
+def _players(step: Parallelize, facts: ModelFacts, degree: int) -> list[int]:
+    """For each index the first one that has slices of the same shapes."""
+    shapes = []
+    for index in range(degree):
+        cut = Cut(step=step, degree=degree, index=index)
+        shapes.append(tuple(cut.shape(tensor.name, tensor.shape) for tensor in facts.tensors))
+    return [shapes.index(mine) for mine in shapes]
+
+
+@cache
+def _answers(asked: tuple[_Asked, ...], seconds: float) -> list[Traced]:
+    """Of processes that run side by side, in at most `seconds`."""
+    ends = time.monotonic() + seconds
+    processes = [
+        Popen(
+            [sys.executable, "-P", "-c", _ANSWER, *sys.path],
+            stdin=PIPE,
+            stdout=PIPE,
+            stderr=PIPE,
+            text=True,
+        )
+        for _ in asked
+    ]
+    try:
+        for process, each in zip(processes, asked, strict=True):
+            assert process.stdin is not None
+            question = [each.spec, each.index, each.allow_import]
+            with suppress(BrokenPipeError):  # one that is gone has said why, on its errors
+                process.stdin.write(json.dumps(question))
+                process.stdin.close()
+            process.stdin = None  # so that `communicate` does not write
+        return [_answer(process, ends) for process in processes]
+    except TimeoutExpired as error:
+        finding = f"{seconds:g} s did not suffice to trace what each rank of tp has of the model"
+        remedy = "raise it, or lower batch.micro or batch.sequence"
+        raise refused("timeout.init", finding, remedy) from error
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()  # closes its pipes
+
+
+def _answer(process: Popen[str], ends: float) -> Traced:
+    output, errors = process.communicate(timeout=max(0.0, ends - time.monotonic()))
+    said = errors.strip()
+    if process.returncode == PtrainError.exit_code:
+        raise PtrainError(said)
+    if process.returncode:
+        last = said.splitlines()[-1:] or [f"it ended with {process.returncode}"]
+        finding = f"the model runs whole, but not when its plan has cut it: {last[0]}"
+        remedy = "let its code take the number of heads from its tensors (view(…, -1, head_dim)), "
+        raise refused("mesh.tp", finding, remedy + "or write another tensor.plan")
+    answer: Traced = json.loads(output.splitlines()[-1])
+    return answer
+
+
+def _play(spec: Spec, index: int, *, allow_import: bool) -> dict[str, list[Row]] | Rows:
+    """In a process of its own: rank `index` of the spec's tp alone."""
+    module = build(
+        spec.model,
+        sequence=spec.batch.sequence,
+        allow_import=allow_import,
+        seed=spec.train.seed,
+    )
+    cast(module, TORCH_DTYPES[spec.precision.effective.parameters])
+    facts = untraced_facts(module, spec)
+    plan, stages = _plan(spec, facts), stages_of(spec, facts)
+    step = plan.tensor
+    assert step is not None, "something is cut"
+    head = head_of(module, spec) if plan.loss else ROOT
+    fake_world(index, spec.degree(step.axis))
+    names = (step.axis.value,)
+    mesh = init_device_mesh("cpu", (spec.degree(step.axis),), mesh_dim_names=names)
+    if stages:
+        return stage_rows(
+            module, spec, facts, _cut_over(mesh, step, plan.keep, len(stages)), micro_batch(step)
+        )
+    parallelize(module, step, mesh, Registry())
+    keep_traced(module, plan.keep)
+    loss = Loss(plan)
+    loss.attach(module, head)
+    tokens = torch.zeros(spec.batch.micro, spec.batch.sequence + 1, dtype=torch.int64)
+
+    def forward() -> torch.Tensor:
+        return loss.run(module, tokens[:, :-1], tokens[:, 1:]) / spec.batch.tokens
+
+    trace = partial(record, module, facts.unit_modules, forward, tokens)
+    with micro_batch(step)():
+        trace()  # torch learns what each operator is cut to
+        recorder = WorkRecorder()
+        recorder.follow(module)
+        timeline = to_timeline(trace(recorder=recorder))
+        return as_rows(replace(timeline, repeated=repeated(recorder)))
+
+
+def _cut_over(mesh: DeviceMesh, step: Parallelize, kept: Keep | None, stages: int) -> Prepare:
+    def cut(part: nn.Module, stage: Stage, ends: Ends) -> None:
+        roles = stage_roles(step.roles, stage, stages, ends)
+        parallelize(part, replace(step, roles=roles), mesh, Registry())
+        keep_traced(part, kept)
+
+    return cut
+
+
+def main(questions: Sequence[str]) -> int:
+    """Answers one question from standard input. What the model's code prints goes to the errors."""
+    text, index, allow_import = json.loads("".join(questions))
+    answers, sys.stdout = sys.stdout, sys.stderr
+    try:
+        rows = _play(load(json.loads(text)).spec, index, allow_import=allow_import)
+    except PtrainError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    print(json.dumps(rows), file=answers)
+    return 0

@@ -1,0 +1,176 @@
+"""Writes the tables of the built-in families cut over tp: `python -m ptrain.traces.tensor_tables`.
+
+Like `models.tables`, at prime shapes, on rank 0 of fake ranks with real tensors: `tp`, and the
+rank's own heads, ffn, vocabulary and (where activations are cut) tokens are the symbols, beside the
+whole vocabulary where it is no multiple of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.parallel import loss_parallel
+
+from ptrain.axes.tensor.run.apply import parallelize, whole_loss
+from ptrain.facts.roles import roles_of
+from ptrain.models.build import build
+from ptrain.models.initialize import cast
+from ptrain.models.tables import DTYPES, SMALLEST, Table, name
+from ptrain.models.trace import Recording, record
+from ptrain.models.units import unit_modules
+from ptrain.plan.step import Parallelize
+from ptrain.rooms.fake import fake_world
+from ptrain.rooms.registry import Registry
+from ptrain.spec.axis import Axis
+from ptrain.spec.model import Family, ModelShape
+
+TP, BATCH, SEQUENCE, FFN, VOCAB, UNEVEN = 3, 13, 17, 19, 23, 67
+HEADS = {
+    Family.LLAMA: {"repeats": 7, "kv_heads": 5, "pairs": 11},
+    Family.GPT: {"heads": 5, "head_dim": 7},
+}
+LAYERS = 2
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How operators are cut: what a table depends on beside the model's own choices."""
+
+    name: str
+    is_sequence: bool = False
+    is_saved_cut: bool = False
+    is_naive: bool = False
+    loss_parallel: bool = True
+
+    def step(self, shape: ModelShape) -> Parallelize:
+        return Parallelize(
+            axis=Axis.TP,
+            roles=roles_of(shape),
+            is_sequence=self.is_sequence,
+            is_saved_cut=self.is_saved_cut,
+            is_naive=self.is_naive,
+            loss_parallel=self.loss_parallel,
+        )
+
+
+KINDS = tuple(
+    Kind(name if loss else f"{name}-gathered", loss_parallel=loss, **flags)
+    for name, flags in (
+        ("whole", {}),
+        ("cut", {"is_sequence": True}),
+        ("saved", {"is_sequence": True, "is_saved_cut": True}),
+        ("naive", {"is_naive": True}),
+    )
+    for loss in (True, False)
+)
+
+
+def shape_of(family: Family, kind: Kind, *, tied: bool, special: bool) -> ModelShape:
+    """A prime number of everything on a rank."""
+    primes = HEADS[family]
+    vocab = UNEVEN if kind.loss_parallel else TP * VOCAB
+    if family is Family.LLAMA:
+        kv_heads = TP * primes["kv_heads"]
+        heads, head_dim = kv_heads * (primes["repeats"] if special else 1), 2 * primes["pairs"]
+    else:
+        heads = kv_heads = TP * primes["heads"]
+        head_dim = primes["head_dim"]
+    return ModelShape(
+        family=family,
+        layers=LAYERS,
+        hidden=heads * head_dim,
+        heads=heads,
+        kv_heads=kv_heads,
+        ffn=TP * FFN,
+        vocab=vocab,
+        tied=tied,
+        dropout=0.1 if special and family is Family.GPT else 0.0,
+    )
+
+
+def symbols_of(family: Family, kind: Kind) -> dict[str, int]:
+    """Prime by symbol."""
+    whole = {"vocab_all": UNEVEN} if kind.loss_parallel else {}
+    common = {"batch": BATCH, "sequence": SEQUENCE, "ffn": FFN, "vocab": VOCAB}
+    return {"tp": TP, **HEADS[family], **common, **whole}
+
+
+def trace(
+    step: Parallelize, mesh: DeviceMesh, shape: ModelShape, dtype: torch.dtype, batch: int
+) -> Recording:
+    """One micro-batch of this rank, when torch has learnt what each operator is cut to."""
+    sequence = SEQUENCE * (mesh.size() if step.is_sequence else 1)
+    model = build(shape, sequence=sequence)
+    cast(model, dtype)
+    parallelize(model, step, mesh, Registry())
+    tokens = torch.zeros(batch, sequence + 1, dtype=torch.int64)
+
+    def forward() -> torch.Tensor:
+        return whole_loss(model(tokens[:, :-1]), tokens[:, 1:]) / (batch * sequence)
+
+    with loss_parallel() if step.loss_parallel else nullcontext():
+        record(model, unit_modules(model, SMALLEST), forward, tokens)
+        return record(model, unit_modules(model, SMALLEST), forward, tokens)
+
+
+def tables(mesh: DeviceMesh) -> Iterator[tuple[str, dict[str, object]]]:
+    """(name, every kind's table) of all variants of the models."""
+    choices = itertools.product(Family, (False, True), (False, True), DTYPES, (BATCH, 1))
+    for family, tied, special, precision, batch in choices:
+        found: dict[str, object] = {}
+        title = ""
+        for kind in KINDS:
+            shape = shape_of(family, kind, tied=tied, special=special)
+            title = name(shape, precision, batch)
+            tracer = partial(trace, kind.step(shape), mesh)
+            symbols = symbols_of(family, kind)
+            found[kind.name] = Table(shape, precision, batch, symbols, tracer).build()
+        yield title, found
+
+
+def asked(about: str | None, folder: str) -> tuple[Path, str]:
+    """Of a command that writes tables: where to, and what the names of those begin with that are
+    written; torch computes with one thread."""
+    parser = argparse.ArgumentParser(description=about)
+    default = Path(__file__).parents[2] / "derivation" / "tables" / folder
+    parser.add_argument("--out", type=Path, default=default)
+    parser.add_argument("--only", default="")
+    given = parser.parse_args()
+    directory: Path = given.out
+    directory.mkdir(parents=True, exist_ok=True)
+    torch.set_num_threads(1)
+    return directory, given.only
+
+
+def fake_mesh() -> DeviceMesh:
+    """Of the fake ranks of tp, of which this process plays the first."""
+    fake_world(0, TP)
+    return init_device_mesh("cpu", (TP,), mesh_dim_names=(Axis.TP.value,))
+
+
+def main() -> None:
+    """Writes every table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    default = Path(__file__).parents[2] / "derivation" / "tables" / "tp"
+    parser.add_argument("--out", type=Path, default=default)
+    directory: Path = parser.parse_args().out
+    directory.mkdir(parents=True, exist_ok=True)
+    torch.set_num_threads(1)
+    mesh = fake_mesh()
+    for title, found in tables(mesh):
+        text = json.dumps(found, separators=(",", ":"))
+        (directory / f"{title}.json").write_text(text + "\n", encoding="utf-8")
+        print(f"{title}: {len(text)} bytes", flush=True)
+
+
+if __name__ == "__main__":
+    main()
