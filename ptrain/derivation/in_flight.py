@@ -10,8 +10,8 @@ from ptrain.algebra.layout import positions, ranks_over
 from ptrain.axes.pipeline.exchange import turns
 from ptrain.axes.pipeline.schedule import Schedule
 from ptrain.costs import Footprint, Peak, Phase, State
+from ptrain.derivation.differing import differing_axes
 from ptrain.derivation.kept import activation_row
-from ptrain.derivation.memory import differing_axes
 from ptrain.derivation.pipeline import StageParts
 from ptrain.derivation.stage_replay import Part, Played, play_rank
 from ptrain.derivation.stage_timeline import passes

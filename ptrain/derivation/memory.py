@@ -13,7 +13,8 @@ from typing import assert_never
 from ptrain.algebra.layout import positions, ranks_over
 from ptrain.axes.data.costs import local_rows, padded_rows, spread
 from ptrain.costs import Footprint, State
-from ptrain.derivation.flat_memory import flat_elements, flat_footprints
+from ptrain.derivation.differing import differing_axes
+from ptrain.derivation.flat_rows import flat_elements, flat_footprints
 from ptrain.derivation.optimizer_state import (
     Elements,
     Kept,
@@ -24,7 +25,6 @@ from ptrain.derivation.optimizer_state import (
 )
 from ptrain.facts.model import ModelFacts
 from ptrain.plan.step import FlatUnits, FullyShard, LocalGradients, Plan, Replicate
-from ptrain.spec.axis import Axis
 from ptrain.spec.precision import DType, Layout
 from ptrain.spec.spec import Spec
 
@@ -56,25 +56,6 @@ def by_shard(spec: Spec, plan: Plan, facts: ModelFacts) -> list[tuple[Footprint,
         )
         for index in range(ranks_over(spec, differing_axes(plan)))
     ]
-
-
-def differing_axes(plan: Plan) -> tuple[Axis, ...]:
-    """The axes along which ranks store different numbers of bytes, or, of flat units within tp,
-    have other pieces of tensors in their shards, of each of which there is a norm."""
-    match plan.wrap:
-        case FullyShard(shard_axes=axes):
-            return axes
-        case Replicate(zero_redundancy=True, axes=axes):
-            return axes
-        case FlatUnits(updated=axes, gathered_gradients=gathered) if within_tp(plan):
-            return (*axes, *gathered)
-        case _:
-            return ()
-
-
-def within_tp(plan: Plan) -> bool:
-    """Whether the norm is told apart by operators that are cut and others."""
-    return plan.clip is not None and bool(plan.clip.operator_axes)
 
 
 def elements(spec: Spec, plan: Plan, facts: ModelFacts, index: int) -> Elements:

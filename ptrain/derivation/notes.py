@@ -8,7 +8,7 @@ from ptrain.algebra.layout import ranks_over
 from ptrain.axes.data.costs import gathers, reductions
 from ptrain.axes.tensor.costs import Cut
 from ptrain.costs import Collective, Phase, Traffic
-from ptrain.derivation.flat_memory import flat_buffers
+from ptrain.derivation.flat_rows import flat_buffers
 from ptrain.derivation.memory import elements
 from ptrain.derivation.optimizer_state import is_hidden, kept_tensors, needs_whole_tensors
 from ptrain.derivation.paper import itemsizes

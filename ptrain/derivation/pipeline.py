@@ -26,8 +26,9 @@ from ptrain.axes.tensor.costs import Cut
 from ptrain.costs import Footprint, State, Traffic, add_traffic
 from ptrain.derivation import blocks, tensor
 from ptrain.derivation.calls import group_over
+from ptrain.derivation.differing import differing_axes
 from ptrain.derivation.kept import kept_traffic
-from ptrain.derivation.memory import by_shard, differing_axes, other_bytes
+from ptrain.derivation.memory import by_shard, other_bytes
 from ptrain.derivation.stage_timeline import Pairs, moved_and_repeated
 from ptrain.derivation.tied import Rows, tied_sums
 from ptrain.derivation.traffic import norm, wrapped

@@ -2,25 +2,69 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from ptrain.costs import Phase
+from ptrain.axes.ring import Calls
+from ptrain.costs import Collective, Phase, State, Traffic, TrafficKey
+from ptrain.derivation.calls import group_over
 from ptrain.facts.model import ModelFacts
 from ptrain.plan.step import Plan
+from ptrain.spec.axis import Axis
+from ptrain.spec.placement import Tier
 from ptrain.spec.spec import Spec
 from ptrain.timeline import Boundary, Complete, Kind, Mark, Timeline
+
+_COPIES = {
+    (Tier.HOST, Tier.DEVICE): Collective.HOST_TO_DEVICE,
+    (Tier.DEVICE, Tier.HOST): Collective.DEVICE_TO_HOST,
+    (Tier.FILE, Tier.HOST): Collective.FILE_READ,
+    (Tier.HOST, Tier.FILE): Collective.FILE_WRITE,
+}
+
+
+@dataclass(slots=True)
+class Account:
+    """Calls and copies of one step, for `times` units that do the same."""
+
+    spec: Spec
+    times: int = 1
+    rows: list[Traffic] = field(default_factory=list)
+
+    def sent(
+        self,
+        collective: Collective,
+        axes: Sequence[Axis],
+        state: State,
+        phase: Phase,
+        payload: int,
+        via: str | None,
+    ) -> None:
+        """One collective over the group along `axes`, of a full tensor of `payload` bytes."""
+        calls = Calls(collective, state, phase, self.times, via)
+        ordered = [factor.axis for factor in self.spec.factors if factor.axis in axes]
+        self.rows.append(calls.over(group_over(self.spec, ordered), payload))
+
+    def moved(self, source: Tier, target: Tier, state: State, phase: Phase, size: int) -> None:
+        """One copy of `size` bytes between two tiers."""
+        key = TrafficKey(axes=(), collective=_COPIES[source, target], state=state, phase=phase)
+        times = self.times
+        self.rows.append(Traffic(key=key, calls=times, payload_bytes=times * size, sent_bytes=0))
 
 
 @dataclass(slots=True)
 class Tape:
-    """Bytes above what lives for the whole step, and their maximum by phase."""
+    """A rank's step as it happens. Of device memory: bytes above what lives for the whole step, and
+    their maximum by phase. Of what is sent: where there is an `account`. Nothing is read unless
+    `is_reading`."""
 
     level: int = 0
     peak: int = 0
     peaks: dict[Phase, int] = field(default_factory=dict)
     phase: Phase = Phase.FORWARD
+    account: Account | None = None
+    is_reading: bool = True
 
     def enter(self, phase: Phase) -> None:
         """What follows counts for `phase`, what lives already included."""
@@ -36,6 +80,20 @@ class Tape:
     def spike(self, size: int) -> None:
         """Allocates and frees at once."""
         self.peak = max(self.peak, self.level + size)
+
+    def allocated(self, size: int, tier: Tier) -> None:
+        if tier is Tier.DEVICE and self.is_reading:
+            self.add(size)
+
+    def sent(
+        self, collective: Collective, axes: Sequence[Axis], state: State, payload: int, via: str
+    ) -> None:
+        if self.account is not None and self.is_reading:
+            self.account.sent(collective, axes, state, self.phase, payload, via or None)
+
+    def moved(self, source: Tier, target: Tier, state: State, size: int) -> None:
+        if self.account is not None and self.is_reading:
+            self.account.moved(source, target, state, self.phase, size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

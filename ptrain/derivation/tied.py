@@ -9,7 +9,7 @@ from ptrain.algebra.layout import ranks_over
 from ptrain.axes.data.costs import local_rows
 from ptrain.axes.ring import Calls, Group
 from ptrain.costs import Collective, Phase, State, Traffic
-from ptrain.derivation.flat_memory import flat_buffers
+from ptrain.derivation.flat_rows import flat_buffers
 from ptrain.facts.model import ModelFacts, TensorFacts, UnitFacts
 from ptrain.facts.stages import Stage
 from ptrain.plan.step import FlatUnits, FullyShard, LocalGradients, Plan, Replicate

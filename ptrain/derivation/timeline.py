@@ -12,9 +12,10 @@ from typing import assert_never
 from ptrain.algebra.layout import positions
 from ptrain.costs import Footprint, Peak, Phase, State
 from ptrain.derivation import activations
-from ptrain.derivation.flat_wrap import Flat
+from ptrain.derivation.differing import differing_axes
+from ptrain.derivation.flat import Flat
 from ptrain.derivation.fully_sharded import FullySharded
-from ptrain.derivation.memory import differing_axes, resident
+from ptrain.derivation.memory import resident
 from ptrain.derivation.tape import Scene, Tape, Wrap
 from ptrain.derivation.wraps import Local, Replicated, clipping
 from ptrain.errors import PtrainError

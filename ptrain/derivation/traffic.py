@@ -23,7 +23,7 @@ from ptrain.axes.data.costs import (
 from ptrain.axes.ring import Calls, Group
 from ptrain.costs import Collective, Phase, State, Traffic, add_traffic
 from ptrain.derivation.calls import group_over, reduce_scatter_calls
-from ptrain.derivation.flat_traffic import flat_sent, scalars
+from ptrain.derivation.flat_rows import flat_sent, scalars
 from ptrain.derivation.memory import owned, spread_buckets
 from ptrain.facts.model import ModelFacts
 from ptrain.plan.step import FlatUnits, FullyShard, LocalGradients, Plan, Replicate

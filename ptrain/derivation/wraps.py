@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 
-from ptrain.derivation.muon import muon_temporaries
 from ptrain.derivation.optimizer_state import is_hidden, kept_tensors, needs_whole_tensors
 from ptrain.derivation.tape import Scene
 from ptrain.facts.model import UnitFacts
+from ptrain.optimizers.ghost import muon_temporaries
 from ptrain.plan.step import LONG_NORM, NORM_ROW
 from ptrain.spec.precision import Layout
 from ptrain.spec.spec import OptimizerSpec

@@ -160,6 +160,13 @@ class FlatUnits:
     gather_after_update: GatherAfterUpdate = GatherAfterUpdate.BLOCKING
     path: str | None = None
 
+    @property
+    def first_differs(self) -> bool:
+        """Whether a run's first step is another than those that follow: it learns in which order
+        units are used, or no update before it has left anything to it."""
+        late = self.gather_after_update is GatherAfterUpdate.NEXT_FORWARD
+        return late or self.prefetch > 0
+
 
 Wrap = LocalGradients | Replicate | FullyShard | FlatUnits
 

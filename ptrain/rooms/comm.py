@@ -3,7 +3,7 @@ they move."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -11,37 +11,12 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 
 from ptrain.costs import Collective, State
 from ptrain.rooms.registry import Registry
+from ptrain.rooms.room import Move
 from ptrain.spec.batch import ReduceScatterVia
 
 # torch 2.13 renamed these two and deprecates the old names, which are all that 2.11 has.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
-class Move:
-    """A collective under way, or one that is over: `wait` gives what it makes. Its buffers live
-    until then."""
-
-    def __init__(
-        self,
-        result: torch.Tensor,
-        buffer: torch.Tensor,
-        work: dist.Work | None = None,
-        finish: Callable[[], object] | None = None,
-    ) -> None:
-        self._result = result
-        self._buffer: torch.Tensor | None = buffer
-        self._work = work
-        self._finish = finish
-
-    def wait(self) -> torch.Tensor:
-        """The result, when it is there. Once."""
-        if self._work is not None:
-            self._work.wait()
-        if self._finish is not None:
-            self._finish()
-        self._work = self._finish = self._buffer = None
-        return self._result
 
 
 def all_gather(
@@ -56,7 +31,9 @@ def all_gather(
     return work
 
 
-def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup, *, is_awaited: bool = True) -> Move:
+def all_reduce(
+    tensor: torch.Tensor, group: dist.ProcessGroup, *, is_awaited: bool = True
+) -> Move[torch.Tensor]:
     """`tensor` becomes the sum of the ranks'."""
     return Move(tensor, tensor, dist.all_reduce(tensor, group=group, async_op=not is_awaited))
 
@@ -69,7 +46,7 @@ def reduce_scatter(
     registry: Registry,
     *,
     is_awaited: bool = True,
-) -> Move:
+) -> Move[torch.Tensor]:
     """`shard` becomes this rank's part of the ranks' summed `whole` (1-d, size x shard).
 
     Via all_to_all it needs one more buffer of `whole`'s size, and is a true reduce-scatter on

@@ -42,6 +42,12 @@ def cast(tensor: torch.Tensor, dtype: torch.dtype, *, copy: bool = False) -> tor
     return alike(made, tensor).copy_(tensor)
 
 
+def same_memory(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors of one size begin at the same byte of the same storage."""
+    here, there = tensor.untyped_storage()._cdata, other.untyped_storage()._cdata
+    return bool(here == there and tensor.storage_offset() == other.storage_offset())
+
+
 class Tiers:
     """What one rank can put tensors on: its device, the host's memory, files in a folder (None:
     the system's temporary one)."""

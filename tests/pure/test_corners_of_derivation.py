@@ -6,13 +6,13 @@ from dataclasses import replace
 from fractions import Fraction
 from types import SimpleNamespace
 
+from ptrain.derivation.flat_bench import Bench, Buffer
+
 from ptrain.costs import Collective, Column, Estimate, Phase, State, Traffic, TrafficKey
 from ptrain.derivation import wire
 from ptrain.derivation.activations import is_tabulated
 from ptrain.derivation.estimate import derive, facts_from_shape
-from ptrain.derivation.flat_bench import Bench, Buffer
-from ptrain.derivation.flat_memory import flat_footprints
-from ptrain.derivation.flat_traffic import _micro_batches
+from ptrain.derivation.flat_rows import _micro_batches, flat_footprints
 from ptrain.derivation.tape import Scene, Tape
 from ptrain.derivation.wraps import clipping
 from ptrain.plan.lower import lower

@@ -7,16 +7,16 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ptrain.derivation.flat_bench import Bench
 
 from ptrain.costs import Collective, Phase, State
-from ptrain.derivation.flat_bench import Bench
-from ptrain.derivation.flat_memory import flat_footprints
-from ptrain.derivation.flat_wrap import Flat
+from ptrain.derivation.flat import Flat
+from ptrain.derivation.flat_rows import flat_footprints
 from ptrain.derivation.memory import resident
-from ptrain.derivation.muon import muon_temporaries
 from ptrain.derivation.tape import Scene, Tape
 from ptrain.derivation.timeline import play_update
 from ptrain.derivation.traffic import sent
+from ptrain.optimizers.ghost import muon_temporaries
 from ptrain.plan.lower import lower
 from ptrain.plan.step import FlatUnits, Plan
 from ptrain.spec.axis import Axis

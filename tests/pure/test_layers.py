@@ -24,10 +24,10 @@ LAYERS = (
     r"ptrain\.(errors|units|costs|timeline|import_path|installed)",
     r"ptrain\.spec(\..*)?",
     r"ptrain\.facts(\..*)?",
+    r"ptrain\.rooms\.(room|ghost)",
+    r"ptrain\.optimizers\.(update|ghost)",
     r"ptrain\.axes(\.\w+)?|ptrain\.axes\.(data|pipeline|tensor)\.(?!run)\w+"
-    r"|ptrain\.activations(\.rules)?",
-    r"ptrain\.algebra(\..*)?",
-    r"ptrain\.plan(\..*)?",
+    r"|ptrain\.activations(\.rules)?|ptrain\.plan(\..*)?|ptrain\.algebra(\..*)?",
     r"ptrain\.derivation(\..*)?",
     r"ptrain\.selection(\..*)?",
     r"ptrain\.report(\..*)?",

@@ -1,0 +1,172 @@
+"""Theta of one unit: kept as a whole or a shard, on any tier, or made of Omega's master copy; whole
+on the device while it is used."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Sequence
+from typing import Generic
+
+from ptrain.axes.data.costs import Run, runs
+from ptrain.axes.data.cuts import Axes, Cuts
+from ptrain.axes.data.route import Route
+from ptrain.costs import State
+from ptrain.plan.step import FlatUnits
+from ptrain.rooms.room import Members, Move, T
+from ptrain.spec.axis import Axis
+from ptrain.spec.batch import GatherAfterUpdate
+from ptrain.spec.placement import Tier
+from ptrain.spec.precision import Layout
+
+
+class Parameters(Generic[T]):
+    """`stored` is this rank's shard over `cut` (all of it where `cut` is empty) on its tier;
+    `whole` the buffer that the module's parameters are views of: `stored` itself, or empty between
+    uses. Where Theta is materialized the master copy is all that is stored."""
+
+    def __init__(self, members: Members[T], cuts: Cuts[T], step: FlatUnits, layout: Layout) -> None:
+        self.members, self.cuts, self.room, self.layout = members, cuts, cuts.room, layout
+        self.cut, self.tier = step.parameters, step.parameters_tier
+        self.is_materialized = step.materialized
+        self.dtype = layout.updated if step.materialized else layout.parameters
+        self.route = Route(
+            cuts=cuts,
+            kept=self.cut,
+            updated=step.updated,
+            tier=self.tier,
+            update_tier=step.update_tier,
+        )
+        self.whole = self.room.zeros(
+            cuts.padded, layout.parameters, Tier.DEVICE, State.PARAMETERS, self.label
+        )
+        members.adopt(self.whole)
+        self.is_transient = bool(self.cut) or self.tier is not Tier.DEVICE or self.is_materialized
+        self.stored = self._first_stored() if self.is_transient else self.whole
+        self._gathering: Move[T] | None = None
+        self._storing: Move[T] | None = None
+        self._behind: Axes = ()
+        self._cut_runs: dict[Axes, list[Run]] = {}
+        self.is_gathered = True
+        self.release()
+
+    @property
+    def state(self) -> State:
+        """What the stored bytes count as: a master copy is Omega's."""
+        return State.OPTIMIZER if self.is_materialized else State.PARAMETERS
+
+    def cut_runs(self, axes: Sequence[Axis]) -> list[Run]:
+        """(start, end, whether their operators are cut) of the runs of elements of a shard over
+        `axes`; padding belongs to the run before it."""
+        key = tuple(axes)
+        if key not in self._cut_runs:
+            numels = map(math.prod, self.members.shapes)
+            tensors = list(zip(numels, self.members.are_cut, strict=True))
+            self._cut_runs[key] = list(runs(tensors, self.cuts.padded, self.cuts.stretches(key)))
+        return self._cut_runs[key]
+
+    @property
+    def label(self) -> str:
+        """The unit's first tensor and its last, for whoever reads what is sent."""
+        names = self.members.names
+        return " … ".join(dict.fromkeys((names[0], names[-1])))
+
+    @property
+    def behind(self) -> Axes:
+        """Along these axes `stored` is up to date in this rank's own part alone, until `settle`."""
+        return self._behind
+
+    def signature(self) -> Hashable:
+        """What their next use depends on."""
+        return self.is_gathered, self._gathering is None, self._storing is None, self._behind
+
+    def _first_stored(self) -> T:
+        part = self.room.cast(self.cuts.take(self.whole, (), self.cut), self.dtype)
+        stored = self.room.new(self.room.numel(part), self.dtype, self.tier, self.state)
+        self.room.copy(part, stored)
+        return stored
+
+    def gather(self) -> None:
+        """Make `whole` whole, if it is not."""
+        self.settle()
+        self._issue(is_awaited=True)
+        self._await()
+
+    def prefetch(self) -> None:
+        """Begin to; `gather` then waits for the rest."""
+        self.settle()
+        self._issue(is_awaited=False)
+
+    def _issue(self, *, is_awaited: bool) -> None:
+        if self.is_gathered:
+            return
+        self.is_gathered = True
+        self.room.refill(self.whole)
+        part = self._for_use()
+        if not self.cut:
+            self.room.copy(part, self.whole)
+            return
+        gather = self.cuts.gather if is_awaited else self.cuts.start_gather
+        begun = gather(part, self.cut, self.cut, State.PARAMETERS, self.whole)
+        if isinstance(begun, Move):
+            self._gathering = begun
+
+    def _await(self) -> None:
+        if self._gathering is not None:
+            self._gathering.wait()
+            self._gathering = None
+
+    def _for_use(self) -> T:
+        """What is stored, in the dtype of use, as near to `whole` as its collective needs it."""
+        room, part, used = self.room, self.stored, self.layout.parameters
+        if self.tier is Tier.FILE:
+            part = room.move(part, Tier.HOST, self.state)
+        if room.dtype(part) is not used and (self.cut or self.tier is not Tier.DEVICE):
+            part = room.cast(part, used, State.PARAMETERS, self.label)
+        if self.cut and self.tier is not Tier.DEVICE:
+            part = room.move(part, Tier.DEVICE, State.PARAMETERS)
+        return part
+
+    def release(self) -> None:
+        """Give `whole` back, if it can be rebuilt."""
+        if not self.is_transient or not self.is_gathered:
+            return
+        self._await()
+        self.room.empty(self.whole)
+        self.is_gathered = False
+
+    def spread(self, part: T, cut: Axes, missing: Axes, when: GatherAfterUpdate) -> None:
+        """Make `stored` of the ranks' updated parts: shards over `cut`, on the device, gathered
+        along `missing`."""
+        into = self.stored if self.tier is Tier.DEVICE else None
+        match when:
+            case GatherAfterUpdate.BLOCKING:
+                self._keep(self.cuts.gather(part, cut, missing, State.PARAMETERS, into))
+            case GatherAfterUpdate.DURING_UPDATE:
+                self._storing = self.cuts.start_gather(part, cut, missing, State.PARAMETERS, into)
+            case GatherAfterUpdate.NEXT_FORWARD:
+                assert into is not None, "what is gathered by the next forward is on the device"
+                self.cuts.put(into, part, self.cut, cut)
+                self._behind = missing
+
+    def settle(self) -> None:
+        """Complete what the last update left to the next use."""
+        if self._behind:
+            missing, self._behind = self._behind, ()
+            cut = (*self.cut, *missing)
+            part = self.cuts.take(self.stored, self.cut, cut)
+            self.cuts.gather(part, cut, missing, State.PARAMETERS, self.stored)
+
+    def finish_update(self) -> None:
+        """Complete what was issued while other units were updated."""
+        if self._storing is not None:
+            held = self._storing.wait()
+            self._storing = None
+            self._keep(held)
+
+    def _keep(self, held: T) -> None:
+        """Write an updated tensor of the size of `stored` to it, from the device."""
+        if self.room.same(held, self.stored):
+            return
+        if self.tier is Tier.FILE:
+            held = self.room.move(held, Tier.HOST, State.PARAMETERS)
+        self.room.copy(held, self.stored)

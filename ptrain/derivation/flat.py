@@ -1,0 +1,266 @@
+"""Flat units on ghosts: the life that trains (`axes.data.units`), played along a model's timeline.
+
+What is torch's here is what autograd does with a gradient: it adds it to one that is there, takes
+it over, or (`cloned`) copies it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+
+from ptrain.algebra.layout import place_of
+from ptrain.axes.data.costs import Run, runs
+from ptrain.axes.data.cuts import Cuts
+from ptrain.axes.data.units import Units
+from ptrain.axes.data.update import ShardTarget, TensorsUpdate, TensorTarget, UnitState
+from ptrain.costs import State
+from ptrain.derivation.differing import differing_axes, within_tp
+from ptrain.derivation.optimizer_state import is_hidden, needs_whole_tensors
+from ptrain.derivation.tape import Scene
+from ptrain.facts.model import UnitFacts
+from ptrain.optimizers.ghost import GhostRules
+from ptrain.optimizers.update import Target, Update
+from ptrain.plan.step import FlatUnits
+from ptrain.rooms.ghost import Ghost, GhostRoom, Reader, Storage
+from ptrain.spec.axis import Axis
+from ptrain.spec.placement import Tier
+from ptrain.timeline import Complete, Kind, Mark
+
+SCALE_BYTES = 4  # fp32, as is the flag of an overflow
+
+
+class GhostMembers:
+    """A unit's tensors, and what autograd does with their gradients."""
+
+    def __init__(self, facts: UnitFacts, reader: Reader) -> None:
+        self.names = [tensor.name for tensor in facts.tensors]
+        self.shapes = [tensor.shape for tensor in facts.tensors]
+        self.are_cut = [tensor.is_cut for tensor in facts.tensors]
+        self._reader = reader
+        self._is_bound = False
+        self._gradients: dict[int, Storage] = {}
+
+    def adopt(self, whole: Ghost) -> None:
+        """Values have no size."""
+
+    def bind(self, whole: Ghost) -> None:
+        self._is_bound = True
+
+    def collect(self, index: int, whole: Ghost) -> None:
+        self._gradients.pop(index, None)
+
+    def unbind(self) -> None:
+        self._is_bound = False
+        self._gradients.clear()
+
+    def arrive(self, index: int, gradient: Complete) -> None:
+        """A gradient is complete, and stands alive unless it is to be copied."""
+        if not gradient.cloned:
+            self._reader.allocated(-gradient.size, Tier.DEVICE)
+        if not self._is_bound and index not in self._gradients:
+            name, state = self.names[index], State.GRADIENTS
+            kept = Storage(gradient.size, Tier.DEVICE, state, name, self._reader)
+            self._gradients[index] = kept
+
+
+class GhostScale:
+    """A loss's scale, beside what is updated; its copies are `traffic.scalars`."""
+
+    def beside(self, tensor: Ghost) -> tuple[Ghost, Ghost]:
+        return tensor, tensor
+
+
+class Flat:
+    """Flat units at the marks of a timeline. `chosen` are those that are played (all, where it is
+    not given). What the units keep is there before anything is read."""
+
+    def __init__(
+        self,
+        scene: Scene,
+        step: FlatUnits,
+        *,
+        chosen: Sequence[UnitFacts] | None = None,
+    ) -> None:
+        self.scene, self.step, self.tape = scene, step, scene.tape
+        facts = scene.facts.units if chosen is None else chosen
+        degrees = {axis: scene.spec.degree(axis) for axis in step.axes}
+        scene.tape.is_reading = False
+        self.room = GhostRoom(scene.tape, degrees, {})
+        self.used = [unit for unit in facts if unit.numel]
+        self.members = [GhostMembers(unit, scene.tape) for unit in self.used]
+        self.states = self._states()
+        self.units = Units(self.states, [unit.is_root for unit in self.used], step)
+        self.update_of = self._update()
+        numbers = {id(unit): number for number, unit in enumerate(self.used)}
+        self._played = [numbers.get(id(unit)) for unit in facts]
+        self._root = len(facts) - 1
+        self._place = {
+            name: (number, index)
+            for number, members in enumerate(self.members)
+            for index, name in enumerate(members.names)
+        }
+        self.is_last = True
+        self.half: Kind | None = None
+        if step.first_differs:
+            self._first_step()
+        scene.tape.is_reading = True
+
+    def _states(self) -> list[UnitState[Ghost]]:
+        step, layout = self.step, self.scene.plan.update.layout
+        cut = (*step.parameters, *step.optimizer, *step.gradients)
+        cuts = {
+            unit.numel: Cuts(self.room, unit.numel, cut, step.reduce_scatter) for unit in self.used
+        }
+        return [
+            UnitState(members, cuts[unit.numel], step, layout)
+            for members, unit in zip(self.members, self.used, strict=True)
+        ]
+
+    def _update(self) -> Update[Ghost]:
+        optimizer, layout = self.scene.spec.optimizer, self.scene.plan.update.layout
+        groups: list[list[Target[Ghost]]] = [[ShardTarget(state)] for state in self.states]
+        hidden = [[False] for _ in self.states]
+        if needs_whole_tensors(optimizer):
+            updates = [TensorsUpdate(state) for state in self.states]
+            groups = [
+                [TensorTarget(update, index) for index in range(len(update.shapes))]
+                for update in updates
+            ]
+            hidden = [[is_hidden(unit, tensor) for tensor in unit.tensors] for unit in self.used]
+        rules = GhostRules(self.scene.tape)
+        update = Update(groups, optimizer, layout, self.room, rules, hidden)
+        if self.step.consumed:
+            self.units.consume_with(lambda index: update.step_group(index, 0.0))
+        return update
+
+    def _first_step(self) -> None:
+        """A step that nobody reads: of what it leaves to the next one."""
+        numbers = [self._played[unit] for unit in self.scene.order(Mark.ENTER)]
+        order = [number for number in numbers if number is not None] or range(len(self.used))
+        for number in order:
+            self.units.all[number].before_forward()
+            self.units.all[number].after_forward()
+        self.units.begin_pass(is_last=True)
+        for unit in self.units.all[::-1]:
+            unit.before_backward()
+        self.units.end_pass(is_last=True)
+        self.reduce()
+        self.update(0)
+        self.finish_update()
+
+    def begin(self, *, is_first: bool, is_last: bool) -> None:
+        self.is_last = is_last
+        self.units.begin_pass(is_last=is_last)
+
+    def begin_half(self, kind: Kind) -> None:
+        self.half = kind
+        self.units.begin_half(kind, is_last=self.is_last)
+
+    def end_half(self, kind: Kind) -> None:
+        self.half = None
+        self.units.end_half(kind, is_last=self.is_last and kind is Kind.WEIGHT)
+
+    def enter(self, unit: int) -> None:
+        number = self._played[unit]
+        if number is not None:
+            self.units.all[number].before_forward()
+
+    def leave(self, unit: int) -> None:
+        number = self._played[unit]
+        if number is not None:
+            self.units.all[number].after_forward()
+
+    def before_backward(self, unit: int) -> None:
+        number = self._played[unit]
+        if number is not None:
+            self.units.all[number].before_backward()
+
+    def complete(self, gradient: Complete) -> None:
+        number, index = self._place[gradient.parameter]
+        self.members[number].arrive(index, gradient)
+        if self.half is not Kind.WEIGHT:
+            self.units.all[number].accumulated(index)
+
+    def after_backward(self, unit: int) -> None:
+        """For the root, backward is over."""
+        if unit == self._root and self.half is None:
+            self.end()
+
+    def end(self) -> None:
+        """The micro-batch is over; a parameter that had no part in the loss left its unit open."""
+        self.units.end_pass(is_last=self.is_last)
+
+    def storages(self) -> Iterator[tuple[State, Ghost]]:
+        """What is kept now, by state."""
+        yield from self.units.storages()
+        yield from self.update_of.storages()
+
+    def gathered(self) -> int:
+        return sum(
+            unit.parameters.whole.nbytes
+            for unit in self.units.all
+            if unit.parameters.is_transient and unit.parameters.is_gathered
+        )
+
+    def lingering(self) -> int:
+        return 0
+
+    def signature(self) -> Hashable:
+        return self.units.signature(), self.is_last
+
+    def reduce(self) -> None:
+        if self.step.consumed:
+            return
+        self.units.for_update()
+        if self.scene.plan.update.layout.scales_loss and self._on_device:
+            self.tape.spike(SCALE_BYTES)
+
+    def clipped(self, shard: int) -> list[list[int]] | None:
+        """On the gradients' tier, but for the scalar that is reduced."""
+        if self.step.consumed:
+            return None
+        if self._on_device and within_tp(self.scene.plan):
+            return self._by_operator(shard)
+        if self._on_device:
+            kept = (unit.gradients.kept for unit in self.units.all)
+            return [[ghost.numel for ghost in kept if ghost is not None]]
+        step = self.scene.plan.clip
+        if step is not None and step.axes:
+            size = max(SCALE_BYTES, self.scene.plan.update.layout.gradients.itemsize)
+            self.tape.spike(size)
+        return None
+
+    def _by_operator(self, shard: int) -> list[list[int]]:
+        """Elements of the views of which there is a norm each: of tensors that are cut within tp,
+        then of those that its ranks have alike."""
+        place = place_of(self.scene.spec, differing_axes(self.scene.plan), shard)
+        pieces = [run for state in self.states for run in self._pieces(state, place)]
+        return [
+            [end - start for start, end, is_cut in pieces if is_cut is cut] for cut in (True, False)
+        ]
+
+    def _pieces(self, state: UnitState[Ghost], place: Mapping[Axis, int]) -> Iterator[Run]:
+        """What is kept of G at this place along the axes that it is cut over."""
+        gradients, cuts = state.gradients, state.cuts
+        if gradients.kept is None:
+            return iter(())
+        there = Cuts(self.room.at(place), cuts.numel, cuts.axes, cuts.via)
+        tensors = list(
+            zip(map(math.prod, state.members.shapes), state.members.are_cut, strict=True)
+        )
+        return runs(tensors, cuts.padded, there.stretches(gradients.now))
+
+    @property
+    def _on_device(self) -> bool:
+        return self.step.gradients_tier is Tier.DEVICE
+
+    def update(self, shard: int) -> None:
+        if not self.step.consumed:
+            scale = GhostScale() if self.scene.plan.update.layout.scales_loss else None
+            self.update_of.step(0.0, scale)
+
+    def finish_update(self) -> None:
+        """Gathers that were issued during the update are awaited."""
+        self.units.finish_update()
+        self.units.clear_gradients()

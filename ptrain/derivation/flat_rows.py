@@ -1,0 +1,165 @@
+"""What flat units keep and send in one steady step: one unit of each kind is played through it, and
+what it keeps, sends and copies counts for all of its kind."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Iterable, Iterator
+
+from ptrain.algebra.layout import ranks_over
+from ptrain.axes.data.costs import padded_flat
+from ptrain.costs import Collective, Footprint, Phase, State, Traffic, TrafficKey
+from ptrain.derivation.flat import SCALE_BYTES, Flat
+from ptrain.derivation.optimizer_state import Elements, needs_whole_tensors
+from ptrain.derivation.tape import Account, Scene, Tape
+from ptrain.facts.model import ModelFacts, UnitFacts
+from ptrain.plan.step import FlatUnits, Plan
+from ptrain.rooms.ghost import Ghost
+from ptrain.spec.axis import Axis
+from ptrain.spec.placement import Tier
+from ptrain.spec.spec import Spec
+from ptrain.timeline import Timeline
+
+Sizes = Counter[tuple[State, Tier]]
+
+_NOTHING = Timeline(forward=(), backward=())  # what a unit sends depends on no other's turn
+_STATES = (State.PARAMETERS, State.OPTIMIZER, State.GRADIENTS)
+
+
+def flat_footprints(
+    spec: Spec, plan: Plan, wrap: FlatUnits, facts: ModelFacts
+) -> Iterator[Footprint]:
+    """Theta, Omega and G of rank 0, and so of every rank: flat buffers are cut alike for all."""
+    sizes = Sizes()
+    for unit, times in _kinds(spec, facts):
+        for key, size in _play(spec, plan, wrap, facts, unit, None).items():
+            sizes[key] += times * size
+    for state in _STATES:
+        yield Footprint(
+            state=state,
+            rank=0,
+            device_bytes=sizes[state, Tier.DEVICE],
+            host_bytes=sizes[state, Tier.HOST],
+            file_bytes=sizes[state, Tier.FILE],
+        )
+
+
+def flat_sent(spec: Spec, plan: Plan, wrap: FlatUnits, facts: ModelFacts) -> Iterator[Traffic]:
+    """Collectives and copies between tiers of all units."""
+    for unit, times in _kinds(spec, facts):
+        account = Account(spec, times)
+        _play(spec, plan, wrap, facts, unit, account)
+        yield from account.rows
+
+
+def _kinds(spec: Spec, facts: ModelFacts) -> Iterator[tuple[UnitFacts, int]]:
+    """One unit of each kind, and how many there are of it: they keep and send the same."""
+    kinds: dict[Hashable, list[UnitFacts]] = {}
+    for unit in facts.units:
+        if unit.numel:
+            kinds.setdefault(_kind(spec, unit), []).append(unit)
+    return ((units[0], len(units)) for units in kinds.values())
+
+
+def _kind(spec: Spec, unit: UnitFacts) -> Hashable:
+    if not needs_whole_tensors(spec.optimizer):
+        return (unit.is_root, unit.numel)
+    return (unit.is_root, tuple(tensor.shape for tensor in unit.tensors))
+
+
+def _play(
+    spec: Spec,
+    plan: Plan,
+    wrap: FlatUnits,
+    facts: ModelFacts,
+    unit: UnitFacts,
+    account: Account | None,
+) -> Sizes:
+    """What a unit keeps: G when the last backward pass is over, the rest when the step is."""
+    tape = Tape(account=account)
+    scene = Scene(tape=tape, spec=spec, facts=facts, plan=plan, timeline=_NOTHING)
+    flat = Flat(scene, wrap, chosen=[unit])
+    times = account.times if account else 1
+    for is_first, is_last, repeated in _micro_batches(plan.accumulate.micro_batches):
+        if account is not None:
+            account.times = times * repeated
+        flat.begin(is_first=is_first, is_last=is_last)
+        tape.enter(Phase.FORWARD)
+        flat.enter(0)
+        flat.leave(0)
+        tape.enter(Phase.BACKWARD)
+        flat.before_backward(0)
+        flat.end()
+    if account is not None:
+        account.times = times
+    gradients = _sizes(pair for pair in flat.storages() if pair[0] is State.GRADIENTS)
+    tape.enter(Phase.UPDATE)
+    flat.reduce()
+    flat.update(0)
+    flat.finish_update()
+    return gradients + _sizes(flat.storages())
+
+
+def _sizes(held: Iterable[tuple[State, Ghost]]) -> Sizes:
+    """Bytes of storages, each once."""
+    storages = {id(ghost.storage): (state, ghost.storage) for state, ghost in held}
+    sizes = Sizes()
+    for state, storage in storages.values():
+        sizes[state, storage.tier] += storage.size
+    return sizes
+
+
+def _micro_batches(count: int) -> Iterator[tuple[bool, bool, int]]:
+    """(is first, is last, how many like this): after the first, all are alike but the last."""
+    yield True, count == 1, 1
+    if count > 2:
+        yield False, False, count - 2
+    if count > 1:
+        yield False, True, 1
+
+
+def flat_elements(spec: Spec, wrap: FlatUnits, facts: ModelFacts) -> Elements:
+    """One padded buffer per unit, cut alike for all ranks."""
+    buffers = flat_buffers(spec, wrap, facts)
+    total = sum(times * padded for padded, times in buffers.items())
+    return Elements(
+        parameters=total // ranks_over(spec, wrap.parameters),
+        gradients=total // ranks_over(spec, wrap.gradients),
+        updated=total // ranks_over(spec, wrap.optimizer),
+        tensors=sum(buffers.values()),
+    )
+
+
+def flat_buffers(spec: Spec, wrap: FlatUnits, facts: ModelFacts) -> Counter[int]:
+    """Elements of the units' flat buffers, padded for all the axes that cut any state."""
+    ranks = ranks_over(spec, cut_axes(wrap))
+    return Counter(padded_flat(unit.numel, ranks) for unit in facts.units if unit.numel)
+
+
+def cut_axes(wrap: FlatUnits) -> tuple[Axis, ...]:
+    """The axes along which any state is a shard, in mesh order."""
+    cut = {*wrap.parameters, *wrap.optimizer, *wrap.gradients}
+    return tuple(axis for axis in wrap.axes if axis in cut)
+
+
+def scalars(plan: Plan, wrap: FlatUnits) -> Iterator[Traffic]:
+    """What gradients on the host have to do with scalars on the device: the norm goes there to be
+    reduced and comes back; whether a gradient overflowed goes there, and comes back with the scale
+    of the loss where the host clips or updates."""
+    layout, on_host = plan.update.layout, wrap.gradients_tier is not Tier.DEVICE
+    if wrap.consumed:
+        return
+    if plan.clip is not None and plan.clip.axes and on_host:
+        norm = max(SCALE_BYTES, layout.gradients.itemsize)
+        yield _copies(Collective.HOST_TO_DEVICE, 1, norm)
+        yield _copies(Collective.DEVICE_TO_HOST, 1, norm)
+    if layout.scales_loss:
+        if on_host:
+            yield _copies(Collective.HOST_TO_DEVICE, 1, SCALE_BYTES)
+        if wrap.update_tier is not Tier.DEVICE or (plan.clip is not None and on_host):
+            yield _copies(Collective.DEVICE_TO_HOST, 2, SCALE_BYTES)
+
+
+def _copies(collective: Collective, calls: int, size: int) -> Traffic:
+    key = TrafficKey(axes=(), collective=collective, state=State.GRADIENTS, phase=Phase.UPDATE)
+    return Traffic(key=key, calls=calls, payload_bytes=calls * size, sent_bytes=0)

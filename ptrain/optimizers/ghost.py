@@ -1,0 +1,99 @@
+"""torch's optimizers on ghosts: what they allocate while they step.
+
+AdamW and SGD are fused, and SGD of 16 bits on a processor is ours: an update in place, with
+nothing beside it. Muon works through its matrices one after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+
+from ptrain.rooms.ghost import Ghost, Reader
+from ptrain.rooms.room import Leaf
+from ptrain.spec.placement import Tier
+from ptrain.spec.precision import DType
+from ptrain.spec.spec import OptimizerSpec
+
+_ITERATIONS = 5
+
+
+class GhostLeaf:
+    """What an optimizer of ghosts knows a tensor by."""
+
+    __slots__ = ("gradient", "state", "value")
+
+    def __init__(self, value: Ghost) -> None:
+        self.value = value
+        self.gradient: Ghost | None = None
+        self.state: dict[str, Ghost] = {}
+
+
+class InPlace:
+    """An update that allocates nothing."""
+
+    def step(self, lr: float, scalars: tuple[Ghost, Ghost] | None) -> None:
+        """Values change, sizes do not."""
+
+
+class Muon:
+    """A matrix after the other."""
+
+    def __init__(self, leaves: Sequence[Leaf[Ghost]], reader: Reader) -> None:
+        self.leaves, self.reader = leaves, reader
+
+    def step(self, lr: float, scalars: tuple[Ghost, Ghost] | None) -> None:
+        for leaf in self.leaves:
+            if leaf.gradient is not None and leaf.value.tier is Tier.DEVICE:
+                value = leaf.value
+                size = muon_temporaries(value.shape, value.dtype, scaled=scalars is not None)
+                self.reader.allocated(size, Tier.DEVICE)
+                self.reader.allocated(-size, Tier.DEVICE)
+
+
+class GhostRules:
+    """By name, as `optimizers.build` knows them."""
+
+    def __init__(self, reader: Reader) -> None:
+        self.reader = reader
+
+    def leaf(self, like: Ghost, dtype: DType) -> GhostLeaf:
+        return GhostLeaf(Ghost(like.storage, dtype, (0,)))
+
+    def optimizer(
+        self, rule: str, leaves: Sequence[Leaf[Ghost]], spec: OptimizerSpec
+    ) -> InPlace | Muon:
+        return Muon(leaves, self.reader) if rule == "muon" else InPlace()
+
+
+def muon_temporaries(shape: tuple[int, ...], updated: DType, *, scaled: bool) -> int:
+    """Bytes that are alive at once at most, beside the matrix, its gradient and its momentum: the
+    Newton-Schulz iteration's operators, one after the other. `scaled`: of a scaled loss, where the
+    gradient is divided and both outcomes are computed."""
+    return max(accumulate(_newton_schulz(shape, updated, scaled=scaled)))
+
+
+def _newton_schulz(shape: tuple[int, ...], updated: DType, *, scaled: bool) -> Iterator[int]:
+    """Bytes that come and (negative) go, in order."""
+    rows, columns = shape
+    iterated = DType.FP64 if updated is DType.FP64 else DType.BF16
+    whole, matrix = rows * columns * updated.itemsize, rows * columns * iterated.itemsize
+    gram = min(rows, columns) ** 2 * iterated.itemsize
+    if scaled:
+        yield 3 * whole  # the gradient without its scale, the momentum and the matrix ahead
+    yield whole  # the gradient ahead of its momentum
+    cast = matrix if iterated is not updated else 0
+    yield cast
+    yield from (2 * iterated.itemsize, -2 * iterated.itemsize)  # the norm, and its lower bound
+    yield iterated.itemsize
+    yield matrix  # of norm 1
+    yield -cast - iterated.itemsize
+    for iteration in range(_ITERATIONS):
+        yield gram
+        if iteration:
+            yield -gram  # the one before
+        yield from (gram + matrix, -gram - matrix)  # its polynomial, and the next matrix
+    yield -gram - whole
+    if scaled:
+        yield 1  # whether it is skipped
+        yield from (whole, -whole)

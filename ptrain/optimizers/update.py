@@ -1,0 +1,277 @@
+"""The update: an optimizer's rules on what each target gives them, unit by unit.
+
+Gradients are cast to the dtype of what is updated; moments, counters and master copies lie in
+slots (as shards, on any tier) and are brought to where the update is. One group of targets after
+the other, so that nothing of a unit but its slots lives when the next one is updated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Generic, Protocol
+
+from ptrain.costs import State
+from ptrain.rooms.room import Leaf, Optimizer, Room, Rules, T
+from ptrain.spec.precision import DType, Layout
+from ptrain.spec.spec import OptimizerSpec
+
+MASTER, COUNTER = "master", "step"
+
+
+class Slot(Protocol[T]):
+    """Where one tensor of optimizer state lives between steps: as a shard, on any tier."""
+
+    @property
+    def stored(self) -> T:
+        """What this rank keeps."""
+        ...
+
+    @property
+    def is_resident(self) -> bool:
+        """Whether it is kept as and where it is used."""
+        ...
+
+    def fetch(self) -> T:
+        """The state of all that the target updates, where it is updated, in the stored dtype: the
+        stored tensor itself if it is that already."""
+        ...
+
+    def put(self, working: T) -> None:
+        """Keep this rank's part of what `fetch` gave, after the update changed it."""
+
+
+class Resident(Generic[T]):
+    """State that is kept as it is used."""
+
+    is_resident = True
+
+    def __init__(self, stored: T) -> None:
+        self.stored = stored
+
+    def fetch(self) -> T:
+        return self.stored
+
+    def put(self, working: T) -> None:
+        """It is there."""
+
+
+class Target(Protocol[T]):
+    """A local tensor that the optimizer updates."""
+
+    @property
+    def owns_master(self) -> bool:
+        """Whether `value` is the master copy itself, which needs no other (Theta = M)."""
+        ...
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether value, gradient and state are updated where and as they are kept."""
+        ...
+
+    def working_gradient(self) -> T | None:
+        """The gradient of all that is updated, where it is updated, in the gradients' dtype."""
+        ...
+
+    def value(self) -> T:
+        """What the optimizer updates, where it is updated: in the parameters' dtype, or the master
+        copy itself (`owns_master`). Valid until `store`."""
+        ...
+
+    def store(self, value: T) -> None:
+        """Write it back, in any dtype, and make the parameters whole where they must be."""
+
+    def slot(self, initial: T) -> Slot[T]:
+        """Keep `initial` (0-d, or shaped like `value`, on the tier of the update) as optimizer
+        state, in its dtype."""
+        ...
+
+
+class Scale(Protocol[T]):
+    """The scale of a loss, and whether a gradient overflowed."""
+
+    def beside(self, tensor: T) -> tuple[T, T]:
+        """Both, where `tensor` is updated."""
+        ...
+
+
+class Update(Generic[T]):
+    """The update of all targets, given a group per unit. `hidden` says which of them are matrices
+    within the model, in the same order (None: nobody asks)."""
+
+    def __init__(
+        self,
+        groups: Sequence[Sequence[Target[T]]],
+        spec: OptimizerSpec,
+        layout: Layout,
+        room: Room[T],
+        rules: Rules[T],
+        hidden: Sequence[Sequence[bool]] | None = None,
+    ) -> None:
+        members = [
+            [
+                Member(target, _rule(spec, is_hidden), spec, layout, room, rules)
+                for target, is_hidden in zip(targets, flags, strict=True)
+            ]
+            for targets, flags in zip(groups, hidden or _nobody(groups), strict=True)
+        ]
+        self.is_by_unit = not _stays_in_place(groups, layout)
+        if not self.is_by_unit:
+            members = [[member for group in members for member in group]]
+        self.groups = [Group(group, spec, rules) for group in members if group]
+
+    def step(self, lr: float, scaling: Scale[T] | None = None) -> None:
+        """One update with this learning rate, from the targets' gradients; none where they
+        overflowed."""
+        for group in self.groups:
+            group.step(lr, scaling)
+
+    def step_group(self, index: int, lr: float, *, is_taken: bool = True) -> None:
+        """The update of one unit alone, as soon as its gradients are complete (G = M). Unless it
+        `is_taken` everything is brought and put back as it is: other ranks wait for that."""
+        assert self.is_by_unit, "units that stay in place are updated together"
+        self.groups[index].step(lr, None, is_taken=is_taken)
+
+    def tensors(self) -> Iterator[tuple[Target[T], dict[str, T]]]:
+        """Each target with what this rank keeps of its optimizer state, by name: exp_avg, step,
+        master … (a target that owns its master copy gives it itself)."""
+        for group in self.groups:
+            for member in group.members:
+                yield member.target, {name: slot.stored for name, slot in member.slots.items()}
+
+    def leaves(self) -> Iterator[tuple[Target[T], Leaf[T]]]:
+        """Each target with the leaf that its optimizer knows it by, whose gradient is there while
+        it steps."""
+        for group in self.groups:
+            for member in group.members:
+                yield member.target, member.leaf
+
+    def storages(self) -> Iterator[tuple[State, T]]:
+        for _, tensors in self.tensors():
+            for tensor in tensors.values():
+                yield State.OPTIMIZER, tensor
+
+
+class Member(Generic[T]):
+    """A target, its slots, and the leaf that its optimizer knows it by: empty between updates."""
+
+    def __init__(
+        self,
+        target: Target[T],
+        rule: str,
+        spec: OptimizerSpec,
+        layout: Layout,
+        room: Room[T],
+        rules: Rules[T],
+    ) -> None:
+        self.target, self.rule, self.layout, self.room = target, rule, layout, room
+        value = target.value()
+        self.leaf = rules.leaf(value, layout.updated)
+        self.nothing = self.leaf.value
+        self.slots: dict[str, Slot[T]] = {}
+        for name in moment_names(rule, spec):
+            self.slots[name] = target.slot(room.zeros_like(value, layout.moments))
+        if rule == "adamw":
+            self.slots[COUNTER] = target.slot(room.scalar_like(value, DType.FP32))
+        if layout.master is not None and not target.owns_master:
+            self.slots[MASTER] = target.slot(room.cast(value, layout.master, copy=True))
+        self.moving = {  # what is not used as and where it is kept
+            name: slot
+            for name, slot in self.slots.items()
+            if not slot.is_resident
+            or (name != COUNTER and room.dtype(slot.stored) is not layout.updated)
+        }
+        self._fetched: dict[str, T] = {}
+
+    def join(self) -> None:
+        """Give the optimizer what stays where it is, once."""
+        for name, slot in self.slots.items():
+            if name in self.moving:
+                continue
+            if name == MASTER:
+                self.leaf.value = slot.stored
+            else:
+                self.leaf.state[name] = slot.stored
+
+    def fetch(self) -> bool:
+        """Bring everything to the leaf; False where there is no gradient."""
+        leaf, updated = self.leaf, self.layout.updated
+        leaf.gradient = None
+        gradient = self.target.working_gradient()
+        if gradient is None:
+            return False
+        gradient = self.room.cast(gradient, updated)
+        if MASTER in self.moving:
+            leaf.value = self.slots[MASTER].fetch()
+        elif MASTER not in self.slots:
+            leaf.value = self.target.value()
+        leaf.gradient = gradient
+        for name, slot in self.moving.items():
+            if name != MASTER:
+                held = self._fetched[name] = slot.fetch()
+                leaf.state[name] = held if name == COUNTER else self.room.cast(held, updated)
+        return True
+
+    def put(self) -> None:
+        """Back to where it is kept, each thing dropped as soon as it is there."""
+        leaf = self.leaf
+        leaf.gradient = None
+        for name, slot in self.moving.items():
+            if name != MASTER:
+                held, working = self._fetched.pop(name), leaf.state.pop(name)
+                if working is not held:
+                    self.room.copy(working, held)
+                del working
+                slot.put(held)
+                del held
+        if MASTER in self.moving:
+            self.slots[MASTER].put(leaf.value)
+        self.target.store(leaf.value)
+        if MASTER not in self.slots or MASTER in self.moving:
+            leaf.value = self.nothing
+
+
+class Group(Generic[T]):
+    """Targets that are updated at once: by one optimizer, or two where the rule depends on the
+    tensor."""
+
+    def __init__(self, members: Sequence[Member[T]], spec: OptimizerSpec, rules: Rules[T]) -> None:
+        self.members = list(members)
+        self.optimizers: list[Optimizer[T]] = [
+            rules.optimizer(rule, [m.leaf for m in members if m.rule == rule], spec)
+            for rule in dict.fromkeys(member.rule for member in members)
+        ]
+        for member in members:
+            member.join()
+
+    def step(self, lr: float, scaling: Scale[T] | None, *, is_taken: bool = True) -> None:
+        fetched = [member for member in self.members if member.fetch()]
+        if not fetched:
+            return
+        scalars = scaling.beside(fetched[0].leaf.value) if scaling else None
+        if is_taken:
+            for optimizer in self.optimizers:
+                optimizer.step(lr, scalars)
+        for member in fetched:
+            member.put()
+
+
+def _nobody(groups: Sequence[Sequence[Target[T]]]) -> list[list[bool]]:
+    return [[False] * len(targets) for targets in groups]
+
+
+def _stays_in_place(groups: Sequence[Sequence[Target[T]]], layout: Layout) -> bool:
+    """Whether nothing is gathered, moved or cast for the update, so that one call updates all."""
+    is_whole = all(target.is_in_place for group in groups for target in group)
+    return is_whole and layout.updated is layout.gradients is layout.moments
+
+
+def _rule(spec: OptimizerSpec, is_hidden: bool) -> str:
+    """How a tensor is updated: Muon is for the matrices within the model."""
+    return "adamw" if spec.name == "muon" and not is_hidden else spec.name
+
+
+def moment_names(rule: str, spec: OptimizerSpec) -> tuple[str, ...]:
+    """What a rule keeps of the shape of a tensor, by torch's names."""
+    if rule == "adamw":
+        return ("exp_avg", "exp_avg_sq")
+    return ("momentum_buffer",) if rule == "muon" or spec.momentum else ()

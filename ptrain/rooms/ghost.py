@@ -1,0 +1,227 @@
+"""A room without tensors: a ghost has a size, a dtype and a tier, and is given back when nobody
+names it any longer, as torch's tensors are. What comes and goes, and what is sent, goes to whoever
+reads.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from ptrain.costs import Collective, State
+from ptrain.rooms.room import Axes, Move, Shape
+from ptrain.spec.axis import Axis
+from ptrain.spec.batch import ReduceScatterVia
+from ptrain.spec.placement import Tier
+from ptrain.spec.precision import DType
+
+
+class Reader(Protocol):
+    """Whoever reads the stream of a step's events. Sizes are bytes."""
+
+    def allocated(self, size: int, tier: Tier) -> None:
+        """Bytes come (negative: go) on a tier."""
+
+    def sent(
+        self, collective: Collective, axes: Sequence[Axis], state: State, payload: int, via: str
+    ) -> None:
+        """A collective over the group along `axes`, of a full tensor of `payload` bytes; `via`
+        names what stands for it, if anything does."""
+
+    def moved(self, source: Tier, target: Tier, state: State, size: int) -> None:
+        """A copy between two tiers."""
+
+
+class Storage:
+    """Bytes on a tier, given back with the last ghost that lies there."""
+
+    __slots__ = ("_reader", "name", "size", "state", "tier")
+
+    def __init__(self, size: int, tier: Tier, state: State, name: str, reader: Reader) -> None:
+        self.size, self.tier, self.state, self.name = size, tier, state, name
+        self._reader = reader
+        reader.allocated(size, tier)
+
+    def __del__(self) -> None:
+        if self.size:
+            self._reader.allocated(-self.size, self.tier)
+
+    def resize(self, size: int) -> None:
+        """Takes or gives back the difference."""
+        self._reader.allocated(size - self.size, self.tier)
+        self.size = size
+
+
+class Ghost:
+    """A tensor's shape and dtype, and where it begins in a storage (elements)."""
+
+    __slots__ = ("dtype", "numel", "shape", "start", "storage")
+
+    def __init__(self, storage: Storage, dtype: DType, shape: Shape, start: int = 0) -> None:
+        self.storage, self.dtype, self.shape, self.start = storage, dtype, shape, start
+        self.numel = shape[0] if len(shape) == 1 else math.prod(shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the ghost itself, of which its storage may have more."""
+        return self.numel * self.dtype.itemsize
+
+    @property
+    def tier(self) -> Tier:
+        return self.storage.tier
+
+
+class GhostRoom:
+    """One rank's room, at its places along the axes."""
+
+    def __init__(
+        self,
+        reader: Reader,
+        degrees: Mapping[Axis, int],
+        places: Mapping[Axis, int],
+    ) -> None:
+        """`degrees` are in the order of the mesh."""
+        self.reader = reader
+        self._degrees, self._places = degrees, places
+
+    def at(self, places: Mapping[Axis, int]) -> GhostRoom:
+        """The room of the rank at other places."""
+        return GhostRoom(self.reader, self._degrees, places)
+
+    def degree(self, axis: Axis) -> int:
+        return self._degrees[axis]
+
+    def coordinate(self, axis: Axis) -> int:
+        return self._places.get(axis, 0)
+
+    def ordered(self, axes: Axes) -> tuple[Axis, ...]:
+        return tuple(axis for axis in self._degrees if axis in axes)
+
+    def new(
+        self, numel: int | None, dtype: DType, tier: Tier, state: State, name: str = ""
+    ) -> Ghost:
+        shape = () if numel is None else (numel,)
+        size = (1 if numel is None else numel) * dtype.itemsize
+        return Ghost(Storage(size, tier, state, name, self.reader), dtype, shape)
+
+    zeros = new
+
+    def like(self, tensor: Ghost, numel: int) -> Ghost:
+        storage = tensor.storage
+        return self.new(numel, tensor.dtype, _in_memory(storage.tier), storage.state, storage.name)
+
+    def zeros_like(self, tensor: Ghost, dtype: DType) -> Ghost:
+        return self._shaped(tensor, dtype, State.OTHER, "")
+
+    def scalar_like(self, tensor: Ghost, dtype: DType) -> Ghost:
+        return self.new(None, dtype, _in_memory(tensor.tier), State.OTHER)
+
+    def numel(self, tensor: Ghost) -> int:
+        return tensor.numel
+
+    def dtype(self, tensor: Ghost) -> DType:
+        return tensor.dtype
+
+    def shape(self, tensor: Ghost) -> Shape:
+        return tensor.shape
+
+    def cast(
+        self,
+        tensor: Ghost,
+        dtype: DType,
+        state: State | None = None,
+        name: str = "",
+        *,
+        copy: bool = False,
+    ) -> Ghost:
+        if tensor.dtype is not dtype or copy:
+            return self._shaped(tensor, dtype, state or tensor.storage.state, name)
+        if state is not None:
+            tensor.storage.state = state
+        return tensor
+
+    def _shaped(self, tensor: Ghost, dtype: DType, state: State, name: str) -> Ghost:
+        tier = _in_memory(tensor.tier)
+        storage = Storage(tensor.numel * dtype.itemsize, tier, state, name, self.reader)
+        return Ghost(storage, dtype, tensor.shape)
+
+    def move(self, tensor: Ghost, tier: Tier, state: State) -> Ghost:
+        storage = Storage(tensor.nbytes, tier, state, "", self.reader)
+        moved = Ghost(storage, tensor.dtype, tensor.shape)
+        self.copy(tensor, moved)
+        return moved
+
+    def copy(self, source: Ghost, into: Ghost) -> None:
+        assert source.numel == into.numel, f"{source.numel} elements to {into.numel}"
+        if source.tier is not into.tier:
+            self.reader.moved(source.tier, into.tier, into.storage.state, source.nbytes)
+
+    def add(self, tensor: Ghost, part: Ghost) -> None:
+        assert tensor.numel == part.numel, f"{part.numel} elements to {tensor.numel}"
+
+    def clear(self, tensor: Ghost) -> None:
+        """Zeros take no room."""
+
+    def piece(self, tensor: Ghost, start: int, shape: Shape) -> Ghost:
+        return Ghost(tensor.storage, tensor.dtype, shape, tensor.start + start)
+
+    def window(self, tensor: Ghost, shape: Shape, places: Mapping[int, int]) -> Ghost:
+        start, stride = tensor.start, 1
+        for dim in reversed(range(len(shape))):
+            start += stride * places.get(dim, 0)
+            stride *= shape[dim]
+        narrowed = tuple(1 if dim in places else size for dim, size in enumerate(shape))
+        return Ghost(tensor.storage, tensor.dtype, narrowed, start)
+
+    def flat(self, tensor: Ghost) -> Ghost:
+        return Ghost(tensor.storage, tensor.dtype, (tensor.numel,), tensor.start)
+
+    def permuted(self, tensor: Ghost, shape: Shape, order: Sequence[int]) -> Ghost:
+        return self.like(tensor, tensor.numel)
+
+    def unpermute(self, tensor: Ghost, shape: Shape, order: Sequence[int], into: Ghost) -> None:
+        assert tensor.numel == into.numel, f"{tensor.numel} elements to {into.numel}"
+
+    def same(self, tensor: Ghost, other: Ghost) -> bool:
+        return tensor.storage is other.storage and tensor.start == other.start
+
+    def empty(self, tensor: Ghost) -> None:
+        tensor.storage.resize(0)
+
+    def refill(self, tensor: Ghost) -> None:
+        tensor.storage.resize(tensor.nbytes)
+
+    def ahead(self, tensor: Ghost) -> None:
+        """Pages that are read ahead are the kernel's."""
+
+    def all_gather(self, shard: Ghost, into: Ghost, axes: Axes, *, is_awaited: bool) -> None:
+        self._meet(Collective.ALL_GATHER, axes, into, shard)
+        self.reader.sent(Collective.ALL_GATHER, axes, into.storage.state, into.nbytes, "")
+
+    def reduce_scatter(
+        self, whole: Ghost, into: Ghost, axes: Axes, via: ReduceScatterVia, *, is_awaited: bool
+    ) -> Move[Ghost]:
+        self._meet(Collective.REDUCE_SCATTER, axes, whole, into)
+        is_native = via is ReduceScatterVia.NATIVE
+        received = None if is_native else self.like(whole, whole.numel)
+        named = "" if is_native else via.value
+        state = whole.storage.state
+        self.reader.sent(Collective.REDUCE_SCATTER, axes, state, whole.nbytes, named)
+        return Move(into, (whole, received))
+
+    def all_reduce(self, tensor: Ghost, axes: Axes, *, is_awaited: bool) -> Move[Ghost]:
+        assert tensor.tier is Tier.DEVICE, "collectives are of the device"
+        self.reader.sent(Collective.ALL_REDUCE, axes, tensor.storage.state, tensor.nbytes, "")
+        return Move(tensor, tensor)
+
+    def _meet(self, collective: Collective, axes: Axes, whole: Ghost, shard: Ghost) -> None:
+        ranks = math.prod(self._degrees[axis] for axis in axes)
+        sizes = f"{collective} over {ranks}: {whole.numel} of {shard.numel}"
+        assert whole.numel == ranks * shard.numel and whole.dtype is shard.dtype, sizes
+        assert whole.tier is shard.tier is Tier.DEVICE, "collectives are of the device"
+
+
+def _in_memory(tier: Tier) -> Tier:
+    """What is computed from a mapped file is in memory."""
+    return Tier.HOST if tier is Tier.FILE else tier
