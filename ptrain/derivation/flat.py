@@ -117,7 +117,7 @@ class Flat:
             for members, unit in zip(self.members, self.used, strict=True)
         ]
 
-    def _update(self) -> Update[Ghost]:
+    def _update(self) -> Update[Ghost, Target[Ghost]]:
         optimizer, layout = self.scene.spec.optimizer, self.scene.plan.update.layout
         groups: list[list[Target[Ghost]]] = [[ShardTarget(state)] for state in self.states]
         hidden = [[False] for _ in self.states]

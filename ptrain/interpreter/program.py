@@ -26,7 +26,6 @@ from ptrain.interpreter.agreement import require_equal_models
 from ptrain.interpreter.clip import ByOperator, global_norm, scale_down
 from ptrain.interpreter.loss import Loss
 from ptrain.interpreter.materialize import build_module, wrap
-from ptrain.interpreter.optimizer import MASTER, Update
 from ptrain.interpreter.scaling import LossScale
 from ptrain.interpreter.stages import stages_of_module, wrap_stages
 from ptrain.models.attention import require_trainable
@@ -34,10 +33,13 @@ from ptrain.models.facts import untraced_facts
 from ptrain.models.heads import head_of
 from ptrain.models.numerics import TORCH_DTYPES
 from ptrain.models.units import ROOT
+from ptrain.optimizers.torch import TorchRules
+from ptrain.optimizers.update import MASTER, Update
 from ptrain.plan.lower import lower
 from ptrain.plan.step import FlatUnits, Plan
 from ptrain.rooms.mesh import Mesh
 from ptrain.rooms.registry import Registry
+from ptrain.rooms.torch import TorchRoom
 from ptrain.rooms.world import World
 from ptrain.spec.axis import DATA_AXES
 from ptrain.spec.spec import Spec
@@ -85,7 +87,12 @@ class Program:
         layout = plan.update.layout
         hidden = _hidden(model, plan) if spec.optimizer.name == "muon" else None
         self.update = wrapped.own_update(spec.optimizer, layout) or Update(
-            wrapped.targets(), spec.optimizer, layout, hidden
+            wrapped.targets(),
+            spec.optimizer,
+            layout,
+            TorchRoom(mesh, mesh.registry),
+            TorchRules(),
+            hidden,
         )
         self.scaling = LossScale(mesh, plan.update.scale_axes) if layout.scales_loss else None
         self.updates_in_backward = isinstance(plan.wrap, FlatUnits) and plan.wrap.consumed

@@ -15,16 +15,15 @@ from itertools import accumulate, chain
 import torch
 from torch.distributed.tensor import DTensor
 
-from ptrain.axes.data.run.flat_target import FlatTarget
-from ptrain.axes.data.run.flat_tensors import FlatTensorTarget
-from ptrain.axes.data.run.layout import FlatLayout
+from ptrain.axes.data.cuts import Cuts
+from ptrain.axes.data.run.flat_target import FlatTarget, FlatTensorTarget
 from ptrain.axes.data.run.local_part import LocalPart, Parameter
 from ptrain.axes.data.run.spread import SpreadUpdate
 from ptrain.axes.data.run.target import Target, TensorTarget
 from ptrain.axes.pipeline.run.staged import Staged
-from ptrain.interpreter.optimizer import COUNTER, MASTER, Update
 from ptrain.interpreter.program import Program
 from ptrain.models.ledger import local
+from ptrain.optimizers.update import COUNTER, MASTER, Update
 from ptrain.report.finding import Subject
 from ptrain.spec.axis import Axis
 
@@ -107,7 +106,9 @@ def hyperparameters(program: Program) -> dict[str, list[float]]:
     optimizers: list[torch.optim.Optimizer]
     match update:
         case Update():
-            optimizers = [each for group in update.groups for each in group.optimizers.values()]
+            optimizers = [
+                rule.optimizer for group in update.groups for rule in group.optimizers.values()
+            ]
         case SpreadUpdate():
             optimizers = [update.optimizer]
         case _:
@@ -142,8 +143,8 @@ def _parameter(target: Target) -> _Pieces:
             stored = held.stored
             if behind := held.behind:  # along these axes a rank's own part alone is updated yet
                 cut = (*cut, *behind)
-                stored = held.layout.take(stored, held.cut, cut)
-            yield from _of_unit(held.named, held.layout, cut, stored)
+                stored = held.cuts.take(stored, held.cut, cut)
+            yield from _of_unit(target.unit.named, held.cuts, cut, stored)
         case TensorTarget():
             if (part := _cut(target.parameter)) is not None:
                 yield target.name, part, target.value()
@@ -158,7 +159,7 @@ def _gradient(target: Target) -> _Pieces:
             whole = kept.kept
             if whole is None or (isinstance(target, FlatTensorTarget) and target.index):
                 return
-            yield from _of_unit(target.unit.parameters.named, kept.layout, kept.now, whole)
+            yield from _of_unit(target.unit.named, kept.cuts, kept.now, whole)
         case TensorTarget():
             gradient = target.parameter.grad
             if gradient is not None and (part := _cut(gradient)) is not None:
@@ -171,14 +172,14 @@ def _slot(target: Target, stored: torch.Tensor) -> _Pieces:
     match target:
         case FlatTarget():
             unit = target.unit
-            yield from _of_unit(unit.parameters.named, unit.layout, unit.step.optimizer, stored)
+            yield from _of_unit(unit.named, unit.cuts, unit.step.optimizer, stored)
         case FlatTensorTarget():
-            parameter = target.unit.parameters.named[target.index][1]
+            parameter = target.unit.named[target.index][1]
             if stored.shape == target.shape:
                 yield target.name, _own_part(parameter), stored
                 return
             named = [(target.name, parameter)]
-            yield from _of_unit(named, target.layout, target.unit.step.optimizer, stored)
+            yield from _of_unit(named, target.cuts, target.unit.step.optimizer, stored)
         case TensorTarget():
             if (part := _cut(target.parameter)) is not None:
                 yield target.name, part, local(stored)
@@ -188,16 +189,16 @@ def _slot(target: Target, stored: torch.Tensor) -> _Pieces:
 
 def _of_unit(
     named: Sequence[tuple[str, Parameter]],
-    layout: FlatLayout,
+    cuts: Cuts[torch.Tensor],
     cut: Sequence[Axis],
     stored: torch.Tensor,
 ) -> _Pieces:
     """The tensors of a flat shard over `cut`, each with the range of its elements that is there."""
-    assert stored.numel() == layout.shard_numel(cut), "a shard of another layout"
+    assert stored.numel() == cuts.shard_numel(cut), "a shard that is cut otherwise"
     sizes = [parameter.numel() for _, parameter in named]
     ends = list(accumulate(sizes))
     start = 0
-    for first, last in layout.stretches(cut):
+    for first, last in cuts.stretches(cut):
         for (name, parameter), size, end in zip(named, sizes, ends, strict=True):
             low, high = max(end - size, first), min(end, last)
             if low < high:
@@ -236,7 +237,7 @@ def names_of(target: Target) -> list[str]:
     """Of the tensors that a target stands for, as its stage has them."""
     match target:
         case FlatTarget():
-            return [name for name, _ in target.unit.parameters.named]
+            return [name for name, _ in target.unit.named]
         case FlatTensorTarget() | TensorTarget():
             return [target.name]
         case _:
@@ -292,10 +293,10 @@ def _with_master(
             held, kept = target.unit.parameters, target.unit.step.optimizer
             here = (*held.cut, *held.behind)
             both = tuple(dict.fromkeys((*here, *kept)))
-            stored = held.layout.take(held.stored, held.cut, both)
-            others = held.layout.take(master, kept, both)
-            mine = _of_unit(held.named, held.layout, both, stored)
-            theirs = _of_unit(held.named, held.layout, both, others)
+            stored = held.cuts.take(held.stored, held.cut, both)
+            others = held.cuts.take(master, kept, both)
+            mine = _of_unit(target.unit.named, held.cuts, both, stored)
+            theirs = _of_unit(target.unit.named, held.cuts, both, others)
             for (name, _, own), (_, _, other) in zip(mine, theirs, strict=True):
                 yield name, own, other
         case FlatTensorTarget():

@@ -12,12 +12,6 @@ from ptrain.optimizers.sgd import SGD
 from ptrain.spec.spec import OptimizerSpec
 
 
-def moment_names(rule: str, spec: OptimizerSpec) -> tuple[str, ...]:
-    if rule == "adamw":
-        return ("exp_avg", "exp_avg_sq")
-    return ("momentum_buffer",) if rule == "muon" or spec.momentum else ()
-
-
 def _decayed(spec: OptimizerSpec) -> dict[str, float]:
     return {"lr": spec.lr, "momentum": spec.momentum, "weight_decay": spec.weight_decay}
 

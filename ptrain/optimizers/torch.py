@@ -47,12 +47,10 @@ class TorchLeaf:
 class TorchOptimizer:
     """One of torch's optimizers on its leaves."""
 
-    def __init__(self, rule: str, leaves: Sequence[Leaf[torch.Tensor]], spec: OptimizerSpec):
-        tensors = []
-        for leaf in leaves:
-            assert isinstance(leaf, TorchLeaf), "a leaf of this room"
-            tensors.append(leaf.tensor)
-        self.optimizer = build_optimizer(rule, tensors, spec)
+    def __init__(
+        self, rule: str, leaves: Sequence[Leaf[torch.Tensor]], spec: OptimizerSpec
+    ) -> None:
+        self.optimizer = build_optimizer(rule, [tensor_of(leaf) for leaf in leaves], spec)
         for leaf in leaves:
             assert isinstance(leaf, TorchLeaf), "a leaf of this room"
             leaf.optimizer = self.optimizer
@@ -75,3 +73,9 @@ class TorchRules:
         self, rule: str, leaves: Sequence[Leaf[torch.Tensor]], spec: OptimizerSpec
     ) -> TorchOptimizer:
         return TorchOptimizer(rule, leaves, spec)
+
+
+def tensor_of(leaf: Leaf[torch.Tensor]) -> torch.Tensor:
+    """What torch's optimizer knows a leaf by."""
+    assert isinstance(leaf, TorchLeaf), "a leaf of this room"
+    return leaf.tensor

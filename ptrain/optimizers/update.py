@@ -8,7 +8,7 @@ the other, so that nothing of a unit but its slots lives when the next one is up
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Generic, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 from ptrain.costs import State
 from ptrain.rooms.room import Leaf, Optimizer, Room, Rules, T
@@ -86,6 +86,9 @@ class Target(Protocol[T]):
         ...
 
 
+X = TypeVar("X", bound="Target[Any]")  # what a room has for targets
+
+
 class Scale(Protocol[T]):
     """The scale of a loss, and whether a gradient overflowed."""
 
@@ -94,13 +97,13 @@ class Scale(Protocol[T]):
         ...
 
 
-class Update(Generic[T]):
+class Update(Generic[T, X]):
     """The update of all targets, given a group per unit. `hidden` says which of them are matrices
     within the model, in the same order (None: nobody asks)."""
 
     def __init__(
         self,
-        groups: Sequence[Sequence[Target[T]]],
+        groups: Sequence[Sequence[X]],
         spec: OptimizerSpec,
         layout: Layout,
         room: Room[T],
@@ -131,14 +134,14 @@ class Update(Generic[T]):
         assert self.is_by_unit, "units that stay in place are updated together"
         self.groups[index].step(lr, None, is_taken=is_taken)
 
-    def tensors(self) -> Iterator[tuple[Target[T], dict[str, T]]]:
+    def tensors(self) -> Iterator[tuple[X, dict[str, T]]]:
         """Each target with what this rank keeps of its optimizer state, by name: exp_avg, step,
         master … (a target that owns its master copy gives it itself)."""
         for group in self.groups:
             for member in group.members:
                 yield member.target, {name: slot.stored for name, slot in member.slots.items()}
 
-    def leaves(self) -> Iterator[tuple[Target[T], Leaf[T]]]:
+    def leaves(self) -> Iterator[tuple[X, Leaf[T]]]:
         """Each target with the leaf that its optimizer knows it by, whose gradient is there while
         it steps."""
         for group in self.groups:
@@ -151,12 +154,12 @@ class Update(Generic[T]):
                 yield State.OPTIMIZER, tensor
 
 
-class Member(Generic[T]):
+class Member(Generic[T, X]):
     """A target, its slots, and the leaf that its optimizer knows it by: empty between updates."""
 
     def __init__(
         self,
-        target: Target[T],
+        target: X,
         rule: str,
         spec: OptimizerSpec,
         layout: Layout,
@@ -230,16 +233,18 @@ class Member(Generic[T]):
             leaf.value = self.nothing
 
 
-class Group(Generic[T]):
+class Group(Generic[T, X]):
     """Targets that are updated at once: by one optimizer, or two where the rule depends on the
     tensor."""
 
-    def __init__(self, members: Sequence[Member[T]], spec: OptimizerSpec, rules: Rules[T]) -> None:
+    def __init__(
+        self, members: Sequence[Member[T, X]], spec: OptimizerSpec, rules: Rules[T]
+    ) -> None:
         self.members = list(members)
-        self.optimizers: list[Optimizer[T]] = [
-            rules.optimizer(rule, [m.leaf for m in members if m.rule == rule], spec)
+        self.optimizers: dict[str, Optimizer[T]] = {
+            rule: rules.optimizer(rule, [m.leaf for m in members if m.rule == rule], spec)
             for rule in dict.fromkeys(member.rule for member in members)
-        ]
+        }
         for member in members:
             member.join()
 
@@ -249,17 +254,17 @@ class Group(Generic[T]):
             return
         scalars = scaling.beside(fetched[0].leaf.value) if scaling else None
         if is_taken:
-            for optimizer in self.optimizers:
+            for optimizer in self.optimizers.values():
                 optimizer.step(lr, scalars)
         for member in fetched:
             member.put()
 
 
-def _nobody(groups: Sequence[Sequence[Target[T]]]) -> list[list[bool]]:
+def _nobody(groups: Sequence[Sequence[X]]) -> list[list[bool]]:
     return [[False] * len(targets) for targets in groups]
 
 
-def _stays_in_place(groups: Sequence[Sequence[Target[T]]], layout: Layout) -> bool:
+def _stays_in_place(groups: Sequence[Sequence[X]], layout: Layout) -> bool:
     """Whether nothing is gathered, moved or cast for the update, so that one call updates all."""
     is_whole = all(target.is_in_place for group in groups for target in group)
     return is_whole and layout.updated is layout.gradients is layout.moments

@@ -18,6 +18,7 @@ from ptrain.spec.precision import DType
 from ptrain.spec.spec import OptimizerSpec
 
 T = TypeVar("T")
+T_contra = TypeVar("T_contra", contravariant=True)
 Axes = Sequence[Axis]
 Shape = tuple[int, ...]
 
@@ -65,10 +66,10 @@ class Leaf(Protocol[T]):
     def state(self) -> dict[str, T]: ...
 
 
-class Optimizer(Protocol[T]):
+class Optimizer(Protocol[T_contra]):
     """A rule at work on its leaves."""
 
-    def step(self, lr: float, scalars: tuple[T, T] | None) -> None:
+    def step(self, lr: float, scalars: tuple[T_contra, T_contra] | None) -> None:
         """Updates every leaf that has a gradient. `scalars`: of a scaled loss its scale, and
         whether a gradient overflowed."""
 
@@ -203,20 +204,29 @@ class Rules(Protocol[T]):
         ...
 
 
-class Members(Protocol[T]):
+class Members(Protocol[T_contra]):
     """The tensors of one unit, in order, as a model has them."""
 
-    names: Sequence[str]
-    shapes: Sequence[Shape]  # of what this rank stores of each
-    are_cut: Sequence[bool]  # whether their operators are cut over ranks
+    @property
+    def names(self) -> Sequence[str]: ...
 
-    def adopt(self, whole: T) -> None:
+    @property
+    def shapes(self) -> Sequence[Shape]:
+        """Of what this rank stores of each."""
+        ...
+
+    @property
+    def are_cut(self) -> Sequence[bool]:
+        """Whether their operators are cut over ranks."""
+        ...
+
+    def adopt(self, whole: T_contra) -> None:
         """Moves their values to a flat tensor, of which they are views from then on."""
 
-    def bind(self, whole: T) -> None:
+    def bind(self, whole: T_contra) -> None:
         """Lets autograd add their gradients to a flat tensor, in place."""
 
-    def collect(self, index: int, whole: T) -> None:
+    def collect(self, index: int, whole: T_contra) -> None:
         """Adds one's gradient, if it has one, to its place in a flat tensor, and forgets it."""
 
     def unbind(self) -> None:

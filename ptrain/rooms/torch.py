@@ -65,7 +65,7 @@ class TorchRoom:
         return tensor.new_zeros((), dtype=TORCH_DTYPES[dtype])
 
     def numel(self, tensor: torch.Tensor) -> int:
-        return tensor.numel()
+        return int(tensor.numel())
 
     def dtype(self, tensor: torch.Tensor) -> DType:
         return _DTYPES[tensor.dtype]

@@ -25,9 +25,9 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from ptrain.errors import PtrainError, SpecError, refused
-from ptrain.interpreter.optimizer import MASTER
 from ptrain.interpreter.program import Program
 from ptrain.models.numerics import TORCH_DTYPES
+from ptrain.optimizers.update import MASTER
 from ptrain.spec.precision import LAYOUTS, Layout
 from ptrain.train import finite, lineage, manifest
 from ptrain.train.exchange import Exchange

@@ -17,11 +17,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ptrain.axes.pipeline.run.staged import Staged
 from ptrain.errors import TrainingStopped
-from ptrain.interpreter.optimizer import COUNTER
 from ptrain.interpreter.program import Program
 from ptrain.meters import holdings
 from ptrain.meters.holdings import Held
 from ptrain.models.ledger import local
+from ptrain.optimizers.update import COUNTER
 from ptrain.report.finding import Subject
 from ptrain.train.exchange import Exchange
 from ptrain.train.interrupt import Interrupts, strongest

@@ -15,10 +15,11 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
-from ptrain.axes.data.run.target import Named, Target
+from ptrain.axes.data.run.target import Named
 from ptrain.axes.pipeline.run.staged import Staged
 from ptrain.costs import Phase
 from ptrain.interpreter.program import Program
+from ptrain.optimizers.torch import tensor_of
 from ptrain.train.exchange import Exchange
 
 Key: TypeAlias = tuple[str, int]  # a module's path and a micro-batch
@@ -79,7 +80,7 @@ class Capture:
         self.micro_batches = micro_batches
         self.outputs = Outputs()
         self.rates: set[float] = set()
-        self._leaves: list[tuple[Target, torch.Tensor]] = list(program.update.leaves())
+        self._leaves = [(target, tensor_of(leaf)) for target, leaf in program.update.leaves()]
         self.used: dict[str, torch.Tensor] = {}  # parameters, as the first pass has them
         self._given: dict[int, torch.Tensor] = {}
         self._reduced: set[int] = set()  # which of the leaves there was a gradient for

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ptrain.costs import State
-from ptrain.interpreter.optimizer import COUNTER
 from ptrain.interpreter.program import Program
+from ptrain.optimizers.update import COUNTER
 from ptrain.report.finding import Culprit, Departure, Moment, Subject
 from ptrain.spec.axis import Axis
 from ptrain.spec.placement import CUT

@@ -7,8 +7,8 @@ from typing import TypeAlias
 
 import torch
 
-from ptrain.interpreter.optimizer import COUNTER, MASTER
 from ptrain.interpreter.program import Program
+from ptrain.optimizers.update import COUNTER, MASTER
 from ptrain.report.finding import Subject
 from ptrain.verification.capture import modules
 from ptrain.verification.reference import OneDevice

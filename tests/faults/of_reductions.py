@@ -11,7 +11,7 @@ from types import MethodType
 import torch
 import torch.distributed as dist
 
-from ptrain.axes.data.run.flat_gradients import Gradients
+from ptrain.axes.data.gradients import Gradients
 from ptrain.axes.data.run.fully_sharded import FullyShardedWrap, parameter_groups
 from ptrain.axes.data.run.replicated import ReplicatedWrap
 from ptrain.interpreter.program import Program
@@ -135,7 +135,7 @@ def unit_not_reduced(program: Program) -> None:
 
     def finish(self: Gradients, *, is_last: bool, is_due: bool) -> None:
         if self.whole is not None:
-            self._reduced(self.layout.take(self.whole, (), self.cut).clone())
+            self._reduced(self.cuts.take(self.whole, (), self.cut).clone())
 
     gradients.finish = MethodType(finish, gradients)
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from ptrain.interpreter.optimizer import COUNTER, Update
 from ptrain.interpreter.program import Program
+from ptrain.optimizers.update import COUNTER, Update
 from ptrain.report.finding import Subject
 from ptrain.train.schedule import learning_rate
 from tests.faults.fault import Fault, Setting
@@ -57,7 +57,7 @@ def shard_skipped(program: Program) -> None:
 
 
 def _skip(group: Any) -> None:
-    for optimizer in group.optimizers.values():
+    for optimizer in (rule.optimizer for rule in group.optimizers.values()):
         optimizer.step = lambda: None
 
 
@@ -65,8 +65,8 @@ def tensor_not_updated(program: Program) -> None:
     """One tensor is in no parameter group of any rank."""
     target = tensor_target(program, LEFT_BEHIND)
     for group in _update(program).groups:
-        left_out = [id(member.leaf) for member in group.members if member.target is target]
-        for optimizer in group.optimizers.values():
+        left_out = [id(member.leaf.tensor) for member in group.members if member.target is target]
+        for optimizer in (rule.optimizer for rule in group.optimizers.values()):
             for options in optimizer.param_groups:
                 options["params"] = [p for p in options["params"] if id(p) not in left_out]
 
@@ -161,7 +161,7 @@ def decay_on_one_rank(program: Program) -> None:
     if not is_faulty(program):
         return
     for group in _update(program).groups:
-        for optimizer in group.optimizers.values():
+        for optimizer in (rule.optimizer for rule in group.optimizers.values()):
             for options in optimizer.param_groups:
                 options["weight_decay"] = 0.0
 
@@ -202,7 +202,7 @@ def other_betas(program: Program) -> None:
 
     def act(step: int) -> None:
         for group in _update(program).groups:
-            for optimizer in group.optimizers.values():
+            for optimizer in (rule.optimizer for rule in group.optimizers.values()):
                 for options in optimizer.param_groups:
                     options["betas"] = (0.5, 0.9)
 

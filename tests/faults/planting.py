@@ -15,8 +15,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ptrain.axes.data.run.flat import FlatUnit, FlatWrap
+from ptrain.axes.data.run.flat import FlatWrap
 from ptrain.axes.data.run.target import Target, TensorTarget
+from ptrain.axes.data.units import Unit
 from ptrain.axes.pipeline.run.staged import Staged
 from ptrain.data.sampler import LocalBatch
 from ptrain.interpreter.program import Program
@@ -105,20 +106,20 @@ def parameter(program: Program, name: str) -> torch.Tensor:
     return tensor_target(program, name).value()
 
 
-def units(program: Program) -> list[FlatUnit]:
+def units(program: Program) -> list[Unit]:
     """The flat units of a program that has some."""
     wraps = (
         [part.wrapped for part in program.wrapped.parts]
         if isinstance(program.wrapped, Staged)
         else [program.wrapped]
     )
-    return [unit for wrap in wraps if isinstance(wrap, FlatWrap) for unit in wrap.units]
+    return [unit for wrap in wraps if isinstance(wrap, FlatWrap) for unit in wrap.units.all]
 
 
-def unit(program: Program, module: str) -> FlatUnit:
+def unit(program: Program, module: str) -> Unit:
     """That of a module."""
     for found in units(program):
-        if found.parameters.named[0][0].startswith(f"{module}."):
+        if found.state.members.names[0].startswith(f"{module}."):
             return found
     raise AssertionError(f"no unit {module}")
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from ptrain.axes.data.run.target import TensorTarget
-from ptrain.interpreter.optimizer import COUNTER, MASTER, Update
 from ptrain.interpreter.program import Program
 from ptrain.meters import holdings
+from ptrain.optimizers.update import COUNTER, MASTER, Update
 
 STEP, RANK = 2, 1
 
@@ -21,7 +21,7 @@ def another_rate(program: Program, step: int) -> None:
     if _is_here(program, step):
         assert isinstance(program.update, Update)
         for group in program.update.groups:
-            for optimizer in group.optimizers.values():
+            for optimizer in (rule.optimizer for rule in group.optimizers.values()):
                 optimizer.param_groups[0]["lr"] *= 2
 
 

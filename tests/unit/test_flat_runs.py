@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from itertools import groupby
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 
-from ptrain.axes.data.run import flat_parameters
-from ptrain.axes.data.run.flat_parameters import Parameters
-from ptrain.axes.data.run.layout import FlatLayout
-from ptrain.rooms.mesh import Mesh
+from ptrain.axes.data.cuts import Cuts
+from ptrain.axes.data.theta import Parameters
 from ptrain.rooms.registry import Registry
+from ptrain.rooms.torch import TorchRoom
 from ptrain.spec.axis import Axis
 from ptrain.spec.batch import ReduceScatterVia
 
@@ -21,31 +20,29 @@ REPLICATE, SHARD = Axis.DP_REPLICATE, Axis.DP_SHARD
 SIZES = ((7, True), (1, False), (3, False), (12, True), (5, False), (0, True), (2, True))
 
 
-def layout_at(place: dict[Axis, int]) -> FlatLayout:
-    degrees = {REPLICATE: 2, SHARD: 3}
-
-    def size(axes: tuple[Axis, ...]) -> int:
-        return int(torch.tensor([degrees[axis] for axis in axes]).prod()) if axes else 1
-
-    mesh = SimpleNamespace(degrees=degrees, coordinate=place.__getitem__, size=size)
+def cuts_at(place: dict[Axis, int]) -> Cuts[torch.Tensor]:
+    mesh: Any = SimpleNamespace(
+        degrees={REPLICATE: 2, SHARD: 3},
+        coordinate=place.__getitem__,
+        world=SimpleNamespace(device=torch.device("cpu")),
+    )
     numel = sum(size for size, _ in SIZES)
-    axes = (REPLICATE, SHARD)
-    return FlatLayout.over(cast(Mesh, mesh), numel, axes, Registry(), ReduceScatterVia.NATIVE)
+    room = TorchRoom(mesh, Registry())
+    return Cuts(room, numel, (REPLICATE, SHARD), ReduceScatterVia.NATIVE)
 
 
 @pytest.mark.parametrize("cut", [(), (SHARD,), (REPLICATE,), (REPLICATE, SHARD)])
 @pytest.mark.parametrize("index", range(6))
-def test_runs_are_those_of_a_buffer_of_flags(
-    index: int, cut: tuple[Axis, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    layout = layout_at({REPLICATE: index // 3, SHARD: index % 3})
-    tensors = [SimpleNamespace(numel=lambda size=size: size, cut=is_cut) for size, is_cut in SIZES]
-    monkeypatch.setattr(flat_parameters, "is_cut", lambda tensor: tensor.cut)
-    held: Any = SimpleNamespace(layout=layout, named=[("", each) for each in tensors], _cut_runs={})
+def test_runs_are_those_of_a_buffer_of_flags(index: int, cut: tuple[Axis, ...]) -> None:
+    cuts = cuts_at({REPLICATE: index // 3, SHARD: index % 3})
+    members = SimpleNamespace(
+        shapes=[(size,) for size, _ in SIZES], are_cut=[is_cut for _, is_cut in SIZES]
+    )
+    held: Any = SimpleNamespace(cuts=cuts, members=members, _cut_runs={})
     flags = torch.tensor([is_cut for size, is_cut in SIZES for _ in range(size)])
-    padded = torch.cat([flags, flags[-1:].expand(layout.padded - layout.numel)])
+    padded = torch.cat([flags, flags[-1:].expand(cuts.padded - cuts.numel)])
     expected, start = [], 0
-    for flag, run in groupby(layout.take(padded, (), cut).tolist()):
+    for flag, run in groupby(cuts.take(padded, (), cut).tolist()):
         end = start + len(list(run))
         expected.append((start, end, flag))
         start = end

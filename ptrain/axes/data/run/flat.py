@@ -1,118 +1,54 @@
-"""Flat units: any tuple of modes on the data axes, a handler per state.
+"""Flat units of a module: any tuple of modes on the data axes, a handler per state.
 
-Each unit's tensors are views of one flat padded buffer. Theta keeps the buffer, or a shard of it on
-any tier that is made whole for use and freed after (`Parameters`); G lives in a buffer of the same
-layout, filled in the backward pass and reduced when the unit's is complete (`Gradients`); the
-update works on the shard that Omega is cut to (`FlatTarget`), or on whole tensors.
+Each unit's tensors are views of one flat padded buffer. What becomes of it in a step is
+`axes.data.units`; here autograd's hooks say when.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 
 import torch
 from torch import nn
 
+from ptrain.axes.data.cuts import Cuts
 from ptrain.axes.data.form import ELEMENTWISE
-from ptrain.axes.data.run.flat_gradients import Gradients
-from ptrain.axes.data.run.flat_parameters import Dtypes, Parameters
-from ptrain.axes.data.run.flat_target import FlatState, FlatTarget
-from ptrain.axes.data.run.flat_tensors import FlatTensorTarget, UnitUpdate
-from ptrain.axes.data.run.layout import FlatLayout
-from ptrain.axes.data.run.local_part import Parameter, stored_part
+from ptrain.axes.data.run.flat_target import FlatState, FlatTarget, FlatTensorTarget
+from ptrain.axes.data.run.local_part import stored_part
+from ptrain.axes.data.run.members import ParameterMembers
 from ptrain.axes.data.run.target import Target
+from ptrain.axes.data.units import Unit, Units
+from ptrain.axes.data.update import TensorsUpdate
 from ptrain.costs import State
 from ptrain.models.again import runs_again
 from ptrain.models.units import ROOT
-from ptrain.plan.step import FlatUnits, Plan, Units
+from ptrain.plan.step import FlatUnits, Plan
+from ptrain.plan.step import Units as UnitModules
 from ptrain.rooms.mesh import Mesh
 from ptrain.rooms.registry import Registry
-from ptrain.rooms.tiers import Tiers
-from ptrain.spec.batch import GradientSync
-from ptrain.spec.placement import Tier
+from ptrain.rooms.torch import TorchRoom
 from ptrain.spec.precision import Layout
 from ptrain.spec.spec import OptimizerSpec
 from ptrain.timeline import Kind
 
 
-class Order:
-    """The units in the order of their first use, known from the second forward pass on: what is
-    brought to the device ahead of its use."""
-
-    def __init__(self, step: FlatUnits) -> None:
-        self.ahead = step.prefetch
-        self.is_on_file = step.parameters_tier is Tier.FILE
-        self.used: list[Parameters] = []
-        self.is_known = False
-
-    def gather(self, unit: Parameters, *, is_forward: bool) -> None:
-        """Gather a unit, and begin with those that follow in this direction."""
-        if is_forward and not self.is_known:
-            self._note(unit)
-        unit.gather()
-        if not self.is_known or not (self.ahead or self.is_on_file) or unit not in self.used:
-            return
-        place = self.used.index(unit)
-        following = self.used[place + 1 :] if is_forward else self.used[:place][::-1]
-        for other in following[: self.ahead]:
-            other.prefetch()
-        for other in following[self.ahead : self.ahead + 1]:
-            if not other.is_gathered:
-                other.tiers.ahead(other.stored)
-
-    def _note(self, unit: Parameters) -> None:
-        if self.used and unit is self.used[0]:
-            self.is_known = True
-        elif unit not in self.used:
-            self.used.append(unit)
-
-
-class Flight:
-    """The one reduction that runs beside the backward pass."""
-
-    def __init__(self) -> None:
-        self._under_way: Gradients | None = None
-
-    def complete(self) -> None:
-        """Wait for it."""
-        if self._under_way is not None:
-            self._under_way.complete()
-        self._under_way = None
-
-    def begin(self, gradients: Gradients) -> None:
-        self._under_way = gradients
-
-
-class FlatUnit:
-    """One unit with its hooks: gather before use, reduce when its gradients are complete."""
+class Hooks:
+    """One unit at the hooks of its modules and parameters."""
 
     def __init__(
-        self,
-        modules: Sequence[nn.Module],
-        state: FlatState,
-        order: Order,
-        flight: Flight,
-        *,
-        is_root: bool,
+        self, unit: Unit[torch.Tensor], modules: Sequence[nn.Module], members: ParameterMembers
     ) -> None:
-        self.state = state
-        self.parameters = state.parameters
-        self.gradients = state.gradients
-        self.sync = state.step.sync
-        self.is_released = bool(self.sync.after_forward(is_root=is_root))  # after forward
-        self.order = order
-        self.flight = flight
-        self.consume: Callable[[], None] | None = None
-        self.is_last = True
-        self.pending = 0
+        self.unit = unit
         modules[0].register_forward_pre_hook(self._before_forward)
         modules[-1].register_forward_hook(self._after_forward)
-        for _, parameter in self.parameters.named:
-            parameter.register_post_accumulate_grad_hook(self._accumulated)
+        for index, (_, parameter) in enumerate(members.named):
+            parameter.register_post_accumulate_grad_hook(partial(self._accumulated, index))
 
     def _before_forward(self, module: nn.Module, args: tuple[object, ...]) -> None:
-        self.order.gather(self.parameters, is_forward=not runs_again())
+        with torch.no_grad():
+            self.unit.before_forward(is_again=runs_again())
 
     def _after_forward(self, module: nn.Module, args: tuple[object, ...], output: object) -> None:
         if runs_again():
@@ -123,51 +59,15 @@ class FlatUnit:
             for tensor in _tensors(output):
                 if tensor.requires_grad and id(tensor) not in passed:
                     tensor.register_hook(self._before_backward)
-        if self.is_released:
-            self.parameters.release()
+        self.unit.after_forward()
 
     def _before_backward(self, gradient: torch.Tensor) -> None:
-        self.order.gather(self.parameters, is_forward=False)
-        if self.pending == 0:
-            self.pending = len(self.parameters.named)
-            self.gradients.open()
-
-    def _accumulated(self, parameter: Parameter) -> None:
-        self.gradients.accumulated(parameter)
-        self.pending -= 1
-        if self.pending == 0:
-            self.finish()
-
-    def begin_weights(self) -> None:
-        """Gradients of weights alone are to come, which autograd gives to nobody's hook."""
-        self.gradients.open()
-
-    def end_weights(self) -> None:
-        """They are there."""
         with torch.no_grad():
-            for _, parameter in self.parameters.named:
-                self.gradients.accumulated(parameter)
-            self._finish()
+            self.unit.before_backward()
 
-    def finish(self) -> None:
-        """The unit's backward is complete (or the pass is over and some parameter had no part)."""
+    def _accumulated(self, index: int, parameter: object) -> None:
         with torch.no_grad():
-            self._finish()
-
-    def _finish(self) -> None:
-        self.pending = 0
-        is_due = self.is_last or self.sync.gradients is GradientSync.EVERY
-        if is_due:
-            self.flight.complete()
-        self.gradients.finish(is_last=self.is_last, is_due=is_due)
-        self.flight.begin(self.gradients)
-        if self.consume is not None:
-            self.gradients.for_update()
-        if self.is_last or self.sync.reshard_after_backward:
-            self.parameters.release()
-        if self.consume is not None:
-            self.consume()
-            self.gradients.clear()
+            self.unit.accumulated(index)
 
 
 class FlatWrap:
@@ -178,39 +78,31 @@ class FlatWrap:
         assert isinstance(step, FlatUnits)
         self.module = model
         self.step = step
-        self.units: list[FlatUnit] = []
-        self.flight = Flight()
-        tiers = Tiers(mesh.world.device, registry, step.path)
-        dtypes = Dtypes.of(plan.update.layout, step)
+        room = TorchRoom(mesh, registry, step.path)
         cut = step.parameters + step.optimizer + step.gradients
-        order = Order(step)
-        for modules, parameters in parameters_by_unit(model, plan.units):
-            named = [(name, stored_part(parameter)) for name, parameter in parameters]
-            numel = sum(parameter.numel() for _, parameter in named)
-            layout = FlatLayout.over(mesh, numel, cut, registry, step.reduce_scatter)
-            state = FlatState(Parameters(named, layout, step, dtypes, tiers), step)
-            members = [model.get_submodule(name) for name in modules]
-            unit = FlatUnit(members, state, order, self.flight, is_root=modules == (ROOT,))
-            self.units.append(unit)
-        for unit, following in zip(self.units, self.units[1:], strict=False):
-            unit.state.following = following.state
-        self._targets = [
-            _targets(unit.state, whole_tensors=plan.update.optimizer not in ELEMENTWISE)
-            for unit in self.units
+        wrapped = list(parameters_by_unit(model, plan.units))
+        states, members = [], []
+        for _, parameters in wrapped:
+            tensors = ParameterMembers([(name, stored_part(each)) for name, each in parameters])
+            numel = sum(parameter.numel() for _, parameter in tensors.named)
+            cuts = Cuts(room, numel, cut, step.reduce_scatter)
+            states.append(FlatState(tensors, cuts, step, plan.update.layout, room))
+            members.append(tensors)
+        self.units = Units(states, [modules == (ROOT,) for modules, _ in wrapped], step)
+        self.hooks = [
+            Hooks(unit, [model.get_submodule(name) for name in modules], tensors)
+            for unit, (modules, _), tensors in zip(self.units.all, wrapped, members, strict=True)
         ]
+        by_tensor = plan.update.optimizer not in ELEMENTWISE
+        self._targets = [_targets(state, whole_tensors=by_tensor) for state in states]
 
     @contextmanager
     def micro_batch(self, is_last: bool) -> Iterator[None]:
         """One forward and backward pass; the last one reduces and reshards whatever the policy."""
-        for unit in self.units:
-            unit.is_last = is_last
+        self.units.begin_pass(is_last=is_last)
         yield
-        for unit in self.units:
-            if unit.pending:
-                unit.finish()
-        self.flight.complete()
-        if is_last:
-            self.end_evaluation()
+        with torch.no_grad():
+            self.units.end_pass(is_last=is_last)
 
     def forward_pass(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -221,39 +113,28 @@ class FlatWrap:
             with self.micro_batch(is_last):
                 yield
             return
-        for unit in self.units if kind is Kind.WEIGHT else ():
-            unit.is_last = is_last
-            unit.begin_weights()
+        self.units.begin_half(kind, is_last=is_last)
         yield
-        for unit in self.units[::-1] if kind is Kind.WEIGHT else ():
-            unit.end_weights()
-        self.flight.complete()
-        if is_last:
-            self.end_evaluation()
+        with torch.no_grad():
+            self.units.end_half(kind, is_last=is_last)
 
     def end_evaluation(self) -> None:
         """What was gathered and not used is stale after an update."""
-        for unit in self.units:
-            unit.parameters.release()
+        self.units.release()
 
     def reduce_gradients(self) -> None:
-        for unit in self.units:
-            unit.gradients.for_update()
+        self.units.for_update()
 
     def consume_with(self, update: Callable[[int], None]) -> None:
         """G = M: `update(i)` updates the i-th group of targets, as soon as its gradients are
         complete."""
-        for index, unit in enumerate(self.units):
-            unit.consume = _call(update, index)
+        self.units.consume_with(update)
 
     def finish_update(self) -> None:
-        """Complete the gathers that the update left running."""
-        for unit in self.units:
-            unit.parameters.finish_update()
+        self.units.finish_update()
 
     def clear_gradients(self) -> None:
-        for unit in self.units:
-            unit.gradients.clear()
+        self.units.clear_gradients()
 
     def targets(self) -> Sequence[Sequence[Target]]:
         """A group per unit, so that no more than one unit's parameters are gathered at once."""
@@ -263,25 +144,19 @@ class FlatWrap:
         """The update is everybody's."""
 
     def storages(self) -> Iterator[tuple[State, torch.Tensor]]:
-        for unit in self.units:
-            yield unit.parameters.state, unit.parameters.stored
-            for held in unit.gradients.held():
-                yield State.GRADIENTS, held
+        return self.units.storages()
 
 
 def _targets(state: FlatState, *, whole_tensors: bool) -> Sequence[Target]:
+    whole = FlatTarget(state)
     if not whole_tensors:
-        return [FlatTarget(state)]
-    update = UnitUpdate(state)
-    return [FlatTensorTarget(update, index) for index in range(update.num_tensors)]
-
-
-def _call(update: Callable[[int], None], index: int) -> Callable[[], None]:
-    return lambda: update(index)
+        return [whole]
+    update = TensorsUpdate(state)
+    return [FlatTensorTarget(update, whole, index) for index in range(len(state.named))]
 
 
 def parameters_by_unit(
-    model: nn.Module, units: Units
+    model: nn.Module, units: UnitModules
 ) -> Iterator[tuple[tuple[str, ...], list[tuple[str, nn.Parameter]]]]:
     """Each unit with the parameters that no unit before it has; units with none are left out."""
     seen: set[int] = set()

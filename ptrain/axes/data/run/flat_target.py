@@ -1,122 +1,58 @@
-"""What the optimizer updates of one unit: a flat shard over the update's axes, or, where an update
-needs whole tensors, each of them."""
+"""What the optimizer updates of a flat unit, as checkpoints and the norm see it: by the names of
+the tensors that it stands for."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from ptrain.axes.data.run.flat_gradients import Gradients
-from ptrain.axes.data.run.flat_parameters import Parameters, pieces
-from ptrain.axes.data.run.flat_shard import Route, RoutedSlot
-from ptrain.axes.data.run.layout import FlatLayout, same_memory
+from ptrain.axes.data.cuts import Axes, Cuts
 from ptrain.axes.data.run.local_part import part_of, whole_of
-from ptrain.axes.data.run.target import Named, Resident, Slot
+from ptrain.axes.data.run.members import ParameterMembers
+from ptrain.axes.data.run.target import Named
+from ptrain.axes.data.update import ShardTarget, TensorsUpdate, TensorTarget, UnitState
 from ptrain.costs import State
 from ptrain.plan.step import FlatUnits
-from ptrain.rooms.tiers import Tiers, cast
-from ptrain.spec.axis import Axis
+from ptrain.rooms.torch import TorchRoom
 from ptrain.spec.placement import Tier
+from ptrain.spec.precision import Layout
 from ptrain.units import ceil_div
 
 
-class FlatState:
-    """Theta and G of one unit, and what is read of the next one while this one is updated."""
+class FlatState(UnitState[torch.Tensor]):
+    """A unit of a module's parameters."""
 
-    def __init__(self, parameters: Parameters, step: FlatUnits) -> None:
-        self.parameters = parameters
-        self.gradients = Gradients(parameters, step)
-        self.step = step
-        self.slots: list[torch.Tensor] = []  # on file, to be read ahead
-        self.following: FlatState | None = None
+    def __init__(
+        self,
+        members: ParameterMembers,
+        cuts: Cuts[torch.Tensor],
+        step: FlatUnits,
+        layout: Layout,
+        room: TorchRoom,
+    ) -> None:
+        super().__init__(members, cuts, step, layout)
+        self.named, self.pieces = members.named, members.pieces
+        self.mesh, self.device = room.mesh, room.device
 
-    @property
-    def layout(self) -> FlatLayout:
-        return self.parameters.layout
-
-    @property
-    def tiers(self) -> Tiers:
-        return self.parameters.tiers
-
-    def read_ahead(self) -> None:
-        """Announce what the update of the following unit needs."""
-        if self.following is not None:
-            self.following.gradients.read_ahead()
-            for tensor in (self.following.parameters.stored, *self.following.slots):
-                self.tiers.ahead(tensor)
-
-    def route(self, layout: FlatLayout) -> Route:
-        """Of optimizer state with that layout."""
-        return Route(
-            layout=layout,
-            tiers=self.tiers,
-            kept=self.step.optimizer,
-            updated=self.step.updated,
-            tier=self.step.optimizer_tier,
-            update_tier=self.step.update_tier,
-        )
-
-    def value(self) -> torch.Tensor:
-        """Theta's part over the update's axes on the update's tier: in place where it is that."""
-        parameters, cut = self.parameters, self.step.updated
-        held, tier, now = parameters.stored, parameters.tier, parameters.cut
-        if parameters.is_materialized:
-            return parameters.route.fetch(held)
-        if tier is Tier.FILE:
-            held, tier = self.tiers.move(held, Tier.HOST, State.PARAMETERS), Tier.HOST
-        missing = tuple(axis for axis in now if axis not in cut)
-        if missing:
-            if tier is Tier.HOST:
-                held, tier = self.tiers.move(held, Tier.DEVICE, State.PARAMETERS), Tier.DEVICE
-            held = self.layout.gather(held, now, missing, State.PARAMETERS)
-            now = tuple(axis for axis in now if axis in cut)
-        held = self.layout.take(held, now, cut)
-        if tier is not self.step.update_tier:
-            held = self.tiers.move(held, self.step.update_tier, State.PARAMETERS)
-        return held
-
-    def store(self, value: torch.Tensor) -> None:
-        """Write an updated shard back to where Theta lives, gathering it where Theta is wider."""
-        parameters, step, cut = self.parameters, self.step, self.step.updated
-        value = cast(value, parameters.dtypes.stored)
-        if parameters.is_materialized:
-            parameters.route.put(parameters.stored, value)
-            return
-        missing = tuple(axis for axis in cut if axis not in parameters.cut)
-        extra = tuple(axis for axis in parameters.cut if axis not in cut)
-        part, tier = value, step.update_tier
-        if extra:
-            part = self.layout.take(value, cut, parameters.cut)
-        if missing:
-            if tier is not Tier.DEVICE:
-                part = self.tiers.move(part, Tier.DEVICE, State.PARAMETERS)
-            parameters.spread(part, (*cut, *extra), missing, step.gather_after_update)
-        elif not same_memory(part, parameters.stored):
-            if parameters.tier is Tier.FILE and tier is Tier.DEVICE:
-                part = self.tiers.move(part, Tier.HOST, State.PARAMETERS)
-            parameters.stored.copy_(part)
-
-    def whole(self, layout: FlatLayout, part: torch.Tensor, cut: Sequence[Axis]) -> torch.Tensor:
+    def whole(self, cuts: Cuts[torch.Tensor], part: torch.Tensor, cut: Axes) -> torch.Tensor:
         """A stored tensor made whole on the device, of its own memory."""
-        held = self.tiers.empty(part.numel(), part.dtype, Tier.DEVICE, State.OTHER).copy_(part)
-        return layout.gather(held, cut, cut, State.OTHER) if cut else held
+        room = self.room
+        held = room.new(part.numel(), room.dtype(part), Tier.DEVICE, State.OTHER)
+        held.copy_(part)
+        return cuts.gather(held, cut, cut, State.OTHER) if cut else held
 
     def rows(self, tensor: torch.Tensor) -> torch.Tensor:
         """A whole tensor as a checkpoint wants it: cut over the ranks that keep shards of it."""
-        if not self.layout.axes:
+        if not self.cuts.axes:
             return tensor.clone()
-        return distribute_rows(tensor, self.layout.mesh.submesh(self.layout.axes))
+        return distribute_rows(tensor, self.mesh.submesh(self.cuts.axes))
 
 
-class FlatTarget:
+class FlatTarget(ShardTarget[torch.Tensor]):
     """One unit: its shard over the axes of the update."""
 
-    def __init__(self, unit: FlatState) -> None:
-        self.unit = unit
-        self.owns_master = unit.parameters.is_materialized
+    unit: FlatState
 
     @property
     def gradient(self) -> torch.Tensor | None:
@@ -131,36 +67,17 @@ class FlatTarget:
         views = [(held[start:end], is_cut) for start, end, is_cut in runs]
         return [v for v, is_cut in views if is_cut], [v for v, is_cut in views if not is_cut]
 
-    def working_gradient(self) -> torch.Tensor | None:
-        self.unit.read_ahead()
-        return self.unit.gradients.working()
-
-    def value(self) -> torch.Tensor:
-        return self.unit.value()
-
-    def store(self, value: torch.Tensor) -> None:
-        self.unit.store(value)
-
-    def slot(self, initial: torch.Tensor) -> Slot:
-        route = self.unit.route(self.unit.layout)
-        if not route.missing and route.tier is route.update_tier is Tier.DEVICE:
-            self.unit.layout.registry.tag(initial, State.OPTIMIZER)
-            return Resident(initial)
-        slot = RoutedSlot(route, initial)
-        self.unit.slots.append(slot.stored)
-        return slot
-
     def split(self, part: torch.Tensor) -> Named:
         """Rows of the named tensors: gathers one unit, keeps this rank's share of every tensor."""
         if part.dim() == 0:
-            return {name: part for name, _ in self.unit.parameters.named}
+            return {name: part for name, _ in self.unit.named}
         return self._rows(part, self.unit.step.optimizer)
 
     def named(self, part: torch.Tensor) -> Named:
         return self._rows(part, self.unit.step.updated)
 
     def join(self, named: Named) -> torch.Tensor:
-        first = named[self.unit.parameters.named[0][0]]
+        first = named[self.unit.named[0][0]]
         if first.dim() == 0:
             return first
         return self._shard(named, self.unit.step.optimizer)
@@ -175,24 +92,66 @@ class FlatTarget:
         parameters.settle()
         parameters.stored.copy_(self._shard(named, parameters.cut))
 
-    def _rows(self, part: torch.Tensor, cut: tuple[Axis, ...]) -> Named:
-        named = self.unit.parameters.named
-        whole = self.unit.whole(self.unit.layout, part, cut)
+    def _rows(self, part: torch.Tensor, cut: Axes) -> Named:
+        whole = self.unit.whole(self.unit.cuts, part, cut)
         return {
             name: self.unit.rows(whole_of(parameter, piece))
-            for (name, parameter), piece in zip(named, pieces(whole, named), strict=True)
+            for (name, parameter), piece in zip(
+                self.unit.named, self.unit.pieces(whole), strict=True
+            )
         }
 
-    def _shard(self, named: Named, cut: tuple[Axis, ...]) -> torch.Tensor:
-        parameters = self.unit.parameters
-        first = named[parameters.named[0][0]]
-        whole = torch.zeros(
-            parameters.layout.padded, dtype=first.dtype, device=self.unit.tiers.device
-        )
-        named_pieces = zip(parameters.named, pieces(whole, parameters.named), strict=True)
-        for (name, parameter), piece in named_pieces:
+    def _shard(self, named: Named, cut: Axes) -> torch.Tensor:
+        unit = self.unit
+        first = named[unit.named[0][0]]
+        whole = torch.zeros(unit.cuts.padded, dtype=first.dtype, device=unit.device)
+        for (name, parameter), piece in zip(unit.named, unit.pieces(whole), strict=True):
             piece.copy_(part_of(parameter, full(named[name])))
-        return parameters.layout.take(whole, (), cut)
+        return unit.cuts.take(whole, (), cut)
+
+
+class FlatTensorTarget(TensorTarget[torch.Tensor]):
+    """One whole tensor of a unit. What is the unit's is told by its first tensor."""
+
+    unit: FlatState
+
+    def __init__(self, update: TensorsUpdate[torch.Tensor], whole: FlatTarget, index: int) -> None:
+        super().__init__(update, index)
+        self.name = whole.unit.named[index][0]
+        self._whole = whole
+
+    @property
+    def gradient(self) -> torch.Tensor | None:
+        return self._whole.gradient if self.index == 0 else None
+
+    def cut_and_whole(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        return self._whole.cut_and_whole() if self.index == 0 else ([], [])
+
+    def named(self, part: torch.Tensor) -> Named:
+        return {self.name: self.unit.rows(part.view(self.shape))}
+
+    def split(self, part: torch.Tensor) -> Named:
+        if part.dim() == 0:
+            return {self.name: part}
+        if part.shape != self.shape:
+            flat = self.unit.whole(self.cuts, part, self.unit.step.optimizer)
+            part = flat[: self.cuts.numel].view(self.shape)
+        return {self.name: self.unit.rows(part)}
+
+    def join(self, named: Named) -> torch.Tensor:
+        whole = full(named[self.name])
+        if whole.dim() == 0 or self.keeps_whole:
+            return whole
+        flat = whole.new_zeros(self.cuts.padded)
+        flat[: whole.numel()].copy_(whole.reshape(-1))
+        return self.cuts.take(flat, (), self.route.kept)
+
+    def export(self) -> Named:
+        return self._whole.export() if self.index == 0 else {}
+
+    def load(self, named: Named) -> None:
+        if self.index == 0:
+            self._whole.load(named)
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:

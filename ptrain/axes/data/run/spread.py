@@ -14,7 +14,9 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from ptrain.axes.data.run.flat_target import distribute_rows
 from ptrain.axes.data.run.target import Named, TensorTarget
 from ptrain.costs import State
-from ptrain.optimizers.build import build_optimizer, moment_names
+from ptrain.optimizers.build import build_optimizer
+from ptrain.optimizers.torch import TorchLeaf
+from ptrain.optimizers.update import moment_names
 from ptrain.rooms.registry import Registry
 from ptrain.spec.spec import OptimizerSpec
 
@@ -75,9 +77,9 @@ class SpreadUpdate:
             held = self.optimizer.optim.state.get(target.parameter)
             yield target, dict(held) if held else self._initial(target, "meta")
 
-    def leaves(self) -> Iterator[tuple[SpreadTarget, torch.Tensor]]:
+    def leaves(self) -> Iterator[tuple[SpreadTarget, TorchLeaf]]:
         for target in self.targets:
-            yield target, target.parameter
+            yield target, TorchLeaf(target.parameter)
 
     def storages(self) -> Iterator[tuple[State, torch.Tensor]]:
         """A rank that owns no tensor has a bucket of one element."""

@@ -10,50 +10,17 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from ptrain.axes.data.run.layout import same_memory
 from ptrain.models.ledger import local
+from ptrain.optimizers.update import Resident, Slot
+from ptrain.optimizers.update import Target as Updated
+from ptrain.rooms.tiers import same_memory
 from ptrain.spec.axis import Axis
 
 Named = dict[str, torch.Tensor]
 
 
-class Slot(Protocol):
-    """Where one tensor of optimizer state lives between steps: as a shard, on any tier."""
-
-    @property
-    def stored(self) -> torch.Tensor:
-        """What this rank keeps."""
-        ...
-
-    def fetch(self) -> torch.Tensor:
-        """The state of all that the target updates, where it is updated, in the stored dtype: the
-        stored tensor itself if it is that already."""
-        ...
-
-    def put(self, working: torch.Tensor) -> None:
-        """Keep this rank's part of what `fetch` gave, after the update changed it."""
-
-
-class Resident:
-    """State that is kept as it is used."""
-
-    def __init__(self, stored: torch.Tensor) -> None:
-        self.stored = stored
-
-    def fetch(self) -> torch.Tensor:
-        return self.stored
-
-    def put(self, working: torch.Tensor) -> None:
-        """It is there."""
-
-
-class Target(Protocol):
+class Target(Updated[torch.Tensor], Protocol):
     """A local tensor that the optimizer updates, and how it stands for named parameters."""
-
-    @property
-    def owns_master(self) -> bool:
-        """Whether `value` is the master copy itself, which needs no other (Theta = M)."""
-        ...
 
     @property
     def gradient(self) -> torch.Tensor | None:
@@ -63,23 +30,6 @@ class Target(Protocol):
     def cut_and_whole(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Views that make up `gradient`: of tensors whose operator is cut over ranks, and of
         others, which those ranks have alike."""
-        ...
-
-    def working_gradient(self) -> torch.Tensor | None:
-        """The gradient of all that is updated, where it is updated, in the gradients' dtype."""
-        ...
-
-    def value(self) -> torch.Tensor:
-        """What the optimizer updates, where it is updated: in the parameters' dtype, or the master
-        copy itself (`owns_master`). Valid until `store`."""
-        ...
-
-    def store(self, value: torch.Tensor) -> None:
-        """Write it back, in any dtype, and make the parameters whole where they must be."""
-
-    def slot(self, initial: torch.Tensor) -> Slot:
-        """Keep `initial` (0-d, or shaped like `value`, on the tier of the update) as optimizer
-        state, in its dtype."""
         ...
 
     def named(self, part: torch.Tensor) -> Named:
@@ -107,6 +57,8 @@ class Target(Protocol):
 class TensorTarget:
     """A parameter whose local part is a tensor: itself, or the local part of a DTensor."""
 
+    is_in_place = True
+
     def __init__(self, name: str, parameter: nn.Parameter, *, owns_master: bool = False) -> None:
         self.name = name
         self.parameter = parameter
@@ -125,7 +77,7 @@ class TensorTarget:
     def working_gradient(self) -> torch.Tensor | None:
         return self.gradient
 
-    def slot(self, initial: torch.Tensor) -> Slot:
+    def slot(self, initial: torch.Tensor) -> Slot[torch.Tensor]:
         return Resident(initial)
 
     def value(self) -> torch.Tensor:

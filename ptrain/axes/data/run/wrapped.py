@@ -15,6 +15,7 @@ from ptrain.axes.data.run.flat import parameters_by_unit
 from ptrain.axes.data.run.target import Target, TensorTarget
 from ptrain.costs import State
 from ptrain.plan.step import Units
+from ptrain.rooms.room import Leaf
 from ptrain.spec.precision import Layout
 from ptrain.spec.spec import OptimizerSpec
 from ptrain.timeline import Kind
@@ -30,8 +31,8 @@ class OwnUpdate(Protocol):
         """Each target with its optimizer state by name."""
         ...
 
-    def leaves(self) -> Iterator[tuple[Target, torch.Tensor]]:
-        """Each target with the tensor that torch's optimizer knows it by."""
+    def leaves(self) -> Iterator[tuple[Target, Leaf[torch.Tensor]]]:
+        """Each target with the leaf that torch's optimizer knows it by."""
         ...
 
     def storages(self) -> Iterator[tuple[State, torch.Tensor]]: ...

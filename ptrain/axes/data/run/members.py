@@ -1,0 +1,49 @@
+"""The tensors of one flat unit as a module's parameters."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+
+from ptrain.axes.data.run.local_part import Parameter, is_cut
+
+
+class ParameterMembers:
+    """`named` are parameters, or the parts of them that this rank stores, by canonical name."""
+
+    def __init__(self, named: Sequence[tuple[str, Parameter]]) -> None:
+        self.named = list(named)
+        self.names = [name for name, _ in named]
+        self.shapes = [tuple(parameter.shape) for _, parameter in named]
+        self.are_cut = [is_cut(parameter) for _, parameter in named]
+        self._starts = [0, *accumulate(map(math.prod, self.shapes))]
+
+    def pieces(self, whole: torch.Tensor) -> list[torch.Tensor]:
+        """The tensors as views of a unit's whole buffer."""
+        return [self._piece(whole, index) for index in range(len(self.named))]
+
+    def _piece(self, whole: torch.Tensor, index: int) -> torch.Tensor:
+        start, end = self._starts[index : index + 2]
+        return whole[start:end].view(self.shapes[index])
+
+    def adopt(self, whole: torch.Tensor) -> None:
+        for (_, parameter), piece in zip(self.named, self.pieces(whole), strict=True):
+            piece.copy_(parameter.detach())
+            parameter.data = piece
+
+    def bind(self, whole: torch.Tensor) -> None:
+        for (_, parameter), piece in zip(self.named, self.pieces(whole), strict=True):
+            parameter.grad = piece
+
+    def collect(self, index: int, whole: torch.Tensor) -> None:
+        _, parameter = self.named[index]
+        if parameter.grad is not None:
+            self._piece(whole, index).add_(parameter.grad)
+            parameter.grad = None
+
+    def unbind(self) -> None:
+        for _, parameter in self.named:
+            parameter.grad = None
