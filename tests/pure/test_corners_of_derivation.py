@@ -6,8 +6,7 @@ from dataclasses import replace
 from fractions import Fraction
 from types import SimpleNamespace
 
-from ptrain.derivation.flat_bench import Bench, Buffer
-
+from ptrain.axes.data.cuts import Cuts
 from ptrain.costs import Collective, Column, Estimate, Phase, State, Traffic, TrafficKey
 from ptrain.derivation import wire
 from ptrain.derivation.activations import is_tabulated
@@ -17,8 +16,12 @@ from ptrain.derivation.tape import Scene, Tape
 from ptrain.derivation.wraps import clipping
 from ptrain.plan.lower import lower
 from ptrain.plan.step import LONG_NORM, NORM_ROW
+from ptrain.rooms.ghost import GhostRoom
 from ptrain.spec.axis import Axis
+from ptrain.spec.batch import ReduceScatterVia
 from ptrain.spec.load import load
+from ptrain.spec.placement import Tier
+from ptrain.spec.precision import DType
 from ptrain.spec.spec import Spec
 from ptrain.timeline import Boundary, Mark, Timeline
 from tests.pure.build import make_facts, make_spec, tuple_of
@@ -117,10 +120,8 @@ def test_flat_buffers_are_those_of_rank_0():
 
 
 def test_a_part_of_a_buffer_is_a_view_where_nothing_else_lies_before_it():
-    mesh = {REPLICATE: (2, tuple_of("R,S,R")), SHARD: (2, tuple_of("S*,S,S"))}
-    spec = make_spec(mesh)
-    plan = lower(spec, FACTS.unit_modules)
-    buffer = Buffer(Bench(tape=Tape(), spec=spec, plan=plan, step=plan.wrap), 64)
+    room = GhostRoom(Tape(), {REPLICATE: 2, SHARD: 2}, {})
+    cuts = Cuts(room, 64, (REPLICATE, SHARD), ReduceScatterVia.NATIVE)
     seen = {
         ((), (SHARD,)): True,
         ((), (REPLICATE,)): False,
@@ -130,7 +131,12 @@ def test_a_part_of_a_buffer_is_a_view_where_nothing_else_lies_before_it():
         ((SHARD,), ()): True,
         ((), ()): True,
     }
-    assert {each: buffer.is_view(*each) for each in seen} == seen
+    wholes = {
+        had: room.new(cuts.shard_numel(had), DType.FP32, Tier.DEVICE, State.OTHER)
+        for had, _ in seen
+    }
+    parts = {(had, wanted): cuts.take(wholes[had], had, wanted) for had, wanted in seen}
+    assert {key: part.storage is wholes[key[0]].storage for key, part in parts.items()} == seen
 
 
 def test_the_fused_loss_in_fp16_has_no_table_and_is_read_from_the_model():

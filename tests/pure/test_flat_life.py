@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ptrain.derivation.flat_bench import Bench
 
 from ptrain.costs import Collective, Phase, State
 from ptrain.derivation.flat import Flat
@@ -279,21 +278,16 @@ def life(spec: Spec, plan: Plan) -> tuple[int, int]:
     tape = Tape()
     timeline = Timeline(forward=(), backward=())
     scene = Scene(tape=tape, spec=spec, facts=FACTS, plan=plan, timeline=timeline)
-    bench = Bench(tape=tape, spec=spec, plan=plan, step=plan.wrap)
-    flat = Flat(scene, plan.wrap, bench=bench)
+    flat = Flat(scene, plan.wrap)
     num = plan.accumulate.micro_batches
     for index in range(num):
         flat.begin(is_first=index == 0, is_last=index == num - 1)
         for mark in (flat.enter, flat.leave, flat.before_backward):
             for unit in range(len(FACTS.units)):
                 mark(unit)
-        for unit in flat.used:
-            unit.pending = 0
-            flat.finish(unit)
         flat.end()
     if plan.wrap.consumed:
-        for unit in flat.used:
-            unit.theta.finish_update()  # an updated part that still travels is no gradient
+        flat.units.finish_update()  # an updated part that still travels is no gradient
     after_backward = tape.level
     play_update([flat], [0])
     return after_backward, tape.level

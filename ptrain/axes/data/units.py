@@ -4,6 +4,7 @@ unit's gradients are complete."""
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from itertools import pairwise
 from typing import Generic
 
 from ptrain.axes.data.gradients import Gradients
@@ -150,7 +151,7 @@ class Units(Generic[T]):
             Unit(state, order, self.flight, is_root=root)
             for state, root in zip(states, is_root, strict=True)
         ]
-        for state, following in zip(states, states[1:], strict=False):
+        for state, following in pairwise(states):
             state.following = following
 
     def begin_pass(self, *, is_last: bool) -> None:
