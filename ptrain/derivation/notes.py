@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from ptrain.algebra.layout import ranks_over
 from ptrain.axes.data.costs import gathers, reductions
-from ptrain.axes.tensor.costs import Cut
+from ptrain.axes.tensor.costs import cut_dims
 from ptrain.costs import Collective, Phase, Traffic
 from ptrain.derivation.flat_rows import flat_buffers
 from ptrain.derivation.memory import elements
@@ -46,8 +46,8 @@ def _whole_beside_slices(plan: Plan, facts: ModelFacts, per_element: int) -> Ite
     step = plan.tensor
     if step is None:
         return
-    cut = Cut(step=step, degree=1, index=0)
-    whole = sum(each.numel for each in facts.tensors if not cut.is_cut(each.name, each.shape))
+    cut = cut_dims(step, ((tensor.name, tensor.shape) for tensor in facts.tensors))
+    whole = sum(tensor.numel for tensor in facts.tensors if tensor.name not in cut)
     if whole:
         yield (
             f"{whole:,} of {facts.numel:,} parameters belong to no operator that is cut, and every "

@@ -48,12 +48,8 @@ def parts(spec: Spec, plan: Plan, part: ModelFacts) -> dict[ModelFacts, tuple[in
     step = plan.tensor
     if step is None:
         return {part: (0,)}
-    found: dict[ModelFacts, tuple[int, ...]] = {}
-    for index in range(spec.degree(step.axis)):
-        cut = Cut(step=step, degree=spec.degree(step.axis), index=index)
-        local = replace(part, units=tensor.local_units(part, cut))
-        found[local] = (*found.get(local, ()), index)
-    return found
+    alike = tensor.local_units(part, step, spec.degree(step.axis))
+    return {replace(part, units=units): indices for units, indices in alike}
 
 
 def stage_plan(plan: Plan, stage: Stage, ends: Ends = ENDS) -> Plan:

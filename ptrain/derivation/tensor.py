@@ -7,21 +7,23 @@ model's. What the operators send is counted here, call by call.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from ptrain.axes.ring import Calls, Group
-from ptrain.axes.tensor.costs import Cut
+from ptrain.axes.tensor.costs import Cut, Modules, cut_dims, slices
 from ptrain.costs import Collective, Phase, State, Traffic
 from ptrain.derivation import activations
-from ptrain.facts.model import ModelFacts, TensorFacts, UnitFacts
+from ptrain.facts.model import ModelFacts, TensorFacts, UnitFacts, prefixes
 from ptrain.plan.step import Parallelize, Plan
 from ptrain.spec.model import ModelShape
 from ptrain.spec.precision import DType
-from ptrain.spec.role import Role, fits
+from ptrain.spec.role import Role
 from ptrain.spec.spec import Spec
 from ptrain.timeline import gradient_order
 from ptrain.units import ceil_div
+
+Units = tuple[UnitFacts, ...]
 
 _LOSS_SUMS = 3  # of a loss on cut logits: their maximum, their sum, the targets' logits
 
@@ -33,16 +35,16 @@ def parts(spec: Spec, plan: Plan, facts: ModelFacts) -> dict[ModelFacts, tuple[i
         return {facts: (0,)}
     found: dict[ModelFacts, tuple[int, ...]] = {}
     degree = spec.degree(step.axis)
-    for index in range(degree):
-        cut = Cut(step=step, degree=degree, index=index)
-        part = local_facts(spec, facts, cut)
-        found[part] = (*found.get(part, ()), index)
+    for units, indices in local_units(facts, step, degree):
+        traced = [(index,) for index in indices] if facts.part_timelines else [indices]
+        for alike in traced:
+            part = _local_facts(spec, facts, units, Cut(step=step, degree=degree, index=alike[0]))
+            found[part] = (*found.get(part, ()), *alike)
     return found
 
 
-def local_facts(spec: Spec, facts: ModelFacts, cut: Cut) -> ModelFacts:
-    """One rank's part: local shapes, and the timeline of its micro-batch."""
-    units = local_units(facts, cut)
+def _local_facts(spec: Spec, facts: ModelFacts, units: Units, cut: Cut) -> ModelFacts:
+    """One rank's part: its units, and the timeline of its micro-batch."""
     is_by_family = activations.is_tabulated(spec) and not facts.roles
     if isinstance(spec.model, ModelShape) and is_by_family and not facts.part_timelines:
         return replace(
@@ -65,19 +67,38 @@ def local_facts(spec: Spec, facts: ModelFacts, cut: Cut) -> ModelFacts:
     return replace(facts, units=units, timeline=timeline, gradient_order=order, part_timelines=())
 
 
-def local_units(facts: ModelFacts, cut: Cut) -> tuple[UnitFacts, ...]:
-    """One rank's units: local shapes."""
+def local_units(
+    facts: ModelFacts, step: Parallelize, degree: int
+) -> list[tuple[Units, tuple[int, ...]]]:
+    """The units of each rank of tp, local shapes, and which ranks have them so: those whose slices
+    of every dimension that is cut are as large."""
+    dims = cut_dims(step, ((tensor.name, tensor.shape) for tensor in facts.tensors))
+    lengths = {tensor.shape[dims[tensor.name]] for tensor in facts.tensors if tensor.name in dims}
+    by_length = {length: slices(length, degree) for length in lengths}
+    alike: dict[tuple[int, ...], list[int]] = {}
+    for index in range(degree):
+        alike.setdefault(tuple(cut[index] for cut in by_length.values()), []).append(index)
+    return [
+        (_local_units(facts, dims, dict(zip(by_length, profile, strict=True))), tuple(indices))
+        for profile, indices in alike.items()
+    ]
+
+
+def _local_units(
+    facts: ModelFacts, dims: Mapping[str, int], length: Mapping[int, int]
+) -> tuple[UnitFacts, ...]:
+    """`dims` are the dimensions that are cut, `length` what a rank has of each of a length."""
+
+    def local(tensor: TensorFacts) -> TensorFacts:
+        dim, shape = dims.get(tensor.name), tensor.shape
+        if dim is None:
+            return tensor
+        own = (*shape[:dim], length[shape[dim]], *shape[dim + 1 :])
+        return TensorFacts(name=tensor.name, shape=own, is_cut=True)
+
     return tuple(
-        replace(unit, tensors=tuple(_local(tensor, cut) for tensor in unit.tensors))
+        UnitFacts(modules=unit.modules, tensors=tuple(map(local, unit.tensors)))
         for unit in facts.units
-    )
-
-
-def _local(tensor: TensorFacts, cut: Cut) -> TensorFacts:
-    return replace(
-        tensor,
-        shape=cut.shape(tensor.name, tensor.shape),
-        is_cut=cut.is_cut(tensor.name, tensor.shape),
     )
 
 
@@ -149,7 +170,7 @@ class _Operators:
     whole vocabulary that logits are cut over, None where they are not."""
 
     def __init__(self, step: Parallelize, facts: ModelFacts) -> None:
-        self._roles = step.roles
+        self._roles, self._modules = step.roles, Modules(step.roles)
         self._shapes = {
             tensor.name.removesuffix(".weight"): tensor.shape
             for tensor in facts.tensors
@@ -162,7 +183,7 @@ class _Operators:
         alone = [
             width
             for name, width in columns.items()
-            if not any(name.startswith(f"{parent}.") for parent in inputs)
+            if not any(parent in inputs for parent in prefixes(name.rpartition(".")[0]))
         ]
         heads = [shape[::-1] for shape in self._of(Role.HEAD).values()]
         if self._has(Role.HEAD) and not heads:  # its weight is the embedding's
@@ -181,22 +202,16 @@ class _Operators:
 
     def _of(self, role: Role) -> dict[str, tuple[int, ...]]:
         """The weights of the modules with a role."""
-        patterns = [pattern for pattern, has in self._roles if has is role]
         return {
-            name: shape
-            for name, shape in self._shapes.items()
-            if any(fits(pattern, name) for pattern in patterns)
+            name: shape for name, shape in self._shapes.items() if role in self._modules.roles(name)
         }
 
     def _inputs(self, columns: dict[str, int]) -> dict[str, int]:
         """The features of what each sub-block makes whole for its column operators."""
-        patterns = [pattern for pattern, has in self._roles if has is Role.WHOLE_INPUT]
         found: dict[str, int] = {}
         for name, width in columns.items():
-            parts = name.split(".")
-            for end in range(1, len(parts)):
-                parent = ".".join(parts[:end])
-                if any(fits(pattern, parent) for pattern in patterns):
+            for parent in prefixes(name.rpartition(".")[0]):
+                if Role.WHOLE_INPUT in self._modules.roles(parent):
                     found.setdefault(parent, width)
         return found
 
@@ -205,8 +220,8 @@ def _summed_gradients(step: Parallelize, facts: ModelFacts, itemsize: int) -> It
     """Of the tensors that every rank has whole and uses on its tokens, or on its features: one sum
     each."""
     summed = [Role.SHARED, *((Role.NORM, Role.LAST_NORM) if step.is_sequence else ())]
-    cut = Cut(step=step, degree=1, index=0)
+    modules = Modules(step.roles)
     for tensor in facts.tensors:
-        if cut.role(tensor.name) in summed:
+        if modules.of_tensor(tensor.name) in summed:
             size = tensor.numel * itemsize
             yield Collective.ALL_REDUCE, State.GRADIENTS, Phase.BACKWARD, 1, size

@@ -7,7 +7,9 @@ facts are read off the module on the meta device and by tracing one step.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from ptrain.facts.passes import Passes
 from ptrain.facts.stages import Chain
@@ -77,6 +79,11 @@ class ModelFacts:
     draws: bool = False
     vocabulary: int | None = field(default=None, compare=False)
 
+    def __hash__(self) -> int:
+        """Of little: what is equal has units of equal sizes, and to go through all their tensors
+        costs milliseconds."""
+        return hash((tuple(unit.numel for unit in self.units), self.buffers, self.chain is None))
+
     @property
     def tensors(self) -> tuple[TensorFacts, ...]:
         return tuple(tensor for unit in self.units for tensor in unit.tensors)
@@ -90,3 +97,9 @@ class ModelFacts:
     def numel(self) -> int:
         """P, the number of parameters."""
         return sum(unit.numel for unit in self.units)
+
+
+def prefixes(name: str) -> Iterator[str]:
+    """The dotted names of the modules around a name, and itself, outermost first."""
+    parts = name.split(".")
+    return accumulate(parts, "{}.{}".format)

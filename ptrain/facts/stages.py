@@ -6,7 +6,8 @@ A rank is as slow as its stages and as full, so a cut is balanced by what its la
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Protocol
@@ -178,46 +179,59 @@ def balanced(
 ) -> tuple[int, ...]:
     """Layers of each stage, so that the heaviest weighs least, and of such cuts the most even one
     (least sum of squares). `weights` of the layers in any one unit, parameters or seconds; `ends`:
-    what is in front of the first layer and behind the last. O(stages * layers²). Raises SpecError
-    for more stages than layers."""
+    what is in front of the first layer and behind the last. O(stages * layers * layers of a
+    stage). Raises SpecError for more stages than layers."""
     _require_enough(len(weights), stages)
     heavy = [*weights]
     heavy[0] += ends[0]
     heavy[-1] += ends[1]
-    sums = [0.0, *accumulate(heavy)]
-    heaviest, _ = _best(sums, stages, lambda best, weight: max(best, weight))
-
-    def square(best: float, weight: float) -> float:
-        return best + weight * weight if weight <= heaviest else float("inf")
-
-    _, counts = _best(sums, stages, square)
-    return counts
+    sums = [0.0, *accumulate(heavy)]  # of the first 0, 1, 2 … layers
+    return _most_even(sums, stages, _lightest(sums, stages))
 
 
-def _best(
-    sums: Sequence[float], stages: int, add: Callable[[float, float], float]
-) -> tuple[float, tuple[int, ...]]:
-    """The cut of the layers under `sums` (of the first 0, 1, 2 … of them) with the least cost, and
-    that cost; `add` puts a stage's weight to the cost of those before it."""
+def _lightest(sums: Sequence[float], stages: int) -> float:
+    """The weight of the heaviest stage of the best cut. With more layers in front of a stage the
+    heaviest before it weighs no less, and the stage itself no more: the best is where they
+    cross."""
     layers = len(sums) - 1
     costs = [0.0] + [float("inf")] * layers  # of the first n layers in the stages so far
+    for stage in range(1, stages + 1):
+        following = [float("inf")] * (layers + 1)
+        for end in range(stage, layers + 1):
+            total = sums[end]
+            at = bisect_left(
+                range(end), True, stage - 1, key=lambda at: costs[at] >= total - sums[at]
+            )
+            before = total - sums[at - 1] if at > stage - 1 else float("inf")
+            following[end] = min(before, costs[at] if at < end else float("inf"))
+        costs = following
+    return costs[layers]
+
+
+def _most_even(sums: Sequence[float], stages: int, heaviest: float) -> tuple[int, ...]:
+    """The cut with the least sum of squares, none of whose stages weighs more than `heaviest`: a
+    stage begins with no layer before those that it can bear."""
+    layers = len(sums) - 1
+    costs = [0.0] + [float("inf")] * layers
     cuts: list[list[int]] = []
     for stage in range(1, stages + 1):
-        found = [
-            min(
-                ((add(costs[at], sums[end] - sums[at]), at) for at in range(stage - 1, end)),
-                default=(float("inf"), 0),
-            )
-            for end in range(layers + 1)
-        ]
-        costs = [cost for cost, _ in found]
-        cuts.append([at for _, at in found])
+        following, starts = [float("inf")] * (layers + 1), [0] * (layers + 1)
+        first = stage - 1
+        for end in range(stage, layers + 1):
+            while first < end and sums[end] - sums[first] > heaviest:
+                first += 1
+            for at in range(first, end):
+                weight = sums[end] - sums[at]
+                if (cost := costs[at] + weight * weight) < following[end]:
+                    following[end], starts[end] = cost, at
+        costs = following
+        cuts.append(starts)
     counts: list[int] = []
     end = layers
     for starts in reversed(cuts):
         counts.append(end - starts[end])
         end = starts[end]
-    return costs[layers], tuple(reversed(counts))
+    return tuple(reversed(counts))
 
 
 def _require_enough(layers: int, stages: int) -> None:

@@ -24,8 +24,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ptrain.activations.run.apply import keep_traced
 from ptrain.axes.pipeline.stage_facts import stage_roles, stages_of
-from ptrain.axes.tensor.costs import Cut
 from ptrain.axes.tensor.run.apply import micro_batch, parallelize
+from ptrain.derivation.tensor import local_units
 from ptrain.errors import PtrainError, refused
 from ptrain.facts.model import ModelFacts
 from ptrain.facts.stages import Ends, Stage
@@ -140,11 +140,8 @@ def by_place(found: Traced) -> list[Any]:
 
 def _players(step: Parallelize, facts: ModelFacts, degree: int) -> list[int]:
     """For each index the first one that has slices of the same shapes."""
-    shapes = []
-    for index in range(degree):
-        cut = Cut(step=step, degree=degree, index=index)
-        shapes.append(tuple(cut.shape(tensor.name, tensor.shape) for tensor in facts.tensors))
-    return [shapes.index(mine) for mine in shapes]
+    alike = [indices for _, indices in local_units(facts, step, degree)]
+    return [next(group[0] for group in alike if index in group) for index in range(degree)]
 
 
 @cache

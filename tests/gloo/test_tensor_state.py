@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from ptrain.axes.tensor.costs import Cut
+from ptrain.axes.tensor.costs import cut_dims
 from ptrain.interpreter.program import Program, interpret
 from ptrain.models.ledger import local
 from ptrain.rooms.world import World
@@ -128,11 +128,10 @@ def whole_tensors(spec: Spec) -> dict[str, torch.Tensor]:
     for index in range(10):
         step(program, index)
     assert program.plan.tensor is not None
-    cut = Cut(step=program.plan.tensor, degree=spec.degree(Axis.TP), index=0)
+    values = program.state_dict()["model"]
+    cut = cut_dims(program.plan.tensor, ((name, tuple(v.shape)) for name, v in values.items()))
     return {
-        name: local(value).detach().clone()
-        for name, value in program.state_dict()["model"].items()
-        if not cut.is_cut(name, tuple(value.shape))
+        name: local(value).detach().clone() for name, value in values.items() if name not in cut
     }
 
 

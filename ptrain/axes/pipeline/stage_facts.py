@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from ptrain.axes.pipeline.form import stages_of as cut_as_said
-from ptrain.facts.model import ModelFacts, UnitFacts
+from ptrain.facts.model import ModelFacts, TensorFacts, UnitFacts, prefixes
 from ptrain.facts.stages import ENDS, Chain, Ends, Layers, Stage, layers_of
 from ptrain.spec.axis import Axis
 from ptrain.spec.model import ModelShape
@@ -46,17 +46,13 @@ def layers(spec: Spec, facts: ModelFacts) -> Layers:
     """What may be cut: whole layers, however small the wrap's units are."""
     *inner, root = facts.units
     chain = chain_of(spec, facts)
+    within: dict[str, list[TensorFacts]] = {name: [] for name in chain.layers}
+    for unit in inner:
+        for name in prefixes(unit.name):
+            if name in within:
+                within[name] += unit.tensors
     blocks = tuple(
-        UnitFacts(
-            modules=(name,),
-            tensors=tuple(
-                each
-                for unit in inner
-                if f"{unit.name}.".startswith(f"{name}.")
-                for each in unit.tensors
-            ),
-        )
-        for name in chain.layers
+        UnitFacts(modules=(name,), tensors=tuple(tensors)) for name, tensors in within.items()
     )
     assert sum(block.numel for block in blocks) == sum(unit.numel for unit in inner)
     return layers_of((*blocks, root), front=chain.ends.front, tied=chain.tied)
@@ -69,14 +65,22 @@ def stage_facts(facts: ModelFacts, stage: Stage) -> ModelFacts:
     tensors = {each.name: each for each in facts.tensors}
     for name, copy in stage.copied:
         tensors[copy] = replace(tensors[name], name=copy)
-    has = [tensors[name] for name in stage.tensors]
-    units = []
-    for modules in stage.units(facts.unit_modules):
-        own = [t for t in has if any(f"{t.name}.".startswith(f"{m}.") or not m for m in modules)]
-        has = [tensor for tensor in has if tensor not in own]
-        units.append(UnitFacts(modules=modules, tensors=tuple(own)))
-    copies = [copy for _, copy in stage.copied]
-    order = [name for name in facts.gradient_order if name in stage.tensors]
+    modules_of = stage.units(facts.unit_modules)
+    first: dict[str, int] = {}  # the unit that a module begins with, inner before outer
+    for index, modules in enumerate(modules_of):
+        for module in modules:
+            first.setdefault(module, index)
+    held: list[list[TensorFacts]] = [[] for _ in modules_of]
+    for name in stage.tensors:
+        held[min(first[module] for module in ("", *prefixes(name)) if module in first)].append(
+            tensors[name]
+        )
+    units = [
+        UnitFacts(modules=modules, tensors=tuple(own))
+        for modules, own in zip(modules_of, held, strict=True)
+    ]
+    copies, has = [copy for _, copy in stage.copied], {*stage.tensors}
+    order = [name for name in facts.gradient_order if name in has]
     lacking = facts.chain.lacking(stage) if facts.chain else ()
     return replace(
         facts,

@@ -3,6 +3,8 @@ value of every dimension that a table of allocations is written in."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,6 +15,7 @@ from ptrain.units import ceil_div
 Shape = tuple[int, ...]
 
 # The dimension along which a role cuts a weight; its bias is cut where that is the outputs.
+_NUMBERS = re.compile(r"\d+")
 _CUT_DIM = {Role.COLUMN: 0, Role.HEAD: 0, Role.VOCABULARY: 0, Role.ROW: 1}
 
 
@@ -45,6 +48,47 @@ class HowCut(Protocol):
     def is_naive(self) -> bool: ...
 
 
+class Modules:
+    """The modules that roles are of: of a name in a model of many blocks it is known after the
+    first one."""
+
+    def __init__(self, roles: Roles) -> None:
+        self._roles = roles
+        # a pattern without a digit means modules of any number
+        self._by_number = any(map(str.isdigit, "".join(pattern for pattern, _ in roles)))
+        self._known: dict[str, frozenset[Role]] = {}
+        self._first: dict[str, Role | None] = {}
+
+    def roles(self, module: str) -> frozenset[Role]:
+        """All that a module has."""
+        key = module if self._by_number else _NUMBERS.sub("0", module)
+        if key not in self._known:
+            fitting = [role for pattern, role in self._roles if fits(pattern, key)]
+            self._known[key] = frozenset(fitting)
+            self._first[key] = next(iter(fitting), None)
+        return self._known[key]
+
+    def of_tensor(self, name: str) -> Role | None:
+        """The first role of the module that a tensor belongs to."""
+        module = name.rpartition(".")[0]
+        self.roles(module)
+        return self._first[module if self._by_number else _NUMBERS.sub("0", module)]
+
+
+def cut_dims(step: HowCut, tensors: Iterable[tuple[str, Shape]]) -> dict[str, int]:
+    """The dimension along which ranks have different slices of a tensor, by its name; those that
+    every rank has whole are left out. Equal slices, rounded up, the last one shorter, as DTensor
+    cuts."""
+    modules = Modules(step.roles)
+    dims: dict[str, int] = {}
+    for name, shape in tensors:
+        role = modules.of_tensor(name)
+        dim = None if role is None else _CUT_DIM.get(role)
+        if dim is not None and dim < len(shape):
+            dims[name] = dim
+    return dims
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
     """Rank `index` of `degree` ranks that share the operators of a model as `step` says."""
@@ -64,29 +108,6 @@ class Cut:
         else:
             name = "cut" if step.is_sequence else "whole"
         return name if step.loss_parallel else f"{name}-gathered"
-
-    def role(self, tensor: str) -> Role | None:
-        """Of the module that a tensor belongs to."""
-        module = tensor.rpartition(".")[0]
-        return next((role for pattern, role in self.step.roles if fits(pattern, module)), None)
-
-    def shape(self, tensor: str, shape: Shape) -> Shape:
-        """What this rank stores of a tensor: equal slices, rounded up, the last one shorter, as
-        DTensor cuts."""
-        dim = self._dim(tensor, shape)
-        if dim is None:
-            return shape
-        return (*shape[:dim], self.slice_of(shape[dim]), *shape[dim + 1 :])
-
-    def is_cut(self, tensor: str, shape: Shape) -> bool:
-        """Whether the ranks have different slices of it."""
-        return self._dim(tensor, shape) is not None
-
-    def _dim(self, tensor: str, shape: Shape) -> int | None:
-        """Along which it is cut; None where every rank has it whole."""
-        role = self.role(tensor)
-        dim = None if role is None else _CUT_DIM.get(role)
-        return None if dim is None or dim >= len(shape) else dim
 
     def slice_of(self, size: int) -> int:
         """Elements of this rank's slice of a dimension."""
