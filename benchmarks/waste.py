@@ -47,15 +47,16 @@ CAUGHT = ("killed", "timeout")
 _TOOLS = ("coverage", "pytest", "hypothesis")
 
 METHOD = """\
-A mutant is one simple statement of a target with waste in it, put into the live function of a forked
-process (`_mutation_runner.py`). It is drawn from the sites of its kind, as many of each kind as there
-are. Two questions come first, put to the predictions of all strategies and of the legal ones of
-{drawn} drawn specs. One that makes a prediction raise is no waste but an error; one that changes no
-prediction at all is equivalent as far as these specs go; one that no prediction runs cannot be
-judged so. These three are put aside and counted, and the next of the kind is drawn. Then the tests
-that reach its statement run, quickest first, up to the first that fails or {enough:.0f} s of
-processor time; a test that takes longer than {slow:.0f} s only where no quicker one reaches it. A
-mutant whose statement no test runs is `unreached`, and counts as one that survives."""
+A mutant is one simple statement of a target with waste in it, put into the live function of a
+forked process (`_mutation_runner.py`). Every kind is drawn as often as the others, as far as it has
+sites. Two questions come first, put to the predictions of all strategies and of the legal ones of
+the specs that `_waste_probe.py` draws. One that makes a prediction raise is no waste but an error;
+one that changes no prediction is equivalent as far as these specs go; of one that no prediction
+runs neither can be said. These three are put aside and counted, and the next of the kind is drawn.
+Then the tests that reach its statement run, quickest first, up to the first that fails or
+{enough:.0f} s of processor time; a test that takes longer than {slow:.0f} s only where no quicker
+one reaches it. A mutant whose statement no test runs is `unreached`: it counts as one that
+survives."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -207,7 +208,7 @@ def main() -> int:
         "",
         f"Claim: at least {AT_LEAST:.0%} of the drawn mutants are caught.",
         "",
-        METHOD.format(drawn="400", enough=ENOUGH, slow=SLOW),
+        METHOD.format(enough=ENOUGH, slow=SLOW),
         "",
         f"Targets: {' '.join(args.targets)}. Tests: {' '.join(args.tests)}, "
         f"without {' '.join(args.without)}.",
