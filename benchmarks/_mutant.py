@@ -39,6 +39,6 @@ def is_sound(mutant: Mutant) -> bool:
 def changed_lines(root: Path, mutant: Mutant) -> tuple[str, str]:
     """What the change takes out and what it puts in, line by line."""
     old = (root / mutant.file).read_text(encoding="utf-8").splitlines()
-    told = list(difflib.ndiff(old, mutant.source.splitlines()))
-    out, put = ((line[2:].strip() for line in told if line[:2] == sign) for sign in ("- ", "+ "))
+    lines = list(difflib.ndiff(old, mutant.source.splitlines()))
+    out, put = ([line[2:].strip() for line in lines if line[:2] == sign] for sign in ("- ", "+ "))
     return " ".join(out), " ".join(put)

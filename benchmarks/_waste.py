@@ -28,11 +28,12 @@ KINDS = (
 )
 TEMPORARY = "planted"  # the name of what is allocated for nothing
 
-# By the name of a method: the place of its argument that names the group's axes.
+# By the name of a method: the place of its argument that names the group's axes. Of a room's own
+# methods it is the second.
 SENDS = {"send": 1, "all_reduce": 1}
 GATHERS = {"gather": 2, "start_gather": 2}
 SCATTERS = {"reduce_scatter": 2, "start_reduce_scatter": 2}
-OF_ROOMS = {"all_gather": 1, "all_to_all": 1, "broadcast": 1}  # of a room: its tensor, the axes
+OF_ROOMS = {"all_gather": 1, "all_to_all": 1, "broadcast": 1}
 COLLECTIVES = SENDS | GATHERS | SCATTERS | OF_ROOMS
 STARTED = ("start_gather", "start_reduce_scatter")  # begun: a `wait` gives what they make
 COPIES = ("cast", "move")
@@ -60,7 +61,7 @@ COUNTED = Style(
     frees_by_name=False,
 )
 NAMED = Style(
-    clone="{room}.new({piece}.numel, {piece}.dtype, {piece}.tier, State.TRANSIENT)",
+    clone="{room}.cast({piece}, {piece}.dtype, copy=True)",
     drop="del {value}",
     frees_by_name=True,
 )
@@ -121,10 +122,10 @@ def of_module(root: Path, file: str) -> list[Mutant]:
 def _places(tree: ast.Module) -> Iterator[Place]:
     names = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     style = COUNTED if names & {"drop", "tape"} else NAMED
-    for function, owner, node in _functions(tree):
-        text = ast.unparse(owner)
+    for function, text, node in _functions(tree):
         if style is NAMED:
-            room, mesh_axes = "self.room", "self.step.axes"
+            room = "self.room" if "self.room" in text else "room"
+            mesh_axes = "self.step.axes"
         elif "self.bench" in text:
             room, mesh_axes = "self.bench", "self.bench.step.axes"
         else:
@@ -136,15 +137,16 @@ def _places(tree: ast.Module) -> Iterator[Place]:
                     yield Place(style, function, statement, following, room, mesh_axes, cut_axes)
 
 
-def _functions(tree: ast.Module) -> Iterator[tuple[str, ast.AST, ast.FunctionDef]]:
-    """The functions of a module and the methods of its classes, by name, with what they are in."""
+def _functions(tree: ast.Module) -> Iterator[tuple[str, str, ast.FunctionDef]]:
+    """The functions of a module and the methods of its classes, by name, with the source of what
+    they are in."""
     for node in tree.body:
-        if isinstance(node, ast.FunctionDef):
-            yield node.name, node, node
-        elif isinstance(node, ast.ClassDef):
-            for inner in node.body:
-                if isinstance(inner, ast.FunctionDef):
-                    yield f"{node.name}.{inner.name}", node, inner
+        inner = node.body if isinstance(node, ast.ClassDef) else [node]
+        prefix = f"{node.name}." if isinstance(node, ast.ClassDef) else ""
+        text = ast.unparse(node)
+        for function in inner:
+            if isinstance(function, ast.FunctionDef):
+                yield prefix + function.name, text, function
 
 
 def _blocks(node: ast.AST) -> Iterator[Sequence[ast.stmt]]:
@@ -192,9 +194,10 @@ def _spikes(place: Place, call: ast.Call, room: str) -> Iterator[Change]:
     """Of what is written to a tape as a size: as much again, gone at once."""
     if isinstance(call.func, ast.Attribute) and call.func.attr in ("add", "spike"):
         size = ast.unparse(call.args[0])
+        negative = ast.unparse(ast.UnaryOp(ast.USub(), call.args[0]))
         before, after = ast.unparse(place.statement), f"{room}.spike({size})"
         if call.func.attr == "spike":
-            before, after = f"{room}.add({size})", f"{before}\n{room}.add(-({size}))"
+            before, after = f"{room}.add({size})", f"{before}\n{room}.add({negative})"
         yield Change("extra temporary", (before, after))
 
 
@@ -206,7 +209,11 @@ def _around(statement: ast.stmt, drop: str) -> tuple[str, ...]:
 
 
 def _late(place: Place) -> Iterator[Change]:
-    """A release comes after the next statement, or not at all."""
+    """A release comes after the next statement, or not at all. Where names free, what a name meant
+    before it was given anew lives on to the function's end."""
+    old = _overwritten(place.statement) if place.style.frees_by_name else None
+    if old is not None:
+        yield Change("late release", (f"{TEMPORARY} = {old}", ast.unparse(place.statement)))
     if not _is_release(place):
         return
     statement, following = place.statement, place.following
@@ -214,6 +221,18 @@ def _late(place: Place) -> Iterator[Change]:
         swapped = (ast.unparse(following), ast.unparse(statement))
         yield Change("late release", swapped, following)
     yield Change("late release", ("pass",))
+
+
+def _overwritten(statement: ast.stmt) -> str | None:
+    """The name that a statement gives to what it makes of the very thing of that name: in
+    `held = room.move(held, ...)` it is `held`."""
+    match statement:
+        case ast.Assign(targets=[ast.Name() | ast.Attribute() as target], value=value):
+            name = ast.unparse(target)
+            used = (node for node in ast.walk(value) if isinstance(node, ast.Name | ast.Attribute))
+            return name if any(ast.unparse(node) == name for node in used) else None
+        case _:
+            return None
 
 
 def _is_release(place: Place) -> bool:
@@ -268,7 +287,9 @@ def _larger(place: Place) -> Iterator[Change]:
         if isinstance(node, ast.Call) and _name(node) in COLLECTIVES:
             is_sent = _name(node) in SENDS or place.style.frees_by_name
             axes = place.mesh_axes if is_sent else place.cut_axes
-            for group in _arguments(node, COLLECTIVES[_name(node)], GROUP_WORDS):
+            is_of_room = ast.unparse(node.func).split(".")[-2:-1] == ["room"]
+            position = 1 if is_of_room else COLLECTIVES[_name(node)]
+            for group in _arguments(node, position, GROUP_WORDS):
                 if ast.unparse(_at(node, group)) != axes:
                     yield _replaced(place, (*path, *group), "larger group", axes)
 
