@@ -51,9 +51,9 @@ messages, help and notes), the arguments of `isinstance`, `len` and `assert_neve
 
 A mutant of a function is put into the live function of a forked process, which then runs the tests
 that reach its statement (by coverage, measured once): one setting of every test function, the
-quickest first, then the next settings, up to the first that fails or {enough:.0f} s of processor
+quickest first, then the next settings, up to the first that fails or {suite.enough:.0f} s of processor
 time. A mutant of what runs at import has a process of its own. What lives through {first} goes to
-{then}. Not asked: tests that take longer than {slow:.0f} s where a quicker one reaches the
+{then}. Not asked: tests that take longer than {suite.slow:.0f} s where a quicker one reaches the
 statement, test_layers.py, which reads the sources as text, tests that fail without a change too or
 where coverage is traced (they measure times), and all of tests/gloo. So a survivor may still be
 killed by a test that was not asked: the score is a lower bound. A mutant that takes {times} times
@@ -259,9 +259,7 @@ def main() -> int:
         f"Claim: in each of {', '.join(CLAIMED)} at least {AT_LEAST:.0%} of a random sample of the "
         "package's mutants are killed, none taken off as equivalent.",
         "",
-        METHOD.format(
-            enough=SUITE.enough, slow=SUITE.slow, first=first, then=then, times=TIMES, start=SPARE
-        ),
+        METHOD.format(suite=SUITE, first=first, then=then, times=TIMES, start=SPARE),
         "",
         *table(found),
         "",

@@ -161,7 +161,8 @@ def listed(root: Path, kinds: Sequence[Draw], verdicts: Found) -> Iterator[str]:
             yield f"| {' | '.join(cells)} |"
 
 
-def main() -> int:
+def arguments() -> argparse.Namespace:
+    """What the command line says."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -173,22 +174,22 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--work", type=Path, help="a folder to keep, and to go on in")
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/")
-    args = parser.parse_args()
-    suite = Suite(
-        stages={
-            RAISES: (f"{PROBE}raises",),
-            DIFFERS: (f"{PROBE}differs",),
-            TESTS: tuple(args.tests),
-        },
-        left_out=tuple(args.without),
-        enough=ENOUGH,
-        slow=SLOW,
-    )
-    work = (args.work or Path(tempfile.mkdtemp())).resolve()
+    return parser.parse_args()
+
+
+def benches_in(work: Path, args: argparse.Namespace) -> list[Bench]:
+    """A clone for each process."""
+    stages = {RAISES: (f"{PROBE}raises",), DIFFERS: (f"{PROBE}differs",), TESTS: tuple(args.tests)}
+    suite = Suite(stages=stages, left_out=tuple(args.without), enough=ENOUGH, slow=SLOW)
     folders = [work / str(place) for place in range(args.processes)]
     for folder in folders:
         folder.mkdir(parents=True, exist_ok=True)
-    benches = [Bench(folder, suite) for folder in folders]
+    return [Bench(folder, suite) for folder in folders]
+
+
+def main() -> int:
+    args = arguments()
+    benches = benches_in((args.work or Path(tempfile.mkdtemp())).resolve(), args)
     tree = benches[0].tree
     kinds = draws(tree, args.targets, args.seed)
     choose(benches, kinds, args.number)
