@@ -51,16 +51,16 @@ messages, help and notes), the arguments of `isinstance`, `len` and `assert_neve
 
 A mutant of a function is put into the live function of a forked process, which then runs the tests
 that reach its statement (by coverage, measured once): one setting of every test function, the
-quickest first, then the next settings, up to the first that fails or {suite.enough:.0f} s of processor
-time. A mutant of what runs at import has a process of its own. What lives through {first} goes to
-{then}. Not asked: tests that take longer than {suite.slow:.0f} s where a quicker one reaches the
-statement, test_layers.py, which reads the sources as text, tests that fail without a change too or
-where coverage is traced (they measure times), and all of tests/gloo. So a survivor may still be
-killed by a test that was not asked: the score is a lower bound. A mutant that takes {times} times
-its tests' processor time and {start} s more counts as killed. One that no test reaches counts as
-alive. hypothesis draws the same examples every time and remembers none. Equivalent mutants are not
-taken off the score: a column of its own leaves out those that somebody judged so,
-for the reason in the list."""
+quickest first, then the next settings, up to the first that fails or {suite.enough:.0f} s of
+processor time. A mutant of what runs at import has a process of its own. What lives through
+{first} goes to {then}. Not asked: tests that take longer than {suite.slow:.0f} s where a quicker
+one reaches the statement, test_layers.py, which reads the sources as text, tests that fail without
+a change too or where coverage is traced (they measure times), and all of tests/gloo. So a survivor
+may still be killed by a test that was not asked: the score is a lower bound. A mutant that takes
+{times} times its tests' processor time and {start} s more counts as killed. One that no test
+reaches counts as alive. hypothesis draws the same examples every time and remembers none.
+Equivalent mutants are not taken off the score: a column of its own leaves out those that somebody
+judged so, for the reason in the list."""
 
 
 @dataclass(kw_only=True)
