@@ -7,38 +7,18 @@ module or a class says outside of functions; here both are mutated. What is left
 
 from __future__ import annotations
 
-import ast
-import difflib
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 import libcst as cst
+from _mutant import Mutant
 from libcst.metadata import MetadataWrapper, PositionProvider
 from mutmut.mutation.mutators import mutation_operators
 
 # The first is proved unreachable by the type checker; mutmut never mutates the other two.
 _NEVER_MUTATED = ("assert_never", "len", "isinstance")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Mutant:
-    """One change of one file."""
-
-    file: str  # from the root of the repository
-    number: int  # among the file's mutants
-    function: str  # the outermost function, as `Class.method`; empty outside of functions
-    line: int
-    statement: tuple[int, int]  # first and last line of the statement; of a block, of its head
-    operator: str
-    before: str
-    after: str
-    source: str  # of the whole file with the change
-
-    @property
-    def name(self) -> str:
-        return f"{self.file}:{self.line}#{self.number}"
 
 
 def places(root: Path, file: str) -> list[str]:
@@ -70,23 +50,6 @@ def _changes(root: Path, file: str) -> tuple[cst.Module, list[_Change]]:
     visitor = _Visitor()
     wrapper.visit(visitor)
     return wrapper.module, visitor.found
-
-
-def is_sound(mutant: Mutant) -> bool:
-    """Whether it is a program at all: what no interpreter reads tests nothing."""
-    try:
-        ast.parse(mutant.source)
-    except SyntaxError:
-        return False
-    return True
-
-
-def changed_lines(root: Path, mutant: Mutant) -> tuple[str, str]:
-    """What the change takes out and what it puts in, line by line."""
-    old = (root / mutant.file).read_text(encoding="utf-8").splitlines()
-    told = list(difflib.ndiff(old, mutant.source.splitlines()))
-    out, put = ((line[2:].strip() for line in told if line[:2] == sign) for sign in ("- ", "+ "))
-    return " ".join(out), " ".join(put)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

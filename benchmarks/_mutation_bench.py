@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, zip_longest
 from pathlib import Path
@@ -17,20 +17,30 @@ from typing import TYPE_CHECKING, Any
 from _machine import ROOT
 
 if TYPE_CHECKING:
-    from _mutants import Mutant
+    from _mutant import Mutant
     from mutation import Found
 
-# What the first lets live goes to the second, which holds derivation against torch.
-STAGES = {
-    "pure": ("tests/pure",),
-    "unit": tuple(
-        f"tests/unit/test_{name}.py"
-        for name in ("fake", "flat_runs", "operations", "parameters", "replay", "trace")
-    ),
-}
-ENOUGH = 8.0  # processor seconds of tests: what lives through them counts as alive
-SLOW = 2.0  # seconds: a test that takes longer judges only what no quicker one reaches
-LEFT_OUT = "tests/pure/test_layers.py"  # it would see a mutant for its looks
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Suite:
+    """The tests that judge: what a stage lets live goes to the next."""
+
+    stages: Mapping[str, tuple[str, ...]]
+    left_out: tuple[str, ...]
+    enough: float = 8.0  # processor seconds of tests: what lives through them counts as alive
+    slow: float = 2.0  # seconds: a test that takes longer judges only what no quicker one reaches
+
+
+SUITE = Suite(
+    stages={
+        "pure": ("tests/pure",),
+        "unit": tuple(  # holds derivation against torch
+            f"tests/unit/test_{name}.py"
+            for name in ("fake", "flat_runs", "operations", "parameters", "replay", "trace")
+        ),
+    },
+    left_out=("tests/pure/test_layers.py",),  # it would see a mutant for its looks
+)
 FEW = 3  # files of tests that a mutant with processes of its own meets first
 ALONE = 600  # seconds, wall, of such a process
 PASSED = (0, 5)  # pytest's codes: all passed, or no test has a name that was asked for
@@ -44,9 +54,10 @@ class Reach:
     tests: list[str]
     seconds: list[float]
     lines: dict[str, dict[str, list[int]]]
+    suite: Suite
 
     def of(self, mutant: Mutant) -> list[int]:
-        """The tests that run its statement, but no more than `ENOUGH` of them."""
+        """The tests that run its statement, but no more than `enough` of them."""
         return self._enough({test for tests in self._of_lines(mutant) for test in tests})
 
     def is_at_import(self, mutant: Mutant) -> bool:
@@ -67,21 +78,22 @@ class Reach:
     def _enough(self, tests: set[int]) -> list[int]:
         """The quickest setting of each test function, then the next ones: settings of a function
         resemble each other."""
-        quick = {test for test in tests if self.seconds[test] <= SLOW} or tests
+        quick = {test for test in tests if self.seconds[test] <= self.suite.slow} or tests
         functions: dict[str, list[int]] = {}
         for test in sorted(quick, key=lambda test: self.seconds[test]):
             functions.setdefault(self.tests[test].partition("[")[0], []).append(test)
         turns = [test for turn in zip_longest(*functions.values()) for test in turn]
         kept = [test for test in turns if test is not None]
         until = accumulate(self.seconds[test] for test in kept)
-        return [test for test, used in zip(kept, until, strict=True) if used <= ENOUGH] or kept[:1]
+        enough = self.suite.enough
+        return [test for test, used in zip(kept, until, strict=True) if used <= enough] or kept[:1]
 
 
 class Bench:
     """A clone of HEAD, and what is known of it."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.tree = folder, folder / "tree"
+    def __init__(self, folder: Path, suite: Suite = SUITE) -> None:
+        self.folder, self.tree, self.suite = folder, folder / "tree", suite
         if not self.tree.exists():
             clone = ["git", "clone", "--quiet", "--local", str(ROOT), str(self.tree)]
             subprocess.run(clone, check=True)
@@ -93,7 +105,7 @@ class Bench:
 
     def judge(self, found: Iterable[Found], stage: str) -> None:
         """Every mutant that no earlier stage has killed."""
-        reach, path = self._reach(stage), self.folder / f"verdicts_{stage}.jsonl"
+        reach, path = self.reach(stage), self.folder / f"verdicts_{stage}.jsonl"
         packages, known = list(found), dict(_rows(path))
         sampled = [mutant for each in packages for mutant in each.sampled if each.lives(mutant)]
         todo = [mutant for mutant in sampled if mutant.name not in known]
@@ -101,9 +113,9 @@ class Bench:
         if jobs := [job for job in jobs if job["tests"]]:
             listed = self.folder / "jobs.jsonl"
             listed.write_text("".join(json.dumps(job) + "\n" for job in jobs), encoding="utf-8")
-            self._pytest(STAGES[stage], MUTATION_JOBS=listed, MUTATION_VERDICTS=path)
+            self._pytest(self.suite.stages[stage], MUTATION_JOBS=listed, MUTATION_VERDICTS=path)
         for mutant in (mutant for mutant in todo if reach.is_at_import(mutant)):
-            tests = reach.of_file(mutant, others=stage == next(iter(STAGES)))
+            tests = reach.of_file(mutant, others=stage == next(iter(self.suite.stages)))
             if tests:
                 row = self._alone(mutant, stage, [reach.tests[test] for test in tests])
                 with path.open("a", encoding="utf-8") as out:
@@ -113,12 +125,12 @@ class Bench:
             names = (mutant.name for mutant in each.sampled)
             each.verdicts |= {name: known[name] for name in names if name in known}
 
-    def _reach(self, stage: str) -> Reach:
-        """Measured once."""
+    def reach(self, stage: str) -> Reach:
+        """Which tests of the stage run which lines, measured once."""
         path = self.folder / f"{stage}.json"
         if not path.exists():
-            self._pytest(STAGES[stage], MUTATION_MAP=path)
-        return Reach(**json.loads(path.read_text(encoding="utf-8")))
+            self._pytest(self.suite.stages[stage], MUTATION_MAP=path)
+        return Reach(suite=self.suite, **json.loads(path.read_text(encoding="utf-8")))
 
     def _alone(self, mutant: Mutant, stage: str, tests: Sequence[str]) -> dict[str, Any]:
         """A mutant of what runs at import: it takes processes of its own, of which the first has
@@ -131,7 +143,7 @@ class Bench:
         near = [test for test in tests if test.partition("::")[0] in first]
         rest = [test for test in tests if test.partition("::")[0] not in first]
         try:
-            for files, chosen in ((first, near), (STAGES[stage], rest)):
+            for files, chosen in ((first, near), (self.suite.stages[stage], rest)):
                 only.write_text(json.dumps(chosen), encoding="utf-8")
                 if chosen and self._pytest(files, MUTATION_ONLY=only) not in PASSED:
                     return {"name": mutant.name, "verdict": "killed", "by": str(files[0])}
@@ -144,7 +156,8 @@ class Bench:
 
     def _pytest(self, tests: Sequence[str], **paths: Path) -> int:
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "_mutation_runner"]
-        command += ["-p", "no:cacheprovider", f"--deselect={LEFT_OUT}", *tests]
+        command += ["-p", "no:cacheprovider", *tests]
+        command += [f"--deselect={file}" for file in self.suite.left_out]
         places = os.pathsep.join([str(self.tree), str(ROOT / "benchmarks")])
         fixed = {"PYTHONPATH": places, "OMP_NUM_THREADS": "1"}
         told = {name: str(path) for name, path in paths.items()}

@@ -21,7 +21,7 @@ from _equivalent import EQUIVALENT
 from _machine import conclude, header, this_command, version
 
 if TYPE_CHECKING:
-    from _mutants import Mutant
+    from _mutant import Mutant
 
 AT_LEAST = 0.85
 PACKAGES = {
@@ -51,16 +51,16 @@ messages, help and notes), the arguments of `isinstance`, `len` and `assert_neve
 
 A mutant of a function is put into the live function of a forked process, which then runs the tests
 that reach its statement (by coverage, measured once): one setting of every test function, the
-quickest first, then the next settings, up to the first that fails or {enough:.0f} s of processor
-time. A mutant of what runs at import has a process of its own. What lives through {first} goes to
-{then}. Not asked: tests that take longer than {slow:.0f} s where a quicker one reaches the
-statement, test_layers.py, which reads the sources as text, tests that fail without a change too or
-where coverage is traced (they measure times), and all of tests/gloo. So a survivor may still be
-killed by a test that was not asked: the score is a lower bound. A mutant that takes {times} times
-its tests' processor time and {start} s more counts as killed. One that no test reaches counts as
-alive. hypothesis draws the same examples every time and remembers none. Equivalent mutants are not
-taken off the score: a column of its own leaves out those that somebody judged so,
-for the reason in the list."""
+quickest first, then the next settings, up to the first that fails or {suite.enough:.0f} s of
+processor time. A mutant of what runs at import has a process of its own. What lives through
+{first} goes to {then}. Not asked: tests that take longer than {suite.slow:.0f} s where a quicker
+one reaches the statement, test_layers.py, which reads the sources as text, tests that fail without
+a change too or where coverage is traced (they measure times), and all of tests/gloo. So a survivor
+may still be killed by a test that was not asked: the score is a lower bound. A mutant that takes
+{times} times its tests' processor time and {start} s more counts as killed. One that no test
+reaches counts as alive. hypothesis draws the same examples every time and remembers none.
+Equivalent mutants are not taken off the score: a column of its own leaves out those that somebody
+judged so, for the reason in the list."""
 
 
 @dataclass(kw_only=True)
@@ -120,7 +120,8 @@ def wilson(share: float, of: float) -> tuple[float, float]:
 def drawn(tree: Path, package: str, *, inside: bool, number: int, seed: int) -> Found:
     """A random sample of a package's mutants inside of functions, or outside of them, each with its
     source."""
-    from _mutants import is_sound, mutants, places
+    from _mutant import is_sound
+    from _mutants import mutants, places
 
     files = sorted(str(p.relative_to(tree)) for glob in PACKAGES[package] for p in tree.glob(glob))
     every = [
@@ -200,13 +201,13 @@ def overall(found: Mapping[str, Strata]) -> str:
 
 def survivors(tree: Path, found: Mapping[str, Strata]) -> Iterator[str]:
     """Each change that lives, and why no test can see it where that was judged."""
-    from _mutants import changed_lines
+    from _mutant import changed_lines
 
     yield "| where | function | the code | the mutant | |"
     yield "|---|---|---|---|---|"
     for each in (each for strata in found.values() for each in strata):
         for mutant in each.alive:
-            before, after = (_cell(text) for text in changed_lines(tree, mutant))
+            before, after = (code(text) for text in changed_lines(tree, mutant))
             judged = reason(mutant)
             said = f"equivalent: {judged}" if judged else ""
             if each.verdict(mutant) == "unreached":
@@ -215,20 +216,21 @@ def survivors(tree: Path, found: Mapping[str, Strata]) -> Iterator[str]:
             yield f"| {place} | {mutant.function or 'at import'} | {before} | {after} | {said} |"
 
 
-def _cell(text: str) -> str:
+def code(text: str) -> str:
+    """A line of code as a cell of a table, at most 160 characters of it."""
     shown = text if len(text) <= 160 else text[:157] + "..."
     return f"`` {shown} ``".replace("|", "\\|") if shown else "(gone)"
 
 
 def main() -> int:
-    from _mutation_bench import ENOUGH, SLOW, STAGES, Bench
+    from _mutation_bench import SUITE, Bench
     from _mutation_runner import SPARE, TIMES
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sample", type=int, default=700, help="mutants, over the packages")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--package", action="append", choices=PACKAGES, help="default: the claimed")
-    parser.add_argument("--stages", nargs="*", choices=STAGES, default=[*STAGES])
+    parser.add_argument("--stages", nargs="*", choices=SUITE.stages, default=[*SUITE.stages])
     parser.add_argument("--work", type=Path, help="a folder to keep, and to go on in")
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/")
     args = parser.parse_args()
@@ -248,7 +250,7 @@ def main() -> int:
     }
     for stage in args.stages:
         bench.judge([each for strata in found.values() for each in strata], stage)
-    first, then = (" ".join(files) for files in STAGES.values())
+    first, then = (" ".join(files) for files in SUITE.stages.values())
     tools = ", ".join(f"{name} {version(name)}" for name in _TOOLS)
     lines = [
         header("mutation: changes of the pure half that the default tests notice", this_command()),
@@ -257,7 +259,7 @@ def main() -> int:
         f"Claim: in each of {', '.join(CLAIMED)} at least {AT_LEAST:.0%} of a random sample of the "
         "package's mutants are killed, none taken off as equivalent.",
         "",
-        METHOD.format(enough=ENOUGH, slow=SLOW, first=first, then=then, times=TIMES, start=SPARE),
+        METHOD.format(suite=SUITE, first=first, then=then, times=TIMES, start=SPARE),
         "",
         *table(found),
         "",

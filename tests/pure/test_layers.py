@@ -10,10 +10,11 @@ import ast
 import re
 import sys
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 
 import pytest
+
+from tests.source_tree import SourceTree
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "ptrain"
@@ -72,52 +73,56 @@ BOUNDARY = {"ptrain.models.boundary"}
 # A checkpoint's index is a pickle; its reader admits the classes of an index and nothing else.
 UNPICKLERS = {"ptrain.train.index"}
 
+# Rooms (of tests/source_tree.py) that import each other. What is not listed is an error, and so is
+# what is listed and gone: the list only shrinks.
+MUTUAL_IMPORTS = {
+    ("activations", "axes/tensor"),
+    ("activations", "interpreter"),
+    ("activations", "plan"),
+    ("axes/data", "axes/pipeline"),
+    ("axes/data", "interpreter"),
+    ("axes/data", "plan"),
+    ("axes/pipeline", "axes/tensor"),
+    ("axes/pipeline", "derivation"),
+    ("axes/pipeline", "interpreter"),
+    ("axes/pipeline", "models"),
+    ("axes/pipeline", "plan"),
+    ("axes/tensor", "derivation"),
+    ("axes/tensor", "interpreter"),
+    ("axes/tensor", "models"),
+    ("axes/tensor", "plan"),
+    ("verification", "verification/causes"),
+    ("verification", "verification/jobs"),
+}
+
+# Names that classes of two or more modules bear: one noun, one class. This list only shrinks too.
+REPEATED_CLASSES = {
+    "Account", "Asked", "Attention", "Block", "Boundary", "Call", "Complete", "Course", "Ends",
+    "Evidence", "Examination", "Exchange", "Fit", "Flight", "Found", "Gathers", "Gradients",
+    "Held", "Interrupts", "Job", "Kept", "Kind", "Ledger", "Life", "Mark", "Moment", "Observer",
+    "Offload", "Options", "Outputs", "Pair", "Part", "Parts", "Passes", "Pipeline", "Plan",
+    "Probe", "Product", "Recorder", "Role", "Route", "Run", "Scene", "Setting", "Stage", "Step",
+    "Table", "Text", "Told", "Traced", "Transfer", "Unit", "UnitUpdate", "Update", "Whole",
+    "Work", "Worst", "_Rank", "_Run",
+}  # fmt: skip
+
 MAX_FILE, MAX_FUNCTION = 400, 60
 
 
-def name_of(path: Path) -> str:
-    parts = path.relative_to(ROOT).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
-MODULES = {name_of(path): path for path in sorted(PACKAGE.rglob("*.py"))}
-PYTHON_FILES = [
-    path
-    for folder in ("ptrain", "tests", "benchmarks", "launch")
-    for path in sorted((ROOT / folder).rglob("*.py"))
-]
-
-
-@cache
-def tree(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+SOURCES = SourceTree(ROOT)
+MODULES = SOURCES.modules
+PYTHON_FILES = SOURCES.python_files
+imports, tree, short = SOURCES.imports, SOURCES.parsed, SOURCES.short
 
 
 def rank(module: str) -> int:
     return next(i for i, layer in enumerate(LAYERS) if re.fullmatch(layer, module))
 
 
-def imports(module: str) -> Iterator[str]:
-    """Every module that an import statement of `module` names, those for types only included."""
-    for node in ast.walk(tree(MODULES[module])):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{module}:{node.lineno}: a relative import"
-            assert node.module
-            for alias in node.names:
-                submodule = f"{node.module}.{alias.name}"
-                yield submodule if submodule in MODULES else node.module
-
-
 def calls(path: Path) -> Iterator[tuple[ast.Call, str]]:
     for node in ast.walk(tree(path)):
         if isinstance(node, ast.Call):
             yield node, ast.unparse(node.func)
-
-
-def short(path: Path) -> str:
-    return str(path.relative_to(ROOT))
 
 
 def strategy_names() -> set[str]:
@@ -141,6 +146,17 @@ def test_imports_point_upwards(module):
     assert not downwards, f"{module} imports from below itself: {sorted(downwards)}"
 
 
+def test_rooms_import_each_other_only_where_they_are_listed():
+    assert SOURCES.mutual_imports() == MUTUAL_IMPORTS
+
+
+def test_a_class_name_stands_twice_only_where_it_is_listed():
+    repeated = SOURCES.repeated_classes()
+    unlisted = {name: repeated[name] for name in repeated.keys() - REPEATED_CLASSES}
+    assert not unlisted, f"a class of that name is elsewhere already: {unlisted}"
+    assert repeated.keys() == REPEATED_CLASSES, "names that stand once: take them off the list"
+
+
 @pytest.mark.parametrize("module", [m for m in sorted(MODULES) if rank(m) < TORCH_LINE])
 def test_the_pure_half_needs_the_standard_library_yaml_and_pydantic_only(module):
     packages = {found.split(".")[0] for found in imports(module)}
@@ -160,10 +176,8 @@ def test_meters_do_not_know_what_is_expected():
 def test_files_and_functions_keep_to_the_size_budget(path):
     lines = path.read_text(encoding="utf-8").count("\n")
     assert lines <= MAX_FILE, f"{short(path)} has {lines} lines, more than {MAX_FILE}"
-    for node in ast.walk(tree(path)):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            length = (node.end_lineno or node.lineno) - node.lineno + 1
-            assert length <= MAX_FUNCTION, f"{short(path)}: {node.name} has {length} lines"
+    for name, length in SOURCES.functions(path):
+        assert length <= MAX_FUNCTION, f"{short(path)}: {name} has {length} lines"
 
 
 def test_the_loop_has_at_most_120_lines_and_names_no_axis():
@@ -219,7 +233,7 @@ def test_nothing_executes_text_or_unpickles(path):
         for node in ast.walk(tree(path)):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-            if name_of(path) not in UNPICKLERS:
+            if SOURCES.name_of(path) not in UNPICKLERS:
                 assert not {"pickle", "marshal", "shelve", "dill"} & set(names), short(path)
 
 

@@ -1,0 +1,107 @@
+"""The sources of a checkout as syntax trees: its modules, what they import, the rooms they stand in
+and the classes they define. Pure: the standard library only, and nothing of ptrain is imported."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+
+FOLDERS = ("ptrain", "tests", "benchmarks", "launch")  # that hold Python
+BASE = "base"  # the room of the modules beside the packages, which stands below all others
+USERS = {"ptrain", "ptrain.__main__", "ptrain.testing"}  # entries: they are in no room
+
+
+class SourceTree:
+    """A checkout at `root`. Files are read once, when they are first needed."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._parsed: dict[Path, ast.Module] = {}
+
+    @cached_property
+    def modules(self) -> dict[str, Path]:
+        """The modules of the package by their full names, in the order of their paths."""
+        return {self.name_of(path): path for path in sorted((self.root / "ptrain").rglob("*.py"))}
+
+    @cached_property
+    def python_files(self) -> list[Path]:
+        """The package, its tests, its benchmarks and its launchers."""
+        return [path for folder in FOLDERS for path in sorted((self.root / folder).rglob("*.py"))]
+
+    @cached_property
+    def rooms(self) -> dict[str, list[str]]:
+        """The modules of each room. A room is a package, without those below it: `spec`,
+        `axes/data`, `axes/data/run`; the modules beside the packages are the room `base`."""
+        rooms: dict[str, list[str]] = {}
+        for module in self.modules:
+            room = self.room_of(module)
+            if room is not None:
+                rooms.setdefault(room, []).append(module)
+        return dict(sorted(rooms.items()))
+
+    def room_of(self, module: str) -> str | None:
+        """The room in which a module stands; None for an entry, which uses all rooms."""
+        if module in USERS:
+            return None
+        return str(self.modules[module].parent.relative_to(self.root / "ptrain")).replace(".", BASE)
+
+    def name_of(self, path: Path) -> str:
+        """The full name of the module that a file holds."""
+        parts = path.relative_to(self.root).with_suffix("").parts
+        return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+    def short(self, path: Path) -> str:
+        """The path from the root."""
+        return path.relative_to(self.root).as_posix()
+
+    def parsed(self, path: Path) -> ast.Module:
+        """The syntax tree of a file."""
+        if path not in self._parsed:
+            self._parsed[path] = ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+        return self._parsed[path]
+
+    def imports(self, module: str) -> Iterator[str]:
+        """Every module that an import statement of `module` names, those for types only included.
+        A relative import raises AssertionError."""
+        for node in ast.walk(self.parsed(self.modules[module])):
+            if isinstance(node, ast.Import):
+                yield from (alias.name for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                assert node.level == 0, f"{module}:{node.lineno}: a relative import"
+                assert node.module
+                for alias in node.names:
+                    submodule = f"{node.module}.{alias.name}"
+                    yield submodule if submodule in self.modules else node.module
+
+    def functions(self, path: Path) -> Iterator[tuple[str, int]]:
+        """The name and the number of lines of every function of a file."""
+        for node in ast.walk(self.parsed(path)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                yield node.name, (node.end_lineno or node.lineno) - node.lineno + 1
+
+    def mutual_imports(self) -> set[tuple[str, str]]:
+        """The pairs of rooms that import each other, each pair in alphabetical order. A package
+        that is imported whole counts as its room."""
+        edges = {
+            (room, self.room_of(imported))
+            for room, modules in self.rooms.items()
+            for module in modules
+            for imported in self.imports(module)
+            if imported in self.modules
+        }
+        return {
+            (room, other)
+            for room, other in edges
+            if other is not None and room < other and (other, room) in edges
+        }
+
+    def repeated_classes(self) -> dict[str, list[str]]:
+        """The names of classes that two or more modules of the package define, with the modules."""
+        homes: dict[str, set[str]] = {}
+        for module, path in self.modules.items():
+            for node in ast.walk(self.parsed(path)):
+                if isinstance(node, ast.ClassDef):
+                    homes.setdefault(node.name, set()).add(module)
+        return {name: sorted(homes[name]) for name in sorted(homes) if len(homes[name]) > 1}
