@@ -14,10 +14,12 @@ from ptrain.axes.pipeline.cost import (
     chunks_in_flight,
     crossings,
     forwards_first,
+    held_behind,
     held_bytes,
     held_growth,
     kept_at_boundaries,
     least_held_bytes,
+    peak_beyond_naive,
     rank_parameters,
     round_size,
     shared_elements,
@@ -36,7 +38,7 @@ from ptrain.spec.pipeline import ScheduleName
 from ptrain.spec.spec import Spec
 from tests.pure.piped import legal
 from tests.pure.pipelines import GRID, VEES, pipeline, stages_per_rank
-from tests.pure.test_closed_forms_of_tensor import shape_of
+from tests.pure.test_closed_forms_of_tensor import peak, shape_of
 
 LARGE = [
     (name, pipeline(ranks, per_rank, 2 * ranks * times))
@@ -214,10 +216,10 @@ def test_each_rank_sends_what_its_stages_operators_and_ends_do(model, activation
 # -------- resident
 
 
-@pytest.mark.parametrize("tp", [1, 2, 3])
 @every_schedule
 @every_model
-def test_a_rank_stores_its_stages_layers_and_ends(model, name, tp):
+def test_a_rank_stores_its_stages_layers_and_ends(model, name):
+    tp = 1 + ([*ScheduleName].index(name) + [*MODELS.values()].index(model)) % 3
     per_rank = stages_per_rank(name)[-1]
     spec = spec_of(name, 2, drawn_split(2 * per_rank, name, tp), tp=tp, model=model)
     derivation = derive(spec)
@@ -312,12 +314,65 @@ def test_a_further_micro_batch_leaves_what_it_sent_and_its_loss(name, ranks):
     for per_rank in {stages_per_rank(name)[0], stages_per_rank(name)[-1]}:
         split = drawn_split(ranks * per_rank, name, ranks)
         chunks = chunks_of(split)
-        size, boundary, few = held_by(name, ranks, split, 4 * ranks)
-        _, _, many = held_by(name, ranks, split, 6 * ranks)
-        for rank, (less, more) in enumerate(zip(few, many, strict=True)):
-            assert more - less == 2 * ranks * held_growth(size, rank, boundary), rank
+        few, many = (
+            derive(spec_of(name, ranks, split, accumulate=times * ranks)) for times in (4, 6)
+        )
+        size, boundary = size_of(step_of(few), 4 * ranks), TOKENS * HIDDEN * 4
+        for rank, (less, more) in enumerate(zip(held(few), held(many), strict=True)):
+            grown = 2 * ranks * held_growth(size, rank, boundary)
+            assert more - less == grown, rank
+            for phase in (Phase.FORWARD, Phase.BACKWARD):
+                assert peak(many.exact, phase, rank) - peak(few.exact, phase, rank) == grown
             of_rank = [chunks[stage] for stage in stages_of(size, rank)]
             assert least_held_bytes(size, rank, of_rank, boundary) <= less
+
+
+def long_batch(accumulate: int) -> dict[str, int]:
+    """Micro-batches of so many tokens that a chunk is more than its stage's gradients."""
+    return {"sequence": 256, "accumulate": accumulate}
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+def test_peaks_are_those_of_one_micro_batch_and_what_is_in_flight_beside_it(name, ranks):
+    split = [2] * ranks
+    of_one = spec_of("naive", ranks, split, batch=long_batch(1 if name == "gpipe" else 2))
+    alone = derive(of_one)
+    boundary = boundary_bytes(of_one, HIDDEN)
+    *others, last = held(alone)
+    chunks = [*(size - boundary for size in others), last]
+    for accumulate in (ranks, ranks + 1, 2 * ranks, 3 * ranks):
+        derivation = derive(spec_of(name, ranks, split, batch=long_batch(accumulate)))
+        size = size_of(step_of(derivation), accumulate)
+        for rank in range(ranks):
+            for phase in (Phase.FORWARD, Phase.BACKWARD):
+                beyond = peak_beyond_naive(size, rank, phase, chunks[rank], boundary)
+                is_filled = name == "gpipe" or accumulate > ranks - rank
+                assert (beyond is not None) is is_filled
+                if beyond is not None:
+                    more = peak(derivation.exact, phase, rank) - peak(alone.exact, phase, rank)
+                    assert more == beyond, (accumulate, rank, phase)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_gpipe_peaks_as_it_begins_a_backward_pass_before_or_beside_gradients(ranks):
+    """Stages of more parameters than activations: the second backward pass has one chunk less, its
+    gradients, and what the first one leaves to the step's end."""
+    split = [2] * ranks
+    chunks, boundary = chunks_of(split), TOKENS * HIDDEN * 4
+    alone = [derive(spec_of("naive", ranks, split, accumulate=times)).exact for times in (1, 2)]
+    for accumulate in (1, 2, 2 * ranks):
+        derivation = derive(spec_of("gpipe", ranks, split, accumulate=accumulate))
+        size = size_of(step_of(derivation), accumulate)
+        for rank in range(ranks):
+            begins = [
+                peak(alone[done > 0], Phase.BACKWARD, rank)
+                - alone[0].bytes_of(State.ACTIVATIONS, rank)
+                + held_behind(size, rank, [chunks[rank]], boundary, done)
+                for done in range(accumulate)
+            ]
+            assert accumulate == 1 or max(begins) > begins[0]
+            assert peak(derivation.exact, Phase.BACKWARD, rank) == max(begins), rank
 
 
 @pytest.mark.parametrize("name", HALVES)

@@ -225,14 +225,22 @@ def _interleaved(
 ) -> int:
     """Bytes where most are held as a backward pass begins, without what arrives before its turn."""
     passes = range(size.stages_per_rank * size.microbatches)
-    return max(_as_begins(size, rank, chunks, boundary, scalar, done) for done in passes)
+    return max(held_behind(size, rank, chunks, boundary, done, scalar=scalar) for done in passes)
 
 
-def _as_begins(
-    size: PipelineSize, rank: int, chunks: Sequence[int], boundary: int, scalar: int, done: int
+def held_behind(
+    size: PipelineSize,
+    rank: int,
+    chunks: Sequence[int],
+    boundary: int,
+    done: int,
+    *,
+    scalar: int = _SCALAR,
 ) -> int:
-    """Bytes as an interleaved rank begins a backward pass behind `done` others: chunks in flight,
-    the gradient that came, and of those that are gone what is held to the step's end."""
+    """Return the bytes of activations as a rank of gpipe or of an interleaved loop begins a
+    backward pass behind `done` others, arguments as `held_bytes`'s: chunks in flight, the gradient
+    that came, and of those that are gone what is held to the step's end. What arrives before its
+    turn is not among them."""
     stages = stages_of(size, rank)
     forwards = min(chunks_in_flight(size, rank) + done, size.stages_per_rank * size.microbatches)
     ahead, back = _through(size, forwards), _through(size, done)[::-1]
@@ -288,6 +296,38 @@ def held_growth(size: PipelineSize, rank: int, boundary: int, *, scalar: int = _
             return (boundary + scalar) * (size.stages - 1 in stages)
         case _:
             return sum(_left_bytes(size, stage, boundary, scalar) for stage in stages)
+
+
+def peak_beyond_naive(
+    size: PipelineSize,
+    rank: int,
+    phase: Phase,
+    chunk: int,
+    boundary: int,
+    *,
+    scalar: int = _SCALAR,
+) -> int | None:
+    """Return by how many bytes a rank's peak of the forward or of the backward phase is more than
+    where one micro-batch at a time is in flight; arguments as `held_bytes`'s, of one stage a rank.
+
+    gpipe's are above those of a naive step of one micro-batch, before there are gradients, where
+    these take less than a chunk; 1f1b's with more micro-batches than are in flight above those of a
+    naive step of several, beside gradients. None for every other schedule.
+    """
+    held = held_bytes(size, rank, (chunk,), boundary, scalar=scalar)
+    if held is None:
+        return None
+    flight = chunks_in_flight(size, rank)
+    match size.schedule:
+        case ScheduleName.GPIPE:
+            before_forward = (flight - 1) * chunk
+        case ScheduleName.ONE_F_ONE_B if size.microbatches > flight:
+            # in place of the gradient that came that of the backward pass before is named still
+            before_forward = held - chunk
+        case _:
+            return None
+    arrived = boundary * (rank < size.ranks - 1)
+    return before_forward if phase is Phase.FORWARD else held - (chunk + arrived)
 
 
 def least_held_bytes(
