@@ -27,6 +27,7 @@ from ptrain.axes.pipeline.cost import (
     spans,
     stages_of,
 )
+from ptrain.axes.pipeline.holdings import most_held
 from ptrain.axes.pipeline.known import schedule
 from ptrain.axes.pipeline.schedule import Action, Kind, Schedule
 from ptrain.axes.tensor.cost import scalars, traffic, words
@@ -38,7 +39,7 @@ from ptrain.spec.pipeline import ScheduleName
 from ptrain.spec.spec import Spec
 from tests.pure.piped import legal
 from tests.pure.pipelines import GRID, VEES, pipeline, stages_per_rank
-from tests.pure.test_closed_forms_of_tensor import peak, shape_of
+from tests.pure.test_closed_forms_of_tensor import PLANS, peak, shape_of
 
 LARGE = [
     (name, pipeline(ranks, per_rank, 2 * ranks * times))
@@ -133,6 +134,7 @@ def test_chunks_in_flight_are_as_many_as_the_literature_says(name):
                 most = max(most, now)
                 now -= sum(part.kind in (Kind.BACKWARD, Kind.WEIGHT) for part in step.parts)
             assert (size, rank, most) == (size, rank, chunks_in_flight(size, rank))
+            assert most_held(order, rank) == most
 
 
 @every_schedule
@@ -157,28 +159,34 @@ def test_a_rank_sends_and_receives_over_the_boundaries_of_its_stages(name, ranks
         size = size_of(step_of(derivation), spec.batch.accumulate)
         assert (size.ranks, size.stages_per_rank) == (ranks, per_rank)
         for rank in range(ranks):
+            rows = [row for row in derivation.exact.of_rank(rank).traffic if row.sent_bytes]
+            assert {row.key.collective for row in rows} == {Collective.SEND}
+            assert all(row.sent_bytes == row.payload_bytes for row in rows)
             assert over(derivation.exact, Axis.PP, rank) == {
                 (collective, State.ACTIVATIONS, phase): (calls, calls * TOKENS * HIDDEN * 4)
                 for (collective, phase), calls in crossings(size, rank).items()
             }
 
 
-@pytest.mark.parametrize("layout", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("activations", ["R", "S", "S*"])
+@pytest.mark.parametrize("loss_parallel", [True, False])
+@pytest.mark.parametrize("plan", PLANS)
 @every_model
-def test_each_rank_sends_what_its_stages_operators_and_ends_do(model, activations, layout):
+def test_each_rank_sends_what_its_stages_operators_and_ends_do(model, plan, loss_parallel):
     """Over tp what the operators of its layers do; over pp, beside the boundaries, one number for
-    the norm and one for overflows, and a tied head's gradient. Slices of words are unequal."""
-    name = ("1f1b", "zbv", "interleaved")[("fp32", "bf16", "fp16").index(layout)]
-    ranks = 2
-    split = drawn_split(2 if name == "1f1b" else 4, activations, layout)
+    the norm and one for overflows, and a tied head's gradient. Slices of words are unequal, but
+    where logits are gathered."""
+    turn = [*MODELS.values()].index(model) + PLANS.index(plan) + loss_parallel
+    name, layout = (("1f1b", "fp32"), ("zbv", "bf16"), ("interleaved", "fp16"))[turn % 3]
+    ranks, vocab = 2, VOCAB if loss_parallel else VOCAB + 1
+    split = drawn_split(2 if name == "1f1b" else 4, plan, layout)
     spec = spec_of(
         name,
         ranks,
         split,
         tp=2,
-        model=model,
-        activations_on_tp=activations,
+        model=model | {"vocab": vocab},
+        activations_on_tp="R" if plan == "naive" else plan,
+        tensor={"loss_parallel": loss_parallel, "plan": "naive" if plan == "naive" else "paired"},
         precision={"layout": layout},
     )
     derivation = derive(spec)
@@ -197,7 +205,7 @@ def test_each_rank_sends_what_its_stages_operators_and_ends_do(model, activation
                     of_tp[key, "calls"] += number
                     of_tp[key, "bytes"] += total
             of_tp[norm, "calls"], of_tp[norm, "bytes"] = calls, payload
-            shared = shared_elements(shape, size, rank, words(VOCAB, 2, index))
+            shared = shared_elements(shape, size, rank, words(vocab, 2, index))
             of_pp[norm, "calls"] = calls + (shared > 0)
             of_pp[norm, "bytes"] = payload + shared * spec.precision.effective.gradients.itemsize
             for (collective, phase), number in crossings(size, rank).items():

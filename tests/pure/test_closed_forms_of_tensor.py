@@ -132,7 +132,7 @@ def test_a_rank_stores_its_slices_and_what_every_rank_has_whole(kind):
         assert exact.bytes_of(State.GRADIENTS, index) == elements * layout.gradients.itemsize
 
 
-@pytest.mark.parametrize("chunk", [None, 3, 5, 10_000])
+@pytest.mark.parametrize("chunk", [None, 3, 10_000])
 @every_kind
 def test_operators_send_what_the_axis_means(kind, chunk):
     spec = drawn(kind, loss={"chunk": chunk} if chunk else {})
@@ -184,8 +184,8 @@ def test_inputs_that_are_saved_as_slices_spare_the_other_ranks_parts(family, tie
     )
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind[0] == "llama"], ids=str)
+@pytest.mark.parametrize("layout", ["fp32", "bf16"])
+@pytest.mark.parametrize("kind", KINDS[: len(KINDS) // 2 : 2] + KINDS[1::4], ids=str)
 def test_more_words_add_what_the_loss_saves_and_has_at_once(kind, layout):
     """Of vocabularies so large that nothing else is the forward pass's peak; before the second
     micro-batch's loss the first one's gradients are there."""
