@@ -121,13 +121,6 @@ def test_the_slowest_stage_sets_the_pace():
 # -------- what is held, what is sent
 
 
-def test_1f1b_holds_as_many_microbatches_as_stages_follow():
-    for size in BY_NAME[ScheduleName.ONE_F_ONE_B]:
-        made = schedule(ScheduleName.ONE_F_ONE_B, size)
-        for rank in range(size.ranks):
-            assert most_held(made, rank) == min(size.ranks - rank, size.microbatches)
-
-
 @pytest.mark.parametrize("name", [ScheduleName.GPIPE, ScheduleName.BFS])
 def test_all_forward_first_holds_all_microbatches_of_every_stage(name):
     for size in BY_NAME[name]:
@@ -135,37 +128,6 @@ def test_all_forward_first_holds_all_microbatches_of_every_stage(name):
         for rank in range(size.ranks):
             assert most_held(made, rank) == size.microbatches * size.stages_per_rank
         assert {most_held_of(made, s) for s in range(size.stages)} == {size.microbatches}
-
-
-def test_naive_holds_one_microbatch():
-    for size in BY_NAME[ScheduleName.NAIVE]:
-        made = schedule(ScheduleName.NAIVE, size)
-        assert {most_held(made, rank) for rank in range(size.ranks)} == {1}
-
-
-def test_interleaved_holds_what_narayanan_et_al_say():
-    for size in BY_NAME[ScheduleName.INTERLEAVED]:
-        ranks, per_rank, microbatches = size.ranks, size.stages_per_rank, size.microbatches
-        if microbatches % ranks == 0:
-            made = schedule(ScheduleName.INTERLEAVED, size)
-            for rank in range(ranks):
-                wanted = (per_rank - 1) * ranks + 2 * (ranks - 1 - rank) + 1
-                assert most_held(made, rank) == min(microbatches * per_rank, wanted)
-
-
-def test_zero_bubble_holds_on_every_rank_what_the_first_one_does():
-    for size in BY_NAME[ScheduleName.ZERO_BUBBLE]:
-        if size.microbatches % size.ranks == 0:
-            made = schedule(ScheduleName.ZERO_BUBBLE, size)
-            assert {most_held(made, rank) for rank in range(size.ranks)} == {size.stages}
-
-
-def test_the_vees_hold_two_stages_of_a_microbatch_for_each_rank():
-    for name, more in ((ScheduleName.ZBV, 0), (ScheduleName.DUALPIPEV, 1)):
-        for size in BY_NAME[name]:
-            made = schedule(name, size)
-            most = [most_held(made, rank) for rank in range(size.ranks)]
-            assert max(most) <= 2 * size.ranks + more
 
 
 @every_schedule

@@ -52,6 +52,14 @@ LAYERS = (
 TORCH_LINE = next(i for i, layer in enumerate(LAYERS) if "models" in layer)
 PURE_PACKAGES = {"yaml", "pydantic", "pydantic_core", "annotated_types", "ptrain"}
 
+# A closed form is a second opinion: it reads neither what derives nor the orders that run.
+CLOSED_FORM = r"ptrain\.axes\.\w+\.cost"
+FIRST_OPINION = (
+    r"ptrain\.(derivation|rooms)\b.*"
+    r"|ptrain\.axes\.pipeline\.(exchange|simulate|loops|vees|known|holdings)"
+    r"|ptrain\.axes\.tensor\.(costs|roles)"
+)
+
 # Where an import may be lazy: the dispatcher, the package's __getattr__, one module per extra,
 # and the functions that a spec's `target:` or a user's test names.
 LAZY = {
@@ -162,6 +170,23 @@ def test_the_pure_half_needs_the_standard_library_yaml_and_pydantic_only(module)
     packages = {found.split(".")[0] for found in imports(module)}
     foreign = packages - PURE_PACKAGES - set(sys.stdlib_module_names)
     assert not foreign, f"{module} stands above the torch line and imports {sorted(foreign)}"
+
+
+def reachable(module: str) -> set[str]:
+    """What a module imports, and what that does."""
+    seen, left = set[str](), [module]
+    while left:
+        for name in imports(left.pop()):
+            if name in MODULES and name not in seen:
+                seen.add(name)
+                left.append(name)
+    return seen
+
+
+@pytest.mark.parametrize("module", [m for m in sorted(MODULES) if re.fullmatch(CLOSED_FORM, m)])
+def test_a_closed_form_knows_nothing_of_what_it_checks(module):
+    known = [name for name in reachable(module) if re.fullmatch(FIRST_OPINION, name)]
+    assert not known, f"{module} is a second opinion and must not know {sorted(known)}"
 
 
 def test_meters_do_not_know_what_is_expected():

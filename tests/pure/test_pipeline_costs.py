@@ -8,9 +8,8 @@ from collections import Counter
 import pytest
 
 from ptrain.algebra.layout import position
-from ptrain.axes.pipeline.known import schedule
 from ptrain.axes.pipeline.stage_facts import stage_facts, stages_of
-from ptrain.costs import Collective, Phase, State, Traffic, add_traffic
+from ptrain.costs import Collective, Phase, State, Traffic
 from ptrain.derivation.estimate import Derivation, derive, own_facts
 from ptrain.derivation.wire import predicted_bytes
 from ptrain.facts.model import ModelFacts
@@ -19,10 +18,9 @@ from ptrain.spec.load import load
 from ptrain.spec.pipeline import ScheduleName
 from ptrain.spec.spec import Spec
 from tests.pure.piped import FULLY, SHAPE, legal
-from tests.pure.pipelines import ONE_STAGE, pipeline
 
 MICRO, SEQUENCE, K = 1, 32, 8  # of `piped.spec`
-LAYERS, HIDDEN, VOCAB = SHAPE["layers"], SHAPE["hidden"], SHAPE["vocab"]
+HIDDEN, VOCAB = SHAPE["hidden"], SHAPE["vocab"]
 FP32, ADAM_STATES, STEP = 4, 2, 4  # bytes, moments, bytes of a tensor's step
 GPT = {**SHAPE, "family": "gpt", "kv_heads": 6}
 MODELS = {
@@ -152,102 +150,6 @@ def test_the_data_axes_divide_each_stage_as_they_divide_a_model(axes, tuple_):
             total = expected.device_bytes + expected.host_bytes + STEP * is_flat_optimizer
             assert sum(row.device_bytes + row.host_bytes for row in rows) == total
             assert (sum(row.host_bytes for row in rows) > 0) is (expected.host_bytes > 0)
-
-
-@every_model
-@pytest.mark.parametrize("tp", [2, 3])
-def test_stages_of_slices_are_slices_of_stages(model, tp):
-    """Over pp a state adds up to what a rank of tp has without pp, and a tied copy."""
-    model = model | EVEN
-    apart = derive(legal({"pp": 4, "tp": tp}, model=model))
-    whole = derive(legal({"tp": tp}, model=model))
-    is_tied = legal({"tp": tp}, model=model).model.tied
-    copy = FP32 * EVEN["vocab"] // tp * HIDDEN if is_tied else 0
-    for index in range(tp):
-        for state in (State.PARAMETERS, State.GRADIENTS):
-            over_pp = sum(held(apart, state, stage * tp + index) for stage in range(4))
-            assert over_pp == held(whole, state, index) + copy
-
-
-@pytest.mark.parametrize("name", ScheduleName)
-@pytest.mark.parametrize("layout", ["fp32", "bf16", "zero16"])
-def test_a_boundary_carries_the_residual_stream_of_a_micro_batch(name, layout):
-    spec = legal({"pp": 4}, {"schedule": str(name)}, precision={"layout": layout})
-    rows = [row for rank in accounts(spec) for row in over(rank, "pp")]
-    size = MICRO * SEQUENCE * HIDDEN * (4 if layout == "fp32" else 2)
-    moved = [row for row in rows if row.key.collective in (Collective.SEND, Collective.RECV)]
-    assert moved
-    assert all(row.payload_bytes == row.calls * size for row in moved)
-    assert all(
-        row.sent_bytes == (row.payload_bytes if row.key.collective is Collective.SEND else 0)
-        for row in moved
-    )
-    sends = sum(row.calls for row in moved if row.key.collective is Collective.SEND)
-    assert sends == sum(row.calls for row in moved) // 2
-    per_rank = 1 if name in (*ONE_STAGE, ScheduleName.ZERO_BUBBLE) else 2
-    made = schedule(name, pipeline(4, per_rank, K))
-    crossed = sum(made.is_crossed(boundary) for boundary in range(made.stages - 1))
-    assert sends == 2 * K * crossed
-
-
-@pytest.mark.parametrize(
-    ("name", "forward", "backward"),
-    [
-        ("1f1b", [1, 1, 1, 0], [0, 1, 1, 1]),  # calls a micro-batch and rank
-        ("interleaved", [2, 2, 2, 1], [1, 2, 2, 2]),
-        ("zbv", [1, 2, 2, 1], [1, 2, 2, 1]),  # the last rank hands on to itself
-    ],
-)
-def test_each_rank_sends_over_its_own_boundaries(name, forward, backward):
-    spec = legal({"pp": 4}, {"schedule": name})
-    for phase, expected in ((Phase.FORWARD, forward), (Phase.BACKWARD, backward)):
-        calls = [
-            sum(row.calls for row in over(rows, "pp", phase) if row.sent_bytes)
-            for rows in accounts(spec)
-        ]
-        assert calls == [K * each for each in expected]
-
-
-def test_slices_of_the_tokens_cross_as_slices():
-    tuples = {"pp": "S,S,S,R", "tp": "S,S,S,S"}
-    whole, sliced = (
-        accounts(legal({"pp": 2, "tp": 2}, model=SHAPE | EVEN, **sections))
-        for sections in ({}, {"placement": tuples})
-    )
-    for rank in (0, 1):
-        sizes, halves = (
-            [row.payload_bytes for row in over(rows[rank], "pp", Phase.FORWARD, Phase.BACKWARD)]
-            for rows in (whole, sliced)
-        )
-        assert sizes == [2 * half for half in halves]
-
-
-@every_model
-@pytest.mark.parametrize(
-    ("activations", "tensor"),
-    [
-        ("R", {}),
-        ("S", {}),
-        ("S*", {}),
-        ("R", {"loss_parallel": False}),
-        ("S", {"loss_parallel": False}),
-        ("R", {"plan": "naive"}),
-    ],
-    ids=str,
-)
-def test_operators_send_stage_by_stage_what_they_send_in_the_whole_model(
-    model, activations, tensor
-):
-    sections = {
-        "model": model | EVEN,
-        "placement": {"tp": f"S,S,S,{activations}"},
-        "tensor": tensor,
-        "optimizer": {"clip": None},
-    }
-    whole = over(derive(legal({"tp": 2}, **sections)).exact.traffic, "tp")
-    sections["placement"] = {"pp": "S,S,S,R"} | sections["placement"]
-    apart = accounts(legal({"pp": 4, "tp": 2}, {"schedule": "1f1b"}, **sections))
-    assert add_traffic(row for rows in apart for row in over(rows, "tp")) == add_traffic(whole)
 
 
 @pytest.mark.parametrize("name", ScheduleName)

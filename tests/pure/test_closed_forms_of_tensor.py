@@ -1,0 +1,253 @@
+"""The tensor axis' closed forms against the exact column: a rank's elements, its collectives, and
+the bytes of the loss and of the slices of the tokens, over enumerated kinds and drawn sizes."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from itertools import product
+
+import pytest
+
+from ptrain.axes.tensor.cost import (
+    CallKey,
+    Sent,
+    collectives,
+    loss_peak_bytes,
+    loss_saved_bytes,
+    parameters,
+    saved_slices_spare,
+    scalars,
+    traffic,
+    whole,
+    whole_input_bytes,
+)
+from ptrain.costs import Collective, Estimate, Phase, State
+from ptrain.derivation.estimate import Derivation, derive
+from ptrain.plan.step import Parallelize
+from ptrain.spec.axis import Axis
+from ptrain.spec.model import ExternalModel, ModelShape
+from ptrain.spec.spec import Spec
+from tests.pure.piped import legal
+
+FAMILIES = ("llama", "gpt")
+PLANS = ("R", "S", "S*", "naive")  # how activations are between the sub-blocks
+LAYOUTS = ("fp32", "bf16", "fp16", "megatron18")
+
+
+def drawn(kind: tuple[object, ...], *, mesh: dict[str, int] | None = None, **sections) -> Spec:
+    """A legal spec of one kind (family, tied, plan, loss_parallel); its sizes follow from it."""
+    family, tied, plan, loss_parallel = kind
+    draw = random.Random(repr((kind, mesh, sorted(sections))))
+    degree, kv_heads, groups = draw.choice((2, 3, 4)), draw.choice((1, 2)), draw.choice((1, 2))
+    kv_heads *= degree
+    heads = kv_heads * (groups if family == "llama" else 1)
+    vocab = draw.randrange(70, 200) * 2 * degree
+    model = {
+        "family": family,
+        "tied": tied,
+        "layers": draw.randrange(1, 5),
+        "hidden": heads * draw.choice((4, 8)),
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "ffn": degree * draw.randrange(5, 30),
+        # what is gathered, and what is cut once more, needs equal slices
+        "vocab": vocab - (draw.randrange(degree) if loss_parallel and not mesh else 0),
+    }
+    settings = {
+        "model": model,
+        "precision": {"layout": draw.choice(LAYOUTS)},
+        "batch": {
+            "sequence": degree * draw.randrange(2, 9),
+            "micro": draw.randrange(1, 4),
+            "accumulate": draw.randrange(1, 4),
+        },
+        "optimizer": {"clip": draw.choice((None, 1.0))},
+        "placement": {"tp": f"S,S,S,{'R' if plan == 'naive' else plan}"},
+        "tensor": {"loss_parallel": loss_parallel} | ({"plan": "naive"} if plan == "naive" else {}),
+    }
+    data = {"dp_shard": "S*,S,S,R", "dp_replicate": "R,R,R,R"}
+    settings["placement"] |= {axis: data[axis] for axis in mesh or {}}
+    merged = {
+        name: {**settings.get(name, {}), **value} if isinstance(value, dict) else value
+        for name, value in sections.items()
+    }
+    return legal({**(mesh or {}), "tp": degree}, **(settings | merged))
+
+
+KINDS = list(product(FAMILIES, (False, True), PLANS, (True, False)))
+every_kind = pytest.mark.parametrize("kind", KINDS, ids=str)
+
+
+def shape_of(spec: Spec) -> ModelShape:
+    assert isinstance(spec.model, ModelShape)
+    return spec.model
+
+
+def step_of(derivation: Derivation) -> Parallelize:
+    assert derivation.plan.tensor is not None
+    return derivation.plan.tensor
+
+
+def over_tp(estimate: Estimate, rank: int = 0) -> dict[CallKey, Sent]:
+    """What a rank sends over tp in a step."""
+    return {
+        (row.key.collective, row.key.state, row.key.phase): (row.calls, row.payload_bytes)
+        for row in estimate.of_rank(rank).traffic
+        if row.key.axes == (Axis.TP,)
+    }
+
+
+def expected_over_tp(spec: Spec, step: Parallelize) -> dict[CallKey, Sent]:
+    """By the closed forms."""
+    sent = traffic(spec, step, whole(shape_of(spec)))
+    assert sent is not None
+    norm = (Collective.ALL_REDUCE, State.GRADIENTS, Phase.UPDATE)
+    return {**sent, **({norm: scalars(spec)} if scalars(spec)[0] else {})}
+
+
+def peak(estimate: Estimate, phase: Phase, rank: int) -> int:
+    """Bytes above what lives for the whole step."""
+    lives = sum(
+        estimate.bytes_of(state, rank) for state in (State.PARAMETERS, State.OPTIMIZER, State.OTHER)
+    )
+    (row,) = (row for row in estimate.peak if (row.phase, row.rank) == (phase, rank))
+    return row.device_bytes - lives
+
+
+@every_kind
+def test_a_rank_stores_its_slices_and_what_every_rank_has_whole(kind):
+    spec = drawn(kind)
+    exact, layout = derive(spec).exact, spec.precision.effective
+    degree = spec.degree(Axis.TP)
+    for index in range(degree):
+        elements = parameters(
+            shape_of(spec),
+            whole(shape_of(spec)),
+            sequence=spec.batch.sequence,
+            degree=degree,
+            index=index,
+        )
+        assert exact.bytes_of(State.PARAMETERS, index) == elements * layout.parameters.itemsize
+        assert exact.bytes_of(State.GRADIENTS, index) == elements * layout.gradients.itemsize
+
+
+@pytest.mark.parametrize("chunk", [None, 3, 10_000])
+@every_kind
+def test_operators_send_what_the_axis_means(kind, chunk):
+    spec = drawn(kind, loss={"chunk": chunk} if chunk else {})
+    derivation = derive(spec)
+    step = step_of(derivation)
+    for rank in range(spec.world_size):
+        assert over_tp(derivation.exact, rank) == expected_over_tp(spec, step)
+    of_operators = [
+        calls
+        for (_, _, phase), (calls, _) in over_tp(derivation.exact).items()
+        if phase is not Phase.UPDATE
+    ]
+    assert collectives(spec, step, whole(shape_of(spec))) == sum(of_operators)
+
+
+@pytest.mark.parametrize("mesh", [{"dp_shard": 2}, {"dp_replicate": 2}], ids=str)
+@pytest.mark.parametrize("kind", KINDS[::3], ids=str)
+def test_the_data_axes_change_nothing_of_what_operators_send(kind, mesh):
+    spec = drawn(kind, mesh=mesh)
+    derivation = derive(spec)
+    for rank in range(spec.world_size):
+        assert over_tp(derivation.exact, rank) == expected_over_tp(spec, step_of(derivation))
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind[2] != "naive"], ids=str)
+def test_a_block_that_is_computed_again_sends_all_of_forward_again_but_its_last_sum(kind):
+    spec = drawn(kind, activations="M")
+    derivation = derive(spec)
+    assert over_tp(derivation.exact) == expected_over_tp(spec, step_of(derivation))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_inputs_that_are_saved_as_slices_spare_the_other_ranks_parts(family, tied, layout):
+    specs = [
+        drawn(
+            (family, tied, "S", True),
+            placement={"tp": f"S,S,S,{activations}"},
+            precision={"layout": layout},
+        )
+        for activations in ("S", "S*")
+    ]
+    saved = [derive(spec).exact.bytes_of(State.ACTIVATIONS, 0) for spec in specs]
+    shape, degree = shape_of(specs[0]), specs[0].degree(Axis.TP)
+    assert saved[0] - saved[1] == saved_slices_spare(specs[0], shape, degree)
+    assert degree * saved_slices_spare(specs[0], shape, degree) == (
+        2 * shape.layers * (degree - 1) * whole_input_bytes(specs[0], shape)
+    )
+
+
+@pytest.mark.parametrize("layout", ["fp32", "bf16"])
+@pytest.mark.parametrize("kind", KINDS[: len(KINDS) // 2 : 2] + KINDS[1::4], ids=str)
+def test_more_words_add_what_the_loss_saves_and_has_at_once(kind, layout):
+    """Of vocabularies so large that nothing else is the forward pass's peak; before the second
+    micro-batch's loss the first one's gradients are there."""
+    few, many = (
+        drawn(
+            kind,
+            model={"vocab": vocab, "layers": 2},
+            precision={"layout": layout},
+            batch={"sequence": 24, "micro": 2, "accumulate": 2},
+            loss={},
+        )
+        for vocab in (60_000, 120_000 - (1 if kind[3] else 0))
+    )
+    derivations = [derive(spec) for spec in (few, many)]
+    for rank in range(few.world_size):
+        less, more = (found.exact.bytes_of(State.ACTIVATIONS, rank) for found in derivations)
+        assert more - less == growth(loss_saved_bytes, derivations, (few, many), rank)
+        less, more = (
+            peak(found.exact, Phase.FORWARD, rank) - found.exact.bytes_of(State.GRADIENTS, rank)
+            for found in derivations
+        )
+        assert more - less == growth(loss_peak_bytes, derivations, (few, many), rank)
+
+
+def growth(closed_form, derivations: list[Derivation], specs: tuple[Spec, Spec], rank: int) -> int:
+    """By how much the closed form is more for the second spec."""
+    few, many = (
+        closed_form(spec, step_of(found), shape_of(spec), rank)
+        for spec, found in zip(specs, derivations, strict=True)
+    )
+    return many - few
+
+
+def test_a_loss_in_chunks_saves_no_logits():
+    sizes = [
+        derive(
+            drawn(("llama", False, "R", True), model={"vocab": vocab}, loss={"chunk": 4})
+        ).exact.bytes_of(State.ACTIVATIONS, 0)
+        for vocab in (6_000, 12_000)
+    ]
+    assert sizes[0] == sizes[1]
+    spec = drawn(("llama", False, "R", True), loss={"chunk": 4})
+    assert loss_saved_bytes(spec, step_of(derive(spec)), shape_of(spec), 0) == 0
+
+
+NO_CLOSED_FORM = ("M selective", "M attention", "a model that is not built in", "a loss in chunks")
+
+
+@pytest.mark.parametrize("case", NO_CLOSED_FORM)
+def test_what_has_no_closed_form_says_so(case):
+    spec = drawn(("llama", False, "R", True))
+    step, shape = step_of(derive(spec)), shape_of(spec)
+    assert traffic(spec, step, whole(shape)) is not None
+    match case:
+        case "M selective" | "M attention":
+            policy = case.partition(" ")[2]
+            again = drawn(("llama", False, "R", True), activations="M", recompute=policy)
+            assert traffic(again, step, whole(shape)) is None
+        case "a model that is not built in":
+            own = replace(spec, model=ExternalModel(target="tests.models:own"))
+            assert traffic(own, step, whole(shape)) is None
+            assert collectives(own, step, whole(shape)) is None
+        case _:
+            chunked = drawn(("llama", False, "R", True), loss={"chunk": 4})
+            assert loss_peak_bytes(chunked, step, shape, 0) is None
