@@ -7,12 +7,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import cache
+from random import Random
 
 from ptrain.algebra.layout import positions
 from ptrain.axes.data.cost.chain import Chain, Unit
 from ptrain.axes.data.cost.wrap import closed_form
 from ptrain.axes.data.cost.wrap import sent as sent_in_closed_form
-from ptrain.costs import Phase, State, Traffic
+from ptrain.costs import State, Traffic
 from ptrain.derivation.facts import ModelFacts
 from ptrain.derivation.memory import differing_axes, resident
 from ptrain.derivation.timeline import replay
@@ -28,7 +30,7 @@ from ptrain.spec.batch import (
     SyncPolicy,
 )
 from ptrain.spec.placement import Placement, Tier
-from ptrain.spec.precision import LAYOUTS, DType
+from ptrain.spec.precision import LAYOUTS, DType, Layout
 from ptrain.spec.spec import Spec
 from ptrain.timeline import Boundary, Complete, Item, Mark, Run, Timeline
 from tests.pure.build import BY_HAND, make_facts, make_spec, tuple_of
@@ -99,7 +101,9 @@ def traffic(rows: Sequence[Traffic]) -> dict[str, tuple[int, int, int]]:
     }  # fmt: skip
 
 
-def in_closed_form(spec: Spec, plan: Plan, facts: ModelFacts, *, is_fresh: bool) -> dict[str, object]:
+def in_closed_form(
+    spec: Spec, plan: Plan, facts: ModelFacts, *, is_fresh: bool
+) -> dict[str, object]:
     """Every figure of the closed forms, by name; of each rank's place along the axes on which
     ranks differ."""
     chain = chain_of(facts, is_fresh=is_fresh)
@@ -184,18 +188,96 @@ def lowered(spec: Spec, facts: ModelFacts, **dials: object) -> Setting | None:
     return spec, replace(plan, wrap=replace(wrap, **known))
 
 
-def plain_settings(facts: ModelFacts) -> Iterator[Setting]:
+Choice = tuple[Mesh, Layout, ReduceScatterVia, bool, int]
+
+
+@cache
+def choices() -> tuple[Choice, ...]:
     """Modes x meshes x layouts x reduce-scatter x overlap x micro-batches."""
     dials = itertools.product(LAYOUTS.values(), ReduceScatterVia, (False, True), (1, 3))
-    for mesh, (layout, via, overlaps, count) in itertools.product([*meshes()], [*dials]):
-        spec = make_spec(
-            mesh,
-            clip=None,
-            model=BY_HAND,
-            layout=layout,
-            reduce_scatter=via,
-            accumulate=count,
-        )
-        setting = lowered(spec, facts, overlaps=overlaps)
-        if setting is not None:
-            yield setting
+    return tuple((mesh, *dial) for mesh, dial in itertools.product([*meshes()], [*dials]))
+
+
+def plain_setting(choice: Choice, facts: ModelFacts) -> Setting | None:
+    """A choice as a spec and its plan; None where they make none."""
+    mesh, layout, via, overlaps, count = choice
+    spec = make_spec(
+        mesh,
+        clip=None,
+        model=BY_HAND,
+        layout=layout,
+        reduce_scatter=via,
+        accumulate=count,
+    )
+    return lowered(spec, facts, overlaps=overlaps)
+
+
+def drawn_setting(draw: Random, facts: ModelFacts) -> Setting | None:
+    """Any modes, degrees, layout, optimizer and dials; None where they make no plan."""
+    theta, omega = (
+        ("R", "S*", "S*@host", "S*@file", "R@host", "M"),
+        ("R", "S*", "S*@host", "R@host"),
+    )
+    gradients: tuple[str, ...] = ("R", "S*", "S*@file", "R@host", "M")
+    optimizer = draw.choice(("adamw", "sgd", "muon"))
+    if optimizer != "muon":
+        omega, gradients = (*omega, "S", "S@host", "S@file"), (*gradients, "S", "S@host")
+    chosen = draw.choice(((SHARD,), (REPLICATE,), (REPLICATE, SHARD), (REPLICATE, SHARD)))
+    parts = {axis: tuple(map(draw.choice, (theta, omega, gradients))) for axis in chosen}
+    if draw.random() < 0.3 and optimizer != "muon":
+        parts[chosen[-1]] = draw.choice((("S*", "S", "S"), ("M", "S", "S")))
+        parts |= dict.fromkeys(chosen[:-1], ("R", "R", "R"))
+    elif draw.random() < 0.1:
+        parts = dict.fromkeys(chosen, ("R", draw.choice(omega), "R"))
+    layouts = (*LAYOUTS.values(), replace(LAYOUTS["fp32"], reduced=DType.BF16))
+    clip = draw.choice((None, 1.0))
+    count = draw.choice((1, 2, 3, 5))
+    spec = make_spec(
+        {axis: (draw.choice((2, 3, 4)), tuple_of(",".join(parts[axis]))) for axis in chosen},
+        clip=clip,
+        model=BY_HAND,
+        layout=draw.choice(layouts),
+        compute_fp64=draw.random() < 0.1,
+        optimizer=optimizer,
+        momentum=draw.choice((0.0, 0.9)),
+        reduce_scatter=draw.choice((*ReduceScatterVia,)),
+        accumulate=count,
+        bucket_bytes=draw.choice((25 * 2**20, 64, 1000)),
+    )
+    plan = lower(spec, facts.unit_modules)
+    dials: dict[str, object] = {"overlaps": draw.random() < 0.5}
+    forwards: list[bool | int | Reshard] = [True, False, Reshard.NON_ROOT]
+    if isinstance(plan.wrap, FullyShard):
+        forwards += [2] * (spec.degree(plan.wrap.shard_axes[-1]) == 4)
+    each = draw.random() < 0.5
+    sync = SyncPolicy(
+        gradients=GradientSync.EVERY if each else GradientSync.LAST,
+        reshard_after_forward=draw.choice(forwards),
+        reshard_after_backward=draw.random() < 0.5,
+    )
+    if isinstance(plan.wrap, FlatUnits):
+        dials |= _dials_of_flat_units(draw, plan, sync)
+    elif isinstance(plan.wrap, FullyShard):
+        dials |= {"sync": sync, "prefetch": draw.choice((None, 0, 1, 2))}
+    return lowered(spec, facts, **dials)
+
+
+def _dials_of_flat_units(draw: Random, plan: Plan, sync: SyncPolicy) -> dict[str, object]:
+    """Those that such a plan obeys: a whole gradient is reduced last, a layout's two sums are kept
+    alike, and what comes from another tier must be whole there."""
+    wrap = plan.wrap
+    assert isinstance(wrap, FlatUnits)
+    if not wrap.gradients:
+        sync = replace(sync, gradients=GradientSync.LAST)
+    elif plan.update.layout.keeps_both:
+        sync = replace(sync, gradients=GradientSync.EVERY)
+    after = draw.choice((*GatherAfterUpdate,))
+    if wrap.parameters_tier is not Tier.DEVICE and after is GatherAfterUpdate.NEXT_FORWARD:
+        after = GatherAfterUpdate.BLOCKING
+    streamed = draw.random() < 0.5
+    return {
+        "sync": sync,
+        "prefetch": draw.choice((0, 0, 1, 2, 9)),
+        "gather_after_update": after,
+        "update_tier": Tier.DEVICE if streamed else wrap.update_tier,
+    }

@@ -28,6 +28,7 @@ LAYERS = (
     r"|ptrain\.axes\.pipeline\.(schedule|loops|vees|known|proof|simulate|holdings|bubble|draw|stages|times|gathers|exchange)",
     r"ptrain\.algebra(\..*)?",
     r"ptrain\.plan(\..*)?",
+    r"ptrain\.axes\.\w+\.cost(\..*)?",
     r"ptrain\.derivation(\..*)?",
     r"ptrain\.selection(\..*)?",
     r"ptrain\.report(\..*)?",

@@ -175,7 +175,10 @@ class _Sender:
         """G to where the update is, gathered if it is for that."""
         step, gradients, update = self.step, self.unit.gradients, self.unit.update
         state, phase = State.GRADIENTS, self.updating
-        itemsize, final = self.flat.plan.update.layout.gradients.itemsize, self.unit.preparation.final
+        itemsize, final = (
+            self.flat.plan.update.layout.gradients.itemsize,
+            self.unit.preparation.final,
+        )
         gathered = step.gathered_gradients
         used = gradients.buffer.shard(without(final, gathered)) * itemsize
         if not gradients.is_on_device and (gathered or update.is_on_device):
@@ -249,6 +252,8 @@ class _Sender:
                 return
             yield self._call(Collective.ALL_GATHER, missing, state, phase, theta.stored)
             is_on_device = True
+            if step.gather_after_update is GatherAfterUpdate.DURING_UPDATE:
+                phase = Phase.UPDATE  # awaited when every unit is updated
         if is_on_device and step.parameters_tier is not Tier.DEVICE:
             yield copies(TO_HOST, state, phase, theta.stored)
         if not is_on_device and step.parameters_tier is Tier.DEVICE:

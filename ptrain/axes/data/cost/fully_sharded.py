@@ -315,7 +315,8 @@ class _Pass:
             buffers = [other.whole * step.overlaps for other in order[max(0, place - 1) : place]]
             held = base + sum(o.whole if o.unit.is_root else o.waits for o in order[:place])
             if is_whole:
-                yield held + unit.narrowing + _wholes(order[place + 1 :])
+                if not unit.unit.is_root:
+                    yield held + unit.narrowing + _wholes(order[place + 1 :])
                 continue
             begun = _wholes(order[place + 1 : place + ahead]) if place else 0
             own_copy = unit.copy(0) if place == 0 or not ahead else 0
@@ -408,9 +409,7 @@ class _Pass:
         ahead = prefetch if self.step.overlaps else 0
         return [unit for unit in order[place + 1 : place + 1 + ahead] if not unit.stays]
 
-    def _gathering(
-        self, level: int, order: Sequence[ShardedUnit], place: int
-    ) -> Iterator[int]:
+    def _gathering(self, level: int, order: Sequence[ShardedUnit], place: int) -> Iterator[int]:
         """The unit's own gather, beside those begun before, then those ahead of it; a smaller
         group's shard stays until the unit is copied out."""
         unit, waiting = order[place], sum(other.waits for other in order[place + 1 :])
@@ -465,6 +464,7 @@ def _converting(unit: ShardedUnit, layout: Layout) -> int:
     """Bytes at most while gradients become copies in the dtype of the reduction, one by one."""
     copies = [numel * layout.reduced.itemsize for numel in unit.unit.numels]
     left = [
-        sum(unit.gradients), *(sum(unit.gradients) - size for size in accumulate(unit.gradients))
+        sum(unit.gradients),
+        *(sum(unit.gradients) - size for size in accumulate(unit.gradients)),
     ]
     return max(map(sum, zip(left, accumulate(copies), strict=False)))

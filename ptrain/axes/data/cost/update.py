@@ -342,12 +342,14 @@ class UnitUpdate:
         cast there, cut further or gathered."""
         step, theta = self.step, self.parameters
         itemsize = theta.dtype.itemsize
-        is_cast = self.layout.updated is not theta.dtype
+        gathers_targets = self.has_master and is_by_tensor(self.optimizer)
+        is_cast = self.layout.updated is not theta.dtype and not gathers_targets
         cast = theta.buffer.shard(step.updated) * itemsize * (is_cast and self.is_on_device)
         if step.materialized:
             return cast + self.value.putting, 0
-        missing, extra = without(step.updated, step.parameters), without(
-            step.parameters, step.updated
+        missing, extra = (
+            without(step.updated, step.parameters),
+            without(step.parameters, step.updated),
         )
         taken = theta.buffer.copied(step.updated, extra) * itemsize if extra else 0
         taken *= self.is_on_device
