@@ -1,5 +1,5 @@
-"""Both opinions on a step of the data axes, in one vocabulary: the closed forms, and the derivation's
-life of the same plan on a model without activations. And the settings that both are held against.
+"""Both opinions on a step of the data axes, in one vocabulary: the closed forms, and the life of
+the same plan on a model without activations. And the settings in which they are compared.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ STORED = (State.PARAMETERS, State.OPTIMIZER, State.GRADIENTS)
 HEAD = -1  # of the root's tensors the last: its gradient comes first
 Mesh = dict[Axis, tuple[int, Placement]]
 Setting = tuple[Spec, Plan]
+Figures = dict[str, object]  # by name
 
 # Of each model another unit dominates: equal blocks, the first, the last, the root, a block alone.
 MODELS = {
@@ -108,7 +109,7 @@ def in_closed_form(
     ranks differ."""
     chain = chain_of(facts, is_fresh=is_fresh)
     form = closed_form(spec, plan, chain)
-    figures: dict[str, object] = {"transient": form.transient()}
+    figures: Figures = {"transient": form.transient()}
     for index in sorted({*positions(spec, differing_axes(plan))}):
         stored = form.resident(index)
         for state in STORED:
@@ -119,13 +120,13 @@ def in_closed_form(
     return figures | traffic(sent_in_closed_form(spec, plan, chain))
 
 
-def by_life(spec: Spec, plan: Plan, facts: ModelFacts, *, is_fresh: bool) -> dict[str, object]:
+def by_life(spec: Spec, plan: Plan, facts: ModelFacts, *, is_fresh: bool) -> Figures:
     """The same figures, as the derivation has them."""
     itemsize = plan.update.layout.parameters.itemsize
     timeline = empty_timeline(facts, itemsize, is_fresh=is_fresh)
     rows = resident(spec, plan, facts)
     step = replay(spec, replace(facts, timeline=timeline), plan, rows)
-    figures: dict[str, object] = {"transient": step.transient_bytes}
+    figures: Figures = {"transient": step.transient_bytes}
     index_of = positions(spec, differing_axes(plan))
     always = dict.fromkeys(index_of, 0)
     for row in rows:

@@ -17,9 +17,10 @@ from ptrain.axes.data.cost.optimizer import orthogonalization
 from ptrain.costs import Phase, State
 from ptrain.derivation.facts import ModelFacts
 from ptrain.plan.lower import lower
-from ptrain.plan.step import LONG_NORM, FlatUnits, FullyShard, LocalGradients, Replicate
+from ptrain.plan.step import LONG_NORM, FlatUnits, FullyShard, LocalGradients, Pipeline, Replicate
 from ptrain.spec.axis import Axis
 from ptrain.spec.batch import GradientSync, ReduceScatterVia, SyncPolicy
+from ptrain.spec.pipeline import ScheduleName
 from ptrain.spec.precision import FP32, LAYOUTS
 from ptrain.spec.spec import Spec
 from tests.pure.build import BY_HAND, GATHERED, WHOLE, ZERO_1, ZERO_2, make_facts, make_spec
@@ -186,6 +187,9 @@ def test_what_has_no_closed_form_is_refused_by_name():
     within_tp = replace(plan, clip=replace(plan.clip, operator_axes=(Axis.TP,)))
     with pytest.raises(NoClosedForm, match="clip within tp"):
         in_closed_form(spec, within_tp, ALONE, is_fresh=False)
+    pipeline = Pipeline(axis=Axis.PP, schedule=ScheduleName.GPIPE, rank_of=(0,), layers=((),))
+    with pytest.raises(NoClosedForm, match="pipeline"):
+        in_closed_form(spec, replace(plan, pipeline=pipeline), ALONE, is_fresh=False)
     long = make_facts(((LONG_NORM + 1,),), ())
     with pytest.raises(NoClosedForm, match="row by row"):
         in_closed_form(spec, lower(spec, long.unit_modules), long, is_fresh=False)

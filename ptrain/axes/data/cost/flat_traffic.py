@@ -1,5 +1,5 @@
-"""Traffic of flat units in one steady step in closed form: calls and bytes of each collective and of
-each copy between tiers.
+"""Traffic of flat units in one steady step in closed form: calls and bytes of each collective and
+of each copy between tiers.
 
 A state on another tier is copied wherever the device needs it: Theta's part for each use, G's part
 when it is kept, reduced further or used, Omega's for an update on the device; a file is read and

@@ -7,7 +7,9 @@ docstrings' algorithms).
 
 from __future__ import annotations
 
-from ptrain.axes.data.cost.chain import Chain, NoClosedForm
+from collections.abc import Sequence
+
+from ptrain.axes.data.cost.chain import Chain, NoClosedForm, Unit
 from ptrain.axes.data.form import ELEMENTWISE
 from ptrain.plan.step import LONG_NORM, Plan
 from ptrain.spec.precision import DType, Layout
@@ -66,3 +68,18 @@ def norm(spec: Spec, plan: Plan, chain: Chain, tensors: int) -> tuple[int, int]:
         raise NoClosedForm("clip of tensors that a processor adds up row by row")
     scalar = max(4, plan.update.layout.gradients.itemsize)
     return (2 * tensors + 1) * scalar, scalar
+
+
+def update_casts(
+    optimizer: OptimizerSpec, layout: Layout, unit: Unit, numels: Sequence[int]
+) -> int:
+    """Bytes of what the update of a unit's tensors in place casts, of `numels` elements each."""
+    casts = sum(
+        numel * num_casts(optimizer, layout, is_hidden=unit.is_hidden(shape))
+        for numel, shape in zip(numels, unit.shapes, strict=True)
+    )
+    matrices = [shape for shape in unit.shapes if unit.is_hidden(shape)]
+    if not is_by_tensor(optimizer):
+        matrices = []
+    largest = max((orthogonalization(shape, layout) for shape in matrices), default=0)
+    return casts * layout.updated.itemsize + largest

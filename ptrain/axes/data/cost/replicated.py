@@ -14,10 +14,15 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ptrain.axes.data.cost.chain import Chain, NoClosedForm
+from ptrain.axes.data.cost.chain import Chain
 from ptrain.axes.data.cost.flat import Resident
-from ptrain.axes.data.cost.fully_sharded import update_casts
-from ptrain.axes.data.cost.optimizer import COUNTER_BYTES, has_counter, norm, num_moments
+from ptrain.axes.data.cost.optimizer import (
+    COUNTER_BYTES,
+    has_counter,
+    norm,
+    num_moments,
+    update_casts,
+)
 from ptrain.axes.data.costs import bucket_caps, bucket_sizes, spread
 from ptrain.axes.ring import Calls, Group
 from ptrain.costs import Collective, Phase, State, Traffic
@@ -112,8 +117,6 @@ class Replicated:
     def peaks(self, index: int) -> dict[Phase, int]:
         """Bytes above what lives always, by phase: G, one of autograd's gradients beside it, and
         what the update casts."""
-        if self.plan.pipeline is not None:
-            raise NoClosedForm("pipeline: micro-batches in flight lie between a unit's passes")
         layout, several = self.layout, self.plan.accumulate.micro_batches > 1
         whole = self.chain.numel * layout.gradients.itemsize
         largest = max(self.chain.arrival) * layout.parameters.itemsize

@@ -11,11 +11,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-from ptrain.axes.data.cost.chain import Chain
+from ptrain.axes.data.cost.chain import Chain, NoClosedForm
 from ptrain.axes.data.cost.flat import Flat, Resident
 from ptrain.axes.data.cost.flat_peaks import flat_peaks
 from ptrain.axes.data.cost.flat_traffic import flat_sent
 from ptrain.axes.data.cost.fully_sharded import FullySharded
+from ptrain.axes.data.cost.fully_sharded_peaks import fully_sharded_peaks
 from ptrain.axes.data.cost.replicated import Replicated
 from ptrain.axes.ring import Calls, Group
 from ptrain.costs import Collective, Phase, State, Traffic, add_traffic
@@ -63,13 +64,33 @@ class _FlatForm:
         return flat_sent(self.flat)
 
 
+@dataclass(frozen=True, slots=True)
+class _ShardedForm:
+    sharded: FullySharded
+
+    def resident(self, index: int) -> Resident:
+        return self.sharded.resident(index)
+
+    def transient(self) -> int:
+        return self.sharded.transient()
+
+    def peaks(self, index: int) -> dict[Phase, int]:
+        return fully_sharded_peaks(self.sharded, index)
+
+    def sent(self) -> Iterable[Traffic]:
+        return self.sharded.sent()
+
+
 def closed_form(spec: Spec, plan: Plan, chain: Chain) -> Form:
-    """The formulas of the plan's wrap step on a chain of units."""
+    """The formulas of the plan's wrap step on a chain of units. Raises NoClosedForm for a stage of
+    a pipeline, whose units' passes have other micro-batches between them."""
+    if plan.pipeline is not None:
+        raise NoClosedForm("pipeline: micro-batches in flight lie between a unit's passes")
     match plan.wrap:
         case LocalGradients() | Replicate() as step:
             return Replicated(spec, plan, step, chain)
         case FullyShard() as step:
-            return FullySharded(spec, plan, step, chain)
+            return _ShardedForm(FullySharded(spec, plan, step, chain))
         case FlatUnits() as step:
             return _FlatForm(Flat(spec, plan, step, chain))
 
