@@ -250,9 +250,8 @@ def drawn_setting(draw: Random, facts: ModelFacts) -> Setting | None:
     forwards: list[bool | int | Reshard] = [True, False, Reshard.NON_ROOT]
     if isinstance(plan.wrap, FullyShard):
         forwards += [2] * (spec.degree(plan.wrap.shard_axes[-1]) == 4)
-    each = draw.random() < 0.5
     sync = SyncPolicy(
-        gradients=GradientSync.EVERY if each else GradientSync.LAST,
+        gradients=draw.choice((*GradientSync,)),
         reshard_after_forward=draw.choice(forwards),
         reshard_after_backward=draw.random() < 0.5,
     )

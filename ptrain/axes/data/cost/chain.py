@@ -8,9 +8,14 @@ activations are nobody's here.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 
+from ptrain.costs import State
+from ptrain.spec.placement import Tier
+
 Shape = tuple[int, ...]
+Resident = dict[State, Counter[Tier]]  # bytes
 
 
 class NoClosedForm(ValueError):
@@ -69,3 +74,20 @@ class Chain:
     def numel(self) -> int:
         """P, the number of parameters."""
         return sum(unit.numel for unit in self.units)
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """A micro-batch of a step: the first, the last, one between them, or the only one. All between
+    the first and the last find and leave the same."""
+
+    is_first: bool
+    is_last: bool
+
+
+def micro_batches(count: int) -> tuple[MicroBatch, ...]:
+    """The different ones of `count` micro-batches, in order."""
+    if count == 1:
+        return (MicroBatch(True, True),)
+    between = (MicroBatch(False, False),) if count > 2 else ()
+    return (MicroBatch(True, False), *between, MicroBatch(False, True))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ptrain.axes.data.cost.buffer import Buffer
-from ptrain.axes.data.cost.chain import Chain, Unit
+from ptrain.axes.data.cost.chain import Chain, MicroBatch, Resident, Unit, micro_batches
 from ptrain.axes.data.cost.gradients import Gradients, Moments, Preparation
 from ptrain.axes.data.cost.parameters import Parameters
 from ptrain.axes.data.cost.update import Target, UnitUpdate
@@ -16,8 +16,6 @@ from ptrain.costs import State
 from ptrain.plan.step import FlatUnits, Plan
 from ptrain.spec.placement import Tier
 from ptrain.spec.spec import Spec
-
-Resident = dict[State, Counter[Tier]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,22 +35,6 @@ class FlatUnit:
     def moments(self, kind: MicroBatch) -> Moments:
         """Of its G in such a micro-batch."""
         return self.gradients.moments(is_first=kind.is_first, is_last=kind.is_last)
-
-
-@dataclass(frozen=True, slots=True)
-class MicroBatch:
-    """One of a step: the first, the last, one between them, or the only one."""
-
-    is_first: bool
-    is_last: bool
-
-
-def micro_batches(count: int) -> tuple[tuple[MicroBatch, int], ...]:
-    """(kind, how many of it) in a step of `count` micro-batches."""
-    if count == 1:
-        return ((MicroBatch(True, True), 1),)
-    kinds = (MicroBatch(True, False), MicroBatch(False, False), MicroBatch(False, True))
-    return tuple(pair for pair in zip(kinds, (1, count - 2, 1), strict=True) if pair[1])
 
 
 @dataclass(frozen=True)
@@ -99,7 +81,7 @@ class Flat:
     def _kept_gradients(self, unit: FlatUnit) -> int:
         if self.step.consumed:
             return 0
-        last = micro_batches(self.plan.accumulate.micro_batches)[-1][0]
+        last = micro_batches(self.plan.accumulate.micro_batches)[-1]
         return unit.moments(last).after
 
     def transient(self) -> int:

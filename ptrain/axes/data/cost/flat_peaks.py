@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from ptrain.axes.data.cost.flat import Flat, FlatUnit, MicroBatch, micro_batches
+from ptrain.axes.data.cost.chain import MicroBatch, micro_batches
+from ptrain.axes.data.cost.flat import Flat, FlatUnit
 from ptrain.axes.data.cost.optimizer import norm
 from ptrain.costs import Phase
 from ptrain.spec.placement import Tier
@@ -22,7 +23,7 @@ FLAG_BYTES = 4  # fp32: whether a gradient of a scaled loss overflowed
 
 def flat_peaks(flat: Flat) -> dict[Phase, int]:
     """Device bytes above what lives always (Theta and Omega as they are stored), by phase."""
-    kinds = [kind for kind, _ in micro_batches(flat.plan.accumulate.micro_batches)]
+    kinds = micro_batches(flat.plan.accumulate.micro_batches)
     return {
         Phase.FORWARD: max(max(_forward(flat, kind)) for kind in kinds),
         Phase.BACKWARD: max(max(_Backward(flat, kind).moments()) for kind in kinds),
@@ -184,7 +185,7 @@ def _next(earlier: Sequence[FlatUnit], ahead: int) -> list[FlatUnit]:
 def _update(flat: Flat) -> Iterator[int]:
     """First each unit's G becomes what the update wants, in turn; then their norm; then the units
     are updated in turn, beside every G and what of the units before is on its way."""
-    units, last = flat.units, micro_batches(flat.plan.accumulate.micro_batches)[-1][0]
+    units, last = flat.units, micro_batches(flat.plan.accumulate.micro_batches)[-1]
     if flat.step.consumed:
         yield sum(unit.update.stays for unit in units)
         return

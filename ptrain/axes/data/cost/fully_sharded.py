@@ -18,8 +18,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
-from ptrain.axes.data.cost.chain import Chain, Unit
-from ptrain.axes.data.cost.flat import Resident
+from ptrain.axes.data.cost.chain import Chain, Resident, Unit
 from ptrain.axes.data.cost.optimizer import (
     COUNTER_BYTES,
     has_counter,

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from ptrain.axes.data.cost.flat import MicroBatch, micro_batches
+from ptrain.axes.data.cost.chain import MicroBatch, micro_batches
 from ptrain.axes.data.cost.fully_sharded import FullySharded, ShardedUnit
 from ptrain.axes.data.cost.optimizer import norm, update_casts
 from ptrain.axes.data.costs import local_rows
@@ -23,11 +23,11 @@ from ptrain.spec.precision import Layout
 
 def fully_sharded_peaks(sharded: FullySharded, index: int) -> dict[Phase, int]:
     """Bytes above what lives always on the ranks with shard `index`, by phase."""
-    kinds = [kind for kind, _ in micro_batches(sharded.plan.accumulate.micro_batches)]
+    kinds = micro_batches(sharded.plan.accumulate.micro_batches)
     passes = [_Pass(sharded, kind) for kind in kinds]
     return {
-        Phase.FORWARD: max(max(each.forward()) for each in passes),
-        Phase.BACKWARD: max(max(each.backward()) for each in passes),
+        Phase.FORWARD: max(size for turns in passes for size in turns.forward()),
+        Phase.BACKWARD: max(size for turns in passes for size in turns.backward()),
         Phase.UPDATE: max(_update(sharded, index)),
     }
 
@@ -248,7 +248,7 @@ def _beginning(
     level: int, following: Sequence[tuple[ShardedUnit, int]], known: int
 ) -> Iterator[int]:
     """Gathers begun one after the other, each of a cast copy that goes when it is sent; of the
-    first `known` - 1 that was done in an earlier turn."""
+    first `known` - 1 that was done in an earlier step."""
     for place, (unit, sharded) in enumerate(following):
         is_new = place >= known - 1
         before = _wholes(other for other, _ in following[:place])

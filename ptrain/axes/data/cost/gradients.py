@@ -1,4 +1,4 @@
-"""G of one flat unit in closed form: the device's bytes at each moment of one backward pass, and
+"""G of one flat unit in closed form: the device's bytes at every moment of one backward pass, and
 what remains to be done with it for the update.
 
 What the modes mean: while a micro-batch's backward fills it, G is whole, in the dtype of the
@@ -71,17 +71,17 @@ class Gradients:
         part = self.buffer.shard(step.gradients) * layout.reduced.itemsize
         summed = self.buffer.shard(step.gradients) * layout.gradients.itemsize
         kept = summed * self.is_on_device + part * layout.keeps_both
-        each = step.sync.gradients is GradientSync.EVERY
-        if not each and not is_first:
+        reduces_always = step.sync.gradients is GradientSync.EVERY
+        if not reduces_always and not is_first:
             before = opened = whole
         else:
             before = 0 if is_first else kept
             opened = before + whole
-        if not each and not is_last:
+        if not reduces_always and not is_last:
             after = dict.fromkeys(("reducing", "flying", "keeping", "after"), opened)
             return Moments(before=before, opened=opened, **after)
         is_cast = layout.reduced is not layout.gradients
-        is_new = is_first or not each
+        is_new = is_first or not reduces_always
         copied = is_cast or layout.keeps_both if self.is_on_device else is_cast
         makes = copied and (is_new or not self.is_on_device)
         reducing = opened + self.reduction((), step.gradients, layout.reduced)

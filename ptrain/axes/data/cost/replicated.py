@@ -14,8 +14,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ptrain.axes.data.cost.chain import Chain
-from ptrain.axes.data.cost.flat import Resident
+from ptrain.axes.data.cost.chain import Chain, Resident
 from ptrain.axes.data.cost.optimizer import (
     COUNTER_BYTES,
     has_counter,

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-from ptrain.axes.data.cost.chain import Chain, NoClosedForm
-from ptrain.axes.data.cost.flat import Flat, Resident
+from ptrain.axes.data.cost.chain import Chain, NoClosedForm, Resident
+from ptrain.axes.data.cost.flat import Flat
 from ptrain.axes.data.cost.flat_peaks import flat_peaks
 from ptrain.axes.data.cost.flat_traffic import flat_sent
 from ptrain.axes.data.cost.fully_sharded import FullySharded
