@@ -9,7 +9,7 @@ the place adds of its own (a stage's input belongs to the schedule) stays.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -207,7 +207,20 @@ def _replaced(
     then = _net(of_other[2]) - _net(of_plain[2])
     freed = held * (int(other.frees_input) - int(plain.frees_input))  # what is held is not
     more = own + then + (freed if is_forward else -freed)
-    return [*before, *of_other[1], *([Run(max(more, 0), more)] if more else []), *after]
+    mark, *within = of_other[1]
+    return [
+        *(*before, mark, *_marks_of_others(of_base), *within),
+        *([Run(max(more, 0), more)] if more else []),
+        *after,
+    ]
+
+
+def _marks_of_others(items: Sequence[Any]) -> Iterator[Any]:
+    """Of a stage that ends with the block: the gradient of its output is that of the block's, and
+    its own backward begins there."""
+    for item in items:
+        if isinstance(item, tuple) and len(item) == 2 and not item[1].startswith(_BLOCK):
+            yield item
 
 
 def _parted(

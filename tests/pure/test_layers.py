@@ -27,7 +27,7 @@ LAYERS = (
     r"ptrain\.facts(\..*)?",
     r"ptrain\.rooms\.(room|ghost)",
     r"ptrain\.optimizers\.(update|ghost)",
-    r"ptrain\.axes(\.\w+)?|ptrain\.axes\.(data|pipeline|tensor)\.(?!run)\w+"
+    r"ptrain\.axes(\.\w+)?|ptrain\.axes\.(data|pipeline|tensor)\.(?!run)\w+(\.\w+)?"
     r"|ptrain\.activations(\.rules)?|ptrain\.plan(\..*)?|ptrain\.algebra(\..*)?",
     r"ptrain\.derivation(\..*)?",
     r"ptrain\.selection(\..*)?",
