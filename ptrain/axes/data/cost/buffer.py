@@ -1,0 +1,60 @@
+"""A unit's flat buffer: all its tensors in one, padded so that the ranks that cut it divide it.
+
+In memory it is [dp_shard, dp_replicate, c]: the shard over dp_shard is a contiguous piece, that
+over both a contiguous piece of it. A group over several axes counts its ranks in mesh order (the
+outermost axis slowest), which is the opposite order; where the two differ torch's collectives, that
+know contiguous parts only, need a permuted copy.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from ptrain.axes.data.costs import padded_flat
+from ptrain.plan.step import FlatUnits
+from ptrain.spec.axis import DATA_AXES, Axis
+from ptrain.spec.spec import Spec
+
+Axes = tuple[Axis, ...]
+
+
+def without(axes: Axes, others: Axes) -> Axes:
+    """These axes but for those."""
+    return tuple(axis for axis in axes if axis not in others)
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """Sizes are in elements; `cut` are the axes along which a shard is one rank's part."""
+
+    padded: int
+    memory: Axes  # that cut any state, as they lie in memory
+    degrees: dict[Axis, int]
+
+    @classmethod
+    def of(cls, spec: Spec, step: FlatUnits, numel: int, axes: Axes | None = None) -> Buffer:
+        """The buffer of `numel` elements that is cut along `axes` (of a unit: along all axes
+        along which any of its states is)."""
+        if axes is None:
+            axes = (*step.parameters, *step.optimizer, *step.gradients)
+        memory = tuple(axis for axis in reversed(DATA_AXES) if axis in axes)
+        degrees = {axis: spec.degree(axis) for axis in step.axes}
+        return cls(padded_flat(numel, math.prod(degrees[a] for a in memory)), memory, degrees)
+
+    def shard(self, cut: Axes) -> int:
+        """Elements of a shard."""
+        return self.padded // math.prod(self.degrees[axis] for axis in {*cut})
+
+    def permuted(self, cut: Axes, over: Axes) -> int:
+        """Elements of the copy that a collective along `over` makes of a shard over `cut`: none
+        where the group's parts lie one after the other in it."""
+        parts = without(self.memory, cut)
+        group = tuple(axis for axis in DATA_AXES if axis in over)
+        return 0 if parts[: len(group)] == group else self.shard(cut)
+
+    def copied(self, had: Axes, cut: Axes) -> int:
+        """Elements that are copied to take the shard over `had` and `cut` from one over `had`: none
+        where it is a contiguous piece."""
+        new, parts = {*cut} - {*had}, without(self.memory, had)
+        return 0 if {*parts[: len(new)]} == new else self.shard((*had, *cut))

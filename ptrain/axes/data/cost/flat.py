@@ -1,0 +1,113 @@
+"""Flat units in closed form: what they are, their resident bytes by tier, and what is gathered when
+a forward pass is over."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from functools import cached_property
+
+from ptrain.axes.data.cost.buffer import Buffer
+from ptrain.axes.data.cost.chain import Chain, Unit
+from ptrain.axes.data.cost.gradients import Gradients, Moments, Preparation
+from ptrain.axes.data.cost.parameters import Parameters
+from ptrain.axes.data.cost.update import Target, UnitUpdate
+from ptrain.costs import State
+from ptrain.plan.step import FlatUnits, Plan
+from ptrain.spec.placement import Tier
+from ptrain.spec.spec import Spec
+
+Resident = dict[State, Counter[Tier]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FlatUnit:
+    """One unit that has parameters."""
+
+    unit: Unit
+    parameters: Parameters
+    gradients: Gradients
+    update: UnitUpdate
+    preparation: Preparation
+
+    @property
+    def is_root(self) -> bool:
+        return self.unit.is_root
+
+    def moments(self, kind: MicroBatch) -> Moments:
+        """Of its G in such a micro-batch."""
+        return self.gradients.moments(is_first=kind.is_first, is_last=kind.is_last)
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """One of a step: the first, the last, one between them, or the only one."""
+
+    is_first: bool
+    is_last: bool
+
+
+def micro_batches(count: int) -> tuple[tuple[MicroBatch, int], ...]:
+    """(kind, how many of it) in a step of `count` micro-batches."""
+    if count == 1:
+        return ((MicroBatch(True, True), 1),)
+    kinds = (MicroBatch(True, False), MicroBatch(False, False), MicroBatch(False, True))
+    return tuple(pair for pair in zip(kinds, (1, count - 2, 1), strict=True) if pair[1])
+
+
+@dataclass(frozen=True)
+class Flat:
+    """A plan of flat units on a chain."""
+
+    spec: Spec
+    plan: Plan
+    step: FlatUnits
+    chain: Chain
+
+    @cached_property
+    def units(self) -> tuple[FlatUnit, ...]:
+        """In the order of wrapping and update, the root last; units without parameters left out."""
+        return tuple(self._unit(unit) for unit in self.chain.units if unit.numel)
+
+    def _unit(self, unit: Unit) -> FlatUnit:
+        layout, buffer = self.plan.update.layout, Buffer.of(self.spec, self.step, unit.numel)
+        parameters = Parameters(self.step, layout, buffer, unit.is_root)
+        gradients = Gradients(self.step, layout, buffer)
+        update = UnitUpdate(self.spec, unit, parameters, gradients)
+        return FlatUnit(unit, parameters, gradients, update, gradients.preparation())
+
+    @property
+    def entered(self) -> tuple[FlatUnit, ...]:
+        """In the order of use in a forward pass: the root first."""
+        return tuple(sorted(self.units, key=lambda unit: not unit.unit.is_root))
+
+    def resident(self) -> Resident:
+        """Theta and Omega after the update, G at the end of the last backward pass: bytes by tier,
+        alike on all ranks."""
+        step, layout = self.step, self.plan.update.layout
+        theta, omega, gradients = Counter[Tier](), Counter[Tier](), Counter[Tier]()
+        for unit in self.units:
+            holder = omega if step.materialized else theta
+            holder[step.parameters_tier] += unit.parameters.stored
+            omega[step.optimizer_tier] += sum(map(_kept, unit.update.targets))
+            gradients[Tier.DEVICE] += self._kept_gradients(unit)
+            if step.gradients_tier is not Tier.DEVICE:
+                part = unit.gradients.buffer.shard(step.gradients)
+                gradients[step.gradients_tier] += part * layout.gradients.itemsize
+        return {State.PARAMETERS: theta, State.OPTIMIZER: omega, State.GRADIENTS: gradients}
+
+    def _kept_gradients(self, unit: FlatUnit) -> int:
+        if self.step.consumed:
+            return 0
+        last = micro_batches(self.plan.accumulate.micro_batches)[-1][0]
+        return unit.moments(last).after
+
+    def transient(self) -> int:
+        """Bytes of gathered units at the end of the last forward pass: those that stay."""
+        return sum(unit.parameters.whole for unit in self.units if unit.parameters.stays)
+
+
+def _kept(target: Target) -> int:
+    """Bytes that a rank keeps of one target's state."""
+    master = target.master.part if target.master else 0
+    return master + sum(tensor.part for tensor in target.state)

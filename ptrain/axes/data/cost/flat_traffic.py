@@ -1,0 +1,262 @@
+"""Traffic of flat units in one steady step in closed form: calls and bytes of each collective and
+of each copy between tiers.
+
+A state on another tier is copied wherever the device needs it: Theta's part for each use, G's part
+when it is kept, reduced further or used, Omega's for an update on the device; a file is read and
+written through the host. A collective counts the bytes of the full tensor of its group.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ptrain.axes.data.cost.buffer import Axes, without
+from ptrain.axes.data.cost.flat import Flat, FlatUnit
+from ptrain.axes.data.cost.flat_peaks import FLAG_BYTES
+from ptrain.axes.data.cost.update import Tensor
+from ptrain.axes.data.costs import gathers, reductions
+from ptrain.axes.ring import Calls, Group
+from ptrain.costs import Collective, Phase, State, Traffic, TrafficKey
+from ptrain.plan.step import FlatUnits
+from ptrain.spec.batch import GatherAfterUpdate, ReduceScatterVia
+from ptrain.spec.placement import Tier
+
+TO_DEVICE, TO_HOST = Collective.HOST_TO_DEVICE, Collective.DEVICE_TO_HOST
+READ, WRITE = Collective.FILE_READ, Collective.FILE_WRITE
+
+
+def copies(what: Collective, state: State, phase: Phase, size: int, times: int = 1) -> Traffic:
+    """So many copies of `size` bytes between two tiers."""
+    key = TrafficKey(axes=(), collective=what, state=state, phase=phase)
+    return Traffic(key=key, calls=times, payload_bytes=times * size, sent_bytes=0)
+
+
+def flat_sent(flat: Flat) -> Iterator[Traffic]:
+    """What one rank sends and copies, unit by unit; then the scalars of G on another tier."""
+    for unit in flat.units:
+        sender = _Sender(flat, unit)
+        yield from (row for row in sender.rows() if row.calls)
+    yield from _scalars(flat)
+
+
+def _scalars(flat: Flat) -> Iterator[Traffic]:
+    """The norm is reduced on the device and used on the host, the flag of an overflow too; of a
+    scaled loss the host needs flag and scale where it clips or updates."""
+    step, layout, clip = flat.step, flat.plan.update.layout, flat.plan.clip
+    on_host = step.gradients_tier is not Tier.DEVICE
+    state, phase = State.GRADIENTS, Phase.UPDATE
+    if step.consumed:
+        return
+    if clip is not None and clip.axes and on_host:
+        scalar = max(FLAG_BYTES, layout.gradients.itemsize)
+        yield copies(TO_DEVICE, state, phase, scalar)
+        yield copies(TO_HOST, state, phase, scalar)
+    if layout.scales_loss and on_host:
+        yield copies(TO_DEVICE, state, phase, FLAG_BYTES)
+    if layout.scales_loss and (
+        step.update_tier is not Tier.DEVICE or (clip is not None and on_host)
+    ):
+        yield copies(TO_HOST, state, phase, FLAG_BYTES, 2)
+
+
+@dataclass(frozen=True)
+class _Sender:
+    """One unit's step."""
+
+    flat: Flat
+    unit: FlatUnit
+
+    @property
+    def step(self) -> FlatUnits:
+        return self.flat.step
+
+    @property
+    def micro_batches(self) -> int:
+        return self.flat.plan.accumulate.micro_batches
+
+    @property
+    def updating(self) -> Phase:
+        """When the unit is updated: where its gradients are used up, in its backward."""
+        return Phase.BACKWARD if self.step.consumed else Phase.UPDATE
+
+    def rows(self) -> Iterator[Traffic]:
+        yield from self._uses()
+        yield from self._reductions()
+        yield from self._preparation()
+        yield from self._gradient()
+        yield from self._optimizer()
+        yield from self._value()
+        yield from self._stored()
+
+    def _call(
+        self,
+        what: Collective,
+        over: Axes,
+        state: State,
+        phase: Phase,
+        size: int,
+        times: int = 1,
+    ) -> Traffic:
+        """So many collectives along `over`, of a full tensor of `size` bytes."""
+        via = None
+        if what is Collective.REDUCE_SCATTER and self.step.reduce_scatter is not (
+            ReduceScatterVia.NATIVE
+        ):
+            via = self.step.reduce_scatter.value
+        axes = tuple(axis for axis in self.step.axes if axis in over)
+        ranks = math.prod(self.flat.spec.degree(axis) for axis in axes)
+        return Calls(what, state, phase, times, via).over(Group(axes, ranks), size)
+
+    def _uses(self) -> Iterator[Traffic]:
+        """Theta is brought for a pass that does not find it whole: read, copied, gathered. The
+        first use completes what the update left open."""
+        theta, step, state = self.unit.parameters, self.step, State.PARAMETERS
+        gather = Collective.ALL_GATHER
+        if theta.left_open:
+            yield self._call(gather, theta.left_open, state, Phase.FORWARD, theta.stored)
+        if not theta.is_transient:
+            return
+        times = gathers(step.sync, self.micro_batches, is_root=theta.is_root)
+        stored = State.OPTIMIZER if step.materialized else state
+        for phase, count in ((Phase.FORWARD, times.forward), (Phase.BACKWARD, times.backward)):
+            if step.parameters_tier is Tier.FILE:
+                yield copies(READ, stored, phase, theta.stored, count)
+            if step.parameters_tier is not Tier.DEVICE:
+                yield copies(TO_DEVICE, state, phase, theta.part, count)
+            if step.parameters:
+                yield self._call(gather, step.parameters, state, phase, theta.whole, count)
+
+    def _reductions(self) -> Iterator[Traffic]:
+        """In backward G is reduced to shards, and kept where it lives; with overlap what the
+        update would reduce first is reduced after the last micro-batch."""
+        step, gradients, layout = self.step, self.unit.gradients, self.flat.plan.update.layout
+        buffer, state, phase = gradients.buffer, State.GRADIENTS, Phase.BACKWARD
+        count = reductions(step.sync, self.micro_batches) if step.gradients else self.micro_batches
+        if step.gradients:
+            size = buffer.padded * layout.reduced.itemsize
+            scatter = Collective.REDUCE_SCATTER
+            yield self._call(scatter, step.gradients, state, phase, size, count)
+        part = buffer.shard(step.gradients) * layout.gradients.itemsize
+        if not gradients.is_on_device:
+            yield copies(TO_HOST, state, phase, part, count)
+        if step.gradients_tier is Tier.FILE:
+            yield copies(READ, state, phase, part, count - 1)
+            yield copies(WRITE, state, phase, part, count)
+        if gradients.starts_the_update:
+            size = buffer.padded * gradients.held.itemsize
+            partial = without(step.axes, step.updated)
+            if step.updated:
+                yield self._call(Collective.REDUCE_SCATTER, step.updated, state, phase, size)
+            elif partial:
+                yield self._call(Collective.ALL_REDUCE, partial, state, phase, size)
+
+    def _preparation(self) -> Iterator[Traffic]:
+        """What remains to be reduced or gathered before the update, on the device."""
+        plan, gradients, state = self.unit.preparation, self.unit.gradients, State.GRADIENTS
+        phase, itemsize = self.updating, self.flat.plan.update.layout.gradients.itemsize
+        if self.step.gradients_tier is Tier.FILE:
+            yield copies(READ, state, phase, plan.bytes(plan.now))
+        if plan.travels:
+            yield copies(TO_DEVICE, state, phase, plan.bytes(plan.now))
+        for what, over, size in (
+            (Collective.REDUCE_SCATTER, plan.narrower, plan.bytes(plan.now)),
+            (Collective.ALL_REDUCE, plan.partial, plan.bytes(plan.narrow)),
+            (Collective.ALL_GATHER, plan.wider, plan.bytes(plan.final)),
+        ):
+            if over:
+                yield self._call(what, over, state, phase, size)
+        if plan.travels:
+            ready = gradients.buffer.shard(plan.final) * itemsize
+            yield copies(TO_HOST, state, phase, ready)
+
+    def _gradient(self) -> Iterator[Traffic]:
+        """G to where the update is, gathered if it is for that."""
+        step, gradients, update = self.step, self.unit.gradients, self.unit.update
+        state, phase = State.GRADIENTS, self.updating
+        itemsize, final = (
+            self.flat.plan.update.layout.gradients.itemsize,
+            self.unit.preparation.final,
+        )
+        gathered = step.gathered_gradients
+        used = gradients.buffer.shard(without(final, gathered)) * itemsize
+        if not gradients.is_on_device and (gathered or update.is_on_device):
+            yield copies(TO_DEVICE, state, phase, gradients.buffer.shard(final) * itemsize)
+        if gathered:
+            yield self._call(Collective.ALL_GATHER, gathered, state, phase, used)
+        if not update.is_on_device and (gathered or gradients.is_on_device):
+            yield copies(TO_HOST, state, phase, used)
+
+    def _optimizer(self) -> Iterator[Traffic]:
+        """Master copies, moments and counters of each target, there and back."""
+        for target in self.unit.update.targets:
+            for tensor in (*((target.master,) if target.master else ()), *target.state):
+                yield from self._fetched(tensor)
+                yield from self._put(tensor)
+
+    def _fetched(self, tensor: Tensor) -> Iterator[Traffic]:
+        state, phase = State.OPTIMIZER, self.updating
+        if self.step.optimizer_tier is Tier.FILE:
+            yield copies(READ, state, phase, tensor.part)
+        if tensor.comes:
+            yield copies(TO_DEVICE, state, phase, tensor.part)
+        if tensor.missing:
+            gather = Collective.ALL_GATHER
+            yield self._call(gather, tensor.missing, state, phase, tensor.gathered)
+
+    def _put(self, tensor: Tensor) -> Iterator[Traffic]:
+        state, phase = State.OPTIMIZER, self.updating
+        if tensor.comes:
+            yield copies(TO_HOST, state, phase, tensor.part)
+        if self.step.optimizer_tier is Tier.FILE:
+            yield copies(WRITE, state, phase, tensor.part)
+
+    def _value(self) -> Iterator[Traffic]:
+        """Theta's own part to where it is updated: read, gathered where Theta is cut further."""
+        step, update, theta = self.step, self.unit.update, self.unit.parameters
+        state, phase, itemsize = State.PARAMETERS, self.updating, theta.dtype.itemsize
+        if update.has_master:
+            return
+        if step.materialized:
+            yield from self._fetched(update.value)
+            return
+        missing = without(step.parameters, step.updated)
+        tier = step.parameters_tier
+        if tier is Tier.FILE:
+            yield copies(READ, state, phase, theta.stored)
+        if missing:
+            if tier is not Tier.DEVICE:
+                yield copies(TO_DEVICE, state, phase, theta.stored)
+            tier = Tier.DEVICE
+            whole = theta.buffer.shard(without(step.parameters, missing)) * itemsize
+            yield self._call(Collective.ALL_GATHER, missing, state, phase, whole)
+        part = theta.buffer.shard(step.updated) * itemsize
+        if (tier is Tier.DEVICE) is not update.is_on_device:
+            yield copies(TO_DEVICE if update.is_on_device else TO_HOST, state, phase, part)
+
+    def _stored(self) -> Iterator[Traffic]:
+        """The updated value to where Theta is: gathered on the device where Theta is wider."""
+        step, update, theta = self.step, self.unit.update, self.unit.parameters
+        state, phase, itemsize = State.PARAMETERS, self.updating, theta.dtype.itemsize
+        if step.materialized:
+            yield from self._put(update.value)
+            return
+        missing = without(step.updated, step.parameters)
+        is_on_device = update.is_on_device
+        if missing:
+            if not is_on_device:
+                part = theta.buffer.shard((*step.updated, *step.parameters)) * itemsize
+                yield copies(TO_DEVICE, state, phase, part)
+            if step.gather_after_update is GatherAfterUpdate.NEXT_FORWARD:
+                return
+            yield self._call(Collective.ALL_GATHER, missing, state, phase, theta.stored)
+            is_on_device = True
+            if step.gather_after_update is GatherAfterUpdate.DURING_UPDATE:
+                phase = Phase.UPDATE  # awaited when every unit is updated
+        if is_on_device and step.parameters_tier is not Tier.DEVICE:
+            yield copies(TO_HOST, state, phase, theta.stored)
+        if not is_on_device and step.parameters_tier is Tier.DEVICE:
+            yield copies(TO_DEVICE, state, phase, theta.stored)
+        if step.parameters_tier is Tier.FILE:
+            yield copies(WRITE, state, phase, theta.stored)

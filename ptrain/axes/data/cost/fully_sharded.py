@@ -1,0 +1,211 @@
+"""FSDP2 in closed form, by unit, with what is known of torch/distributed/fsdp/_fully_shard.
+
+A gather (`_fsdp_collectives.foreach_all_gather`) receives the unit into one buffer, from which
+`foreach_all_gather_copy_out` makes the parameters: twice the unit. In forward that buffer lives
+until the next unit's is there (`FSDPParamGroup.wait_for_unshard`), in backward it goes at once, and
+the next gather is begun before (`_backward_prefetch`). A cast shard is a copy until it is sent.
+A reduction (`foreach_reduce`) copies gradients into one padded input, then drops them (all but the
+last, which a loop's variable names), scatters it, and casts and adds the output to G. The input
+lives until the next unit's reduction, what replicas all-reduced until the backward pass is over.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+
+from ptrain.axes.data.cost.chain import Chain, Unit
+from ptrain.axes.data.cost.flat import Resident
+from ptrain.axes.data.cost.optimizer import (
+    COUNTER_BYTES,
+    has_counter,
+    num_moments,
+)
+from ptrain.axes.data.costs import gathers, kept_ranks, local_rows, padded_rows, reductions
+from ptrain.axes.ring import Calls, Group
+from ptrain.costs import Collective, Phase, State, Traffic
+from ptrain.plan.step import FullyShard, Plan
+from ptrain.spec.axis import Axis
+from ptrain.spec.batch import ReduceScatterVia
+from ptrain.spec.placement import Tier
+from ptrain.spec.precision import Layout
+from ptrain.spec.spec import OptimizerSpec, Spec
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ShardedUnit:
+    """Sizes of one unit that `ranks` shard by rows of dim 0."""
+
+    unit: Unit
+    step: FullyShard
+    layout: Layout
+    ranks: int
+
+    @property
+    def padded(self) -> int:
+        """Elements of a rank's shard, with its padding."""
+        return sum(padded_rows(shape, self.ranks) for shape in self.unit.shapes)
+
+    @property
+    def tensors(self) -> list[int]:
+        """Bytes of each gathered tensor."""
+        itemsize = self.layout.parameters.itemsize
+        return [padded_rows(s, self.ranks) * self.ranks * itemsize for s in self.unit.shapes]
+
+    @property
+    def whole(self) -> int:
+        """Bytes of the gathered unit."""
+        return sum(self.tensors)
+
+    @property
+    def stays(self) -> bool:
+        """Whether it stays gathered from forward to backward."""
+        return not self.step.sync.after_forward(is_root=self.unit.is_root)
+
+    @property
+    def group(self) -> int:
+        """Over how many ranks it is spread from forward to backward."""
+        return kept_ranks(self.step.sync, self.ranks, is_root=self.unit.is_root)
+
+    @property
+    def between(self) -> int:
+        """Bytes of the larger shard that a smaller group keeps of it meanwhile."""
+        return self.whole // self.group if 1 < self.group < self.ranks else 0
+
+    @property
+    def waits(self) -> int:
+        """Bytes of it between its forward and its backward."""
+        return self.whole if self.stays else self.between
+
+    @property
+    def narrowing(self) -> int:
+        """Bytes while each tensor's part is copied out of it for the smaller group: beside the
+        tensors that are left and the parts that are there."""
+        if not self.between:
+            return 0
+        parts = [size // self.group for size in self.tensors]
+        left = [self.whole, *(self.whole - size for size in accumulate(self.tensors))]
+        return max(map(sum, zip(left, accumulate(parts), strict=False)))
+
+    def copy(self, sharded: int) -> int:
+        """Bytes of the cast shard that is sent, where it is cast: of all, or of the smaller group's
+        (`sharded`, if any)."""
+        casts = self.step.materialized and self.layout.parameters is not self.layout.master
+        return (sharded or self.whole // self.ranks) * casts
+
+    @property
+    def gradients(self) -> tuple[int, ...]:
+        """Bytes of each of autograd's gradients."""
+        return tuple(numel * self.layout.parameters.itemsize for numel in self.unit.numels)
+
+    @property
+    def summed(self) -> int:
+        """Bytes of gradients that wait unreduced, in the dtype of the reduction."""
+        return self.unit.numel * self.layout.reduced.itemsize
+
+    @property
+    def input(self) -> int:
+        """Bytes of the reduction's input."""
+        return self.padded * self.ranks * self.layout.reduced.itemsize
+
+    @property
+    def output(self) -> int:
+        """Bytes of its output."""
+        return self.padded * self.layout.reduced.itemsize
+
+    @property
+    def kept(self) -> int:
+        """Bytes of G."""
+        return self.padded * self.layout.gradients.itemsize
+
+    @property
+    def last(self) -> int:
+        """Elements of the tensor whose gradient outlives the others."""
+        return self.unit.numels[-1]
+
+
+@dataclass(frozen=True)
+class FullySharded:
+    """A plan of FSDP2 on a chain."""
+
+    spec: Spec
+    plan: Plan
+    step: FullyShard
+    chain: Chain
+
+    @property
+    def layout(self) -> Layout:
+        return self.plan.update.layout
+
+    @property
+    def optimizer(self) -> OptimizerSpec:
+        return self.spec.optimizer
+
+    @property
+    def ranks(self) -> int:
+        """Over which a unit is cut."""
+        return _ranks(self.spec, self.step.shard_axes)
+
+    @cached_property
+    def units(self) -> tuple[ShardedUnit, ...]:
+        """Those that have parameters, in the order of wrapping, the root last."""
+        used = (unit for unit in self.chain.units if unit.shapes)
+        return tuple(ShardedUnit(unit, self.step, self.layout, self.ranks) for unit in used)
+
+    def resident(self, index: int) -> Resident:
+        """Bytes on the ranks with shard `index`. Parameters and gradients have padding, what the
+        optimizer updates are the rows that are there. A shard that is M's master copy counts as
+        Omega's."""
+        layout, step = self.layout, self.step
+        stored = sum(unit.padded for unit in self.units)
+        held = sum(local_rows(shape, self.ranks, index) for shape in self.chain.tensors)
+        omega = held * num_moments(self.optimizer) * layout.moments.itemsize
+        omega += COUNTER_BYTES * len(self.chain.tensors) * has_counter(self.optimizer)
+        theta = stored * layout.parameters.itemsize
+        if layout.master is not None and not step.materialized:
+            omega += held * layout.master.itemsize
+        if layout.master is not None and step.materialized:
+            theta, omega = 0, omega + stored * layout.master.itemsize
+        return {
+            State.PARAMETERS: Counter({Tier.DEVICE: theta}),
+            State.OPTIMIZER: Counter({Tier.DEVICE: omega}),
+            State.GRADIENTS: Counter({Tier.DEVICE: stored * layout.gradients.itemsize}),
+        }
+
+    def transient(self) -> int:
+        """Bytes of units, or of a smaller group's shards of them, from forward to backward."""
+        return sum(unit.waits for unit in self.units)
+
+    def sent(self) -> Iterator[Traffic]:
+        """A gather where a pass finds a unit sharded: from all in forward, in backward from the
+        smaller group that kept it, if one did; a reduce-scatter after each micro-batch, or the
+        last; and then an all-reduce of the shard over replicas."""
+        step, num = self.step, self.plan.accumulate.micro_batches
+        shards = Group(step.shard_axes, self.ranks)
+        native = step.reduce_scatter is ReduceScatterVia.NATIVE
+        via = None if native else step.reduce_scatter.value
+        for unit in self.units:
+            times = gathers(step.sync, num, is_root=unit.unit.is_root)
+            group = Group(step.shard_axes, unit.group) if unit.group > 1 else shards
+            gather, theta = Collective.ALL_GATHER, State.PARAMETERS
+            for phase, count, over in (
+                (Phase.FORWARD, times.forward, shards),
+                (Phase.BACKWARD, times.backward, group),
+            ):
+                if count:
+                    yield Calls(gather, theta, phase, count).over(over, unit.whole)
+            count = reductions(step.sync, num)
+            scatter, all_reduce = Collective.REDUCE_SCATTER, Collective.ALL_REDUCE
+            state, phase = State.GRADIENTS, Phase.BACKWARD
+            yield Calls(scatter, state, phase, count, via).over(shards, unit.input)
+            if step.replicate_axes:
+                replicas = Group(step.replicate_axes, _ranks(self.spec, step.replicate_axes))
+                yield Calls(all_reduce, state, phase, count).over(replicas, unit.output)
+
+
+def _ranks(spec: Spec, axes: Iterable[Axis]) -> int:
+    return math.prod(spec.degree(axis) for axis in axes)

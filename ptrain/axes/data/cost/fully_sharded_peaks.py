@@ -1,0 +1,265 @@
+"""The peaks of FSDP2 in closed form: by phase the largest of explicit sums over a chain of units.
+
+In a unit's turn the units behind it have given up what they do not keep, those before it have not
+begun or are on their way, and the root around them is gathered. A reduction's input is there until
+the next one's begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from ptrain.axes.data.cost.flat import MicroBatch, micro_batches
+from ptrain.axes.data.cost.fully_sharded import FullySharded, ShardedUnit
+from ptrain.axes.data.cost.optimizer import norm, update_casts
+from ptrain.axes.data.costs import local_rows
+from ptrain.costs import Phase
+from ptrain.plan.step import FullyShard
+from ptrain.spec.batch import GradientSync, ReduceScatterVia
+from ptrain.spec.precision import Layout
+
+
+def fully_sharded_peaks(sharded: FullySharded, index: int) -> dict[Phase, int]:
+    """Bytes above what lives always on the ranks with shard `index`, by phase."""
+    kinds = [kind for kind, _ in micro_batches(sharded.plan.accumulate.micro_batches)]
+    passes = [_Pass(sharded, kind) for kind in kinds]
+    return {
+        Phase.FORWARD: max(max(each.forward()) for each in passes),
+        Phase.BACKWARD: max(max(each.backward()) for each in passes),
+        Phase.UPDATE: max(_update(sharded, index)),
+    }
+
+
+def _update(sharded: FullySharded, index: int) -> Iterator[int]:
+    """The norm of all; then each unit's casts of its rows, and of its matrices the largest's
+    orthogonalization."""
+    base = sum(unit.kept for unit in sharded.units)
+    at_once, stays = norm(sharded.spec, sharded.plan, sharded.chain, len(sharded.chain.tensors))
+    yield base + at_once
+    for unit in sharded.chain.units:
+        casts = update_casts(
+            sharded.optimizer,
+            sharded.layout,
+            unit,
+            [local_rows(shape, sharded.ranks, index) for shape in unit.shapes],
+        )
+        yield base + stays + casts
+
+
+def _wholes(units: Iterable[ShardedUnit]) -> int:
+    return sum(unit.whole for unit in units)
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """A forward and a backward pass over the units of a chain."""
+
+    sharded: FullySharded
+    kind: MicroBatch
+
+    @property
+    def step(self) -> FullyShard:
+        return self.sharded.step
+
+    @property
+    def layout(self) -> Layout:
+        return self.sharded.layout
+
+    @property
+    def inwards(self) -> list[ShardedUnit]:
+        """In the order of a forward pass: the root first."""
+        return sorted(self.sharded.units, key=lambda unit: not unit.unit.is_root)
+
+    @property
+    def releases(self) -> bool:
+        """Whether backward gives gathered units back."""
+        return self.kind.is_last or self.step.sync.reshard_after_backward
+
+    @property
+    def reduces(self) -> bool:
+        return self.kind.is_last or self.step.sync.gradients is GradientSync.EVERY
+
+    @property
+    def _waits_unreduced(self) -> bool:
+        """Whether gradients of micro-batches before wait for their reduction."""
+        return self.step.sync.gradients is GradientSync.LAST and not self.kind.is_first
+
+    @property
+    def _is_cast(self) -> bool:
+        return self.layout.reduced is not self.layout.parameters
+
+    # ---- forward
+
+    def forward(self) -> Iterator[int]:
+        """Turn by turn: the gather is begun, and copied out beside the buffer of the one before;
+        then those ahead are begun; at the end a smaller group's parts are copied."""
+        order, step = self.inwards, self.step
+        ahead = (step.prefetch or 0) if step.overlaps else 0
+        base = sum(self.before(unit) for unit in order)
+        yield base
+        is_whole = not self.kind.is_first and not step.sync.reshard_after_backward
+        if is_whole:  # as the backward pass before left them
+            yield base + _wholes(order)
+        for place, unit in enumerate(order):
+            buffers = [other.whole * step.overlaps for other in order[max(0, place - 1) : place]]
+            held = base + sum(o.whole if o.unit.is_root else o.waits for o in order[:place])
+            if is_whole:
+                if not unit.unit.is_root:
+                    yield held + unit.narrowing + _wholes(order[place + 1 :])
+                continue
+            begun = _wholes(order[place + 1 : place + ahead]) if place else 0
+            own_copy = unit.copy(0) if place == 0 or not ahead else 0
+            yield held + sum(buffers) + begun + unit.whole + own_copy
+            yield held + sum(buffers) + begun + 2 * unit.whole
+            held += unit.whole * step.overlaps
+            following = order[place + 1 : place + 1 + ahead]
+            yield from _beginning(
+                held + unit.whole, [(o, 0) for o in following], ahead if place else 0
+            )
+            if not unit.unit.is_root:
+                yield held + _wholes(following) + unit.narrowing
+        for root in order[:1]:
+            inner, buffer = order[1:], order[-1].whole * step.overlaps * (not is_whole)
+            if root.unit.is_root:
+                yield base + sum(unit.waits for unit in inner) + buffer + root.narrowing
+
+    # ---- backward
+
+    def before(self, unit: ShardedUnit) -> int:
+        """Bytes of the unit's gradients of micro-batches before: G, or, unreduced, autograd's own
+        or their sum in the dtype of the reduction."""
+        if self.kind.is_first:
+            return 0
+        if not self._waits_unreduced:
+            return unit.kept
+        return unit.summed if self._is_cast else sum(unit.gradients)
+
+    def arrived(self, unit: ShardedUnit, tensors: Iterable[int]) -> int:
+        """Bytes when these of its gradients are complete: they stand beside what is there, but for
+        those that autograd adds to its own of before."""
+        if self._waits_unreduced and not self._is_cast:
+            return self.before(unit)
+        return self.before(unit) + sum(unit.gradients[index] for index in tensors)
+
+    def _arriving(self, unit: ShardedUnit, tensors: Iterable[int]) -> int:
+        """Bytes of the largest gradient that autograd is about to add to one of before, where it is
+        a tensor of its own."""
+        if not self._waits_unreduced or self._is_cast or not self.sharded.chain.is_fresh:
+            return 0
+        return max((unit.gradients[index] for index in tensors), default=0)
+
+    def rest(self, unit: ShardedUnit) -> int:
+        """Bytes when it is done: G, and what replicas all-reduced where G is another tensor."""
+        if not self.reduces:
+            return unit.summed if self._is_cast else sum(unit.gradients)
+        is_other = self._casts_after or not self._is_new
+        return unit.kept + unit.output * (is_other and bool(self.step.replicate_axes))
+
+    @property
+    def _casts_after(self) -> bool:
+        return self.layout.reduced is not self.layout.gradients
+
+    @property
+    def _is_new(self) -> bool:
+        """Whether nothing is reduced yet."""
+        return self.kind.is_first or self.step.sync.gradients is GradientSync.LAST
+
+    def backward(self) -> Iterator[int]:
+        """Turn by turn, the root's gather first and its reduction last."""
+        order = self.inwards[::-1]
+        roots = [unit for unit in order if unit.unit.is_root]
+        order = [*roots, *(unit for unit in order if not unit.unit.is_root)]
+        blocks = order[len(roots) :]
+        head = self.sharded.chain.head
+        gradients = sum(self.before(unit) for unit in order)
+        yield gradients + sum(unit.waits for unit in order)
+        for place, unit in enumerate(order):
+            done = [other for other in order[:place] if not other.unit.is_root]
+            level = sum(self.before(other) for other in order[place + 1 :])
+            level += sum(map(self.rest, done))
+            level += sum(other.input for other in done[-1:]) * self.reduces
+            level += sum(self.arrived(other, head) for other in roots[:place])
+            level += _wholes(roots[:place]) + (0 if self.releases else _wholes(done))
+            yield from self._gathering(level + self.before(unit), order, place)
+            following = self._ahead(order, place)
+            waiting = sum(other.waits for other in order[place + 1 :])
+            level += waiting + _wholes(following)
+            if unit.unit.is_root:
+                arrived = self.arrived(unit, head) + self._arriving(unit, head)
+                yield level + unit.whole + arrived
+            else:
+                yield from self._turn(unit, level, sum(o.input for o in done[-1:]))
+        held = 0 if self.releases else _wholes(blocks)
+        for root in roots:
+            before = sum(unit.input for unit in blocks[-1:])
+            level = held + sum(map(self.rest, blocks)) + before * self.reduces
+            yield from self._turn(root, level, before)
+
+    def _ahead(self, order: Sequence[ShardedUnit], place: int) -> list[ShardedUnit]:
+        """Those that are begun in a turn or before it: torch's own choice is the next."""
+        prefetch = 1 if self.step.prefetch is None else self.step.prefetch
+        ahead = prefetch if self.step.overlaps else 0
+        return [unit for unit in order[place + 1 : place + 1 + ahead] if not unit.stays]
+
+    def _gathering(self, level: int, order: Sequence[ShardedUnit], place: int) -> Iterator[int]:
+        """The unit's own gather, beside those begun before, then those ahead of it; a smaller
+        group's shard stays until the unit is copied out."""
+        unit, waiting = order[place], sum(other.waits for other in order[place + 1 :])
+        level += waiting
+        begun = self._ahead(order, place - 1) if place else []
+        beside = _wholes(other for other in begun if other is not unit)
+        if unit.stays:
+            yield level + unit.whole + beside
+        else:
+            own_copy = 0 if unit in begun else unit.copy(unit.between)
+            yield level + unit.between + beside + unit.whole + own_copy
+            yield level + unit.between + beside + 2 * unit.whole
+        following = [(other, other.between) for other in self._ahead(order, place)]
+        known = sum(other in begun for other, _ in following)
+        yield from _beginning(level + unit.whole, following, known + 1 if known else 0)
+
+    def _turn(self, unit: ShardedUnit, level: int, flying: int) -> Iterator[int]:
+        """Its gradients arrive, and it is done. `level` are all others and, if this pass reduces,
+        the input of the reduction before (`flying`)."""
+        everything = range(len(unit.gradients))
+        arrived = self.arrived(unit, everything)
+        late = {*everything} - (self.sharded.chain.head if unit.unit.is_root else set())
+        yield level + unit.whole + arrived + self._arriving(unit, late)
+        level += 0 if self.releases else unit.whole
+        if not self.reduces:
+            if self._is_cast and self.kind.is_first:
+                yield level + _converting(unit, self.layout)
+            return
+        level -= flying
+        kept = 0 if self._is_new else unit.kept
+        is_summed = self._waits_unreduced and self._is_cast
+        gradients = unit.summed if is_summed else sum(unit.gradients)
+        dtype = self.layout.reduced if is_summed else self.layout.parameters
+        last = unit.last * dtype.itemsize
+        exchange = unit.input * (self.step.reduce_scatter is ReduceScatterVia.ALL_TO_ALL)
+        yield level + kept + gradients + unit.input
+        yield level + kept + last + unit.input + unit.output + exchange
+        yield level + kept + last + unit.input + unit.output + unit.kept * self._casts_after
+
+
+def _beginning(
+    level: int, following: Sequence[tuple[ShardedUnit, int]], known: int
+) -> Iterator[int]:
+    """Gathers begun one after the other, each of a cast copy that goes when it is sent; of the
+    first `known` - 1 that was done in an earlier turn."""
+    for place, (unit, sharded) in enumerate(following):
+        is_new = place >= known - 1
+        before = _wholes(other for other, _ in following[:place])
+        yield level + before + unit.whole + unit.copy(sharded) * is_new
+
+
+def _converting(unit: ShardedUnit, layout: Layout) -> int:
+    """Bytes at most while gradients become copies in the dtype of the reduction, one by one."""
+    copies = [numel * layout.reduced.itemsize for numel in unit.unit.numels]
+    left = [
+        sum(unit.gradients),
+        *(sum(unit.gradients) - size for size in accumulate(unit.gradients)),
+    ]
+    return max(map(sum, zip(left, accumulate(copies), strict=False)))

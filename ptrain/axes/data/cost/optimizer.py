@@ -1,0 +1,85 @@
+"""What an optimizer keeps of a tensor, and what its update allocates beside that.
+
+AdamW keeps two moments and counts its steps in one fp32 scalar per tensor; SGD keeps one moment if
+it has momentum; Muon one of a hidden matrix, and is AdamW for all others (torch.optim.*, the
+docstrings' algorithms).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ptrain.axes.data.cost.chain import Chain, NoClosedForm, Unit
+from ptrain.axes.data.form import ELEMENTWISE
+from ptrain.plan.step import LONG_NORM, Plan
+from ptrain.spec.precision import DType, Layout
+from ptrain.spec.spec import OptimizerSpec, Spec
+
+COUNTER_BYTES = 4
+
+
+def is_by_tensor(optimizer: OptimizerSpec) -> bool:
+    """Whether the update needs whole tensors: Muon's, which orthogonalizes matrices."""
+    return optimizer.name not in ELEMENTWISE
+
+
+def num_moments(optimizer: OptimizerSpec, *, is_hidden: bool = False) -> int:
+    """Tensors of state as large as what is updated, master copies not among them."""
+    if optimizer.name == "sgd":
+        return 1 if optimizer.momentum else 0
+    return 1 if is_by_tensor(optimizer) and is_hidden else 2
+
+
+def has_counter(optimizer: OptimizerSpec, *, is_hidden: bool = False) -> bool:
+    """Whether the steps of a tensor are counted: by AdamW, and so by Muon for other tensors."""
+    return optimizer.name != "sgd" and not (is_by_tensor(optimizer) and is_hidden)
+
+
+def num_casts(optimizer: OptimizerSpec, layout: Layout, *, is_hidden: bool = False) -> int:
+    """Tensors that the update of one casts to the dtype it computes in."""
+    moments = 0
+    if layout.moments is not layout.updated:
+        moments = num_moments(optimizer, is_hidden=is_hidden)
+    return moments + (layout.gradients is not layout.updated)
+
+
+def orthogonalization(shape: tuple[int, ...], layout: Layout) -> int:
+    """Bytes that Muon's Newton-Schulz iteration has at once for a matrix of `shape`.
+
+    The gradient ahead of its momentum in the updated dtype, and in bf16 (fp64 where that is
+    updated) the matrix X and its successor, the gram X X^T of its smaller side and a polynomial of
+    it. Of a scaled loss the unscaled gradient and both outcomes stand beside them.
+    """
+    rows, columns = shape
+    iterated = DType.FP64 if layout.updated is DType.FP64 else DType.BF16
+    whole = rows * columns * layout.updated.itemsize
+    iterate = (rows * columns + min(rows, columns) ** 2) * iterated.itemsize
+    return whole * (4 if layout.scales_loss else 1) + 2 * iterate
+
+
+def norm(spec: Spec, plan: Plan, chain: Chain, tensors: int) -> tuple[int, int]:
+    """(bytes at once, bytes that stay until the step is over) of the norm of so many gradients:
+    a scalar each, all of them stacked, and the norm of these."""
+    if plan.clip is None:
+        return 0, 0
+    if plan.clip.operator_axes:
+        raise NoClosedForm("clip within tp: norms of runs of tensors that are cut and of others")
+    if spec.device != "cuda" and chain.numel > LONG_NORM:
+        raise NoClosedForm("clip of tensors that a processor adds up row by row")
+    scalar = max(4, plan.update.layout.gradients.itemsize)
+    return (2 * tensors + 1) * scalar, scalar
+
+
+def update_casts(
+    optimizer: OptimizerSpec, layout: Layout, unit: Unit, numels: Sequence[int]
+) -> int:
+    """Bytes of what the update of a unit's tensors in place casts, of `numels` elements each."""
+    casts = sum(
+        numel * num_casts(optimizer, layout, is_hidden=unit.is_hidden(shape))
+        for numel, shape in zip(numels, unit.shapes, strict=True)
+    )
+    matrices = [shape for shape in unit.shapes if unit.is_hidden(shape)]
+    if not is_by_tensor(optimizer):
+        matrices = []
+    largest = max((orthogonalization(shape, layout) for shape in matrices), default=0)
+    return casts * layout.updated.itemsize + largest

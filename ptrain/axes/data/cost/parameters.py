@@ -1,0 +1,86 @@
+"""Theta of one flat unit in closed form: what it takes to make it whole for use.
+
+Where it is cut, on another tier, or M, a unit is whole on the device only while it is used: an
+all-gather fills the whole from the rank's part, which must be on the device in the dtype of use
+(a copy, where what is stored is neither), through a buffer of the whole's size where the parts do
+not lie in the order of the group. A whole copy on another tier is copied without a part in between.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ptrain.axes.data.cost.buffer import Axes, Buffer, without
+from ptrain.plan.step import FlatUnits
+from ptrain.spec.batch import GatherAfterUpdate
+from ptrain.spec.placement import Tier
+from ptrain.spec.precision import DType, Layout
+
+
+@dataclass(frozen=True, slots=True)
+class Parameters:
+    """Theta of a unit with this buffer."""
+
+    step: FlatUnits
+    layout: Layout
+    buffer: Buffer
+    is_root: bool
+
+    @property
+    def dtype(self) -> DType:
+        """In which Theta is stored: a master copy, where it is made of these."""
+        return self.layout.updated if self.step.materialized else self.layout.parameters
+
+    @property
+    def is_transient(self) -> bool:
+        """Whether it is whole only for use."""
+        step = self.step
+        return bool(step.parameters) or step.parameters_tier is not Tier.DEVICE or step.materialized
+
+    @property
+    def stored(self) -> int:
+        """Bytes that a rank keeps."""
+        return self.buffer.shard(self.step.parameters) * self.dtype.itemsize
+
+    @property
+    def part(self) -> int:
+        """Bytes of a rank's part in the dtype of use."""
+        return self.buffer.shard(self.step.parameters) * self.layout.parameters.itemsize
+
+    @property
+    def whole(self) -> int:
+        """Bytes that its use takes on the device above what is stored."""
+        return self.buffer.padded * self.layout.parameters.itemsize * self.is_transient
+
+    @property
+    def gathering(self) -> int:
+        """Bytes from when its gather begins until it is awaited: the whole, the part that is sent
+        where it is a copy, the buffer that is received where it is not the whole itself."""
+        step, layout = self.step, self.layout
+        if not step.parameters:
+            return self.whole
+        is_copy = step.parameters_tier is not Tier.DEVICE or self.dtype is not layout.parameters
+        received = self.buffer.permuted((), step.parameters) * layout.parameters.itemsize
+        return self.whole + is_copy * self.part + received
+
+    @property
+    def left_open(self) -> Axes:
+        """The axes along which the update leaves the gather to the next use."""
+        if self.step.gather_after_update is not GatherAfterUpdate.NEXT_FORWARD:
+            return ()
+        return without(self.step.updated, self.step.parameters)
+
+    @property
+    def completing(self) -> int:
+        """Bytes of that late gather, which goes into what is stored: this rank's updated part where
+        it is no contiguous piece of that, and a buffer where the parts are in another order."""
+        if not self.left_open:
+            return 0
+        had = self.step.parameters
+        copies = self.buffer.copied(had, self.left_open) + self.buffer.permuted(had, self.left_open)
+        return copies * self.dtype.itemsize
+
+    @property
+    def stays(self) -> bool:
+        """Whether a unit stays whole from its forward pass to its backward pass."""
+        return not self.step.sync.after_forward(is_root=self.is_root)

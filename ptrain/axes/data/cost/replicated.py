@@ -1,0 +1,134 @@
+"""One device, DistributedDataParallel and ZeroRedundancyOptimizer in closed form.
+
+DDP's buckets are G itself (`gradient_as_bucket_view`): they live always, from the first step on;
+autograd's gradient stands beside its view only while it is copied there or added to it. Each bucket
+is all-reduced once in a step. ZeroRedundancyOptimizer gives whole tensors to ranks, the largest
+first to the one that has least; each owner broadcasts one bucket of what it updated, or one element
+of fp32 where it owns nothing (torch.distributed.optim.zero_redundancy_optimizer).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ptrain.axes.data.cost.chain import Chain
+from ptrain.axes.data.cost.flat import Resident
+from ptrain.axes.data.cost.optimizer import (
+    COUNTER_BYTES,
+    has_counter,
+    norm,
+    num_moments,
+    update_casts,
+)
+from ptrain.axes.data.costs import bucket_caps, bucket_sizes, spread
+from ptrain.axes.ring import Calls, Group
+from ptrain.costs import Collective, Phase, State, Traffic
+from ptrain.plan.step import LocalGradients, Plan, Replicate
+from ptrain.spec.placement import Tier
+from ptrain.spec.precision import DType, Layout
+from ptrain.spec.spec import Spec
+
+_INDEX_BYTES = 4  # int32: of a bucket's tensors, broadcast when buckets are rebuilt
+
+
+@dataclass(frozen=True)
+class Replicated:
+    """A plan on a chain in which every rank has all of Theta and of G."""
+
+    spec: Spec
+    plan: Plan
+    step: Replicate | LocalGradients
+    chain: Chain
+
+    @property
+    def layout(self) -> Layout:
+        return self.plan.update.layout
+
+    @property
+    def buckets(self) -> Replicate | None:
+        """DDP, if there is more than one device."""
+        return self.step if isinstance(self.step, Replicate) else None
+
+    @property
+    def ranks(self) -> int:
+        return math.prod(self.spec.degree(a) for a in self.buckets.axes) if self.buckets else 1
+
+    def _owned(self, index: int) -> list[tuple[int, bool]]:
+        """(elements, whether Muon updates it) of the tensors that a rank updates."""
+        known = [
+            (numel, unit.is_hidden(shape))
+            for unit in self.chain.units
+            for shape, numel in zip(unit.shapes, unit.numels, strict=True)
+        ]
+        if self.buckets is None or not self.buckets.zero_redundancy:
+            return known
+        owners = spread([numel for numel, _ in known], self.ranks)
+        return [tensor for tensor, owner in zip(known, owners, strict=True) if owner == index]
+
+    def _sent_buckets(self) -> list[int]:
+        """Bytes of what each owner broadcasts."""
+        itemsize = self.layout.parameters.itemsize
+        owned = (sum(numel for numel, _ in self._owned(rank)) for rank in range(self.ranks))
+        return [numel * itemsize or DType.FP32.itemsize for numel in owned]
+
+    def resident(self, index: int) -> Resident:
+        """Bytes on the rank that owns the tensors of `index`."""
+        layout, optimizer = self.layout, self.spec.optimizer
+        theta = self.chain.numel * layout.parameters.itemsize
+        if self.buckets is not None and self.buckets.zero_redundancy:
+            theta = sum(self._sent_buckets())
+        omega = 0
+        for numel, hidden in self._owned(index):
+            omega += numel * num_moments(optimizer, is_hidden=hidden) * layout.moments.itemsize
+            omega += numel * (layout.master.itemsize if layout.master else 0)
+            omega += COUNTER_BYTES * has_counter(optimizer, is_hidden=hidden)
+        gradients = self.chain.numel * layout.gradients.itemsize
+        return {
+            State.PARAMETERS: Counter({Tier.DEVICE: theta}),
+            State.OPTIMIZER: Counter({Tier.DEVICE: omega}),
+            State.GRADIENTS: Counter({Tier.DEVICE: gradients}),
+        }
+
+    def transient(self) -> int:
+        """Nothing is gathered."""
+        return 0
+
+    def sent(self) -> Iterator[Traffic]:
+        """Each bucket once in a step, whatever it accumulates; what is updated, by its owner."""
+        if self.buckets is None:
+            return
+        group = Group(self.buckets.axes, self.ranks)
+        itemsize = self.layout.gradients.itemsize
+        arriving = (numel * itemsize for numel in self.chain.arrival)
+        buckets = bucket_sizes(arriving, bucket_caps(self.buckets.bucket_bytes))
+        for size in buckets:
+            yield Calls(Collective.ALL_REDUCE, State.GRADIENTS, Phase.BACKWARD).over(group, size)
+        rebuilt = Calls(Collective.BROADCAST, State.OTHER, Phase.SETUP)
+        yield rebuilt.over(group, _INDEX_BYTES * (len(self.chain.tensors) + 1))
+        yield rebuilt.over(group, _INDEX_BYTES * len(buckets))
+        if self.buckets.zero_redundancy:
+            for size in self._sent_buckets():
+                updated = Calls(Collective.BROADCAST, State.PARAMETERS, Phase.UPDATE)
+                yield updated.over(group, size)
+
+    def peaks(self, index: int) -> dict[Phase, int]:
+        """Bytes above what lives always, by phase: G, one of autograd's gradients beside it, and
+        what the update casts."""
+        layout, several = self.layout, self.plan.accumulate.micro_batches > 1
+        whole = self.chain.numel * layout.gradients.itemsize
+        largest = max(self.chain.arrival) * layout.parameters.itemsize
+        is_copied = self.buckets is not None and not several
+        added = self.chain.is_fresh and (several or self.buckets is not None)
+        at_once, stays = norm(self.spec, self.plan, self.chain, len(self.chain.tensors))
+        casts = max(
+            update_casts(self.spec.optimizer, layout, unit, unit.numels)
+            for unit in self.chain.units
+        )
+        return {
+            Phase.FORWARD: whole if self.buckets is not None or several else 0,
+            Phase.BACKWARD: whole + largest * (is_copied or added),
+            Phase.UPDATE: whole + max(at_once, stays + casts),
+        }

@@ -1,0 +1,367 @@
+"""The update of one flat unit in closed form: the device's bytes at its fullest moments.
+
+The unit's gradient, its optimizer state (a master copy or Theta's own part first, then moments and
+counters) and its value are brought to where the update works, in the dtype it works in; all of the
+unit's are there at once. Then they go back one after the other: state through a contiguous copy of
+the rank's part where that is none, the value in the dtype it is stored in, gathered where Theta is
+wider than the update. What comes from another tier is a copy that its gather replaces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+
+from ptrain.axes.data.cost.buffer import Axes, Buffer, without
+from ptrain.axes.data.cost.chain import Unit
+from ptrain.axes.data.cost.gradients import Gradients
+from ptrain.axes.data.cost.optimizer import (
+    COUNTER_BYTES,
+    has_counter,
+    is_by_tensor,
+    num_moments,
+    orthogonalization,
+)
+from ptrain.axes.data.cost.parameters import Parameters
+from ptrain.plan.step import FlatUnits
+from ptrain.spec.batch import GatherAfterUpdate
+from ptrain.spec.placement import Tier
+from ptrain.spec.precision import DType, Layout
+from ptrain.spec.spec import OptimizerSpec, Spec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tensor:
+    """One tensor of a target's state, in a buffer cut along Omega's axes. `works`: elements of its
+    copy in the dtype of the update (0: none); `is_scalar`: a counter, which nobody cuts."""
+
+    step: FlatUnits
+    buffer: Buffer
+    dtype: DType
+    numel: int
+    works: int = 0
+    is_scalar: bool = False
+
+    @property
+    def missing(self) -> Axes:
+        """Along which it is gathered for the update."""
+        return () if self.is_scalar else without(self.step.optimizer, self.step.updated)
+
+    @property
+    def part(self) -> int:
+        """Bytes that a rank keeps."""
+        if self.is_scalar:
+            return COUNTER_BYTES
+        return self.buffer.shard(self.step.optimizer) * self.dtype.itemsize
+
+    @property
+    def gathered(self) -> int:
+        """Bytes of it over the update's axes."""
+        return self.buffer.shard(self.step.updated) * self.dtype.itemsize
+
+    @property
+    def comes(self) -> bool:
+        """Whether the part itself is copied to the device."""
+        step = self.step
+        return step.optimizer_tier is not Tier.DEVICE and step.update_tier is Tier.DEVICE
+
+    @property
+    def fetched(self) -> int:
+        """Device bytes of what the update has of it."""
+        return self.gathered if self.missing else self.part * self.comes
+
+    @property
+    def fetching(self) -> int:
+        """Device bytes while it is fetched."""
+        if not self.missing:
+            return self.fetched
+        received = self.buffer.permuted(self.step.updated, self.missing) * self.dtype.itemsize
+        return self.part * self.comes + self.gathered + received
+
+    @property
+    def putting(self) -> int:
+        """Device bytes, beside what was fetched, while the rank's part of it goes back: the whole
+        padded again where the tensor is without its padding, and a copy of the part where it is
+        no contiguous piece."""
+        step = self.step
+        if self.is_scalar or step.update_tier is not Tier.DEVICE or not self.fetched:
+            return 0
+        padded = self.buffer.padded if self.numel < self.buffer.shard(step.updated) else 0
+        copied = self.buffer.copied(step.updated, step.optimizer) if self.missing else 0
+        return (padded + copied) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """What one call of the optimizer updates: a unit's shard, or (Muon) one tensor. `master` is its
+    master copy where that is not Theta itself."""
+
+    numel: int
+    master: Tensor | None
+    state: tuple[Tensor, ...]
+    orthogonalizing: int = 0
+
+
+@dataclass(frozen=True)
+class UnitUpdate:
+    """The update of one unit. Theta, G and Omega have the same buffer."""
+
+    spec: Spec
+    unit: Unit
+    parameters: Parameters
+    gradients: Gradients
+
+    @property
+    def step(self) -> FlatUnits:
+        return self.parameters.step
+
+    @property
+    def layout(self) -> Layout:
+        return self.parameters.layout
+
+    @property
+    def optimizer(self) -> OptimizerSpec:
+        return self.spec.optimizer
+
+    @property
+    def is_on_device(self) -> bool:
+        return self.step.update_tier is Tier.DEVICE
+
+    @property
+    def has_master(self) -> bool:
+        return self.layout.master is not None and not self.step.materialized
+
+    @cached_property
+    def targets(self) -> tuple[Target, ...]:
+        """In the order of the unit's tensors."""
+        buffer, step = self.parameters.buffer, self.step
+        if not is_by_tensor(self.optimizer):
+            return (self._target(buffer, buffer.shard(step.updated), is_hidden=False),)
+        return tuple(
+            self._target(
+                Buffer.of(self.spec, step, numel, step.optimizer),
+                numel,
+                is_hidden=self.unit.is_hidden(shape),
+                matrix=shape,
+            )
+            for shape, numel in zip(self.unit.shapes, self.unit.numels, strict=True)
+        )
+
+    def _target(
+        self, buffer: Buffer, numel: int, *, is_hidden: bool, matrix: tuple[int, ...] = ()
+    ) -> Target:
+        layout = self.layout
+
+        def tensor(dtype: DType, *, works: int = 0, is_scalar: bool = False) -> Tensor:
+            return Tensor(
+                step=self.step,
+                buffer=buffer,
+                dtype=dtype,
+                numel=numel,
+                works=works,
+                is_scalar=is_scalar,
+            )
+
+        is_cast = layout.moments is not layout.updated
+        moment = tensor(layout.moments, works=numel if is_cast and self.is_on_device else 0)
+        moments = num_moments(self.optimizer, is_hidden=is_hidden)
+        counters = has_counter(self.optimizer, is_hidden=is_hidden)
+        scaled = orthogonalization(matrix, layout) if is_hidden and self.is_on_device else 0
+        return Target(
+            numel=numel,
+            master=tensor(layout.updated) if self.has_master else None,
+            state=(moment,) * moments + (tensor(DType.FP32, is_scalar=True),) * counters,
+            orthogonalizing=scaled,
+        )
+
+    @property
+    def value(self) -> Tensor:
+        """Theta as a tensor of state: where it is made of master copies."""
+        buffer = self.parameters.buffer
+        return Tensor(
+            step=self.step, buffer=buffer, dtype=self.parameters.dtype, numel=buffer.padded
+        )
+
+    # ---- the gradient
+
+    @property
+    def _ready(self) -> Axes:
+        return self.gradients.preparation().final
+
+    @property
+    def _used(self) -> Axes:
+        return without(self._ready, self.step.gathered_gradients)
+
+    @property
+    def _gradient_comes(self) -> bool:
+        """Whether G is brought to the device for its update: from another tier, to be gathered or
+        because the update is there."""
+        needs_device = bool(self.step.gathered_gradients) or self.is_on_device
+        return needs_device and not self.gradients.is_on_device
+
+    @property
+    def gradient(self) -> int:
+        """Device bytes of the gradient that the update works on, beside what is kept."""
+        buffer, itemsize = self.gradients.buffer, self.layout.gradients.itemsize
+        is_new = bool(self.step.gathered_gradients) or self._gradient_comes
+        return buffer.shard(self._used) * itemsize * (is_new and self.is_on_device)
+
+    @property
+    def bringing(self) -> int:
+        """Device bytes while that gradient is brought."""
+        buffer, itemsize = self.gradients.buffer, self.layout.gradients.itemsize
+        came = buffer.shard(self._ready) * itemsize * self._gradient_comes
+        if not self.step.gathered_gradients:
+            return came
+        copy = buffer.permuted(self._used, self.step.gathered_gradients) * itemsize
+        return came + buffer.shard(self._used) * itemsize + copy
+
+    @property
+    def is_cast(self) -> bool:
+        """Whether the gradient is cast for the update, on the device."""
+        return self.is_on_device and self.layout.gradients is not self.layout.updated
+
+    # ---- the value, where no master copy is updated
+
+    @property
+    def _value_missing(self) -> Axes:
+        return without(self.step.parameters, self.step.updated)
+
+    @property
+    def _value_moments(self) -> tuple[int, int]:
+        """(device bytes at most, device bytes that stay) of Theta's part over the update's axes."""
+        if self.step.materialized:
+            return self.value.fetching, self.value.fetched
+        step, buffer, itemsize = self.step, self.parameters.buffer, self.parameters.dtype.itemsize
+        missing, had = self._value_missing, without(step.parameters, self._value_missing)
+        is_away = step.parameters_tier is not Tier.DEVICE
+        came = self.parameters.stored * (is_away and bool(missing))
+        gathered = buffer.shard(had) * itemsize * bool(missing)
+        received = buffer.permuted(had, missing) * itemsize if missing else 0
+        copied = buffer.copied(had, step.updated) * itemsize
+        part = buffer.shard(step.updated) * itemsize
+        if is_away and not missing:  # its part is taken there, and comes by itself
+            return (part, part) if self.is_on_device else (0, 0)
+        most = max(came + gathered + received, gathered + copied)
+        return most, (copied or gathered) * self.is_on_device
+
+    # ---- all of it
+
+    @property
+    def peak(self) -> int:
+        """Device bytes at the fullest moment, beside the gradient that is kept."""
+        return max(self.bringing, *self._fetching(), *self._putting())
+
+    def _cast(self, target: Target) -> int:
+        return target.numel * self.layout.updated.itemsize * self.is_cast
+
+    def _fetching(self) -> Iterator[int]:
+        """Target by target; the gradient goes as soon as the last has its own cast of it."""
+        fetched, value_at_most, value_stays = 0, 0, 0
+        last = len(self.targets) - 1
+        casts = [*accumulate(self._cast(target) for target in self.targets)]
+        for place, target in enumerate(self.targets):
+            yield self.gradient + casts[place] + fetched
+            gradient = casts[place] + self.gradient * (place < last or not self.is_cast)
+            if target.master is None and place == 0:
+                value_at_most, value_stays = self._value_moments
+                yield gradient + value_at_most
+                fetched += value_stays
+            state = (*((target.master,) if target.master else ()), *target.state)
+            works = [tensor.works * self.layout.updated.itemsize for tensor in state]
+            there = [*accumulate(t.fetched + w for t, w in zip(state, works, strict=True))]
+            for before, tensor in zip([0, *there], state, strict=False):
+                yield gradient + fetched + before + tensor.fetching
+            fetched += there[-1] if there else 0
+            yield gradient + fetched
+        gradient = casts[-1] + self.gradient * (not self.is_cast)
+        yield gradient + fetched + max(target.orthogonalizing for target in self.targets)
+
+    def _left(self, target: Target) -> int:
+        """Device bytes of a target's fetched state."""
+        itemsize = self.layout.updated.itemsize
+        works = sum(tensor.works for tensor in target.state) * itemsize
+        master = target.master.fetched if target.master else 0
+        return master + works + sum(tensor.fetched for tensor in target.state)
+
+    def _putting(self) -> Iterator[int]:
+        """Target by target, the last one's gradient first; then the unit's value."""
+        value = 0 if self.has_master else self._value_moments[1]
+        for place, target in enumerate(self.targets):
+            others = self.targets[place + 1 :]
+            casts = sum(self._cast(other) for other in others)
+            kept = self.gradient * bool(others) * (not self.is_cast)
+            beside = value + casts + kept + sum(self._left(other) for other in others)
+            leaf = target.master.fetched if target.master else 0
+            for at, tensor in enumerate(target.state):
+                after = sum(
+                    t.fetched + t.works * self.layout.updated.itemsize
+                    for t in target.state[at + 1 :]
+                )
+                yield beside + leaf + after + tensor.fetched + tensor.putting
+            if target.master is not None:
+                yield beside + leaf + target.master.putting
+                if is_by_tensor(self.optimizer):
+                    value = self._room
+                    beside += self._room if place == 0 else 0
+            yield beside + leaf
+            if not others:
+                yield beside + leaf + self._storing[0]
+
+    @property
+    def _room(self) -> int:
+        """Device bytes of somewhere for a unit's updated tensors: none where Theta itself is."""
+        step, theta = self.step, self.parameters
+        if not self.is_on_device:
+            return 0
+        if not step.parameters and step.parameters_tier is Tier.DEVICE:
+            return 0
+        return theta.buffer.padded * theta.dtype.itemsize
+
+    @property
+    def _updated_value(self) -> int:
+        """Device bytes of the storage that has the updated value."""
+        if not self.has_master:
+            return self._value_moments[1]
+        if is_by_tensor(self.optimizer):
+            return self._room
+        master = self.targets[0].master
+        assert master is not None
+        return master.fetched
+
+    @property
+    def stays(self) -> int:
+        """Device bytes that are on their way until all units are updated."""
+        return self._storing[1]
+
+    @property
+    def _storing(self) -> tuple[int, int]:
+        """(device bytes beside the value, bytes in flight afterwards) of putting it where Theta is:
+        cast there, cut further or gathered."""
+        step, theta = self.step, self.parameters
+        itemsize = theta.dtype.itemsize
+        gathers_targets = self.has_master and is_by_tensor(self.optimizer)
+        is_cast = self.layout.updated is not theta.dtype and not gathers_targets
+        cast = theta.buffer.shard(step.updated) * itemsize * (is_cast and self.is_on_device)
+        if step.materialized:
+            return cast + self.value.putting, 0
+        missing, extra = (
+            without(step.updated, step.parameters),
+            without(step.parameters, step.updated),
+        )
+        taken = theta.buffer.copied(step.updated, extra) * itemsize if extra else 0
+        taken *= self.is_on_device
+        if not missing:
+            return cast + taken, 0
+        cut = (*step.updated, *extra)
+        moved = 0 if self.is_on_device else theta.buffer.shard(cut) * itemsize
+        if step.gather_after_update is GatherAfterUpdate.NEXT_FORWARD:
+            return cast + taken + moved, 0
+        is_away = step.parameters_tier is not Tier.DEVICE
+        result = theta.stored * is_away + theta.buffer.permuted(step.parameters, missing) * itemsize
+        at_once = cast + taken + moved + result
+        if step.gather_after_update is GatherAfterUpdate.BLOCKING:
+            return at_once, 0
+        return at_once, result + (taken or moved or cast or self._updated_value)

@@ -1,0 +1,111 @@
+"""The closed forms of a plan's data axes, whatever wraps it: the second opinion on its life.
+
+Written from what the modes mean and what is known of torch, they share no text with what runs or
+with what predicts: a needless allocation, a late release, a doubled call, a wider dtype or a larger
+group in one of those is a difference from these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from ptrain.axes.data.cost.chain import Chain, NoClosedForm
+from ptrain.axes.data.cost.flat import Flat, Resident
+from ptrain.axes.data.cost.flat_peaks import flat_peaks
+from ptrain.axes.data.cost.flat_traffic import flat_sent
+from ptrain.axes.data.cost.fully_sharded import FullySharded
+from ptrain.axes.data.cost.fully_sharded_peaks import fully_sharded_peaks
+from ptrain.axes.data.cost.replicated import Replicated
+from ptrain.axes.ring import Calls, Group
+from ptrain.costs import Collective, Phase, State, Traffic, add_traffic
+from ptrain.plan.step import FlatUnits, FullyShard, LocalGradients, Plan, Replicate
+from ptrain.spec.precision import DType
+from ptrain.spec.spec import Spec
+
+
+class Form(Protocol):
+    """The closed forms of one way to wrap; `index` is a rank's place along the axes on which ranks
+    differ."""
+
+    def resident(self, index: int) -> Resident:
+        """Bytes by state and tier: Theta and Omega after the update, G at the end of the last
+        backward pass."""
+        ...
+
+    def transient(self) -> int:
+        """Bytes of gathered units at the end of the last forward pass."""
+        ...
+
+    def peaks(self, index: int) -> dict[Phase, int]:
+        """Device bytes of the data axes by phase above Theta and Omega, without activations."""
+        ...
+
+    def sent(self) -> Iterable[Traffic]:
+        """Collectives and copies of the wrap in a steady step, and once (setup)."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _FlatForm:
+    flat: Flat
+
+    def resident(self, index: int) -> Resident:
+        return self.flat.resident()
+
+    def transient(self) -> int:
+        return self.flat.transient()
+
+    def peaks(self, index: int) -> dict[Phase, int]:
+        return flat_peaks(self.flat)
+
+    def sent(self) -> Iterable[Traffic]:
+        return flat_sent(self.flat)
+
+
+@dataclass(frozen=True, slots=True)
+class _ShardedForm:
+    sharded: FullySharded
+
+    def resident(self, index: int) -> Resident:
+        return self.sharded.resident(index)
+
+    def transient(self) -> int:
+        return self.sharded.transient()
+
+    def peaks(self, index: int) -> dict[Phase, int]:
+        return fully_sharded_peaks(self.sharded, index)
+
+    def sent(self) -> Iterable[Traffic]:
+        return self.sharded.sent()
+
+
+def closed_form(spec: Spec, plan: Plan, chain: Chain) -> Form:
+    """The formulas of the plan's wrap step on a chain of units. Raises NoClosedForm for a stage of
+    a pipeline, whose units' passes have other micro-batches between them."""
+    if plan.pipeline is not None:
+        raise NoClosedForm("pipeline: micro-batches in flight lie between a unit's passes")
+    match plan.wrap:
+        case LocalGradients() | Replicate() as step:
+            return Replicated(spec, plan, step, chain)
+        case FullyShard() as step:
+            return _ShardedForm(FullySharded(spec, plan, step, chain))
+        case FlatUnits() as step:
+            return _FlatForm(Flat(spec, plan, step, chain))
+
+
+def sent(spec: Spec, plan: Plan, chain: Chain) -> tuple[Traffic, ...]:
+    """All traffic of a step: the wrap's, and the scalars of the norm and of a scaled loss, of which
+    there is one along every axis that G is cut along."""
+    return add_traffic((*closed_form(spec, plan, chain).sent(), *_scalars(spec, plan)))
+
+
+def _scalars(spec: Spec, plan: Plan) -> Iterator[Traffic]:
+    calls = Calls(Collective.ALL_REDUCE, State.GRADIENTS, Phase.UPDATE)
+    if plan.clip is not None:
+        size = max(DType.FP32.itemsize, plan.update.layout.gradients.itemsize)
+        for axis in (*plan.clip.operator_axes, *plan.clip.axes):
+            yield calls.over(Group((axis,), spec.degree(axis)), size)
+    for axis in plan.update.scale_axes:
+        yield calls.over(Group((axis,), spec.degree(axis)), DType.FP32.itemsize)

@@ -1,0 +1,285 @@
+"""Both opinions on a step of the data axes, in one vocabulary: the closed forms, and the life of
+the same plan on a model without activations. And the settings in which they are compared.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import cache
+from random import Random
+
+from ptrain.algebra.layout import positions
+from ptrain.axes.data.cost.chain import Chain, Unit
+from ptrain.axes.data.cost.wrap import closed_form
+from ptrain.axes.data.cost.wrap import sent as sent_in_closed_form
+from ptrain.costs import State, Traffic
+from ptrain.derivation.differing import differing_axes
+from ptrain.derivation.memory import resident
+from ptrain.derivation.timeline import replay
+from ptrain.derivation.traffic import sent
+from ptrain.facts.model import ModelFacts
+from ptrain.plan.lower import lower
+from ptrain.plan.step import FlatUnits, FullyShard, Plan
+from ptrain.spec.axis import Axis
+from ptrain.spec.batch import (
+    GatherAfterUpdate,
+    GradientSync,
+    ReduceScatterVia,
+    Reshard,
+    SyncPolicy,
+)
+from ptrain.spec.placement import Placement, Tier
+from ptrain.spec.precision import LAYOUTS, DType, Layout
+from ptrain.spec.spec import Spec
+from ptrain.timeline import Boundary, Complete, Item, Mark, Run, Timeline
+from tests.pure.build import BY_HAND, make_facts, make_spec, tuple_of
+
+SHARD, REPLICATE = Axis.DP_SHARD, Axis.DP_REPLICATE
+STORED = (State.PARAMETERS, State.OPTIMIZER, State.GRADIENTS)
+HEAD = -1  # of the root's tensors the last: its gradient comes first
+Mesh = dict[Axis, tuple[int, Placement]]
+Setting = tuple[Spec, Plan]
+Figures = dict[str, object]  # by name
+
+# Of each model another unit dominates: equal blocks, the first, the last, the root, a block alone.
+MODELS = {
+    name: make_facts(*shapes)
+    for name, shapes in {
+        "equal": (((5, 3), (2,)), ((5, 3), (2,)), ((1, 4), (7, 2))),
+        "first": (((40, 6), (9,)), ((5, 3), (2,)), ((7, 2),), ((1, 4), (3,))),
+        "last": (((5, 3), (2,)), ((7, 2),), ((9,), (40, 6)), ((1, 4), (3,))),
+        "root": (((5, 3), (2,)), ((5, 3), (2,)), ((41, 6), (3,), (30, 6))),
+        "alone": (((11, 5), (3,)), ()),
+    }.items()
+}
+
+
+def empty_timeline(facts: ModelFacts, itemsize: int, *, is_fresh: bool) -> Timeline:
+    """A micro-batch that allocates nothing but, if `is_fresh`, each gradient just before it is
+    complete: the boundaries of blocks within the root's."""
+    root, blocks = len(facts.units) - 1, range(len(facts.units) - 1)
+    forward = [Boundary(Mark.ENTER, root)]
+    for unit in blocks:
+        forward += [Boundary(Mark.ENTER, unit), Boundary(Mark.LEAVE, unit)]
+    forward.append(Boundary(Mark.LEAVE, root))
+
+    def complete(unit: int, of: slice) -> Iterator[Item]:
+        for tensor in reversed(facts.units[unit].tensors[of]):
+            size = tensor.numel * itemsize
+            if is_fresh:
+                yield Run(size, size)
+            yield Complete(tensor.name, size, cloned=not is_fresh)
+
+    backward: list[Item] = [Boundary(Mark.PRE_BACKWARD, root), *complete(root, slice(HEAD, None))]
+    for unit in reversed(blocks):
+        backward.append(Boundary(Mark.PRE_BACKWARD, unit))
+        backward += [*complete(unit, slice(None)), Boundary(Mark.POST_BACKWARD, unit)]
+    backward += [*complete(root, slice(HEAD)), Boundary(Mark.POST_BACKWARD, root)]
+    return Timeline(forward=tuple(forward), backward=tuple(backward))
+
+
+def chain_of(facts: ModelFacts, *, is_fresh: bool) -> Chain:
+    *blocks, root = (
+        Unit(tuple(tensor.shape for tensor in unit.tensors), unit.is_root) for unit in facts.units
+    )
+    numel = {tensor.name: tensor.numel for tensor in facts.tensors}
+    return Chain(
+        blocks=tuple(blocks),
+        root=root,
+        head=frozenset({len(root.shapes) + HEAD} if root.shapes else ()),
+        arrival=tuple(numel[name] for name in facts.gradient_order),
+        is_fresh=is_fresh,
+    )
+
+
+def traffic(rows: Sequence[Traffic]) -> dict[str, tuple[int, int, int]]:
+    """Calls, payload and sent bytes by what, over what, of what and when."""
+    return {
+        " ".join(map(str, (row.key.collective, row.key.via, row.key.axes, row.key.state,
+                           row.key.phase))): (row.calls, row.payload_bytes, row.sent_bytes)
+        for row in rows
+    }  # fmt: skip
+
+
+def in_closed_form(
+    spec: Spec, plan: Plan, facts: ModelFacts, *, is_fresh: bool
+) -> dict[str, object]:
+    """Every figure of the closed forms, by name; of each rank's place along the axes on which
+    ranks differ."""
+    chain = chain_of(facts, is_fresh=is_fresh)
+    form = closed_form(spec, plan, chain)
+    figures: Figures = {"transient": form.transient()}
+    for index in sorted({*positions(spec, differing_axes(plan))}):
+        stored = form.resident(index)
+        for state in STORED:
+            for tier in Tier:
+                figures[f"{state}@{tier} {index}"] = stored[state][tier]
+        for phase, size in form.peaks(index).items():
+            figures[f"peak {phase} {index}"] = size
+    return figures | traffic(sent_in_closed_form(spec, plan, chain))
+
+
+def by_life(spec: Spec, plan: Plan, facts: ModelFacts, *, is_fresh: bool) -> Figures:
+    """The same figures, as the derivation has them."""
+    itemsize = plan.update.layout.parameters.itemsize
+    timeline = empty_timeline(facts, itemsize, is_fresh=is_fresh)
+    rows = resident(spec, plan, facts)
+    step = replay(spec, replace(facts, timeline=timeline), plan, rows)
+    figures: Figures = {"transient": step.transient_bytes}
+    index_of = positions(spec, differing_axes(plan))
+    always = dict.fromkeys(index_of, 0)
+    for row in rows:
+        index = index_of[row.rank]
+        if row.rank != index_of.index(index):
+            continue
+        if row.state is not State.GRADIENTS:
+            always[index] += row.device_bytes
+        if row.state in STORED:
+            sizes = (row.device_bytes, row.host_bytes, row.file_bytes)
+            for tier, size in zip(Tier, sizes, strict=True):
+                figures[f"{row.state}@{tier} {index}"] = size
+    for peak in step.peaks:
+        index = index_of[peak.rank]
+        figures[f"peak {peak.phase} {index}"] = peak.device_bytes - always[index]
+    return figures | traffic(sent(spec, plan, facts))
+
+
+def differences(spec: Spec, plan: Plan, facts: ModelFacts, *, is_fresh: bool) -> list[str]:
+    """What the two say differently."""
+    formulas = in_closed_form(spec, plan, facts, is_fresh=is_fresh)
+    life = by_life(spec, plan, facts, is_fresh=is_fresh)
+    return [
+        f"{name}: the life has {life.get(name)}, the closed form {formulas.get(name)}"
+        for name in sorted({*formulas, *life})
+        if formulas.get(name) != life.get(name)
+    ]
+
+
+# ---- the settings
+
+
+def meshes() -> Iterator[Mesh]:
+    """One axis with any modes and tiers; and replicas around shards, in all modes of each."""
+    theta, omega = ("R", "S*", "S*@host", "M"), ("R", "S", "S*", "S@host", "S@file")
+    gradients = ("R", "S", "S*", "S@host", "S@file", "R@host", "M")
+    for modes in itertools.product(theta, omega, gradients):
+        yield {SHARD: (2, tuple_of(",".join(modes)))}
+    inner = itertools.product(("R", "S*"), ("R", "S"), ("R", "S"))
+    outer = itertools.product(("R", "S*"), ("R", "S", "S*"), ("R", "S", "S*"))
+    for around, within in itertools.product(outer, [*inner]):
+        yield {
+            REPLICATE: (2, tuple_of(",".join(around))),
+            SHARD: (2, tuple_of(",".join(within))),
+        }
+
+
+def lowered(spec: Spec, facts: ModelFacts, **dials: object) -> Setting | None:
+    """The spec and its plan with other dials of its wrap; None where there is no such plan: Theta
+    made of master copies that there are none of, gradients used up that are to be accumulated."""
+    layout = spec.precision.layout
+    plan = lower(spec, facts.unit_modules)
+    wrap = plan.wrap
+    if isinstance(wrap, FlatUnits):
+        if wrap.materialized and layout.master is None:
+            return None
+        if wrap.consumed and plan.accumulate.micro_batches > 1:
+            return None
+    known = {name: value for name, value in dials.items() if hasattr(wrap, name)}
+    return spec, replace(plan, wrap=replace(wrap, **known))
+
+
+Choice = tuple[Mesh, Layout, ReduceScatterVia, bool, int]
+
+
+@cache
+def choices() -> tuple[Choice, ...]:
+    """Modes x meshes x layouts x reduce-scatter x overlap x micro-batches."""
+    dials = itertools.product(LAYOUTS.values(), ReduceScatterVia, (False, True), (1, 3))
+    return tuple((mesh, *dial) for mesh, dial in itertools.product([*meshes()], [*dials]))
+
+
+def plain_setting(choice: Choice, facts: ModelFacts) -> Setting | None:
+    """A choice as a spec and its plan; None where they make none."""
+    mesh, layout, via, overlaps, count = choice
+    spec = make_spec(
+        mesh,
+        clip=None,
+        model=BY_HAND,
+        layout=layout,
+        reduce_scatter=via,
+        accumulate=count,
+    )
+    return lowered(spec, facts, overlaps=overlaps)
+
+
+def drawn_setting(draw: Random, facts: ModelFacts) -> Setting | None:
+    """Any modes, degrees, layout, optimizer and dials; None where they make no plan."""
+    theta, omega = (
+        ("R", "S*", "S*@host", "S*@file", "R@host", "M"),
+        ("R", "S*", "S*@host", "R@host"),
+    )
+    gradients: tuple[str, ...] = ("R", "S*", "S*@file", "R@host", "M")
+    optimizer = draw.choice(("adamw", "sgd", "muon"))
+    if optimizer != "muon":
+        omega, gradients = (*omega, "S", "S@host", "S@file"), (*gradients, "S", "S@host")
+    chosen = draw.choice(((SHARD,), (REPLICATE,), (REPLICATE, SHARD), (REPLICATE, SHARD)))
+    parts = {axis: tuple(map(draw.choice, (theta, omega, gradients))) for axis in chosen}
+    if draw.random() < 0.3 and optimizer != "muon":
+        parts[chosen[-1]] = draw.choice((("S*", "S", "S"), ("M", "S", "S")))
+        parts |= dict.fromkeys(chosen[:-1], ("R", "R", "R"))
+    elif draw.random() < 0.1:
+        parts = dict.fromkeys(chosen, ("R", draw.choice(omega), "R"))
+    layouts = (*LAYOUTS.values(), replace(LAYOUTS["fp32"], reduced=DType.BF16))
+    clip = draw.choice((None, 1.0))
+    count = draw.choice((1, 2, 3, 5))
+    spec = make_spec(
+        {axis: (draw.choice((2, 3, 4)), tuple_of(",".join(parts[axis]))) for axis in chosen},
+        clip=clip,
+        model=BY_HAND,
+        layout=draw.choice(layouts),
+        compute_fp64=draw.random() < 0.1,
+        optimizer=optimizer,
+        momentum=draw.choice((0.0, 0.9)),
+        reduce_scatter=draw.choice((*ReduceScatterVia,)),
+        accumulate=count,
+        bucket_bytes=draw.choice((25 * 2**20, 64, 1000)),
+    )
+    plan = lower(spec, facts.unit_modules)
+    dials: dict[str, object] = {"overlaps": draw.random() < 0.5}
+    forwards: list[bool | int | Reshard] = [True, False, Reshard.NON_ROOT]
+    if isinstance(plan.wrap, FullyShard):
+        forwards += [2] * (spec.degree(plan.wrap.shard_axes[-1]) == 4)
+    each = draw.random() < 0.5
+    sync = SyncPolicy(
+        gradients=GradientSync.EVERY if each else GradientSync.LAST,
+        reshard_after_forward=draw.choice(forwards),
+        reshard_after_backward=draw.random() < 0.5,
+    )
+    if isinstance(plan.wrap, FlatUnits):
+        dials |= _dials_of_flat_units(draw, plan, sync)
+    elif isinstance(plan.wrap, FullyShard):
+        dials |= {"sync": sync, "prefetch": draw.choice((None, 0, 1, 2))}
+    return lowered(spec, facts, **dials)
+
+
+def _dials_of_flat_units(draw: Random, plan: Plan, sync: SyncPolicy) -> dict[str, object]:
+    """Those that such a plan obeys: a whole gradient is reduced last, a layout's two sums are kept
+    alike, and what comes from another tier must be whole there."""
+    wrap = plan.wrap
+    assert isinstance(wrap, FlatUnits)
+    if not wrap.gradients:
+        sync = replace(sync, gradients=GradientSync.LAST)
+    elif plan.update.layout.keeps_both:
+        sync = replace(sync, gradients=GradientSync.EVERY)
+    after = draw.choice((*GatherAfterUpdate,))
+    if wrap.parameters_tier is not Tier.DEVICE and after is GatherAfterUpdate.NEXT_FORWARD:
+        after = GatherAfterUpdate.BLOCKING
+    streamed = draw.random() < 0.5
+    return {
+        "sync": sync,
+        "prefetch": draw.choice((0, 0, 1, 2, 9)),
+        "gather_after_update": after,
+        "update_tier": Tier.DEVICE if streamed else wrap.update_tier,
+    }

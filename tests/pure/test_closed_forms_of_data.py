@@ -1,0 +1,223 @@
+"""The closed forms of the data axes against the life of the same plan: what is resident, sent,
+gathered and at most there, on models in which each unit in turn dominates."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+
+import pytest
+
+import ptrain.axes.data.cost
+from ptrain.axes.data.cost.chain import NoClosedForm
+from ptrain.axes.data.cost.optimizer import orthogonalization
+from ptrain.costs import Phase, State
+from ptrain.facts.model import ModelFacts
+from ptrain.plan.lower import lower
+from ptrain.plan.step import LONG_NORM, FlatUnits, FullyShard, LocalGradients, Pipeline, Replicate
+from ptrain.spec.axis import Axis
+from ptrain.spec.batch import GradientSync, ReduceScatterVia, SyncPolicy
+from ptrain.spec.pipeline import ScheduleName
+from ptrain.spec.precision import FP32, LAYOUTS
+from ptrain.spec.spec import Spec
+from tests.pure.build import BY_HAND, GATHERED, WHOLE, ZERO_1, ZERO_2, make_facts, make_spec
+from tests.pure.closed_forms import (
+    MODELS,
+    SHARD,
+    Choice,
+    Setting,
+    choices,
+    differences,
+    drawn_setting,
+    in_closed_form,
+    plain_setting,
+)
+
+SAMPLE = 120  # of each model's settings
+DRAWN, DRAWN_AT_NIGHT = 600, 20_000
+PACKAGE = Path(ptrain.axes.data.cost.__path__[0])
+
+
+def report(
+    name: str, settings: Iterable[Setting], facts: ModelFacts, *, is_fresh: bool
+) -> list[str]:
+    """One line for each figure on which the two differ."""
+    return [
+        f"{name}: {spec.name} {plan.wrap} {plan.update.layout.name} "
+        f"{plan.accumulate.micro_batches} micro-batches: {line}"
+        for spec, plan in settings
+        for line in differences(spec, plan, facts, is_fresh=is_fresh)
+    ]
+
+
+def plain(chosen: Iterable[Choice], name: str) -> Iterator[Setting]:
+    settings = (plain_setting(choice, MODELS[name]) for choice in chosen)
+    return (setting for setting in settings if setting is not None)
+
+
+@pytest.mark.parametrize("is_fresh", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_sample_of_modes_meshes_layouts_and_overlap_has_its_closed_form(name, is_fresh):
+    sample = Random(f"{name} {is_fresh}").sample(choices(), SAMPLE)
+    assert not report(name, plain(sample, name), MODELS[name], is_fresh=is_fresh)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("name", MODELS)
+def test_all_modes_meshes_layouts_and_overlap_have_their_closed_form(name):
+    assert not report(name, plain(choices(), name), MODELS[name], is_fresh=False)
+
+
+def drawn(seed: int) -> list[str]:
+    draw = Random(seed)
+    name = draw.choice([*MODELS])
+    is_fresh = draw.random() < 0.3
+    setting = drawn_setting(draw, MODELS[name])
+    settings = [setting] if setting else []
+    return report(f"seed {seed}, {name}", settings, MODELS[name], is_fresh=is_fresh)
+
+
+def test_drawn_degrees_optimizers_and_dials_have_their_closed_form():
+    lines = [line for seed in range(DRAWN) for line in drawn(seed)]
+    assert not lines
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+def test_many_drawn_degrees_optimizers_and_dials_have_their_closed_form():
+    lines = [line for seed in range(DRAWN, DRAWN_AT_NIGHT) for line in drawn(seed)]
+    assert not lines
+
+
+def on_shards(placement, degree: int = 2, **options) -> Spec:
+    options = {"clip": None, "model": BY_HAND, **options}
+    return make_spec({SHARD: (degree, placement)}, **options)
+
+
+# Worked by hand, so that the two cannot be wrong together: one unit of 60 elements in fp32 on two
+# ranks, and a root without parameters.
+ALONE = make_facts(((11, 5), (5,)), ())
+PART, ALL = 30 * 4, 60 * 4
+
+
+def figures(spec: Spec, wrap=None, facts: ModelFacts = ALONE, **dials):
+    plan = lower(spec, facts.unit_modules)
+    plan = replace(plan, wrap=replace(plan.wrap, **dials))
+    assert wrap is None or isinstance(plan.wrap, wrap)
+    return in_closed_form(spec, plan, facts, is_fresh=False)
+
+
+def peaks(*arguments, **options) -> tuple[object, ...]:
+    rows = figures(*arguments, **options)
+    return tuple(rows[f"peak {phase} 0"] for phase in (Phase.FORWARD, Phase.BACKWARD, Phase.UPDATE))
+
+
+def test_zero_2_has_a_whole_gradient_and_its_shard_when_it_is_reduced():
+    # update: the kept shard; the updated part is a view of Theta, gathered in place
+    assert peaks(on_shards(ZERO_2), FlatUnits) == (0, ALL + PART, PART)
+
+
+def test_an_exchange_for_the_reduce_scatter_has_one_whole_gradient_more():
+    spec = on_shards(ZERO_2, reduce_scatter=ReduceScatterVia.ALL_TO_ALL)
+    assert peaks(spec, FlatUnits) == (0, 2 * ALL + PART, PART)
+
+
+def test_later_micro_batches_reduce_beside_the_shard_that_is_kept():
+    assert peaks(on_shards(ZERO_2, accumulate=3), FlatUnits) == (PART, ALL + 2 * PART, PART)
+
+
+def test_a_sum_that_is_reduced_last_is_whole_in_every_forward_but_the_first():
+    last = SyncPolicy(gradients=GradientSync.LAST)
+    spec = on_shards(ZERO_2, accumulate=3, sync=last)
+    assert peaks(spec, FlatUnits) == (ALL, ALL + PART, PART)
+
+
+def test_zero_1_reduces_its_whole_gradient_for_the_update():
+    assert peaks(on_shards(ZERO_1), FlatUnits) == (0, ALL, ALL + PART)
+
+
+def test_fsdp2_gathers_into_a_buffer_and_copies_it_out():
+    # 11 rows on 2 ranks are 6 + 6 of 5; 5 elements are 3 + 3
+    whole, part = (60 + 6) * 4, (30 + 3) * 4
+    forward, backward, update = peaks(on_shards(GATHERED), FullyShard)
+    assert forward == 2 * whole
+    # autograd's gradients (60 elements), the input and the output of the reduction
+    assert backward == max(2 * whole, whole + ALL, ALL + whole, 5 * 4 + whole + part)
+    assert update == part
+
+
+def test_ddp_has_its_buckets_always_and_one_gradient_beside_them():
+    assert peaks(on_shards(WHOLE), Replicate) == (ALL, ALL + 55 * 4, ALL)
+    assert peaks(on_shards(WHOLE, accumulate=3), Replicate) == (ALL, ALL, ALL)
+
+
+def test_one_device_has_its_gradients_from_its_first_backward_pass_on():
+    assert peaks(on_shards(WHOLE, degree=1), LocalGradients) == (0, ALL, ALL)
+    assert peaks(on_shards(WHOLE, degree=1, accumulate=2), LocalGradients) == (ALL, ALL, ALL)
+
+
+@pytest.mark.parametrize("placement", [WHOLE, ZERO_1, ZERO_2, GATHERED])
+@pytest.mark.parametrize("count", [1, 3])
+def test_one_device_ddp_and_torch_s_zero_1_agree_with_their_life(placement, count):
+    for axis, degree in ((Axis.DP_REPLICATE, 3), (SHARD, 1), (SHARD, 3)):
+        for name, facts in MODELS.items():
+            for layout in LAYOUTS.values():
+                spec = make_spec(
+                    {axis: (degree, placement)},
+                    clip=1.0,
+                    model=BY_HAND,
+                    layout=layout,
+                    accumulate=count,
+                    bucket_bytes=100,
+                )
+                if layout.keeps_both and count > 1:
+                    continue
+                plan = lower(spec, facts.unit_modules)
+                assert not report(name, [(spec, plan)], facts, is_fresh=False)
+
+
+def test_what_has_no_closed_form_is_refused_by_name():
+    spec = on_shards(ZERO_2, clip=1.0)
+    plan = lower(spec, ALONE.unit_modules)
+    assert plan.clip is not None
+    within_tp = replace(plan, clip=replace(plan.clip, operator_axes=(Axis.TP,)))
+    with pytest.raises(NoClosedForm, match="clip within tp"):
+        in_closed_form(spec, within_tp, ALONE, is_fresh=False)
+    pipeline = Pipeline(axis=Axis.PP, schedule=ScheduleName.GPIPE, rank_of=(0,), layers=((),))
+    with pytest.raises(NoClosedForm, match="pipeline"):
+        in_closed_form(spec, replace(plan, pipeline=pipeline), ALONE, is_fresh=False)
+    long = make_facts(((LONG_NORM + 1,),), ())
+    with pytest.raises(NoClosedForm, match="row by row"):
+        in_closed_form(spec, lower(spec, long.unit_modules), long, is_fresh=False)
+
+
+def test_muon_s_temporaries_are_a_gradient_two_matrices_and_two_grams():
+    assert orthogonalization((8, 4), FP32) == 32 * 4 + 2 * 32 * 2 + 2 * 16 * 2
+    assert orthogonalization((4, 8), FP32) == orthogonalization((8, 4), FP32)
+
+
+def test_the_closed_forms_import_neither_what_predicts_nor_what_runs():
+    life = tuple(f"ptrain.axes.data.{name}" for name in ("cuts", "theta", "gradients", "route"))
+    foreign = (
+        *("ptrain.derivation", "ptrain.interpreter", "ptrain.rooms", "ptrain.optimizers"),
+        *(*life, "ptrain.axes.data.update", "ptrain.axes.data.units", "ptrain.axes.data.run"),
+    )
+    for path in PACKAGE.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom):
+                assert not str(node.module).startswith(foreign), f"{path.name}: {node.module}"
+
+
+def test_every_figure_of_a_plan_is_compared():
+    """A comparison of nothing would always hold."""
+    facts = MODELS["equal"]
+    spec, plan = next(plain(choices(), "equal"))
+    names = in_closed_form(spec, plan, facts, is_fresh=False)
+    assert {f"peak {phase} 0" for phase in (Phase.FORWARD, Phase.BACKWARD, Phase.UPDATE)} <= {
+        *names
+    }
+    assert {f"{state}@device 0" for state in (State.PARAMETERS, State.GRADIENTS)} <= {*names}
