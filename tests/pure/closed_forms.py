@@ -15,7 +15,8 @@ from ptrain.axes.data.cost.chain import Chain, Unit
 from ptrain.axes.data.cost.wrap import closed_form
 from ptrain.axes.data.cost.wrap import sent as sent_in_closed_form
 from ptrain.costs import State, Traffic
-from ptrain.derivation.memory import differing_axes, resident
+from ptrain.derivation.differing import differing_axes
+from ptrain.derivation.memory import resident
 from ptrain.derivation.timeline import replay
 from ptrain.derivation.traffic import sent
 from ptrain.facts.model import ModelFacts
@@ -176,14 +177,15 @@ def meshes() -> Iterator[Mesh]:
 
 def lowered(spec: Spec, facts: ModelFacts, **dials: object) -> Setting | None:
     """The spec and its plan with other dials of its wrap; None where there is no such plan: Theta
-    made of master copies that there are none of, gradients used up that are to be accumulated."""
+    made of master copies that there are none of, gradients used up that are to be accumulated or
+    looked through for one that overflowed."""
     layout = spec.precision.layout
     plan = lower(spec, facts.unit_modules)
     wrap = plan.wrap
     if isinstance(wrap, FlatUnits):
         if wrap.materialized and layout.master is None:
             return None
-        if wrap.consumed and plan.accumulate.micro_batches > 1:
+        if wrap.consumed and (layout.scales_loss or plan.accumulate.micro_batches > 1):
             return None
     known = {name: value for name, value in dials.items() if hasattr(wrap, name)}
     return spec, replace(plan, wrap=replace(wrap, **known))

@@ -5,7 +5,9 @@ is of, so that two commits can be compared setting by setting.
 
 A setting is the tuples of one or two axes, a layout, how a reduce-scatter is done, whether it
 overlaps, and the number of micro-batches. A unit's gradients are played in each of them, and so is
-a step of two units and a root, with each dial of gathering."""
+a step of two units and a root, with each dial of gathering. Theta = M is made of the layout's
+master copy, and so is illegal in a layout without one: no step is played there (what a unit's
+gradients do does not depend on it)."""
 
 from __future__ import annotations
 
@@ -130,6 +132,8 @@ def accounts(group: Group) -> Iterator[str]:
         wrap = replace(plan.wrap, overlaps=group.overlaps)
         if group.gather is None:
             notes = gradients(spec, replace(plan, wrap=wrap))
+        elif wrap.materialized and group.layout.master is None:
+            continue
         elif group.gather is GatherAfterUpdate.NEXT_FORWARD and not _may_be_late(wrap):
             continue
         else:
@@ -146,7 +150,7 @@ def _may_be_late(wrap: FlatUnits) -> bool:
 def gradients(spec: Spec, plan: Plan) -> Iterator[str]:
     """Yield level and peak after every call of a unit's G over a step, and then its traffic."""
     assert isinstance(plan.wrap, FlatUnits)
-    life = GradientsOfUnit(spec, plan, UNIT.numel)
+    life = GradientsOfUnit(spec, plan, UNIT)
     num = plan.accumulate.micro_batches
     for index in range(num):
         is_last = index == num - 1

@@ -5,15 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ptrain.derivation.flat_bench import Bench, Buffer, Piece
-from ptrain.derivation.flat_gradients import Gradients
-from ptrain.derivation.flat_memory import flat_footprints
-from ptrain.derivation.flat_wrap import Flat
-
 from ptrain.costs import Footprint, Phase, Traffic, add_traffic
-from ptrain.derivation.tape import Scene, Tape, Wrap
+from ptrain.derivation.flat import Flat
+from ptrain.derivation.flat_rows import flat_footprints
+from ptrain.derivation.tape import Account, Scene, Tape, Wrap
 from ptrain.facts.model import ModelFacts
 from ptrain.plan.step import FlatUnits, Plan
+from ptrain.rooms.ghost import Ghost
 from ptrain.spec.spec import Spec
 from ptrain.timeline import Timeline
 
@@ -22,19 +20,19 @@ class Life:
     """What both lives are seen by: bytes on the device above what lives for the whole step, their
     maximum since the phase began, and what was sent or copied between tiers."""
 
-    def __init__(self, spec: Spec, plan: Plan) -> None:
+    def __init__(self, spec: Spec, plan: Plan, facts: ModelFacts, timeline: Timeline) -> None:
         assert isinstance(plan.wrap, FlatUnits)
-        self.tape, self._account = Tape(), list[Traffic]()
-        self.bench = Bench(
-            tape=self.tape, spec=spec, plan=plan, step=plan.wrap, account=self._account
-        )
+        self._account = Account(spec)
+        self.tape = Tape(account=self._account)
+        scene = Scene(tape=self.tape, spec=spec, facts=facts, plan=plan, timeline=timeline)
+        self.flat = Flat(scene, plan.wrap)
 
     @property
     def level_and_peak(self) -> tuple[int, int]:
         return self.tape.level, self.tape.peak
 
     def traffic(self) -> tuple[Traffic, ...]:
-        return add_traffic(self._account)
+        return add_traffic(self._account.rows)
 
     def begin(self, phase: Phase) -> None:
         self.tape.enter(phase)
@@ -45,12 +43,12 @@ class Life:
 
 
 class GradientsOfUnit(Life):
-    """G of one unit of so many elements."""
+    """G of the only unit of a model."""
 
-    def __init__(self, spec: Spec, plan: Plan, numel: int) -> None:
-        super().__init__(spec, plan)
-        self._gradients = Gradients(self.bench, Buffer(self.bench, numel))
-        self._working: Piece | None = None
+    def __init__(self, spec: Spec, plan: Plan, facts: ModelFacts) -> None:
+        super().__init__(spec, plan, facts, Timeline(forward=(), backward=()))
+        self._gradients = self.flat.units.all[0].gradients
+        self._working: Ghost | None = None
 
     def open(self) -> None:
         self._gradients.open()
@@ -68,8 +66,6 @@ class GradientsOfUnit(Life):
         self._working = self._gradients.working()
 
     def forget_working(self) -> None:
-        if self._working is not None:
-            self._gradients.forget_working(self._working)
         self._working = None
 
     def clear(self) -> None:
@@ -79,11 +75,9 @@ class GradientsOfUnit(Life):
 class StepOfUnits(Life):
     """All units of a model; `wrap` is what a step's events are said to."""
 
-    def __init__(self, spec: Spec, plan: Plan, facts: ModelFacts, timeline: Timeline) -> None:
-        super().__init__(spec, plan)
-        assert isinstance(plan.wrap, FlatUnits)
-        scene = Scene(tape=self.tape, spec=spec, facts=facts, plan=plan, timeline=timeline)
-        self.wrap: Wrap = Flat(scene, plan.wrap, bench=self.bench)
+    @property
+    def wrap(self) -> Wrap:
+        return self.flat
 
 
 def residents(spec: Spec, plan: Plan, facts: ModelFacts) -> Iterator[Footprint]:

@@ -27,8 +27,9 @@ LAYERS = (
     r"ptrain\.facts(\..*)?",
     r"ptrain\.rooms\.(room|ghost)",
     r"ptrain\.optimizers\.(update|ghost)",
-    r"ptrain\.axes(\.\w+)?|ptrain\.axes\.(data|pipeline|tensor)\.(?!run)\w+(\.\w+)?"
+    r"ptrain\.axes(\.\w+)?|ptrain\.axes\.(data|pipeline|tensor)\.(?!run|cost\b)\w+"
     r"|ptrain\.activations(\.rules)?|ptrain\.plan(\..*)?|ptrain\.algebra(\..*)?",
+    r"ptrain\.axes\.\w+\.cost(\..*)?",
     r"ptrain\.derivation(\..*)?",
     r"ptrain\.selection(\..*)?",
     r"ptrain\.report(\..*)?",
