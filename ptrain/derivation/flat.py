@@ -214,7 +214,7 @@ class Flat:
             return
         self.units.for_update()
         if self.scene.plan.update.layout.scales_loss and self._on_device:
-            self.tape.spike(SCALE_BYTES)
+            self._spike(SCALE_BYTES)
 
     def clipped(self, shard: int) -> list[list[int]] | None:
         """On the gradients' tier, but for the scalar that is reduced."""
@@ -228,8 +228,12 @@ class Flat:
         step = self.scene.plan.clip
         if step is not None and step.axes:
             size = max(SCALE_BYTES, self.scene.plan.update.layout.gradients.itemsize)
-            self.tape.spike(size)
+            self._spike(size)
         return None
+
+    def _spike(self, size: int) -> None:
+        self.tape.allocated(size, Tier.DEVICE)
+        self.tape.allocated(-size, Tier.DEVICE)
 
     def _by_operator(self, shard: int) -> list[list[int]]:
         """Elements of the views of which there is a norm each: of tensors that are cut within tp,

@@ -132,19 +132,21 @@ def accounts(group: Group) -> Iterator[str]:
         wrap = replace(plan.wrap, overlaps=group.overlaps)
         if group.gather is None:
             notes = gradients(spec, replace(plan, wrap=wrap))
-        elif wrap.materialized and group.layout.master is None:
-            continue
-        elif group.gather is GatherAfterUpdate.NEXT_FORWARD and not _may_be_late(wrap):
-            continue
         else:
+            if not _is_legal(wrap, group):
+                continue
             dials = replace(wrap, gather_after_update=group.gather, prefetch=group.prefetch)
             notes = step(spec, replace(plan, wrap=dials))
         yield f"{tuples}: {' '.join(notes)}"
 
 
-def _may_be_late(wrap: FlatUnits) -> bool:
-    """Only parameters on the device are left to the next forward pass."""
-    return wrap.parameters_tier is Tier.DEVICE
+def _is_legal(wrap: FlatUnits, group: Group) -> bool:
+    """Parameters are made of master copies where there are some, and only those on the device are
+    left to the next forward pass."""
+    if wrap.materialized and group.layout.master is None:
+        return False
+    is_late = group.gather is GatherAfterUpdate.NEXT_FORWARD
+    return not is_late or wrap.parameters_tier is Tier.DEVICE
 
 
 def gradients(spec: Spec, plan: Plan) -> Iterator[str]:
