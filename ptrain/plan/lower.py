@@ -56,39 +56,31 @@ def lower(
     wrap, tensor = _wrap(spec), _parallelize(spec, roles)
     pipeline = _pipeline(spec, stages)
     operator_axes = (tensor.axis,) if tensor else ()
-    cut_axes = (*((pipeline.axis,) if pipeline else ()), *reduced_axes(wrap))
+    cut_axes = (*((pipeline.axis,) if pipeline else ()), *wrap.reduced_axes)
     layout = spec.precision.effective
-    return Plan(
-        name=spec.name,
-        mesh=CreateMesh(
-            axes=tuple(factor.axis for factor in factors),
-            degrees=tuple(factor.degree for factor in factors),
-        ),
-        wrap=wrap,
-        accumulate=Accumulate(micro_batches=spec.batch.accumulate),
-        clip=_clip(spec, cut_axes, operator_axes),
-        update=Update(
-            optimizer=spec.optimizer.name,
-            layout=layout,
-            scale_axes=(*cut_axes, *operator_axes) if layout.scales_loss else (),
-        ),
-        units=units,
-        tensor=tensor,
-        pipeline=pipeline,
-        keep=_keep(spec, blocks),
-        loss=loss_of(spec),
+    mesh = CreateMesh(
+        axes=tuple(factor.axis for factor in factors),
+        degrees=tuple(factor.degree for factor in factors),
     )
-
-
-def reduced_axes(wrap: Wrap) -> tuple[Axis, ...]:
-    """The axes along which the reduced gradients are shards when they are clipped and checked."""
-    match wrap:
-        case LocalGradients() | Replicate():
-            return ()
-        case FullyShard():
-            return wrap.shard_axes
-        case FlatUnits():
-            return tuple(a for a in wrap.axes if a in (*wrap.updated, *wrap.gathered_gradients))
+    update = Update(
+        optimizer=spec.optimizer.name,
+        layout=layout,
+        scale_axes=(*cut_axes, *operator_axes) if layout.scales_loss else (),
+    )
+    steps = (
+        mesh,
+        pipeline,  # a stage is a model like any other for what comes next
+        tensor,  # Theorem 6.2: operators are cut before units are wrapped
+        _keep(spec, blocks),  # what wraps do before a block runs is then done once
+        wrap,
+        loss_of(spec),  # whose head the wrap has gathered
+        Accumulate(micro_batches=spec.batch.accumulate),
+        _clip(spec, cut_axes, operator_axes),
+        update,
+    )
+    return Plan(
+        name=spec.name, steps=tuple(step for step in steps if step is not None), units=units
+    )
 
 
 def _wrap(spec: Spec) -> Wrap:

@@ -22,6 +22,7 @@ from ptrain.axes.data.run.flat_tensors import FlatTensorTarget, UnitUpdate
 from ptrain.axes.data.run.layout import FlatLayout
 from ptrain.axes.data.run.local_part import Parameter, stored_part
 from ptrain.axes.data.run.target import Target
+from ptrain.axes.data.run.whole import OfWholeModel
 from ptrain.costs import State
 from ptrain.models.again import runs_again
 from ptrain.models.units import ROOT
@@ -170,7 +171,7 @@ class FlatUnit:
             self.gradients.clear()
 
 
-class FlatWrap:
+class FlatWrap(OfWholeModel):
     """All units of one model under one plan step."""
 
     def __init__(self, model: nn.Module, plan: Plan, mesh: Mesh, registry: Registry) -> None:
