@@ -40,7 +40,7 @@ class Construction:
     join: Callable[[Sequence[Workpiece]], tuple[Wrapped, nn.Module]] | None = None
     operators: Callable[[], AbstractContextManager[None]] = nullcontext
     inside_of: Callable[[ChunkedLoss], LossInside] = LossInside  # of whole logits
-    inside: LossInside | None = None
+    loss: Loss = field(default_factory=Loss)  # how the model gives it
     passes_of: PassesOf | None = None
     clipping: Clipping | None = None
     update: Update | OwnUpdate | None = None
@@ -60,11 +60,6 @@ class Construction:
     @property
     def has_mesh(self) -> bool:
         return self._mesh is not None
-
-    @property
-    def loss(self) -> Loss:
-        """How the model gives its loss."""
-        return Loss(self.inside)
 
     def each_piece(self) -> Iterator[Workpiece]:
         """One after the other, each placed when its turn comes first: a stage is wrapped before

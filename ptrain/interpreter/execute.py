@@ -18,7 +18,7 @@ from ptrain.axes.tensor.run.apply import loss_inside, micro_batch, parallelize, 
 from ptrain.errors import BrokenPlan
 from ptrain.interpreter.clip import Clipping
 from ptrain.interpreter.construction import Construction
-from ptrain.interpreter.loss import StepLoss
+from ptrain.interpreter.loss import Loss, StepLoss
 from ptrain.interpreter.materialize import fill
 from ptrain.interpreter.optimizer import Update as TargetsUpdate
 from ptrain.interpreter.passes import Enter, InTurn
@@ -27,6 +27,7 @@ from ptrain.interpreter.stages import cut_into_stages
 from ptrain.interpreter.workpiece import Workpiece
 from ptrain.models.units import ROOT
 from ptrain.optimizers.build import has_own_rule_for_matrices
+from ptrain.plan.kind import PlanStep
 from ptrain.plan.step import (
     Accumulate,
     ChunkedLoss,
@@ -38,7 +39,6 @@ from ptrain.plan.step import (
     LocalGradients,
     Parallelize,
     Pipeline,
-    PlanStep,
     Ran,
     Replicate,
     Step,
@@ -66,7 +66,6 @@ def execute(rank: Construction) -> None:
                 step = piece.plan.steps[number]
                 OF_PIECES[type(step)](step, piece, rank)
                 rank.ran.append(Ran(step, piece.index))
-    _require(rank.update is not None, steps[-1], "nothing updates what it leaves")
 
 
 def _run_of_rank(step: Step, rank: Construction) -> None:
@@ -125,9 +124,10 @@ def _wrap_units(step: Wrap, piece: Workpiece, rank: Construction) -> None:
 
 def _chunk_loss(step: ChunkedLoss, piece: Workpiece, rank: Construction) -> None:
     _require(piece.wrapped is not None, step, "the head has no wrap yet, which gathers its weights")
-    rank.inside = rank.inside or rank.inside_of(step)
+    if not rank.loss.is_inside:
+        rank.loss = Loss(rank.inside_of(step))
     if piece.has_logits:
-        rank.inside.attach(piece.module, rank.head)
+        rank.loss.attach(piece.module, rank.head)
 
 
 def _accumulate(step: Accumulate, rank: Construction) -> None:

@@ -20,6 +20,17 @@ class Loss:
     def __init__(self, inside: LossInside | None = None) -> None:
         self._inside = inside
 
+    @property
+    def is_inside(self) -> bool:
+        """Whether the model's own forward pass computes it."""
+        return self._inside is not None
+
+    def attach(self, model: nn.Module, head: str) -> None:
+        """To a model that gives its loss itself; `head` names the module that makes the logits of
+        one that is not built in."""
+        if self._inside is not None:
+            self._inside.attach(model, head)
+
     def given(self, targets_BT: Tensor) -> AbstractContextManager[None]:
         """What a forward pass runs in."""
         return self._inside.given(targets_BT) if self._inside else nullcontext()

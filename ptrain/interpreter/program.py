@@ -266,12 +266,25 @@ def interpret(
     *,
     allow_import: bool = False,
 ) -> Program:
-    """The program of a legal spec on this rank.
+    """The program of a legal spec on this rank: the steps of its plan, executed.
 
     `model`, if given, is wrapped instead of the spec's: a real module with its own weights, equal
     on all ranks. Raises SpecError if the mesh needs other ranks than the world has, and on every
     rank if the ranks' models or layouts differ.
     """
+    rank = planned(spec, model, world, allow_import=allow_import)
+    execute(rank)
+    return Program(rank)
+
+
+def planned(
+    spec: Spec,
+    model: nn.Module | None = None,
+    world: World | None = None,
+    *,
+    allow_import: bool = False,
+) -> Construction:
+    """The same before any step of the plan has run."""
     world = world or World.join(spec.timeout, device=spec.device, backend=spec.backend)
     require_trainable(spec.model, world.device)
     module = build_module(spec, allow_import=allow_import) if model is None else model
@@ -279,7 +292,7 @@ def interpret(
     stages = stages_of_module(spec, module, facts)
     plan = lower(spec, facts.unit_modules, facts.roles, stages.all if stages else (), facts.blocks)
     require_equal_models(module, plan.update.layout, world)
-    rank = Construction(
+    return Construction(
         spec=spec,
         plan=plan,
         world=world,
@@ -287,5 +300,3 @@ def interpret(
         head=head_of(module, spec) if plan.loss else ROOT,
         stages=stages,
     )
-    execute(rank)
-    return Program(rank)

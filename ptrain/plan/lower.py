@@ -20,7 +20,6 @@ from ptrain.facts.roles import roles_of
 from ptrain.facts.stages import Stage
 from ptrain.plan.step import (
     Accumulate,
-    ChunkedLoss,
     Clip,
     CreateMesh,
     FlatUnits,
@@ -34,6 +33,7 @@ from ptrain.plan.step import (
     Units,
     Update,
     Wrap,
+    chunked_loss,
 )
 from ptrain.spec.axis import Axis, Factor
 from ptrain.spec.batch import Overlap
@@ -73,7 +73,7 @@ def lower(
         tensor,  # Theorem 6.2: operators are cut before units are wrapped
         _keep(spec, blocks),  # what wraps do before a block runs is then done once
         wrap,
-        loss_of(spec),  # whose head the wrap has gathered
+        chunked_loss(spec),  # whose head the wrap has gathered
         Accumulate(micro_batches=spec.batch.accumulate),
         _clip(spec, cut_axes, operator_axes),
         update,
@@ -174,13 +174,6 @@ def _keep(spec: Spec, blocks: tuple[str, ...]) -> Keep | None:
     named = zip(blocks, spec.activations.of(len(blocks)), strict=True)
     kept = tuple((name, each) for name, each in named if not each.is_plain)
     return Keep(blocks=kept, path=spec.offload.path) if kept else None
-
-
-def loss_of(spec: Spec) -> ChunkedLoss | None:
-    """None where the logits are whole."""
-    if spec.loss.chunk is None:
-        return None
-    return ChunkedLoss(tokens=spec.loss.chunk, fused=spec.loss.fused)
 
 
 def _parallelize(spec: Spec, roles: Roles) -> Parallelize | None:

@@ -14,6 +14,7 @@ from ptrain.spec.pipeline import ScheduleName
 from ptrain.spec.placement import Tier
 from ptrain.spec.precision import Layout
 from ptrain.spec.role import Roles
+from ptrain.spec.spec import Spec
 
 Units = tuple[tuple[str, ...], ...]  # a wrap unit is the modules that are gathered together
 
@@ -100,6 +101,13 @@ class ChunkedLoss(PlanStep):
 
     tokens: int
     fused: bool = False
+
+
+def chunked_loss(spec: Spec) -> ChunkedLoss | None:
+    """None where the logits are whole."""
+    if spec.loss.chunk is None:
+        return None
+    return ChunkedLoss(tokens=spec.loss.chunk, fused=spec.loss.fused)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -275,7 +283,8 @@ class Ran:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """What the interpreter does: `steps`, in the order of execution. Of each kind there is at most
-    one, which is at hand by its name too. `units` are in the order of wrapping: blocks first, the
+    one, which is at hand by its name too; a mesh, a wrap, micro-batches and an update there always
+    are. `units` are in the order of wrapping: blocks first, the
     root ("",) last."""
 
     name: str
@@ -294,6 +303,7 @@ class Plan:
     def __post_init__(self) -> None:
         by_name = {_name_of(step): step for step in self.steps}
         assert len(by_name) == len(self.steps), "two steps of a kind"
+        assert by_name.keys() >= _NEEDED, f"no {', '.join(sorted(_NEEDED - by_name.keys()))}"
         for name in _NAMES.values():
             object.__setattr__(self, name, by_name.get(name))
 
@@ -334,6 +344,8 @@ _NAMES: dict[type[PlanStep], str] = {
     Clip: "clip",
     Update: "update",
 }
+
+_NEEDED = {"mesh", "wrap", "accumulate", "update"}
 
 
 def _name_of(step: Step) -> str:
