@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
@@ -10,9 +10,9 @@ from torch import nn
 
 from ptrain.axes.data.run.wrapped import OwnUpdate, Wrapped
 from ptrain.interpreter.clip import Clipping
-from ptrain.interpreter.loss import Loss
+from ptrain.interpreter.loss import Loss, StepLoss
 from ptrain.interpreter.optimizer import Update
-from ptrain.interpreter.passes import PassesOf
+from ptrain.interpreter.passes import Enter, Passes
 from ptrain.interpreter.scaling import LossScale
 from ptrain.interpreter.workpiece import Stages, Workpiece
 from ptrain.models.chunked import LossInside
@@ -26,7 +26,9 @@ from ptrain.spec.spec import Spec
 @dataclass(kw_only=True, eq=False)
 class Construction:
     """One rank's program before it is whole. `head` names the module that makes the logits of a
-    model that is not built in; `ran` are the steps so far, in the order in which they ran."""
+    model that is not built in; `ran` are the steps so far, in the order in which they ran. What a
+    step leaves to be called is given the construction and does not keep it: the model would live
+    until somebody collects garbage."""
 
     spec: Spec
     plan: Plan
@@ -36,12 +38,12 @@ class Construction:
     stages: Stages | None = None
     ran: list[Ran] = field(default_factory=list)
     pieces: list[Workpiece] = field(default_factory=list)  # those that a step has reached
-    cut: Callable[[], Iterator[Workpiece]] | None = None  # None: the model is the only piece
-    join: Callable[[Sequence[Workpiece]], tuple[Wrapped, nn.Module]] | None = None
+    cut: Callable[[Construction], Iterator[Workpiece]] | None = None  # None: of the model one
+    join: Callable[[Construction], tuple[Wrapped, nn.Module]] | None = None
     operators: Callable[[], AbstractContextManager[None]] = nullcontext
     inside_of: Callable[[ChunkedLoss], LossInside] = LossInside  # of whole logits
     loss: Loss = field(default_factory=Loss)  # how the model gives it
-    passes_of: PassesOf | None = None
+    passes_of: Callable[[Construction, StepLoss, Enter], Passes] | None = None
     clipping: Clipping | None = None
     update: Update | OwnUpdate | None = None
     scaling: LossScale | None = None
@@ -67,7 +69,8 @@ class Construction:
         if self.pieces:
             yield from self.pieces
             return
-        for piece in self.cut() if self.cut else (Workpiece(module=self.module, plan=self.plan),):
+        whole = (Workpiece(module=self.module, plan=self.plan),)
+        for piece in self.cut(self) if self.cut else whole:
             piece.place(self.world)
             self.pieces.append(piece)
             yield piece
@@ -90,7 +93,7 @@ class Construction:
     def _whole(self) -> tuple[Wrapped, nn.Module]:
         if self._joined is None:
             assert self.is_wrapped, "units are wrapped first"
-            self._joined = self.join(self.pieces) if self.join else self._only_piece()
+            self._joined = self.join(self) if self.join else self._only_piece()
         return self._joined
 
     def _only_piece(self) -> tuple[Wrapped, nn.Module]:

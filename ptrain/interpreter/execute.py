@@ -133,12 +133,12 @@ def _chunk_loss(step: ChunkedLoss, piece: Workpiece, rank: Construction) -> None
 def _accumulate(step: Accumulate, rank: Construction) -> None:
     _require(rank.is_wrapped, step, "no units are wrapped yet")
     if rank.passes_of is None:
-        sizes = step.micro_batches, rank.spec.batch.micro
+        rank.passes_of = partial(_in_turn, step)
 
-        def in_turn(loss: StepLoss, enter: Enter) -> InTurn:
-            return InTurn(rank.wrapped, rank.model, sizes, loss, enter)
 
-        rank.passes_of = in_turn
+def _in_turn(step: Accumulate, rank: Construction, loss: StepLoss, enter: Enter) -> InTurn:
+    sizes = step.micro_batches, rank.spec.batch.micro
+    return InTurn(rank.wrapped, rank.model, sizes, loss, enter)
 
 
 def _clip(step: Clip, rank: Construction) -> None:

@@ -27,9 +27,6 @@ class Passes(Protocol):
         """Forward of every micro-batch. Where the logits are, `loss` is called for each."""
 
 
-PassesOf = Callable[[StepLoss, Enter], Passes]
-
-
 class InTurn:
     """One micro-batch after the other through the whole model, forward and then backward."""
 

@@ -7,6 +7,7 @@ and on fake ranks with fake tensors.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -81,7 +82,8 @@ class Program:
             self.wrapped.consume_with(self._update_unit)
         dtype = torch.promote_types(next(self.model.parameters()).dtype, torch.float32)
         self.loss = StepLoss(rank.loss, self.scaling, dtype, self.world.device)
-        self.passes = rank.passes_of(self.loss, self._enter)
+        self._enter = partial(_tell, self.observers)
+        self.passes = rank.passes_of(rank, self.loss, self._enter)
 
     @property
     def registry(self) -> Registry:
@@ -242,9 +244,10 @@ class Program:
         if self.batch is not None:
             yield State.OTHER, self.batch.tokens
 
-    def _enter(self, phase: Phase, micro_batch: int) -> None:
-        for observer in self.observers:
-            observer.phase(phase, micro_batch)
+
+def _tell(observers: list[Observer], phase: Phase, micro_batch: int) -> None:
+    for observer in observers:
+        observer.phase(phase, micro_batch)
 
 
 def _keyed(named: Named, key: str) -> Named:

@@ -4,8 +4,9 @@ all together run under a schedule."""
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 from torch import nn
 from torch._guards import detect_fake_mode
@@ -44,12 +45,12 @@ def cut_into_stages(step: Pipeline, rank: Construction) -> None:
     _require_sums(step, rank.plan)
     stages = rank.stages
     assert stages is not None, "a plan with stages is lowered from them"
-    rank.cut = lambda: _pieces(step, rank, stages)
-    rank.join = lambda pieces: _joined(step, rank, stages, pieces)
-    rank.passes_of = lambda loss, enter: _passes(rank, loss, enter)
+    rank.cut = partial(_pieces, step, stages)
+    rank.join = partial(_joined, step, stages)
+    rank.passes_of = _passes
 
 
-def _pieces(step: Pipeline, rank: Construction, stages: Stages) -> Iterator[Workpiece]:
+def _pieces(step: Pipeline, stages: Stages, rank: Construction) -> Iterator[Workpiece]:
     copies = {copied: name for name, copied in step.shared}
     for index in step.stages_of(rank.mesh.coordinate(step.axis)):
         part = part_of(rank.module, stages.all, index, stages.chain.ends)
@@ -66,11 +67,9 @@ def _pieces(step: Pipeline, rank: Construction, stages: Stages) -> Iterator[Work
         )
 
 
-def _joined(
-    step: Pipeline, rank: Construction, stages: Stages, pieces: Sequence[Workpiece]
-) -> tuple[Staged, nn.Module]:
+def _joined(step: Pipeline, stages: Stages, rank: Construction) -> tuple[Staged, nn.Module]:
     parts = []
-    for piece in pieces:
+    for piece in rank.pieces:
         assert piece.wrapped is not None
         parts.append(Part(piece.index, piece.module, piece.wrapped))
     staged = Staged(parts, step, rank.mesh, stages.chain.hidden)

@@ -3,6 +3,8 @@ and nothing is put in another order."""
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import replace
 from itertools import combinations
 from typing import get_args
@@ -110,3 +112,17 @@ def test_a_step_is_replaced_where_it_stands():
     assert other.clip is not None and other.clip.max_norm == 0.5
     with pytest.raises(AssertionError, match="no step of the kind of clip"):
         replace(plan, steps=tuple(s for s in plan.steps if s is not plan.clip)).having(plan.clip)
+
+
+def test_a_program_goes_with_its_last_name():
+    """No cycle holds a model until somebody collects garbage."""
+    program = executed(lowered())
+    losses(program, 1)
+    gc.collect()
+    gc.disable()
+    try:
+        model = weakref.ref(program.model)
+        del program
+        assert model() is None
+    finally:
+        gc.enable()
