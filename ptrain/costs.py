@@ -207,6 +207,10 @@ class Estimate:
     account_of: tuple[int, ...] = ()
     operations: tuple[Operations, ...] = ()
 
+    def peak_bytes(self) -> int | None:
+        """The largest peak over phases and ranks; None where no peak is known."""
+        return max((row.device_bytes for row in self.peak), default=None)
+
     def bytes_of(self, state: State, rank: int | None = None) -> int:
         """Device bytes of `state` on `rank`, or the maximum over the ranks."""
         sizes = [

@@ -4,6 +4,7 @@ PtrainError        2  the user's input is wrong
     SpecError      2  a spec, with every fault in it
     DoesNotFit     2  the prediction exceeds the device, and --force was not given
     BrokenSchedule 2  a pipeline's schedule that cannot run: the rank, the action and why
+    BrokenPlan     2  a plan's step that cannot run where it stands: the step and why
 VerdictFailed      1  a verdict fails (state, axis and factor are named)
 RankFailed         3  a rank died, hung or raised
 TrainingStopped    4  a check stopped the training
@@ -72,6 +73,16 @@ class BrokenSchedule(PtrainError):
         self.rank = rank
         self.action = action
         super().__init__(f"pipeline.schedule: rank {rank}, {action}: {reason}")
+
+
+class BrokenPlan(PtrainError):
+    """A step of a plan cannot run where it stands."""
+
+    def __init__(self, step: object, reason: str) -> None:
+        super().__init__(
+            f"plan: {type(step).__name__} cannot run where it stands: {reason}\n"
+            "  remedy: give the steps in the order in which `ptrain plan` prints them"
+        )
 
 
 class VerdictFailed(PtrainError):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import platform
 import re
 from importlib import metadata
 from importlib.util import find_spec
 
 from ptrain.errors import refused
-from ptrain.version import TORCH_RANGE
+from ptrain.version import TORCH_RANGE, VERSION
 
 
 def require_torch() -> None:
@@ -29,6 +30,15 @@ def runs_with(torch: str) -> bool:
     minor = _minor(torch)
     is_early = minor == first and re.match(r"\d+\.\d+(\.0)*\.?(a|b|rc|dev)\d", torch)
     return first <= minor < refused and not is_early
+
+
+def versions() -> dict[str, str]:
+    """The versions of ptrain, torch and Python."""
+    return {
+        "ptrain": VERSION,
+        "torch": _version() or "not installed",
+        "python": platform.python_version(),
+    }
 
 
 def _version() -> str | None:

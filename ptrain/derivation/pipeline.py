@@ -58,7 +58,7 @@ def stage_plan(plan: Plan, stage: Stage, ends: Ends = ENDS) -> Plan:
     if plan.tensor is None:
         return plan
     roles = stage_roles(plan.tensor.roles, stage, plan.pipeline.stages, ends)
-    return replace(plan, tensor=replace(plan.tensor, roles=roles))
+    return plan.having(replace(plan.tensor, roles=roles))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 import torch.distributed as dist
 
+from ptrain.axes.data.run.wrapped import Wrapped
 from ptrain.costs import State
 from ptrain.interpreter.scaling import LossScale
 from ptrain.models.tags import tier_of
@@ -25,6 +27,36 @@ class ByOperator:
 
     cut: Sequence[torch.Tensor]
     whole: Sequence[torch.Tensor]
+
+
+class Clipping:
+    """The clipping of a plan, on this rank."""
+
+    def __init__(self, step: Clip, mesh: Mesh) -> None:
+        self.step, self.mesh = step, mesh
+
+    def norm(
+        self,
+        gradients: Sequence[torch.Tensor],
+        wrapped: Wrapped,
+        scaling: LossScale | None,
+    ) -> torch.Tensor:
+        """The global norm of these gradients, all that the targets of `wrapped` have; see
+        `global_norm`."""
+        targets = list(chain.from_iterable(wrapped.targets()))
+        by_operator = None
+        if self.step.operator_axes:
+            parts = [each.cut_and_whole() for each in targets if not wrapped.is_copy(each)]
+            by_operator = ByOperator(
+                cut=[view for cut, _ in parts for view in cut],
+                whole=[view for _, whole in parts for view in whole],
+            )
+        copied = [id(each.gradient) for each in targets if wrapped.is_copy(each)]
+        return global_norm(gradients, self.step, self.mesh, scaling, by_operator, copied)
+
+    def scale_down(self, gradients: Sequence[torch.Tensor], norm: torch.Tensor) -> None:
+        """Scale `gradients` in place, whose global norm is `norm`, to at most the plan's."""
+        scale_down(gradients, norm, self.step)
 
 
 def global_norm(

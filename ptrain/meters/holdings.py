@@ -20,9 +20,9 @@ from ptrain.axes.data.run.flat_target import FlatTarget, FlatTensorTarget
 from ptrain.axes.data.run.local_part import LocalPart, Parameter
 from ptrain.axes.data.run.spread import SpreadUpdate
 from ptrain.axes.data.run.target import Target, TensorTarget
-from ptrain.axes.pipeline.run.staged import Staged
 from ptrain.interpreter.program import Program
 from ptrain.models.ledger import local
+from ptrain.optimizers.torch import TorchOptimizer
 from ptrain.optimizers.update import COUNTER, MASTER, Update
 from ptrain.report.finding import Subject
 from ptrain.spec.axis import Axis
@@ -50,7 +50,7 @@ def parameters(program: Program) -> Iterator[Held]:
         subject = Subject.OPTIMIZER if target.owns_master else Subject.PARAMETERS
         key = MASTER if target.owns_master else ""
         for name, part, tensor in _parameter(target):
-            yield Held(subject, _canonical(program, name), key, part, tensor)
+            yield Held(subject, program.wrapped.canonical_name(name), key, part, tensor)
 
 
 def gradients(program: Program) -> Iterator[Held]:
@@ -58,7 +58,7 @@ def gradients(program: Program) -> Iterator[Held]:
     nobody's copy, and left out; so are those that an update in the backward pass has used up."""
     for target in targets(program):
         for name, part, tensor in _gradient(target):
-            yield Held(Subject.GRADIENTS, _canonical(program, name), "", part, tensor)
+            yield Held(Subject.GRADIENTS, program.wrapped.canonical_name(name), "", part, tensor)
 
 
 def optimizer(program: Program) -> Iterator[Held]:
@@ -68,7 +68,9 @@ def optimizer(program: Program) -> Iterator[Held]:
             if key == COUNTER or stored.is_meta:
                 continue
             for name, part, tensor in _slot(target, stored):
-                yield Held(Subject.OPTIMIZER, _canonical(program, name), key, part, tensor)
+                yield Held(
+                    Subject.OPTIMIZER, program.wrapped.canonical_name(name), key, part, tensor
+                )
     if program.scaling is not None:
         for key, tensor in program.scaling.state().items():
             yield Held(Subject.OPTIMIZER, "scaling", key, "", tensor)
@@ -76,10 +78,8 @@ def optimizer(program: Program) -> Iterator[Held]:
 
 def buffers(program: Program) -> Iterator[Held]:
     """Of the model, the stages' under the model's names."""
-    wrapped = program.wrapped
-    modules = [part.module for part in wrapped.parts] if isinstance(wrapped, Staged) else None
-    for module in modules or [program.model]:
-        for name, buffer in module.named_buffers():
+    for piece in program.pieces:
+        for name, buffer in piece.module.named_buffers():
             if (part := _cut(buffer)) is not None:
                 yield Held(Subject.BUFFERS, name, "", part, local(buffer))
 
@@ -91,7 +91,7 @@ def counters(program: Program) -> dict[str, int]:
     for target, tensors in program.update.tensors():
         count = tensors.get(COUNTER)
         if count is not None and not count.is_meta:
-            names.append(_canonical(program, names_of(target)[0]))
+            names.append(program.wrapped.canonical_name(names_of(target)[0]))
             counts.append(local(count).to(torch.float64).reshape(()))
     if not counts:
         return {}
@@ -106,9 +106,8 @@ def hyperparameters(program: Program) -> dict[str, list[float]]:
     optimizers: list[torch.optim.Optimizer]
     match update:
         case Update():
-            optimizers = [
-                rule.optimizer for group in update.groups for rule in group.optimizers.values()
-            ]
+            rules = chain.from_iterable(group.optimizers.values() for group in update.groups)
+            optimizers = [rule.optimizer for rule in rules if isinstance(rule, TorchOptimizer)]
         case SpreadUpdate():
             optimizers = [update.optimizer]
         case _:
@@ -244,13 +243,6 @@ def names_of(target: Target) -> list[str]:
             raise AssertionError(f"of a {type(target).__name__} no name is known")
 
 
-def _canonical(program: Program, name: str) -> str:
-    """The model's, of a tensor that a stage has a copy of."""
-    if not isinstance(program.wrapped, Staged):
-        return name
-    return next((own for own, copied in program.wrapped.step.shared if name == copied), name)
-
-
 def stale_copies(program: Program) -> Iterator[tuple[str, str]]:
     """Parameters that are not, bit by bit, their master copy in their own dtype: name, and that in
     words. Each rank looks at what it has of both."""
@@ -263,7 +255,7 @@ def stale_copies(program: Program) -> Iterator[tuple[str, str]]:
             if not torch.equal(_bits(held), _bits(copied)):
                 dtypes = [str(tensor.dtype).removeprefix("torch.") for tensor in (held, other)]
                 yield (
-                    _canonical(program, name),
+                    program.wrapped.canonical_name(name),
                     f"is not the {dtypes[0]} copy of its {dtypes[1]} master",
                 )
 
@@ -281,7 +273,7 @@ def storages_by_name(program: Program) -> Iterator[tuple[str, torch.Tensor]]:
                 own = (target.parameter.detach(), target.parameter.grad)
                 held += [local(tensor) for tensor in own if tensor is not None]
         for name in names_of(target):
-            yield from ((_canonical(program, name), tensor) for tensor in held)
+            yield from ((program.wrapped.canonical_name(name), tensor) for tensor in held)
 
 
 def _with_master(

@@ -24,7 +24,7 @@ from ptrain.models.numerics import TORCH_DTYPES
 from ptrain.models.roles import roles_of_module
 from ptrain.models.trace import record, to_timeline
 from ptrain.models.units import blocks_of, unit_modules
-from ptrain.plan.lower import loss_of
+from ptrain.plan.step import chunked_loss
 from ptrain.spec.spec import Spec
 from ptrain.timeline import gradient_order
 
@@ -92,7 +92,7 @@ class _ChunkedLoss(_Loss):
 
 @contextmanager
 def _loss_of(model: nn.Module, spec: Spec) -> Iterator[_Loss]:
-    step = loss_of(spec)
+    step = chunked_loss(spec)
     if step is None:
         yield _Loss(model, spec)
         return

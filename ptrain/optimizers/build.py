@@ -12,6 +12,11 @@ from ptrain.optimizers.sgd import SGD
 from ptrain.spec.spec import OptimizerSpec
 
 
+def has_own_rule_for_matrices(rule: str) -> bool:
+    """Whether the rule is for the matrices within a model alone, and another one for the rest."""
+    return rule == "muon"
+
+
 def _decayed(spec: OptimizerSpec) -> dict[str, float]:
     return {"lr": spec.lr, "momentum": spec.momentum, "weight_decay": spec.weight_decay}
 

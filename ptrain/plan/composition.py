@@ -10,7 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ptrain.algebra.layout import groups
-from ptrain.plan.step import Plan
+from ptrain.plan.kind import WrapStep
+from ptrain.plan.step import Parallelize, Plan, Ran
 from ptrain.spec.axis import DATA_AXES
 from ptrain.spec.spec import Spec
 
@@ -28,14 +29,16 @@ class Condition:
     why: str
 
 
-def theorem_6(spec: Spec, plan: Plan) -> tuple[Condition, ...]:
-    """Its three conditions; none where there is no tp, or no data axis beside it."""
+def theorem_6(spec: Spec, plan: Plan, ran: Sequence[Ran] = ()) -> tuple[Condition, ...]:
+    """Its three conditions; none where there is no tp, or no data axis beside it. `ran` are the
+    steps that a rank has executed; without them those of the plan are to be."""
     data = tuple(axis for axis in plan.mesh.axes if axis in DATA_AXES)
     if plan.tensor is None or not data:
         return ()
     within = tuple(groups(spec, (plan.tensor.axis,)))
     across = tuple(group for axis in data for group in groups(spec, (axis,)))
     names = " and ".join(data)
+    is_cut_first = cuts_before_wraps(ran or tuple(map(Ran, plan.steps)))
     return (
         Condition(
             name="Theorem 6.1",
@@ -44,9 +47,12 @@ def theorem_6(spec: Spec, plan: Plan) -> tuple[Condition, ...]:
         ),
         Condition(
             name="Theorem 6.2",
-            holds=plan.steps.index(plan.tensor) < plan.steps.index(plan.wrap),
+            holds=is_cut_first,
             why="by construction, operators are cut before units are wrapped: a unit's sums over "
-            f"tp end in its own backward pass, its gradients are reduced over {names} after it",
+            f"tp end in its own backward pass, its gradients are reduced over {names} after it"
+            if is_cut_first
+            else f"units are wrapped before operators are cut: what is reduced over {names} is "
+            "not yet summed over tp",
         ),
         Condition(
             name="Theorem 6.3",
@@ -88,6 +94,21 @@ def theorem_7(spec: Spec, plan: Plan) -> tuple[Condition, ...]:
             "stage, of the same samples",
         ),
     )
+
+
+def cuts_before_wraps(ran: Sequence[Ran]) -> bool:
+    """Theorem 6.2, of the steps in their order: every model or stage whose units are wrapped has
+    had its operators cut before, and none after."""
+    cut: set[int | None] = set()
+    wrapped: set[int | None] = set()
+    for each in ran:
+        if isinstance(each.step, Parallelize):
+            cut.add(each.piece)
+        elif isinstance(each.step, WrapStep):
+            wrapped.add(each.piece)
+        if each.piece in wrapped - cut:
+            return False
+    return bool(wrapped)
 
 
 def are_within(data_groups: Groups, stage_groups: Groups) -> bool:

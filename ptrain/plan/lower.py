@@ -20,7 +20,6 @@ from ptrain.facts.roles import roles_of
 from ptrain.facts.stages import Stage
 from ptrain.plan.step import (
     Accumulate,
-    ChunkedLoss,
     Clip,
     CreateMesh,
     FlatUnits,
@@ -34,6 +33,7 @@ from ptrain.plan.step import (
     Units,
     Update,
     Wrap,
+    chunked_loss,
 )
 from ptrain.spec.axis import Axis, Factor
 from ptrain.spec.batch import Overlap
@@ -56,39 +56,31 @@ def lower(
     wrap, tensor = _wrap(spec), _parallelize(spec, roles)
     pipeline = _pipeline(spec, stages)
     operator_axes = (tensor.axis,) if tensor else ()
-    cut_axes = (*((pipeline.axis,) if pipeline else ()), *reduced_axes(wrap))
+    cut_axes = (*((pipeline.axis,) if pipeline else ()), *wrap.reduced_axes)
     layout = spec.precision.effective
-    return Plan(
-        name=spec.name,
-        mesh=CreateMesh(
-            axes=tuple(factor.axis for factor in factors),
-            degrees=tuple(factor.degree for factor in factors),
-        ),
-        wrap=wrap,
-        accumulate=Accumulate(micro_batches=spec.batch.accumulate),
-        clip=_clip(spec, cut_axes, operator_axes),
-        update=Update(
-            optimizer=spec.optimizer.name,
-            layout=layout,
-            scale_axes=(*cut_axes, *operator_axes) if layout.scales_loss else (),
-        ),
-        units=units,
-        tensor=tensor,
-        pipeline=pipeline,
-        keep=_keep(spec, blocks),
-        loss=loss_of(spec),
+    mesh = CreateMesh(
+        axes=tuple(factor.axis for factor in factors),
+        degrees=tuple(factor.degree for factor in factors),
     )
-
-
-def reduced_axes(wrap: Wrap) -> tuple[Axis, ...]:
-    """The axes along which the reduced gradients are shards when they are clipped and checked."""
-    match wrap:
-        case LocalGradients() | Replicate():
-            return ()
-        case FullyShard():
-            return wrap.shard_axes
-        case FlatUnits():
-            return tuple(a for a in wrap.axes if a in (*wrap.updated, *wrap.gathered_gradients))
+    update = Update(
+        optimizer=spec.optimizer.name,
+        layout=layout,
+        scale_axes=(*cut_axes, *operator_axes) if layout.scales_loss else (),
+    )
+    steps = (
+        mesh,
+        pipeline,  # a stage is a model like any other for what comes next
+        tensor,  # Theorem 6.2: operators are cut before units are wrapped
+        _keep(spec, blocks),  # what wraps do before a block runs is then done once
+        wrap,
+        chunked_loss(spec),  # whose head the wrap has gathered
+        Accumulate(micro_batches=spec.batch.accumulate),
+        _clip(spec, cut_axes, operator_axes),
+        update,
+    )
+    return Plan(
+        name=spec.name, steps=tuple(step for step in steps if step is not None), units=units
+    )
 
 
 def _wrap(spec: Spec) -> Wrap:
@@ -182,13 +174,6 @@ def _keep(spec: Spec, blocks: tuple[str, ...]) -> Keep | None:
     named = zip(blocks, spec.activations.of(len(blocks)), strict=True)
     kept = tuple((name, each) for name, each in named if not each.is_plain)
     return Keep(blocks=kept, path=spec.offload.path) if kept else None
-
-
-def loss_of(spec: Spec) -> ChunkedLoss | None:
-    """None where the logits are whole."""
-    if spec.loss.chunk is None:
-        return None
-    return ChunkedLoss(tokens=spec.loss.chunk, fused=spec.loss.fused)
 
 
 def _parallelize(spec: Spec, roles: Roles) -> Parallelize | None:

@@ -1,23 +1,26 @@
-"""The steps of a plan: what the interpreter will do, as printable data. Nothing about a wrapper
-is decided anywhere else."""
+"""The steps of a plan: what the interpreter does, in this order, as printable data. Nothing about a
+wrapper is decided anywhere else, and what others must know of a step they ask it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from typing import Self
 
-from ptrain.spec.axis import Axis
-from ptrain.spec.batch import GatherAfterUpdate, ReduceScatterVia, SyncPolicy
+from ptrain.plan.kind import PlanStep, WrapStep
+from ptrain.spec.axis import DATA_AXES, Axis
+from ptrain.spec.batch import GatherAfterUpdate, GradientSync, ReduceScatterVia, SyncPolicy
 from ptrain.spec.keep import Kept
 from ptrain.spec.pipeline import ScheduleName
 from ptrain.spec.placement import Tier
 from ptrain.spec.precision import Layout
 from ptrain.spec.role import Roles
+from ptrain.spec.spec import Spec
 
 Units = tuple[tuple[str, ...], ...]  # a wrap unit is the modules that are gathered together
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CreateMesh:
+class CreateMesh(PlanStep):
     """A DeviceMesh with these dimensions, outermost first; empty on one device."""
 
     axes: tuple[Axis, ...]
@@ -25,7 +28,7 @@ class CreateMesh:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pipeline:
+class Pipeline(PlanStep):
     """Theta, Omega and G are S on `axis`, by layer: a rank has some of the model's stages, and
     computes their micro-batches in its order of the schedule (`axes.pipeline.known`).
 
@@ -49,9 +52,13 @@ class Pipeline:
         """Of one rank along the axis, in the order of a forward pass."""
         return tuple(stage for stage, owner in enumerate(self.rank_of) if owner == rank)
 
+    @property
+    def drawing_axes(self) -> tuple[Axis, ...]:
+        return (self.axis,)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parallelize:
+class Parallelize(PlanStep):
     """Theta, Omega and G are S on `axis`: each operator is cut as its role says, from outside, by
     torch's parallel styles.
 
@@ -69,9 +76,17 @@ class Parallelize:
     loss_parallel: bool = True
     is_naive: bool = False
 
+    @property
+    def drawing_axes(self) -> tuple[Axis, ...]:
+        return (self.axis,) if self.is_sequence else ()
+
+    @property
+    def loss_axes(self) -> tuple[Axis, ...]:
+        return (self.axis,)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Keep:
+class Keep(PlanStep):
     """What blocks leave for their backward passes, by module name: those that are not plain.
     `path` is the folder of the file tier."""
 
@@ -80,7 +95,7 @@ class Keep:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ChunkedLoss:
+class ChunkedLoss(PlanStep):
     """Logits and loss of `tokens` tokens at a time, so that all logits are never there at once:
     computed again in backward, or (`fused`) by torch's linear_cross_entropy."""
 
@@ -88,13 +103,20 @@ class ChunkedLoss:
     fused: bool = False
 
 
+def chunked_loss(spec: Spec) -> ChunkedLoss | None:
+    """None where the logits are whole."""
+    if spec.loss.chunk is None:
+        return None
+    return ChunkedLoss(tokens=spec.loss.chunk, fused=spec.loss.fused)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LocalGradients:
+class LocalGradients(WrapStep):
     """One device: no data axis, nothing is wrapped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Replicate:
+class Replicate(WrapStep):
     """Theta and G are R on every data axis: DistributedDataParallel over `axes`; buckets in the
     order in which gradients arrive, reduced (summed) after the last micro-batch: beside its
     backward pass (`overlaps`), or one by one when it is over.
@@ -108,9 +130,13 @@ class Replicate:
     overlaps: bool = True
     zero_redundancy: bool = False
 
+    @property
+    def policy(self) -> SyncPolicy:
+        return SyncPolicy(gradients=GradientSync.LAST)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FullyShard:
+class FullyShard(WrapStep):
     """Theta is S*, Omega and G are S on `shard_axes` and all three R on `replicate_axes`: FSDP2's
     `fully_shard` on each unit and then the root (HSDP with a replicate axis).
 
@@ -127,9 +153,33 @@ class FullyShard:
     prefetch: int | None = None
     overlaps: bool = True
 
+    @property
+    def reduced_axes(self) -> tuple[Axis, ...]:
+        return self.shard_axes
+
+    @property
+    def row_axes(self) -> tuple[Axis, ...]:
+        return self.shard_axes
+
+    @property
+    def policy(self) -> SyncPolicy:
+        return self.sync
+
+    @property
+    def is_filled_as_shards(self) -> bool:
+        return True
+
+    @property
+    def has_masters_for_parameters(self) -> bool:
+        return self.materialized
+
+    @property
+    def gathers_parameters(self) -> bool:
+        return True
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FlatUnits:
+class FlatUnits(WrapStep):
     """Any other tuple: each unit's tensors in one flat padded buffer, a handler per state.
 
     `axes` are all data axes, outermost first; `parameters`, `optimizer` and `gradients` those
@@ -167,12 +217,33 @@ class FlatUnits:
         late = self.gather_after_update is GatherAfterUpdate.NEXT_FORWARD
         return late or self.prefetch > 0
 
+    @property
+    def reduced_axes(self) -> tuple[Axis, ...]:
+        return tuple(a for a in self.axes if a in (*self.updated, *self.gathered_gradients))
+
+    @property
+    def policy(self) -> SyncPolicy:
+        return self.sync
+
+    @property
+    def is_updated_in_backward(self) -> bool:
+        return self.consumed
+
+    @property
+    def keeps_gradients_on_device(self) -> bool:
+        return not self.consumed and self.gradients_tier is Tier.DEVICE
+
+    @property
+    def gathers_parameters(self) -> bool:
+        off_device = self.parameters_tier is not Tier.DEVICE
+        return bool(self.parameters) or self.materialized or off_device
+
 
 Wrap = LocalGradients | Replicate | FullyShard | FlatUnits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Accumulate:
+class Accumulate(PlanStep):
     """K micro-batches per step, those of a pipeline too; each loss is a sum over tokens divided by
     the global number."""
 
@@ -185,7 +256,7 @@ LONG_NORM, NORM_ROW = 2**14, 2**12  # elements
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Clip:
+class Clip(PlanStep):
     """One norm over all gradients; a scalar all-reduce per axis in `axes`, on which they are
     sharded when the optimizer sees them (on pp by layer), and in `operator_axes`, on which some
     tensors are cut and others whole: of these one rank's count."""
@@ -196,7 +267,7 @@ class Clip:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Update:
+class Update(PlanStep):
     """torch's own optimizer on the local shards (or on their master copies)."""
 
     optimizer: str
@@ -207,33 +278,82 @@ class Update:
 Step = CreateMesh | Pipeline | Parallelize | Keep | Wrap | ChunkedLoss | Accumulate | Clip | Update
 
 
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """A step that was executed: of the whole rank, or (`piece`) of the stage with this number; a
+    model that is not cut is piece 0."""
+
+    step: Step
+    piece: int | None = None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """In the order of execution."""
+    """What the interpreter does: `steps`, in the order of execution. Of each kind there is at most
+    one, which is at hand by its name too; a mesh, a wrap, micro-batches and an update there always
+    are. `units` are in the order of wrapping: blocks first, the
+    root ("",) last."""
 
     name: str
-    mesh: CreateMesh
-    wrap: Wrap
-    accumulate: Accumulate
-    clip: Clip | None
-    update: Update
-    units: Units  # in the order of wrapping: blocks first, the root ("",) last
-    tensor: Parallelize | None = None
-    pipeline: Pipeline | None = None
-    keep: Keep | None = None
-    loss: ChunkedLoss | None = None
+    steps: tuple[Step, ...]
+    units: Units
+    mesh: CreateMesh = field(init=False, repr=False, compare=False)
+    wrap: Wrap = field(init=False, repr=False, compare=False)
+    accumulate: Accumulate = field(init=False, repr=False, compare=False)
+    clip: Clip | None = field(init=False, repr=False, compare=False)
+    update: Update = field(init=False, repr=False, compare=False)
+    tensor: Parallelize | None = field(init=False, repr=False, compare=False)
+    pipeline: Pipeline | None = field(init=False, repr=False, compare=False)
+    keep: Keep | None = field(init=False, repr=False, compare=False)
+    loss: ChunkedLoss | None = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        by_name = {_name_of(step): step for step in self.steps}
+        assert len(by_name) == len(self.steps), "two steps of a kind"
+        assert by_name.keys() >= _NEEDED, f"no {', '.join(sorted(_NEEDED - by_name.keys()))}"
+        for name in _NAMES.values():
+            object.__setattr__(self, name, by_name.get(name))
+
+    def having(self, *steps: Step) -> Self:
+        """The plan with these in the place of its steps of their kinds."""
+        given = {_name_of(step): step for step in steps}
+        kept = tuple(given.pop(_name_of(step), step) for step in self.steps)
+        assert not given, f"no step of the kind of {', '.join(given)}"
+        return replace(self, steps=kept)
 
     @property
-    def steps(self) -> tuple[Step, ...]:
-        steps = (
-            self.mesh,
-            self.pipeline,
-            self.tensor,
-            self.keep,
-            self.wrap,
-            self.loss,
-            self.accumulate,
-            self.clip,
-            self.update,
-        )
-        return tuple(step for step in steps if step is not None)
+    def sample_axes(self) -> tuple[Axis, ...]:
+        """The axes whose ranks have samples of their own, the outermost first."""
+        return tuple(axis for axis in DATA_AXES if axis in self.mesh.axes)
+
+    @property
+    def drawing_axes(self) -> tuple[Axis, ...]:
+        """The axes whose ranks draw random numbers of their own."""
+        return (*self.sample_axes, *(axis for step in self.steps for axis in step.drawing_axes))
+
+    @property
+    def loss_axes(self) -> tuple[Axis, ...]:
+        """The axes whose ranks have the same loss of the same samples."""
+        return tuple(axis for step in self.steps for axis in step.loss_axes)
+
+
+_NAMES: dict[type[PlanStep], str] = {
+    CreateMesh: "mesh",
+    Pipeline: "pipeline",
+    Parallelize: "tensor",
+    Keep: "keep",
+    LocalGradients: "wrap",
+    Replicate: "wrap",
+    FullyShard: "wrap",
+    FlatUnits: "wrap",
+    ChunkedLoss: "loss",
+    Accumulate: "accumulate",
+    Clip: "clip",
+    Update: "update",
+}
+
+_NEEDED = {"mesh", "wrap", "accumulate", "update"}
+
+
+def _name_of(step: Step) -> str:
+    return _NAMES[type(step)]

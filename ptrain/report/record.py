@@ -6,15 +6,14 @@ are checked with tolerance 0, the peak within 2 %. A row that only one side has 
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from importlib import metadata
 from itertools import zip_longest
 
 from ptrain.costs import Column, Estimate, Footprint, Peak, State, Traffic, TrafficKey
 from ptrain.derivation.wire import WireRow, wire_rows
-from ptrain.version import VERSION, is_tested
+from ptrain.installed import versions
+from ptrain.version import is_tested
 
 PEAK_TOLERANCE = 0.02
 TIERS = ("device_bytes", "host_bytes", "file_bytes")
@@ -215,15 +214,6 @@ def _wire_row(row: WireRow) -> dict[str, object]:
         "measured_bytes": row.measured_bytes,
         "factor": row.factor,
     }
-
-
-def versions() -> dict[str, str]:
-    """Versions of ptrain, torch and Python, read off the installed packages: imports nothing."""
-    try:
-        torch = metadata.version("torch")
-    except metadata.PackageNotFoundError:
-        torch = "not installed"
-    return {"ptrain": VERSION, "torch": torch, "python": platform.python_version()}
 
 
 def _memory_row(estimate: Estimate, row: Footprint) -> dict[str, object]:

@@ -97,6 +97,13 @@ class Mesh:
         assert self.device_mesh is not None
         return int(self.device_mesh.get_local_rank(str(axis)))
 
+    def place(self, axes: Sequence[Axis]) -> int:
+        """This rank's row-major place over `axes`, the first of them outermost; 0 over none."""
+        place = 0
+        for axis in axes:
+            place = place * self.degrees[axis] + self.coordinate(axis)
+        return place
+
     def axes_by_group(self) -> dict[str, tuple[str, ...]]:
         """Process group name -> axes, for whoever watches collectives."""
         if self.device_mesh is None:

@@ -57,11 +57,6 @@ class Fit:
         return None if self.device_memory is None or self.peak_bytes is None else True
 
 
-def peak_bytes(estimate: Estimate) -> int | None:
-    """The largest peak over phases and ranks; None where no peak is known."""
-    return max((row.device_bytes for row in estimate.peak), default=None)
-
-
 def resident_bytes(estimate: Estimate) -> int:
     """What is resident on the fullest rank: the peak is at least this."""
     totals: dict[int, int] = {}
@@ -77,7 +72,7 @@ def fit(spec: Spec, exact: Estimate) -> Fit:
     why = exact.undefined.get("peak") or exact.unclaimed.get("peak", "")
     nodes_ranks = min(spec.world_size, cluster.devices_per_node) if cluster else 0
     return Fit(
-        peak_bytes=None if why else peak_bytes(exact),
+        peak_bytes=None if why else exact.peak_bytes(),
         resident_bytes=resident_bytes(exact),
         device_memory=cluster.device_memory if cluster else None,
         host_bytes=host_bytes(exact, nodes_ranks),

@@ -14,7 +14,6 @@ from ptrain.derivation.kernels import unclaimed
 from ptrain.derivation.operations import operations
 from ptrain.errors import refused
 from ptrain.plan.lower import lower
-from ptrain.selection.fit import peak_bytes
 from ptrain.spec.axis import DATA_AXES, Factor
 from ptrain.spec.keep import ATTENTION_ONLY, FULL, PLAIN, SELECTIVE, Kept, Policy
 from ptrain.spec.model import Attention, ModelShape
@@ -42,7 +41,7 @@ def _within(spec: Spec, budget: int) -> Spec:
         if not is_tabulated(candidate) or check(candidate) or executed(candidate):
             continue
         _require_claimed(candidate)
-        peak = peak_bytes(derive(candidate).exact)
+        peak = derive(candidate).exact.peak_bytes()
         if peak is None:
             continue
         if peak <= budget:

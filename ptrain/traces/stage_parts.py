@@ -14,6 +14,7 @@ from torch import nn
 
 from ptrain.axes.pipeline.run.cut import part_of
 from ptrain.axes.pipeline.stage_facts import chain_of, stages_of
+from ptrain.axes.tensor.run.apply import loss_inside
 from ptrain.facts.model import ModelFacts
 from ptrain.facts.passes import Passes, of_first_stage, of_later_stage
 from ptrain.facts.stages import Ends, Stage
@@ -44,7 +45,8 @@ def stage_rows(
     generator's state is left as it was."""
     stages, ends = stages_of(spec, facts), chain_of(spec, facts).ends
     plan = lower(spec, facts.unit_modules, facts.roles, stages, facts.blocks)
-    loss, head = Loss(plan), head_of(module, spec) if plan.loss else ROOT
+    loss = Loss(loss_inside(plan.loss, plan.tensor) if plan.loss else None)
+    head = head_of(module, spec) if plan.loss else ROOT
     found: Rows = []
     with torch.random.fork_rng(devices=[]):
         for stage in stages:

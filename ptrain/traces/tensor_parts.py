@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ptrain.activations.run.apply import keep_traced
 from ptrain.axes.pipeline.stage_facts import stage_roles, stages_of
-from ptrain.axes.tensor.run.apply import micro_batch, parallelize
+from ptrain.axes.tensor.run.apply import loss_inside, micro_batch, parallelize
 from ptrain.derivation.tensor import local_units
 from ptrain.errors import PtrainError, refused
 from ptrain.facts.model import ModelFacts
@@ -214,7 +214,7 @@ def _play(spec: Spec, index: int, *, allow_import: bool) -> dict[str, list[Row]]
         )
     parallelize(module, step, mesh, Registry())
     keep_traced(module, plan.keep)
-    loss = Loss(plan)
+    loss = Loss(loss_inside(plan.loss, step) if plan.loss else None)
     loss.attach(module, head)
     tokens = torch.zeros(spec.batch.micro, spec.batch.sequence + 1, dtype=torch.int64)
 

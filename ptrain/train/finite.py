@@ -15,7 +15,6 @@ from signal import Signals
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ptrain.axes.pipeline.run.staged import Staged
 from ptrain.errors import TrainingStopped
 from ptrain.interpreter.program import Program
 from ptrain.meters import holdings
@@ -211,13 +210,10 @@ def _unsound(program: Program, held: Iterable[Held]) -> Iterator[Unsound]:
 
 def _order(program: Program) -> dict[str, tuple[int, int]]:
     """Stage and place of each tensor that this rank has anything of."""
-    stages = [(0, program.model)]
-    if isinstance(program.wrapped, Staged):
-        stages = [(part.index, part.module) for part in program.wrapped.parts]
     return {
-        name: (stage, place)
-        for stage, module in stages
-        for place, (name, _) in enumerate(module.named_parameters())
+        name: (piece.index, place)
+        for piece in program.pieces
+        for place, (name, _) in enumerate(piece.module.named_parameters())
     }
 
 

@@ -26,7 +26,7 @@ from pathlib import Path
 import yaml
 
 from ptrain.errors import refused
-from ptrain.report.record import versions
+from ptrain.installed import versions
 from ptrain.spec.spec import Spec
 from ptrain.train import environment, lock, manifest
 from ptrain.train.lock import Lock

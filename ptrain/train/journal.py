@@ -18,7 +18,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemaining
 from ptrain.costs import Estimate
 from ptrain.interpreter.scaling import LossScale
 from ptrain.meters.counter import Counter
-from ptrain.selection.fit import peak_bytes
 from ptrain.spec.spec import Spec
 from ptrain.train.folder import RunFolder
 from ptrain.units import format_bytes
@@ -73,7 +72,7 @@ class Journal:
 
     def measured(self, estimate: Estimate) -> None:
         """What this rank's meters saw, for the lines to come."""
-        self.peak_bytes = peak_bytes(estimate)
+        self.peak_bytes = estimate.peak_bytes()
         self.sent_bytes = estimate.sent_bytes()
 
     def step(self, report: StepReport) -> None:

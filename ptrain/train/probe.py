@@ -1,8 +1,10 @@
 """Which steps are watched closely: full meters on chosen steps, a profiler where the spec asks.
 
 One steady step (the third) is always measured, and the one before it for what happens once:
-DDP rebuilds its buckets there, so what it sends beyond a steady step is set-up. The step after a
-measured one is timed: how long the rank waited for collectives, which the other meters distort.
+DDP rebuilds its buckets there, so what it sends beyond a steady step is set-up. There states are
+found by what is done with them too, and what the program declares otherwise is said. The step
+after a measured one is timed: how long the rank waited for collectives, which the other meters
+distort.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from ptrain.costs import Estimate, Phase, Traffic, add_traffic
 from ptrain.interpreter.program import Program
 from ptrain.meters.blocked import Stopwatch
 from ptrain.meters.measure import Measurement, measure
+from ptrain.meters.roles import Finder
 from ptrain.spec.batch import GatherAfterUpdate
 from ptrain.spec.spec import Spec
 from ptrain.train.folder import RunFolder
@@ -59,8 +62,13 @@ class Probe:
             measurement = (
                 stack.enter_context(measure(self._program)) if self._is_measured(step) else None
             )
+            finder = stack.enter_context(self._finder()) if step == self._steady - 1 else None
             stopwatch = stack.enter_context(self._stopwatch()) if self._is_timed(step) else None
             yield
+        if finder is not None:
+            for row in finder.rows():
+                if not row.agrees:
+                    LOG.warning("memory: %s", row)
         if measurement is not None:
             self._take(step, measurement)
         if stopwatch is not None:
@@ -72,6 +80,10 @@ class Probe:
 
     def _is_timed(self, step: int) -> bool:
         return self._is_measured(step - 1) and not self._is_measured(step)
+
+    def _finder(self) -> Finder:
+        """In the step before the steady one, whose memory nobody reads."""
+        return Finder(self._program)
 
     def _stopwatch(self) -> Stopwatch:
         return Stopwatch(self._program.mesh.axes_by_group(), rank=self._program.world.rank)

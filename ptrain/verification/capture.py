@@ -16,7 +16,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
 from ptrain.axes.data.run.target import Named
-from ptrain.axes.pipeline.run.staged import Staged
 from ptrain.costs import Phase
 from ptrain.interpreter.program import Program
 from ptrain.optimizers.torch import tensor_of
@@ -142,7 +141,7 @@ class Capture:
         left although there was one. All ranks call it."""
         lacking = [i for i, (_, leaf) in enumerate(self._leaves) if id(leaf) not in self._given]
         left = [index for index in lacking if index in self._reduced]
-        stage = _stage(self.program)
+        stage = self.program.pieces[0].index  # the same where other ranks have the same layers
         everyone = exchange.gather([stage, lacking, left])
         alike = [(each, its) for place, each, its in everyone if place == stage]
         frozen = set(lacking).intersection(*(each for each, _ in alike))
@@ -154,34 +153,20 @@ class Capture:
             gradient = self._given.get(id(leaf))
             if gradient is None:
                 gradient = torch.zeros_like(target.value())
-            found.update(canonical(self.program, target.named(gradient)))
+            found.update(self.program.canonical(target.named(gradient)))
         return found
-
-
-def _stage(program: Program) -> int:
-    """This rank's place among those that have other layers."""
-    step = program.plan.pipeline
-    return program.mesh.coordinate(step.axis) if step else 0
-
-
-def canonical(program: Program, named: Named) -> Named:
-    """By the model's names, also of a stage's copies."""
-    return program.wrapped.canonical(named) if isinstance(program.wrapped, Staged) else named
 
 
 def modules(program: Program) -> list[nn.Module]:
     """The model, or this rank's stages of it, in which all names are the model's."""
-    if isinstance(program.wrapped, Staged):
-        return [part.module for part in program.wrapped.parts]
-    return [program.model]
+    return [piece.module for piece in program.pieces]
 
 
 def paths(program: Program) -> Iterator[tuple[str, nn.Module]]:
     """The modules that a rank runs; a stage is itself no module of the model."""
-    is_staged = isinstance(program.wrapped, Staged)
-    for model in modules(program):
-        for path, module in model.named_modules():
-            if path or not is_staged:
+    for piece in program.pieces:
+        for path, module in piece.module.named_modules():
+            if path or piece.is_whole:
                 yield path, module
 
 

@@ -85,37 +85,27 @@ def neighbours_state(program: Program) -> None:
 
 def clipped_by_local_norm(program: Program) -> None:
     """Every rank clips by the norm of its own shards."""
-    assert program.plan.clip is not None
-    clip = replace(program.plan.clip, axes=(), operator_axes=())
-    program.plan = replace(program.plan, clip=clip)
+    clipping = program.clipping
+    assert clipping is not None
+    clipping.step = replace(clipping.step, axes=(), operator_axes=())
 
 
 def clipped_twice(program: Program) -> None:
     """The scale that brings the norm to its maximum is applied twice."""
-    clip = program._check_and_clip
+    assert program.clipping is not None
+    scale_down = program.clipping.scale_down
 
-    def twice() -> torch.Tensor | None:
-        norm = clip()
-        assert norm is not None and program.plan.clip is not None
-        scale = (program.plan.clip.max_norm / (norm + 1e-6)).clamp(max=1.0)
-        torch._foreach_mul_(program.gradients(), scale.to(program.gradients()[0].dtype))
-        return norm
+    def twice(gradients: list[torch.Tensor], norm: torch.Tensor) -> None:
+        scale_down(gradients, norm)
+        scale_down(gradients, norm)
 
-    program._check_and_clip = twice
+    program.clipping.scale_down = twice
 
 
 def not_clipped(program: Program) -> None:
     """The norm is computed and reported, and nothing is scaled."""
-    clip = program._check_and_clip
-
-    def reported() -> torch.Tensor | None:
-        gradients = program.gradients()
-        before = [gradient.clone() for gradient in gradients]
-        norm = clip()
-        torch._foreach_copy_(gradients, before)
-        return norm
-
-    program._check_and_clip = reported
+    assert program.clipping is not None
+    program.clipping.scale_down = lambda gradients, norm: None
 
 
 def scale_not_undone(program: Program) -> None:
@@ -128,16 +118,9 @@ def scale_not_undone(program: Program) -> None:
 def clipped_with_scale(program: Program) -> None:
     """Clipped before the loss's scale is undone: by a norm 65536 times as long."""
     assert program.scaling is not None
-    scaling, clip = program.scaling, program._check_and_clip
-
-    def early() -> torch.Tensor | None:
-        scale = scaling.scale.clone()
-        scaling.scale.fill_(1.0)
-        norm = clip()
-        scaling.scale.copy_(scale)
-        return norm
-
-    program._check_and_clip = early
+    assert program.clipping is not None
+    norm = program.clipping.norm
+    program.clipping.norm = lambda gradients, wrapped, scaling: norm(gradients, wrapped, None)
 
 
 def _at_rate(program: Program, rate: Callable[[int], float]) -> None:

@@ -18,7 +18,6 @@ from torch.distributed.tensor import DTensor
 from ptrain.axes.data.run.flat import FlatWrap
 from ptrain.axes.data.run.target import Target, TensorTarget
 from ptrain.axes.data.units import Unit
-from ptrain.axes.pipeline.run.staged import Staged
 from ptrain.data.sampler import LocalBatch
 from ptrain.interpreter.program import Program
 from ptrain.spec.axis import Axis
@@ -108,11 +107,7 @@ def parameter(program: Program, name: str) -> torch.Tensor:
 
 def units(program: Program) -> list[Unit]:
     """The flat units of a program that has some."""
-    wraps = (
-        [part.wrapped for part in program.wrapped.parts]
-        if isinstance(program.wrapped, Staged)
-        else [program.wrapped]
-    )
+    wraps = [piece.wrapped for piece in program.pieces]
     return [unit for wrap in wraps if isinstance(wrap, FlatWrap) for unit in wrap.units.all]
 
 

@@ -16,6 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ptrain.axes.pipeline.form import pipeline_of
 from ptrain.axes.pipeline.holdings import held, most_held
 from ptrain.axes.pipeline.known import schedule
+from ptrain.axes.pipeline.run.apply import Pipelined
 from ptrain.axes.pipeline.run.stage import Stage
 from ptrain.axes.pipeline.schedule import Action, Schedule
 from ptrain.data.corpus import corpus
@@ -96,8 +97,8 @@ def executed(specs: Sequence[Spec]) -> list[list[tuple[Action, Holding]]]:
     found = []
     for spec in specs:
         program = interpret(spec, world=World.join(spec.timeout))
-        pipelined = program._pipelined
-        assert pipelined is not None
+        pipelined = program.passes
+        assert isinstance(pipelined, Pipelined)
         recording = Recording(pipelined.each_time)
         for stage in pipelined.stages:
             recording.watch(stage)

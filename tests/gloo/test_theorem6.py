@@ -5,15 +5,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import pytest
 
+from ptrain.axes.tensor.run.apply import micro_batch, parallelize
 from ptrain.costs import Phase, State, Traffic
 from ptrain.data.corpus import corpus
 from ptrain.data.sampler import batch
-from ptrain.interpreter.program import interpret
+from ptrain.errors import BrokenPlan
+from ptrain.interpreter.execute import execute
+from ptrain.interpreter.program import Program, interpret, planned
 from ptrain.meters.measure import measure
-from ptrain.plan.composition import are_consecutive, have_one_of_each
+from ptrain.plan.composition import are_consecutive, have_one_of_each, theorem_6
+from ptrain.plan.step import Plan, Ran
 from ptrain.rooms.world import World
 from ptrain.spec.spec import Spec
 from tests.gloo.tensor_cases import SIZES, spec_of
@@ -44,10 +49,63 @@ class Seen:
 
 
 def watch(spec: Spec) -> Seen:
-    """Some steps on this rank, with the meters on the last of them."""
+    """Some steps on this rank, with the meters on the last of them. What ran obeys the theorem."""
     program = interpret(spec, world=World.join(spec.timeout))
-    source = corpus(spec.data)
-    for step in range(STEPS):
+    assert theorem_6(spec, program.plan, program.ran)[1].holds
+    return seen_of(program, STEPS)
+
+
+def wrapped_first(plan: Plan) -> Plan:
+    """Units are wrapped, and then their operators are cut."""
+    others = [step for step in plan.steps if step not in (plan.tensor, plan.wrap)]
+    assert plan.tensor is not None
+    return replace(plan, steps=(others[0], plan.wrap, plan.tensor, *others[1:]))
+
+
+def refused(spec: Spec) -> str:
+    """What the executor says of that."""
+    rank = planned(spec, world=World.join(spec.timeout))
+    rank.plan = wrapped_first(rank.plan)
+    try:
+        execute(rank)
+    except BrokenPlan as error:
+        return str(error)
+    return ""
+
+
+def losses(spec: Spec, *, is_wrapped_first: bool) -> list[float]:
+    """Of three steps of the plan, or of what the executor refuses: the operators of wrapped units
+    are cut behind its back."""
+    rank = planned(spec, world=World.join(spec.timeout))
+    plan, step = rank.plan, rank.plan.tensor
+    assert step is not None
+    if is_wrapped_first:
+        rank.plan = replace(plan, steps=tuple(each for each in plan.steps if each is not step))
+    execute(rank)
+    if is_wrapped_first:
+        parallelize(rank.model, step, rank.mesh.submesh((step.axis,)), rank.mesh.registry)
+        rank.operators = micro_batch(step)
+        rank.ran.append(Ran(step, 0))
+    program = Program(rank)
+    holding = [each.holds for each in theorem_6(spec, plan, program.ran)]
+    assert holding == [True, not is_wrapped_first, True]
+    seen = []
+    for _ in range(STEPS):
+        local = batch(
+            corpus(spec.data),
+            spec=spec,
+            step=0,
+            data_index=program.data_index,
+            data_degree=spec.data_degree,
+        )
+        seen.append(float(program.forward_backward(local)))
+        program.step(1e-3)
+    return seen
+
+
+def seen_of(program: Program, steps: int) -> Seen:
+    spec, source = program.spec, corpus(program.spec.data)
+    for step in range(steps):
         local = batch(
             source,
             spec=spec,
@@ -117,6 +175,24 @@ def test_the_conditions_hold_of_the_calls_that_ran_and_of_no_others(
         for each in seen
     ]
     assert breaks_6_3(within)
+
+
+@pytest.mark.parametrize("placement", ["ddp", "zero3"])
+def test_units_that_would_be_wrapped_before_their_operators_are_cut_are_refused(
+    ranks: Ranks, placement: str
+) -> None:
+    axis = "dp_replicate" if placement == "ddp" else "dp_shard"
+    for message in ranks.run(4, refused, spec_of(data={axis: placement})):
+        assert "Parallelize cannot run where it stands" in message and "Theorem 6.2" in message
+
+
+def test_what_is_refused_would_learn_nothing(ranks: Ranks) -> None:
+    """Units that were made of whole operators never see the gradients of the cut ones."""
+    spec = spec_of(data={"dp_shard": "zero2"}, accumulate=1)
+    for seen in ranks.run(4, partial(losses, is_wrapped_first=False), spec):
+        assert seen[0] > seen[1] > seen[2]
+    for seen in ranks.run(4, partial(losses, is_wrapped_first=True), spec):
+        assert seen[0] == seen[1] == seen[2]
 
 
 def test_a_mesh_in_the_wrong_order_is_seen(ranks: Ranks) -> None:

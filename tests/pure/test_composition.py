@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 
@@ -15,7 +14,13 @@ from ptrain.costs import Collective
 from ptrain.derivation.estimate import derive
 from ptrain.derivation.interconnect import crossing, link
 from ptrain.errors import SpecError
-from ptrain.plan.composition import are_consecutive, have_one_of_each, theorem_6
+from ptrain.plan.composition import (
+    are_consecutive,
+    cuts_before_wraps,
+    have_one_of_each,
+    theorem_6,
+)
+from ptrain.plan.step import Plan, Ran
 from ptrain.spec.axis import Axis
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
@@ -116,22 +121,34 @@ def test_gradients_that_would_be_summed_within_a_tp_group_are_refused():
 def test_a_product_in_the_wrong_order_breaks_the_first_condition_and_no_other():
     spec = load("tp-zero3").spec
     wrong = replace(spec, factors=tuple(reversed(spec.factors)))
-    assert theorem_6(wrong, derive(spec).plan)[0].why.endswith("[0 2] [1 3]")
-    plan = SimpleNamespace(**_parts(spec))
-    found = {each.name: each.holds for each in theorem_6(wrong, plan)}
-    assert found == {"Theorem 6.1": False, "Theorem 6.2": True, "Theorem 6.3": True}
+    plan = derive(spec).plan
+    assert theorem_6(wrong, plan)[0].why.endswith("[0 2] [1 3]")
+    held = {each.name: each.holds for each in theorem_6(wrong, plan)}
+    assert held == {"Theorem 6.1": False, "Theorem 6.2": True, "Theorem 6.3": True}
+
+
+def wrapped_first(plan: Plan) -> Plan:
+    """The plan with its units wrapped before their operators are cut."""
+    others = [step for step in plan.steps if step not in (plan.tensor, plan.wrap)]
+    return replace(plan, steps=(others[0], plan.wrap, plan.tensor, *others[1:]))
 
 
 def test_units_that_are_wrapped_before_their_operators_are_cut_break_the_second():
     spec = load("tp-zero3").spec
-    parts = _parts(spec)
-    plan = SimpleNamespace(**parts | {"steps": tuple(reversed(parts["steps"]))})
-    assert [each.holds for each in theorem_6(spec, plan)] == [True, False, True]
-
-
-def _parts(spec: Spec) -> dict[str, object]:
     plan = derive(spec).plan
-    return {name: getattr(plan, name) for name in ("mesh", "tensor", "wrap", "steps")}
+    conditions = theorem_6(spec, wrapped_first(plan))
+    assert [each.holds for each in conditions] == [True, False, True]
+    assert conditions[1].why.startswith("units are wrapped before operators are cut")
+
+
+def test_the_second_condition_is_that_of_every_stage_that_ran():
+    plan = derive(load("tp-zero3").spec).plan
+    cut, wrap = plan.tensor, plan.wrap
+    assert cuts_before_wraps([Ran(cut, 0), Ran(wrap, 0), Ran(cut, 2), Ran(wrap, 2)])
+    assert cuts_before_wraps([Ran(cut, 0), Ran(cut, 2), Ran(wrap, 2), Ran(wrap, 0)])
+    assert not cuts_before_wraps([Ran(cut, 0), Ran(wrap, 0), Ran(wrap, 2), Ran(cut, 2)])
+    assert not cuts_before_wraps([Ran(cut, 0), Ran(wrap, 0), Ran(wrap, 2)]), "one is not cut"
+    assert not cuts_before_wraps([Ran(cut, 0)]), "nothing is wrapped"
 
 
 def test_groups_are_judged_by_their_ranks_alone():

@@ -13,7 +13,7 @@ from ptrain.algebra.legality import require
 from ptrain.costs import State
 from ptrain.derivation.estimate import derive
 from ptrain.errors import DoesNotFit, SpecError
-from ptrain.selection.fit import Fit, fit, peak_bytes, resident_bytes
+from ptrain.selection.fit import Fit, fit, resident_bytes
 from ptrain.selection.preflight import cheaper, more_ranks, require_fit
 from ptrain.selection.recompute import settled
 from ptrain.spec.load import load
@@ -74,7 +74,7 @@ def test_without_a_cluster_there_is_nothing_to_fit():
 def test_what_is_resident_is_at_most_the_peak(name):
     spec = require(load(name))
     exact = derive(spec).exact
-    assert 0 < resident_bytes(exact) <= peak_bytes(exact)
+    assert 0 < resident_bytes(exact) <= exact.peak_bytes()
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])

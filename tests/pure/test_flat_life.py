@@ -17,7 +17,7 @@ from ptrain.derivation.timeline import play_update
 from ptrain.derivation.traffic import sent
 from ptrain.optimizers.ghost import muon_temporaries
 from ptrain.plan.lower import lower
-from ptrain.plan.step import FlatUnits, Plan
+from ptrain.plan.step import Clip, FlatUnits, Plan
 from ptrain.spec.axis import Axis
 from ptrain.spec.batch import (
     GatherAfterUpdate,
@@ -52,7 +52,7 @@ def plan_of(spec: Spec, **dials) -> Plan:
     """The plan of a spec, its wrap with other dials."""
     plan = lower(spec, FACTS.unit_modules)
     assert isinstance(plan.wrap, FlatUnits)
-    return replace(plan, wrap=replace(plan.wrap, **dials))
+    return plan.having(replace(plan.wrap, **dials))
 
 
 def moved(spec: Spec, **dials) -> dict[tuple[Collective, State, Phase], tuple[int, int]]:
@@ -269,7 +269,8 @@ def plans(draw) -> tuple[Spec, Plan]:
         overlaps=draw(st.booleans()) and bool(gradients),
         gather_after_update=when,
     )
-    return spec, replace(plan, wrap=wrap, clip=None)
+    steps = tuple(step for step in plan.having(wrap).steps if not isinstance(step, Clip))
+    return spec, replace(plan, steps=steps)
 
 
 def life(spec: Spec, plan: Plan) -> tuple[int, int]:

@@ -198,6 +198,67 @@ def test_meters_do_not_know_what_is_expected():
             assert not known, f"{module} measures and must not know {known}"
 
 
+def reached(modules: list[str]) -> set[str]:
+    """These and all that they import, and what that imports …; the package itself, which names
+    what stands in it, leads nowhere."""
+    known, to_come = set(modules), list(modules)
+    while to_come:
+        following = {m for m in imports(to_come.pop()) if m in MODULES and m != "ptrain"}
+        to_come += following - known
+        known |= following
+    return known
+
+
+def test_what_runs_knows_nothing_of_what_predicts():
+    """The program, its loop and all that they are made of. The command that trains states what was
+    predicted beside what was measured; it derives, and hands the loop nothing of that."""
+    runs = re.compile(
+        r"ptrain\.(models|data|rooms|optimizers|interpreter|train\.(loop|finite|checkpoint))(\..*)?"
+        r"|ptrain\.(axes\.\w+|activations)\.run(\..*)?"
+    )
+    predicts = re.compile(r"ptrain\.(derivation|selection)(\..*)?")
+    starts = [module for module in MODULES if runs.fullmatch(module)]
+    assert "ptrain.interpreter.program" in starts and "ptrain.train.loop" in starts
+    assert not {m for m in reached(starts) if predicts.fullmatch(m)}
+    assert any(predicts.fullmatch(m) for m in reached(["ptrain.train.session"]))
+
+
+def test_models_know_no_parallelism():
+    """Neither an axis nor how activations are kept; nor does what every axis stands on."""
+    below = re.compile(r"ptrain\.(models|data|rooms|optimizers)(\..*)?")
+    parallel = re.compile(r"ptrain\.(axes|activations|algebra|derivation|selection)(\..*)?")
+    starts = [module for module in MODULES if below.fullmatch(module)]
+    assert "ptrain.models.llama" in starts
+    assert not {m for m in reached(starts) if parallel.fullmatch(m)}
+
+
+def test_the_program_names_no_axis_and_no_optimizer():
+    text = (PACKAGE / "interpreter" / "program.py").read_text(encoding="utf-8")
+    axes = r"\b(dp_replicate|dp_shard|tp|pp|cp|ep|Axis|\w+_AXES)\b|plan\.(tensor|pipeline|keep)\b"
+    assert not re.search(axes, text)
+    assert not re.search(r"\b(muon|adamw|sgd|Staged|Pipelined|isinstance\(plan)\b", text)
+    named = {name for name in imports("ptrain.interpreter.program") if ".axes." in name}
+    assert named == {"ptrain.axes.data.run.target"}, "the type of what it exports"
+
+
+# Where a kind of wrap is named: what lowers to it, words it, executes it, and derives it by hand.
+KNOW_WRAPS = re.compile(
+    r"ptrain\.plan\.(step|lower|show)|ptrain\.interpreter\.execute|ptrain\.axes\.data\..*"
+    r"|ptrain\.derivation\..*"
+)
+
+
+@pytest.mark.parametrize("module", sorted(MODULES))
+def test_a_wrap_answers_by_its_interface_alone(module):
+    kinds = {"LocalGradients", "Replicate", "FullyShard", "FlatUnits"}
+    if KNOW_WRAPS.fullmatch(module):
+        return
+    for node in ast.walk(tree(MODULES[module])):
+        if isinstance(node, ast.ImportFrom) and node.module == "ptrain.plan.step":
+            named = kinds & {alias.name for alias in node.names}
+            assert not named, f"{module} names {sorted(named)}: ask the step, or the wrap"
+
+
 @pytest.mark.parametrize("path", PYTHON_FILES, ids=short)
 def test_files_and_functions_keep_to_the_size_budget(path):
     lines = path.read_text(encoding="utf-8").count("\n")

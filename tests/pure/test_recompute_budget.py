@@ -9,7 +9,6 @@ import pytest
 from ptrain.derivation.estimate import derive
 from ptrain.errors import SpecError
 from ptrain.selection import recompute
-from ptrain.selection.fit import peak_bytes
 from ptrain.selection.recompute import ladder, settled
 from ptrain.spec.keep import PLAIN
 from ptrain.spec.load import load
@@ -158,6 +157,6 @@ def test_peaks_that_no_table_tells_are_no_ground_for_a_choice(peaks):
 
 def test_a_chosen_policy_has_the_peak_that_is_predicted():
     for spec in ladder(document().spec):
-        peak = peak_bytes(derive(spec).exact)
+        peak = derive(spec).exact.peak_bytes()
         found = settled(document(recompute={"budget": peak}))
-        assert peak_bytes(derive(found).exact) <= peak
+        assert derive(found).exact.peak_bytes() <= peak

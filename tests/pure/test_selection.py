@@ -10,7 +10,7 @@ from ptrain.algebra.legality import check, executed, require
 from ptrain.costs import PLACED
 from ptrain.derivation.estimate import derive
 from ptrain.errors import DoesNotFit
-from ptrain.selection.fit import fit, peak_bytes
+from ptrain.selection.fit import fit
 from ptrain.selection.preflight import cheaper, more_ranks, require_fit
 from ptrain.spec.axis import Axis
 from ptrain.spec.cluster import Cluster
@@ -40,7 +40,7 @@ OWN = {
 }
 
 REPLICATED = make_spec({Axis.DP_REPLICATE: (4, WHOLE)})
-PEAK = peak_bytes(derive(REPLICATED).exact)
+PEAK = derive(REPLICATED).exact.peak_bytes()
 
 
 @pytest.mark.parametrize(("memory", "fits"), [(PEAK, True), (PEAK - 1, False)])
@@ -76,7 +76,7 @@ def test_what_does_not_fit_is_refused_with_what_would():
 )
 def test_every_offer_is_legal_runs_on_as_many_ranks_and_needs_less(spec, share):
     spec = on_devices_of(round(PEAK * share), spec)
-    before = peak_bytes(derive(spec).exact)
+    before = derive(spec).exact.peak_bytes()
     offers = cheaper(spec)
     assert 0 < len(offers) <= 3
     for offer in offers:
@@ -84,7 +84,7 @@ def test_every_offer_is_legal_runs_on_as_many_ranks_and_needs_less(spec, share):
         assert not executed(offer.spec)
         assert offer.spec.world_size == spec.world_size
         assert offer.spec.batch.global_samples == spec.batch.global_samples
-        assert offer.peak_bytes == peak_bytes(derive(offer.spec).exact) < before
+        assert offer.peak_bytes == derive(offer.spec).exact.peak_bytes() < before
         assert offer.fits == (offer.peak_bytes <= round(PEAK * share))
         assert offer.overrides
 
@@ -104,7 +104,7 @@ def test_the_smallest_spec_has_nothing_cheaper():
 def test_states_go_to_the_host_where_nothing_on_the_device_fits(optimizer):
     placed = tuple_of("S*,S*,S*") if optimizer == "muon" else GATHERED
     smallest = make_spec({Axis.DP_SHARD: (4, placed)}, micro=1, optimizer=optimizer, momentum=0.95)
-    on_device = peak_bytes(derive(smallest).exact)
+    on_device = derive(smallest).exact.peak_bytes()
     offers = cheaper(on_devices_of(on_device - 1, smallest))
     assert len(offers) == 3
     for offer in offers:
@@ -125,7 +125,7 @@ def test_states_go_to_the_host_where_nothing_on_the_device_fits(optimizer):
 )
 def test_what_a_dial_keeps_is_given_back_before_a_tuple_changes(kept, override):
     job = OWN | {"mesh": {"dp_shard": 4}, "placement": "zero3", "sync": kept}
-    peak = peak_bytes(derive(load(job).spec).exact)
+    peak = derive(load(job).spec).exact.peak_bytes()
     cluster = OWN["cluster"] | {"device_memory": peak - 1}
     offers = cheaper(load(job | {"cluster": cluster}).spec)
     assert (override,) in [offer.overrides for offer in offers if offer.fits]
@@ -181,12 +181,12 @@ def test_where_the_host_has_too_little_states_come_back_to_the_device():
 )
 def test_what_is_offered_loads_on_the_very_file_and_costs_what_was_said(job, share):
     """Every key that the file has stays, so an offer must set back what it does not obey."""
-    peak = peak_bytes(derive(load(OWN | job).spec).exact)
+    peak = derive(load(OWN | job).spec).exact.peak_bytes()
     cluster = OWN["cluster"] | {"device_memory": max(1, round(peak * share))}
     written = OWN | job | {"cluster": cluster}
     for offer in cheaper(load(written).spec):
         spec = require(load(written, list(offer.overrides)))
-        assert peak_bytes(derive(spec).exact) == offer.peak_bytes
+        assert derive(spec).exact.peak_bytes() == offer.peak_bytes
         assert replace(spec, resolved={}) == replace(offer.spec, resolved={})
 
 
@@ -200,7 +200,7 @@ def test_the_fewest_ranks_on_which_it_fits_are_named_where_nothing_else_does():
     def gathered(degree: int) -> Spec:
         return make_spec({Axis.DP_SHARD: (degree, GATHERED)}, micro=1)
 
-    room = peak_bytes(derive(gathered(16)).exact)
+    room = derive(gathered(16)).exact.peak_bytes()
     spec = on_devices_of(room, gathered(4), host_memory=1)
     found = more_ranks(spec, cheaper(spec))
     assert found is not None

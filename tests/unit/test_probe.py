@@ -1,12 +1,23 @@
-"""Which step of a run is the steady one that is measured."""
+"""Which step of a run is the steady one that is measured, and what is said of the one before."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
+import torch
 
 from ptrain.algebra.legality import require
+from ptrain.costs import State
+from ptrain.data.corpus import corpus
+from ptrain.data.sampler import batch
+from ptrain.interpreter.program import interpret
+from ptrain.rooms.world import World
 from ptrain.spec.load import load
-from ptrain.train.probe import first_steady
+from ptrain.train.folder import RunFolder
+from ptrain.train.probe import Probe, first_steady
 
 
 @pytest.mark.parametrize(
@@ -23,3 +34,31 @@ from ptrain.train.probe import first_steady
 def test_the_steady_step_begins_where_the_update_before_it_ended(overrides, steady):
     spec = require(load("zero1", overrides))
     assert first_steady(spec, 0) == steady
+
+
+@pytest.mark.parametrize("is_wrong", [False, True])
+def test_a_state_that_is_declared_as_what_it_is_not_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, is_wrong: bool
+):
+    model = {"layers": 1, "hidden": 32, "heads": 2, "ffn": 48, "vocab": 259}
+    job = {"model": model, "mesh": {}, "batch": {"sequence": 8}}
+    spec = require(load(job | {"data": {"corpus": "python-docs", "tokenizer": "bytes"}}))
+    program = interpret(spec, world=World())
+    storages = program.storages
+
+    def declared() -> Iterator[tuple[State, torch.Tensor]]:
+        for state, tensor in storages():
+            yield (State.PARAMETERS if state is State.GRADIENTS else state), tensor
+
+    if is_wrong:
+        program.storages = declared  # type: ignore[method-assign]
+    probe = Probe(program, RunFolder(tmp_path), first=0, every=0, measured=lambda _: None)
+    with caplog.at_level(logging.WARNING, logger="ptrain"):
+        for step in range(3):
+            local = batch(corpus(spec.data), spec=spec, step=step, data_index=0, data_degree=1)
+            with probe(step):
+                program.forward_backward(local)
+                program.step(1e-3)
+    said = [record.getMessage() for record in caplog.records]
+    assert any("declared as parameters are used as gradients" in line for line in said) is is_wrong
+    assert is_wrong or not said

@@ -19,6 +19,7 @@ from ptrain.axes.data.run.flat_target import FlatState, FlatTarget, FlatTensorTa
 from ptrain.axes.data.run.local_part import stored_part
 from ptrain.axes.data.run.members import ParameterMembers
 from ptrain.axes.data.run.target import Target
+from ptrain.axes.data.run.whole import OfWholeModel
 from ptrain.axes.data.units import Unit, Units
 from ptrain.axes.data.update import TensorsUpdate
 from ptrain.costs import State
@@ -70,7 +71,7 @@ class Hooks:
             self.unit.accumulated(index)
 
 
-class FlatWrap:
+class FlatWrap(OfWholeModel):
     """All units of one model under one plan step."""
 
     def __init__(self, model: nn.Module, plan: Plan, mesh: Mesh, registry: Registry) -> None:

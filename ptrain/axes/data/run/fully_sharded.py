@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -16,6 +17,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from ptrain.axes.data.run.wrapped import ParameterWrap
 from ptrain.costs import State
 from ptrain.models.again import runs_again
+from ptrain.models.initialize import keeps_its_weights
 from ptrain.models.ledger import local
 from ptrain.models.numerics import TORCH_DTYPES
 from ptrain.plan.step import FullyShard, Plan
@@ -26,6 +28,8 @@ from ptrain.spec.batch import GradientSync, Reshard
 from ptrain.spec.precision import Layout
 from ptrain.timeline import Kind
 
+_RETURNS_A_VIEW = "FSDP2-wrapped module .* returned a view tensor"
+
 
 class FullyShardedWrap(ParameterWrap):
     """FSDP2 by unit, then the root; on a 2-d mesh it is HSDP. Averaging is off."""
@@ -34,6 +38,9 @@ class FullyShardedWrap(ParameterWrap):
         self, model: nn.Module, step: FullyShard, plan: Plan, mesh: Mesh, registry: Registry
     ) -> None:
         super().__init__(model, plan.units, owns_masters=step.materialized)
+        if not keeps_its_weights(model):
+            # a gpt's mlp returns a view, and nothing in our models writes into what a unit returns
+            warnings.filterwarnings("ignore", _RETURNS_A_VIEW, UserWarning)
         self.step = step
         device_mesh = fsdp_mesh(step, mesh)
         self.sharded: list[FSDPModule] = []  # one of each unit's modules, which share their state

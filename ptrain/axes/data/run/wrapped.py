@@ -3,7 +3,7 @@ have in common."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 from typing import Protocol
@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from ptrain.axes.data.run.flat import parameters_by_unit
-from ptrain.axes.data.run.target import Target, TensorTarget
+from ptrain.axes.data.run.target import Named, Target, TensorTarget
+from ptrain.axes.data.run.whole import OfWholeModel
 from ptrain.costs import State
 from ptrain.plan.step import Units
 from ptrain.rooms.room import Leaf
@@ -68,12 +69,24 @@ class Wrapped(Protocol):
 
     def targets(self) -> Sequence[Sequence[Target]]: ...
 
+    def is_copy(self, target: Target) -> bool:
+        """Whether another stage has the tensor itself, where it is counted."""
+        ...
+
+    def canonical_name(self, name: str) -> str:
+        """The model's name of a tensor, or of its optimizer state (`head.weight.exp_avg`)."""
+        ...
+
+    def own(self, named: Mapping[str, torch.Tensor]) -> Named:
+        """Tensors by the model's names, under the names that the wrap has for them too."""
+        ...
+
     def own_update(self, optimizer: OptimizerSpec, layout: Layout) -> OwnUpdate | None: ...
 
     def storages(self) -> Iterator[tuple[State, torch.Tensor]]: ...
 
 
-class ParameterWrap:
+class ParameterWrap(OfWholeModel):
     """A module whose parameters stay where they are; on one device, all that is needed."""
 
     def __init__(self, model: nn.Module, units: Units, *, owns_masters: bool = False) -> None:

@@ -43,12 +43,6 @@ class Staged:
         self._shared = [target for part in parts for target in self._of_ends(part)]
         self._twins = self._both_ends() if step.shared else None
 
-    @property
-    def last(self) -> nn.Module | None:
-        """The last of all stages, which makes the logits, where the rank has it."""
-        part = self.parts[-1]
-        return part.module if part.index == self.step.stages - 1 else None
-
     def micro_batch(self, is_last: bool) -> AbstractContextManager[None]:
         raise AssertionError("a schedule has the passes of a pipeline")
 
@@ -97,10 +91,11 @@ class Staged:
         """Whether the first stage has the tensor itself, which is counted there."""
         return any(target is copied for copied in self._copies)
 
-    def canonical(self, named: Named) -> Named:
-        """By the model's names."""
-        names = {copied: name for name, copied in self.step.shared}
-        return {_renamed(name, names): value for name, value in named.items()}
+    def canonical_name(self, name: str) -> str:
+        for original, copied in self.step.shared:
+            if name == copied or name.startswith(f"{copied}."):
+                return original + name.removeprefix(copied)
+        return name
 
     def own(self, named: Mapping[str, torch.Tensor]) -> Named:
         """By the stages' names, those of copies beside the model's."""
@@ -144,14 +139,6 @@ class Staged:
             first, last = held[: len(held) // 2], held[len(held) // 2 :]
             for one, other in zip(first, last, strict=True):
                 other.copy_(one.add_(other))
-
-
-def _renamed(name: str, names: Mapping[str, str]) -> str:
-    """`head.weight` and its `head.weight.exp_avg` alike."""
-    for copied, original in names.items():
-        if name == copied or name.startswith(f"{copied}."):
-            return original + name.removeprefix(copied)
-    return name
 
 
 def _from(update: Callable[[int], None], groups: int) -> Callable[[int], None]:

@@ -26,9 +26,11 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from ptrain.axes.tensor.costs import shards_differ, slices
 from ptrain.axes.tensor.run.gradients import GradientsAsKept, SummedGradients
 from ptrain.axes.tensor.run.randomness import OwnRandomness, drawn_by_rank
 from ptrain.axes.tensor.run.regather import Regather
+from ptrain.errors import refused
 from ptrain.models.chunked import LossInside
 from ptrain.models.loss import token_loss_sum
 from ptrain.plan.step import ChunkedLoss, Parallelize
@@ -143,6 +145,24 @@ def parallelize(
         parallelize_module(model.get_submodule(first), device_mesh, LocalInput())
     if not step.loss_parallel:
         model.register_forward_hook(lambda _, __, logits: _gathered(logits))
+
+
+def require_rows(model: nn.Module, degree: int, shards: int) -> None:
+    """Raises SpecError where `degree` ranks, in each of which rows are cut again into `shards`,
+    have no rows or other numbers of them: of a model that is not built in the algebra does not
+    know the sizes."""
+    for name, parameter in model.named_parameters():
+        if not isinstance(parameter, DTensor) or not parameter.placements[0].is_shard(0):
+            continue
+        rows = parameter.shape[0]
+        if not min(slices(rows, degree)):
+            finding = f"tp={degree} leaves ranks without a row of {name}, which has {rows}"
+            raise refused("mesh.tp", finding, "choose a lower degree")
+        if shards_differ(rows, degree, shards):
+            finding = f"not yet: the {rows} rows of {name} in slices of {degree} ranks, each in "
+            finding += f"{shards} shards of unlike heights"
+            remedy = f"what works today: a multiple of {degree}, or parameters R on the data axes"
+            raise refused("mesh.tp", finding, remedy)
 
 
 def whole_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

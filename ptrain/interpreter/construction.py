@@ -1,0 +1,102 @@
+"""One rank's program while the steps of its plan run: what each step leaves for those behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from ptrain.axes.data.run.wrapped import OwnUpdate, Wrapped
+from ptrain.interpreter.clip import Clipping
+from ptrain.interpreter.loss import Loss, StepLoss
+from ptrain.interpreter.passes import Enter, Passes
+from ptrain.interpreter.scaling import LossScale
+from ptrain.interpreter.workpiece import Stages, Workpiece
+from ptrain.models.chunked import LossInside
+from ptrain.models.units import ROOT
+from ptrain.optimizers.update import Update
+from ptrain.plan.step import ChunkedLoss, Plan, Ran
+from ptrain.rooms.mesh import Mesh
+from ptrain.rooms.world import World
+from ptrain.spec.spec import Spec
+
+
+@dataclass(kw_only=True, eq=False)
+class Construction:
+    """One rank's program before it is whole. `head` names the module that makes the logits of a
+    model that is not built in; `ran` are the steps so far, in the order in which they ran. What a
+    step leaves to be called is given the construction and does not keep it: the model would live
+    until somebody collects garbage."""
+
+    spec: Spec
+    plan: Plan
+    world: World
+    module: nn.Module
+    head: str = ROOT
+    stages: Stages | None = None
+    ran: list[Ran] = field(default_factory=list)
+    pieces: list[Workpiece] = field(default_factory=list)  # those that a step has reached
+    cut: Callable[[Construction], Iterator[Workpiece]] | None = None  # None: of the model one
+    join: Callable[[Construction], tuple[Wrapped, nn.Module]] | None = None
+    operators: Callable[[], AbstractContextManager[None]] = nullcontext
+    inside_of: Callable[[ChunkedLoss], LossInside] = LossInside  # of whole logits
+    loss: Loss = field(default_factory=Loss)  # how the model gives it
+    passes_of: Callable[[Construction, StepLoss, Enter], Passes] | None = None
+    clipping: Clipping | None = None
+    update: Update | OwnUpdate | None = None
+    scaling: LossScale | None = None
+    _mesh: Mesh | None = None
+    _joined: tuple[Wrapped, nn.Module] | None = None
+
+    @property
+    def mesh(self) -> Mesh:
+        assert self._mesh is not None, "a mesh is created first"
+        return self._mesh
+
+    @mesh.setter
+    def mesh(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+
+    @property
+    def has_mesh(self) -> bool:
+        return self._mesh is not None
+
+    def each_piece(self) -> Iterator[Workpiece]:
+        """One after the other, each placed when its turn comes first: a stage is wrapped before
+        the next one is cut."""
+        if self.pieces:
+            yield from self.pieces
+            return
+        whole = (Workpiece(module=self.module, plan=self.plan),)
+        for piece in self.cut(self) if self.cut else whole:
+            piece.place(self.world)
+            self.pieces.append(piece)
+            yield piece
+
+    @property
+    def is_wrapped(self) -> bool:
+        """Whether every piece is."""
+        return bool(self.pieces) and all(piece.wrapped is not None for piece in self.pieces)
+
+    @property
+    def wrapped(self) -> Wrapped:
+        """All pieces as one wrapped model."""
+        return self._whole()[0]
+
+    @property
+    def model(self) -> nn.Module:
+        """What it wraps: the model, or the rank's stages of it."""
+        return self._whole()[1]
+
+    def _whole(self) -> tuple[Wrapped, nn.Module]:
+        if self._joined is None:
+            assert self.is_wrapped, "units are wrapped first"
+            self._joined = self.join(self) if self.join else self._only_piece()
+        return self._joined
+
+    def _only_piece(self) -> tuple[Wrapped, nn.Module]:
+        (piece,) = self.pieces
+        assert piece.wrapped is not None
+        return piece.wrapped, piece.module

@@ -1,0 +1,188 @@
+"""The steps of a plan, executed in its order: what is printed as the plan is what ran.
+
+Each kind of step has one executor, here and nowhere else; what it does is in the room of its axis.
+An executor whose step cannot run where it stands refuses it: nothing is put in another order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from itertools import groupby
+from typing import Any
+
+from ptrain.activations.run.apply import keep
+from ptrain.axes.data.run.apply import apply
+from ptrain.axes.data.run.flat import parameters_by_unit
+from ptrain.axes.tensor.run.apply import loss_inside, micro_batch, parallelize, require_rows
+from ptrain.errors import BrokenPlan
+from ptrain.interpreter.clip import Clipping
+from ptrain.interpreter.construction import Construction
+from ptrain.interpreter.loss import Loss, StepLoss
+from ptrain.interpreter.materialize import fill
+from ptrain.interpreter.passes import Enter, InTurn
+from ptrain.interpreter.scaling import LossScale
+from ptrain.interpreter.stages import cut_into_stages
+from ptrain.interpreter.workpiece import Workpiece
+from ptrain.models.units import ROOT
+from ptrain.optimizers.build import has_own_rule_for_matrices
+from ptrain.optimizers.torch import TorchRules
+from ptrain.optimizers.update import Update as TargetsUpdate
+from ptrain.plan.kind import PlanStep
+from ptrain.plan.step import (
+    Accumulate,
+    ChunkedLoss,
+    Clip,
+    CreateMesh,
+    FlatUnits,
+    FullyShard,
+    Keep,
+    LocalGradients,
+    Parallelize,
+    Pipeline,
+    Ran,
+    Replicate,
+    Step,
+    Update,
+    Wrap,
+)
+from ptrain.rooms.mesh import Mesh
+from ptrain.rooms.tiers import Tiers
+from ptrain.rooms.torch import TorchRoom
+
+
+def execute(rank: Construction) -> None:
+    """Run the steps of the rank's plan. Those that are done to a model are done, in their order, to
+    each of its pieces before the next one is cut. Raises BrokenPlan at the first step that cannot
+    run where it stands, and SpecError where a room refuses what it is given."""
+    steps = rank.plan.steps
+    by_kind = groupby(range(len(steps)), key=lambda number: type(steps[number]) in OF_PIECES)
+    for is_of_pieces, numbers in [(kind, list(group)) for kind, group in by_kind]:
+        if not is_of_pieces:
+            for number in numbers:
+                _run_of_rank(steps[number], rank)
+            continue
+        _require(rank.has_mesh, steps[numbers[0]], "there is no mesh yet")
+        for piece in rank.each_piece():
+            for number in numbers:
+                step = piece.plan.steps[number]
+                OF_PIECES[type(step)](step, piece, rank)
+                rank.ran.append(Ran(step, piece.index))
+
+
+def _run_of_rank(step: Step, rank: Construction) -> None:
+    _require(rank.has_mesh or isinstance(step, CreateMesh), step, "there is no mesh yet")
+    OF_RANK[type(step)](step, rank)
+    rank.ran.append(Ran(step))
+
+
+def _require(is_so: bool, step: Step, otherwise: str) -> None:
+    if not is_so:
+        raise BrokenPlan(step, otherwise)
+
+
+def _create_mesh(step: CreateMesh, rank: Construction) -> None:
+    _require(not rank.has_mesh, step, "there is a mesh already")
+    rank.mesh = Mesh(step, rank.world)
+
+
+def _cut_model(step: Pipeline, rank: Construction) -> None:
+    _require(not rank.pieces, step, "the whole model has been cut over another axis, or wrapped")
+    cut_into_stages(step, rank)
+
+
+def _cut_operators(step: Parallelize, piece: Workpiece, rank: Construction) -> None:
+    before = "units are wrapped already, whose gradients would be reduced before the sums over "
+    _require(piece.wrapped is None, step, f"{before}{step.axis} are there (Theorem 6.2)")
+    kept = any(isinstance(each.step, Keep) and each.piece == piece.index for each in rank.ran)
+    _require(not kept, step, "what blocks leave for backward is already that of whole operators")
+    parallelize(piece.module, step, rank.mesh.submesh((step.axis,)), rank.mesh.registry)
+    require_rows(
+        piece.module, rank.mesh.size((step.axis,)), rank.mesh.size(piece.plan.wrap.row_axes)
+    )
+    rank.operators = micro_batch(step)
+    rank.inside_of = partial(loss_inside, tensor=step)
+
+
+def _keep_less(step: Keep, piece: Workpiece, rank: Construction) -> None:
+    _require(
+        piece.wrapped is None,
+        step,
+        "units are wrapped already: what is done before a block "
+        "runs would be done again in its backward pass",
+    )
+    keep(piece.module, step, Tiers(rank.world.device, rank.mesh.registry, step.path))
+
+
+def _wrap_units(step: Wrap, piece: Workpiece, rank: Construction) -> None:
+    _require(piece.wrapped is None, step, "its units are wrapped already")
+    is_meta = piece.is_meta
+    if is_meta and not step.is_filled_as_shards:
+        fill(piece.module, rank.spec, rank.world.device, piece.copies)
+    piece.wrapped = apply(piece.module, piece.plan, rank.mesh, rank.mesh.registry)
+    if is_meta and step.is_filled_as_shards:
+        fill(piece.module, rank.spec, rank.world.device, piece.copies)
+
+
+def _chunk_loss(step: ChunkedLoss, piece: Workpiece, rank: Construction) -> None:
+    _require(piece.wrapped is not None, step, "the head has no wrap yet, which gathers its weights")
+    if not rank.loss.is_inside:
+        rank.loss = Loss(rank.inside_of(step))
+    if piece.has_logits:
+        rank.loss.attach(piece.module, rank.head)
+
+
+def _accumulate(step: Accumulate, rank: Construction) -> None:
+    _require(rank.is_wrapped, step, "no units are wrapped yet")
+    if rank.passes_of is None:
+        rank.passes_of = partial(_in_turn, step)
+
+
+def _in_turn(step: Accumulate, rank: Construction, loss: StepLoss, enter: Enter) -> InTurn:
+    sizes = step.micro_batches, rank.spec.batch.micro
+    return InTurn(rank.wrapped, rank.model, sizes, loss, enter)
+
+
+def _clip(step: Clip, rank: Construction) -> None:
+    _require(rank.passes_of is not None, step, "there are no gradients yet")
+    _require(rank.update is None, step, "the update has used up the gradients")
+    rank.clipping = Clipping(step, rank.mesh)
+
+
+def _update(step: Update, rank: Construction) -> None:
+    _require(rank.is_wrapped and rank.passes_of is not None, step, "there are no gradients yet")
+    spec = rank.spec.optimizer
+    matrices = _matrices(rank) if has_own_rule_for_matrices(spec.name) else None
+    room = TorchRoom(rank.mesh, rank.mesh.registry)
+    rank.update = rank.wrapped.own_update(spec, step.layout) or TargetsUpdate(
+        rank.wrapped.targets(), spec, step.layout, room, TorchRules(), matrices
+    )
+    rank.scaling = LossScale(rank.mesh, step.scale_axes) if step.layout.scales_loss else None
+
+
+def _matrices(rank: Construction) -> list[list[bool]]:
+    """Which parameters are matrices within the model, unit by unit in the targets' order: what
+    belongs to no unit but the root (embeddings, the head) is none."""
+    return [
+        [modules != (ROOT,) and parameter.dim() == 2 for _, parameter in named]
+        for piece in rank.pieces
+        for modules, named in parameters_by_unit(piece.module, piece.plan.units)
+    ]
+
+
+OF_RANK: dict[type[PlanStep], Callable[[Any, Construction], None]] = {
+    CreateMesh: _create_mesh,
+    Pipeline: _cut_model,
+    Accumulate: _accumulate,
+    Clip: _clip,
+    Update: _update,
+}
+OF_PIECES: dict[type[PlanStep], Callable[[Any, Workpiece, Construction], None]] = {
+    Parallelize: _cut_operators,
+    Keep: _keep_less,
+    LocalGradients: _wrap_units,
+    Replicate: _wrap_units,
+    FullyShard: _wrap_units,
+    FlatUnits: _wrap_units,
+    ChunkedLoss: _chunk_loss,
+}

@@ -1,0 +1,61 @@
+"""The passes of a step: forward and backward of a rank's micro-batches, in an order that the
+program does not know."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from torch import Tensor, nn
+
+from ptrain.axes.data.run.wrapped import Wrapped
+from ptrain.costs import Phase
+from ptrain.data.sampler import LocalBatch
+from ptrain.interpreter.loss import StepLoss
+
+Enter = Callable[[Phase, int], None]  # is told of every pass: its phase and its micro-batch
+OfOutput = Callable[[Tensor, Tensor], None]  # what the model returned, and the targets
+
+
+class Passes(Protocol):
+    """What the program needs of the order in which micro-batches run."""
+
+    def train(self, batch: LocalBatch) -> None:
+        """Forward and backward of every micro-batch; gradients are complete after it."""
+
+    def evaluate(self, batch: LocalBatch, loss: OfOutput) -> None:
+        """Forward of every micro-batch. Where the logits are, `loss` is called for each."""
+
+
+class InTurn:
+    """One micro-batch after the other through the whole model, forward and then backward."""
+
+    def __init__(
+        self,
+        wrapped: Wrapped,
+        model: nn.Module,
+        sizes: tuple[int, int],
+        loss: StepLoss,
+        enter: Enter,
+    ) -> None:
+        """`model` is what `wrapped` wraps; `sizes` are micro-batches a step and samples in each."""
+        self.wrapped, self.model = wrapped, model
+        self.count, self.micro = sizes
+        self.loss, self.enter = loss, enter
+
+    def train(self, batch: LocalBatch) -> None:
+        for index, (inputs, targets) in enumerate(batch.micro_batches(self.micro)):
+            with self.wrapped.micro_batch(index == self.count - 1):
+                self.enter(Phase.FORWARD, index)
+                loss = self.loss.run(self.wrapped.module, inputs, targets)
+                self.enter(Phase.BACKWARD, index)
+                loss.backward(self.loss.seed(loss))
+            self.loss.add(loss)
+            del loss
+
+    def evaluate(self, batch: LocalBatch, loss: OfOutput) -> None:
+        for inputs, targets in batch.micro_batches(self.micro):
+            with self.loss.given(targets):
+                output = self.model(inputs)
+            loss(output, targets)
+            del output  # before the next one's are there

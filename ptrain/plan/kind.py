@@ -1,0 +1,71 @@
+"""What a plan asks of its steps: what it asks of all of them, and of those that wrap."""
+
+from __future__ import annotations
+
+from ptrain.spec.axis import Axis
+from ptrain.spec.batch import SyncPolicy
+
+
+class PlanStep:
+    """What a plan asks of each of its steps. A step that cuts nothing answers as here."""
+
+    __slots__ = ()
+
+    @property
+    def drawing_axes(self) -> tuple[Axis, ...]:
+        """The axes beside the data axes along which ranks draw random numbers of their own, since
+        they have layers or slices of the tokens of their own."""
+        return ()
+
+    @property
+    def loss_axes(self) -> tuple[Axis, ...]:
+        """The axes along which all ranks have the same loss of the same samples."""
+        return ()
+
+
+class WrapStep(PlanStep):
+    """What a plan asks of the step that wraps units for the data axes."""
+
+    __slots__ = ()
+
+    @property
+    def reduced_axes(self) -> tuple[Axis, ...]:
+        """The axes along which reduced gradients are shards when they are clipped and checked."""
+        return ()
+
+    @property
+    def row_axes(self) -> tuple[Axis, ...]:
+        """The axes that cut each tensor by itself, by rows; flat units cut whole units."""
+        return ()
+
+    @property
+    def policy(self) -> SyncPolicy | None:
+        """When gradients are reduced and gathered parameters freed; None where nothing is."""
+        return None
+
+    @property
+    def is_updated_in_backward(self) -> bool:
+        """Whether a unit is updated as soon as its gradients are complete (G is M)."""
+        return False
+
+    @property
+    def is_filled_as_shards(self) -> bool:
+        """Whether a module on meta is wrapped before it gets values, so that no rank ever holds it
+        whole."""
+        return False
+
+    @property
+    def has_masters_for_parameters(self) -> bool:
+        """Whether what the wrapped module stores as its parameters are the optimizer's master
+        copies (Theta is M)."""
+        return False
+
+    @property
+    def keeps_gradients_on_device(self) -> bool:
+        """Whether reduced gradients are there, on the device, until the update."""
+        return True
+
+    @property
+    def gathers_parameters(self) -> bool:
+        """Whether a unit's parameters are whole on the device for their use only."""
+        return False

@@ -1,0 +1,128 @@
+"""What storages are by what is done with them is what programs declare them as, and a program that
+declares one as another is caught."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from ptrain.algebra.legality import require
+from ptrain.costs import State
+from ptrain.data.corpus import corpus
+from ptrain.data.sampler import batch
+from ptrain.interpreter.program import Program, interpret
+from ptrain.meters.roles import Finder, Row
+from ptrain.rooms.world import World
+from ptrain.spec.load import load
+from ptrain.spec.spec import Spec
+from tests.ranks import Ranks
+
+pytestmark = pytest.mark.gloo
+
+RATE = 1e-3
+DDP, ZERO1, SHARDED = {"dp_replicate": 2}, {"dp_shard": "zero1"}, {"dp_shard": 2}
+CASES: tuple[tuple[Mapping[str, int], Mapping[str, str], str, str], ...] = (
+    (DDP, {"dp_replicate": "ddp"}, "fp32", "adamw"),
+    (SHARDED, {"dp_shard": "M,S,S,R"}, "fsdp-mixed", "adamw"),
+    (SHARDED, {"dp_shard": "S*,S*,S*,R"}, "zero16", "muon"),
+    (SHARDED, {"dp_shard": "O,O,O,R"}, "zero16", "adamw"),
+    (SHARDED, {"dp_shard": "S*,S,M,R"}, "zero16", "adamw"),
+    ({"pp": 2, "dp_shard": 2}, {"pp": "S,S,S,R", "dp_shard": "zero3"}, "fp32", "adamw"),
+)
+OTHERS = ("zero1", "S*,S*,S*,R")
+MORE = (
+    (DDP, {"dp_replicate": "R,S,R,R"}, "fp32", "adamw"),
+    (SHARDED, ZERO1, "zero16", "adamw"),
+    (SHARDED, {"dp_shard": "zero2"}, "fp32", "sgd"),
+    (SHARDED, {"dp_shard": "zero3"}, "zero16", "adamw"),
+    (SHARDED, {"dp_shard": "M,O,S,R"}, "fsdp-mixed", "adamw"),
+    ({"dp_shard": 2, "tp": 2}, {"dp_shard": "zero3", "tp": "S,S,S,S"}, "fp32", "adamw"),
+    ({"dp_shard": 2, "tp": 2}, {"dp_shard": "zero2", "tp": "S,S,S,R"}, "zero16", "adamw"),
+    ({"pp": 2, "dp_shard": 2}, {"pp": "S,S,S,R", **ZERO1}, "zero16", "adamw"),
+)
+
+
+def spec_of(mesh: Mapping[str, int], placement: Mapping[str, str], layout: str, rule: str) -> Spec:
+    is_consumed = placement.get("dp_shard", "").endswith("M,R")
+    optimizer: dict[str, Any] = {"name": rule, "lr": RATE, "clip": None if is_consumed else 1.0}
+    mapping: dict[str, Any] = {
+        "model": {"layers": 2, "hidden": 64, "heads": 4, "ffn": 104, "vocab": 259},
+        "mesh": dict(mesh),
+        "placement": dict(placement),
+        "precision": {"layout": layout},
+        "batch": {"accumulate": 1 if is_consumed else 2, "micro": 1, "sequence": 16},
+        "optimizer": optimizer,
+        "data": {"corpus": "python-docs", "tokenizer": "bytes"},
+    }
+    return require(load(mapping))
+
+
+def found(spec: Spec, fault: str = "") -> tuple[Row, ...]:
+    """Of the third step on this rank, its program declaring `fault` wrongly."""
+    program = interpret(spec, world=World.join(spec.timeout))
+    if fault:
+        declare_wrongly(program, State(fault))
+    for step in range(3):
+        local = batch(
+            corpus(spec.data),
+            spec=spec,
+            step=step,
+            data_index=program.data_index,
+            data_degree=spec.data_degree,
+        )
+        with Finder(program) as finder:
+            program.forward_backward(local, RATE)
+            program.step(RATE)
+    return finder.rows()
+
+
+def declare_wrongly(program: Program, state: State) -> None:
+    """What is of `state` is said to be of the one behind it."""
+    states = (State.PARAMETERS, State.OPTIMIZER, State.GRADIENTS)
+    said = states[(states.index(state) + 1) % len(states)]
+    storages = program.storages
+
+    def declared() -> Iterator[tuple[State, torch.Tensor]]:
+        for held, tensor in storages():
+            yield (said if held is state else held), tensor
+
+    program.storages = declared  # type: ignore[method-assign]
+
+
+def ranks_of(mesh: Mapping[str, int]) -> int:
+    count = 1
+    for degree in mesh.values():
+        count *= degree
+    return count
+
+
+@pytest.mark.parametrize(
+    ("mesh", "placement", "layout", "rule"),
+    [*CASES, *(pytest.param(*case, marks=pytest.mark.nightly) for case in MORE)],
+    ids=str,
+)
+def test_what_is_declared_is_what_storages_are_used_as(
+    ranks: Ranks, mesh: Mapping[str, int], placement: Mapping[str, str], layout: str, rule: str
+) -> None:
+    spec = spec_of(mesh, placement, layout, rule)
+    for rows in ranks.run(ranks_of(mesh), found, spec):
+        assert all(row.agrees for row in rows), rows
+        seen = sum(row.nbytes for row in rows if row.role is not None)
+        assert seen == sum(row.nbytes for row in rows), rows
+
+
+@pytest.mark.parametrize("state", ["parameters", "optimizer", "gradients"])
+@pytest.mark.parametrize(
+    "placement", ["zero3", *(pytest.param(each, marks=pytest.mark.nightly) for each in OTHERS)]
+)
+def test_a_state_that_is_declared_as_another_is_caught(
+    ranks: Ranks, placement: str, state: str
+) -> None:
+    spec = spec_of({"dp_shard": 2}, {"dp_shard": placement}, "zero16", "adamw")
+    for rows in ranks.run(2, partial(found, fault=state), spec):
+        wrong = [row for row in rows if not row.agrees]
+        assert wrong and {row.role for row in wrong} == {State(state)}

@@ -1,0 +1,128 @@
+"""The steps of a plan are executed in their order: one that cannot run where it stands is refused,
+and nothing is put in another order."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from dataclasses import replace
+from itertools import combinations
+from typing import get_args
+
+import pytest
+
+from ptrain.algebra.legality import require
+from ptrain.data.corpus import corpus
+from ptrain.data.sampler import batch
+from ptrain.errors import BrokenPlan
+from ptrain.interpreter.execute import OF_PIECES, OF_RANK, execute
+from ptrain.interpreter.program import Program, planned
+from ptrain.plan.step import Clip, Keep, Plan, Step
+from ptrain.rooms.world import World
+from ptrain.spec.load import load
+
+SPEC = require(
+    load(
+        {
+            "model": {"layers": 2, "hidden": 32, "heads": 2, "ffn": 48, "vocab": 259},
+            "batch": {"global": 4, "micro": 2, "sequence": 8},
+            "mesh": {},
+            "activations": "M",
+            "loss": {"chunk": 4},
+            "optimizer": {"name": "adamw", "clip": 1.0},
+            "data": {"corpus": "python-docs", "tokenizer": "bytes"},
+        }
+    )
+)
+NAMES = ("CreateMesh", "Keep", "LocalGradients", "ChunkedLoss", "Accumulate", "Clip", "Update")
+
+
+def executed(plan: Plan) -> Program:
+    rank = planned(SPEC, world=World())
+    rank.plan = plan
+    execute(rank)
+    return Program(rank)
+
+
+def lowered() -> Plan:
+    return planned(SPEC, world=World()).plan
+
+
+def losses(program: Program, steps: int = 3) -> list[float]:
+    source, seen = corpus(SPEC.data), []
+    for step in range(steps):
+        local = batch(source, spec=SPEC, step=step, data_index=0, data_degree=1)
+        seen.append(float(program.forward_backward(local)))
+        program.step(1e-2)
+    return seen
+
+
+def test_every_kind_of_step_has_one_executor():
+    kinds = set(get_args(Step))
+    assert set(OF_RANK) | set(OF_PIECES) == kinds
+    assert not set(OF_RANK) & set(OF_PIECES)
+
+
+def test_what_the_plan_says_is_what_ran():
+    plan = lowered()
+    assert tuple(type(step).__name__ for step in plan.steps) == NAMES
+    program = executed(plan)
+    assert tuple(each.step for each in program.ran) == plan.steps
+    assert [each.piece for each in program.ran] == [None, 0, 0, 0, None, None, None]
+
+
+@pytest.mark.parametrize("pair", list(combinations(range(len(NAMES)), 2)), ids=str)
+def test_two_steps_that_change_places_are_refused_or_change_nothing(pair: tuple[int, int]):
+    first, second = pair
+    plan = lowered()
+    steps = list(plan.steps)
+    steps[first], steps[second] = steps[second], steps[first]
+    try:
+        program = executed(replace(plan, steps=tuple(steps)))
+    except BrokenPlan as error:
+        assert "cannot run where it stands" in str(error)
+        return
+    assert {NAMES[first], NAMES[second]} == {"ChunkedLoss", "Accumulate"}
+    assert tuple(each.step for each in program.ran) == tuple(steps)
+    assert losses(program) == losses(executed(plan))
+
+
+@pytest.mark.parametrize("place", range(len(NAMES)))
+def test_what_a_plan_may_lack_is_not_done_and_the_rest_is_no_plan_without(place: int):
+    plan = lowered()
+    others = (*plan.steps[:place], *plan.steps[place + 1 :])
+    if NAMES[place] in ("Keep", "ChunkedLoss", "Clip"):
+        assert tuple(each.step for each in executed(replace(plan, steps=others)).ran) == others
+        return
+    with pytest.raises(AssertionError, match=r"no (mesh|wrap|accumulate|update)"):
+        replace(plan, steps=others)
+
+
+def test_a_step_that_stands_twice_is_no_plan():
+    plan = lowered()
+    with pytest.raises(AssertionError, match="two steps of a kind"):
+        replace(plan, steps=(*plan.steps, plan.update))
+
+
+def test_a_step_is_replaced_where_it_stands():
+    plan = lowered()
+    assert plan.clip is not None and plan.keep is not None
+    other = plan.having(Clip(max_norm=0.5, axes=()), Keep(blocks=plan.keep.blocks[:1]))
+    assert [type(step) for step in other.steps] == [type(step) for step in plan.steps]
+    assert other.clip is not None and other.clip.max_norm == 0.5
+    with pytest.raises(AssertionError, match="no step of the kind of clip"):
+        replace(plan, steps=tuple(s for s in plan.steps if s is not plan.clip)).having(plan.clip)
+
+
+def test_a_program_goes_with_its_last_name():
+    """No cycle holds a model until somebody collects garbage."""
+    program = executed(lowered())
+    losses(program, 1)
+    gc.collect()
+    gc.disable()
+    try:
+        model = weakref.ref(program.model)
+        del program
+        assert model() is None
+    finally:
+        gc.enable()
