@@ -231,7 +231,12 @@ def drawn_setting(draw: Random, facts: ModelFacts) -> Setting | None:
     }
     if draw.random() < 0.1:
         modes = dict.fromkeys(modes, ("R", draw.choice(omega), "R"))
-    layouts = (*LAYOUTS.values(), replace(LAYOUTS["fp32"], reduced=DType.BF16))
+    layouts = (
+        *LAYOUTS.values(),
+        replace(LAYOUTS["fp32"], reduced=DType.BF16),
+        replace(LAYOUTS["fp32"], moments=DType.BF16),
+        replace(LAYOUTS["zero16"], moments=DType.BF16),
+    )
     return _with_dials(draw, facts, modes, optimizer, draw.choice(layouts))
 
 
