@@ -151,7 +151,8 @@ class FullySharded:
         num_units = len(totals)
         self.root = num_units - 1
         self.has_shard = [False] * num_units
-        self.fresh: list[list[int]] = [[] for _ in range(num_units)]  # autograd's gradients
+        # autograd's gradients, by parameter
+        self.fresh: list[dict[str, int]] = [{} for _ in range(num_units)]
         self.last_gradient = [0] * num_units
         self.accumulates = [False] * num_units  # autograd adds to gradients of before
         self.added = [0] * num_units  # the sum in another dtype than autograd's
@@ -204,7 +205,7 @@ class FullySharded:
             return
         if gradient.cloned:
             self.tape.add(gradient.size)
-        self.fresh[unit].append(gradient.size)
+        self.fresh[unit][gradient.parameter] = gradient.size
         if gradient.parameter in self.last_tensors:
             self.last_gradient[unit] = gradient.size
 
@@ -228,17 +229,20 @@ class FullySharded:
             self.reduce_input, self.all_reduced = 0, [0] * len(self.reduced)
 
     def _drop_fresh(self, unit: int) -> None:
-        self.tape.add(-sum(self.fresh[unit]))
-        self.fresh[unit] = []
+        self.tape.add(-sum(self.fresh[unit].values()))
+        self.fresh[unit] = {}
 
     def _keep_in_reduced(self, unit: int) -> None:
-        """Unreduced gradients wait in the dtype of the reduction."""
-        for size in self.fresh[unit]:
+        """Unreduced gradients wait in the dtype of the reduction; torch casts them in the order of
+        the parameters, whatever order they came in."""
+        fresh = self.fresh[unit]
+        for tensor in self.scene.facts.units[unit].tensors:
+            size = fresh.get(tensor.name, 0)
             cast = size // self.e_parameters * self.e_reduced
             self.tape.add(cast)
             self.tape.add(-size)
             self.added[unit] += cast
-        self.fresh[unit] = []
+        self.fresh[unit] = {}
 
     def _reduce(self, unit: int) -> None:
         """The last gradient outlives the others: torch's loop variable still names it."""
@@ -248,7 +252,7 @@ class FullySharded:
         last = self.last_gradient[unit]
         if self.added[unit]:
             last = last // self.e_parameters * self.e_reduced
-        gradients = sum(self.fresh[unit]) + self.added[unit]
+        gradients = sum(self.fresh[unit].values()) + self.added[unit]
         self.tape.add(whole)
         self.tape.add(last - gradients)
         self.tape.add(shard)
@@ -257,7 +261,7 @@ class FullySharded:
         self._accumulate(unit)
         self.tape.add(-last)
         self.reduce_input = whole
-        self.fresh[unit], self.added[unit], self.last_gradient[unit] = [], 0, 0
+        self.fresh[unit], self.added[unit], self.last_gradient[unit] = {}, 0, 0
         self.accumulates[unit] = False
 
     def _accumulate(self, unit: int) -> None:
@@ -285,7 +289,7 @@ class FullySharded:
         return (
             (*gathers.is_gathered, *gathers.is_pending, *gathers.between, gathers.buffer),
             (*self.has_shard, *self.accumulates, *self.added, *self.last_gradient),
-            tuple(map(tuple, self.fresh)),
+            tuple(tuple(fresh.items()) for fresh in self.fresh),
             (self.reduce_input, *self.all_reduced, self.reduces, self.is_last),
         )
 

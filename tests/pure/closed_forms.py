@@ -215,31 +215,60 @@ def plain_setting(choice: Choice, facts: ModelFacts) -> Setting | None:
     return lowered(spec, facts, overlaps=overlaps)
 
 
+Modes = dict[Axis, tuple[str, str, str]]  # of Theta, Omega and G
+MESHES = ((SHARD,), (REPLICATE,), (REPLICATE, SHARD))  # the axes of two ranks or more
+
+
 def drawn_setting(draw: Random, facts: ModelFacts) -> Setting | None:
     """Any modes, degrees, layout, optimizer and dials; None where they make no plan."""
-    theta, omega = (
-        ("R", "S*", "S*@host", "S*@file", "R@host", "M"),
-        ("R", "S*", "S*@host", "R@host"),
-    )
+    theta = ("R", "S*", "S*@host", "S*@file", "R@host", "M")
+    omega: tuple[str, ...] = ("R", "S*", "S*@host", "R@host")
     gradients: tuple[str, ...] = ("R", "S*", "S*@file", "R@host", "M")
     optimizer = draw.choice(("adamw", "sgd", "muon"))
     if optimizer != "muon":
         omega, gradients = (*omega, "S", "S@host", "S@file"), (*gradients, "S", "S@host")
-    chosen = draw.choice(((SHARD,), (REPLICATE,), (REPLICATE, SHARD), (REPLICATE, SHARD)))
-    parts = {axis: tuple(map(draw.choice, (theta, omega, gradients))) for axis in chosen}
-    if draw.random() < 0.3 and optimizer != "muon":
-        parts[chosen[-1]] = draw.choice((("S*", "S", "S"), ("M", "S", "S")))
-        parts |= dict.fromkeys(chosen[:-1], ("R", "R", "R"))
-    elif draw.random() < 0.1:
-        parts = dict.fromkeys(chosen, ("R", draw.choice(omega), "R"))
-    layouts = (*LAYOUTS.values(), replace(LAYOUTS["fp32"], reduced=DType.BF16))
+    modes: Modes = {
+        axis: (draw.choice(theta), draw.choice(omega), draw.choice(gradients))
+        for axis in draw.choice((*MESHES, MESHES[-1]))
+    }
+    if draw.random() < 0.1:
+        modes = dict.fromkeys(modes, ("R", draw.choice(omega), "R"))
+    layouts = (
+        *LAYOUTS.values(),
+        replace(LAYOUTS["fp32"], reduced=DType.BF16),
+        replace(LAYOUTS["fp32"], moments=DType.BF16),
+        replace(LAYOUTS["zero16"], moments=DType.BF16),
+    )
+    return _with_dials(draw, facts, modes, optimizer, draw.choice(layouts))
+
+
+def drawn_fully_sharded(draw: Random, facts: ModelFacts) -> Setting | None:
+    """FSDP2 on shards of Theta or of master copies that are cast, with replicas or without."""
+    axes, theta = draw.choice(MESHES), draw.choice(("S*", "M"))
+    modes: Modes = dict.fromkeys(axes[:-1], ("R", "R", "R")) | {axes[-1]: (theta, "S", "S")}
+    fit = [
+        layout
+        for layout in LAYOUTS.values()
+        if (layout.gradients is layout.master and not layout.keeps_both) is (theta == "M")
+        and (theta == "M" or layout.is_plain)
+    ]
+    optimizer = draw.choice(("adamw", "sgd"))
+    return _with_dials(draw, facts, modes, optimizer, draw.choice(fit))
+
+
+def _with_dials(
+    draw: Random, facts: ModelFacts, modes: Modes, optimizer: str, layout: Layout
+) -> Setting | None:
     clip = draw.choice((None, 1.0))
     count = draw.choice((1, 2, 3, 5))
     spec = make_spec(
-        {axis: (draw.choice((2, 3, 4)), tuple_of(",".join(parts[axis]))) for axis in chosen},
+        {
+            axis: (draw.choice((2, 3, 4)), tuple_of(",".join(parts)))
+            for axis, parts in modes.items()
+        },
         clip=clip,
         model=BY_HAND,
-        layout=draw.choice(layouts),
+        layout=layout,
         compute_fp64=draw.random() < 0.1,
         optimizer=optimizer,
         momentum=draw.choice((0.0, 0.9)),
