@@ -21,11 +21,11 @@ from _readmes import compare, on_ranks, rewrite, tuples
 
 from ptrain.costs import Estimate
 from ptrain.derivation.estimate import derive
-from ptrain.plan.step import FlatUnits, FullyShard, LocalGradients, Plan, Replicate, Wrap
 from ptrain.report.predict import model_state_bytes, sent_bytes
 from ptrain.report.record import TIERS
 from ptrain.report.table import size
 from ptrain.spec.names import listing
+from ptrain.steps.step import FlatUnits, FullyShard, LocalGradients, Plan, Replicate, Wrap
 
 README = ROOT / "README.md"
 BLOCK = re.compile(r"(<!-- (output|table): (.+?) -->\n)(.*?)(<!-- end -->)", re.DOTALL)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 FOLDERS = ("ptrain", "tests", "benchmarks", "launch")  # that hold Python
 BASE = "base"  # the room of the modules beside the packages, which stands below all others
+AXES, TORCH_HALF = "axes", "run"
 USERS = {"ptrain", "ptrain.__main__", "ptrain.testing"}  # entries: they are in no room
 
 
@@ -32,8 +33,9 @@ class SourceTree:
 
     @cached_property
     def rooms(self) -> dict[str, list[str]]:
-        """The modules of each room. A room is a package, without those below it: `spec`,
-        `axes/data`, `axes/data/run`; the modules beside the packages are the room `base`."""
+        """The modules of each room. A room is a package with those below it: `spec`,
+        `verification`. An axis is a room of its own (`axes/data`), and so is the torch half of a
+        room (`axes/data/run`); the modules beside the packages are the room `base`."""
         rooms: dict[str, list[str]] = {}
         for module in self.modules:
             room = self.room_of(module)
@@ -45,7 +47,10 @@ class SourceTree:
         """The room in which a module stands; None for an entry, which uses all rooms."""
         if module in USERS:
             return None
-        return str(self.modules[module].parent.relative_to(self.root / "ptrain")).replace(".", BASE)
+        folders = self.modules[module].parent.relative_to(self.root / "ptrain").parts
+        depth = 2 if folders[:1] == (AXES,) else 1
+        depth += folders[depth : depth + 1] == (TORCH_HALF,)
+        return "/".join(folders[:depth]) or BASE
 
     def name_of(self, path: Path) -> str:
         """The full name of the module that a file holds."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ptrain.plan.step import FlatUnits, FullyShard, Plan, Replicate
 from ptrain.spec.axis import Axis
+from ptrain.steps.step import FlatUnits, FullyShard, Plan, Replicate
 
 
 def differing_axes(plan: Plan) -> tuple[Axis, ...]:

@@ -25,9 +25,9 @@ from ptrain.errors import Fault, SpecError
 from ptrain.facts.model import ModelFacts
 from ptrain.facts.parameters import facts as facts_of
 from ptrain.plan.lower import lower
-from ptrain.plan.step import Plan
 from ptrain.spec.model import Attention, ModelShape
 from ptrain.spec.spec import Spec
+from ptrain.steps.step import Plan
 
 _NOT_TRACED_BY_STAGE = (
     "what the stages leave in flight is known only from their traces, and these facts hold none"

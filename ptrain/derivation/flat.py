@@ -21,10 +21,10 @@ from ptrain.derivation.tape import Scene
 from ptrain.facts.model import UnitFacts
 from ptrain.optimizers.ghost import GhostRules
 from ptrain.optimizers.update import Target, Update
-from ptrain.plan.step import FlatUnits
 from ptrain.rooms.ghost import Ghost, GhostRoom, Reader, Storage
 from ptrain.spec.axis import Axis
 from ptrain.spec.placement import Tier
+from ptrain.steps.step import FlatUnits
 from ptrain.timeline import Complete, Kind, Mark
 
 SCALE_BYTES = 4  # fp32, as is the flag of an overflow

@@ -13,11 +13,11 @@ from ptrain.derivation.flat import SCALE_BYTES, Flat
 from ptrain.derivation.optimizer_state import Elements, needs_whole_tensors
 from ptrain.derivation.tape import Account, Scene, Tape
 from ptrain.facts.model import ModelFacts, UnitFacts
-from ptrain.plan.step import FlatUnits, Plan
 from ptrain.rooms.ghost import Ghost
 from ptrain.spec.axis import Axis
 from ptrain.spec.placement import Tier
 from ptrain.spec.spec import Spec
+from ptrain.steps.step import FlatUnits, Plan
 from ptrain.timeline import Timeline
 
 Sizes = Counter[tuple[State, Tier]]

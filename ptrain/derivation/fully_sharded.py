@@ -14,8 +14,8 @@ from ptrain.axes.data.costs import kept_ranks, local_rows, padded_rows
 from ptrain.derivation.tape import Scene
 from ptrain.derivation.wraps import by_operator, cast_units
 from ptrain.facts.model import UnitFacts
-from ptrain.plan.step import FullyShard
 from ptrain.spec.batch import GradientSync, ReduceScatterVia
+from ptrain.steps.step import FullyShard
 from ptrain.timeline import Boundary, Complete, Kind, Mark
 
 Shapes = tuple[tuple[int, ...], ...]

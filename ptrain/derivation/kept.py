@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 
 from ptrain.axes.ring import Calls, Group
 from ptrain.costs import Collective, Footprint, Phase, State, Traffic, TrafficKey
-from ptrain.plan.step import Plan
 from ptrain.spec.placement import Tier
 from ptrain.spec.spec import Spec
+from ptrain.steps.step import Plan
 
 Moved = Sequence[tuple[str, int]]
 Repeated = Sequence[tuple[str, int]]

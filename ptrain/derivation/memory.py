@@ -24,9 +24,9 @@ from ptrain.derivation.optimizer_state import (
     optimizer_bytes,
 )
 from ptrain.facts.model import ModelFacts
-from ptrain.plan.step import FlatUnits, FullyShard, LocalGradients, Plan, Replicate
 from ptrain.spec.precision import DType, Layout
 from ptrain.spec.spec import Spec
+from ptrain.steps.step import FlatUnits, FullyShard, LocalGradients, Plan, Replicate
 
 _TOKEN_BYTES = 8  # int64
 _LOSS_BYTES = 4  # fp32

@@ -13,10 +13,10 @@ from ptrain.derivation.memory import elements
 from ptrain.derivation.optimizer_state import is_hidden, kept_tensors, needs_whole_tensors
 from ptrain.derivation.paper import itemsizes
 from ptrain.facts.model import ModelFacts
-from ptrain.plan.step import FlatUnits, FullyShard, Plan, Replicate
 from ptrain.spec.axis import Axis
 from ptrain.spec.batch import GradientSync, Reshard, SyncPolicy
 from ptrain.spec.spec import Spec
+from ptrain.steps.step import FlatUnits, FullyShard, Plan, Replicate
 from ptrain.units import format_bytes
 
 

@@ -13,10 +13,10 @@ from ptrain.axes.tensor.costs import Cut
 from ptrain.costs import Operations
 from ptrain.derivation import blocks
 from ptrain.facts.stages import Stage
-from ptrain.plan.step import Plan
 from ptrain.spec.axis import Axis
 from ptrain.spec.model import ModelShape
 from ptrain.spec.spec import Spec
+from ptrain.steps.step import Plan
 
 _PASSES = ("forward", "backward", "again")
 

@@ -35,9 +35,9 @@ from ptrain.derivation.traffic import norm, wrapped
 from ptrain.facts.model import ModelFacts
 from ptrain.facts.passes import Passes
 from ptrain.facts.stages import ENDS, Ends, Stage
-from ptrain.plan.step import FullyShard, Plan
 from ptrain.spec.model import ModelShape
 from ptrain.spec.spec import Spec
+from ptrain.steps.step import FullyShard, Plan
 
 _PLACED = (State.PARAMETERS, State.OPTIMIZER, State.GRADIENTS)
 

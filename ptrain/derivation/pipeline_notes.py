@@ -13,9 +13,9 @@ from ptrain.axes.pipeline.schedule import Schedule
 from ptrain.axes.pipeline.stage_facts import stages_of
 from ptrain.facts.model import ModelFacts
 from ptrain.facts.stages import Stage
-from ptrain.plan.step import FlatUnits, FullyShard, Plan
 from ptrain.spec.batch import GradientSync
 from ptrain.spec.spec import Spec
+from ptrain.steps.step import FlatUnits, FullyShard, Plan
 from ptrain.units import format_bytes
 
 

@@ -20,8 +20,8 @@ from ptrain.derivation.tape import Scene, Tape, Wrap
 from ptrain.derivation.timeline import play, wrap_of
 from ptrain.facts.model import ModelFacts
 from ptrain.facts.passes import Passes, net
-from ptrain.plan.step import Plan
 from ptrain.spec.spec import Spec
+from ptrain.steps.step import Plan
 from ptrain.timeline import Boundary, Item, Kind, Mark, Run
 
 _TAKEN = (Role.INPUT, Role.OUTPUT_GRADIENT)

@@ -10,10 +10,10 @@ from ptrain.axes.ring import Calls
 from ptrain.costs import Collective, Phase, State, Traffic, TrafficKey
 from ptrain.derivation.calls import group_over
 from ptrain.facts.model import ModelFacts
-from ptrain.plan.step import Plan
 from ptrain.spec.axis import Axis
 from ptrain.spec.placement import Tier
 from ptrain.spec.spec import Spec
+from ptrain.steps.step import Plan
 from ptrain.timeline import Boundary, Complete, Kind, Mark, Timeline
 
 _COPIES = {

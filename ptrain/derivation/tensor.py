@@ -15,11 +15,11 @@ from ptrain.axes.tensor.costs import Cut, Modules, cut_dims, slices
 from ptrain.costs import Collective, Phase, State, Traffic
 from ptrain.derivation import activations
 from ptrain.facts.model import ModelFacts, TensorFacts, UnitFacts, prefixes
-from ptrain.plan.step import Parallelize, Plan
 from ptrain.spec.model import ModelShape
 from ptrain.spec.precision import DType
 from ptrain.spec.role import Role
 from ptrain.spec.spec import Spec
+from ptrain.steps.step import Parallelize, Plan
 from ptrain.timeline import gradient_order
 from ptrain.units import ceil_div
 

@@ -12,8 +12,8 @@ from ptrain.costs import Collective, Phase, State, Traffic
 from ptrain.derivation.flat_rows import flat_buffers
 from ptrain.facts.model import ModelFacts, TensorFacts, UnitFacts
 from ptrain.facts.stages import Stage
-from ptrain.plan.step import FlatUnits, FullyShard, LocalGradients, Plan, Replicate
 from ptrain.spec.spec import Spec
+from ptrain.steps.step import FlatUnits, FullyShard, LocalGradients, Plan, Replicate
 
 _ENDS = 2  # ranks: the first stage's and the last one's
 

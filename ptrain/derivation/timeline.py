@@ -20,9 +20,9 @@ from ptrain.derivation.tape import Scene, Tape, Wrap
 from ptrain.derivation.wraps import Local, Replicated, clipping
 from ptrain.errors import PtrainError
 from ptrain.facts.model import ModelFacts
-from ptrain.plan.step import FlatUnits, FullyShard, LocalGradients, Plan, Replicate
 from ptrain.spec.model import ModelShape
 from ptrain.spec.spec import Spec
+from ptrain.steps.step import FlatUnits, FullyShard, LocalGradients, Plan, Replicate
 from ptrain.timeline import Boundary, Complete, Item, Mark, Run, Timeline
 
 _BASE = (State.PARAMETERS, State.OPTIMIZER, State.OTHER)  # what lives for the whole step

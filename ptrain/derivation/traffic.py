@@ -26,9 +26,9 @@ from ptrain.derivation.calls import group_over, reduce_scatter_calls
 from ptrain.derivation.flat_rows import flat_sent, scalars
 from ptrain.derivation.memory import owned, spread_buckets
 from ptrain.facts.model import ModelFacts
-from ptrain.plan.step import FlatUnits, FullyShard, LocalGradients, Plan, Replicate
 from ptrain.spec.precision import DType
 from ptrain.spec.spec import Spec
+from ptrain.steps.step import FlatUnits, FullyShard, LocalGradients, Plan, Replicate
 
 _INDEX_BYTES = 4  # DDP broadcasts bucket indices as int32
 

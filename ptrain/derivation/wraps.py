@@ -9,9 +9,9 @@ from ptrain.derivation.optimizer_state import is_hidden, kept_tensors, needs_who
 from ptrain.derivation.tape import Scene
 from ptrain.facts.model import UnitFacts
 from ptrain.optimizers.ghost import muon_temporaries
-from ptrain.plan.step import LONG_NORM, NORM_ROW
 from ptrain.spec.precision import Layout
 from ptrain.spec.spec import OptimizerSpec
+from ptrain.steps.step import LONG_NORM, NORM_ROW
 from ptrain.timeline import Complete, Kind
 
 

@@ -13,11 +13,11 @@ from ptrain.axes.data.run.wrapped import Wrapped
 from ptrain.costs import State
 from ptrain.interpreter.scaling import LossScale
 from ptrain.models.tags import tier_of
-from ptrain.plan.step import LONG_NORM, NORM_ROW, Clip
 from ptrain.rooms.mesh import Mesh
 from ptrain.rooms.tiers import Tiers, alike
 from ptrain.spec.axis import Axis
 from ptrain.spec.placement import Tier
+from ptrain.steps.step import LONG_NORM, NORM_ROW, Clip
 
 
 @dataclass(frozen=True, slots=True)

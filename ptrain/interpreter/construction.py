@@ -17,10 +17,10 @@ from ptrain.interpreter.workpiece import Stages, Workpiece
 from ptrain.models.chunked import LossInside
 from ptrain.models.units import ROOT
 from ptrain.optimizers.update import Update
-from ptrain.plan.step import ChunkedLoss, Plan, Ran
 from ptrain.rooms.mesh import Mesh
 from ptrain.rooms.world import World
 from ptrain.spec.spec import Spec
+from ptrain.steps.step import ChunkedLoss, Plan, Ran
 
 
 @dataclass(kw_only=True, eq=False)

@@ -28,8 +28,11 @@ from ptrain.models.units import ROOT
 from ptrain.optimizers.build import has_own_rule_for_matrices
 from ptrain.optimizers.torch import TorchRules
 from ptrain.optimizers.update import Update as TargetsUpdate
-from ptrain.plan.kind import PlanStep
-from ptrain.plan.step import (
+from ptrain.rooms.mesh import Mesh
+from ptrain.rooms.tiers import Tiers
+from ptrain.rooms.torch import TorchRoom
+from ptrain.steps.kind import PlanStep
+from ptrain.steps.step import (
     Accumulate,
     ChunkedLoss,
     Clip,
@@ -46,9 +49,6 @@ from ptrain.plan.step import (
     Update,
     Wrap,
 )
-from ptrain.rooms.mesh import Mesh
-from ptrain.rooms.tiers import Tiers
-from ptrain.rooms.torch import TorchRoom
 
 
 def execute(rank: Construction) -> None:

@@ -24,8 +24,8 @@ from ptrain.interpreter.passes import Enter
 from ptrain.interpreter.workpiece import Stages, Workpiece
 from ptrain.models.chain import sample
 from ptrain.models.initialize import keeps_its_weights
-from ptrain.plan.step import Pipeline, Plan
 from ptrain.spec.spec import Spec
+from ptrain.steps.step import Pipeline, Plan
 
 
 def stages_of_module(spec: Spec, module: nn.Module, facts: ModelFacts) -> Stages | None:

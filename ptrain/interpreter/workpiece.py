@@ -11,8 +11,8 @@ from ptrain.axes.data.run.wrapped import Wrapped
 from ptrain.facts.stages import Chain, Stage
 from ptrain.models.initialize import NONE, cast
 from ptrain.models.numerics import TORCH_DTYPES
-from ptrain.plan.step import Plan
 from ptrain.rooms.world import World
+from ptrain.steps.step import Plan
 
 
 @dataclass(frozen=True, slots=True)

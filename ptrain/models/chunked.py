@@ -27,7 +27,7 @@ from ptrain.models.gpt import Gpt
 from ptrain.models.llama import Llama
 from ptrain.models.loss import IGNORED, token_loss_sum
 from ptrain.models.numerics import widen
-from ptrain.plan.step import ChunkedLoss
+from ptrain.steps.step import ChunkedLoss
 
 Make = Callable[[Tensor], Tensor]  # logits of hidden states
 LossOf = Callable[[Tensor, Tensor], Tensor]  # of logits and targets, summed over the tokens

@@ -24,8 +24,8 @@ from ptrain.models.numerics import TORCH_DTYPES
 from ptrain.models.roles import roles_of_module
 from ptrain.models.trace import record, to_timeline
 from ptrain.models.units import blocks_of, unit_modules
-from ptrain.plan.step import chunked_loss
 from ptrain.spec.spec import Spec
+from ptrain.steps.step import chunked_loss
 from ptrain.timeline import gradient_order
 
 _WIDE_BYTES = 4  # buffers of reals are fp32, or fp64 where everything is

@@ -10,10 +10,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ptrain.algebra.layout import groups
-from ptrain.plan.kind import WrapStep
-from ptrain.plan.step import Parallelize, Plan, Ran
 from ptrain.spec.axis import DATA_AXES
 from ptrain.spec.spec import Spec
+from ptrain.steps.kind import WrapStep
+from ptrain.steps.step import Parallelize, Plan, Ran
 
 Groups = Sequence[tuple[int, ...]]
 _FEW_GROUPS = 2

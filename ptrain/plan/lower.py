@@ -18,7 +18,13 @@ from ptrain.costs import State
 from ptrain.errors import SpecError, refused
 from ptrain.facts.roles import roles_of
 from ptrain.facts.stages import Stage
-from ptrain.plan.step import (
+from ptrain.spec.axis import Axis, Factor
+from ptrain.spec.batch import Overlap
+from ptrain.spec.model import ModelShape
+from ptrain.spec.placement import CUT, Distribution, Tier
+from ptrain.spec.role import Roles
+from ptrain.spec.spec import Spec
+from ptrain.steps.step import (
     Accumulate,
     Clip,
     CreateMesh,
@@ -35,12 +41,6 @@ from ptrain.plan.step import (
     Wrap,
     chunked_loss,
 )
-from ptrain.spec.axis import Axis, Factor
-from ptrain.spec.batch import Overlap
-from ptrain.spec.model import ModelShape
-from ptrain.spec.placement import CUT, Distribution, Tier
-from ptrain.spec.role import Roles
-from ptrain.spec.spec import Spec
 
 
 def lower(

@@ -16,7 +16,20 @@ from ptrain.axes.pipeline.schedule import Schedule
 from ptrain.axes.pipeline.simulate import simulate
 from ptrain.plan.composition import condition_lines, ranks_text, theorem_6, theorem_7
 from ptrain.plan.show_keep import keep_text, loss_text
-from ptrain.plan.step import (
+from ptrain.spec.axis import Axis
+from ptrain.spec.batch import (
+    GatherAfterUpdate,
+    GradientSync,
+    ReduceScatterVia,
+    Reshard,
+    SyncPolicy,
+)
+from ptrain.spec.model import ModelShape
+from ptrain.spec.placement import Tier
+from ptrain.spec.precision import Layout
+from ptrain.spec.role import Role, Roles
+from ptrain.spec.spec import WHOLE_BUCKET, Spec
+from ptrain.steps.step import (
     Accumulate,
     ChunkedLoss,
     Clip,
@@ -33,19 +46,6 @@ from ptrain.plan.step import (
     Units,
     Update,
 )
-from ptrain.spec.axis import Axis
-from ptrain.spec.batch import (
-    GatherAfterUpdate,
-    GradientSync,
-    ReduceScatterVia,
-    Reshard,
-    SyncPolicy,
-)
-from ptrain.spec.model import ModelShape
-from ptrain.spec.placement import Tier
-from ptrain.spec.precision import Layout
-from ptrain.spec.role import Role, Roles
-from ptrain.spec.spec import WHOLE_BUCKET, Spec
 from ptrain.units import format_bytes
 
 _FEW_GROUPS = 8

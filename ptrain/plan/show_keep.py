@@ -6,9 +6,9 @@ import re
 from collections.abc import Iterator, Sequence
 from itertools import groupby, pairwise
 
-from ptrain.plan.step import ChunkedLoss, Keep
 from ptrain.spec.keep import Kept, Operators, Scope
 from ptrain.spec.placement import Tier
+from ptrain.steps.step import ChunkedLoss, Keep
 
 _TO = {Tier.HOST: "to the host", Tier.FILE: "to files"}
 _ON = {Tier.DEVICE: "", Tier.HOST: " on the host", Tier.FILE: " in files"}

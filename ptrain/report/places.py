@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from ptrain.algebra.layout import positions
 from ptrain.costs import Estimate, State
 from ptrain.plan.composition import ranks_text
-from ptrain.plan.step import Plan
 from ptrain.report.table import largest, on_tiers, render, size
 from ptrain.spec.spec import Spec
+from ptrain.steps.step import Plan
 
 
 def by_place(spec: Spec, plan: Plan, exact: Estimate) -> str:

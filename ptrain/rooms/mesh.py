@@ -10,10 +10,10 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ptrain.errors import Fault, SpecError
-from ptrain.plan.step import CreateMesh
 from ptrain.rooms.registry import Registry
 from ptrain.rooms.world import World, set_timeout
 from ptrain.spec.axis import Axis
+from ptrain.steps.step import CreateMesh
 
 
 class Mesh:

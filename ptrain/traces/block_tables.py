@@ -28,11 +28,11 @@ from ptrain.models.tables import SMALLEST, Table, factorise
 from ptrain.models.trace import Born, Died, Recording, record
 from ptrain.models.units import unit_modules
 from ptrain.models.work import When, Work, WorkRecorder
-from ptrain.plan.step import Keep
 from ptrain.rooms.registry import Registry
 from ptrain.rooms.tiers import Tiers
 from ptrain.spec.keep import Kept
 from ptrain.spec.model import Attention, ModelShape
+from ptrain.steps.step import Keep
 from ptrain.timeline import Boundary, Mark
 from ptrain.traces.stage_tables import Setting, settings
 from ptrain.traces.tensor_tables import TP, asked, fake_mesh

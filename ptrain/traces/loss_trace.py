@@ -31,9 +31,9 @@ from ptrain.models.initialize import cast
 from ptrain.models.tables import SMALLEST
 from ptrain.models.trace import Event, record
 from ptrain.models.units import ROOT, Units, unit_modules
-from ptrain.plan.step import ChunkedLoss
 from ptrain.rooms.registry import Registry
 from ptrain.spec.model import Family, ModelShape
+from ptrain.steps.step import ChunkedLoss
 from ptrain.timeline import Boundary, Mark
 from ptrain.traces.stage_tables import smallest_units, stages_of
 from ptrain.traces.stage_trace import Traced, record_passes

@@ -31,9 +31,9 @@ from ptrain.models.initialize import cast
 from ptrain.models.tables import DTYPES, MARKS, SMALLEST, factorise
 from ptrain.models.trace import Born, Complete, Died, Event
 from ptrain.models.units import Units, unit_modules
-from ptrain.plan.step import Parallelize
 from ptrain.rooms.registry import Registry
 from ptrain.spec.model import Family, ModelShape
+from ptrain.steps.step import Parallelize
 from ptrain.timeline import Boundary, Mark
 from ptrain.traces import tensor_tables
 from ptrain.traces.stage_trace import Passes, Traced, record_passes

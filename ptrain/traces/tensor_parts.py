@@ -39,13 +39,13 @@ from ptrain.models.trace import record, to_timeline
 from ptrain.models.units import ROOT
 from ptrain.models.work import WorkRecorder, repeated
 from ptrain.plan.lower import lower
-from ptrain.plan.step import Keep, Parallelize, Plan
 from ptrain.rooms.fake import fake_world
 from ptrain.rooms.registry import Registry
 from ptrain.spec.axis import Axis
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec, TrainSpec
 from ptrain.spec.write import to_mapping
+from ptrain.steps.step import Keep, Parallelize, Plan
 from ptrain.timeline import Row, Timeline, as_rows, from_rows
 from ptrain.traces.stage_parts import Prepare, Rows, stage_rows
 

@@ -27,11 +27,11 @@ from ptrain.models.initialize import cast
 from ptrain.models.tables import DTYPES, SMALLEST, Table, name
 from ptrain.models.trace import Recording, record
 from ptrain.models.units import unit_modules
-from ptrain.plan.step import Parallelize
 from ptrain.rooms.fake import fake_world
 from ptrain.rooms.registry import Registry
 from ptrain.spec.axis import Axis
 from ptrain.spec.model import Family, ModelShape
+from ptrain.steps.step import Parallelize
 
 TP, BATCH, SEQUENCE, FFN, VOCAB, UNEVEN = 3, 13, 17, 19, 23, 67
 HEADS = {

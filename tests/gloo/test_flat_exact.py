@@ -9,10 +9,10 @@ from ptrain.algebra.legality import require
 from ptrain.derivation.estimate import derive
 from ptrain.meters.measure import join_estimates
 from ptrain.plan.lower import lower
-from ptrain.plan.step import LONG_NORM, FlatUnits
 from ptrain.report.record import compare
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
+from ptrain.steps.step import LONG_NORM, FlatUnits
 from ptrain.traces.facts import facts_of
 from tests.gloo.rows import ROWS, Setting, default, pairwise
 from tests.gloo.runs import train

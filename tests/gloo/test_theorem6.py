@@ -18,9 +18,9 @@ from ptrain.interpreter.execute import execute
 from ptrain.interpreter.program import Program, interpret, planned
 from ptrain.meters.measure import measure
 from ptrain.plan.composition import are_consecutive, have_one_of_each, theorem_6
-from ptrain.plan.step import Plan, Ran
 from ptrain.rooms.world import World
 from ptrain.spec.spec import Spec
+from ptrain.steps.step import Plan, Ran
 from tests.gloo.tensor_cases import SIZES, spec_of
 from tests.ranks import Ranks
 

@@ -13,13 +13,13 @@ from ptrain.derivation.estimate import derive
 from ptrain.derivation.wire import TOLERANCE, wire_rows
 from ptrain.meters.measure import join_estimates
 from ptrain.meters.wire import WireMeter
-from ptrain.plan.step import CreateMesh
 from ptrain.report.record import record
 from ptrain.rooms.mesh import Mesh
 from ptrain.rooms.world import World
 from ptrain.spec.axis import Axis
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
+from ptrain.steps.step import CreateMesh
 from ptrain.traces.facts import facts_of
 from tests.gloo.runs import train
 from tests.ranks import Ranks

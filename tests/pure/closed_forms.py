@@ -21,7 +21,6 @@ from ptrain.derivation.timeline import replay
 from ptrain.derivation.traffic import sent
 from ptrain.facts.model import ModelFacts
 from ptrain.plan.lower import lower
-from ptrain.plan.step import FlatUnits, FullyShard, Plan
 from ptrain.spec.axis import Axis
 from ptrain.spec.batch import (
     GatherAfterUpdate,
@@ -33,6 +32,7 @@ from ptrain.spec.batch import (
 from ptrain.spec.placement import Placement, Tier
 from ptrain.spec.precision import LAYOUTS, DType, Layout
 from ptrain.spec.spec import Spec
+from ptrain.steps.step import FlatUnits, FullyShard, Plan
 from ptrain.timeline import Boundary, Complete, Item, Mark, Run, Timeline
 from tests.pure.build import BY_HAND, make_facts, make_spec, tuple_of
 

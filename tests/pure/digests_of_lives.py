@@ -24,12 +24,12 @@ from pathlib import Path
 from ptrain.costs import Phase
 from ptrain.errors import PtrainError
 from ptrain.plan.lower import lower
-from ptrain.plan.step import FlatUnits, Plan
 from ptrain.spec.axis import Axis
 from ptrain.spec.batch import GatherAfterUpdate, GradientSync, ReduceScatterVia
 from ptrain.spec.placement import Placement, Tier
 from ptrain.spec.precision import LAYOUTS, Layout
 from ptrain.spec.spec import Spec
+from ptrain.steps.step import FlatUnits, Plan
 from ptrain.timeline import Boundary, Complete, Mark, Timeline
 from tests.pure.build import BY_HAND, make_facts, make_spec, tuple_of
 from tests.pure.lives_of_units import GradientsOfUnit, Life, StepOfUnits, residents

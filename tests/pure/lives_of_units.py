@@ -10,9 +10,9 @@ from ptrain.derivation.flat import Flat
 from ptrain.derivation.flat_rows import flat_footprints
 from ptrain.derivation.tape import Account, Scene, Tape, Wrap
 from ptrain.facts.model import ModelFacts
-from ptrain.plan.step import FlatUnits, Plan
 from ptrain.rooms.ghost import Ghost
 from ptrain.spec.spec import Spec
+from ptrain.steps.step import FlatUnits, Plan
 from ptrain.timeline import Timeline
 
 

@@ -17,12 +17,12 @@ from ptrain.axes.data.cost.optimizer import orthogonalization
 from ptrain.costs import Phase, State
 from ptrain.facts.model import ModelFacts
 from ptrain.plan.lower import lower
-from ptrain.plan.step import LONG_NORM, FlatUnits, FullyShard, LocalGradients, Pipeline, Replicate
 from ptrain.spec.axis import Axis
 from ptrain.spec.batch import GradientSync, ReduceScatterVia, SyncPolicy
 from ptrain.spec.pipeline import ScheduleName
 from ptrain.spec.precision import FP32, LAYOUTS
 from ptrain.spec.spec import Spec
+from ptrain.steps.step import LONG_NORM, FlatUnits, FullyShard, LocalGradients, Pipeline, Replicate
 from tests.pure.build import BY_HAND, GATHERED, WHOLE, ZERO_1, ZERO_2, make_facts, make_spec
 from tests.pure.closed_forms import (
     MODELS,

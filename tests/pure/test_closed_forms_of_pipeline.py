@@ -33,10 +33,10 @@ from ptrain.axes.pipeline.schedule import Action, Schedule
 from ptrain.axes.tensor.cost import scalars, traffic, words
 from ptrain.costs import Collective, Estimate, Phase, State
 from ptrain.derivation.estimate import Derivation, derive
-from ptrain.plan.step import Pipeline
 from ptrain.spec.axis import Axis
 from ptrain.spec.pipeline import ScheduleName
 from ptrain.spec.spec import Spec
+from ptrain.steps.step import Pipeline
 from ptrain.timeline import Kind
 from tests.pure.piped import legal
 from tests.pure.pipelines import GRID, VEES, pipeline, stages_per_rank

@@ -24,10 +24,10 @@ from ptrain.axes.tensor.cost import (
 )
 from ptrain.costs import Collective, Estimate, Phase, State
 from ptrain.derivation.estimate import Derivation, derive
-from ptrain.plan.step import Parallelize
 from ptrain.spec.axis import Axis
 from ptrain.spec.model import ExternalModel, ModelShape
 from ptrain.spec.spec import Spec
+from ptrain.steps.step import Parallelize
 from tests.pure.piped import legal
 
 FAMILIES = ("llama", "gpt")

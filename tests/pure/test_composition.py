@@ -20,10 +20,10 @@ from ptrain.plan.composition import (
     have_one_of_each,
     theorem_6,
 )
-from ptrain.plan.step import Plan, Ran
 from ptrain.spec.axis import Axis
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
+from ptrain.steps.step import Plan, Ran
 
 LAYERS, HIDDEN, VOCAB, SEQUENCE, MICRO, K = 3, 64, 260, 32, 2, 4
 SHAPE = {"layers": LAYERS, "hidden": HIDDEN, "heads": 8, "kv_heads": 8, "ffn": 128, "vocab": VOCAB}

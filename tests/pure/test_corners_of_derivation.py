@@ -15,7 +15,6 @@ from ptrain.derivation.flat_rows import _micro_batches, flat_footprints
 from ptrain.derivation.tape import Scene, Tape
 from ptrain.derivation.wraps import clipping
 from ptrain.plan.lower import lower
-from ptrain.plan.step import LONG_NORM, NORM_ROW
 from ptrain.rooms.ghost import GhostRoom
 from ptrain.spec.axis import Axis
 from ptrain.spec.batch import ReduceScatterVia
@@ -23,6 +22,7 @@ from ptrain.spec.load import load
 from ptrain.spec.placement import Tier
 from ptrain.spec.precision import DType
 from ptrain.spec.spec import Spec
+from ptrain.steps.step import LONG_NORM, NORM_ROW
 from ptrain.timeline import Boundary, Mark, Timeline
 from tests.pure.build import make_facts, make_spec, tuple_of
 

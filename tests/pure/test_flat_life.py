@@ -17,7 +17,6 @@ from ptrain.derivation.timeline import play_update
 from ptrain.derivation.traffic import sent
 from ptrain.optimizers.ghost import muon_temporaries
 from ptrain.plan.lower import lower
-from ptrain.plan.step import Clip, FlatUnits, Plan
 from ptrain.spec.axis import Axis
 from ptrain.spec.batch import (
     GatherAfterUpdate,
@@ -29,6 +28,7 @@ from ptrain.spec.batch import (
 from ptrain.spec.placement import Placement, Tier
 from ptrain.spec.precision import FP32, LAYOUTS, ZERO16, DType
 from ptrain.spec.spec import Spec
+from ptrain.steps.step import Clip, FlatUnits, Plan
 from ptrain.timeline import Timeline
 from tests.pure.build import BY_HAND, ZERO_1, ZERO_2, make_facts, make_spec, tuple_of
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from ptrain.plan.lower import lower
-from ptrain.plan.step import FlatUnits, FullyShard, LocalGradients, Replicate
 from ptrain.spec.axis import Axis
+from ptrain.steps.step import FlatUnits, FullyShard, LocalGradients, Replicate
 from tests.pure.build import GATHERED, WHOLE, ZERO_1, ZERO_2, make_spec, tuple_of
 
 UNITS = ("blocks.0", "blocks.1", "")

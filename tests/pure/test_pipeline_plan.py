@@ -10,11 +10,11 @@ from ptrain.axes.pipeline.known import schedule
 from ptrain.derivation.estimate import derive
 from ptrain.plan.composition import are_consecutive, are_within, have_one_of_each, theorem_7
 from ptrain.plan.show import show
-from ptrain.plan.step import CreateMesh, FullyShard, Parallelize, Pipeline, Plan
 from ptrain.spec.axis import Axis
 from ptrain.spec.batch import SyncPolicy
 from ptrain.spec.pipeline import ScheduleName
 from ptrain.spec.spec import Spec
+from ptrain.steps.step import CreateMesh, FullyShard, Parallelize, Pipeline, Plan
 from tests.pure.piped import SHAPE, legal
 from tests.pure.pipelines import BY_NAME, pipeline
 

@@ -8,9 +8,9 @@ from ptrain.derivation.estimate import derive
 from ptrain.plan.lower import lower
 from ptrain.plan.show import show
 from ptrain.plan.show_keep import keep_text
-from ptrain.plan.step import Keep
 from ptrain.spec.keep import FULL, Kept
 from ptrain.spec.load import load
+from ptrain.steps.step import Keep
 
 MODEL = {"preset": "llama-tiny"}  # of 4 blocks
 BASE = {

@@ -18,12 +18,12 @@ from ptrain.models.initialize import cast
 from ptrain.models.loss import token_loss_sum
 from ptrain.models.trace import record, to_timeline
 from ptrain.models.units import unit_modules
-from ptrain.plan.step import Keep
 from ptrain.rooms.registry import Registry
 from ptrain.rooms.tiers import Tiers
 from ptrain.spec.keep import PLAIN, Kept
 from ptrain.spec.model import Attention, ModelShape
 from ptrain.spec.precision import DType
+from ptrain.steps.step import Keep
 from ptrain.timeline import Run, Timeline
 from ptrain.traces import block_tables as tables
 from tests.pure.build import ODD_SHAPE

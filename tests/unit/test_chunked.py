@@ -19,10 +19,10 @@ from ptrain.models.build import build
 from ptrain.models.chunked import LossInside, can_fuse
 from ptrain.models.heads import head_of
 from ptrain.models.loss import IGNORED, token_loss_sum
-from ptrain.plan.step import ChunkedLoss
 from ptrain.rooms.world import World
 from ptrain.spec.model import HuggingFaceModel
 from ptrain.spec.spec import LossSpec, Spec
+from ptrain.steps.step import ChunkedLoss
 from tests.models_external import Necks, necks
 from tests.pure.build import ODD_SHAPE, make_spec
 from tests.unit.shapes import SHAPES

@@ -11,12 +11,12 @@ import torch
 
 from ptrain.algebra.legality import require
 from ptrain.interpreter.scaling import LossScale
-from ptrain.plan.step import CreateMesh
 from ptrain.rooms.mesh import Mesh
 from ptrain.rooms.world import World
 from ptrain.spec.load import load
 from ptrain.spec.precision import DType
 from ptrain.spec.spec import Spec
+from ptrain.steps.step import CreateMesh
 from ptrain.train import emulation
 from ptrain.train.folder import RunFolder
 from ptrain.train.journal import Journal, StepReport

@@ -20,12 +20,12 @@ from ptrain.models.initialize import initialize
 from ptrain.models.loss import token_loss_sum
 from ptrain.models.trace import record, to_timeline
 from ptrain.models.units import unit_modules
-from ptrain.plan.step import Keep
 from ptrain.rooms.registry import Registry
 from ptrain.rooms.tiers import Tiers
 from ptrain.spec.keep import ATTENTION_ONLY, FULL, PLAIN, SELECTIVE, Kept, Operators, Policy
 from ptrain.spec.model import Attention, Family, ModelShape
 from ptrain.spec.placement import Tier
+from ptrain.steps.step import Keep
 from ptrain.timeline import Timeline
 from tests.models_external import necks
 

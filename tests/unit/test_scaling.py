@@ -10,11 +10,11 @@ import torch
 from ptrain.interpreter.clip import global_norm, scale_down
 from ptrain.interpreter.scaling import LossScale
 from ptrain.models.tags import tag, tier_of
-from ptrain.plan.step import Clip, CreateMesh
 from ptrain.rooms.mesh import Mesh
 from ptrain.rooms.world import World
 from ptrain.spec.placement import Tier
 from ptrain.spec.precision import DType
+from ptrain.steps.step import Clip, CreateMesh
 from ptrain.train.emulation import is_native
 
 

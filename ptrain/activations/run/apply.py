@@ -15,11 +15,11 @@ from ptrain.activations.run.recompute import recompute
 from ptrain.errors import refused
 from ptrain.models.gpt import Gpt
 from ptrain.models.llama import Llama
-from ptrain.plan.step import Keep
 from ptrain.rooms.registry import Registry
 from ptrain.rooms.tiers import Tiers
 from ptrain.spec.keep import Kept, Scope
 from ptrain.spec.placement import Tier
+from ptrain.steps.step import Keep
 
 _CORE = "attention.core"  # of a block of the built-in families
 _BUILT_IN = (Llama, Gpt)

@@ -9,9 +9,9 @@ from typing import Generic
 from ptrain.axes.data.cuts import Axes, without
 from ptrain.axes.data.theta import Parameters
 from ptrain.costs import State
-from ptrain.plan.step import FlatUnits
 from ptrain.rooms.room import Move, T
 from ptrain.spec.placement import Tier
+from ptrain.steps.step import FlatUnits
 
 
 class Gradients(Generic[T]):

@@ -11,12 +11,12 @@ from ptrain.axes.data.costs import Run, runs
 from ptrain.axes.data.cuts import Axes, Cuts
 from ptrain.axes.data.route import Route
 from ptrain.costs import State
-from ptrain.plan.step import FlatUnits
 from ptrain.rooms.room import Members, Move, T
 from ptrain.spec.axis import Axis
 from ptrain.spec.batch import GatherAfterUpdate
 from ptrain.spec.placement import Tier
 from ptrain.spec.precision import Layout
+from ptrain.steps.step import FlatUnits
 
 
 class Parameters(Generic[T]):

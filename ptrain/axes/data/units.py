@@ -11,10 +11,10 @@ from ptrain.axes.data.gradients import Gradients
 from ptrain.axes.data.theta import Parameters
 from ptrain.axes.data.update import UnitState
 from ptrain.costs import State
-from ptrain.plan.step import FlatUnits
 from ptrain.rooms.room import T
 from ptrain.spec.batch import GradientSync
 from ptrain.spec.placement import Tier
+from ptrain.steps.step import FlatUnits
 from ptrain.timeline import Kind
 
 

@@ -17,10 +17,10 @@ from ptrain.axes.data.route import Route, RoutedSlot, TensorSlot
 from ptrain.axes.data.theta import Parameters
 from ptrain.costs import State
 from ptrain.optimizers.update import Resident, Slot
-from ptrain.plan.step import FlatUnits
 from ptrain.rooms.room import Members, T
 from ptrain.spec.placement import Tier
 from ptrain.spec.precision import Layout
+from ptrain.steps.step import FlatUnits
 
 
 class UnitState(Generic[T]):

@@ -19,11 +19,11 @@ from typing import assert_never
 
 from ptrain.axes.tensor.cost import LayerSpan, parameters
 from ptrain.costs import Collective, Phase
-from ptrain.plan.step import Pipeline
 from ptrain.spec.axis import Axis
 from ptrain.spec.model import ModelShape
 from ptrain.spec.pipeline import ScheduleName
 from ptrain.spec.spec import Spec
+from ptrain.steps.step import Pipeline
 
 Crossing = tuple[Collective, Phase]
 

@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from typing import assert_never
 
 from ptrain.costs import Collective, Phase, State
-from ptrain.plan.step import Parallelize
 from ptrain.spec.keep import FULL, Kept
 from ptrain.spec.model import Family, ModelShape
 from ptrain.spec.precision import DType
 from ptrain.spec.spec import Spec
+from ptrain.steps.step import Parallelize
 from ptrain.units import ceil_div
 
 CallKey = tuple[Collective, State, Phase]

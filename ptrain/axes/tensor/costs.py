@@ -34,7 +34,7 @@ def shards_differ(size: int, degree: int, shards: int) -> bool:
 
 
 class HowCut(Protocol):
-    """What a plan says of a model's operators (`plan.step.Parallelize`)."""
+    """What a plan says of a model's operators (`steps.step.Parallelize`)."""
 
     @property
     def roles(self) -> Roles: ...

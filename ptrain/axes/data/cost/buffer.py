@@ -12,9 +12,9 @@ import math
 from dataclasses import dataclass
 
 from ptrain.axes.data.costs import padded_flat
-from ptrain.plan.step import FlatUnits
 from ptrain.spec.axis import DATA_AXES, Axis
 from ptrain.spec.spec import Spec
+from ptrain.steps.step import FlatUnits
 
 Axes = tuple[Axis, ...]
 

@@ -13,9 +13,9 @@ from ptrain.axes.data.cost.gradients import Gradients, Moments, Preparation
 from ptrain.axes.data.cost.parameters import Parameters
 from ptrain.axes.data.cost.update import Target, UnitUpdate
 from ptrain.costs import State
-from ptrain.plan.step import FlatUnits, Plan
 from ptrain.spec.placement import Tier
 from ptrain.spec.spec import Spec
+from ptrain.steps.step import FlatUnits, Plan
 
 
 @dataclass(frozen=True, slots=True, eq=False)

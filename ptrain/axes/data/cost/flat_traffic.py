@@ -19,9 +19,9 @@ from ptrain.axes.data.cost.update import Tensor
 from ptrain.axes.data.costs import gathers, reductions
 from ptrain.axes.ring import Calls, Group
 from ptrain.costs import Collective, Phase, State, Traffic, TrafficKey
-from ptrain.plan.step import FlatUnits
 from ptrain.spec.batch import GatherAfterUpdate, ReduceScatterVia
 from ptrain.spec.placement import Tier
+from ptrain.steps.step import FlatUnits
 
 TO_DEVICE, TO_HOST = Collective.HOST_TO_DEVICE, Collective.DEVICE_TO_HOST
 READ, WRITE = Collective.FILE_READ, Collective.FILE_WRITE

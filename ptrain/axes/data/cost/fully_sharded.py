@@ -27,12 +27,12 @@ from ptrain.axes.data.cost.optimizer import (
 from ptrain.axes.data.costs import gathers, kept_ranks, local_rows, padded_rows, reductions
 from ptrain.axes.ring import Calls, Group
 from ptrain.costs import Collective, Phase, State, Traffic
-from ptrain.plan.step import FullyShard, Plan
 from ptrain.spec.axis import Axis
 from ptrain.spec.batch import ReduceScatterVia
 from ptrain.spec.placement import Tier
 from ptrain.spec.precision import Layout
 from ptrain.spec.spec import OptimizerSpec, Spec
+from ptrain.steps.step import FullyShard, Plan
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -16,9 +16,9 @@ from ptrain.axes.data.cost.fully_sharded import FullySharded, ShardedUnit
 from ptrain.axes.data.cost.optimizer import norm, update_casts
 from ptrain.axes.data.costs import local_rows
 from ptrain.costs import Phase
-from ptrain.plan.step import FullyShard
 from ptrain.spec.batch import GradientSync, ReduceScatterVia
 from ptrain.spec.precision import Layout
+from ptrain.steps.step import FullyShard
 
 
 def fully_sharded_peaks(sharded: FullySharded, index: int) -> dict[Phase, int]:

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 from ptrain.axes.data.cost.chain import Chain, NoClosedForm, Unit
 from ptrain.axes.data.form import ELEMENTWISE
-from ptrain.plan.step import LONG_NORM, Plan
 from ptrain.spec.precision import DType, Layout
 from ptrain.spec.spec import OptimizerSpec, Spec
+from ptrain.steps.step import LONG_NORM, Plan
 
 COUNTER_BYTES = 4
 

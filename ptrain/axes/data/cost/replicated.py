@@ -25,10 +25,10 @@ from ptrain.axes.data.cost.optimizer import (
 from ptrain.axes.data.costs import bucket_caps, bucket_sizes, spread
 from ptrain.axes.ring import Calls, Group
 from ptrain.costs import Collective, Phase, State, Traffic
-from ptrain.plan.step import LocalGradients, Plan, Replicate
 from ptrain.spec.placement import Tier
 from ptrain.spec.precision import DType, Layout
 from ptrain.spec.spec import Spec
+from ptrain.steps.step import LocalGradients, Plan, Replicate
 
 _INDEX_BYTES = 4  # int32: of a bucket's tensors, broadcast when buckets are rebuilt
 

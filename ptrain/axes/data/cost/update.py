@@ -25,11 +25,11 @@ from ptrain.axes.data.cost.optimizer import (
     orthogonalization,
 )
 from ptrain.axes.data.cost.parameters import Parameters
-from ptrain.plan.step import FlatUnits
 from ptrain.spec.batch import GatherAfterUpdate
 from ptrain.spec.placement import Tier
 from ptrain.spec.precision import DType, Layout
 from ptrain.spec.spec import OptimizerSpec, Spec
+from ptrain.steps.step import FlatUnits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

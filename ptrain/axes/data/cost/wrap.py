@@ -20,9 +20,9 @@ from ptrain.axes.data.cost.fully_sharded_peaks import fully_sharded_peaks
 from ptrain.axes.data.cost.replicated import Replicated
 from ptrain.axes.ring import Calls, Group
 from ptrain.costs import Collective, Phase, State, Traffic, add_traffic
-from ptrain.plan.step import FlatUnits, FullyShard, LocalGradients, Plan, Replicate
 from ptrain.spec.precision import DType
 from ptrain.spec.spec import Spec
+from ptrain.steps.step import FlatUnits, FullyShard, LocalGradients, Plan, Replicate
 
 
 class Form(Protocol):

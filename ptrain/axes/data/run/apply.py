@@ -14,9 +14,9 @@ from ptrain.axes.data.run.flat import FlatWrap
 from ptrain.axes.data.run.fully_sharded import FullyShardedWrap
 from ptrain.axes.data.run.replicated import ReplicatedWrap
 from ptrain.axes.data.run.wrapped import ParameterWrap, Wrapped
-from ptrain.plan.step import FlatUnits, FullyShard, LocalGradients, Plan, Replicate
 from ptrain.rooms.mesh import Mesh
 from ptrain.rooms.registry import Registry
+from ptrain.steps.step import FlatUnits, FullyShard, LocalGradients, Plan, Replicate
 
 
 def apply(model: nn.Module, plan: Plan, mesh: Mesh, registry: Registry) -> Wrapped:

@@ -25,13 +25,13 @@ from ptrain.axes.data.update import TensorsUpdate
 from ptrain.costs import State
 from ptrain.models.again import runs_again
 from ptrain.models.units import ROOT
-from ptrain.plan.step import FlatUnits, Plan
-from ptrain.plan.step import Units as UnitModules
 from ptrain.rooms.mesh import Mesh
 from ptrain.rooms.registry import Registry
 from ptrain.rooms.torch import TorchRoom
 from ptrain.spec.precision import Layout
 from ptrain.spec.spec import OptimizerSpec
+from ptrain.steps.step import FlatUnits, Plan
+from ptrain.steps.step import Units as UnitModules
 from ptrain.timeline import Kind
 
 

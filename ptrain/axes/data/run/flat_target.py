@@ -13,10 +13,10 @@ from ptrain.axes.data.run.members import ParameterMembers
 from ptrain.axes.data.run.target import Named
 from ptrain.axes.data.update import ShardTarget, TensorsUpdate, TensorTarget, UnitState
 from ptrain.costs import State
-from ptrain.plan.step import FlatUnits
 from ptrain.rooms.torch import TorchRoom
 from ptrain.spec.placement import Tier
 from ptrain.spec.precision import Layout
+from ptrain.steps.step import FlatUnits
 from ptrain.units import ceil_div
 
 

@@ -20,12 +20,12 @@ from ptrain.models.again import runs_again
 from ptrain.models.initialize import keeps_its_weights
 from ptrain.models.ledger import local
 from ptrain.models.numerics import TORCH_DTYPES
-from ptrain.plan.step import FullyShard, Plan
 from ptrain.rooms.comm import TaggedAllGather, TaggedReduceScatter
 from ptrain.rooms.mesh import Mesh
 from ptrain.rooms.registry import Registry
 from ptrain.spec.batch import GradientSync, Reshard
 from ptrain.spec.precision import Layout
+from ptrain.steps.step import FullyShard, Plan
 from ptrain.timeline import Kind
 
 _RETURNS_A_VIEW = "FSDP2-wrapped module .* returned a view tensor"

@@ -19,11 +19,11 @@ from torch.nn.parallel import DistributedDataParallel
 from ptrain.axes.data.run.spread import SpreadUpdate
 from ptrain.axes.data.run.summing import keeping_hook, summing_hook
 from ptrain.axes.data.run.wrapped import ParameterWrap
-from ptrain.plan.step import Replicate, Units
 from ptrain.rooms.mesh import Mesh
 from ptrain.rooms.registry import Registry
 from ptrain.spec.precision import Layout
 from ptrain.spec.spec import OptimizerSpec
+from ptrain.steps.step import Replicate, Units
 from ptrain.timeline import Kind
 
 _STOCK_BUCKET_MB = 25

@@ -15,10 +15,10 @@ from ptrain.axes.data.run.flat import parameters_by_unit
 from ptrain.axes.data.run.target import Named, Target, TensorTarget
 from ptrain.axes.data.run.whole import OfWholeModel
 from ptrain.costs import State
-from ptrain.plan.step import Units
 from ptrain.rooms.room import Leaf
 from ptrain.spec.precision import Layout
 from ptrain.spec.spec import OptimizerSpec
+from ptrain.steps.step import Units
 from ptrain.timeline import Kind
 
 

@@ -27,10 +27,10 @@ from ptrain.costs import Phase
 from ptrain.data.sampler import LocalBatch
 from ptrain.errors import RankFailed
 from ptrain.models.numerics import TORCH_DTYPES
-from ptrain.plan.step import Plan
 from ptrain.rooms.mesh import Mesh
 from ptrain.spec.pipeline import ScheduleName
 from ptrain.spec.spec import Spec
+from ptrain.steps.step import Plan
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 

@@ -14,10 +14,10 @@ from torch import nn
 from ptrain.axes.data.run.target import Named, Target
 from ptrain.axes.data.run.wrapped import Wrapped
 from ptrain.costs import State
-from ptrain.plan.step import Pipeline
 from ptrain.rooms.mesh import Mesh
 from ptrain.spec.precision import Layout
 from ptrain.spec.spec import OptimizerSpec
+from ptrain.steps.step import Pipeline
 from ptrain.timeline import Kind
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from ptrain.costs import Phase
 from ptrain.errors import PtrainError, RankFailed
-from ptrain.plan.step import Pipeline
+from ptrain.steps.step import Pipeline
 
 _TORCH = logging.getLogger("torch.distributed.pipelining.schedules")
 _Move = tuple[int, int, Phase]  # from or to which stage, which micro-batch, in which pass

@@ -33,9 +33,9 @@ from ptrain.axes.tensor.run.regather import Regather
 from ptrain.errors import refused
 from ptrain.models.chunked import LossInside
 from ptrain.models.loss import token_loss_sum
-from ptrain.plan.step import ChunkedLoss, Parallelize
 from ptrain.rooms.registry import Registry
 from ptrain.spec.role import Role, fits
+from ptrain.steps.step import ChunkedLoss, Parallelize
 
 _SEQUENCE = 1  # the dimension of tokens, behind that of samples
 

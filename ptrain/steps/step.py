@@ -6,7 +6,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Self
 
-from ptrain.plan.kind import PlanStep, WrapStep
 from ptrain.spec.axis import DATA_AXES, Axis
 from ptrain.spec.batch import GatherAfterUpdate, GradientSync, ReduceScatterVia, SyncPolicy
 from ptrain.spec.keep import Kept
@@ -15,6 +14,7 @@ from ptrain.spec.placement import Tier
 from ptrain.spec.precision import Layout
 from ptrain.spec.role import Roles
 from ptrain.spec.spec import Spec
+from ptrain.steps.kind import PlanStep, WrapStep
 
 Units = tuple[tuple[str, ...], ...]  # a wrap unit is the modules that are gathered together
 
