@@ -1,0 +1,216 @@
+"""Does every strategy train to the bit as it did? `python benchmarks/losses.py --check PAGE`.
+
+Claim: each spec of specs/strategies, trained for 10 steps on gloo ranks of one thread with a small
+model and its own mesh, placement and layout, gives the losses, the norms of gradients and the
+final parameters of PAGE, every bit of them. PAGE is a file of benchmarks/results; beside it stands
+one that ends in .json, in which losses and norms are hexadecimal floats (`float.hex`), parameters
+a SHA-256 over names and bytes, and each strategy has the overrides that it ran with.
+
+What a processor computes repeats to the bit on an equal processor with an equal torch only: both
+names are kept, and a comparison elsewhere says so. Without --check it prints the losses, and
+writes a result only with --save. About 3 minutes on two idle cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported, here and in the ranks
+
+import torch
+from _machine import conclude, header, processor, result_path, this_command, version
+
+from ptrain.algebra.legality import require
+from ptrain.spec.axis import Axis
+from ptrain.spec.load import load
+from ptrain.spec.names import listing
+from tests.gloo.runs import train
+from tests.ranks import Ranks
+
+STEPS = 10
+GLOBAL = 8  # samples of a step
+MOST_SECONDS = 600.0  # of one strategy, on a busy machine
+Row = dict[str, Any]
+
+
+def overrides_of(name: str) -> list[str]:
+    """Return what makes a strategy small: as many layers as its stages need, one micro-batch where
+    it has one."""
+    spec = load(name).spec
+    layers = 8 if spec.degree(Axis.PP) > 1 else 2
+    micro = GLOBAL // spec.data_degree if spec.batch.accumulate == 1 else 1
+    return [
+        f"model={{layers: {layers}, hidden: 24, heads: 4, kv_heads: 2, ffn: 48, vocab: 260}}",
+        f"batch={{global: {GLOBAL}, micro: {micro}, sequence: 32}}",
+    ]
+
+
+def trained(pool: Ranks, name: str, overrides: Sequence[str]) -> Row:
+    """Return what `STEPS` steps of a strategy gave: hexadecimal losses and norms by step, and the
+    digest of the parameters after them."""
+    spec = require(load(name, list(overrides)))
+    reports = pool.run(spec.world_size, train, spec, STEPS, timeout=MOST_SECONDS)
+    trajectory = reports[0].trajectory
+    assert trajectory is not None, "rank 0 has one"
+    return {
+        "overrides": list(overrides),
+        "ranks": spec.world_size,
+        "losses": [loss.hex() for loss in trajectory.losses],
+        "norms": [norm.hex() for norm in trajectory.gradient_norms],
+        "parameters": digest(trajectory.parameters),
+    }
+
+
+def digest(parameters: Mapping[str, torch.Tensor]) -> str:
+    """Return the SHA-256 of the tensors' names, dtypes and bytes, in the order of their names."""
+    total = hashlib.sha256()
+    for name, tensor in sorted(parameters.items()):
+        total.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        total.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+    return total.hexdigest()
+
+
+def of_strategies(overrides: Mapping[str, Sequence[str]]) -> Iterator[tuple[str, Row, float]]:
+    """Train each strategy, those of equally many ranks one after the other, and yield what it gave
+    and how many seconds it took. A pool that waits would take time from the others."""
+    pool, size = Ranks(), 0
+    for name in sorted(overrides, key=lambda name: (load(name).spec.world_size, name)):
+        if load(name).spec.world_size != size:
+            pool.close()
+            pool, size = Ranks(), load(name).spec.world_size
+        began = time.perf_counter()
+        row = trained(pool, name, overrides[name])
+        yield name, row, time.perf_counter() - began
+    pool.close()
+
+
+def platform() -> dict[str, str]:
+    """Return what bits depend on: the processor, its instructions that torch uses, and torch."""
+    return {
+        "processor": processor(),
+        "instructions": torch.backends.cpu.get_cpu_capability(),
+        "torch": version("torch"),
+        "threads": os.environ["OMP_NUM_THREADS"],
+    }
+
+
+def differences(name: str, before: Row, after: Row) -> Iterator[str]:
+    """Yield the first step in which losses or norms differ, and whether parameters do."""
+    for key, what in (("losses", "loss"), ("norms", "norm of the gradients")):
+        pairs = zip_longest(before[key], after[key])
+        for step, (old, new) in enumerate(pairs, start=1):
+            if old != new:
+                yield f"{name}: {what} of step {step}: {_written(old)} -> {_written(new)}"
+                break
+    if before["parameters"] != after["parameters"]:
+        yield f"{name}: parameters after step {len(before['losses'])}"
+
+
+def _written(hexadecimal: str | None) -> str:
+    return "–" if hexadecimal is None else f"{float.fromhex(hexadecimal)!r} ({hexadecimal})"
+
+
+def elsewhere(before: Mapping[str, str]) -> list[str]:
+    """Return in what this machine is not that of a page."""
+    return [
+        f"{key}: {before.get(key)} on the page, {here} here"
+        for key, here in platform().items()
+        if before.get(key) != here
+    ]
+
+
+def check(page: Path) -> int:
+    """Train again what a page has and say what differs; 1 if anything does."""
+    kept = json.loads(page.with_suffix(".json").read_text(encoding="utf-8"))
+    others = elsewhere(kept["platform"])
+    if others:
+        print("not the page's machine, on which alone bits repeat: " + "; ".join(others))
+    rows = kept["strategies"]
+    changed = [
+        f"{name}: no longer a strategy" for name in rows if name not in listing("strategies")
+    ]
+    changed += [f"{name}: not on the page" for name in listing("strategies") if name not in rows]
+    overrides = {name: rows[name]["overrides"] for name in rows if name in listing("strategies")}
+    for name, row, _ in of_strategies(overrides):
+        changed += differences(name, rows[name], row)
+    print("\n".join(changed or [f"{len(overrides)} strategies give the same bits"]))
+    return 1 if changed else 0
+
+
+def line(name: str, row: Row, seconds: float) -> str:
+    """Return a line of the table."""
+    losses = [float.fromhex(text) for text in row["losses"]]
+    norms = [float.fromhex(text) for text in row["norms"]]
+    cells = (
+        f"`{name}`", str(row["ranks"]), repr(losses[0]), repr(losses[-1]), row["losses"][-1],
+        repr(norms[-1]) if norms else "–", row["parameters"][:16], f"{seconds:.1f}",
+    )  # fmt: skip
+    return f"| {' | '.join(cells)} |"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--check", type=Path, metavar="PAGE", help="compare with a result, to the bit"
+    )
+    parser.add_argument("--save", action="store_true", help="write benchmarks/results/")
+    args = parser.parse_args()
+    if args.check:
+        return check(args.check)
+    head, began = header("losses: every strategy, 10 steps to the bit", this_command()), time.time()
+    columns = (
+        "strategy", "ranks", "loss 1", f"loss {STEPS}", f"loss {STEPS}, hexadecimal",
+        f"norm {STEPS}", "parameters, SHA-256", "s",
+    )  # fmt: skip
+    lines = [head, *_facts(platform().items())]
+    lines += [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
+    strategies: dict[str, Row] = {}
+    failed = []
+    for name, row, seconds in of_strategies(
+        {name: overrides_of(name) for name in listing("strategies")}
+    ):
+        strategies[name] = row
+        lines.append(line(name, row, seconds))
+        print(lines[-1], file=sys.stderr, flush=True)
+        if len(row["losses"]) != STEPS or not float.fromhex(row["losses"][-1]) < float.fromhex(
+            row["losses"][0]
+        ):
+            failed.append(f"{name}: the loss does not fall")
+    lines += ["", f"All together {time.time() - began:.0f} s."]
+    if args.save:
+        content = {"platform": platform(), "steps": STEPS, "strategies": strategies}
+        text = json.dumps(content, indent=1)
+        result_path("losses", "json").write_text(text + "\n", encoding="utf-8")
+    return conclude(
+        "losses",
+        lines,
+        failed=failed,
+        not_covered="other processors and versions of torch, which add in another order, and GPUs",
+        is_saved=args.save,
+    )
+
+
+def _facts(pairs: Iterable[tuple[str, str]]) -> Iterator[str]:
+    yield (
+        "Claim: trained again on an equal machine, each strategy gives these losses, norms of "
+        "gradients and parameters, every bit of them; and the loss falls. Each is trained on its "
+        "own mesh and in its own layout, with a small model; its overrides and the bits of every "
+        "step stand in the file of the same name that ends in .json."
+    )
+    yield ""
+    yield "Bits depend on: " + ", ".join(f"{name} {text}" for name, text in pairs) + "."
+    yield ""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,58 @@
+"""A unit's gradients, and a step of units, do in every setting what they did: level and peak after
+every call, all that is sent or copied, and what resides. A digest that differs is localised by
+`python -m tests.pure.digests_of_lives --group NAME` on this commit and on the one before."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import pytest
+
+from tests.pure.digests_of_lives import Group, digest, groups, kept, settings
+from tests.pure.lives_of_units import Life
+
+GROUPS = groups()
+GRADIENTS = [group for group in GROUPS if group.gather is None]
+STEPS = [group for group in GROUPS if group.gather is not None]
+BY_DEFAULT = [*GRADIENTS[::3], *STEPS[::17]]  # in strides that share no factor with any dial
+OTHERS = [group for group in GROUPS if group not in BY_DEFAULT]
+SETTINGS = 15_168  # of tuples, layouts, ways to reduce, overlap and micro-batches
+
+
+@pytest.mark.parametrize("group", BY_DEFAULT, ids=lambda group: group.name)
+def test_units_live_as_they_did(group: Group):
+    assert digest(group) == kept()[group.name]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("group", OTHERS, ids=lambda group: group.name)
+def test_units_live_as_they_did_in_all_other_settings(group: Group):
+    assert digest(group) == kept()[group.name]
+
+
+def test_there_is_a_digest_of_each_group_and_they_are_of_15_168_settings():
+    assert list(kept()) == [group.name for group in GROUPS]
+    assert len(set(kept().values())) > len(GROUPS) / 2  # overlap changes nothing in some
+    numbers = (len(settings(group.layout, group.via, group.micro_batches)) for group in GRADIENTS)
+    assert sum(numbers) == SETTINGS
+
+
+def test_what_is_played_by_default_has_each_value_of_each_dial():
+    for field in fields(Group):
+        everywhere, played = (
+            {getattr(group, field.name) for group in some} for some in (STEPS, STEPS[::17])
+        )
+        assert played == everywhere, field.name
+
+
+@pytest.mark.parametrize("group", [GRADIENTS[7], STEPS[7]], ids=["gradients", "step"])
+def test_a_byte_more_for_one_moment_changes_the_digest(group: Group, monkeypatch):
+    before, begin = digest(group), Life.begin
+
+    def wasteful(life: Life, phase: object) -> None:
+        begin(life, phase)
+        life.allocate(1)
+        life.allocate(-1)
+
+    monkeypatch.setattr(Life, "begin", wasteful)
+    assert digest(group) != before
