@@ -56,7 +56,7 @@ def lower(
     wrap, tensor = _wrap(spec), _parallelize(spec, roles)
     pipeline = _pipeline(spec, stages)
     operator_axes = (tensor.axis,) if tensor else ()
-    cut_axes = (*((pipeline.axis,) if pipeline else ()), *reduced_axes(wrap))
+    cut_axes = (*((pipeline.axis,) if pipeline else ()), *wrap.reduced_axes)
     layout = spec.precision.effective
     return Plan(
         name=spec.name,
@@ -78,17 +78,6 @@ def lower(
         keep=_keep(spec, blocks),
         loss=loss_of(spec),
     )
-
-
-def reduced_axes(wrap: Wrap) -> tuple[Axis, ...]:
-    """The axes along which the reduced gradients are shards when they are clipped and checked."""
-    match wrap:
-        case LocalGradients() | Replicate():
-            return ()
-        case FullyShard():
-            return wrap.shard_axes
-        case FlatUnits():
-            return tuple(a for a in wrap.axes if a in (*wrap.updated, *wrap.gathered_gradients))
 
 
 def _wrap(spec: Spec) -> Wrap:

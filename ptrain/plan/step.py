@@ -88,13 +88,44 @@ class ChunkedLoss:
     fused: bool = False
 
 
+class DataWrap:
+    """What every step that wraps a model for the data axes answers; here, where nothing is cut."""
+
+    __slots__ = ()
+
+    @property
+    def sync_policy(self) -> SyncPolicy | None:
+        """When units are gathered and reduced; None where nothing goes by unit."""
+        return None
+
+    @property
+    def gathered_by_unit(self) -> tuple[Axis, ...]:
+        """The axes over which a unit's parameters are gathered for use."""
+        return ()
+
+    @property
+    def reduced_by_unit(self) -> tuple[Axis, ...]:
+        """The axes over which a unit's gradients are reduced to shards in backward."""
+        return ()
+
+    @property
+    def reduced_axes(self) -> tuple[Axis, ...]:
+        """The axes along which reduced gradients are shards when they are clipped and checked."""
+        return ()
+
+    def differing_axes(self, *, within_tp: bool) -> tuple[Axis, ...]:
+        """The axes along which ranks store different numbers of bytes, or (`within_tp`) other
+        pieces of tensors."""
+        return ()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LocalGradients:
+class LocalGradients(DataWrap):
     """One device: no data axis, nothing is wrapped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Replicate:
+class Replicate(DataWrap):
     """Theta and G are R on every data axis: DistributedDataParallel over `axes`; buckets in the
     order in which gradients arrive, reduced (summed) after the last micro-batch: beside its
     backward pass (`overlaps`), or one by one when it is over.
@@ -108,9 +139,12 @@ class Replicate:
     overlaps: bool = True
     zero_redundancy: bool = False
 
+    def differing_axes(self, *, within_tp: bool) -> tuple[Axis, ...]:
+        return self.axes if self.zero_redundancy else ()
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FullyShard:
+class FullyShard(DataWrap):
     """Theta is S*, Omega and G are S on `shard_axes` and all three R on `replicate_axes`: FSDP2's
     `fully_shard` on each unit and then the root (HSDP with a replicate axis).
 
@@ -127,9 +161,22 @@ class FullyShard:
     prefetch: int | None = None
     overlaps: bool = True
 
+    @property
+    def sync_policy(self) -> SyncPolicy:
+        return self.sync
+
+    @property
+    def gathered_by_unit(self) -> tuple[Axis, ...]:
+        return self.shard_axes
+
+    reduced_by_unit = reduced_axes = gathered_by_unit
+
+    def differing_axes(self, *, within_tp: bool) -> tuple[Axis, ...]:
+        return self.shard_axes
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FlatUnits:
+class FlatUnits(DataWrap):
     """Any other tuple: each unit's tensors in one flat padded buffer, a handler per state.
 
     `axes` are all data axes, outermost first; `parameters`, `optimizer` and `gradients` those
@@ -159,6 +206,26 @@ class FlatUnits:
     prefetch: int = 0
     gather_after_update: GatherAfterUpdate = GatherAfterUpdate.BLOCKING
     path: str | None = None
+
+    @property
+    def sync_policy(self) -> SyncPolicy:
+        return self.sync
+
+    @property
+    def gathered_by_unit(self) -> tuple[Axis, ...]:
+        return self.parameters
+
+    @property
+    def reduced_by_unit(self) -> tuple[Axis, ...]:
+        return self.gradients
+
+    @property
+    def reduced_axes(self) -> tuple[Axis, ...]:
+        kept = (*self.updated, *self.gathered_gradients)
+        return tuple(axis for axis in self.axes if axis in kept)
+
+    def differing_axes(self, *, within_tp: bool) -> tuple[Axis, ...]:
+        return (*self.updated, *self.gathered_gradients) if within_tp else ()
 
     @property
     def first_differs(self) -> bool:

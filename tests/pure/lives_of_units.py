@@ -5,12 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ptrain.costs import Footprint, Phase, Traffic, add_traffic
 from ptrain.derivation.facts import ModelFacts
 from ptrain.derivation.flat_bench import Bench, Buffer, Piece
 from ptrain.derivation.flat_gradients import Gradients
 from ptrain.derivation.flat_memory import flat_footprints
 from ptrain.derivation.flat_wrap import Flat
+
+from ptrain.costs import Footprint, Phase, Traffic, add_traffic
 from ptrain.derivation.tape import Scene, Tape, Wrap
 from ptrain.plan.step import FlatUnits, Plan
 from ptrain.spec.spec import Spec
