@@ -47,6 +47,10 @@ class Replicas(InPlace):
         player.rebuild_buckets()
         scene.tape.enter(Phase.BACKWARD)
         player.begin(is_first=True, is_last=True)  # micro-batches before the last send nothing
+        itemsize = self.wrapped.plan.update.layout.gradients.itemsize
+        numel = {tensor.name: tensor.numel for tensor in facts.tensors}
+        for name in facts.gradient_order:
+            player.complete(Complete(name, numel[name] * itemsize))
         player.after_backward(len(facts.units) - 1)
         scene.tape.enter(Phase.UPDATE)
         player.update(0)
@@ -67,7 +71,8 @@ class Replicated(Local):
         self.tape.add(scene.facts.numel * itemsize)
         self.copies = scene.plan.accumulate.micro_batches == 1
         self.root = len(scene.facts.units) - 1
-        self.is_last = True
+        self.due: list[int] = []  # bytes of buckets that are to be reduced
+        self.arrived = 0  # bytes of gradients that none of them has
 
     def rebuild_buckets(self) -> None:
         """A run's first backward pass is over: the indices of all tensors and how many there are,
@@ -79,15 +84,27 @@ class Replicated(Local):
 
     def begin(self, *, is_first: bool, is_last: bool) -> None:
         super().begin(is_first=is_first, is_last=is_last)
-        self.is_last = is_last
+        if is_last and self.tape.account is not None:
+            self.due = self.replicas.buckets()
+        self.arrived = 0
 
     def complete(self, gradient: Complete) -> None:
-        self.tape.add(autograd.added(gradient))
+        """A full bucket is reduced while the gradient that filled it still lives."""
         if gradient.cloned and self.copies:
             self.tape.spike(gradient.size)
+        self.arrived += gradient.size
+        if self.replicas.step.overlaps:
+            while self.due and self.due[0] <= self.arrived:
+                self._reduce()
+        self.tape.add(autograd.added(gradient))
 
     def after_backward(self, unit: int) -> None:
-        """For the root, backward is over: every bucket has been reduced in place."""
-        if unit == self.root and self.is_last and self.tape.account is not None:
-            for size in self.replicas.buckets():
-                self.tape.sent(Collective.ALL_REDUCE, self.axes, State.GRADIENTS, size, "")
+        """For the root, backward is over: what is due still is reduced, one after the other."""
+        while unit == self.root and self.due:
+            self._reduce()
+
+    def _reduce(self) -> None:
+        """A bucket, in place."""
+        size = self.due.pop(0)
+        self.arrived -= size
+        self.tape.sent(Collective.ALL_REDUCE, self.axes, State.GRADIENTS, size, "")

@@ -59,9 +59,9 @@ class Units:
         axes = [axis for axis in wrap.updated if axis not in wrap.parameters]
         if axes:
             yield (
-                f"parameters are whole and the optimizer is a shard on {', '.join(axes)}: each rank "
-                "updates its part, so the updated parameters must be gathered, r|Θ| that Theorem 2 "
-                "as printed leaves out"
+                f"parameters are whole and the optimizer is a shard on {', '.join(axes)}: each "
+                "rank updates its part, so the updated parameters must be gathered, r|Θ| that "
+                "Theorem 2 as printed leaves out"
             )
         if wrap.consumed:
             yield (
@@ -72,8 +72,8 @@ class Units:
         if late and not wrap.consumed:
             yield (
                 f"gradients are R and the optimizer is a shard on {', '.join(late)}: a reduce-"
-                "scatter before the update replaces the all-reduce, r|G| instead of 2r|G|; gradients keep "
-                "their full size, and only the rank's own part of them holds the sum"
+                "scatter before the update replaces the all-reduce, r|G| instead of 2r|G|; "
+                "gradients keep their full size, and only the rank's own part of them holds the sum"
             )
         whole = [axis for axis in wrap.optimizer if axis not in wrap.updated]
         if whole:

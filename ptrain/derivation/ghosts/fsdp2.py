@@ -111,8 +111,8 @@ class Gathers:
         between, whole = self.between[unit], self.whole[unit]
         copied = (between or self.shard[unit]) if self.casts else 0
         ranks, axes = self.kept_ranks if between else self.ranks, self.step.shard_axes
-        self.tape.sent(Collective.ALL_GATHER, axes, State.PARAMETERS, whole, "", ranks=ranks)
         self.tape.add(copied + whole)
+        self.tape.sent(Collective.ALL_GATHER, axes, State.PARAMETERS, whole, "", ranks=ranks)
         self.tape.add(-copied)
 
     def _copy_out(self, unit: int) -> None:
@@ -266,11 +266,12 @@ class FullySharded:
 
     def _send(self, whole: int, shard: int) -> None:
         """To shards, by exchange through a buffer more; and over replicas in place."""
-        step, is_native = self.step, self.step.reduce_scatter is ReduceScatterVia.NATIVE
-        via = "" if is_native else step.reduce_scatter.value
+        step = self.step
+        is_native = step.reduce_scatter is ReduceScatterVia.NATIVE
+        received, via = (0, "") if is_native else (whole, step.reduce_scatter.value)
+        self.tape.add(received)
         self.tape.sent(Collective.REDUCE_SCATTER, step.shard_axes, State.GRADIENTS, whole, via)
-        if not is_native:
-            self.tape.spike(whole)
+        self.tape.add(-received)
         if step.replicate_axes:
             self.tape.sent(Collective.ALL_REDUCE, step.replicate_axes, State.GRADIENTS, shard, "")
 
