@@ -33,7 +33,7 @@ from ptrain.plan.step import (
     Units,
     Update,
 )
-from ptrain.spec.axis import Axis
+from ptrain.spec.axis import DATA_AXES, Axis
 from ptrain.spec.batch import (
     GatherAfterUpdate,
     GradientSync,
@@ -318,30 +318,13 @@ def _composition(spec: Spec, plan: Plan) -> Iterator[str]:
 
 
 def _policy(plan: Plan) -> Iterator[str]:
-    match plan.wrap:
-        case LocalGradients():
-            return
-        case Replicate():
-            yield "sync     gradients once, after the last micro-batch"
-        case FlatUnits() if plan.wrap.consumed:
-            yield "sync     gradients unit by unit, as soon as they are complete"
-        case FullyShard() | FlatUnits():
-            yield f"sync     {_sync(plan.wrap.sync, gathers=_gathers(plan))}"
-        case _:
-            assert_never(plan.wrap)
-
-
-def _gathers(plan: Plan) -> bool:
-    """Whether a unit's parameters are whole on the device for their use only."""
-    match plan.wrap:
-        case FullyShard():
-            return True
-        case FlatUnits():
-            wrap = plan.wrap
-            off_device = wrap.parameters_tier is not Tier.DEVICE
-            return bool(wrap.parameters) or wrap.materialized or off_device
-        case _:
-            return False
+    sync = plan.wrap.sync_policy
+    if plan.wrap.updates_in_backward:
+        yield "sync     gradients unit by unit, as soon as they are complete"
+    elif sync is not None:
+        yield f"sync     {_sync(sync, gathers=plan.wrap.brings_parameters)}"
+    elif any(axis in DATA_AXES for axis in plan.mesh.axes):
+        yield "sync     gradients once, after the last micro-batch"
 
 
 def _sync(sync: SyncPolicy, *, gathers: bool) -> str:

@@ -113,6 +113,16 @@ class DataWrap:
         """The axes along which reduced gradients are shards when they are clipped and checked."""
         return ()
 
+    @property
+    def brings_parameters(self) -> bool:
+        """Whether a unit's parameters are whole on the device for their use only."""
+        return False
+
+    @property
+    def updates_in_backward(self) -> bool:
+        """Whether a unit is updated as soon as its gradients are complete."""
+        return False
+
     def differing_axes(self, *, within_tp: bool) -> tuple[Axis, ...]:
         """The axes along which ranks store different numbers of bytes, or (`within_tp`) other
         pieces of tensors."""
@@ -171,6 +181,10 @@ class FullyShard(DataWrap):
 
     reduced_by_unit = reduced_axes = gathered_by_unit
 
+    @property
+    def brings_parameters(self) -> bool:
+        return True
+
     def differing_axes(self, *, within_tp: bool) -> tuple[Axis, ...]:
         return self.shard_axes
 
@@ -214,6 +228,15 @@ class FlatUnits(DataWrap):
     @property
     def gathered_by_unit(self) -> tuple[Axis, ...]:
         return self.parameters
+
+    @property
+    def brings_parameters(self) -> bool:
+        is_elsewhere = self.parameters_tier is not Tier.DEVICE
+        return bool(self.parameters) or self.materialized or is_elsewhere
+
+    @property
+    def updates_in_backward(self) -> bool:
+        return self.consumed
 
     @property
     def reduced_by_unit(self) -> tuple[Axis, ...]:

@@ -3,7 +3,6 @@ played by its ghost (`fsdp2`)."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from functools import cached_property
 
@@ -34,8 +33,11 @@ class Sharded(InPlace):
 
     @cached_property
     def _stored(self) -> int:
-        shapes = Counter(tensor.shape for tensor in self.wrapped.facts.tensors)
-        return sum(times * padded_rows(shape, self.ranks) for shape, times in shapes.items())
+        return sum(times * self._padded(unit) for unit, times in self.kinds)
+
+    def _padded(self, unit: UnitFacts) -> int:
+        """Elements of one rank's part of a unit."""
+        return sum(padded_rows(tensor.shape, self.ranks) for tensor in unit.tensors)
 
     def stored(self) -> int:
         """Padded rows of each tensor; gradients are views of the padded reduction."""
@@ -49,7 +51,7 @@ class Sharded(InPlace):
 
     def footprints(self, shard: int) -> Iterator[Footprint]:
         layout, stored = self.wrapped.plan.update.layout, self.stored()
-        optimizer = sum(cost.kept for cost in self.costs(shard))
+        optimizer = self.optimizer_bytes(shard)
         parameters = stored * layout.parameters.itemsize
         if self.owns_master:  # the shards are the master copies
             assert layout.master is not None
@@ -62,19 +64,16 @@ class Sharded(InPlace):
 
     def sent(self, times: Times | None) -> Iterator[Traffic]:
         """A unit of each kind counts for all of its kind."""
-        kinds: dict[tuple[int, bool], list[UnitFacts]] = {}
-        for unit in self.wrapped.facts.units:
-            if unit.tensors:
-                padded = sum(padded_rows(tensor.shape, self.ranks) for tensor in unit.tensors)
-                kinds.setdefault((padded, unit.is_root), []).append(unit)
-        for units in kinds.values():
-            account = Account(self.wrapped.spec, len(units))
-            scene = self.wrapped.scene((units[0],), account)
-            player = _Alone(self.player(scene), units[0], account)
+        for unit, number in self.kinds:
+            if not unit.tensors:
+                continue
+            account = Account(self.wrapped.spec, number)
+            scene = self.wrapped.scene((unit,), account)
+            player = _Alone(self.player(scene), unit, account)
             if times is None:
                 player.in_turn(self.wrapped.plan.accumulate.micro_batches)
             else:
-                gathers = times(self.step.sync, is_root=units[0].is_root)
+                gathers = times(self.step.sync, is_root=unit.is_root)
                 player.by_count(gathers, self._reductions)
             yield from account.rows
 

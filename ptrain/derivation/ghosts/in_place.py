@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from ptrain.costs import Footprint, State, Traffic
 from ptrain.derivation.ghosts.wrapping import Wrapped, rows
@@ -73,10 +74,8 @@ class InPlace:
 
     def footprints(self, shard: int) -> Iterator[Footprint]:
         layout, stored = self.wrapped.plan.update.layout, self.stored()
-        optimizer = sum(cost.kept for cost in self.costs(shard))
-        return rows(
-            stored * layout.parameters.itemsize, optimizer, stored * layout.gradients.itemsize
-        )
+        parameters, gradients = layout.parameters.itemsize, layout.gradients.itemsize
+        return rows(stored * parameters, self.optimizer_bytes(shard), stored * gradients)
 
     def scalars(self) -> Iterator[Traffic]:
         """Gradients are on the device, as scalars are."""
@@ -88,26 +87,37 @@ class InPlace:
     def notes(self) -> Iterator[str]:
         yield from ()
 
+    @cached_property
+    def kinds(self) -> list[tuple[UnitFacts, int]]:
+        """A unit of each kind, and how many there are: units of equal shapes keep and send the
+        same, but that Muon is for matrices outside the root alone."""
+        kinds: dict[tuple[Shapes, bool], list[UnitFacts]] = {}
+        for unit in self.wrapped.facts.units:
+            shapes = tuple(tensor.shape for tensor in unit.tensors)
+            kinds.setdefault((shapes, unit.is_root), []).append(unit)
+        return [(units[0], len(units)) for units in kinds.values()]
+
     def numels(self, shard: int) -> list[int]:
         """Return the elements of each tensor that the rank with this shard updates."""
-        by_kind: dict[Shapes, list[int]] = {}
+        by_shapes: dict[Shapes, list[int]] = {}
         numels: list[int] = []
         for unit in self.wrapped.facts.units:
             shapes = tuple(tensor.shape for tensor in unit.tensors)
-            if shapes not in by_kind:
-                by_kind[shapes] = [math.prod(shape) for shape in self.updated(unit, shard)]
-            numels += by_kind[shapes]
+            if shapes not in by_shapes:
+                by_shapes[shapes] = [math.prod(shape) for shape in self.updated(unit, shard)]
+            numels += by_shapes[shapes]
         return numels
 
-    def costs(self, shard: int) -> Iterator[Cost]:
-        """Yield the cost of each unit's update. Units of equal shapes cost the same, but that Muon
-        is for matrices outside the root alone."""
-        by_kind: dict[tuple[Shapes, bool], Cost] = {}
-        for unit in self.wrapped.facts.units:
-            kind = tuple(tensor.shape for tensor in unit.tensors), unit.is_root
-            if kind not in by_kind:
-                by_kind[kind] = self._cost(unit, self.updated(unit, shard))
-            yield by_kind[kind]
+    def optimizer_bytes(self, shard: int) -> int:
+        """Return the bytes of Omega on the rank with this shard."""
+        return sum(
+            times * self._cost(unit, self.updated(unit, shard)).kept for unit, times in self.kinds
+        )
+
+    def rises(self, shard: int) -> Iterator[int]:
+        """Yield the bytes that come and go while a unit of each kind is updated there."""
+        for unit, _ in self.kinds:
+            yield self._cost(unit, self.updated(unit, shard)).rise
 
     def _cost(self, unit: UnitFacts, shapes: Shapes) -> Cost:
         """Shards of one size are many, and of different sizes few."""

@@ -74,8 +74,8 @@ class Local:
         return by_operator(self.scene, self.wrapping.numels(shard))
 
     def update(self, shard: int) -> None:
-        for cost in self.wrapping.costs(shard):
-            self.tape.spike(cost.rise)
+        for rise in self.wrapping.rises(shard):
+            self.tape.spike(rise)
 
     def finish_update(self) -> None:
         """Nothing is on its way."""
