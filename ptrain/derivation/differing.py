@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 from ptrain.spec.axis import Axis
-from ptrain.steps.step import FlatUnits, FullyShard, Plan, Replicate
+from ptrain.steps.step import Plan
 
 
 def differing_axes(plan: Plan) -> tuple[Axis, ...]:
     """The axes along which ranks store different numbers of bytes, or, of flat units within tp,
     have other pieces of tensors in their shards, of each of which there is a norm."""
-    match plan.wrap:
-        case FullyShard(shard_axes=axes):
-            return axes
-        case Replicate(zero_redundancy=True, axes=axes):
-            return axes
-        case FlatUnits(updated=axes, gathered_gradients=gathered) if within_tp(plan):
-            return (*axes, *gathered)
-        case _:
-            return ()
+    return plan.wrap.differing_axes(within_tp=within_tp(plan))
 
 
 def within_tp(plan: Plan) -> bool:

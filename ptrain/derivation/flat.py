@@ -16,10 +16,11 @@ from ptrain.axes.data.units import Units
 from ptrain.axes.data.update import ShardTarget, TensorsUpdate, TensorTarget, UnitState
 from ptrain.costs import State
 from ptrain.derivation.differing import differing_axes, within_tp
+from ptrain.derivation.ghosts import autograd
 from ptrain.derivation.optimizer_state import is_hidden, needs_whole_tensors
 from ptrain.derivation.tape import Scene
 from ptrain.facts.model import UnitFacts
-from ptrain.optimizers.ghost import GhostRules
+from ptrain.optimizers.ghost import GhostRules, GhostScale
 from ptrain.optimizers.update import Target, Update
 from ptrain.rooms.ghost import Ghost, GhostRoom, Reader, Storage
 from ptrain.spec.axis import Axis
@@ -56,24 +57,18 @@ class GhostMembers:
 
     def arrive(self, index: int, gradient: Complete) -> None:
         """A gradient is complete, and stands alive unless it is to be copied."""
-        if not gradient.cloned:
-            self._reader.allocated(-gradient.size, Tier.DEVICE)
+        self._reader.allocated(autograd.added(gradient), Tier.DEVICE)
         if not self._is_bound and index not in self._gradients:
             name, state = self.names[index], State.GRADIENTS
             kept = Storage(gradient.size, Tier.DEVICE, state, name, self._reader)
             self._gradients[index] = kept
 
 
-class GhostScale:
-    """A loss's scale, beside what is updated; its copies are `traffic.scalars`."""
-
-    def beside(self, tensor: Ghost) -> tuple[Ghost, Ghost]:
-        return tensor, tensor
-
-
 class Flat:
     """Flat units at the marks of a timeline. `chosen` are those that are played (all, where it is
     not given). What the units keep is there before anything is read."""
+
+    updates_alike = True
 
     def __init__(
         self,

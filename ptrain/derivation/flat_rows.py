@@ -10,7 +10,8 @@ from ptrain.algebra.layout import ranks_over
 from ptrain.axes.data.costs import padded_flat
 from ptrain.costs import Collective, Footprint, Phase, State, Traffic, TrafficKey
 from ptrain.derivation.flat import SCALE_BYTES, Flat
-from ptrain.derivation.optimizer_state import Elements, needs_whole_tensors
+from ptrain.derivation.ghosts.wrapping import micro_batches
+from ptrain.derivation.optimizer_state import needs_whole_tensors
 from ptrain.derivation.tape import Account, Scene, Tape
 from ptrain.facts.model import ModelFacts, UnitFacts
 from ptrain.rooms.ghost import Ghost
@@ -80,7 +81,7 @@ def _play(
     scene = Scene(tape=tape, spec=spec, facts=facts, plan=plan, timeline=_NOTHING)
     flat = Flat(scene, wrap, chosen=[unit])
     times = account.times if account else 1
-    for is_first, is_last, repeated in _micro_batches(plan.accumulate.micro_batches):
+    for is_first, is_last, repeated in micro_batches(plan.accumulate.micro_batches):
         if account is not None:
             account.times = times * repeated
         flat.begin(is_first=is_first, is_last=is_last)
@@ -107,27 +108,6 @@ def _sizes(held: Iterable[tuple[State, Ghost]]) -> Sizes:
     for state, storage in storages.values():
         sizes[state, storage.tier] += storage.size
     return sizes
-
-
-def _micro_batches(count: int) -> Iterator[tuple[bool, bool, int]]:
-    """(is first, is last, how many like this): after the first, all are alike but the last."""
-    yield True, count == 1, 1
-    if count > 2:
-        yield False, False, count - 2
-    if count > 1:
-        yield False, True, 1
-
-
-def flat_elements(spec: Spec, wrap: FlatUnits, facts: ModelFacts) -> Elements:
-    """One padded buffer per unit, cut alike for all ranks."""
-    buffers = flat_buffers(spec, wrap, facts)
-    total = sum(times * padded for padded, times in buffers.items())
-    return Elements(
-        parameters=total // ranks_over(spec, wrap.parameters),
-        gradients=total // ranks_over(spec, wrap.gradients),
-        updated=total // ranks_over(spec, wrap.optimizer),
-        tensors=sum(buffers.values()),
-    )
 
 
 def flat_buffers(spec: Spec, wrap: FlatUnits, facts: ModelFacts) -> Counter[int]:

@@ -1,4 +1,4 @@
-"""What an optimizer keeps of what it updates, and how many elements a rank stores."""
+"""What an optimizer keeps of what it updates."""
 
 from __future__ import annotations
 
@@ -8,19 +8,6 @@ from ptrain.axes.data.rules import is_elementwise, keeps_state
 from ptrain.facts.model import TensorFacts, UnitFacts
 from ptrain.spec.precision import DType, Layout
 from ptrain.spec.spec import OptimizerSpec
-
-_STEP_BYTES = 4  # AdamW counts its steps in one fp32 scalar per tensor
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Elements:
-    """What one rank stores: parameter and gradient elements, elements that the optimizer updates
-    (padding that no parameter has is not among them), and in how many tensors."""
-
-    parameters: int
-    gradients: int
-    updated: int
-    tensors: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,12 +34,6 @@ def kept_tensors(
     if needs_whole_tensors(optimizer) and is_hidden:
         return (moment,)
     return (moment, moment, Kept(dtype=DType.FP32, is_scalar=True))
-
-
-def optimizer_bytes(optimizer: OptimizerSpec, layout: Layout, numel: int, tensors: int) -> int:
-    """Master copies, moments and step counters of `numel` updated elements in `tensors`."""
-    counters = _STEP_BYTES * tensors if optimizer.name == "adamw" else 0
-    return numel * optimizer_itemsize(optimizer, layout) + counters
 
 
 def optimizer_itemsize(optimizer: OptimizerSpec, layout: Layout) -> int:

@@ -27,17 +27,18 @@ from ptrain.costs import Footprint, State, Traffic, add_traffic
 from ptrain.derivation import blocks, tensor
 from ptrain.derivation.calls import group_over
 from ptrain.derivation.differing import differing_axes
+from ptrain.derivation.ghosts.clipping import norm
+from ptrain.derivation.ghosts.table import wrapping
 from ptrain.derivation.kept import kept_traffic
 from ptrain.derivation.memory import by_shard, other_bytes
 from ptrain.derivation.stage_timeline import Pairs, moved_and_repeated
 from ptrain.derivation.tied import Rows, tied_sums
-from ptrain.derivation.traffic import norm, wrapped
 from ptrain.facts.model import ModelFacts
 from ptrain.facts.passes import Passes
 from ptrain.facts.stages import ENDS, Ends, Stage
 from ptrain.spec.model import ModelShape
 from ptrain.spec.spec import Spec
-from ptrain.steps.step import FullyShard, Plan
+from ptrain.steps.step import Plan
 
 _PLACED = (State.PARAMETERS, State.OPTIMIZER, State.GRADIENTS)
 
@@ -151,12 +152,13 @@ def accounts(
     hidden = chain_of(spec, facts).hidden
     of_stage = [_of_stage(spec, made, stage) for stage in stages]
     place_of = _places(spec, plan, stages, of_stage)
+    ghost = wrapping(spec, plan, facts)
     places = sorted(set(place_of))
     found = tuple(
         add_traffic(
             (
                 *over_boundaries(spec, plan, made, rank, hidden),
-                *norm(spec, plan),
+                *norm(ghost),
                 *(row for s in step.stages_of(rank) for row in _at(of_stage[s][index], shard)),
             )
         )
@@ -170,11 +172,11 @@ def _places(
     spec: Spec, plan: Plan, stages: Sequence[StageParts], of_stage: Sequence[list[list[Rows]]]
 ) -> list[tuple[int, int, int]]:
     """By rank its place along pp, along tp and among the shards; 0 where all send the same."""
-    step, wrap = plan.pipeline, plan.wrap
+    step = plan.pipeline
     assert step is not None
     cut = (plan.tensor.axis,) if plan.tensor and any(len(each.parts) > 1 for each in stages) else ()
     is_uneven = any(len(shards) > 1 for of_index in of_stage for shards in of_index)
-    shards = wrap.shard_axes if isinstance(wrap, FullyShard) and is_uneven else ()
+    shards = differing_axes(plan) if is_uneven else ()
     return list(zip(*(positions(spec, axes) for axes in ((step.axis,), cut, shards)), strict=True))
 
 
@@ -202,16 +204,14 @@ def over_boundaries(
 
 def _of_stage(spec: Spec, made: Schedule, each: StageParts) -> list[list[Rows]]:
     """By index on tp what the ranks there send for a stage: of each shard where these differ."""
-    times, wrap = None, each.plan.wrap
-    if isinstance(wrap, FullyShard):
-        times = partial(stage_gathers, made, each.stage.index, wrap.sync)
+    times = partial(stage_gathers, made, each.stage.index)
     operators = tuple(tensor.sent(spec, each.plan, each.facts))
     found: dict[int, list[Rows]] = {}
     for local, indices in each.parts.items():
         moved, repeated = _kept(spec, each, indices[0])
         rows = add_traffic(
             (
-                *wrapped(spec, each.plan, local, times),
+                *wrapping(spec, each.plan, local).sent(times),
                 *operators,
                 *kept_traffic(spec, each.plan, moved, repeated),
             )

@@ -15,7 +15,7 @@ from ptrain.facts.model import ModelFacts
 from ptrain.facts.stages import Stage
 from ptrain.spec.batch import GradientSync
 from ptrain.spec.spec import Spec
-from ptrain.steps.step import FlatUnits, FullyShard, Plan
+from ptrain.steps.step import Plan
 from ptrain.units import format_bytes
 
 
@@ -52,13 +52,13 @@ def _tied(facts: ModelFacts, stages: Sequence[Stage]) -> Iterator[str]:
 
 def _gathered(plan: Plan, made: Schedule) -> Iterator[str]:
     """The price of parameters that a data axis gathers."""
-    wrap = plan.wrap
-    if not isinstance(wrap, FullyShard) and not (isinstance(wrap, FlatUnits) and wrap.parameters):
+    sync = plan.wrap.policy
+    if sync is None or not plan.wrap.gathered_by_unit:
         return
     times = {
         (each.forward, each.backward)
         for each in (
-            stage_gathers(made, stage, wrap.sync, is_root=is_root)
+            stage_gathers(made, stage, sync, is_root=is_root)
             for stage, is_root in product(range(made.stages), (False, True))
         )
     }
@@ -72,13 +72,11 @@ def _gathered(plan: Plan, made: Schedule) -> Iterator[str]:
 
 def _reduced(plan: Plan, stages: Sequence[Stage], made: Schedule) -> Iterator[str]:
     """The price of gradients that a data axis has slices of: Theorem 2 has one reduction."""
-    wrap = plan.wrap
-    if not isinstance(wrap, FullyShard | FlatUnits):
+    sync = plan.wrap.policy
+    if sync is None or not plan.wrap.reduced_by_unit:
         return
-    if isinstance(wrap, FlatUnits) and not wrap.gradients:
-        return
-    num = reductions(wrap.sync, made.microbatches)
-    if wrap.sync.gradients is GradientSync.EVERY and num > 1:
+    num = reductions(sync, made.microbatches)
+    if sync.gradients is GradientSync.EVERY and num > 1:
         yield (
             f"gradients are slices after each of {num} micro-batches: a reduction of each, "
             f"{num}r|G| of the stage; with sync.gradients: last, one, and until then every rank "

@@ -6,7 +6,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from ptrain.axes.ring import Calls
+from ptrain.axes.ring import Calls, Group
 from ptrain.costs import Collective, Phase, State, Traffic, TrafficKey
 from ptrain.derivation.calls import group_over
 from ptrain.facts.model import ModelFacts
@@ -40,11 +40,14 @@ class Account:
         phase: Phase,
         payload: int,
         via: str | None,
+        ranks: int | None = None,
     ) -> None:
-        """One collective over the group along `axes`, of a full tensor of `payload` bytes."""
+        """One collective over the group along `axes`, of a full tensor of `payload` bytes; or
+        over so many neighbours of it."""
         calls = Calls(collective, state, phase, self.times, via)
         ordered = [factor.axis for factor in self.spec.factors if factor.axis in axes]
-        self.rows.append(calls.over(group_over(self.spec, ordered), payload))
+        group = group_over(self.spec, ordered)
+        self.rows.append(calls.over(Group(group.axes, ranks or group.ranks), payload))
 
     def moved(self, source: Tier, target: Tier, state: State, phase: Phase, size: int) -> None:
         """One copy of `size` bytes between two tiers."""
@@ -86,10 +89,17 @@ class Tape:
             self.add(size)
 
     def sent(
-        self, collective: Collective, axes: Sequence[Axis], state: State, payload: int, via: str
+        self,
+        collective: Collective,
+        axes: Sequence[Axis],
+        state: State,
+        payload: int,
+        via: str,
+        *,
+        ranks: int | None = None,
     ) -> None:
-        if self.account is not None and self.is_reading:
-            self.account.sent(collective, axes, state, self.phase, payload, via or None)
+        if self.account is not None and self.account.times and self.is_reading:
+            self.account.sent(collective, axes, state, self.phase, payload, via or None, ranks)
 
     def moved(self, source: Tier, target: Tier, state: State, size: int) -> None:
         if self.account is not None and self.is_reading:
@@ -124,6 +134,7 @@ class Wrap(Protocol):
     """A wrap's own allocations at the boundaries of a model's timeline."""
 
     scene: Scene
+    updates_alike: bool  # on all ranks; and an update leaves nothing to play another one with
 
     def begin(self, *, is_first: bool, is_last: bool) -> None:
         """A micro-batch begins."""

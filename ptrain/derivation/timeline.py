@@ -6,23 +6,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import assert_never
 
 from ptrain.algebra.layout import positions
 from ptrain.costs import Footprint, Peak, Phase, State
 from ptrain.derivation import activations
 from ptrain.derivation.differing import differing_axes
-from ptrain.derivation.flat import Flat
-from ptrain.derivation.fully_sharded import FullySharded
+from ptrain.derivation.ghosts.clipping import norm_bytes
+from ptrain.derivation.ghosts.table import wrapping
 from ptrain.derivation.memory import resident
 from ptrain.derivation.tape import Scene, Tape, Wrap
-from ptrain.derivation.wraps import Local, Replicated, clipping
 from ptrain.errors import PtrainError
 from ptrain.facts.model import ModelFacts
 from ptrain.spec.model import ModelShape
 from ptrain.spec.spec import Spec
-from ptrain.steps.step import FlatUnits, FullyShard, LocalGradients, Plan, Replicate
+from ptrain.steps.step import Plan
 from ptrain.timeline import Boundary, Complete, Item, Mark, Run, Timeline
 
 _BASE = (State.PARAMETERS, State.OPTIMIZER, State.OTHER)  # what lives for the whole step
@@ -88,18 +86,8 @@ def _micro_batches(count: int) -> tuple[int, ...]:
 
 
 def wrap_of(scene: Scene) -> Wrap:
-    step = scene.plan.wrap
-    match step:
-        case LocalGradients():
-            return Local(scene)
-        case Replicate():
-            return Replicated(scene)
-        case FullyShard():
-            return FullySharded(scene, step)
-        case FlatUnits():
-            return Flat(scene, step)
-        case _:
-            assert_never(step)
+    """What allocates and sends along the scene's timeline."""
+    return wrapping(scene.spec, scene.plan, scene.facts).player(scene)
 
 
 def play(items: Iterable[Item], tape: Tape, wrap: Wrap) -> None:
@@ -125,12 +113,13 @@ def play_update(wraps: Sequence[Wrap], shards: Iterable[int]) -> dict[int, int]:
     """Reduce what is partial, one norm over all, and the optimizer: the peak on the rank with each
     of `shards`. Of flat units an update leaves nothing to play another with; it is alike on all
     ranks, but for the norms before it."""
-    tape = wraps[0].scene.tape
+    scene = wraps[0].scene
+    tape = scene.tape
     for wrap in wraps:
         wrap.reduce()
-    clips = {shard: _clipping(wraps, shard) for shard in shards}
+    clips = {shard: norm_bytes(scene, (wrap.clipped(shard) for wrap in wraps)) for shard in shards}
     before, reduced = tape.level, tape.peak
-    is_alike = any(isinstance(wrap, Flat) for wrap in wraps)
+    is_alike = any(wrap.updates_alike for wrap in wraps)
     peaks: dict[int, int] = {}
     for shard, (at_once, stays) in clips.items():
         if not (peaks and is_alike):
@@ -141,16 +130,6 @@ def play_update(wraps: Sequence[Wrap], shards: Iterable[int]) -> dict[int, int]:
                 wrap.finish_update()
         peaks[shard] = max(reduced, before + at_once, tape.peak)
     return peaks
-
-
-def _clipping(wraps: Sequence[Wrap], shard: int) -> tuple[int, int]:
-    """Bytes of the norm: at once, and those that stay."""
-    norms = [found for wrap in wraps if (found := wrap.clipped(shard)) is not None]
-    scene = wraps[0].scene
-    if scene.plan.clip is None or not norms:
-        return 0, 0
-    groups = [list(chain.from_iterable(of_group)) for of_group in zip(*norms, strict=True)]
-    return clipping(scene, groups)
 
 
 def _peaks(scene: Scene, wrap: Wrap, base: tuple[Footprint, ...]) -> tuple[Peak, ...]:

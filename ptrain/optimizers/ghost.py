@@ -51,6 +51,13 @@ class Muon:
                 self.reader.allocated(-size, Tier.DEVICE)
 
 
+class GhostScale:
+    """A loss's scale, beside what is updated; its copies between tiers are the wrap's."""
+
+    def beside(self, tensor: Ghost) -> tuple[Ghost, Ghost]:
+        return tensor, tensor
+
+
 class GhostRules:
     """By name, as `optimizers.build` knows them."""
 

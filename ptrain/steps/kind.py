@@ -69,3 +69,18 @@ class WrapStep(PlanStep):
     def gathers_parameters(self) -> bool:
         """Whether a unit's parameters are whole on the device for their use only."""
         return False
+
+    @property
+    def gathered_by_unit(self) -> tuple[Axis, ...]:
+        """The axes over which a unit's parameters are gathered for use."""
+        return ()
+
+    @property
+    def reduced_by_unit(self) -> tuple[Axis, ...]:
+        """The axes over which a unit's gradients are reduced to shards in backward."""
+        return ()
+
+    def differing_axes(self, *, within_tp: bool) -> tuple[Axis, ...]:
+        """The axes along which ranks store different numbers of bytes, or (`within_tp`) other
+        pieces of tensors."""
+        return ()

@@ -134,6 +134,9 @@ class Replicate(WrapStep):
     def policy(self) -> SyncPolicy:
         return SyncPolicy(gradients=GradientSync.LAST)
 
+    def differing_axes(self, *, within_tp: bool) -> tuple[Axis, ...]:
+        return self.axes if self.zero_redundancy else ()
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FullyShard(WrapStep):
@@ -159,6 +162,17 @@ class FullyShard(WrapStep):
 
     @property
     def row_axes(self) -> tuple[Axis, ...]:
+        return self.shard_axes
+
+    @property
+    def gathered_by_unit(self) -> tuple[Axis, ...]:
+        return self.shard_axes
+
+    @property
+    def reduced_by_unit(self) -> tuple[Axis, ...]:
+        return self.shard_axes
+
+    def differing_axes(self, *, within_tp: bool) -> tuple[Axis, ...]:
         return self.shard_axes
 
     @property
@@ -209,6 +223,17 @@ class FlatUnits(WrapStep):
     prefetch: int = 0
     gather_after_update: GatherAfterUpdate = GatherAfterUpdate.BLOCKING
     path: str | None = None
+
+    @property
+    def gathered_by_unit(self) -> tuple[Axis, ...]:
+        return self.parameters
+
+    @property
+    def reduced_by_unit(self) -> tuple[Axis, ...]:
+        return self.gradients
+
+    def differing_axes(self, *, within_tp: bool) -> tuple[Axis, ...]:
+        return (*self.updated, *self.gathered_gradients) if within_tp else ()
 
     @property
     def first_differs(self) -> bool:

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ptrain.algebra.compose import IDENTITY, Product, compose, lift, product
-from ptrain.costs import PLACED
-from ptrain.derivation.memory import elements
+from ptrain.costs import PLACED, State
+from ptrain.derivation.memory import by_shard
 from ptrain.plan.lower import lower
 from ptrain.spec.axis import Axis, Factor
 from ptrain.spec.placement import MODES, Distribution, Mode, Placement, S, Tier
@@ -107,13 +107,14 @@ def test_exact_memory_falls_with_the_degree_up_to_padding(
     # a row of each tensor, or what fills up a flat buffer kept whole
     padding = 3 * len(rows) + degree * times
 
-    def stored(ranks: int) -> tuple[int, int, int]:
+    def stored(ranks: int) -> dict[State, int]:
         spec = make_spec({Axis.DP_SHARD: (ranks, placement)})
-        held = elements(spec, lower(spec, ("",)), facts, 0)
-        return (held.parameters, held.gradients, held.updated)
+        rows = by_shard(spec, lower(spec, ("",)), facts)[0]
+        return {row.state: row.device_bytes for row in rows}
 
-    more = stored(degree * times)
-    assert all(b <= a + padding for a, b in zip(stored(degree), more, strict=True))
+    few, many = stored(degree), stored(degree * times)
+    for state, itemsize in ((State.PARAMETERS, 4), (State.OPTIMIZER, 8), (State.GRADIENTS, 4)):
+        assert many[state] <= few[state] + padding * itemsize
 
 
 def test_what_is_offloaded_lies_on_the_host():

@@ -11,9 +11,10 @@ from ptrain.costs import Collective, Column, Estimate, Phase, State, Traffic, Tr
 from ptrain.derivation import wire
 from ptrain.derivation.activations import is_tabulated
 from ptrain.derivation.estimate import derive, facts_from_shape
-from ptrain.derivation.flat_rows import _micro_batches, flat_footprints
+from ptrain.derivation.flat_rows import flat_footprints
+from ptrain.derivation.ghosts.clipping import clipping
+from ptrain.derivation.ghosts.wrapping import micro_batches
 from ptrain.derivation.tape import Scene, Tape
-from ptrain.derivation.wraps import clipping
 from ptrain.plan.lower import lower
 from ptrain.rooms.ghost import GhostRoom
 from ptrain.spec.axis import Axis
@@ -83,9 +84,9 @@ def test_facts_hash_alike_whatever_was_traced_of_their_stages():
 
 
 def test_of_micro_batches_the_first_and_the_last_are_told_from_the_others():
-    assert list(_micro_batches(1)) == [(True, True, 1)]
-    assert list(_micro_batches(2)) == [(True, False, 1), (False, True, 1)]
-    assert list(_micro_batches(5)) == [(True, False, 1), (False, False, 3), (False, True, 1)]
+    assert list(micro_batches(1)) == [(True, True, 1)]
+    assert list(micro_batches(2)) == [(True, False, 1), (False, True, 1)]
+    assert list(micro_batches(5)) == [(True, False, 1), (False, False, 3), (False, True, 1)]
 
 
 def test_units_are_in_the_order_of_the_mark_that_is_asked_for():

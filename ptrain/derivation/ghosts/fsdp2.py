@@ -1,8 +1,9 @@
-"""What FSDP2 allocates, in torch's own order.
+"""FSDP2 (`torch.distributed.fsdp.fully_shard`): what it allocates and sends, in torch's own order.
 
+torch/distributed/fsdp/_fully_shard: `_fsdp_param_group.py` says when, `_fsdp_collectives.py` what.
 A gather is a buffer and then a tensor per parameter. In forward the buffer lives until the next
-unit is gathered; in backward it goes at once, and the next unit's gather starts before this unit's
-backward. A reduction's input lives until the next unit's begins.
+unit is gathered; in backward it goes at once, and the next unit's gather starts before this
+unit's backward. A reduction's input lives until the next unit's begins.
 """
 
 from __future__ import annotations
@@ -10,15 +11,16 @@ from __future__ import annotations
 from collections.abc import Hashable
 
 from ptrain.algebra.layout import ranks_over
-from ptrain.axes.data.costs import kept_ranks, local_rows, padded_rows
+from ptrain.axes.data.costs import kept_ranks, padded_rows
+from ptrain.costs import Collective, State
+from ptrain.derivation.ghosts import autograd
+from ptrain.derivation.ghosts.clipping import by_operator
+from ptrain.derivation.ghosts.in_place import InPlace, Shapes
 from ptrain.derivation.tape import Scene
-from ptrain.derivation.wraps import by_operator, cast_units
 from ptrain.facts.model import UnitFacts
 from ptrain.spec.batch import GradientSync, ReduceScatterVia
 from ptrain.steps.step import FullyShard
 from ptrain.timeline import Boundary, Complete, Kind, Mark
-
-Shapes = tuple[tuple[int, ...], ...]
 
 
 class Gathers:
@@ -29,7 +31,7 @@ class Gathers:
         self.tape, self.step = scene.tape, step
         layout = scene.plan.update.layout
         ranks = ranks_over(scene.spec, step.shard_axes)
-        self.kept_ranks = kept_ranks(step.sync, ranks)
+        self.ranks, self.kept_ranks = ranks, kept_ranks(step.sync, ranks)
         self.is_smaller = 1 < self.kept_ranks < ranks
         self.stays = [  # gathered from forward to backward
             not step.sync.after_forward(is_root=unit.is_root) for unit in scene.facts.units
@@ -106,9 +108,11 @@ class Gathers:
         if self.is_gathered[unit] or self.is_pending[unit]:
             return
         self.is_pending[unit] = True
-        own = self.between[unit] or self.shard[unit]
-        copied = own if self.casts else 0
-        self.tape.add(copied + self.whole[unit])
+        between, whole = self.between[unit], self.whole[unit]
+        copied = (between or self.shard[unit]) if self.casts else 0
+        ranks, axes = self.kept_ranks if between else self.ranks, self.step.shard_axes
+        self.tape.add(copied + whole)
+        self.tape.sent(Collective.ALL_GATHER, axes, State.PARAMETERS, whole, "", ranks=ranks)
         self.tape.add(-copied)
 
     def _copy_out(self, unit: int) -> None:
@@ -134,8 +138,10 @@ class Gathers:
 class FullySharded:
     """FSDP2 by unit: gathers, and G from autograd's gradients to shards."""
 
-    def __init__(self, scene: Scene, step: FullyShard) -> None:
-        self.scene, self.tape, self.step = scene, scene.tape, step
+    updates_alike = False
+
+    def __init__(self, scene: Scene, step: FullyShard, wrapping: InPlace) -> None:
+        self.scene, self.tape, self.step, self.wrapping = scene, scene.tape, step, wrapping
         self.ranks = ranks_over(scene.spec, step.shard_axes)
         padded = _padded(scene, self.ranks)
         self.gathers = Gathers(scene, step, padded)
@@ -201,10 +207,9 @@ class FullySharded:
     def complete(self, gradient: Complete) -> None:
         unit = self.unit_of[gradient.parameter]
         if self.accumulates[unit]:
-            self.tape.add(0 if gradient.cloned else -gradient.size)
+            self.tape.add(autograd.added(gradient))
             return
-        if gradient.cloned:
-            self.tape.add(gradient.size)
+        self.tape.add(autograd.kept(gradient))
         self.fresh[unit][gradient.parameter] = gradient.size
         if gradient.parameter in self.last_tensors:
             self.last_gradient[unit] = gradient.size
@@ -256,13 +261,23 @@ class FullySharded:
         self.tape.add(whole)
         self.tape.add(last - gradients)
         self.tape.add(shard)
-        if self.step.reduce_scatter is ReduceScatterVia.ALL_TO_ALL:
-            self.tape.spike(whole)
+        self._send(whole, shard)
         self._accumulate(unit)
         self.tape.add(-last)
         self.reduce_input = whole
         self.fresh[unit], self.added[unit], self.last_gradient[unit] = {}, 0, 0
         self.accumulates[unit] = False
+
+    def _send(self, whole: int, shard: int) -> None:
+        """To shards, by exchange through a buffer more; and over replicas in place."""
+        step = self.step
+        is_native = step.reduce_scatter is ReduceScatterVia.NATIVE
+        received, via = (0, "") if is_native else (whole, step.reduce_scatter.value)
+        self.tape.add(received)
+        self.tape.sent(Collective.REDUCE_SCATTER, step.shard_axes, State.GRADIENTS, whole, via)
+        self.tape.add(-received)
+        if step.replicate_axes:
+            self.tape.sent(Collective.ALL_REDUCE, step.replicate_axes, State.GRADIENTS, shard, "")
 
     def _accumulate(self, unit: int) -> None:
         """A reduced shard becomes G, or is added to it. What replicas all-reduced lives until
@@ -297,21 +312,14 @@ class FullySharded:
         """The hooks of backward have."""
 
     def clipped(self, shard: int) -> list[list[int]] | None:
-        return by_operator(self.scene, [numel for unit in self._local(shard) for numel in unit])
+        return by_operator(self.scene, self.wrapping.numels(shard))
 
     def update(self, shard: int) -> None:
-        cast_units(self.scene, self._local(shard))
+        for rise in self.wrapping.rises(shard):
+            self.tape.spike(rise)
 
     def finish_update(self) -> None:
         """Nothing is on its way."""
-
-    def _local(self, shard: int) -> list[list[int]]:
-        different = {_shapes(unit) for unit in self.scene.facts.units}
-        local = {
-            shapes: [local_rows(shape, self.ranks, shard) for shape in shapes]
-            for shapes in different
-        }
-        return [local[_shapes(unit)] for unit in self.scene.facts.units]
 
 
 def _padded(scene: Scene, ranks: int) -> list[list[int]]:

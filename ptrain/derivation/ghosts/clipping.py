@@ -1,0 +1,70 @@
+"""Clipping: the norms of all gradients, what they hold at once, and what is sent for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
+
+from ptrain.axes.ring import Calls
+from ptrain.costs import Collective, Phase, State, Traffic
+from ptrain.derivation.calls import group_over
+from ptrain.derivation.ghosts.wrapping import Wrapping
+from ptrain.derivation.tape import Scene
+from ptrain.spec.precision import DType
+from ptrain.steps.step import LONG_NORM, NORM_ROW
+
+
+def by_operator(scene: Scene, numels: Sequence[int]) -> list[list[int]]:
+    """Return the elements of each tensor: within tp those that are cut, then those that its ranks
+    have alike, for each of which there is a norm."""
+    clip = scene.plan.clip
+    if clip is None or not clip.operator_axes:
+        return [list(numels)]
+    sizes = list(zip(numels, scene.facts.tensors, strict=True))
+    return [[numel for numel, tensor in sizes if tensor.is_cut is cut] for cut in (True, False)]
+
+
+def norm_bytes(scene: Scene, clipped: Iterable[list[list[int]] | None]) -> tuple[int, int]:
+    """Return the bytes of the norm over all wraps of a rank: at once, and those that stay until
+    the step is over. `clipped` is what each wrap says of its gradients."""
+    norms = [groups for groups in clipped if groups is not None]
+    if scene.plan.clip is None or not norms:
+        return 0, 0
+    groups = [list(chain.from_iterable(of_group)) for of_group in zip(*norms, strict=True)]
+    return clipping(scene, groups)
+
+
+def clipping(scene: Scene, groups: Sequence[Sequence[int]]) -> tuple[int, int]:
+    """Return bytes at once, and until the step is over: the norm of each group of tensors, of which
+    a scalar stays meanwhile, and one at last. `groups` are the elements of each tensor."""
+    scalar = max(4, scene.plan.update.layout.gradients.itemsize)
+    is_cpu = scene.spec.device != "cuda"
+    most = max(before + _norm(sizes, is_cpu=is_cpu) for before, sizes in enumerate(groups))
+    return most * scalar, scalar
+
+
+def _norm(sizes: Sequence[int], *, is_cpu: bool) -> int:
+    """Return how many scalars there are at once: a norm per tensor, on a processor one per row of a
+    long tensor first, and one of what is left of it; all stacked for the norm of all."""
+    long = [numel for numel in sizes if is_cpu and numel > LONG_NORM]
+    alive = most = len(sizes) - len(long)
+    rows = 0  # of the tensor before, which live until those of the next are there
+    for numel in long:
+        most = max(most, alive + rows + numel // NORM_ROW)
+        rows, alive = numel // NORM_ROW, alive + 2
+        most = max(most, alive + rows)
+    return max(most, 2 * alive + 1)
+
+
+def norm(wrapping: Wrapping) -> Iterator[Traffic]:
+    """Yield one scalar per axis: the square of the norm, of at least fp32, and of a scaled loss
+    whether any gradient overflowed, in fp32; and their copies between tiers."""
+    spec, plan = wrapping.wrapped.spec, wrapping.wrapped.plan
+    calls = Calls(Collective.ALL_REDUCE, State.GRADIENTS, Phase.UPDATE)
+    if plan.clip is not None:
+        scalar = max(4, plan.update.layout.gradients.itemsize)
+        for axis in (*plan.clip.operator_axes, *plan.clip.axes):
+            yield calls.over(group_over(spec, (axis,)), scalar)
+    for axis in plan.update.scale_axes:
+        yield calls.over(group_over(spec, (axis,)), DType.FP32.itemsize)
+    yield from wrapping.scalars()

@@ -1,0 +1,110 @@
+"""torch's DistributedDataParallel: buckets of gradients that live always, in the order in which
+gradients arrive, each summed when it is full.
+
+`torch/csrc/distributed/c10d/reducer.cpp`: after a first backward pass the buckets are made anew in
+the order of arrival, which rank 0 broadcasts as indices and then as bucket sizes
+(`sync_bucket_indices`), once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ptrain.axes.data.costs import bucket_caps, bucket_sizes
+from ptrain.costs import Collective, Phase, State, Traffic
+from ptrain.derivation.ghosts import autograd
+from ptrain.derivation.ghosts.in_place import InPlace
+from ptrain.derivation.ghosts.one_device import Local
+from ptrain.derivation.ghosts.wrapping import Times, Wrapped
+from ptrain.derivation.tape import Account, Scene
+from ptrain.steps.step import Replicate
+from ptrain.timeline import Complete
+
+_INDEX_BYTES = 4  # int32
+
+
+class Replicas(InPlace):
+    """A model whose Theta and G are whole on all ranks."""
+
+    def __init__(self, wrapped: Wrapped, step: Replicate) -> None:
+        super().__init__(wrapped)
+        self.step = step
+
+    def buckets(self) -> list[int]:
+        """Return the bytes of the gradient buckets, in the order in which they are reduced."""
+        facts, itemsize = self.wrapped.facts, self.wrapped.plan.update.layout.gradients.itemsize
+        numel = {tensor.name: tensor.numel for tensor in facts.tensors}
+        return bucket_sizes(
+            (numel[name] * itemsize for name in facts.gradient_order),
+            bucket_caps(self.step.bucket_bytes),
+        )
+
+    def sent(self, times: Times | None) -> Iterator[Traffic]:
+        account, facts = Account(self.wrapped.spec), self.wrapped.facts
+        scene = self.wrapped.scene(facts.units, account)
+        scene.tape.enter(Phase.SETUP)
+        player = self.player(scene)
+        player.rebuild_buckets()
+        scene.tape.enter(Phase.BACKWARD)
+        player.begin(is_first=True, is_last=True)  # micro-batches before the last send nothing
+        itemsize = self.wrapped.plan.update.layout.gradients.itemsize
+        numel = {tensor.name: tensor.numel for tensor in facts.tensors}
+        for name in facts.gradient_order:
+            player.complete(Complete(name, numel[name] * itemsize))
+        player.after_backward(len(facts.units) - 1)
+        scene.tape.enter(Phase.UPDATE)
+        player.update(0)
+        yield from account.rows
+
+    def player(self, scene: Scene) -> Replicated:
+        return Replicated(scene, self)
+
+
+class Replicated(Local):
+    """Buckets live always. Where they are added to (K > 1) or copied into, autograd's own gradient
+    goes at once."""
+
+    def __init__(self, scene: Scene, replicas: Replicas) -> None:
+        super().__init__(scene, replicas)
+        self.replicas, self.axes = replicas, replicas.step.axes
+        itemsize = scene.plan.update.layout.gradients.itemsize
+        self.tape.add(scene.facts.numel * itemsize)
+        self.copies = scene.plan.accumulate.micro_batches == 1
+        self.root = len(scene.facts.units) - 1
+        self.due: list[int] = []  # bytes of buckets that are to be reduced
+        self.arrived = 0  # bytes of gradients that none of them has
+
+    def rebuild_buckets(self) -> None:
+        """A run's first backward pass is over: the indices of all tensors and how many there are,
+        and then the sizes of the buckets."""
+        tensors, buckets = len(self.scene.facts.tensors), len(self.replicas.buckets())
+        for count in (tensors + 1, buckets):
+            size = _INDEX_BYTES * count
+            self.tape.sent(Collective.BROADCAST, self.axes, State.OTHER, size, "")
+
+    def begin(self, *, is_first: bool, is_last: bool) -> None:
+        super().begin(is_first=is_first, is_last=is_last)
+        if is_last and self.tape.account is not None:
+            self.due = self.replicas.buckets()
+        self.arrived = 0
+
+    def complete(self, gradient: Complete) -> None:
+        """A full bucket is reduced while the gradient that filled it still lives."""
+        if gradient.cloned and self.copies:
+            self.tape.spike(gradient.size)
+        self.arrived += gradient.size
+        if self.replicas.step.overlaps:
+            while self.due and self.due[0] <= self.arrived:
+                self._reduce()
+        self.tape.add(autograd.added(gradient))
+
+    def after_backward(self, unit: int) -> None:
+        """For the root, backward is over: what is due still is reduced, one after the other."""
+        while unit == self.root and self.due:
+            self._reduce()
+
+    def _reduce(self) -> None:
+        """A bucket, in place."""
+        size = self.due.pop(0)
+        self.arrived -= size
+        self.tape.sent(Collective.ALL_REDUCE, self.axes, State.GRADIENTS, size, "")

@@ -1,0 +1,89 @@
+"""Flat units among the wraps: their life is ours, and played by `derivation.flat`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ptrain.algebra.layout import ranks_over
+from ptrain.costs import Footprint, Traffic
+from ptrain.derivation.flat import Flat
+from ptrain.derivation.flat_rows import flat_buffers, flat_footprints, flat_sent, scalars
+from ptrain.derivation.ghosts.unit_notes import accumulation, kept_root
+from ptrain.derivation.ghosts.wrapping import Times, Wrapped
+from ptrain.derivation.tape import Scene
+from ptrain.facts.model import ModelFacts, UnitFacts
+from ptrain.steps.step import FlatUnits
+
+
+class Units:
+    """A model of flat units."""
+
+    is_alike = True
+
+    def __init__(self, wrapped: Wrapped, step: FlatUnits) -> None:
+        self.wrapped, self.step = wrapped, step
+
+    def player(self, scene: Scene) -> Flat:
+        return Flat(scene, self.step)
+
+    def footprints(self, shard: int) -> Iterator[Footprint]:
+        wrapped = self.wrapped
+        return flat_footprints(wrapped.spec, wrapped.plan, self.step, wrapped.facts)
+
+    def sent(self, times: Times | None) -> Iterator[Traffic]:
+        """`times` adds nothing: in a pipeline units are given back after every pass or after none
+        (`axes.pipeline.rules`), so that the order of passes does not count."""
+        wrapped = self.wrapped
+        return flat_sent(wrapped.spec, wrapped.plan, self.step, wrapped.facts)
+
+    def scalars(self) -> Iterator[Traffic]:
+        return scalars(self.wrapped.plan, self.step)
+
+    def kept_gradients(self, unit: UnitFacts) -> Iterator[int]:
+        spec, alone = self.wrapped.spec, ModelFacts(units=(unit,))
+        kept = (*self.step.updated, *self.step.gathered_gradients)
+        yield sum(flat_buffers(spec, self.step, alone).elements()) // ranks_over(spec, kept)
+
+    def notes(self) -> Iterator[str]:
+        yield from accumulation(self.wrapped)
+        yield from kept_root(self.wrapped)
+        yield from self._update()
+        facts = self.wrapped.facts
+        buffers = flat_buffers(self.wrapped.spec, self.step, facts)
+        if more := sum(size * times for size, times in buffers.items()) - facts.numel:
+            elements_more = f"{more} element{'' if more == 1 else 's'} more"
+            yield f"flat units are padded: {elements_more} than the model has"
+
+    def _update(self) -> Iterator[str]:
+        wrap = self.step
+        axes = [axis for axis in wrap.updated if axis not in wrap.parameters]
+        if axes:
+            yield (
+                f"parameters are whole and the optimizer is a shard on {', '.join(axes)}: each "
+                "rank updates its part, so the updated parameters must be gathered, r|Θ| that "
+                "Theorem 2 as printed leaves out"
+            )
+        if wrap.consumed:
+            yield (
+                "gradients are M: a unit is reduced and updated as soon as its gradients are "
+                "complete, so that no more than one unit's live at once"
+            )
+        late = [axis for axis in wrap.updated if axis not in wrap.gradients]
+        if late and not wrap.consumed:
+            yield (
+                f"gradients are R and the optimizer is a shard on {', '.join(late)}: a reduce-"
+                "scatter before the update replaces the all-reduce, r|G| instead of 2r|G|; "
+                "gradients keep their full size, and only the rank's own part of them holds the sum"
+            )
+        whole = [axis for axis in wrap.optimizer if axis not in wrap.updated]
+        if whole:
+            yield (
+                f"optimizer state is gathered over {', '.join(whole)} for the update, r|Ω| unit by "
+                "unit, and every rank there computes the same whole update"
+            )
+        wider = [axis for axis in wrap.gradients if axis not in wrap.updated]
+        if wider:
+            yield (
+                f"gradients are shards on {', '.join(wider)} and the update takes them whole "
+                "there: they are gathered for it, r|G|"
+            )

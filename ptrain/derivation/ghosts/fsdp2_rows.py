@@ -1,0 +1,142 @@
+"""What FSDP2 keeps and sends: rows of each tensor, padded to equal shards; and a unit of each kind
+played by its ghost (`fsdp2`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cached_property
+
+from ptrain.algebra.layout import ranks_over
+from ptrain.axes.data.costs import Gathers, local_rows, padded_rows, reductions
+from ptrain.costs import Footprint, Phase, Traffic
+from ptrain.derivation.ghosts.fsdp2 import FullySharded
+from ptrain.derivation.ghosts.in_place import InPlace
+from ptrain.derivation.ghosts.unit_notes import accumulation, kept_root
+from ptrain.derivation.ghosts.wrapping import Times, Wrapped, micro_batches, rows
+from ptrain.derivation.tape import Account, Scene
+from ptrain.facts.model import UnitFacts
+from ptrain.rooms.room import Shape
+from ptrain.steps.step import FullyShard
+from ptrain.timeline import Complete
+
+
+class Sharded(InPlace):
+    """A model of shards by rows, and replicas of them."""
+
+    def __init__(self, wrapped: Wrapped, step: FullyShard) -> None:
+        super().__init__(wrapped)
+        self.step, self.owns_master = step, step.materialized
+        self.ranks = ranks_over(wrapped.spec, step.shard_axes)
+
+    def player(self, scene: Scene) -> FullySharded:
+        return FullySharded(scene, self.step, self)
+
+    @cached_property
+    def _stored(self) -> int:
+        return sum(times * self._padded(unit) for unit, times in self.kinds)
+
+    def _padded(self, unit: UnitFacts) -> int:
+        """Elements of one rank's part of a unit."""
+        return sum(padded_rows(tensor.shape, self.ranks) for tensor in unit.tensors)
+
+    def stored(self) -> int:
+        """Padded rows of each tensor; gradients are views of the padded reduction."""
+        return self._stored
+
+    def updated(self, unit: UnitFacts, shard: int) -> tuple[Shape, ...]:
+        return tuple(self._part(tensor.shape, shard) for tensor in unit.tensors)
+
+    def _part(self, shape: Shape, shard: int) -> Shape:
+        return (local_rows(shape[:1], self.ranks, shard), *shape[1:])
+
+    def footprints(self, shard: int) -> Iterator[Footprint]:
+        layout, stored = self.wrapped.plan.update.layout, self.stored()
+        optimizer = self.optimizer_bytes(shard)
+        parameters = stored * layout.parameters.itemsize
+        if self.owns_master:  # the shards are the master copies
+            assert layout.master is not None
+            parameters, optimizer = 0, optimizer + stored * layout.master.itemsize
+        return rows(parameters, optimizer, stored * layout.gradients.itemsize)
+
+    def kept_gradients(self, unit: UnitFacts) -> Iterator[int]:
+        for shard in range(self.ranks):
+            yield sum(local_rows(tensor.shape, self.ranks, shard) for tensor in unit.tensors)
+
+    def sent(self, times: Times | None) -> Iterator[Traffic]:
+        """A unit of each kind counts for all of its kind."""
+        for unit, number in self.kinds:
+            if not unit.tensors:
+                continue
+            account = Account(self.wrapped.spec, number)
+            scene = self.wrapped.scene((unit,), account)
+            player = _Alone(self.player(scene), unit, account)
+            if times is None:
+                player.in_turn(self.wrapped.plan.accumulate.micro_batches)
+            else:
+                gathers = times(self.step.sync, is_root=unit.is_root)
+                player.by_count(gathers, self._reductions)
+            yield from account.rows
+
+    @property
+    def _reductions(self) -> int:
+        return reductions(self.step.sync, self.wrapped.plan.accumulate.micro_batches)
+
+    def notes(self) -> Iterator[str]:
+        yield from accumulation(self.wrapped)
+        shards = self.step.sync.after_forward(is_root=False)
+        if not isinstance(shards, bool):
+            yield (
+                f"between its forward and its backward a unit is kept in {shards} shards instead "
+                f"of {self.ranks}: backward gathers it over {shards} ranks and sends "
+                f"{shards - 1}/{shards} of it"
+            )
+        yield from kept_root(self.wrapped)
+        padded, numel = self.ranks * self.stored(), self.wrapped.facts.numel
+        if padded > numel:
+            yield (
+                f"each tensor is cut by rows, ceil(d0 / {self.ranks}) on every rank: "
+                f"{padded / numel - 1:.2%} more than the model has"
+            )
+
+
+class _Alone:
+    """A step of one unit, which stands for as many as the account says."""
+
+    def __init__(self, player: FullySharded, unit: UnitFacts, account: Account) -> None:
+        self.player, self.unit, self.account = player, unit, account
+        self.tape, self.units = player.tape, account.times
+
+    def in_turn(self, count: int) -> None:
+        """Micro-batches go forward and backward one after the other."""
+        for is_first, is_last, repeated in micro_batches(count):
+            self.account.times = self.units * repeated
+            self.player.begin(is_first=is_first, is_last=is_last)
+            self._forward()
+            self._gather_again()
+            self._reduce()
+
+    def by_count(self, gathers: Gathers, reductions: int) -> None:
+        """Micro-batches are in flight together: each call as often as their schedule has it."""
+        self.account.times = self.units * gathers.forward
+        self._forward()
+        self.account.times = self.units * gathers.backward
+        self.player.gathers.reshard(0)  # another micro-batch has given it back
+        self._gather_again()
+        self.account.times = self.units * reductions
+        self.player.begin(is_first=True, is_last=True)
+        self._reduce()
+
+    def _forward(self) -> None:
+        self.tape.enter(Phase.FORWARD)
+        self.player.enter(0)
+        self.player.leave(0)
+
+    def _gather_again(self) -> None:
+        self.tape.enter(Phase.BACKWARD)
+        self.player.before_backward(0)
+
+    def _reduce(self) -> None:
+        for tensor in self.unit.tensors:
+            size = tensor.numel * self.player.e_parameters
+            self.player.complete(Complete(tensor.name, size))
+        self.player.after_backward(0)

@@ -1,0 +1,157 @@
+"""The update of tensors that stay in place, whoever wrapped them: the update that trains
+(`optimizers.update`) on ghosts of them, a unit of each kind once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from ptrain.costs import Footprint, State, Traffic
+from ptrain.derivation.ghosts.wrapping import Wrapped, rows
+from ptrain.derivation.optimizer_state import is_hidden, needs_whole_tensors
+from ptrain.derivation.tape import Tape
+from ptrain.facts.model import UnitFacts
+from ptrain.optimizers.ghost import GhostRules, GhostScale
+from ptrain.optimizers.update import Resident, Slot, Update
+from ptrain.rooms.ghost import Ghost, GhostRoom, Storage
+from ptrain.rooms.room import Shape
+from ptrain.spec.placement import Tier
+from ptrain.spec.precision import DType
+
+Shapes = tuple[Shape, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Of one update: bytes of Omega that are kept, and those that come and go."""
+
+    kept: int
+    rise: int
+
+
+class InPlaceTarget:
+    """A tensor that is updated where and as it is kept, and its gradient."""
+
+    is_in_place = True
+
+    def __init__(self, value: Ghost, gradient: Ghost, *, owns_master: bool) -> None:
+        self._value, self._gradient, self.owns_master = value, gradient, owns_master
+
+    def working_gradient(self) -> Ghost:
+        return self._gradient
+
+    def value(self) -> Ghost:
+        return self._value
+
+    def store(self, value: Ghost) -> None:
+        """It is there, or is copied over what is there."""
+
+    def slot(self, initial: Ghost) -> Slot[Ghost]:
+        return Resident(initial)
+
+
+class InPlace:
+    """A wrapping whose tensors stay in place. Theta and G are as long as `stored`; Omega is what
+    the update keeps of the shapes that a rank `updated`."""
+
+    owns_master = False
+    is_alike = False
+
+    def __init__(self, wrapped: Wrapped) -> None:
+        self.wrapped = wrapped
+        self._costs: dict[tuple[Shapes, bool], Cost] = {}
+
+    def stored(self) -> int:
+        """Return the elements of Theta, and of G, that every rank has, padding included."""
+        return self.wrapped.facts.numel
+
+    def updated(self, unit: UnitFacts, shard: int) -> Shapes:
+        """Return the shapes of what the rank with this shard updates of a unit."""
+        return tuple(tensor.shape for tensor in unit.tensors)
+
+    def footprints(self, shard: int) -> Iterator[Footprint]:
+        layout, stored = self.wrapped.plan.update.layout, self.stored()
+        parameters, gradients = layout.parameters.itemsize, layout.gradients.itemsize
+        return rows(stored * parameters, self.optimizer_bytes(shard), stored * gradients)
+
+    def scalars(self) -> Iterator[Traffic]:
+        """Gradients are on the device, as scalars are."""
+        yield from ()
+
+    def kept_gradients(self, unit: UnitFacts) -> Iterator[int]:
+        yield unit.numel
+
+    def notes(self) -> Iterator[str]:
+        yield from ()
+
+    @cached_property
+    def kinds(self) -> list[tuple[UnitFacts, int]]:
+        """A unit of each kind, and how many there are: units of equal shapes keep and send the
+        same, but that Muon is for matrices outside the root alone."""
+        kinds: dict[tuple[Shapes, bool], list[UnitFacts]] = {}
+        for unit in self.wrapped.facts.units:
+            shapes = tuple(tensor.shape for tensor in unit.tensors)
+            kinds.setdefault((shapes, unit.is_root), []).append(unit)
+        return [(units[0], len(units)) for units in kinds.values()]
+
+    def numels(self, shard: int) -> list[int]:
+        """Return the elements of each tensor that the rank with this shard updates."""
+        by_shapes: dict[Shapes, list[int]] = {}
+        numels: list[int] = []
+        for unit in self.wrapped.facts.units:
+            shapes = tuple(tensor.shape for tensor in unit.tensors)
+            if shapes not in by_shapes:
+                by_shapes[shapes] = [math.prod(shape) for shape in self.updated(unit, shard)]
+            numels += by_shapes[shapes]
+        return numels
+
+    def optimizer_bytes(self, shard: int) -> int:
+        """Return the bytes of Omega on the rank with this shard."""
+        return sum(
+            times * self._cost(unit, self.updated(unit, shard)).kept for unit, times in self.kinds
+        )
+
+    def rises(self, shard: int) -> Iterator[int]:
+        """Yield the bytes that come and go while a unit of each kind is updated there."""
+        for unit, _ in self.kinds:
+            yield self._cost(unit, self.updated(unit, shard)).rise
+
+    def _cost(self, unit: UnitFacts, shapes: Shapes) -> Cost:
+        """Shards of one size are many, and of different sizes few."""
+        key = shapes, unit.is_root
+        if key not in self._costs:
+            needs = needs_whole_tensors(self.wrapped.spec.optimizer)
+            hidden = [needs and is_hidden(unit, tensor) for tensor in unit.tensors]
+            self._costs[key] = self.played(shapes, hidden)
+        return self._costs[key]
+
+    def played(self, shapes: Shapes, hidden: Sequence[bool]) -> Cost:
+        """Return the cost of updating tensors of these shapes at once; `hidden` are Muon's."""
+        tape = Tape(is_reading=False)
+        room, layout = GhostRoom(tape, {}, {}), self.wrapped.plan.update.layout
+        dtype = layout.parameters
+        if self.owns_master and layout.master is not None:
+            dtype = layout.master
+
+        def ghost(shape: Shape, dtype: DType, state: State) -> Ghost:
+            size = math.prod(shape) * dtype.itemsize
+            return Ghost(Storage(size, Tier.DEVICE, state, "", tape), dtype, shape)
+
+        targets = [
+            InPlaceTarget(
+                ghost(shape, dtype, State.PARAMETERS),
+                ghost(shape, layout.gradients, State.GRADIENTS),
+                owns_master=self.owns_master,
+            )
+            for shape in shapes
+        ]
+        optimizer = self.wrapped.spec.optimizer
+        update = Update([targets], optimizer, layout, room, GhostRules(tape), [hidden])
+        tape.is_reading = True
+        update.step(0.0, GhostScale() if layout.scales_loss else None)
+        tape.is_reading = False
+        kept = {id(ghost.storage): ghost.storage.size for _, ghost in update.storages()}
+        return Cost(sum(kept.values()), tape.peak)

@@ -1,0 +1,81 @@
+"""One device: nothing is wrapped. What torch allocates here is autograd's and the optimizer's."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+
+from ptrain.costs import Traffic
+from ptrain.derivation.ghosts import autograd
+from ptrain.derivation.ghosts.clipping import by_operator
+from ptrain.derivation.ghosts.in_place import InPlace
+from ptrain.derivation.ghosts.wrapping import Times
+from ptrain.derivation.tape import Scene
+from ptrain.timeline import Complete, Kind
+
+
+class OneDevice(InPlace):
+    """A model as it is."""
+
+    def sent(self, times: Times | None) -> Iterator[Traffic]:
+        """Nobody is there to be sent anything."""
+        yield from ()
+
+    def player(self, scene: Scene) -> Local:
+        return Local(scene, self)
+
+
+class Local:
+    """autograd's gradients stay where they are; later ones are added to them."""
+
+    updates_alike = False
+
+    def __init__(self, scene: Scene, wrapping: InPlace) -> None:
+        self.scene, self.tape, self.wrapping = scene, scene.tape, wrapping
+        self.is_first = True
+
+    def begin(self, *, is_first: bool, is_last: bool) -> None:
+        self.is_first = is_first
+
+    def begin_half(self, kind: Kind) -> None:
+        """A gradient is where it is kept, whoever computed it."""
+
+    def end_half(self, kind: Kind) -> None:
+        """Nothing is reduced."""
+
+    def enter(self, unit: int) -> None:
+        """Nothing is gathered."""
+
+    def leave(self, unit: int) -> None:
+        """Nothing is given back."""
+
+    def before_backward(self, unit: int) -> None:
+        """Nothing is gathered."""
+
+    def after_backward(self, unit: int) -> None:
+        """Nothing is reduced."""
+
+    def complete(self, gradient: Complete) -> None:
+        accumulate = autograd.kept if self.is_first else autograd.added
+        self.tape.add(accumulate(gradient))
+
+    def gathered(self) -> int:
+        return 0
+
+    def lingering(self) -> int:
+        return 0
+
+    def signature(self) -> Hashable:
+        return self.is_first
+
+    def reduce(self) -> None:
+        """They are where the optimizer wants them."""
+
+    def clipped(self, shard: int) -> list[list[int]] | None:
+        return by_operator(self.scene, self.wrapping.numels(shard))
+
+    def update(self, shard: int) -> None:
+        for rise in self.wrapping.rises(shard):
+            self.tape.spike(rise)
+
+    def finish_update(self) -> None:
+        """Nothing is on its way."""

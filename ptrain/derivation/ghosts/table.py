@@ -1,0 +1,33 @@
+"""Which ghost imitates a step of a plan: the one place that tells wraps apart by their kind."""
+
+from __future__ import annotations
+
+from typing import assert_never
+
+from ptrain.derivation.ghosts.ddp import Replicas
+from ptrain.derivation.ghosts.flat_units import Units
+from ptrain.derivation.ghosts.fsdp2_rows import Sharded
+from ptrain.derivation.ghosts.one_device import OneDevice
+from ptrain.derivation.ghosts.wrapping import Wrapped, Wrapping
+from ptrain.derivation.ghosts.zero_redundancy import SpreadUpdate
+from ptrain.facts.model import ModelFacts
+from ptrain.spec.spec import Spec
+from ptrain.steps.step import FlatUnits, FullyShard, LocalGradients, Plan, Replicate
+
+
+def wrapping(spec: Spec, plan: Plan, facts: ModelFacts) -> Wrapping:
+    """Return the ghost of what wraps a model, or one stage's part of it."""
+    wrapped = Wrapped(spec=spec, plan=plan, facts=facts)
+    match plan.wrap:
+        case LocalGradients():
+            return OneDevice(wrapped)
+        case Replicate(zero_redundancy=True) as step:
+            return SpreadUpdate(wrapped, step)
+        case Replicate() as step:
+            return Replicas(wrapped, step)
+        case FullyShard() as step:
+            return Sharded(wrapped, step)
+        case FlatUnits() as step:
+            return Units(wrapped, step)
+        case step:
+            assert_never(step)

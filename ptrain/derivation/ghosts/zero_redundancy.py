@@ -1,0 +1,80 @@
+"""torch's ZeroRedundancyOptimizer beside DistributedDataParallel: whole tensors are spread over the
+replicas, and each owner broadcasts what it updated.
+
+`torch/distributed/optim/zero_redundancy_optimizer.py`: the largest tensor first, each to the rank
+that has least so far (`_partition_parameters`, `axes.data.costs.spread`). With
+`parameters_as_bucket_view` parameters are views of a bucket per owner, and a rank that owns nothing
+has a bucket of one element of fp32 (`_build_param_buckets`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cached_property
+
+from ptrain.algebra.layout import ranks_over
+from ptrain.axes.data.costs import spread
+from ptrain.costs import Collective, Footprint, State
+from ptrain.derivation.ghosts.ddp import Replicas, Replicated
+from ptrain.derivation.ghosts.in_place import Shapes
+from ptrain.derivation.ghosts.wrapping import rows
+from ptrain.derivation.tape import Scene
+from ptrain.facts.model import TensorFacts
+from ptrain.spec.precision import DType
+
+
+class SpreadUpdate(Replicas):
+    """A model whose Omega is spread over all ranks, tensor by tensor."""
+
+    @cached_property
+    def owned(self) -> list[list[TensorFacts]]:
+        """The tensors that each rank updates."""
+        tensors, ranks = self.wrapped.facts.tensors, ranks_over(self.wrapped.spec, self.step.axes)
+        owners = spread([tensor.numel for tensor in tensors], ranks)
+        owned: list[list[TensorFacts]] = [[] for _ in range(ranks)]
+        for tensor, owner in zip(tensors, owners, strict=True):
+            owned[owner].append(tensor)
+        return owned
+
+    def parameter_buckets(self) -> list[int]:
+        """Return the bytes of the bucket that each owner sends."""
+        itemsize = self.wrapped.plan.update.layout.parameters.itemsize
+        return [
+            sum(tensor.numel for tensor in tensors) * itemsize or DType.FP32.itemsize
+            for tensors in self.owned
+        ]
+
+    def footprints(self, shard: int) -> Iterator[Footprint]:
+        layout = self.wrapped.plan.update.layout
+        shapes: dict[Shapes, int] = {}
+        for tensor in self.owned[shard]:
+            shapes[tensor.shape,] = shapes.get((tensor.shape,), 0) + 1
+        # every rule that is spread goes element by element: no tensor is another case
+        optimizer = sum(times * self.played(each, [False]).kept for each, times in shapes.items())
+        gradients = self.stored() * layout.gradients.itemsize
+        return rows(sum(self.parameter_buckets()), optimizer, gradients)
+
+    def notes(self) -> Iterator[str]:
+        axes = " and ".join(self.step.axes)
+        yield (
+            "torch's ZeroRedundancyOptimizer leaves the gradients to DistributedDataParallel, "
+            "which sums them whole on every rank, 2r|G|, and its owners broadcast what they "
+            f"updated, r|Θ|: 3 units on {axes}. The same tuple on dp_shard reduces to shards and "
+            "gathers the updated ones: 2 units"
+        )
+
+    def player(self, scene: Scene) -> SpreadReplicated:
+        return SpreadReplicated(scene, self)
+
+
+class SpreadReplicated(Replicated):
+    """The buckets of gradients, and after the update those of parameters."""
+
+    def __init__(self, scene: Scene, spread_update: SpreadUpdate) -> None:
+        super().__init__(scene, spread_update)
+        self.spread_update = spread_update
+
+    def update(self, shard: int) -> None:
+        """torch's own optimizer, on the parameters themselves: nothing is cast."""
+        for size in self.spread_update.parameter_buckets():
+            self.tape.sent(Collective.BROADCAST, self.axes, State.PARAMETERS, size, "")

@@ -1,0 +1,379 @@
+"""The ghosts of torch against torch: the real FSDP2, DistributedDataParallel and
+ZeroRedundancyOptimizer run on a rank of a fake world, and every collective comes in the order, of
+the size and amid the bytes that the ghost has. What they touch of torch's private parts is there.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard import (
+    _fsdp_api,
+    _fsdp_collectives,
+    _fsdp_param,
+    _fsdp_param_group,
+    _fsdp_state,
+)
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+from ptrain.axes.data.costs import bucket_caps, bucket_sizes, local_rows, padded_rows, spread
+from ptrain.axes.data.run.fully_sharded import FullyShardedWrap, parameter_groups
+from ptrain.axes.data.run.spread import SpreadUpdate
+from ptrain.costs import Collective, Phase, State
+from ptrain.data.sampler import LocalBatch
+from ptrain.derivation import timeline
+from ptrain.derivation.ghosts import autograd
+from ptrain.derivation.tape import Account, Tape
+from ptrain.interpreter.program import Program, interpret
+from ptrain.meters.memory import MemoryMeter, resident
+from ptrain.meters.traffic import SILENT, TrafficMeter
+from ptrain.models.ledger import local
+from ptrain.plan.lower import lower
+from ptrain.rooms.fake import fake_world
+from ptrain.simulation.patches import forget_shapes
+from ptrain.spec.axis import Axis
+from ptrain.spec.batch import GradientSync, ReduceScatterVia, Reshard, SyncPolicy
+from ptrain.spec.precision import FP32, ZERO16
+from ptrain.spec.spec import Spec
+from ptrain.timeline import Complete
+from ptrain.traces.facts import facts_of
+from tests.pure.build import GATHERED, WHOLE, ZERO_1, make_spec, tuple_of
+
+CHANGED = f"torch {torch.__version__} is not what its ghost imitates: "
+_BASE = (State.PARAMETERS, State.OPTIMIZER, State.OTHER)
+
+# A collective: what is sent, of how many bytes; how many live above those that live for the whole
+# step, and how many did at most since the one before.
+Event = tuple[Collective, int, int, int]
+
+
+class Recorder(Tape):
+    """A tape that keeps each collective with the bytes around it."""
+
+    def __init__(self, spec: Spec) -> None:
+        super().__init__(account=Account(spec))
+        self.events: dict[Phase, list[Event]] = {phase: [] for phase in Phase}
+        self.highest = 0
+
+    def add(self, size: int) -> None:
+        super().add(size)
+        self.highest = max(self.highest, self.level)
+
+    def spike(self, size: int) -> None:
+        super().spike(size)
+        self.highest = max(self.highest, self.level + size)
+
+    def sent(self, collective: Collective, *args: Any, **options: Any) -> None:
+        payload = args[2]
+        self.events[self.phase].append((collective, payload, self.level, self.highest))
+        self.highest = self.level
+
+
+class Watcher(MemoryMeter):
+    """A meter that keeps the bytes around each collective."""
+
+    def __init__(self, program: Program, rank: int) -> None:
+        super().__init__(program, rank=rank, waits=False)
+        self.levels: list[tuple[int, int]] = []
+        self.highest = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):
+        name = function._schema.name.partition("::")[2]
+        if function.namespace in ("c10d", "_c10d_functional") and name not in SILENT:
+            self._settle()
+            self.levels.append((self.live, max(self.highest, self.live)))
+            self.highest = self.live
+        return super().__torch_dispatch__(function, types, args, kwargs)
+
+    def _add(self, key: int, size: int) -> None:
+        super()._add(key, size)
+        self.highest = max(self.highest, self.live)
+
+    def _add_to_all(self, key: int, size: int) -> None:
+        """It has lived all along."""
+        before = self.live
+        super()._add_to_all(key, size)
+        more = self.live - before
+        self.levels = [(level + more, highest + more) for level, highest in self.levels]
+        self.highest += more
+
+
+def step(program: Program, tokens: torch.Tensor) -> None:
+    program.forward_backward(LocalBatch(tokens=tokens, global_tokens=1000, sample_ids=()))
+    program.step(1e-3)
+
+
+def of_torch(spec: Spec, rank: int = 0) -> dict[Phase, list[Event]]:
+    """A steady step's collectives, by phase."""
+    world = fake_world(rank, spec.world_size)
+    try:
+        program = interpret(spec, world=world)
+        samples = spec.batch.micro * spec.batch.accumulate
+        tokens = torch.randint(0, 37, (samples, spec.batch.sequence + 1))
+        for _ in range(2):
+            step(program, tokens)
+        watcher = Watcher(program, rank)
+        traffic = TrafficMeter(program.registry, program.mesh.axes_by_group())
+        program.observers += [watcher, traffic]
+        with watcher, traffic:
+            step(program, tokens)
+        held = resident(program)
+    finally:
+        world.close()
+    base = sum(held[state].device_bytes for state in _BASE)
+    events: dict[Phase, list[Event]] = {phase: [] for phase in Phase}
+    for call, (level, highest) in zip(traffic.calls(), watcher.levels, strict=True):
+        event = call.key.collective, call.payload_bytes, level - base, highest - base
+        events[call.key.phase].append(event)
+    return events
+
+
+def of_ghost(spec: Spec, monkeypatch: pytest.MonkeyPatch) -> dict[Phase, list[Event]]:
+    recorder = Recorder(spec)
+    facts = facts_of(spec)
+    monkeypatch.setattr(timeline, "Tape", lambda: recorder)
+    timeline.replay(spec, facts, lower(spec, facts.unit_modules))
+    return recorder.events
+
+
+def agree(spec: Spec, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, ghost = of_torch(spec), of_ghost(spec, monkeypatch)
+    for phase in (Phase.FORWARD, Phase.BACKWARD):
+        for number, pair in enumerate(zip(real[phase], ghost[phase], strict=False)):
+            assert pair[0] == pair[1], f"{CHANGED}call {number} of {phase}"
+        assert len(real[phase]) == len(ghost[phase]), f"{CHANGED}calls of {phase}"
+        assert real[phase] or phase is Phase.FORWARD
+
+
+FULLY = {Axis.DP_SHARD: (2, GATHERED)}
+HYBRID = {Axis.DP_REPLICATE: (2, WHOLE), Axis.DP_SHARD: (2, GATHERED)}
+REPLICAS = {Axis.DP_REPLICATE: (2, WHOLE)}
+
+
+@pytest.mark.parametrize("mesh", [FULLY, HYBRID], ids=["fully", "hybrid"])
+@pytest.mark.parametrize("layout", [FP32, ZERO16], ids=lambda layout: layout.name)
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_fsdp2_allocates_and_sends_in_the_order_of_its_ghost(mesh, layout, accumulate, monkeypatch):
+    agree(make_spec(mesh, layout=layout, accumulate=accumulate, clip=None), monkeypatch)
+
+
+@pytest.mark.parametrize("sync", GradientSync)
+@pytest.mark.parametrize("forward", [True, False, Reshard.NON_ROOT, 2])
+def test_fsdp2_obeys_the_policies_that_its_ghost_obeys(sync, forward, monkeypatch):
+    policy = SyncPolicy(gradients=sync, reshard_after_forward=forward)
+    mesh = {Axis.DP_SHARD: (4, GATHERED)}
+    agree(make_spec(mesh, accumulate=2, sync=policy, clip=None), monkeypatch)
+
+
+def test_fsdp2_of_master_copies_gathers_casts_of_them(monkeypatch):
+    mesh = {Axis.DP_SHARD: (2, tuple_of("M,S,S"))}
+    layout = replace(ZERO16, name="masters", gradients=FP32.gradients)
+    agree(make_spec(mesh, layout=layout, accumulate=2, clip=None), monkeypatch)
+
+
+def test_fsdp2_hands_its_reductions_to_an_exchange(monkeypatch):
+    spec = make_spec(FULLY, reduce_scatter=ReduceScatterVia.ALL_TO_ALL, clip=None)
+    agree(spec, monkeypatch)
+
+
+@pytest.mark.parametrize(("accumulate", "bucket"), [*product((1, 3), (50_000, 25 * 2**20))])
+def test_ddp_reduces_its_buckets_where_its_ghost_does(accumulate, bucket, monkeypatch):
+    spec = make_spec(REPLICAS, accumulate=accumulate, bucket_bytes=bucket, clip=None)
+    agree(spec, monkeypatch)
+
+
+def test_zero_redundancy_broadcasts_the_buckets_of_its_ghost(monkeypatch):
+    spec = make_spec({Axis.DP_REPLICATE: (3, ZERO_1)}, clip=None)
+    agree(spec, monkeypatch)
+    real, ghost = of_torch(spec), of_ghost(spec, monkeypatch)
+    sizes = [(collective, payload) for collective, payload, *_ in real[Phase.UPDATE]]
+    shards = [(collective, payload) for collective, payload, *_ in ghost[Phase.UPDATE]]
+    assert sizes, f"{CHANGED}the owners send nothing"
+    assert shards == sizes * 3, f"{CHANGED}what the owners broadcast"
+
+
+@given(
+    st.lists(st.integers(min_value=1, max_value=60), min_size=1, max_size=20),
+    st.integers(min_value=4, max_value=200),
+    st.integers(min_value=4, max_value=200),
+)
+def test_ddp_fills_its_buckets_as_its_ghost_does(numels: list[int], first: int, later: int):
+    tensors = [torch.empty(numel) for numel in numels]
+    assigned, _ = dist._compute_bucket_assignment_by_size(tensors, [first, later])
+    sizes = [sum(4 * numels[index] for index in bucket) for bucket in assigned]
+    assert bucket_sizes([4 * numel for numel in numels], [first, later]) == sizes, CHANGED
+
+
+def test_ddp_s_own_buckets_begin_with_a_small_one():
+    caps = bucket_caps(25 * 2**20)
+    first = dist._DEFAULT_FIRST_BUCKET_BYTES
+    assert caps == (first, 25 * 2**20), f"{CHANGED}DDP's first bucket has {first} bytes"
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.lists(st.integers(min_value=1, max_value=9), min_size=1, max_size=12))
+def test_zero_redundancy_spreads_tensors_as_its_ghost_does(numels: list[int]):
+    world = fake_world(0, 3)
+    try:
+        parameters = [nn.Parameter(torch.zeros(numel)) for numel in numels]
+        optimizer = ZeroRedundancyOptimizer(
+            parameters, torch.optim.SGD, parameters_as_bucket_view=True, lr=0.1
+        )
+        owners = [optimizer._param_to_rank[parameter] for parameter in parameters]
+        buckets = [bucket.numel() for of_device in optimizer._buckets for bucket in of_device]
+    finally:
+        world.close()
+    assert spread(numels, 3) == owners, f"{CHANGED}_partition_parameters"
+    held = [sum(n for n, o in zip(numels, owners, strict=True) if o == rank) for rank in range(3)]
+    assert buckets == [size or 1 for size in held], f"{CHANGED}_build_param_buckets"
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_fsdp2_cuts_rows_as_its_ghost_does(rank: int):
+    spec = make_spec({Axis.DP_SHARD: (4, GATHERED)})
+    forget_shapes()  # of the rank before
+    world = fake_world(rank, 4)
+    try:
+        program = interpret(spec, world=world)
+        wrap = program.wrapped
+        assert isinstance(wrap, FullyShardedWrap)
+        parts = [
+            part
+            for module in wrap.sharded
+            for group in parameter_groups(module)
+            for part in group.fsdp_params
+        ]
+        for part in parts:
+            shape, held = tuple(part._orig_size), local(part.sharded_param.detach())
+            assert held.numel() == local_rows(shape, 4, rank), f"{CHANGED}rows of {shape}"
+            padded = part._sharded_param_data.numel()
+            assert padded == padded_rows(shape, 4), f"{CHANGED}padding of {shape}"
+    finally:
+        world.close()
+        forget_shapes()
+    assert len(parts) > 10
+
+
+@pytest.mark.parametrize("is_named", [False, True])
+def test_autograd_takes_a_gradient_over_or_clones_it_as_its_ghost_does(is_named: bool):
+    leaf = torch.zeros(5, requires_grad=True)
+    named: list[torch.Tensor] = []
+    storages: list[int] = []
+
+    class HandsOn(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.sum()
+
+        @staticmethod
+        def backward(ctx: Any, _: torch.Tensor) -> torch.Tensor:
+            gradient = torch.ones(5)
+            storages.append(gradient.untyped_storage().data_ptr())
+            if is_named:
+                named.append(gradient)
+            return gradient
+
+    HandsOn.apply(leaf).backward()
+    assert leaf.grad is not None
+    is_stolen = leaf.grad.untyped_storage().data_ptr() == storages[0]
+    gradient = Complete("leaf", 20, cloned=is_named)
+    assert autograd.kept(gradient) == (0 if is_stolen else 20), (
+        f"{CHANGED}AccumulateGrad takes over"
+    )
+    assert is_stolen is not is_named, f"{CHANGED}AccumulateGrad takes over"
+    kept = leaf.grad.data_ptr()
+    HandsOn.apply(leaf).backward()
+    assert leaf.grad.data_ptr() == kept, f"{CHANGED}AccumulateGrad adds in place"
+
+
+# What runs, or is imitated, of what torch calls private: the owner, and its members.
+MEMBERS = {
+    _fsdp_param_group.FSDPParamGroup: ("post_backward", "pre_backward", "reshard", "unshard"),
+    _fsdp_param.FSDPParam: ("to_accumulated_grad_if_needed", "accumulate_unsharded_grad_if_needed"),
+    _fsdp_state.FSDPState: ("_root_post_backward_final_callback",),
+    FSDPModule: (
+        "_get_fsdp_state",
+        "_set_unshard_async_op",
+        "set_custom_all_gather",
+        "set_custom_reduce_scatter",
+        "set_force_sum_reduction_for_comms",
+        "set_gradient_divide_factor",
+        "set_is_last_backward",
+        "set_modules_to_backward_prefetch",
+        "set_modules_to_forward_prefetch",
+        "set_requires_gradient_sync",
+        "set_reshard_after_backward",
+    ),
+    DistributedDataParallel: ("no_sync", "register_comm_hook"),
+    dist.Reducer: ("prepare_for_backward",),
+    ZeroRedundancyOptimizer: ("_build_param_buckets", "_param_to_rank", "_partition_parameters"),
+}
+PARAMETERS = {
+    _fsdp_api.AllGather.__call__: ("output_tensor", "input_tensor", "group", "async_op"),
+    _fsdp_api.ReduceScatter.__call__: ("output_tensor", "input_tensor", "group", "op", "async_op"),
+    _fsdp_api.AllGather.allocate: ("size", "dtype", "device"),
+    _fsdp_collectives.foreach_all_gather: ("fsdp_params", "group", "all_gather_comm"),
+    _fsdp_collectives.foreach_reduce: ("unsharded_grads", "reduce_dtype", "reduce_scatter_comm"),
+    DistributedDataParallel.__init__: (
+        "broadcast_buffers",
+        "bucket_cap_mb",
+        "gradient_as_bucket_view",
+        "init_sync",
+    ),
+    ZeroRedundancyOptimizer.__init__: ("parameters_as_bucket_view", "process_group"),
+}
+
+
+@pytest.mark.parametrize("owner", MEMBERS, ids=lambda owner: owner.__name__)
+def test_torch_has_the_members_that_are_used(owner: type):
+    missing = [name for name in MEMBERS[owner] if not hasattr(owner, name)]
+    assert not missing, f"{CHANGED}{owner.__name__} has no {missing}"
+
+
+@pytest.mark.parametrize("function", PARAMETERS, ids=lambda function: function.__qualname__)
+def test_torch_s_functions_take_the_arguments_that_are_given(function: Any):
+    missing = set(PARAMETERS[function]) - set(inspect.signature(function).parameters)
+    assert not missing, f"{CHANGED}{function.__qualname__} takes no {sorted(missing)}"
+
+
+def test_a_unit_of_fsdp2_keeps_what_its_wrap_reads():
+    world = fake_world(0, 2)
+    try:
+        program = interpret(make_spec(FULLY), world=world)
+        tokens = torch.randint(0, 37, (2, 17))
+        step(program, tokens)
+        wrap = program.wrapped
+        assert isinstance(wrap, FullyShardedWrap)
+        context = wrap.sharded[-1]._get_fsdp_state()._comm_ctx
+        assert hasattr(context, "post_forward_order"), f"{CHANGED}the order of backward's gathers"
+        for group in parameter_groups(wrap.sharded[0]):
+            assert hasattr(group, "post_forward_mesh_info"), f"{CHANGED}reshard to smaller groups"
+            for part, name in product(
+                group.fsdp_params,
+                ("sharded_param", "_unsharded_param", "unsharded_accumulated_grad"),
+            ):
+                assert hasattr(part, name), f"{CHANGED}a parameter of FSDP2 has no {name}"
+    finally:
+        world.close()
+
+
+def test_an_update_that_is_spread_says_where_it_is():
+    world = fake_world(0, 2)
+    try:
+        program = interpret(make_spec({Axis.DP_REPLICATE: (2, ZERO_1)}), world=world)
+        assert isinstance(program.update, SpreadUpdate)
+        for name in ("_buckets", "optim", "param_groups"):
+            assert hasattr(program.update.optimizer, name), f"{CHANGED}no {name}"
+    finally:
+        world.close()
