@@ -1,8 +1,8 @@
 """Which changes of the code the default tests notice: the mutation score of the pure half.
 
 Claim: of a random sample of the mutants of ptrain/spec, ptrain/algebra, ptrain/derivation and of
-the life of flat units, at least 85 % in each package are killed by the default tests. Works on a clone of HEAD. Needs
-`pip install -e '.[test,mutation]'`. Prints; writes a result only with --save.
+the life of flat units, at least 85 % in each package are killed by the default tests. Works on a
+clone of HEAD. Needs `pip install -e '.[test,mutation]'`. Prints; writes a result only with --save.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""A room of ghosts conforms to the room of a rank that really sends: gloo's works hold their tensors
-until they are waited for, and its threads a moment longer."""
+"""A room of ghosts conforms to the room of a rank that really sends: gloo's works hold their
+tensors until they are waited for, and its threads a moment longer."""
 
 from __future__ import annotations
 

@@ -132,9 +132,7 @@ def accounts(group: Group) -> Iterator[str]:
         wrap = replace(plan.wrap, overlaps=group.overlaps)
         if group.gather is None:
             notes = gradients(spec, replace(plan, wrap=wrap))
-        elif wrap.materialized and group.layout.master is None:
-            continue
-        elif group.gather is GatherAfterUpdate.NEXT_FORWARD and not _may_be_late(wrap):
+        elif not _is_legal(group, wrap):
             continue
         else:
             dials = replace(wrap, gather_after_update=group.gather, prefetch=group.prefetch)
@@ -142,9 +140,13 @@ def accounts(group: Group) -> Iterator[str]:
         yield f"{tuples}: {' '.join(notes)}"
 
 
-def _may_be_late(wrap: FlatUnits) -> bool:
-    """Only parameters on the device are left to the next forward pass."""
-    return wrap.parameters_tier is Tier.DEVICE
+def _is_legal(group: Group, wrap: FlatUnits) -> bool:
+    """Only parameters on the device are left to the next forward pass, and only a layout's master
+    copy can be what they are made of."""
+    is_late = group.gather is GatherAfterUpdate.NEXT_FORWARD
+    if is_late and wrap.parameters_tier is not Tier.DEVICE:
+        return False
+    return group.layout.master is not None or not wrap.materialized
 
 
 def gradients(spec: Spec, plan: Plan) -> Iterator[str]:

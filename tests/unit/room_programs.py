@@ -43,7 +43,7 @@ def making(on: Watched[Any]) -> Statements:
 
 
 def making_alike(on: Watched[Any]) -> Statements:
-    """What is computed from a tensor is where that is, in memory, and of its state where it says."""
+    """What is computed from a tensor is in memory where that is, and of its state if it says so."""
     room = on.room
     for tier in Tier:
         source = room.new(24, DType.FP32, tier, OMEGA, "source")

@@ -27,7 +27,7 @@ from tests.unit.both_rooms import (
     notes_of_ghosts,
     notes_of_tensors,
 )
-from tests.unit.room_programs import ALONE, BOTH, DEVICE, G, TOGETHER, drawn
+from tests.unit.room_programs import ALONE, BOTH, DEVICE, TOGETHER, G, drawn
 
 DRAWN = 150
 PROGRAMS = ALONE | TOGETHER
