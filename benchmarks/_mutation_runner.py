@@ -34,7 +34,9 @@ MAP = os.environ.get("MUTATION_MAP", "")  # the file to write a map to
 ONLY = os.environ.get("MUTATION_ONLY", "")  # the file with the tests to run, in their order
 JOBS = os.environ.get("MUTATION_JOBS", "")  # the file with the mutants to judge
 VERDICTS = os.environ.get("MUTATION_VERDICTS", "")  # the file to write their verdicts to
-LINES_OF = ("ptrain/spec/*", "ptrain/algebra/*", "ptrain/derivation/*", "ptrain/axes/*")
+LINES_OF = tuple(
+    f"ptrain/{name}/*" for name in ("spec", "algebra", "derivation", "axes", "optimizers", "rooms")
+)
 
 # Processor seconds of a mutant: so many times those of its tests, and
 # some to spare. Wall: a child that waits.

@@ -39,26 +39,28 @@ class GhostMembers:
         self.shapes = [tensor.shape for tensor in facts.tensors]
         self.are_cut = [tensor.is_cut for tensor in facts.tensors]
         self._reader = reader
-        self._is_bound = False
+        self._values: Ghost | None = None  # what parameters are views of
+        self._bound: Ghost | None = None  # what their gradients are views of
         self._gradients: dict[int, Storage] = {}
 
     def adopt(self, whole: Ghost) -> None:
-        """Values have no size."""
+        self._values = whole
 
     def bind(self, whole: Ghost) -> None:
-        self._is_bound = True
+        self._bound = whole
+        self._gradients.clear()
 
     def collect(self, index: int, whole: Ghost) -> None:
         self._gradients.pop(index, None)
 
     def unbind(self) -> None:
-        self._is_bound = False
+        self._bound = None
         self._gradients.clear()
 
     def arrive(self, index: int, gradient: Complete) -> None:
         """A gradient is complete, and stands alive unless it is to be copied."""
         self._reader.allocated(autograd.added(gradient), Tier.DEVICE)
-        if not self._is_bound and index not in self._gradients:
+        if self._bound is None and index not in self._gradients:
             name, state = self.names[index], State.GRADIENTS
             kept = Storage(gradient.size, Tier.DEVICE, state, name, self._reader)
             self._gradients[index] = kept

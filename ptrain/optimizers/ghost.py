@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
-from ptrain.rooms.ghost import Ghost, Reader
+from ptrain.rooms.ghost import Ghost, Reader, Storage
 from ptrain.rooms.room import Leaf
 from ptrain.spec.placement import Tier
 from ptrain.spec.precision import DType
@@ -65,7 +65,7 @@ class GhostRules:
         self.reader = reader
 
     def leaf(self, like: Ghost, dtype: DType) -> GhostLeaf:
-        return GhostLeaf(Ghost(like.storage, dtype, (0,)))
+        return GhostLeaf(Ghost(Storage(0, like.tier, None, "", self.reader), dtype, (0,)))
 
     def optimizer(
         self, rule: str, leaves: Sequence[Leaf[Ghost]], spec: OptimizerSpec

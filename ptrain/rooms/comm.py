@@ -55,9 +55,9 @@ def reduce_scatter(
     if via is ReduceScatterVia.NATIVE:
         work = _reduce_scatter(shard, whole, group=group, async_op=not is_awaited)
         return Move(shard, whole, work)
-    registry.tag(whole, State.GRADIENTS, Collective.REDUCE_SCATTER)
-    received = torch.empty_like(whole)
-    registry.tag(received, State.GRADIENTS, Collective.REDUCE_SCATTER)
+    tag = registry.of(whole)
+    received = torch.empty_like(whole)  # its tag is read before that of `whole`, which stays
+    registry.tag(received, tag.state if tag else State.OTHER, Collective.REDUCE_SCATTER)
     work = dist.all_to_all_single(received, whole, group=group, async_op=not is_awaited)
     parts = received.view(group.size(), -1)
     return Move(shard, whole, work, lambda: torch.sum(parts, 0, out=shard))

@@ -34,11 +34,14 @@ class Reader(Protocol):
 
 
 class Storage:
-    """Bytes on a tier, given back with the last ghost that lies there."""
+    """Bytes on a tier, given back with the last ghost that lies there. `state` is what they count
+    as; None where nobody said."""
 
     __slots__ = ("_reader", "name", "size", "state", "tier")
 
-    def __init__(self, size: int, tier: Tier, state: State, name: str, reader: Reader) -> None:
+    def __init__(
+        self, size: int, tier: Tier, state: State | None, name: str, reader: Reader
+    ) -> None:
         self.size, self.tier, self.state, self.name = size, tier, state, name
         self._reader = reader
         reader.allocated(size, tier)
@@ -108,14 +111,16 @@ class GhostRoom:
     zeros = new
 
     def like(self, tensor: Ghost, numel: int) -> Ghost:
-        storage = tensor.storage
-        return self.new(numel, tensor.dtype, _in_memory(storage.tier), storage.state, storage.name)
+        size, of = numel * tensor.dtype.itemsize, tensor.storage
+        storage = Storage(size, _in_memory(of.tier), of.state, of.name, self.reader)
+        return Ghost(storage, tensor.dtype, (numel,))
 
     def zeros_like(self, tensor: Ghost, dtype: DType) -> Ghost:
-        return self._shaped(tensor, dtype, State.OTHER, "")
+        return self._shaped(tensor, dtype, None, "")
 
     def scalar_like(self, tensor: Ghost, dtype: DType) -> Ghost:
-        return self.new(None, dtype, _in_memory(tensor.tier), State.OTHER)
+        storage = Storage(dtype.itemsize, _in_memory(tensor.tier), None, "", self.reader)
+        return Ghost(storage, dtype, ())
 
     def numel(self, tensor: Ghost) -> int:
         return tensor.numel
@@ -136,12 +141,15 @@ class GhostRoom:
         copy: bool = False,
     ) -> Ghost:
         if tensor.dtype is not dtype or copy:
-            return self._shaped(tensor, dtype, state or tensor.storage.state, name)
+            made = self._shaped(tensor, dtype, state, name if state else "")
+            if made.tier is not tensor.tier:
+                self.reader.moved(tensor.tier, made.tier, _state_of(tensor), tensor.nbytes)
+            return made
         if state is not None:
-            tensor.storage.state = state
+            tensor.storage.state, tensor.storage.name = state, name or tensor.storage.name
         return tensor
 
-    def _shaped(self, tensor: Ghost, dtype: DType, state: State, name: str) -> Ghost:
+    def _shaped(self, tensor: Ghost, dtype: DType, state: State | None, name: str) -> Ghost:
         tier = _in_memory(tensor.tier)
         storage = Storage(tensor.numel * dtype.itemsize, tier, state, name, self.reader)
         return Ghost(storage, dtype, tensor.shape)
@@ -155,7 +163,8 @@ class GhostRoom:
     def copy(self, source: Ghost, into: Ghost) -> None:
         assert source.numel == into.numel, f"{source.numel} elements to {into.numel}"
         if source.tier is not into.tier:
-            self.reader.moved(source.tier, into.tier, into.storage.state, source.nbytes)
+            state = _state_of(into, source)
+            self.reader.moved(source.tier, into.tier, state, source.nbytes)
 
     def add(self, tensor: Ghost, part: Ghost) -> None:
         assert tensor.numel == part.numel, f"{part.numel} elements to {tensor.numel}"
@@ -181,7 +190,7 @@ class GhostRoom:
         return self.like(tensor, tensor.numel)
 
     def unpermute(self, tensor: Ghost, shape: Shape, order: Sequence[int], into: Ghost) -> None:
-        assert tensor.numel == into.numel, f"{tensor.numel} elements to {into.numel}"
+        self.copy(tensor, into)
 
     def same(self, tensor: Ghost, other: Ghost) -> bool:
         return tensor.storage is other.storage and tensor.start == other.start
@@ -197,7 +206,8 @@ class GhostRoom:
 
     def all_gather(self, shard: Ghost, into: Ghost, axes: Axes, *, is_awaited: bool) -> None:
         self._meet(Collective.ALL_GATHER, axes, into, shard)
-        self.reader.sent(Collective.ALL_GATHER, axes, into.storage.state, into.nbytes, "")
+        state = _state_of(into, shard)
+        self.reader.sent(Collective.ALL_GATHER, axes, state, into.nbytes, "")
 
     def reduce_scatter(
         self, whole: Ghost, into: Ghost, axes: Axes, via: ReduceScatterVia, *, is_awaited: bool
@@ -206,13 +216,14 @@ class GhostRoom:
         is_native = via is ReduceScatterVia.NATIVE
         received = None if is_native else self.like(whole, whole.numel)
         named = "" if is_native else via.value
-        state = whole.storage.state
+        state = _state_of(*((into, whole) if is_native else (whole,)))
         self.reader.sent(Collective.REDUCE_SCATTER, axes, state, whole.nbytes, named)
         return Move(into, (whole, received))
 
     def all_reduce(self, tensor: Ghost, axes: Axes, *, is_awaited: bool) -> Move[Ghost]:
         assert tensor.tier is Tier.DEVICE, "collectives are of the device"
-        self.reader.sent(Collective.ALL_REDUCE, axes, tensor.storage.state, tensor.nbytes, "")
+        state = _state_of(tensor)
+        self.reader.sent(Collective.ALL_REDUCE, axes, state, tensor.nbytes, "")
         return Move(tensor, tensor)
 
     def _meet(self, collective: Collective, axes: Axes, whole: Ghost, shard: Ghost) -> None:
@@ -220,6 +231,12 @@ class GhostRoom:
         sizes = f"{collective} over {ranks}: {whole.numel} of {shard.numel}"
         assert whole.numel == ranks * shard.numel and whole.dtype is shard.dtype, sizes
         assert whole.tier is shard.tier is Tier.DEVICE, "collectives are of the device"
+
+
+def _state_of(*tensors: Ghost) -> State:
+    """What a call or copy counts as: the state of the first of its tensors that has any."""
+    states = (tensor.storage.state for tensor in tensors)
+    return next((state for state in states if state is not None), State.OTHER)
 
 
 def _in_memory(tier: Tier) -> Tier:

@@ -80,7 +80,7 @@ class Tiers:
     def move(self, tensor: torch.Tensor, tier: Tier, state: State) -> torch.Tensor:
         """A copy of `tensor` on another tier."""
         numel = None if tensor.dim() == 0 else tensor.numel()
-        return self.empty(numel, tensor.dtype, tier, state).copy_(tensor)
+        return self.empty(numel, tensor.dtype, tier, state).view(tensor.shape).copy_(tensor)
 
     def ahead(self, tensor: torch.Tensor) -> None:
         """This tensor is needed next: a file's pages are read from now on."""

@@ -59,10 +59,10 @@ class TorchRoom:
         return tensor if tag is None else self.registry.tag(tensor, tag.state, name=tag.name)
 
     def zeros_like(self, tensor: torch.Tensor, dtype: DType) -> torch.Tensor:
-        return torch.zeros_like(tensor, dtype=TORCH_DTYPES[dtype])
+        return alike(torch.zeros_like(tensor, dtype=TORCH_DTYPES[dtype]), tensor)
 
     def scalar_like(self, tensor: torch.Tensor, dtype: DType) -> torch.Tensor:
-        return tensor.new_zeros((), dtype=TORCH_DTYPES[dtype])
+        return alike(tensor.new_zeros((), dtype=TORCH_DTYPES[dtype]), tensor)
 
     def numel(self, tensor: torch.Tensor) -> int:
         return int(tensor.numel())
@@ -110,7 +110,9 @@ class TorchRoom:
         return tensor.view(-1)
 
     def permuted(self, tensor: torch.Tensor, shape: Shape, order: Sequence[int]) -> torch.Tensor:
-        return self._tagged_as(tensor.view(shape).permute(tuple(order)).reshape(-1), tensor)
+        seen = tensor.view(shape).permute(tuple(order))
+        lying = alike(seen.clone(memory_format=torch.contiguous_format), tensor)
+        return self._tagged_as(lying.view(-1), tensor)
 
     def unpermute(
         self, tensor: torch.Tensor, shape: Shape, order: Sequence[int], into: torch.Tensor

@@ -132,21 +132,21 @@ def accounts(group: Group) -> Iterator[str]:
         wrap = replace(plan.wrap, overlaps=group.overlaps)
         if group.gather is None:
             notes = gradients(spec, replace(plan, wrap=wrap))
+        elif not _is_legal(group, wrap):
+            continue
         else:
-            if not _is_legal(wrap, group):
-                continue
             dials = replace(wrap, gather_after_update=group.gather, prefetch=group.prefetch)
             notes = step(spec, replace(plan, wrap=dials))
         yield f"{tuples}: {' '.join(notes)}"
 
 
-def _is_legal(wrap: FlatUnits, group: Group) -> bool:
-    """Parameters are made of master copies where there are some, and only those on the device are
-    left to the next forward pass."""
-    if wrap.materialized and group.layout.master is None:
-        return False
+def _is_legal(group: Group, wrap: FlatUnits) -> bool:
+    """Only parameters on the device are left to the next forward pass, and only a layout's master
+    copy can be what they are made of."""
     is_late = group.gather is GatherAfterUpdate.NEXT_FORWARD
-    return not is_late or wrap.parameters_tier is Tier.DEVICE
+    if is_late and wrap.parameters_tier is not Tier.DEVICE:
+        return False
+    return group.layout.master is not None or not wrap.materialized
 
 
 def gradients(spec: Spec, plan: Plan) -> Iterator[str]:

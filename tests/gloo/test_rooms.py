@@ -1,0 +1,50 @@
+"""A room of ghosts conforms to the room of a rank that really sends: gloo's works hold their
+tensors until they are waited for, and its threads a moment longer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ptrain.rooms.mesh import Mesh
+from ptrain.rooms.world import World
+from ptrain.steps.step import CreateMesh
+from tests.ranks import Ranks
+from tests.unit.both_rooms import notes_of_ghosts, notes_of_tensors
+from tests.unit.room_programs import ALONE, BOTH, TOGETHER, drawn
+
+pytestmark = pytest.mark.gloo
+
+DRAWN = 20
+RELEASE_SECONDS = 2e-3
+
+
+def _differences(names: Sequence[str], seeds: Sequence[int]) -> list[str]:
+    """Programs and statements after which the two differ, on this rank. Without the maximum between
+    two notes: what a thread still holds would count."""
+    world = World(
+        rank=dist.get_rank(), size=dist.get_world_size(), device=torch.device("cpu"), backend="gloo"
+    )
+    mesh = Mesh(CreateMesh(axes=BOTH, degrees=(2, 2)), world)
+    settle: Callable[[], None] = lambda: time.sleep(RELEASE_SECONDS)  # noqa: E731
+    notes_of_tensors(ALONE["making"], mesh, None)  # torch's first operator leaves a cycle
+    differing = []
+    for program in (*map(TOGETHER.__getitem__, names), *map(drawn, seeds)):
+        there = notes_of_tensors(program, mesh, None, settle)
+        here = notes_of_ghosts(program, mesh)
+        assert len(there) == len(here)
+        differing += [
+            f"{program.__name__}: after statement {number}: {left} {right}"
+            for number, (left, right) in enumerate(zip(there, here, strict=True))
+            if replace(left, peak=0) != replace(right, peak=0)
+        ]
+    return differing
+
+
+def test_collectives_on_gloo_do_what_they_do_on_ghosts(ranks: Ranks) -> None:
+    assert ranks.run(4, _differences, list(TOGETHER), range(DRAWN)) == [[]] * 4

@@ -1,0 +1,240 @@
+"""Both rooms, watched alike: what a statement of a program leaves behind, on torch and on ghosts.
+
+A program is a generator over a room. After every statement it yields the tensors to look at, and
+what stands then is noted: the bytes that live on each tier, their maximum since the last note, what
+was sent and copied, and of each tensor its size, kind and place."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from ptrain.costs import Collective, State
+from ptrain.meters.traffic import TrafficMeter
+from ptrain.models.ledger import Ledger
+from ptrain.models.tags import tier_of
+from ptrain.rooms.ghost import Ghost, GhostRoom
+from ptrain.rooms.mesh import Mesh
+from ptrain.rooms.room import Axes, Room, Shape, T
+from ptrain.rooms.torch import TorchRoom
+from ptrain.spec.axis import Axis
+from ptrain.spec.placement import Tier
+from ptrain.spec.precision import DType
+
+MOVES = {
+    (Tier.HOST, Tier.DEVICE): Collective.HOST_TO_DEVICE,
+    (Tier.DEVICE, Tier.HOST): Collective.DEVICE_TO_HOST,
+    (Tier.FILE, Tier.HOST): Collective.FILE_READ,
+    (Tier.FILE, Tier.DEVICE): Collective.FILE_READ,
+    (Tier.HOST, Tier.FILE): Collective.FILE_WRITE,
+    (Tier.DEVICE, Tier.FILE): Collective.FILE_WRITE,
+}
+Call = tuple[Collective, tuple[str, ...], State, int, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Look:
+    """One tensor. `storage` counts the storages of a note in the order in which they are met, so
+    that aliases have the same number; `start` is in elements."""
+
+    numel: int
+    dtype: DType
+    shape: Shape
+    tier: Tier
+    storage: int
+    start: int
+    storage_bytes: int
+    state: State | None
+    name: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Note:
+    """What stands after a statement."""
+
+    live: Mapping[Tier, int]
+    peak: int
+    calls: tuple[Call, ...]
+    looks: tuple[Look, ...]
+
+
+class Watched(Protocol[T]):
+    """A room whose storages are followed."""
+
+    room: Room[T]
+    peak: int
+
+    def live(self) -> Mapping[Tier, int]: ...
+
+    def calls(self) -> Sequence[Call]: ...
+
+    def tier(self, tensor: T) -> Tier: ...
+
+    def storage(self, tensor: T) -> tuple[int, int, int]:
+        """Its identity, the tensor's start in it, and its bytes."""
+        ...
+
+    def tag(self, tensor: T) -> tuple[State | None, str]: ...
+
+
+Program = Callable[[Watched[Any]], Iterator[Sequence[Any]]]
+
+
+class GhostsWatched:
+    """A room of ghosts, and its reader."""
+
+    def __init__(self, degrees: Mapping[Axis, int], places: Mapping[Axis, int]) -> None:
+        self.levels: Counter[Tier] = Counter()
+        self.peak = 0
+        self.rows: list[Call] = []
+        self.room: GhostRoom = GhostRoom(self, degrees, places)
+
+    def allocated(self, size: int, tier: Tier) -> None:
+        self.levels[tier] += size
+        self.peak = max(self.peak, self.levels.total())
+
+    def sent(
+        self, collective: Collective, axes: Axes, state: State, payload: int, via: str
+    ) -> None:
+        named = tuple(map(str, self.room.ordered(axes)))
+        self.rows.append((collective, named, state, payload, via))
+
+    def moved(self, source: Tier, target: Tier, state: State, size: int) -> None:
+        self.rows.append((MOVES[source, target], (), state, size, ""))
+
+    def live(self) -> Mapping[Tier, int]:
+        return {tier: self.levels[tier] for tier in Tier}
+
+    def calls(self) -> Sequence[Call]:
+        return self.rows
+
+    def tier(self, tensor: Ghost) -> Tier:
+        return tensor.tier
+
+    def storage(self, tensor: Ghost) -> tuple[int, int, int]:
+        return id(tensor.storage), tensor.start, tensor.storage.size
+
+    def tag(self, tensor: Ghost) -> tuple[State | None, str]:
+        return tensor.storage.state, tensor.storage.name
+
+
+class TensorsWatched(Ledger):
+    """A room of tensors while it is entered. What was there before is nobody's."""
+
+    def __init__(self, mesh: Mesh, path: str | None = None) -> None:
+        super().__init__()
+        self.room = TorchRoom(mesh, mesh.registry, path)
+        self.peak = self._level = 0
+        self._born: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        if mesh.axes:
+            mesh.group(mesh.axes)  # so that the meter knows it by its axes
+        self.meter = TrafficMeter(mesh.registry, mesh.axes_by_group())
+
+    def born(self, key: int, storage: torch.UntypedStorage, operator: str) -> None:
+        self._born[key] = weakref.ref(storage)
+        self._rise(storage.nbytes())
+
+    def resized(self, key: int, storage: torch.UntypedStorage, before: int) -> None:
+        self._rise(storage.nbytes() - before)
+
+    def died(self, key: int, size: int) -> None:
+        if self._born.pop(key, None) is not None:
+            self._rise(-size)
+
+    def _rise(self, size: int) -> None:
+        self._level += size
+        self.peak = max(self.peak, self._level)
+
+    def live(self) -> Mapping[Tier, int]:
+        levels: Counter[Tier] = Counter()
+        for key, reference in self._born.items():
+            storage = reference()
+            assert storage is not None, "a storage that died is not listed"
+            levels[tier_of(storage)] += self.sizes[key]
+        return {tier: levels[tier] for tier in Tier}
+
+    def calls(self) -> Sequence[Call]:
+        return [
+            (row.key.collective, row.key.axes, row.key.state, row.payload_bytes, row.key.via or "")
+            for row in self.meter.calls()
+        ]
+
+    def tier(self, tensor: torch.Tensor) -> Tier:
+        return tier_of(tensor.untyped_storage())
+
+    def storage(self, tensor: torch.Tensor) -> tuple[int, int, int]:
+        storage = tensor.untyped_storage()
+        return storage._cdata, tensor.storage_offset(), storage.nbytes()
+
+    def tag(self, tensor: torch.Tensor) -> tuple[State | None, str]:
+        tag = self.room.registry.of(tensor)
+        return (None, "") if tag is None else (tag.state, tag.name)
+
+
+def notes(program: Program, watched: Watched[Any], settle: Callable[[], None]) -> list[Note]:
+    """Play a program; `settle` waits until what is over has let go of its tensors."""
+    kept: list[Note] = []
+    for tensors in program(watched):
+        settle()
+        kept.append(_note(watched, tensors))
+        watched.peak = sum(kept[-1].live.values())
+        del tensors
+    settle()
+    kept.append(_note(watched, ()))
+    return kept
+
+
+def _note(watched: Watched[T], tensors: Sequence[T]) -> Note:
+    numbers: dict[int, int] = {}
+    looks = []
+    for tensor in tensors:
+        identity, start, size = watched.storage(tensor)
+        state, name = watched.tag(tensor)
+        looks.append(
+            Look(
+                numel=watched.room.numel(tensor),
+                dtype=watched.room.dtype(tensor),
+                shape=watched.room.shape(tensor),
+                tier=watched.tier(tensor),
+                storage=numbers.setdefault(identity, len(numbers)),
+                start=start,
+                storage_bytes=size,
+                state=state,
+                name=name,
+            )
+        )
+    calls = tuple(watched.calls())
+    return Note(live=watched.live(), peak=watched.peak, calls=calls, looks=tuple(looks))
+
+
+def notes_of_tensors(
+    program: Program, mesh: Mesh, path: str | None, settle: Callable[[], None] = lambda: None
+) -> list[Note]:
+    """Play a program on torch, as this rank."""
+    watched = TensorsWatched(mesh, path)
+    with torch.no_grad(), watched.meter, watched:
+        return notes(program, watched, settle)
+
+
+def notes_of_ghosts(program: Program, mesh: Mesh) -> list[Note]:
+    """Play a program on ghosts, at the same place."""
+    places = {axis: mesh.coordinate(axis) for axis in mesh.axes}
+    return notes(program, GhostsWatched(mesh.degrees, places), lambda: None)
+
+
+class Called(GhostRoom):
+    """A room that writes down which of its methods are called."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.names: set[str] = set()
+
+    def __getattribute__(self, name: str) -> Any:
+        if name != "names" and not name.startswith("_"):
+            self.names.add(name)
+        return super().__getattribute__(name)

@@ -1,0 +1,459 @@
+"""Programs for both rooms: every primitive by itself, and short ones that are drawn."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Any, Generic
+
+from ptrain.costs import State
+from ptrain.rooms.room import Move, T
+from ptrain.spec.axis import Axis
+from ptrain.spec.batch import ReduceScatterVia
+from ptrain.spec.placement import Tier
+from ptrain.spec.precision import DType
+from tests.unit.both_rooms import Watched
+
+DEVICE = Tier.DEVICE
+THETA, OMEGA, G = State.PARAMETERS, State.OPTIMIZER, State.GRADIENTS
+OUTER, INNER = Axis.DP_REPLICATE, Axis.DP_SHARD
+BOTH = (OUTER, INNER)
+SHAPE = (3, 2, 4)
+Statements = Iterator[Sequence[Any]]
+
+
+def making(on: Watched[Any]) -> Statements:
+    """Tensors of every tier and dtype, a scalar, none, and their end."""
+    room = on.room
+    for tier in Tier:
+        for dtype in (DType.FP32, DType.BF16, DType.FP64):
+            tensor = room.new(7, dtype, tier, OMEGA, "a")
+            yield (tensor,)
+            zeros = room.zeros(5, dtype, tier, G)
+            scalar = room.new(None, dtype, tier, THETA)
+            yield tensor, zeros, scalar
+            del tensor
+            yield zeros, scalar
+            del zeros, scalar
+            yield ()
+    nothing = room.new(0, DType.FP32, DEVICE, OMEGA)
+    yield (nothing,)
+
+
+def making_alike(on: Watched[Any]) -> Statements:
+    """What is computed from a tensor is in memory where that is, and of its state if it says so."""
+    room = on.room
+    for tier in Tier:
+        source = room.new(24, DType.FP32, tier, OMEGA, "source")
+        yield (source, room.like(source, 5))
+        yield (source, room.zeros_like(source, DType.BF16))
+        yield (source, room.scalar_like(source, DType.FP64))
+        cube = room.piece(source, 0, SHAPE)
+        yield (cube, room.zeros_like(cube, DType.FP32))
+        del source
+        yield (cube,)
+
+
+def casting(on: Watched[Any]) -> Statements:
+    """To another dtype, to the same, to a copy; with and without a state and a name."""
+    room = on.room
+    for tier in Tier:
+        source = room.new(6, DType.FP32, tier, OMEGA, "source")
+        view = room.piece(source, 2, (2, 2))
+        for dtype in (DType.FP32, DType.BF16, DType.FP64):
+            for copy in (False, True):
+                yield source, view, room.cast(source, dtype, copy=copy)
+                yield source, view, room.cast(view, dtype, G, copy=copy)
+                yield source, view, room.cast(source, dtype, THETA, "other", copy=copy)
+                yield source, view, room.cast(source, dtype, None, "nameless", copy=copy)
+        other = room.cast(source, DType.BF16)
+        del source, view
+        yield (other,)
+
+
+def moving(on: Watched[Any]) -> Statements:
+    """Between all tiers, of a vector, a view of it, a matrix and a scalar."""
+    room = on.room
+    for source_tier in Tier:
+        source = room.new(24, DType.FP32, source_tier, OMEGA, "source")
+        scalar = room.new(None, DType.FP32, source_tier, THETA)
+        untagged = room.cast(source, DType.BF16)
+        for tier in Tier:
+            yield source, room.move(source, tier, G)
+            yield source, room.move(room.piece(source, 4, (3, 2)), tier, G)
+            yield source, room.move(room.window(source, SHAPE, {1: 1}), tier, G)
+            yield scalar, room.move(scalar, tier, THETA)
+            yield source, room.move(untagged, tier, OMEGA)
+
+
+def copying(on: Watched[Any]) -> Statements:
+    """Between tiers a copy is of the state of where it goes, or of where it comes from."""
+    room = on.room
+    for source_tier in Tier:
+        source = room.new(6, DType.FP32, source_tier, OMEGA, "source")
+        untagged = room.cast(source, DType.BF16)
+        for tier in Tier:
+            into = room.new(6, DType.FP32, tier, G, "into")
+            room.copy(source, into)
+            yield source, into
+            room.copy(room.piece(source, 2, (2, 2)), room.piece(into, 0, (4,)))
+            yield source, into
+            room.copy(source, room.cast(into, DType.BF16))
+            room.copy(untagged, into)
+            yield source, into
+
+
+def adding(on: Watched[Any]) -> Statements:
+    """In place, in memory or in a file."""
+    room = on.room
+    for tier in Tier:
+        total = room.zeros(6, DType.FP32, tier, G)
+        room.add(total, room.new(6, DType.FP32, tier, G))
+        yield (total,)
+        room.add(total, room.cast(total, DType.BF16))
+        yield (total,)
+        room.clear(total)
+        yield (total,)
+
+
+def viewing(on: Watched[Any]) -> Statements:
+    """Views begin where they say, are of their storage, and keep it."""
+    room = on.room
+    for tier in Tier:
+        whole = room.new(24, DType.FP32, tier, THETA, "whole")
+        piece = room.piece(whole, 4, (5, 2))
+        inner = room.piece(piece, 2, (3,))
+        row = room.window(whole, SHAPE, {0: 2})
+        column = room.window(whole, SHAPE, {1: 1, 2: 3})
+        all_of_it = room.window(whole, SHAPE, {})
+        flat, flat_row = room.flat(all_of_it), room.flat(row)
+        yield whole, piece, inner, row, column, all_of_it, flat, flat_row
+        for left, right in ((whole, flat), (whole, piece), (row, flat_row), (piece, inner)):
+            yield (left, right) if room.same(left, right) else ()
+        copy = room.cast(whole, DType.FP32, copy=True)
+        yield (copy,) if room.same(whole, copy) else ()
+        del whole, piece, row, column, all_of_it, flat, flat_row, left, right, copy
+        yield (inner,)
+        del inner
+        yield ()
+
+
+def permuting(on: Watched[Any]) -> Statements:
+    """A copy, whatever the order; and back, into what is there."""
+    room = on.room
+    for tier in Tier:
+        tensor = room.new(24, DType.FP32, tier, G, "g")
+        for order in ((1, 0, 2), (2, 1, 0), (0, 1, 2)):
+            lying = room.permuted(tensor, SHAPE, order)
+            yield tensor, lying
+            room.unpermute(lying, SHAPE, order, tensor)
+            del lying
+            yield (tensor,)
+
+
+def emptying(on: Watched[Any]) -> Statements:
+    """Bytes go and come, of a tensor that stays and of its views."""
+    room = on.room
+    tensor = room.zeros(24, DType.FP32, DEVICE, THETA, "unit")
+    view = room.piece(tensor, 3, (2, 2))
+    room.empty(tensor)
+    yield ()
+    room.empty(tensor)
+    yield tensor, view
+    room.refill(tensor)
+    yield tensor, view
+    room.refill(tensor)
+    yield tensor, view
+    room.empty(tensor)
+    del tensor
+    yield (view,)
+
+
+def announcing(on: Watched[Any]) -> Statements:
+    """An advice allocates nothing and moves nothing."""
+    room = on.room
+    for tier in Tier:
+        tensor = room.new(24, DType.FP32, tier, OMEGA)
+        room.ahead(tensor)
+        room.ahead(room.piece(tensor, 4, (4,)))
+        yield (tensor,)
+
+
+def gathering(on: Watched[Any]) -> Statements:
+    """Along one axis, the other, and both; awaited or not."""
+    room = on.room
+    for axes in ((OUTER,), (INNER,), BOTH, (INNER, OUTER)):
+        ranks = math.prod(room.degree(axis) for axis in axes)
+        for is_awaited in (True, False):
+            shard = room.zeros(3, DType.FP32, DEVICE, OMEGA, "shard")
+            into = room.new(3 * ranks, DType.FP32, DEVICE, THETA, "whole")
+            work = room.all_gather(shard, into, axes, is_awaited=is_awaited)
+            move = Move(into, shard, work)
+            del work, shard
+            yield (into,)
+            del into
+            yield ()
+            yield (move.wait(),)
+            del move
+            yield ()
+            untagged = room.cast(room.zeros(3, DType.BF16, DEVICE, G), DType.FP32)
+            into = room.cast(room.zeros(3 * ranks, DType.BF16, DEVICE, G), DType.FP32)
+            Move(into, untagged, room.all_gather(untagged, into, axes, is_awaited=True)).wait()
+            yield untagged, into
+            into = room.new(3 * ranks, DType.FP32, DEVICE, THETA, "whole")
+            room.all_gather(room.piece(into, 3, (3,)), into, axes, is_awaited=True)
+            yield (into,)
+
+
+def reducing_and_scattering(on: Watched[Any]) -> Statements:
+    """By itself and by exchange. What is reduced counts as what it was afterwards too."""
+    room = on.room
+    for axes in ((OUTER,), (INNER,), BOTH):
+        ranks = math.prod(room.degree(axis) for axis in axes)
+        for via in ReduceScatterVia:
+            for is_awaited in (True, False):
+                whole = room.zeros(3 * ranks, DType.FP32, DEVICE, G, "whole")
+                into = room.like(whole, 3)
+                move = room.reduce_scatter(whole, into, axes, via, is_awaited=is_awaited)
+                yield whole, into
+                del into
+                yield (whole,)
+                kept = move.wait()
+                yield whole, kept
+                room.all_reduce(whole, (OUTER,), is_awaited=True).wait()
+                yield whole, kept
+                del move
+                whole = room.zeros(3 * ranks, DType.FP32, DEVICE, OMEGA, "other")
+                move = room.reduce_scatter(whole, kept, axes, via, is_awaited=is_awaited)
+                del whole, kept
+                yield ()
+                yield (move.wait(),)
+                del move
+                yield ()
+
+
+def reducing(on: Watched[Any]) -> Statements:
+    """In place."""
+    room = on.room
+    for axes in ((OUTER,), (INNER,), BOTH):
+        for is_awaited in (True, False):
+            tensor = room.zeros(6, DType.FP32, DEVICE, G)
+            move = room.all_reduce(room.piece(tensor, 2, (3,)), axes, is_awaited=is_awaited)
+            yield (tensor,)
+            del tensor
+            yield ()
+            yield (move.wait(),)
+            move = room.all_reduce(
+                room.cast(room.zeros(2, DType.BF16, DEVICE, G), DType.FP32),
+                axes,
+                is_awaited=is_awaited,
+            )
+            yield (move.wait(),)
+
+
+def waiting(on: Watched[Any]) -> Statements:
+    """A move's buffer lives until it is waited for, its result as long as somebody names it; what
+    finishes it comes before the buffer goes."""
+    room = on.room
+    result = room.new(4, DType.FP32, DEVICE, THETA)
+    buffer = room.new(8, DType.FP32, DEVICE, THETA)
+    spare = room.new(16, DType.FP32, DEVICE, THETA)
+    move = Move(result, buffer, None, _finishing(room, result, spare))
+    del result, buffer, spare
+    yield ()
+    kept = move.wait()
+    yield (kept,)
+    del kept
+    yield (move.wait(),)
+
+
+def _finishing(room: Any, result: Any, spare: Any) -> Callable[[], object]:
+    return lambda: room.copy(room.piece(spare, 0, (4,)), result)
+
+
+def places(on: Watched[Any]) -> Statements:
+    """What a room says of its rank, as sizes of what is made."""
+    room = on.room
+    for axis in BOTH:
+        yield (room.new(10 * room.degree(axis) + room.coordinate(axis), DType.FP32, DEVICE, G),)
+    for axes in ((INNER, OUTER), BOTH, (INNER,)):
+        order = [BOTH.index(axis) + 1 for axis in room.ordered(axes)]
+        yield (room.new(int("".join(map(str, order))), DType.FP32, DEVICE, G),)
+
+
+ALONE = {
+    program.__name__: program
+    for program in (
+        making, making_alike, casting, moving, copying, adding, viewing, permuting, emptying,
+        announcing, waiting, places,
+    )
+}  # fmt: skip
+TOGETHER = {program.__name__: program for program in (gathering, reducing_and_scattering, reducing)}
+
+
+@dataclass
+class Variable(Generic[T]):
+    """A tensor of a drawn program; views have the number of their storage's first."""
+
+    tensor: T
+    root: int
+    is_empty: bool = False
+
+
+def drawn(seed: int, length: int = 25) -> Callable[[Watched[Any]], Statements]:
+    """A program of so many statements, each on any tensors that it may take."""
+
+    def program(on: Watched[Any]) -> Statements:
+        return Drawn(on, Random(seed)).statements(length)
+
+    program.__name__ = f"drawn_{seed}"
+    return program
+
+
+class Drawn:
+    """A drawn program at work: what it may do depends on what a room says of its tensors."""
+
+    def __init__(self, on: Watched[Any], draw: Random) -> None:
+        self.on, self.room, self.draw = on, on.room, draw
+        self.variables: list[Variable[Any]] = []
+        self.moves: list[Move[Any]] = []
+        self.roots = 0
+
+    def statements(self, length: int) -> Statements:
+        names = [
+            "new", "new", "alike", "cast", "cast", "move", "copy", "add", "view", "view",
+            "permute", "drop", "drop", "resize", "gather", "reduce", "sum", "wait",
+        ]  # fmt: skip
+        for _ in range(length):
+            getattr(self, f"_{self.draw.choice(names)}")()
+            yield [variable.tensor for variable in self.variables]
+        while self.moves:
+            self.moves.pop().wait()
+            yield ()
+
+    def _keep(self, tensor: Any, root: int | None = None) -> None:
+        if root is None:
+            self.roots += 1
+            root = self.roots
+        self.variables.append(Variable(tensor, root))
+
+    def _some(self, tier: Tier | None = None, *, vector: bool = False) -> Variable[Any] | None:
+        emptied = {variable.root for variable in self.variables if variable.is_empty}
+        fitting = [
+            variable
+            for variable in self.variables
+            if variable.root not in emptied
+            and tier in (None, self.on.tier(variable.tensor))
+            and not (vector and len(self.room.shape(variable.tensor)) != 1)
+        ]
+        return self.draw.choice(fitting) if fitting else None
+
+    def _axes(self) -> tuple[Axis, ...]:
+        return self.draw.choice(((OUTER,), (INNER,), BOTH))
+
+    def _ranks(self, axes: Sequence[Axis]) -> int:
+        return math.prod(self.room.degree(axis) for axis in axes)
+
+    def _dtype(self) -> DType:
+        return self.draw.choice((DType.FP32, DType.BF16, DType.FP64))
+
+    def _state(self) -> State:
+        return self.draw.choice((THETA, OMEGA, G))
+
+    def _new(self) -> None:
+        numel = self.draw.choice((None, 4, 6, 24))
+        tier, name = self.draw.choice((DEVICE, *Tier)), self.draw.choice(("", "a", "b"))
+        self._keep(self.room.new(numel, self._dtype(), tier, self._state(), name))
+
+    def _alike(self) -> None:
+        if source := self._some():
+            made = self.draw.choice((self.room.zeros_like, self.room.scalar_like))
+            self._keep(made(source.tensor, self._dtype()))
+            self._keep(self.room.like(source.tensor, self.draw.choice((1, 8))))
+
+    def _cast(self) -> None:
+        if source := self._some():
+            dtype, copy = self._dtype(), self.draw.random() < 0.3
+            state = self.draw.choice((None, self._state()))
+            is_itself = self.room.dtype(source.tensor) is dtype and not copy
+            tensor = self.room.cast(source.tensor, dtype, state, "c", copy=copy)
+            self._keep(tensor, source.root if is_itself else None)
+
+    def _move(self) -> None:
+        if source := self._some():
+            self._keep(self.room.move(source.tensor, self.draw.choice([*Tier]), self._state()))
+
+    def _copy(self) -> None:
+        source, into = self._some(), self._some()
+        if source and into and source.root != into.root:
+            numels = [self.room.numel(variable.tensor) for variable in (source, into)]
+            if numels[0] == numels[1]:
+                self.room.copy(self.room.cast(source.tensor, DType.FP32, copy=True), into.tensor)
+
+    def _add(self) -> None:
+        if total := self._some(vector=True):
+            self.room.add(total.tensor, self.room.zeros_like(total.tensor, DType.FP32))
+            self.room.clear(total.tensor)
+
+    def _view(self) -> None:
+        source = self._some(vector=True)
+        if source and (numel := self.room.numel(source.tensor)) % 4 == 0:
+            start, width = self.draw.choice(((0, 4), (numel // 4, numel // 2)))
+            view = self.room.piece(source.tensor, start, (2, width // 2))
+            row = self.room.window(source.tensor, (4, numel // 4), {0: self.draw.randrange(4)})
+            self._keep(self.draw.choice((view, self.room.flat(row))), source.root)
+
+    def _permute(self) -> None:
+        source = self._some(vector=True)
+        if source and self.room.numel(source.tensor) == math.prod(SHAPE):
+            order = self.draw.choice(((1, 0, 2), (2, 0, 1), (0, 1, 2)))
+            lying = self.room.permuted(source.tensor, SHAPE, order)
+            self.room.unpermute(lying, SHAPE, order, source.tensor)
+            self._keep(lying)
+
+    def _drop(self) -> None:
+        if self.variables:
+            self.variables.pop(self.draw.randrange(len(self.variables)))
+
+    def _resize(self) -> None:
+        """Of a tensor on the device that has no view, and nothing under way."""
+        roots = [variable.root for variable in self.variables]
+        for variable in self.variables:
+            if variable.is_empty:
+                self.room.refill(variable.tensor)
+                variable.is_empty = False
+                return
+        variable = self._some(DEVICE, vector=True)
+        if variable and not self.moves and roots.count(variable.root) == 1:
+            self.room.empty(variable.tensor)
+            variable.is_empty = True
+
+    def _gather(self) -> None:
+        if shard := self._some(DEVICE, vector=True):
+            axes, is_awaited = self._axes(), self.draw.random() < 0.5
+            numel = self.room.numel(shard.tensor) * self._ranks(axes)
+            into = self.room.like(shard.tensor, numel)
+            work = self.room.all_gather(shard.tensor, into, axes, is_awaited=is_awaited)
+            self.moves.append(Move(into, shard.tensor, work))
+
+    def _reduce(self) -> None:
+        axes = self._axes()
+        whole, via = self._some(DEVICE, vector=True), self.draw.choice([*ReduceScatterVia])
+        if whole and (numel := self.room.numel(whole.tensor)) % self._ranks(axes) == 0:
+            into = self.room.like(whole.tensor, numel // self._ranks(axes))
+            is_awaited = self.draw.random() < 0.5
+            move = self.room.reduce_scatter(whole.tensor, into, axes, via, is_awaited=is_awaited)
+            self.moves.append(move)
+
+    def _sum(self) -> None:
+        if tensor := self._some(DEVICE):
+            is_awaited = self.draw.random() < 0.5
+            self.moves.append(
+                self.room.all_reduce(tensor.tensor, self._axes(), is_awaited=is_awaited)
+            )
+
+    def _wait(self) -> None:
+        if self.moves:
+            self._keep(self.moves.pop(self.draw.randrange(len(self.moves))).wait())
