@@ -15,10 +15,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from ptrain.algebra.layout import positions
-from ptrain.axes.pipeline.form import pipeline_of
 from ptrain.axes.pipeline.gathers import stage_gathers
 from ptrain.axes.pipeline.holdings import transfers
-from ptrain.axes.pipeline.known import schedule
+from ptrain.axes.pipeline.known import schedule_of
 from ptrain.axes.pipeline.schedule import Schedule
 from ptrain.axes.pipeline.stage_facts import chain_of, stage_facts, stage_roles, stages_of
 from ptrain.axes.ring import Calls
@@ -233,9 +232,3 @@ def _kept(spec: Spec, each: StageParts, index: int) -> tuple[Pairs, Pairs]:
     if is_plain or not isinstance(spec.model, ModelShape) or not blocks.are_known(spec):
         return (), ()  # nothing, or not traced: then nothing is said of it
     return moved_and_repeated(spec, each.stage, each.cut(spec, index))
-
-
-def schedule_of(spec: Spec) -> Schedule:
-    size = pipeline_of(spec)
-    assert size is not None, "a spec with pp"
-    return schedule(spec.pipeline.schedule, size)

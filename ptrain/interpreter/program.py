@@ -16,7 +16,8 @@ from torch import nn
 from ptrain.axes.data.run.flat import parameters_by_unit
 from ptrain.axes.data.run.target import Named, Target
 from ptrain.axes.data.run.wrapped import Wrapped
-from ptrain.axes.pipeline.run.apply import Asked, Pipelined
+from ptrain.axes.pipeline.run.apply import Pipelined
+from ptrain.axes.pipeline.run.stage import Asked
 from ptrain.axes.pipeline.run.staged import Staged
 from ptrain.axes.tensor.run.apply import micro_batch
 from ptrain.costs import Phase, State

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from itertools import count
 
 from ptrain.axes.pipeline import loops, vees
+from ptrain.axes.pipeline.form import pipeline_of
 from ptrain.axes.pipeline.schedule import Pipeline, Schedule, Step, looped, v_shaped
 from ptrain.errors import Fault, SpecError
 from ptrain.spec.pipeline import ScheduleName
+from ptrain.spec.spec import Spec
 
 Need = Callable[[ScheduleName, Pipeline], Iterator[Fault]]
 
@@ -32,6 +34,13 @@ def schedule(name: ScheduleName, pipeline: Pipeline) -> Schedule:
         rank_of=recipe.rank_of(pipeline),
         orders=tuple(tuple(recipe.order(pipeline, rank)) for rank in range(pipeline.ranks)),
     )
+
+
+def schedule_of(spec: Spec) -> Schedule:
+    """The schedule of a legal spec with pp."""
+    size = pipeline_of(spec)
+    assert size is not None, "a spec with pp"
+    return schedule(spec.pipeline.schedule, size)
 
 
 def faults(name: ScheduleName, pipeline: Pipeline) -> Iterator[Fault]:
