@@ -16,7 +16,7 @@ from functools import partial
 
 from ptrain.algebra.layout import positions
 from ptrain.axes.pipeline.gathers import stage_gathers
-from ptrain.axes.pipeline.holdings import transfers
+from ptrain.axes.pipeline.holdings import Transfer, transfers
 from ptrain.axes.pipeline.known import schedule_of
 from ptrain.axes.pipeline.schedule import Schedule
 from ptrain.axes.pipeline.stage_facts import chain_of, stage_facts, stage_roles, stages_of
@@ -150,6 +150,7 @@ def accounts(
     that exchanges shapes first sends more, once."""
     step, made = plan.pipeline, schedule_of(spec)
     assert step is not None
+    crossing = transfers(made)
     hidden = chain_of(spec, facts).hidden
     of_stage = [_of_stage(spec, made, stage) for stage in stages]
     place_of = _places(spec, plan, stages, of_stage)
@@ -157,7 +158,7 @@ def accounts(
     found = tuple(
         add_traffic(
             (
-                *over_boundaries(spec, plan, made, rank, hidden),
+                *over_boundaries(spec, plan, (t for t in crossing if t.rank == rank), hidden),
                 *norm(spec, plan),
                 *(row for s in step.stages_of(rank) for row in _at(of_stage[s][index], shard)),
             )
@@ -185,10 +186,11 @@ def _at(shards: Sequence[Rows], shard: int) -> Rows:
 
 
 def over_boundaries(
-    spec: Spec, plan: Plan, made: Schedule, rank: int, hidden: int
+    spec: Spec, plan: Plan, own: Iterable[Transfer], hidden: int
 ) -> Iterator[Traffic]:
-    """Activations of each micro-batch to the next stage and their gradients back: micro x sequence
-    x hidden elements a call, of a slice of the tokens where tp has those between the blocks."""
+    """What a rank sends and receives by its own transfers: activations of each micro-batch to the
+    next stage and their gradients back, micro x sequence x hidden elements a call, of a slice of
+    the tokens where tp has those between the blocks."""
     step = plan.pipeline
     assert step is not None
     tokens = spec.batch.micro * spec.batch.sequence
@@ -196,10 +198,9 @@ def over_boundaries(
         tokens //= spec.degree(plan.tensor.axis)
     size = tokens * hidden * spec.precision.effective.parameters.itemsize
     group = group_over(spec, (step.axis,))
-    for each in transfers(made):
-        if each.rank == rank:
-            calls = Calls(each.collective, State.ACTIVATIONS, each.phase, each.calls)
-            yield calls.over(group, size)
+    for each in own:
+        calls = Calls(each.collective, State.ACTIVATIONS, each.phase, each.calls)
+        yield calls.over(group, size)
 
 
 def _of_stage(spec: Spec, made: Schedule, each: StageParts) -> list[list[Rows]]:

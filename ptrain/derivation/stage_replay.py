@@ -96,12 +96,15 @@ def play_rank(
 
 @dataclass(slots=True)
 class _Stage:
-    """`left`: backward passes of the step. `known`: what a pass did that left the wrap as it was,
-    by the wrap's state before it."""
+    """`net`: bytes that a pass leaves, but for gradients; `loss`: those that outlive the backward
+    pass. `left`: backward passes of the step. `known`: what a pass did that left the wrap as it
+    was, by the wrap's state before it."""
 
     part: Part
     wrap: Wrap
     left: int
+    net: dict[Kind, int]
+    loss: int
     begun: bool = False
     known: dict[Hashable, Run] = field(default_factory=dict)
 
@@ -124,9 +127,8 @@ class _Rank:
             self.tape.enter(Phase.FORWARD)
         else:
             self._begin_backward(stage, kind)
-        items = stage.part.passes.items[kind]
-        self._play(stage, kind, items)
-        self.saved += sum(map(net, items))
+        self._play(stage, kind, stage.part.passes.items[kind])
+        self.saved += stage.net[kind]
         for tier, size in stage.part.passes.moved:
             self.moved[tier] += size if kind is Kind.FORWARD else -size
         for tensor in self.boundaries.made(kind, action):
@@ -134,8 +136,8 @@ class _Rank:
         for tensor in self.boundaries.done_with(kind, action):
             self.boundaries.drop(tensor)
         if kind in (Kind.BACKWARD, Kind.WEIGHT):
-            self.saved -= stage.part.passes.loss
-            self.tape.add(-stage.part.passes.loss)
+            self.saved -= stage.loss
+            self.tape.add(-stage.loss)
 
     def _begin_backward(self, stage: _Stage, kind: Kind) -> None:
         self.tape.enter(Phase.BACKWARD)
@@ -174,9 +176,15 @@ class _Rank:
 
 
 def _stage(spec: Spec, part: Part, tape: Tape) -> _Stage:
-    timeline = part.passes.timeline
-    scene = Scene(tape=tape, spec=spec, facts=part.facts, plan=part.plan, timeline=timeline)
-    return _Stage(part, wrap_of(scene), part.plan.accumulate.micro_batches)
+    passes = part.passes
+    scene = Scene(tape=tape, spec=spec, facts=part.facts, plan=part.plan, timeline=passes.timeline)
+    return _Stage(
+        part=part,
+        wrap=wrap_of(scene),
+        left=part.plan.accumulate.micro_batches,
+        net={kind: sum(map(net, items)) for kind, items in passes.items.items()},
+        loss=passes.loss,
+    )
 
 
 class _Boundaries:

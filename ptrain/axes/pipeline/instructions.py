@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import NamedTuple
 
 from ptrain.axes.pipeline.schedule import Action, Schedule, Step, forward_only
@@ -100,34 +101,30 @@ def given(action: Action, stages: int) -> Message | None:
             return None
 
 
-@dataclass(frozen=True, slots=True)
-class _Moment:
-    """Something of a rank in the order of the whole pipeline: at one time messages come before the
-    passes that begin, gradients before outputs: a rank that takes an output then has let go of the
-    gradient that it sent."""
-
-    key: tuple[float, int, int, int]
-    what: Step | Receive | Send
+# A place in the order of the whole pipeline: at one time messages come before the passes that
+# begin, and gradients before outputs: a rank that takes an output has let go of the gradient that
+# it sent.
+_Place = tuple[float, int, int, int]
+_Moment = tuple[_Place, Step | Receive | Send]
 
 
 def _instructions(schedule: Schedule) -> tuple[tuple[Instruction, ...], ...]:
     moments: list[list[_Moment]] = [[] for _ in schedule.orders]
-    sends: dict[Message, tuple[float, int, int, int]] = {}
+    sends: dict[Message, _Place] = {}
     for rank, spans in enumerate(simulate(schedule).timeline):
         for number, span in enumerate(spans):
-            moments[rank].append(_Moment((span.start, 1, rank, number), span.step))
+            moments[rank].append(((span.start, 1, rank, number), span.step))
             for part in span.step.parts:
                 message = given(part, schedule.stages)
                 if message is None or schedule.rank_of[message.target] == rank:
                     continue
-                key = (span.end, 0, int(message.phase is Phase.FORWARD), rank)
-                sends[message] = key
-                moments[rank].append(_Moment(key, Send(message)))
-                moments[schedule.rank_of[message.target]].append(_Moment(key, Receive(message)))
-    order = {message: place for place, message in enumerate(sorted(sends, key=sends.__getitem__))}
+                place = (span.end, 0, int(message.phase is Phase.FORWARD), rank)
+                sends[message] = place
+                moments[rank].append((place, Send(message)))
+                moments[schedule.rank_of[message.target]].append((place, Receive(message)))
+    order = {message: number for number, message in enumerate(sorted(sends, key=sends.__getitem__))}
     return tuple(
-        tuple(_released(schedule, order, sorted(of_rank, key=lambda moment: moment.key)))
-        for of_rank in moments
+        tuple(_released(schedule, order, sorted(of_rank, key=itemgetter(0)))) for of_rank in moments
     )
 
 
@@ -136,17 +133,17 @@ def _released(
 ) -> Iterator[Instruction]:
     """A rank's instructions, its releases among them."""
     sent: defaultdict[tuple[int, Phase], deque[Message]] = defaultdict(deque)  # by receiving rank
-    for moment in moments:
-        match moment.what:
+    for _, moment in moments:
+        match moment:
             case Send(message):
                 others = sent[schedule.rank_of[message.target], message.phase]
                 if message.phase is Phase.BACKWARD or schedule.is_forward_only:
                     yield from map(Release, others)
                     others.clear()
                 others.append(message)
-                yield moment.what
+                yield moment
             case Receive():
-                yield moment.what
+                yield moment
             case step:
                 for part in step.parts:
                     came = taken(part, schedule.stages)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import count
 
 from ptrain.axes.pipeline import loops, vees
@@ -23,6 +24,7 @@ class _Recipe:
     needs: tuple[Need, ...]
 
 
+@lru_cache(maxsize=16)  # a command asks for the same one a few times
 def schedule(name: ScheduleName, pipeline: Pipeline) -> Schedule:
     """Raises SpecError where the schedule needs another number of stages or micro-batches."""
     found = tuple(faults(name, pipeline))
