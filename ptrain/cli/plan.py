@@ -87,7 +87,7 @@ def _draw(spec: Spec, path: Path, form: Format) -> None:
         finding = f"{spec.name} has no pipeline, so there is no schedule to draw"
         raise refused("--chart", finding, "leave --chart out, or give the mesh pp of 2 or more")
     sheet = schedule_sheet(
-        Heading(spec=spec.name, schedule=spec.pipeline.schedule), schedule_of(spec)
+        Heading(spec=spec.name, schedule=str(spec.pipeline.schedule)), schedule_of(spec)
     )
     write_whole(path, painted(sheet, form))
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from ptrain.spec.axis import Axis
 from ptrain.spec.batch import GatherAfterUpdate, ReduceScatterVia, SyncPolicy
 from ptrain.spec.keep import Kept
+from ptrain.spec.orders import ListedSchedule
 from ptrain.spec.pipeline import ScheduleName
 from ptrain.spec.placement import Tier
 from ptrain.spec.precision import Layout
@@ -36,7 +37,7 @@ class Pipeline:
     """
 
     axis: Axis
-    schedule: ScheduleName
+    schedule: ScheduleName | ListedSchedule
     rank_of: tuple[int, ...]
     layers: tuple[tuple[str, ...], ...]
     shared: tuple[tuple[str, str], ...] = ()

@@ -147,7 +147,7 @@ def _released(
             case step:
                 for part in step.parts:
                     came = taken(part, schedule.stages)
-                    if came in order:
+                    if came is not None and came in order:
                         peer = schedule.rank_of[came.source]
                         for phase in (Phase.FORWARD, Phase.BACKWARD):
                             yield from _before(order, came, sent[peer, phase])

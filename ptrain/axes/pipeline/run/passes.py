@@ -38,7 +38,7 @@ def backward_input(
     """The half that the stage before waits for: the gradient of `given`, and what
     `backward_weight` goes on from. `root` is detached in place."""
     gradients = None if gradient is None else [gradient]
-    found, groups = stage_backward_input([root], gradients, [given], iter(parameters))  # type: ignore[arg-type]  # parameters are all it takes
+    found, groups = stage_backward_input([root], gradients, [given], iter(parameters))
     (of_given,) = found
     return of_given, groups
 
@@ -48,7 +48,7 @@ def backward_weight(parameters: Sequence[Tensor], groups: Groups) -> None:
     whose order is that of addresses: what lives at once would be anybody's. Here it is the
     model's order."""
     in_model_order(groups, parameters)
-    stage_backward_weight(iter(parameters), groups)  # type: ignore[arg-type]  # as above
+    stage_backward_weight(iter(parameters), groups)
 
 
 def in_model_order(groups: Groups, parameters: Sequence[Tensor]) -> None:

@@ -126,7 +126,8 @@ class Stage:
             case Kind.INPUT:
                 return self._backward_input(number, given)
             case Kind.WEIGHT:
-                return self._backward_weight(number)
+                self._backward_weight(number)
+                return None
 
     def _forward(self, number: int, given: Tensor, targets: Tensor) -> Tensor | None:
         self.asked.enter(Phase.FORWARD, number)
