@@ -49,23 +49,12 @@ Replacement = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patch:
-    """One attribute of torch and what stands in for it. `since`: the first version that has it."""
+    """One attribute of torch and what stands in for it."""
 
     name: str
     owner: Any
     attribute: str
     replacement: Replacement
-    since: tuple[int, int] = (2, 11)
-
-    @property
-    def applies(self) -> bool:
-        return torch_version() >= self.since
-
-
-def torch_version() -> tuple[int, int]:
-    """(2, 13) of 2.13.0+cpu."""
-    major, minor, *_ = torch.__version__.split(".")
-    return int(major), int(minor)
 
 
 def require_supported() -> None:
@@ -86,8 +75,7 @@ def patched(model: ModelSpec) -> Iterator[None]:
     with ExitStack() as stack:
         stack.callback(forget_shapes)
         for each in (*PATCHES, *_of_transformers(model)):
-            if each.applies:
-                stack.enter_context(_applied(each))
+            stack.enter_context(_applied(each))
         yield
 
 
