@@ -85,7 +85,7 @@ def runs_as(plan: Plan) -> str:
     if not isinstance(plan.wrap, LocalGradients):
         parts.append(wrapped_by(plan.wrap))
     if plan.pipeline:
-        parts.append("`PipelineStage`")
+        parts.append("`stage_backward`")
     return ", ".join(parts) or wrapped_by(plan.wrap)
 
 

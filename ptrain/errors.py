@@ -72,6 +72,7 @@ class BrokenSchedule(PtrainError):
     def __init__(self, rank: int, action: object, reason: str) -> None:
         self.rank = rank
         self.action = action
+        self.reason = reason
         super().__init__(f"pipeline.schedule: rank {rank}, {action}: {reason}")
 
 

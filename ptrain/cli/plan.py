@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from ptrain.axes.pipeline.form import pipeline_of
-from ptrain.axes.pipeline.known import schedule
+from ptrain.axes.pipeline.known import schedule_of
 from ptrain.charts.canvas import Format, painted
 from ptrain.charts.file import require_writable, write_whole
 from ptrain.charts.schedule import Heading, schedule_sheet
@@ -83,12 +83,12 @@ def _form_of_chart(path: Path | None, sources: list[str]) -> Format | None:
 
 
 def _draw(spec: Spec, path: Path, form: Format) -> None:
-    size = pipeline_of(spec)
-    if size is None:
+    if pipeline_of(spec) is None:
         finding = f"{spec.name} has no pipeline, so there is no schedule to draw"
         raise refused("--chart", finding, "leave --chart out, or give the mesh pp of 2 or more")
-    name = spec.pipeline.schedule
-    sheet = schedule_sheet(Heading(spec=spec.name, schedule=name), schedule(name, size))
+    sheet = schedule_sheet(
+        Heading(spec=spec.name, schedule=str(spec.pipeline.schedule)), schedule_of(spec)
+    )
     write_whole(path, painted(sheet, form))
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from ptrain.algebra.layout import positions
+from ptrain.axes.pipeline.known import schedule_of
 from ptrain.axes.pipeline.stage_facts import stages_of
 from ptrain.costs import Column, Estimate, Footprint, Peak, State, Traffic, TrafficKey, add_traffic
 from ptrain.derivation import blocks, pipeline, tensor
@@ -145,7 +146,7 @@ def _exact_stages(spec: Spec, plan: Plan, facts: ModelFacts) -> Estimate:
     traffic = tuple(dict.fromkeys(_of_key(key, rows) for key in keys for rows in accounts))
     memory, peaks, undefined = pipeline.resident(spec, plan, stages), tuple[Peak, ...](), {}
     if is_tabulated(spec) or facts.stage_passes:
-        flight = in_flight(spec, pipeline.schedule_of(spec), stages, memory)
+        flight = in_flight(spec, schedule_of(spec), stages, memory)
         memory, peaks = (*memory, *flight.memory), flight.peaks
     else:
         undefined = _untold(spec, facts, _NOT_TRACED_BY_STAGE)

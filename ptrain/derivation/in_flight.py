@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ptrain.algebra.layout import positions, ranks_over
-from ptrain.axes.pipeline.exchange import turns
+from ptrain.axes.pipeline.instructions import training
 from ptrain.axes.pipeline.schedule import Schedule
 from ptrain.costs import Footprint, Peak, Phase, State
 from ptrain.derivation.differing import differing_axes
@@ -17,7 +17,6 @@ from ptrain.derivation.stage_replay import Part, Played, play_rank
 from ptrain.derivation.stage_timeline import passes
 from ptrain.derivation.timeline import play_update
 from ptrain.spec.axis import Axis
-from ptrain.spec.pipeline import ScheduleName
 from ptrain.spec.spec import Spec
 
 _LIVES = (State.PARAMETERS, State.OPTIMIZER, State.OTHER)  # for the whole step
@@ -40,6 +39,7 @@ def in_flight(
         if row.state in _LIVES:
             lives[row.rank] += row.device_bytes
     played: dict[tuple[int, tuple[int, ...]], _Rank] = {}
+    instructions = training(made)
     memory: list[Footprint] = []
     peaks: list[Peak] = []
     places = zip(positions(spec, (Axis.PP,)), positions(spec, (Axis.TP,)), strict=True)
@@ -48,7 +48,10 @@ def in_flight(
         # ranks of tp with the same parts: the first of them stands for all
         alike = tuple(next(p for p in each.parts.values() if index in p)[0] for each in own)
         if (place, alike) not in played:
-            played[place, alike] = _Rank(spec, _play(spec, made, stages, place, index))
+            parts = [_part(spec, each, made.stages, index) for each in own]
+            played[place, alike] = _Rank(
+                spec, play_rank(spec, parts, instructions[place], made.stages - 1)
+            )
         found = played[place, alike]
         memory += found.rows(rank)
         peaks += [
@@ -76,15 +79,6 @@ class _Rank:
     def above(self, rank: int) -> dict[Phase, int]:
         """The peaks above what lives always."""
         return {**self.tape.peaks, Phase.UPDATE: self.updates[self.shards[rank]]}
-
-
-def _play(
-    spec: Spec, made: Schedule, stages: Sequence[StageParts], place: int, index: int
-) -> Played:
-    """The step of the rank at these places along pp and tp."""
-    name: ScheduleName = spec.pipeline.schedule
-    own = [_part(spec, stages[stage], made.stages, index) for stage in made.stages_of(place)]
-    return play_rank(spec, own, turns(name, made, place), made.stages - 1)
 
 
 def _part(spec: Spec, each: StageParts, stages: int, index: int) -> Part:

@@ -15,10 +15,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from ptrain.algebra.layout import positions
-from ptrain.axes.pipeline.form import pipeline_of
 from ptrain.axes.pipeline.gathers import stage_gathers
-from ptrain.axes.pipeline.holdings import transfers
-from ptrain.axes.pipeline.known import schedule
+from ptrain.axes.pipeline.holdings import Transfer, transfers
+from ptrain.axes.pipeline.known import schedule_of
 from ptrain.axes.pipeline.schedule import Schedule
 from ptrain.axes.pipeline.stage_facts import chain_of, stage_facts, stage_roles, stages_of
 from ptrain.axes.ring import Calls
@@ -149,6 +148,7 @@ def accounts(
     that exchanges shapes first sends more, once."""
     step, made = plan.pipeline, schedule_of(spec)
     assert step is not None
+    crossing = transfers(made)
     hidden = chain_of(spec, facts).hidden
     of_stage = [_of_stage(spec, made, stage) for stage in stages]
     place_of = _places(spec, plan, stages, of_stage)
@@ -157,7 +157,7 @@ def accounts(
     found = tuple(
         add_traffic(
             (
-                *over_boundaries(spec, plan, made, rank, hidden),
+                *over_boundaries(spec, plan, (t for t in crossing if t.rank == rank), hidden),
                 *norm(ghost),
                 *(row for s in step.stages_of(rank) for row in _at(of_stage[s][index], shard)),
             )
@@ -185,10 +185,11 @@ def _at(shards: Sequence[Rows], shard: int) -> Rows:
 
 
 def over_boundaries(
-    spec: Spec, plan: Plan, made: Schedule, rank: int, hidden: int
+    spec: Spec, plan: Plan, own: Iterable[Transfer], hidden: int
 ) -> Iterator[Traffic]:
-    """Activations of each micro-batch to the next stage and their gradients back: micro x sequence
-    x hidden elements a call, of a slice of the tokens where tp has those between the blocks."""
+    """What a rank sends and receives by its own transfers: activations of each micro-batch to the
+    next stage and their gradients back, micro x sequence x hidden elements a call, of a slice of
+    the tokens where tp has those between the blocks."""
     step = plan.pipeline
     assert step is not None
     tokens = spec.batch.micro * spec.batch.sequence
@@ -196,10 +197,9 @@ def over_boundaries(
         tokens //= spec.degree(plan.tensor.axis)
     size = tokens * hidden * spec.precision.effective.parameters.itemsize
     group = group_over(spec, (step.axis,))
-    for each in transfers(made):
-        if each.rank == rank:
-            calls = Calls(each.collective, State.ACTIVATIONS, each.phase, each.calls)
-            yield calls.over(group, size)
+    for each in own:
+        calls = Calls(each.collective, State.ACTIVATIONS, each.phase, each.calls)
+        yield calls.over(group, size)
 
 
 def _of_stage(spec: Spec, made: Schedule, each: StageParts) -> list[list[Rows]]:
@@ -230,9 +230,3 @@ def _kept(spec: Spec, each: StageParts, index: int) -> tuple[Pairs, Pairs]:
     if is_plain or not isinstance(spec.model, ModelShape) or not blocks.are_known(spec):
         return (), ()  # nothing, or not traced: then nothing is said of it
     return moved_and_repeated(spec, each.stage, each.cut(spec, index))
-
-
-def schedule_of(spec: Spec) -> Schedule:
-    size = pipeline_of(spec)
-    assert size is not None, "a spec with pp"
-    return schedule(spec.pipeline.schedule, size)

@@ -6,9 +6,8 @@ from collections.abc import Iterator, Sequence
 from itertools import product
 
 from ptrain.axes.data.costs import reductions
-from ptrain.axes.pipeline.form import pipeline_of
 from ptrain.axes.pipeline.gathers import stage_gathers
-from ptrain.axes.pipeline.known import schedule
+from ptrain.axes.pipeline.known import schedule_of
 from ptrain.axes.pipeline.schedule import Schedule
 from ptrain.axes.pipeline.stage_facts import stages_of
 from ptrain.facts.model import ModelFacts
@@ -20,9 +19,7 @@ from ptrain.units import format_bytes
 
 
 def pipeline_notes(spec: Spec, plan: Plan, facts: ModelFacts) -> Iterator[str]:
-    size = pipeline_of(spec)
-    assert size is not None, "a spec with pp"
-    stages, made = stages_of(spec, facts), schedule(spec.pipeline.schedule, size)
+    stages, made = stages_of(spec, facts), schedule_of(spec)
     yield from _unequal(facts, stages, made)
     yield from _tied(facts, stages)
     yield from _gathered(plan, made)

@@ -1,10 +1,9 @@
-"""What a rank of a pipeline allocates in a step: its stages' passes in the order of the schedule,
-with what crosses their boundaries and what each stage's wrap does.
+"""What a rank of a pipeline allocates in a step: its instructions, replayed, with what crosses the
+boundaries of its stages and what each stage's wrap does.
 
-What a stage is given and what it hands on live as long as torch's runtime holds them
-(`axes.pipeline.exchange`): a stage's input and output until their micro-batch has come back, with
-halves until the second of them; where two stages of a rank follow each other, one's output is the
-other's input.
+A stage's input and output live until their micro-batch has come back, with halves until the second
+of them, and what is sent until its `Release`; where two stages of a rank follow each other, one's
+output is the other's input.
 """
 
 from __future__ import annotations
@@ -12,8 +11,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import NamedTuple
 
-from ptrain.axes.pipeline.exchange import End, Exchange, Held, Role, Turn, Verb
+from ptrain.axes.pipeline.instructions import Instruction, Message, Receive, Release, Send
 from ptrain.axes.pipeline.schedule import Action
 from ptrain.costs import Phase
 from ptrain.derivation.tape import Scene, Tape, Wrap
@@ -22,9 +23,27 @@ from ptrain.facts.model import ModelFacts
 from ptrain.facts.passes import Passes, net
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import Plan
-from ptrain.timeline import Boundary, Item, Kind, Mark, Run
+from ptrain.timeline import Item, Kind, Run
 
-_TAKEN = (Role.INPUT, Role.OUTPUT_GRADIENT)
+
+class _Role(Enum):
+    """What a tensor at a boundary is to its stage."""
+
+    INPUT = auto()
+    OUTPUT = auto()
+    INPUT_GRADIENT = auto()
+    OUTPUT_GRADIENT = auto()
+
+
+class _Held(NamedTuple):
+    """A tensor at a stage's boundary, of one micro-batch."""
+
+    role: _Role
+    stage: int
+    microbatch: int
+
+
+_TAKEN = (_Role.INPUT, _Role.OUTPUT_GRADIENT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,17 +69,22 @@ class Part:
     passes: Passes
 
 
-def play_rank(spec: Spec, parts: Sequence[Part], turns: Iterable[Turn], is_last: int) -> Played:
-    """`turns` of one step; `is_last` is the index of the model's last stage."""
+def play_rank(
+    spec: Spec, parts: Sequence[Part], instructions: Iterable[Instruction], is_last: int
+) -> Played:
+    """`instructions` of one step; `is_last` is the index of the model's last stage."""
     rank = _Rank(spec, parts, is_last)
-    for turn in turns:
-        match turn:
-            case Exchange():
-                rank.exchange(turn)
-            case End():
-                rank.end()
+    for instruction in instructions:
+        match instruction:
             case Action():
-                rank.compute(turn)
+                rank.compute(instruction)
+            case Receive(message):
+                rank.boundaries.receive(message)
+            case Send(message):
+                rank.boundaries.send(message)
+            case Release(message):
+                rank.boundaries.release(message)
+    assert not rank.saved and not rank.boundaries.size, "nothing is in flight when a step is over"
     return Played(
         tape=rank.tape,
         wraps=tuple(stage.wrap for stage in rank.stages.values()),
@@ -72,12 +96,15 @@ def play_rank(spec: Spec, parts: Sequence[Part], turns: Iterable[Turn], is_last:
 
 @dataclass(slots=True)
 class _Stage:
-    """`left`: backward passes of the step. `known`: what a pass did that left the wrap as it was,
-    by the wrap's state before it."""
+    """`net`: bytes that a pass leaves, but for gradients; `loss`: those that outlive the backward
+    pass. `left`: backward passes of the step. `known`: what a pass did that left the wrap as it
+    was, by the wrap's state before it."""
 
     part: Part
     wrap: Wrap
     left: int
+    net: dict[Kind, int]
+    loss: int
     begun: bool = False
     known: dict[Hashable, Run] = field(default_factory=dict)
 
@@ -89,26 +116,6 @@ class _Rank:
         self.boundaries = _Boundaries(self.tape, self.stages, last)
         self.saved = self.most = self.gathered = 0
         self.moved, self.most_moved = Counter[str](), Counter[str]()
-        self.replaced: Held | None = None
-
-    def exchange(self, exchange: Exchange) -> None:
-        match exchange.verb:
-            case Verb.RECEIVE:
-                self.boundaries.make(exchange.tensor)
-            case Verb.HOLD:
-                # a gradient goes over from the stage to its send
-                if exchange.tensor.role is not Role.INPUT_GRADIENT:
-                    self.boundaries.hold(exchange.tensor)
-            case Verb.DROP:
-                self.boundaries.drop(exchange.tensor)
-            case Verb.REPLACE:
-                self.replaced = exchange.tensor
-
-    def end(self) -> None:
-        """No micro-batch is in flight: what is saved still are losses."""
-        self.boundaries.clear()
-        self.tape.add(-self.saved)
-        self.saved = 0
 
     def compute(self, action: Action) -> None:
         stage, kind = self.stages[action.stage], action.kind
@@ -120,28 +127,17 @@ class _Rank:
             self.tape.enter(Phase.FORWARD)
         else:
             self._begin_backward(stage, kind)
-        items = stage.part.passes.items[kind]
-        if self.replaced is None:
-            self._play(stage, kind, items)
-        else:
-            self._replace(stage, items)
-        self.saved += sum(map(net, items))
+        self._play(stage, kind, stage.part.passes.items[kind])
+        self.saved += stage.net[kind]
         for tier, size in stage.part.passes.moved:
             self.moved[tier] += size if kind is Kind.FORWARD else -size
         for tensor in self.boundaries.made(kind, action):
             self.saved -= self.boundaries.give(tensor)
         for tensor in self.boundaries.done_with(kind, action):
             self.boundaries.drop(tensor)
-
-    def _replace(self, stage: _Stage, items: Sequence[Item]) -> None:
-        """A forward pass whose output takes another one's place, before its loss is computed."""
-        assert self.replaced is not None
-        root = len(stage.part.facts.units) - 1
-        place = items.index(Boundary(Mark.LEAVE, root)) + 1
-        play(items[:place], self.tape, stage.wrap)
-        self.boundaries.drop(self.replaced)
-        self.replaced = None
-        play(items[place:], self.tape, stage.wrap)
+        if kind in (Kind.BACKWARD, Kind.WEIGHT):
+            self.saved -= stage.loss
+            self.tape.add(-stage.loss)
 
     def _begin_backward(self, stage: _Stage, kind: Kind) -> None:
         self.tape.enter(Phase.BACKWARD)
@@ -180,9 +176,15 @@ class _Rank:
 
 
 def _stage(spec: Spec, part: Part, tape: Tape) -> _Stage:
-    timeline = part.passes.timeline
-    scene = Scene(tape=tape, spec=spec, facts=part.facts, plan=part.plan, timeline=timeline)
-    return _Stage(part, wrap_of(scene), part.plan.accumulate.micro_batches)
+    passes = part.passes
+    scene = Scene(tape=tape, spec=spec, facts=part.facts, plan=part.plan, timeline=passes.timeline)
+    return _Stage(
+        part=part,
+        wrap=wrap_of(scene),
+        left=part.plan.accumulate.micro_batches,
+        net={kind: sum(map(net, items)) for kind, items in passes.items.items()},
+        loss=passes.loss,
+    )
 
 
 class _Boundaries:
@@ -190,18 +192,18 @@ class _Boundaries:
 
     def __init__(self, tape: Tape, stages: dict[int, _Stage], last: int) -> None:
         self.tape, self.stages, self.last = tape, stages, last
-        self.holders: dict[Held, int] = {}
+        self.holders: dict[_Held, int] = {}
         self.size = 0
 
-    def made(self, kind: Kind, action: Action) -> list[Held]:
+    def made(self, kind: Kind, action: Action) -> list[_Held]:
         """What a pass gives."""
         if kind is Kind.FORWARD:
-            return [Held(Role.OUTPUT, action.stage, action.microbatch)]
+            return [_Held(_Role.OUTPUT, action.stage, action.microbatch)]
         if kind is Kind.WEIGHT or action.stage == 0:
             return []
-        return [Held(Role.INPUT_GRADIENT, action.stage, action.microbatch)]
+        return [_Held(_Role.INPUT_GRADIENT, action.stage, action.microbatch)]
 
-    def done_with(self, kind: Kind, action: Action) -> list[Held]:
+    def done_with(self, kind: Kind, action: Action) -> list[_Held]:
         """What nobody needs behind a pass, once for each reason to keep it. Between the halves the
         stage's state keeps input, output and its gradient; the input keeps its own gradient."""
         stage, index = action.stage, action.microbatch
@@ -209,41 +211,50 @@ class _Boundaries:
         if kind is Kind.FORWARD:
             return []
         if kind is Kind.INPUT:
-            self.hold(Held(Role.INPUT_GRADIENT, stage, index))
-            return [Held(Role.OUTPUT, stage, index)] if is_last else []
-        # of a whole backward pass the loss keeps the nodes, and the last one of them the input
-        is_kept = stage == 0 or (is_last and kind is Kind.BACKWARD)
-        found = [] if is_kept else [Held(Role.INPUT, stage, index)]
+            self.hold(_Held(_Role.INPUT_GRADIENT, stage, index))
+            return [_Held(_Role.OUTPUT, stage, index)] if is_last else []
+        found = [_Held(_Role.INPUT, stage, index)] if stage else []
         if kind is Kind.BACKWARD or not is_last:
-            found.append(Held(Role.OUTPUT, stage, index))
+            found.append(_Held(_Role.OUTPUT, stage, index))
         if kind is Kind.WEIGHT:
-            found.append(Held(Role.INPUT_GRADIENT, stage, index))
+            found.append(_Held(_Role.INPUT_GRADIENT, stage, index))
         if not is_last:
-            found.append(Held(Role.OUTPUT_GRADIENT, stage, index))
+            found.append(_Held(_Role.OUTPUT_GRADIENT, stage, index))
         return found
 
-    def make(self, tensor: Held) -> None:
-        """A buffer for what is received, held for the pass that takes it."""
+    def receive(self, message: Message) -> None:
+        """A buffer is made, held for the pass that takes it."""
+        is_input = message.phase is Phase.FORWARD
+        role = _Role.INPUT if is_input else _Role.OUTPUT_GRADIENT
+        tensor = _Held(role, message.target, message.microbatch)
         self.tape.add(self._bytes(tensor))
         self.size += self._bytes(tensor)
         self.holders[tensor] = 1
 
-    def give(self, tensor: Held) -> int:
+    def give(self, tensor: _Held) -> int:
         """Made by a pass, whose bytes it is no longer. Held for the next stage, or for the send
         that is to come; an output for its own micro-batch's backward, too."""
         size = self._bytes(tensor)
         self.size += size
         self.holders[tensor] = 1
         other = self._other_side(tensor)
-        if other.stage in self.stages and tensor.role is Role.OUTPUT:
+        if other.stage in self.stages and tensor.role is _Role.OUTPUT:
             self.holders[tensor] += 1
         return size
 
-    def hold(self, tensor: Held) -> None:
+    def send(self, message: Message) -> None:
+        """A gradient goes over from the stage to its send; an output is held by both."""
+        if message.phase is Phase.FORWARD:
+            self.hold(_sent(message))
+
+    def release(self, message: Message) -> None:
+        self.drop(_sent(message))
+
+    def hold(self, tensor: _Held) -> None:
         """Once more."""
         self.holders[self._own(tensor)] += 1
 
-    def drop(self, tensor: Held) -> None:
+    def drop(self, tensor: _Held) -> None:
         own = self._own(tensor)
         self.holders[own] -= 1
         if not self.holders[own]:
@@ -252,30 +263,30 @@ class _Boundaries:
             self.size -= size
             self.tape.add(-size)
 
-    def clear(self) -> None:
-        """Nothing is held any longer."""
-        self.tape.add(-self.size)
-        self.holders.clear()
-        self.size = 0
-
-    def _own(self, tensor: Held) -> Held:
+    def _own(self, tensor: _Held) -> _Held:
         """Where two stages of a rank follow each other, what one takes is what the other gives."""
         other = self._other_side(tensor)
         return other if tensor.role in _TAKEN and other.stage in self.stages else tensor
 
-    def _other_side(self, tensor: Held) -> Held:
+    def _other_side(self, tensor: _Held) -> _Held:
         match tensor.role:
-            case Role.INPUT:
-                return Held(Role.OUTPUT, tensor.stage - 1, tensor.microbatch)
-            case Role.OUTPUT:
-                return Held(Role.INPUT, tensor.stage + 1, tensor.microbatch)
-            case Role.INPUT_GRADIENT:
-                return Held(Role.OUTPUT_GRADIENT, tensor.stage - 1, tensor.microbatch)
-            case Role.OUTPUT_GRADIENT:
-                return Held(Role.INPUT_GRADIENT, tensor.stage + 1, tensor.microbatch)
+            case _Role.INPUT:
+                return _Held(_Role.OUTPUT, tensor.stage - 1, tensor.microbatch)
+            case _Role.OUTPUT:
+                return _Held(_Role.INPUT, tensor.stage + 1, tensor.microbatch)
+            case _Role.INPUT_GRADIENT:
+                return _Held(_Role.OUTPUT_GRADIENT, tensor.stage - 1, tensor.microbatch)
+            case _Role.OUTPUT_GRADIENT:
+                return _Held(_Role.INPUT_GRADIENT, tensor.stage + 1, tensor.microbatch)
 
-    def _bytes(self, tensor: Held) -> int:
+    def _bytes(self, tensor: _Held) -> int:
         passes = self.stages[tensor.stage].part.passes
-        if tensor.role in (Role.OUTPUT, Role.OUTPUT_GRADIENT):
+        if tensor.role in (_Role.OUTPUT, _Role.OUTPUT_GRADIENT):
             return passes.output
         return passes.hidden
+
+
+def _sent(message: Message) -> _Held:
+    is_output = message.phase is Phase.FORWARD
+    role = _Role.OUTPUT if is_output else _Role.INPUT_GRADIENT
+    return _Held(role, message.source, message.microbatch)

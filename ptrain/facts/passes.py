@@ -26,6 +26,11 @@ class Passes:
     repeated: tuple[tuple[str, int], ...] = ()
 
     @property
+    def loss(self) -> int:
+        """Bytes of one micro-batch that outlive its whole backward pass and cross no boundary."""
+        return _left(self, Kind.BACKWARD)
+
+    @property
     def timeline(self) -> Timeline:
         """Forward and whole backward."""
         return Timeline(forward=self.items[Kind.FORWARD], backward=self.items[Kind.BACKWARD])
@@ -42,14 +47,14 @@ def of_later_stage(items: Mapping[Kind, Items], *, output: int, hidden: int) -> 
     found = Passes(items=items, output=output, hidden=hidden)
     if Kind.WEIGHT not in items:
         return found
-    left = _left(found, Kind.INPUT, Kind.WEIGHT) - _left(found, Kind.BACKWARD)
+    left = _left(found, Kind.INPUT, Kind.WEIGHT) - found.loss
     assert left >= 0, "halves of a backward pass that free what is not there"
     ended = {**items, Kind.WEIGHT: (*items[Kind.WEIGHT], Run(0, -left))}
     return Passes(items=ended, output=output, hidden=hidden)
 
 
 def _left(found: Passes, *backward: Kind) -> int:
-    """Bytes of one micro-batch that outlive its backward, and cross no boundary: its loss."""
+    """Bytes of one micro-batch that outlive these passes, and cross no boundary."""
     items = (item for kind in (Kind.FORWARD, *backward) for item in found.items[kind])
     return sum(map(net, items)) - found.output - found.hidden
 

@@ -12,8 +12,9 @@ from torch import nn
 from torch._guards import detect_fake_mode
 
 from ptrain.axes.pipeline.run.alike import require_alike
-from ptrain.axes.pipeline.run.apply import Asked, Pipelined
+from ptrain.axes.pipeline.run.apply import Pipelined
 from ptrain.axes.pipeline.run.cut import part_of
+from ptrain.axes.pipeline.run.stage import Asked
 from ptrain.axes.pipeline.run.staged import Part, Staged
 from ptrain.axes.pipeline.stage_facts import chain_of, stage_roles, stages_of
 from ptrain.errors import refused

@@ -13,7 +13,7 @@ from typing import assert_never
 from ptrain.activations.rules import blocks_outside
 from ptrain.axes.data.form import Form, data_factors, form_of, tier_of, whole_axes
 from ptrain.axes.pipeline.form import pipeline_of
-from ptrain.axes.pipeline.known import schedule
+from ptrain.axes.pipeline.known import schedule_of
 from ptrain.costs import State
 from ptrain.errors import SpecError, refused
 from ptrain.facts.roles import roles_of
@@ -156,7 +156,7 @@ def _pipeline(spec: Spec, stages: tuple[Stage, ...]) -> Pipeline | None:
     return Pipeline(
         axis=Axis.PP,
         schedule=spec.pipeline.schedule,
-        rank_of=schedule(spec.pipeline.schedule, size).rank_of,
+        rank_of=schedule_of(spec).rank_of,
         layers=tuple(stage.layers for stage in stages),
         shared=tuple(zip(stages[0].shared, stages[-1].shared, strict=True)),
     )

@@ -11,7 +11,7 @@ from ptrain.axes.data.rules import keeps_state
 from ptrain.axes.pipeline.draw import bubble_text, draw
 from ptrain.axes.pipeline.form import pipeline_of
 from ptrain.axes.pipeline.holdings import most_held_of
-from ptrain.axes.pipeline.known import schedule
+from ptrain.axes.pipeline.known import schedule_of
 from ptrain.axes.pipeline.schedule import Schedule
 from ptrain.axes.pipeline.simulate import simulate
 from ptrain.plan.composition import condition_lines, ranks_text, theorem_6, theorem_7
@@ -147,8 +147,7 @@ def _drawn(spec: Spec) -> Iterator[str]:
 
 
 def _schedule(spec: Spec) -> Schedule | None:
-    size = pipeline_of(spec)
-    return schedule(spec.pipeline.schedule, size) if size else None
+    return schedule_of(spec) if pipeline_of(spec) else None
 
 
 def _parallelize(step: Parallelize) -> str:

@@ -13,11 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed import _functional_collectives
 from torch.distributed.fsdp._fully_shard import _fsdp_param
-from torch.distributed.pipelining import schedules
 from torch.distributed.tensor import (
     DTensor,
     _collective_utils,
@@ -51,23 +49,12 @@ Replacement = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patch:
-    """One attribute of torch and what stands in for it. `since`: the first version that has it."""
+    """One attribute of torch and what stands in for it."""
 
     name: str
     owner: Any
     attribute: str
     replacement: Replacement
-    since: tuple[int, int] = (2, 11)
-
-    @property
-    def applies(self) -> bool:
-        return torch_version() >= self.since
-
-
-def torch_version() -> tuple[int, int]:
-    """(2, 13) of 2.13.0+cpu."""
-    major, minor, *_ = torch.__version__.split(".")
-    return int(major), int(minor)
 
 
 def require_supported() -> None:
@@ -88,8 +75,7 @@ def patched(model: ModelSpec) -> Iterator[None]:
     with ExitStack() as stack:
         stack.callback(forget_shapes)
         for each in (*PATCHES, *_of_transformers(model)):
-            if each.applies:
-                stack.enter_context(_applied(each))
+            stack.enter_context(_applied(each))
         yield
 
 
@@ -154,17 +140,6 @@ def _lazily(original: Callable[..., Any]) -> Callable[..., Any]:
     return chunk_with_empty
 
 
-def _unanimous(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A pipeline's stages vote, and read the result off a tensor, whether all know the shapes of
-    what they exchange. Ours do."""
-
-    def warmup_p2p(self: object, of_rank: Sequence[Any], *_: object) -> None:
-        for stage in of_rank:
-            stage._inference_mode = schedules.InferenceMode.STATIC
-
-    return warmup_p2p
-
-
 def _running(original: Callable[..., Any]) -> Callable[..., Any]:
     """Where fake tensors are, torch believes that it compiles: DTensor looks each operator up anew,
     and waits for each functional collective at once. This runs."""
@@ -183,27 +158,6 @@ def _unwrapped(original: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return wrap_tensor
-
-
-class Kept:
-    """The work of a batch of sends and receives, which keeps its tensors until it is dropped, as
-    that of a real backend does; fake works keep nothing."""
-
-    def __init__(self, work: dist.Work, tensors: Sequence[torch.Tensor]) -> None:
-        self.work, self.tensors = work, tensors
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.work, name)
-
-
-def _keeping(original: Callable[..., Any]) -> Callable[..., Any]:
-    """What a pipeline sends is there as long as its schedule does not wait for it."""
-
-    def batch_p2p(operators: list[dist.P2POp], desc: str | None = None) -> list[Kept]:
-        tensors = [operator.tensor for operator in operators]
-        return [Kept(work, tensors) for work in original(operators, desc)]
-
-    return batch_p2p
 
 
 def _cloned(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -264,22 +218,9 @@ PATCHES = (
         replacement=_cloned,
     ),
     Patch(
-        name="works of sends",
-        owner=schedules,
-        attribute="_batch_p2p",
-        replacement=_keeping,
-    ),
-    Patch(
         name="chunks of FSDP2",
         owner=_fsdp_param,
         attribute="_chunk_with_empty",
         replacement=_lazily,
-    ),
-    Patch(
-        name="vote of a pipeline",
-        owner=schedules._PipelineSchedule,
-        attribute="_warmup_p2p",
-        replacement=_unanimous,
-        since=(2, 13),
     ),
 )

@@ -103,7 +103,7 @@ class Whole(Leaf):
 
     def schema(self) -> dict[str, Any]:
         number = {"type": "integer", "minimum": self.low, "maximum": self.high}
-        return _one_of(number, *({"const": word} for word in self.words))
+        return one_of(number, *({"const": word} for word in self.words))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -139,7 +139,7 @@ class Real(Leaf):
         number["exclusiveMinimum" if self.open else "minimum"] = self.low
         if self.high != math.inf:
             number["maximum"] = self.high
-        return _one_of(number, *([{"type": "null"}] if self.null else []))
+        return one_of(number, *([{"type": "null"}] if self.null else []))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -198,7 +198,7 @@ class Text(Leaf):
 
     def schema(self) -> dict[str, Any]:
         text = {"type": "string", "pattern": f"^{self.pattern}$"}
-        return _one_of(text, *([{"type": "null"}] if self.null else []))
+        return one_of(text, *([{"type": "null"}] if self.null else []))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -232,7 +232,7 @@ class Size(Leaf):
         rate = "(/s)?" if self.rate else ""
         text = {"type": "string", "pattern": f"^[0-9.]+ *([kKMGT]i?B|B)?{rate}$"}
         number = {"type": "integer", "minimum": self.low, "maximum": self.high}
-        return _one_of(text, number, *({"const": word} for word in self.words))
+        return one_of(text, number, *({"const": word} for word in self.words))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -260,7 +260,7 @@ class Numbers(Leaf):
         items = {"type": kind, "minimum": self.low, "maximum": self.high}
         size = {"minItems": self.count, "maxItems": self.count} if self.count else {}
         many = {"type": "array", "items": items, **size}
-        return _one_of(many, *([items] if self.whole else []))
+        return one_of(many, *([items] if self.whole else []))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -310,7 +310,7 @@ class Either(Leaf):
         refuse(f"must be {self.wanted}; got {describe(value)}", remedy)
 
     def schema(self) -> dict[str, Any]:
-        return _one_of(*(option.schema() for option in self.options))
+        return one_of(*(option.schema() for option in self.options))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -331,7 +331,7 @@ class Section:
     def __get_pydantic_json_schema__(
         self, core: CoreSchema, handler: GetJsonSchemaHandler
     ) -> dict[str, Any]:
-        return {**_one_of(handler(core), *self.also), "description": self.about}
+        return {**one_of(handler(core), *self.also), "description": self.about}
 
 
 def meanings(words: Mapping[str, str]) -> dict[str, Any]:
@@ -339,7 +339,7 @@ def meanings(words: Mapping[str, str]) -> dict[str, Any]:
     return {"oneOf": [{"const": word, "description": text} for word, text in words.items()]}
 
 
-def _one_of(*shapes: dict[str, Any]) -> dict[str, Any]:
+def one_of(*shapes: dict[str, Any]) -> dict[str, Any]:
     return dict(shapes[0]) if len(shapes) == 1 else {"anyOf": list(shapes)}
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from ptrain.spec.orders import ListedSchedule
+
 
 class ScheduleName(StrEnum):
     NAIVE = "naive"  # one micro-batch at a time
@@ -43,15 +45,17 @@ class PipelineSpec:
     """How micro-batches flow, and where the model is cut. `stages` are those over all ranks of pp,
     None for as many as follow; `split` may be the number of layers of each stage."""
 
-    schedule: ScheduleName = ScheduleName.ONE_F_ONE_B
+    schedule: ScheduleName | ListedSchedule = ScheduleName.ONE_F_ONE_B
     stages: int | None = None
     split: SplitBy | tuple[int, ...] = SplitBy.PARAMETERS
 
     def stages_over(self, ranks: int) -> int:
-        """As written, else as many as `split` lists, else one a rank, or two where the schedule is
-        made for two."""
+        """As written, else as many as a listed schedule or `split` has, else one a rank, or two
+        where the schedule is made for two."""
         if self.stages is not None:
             return self.stages
+        if isinstance(self.schedule, ListedSchedule):
+            return self.schedule.stages
         if isinstance(self.split, tuple):
             return len(self.split)
         return ranks * (2 if self.schedule in _TWO_A_RANK else 1)
@@ -59,4 +63,6 @@ class PipelineSpec:
     @property
     def is_in_halves(self) -> bool:
         """Whether some backward passes are computed in two halves."""
+        if isinstance(self.schedule, ListedSchedule):
+            return self.schedule.is_in_halves
         return self.schedule in _IN_HALVES

@@ -33,6 +33,7 @@ from ptrain.spec.model import (
     ModelSpec,
 )
 from ptrain.spec.names import listing, missing
+from ptrain.spec.orders import listed
 from ptrain.spec.pipeline import PipelineSpec, ScheduleName, SplitBy
 from ptrain.spec.placement import Tier
 from ptrain.spec.precision import FP32, LAYOUTS, DType, Precision, custom
@@ -331,9 +332,9 @@ def resolve_tensor(raw: TensorRaw) -> TensorSpec:
 
 
 def resolve_pipeline(raw: PipelineRaw) -> PipelineSpec:
-    split = raw.split
+    said, split = raw.schedule, raw.split
     return PipelineSpec(
-        schedule=ScheduleName(raw.schedule),
+        schedule=listed(said) if isinstance(said, list) else ScheduleName(said),
         stages=raw.stages,
         split=SplitBy(split) if isinstance(split, str) else tuple(split),
     )

@@ -1,5 +1,6 @@
 """Short forms, written out before validation: a strategy's name for its tuples, `S*,S,S,R` for a
-tuple, `dp` for the data axis that its tuple belongs to, `checkpoint: at_end`.
+tuple, `dp` for the data axis that its tuple belongs to, a file's name for the schedule in it,
+`checkpoint: at_end`.
 
 A short form that cannot be written out stays as it is and gives a fault.
 """
@@ -9,10 +10,11 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable
+from pathlib import Path
 
 from ptrain.costs import PLACED
 from ptrain.errors import Fault
-from ptrain.spec import slips
+from ptrain.spec import orders, slips
 from ptrain.spec.axis import DATA_AXES, Axis
 from ptrain.spec.batch import Reshard
 from ptrain.spec.leaf_mode import KEPT_MEANINGS
@@ -41,6 +43,7 @@ def expand_shorthands(tree: Tree) -> list[Fault]:
         _tuples(tree, root, fault)
     _data_degree(root, fault)
     _small_forms(root)
+    _schedule_file(tree, root, fault)
     return faults
 
 
@@ -273,6 +276,28 @@ def _small_forms(root: Mapping) -> None:
         root["reduce_scatter"] = "all_to_all" if via is True else "native"
     if root.get("bucket") == "size":
         del root["bucket"]
+
+
+def _schedule_file(tree: Tree, root: Mapping, fault: _Report) -> None:
+    """`pipeline: {schedule: FILE.csv}`: the rows of the file, so that what ran can be rerun from
+    its spec alone. A relative one stands beside the spec; one of the command line, where that is.
+    """
+    pipeline, route = root.get("pipeline"), ("pipeline", "schedule")
+    written = pipeline.get("schedule") if isinstance(pipeline, dict) else None
+    if not isinstance(written, str) or not written.lower().endswith(".csv"):
+        return
+    is_in_file = tree.source and mark_of(tree, route).source == tree.source
+    lines = orders.read((Path(tree.source).parent if is_in_file else Path()) / written)
+    if isinstance(lines, str):
+        remedy = "name a file in torch's CSV format of compute actions, or a schedule"
+        fault(route, f"cannot read {written}: {lines}", remedy)
+        return
+    found = orders.slip(lines)
+    if found is not None:
+        fault(route, f"{written}: {found[0]}", found[1])
+        return
+    assert isinstance(pipeline, dict), "as above"
+    pipeline["schedule"] = lines
 
 
 _WORDS = {"recompute": "policy", "loss": "kind"}

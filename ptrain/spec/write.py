@@ -12,6 +12,7 @@ from ptrain.costs import PLACED
 from ptrain.spec.axis import Axis
 from ptrain.spec.batch import Reshard
 from ptrain.spec.model import ExternalModel, HuggingFaceModel, ModelShape, ModelSpec
+from ptrain.spec.orders import ListedSchedule
 from ptrain.spec.pipeline import PipelineSpec
 from ptrain.spec.placement import Tier
 from ptrain.spec.precision import CUSTOM, LAYOUTS, Precision
@@ -156,7 +157,9 @@ def _pipeline(pipeline: PipelineSpec) -> dict[str, object]:
     stages = {"stages": pipeline.stages} if pipeline.stages is not None else {}
     split = pipeline.split
     named = list(split) if isinstance(split, tuple) else split.value
-    return {"schedule": pipeline.schedule.value, **stages, "split": named}
+    said = pipeline.schedule
+    schedule = said.lines() if isinstance(said, ListedSchedule) else said.value
+    return {"schedule": schedule, **stages, "split": named}
 
 
 def _optimizer(spec: Spec) -> dict[str, object]:

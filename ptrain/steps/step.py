@@ -9,6 +9,7 @@ from typing import Self
 from ptrain.spec.axis import DATA_AXES, Axis
 from ptrain.spec.batch import GatherAfterUpdate, GradientSync, ReduceScatterVia, SyncPolicy
 from ptrain.spec.keep import Kept
+from ptrain.spec.orders import ListedSchedule
 from ptrain.spec.pipeline import ScheduleName
 from ptrain.spec.placement import Tier
 from ptrain.spec.precision import Layout
@@ -39,7 +40,7 @@ class Pipeline(PlanStep):
     """
 
     axis: Axis
-    schedule: ScheduleName
+    schedule: ScheduleName | ListedSchedule
     rank_of: tuple[int, ...]
     layers: tuple[tuple[str, ...], ...]
     shared: tuple[tuple[str, str], ...] = ()

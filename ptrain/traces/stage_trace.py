@@ -1,5 +1,5 @@
-"""The tracer of a stage: what its passes allocate, each by itself, as torch's PipelineStage runs
-them: forward, then backward whole or as its two halves.
+"""The tracer of a stage: what its passes allocate, each by itself, as the runtime of a pipeline
+runs them: forward, then backward whole or as its two halves.
 
 What comes from outside (the hidden states, the gradient of the output) lived before, and what goes
 outside (the output, the gradient of the input) lives on: how long depends on the schedule.
@@ -14,14 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.pipelining._backward import (
-    stage_backward,
-    stage_backward_input,
-    stage_backward_weight,
-)
 
 from ptrain.axes.pipeline.run.cut import apart
-from ptrain.axes.pipeline.run.order import in_model_order
+from ptrain.axes.pipeline.run.passes import backward, backward_input, backward_weight
 from ptrain.models.ledger import storage_of
 from ptrain.models.trace import Born, Complete, Died, Event, Marker, Recording
 from ptrain.models.work import WorkRecorder, repeated
@@ -145,31 +140,28 @@ class _Run:
         self._end("forward")
 
     def backward(self) -> None:
-        root, gradients = self._root()
-        if self.loss is not None:
-            (root,) = root  # a tuple of losses has no gradient of its own
-        self.kept.append(stage_backward(root, gradients, (self.x,)))
+        root, gradient = self._root()
+        self.kept.append(backward(root, gradient, self.x))
         del root
         self._hand_on()
         self._end("backward")
 
     def in_halves(self) -> None:
-        root, gradients = self._root()
-        parameters = self.traced.module.parameters
-        given, groups = stage_backward_input(root, gradients, [self.x], parameters())
+        root, gradient = self._root()
+        parameters = list(self.traced.module.parameters())
+        given, groups = backward_input(root, gradient, self.x, parameters)
         self.kept.append(given)
         del root
         self._hand_on()
         self._end("input")
-        in_model_order(groups, list(parameters()))
-        stage_backward_weight(parameters(), groups)
+        backward_weight(parameters, groups)
         del groups
         self._end("weight")
 
-    def _root(self) -> tuple[Any, Any]:
+    def _root(self) -> tuple[Tensor, Tensor | None]:
         if self.loss is not None:
-            return (self.loss,), None
-        return (self.output,), (self.gradient,)
+            return self.loss, None
+        return self.output, self.gradient
 
     def _hand_on(self) -> None:
         """What is left of the output is its bytes."""

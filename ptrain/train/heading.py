@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ptrain.algebra.layout import coordinates
 from ptrain.axes.pipeline.form import pipeline_of, stages_text
-from ptrain.axes.pipeline.known import schedule
+from ptrain.axes.pipeline.known import schedule_of
 from ptrain.costs import Estimate
 from ptrain.report.heading import batch, model_name
 from ptrain.selection.fit import fit, needs_gpu, telling
@@ -30,10 +30,9 @@ def header(spec: Spec, *, numel: int, backend: str, device: str) -> str:
 
 def parts_of_ranks(spec: Spec) -> tuple[str, ...]:
     """What of the model each rank has, where that differs: `stage 1`, `stages 0 and 3`."""
-    size = pipeline_of(spec)
-    if size is None:
+    if pipeline_of(spec) is None:
         return ()
-    made = schedule(spec.pipeline.schedule, size)
+    made = schedule_of(spec)
     places = (coordinates(spec, rank)[Axis.PP] for rank in range(spec.world_size))
     return tuple(stages_text(made.stages_of(place)) for place in places)
 

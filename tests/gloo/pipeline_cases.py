@@ -27,7 +27,7 @@ DATA = ("zero1", "zero2", "zero3")
 
 def spec_of(
     model: str = "llama",
-    schedule: str = "1f1b",
+    schedule: str | list[str] = "1f1b",
     *,
     mesh: Mapping[str, int],
     data: str = "zero3",
@@ -43,7 +43,7 @@ def spec_of(
     placement = {"pp": STAGE, "dp_replicate": REPLICA, "dp_shard": data}
     placement["tp"] = f"S,S,S,{activations}"
     mapping: dict[str, Any] = {
-        "name": f"{model}-{schedule}",
+        "name": f"{model}-{schedule if isinstance(schedule, str) else 'listed'}",
         "model": own or {**SIZES, **MODELS[model], **(shape or {})},
         "mesh": dict(mesh),
         "placement": {axis: placement[axis] for axis in mesh},

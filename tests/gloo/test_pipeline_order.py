@@ -35,32 +35,22 @@ Holding = dict[int, int]  # by stage: micro-batches whose activations live
 
 @dataclass
 class Recording:
-    """The actions of one rank and what it held while each ran, its own micro-batch included.
-    `each_time` micro-batches go through torch's schedule at once."""
+    """The actions of one rank and what it held while each ran, its own micro-batch included."""
 
-    each_time: int
     log: list[tuple[Action, Holding]] = field(default_factory=list)
     made: dict[tuple[int, int], list[StorageWeakRef]] = field(default_factory=dict)
 
     def watch(self, stage: Stage) -> None:
-        """What the operators of a block give lives as long as autograd needs it. (The logits live
-        a little longer: torch's loop has them until the next forward returns.)"""
+        """What the operators of a block give lives as long as autograd needs it."""
 
         def keep(operator: nn.Module, given: Any, output: torch.Tensor) -> None:
-            *_, latest = (
-                made for where, made in self.made.items() if where[0] == stage.stage_index
-            )
+            *_, latest = (made for where, made in self.made.items() if where[0] == stage.index)
             latest.append(StorageWeakRef(output.untyped_storage()))
 
         for name, module in stage.wrapped.module.named_modules():
             if "blocks." in name and list(module.parameters(recurse=False)):
                 module.register_forward_hook(keep)
-        for name, run in (
-            ("forward_one_chunk", self._forward),
-            ("backward_one_chunk", self._backward),
-            ("backward_weight_one_chunk", self._weight),
-        ):
-            setattr(stage, name, partial(run, stage, getattr(stage, name)))
+        stage.compute = partial(self._compute, stage.compute)  # type: ignore[method-assign]
 
     def holding(self) -> Holding:
         counts = dict.fromkeys([stage for stage, _ in self.made], 0)
@@ -68,28 +58,14 @@ class Recording:
             counts[stage] += not all(storage.expired() for storage in storages)
         return counts
 
-    def _note(self, kind: Kind, stage: Stage, chunk: int) -> None:
-        done = [
-            each for each, _ in self.log if (each.kind, each.stage) == (kind, stage.stage_index)
-        ]
-        number = chunk + len(done) // self.each_time * self.each_time
-        self.log.append((Action(kind, stage.stage_index, number), self.holding()))
-
-    def _forward(self, stage: Stage, run: Any, chunk: int, *args: Any, **options: Any) -> Any:
-        number = sum(where == stage.stage_index for where, _ in self.made)
-        self.made[stage.stage_index, number] = []
-        output = run(chunk, *args, **options)
-        self._note(Kind.FORWARD, stage, chunk)
+    def _compute(self, run: Any, action: Action, *given: Any) -> Any:
+        if action.kind is not Kind.FORWARD:
+            self.log.append((action, self.holding()))
+            return run(action, *given)
+        self.made[action.stage, action.microbatch] = []
+        output = run(action, *given)
+        self.log.append((action, self.holding()))
         return output
-
-    def _backward(self, stage: Stage, run: Any, chunk: int, **options: Any) -> None:
-        whole = options.get("full_backward", True)
-        self._note(Kind.BACKWARD if whole else Kind.INPUT, stage, chunk)
-        run(chunk, **options)
-
-    def _weight(self, stage: Stage, run: Any, chunk: int, **options: Any) -> None:
-        self._note(Kind.WEIGHT, stage, chunk)
-        run(chunk, **options)
 
 
 def executed(specs: Sequence[Spec]) -> list[list[tuple[Action, Holding]]]:
@@ -99,7 +75,7 @@ def executed(specs: Sequence[Spec]) -> list[list[tuple[Action, Holding]]]:
         program = interpret(spec, world=World.join(spec.timeout))
         pipelined = program.passes
         assert isinstance(pipelined, Pipelined)
-        recording = Recording(pipelined.each_time)
+        recording = Recording()
         for stage in pipelined.stages:
             recording.watch(stage)
         local = batch(corpus(spec.data), spec=spec, step=0, data_index=0, data_degree=1)

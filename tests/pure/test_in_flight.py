@@ -9,11 +9,7 @@ from unittest.mock import patch
 
 import pytest
 
-from ptrain.axes.pipeline.exchange import End, Exchange, Role, Verb, turns
-from ptrain.axes.pipeline.holdings import transfers
-from ptrain.axes.pipeline.known import schedule
-from ptrain.axes.pipeline.schedule import Action
-from ptrain.costs import Collective, Phase, State
+from ptrain.costs import Phase, State
 from ptrain.derivation import in_flight
 from ptrain.derivation.estimate import derive, own_facts
 from ptrain.derivation.pipeline import staged
@@ -24,7 +20,6 @@ from ptrain.spec.pipeline import ScheduleName
 from ptrain.spec.spec import Spec
 from ptrain.timeline import Complete, Kind
 from tests.pure.piped import FULLY, SHAPE, legal
-from tests.pure.pipelines import GRID
 
 GPT = {**SHAPE, "family": "gpt", "kv_heads": 6}
 MODELS = {
@@ -80,9 +75,7 @@ def test_more_micro_batches_raise_no_peak_but_where_all_are_in_flight(name):
 
     all_in_flight = name in (ScheduleName.GPIPE, ScheduleName.BFS)
     for few, many in zip(peaks(16), peaks(32), strict=True):
-        # sends, losses and the last stage's inputs are held to the end, a few bytes a token
-        assert (many > 1.5 * few) is all_in_flight
-        assert many >= few
+        assert many > 1.5 * few if all_in_flight else many == few
 
 
 def test_of_one_micro_batch_gpipe_is_naive():
@@ -105,43 +98,6 @@ def test_what_a_pass_is_known_to_do_is_what_it_does(name, data):
     known = derive(spec).exact
     with patch("ptrain.derivation.stage_replay._Rank.known", lambda *_: None):
         assert derive(spec).exact == known
-
-
-@pytest.mark.parametrize(("name", "size"), GRID, ids=str)
-def test_what_is_received_sent_and_held_is_what_crosses(name, size):
-    made = schedule(name, size)
-    calls = Counter(
-        (row.rank, row.phase, row.collective) for row in transfers(made) for _ in range(row.calls)
-    )
-    for rank in range(made.ranks):
-        found = list(turns(name, made, rank))
-        assert [turn for turn in found if isinstance(turn, Action)] == [
-            part for step in made.orders[rank] for part in step.parts
-        ]
-        assert isinstance(found[-1], End)
-        received = Counter(
-            turn.tensor
-            for turn in found
-            if isinstance(turn, Exchange) and turn.verb is Verb.RECEIVE
-        )
-        assert set(received.values()) <= {1}
-        for role, phase in ((Role.INPUT, Phase.FORWARD), (Role.OUTPUT_GRADIENT, Phase.BACKWARD)):
-            number = sum(tensor.role is role for tensor in received)
-            assert number == calls[rank, phase, Collective.RECV]
-
-
-@pytest.mark.parametrize(("name", "size"), GRID, ids=str)
-def test_a_pass_has_received_what_it_takes(name, size):
-    made = schedule(name, size)
-    for rank in range(made.ranks):
-        there = set()
-        for turn in turns(name, made, rank):
-            if isinstance(turn, Exchange) and turn.verb is Verb.RECEIVE:
-                there.add((turn.tensor.role, turn.tensor.stage, turn.tensor.microbatch))
-            if isinstance(turn, Action) and turn.kind is Kind.FORWARD and turn.stage:
-                is_crossed = made.is_crossed(turn.stage - 1)
-                key = (Role.INPUT, turn.stage, turn.microbatch)
-                assert (key in there) is is_crossed
 
 
 def test_ranks_with_the_same_stages_and_slices_are_played_once():

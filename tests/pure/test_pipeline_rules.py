@@ -120,7 +120,6 @@ def test_an_asynchronous_pipeline_is_refused_with_the_reason(word):
         ("afab", "gpipe"),
         ("ScheduleInterleaved1F1B", "interleaved"),
         ("ZBVZeroBubble", "zbv"),
-        ("DualPipe", "dualpipev"),
         ("zero_bubble", "zero-bubble"),
         ("1f1", "1f1b"),
     ],

@@ -112,7 +112,7 @@ SLIPS = {
         looped-bfs loopedbfs schedulelooped-bfs: bfs;
         interleaved1f1b interleaved-1f1b scheduleinterleaved1f1b: interleaved;
         interleavedzerobubble scheduleinterleavedzerobubble zb-h1 zb1p zero_bubble: zero-bubble;
-        zb-v zbvzerobubble schedulezbvzerobubble: zbv; dualpipe scheduledualpipev: dualpipev""",
+        zb-v zbvzerobubble schedulezbvzerobubble: zbv; scheduledualpipev: dualpipev""",
     (SpecRaw, "attention"): """flash_attention_2 flash-attention: sdpa; flex_attention: flex;
         naive manual: eager""",
     (SpecRaw, "overlap"): "true on: backward; false off: none",

@@ -47,7 +47,8 @@ class PipelineSize:
 
 
 def size_of(step: Pipeline, microbatches: int) -> PipelineSize:
-    """Return the size of a plan's pipeline."""
+    """Return the size of a plan's pipeline; there are no closed forms of a list of one's own."""
+    assert isinstance(step.schedule, ScheduleName), "a schedule with a name"
     ranks = 1 + max(step.rank_of)
     return PipelineSize(
         schedule=step.schedule,

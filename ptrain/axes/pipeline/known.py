@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import count
 
 from ptrain.axes.pipeline import loops, vees
+from ptrain.axes.pipeline.form import pipeline_of
+from ptrain.axes.pipeline.listed import as_schedule, faults_of_list
 from ptrain.axes.pipeline.schedule import Pipeline, Schedule, Step, looped, v_shaped
 from ptrain.errors import Fault, SpecError
+from ptrain.spec.orders import ListedSchedule
 from ptrain.spec.pipeline import ScheduleName
+from ptrain.spec.spec import Spec
 
 Need = Callable[[ScheduleName, Pipeline], Iterator[Fault]]
 
@@ -21,11 +26,15 @@ class _Recipe:
     needs: tuple[Need, ...]
 
 
-def schedule(name: ScheduleName, pipeline: Pipeline) -> Schedule:
-    """Raises SpecError where the schedule needs another number of stages or micro-batches."""
+@lru_cache(maxsize=16)  # a command asks for the same one a few times
+def schedule(name: ScheduleName | ListedSchedule, pipeline: Pipeline) -> Schedule:
+    """Raises SpecError where the schedule needs another number of stages or micro-batches, and
+    where a listed one is none."""
     found = tuple(faults(name, pipeline))
     if found:
         raise SpecError(*found)
+    if isinstance(name, ListedSchedule):
+        return as_schedule(name)
     recipe = _RECIPES[name]
     return Schedule(
         microbatches=pipeline.microbatches,
@@ -34,15 +43,25 @@ def schedule(name: ScheduleName, pipeline: Pipeline) -> Schedule:
     )
 
 
-def faults(name: ScheduleName, pipeline: Pipeline) -> Iterator[Fault]:
+def schedule_of(spec: Spec) -> Schedule:
+    """The schedule of a legal spec with pp."""
+    size = pipeline_of(spec)
+    assert size is not None, "a spec with pp"
+    return schedule(spec.pipeline.schedule, size)
+
+
+def faults(name: ScheduleName | ListedSchedule, pipeline: Pipeline) -> Iterator[Fault]:
     """What this pipeline lacks for the schedule."""
     sizes = (pipeline.ranks, pipeline.stages_per_rank, pipeline.microbatches)
     assert min(sizes) >= 1, f"a pipeline of {sizes}"
+    if isinstance(name, ListedSchedule):
+        yield from faults_of_list(name, pipeline)
+        return
     for need in _RECIPES[name].needs:
         yield from need(name, pipeline)
 
 
-def takes_any_stages(name: ScheduleName) -> bool:
+def takes_any_stages(name: ScheduleName | ListedSchedule) -> bool:
     """Whether a rank may have any number of stages."""
     return name in _ANY_STAGES
 

@@ -69,6 +69,9 @@ class Work:
         """One forward, and one backward: whole, or both halves."""
         there = {kind: Action(kind, stage, microbatch) in self._actions for kind in Kind}
         rank, is_split = self._schedule.rank_of[stage], there[Kind.INPUT] or there[Kind.WEIGHT]
+        if self._schedule.is_forward_only:
+            assert there == dict.fromkeys(Kind, False) | {Kind.FORWARD: True}, "forward passes"
+            return
         if there[Kind.BACKWARD] and is_split:
             action = Action(Kind.BACKWARD, stage, microbatch)
             raise BrokenSchedule(rank, action, "whole, and a half of it once more")

@@ -17,12 +17,14 @@ from dataclasses import replace
 from ptrain.axes.data.form import ELEMENTWISE, Form, data_factors, form_of
 from ptrain.axes.pipeline.form import pipeline_of
 from ptrain.axes.pipeline.known import faults, takes_any_stages
+from ptrain.axes.pipeline.listed import faults_of_rows
 from ptrain.axes.rule import AxisRules, SpecRule, TupleRule
 from ptrain.errors import Fault
 from ptrain.facts.stages import unlike
 from ptrain.spec.axis import Axis
 from ptrain.spec.batch import UnitKind
 from ptrain.spec.model import ModelShape
+from ptrain.spec.orders import ListedSchedule
 from ptrain.spec.placement import S_STAR, M, Placement, R, S, Tier
 from ptrain.spec.spec import OptimizerSpec, Spec
 
@@ -77,13 +79,19 @@ def _rounds_of_stages(spec: Spec) -> Iterator[Fault]:
     ranks, said = spec.degree(Axis.PP), spec.pipeline
     if ranks == 1:
         return
+    if isinstance(said.schedule, ListedSchedule) and pipeline_of(spec) is None:
+        yield from faults_of_rows(said.schedule, ranks)
+        return
     stages, split = said.stages_over(ranks), said.split
     listed = len(split) if isinstance(split, tuple) else stages
     if listed != stages:
         yield Fault(
             place="pipeline.split",
-            finding=f"{_listed(spec)} has {_stages(listed)}, and pipeline.stages says {stages}",
-            remedy="remove pipeline.stages, or list as many numbers",
+            finding=f"{_listed(spec)} has {_stages(listed)}, and "
+            + (f"{said.schedule} has" if said.stages is None else "pipeline.stages says")
+            + f" {stages}",
+            remedy=f"{'' if said.stages is None else 'remove pipeline.stages, or '}list as many "
+            "numbers",
         )
     elif stages < ranks or stages % ranks:
         is_listed = said.stages is None

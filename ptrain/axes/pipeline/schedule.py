@@ -7,12 +7,12 @@ Who runs, predicts or draws a schedule reads this. When an action starts follows
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ptrain.timeline import Kind
 
 
-@dataclass(frozen=True, slots=True)
-class Action:
+class Action(NamedTuple):
     """What one stage computes of one micro-batch; both count from 0."""
 
     kind: Kind
@@ -62,11 +62,13 @@ class Pipeline:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """`orders` are the steps of each rank; `rank_of` the rank of each stage."""
+    """`orders` are the steps of each rank; `rank_of` the rank of each stage. `is_forward_only`: an
+    evaluation, without backward passes."""
 
     microbatches: int
     rank_of: tuple[int, ...]
     orders: tuple[tuple[Step, ...], ...]
+    is_forward_only: bool = False
 
     @property
     def ranks(self) -> int:
@@ -83,6 +85,20 @@ class Schedule:
     def is_crossed(self, boundary: int) -> bool:
         """Whether what goes from stage `boundary` to the next one leaves its rank."""
         return self.rank_of[boundary] != self.rank_of[boundary + 1]
+
+
+def forward_only(rank_of: tuple[int, ...], microbatches: int) -> Schedule:
+    """An evaluation: one micro-batch after the other through the stages of every rank."""
+    own = [[s for s, owner in enumerate(rank_of) if owner == rank] for rank in sorted({*rank_of})]
+    return Schedule(
+        microbatches=microbatches,
+        rank_of=rank_of,
+        orders=tuple(
+            tuple(Action(Kind.FORWARD, stage, m) for m in range(microbatches) for stage in stages)
+            for stages in own
+        ),
+        is_forward_only=True,
+    )
 
 
 def looped(pipeline: Pipeline) -> tuple[int, ...]:

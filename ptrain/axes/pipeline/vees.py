@@ -7,7 +7,7 @@ and `W` alone whichever gradient of weights has waited longest.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 
 from ptrain.axes.pipeline.schedule import Action, Pair, Pipeline, Step
@@ -71,21 +71,21 @@ def _numbered(words: Sequence[str], stages: tuple[int, int]) -> Iterator[Step]:
     """The steps that the words mean: the n-th forward or backward of a stage is micro-batch n, and
     a W the oldest that waits, of its stage where it names one."""
     begun: Counter[tuple[bool, int]] = Counter()
-    waiting: list[tuple[int, int]] = []
+    waiting = {stage: deque[tuple[int, int]]() for stage in stages}  # (when, micro-batch)
 
     def action(word: str) -> Action:
         kind, index = Kind(word[0]), word[1:]
         if kind is Kind.WEIGHT:
-            chunk = next(c for c in waiting if not index or c[0] == stages[int(index)])
-            waiting.remove(chunk)
-            return Action(kind, *chunk)
+            named = [stages[int(index)]] if index else [s for s in stages if waiting[s]]
+            stage = min(named, key=lambda stage: waiting[stage][0])
+            return Action(kind, stage, waiting[stage].popleft()[1])
         stage = stages[int(index)]
         counted = (kind is Kind.FORWARD, stage)
-        chunk = (stage, begun[counted])
+        microbatch = begun[counted]
         begun[counted] += 1
         if kind is Kind.INPUT:
-            waiting.append(chunk)
-        return Action(kind, *chunk)
+            waiting[stage].append((sum(begun.values()), microbatch))
+        return Action(kind, stage, microbatch)
 
     for word in words:
         parts = [action(part) for part in word.split("&")]

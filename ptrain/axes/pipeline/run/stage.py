@@ -1,33 +1,31 @@
-"""One stage of a rank as torch's PipelineStage: what goes over its boundaries, and what surrounds
-its forward and backward passes.
+"""One stage of a rank: its forward and backward passes, what surrounds them, and what it holds for
+the micro-batches in flight.
 
-torch makes a buffer for each micro-batch to come and keeps it; here one is made when its receive
-is posted and lives as long as its micro-batch is in flight, so that a schedule's memory is what
-its order says.
+Of a micro-batch a stage holds the input, the output and, on the last stage, the loss until its
+backward pass is over; of one in halves, the gradient of the output too. So a schedule's memory is
+what its instructions say (`derivation.stage_replay`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import nn
-from torch.distributed.pipelining import PipelineStage
+from torch import Tensor
 
-from ptrain.axes.data.run.wrapped import Wrapped
 from ptrain.axes.pipeline.run.cut import apart
-from ptrain.axes.pipeline.run.order import in_model_order
-from ptrain.axes.pipeline.run.waits import Waits, named
-from ptrain.costs import Phase, State
+from ptrain.axes.pipeline.run.failure import named
+from ptrain.axes.pipeline.run.passes import Groups, backward, backward_input, backward_weight
+from ptrain.axes.pipeline.run.staged import Part
+from ptrain.axes.pipeline.schedule import Action
+from ptrain.costs import Phase
 from ptrain.errors import RankFailed
-from ptrain.rooms.registry import Registry
 from ptrain.timeline import Kind
 
 Enter = Callable[[Phase, int], None]
+Loss = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,193 +37,141 @@ class Boundary:
     dtype: torch.dtype
     device: torch.device
 
-    def empty(self) -> torch.Tensor:
-        return torch.empty(self.shape, dtype=self.dtype, device=self.device, requires_grad=True)
+    def empty(self) -> Tensor:
+        return torch.empty(self.shape, dtype=self.dtype, device=self.device)
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """Which stage of how many, between which ranks; `waits` is told what it asks of them."""
-
-    index: int
-    stages: int
-    group: dist.ProcessGroup
-    waits: Waits
-
-
-class Called(nn.Module):
-    """A wrapped stage under a plain module: torch's schedules have ways of their own with the
-    wraps that they know, and here a stage's synchronization is its wrap's."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return apart(self.inner(x))
-
-
-class Stage(PipelineStage):
-    """`enter` is told of every pass. Raises RankFailed where the module fails or gives something
-    else than the next stage waits for."""
-
-    def __init__(
-        self,
-        wrapped: Wrapped,
-        place: Place,
-        boundary: Boundary,
-        tokens: torch.Tensor,
-        registry: Registry,
-        enter: Enter,
-    ) -> None:
-        given = boundary.empty() if place.index else tokens
-        super().__init__(
-            Called(wrapped.module),
-            place.index,
-            place.stages,
-            boundary.device,
-            input_args=(given,),
-            output_args=(boundary.empty(),),
-            group=place.group,
-        )
-        self.wrapped, self.boundary, self.registry, self.enter = wrapped, boundary, registry, enter
-        self.waits = place.waits
-        self.left = 0  # backward passes of the step
-        self.done = 0  # micro-batches of the step before those that the schedule counts from 0
-        self.newest = 0  # micro-batch, of those whose forward pass has begun
-        self.around: Callable[[int], AbstractContextManager[None]] = lambda _: nullcontext()
-
-    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
-        made = super()._prepare_forward_infra(*args, **kwargs)
-        for chunk in self.args_recv_info:
-            self._drop(self.args_recv_info[chunk])
-        return made
-
-    def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
-        made = super()._prepare_backward_infra(*args, **kwargs)
-        for chunk in self.grad_recv_info:
-            self._drop(self.grad_recv_info[chunk])
-        return made
-
-    def _validate_fwd_input(self, args: Any, kwargs: Any) -> None:
-        """Torch 2.11 asks for strides as well, of which a micro-batch's slice of tokens has its
-        own; what is sent is compared here."""
-
-    def _validate_fwd_outputs(self, outputs: Any) -> None:
-        """And for the logits of the last stage, which nobody is told of."""
-
-    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        """Torch 2.11 greets its neighbours first, itself too where it is one: gloo has no such
-        connection."""
-        greetings: list[dist.P2POp] = super()._get_init_p2p_neighbors_ops()
-        return [each for each in greetings if each.group_peer != self.group_rank]
-
-    def clear_runtime_states(self) -> None:
-        """What the step before has left."""
-        for left in (self.fwd_cache, self.bwd_cache, self.backward_state, self.dw_runner):
-            left.clear()
-        self.output_chunks.clear()
-
-    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        self.waits.receives(self.stage_index - 1, self.done + fwd_chunk_id, Phase.FORWARD)
-        self._open(self.args_recv_info[fwd_chunk_id], Phase.FORWARD)
-        operators: list[dist.P2POp] = super().get_fwd_recv_ops(fwd_chunk_id)
-        return operators
-
-    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        self.waits.receives(self.stage_index + 1, self.done + bwd_chunk_id, Phase.BACKWARD)
-        self._open(self.grad_recv_info[bwd_chunk_id], Phase.BACKWARD)
-        operators: list[dist.P2POp] = super().get_bwd_recv_ops(bwd_chunk_id)
-        return operators
-
-    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        if not self.is_last:
-            self.waits.sends(self.stage_index + 1, self.done + fwd_chunk_id, Phase.FORWARD)
-        return self._tagged(super().get_fwd_send_ops(fwd_chunk_id), Phase.FORWARD)
-
-    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        if not self.is_first:
-            self.waits.sends(self.stage_index - 1, self.done + bwd_chunk_id, Phase.BACKWARD)
-        return self._tagged(super().get_bwd_send_ops(bwd_chunk_id), Phase.BACKWARD)
-
-    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        self.newest = self.done + fwd_chunk_id
-        self.waits.has(self.stage_index - 1, self.newest, Phase.FORWARD)
-        self.enter(Phase.FORWARD, self.newest)
-        with (
-            named(self.stage_index, self.newest),
-            self.wrapped.forward_pass(),
-            self.around(self.newest),
-        ):
-            output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
-        self._drop(self.args_recv_info[fwd_chunk_id])
-        self.require_boundary(output, self.newest)
-        return output
-
-    def require_boundary(self, output: torch.Tensor, micro_batch: int) -> None:
+    def require(self, output: Tensor, stage: int, micro_batch: int) -> None:
         """Raises RankFailed for anything else than the next stage waits for: it would take the
         bytes for what they are not."""
-        wanted = self.boundary
-        if self.is_last or (tuple(output.shape), output.dtype) == (wanted.shape, wanted.dtype):
-            return
-        raise RankFailed(
-            f"stage {self.stage_index}, micro-batch {micro_batch}: hidden states of "
-            f"{list(output.shape)} in {output.dtype}, and the next stage waits for "
-            f"{list(wanted.shape)} in {wanted.dtype}"
-        )
+        if (tuple(output.shape), output.dtype) != (self.shape, self.dtype):
+            raise RankFailed(
+                f"stage {stage}, micro-batch {micro_batch}: hidden states of "
+                f"{list(output.shape)} in {output.dtype}, and the next stage waits for "
+                f"{list(self.shape)} in {self.dtype}"
+            )
 
-    def backward_one_chunk(
-        self,
-        bwd_chunk_id: int,
-        loss: torch.Tensor | None = None,
-        full_backward: bool = True,
-        last_backward: bool = False,
-    ) -> None:
-        def run() -> None:
-            super(Stage, self).backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
 
-        if full_backward or not self.is_first:
-            with self._backward(Kind.BACKWARD if full_backward else Kind.INPUT, bwd_chunk_id):
-                run()
-        else:  # nobody waits for gradients of tokens: the weights' half is the whole
-            self.waits.has(self.stage_index + 1, self.done + bwd_chunk_id, Phase.BACKWARD)
-            run()
-        if not self.is_last:
-            self._drop(self.grad_recv_info[bwd_chunk_id])
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a program wants of passes: the last stage's forward pass runs in `given(targets)`, then
+    `loss` is called with what it returned and the targets; `enter` is told of every pass."""
 
-    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        kind = Kind.BACKWARD if self.is_first else Kind.WEIGHT
-        groups = self.backward_state[bwd_chunk_id][1]
-        if groups:
-            in_model_order(groups, list(self.submod.parameters()))
-        with self._backward(kind, bwd_chunk_id):
-            super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+    given: Callable[[Tensor], AbstractContextManager[None]]
+    loss: Loss
+    enter: Enter
+
+
+@dataclass(slots=True)
+class _InFlight:
+    """A micro-batch between its forward and the end of its backward pass."""
+
+    given: Tensor
+    output: Tensor | None
+    loss: Tensor | None
+    gradient: Tensor | None = None
+    groups: Groups | None = None
+
+    @property
+    def root(self) -> Tensor:
+        """Where its backward pass begins."""
+        root = self.output if self.loss is None else self.loss
+        assert root is not None, "dropped after the half that begins there alone"
+        return root
+
+
+class Stage:
+    """The passes of one stage, the last of `stages` or not. Raises RankFailed where the module
+    fails or gives something else than the next stage waits for."""
+
+    def __init__(self, part: Part, stages: int, boundary: Boundary, asked: Asked) -> None:
+        self.index, self.module, self.wrapped = part.index, part.module, part.wrapped
+        self.is_first, self.is_last = part.index == 0, part.index == stages - 1
+        self.boundary, self.asked = boundary, asked
+        self._in_flight: dict[int, _InFlight] = {}
+        self._left = 0  # backward passes of the step
+
+    def begin(self, micro_batches: int) -> None:
+        """A step of so many begins."""
+        self._in_flight.clear()
+        self._left = micro_batches
+
+    def evaluate(self, given: Tensor, targets: Tensor, number: int, loss: Loss) -> Tensor | None:
+        """The forward pass of micro-batch `number` alone: hidden states for the next stage, or None
+        of the last one, where `loss` is called."""
+        with named(self.index, number):
+            if not self.is_last:
+                output: Tensor = self.module(given)
+                self.boundary.require(output, self.index, number)
+                return output
+            with self.asked.given(targets):
+                loss(self.module(given), targets)
+        return None
+
+    def compute(self, action: Action, given: Tensor | None, batch: Tensor) -> Tensor | None:
+        """One pass of a micro-batch, whose samples are `batch`: tokens [micro, sequence + 1].
+        `given` is what another stage made for it. Returns what it makes for another stage."""
+        number = action.microbatch
+        match action.kind:
+            case Kind.FORWARD:
+                given = batch[:, :-1] if given is None else given.requires_grad_()
+                return self._forward(number, given, batch[:, 1:])
+            case Kind.INPUT if self.is_first:
+                # nobody waits for gradients of tokens: the weights' half is the whole
+                self._in_flight[number].gradient = given
+                return None
+            case Kind.WEIGHT if self.is_first:
+                return self._backward(number, self._in_flight[number].gradient)
+            case Kind.BACKWARD:
+                return self._backward(number, given)
+            case Kind.INPUT:
+                return self._backward_input(number, given)
+            case Kind.WEIGHT:
+                self._backward_weight(number)
+                return None
+
+    def _forward(self, number: int, given: Tensor, targets: Tensor) -> Tensor | None:
+        self.asked.enter(Phase.FORWARD, number)
+        with named(self.index, number):
+            with self.wrapped.forward_pass():
+                if not self.is_last:
+                    output: Tensor = apart(self.wrapped.module(given))
+                else:
+                    with self.asked.given(targets):
+                        output = apart(self.wrapped.module(given))
+            if not self.is_last:
+                self.boundary.require(output, self.index, number)
+                self._in_flight[number] = _InFlight(given, output, None)
+                return output.detach()
+            loss = self.asked.loss(output, targets)
+        self._in_flight[number] = _InFlight(given, output, loss)
+        return None
+
+    def _backward(self, number: int, gradient: Tensor | None) -> Tensor | None:
+        flight = self._in_flight.pop(number)
+        with self._pass(Kind.BACKWARD, number):
+            return backward(flight.root, gradient, flight.given)
+
+    def _backward_input(self, number: int, gradient: Tensor | None) -> Tensor | None:
+        flight = self._in_flight[number]
+        flight.gradient = gradient
+        with self._pass(Kind.INPUT, number):
+            found, flight.groups = backward_input(
+                flight.root, gradient, flight.given, self.wrapped.module.parameters()
+            )
+        if self.is_last:
+            flight.output = None
+        return found
+
+    def _backward_weight(self, number: int) -> None:
+        flight = self._in_flight.pop(number)
+        assert flight.groups is not None, "the other half comes first"
+        with self._pass(Kind.WEIGHT, number):
+            backward_weight(list(self.wrapped.module.parameters()), flight.groups)
 
     @contextmanager
-    def _backward(self, kind: Kind, chunk: int) -> Iterator[None]:
-        is_last = kind is not Kind.INPUT and self.left == 1
-        self.left -= kind is not Kind.INPUT
-        number = self.done + chunk
-        self.waits.has(self.stage_index + 1, number, Phase.BACKWARD)
-        self.enter(Phase.BACKWARD, number)
-        with named(self.stage_index, number), self.wrapped.backward_pass(kind, is_last):
+    def _pass(self, kind: Kind, number: int) -> Iterator[None]:
+        is_last = kind is not Kind.INPUT and self._left == 1
+        self._left -= kind is not Kind.INPUT
+        self.asked.enter(Phase.BACKWARD, number)
+        with named(self.index, number), self.wrapped.backward_pass(kind, is_last):
             yield
-
-    def _open(self, infos: tuple[Any, ...], phase: Phase) -> None:
-        """A buffer for what is about to be received."""
-        for info in infos:
-            if hasattr(info, "buffer") and not getattr(info, "is_root_arg", False):
-                info.buffer = self.boundary.empty()
-                if phase is Phase.BACKWARD:
-                    info.buffer.requires_grad_(False)
-                self.registry.tag(info.buffer, State.ACTIVATIONS, phase=phase)
-
-    def _drop(self, infos: tuple[Any, ...]) -> None:
-        for info in infos:
-            if hasattr(info, "buffer"):
-                info.buffer = None
-
-    def _tagged(self, operators: list[dist.P2POp], phase: Phase) -> list[dist.P2POp]:
-        for operator in operators:
-            self.registry.tag(operator.tensor, State.ACTIVATIONS, phase=phase)
-        return operators

@@ -1,0 +1,62 @@
+"""torch's backward passes of a stage, whole and in halves: all that is used of torch's pipelining,
+and it is private (`torch/distributed/pipelining/_backward.py`, 2.11 to 2.15; `tests/unit/
+test_stage_passes.py` fails when torch changes).
+
+Gradients of parameters are added to what `.grad` holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.pipelining._backward import (
+    _get_grad_fn_or_grad_acc,
+    stage_backward,
+    stage_backward_input,
+    stage_backward_weight,
+)
+
+Groups = list[dict[str, Any]]  # parameters, and where their half of a backward pass goes on
+
+
+def backward(root: Tensor, gradient: Tensor | None, given: Tensor) -> Tensor | None:
+    """The whole backward pass of what a stage made of `given`: of its output, with the output's
+    gradient, or of the last stage's loss. Returns the gradient of `given`, None of tokens."""
+    if gradient is None:
+        gradients = stage_backward(root, None, (given,))
+    else:
+        gradients = stage_backward((root,), (gradient,), (given,))
+    (found,) = gradients
+    return found
+
+
+def backward_input(
+    root: Tensor, gradient: Tensor | None, given: Tensor, parameters: Iterable[Tensor]
+) -> tuple[Tensor | None, Groups]:
+    """The half that the stage before waits for: the gradient of `given`, and what
+    `backward_weight` goes on from. `root` is detached in place."""
+    gradients = None if gradient is None else [gradient]
+    found, groups = stage_backward_input([root], gradients, [given], iter(parameters))
+    (of_given,) = found
+    return of_given, groups
+
+
+def backward_weight(parameters: Sequence[Tensor], groups: Groups) -> None:
+    """The half that nobody waits for. torch keeps the nodes and parameters of a group in sets,
+    whose order is that of addresses: what lives at once would be anybody's. Here it is the
+    model's order."""
+    in_model_order(groups, parameters)
+    stage_backward_weight(iter(parameters), groups)
+
+
+def in_model_order(groups: Groups, parameters: Sequence[Tensor]) -> None:
+    """Sorts what `backward_input` gave, in place."""
+    places = {_get_grad_fn_or_grad_acc(each): place for place, each in enumerate(parameters)}
+    for group in groups:
+        group["params"] = sorted(group["params"], key=places.__getitem__)
+        group["intermediates"] = nodes = list(group["intermediates"])
+        order = sorted(range(len(nodes)), key=lambda place: nodes[place]._sequence_nr())
+        for key in ("intermediates", "grads"):
+            group[key] = [group[key][place] for place in order]
