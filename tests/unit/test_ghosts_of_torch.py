@@ -182,6 +182,11 @@ def test_fsdp2_of_master_copies_gathers_casts_of_them(monkeypatch):
     agree(make_spec(mesh, layout=layout, accumulate=2, clip=None), monkeypatch)
 
 
+@pytest.mark.parametrize("mesh", [FULLY, HYBRID], ids=["fully", "hybrid"])
+def test_fsdp2_has_no_higher_moment_than_its_ghost_where_activations_are_small(mesh, monkeypatch):
+    agree(make_spec(mesh, micro=1, sequence=2, accumulate=2, clip=None), monkeypatch)
+
+
 def test_fsdp2_hands_its_reductions_to_an_exchange(monkeypatch):
     spec = make_spec(FULLY, reduce_scatter=ReduceScatterVia.ALL_TO_ALL, clip=None)
     agree(spec, monkeypatch)
