@@ -144,8 +144,7 @@ def accounts(
 ) -> tuple[tuple[Rows, ...], tuple[int, ...]]:
     """What the ranks send in a step: over the boundaries, and of each stage what the data axes, the
     operators of tp and the sums of its shared tensors send. An account for each place along pp,
-    and there along tp and for each shard where these differ; and by rank which is its own. A step
-    that exchanges shapes first sends more, once."""
+    and there along tp and for each shard where these differ; and by rank which is its own."""
     step, made = plan.pipeline, schedule_of(spec)
     assert step is not None
     crossing = transfers(made)
