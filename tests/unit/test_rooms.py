@@ -27,7 +27,8 @@ from tests.unit.both_rooms import (
     notes_of_ghosts,
     notes_of_tensors,
 )
-from tests.unit.room_programs import ALONE, BOTH, DEVICE, TOGETHER, G, drawn
+from tests.unit.drawn_room_programs import drawn
+from tests.unit.room_programs import ALONE, BOTH, DEVICE, TOGETHER, G
 
 DRAWN = 150
 PROGRAMS = ALONE | TOGETHER
