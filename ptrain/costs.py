@@ -82,6 +82,16 @@ class Footprint:
     host_bytes: int = 0
     file_bytes: int = 0
 
+    def of_rank(self, rank: int) -> Footprint:
+        """The same on another rank."""
+        return Footprint(
+            state=self.state,
+            rank=rank,
+            device_bytes=self.device_bytes,
+            host_bytes=self.host_bytes,
+            file_bytes=self.file_bytes,
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peak:

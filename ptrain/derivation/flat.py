@@ -213,6 +213,9 @@ class Flat:
         if self.scene.plan.update.layout.scales_loss and self._on_device:
             self._spike(SCALE_BYTES)
 
+    def kind_of_shard(self, shard: int) -> Hashable:
+        return shard if within_tp(self.scene.plan) else 0
+
     def clipped(self, shard: int) -> list[list[int]] | None:
         """On the gradients' tier, but for the scalar that is reduced."""
         if self.step.consumed:

@@ -6,8 +6,6 @@ last backward pass. Ranks differ only in the rows of a tensor that they really h
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from ptrain.algebra.layout import positions, ranks_over
 from ptrain.costs import Footprint, State
 from ptrain.derivation.differing import differing_axes
@@ -25,7 +23,7 @@ def resident(spec: Spec, plan: Plan, facts: ModelFacts) -> tuple[Footprint, ...]
     """Rows of parameters, optimizer state, gradients and the rest, rank by rank."""
     shards = by_shard(spec, plan, facts)
     return tuple(
-        replace(row, rank=rank)
+        row.of_rank(rank)
         for rank, index in enumerate(positions(spec, differing_axes(plan)))
         for row in shards[index]
     )

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 
 from ptrain.algebra.layout import positions
 from ptrain.axes.pipeline.gathers import stage_gathers
@@ -113,19 +114,33 @@ def resident(spec: Spec, plan: Plan, stages: Sequence[StageParts]) -> tuple[Foot
         for rows in [by_shard(spec, each.plan, local)]
         for index in indices
     }
-    known: dict[tuple[int, ...], list[Footprint]] = {}
+    own = [step.stages_of(rank_of_pp) for rank_of_pp in range(spec.degree(step.axis))]
+    known: dict[tuple[int, tuple[tuple[Footprint, ...], ...]], tuple[Footprint, ...]] = {}
+    of_place: dict[tuple[int, ...], tuple[Footprint, ...]] = {}
     found: list[Footprint] = []
     for rank, place in enumerate(places):
-        if place not in known:
+        if place not in of_place:
             rank_of_pp, index, shard = place
-            own = step.stages_of(rank_of_pp)
-            held = [row for stage in own for row in of_part[stage, index][shard]]
-            buffers = tuple(row for stage in own for row in stages[stage].facts.buffers)
-            size = other_bytes(spec, replace(stages[0].facts, buffers=buffers))
-            other = Footprint(state=State.OTHER, rank=rank, device_bytes=size)
-            known[place] = [*(_sum(state, held) for state in _PLACED), other]
-        found += [replace(row, rank=rank) for row in known[place]]
+            held = tuple(of_part[stage, index][shard] for stage in own[rank_of_pp])
+            if (rank_of_pp, held) not in known:
+                known[rank_of_pp, held] = _rows(spec, stages, own[rank_of_pp], held)
+            of_place[place] = known[rank_of_pp, held]
+        found += [row.of_rank(rank) for row in of_place[place]]
     return tuple(found)
+
+
+def _rows(
+    spec: Spec,
+    stages: Sequence[StageParts],
+    own: Sequence[int],
+    held: Sequence[tuple[Footprint, ...]],
+) -> tuple[Footprint, ...]:
+    """The rows of a rank that has these stages, of each of which it holds so much."""
+    buffers = tuple(row for stage in own for row in stages[stage].facts.buffers)
+    size = other_bytes(spec, replace(stages[0].facts, buffers=buffers))
+    other = Footprint(state=State.OTHER, rank=0, device_bytes=size)
+    rows = list(chain.from_iterable(held))
+    return (*(_sum(state, rows) for state in _PLACED), other)
 
 
 def _sum(state: State, rows: Iterable[Footprint]) -> Footprint:

@@ -175,6 +175,10 @@ class Wrap(Protocol):
     def reduce(self) -> None:
         """Reduce what is partial."""
 
+    def kind_of_shard(self, shard: int) -> Hashable:
+        """What the norm and the update of the rank with this shard depend on."""
+        ...
+
     def clipped(self, shard: int) -> list[list[int]] | None:
         """Elements of each gradient on the rank with this shard, in groups of which there is a norm
         each; None where they are not on the device."""

@@ -4,7 +4,7 @@ allocations, and what of it is activations and gathered units.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import assert_never
 
@@ -117,18 +117,24 @@ def play_update(wraps: Sequence[Wrap], shards: Iterable[int]) -> dict[int, int]:
     tape = scene.tape
     for wrap in wraps:
         wrap.reduce()
-    clips = {shard: norm_bytes(scene, (wrap.clipped(shard) for wrap in wraps)) for shard in shards}
+    alike: dict[Hashable, list[int]] = {}
+    for shard in shards:
+        alike.setdefault(tuple(wrap.kind_of_shard(shard) for wrap in wraps), []).append(shard)
+    clips = {
+        shard: norm_bytes(scene, (wrap.clipped(shard) for wrap in wraps))
+        for shard, *_ in alike.values()
+    }
     before, reduced = tape.level, tape.peak
     is_alike = any(wrap.updates_alike for wrap in wraps)
     peaks: dict[int, int] = {}
-    for shard, (at_once, stays) in clips.items():
+    for (shard, (at_once, stays)), all_of_kind in zip(clips.items(), alike.values(), strict=True):
         if not (peaks and is_alike):
             tape.level = tape.peak = before + stays
             for wrap in wraps:
                 wrap.update(shard)
             for wrap in wraps:
                 wrap.finish_update()
-        peaks[shard] = max(reduced, before + at_once, tape.peak)
+        peaks |= dict.fromkeys(all_of_kind, max(reduced, before + at_once, tape.peak))
     return peaks
 
 

@@ -311,6 +311,9 @@ class FullySharded:
     def reduce(self) -> None:
         """The hooks of backward have."""
 
+    def kind_of_shard(self, shard: int) -> Hashable:
+        return self.wrapping.kind_of_shard(shard)
+
     def clipped(self, shard: int) -> list[list[int]] | None:
         return by_operator(self.scene, self.wrapping.numels(shard))
 

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -96,6 +96,10 @@ class InPlace:
             shapes = tuple(tensor.shape for tensor in unit.tensors)
             kinds.setdefault((shapes, unit.is_root), []).append(unit)
         return [(units[0], len(units)) for units in kinds.values()]
+
+    def kind_of_shard(self, shard: int) -> Hashable:
+        """Return what shards have in common whose tensors are as high."""
+        return tuple(self.updated(unit, shard) for unit, _ in self.kinds)
 
     def numels(self, shard: int) -> list[int]:
         """Return the elements of each tensor that the rank with this shard updates."""

@@ -70,6 +70,9 @@ class Local:
     def reduce(self) -> None:
         """They are where the optimizer wants them."""
 
+    def kind_of_shard(self, shard: int) -> Hashable:
+        return self.wrapping.kind_of_shard(shard)
+
     def clipped(self, shard: int) -> list[list[int]] | None:
         return by_operator(self.scene, self.wrapping.numels(shard))
 
