@@ -94,11 +94,8 @@ def _memory(
     )
     rows = [(state, _tiers(placed, state, sizes[state])) for state in MODEL_STATES]
     rows.append((State.TRANSIENT, {"device_bytes": whole_units}))
-    return tuple(
-        Footprint(state=state, rank=rank, **tiers)
-        for rank in range(spec.world_size)
-        for state, tiers in rows
-    )
+    alike = [Footprint(state=state, rank=0, **tiers) for state, tiers in rows]
+    return tuple(row.of_rank(rank) for rank in range(spec.world_size) for row in alike)
 
 
 def _tiers(placed: Product, state: State, size: int) -> dict[str, int]:
