@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from ptrain.costs import Column, Estimate, Peak, Phase
 from ptrain.derivation.estimate import derive
 from ptrain.errors import SpecError
 from ptrain.selection import recompute
@@ -47,8 +48,9 @@ def peaks(monkeypatch):
     table = {}
 
     def fake(spec):
-        peak = SimpleNamespace(device_bytes=table[str(said(spec))] * 2**20)
-        return SimpleNamespace(exact=SimpleNamespace(peak=(peak,)))
+        size = table[str(said(spec))] * 2**20
+        peak = (Peak(phase=Phase.BACKWARD, rank=0, device_bytes=size),)
+        return SimpleNamespace(exact=Estimate(column=Column.EXACT, world_size=1, peak=peak))
 
     monkeypatch.setattr(recompute, "derive", fake)
     monkeypatch.setattr(recompute, "is_tabulated", lambda spec: str(said(spec)) in table)
