@@ -1,5 +1,5 @@
 """The pipeline axis' closed forms against the schedules' orders and the exact column: chunks in
-flight, sends and receives, what each stage has, and the activations that a rank holds."""
+flight, sends and receives, and what each stage has."""
 
 from __future__ import annotations
 
@@ -14,14 +14,7 @@ from ptrain.axes.pipeline.cost import (
     chunks_in_flight,
     crossings,
     forwards_first,
-    held_behind,
-    held_bytes,
-    held_growth,
-    kept_at_boundaries,
-    least_held_bytes,
-    peak_beyond_naive,
     rank_parameters,
-    round_size,
     shared_elements,
     size_of,
     spans,
@@ -39,8 +32,8 @@ from ptrain.spec.spec import Spec
 from ptrain.steps.step import Pipeline
 from ptrain.timeline import Kind
 from tests.pure.piped import legal
-from tests.pure.pipelines import GRID, VEES, pipeline, stages_per_rank
-from tests.pure.test_closed_forms_of_tensor import PLANS, peak, shape_of
+from tests.pure.pipelines import GRID, pipeline, stages_per_rank
+from tests.pure.test_closed_forms_of_tensor import PLANS, shape_of
 
 LARGE = [
     (name, pipeline(ranks, per_rank, 2 * ranks * times))
@@ -59,8 +52,6 @@ SIZES = [
     for name, size in [*GRID, *LARGE]
 ]
 every_schedule = pytest.mark.parametrize("name", ScheduleName)
-HALVES = (ScheduleName.ZERO_BUBBLE, *VEES)
-ALL_IN_FLIGHT = (ScheduleName.GPIPE, ScheduleName.BFS)
 HIDDEN, TOKENS, VOCAB = 96, 32, 259
 LLAMA = {"hidden": HIDDEN, "heads": 6, "kv_heads": 6, "ffn": 240, "vocab": VOCAB}
 MODELS = {
@@ -237,161 +228,3 @@ def test_a_rank_stores_its_stages_layers_and_ends(model, name):
             elements = rank_parameters(spec, shape_of(spec), step_of(derivation), rank, index)
             for state in (State.PARAMETERS, State.GRADIENTS):
                 assert derivation.exact.bytes_of(state, rank * tp + index) == 4 * elements
-
-
-# -------- activations
-
-
-def held(derivation: Derivation) -> list[int]:
-    """Bytes of activations by rank of pp."""
-    exact = derivation.exact
-    return [exact.bytes_of(State.ACTIVATIONS, rank) for rank in range(exact.world_size)]
-
-
-def held_by(
-    name: str, ranks: int, split: list[int], accumulate: int
-) -> tuple[PipelineSize, int, list[int]]:
-    """A pipeline's size, the bytes of a boundary, and what each rank holds."""
-    spec = spec_of(name, ranks, split, accumulate=accumulate)
-    derivation = derive(spec)
-    size = size_of(step_of(derivation), accumulate)
-    return size, boundary_bytes(spec, HIDDEN), held(derivation)
-
-
-def chunks_of(split: list[int], **sections) -> list[int]:
-    """Bytes of one micro-batch on each stage: what naive ranks of a stage each hold, but for the
-    gradient that comes."""
-    spec = spec_of("naive", len(split), split, accumulate=1, **sections)
-    *others, last = held(derive(spec))
-    return [size - boundary_bytes(spec, HIDDEN) for size in others] + [last]
-
-
-@pytest.mark.parametrize("layout", ["fp32", "bf16"])
-@every_model
-def test_stages_hold_what_the_model_does_and_both_ends_of_their_boundaries(model, layout):
-    split = [1, 3, 2]
-    precision = {"precision": {"layout": layout}}
-    spec = legal(
-        {"tp": 1}, model=model | {"layers": 6}, batch={"sequence": TOKENS, "accumulate": 1},
-        **precision,
-    )  # fmt: skip
-    itemsize = spec.precision.effective.parameters.itemsize
-    logits, boundary = TOKENS * VOCAB * itemsize, boundary_bytes(spec, HIDDEN)
-    more = kept_at_boundaries(3, boundary, logits, is_wide=layout == "fp32")
-    whole = derive(spec).exact.bytes_of(State.ACTIVATIONS)
-    assert sum(chunks_of(split, model=model, **precision)) == whole + more
-
-
-EXACT = [name for name in ScheduleName if name not in HALVES]
-
-
-@pytest.mark.parametrize("is_even", [True, False])
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-@pytest.mark.parametrize("name", EXACT)
-def test_a_rank_holds_its_chunks_in_flight_and_what_crosses(name, ranks, is_even):
-    """1f1b: micro-batches that fill the stages, and those that do not come back before all went;
-    interleaved: rounds of p, and of a few more."""
-    per_rank = stages_per_rank(name)[-1] if is_even else stages_per_rank(name)[0]
-    stages = ranks * per_rank
-    split = [2] * stages if is_even else drawn_split(stages, name, ranks)
-    chunks = chunks_of(split)
-    for accumulate in (ranks, ranks + 1, 2 * ranks - 1, 4 * ranks):
-        size, boundary, bytes_held = held_by(name, ranks, split, accumulate)
-        for rank, most in enumerate(bytes_held):
-            of_rank = [chunks[stage] for stage in stages_of(size, rank)]
-            closed = held_bytes(size, rank, of_rank, boundary)
-            is_unknown = name == "interleaved" and per_rank > 1 and rank == ranks - 1
-            assert closed == (None if is_unknown else most), (accumulate, rank)
-
-
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_interleaved_chunks_of_any_sizes_hold_no_more_than_a_rounds_inputs_beside(ranks):
-    for per_rank in (2, 3):
-        split = drawn_split(ranks * per_rank, ranks)
-        chunks = chunks_of(split)
-        for accumulate in (ranks, 2 * ranks - 1, 3 * ranks):
-            size, boundary, bytes_held = held_by("interleaved", ranks, split, accumulate)
-            for rank, most in enumerate(bytes_held):
-                of_rank = [chunks[stage] for stage in stages_of(size, rank)]
-                early = most - least_held_bytes(size, rank, of_rank, boundary)
-                assert 0 <= early <= round_size(size) * boundary, (accumulate, rank)
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("name", [name for name in ScheduleName if name not in ALL_IN_FLIGHT])
-def test_a_further_micro_batch_leaves_what_it_sent_and_its_loss(name, ranks):
-    for per_rank in {stages_per_rank(name)[0], stages_per_rank(name)[-1]}:
-        split = drawn_split(ranks * per_rank, name, ranks)
-        chunks = chunks_of(split)
-        few, many = (
-            derive(spec_of(name, ranks, split, accumulate=times * ranks)) for times in (4, 6)
-        )
-        size, boundary = size_of(step_of(few), 4 * ranks), TOKENS * HIDDEN * 4
-        for rank, (less, more) in enumerate(zip(held(few), held(many), strict=True)):
-            grown = 2 * ranks * held_growth(size, rank, boundary)
-            assert more - less == grown, rank
-            for phase in (Phase.FORWARD, Phase.BACKWARD):
-                assert peak(many.exact, phase, rank) - peak(few.exact, phase, rank) == grown
-            of_rank = [chunks[stage] for stage in stages_of(size, rank)]
-            assert least_held_bytes(size, rank, of_rank, boundary) <= less
-
-
-def long_batch(accumulate: int) -> dict[str, int]:
-    """Micro-batches of so many tokens that a chunk is more than its stage's gradients."""
-    return {"sequence": 256, "accumulate": accumulate}
-
-
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
-def test_peaks_are_those_of_one_micro_batch_and_what_is_in_flight_beside_it(name, ranks):
-    split = [2] * ranks
-    of_one = spec_of("naive", ranks, split, batch=long_batch(1 if name == "gpipe" else 2))
-    alone = derive(of_one)
-    boundary = boundary_bytes(of_one, HIDDEN)
-    *others, last = held(alone)
-    chunks = [*(size - boundary for size in others), last]
-    for accumulate in (ranks, ranks + 1, 2 * ranks, 3 * ranks):
-        derivation = derive(spec_of(name, ranks, split, batch=long_batch(accumulate)))
-        size = size_of(step_of(derivation), accumulate)
-        for rank in range(ranks):
-            for phase in (Phase.FORWARD, Phase.BACKWARD):
-                beyond = peak_beyond_naive(size, rank, phase, chunks[rank], boundary)
-                is_filled = name == "gpipe" or accumulate > ranks - rank
-                assert (beyond is not None) is is_filled
-                if beyond is not None:
-                    more = peak(derivation.exact, phase, rank) - peak(alone.exact, phase, rank)
-                    assert more == beyond, (accumulate, rank, phase)
-
-
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_gpipe_peaks_as_it_begins_a_backward_pass_before_or_beside_gradients(ranks):
-    """Stages of more parameters than activations: the second backward pass has one chunk less, its
-    gradients, and what the first one leaves to the step's end."""
-    split = [2] * ranks
-    chunks, boundary = chunks_of(split), TOKENS * HIDDEN * 4
-    alone = [derive(spec_of("naive", ranks, split, accumulate=times)).exact for times in (1, 2)]
-    for accumulate in (1, 2, 2 * ranks):
-        derivation = derive(spec_of("gpipe", ranks, split, accumulate=accumulate))
-        size = size_of(step_of(derivation), accumulate)
-        for rank in range(ranks):
-            begins = [
-                peak(alone[done > 0], Phase.BACKWARD, rank)
-                - alone[0].bytes_of(State.ACTIVATIONS, rank)
-                + held_behind(size, rank, [chunks[rank]], boundary, done)
-                for done in range(accumulate)
-            ]
-            assert accumulate == 1 or max(begins) > begins[0]
-            assert peak(derivation.exact, Phase.BACKWARD, rank) == max(begins), rank
-
-
-@pytest.mark.parametrize("name", HALVES)
-def test_what_is_held_between_two_halves_has_no_closed_form(name):
-    size = sizes(name)[-1]
-    chunks = [10] * size.stages_per_rank
-    assert {held_bytes(size, rank, chunks, 1) for rank in range(size.ranks)} == {None}
-
-
-@pytest.mark.parametrize("name", ALL_IN_FLIGHT)
-def test_what_grows_with_all_micro_batches_is_not_their_sends(name):
-    with pytest.raises(ValueError, match="all micro-batches in flight"):
-        held_growth(sizes(name)[-1], 0, 1)

@@ -7,14 +7,18 @@ micro-batch's activations on one stage, from its forward to the last half of its
 
 Sources: Huang et al. 2019 (GPipe), Narayanan et al. 2019 and 2021 (1F1B, interleaved), Lamy-Poirier
 2023 (breadth first), Qi et al. 2024 (ZB-H1, ZB-V), DeepSeek-V3's technical report, table 2, and Sea
-AI Lab 2025 (DualPipeV); for how long torch holds what crosses a boundary,
-torch/distributed/pipelining/schedules.py. The bubble is `axes.pipeline.bubble`'s.
+AI Lab 2025 (DualPipeV). The bubble is `axes.pipeline.bubble`'s.
+
+What lies between two ranks follows from the chunks in flight, where a buffer is made as its message
+is sent and a sent tensor is let go once an answer shows that it has come: of the chunks that are in
+flight on a rank and not on the next one, this one holds the input, which waits for its turn, or the
+gradient, which has gone back and has no answer yet. Nothing of a chunk outlives both.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import assert_never
 
 from ptrain.axes.tensor.cost import LayerSpan, parameters
@@ -28,7 +32,7 @@ from ptrain.steps.step import Pipeline
 Crossing = tuple[Collective, Phase]
 
 _V_SHAPED = (ScheduleName.ZBV, ScheduleName.DUALPIPEV)
-_SCALAR = 4  # bytes of a micro-batch's loss, fp32; twice that in fp64
+_HALVES = (ScheduleName.ZERO_BUBBLE, *_V_SHAPED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,76 +190,88 @@ def kept_at_boundaries(stages: int, boundary: int, logits: int, *, is_wide: bool
     return (stages - 1) * boundary * (1 if is_wide else 2) + logits
 
 
-def held_bytes(
-    size: PipelineSize, rank: int, chunks: Sequence[int], boundary: int, *, scalar: int = _SCALAR
-) -> int | None:
-    """Return the most bytes of activations that a rank holds as a backward pass begins.
+def held_bytes(size: PipelineSize, rank: int, chunks: Sequence[int], boundary: int) -> int | None:
+    """Return the most bytes of activations that a rank holds as a backward pass begins: its chunks
+    in flight, the gradient that the pass takes, and what lies between the rank before and this one.
 
     `chunks` are the bytes of one chunk on each of its stages, from forward to backward: what
     autograd saves, the stage's input and its output (loss and logits on the last one); `boundary`
-    those of hidden states, `scalar` of a loss. None where a backward pass has halves: what the
-    first one leaves for the second is known from a trace; and, of several interleaved stages a
-    rank, where their chunks differ and on the last rank: what arrives before its turn depends on
-    the pace of the ranks. Of these only `least_held_bytes` is known.
+    those of hidden states. None where a backward pass has halves: what the first one leaves for
+    the second is known from a trace; and, of several interleaved stages a rank, where their chunks
+    differ and on the first and the last rank: these are neighbours too, and what lies between them
+    depends on the pace of all. Of these only `least_held_bytes` is known.
     """
-    last, microbatches = size.ranks - 1, size.microbatches
-    arrived = boundary * (rank < last)  # the gradient that the pass takes
-    match size.schedule:
-        case ScheduleName.NAIVE:
-            return chunks[0] + arrived
-        case ScheduleName.GPIPE | ScheduleName.BFS:
-            return microbatches * sum(chunks) + arrived
-        case ScheduleName.ONE_F_ONE_B if rank == last:
-            # each loss keeps its node, whose last one names the stage's input; and the last send
-            before = microbatches - 1
-            return chunks[0] + before * (boundary + scalar) + boundary * (before > 0 < last)
-        case ScheduleName.ONE_F_ONE_B:
-            flight = chunks_in_flight(size, rank)
-            # `bwd_sends` names the gradient before, `send_work` the last output of the warm-up
-            sent = boundary * (rank > 0 and microbatches > flight)
-            output = boundary * (microbatches >= 2 * flight - 1)
-            return flight * chunks[0] + arrived + sent + output
-        case ScheduleName.INTERLEAVED if len({*chunks}) == 1 and (rank < last or len(chunks) == 1):
-            return _interleaved(size, rank, chunks, boundary, scalar)
-        case _:
-            return None
+    last = size.ranks - 1
+    is_round = size.schedule is ScheduleName.INTERLEAVED and len(chunks) > 1
+    if size.schedule in _HALVES or (is_round and (len({*chunks}) > 1 or rank in (0, last))):
+        return None
+    flight = chunks_in_flight(size, rank)
+    in_flight = flight * sum(chunks) // len(chunks)  # equal chunks, or all micro-batches'
+    return in_flight + boundary * ((rank < last) + chunks_between(size, rank))
 
 
-def _interleaved(
-    size: PipelineSize, rank: int, chunks: Sequence[int], boundary: int, scalar: int
+def chunks_between(size: PipelineSize, rank: int) -> int:
+    """Return how many chunks are in flight on the rank before and not on this one, at most, where
+    both have most of them."""
+    return chunks_in_flight(size, rank - 1) - chunks_in_flight(size, rank) if rank else 0
+
+
+def held_behind(size: PipelineSize, rank: int, chunk: int, boundary: int, done: int) -> int:
+    """Return the bytes of activations as a rank of gpipe begins a backward pass behind `done`
+    others, arguments as `held_bytes`'s: the chunks that are left, the gradient that came, and the
+    last one that went, which the next one frees: no forward comes any more to answer it."""
+    arrived, sent = rank < size.ranks - 1, done > 0 < rank
+    return (size.microbatches - done) * chunk + boundary * (arrived + sent)
+
+
+def peak_beyond_naive(size: PipelineSize, rank: int, chunk: int, boundary: int) -> int | None:
+    """Return by how many bytes a rank's peaks of the forward and of the backward phase are more
+    than where one micro-batch at a time is in flight; arguments as `held_bytes`'s, of one stage a
+    rank. What is held more as a backward pass begins is so in the forward before it, too: of the
+    chunk that this one takes up its input has come, and lies between the ranks no longer, and the
+    one that has just gone has left its gradient there.
+
+    gpipe's are above those of a naive step of one micro-batch, before there are gradients, where
+    these take less than a chunk; 1f1b's with more micro-batches than are in flight above those of a
+    naive step of several, beside gradients. None for every other schedule.
+    """
+    is_filled = size.microbatches > chunks_in_flight(size, rank)
+    if size.schedule is not ScheduleName.GPIPE and not (
+        size.schedule is ScheduleName.ONE_F_ONE_B and is_filled
+    ):
+        return None
+    held = held_bytes(size, rank, (chunk,), boundary)
+    alone = held_bytes(replace(size, schedule=ScheduleName.NAIVE), rank, (chunk,), boundary)
+    assert held is not None and alone is not None, "one stage a rank, whole backward passes"
+    return held - alone
+
+
+def least_held_bytes(size: PipelineSize, rank: int, chunks: Sequence[int], boundary: int) -> int:
+    """Return the least bytes that the most which a rank holds may be, arguments as `held_bytes`'s:
+    of backward passes in halves its forwards before the first one, on its smallest stage; of
+    interleaved stages all but what lies between two ranks, at most a round's messages. Where a V
+    turns the output of one stage is the input of the other, of half of these forwards at most."""
+    if size.schedule is ScheduleName.INTERLEAVED:
+        passes = range(size.stages_per_rank * size.microbatches)
+        return max(_in_rounds(size, rank, chunks, boundary, done) for done in passes)
+    held = held_bytes(size, rank, chunks, boundary)
+    if held is not None:
+        return held
+    forwards = forwards_first(size, rank)
+    turns = size.schedule in _V_SHAPED and rank == size.ranks - 1
+    return forwards * min(chunks) - turns * (forwards // 2) * boundary
+
+
+def _in_rounds(
+    size: PipelineSize, rank: int, chunks: Sequence[int], boundary: int, done: int
 ) -> int:
-    """Bytes where most are held as a backward pass begins, without what arrives before its turn."""
-    passes = range(size.stages_per_rank * size.microbatches)
-    return max(held_behind(size, rank, chunks, boundary, done, scalar=scalar) for done in passes)
-
-
-def held_behind(
-    size: PipelineSize,
-    rank: int,
-    chunks: Sequence[int],
-    boundary: int,
-    done: int,
-    *,
-    scalar: int = _SCALAR,
-) -> int:
-    """Return the bytes of activations as a rank of gpipe or of an interleaved loop begins a
-    backward pass behind `done` others, arguments as `held_bytes`'s: chunks in flight, the gradient
-    that came, and of those that are gone what is held to the step's end. What arrives before its
-    turn is not among them."""
-    stages = stages_of(size, rank)
+    """Bytes of the chunks in flight as an interleaved backward pass begins behind `done` others,
+    and of the gradient that it takes."""
     forwards = min(chunks_in_flight(size, rank) + done, size.stages_per_rank * size.microbatches)
     ahead, back = _through(size, forwards), _through(size, done)[::-1]
-    beginning = next(
-        stage
-        for stage, before, after in zip(stages, back, _through(size, done + 1)[::-1], strict=True)
-        if after > before
-    )
     in_flight = sum((f - b) * chunk for f, b, chunk in zip(ahead, back, chunks, strict=True))
-    gone = sum(
-        times * _left_bytes(size, stage, boundary, scalar)
-        for times, stage in zip(back, stages, strict=True)
-    )
-    return in_flight + gone + boundary * (beginning < size.stages - 1)
+    is_on_last = _through(size, done + 1)[0] > _through(size, done)[0]
+    return in_flight + boundary * (not is_on_last or rank < size.ranks - 1)
 
 
 def _through(size: PipelineSize, chunks: int) -> list[int]:
@@ -266,81 +282,6 @@ def _through(size: PipelineSize, chunks: int) -> list[int]:
     return [
         rounds * height + max(0, min(height, left - place * height)) for place in range(per_rank)
     ]
-
-
-def _left_bytes(size: PipelineSize, stage: int, boundary: int, scalar: int) -> int:
-    """Bytes that a chunk leaves to the end of the step: its output and its input's gradient, where
-    they were sent (the runtime of several stages a rank waits for its sends then); on the last
-    stage its loss, whose last node names the input, unless the backward pass had halves."""
-    is_split = size.schedule in (ScheduleName.ZERO_BUBBLE, ScheduleName.ZBV)
-    is_last, turn = stage == size.stages - 1, size.ranks - 1
-    is_v = size.schedule in _V_SHAPED
-    output = not is_last and not (is_v and stage == turn)
-    gradient = stage > 0 and not (is_v and stage == turn + 1)
-    named = is_last and not is_split
-    return boundary * (output + gradient + named) + scalar * is_last
-
-
-def held_growth(size: PipelineSize, rank: int, boundary: int, *, scalar: int = _SCALAR) -> int:
-    """Return by how many bytes the most that a rank holds grows with each further micro-batch, from
-    4p of them on: as many chunks are in flight as before, and one more has come and gone. 1f1b's
-    runtime waits for each send with the next exchange, and leaves losses and what they name; that
-    of the others holds all sends. Raises ValueError for a schedule that has all micro-batches in
-    flight."""
-    stages = stages_of(size, rank)
-    match size.schedule:
-        case ScheduleName.GPIPE | ScheduleName.BFS:
-            raise ValueError(f"{size.schedule} has all micro-batches in flight")
-        case ScheduleName.NAIVE:
-            return 0
-        case ScheduleName.ONE_F_ONE_B:
-            return (boundary + scalar) * (size.stages - 1 in stages)
-        case _:
-            return sum(_left_bytes(size, stage, boundary, scalar) for stage in stages)
-
-
-def peak_beyond_naive(
-    size: PipelineSize,
-    rank: int,
-    phase: Phase,
-    chunk: int,
-    boundary: int,
-    *,
-    scalar: int = _SCALAR,
-) -> int | None:
-    """Return by how many bytes a rank's peak of the forward or of the backward phase is more than
-    where one micro-batch at a time is in flight; arguments as `held_bytes`'s, of one stage a rank.
-
-    gpipe's are above those of a naive step of one micro-batch, before there are gradients, where
-    these take less than a chunk; 1f1b's with more micro-batches than are in flight above those of a
-    naive step of several, beside gradients. None for every other schedule.
-    """
-    held = held_bytes(size, rank, (chunk,), boundary, scalar=scalar)
-    if held is None:
-        return None
-    flight = chunks_in_flight(size, rank)
-    match size.schedule:
-        case ScheduleName.GPIPE:
-            before_forward = (flight - 1) * chunk
-        case ScheduleName.ONE_F_ONE_B if size.microbatches > flight:
-            # in place of the gradient that came that of the backward pass before is named still
-            before_forward = held - chunk
-        case _:
-            return None
-    arrived = boundary * (rank < size.ranks - 1)
-    return before_forward if phase is Phase.FORWARD else held - (chunk + arrived)
-
-
-def least_held_bytes(
-    size: PipelineSize, rank: int, chunks: Sequence[int], boundary: int, *, scalar: int = _SCALAR
-) -> int:
-    """Return the least bytes that the most which a rank holds may be, arguments as `held_bytes`'s:
-    of backward passes in halves its forwards before the first one, on its smallest stage; of
-    interleaved stages all but what arrives before its turn, at most a round's inputs."""
-    if size.schedule is ScheduleName.INTERLEAVED:
-        return _interleaved(size, rank, chunks, boundary, scalar)
-    held = held_bytes(size, rank, chunks, boundary, scalar=scalar)
-    return forwards_first(size, rank) * min(chunks) if held is None else held
 
 
 def forwards_first(size: PipelineSize, rank: int) -> int:
