@@ -188,7 +188,7 @@ def lowered(spec: Spec, facts: ModelFacts, **dials: object) -> Setting | None:
         if wrap.consumed and (layout.scales_loss or plan.accumulate.micro_batches > 1):
             return None
     known = {name: value for name, value in dials.items() if hasattr(wrap, name)}
-    return spec, replace(plan, wrap=replace(wrap, **known))
+    return spec, plan.having(replace(wrap, **known))
 
 
 Choice = tuple[Mesh, Layout, ReduceScatterVia, bool, int]

@@ -108,7 +108,7 @@ PART, ALL = 30 * 4, 60 * 4
 
 def figures(spec: Spec, wrap=None, facts: ModelFacts = ALONE, **dials):
     plan = lower(spec, facts.unit_modules)
-    plan = replace(plan, wrap=replace(plan.wrap, **dials))
+    plan = plan.having(replace(plan.wrap, **dials))
     assert wrap is None or isinstance(plan.wrap, wrap)
     return in_closed_form(spec, plan, facts, is_fresh=False)
 
@@ -186,12 +186,14 @@ def test_what_has_no_closed_form_is_refused_by_name():
     spec = on_shards(ZERO_2, clip=1.0)
     plan = lower(spec, ALONE.unit_modules)
     assert plan.clip is not None
-    within_tp = replace(plan, clip=replace(plan.clip, operator_axes=(Axis.TP,)))
+    within_tp = plan.having(replace(plan.clip, operator_axes=(Axis.TP,)))
     with pytest.raises(NoClosedForm, match="clip within tp"):
         in_closed_form(spec, within_tp, ALONE, is_fresh=False)
     pipeline = Pipeline(axis=Axis.PP, schedule=ScheduleName.GPIPE, rank_of=(0,), layers=((),))
     with pytest.raises(NoClosedForm, match="pipeline"):
-        in_closed_form(spec, replace(plan, pipeline=pipeline), ALONE, is_fresh=False)
+        in_closed_form(
+            spec, replace(plan, steps=(*plan.steps, pipeline)), ALONE, is_fresh=False
+        )
     long = make_facts(((LONG_NORM + 1,),), ())
     with pytest.raises(NoClosedForm, match="row by row"):
         in_closed_form(spec, lower(spec, long.unit_modules), long, is_fresh=False)

@@ -114,7 +114,7 @@ def test_a_reduction_by_exchange_says_what_stands_for_it():
 def test_ddp_sends_each_bucket_once_whether_beside_backward_or_behind_it(overlaps: bool):
     facts = replace(FACTS, gradient_order=tuple(t.name for t in FACTS.tensors)[::-1])
     spec, plan = planned({Axis.DP_REPLICATE: (2, WHOLE)}, accumulate=3, bucket_bytes=70)
-    plan = replace(plan, wrap=replace(plan.wrap, overlaps=overlaps))
+    plan = plan.having(replace(plan.wrap, overlaps=overlaps))
     # in bytes, as they arrive: 56 and 16; 8 and 60 and 8; 60 are left for the end
     whole = FACTS.numel * 4
     found = calls(spec, plan, facts)
@@ -180,7 +180,7 @@ def test_the_shards_of_fsdp2_are_their_own_master_copies_where_theta_is_made(sha
         reduce_scatter=ReduceScatterVia.NATIVE,
         materialized=True,
     )
-    plan = replace(plan, wrap=step, update=replace(plan.update, layout=layout))
+    plan = plan.having(step, replace(plan.update, layout=layout))
     parameters, omega, gradients, _ = by_shard(spec, plan, FACTS)[shard]
     padded = sum(padded_rows(tensor.shape, RANKS) for tensor in FACTS.tensors)
     rows = sum(local_rows(tensor.shape, RANKS, shard) for tensor in FACTS.tensors)

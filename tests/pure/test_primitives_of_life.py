@@ -99,7 +99,7 @@ def written(monkeypatch: pytest.MonkeyPatch) -> None:
 def opened(spec: Spec, **dials: object) -> tuple[Pages, Flat]:
     plan = lower(spec, FACTS.unit_modules)
     assert isinstance(plan.wrap, FlatUnits)
-    plan = replace(plan, wrap=replace(plan.wrap, **dials))
+    plan = plan.having(replace(plan.wrap, **dials))
     return _opened(spec, plan)
 
 
