@@ -164,3 +164,5 @@ def test_what_does_not_fit_together_is_no_collective(room):
         room.copy(room.new(2, FP32, HOST, G), whole)
     with pytest.raises(AssertionError):
         room.add(whole, room.new(2, FP32, DEVICE, G))
+    with pytest.raises(AssertionError):
+        room.window(whole, (2, 4), {0: 1})

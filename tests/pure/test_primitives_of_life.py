@@ -5,11 +5,13 @@ little."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 
 import pytest
 from hypothesis import given, settings
 
+from ptrain.axes.data.update import TensorTarget
 from ptrain.costs import State
 from ptrain.derivation.flat import Flat, GhostScale
 from ptrain.derivation.tape import Scene, Tape
@@ -264,6 +266,18 @@ def test_gathers_beside_the_update_are_begun_and_those_after_it_are_awaited():
     assert update == ["gather begun"] * 2
     forward, *_, update = calls_of(spec, gather_after_update=GatherAfterUpdate.NEXT_FORWARD)
     assert (forward, update) == (["gather awaited"] * 2, [])
+
+
+@pytest.mark.parametrize(
+    ("placement", "ranks"), [("S*,R,R", None), ("S*,R@host,R", 1), ("S*,S*,R", 2)]
+)
+def test_state_of_whole_tensors_has_their_shape_where_it_is_used_as_it_is_kept(placement, ranks):
+    """Elsewhere it is flat, and padded for the ranks that keep a part each."""
+    _, flat = opened(on_two(tuple_of(placement), optimizer="muon", momentum=0.9))
+    for target, tensors in flat.update_of.tensors():
+        assert isinstance(target, TensorTarget)
+        kept = target.shape if ranks is None else (-(-math.prod(target.shape) // ranks),)
+        assert {ghost.shape for name, ghost in tensors.items() if name != "step"} == {kept}
 
 
 def test_a_unit_of_one_tensor_bears_its_name_alone():
