@@ -82,7 +82,8 @@ class Tape:
 
     def spike(self, size: int) -> None:
         """Allocates and frees at once."""
-        self.peak = max(self.peak, self.level + size)
+        if self.is_reading:
+            self.peak = max(self.peak, self.level + size)
 
     def allocated(self, size: int, tier: Tier) -> None:
         if tier is Tier.DEVICE and self.is_reading:

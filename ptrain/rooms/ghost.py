@@ -176,6 +176,7 @@ class GhostRoom:
         return Ghost(tensor.storage, tensor.dtype, shape, tensor.start + start)
 
     def window(self, tensor: Ghost, shape: Shape, places: Mapping[int, int]) -> Ghost:
+        assert math.prod(shape) == tensor.numel, f"{tensor.numel} elements as {shape}"
         start, stride = tensor.start, 1
         for dim in reversed(range(len(shape))):
             start += stride * places.get(dim, 0)

@@ -16,7 +16,8 @@ from ptrain.rooms.world import World
 from ptrain.steps.step import CreateMesh
 from tests.ranks import Ranks
 from tests.unit.both_rooms import notes_of_ghosts, notes_of_tensors
-from tests.unit.room_programs import ALONE, BOTH, TOGETHER, drawn
+from tests.unit.drawn_programs import drawn
+from tests.unit.room_programs import ALONE, BOTH, TOGETHER
 
 pytestmark = pytest.mark.gloo
 

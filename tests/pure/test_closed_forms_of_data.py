@@ -191,9 +191,7 @@ def test_what_has_no_closed_form_is_refused_by_name():
         in_closed_form(spec, within_tp, ALONE, is_fresh=False)
     pipeline = Pipeline(axis=Axis.PP, schedule=ScheduleName.GPIPE, rank_of=(0,), layers=((),))
     with pytest.raises(NoClosedForm, match="pipeline"):
-        in_closed_form(
-            spec, replace(plan, steps=(*plan.steps, pipeline)), ALONE, is_fresh=False
-        )
+        in_closed_form(spec, replace(plan, steps=(*plan.steps, pipeline)), ALONE, is_fresh=False)
     long = make_facts(((LONG_NORM + 1,),), ())
     with pytest.raises(NoClosedForm, match="row by row"):
         in_closed_form(spec, lower(spec, long.unit_modules), long, is_fresh=False)

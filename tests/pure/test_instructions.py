@@ -3,11 +3,8 @@ between ranks, once; no backend makes two ranks wait for each other; and no wait
 
 from __future__ import annotations
 
-import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
-from types import FrameType
-from typing import Any
+from collections.abc import Sequence
 
 import pytest
 
@@ -30,6 +27,7 @@ from ptrain.costs import Collective, Phase
 from ptrain.spec.pipeline import ScheduleName
 from ptrain.timeline import Kind
 from tests.pure.pipelines import BY_NAME, GRID, VEES, pipeline
+from tests.pure.work import calls_of
 
 Lists = Sequence[Sequence[Instruction]]
 every_size = pytest.mark.parametrize(("name", "size"), GRID, ids=str)
@@ -215,22 +213,6 @@ def test_neither_early_receives_nor_waits_for_sends_cost_time(name):
 
 
 # -------- how much work a list is
-
-
-def calls_of(function: Callable[[], Any]) -> int:
-    """Calls of functions, C's included."""
-    count = 0
-
-    def profile(frame: FrameType, event: str, argument: Any) -> None:
-        nonlocal count
-        count += event in ("call", "c_call")
-
-    sys.setprofile(profile)
-    try:
-        function()
-    finally:
-        sys.setprofile(None)
-    return count
 
 
 @every_schedule

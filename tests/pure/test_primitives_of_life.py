@@ -5,145 +5,44 @@ little."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
 
-from ptrain.costs import Phase, State
-from ptrain.derivation.flat import Flat
+from ptrain.axes.data.update import TensorTarget
+from ptrain.costs import State
+from ptrain.derivation.flat import Flat, GhostScale
 from ptrain.derivation.tape import Scene, Tape
+from ptrain.optimizers.ghost import InPlace
 from ptrain.plan.lower import lower
-from ptrain.rooms.ghost import Ghost, GhostRoom, Storage
-from ptrain.rooms.room import Axes, Move
-from ptrain.spec.batch import GatherAfterUpdate, ReduceScatterVia
+from ptrain.spec.batch import GatherAfterUpdate
 from ptrain.spec.placement import Tier
 from ptrain.spec.precision import LAYOUTS, ZERO16
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import FlatUnits, Plan
-from ptrain.timeline import Timeline
+from ptrain.timeline import Kind, Timeline
 from tests.pure.build import ZERO_2, make_facts, tuple_of
-from tests.pure.test_flat_life import BLOCK, on_two, plans
+from tests.pure.test_flat_life import on_two, plans
+from tests.pure.written_life import (
+    asked,
+    of_kind,
+    opened,
+    opened_plan,
+    step,
+    write_down,
+)
 
-FACTS = make_facts(BLOCK, ((7, 2), (1, 4)))
-FORWARD, BACKWARD, UPDATE = Phase.FORWARD, Phase.BACKWARD, Phase.UPDATE
 CALLS = ("gather", "reduce-scatter", "all-reduce")
 CLEARED = ["clear 36 from 0"]
 followed = pytest.mark.usefixtures("written")
 BLOCKS, ROOT = "blocks.0.0 … blocks.0.1", "root.0 … root.1"
 
 
-class Written(GhostRoom):
-    """A room that writes down what it is asked for, in `events` of its reader."""
-
-    @property
-    def _events(self) -> list[str]:
-        events: list[str] = self.reader.events  # type: ignore[attr-defined]
-        return events
-
-    def all_gather(self, shard: Ghost, into: Ghost, axes: Axes, *, is_awaited: bool) -> None:
-        self._events.append(f"gather {_when(is_awaited)}")
-        super().all_gather(shard, into, axes, is_awaited=is_awaited)
-
-    def reduce_scatter(
-        self, whole: Ghost, into: Ghost, axes: Axes, via: ReduceScatterVia, *, is_awaited: bool
-    ) -> Move[Ghost]:
-        self._events.append(f"reduce-scatter {_when(is_awaited)}")
-        return super().reduce_scatter(whole, into, axes, via, is_awaited=is_awaited)
-
-    def all_reduce(self, tensor: Ghost, axes: Axes, *, is_awaited: bool) -> Move[Ghost]:
-        self._events.append(f"all-reduce {_when(is_awaited)}")
-        return super().all_reduce(tensor, axes, is_awaited=is_awaited)
-
-    def clear(self, tensor: Ghost) -> None:
-        self._events.append(f"clear {tensor.nbytes} from {tensor.start}")
-
-    def add(self, tensor: Ghost, part: Ghost) -> None:
-        super().add(tensor, part)
-        self._events.append(f"add {part.nbytes} on {tensor.tier}")
-
-    def ahead(self, tensor: Ghost) -> None:
-        self._events.append(f"ahead {tensor.nbytes} on {tensor.tier}")
-
-
-def _when(is_awaited: bool) -> str:
-    return "awaited" if is_awaited else "begun"
-
-
-class Pages(Tape):
-    """A tape with what was asked for beside it, by phase."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.events: list[str] = []
-
-
 @pytest.fixture
 def written(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lives are played in rooms that write; every storage is written down as it is made."""
-    monkeypatch.setattr("ptrain.derivation.flat.GhostRoom", Written)
-    make = Storage.__init__
-
-    def noted(
-        storage: Storage, size: int, tier: Tier, state: State | None, name: str, reader: Any
-    ) -> None:
-        reader.events.append(f"{size} on {tier} as {state}" + f" of {name}" * bool(name))
-        make(storage, size, tier, state, name, reader)
-
-    monkeypatch.setattr(Storage, "__init__", noted)
-
-
-def opened(spec: Spec, **dials: object) -> tuple[Pages, Flat]:
-    plan = lower(spec, FACTS.unit_modules)
-    assert isinstance(plan.wrap, FlatUnits)
-    plan = plan.having(replace(plan.wrap, **dials))
-    return _opened(spec, plan)
-
-
-def _opened(spec: Spec, plan: Plan) -> tuple[Pages, Flat]:
-    assert isinstance(plan.wrap, FlatUnits)
-    pages, nothing = Pages(), Timeline(forward=(), backward=())
-    scene = Scene(tape=pages, spec=spec, facts=FACTS, plan=plan, timeline=nothing)
-    return pages, Flat(scene, plan.wrap)
-
-
-def step(pages: Pages, flat: Flat) -> Iterator[tuple[Phase, list[str]]]:
-    """One step, phase by phase, with what it asked for."""
-    num = flat.scene.plan.accumulate.micro_batches
-    pages.events = []
-    for index in range(num):
-        flat.begin(is_first=index == 0, is_last=index == num - 1)
-        for unit in range(len(FACTS.units)):
-            flat.enter(unit)
-            flat.leave(unit)
-        yield FORWARD, pages.events
-        pages.events = []
-        for unit in reversed(range(len(FACTS.units))):
-            flat.before_backward(unit)
-        flat.end()
-        yield BACKWARD, pages.events
-        pages.events = []
-    flat.reduce()
-    yield BACKWARD, pages.events
-    pages.events = []
-    flat.update(0)
-    flat.finish_update()
-    yield UPDATE, pages.events
-    pages.events = []
-
-
-def asked(spec: Spec, **dials: object) -> list[list[str]]:
-    """Of a steady step: each forward and backward pass, the reduction, the update."""
-    pages, flat = opened(spec, **dials)
-    list(step(pages, flat))
-    return [events for _, events in step(pages, flat)]
-
-
-def of_kind(events: Sequence[str], *kinds: str) -> list[str]:
-    return [event for event in events if event.startswith(kinds)]
+    write_down(monkeypatch)
 
 
 @followed
@@ -229,6 +128,97 @@ def test_a_second_gradient_is_added_up_and_the_first_is_cleared():
 
 
 @followed
+def test_what_a_file_keeps_is_updated_on_the_device_by_way_of_the_host():
+    *_, update = asked(on_two(tuple_of("S*@file,S@file,S@file")), update_tier=Tier.DEVICE)
+    states = [
+        *("36 on host as optimizer", "36 on device as optimizer") * 2,
+        *("4 on host as optimizer", "4 on device as optimizer"),
+    ]
+    unit = [
+        "36 on device as gradients",
+        *("36 on host as parameters", "36 on device as parameters"),
+        *states,
+        *(state for state in states if "host" in state),  # and back
+        "36 on host as parameters",
+    ]
+    assert [event for event in update if not event.startswith("ahead")] == [*unit, *unit]
+
+
+@followed
+def test_a_counter_is_no_moment_and_is_never_cast():
+    spec = on_two(tuple_of("R,O,S"), layout=LAYOUTS["bf16"])
+    *_, update = asked(spec, update_tier=Tier.DEVICE)
+    unit = ["18 on device as optimizer"] * 2 + ["4 on device as optimizer", "gather awaited"]
+    assert [event for event in update if not event.startswith("ahead")] == [*unit, *unit]
+
+
+@followed
+def test_what_is_updated_whole_is_gathered_as_what_it_is():
+    *_, reduction, update = asked(on_two(tuple_of("S*,R,S")))
+    assert reduction == ["72 on device as gradients", "gather awaited"] * 2
+    assert update == [
+        *("ahead 72 on device", "ahead 36 on device"),
+        *("72 on device as parameters", "gather awaited") * 2,
+    ]
+
+
+@followed
+def test_halves_of_a_pass_open_units_and_reduce_all_of_them_after_the_second():
+    pages, flat = opened(on_two(ZERO_2))
+    flat.begin(is_first=True, is_last=True)
+    pages.events = []
+    flat.begin_half(Kind.INPUT)
+    for unit in (1, 0):
+        flat.before_backward(unit)
+    flat.end_half(Kind.INPUT)
+    opening = [f"72 on device as gradients of {name}" for name in (ROOT, BLOCKS)]
+    assert pages.events == opening
+    flat.begin_half(Kind.WEIGHT)
+    assert pages.events == opening
+    flat.end_half(Kind.WEIGHT)
+    assert pages.events[len(opening) :] == [
+        *(f"36 on device as gradients of {ROOT}", "reduce-scatter awaited"),
+        *(f"36 on device as gradients of {BLOCKS}", "reduce-scatter awaited"),
+    ]
+    assert all(unit.pending == 0 for unit in flat.units.all)
+
+
+@pytest.mark.parametrize("placement", ["R,S,S", "S*,R,S"])
+def test_every_optimizer_gets_the_learning_rate_and_the_scale(placement, monkeypatch):
+    seen = []
+    monkeypatch.setattr(InPlace, "step", lambda rule, lr, scalars: seen.append((lr, scalars)))
+    _, flat = opened(on_two(tuple_of(placement), layout=ZERO16), consumed=False)
+    for unit in flat.units.all:
+        unit.before_backward()
+    flat.end()
+    flat.reduce()
+    flat.update_of.step(0.5)
+    assert seen == [(0.5, None)] * 2
+    flat.update_of.step_group(1, 0.25)
+    flat.update_of.step_group(0, 0.125, is_taken=False)
+    assert seen[2:] == [(0.25, None)]
+    flat.update_of.step(0.5, GhostScale())
+    value = flat.update_of.groups[0].members[0].slots["master"].stored
+    lr, scalars = seen[3]
+    assert lr == 0.5 and scalars is not None
+    assert all(scalar.numel == value.numel for scalar in scalars)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "momentum", "names"),
+    [
+        ("adamw", 0.0, {"exp_avg", "exp_avg_sq", "step", "master"}),
+        ("sgd", 0.9, {"momentum_buffer", "master"}),
+        ("sgd", 0.0, {"master"}),
+    ],
+)
+def test_optimizer_state_bears_torch_s_names(optimizer, momentum, names):
+    spec = on_two(tuple_of("R,S,S"), optimizer=optimizer, momentum=momentum, layout=ZERO16)
+    _, flat = opened(spec, consumed=False)
+    assert [{*tensors} for _, tensors in flat.update_of.tensors()] == [names] * 2
+
+
+@followed
 def test_the_padding_of_whole_tensors_is_cleared():
     spec = on_two(tuple_of("S*,S*@host,R"), layout=ZERO16, optimizer="muon", momentum=0.9)
     *_, reduction, update = asked(spec)
@@ -278,6 +268,18 @@ def test_gathers_beside_the_update_are_begun_and_those_after_it_are_awaited():
     assert (forward, update) == (["gather awaited"] * 2, [])
 
 
+@pytest.mark.parametrize(
+    ("placement", "ranks"), [("S*,R,R", None), ("S*,R@host,R", 1), ("S*,S*,R", 2)]
+)
+def test_state_of_whole_tensors_has_their_shape_where_it_is_used_as_it_is_kept(placement, ranks):
+    """Elsewhere it is flat, and padded for the ranks that keep a part each."""
+    _, flat = opened(on_two(tuple_of(placement), optimizer="muon", momentum=0.9))
+    for target, tensors in flat.update_of.tensors():
+        assert isinstance(target, TensorTarget)
+        kept = target.shape if ranks is None else (-(-math.prod(target.shape) // ranks),)
+        assert {ghost.shape for name, ghost in tensors.items() if name != "step"} == {kept}
+
+
 def test_a_unit_of_one_tensor_bears_its_name_alone():
     spec = on_two(ZERO_2)
     facts = make_facts(((6,),), ())
@@ -294,7 +296,7 @@ def test_a_unit_of_one_tensor_bears_its_name_alone():
 def test_what_is_kept_counts_as_the_state_that_it_is_listed_as(drawn: tuple[Spec, Plan]):
     """Theta and G by their tags. Omega's too: a scalar as much as a moment."""
     spec, plan = drawn
-    pages, flat = _opened(spec, plan)
+    pages, flat = opened_plan(spec, plan)
     for _ in step(pages, flat):
         states = Counter((state, ghost.storage.state) for state, ghost in flat.storages())
         assert all(listed is tagged for listed, tagged in states), states
@@ -305,7 +307,7 @@ def test_what_is_kept_counts_as_the_state_that_it_is_listed_as(drawn: tuple[Spec
 def test_a_second_step_is_the_first_again(drawn: tuple[Spec, Plan]):
     """What a step leaves is what it came upon: signatures, and kept storages, stay."""
     spec, plan = drawn
-    pages, flat = _opened(spec, plan)
+    pages, flat = opened_plan(spec, plan)
     list(step(pages, flat))
     signature = flat.signature()
     kept = [id(ghost.storage) for state, ghost in flat.storages() if state is not State.GRADIENTS]

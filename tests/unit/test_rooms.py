@@ -4,6 +4,7 @@ in size, kind, place, state and in what they are views of."""
 
 from __future__ import annotations
 
+import gc
 import inspect
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -27,7 +28,7 @@ from tests.unit.both_rooms import (
     notes_of_ghosts,
     notes_of_tensors,
 )
-from tests.unit.drawn_room_programs import drawn
+from tests.unit.drawn_programs import drawn
 from tests.unit.room_programs import ALONE, BOTH, DEVICE, TOGETHER, G
 
 DRAWN = 150
@@ -42,8 +43,10 @@ def mesh() -> Iterator[Mesh]:
         mesh = Mesh(CreateMesh(axes=BOTH, degrees=(2, 2)), world)
         # what torch imports at its first operator leaves a cycle that holds that tensor
         notes_of_tensors(PROGRAMS["making"], mesh, None)
+        gc.freeze()  # every program begins with a collection, which then has little to look at
         yield mesh
     finally:
+        gc.unfreeze()
         dist.destroy_process_group()
 
 

@@ -1,4 +1,4 @@
-"""Short programs of primitives for both rooms, drawn at random."""
+"""Programs for both rooms that are drawn: short sequences of primitives."""
 
 from __future__ import annotations
 
