@@ -141,10 +141,10 @@ class GhostRoom:
         copy: bool = False,
     ) -> Ghost:
         if tensor.dtype is not dtype or copy:
-            made = self._shaped(tensor, dtype, state, name if state else "")
-            if made.tier is not tensor.tier:
-                self.reader.moved(tensor.tier, made.tier, _state_of(tensor), tensor.nbytes)
-            return made
+            copied = self._shaped(tensor, dtype, state, name if state else "")
+            if copied.tier is not tensor.tier:
+                self.reader.moved(tensor.tier, copied.tier, _state_of(tensor), tensor.nbytes)
+            return copied
         if state is not None:
             tensor.storage.state, tensor.storage.name = state, name or tensor.storage.name
         return tensor

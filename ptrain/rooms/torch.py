@@ -82,8 +82,8 @@ class TorchRoom:
         *,
         copy: bool = False,
     ) -> torch.Tensor:
-        made = cast(tensor, TORCH_DTYPES[dtype], copy=copy)
-        return made if state is None else self.registry.tag(made, state, name=name)
+        tensor = cast(tensor, TORCH_DTYPES[dtype], copy=copy)
+        return tensor if state is None else self.registry.tag(tensor, state, name=name)
 
     def move(self, tensor: torch.Tensor, tier: Tier, state: State) -> torch.Tensor:
         return self.tiers.move(tensor, tier, state)

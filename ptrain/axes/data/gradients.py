@@ -98,11 +98,11 @@ class Gradients(Generic[T]):
         """Wait for what `finish` began, and do what comes after it."""
         if self._move is None:
             return
-        made, self._move = self._move.wait(), None
+        reduced, self._move = self._move.wait(), None
         if self.cut:
-            self._reduced(made)
+            self._reduced(reduced)
         elif self.step.updated:
-            self.kept, self.now = made, self.step.updated
+            self.kept, self.now = reduced, self.step.updated
             if not self.layout.keeps_both:
                 self._close()
         else:
