@@ -61,7 +61,7 @@ COUNTED = Style(
     frees_by_name=False,
 )
 NAMED = Style(
-    clone="{room}.cast({piece}, {piece}.dtype, copy=True)",
+    clone="{room}.cast({piece}, {room}.dtype({piece}), copy=True)",
     drop="del {value}",
     frees_by_name=True,
 )
@@ -130,7 +130,9 @@ def _places(tree: ast.Module) -> Iterator[Place]:
             room, mesh_axes = "self.bench", "self.bench.step.axes"
         else:
             room, mesh_axes = "self", "self.step.axes"
-        cut_axes = "self.buffer.axes" if "self.buffer" in text else "self.axes"
+        cut_axes = "self.axes"
+        for holder in ("self.buffer", "self.cuts"):
+            cut_axes = f"{holder}.axes" if holder in text else cut_axes
         for block in _blocks(node):
             for statement, following in pairwise([*block, None]):
                 if isinstance(statement, SIMPLE):

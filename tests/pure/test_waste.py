@@ -70,7 +70,7 @@ PLANTED = {
 REDUCED = "held = self.room.reduce_scatter(held, self.cut, state=State.GRADIENTS)"
 PLANTED_BY_NAME = {
     "extra temporary": (
-        f"planted = self.room.cast(held, held.dtype, copy=True)\n{REDUCED}\ndel planted",
+        f"planted = self.room.cast(held, self.room.dtype(held), copy=True)\n{REDUCED}\ndel planted",
     ),
     "late release": (
         f"planted = held\n{REDUCED}",
