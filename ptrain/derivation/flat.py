@@ -261,7 +261,7 @@ class Flat:
 
     def update(self, shard: int) -> None:
         if not self.step.consumed:
-            scale = GhostScale() if self.scene.plan.update.layout.scales_loss else None
+            scale = GhostScale(self.tape) if self.scene.plan.update.layout.scales_loss else None
             self.update_of.step(0.0, scale)
 
     def finish_update(self) -> None:

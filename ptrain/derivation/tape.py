@@ -59,8 +59,8 @@ class Account:
 @dataclass(slots=True)
 class Tape:
     """A rank's step as it happens. Of device memory: bytes above what lives for the whole step, and
-    their maximum by phase. Of what is sent: where there is an `account`. Nothing is read unless
-    `is_reading`."""
+    their maximum by phase. Of what is sent: where there is an `account`. Of a room's events
+    nothing is read unless `is_reading`."""
 
     level: int = 0
     peak: int = 0

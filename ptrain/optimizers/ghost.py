@@ -52,10 +52,14 @@ class Muon:
 
 
 class GhostScale:
-    """A loss's scale, beside what is updated; its copies between tiers are the wrap's."""
+    """A loss's scale, beside what is updated: scalars of its own, which are there always; their
+    copies between tiers are the wrap's."""
+
+    def __init__(self, reader: Reader) -> None:
+        self._scalar = Ghost(Storage(0, Tier.DEVICE, None, "", reader), DType.FP32, ())
 
     def beside(self, tensor: Ghost) -> tuple[Ghost, Ghost]:
-        return tensor, tensor
+        return self._scalar, self._scalar
 
 
 class GhostRules:

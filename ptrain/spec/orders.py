@@ -71,7 +71,11 @@ def slip(lines: Sequence[str]) -> tuple[str, str] | None:
     """What is no pass in these lines, with its row and cell counted from 1, and the remedy."""
     if not lines or sum(line.count(",") + 1 for line in lines) > MAX_CELLS:
         return f"a list of 1 to {MAX_CELLS:,} passes; got {len(lines)} rows", _REMEDY
-    for number, row in enumerate(csv.reader(lines), start=1):
+    try:
+        rows = list(csv.reader(lines))
+    except csv.Error as error:  # a quote that nobody closes, a cell without an end
+        return f"no rows of a CSV file: {error}", _REMEDY
+    for number, row in enumerate(rows, start=1):
         if not any(cell.strip() for cell in row):
             return f"row {number} is empty, and every rank computes something", _REMEDY
         for place, cell in enumerate(row, start=1):

@@ -142,6 +142,10 @@ def test_a_file_of_the_command_line_stands_where_that_is(tmp_path, monkeypatch, 
         ),
         ("", "own.csv: a list of 1 to 1,000,000 passes; got 0 rows"),
         (",,\n1F0\n", "own.csv: row 1 is empty, and every rank computes something"),
+        (
+            '0F0,"' + 140_000 * "0" + "\n1F0\n",
+            "own.csv: no rows of a CSV file: field larger than field limit (131072)",
+        ),
     ],
     ids=lambda value: value[:40].strip(),
 )

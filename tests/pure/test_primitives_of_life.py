@@ -197,11 +197,12 @@ def test_every_optimizer_gets_the_learning_rate_and_the_scale(placement, monkeyp
     flat.update_of.step_group(1, 0.25)
     flat.update_of.step_group(0, 0.125, is_taken=False)
     assert seen[2:] == [(0.25, None)]
-    flat.update_of.step(0.5, GhostScale())
+    flat.update_of.step(0.5, GhostScale(Tape()))
     value = flat.update_of.groups[0].members[0].slots["master"].stored
     lr, scalars = seen[3]
     assert lr == 0.5 and scalars is not None
-    assert all(scalar.numel == value.numel for scalar in scalars)
+    assert all(scalar.shape == () for scalar in scalars)
+    assert all(scalar.storage is not value.storage for scalar in scalars)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The formulas of derivation/parameters.py against the modules they describe."""
+"""The formulas of facts/parameters.py against the modules they describe."""
 
 from __future__ import annotations
 

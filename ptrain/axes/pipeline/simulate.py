@@ -21,7 +21,7 @@ from ptrain.timeline import Kind
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageCost:
     """Of one micro-batch on one stage, in any one unit of time. A whole backward is input and
-    weight. torch's first stage computes both in its weight step: nobody waits for its inputs."""
+    weight. The first stage computes both in its weight step: nobody waits for its inputs."""
 
     forward: float = 1
     input: float = 1

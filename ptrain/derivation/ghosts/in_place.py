@@ -155,7 +155,7 @@ class InPlace:
         optimizer = self.wrapped.spec.optimizer
         update = Update([targets], optimizer, layout, room, GhostRules(tape), [hidden])
         tape.is_reading = True
-        update.step(0.0, GhostScale() if layout.scales_loss else None)
+        update.step(0.0, GhostScale(tape) if layout.scales_loss else None)
         tape.is_reading = False
         kept = {id(ghost.storage): ghost.storage.size for _, ghost in update.storages()}
         return Cost(sum(kept.values()), tape.peak)

@@ -54,6 +54,10 @@ class Waits:
     def sends(self, message: Message) -> None:
         self._message, self._is_received = message, False
 
+    def clear(self) -> None:
+        """Nobody is waited for: what fails now is the rank's own."""
+        self._message = None
+
     @contextmanager
     def watched(self, stages: str) -> Iterator[None]:
         """Raises RankFailed where a neighbour is gone or silent; it names that rank. `stages` are

@@ -53,6 +53,7 @@ class Runtime:
         """All of them, with `compute` for the passes."""
         for held in (self._here, self._coming, self._sent):
             held.clear()  # a step before may have failed
+        self.waits.clear()
         for instruction in instructions:
             match instruction:
                 case Action():
@@ -75,6 +76,7 @@ class Runtime:
         if message in self._coming:
             self.waits.receives(message)
             _wait(self._coming.pop(message))
+            self.waits.clear()
         return self._here.pop(message)
 
     def _receive(self, message: Message) -> None:
@@ -83,6 +85,7 @@ class Runtime:
         self.waits.receives(message)
         source = self.rank_of[message.source]
         self._coming[message] = dist.irecv(buffer, group=self.group, group_src=source)
+        self.waits.clear()
 
     def _send(self, message: Message) -> None:
         tensor = self._here.pop(message).contiguous()
@@ -90,11 +93,13 @@ class Runtime:
         self.waits.sends(message)
         target = self.rank_of[message.target]
         self._sent[message] = tensor, dist.isend(tensor, group=self.group, group_dst=target)
+        self.waits.clear()
 
     def _release(self, message: Message) -> None:
         self.waits.sends(message)
         _, work = self._sent.pop(message)
         _wait(work)
+        self.waits.clear()
 
 
 def _wait(work: dist.Work | None) -> None:
