@@ -65,7 +65,8 @@ def test_a_rank_that_an_agent_started_anew_goes_on_with_the_run_of_that_agent(he
     assert continued(Options(spec="zero3")).run_dir == Path("runs") / first.folder.path.name
     assert continued(Options(spec="zero3")).resume == "auto"
     assert continued(Options(spec="zero3", run_dir=Path("a"))).run_dir == Path("a")
-    monkeypatch.setattr(os, "getppid", lambda: 1)
+    other = os.getppid() + 1
+    monkeypatch.setattr(os, "getppid", lambda: other)
     assert continued(Options(spec="zero3")) == Options(spec="zero3")
 
 
