@@ -211,7 +211,7 @@ class Flat:
             return
         self.units.for_update()
         if self.scene.plan.update.layout.scales_loss and self._on_device:
-            self._spike(SCALE_BYTES)
+            self.tape.spike(SCALE_BYTES)
 
     def kind_of_shard(self, shard: int) -> Hashable:
         return shard if within_tp(self.scene.plan) else 0
@@ -228,12 +228,8 @@ class Flat:
         step = self.scene.plan.clip
         if step is not None and step.axes:
             size = max(SCALE_BYTES, self.scene.plan.update.layout.gradients.itemsize)
-            self._spike(size)
+            self.tape.spike(size)
         return None
-
-    def _spike(self, size: int) -> None:
-        self.tape.allocated(size, Tier.DEVICE)
-        self.tape.allocated(-size, Tier.DEVICE)
 
     def _by_operator(self, shard: int) -> list[list[int]]:
         """Elements of the views of which there is a norm each: of tensors that are cut within tp,

@@ -14,6 +14,7 @@ from ptrain.derivation import activations
 from ptrain.derivation.differing import differing_axes
 from ptrain.derivation.ghosts.clipping import norm_bytes
 from ptrain.derivation.ghosts.table import wrapping
+from ptrain.derivation.ghosts.wrapping import micro_batches
 from ptrain.derivation.memory import resident
 from ptrain.derivation.tape import Scene, Tape, Wrap
 from ptrain.errors import PtrainError
@@ -46,9 +47,9 @@ def replay(
     scene = Scene(tape=tape, spec=spec, facts=facts, plan=plan, timeline=timeline)
     wrap = wrap_of(scene)
     transient = 0
-    for index in _micro_batches(plan.accumulate.micro_batches):
-        is_last = index == plan.accumulate.micro_batches - 1
-        wrap.begin(is_first=index == 0, is_last=is_last)
+    # after the second micro-batch everything repeats until the last one
+    for is_first, is_last, _ in micro_batches(plan.accumulate.micro_batches):
+        wrap.begin(is_first=is_first, is_last=is_last)
         tape.enter(Phase.FORWARD)
         play(timeline.forward, tape, wrap)
         transient = wrap.gathered()
@@ -78,11 +79,6 @@ def model_timeline(spec: Spec, facts: ModelFacts) -> Timeline:
         kept=spec.activations.of(spec.model.layers),
         loss=spec.loss,
     )
-
-
-def _micro_batches(count: int) -> tuple[int, ...]:
-    """After the second micro-batch everything repeats until the last one."""
-    return tuple(range(count)) if count <= 3 else (0, 1, count - 1)
 
 
 def wrap_of(scene: Scene) -> Wrap:

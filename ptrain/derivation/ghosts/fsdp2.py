@@ -14,8 +14,7 @@ from ptrain.algebra.layout import ranks_over
 from ptrain.axes.data.costs import kept_ranks, padded_rows
 from ptrain.costs import Collective, State
 from ptrain.derivation.ghosts import autograd
-from ptrain.derivation.ghosts.clipping import by_operator
-from ptrain.derivation.ghosts.in_place import InPlace, Shapes
+from ptrain.derivation.ghosts.in_place import InPlace, InPlaceUpdate, Shapes
 from ptrain.derivation.tape import Scene
 from ptrain.facts.model import UnitFacts
 from ptrain.spec.batch import GradientSync, ReduceScatterVia
@@ -135,7 +134,7 @@ class Gathers:
         return sum(size for size, is_there in there if is_there) + sum(self.between)
 
 
-class FullySharded:
+class FullySharded(InPlaceUpdate):
     """FSDP2 by unit: gathers, and G from autograd's gradients to shards."""
 
     updates_alike = False
@@ -310,19 +309,6 @@ class FullySharded:
 
     def reduce(self) -> None:
         """The hooks of backward have."""
-
-    def kind_of_shard(self, shard: int) -> Hashable:
-        return self.wrapping.kind_of_shard(shard)
-
-    def clipped(self, shard: int) -> list[list[int]] | None:
-        return by_operator(self.scene, self.wrapping.numels(shard))
-
-    def update(self, shard: int) -> None:
-        for rise in self.wrapping.rises(shard):
-            self.tape.spike(rise)
-
-    def finish_update(self) -> None:
-        """Nothing is on its way."""
 
 
 def _padded(scene: Scene, ranks: int) -> list[list[int]]:

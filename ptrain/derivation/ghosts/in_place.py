@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ptrain.costs import Footprint, State, Traffic
+from ptrain.derivation.ghosts.clipping import by_operator
 from ptrain.derivation.ghosts.wrapping import Wrapped, rows
 from ptrain.derivation.optimizer_state import is_hidden, needs_whole_tensors
-from ptrain.derivation.tape import Tape
+from ptrain.derivation.tape import Scene, Tape
 from ptrain.facts.model import UnitFacts
 from ptrain.optimizers.ghost import GhostRules, GhostScale
 from ptrain.optimizers.update import Resident, Slot, Update
@@ -159,3 +160,24 @@ class InPlace:
         tape.is_reading = False
         kept = {id(ghost.storage): ghost.storage.size for _, ghost in update.storages()}
         return Cost(sum(kept.values()), tape.peak)
+
+
+class InPlaceUpdate:
+    """The end of a step of whoever plays a wrapping whose tensors stay in place."""
+
+    scene: Scene
+    tape: Tape
+    wrapping: InPlace
+
+    def kind_of_shard(self, shard: int) -> Hashable:
+        return self.wrapping.kind_of_shard(shard)
+
+    def clipped(self, shard: int) -> list[list[int]] | None:
+        return by_operator(self.scene, self.wrapping.numels(shard))
+
+    def update(self, shard: int) -> None:
+        for rise in self.wrapping.rises(shard):
+            self.tape.spike(rise)
+
+    def finish_update(self) -> None:
+        """Nothing is on its way."""

@@ -6,8 +6,7 @@ from collections.abc import Hashable, Iterator
 
 from ptrain.costs import Traffic
 from ptrain.derivation.ghosts import autograd
-from ptrain.derivation.ghosts.clipping import by_operator
-from ptrain.derivation.ghosts.in_place import InPlace
+from ptrain.derivation.ghosts.in_place import InPlace, InPlaceUpdate
 from ptrain.derivation.ghosts.wrapping import Times
 from ptrain.derivation.tape import Scene
 from ptrain.timeline import Complete, Kind
@@ -24,7 +23,7 @@ class OneDevice(InPlace):
         return Local(scene, self)
 
 
-class Local:
+class Local(InPlaceUpdate):
     """autograd's gradients stay where they are; later ones are added to them."""
 
     updates_alike = False
@@ -69,16 +68,3 @@ class Local:
 
     def reduce(self) -> None:
         """They are where the optimizer wants them."""
-
-    def kind_of_shard(self, shard: int) -> Hashable:
-        return self.wrapping.kind_of_shard(shard)
-
-    def clipped(self, shard: int) -> list[list[int]] | None:
-        return by_operator(self.scene, self.wrapping.numels(shard))
-
-    def update(self, shard: int) -> None:
-        for rise in self.wrapping.rises(shard):
-            self.tape.spike(rise)
-
-    def finish_update(self) -> None:
-        """Nothing is on its way."""
