@@ -5,9 +5,10 @@ A verdict is a subtraction of two values of the same type. Bytes are integers.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from typing import Protocol, Self, TypeVar, overload
 
 
 class State(StrEnum):
@@ -106,6 +107,15 @@ class Peak:
     device_bytes: int
     allocator_bytes: int = 0
 
+    def of_rank(self, rank: int) -> Peak:
+        """The same on another rank."""
+        return Peak(
+            phase=self.phase,
+            rank=rank,
+            device_bytes=self.device_bytes,
+            allocator_bytes=self.allocator_bytes,
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrafficKey:
@@ -188,6 +198,115 @@ class Operations:
     backward: int
     again: int = 0
 
+    def of_rank(self, rank: int) -> Operations:
+        """The same on another rank."""
+        return Operations(rank=rank, forward=self.forward, backward=self.backward, again=self.again)
+
+
+class OfRank(Protocol):
+    """A row of one rank."""
+
+    @property
+    def rank(self) -> int: ...
+    def of_rank(self, rank: int) -> Self: ...
+
+
+RowT = TypeVar("RowT", bound=OfRank)
+KeyT = TypeVar("KeyT", bound=Hashable)
+
+
+class ByRank(Sequence[RowT]):
+    """The rows of every rank, rank by rank, kept once for all ranks that have the same: a job of
+    thousands of ranks has a handful of kinds. `kinds` are the rows of each kind, whatever rank
+    they name; `kind_of` has for each rank the index of its kind. A row is made as it is read."""
+
+    def __init__(self, kinds: Sequence[Sequence[RowT]], kind_of: Sequence[int]) -> None:
+        self.parts: tuple[tuple[Sequence[Sequence[RowT]], Sequence[int]], ...] = ((kinds, kind_of),)
+
+    def and_then(self, other: ByRank[RowT]) -> ByRank[RowT]:
+        """These rows of all ranks, and behind them the other's."""
+        both = ByRank[RowT]((), ())
+        both.parts = (*self.parts, *other.parts)
+        return both
+
+    def __iter__(self) -> Iterator[RowT]:
+        for kinds, kind_of in self.parts:
+            for rank, kind in enumerate(kind_of):
+                for row in kinds[kind]:
+                    yield row.of_rank(rank)
+
+    def __len__(self) -> int:
+        return sum(len(kinds[kind]) for kinds, kind_of in self.parts for kind in kind_of)
+
+    @overload
+    def __getitem__(self, place: int) -> RowT: ...
+    @overload
+    def __getitem__(self, place: slice) -> Sequence[RowT]: ...
+    def __getitem__(self, place: int | slice) -> RowT | Sequence[RowT]:
+        return tuple(self)[place]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and tuple(self) == tuple(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def distinct(self) -> Iterator[RowT]:
+        """The rows of each kind that a rank has once, of the first such rank."""
+        for kinds, kind_of in self.parts:
+            ranks = dict[int, int]()
+            for rank, kind in enumerate(kind_of):
+                ranks.setdefault(kind, rank)
+            for kind, rank in ranks.items():
+                for row in kinds[kind]:
+                    yield row.of_rank(rank)
+
+    def of_ranks(self, ranks: Container[int]) -> Iterator[RowT]:
+        """The rows of some ranks."""
+        for kinds, kind_of in self.parts:
+            for rank, kind in enumerate(kind_of):
+                if rank in ranks:
+                    for row in kinds[kind]:
+                        yield row.of_rank(rank)
+
+    def totals(self, size: Callable[[RowT], int]) -> list[int]:
+        """By rank the sum of the sizes of its rows."""
+        sums = [[sum(map(size, rows)) for rows in kinds] for kinds, _ in self.parts]
+        of_part = [
+            [of_kind[kind] for kind in kind_of]
+            for of_kind, (_, kind_of) in zip(sums, self.parts, strict=True)
+        ]
+        return list(map(sum, zip(*of_part, strict=True)))
+
+
+def by_rank(keys: Iterable[KeyT], rows: Callable[[KeyT], Sequence[RowT]]) -> ByRank[RowT]:
+    """The rows of every rank, made once for all ranks with the same of the `keys`, one a rank."""
+    kinds: dict[KeyT, int] = {}
+    kind_of = [kinds.setdefault(key, len(kinds)) for key in keys]
+    return ByRank([rows(key) for key in kinds], kind_of)
+
+
+def distinct(rows: Sequence[RowT]) -> Iterable[RowT]:
+    """Rows among which is every figure that a rank has, where ranks are kept by kind those of the
+    first rank of each kind."""
+    return rows.distinct() if isinstance(rows, ByRank) else rows
+
+
+def of_ranks(rows: Sequence[RowT], ranks: Container[int]) -> tuple[RowT, ...]:
+    """The rows of some ranks, in their order."""
+    if isinstance(rows, ByRank):
+        return tuple(rows.of_ranks(ranks))
+    return tuple(row for row in rows if row.rank in ranks)
+
+
+def totals(rows: Sequence[RowT], size: Callable[[RowT], int]) -> list[int]:
+    """The sum of the sizes of a rank's rows, of each rank that has any."""
+    if isinstance(rows, ByRank):
+        return rows.totals(size)
+    sums: dict[int, int] = {}
+    for row in rows:
+        sums[row.rank] = sums.get(row.rank, 0) + size(row)
+    return list(sums.values())
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
@@ -204,8 +323,8 @@ class Estimate:
 
     column: Column
     world_size: int
-    memory: tuple[Footprint, ...] = ()
-    peak: tuple[Peak, ...] = ()
+    memory: Sequence[Footprint] = ()
+    peak: Sequence[Peak] = ()
     traffic: tuple[Traffic, ...] = ()
     wire: tuple[Wire, ...] = ()
     blocked: tuple[Blocked, ...] = ()
@@ -215,19 +334,16 @@ class Estimate:
     warnings: tuple[str, ...] = ()
     accounts: tuple[tuple[Traffic, ...], ...] = ()
     account_of: tuple[int, ...] = ()
-    operations: tuple[Operations, ...] = ()
+    operations: Sequence[Operations] = ()
 
     def peak_bytes(self) -> int | None:
         """The largest peak over phases and ranks; None where no peak is known."""
-        return max((row.device_bytes for row in self.peak), default=None)
+        return max((row.device_bytes for row in distinct(self.peak)), default=None)
 
     def bytes_of(self, state: State, rank: int | None = None) -> int:
         """Device bytes of `state` on `rank`, or the maximum over the ranks."""
-        sizes = [
-            row.device_bytes
-            for row in self.memory
-            if row.state is state and rank in (None, row.rank)
-        ]
+        rows = distinct(self.memory) if rank is None else of_ranks(self.memory, {rank})
+        sizes = [row.device_bytes for row in rows if row.state is state]
         return max(sizes, default=0)
 
     def copied_bytes(self) -> int:
@@ -259,11 +375,11 @@ class Estimate:
         """Without the rows of other ranks; traffic is that of all."""
         return replace(
             self,
-            memory=tuple(row for row in self.memory if row.rank in ranks),
-            peak=tuple(row for row in self.peak if row.rank in ranks),
+            memory=of_ranks(self.memory, ranks),
+            peak=of_ranks(self.peak, ranks),
             wire=tuple(row for row in self.wire if row.rank in ranks),
             blocked=tuple(row for row in self.blocked if row.rank in ranks),
-            operations=tuple(row for row in self.operations if row.rank in ranks),
+            operations=of_ranks(self.operations, ranks),
         )
 
     def by_rank(self) -> tuple[tuple[Traffic, ...], ...]:

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from ptrain.algebra.layout import positions
 from ptrain.axes.pipeline.known import schedule_of
 from ptrain.axes.pipeline.stage_facts import stages_of
-from ptrain.costs import Column, Estimate, Footprint, Peak, State, Traffic, TrafficKey, add_traffic
+from ptrain.costs import (
+    ByRank,
+    Column,
+    Estimate,
+    Footprint,
+    Peak,
+    State,
+    Traffic,
+    TrafficKey,
+    add_traffic,
+)
 from ptrain.derivation import blocks, pipeline, tensor
 from ptrain.derivation.activations import is_tabulated
 from ptrain.derivation.in_flight import in_flight
@@ -25,6 +35,7 @@ from ptrain.derivation.traffic import sent
 from ptrain.errors import Fault, SpecError
 from ptrain.facts.model import ModelFacts
 from ptrain.facts.parameters import facts as facts_of
+from ptrain.facts.stages import Stage
 from ptrain.plan.lower import lower
 from ptrain.spec.model import Attention, ModelShape
 from ptrain.spec.spec import Spec
@@ -54,7 +65,7 @@ def derive(spec: Spec, facts: ModelFacts | None = None) -> Derivation:
     facts = own_facts(spec) if facts is None else facts
     stages = stages_of(spec, facts)
     plan = lower(spec, facts.unit_modules, facts.roles, stages, facts.blocks)
-    found, foreign = exact(spec, plan, facts), unclaimed(spec, facts)
+    found, foreign = exact(spec, plan, facts, stages), unclaimed(spec, facts)
     found = replace(
         found,
         operations=operations(spec, plan, stages),
@@ -107,10 +118,13 @@ def _untold(spec: Spec, facts: ModelFacts, reason: str) -> dict[str, str]:
     return dict.fromkeys(figures, told or reason)
 
 
-def exact(spec: Spec, plan: Plan, facts: ModelFacts) -> Estimate:
-    """Memory per state and rank, peaks per phase, traffic per axes x collective x state x phase."""
+def exact(
+    spec: Spec, plan: Plan, facts: ModelFacts, stages: Sequence[Stage] | None = None
+) -> Estimate:
+    """Memory per state and rank, peaks per phase, traffic per axes x collective x state x phase.
+    `stages` are those that the spec cuts, if they are known already."""
     if plan.pipeline is not None:
-        return _exact_stages(spec, plan, facts)
+        return _exact_stages(spec, plan, facts, stages or stages_of(spec, facts))
     of_parts = [
         (indices, _exact_part(spec, plan, part, indices[0]))
         for part, indices in tensor.parts(spec, plan, facts).items()
@@ -138,16 +152,19 @@ def _with(rows: Iterable[Traffic], operators: tuple[Traffic, ...]) -> tuple[Traf
     return (*found, *(row for row in operators if row.key not in keys))
 
 
-def _exact_stages(spec: Spec, plan: Plan, facts: ModelFacts) -> Estimate:
+def _exact_stages(spec: Spec, plan: Plan, facts: ModelFacts, cut: Sequence[Stage]) -> Estimate:
     """Each rank's rows from its stages; of traffic a row for each account, where they differ."""
-    stages = pipeline.staged(spec, plan, facts)
-    accounts, account_of = pipeline.accounts(spec, plan, facts, stages)
+    stages = pipeline.staged(spec, plan, facts, cut)
+    made = schedule_of(spec)
+    accounts, account_of = pipeline.accounts(spec, plan, facts, stages, made)
     keys = dict.fromkeys(row.key for rows in accounts for row in rows)
     traffic = tuple(dict.fromkeys(_of_key(key, rows) for key in keys for rows in accounts))
-    memory, peaks, undefined = pipeline.resident(spec, plan, stages), tuple[Peak, ...](), {}
+    memory = pipeline.resident(spec, plan, stages)
+    peaks: Sequence[Peak] = ()
+    undefined: dict[str, str] = {}
     if is_tabulated(spec) or facts.stage_passes:
-        flight = in_flight(spec, schedule_of(spec), stages, memory)
-        memory, peaks = (*memory, *flight.memory), flight.peaks
+        flight = in_flight(spec, made, stages, memory)
+        memory, peaks = memory.and_then(flight.memory), flight.peaks
     else:
         undefined = _untold(spec, facts, _NOT_TRACED_BY_STAGE)
     return Estimate(
@@ -157,7 +174,7 @@ def _exact_stages(spec: Spec, plan: Plan, facts: ModelFacts) -> Estimate:
         peak=peaks,
         traffic=traffic,
         undefined=undefined,
-        notes=tuple(pipeline_notes(spec, plan, facts)),
+        notes=tuple(pipeline_notes(plan, facts, cut, made)),
         warnings=tuple(warnings(spec, traffic)),
         accounts=accounts,
         account_of=account_of,
@@ -224,7 +241,7 @@ def _exact_part(spec: Spec, plan: Plan, facts: ModelFacts, index: int) -> Estima
     more = kept_traffic(spec, plan, timeline.moved, timeline.repeated)
     return replace(
         estimate,
-        memory=_with_passing(memory, played),
+        memory=_with_passing(spec, memory, played),
         peak=played.peaks,
         traffic=add_traffic((*traffic, *more)),
     )
@@ -242,17 +259,10 @@ def _of_untraced_blocks(spec: Spec, plan: Plan, index: int) -> Iterable[Traffic]
     return kept_traffic(spec, plan, blocks.moved(setting, kept), blocks.repeated(setting, kept))
 
 
-def _with_passing(memory: tuple[Footprint, ...], played: Replay) -> tuple[Footprint, ...]:
+def _with_passing(spec: Spec, memory: ByRank[Footprint], played: Replay) -> ByRank[Footprint]:
     """The rows of each rank, and what lives at the end of the last forward only."""
-    ranks = dict.fromkeys(row.rank for row in memory)
-    return (
-        *memory,
-        *(
-            row
-            for rank in ranks
-            for row in (
-                activation_row(rank, played.saved_bytes, played.timeline.moved),
-                Footprint(state=State.TRANSIENT, rank=rank, device_bytes=played.transient_bytes),
-            )
-        ),
+    passing = (
+        activation_row(0, played.saved_bytes, played.timeline.moved),
+        Footprint(state=State.TRANSIENT, rank=0, device_bytes=played.transient_bytes),
     )
+    return memory.and_then(ByRank([passing], [0] * spec.world_size))

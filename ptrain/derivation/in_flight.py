@@ -3,62 +3,62 @@ once for all ranks that have the same parts of the same stages."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import product
 
 from ptrain.algebra.layout import positions, ranks_over
 from ptrain.axes.pipeline.instructions import training
 from ptrain.axes.pipeline.schedule import Schedule
-from ptrain.costs import Footprint, Peak, Phase, State
+from ptrain.costs import ByRank, Footprint, Peak, Phase, State, by_rank
 from ptrain.derivation.differing import differing_axes
 from ptrain.derivation.kept import activation_row
 from ptrain.derivation.pipeline import StageParts
 from ptrain.derivation.stage_replay import Part, Played, play_rank
 from ptrain.derivation.stage_timeline import passes
-from ptrain.derivation.timeline import play_update
+from ptrain.derivation.timeline import always, peaks, play_update
 from ptrain.spec.axis import Axis
 from ptrain.spec.spec import Spec
-
-_LIVES = (State.PARAMETERS, State.OPTIMIZER, State.OTHER)  # for the whole step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flight:
     """Rows of activations and of gathered units, and the peaks, by rank."""
 
-    memory: tuple[Footprint, ...]
-    peaks: tuple[Peak, ...]
+    memory: ByRank[Footprint]
+    peaks: ByRank[Peak]
 
 
 def in_flight(
-    spec: Spec, made: Schedule, stages: Sequence[StageParts], base: Sequence[Footprint]
+    spec: Spec, made: Schedule, stages: Sequence[StageParts], base: ByRank[Footprint]
 ) -> Flight:
     """`base` are the resident rows."""
-    lives = dict.fromkeys(range(spec.world_size), 0)
-    for row in base:
-        if row.state in _LIVES:
-            lives[row.rank] += row.device_bytes
-    played: dict[tuple[int, tuple[int, ...]], _Rank] = {}
-    instructions = training(made)
-    memory: list[Footprint] = []
-    peaks: list[Peak] = []
-    places = zip(positions(spec, (Axis.PP,)), positions(spec, (Axis.TP,)), strict=True)
-    for rank, (place, index) in enumerate(places):
-        own = [stages[stage] for stage in made.stages_of(place)]
+    played: dict[tuple[int, int], _Rank] = {}
+    like: dict[tuple[int, tuple[int, ...]], tuple[int, int]] = {}
+    instructions, parts = training(made), _Parts(spec, stages)
+    for place, index in product(range(made.ranks), range(spec.degree(Axis.TP))):
+        own = made.stages_of(place)
         # ranks of tp with the same parts: the first of them stands for all
-        alike = tuple(next(p for p in each.parts.values() if index in p)[0] for each in own)
-        if (place, alike) not in played:
-            parts = [_part(spec, each, made.stages, index) for each in own]
-            played[place, alike] = _Rank(
-                spec, play_rank(spec, parts, instructions[place], made.stages - 1)
-            )
-        found = played[place, alike]
-        memory += found.rows(rank)
-        peaks += [
-            Peak(phase=phase, rank=rank, device_bytes=lives[rank] + above)
-            for phase, above in found.above(rank).items()
-        ]
-    return Flight(memory=tuple(memory), peaks=tuple(peaks))
+        alike = tuple(parts.first_of(stage, index) for stage in own)
+        first = like.setdefault((place, alike), (place, index))
+        if first not in played:
+            of_rank = [parts.of(stage, index) for stage in own]
+            step = play_rank(spec, of_rank, instructions[place], made.stages - 1)
+            played[first] = _Rank(spec, step)
+        played[place, index] = played[first]
+    places = list(zip(positions(spec, (Axis.PP,)), positions(spec, (Axis.TP,)), strict=True))
+    axes = differing_axes(stages[0].plan)
+    shards = positions(spec, axes)
+    above = {
+        (place, index, shard): rank.above(shard)
+        for (place, index), rank in played.items()
+        for shard in range(ranks_over(spec, axes))
+    }
+    keys = [(*place, shard) for place, shard in zip(places, shards, strict=True)]
+    return Flight(
+        memory=by_rank(places, lambda place: played[place].rows()),
+        peaks=peaks(always(base), keys, above),
+    )
 
 
 class _Rank:
@@ -67,24 +67,44 @@ class _Rank:
     def __init__(self, spec: Spec, played: Played) -> None:
         self.played, self.tape = played, played.tape
         axes = differing_axes(played.wraps[0].scene.plan)
-        self.shards = positions(spec, axes)
         self.tape.enter(Phase.UPDATE)
         self.updates = play_update(played.wraps, range(ranks_over(spec, axes)))
 
-    def rows(self, rank: int) -> Iterator[Footprint]:
+    def rows(self) -> tuple[Footprint, ...]:
         played = self.played
-        yield activation_row(rank, played.activations, played.moved)
-        yield Footprint(state=State.TRANSIENT, rank=rank, device_bytes=played.gathered)
+        return (
+            activation_row(0, played.activations, played.moved),
+            Footprint(state=State.TRANSIENT, rank=0, device_bytes=played.gathered),
+        )
 
-    def above(self, rank: int) -> dict[Phase, int]:
+    def above(self, shard: int) -> dict[Phase, int]:
         """The peaks above what lives always."""
-        return {**self.tape.peaks, Phase.UPDATE: self.updates[self.shards[rank]]}
+        return {**self.tape.peaks, Phase.UPDATE: self.updates[shard]}
 
 
-def _part(spec: Spec, each: StageParts, stages: int, index: int) -> Part:
-    facts = each.of(index)
-    if each.passes:
-        known = each.passes[index]
-    else:
-        known = passes(spec, each.stage, stages, facts.unit_modules, each.cut(spec, index))
-    return Part(index=each.stage.index, plan=each.plan, facts=facts, passes=known)
+class _Parts:
+    """What the ranks have of the stages, equal stages taken apart once."""
+
+    def __init__(self, spec: Spec, stages: Sequence[StageParts]) -> None:
+        self.spec, self.stages = spec, stages
+        self.known: dict[tuple[int, int], Part] = {}
+
+    def first_of(self, stage: int, index: int) -> int:
+        """The first rank along tp that has the same part of a stage."""
+        return next(own for own in self.stages[stage].parts.values() if index in own)[0]
+
+    def of(self, stage: int, index: int) -> Part:
+        """The part of a stage that the rank at this place along tp has."""
+        like = self.stages[stage].like
+        if (like, index) not in self.known:
+            self.known[like, index] = self._part(self.stages[like], index)
+        return replace(self.known[like, index], index=stage)
+
+    def _part(self, each: StageParts, index: int) -> Part:
+        facts, spec = each.of(index), self.spec
+        if each.passes:
+            known = each.passes[index]
+        else:
+            cut = each.cut(spec, index)
+            known = passes(spec, each.stage, len(self.stages), facts.unit_modules, cut)
+        return Part(index=each.stage.index, plan=each.plan, facts=facts, passes=known)

@@ -6,37 +6,42 @@ last backward pass. Ranks differ only in the rows of a tensor that they really h
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
 from ptrain.algebra.layout import positions, ranks_over
-from ptrain.costs import Footprint, State
+from ptrain.costs import ByRank, Footprint, State
 from ptrain.derivation.differing import differing_axes
 from ptrain.derivation.ghosts.table import wrapping
 from ptrain.facts.model import ModelFacts
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import Plan
 
+Rows = tuple[Footprint, ...]
+
 _TOKEN_BYTES = 8  # int64
 _LOSS_BYTES = 4  # fp32
 _SCALING_BYTES = 12  # of a scaled loss: its scale, the steps since it grew, whether it overflowed
 
 
-def resident(spec: Spec, plan: Plan, facts: ModelFacts) -> tuple[Footprint, ...]:
+def resident(spec: Spec, plan: Plan, facts: ModelFacts) -> ByRank[Footprint]:
     """Rows of parameters, optimizer state, gradients and the rest, rank by rank."""
-    shards = by_shard(spec, plan, facts)
-    return tuple(
-        row.of_rank(rank)
-        for rank, index in enumerate(positions(spec, differing_axes(plan)))
-        for row in shards[index]
-    )
+    kinds, kind_of = by_shard(spec, plan, facts)
+    places = positions(spec, differing_axes(plan))
+    return ByRank(kinds, [kind_of[shard] for shard in places])
 
 
-def by_shard(spec: Spec, plan: Plan, facts: ModelFacts) -> list[tuple[Footprint, ...]]:
-    """The rows of a rank, by its place along `differing_axes`."""
+def by_shard(spec: Spec, plan: Plan, facts: ModelFacts) -> tuple[list[Rows], list[int]]:
+    """The rows of each kind of rank, and by a rank's place along `differing_axes` its kind."""
     ghost = wrapping(spec, plan, facts)
     other = Footprint(state=State.OTHER, rank=0, device_bytes=other_bytes(spec, facts))
-    shards = ranks_over(spec, differing_axes(plan))
-    if ghost.is_alike:
-        return [(*ghost.footprints(0), other)] * shards
-    return [(*ghost.footprints(shard), other) for shard in range(shards)]
+    kinds: dict[Hashable, int] = {}
+    rows: list[Rows] = []
+    kind_of = []
+    for shard in range(ranks_over(spec, differing_axes(plan))):
+        kind_of.append(kinds.setdefault(ghost.kind_of_shard(shard), len(kinds)))
+        if len(rows) < len(kinds):
+            rows.append((*ghost.footprints(shard), other))
+    return rows, kind_of
 
 
 def other_bytes(spec: Spec, facts: ModelFacts) -> int:

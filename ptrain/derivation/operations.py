@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 from ptrain.algebra.layout import positions
 from ptrain.axes.tensor.costs import Cut
-from ptrain.costs import Operations
+from ptrain.costs import Operations, by_rank
 from ptrain.derivation import blocks
 from ptrain.facts.stages import Stage
 from ptrain.spec.axis import Axis
@@ -21,7 +21,7 @@ from ptrain.steps.step import Plan
 _PASSES = ("forward", "backward", "again")
 
 
-def operations(spec: Spec, plan: Plan, stages: Sequence[Stage]) -> tuple[Operations, ...]:
+def operations(spec: Spec, plan: Plan, stages: Sequence[Stage]) -> Sequence[Operations]:
     """Rank by rank; none for a model that is not built in, or whose blocks have no table."""
     shape = spec.model
     if not isinstance(shape, ModelShape):
@@ -29,14 +29,10 @@ def operations(spec: Spec, plan: Plan, stages: Sequence[Stage]) -> tuple[Operati
     kept = spec.activations.of(shape.layers)
     if not all(blocks.is_known(shape, each) for each in kept):
         return ()
-    known: dict[tuple[int, int], dict[str, int]] = {}
-    found = []
-    places = zip(positions(spec, (Axis.PP,)), positions(spec, (Axis.TP,)), strict=True)
-    for rank, (place, index) in enumerate(places):
-        if (place, index) not in known:
-            known[place, index] = _of_rank(spec, plan, stages, place, index)
-        found.append(Operations(rank=rank, **known[place, index]))
-    return tuple(found)
+    return by_rank(
+        zip(positions(spec, (Axis.PP,)), positions(spec, (Axis.TP,)), strict=True),
+        lambda places: [Operations(rank=0, **_of_rank(spec, plan, stages, *places))],
+    )
 
 
 def _of_rank(

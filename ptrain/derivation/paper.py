@@ -14,6 +14,7 @@ from typing import assert_never
 from ptrain.algebra.compose import IDENTITY, Product, compose, lift, product
 from ptrain.axes.ring import Calls, Group
 from ptrain.costs import (
+    ByRank,
     Collective,
     Column,
     Estimate,
@@ -82,7 +83,7 @@ def reconstruction_unit(facts: ModelFacts) -> int:
 
 def _memory(
     spec: Spec, placed: Product, sizes: dict[State, int], facts: ModelFacts
-) -> tuple[Footprint, ...]:
+) -> ByRank[Footprint]:
     """Theorem 1, equations (7) to (11); the share on the host is what (11) leaves out. A unit that
     a data axis gathers is what the other axes leave of it (Definition 5), and pp leaves layers
     whole."""
@@ -95,7 +96,7 @@ def _memory(
     rows = [(state, _tiers(placed, state, sizes[state])) for state in MODEL_STATES]
     rows.append((State.TRANSIENT, {"device_bytes": whole_units}))
     alike = [Footprint(state=state, rank=0, **tiers) for state, tiers in rows]
-    return tuple(row.of_rank(rank) for rank in range(spec.world_size) for row in alike)
+    return ByRank([alike], [0] * spec.world_size)
 
 
 def _tiers(placed: Product, state: State, size: int) -> dict[str, int]:

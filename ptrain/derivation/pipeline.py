@@ -10,7 +10,7 @@ What a step of pp leaves in flight is `in_flight`'s.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -18,12 +18,11 @@ from itertools import chain
 from ptrain.algebra.layout import positions
 from ptrain.axes.pipeline.gathers import stage_gathers
 from ptrain.axes.pipeline.holdings import Transfer, transfers
-from ptrain.axes.pipeline.known import schedule_of
 from ptrain.axes.pipeline.schedule import Schedule
-from ptrain.axes.pipeline.stage_facts import chain_of, stage_facts, stage_roles, stages_of
+from ptrain.axes.pipeline.stage_facts import chain_of, stage_facts, stage_roles
 from ptrain.axes.ring import Calls
 from ptrain.axes.tensor.costs import Cut
-from ptrain.costs import Footprint, State, Traffic, add_traffic
+from ptrain.costs import ByRank, Footprint, State, Traffic, add_traffic, by_rank
 from ptrain.derivation import blocks, tensor
 from ptrain.derivation.calls import group_over
 from ptrain.derivation.differing import differing_axes
@@ -36,6 +35,7 @@ from ptrain.derivation.tied import Rows, tied_sums
 from ptrain.facts.model import ModelFacts
 from ptrain.facts.passes import Passes
 from ptrain.facts.stages import ENDS, Ends, Stage
+from ptrain.spec.batch import UnitKind
 from ptrain.spec.model import ModelShape
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import Plan
@@ -65,9 +65,11 @@ def stage_plan(plan: Plan, stage: Stage, ends: Ends = ENDS) -> Plan:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageParts:
     """One stage: the plan as it sees it, its facts, and what the ranks of tp have of it, each part
-    with their places; where these were traced, the passes of each place."""
+    with their places; where these were traced, the passes of each place. `like`: the first stage
+    that is equal to it but for its place, whose names stand in the plan and the facts."""
 
     stage: Stage
+    like: int
     plan: Plan
     facts: ModelFacts
     parts: Mapping[ModelFacts, tuple[int, ...]]
@@ -83,50 +85,66 @@ class StageParts:
         return next(part for part, indices in self.parts.items() if index in indices)
 
 
-def staged(spec: Spec, plan: Plan, facts: ModelFacts) -> tuple[StageParts, ...]:
-    """The stages, first to last."""
+def staged(
+    spec: Spec, plan: Plan, facts: ModelFacts, stages: Sequence[Stage]
+) -> tuple[StageParts, ...]:
+    """The stages, first to last; of equal ones the first is taken apart for all."""
     ends = chain_of(spec, facts).ends
-    found = []
-    for stage in stages_of(spec, facts):
-        own, part = stage_plan(plan, stage, ends), stage_facts(facts, stage)
-        traced = facts.stage_passes[stage.index] if facts.stage_passes else ()
-        found.append(
-            StageParts(
-                stage=stage, plan=own, facts=part, parts=parts(spec, own, part), passes=traced
+    first: dict[Hashable, StageParts] = {}
+    staged = []
+    for stage in stages:
+        kind = _kind(spec, facts, stage, len(stages))
+        if kind not in first:
+            own, part = stage_plan(plan, stage, ends), stage_facts(facts, stage)
+            first[kind] = StageParts(
+                stage=stage,
+                like=stage.index,
+                plan=own,
+                facts=part,
+                parts=parts(spec, own, part),
+                passes=facts.stage_passes[stage.index] if facts.stage_passes else (),
             )
-        )
-    return tuple(found)
+        staged.append(replace(first[kind], stage=stage))
+    return tuple(staged)
 
 
-def resident(spec: Spec, plan: Plan, stages: Sequence[StageParts]) -> tuple[Footprint, ...]:
+def _kind(spec: Spec, facts: ModelFacts, stage: Stage, stages: int) -> Hashable:
+    """What a stage depends on but for its place: of built-in models in units of a block or less,
+    whose layers are alike, how many it has and how their activations are kept."""
+    is_end = stage.index in (0, stages - 1)
+    is_even = spec.unit.kind in (UnitKind.BLOCK, UnitKind.SUB_BLOCK)
+    if not isinstance(spec.model, ModelShape) or facts.stage_passes or is_end or not is_even:
+        return stage.index
+    kept = spec.activations.of(spec.model.layers)
+    return tuple(kept[int(layer.rpartition(".")[2])] for layer in stage.layers)
+
+
+def resident(spec: Spec, plan: Plan, stages: Sequence[StageParts]) -> ByRank[Footprint]:
     """Rows of parameters, optimizer state, gradients and the rest, rank by rank."""
     step = plan.pipeline
     assert step is not None
     cut = (plan.tensor.axis,) if plan.tensor else ()
+    rows: list[tuple[Footprint, ...]] = []
+    of_part: dict[tuple[int, int], list[int]] = {}  # by shard an index into the rows
+    for each in stages:
+        for local, indices in each.parts.items():
+            if (each.like, indices[0]) not in of_part:
+                kinds, kind_of = by_shard(spec, each.plan, local)
+                of_part[each.like, indices[0]] = [len(rows) + kind for kind in kind_of]
+                rows += kinds
+            like = of_part[each.like, indices[0]]
+            of_part |= {(each.stage.index, index): like for index in indices}
+    own = [step.stages_of(place) for place in range(spec.degree(step.axis))]
+    ranks_of_tp = range(spec.degree(plan.tensor.axis) if plan.tensor else 1)
+    parts = [[[of_part[stage, i] for stage in held] for i in ranks_of_tp] for held in own]
     places = zip(
         *(positions(spec, axes) for axes in ((step.axis,), cut, differing_axes(plan))),
         strict=True,
     )
-    of_part = {
-        (each.stage.index, index): rows
-        for each in stages
-        for local, indices in each.parts.items()
-        for rows in [by_shard(spec, each.plan, local)]
-        for index in indices
-    }
-    own = [step.stages_of(rank_of_pp) for rank_of_pp in range(spec.degree(step.axis))]
-    known: dict[tuple[int, tuple[tuple[Footprint, ...], ...]], tuple[Footprint, ...]] = {}
-    of_place: dict[tuple[int, ...], tuple[Footprint, ...]] = {}
-    found: list[Footprint] = []
-    for rank, place in enumerate(places):
-        if place not in of_place:
-            rank_of_pp, index, shard = place
-            held = tuple(of_part[stage, index][shard] for stage in own[rank_of_pp])
-            if (rank_of_pp, held) not in known:
-                known[rank_of_pp, held] = _rows(spec, stages, own[rank_of_pp], held)
-            of_place[place] = known[rank_of_pp, held]
-        found += [row.of_rank(rank) for row in of_place[place]]
-    return tuple(found)
+    return by_rank(
+        ((place, *[part[shard] for part in parts[place][index]]) for place, index, shard in places),
+        lambda key: _rows(spec, stages, own[key[0]], [rows[number] for number in key[1:]]),
+    )
 
 
 def _rows(
@@ -155,16 +173,22 @@ def _sum(state: State, rows: Iterable[Footprint]) -> Footprint:
 
 
 def accounts(
-    spec: Spec, plan: Plan, facts: ModelFacts, stages: Sequence[StageParts]
+    spec: Spec, plan: Plan, facts: ModelFacts, stages: Sequence[StageParts], made: Schedule
 ) -> tuple[tuple[Rows, ...], tuple[int, ...]]:
     """What the ranks send in a step: over the boundaries, and of each stage what the data axes, the
     operators of tp and the sums of its shared tensors send. An account for each place along pp,
     and there along tp and for each shard where these differ; and by rank which is its own."""
-    step, made = plan.pipeline, schedule_of(spec)
+    step = plan.pipeline
     assert step is not None
     crossing = transfers(made)
     hidden = chain_of(spec, facts).hidden
-    of_stage = [_of_stage(spec, made, stage) for stage in stages]
+    known: dict[Hashable, list[list[Rows]]] = {}
+    of_stage = []
+    for each in stages:
+        gathers = _gathers(plan, made, each.stage.index)
+        if (each.like, gathers) not in known:
+            known[each.like, gathers] = _of_stage(spec, made, each)
+        of_stage.append(known[each.like, gathers])
     place_of = _places(spec, plan, stages, of_stage)
     ghost = wrapping(spec, plan, facts)
     places = sorted(set(place_of))
@@ -180,6 +204,14 @@ def accounts(
     )
     account_of = {place: number for number, place in enumerate(places)}
     return found, tuple(account_of[place] for place in place_of)
+
+
+def _gathers(plan: Plan, made: Schedule, stage: int) -> Hashable:
+    """How often a stage's root is gathered, and its other units."""
+    sync = plan.wrap.policy
+    if sync is None:
+        return None
+    return tuple(stage_gathers(made, stage, sync, is_root=is_root) for is_root in (False, True))
 
 
 def _places(

@@ -7,19 +7,18 @@ from itertools import product
 
 from ptrain.axes.data.costs import reductions
 from ptrain.axes.pipeline.gathers import stage_gathers
-from ptrain.axes.pipeline.known import schedule_of
 from ptrain.axes.pipeline.schedule import Schedule
-from ptrain.axes.pipeline.stage_facts import stages_of
 from ptrain.facts.model import ModelFacts
 from ptrain.facts.stages import Stage
 from ptrain.spec.batch import GradientSync
-from ptrain.spec.spec import Spec
 from ptrain.steps.step import Plan
 from ptrain.units import format_bytes
 
 
-def pipeline_notes(spec: Spec, plan: Plan, facts: ModelFacts) -> Iterator[str]:
-    stages, made = stages_of(spec, facts), schedule_of(spec)
+def pipeline_notes(
+    plan: Plan, facts: ModelFacts, stages: Sequence[Stage], made: Schedule
+) -> Iterator[str]:
+    """A sentence for each thing that the stages of a model have and no theorem counts."""
     yield from _unequal(facts, stages, made)
     yield from _tied(facts, stages)
     yield from _gathered(plan, made)

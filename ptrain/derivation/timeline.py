@@ -4,12 +4,12 @@ allocations, and what of it is activations and gathered units.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import assert_never
 
 from ptrain.algebra.layout import positions
-from ptrain.costs import Footprint, Peak, Phase, State
+from ptrain.costs import ByRank, Footprint, KeyT, Peak, Phase, State, by_rank
 from ptrain.derivation import activations
 from ptrain.derivation.differing import differing_axes
 from ptrain.derivation.ghosts.clipping import norm_bytes
@@ -24,6 +24,8 @@ from ptrain.spec.spec import Spec
 from ptrain.steps.step import Plan
 from ptrain.timeline import Boundary, Complete, Item, Mark, Run, Timeline
 
+Phases = Mapping[Phase, int]
+
 _BASE = (State.PARAMETERS, State.OPTIMIZER, State.OTHER)  # what lives for the whole step
 
 
@@ -35,11 +37,11 @@ class Replay:
     timeline: Timeline
     saved_bytes: int
     transient_bytes: int
-    peaks: tuple[Peak, ...]
+    peaks: ByRank[Peak]
 
 
 def replay(
-    spec: Spec, facts: ModelFacts, plan: Plan, base: tuple[Footprint, ...] | None = None
+    spec: Spec, facts: ModelFacts, plan: Plan, base: ByRank[Footprint] | None = None
 ) -> Replay:
     """One steady step. `base` are the resident rows, if they are known already."""
     tape = Tape()
@@ -134,17 +136,26 @@ def play_update(wraps: Sequence[Wrap], shards: Iterable[int]) -> dict[int, int]:
     return peaks
 
 
-def _peaks(scene: Scene, wrap: Wrap, base: tuple[Footprint, ...]) -> tuple[Peak, ...]:
+def always(base: ByRank[Footprint]) -> list[int]:
+    """By rank the device bytes that live for the whole step."""
+    return base.totals(lambda row: row.device_bytes if row.state in _BASE else 0)
+
+
+def peaks(lives: Sequence[int], keys: Sequence[KeyT], above: Mapping[KeyT, Phases]) -> ByRank[Peak]:
+    """By rank what lives always and, by the rank's key, what is above it in each phase."""
+    return by_rank(
+        zip(lives, keys, strict=True),
+        lambda pair: [
+            Peak(phase=phase, rank=0, device_bytes=pair[0] + more)
+            for phase, more in above[pair[1]].items()
+        ],
+    )
+
+
+def _peaks(scene: Scene, wrap: Wrap, base: ByRank[Footprint]) -> ByRank[Peak]:
     """The update differs by the rows that a rank holds, and so does what lives always."""
     tape = scene.tape
     of_rank = positions(scene.spec, differing_axes(scene.plan))
     updates = play_update([wrap], sorted({*of_rank}))
-    lives = dict.fromkeys(range(scene.spec.world_size), 0)
-    for row in base:
-        if row.state in _BASE:
-            lives[row.rank] += row.device_bytes
-    return tuple(
-        Peak(phase=phase, rank=rank, device_bytes=size + above)
-        for rank, size in lives.items()
-        for phase, above in {**tape.peaks, Phase.UPDATE: updates[of_rank[rank]]}.items()
-    )
+    above = {shard: {**tape.peaks, Phase.UPDATE: update} for shard, update in updates.items()}
+    return peaks(always(base), of_rank, above)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ptrain.algebra.layout import positions
-from ptrain.costs import Estimate, State
+from ptrain.costs import Estimate, State, of_ranks
 from ptrain.plan.composition import ranks_text
 from ptrain.report.table import largest, on_tiers, render, size
 from ptrain.spec.spec import Spec
@@ -30,8 +30,8 @@ def by_place(spec: Spec, plan: Plan, exact: Estimate) -> str:
         for place in range(max(places) + 1):
             own = {rank for rank, found in enumerate(places) if found == place}
             stages = step.stages_of(place)
-            memory = [row for row in exact.memory if row.rank in own]
-            peaks = [row.device_bytes for row in exact.peak if row.rank in own]
+            memory = of_ranks(exact.memory, own)
+            peaks = [row.device_bytes for row in of_ranks(exact.peak, own)]
             yield (
                 str(place),
                 ranks_text(sorted(own)),

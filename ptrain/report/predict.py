@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from ptrain.costs import Estimate, Phase, State, Traffic, TrafficKey, busiest
+from ptrain.costs import Estimate, Phase, State, Traffic, TrafficKey, busiest, distinct
 from ptrain.derivation.estimate import Derivation
 from ptrain.plan.composition import condition_lines, theorem_6, theorem_7
 from ptrain.report.heading import heading
@@ -94,7 +94,8 @@ def operations_lines(estimate: Estimate) -> list[str]:
     """What the rank with most to compute computes in a step; nothing where no table tells."""
     if not estimate.operations:
         return []
-    most = max(estimate.operations, key=lambda row: row.forward + row.backward + row.again)
+    rows = distinct(estimate.operations)
+    most = max(rows, key=lambda row: row.forward + row.backward + row.again)
     told = f"{format_operations(most.forward)} forward, {format_operations(most.backward)} backward"
     again = f", {format_operations(most.again)} of forward again" if most.again else ""
     return [f"matrix products per rank and step: {told}{again}"]
@@ -201,7 +202,9 @@ def _cells(row: tuple[str, int | None, int | None]) -> tuple[str, str, str]:
 
 
 def _peak(estimate: Estimate, phase: Phase) -> int | None:
-    return max((row.device_bytes for row in estimate.peak if row.phase is phase), default=None)
+    return max(
+        (row.device_bytes for row in distinct(estimate.peak) if row.phase is phase), default=None
+    )
 
 
 def _bar(number: int | None, longest: int) -> str:

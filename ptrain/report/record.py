@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import zip_longest
 
-from ptrain.costs import Column, Estimate, Footprint, Peak, State, Traffic, TrafficKey
+from ptrain.costs import Column, Estimate, Footprint, Peak, State, Traffic, TrafficKey, of_ranks
 from ptrain.derivation.wire import WireRow, wire_rows
 from ptrain.installed import versions
 from ptrain.version import is_tested
@@ -44,12 +44,11 @@ def compare(exact: Estimate, measured: Estimate) -> tuple[Check, ...]:
     ranks = {row.rank for row in measured.memory}
     if len(ranks) != 1:
         ranks = set(range(exact.world_size))
-    checks = [*_memory_checks(_of_ranks(exact.memory, ranks), memory)]
+    checks = [*_memory_checks(of_ranks(exact.memory, ranks), memory)]
     if "traffic" not in exact.undefined:
         checks += _traffic_checks(exact.traffic, measured.traffic)
     if "peak" not in exact.undefined:
-        peaks = [row for row in exact.peak if row.rank in ranks]
-        checks += _peak_checks(peaks, measured.peak)
+        checks += _peak_checks(of_ranks(exact.peak, ranks), measured.peak)
     return tuple(checks)
 
 
@@ -73,10 +72,6 @@ def checks_line(checks: Sequence[Check], *, ranks: int) -> str:
         f"{len(checks)} checks over {ranks} rank{'' if ranks == 1 else 's'}: bytes per state and "
         "rank, peak per phase and rank, calls, payload and bytes sent per kind of call"
     )
-
-
-def _of_ranks(rows: Iterable[Footprint], ranks: set[int]) -> list[Footprint]:
-    return [row for row in rows if row.rank in ranks]
 
 
 def _memory_checks(exact: Sequence[Footprint], measured: Sequence[Footprint]) -> Iterator[Check]:

@@ -9,7 +9,16 @@ from __future__ import annotations
 import unicodedata
 from collections.abc import Iterable, Sequence
 
-from ptrain.costs import Estimate, Footprint, Phase, State, Traffic, TrafficKey, busiest
+from ptrain.costs import (
+    Estimate,
+    Footprint,
+    Phase,
+    State,
+    Traffic,
+    TrafficKey,
+    busiest,
+    distinct,
+)
 from ptrain.derivation.wire import WireRow, wire_rows
 from ptrain.report.record import TIERS, Check, checks_line, verdict_line
 from ptrain.units import format_bytes
@@ -106,9 +115,9 @@ def summary(
     )
 
 
-def largest(rows: Iterable[Footprint], state: State, tier: str = TIERS[0]) -> int | None:
+def largest(rows: Sequence[Footprint], state: State, tier: str = TIERS[0]) -> int | None:
     """Bytes of `state` on one tier of the rank that holds most of it; None without a row."""
-    sizes: list[int] = [getattr(row, tier) for row in rows if row.state is state]
+    sizes: list[int] = [getattr(row, tier) for row in distinct(rows) if row.state is state]
     return max(sizes, default=None)
 
 

@@ -11,7 +11,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ptrain.costs import Estimate, State
+from ptrain.costs import Estimate, Footprint, State, totals
 from ptrain.spec.axis import Axis
 from ptrain.spec.model import Attention, ExternalModel
 from ptrain.spec.spec import Spec
@@ -59,11 +59,11 @@ class Fit:
 
 def resident_bytes(estimate: Estimate) -> int:
     """What is resident on the fullest rank: the peak is at least this."""
-    totals: dict[int, int] = {}
-    for row in estimate.memory:
-        if row.state not in _PASSING:
-            totals[row.rank] = totals.get(row.rank, 0) + row.device_bytes
-    return max(totals.values(), default=0)
+
+    def resident(row: Footprint) -> int:
+        return 0 if row.state in _PASSING else row.device_bytes
+
+    return max(totals(estimate.memory, resident), default=0)
 
 
 def fit(spec: Spec, exact: Estimate) -> Fit:
@@ -83,10 +83,7 @@ def fit(spec: Spec, exact: Estimate) -> Fit:
 
 def host_bytes(estimate: Estimate, ranks: int) -> int:
     """What rests on the host of a node of so many ranks, each taken for the fullest."""
-    totals: dict[int, int] = {}
-    for row in estimate.memory:
-        totals[row.rank] = totals.get(row.rank, 0) + row.host_bytes
-    return ranks * max(totals.values(), default=0)
+    return ranks * max(totals(estimate.memory, lambda row: row.host_bytes), default=0)
 
 
 def telling(

@@ -109,8 +109,8 @@ def test_exact_memory_falls_with_the_degree_up_to_padding(
 
     def stored(ranks: int) -> dict[State, int]:
         spec = make_spec({Axis.DP_SHARD: (ranks, placement)})
-        rows = by_shard(spec, lower(spec, ("",)), facts)[0]
-        return {row.state: row.device_bytes for row in rows}
+        kinds, kind_of = by_shard(spec, lower(spec, ("",)), facts)
+        return {row.state: row.device_bytes for row in kinds[kind_of[0]]}
 
     few, many = stored(degree), stored(degree * times)
     for state, itemsize in ((State.PARAMETERS, 4), (State.OPTIMIZER, 8), (State.GRADIENTS, 4)):

@@ -127,8 +127,8 @@ def test_zero_redundancy_keeps_and_broadcasts_a_bucket_of_each_owner():
     spec, plan = planned({Axis.DP_REPLICATE: (RANKS, ZERO_1)})
     # the largest first, each to the rank that has least: 15, 15, 14, and 4 + 2 + 2
     owned, tensors = [15, 15, 14, 8], [1, 1, 1, 3]
-    shards = by_shard(spec, plan, FACTS)
-    omega = [rows[1].device_bytes for rows in shards]
+    kinds, kind_of = by_shard(spec, plan, FACTS)
+    omega = [kinds[kind][1].device_bytes for kind in kind_of]
     assert omega == [8 * numel + 4 * count for numel, count in zip(owned, tensors, strict=True)]
     found = calls(spec, plan)[Collective.BROADCAST, State.PARAMETERS, Phase.UPDATE]
     assert found[:2] == (RANKS, 4 * sum(owned))
@@ -137,7 +137,8 @@ def test_zero_redundancy_keeps_and_broadcasts_a_bucket_of_each_owner():
 def test_an_owner_of_nothing_has_a_bucket_of_one_element():
     facts = make_facts(((6,),))
     spec, plan = planned({Axis.DP_REPLICATE: (3, ZERO_1)})
-    parameters, omega, gradients, _ = by_shard(spec, plan, facts)[2]
+    kinds, kind_of = by_shard(spec, plan, facts)
+    parameters, omega, gradients, _ = kinds[kind_of[2]]
     assert (parameters.device_bytes, omega.device_bytes) == (24 + 4 + 4, 0)
     assert gradients.device_bytes == 24
 
@@ -181,7 +182,8 @@ def test_the_shards_of_fsdp2_are_their_own_master_copies_where_theta_is_made(sha
         materialized=True,
     )
     plan = plan.having(step, replace(plan.update, layout=layout))
-    parameters, omega, gradients, _ = by_shard(spec, plan, FACTS)[shard]
+    kinds, kind_of = by_shard(spec, plan, FACTS)
+    parameters, omega, gradients, _ = kinds[kind_of[shard]]
     padded = sum(padded_rows(tensor.shape, RANKS) for tensor in FACTS.tensors)
     rows = sum(local_rows(tensor.shape, RANKS, shard) for tensor in FACTS.tensors)
     assert parameters.device_bytes == 0

@@ -8,6 +8,7 @@ from unittest.mock import patch
 
 import pytest
 
+from ptrain.axes.pipeline.stage_facts import stages_of as cut_by
 from ptrain.costs import Phase, State
 from ptrain.derivation import in_flight
 from ptrain.derivation.estimate import derive, own_facts
@@ -35,8 +36,11 @@ every_layout = pytest.mark.parametrize("layout", ["fp32", "bf16"])
 def stages_of(spec: Spec) -> list[Passes]:
     """Each stage's passes, first to last."""
     plan, facts = derive(spec).plan, own_facts(spec)
-    found = staged(spec, plan, facts)
-    return [passes(spec, each.stage, len(found), each.facts.unit_modules, None) for each in found]
+    found = staged(spec, plan, facts, cut_by(spec, facts))
+    taken_apart = [found[each.like] for each in found]
+    return [
+        passes(spec, each.stage, len(found), each.facts.unit_modules, None) for each in taken_apart
+    ]
 
 
 @every_model
@@ -53,7 +57,8 @@ def test_a_micro_batch_that_came_back_leaves_its_gradients_and_its_loss(model, l
 @every_model
 def test_gradients_of_weights_are_complete_once_in_the_second_half_if_there_are_two(model):
     spec = legal({"pp": 4}, model=model)
-    found = staged(spec, derive(spec).plan, own_facts(spec))
+    facts = own_facts(spec)
+    found = staged(spec, derive(spec).plan, facts, cut_by(spec, facts))
     for each, stage in zip(found, stages_of(spec), strict=True):
         names = Counter(tensor.name for tensor in each.facts.tensors)
         for kind, expected in (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 
 from ptrain.algebra.layout import ranks_over
 from ptrain.costs import Footprint, Traffic
@@ -18,13 +18,15 @@ from ptrain.steps.step import FlatUnits
 class Units:
     """A model of flat units."""
 
-    is_alike = True
-
     def __init__(self, wrapped: Wrapped, step: FlatUnits) -> None:
         self.wrapped, self.step = wrapped, step
 
     def player(self, scene: Scene) -> Flat:
         return Flat(scene, self.step)
+
+    def kind_of_shard(self, shard: int) -> Hashable:
+        """Flat buffers are cut alike for all ranks."""
+        return 0
 
     def footprints(self, shard: int) -> Iterator[Footprint]:
         wrapped = self.wrapped

@@ -3,7 +3,7 @@ played by its ghost (`fsdp2`)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from functools import cached_property
 
 from ptrain.algebra.layout import ranks_over
@@ -30,6 +30,15 @@ class Sharded(InPlace):
 
     def player(self, scene: Scene) -> FullySharded:
         return FullySharded(scene, self.step, self)
+
+    @cached_property
+    def _heights(self) -> list[int]:
+        """The numbers of rows that tensors have."""
+        return sorted({tensor.shape[0] for unit, _ in self.kinds for tensor in unit.tensors})
+
+    def kind_of_shard(self, shard: int) -> Hashable:
+        """Return the rows that the shard has of tensors of each height."""
+        return tuple(local_rows((height,), self.ranks, shard) for height in self._heights)
 
     @cached_property
     def _stored(self) -> int:

@@ -59,7 +59,6 @@ class InPlace:
     the update keeps of the shapes that a rank `updated`."""
 
     owns_master = False
-    is_alike = False
 
     def __init__(self, wrapped: Wrapped) -> None:
         self.wrapped = wrapped
@@ -99,8 +98,8 @@ class InPlace:
         return [(units[0], len(units)) for units in kinds.values()]
 
     def kind_of_shard(self, shard: int) -> Hashable:
-        """Return what shards have in common whose tensors are as high."""
-        return tuple(self.updated(unit, shard) for unit, _ in self.kinds)
+        """Return what a rank keeps and updates depends on: nothing, where no tensor is cut."""
+        return 0
 
     def numels(self, shard: int) -> list[int]:
         """Return the elements of each tensor that the rank with this shard updates."""

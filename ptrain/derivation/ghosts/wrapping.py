@@ -7,7 +7,7 @@ which are ours; `ghosts.table` has them by step of a plan. Nobody else tells one
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -54,7 +54,10 @@ class Wrapping(Protocol):
     (`derivation.differing`)."""
 
     wrapped: Wrapped
-    is_alike: bool  # whether all ranks keep equally much, whatever their shard
+
+    def kind_of_shard(self, shard: int) -> Hashable:
+        """Return what a rank keeps depends on: with equal ones ranks keep the same."""
+        ...
 
     def footprints(self, shard: int) -> Iterator[Footprint]:
         """Yield Theta, Omega and G of the rank with this shard, as rank 0's: bytes by tier."""

@@ -9,7 +9,7 @@ has a bucket of one element of fp32 (`_build_param_buckets`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from functools import cached_property
 
 from ptrain.algebra.layout import ranks_over
@@ -44,6 +44,10 @@ class SpreadUpdate(Replicas):
             for tensors in self.owned
         ]
 
+    def kind_of_shard(self, shard: int) -> Hashable:
+        """Return the shard: each owns other tensors."""
+        return shard
+
     def footprints(self, shard: int) -> Iterator[Footprint]:
         layout = self.wrapped.plan.update.layout
         shapes: dict[Shapes, int] = {}
@@ -73,6 +77,10 @@ class SpreadReplicated(Replicated):
     def __init__(self, scene: Scene, spread_update: SpreadUpdate) -> None:
         super().__init__(scene, spread_update)
         self.spread_update = spread_update
+
+    def kind_of_shard(self, shard: int) -> Hashable:
+        """Return what is equal for all: gradients are whole, and the update allocates nothing."""
+        return 0
 
     def update(self, shard: int) -> None:
         """torch's own optimizer, on the parameters themselves: nothing is cast."""
