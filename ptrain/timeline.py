@@ -6,7 +6,7 @@ gradient completes; `derivation.timeline` interleaves the two.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -60,7 +60,16 @@ class Complete:
     cloned: bool = False
 
 
-Item = Boundary | Run | Complete
+@dataclass(frozen=True, slots=True)
+class Repeated:
+    """Items that come `times` times, one after the other, each time as the time before: those of
+    one block, which stands for the equal ones behind it."""
+
+    times: int
+    items: tuple[Item, ...]
+
+
+Item = Boundary | Run | Complete | Repeated
 Row = list[str | int]  # an item as plain data
 
 
@@ -80,7 +89,7 @@ class Timeline:
     @property
     def saved_bytes(self) -> int:
         """What forward leaves alive: |A| of one micro-batch."""
-        return sum(item.net for item in self.forward if isinstance(item, Run))
+        return sum(map(net_of_runs, self.forward))
 
 
 def as_rows(timeline: Timeline) -> dict[str, list[Row]]:
@@ -117,6 +126,8 @@ def _row(item: Item) -> Row:
             return [rise, net]
         case Complete(parameter, size, cloned):
             return [parameter, size, cloned]
+        case Repeated():
+            raise TypeError("rows hold every block")
 
 
 def _item(row: Row) -> Item:
@@ -124,6 +135,26 @@ def _item(row: Row) -> Item:
         return Complete(str(row[0]), int(row[1]), bool(row[2]))
     first, number = row
     return Boundary(Mark(first), int(number)) if isinstance(first, str) else Run(first, int(number))
+
+
+def net_of_runs(item: Item) -> int:
+    """Bytes that runs leave."""
+    match item:
+        case Run(_, net):
+            return net
+        case Repeated(times, items):
+            return times * sum(map(net_of_runs, items))
+        case _:
+            return 0
+
+
+def boundaries(items: Iterable[Item]) -> Iterator[Boundary]:
+    """The boundaries among items, of what is repeated once."""
+    for item in items:
+        if isinstance(item, Boundary):
+            yield item
+        elif isinstance(item, Repeated):
+            yield from boundaries(item.items)
 
 
 def gradient_order(timeline: Timeline) -> tuple[str, ...]:

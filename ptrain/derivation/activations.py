@@ -16,11 +16,12 @@ from typing import Any
 from ptrain.axes.tensor.costs import Cut
 from ptrain.derivation import blocks, loss_chunks
 from ptrain.derivation.monomials import Monomial, dimensions, merged, monomials
+from ptrain.derivation.repeats import Cast, Turns
 from ptrain.spec.keep import PLAIN, Kept
 from ptrain.spec.model import Family, ModelShape
 from ptrain.spec.precision import DType
 from ptrain.spec.spec import LossSpec, Spec
-from ptrain.timeline import Boundary, Complete, Item, Mark, Run, Timeline
+from ptrain.timeline import Boundary, Complete, Item, Mark, Repeated, Run, Timeline
 
 Units = tuple[tuple[str, ...], ...]
 Places = dict[tuple[Mark, str], int]
@@ -38,7 +39,7 @@ class Saved:
 
 def timeline(
     shape: ModelShape,
-    units: Units | None = None,
+    played: Cast | None = None,
     *,
     batch: int,
     sequence: int,
@@ -47,16 +48,20 @@ def timeline(
     kept: tuple[Kept, ...] = (),
     loss: LossSpec | None = None,
 ) -> Timeline:
-    """One micro-batch of `batch` samples of a built-in model, with the boundaries of `units` (one
-    block each and the root, where they are not given); of one rank's part of it, where operators
-    are `cut`. `kept` says how the blocks' activations are, all of them plain where it is empty;
-    `loss` how the loss is, of whole logits where it is not given."""
+    """One micro-batch of `batch` samples of a built-in model, of those units of it that are
+    `played` (one block each and the root, where they are not given); of one rank's part of it,
+    where operators are `cut`. `kept` says how the blocks' activations are, all of them plain where
+    it is empty; `loss` how the loss is, of whole logits where it is not given."""
     name, kind = table_name(shape, compute, batch), cut.kind if cut else None
     table = _table(name, kind)
     values = (cut.dimensions if cut else dimensions)(shape, batch=batch, sequence=sequence)
     sizes = [size.bytes(values, compute.itemsize) for size in _sizes(name, kind)]
     layers = shape.layers
-    places = places_of(units or (*((f"blocks.{block}",) for block in range(layers)), ("",)))
+    modules: Units = (*((f"blocks.{block}",) for block in range(layers)), ("",))
+    turns: Turns = tuple((block, 1) for block in range(layers))
+    if played is not None:
+        modules, turns = played.modules, played.turns
+    places = places_of(modules)
     forward, backward = table["forward"], table["backward"]
     kept = kept or (PLAIN,) * layers
     whole = blocks.Setting(shape=shape, batch=batch, sequence=sequence, compute=compute, cut=cut)
@@ -75,10 +80,10 @@ def timeline(
     if ends:  # has what follows the blocks in forward and precedes them in backward
         forward, backward = {**forward, "after": []}, {**backward, "before": []}
     first_to_last = of_blocks("forward", blocks.forward_part)
-    last_to_first = of_blocks("backward", blocks.backward_part)[::-1]
+    last_to_first = of_blocks("backward", blocks.backward_part)
     return Timeline(
-        forward=_items(forward, sizes, first_to_last, range(layers), places),
-        backward=_items(backward, sizes, last_to_first, range(layers)[::-1], places),
+        forward=_items(forward, sizes, first_to_last, turns, places),
+        backward=_items(backward, sizes, last_to_first, turns[::-1], places),
         moved=blocks.moved(setting, kept) if setting else (),
         repeated=blocks.repeated(setting, kept) if setting else (),
     )
@@ -178,23 +183,24 @@ def _items(
     parts: dict[str, list[Any]],
     sizes: Sequence[int],
     of_blocks: Sequence[Sequence[Any]],
-    numbers: Sequence[int],
+    turns: Turns,
     places: Places,
 ) -> tuple[Item, ...]:
-    """What precedes the blocks, each block's part in the order of their `numbers`, and what
+    """What precedes the blocks, each block's part in the order of their `turns`, and what
     follows."""
     items: list[Item] = []
-    for part, number in (
-        (merged(parts["before"], sizes), ""),
-        *zip(of_blocks, map(str, numbers), strict=True),
-        (merged(parts["after"], sizes), ""),
-    ):
-        append(items, instantiate(part, number, places))
+    append(items, instantiate(merged(parts["before"], sizes), "", places))
+    for block, times in turns:
+        append(items, instantiate(of_blocks[block], str(block), places), times)
+    append(items, instantiate(merged(parts["after"], sizes), "", places))
     return tuple(items)
 
 
-def append(items: list[Item], more: Iterator[Item]) -> None:
-    """A run that goes on from one part into the next is one run."""
+def append(items: list[Item], more: Iterator[Item], times: int = 1) -> None:
+    """A run that goes on from one part into the next is one run, unless that is repeated."""
+    if times > 1:
+        items.append(Repeated(times, tuple(more)))
+        return
     for item in more:
         if items and isinstance(item, Run) and isinstance(last := items[-1], Run):
             items[-1] = last.then(item)

@@ -236,7 +236,7 @@ def _exact_part(spec: Spec, plan: Plan, facts: ModelFacts, index: int) -> Estima
             traffic=add_traffic((*traffic, *more)),
             undefined=_untold(spec, facts, _NOT_TRACED),
         )
-    played = replay(spec, facts, plan, memory)
+    played = replay(spec, facts, plan, memory, tensor.cut_of(spec, plan, index))
     timeline = played.timeline
     more = kept_traffic(spec, plan, timeline.moved, timeline.repeated)
     return replace(

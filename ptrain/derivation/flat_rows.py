@@ -65,7 +65,7 @@ def _kinds(spec: Spec, facts: ModelFacts) -> Iterator[tuple[UnitFacts, int]]:
 def _kind(spec: Spec, unit: UnitFacts) -> Hashable:
     if not needs_whole_tensors(spec.optimizer):
         return (unit.is_root, unit.numel)
-    return (unit.is_root, tuple(tensor.shape for tensor in unit.tensors))
+    return (unit.is_root, unit.shapes)
 
 
 def _play(

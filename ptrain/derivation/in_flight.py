@@ -12,13 +12,17 @@ from ptrain.axes.pipeline.instructions import training
 from ptrain.axes.pipeline.schedule import Schedule
 from ptrain.costs import ByRank, Footprint, Peak, Phase, State, by_rank
 from ptrain.derivation.differing import differing_axes
+from ptrain.derivation.ghosts.table import wrapping
 from ptrain.derivation.kept import activation_row
 from ptrain.derivation.pipeline import StageParts
+from ptrain.derivation.repeats import cast
 from ptrain.derivation.stage_replay import Part, Played, play_rank
 from ptrain.derivation.stage_timeline import passes
 from ptrain.derivation.timeline import always, peaks, play_update
 from ptrain.spec.axis import Axis
 from ptrain.spec.spec import Spec
+
+Place = tuple[int, int]  # along pp, and along tp
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,30 +37,26 @@ def in_flight(
     spec: Spec, made: Schedule, stages: Sequence[StageParts], base: ByRank[Footprint]
 ) -> Flight:
     """`base` are the resident rows."""
-    played: dict[tuple[int, int], _Rank] = {}
-    like: dict[tuple[int, tuple[int, ...]], tuple[int, int]] = {}
-    instructions, parts = training(made), _Parts(spec, stages)
+    played: dict[Place, _Rank] = {}
+    like: dict[Place, Place] = {}
+    first: dict[tuple[int, tuple[int, ...]], Place] = {}
+    instructions, parts = training(made), _PartsOfStages(spec, stages)
     for place, index in product(range(made.ranks), range(spec.degree(Axis.TP))):
         own = made.stages_of(place)
         # ranks of tp with the same parts: the first of them stands for all
         alike = tuple(parts.first_of(stage, index) for stage in own)
-        first = like.setdefault((place, alike), (place, index))
-        if first not in played:
+        like[place, index] = first.setdefault((place, alike), (place, index))
+        if like[place, index] not in played:
             of_rank = [parts.of(stage, index) for stage in own]
             step = play_rank(spec, of_rank, instructions[place], made.stages - 1)
-            played[first] = _Rank(spec, step)
-        played[place, index] = played[first]
-    places = list(zip(positions(spec, (Axis.PP,)), positions(spec, (Axis.TP,)), strict=True))
-    axes = differing_axes(stages[0].plan)
-    shards = positions(spec, axes)
-    above = {
-        (place, index, shard): rank.above(shard)
-        for (place, index), rank in played.items()
-        for shard in range(ranks_over(spec, axes))
-    }
-    keys = [(*place, shard) for place, shard in zip(places, shards, strict=True)]
+            played[place, index] = _Rank(spec, step)
+    places = zip(positions(spec, (Axis.PP,)), positions(spec, (Axis.TP,)), strict=True)
+    ranks = [like[place] for place in places]
+    shards = positions(spec, differing_axes(stages[0].plan))
+    keys = [(rank, played[rank].updates[s]) for rank, s in zip(ranks, shards, strict=True)]
+    above = {key: played[key[0]].above(update=key[1]) for key in dict.fromkeys(keys)}
     return Flight(
-        memory=by_rank(places, lambda place: played[place].rows()),
+        memory=by_rank(ranks, lambda rank: played[rank].rows()),
         peaks=peaks(always(base), keys, above),
     )
 
@@ -77,12 +77,12 @@ class _Rank:
             Footprint(state=State.TRANSIENT, rank=0, device_bytes=played.gathered),
         )
 
-    def above(self, shard: int) -> dict[Phase, int]:
-        """The peaks above what lives always."""
-        return {**self.tape.peaks, Phase.UPDATE: self.updates[shard]}
+    def above(self, *, update: int) -> dict[Phase, int]:
+        """The peaks above what lives always, with one of its updates."""
+        return {**self.tape.peaks, Phase.UPDATE: update}
 
 
-class _Parts:
+class _PartsOfStages:
     """What the ranks have of the stages, equal stages taken apart once."""
 
     def __init__(self, spec: Spec, stages: Sequence[StageParts]) -> None:
@@ -101,10 +101,9 @@ class _Parts:
         return replace(self.known[like, index], index=stage)
 
     def _part(self, each: StageParts, index: int) -> Part:
-        facts, spec = each.of(index), self.spec
+        facts, spec, stage, plan = each.of(index), self.spec, each.stage, each.plan
         if each.passes:
-            known = each.passes[index]
-        else:
-            cut = each.cut(spec, index)
-            known = passes(spec, each.stage, len(self.stages), facts.unit_modules, cut)
-        return Part(index=each.stage.index, plan=each.plan, facts=facts, passes=known)
+            return Part(index=stage.index, plan=plan, facts=facts, passes=each.passes[index])
+        played = cast(spec, facts.units, stage.layers, wrapping(spec, plan, facts).reach)
+        known = passes(spec, stage, len(self.stages), played, each.cut(spec, index))
+        return Part(index=stage.index, plan=plan, facts=facts, passes=known, cast=played)

@@ -77,8 +77,7 @@ class StageParts:
 
     def cut(self, spec: Spec, index: int) -> Cut | None:
         """How the operators of the rank at this place along tp are cut."""
-        step = self.plan.tensor
-        return Cut(step=step, degree=spec.degree(step.axis), index=index) if step else None
+        return tensor.cut_of(spec, self.plan, index)
 
     def of(self, index: int) -> ModelFacts:
         """What the rank at this place along tp has."""

@@ -17,8 +17,10 @@ from typing import NamedTuple
 from ptrain.axes.pipeline.instructions import Instruction, Message, Receive, Release, Send
 from ptrain.axes.pipeline.schedule import Action
 from ptrain.costs import Phase
+from ptrain.derivation.ghosts.table import wrapping
+from ptrain.derivation.repeats import Cast
 from ptrain.derivation.tape import Scene, Tape, Wrap
-from ptrain.derivation.timeline import play, wrap_of
+from ptrain.derivation.timeline import play
 from ptrain.facts.model import ModelFacts
 from ptrain.facts.passes import Passes, net
 from ptrain.spec.spec import Spec
@@ -61,12 +63,14 @@ class Played:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """What one rank has of a stage: the plan, the facts and the passes are its own."""
+    """What one rank has of a stage: the plan, the facts and the passes are its own; `cast` says
+    whom the passes play."""
 
     index: int
     plan: Plan
     facts: ModelFacts
     passes: Passes
+    cast: Cast | None = None
 
 
 def play_rank(
@@ -177,10 +181,17 @@ class _Rank:
 
 def _stage(spec: Spec, part: Part, tape: Tape) -> _Stage:
     passes = part.passes
-    scene = Scene(tape=tape, spec=spec, facts=part.facts, plan=part.plan, timeline=passes.timeline)
+    scene = Scene(
+        tape=tape,
+        spec=spec,
+        facts=part.facts,
+        plan=part.plan,
+        timeline=passes.timeline,
+        cast=part.cast,
+    )
     return _Stage(
         part=part,
-        wrap=wrap_of(scene),
+        wrap=wrapping(spec, part.plan, part.facts).player(scene),
         left=part.plan.accumulate.micro_batches,
         net={kind: sum(map(net, items)) for kind, items in passes.items.items()},
         loss=passes.loss,

@@ -14,6 +14,7 @@ from typing import Any
 from ptrain.axes.tensor.costs import Cut
 from ptrain.derivation import activations, blocks, loss_chunks
 from ptrain.derivation.monomials import Monomial, dimensions, merged, monomials
+from ptrain.derivation.repeats import Cast, Turns
 from ptrain.facts.passes import Passes, of_first_stage, of_later_stage
 from ptrain.facts.stages import Stage
 from ptrain.spec.keep import PLAIN, Kept
@@ -21,7 +22,6 @@ from ptrain.spec.model import Attention, ModelShape
 from ptrain.spec.spec import Spec
 from ptrain.timeline import Item, Kind, Run
 
-Units = tuple[tuple[str, ...], ...]
 Pairs = tuple[tuple[str, int], ...]
 
 _PASSES = {
@@ -35,9 +35,9 @@ _PASSES = {
 _HALVES = (Kind.INPUT, Kind.WEIGHT)
 
 
-def passes(spec: Spec, stage: Stage, stages: int, units: Units, cut: Cut | None) -> Passes:
-    """Of a built-in model's stage, with the boundaries of its units; of one rank's part of it,
-    where operators are `cut`."""
+def passes(spec: Spec, stage: Stage, stages: int, played: Cast, cut: Cut | None) -> Passes:
+    """Of a built-in model's stage, of those units of it that are `played`; of one rank's part of
+    it, where operators are `cut`."""
     shape, batch = spec.model, spec.batch
     assert isinstance(shape, ModelShape), "a built-in model"
     compute = spec.precision.effective.parameters
@@ -49,14 +49,21 @@ def passes(spec: Spec, stage: Stage, stages: int, units: Units, cut: Cut | None)
     sizes = [size.bytes(values, compute.itemsize) for size in _sizes(name, kind_of_cut)]
     ends = {0: "first", stages - 1: "last"}
     place = table[ends.get(stage.index, "middle")]
-    places = activations.places_of(units)
+    places = activations.places_of(played.modules)
     tokens = batch.sequence // (cut.degree if cut and cut.step.is_sequence else 1)
     hidden = batch.micro * tokens * shape.hidden * compute.itemsize
     loss = _loss(spec, stage, cut, hidden) if stage.index == stages - 1 else None
     layers = _layers(spec, stage, cut, hidden if stage.index else 0, loss)
     items = {
         kind: tuple(
-            _items(layers, kind, _of_layers(table, place[key], len(layers.numbers)), sizes, places)
+            _items(
+                layers,
+                kind,
+                _of_layers(table, place[key], len(layers.numbers)),
+                sizes,
+                played.turns,
+                places,
+            )
         )
         for kind, key in _PASSES.items()
         if key in place and (layers.is_as_usual or kind not in _HALVES)
@@ -161,19 +168,20 @@ def _items(
     kind: Kind,
     parts: Sequence[list[Any]],
     sizes: Sequence[int],
+    turns: Turns,
     places: activations.Places,
 ) -> Iterator[Item]:
-    """A pass, layer by layer in its order."""
+    """A pass, in its order the layers that are played; `parts` are those of all."""
     made: dict[tuple[int, Kept, bool], list[Any]] = {}
     items: list[Item] = []
-    order = list(range(len(layers.numbers)))
-    for part, place in zip(
-        parts, order[::-1] if kind in (Kind.BACKWARD, Kind.INPUT) else order, strict=True
-    ):
+    is_reversed = kind in (Kind.BACKWARD, Kind.INPUT)
+    for place, times in turns[::-1] if is_reversed else turns:
+        part = parts[-1 - place if is_reversed else place]
         key = (id(part), layers.kept[place], place == 0)
         if key not in made:
             made[key] = layers.part(kind, place, list(merged(part, sizes)))
-        activations.append(items, activations.instantiate(made[key], layers.numbers[place], places))
+        instance = activations.instantiate(made[key], layers.numbers[place], places)
+        activations.append(items, instance, times)
     yield from items
 
 

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from ptrain.axes.ring import Calls, Group
 from ptrain.costs import Collective, Phase, State, Traffic, TrafficKey
 from ptrain.derivation.calls import group_over
-from ptrain.facts.model import ModelFacts
+from ptrain.derivation.repeats import Cast
+from ptrain.facts.model import ModelFacts, UnitFacts
 from ptrain.spec.axis import Axis
 from ptrain.spec.placement import Tier
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import Plan
-from ptrain.timeline import Boundary, Complete, Kind, Mark, Timeline
+from ptrain.timeline import Complete, Kind, Mark, Timeline, boundaries
 
 _COPIES = {
     (Tier.HOST, Tier.DEVICE): Collective.HOST_TO_DEVICE,
@@ -85,6 +86,19 @@ class Tape:
         if self.is_reading:
             self.peak = max(self.peak, self.level + size)
 
+    def repeat(self, times: int, act: Callable[[], None]) -> None:
+        """What `act` allocates and frees, so many times, one after the other: it is done once."""
+        if times == 1:
+            act()
+            return
+        assert self.account is None, "who counts what is sent has units by kind"
+        level, peak = self.level, self.peak
+        self.peak = level
+        act()
+        net, rise = self.level - level, self.peak - level
+        self.level = level + times * net
+        self.peak = max(peak, level + rise + max(0, (times - 1) * net))
+
     def allocated(self, size: int, tier: Tier) -> None:
         if tier is Tier.DEVICE and self.is_reading:
             self.add(size)
@@ -116,18 +130,27 @@ class Scene:
     facts: ModelFacts
     plan: Plan
     timeline: Timeline
+    cast: Cast | None = None  # who is played, where that is not every unit by itself
+
+    @property
+    def units(self) -> tuple[UnitFacts, ...]:
+        """The units that are played, by their places in the timeline."""
+        return self.facts.units if self.cast is None else self.cast.units
+
+    @property
+    def times(self) -> tuple[int, ...]:
+        """How many equal units each of them stands for."""
+        return (1,) * len(self.facts.units) if self.cast is None else self.cast.times
 
     def order(self, mark: Mark) -> tuple[int, ...]:
         """The units in the order in which a forward pass comes by their `mark`."""
-        marks = (item for item in self.timeline.forward if isinstance(item, Boundary))
+        marks = boundaries(self.timeline.forward)
         return tuple(dict.fromkeys(item.unit for item in marks if item.mark is mark))
 
     def unit_of(self) -> dict[str, int]:
         """Parameter name -> index of its unit."""
         return {
-            tensor.name: index
-            for index, unit in enumerate(self.facts.units)
-            for tensor in unit.tensors
+            tensor.name: index for index, unit in enumerate(self.units) for tensor in unit.tensors
         }
 
 

@@ -15,7 +15,6 @@ from ptrain.axes.tensor.costs import Cut, Modules, cut_dims, slices
 from ptrain.costs import Collective, Phase, State, Traffic
 from ptrain.derivation import activations
 from ptrain.facts.model import ModelFacts, TensorFacts, UnitFacts, prefixes
-from ptrain.spec.model import ModelShape
 from ptrain.spec.precision import DType
 from ptrain.spec.role import Role
 from ptrain.spec.spec import Spec
@@ -26,6 +25,12 @@ from ptrain.units import ceil_div
 Units = tuple[UnitFacts, ...]
 
 _LOSS_SUMS = 3  # of a loss on cut logits: their maximum, their sum, the targets' logits
+
+
+def cut_of(spec: Spec, plan: Plan, index: int) -> Cut | None:
+    """How the operators of the rank at this place along tp are cut; None where they are not."""
+    step = plan.tensor
+    return Cut(step=step, degree=spec.degree(step.axis), index=index) if step else None
 
 
 def parts(spec: Spec, plan: Plan, facts: ModelFacts) -> dict[ModelFacts, tuple[int, ...]]:
@@ -44,24 +49,10 @@ def parts(spec: Spec, plan: Plan, facts: ModelFacts) -> dict[ModelFacts, tuple[i
 
 
 def _local_facts(spec: Spec, facts: ModelFacts, units: Units, cut: Cut) -> ModelFacts:
-    """One rank's part: its units, and the timeline of its micro-batch."""
-    is_by_family = activations.is_tabulated(spec) and not facts.roles
-    if isinstance(spec.model, ModelShape) and is_by_family and not facts.part_timelines:
-        return replace(
-            facts,
-            units=units,
-            timeline=activations.timeline(
-                spec.model,
-                facts.unit_modules,
-                batch=spec.batch.micro,
-                sequence=spec.batch.sequence,
-                compute=spec.precision.effective.parameters,
-                cut=cut,
-                kept=spec.activations.of(spec.model.layers),
-                loss=spec.loss,
-            ),
-        )
+    """One rank's part: its units, and where it was traced the timeline of its micro-batch."""
     traced = facts.part_timelines
+    if activations.is_tabulated(spec) and not facts.roles and not traced:
+        return replace(facts, units=units)
     timeline = traced[cut.index] if len(traced) == cut.degree else None
     order = gradient_order(timeline) if timeline else facts.gradient_order
     return replace(facts, units=units, timeline=timeline, gradient_order=order, part_timelines=())

@@ -6,9 +6,11 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import assert_never
 
 from ptrain.algebra.layout import positions
+from ptrain.axes.tensor.costs import Cut
 from ptrain.costs import ByRank, Footprint, KeyT, Peak, Phase, State, by_rank
 from ptrain.derivation import activations
 from ptrain.derivation.differing import differing_axes
@@ -16,13 +18,14 @@ from ptrain.derivation.ghosts.clipping import norm_bytes
 from ptrain.derivation.ghosts.table import wrapping
 from ptrain.derivation.ghosts.wrapping import micro_batches
 from ptrain.derivation.memory import resident
+from ptrain.derivation.repeats import Cast, cast
 from ptrain.derivation.tape import Scene, Tape, Wrap
 from ptrain.errors import PtrainError
 from ptrain.facts.model import ModelFacts
 from ptrain.spec.model import ModelShape
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import Plan
-from ptrain.timeline import Boundary, Complete, Item, Mark, Run, Timeline
+from ptrain.timeline import Boundary, Complete, Item, Mark, Repeated, Run, Timeline
 
 Phases = Mapping[Phase, int]
 
@@ -41,13 +44,19 @@ class Replay:
 
 
 def replay(
-    spec: Spec, facts: ModelFacts, plan: Plan, base: ByRank[Footprint] | None = None
+    spec: Spec,
+    facts: ModelFacts,
+    plan: Plan,
+    base: ByRank[Footprint] | None = None,
+    cut: Cut | None = None,
 ) -> Replay:
-    """One steady step. `base` are the resident rows, if they are known already."""
-    tape = Tape()
-    timeline = model_timeline(spec, facts)
-    scene = Scene(tape=tape, spec=spec, facts=facts, plan=plan, timeline=timeline)
-    wrap = wrap_of(scene)
+    """One steady step. `base` are the resident rows, if they are known already; `cut` is how the
+    operators of a built-in model are."""
+    tape, ghost = Tape(), wrapping(spec, plan, facts)
+    played = _cast(spec, facts, ghost.reach)
+    timeline = model_timeline(spec, facts, played, cut)
+    scene = Scene(tape=tape, spec=spec, facts=facts, plan=plan, timeline=timeline, cast=played)
+    wrap = ghost.player(scene)
     transient = 0
     # after the second micro-batch everything repeats until the last one
     for is_first, is_last, _ in micro_batches(plan.accumulate.micro_batches):
@@ -66,26 +75,34 @@ def replay(
     )
 
 
-def model_timeline(spec: Spec, facts: ModelFacts) -> Timeline:
-    """One micro-batch of the model: from the facts where they were traced, else from a table."""
+def _cast(spec: Spec, facts: ModelFacts, reach: int | None) -> Cast | None:
+    """Who is played; None where a trace has every block."""
+    if facts.timeline is not None or not isinstance(spec.model, ModelShape):
+        return None
+    return cast(spec, facts.units, [f"blocks.{i}" for i in range(spec.model.layers)], reach)
+
+
+def model_timeline(spec: Spec, facts: ModelFacts, played: Cast | None, cut: Cut | None) -> Timeline:
+    """One micro-batch of those units of the model that are played: from the facts where they were
+    traced, else from a table."""
     if facts.timeline is not None:
         return facts.timeline
-    if not isinstance(spec.model, ModelShape) or not activations.is_tabulated(spec):
+    if (
+        played is None
+        or not isinstance(spec.model, ModelShape)
+        or not activations.is_tabulated(spec)
+    ):
         raise PtrainError("model: its activations are known only from a trace of the model itself")
     return activations.timeline(
         spec.model,
-        facts.unit_modules,
+        played,
         batch=spec.batch.micro,
         sequence=spec.batch.sequence,
         compute=spec.precision.effective.parameters,
+        cut=cut,
         kept=spec.activations.of(spec.model.layers),
         loss=spec.loss,
     )
-
-
-def wrap_of(scene: Scene) -> Wrap:
-    """What allocates and sends along the scene's timeline."""
-    return wrapping(scene.spec, scene.plan, scene.facts).player(scene)
 
 
 def play(items: Iterable[Item], tape: Tape, wrap: Wrap) -> None:
@@ -103,6 +120,8 @@ def play(items: Iterable[Item], tape: Tape, wrap: Wrap) -> None:
             wrap.complete(item)
         elif isinstance(item, Boundary):
             at[item.mark](item.unit)
+        elif isinstance(item, Repeated):
+            tape.repeat(item.times, partial(play, item.items, tape, wrap))
         else:
             assert_never(item)
 

@@ -38,10 +38,14 @@ class UnitFacts:
 
     modules: tuple[str, ...]
     tensors: tuple[TensorFacts, ...]
-    numel: int = field(init=False, repr=False, compare=False)  # added up once: it is read often
+    # of the tensors, once: they are read often
+    shapes: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
+    numel: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "numel", sum(tensor.numel for tensor in self.tensors))
+        shapes = tuple([tensor.shape for tensor in self.tensors])
+        object.__setattr__(self, "shapes", shapes)
+        object.__setattr__(self, "numel", sum(map(math.prod, shapes)))
 
     @property
     def name(self) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ptrain.timeline import Complete, Item, Kind, Run, Timeline
+from ptrain.timeline import Complete, Item, Kind, Repeated, Run, Timeline
 
 Items = tuple[Item, ...]
 
@@ -62,9 +62,11 @@ def _left(found: Passes, *backward: Kind) -> int:
 def net(item: Item) -> int:
     """Bytes that stay, but for gradients, which are the wrap's."""
     match item:
-        case Run(_, net):
-            return net
+        case Run():
+            return item.net
         case Complete(_, size, cloned):
             return 0 if cloned else -size
+        case Repeated(times, items):
+            return times * sum(map(net, items))
         case _:
             return 0

@@ -13,6 +13,7 @@ from ptrain.costs import Phase, State
 from ptrain.derivation import in_flight
 from ptrain.derivation.estimate import derive, own_facts
 from ptrain.derivation.pipeline import staged
+from ptrain.derivation.repeats import everyone
 from ptrain.derivation.stage_timeline import passes
 from ptrain.facts.passes import Passes, net
 from ptrain.spec.load import load
@@ -39,7 +40,10 @@ def stages_of(spec: Spec) -> list[Passes]:
     found = staged(spec, plan, facts, cut_by(spec, facts))
     taken_apart = [found[each.like] for each in found]
     return [
-        passes(spec, each.stage, len(found), each.facts.unit_modules, None) for each in taken_apart
+        passes(
+            spec, each.stage, len(found), everyone(each.facts.units, len(each.stage.layers)), None
+        )
+        for each in taken_apart
     ]
 
 

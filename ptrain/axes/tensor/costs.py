@@ -56,23 +56,20 @@ class Modules:
         self._roles = roles
         # a pattern without a digit means modules of any number
         self._by_number = any(map(str.isdigit, "".join(pattern for pattern, _ in roles)))
-        self._known: dict[str, frozenset[Role]] = {}
-        self._first: dict[str, Role | None] = {}
+        self._known: dict[str, tuple[Role, ...]] = {}  # by a module's name, of any block and of one
 
-    def roles(self, module: str) -> frozenset[Role]:
-        """All that a module has."""
-        key = module if self._by_number else _NUMBERS.sub("0", module)
-        if key not in self._known:
-            fitting = [role for pattern, role in self._roles if fits(pattern, key)]
-            self._known[key] = frozenset(fitting)
-            self._first[key] = next(iter(fitting), None)
-        return self._known[key]
+    def roles(self, module: str) -> tuple[Role, ...]:
+        """All that a module has, in their order."""
+        if module not in self._known:
+            key = module if self._by_number else _NUMBERS.sub("0", module)
+            if key not in self._known:
+                self._known[key] = tuple(r for pattern, r in self._roles if fits(pattern, key))
+            self._known[module] = self._known[key]
+        return self._known[module]
 
     def of_tensor(self, name: str) -> Role | None:
         """The first role of the module that a tensor belongs to."""
-        module = name.rpartition(".")[0]
-        self.roles(module)
-        return self._first[module if self._by_number else _NUMBERS.sub("0", module)]
+        return next(iter(self.roles(name.rpartition(".")[0])), None)
 
 
 def cut_dims(step: HowCut, tensors: Iterable[tuple[str, Shape]]) -> dict[str, int]:

@@ -18,6 +18,8 @@ from ptrain.steps.step import FlatUnits
 class Units:
     """A model of flat units."""
 
+    reach: int | None = None  # what is gathered ahead for the next step goes round
+
     def __init__(self, wrapped: Wrapped, step: FlatUnits) -> None:
         self.wrapped, self.step = wrapped, step
 

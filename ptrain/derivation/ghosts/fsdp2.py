@@ -9,6 +9,7 @@ unit's backward. A reduction's input lives until the next unit's begins.
 from __future__ import annotations
 
 from collections.abc import Hashable
+from functools import partial
 
 from ptrain.algebra.layout import ranks_over
 from ptrain.axes.data.costs import kept_ranks, padded_rows
@@ -16,10 +17,9 @@ from ptrain.costs import Collective, State
 from ptrain.derivation.ghosts import autograd
 from ptrain.derivation.ghosts.in_place import InPlace, InPlaceUpdate, Shapes
 from ptrain.derivation.tape import Scene
-from ptrain.facts.model import UnitFacts
 from ptrain.spec.batch import GradientSync, ReduceScatterVia
 from ptrain.steps.step import FullyShard
-from ptrain.timeline import Boundary, Complete, Kind, Mark
+from ptrain.timeline import Complete, Kind, Mark, boundaries
 
 
 class Gathers:
@@ -27,13 +27,13 @@ class Gathers:
     groups between forward and backward."""
 
     def __init__(self, scene: Scene, step: FullyShard, padded: list[list[int]]) -> None:
-        self.tape, self.step = scene.tape, step
+        self.tape, self.step, self.times = scene.tape, step, scene.times
         layout = scene.plan.update.layout
         ranks = ranks_over(scene.spec, step.shard_axes)
         self.ranks, self.kept_ranks = ranks, kept_ranks(step.sync, ranks)
         self.is_smaller = 1 < self.kept_ranks < ranks
         self.stays = [  # gathered from forward to backward
-            not step.sync.after_forward(is_root=unit.is_root) for unit in scene.facts.units
+            not step.sync.after_forward(is_root=unit.is_root) for unit in scene.units
         ]
         itemsize = layout.parameters.itemsize
         self.tensors = [[size * ranks * itemsize for size in sizes] for sizes in padded]
@@ -130,8 +130,8 @@ class Gathers:
 
     def now(self) -> int:
         """Bytes of units that are gathered, or kept by a smaller group."""
-        there = zip(self.whole, self.is_gathered, strict=True)
-        return sum(size for size, is_there in there if is_there) + sum(self.between)
+        there = zip(self.whole, self.is_gathered, self.between, self.times, strict=True)
+        return sum(times * (size * is_there + between) for size, is_there, between, times in there)
 
 
 class FullySharded(InPlaceUpdate):
@@ -152,7 +152,7 @@ class FullySharded(InPlaceUpdate):
         self.reduced = [size * layout.reduced.itemsize for size in totals]
         self.kept = [size * layout.gradients.itemsize for size in totals]
         self.unit_of = scene.unit_of()
-        self.last_tensors = {u.tensors[-1].name for u in scene.facts.units if u.tensors}
+        self.last_tensors = {u.tensors[-1].name for u in scene.units if u.tensors}
         num_units = len(totals)
         self.root = num_units - 1
         self.has_shard = [False] * num_units
@@ -166,7 +166,7 @@ class FullySharded(InPlaceUpdate):
         self.reduces = self.is_last = True
         self.is_pipelined = scene.plan.pipeline is not None
         self.is_over = True  # what outlives a backward pass goes at its end
-        backward = (item for item in scene.timeline.backward if isinstance(item, Boundary))
+        backward = boundaries(scene.timeline.backward)
         self.num_ends = sum(item.mark is Mark.POST_BACKWARD for item in backward)
         self.ends_left = self.num_ends
 
@@ -199,8 +199,8 @@ class FullySharded(InPlaceUpdate):
         self.reduces = self.is_last or self.step.sync.gradients is GradientSync.EVERY
         if kind is Kind.WEIGHT and self.reduces:
             self.is_over, self.ends_left = True, len(self.reduced)
-            for unit in range(len(self.reduced)):
-                self.after_backward(unit)
+            for unit, times in enumerate(self.scene.times):
+                self.tape.repeat(times, partial(self.after_backward, unit))
         self.accumulates = [bool(fresh) for fresh in self.fresh]
 
     def complete(self, gradient: Complete) -> None:
@@ -240,7 +240,7 @@ class FullySharded(InPlaceUpdate):
         """Unreduced gradients wait in the dtype of the reduction; torch casts them in the order of
         the parameters, whatever order they came in."""
         fresh = self.fresh[unit]
-        for tensor in self.scene.facts.units[unit].tensors:
+        for tensor in self.scene.units[unit].tensors:
             size = fresh.get(tensor.name, 0)
             cast = size // self.e_parameters * self.e_reduced
             self.tape.add(cast)
@@ -296,7 +296,8 @@ class FullySharded(InPlaceUpdate):
         return self.gathers.now()
 
     def lingering(self) -> int:
-        return self.reduce_input + sum(self.all_reduced)
+        replicas = zip(self.all_reduced, self.scene.times, strict=True)
+        return self.reduce_input + sum(size * times for size, times in replicas)
 
     def signature(self) -> Hashable:
         gathers = self.gathers
@@ -314,12 +315,7 @@ class FullySharded(InPlaceUpdate):
 def _padded(scene: Scene, ranks: int) -> list[list[int]]:
     """Elements of one rank's padded part of every tensor, by unit."""
     rows: dict[Shapes, list[int]] = {}
-    for unit in scene.facts.units:
-        shapes = _shapes(unit)
-        if shapes not in rows:
-            rows[shapes] = [padded_rows(shape, ranks) for shape in shapes]
-    return [rows[_shapes(unit)] for unit in scene.facts.units]
-
-
-def _shapes(unit: UnitFacts) -> Shapes:
-    return tuple(tensor.shape for tensor in unit.tensors)
+    for unit in scene.units:
+        if unit.shapes not in rows:
+            rows[unit.shapes] = [padded_rows(shape, ranks) for shape in unit.shapes]
+    return [rows[unit.shapes] for unit in scene.units]

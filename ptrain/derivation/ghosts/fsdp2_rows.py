@@ -27,6 +27,8 @@ class Sharded(InPlace):
         super().__init__(wrapped)
         self.step, self.owns_master = step, step.materialized
         self.ranks = ranks_over(wrapped.spec, step.shard_axes)
+        # those gathered ahead, and the one whose reduction's input is freed
+        self.reach = 1 + (1 if step.prefetch is None else step.prefetch)
 
     def player(self, scene: Scene) -> FullySharded:
         return FullySharded(scene, self.step, self)

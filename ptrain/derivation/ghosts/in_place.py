@@ -59,6 +59,7 @@ class InPlace:
     the update keeps of the shapes that a rank `updated`."""
 
     owns_master = False
+    reach: int | None = None
 
     def __init__(self, wrapped: Wrapped) -> None:
         self.wrapped = wrapped
@@ -70,7 +71,7 @@ class InPlace:
 
     def updated(self, unit: UnitFacts, shard: int) -> Shapes:
         """Return the shapes of what the rank with this shard updates of a unit."""
-        return tuple(tensor.shape for tensor in unit.tensors)
+        return unit.shapes
 
     def footprints(self, shard: int) -> Iterator[Footprint]:
         layout, stored = self.wrapped.plan.update.layout, self.stored()
@@ -93,8 +94,7 @@ class InPlace:
         same, but that Muon is for matrices outside the root alone."""
         kinds: dict[tuple[Shapes, bool], list[UnitFacts]] = {}
         for unit in self.wrapped.facts.units:
-            shapes = tuple(tensor.shape for tensor in unit.tensors)
-            kinds.setdefault((shapes, unit.is_root), []).append(unit)
+            kinds.setdefault((unit.shapes, unit.is_root), []).append(unit)
         return [(units[0], len(units)) for units in kinds.values()]
 
     def kind_of_shard(self, shard: int) -> Hashable:
@@ -106,10 +106,9 @@ class InPlace:
         by_shapes: dict[Shapes, list[int]] = {}
         numels: list[int] = []
         for unit in self.wrapped.facts.units:
-            shapes = tuple(tensor.shape for tensor in unit.tensors)
-            if shapes not in by_shapes:
-                by_shapes[shapes] = [math.prod(shape) for shape in self.updated(unit, shard)]
-            numels += by_shapes[shapes]
+            if unit.shapes not in by_shapes:
+                by_shapes[unit.shapes] = [math.prod(shape) for shape in self.updated(unit, shard)]
+            numels += by_shapes[unit.shapes]
         return numels
 
     def optimizer_bytes(self, shard: int) -> int:

@@ -15,6 +15,8 @@ from ptrain.timeline import Complete, Kind
 class OneDevice(InPlace):
     """A model as it is."""
 
+    reach: int | None = 0
+
     def sent(self, times: Times | None) -> Iterator[Traffic]:
         """Nobody is there to be sent anything."""
         yield from ()

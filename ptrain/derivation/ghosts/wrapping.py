@@ -54,6 +54,7 @@ class Wrapping(Protocol):
     (`derivation.differing`)."""
 
     wrapped: Wrapped
+    reach: int | None  # how many units next to a unit it acts on; None where nobody says
 
     def kind_of_shard(self, shard: int) -> Hashable:
         """Return what a rank keeps depends on: with equal ones ranks keep the same."""

@@ -1,0 +1,81 @@
+"""Equal blocks in a row are played once: what a block in their midst allocates, sends and leaves
+behind is what the one before it did.
+
+A wrap acts at a unit's boundaries, and on its neighbours: it gathers those ahead, and frees what
+the last one left. So the first and the last few of a row are played by themselves, as many as the
+wrap's `reach`, and of those between them one stands for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from ptrain.facts.model import UnitFacts
+from ptrain.spec.batch import UnitKind
+from ptrain.spec.model import ModelShape
+from ptrain.spec.spec import Spec
+
+Turns = tuple[tuple[int, int], ...]  # places of blocks, and how many each stands for
+
+
+@dataclass(frozen=True, slots=True)
+class Cast:
+    """Who is played: `turns` by block, `units` and their `times`."""
+
+    turns: Turns
+    units: tuple[UnitFacts, ...]
+    times: tuple[int, ...]
+
+    @property
+    def modules(self) -> tuple[tuple[str, ...], ...]:
+        """The modules of each unit that is played."""
+        return tuple(unit.modules for unit in self.units)
+
+
+def everyone(units: tuple[UnitFacts, ...], blocks: int) -> Cast:
+    """Every unit of so many blocks by itself."""
+    return Cast(tuple((place, 1) for place in range(blocks)), units, (1,) * len(units))
+
+
+def cast(
+    spec: Spec, units: tuple[UnitFacts, ...], blocks: Sequence[str], reach: int | None
+) -> Cast:
+    """Who is played of a built-in model or stage with these `blocks`, first to last. `reach`: how
+    many units next to a unit its wrap acts on; None where that is not bounded."""
+    is_even = spec.unit.kind in (UnitKind.BLOCK, UnitKind.SUB_BLOCK)
+    if reach is None or not is_even or not isinstance(spec.model, ModelShape):
+        return everyone(units, len(blocks))
+    kept = spec.activations.of(spec.model.layers)
+    places = turns([kept[int(block.rpartition(".")[2])] for block in blocks], reach + 1)
+    times_of = {blocks[place]: times for place, times in places}
+    gone = {*blocks} - times_of.keys()
+    played = [(unit, _block(unit)) for unit in units]
+    return Cast(
+        places,
+        tuple(unit for unit, block in played if block not in gone),
+        tuple(times_of.get(block, 1) for _, block in played if block not in gone),
+    )
+
+
+def turns(kinds: Sequence[Hashable], apart: int) -> Turns:
+    """Of each row of equal kinds the first and the last `apart`, and one for those between."""
+    places: list[tuple[int, int]] = []
+    start = 0
+    for _, row in groupby(kinds):
+        number = len(list(row))
+        between = number - 2 * apart
+        if between < 2:
+            places += [(start + place, 1) for place in range(number)]
+        else:
+            places += [(start + place, 1) for place in range(apart)]
+            places.append((start + apart, between))
+            places += [(start + place, 1) for place in range(number - apart, number)]
+        start += number
+    return tuple(places)
+
+
+def _block(unit: UnitFacts) -> str:
+    """The block that a unit of a built-in model is of: `blocks.7` of `blocks.7.attention`."""
+    return ".".join(unit.modules[0].split(".")[:2])
