@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import product
 
 from ptrain.spec.axis import Axis
@@ -40,11 +40,13 @@ def group(spec: Spec, rank: int, axes: Sequence[Axis]) -> tuple[int, ...]:
     )
 
 
-def groups(spec: Spec, axes: Sequence[Axis]) -> Iterator[tuple[int, ...]]:
-    """Every group over `axes`, by its lowest rank."""
-    for rank, index in enumerate(positions(spec, axes)):
-        if index == 0:
-            yield group(spec, rank, axes)
+def groups(spec: Spec, axes: Sequence[Axis]) -> tuple[tuple[int, ...], ...]:
+    """Every group over `axes`, in mesh order, by its lowest rank."""
+    others = [factor.axis for factor in spec.factors if factor.axis not in axes]
+    members: dict[int, list[int]] = {}
+    for rank, place in enumerate(positions(spec, others)):
+        members.setdefault(place, []).append(rank)
+    return tuple(map(tuple, members.values()))
 
 
 def position(spec: Spec, rank: int, axes: Sequence[Axis]) -> int:

@@ -21,6 +21,7 @@ from ptrain.costs import (
 )
 from ptrain.derivation import blocks, pipeline, tensor
 from ptrain.derivation.activations import is_tabulated
+from ptrain.derivation.ghosts.table import wrapping
 from ptrain.derivation.in_flight import in_flight
 from ptrain.derivation.interconnect import warnings
 from ptrain.derivation.kept import activation_row, kept_traffic
@@ -224,7 +225,8 @@ def _joined(spec: Spec, plan: Plan, parts: list[tuple[tuple[int, ...], Estimate]
 def _exact_part(spec: Spec, plan: Plan, facts: ModelFacts, index: int) -> Estimate:
     """Of the ranks that have this part of the model, among them those at this place along tp,
     without what its operators send."""
-    memory, traffic = resident(spec, plan, facts), sent(spec, plan, facts)
+    ghost = wrapping(spec, plan, facts)
+    memory, traffic = resident(ghost), sent(ghost)
     estimate = Estimate(
         column=Column.EXACT, world_size=spec.world_size, memory=memory, traffic=traffic
     )
@@ -236,7 +238,7 @@ def _exact_part(spec: Spec, plan: Plan, facts: ModelFacts, index: int) -> Estima
             traffic=add_traffic((*traffic, *more)),
             undefined=_untold(spec, facts, _NOT_TRACED),
         )
-    played = replay(spec, facts, plan, memory, tensor.cut_of(spec, plan, index))
+    played = replay(ghost, memory, tensor.cut_of(spec, plan, index))
     timeline = played.timeline
     more = kept_traffic(spec, plan, timeline.moved, timeline.repeated)
     return replace(

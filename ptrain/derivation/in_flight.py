@@ -101,9 +101,10 @@ class _PartsOfStages:
         return replace(self.known[like, index], index=stage)
 
     def _part(self, each: StageParts, index: int) -> Part:
-        facts, spec, stage, plan = each.of(index), self.spec, each.stage, each.plan
+        facts, spec, stage = each.of(index), self.spec, each.stage
+        ghost = wrapping(spec, each.plan, facts)
         if each.passes:
-            return Part(index=stage.index, plan=plan, facts=facts, passes=each.passes[index])
-        played = cast(spec, facts.units, stage.layers, wrapping(spec, plan, facts).reach)
+            return Part(index=stage.index, ghost=ghost, passes=each.passes[index])
+        played = cast(spec, facts.units, stage.layers, ghost.reach)
         known = passes(spec, stage, len(self.stages), played, each.cut(spec, index))
-        return Part(index=stage.index, plan=plan, facts=facts, passes=known, cast=played)
+        return Part(index=stage.index, ghost=ghost, passes=known, cast=played)

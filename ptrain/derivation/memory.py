@@ -11,10 +11,9 @@ from collections.abc import Hashable
 from ptrain.algebra.layout import positions, ranks_over
 from ptrain.costs import ByRank, Footprint, State
 from ptrain.derivation.differing import differing_axes
-from ptrain.derivation.ghosts.table import wrapping
+from ptrain.derivation.ghosts.wrapping import Wrapping
 from ptrain.facts.model import ModelFacts
 from ptrain.spec.spec import Spec
-from ptrain.steps.step import Plan
 
 Rows = tuple[Footprint, ...]
 
@@ -23,16 +22,16 @@ _LOSS_BYTES = 4  # fp32
 _SCALING_BYTES = 12  # of a scaled loss: its scale, the steps since it grew, whether it overflowed
 
 
-def resident(spec: Spec, plan: Plan, facts: ModelFacts) -> ByRank[Footprint]:
+def resident(ghost: Wrapping) -> ByRank[Footprint]:
     """Rows of parameters, optimizer state, gradients and the rest, rank by rank."""
-    kinds, kind_of = by_shard(spec, plan, facts)
-    places = positions(spec, differing_axes(plan))
+    kinds, kind_of = by_shard(ghost)
+    places = positions(ghost.wrapped.spec, differing_axes(ghost.wrapped.plan))
     return ByRank(kinds, [kind_of[shard] for shard in places])
 
 
-def by_shard(spec: Spec, plan: Plan, facts: ModelFacts) -> tuple[list[Rows], list[int]]:
+def by_shard(ghost: Wrapping) -> tuple[list[Rows], list[int]]:
     """The rows of each kind of rank, and by a rank's place along `differing_axes` its kind."""
-    ghost = wrapping(spec, plan, facts)
+    spec, plan, facts = ghost.wrapped.spec, ghost.wrapped.plan, ghost.wrapped.facts
     other = Footprint(state=State.OTHER, rank=0, device_bytes=other_bytes(spec, facts))
     kinds: dict[Hashable, int] = {}
     rows: list[Rows] = []

@@ -128,7 +128,7 @@ def resident(spec: Spec, plan: Plan, stages: Sequence[StageParts]) -> ByRank[Foo
     for each in stages:
         for local, indices in each.parts.items():
             if (each.like, indices[0]) not in of_part:
-                kinds, kind_of = by_shard(spec, each.plan, local)
+                kinds, kind_of = by_shard(wrapping(spec, each.plan, local))
                 of_part[each.like, indices[0]] = [len(rows) + kind for kind in kind_of]
                 rows += kinds
             like = of_part[each.like, indices[0]]

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from ptrain.axes.pipeline.instructions import Instruction, Message, Receive, Release, Send
 from ptrain.axes.pipeline.schedule import Action
 from ptrain.costs import Phase
-from ptrain.derivation.ghosts.table import wrapping
+from ptrain.derivation.ghosts.wrapping import Wrapping
 from ptrain.derivation.repeats import Cast
 from ptrain.derivation.tape import Scene, Tape, Wrap
 from ptrain.derivation.timeline import play
@@ -63,14 +63,20 @@ class Played:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """What one rank has of a stage: the plan, the facts and the passes are its own; `cast` says
-    whom the passes play."""
+    """What one rank has of a stage: its wrapping and its passes; `cast` says whom they play."""
 
     index: int
-    plan: Plan
-    facts: ModelFacts
+    ghost: Wrapping
     passes: Passes
     cast: Cast | None = None
+
+    @property
+    def plan(self) -> Plan:
+        return self.ghost.wrapped.plan
+
+    @property
+    def facts(self) -> ModelFacts:
+        return self.ghost.wrapped.facts
 
 
 def play_rank(
@@ -191,7 +197,7 @@ def _stage(spec: Spec, part: Part, tape: Tape) -> _Stage:
     )
     return _Stage(
         part=part,
-        wrap=wrapping(spec, part.plan, part.facts).player(scene),
+        wrap=part.ghost.player(scene),
         left=part.plan.accumulate.micro_batches,
         net={kind: sum(map(net, items)) for kind, items in passes.items.items()},
         loss=passes.loss,

@@ -15,8 +15,7 @@ from ptrain.costs import ByRank, Footprint, KeyT, Peak, Phase, State, by_rank
 from ptrain.derivation import activations
 from ptrain.derivation.differing import differing_axes
 from ptrain.derivation.ghosts.clipping import norm_bytes
-from ptrain.derivation.ghosts.table import wrapping
-from ptrain.derivation.ghosts.wrapping import micro_batches
+from ptrain.derivation.ghosts.wrapping import Wrapping, micro_batches
 from ptrain.derivation.memory import resident
 from ptrain.derivation.repeats import Cast, cast
 from ptrain.derivation.tape import Scene, Tape, Wrap
@@ -24,7 +23,6 @@ from ptrain.errors import PtrainError
 from ptrain.facts.model import ModelFacts
 from ptrain.spec.model import ModelShape
 from ptrain.spec.spec import Spec
-from ptrain.steps.step import Plan
 from ptrain.timeline import Boundary, Complete, Item, Mark, Repeated, Run, Timeline
 
 Phases = Mapping[Phase, int]
@@ -44,15 +42,12 @@ class Replay:
 
 
 def replay(
-    spec: Spec,
-    facts: ModelFacts,
-    plan: Plan,
-    base: ByRank[Footprint] | None = None,
-    cut: Cut | None = None,
+    ghost: Wrapping, base: ByRank[Footprint] | None = None, cut: Cut | None = None
 ) -> Replay:
     """One steady step. `base` are the resident rows, if they are known already; `cut` is how the
     operators of a built-in model are."""
-    tape, ghost = Tape(), wrapping(spec, plan, facts)
+    spec, facts, plan = ghost.wrapped.spec, ghost.wrapped.facts, ghost.wrapped.plan
+    tape = Tape()
     played = _cast(spec, facts, ghost.reach)
     timeline = model_timeline(spec, facts, played, cut)
     scene = Scene(tape=tape, spec=spec, facts=facts, plan=plan, timeline=timeline, cast=played)
@@ -71,7 +66,7 @@ def replay(
         timeline=timeline,
         saved_bytes=timeline.saved_bytes,
         transient_bytes=transient,
-        peaks=_peaks(scene, wrap, resident(spec, plan, facts) if base is None else base),
+        peaks=_peaks(scene, wrap, resident(ghost) if base is None else base),
     )
 
 

@@ -8,13 +8,9 @@ from __future__ import annotations
 
 from ptrain.costs import Traffic, add_traffic
 from ptrain.derivation.ghosts.clipping import norm
-from ptrain.derivation.ghosts.table import wrapping
-from ptrain.facts.model import ModelFacts
-from ptrain.spec.spec import Spec
-from ptrain.steps.step import Plan
+from ptrain.derivation.ghosts.wrapping import Wrapping
 
 
-def sent(spec: Spec, plan: Plan, facts: ModelFacts) -> tuple[Traffic, ...]:
+def sent(ghost: Wrapping) -> tuple[Traffic, ...]:
     """What every rank sends: once (setup) and in each step."""
-    ghost = wrapping(spec, plan, facts)
     return add_traffic((*ghost.sent(None), *norm(ghost)))

@@ -16,6 +16,7 @@ from ptrain.axes.data.cost.wrap import closed_form
 from ptrain.axes.data.cost.wrap import sent as sent_in_closed_form
 from ptrain.costs import State, Traffic
 from ptrain.derivation.differing import differing_axes
+from ptrain.derivation.ghosts.table import wrapping
 from ptrain.derivation.memory import resident
 from ptrain.derivation.timeline import replay
 from ptrain.derivation.traffic import sent
@@ -125,8 +126,8 @@ def by_life(spec: Spec, plan: Plan, facts: ModelFacts, *, is_fresh: bool) -> Fig
     """The same figures, as the derivation has them."""
     itemsize = plan.update.layout.parameters.itemsize
     timeline = empty_timeline(facts, itemsize, is_fresh=is_fresh)
-    rows = resident(spec, plan, facts)
-    step = replay(spec, replace(facts, timeline=timeline), plan, rows)
+    rows = resident(wrapping(spec, plan, facts))
+    step = replay(wrapping(spec, plan, replace(facts, timeline=timeline)), rows)
     figures: Figures = {"transient": step.transient_bytes}
     index_of = positions(spec, differing_axes(plan))
     always = dict.fromkeys(index_of, 0)
@@ -143,7 +144,7 @@ def by_life(spec: Spec, plan: Plan, facts: ModelFacts, *, is_fresh: bool) -> Fig
     for peak in step.peaks:
         index = index_of[peak.rank]
         figures[f"peak {peak.phase} {index}"] = peak.device_bytes - always[index]
-    return figures | traffic(sent(spec, plan, facts))
+    return figures | traffic(sent(wrapping(spec, plan, facts)))
 
 
 def differences(spec: Spec, plan: Plan, facts: ModelFacts, *, is_fresh: bool) -> list[str]:

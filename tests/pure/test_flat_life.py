@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from ptrain.costs import Collective, Phase, State
 from ptrain.derivation.flat import Flat
 from ptrain.derivation.flat_rows import flat_footprints
+from ptrain.derivation.ghosts.table import wrapping
 from ptrain.derivation.memory import resident
 from ptrain.derivation.tape import Scene, Tape
 from ptrain.derivation.timeline import play_update
@@ -59,7 +60,7 @@ def moved(spec: Spec, **dials) -> dict[tuple[Collective, State, Phase], tuple[in
     """{(collective, state, phase): (calls, payload)}."""
     return {
         (row.key.collective, row.key.state, row.key.phase): (row.calls, row.payload_bytes)
-        for row in sent(spec, plan_of(spec, **dials), FACTS)
+        for row in sent(wrapping(spec, plan_of(spec, **dials), FACTS))
     }
 
 
@@ -67,7 +68,7 @@ def held(spec: Spec, **dials) -> dict[State, tuple[int, int, int]]:
     """Device, host and file bytes of rank 1."""
     return {
         row.state: (row.device_bytes, row.host_bytes, row.file_bytes)
-        for row in resident(spec, plan_of(spec, **dials), FACTS)
+        for row in resident(wrapping(spec, plan_of(spec, **dials), FACTS))
         if row.rank == 1
     }
 
@@ -197,7 +198,7 @@ def test_scalars_of_gradients_on_the_host_travel_to_be_reduced():
     spec = replace(spec, optimizer=replace(spec.optimizer, clip=1.0))
     scalars = [
         (row.key.collective, row.calls, row.payload_bytes)
-        for row in sent(spec, plan_of(spec), FACTS)
+        for row in sent(wrapping(spec, plan_of(spec), FACTS))
         if row.payload_bytes <= 12
     ]
     # the norm there and back; the flag there, and it and the scale back; an all-reduce of each
@@ -316,8 +317,8 @@ def test_every_further_block_sends_the_same(drawn: tuple[Spec, Plan]):
     """Scalars are sent once, and the root in its own way; a block more is a block more."""
     spec, plan = drawn
     one, two, three = (
-        {row.key: row for row in sent(spec, plan, make_facts(*[BLOCK] * count, ((7, 2),)))}
-        for count in (1, 2, 3)
+        {row.key: row for row in sent(wrapping(spec, plan, facts))}
+        for facts in (make_facts(*[BLOCK] * count, ((7, 2),)) for count in (1, 2, 3))
     )
     assert one.keys() == two.keys() == three.keys()
     for key in one:

@@ -53,7 +53,7 @@ def calls(spec: Spec, plan: Plan, facts: ModelFacts = FACTS) -> dict:
             row.payload_bytes,
             row.sent_bytes,
         )
-        for row in sent(spec, plan, facts)
+        for row in sent(wrapping(spec, plan, facts))
     }
 
 
@@ -106,7 +106,9 @@ def test_fsdp2_in_flight_sends_as_often_as_its_schedule_counts(policy: SyncPolic
 
 def test_a_reduction_by_exchange_says_what_stands_for_it():
     spec, plan = planned(FULLY, reduce_scatter=ReduceScatterVia.ALL_TO_ALL)
-    told = {row.key.via for row in sent(spec, plan, FACTS) if row.key.state is State.GRADIENTS}
+    told = {
+        row.key.via for row in sent(wrapping(spec, plan, FACTS)) if row.key.state is State.GRADIENTS
+    }
     assert told == {"all_to_all"}
 
 
@@ -127,7 +129,7 @@ def test_zero_redundancy_keeps_and_broadcasts_a_bucket_of_each_owner():
     spec, plan = planned({Axis.DP_REPLICATE: (RANKS, ZERO_1)})
     # the largest first, each to the rank that has least: 15, 15, 14, and 4 + 2 + 2
     owned, tensors = [15, 15, 14, 8], [1, 1, 1, 3]
-    kinds, kind_of = by_shard(spec, plan, FACTS)
+    kinds, kind_of = by_shard(wrapping(spec, plan, FACTS))
     omega = [kinds[kind][1].device_bytes for kind in kind_of]
     assert omega == [8 * numel + 4 * count for numel, count in zip(owned, tensors, strict=True)]
     found = calls(spec, plan)[Collective.BROADCAST, State.PARAMETERS, Phase.UPDATE]
@@ -137,7 +139,7 @@ def test_zero_redundancy_keeps_and_broadcasts_a_bucket_of_each_owner():
 def test_an_owner_of_nothing_has_a_bucket_of_one_element():
     facts = make_facts(((6,),))
     spec, plan = planned({Axis.DP_REPLICATE: (3, ZERO_1)})
-    kinds, kind_of = by_shard(spec, plan, facts)
+    kinds, kind_of = by_shard(wrapping(spec, plan, facts))
     parameters, omega, gradients, _ = kinds[kind_of[2]]
     assert (parameters.device_bytes, omega.device_bytes) == (24 + 4 + 4, 0)
     assert gradients.device_bytes == 24
@@ -182,7 +184,7 @@ def test_the_shards_of_fsdp2_are_their_own_master_copies_where_theta_is_made(sha
         materialized=True,
     )
     plan = plan.having(step, replace(plan.update, layout=layout))
-    kinds, kind_of = by_shard(spec, plan, FACTS)
+    kinds, kind_of = by_shard(wrapping(spec, plan, FACTS))
     parameters, omega, gradients, _ = kinds[kind_of[shard]]
     padded = sum(padded_rows(tensor.shape, RANKS) for tensor in FACTS.tensors)
     rows = sum(local_rows(tensor.shape, RANKS, shard) for tensor in FACTS.tensors)

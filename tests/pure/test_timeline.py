@@ -9,6 +9,7 @@ import pytest
 
 from ptrain.costs import Phase, State
 from ptrain.derivation.estimate import derive
+from ptrain.derivation.ghosts.table import wrapping
 from ptrain.derivation.memory import resident
 from ptrain.derivation.timeline import Replay, replay
 from ptrain.facts.model import ModelFacts
@@ -53,7 +54,7 @@ def small(numel: int = 100) -> ModelFacts:
 
 
 def play(spec: Spec, facts: ModelFacts) -> Replay:
-    return replay(spec, facts, lower(spec, tuple(unit.name for unit in facts.units)))
+    return replay(wrapping(spec, lower(spec, tuple(unit.name for unit in facts.units)), facts))
 
 
 def peaks(spec: Spec, facts: ModelFacts, rank: int = 0) -> dict[Phase, int]:
@@ -61,10 +62,10 @@ def peaks(spec: Spec, facts: ModelFacts, rank: int = 0) -> dict[Phase, int]:
     plan = lower(spec, tuple(unit.name for unit in facts.units))
     base = sum(
         row.device_bytes
-        for row in resident(spec, plan, facts)
+        for row in resident(wrapping(spec, plan, facts))
         if row.rank == rank and row.state is not State.GRADIENTS
     )
-    rows = replay(spec, facts, plan).peaks
+    rows = replay(wrapping(spec, plan, facts)).peaks
     return {row.phase: row.device_bytes - base for row in rows if row.rank == rank}
 
 
@@ -201,7 +202,7 @@ def test_the_estimate_carries_the_replay(layout):
     exact = derive(spec).exact
     assert isinstance(spec.model, ModelShape)
     facts = facts_of(spec.model, spec.batch.sequence)
-    played = replay(spec, facts, derive(spec).plan)
+    played = replay(wrapping(spec, derive(spec).plan, facts))
     assert exact.peak == played.peaks
     assert exact.bytes_of(State.ACTIVATIONS) == played.saved_bytes
 
@@ -224,6 +225,6 @@ def test_80_layers_replay_in_at_most_30_milliseconds():
     best = float("inf")
     for _ in range(5):
         start = time.process_time()
-        replay(spec, facts, plan)
+        replay(wrapping(spec, plan, facts))
         best = min(best, time.process_time() - start)
     assert best <= 0.030

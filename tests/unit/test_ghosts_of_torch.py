@@ -34,6 +34,7 @@ from ptrain.costs import Collective, Phase, State
 from ptrain.data.sampler import LocalBatch
 from ptrain.derivation import timeline
 from ptrain.derivation.ghosts import autograd
+from ptrain.derivation.ghosts.table import wrapping
 from ptrain.derivation.tape import Account, Tape
 from ptrain.interpreter.program import Program, interpret
 from ptrain.meters.memory import MemoryMeter, resident
@@ -143,7 +144,7 @@ def of_ghost(spec: Spec, monkeypatch: pytest.MonkeyPatch) -> dict[Phase, list[Ev
     recorder = Recorder(spec)
     facts = facts_of(spec)
     monkeypatch.setattr(timeline, "Tape", lambda: recorder)
-    timeline.replay(spec, facts, lower(spec, facts.unit_modules))
+    timeline.replay(wrapping(spec, lower(spec, facts.unit_modules), facts))
     return recorder.events
 
 
