@@ -63,12 +63,14 @@ class Played:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """What one rank has of a stage: its wrapping and its passes; `cast` says whom they play."""
+    """What one rank has of a stage: its wrapping and its passes; `cast` says whom they play, and
+    `known` what a pass did that left the wrap as it was, by its kind and the wrap's state."""
 
     index: int
     ghost: Wrapping
     passes: Passes
     cast: Cast | None = None
+    known: dict[Hashable, Run] = field(default_factory=dict)
 
     @property
     def plan(self) -> Plan:
@@ -107,8 +109,7 @@ def play_rank(
 @dataclass(slots=True)
 class _Stage:
     """`net`: bytes that a pass leaves, but for gradients; `loss`: those that outlive the backward
-    pass. `left`: backward passes of the step. `known`: what a pass did that left the wrap as it
-    was, by the wrap's state before it."""
+    pass. `left`: backward passes of the step."""
 
     part: Part
     wrap: Wrap
@@ -116,7 +117,6 @@ class _Stage:
     net: dict[Kind, int]
     loss: int
     begun: bool = False
-    known: dict[Hashable, Run] = field(default_factory=dict)
 
 
 class _Rank:
@@ -163,7 +163,7 @@ class _Rank:
 
     def known(self, stage: _Stage, key: Hashable) -> Run | None:
         """What an equal pass did."""
-        return stage.known.get(key)
+        return stage.part.known.get(key)
 
     def _play(self, stage: _Stage, kind: Kind, items: Sequence[Item]) -> None:
         before = stage.wrap.signature()
@@ -181,7 +181,7 @@ class _Rank:
             stage.wrap.end_half(kind)
         if stage.wrap.signature() == before:
             did = Run(self.tape.peak - level, self.tape.level - level)
-            stage.known[kind, before] = did
+            stage.part.known[kind, before] = did
         self.tape.peak = max(peak, self.tape.peak)
 
 
