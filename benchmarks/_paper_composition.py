@@ -11,7 +11,7 @@ from itertools import permutations, product
 from ptrain.algebra.legality import require
 from ptrain.axes.pipeline.holdings import most_held
 from ptrain.axes.pipeline.known import schedule
-from ptrain.axes.pipeline.schedule import Pipeline
+from ptrain.axes.pipeline.schedule import PipelineShape
 from ptrain.axes.pipeline.simulate import Simulation, simulate
 from ptrain.costs import State
 from ptrain.derivation.estimate import Derivation, derive, own_facts
@@ -173,7 +173,7 @@ def _size_of_1f1b() -> Said:
 
 def _waits(name: ScheduleName, microbatches: int) -> tuple[Simulation, float]:
     """Simulated on 8 ranks; and (P - 1)/m."""
-    size = Pipeline(ranks=8, microbatches=microbatches)
+    size = PipelineShape(ranks=8, microbatches=microbatches)
     return simulate(schedule(name, size)), (size.ranks - 1) / microbatches
 
 
@@ -185,7 +185,7 @@ def _in_flight() -> Said:
     """1F1B holds as many micro-batches as stages, AFAB all of them."""
     held = {}
     for name, microbatches in product((ScheduleName.GPIPE, ScheduleName.ONE_F_ONE_B), (8, 32)):
-        made = schedule(name, Pipeline(ranks=8, microbatches=microbatches))
+        made = schedule(name, PipelineShape(ranks=8, microbatches=microbatches))
         held[name, microbatches] = most_held(made, 0)
     text = ", ".join(f"{name} of {times}: {number}" for (name, times), number in held.items())
     return list(held.values()) == [8, 32, 8, 8], text

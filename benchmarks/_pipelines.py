@@ -13,7 +13,7 @@ from ptrain.algebra.legality import require
 from ptrain.axes.pipeline.bubble import ClosedForm, Relation, closed_form
 from ptrain.axes.pipeline.holdings import most_held, transfers
 from ptrain.axes.pipeline.known import schedule
-from ptrain.axes.pipeline.schedule import Pipeline
+from ptrain.axes.pipeline.schedule import PipelineShape
 from ptrain.axes.pipeline.simulate import StageCost, simulate
 from ptrain.costs import Collective, Traffic, busiest
 from ptrain.derivation.estimate import derive
@@ -78,9 +78,9 @@ def _formula(form: ClosedForm | None) -> str:
     return f"{_SIGNS[form.relation]} {form.ratio:.1%}" if form else "none known"
 
 
-def _pipeline(name: ScheduleName, ranks: int, microbatches: int) -> Pipeline:
+def _pipeline(name: ScheduleName, ranks: int, microbatches: int) -> PipelineShape:
     stages = PipelineSpec(schedule=name).stages_over(ranks)
-    return Pipeline(ranks=ranks, stages_per_rank=stages // ranks, microbatches=microbatches)
+    return PipelineShape(ranks=ranks, stages_per_rank=stages // ranks, microbatches=microbatches)
 
 
 def orders() -> str:

@@ -29,7 +29,7 @@ from ptrain.errors import PtrainError
 from ptrain.selection.recompute import settled
 from ptrain.spec.load import load
 from ptrain.spec.names import listing
-from ptrain.verification.options import STEPS, Options
+from ptrain.verification.options import STEPS, VerifyOptions
 from ptrain.verification.start import start
 
 Result = dict[str, Any]
@@ -44,7 +44,9 @@ def verify(name: str, steps: int, work: Path, changed: Sequence[str]) -> Result:
     shutil.rmtree(folder, ignore_errors=True)
     references = work / "references"
     known = len(list(references.glob("*.pt")))
-    asked = Options(spec=name, steps=steps, every_collective=True, json=True, references=references)
+    asked = VerifyOptions(
+        spec=name, steps=steps, every_collective=True, json=True, references=references
+    )
     spec = settled(load(name, changed))
     began, spent = time.perf_counter(), _cpu_seconds()
     try:

@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 from ptrain.charts.canvas import Format, painted
-from ptrain.charts.sheet import BLACK, GREY, LIGHT, LINE, WHITE, Rectangle, Sheet, Text
+from ptrain.charts.sheet import BLACK, GREY, LIGHT, LINE, WHITE, Label, Rectangle, Sheet
 from ptrain.costs import Phase, State
-from ptrain.report.composition import Course, Moment
+from ptrain.report.composition import MemoryHistory, MemorySample
 from ptrain.units import format_bytes
 
 # Okabe and Ito's colours (2008), which the colour-blind tell apart; grey for what is no state.
@@ -31,20 +31,20 @@ _TITLE, _SMALL = 12.0, 8.0
 _TICKS = 5
 
 
-def painted_course(course: Course, form: Format) -> bytes:
+def painted_course(course: MemoryHistory, form: Format) -> bytes:
     """The picture as PNG or SVG."""
     return painted(course_sheet(course), form)
 
 
-def course_sheet(course: Course) -> Sheet:
+def course_sheet(course: MemoryHistory) -> Sheet:
     """States that last at the bottom, phases above, what each colour is below."""
     title = f"memory of rank {course.rank}"
     sheet = Sheet(title=title, width=_LEFT + _WIDTH + _EDGE, height=_EDGE)
     peak = course.peak
     sheet.write(
         [
-            Text(text=title, x=_EDGE, y=0, size=_TITLE, is_bold=True),
-            Text(
+            Label(text=title, x=_EDGE, y=0, size=_TITLE, is_bold=True),
+            Label(
                 text=f"peak {format_bytes(peak.total)} in {peak.phase}, micro-batch "
                 f"{peak.micro_batch}, after {peak.event} of {len(course.moments) - 1} births and "
                 "deaths of storages",
@@ -72,10 +72,10 @@ def course_sheet(course: Course) -> Sheet:
     return sheet
 
 
-def _columns(moments: Sequence[Moment]) -> Iterator[Moment]:
+def _columns(moments: Sequence[MemorySample]) -> Iterator[MemorySample]:
     """The highest moment of each column, and no column of two passes."""
 
-    def column(moment: Moment) -> tuple[object, ...]:
+    def column(moment: MemorySample) -> tuple[object, ...]:
         place = moment.event * _COLUMNS // len(moments)
         return place, moment.phase, moment.micro_batch
 
@@ -84,7 +84,7 @@ def _columns(moments: Sequence[Moment]) -> Iterator[Moment]:
 
 
 def _stack(
-    moment: Moment, x: float, width: float, bottom: float, scale: float
+    moment: MemorySample, x: float, width: float, bottom: float, scale: float
 ) -> Iterator[Rectangle]:
     for state, size in zip(State, moment.device_bytes, strict=True):
         if size > 0:
@@ -99,9 +99,9 @@ def _ticks(top: float) -> Iterator[Rectangle]:
         yield Rectangle(x=_LEFT, y=y - 0.25, width=_WIDTH, height=0.5, colour=LIGHT)
 
 
-def _numbers(peak: int, top: float) -> Iterator[Text]:
+def _numbers(peak: int, top: float) -> Iterator[Label]:
     for part in range(_TICKS + 1):
-        yield Text(
+        yield Label(
             text=format_bytes(peak * part / _TICKS),
             x=_LEFT - 4,
             y=top + _HEIGHT * (1 - part / _TICKS),
@@ -110,7 +110,7 @@ def _numbers(peak: int, top: float) -> Iterator[Text]:
         )
 
 
-def _passes(columns: Sequence[Moment]) -> Iterator[tuple[int, int, Moment]]:
+def _passes(columns: Sequence[MemorySample]) -> Iterator[tuple[int, int, MemorySample]]:
     """First column, number of columns and a moment of each pass through a phase."""
     first = 0
     for _, each in groupby(columns, key=lambda moment: (moment.phase, moment.micro_batch)):
@@ -119,21 +119,21 @@ def _passes(columns: Sequence[Moment]) -> Iterator[tuple[int, int, Moment]]:
         first += len(found)
 
 
-def _boundaries(columns: Sequence[Moment], width: float, top: float) -> Iterator[Rectangle]:
+def _boundaries(columns: Sequence[MemorySample], width: float, top: float) -> Iterator[Rectangle]:
     for first, _, _ in _passes(columns):
         yield Rectangle(
             x=_LEFT + first * width - 0.25, y=top, width=0.5, height=_HEIGHT, colour=WHITE
         )
 
 
-def _phases(columns: Sequence[Moment], width: float, top: float) -> Iterator[Text]:
+def _phases(columns: Sequence[MemorySample], width: float, top: float) -> Iterator[Label]:
     """Its name above each pass that is wide enough for it, a letter above those that are nearly."""
     for first, number, moment in _passes(columns):
         named = (
             f"{moment.phase} {moment.micro_batch}" if moment.phase is not Phase.UPDATE else "update"
         )
         for text in (named, named[0]):
-            word = Text(
+            word = Label(
                 text=text,
                 x=_LEFT + (first + number / 2) * width,
                 y=top - _SMALL * LINE / 2,
@@ -151,7 +151,7 @@ def _add_legend(sheet: Sheet) -> None:
         sheet.rectangles.append(
             Rectangle(x=x, y=y - _SMALL / 2, width=_SMALL, height=_SMALL, colour=colour)
         )
-        word = Text(text=str(state), x=x + _SMALL + 4, y=y, size=_SMALL, colour=BLACK)
+        word = Label(text=str(state), x=x + _SMALL + 4, y=y, size=_SMALL, colour=BLACK)
         sheet.texts.append(word)
         x = word.x + word.width + 12
     sheet.height += _SMALL * LINE

@@ -14,7 +14,7 @@ from ptrain.axes.pipeline.schedule import Schedule
 from ptrain.axes.pipeline.simulate import Simulation, StageCost, simulate
 from ptrain.charts.boxes import Box, boxes
 from ptrain.charts.colours import ink_on, shades
-from ptrain.charts.sheet import GREY, LIGHT, LINE, WHITE, Rectangle, Sheet, Text, width_of
+from ptrain.charts.sheet import GREY, LIGHT, LINE, WHITE, Label, Rectangle, Sheet, width_of
 from ptrain.timeline import Kind
 
 _EDGE = 14.0  # around everything
@@ -90,16 +90,16 @@ class _Scale:
         return self.left + time * self.unit
 
 
-def _heading(heading: Heading, schedule: Schedule, simulation: Simulation) -> Iterator[Text]:
-    yield Text(text=heading.spec, x=_EDGE, y=0, size=_TITLE, is_bold=True)
+def _heading(heading: Heading, schedule: Schedule, simulation: Simulation) -> Iterator[Label]:
+    yield Label(text=heading.spec, x=_EDGE, y=0, size=_TITLE, is_bold=True)
     sizes = (
         heading.schedule,
         f"ranks: {schedule.ranks}",
         f"stages: {schedule.stages}, {schedule.stages // schedule.ranks} a rank",
         f"micro-batches: {schedule.microbatches}",
     )
-    yield Text(text=" · ".join(sizes), x=_EDGE, y=0, size=_HEAD)
-    yield Text(text=f"bubble {bubble_text(simulation)}", x=_EDGE, y=0, size=_HEAD, colour=GREY)
+    yield Label(text=" · ".join(sizes), x=_EDGE, y=0, size=_HEAD)
+    yield Label(text=f"bubble {bubble_text(simulation)}", x=_EDGE, y=0, size=_HEAD, colour=GREY)
 
 
 def _lines(ranks: int, scale: _Scale, top: float, makespan: float) -> Iterator[Rectangle]:
@@ -114,17 +114,17 @@ def _lines(ranks: int, scale: _Scale, top: float, makespan: float) -> Iterator[R
         )
 
 
-def _row_names(schedule: Schedule, scale: _Scale, top: float) -> Iterator[Text]:
+def _row_names(schedule: Schedule, scale: _Scale, top: float) -> Iterator[Label]:
     every = max(1, round(_HEAD * 2 * LINE / scale.row))
     for rank in range(0, schedule.ranks, every):
         middle = top + (rank + 0.5) * scale.row
         x = scale.left - 6
         if not scale.several:
-            yield Text(text=f"rank {rank}", x=x, y=middle, size=_HEAD, align="right")
+            yield Label(text=f"rank {rank}", x=x, y=middle, size=_HEAD, align="right")
             continue
-        yield Text(text=f"rank {rank}", x=x, y=middle - 5, size=_HEAD, align="right")
+        yield Label(text=f"rank {rank}", x=x, y=middle - 5, size=_HEAD, align="right")
         stages = _stages(schedule, rank)
-        yield Text(text=stages, x=x, y=middle + 6, size=_SMALL, colour=GREY, align="right")
+        yield Label(text=stages, x=x, y=middle + 6, size=_SMALL, colour=GREY, align="right")
 
 
 def _name_width(schedule: Schedule, rank: int) -> float:
@@ -156,7 +156,7 @@ def _rectangle(box: Box, scale: _Scale, top: float) -> Rectangle:
     )
 
 
-def _numbers(box: Box, scale: _Scale, top: float) -> Iterator[Text]:
+def _numbers(box: Box, scale: _Scale, top: float) -> Iterator[Label]:
     """The micro-batch, and the stage where ranks have several: below it, or behind it in half a
     box. Nothing where they do not fit."""
     place = _rectangle(box, scale, top)
@@ -167,7 +167,7 @@ def _numbers(box: Box, scale: _Scale, top: float) -> Iterator[Text]:
         return
     y = place.y + (place.height - sum(heights)) / 2
     for (text, size), height in zip(lines, heights, strict=True):
-        yield Text(
+        yield Label(
             text=text,
             x=place.x + place.width / 2,
             y=y + height / 2,
@@ -205,12 +205,12 @@ def _add_axis(sheet: Sheet, scale: _Scale, makespan: float, kinds: Sequence[Kind
         sheet.rectangles.append(
             Rectangle(x=x - 0.25, y=top, width=0.5, height=4, colour=GREY, edge=GREY)
         )
-        sheet.texts.append(Text(text=str(time), x=x, y=top + 10, size=_SMALL, align="center"))
+        sheet.texts.append(Label(text=str(time), x=x, y=top + 10, size=_SMALL, align="center"))
     sheet.height += 10 + _SMALL
     cost = StageCost()
     units = ", ".join(f"{kind} = {cost.of(kind):g}" for kind in kinds)
     sheet.write(
-        [Text(text=f"time in units of one forward ({units})", x=scale.left, y=0, size=_HEAD)]
+        [Label(text=f"time in units of one forward ({units})", x=scale.left, y=0, size=_HEAD)]
     )
     sheet.height += _SMALL
 
@@ -248,11 +248,11 @@ def _add_legend(sheet: Sheet, scale: _Scale, every: Sequence[Box]) -> None:
             )
             for place, colour in enumerate(colours)
         ]
-        sheet.texts.append(Text(text=meaning, x=x + len(colours) * wide + 4, y=y, size=_SMALL))
+        sheet.texts.append(Label(text=meaning, x=x + len(colours) * wide + 4, y=y, size=_SMALL))
         x += long + 16
     sheet.height += high
     notes = " · ".join(_notes(sheet, scale, every))
-    sheet.write([Text(text=notes, x=_EDGE, y=0, size=_SMALL, colour=GREY)])
+    sheet.write([Label(text=notes, x=_EDGE, y=0, size=_SMALL, colour=GREY)])
 
 
 def _notes(sheet: Sheet, scale: _Scale, every: Sequence[Box]) -> Iterator[str]:

@@ -32,7 +32,7 @@ class Rectangle:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Text:
+class Label:
     """`x` is where `align` says, `y` the middle of the line."""
 
     text: str
@@ -60,15 +60,15 @@ class Sheet:
     width: float
     height: float = 0
     rectangles: list[Rectangle] = field(default_factory=list)
-    texts: list[Text] = field(default_factory=list)
+    texts: list[Label] = field(default_factory=list)
 
-    def write(self, lines: Iterable[Text]) -> None:
+    def write(self, lines: Iterable[Label]) -> None:
         """Line under line at the lower end, as many as each needs."""
         for each in lines:
             for text in wrapped(each, self.width - each.x):
                 self.height += each.size * LINE
                 self.texts.append(
-                    Text(
+                    Label(
                         text=text,
                         x=each.x,
                         y=self.height - each.size * LINE / 2,
@@ -85,7 +85,7 @@ def width_of(text: str, size: float, *, is_bold: bool = False) -> float:
     return len(text) * letter * size
 
 
-def wrapped(text: Text, width: float) -> Iterator[str]:
+def wrapped(text: Label, width: float) -> Iterator[str]:
     """The lines of a text that may be `width` wide."""
     letters = int(width / width_of("x", text.size, is_bold=text.is_bold))
     yield from textwrap.wrap(text.text, max(1, letters))

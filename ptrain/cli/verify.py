@@ -32,7 +32,7 @@ from ptrain.train import environment
 from ptrain.units import format_bytes
 from ptrain.verification import options
 from ptrain.verification.alike import common, is_within, require_alike
-from ptrain.verification.options import Options, source_of
+from ptrain.verification.options import VerifyOptions, source_of
 from ptrain.verification.start import Interrupted, start
 
 # Parameters, gradients and their sum, two moments: what the reference has in fp64 beside each rank.
@@ -40,7 +40,7 @@ _REFERENCE_BYTES = 5 * 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class TitledSpec:
     """One spec of the command: how it was written, and what it is."""
 
     title: str
@@ -85,10 +85,10 @@ def run(args: Namespace) -> int:
 
 
 def _started(
-    jobs: Sequence[Job], other: Job | None, args: Namespace, folder: Path
+    jobs: Sequence[TitledSpec], other: TitledSpec | None, args: Namespace, folder: Path
 ) -> list[dict[str, Any]]:
     """The records of all jobs, one after the other; the other mesh goes first."""
-    asked = Options(
+    asked = VerifyOptions(
         spec="",
         steps=args.steps,
         every_collective=args.every_collective,
@@ -109,7 +109,7 @@ def _started(
     return records
 
 
-def _checked(source: str, overrides: tuple[str, ...], *, allow_import: bool) -> Job:
+def _checked(source: str, overrides: tuple[str, ...], *, allow_import: bool) -> TitledSpec:
     """Raises what is wrong with the spec, before any rank starts and anything is written."""
     spec = settled(load(source_of(source), overrides))
     if isinstance(spec.model, ExternalModel) and not allow_import:
@@ -119,7 +119,7 @@ def _checked(source: str, overrides: tuple[str, ...], *, allow_import: bool) -> 
     require_file_tier(spec)
     if isinstance(spec.model, ModelShape):
         _require_room(spec, own_facts(spec).numel)
-    return Job(title=" ".join([source, *overrides]), spec=spec)
+    return TitledSpec(title=" ".join([source, *overrides]), spec=spec)
 
 
 def _require_room(spec: Spec, numel: int) -> None:
@@ -135,7 +135,7 @@ def _require_room(spec: Spec, numel: int) -> None:
         raise refused("model", finding, remedy)
 
 
-def _other(args: Namespace, jobs: list[Job], overrides: Sequence[str]) -> Job | None:
+def _other(args: Namespace, jobs: list[TitledSpec], overrides: Sequence[str]) -> TitledSpec | None:
     """What is of the training and not of its mesh holds for both; of a list of values the first,
     so that the others are refused."""
     if args.against is None:

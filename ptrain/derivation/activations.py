@@ -89,11 +89,11 @@ def timeline(
     )
 
 
-def _ends(setting: blocks.Setting, loss: LossSpec | None) -> loss_chunks.Ends | None:
+def _ends(setting: blocks.Setting, loss: LossSpec | None) -> loss_chunks.LossHead | None:
     """What is around the blocks where the loss is in chunks."""
     if loss is None or loss.chunk is None:
         return None
-    chunks = loss_chunks.Setting(
+    chunks = loss_chunks.LossSetting(
         shape=setting.shape,
         batch=setting.batch,
         sequence=setting.sequence,

@@ -12,7 +12,7 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from ptrain.algebra.layout import place_of
 from ptrain.axes.data.costs import Run, runs
 from ptrain.axes.data.cuts import Cuts
-from ptrain.axes.data.units import Units
+from ptrain.axes.data.units import ModelLife
 from ptrain.axes.data.update import ShardTarget, TensorsUpdate, TensorTarget, UnitState
 from ptrain.costs import State
 from ptrain.derivation.differing import differing_axes, within_tp
@@ -21,7 +21,7 @@ from ptrain.derivation.optimizer_state import is_hidden, needs_whole_tensors
 from ptrain.derivation.tape import Scene
 from ptrain.facts.model import UnitFacts
 from ptrain.optimizers.ghost import GhostRules, GhostScale
-from ptrain.optimizers.update import Target, Update
+from ptrain.optimizers.update import Target, TargetsUpdate
 from ptrain.rooms.ghost import Ghost, GhostRoom, Reader, Storage
 from ptrain.spec.axis import Axis
 from ptrain.spec.placement import Tier
@@ -87,7 +87,7 @@ class Flat:
         self.used = [unit for unit in facts if unit.numel]
         self.members = [GhostMembers(unit, scene.tape) for unit in self.used]
         self.states = self._states()
-        self.units = Units(self.states, [unit.is_root for unit in self.used], step)
+        self.units = ModelLife(self.states, [unit.is_root for unit in self.used], step)
         self.update_of = self._update()
         numbers = {id(unit): number for number, unit in enumerate(self.used)}
         self._played = [numbers.get(id(unit)) for unit in facts]
@@ -114,7 +114,7 @@ class Flat:
             for members, unit in zip(self.members, self.used, strict=True)
         ]
 
-    def _update(self) -> Update[Ghost, Target[Ghost]]:
+    def _update(self) -> TargetsUpdate[Ghost, Target[Ghost]]:
         optimizer, layout = self.scene.spec.optimizer, self.scene.plan.update.layout
         groups: list[list[Target[Ghost]]] = [[ShardTarget(state)] for state in self.states]
         hidden = [[False] for _ in self.states]
@@ -126,7 +126,7 @@ class Flat:
             ]
             hidden = [[is_hidden(unit, tensor) for tensor in unit.tensors] for unit in self.used]
         rules = GhostRules(self.scene.tape)
-        update = Update(groups, optimizer, layout, self.room, rules, hidden)
+        update = TargetsUpdate(groups, optimizer, layout, self.room, rules, hidden)
         if self.step.consumed:
             self.units.consume_with(lambda index: update.step_group(index, 0.0))
         return update

@@ -34,7 +34,7 @@ _BLOCK = "blocks.*"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
+class LossSetting:
     """What a table depends on, and the values of its symbols; `sequence` are all tokens of a
     sample."""
 
@@ -78,7 +78,7 @@ class Setting:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ends:
+class LossHead:
     """As `monomials.merged` gives it: what follows the last block in forward and precedes it in
     backward; `output`, bytes of what a stage hands on."""
 
@@ -133,12 +133,12 @@ def is_known(shape: ModelShape, compute: DType, loss: LossSpec) -> bool:
     return not loss.fused or (compute is not DType.FP16 and shape.vocab >= shape.hidden)
 
 
-def setting_of(spec: Spec, cut: Cut | None) -> Setting | None:
+def setting_of(spec: Spec, cut: Cut | None) -> LossSetting | None:
     """None of a loss that is not in chunks."""
     if spec.loss.chunk is None:
         return None
     assert isinstance(spec.model, ModelShape), "a built-in model"
-    return Setting(
+    return LossSetting(
         shape=spec.model,
         batch=spec.batch.micro,
         sequence=spec.batch.sequence,
@@ -148,7 +148,7 @@ def setting_of(spec: Spec, cut: Cut | None) -> Setting | None:
     )
 
 
-def ends(setting: Setting, place: str) -> Ends:
+def ends(setting: LossSetting, place: str) -> LossHead:
     """Of a whole model or of a last stage."""
     name = file_name(setting.shape, setting.compute, setting.batch)
     table = _table(name)
@@ -161,7 +161,7 @@ def ends(setting: Setting, place: str) -> Ends:
         for phase in ("forward", "backward")
     )
     output = 0 if found["output"] is None else sizes[found["output"]]
-    return Ends(forward=forward, backward=backward, output=output)
+    return LossHead(forward=forward, backward=backward, output=output)
 
 
 def file_name(shape: ModelShape, compute: DType, batch: int) -> str:

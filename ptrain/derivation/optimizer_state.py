@@ -11,7 +11,7 @@ from ptrain.spec.spec import OptimizerSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kept:
+class OptimizerTensor:
     """One tensor of optimizer state: like what is updated, or one number."""
 
     dtype: DType
@@ -25,15 +25,15 @@ def needs_whole_tensors(optimizer: OptimizerSpec) -> bool:
 
 def kept_tensors(
     optimizer: OptimizerSpec, layout: Layout, *, is_hidden: bool = False
-) -> tuple[Kept, ...]:
+) -> tuple[OptimizerTensor, ...]:
     """Moments and step counter of one tensor, in the order in which they are made; without the
     master copy. `is_hidden`: a matrix within the model, which Muon is for."""
-    moment = Kept(dtype=layout.moments)
+    moment = OptimizerTensor(dtype=layout.moments)
     if optimizer.name == "sgd":
         return (moment,) if keeps_state(optimizer) else ()
     if needs_whole_tensors(optimizer) and is_hidden:
         return (moment,)
-    return (moment, moment, Kept(dtype=DType.FP32, is_scalar=True))
+    return (moment, moment, OptimizerTensor(dtype=DType.FP32, is_scalar=True))
 
 
 def optimizer_itemsize(optimizer: OptimizerSpec, layout: Layout) -> int:

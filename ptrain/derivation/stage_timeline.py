@@ -99,7 +99,7 @@ class _Layers:
     numbers: Sequence[str]
     kept: Sequence[Kept]
     held: int
-    loss: loss_chunks.Ends | None = None
+    loss: loss_chunks.LossHead | None = None
 
     @property
     def is_as_usual(self) -> bool:
@@ -122,7 +122,7 @@ class _Layers:
 
 
 def _layers(
-    spec: Spec, stage: Stage, cut: Cut | None, held: int, loss: loss_chunks.Ends | None = None
+    spec: Spec, stage: Stage, cut: Cut | None, held: int, loss: loss_chunks.LossHead | None = None
 ) -> _Layers:
     shape = spec.model
     assert isinstance(shape, ModelShape), "a built-in model"
@@ -149,7 +149,7 @@ def _setting(spec: Spec, cut: Cut | None) -> blocks.Setting:
     )
 
 
-def _loss(spec: Spec, stage: Stage, cut: Cut | None, hidden: int) -> loss_chunks.Ends | None:
+def _loss(spec: Spec, stage: Stage, cut: Cut | None, hidden: int) -> loss_chunks.LossHead | None:
     """Behind a last stage's layers, of a loss in chunks. The tables are of one layer, whose input
     of `hidden` bytes is the schedule's: that of the last of several goes with its forward pass,
     where nothing saves it."""

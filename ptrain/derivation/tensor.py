@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from ptrain.axes.ring import Calls, Group
-from ptrain.axes.tensor.costs import Cut, Modules, cut_dims, slices
+from ptrain.axes.tensor.costs import Cut, ModuleRoles, cut_dims, slices
 from ptrain.costs import Collective, Phase, State, Traffic
 from ptrain.derivation import activations
 from ptrain.facts.model import ModelFacts, TensorFacts, UnitFacts, prefixes
@@ -161,7 +161,7 @@ class _Operators:
     whole vocabulary that logits are cut over, None where they are not."""
 
     def __init__(self, step: Parallelize, facts: ModelFacts) -> None:
-        self._roles, self._modules = step.roles, Modules(step.roles)
+        self._roles, self._modules = step.roles, ModuleRoles(step.roles)
         self._shapes = {
             tensor.name.removesuffix(".weight"): tensor.shape
             for tensor in facts.tensors
@@ -211,7 +211,7 @@ def _summed_gradients(step: Parallelize, facts: ModelFacts, itemsize: int) -> It
     """Of the tensors that every rank has whole and uses on its tokens, or on its features: one sum
     each."""
     summed = [Role.SHARED, *((Role.NORM, Role.LAST_NORM) if step.is_sequence else ())]
-    modules = Modules(step.roles)
+    modules = ModuleRoles(step.roles)
     for tensor in facts.tensors:
         if modules.of_tensor(tensor.name) in summed:
             size = tensor.numel * itemsize

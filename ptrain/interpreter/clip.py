@@ -9,7 +9,7 @@ from itertools import chain
 import torch
 import torch.distributed as dist
 
-from ptrain.axes.data.run.wrapped import Wrapped
+from ptrain.axes.data.run.wrapped import WrappedModel
 from ptrain.costs import State
 from ptrain.interpreter.scaling import LossScale
 from ptrain.models.tags import tier_of
@@ -38,7 +38,7 @@ class Clipping:
     def norm(
         self,
         gradients: Sequence[torch.Tensor],
-        wrapped: Wrapped,
+        wrapped: WrappedModel,
         scaling: LossScale | None,
     ) -> torch.Tensor:
         """The global norm of these gradients, all that the targets of `wrapped` have; see

@@ -8,15 +8,15 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from ptrain.axes.data.run.wrapped import OwnUpdate, Wrapped
+from ptrain.axes.data.run.wrapped import OwnUpdate, WrappedModel
 from ptrain.interpreter.clip import Clipping
 from ptrain.interpreter.loss import Loss, StepLoss
-from ptrain.interpreter.passes import Enter, Passes
+from ptrain.interpreter.passes import Enter, PassRunner
 from ptrain.interpreter.scaling import LossScale
 from ptrain.interpreter.workpiece import Stages, Workpiece
 from ptrain.models.chunked import LossInside
 from ptrain.models.units import ROOT
-from ptrain.optimizers.update import Update
+from ptrain.optimizers.update import TargetsUpdate
 from ptrain.rooms.mesh import Mesh
 from ptrain.rooms.world import World
 from ptrain.spec.spec import Spec
@@ -39,16 +39,16 @@ class Construction:
     ran: list[Ran] = field(default_factory=list)
     pieces: list[Workpiece] = field(default_factory=list)  # those that a step has reached
     cut: Callable[[Construction], Iterator[Workpiece]] | None = None  # None: of the model one
-    join: Callable[[Construction], tuple[Wrapped, nn.Module]] | None = None
+    join: Callable[[Construction], tuple[WrappedModel, nn.Module]] | None = None
     operators: Callable[[], AbstractContextManager[None]] = nullcontext
     inside_of: Callable[[ChunkedLoss], LossInside] = LossInside  # of whole logits
     loss: Loss = field(default_factory=Loss)  # how the model gives it
-    passes_of: Callable[[Construction, StepLoss, Enter], Passes] | None = None
+    passes_of: Callable[[Construction, StepLoss, Enter], PassRunner] | None = None
     clipping: Clipping | None = None
-    update: Update | OwnUpdate | None = None
+    update: TargetsUpdate | OwnUpdate | None = None
     scaling: LossScale | None = None
     _mesh: Mesh | None = None
-    _joined: tuple[Wrapped, nn.Module] | None = None
+    _joined: tuple[WrappedModel, nn.Module] | None = None
 
     @property
     def mesh(self) -> Mesh:
@@ -81,7 +81,7 @@ class Construction:
         return bool(self.pieces) and all(piece.wrapped is not None for piece in self.pieces)
 
     @property
-    def wrapped(self) -> Wrapped:
+    def wrapped(self) -> WrappedModel:
         """All pieces as one wrapped model."""
         return self._whole()[0]
 
@@ -90,13 +90,13 @@ class Construction:
         """What it wraps: the model, or the rank's stages of it."""
         return self._whole()[1]
 
-    def _whole(self) -> tuple[Wrapped, nn.Module]:
+    def _whole(self) -> tuple[WrappedModel, nn.Module]:
         if self._joined is None:
             assert self.is_wrapped, "units are wrapped first"
             self._joined = self.join(self) if self.join else self._only_piece()
         return self._joined
 
-    def _only_piece(self) -> tuple[Wrapped, nn.Module]:
+    def _only_piece(self) -> tuple[WrappedModel, nn.Module]:
         (piece,) = self.pieces
         assert piece.wrapped is not None
         return piece.wrapped, piece.module

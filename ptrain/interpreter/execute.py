@@ -27,7 +27,7 @@ from ptrain.interpreter.workpiece import Workpiece
 from ptrain.models.units import ROOT
 from ptrain.optimizers.build import has_own_rule_for_matrices
 from ptrain.optimizers.torch import TorchRules
-from ptrain.optimizers.update import Update as TargetsUpdate
+from ptrain.optimizers.update import TargetsUpdate
 from ptrain.rooms.mesh import Mesh
 from ptrain.rooms.tiers import Tiers
 from ptrain.rooms.torch import TorchRoom

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
-from ptrain.axes.data.run.wrapped import Wrapped
+from ptrain.axes.data.run.wrapped import WrappedModel
 from ptrain.costs import Phase
 from ptrain.data.sampler import LocalBatch
 from ptrain.interpreter.loss import StepLoss
@@ -17,7 +17,7 @@ Enter = Callable[[Phase, int], None]  # is told of every pass: its phase and its
 OfOutput = Callable[[Tensor, Tensor], None]  # what the model returned, and the targets
 
 
-class Passes(Protocol):
+class PassRunner(Protocol):
     """What the program needs of the order in which micro-batches run."""
 
     def train(self, batch: LocalBatch) -> None:
@@ -32,7 +32,7 @@ class InTurn:
 
     def __init__(
         self,
-        wrapped: Wrapped,
+        wrapped: WrappedModel,
         model: nn.Module,
         sizes: tuple[int, int],
         loss: StepLoss,

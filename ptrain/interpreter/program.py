@@ -28,7 +28,7 @@ from ptrain.models.facts import untraced_facts
 from ptrain.models.heads import head_of
 from ptrain.models.numerics import TORCH_DTYPES
 from ptrain.models.units import ROOT
-from ptrain.optimizers.update import MASTER, Update
+from ptrain.optimizers.update import MASTER, TargetsUpdate
 from ptrain.plan.lower import lower
 from ptrain.rooms.registry import Registry
 from ptrain.rooms.world import World
@@ -165,14 +165,14 @@ class Program:
         if self.scaling is None:
             self.update.step(lr)
             return
-        assert isinstance(self.update, Update), "a scaled loss has master copies"
+        assert isinstance(self.update, TargetsUpdate), "a scaled loss has master copies"
         self.update.step(lr, self.scaling)
         self.scaling.update()
 
     @torch.no_grad()
     def _update_unit(self, index: int) -> None:
         assert self._lr is not None, "forward_backward asks for it"
-        assert isinstance(self.update, Update), "units are flat where backward updates"
+        assert isinstance(self.update, TargetsUpdate), "units are flat where backward updates"
         is_taken = self.admits is None or self.admits(index)
         self.update.step_group(index, self._lr, is_taken=is_taken)
 

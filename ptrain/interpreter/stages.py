@@ -14,8 +14,8 @@ from torch._guards import detect_fake_mode
 from ptrain.axes.pipeline.run.alike import require_alike
 from ptrain.axes.pipeline.run.apply import Pipelined
 from ptrain.axes.pipeline.run.cut import part_of
-from ptrain.axes.pipeline.run.stage import Asked
-from ptrain.axes.pipeline.run.staged import Part, Staged
+from ptrain.axes.pipeline.run.stage import PassCallbacks
+from ptrain.axes.pipeline.run.staged import LocalStage, Staged
 from ptrain.axes.pipeline.stage_facts import chain_of, stage_roles, stages_of
 from ptrain.errors import refused
 from ptrain.facts.model import ModelFacts
@@ -72,7 +72,7 @@ def _joined(step: Pipeline, stages: Stages, rank: Construction) -> tuple[Staged,
     parts = []
     for piece in rank.pieces:
         assert piece.wrapped is not None
-        parts.append(Part(piece.index, piece.module, piece.wrapped))
+        parts.append(LocalStage(piece.index, piece.module, piece.wrapped))
     staged = Staged(parts, step, rank.mesh, stages.chain.hidden)
     return staged, staged.module
 
@@ -80,7 +80,7 @@ def _joined(step: Pipeline, stages: Stages, rank: Construction) -> tuple[Staged,
 def _passes(rank: Construction, loss: StepLoss, enter: Enter) -> Pipelined:
     staged = rank.wrapped
     assert isinstance(staged, Staged), "what the stages were joined into"
-    asked = Asked(loss.given, loss.of_last_stage, enter)
+    asked = PassCallbacks(loss.given, loss.of_last_stage, enter)
     return Pipelined(rank.spec, rank.plan, rank.mesh, staged, asked)
 
 

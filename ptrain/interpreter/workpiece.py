@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from ptrain.axes.data.run.wrapped import Wrapped
+from ptrain.axes.data.run.wrapped import WrappedModel
 from ptrain.facts.stages import Chain, Stage
 from ptrain.models.initialize import NONE, cast
 from ptrain.models.numerics import TORCH_DTYPES
@@ -35,7 +35,7 @@ class Workpiece:
     is_whole: bool = True
     has_logits: bool = True
     copies: Mapping[str, str] = field(default_factory=lambda: NONE)
-    wrapped: Wrapped | None = None
+    wrapped: WrappedModel | None = None
 
     def place(self, world: World) -> None:
         """Bring what is not on meta to the rank's device, in the dtype that is stored."""

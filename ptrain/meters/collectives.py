@@ -26,7 +26,7 @@ from ptrain.costs import Phase
 from ptrain.interpreter.program import Program
 from ptrain.meters import holdings
 from ptrain.meters.digest import digests, of_bytes
-from ptrain.meters.replicas import Exchange
+from ptrain.meters.replicas import SupportsGather
 from ptrain.meters.traffic import SILENT, group_of
 from ptrain.models.ledger import storage_of
 from ptrain.report.calls import Call, culprit, differing
@@ -59,7 +59,7 @@ _BESIDE = "all "  # begins the key of groups over the same axes
 _Work = torch._C._distributed_c10d.Work
 
 
-class Ledger(TorchDispatchMode):
+class CollectiveLedger(TorchDispatchMode):
     """Enter it around a step, then `check` on all ranks. Costs what overlap saves, a pass over
     every output, and some 0.5 ms a call."""
 
@@ -155,7 +155,7 @@ class Ledger(TorchDispatchMode):
                 found.append(name)
         return span(found)
 
-    def check(self, exchange: Exchange, step: int) -> tuple[Departure, ...]:
+    def check(self, exchange: SupportsGather, step: int) -> tuple[Departure, ...]:
         """Where the ranks of a group first differ, of every group; else where groups over the same
         axes do. In the order of time; the same on all ranks, all of which call it. What was
         written is forgotten."""
@@ -195,7 +195,7 @@ class Ledger(TorchDispatchMode):
 
 
 def _in_full(
-    exchange: Exchange,
+    exchange: SupportsGather,
     ledgers: Mapping[str, tuple[str, Sequence[Call]]],
     odd: Sequence[str],
     step: int,

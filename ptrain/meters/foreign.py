@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -26,16 +26,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ptrain.axes.data.run.fully_sharded import parameter_groups
 from ptrain.costs import Collective, Phase, State
 from ptrain.errors import PtrainError
+from ptrain.interpreter.program import Observer
 from ptrain.models.ledger import local
 from ptrain.rooms.registry import Registry
 
 _GATHERS = (Collective.ALL_GATHER, Collective.BROADCAST, Collective.GATHER, Collective.SCATTER)
-
-
-class Observer(Protocol):
-    """Whoever wants to know where in a step the model is."""
-
-    def phase(self, phase: Phase, micro_batch: int) -> None: ...
 
 
 class Foreign:

@@ -18,18 +18,18 @@ from torch.distributed.tensor import DTensor
 from ptrain.axes.data.cuts import Cuts
 from ptrain.axes.data.run.flat_target import FlatTarget, FlatTensorTarget
 from ptrain.axes.data.run.local_part import LocalPart, Parameter
-from ptrain.axes.data.run.spread import SpreadUpdate
-from ptrain.axes.data.run.target import Target, TensorTarget
+from ptrain.axes.data.run.spread import ZeroRedundancyUpdate
+from ptrain.axes.data.run.target import NamedTarget, ParameterTarget
 from ptrain.interpreter.program import Program
 from ptrain.models.ledger import local
 from ptrain.optimizers.torch import TorchOptimizer
-from ptrain.optimizers.update import COUNTER, MASTER, Update
+from ptrain.optimizers.update import COUNTER, MASTER, TargetsUpdate
 from ptrain.report.finding import Subject
 from ptrain.spec.axis import Axis
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class Holding:
     """`name`: a tensor's canonical one, `key`: which state of it (`exp_avg`; "" for itself);
     `part` of it, "" for all."""
 
@@ -44,44 +44,44 @@ class Held:
         return self.subject.value, self.name, self.key, self.part
 
 
-def parameters(program: Program) -> Iterator[Held]:
+def parameters(program: Program) -> Iterator[Holding]:
     """As they are stored between steps. Masters that parameters are made of are the optimizer's."""
     for target in targets(program):
         subject = Subject.OPTIMIZER if target.owns_master else Subject.PARAMETERS
         key = MASTER if target.owns_master else ""
         for name, part, tensor in _parameter(target):
-            yield Held(subject, program.wrapped.canonical_name(name), key, part, tensor)
+            yield Holding(subject, program.wrapped.canonical_name(name), key, part, tensor)
 
 
-def gradients(program: Program) -> Iterator[Held]:
+def gradients(program: Program) -> Iterator[Holding]:
     """Reduced, as they are kept for the update. One that is still a sum over ranks to be taken is
     nobody's copy, and left out; so are those that an update in the backward pass has used up."""
     for target in targets(program):
         for name, part, tensor in _gradient(target):
-            yield Held(Subject.GRADIENTS, program.wrapped.canonical_name(name), "", part, tensor)
+            yield Holding(Subject.GRADIENTS, program.wrapped.canonical_name(name), "", part, tensor)
 
 
-def optimizer(program: Program) -> Iterator[Held]:
+def optimizer(program: Program) -> Iterator[Holding]:
     """Its state, where this rank has it; of counters see `counters`."""
     for target, tensors in program.update.tensors():
         for key, stored in tensors.items():
             if key == COUNTER or stored.is_meta:
                 continue
             for name, part, tensor in _slot(target, stored):
-                yield Held(
+                yield Holding(
                     Subject.OPTIMIZER, program.wrapped.canonical_name(name), key, part, tensor
                 )
     if program.scaling is not None:
         for key, tensor in program.scaling.state().items():
-            yield Held(Subject.OPTIMIZER, "scaling", key, "", tensor)
+            yield Holding(Subject.OPTIMIZER, "scaling", key, "", tensor)
 
 
-def buffers(program: Program) -> Iterator[Held]:
+def buffers(program: Program) -> Iterator[Holding]:
     """Of the model, the stages' under the model's names."""
     for piece in program.pieces:
         for name, buffer in piece.module.named_buffers():
             if (part := _cut(buffer)) is not None:
-                yield Held(Subject.BUFFERS, name, "", part, local(buffer))
+                yield Holding(Subject.BUFFERS, name, "", part, local(buffer))
 
 
 def counters(program: Program) -> dict[str, int]:
@@ -105,10 +105,10 @@ def hyperparameters(program: Program) -> dict[str, list[float]]:
     update = program.update
     optimizers: list[torch.optim.Optimizer]
     match update:
-        case Update():
+        case TargetsUpdate():
             rules = chain.from_iterable(group.optimizers.values() for group in update.groups)
             optimizers = [rule.optimizer for rule in rules if isinstance(rule, TorchOptimizer)]
-        case SpreadUpdate():
+        case ZeroRedundancyUpdate():
             optimizers = [update.optimizer]
         case _:
             raise AssertionError(f"of a {type(update).__name__} no optimizer is known")
@@ -124,7 +124,7 @@ def _listed(value: object) -> tuple[object, ...]:
     return value if isinstance(value, tuple) else (value,)
 
 
-def targets(program: Program) -> Iterator[Target]:
+def targets(program: Program) -> Iterator[NamedTarget]:
     """What the program's optimizer updates."""
     return (target for target, _ in program.update.tensors())
 
@@ -132,7 +132,7 @@ def targets(program: Program) -> Iterator[Target]:
 _Pieces = Iterator[tuple[str, str, torch.Tensor]]  # name, part, tensor
 
 
-def _parameter(target: Target) -> _Pieces:
+def _parameter(target: NamedTarget) -> _Pieces:
     match target:
         case FlatTarget() | FlatTensorTarget():
             if isinstance(target, FlatTensorTarget) and target.index:
@@ -144,14 +144,14 @@ def _parameter(target: Target) -> _Pieces:
                 cut = (*cut, *behind)
                 stored = held.cuts.take(stored, held.cut, cut)
             yield from _of_unit(target.unit.named, held.cuts, cut, stored)
-        case TensorTarget():
+        case ParameterTarget():
             if (part := _cut(target.parameter)) is not None:
                 yield target.name, part, target.value()
         case _:
             raise AssertionError(f"of a {type(target).__name__} no layout is known")
 
 
-def _gradient(target: Target) -> _Pieces:
+def _gradient(target: NamedTarget) -> _Pieces:
     match target:
         case FlatTarget() | FlatTensorTarget():
             kept = target.unit.gradients
@@ -159,7 +159,7 @@ def _gradient(target: Target) -> _Pieces:
             if whole is None or (isinstance(target, FlatTensorTarget) and target.index):
                 return
             yield from _of_unit(target.unit.named, kept.cuts, kept.now, whole)
-        case TensorTarget():
+        case ParameterTarget():
             gradient = target.parameter.grad
             if gradient is not None and (part := _cut(gradient)) is not None:
                 yield target.name, part, local(gradient)
@@ -167,7 +167,7 @@ def _gradient(target: Target) -> _Pieces:
             raise AssertionError(f"of a {type(target).__name__} no layout is known")
 
 
-def _slot(target: Target, stored: torch.Tensor) -> _Pieces:
+def _slot(target: NamedTarget, stored: torch.Tensor) -> _Pieces:
     match target:
         case FlatTarget():
             unit = target.unit
@@ -179,7 +179,7 @@ def _slot(target: Target, stored: torch.Tensor) -> _Pieces:
                 return
             named = [(target.name, parameter)]
             yield from _of_unit(named, target.cuts, target.unit.step.optimizer, stored)
-        case TensorTarget():
+        case ParameterTarget():
             if (part := _cut(target.parameter)) is not None:
                 yield target.name, part, local(stored)
         case _:
@@ -232,12 +232,12 @@ def _cut(tensor: torch.Tensor) -> str | None:
     return ",".join(f"{name}={at}" for name, at, how in cuts if not how.is_replicate())
 
 
-def names_of(target: Target) -> list[str]:
+def names_of(target: NamedTarget) -> list[str]:
     """Of the tensors that a target stands for, as its stage has them."""
     match target:
         case FlatTarget():
             return [name for name, _ in target.unit.named]
-        case FlatTensorTarget() | TensorTarget():
+        case FlatTensorTarget() | ParameterTarget():
             return [target.name]
         case _:
             raise AssertionError(f"of a {type(target).__name__} no name is known")
@@ -269,7 +269,7 @@ def storages_by_name(program: Program) -> Iterator[tuple[str, torch.Tensor]]:
             case FlatTarget() | FlatTensorTarget():
                 unit = target.unit
                 held += [unit.parameters.stored, unit.parameters.whole, *unit.gradients.held()]
-            case TensorTarget():
+            case ParameterTarget():
                 own = (target.parameter.detach(), target.parameter.grad)
                 held += [local(tensor) for tensor in own if tensor is not None]
         for name in names_of(target):
@@ -277,7 +277,7 @@ def storages_by_name(program: Program) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _with_master(
-    target: Target, master: torch.Tensor
+    target: NamedTarget, master: torch.Tensor
 ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
     """Name, parameter and master, of what this rank has of both."""
     match target:
@@ -293,7 +293,7 @@ def _with_master(
                 yield name, own, other
         case FlatTensorTarget():
             pass  # its master is cut by itself, and not as the unit is
-        case TensorTarget():
+        case ParameterTarget():
             yield target.name, target.value(), local(master)
 
 

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ptrain.interpreter.program import Program
 from ptrain.meters import holdings
 from ptrain.meters.digest import digests, kind, of_bytes
-from ptrain.meters.holdings import Held
+from ptrain.meters.holdings import Holding
 from ptrain.meters.randomness import drawn
 from ptrain.report.copies import Copy, alike_apart, culprit, differing, holders
 from ptrain.report.finding import Culprit, Departure, Moment, Subject, Way
@@ -28,7 +28,7 @@ from ptrain.report.finding import Culprit, Departure, Moment, Subject, Way
 Identity = tuple[int, str, str, str]
 
 
-class Exchange(Protocol):
+class SupportsGather(Protocol):
     """How ranks tell each other small values."""
 
     def gather(self, value: Any) -> list[Any]:
@@ -36,7 +36,7 @@ class Exchange(Protocol):
         ...
 
 
-class Replicas:
+class ReplicaMeter:
     """Compares what the ranks hold. `noted()` around a step notes its gradients; `check` afterwards
     compares these and all else. Every rank calls both alike, and gets the same answer.
 
@@ -44,7 +44,7 @@ class Replicas:
     bytes. Nothing is gathered or moved.
     """
 
-    def __init__(self, program: Program, exchange: Exchange) -> None:
+    def __init__(self, program: Program, exchange: SupportsGather) -> None:
         self.program = program
         self.exchange = exchange
         self.last_good: int | None = None  # the last step that all agreed after
@@ -157,7 +157,7 @@ def coordinates(program: Program) -> dict[int, dict[str, int]]:
     }
 
 
-def _copies(moment: Moment, held: Iterable[Held]) -> list[Copy]:
+def _copies(moment: Moment, held: Iterable[Holding]) -> list[Copy]:
     things = list(held)
     found = digests([thing.tensor for thing in things])
     return [

@@ -5,9 +5,10 @@ dtype. The optimizer's is what torch's optimizers hold as state in their steps, 
 brought from, and master copies: what is updated, or parameters come from, in another dtype than
 modules compute with. A gradient is what an optimizer is given as `grad`, and what that was reduced,
 added up or copied from. `Finder` follows these copies through one step, so that a program that
-declares a storage as what it is not is noticed: `Metered.storages` is compared and never used.
+declares a storage as what it is not is noticed: `ObservableProgram.storages` is compared and never
+used.
 
-Note: of a storage that nothing read or wrote in the step no role is known; `Row.role` is None.
+Note: of a storage that nothing read or wrote in the step no role is known; `RoleRow.role` is None.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _COLLECTIVES = ("c10d", "_c10d_functional")
 _STATES = (State.PARAMETERS, State.OPTIMIZER, State.GRADIENTS)
 
 
-class Metered(Protocol):
+class ObservableProgram(Protocol):
     """What the finder needs of a program."""
 
     @property
@@ -56,7 +57,7 @@ class Metered(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class RoleRow:
     """Bytes that the program declares as `declared` and that are `role` by what was done with them;
     None where nothing was."""
 
@@ -78,7 +79,7 @@ class Finder(Ledger):
     """Enter it around one steady step, from its forward pass to its update. Storages are followed
     from birth to death; none is kept alive."""
 
-    def __init__(self, program: Metered) -> None:
+    def __init__(self, program: ObservableProgram) -> None:
         super().__init__()
         self._program = program
         self._numbers: dict[int, int] = {}  # of the storages that live, by address
@@ -118,14 +119,14 @@ class Finder(Ledger):
         """The update is next."""
         self._declare()
 
-    def rows(self) -> tuple[Row, ...]:
+    def rows(self) -> tuple[RoleRow, ...]:
         """Bytes by what is declared and what was seen, of the states that have a role."""
         roles = self._roles()
         sizes: dict[tuple[State, State | None], int] = {}
         for number, (declared, nbytes) in self._declared.items():
             key = declared, roles.get(number)
             sizes[key] = sizes.get(key, 0) + nbytes
-        return tuple(Row(*key, nbytes) for key, nbytes in sizes.items() if nbytes)
+        return tuple(RoleRow(*key, nbytes) for key, nbytes in sizes.items() if nbytes)
 
     def _roles(self) -> dict[int, State]:
         """Gradients last: what is given to an optimizer as one is one, whatever else it is."""

@@ -21,7 +21,7 @@ import torch
 from ptrain.models.build import build
 from ptrain.models.initialize import cast
 from ptrain.models.loss import token_loss_sum
-from ptrain.models.trace import Born, Complete, Died, Event, Recording, record
+from ptrain.models.trace import Born, Completion, Died, Event, Recording, record
 from ptrain.models.units import Units, unit_modules
 from ptrain.spec.batch import UnitKind, UnitSize
 from ptrain.spec.model import Family, ModelShape
@@ -117,7 +117,7 @@ def factorise(size: int, symbols: dict[str, int]) -> tuple[int, tuple[int, ...]]
 Tracer = Callable[[ModelShape, torch.dtype, int], Recording]
 
 
-class Table:
+class BlockTableBuilder:
     """One table in the making: sizes are numbered as they come."""
 
     def __init__(
@@ -171,7 +171,7 @@ class Table:
                 in_block = module.startswith(f"blocks.{block}")
                 assert in_block or not module
                 return MARKS[mark] + module.replace(f"blocks.{block}", "*")
-            case Complete(parameter, number, cloned):
+            case Completion(parameter, number, cloned):
                 pattern = parameter.replace(f"blocks.{block}.", "blocks.*.")
                 return [pattern, self.size(number), int(cloned)]
 
@@ -261,7 +261,7 @@ def main() -> None:
     directory.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
     for title, shape, precision, batch in variants():
-        table = Table(shape, precision, batch)
+        table = BlockTableBuilder(shape, precision, batch)
         text = json.dumps(table.build(), separators=(",", ":"))
         for layers in (1, 2):
             assert _same_with(layers, table), f"{title} differs with {layers} layers"
@@ -269,9 +269,9 @@ def main() -> None:
         print(f"{title}: {len(text)} bytes, {len(table.sizes)} sizes")
 
 
-def _same_with(layers: int, table: Table) -> bool:
+def _same_with(layers: int, table: BlockTableBuilder) -> bool:
     """Whether a trace of so many layers has the same parts."""
-    few = Table(replace(table.shape, layers=layers), table.precision, table.batch)
+    few = BlockTableBuilder(replace(table.shape, layers=layers), table.precision, table.batch)
     few.sizes = table.sizes
     recording = few.recordings[0]
     for phase, parts in table.parts(table.recordings[0]).items():

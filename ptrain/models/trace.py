@@ -40,7 +40,7 @@ class Died:
 
 
 @dataclass(frozen=True, slots=True)
-class Complete:
+class Completion:
     """A parameter's gradient is complete and lies in storage `id`; `cloned` where autograd had to
     copy it there because it could not keep the tensor that arrived."""
 
@@ -49,7 +49,7 @@ class Complete:
     cloned: bool
 
 
-Event = Born | Died | Complete | Boundary
+Event = Born | Died | Completion | Boundary
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,7 @@ class Recorder(Ledger):
         cloned = last.id == number and last.operator.split("::")[-1].startswith(_COPIES)
         if cloned:
             self.events.remove(last)  # whether there is a copy depends on who keeps gradients
-        self.events.append(Complete(name, number, cloned))
+        self.events.append(Completion(name, number, cloned))
 
 
 _COPIES = ("clone", "new_empty_strided", "empty_strided")
@@ -274,7 +274,7 @@ def to_timeline(recording: Recording) -> Timeline:
 
 
 def _items(events: Sequence[Event], sizes: dict[int, int]) -> Iterator[Item]:
-    last_view = {event.id: event for event in events if isinstance(event, Complete)}
+    last_view = {event.id: event for event in events if isinstance(event, Completion)}
     deltas: list[int] = []
     for event in events:
         match event:
@@ -296,7 +296,7 @@ def _flush(deltas: list[int]) -> Iterator[Item]:
 
 
 def _completion(
-    event: Complete, last_view: dict[int, Complete], sizes: dict[int, int]
+    event: Completion, last_view: dict[int, Completion], sizes: dict[int, int]
 ) -> timeline.Complete:
     """Gradients that are views of one storage keep it until the last of them goes."""
     size = sizes[event.id] if last_view[event.id] is event else 0

@@ -26,7 +26,7 @@ class When(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class OperatorWork:
     """`size` is in operations, or for a collective in bytes of the whole tensor."""
 
     when: When
@@ -62,7 +62,7 @@ class WorkRecorder(Recorder):
 
     def __init__(self) -> None:
         super().__init__()
-        self.works: list[tuple[int, Work]] = []
+        self.works: list[tuple[int, OperatorWork]] = []
         self._running_again: set[nn.Module] = set()
         self._handles: list[RemovableHandle] = []
 
@@ -113,7 +113,7 @@ class WorkRecorder(Recorder):
             when = When.AGAIN
         else:
             when = When.BACKWARD if runs_again() else When.FORWARD
-        self.works.append((len(self.events), Work(when, collective, size)))
+        self.works.append((len(self.events), OperatorWork(when, collective, size)))
 
 
 def repeated(recorder: WorkRecorder) -> tuple[tuple[str, int], ...]:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
 from ptrain.rooms.ghost import Ghost, Reader, Storage
-from ptrain.rooms.room import Leaf
+from ptrain.rooms.room import OptimizerLeaf
 from ptrain.spec.placement import Tier
 from ptrain.spec.precision import DType
 from ptrain.spec.spec import OptimizerSpec
@@ -29,17 +29,17 @@ class GhostLeaf:
         self.state: dict[str, Ghost] = {}
 
 
-class InPlace:
+class GhostFused:
     """An update that allocates nothing."""
 
     def step(self, lr: float, scalars: tuple[Ghost, Ghost] | None) -> None:
         """Values change, sizes do not."""
 
 
-class Muon:
+class GhostMuon:
     """A matrix after the other."""
 
-    def __init__(self, leaves: Sequence[Leaf[Ghost]], reader: Reader) -> None:
+    def __init__(self, leaves: Sequence[OptimizerLeaf[Ghost]], reader: Reader) -> None:
         self.leaves, self.reader = leaves, reader
 
     def step(self, lr: float, scalars: tuple[Ghost, Ghost] | None) -> None:
@@ -72,9 +72,9 @@ class GhostRules:
         return GhostLeaf(Ghost(Storage(0, like.tier, None, "", self.reader), dtype, (0,)))
 
     def optimizer(
-        self, rule: str, leaves: Sequence[Leaf[Ghost]], spec: OptimizerSpec
-    ) -> InPlace | Muon:
-        return Muon(leaves, self.reader) if rule == "muon" else InPlace()
+        self, rule: str, leaves: Sequence[OptimizerLeaf[Ghost]], spec: OptimizerSpec
+    ) -> GhostFused | GhostMuon:
+        return GhostMuon(leaves, self.reader) if rule == "muon" else GhostFused()
 
 
 def muon_temporaries(shape: tuple[int, ...], updated: DType, *, scaled: bool) -> int:

@@ -8,7 +8,7 @@ import torch
 
 from ptrain.models.numerics import TORCH_DTYPES
 from ptrain.optimizers.build import build_optimizer
-from ptrain.rooms.room import Leaf
+from ptrain.rooms.room import OptimizerLeaf
 from ptrain.spec.precision import DType
 from ptrain.spec.spec import OptimizerSpec
 
@@ -48,7 +48,7 @@ class TorchOptimizer:
     """One of torch's optimizers on its leaves."""
 
     def __init__(
-        self, rule: str, leaves: Sequence[Leaf[torch.Tensor]], spec: OptimizerSpec
+        self, rule: str, leaves: Sequence[OptimizerLeaf[torch.Tensor]], spec: OptimizerSpec
     ) -> None:
         self.optimizer = build_optimizer(rule, [tensor_of(leaf) for leaf in leaves], spec)
         for leaf in leaves:
@@ -70,12 +70,12 @@ class TorchRules:
         return TorchLeaf(like.new_empty(0, dtype=TORCH_DTYPES[dtype]))
 
     def optimizer(
-        self, rule: str, leaves: Sequence[Leaf[torch.Tensor]], spec: OptimizerSpec
+        self, rule: str, leaves: Sequence[OptimizerLeaf[torch.Tensor]], spec: OptimizerSpec
     ) -> TorchOptimizer:
         return TorchOptimizer(rule, leaves, spec)
 
 
-def tensor_of(leaf: Leaf[torch.Tensor]) -> torch.Tensor:
+def tensor_of(leaf: OptimizerLeaf[torch.Tensor]) -> torch.Tensor:
     """What torch's optimizer knows a leaf by."""
     assert isinstance(leaf, TorchLeaf), "a leaf of this room"
     return leaf.tensor

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 from ptrain.costs import State
-from ptrain.rooms.room import Leaf, Optimizer, Room, Rules, T
+from ptrain.rooms.room import Optimizer, OptimizerLeaf, Room, Rules, T
 from ptrain.spec.precision import DType, Layout
 from ptrain.spec.spec import OptimizerSpec
 
@@ -97,7 +97,7 @@ class Scale(Protocol[T]):
         ...
 
 
-class Update(Generic[T, X]):
+class TargetsUpdate(Generic[T, X]):
     """The update of all targets, given a group per unit. `hidden` says which of them are matrices
     within the model, in the same order (None: nobody asks)."""
 
@@ -120,7 +120,7 @@ class Update(Generic[T, X]):
         self.is_by_unit = not _stays_in_place(groups, layout)
         if not self.is_by_unit:
             members = [[member for group in members for member in group]]
-        self.groups = [Group(group, spec, rules) for group in members if group]
+        self.groups = [UpdateGroup(group, spec, rules) for group in members if group]
 
     def step(self, lr: float, scaling: Scale[T] | None = None) -> None:
         """One update with this learning rate, from the targets' gradients; none where they
@@ -141,7 +141,7 @@ class Update(Generic[T, X]):
             for member in group.members:
                 yield member.target, {name: slot.stored for name, slot in member.slots.items()}
 
-    def leaves(self) -> Iterator[tuple[X, Leaf[T]]]:
+    def leaves(self) -> Iterator[tuple[X, OptimizerLeaf[T]]]:
         """Each target with the leaf that its optimizer knows it by, whose gradient is there while
         it steps."""
         for group in self.groups:
@@ -233,7 +233,7 @@ class Member(Generic[T, X]):
             leaf.value = self.nothing
 
 
-class Group(Generic[T, X]):
+class UpdateGroup(Generic[T, X]):
     """Targets that are updated at once: by one optimizer, or two where the rule depends on the
     tensor."""
 

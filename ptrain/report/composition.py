@@ -9,7 +9,7 @@ from ptrain.costs import Phase, State
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
+class LiveStorages:
     """Storages of one kind that live at the peak: `tensors` of them, in bytes together."""
 
     what: str
@@ -19,7 +19,7 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Moment:
+class MemorySample:
     """Live device bytes by state, in the order of `State`, after `event` births and deaths."""
 
     event: int
@@ -33,18 +33,18 @@ class Moment:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Course:
+class MemoryHistory:
     """One rank's memory over a steady step: its moments, and of the highest what lives then, the
     largest first."""
 
     rank: int
-    moments: tuple[Moment, ...]
-    peak: Moment
-    held: tuple[Held, ...]
+    moments: tuple[MemorySample, ...]
+    peak: MemorySample
+    held: tuple[LiveStorages, ...]
 
-    def by_phase(self) -> dict[Phase, Moment]:
+    def by_phase(self) -> dict[Phase, MemorySample]:
         """The highest moment of each phase."""
-        found: dict[Phase, Moment] = {}
+        found: dict[Phase, MemorySample] = {}
         for moment in self.moments:
             known = found.setdefault(moment.phase, moment)
             found[moment.phase] = max(known, moment, key=lambda each: each.total)

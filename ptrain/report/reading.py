@@ -24,7 +24,7 @@ from ptrain.report.record import Check
 
 
 @dataclass(frozen=True, slots=True)
-class Account:
+class Reading:
     """The columns of a record, its checks, and what was on the wire, of which a record has means
     over the ranks only."""
 
@@ -33,11 +33,11 @@ class Account:
     wire: tuple[WireRow, ...] = ()
 
 
-def read(record: Mapping[str, Any]) -> Account:
+def read(record: Mapping[str, Any]) -> Reading:
     """Every column that the record has rows for."""
     rows = [row for kind in ("memory", "peak", "traffic") for row in record[kind]]
     columns = dict.fromkeys(Column(row["column"]) for row in rows)
-    return Account(
+    return Reading(
         estimates={column: _estimate(record, column) for column in columns},
         checks=tuple(Check(**check) for check in record["checks"]),
         wire=tuple(_wire(row) for row in record.get("wire", ())),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ptrain.costs import Estimate, State
 from ptrain.plan.composition import ranks_text
-from ptrain.report.composition import Course
+from ptrain.report.composition import MemoryHistory
 from ptrain.report.predict import operations_lines
 from ptrain.report.record import Check, compare
 from ptrain.report.table import end_table, render, size
@@ -30,7 +30,7 @@ class RankReport:
     alike: tuple[int, ...]
     exact: Estimate
     simulated: Estimate
-    course: Course
+    course: MemoryHistory
     seconds: Mapping[str, float]
 
     @property
@@ -93,7 +93,7 @@ def foreign(report: RankReport) -> list[str]:
     return [f"warning: on cuda no peak is claimed: {why}; --rehearse on a GPU tells"]
 
 
-def by_phase(course: Course) -> str:
+def by_phase(course: MemoryHistory) -> str:
     """Each state when a phase needs most."""
     highest = course.by_phase()
     rows = [
@@ -105,7 +105,7 @@ def by_phase(course: Course) -> str:
     return render(("when a phase needs most", *map(str, highest)), [*rows, total])
 
 
-def peak(course: Course) -> str:
+def peak(course: MemoryHistory) -> str:
     """What lives at the peak, the largest first."""
     rows = [
         (row.what, str(row.state), size(row.device_bytes), str(row.tensors))

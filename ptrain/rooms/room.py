@@ -55,7 +55,7 @@ class Move(Generic[T]):
         return self._result
 
 
-class Leaf(Protocol[T]):
+class OptimizerLeaf(Protocol[T]):
     """What an optimizer knows a tensor by: its value and gradient while it is updated, and the
     state that the optimizer keeps for it."""
 
@@ -195,11 +195,13 @@ class Room(Protocol[T]):
 class Rules(Protocol[T]):
     """The optimizers of a room, by the name of a rule."""
 
-    def leaf(self, like: T, dtype: DType) -> Leaf[T]:
+    def leaf(self, like: T, dtype: DType) -> OptimizerLeaf[T]:
         """An empty one in a dtype, on the device of a tensor."""
         ...
 
-    def optimizer(self, rule: str, leaves: Sequence[Leaf[T]], spec: OptimizerSpec) -> Optimizer[T]:
+    def optimizer(
+        self, rule: str, leaves: Sequence[OptimizerLeaf[T]], spec: OptimizerSpec
+    ) -> Optimizer[T]:
         """A rule at work on leaves of one device."""
         ...
 

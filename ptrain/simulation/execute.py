@@ -21,7 +21,7 @@ from ptrain.errors import RankFailed, refused
 from ptrain.interpreter.program import Observer, Program, interpret
 from ptrain.meters.traffic import TrafficMeter
 from ptrain.models.values import READ
-from ptrain.report.composition import Course
+from ptrain.report.composition import MemoryHistory
 from ptrain.rooms.fake import fake_tensors, fake_world
 from ptrain.rooms.world import World
 from ptrain.simulation.living import LivingMeter
@@ -43,7 +43,7 @@ class Simulated:
     rank: int
     device: str
     estimate: Estimate
-    course: Course
+    course: MemoryHistory
     seconds: dict[str, float]
 
 
@@ -124,7 +124,7 @@ def _batch(program: Program) -> LocalBatch:
     )
 
 
-def _steady_step(program: Program, batch: LocalBatch) -> tuple[Estimate, Course]:
+def _steady_step(program: Program, batch: LocalBatch) -> tuple[Estimate, MemoryHistory]:
     """The third step, and of the second what happens once: as a training measures them."""
     for _ in range(FIRST_STEADY - 1):
         _step(program, batch)

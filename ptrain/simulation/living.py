@@ -20,7 +20,7 @@ from ptrain.costs import Phase, State
 from ptrain.interpreter.program import Program
 from ptrain.meters.memory import MemoryMeter
 from ptrain.models.ledger import storage_of
-from ptrain.report.composition import Course, Held, Moment
+from ptrain.report.composition import LiveStorages, MemoryHistory, MemorySample
 from ptrain.rooms.registry import Tag
 from ptrain.simulation.modules import Modules
 
@@ -114,20 +114,20 @@ class LivingMeter(MemoryMeter):
         super().phase(phase, micro_batch)
         self._begun.append((len(self._changes), phase, micro_batch))
 
-    def course(self) -> Course:
+    def course(self) -> MemoryHistory:
         """After the step."""
         for key in self._lives:
             self._remember(key)
         moments = tuple(self._moments())
         peak = max(moments, key=lambda moment: moment.total)
-        return Course(
+        return MemoryHistory(
             rank=self._rank,
             moments=moments,
             peak=peak,
             held=tuple(held(self._living(peak.event))),
         )
 
-    def _moments(self) -> Iterator[Moment]:
+    def _moments(self) -> Iterator[MemorySample]:
         """One after each change; and the begin of every phase."""
         sizes = dict.fromkeys(_STATES, 0)
         for life, size in self._before:
@@ -139,7 +139,7 @@ class LivingMeter(MemoryMeter):
             if event:
                 life, size = self._changes[event - 1]
                 sizes[life.state] += size
-            yield Moment(
+            yield MemorySample(
                 event=event,
                 phase=phase,
                 micro_batch=micro_batch,
@@ -155,14 +155,14 @@ class LivingMeter(MemoryMeter):
         return found.values()
 
 
-def held(living: Iterable[tuple[Life, int]]) -> list[Held]:
+def held(living: Iterable[tuple[Life, int]]) -> list[LiveStorages]:
     """One row per kind, the largest first."""
     sizes: defaultdict[tuple[str, State], list[int]] = defaultdict(list)
     for life, size in living:
         if size:
             sizes[what(life), life.state].append(size)
     rows = [
-        Held(what=kind, state=state, device_bytes=sum(each), tensors=len(each))
+        LiveStorages(what=kind, state=state, device_bytes=sum(each), tensors=len(each))
         for (kind, state), each in sizes.items()
     ]
     return sorted(rows, key=lambda row: (-row.device_bytes, row.what))

@@ -22,7 +22,7 @@ from ptrain.spec.overrides import apply, involves, parse_override, source_of, sw
 from ptrain.spec.resolve import resolve
 from ptrain.spec.shorthand import expand_shorthands, mark_of
 from ptrain.spec.spec import Spec
-from ptrain.spec.text import Mark, Route, Tree, read
+from ptrain.spec.text import Route, SourceMark, Tree, read
 
 Source = str | Path | Mapping[str, object] | None
 
@@ -149,7 +149,7 @@ def _locate(tree: Tree, fault: Fault, overrides: Sequence[str]) -> Fault:
     """The same fault with the place of its key in the file or on the command line. In the file, a
     fault may be one only with what the command line says, which is named then."""
     route = tuple(fault.place.split(".")) if fault.place else ()
-    mark: Mark = mark_of(tree, route)
+    mark: SourceMark = mark_of(tree, route)
     involved = [each for each in overrides if mark.line and involves(fault, parse_override(each))]
     spoken = f" (with {' '.join(involved)} from the command line)" if involved else ""
     return mark.fault(fault.place, f"{fault.finding}{spoken}", fault.remedy)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ptrain.errors import SpecError
 from ptrain.spec.leaf import nearest
-from ptrain.spec.text import Mark, Tree, read
+from ptrain.spec.text import SourceMark, Tree, read
 
 SPEC_FOLDERS = ("strategies", "paper", "node")
 _HERE = Path(__file__).resolve()
@@ -61,7 +61,7 @@ def find_spec(name: str) -> Path:
     if name in known:
         return known[name]
     finding, remedy = missing(name, "spec", *SPEC_FOLDERS)
-    raise SpecError(Mark(source=_short(name)).fault("", finding, remedy))
+    raise SpecError(SourceMark(source=_short(name)).fault("", finding, remedy))
 
 
 def missing(name: str, kind: str, *folders: str) -> tuple[str, str]:

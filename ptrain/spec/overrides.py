@@ -17,7 +17,7 @@ from ptrain.spec.axis import DATA_AXES
 from ptrain.spec.leaf import describe
 from ptrain.spec.leaf_mode import KEPT_MEANINGS
 from ptrain.spec.shorthand import expand_shorthands
-from ptrain.spec.text import Mark, Route, Tree, as_override, parse_value
+from ptrain.spec.text import Route, SourceMark, Tree, as_override, parse_value
 
 _OVERRIDE = re.compile(r"[\w-]+(\.[\w-]+)*=")
 _COMMAND_LINE = "command line: "
@@ -48,7 +48,7 @@ def split_arguments(arguments: Iterable[str]) -> tuple[list[str], list[str]]:
         if argument.startswith("="):
             finding = f"there is a blank before {argument[:60]!r}"
             remedy = f"write it without spaces; {_EXAMPLE}"
-            raise SpecError(Mark(source="command line").fault("", finding, remedy))
+            raise SpecError(SourceMark(source="command line").fault("", finding, remedy))
         (overrides if _OVERRIDE.match(argument) else sources).append(argument)
     return sources, overrides
 
@@ -60,10 +60,10 @@ def parse_override(argument: str) -> Override:
     route = tuple(key.strip().split("."))
     if not equals:
         finding = f"an override needs a value; got {argument[:60]!r}"
-        raise SpecError(Mark(source=source).fault("", finding, _EXAMPLE))
+        raise SpecError(SourceMark(source=source).fault("", finding, _EXAMPLE))
     if not all(re.fullmatch(r"[A-Za-z0-9_-]+", part) for part in route):
         finding = f"an override begins with a dotted key; got {key[:60]!r}"
-        raise SpecError(Mark(source=source).fault("", finding, _EXAMPLE))
+        raise SpecError(SourceMark(source=source).fault("", finding, _EXAMPLE))
     return Override(route=route, text=text, source=source)
 
 
@@ -88,7 +88,7 @@ def apply(tree: Tree, override: Override) -> list[Fault]:
     for depth, key in enumerate(route[:-1]):
         assert isinstance(node, dict), "only mappings are entered"
         if key not in node:
-            tree.keys[route[: depth + 1]] = Mark(source=override.source)
+            tree.keys[route[: depth + 1]] = SourceMark(source=override.source)
         inner = node.setdefault(key, {})
         if not isinstance(inner, dict):
             expand_shorthands(tree)
@@ -97,7 +97,7 @@ def apply(tree: Tree, override: Override) -> list[Fault]:
             place = ".".join(route[: depth + 1])
             finding = f"{place} is {describe(inner)}, not a mapping"
             remedy = f"set {place} itself"
-            return [Mark(source=override.source).fault(".".join(route), finding, remedy)]
+            return [SourceMark(source=override.source).fault(".".join(route), finding, remedy)]
         node = inner
     assert isinstance(node, dict), "only mappings are entered"
     node[route[-1]] = value.root
@@ -126,7 +126,7 @@ def _value(override: Override) -> Tree:
     except SpecError as error:
         faults = error.faults
     if faults:
-        mark, place = Mark(source=override.source), ".".join(override.route)
+        mark, place = SourceMark(source=override.source), ".".join(override.route)
         raise SpecError(*(mark.fault(place, fault.finding, fault.remedy) for fault in faults))
     return value
 
@@ -156,7 +156,7 @@ def _take_marks(tree: Tree, value: Tree, route: Route) -> None:
     for known in [mark for mark in tree.values if mark[: len(route)] == route]:
         del tree.values[known]
         tree.keys.pop(known, None)
-    mark = Mark(source=value.source)
+    mark = SourceMark(source=value.source)
     tree.keys[route] = tree.values[route] = mark
     for inner in value.values:
         tree.values[route + inner] = mark

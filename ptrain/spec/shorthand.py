@@ -19,7 +19,7 @@ from ptrain.spec.axis import DATA_AXES, Axis
 from ptrain.spec.batch import Reshard
 from ptrain.spec.leaf_mode import KEPT_MEANINGS
 from ptrain.spec.names import missing, strategy
-from ptrain.spec.text import Mark, Route, Tree
+from ptrain.spec.text import Route, SourceMark, Tree
 
 Mapping = dict[str, object]
 _DATA = tuple(axis.value for axis in DATA_AXES)
@@ -47,13 +47,13 @@ def expand_shorthands(tree: Tree) -> list[Fault]:
     return faults
 
 
-def mark_of(tree: Tree, route: Route, *, key: bool = False) -> Mark:
+def mark_of(tree: Tree, route: Route, *, key: bool = False) -> SourceMark:
     """Where the value (or the key) of `route` stands, or else what encloses it."""
     table = tree.keys if key else tree.values
     while route and route not in table:
         route = route[:-1]
         table = tree.keys  # of what encloses a missing value its key is shown
-    return table.get(route, Mark(source=tree.source))
+    return table.get(route, SourceMark(source=tree.source))
 
 
 _Report = Callable[..., None]
@@ -158,7 +158,7 @@ def _cut_at_commas(tree: Tree, placement: Mapping, fault: _Report) -> bool:
     return True
 
 
-def _modes_at(mark: Mark | None) -> list[str]:
+def _modes_at(mark: SourceMark | None) -> list[str]:
     """The tuple that begins there, if the line has all of it."""
     rest = mark.text[mark.column - 1 :].split("}")[0] if mark and mark.line else ""
     modes = [part.strip() for part in rest.split(",")][: len(PLACED)]

@@ -35,7 +35,7 @@ _WORDS: dict[str, object] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mark:
+class SourceMark:
     """Where something stands. Lines and columns count from 1; 0 means not in a file."""
 
     source: str
@@ -61,8 +61,8 @@ class Tree:
 
     root: object
     source: str
-    keys: dict[Route, Mark] = field(default_factory=dict)
-    values: dict[Route, Mark] = field(default_factory=dict)
+    keys: dict[Route, SourceMark] = field(default_factory=dict)
+    values: dict[Route, SourceMark] = field(default_factory=dict)
     faults: dict[Route, Fault] = field(default_factory=dict)
 
     def at(self, route: Route) -> object:
@@ -110,7 +110,9 @@ def read(path: Path) -> Tree:
 
 
 def _unreadable(source: str, finding: str, remedy: str) -> SpecError:
-    return SpecError(Mark(source=source).fault("", f"cannot read the spec: {finding}", remedy))
+    return SpecError(
+        SourceMark(source=source).fault("", f"cannot read the spec: {finding}", remedy)
+    )
 
 
 def parse(text: str, source: str) -> Tree:
@@ -118,9 +120,9 @@ def parse(text: str, source: str) -> Tree:
     tree = parse_value(text, source)
     if tree.root is None and not tree.faults:
         remedy = "`ptrain specs show` prints a whole spec to start from"
-        raise SpecError(Mark(source=source).fault("", "the spec is empty", remedy))
+        raise SpecError(SourceMark(source=source).fault("", "the spec is empty", remedy))
     if not isinstance(tree.root, dict):
-        mark = tree.values.get((), Mark(source=source))
+        mark = tree.values.get((), SourceMark(source=source))
         kind = "list" if isinstance(tree.root, list) else "single value"
         finding = f"a spec is a mapping; got a {kind}"
         raise SpecError(*tree.faults.values(), mark.fault("", finding, "write `key: value`"))
@@ -155,8 +157,8 @@ class _Builder:
         self.lines = text.splitlines()
         self.faults: dict[Route, Fault] = {}
         self.is_cut_short = False
-        self.keys: dict[Route, Mark] = {}
-        self.values: dict[Route, Mark] = {}
+        self.keys: dict[Route, SourceMark] = {}
+        self.values: dict[Route, SourceMark] = {}
         self.events: Iterator[yaml.Event] = iter(())
 
     def document(self) -> object:
@@ -177,7 +179,7 @@ class _Builder:
             self._syntax(error)
         except yaml.YAMLError as error:
             finding = f"not valid YAML: {str(error).splitlines()[0]}"
-            self.faults[("",)] = Mark(source=self.source).fault("", finding)
+            self.faults[("",)] = SourceMark(source=self.source).fault("", finding)
             self.is_cut_short = True
         except _TooDeep:
             self.is_cut_short = True
@@ -247,7 +249,7 @@ class _Builder:
 
     def _syntax(self, error: yaml.MarkedYAMLError) -> None:
         mark = error.problem_mark or error.context_mark
-        place = self._at(mark.line, mark.column) if mark else Mark(source=self.source)
+        place = self._at(mark.line, mark.column) if mark else SourceMark(source=self.source)
         problem = error.problem or error.context or "it cannot be parsed"
         remedy = ""
         if "\t" in place.text[: place.column]:
@@ -261,15 +263,15 @@ class _Builder:
         place = ".".join(route)
         self.faults[route] = self._mark(event).fault(place, finding, remedy)
 
-    def _mark(self, event: yaml.Event) -> Mark:
+    def _mark(self, event: yaml.Event) -> SourceMark:
         mark = event.start_mark
         assert mark is not None, "the parser marks every event"
         return self._at(mark.line, mark.column)
 
-    def _at(self, line: int, column: int) -> Mark:
+    def _at(self, line: int, column: int) -> SourceMark:
         text = self.lines[line] if line < len(self.lines) else ""
         column, text = _window(column, text)
-        return Mark(source=self.source, line=line + 1, column=column + 1, text=text)
+        return SourceMark(source=self.source, line=line + 1, column=column + 1, text=text)
 
 
 def _window(column: int, text: str) -> tuple[int, str]:
@@ -279,5 +281,5 @@ def _window(column: int, text: str) -> tuple[int, str]:
 
 def as_override(tree: Tree, source: str) -> Tree:
     """The same values, standing on the command line."""
-    mark = Mark(source=source)
+    mark = SourceMark(source=source)
     return replace(tree, source=source, keys={}, values=dict.fromkeys(tree.values, mark))

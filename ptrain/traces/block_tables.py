@@ -24,37 +24,37 @@ from ptrain.axes.tensor.run.apply import parallelize, whole_loss
 from ptrain.derivation.blocks import CUTS, PLAIN_NAME, VARIANTS
 from ptrain.models.build import build
 from ptrain.models.initialize import cast
-from ptrain.models.tables import SMALLEST, Table, factorise
+from ptrain.models.tables import SMALLEST, BlockTableBuilder, factorise
 from ptrain.models.trace import Born, Died, Recording, record
 from ptrain.models.units import unit_modules
-from ptrain.models.work import When, Work, WorkRecorder
+from ptrain.models.work import OperatorWork, When, WorkRecorder
 from ptrain.rooms.registry import Registry
 from ptrain.rooms.tiers import Tiers
 from ptrain.spec.keep import Kept
 from ptrain.spec.model import Attention, ModelShape
 from ptrain.steps.step import Keep
 from ptrain.timeline import Boundary, Mark
-from ptrain.traces.stage_tables import Setting, settings
+from ptrain.traces.stage_tables import TableSetting, settings
 from ptrain.traces.tensor_tables import TP, asked, fake_mesh
 
 ATTENTIONS = (Attention.SDPA, Attention.EAGER)
 
 
 @dataclass(frozen=True, slots=True)
-class Traced:
+class BlockTrace:
     """`works`: each with the number of events before it."""
 
     recording: Recording
-    works: list[tuple[int, Work]]
+    works: list[tuple[int, OperatorWork]]
 
 
 def trace(
-    setting: Setting,
+    setting: TableSetting,
     shape: ModelShape,
     kept: Kept,
     dtype: torch.dtype,
     mesh: DeviceMesh | None,
-) -> Traced:
+) -> BlockTrace:
     """One micro-batch, of rank 0's part where operators are cut, when torch has learnt the cuts."""
     step = setting.kind.step(shape) if setting.kind else None
     is_sequence = step is not None and step.is_sequence
@@ -78,13 +78,13 @@ def trace(
             record(model, units, forward, tokens)
         recorder = WorkRecorder()
         recorder.follow(model)
-        return Traced(record(model, units, forward, tokens, recorder=recorder), recorder.works)
+        return BlockTrace(record(model, units, forward, tokens, recorder=recorder), recorder.works)
 
 
 class Blocks:
     """The tables of one setting in the making: sizes are numbered as they come."""
 
-    def __init__(self, setting: Setting, mesh: DeviceMesh | None = None) -> None:
+    def __init__(self, setting: TableSetting, mesh: DeviceMesh | None = None) -> None:
         self.setting, self.mesh = setting, mesh
         self.sizes: dict[tuple[int, int, tuple[int, ...]], int] = {}
         self.parts: dict[str, int] = {}
@@ -106,13 +106,13 @@ class Blocks:
     def _variant(self, attention: Attention, kept: Kept) -> dict[str, object]:
         setting = self.setting
         shape = replace(setting.shape, attention=attention)
-        traced: list[Traced] = []
+        traced: list[BlockTrace] = []
 
         def tracer(shape: ModelShape, dtype: torch.dtype, batch: int) -> Recording:
             traced.append(trace(setting, shape, kept, dtype, self.mesh))
             return traced[-1].recording
 
-        table = Table(shape, setting.precision, setting.batch, setting.symbols, tracer)
+        table = BlockTableBuilder(shape, setting.precision, setting.batch, setting.symbols, tracer)
         table.sizes = self.sizes
         first = table.recordings[0]
         parts = table.parts(first)
@@ -129,14 +129,14 @@ class Blocks:
         text = json.dumps(found, separators=(",", ":"))
         return self.parts.setdefault(text, len(self.parts))
 
-    def _moved(self, table: Table, recording: Recording) -> list[object]:
+    def _moved(self, table: BlockTableBuilder, recording: Recording) -> list[object]:
         """The sizes of the storages that one block's forward takes off the device."""
         layers = table.shape.layers
         found = Counter(table.size(number) for number, _ in recording.moved)
         assert all(times % layers == 0 for times in found.values()), "the blocks do not repeat"
         return [size for size, times in found.items() for _ in range(times // layers)]
 
-    def _work(self, traced: Traced, table: Table) -> dict[str, object]:
+    def _work(self, traced: BlockTrace, table: BlockTableBuilder) -> dict[str, object]:
         """Operations of one block by pass, and the collectives that it repeats."""
         found: dict[str, object] = {}
         by_block = [*_works(traced, table)]
@@ -155,13 +155,13 @@ class Blocks:
         ]
         return {"work": self._part([found])}
 
-    def _size_of(self, size: int, recording: Recording, table: Table) -> int:
+    def _size_of(self, size: int, recording: Recording, table: BlockTableBuilder) -> int:
         """What is sent is what some operator allocated."""
         number = next(number for number, bytes_ in recording.sizes.items() if bytes_ == size)
         return table.size(number)
 
 
-def _saved(table: Table, recording: Recording) -> list[object]:
+def _saved(table: BlockTableBuilder, recording: Recording) -> list[object]:
     """What the first block leaves on the device, by operator: its output, which is the next one's
     input, stands for its own input."""
     alive = set(recording.saved)
@@ -174,7 +174,7 @@ def _saved(table: Table, recording: Recording) -> list[object]:
     ]
 
 
-def _frees_input(table: Table, recording: Recording) -> bool:
+def _frees_input(table: BlockTableBuilder, recording: Recording) -> bool:
     """Whether a block's input is gone when the next block begins: what the second one frees of what
     was there before it."""
     starts = [
@@ -189,7 +189,7 @@ def _frees_input(table: Table, recording: Recording) -> bool:
     return bool(freed)
 
 
-def _works(traced: Traced, table: Table) -> Iterator[list[Work]]:
+def _works(traced: BlockTrace, table: BlockTableBuilder) -> Iterator[list[OperatorWork]]:
     """Of each block, between its boundaries in forward and in backward."""
     recording = traced.recording
     events = (*recording.forward, *recording.backward)
@@ -206,7 +206,7 @@ def _works(traced: Traced, table: Table) -> Iterator[list[Work]]:
         ]
 
 
-def block_settings() -> Iterator[tuple[str, dict[str, Setting]]]:
+def block_settings() -> Iterator[tuple[str, dict[str, TableSetting]]]:
     """Name of the file, and how the operators are cut; whether embedding and head are tied, and
     how logits are, is nothing to a block."""
     for title, alone, cut in settings():

@@ -27,12 +27,12 @@ from ptrain.derivation.loss_chunks import (
     is_tabulated,
 )
 from ptrain.models.tables import DTYPES, MARKS
-from ptrain.models.trace import Born, Complete, Died, Event
+from ptrain.models.trace import Born, Completion, Died, Event
 from ptrain.models.units import Units
 from ptrain.spec.model import Family
 from ptrain.spec.precision import DType
 from ptrain.timeline import Boundary
-from ptrain.traces.loss_trace import Setting, Tokens, tokens_of, trace
+from ptrain.traces.loss_trace import LossTraceSetting, Tokens, tokens_of, trace
 from ptrain.traces.tensor_tables import KINDS, asked, fake_mesh
 
 SEVERAL = 2  # samples, where they are not one
@@ -49,7 +49,7 @@ class Encoded:
     output: int | None
 
 
-class Table:
+class LossTableBuilder:
     """One file in the making: sizes and parts are numbered as they come."""
 
     def __init__(self, mesh: DeviceMesh | None = None) -> None:
@@ -57,7 +57,7 @@ class Table:
         self.sizes: dict[tuple[int, int, tuple[int, ...]], int] = {}
         self.parts: dict[str, int] = {}
 
-    def build(self, settings: Sequence[Setting]) -> dict[str, object]:
+    def build(self, settings: Sequence[LossTraceSetting]) -> dict[str, object]:
         """As JSON."""
         ways = {
             each.name: {place: self._place(each, place) for place in PLACES} for each in settings
@@ -70,7 +70,7 @@ class Table:
             **ways,
         }
 
-    def _place(self, setting: Setting, place: str) -> dict[str, object]:
+    def _place(self, setting: LossTraceSetting, place: str) -> dict[str, object]:
         found: dict[str, object] = {}
         for has_rest in (False, True):
             coded = partial(self._coded, setting, place, has_rest=has_rest)
@@ -93,7 +93,9 @@ class Table:
         text = json.dumps(events, separators=(",", ":"))
         return self.parts.setdefault(text, len(self.parts))
 
-    def _coded(self, setting: Setting, place: str, number: int, *, has_rest: bool) -> Encoded:
+    def _coded(
+        self, setting: LossTraceSetting, place: str, number: int, *, has_rest: bool
+    ) -> Encoded:
         """Of a trace with so many chunks."""
         tokens = tokens_of(setting.samples, number, has_rest=has_rest)
         first, *others = (
@@ -119,7 +121,7 @@ class Table:
         return Encoded((forward, backward), output)
 
 
-def values_of(setting: Setting, tokens: Tokens) -> dict[str, int]:
+def values_of(setting: LossTraceSetting, tokens: Tokens) -> dict[str, int]:
     """Of the symbols that there are."""
     shape, degree = setting.shape, setting.degree
     found = {
@@ -188,16 +190,16 @@ def _encode(event: Event, size: Callable[[int], int], units: Units) -> object:
             return -size(number) - 1
         case Boundary(mark, unit):
             return MARKS[mark] + units[unit][0]
-        case Complete(parameter, number, cloned):
+        case Completion(parameter, number, cloned):
             return [parameter, size(number), int(cloned)]
 
 
-def settings() -> Iterator[tuple[str, list[Setting]]]:
+def settings() -> Iterator[tuple[str, list[LossTraceSetting]]]:
     """Name of the file, and every way in it."""
     for family, tied, precision, samples in itertools.product(
         Family, (False, True), DTYPES, (SEVERAL, 1)
     ):
-        alone = Setting(family=family, tied=tied, precision=precision, samples=samples)
+        alone = LossTraceSetting(family=family, tied=tied, precision=precision, samples=samples)
         cut = [replace(alone, kind=kind) for kind in KINDS if is_tabulated(kind.name)]
         dtype = DType.FP32 if precision == "full" else DType.BF16
         title = file_name(alone.shape, dtype, samples)
@@ -211,7 +213,7 @@ def main() -> None:
     mesh = fake_mesh()
     for title, ways in settings():
         if title.startswith(only):
-            text = json.dumps(Table(mesh).build(ways), separators=(",", ":"))
+            text = json.dumps(LossTableBuilder(mesh).build(ways), separators=(",", ":"))
             (directory / f"{title}.json").write_text(text + "\n", encoding="utf-8")
             print(f"{title}: {len(text)} bytes", flush=True)
 

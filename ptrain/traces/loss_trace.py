@@ -36,22 +36,22 @@ from ptrain.spec.model import Family, ModelShape
 from ptrain.steps.step import ChunkedLoss
 from ptrain.timeline import Boundary, Mark
 from ptrain.traces.stage_tables import smallest_units, stages_of
-from ptrain.traces.stage_trace import Traced, record_passes
-from ptrain.traces.tensor_tables import TP, UNEVEN, VOCAB, Kind
+from ptrain.traces.stage_trace import TracedStage, record_passes
+from ptrain.traces.tensor_tables import TP, UNEVEN, VOCAB, CutKind
 
 HEAD_DIM, FFN, LAYERS = 34, 5, 1
 _PRIMES = (97, 89, 83, 79, 73, 71, 61, 59, 53, 47, 43, 41, 37, 31, 29, 19, 13)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
+class LossTraceSetting:
     """What the operators behind the blocks depend on. `kind` None: they are not cut."""
 
     family: Family
     tied: bool
     precision: str
     samples: int
-    kind: Kind | None = None
+    kind: CutKind | None = None
     is_fused: bool = False
 
     @property
@@ -116,7 +116,7 @@ def tokens_of(samples: int, chunks: int, *, has_rest: bool) -> Tokens:
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class LossTrace:
     """Of a trace: behind the last block in forward, in front of it in backward. `output` is the
     storage that a stage hands on."""
 
@@ -128,13 +128,13 @@ class Parts:
 
 
 def trace(
-    setting: Setting,
+    setting: LossTraceSetting,
     tokens: Tokens,
     dtype: torch.dtype,
     mesh: DeviceMesh | None,
     place: str,
     layers: int = LAYERS,
-) -> Parts:
+) -> LossTrace:
     """One micro-batch, of rank 0's part where operators are cut, when torch has learnt the cuts."""
     step = setting.kind.step(setting.shape) if setting.kind else None
     others = 1 if place == STAGE else 0  # layers of the stage before
@@ -165,7 +165,7 @@ def trace(
         return run()
 
 
-def _of_model(module: nn.Module, units: Units, inside: LossInside, given: Tensor) -> Parts:
+def _of_model(module: nn.Module, units: Units, inside: LossInside, given: Tensor) -> LossTrace:
     def forward() -> Tensor:
         with inside.given(given[:, 1:]):
             loss: Tensor = module(given[:, :-1])
@@ -177,8 +177,8 @@ def _of_model(module: nn.Module, units: Units, inside: LossInside, given: Tensor
 
 def _of_stage(
     module: nn.Module, units: Units, inside: LossInside, given: Tensor, hidden: Tensor
-) -> Parts:
-    traced = Traced(
+) -> LossTrace:
+    traced = TracedStage(
         module=module,
         units=units,
         hidden=hidden,
@@ -195,10 +195,10 @@ def _parts(
     backward: Sequence[Event],
     sizes: Mapping[int, int],
     units: Units,
-) -> Parts:
+) -> LossTrace:
     layers = [index for index, (name,) in enumerate(units) if name.count(".") == 1]
     last = layers[-1]
-    return Parts(
+    return LossTrace(
         forward=forward[forward.index(Boundary(Mark.LEAVE, last)) + 1 :],
         backward=backward[: backward.index(Boundary(Mark.PRE_BACKWARD, last))],
         sizes=sizes,

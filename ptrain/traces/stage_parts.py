@@ -26,8 +26,7 @@ from ptrain.models.units import ROOT
 from ptrain.plan.lower import lower
 from ptrain.spec.spec import Spec
 from ptrain.timeline import Kind, as_rows, from_rows
-from ptrain.traces.stage_trace import Passes as Recorded
-from ptrain.traces.stage_trace import Traced, record_passes
+from ptrain.traces.stage_trace import PassEvents, TracedStage, record_passes
 
 Rows = list[dict[str, Any]]  # JSON, a mapping for each stage
 Around = Callable[[], AbstractContextManager[None]]
@@ -67,14 +66,14 @@ def stage_rows(
 
 def _traced(
     part: nn.Module, spec: Spec, facts: ModelFacts, stage: Stage, loss: Loss | None
-) -> Traced:
+) -> TracedStage:
     """`loss`: of the last stage."""
     micro, sequence = spec.batch.micro, spec.batch.sequence
     own = sequence // _slices(spec, facts)
     dtype = TORCH_DTYPES[spec.precision.effective.parameters]
     tokens = torch.zeros(micro, sequence + 1, dtype=torch.int64)
     targets = tokens[:, 1:]
-    return Traced(
+    return TracedStage(
         module=part,
         units=stage.units(facts.unit_modules),
         hidden=torch.zeros(micro, own, chain_of(spec, facts).hidden, dtype=dtype),
@@ -91,7 +90,7 @@ def _slices(spec: Spec, facts: ModelFacts) -> int:
     return spec.degree(step.axis) if step is not None and step.is_sequence else 1
 
 
-def _rows(traced: Traced, *, in_halves: bool) -> dict[str, Any]:
+def _rows(traced: TracedStage, *, in_halves: bool) -> dict[str, Any]:
     whole = record_passes(traced)
     rows = {
         "passes": as_rows(replace(to_timeline(whole.recording()), repeated=whole.repeated)),
@@ -102,7 +101,7 @@ def _rows(traced: Traced, *, in_halves: bool) -> dict[str, Any]:
     return rows
 
 
-def _halves(found: Recorded) -> Recording:
+def _halves(found: PassEvents) -> Recording:
     """The half of the inputs, then that of the weights."""
     return Recording(found.events["input"], found.events["weight"], found.sizes)
 

@@ -29,15 +29,15 @@ from ptrain.models import tables
 from ptrain.models.build import build
 from ptrain.models.initialize import cast
 from ptrain.models.tables import DTYPES, MARKS, SMALLEST, factorise
-from ptrain.models.trace import Born, Complete, Died, Event
+from ptrain.models.trace import Born, Completion, Died, Event
 from ptrain.models.units import Units, unit_modules
 from ptrain.rooms.registry import Registry
 from ptrain.spec.model import Family, ModelShape
 from ptrain.steps.step import Parallelize
 from ptrain.timeline import Boundary, Mark
 from ptrain.traces import tensor_tables
-from ptrain.traces.stage_trace import Passes, Traced, record_passes
-from ptrain.traces.tensor_tables import KINDS, TP, Kind, asked, fake_mesh
+from ptrain.traces.stage_trace import PassEvents, TracedStage, record_passes
+from ptrain.traces.tensor_tables import KINDS, TP, CutKind, asked, fake_mesh
 
 PLACES = ("first", "middle", "last")
 MOST = 3  # layers: with as many, begin, block and end are all there
@@ -57,7 +57,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Setting:
+class TableSetting:
     """What the operators of a table depend on."""
 
     family: Family
@@ -65,7 +65,7 @@ class Setting:
     special: bool
     precision: str
     batch: int
-    kind: Kind | None = None
+    kind: CutKind | None = None
 
     @property
     def shape(self) -> ModelShape:
@@ -109,8 +109,8 @@ def smallest_units(part: torch.nn.Module, stage: Stage) -> Units:
 
 
 def traced(
-    setting: Setting, case: Case, dtype: torch.dtype, mesh: DeviceMesh | None
-) -> tuple[Traced, AbstractContextManager[None]]:
+    setting: TableSetting, case: Case, dtype: torch.dtype, mesh: DeviceMesh | None
+) -> tuple[TracedStage, AbstractContextManager[None]]:
     """The stage, and what surrounds its passes."""
     step = setting.kind.step(setting.shape) if setting.kind else None
     batch, tokens = setting.batch, setting.sequence
@@ -134,7 +134,7 @@ def traced(
     def loss(logits: Tensor) -> Tensor:
         return whole_loss(logits, samples[:, 1:]) / (batch * whole)
 
-    found = Traced(
+    found = TracedStage(
         module=part,
         units=smallest_units(part, stage),
         hidden=torch.zeros(batch, tokens, shape.hidden, dtype=dtype),
@@ -149,8 +149,8 @@ def _is_parallel(step: Parallelize | None) -> bool:
 
 
 def passes_of(
-    setting: Setting, case: Case, dtype: torch.dtype, mesh: DeviceMesh | None
-) -> tuple[Passes, Traced]:
+    setting: TableSetting, case: Case, dtype: torch.dtype, mesh: DeviceMesh | None
+) -> tuple[PassEvents, TracedStage]:
     """The second time: when torch has learnt what each operator is cut to."""
     stage, around = traced(setting, case, dtype, mesh)
     with around:
@@ -159,10 +159,10 @@ def passes_of(
         return record_passes(stage, in_halves=case.in_halves), stage
 
 
-class Table:
+class StageTableBuilder:
     """One table in the making: sizes and parts are numbered as they come."""
 
-    def __init__(self, setting: Setting, mesh: DeviceMesh | None = None) -> None:
+    def __init__(self, setting: TableSetting, mesh: DeviceMesh | None = None) -> None:
         self.setting, self.mesh = setting, mesh
         self.symbols = setting.symbols
         self.sizes: dict[tuple[int, int, tuple[int, ...]], int] = {}
@@ -220,7 +220,7 @@ class Table:
             ]
         return found, size[first.output]
 
-    def _sizes(self, first: Passes, others: Sequence[Passes]) -> dict[int, int]:
+    def _sizes(self, first: PassEvents, others: Sequence[PassEvents]) -> dict[int, int]:
         """The index of each storage's size. Which sizes follow the compute dtype's is learnt where
         passes of two dtypes are given."""
         for other in others:
@@ -242,14 +242,14 @@ class Table:
         return self.sizes.setdefault(key, len(self.sizes))
 
 
-def _follows(first: Passes, other: Passes, number: int) -> bool:
+def _follows(first: PassEvents, other: PassEvents, number: int) -> bool:
     """Whether a storage's size doubles with the compute dtype's."""
     size, twice = first.sizes[number], other.sizes[number]
     assert twice in (size, 2 * size)
     return size > 0 and twice == 2 * size
 
 
-def _shape(passes: Passes) -> list[object]:
+def _shape(passes: PassEvents) -> list[object]:
     return [
         (event.id, event.operator) if isinstance(event, Born) else event
         for events in passes.events.values()
@@ -260,7 +260,7 @@ def _shape(passes: Passes) -> list[object]:
 def _sorted(events: Sequence[Event]) -> list[Event]:
     """Gradients that are complete at once are so in no order."""
     found: list[Event] = []
-    for is_complete, group in itertools.groupby(events, lambda e: isinstance(e, Complete)):
+    for is_complete, group in itertools.groupby(events, lambda e: isinstance(e, Completion)):
         together = list(group)
         if is_complete:
             together.sort(key=lambda event: event.parameter)  # type: ignore[union-attr]
@@ -332,7 +332,7 @@ def _between_levels(now: Counter[int], then: Counter[int]) -> Iterator[int]:
 
 
 def _is_of(event: Event, prefix: str) -> bool:
-    return isinstance(event, Complete) and event.parameter.startswith(prefix)
+    return isinstance(event, Completion) and event.parameter.startswith(prefix)
 
 
 def _encode(event: Event, size: Mapping[int, int], units: Units, layer: int) -> object:
@@ -344,17 +344,17 @@ def _encode(event: Event, size: Mapping[int, int], units: Units, layer: int) -> 
             return -size[number] - 1
         case Boundary(mark, unit):
             return MARKS[mark] + units[unit][0].replace(f"blocks.{layer}", "*")
-        case Complete(parameter, number, cloned):
+        case Completion(parameter, number, cloned):
             pattern = parameter.replace(f"blocks.{layer}.", "blocks.*.")
             return [pattern, size[number], int(cloned)]
 
 
-def settings() -> Iterator[tuple[str, Setting, tuple[Setting, ...]]]:
+def settings() -> Iterator[tuple[str, TableSetting, tuple[TableSetting, ...]]]:
     """Name of the file, what is not cut over tp, and every way in which it is."""
     choices = itertools.product(Family, (False, True), (False, True), DTYPES, (False, True))
     for family, tied, special, precision, is_one in choices:
         alone, *cut_over_tp = (
-            Setting(family, tied, special, precision, 1 if is_one else tables.BATCH, kind)
+            TableSetting(family, tied, special, precision, 1 if is_one else tables.BATCH, kind)
             for kind in (None, *KINDS)
         )
         if not is_one:
@@ -368,8 +368,8 @@ def main() -> None:
     mesh = fake_mesh()
     for title, alone, cut_over_tp in settings():
         if title.startswith(only):
-            _write(directory / f"{title}.json", Table(alone).build())
-            built = [Table(setting, mesh).build() for setting in cut_over_tp]
+            _write(directory / f"{title}.json", StageTableBuilder(alone).build())
+            built = [StageTableBuilder(setting, mesh).build() for setting in cut_over_tp]
             kinds = [kind.name for kind in KINDS]
             _write(directory / "tp" / f"{title}.json", dict(zip(kinds, built, strict=True)))
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ptrain.axes.pipeline.run.cut import apart
 from ptrain.axes.pipeline.run.passes import backward, backward_input, backward_weight
 from ptrain.models.ledger import storage_of
-from ptrain.models.trace import Born, Complete, Died, Event, Marker, Recording
+from ptrain.models.trace import Born, Completion, Died, Event, Marker, Recording
 from ptrain.models.work import WorkRecorder, repeated
 
 Loss = Callable[[Tensor], Tensor]
@@ -26,7 +26,7 @@ Units = tuple[tuple[str, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Passes:
+class PassEvents:
     """The events of each pass of one micro-batch: forward and backward, or forward, input and
     weight; `sizes` of all storages by id, `output` the id of what the stage hands on. `moved` and
     `repeated` as a recording and a timeline have them."""
@@ -45,7 +45,7 @@ class Passes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Traced:
+class TracedStage:
     """What is traced: a stage's module, with what it takes and gets. `hidden` is what goes over a
     boundary; `given` the first stage's tokens, `loss` the last stage's, whose forward pass runs in
     `around`."""
@@ -88,7 +88,7 @@ class _Recorder(WorkRecorder):
         return super().__torch_dispatch__(function, types, args, kwargs)
 
 
-def record_passes(traced: Traced, *, in_halves: bool = False) -> Passes:
+def record_passes(traced: TracedStage, *, in_halves: bool = False) -> PassEvents:
     """Runs one micro-batch through the stage; its gradients are left empty. The first stage has no
     halves: nobody waits for a gradient of tokens."""
     recorder = _Recorder()
@@ -113,13 +113,15 @@ def record_passes(traced: Traced, *, in_halves: bool = False) -> Passes:
         events["weight"] = _completed(events["weight"], recorder.added)
     output = recorder._ids[storage_of(run.output)._cdata]
     moved = tuple(recorder.moved)
-    return Passes(events, recorder.born_sizes, output, moved, repeated(recorder))
+    return PassEvents(events, recorder.born_sizes, output, moved, repeated(recorder))
 
 
 class _Run:
     """One micro-batch. What the schedule keeps is kept here too, until after the last pass."""
 
-    def __init__(self, traced: Traced, recorder: _Recorder, x: Tensor, gradient: Tensor) -> None:
+    def __init__(
+        self, traced: TracedStage, recorder: _Recorder, x: Tensor, gradient: Tensor
+    ) -> None:
         self.traced, self.recorder = traced, recorder
         self.x, self.gradient = x, gradient
         self.passes: dict[str, list[Event]] = {}
@@ -180,7 +182,7 @@ def _completed(events: Sequence[Event], added: dict[int, str]) -> tuple[Event, .
     found: list[Event] = []
     for place, event in enumerate(events):
         if isinstance(event, Died) and event.id in added:
-            found.append(Complete(added[event.id], event.id, False))
+            found.append(Completion(added[event.id], event.id, False))
         elif place <= last:
             found.append(event)
     return tuple(found)

@@ -24,7 +24,7 @@ from ptrain.axes.tensor.run.apply import parallelize, whole_loss
 from ptrain.facts.roles import roles_of
 from ptrain.models.build import build
 from ptrain.models.initialize import cast
-from ptrain.models.tables import DTYPES, SMALLEST, Table, name
+from ptrain.models.tables import DTYPES, SMALLEST, BlockTableBuilder, name
 from ptrain.models.trace import Recording, record
 from ptrain.models.units import unit_modules
 from ptrain.rooms.fake import fake_world
@@ -42,7 +42,7 @@ LAYERS = 2
 
 
 @dataclass(frozen=True)
-class Kind:
+class CutKind:
     """How operators are cut: what a table depends on beside the model's own choices."""
 
     name: str
@@ -63,7 +63,7 @@ class Kind:
 
 
 KINDS = tuple(
-    Kind(name if loss else f"{name}-gathered", loss_parallel=loss, **flags)
+    CutKind(name if loss else f"{name}-gathered", loss_parallel=loss, **flags)
     for name, flags in (
         ("whole", {}),
         ("cut", {"is_sequence": True}),
@@ -74,7 +74,7 @@ KINDS = tuple(
 )
 
 
-def shape_of(family: Family, kind: Kind, *, tied: bool, special: bool) -> ModelShape:
+def shape_of(family: Family, kind: CutKind, *, tied: bool, special: bool) -> ModelShape:
     """A prime number of everything on a rank."""
     primes = HEADS[family]
     vocab = UNEVEN if kind.loss_parallel else TP * VOCAB
@@ -97,7 +97,7 @@ def shape_of(family: Family, kind: Kind, *, tied: bool, special: bool) -> ModelS
     )
 
 
-def symbols_of(family: Family, kind: Kind) -> dict[str, int]:
+def symbols_of(family: Family, kind: CutKind) -> dict[str, int]:
     """Prime by symbol."""
     whole = {"vocab_all": UNEVEN} if kind.loss_parallel else {}
     common = {"batch": BATCH, "sequence": SEQUENCE, "ffn": FFN, "vocab": VOCAB}
@@ -133,7 +133,7 @@ def tables(mesh: DeviceMesh) -> Iterator[tuple[str, dict[str, object]]]:
             title = name(shape, precision, batch)
             tracer = partial(trace, kind.step(shape), mesh)
             symbols = symbols_of(family, kind)
-            found[kind.name] = Table(shape, precision, batch, symbols, tracer).build()
+            found[kind.name] = BlockTableBuilder(shape, precision, batch, symbols, tracer).build()
         yield title, found
 
 

@@ -32,7 +32,7 @@ from ptrain.spec.precision import LAYOUTS, Layout
 from ptrain.train import finite, lineage, manifest
 from ptrain.train.exchange import Exchange
 from ptrain.train.folder import shown
-from ptrain.train.index import METADATA, Reader
+from ptrain.train.index import METADATA, IndexReader
 from ptrain.train.manifest import Manifest
 
 _REMEDY = "give the model, optimizer and layout that were trained"
@@ -75,7 +75,7 @@ def load(program: Program, folder: Path, verified: Manifest, exchange: Exchange)
     """
     if fault := lineage.other_model(verified.trained, program.spec):
         raise SpecError(replace(fault, source=f"checkpoint {shown(folder)}"))
-    reader = Reader(folder, listed=frozenset(verified.files))
+    reader = IndexReader(folder, listed=frozenset(verified.files))
     state = program.state_dict()
     metadata = reader.read_metadata()
     problem = _first(_mismatch(metadata, state), exchange)

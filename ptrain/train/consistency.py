@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, contextmanager
 
 from ptrain.errors import TrainingStopped
 from ptrain.interpreter.program import Program
-from ptrain.meters.replicas import Replicas
+from ptrain.meters.replicas import ReplicaMeter
 from ptrain.train.exchange import Exchange
 from ptrain.train.journal import LOG
 
@@ -23,7 +23,7 @@ class Consistency:
 
     def __init__(self, program: Program, exchange: Exchange, resume: Callable[[], str]) -> None:
         self.every = program.spec.consistency_every
-        self._replicas = Replicas(program, exchange)
+        self._replicas = ReplicaMeter(program, exchange)
         self._resume = resume
         self._checked = 0  # steps done when it was last looked
 

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ptrain.errors import TrainingStopped
 from ptrain.interpreter.program import Program
 from ptrain.meters import holdings
-from ptrain.meters.holdings import Held
+from ptrain.meters.holdings import Holding
 from ptrain.models.ledger import local
 from ptrain.optimizers.update import COUNTER
 from ptrain.report.finding import Subject
@@ -184,17 +184,17 @@ def _on_host(scalars: Sequence[torch.Tensor]) -> list[float]:
     return values
 
 
-def _saved(program: Program) -> Iterator[Held]:
+def _saved(program: Program) -> Iterator[Holding]:
     """All that a checkpoint holds, of what this rank has."""
     yield from holdings.parameters(program)
     yield from holdings.optimizer(program)
     for target, tensors in program.update.tensors():
         count = tensors.get(COUNTER)
         if count is not None and not count.is_meta:
-            yield Held(Subject.OPTIMIZER, holdings.names_of(target)[0], COUNTER, "", count)
+            yield Holding(Subject.OPTIMIZER, holdings.names_of(target)[0], COUNTER, "", count)
 
 
-def _unsound(program: Program, held: Iterable[Held]) -> Iterator[Unsound]:
+def _unsound(program: Program, held: Iterable[Holding]) -> Iterator[Unsound]:
     """What is not finite, in the model's order; parts of one tensor together."""
     order = _order(program)
     parts: dict[_Place, list[torch.Tensor]] = {}

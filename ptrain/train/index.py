@@ -39,7 +39,7 @@ _UNPICKLED = (
 )
 
 
-class Reader(FileSystemReader):
+class IndexReader(FileSystemReader):
     """Reads files that the manifest lists, and unpickles nothing but torch's own records."""
 
     def __init__(self, folder: Path, *, listed: frozenset[str]) -> None:

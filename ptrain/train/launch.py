@@ -27,7 +27,7 @@ _ORDERLY_GRACE = 30.0  # for the other ranks to end once one has in good order
 _INTERRUPT_GRACE = 60.0  # for a step to finish and a checkpoint to be written
 
 
-class Interrupts:
+class LauncherSignals:
     """Signals that came since the start; the second one of any kind means at once."""
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class Interrupts:
         self.received.append(signal.Signals(number))
 
     @contextmanager
-    def caught(self) -> Iterator[Interrupts]:
+    def caught(self) -> Iterator[LauncherSignals]:
         before = {number: signal.signal(number, self) for number in interrupt.caught_here()}
         try:
             yield self
@@ -61,7 +61,7 @@ def launch(
 
     Raises RankFailed, naming the rank, when one died, hung or raised.
     """
-    with Interrupts().caught() as interrupts:
+    with LauncherSignals().caught() as interrupts:
         try:
             return _live(
                 [module, *argv],
@@ -79,7 +79,7 @@ def launch(
 
 def _live(
     words: Sequence[str],
-    interrupts: Interrupts,
+    interrupts: LauncherSignals,
     *,
     num_ranks: int,
     folder: RunFolder,
@@ -105,7 +105,7 @@ def _live(
             end(ranks)
 
 
-def _watch(ranks: Sequence[Rank], interrupts: Interrupts) -> int:
+def _watch(ranks: Sequence[Rank], interrupts: LauncherSignals) -> int:
     """Until all are gone, one failed, or the time for an orderly end is over; the exit code."""
     passed = 0
     deadline = math.inf
@@ -129,7 +129,7 @@ def _watch(ranks: Sequence[Rank], interrupts: Interrupts) -> int:
         time.sleep(_EVERY)
 
 
-def _ended(ranks: Sequence[Rank], interrupts: Interrupts) -> int:
+def _ended(ranks: Sequence[Rank], interrupts: LauncherSignals) -> int:
     """All ranks are gone in good order, or on our signal."""
     codes = [rank.code for rank in ranks if rank.code]
     if interrupts.received and (not codes or min(codes) < 0):
@@ -138,7 +138,7 @@ def _ended(ranks: Sequence[Rank], interrupts: Interrupts) -> int:
     return codes[0] if codes else 0
 
 
-def _interrupted(interrupts: Interrupts) -> int:
+def _interrupted(interrupts: LauncherSignals) -> int:
     return 128 + (signal.SIGINT if signal.SIGINT in interrupts.received else signal.SIGTERM)
 
 
@@ -153,7 +153,7 @@ def _tell(ranks: Sequence[Rank]) -> None:
             raise RankFailed(f"error: {rank} refused without a word; see {rank.log}")
 
 
-def _overdue(ranks: Sequence[Rank], interrupts: Interrupts) -> int:
+def _overdue(ranks: Sequence[Rank], interrupts: LauncherSignals) -> int:
     """Ranks outlived an interrupt or the orderly end of another."""
     if interrupts.received or any(rank.code for rank in ranks):
         return _ended([rank for rank in ranks if not rank.lives], interrupts)

@@ -5,45 +5,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils._pytree import tree_leaves
 
 from ptrain.axes.data.run.target import Named
 from ptrain.costs import Phase
 from ptrain.interpreter.program import Program
 from ptrain.optimizers.torch import tensor_of
 from ptrain.train.exchange import Exchange
-
-Key: TypeAlias = tuple[str, int]  # a module's path and a micro-batch
-
-
-@dataclass(slots=True)
-class Outputs:
-    """Of modules by path and micro-batch, in the order in which they came. What a module returns
-    beside its first floating tensor is not kept."""
-
-    forward: dict[Key, torch.Tensor] = field(default_factory=dict)
-    backward: dict[Key, torch.Tensor] = field(default_factory=dict)
-
-    def keep(self, path: str, micro_batch: int, output: Any) -> None:
-        """The first that came: a block that is computed again comes a second time."""
-        key = path, micro_batch
-        first = next((leaf for leaf in tree_leaves(output) if _is_real(leaf)), None)
-        if first is None or key in self.forward:
-            return
-        self.forward[key] = first.detach().clone()
-        if first.requires_grad:
-            first.register_hook(partial(self._keep_gradient, key))
-
-    def _keep_gradient(self, key: Key, gradient: torch.Tensor) -> None:
-        self.backward[key] = gradient.detach().clone()
+from ptrain.verification.outputs import Outputs
 
 
 @contextmanager
@@ -168,7 +143,3 @@ def paths(program: Program) -> Iterator[tuple[str, nn.Module]]:
         for path, module in piece.module.named_modules():
             if path or piece.is_whole:
                 yield path, module
-
-
-def _is_real(leaf: object) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.is_floating_point()

@@ -9,9 +9,9 @@ from contextlib import ExitStack, contextmanager
 
 from ptrain.data.corpus import corpus
 from ptrain.interpreter.program import Program
-from ptrain.meters.collectives import Ledger
+from ptrain.meters.collectives import CollectiveLedger
 from ptrain.meters.randomness import draws
-from ptrain.meters.replicas import Replicas
+from ptrain.meters.replicas import ReplicaMeter
 from ptrain.report.finding import Culprit, Departure, Moment
 from ptrain.report.record import Check
 from ptrain.train.exchange import Exchange
@@ -28,7 +28,7 @@ class Watch:
 
     def __init__(self, program: Program, exchange: Exchange, *, every_collective: bool) -> None:
         self.program, self.exchange = program, exchange
-        self.replicas = Replicas(program, exchange)
+        self.replicas = ReplicaMeter(program, exchange)
         self.every_collective = every_collective
         self.departures: tuple[Departure, ...] = ()
         self.culprit: Culprit | None = None
@@ -46,7 +46,11 @@ class Watch:
         with ExitStack() as stack:
             stack.enter_context(self.replicas.noted())
             masks = stack.enter_context(Masks(self.program)) if self.draws else None
-            ledger = stack.enter_context(Ledger(self.program)) if self.every_collective else None
+            ledger = (
+                stack.enter_context(CollectiveLedger(self.program))
+                if self.every_collective
+                else None
+            )
             yield
         if masks is not None:
             self._take("masks of dropout", masks, masks.check(self.exchange, step))
@@ -54,11 +58,13 @@ class Watch:
             self._take("collectives", ledger, ledger.check(self.exchange, step))
         self._take("state that ranks share", self.replicas, self.replicas.check(step))
 
-    def _take(self, name: str, by: Replicas | Ledger | Masks, found: tuple[Departure, ...]) -> None:
+    def _take(
+        self, name: str, by: ReplicaMeter | CollectiveLedger | Masks, found: tuple[Departure, ...]
+    ) -> None:
         self.looks[name] += self.exchange.world.size > 1  # one rank shares nothing
         if found and not self.departures:
             self.departures, self.culprit, self.failed = found, by.culprit(found), name
-            if isinstance(by, Replicas) and self.culprit is not None:
+            if isinstance(by, ReplicaMeter) and self.culprit is not None:
                 self.culprit = closer(self.program, self.exchange, self.departures, self.culprit)
 
     def checks(self) -> tuple[Check, ...]:

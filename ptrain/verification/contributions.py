@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ptrain.models.loss import token_loss_sum
-from ptrain.verification.reference import MicroBatch, OneDevice
+from ptrain.verification.reference import MicroBatch, ReferenceTraining
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Contribution:
 
 
 def contributions(
-    reference: OneDevice, step: int, names: Sequence[str], scale: float
+    reference: ReferenceTraining, step: int, names: Sequence[str], scale: float
 ) -> Iterator[Contribution]:
     """Each sample's share of the gradients of these parameters, with the reference's weights as
     they are. Costs a forward and a backward pass per sample."""
@@ -47,7 +47,7 @@ def contributions(
             yield Contribution(Source(each.data_index, each.k, sample), gradients)
 
 
-def _loss(reference: OneDevice, each: MicroBatch, row: int) -> Tensor:
+def _loss(reference: ReferenceTraining, each: MicroBatch, row: int) -> Tensor:
     logits = reference.module(each.inputs[row : row + 1])
     loss: Tensor = token_loss_sum(logits, each.targets[row : row + 1]) / each.global_tokens
     return loss

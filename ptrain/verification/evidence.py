@@ -10,8 +10,8 @@ import torch
 from ptrain.axes.data.run.target import Named
 from ptrain.data.sampler import LocalBatch
 from ptrain.interpreter.program import Program
-from ptrain.verification.capture import Outputs
-from ptrain.verification.reference import OneDevice
+from ptrain.verification.outputs import Outputs
+from ptrain.verification.reference import ReferenceTraining
 from ptrain.verification.states import States
 
 
@@ -23,7 +23,7 @@ class Evidence:
     and before clipping; `scale` is that of the loss."""
 
     program: Program
-    reference: OneDevice
+    reference: ReferenceTraining
     step: int
     states: list[States]
     batch: LocalBatch

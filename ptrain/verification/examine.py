@@ -22,13 +22,14 @@ from ptrain.report.record import Check
 from ptrain.spec.axis import Axis
 from ptrain.train.exchange import Exchange
 from ptrain.train.schedule import learning_rate
-from ptrain.verification.capture import Capture, Outputs, watched
+from ptrain.verification.capture import Capture, watched
 from ptrain.verification.drive import drive
 from ptrain.verification.evidence import Evidence
 from ptrain.verification.explain import explain
+from ptrain.verification.outputs import Outputs
 from ptrain.verification.parts import held, part_of, relative
 from ptrain.verification.places import coordinates, data_place
-from ptrain.verification.reference import MicroBatch, OneDevice, Pass
+from ptrain.verification.reference import MicroBatch, Pass, ReferenceTraining
 from ptrain.verification.samples import sample_departures
 from ptrain.verification.states import States, of_program, of_reference
 
@@ -72,7 +73,7 @@ class _Examiner:
         self.program, self.exchange = program, exchange
         self.spec = program.spec
         self.rank = program.world.rank
-        self.reference = OneDevice(self.spec)
+        self.reference = ReferenceTraining(self.spec)
         self.source = corpus(self.spec.data)
         self.place = coordinates(self.spec, self.rank)
         self.data_place = data_place(self.spec, self.rank)

@@ -21,13 +21,13 @@ from ptrain.train.exchange import Exchange
 from ptrain.train.schedule import learning_rate
 from ptrain.verification.causes.activations import output_cause
 from ptrain.verification.causes.gradients import gradient_cause
-from ptrain.verification.causes.scene import EXACT, Cause, Scene
+from ptrain.verification.causes.scene import EXACT, Cause, Investigation
 from ptrain.verification.causes.states import state_cause
 from ptrain.verification.causes.targets import targets_cause
 from ptrain.verification.evidence import Evidence
 from ptrain.verification.factors import factor_text, products
 from ptrain.verification.parts import held
-from ptrain.verification.reference import OneDevice
+from ptrain.verification.reference import ReferenceTraining
 from ptrain.verification.states import of_program, of_reference
 
 _ORDER = (Subject.COUNTER, Subject.OPTIMIZER, Subject.PARAMETERS, Subject.BUFFERS)
@@ -36,13 +36,13 @@ _ORDER = (Subject.COUNTER, Subject.OPTIMIZER, Subject.PARAMETERS, Subject.BUFFER
 def explain(
     found: Sequence[Departure],
     evidence: Evidence | None,
-    sides: tuple[Program, OneDevice],
+    sides: tuple[Program, ReferenceTraining],
     exchange: Exchange,
 ) -> Culprit:
     """Of all ranks' departures, the first first; with program and reference as they were when
     these were found. Collective: all ranks give the same `found`."""
     program, reference = sides
-    scene = Scene(found, evidence, reference, exchange)
+    scene = Investigation(found, evidence, reference, exchange)
     one, cause = _cause(scene, program)
     return Culprit(
         state=one.subject,
@@ -55,7 +55,7 @@ def explain(
     )
 
 
-def _ranks(scene: Scene, one: Departure) -> tuple[int, ...]:
+def _ranks(scene: Investigation, one: Departure) -> tuple[int, ...]:
     """Where the same thing departs; of gradients anything, for a rank may have nothing of the first
     tensor that is not zero."""
     if _is_left_out(scene, one):
@@ -66,7 +66,7 @@ def _ranks(scene: Scene, one: Departure) -> tuple[int, ...]:
     return tuple(sorted({each.rank for each in scene.at(one.moment, one.subject)}))
 
 
-def _cause(scene: Scene, program: Program) -> tuple[Departure, Cause]:
+def _cause(scene: Investigation, program: Program) -> tuple[Departure, Cause]:
     first = scene.first
     match first.moment:
         case Moment.START | Moment.UPDATE:
@@ -87,7 +87,7 @@ def _cause(scene: Scene, program: Program) -> tuple[Departure, Cause]:
     raise AssertionError(f"no moment of a step: {first.moment}")
 
 
-def _most_telling(scene: Scene, program: Program) -> Departure:
+def _most_telling(scene: Investigation, program: Program) -> Departure:
     """Of one moment: a counter, then optimizer state, from which parameters follow; but first what
     is not trained, and what nobody updated at all."""
     alike = scene.at(scene.first.moment)
@@ -96,7 +96,9 @@ def _most_telling(scene: Scene, program: Program) -> Departure:
     return min(alike, key=lambda each: _ORDER.index(each.subject))
 
 
-def _not_updated(scene: Scene, alike: Sequence[Departure], program: Program) -> Departure | None:
+def _not_updated(
+    scene: Investigation, alike: Sequence[Departure], program: Program
+) -> Departure | None:
     """One that is not trained departs. Or some parameters' counters and values depart on a rank and
     others' there do not: its update did not take them along."""
     right = of_reference(scene.reference)
@@ -117,12 +119,12 @@ def _not_updated(scene: Scene, alike: Sequence[Departure], program: Program) -> 
     return None
 
 
-def _is_left_out(scene: Scene, one: Departure) -> bool:
+def _is_left_out(scene: Investigation, one: Departure) -> bool:
     """A parameter in the place of its optimizer state."""
     return one.subject is Subject.OPTIMIZER and one.name in scene.reference.parameters
 
 
-def _skipped(scene: Scene, one: Departure) -> Cause:
+def _skipped(scene: Investigation, one: Departure) -> Cause:
     ranks = _ranks(scene, one)
     sentence = (
         f"the update leaves {one.name} out: its values, its moments and its counter are those of "
@@ -131,7 +133,7 @@ def _skipped(scene: Scene, one: Departure) -> Cause:
     return Cause(scene.axis_of(ranks), "update skipped", sentence)
 
 
-def _of_backward(scene: Scene) -> tuple[Departure, Cause]:
+def _of_backward(scene: Investigation) -> tuple[Departure, Cause]:
     """The loss is wrong, or something of the backward pass, or the gradients' sum."""
     first = scene.first
     if first.subject is Subject.LEARNING_RATE:
@@ -151,7 +153,7 @@ def _of_backward(scene: Scene) -> tuple[Departure, Cause]:
     return first, _unexplained(scene)
 
 
-def _samples(scene: Scene) -> Cause:
+def _samples(scene: Investigation) -> Cause:
     told = scene.first.told
     ranks = scene.ranks_of(scene.first)
     factor = (
@@ -166,7 +168,7 @@ def _samples(scene: Scene) -> Cause:
     return Cause(scene.axis_of(ranks), factor, sentence)
 
 
-def _learning_rate(scene: Scene) -> Cause:
+def _learning_rate(scene: Investigation) -> Cause:
     rate = float(scene.first.told.partition(" ")[0])
     schedule = scene.spec.optimizer
     others = [
@@ -188,7 +190,7 @@ def _learning_rate(scene: Scene) -> Cause:
     return Cause(axis, "other value", sentence)
 
 
-def _loss(scene: Scene) -> Cause:
+def _loss(scene: Investigation) -> Cause:
     evidence = scene.evidence
     ratio = evidence.loss / evidence.expected_loss if evidence.expected_loss else math.inf
     text = factor_text(ratio, scene.degrees) if math.isfinite(ratio) else "not finite"
@@ -199,7 +201,7 @@ def _loss(scene: Scene) -> Cause:
     return Cause("", text, sentence)
 
 
-def _norm(scene: Scene) -> Cause:
+def _norm(scene: Investigation) -> Cause:
     """Whether it is that of this rank's shards alone, or of gradients with the loss's scale, or
     counts replicas several times."""
     evidence = scene.evidence
@@ -219,7 +221,7 @@ def _norm(scene: Scene) -> Cause:
     return Cause(along or scene.axis_of(scene.ranks_of(scene.first)), text, sentence)
 
 
-def _of_own_shards(scene: Scene) -> str:
+def _of_own_shards(scene: Investigation) -> str:
     """The axis along which the ranks' squares are not summed: the norm is that of the right
     gradient's parts that this rank has, or the squares of a line of ranks make up the right one."""
     evidence = scene.evidence
@@ -249,7 +251,7 @@ def _cuts(spec: Spec, axis: Axis) -> bool:
     )
 
 
-def _unexplained(scene: Scene) -> Cause:
+def _unexplained(scene: Investigation) -> Cause:
     first = scene.first
     ranks = scene.ranks_of(first)
     what = "gradient of its output" if first.moment is Moment.BACKWARD else "output"

@@ -21,7 +21,7 @@ _RANK = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
-class Fit:
+class LeastSquares:
     """What a target is of its basis: least-squares coefficients, and the 2-norm of what is left
     over that of the target (infinite for a target that is zero or not finite)."""
 
@@ -38,27 +38,29 @@ class Fit:
         return self.residual <= tolerance
 
 
-def multiple(found: Tensor, expected: Tensor) -> Fit:
+def multiple(found: Tensor, expected: Tensor) -> LeastSquares:
     """found = factor * expected."""
     return combination(found, [expected])
 
 
-def combination(target: Tensor, basis: Sequence[Tensor]) -> Fit:
+def combination(target: Tensor, basis: Sequence[Tensor]) -> LeastSquares:
     """target = sum of coefficient * basis; of many solutions the shortest, so that tensors that are
     equal get equal coefficients."""
     vector = target.detach().double().flatten()
     matrix = torch.stack([each.detach().double().flatten() for each in basis], dim=1)
     if not (torch.isfinite(vector).all() and torch.isfinite(matrix).all()) or not vector.any():
-        return Fit((math.nan,) * len(basis), math.inf)
+        return LeastSquares((math.nan,) * len(basis), math.inf)
     sizes = torch.linalg.vector_norm(matrix, dim=0)
     usual = float(sizes.max()) or 1.0
     inverse = torch.linalg.pinv(matrix.cpu() / usual, rtol=_RANK)
     solution = inverse @ vector.cpu() / usual
     left = torch.linalg.vector_norm(matrix.cpu() @ solution - vector.cpu())
-    return Fit(tuple(solution.tolist()), float(left / torch.linalg.vector_norm(vector.cpu())))
+    return LeastSquares(
+        tuple(solution.tolist()), float(left / torch.linalg.vector_norm(vector.cpu()))
+    )
 
 
-def share_of_sum(parts: Sequence[Tensor], whole: Tensor) -> Fit:
+def share_of_sum(parts: Sequence[Tensor], whole: Tensor) -> LeastSquares:
     """whole = factor * sum of what the ranks of an axis have: 1 where their sum is missing, 1/N
     where their mean is."""
     return multiple(whole, torch.stack([part.double() for part in parts]).sum(0))
@@ -75,7 +77,7 @@ def are_alike(parts: Sequence[Tensor], tolerance: float) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Product:
+class DegreeProduct:
     """A ratio as a product of powers of degrees: (("dp", 1), ("K", -1)) is × dp ÷ K. The powers
     are 1, 2, 1/2 and their negatives."""
 
@@ -103,7 +105,7 @@ def _is_whole(value: float) -> bool:
 
 def products(
     ratio: float, degrees: Mapping[str, int], tolerance: float = 1e-4
-) -> tuple[Product, ...]:
+) -> tuple[DegreeProduct, ...]:
     """Every product of degrees (`dp` -> 2, `K` -> 4, …) that `ratio` is, simplest first: one
     degree, two together, a square, a root, one by another. Two degrees of one size both count."""
     return tuple(
@@ -113,7 +115,7 @@ def products(
     )
 
 
-def _candidates(degrees: Mapping[str, int]) -> Iterator[Product]:
+def _candidates(degrees: Mapping[str, int]) -> Iterator[DegreeProduct]:
     singles = (((1.0,), 1), ((-1.0,), 1))
     together = (((1.0, 1.0), 2), ((-1.0, -1.0), 2))
     powers = (((2.0,), 1), ((-2.0,), 1), ((0.5,), 1), ((-0.5,), 1))
@@ -122,7 +124,7 @@ def _candidates(degrees: Mapping[str, int]) -> Iterator[Product]:
         for chosen in combinations(degrees.items(), count):
             named = tuple((name, power) for (name, _), power in zip(chosen, exponents, strict=True))
             value = math.prod(degrees[name] ** power for name, power in named)
-            yield Product(named, value)
+            yield DegreeProduct(named, value)
 
 
 def factor_text(ratio: float, degrees: Mapping[str, int], tolerance: float = 1e-4) -> str:

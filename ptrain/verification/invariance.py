@@ -23,13 +23,13 @@ from ptrain.verification.compare import apart, at_most, share_of
 from ptrain.verification.drive import drive_and_add
 from ptrain.verification.preconditions import Make
 from ptrain.verification.tolerances import FP64_GRADIENT
-from ptrain.verification.trajectory import Run, unclipped
+from ptrain.verification.trajectory import ProgramRun, unclipped
 from ptrain.verification.variants import in_other_batches
 from ptrain.verification.whole import whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Account:
+class MeshResult:
     """What a run in fp64 leaves for a comparison with another mesh: the losses, and the `gradients`
     of step 0 by name."""
 
@@ -39,7 +39,7 @@ class Account:
 
 
 def in_micro_batches(
-    spec: Spec, run: Run, world: World, exchange: Exchange, make: Make
+    spec: Spec, run: ProgramRun, world: World, exchange: Exchange, make: Make
 ) -> tuple[tuple[Check, ...], str]:
     """The gradient of step 0 (of `spec`, in `run`) with another number of micro-batches; or no
     check, and why."""
@@ -55,7 +55,7 @@ def in_micro_batches(
     return (_gradient(name, apart(run.gradients, gradients)),), ""
 
 
-def write(path: Path, spec: Spec, run: Run) -> None:
+def write(path: Path, spec: Spec, run: ProgramRun) -> None:
     """By one rank: `run` is alike on all."""
     plain: dict[str, Any] = {
         "name": spec.name,
@@ -65,11 +65,11 @@ def write(path: Path, spec: Spec, run: Run) -> None:
     torch.save(plain, path)
 
 
-def read(path: Path) -> Account:
-    return Account(**torch.load(path, weights_only=True))
+def read(path: Path) -> MeshResult:
+    return MeshResult(**torch.load(path, weights_only=True))
 
 
-def against(run: Run, other: Account, allowed: Sequence[float]) -> tuple[Check, ...]:
+def against(run: ProgramRun, other: MeshResult, allowed: Sequence[float]) -> tuple[Check, ...]:
     """Gradient and losses of two meshes; `allowed` of one device's loss in each step (absolute).
     Where each of two is off by as much, by chance, they are sqrt(2) times that apart."""
     title = f"against {other.name}"
@@ -85,7 +85,7 @@ def _gradient(name: str, measured: float) -> Check:
     return at_most(name, measured, FP64_GRADIENT, why)
 
 
-def _losses(name: str, losses: Sequence[float], other: Account, most: Sequence[float]) -> Check:
+def _losses(name: str, losses: Sequence[float], other: MeshResult, most: Sequence[float]) -> Check:
     """The step with the largest difference in units of what is allowed there."""
     pairs = list(zip(losses, other.losses, strict=False))[: len(most)]
     if len(pairs) < len(most):

@@ -23,7 +23,7 @@ from ptrain.spec.spec import Spec
 from ptrain.train.exchange import Exchange
 from ptrain.verification.compare import FP64, apart, share_of
 from ptrain.verification.permuted import Permuted
-from ptrain.verification.reference import OneDevice
+from ptrain.verification.reference import ReferenceTraining
 from ptrain.verification.tolerances import (
     FP32_GRADIENT,
     FP32_LOSS,
@@ -40,7 +40,7 @@ States = Mapping[str, Mapping[str, Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class ReferenceStep:
     """What one device makes of a state: the loss, the gradients without clipping and the loss's
     scale, and the loss of the step after."""
 
@@ -50,7 +50,7 @@ class Step:
 
 
 @dataclass(slots=True)
-class Worst:
+class LargestShare:
     """The look with the largest share of what is allowed."""
 
     share: float = -1.0
@@ -83,9 +83,9 @@ class Onward:
     program: Program
     exchange: Exchange
     looks: int = 0
-    worst: dict[str, Worst] = field(default_factory=dict)
+    worst: dict[str, LargestShare] = field(default_factory=dict)
     _of: int = -1  # the step whose reference is there
-    _first: Step | None = None  # rank 0's
+    _first: ReferenceStep | None = None  # rank 0's
     _others: list[Other] = field(default_factory=list)
 
     @property
@@ -106,12 +106,12 @@ class Onward:
         seeds = [seed for seed in range(number) if seed % world.size == world.rank]
         first, own = None, []
         if world.is_first or seeds:  # what the permuted ones are compared with is not sent
-            first = _onward(OneDevice(self.spec), found, step)
+            first = _onward(ReferenceTraining(self.spec), found, step)
             own = [self._other(seed, first, found) for seed in seeds]
         self._first = first if world.is_first else None
         self._others = [Other(*each) for its in self.exchange.gather(own) for each in its]
 
-    def _other(self, seed: int, first: Step, states: States) -> tuple[float, float, float]:
+    def _other(self, seed: int, first: ReferenceStep, states: States) -> tuple[float, float, float]:
         its = _onward(Permuted(self.spec, seed), states, self._of)
         return its.loss, its.following, apart(first.gradients, its.gradients)
 
@@ -135,7 +135,7 @@ class Onward:
         self._add("loss after the update", loss - losses[0], self._loss_allowed(losses))
 
     def _add(self, name: str, difference: float, allowed: float) -> None:
-        self.worst.setdefault(name, Worst()).add(self._of, abs(difference), allowed)
+        self.worst.setdefault(name, LargestShare()).add(self._of, abs(difference), allowed)
 
     def _loss_allowed(self, losses: Sequence[float]) -> float:
         if len(losses) > 1:
@@ -173,18 +173,18 @@ def _summing(losses: Sequence[float]) -> float:
     return 4 * torch.finfo(torch.float32).eps * abs(losses[0])
 
 
-def _onward(device: OneDevice, states: States, step: int) -> Step:
+def _onward(device: ReferenceTraining, states: States, step: int) -> ReferenceStep:
     """Two steps from a state; the second without an update."""
     load(device, states)
     scale = device.updater.scale
     found = device.accumulate(step)
     gradients = {name: each / scale for name, each in found.sums.items()}
     device.update(step, found.sums)
-    return Step(found.loss, gradients, device.accumulate(step + 1).loss)
+    return ReferenceStep(found.loss, gradients, device.accumulate(step + 1).loss)
 
 
 @torch.no_grad()
-def load(device: OneDevice, states: States) -> None:
+def load(device: ReferenceTraining, states: States) -> None:
     """Parameters, master copies, optimizer state and the loss's scale, as `Program.state_dict`
     names them, whole."""
     updater, optimizer = device.updater, states["optimizer"]

@@ -17,7 +17,7 @@ STEPS, LEAST_STEPS = 100, 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
+class VerifyOptions:
     """One spec on its ranks. `folder` is the private one of the command that started them: logs,
     and the record, which is printed otherwise. `references` keeps what specs of one command share,
     `account` is where the run is left for another mesh (and nothing is verified), `compare` where
@@ -67,7 +67,7 @@ def source_of(spec: str) -> str:
     return spec if is_named or not resolved.is_file() else str(resolved)
 
 
-def parse(argv: Sequence[str]) -> Options:
+def parse(argv: Sequence[str]) -> VerifyOptions:
     """Options of a rank; leaves by SystemExit(2) for what it does not know."""
     parser = argparse.ArgumentParser(
         prog="python -m ptrain.verification",
@@ -85,15 +85,17 @@ def parse(argv: Sequence[str]) -> Options:
         raise refused("", f"these ranks verify one SPEC; got {' and '.join(specs)}", remedy)
     rest = {name: value for name, value in vars(found).items() if name != "words"}
     require_steps(found.steps)
-    return Options(spec=specs[0] if specs else names().default, overrides=tuple(overrides), **rest)
+    return VerifyOptions(
+        spec=specs[0] if specs else names().default, overrides=tuple(overrides), **rest
+    )
 
 
-def to_argv(options: Options) -> list[str]:
+def to_argv(options: VerifyOptions) -> list[str]:
     """The command line that gives these options to a rank."""
     return [options.spec, *options.overrides, *_said(options)]
 
 
-def _said(options: Options) -> Iterator[str]:
+def _said(options: VerifyOptions) -> Iterator[str]:
     yield from ("--steps", str(options.steps))
     for flag in ("every_collective", "json", "allow_import"):
         if getattr(options, flag):

@@ -17,7 +17,7 @@ from typing import Any
 
 from ptrain.errors import PtrainError
 from ptrain.verification.jobs.job import Job, Terms
-from ptrain.verification.jobs.run import Examination
+from ptrain.verification.jobs.run import Examiner
 from ptrain.verification.jobs.verdict import OwnVerdict
 
 Make = Job | Callable[[], Job]
@@ -50,7 +50,7 @@ def verify(
         raise PtrainError("verify: no batch\n  remedy: give at least one global batch")
     shares = _shares(whole, share)
     count = len(whole) if terms.steps is None else terms.steps
-    return Examination(_made(reference), _made(distributed), terms).run(
+    return Examiner(_made(reference), _made(distributed), terms).run(
         [whole[step % len(whole)] for step in range(count)],
         [shares[step % len(whole)] for step in range(count)],
         again=distributed if not isinstance(distributed, Job) else None,

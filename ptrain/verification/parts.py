@@ -14,7 +14,7 @@ from ptrain.models.ledger import local
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class TensorBox:
     """A box in a whole tensor: its first element and its size in every dimension."""
 
     offset: tuple[int, ...]
@@ -34,7 +34,7 @@ def held(tensor: torch.Tensor) -> torch.Tensor:
 
 def part_of(
     tensor: torch.Tensor, whole: torch.Size, *, degree: int = 1, place: int = 0
-) -> Part | None:
+) -> TensorBox | None:
     """The part of a tensor of shape `whole` that `tensor` is; None where nothing tells.
 
     A DTensor says so itself, unless it is a sum that is still partial. A plain tensor is the whole,
@@ -50,7 +50,7 @@ def part_of(
             tensor.shape, tensor.device_mesh, tensor.placements
         )
         bounded = (min(start, size) for start, size in zip(offset, whole, strict=True))
-        return Part(tuple(bounded), tuple(shape))
+        return TensorBox(tuple(bounded), tuple(shape))
     if tensor.dim() != len(whole):
         return None
     offsets, sizes = [], []
@@ -62,7 +62,7 @@ def part_of(
             return None
         offsets.append(start)
         sizes.append(size)
-    return Part(tuple(offsets), tuple(sizes))
+    return TensorBox(tuple(offsets), tuple(sizes))
 
 
 def relative(found: torch.Tensor, expected: torch.Tensor, least: float = 0.0) -> float:

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ptrain.spec.spec import Spec
-from ptrain.verification.reference import Around, MicroBatch, OneDevice, Pass, nothing
+from ptrain.verification.reference import Around, MicroBatch, Pass, ReferenceTraining, nothing
 
 PARTS = (2, 4, 8)  # groups of a contraction: what degrees of tp make of it
 
@@ -128,7 +128,7 @@ class PermutedSums(TorchDispatchMode):
         return aten.embedding_dense_backward(rows[order], indices.reshape(-1)[order], *others)
 
 
-class Permuted(OneDevice):
+class Permuted(ReferenceTraining):
     """The reference with all its sums in an order that `seed` draws."""
 
     def __init__(self, spec: Spec, seed: int) -> None:

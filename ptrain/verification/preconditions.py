@@ -22,7 +22,7 @@ from ptrain.spec.spec import Spec
 from ptrain.train.exchange import Exchange
 from ptrain.verification.drive import drive_and_add
 from ptrain.verification.parts import held, part_of
-from ptrain.verification.reference import OneDevice
+from ptrain.verification.reference import ReferenceTraining
 from ptrain.verification.states import States, of_program, of_reference
 
 STEPS = 3
@@ -111,7 +111,7 @@ def _same_tensors(first: Digests, second: Digests, exchange: Exchange) -> Check:
 
 def _starts(program: Program, exchange: Exchange) -> Iterator[Check]:
     """Theta_0 and Omega_0, every part against the same part of one device's."""
-    expected = of_reference(OneDevice(program.spec))
+    expected = of_reference(ReferenceTraining(program.spec))
     found = of_program(program)
     for subject in (Subject.PARAMETERS, Subject.OPTIMIZER):
         own = {name: each for (kind, name), each in found.items() if kind is subject}
@@ -148,7 +148,7 @@ def _counters(program: Program, exchange: Exchange, expected: int) -> Iterator[C
     found = _counts(of_program(program))
     wrong = [name for name, count in found.items() if count != expected]
     if wrong and any(found[name] == 0 for name in wrong):
-        updated = OneDevice(program.spec).accumulate(0).sums
+        updated = ReferenceTraining(program.spec).accumulate(0).sums
         wrong = [name for name in wrong if found[name] or name.rpartition(".")[0] in updated]
     everywhere = exchange.gather(len(found))
     if any(everywhere):  # SGD counts nothing

@@ -29,23 +29,23 @@ from ptrain.verification.causes.trajectory import of_dtypes, of_reference
 from ptrain.verification.consistency import Watch, consistency
 from ptrain.verification.examine import examine
 from ptrain.verification.preconditions import REPEATED, Make, preconditions
-from ptrain.verification.references import Told, references
+from ptrain.verification.references import ReferenceRun, references
 from ptrain.verification.tolerances import (
     Allowed,
-    Plan,
+    ReferencePlan,
     grows_in_proportion,
     in_fp64,
     in_own_dtypes,
     plan,
 )
-from ptrain.verification.trajectory import Corridor, Run, anywhere, checks, follow, from_rank
+from ptrain.verification.trajectory import Corridor, ProgramRun, anywhere, checks, follow, from_rank
 from ptrain.verification.variants import exactly, without_dropout
 
 Steps: TypeAlias = dict[str, tuple[float, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class Request:
     """`steps` of each trajectory. `every_collective`: what a collective leaves is hashed over its
     group. `folder` keeps references for other specs. `account` is where this run leaves what
     another mesh is compared with, `against` what another left."""
@@ -77,7 +77,7 @@ class Verification:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class StageOutcome:
     """What one stage found."""
 
     checks: tuple[Check, ...]
@@ -95,15 +95,15 @@ class Context:
     spec: Spec
     world: World
     exchange: Exchange
-    asked: Asked
+    asked: Request
     make: Make
-    plan: Plan | None = None
-    told: dict[str, Told] = field(default_factory=dict)
-    exact: Run | None = None
+    plan: ReferencePlan | None = None
+    told: dict[str, ReferenceRun] = field(default_factory=dict)
+    exact: ProgramRun | None = None
     allowed: Allowed | None = None
 
 
-Stage: TypeAlias = "Callable[[Context], Found]"
+Stage: TypeAlias = "Callable[[Context], StageOutcome]"
 Speak: TypeAlias = "Callable[[str, Sequence[Check], float], None]"
 
 
@@ -116,14 +116,16 @@ def verify_here(
     spec: Spec,
     world: World,
     exchange: Exchange,
-    asked: Asked | None = None,
+    asked: Request | None = None,
     *,
     make: Make = interpreted,
     speak: Speak | None = None,
 ) -> Verification:
     """On every rank of a world that is up. `make` builds the programs; `speak` is called with each
     stage that is over."""
-    context = Context(spec=spec, world=world, exchange=exchange, asked=asked or Asked(), make=make)
+    context = Context(
+        spec=spec, world=world, exchange=exchange, asked=asked or Request(), make=make
+    )
     result = Verification(checks=(), notes=_notes(spec))
     names, failed = list(STAGES), ""
     for name, stage in STAGES.items():
@@ -150,7 +152,7 @@ def _asks_examination(name: str, found: Sequence[Check]) -> bool:
     return is_first and all(check.holds for check in found if check.name.startswith(REPEATED))
 
 
-def account_here(spec: Spec, world: World, exchange: Exchange, asked: Asked) -> None:
+def account_here(spec: Spec, world: World, exchange: Exchange, asked: Request) -> None:
     """The run in fp64 alone, for another spec to be compared with."""
     context = Context(spec=spec, world=world, exchange=exchange, asked=asked, make=interpreted)
     program = context.make(exactly(spec), world)
@@ -160,7 +162,7 @@ def account_here(spec: Spec, world: World, exchange: Exchange, asked: Asked) -> 
     exchange.barrier()
 
 
-def _with(result: Verification, name: str, found: Found, seconds: float) -> Verification:
+def _with(result: Verification, name: str, found: StageOutcome, seconds: float) -> Verification:
     named = tuple(replace(check, name=f"{name}: {check.name}") for check in found.checks)
     return Verification(
         checks=(*result.checks, *named),
@@ -180,17 +182,19 @@ def _notes(spec: Spec) -> tuple[str, ...]:
     return ()
 
 
-def _preconditions(context: Context) -> Found:
-    return Found(checks=preconditions(context.spec, context.world, context.exchange, context.make))
+def _preconditions(context: Context) -> StageOutcome:
+    return StageOutcome(
+        checks=preconditions(context.spec, context.world, context.exchange, context.make)
+    )
 
 
-def _examination(context: Context) -> Found:
+def _examination(context: Context) -> StageOutcome:
     program = context.make(exactly(context.spec), context.world)
     found = examine(program, context.exchange)
-    return Found(checks=found.checks, departures=found.departures, culprit=found.culprit)
+    return StageOutcome(checks=found.checks, departures=found.departures, culprit=found.culprit)
 
 
-def _consistency(context: Context) -> Found:
+def _consistency(context: Context) -> StageOutcome:
     """With the spec's own dtypes and dropout."""
     program, asked = context.make(context.spec, context.world), context.asked
     every = asked.every_collective
@@ -203,7 +207,7 @@ def _consistency(context: Context) -> Found:
     return replace(found, notes=(note,))
 
 
-def _in_fp64(context: Context) -> Found:
+def _in_fp64(context: Context) -> StageOutcome:
     """References first, of all trajectories at once: that is what ranks share the work of."""
     exchange = context.exchange
     context.plan = plan(context.spec, context.asked.steps)
@@ -223,11 +227,11 @@ def _in_fp64(context: Context) -> Found:
     return replace(found, culprit=found.culprit or of_reference(found.checks, context.world.size))
 
 
-def _in_own_dtypes(context: Context) -> Found:
+def _in_own_dtypes(context: Context) -> StageOutcome:
     assert context.plan is not None, "the trajectory in fp64 comes before"
     told = [context.told[ask.key] for ask in context.plan.own]
     if not told:
-        return Found(checks=(), notes=("own dtypes: they are fp64",))
+        return StageOutcome(checks=(), notes=("own dtypes: they are fp64",))
     spec = without_dropout(context.spec)
     allowed = in_own_dtypes(spec, told, context.exchange)
     run, found = _followed(context, spec, told[0], allowed)
@@ -238,7 +242,9 @@ def _in_own_dtypes(context: Context) -> Found:
     return replace(found, culprit=of_one or of_dtypes(found.checks, run.stopped, layout, size))
 
 
-def _followed(context: Context, spec: Spec, reference: Told, allowed: Allowed) -> tuple[Run, Found]:
+def _followed(
+    context: Context, spec: Spec, reference: ReferenceRun, allowed: Allowed
+) -> tuple[ProgramRun, StageOutcome]:
     within = Corridor(center=reference.losses, allowed=allowed.losses)
     program = context.make(spec, context.world)
     watch = _watch(context, program)
@@ -259,11 +265,11 @@ def _watch(context: Context, program: Program) -> Watch:
     return Watch(program, context.exchange, every_collective=every)
 
 
-def _watched(watch: Watch) -> Found:
-    return Found(checks=watch.checks(), departures=watch.departures, culprit=watch.culprit)
+def _watched(watch: Watch) -> StageOutcome:
+    return StageOutcome(checks=watch.checks(), departures=watch.departures, culprit=watch.culprit)
 
 
-def _invariance(context: Context) -> Found:
+def _invariance(context: Context) -> StageOutcome:
     run, asked, exchange = context.exact, context.asked, context.exchange
     assert run is not None and context.allowed is not None, "the trajectory in fp64 comes before"
     spec = exactly(context.spec)
@@ -275,7 +281,7 @@ def _invariance(context: Context) -> Found:
             other = invariance.read(asked.against)
             own = invariance.against(run, other, context.allowed.losses)
         found = (*found, *from_rank(0, list(own), exchange))
-    return Found(checks=found, notes=(note,) if note else ())
+    return StageOutcome(checks=found, notes=(note,) if note else ())
 
 
 STAGES: dict[str, Stage] = {

@@ -83,7 +83,7 @@ def nothing(_: MicroBatch) -> AbstractContextManager[None]:
     return nullcontext()
 
 
-class OneDevice:
+class ReferenceTraining:
     """The reference while it trains: on the CPU, in this process, without a wrapper or a
     collective."""
 
@@ -114,7 +114,7 @@ class OneDevice:
 
 def one_device(spec: Spec, steps: int) -> Trajectory:
     """`steps` updates from the initial weights."""
-    device = OneDevice(spec)
+    device = ReferenceTraining(spec)
     initial = {name: parameter.clone() for name, parameter in device.parameters.items()}
     passes: list[Pass] = []
     norms: list[float] = []

@@ -21,7 +21,7 @@ from torch import Tensor
 from ptrain.spec.spec import Spec
 from ptrain.train.exchange import Exchange
 from ptrain.verification.permuted import Permuted
-from ptrain.verification.reference import OneDevice, Trajectory, distance
+from ptrain.verification.reference import ReferenceTraining, Trajectory, distance
 from ptrain.verification.variants import on_one_device
 
 
@@ -55,7 +55,7 @@ class Solo:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
+class ReferenceRun:
     """What every rank knows of a run; `solo` on the rank that had it alone."""
 
     losses: tuple[float, ...]
@@ -64,7 +64,9 @@ class Told:
     solo: Solo | None
 
 
-def references(asks: Sequence[Ask], exchange: Exchange, folder: Path | None) -> dict[str, Told]:
+def references(
+    asks: Sequence[Ask], exchange: Exchange, folder: Path | None
+) -> dict[str, ReferenceRun]:
     """Every run that is asked for, by its key. All ranks call it, with the same."""
     rank, size = exchange.world.rank, exchange.world.size
     every = list({ask.key: ask for ask in asks}.values())
@@ -85,7 +87,7 @@ def references(asks: Sequence[Ask], exchange: Exchange, folder: Path | None) -> 
     }
     told = exchange.gather(figures)
     return {
-        ask.key: Told(
+        ask.key: ReferenceRun(
             losses=tuple(told[place % size][ask.key][0]),
             norms=tuple(told[place % size][ask.key][1]),
             owner=place % size,
@@ -101,7 +103,7 @@ class _Running:
     def __init__(self, ask: Ask) -> None:
         self.ask = ask
         spec = on_one_device(ask.spec)
-        self.device = OneDevice(spec) if ask.seed is None else Permuted(spec, ask.seed)
+        self.device = ReferenceTraining(spec) if ask.seed is None else Permuted(spec, ask.seed)
         self.initial = {name: each.clone() for name, each in self.device.parameters.items()}
         self.gradients: dict[str, Tensor] = {}
         self.losses: list[float] = []

@@ -12,13 +12,13 @@ from ptrain.data.sampler import LocalBatch
 from ptrain.report.finding import Departure, Moment, Subject
 from ptrain.train.exchange import Exchange
 from ptrain.verification.places import data_place
-from ptrain.verification.reference import OneDevice
+from ptrain.verification.reference import ReferenceTraining
 
 UNKNOWN = -1
 
 
 def sample_departures(
-    given: LocalBatch, reference: OneDevice, step: int, rank: int, exchange: Exchange
+    given: LocalBatch, reference: ReferenceTraining, step: int, rank: int, exchange: Exchange
 ) -> Iterator[Departure]:
     """`given` is what this rank's model ran on. All ranks call it."""
     spec = reference.spec
@@ -51,7 +51,7 @@ def sample_departures(
     )
 
 
-def _expected(reference: OneDevice, step: int) -> dict[int, list[tuple[int, bytes]]]:
+def _expected(reference: ReferenceTraining, step: int) -> dict[int, list[tuple[int, bytes]]]:
     """By data rank: its samples, and their tokens."""
     found: dict[int, list[tuple[int, bytes]]] = {}
     for each in reference.micro_batches(step):

@@ -27,12 +27,12 @@ from ptrain.train import environment
 from ptrain.train.exchange import Exchange
 from ptrain.train.folder import RunFolder, write_json
 from ptrain.train.heading import header
-from ptrain.verification.options import Options
-from ptrain.verification.protocol import Asked, Verification, account_here, verify_here
-from ptrain.verification.reference import OneDevice
+from ptrain.verification.options import VerifyOptions
+from ptrain.verification.protocol import Request, Verification, account_here, verify_here
+from ptrain.verification.reference import ReferenceTraining
 
 
-def run(options: Options) -> int:
+def run(options: VerifyOptions) -> int:
     """The exit code, equal on all ranks."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing is half written: gone at once
     size = dist.get_world_size() if dist.is_initialized() else environment.world_size()
@@ -47,7 +47,7 @@ def run(options: Options) -> int:
         exchange = Exchange(world)
         stack.callback(exchange.close)
         require_corpus(corpus(spec.data), spec, logits)
-        asked = Asked(
+        asked = Request(
             steps=options.steps,
             every_collective=options.every_collective,
             folder=options.references,
@@ -70,7 +70,9 @@ def _num_logits(spec: Spec) -> int | None:
         return logits_of(model, tokens_BT, spec).shape[-1]
 
 
-def _verify(spec: Spec, world: World, exchange: Exchange, asked: Asked, options: Options) -> int:
+def _verify(
+    spec: Spec, world: World, exchange: Exchange, asked: Request, options: VerifyOptions
+) -> int:
     heading = _heading(spec, world) if world.is_first else ""
     speaks = world.is_first and not options.json
     if speaks:
@@ -89,7 +91,7 @@ def _verify(spec: Spec, world: World, exchange: Exchange, asked: Asked, options:
 
 
 def _heading(spec: Spec, world: World) -> str:
-    numel = sum(each.numel() for each in OneDevice(spec).parameters.values())
+    numel = sum(each.numel() for each in ReferenceTraining(spec).parameters.values())
     return header(spec, numel=numel, backend=world.backend, device=world.device.type)
 
 
@@ -102,7 +104,7 @@ def _end(found: Verification) -> str:
 
 
 def _record(
-    spec: Spec, found: Verification, world: World, asked: Asked, heading: str
+    spec: Spec, found: Verification, world: World, asked: Request, heading: str
 ) -> dict[str, object]:
     return as_record(
         spec.name,

@@ -14,7 +14,7 @@ from ptrain.spec.write import to_yaml
 from ptrain.train.folder import RunFolder
 from ptrain.train.heading import parts_of_ranks
 from ptrain.train.launch import launch
-from ptrain.verification.options import Options, to_argv
+from ptrain.verification.options import VerifyOptions, to_argv
 
 
 class Interrupted(Exception):
@@ -25,7 +25,7 @@ class Interrupted(Exception):
         self.code = code
 
 
-def start(spec: Spec, asked: Options, folder: Path) -> dict[str, Any]:
+def start(spec: Spec, asked: VerifyOptions, folder: Path) -> dict[str, Any]:
     """Verify `spec` in a new private `folder`; the record, empty where only an account was asked
     for. `asked` says how; its spec and folder are these.
 

@@ -11,7 +11,7 @@ from ptrain.interpreter.program import Program
 from ptrain.optimizers.update import COUNTER, MASTER
 from ptrain.report.finding import Subject
 from ptrain.verification.capture import modules
-from ptrain.verification.reference import OneDevice
+from ptrain.verification.reference import ReferenceTraining
 
 States: TypeAlias = dict[tuple[Subject, str], torch.Tensor]
 
@@ -28,7 +28,7 @@ def of_program(program: Program) -> States:
     return found
 
 
-def of_reference(device: OneDevice) -> States:
+def of_reference(device: ReferenceTraining) -> States:
     """As torch's optimizers have it; zeros of what they have not made yet."""
     updater = device.updater
     found: States = {(Subject.PARAMETERS, name): each for name, each in device.parameters.items()}

@@ -42,7 +42,7 @@ from ptrain.models.numerics import TORCH_DTYPES
 from ptrain.spec.spec import Spec
 from ptrain.train.exchange import Exchange
 from ptrain.verification.compare import FP64, apart, apart_by_tensor, worst_parameters
-from ptrain.verification.references import Ask, Told
+from ptrain.verification.references import Ask, ReferenceRun
 from ptrain.verification.variants import exactly, in_fp32, is_banded, without_dropout
 from ptrain.verification.whole import whole
 
@@ -72,7 +72,7 @@ class Allowed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class ReferencePlan:
     """Which references a verification needs: in fp64, in fp32 to see how rounding grows, and in the
     spec's own dtypes (none where these are fp64); `permuted` ones in fp64 where in fp32 it grows
     too far."""
@@ -87,12 +87,12 @@ class Plan:
         return (self.exact, *self.growth, *self.own)
 
 
-def plan(spec: Spec, steps: int) -> Plan:
+def plan(spec: Spec, steps: int) -> ReferencePlan:
     """Of references that several parts need there is one: they have one key."""
     own, exact = without_dropout(spec), exactly(spec)
     num_own = MANY if is_banded(own) else FEW
     first, *permuted = _permuted(exact, steps, FEW)
-    return Plan(
+    return ReferencePlan(
         exact=first,
         permuted=tuple(permuted),
         growth=_permuted(in_fp32(spec), steps, FEW),
@@ -105,7 +105,7 @@ def _permuted(spec: Spec, steps: int, number: int) -> tuple[Ask, ...]:
     return (plain, *(replace(plain, seed=seed) for seed in range(number)))
 
 
-def grows_in_proportion(growth: Sequence[Told]) -> bool:
+def grows_in_proportion(growth: Sequence[ReferenceRun]) -> bool:
     """Whether what references in fp32 part by tells what others in fp64 would."""
     return all(
         _deviation(losses) <= PROPORTIONAL * abs(losses[0])
@@ -113,7 +113,7 @@ def grows_in_proportion(growth: Sequence[Told]) -> bool:
     )
 
 
-def in_fp64(growth: Sequence[Told], exact: Told, exchange: Exchange) -> Allowed:
+def in_fp64(growth: Sequence[ReferenceRun], exact: ReferenceRun, exchange: Exchange) -> Allowed:
     """From references in fp32, or, where `exact` is the first of them, in fp64. All ranks call
     it."""
     finer = 1.0 if growth[0] is exact else _FINER
@@ -136,7 +136,7 @@ def in_fp64(growth: Sequence[Told], exact: Told, exchange: Exchange) -> Allowed:
     )
 
 
-def in_own_dtypes(spec: Spec, told: Sequence[Told], exchange: Exchange) -> Allowed:
+def in_own_dtypes(spec: Spec, told: Sequence[ReferenceRun], exchange: Exchange) -> Allowed:
     """All ranks call it."""
     spread = _spread([each.losses for each in told])
     if not is_banded(spec):
@@ -176,7 +176,7 @@ def _spread(runs: Sequence[Sequence[float]], finer: float = 1.0) -> tuple[float,
     return tuple(factor * each for each in accumulate(deviations, _largest))
 
 
-def _farthest(told: Sequence[Told], finer: float = 1.0) -> tuple[float, ...]:
+def _farthest(told: Sequence[ReferenceRun], finer: float = 1.0) -> tuple[float, ...]:
     """Of each step, the largest difference to the first."""
     by_step = zip(*(each.losses for each in told), strict=True)
     return tuple(max(abs(loss - first) for loss in others) * finer for first, *others in by_step)
@@ -194,14 +194,14 @@ def _largest(before: float, now: float) -> float:
     return now if math.isnan(now) or now > before else before
 
 
-def _between_gradients(told: Sequence[Told], exchange: Exchange) -> float:
+def _between_gradients(told: Sequence[ReferenceRun], exchange: Exchange) -> float:
     first = whole(told[0].solo.gradients if told[0].solo else {}, exchange)
     solos = (each.solo for each in told[1:])
     return _from_first((apart(first, each.gradients) for each in solos if each), told, exchange)
 
 
 def _by_parameter(
-    told: Sequence[Told], exchange: Exchange, least: float, finer: float = 1.0
+    told: Sequence[ReferenceRun], exchange: Exchange, least: float, finer: float = 1.0
 ) -> dict[str, float]:
     """Of each parameter's gradient of step 0, and at least `least`."""
     first = whole(told[0].solo.gradients if told[0].solo else {}, exchange)
@@ -220,7 +220,7 @@ def _coarsest(spec: Spec) -> float:
     return max(torch.finfo(TORCH_DTYPES[each]).eps for each in dtypes)
 
 
-def _between_parameters(told: Sequence[Told], exchange: Exchange) -> float:
+def _between_parameters(told: Sequence[ReferenceRun], exchange: Exchange) -> float:
     """The tensor that is worst, by norm or by its largest element."""
     solo = told[0].solo
     first = whole(solo.trajectory.parameters if solo else {}, exchange)
@@ -229,7 +229,7 @@ def _between_parameters(told: Sequence[Told], exchange: Exchange) -> float:
     return _from_first(own, told, exchange)
 
 
-def _from_first(own: Iterable[float], told: Sequence[Told], exchange: Exchange) -> float:
+def _from_first(own: Iterable[float], told: Sequence[ReferenceRun], exchange: Exchange) -> float:
     """What is allowed, from how far each permuted reference is from the first: each rank knows of
     its own runs."""
     distances = [each for its in exchange.gather(list(own)) for each in its]

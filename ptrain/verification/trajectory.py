@@ -31,7 +31,7 @@ from ptrain.verification.consistency import EVERY, Watch
 from ptrain.verification.drive import drive_and_add, local_batch
 from ptrain.verification.onward import Onward
 from ptrain.verification.reference import Trajectory, distance
-from ptrain.verification.references import Solo, Told
+from ptrain.verification.references import ReferenceRun, Solo
 from ptrain.verification.tolerances import Allowed
 from ptrain.verification.whole import whole
 
@@ -53,7 +53,7 @@ class Corridor:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class ProgramRun:
     """A program's steps, alike on all ranks: its trajectory, the `gradients` of step 0 as its
     optimizer was given them, without clipping, the step at which it was `stopped`, and what one
     device made of its states on the way (`onward`)."""
@@ -70,7 +70,7 @@ def anywhere(steps: int) -> Corridor:
     return Corridor(center=(0.0,) * steps, allowed=(math.inf,) * steps)
 
 
-def follow(program: Program, exchange: Exchange, within: Corridor, watch: Watch) -> Run:
+def follow(program: Program, exchange: Exchange, within: Corridor, watch: Watch) -> ProgramRun:
     """As many steps as the corridor has, or up to the first outside of it, or in which ranks depart
     from each other. All ranks call it."""
     source = corpus(program.spec.data)
@@ -103,7 +103,7 @@ def follow(program: Program, exchange: Exchange, within: Corridor, watch: Watch)
             break
     parameters = whole(program.state_dict()["model"], exchange)
     share = program.evaluate(local_batch(program, source, 0))
-    return Run(
+    return ProgramRun(
         trajectory=Trajectory(
             losses=tuple(losses),
             gradient_norms=tuple(norms),
@@ -128,7 +128,9 @@ def unclipped(
     return {name: gradient.double() / factor for name, gradient in gradients.items()}
 
 
-def checks(reference: Told, run: Run, allowed: Allowed, exchange: Exchange) -> tuple[Check, ...]:
+def checks(
+    reference: ReferenceRun, run: ProgramRun, allowed: Allowed, exchange: Exchange
+) -> tuple[Check, ...]:
     """All checks of a run, made on the rank that has the reference; equal on all."""
     own: list[Check] = []
     if (solo := reference.solo) is not None:
@@ -164,7 +166,7 @@ def _by_parameter(measured: Mapping[str, float], allowed: Mapping[str, float]) -
     return at_most("gradient of step 0 by parameter", its, most, why)
 
 
-def _in_corridor(run: Run, within: Corridor) -> Check:
+def _in_corridor(run: ProgramRun, within: Corridor) -> Check:
     """The largest excess over all steps, and where that is."""
     losses = run.trajectory.losses
     off = within.off(losses)
@@ -194,7 +196,7 @@ def _in_corridor(run: Run, within: Corridor) -> Check:
     )
 
 
-def _learns(solo: Solo, run: Run) -> Iterator[Check]:
+def _learns(solo: Solo, run: ProgramRun) -> Iterator[Check]:
     """On the very batch that the first step saw, so that no batch's luck is in it."""
     yield _falls("reference", solo.trajectory.losses[0], solo.again)
     if run.stopped is None:

@@ -15,7 +15,7 @@ from ptrain.selection.recompute import settled
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
 from ptrain.train.exchange import Exchange
-from ptrain.verification.protocol import Asked, Verification, verify_here
+from ptrain.verification.protocol import Request, Verification, verify_here
 from tests.ranks import Ranks
 
 SEEDS = range(5)
@@ -80,7 +80,7 @@ def cases() -> Iterator[tuple[str, str]]:
 def verified(spec: Spec, references: Path) -> Verification:
     """On this rank of a pool."""
     world = World.join(spec.timeout)
-    return verify_here(spec, world, Exchange(world), Asked(steps=STEPS, folder=references))
+    return verify_here(spec, world, Exchange(world), Request(steps=STEPS, folder=references))
 
 
 def seeds(layout: str) -> range:

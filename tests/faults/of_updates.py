@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ptrain.interpreter.program import Program
-from ptrain.optimizers.update import COUNTER, Update
+from ptrain.optimizers.update import COUNTER, TargetsUpdate
 from ptrain.report.finding import Subject
 from ptrain.train.schedule import learning_rate
 from tests.faults.fault import Fault, Setting
@@ -45,8 +45,8 @@ ZERO2_CLIPPED = replace(ZERO2, sections=PART_CLIPPED)
 LEFT_BEHIND = "blocks.1.mlp.up.weight"
 
 
-def _update(program: Program) -> Update:
-    assert isinstance(program.update, Update)
+def _update(program: Program) -> TargetsUpdate:
+    assert isinstance(program.update, TargetsUpdate)
     return program.update
 
 

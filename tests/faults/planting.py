@@ -16,8 +16,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ptrain.axes.data.run.flat import FlatWrap
-from ptrain.axes.data.run.target import Target, TensorTarget
-from ptrain.axes.data.units import Unit
+from ptrain.axes.data.run.target import NamedTarget, ParameterTarget
+from ptrain.axes.data.units import UnitLife
 from ptrain.data.sampler import LocalBatch
 from ptrain.interpreter.program import Program
 from ptrain.spec.axis import Axis
@@ -88,14 +88,14 @@ def after_update_once(program: Program, act: Callable[[], None], step: int = FAU
     after_update(program, lambda number: act() if number == step else None)
 
 
-def targets(program: Program) -> Iterator[Target]:
+def targets(program: Program) -> Iterator[NamedTarget]:
     return chain.from_iterable(program.wrapped.targets())
 
 
-def tensor_target(program: Program, name: str) -> TensorTarget:
+def tensor_target(program: Program, name: str) -> ParameterTarget:
     """That of a parameter which stays in its module."""
     for target in targets(program):
-        if isinstance(target, TensorTarget) and target.name == name:
+        if isinstance(target, ParameterTarget) and target.name == name:
             return target
     raise AssertionError(f"no target {name}")
 
@@ -105,13 +105,13 @@ def parameter(program: Program, name: str) -> torch.Tensor:
     return tensor_target(program, name).value()
 
 
-def units(program: Program) -> list[Unit]:
+def units(program: Program) -> list[UnitLife]:
     """The flat units of a program that has some."""
     wraps = [piece.wrapped for piece in program.pieces]
     return [unit for wrap in wraps if isinstance(wrap, FlatWrap) for unit in wrap.units.all]
 
 
-def unit(program: Program, module: str) -> Unit:
+def unit(program: Program, module: str) -> UnitLife:
     """That of a module."""
     for found in units(program):
         if found.state.members.names[0].startswith(f"{module}."):
@@ -135,7 +135,7 @@ def replicated_gradients(program: Program, pattern: str) -> list[torch.Tensor]:
     found = [
         target.gradient
         for target in targets(program)
-        if isinstance(target, TensorTarget) and re.search(pattern, target.name)
+        if isinstance(target, ParameterTarget) and re.search(pattern, target.name)
     ]
     assert found, f"no gradient {pattern}"
     return [gradient for gradient in found if gradient is not None]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from ptrain.axes.data.run.target import TensorTarget
+from ptrain.axes.data.run.target import ParameterTarget
 from ptrain.interpreter.program import Program
 from ptrain.meters import holdings
-from ptrain.optimizers.update import COUNTER, MASTER, Update
+from ptrain.optimizers.update import COUNTER, MASTER, TargetsUpdate
 
 STEP, RANK = 2, 1
 
@@ -19,7 +19,7 @@ def _is_here(program: Program, step: int) -> bool:
 def another_rate(program: Program, step: int) -> None:
     """Its optimizer was told the learning rate of another step."""
     if _is_here(program, step):
-        assert isinstance(program.update, Update)
+        assert isinstance(program.update, TargetsUpdate)
         for group in program.update.groups:
             for optimizer in (rule.optimizer for rule in group.optimizers.values()):
                 optimizer.param_groups[0]["lr"] *= 2
@@ -36,7 +36,7 @@ def another_dtype(program: Program, step: int) -> None:
     """It holds one parameter in 16 bits."""
     if _is_here(program, step):
         target = next(iter(holdings.targets(program)))
-        assert isinstance(target, TensorTarget)
+        assert isinstance(target, ParameterTarget)
         target.parameter.data = target.parameter.data.bfloat16()
 
 

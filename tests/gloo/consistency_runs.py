@@ -16,9 +16,9 @@ from ptrain.data.corpus import corpus
 from ptrain.errors import TrainingStopped
 from ptrain.interpreter.program import Program, interpret
 from ptrain.meters import holdings
-from ptrain.meters.collectives import Ledger
+from ptrain.meters.collectives import CollectiveLedger
 from ptrain.meters.randomness import drawn
-from ptrain.meters.replicas import Replicas
+from ptrain.meters.replicas import ReplicaMeter
 from ptrain.report.finding import Culprit, Departure, Moment
 from ptrain.rooms.world import World
 from ptrain.spec.axis import Axis
@@ -49,7 +49,7 @@ def watch(spec: Spec, steps: int, fault: Fault | None = None) -> Seen:
     world = World.join(spec.timeout)
     program = interpret(spec, world=world, allow_import=True)
     exchange = Exchange(world)
-    replicas = Replicas(program, exchange)
+    replicas = ReplicaMeter(program, exchange)
     source = corpus(spec.data)
     departures = replicas.check(0, Moment.START)
     done = 0
@@ -79,7 +79,7 @@ def listen(spec: Spec, steps: int, fault: Fault | None = None) -> Seen:
     program = interpret(spec, world=world, allow_import=True)
     exchange = Exchange(world)
     source = corpus(spec.data)
-    ledger = Ledger(program)
+    ledger = CollectiveLedger(program)
     departures: tuple[Departure, ...] = ()
     done = calls = 0
     untouched = dist.all_reduce

@@ -22,7 +22,7 @@ from ptrain.spec.load import load
 from ptrain.train import checkpoint, lineage, manifest
 from ptrain.train.exchange import Exchange
 from ptrain.train.folder import RunFolder
-from ptrain.train.index import METADATA, Reader
+from ptrain.train.index import METADATA, IndexReader
 from ptrain.train.resume import resume
 from tests.jobs import TINY
 
@@ -245,7 +245,7 @@ def test_nothing_in_the_index_is_executed(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / METADATA).write_bytes(pickle.dumps(Malice()))
     with pytest.raises(PtrainError, match="refused"):
-        Reader(tmp_path, listed=frozenset()).read_metadata()
+        IndexReader(tmp_path, listed=frozenset()).read_metadata()
     assert not (tmp_path / "executed").exists()
 
 
@@ -253,5 +253,5 @@ def test_the_index_leads_to_no_file_that_the_manifest_does_not_list(saved):
     found = checkpoint.verify(saved, Exchange(World()))
     data = {name for name in found.files if name.endswith(".distcp")}
     with pytest.raises(PtrainError, match="does not list"):
-        Reader(saved, listed=frozenset(found.files) - data).read_metadata()
-    assert isinstance(Reader(saved, listed=frozenset(found.files)).read_metadata(), Metadata)
+        IndexReader(saved, listed=frozenset(found.files) - data).read_metadata()
+    assert isinstance(IndexReader(saved, listed=frozenset(found.files)).read_metadata(), Metadata)

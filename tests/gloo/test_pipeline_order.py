@@ -17,7 +17,7 @@ from ptrain.axes.pipeline.form import pipeline_of
 from ptrain.axes.pipeline.holdings import held, most_held
 from ptrain.axes.pipeline.known import schedule
 from ptrain.axes.pipeline.run.apply import Pipelined
-from ptrain.axes.pipeline.run.stage import Stage
+from ptrain.axes.pipeline.run.stage import StageRunner
 from ptrain.axes.pipeline.schedule import Action, Schedule
 from ptrain.data.corpus import corpus
 from ptrain.data.sampler import batch
@@ -40,7 +40,7 @@ class Recording:
     log: list[tuple[Action, Holding]] = field(default_factory=list)
     made: dict[tuple[int, int], list[StorageWeakRef]] = field(default_factory=dict)
 
-    def watch(self, stage: Stage) -> None:
+    def watch(self, stage: StageRunner) -> None:
         """What the operators of a block give lives as long as autograd needs it."""
 
         def keep(operator: nn.Module, given: Any, output: torch.Tensor) -> None:

@@ -10,7 +10,7 @@ import pytest
 from ptrain.algebra.legality import require
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
-from ptrain.verification.protocol import STAGES, Asked
+from ptrain.verification.protocol import STAGES, Request
 from tests.gloo.cases import named
 from tests.gloo.verify_runs import LATE, Otherwise, accounted, presupposed, verified
 from tests.jobs import TINY, run
@@ -18,7 +18,7 @@ from tests.ranks import Ranks
 
 pytestmark = pytest.mark.gloo
 
-SHORT = Asked(steps=4)
+SHORT = Request(steps=4)
 SMALL = (
     *(each for each in TINY if "layers" not in each and "batch" not in each),
     "batch.sequence=32",
@@ -64,7 +64,7 @@ def test_each_precondition_is_checked_and_the_one_that_fails_is_named(
 
 def test_a_verification_holds_in_all_its_stages_alike_on_all_ranks(ranks: Ranks) -> None:
     spec = named("zero3", 2, layout="zero16", accumulate=4).spec()
-    asked = Asked(steps=4, every_collective=True)
+    asked = Request(steps=4, every_collective=True)
     one, other = ranks.run(2, verified, spec, asked)
     assert (one.checks, one.notes, one.culprit) == (other.checks, other.notes, other.culprit)
     assert one.holds, [f"{check.name}: {check.why}" for check in one.checks if not check.holds]
@@ -95,7 +95,7 @@ def test_a_trajectory_stops_at_the_first_step_that_is_off_and_says_what_it_left_
     ranks: Ranks, otherwise: Otherwise
 ) -> None:
     spec = named("ddp", 2, accumulate=1).spec()
-    found = ranks.run(2, verified, spec, Asked(steps=8), otherwise)[0]
+    found = ranks.run(2, verified, spec, Request(steps=8), otherwise)[0]
     failed = {check.name: check.why for check in found.checks if not check.holds}
     first = LATE + (otherwise is Otherwise.LATE_RATE)  # an update shows in the next step's loss
     why = failed["trajectory in fp64: loss of every step"]
@@ -113,11 +113,11 @@ def test_two_meshes_are_compared_with_each_other(ranks: Ranks, tmp_path: Path) -
     account = tmp_path / "account.pt"
     ranks.run(4, accounted, named("hsdp", 4, accumulate=1).spec(), account, 4)
     spec = named("zero3", 2, accumulate=2).spec()
-    found = ranks.run(2, verified, spec, Asked(steps=4, against=account))[0]
+    found = ranks.run(2, verified, spec, Request(steps=4, against=account))[0]
     directly = [check for check in found.checks if "against hsdp" in check.name]
     assert [check.holds for check in directly] == [True, True]
     assert all(check.measured < 1e-13 for check in directly)
-    short = ranks.run(2, verified, spec, Asked(steps=5, against=account))[0]
+    short = ranks.run(2, verified, spec, Request(steps=5, against=account))[0]
     assert [check.why for check in short.checks if not check.holds] == [
         "4 of 5 steps can be compared: verify hsdp alone first"
     ]

@@ -15,7 +15,7 @@ from ptrain.costs import State
 from ptrain.data.corpus import corpus
 from ptrain.data.sampler import batch
 from ptrain.interpreter.program import Program, interpret
-from ptrain.meters.roles import Finder, Row
+from ptrain.meters.roles import Finder, RoleRow
 from ptrain.rooms.world import World
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
@@ -61,7 +61,7 @@ def spec_of(mesh: Mapping[str, int], placement: Mapping[str, str], layout: str, 
     return require(load(mapping))
 
 
-def found(spec: Spec, fault: str = "") -> tuple[Row, ...]:
+def found(spec: Spec, fault: str = "") -> tuple[RoleRow, ...]:
     """Of the third step on this rank, its program declaring `fault` wrongly."""
     program = interpret(spec, world=World.join(spec.timeout))
     if fault:

@@ -11,7 +11,7 @@ from functools import cache
 from random import Random
 
 from ptrain.algebra.layout import positions
-from ptrain.axes.data.cost.chain import Chain, Unit
+from ptrain.axes.data.cost.chain import ChainUnit, UnitChain
 from ptrain.axes.data.cost.wrap import closed_form
 from ptrain.axes.data.cost.wrap import sent as sent_in_closed_form
 from ptrain.costs import State, Traffic
@@ -81,12 +81,13 @@ def empty_timeline(facts: ModelFacts, itemsize: int, *, is_fresh: bool) -> Timel
     return Timeline(forward=tuple(forward), backward=tuple(backward))
 
 
-def chain_of(facts: ModelFacts, *, is_fresh: bool) -> Chain:
+def chain_of(facts: ModelFacts, *, is_fresh: bool) -> UnitChain:
     *blocks, root = (
-        Unit(tuple(tensor.shape for tensor in unit.tensors), unit.is_root) for unit in facts.units
+        ChainUnit(tuple(tensor.shape for tensor in unit.tensors), unit.is_root)
+        for unit in facts.units
     )
     numel = {tensor.name: tensor.numel for tensor in facts.tensors}
-    return Chain(
+    return UnitChain(
         blocks=tuple(blocks),
         root=root,
         head=frozenset({len(root.shapes) + HEAD} if root.shapes else ()),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ptrain.axes.pipeline.known import faults
-from ptrain.axes.pipeline.schedule import Pipeline, Schedule
+from ptrain.axes.pipeline.schedule import PipelineShape, Schedule
 from ptrain.axes.pipeline.simulate import Costs, StageCost, equal_stages
 from ptrain.spec.pipeline import ScheduleName
 
@@ -13,8 +13,8 @@ ONE_STAGE = (ScheduleName.NAIVE, ScheduleName.GPIPE, ScheduleName.ONE_F_ONE_B)
 VEES = (ScheduleName.ZBV, ScheduleName.DUALPIPEV)
 
 
-def pipeline(ranks: int, stages_per_rank: int, microbatches: int) -> Pipeline:
-    return Pipeline(ranks=ranks, stages_per_rank=stages_per_rank, microbatches=microbatches)
+def pipeline(ranks: int, stages_per_rank: int, microbatches: int) -> PipelineShape:
+    return PipelineShape(ranks=ranks, stages_per_rank=stages_per_rank, microbatches=microbatches)
 
 
 def stages_per_rank(name: ScheduleName) -> tuple[int, ...]:

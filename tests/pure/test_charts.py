@@ -8,12 +8,12 @@ from itertools import combinations, pairwise
 import pytest
 
 from ptrain.axes.pipeline.known import schedule
-from ptrain.axes.pipeline.schedule import Pipeline, Schedule
+from ptrain.axes.pipeline.schedule import PipelineShape, Schedule
 from ptrain.axes.pipeline.simulate import simulate
 from ptrain.charts.boxes import Box, boxes
 from ptrain.charts.colours import ink_on, luminance, shades
 from ptrain.charts.schedule import Heading, schedule_sheet
-from ptrain.charts.sheet import Sheet, Text
+from ptrain.charts.sheet import Label, Sheet
 from ptrain.spec.pipeline import ScheduleName
 from ptrain.timeline import Kind
 from tests.pure.pipelines import GRID, VEES, pipeline
@@ -59,7 +59,7 @@ def boxes_of(made: Schedule) -> list[Box]:
     return list(boxes(made, simulate(made)))
 
 
-def sheet_of(name: ScheduleName, size: Pipeline, spec: str = "some-spec") -> Sheet:
+def sheet_of(name: ScheduleName, size: PipelineShape, spec: str = "some-spec") -> Sheet:
     return schedule_sheet(Heading(spec=spec, schedule=name), schedule(name, size))
 
 
@@ -143,7 +143,7 @@ def test_every_box_has_its_number_until_the_sheet_is_as_long_as_it_may_be(name, 
         assert "without" not in texts_of(sheet)[-1]
 
 
-def is_on_a_box(text: Text, sheet: Sheet) -> bool:
+def is_on_a_box(text: Label, sheet: Sheet) -> bool:
     high = text.size / 2
     return any(
         box.x <= text.left

@@ -9,7 +9,14 @@ from itertools import product
 
 import pytest
 
-from ptrain.axes.data.costs import Gathers, gathers, kept_ranks, local_rows, padded_rows, reductions
+from ptrain.axes.data.costs import (
+    GatherCounts,
+    gathers,
+    kept_ranks,
+    local_rows,
+    padded_rows,
+    reductions,
+)
 from ptrain.costs import Collective, Phase, State, add_traffic
 from ptrain.derivation.ghosts.in_place import InPlace
 from ptrain.derivation.ghosts.table import wrapping
@@ -98,7 +105,7 @@ def test_fsdp2_in_flight_sends_as_often_as_its_schedule_counts(policy: SyncPolic
     spec, plan = planned(FULLY, accumulate=5, sync=policy)
     ghost = wrapping(spec, plan, FACTS)
 
-    def times(sync: SyncPolicy, *, is_root: bool) -> Gathers:
+    def times(sync: SyncPolicy, *, is_root: bool) -> GatherCounts:
         return gathers(sync, 5, is_root=is_root)
 
     assert add_traffic(ghost.sent(times)) == add_traffic(ghost.sent(None))

@@ -88,18 +88,7 @@ UNPICKLERS = {"ptrain.train.index"}
 MUTUAL_IMPORTS: set[tuple[str, str]] = set()
 
 # Names that classes of two or more modules bear: one noun, one class. This list only shrinks too.
-REPEATED_CLASSES = {
-    "Account", "Asked", "Attention", "Block", "Boundary", "Call", "Chain", "Complete", "Course",
-    "Ends", "Evidence", "Examination", "Exchange", "Fit", "Flat", "Flight", "Form", "Found",
-    "FullySharded", "Gathers", "Gradients", "Group", "Held", "InPlace", "Interrupts", "Job",
-    "Kept", "Kind", "Leaf", "Ledger", "Life", "Mark", "Metered", "MicroBatch", "Modules",
-    "Moment", "Muon", "Observer", "Offload", "OneDevice", "Options", "Outputs", "Pair",
-    "Parameters", "Part", "Parts", "Passes", "Pipeline", "Plan", "Probe", "Product", "Reader",
-    "Recorder", "Replicas", "Replicated", "Row", "Run", "Scale", "Scene", "Setting",
-    "SpreadUpdate", "Stage", "Step", "Table", "Target", "Tensor", "TensorTarget", "Text",
-    "Told", "Traced", "Unit", "Units", "Update", "Whole", "Work", "Worst", "Wrapped", "_Pass",
-    "_Rank", "_Run",
-}  # fmt: skip
+REPEATED_CLASSES = {"Attention", "Block", "Run", "_Rank"}
 
 MAX_FILE, MAX_FUNCTION = 400, 60
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ptrain.axes.data.costs import Gathers, gathers
+from ptrain.axes.data.costs import GatherCounts, gathers
 from ptrain.axes.pipeline.gathers import stage_gathers
 from ptrain.axes.pipeline.known import schedule
 from ptrain.derivation.estimate import derive
@@ -112,17 +112,17 @@ def test_units_that_are_kept_are_gathered_once_and_others_by_every_micro_batch(n
     for size in BY_NAME[name]:
         made, m = schedule(name, size), size.microbatches
         for stage in range(size.stages):
-            assert stage_gathers(made, stage, kept) == Gathers(1, 0)
-            assert stage_gathers(made, stage, given_back) == Gathers(m, m)
+            assert stage_gathers(made, stage, kept) == GatherCounts(1, 0)
+            assert stage_gathers(made, stage, given_back) == GatherCounts(m, m)
 
 
 @pytest.mark.parametrize(
     ("name", "after_forward", "expected"),
     [
-        ("gpipe", True, [Gathers(4, 1)] * 2),  # FFFFBBBB
-        ("gpipe", False, [Gathers(1, 3)] * 2),
-        ("1f1b", True, [Gathers(2, 3), Gathers(1, 4)]),  # FFBFBFBB and FBFBFBFB
-        ("1f1b", False, [Gathers(3, 1), Gathers(4, 0)]),
+        ("gpipe", True, [GatherCounts(4, 1)] * 2),  # FFFFBBBB
+        ("gpipe", False, [GatherCounts(1, 3)] * 2),
+        ("1f1b", True, [GatherCounts(2, 3), GatherCounts(1, 4)]),  # FFBFBFBB and FBFBFBFB
+        ("1f1b", False, [GatherCounts(3, 1), GatherCounts(4, 0)]),
     ],
 )
 def test_a_policy_for_one_pass_costs_what_the_order_makes_of_it(name, after_forward, expected):

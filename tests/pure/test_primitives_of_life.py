@@ -15,7 +15,7 @@ from ptrain.axes.data.update import TensorTarget
 from ptrain.costs import State
 from ptrain.derivation.flat import Flat, GhostScale
 from ptrain.derivation.tape import Scene, Tape
-from ptrain.optimizers.ghost import InPlace
+from ptrain.optimizers.ghost import GhostFused
 from ptrain.plan.lower import lower
 from ptrain.spec.batch import GatherAfterUpdate
 from ptrain.spec.placement import Tier
@@ -186,7 +186,7 @@ def test_halves_of_a_pass_open_units_and_reduce_all_of_them_after_the_second():
 @pytest.mark.parametrize("placement", ["R,S,S", "S*,R,S"])
 def test_every_optimizer_gets_the_learning_rate_and_the_scale(placement, monkeypatch):
     seen = []
-    monkeypatch.setattr(InPlace, "step", lambda rule, lr, scalars: seen.append((lr, scalars)))
+    monkeypatch.setattr(GhostFused, "step", lambda rule, lr, scalars: seen.append((lr, scalars)))
     _, flat = opened(on_two(tuple_of(placement), layout=ZERO16), consumed=False)
     for unit in flat.units.all:
         unit.before_backward()

@@ -13,7 +13,7 @@ from ptrain.costs import (
     Traffic,
     TrafficKey,
 )
-from ptrain.report.composition import Course, Held, Moment
+from ptrain.report.composition import LiveStorages, MemoryHistory, MemorySample
 from ptrain.report.simulation import (
     RankReport,
     agreement,
@@ -26,13 +26,15 @@ from ptrain.report.simulation import (
 PARAMETERS, ACTIVATIONS = 0, 3  # places in a moment's bytes
 
 
-def moment(event: int, phase: Phase, size: int, micro_batch: int = 0) -> Moment:
+def moment(event: int, phase: Phase, size: int, micro_batch: int = 0) -> MemorySample:
     sizes = [0] * len(State)
     sizes[PARAMETERS], sizes[ACTIVATIONS] = 10, size
-    return Moment(event=event, phase=phase, micro_batch=micro_batch, device_bytes=tuple(sizes))
+    return MemorySample(
+        event=event, phase=phase, micro_batch=micro_batch, device_bytes=tuple(sizes)
+    )
 
 
-def course(*sizes: int) -> Course:
+def course(*sizes: int) -> MemoryHistory:
     """Forward up to the middle, then backward."""
     half = len(sizes) // 2
     moments = tuple(
@@ -41,12 +43,12 @@ def course(*sizes: int) -> Course:
     )
     highest = max(moments, key=lambda each: each.total)
     held = (
-        Held(
+        LiveStorages(
             what="blocks.*.mlp", state=State.ACTIVATIONS, device_bytes=highest.total - 10, tensors=7
         ),
-        Held(what="parameters", state=State.PARAMETERS, device_bytes=10, tensors=2),
+        LiveStorages(what="parameters", state=State.PARAMETERS, device_bytes=10, tensors=2),
     )
-    return Course(rank=3, moments=moments, peak=highest, held=held)
+    return MemoryHistory(rank=3, moments=moments, peak=highest, held=held)
 
 
 def traffic(calls: int) -> Traffic:
@@ -141,10 +143,10 @@ def test_a_peak_is_listed_and_its_many_small_kinds_are_added_up() -> None:
     few = course(0, 80, 70, 5)
     assert peak(few).splitlines()[0] == "peak 90 B in forward, micro-batch 0"
     kinds = tuple(
-        Held(what=f"kind {n}", state=State.OTHER, device_bytes=100 - n, tensors=2)
+        LiveStorages(what=f"kind {n}", state=State.OTHER, device_bytes=100 - n, tensors=2)
         for n in range(25)
     )
-    many = Course(rank=3, moments=few.moments, peak=few.peak, held=kinds)
+    many = MemoryHistory(rank=3, moments=few.moments, peak=few.peak, held=kinds)
     assert peak(many).splitlines()[-1].split() == ["5", "kinds", "more", "390", "B", "10"]
 
 

@@ -74,7 +74,7 @@ def test_the_loss_is_named_without_heads_and_dropout():
 )
 def test_a_chunk_is_no_longer_than_the_tokens_and_only_full_ones_count(chunk, cut_to, chunks):
     """2 samples of 16 tokens."""
-    setting = loss_chunks.Setting(
+    setting = loss_chunks.LossSetting(
         shape=ODD_SHAPE, batch=2, sequence=16, compute=DType.FP32, loss=LossSpec(chunk=chunk)
     )
     assert (setting.chunk, setting.chunks, type(setting.chunks)) == (cut_to, chunks, int)

@@ -277,7 +277,7 @@ def test_values_are_nested_up_to_32_levels():
 
 
 def test_what_stands_nowhere_has_line_0_and_no_text():
-    mark = text.Mark(source="a")
+    mark = text.SourceMark(source="a")
     assert (mark.line, mark.column, mark.text) == (0, 0, "")
     assert mark.fault("b", "c").remedy == ""
     tree = text.Tree(root=1, source="a")

@@ -20,7 +20,7 @@ from ptrain.spec.spec import OptimizerSpec
 from ptrain.train import failure, folder, interrupt, options, traced
 from ptrain.train.failure import Failure
 from ptrain.train.heading import parts_of_ranks
-from ptrain.train.launch import Interrupts
+from ptrain.train.launch import LauncherSignals
 from ptrain.train.ranks import Rank
 from ptrain.train.schedule import learning_rate
 from tests.pure.piped import spec
@@ -259,7 +259,7 @@ def test_the_message_names_rank_cause_and_last_words_and_folds_the_rest(tmp_path
 def test_a_hang_up_that_nohup_ignores_stays_ignored():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with Interrupts().caught(), interrupt.caught():
+        with LauncherSignals().caught(), interrupt.caught():
             assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
             assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
         signal.signal(signal.SIGHUP, signal.SIG_DFL)

@@ -17,7 +17,7 @@ from ptrain.report.record import Check
 from ptrain.report.verification import as_record, end_text, stage_text
 from ptrain.spec.load import load
 from ptrain.verification import options, start
-from ptrain.verification.options import Options, parse, source_of, to_argv
+from ptrain.verification.options import VerifyOptions, parse, source_of, to_argv
 
 ROOT = Path(__file__).parents[2]
 
@@ -75,7 +75,7 @@ def test_wrong_input_ends_with_one_message_and_2_and_leaves_nothing(
 
 
 def test_every_option_of_a_rank_survives_the_way_to_it(tmp_path):
-    asked = Options(
+    asked = VerifyOptions(
         spec="ddp",
         overrides=("train.seed=3",),
         steps=7,

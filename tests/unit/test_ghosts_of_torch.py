@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ptrain.axes.data.costs import bucket_caps, bucket_sizes, local_rows, padded_rows, spread
 from ptrain.axes.data.run.fully_sharded import FullyShardedWrap, parameter_groups
-from ptrain.axes.data.run.spread import SpreadUpdate
+from ptrain.axes.data.run.spread import ZeroRedundancyUpdate
 from ptrain.costs import Collective, Phase, State
 from ptrain.data.sampler import LocalBatch
 from ptrain.derivation import timeline
@@ -378,7 +378,7 @@ def test_an_update_that_is_spread_says_where_it_is():
     world = fake_world(0, 2)
     try:
         program = interpret(make_spec({Axis.DP_REPLICATE: (2, ZERO_1)}), world=world)
-        assert isinstance(program.update, SpreadUpdate)
+        assert isinstance(program.update, ZeroRedundancyUpdate)
         for name in ("_buckets", "optim", "param_groups"):
             assert hasattr(program.update.optimizer, name), f"{CHANGED}no {name}"
     finally:

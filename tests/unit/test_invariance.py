@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from ptrain.report.record import Check
-from ptrain.verification.invariance import Account, against
+from ptrain.verification.invariance import MeshResult, against
 from ptrain.verification.reference import Trajectory
-from ptrain.verification.trajectory import Run
+from ptrain.verification.trajectory import ProgramRun
 
 GRADIENTS = {"a": torch.ones(3, dtype=torch.float64)}
 ALLOWED = (1e-12, 1e-12, 1e-3)  # rounding has grown by the last step
@@ -18,8 +18,8 @@ ALLOWED = (1e-12, 1e-12, 1e-3)  # rounding has grown by the last step
 
 def compared(*losses: float) -> Check:
     trajectory = Trajectory(losses=(4.0, 3.0, 2.0), gradient_norms=(), parameters={}, travelled=1.0)
-    run = Run(trajectory=trajectory, gradients=GRADIENTS, again=1.0, stopped=None)
-    account = Account(name="hsdp", losses=losses, gradients=GRADIENTS)
+    run = ProgramRun(trajectory=trajectory, gradients=GRADIENTS, again=1.0, stopped=None)
+    account = MeshResult(name="hsdp", losses=losses, gradients=GRADIENTS)
     gradient, loss = against(run, account, ALLOWED)
     assert gradient.holds
     return loss

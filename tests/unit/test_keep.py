@@ -287,13 +287,13 @@ class _Copies:
 
 def test_with_streams_each_storage_sets_out_once_a_block_before_its_own(monkeypatch):
     copies = _Copies()
-    before = offload.Offload.__init__
+    before = offload.OffloadHooks.__init__
 
     def with_streams(self, model, tiers):
         before(self, model, tiers)
         self.streams = copies
 
-    monkeypatch.setattr(offload.Offload, "__init__", with_streams)
+    monkeypatch.setattr(offload.OffloadHooks, "__init__", with_streams)
     module, gave = made(kept=(AWAY,) * LAYERS), loss_of(made())
     loss = loss_of(module)
     out = [number for what, number in copies.log if what == "out"]

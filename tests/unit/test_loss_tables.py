@@ -128,7 +128,7 @@ def test_the_committed_tables_of_the_loss_are_what_the_command_writes(name: str)
     committed = json.loads(path.read_text(encoding="utf-8"))
     if not torch.__version__.startswith(committed["torch"]):
         pytest.skip(f"traced with torch {committed['torch']}, this is {torch.__version__}")
-    written = json.loads(json.dumps(loss_tables.Table().build(alone)))
+    written = json.loads(json.dumps(loss_tables.LossTableBuilder().build(alone)))
     for listed in ("sizes", "parts"):
         assert written[listed] == committed[listed][: len(written[listed])]
     for way in (loss_chunks.PLAIN, loss_chunks.FUSED):

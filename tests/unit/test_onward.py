@@ -18,8 +18,8 @@ from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
 from ptrain.train.exchange import Exchange
 from ptrain.verification import onward
-from ptrain.verification.onward import Onward, Step, Worst
-from ptrain.verification.reference import OneDevice
+from ptrain.verification.onward import LargestShare, Onward, ReferenceStep
+from ptrain.verification.reference import ReferenceTraining
 from ptrain.verification.states import of_reference
 from ptrain.verification.tolerances import MANY
 
@@ -33,7 +33,7 @@ def spec(*changes: str) -> Spec:
     return settled(load("zero2", (*TINY, *changes)))
 
 
-def states(device: OneDevice) -> dict[str, dict[str, torch.Tensor]]:
+def states(device: ReferenceTraining) -> dict[str, dict[str, torch.Tensor]]:
     """As a program's `state_dict` names them."""
     found: dict[str, dict[str, torch.Tensor]] = {"model": {}, "optimizer": {}}
     for (subject, name), tensor in of_reference(device).items():
@@ -61,7 +61,7 @@ def states(device: OneDevice) -> dict[str, dict[str, torch.Tensor]]:
 def test_from_a_loaded_state_the_next_steps_are_bitwise_those_of_its_owner(
     changes: tuple[str, ...],
 ) -> None:
-    owner, other = OneDevice(spec(*changes)), OneDevice(spec(*changes))
+    owner, other = ReferenceTraining(spec(*changes)), ReferenceTraining(spec(*changes))
     for step in range(3):
         owner.update(step, owner.accumulate(step).sums)
     onward.load(other, states(owner))
@@ -73,7 +73,7 @@ def test_from_a_loaded_state_the_next_steps_are_bitwise_those_of_its_owner(
 
 
 def test_the_look_that_is_farthest_off_is_the_one_that_is_told() -> None:
-    worst = Worst()
+    worst = LargestShare()
     worst.add(25, 1e-6, 1e-4)
     worst.add(50, 2e-4, 1e-4)
     worst.add(75, 1e-5, 1e-4)
@@ -84,13 +84,13 @@ def test_the_look_that_is_farthest_off_is_the_one_that_is_told() -> None:
 
 @pytest.mark.parametrize("allowed", [math.nan, math.inf])
 def test_what_a_reference_that_is_no_number_allows_is_nothing(allowed: float) -> None:
-    worst = Worst()
+    worst = LargestShare()
     worst.add(25, 1e-6, allowed)
     assert worst.share == math.inf
 
 
 def test_what_is_equal_holds_where_nothing_is_allowed_and_nothing_else_does() -> None:
-    worst = Worst()
+    worst = LargestShare()
     worst.add(25, 0.0, 0.0)
     assert worst.share == 0.0
     worst.add(50, 1e-300, 0.0)
@@ -131,12 +131,12 @@ def test_references_are_dealt_over_the_ranks_and_built_one_at_a_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(onward, "whole", lambda *_: {})
-    monkeypatch.setattr(onward, "_onward", lambda *_: Step(1.0, {"a": torch.ones(1)}, 1.0))
+    monkeypatch.setattr(onward, "_onward", lambda *_: ReferenceStep(1.0, {"a": torch.ones(1)}, 1.0))
     program: Any = SimpleNamespace(spec=spec("precision.layout=zero16"), state_dict=dict)
     dealt = []
     for rank in range(3):
         devices = Devices()
-        monkeypatch.setattr(onward, "OneDevice", devices)
+        monkeypatch.setattr(onward, "ReferenceTraining", devices)
         monkeypatch.setattr(onward, "Permuted", devices)
         exchange: Any = Told(SimpleNamespace(rank=rank, size=3, is_first=rank == 0))
         Onward(program, exchange).take(25)
@@ -149,7 +149,7 @@ def test_a_run_in_16_bits_is_held_against_references_that_go_on_from_its_state()
     program = interpret(spec("precision.layout=zero16"), world=World())
     looking = Onward(program, Exchange(World()))
     looking.take(25)
-    device = OneDevice(program.spec)
+    device = ReferenceTraining(program.spec)
     onward.load(device, program.state_dict())
     scale = device.updater.scale
     own = device.accumulate(25)

@@ -13,8 +13,8 @@ from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
 from ptrain.train.exchange import Exchange
 from ptrain.verification.permuted import Permuted, PermutedSums
-from ptrain.verification.reference import OneDevice, Trajectory
-from ptrain.verification.references import Ask, Solo, Told, references
+from ptrain.verification.reference import ReferenceTraining, Trajectory
+from ptrain.verification.references import Ask, ReferenceRun, Solo, references
 from ptrain.verification.tolerances import (
     FEW,
     MANY,
@@ -24,7 +24,7 @@ from ptrain.verification.tolerances import (
     in_own_dtypes,
     plan,
 )
-from ptrain.verification.trajectory import Run, checks
+from ptrain.verification.trajectory import ProgramRun, checks
 from ptrain.verification.variants import in_other_batches, is_banded
 from tests.jobs import TINY
 
@@ -93,7 +93,7 @@ def test_backward_is_permuted_too():
 
 def test_a_permuted_reference_sees_every_micro_batch_once_in_another_order():
     spec = tiny("zero3", "batch.global=16")
-    usual = [each.sample_ids for each in OneDevice(spec).micro_batches(0)]
+    usual = [each.sample_ids for each in ReferenceTraining(spec).micro_batches(0)]
     found = [each.sample_ids for each in Permuted(spec, 3).micro_batches(0)]
     assert sorted(found) == sorted(usual)
     assert found != usual
@@ -102,7 +102,7 @@ def test_a_permuted_reference_sees_every_micro_batch_once_in_another_order():
 def test_in_fp64_a_permuted_reference_is_the_reference_but_for_rounding():
     spec = tiny("zero3", "precision.compute=fp64")
     losses = []
-    for device in (OneDevice(spec), Permuted(spec, 0)):
+    for device in (ReferenceTraining(spec), Permuted(spec, 0)):
         for step in range(2):
             found = device.accumulate(step)
             device.update(step, found.sums)
@@ -128,7 +128,7 @@ def test_the_quantiles_are_students(degrees):
     assert 1 - 2 * half == pytest.approx(1e-4, rel=2e-3)
 
 
-def told(losses: tuple[float, ...], offset: float = 0.0, off_in_b: float = 0.0) -> Told:
+def told(losses: tuple[float, ...], offset: float = 0.0, off_in_b: float = 0.0) -> ReferenceRun:
     trajectory = Trajectory(
         losses=losses,
         gradient_norms=(1.0,) * len(losses),
@@ -137,7 +137,7 @@ def told(losses: tuple[float, ...], offset: float = 0.0, off_in_b: float = 0.0) 
     )
     gradients = {"a": torch.ones(3) + offset, "b": torch.full((3,), 1e-4 * (1 + off_in_b))}
     solo = Solo(trajectory=trajectory, gradients=gradients, again=0.0)
-    return Told(losses=losses, norms=trajectory.gradient_norms, owner=0, solo=solo)
+    return ReferenceRun(losses=losses, norms=trajectory.gradient_norms, owner=0, solo=solo)
 
 
 def test_the_fixed_figures_hold_as_long_as_references_agree():
@@ -202,7 +202,7 @@ def test_one_parameters_gradient_is_off_where_the_vector_is_not_and_the_check_na
     allowed = in_own_dtypes(tiny(), runs, ALONE)
     solo = told((4.0,), off_in_b=1e-2).solo
     assert solo is not None
-    run = Run(trajectory=solo.trajectory, gradients=solo.gradients, again=0.0, stopped=0)
+    run = ProgramRun(trajectory=solo.trajectory, gradients=solo.gradients, again=0.0, stopped=0)
     by_name = {each.name: each for each in checks(runs[0], run, allowed, ALONE)}
     assert by_name["gradient of step 0"].holds
     failed = by_name["gradient of step 0 by parameter"]

@@ -13,7 +13,7 @@ import torch
 from torch.distributed.pipelining import schedules as theirs
 
 from ptrain.axes.pipeline.known import faults, schedule
-from ptrain.axes.pipeline.schedule import Action, Pipeline, Schedule
+from ptrain.axes.pipeline.schedule import Action, PipelineShape, Schedule
 from ptrain.errors import SpecError
 from ptrain.spec.pipeline import ScheduleName
 from ptrain.timeline import Kind
@@ -30,7 +30,7 @@ CLASSES = {
 VEES = (ScheduleName.ZBV, ScheduleName.DUALPIPEV)
 SINGLE = (ScheduleName.GPIPE, ScheduleName.ONE_F_ONE_B)
 GRID = [
-    (name, Pipeline(ranks=ranks, stages_per_rank=per_rank, microbatches=microbatches))
+    (name, PipelineShape(ranks=ranks, stages_per_rank=per_rank, microbatches=microbatches))
     for name in CLASSES
     for per_rank in ((1,) if name in SINGLE else (2,) if name in VEES else (1, 2, 3))
     for ranks in (1, 2, 3, 4)
@@ -46,7 +46,7 @@ every_schedule = pytest.mark.parametrize("name", CLASSES)
 class Recorder:
     """A stage in the eyes of torch's schedules: writes down what it is asked to compute."""
 
-    def __init__(self, index: int, rank: int, size: Pipeline, log: list[Action]) -> None:
+    def __init__(self, index: int, rank: int, size: PipelineShape, log: list[Action]) -> None:
         self.stage_index, self.num_stages = index, size.stages
         self.group_rank, self.group_size = rank, size.ranks
         self.is_first, self.is_last = index == 0, index == size.stages - 1
@@ -97,13 +97,13 @@ class Recorder:
     def perform_reduce_grad(self, *args: Any) -> None: ...
 
 
-def stages_of(name: ScheduleName, size: Pipeline, rank: int) -> Iterable[int]:
+def stages_of(name: ScheduleName, size: PipelineShape, rank: int) -> Iterable[int]:
     if name in VEES:
         return (rank, size.stages - 1 - rank)
     return range(rank, size.stages, size.ranks)
 
 
-def torchs(name: ScheduleName, size: Pipeline, rank: int) -> tuple[Any, list[Recorder]]:
+def torchs(name: ScheduleName, size: PipelineShape, rank: int) -> tuple[Any, list[Recorder]]:
     """torch's schedule object on one rank, over stages that record into one list."""
     log: list[Action] = []
     stages = [Recorder(index, rank, size, log) for index in stages_of(name, size, rank)]
@@ -117,7 +117,9 @@ def torchs(name: ScheduleName, size: Pipeline, rank: int) -> tuple[Any, list[Rec
 
 
 @cache
-def executed(name: ScheduleName, size: Pipeline, rank: int) -> tuple[list[Action], list[Recorder]]:
+def executed(
+    name: ScheduleName, size: PipelineShape, rank: int
+) -> tuple[list[Action], list[Recorder]]:
     made, stages = torchs(name, size, rank)
     batch = torch.zeros(size.microbatches, 1)
     made.step(batch, target=batch, return_outputs=False)
@@ -138,8 +140,8 @@ def test_torch_executes_our_order_action_by_action(name):
 
 
 def test_a_naive_pipeline_is_gpipes_of_one_microbatch_one_after_the_other():
-    alone = Pipeline(ranks=4, microbatches=1)
-    made = schedule(ScheduleName.NAIVE, Pipeline(ranks=4, microbatches=3))
+    alone = PipelineShape(ranks=4, microbatches=1)
+    made = schedule(ScheduleName.NAIVE, PipelineShape(ranks=4, microbatches=3))
     for rank in range(4):
         log, _ = executed(ScheduleName.GPIPE, alone, rank)
         steps = [Action(each.kind, each.stage, number) for number in range(3) for each in log]
@@ -195,7 +197,7 @@ def test_torchs_table_has_our_steps_pairs_included_and_our_ranks(name):
 
 def test_torchs_table_of_1f1b_is_still_wrong_on_the_last_rank():
     """Why the tables of gpipe and 1f1b are held against nothing: it has F1 to F4 of 4."""
-    table, _ = torchs(ScheduleName.ONE_F_ONE_B, Pipeline(ranks=2, microbatches=4), 0)
+    table, _ = torchs(ScheduleName.ONE_F_ONE_B, PipelineShape(ranks=2, microbatches=4), 0)
     forwards = [
         action.microbatch_index
         for action in table.pipeline_order[1]
@@ -220,7 +222,7 @@ def test_what_torch_refuses_is_refused_and_nothing_else(name):
 
 @pytest.mark.parametrize("name", VEES)
 def test_torch_too_takes_a_v_of_two_stages_a_rank_only(name):
-    size = Pipeline(ranks=2, stages_per_rank=3, microbatches=12)
+    size = PipelineShape(ranks=2, stages_per_rank=3, microbatches=12)
     log: list[Action] = []
     stages: Any = [Recorder(index, 0, size, log) for index in (0, 3, 4)]
     with pytest.raises(ValueError, match="exactly 2 stages per rank"):

@@ -13,7 +13,7 @@ from ptrain.spec.axis import Axis
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
 from ptrain.verification.causes.rounding import flipped_bit, odd_element, rounded_to
-from ptrain.verification.parts import Part, part_of, relative
+from ptrain.verification.parts import TensorBox, part_of, relative
 from ptrain.verification.places import coordinates, data_place, line
 
 
@@ -36,25 +36,29 @@ def test_a_line_is_the_ranks_that_differ_along_its_axes_alone() -> None:
 @pytest.mark.parametrize(
     ("shape", "place", "expected"),
     [
-        ((7, 4), 0, Part((0, 0), (7, 4))),
-        ((7, 4), 1, Part((0, 0), (7, 4))),
-        ((4, 4), 0, Part((0, 0), (4, 4))),  # 7 rows over 2 ranks: 4 and 3, as torch.chunk has it
-        ((3, 4), 1, Part((4, 0), (3, 4))),
+        ((7, 4), 0, TensorBox((0, 0), (7, 4))),
+        ((7, 4), 1, TensorBox((0, 0), (7, 4))),
+        (
+            (4, 4),
+            0,
+            TensorBox((0, 0), (4, 4)),
+        ),  # 7 rows over 2 ranks: 4 and 3, as torch.chunk has it
+        ((3, 4), 1, TensorBox((4, 0), (3, 4))),
         ((4, 4), 1, None),
-        ((7, 2), 1, Part((0, 2), (7, 2))),
+        ((7, 2), 1, TensorBox((0, 2), (7, 2))),
         ((7, 1), 0, None),
         ((7,), 0, None),
     ],
 )
 def test_a_plain_tensor_is_the_part_that_its_shape_and_place_say(
-    shape: tuple[int, ...], place: int, expected: Part | None
+    shape: tuple[int, ...], place: int, expected: TensorBox | None
 ) -> None:
     assert part_of(torch.zeros(shape), torch.Size((7, 4)), degree=2, place=place) == expected
 
 
 def test_a_part_is_a_view_of_the_whole() -> None:
     whole = torch.arange(12.0).view(3, 4)
-    assert Part((1, 2), (2, 2)).of(whole).tolist() == [[6.0, 7.0], [10.0, 11.0]]
+    assert TensorBox((1, 2), (2, 2)).of(whole).tolist() == [[6.0, 7.0], [10.0, 11.0]]
 
 
 def test_a_difference_is_relative_to_what_is_expected_or_to_what_is_usual() -> None:

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from ptrain.derivation import activations
-from ptrain.models.trace import Born, Complete, Died
+from ptrain.models.trace import Born, Completion, Died
 from ptrain.traces import stage_tables as tables
-from ptrain.traces.stage_tables import Case, Setting, Table, passes_of
+from ptrain.traces.stage_tables import Case, StageTableBuilder, TableSetting, passes_of
 from ptrain.traces.tensor_tables import KINDS
 
 SETTINGS = {name: (alone, cuts) for name, alone, cuts in tables.settings()}
@@ -22,8 +22,8 @@ def directory() -> Path:
     return Path(activations.__file__).parent / "tables" / "pp"
 
 
-def written(setting: Setting, most: int = tables.MOST) -> object:
-    return json.loads(json.dumps(Table(setting).build(most)))
+def written(setting: TableSetting, most: int = tables.MOST) -> object:
+    return json.loads(json.dumps(StageTableBuilder(setting).build(most)))
 
 
 @pytest.mark.parametrize(
@@ -68,13 +68,13 @@ def test_both_halves_leave_what_the_whole_backward_pass_leaves(place):
     for in_halves in (False, True):
         found, _ = passes_of(alone, Case(place, 2, in_halves), torch.bfloat16, None)
         events = [event for events in found.events.values() for event in events]
-        gone = {event.id for event in events if isinstance(event, Died | Complete)}
+        gone = {event.id for event in events if isinstance(event, Died | Completion)}
         alive = sorted(
             found.sizes[event.id]
             for event in events
             if isinstance(event, Born) and event.id not in gone
         )
-        complete = sorted(event.parameter for event in events if isinstance(event, Complete))
+        complete = sorted(event.parameter for event in events if isinstance(event, Completion))
         left.append((complete, alive))
     (names, whole), (again, halves) = left
     assert names == again

@@ -93,7 +93,7 @@ def committed(name: str) -> object:
 )
 def test_the_committed_tables_are_what_the_command_writes(name):
     shape, precision, batch = VARIANTS[name]
-    written = json.loads(json.dumps(tables.Table(shape, precision, batch).build()))
+    written = json.loads(json.dumps(tables.BlockTableBuilder(shape, precision, batch).build()))
     stored = committed(name)
     assert isinstance(stored, dict)
     if stored["torch"] != written["torch"]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from ptrain.activations.run.offload import Offload
+from ptrain.activations.run.offload import OffloadHooks
 from ptrain.activations.run.recompute import recompute
 from ptrain.errors import refused
 from ptrain.models.gpt import Gpt
@@ -29,13 +29,13 @@ def keep(module: nn.Module, step: Keep, tiers: Tiers) -> None:
     """`module` is a model, or a stage's part of one, which has some of the blocks. Raises SpecError
     where the attention alone is to be computed again and is no module."""
     known = dict(module.named_modules())
-    offload: Offload | None = None
+    offload: OffloadHooks | None = None
     for name, kept in step.blocks:
         if name not in known:
             continue
         inner = _recomputed(known, name, kept)
         if kept.tier is not Tier.DEVICE:
-            offload = offload or Offload(module, tiers)
+            offload = offload or OffloadHooks(module, tiers)
             offload.around(inner, kept.tier)  # first, so that it is around a checkpoint's inputs
         if kept.policy is not None:
             recompute(inner, kept.policy, draws=_draws(module, known[name]))

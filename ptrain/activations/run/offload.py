@@ -34,7 +34,7 @@ from ptrain.spec.placement import Tier
 _SMALL = (torch.bool, torch.uint8)  # masks: not floating, and as many as activations
 
 
-class Offload:
+class OffloadHooks:
     """Hooks on what autograd saves within the modules of one model."""
 
     def __init__(self, model: nn.Module, tiers: Tiers) -> None:
@@ -43,7 +43,7 @@ class Offload:
         self.streams = _Streams(tiers.device) if tiers.device.type == "cuda" else None
         self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], int, weakref.ref[Away]]]
         self._known = {}
-        self._last: _Pass | None = None
+        self._last: _ModulePass | None = None
         model.register_forward_pre_hook(self._begin)
         model.register_forward_hook(self._begin, always_call=True)
 
@@ -54,7 +54,7 @@ class Offload:
         def enter(_: nn.Module, __: object) -> None:
             if not torch.is_grad_enabled() or runs_again():
                 return
-            self._last = _Pass(tier, self._last)
+            self._last = _ModulePass(tier, self._last)
             hooks = saved_tensors_hooks(partial(self._pack, self._last, module), _unpack)
             hooks.__enter__()
             entered.append(hooks)
@@ -71,7 +71,7 @@ class Offload:
         if not runs_again():
             self._last = None
 
-    def _pack(self, owner: _Pass, module: nn.Module, saved: torch.Tensor) -> Any:
+    def _pack(self, owner: _ModulePass, module: nn.Module, saved: torch.Tensor) -> Any:
         with torch.no_grad():
             held = _plain(saved)
             if not self._moves(held, module):
@@ -102,7 +102,7 @@ class Offload:
         tensors = (*module.parameters(), *module.buffers(), *self.model.buffers())
         return any(storage_of(tensor)._cdata == storage._cdata for tensor in tensors)
 
-    def _away(self, held: torch.Tensor, owner: _Pass) -> Away:
+    def _away(self, held: torch.Tensor, owner: _ModulePass) -> Away:
         """The tensor's storage off the device."""
         if away := self._moved(held):
             return away
@@ -170,10 +170,10 @@ class Away:
         return self.tiers.empty(self.kept.numel(), self.kept.dtype, Tier.DEVICE, State.ACTIVATIONS)
 
 
-class _Pass:
+class _ModulePass:
     """One module in one forward pass: what was moved, and the module before it."""
 
-    def __init__(self, tier: Tier, previous: _Pass | None) -> None:
+    def __init__(self, tier: Tier, previous: _ModulePass | None) -> None:
         self.tier = tier
         self.previous = previous
         self.moved: list[weakref.ref[Away]] = []
@@ -227,7 +227,7 @@ class _View:
     """A saved tensor; `place`: size, strides and offset in its storage."""
 
     away: Away
-    owner: _Pass
+    owner: _ModulePass
     dtype: torch.dtype
     place: tuple[tuple[int, ...], tuple[int, ...], int]
     cut: _Cut | None

@@ -87,14 +87,14 @@ def _merged(found: Iterable[Run]) -> Iterator[Run]:
 
 
 @dataclass(frozen=True, slots=True)
-class Gathers:
+class GatherCounts:
     """How often one unit is gathered in a step."""
 
     forward: int
     backward: int
 
 
-def gathers(sync: SyncPolicy, micro_batches: int, *, is_root: bool = False) -> Gathers:
+def gathers(sync: SyncPolicy, micro_batches: int, *, is_root: bool = False) -> GatherCounts:
     """A unit is gathered where a pass finds it sharded: at first, and after every reshard."""
     forward = backward = 0
     sharded = True
@@ -103,7 +103,7 @@ def gathers(sync: SyncPolicy, micro_batches: int, *, is_root: bool = False) -> G
         sharded = bool(sync.after_forward(is_root=is_root))
         backward += sharded
         sharded = sync.reshard_after_backward
-    return Gathers(forward, backward)
+    return GatherCounts(forward, backward)
 
 
 def kept_ranks(sync: SyncPolicy, ranks: int, *, is_root: bool = False) -> int:

@@ -50,7 +50,7 @@ class Order(Generic[T]):
             self.used.append(unit)
 
 
-class Flight(Generic[T]):
+class OverlappedReduction(Generic[T]):
     """The one reduction that runs beside the backward pass."""
 
     def __init__(self) -> None:
@@ -70,11 +70,11 @@ class Flight(Generic[T]):
         self._under_way = gradients
 
 
-class Unit(Generic[T]):
+class UnitLife(Generic[T]):
     """One unit: gathered before use, reduced when its gradients are complete."""
 
     def __init__(
-        self, state: UnitState[T], order: Order[T], flight: Flight[T], *, is_root: bool
+        self, state: UnitState[T], order: Order[T], flight: OverlappedReduction[T], *, is_root: bool
     ) -> None:
         self.state, self.parameters, self.gradients = state, state.parameters, state.gradients
         self.sync = state.step.sync
@@ -137,7 +137,7 @@ class Unit(Generic[T]):
         return self.pending, self.parameters.signature(), self.gradients.signature()
 
 
-class Units(Generic[T]):
+class ModelLife(Generic[T]):
     """All units of one model under one plan step, in the order of wrapping. `is_root` says of each
     whether it is what no other unit has."""
 
@@ -145,10 +145,10 @@ class Units(Generic[T]):
         self, states: Sequence[UnitState[T]], is_root: Sequence[bool], step: FlatUnits
     ) -> None:
         self.step = step
-        self.flight = Flight[T]()
+        self.flight = OverlappedReduction[T]()
         order = Order[T](step)
         self.all = [
-            Unit(state, order, self.flight, is_root=root)
+            UnitLife(state, order, self.flight, is_root=root)
             for state, root in zip(states, is_root, strict=True)
         ]
         for state, following in pairwise(states):

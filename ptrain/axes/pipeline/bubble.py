@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import assert_never
 
-from ptrain.axes.pipeline.schedule import Pipeline
+from ptrain.axes.pipeline.schedule import PipelineShape
 from ptrain.axes.pipeline.simulate import StageCost
 from ptrain.spec.pipeline import ScheduleName
 
@@ -45,7 +45,7 @@ class ClosedForm:
 
 
 def closed_form(
-    name: ScheduleName, pipeline: Pipeline, cost: StageCost, *, hidden: float = 0
+    name: ScheduleName, pipeline: PipelineShape, cost: StageCost, *, hidden: float = 0
 ) -> ClosedForm | None:
     """None where the literature has no formula, or its formula's premises do not hold. `hidden` is
     what a pair takes less than its halves (`Costs.hidden`)."""

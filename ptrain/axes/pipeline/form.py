@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import assert_never
 
-from ptrain.axes.pipeline.schedule import Pipeline
+from ptrain.axes.pipeline.schedule import PipelineShape
 from ptrain.axes.pipeline.times import times
 from ptrain.facts.stages import Layers, Stage, balanced, cut, evenly
 from ptrain.spec.axis import Axis
@@ -13,14 +13,14 @@ from ptrain.spec.pipeline import SplitBy
 from ptrain.spec.spec import Spec
 
 
-def pipeline_of(spec: Spec) -> Pipeline | None:
+def pipeline_of(spec: Spec) -> PipelineShape | None:
     """Ranks, stages on each and micro-batches of a step; None without pp, or where the ranks do
     not divide the stages."""
     ranks = spec.degree(Axis.PP)
     stages = spec.pipeline.stages_over(ranks)
     if ranks == 1 or stages < ranks or stages % ranks:
         return None
-    return Pipeline(
+    return PipelineShape(
         ranks=ranks, stages_per_rank=stages // ranks, microbatches=spec.batch.accumulate
     )
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ptrain.axes.data.costs import Gathers
+from ptrain.axes.data.costs import GatherCounts
 from ptrain.axes.pipeline.schedule import Schedule
 from ptrain.spec.batch import SyncPolicy
 from ptrain.timeline import Kind
@@ -17,7 +17,7 @@ from ptrain.timeline import Kind
 
 def stage_gathers(
     schedule: Schedule, stage: int, sync: SyncPolicy, *, is_root: bool = False
-) -> Gathers:
+) -> GatherCounts:
     """Of each unit of a stage, or of its root: gathered where a pass finds it sharded, at first and
     after every reshard. With one micro-batch after the other it is `data.costs.gathers`."""
     times = dict.fromkeys((Kind.FORWARD, Kind.BACKWARD), 0)
@@ -26,7 +26,7 @@ def stage_gathers(
         times[kind] += is_sharded
         after = sync.after_forward(is_root=is_root), sync.reshard_after_backward
         is_sharded = bool(after[kind is Kind.BACKWARD])
-    return Gathers(times[Kind.FORWARD], times[Kind.BACKWARD])
+    return GatherCounts(times[Kind.FORWARD], times[Kind.BACKWARD])
 
 
 def _passes(schedule: Schedule, stage: int) -> Iterator[Kind]:

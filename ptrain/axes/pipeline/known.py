@@ -10,24 +10,24 @@ from itertools import count
 from ptrain.axes.pipeline import loops, vees
 from ptrain.axes.pipeline.form import pipeline_of
 from ptrain.axes.pipeline.listed import as_schedule, faults_of_list
-from ptrain.axes.pipeline.schedule import Pipeline, Schedule, Step, looped, v_shaped
+from ptrain.axes.pipeline.schedule import PipelineShape, Schedule, Step, looped, v_shaped
 from ptrain.errors import Fault, SpecError
 from ptrain.spec.orders import ListedSchedule
 from ptrain.spec.pipeline import ScheduleName
 from ptrain.spec.spec import Spec
 
-Need = Callable[[ScheduleName, Pipeline], Iterator[Fault]]
+Need = Callable[[ScheduleName, PipelineShape], Iterator[Fault]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Recipe:
-    order: Callable[[Pipeline, int], Iterator[Step]]
-    rank_of: Callable[[Pipeline], tuple[int, ...]]
+    order: Callable[[PipelineShape, int], Iterator[Step]]
+    rank_of: Callable[[PipelineShape], tuple[int, ...]]
     needs: tuple[Need, ...]
 
 
 @lru_cache(maxsize=16)  # a command asks for the same one a few times
-def schedule(name: ScheduleName | ListedSchedule, pipeline: Pipeline) -> Schedule:
+def schedule(name: ScheduleName | ListedSchedule, pipeline: PipelineShape) -> Schedule:
     """Raises SpecError where the schedule needs another number of stages or micro-batches, and
     where a listed one is none."""
     found = tuple(faults(name, pipeline))
@@ -50,7 +50,7 @@ def schedule_of(spec: Spec) -> Schedule:
     return schedule(spec.pipeline.schedule, size)
 
 
-def faults(name: ScheduleName | ListedSchedule, pipeline: Pipeline) -> Iterator[Fault]:
+def faults(name: ScheduleName | ListedSchedule, pipeline: PipelineShape) -> Iterator[Fault]:
     """What this pipeline lacks for the schedule."""
     sizes = (pipeline.ranks, pipeline.stages_per_rank, pipeline.microbatches)
     assert min(sizes) >= 1, f"a pipeline of {sizes}"
@@ -67,7 +67,7 @@ def takes_any_stages(name: ScheduleName | ListedSchedule) -> bool:
 
 
 def _stages_per_rank(number: int) -> Need:
-    def need(name: ScheduleName, pipeline: Pipeline) -> Iterator[Fault]:
+    def need(name: ScheduleName, pipeline: PipelineShape) -> Iterator[Fault]:
         if pipeline.stages_per_rank != number:
             yield Fault(
                 place="pipeline.stages",
@@ -80,16 +80,16 @@ def _stages_per_rank(number: int) -> Need:
     return need
 
 
-def _fills_the_stages(name: ScheduleName, pipeline: Pipeline) -> Iterator[Fault]:
+def _fills_the_stages(name: ScheduleName, pipeline: PipelineShape) -> Iterator[Fault]:
     return _at_least(pipeline.stages, "as many as stages", (name, ScheduleName.GPIPE), pipeline)
 
 
-def _fills_the_v(name: ScheduleName, pipeline: Pipeline) -> Iterator[Fault]:
+def _fills_the_v(name: ScheduleName, pipeline: PipelineShape) -> Iterator[Fault]:
     return _at_least(2 * pipeline.ranks, "two a rank", (name, ScheduleName.ZBV), pipeline)
 
 
 def _at_least(
-    least: int, why: str, names: tuple[ScheduleName, ScheduleName], pipeline: Pipeline
+    least: int, why: str, names: tuple[ScheduleName, ScheduleName], pipeline: PipelineShape
 ) -> Iterator[Fault]:
     """`names`: the schedule that needs them, and one that does not."""
     name, instead = names
@@ -103,7 +103,7 @@ def _at_least(
         )
 
 
-def _equal_rounds(name: ScheduleName, pipeline: Pipeline) -> Iterator[Fault]:
+def _equal_rounds(name: ScheduleName, pipeline: PipelineShape) -> Iterator[Fault]:
     found = pipeline.microbatches
     if _are_equal_rounds(found, pipeline):
         return
@@ -118,7 +118,7 @@ def _equal_rounds(name: ScheduleName, pipeline: Pipeline) -> Iterator[Fault]:
     )
 
 
-def _are_equal_rounds(microbatches: int, pipeline: Pipeline) -> bool:
+def _are_equal_rounds(microbatches: int, pipeline: PipelineShape) -> bool:
     return microbatches % loops.rounds(microbatches, pipeline.ranks) == 0
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from ptrain.axes.pipeline.schedule import Action, Pair, Pipeline, Schedule, Step
+from ptrain.axes.pipeline.schedule import Action, Pair, PipelineShape, Schedule, Step
 from ptrain.axes.pipeline.simulate import simulate
 from ptrain.errors import BrokenSchedule, Fault
 from ptrain.spec.orders import ListedSchedule, Pass
@@ -24,7 +24,7 @@ def as_schedule(listed: ListedSchedule) -> Schedule:
     )
 
 
-def faults_of_list(listed: ListedSchedule, pipeline: Pipeline) -> Iterator[Fault]:
+def faults_of_list(listed: ListedSchedule, pipeline: PipelineShape) -> Iterator[Fault]:
     """Why the list is no step of this pipeline: other ranks, stages or micro-batches, or the first
     place that is wrong or that nobody gets past."""
     sizes = [*faults_of_rows(listed, pipeline.ranks), *_sizes(listed, pipeline)]
@@ -66,7 +66,7 @@ def faults_of_rows(listed: ListedSchedule, ranks: int) -> Iterator[Fault]:
         yield Fault(place=_PLACE, finding=finding, remedy="list as many stages in every row")
 
 
-def _sizes(listed: ListedSchedule, pipeline: Pipeline) -> Iterator[Fault]:
+def _sizes(listed: ListedSchedule, pipeline: PipelineShape) -> Iterator[Fault]:
     if listed.stages != pipeline.stages:
         finding = f"the list has {listed.stages} stages, and the pipeline {pipeline.stages}"
         yield Fault(place="pipeline.stages", finding=finding, remedy="remove pipeline.stages")

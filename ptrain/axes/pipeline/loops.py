@@ -4,34 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from ptrain.axes.pipeline.schedule import Action, Pipeline
+from ptrain.axes.pipeline.schedule import Action, PipelineShape
 from ptrain.timeline import Kind
 
 _Chunk = tuple[int, int]  # a stage and a micro-batch
 
 
-def naive(pipeline: Pipeline, rank: int) -> Iterator[Action]:
+def naive(pipeline: PipelineShape, rank: int) -> Iterator[Action]:
     """A micro-batch enters when the one before it has gone: one rank at a time works."""
     for microbatch in range(pipeline.microbatches):
         yield Action(Kind.FORWARD, rank, microbatch)
         yield Action(Kind.BACKWARD, rank, microbatch)
 
 
-def gpipe(pipeline: Pipeline, rank: int) -> Iterator[Action]:
+def gpipe(pipeline: PipelineShape, rank: int) -> Iterator[Action]:
     """All forward, all backward (GPipe, Huang et al. 2019)."""
     for kind in (Kind.FORWARD, Kind.BACKWARD):
         for microbatch in range(pipeline.microbatches):
             yield Action(kind, rank, microbatch)
 
 
-def one_forward_one_backward(pipeline: Pipeline, rank: int) -> Iterator[Action]:
+def one_forward_one_backward(pipeline: PipelineShape, rank: int) -> Iterator[Action]:
     """As soon as the last stage can, each does a backward after every forward, so that a rank has
     no more micro-batches in flight than stages behind it, its own included."""
     chunks = [(rank, microbatch) for microbatch in range(pipeline.microbatches)]
     yield from _alternating(chunks, chunks, pipeline.ranks - 1 - rank)
 
 
-def breadth_first(pipeline: Pipeline, rank: int) -> Iterator[Action]:
+def breadth_first(pipeline: PipelineShape, rank: int) -> Iterator[Action]:
     """All micro-batches through one stage before the next one, and the same way back: last stage
     and last micro-batch first (Lamy-Poirier 2023)."""
     chunks = [
@@ -43,7 +43,7 @@ def breadth_first(pipeline: Pipeline, rank: int) -> Iterator[Action]:
     yield from _actions(Kind.BACKWARD, reversed(chunks))
 
 
-def interleaved(pipeline: Pipeline, rank: int) -> Iterator[Action]:
+def interleaved(pipeline: PipelineShape, rank: int) -> Iterator[Action]:
     """1F1B over several stages a rank (Narayanan et al. 2021): a round of micro-batches goes
     through all stages of a rank before the next round starts. Each rank starts two forwards
     earlier than the one behind it: its first gradient comes two hops later."""
@@ -51,7 +51,7 @@ def interleaved(pipeline: Pipeline, rank: int) -> Iterator[Action]:
     yield from _alternating(forwards, backwards, _warm_up(pipeline, rank, per_hop=2))
 
 
-def zero_bubble(pipeline: Pipeline, rank: int) -> Iterator[Action]:
+def zero_bubble(pipeline: PipelineShape, rank: int) -> Iterator[Action]:
     """ZB-H1 (Qi et al. 2024) over several stages a rank: gradients of the weights lag `rank`
     micro-batches behind those of the inputs, and fill the drain."""
     forwards, backwards = _rounds(pipeline, rank)
@@ -72,7 +72,7 @@ def rounds(microbatches: int, ranks: int) -> int:
     return max(1, microbatches // ranks)
 
 
-def _rounds(pipeline: Pipeline, rank: int) -> tuple[list[_Chunk], list[_Chunk]]:
+def _rounds(pipeline: PipelineShape, rank: int) -> tuple[list[_Chunk], list[_Chunk]]:
     """What one rank computes forward and what backward, each in its order."""
     each = _each_round(pipeline)
     stages = range(rank, pipeline.stages, pipeline.ranks)
@@ -88,11 +88,11 @@ def _rounds(pipeline: Pipeline, rank: int) -> tuple[list[_Chunk], list[_Chunk]]:
     return through(stages), through(stages[::-1])
 
 
-def _each_round(pipeline: Pipeline) -> int:
+def _each_round(pipeline: PipelineShape) -> int:
     return pipeline.microbatches // rounds(pipeline.microbatches, pipeline.ranks)
 
 
-def _warm_up(pipeline: Pipeline, rank: int, *, per_hop: int) -> int:
+def _warm_up(pipeline: PipelineShape, rank: int, *, per_hop: int) -> int:
     """Forwards before the first backward, beside the one that goes with it: a round through every
     stage but the last, and `per_hop` more for each rank behind this one."""
     each = _each_round(pipeline)

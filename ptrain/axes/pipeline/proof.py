@@ -15,7 +15,7 @@ from ptrain.errors import BrokenSchedule
 from ptrain.timeline import Kind
 
 
-class Work:
+class StepWork:
     """All that a schedule does, once. Raises BrokenSchedule where it is not a step's work."""
 
     def __init__(self, schedule: Schedule) -> None:

@@ -48,7 +48,7 @@ Step = Action | Pair
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pipeline:
+class PipelineShape:
     """How much there is to schedule: p ranks, v stages on each, m micro-batches a step."""
 
     ranks: int
@@ -101,12 +101,12 @@ def forward_only(rank_of: tuple[int, ...], microbatches: int) -> Schedule:
     )
 
 
-def looped(pipeline: Pipeline) -> tuple[int, ...]:
+def looped(pipeline: PipelineShape) -> tuple[int, ...]:
     """Round and round: rank r has the stages r, p + r, 2p + r …"""
     return tuple(stage % pipeline.ranks for stage in range(pipeline.stages))
 
 
-def v_shaped(pipeline: Pipeline) -> tuple[int, ...]:
+def v_shaped(pipeline: PipelineShape) -> tuple[int, ...]:
     """Down and up again: rank r has the stages r and 2p - 1 - r, so the first rank has both ends
     of the model, and the last rank hands on to itself."""
     down = tuple(range(pipeline.ranks))

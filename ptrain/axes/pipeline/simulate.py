@@ -12,7 +12,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import assert_never
 
-from ptrain.axes.pipeline.proof import Work
+from ptrain.axes.pipeline.proof import StepWork
 from ptrain.axes.pipeline.schedule import Action, Pair, Schedule, Step
 from ptrain.errors import BrokenSchedule
 from ptrain.timeline import Kind
@@ -106,16 +106,16 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
     """Raises BrokenSchedule with the rank, the action and what is wrong. O(actions)."""
     costs = costs or equal_stages(schedule)
     assert len(costs.stages) == schedule.stages, "costs of other stages than the schedule's"
-    return _Run(schedule, costs).to_the_end()
+    return _Simulation(schedule, costs).to_the_end()
 
 
-class _Run:
+class _Simulation:
     """How far each rank is, and who waits for what."""
 
     def __init__(self, schedule: Schedule, costs: Costs) -> None:
         self.schedule = schedule
         self.costs = costs
-        self.work = Work(schedule)
+        self.work = StepWork(schedule)
         self.spans: list[list[Span]] = [[] for _ in schedule.orders]
         self.ended: dict[Action, float] = {}
         self.waiting: defaultdict[Action, list[int]] = defaultdict(list)

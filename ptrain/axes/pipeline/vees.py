@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 
-from ptrain.axes.pipeline.schedule import Action, Pair, Pipeline, Step
+from ptrain.axes.pipeline.schedule import Action, Pair, PipelineShape, Step
 from ptrain.timeline import Kind
 
 
-def zbv(pipeline: Pipeline, rank: int) -> Iterator[Step]:
+def zbv(pipeline: PipelineShape, rank: int) -> Iterator[Step]:
     """ZB-V (Qi et al. 2024, section 6): with F = I = W no rank idles once it has begun. Fewer
     micro-batches than fill the pipeline are as many as do, without those that are not there."""
     ranks, behind = pipeline.ranks, pipeline.ranks - rank
@@ -35,7 +35,7 @@ def zbv(pipeline: Pipeline, rank: int) -> Iterator[Step]:
             yield step
 
 
-def dualpipev(pipeline: Pipeline, rank: int) -> Iterator[Step]:
+def dualpipev(pipeline: PipelineShape, rank: int) -> Iterator[Step]:
     """DualPipeV, the half of DualPipe (DeepSeek-V3) that Sea AI Lab cut out of it: pairs while
     both ends have work; of the last backwards on each rank the second half is split, to fill the
     drain."""
@@ -63,7 +63,7 @@ def _times(count: int, words: str) -> list[str]:
     return words.split() * count
 
 
-def _stages(pipeline: Pipeline, rank: int) -> tuple[int, int]:
+def _stages(pipeline: PipelineShape, rank: int) -> tuple[int, int]:
     return rank, 2 * pipeline.ranks - 1 - rank
 
 

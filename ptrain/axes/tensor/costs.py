@@ -48,7 +48,7 @@ class HowCut(Protocol):
     def is_naive(self) -> bool: ...
 
 
-class Modules:
+class ModuleRoles:
     """The modules that roles are of: of a name in a model of many blocks it is known after the
     first one."""
 
@@ -76,7 +76,7 @@ def cut_dims(step: HowCut, tensors: Iterable[tuple[str, Shape]]) -> dict[str, in
     """The dimension along which ranks have different slices of a tensor, by its name; those that
     every rank has whole are left out. Equal slices, rounded up, the last one shorter, as DTensor
     cuts."""
-    modules = Modules(step.roles)
+    modules = ModuleRoles(step.roles)
     dims: dict[str, int] = {}
     for name, shape in tensors:
         role = modules.of_tensor(name)

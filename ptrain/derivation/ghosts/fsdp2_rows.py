@@ -7,7 +7,7 @@ from collections.abc import Hashable, Iterator
 from functools import cached_property
 
 from ptrain.algebra.layout import ranks_over
-from ptrain.axes.data.costs import Gathers, local_rows, padded_rows, reductions
+from ptrain.axes.data.costs import GatherCounts, local_rows, padded_rows, reductions
 from ptrain.costs import Footprint, Phase, Traffic
 from ptrain.derivation.ghosts.fsdp2 import FullySharded
 from ptrain.derivation.ghosts.in_place import InPlace
@@ -126,7 +126,7 @@ class _Alone:
             self._gather_again()
             self._reduce()
 
-    def by_count(self, gathers: Gathers, reductions: int) -> None:
+    def by_count(self, gathers: GatherCounts, reductions: int) -> None:
         """Micro-batches are in flight together: each call as often as their schedule has it."""
         self.account.times = self.units * gathers.forward
         self._forward()

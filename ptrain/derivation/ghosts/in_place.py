@@ -16,7 +16,7 @@ from ptrain.derivation.optimizer_state import is_hidden, needs_whole_tensors
 from ptrain.derivation.tape import Scene, Tape
 from ptrain.facts.model import UnitFacts
 from ptrain.optimizers.ghost import GhostRules, GhostScale
-from ptrain.optimizers.update import Resident, Slot, Update
+from ptrain.optimizers.update import Resident, Slot, TargetsUpdate
 from ptrain.rooms.ghost import Ghost, GhostRoom, Storage
 from ptrain.rooms.room import Shape
 from ptrain.spec.placement import Tier
@@ -152,7 +152,7 @@ class InPlace:
             for shape in shapes
         ]
         optimizer = self.wrapped.spec.optimizer
-        update = Update([targets], optimizer, layout, room, GhostRules(tape), [hidden])
+        update = TargetsUpdate([targets], optimizer, layout, room, GhostRules(tape), [hidden])
         tape.is_reading = True
         update.step(0.0, GhostScale(tape) if layout.scales_loss else None)
         tape.is_reading = False

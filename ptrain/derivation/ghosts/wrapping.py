@@ -11,7 +11,7 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-from ptrain.axes.data.costs import Gathers
+from ptrain.axes.data.costs import GatherCounts
 from ptrain.costs import Footprint, State, Traffic
 from ptrain.derivation.tape import Account, Scene, Tape, Wrap
 from ptrain.facts.model import ModelFacts, UnitFacts
@@ -31,7 +31,7 @@ class Times(Protocol):
     """How often a unit is gathered in a step, where micro-batches do not go forward and backward
     one after the other."""
 
-    def __call__(self, sync: SyncPolicy, *, is_root: bool) -> Gathers: ...
+    def __call__(self, sync: SyncPolicy, *, is_root: bool) -> GatherCounts: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,18 +9,19 @@ import torch
 from torch.func import functional_call
 
 from ptrain.report.finding import Moment, Subject
-from ptrain.verification.capture import Outputs, watched
+from ptrain.verification.capture import watched
 from ptrain.verification.causes.order import order_of_slices
 from ptrain.verification.causes.rounding import COARSER, rounded_to
-from ptrain.verification.causes.scene import EXACT, Cause, Scene
+from ptrain.verification.causes.scene import EXACT, Cause, Investigation
 from ptrain.verification.factors import factor_text, multiple, products, share_of_sum
+from ptrain.verification.outputs import Outputs
 from ptrain.verification.parts import held, relative
 from ptrain.verification.places import data_place
 
 
-def output_cause(scene: Scene) -> Cause | None:
+def output_cause(scene: Investigation) -> Cause | None:
     """Of the first departure, a module's output or the gradient of it. Collective."""
-    causes: tuple[Callable[[Scene], Cause | None], ...] = (
+    causes: tuple[Callable[[Investigation], Cause | None], ...] = (
         _partial,
         _other_weights,
         _multiple,
@@ -34,7 +35,7 @@ def output_cause(scene: Scene) -> Cause | None:
     return None
 
 
-def _own(scene: Scene) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+def _own(scene: Investigation) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """This rank's tensor and the reference's whole one."""
     is_forward = scene.first.moment is Moment.FORWARD
     key = scene.first.name, scene.first.index
@@ -45,7 +46,7 @@ def _own(scene: Scene) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     return own.backward.get(key), its.backward.get(key)
 
 
-def _parts(scene: Scene) -> tuple[torch.Tensor, torch.Tensor] | None:
+def _parts(scene: Investigation) -> tuple[torch.Tensor, torch.Tensor] | None:
     """This rank's part, and the reference's."""
     tensor, whole = _own(scene)
     if tensor is None or whole is None:
@@ -54,7 +55,7 @@ def _parts(scene: Scene) -> tuple[torch.Tensor, torch.Tensor] | None:
     return None if part is None else (held(tensor), part.of(whole))
 
 
-def _partial(scene: Scene) -> Cause | None:
+def _partial(scene: Investigation) -> Cause | None:
     parts = scene.gather_parts(*_own(scene))
     votes: list[str] = []
     if (pair := _parts(scene)) is not None:
@@ -78,7 +79,7 @@ def _partial(scene: Scene) -> Cause | None:
     return Cause(axis, f"missing all-reduce over {axis}", sentence)
 
 
-def _other_weights(scene: Scene) -> Cause | None:
+def _other_weights(scene: Investigation) -> Cause | None:
     """The output is what the module makes with the weights of an earlier step, or rounded ones."""
     said: list[str] = []
     pair = _parts(scene)
@@ -109,7 +110,7 @@ def _other_weights(scene: Scene) -> Cause | None:
     return Cause(axis, text, sentence)
 
 
-def _candidates(scene: Scene) -> list[tuple[str, dict[str, torch.Tensor]]]:
+def _candidates(scene: Investigation) -> list[tuple[str, dict[str, torch.Tensor]]]:
     """Parameters of the departing module that might have been used: those of earlier steps, and
     the right ones rounded."""
     evidence, path = scene.evidence, scene.first.name
@@ -133,7 +134,7 @@ def _candidates(scene: Scene) -> list[tuple[str, dict[str, torch.Tensor]]]:
     return [(text, weights) for text, weights in found if weights]
 
 
-def _made_with(scene: Scene, weights: dict[str, torch.Tensor]) -> torch.Tensor | None:
+def _made_with(scene: Investigation, weights: dict[str, torch.Tensor]) -> torch.Tensor | None:
     """The whole output of the departing module, with these in the place of its parameters."""
     evidence, spec = scene.evidence, scene.spec
     module, path = scene.reference.module, scene.first.name
@@ -147,7 +148,7 @@ def _made_with(scene: Scene, weights: dict[str, torch.Tensor]) -> torch.Tensor |
     return outputs.forward.get((path, scene.first.index))
 
 
-def _multiple(scene: Scene) -> Cause | None:
+def _multiple(scene: Investigation) -> Cause | None:
     own = None
     if (pair := _parts(scene)) is not None and bool(pair[1].any()):
         fit = multiple(pair[0], pair[1])
@@ -165,7 +166,7 @@ def _multiple(scene: Scene) -> Cause | None:
     return Cause(axis or scene.axis_of(scene.ranks_of(scene.first)), text, sentence)
 
 
-def _of_another_rank(scene: Scene) -> Cause | None:
+def _of_another_rank(scene: Investigation) -> Cause | None:
     """It is another rank's part of the right tensor."""
     parts = scene.gather_parts(*_own(scene))
     said = None
@@ -188,7 +189,7 @@ def _of_another_rank(scene: Scene) -> Cause | None:
     return Cause(scene.axis_of([rank]), f"part of rank {other}", sentence)
 
 
-def _of_slices(scene: Scene) -> Cause | None:
+def _of_slices(scene: Investigation) -> Cause | None:
     """The right slices of an axis' ranks, in the wrong order."""
     said: list[list[str]] = []
     if (pair := _parts(scene)) is not None:
@@ -208,7 +209,7 @@ def _of_slices(scene: Scene) -> Cause | None:
     return Cause(axis, "slices in another order", sentence)
 
 
-def _rounded(scene: Scene) -> Cause | None:
+def _rounded(scene: Investigation) -> Cause | None:
     found = ""
     if (pair := _parts(scene)) is not None:
         found = rounded_to(*pair)

@@ -18,7 +18,7 @@ from ptrain.verification.causes.common import (
     ratio_cause,
     raw,
 )
-from ptrain.verification.causes.scene import EXACT, Cause, Scene
+from ptrain.verification.causes.scene import EXACT, Cause, Investigation
 from ptrain.verification.contributions import Source, contributions
 from ptrain.verification.factors import (
     absent,
@@ -31,7 +31,7 @@ from ptrain.verification.factors import (
 from ptrain.verification.places import data_place
 
 
-def of_samples(scene: Scene, names: list[str]) -> Cause | None:
+def of_samples(scene: Investigation, names: list[str]) -> Cause | None:
     """A combination of the samples' gradients other than their sum."""
     evidence = scene.evidence
     samples = scene.spec.batch.global_samples
@@ -54,7 +54,7 @@ def of_samples(scene: Scene, names: list[str]) -> Cause | None:
 
 
 def _coefficients(
-    scene: Scene, sources: list[Source], told: dict[int, list[float]], names: list[str]
+    scene: Investigation, sources: list[Source], told: dict[int, list[float]], names: list[str]
 ) -> Cause | None:
     """What coefficients other than all 1 mean."""
     count = len(sources)
@@ -75,7 +75,7 @@ def _coefficients(
 
 
 def _missing_ranks(
-    scene: Scene, sources: list[Source], present: dict[int, set[Source]]
+    scene: Investigation, sources: list[Source], present: dict[int, set[Source]]
 ) -> Cause | None:
     """The sum lacks what the ranks along some data axes have."""
     places = {source.data_place for source in sources}
@@ -116,7 +116,7 @@ def _missing_micro_batches(sources: list[Source], present: dict[int, set[Source]
 
 
 def _uneven(
-    scene: Scene, sources: list[Source], by_rank: dict[int, list[float]], names: list[str]
+    scene: Investigation, sources: list[Source], by_rank: dict[int, list[float]], names: list[str]
 ) -> Cause | None:
     usual = _usual([each for its in by_rank.values() for each in its])
     odd = {
@@ -155,7 +155,7 @@ def _odd_samples(odd: dict[int, float]) -> Cause:
     return Cause("", f"sample × {share:.4g}", f"sample {sample} counts {share:.4g}: {SUM_ONCE}")
 
 
-def partial(scene: Scene, names: list[str]) -> Cause | None:
+def partial(scene: Investigation, names: list[str]) -> Cause | None:
     """The sum, or the mean, of what the ranks of an axis have is right: they have their own
     addend."""
     name = chosen(scene, names, least=2)
@@ -172,7 +172,9 @@ def partial(scene: Scene, names: list[str]) -> Cause | None:
     return _elected(scene, votes, names)
 
 
-def _elected(scene: Scene, votes: list[tuple[str, str]], names: Sequence[str]) -> Cause | None:
+def _elected(
+    scene: Investigation, votes: list[tuple[str, str]], names: Sequence[str]
+) -> Cause | None:
     everyone = [tuple(vote) for its in scene.exchange.gather(votes) for vote in its]
     if not everyone:
         return None
@@ -185,7 +187,7 @@ def _elected(scene: Scene, votes: list[tuple[str, str]], names: Sequence[str]) -
     return Cause(axis, f"missing all-reduce over {axis}", sentence)
 
 
-def of_other_ranks(scene: Scene, names: list[str]) -> Cause | None:
+def of_other_ranks(scene: Investigation, names: list[str]) -> Cause | None:
     """The contributions of other ranks than those of the data axes were summed, or the shard is
     another rank's."""
     name = chosen(scene, names, least=2 * scene.spec.world_size)
@@ -205,7 +207,7 @@ def of_other_ranks(scene: Scene, names: list[str]) -> Cause | None:
     return _summed_over(scene, scene.exchange.gather(said))
 
 
-def _shares(scene: Scene, name: str) -> dict[int, torch.Tensor]:
+def _shares(scene: Investigation, name: str) -> dict[int, torch.Tensor]:
     """What the samples of each data rank make of a parameter's gradient together."""
     shares: dict[int, torch.Tensor] = {}
     for each in contributions(scene.reference, scene.evidence.step, [name], scene.evidence.scale):
@@ -222,7 +224,7 @@ _OPERATORS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-def of_another_operator(scene: Scene, names: list[str]) -> Cause | None:
+def of_another_operator(scene: Investigation, names: list[str]) -> Cause | None:
     """The ranks' gradients were reduced, but not summed."""
     name = chosen(scene, names, least=2)
     shares = _shares(scene, name)
@@ -246,7 +248,7 @@ def of_another_operator(scene: Scene, names: list[str]) -> Cause | None:
     return Cause(along, f"{operator} for SUM", sentence)
 
 
-def _summed_over(scene: Scene, everyone: list[list[int]]) -> Cause | None:
+def _summed_over(scene: Investigation, everyone: list[list[int]]) -> Cause | None:
     data = tuple(axis for axis in scene.axes if axis in DATA_AXES)
     others = [axis for axis in scene.axes if axis not in DATA_AXES]
     for rank, said in enumerate(everyone):
@@ -263,7 +265,7 @@ def _summed_over(scene: Scene, everyone: list[list[int]]) -> Cause | None:
     return None
 
 
-def _data_axis(scene: Scene) -> str:
+def _data_axis(scene: Investigation) -> str:
     return next((str(axis) for axis in scene.axes if axis in DATA_AXES), "")
 
 

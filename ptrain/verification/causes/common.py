@@ -6,14 +6,16 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from ptrain.verification.causes.scene import EXACT, Cause, Scene
+from ptrain.verification.causes.scene import EXACT, Cause, Investigation
 from ptrain.verification.factors import factor_text, products
-from ptrain.verification.parts import Part, held
+from ptrain.verification.parts import TensorBox, held
 
 SUM_ONCE = "sum each sample's gradient once, over the global number of tokens"
 
 
-def own_part_of(scene: Scene, name: str) -> tuple[torch.Tensor, torch.Tensor, Part] | None:
+def own_part_of(
+    scene: Investigation, name: str
+) -> tuple[torch.Tensor, torch.Tensor, TensorBox] | None:
     """This rank's part of a gradient, that of the reference, and where it is."""
     evidence = scene.evidence
     tensor = evidence.gradients.get(name)
@@ -26,12 +28,12 @@ def own_part_of(scene: Scene, name: str) -> tuple[torch.Tensor, torch.Tensor, Pa
     return held(tensor) / evidence.clipped_by(), part.of(whole), part
 
 
-def raw(scene: Scene, name: str) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+def raw(scene: Investigation, name: str) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     evidence = scene.evidence
     return evidence.gradients.get(name), evidence.expected_gradients.get(name)
 
 
-def chosen(scene: Scene, names: Iterable[str], least: int) -> str:
+def chosen(scene: Investigation, names: Iterable[str], least: int) -> str:
     """The smallest parameter of which every rank has at least so many elements, else the largest;
     chosen by the first departure's kind of tensor, so that it is one that departs."""
     known = [name for name in names if name in scene.evidence.expected_gradients]
@@ -42,7 +44,7 @@ def chosen(scene: Scene, names: Iterable[str], least: int) -> str:
     return max(known, key=lambda name: sizes[name])
 
 
-def ratio_cause(scene: Scene, ratio: float, names: Sequence[str]) -> Cause:
+def ratio_cause(scene: Investigation, ratio: float, names: Sequence[str]) -> Cause:
     total = len(scene.evidence.expected_gradients)
     if (cause := _of_clipping_or_scale(scene, ratio)) is not None:
         return cause
@@ -59,7 +61,7 @@ def ratio_cause(scene: Scene, ratio: float, names: Sequence[str]) -> Cause:
     return Cause("" if axis == "K" else axis, str(found[0]), sentence)
 
 
-def _of_clipping_or_scale(scene: Scene, ratio: float) -> Cause | None:
+def _of_clipping_or_scale(scene: Investigation, ratio: float) -> Cause | None:
     """The ratio is what clipping multiplies by, or the loss's scale."""
     evidence = scene.evidence
     clipped, scale = evidence.clipped_by(), evidence.scale

@@ -15,16 +15,16 @@ from ptrain.verification.causes.addends import (
 )
 from ptrain.verification.causes.common import family, listed, own_part_of, ratio_cause
 from ptrain.verification.causes.rounding import flipped_bit, odd_element, rounded_to
-from ptrain.verification.causes.scene import EXACT, Cause, Scene
+from ptrain.verification.causes.scene import EXACT, Cause, Investigation
 from ptrain.verification.factors import is_even, multiple
 
 
-def gradient_cause(scene: Scene) -> Cause | None:
+def gradient_cause(scene: Investigation) -> Cause | None:
     """The first that explains them; None where none does. Collective."""
     names = list(dict.fromkeys(each.name for each in scene.at(Moment.GRADIENTS, Subject.GRADIENTS)))
     if not names:
         return None
-    causes: tuple[Callable[[Scene, list[str]], Cause | None], ...] = (
+    causes: tuple[Callable[[Investigation, list[str]], Cause | None], ...] = (
         _one_element,
         _multiple,
         of_samples,
@@ -39,7 +39,7 @@ def gradient_cause(scene: Scene) -> Cause | None:
     return None
 
 
-def _one_element(scene: Scene, names: list[str]) -> Cause | None:
+def _one_element(scene: Investigation, names: list[str]) -> Cause | None:
     """One element of one tensor is off, and nothing else."""
     if len(names) > 1:
         return None
@@ -61,7 +61,7 @@ def _one_element(scene: Scene, names: list[str]) -> Cause | None:
     return Cause(scene.axis_of(ranks), found[0], sentence)
 
 
-def _multiple(scene: Scene, names: list[str]) -> Cause | None:
+def _multiple(scene: Investigation, names: list[str]) -> Cause | None:
     """Every departing gradient is the same multiple of the right one."""
     own: dict[str, float] = {}
     for name in names:
@@ -88,7 +88,7 @@ def _multiple(scene: Scene, names: list[str]) -> Cause | None:
     return ratio_cause(scene, ratio, names)
 
 
-def _rounded(scene: Scene, names: list[str]) -> Cause | None:
+def _rounded(scene: Investigation, names: list[str]) -> Cause | None:
     """It differs by the rounding of a coarser dtype."""
     found = [
         dtype

@@ -12,9 +12,9 @@ from ptrain.report.finding import Departure, Moment, Subject
 from ptrain.spec.axis import Axis
 from ptrain.train.exchange import Exchange
 from ptrain.verification.evidence import Evidence
-from ptrain.verification.parts import Part, held, part_of
+from ptrain.verification.parts import TensorBox, held, part_of
 from ptrain.verification.places import coordinates, line
-from ptrain.verification.reference import OneDevice
+from ptrain.verification.reference import ReferenceTraining
 
 EXACT = 1e-6  # a relative residual below which a cause explains what was found
 MOST_VALUES = 4096  # of a tensor that ranks tell each other
@@ -31,14 +31,14 @@ class Cause:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class PartValues:
     """One rank's part of a tensor: where it is, and up to MOST_VALUES of its elements."""
 
-    part: Part
+    part: TensorBox
     values: torch.Tensor
 
 
-class Scene:
+class Investigation:
     """`found` by all ranks, in the order of time; the first counts. All ranks look at it together:
     methods that gather are called by all."""
 
@@ -46,7 +46,7 @@ class Scene:
         self,
         found: Sequence[Departure],
         evidence: Evidence | None,
-        reference: OneDevice,
+        reference: ReferenceTraining,
         exchange: Exchange,
     ) -> None:
         self.found = found
@@ -117,7 +117,7 @@ class Scene:
     def place(self, rank: int) -> dict[Axis, int]:
         return coordinates(self.spec, rank)
 
-    def own_part(self, tensor: torch.Tensor, whole: torch.Tensor) -> Part | None:
+    def own_part(self, tensor: torch.Tensor, whole: torch.Tensor) -> TensorBox | None:
         return part_of(
             tensor,
             whole.shape,
@@ -127,7 +127,7 @@ class Scene:
 
     def gather_parts(
         self, tensor: torch.Tensor | None, whole: torch.Tensor | None
-    ) -> dict[int, Told]:
+    ) -> dict[int, PartValues]:
         """Every rank's part of a tensor, of those that have one. Collective."""
         own: Any = None
         if tensor is not None and whole is not None:
@@ -137,14 +137,14 @@ class Scene:
                 own = [part.offset, part.shape, values]
         everyone = enumerate(self.exchange.gather(own))
         return {
-            rank: Told(
-                Part(tuple(its[0]), tuple(its[1])), torch.tensor(its[2], dtype=torch.float64)
+            rank: PartValues(
+                TensorBox(tuple(its[0]), tuple(its[1])), torch.tensor(its[2], dtype=torch.float64)
             )
             for rank, its in everyone
             if its is not None
         }
 
-    def partial_over(self, parts: dict[int, Told]) -> Iterator[tuple[Axis, list[int]]]:
+    def partial_over(self, parts: dict[int, PartValues]) -> Iterator[tuple[Axis, list[int]]]:
         """The axes along which ranks have the same part of a tensor, with this rank's line."""
         for axis in self.axes:
             ranks = [rank for rank in self.line(self.rank, axis) if rank in parts]

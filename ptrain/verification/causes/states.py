@@ -16,9 +16,9 @@ from ptrain.spec.placement import Distribution
 from ptrain.train.schedule import learning_rate
 from ptrain.verification.causes.order import order_of_slices
 from ptrain.verification.causes.rounding import flipped_bit, odd_element, rounded_to
-from ptrain.verification.causes.scene import EXACT, Cause, Scene
+from ptrain.verification.causes.scene import EXACT, Cause, Investigation
 from ptrain.verification.factors import combination, multiple
-from ptrain.verification.parts import Part, held, relative
+from ptrain.verification.parts import TensorBox, held, relative
 from ptrain.verification.states import of_program, of_reference
 
 _ALIKE = EXACT * 1e-4  # relative: what is closer than this is the same
@@ -32,7 +32,7 @@ class Said(NamedTuple):
     sentence: str
 
 
-def state_cause(scene: Scene, one: Departure, program: Program) -> Cause:
+def state_cause(scene: Investigation, one: Departure, program: Program) -> Cause:
     """Of a departure of state. Collective."""
     if one.moment is Moment.FORWARD:  # as it is used
         own: Tensor | None = scene.evidence.used.get(one.name)
@@ -52,7 +52,7 @@ def state_cause(scene: Scene, one: Departure, program: Program) -> Cause:
     return Cause(_axis(scene, one), told.factor, told.sentence)
 
 
-def _axis(scene: Scene, one: Departure) -> str:
+def _axis(scene: Investigation, one: Departure) -> str:
     """Along which some ranks are wrong; where all are, the one that cuts the state."""
     if along := scene.axis_of(scene.ranks_of(one)):
         return along
@@ -67,7 +67,7 @@ class Sides:
 
     own: Tensor
     whole: Tensor
-    part: Part
+    part: TensorBox
 
     @property
     def expected(self) -> Tensor:
@@ -80,7 +80,9 @@ class Sides:
         return (self.own.double() - expected).abs() > _ALIKE * expected.abs()
 
 
-def _said(scene: Scene, one: Departure, sides: Sides, places: Mapping[int, Part]) -> Said | None:
+def _said(
+    scene: Investigation, one: Departure, sides: Sides, places: Mapping[int, TensorBox]
+) -> Said | None:
     """None where this rank has it right."""
     own, expected = sides.own, sides.expected
     if own.dtype != expected.dtype:
@@ -127,7 +129,7 @@ def _counted(own: float, expected: float) -> Said | None:
     )
 
 
-def _stale(scene: Scene, one: Departure, sides: Sides) -> Said | None:
+def _stale(scene: Investigation, one: Departure, sides: Sides) -> Said | None:
     """What is wrong of it is as it was at the start of a step."""
     own, wrong = sides.own, sides.wrong
     is_used = one.moment is Moment.FORWARD  # in the step at whose start it is right
@@ -149,20 +151,20 @@ def _stale(scene: Scene, one: Departure, sides: Sides) -> Said | None:
     return None
 
 
-def _frozen(scene: Scene, one: Departure, sides: Sides) -> Said | None:
+def _frozen(scene: Investigation, one: Departure, sides: Sides) -> Said | None:
     if not is_frozen(scene, one.name):
         return None
     sentence = f"{one.name} has no gradient on one device: leave it out of the update"
     return Said("frozen parameter updated", sentence)
 
 
-def is_frozen(scene: Scene, name: str) -> bool:
+def is_frozen(scene: Investigation, name: str) -> bool:
     """Whether nothing of one device's gradients is of this parameter or of its state."""
     known = scene.evidence.expected_gradients
     return name not in known and name.rpartition(".")[0] not in known
 
 
-def _decayed(scene: Scene, one: Departure, sides: Sides) -> Said | None:
+def _decayed(scene: Investigation, one: Departure, sides: Sides) -> Said | None:
     """What is wrong is off by a multiple of lr · weight_decay · Theta."""
     before = scene.evidence.states[-1].get((one.subject, one.name))
     settings = scene.spec.optimizer
@@ -182,7 +184,7 @@ def _decayed(scene: Scene, one: Departure, sides: Sides) -> Said | None:
     return Said(f"weight decay × {times:g}", sentence)
 
 
-def _update(scene: Scene, one: Departure, sides: Sides) -> Said | None:
+def _update(scene: Investigation, one: Departure, sides: Sides) -> Said | None:
     """Parameters that moved by another multiple."""
     before = scene.evidence.states[-1].get((one.subject, one.name))
     if one.subject is not Subject.PARAMETERS or before is None:
@@ -200,7 +202,7 @@ def _update(scene: Scene, one: Departure, sides: Sides) -> Said | None:
     return Said(f"update × {fit.factor:.4g}", sentence)
 
 
-def _moment(scene: Scene, one: Departure, sides: Sides) -> Said | None:
+def _moment(scene: Investigation, one: Departure, sides: Sides) -> Said | None:
     """Adam's moments as a combination of what they were and of the gradient (its square): with
     other coefficients than the betas."""
     name, _, key = one.name.rpartition(".")
@@ -233,7 +235,7 @@ _CAUSES = (_stale, _frozen, _decayed, _update, _moment)
 _POWERS = {"exp_avg": 1, "exp_avg_sq": 2}
 
 
-def _of_another_rank(one: Departure, sides: Sides, places: Mapping[int, Part]) -> Said | None:
+def _of_another_rank(one: Departure, sides: Sides, places: Mapping[int, TensorBox]) -> Said | None:
     """It is the part that another rank should have."""
     for rank, part in places.items():
         there = part.of(sides.whole)
@@ -243,7 +245,7 @@ def _of_another_rank(one: Departure, sides: Sides, places: Mapping[int, Part]) -
     return None
 
 
-def _of_slices(scene: Scene, one: Departure, sides: Sides) -> Said | None:
+def _of_slices(scene: Investigation, one: Departure, sides: Sides) -> Said | None:
     for axis in scene.axes:
         order = order_of_slices(sides.own, sides.expected, scene.spec.degree(axis))
         if order is not None:

@@ -9,14 +9,14 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from ptrain.verification.causes.scene import Cause, Scene
+from ptrain.verification.causes.scene import Cause, Investigation
 from ptrain.verification.parts import held
 from ptrain.verification.places import data_place
 
 _MOST = 0.99  # of the tokens that agree, where the ends of rows may not
 
 
-def targets_cause(scene: Scene) -> Cause | None:
+def targets_cause(scene: Investigation) -> Cause | None:
     """Logits that are right and a loss that is not: other targets. Collective."""
     said = next(_said(scene), None)
     everyone = scene.exchange.gather(said)
@@ -29,7 +29,7 @@ def targets_cause(scene: Scene) -> Cause | None:
     return Cause(scene.axis_of(ranks), told, sentence, "loss")
 
 
-def _said(scene: Scene) -> Iterator[str]:
+def _said(scene: Investigation) -> Iterator[str]:
     wanted = _targets(scene)
     for (path, k), whole in scene.evidence.expected_outputs.forward.items():
         gradient = scene.evidence.outputs.backward.get((path, k))
@@ -41,7 +41,7 @@ def _said(scene: Scene) -> Iterator[str]:
             yield from _other(own.argmin(-1), wanted, k)
 
 
-def _targets(scene: Scene) -> dict[int, Tensor]:
+def _targets(scene: Investigation) -> dict[int, Tensor]:
     """Of this rank, by micro-batch."""
     place = data_place(scene.spec, scene.rank)
     step = scene.evidence.step

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from ptrain.report.finding import Departure, Moment, Subject, Way
 from ptrain.verification.compare import NOISE
-from ptrain.verification.factors import Fit, multiple
+from ptrain.verification.factors import LeastSquares, multiple
 from ptrain.verification.jobs.job import Tolerance
-from ptrain.verification.jobs.probe import Probe
-from ptrain.verification.jobs.record import Recorder
-from ptrain.verification.jobs.shards import Held
+from ptrain.verification.jobs.probe import ProbeResult
+from ptrain.verification.jobs.record import StepRecorder
+from ptrain.verification.jobs.shards import ParameterShard
 from ptrain.verification.names import canonical_modules
 from ptrain.verification.parts import held
 
@@ -29,13 +29,13 @@ _ROUNDINGS = 16  # of a parameter, in its own dtype, that an update may differ b
 
 
 @dataclass(frozen=True, slots=True)
-class Scale:
+class Magnitude:
     """How large the tensors of one kind are: the root mean square of all their elements."""
 
     usual: float
 
     @classmethod
-    def of(cls, tensors: Mapping[str, Tensor]) -> Scale:
+    def of(cls, tensors: Mapping[str, Tensor]) -> Magnitude:
         count = sum(tensor.numel() for tensor in tensors.values())
         squares = sum(float(tensor.double().square().sum()) for tensor in tensors.values())
         return cls(math.sqrt(squares / count) if count else 0.0)
@@ -68,7 +68,7 @@ def difference(found: Tensor, expected: Tensor, length: float) -> float:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Course:
+class ParameterMove:
     """A parameter's way on this rank: its elements at the start of the run, before and after the
     step, of the reference and of the loop. `sure`: those whose gradients have been more than
     rounding so far."""
@@ -82,7 +82,7 @@ class Course:
     sure: Tensor
 
     @property
-    def pace(self) -> Fit:
+    def pace(self) -> LeastSquares:
         """The loop's move in this step as a multiple of the reference's."""
         found, expected = self.run_after - self.run_before, self.after - self.before
         return multiple(found[self.sure], expected[self.sure])
@@ -99,13 +99,13 @@ class Course:
 
 
 @dataclass(slots=True, kw_only=True)
-class Found:
+class Differences:
     """The differences of one rank in one step."""
 
     step: int
     rank: int
     departures: list[Departure] = field(default_factory=list)
-    courses: dict[str, Course] = field(default_factory=dict)
+    courses: dict[str, ParameterMove] = field(default_factory=dict)
     worst: dict[str, tuple[float, str]] = field(default_factory=dict)
 
     def compare(
@@ -143,7 +143,10 @@ class Found:
 
 
 def at_start(
-    found: Found, wholes: Mapping[str, Tensor], names: Sequence[str], holds: Mapping[str, Held]
+    found: Differences,
+    wholes: Mapping[str, Tensor],
+    names: Sequence[str],
+    holds: Mapping[str, ParameterShard],
 ) -> None:
     """The same parameters with the same values: bit by bit, in the rank's own dtype."""
     for name in wholes:
@@ -154,7 +157,7 @@ def at_start(
         if name not in wholes:
             told = "the loop's model has it, the reference has not"
             found.add(Moment.START, Subject.PARAMETERS, name, Way.MISSING, told)
-    scale = Scale.of(wholes)
+    scale = Magnitude.of(wholes)
     for name, each in holds.items():
         value, expected = each.value(), each.of(wholes[name])
         if not torch.equal(value, expected.to(value)):
@@ -165,12 +168,16 @@ def at_start(
 
 
 def compare_gradients(
-    found: Found, reference: Recorder, run: Recorder, holds: Mapping[str, Held], limit: Tolerance
+    found: Differences,
+    reference: StepRecorder,
+    run: StepRecorder,
+    holds: Mapping[str, ParameterShard],
+    limit: Tolerance,
 ) -> None:
     """As the optimizer takes them. A rank that has none where the reference has one that is not
     zero lacks it."""
     expected = {name: each for name, each in reference.gradients.items() if name in holds}
-    scale = Scale.of(expected)
+    scale = Magnitude.of(expected)
     for name, each in holds.items():
         gradient = run.gradients.get(name)
         whole = expected.get(name)
@@ -191,7 +198,9 @@ def compare_gradients(
         )
 
 
-def compare_outputs(found: Found, probe: Probe, run: Recorder, limit: Tolerance) -> None:
+def compare_outputs(
+    found: Differences, probe: ProbeResult, run: StepRecorder, limit: Tolerance
+) -> None:
     """What modules return for the same inputs, and the gradients of that. Pieces of a tensor that
     is cut over ranks are compared with the piece that fits best: this names a place and is no
     verdict."""
@@ -239,7 +248,13 @@ def _pieces(whole: Tensor, shape: torch.Size) -> Iterator[Tensor]:
 
 
 def compare_update(
-    found: Found, name: str, course: Course, *, usual: float, is_noise: bool, limit: Tolerance
+    found: Differences,
+    name: str,
+    course: ParameterMove,
+    *,
+    usual: float,
+    is_noise: bool,
+    limit: Tolerance,
 ) -> None:
     """The parameter after the update, relative to the way that it has gone since the start, or to
     its roundings where these are more. Adam makes a whole move of the sign of a gradient that is
@@ -267,10 +282,10 @@ def sure_of(part: Tensor, found: Tensor | None, whole: Tensor, limit: Tolerance)
 
 
 def compare_states(
-    found: Found,
+    found: Differences,
     reference: Mapping[str, Mapping[str, Tensor]],
     run: Mapping[str, Mapping[str, Tensor]],
-    holds: Mapping[str, Held],
+    holds: Mapping[str, ParameterShard],
     limit: Tolerance,
 ) -> None:
     """What the optimizers keep beside each parameter, where both keep something of that name."""
@@ -290,7 +305,9 @@ def compare_states(
             )  # fmt: skip
 
 
-def compare_buffers(found: Found, reference: nn.Module, run: nn.Module, limit: Tolerance) -> None:
+def compare_buffers(
+    found: Differences, reference: nn.Module, run: nn.Module, limit: Tolerance
+) -> None:
     """Floating buffers, but not the statistics of batches, which each rank has of its own."""
     wrapped = dict(canonical_modules(run))
     for path, module in canonical_modules(reference):
@@ -308,7 +325,9 @@ def compare_buffers(found: Found, reference: nn.Module, run: nn.Module, limit: T
             )
 
 
-def digests(holds: Mapping[str, Held], rows: Mapping[str, Tensor]) -> dict[str, list[str]]:
+def digests(
+    holds: Mapping[str, ParameterShard], rows: Mapping[str, Tensor]
+) -> dict[str, list[str]]:
     """By name: which part of the whole this rank has, and a checksum of it, bit by bit."""
     return {
         name: ["" if holds[name].at is None else digest(holds[name].at), digest(row)]
@@ -343,7 +362,9 @@ def replicas(
                 )  # fmt: skip
 
 
-def state_of(run: Recorder, holds: Mapping[str, Held]) -> dict[str, dict[str, Tensor]]:
+def state_of(
+    run: StepRecorder, holds: Mapping[str, ParameterShard]
+) -> dict[str, dict[str, Tensor]]:
     """What the optimizers that stepped keep, by parameter and name."""
     names = {id(each.parameter): name for name, each in holds.items()}
     return {

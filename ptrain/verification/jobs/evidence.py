@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from ptrain.verification.factors import are_alike, factor_text, multiple, share_of_sum
-from ptrain.verification.jobs.probe import Probe
+from ptrain.verification.jobs.probe import ProbeResult
 from ptrain.verification.jobs.ranks import Ranks
-from ptrain.verification.jobs.record import Recorder
+from ptrain.verification.jobs.record import StepRecorder
 from ptrain.verification.jobs.samples import Samples, ledger_of, rows_of
-from ptrain.verification.jobs.shards import Held
+from ptrain.verification.jobs.shards import ParameterShard
 from ptrain.verification.parts import held
 
 _SAMPLE = 256  # elements of a parameter: half of them its largest, half evenly spread
@@ -51,7 +51,7 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Evidence:
+class JobEvidence:
     """`norms`: of each rank's gradients, all parameters together; `norm`: the reference's.
     `micro_batches` is the most that any rank ran; `ledger` the samples that they saw."""
 
@@ -64,13 +64,13 @@ class Evidence:
 
 def evidence(
     ranks: Ranks,
-    holds: Mapping[str, Held],
+    holds: Mapping[str, ParameterShard],
     *,
-    reference: Recorder,
-    run: Recorder,
-    probe: Probe,
+    reference: StepRecorder,
+    run: StepRecorder,
+    probe: ProbeResult,
     before: Mapping[str, Tensor],
-) -> Evidence:
+) -> JobEvidence:
     """All ranks call it."""
     names = list(reference.gradients)
     places = _places(ranks, {name: reference.gradients[name].flatten() for name in names})
@@ -98,7 +98,7 @@ def evidence(
         start += size
     squares = sum(float(each.double().square().sum()) for each in run.gradients.values())
     total = sum(float(each.double().square().sum()) for each in reference.gradients.values())
-    return Evidence(
+    return JobEvidence(
         samples=samples,
         norms=tuple(ranks.gather(math.sqrt(squares))),
         norm=math.sqrt(total),
@@ -123,7 +123,7 @@ def _places(ranks: Ranks, truths: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return dict(zip(chosen, together.split(sizes), strict=True))
 
 
-def _found(truth: Tensor, gradient: Tensor | None, each: Held | None) -> Tensor:
+def _found(truth: Tensor, gradient: Tensor | None, each: ParameterShard | None) -> Tensor:
     """[elements of the whole]; zeros where the optimizer was given none."""
     row = torch.full(truth.shape, math.nan, dtype=torch.float64, device=truth.device)
     if each is None:
@@ -136,7 +136,7 @@ def _found(truth: Tensor, gradient: Tensor | None, each: Held | None) -> Tensor:
     return row
 
 
-def _basis(truth: Tensor, probe: Probe, name: str, count: int) -> Tensor:
+def _basis(truth: Tensor, probe: ProbeResult, name: str, count: int) -> Tensor:
     """[micro-batches, elements]: zeros of a micro-batch that this rank has not, NaN of one that
     could not be run again."""
     rows = torch.zeros(count, truth.numel(), dtype=torch.float64, device=truth.device)

@@ -7,13 +7,13 @@ from collections.abc import Iterable, Sequence
 
 from ptrain.report.finding import Culprit, Departure, Subject
 from ptrain.verification.factors import factor_text, products
-from ptrain.verification.jobs.evidence import Evidence
+from ptrain.verification.jobs.evidence import JobEvidence
 from ptrain.verification.jobs.ranks import RANKS, Ranks
 from ptrain.verification.jobs.samples import Samples
 from ptrain.verification.jobs.symptoms import (
     Contributions,
-    Kind,
     Symptom,
+    SymptomKind,
     common_factor,
     contributions,
     symptom,
@@ -38,7 +38,7 @@ def over_axis(axis: str) -> str:
 
 
 def explain_gradients(
-    departures: Sequence[Departure], told: Evidence, ranks: Ranks, tolerance: float
+    departures: Sequence[Departure], told: JobEvidence, ranks: Ranks, tolerance: float
 ) -> Culprit:
     """Of departures at the moment of gradients."""
     loose = min(max(_LOOSE * tolerance, _FEWEST), _LOOSEST)
@@ -48,29 +48,30 @@ def explain_gradients(
         name: symptom(told.samples[name].scaled(scale), ranks, loose)
         for name in (told.samples if scale != 1.0 else names)
     }
-    wrong = {name: each for name, each in found.items() if each.kind is not Kind.RIGHT}
+    wrong = {name: each for name, each in found.items() if each.kind is not SymptomKind.RIGHT}
     if told.ledger and all(each.kind in _BY_BATCH for each in wrong.values()):
         return _batch(told.ledger, departures, ranks)
     first = min(wrong.values(), key=lambda each: _ORDER.index(each.kind), default=None)
     if first is None:
         return _unclear(departures, names)
-    keys = {first.key} | ({Symptom(Kind.OTHER).key} if first.kind in _BY_SUM else set())
+    keys = {first.key} | ({Symptom(SymptomKind.OTHER).key} if first.kind in _BY_SUM else set())
     alike = [name for name, each in wrong.items() if each.key in keys]
     return _Case(departures, told, ranks, loose, alike, first).culprit()
 
 
 _ORDER = (
-    Kind.NOT_FINITE, Kind.EMPTY, Kind.PARTIAL, Kind.STALE, Kind.ADDED, Kind.SOME, Kind.WEIGHTS,
-    Kind.EVEN, Kind.EACH, Kind.OTHER, Kind.RIGHT,
+    SymptomKind.NOT_FINITE, SymptomKind.EMPTY, SymptomKind.PARTIAL, SymptomKind.STALE,
+    SymptomKind.ADDED, SymptomKind.SOME, SymptomKind.WEIGHTS, SymptomKind.EVEN, SymptomKind.EACH,
+    SymptomKind.OTHER, SymptomKind.RIGHT,
 )  # fmt: skip
 
 
 # How much roundings change a gradient, at most: some of them, of 24 and of 8 to 11 bits.
 _ROUNDINGS = {"float32": 1e-5, "16 bits": 2e-2}
 # Of a tensor with few elements no sum of many micro-batches can be told.
-_BY_SUM = (Kind.SOME, Kind.WEIGHTS)
+_BY_SUM = (SymptomKind.SOME, SymptomKind.WEIGHTS)
 # What other samples than one device's look like; every other symptom has a cause of its own.
-_BY_BATCH = (Kind.OTHER, Kind.SOME, Kind.EACH, Kind.EMPTY)
+_BY_BATCH = (SymptomKind.OTHER, SymptomKind.SOME, SymptomKind.EACH, SymptomKind.EMPTY)
 
 
 def _batch(ledger: Samples, departures: Sequence[Departure], ranks: Ranks) -> Culprit:
@@ -129,7 +130,7 @@ class _Case:
     def __init__(
         self,
         departures: Sequence[Departure],
-        told: Evidence,
+        told: JobEvidence,
         ranks: Ranks,
         tolerance: float,
         names: Sequence[str],
@@ -143,28 +144,28 @@ class _Case:
 
     def culprit(self) -> Culprit:
         match self.first.kind:
-            case Kind.NOT_FINITE:
+            case SymptomKind.NOT_FINITE:
                 return self._say("", "not finite", "The gradient has an infinity or a NaN.")
-            case Kind.EMPTY:
+            case SymptomKind.EMPTY:
                 return self._empty()
-            case Kind.PARTIAL:
+            case SymptomKind.PARTIAL:
                 return self._partial()
-            case Kind.STALE:
+            case SymptomKind.STALE:
                 return self._say(
                     "", "stale by 1 step", "The optimizer is given the gradient of the step before."
                 )
-            case Kind.ADDED:
+            case SymptomKind.ADDED:
                 return self._say(
                     "",
                     "the step before added",
                     "The gradient of the step before is still in it: set gradients to None after "
                     "every update, before the first backward of the next step.",
                 )
-            case Kind.SOME:
+            case SymptomKind.SOME:
                 return self._some()
-            case Kind.WEIGHTS if told := contributions(self.samples):
+            case SymptomKind.WEIGHTS if told := contributions(self.samples):
                 return self._weights(told)
-            case Kind.EVEN:
+            case SymptomKind.EVEN:
                 return self._even()
             case _:
                 return self._each()
@@ -344,7 +345,7 @@ class _Case:
     def _each(self) -> Culprit:
         """Every rank has a factor of its own, or nothing fits."""
         told = self.told
-        if told.norm and self.first.kind is Kind.EACH:
+        if told.norm and self.first.kind is SymptomKind.EACH:
             clipped = [abs(each / told.norm - 1) <= 10 * self.tolerance for each in told.norms]
             if sum(clipped) > len(clipped) // 2:
                 return self._say(

@@ -15,12 +15,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from ptrain.verification.jobs.record import Call, Outputs, is_real
+from ptrain.verification.jobs.record import ForwardCall
 from ptrain.verification.names import canonical_modules, canonical_parameters
+from ptrain.verification.outputs import Outputs, is_real
 
 
 @dataclass(slots=True)
-class Probe:
+class ProbeResult:
     """`gradients` by micro-batch and parameter; a micro-batch without is one that cannot be run on
     one device (inputs that are DTensors, outputs that no loss was computed of)."""
 
@@ -28,16 +29,16 @@ class Probe:
     gradients: list[dict[str, Tensor]] = field(default_factory=list)
 
 
-def probed(model: nn.Module, calls: Sequence[Call]) -> Probe:
+def probed(model: nn.Module, calls: Sequence[ForwardCall]) -> ProbeResult:
     """Leaves the model as it was: no gradient is kept, buffers are put back."""
-    probe = Probe()
+    probe = ProbeResult()
     with _untouched(model):
         for number, call in enumerate(calls):
             probe.gradients.append(_run(model, call, number, probe.outputs))
     return probe
 
 
-def _run(model: nn.Module, call: Call, number: int, outputs: Outputs) -> dict[str, Tensor]:
+def _run(model: nn.Module, call: ForwardCall, number: int, outputs: Outputs) -> dict[str, Tensor]:
     inputs = tree_leaves((call.args, call.kwargs))
     if any(isinstance(each, DTensor) for each in (*inputs, *call.upstream.values())):
         return {}
@@ -69,7 +70,7 @@ def _keep(
         outputs.keep(path, number, output)
 
 
-def _autocast(call: Call, inputs: Sequence[object]) -> AbstractContextManager[object]:
+def _autocast(call: ForwardCall, inputs: Sequence[object]) -> AbstractContextManager[object]:
     if call.autocast is None:
         return nullcontext()
     device = next((each.device.type for each in inputs if isinstance(each, Tensor)), "cpu")

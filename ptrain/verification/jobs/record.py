@@ -16,12 +16,13 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ptrain.verification.jobs.shards import Held
+from ptrain.verification.jobs.shards import ParameterShard
 from ptrain.verification.names import canonical_modules
+from ptrain.verification.outputs import Outputs, is_real
 
 
 @dataclass(slots=True)
-class Call:
+class ForwardCall:
     """One forward pass of the model: a micro-batch. `upstream` are the gradients of the loss by the
     model's outputs, by their place among the tensors that it returns."""
 
@@ -31,33 +32,13 @@ class Call:
     upstream: dict[int, Tensor] = field(default_factory=dict)
 
 
-@dataclass(slots=True)
-class Outputs:
-    """The first floating tensor that each module returned, by path and micro-batch, in the order of
-    time, and its gradient."""
+class StepRecorder:
+    """`with StepRecorder(model, holds) as seen:` around a step. `holds` are the parameters by name
+    as this rank has them."""
 
-    forward: dict[tuple[str, int], Tensor] = field(default_factory=dict)
-    backward: dict[tuple[str, int], Tensor] = field(default_factory=dict)
-
-    def keep(self, path: str, call: int, output: Any) -> None:
-        first = next((leaf for leaf in tree_leaves(output) if is_real(leaf)), None)
-        if first is None or (path, call) in self.forward:
-            return
-        self.forward[path, call] = first.detach().clone()
-        if first.requires_grad:
-            first.register_hook(partial(self._keep_gradient, (path, call)))
-
-    def _keep_gradient(self, key: tuple[str, int], gradient: Tensor) -> None:
-        self.backward[key] = gradient.detach().clone()
-
-
-class Recorder:
-    """`with Recorder(model, holds) as seen:` around a step. `holds` are the parameters by name as
-    this rank has them."""
-
-    def __init__(self, model: nn.Module, holds: Mapping[str, Held]) -> None:
+    def __init__(self, model: nn.Module, holds: Mapping[str, ParameterShard]) -> None:
         self.model = model
-        self.calls: list[Call] = []
+        self.calls: list[ForwardCall] = []
         self.outputs = Outputs()
         self.gradients: dict[str, Tensor] = {}
         self.optimizers: list[Optimizer] = []
@@ -93,7 +74,7 @@ class Recorder:
             autocast = torch.is_autocast_enabled(device)
             dtype = torch.get_autocast_dtype(device) if autocast else None
             kept_args, kept_kwargs = tree_map(_kept, (args, kwargs))
-            self.calls.append(Call(kept_args, kept_kwargs, dtype))
+            self.calls.append(ForwardCall(kept_args, kept_kwargs, dtype))
 
     def _returned(self, path: str, module: nn.Module, args: Any, output: Any) -> None:
         if _counts() and not isinstance(module, nn.Identity):
@@ -134,7 +115,7 @@ class Recorder:
         self.num_updates[id(optimizer)] = self.num_updates.get(id(optimizer), 0) + 1
 
 
-def _keep_upstream(call: Call, place: int, gradient: Tensor) -> None:
+def _keep_upstream(call: ForwardCall, place: int, gradient: Tensor) -> None:
     call.upstream[place] = gradient.detach().clone()
 
 
@@ -149,10 +130,6 @@ def _kept(leaf: Any) -> Any:
 
 def _is(leaf: object) -> bool:
     return isinstance(leaf, Tensor)
-
-
-def is_real(leaf: object) -> bool:
-    return isinstance(leaf, Tensor) and leaf.is_floating_point()
 
 
 def _has_gradient(leaf: object) -> bool:

@@ -12,8 +12,8 @@ from ptrain.verification.jobs.compare import digests
 from ptrain.verification.jobs.explain import families
 from ptrain.verification.jobs.job import Job, Terms
 from ptrain.verification.jobs.ranks import Ranks
-from ptrain.verification.jobs.record import Recorder
-from ptrain.verification.jobs.shards import Held, held_by
+from ptrain.verification.jobs.record import StepRecorder
+from ptrain.verification.jobs.shards import ParameterShard, held_by
 
 Sums = dict[str, dict[str, list[str]]]
 
@@ -35,7 +35,7 @@ def repeated(
             found, 0, "Built anew, the loop has other weights: seed what builds it, on every rank."
         )
     for step, (share, expected) in enumerate(zip(shares, first[1:], strict=True)):
-        with Recorder(job.model, holds) as seen:
+        with StepRecorder(job.model, holds) as seen:
             job.step(share)
         now = {"gradients": digests(holds, seen.gradients), "parameters": _sums(holds)}
         found = _gathered(ranks, _differing(expected, now))
@@ -49,11 +49,11 @@ def repeated(
     return None
 
 
-def start_sums(holds: Mapping[str, Held]) -> Sums:
+def start_sums(holds: Mapping[str, ParameterShard]) -> Sums:
     return {"parameters": _sums(holds)}
 
 
-def _sums(holds: Mapping[str, Held]) -> dict[str, list[str]]:
+def _sums(holds: Mapping[str, ParameterShard]) -> dict[str, list[str]]:
     return digests(holds, {name: each.value() for name, each in holds.items()})
 
 

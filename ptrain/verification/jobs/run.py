@@ -11,7 +11,7 @@ import torch
 from ptrain.errors import PtrainError
 from ptrain.report.finding import Culprit, Departure, Moment, Subject
 from ptrain.report.record import Check
-from ptrain.verification.jobs.compare import Found, at_start, digest, replicas
+from ptrain.verification.jobs.compare import Differences, at_start, digest, replicas
 from ptrain.verification.jobs.conditions import (
     Alone,
     has_parameters,
@@ -34,19 +34,25 @@ from ptrain.verification.jobs.other import (
     reference_not_finite,
 )
 from ptrain.verification.jobs.ranks import ranks_of
-from ptrain.verification.jobs.record import Recorder
+from ptrain.verification.jobs.record import StepRecorder
 from ptrain.verification.jobs.repeat import repeated, start_sums
-from ptrain.verification.jobs.shards import Held, held_by, parameter_names
+from ptrain.verification.jobs.shards import ParameterShard, held_by, parameter_names
 from ptrain.verification.jobs.step import (
-    Pair,
-    Step,
+    LoopPair,
+    StepComparison,
     checksums,
     is_finite,
     output_departures,
     run_step,
     squares_of,
 )
-from ptrain.verification.jobs.verdict import Life, OwnVerdict, Worst, claim, first_of
+from ptrain.verification.jobs.verdict import (
+    LargestDifference,
+    Liveness,
+    OwnVerdict,
+    claim,
+    first_of,
+)
 from ptrain.verification.names import canonical_parameters
 
 # Axes whose ranks have pieces of one sequence: a module alone returns something else for a piece.
@@ -59,7 +65,7 @@ _KINDS = {
 }
 
 
-class Examination:
+class Examiner:
     """`run` once. Everything that decides is gathered, so that all ranks do the same."""
 
     def __init__(self, reference: Job, loop: Job, terms: Terms) -> None:
@@ -70,15 +76,17 @@ class Examination:
         wholes = canonical_parameters(reference.model)
         require_one_reference(self.ranks, {n: digest(each.flatten()) for n, each in wholes.items()})
         self.limit = terms.tolerance or _tolerance(terms.dtype, wholes.values())
-        self.pair = Pair(
+        self.pair = LoopPair(
             reference=reference,
             loop=loop,
             holds=held_by(loop.model, wholes, terms.part),
-            wholes={name: Held(name, each, each.shape) for name, each in wholes.items()},
+            wholes={name: ParameterShard(name, each, each.shape) for name, each in wholes.items()},
         )
         self.start = {name: each.value().clone() for name, each in self.pair.holds.items()}
-        self.worst = {kind: Worst(name, self._limit_of(kind)) for kind, name in _KINDS.items()}
-        self.worst_loss = Worst("losses", self.limit.losses)
+        self.worst = {
+            kind: LargestDifference(name, self._limit_of(kind)) for kind, name in _KINDS.items()
+        }
+        self.worst_loss = LargestDifference("losses", self.limit.losses)
         self.losses: tuple[list[float], list[float]] = ([], [])
         self.norms: tuple[list[float], list[float]] = ([], [])
         self.sums = [start_sums(self.pair.holds)]
@@ -118,14 +126,14 @@ class Examination:
         )
 
     def _begin(self) -> None:
-        found = Found(step=0, rank=self.ranks.rank)
+        found = Differences(step=0, rank=self.ranks.rank)
         names = parameter_names(self.pair.loop.model)
         wholes = {name: each.parameter.detach() for name, each in self.pair.wholes.items()}
         at_start(found, wholes, names, self.pair.holds)
         if self._gather(found):
             self.culprit = explain_start(first_of(self.departures), self.ranks)
 
-    def _gather(self, found: Found) -> bool:
+    def _gather(self, found: Differences) -> bool:
         """All ranks' departures and worst differences; whether there is any departure."""
         mine = {"departures": [each.plain() for each in found.departures], "worst": found.worst}
         for told in self.ranks.gather(mine):
@@ -149,7 +157,7 @@ class Examination:
             self.culprit = self._explain(seen)
         self.before = {name: each.clone() for name, each in seen.expected.gradients.items()}
 
-    def _note_norms(self, step: Step) -> None:
+    def _note_norms(self, step: StepComparison) -> None:
         self.norms[0].append(math.sqrt(sum(squares_of(step.expected.gradients).values())))
         mine = [
             squares_of(step.seen.gradients),
@@ -163,7 +171,7 @@ class Examination:
             total += squares * each.shape.numel() / held if held else 0.0
         self.norms[1].append(math.sqrt(total))
 
-    def _explain(self, step: Step) -> Culprit:
+    def _explain(self, step: StepComparison) -> Culprit:
         first = first_of(self.departures)
         told = self.ranks.gather(step.moves(self.pair.holds))
         match first[0].moment:
@@ -180,7 +188,7 @@ class Examination:
             case _:
                 return explain_update(first, self.ranks, dict(enumerate(told)))
 
-    def _explain_gradients(self, step: Step, first: Sequence[Departure]) -> Culprit:
+    def _explain_gradients(self, step: StepComparison, first: Sequence[Departure]) -> Culprit:
         if not any(axis in _CONTEXT for axis in self.ranks.axes):
             mine = [each.plain() for each in output_departures(step, self.limit)]
             outputs = [Departure.of(each) for rank in self.ranks.gather(mine) for each in rank]
@@ -197,7 +205,7 @@ class Examination:
         found = explain_gradients(first, told, self.ranks, self.limit.gradients)
         return batch_statistics(found, self.pair.reference.model) or found
 
-    def _explain_outputs(self, step: Step, outputs: Sequence[Departure]) -> Culprit:
+    def _explain_outputs(self, step: StepComparison, outputs: Sequence[Departure]) -> Culprit:
         earliest = first_of(outputs)
         first = min(earliest, key=lambda each: each.index)
         forward = first.moment is Moment.FORWARD
@@ -268,13 +276,13 @@ class Examination:
         self.culprit = found or self.culprit
         return claim("the same twice", None, found is None, "other bits")
 
-    def _life(self, batch: Any, share: Any) -> list[Life]:
+    def _life(self, batch: Any, share: Any) -> list[Liveness]:
         """What both runs learned; the loss of the first batch comes from one more step."""
         right, mine = map(number, self._both(batch, share))
         again = right, self._global(right, mine)
         travelled = self._travelled()
         return [
-            Life(
+            Liveness(
                 name=name, losses=list(losses), norms=list(norms), travelled=way,
                 again=math.nan if loss is None else loss,
             )
@@ -299,7 +307,7 @@ class Examination:
             found.append(math.sqrt(both[0] / both[1]) if both[1] else math.inf)
         return found[0], found[1]
 
-    def _checks(self, life: Sequence[Life], repeats: Sequence[Check]) -> Iterator[Check]:
+    def _checks(self, life: Sequence[Liveness], repeats: Sequence[Check]) -> Iterator[Check]:
         starts = [each for each in self.departures if each.moment is Moment.START]
         held = not any(each.subject is Subject.PARAMETERS for each in starts)
         yield claim("same weights at the start", None, held, "they differ")
@@ -315,7 +323,7 @@ class Examination:
             yield from each.checks()
 
 
-def _autocast(run: Recorder) -> str:
+def _autocast(run: StepRecorder) -> str:
     """The dtype in which the model's first forward ran, as far as autocast says."""
     dtype = run.calls[0].autocast if run.calls else None
     return str(dtype).removeprefix("torch.") if dtype else "its own dtype"

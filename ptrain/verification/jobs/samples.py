@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from ptrain.verification.jobs.compare import digest
-from ptrain.verification.jobs.record import Call
+from ptrain.verification.jobs.record import ForwardCall
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Samples:
         return bool(self.missing or self.doubled)
 
 
-def rows_of(calls: Sequence[Call]) -> list[str]:
+def rows_of(calls: Sequence[ForwardCall]) -> list[str]:
     """A checksum of every row of the first tensor that the model was given, pass by pass."""
     rows: list[str] = []
     for call in calls:

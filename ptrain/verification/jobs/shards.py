@@ -23,7 +23,7 @@ _FUSED = (1, 2, 3)
 
 
 @dataclass(slots=True)
-class Held:
+class ParameterShard:
     """One parameter as this rank has it. `at`: the places of its elements in the whole tensor, all
     in a row (None: it is the whole); `within`: its elements in a flat parameter."""
 
@@ -72,10 +72,10 @@ def held_by(
     model: nn.Module,
     wholes: Mapping[str, Tensor],
     part: Callable[[str, Tensor], Tensor] | None = None,
-) -> dict[str, Held]:
+) -> dict[str, ParameterShard]:
     """All parameters that both sides have, in the order of the model. Raises PtrainError for one
     whose part of the whole nothing tells."""
-    found: dict[str, Held] = {}
+    found: dict[str, ParameterShard] = {}
     unclear: list[tuple[str, Tensor]] = []
     for name, parameter, flat in _tensors(model):
         if name not in wholes or name in found:
@@ -94,7 +94,7 @@ def held_by(
             unclear.append((name, parameter))
             continue
         within = flat.within if flat is not None else None
-        found[name] = _checked(Held(name, parameter, shape, at, within))
+        found[name] = _checked(ParameterShard(name, parameter, shape, at, within))
     found.update(_settled(unclear, wholes))
     return {name: found[name] for name in wholes if name in found}
 
@@ -109,7 +109,7 @@ def _row(numbers: Tensor, shape: torch.Size) -> Tensor | None:
     return None if row.numel() == shape.numel() else row
 
 
-def _checked(one: Held) -> Held:
+def _checked(one: ParameterShard) -> ParameterShard:
     expected = one.shape.numel() if one.at is None else one.at.numel()
     if one.value().numel() != expected:
         raise _unknown(one.name, one.parameter, one.shape)
@@ -190,7 +190,7 @@ def _flattened(prefix: str, handle: object) -> Iterator[tuple[str, tuple[Tensor,
 
 def _settled(
     unclear: list[tuple[str, Tensor]], wholes: Mapping[str, Tensor]
-) -> Iterator[tuple[str, Held]]:
+) -> Iterator[tuple[str, ParameterShard]]:
     """Plain tensors that are cut along one dimension. Values tell which chunk; where several have
     them (a bias of zeros), it is the place that this rank has in the others."""
     places: dict[int, int] = {}
@@ -211,7 +211,7 @@ def _settled(
             (at for count, place, at in candidates if place == places.get(count, usual % count)),
             candidates[0][2],
         )
-        yield name, Held(name, parameter, wholes[name].shape, at)
+        yield name, ParameterShard(name, parameter, wholes[name].shape, at)
 
 
 def _candidates(part: torch.Size, whole: torch.Size) -> Iterator[tuple[int, int, Tensor]]:

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from ptrain.report.finding import Departure, Moment, Subject
 from ptrain.verification.jobs.compare import (
-    Course,
-    Found,
-    Scale,
+    Differences,
+    Magnitude,
+    ParameterMove,
     compare_buffers,
     compare_gradients,
     compare_outputs,
@@ -27,23 +27,23 @@ from ptrain.verification.jobs.compare import (
 from ptrain.verification.jobs.conditions import Alone
 from ptrain.verification.jobs.job import Job, Tolerance
 from ptrain.verification.jobs.other import Move
-from ptrain.verification.jobs.probe import Probe, probed
-from ptrain.verification.jobs.record import Recorder
-from ptrain.verification.jobs.shards import Held
+from ptrain.verification.jobs.probe import ProbeResult, probed
+from ptrain.verification.jobs.record import StepRecorder
+from ptrain.verification.jobs.shards import ParameterShard
 
 Rows = dict[str, Tensor]
 
 
 @dataclass(slots=True, kw_only=True)
-class Pair:
+class LoopPair:
     """Both loops, what this rank holds of the loop's parameters and of the reference's, and where
     these were at the start. `sure`: of each parameter the elements whose gradients were more than
     rounding in every step."""
 
     reference: Job
     loop: Job
-    holds: dict[str, Held]
-    wholes: dict[str, Held]
+    holds: dict[str, ParameterShard]
+    wholes: dict[str, ParameterShard]
     origin: Rows = field(default_factory=dict)
     sure: Rows = field(default_factory=dict)
 
@@ -52,16 +52,16 @@ class Pair:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class StepComparison:
     """`losses`: the reference's and this rank's, as the steps returned them."""
 
-    found: Found
-    expected: Recorder
-    seen: Recorder
-    probe: Probe
+    found: Differences
+    expected: StepRecorder
+    seen: StepRecorder
+    probe: ProbeResult
     losses: tuple[Any, Any]
 
-    def moves(self, holds: Mapping[str, Held]) -> dict[str, Move]:
+    def moves(self, holds: Mapping[str, ParameterShard]) -> dict[str, Move]:
         """How each parameter moved, for the ranks to tell each other."""
         own = {
             id(each)
@@ -78,28 +78,30 @@ class Step:
         return found
 
 
-def run_step(pair: Pair, number_: int, rank: int, batch: Any, share: Any, limit: Tolerance) -> Step:
+def run_step(
+    pair: LoopPair, number_: int, rank: int, batch: Any, share: Any, limit: Tolerance
+) -> StepComparison:
     """The loop first, then the reference's module on what the loop's was given, then the
     reference's own step."""
     before, run_before = _values(pair.wholes), _values(pair.holds)
-    with Recorder(pair.loop.model, pair.holds) as seen:
+    with StepRecorder(pair.loop.model, pair.holds) as seen:
         loss = pair.loop.step(share)
     probe = probed(pair.reference.model, seen.calls)
-    with Recorder(pair.reference.model, pair.wholes) as expected, Alone():
+    with StepRecorder(pair.reference.model, pair.wholes) as expected, Alone():
         right = pair.reference.step(batch)
-    found = Found(step=number_, rank=rank)
+    found = Differences(step=number_, rank=rank)
     if seen.updates != expected.updates:
         told = f"{seen.updates} updates, one device {expected.updates}"
         found.differ(Moment.START, Subject.COUNTER, "optimizer.step", told)
     compare_gradients(found, expected, seen, pair.holds, limit)
-    scale, usual = Scale.of(expected.gradients), Scale.of(pair.origin).usual
+    scale, usual = Magnitude.of(expected.gradients), Magnitude.of(pair.origin).usual
     for name, each in pair.holds.items():
         gradient = expected.gradients.get(name)
         if gradient is not None:
             part = each.of(gradient.view(each.shape))
             now = sure_of(part, seen.gradients.get(name), gradient, limit)
             pair.sure[name] = pair.sure[name] & now if name in pair.sure else now
-        course = Course(
+        course = ParameterMove(
             parameter=each.parameter,
             origin=each.of(pair.origin[name]),
             before=each.of(before[name]),
@@ -113,17 +115,19 @@ def run_step(pair: Pair, number_: int, rank: int, batch: Any, share: Any, limit:
     states = state_of(expected, pair.wholes), state_of(seen, pair.holds)
     compare_states(found, *states, pair.holds, limit)
     compare_buffers(found, pair.reference.model, pair.loop.model, limit)
-    return Step(found=found, expected=expected, seen=seen, probe=probe, losses=(right, loss))
+    return StepComparison(
+        found=found, expected=expected, seen=seen, probe=probe, losses=(right, loss)
+    )
 
 
-def output_departures(step: Step, limit: Tolerance) -> list[Departure]:
+def output_departures(step: StepComparison, limit: Tolerance) -> list[Departure]:
     """Modules that return something else than the reference's for the same inputs."""
-    found = Found(step=step.found.step, rank=step.found.rank)
+    found = Differences(step=step.found.step, rank=step.found.rank)
     compare_outputs(found, step.probe, step.seen, limit)
     return found.departures
 
 
-def checksums(pair: Pair, gradients: Mapping[str, Tensor]) -> dict[str, dict[str, list[str]]]:
+def checksums(pair: LoopPair, gradients: Mapping[str, Tensor]) -> dict[str, dict[str, list[str]]]:
     """Of what this rank has after a step, bit by bit."""
     return {
         "parameters": digests(pair.holds, _values(pair.holds)),
@@ -135,12 +139,12 @@ def squares_of(gradients: Mapping[str, Tensor]) -> dict[str, float]:
     return {name: float(each.double().square().sum()) for name, each in gradients.items()}
 
 
-def is_finite(gradients: Mapping[str, Tensor], holds: Mapping[str, Held]) -> bool:
+def is_finite(gradients: Mapping[str, Tensor], holds: Mapping[str, ParameterShard]) -> bool:
     """Whether gradients and parameters are numbers at all."""
     values = (*gradients.values(), *(each.value() for each in holds.values()))
     return all(bool(torch.isfinite(each).all()) for each in values)
 
 
 @torch.no_grad()
-def _values(holds: Mapping[str, Held]) -> Rows:
+def _values(holds: Mapping[str, ParameterShard]) -> Rows:
     return {name: each.value().clone() for name, each in holds.items()}

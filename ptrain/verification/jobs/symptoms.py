@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ptrain.verification.factors import (
-    Fit,
+    LeastSquares,
     absent,
     are_alike,
     combination,
@@ -24,7 +24,7 @@ from ptrain.verification.jobs.evidence import Sample
 from ptrain.verification.jobs.ranks import Ranks
 
 
-class Kind(StrEnum):
+class SymptomKind(StrEnum):
     RIGHT = "right"
     EMPTY = "no gradient"
     NOT_FINITE = "not finite"
@@ -43,7 +43,7 @@ class Symptom:
     """`factor`: of the multiple; of a partial sum what the ranks' sum must be multiplied by.
     `ranks`: that have no gradient, or whose micro-batches count; `numbers`: which of these."""
 
-    kind: Kind
+    kind: SymptomKind
     axis: str = ""
     factor: float = 1.0
     ranks: tuple[int, ...] = ()
@@ -61,14 +61,14 @@ def symptom(sample: Sample, ranks: Ranks, tolerance: float) -> Symptom:
     pairs = {rank: sample.of(rank) for rank in holders}
     empty = tuple(rank for rank, (mine, truth) in pairs.items() if truth.any() and not mine.any())
     if empty:
-        return Symptom(Kind.EMPTY, ranks=empty)
+        return Symptom(SymptomKind.EMPTY, ranks=empty)
     if not all(torch.isfinite(mine).all() for mine, _ in pairs.values()):
-        return Symptom(Kind.NOT_FINITE)
+        return Symptom(SymptomKind.NOT_FINITE)
     everything = [torch.cat(each) for each in zip(*pairs.values(), strict=True)]
     even = multiple(*everything)
     if even.holds(tolerance):
         is_one = abs(even.factor - 1) <= tolerance
-        return Symptom(Kind.RIGHT if is_one else Kind.EVEN, factor=even.factor)
+        return Symptom(SymptomKind.RIGHT if is_one else SymptomKind.EVEN, factor=even.factor)
     for each in (
         _partial(sample, ranks, tolerance),
         _earlier(sample, holders, tolerance),
@@ -78,8 +78,8 @@ def symptom(sample: Sample, ranks: Ranks, tolerance: float) -> Symptom:
             return each
     alone = {rank: multiple(*pair) for rank, pair in pairs.items()}
     if all(fit.holds(tolerance) or not pairs[r][1].any() for r, fit in alone.items()):
-        return Symptom(Kind.EACH)
-    return Symptom(Kind.OTHER)
+        return Symptom(SymptomKind.EACH)
+    return Symptom(SymptomKind.OTHER)
 
 
 def _partial(sample: Sample, ranks: Ranks, tolerance: float) -> Symptom | None:
@@ -90,11 +90,11 @@ def _partial(sample: Sample, ranks: Ranks, tolerance: float) -> Symptom | None:
         if not fits or len(fits) < len(factors) or not all(f.holds(tolerance) for f in fits):
             continue
         if is_even([fit.factor for fit in fits], tolerance):
-            return Symptom(Kind.PARTIAL, axis=axis, factor=fits[0].factor)
+            return Symptom(SymptomKind.PARTIAL, axis=axis, factor=fits[0].factor)
     return None
 
 
-def _shares(sample: Sample, group: Sequence[int]) -> Iterator[Fit | None]:
+def _shares(sample: Sample, group: Sequence[int]) -> Iterator[LeastSquares | None]:
     """None for ranks that have the same: nothing is missing from a sum over them."""
     parts = sample.found[list(group)]
     has = ~parts.isnan().any(0)
@@ -118,9 +118,11 @@ def _earlier(sample: Sample, holders: Sequence[int], tolerance: float) -> Sympto
         before.append(sample.before[has])
     alone = multiple(torch.cat(found), torch.cat(before))
     if alone.holds(tolerance):
-        return Symptom(Kind.STALE, factor=alone.factor)
+        return Symptom(SymptomKind.STALE, factor=alone.factor)
     both = combination(torch.cat(found), [torch.cat(truth), torch.cat(before)])
-    return Symptom(Kind.ADDED, factor=both.coefficients[1]) if both.holds(tolerance) else None
+    return (
+        Symptom(SymptomKind.ADDED, factor=both.coefficients[1]) if both.holds(tolerance) else None
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,8 +132,8 @@ class Contributions:
     them."""
 
     labels: tuple[tuple[int, int], ...]
-    of_truth: Fit
-    of_found: dict[int, Fit]
+    of_truth: LeastSquares
+    of_found: dict[int, LeastSquares]
 
     @property
     def data_ranks(self) -> tuple[int, ...]:
@@ -155,7 +157,7 @@ def contributions(samples: Sequence[Sample]) -> Contributions | None:
                 columns.append(row)
     if not columns or 2 * len(columns) > truth.numel():
         return None
-    fits: dict[int, Fit] = {}
+    fits: dict[int, LeastSquares] = {}
     for rank, row in enumerate(found):
         has = ~row.isnan()
         if 2 * len(columns) <= int(has.sum()):
@@ -174,13 +176,13 @@ def _some(sample: Sample, holders: Sequence[int], tolerance: float) -> Symptom |
         return None
     if all(is_even(fit.coefficients, 10 * tolerance) for fit in fits):
         differ = not is_even(told.of_truth.coefficients, 10 * tolerance)
-        return Symptom(Kind.WEIGHTS) if differ else None
+        return Symptom(SymptomKind.WEIGHTS) if differ else None
     lacking = {absent(fit.coefficients) for fit in fits}
     if len(lacking) != 1 or not (missing := lacking.pop()):
         return None
     labels = [told.labels[each] for each in missing]
     return Symptom(
-        Kind.SOME,
+        SymptomKind.SOME,
         ranks=tuple(sorted({rank for rank, _ in labels})),
         numbers=tuple(sorted({number for _, number in labels})),
     )

@@ -54,7 +54,7 @@ def _row(check: Check) -> str:
 
 
 @dataclass(slots=True)
-class Worst:
+class LargestDifference:
     """The largest difference of a kind, over steps, ranks and tensors."""
 
     name: str
@@ -86,7 +86,7 @@ def claim(name: str, value: float | None, holds: bool, otherwise: str) -> Check:
 
 
 @dataclass(slots=True, kw_only=True)
-class Life:
+class Liveness:
     """Signs that a run learned anything: two dead runs agree perfectly. `again` is the loss of the
     first batch after all updates."""
 

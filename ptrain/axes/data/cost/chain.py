@@ -23,7 +23,7 @@ class NoClosedForm(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Unit:
+class ChainUnit:
     """What is gathered and reduced together: the shapes of its tensors, in elements."""
 
     shapes: tuple[Shape, ...]
@@ -45,7 +45,7 @@ class Unit:
 
 
 @dataclass(frozen=True, slots=True)
-class Chain:
+class UnitChain:
     """`blocks` first to last and the `root` around them; `head` are the indices of the root's
     tensors whose gradients are complete before any block's, the others come after all of them.
 
@@ -54,14 +54,14 @@ class Chain:
     another; otherwise it is part of the model's activations and copied where it is kept.
     """
 
-    blocks: tuple[Unit, ...]
-    root: Unit
+    blocks: tuple[ChainUnit, ...]
+    root: ChainUnit
     head: frozenset[int]
     arrival: tuple[int, ...]
     is_fresh: bool = False
 
     @property
-    def units(self) -> tuple[Unit, ...]:
+    def units(self) -> tuple[ChainUnit, ...]:
         """In the order in which they are wrapped and updated: the root last."""
         return (*self.blocks, self.root)
 
@@ -77,7 +77,7 @@ class Chain:
 
 
 @dataclass(frozen=True, slots=True)
-class MicroBatch:
+class MicroBatchPlace:
     """A micro-batch of a step: the first, the last, one between them, or the only one. All between
     the first and the last find and leave the same."""
 
@@ -85,9 +85,9 @@ class MicroBatch:
     is_last: bool
 
 
-def micro_batches(count: int) -> tuple[MicroBatch, ...]:
+def micro_batches(count: int) -> tuple[MicroBatchPlace, ...]:
     """The different ones of `count` micro-batches, in order."""
     if count == 1:
-        return (MicroBatch(True, True),)
-    between = (MicroBatch(False, False),) if count > 2 else ()
-    return (MicroBatch(True, False), *between, MicroBatch(False, True))
+        return (MicroBatchPlace(True, True),)
+    between = (MicroBatchPlace(False, False),) if count > 2 else ()
+    return (MicroBatchPlace(True, False), *between, MicroBatchPlace(False, True))

@@ -8,10 +8,16 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ptrain.axes.data.cost.buffer import Buffer
-from ptrain.axes.data.cost.chain import Chain, MicroBatch, Resident, Unit, micro_batches
-from ptrain.axes.data.cost.gradients import Gradients, Moments, Preparation
-from ptrain.axes.data.cost.parameters import Parameters
-from ptrain.axes.data.cost.update import Target, UnitUpdate
+from ptrain.axes.data.cost.chain import (
+    ChainUnit,
+    MicroBatchPlace,
+    Resident,
+    UnitChain,
+    micro_batches,
+)
+from ptrain.axes.data.cost.gradients import GradientsForm, Moments, Preparation
+from ptrain.axes.data.cost.parameters import ParametersForm
+from ptrain.axes.data.cost.update import UnitUpdate, UpdateTarget
 from ptrain.costs import State
 from ptrain.spec.placement import Tier
 from ptrain.spec.spec import Spec
@@ -22,9 +28,9 @@ from ptrain.steps.step import FlatUnits, Plan
 class FlatUnit:
     """One unit that has parameters."""
 
-    unit: Unit
-    parameters: Parameters
-    gradients: Gradients
+    unit: ChainUnit
+    parameters: ParametersForm
+    gradients: GradientsForm
     update: UnitUpdate
     preparation: Preparation
 
@@ -32,29 +38,29 @@ class FlatUnit:
     def is_root(self) -> bool:
         return self.unit.is_root
 
-    def moments(self, kind: MicroBatch) -> Moments:
+    def moments(self, kind: MicroBatchPlace) -> Moments:
         """Of its G in such a micro-batch."""
         return self.gradients.moments(is_first=kind.is_first, is_last=kind.is_last)
 
 
 @dataclass(frozen=True)
-class Flat:
+class FlatUnitsForm:
     """A plan of flat units on a chain."""
 
     spec: Spec
     plan: Plan
     step: FlatUnits
-    chain: Chain
+    chain: UnitChain
 
     @cached_property
     def units(self) -> tuple[FlatUnit, ...]:
         """In the order of wrapping and update, the root last; units without parameters left out."""
         return tuple(self._unit(unit) for unit in self.chain.units if unit.numel)
 
-    def _unit(self, unit: Unit) -> FlatUnit:
+    def _unit(self, unit: ChainUnit) -> FlatUnit:
         layout, buffer = self.plan.update.layout, Buffer.of(self.spec, self.step, unit.numel)
-        parameters = Parameters(self.step, layout, buffer, unit.is_root)
-        gradients = Gradients(self.step, layout, buffer)
+        parameters = ParametersForm(self.step, layout, buffer, unit.is_root)
+        gradients = GradientsForm(self.step, layout, buffer)
         update = UnitUpdate(self.spec, unit, parameters, gradients)
         return FlatUnit(unit, parameters, gradients, update, gradients.preparation())
 
@@ -89,7 +95,7 @@ class Flat:
         return sum(unit.parameters.whole for unit in self.units if unit.parameters.stays)
 
 
-def _kept(target: Target) -> int:
+def _kept(target: UpdateTarget) -> int:
     """Bytes that a rank keeps of one target's state."""
     master = target.master.part if target.master else 0
     return master + sum(tensor.part for tensor in target.state)

@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from ptrain.axes.data.cost.chain import MicroBatch, micro_batches
-from ptrain.axes.data.cost.flat import Flat, FlatUnit
+from ptrain.axes.data.cost.chain import MicroBatchPlace, micro_batches
+from ptrain.axes.data.cost.flat import FlatUnit, FlatUnitsForm
 from ptrain.axes.data.cost.optimizer import norm
 from ptrain.costs import Phase
 from ptrain.spec.placement import Tier
@@ -21,7 +21,7 @@ from ptrain.spec.placement import Tier
 FLAG_BYTES = 4  # fp32: whether a gradient of a scaled loss overflowed
 
 
-def flat_peaks(flat: Flat) -> dict[Phase, int]:
+def flat_peaks(flat: FlatUnitsForm) -> dict[Phase, int]:
     """Device bytes above what lives always (Theta and Omega as they are stored), by phase."""
     kinds = micro_batches(flat.plan.accumulate.micro_batches)
     return {
@@ -39,7 +39,7 @@ def _gathering(units: Iterable[FlatUnit]) -> int:
     return sum(unit.parameters.gathering for unit in units)
 
 
-def _forward(flat: Flat, kind: MicroBatch) -> Iterator[int]:
+def _forward(flat: FlatUnitsForm, kind: MicroBatchPlace) -> Iterator[int]:
     """Unit by unit: its gather beside those begun before it, the gathers ahead beside it, and in a
     step's first pass what the update left open."""
     order, ahead = flat.entered, flat.step.prefetch
@@ -67,8 +67,8 @@ def _forward(flat: Flat, kind: MicroBatch) -> Iterator[int]:
 class _Backward:
     """One backward pass: a turn for each block, the last one first, within the root's."""
 
-    flat: Flat
-    kind: MicroBatch
+    flat: FlatUnitsForm
+    kind: MicroBatchPlace
 
     @property
     def blocks(self) -> tuple[FlatUnit, ...]:
@@ -182,7 +182,7 @@ def _next(earlier: Sequence[FlatUnit], ahead: int) -> list[FlatUnit]:
     return [unit for unit in near if not unit.parameters.stays]
 
 
-def _update(flat: Flat) -> Iterator[int]:
+def _update(flat: FlatUnitsForm) -> Iterator[int]:
     """First each unit's G becomes what the update wants, in turn; then their norm; then the units
     are updated in turn, beside every G and what of the units before is on its way."""
     units, last = flat.units, micro_batches(flat.plan.accumulate.micro_batches)[-1]
@@ -205,7 +205,7 @@ def _update(flat: Flat) -> Iterator[int]:
     yield base + stays + sum(unit.update.stays for unit in units)
 
 
-def _norm(flat: Flat, *, is_on_device: bool) -> tuple[int, int]:
+def _norm(flat: FlatUnitsForm, *, is_on_device: bool) -> tuple[int, int]:
     """Of the units' shards; off the device only the scalar that is reduced comes there."""
     clip = flat.plan.clip
     if is_on_device:

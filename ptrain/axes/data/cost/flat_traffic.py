@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ptrain.axes.data.cost.buffer import Axes, without
-from ptrain.axes.data.cost.flat import Flat, FlatUnit
+from ptrain.axes.data.cost.flat import FlatUnit, FlatUnitsForm
 from ptrain.axes.data.cost.flat_peaks import FLAG_BYTES
-from ptrain.axes.data.cost.update import Tensor
+from ptrain.axes.data.cost.update import StateTensorForm
 from ptrain.axes.data.costs import gathers, reductions
 from ptrain.axes.ring import Calls, Group
 from ptrain.costs import Collective, Phase, State, Traffic, TrafficKey
@@ -33,7 +33,7 @@ def copies(what: Collective, state: State, phase: Phase, size: int, times: int =
     return Traffic(key=key, calls=times, payload_bytes=times * size, sent_bytes=0)
 
 
-def flat_sent(flat: Flat) -> Iterator[Traffic]:
+def flat_sent(flat: FlatUnitsForm) -> Iterator[Traffic]:
     """What one rank sends and copies, unit by unit; then the scalars of G on another tier."""
     for unit in flat.units:
         sender = _Sender(flat, unit)
@@ -41,7 +41,7 @@ def flat_sent(flat: Flat) -> Iterator[Traffic]:
     yield from _scalars(flat)
 
 
-def _scalars(flat: Flat) -> Iterator[Traffic]:
+def _scalars(flat: FlatUnitsForm) -> Iterator[Traffic]:
     """The norm is reduced on the device and used on the host, the flag of an overflow too; of a
     scaled loss the host needs flag and scale where it clips or updates."""
     step, layout, clip = flat.step, flat.plan.update.layout, flat.plan.clip
@@ -65,7 +65,7 @@ def _scalars(flat: Flat) -> Iterator[Traffic]:
 class _Sender:
     """One unit's step."""
 
-    flat: Flat
+    flat: FlatUnitsForm
     unit: FlatUnit
 
     @property
@@ -195,7 +195,7 @@ class _Sender:
                 yield from self._fetched(tensor)
                 yield from self._put(tensor)
 
-    def _fetched(self, tensor: Tensor) -> Iterator[Traffic]:
+    def _fetched(self, tensor: StateTensorForm) -> Iterator[Traffic]:
         state, phase = State.OPTIMIZER, self.updating
         if self.step.optimizer_tier is Tier.FILE:
             yield copies(READ, state, phase, tensor.part)
@@ -205,7 +205,7 @@ class _Sender:
             gather = Collective.ALL_GATHER
             yield self._call(gather, tensor.missing, state, phase, tensor.gathered)
 
-    def _put(self, tensor: Tensor) -> Iterator[Traffic]:
+    def _put(self, tensor: StateTensorForm) -> Iterator[Traffic]:
         state, phase = State.OPTIMIZER, self.updating
         if tensor.comes:
             yield copies(TO_HOST, state, phase, tensor.part)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
-from ptrain.axes.data.cost.chain import Chain, Resident, Unit
+from ptrain.axes.data.cost.chain import ChainUnit, Resident, UnitChain
 from ptrain.axes.data.cost.optimizer import (
     COUNTER_BYTES,
     has_counter,
@@ -39,7 +39,7 @@ from ptrain.steps.step import FullyShard, Plan
 class ShardedUnit:
     """Sizes of one unit that `ranks` shard by rows of dim 0."""
 
-    unit: Unit
+    unit: ChainUnit
     step: FullyShard
     layout: Layout
     ranks: int
@@ -128,13 +128,13 @@ class ShardedUnit:
 
 
 @dataclass(frozen=True)
-class FullySharded:
+class FullyShardedForm:
     """A plan of FSDP2 on a chain."""
 
     spec: Spec
     plan: Plan
     step: FullyShard
-    chain: Chain
+    chain: UnitChain
 
     @property
     def layout(self) -> Layout:

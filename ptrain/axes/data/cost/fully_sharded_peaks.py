@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from ptrain.axes.data.cost.chain import MicroBatch, micro_batches
-from ptrain.axes.data.cost.fully_sharded import FullySharded, ShardedUnit
+from ptrain.axes.data.cost.chain import MicroBatchPlace, micro_batches
+from ptrain.axes.data.cost.fully_sharded import FullyShardedForm, ShardedUnit
 from ptrain.axes.data.cost.optimizer import norm, update_casts
 from ptrain.axes.data.costs import local_rows
 from ptrain.costs import Phase
@@ -21,7 +21,7 @@ from ptrain.spec.precision import Layout
 from ptrain.steps.step import FullyShard
 
 
-def fully_sharded_peaks(sharded: FullySharded, index: int) -> dict[Phase, int]:
+def fully_sharded_peaks(sharded: FullyShardedForm, index: int) -> dict[Phase, int]:
     """Bytes above what lives always on the ranks with shard `index`, by phase."""
     kinds = micro_batches(sharded.plan.accumulate.micro_batches)
     passes = [_Pass(sharded, kind) for kind in kinds]
@@ -32,7 +32,7 @@ def fully_sharded_peaks(sharded: FullySharded, index: int) -> dict[Phase, int]:
     }
 
 
-def _update(sharded: FullySharded, index: int) -> Iterator[int]:
+def _update(sharded: FullyShardedForm, index: int) -> Iterator[int]:
     """The norm of all; then each unit's casts of its rows, and of its matrices the largest's
     orthogonalization."""
     base = sum(unit.kept for unit in sharded.units)
@@ -56,8 +56,8 @@ def _wholes(units: Iterable[ShardedUnit]) -> int:
 class _Pass:
     """A forward and a backward pass over the units of a chain."""
 
-    sharded: FullySharded
-    kind: MicroBatch
+    sharded: FullyShardedForm
+    kind: MicroBatchPlace
 
     @property
     def step(self) -> FullyShard:

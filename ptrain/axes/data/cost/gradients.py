@@ -36,7 +36,7 @@ class Moments:
 
 
 @dataclass(frozen=True, slots=True)
-class Gradients:
+class GradientsForm:
     """G of a unit with this buffer in every step of this kind."""
 
     step: FlatUnits
@@ -167,7 +167,7 @@ class Preparation:
     gathered along `wider`; off the device it goes there and back for that. `is_whole`: it is still
     the tensor that backward filled, and goes as soon as its part is there."""
 
-    gradients: Gradients
+    gradients: GradientsForm
     now: Axes
     narrower: Axes
     partial: Axes

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ptrain.axes.data.cost.chain import Chain, NoClosedForm, Unit
+from ptrain.axes.data.cost.chain import ChainUnit, NoClosedForm, UnitChain
 from ptrain.axes.data.form import ELEMENTWISE
 from ptrain.spec.precision import DType, Layout
 from ptrain.spec.spec import OptimizerSpec, Spec
@@ -57,7 +57,7 @@ def orthogonalization(shape: tuple[int, ...], layout: Layout) -> int:
     return whole * (4 if layout.scales_loss else 1) + 2 * iterate
 
 
-def norm(spec: Spec, plan: Plan, chain: Chain, tensors: int) -> tuple[int, int]:
+def norm(spec: Spec, plan: Plan, chain: UnitChain, tensors: int) -> tuple[int, int]:
     """(bytes at once, bytes that stay until the step is over) of the norm of so many gradients:
     a scalar each, all of them stacked, and the norm of these."""
     if plan.clip is None:
@@ -71,7 +71,7 @@ def norm(spec: Spec, plan: Plan, chain: Chain, tensors: int) -> tuple[int, int]:
 
 
 def update_casts(
-    optimizer: OptimizerSpec, layout: Layout, unit: Unit, numels: Sequence[int]
+    optimizer: OptimizerSpec, layout: Layout, unit: ChainUnit, numels: Sequence[int]
 ) -> int:
     """Bytes of what the update of a unit's tensors in place casts, of `numels` elements each."""
     casts = sum(

@@ -18,7 +18,7 @@ from ptrain.steps.step import FlatUnits
 
 
 @dataclass(frozen=True, slots=True)
-class Parameters:
+class ParametersForm:
     """Theta of a unit with this buffer."""
 
     step: FlatUnits

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ptrain.axes.data.cost.chain import Chain, Resident
+from ptrain.axes.data.cost.chain import Resident, UnitChain
 from ptrain.axes.data.cost.optimizer import (
     COUNTER_BYTES,
     has_counter,
@@ -34,13 +34,13 @@ _INDEX_BYTES = 4  # int32: of a bucket's tensors, broadcast when buckets are reb
 
 
 @dataclass(frozen=True)
-class Replicated:
+class ReplicatedForm:
     """A plan on a chain in which every rank has all of Theta and of G."""
 
     spec: Spec
     plan: Plan
     step: Replicate | LocalGradients
-    chain: Chain
+    chain: UnitChain
 
     @property
     def layout(self) -> Layout:

@@ -15,8 +15,8 @@ from functools import cached_property
 from itertools import accumulate
 
 from ptrain.axes.data.cost.buffer import Axes, Buffer, without
-from ptrain.axes.data.cost.chain import Unit
-from ptrain.axes.data.cost.gradients import Gradients
+from ptrain.axes.data.cost.chain import ChainUnit
+from ptrain.axes.data.cost.gradients import GradientsForm
 from ptrain.axes.data.cost.optimizer import (
     COUNTER_BYTES,
     has_counter,
@@ -24,7 +24,7 @@ from ptrain.axes.data.cost.optimizer import (
     num_moments,
     orthogonalization,
 )
-from ptrain.axes.data.cost.parameters import Parameters
+from ptrain.axes.data.cost.parameters import ParametersForm
 from ptrain.spec.batch import GatherAfterUpdate
 from ptrain.spec.placement import Tier
 from ptrain.spec.precision import DType, Layout
@@ -33,7 +33,7 @@ from ptrain.steps.step import FlatUnits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tensor:
+class StateTensorForm:
     """One tensor of a target's state, in a buffer cut along Omega's axes. `works`: elements of its
     copy in the dtype of the update (0: none); `is_scalar`: a counter, which nobody cuts."""
 
@@ -94,13 +94,13 @@ class Tensor:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
+class UpdateTarget:
     """What one call of the optimizer updates: a unit's shard, or (Muon) one tensor. `master` is its
     master copy where that is not Theta itself."""
 
     numel: int
-    master: Tensor | None
-    state: tuple[Tensor, ...]
+    master: StateTensorForm | None
+    state: tuple[StateTensorForm, ...]
     orthogonalizing: int = 0
 
 
@@ -109,9 +109,9 @@ class UnitUpdate:
     """The update of one unit. Theta, G and Omega have the same buffer."""
 
     spec: Spec
-    unit: Unit
-    parameters: Parameters
-    gradients: Gradients
+    unit: ChainUnit
+    parameters: ParametersForm
+    gradients: GradientsForm
 
     @property
     def step(self) -> FlatUnits:
@@ -134,7 +134,7 @@ class UnitUpdate:
         return self.layout.master is not None and not self.step.materialized
 
     @cached_property
-    def targets(self) -> tuple[Target, ...]:
+    def targets(self) -> tuple[UpdateTarget, ...]:
         """In the order of the unit's tensors."""
         buffer, step = self.parameters.buffer, self.step
         if not is_by_tensor(self.optimizer):
@@ -151,11 +151,11 @@ class UnitUpdate:
 
     def _target(
         self, buffer: Buffer, numel: int, *, is_hidden: bool, matrix: tuple[int, ...] = ()
-    ) -> Target:
+    ) -> UpdateTarget:
         layout = self.layout
 
-        def tensor(dtype: DType, *, works: int = 0, is_scalar: bool = False) -> Tensor:
-            return Tensor(
+        def tensor(dtype: DType, *, works: int = 0, is_scalar: bool = False) -> StateTensorForm:
+            return StateTensorForm(
                 step=self.step,
                 buffer=buffer,
                 dtype=dtype,
@@ -169,7 +169,7 @@ class UnitUpdate:
         moments = num_moments(self.optimizer, is_hidden=is_hidden)
         counters = has_counter(self.optimizer, is_hidden=is_hidden)
         scaled = orthogonalization(matrix, layout) if is_hidden and self.is_on_device else 0
-        return Target(
+        return UpdateTarget(
             numel=numel,
             master=tensor(layout.updated) if self.has_master else None,
             state=(moment,) * moments + (tensor(DType.FP32, is_scalar=True),) * counters,
@@ -177,10 +177,10 @@ class UnitUpdate:
         )
 
     @property
-    def value(self) -> Tensor:
+    def value(self) -> StateTensorForm:
         """Theta as a tensor of state: where it is made of master copies."""
         buffer = self.parameters.buffer
-        return Tensor(
+        return StateTensorForm(
             step=self.step, buffer=buffer, dtype=self.parameters.dtype, numel=buffer.padded
         )
 
@@ -254,7 +254,7 @@ class UnitUpdate:
         """Device bytes at the fullest moment, beside the gradient that is kept."""
         return max(self.bringing, *self._fetching(), *self._putting())
 
-    def _cast(self, target: Target) -> int:
+    def _cast(self, target: UpdateTarget) -> int:
         return target.numel * self.layout.updated.itemsize * self.is_cast
 
     def _fetching(self) -> Iterator[int]:
@@ -279,7 +279,7 @@ class UnitUpdate:
         gradient = casts[-1] + self.gradient * (not self.is_cast)
         yield gradient + fetched + max(target.orthogonalizing for target in self.targets)
 
-    def _left(self, target: Target) -> int:
+    def _left(self, target: UpdateTarget) -> int:
         """Device bytes of a target's fetched state."""
         itemsize = self.layout.updated.itemsize
         works = sum(tensor.works for tensor in target.state) * itemsize

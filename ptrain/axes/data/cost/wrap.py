@@ -11,13 +11,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-from ptrain.axes.data.cost.chain import Chain, NoClosedForm, Resident
-from ptrain.axes.data.cost.flat import Flat
+from ptrain.axes.data.cost.chain import NoClosedForm, Resident, UnitChain
+from ptrain.axes.data.cost.flat import FlatUnitsForm
 from ptrain.axes.data.cost.flat_peaks import flat_peaks
 from ptrain.axes.data.cost.flat_traffic import flat_sent
-from ptrain.axes.data.cost.fully_sharded import FullySharded
+from ptrain.axes.data.cost.fully_sharded import FullyShardedForm
 from ptrain.axes.data.cost.fully_sharded_peaks import fully_sharded_peaks
-from ptrain.axes.data.cost.replicated import Replicated
+from ptrain.axes.data.cost.replicated import ReplicatedForm
 from ptrain.axes.ring import Calls, Group
 from ptrain.costs import Collective, Phase, State, Traffic, add_traffic
 from ptrain.spec.precision import DType
@@ -25,7 +25,7 @@ from ptrain.spec.spec import Spec
 from ptrain.steps.step import FlatUnits, FullyShard, LocalGradients, Plan, Replicate
 
 
-class Form(Protocol):
+class WrapForm(Protocol):
     """The closed forms of one way to wrap; `index` is a rank's place along the axes on which ranks
     differ."""
 
@@ -49,7 +49,7 @@ class Form(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _FlatForm:
-    flat: Flat
+    flat: FlatUnitsForm
 
     def resident(self, index: int) -> Resident:
         return self.flat.resident()
@@ -66,7 +66,7 @@ class _FlatForm:
 
 @dataclass(frozen=True, slots=True)
 class _ShardedForm:
-    sharded: FullySharded
+    sharded: FullyShardedForm
 
     def resident(self, index: int) -> Resident:
         return self.sharded.resident(index)
@@ -81,21 +81,21 @@ class _ShardedForm:
         return self.sharded.sent()
 
 
-def closed_form(spec: Spec, plan: Plan, chain: Chain) -> Form:
+def closed_form(spec: Spec, plan: Plan, chain: UnitChain) -> WrapForm:
     """The formulas of the plan's wrap step on a chain of units. Raises NoClosedForm for a stage of
     a pipeline, whose units' passes have other micro-batches between them."""
     if plan.pipeline is not None:
         raise NoClosedForm("pipeline: micro-batches in flight lie between a unit's passes")
     match plan.wrap:
         case LocalGradients() | Replicate() as step:
-            return Replicated(spec, plan, step, chain)
+            return ReplicatedForm(spec, plan, step, chain)
         case FullyShard() as step:
-            return _ShardedForm(FullySharded(spec, plan, step, chain))
+            return _ShardedForm(FullyShardedForm(spec, plan, step, chain))
         case FlatUnits() as step:
-            return _FlatForm(Flat(spec, plan, step, chain))
+            return _FlatForm(FlatUnitsForm(spec, plan, step, chain))
 
 
-def sent(spec: Spec, plan: Plan, chain: Chain) -> tuple[Traffic, ...]:
+def sent(spec: Spec, plan: Plan, chain: UnitChain) -> tuple[Traffic, ...]:
     """All traffic of a step: the wrap's, and the scalars of the norm and of a scaled loss, of which
     there is one along every axis that G is cut along."""
     return add_traffic((*closed_form(spec, plan, chain).sent(), *_scalars(spec, plan)))

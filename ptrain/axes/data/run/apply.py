@@ -13,13 +13,13 @@ from torch import nn
 from ptrain.axes.data.run.flat import FlatWrap
 from ptrain.axes.data.run.fully_sharded import FullyShardedWrap
 from ptrain.axes.data.run.replicated import ReplicatedWrap
-from ptrain.axes.data.run.wrapped import ParameterWrap, Wrapped
+from ptrain.axes.data.run.wrapped import ParameterWrap, WrappedModel
 from ptrain.rooms.mesh import Mesh
 from ptrain.rooms.registry import Registry
 from ptrain.steps.step import FlatUnits, FullyShard, LocalGradients, Plan, Replicate
 
 
-def apply(model: nn.Module, plan: Plan, mesh: Mesh, registry: Registry) -> Wrapped:
+def apply(model: nn.Module, plan: Plan, mesh: Mesh, registry: Registry) -> WrappedModel:
     """Wrap `model` as the plan says."""
     match plan.wrap:
         case LocalGradients():

@@ -18,9 +18,9 @@ from ptrain.axes.data.form import ELEMENTWISE
 from ptrain.axes.data.run.flat_target import FlatState, FlatTarget, FlatTensorTarget
 from ptrain.axes.data.run.local_part import stored_part
 from ptrain.axes.data.run.members import ParameterMembers
-from ptrain.axes.data.run.target import Target
+from ptrain.axes.data.run.target import NamedTarget
 from ptrain.axes.data.run.whole import OfWholeModel
-from ptrain.axes.data.units import Unit, Units
+from ptrain.axes.data.units import ModelLife, UnitLife
 from ptrain.axes.data.update import TensorsUpdate
 from ptrain.costs import State
 from ptrain.models.again import runs_again
@@ -39,7 +39,7 @@ class Hooks:
     """One unit at the hooks of its modules and parameters."""
 
     def __init__(
-        self, unit: Unit[torch.Tensor], modules: Sequence[nn.Module], members: ParameterMembers
+        self, unit: UnitLife[torch.Tensor], modules: Sequence[nn.Module], members: ParameterMembers
     ) -> None:
         self.unit = unit
         modules[0].register_forward_pre_hook(self._before_forward)
@@ -89,7 +89,7 @@ class FlatWrap(OfWholeModel):
             cuts = Cuts(room, numel, cut, step.reduce_scatter)
             states.append(FlatState(tensors, cuts, step, plan.update.layout, room))
             members.append(tensors)
-        self.units = Units(states, [modules == (ROOT,) for modules, _ in wrapped], step)
+        self.units = ModelLife(states, [modules == (ROOT,) for modules, _ in wrapped], step)
         self.hooks = [
             Hooks(unit, [model.get_submodule(name) for name in modules], tensors)
             for unit, (modules, _), tensors in zip(self.units.all, wrapped, members, strict=True)
@@ -137,7 +137,7 @@ class FlatWrap(OfWholeModel):
     def clear_gradients(self) -> None:
         self.units.clear_gradients()
 
-    def targets(self) -> Sequence[Sequence[Target]]:
+    def targets(self) -> Sequence[Sequence[NamedTarget]]:
         """A group per unit, so that no more than one unit's parameters are gathered at once."""
         return self._targets
 
@@ -148,7 +148,7 @@ class FlatWrap(OfWholeModel):
         return self.units.storages()
 
 
-def _targets(state: FlatState, *, whole_tensors: bool) -> Sequence[Target]:
+def _targets(state: FlatState, *, whole_tensors: bool) -> Sequence[NamedTarget]:
     whole = FlatTarget(state)
     if not whole_tensors:
         return [whole]

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ptrain.axes.data.run.spread import SpreadUpdate
+from ptrain.axes.data.run.spread import ZeroRedundancyUpdate
 from ptrain.axes.data.run.summing import keeping_hook, summing_hook
 from ptrain.axes.data.run.wrapped import ParameterWrap
 from ptrain.rooms.mesh import Mesh
@@ -107,11 +107,13 @@ class ReplicatedWrap(ParameterWrap):
             else:
                 target.parameter.grad = None
 
-    def own_update(self, optimizer: OptimizerSpec, layout: Layout) -> SpreadUpdate | None:
+    def own_update(self, optimizer: OptimizerSpec, layout: Layout) -> ZeroRedundancyUpdate | None:
         if not self.step.zero_redundancy:
             return None
         targets = list(self._targets())
-        return SpreadUpdate(targets, optimizer, self.mesh.submesh(self.step.axes), self.registry)
+        return ZeroRedundancyUpdate(
+            targets, optimizer, self.mesh.submesh(self.step.axes), self.registry
+        )
 
 
 def _bucket_cap_mb(step: Replicate) -> float | None:

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from ptrain.axes.data.run.flat_target import distribute_rows
-from ptrain.axes.data.run.target import Named, TensorTarget
+from ptrain.axes.data.run.target import Named, ParameterTarget
 from ptrain.costs import State
 from ptrain.optimizers.build import build_optimizer
 from ptrain.optimizers.torch import TorchLeaf
@@ -21,7 +21,7 @@ from ptrain.rooms.registry import Registry
 from ptrain.spec.spec import OptimizerSpec
 
 
-class SpreadTarget(TensorTarget):
+class SpreadTarget(ParameterTarget):
     """A whole parameter on every rank whose optimizer state is on one, `owner`."""
 
     def __init__(self, name: str, parameter: nn.Parameter, owner: int, mesh: DeviceMesh) -> None:
@@ -37,13 +37,13 @@ class SpreadTarget(TensorTarget):
         return {self.name: distribute_rows(whole, self.mesh)}
 
 
-class SpreadUpdate:
+class ZeroRedundancyUpdate:
     """ZeroRedundancyOptimizer over the targets' parameters, which become views of a bucket per
     owner; each owner broadcasts its bucket after its update."""
 
     def __init__(
         self,
-        targets: Sequence[TensorTarget],
+        targets: Sequence[ParameterTarget],
         spec: OptimizerSpec,
         mesh: DeviceMesh,
         registry: Registry,
@@ -93,7 +93,7 @@ class SpreadUpdate:
         for of_device in self.optimizer._buckets:
             yield from of_device
 
-    def _initial(self, target: TensorTarget, device: str | None = None) -> Named:
+    def _initial(self, target: ParameterTarget, device: str | None = None) -> Named:
         like = target.parameter.detach()
         state = {
             name: torch.zeros_like(like, device=device)

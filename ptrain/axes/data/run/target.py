@@ -11,15 +11,14 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from ptrain.models.ledger import local
-from ptrain.optimizers.update import Resident, Slot
-from ptrain.optimizers.update import Target as Updated
+from ptrain.optimizers.update import Resident, Slot, Target
 from ptrain.rooms.tiers import same_memory
 from ptrain.spec.axis import Axis
 
 Named = dict[str, torch.Tensor]
 
 
-class Target(Updated[torch.Tensor], Protocol):
+class NamedTarget(Target[torch.Tensor], Protocol):
     """A local tensor that the optimizer updates, and how it stands for named parameters."""
 
     @property
@@ -54,7 +53,7 @@ class Target(Updated[torch.Tensor], Protocol):
         """The inverse of `export`."""
 
 
-class TensorTarget:
+class ParameterTarget:
     """A parameter whose local part is a tensor: itself, or the local part of a DTensor."""
 
     is_in_place = True

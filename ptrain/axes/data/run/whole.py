@@ -6,13 +6,13 @@ from collections.abc import Mapping
 
 import torch
 
-from ptrain.axes.data.run.target import Named, Target
+from ptrain.axes.data.run.target import Named, NamedTarget
 
 
 class OfWholeModel:
     """It has each tensor once, under the model's name."""
 
-    def is_copy(self, target: Target) -> bool:
+    def is_copy(self, target: NamedTarget) -> bool:
         return False
 
     def canonical_name(self, name: str) -> str:

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from ptrain.axes.data.run.flat import parameters_by_unit
-from ptrain.axes.data.run.target import Named, Target, TensorTarget
+from ptrain.axes.data.run.target import Named, NamedTarget, ParameterTarget
 from ptrain.axes.data.run.whole import OfWholeModel
 from ptrain.costs import State
-from ptrain.rooms.room import Leaf
+from ptrain.rooms.room import OptimizerLeaf
 from ptrain.spec.precision import Layout
 from ptrain.spec.spec import OptimizerSpec
 from ptrain.steps.step import Units
@@ -28,18 +28,18 @@ class OwnUpdate(Protocol):
     def step(self, lr: float, scaling: None = None) -> None:
         """One update with this learning rate; the parameters are whole when it is over."""
 
-    def tensors(self) -> Iterator[tuple[Target, dict[str, torch.Tensor]]]:
+    def tensors(self) -> Iterator[tuple[NamedTarget, dict[str, torch.Tensor]]]:
         """Each target with its optimizer state by name."""
         ...
 
-    def leaves(self) -> Iterator[tuple[Target, Leaf[torch.Tensor]]]:
+    def leaves(self) -> Iterator[tuple[NamedTarget, OptimizerLeaf[torch.Tensor]]]:
         """Each target with the leaf that torch's optimizer knows it by."""
         ...
 
     def storages(self) -> Iterator[tuple[State, torch.Tensor]]: ...
 
 
-class Wrapped(Protocol):
+class WrappedModel(Protocol):
     """What the program needs of a wrap."""
 
     module: nn.Module
@@ -67,9 +67,9 @@ class Wrapped(Protocol):
 
     def clear_gradients(self) -> None: ...
 
-    def targets(self) -> Sequence[Sequence[Target]]: ...
+    def targets(self) -> Sequence[Sequence[NamedTarget]]: ...
 
-    def is_copy(self, target: Target) -> bool:
+    def is_copy(self, target: NamedTarget) -> bool:
         """Whether another stage has the tensor itself, where it is counted."""
         ...
 
@@ -94,7 +94,7 @@ class ParameterWrap(OfWholeModel):
         self.model = model
         self.unit_names = units
         self.owns_masters = owns_masters
-        self._groups: list[list[TensorTarget]] = []
+        self._groups: list[list[ParameterTarget]] = []
 
     def micro_batch(self, is_last: bool) -> AbstractContextManager[None]:
         return nullcontext()
@@ -121,13 +121,13 @@ class ParameterWrap(OfWholeModel):
         for target in self._targets():
             target.parameter.grad = None
 
-    def targets(self) -> list[list[TensorTarget]]:
+    def targets(self) -> list[list[ParameterTarget]]:
         """A group per unit. Read off the module once, before it runs: while a unit is gathered, the
         module's parameters are not those that the rank stores."""
         if not self._groups:
             self._groups = [
                 [
-                    TensorTarget(name, parameter, owns_master=self.owns_masters)
+                    ParameterTarget(name, parameter, owns_master=self.owns_masters)
                     for name, parameter in named
                 ]
                 for _, named in parameters_by_unit(self.model, self.unit_names)
@@ -137,7 +137,7 @@ class ParameterWrap(OfWholeModel):
     def own_update(self, optimizer: OptimizerSpec, layout: Layout) -> OwnUpdate | None:
         return None
 
-    def _targets(self) -> Iterator[TensorTarget]:
+    def _targets(self) -> Iterator[ParameterTarget]:
         return chain.from_iterable(self.targets())
 
     def storages(self) -> Iterator[tuple[State, torch.Tensor]]:

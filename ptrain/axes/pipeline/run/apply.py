@@ -10,7 +10,7 @@ from ptrain.axes.pipeline.form import stages_text
 from ptrain.axes.pipeline.instructions import evaluation, training
 from ptrain.axes.pipeline.known import schedule_of
 from ptrain.axes.pipeline.run.runtime import Runtime
-from ptrain.axes.pipeline.run.stage import Asked, Boundary, Stage
+from ptrain.axes.pipeline.run.stage import BoundaryTensor, PassCallbacks, StageRunner
 from ptrain.axes.pipeline.run.staged import Staged
 from ptrain.axes.pipeline.schedule import Action
 from ptrain.data.sampler import LocalBatch
@@ -26,7 +26,9 @@ class Pipelined:
     schedule. Gradients are sums over tokens, divided by the global number in the loss: nothing is
     scaled by the number of micro-batches."""
 
-    def __init__(self, spec: Spec, plan: Plan, mesh: Mesh, staged: Staged, asked: Asked) -> None:
+    def __init__(
+        self, spec: Spec, plan: Plan, mesh: Mesh, staged: Staged, asked: PassCallbacks
+    ) -> None:
         step = plan.pipeline
         assert step is not None
         self.step = step
@@ -34,7 +36,7 @@ class Pipelined:
         self.count = spec.batch.accumulate
         self.rank = mesh.coordinate(step.axis)
         boundary = _boundary(spec, plan, mesh, staged.hidden)
-        self.stages = [Stage(part, step.stages, boundary, asked) for part in staged.parts]
+        self.stages = [StageRunner(part, step.stages, boundary, asked) for part in staged.parts]
         self.runtime = Runtime(step.rank_of, mesh.group((step.axis,)), boundary, mesh.registry)
         self.instructions = training(schedule_of(spec))[self.rank]
         self._stage_of = {stage.index: stage for stage in self.stages}
@@ -85,11 +87,11 @@ class Pipelined:
             )
 
 
-def _boundary(spec: Spec, plan: Plan, mesh: Mesh, hidden: int) -> Boundary:
+def _boundary(spec: Spec, plan: Plan, mesh: Mesh, hidden: int) -> BoundaryTensor:
     tokens = spec.batch.sequence
     if plan.tensor is not None and plan.tensor.is_sequence:
         tokens //= mesh.degrees[plan.tensor.axis]
-    return Boundary(
+    return BoundaryTensor(
         shape=(spec.batch.micro, tokens, hidden),
         dtype=TORCH_DTYPES[plan.update.layout.parameters],
         device=mesh.world.device,

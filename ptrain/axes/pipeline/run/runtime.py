@@ -21,7 +21,7 @@ from ptrain.axes.pipeline.instructions import (
     taken,
 )
 from ptrain.axes.pipeline.run.failure import Waits
-from ptrain.axes.pipeline.run.stage import Boundary
+from ptrain.axes.pipeline.run.stage import BoundaryTensor
 from ptrain.axes.pipeline.schedule import Action
 from ptrain.costs import State
 from ptrain.rooms.registry import Registry
@@ -39,7 +39,7 @@ class Runtime:
         self,
         rank_of: tuple[int, ...],
         group: dist.ProcessGroup,
-        boundary: Boundary,
+        boundary: BoundaryTensor,
         registry: Registry,
     ) -> None:
         self.rank_of, self.group = rank_of, group

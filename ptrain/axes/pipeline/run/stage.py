@@ -18,7 +18,7 @@ from torch import Tensor
 from ptrain.axes.pipeline.run.cut import apart
 from ptrain.axes.pipeline.run.failure import named
 from ptrain.axes.pipeline.run.passes import Groups, backward, backward_input, backward_weight
-from ptrain.axes.pipeline.run.staged import Part
+from ptrain.axes.pipeline.run.staged import LocalStage
 from ptrain.axes.pipeline.schedule import Action
 from ptrain.costs import Phase
 from ptrain.errors import RankFailed
@@ -29,7 +29,7 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Boundary:
+class BoundaryTensor:
     """What goes from stage to stage: hidden states of one micro-batch, [micro, tokens, hidden] (of
     this rank's slice of the tokens)."""
 
@@ -52,7 +52,7 @@ class Boundary:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class PassCallbacks:
     """What a program wants of passes: the last stage's forward pass runs in `given(targets)`, then
     `loss` is called with what it returned and the targets; `enter` is told of every pass."""
 
@@ -79,11 +79,13 @@ class _InFlight:
         return root
 
 
-class Stage:
+class StageRunner:
     """The passes of one stage, the last of `stages` or not. Raises RankFailed where the module
     fails or gives something else than the next stage waits for."""
 
-    def __init__(self, part: Part, stages: int, boundary: Boundary, asked: Asked) -> None:
+    def __init__(
+        self, part: LocalStage, stages: int, boundary: BoundaryTensor, asked: PassCallbacks
+    ) -> None:
         self.index, self.module, self.wrapped = part.index, part.module, part.wrapped
         self.is_first, self.is_last = part.index == 0, part.index == stages - 1
         self.boundary, self.asked = boundary, asked

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ptrain.axes.data.run.target import Named, Target
-from ptrain.axes.data.run.wrapped import Wrapped
+from ptrain.axes.data.run.target import Named, NamedTarget
+from ptrain.axes.data.run.wrapped import WrappedModel
 from ptrain.costs import State
 from ptrain.rooms.mesh import Mesh
 from ptrain.spec.precision import Layout
@@ -22,18 +22,20 @@ from ptrain.timeline import Kind
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class LocalStage:
     """One stage: its number, its module and what wraps it."""
 
     index: int
     module: nn.Module
-    wrapped: Wrapped
+    wrapped: WrappedModel
 
 
 class Staged:
     """What the program needs of a rank's stages. The passes are the schedule's."""
 
-    def __init__(self, parts: Sequence[Part], step: Pipeline, mesh: Mesh, hidden: int) -> None:
+    def __init__(
+        self, parts: Sequence[LocalStage], step: Pipeline, mesh: Mesh, hidden: int
+    ) -> None:
         self.parts = parts
         self.hidden = hidden  # features of what goes from stage to stage
         self.module = nn.ModuleList(part.module for part in parts)
@@ -77,7 +79,7 @@ class Staged:
         for part in self.parts:
             part.wrapped.clear_gradients()
 
-    def targets(self) -> Sequence[Sequence[Target]]:
+    def targets(self) -> Sequence[Sequence[NamedTarget]]:
         return [group for part in self.parts for group in part.wrapped.targets()]
 
     def own_update(self, optimizer: OptimizerSpec, layout: Layout) -> None:
@@ -87,7 +89,7 @@ class Staged:
         for part in self.parts:
             yield from part.wrapped.storages()
 
-    def is_copy(self, target: Target) -> bool:
+    def is_copy(self, target: NamedTarget) -> bool:
         """Whether the first stage has the tensor itself, which is counted there."""
         return any(target is copied for copied in self._copies)
 
@@ -102,18 +104,18 @@ class Staged:
         copies = {copied: named[name] for name, copied in self.step.shared if name in named}
         return {**named, **copies}
 
-    def _copied(self, part: Part) -> Iterator[Target]:
+    def _copied(self, part: LocalStage) -> Iterator[NamedTarget]:
         """Of a stage the targets of copies, each a unit of its own."""
         if part.index:
             yield from self._shared_targets(part, [copied for _, copied in self.step.shared])
 
-    def _of_ends(self, part: Part) -> Iterator[Target]:
+    def _of_ends(self, part: LocalStage) -> Iterator[NamedTarget]:
         """Of the first stage the targets that the last one has a copy of, of the last one these."""
         names = {0: [name for name, _ in self.step.shared]}
         names[self.step.stages - 1] = [copied for _, copied in self.step.shared]
         yield from self._shared_targets(part, names.get(part.index, ()))
 
-    def _shared_targets(self, part: Part, names: Sequence[str]) -> Iterator[Target]:
+    def _shared_targets(self, part: LocalStage, names: Sequence[str]) -> Iterator[NamedTarget]:
         """To ask for a target's names may gather it over tp: before the first step only."""
         for group in part.wrapped.targets():
             for target in group:

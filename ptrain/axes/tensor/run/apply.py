@@ -112,7 +112,7 @@ class HeadParallel(ColwiseParallel):
         )
 
 
-class Whole(ParallelStyle):
+class ReplicateParallel(ParallelStyle):
     """Every rank has all of a module's tensors, and uses them on its part of the tokens."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -202,7 +202,7 @@ def _styles(step: Parallelize, role: Role, registry: Registry) -> Iterator[Paral
             yield GradientsAsKept(registry)
         case Role.POSITIONS:
             if step.is_sequence:
-                yield Whole()
+                yield ReplicateParallel()
         case Role.WHOLE_INPUT:
             if not step.is_naive:
                 yield WholeInput(between, regathers=step.is_saved_cut)
