@@ -12,7 +12,6 @@ from ptrain.axes.pipeline.instructions import training
 from ptrain.axes.pipeline.schedule import Schedule
 from ptrain.costs import ByRank, Footprint, Peak, Phase, State, by_rank
 from ptrain.derivation.differing import differing_axes
-from ptrain.derivation.ghosts.table import wrapping
 from ptrain.derivation.kept import activation_row
 from ptrain.derivation.pipeline import StageParts
 from ptrain.derivation.repeats import cast
@@ -91,7 +90,7 @@ class _PartsOfStages:
 
     def first_of(self, stage: int, index: int) -> int:
         """The first rank along tp that has the same part of a stage."""
-        return next(own for own in self.stages[stage].parts.values() if index in own)[0]
+        return self.stages[stage].of(index)[1]
 
     def of(self, stage: int, index: int) -> Part:
         """The part of a stage that the rank at this place along tp has."""
@@ -101,10 +100,9 @@ class _PartsOfStages:
         return replace(self.known[like, index], index=stage)
 
     def _part(self, each: StageParts, index: int) -> Part:
-        facts, spec, stage = each.of(index), self.spec, each.stage
-        ghost = wrapping(spec, each.plan, facts)
+        spec, stage, (ghost, _) = self.spec, each.stage, each.of(index)
         if each.passes:
             return Part(index=stage.index, ghost=ghost, passes=each.passes[index])
-        played = cast(spec, facts.units, stage.layers, ghost.reach)
+        played = cast(spec, ghost.wrapped.facts.units, stage.layers, ghost.reach)
         known = passes(spec, stage, len(self.stages), played, each.cut(spec, index))
         return Part(index=stage.index, ghost=ghost, passes=known, cast=played)

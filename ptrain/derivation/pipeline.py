@@ -10,7 +10,7 @@ What a step of pp leaves in flight is `in_flight`'s.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -28,6 +28,7 @@ from ptrain.derivation.calls import group_over
 from ptrain.derivation.differing import differing_axes
 from ptrain.derivation.ghosts.clipping import norm
 from ptrain.derivation.ghosts.table import wrapping
+from ptrain.derivation.ghosts.wrapping import Wrapping
 from ptrain.derivation.kept import kept_traffic
 from ptrain.derivation.memory import by_shard, other_bytes
 from ptrain.derivation.stage_timeline import Pairs, moved_and_repeated
@@ -65,23 +66,23 @@ def stage_plan(plan: Plan, stage: Stage, ends: Ends = ENDS) -> Plan:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageParts:
     """One stage: the plan as it sees it, its facts, and what the ranks of tp have of it, each part
-    with their places; where these were traced, the passes of each place. `like`: the first stage
-    that is equal to it but for its place, whose names stand in the plan and the facts."""
+    in its wrapping, with their places; where these were traced, the passes of each place. `like`:
+    the first stage that is equal to it but for its place, whose names stand in plan and facts."""
 
     stage: Stage
     like: int
     plan: Plan
     facts: ModelFacts
-    parts: Mapping[ModelFacts, tuple[int, ...]]
+    parts: Sequence[tuple[Wrapping, tuple[int, ...]]]
     passes: tuple[Passes, ...] = ()
 
     def cut(self, spec: Spec, index: int) -> Cut | None:
         """How the operators of the rank at this place along tp are cut."""
         return tensor.cut_of(spec, self.plan, index)
 
-    def of(self, index: int) -> ModelFacts:
-        """What the rank at this place along tp has."""
-        return next(part for part, indices in self.parts.items() if index in indices)
+    def of(self, index: int) -> tuple[Wrapping, int]:
+        """What the rank at this place along tp has, and the first place that has it."""
+        return next((ghost, places[0]) for ghost, places in self.parts if index in places)
 
 
 def staged(
@@ -100,7 +101,10 @@ def staged(
                 like=stage.index,
                 plan=own,
                 facts=part,
-                parts=parts(spec, own, part),
+                parts=[
+                    (wrapping(spec, own, local), indices)
+                    for local, indices in parts(spec, own, part).items()
+                ],
                 passes=facts.stage_passes[stage.index] if facts.stage_passes else (),
             )
         staged.append(replace(first[kind], stage=stage))
@@ -126,9 +130,9 @@ def resident(spec: Spec, plan: Plan, stages: Sequence[StageParts]) -> ByRank[Foo
     rows: list[tuple[Footprint, ...]] = []
     of_part: dict[tuple[int, int], list[int]] = {}  # by shard an index into the rows
     for each in stages:
-        for local, indices in each.parts.items():
+        for ghost, indices in each.parts:
             if (each.like, indices[0]) not in of_part:
-                kinds, kind_of = by_shard(wrapping(spec, each.plan, local))
+                kinds, kind_of = by_shard(ghost)
                 of_part[each.like, indices[0]] = [len(rows) + kind for kind in kind_of]
                 rows += kinds
             like = of_part[each.like, indices[0]]
@@ -252,16 +256,16 @@ def _of_stage(spec: Spec, made: Schedule, each: StageParts) -> list[list[Rows]]:
     times = partial(stage_gathers, made, each.stage.index)
     operators = tuple(tensor.sent(spec, each.plan, each.facts))
     found: dict[int, list[Rows]] = {}
-    for local, indices in each.parts.items():
+    for ghost, indices in each.parts:
         moved, repeated = _kept(spec, each, indices[0])
         rows = add_traffic(
             (
-                *wrapping(spec, each.plan, local).sent(times),
+                *ghost.sent(times),
                 *operators,
                 *kept_traffic(spec, each.plan, moved, repeated),
             )
         )
-        sums = tied_sums(spec, each.plan, local, each.stage)
+        sums = tied_sums(ghost, each.stage)
         found |= {index: [(*rows, *more) for more in sums] for index in indices}
     return [found[index] for index in sorted(found)]
 

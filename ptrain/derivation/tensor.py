@@ -162,11 +162,12 @@ class _Operators:
 
     def __init__(self, step: Parallelize, facts: ModelFacts) -> None:
         self._roles, self._modules = step.roles, ModuleRoles(step.roles)
-        self._shapes = {
-            tensor.name.removesuffix(".weight"): tensor.shape
-            for tensor in facts.tensors
-            if tensor.name.endswith(".weight")
-        }
+        self._weights: dict[Role, dict[str, tuple[int, ...]]] = {role: {} for role in Role}
+        for tensor in facts.tensors:
+            module, _, name = tensor.name.rpartition(".")
+            if name == "weight":
+                for role in self._modules.roles(module):
+                    self._weights[role][module] = tensor.shape
         rows = [shape[0] for shape in self._of(Role.ROW).values()]
         tables = list(self._of(Role.VOCABULARY).values())
         columns = {name: shape[1] for name, shape in self._of(Role.COLUMN).items()}
@@ -193,9 +194,7 @@ class _Operators:
 
     def _of(self, role: Role) -> dict[str, tuple[int, ...]]:
         """The weights of the modules with a role."""
-        return {
-            name: shape for name, shape in self._shapes.items() if role in self._modules.roles(name)
-        }
+        return self._weights[role]
 
     def _inputs(self, columns: dict[str, int]) -> dict[str, int]:
         """The features of what each sub-block makes whole for its column operators."""
