@@ -21,11 +21,16 @@ def stage_gathers(
     """Of each unit of a stage, or of its root: gathered where a pass finds it sharded, at first and
     after every reshard. With one micro-batch after the other it is `data.costs.gathers`."""
     times = dict.fromkeys((Kind.FORWARD, Kind.BACKWARD), 0)
+    gives_back = {
+        Kind.FORWARD: bool(sync.after_forward(is_root=is_root)),
+        Kind.BACKWARD: sync.reshard_after_backward,
+    }
     is_sharded = True
     for kind in _passes(schedule, stage):
         times[kind] += is_sharded
-        after = sync.after_forward(is_root=is_root), sync.reshard_after_backward
-        is_sharded = bool(after[kind is Kind.BACKWARD])
+        is_sharded = gives_back[kind]
+        if not any(gives_back.values()):
+            break  # whoever gathered it, it stays
     return GatherCounts(times[Kind.FORWARD], times[Kind.BACKWARD])
 
 
