@@ -5,8 +5,6 @@ refuses those that nothing executes yet. These are the raw values of a file; `pt
 makes the `Spec` of them. Defaults are those of the resolved spec.
 """
 
-from __future__ import annotations
-
 from dataclasses import field, replace
 from typing import Annotated, Any
 

@@ -1,7 +1,5 @@
 """The section of a spec about what the job runs on."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any
 
 from ptrain.spec.leaf import Choice, Leaf, Real, Size, Text, Whole, describe, refuse, section

@@ -1,7 +1,5 @@
 """The keys of a spec about what forward leaves for backward, and how attention and loss compute."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any

@@ -3,14 +3,21 @@
 `about` texts are what an editor shows. Defaults come from the resolved dataclasses.
 """
 
-from __future__ import annotations
-
 from dataclasses import field
 from typing import Annotated
 
-from pydantic import Field
-
-from ptrain.spec.leaf import Choice, Either, Free, Numbers, Real, Text, Truth, Whole, section
+from ptrain.spec.leaf import (
+    Choice,
+    Either,
+    Free,
+    Numbers,
+    Real,
+    Section,
+    Text,
+    Truth,
+    Whole,
+    section,
+)
 from ptrain.spec.model import BESIDE
 from ptrain.spec.role import GIVEN
 from ptrain.spec.slips import TIER_SLIPS
@@ -162,7 +169,6 @@ class BatchRaw:
             f"an integer in 1..{MAX_SAMPLES} (samples), or tokens like 4M tokens",
             (Whole("", 1, MAX_SAMPLES), Text("", r"[0-9]{1,15}(\.[0-9]{1,6})? *[kKMBT]? tokens")),
         ),
-        Field(alias="global"),
     ] = None
     micro: Annotated[int, Whole("samples that a rank computes at once", 1, 10**6)] = 1
     sequence: Annotated[int, Whole("tokens of a sample", 1, 10**8)]
@@ -211,7 +217,9 @@ class OptimizerRaw:
     momentum: Annotated[
         float | None, Real("of sgd (without: 0) and muon (without: 0.95)", 0.0, 0.999999)
     ] = None
-    schedule: ScheduleRaw = field(default_factory=ScheduleRaw)
+    schedule: Annotated[ScheduleRaw, Section(ScheduleRaw, "the learning rate over the steps")] = (
+        field(default_factory=ScheduleRaw)
+    )
     clip: Annotated[
         float | None,
         Real("the largest global gradient norm; null: no clipping", 0.0, 1e9, open=True, null=True),

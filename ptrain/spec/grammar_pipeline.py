@@ -1,7 +1,5 @@
 """The section of a spec about the stages of pp."""
 
-from __future__ import annotations
-
 import re
 from typing import Annotated, Any
 
