@@ -17,9 +17,8 @@ from typing import Any
 from _machine import ROOT
 from _readmes import compare, on_ranks, rewrite, table, tuples
 
-from ptrain.costs import Estimate, State
+from ptrain.costs import TIERS, Estimate, State
 from ptrain.derivation.estimate import derive
-from ptrain.report.record import TIERS
 from ptrain.report.table import largest, size
 from ptrain.spec.keep import belongs_to_rank
 from ptrain.spec.load import load

@@ -6,12 +6,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from ptrain.costs import Estimate, Phase, State, Traffic, TrafficKey, busiest
+from ptrain.costs import TIERS, Estimate, Phase, State, Traffic, TrafficKey, busiest
 from ptrain.derivation.estimate import Derivation
 from ptrain.plan.composition import condition_lines, theorem_6, theorem_7
 from ptrain.report.heading import heading
 from ptrain.report.places import by_place
-from ptrain.report.record import TIERS
 from ptrain.report.table import (
     MISSING,
     largest,
