@@ -89,7 +89,8 @@ def _exact(name: str) -> Estimate:
 
 
 def _by_tier(exact: Estimate, state: State) -> str:
-    sizes = {tier: largest(exact.memory, state, tier) for tier in TIERS}
+    most = largest(exact.memory)
+    sizes = {tier: most.get((state, tier)) for tier in TIERS}
     told = [f"{size(number)}{_WHERE[tier]}" for tier, number in sizes.items() if number]
     return " + ".join(told) or "0"
 

@@ -42,9 +42,10 @@ def group(spec: Spec, rank: int, axes: Sequence[Axis]) -> tuple[int, ...]:
 
 def groups(spec: Spec, axes: Sequence[Axis]) -> Iterator[tuple[int, ...]]:
     """Every group over `axes`, by its lowest rank."""
+    offsets = group(spec, 0, axes)  # row-major: those of every group
     for rank, index in enumerate(positions(spec, axes)):
         if index == 0:
-            yield group(spec, rank, axes)
+            yield tuple(rank + offset for offset in offsets)
 
 
 def position(spec: Spec, rank: int, axes: Sequence[Axis]) -> int:

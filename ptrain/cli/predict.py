@@ -131,7 +131,7 @@ def _predict(
         spec=spec,
         derivation=derivation,
         num_parameters=facts.numel,
-        cheaper=cheaper(spec, facts) if misfit else (),
+        cheaper=cheaper(spec, facts, derivation.exact) if misfit else (),
         words=words,
         allow_import=allow_import,
     )

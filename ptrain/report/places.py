@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ptrain.algebra.layout import positions
-from ptrain.costs import Estimate, State
+from ptrain.costs import Estimate, Footprint, State
 from ptrain.plan.composition import ranks_text
 from ptrain.report.table import largest, on_tiers, render, size
 from ptrain.spec.spec import Spec
@@ -19,26 +19,33 @@ def by_place(spec: Spec, plan: Plan, exact: Estimate) -> str:
     if step is None:
         return ""
     places = positions(spec, (step.axis,))
+    ranks: list[list[int]] = [[] for _ in range(max(places) + 1)]
+    memory: list[list[Footprint]] = [[] for _ in ranks]
+    peaks: list[list[int]] = [[] for _ in ranks]
+    for rank, place in enumerate(places):
+        ranks[place].append(rank)
+    for row in exact.memory:
+        memory[places[row.rank]].append(row)
+    for peak in exact.peak:
+        peaks[places[peak.rank]].append(peak.device_bytes)
+    most = largest(exact.memory)
     kept = [
         (state, tier, label)
         for state in State
         for tier, label in on_tiers(state)
-        if largest(exact.memory, state, tier)
+        if most.get((state, tier))
     ]
 
     def rows() -> Iterator[tuple[str, ...]]:
-        for place in range(max(places) + 1):
-            own = {rank for rank, found in enumerate(places) if found == place}
+        for place, here in enumerate(map(largest, memory)):
             stages = step.stages_of(place)
-            memory = [row for row in exact.memory if row.rank in own]
-            peaks = [row.device_bytes for row in exact.peak if row.rank in own]
             yield (
                 str(place),
-                ranks_text(sorted(own)),
+                ranks_text(ranks[place]),
                 " ".join(map(str, stages)),
                 str(sum(len(step.layers[stage]) for stage in stages)),
-                *(size(largest(memory, state, tier)) for state, tier, _ in kept),
-                size(max(peaks, default=None)),
+                *(size(here.get((state, tier))) for state, tier, _ in kept),
+                size(max(peaks[place], default=None)),
             )
 
     labels = (label for _, _, label in kept)

@@ -72,9 +72,10 @@ def difference(predicted: int | None, measured: int | None) -> str:
 
 
 def _memory_rows(exact: Estimate, measured: Estimate) -> Iterable[tuple[str, str, str, str]]:
+    predicted, counted = largest(exact.memory), largest(measured.memory)
     for state in State:
         for tier, label in on_tiers(state):
-            left, right = (largest(each.memory, state, tier) for each in (exact, measured))
+            left, right = predicted.get((state, tier)), counted.get((state, tier))
             if left or right:
                 yield label, size(left), size(right), difference(left, right)
 

@@ -7,12 +7,13 @@ draws a training's bar, takes as long to be imported as a small spec to be deriv
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
-from ptrain.costs import TIERS, Footprint, Phase, State, Traffic, TrafficKey
+from ptrain.costs import TIERS, Footprint, Phase, Traffic, TrafficKey
 from ptrain.units import format_bytes
 
 MISSING = "–"
+Largest = Mapping[tuple[str, str], int]  # bytes by state and tier
 _BETWEEN = "  "
 _TWO_WIDE = ("W", "F")  # Unicode's East Asian width of what takes two columns of a terminal
 
@@ -53,10 +54,14 @@ def size(number: int | None) -> str:
     return MISSING if number is None else format_bytes(number)
 
 
-def largest(rows: Iterable[Footprint], state: State, tier: str = TIERS[0]) -> int | None:
-    """Bytes of `state` on one tier of the rank that holds most of it; None without a row."""
-    sizes: list[int] = [getattr(row, tier) for row in rows if row.state is state]
-    return max(sizes, default=None)
+def largest(rows: Iterable[Footprint]) -> Largest:
+    """Bytes by state and tier, of the rank that holds most; a state without a row has none."""
+    different = {(row.state, *(getattr(row, tier) for tier in TIERS)) for row in rows}
+    most: dict[tuple[str, str], int] = {}
+    for state, *sizes in different:
+        for tier, number in zip(TIERS, sizes, strict=True):
+            most[state, tier] = max(number, most.get((state, tier), 0))
+    return most
 
 
 def on_tiers(state: str) -> Iterable[tuple[str, str]]:
