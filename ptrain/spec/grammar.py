@@ -38,8 +38,8 @@ from ptrain.spec.leaf import (
     Text,
     Truth,
     Whole,
+    declared,
     meanings,
-    section,
 )
 from ptrain.spec.leaf_mode import KEPT_MEANINGS, KeptText, ModeText
 from ptrain.spec.placement import Mode, R
@@ -57,7 +57,7 @@ _TUPLE_TEXTS = (
 )
 
 
-@section
+@declared
 class MeshRaw:
     """The ranks as a product of axes, outermost first. An axis of degree 1 vanishes."""
 
@@ -96,7 +96,7 @@ class MeshRaw:
     ] = None
 
 
-@section
+@declared
 class TupleRaw:
     """One tuple (Θ, Ω, G, A): the mode of each state on one axis (Definition 2)."""
 
@@ -106,7 +106,7 @@ class TupleRaw:
     activations: Annotated[Mode, KeptText("A, what forward saves for backward")]
 
 
-@section
+@declared
 class ExpertTupleRaw:
     """The tuples of expert parallelism: one for the experts, one for the rest."""
 
@@ -134,7 +134,7 @@ TP_TUPLE = _tuple("the tuple on tp: a strategy's name or the modes")
 DP_TUPLE = _tuple("the tuple of `mesh.dp`: a strategy's name or the modes")
 
 
-@section
+@declared
 class PlacementRaw:
     """One tuple per axis of the mesh: a strategy's name, or the modes."""
 
@@ -150,7 +150,7 @@ class PlacementRaw:
     dp: Annotated[TupleRaw | None, DP_TUPLE] = None
 
 
-@section
+@declared
 class SpecRaw:
     """A spec: the model, the mesh of ranks and how each state is placed on it."""
 

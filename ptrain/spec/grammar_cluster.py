@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any
 
-from ptrain.spec.leaf import Choice, Leaf, Real, Size, Text, Whole, describe, refuse, section
+from ptrain.spec.leaf import Choice, Leaf, Real, Size, Text, Whole, declared, describe, refuse
 
 _NAME_OR_FILE = r"[^\x00-\x1f]{1,300}"
 
@@ -32,7 +32,7 @@ class _Figure(_Alike, Real):
     pass
 
 
-@section
+@declared
 class ClusterRaw:
     """What the job runs on: a preset and fields that override it."""
 

@@ -16,7 +16,7 @@ from ptrain.spec.leaf import (
     Text,
     Truth,
     Whole,
-    section,
+    declared,
 )
 from ptrain.spec.model import BESIDE
 from ptrain.spec.role import GIVEN
@@ -39,7 +39,7 @@ MAX_SHARDS = 2**17
 _NAME_OR_FILE = r"[^\x00-\x1f]{1,300}"
 
 
-@section
+@declared
 class ModelRaw:
     """Which model: a preset and shape fields that override it; or hf; or target."""
 
@@ -107,7 +107,7 @@ class ModelRaw:
     ] = None
 
 
-@section
+@declared
 class PrecisionRaw:
     """A layout: bytes per element of parameters, gradients and optimizer state. A dtype beside the
     name of a layout replaces that one of it."""
@@ -158,7 +158,7 @@ class PrecisionRaw:
     ] = None
 
 
-@section
+@declared
 class BatchRaw:
     """global = micro x accumulate x data degree, in samples of `sequence` tokens."""
 
@@ -177,7 +177,7 @@ class BatchRaw:
     ] = None
 
 
-@section
+@declared
 class ScheduleRaw:
     """The learning rate over the steps: linear warm-up, then constant or cosine."""
 
@@ -190,7 +190,7 @@ class ScheduleRaw:
     )
 
 
-@section
+@declared
 class OptimizerRaw:
     """The update of the parameters."""
 
@@ -226,7 +226,7 @@ class OptimizerRaw:
     ] = _OPTIMIZER.clip
 
 
-@section
+@declared
 class DataRaw:
     """What is read: a built-in corpus, or a file of tokens."""
 
@@ -248,7 +248,7 @@ class DataRaw:
     ] = _DATA.tokenizer
 
 
-@section
+@declared
 class TrainRaw:
     """How long, and from which seed."""
 
@@ -256,7 +256,7 @@ class TrainRaw:
     seed: Annotated[int, Whole("of weights, samples and dropout", 0, 2**63 - 1)] = _TRAIN.seed
 
 
-@section
+@declared
 class EvalRaw:
     """The mean loss of text that is never trained on."""
 
@@ -264,7 +264,7 @@ class EvalRaw:
     batches: Annotated[int, Whole("global batches each time", 1, 10**6)] = _EVAL.batches
 
 
-@section
+@declared
 class CheckpointRaw:
     """When the state is saved."""
 
@@ -272,7 +272,7 @@ class CheckpointRaw:
     every: Annotated[int, Whole("steps between two; 0: never", 0, 10**9)] = _CHECKPOINT.every
 
 
-@section
+@declared
 class TimeoutRaw:
     """Seconds until a silent rank counts as hung."""
 
@@ -284,7 +284,7 @@ class TimeoutRaw:
     )
 
 
-@section
+@declared
 class LogRaw:
     """What is printed."""
 
@@ -312,7 +312,7 @@ RESHARD = Either(
 )
 
 
-@section
+@declared
 class SyncRaw:
     """The accumulation's policy: from 3K units moved per step (every) down to K + 1."""
 
@@ -337,7 +337,7 @@ class SyncRaw:
     ] = None
 
 
-@section
+@declared
 class TensorRaw:
     """How operators are cut over tp."""
 
@@ -367,7 +367,7 @@ class TensorRaw:
     ] = False
 
 
-@section
+@declared
 class OffloadRaw:
     """Where the mode O is, and who updates optimizer state that is not on the device."""
 

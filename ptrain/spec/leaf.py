@@ -21,11 +21,10 @@ Kind = TypeVar("Kind")
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
-def section(kind: type[Kind]) -> type[Kind]:
-    """A mapping of the grammar: a frozen dataclass each of whose fields has a Leaf or a Section as
-    annotation, evaluated. Nothing compares or prints it, and each method that is not generated
-    saves time at every start."""
-    return dataclass(frozen=True, kw_only=True, eq=False, repr=False)(kind)
+def declared(kind: type[Kind]) -> type[Kind]:
+    """A part of the grammar: a dataclass that mypy takes for frozen. Nothing compares or prints its
+    values, and each method that is not generated saves time at every start."""
+    return dataclass(kw_only=True, eq=False, repr=False)(kind)
 
 
 def describe(value: object) -> str:
@@ -64,7 +63,7 @@ def refuse(finding: str, remedy: str = "") -> NoReturn:
     raise Refused(finding, remedy)
 
 
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@declared
 class Leaf:
     """One kind of value; `about` is the hover text of its key."""
 
@@ -79,7 +78,7 @@ class Leaf:
         raise NotImplementedError
 
 
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@declared
 class Whole(Leaf):
     """An integer in `low..high`; `words` are texts that stand beside numbers (`auto`)."""
 
@@ -101,7 +100,7 @@ class Whole(Leaf):
         return one_of(number, *({"const": word} for word in self.words))
 
 
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@declared
 class Real(Leaf):
     """A finite number in `low..high`, without `low` itself when it is `open`."""
 
@@ -137,7 +136,7 @@ class Real(Leaf):
         return one_of(number, *([{"type": "null"}] if self.null else []))
 
 
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@declared
 class Truth(Leaf):
     """true or false. YAML 1.2: `on`, `off`, `yes` and `no` are texts."""
 
@@ -150,7 +149,7 @@ class Truth(Leaf):
         return {"type": "boolean"}
 
 
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@declared
 class Choice(Leaf):
     """One word of a closed set; the mapping gives each word its meaning. `slips` are other words
     for them, which are not taken, but understood."""
@@ -176,7 +175,7 @@ class Choice(Leaf):
         return meanings(self.words)
 
 
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@declared
 class Text(Leaf):
     """A text that matches `pattern`, which `kind` describes."""
 
@@ -196,7 +195,7 @@ class Text(Leaf):
         return one_of(text, *([{"type": "null"}] if self.null else []))
 
 
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@declared
 class Size(Leaf):
     """Bytes, as a number or with a unit; `rate` reads `450 GB/s` too; `words` stand beside it."""
 
@@ -230,7 +229,7 @@ class Size(Leaf):
         return one_of(text, number, *({"const": word} for word in self.words))
 
 
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@declared
 class Numbers(Leaf):
     """A list of `count` numbers (any count when 0) in `low..high`; whole ones if `whole`."""
 
@@ -258,7 +257,7 @@ class Numbers(Leaf):
         return one_of(many, *([items] if self.whole else []))
 
 
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@declared
 class Free(Leaf):
     """A mapping whose keys are not ours; `values` checks each value, if given."""
 
@@ -281,7 +280,7 @@ class Free(Leaf):
         return {"type": "object", **values}
 
 
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@declared
 class Either(Leaf):
     """What one of `options` takes; `wanted` says it in one phrase. `hint` guesses what was meant,
     in place of the options' own guesses."""
@@ -307,7 +306,7 @@ class Either(Leaf):
         return one_of(*(option.schema() for option in self.options))
 
 
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@declared
 class Section:
     """A nested mapping of the grammar; `also` is what may stand for it in a file."""
 
@@ -320,7 +319,7 @@ class Section:
 @cache
 def keys(kind: type) -> Mapping[str, tuple[Field[Any], Leaf | Section]]:
     """The keys of a section as they are written (`global` of the field `global_`), each with its
-    field and what it holds."""
+    field and what it holds: the annotations of a section are evaluated, not texts."""
     return {
         spot.name.rstrip("_"): (spot, spot.type.__metadata__[0])  # type: ignore[union-attr]  # Annotated
         for spot in fields(kind)
