@@ -7,7 +7,8 @@ from typing import Any
 
 from ptrain.errors import Fault
 from ptrain.spec import slips
-from ptrain.spec.grammar import BatchRaw, MeshRaw, ModelRaw, SpecRaw
+from ptrain.spec.grammar import MeshRaw, SpecRaw
+from ptrain.spec.grammar_parts import BatchRaw, ModelRaw
 from ptrain.spec.leaf import Choice, Leaf, Refused, Section, describe, keys, nearest
 from ptrain.spec.shorthand import mark_of
 from ptrain.spec.text import Route, Tree
