@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
+from operator import attrgetter
 
 from ptrain.costs import TIERS, Footprint, Phase, Traffic, TrafficKey
 from ptrain.units import format_bytes
 
 MISSING = "–"
 Largest = Mapping[tuple[str, str], int]  # bytes by state and tier
+_SIZES = attrgetter("state", *TIERS)
 _BETWEEN = "  "
 _TWO_WIDE = ("W", "F")  # Unicode's East Asian width of what takes two columns of a terminal
 
@@ -56,9 +58,8 @@ def size(number: int | None) -> str:
 
 def largest(rows: Iterable[Footprint]) -> Largest:
     """Bytes by state and tier, of the rank that holds most; a state without a row has none."""
-    different = {(row.state, *(getattr(row, tier) for tier in TIERS)) for row in rows}
     most: dict[tuple[str, str], int] = {}
-    for state, *sizes in different:
+    for state, *sizes in set(map(_SIZES, rows)):  # few: most ranks are like others
         for tier, number in zip(TIERS, sizes, strict=True):
             most[state, tier] = max(number, most.get((state, tier), 0))
     return most

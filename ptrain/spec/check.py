@@ -96,7 +96,7 @@ class _Walk:
 
 
 def is_required(spot: Field[Any]) -> bool:
-    """Whether a section is none without this field."""
+    """Whether there is no section without this field."""
     return spot.default is MISSING and spot.default_factory is MISSING
 
 
