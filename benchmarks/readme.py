@@ -19,10 +19,9 @@ import _pipelines
 from _machine import ROOT, environment
 from _readmes import compare, on_ranks, rewrite, tuples
 
-from ptrain.costs import Estimate
+from ptrain.costs import TIERS, Estimate
 from ptrain.derivation.estimate import derive
 from ptrain.report.predict import model_state_bytes, sent_bytes
-from ptrain.report.record import TIERS
 from ptrain.report.table import size
 from ptrain.spec.names import listing
 from ptrain.steps.step import FlatUnits, FullyShard, LocalGradients, Plan, Replicate, Wrap

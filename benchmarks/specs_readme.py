@@ -17,9 +17,8 @@ from typing import Any
 from _machine import ROOT
 from _readmes import compare, on_ranks, rewrite, table, tuples
 
-from ptrain.costs import Estimate, State
+from ptrain.costs import TIERS, Estimate, State
 from ptrain.derivation.estimate import derive
-from ptrain.report.record import TIERS
 from ptrain.report.table import largest, size
 from ptrain.spec.keep import belongs_to_rank
 from ptrain.spec.load import load
@@ -90,7 +89,8 @@ def _exact(name: str) -> Estimate:
 
 
 def _by_tier(exact: Estimate, state: State) -> str:
-    sizes = {tier: largest(exact.memory, state, tier) for tier in TIERS}
+    most = largest(exact.memory)
+    sizes = {tier: most.get((state, tier)) for tier in TIERS}
     told = [f"{size(number)}{_WHERE[tier]}" for tier, number in sizes.items() if number]
     return " + ".join(told) or "0"
 

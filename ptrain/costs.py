@@ -73,6 +73,9 @@ class Column(StrEnum):
     MEASURED = "measured"
 
 
+TIERS = ("device_bytes", "host_bytes", "file_bytes")  # of a Footprint
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Footprint:
     """Resident bytes of one state on one rank, by tier."""

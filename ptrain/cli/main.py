@@ -64,9 +64,12 @@ def _dispatch(arguments: list[str], *, is_process: bool) -> int:
         case [verb, *rest] if verb in VERBS:
             if verb in OF_TORCH:
                 _require_torch()
+            if is_process:
+                gc.disable()  # nothing that is imported is garbage
             module = import_module(f"ptrain.cli.{verb}")
             if is_process:
                 gc.freeze()  # a tenth of predict: collections would visit all that was imported
+                gc.enable()
             return int(module.run(_parse(verb, module, rest)))
         case [verb, *_] if verb in NOT_YET:
             raise PtrainError(f"ptrain {verb}: not yet; what works: {', '.join(VERBS)}")

@@ -113,7 +113,8 @@ def cuts_before_wraps(ran: Sequence[Ran]) -> bool:
 
 def are_within(data_groups: Groups, stage_groups: Groups) -> bool:
     """Theorem 7.2: a data group's ranks all have the same stages."""
-    return all(any({*group} <= {*stage} for stage in stage_groups) for group in data_groups)
+    stages = [{*stage} for stage in stage_groups]
+    return all(any(stage.issuperset(group) for stage in stages) for group in data_groups)
 
 
 def are_consecutive(tensor_groups: Groups) -> bool:
@@ -128,10 +129,16 @@ def are_consecutive(tensor_groups: Groups) -> bool:
 def have_one_of_each(data_groups: Groups, tensor_groups: Groups) -> bool:
     """Theorem 6.3: a data group has ranks of several tp groups, and of each at most one. Theorem
     7.3: so has a pipeline of those that share stages."""
-    return all(
-        len(group) > 1 and all(len({*group} & {*other}) <= 1 for other in tensor_groups)
-        for group in data_groups
-    )
+    groups_of: dict[int, list[int]] = {}
+    for index, other in enumerate(tensor_groups):
+        for rank in {*other}:
+            groups_of.setdefault(rank, []).append(index)
+
+    def has_two_of_none(group: tuple[int, ...]) -> bool:
+        indices = [index for rank in {*group} for index in groups_of.get(rank, ())]
+        return len(indices) == len({*indices})
+
+    return all(len(group) > 1 and has_two_of_none(group) for group in data_groups)
 
 
 def ranks_text(group: Sequence[int]) -> str:

@@ -111,10 +111,10 @@ def _figures(first: Prediction, second: Prediction) -> Iterator[Figure]:
     for column in ("paper", "exact"):
         left, right = getattr(first.derivation, column), getattr(second.derivation, column)
         states = State if column == "exact" else MODEL_STATES
+        most, others = largest(left.memory), largest(right.memory)
         for state in states:
             for tier, label in on_tiers(state):
-                sizes = largest(left.memory, state, tier), largest(right.memory, state, tier)
-                yield f"{label}, {column}", *sizes
+                yield f"{label}, {column}", most.get((state, tier)), others.get((state, tier))
         for tier, label in on_tiers("Θ + Ω + G"):
             sums = model_state_bytes(left, tier), model_state_bytes(right, tier)
             yield f"{label}, {column}", *sums

@@ -19,25 +19,27 @@ def by_place(spec: Spec, plan: Plan, exact: Estimate) -> str:
     if step is None:
         return ""
     places = positions(spec, (step.axis,))
+    ranks: list[list[int]] = [[] for _ in range(max(places) + 1)]
+    for rank, place in enumerate(places):
+        ranks[place].append(rank)
+    most = largest(exact.memory)
     kept = [
         (state, tier, label)
         for state in State
         for tier, label in on_tiers(state)
-        if largest(exact.memory, state, tier)
+        if most.get((state, tier))
     ]
 
     def rows() -> Iterator[tuple[str, ...]]:
-        for place in range(max(places) + 1):
-            own = {rank for rank, found in enumerate(places) if found == place}
-            stages = step.stages_of(place)
-            memory = of_ranks(exact.memory, own)
+        for place, own in enumerate(map(set, ranks)):
+            here, stages = largest(of_ranks(exact.memory, own)), step.stages_of(place)
             peaks = [row.device_bytes for row in of_ranks(exact.peak, own)]
             yield (
                 str(place),
-                ranks_text(sorted(own)),
+                ranks_text(ranks[place]),
                 " ".join(map(str, stages)),
                 str(sum(len(step.layers[stage]) for stage in stages)),
-                *(size(largest(memory, state, tier)) for state, tier, _ in kept),
+                *(size(here.get((state, tier))) for state, tier, _ in kept),
                 size(max(peaks, default=None)),
             )
 

@@ -6,14 +6,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from ptrain.costs import Estimate, Phase, State, Traffic, TrafficKey, busiest, distinct
+from ptrain.costs import TIERS, Estimate, Phase, State, Traffic, TrafficKey, busiest, distinct
 from ptrain.derivation.estimate import Derivation
 from ptrain.plan.composition import condition_lines, theorem_6, theorem_7
 from ptrain.report.heading import heading
 from ptrain.report.places import by_place
-from ptrain.report.record import TIERS
 from ptrain.report.table import (
     MISSING,
+    Largest,
     largest,
     moved_bytes,
     on_tiers,
@@ -80,9 +80,11 @@ def one(prediction: Prediction) -> str:
 def model_state_bytes(estimate: Estimate, tier: str = TIERS[0]) -> int | None:
     """Theta, Omega and G together on the device (or another tier) of the rank that holds most;
     None where there are no rows."""
-    if not estimate.memory:
-        return None
-    return sum(largest(estimate.memory, state, tier) or 0 for state in MODEL_STATES)
+    return _model_states(largest(estimate.memory), tier)
+
+
+def _model_states(most: Largest, tier: str) -> int | None:
+    return sum(most.get((state, tier), 0) for state in MODEL_STATES) if most else None
 
 
 def sent_bytes(estimate: Estimate) -> int | None:
@@ -172,13 +174,14 @@ def composition(prediction: Prediction) -> list[str]:
 
 
 def _memory(paper: Estimate, exact: Estimate) -> str:
+    papers, exacts = largest(paper.memory), largest(exact.memory)
     rows = [
-        (label, largest(paper.memory, state, tier), largest(exact.memory, state, tier))
+        (label, papers.get((state, tier)), exacts.get((state, tier)))
         for state in State
         for tier, label in on_tiers(state)
     ]
     sums = [
-        (label, model_state_bytes(paper, tier), model_state_bytes(exact, tier))
+        (label, _model_states(papers, tier), _model_states(exacts, tier))
         for tier, label in on_tiers("Θ + Ω + G")
     ]
     peaks = [

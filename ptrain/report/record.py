@@ -10,13 +10,22 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import zip_longest
 
-from ptrain.costs import Column, Estimate, Footprint, Peak, State, Traffic, TrafficKey, of_ranks
+from ptrain.costs import (
+    TIERS,
+    Column,
+    Estimate,
+    Footprint,
+    Peak,
+    State,
+    Traffic,
+    TrafficKey,
+    of_ranks,
+)
 from ptrain.derivation.wire import WireRow, wire_rows
 from ptrain.installed import versions
 from ptrain.version import is_tested
 
 PEAK_TOLERANCE = 0.02
-TIERS = ("device_bytes", "host_bytes", "file_bytes")
 _COUNTS = ("calls", "payload_bytes", "sent_bytes")
 
 

@@ -11,7 +11,8 @@ from ptrain.plan.composition import ranks_text
 from ptrain.report.composition import MemoryHistory
 from ptrain.report.predict import operations_lines
 from ptrain.report.record import Check, compare
-from ptrain.report.table import end_table, render, size
+from ptrain.report.summary import end_table
+from ptrain.report.table import render, size
 
 GARBAGE = (
     "values are garbage, for collectives moved nothing: this says nothing of whether the training "

@@ -47,14 +47,15 @@ _ON_HOST = tuple(
 
 
 def on_device(spec: Spec) -> Iterator[Spec]:
-    """Every legal tuple over every factorization of the data ranks; one axis before two."""
+    """Every tuple over every factorization of the data ranks; one axis before two. `obeying` says
+    which of them are legal."""
     tuples = _fit_for(spec, _ON_DEVICE)
     for degrees in _factorizations(spec.data_degree):
         axes = [
             (axis, degree) for axis, degree in zip(DATA_AXES, degrees, strict=True) if degree > 1
         ]
         for chosen in product(tuples, repeat=len(axes)):
-            yield from _placed(
+            yield _placed(
                 spec,
                 tuple(
                     Factor(axis=axis, degree=degree, placement=placement)
@@ -64,12 +65,13 @@ def on_device(spec: Spec) -> Iterator[Spec]:
 
 
 def on_host(spec: Spec) -> Iterator[Spec]:
-    """Tuples that keep states on the host, all data ranks on the one axis that shards."""
+    """Legal tuples that keep states on the host, all data ranks on the one axis that shards."""
     if spec.data_degree == 1:
         return
     for placement in _fit_for(spec, _ON_HOST):
         factor = Factor(axis=Axis.DP_SHARD, degree=spec.data_degree, placement=placement)
-        yield from _placed(spec, (factor,))
+        if legal := obeying(_placed(spec, (factor,))):
+            yield legal
 
 
 def _fit_for(spec: Spec, tuples: tuple[Placement, ...]) -> tuple[Placement, ...]:
@@ -84,15 +86,26 @@ def _says_how_it_keeps(factor: Factor) -> bool:
     return factor.axis in DATA_AXES and factor.placement.activations != R
 
 
-def _placed(spec: Spec, factors: tuple[Factor, ...]) -> Iterator[Spec]:
-    """The spec with these factors of the data ranks, if it is legal and runs."""
+def _placed(spec: Spec, factors: tuple[Factor, ...]) -> Spec:
+    """The spec with these factors of the data ranks."""
     others = tuple(factor for factor in spec.factors if factor.axis not in DATA_AXES)
     changed = _with_factors(spec, (*factors, *others))
     if tuples_of(changed) != tuples_of(spec):
         changed = replace(changed, offload=_of_activations(spec))
-    changed = _with_dials_it_obeys(changed)
-    if not check(changed) and not executed(changed):
-        yield changed
+    return changed
+
+
+def obeying(spec: Spec) -> Spec | None:
+    """The spec, if it is legal and runs. What refuses only a dial of the job's own is no reason not
+    to offer a tuple: it is set back."""
+    faults = check(spec)
+    places = [f"{fault.place}." for fault in faults]
+    for dial in _DIALS:
+        if any(place.startswith(f"{dial.place}.") for place in places):
+            spec = dial.set_back(spec)
+    if faults and check(spec):
+        return None
+    return None if executed(spec) else spec
 
 
 def _of_activations(spec: Spec) -> Offload:
@@ -168,15 +181,6 @@ _DIALS = (
         override="reduce_scatter=native",
     ),
 )
-
-
-def _with_dials_it_obeys(spec: Spec) -> Spec:
-    """What refuses only a dial of the job's own is no reason not to offer a tuple."""
-    places = [f"{fault.place}." for fault in check(spec)]
-    for dial in _DIALS:
-        if any(place.startswith(f"{dial.place}.") for place in places):
-            spec = dial.set_back(spec)
-    return spec
 
 
 def frugal(spec: Spec) -> Iterator[Spec]:

@@ -16,6 +16,7 @@ from ptrain.errors import DoesNotFit
 from ptrain.facts.model import ModelFacts
 from ptrain.selection.alternatives import (
     frugal,
+    obeying,
     on_device,
     on_host,
     overrides,
@@ -79,7 +80,7 @@ def require_fit(spec: Spec, exact: Estimate, facts: ModelFacts | None = None) ->
             f"{spec.name} does not fit by {format_bytes(found.host_short_bytes)}: the states of a "
             f"node's ranks take {format_bytes(found.host_bytes)} of its host's {room}"
         ]
-    variants = cheaper(spec, facts) if is_known else ()
+    variants = cheaper(spec, facts, exact) if is_known else ()
     wider = more_ranks(spec, variants, facts) if is_known else None
     for variant in (*variants, *([wider] if wider else [])):
         lines.append(f"  {variant.claim}: {variant.command}  (peak {_peak(variant)})")
@@ -92,13 +93,15 @@ def _peak(variant: Variant) -> str:
     return format_bytes(variant.peak_bytes)
 
 
-def cheaper(spec: Spec, facts: ModelFacts | None = None) -> tuple[Variant, ...]:
+def cheaper(
+    spec: Spec, facts: ModelFacts | None = None, exact: Estimate | None = None
+) -> tuple[Variant, ...]:
     """At most three legal variants over the data axes that need less memory: other tuples, other
     factorizations of the same ranks, smaller micro-batches; where none of these fits, states on the
     host. Those that fit first; of these the plainest product, then the one that sends least. None
-    where the spec's own peak is not known."""
+    where the spec's own peak is not known. `exact` is the spec's own, where it is derived."""
     facts = own_facts(spec) if facts is None else facts
-    now = next(_variants(spec, (spec,), facts), None)
+    now = _variant(spec, spec, derive(spec, facts).exact if exact is None else exact)
     if now is None:
         return ()
     found = _better(now, _variants(spec, _promising(spec, facts, now), facts))
@@ -208,8 +211,10 @@ def _promising(spec: Spec, facts: ModelFacts, now: Variant) -> Iterator[Spec]:
     largest = here - 1 if now.fits else here + max(room, -1)
     by_size: dict[int, Spec] = {}
     for other in on_device(spec):
-        by_size.setdefault(state_bytes(other, sizes_of), other)
-    sizes = sorted(size for size in by_size if size <= largest)
+        size = state_bytes(other, sizes_of)
+        if size <= largest and size not in by_size and (legal := obeying(other)):
+            by_size[size] = legal
+    sizes = sorted(by_size)
     enough = [size for size in sizes if size - here <= room]
     chosen = dict.fromkeys((*sizes[:_DERIVED], *enough[-_DERIVED:]))
     specs = [by_size[size] for size in chosen]
@@ -221,14 +226,20 @@ def _promising(spec: Spec, facts: ModelFacts, now: Variant) -> Iterator[Spec]:
 def _variants(before: Spec, specs: Iterable[Spec], facts: ModelFacts) -> Iterator[Variant]:
     """Each that has a known peak."""
     for after in specs:
-        exact = derive(after, facts).exact
-        found = fit(after, exact)
-        if found.peak_bytes is not None:
-            yield Variant(
-                spec=after,
-                overrides=tuple(overrides(before, after)),
-                peak_bytes=found.peak_bytes,
-                sent_bytes=exact.sent_bytes(),
-                fits=found.fits is True,
-                host_short_bytes=found.host_short_bytes,
-            )
+        if variant := _variant(before, after, derive(after, facts).exact):
+            yield variant
+
+
+def _variant(before: Spec, after: Spec, exact: Estimate) -> Variant | None:
+    """None without a known peak."""
+    found = fit(after, exact)
+    if found.peak_bytes is None:
+        return None
+    return Variant(
+        spec=after,
+        overrides=tuple(overrides(before, after)),
+        peak_bytes=found.peak_bytes,
+        sent_bytes=exact.sent_bytes(),
+        fits=found.fits is True,
+        host_short_bytes=found.host_short_bytes,
+    )

@@ -5,8 +5,6 @@ refuses those that nothing executes yet. These are the raw values of a file; `pt
 makes the `Spec` of them. Defaults are those of the resolved spec.
 """
 
-from __future__ import annotations
-
 from dataclasses import field, replace
 from typing import Annotated, Any
 
@@ -40,8 +38,8 @@ from ptrain.spec.leaf import (
     Text,
     Truth,
     Whole,
+    declared,
     meanings,
-    section,
 )
 from ptrain.spec.leaf_mode import KEPT_MEANINGS, KeptText, ModeText
 from ptrain.spec.placement import Mode, R
@@ -59,7 +57,7 @@ _TUPLE_TEXTS = (
 )
 
 
-@section
+@declared
 class MeshRaw:
     """The ranks as a product of axes, outermost first. An axis of degree 1 vanishes."""
 
@@ -98,7 +96,7 @@ class MeshRaw:
     ] = None
 
 
-@section
+@declared
 class TupleRaw:
     """One tuple (Θ, Ω, G, A): the mode of each state on one axis (Definition 2)."""
 
@@ -108,7 +106,7 @@ class TupleRaw:
     activations: Annotated[Mode, KeptText("A, what forward saves for backward")]
 
 
-@section
+@declared
 class ExpertTupleRaw:
     """The tuples of expert parallelism: one for the experts, one for the rest."""
 
@@ -136,7 +134,7 @@ TP_TUPLE = _tuple("the tuple on tp: a strategy's name or the modes")
 DP_TUPLE = _tuple("the tuple of `mesh.dp`: a strategy's name or the modes")
 
 
-@section
+@declared
 class PlacementRaw:
     """One tuple per axis of the mesh: a strategy's name, or the modes."""
 
@@ -152,7 +150,7 @@ class PlacementRaw:
     dp: Annotated[TupleRaw | None, DP_TUPLE] = None
 
 
-@section
+@declared
 class SpecRaw:
     """A spec: the model, the mesh of ranks and how each state is placed on it."""
 

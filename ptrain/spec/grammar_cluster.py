@@ -1,10 +1,8 @@
 """The section of a spec about what the job runs on."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any
 
-from ptrain.spec.leaf import Choice, Leaf, Real, Size, Text, Whole, describe, refuse, section
+from ptrain.spec.leaf import Choice, Leaf, Real, Size, Text, Whole, declared, describe, refuse
 
 _NAME_OR_FILE = r"[^\x00-\x1f]{1,300}"
 
@@ -34,7 +32,7 @@ class _Figure(_Alike, Real):
     pass
 
 
-@section
+@declared
 class ClusterRaw:
     """What the job runs on: a preset and fields that override it."""
 

@@ -1,13 +1,10 @@
 """The keys of a spec about what forward leaves for backward, and how attention and loss compute."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Annotated, Any
 
 from ptrain.spec.keep import Operators
-from ptrain.spec.leaf import Choice, Either, Section, Size, Truth, Whole, refuse, section
+from ptrain.spec.leaf import Choice, Either, Section, Size, Truth, Whole, declared, refuse
 from ptrain.spec.leaf_mode import KeptText, ModesByBlock
 
 _SLIPS = {
@@ -51,7 +48,7 @@ _OTHER_OPERATORS = {
 }
 
 
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@declared
 class Words(Choice):
     """A list of words of a closed set; one alone stands for a list of it."""
 
@@ -68,7 +65,7 @@ class Words(Choice):
         return {"anyOf": [{"type": "array", "items": word, "uniqueItems": True}, word]}
 
 
-@section
+@declared
 class RecomputeRaw:
     """How blocks whose activations are M come again for their backward passes."""
 
@@ -98,7 +95,7 @@ class RecomputeRaw:
     ] = None
 
 
-@section
+@declared
 class LossRaw:
     """How logits and loss are computed."""
 

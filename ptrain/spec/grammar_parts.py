@@ -3,14 +3,21 @@
 `about` texts are what an editor shows. Defaults come from the resolved dataclasses.
 """
 
-from __future__ import annotations
-
 from dataclasses import field
 from typing import Annotated
 
-from pydantic import Field
-
-from ptrain.spec.leaf import Choice, Either, Free, Numbers, Real, Text, Truth, Whole, section
+from ptrain.spec.leaf import (
+    Choice,
+    Either,
+    Free,
+    Numbers,
+    Real,
+    Section,
+    Text,
+    Truth,
+    Whole,
+    declared,
+)
 from ptrain.spec.model import BESIDE
 from ptrain.spec.role import GIVEN
 from ptrain.spec.slips import TIER_SLIPS
@@ -32,7 +39,7 @@ MAX_SHARDS = 2**17
 _NAME_OR_FILE = r"[^\x00-\x1f]{1,300}"
 
 
-@section
+@declared
 class ModelRaw:
     """Which model: a preset and shape fields that override it; or hf; or target."""
 
@@ -100,7 +107,7 @@ class ModelRaw:
     ] = None
 
 
-@section
+@declared
 class PrecisionRaw:
     """A layout: bytes per element of parameters, gradients and optimizer state. A dtype beside the
     name of a layout replaces that one of it."""
@@ -151,7 +158,7 @@ class PrecisionRaw:
     ] = None
 
 
-@section
+@declared
 class BatchRaw:
     """global = micro x accumulate x data degree, in samples of `sequence` tokens."""
 
@@ -162,7 +169,6 @@ class BatchRaw:
             f"an integer in 1..{MAX_SAMPLES} (samples), or tokens like 4M tokens",
             (Whole("", 1, MAX_SAMPLES), Text("", r"[0-9]{1,15}(\.[0-9]{1,6})? *[kKMBT]? tokens")),
         ),
-        Field(alias="global"),
     ] = None
     micro: Annotated[int, Whole("samples that a rank computes at once", 1, 10**6)] = 1
     sequence: Annotated[int, Whole("tokens of a sample", 1, 10**8)]
@@ -171,7 +177,7 @@ class BatchRaw:
     ] = None
 
 
-@section
+@declared
 class ScheduleRaw:
     """The learning rate over the steps: linear warm-up, then constant or cosine."""
 
@@ -184,7 +190,7 @@ class ScheduleRaw:
     )
 
 
-@section
+@declared
 class OptimizerRaw:
     """The update of the parameters."""
 
@@ -211,14 +217,16 @@ class OptimizerRaw:
     momentum: Annotated[
         float | None, Real("of sgd (without: 0) and muon (without: 0.95)", 0.0, 0.999999)
     ] = None
-    schedule: ScheduleRaw = field(default_factory=ScheduleRaw)
+    schedule: Annotated[ScheduleRaw, Section(ScheduleRaw, "the learning rate over the steps")] = (
+        field(default_factory=ScheduleRaw)
+    )
     clip: Annotated[
         float | None,
         Real("the largest global gradient norm; null: no clipping", 0.0, 1e9, open=True, null=True),
     ] = _OPTIMIZER.clip
 
 
-@section
+@declared
 class DataRaw:
     """What is read: a built-in corpus, or a file of tokens."""
 
@@ -240,7 +248,7 @@ class DataRaw:
     ] = _DATA.tokenizer
 
 
-@section
+@declared
 class TrainRaw:
     """How long, and from which seed."""
 
@@ -248,7 +256,7 @@ class TrainRaw:
     seed: Annotated[int, Whole("of weights, samples and dropout", 0, 2**63 - 1)] = _TRAIN.seed
 
 
-@section
+@declared
 class EvalRaw:
     """The mean loss of text that is never trained on."""
 
@@ -256,7 +264,7 @@ class EvalRaw:
     batches: Annotated[int, Whole("global batches each time", 1, 10**6)] = _EVAL.batches
 
 
-@section
+@declared
 class CheckpointRaw:
     """When the state is saved."""
 
@@ -264,7 +272,7 @@ class CheckpointRaw:
     every: Annotated[int, Whole("steps between two; 0: never", 0, 10**9)] = _CHECKPOINT.every
 
 
-@section
+@declared
 class TimeoutRaw:
     """Seconds until a silent rank counts as hung."""
 
@@ -276,7 +284,7 @@ class TimeoutRaw:
     )
 
 
-@section
+@declared
 class LogRaw:
     """What is printed."""
 
@@ -304,7 +312,7 @@ RESHARD = Either(
 )
 
 
-@section
+@declared
 class SyncRaw:
     """The accumulation's policy: from 3K units moved per step (every) down to K + 1."""
 
@@ -329,7 +337,7 @@ class SyncRaw:
     ] = None
 
 
-@section
+@declared
 class TensorRaw:
     """How operators are cut over tp."""
 
@@ -359,7 +367,7 @@ class TensorRaw:
     ] = False
 
 
-@section
+@declared
 class OffloadRaw:
     """Where the mode O is, and who updates optimizer state that is not on the device."""
 

@@ -1,11 +1,9 @@
 """The section of a spec about the stages of pp."""
 
-from __future__ import annotations
-
 import re
 from typing import Annotated, Any
 
-from ptrain.spec.leaf import Choice, Either, Numbers, Whole, one_of, refuse, section
+from ptrain.spec.leaf import Choice, Either, Numbers, Whole, declared, one_of, refuse
 from ptrain.spec.orders import slip
 from ptrain.spec.pipeline import PipelineSpec
 
@@ -109,7 +107,7 @@ _SPLITS = Choice(
 )
 
 
-@section
+@declared
 class PipelineRaw:
     """How micro-batches flow through the stages of pp, and which layers a stage has."""
 

@@ -1,8 +1,8 @@
 """The kinds of value a spec may hold, each with its check, its message and its JSON Schema.
 
-A leaf is an annotation: `steps: Annotated[int, Whole("…", 1, 10**9)]`. pydantic calls `check` while
-it validates and `schema` while it writes the JSON Schema, so that both say the same. A check
-refuses with a finding and a remedy of its own; numbers always name their range.
+A leaf is an annotation: `steps: Annotated[int, Whole("…", 1, 10**9)]`. `ptrain.spec.check` calls
+its `check` and `ptrain.spec.schema` its `schema`, so that both say the same. A check refuses with a
+finding and a remedy of its own; numbers always name their range.
 """
 
 from __future__ import annotations
@@ -10,11 +10,9 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import Field, dataclass, field, fields
+from functools import cache
 from typing import Any, NoReturn, TypeVar, dataclass_transform
-
-from pydantic import ConfigDict, GetCoreSchemaHandler, GetJsonSchemaHandler
-from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from ptrain.spec import slips
 from ptrain.units import parse_bytes
@@ -23,12 +21,10 @@ Kind = TypeVar("Kind")
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
-def section(kind: type[Kind]) -> type[Kind]:
-    """A mapping of the grammar: a frozen dataclass that takes no unknown keys. Nothing compares or
-    prints it, and each method that is not generated saves time at every start."""
-    made = dataclass(frozen=True, kw_only=True, eq=False, repr=False)(kind)
-    made.__pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[attr-defined]  # pydantic's
-    return made
+def declared(kind: type[Kind]) -> type[Kind]:
+    """A part of the grammar: a dataclass that mypy takes for frozen. Nothing compares or prints its
+    values, and each method that is not generated saves time at every start."""
+    return dataclass(kw_only=True, eq=False, repr=False)(kind)
 
 
 def describe(value: object) -> str:
@@ -54,12 +50,20 @@ def nearest(word: str, known: list[str] | tuple[str, ...]) -> str:
     return slips.close(word, known, cutoff=slips.NEAR)
 
 
+class Refused(Exception):
+    """What a check finds in a value, and what would be right; who walks the tree adds the place."""
+
+    def __init__(self, finding: str, remedy: str) -> None:
+        super().__init__(finding)
+        self.finding, self.remedy = finding, remedy
+
+
 def refuse(finding: str, remedy: str = "") -> NoReturn:
-    """End a check: pydantic collects the finding with its place."""
-    raise PydanticCustomError("spec", "{finding}", {"finding": finding, "remedy": remedy})
+    """Ends a check: the value is not taken."""
+    raise Refused(finding, remedy)
 
 
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@declared
 class Leaf:
     """One kind of value; `about` is the hover text of its key."""
 
@@ -73,18 +77,8 @@ class Leaf:
         """The JSON Schema of what `check` accepts."""
         raise NotImplementedError
 
-    def __get_pydantic_core_schema__(
-        self, _source: Any, _handler: GetCoreSchemaHandler
-    ) -> CoreSchema:
-        return core_schema.no_info_plain_validator_function(self.check)
 
-    def __get_pydantic_json_schema__(
-        self, _core: CoreSchema, _handler: GetJsonSchemaHandler
-    ) -> dict[str, Any]:
-        return {**self.schema(), "description": self.about}
-
-
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@declared
 class Whole(Leaf):
     """An integer in `low..high`; `words` are texts that stand beside numbers (`auto`)."""
 
@@ -106,7 +100,7 @@ class Whole(Leaf):
         return one_of(number, *({"const": word} for word in self.words))
 
 
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@declared
 class Real(Leaf):
     """A finite number in `low..high`, without `low` itself when it is `open`."""
 
@@ -142,7 +136,7 @@ class Real(Leaf):
         return one_of(number, *([{"type": "null"}] if self.null else []))
 
 
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@declared
 class Truth(Leaf):
     """true or false. YAML 1.2: `on`, `off`, `yes` and `no` are texts."""
 
@@ -155,7 +149,7 @@ class Truth(Leaf):
         return {"type": "boolean"}
 
 
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@declared
 class Choice(Leaf):
     """One word of a closed set; the mapping gives each word its meaning. `slips` are other words
     for them, which are not taken, but understood."""
@@ -181,7 +175,7 @@ class Choice(Leaf):
         return meanings(self.words)
 
 
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@declared
 class Text(Leaf):
     """A text that matches `pattern`, which `kind` describes."""
 
@@ -201,7 +195,7 @@ class Text(Leaf):
         return one_of(text, *([{"type": "null"}] if self.null else []))
 
 
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@declared
 class Size(Leaf):
     """Bytes, as a number or with a unit; `rate` reads `450 GB/s` too; `words` stand beside it."""
 
@@ -235,7 +229,7 @@ class Size(Leaf):
         return one_of(text, number, *({"const": word} for word in self.words))
 
 
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@declared
 class Numbers(Leaf):
     """A list of `count` numbers (any count when 0) in `low..high`; whole ones if `whole`."""
 
@@ -263,7 +257,7 @@ class Numbers(Leaf):
         return one_of(many, *([items] if self.whole else []))
 
 
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@declared
 class Free(Leaf):
     """A mapping whose keys are not ours; `values` checks each value, if given."""
 
@@ -278,16 +272,15 @@ class Free(Leaf):
         """The fault of a value names its key."""
         try:
             return self.values.check(value) if self.values else value
-        except PydanticCustomError as error:
-            context = error.context or {}
-            refuse(f"{key}: {context['finding']}", context["remedy"])
+        except Refused as error:
+            refuse(f"{key}: {error.finding}", error.remedy)
 
     def schema(self) -> dict[str, Any]:
         values = {"additionalProperties": self.values.schema()} if self.values else {}
         return {"type": "object", **values}
 
 
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@declared
 class Either(Leaf):
     """What one of `options` takes; `wanted` says it in one phrase. `hint` guesses what was meant,
     in place of the options' own guesses."""
@@ -302,7 +295,7 @@ class Either(Leaf):
                 return option.check(value)  # it was meant, and says which entry is at fault
             try:
                 return option.check(value)
-            except PydanticCustomError:
+            except Refused:
                 continue
         choices = [option.meant for option in self.options if isinstance(option, Choice)]
         guesses = (guess(value) for guess in ([self.hint] if self.hint else choices))
@@ -313,7 +306,7 @@ class Either(Leaf):
         return one_of(*(option.schema() for option in self.options))
 
 
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@declared
 class Section:
     """A nested mapping of the grammar; `also` is what may stand for it in a file."""
 
@@ -322,16 +315,15 @@ class Section:
     also: tuple[dict[str, Any], ...] = ()
     null: bool = False
 
-    def __get_pydantic_core_schema__(
-        self, _source: Any, handler: GetCoreSchemaHandler
-    ) -> CoreSchema:
-        inner = handler.generate_schema(self.kind)
-        return core_schema.nullable_schema(inner) if self.null else inner
 
-    def __get_pydantic_json_schema__(
-        self, core: CoreSchema, handler: GetJsonSchemaHandler
-    ) -> dict[str, Any]:
-        return {**one_of(handler(core), *self.also), "description": self.about}
+@cache
+def keys(kind: type) -> Mapping[str, tuple[Field[Any], Leaf | Section]]:
+    """The keys of a section as they are written (`global` of the field `global_`), each with its
+    field and what it holds: the annotations of a section are evaluated, not texts."""
+    return {
+        spot.name.rstrip("_"): (spot, spot.type.__metadata__[0])  # type: ignore[union-attr]  # Annotated
+        for spot in fields(kind)
+    }
 
 
 def meanings(words: Mapping[str, str]) -> dict[str, Any]:

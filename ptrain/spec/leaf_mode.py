@@ -6,11 +6,10 @@ import itertools
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from ptrain.spec import slips
-from ptrain.spec.leaf import Free, Leaf, describe, meanings, refuse
+from ptrain.spec.leaf import Free, Leaf, declared, describe, meanings, refuse
 from ptrain.spec.placement import Mode
 
 MODE_MEANINGS = {
@@ -33,7 +32,7 @@ KEPT_MEANINGS = MODE_MEANINGS | {
 }
 
 
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@declared
 class ModeText(Leaf):
     """A mode of Definition 2 with its tier."""
 
@@ -62,7 +61,7 @@ class ModeText(Leaf):
         return meanings(self.words())
 
 
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@declared
 class KeptText(ModeText):
     """A mode of A, which knows one more: the inputs of blocks that are recomputed may lie apart."""
 
@@ -74,7 +73,7 @@ class KeptText(ModeText):
         return super().meant(word or value)
 
 
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@declared
 class ModesByBlock(Free):
     """`{"0-7": M, "8-": R}`: blocks from 0, the last one included; a number alone is one block."""
 

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+from dataclasses import MISSING
 from typing import Any
 
-from ptrain.spec.check import adapter
+from ptrain.spec.check import is_required
 from ptrain.spec.grammar import SpecRaw
+from ptrain.spec.leaf import Leaf, Section, keys, one_of
+from ptrain.spec.placement import Mode
 
 FILE = "ptrain.schema.json"
+Shape = dict[str, Any]
 
 
-def schema() -> dict[str, Any]:
-    """Draft 7, which every editor speaks; pydantic uses nothing newer than it."""
-    generated = _tidy(adapter(SpecRaw).json_schema(by_alias=True))
-    assert isinstance(generated, dict), "a schema is a mapping"
+def schema() -> Shape:
+    """Draft 7, which every editor speaks; nothing here is newer than it."""
+    definitions: dict[str, Shape] = {}
+    top = _mapping(SpecRaw, definitions)
     return {
         "$schema": "http://json-schema.org/draft-07/schema#",
         "title": "ptrain spec",
-        **generated,
+        "$defs": {name: definitions[name] for name in sorted(definitions)},
+        **top,
     }
 
 
@@ -26,19 +32,43 @@ def schema_text() -> str:
     return json.dumps(schema(), indent=1, ensure_ascii=False) + "\n"
 
 
-def _tidy(node: object) -> object:
-    """Without `null` for sections that are left out, and without titles that repeat the key.
+def _mapping(kind: type, definitions: dict[str, Shape]) -> Shape:
+    """A section's schema, without `null` for what is left out; those of the sections in it join the
+    definitions."""
+    needed = [key for key, (spot, _) in keys(kind).items() if is_required(spot)]
+    return {
+        "additionalProperties": False,
+        "description": inspect.getdoc(kind),
+        "properties": {
+            key: _sorted(_default(spot.default) | _value(holds, definitions))
+            for key, (spot, holds) in keys(kind).items()
+        },
+        **({"required": needed} if needed else {}),
+        "type": "object",
+    }
 
-    The rewrite walks keywords only: under `properties` and `$defs` the keys are the user's.
-    """
+
+def _value(holds: Leaf | Section, definitions: dict[str, Shape]) -> Shape:
+    if isinstance(holds, Leaf):
+        return {**holds.schema(), "description": holds.about}
+    name = holds.kind.__name__
+    if name not in definitions:
+        definitions[name] = _mapping(holds.kind, definitions)
+    null = [{"type": "null"}] if holds.null else []
+    shape = one_of({"$ref": f"#/$defs/{name}"}, *null, *holds.also)
+    return {**shape, "description": holds.about}
+
+
+def _default(value: object) -> Shape:
+    return (
+        {}
+        if value in (None, MISSING)
+        else {"default": str(value) if isinstance(value, Mode) else value}
+    )
+
+
+def _sorted(node: Any) -> Any:
+    """Keywords by the alphabet: the text does not depend on how a leaf writes its own."""
     if isinstance(node, list):
-        return [_tidy(inner) for inner in node]
-    if not isinstance(node, dict):
-        return node
-    tidy: dict[str, object] = {}
-    for key, value in node.items():
-        if key in ("properties", "$defs"):
-            tidy[key] = {name: _tidy(inner) for name, inner in value.items()}
-        elif key != "title" and not (key == "default" and value in (None, [], {})):
-            tidy[key] = value if key in ("const", "default", "description") else _tidy(value)
-    return tidy
+        return [_sorted(inner) for inner in node]
+    return {key: _sorted(node[key]) for key in sorted(node)} if isinstance(node, dict) else node

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from difflib import get_close_matches
 
 TIER_SLIPS = {
     "nvme": "file", "disk": "file", "ssd": "file",
@@ -42,6 +41,8 @@ NEAR = 0.7  # further apart, two words have nothing to do with each other
 
 def close(word: str, known: Iterable[str], *, cutoff: float) -> str:
     """The one of `known` that the user meant, or nothing."""
+    from difflib import get_close_matches
+
     folded = {name.lower(): name for name in reversed(tuple(known))}
     found = get_close_matches(word.lower(), list(folded), n=1, cutoff=cutoff)
     return folded[found[0]] if found else ""

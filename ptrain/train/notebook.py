@@ -21,7 +21,7 @@ from ptrain.costs import Column
 from ptrain.errors import DoesNotFit, PtrainError, RankFailed, TrainingStopped
 from ptrain.installed import require_torch
 from ptrain.report.reading import read
-from ptrain.report.table import summary
+from ptrain.report.summary import summary
 from ptrain.selection.recompute import settled
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec

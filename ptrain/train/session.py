@@ -26,7 +26,7 @@ from ptrain.errors import PtrainError, VerdictFailed
 from ptrain.interpreter.program import Program, interpret
 from ptrain.meters.measure import gather_estimates, join_estimates
 from ptrain.report.record import compare, record, verdict
-from ptrain.report.table import summary
+from ptrain.report.summary import summary
 from ptrain.rooms.world import World
 from ptrain.selection.preflight import require_fit
 from ptrain.selection.recompute import settled

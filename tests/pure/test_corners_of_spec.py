@@ -17,7 +17,6 @@ from ptrain.spec.check import validate
 from ptrain.spec.load import load
 from ptrain.spec.model import HuggingFaceModel
 from ptrain.spec.overrides import sweeps
-from ptrain.spec.schema import _tidy
 from ptrain.spec.text import Tree
 from ptrain.spec.write import to_yaml
 from tests.pure.build import GATHERED, WHOLE, make_spec, tuple_of
@@ -79,13 +78,6 @@ def test_a_folder_in_place_of_a_file_is_named(tmp_path):
     with pytest.raises(SpecError) as caught:
         text.read(Path(tmp_path))
     assert caught.value.faults[0].source == str(tmp_path)
-
-
-def test_keys_of_the_user_stay_in_the_schema_and_titles_do_not():
-    title = {"title": {"title": "a", "type": "string", "default": None}, "default": {}}
-    tidy = {"title": {"type": "string"}, "default": {}}
-    assert _tidy({"properties": title, "title": "b"}) == {"properties": tidy}
-    assert _tidy({"$defs": title}) == {"$defs": tidy}
 
 
 def test_a_spec_is_written_in_the_order_it_has_in_lines_of_a_hundred():

@@ -5,20 +5,30 @@ from __future__ import annotations
 import math
 
 import pytest
-from pydantic_core import PydanticCustomError
 
-from ptrain.spec.leaf import Choice, Either, Free, Leaf, Numbers, Real, Size, Text, Truth, Whole
+from ptrain.spec.leaf import (
+    Choice,
+    Either,
+    Free,
+    Leaf,
+    Numbers,
+    Real,
+    Refused,
+    Size,
+    Text,
+    Truth,
+    Whole,
+)
 from ptrain.spec.leaf_mode import KeptText, ModesByBlock, ModeText, blocks_of
 from ptrain.spec.slips import a, ask, mode, quote, small_size, unit, unquote, whole_part
 
 
 def said(leaf: Leaf, value: object) -> tuple[str, str]:
     """(finding, remedy) of a value that is refused."""
-    with pytest.raises(PydanticCustomError) as caught:
+    with pytest.raises(Refused) as caught:
         leaf.check(value)
-    context = caught.value.context or {}
-    assert str(caught.value) == context["finding"]
-    return context["finding"], context["remedy"]
+    assert str(caught.value) == caught.value.finding
+    return caught.value.finding, caught.value.remedy
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from ptrain.costs import (
 from ptrain.derivation.wire import wire_rows
 from ptrain.report.reading import read
 from ptrain.report.record import compare, record, verdict, verdict_line
-from ptrain.report.table import summary
+from ptrain.report.summary import summary
 from ptrain.train.notebook import Run
 
 KEY = TrafficKey(

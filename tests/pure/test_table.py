@@ -15,7 +15,8 @@ from ptrain.costs import (
     Wire,
 )
 from ptrain.report.record import compare
-from ptrain.report.table import difference, end_table, render, summary
+from ptrain.report.summary import difference, end_table, summary
+from ptrain.report.table import render
 from tests.pure.test_record import EXACT, MEASURED
 
 

@@ -7,7 +7,6 @@ from dataclasses import asdict, fields
 from typing import Any, get_type_hints
 
 import pytest
-from pydantic_core import PydanticCustomError
 
 from ptrain.errors import Fault, SpecError
 from ptrain.spec import check, leaf_mode, load, overrides, resolve_parts, shorthand, slips
@@ -16,7 +15,7 @@ from ptrain.spec.grammar import SpecRaw
 from ptrain.spec.grammar_keep import LossRaw, RecomputeRaw
 from ptrain.spec.grammar_parts import MAX_SAMPLES, OffloadRaw
 from ptrain.spec.grammar_pipeline import MAX_LAYERS, PipelineRaw
-from ptrain.spec.leaf import Leaf
+from ptrain.spec.leaf import Leaf, Refused
 from ptrain.spec.leaf_mode import KeptText, ModesByBlock, ModeText
 from ptrain.spec.placement import M
 from ptrain.spec.resolve_keep import CHUNK
@@ -35,9 +34,9 @@ def leaf(kind: type, name: str) -> Any:
 
 
 def told(kind: Leaf, value: object) -> str:
-    with pytest.raises(PydanticCustomError) as caught:
+    with pytest.raises(Refused) as caught:
         kind.check(value)
-    return caught.value.context["remedy"]
+    return caught.value.remedy
 
 
 def meanings(text: str) -> dict[str, str]:
