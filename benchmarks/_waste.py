@@ -28,20 +28,22 @@ KINDS = (
 )
 TEMPORARY = "planted"  # the name of what is allocated for nothing
 
-# By the name of a method: the place of its argument that names the group's axes. Of a room's own
-# methods it is the second.
+# By the name of a method: the place of its argument that names the group's axes.
 SENDS = {"send": 1, "all_reduce": 1}
-GATHERS = {"gather": 2, "start_gather": 2}
+GATHERS = {"gather": 2, "start_gather": 2, "all_gather": 2}
 SCATTERS = {"reduce_scatter": 2, "start_reduce_scatter": 2}
-OF_ROOMS = {"all_gather": 1, "all_to_all": 1, "broadcast": 1}
-COLLECTIVES = SENDS | GATHERS | SCATTERS | OF_ROOMS
+COLLECTIVES = SENDS | GATHERS | SCATTERS
 STARTED = ("start_gather", "start_reduce_scatter")  # begun: a `wait` gives what they make
-COPIES = ("cast", "move")
-DTYPE_PLACES = {"new": 1, "cast": 1, "kept": 1}
+ALLOCATIONS = ("new", "zeros", "like", "zeros_like", "scalar_like")
+COPIES = ("cast", "move", "permuted")
+DTYPE_PLACES = {"new": 1, "zeros": 1, "zeros_like": 1, "scalar_like": 1, "cast": 1, "kept": 1}
 GROUP_WORDS = ("axes", "over", "group")  # keywords that name the group
-RELEASES = ("drop", "release", "forget_working", "_close", "free")
+LESS = "without"  # of axes: these but for those
+RELEASES = ("drop", "release", "forget_working", "_close", "free", "empty")
+NOTHING = "nothing"  # an empty tensor, put where a full one was
 TRAINING_STATES = ("PARAMETERS", "OPTIMIZER", "GRADIENTS", "ACTIVATIONS")
 SIMPLE = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Delete, ast.Expr, ast.Return)
+Steps = tuple[str | int, ...]  # from a node to one below it: fields, and places in their lists
 _ITERATES = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.Lambda)
 
 
@@ -125,7 +127,8 @@ def _places(tree: ast.Module) -> Iterator[Place]:
     for function, text, node in _functions(tree):
         if style is NAMED:
             room = "self.room" if "self.room" in text else "room"
-            mesh_axes = "self.step.axes"
+            mesh_axes = "self.axes" if "self.axes" in text else "self.cuts.axes"
+            mesh_axes = "self.step.axes" if "self.step" in text else mesh_axes
         elif "self.bench" in text:
             room, mesh_axes = "self.bench", "self.bench.step.axes"
         else:
@@ -174,15 +177,14 @@ def _changes(place: Place) -> Iterator[Change]:
 def _temporaries(place: Place) -> Iterator[Change]:
     """One more tensor while the statement runs: a twin of what it allocates, or of what it copies
     or sends. It is there before, and goes after."""
-    for call in _calls(place.statement):
-        name, room = call.func.attr, ast.unparse(call.func.value)
-        if name == "new":
+    for name, owner, call in _calls(place.statement):
+        if name in ALLOCATIONS:
             allocation = ast.unparse(call)
-        elif name in (*COPIES, *GATHERS, *SCATTERS, *OF_ROOMS) and call.args:
+        elif name in COPIES or len(call.args) > COLLECTIVES.get(name, len(call.args)):
             piece = ast.unparse(call.args[0])
-            allocation = place.style.clone.format(room=place.room, piece=piece)
-        elif room.endswith("tape") and not isinstance(call.args[0], ast.UnaryOp):
-            yield from _spikes(place, call, room)
+            allocation = place.style.clone.format(room=_room(place, owner), piece=piece)
+        elif owner.endswith("tape") and not isinstance(call.args[0], ast.UnaryOp):
+            yield from _spikes(place, call, owner)
             continue
         else:
             continue
@@ -192,13 +194,21 @@ def _temporaries(place: Place) -> Iterator[Change]:
         )
 
 
+def _room(place: Place, owner: str) -> str:
+    """What allocates beside a call of `owner`: the room itself, or that of its cuts."""
+    last = owner.rpartition(".")[2]
+    if place.style.frees_by_name and last in ("room", "cuts"):
+        return owner if last == "room" else f"{owner}.room"
+    return place.room
+
+
 def _spikes(place: Place, call: ast.Call, room: str) -> Iterator[Change]:
     """Of what is written to a tape as a size: as much again, gone at once."""
-    if isinstance(call.func, ast.Attribute) and call.func.attr in ("add", "spike"):
+    if _name(call) in ("add", "spike"):
         size = ast.unparse(call.args[0])
         negative = ast.unparse(ast.UnaryOp(ast.USub(), call.args[0]))
         before, after = ast.unparse(place.statement), f"{room}.spike({size})"
-        if call.func.attr == "spike":
+        if _name(call) == "spike":
             before, after = f"{room}.add({size})", f"{before}\n{room}.add({negative})"
         yield Change("extra temporary", (before, after))
 
@@ -213,9 +223,10 @@ def _around(statement: ast.stmt, drop: str) -> tuple[str, ...]:
 def _late(place: Place) -> Iterator[Change]:
     """A release comes after the next statement, or not at all. Where names free, what a name meant
     before it was given anew lives on to the function's end."""
-    old = _overwritten(place.statement) if place.style.frees_by_name else None
-    if old is not None:
-        yield Change("late release", (f"{TEMPORARY} = {old}", ast.unparse(place.statement)))
+    if place.style.frees_by_name:
+        for old in _overwritten(place.statement):
+            yield Change("late release", (f"{TEMPORARY} = {old}", ast.unparse(place.statement)))
+        yield from _stays(place)
     if not _is_release(place):
         return
     statement, following = place.statement, place.following
@@ -225,21 +236,45 @@ def _late(place: Place) -> Iterator[Change]:
     yield Change("late release", ("pass",))
 
 
-def _overwritten(statement: ast.stmt) -> str | None:
-    """The name that a statement gives to what it makes of the very thing of that name: in
-    `held = room.move(held, ...)` it is `held`."""
+def _pairs(statement: ast.stmt) -> Iterator[tuple[Steps, ast.expr, ast.expr]]:
+    """What a statement names: the path to each value, its target, and it."""
     match statement:
-        case ast.Assign(targets=[ast.Name() | ast.Attribute() as target], value=value):
+        case ast.Assign(targets=[ast.Tuple(elts=targets)], value=ast.Tuple(elts=values)):
+            for index, (target, value) in enumerate(zip(targets, values, strict=False)):
+                yield ("value", "elts", index), target, value
+        case ast.Assign(targets=[target], value=value):
+            yield ("value",), target, value
+
+
+def _overwritten(statement: ast.stmt) -> Iterator[str]:
+    """The names that a statement gives to what it makes of the very things of those names: in
+    `held = room.move(held, ...)` it is `held`."""
+    for _, target, value in _pairs(statement):
+        if isinstance(target, ast.Name | ast.Attribute):
             name = ast.unparse(target)
             used = (node for node in ast.walk(value) if isinstance(node, ast.Name | ast.Attribute))
-            return name if any(ast.unparse(node) == name for node in used) else None
-        case _:
-            return None
+            if any(ast.unparse(node) == name for node in used):
+                yield name
+
+
+def _stays(place: Place) -> Iterator[Change]:
+    """What a statement takes out of a dictionary, or gives up beside naming another thing, stays
+    there too."""
+    for path in _paths(place.statement):
+        match _at(place.statement, path):
+            case ast.Call(func=ast.Attribute(attr="pop", value=owner), args=[key]):
+                text = f"{ast.unparse(owner)}[{ast.unparse(key)}]"
+                yield _replaced(place, path, "late release", text)
+    for path, target, value in _pairs(place.statement):
+        if len(path) > 1 and isinstance(value, ast.Constant) and value.value is None:
+            yield _replaced(place, path, "late release", ast.unparse(target))
 
 
 def _is_release(place: Place) -> bool:
     statement = place.statement
     match statement:
+        case ast.Assign(value=ast.Attribute(attr=name)):
+            return place.style.frees_by_name and name == NOTHING
         case ast.Expr(value=ast.Call(func=ast.Attribute(attr=name, value=owner), args=args)):
             is_size = name == "add" and ast.unparse(owner).endswith("tape")
             return name in RELEASES or (is_size and isinstance(args[0], ast.UnaryOp))
@@ -255,8 +290,7 @@ def _is_release(place: Place) -> bool:
 
 def _doubled(place: Place) -> Iterator[Change]:
     """A collective, once for nothing and then as it was; what the first gives goes at once."""
-    for call in _calls(place.statement):
-        name, owner = call.func.attr, ast.unparse(call.func.value)
+    for name, owner, call in _calls(place.statement):
         if name not in COLLECTIVES:
             continue
         again = deepcopy(call)
@@ -283,17 +317,17 @@ def _wider(place: Place) -> Iterator[Change]:
 
 
 def _larger(place: Place) -> Iterator[Change]:
-    """All axes that there are instead of those that are given."""
+    """All axes that there are instead of those that are given, and these without any left out."""
     for path in _paths(place.statement):
         node = _at(place.statement, path)
         if isinstance(node, ast.Call) and _name(node) in COLLECTIVES:
-            is_sent = _name(node) in SENDS or place.style.frees_by_name
-            axes = place.mesh_axes if is_sent else place.cut_axes
-            is_of_room = ast.unparse(node.func).split(".")[-2:-1] == ["room"]
-            position = 1 if is_of_room else COLLECTIVES[_name(node)]
-            for group in _arguments(node, position, GROUP_WORDS):
+            is_of_mesh = _name(node) in SENDS or place.style.frees_by_name
+            axes = place.mesh_axes if is_of_mesh else place.cut_axes
+            for group in _arguments(node, COLLECTIVES[_name(node)], GROUP_WORDS):
                 if ast.unparse(_at(node, group)) != axes:
                     yield _replaced(place, (*path, *group), "larger group", axes)
+        elif isinstance(node, ast.Call) and _name(node) == LESS:
+            yield _replaced(place, path, "larger group", f"tuple({ast.unparse(node.args[0])})")
 
 
 def _mistagged(place: Place) -> Iterator[Change]:
@@ -304,9 +338,6 @@ def _mistagged(place: Place) -> Iterator[Change]:
                 other = (TRAINING_STATES.index(attr) + 1) % len(TRAINING_STATES)
                 text = f"State.{TRAINING_STATES[other]}"
                 yield _replaced(place, path, "wrong state", text)
-
-
-Steps = tuple[str | int, ...]  # from a node to one below it: fields, and places in their lists
 
 
 def _paths(node: ast.AST, path: Steps = ()) -> Iterator[Steps]:
@@ -328,9 +359,8 @@ def _at(node: ast.AST, path: Steps) -> ast.AST:
 
 def _replaced(place: Place, path: Steps, kind: str, by: str) -> Change:
     """The statement with another expression at the end of a path; `{0}` in it is what was there."""
-    statement = deepcopy(place.statement)
-    *above, last = path
-    parent = _at(statement, tuple(above))
+    statement, last = deepcopy(place.statement), path[-1]
+    parent = _at(statement, path[:-1])
     expression = ast.parse(by.format(ast.unparse(_at(statement, path))), mode="eval").body
     if isinstance(last, int):
         parent[last] = expression
@@ -350,19 +380,19 @@ def _arguments(call: ast.Call, place: int, words: Sequence[str]) -> Iterator[Ste
 
 def _name(call: ast.Call) -> str:
     """Of what is called, without what it is of."""
-    match call.func:
-        case ast.Attribute(attr=name) | ast.Name(id=name):
-            return name
-        case _:
-            return ""
+    return getattr(call.func, "attr", getattr(call.func, "id", ""))
 
 
-def _calls(statement: ast.stmt) -> Iterator[ast.Call]:
-    """The calls of methods that a statement makes once: those that it iterates over are none."""
+def _calls(statement: ast.stmt) -> Iterator[tuple[str, str, ast.Call]]:
+    """The calls of methods that a statement makes once, with the method's name and what it is of:
+    those that it iterates over are none. A collective may be called by a name of its own."""
     stack: list[ast.AST] = [statement]
     while stack:
         node = stack.pop()
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            yield node
+        match node:
+            case ast.Call(func=ast.Attribute(attr=name, value=owner)):
+                yield name, ast.unparse(owner), node
+            case ast.Call(func=ast.Name(id=name)) if name in COLLECTIVES:
+                yield name, "", node
         if not isinstance(node, _ITERATES):
             stack.extend(reversed(list(ast.iter_child_nodes(node))))

@@ -94,14 +94,17 @@ def next_mutants(kinds: Sequence[Draw], number: int) -> list[tuple[Draw, Mutant]
 
 
 def choose(benches: Sequence[Bench], kinds: Sequence[Draw], number: int) -> None:
-    """Draws until there are so many that change a prediction and make none raise."""
+    """Draws until there are so many that change a prediction and make none raise.
+
+    Whether one changes any is asked first: it ends at the first that differs or raises."""
     while batch := next_mutants(kinds, number - sum(len(draw.chosen) for draw in kinds)):
-        mutants = [mutant for _, mutant in batch]
-        raises, differs = (judged(benches, mutants, stage) for stage in (RAISES, DIFFERS))
+        differs = judged(benches, [mutant for _, mutant in batch], DIFFERS)
+        changing = [mutant for _, mutant in batch if differs.verdict(mutant) in CAUGHT]
+        raises = judged(benches, changing, RAISES)
         for draw, mutant in batch:
             if raises.verdict(mutant) in CAUGHT:
                 draw.aside.setdefault("raises", []).append(mutant)
-            elif differs.verdict(mutant) in CAUGHT:
+            elif mutant in changing:
                 draw.chosen.append(mutant)
             elif differs.verdict(mutant) == "unreached":
                 draw.aside.setdefault("not run by a prediction", []).append(mutant)

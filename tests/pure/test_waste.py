@@ -33,13 +33,17 @@ NAMED = """\
 class Gradients:
     def __init__(self, room):
         self.room = room
-        self.whole = None
+        self.whole = self.room.zeros(self.numel, self.dtype, State.PARAMETERS)
 
     def finish(self, held):
-        held = self.room.reduce_scatter(held, self.cut, state=State.GRADIENTS)
+        held = self.room.reduce_scatter(held, self.part, self.cut, self.via)
+        gathered = gather(held, self.now, without(self.cut, self.now))
+        self.whole, is_done = None, True
         self.whole = None
         self.keep(held)
         del held
+        self.room.empty(self.state.pop(name))
+        self.value = self.nothing
 """
 PLANTED = {
     "extra temporary": (
@@ -67,23 +71,41 @@ PLANTED = {
         "return self.buffer.gather(held, self.cut, self.over, State.ACTIVATIONS, into)",
     ),
 }
-REDUCED = "held = self.room.reduce_scatter(held, self.cut, state=State.GRADIENTS)"
+ZEROS = "self.whole = self.room.zeros(self.numel, self.dtype, State.PARAMETERS)"
+REDUCE = "self.room.reduce_scatter(held, self.part, self.cut, self.via)"
+GATHER = "gather(held, self.now, without(self.cut, self.now))"
+EMPTY = "self.room.empty(self.state.pop(name))"
+TWIN = "planted = self.room.cast(held, self.room.dtype(held), copy=True)\n"
+WIDER = "type(self.dtype).FP32 if self.dtype.itemsize < 4 else type(self.dtype).FP64"
 PLANTED_BY_NAME = {
     "extra temporary": (
-        f"planted = self.room.cast(held, self.room.dtype(held), copy=True)\n{REDUCED}\ndel planted",
+        f"{ZEROS.replace('self.whole', 'planted')}\n{ZEROS}\ndel planted",
+        f"{TWIN}held = {REDUCE}\ndel planted",
+        f"{TWIN}gathered = {GATHER}\ndel planted",
     ),
     "late release": (
-        f"planted = held\n{REDUCED}",
+        f"planted = held\nheld = {REDUCE}",
+        "self.whole, is_done = (self.whole, True)",
         "self.keep(held)\nself.whole = None",
+        "pass",
+        f"{EMPTY}\ndel held",
+        "pass",
+        EMPTY.replace(".pop(name)", "[name]"),
+        f"self.value = self.nothing\n{EMPTY}",
         "pass",
         "pass",
     ),
     "doubled collective": (
-        f"self.room.reduce_scatter(held, self.cut, state=State.GRADIENTS)\n{REDUCED}",
+        f"{REDUCE}\nheld = {REDUCE}",
+        f"{GATHER}\ngathered = {GATHER}",
     ),
-    "wider dtype": (),
-    "larger group": (REDUCED.replace("self.cut", "self.step.axes"),),
-    "wrong state": (REDUCED.replace("GRADIENTS", "ACTIVATIONS"),),
+    "wider dtype": (ZEROS.replace("self.dtype", WIDER),),
+    "larger group": (
+        f"held = {REDUCE.replace('self.cut', 'self.cuts.axes')}",
+        "gathered = gather(held, self.now, self.cuts.axes)",
+        "gathered = gather(held, self.now, tuple(self.cut))",
+    ),
+    "wrong state": (ZEROS.replace("PARAMETERS", "OPTIMIZER"),),
 }
 
 
