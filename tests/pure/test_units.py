@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from ptrain.derivation import activations
+from ptrain.derivation.repeats import everyone
 from ptrain.facts.parameters import facts
 from ptrain.spec.batch import UnitKind, UnitSize
 from ptrain.spec.model import Family, ModelShape
@@ -32,9 +33,8 @@ def text(shape: ModelShape) -> str:
 
 
 def timeline(shape: ModelShape, size: UnitSize) -> Timeline:
-    return activations.timeline(
-        shape, facts(shape, 8, size).unit_modules, batch=2, sequence=8, compute=DType.FP32
-    )
+    played = everyone(facts(shape, 8, size).units, shape.layers)
+    return activations.timeline(shape, played, batch=2, sequence=8, compute=DType.FP32)
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)

@@ -10,6 +10,7 @@ from torch import nn
 
 from ptrain.axes.data.run.flat import parameters_by_unit
 from ptrain.derivation import activations
+from ptrain.derivation.repeats import everyone
 from ptrain.errors import SpecError
 from ptrain.facts.parameters import facts
 from ptrain.models import tables
@@ -56,8 +57,8 @@ def test_the_formulas_name_the_modules_and_tensors_of_the_module(shape, size):
 )
 def test_a_table_gives_the_trace_with_hooks_on_these_units_to_the_byte(shape, size, compute):
     traced = to_timeline(tables.trace(shape, TORCH[compute], size, batch=2, sequence=16))
-    units = facts(shape, 16, size).unit_modules
-    derived = activations.timeline(shape, units, batch=2, sequence=16, compute=compute)
+    played = everyone(facts(shape, 16, size).units, shape.layers)
+    derived = activations.timeline(shape, played, batch=2, sequence=16, compute=compute)
     assert derived.forward == traced.forward
     assert derived.backward == traced.backward
 
