@@ -170,7 +170,7 @@ def compared(
         if row in mine.times and row in its.times:
             ratios = [a / b for a, b in zip(mine.times[row], its.times[row], strict=True)]
             median, (low, high) = statistics.median(ratios), bound(ratios)
-            cells += [f"{median:.3f}", f"{low:.3f} – {high:.3f}", slower(low, high, limit)]
+            cells += [f"{median:.3f}", f"{low:.3f} – {high:.3f}", verdict_of(low, high, limit)]
             if low > limit:
                 name = f"{row.measure} of {row.spec}, {row.clock} time"
                 failed.append(f"{name}: lower bound {low:.3f}, at most {limit}")
@@ -180,7 +180,7 @@ def compared(
     return lines, failed
 
 
-def slower(low: float, high: float, limit: float) -> str:
+def verdict_of(low: float, high: float, limit: float) -> str:
     """The verdict in a word, of the bounds of a ratio."""
     return "slower" if low > limit else "faster" if high < 1 else "holds"
 

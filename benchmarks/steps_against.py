@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from _machine import ROOT, commit, conclude, environment, header, this_command
-from against import LIMIT, Tree, checked_out, is_commit, slower
+from against import LIMIT, Tree, checked_out, is_commit, verdict_of
 from step_time import bound
 
 WARM_UP = 3  # steps before the first turn
@@ -156,7 +156,7 @@ class Pairs:
             cells = [f"`{spec}`", clock.replace("cpu", "CPU")]
             cells += [f"{1e3 * statistics.median(times):.1f} ms" for times in (mine, its)]
             cells += [f"{statistics.median(ratios):.3f}", f"{low:.3f} – {high:.3f}"]
-            cells += [slower(low, high, LIMIT), f"{len(self.losses[0])} {same}"]
+            cells += [verdict_of(low, high, LIMIT), f"{len(self.losses[0])} {same}"]
             lines.append(f"| {' | '.join(cells)} |")
             if low > LIMIT:
                 failed.append(f"{spec}, {clock} time: lower bound {low:.3f}, at most {LIMIT}")

@@ -87,7 +87,7 @@ class Footprint:
     file_bytes: int = 0
 
     def of_rank(self, rank: int) -> Footprint:
-        """The same on another rank."""
+        """Return the same on another rank."""
         return Footprint(
             state=self.state,
             rank=rank,
@@ -111,7 +111,7 @@ class Peak:
     allocator_bytes: int = 0
 
     def of_rank(self, rank: int) -> Peak:
-        """The same on another rank."""
+        """Return the same on another rank."""
         return Peak(
             phase=self.phase,
             rank=rank,
@@ -202,12 +202,12 @@ class Operations:
     again: int = 0
 
     def of_rank(self, rank: int) -> Operations:
-        """The same on another rank."""
+        """Return the same on another rank."""
         return Operations(rank=rank, forward=self.forward, backward=self.backward, again=self.again)
 
 
 class OfRank(Protocol):
-    """A row of one rank."""
+    """A row names the rank that it is of."""
 
     @property
     def rank(self) -> int: ...
@@ -221,16 +221,18 @@ KeyT = TypeVar("KeyT", bound=Hashable)
 class ByRank(Sequence[RowT]):
     """The rows of every rank, rank by rank, kept once for all ranks that have the same: a job of
     thousands of ranks has a handful of kinds. `kinds` are the rows of each kind, whatever rank
-    they name; `kind_of` has for each rank the index of its kind. A row is made as it is read."""
+    they name; `kind_of` has for each rank the index of its kind; there may be several `parts`, one
+    behind the other. Rows are read by going through them: each is made then."""
 
-    def __init__(self, kinds: Sequence[Sequence[RowT]], kind_of: Sequence[int]) -> None:
-        self.parts: tuple[tuple[Sequence[Sequence[RowT]], Sequence[int]], ...] = ((kinds, kind_of),)
+    def __init__(self, *parts: tuple[Sequence[Sequence[RowT]], Sequence[int]]) -> None:
+        self.parts = parts
+
+    def __repr__(self) -> str:
+        return repr(tuple(self))
 
     def and_then(self, other: ByRank[RowT]) -> ByRank[RowT]:
-        """These rows of all ranks, and behind them the other's."""
-        both = ByRank[RowT]((), ())
-        both.parts = (*self.parts, *other.parts)
-        return both
+        """Return these rows of all ranks, and behind them the other's."""
+        return ByRank(*self.parts, *other.parts)
 
     def __iter__(self) -> Iterator[RowT]:
         for kinds, kind_of in self.parts:
@@ -251,10 +253,8 @@ class ByRank(Sequence[RowT]):
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and tuple(self) == tuple(other)
 
-    __hash__ = None  # type: ignore[assignment]
-
     def distinct(self) -> Iterator[RowT]:
-        """The rows of each kind that a rank has once, of the first such rank."""
+        """Yield the rows of each kind that a rank has, as those of the first such rank."""
         for kinds, kind_of in self.parts:
             ranks = dict[int, int]()
             for rank, kind in enumerate(kind_of):
@@ -263,8 +263,17 @@ class ByRank(Sequence[RowT]):
                 for row in kinds[kind]:
                     yield row.of_rank(rank)
 
+    def kinds_of(self, rank: int) -> tuple[int, ...]:
+        """Return the kind of a rank in each part."""
+        return tuple(kind_of[rank] for _, kind_of in self.parts)
+
+    def of_kinds(self, numbers: Sequence[int]) -> list[RowT]:
+        """Return the rows of a rank that is of this kind in each part, whatever rank they name."""
+        parts = zip(self.parts, numbers, strict=True)
+        return [row for (kinds, _), number in parts for row in kinds[number]]
+
     def of_ranks(self, ranks: Container[int]) -> Iterator[RowT]:
-        """The rows of some ranks."""
+        """Yield the rows of some ranks."""
         for kinds, kind_of in self.parts:
             for rank, kind in enumerate(kind_of):
                 if rank in ranks:
@@ -272,7 +281,7 @@ class ByRank(Sequence[RowT]):
                         yield row.of_rank(rank)
 
     def totals(self, size: Callable[[RowT], int]) -> list[int]:
-        """By rank the sum of the sizes of its rows."""
+        """Return by rank the sum of the sizes of its rows."""
         sums = [[sum(map(size, rows)) for rows in kinds] for kinds, _ in self.parts]
         of_part = [
             [of_kind[kind] for kind in kind_of]
@@ -281,11 +290,21 @@ class ByRank(Sequence[RowT]):
         return list(map(sum, zip(*of_part, strict=True)))
 
 
-def by_rank(keys: Iterable[KeyT], rows: Callable[[KeyT], Sequence[RowT]]) -> ByRank[RowT]:
+def rows_by_rank(keys: Iterable[KeyT], rows: Callable[[KeyT], Sequence[RowT]]) -> ByRank[RowT]:
     """The rows of every rank, made once for all ranks with the same of the `keys`, one a rank."""
     kinds: dict[KeyT, int] = {}
     kind_of = [kinds.setdefault(key, len(kinds)) for key in keys]
-    return ByRank([rows(key) for key in kinds], kind_of)
+    return ByRank(([rows(key) for key in kinds], kind_of))
+
+
+def of_own(columns: Sequence[Sequence[RowT]], column_of: Sequence[int]) -> Sequence[RowT]:
+    """Rank by rank the rows of its own among the columns, each of which has rows of every rank;
+    none where one of them has none."""
+    kept = [column for column in columns if isinstance(column, ByRank)]
+    if len(kept) < len(columns):
+        return ()
+    keys = ((number, kept[number].kinds_of(rank)) for rank, number in enumerate(column_of))
+    return rows_by_rank(keys, lambda key: kept[key[0]].of_kinds(key[1]))
 
 
 def distinct(rows: Sequence[RowT]) -> Iterable[RowT]:

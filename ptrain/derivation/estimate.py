@@ -18,6 +18,7 @@ from ptrain.costs import (
     Traffic,
     TrafficKey,
     add_traffic,
+    of_own,
 )
 from ptrain.derivation import blocks, pipeline, tensor
 from ptrain.derivation.activations import is_tabulated
@@ -197,17 +198,14 @@ def _joined(spec: Spec, plan: Plan, parts: list[tuple[tuple[int, ...], Estimate]
     assert plan.tensor is not None
     axes = (plan.tensor.axis,)
     estimate_of = {index: found for indices, found in parts for index in indices}
+    number_of = {index: number for number, (indices, _) in enumerate(parts) for index in indices}
     index_of = positions(spec, axes)
-    of_rank = [estimate_of[index] for index in index_of]
+    column_of = [number_of[index] for index in index_of]
     keys = dict.fromkeys(row.key for _, found in parts for row in found.traffic)
     return replace(
         first,
-        memory=tuple(
-            row for rank, found in enumerate(of_rank) for row in found.memory if row.rank == rank
-        ),
-        peak=tuple(
-            row for rank, found in enumerate(of_rank) for row in found.peak if row.rank == rank
-        ),
+        memory=of_own([found.memory for _, found in parts], column_of),
+        peak=of_own([found.peak for _, found in parts], column_of),
         accounts=tuple(estimate_of[index].traffic for index in sorted(estimate_of)),
         account_of=index_of,
         traffic=tuple(
@@ -267,4 +265,4 @@ def _with_passing(spec: Spec, memory: ByRank[Footprint], played: Replay) -> ByRa
         activation_row(0, played.saved_bytes, played.timeline.moved),
         Footprint(state=State.TRANSIENT, rank=0, device_bytes=played.transient_bytes),
     )
-    return memory.and_then(ByRank([passing], [0] * spec.world_size))
+    return memory.and_then(ByRank(([passing], [0] * spec.world_size)))

@@ -10,11 +10,11 @@ from itertools import product
 from ptrain.algebra.layout import positions, ranks_over
 from ptrain.axes.pipeline.instructions import training
 from ptrain.axes.pipeline.schedule import Schedule
-from ptrain.costs import ByRank, Footprint, Peak, Phase, State, by_rank
+from ptrain.costs import ByRank, Footprint, Peak, Phase, State, rows_by_rank
 from ptrain.derivation.differing import differing_axes
 from ptrain.derivation.kept import activation_row
 from ptrain.derivation.pipeline import StageParts
-from ptrain.derivation.repeats import cast
+from ptrain.derivation.repeats import sample
 from ptrain.derivation.stage_replay import Part, Played, play_rank
 from ptrain.derivation.stage_timeline import passes
 from ptrain.derivation.timeline import always, peaks, play_update
@@ -55,7 +55,7 @@ def in_flight(
     keys = [(rank, played[rank].updates[s]) for rank, s in zip(ranks, shards, strict=True)]
     above = {key: played[key[0]].above(update=key[1]) for key in dict.fromkeys(keys)}
     return Flight(
-        memory=by_rank(ranks, lambda rank: played[rank].rows()),
+        memory=rows_by_rank(ranks, lambda rank: played[rank].rows()),
         peaks=peaks(always(base), keys, above),
     )
 
@@ -97,12 +97,13 @@ class _PartsOfStages:
         like = self.stages[stage].like
         if (like, index) not in self.known:
             self.known[like, index] = self._part(self.stages[like], index)
+        # what a pass did is known to all of them: it depends on the wrap's signature alone
         return replace(self.known[like, index], index=stage)
 
     def _part(self, each: StageParts, index: int) -> Part:
         spec, stage, (ghost, _) = self.spec, each.stage, each.of(index)
         if each.passes:
             return Part(index=stage.index, ghost=ghost, passes=each.passes[index])
-        played = cast(spec, ghost.wrapped.facts.units, stage.layers, ghost.reach)
+        played = sample(spec, ghost.wrapped.facts.units, stage.layers, ghost.reach)
         known = passes(spec, stage, len(self.stages), played, each.cut(spec, index))
-        return Part(index=stage.index, ghost=ghost, passes=known, cast=played)
+        return Part(index=stage.index, ghost=ghost, passes=known, sample=played)

@@ -26,7 +26,7 @@ def resident(ghost: Wrapping) -> ByRank[Footprint]:
     """Rows of parameters, optimizer state, gradients and the rest, rank by rank."""
     kinds, kind_of = by_shard(ghost)
     places = positions(ghost.wrapped.spec, differing_axes(ghost.wrapped.plan))
-    return ByRank(kinds, [kind_of[shard] for shard in places])
+    return ByRank((kinds, [kind_of[shard] for shard in places]))
 
 
 def by_shard(ghost: Wrapping) -> tuple[list[Rows], list[int]]:

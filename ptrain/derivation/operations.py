@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from ptrain.algebra.layout import positions
-from ptrain.costs import Operations, by_rank
+from ptrain.costs import Operations, rows_by_rank
 from ptrain.derivation import blocks
 from ptrain.derivation.tensor import cut_of
 from ptrain.facts.stages import Stage
@@ -57,7 +57,7 @@ def operations(spec: Spec, plan: Plan, stages: Sequence[Stage]) -> Sequence[Oper
 
     places = zip(positions(spec, (Axis.PP,)), positions(spec, (Axis.TP,)), strict=True)
     keys = ((place, indices[index]) for place, index in places)
-    return by_rank(keys, lambda key: [of_rank(*key)])
+    return rows_by_rank(keys, lambda key: [of_rank(*key)])
 
 
 def _words(setting: blocks.Setting) -> int:

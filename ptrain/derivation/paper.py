@@ -96,7 +96,7 @@ def _memory(
     rows = [(state, _tiers(placed, state, sizes[state])) for state in MODEL_STATES]
     rows.append((State.TRANSIENT, {"device_bytes": whole_units}))
     alike = [Footprint(state=state, rank=0, **tiers) for state, tiers in rows]
-    return ByRank([alike], [0] * spec.world_size)
+    return ByRank(([alike], [0] * spec.world_size))
 
 
 def _tiers(placed: Product, state: State, size: int) -> dict[str, int]:

@@ -22,7 +22,7 @@ from ptrain.axes.pipeline.schedule import Schedule
 from ptrain.axes.pipeline.stage_facts import chain_of, stage_facts, stage_roles
 from ptrain.axes.ring import Calls
 from ptrain.axes.tensor.costs import Cut
-from ptrain.costs import ByRank, Footprint, State, Traffic, add_traffic, by_rank
+from ptrain.costs import ByRank, Footprint, State, Traffic, add_traffic, rows_by_rank
 from ptrain.derivation import blocks, tensor
 from ptrain.derivation.calls import group_over
 from ptrain.derivation.differing import differing_axes
@@ -31,12 +31,12 @@ from ptrain.derivation.ghosts.table import wrapping
 from ptrain.derivation.ghosts.wrapping import Wrapping
 from ptrain.derivation.kept import kept_traffic
 from ptrain.derivation.memory import by_shard, other_bytes
+from ptrain.derivation.repeats import alike
 from ptrain.derivation.stage_timeline import Pairs, moved_and_repeated
 from ptrain.derivation.tied import Rows, tied_sums
 from ptrain.facts.model import ModelFacts
 from ptrain.facts.passes import Passes
 from ptrain.facts.stages import ENDS, Ends, Stage
-from ptrain.spec.batch import UnitKind
 from ptrain.spec.model import ModelShape
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import Plan
@@ -114,12 +114,9 @@ def staged(
 def _kind(spec: Spec, facts: ModelFacts, stage: Stage, stages: int) -> Hashable:
     """What a stage depends on but for its place: of built-in models in units of a block or less,
     whose layers are alike, how many it has and how their activations are kept."""
-    is_end = stage.index in (0, stages - 1)
-    is_even = spec.unit.kind in (UnitKind.BLOCK, UnitKind.SUB_BLOCK)
-    if not isinstance(spec.model, ModelShape) or facts.stage_passes or is_end or not is_even:
+    if facts.stage_passes or stage.index in (0, stages - 1):
         return stage.index
-    kept = spec.activations.of(spec.model.layers)
-    return tuple(kept[int(layer.rpartition(".")[2])] for layer in stage.layers)
+    return alike(spec, stage.layers) or stage.index
 
 
 def resident(spec: Spec, plan: Plan, stages: Sequence[StageParts]) -> ByRank[Footprint]:
@@ -139,13 +136,16 @@ def resident(spec: Spec, plan: Plan, stages: Sequence[StageParts]) -> ByRank[Foo
             of_part |= {(each.stage.index, index): like for index in indices}
     own = [step.stages_of(place) for place in range(spec.degree(step.axis))]
     ranks_of_tp = range(spec.degree(plan.tensor.axis) if plan.tensor else 1)
-    parts = [[[of_part[stage, i] for stage in held] for i in ranks_of_tp] for held in own]
+    held_by = [[[of_part[stage, i] for stage in held] for i in ranks_of_tp] for held in own]
     places = zip(
         *(positions(spec, axes) for axes in ((step.axis,), cut, differing_axes(plan))),
         strict=True,
     )
-    return by_rank(
-        ((place, *[part[shard] for part in parts[place][index]]) for place, index, shard in places),
+    return rows_by_rank(
+        (
+            (place, *[part[shard] for part in held_by[place][index]])
+            for place, index, shard in places
+        ),
         lambda key: _rows(spec, stages, own[key[0]], [rows[number] for number in key[1:]]),
     )
 
@@ -210,7 +210,7 @@ def accounts(
 
 
 def _gathers(plan: Plan, made: Schedule, stage: int) -> Hashable:
-    """How often a stage's root is gathered, and its other units."""
+    """How often a stage's units are gathered, and its root."""
     sync = plan.wrap.policy
     if sync is None:
         return None

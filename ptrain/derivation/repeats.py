@@ -14,6 +14,7 @@ from itertools import groupby
 
 from ptrain.facts.model import UnitFacts
 from ptrain.spec.batch import UnitKind
+from ptrain.spec.keep import Kept
 from ptrain.spec.model import ModelShape
 from ptrain.spec.spec import Spec
 
@@ -21,7 +22,7 @@ Turns = tuple[tuple[int, int], ...]  # places of blocks, and how many each stand
 
 
 @dataclass(frozen=True, slots=True)
-class Cast:
+class Sample:
     """Who is played: `turns` by block, `units` and their `times`."""
 
     turns: Turns
@@ -34,29 +35,38 @@ class Cast:
         return tuple(unit.modules for unit in self.units)
 
 
-def everyone(units: tuple[UnitFacts, ...], blocks: int) -> Cast:
+def everyone(units: tuple[UnitFacts, ...], blocks: int) -> Sample:
     """Every unit of so many blocks by itself."""
-    return Cast(tuple((place, 1) for place in range(blocks)), units, (1,) * len(units))
+    return Sample(tuple((place, 1) for place in range(blocks)), units, (1,) * len(units))
 
 
-def cast(
+def sample(
     spec: Spec, units: tuple[UnitFacts, ...], blocks: Sequence[str], reach: int | None
-) -> Cast:
+) -> Sample:
     """Who is played of a built-in model or stage with these `blocks`, first to last. `reach`: how
     many units next to a unit its wrap acts on; None where that is not bounded."""
-    is_even = spec.unit.kind in (UnitKind.BLOCK, UnitKind.SUB_BLOCK)
-    if reach is None or not is_even or not isinstance(spec.model, ModelShape):
+    kinds = alike(spec, blocks)
+    if reach is None or kinds is None:
         return everyone(units, len(blocks))
-    kept = spec.activations.of(spec.model.layers)
-    places = turns([kept[int(block.rpartition(".")[2])] for block in blocks], reach + 1)
+    places = turns(kinds, reach + 1)
     times_of = {blocks[place]: times for place, times in places}
     gone = {*blocks} - times_of.keys()
     played = [(unit, _block(unit)) for unit in units]
-    return Cast(
+    return Sample(
         places,
         tuple(unit for unit, block in played if block not in gone),
         tuple(times_of.get(block, 1) for _, block in played if block not in gone),
     )
+
+
+def alike(spec: Spec, blocks: Sequence[str]) -> tuple[Kept, ...] | None:
+    """How the activations of these blocks are kept, where they are alike but for that: those of a
+    built-in model, of which no unit has more than one. None where nobody says that they are."""
+    is_within = spec.unit.kind in (UnitKind.BLOCK, UnitKind.SUB_BLOCK)
+    if not isinstance(spec.model, ModelShape) or not is_within:
+        return None
+    kept = spec.activations.of(spec.model.layers)
+    return tuple(kept[int(block.rpartition(".")[2])] for block in blocks)
 
 
 def turns(kinds: Sequence[Hashable], apart: int) -> Turns:

@@ -11,13 +11,13 @@ from typing import assert_never
 
 from ptrain.algebra.layout import positions
 from ptrain.axes.tensor.costs import Cut
-from ptrain.costs import ByRank, Footprint, KeyT, Peak, Phase, State, by_rank
+from ptrain.costs import ByRank, Footprint, KeyT, Peak, Phase, State, rows_by_rank
 from ptrain.derivation import activations
 from ptrain.derivation.differing import differing_axes
 from ptrain.derivation.ghosts.clipping import norm_bytes
 from ptrain.derivation.ghosts.wrapping import Wrapping, micro_batches
 from ptrain.derivation.memory import resident
-from ptrain.derivation.repeats import Cast, cast
+from ptrain.derivation.repeats import Sample, sample
 from ptrain.derivation.tape import Scene, Tape, Wrap
 from ptrain.errors import PtrainError
 from ptrain.facts.model import ModelFacts
@@ -48,9 +48,9 @@ def replay(
     operators of a built-in model are."""
     spec, facts, plan = ghost.wrapped.spec, ghost.wrapped.facts, ghost.wrapped.plan
     tape = Tape()
-    played = _cast(spec, facts, ghost.reach)
+    played = _sample(spec, facts, ghost.reach)
     timeline = model_timeline(spec, facts, played, cut)
-    scene = Scene(tape=tape, spec=spec, facts=facts, plan=plan, timeline=timeline, cast=played)
+    scene = Scene(tape=tape, spec=spec, facts=facts, plan=plan, timeline=timeline, sample=played)
     wrap = ghost.player(scene)
     transient = 0
     # after the second micro-batch everything repeats until the last one
@@ -70,14 +70,16 @@ def replay(
     )
 
 
-def _cast(spec: Spec, facts: ModelFacts, reach: int | None) -> Cast | None:
+def _sample(spec: Spec, facts: ModelFacts, reach: int | None) -> Sample | None:
     """Who is played; None where a trace has every block."""
     if facts.timeline is not None or not isinstance(spec.model, ModelShape):
         return None
-    return cast(spec, facts.units, [f"blocks.{i}" for i in range(spec.model.layers)], reach)
+    return sample(spec, facts.units, [f"blocks.{i}" for i in range(spec.model.layers)], reach)
 
 
-def model_timeline(spec: Spec, facts: ModelFacts, played: Cast | None, cut: Cut | None) -> Timeline:
+def model_timeline(
+    spec: Spec, facts: ModelFacts, played: Sample | None, cut: Cut | None
+) -> Timeline:
     """One micro-batch of those units of the model that are played: from the facts where they were
     traced, else from a table."""
     if facts.timeline is not None:
@@ -157,7 +159,7 @@ def always(base: ByRank[Footprint]) -> list[int]:
 
 def peaks(lives: Sequence[int], keys: Sequence[KeyT], above: Mapping[KeyT, Phases]) -> ByRank[Peak]:
     """By rank what lives always and, by the rank's key, what is above it in each phase."""
-    return by_rank(
+    return rows_by_rank(
         zip(lives, keys, strict=True),
         lambda pair: [
             Peak(phase=phase, rank=0, device_bytes=pair[0] + more)

@@ -8,9 +8,10 @@ from ptrain.costs import (
     Estimate,
     Footprint,
     State,
-    by_rank,
     distinct,
+    of_own,
     of_ranks,
+    rows_by_rank,
     totals,
 )
 
@@ -20,9 +21,11 @@ def row(state: State, rank: int, size: int, host: int = 0) -> Footprint:
 
 
 KEPT = ByRank(
-    [(row(State.PARAMETERS, 0, 5), row(State.OPTIMIZER, 0, 7)), (row(State.PARAMETERS, 0, 3),)],
-    [1, 0, 1],
-).and_then(by_rank("aba", lambda key: [row(State.OTHER, 0, ord(key), host=1)]))
+    (
+        [(row(State.PARAMETERS, 0, 5), row(State.OPTIMIZER, 0, 7)), (row(State.PARAMETERS, 0, 3),)],
+        [1, 0, 1],
+    )
+).and_then(rows_by_rank("aba", lambda key: [row(State.OTHER, 0, ord(key), host=1)]))
 WRITTEN = (
     row(State.PARAMETERS, 0, 3),
     row(State.PARAMETERS, 1, 5), row(State.OPTIMIZER, 1, 7),
@@ -40,6 +43,17 @@ def test_rows_that_are_kept_once_are_those_of_every_rank_in_their_order():
 def test_some_ranks_have_the_same_rows_either_way():
     for ranks in ({1}, {0, 2}, set[int]()):
         assert of_ranks(KEPT, ranks) == of_ranks(WRITTEN, ranks)
+
+
+def test_a_rank_has_the_rows_of_its_own_column_rank_by_rank():
+    other = rows_by_rank("abc", lambda key: [row(State.OTHER, 0, 2 * ord(key))]).and_then(
+        rows_by_rank("aaa", lambda key: [row(State.GRADIENTS, 0, 1)])
+    )
+    expected = [
+        *of_ranks(KEPT, {0}), *of_ranks(other, {1}), *of_ranks(KEPT, {2}),
+    ]  # fmt: skip
+    assert list(of_own([KEPT, other], [0, 1, 0])) == expected
+    assert of_own([KEPT, ()], [0, 1, 0]) == ()
 
 
 def test_sums_by_rank_are_the_same_either_way():

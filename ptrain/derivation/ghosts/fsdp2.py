@@ -8,8 +8,9 @@ unit's backward. A reduction's input lives until the next unit's begins.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from functools import partial
+from itertools import groupby
 
 from ptrain.algebra.layout import ranks_over
 from ptrain.axes.data.costs import kept_ranks, padded_rows
@@ -199,9 +200,16 @@ class FullySharded(InPlaceUpdate):
         self.reduces = self.is_last or self.step.sync.gradients is GradientSync.EVERY
         if kind is Kind.WEIGHT and self.reduces:
             self.is_over, self.ends_left = True, len(self.reduced)
-            for unit, times in enumerate(self.scene.times):
-                self.tape.repeat(times, partial(self.after_backward, unit))
+            times = self.scene.times
+            for number, units in groupby(range(len(times)), key=times.__getitem__):
+                self.tape.repeat(number, partial(self._after_backward_of, units))
         self.accumulates = [bool(fresh) for fresh in self.fresh]
+
+    def _after_backward_of(self, units: Iterable[int]) -> None:
+        """Of the units of a block, which take turns where blocks are repeated: a reduction frees
+        the input of the one before."""
+        for unit in units:
+            self.after_backward(unit)
 
     def complete(self, gradient: Complete) -> None:
         unit = self.unit_of[gradient.parameter]

@@ -27,20 +27,20 @@ class Sharded(InPlace):
         super().__init__(wrapped)
         self.step, self.owns_master = step, step.materialized
         self.ranks = ranks_over(wrapped.spec, step.shard_axes)
-        # those gathered ahead, and the one whose reduction's input is freed
+        # those gathered ahead, and the one before, whose gather's buffer or reduction's input goes
         self.reach = 1 + (1 if step.prefetch is None else step.prefetch)
 
     def player(self, scene: Scene) -> FullySharded:
         return FullySharded(scene, self.step, self)
 
     @cached_property
-    def _heights(self) -> list[int]:
-        """The numbers of rows that tensors have."""
-        return sorted({tensor.shape[0] for unit, _ in self.kinds for tensor in unit.tensors})
+    def _heights(self) -> list[Shape]:
+        """The numbers of rows that tensors have, each as a shape; none of a scalar."""
+        return sorted({shape[:1] for unit, _ in self.kinds for shape in unit.shapes})
 
     def kind_of_shard(self, shard: int) -> Hashable:
         """Return the rows that the shard has of tensors of each height."""
-        return tuple(local_rows((height,), self.ranks, shard) for height in self._heights)
+        return tuple(local_rows(height, self.ranks, shard) for height in self._heights)
 
     @cached_property
     def _stored(self) -> int:
