@@ -16,7 +16,7 @@ from typing import Any
 from ptrain.axes.tensor.costs import Cut
 from ptrain.derivation import blocks, loss_chunks
 from ptrain.derivation.monomials import Monomial, dimensions, merged, monomials
-from ptrain.derivation.repeats import Sample, Turns
+from ptrain.derivation.repeats import Representatives, Turns
 from ptrain.spec.keep import PLAIN, Kept
 from ptrain.spec.model import Family, ModelShape
 from ptrain.spec.precision import DType
@@ -39,7 +39,7 @@ class Saved:
 
 def timeline(
     shape: ModelShape,
-    played: Sample | None = None,
+    played: Representatives | None = None,
     *,
     batch: int,
     sequence: int,

@@ -8,18 +8,8 @@ from dataclasses import dataclass, replace
 from ptrain.algebra.layout import positions
 from ptrain.axes.pipeline.known import schedule_of
 from ptrain.axes.pipeline.stage_facts import stages_of
-from ptrain.costs import (
-    ByRank,
-    Column,
-    Estimate,
-    Footprint,
-    Peak,
-    State,
-    Traffic,
-    TrafficKey,
-    add_traffic,
-    of_own,
-)
+from ptrain.by_rank import ByRank, of_own
+from ptrain.costs import Column, Estimate, Footprint, Peak, State, Traffic, TrafficKey, add_traffic
 from ptrain.derivation import blocks, pipeline, tensor
 from ptrain.derivation.activations import is_tabulated
 from ptrain.derivation.ghosts.table import wrapping

@@ -10,11 +10,12 @@ from itertools import product
 from ptrain.algebra.layout import positions, ranks_over
 from ptrain.axes.pipeline.instructions import training
 from ptrain.axes.pipeline.schedule import Schedule
-from ptrain.costs import ByRank, Footprint, Peak, Phase, State, rows_by_rank
+from ptrain.by_rank import ByRank, rows_by_rank
+from ptrain.costs import Footprint, Peak, Phase, State
 from ptrain.derivation.differing import differing_axes
 from ptrain.derivation.kept import activation_row
 from ptrain.derivation.pipeline import StageParts
-from ptrain.derivation.repeats import sample
+from ptrain.derivation.repeats import represent
 from ptrain.derivation.stage_replay import Part, Played, play_rank
 from ptrain.derivation.stage_timeline import passes
 from ptrain.derivation.timeline import always, peaks, play_update
@@ -104,6 +105,6 @@ class _PartsOfStages:
         spec, stage, (ghost, _) = self.spec, each.stage, each.of(index)
         if each.passes:
             return Part(index=stage.index, ghost=ghost, passes=each.passes[index])
-        played = sample(spec, ghost.wrapped.facts.units, stage.layers, ghost.reach)
+        played = represent(spec, ghost.wrapped.facts.units, stage.layers, ghost.reach)
         known = passes(spec, stage, len(self.stages), played, each.cut(spec, index))
-        return Part(index=stage.index, ghost=ghost, passes=known, sample=played)
+        return Part(index=stage.index, ghost=ghost, passes=known, representatives=played)

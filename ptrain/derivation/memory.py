@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Hashable
 
 from ptrain.algebra.layout import positions, ranks_over
-from ptrain.costs import ByRank, Footprint, State
+from ptrain.by_rank import ByRank
+from ptrain.costs import Footprint, State
 from ptrain.derivation.differing import differing_axes
 from ptrain.derivation.ghosts.wrapping import Wrapping
 from ptrain.facts.model import ModelFacts

@@ -9,7 +9,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from ptrain.algebra.layout import positions
-from ptrain.costs import Operations, rows_by_rank
+from ptrain.by_rank import rows_by_rank
+from ptrain.costs import Operations
 from ptrain.derivation import blocks
 from ptrain.derivation.tensor import cut_of
 from ptrain.facts.stages import Stage

@@ -13,17 +13,8 @@ from typing import assert_never
 
 from ptrain.algebra.compose import IDENTITY, Product, compose, lift, product
 from ptrain.axes.ring import Calls, Group
-from ptrain.costs import (
-    ByRank,
-    Collective,
-    Column,
-    Estimate,
-    Footprint,
-    Phase,
-    State,
-    Traffic,
-    add_traffic,
-)
+from ptrain.by_rank import ByRank
+from ptrain.costs import Collective, Column, Estimate, Footprint, Phase, State, Traffic, add_traffic
 from ptrain.derivation.optimizer_state import optimizer_itemsize
 from ptrain.facts.model import ModelFacts
 from ptrain.spec.axis import DATA_AXES, Axis, Factor

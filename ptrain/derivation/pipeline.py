@@ -22,7 +22,8 @@ from ptrain.axes.pipeline.schedule import Schedule
 from ptrain.axes.pipeline.stage_facts import chain_of, stage_facts, stage_roles
 from ptrain.axes.ring import Calls
 from ptrain.axes.tensor.costs import Cut
-from ptrain.costs import ByRank, Footprint, State, Traffic, add_traffic, rows_by_rank
+from ptrain.by_rank import ByRank, rows_by_rank
+from ptrain.costs import Footprint, State, Traffic, add_traffic
 from ptrain.derivation import blocks, tensor
 from ptrain.derivation.calls import group_over
 from ptrain.derivation.differing import differing_axes

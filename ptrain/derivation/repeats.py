@@ -22,7 +22,7 @@ Turns = tuple[tuple[int, int], ...]  # places of blocks, and how many each stand
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class Representatives:
     """Who is played: `turns` by block, `units` and their `times`."""
 
     turns: Turns
@@ -35,14 +35,14 @@ class Sample:
         return tuple(unit.modules for unit in self.units)
 
 
-def everyone(units: tuple[UnitFacts, ...], blocks: int) -> Sample:
+def everyone(units: tuple[UnitFacts, ...], blocks: int) -> Representatives:
     """Every unit of so many blocks by itself."""
-    return Sample(tuple((place, 1) for place in range(blocks)), units, (1,) * len(units))
+    return Representatives(tuple((place, 1) for place in range(blocks)), units, (1,) * len(units))
 
 
-def sample(
+def represent(
     spec: Spec, units: tuple[UnitFacts, ...], blocks: Sequence[str], reach: int | None
-) -> Sample:
+) -> Representatives:
     """Who is played of a built-in model or stage with these `blocks`, first to last. `reach`: how
     many units next to a unit its wrap acts on; None where that is not bounded."""
     kinds = alike(spec, blocks)
@@ -52,7 +52,7 @@ def sample(
     times_of = {blocks[place]: times for place, times in places}
     gone = {*blocks} - times_of.keys()
     played = [(unit, _block(unit)) for unit in units]
-    return Sample(
+    return Representatives(
         places,
         tuple(unit for unit, block in played if block not in gone),
         tuple(times_of.get(block, 1) for _, block in played if block not in gone),

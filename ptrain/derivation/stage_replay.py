@@ -18,7 +18,7 @@ from ptrain.axes.pipeline.instructions import Instruction, Message, Receive, Rel
 from ptrain.axes.pipeline.schedule import Action
 from ptrain.costs import Phase
 from ptrain.derivation.ghosts.wrapping import Wrapping
-from ptrain.derivation.repeats import Sample
+from ptrain.derivation.repeats import Representatives
 from ptrain.derivation.tape import Scene, Tape, Wrap
 from ptrain.derivation.timeline import play
 from ptrain.facts.model import ModelFacts
@@ -63,13 +63,14 @@ class Played:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """What one rank has of a stage: its wrapping and its passes; `sample` says whom they play, and
-    `known` what a pass did that left the wrap as it was, by its kind and the wrap's state."""
+    """What one rank has of a stage: its wrapping and its passes; `representatives` are whom they
+    play, and `known` is what a pass did that left the wrap as it was, by its kind and the wrap's
+    state."""
 
     index: int
     ghost: Wrapping
     passes: Passes
-    sample: Sample | None = None
+    representatives: Representatives | None = None
     known: dict[Hashable, Run] = field(default_factory=dict)
 
     @property
@@ -193,7 +194,7 @@ def _stage(spec: Spec, part: Part, tape: Tape) -> _Stage:
         facts=part.facts,
         plan=part.plan,
         timeline=passes.timeline,
-        sample=part.sample,
+        representatives=part.representatives,
     )
     return _Stage(
         part=part,

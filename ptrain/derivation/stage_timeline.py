@@ -14,7 +14,7 @@ from typing import Any
 from ptrain.axes.tensor.costs import Cut
 from ptrain.derivation import activations, blocks, loss_chunks
 from ptrain.derivation.monomials import Monomial, dimensions, merged, monomials
-from ptrain.derivation.repeats import Sample, Turns
+from ptrain.derivation.repeats import Representatives, Turns
 from ptrain.facts.passes import Passes, of_first_stage, of_later_stage
 from ptrain.facts.stages import Stage
 from ptrain.spec.keep import PLAIN, Kept
@@ -35,7 +35,9 @@ _PASSES = {
 _HALVES = (Kind.INPUT, Kind.WEIGHT)
 
 
-def passes(spec: Spec, stage: Stage, stages: int, played: Sample, cut: Cut | None) -> Passes:
+def passes(
+    spec: Spec, stage: Stage, stages: int, played: Representatives, cut: Cut | None
+) -> Passes:
     """Of a built-in model's stage, of those units of it that are `played`; of one rank's part of
     it, where operators are `cut`."""
     shape, batch = spec.model, spec.batch

@@ -9,7 +9,7 @@ from typing import Protocol
 from ptrain.axes.ring import Calls, Group
 from ptrain.costs import Collective, Phase, State, Traffic, TrafficKey
 from ptrain.derivation.calls import group_over
-from ptrain.derivation.repeats import Sample
+from ptrain.derivation.repeats import Representatives
 from ptrain.facts.model import ModelFacts, UnitFacts
 from ptrain.spec.axis import Axis
 from ptrain.spec.placement import Tier
@@ -130,17 +130,23 @@ class Scene:
     facts: ModelFacts
     plan: Plan
     timeline: Timeline
-    sample: Sample | None = None  # who is played, where that is not every unit by itself
+    representatives: Representatives | None = (
+        None  # who is played, where that is not every unit by itself
+    )
 
     @property
     def units(self) -> tuple[UnitFacts, ...]:
         """The units that are played, by their places in the timeline."""
-        return self.facts.units if self.sample is None else self.sample.units
+        return self.facts.units if self.representatives is None else self.representatives.units
 
     @property
     def times(self) -> tuple[int, ...]:
         """How many equal units each of them stands for."""
-        return (1,) * len(self.facts.units) if self.sample is None else self.sample.times
+        return (
+            (1,) * len(self.facts.units)
+            if self.representatives is None
+            else self.representatives.times
+        )
 
     def order(self, mark: Mark) -> tuple[int, ...]:
         """The units in the order in which a forward pass comes by their `mark`."""

@@ -11,13 +11,14 @@ from typing import assert_never
 
 from ptrain.algebra.layout import positions
 from ptrain.axes.tensor.costs import Cut
-from ptrain.costs import ByRank, Footprint, KeyT, Peak, Phase, State, rows_by_rank
+from ptrain.by_rank import ByRank, KeyT, rows_by_rank
+from ptrain.costs import Footprint, Peak, Phase, State
 from ptrain.derivation import activations
 from ptrain.derivation.differing import differing_axes
 from ptrain.derivation.ghosts.clipping import norm_bytes
 from ptrain.derivation.ghosts.wrapping import Wrapping, micro_batches
 from ptrain.derivation.memory import resident
-from ptrain.derivation.repeats import Sample, sample
+from ptrain.derivation.repeats import Representatives, represent
 from ptrain.derivation.tape import Scene, Tape, Wrap
 from ptrain.errors import PtrainError
 from ptrain.facts.model import ModelFacts
@@ -48,9 +49,11 @@ def replay(
     operators of a built-in model are."""
     spec, facts, plan = ghost.wrapped.spec, ghost.wrapped.facts, ghost.wrapped.plan
     tape = Tape()
-    played = _sample(spec, facts, ghost.reach)
+    played = _represent(spec, facts, ghost.reach)
     timeline = model_timeline(spec, facts, played, cut)
-    scene = Scene(tape=tape, spec=spec, facts=facts, plan=plan, timeline=timeline, sample=played)
+    scene = Scene(
+        tape=tape, spec=spec, facts=facts, plan=plan, timeline=timeline, representatives=played
+    )
     wrap = ghost.player(scene)
     transient = 0
     # after the second micro-batch everything repeats until the last one
@@ -70,15 +73,15 @@ def replay(
     )
 
 
-def _sample(spec: Spec, facts: ModelFacts, reach: int | None) -> Sample | None:
+def _represent(spec: Spec, facts: ModelFacts, reach: int | None) -> Representatives | None:
     """Who is played; None where a trace has every block."""
     if facts.timeline is not None or not isinstance(spec.model, ModelShape):
         return None
-    return sample(spec, facts.units, [f"blocks.{i}" for i in range(spec.model.layers)], reach)
+    return represent(spec, facts.units, [f"blocks.{i}" for i in range(spec.model.layers)], reach)
 
 
 def model_timeline(
-    spec: Spec, facts: ModelFacts, played: Sample | None, cut: Cut | None
+    spec: Spec, facts: ModelFacts, played: Representatives | None, cut: Cut | None
 ) -> Timeline:
     """One micro-batch of those units of the model that are played: from the facts where they were
     traced, else from a table."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ptrain.algebra.layout import positions
-from ptrain.costs import Estimate, State, of_ranks
+from ptrain.by_rank import of_ranks
+from ptrain.costs import Estimate, State
 from ptrain.plan.composition import ranks_text
 from ptrain.report.table import largest, on_tiers, render, size
 from ptrain.spec.spec import Spec

@@ -6,7 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from ptrain.costs import TIERS, Estimate, Phase, State, Traffic, TrafficKey, busiest, distinct
+from ptrain.by_rank import distinct
+from ptrain.costs import TIERS, Estimate, Phase, State, Traffic, TrafficKey, busiest
 from ptrain.derivation.estimate import Derivation
 from ptrain.plan.composition import condition_lines, theorem_6, theorem_7
 from ptrain.report.heading import heading

@@ -10,17 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import zip_longest
 
-from ptrain.costs import (
-    TIERS,
-    Column,
-    Estimate,
-    Footprint,
-    Peak,
-    State,
-    Traffic,
-    TrafficKey,
-    of_ranks,
-)
+from ptrain.by_rank import of_ranks
+from ptrain.costs import TIERS, Column, Estimate, Footprint, Peak, State, Traffic, TrafficKey
 from ptrain.derivation.wire import WireRow, wire_rows
 from ptrain.installed import versions
 from ptrain.version import is_tested

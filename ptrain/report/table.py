@@ -10,7 +10,8 @@ import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter
 
-from ptrain.costs import TIERS, Footprint, Phase, Traffic, TrafficKey, distinct
+from ptrain.by_rank import distinct
+from ptrain.costs import TIERS, Footprint, Phase, Traffic, TrafficKey
 from ptrain.units import format_bytes
 
 MISSING = "–"

@@ -11,7 +11,8 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ptrain.costs import Estimate, Footprint, State, totals
+from ptrain.by_rank import totals
+from ptrain.costs import Estimate, Footprint, State
 from ptrain.spec.axis import Axis
 from ptrain.spec.model import Attention, ExternalModel
 from ptrain.spec.spec import Spec

@@ -320,9 +320,9 @@ class Section:
 def keys(kind: type) -> Mapping[str, tuple[Field[Any], Leaf | Section]]:
     """The keys of a section as they are written (`global` of the field `global_`), each with its
     field and what it holds: the annotations of a section are evaluated, not texts."""
+    annotated: Mapping[str, Any] = {spot.name: spot.type for spot in fields(kind)}
     return {
-        spot.name.rstrip("_"): (spot, spot.type.__metadata__[0])  # type: ignore[union-attr]  # Annotated
-        for spot in fields(kind)
+        spot.name.rstrip("_"): (spot, annotated[spot.name].__metadata__[0]) for spot in fields(kind)
     }
 
 

@@ -2,18 +2,8 @@
 
 from __future__ import annotations
 
-from ptrain.costs import (
-    ByRank,
-    Column,
-    Estimate,
-    Footprint,
-    State,
-    distinct,
-    of_own,
-    of_ranks,
-    rows_by_rank,
-    totals,
-)
+from ptrain.by_rank import ByRank, distinct, of_own, of_ranks, rows_by_rank, totals
+from ptrain.costs import Column, Estimate, Footprint, State
 
 
 def row(state: State, rank: int, size: int, host: int = 0) -> Footprint:

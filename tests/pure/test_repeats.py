@@ -13,7 +13,7 @@ from ptrain.algebra.legality import require
 from ptrain.derivation import in_flight, pipeline, timeline
 from ptrain.derivation.estimate import derive
 from ptrain.derivation.ghosts.fsdp2 import FullySharded
-from ptrain.derivation.repeats import Sample, everyone, turns
+from ptrain.derivation.repeats import Representatives, everyone, turns
 from ptrain.errors import SpecError
 from ptrain.facts.model import ModelFacts, UnitFacts
 from ptrain.facts.stages import Stage
@@ -58,7 +58,7 @@ def by_itself(spec: Spec, facts: ModelFacts, stage: Stage, stages: int) -> int:
 
 def every_block(
     spec: Spec, units: tuple[UnitFacts, ...], blocks: Sequence[str], reach: int | None
-) -> Sample:
+) -> Representatives:
     return everyone(units, len(blocks))
 
 
@@ -67,7 +67,7 @@ def difference(spec: Spec) -> str:
     once = derive(spec).exact
     with ExitStack() as patches:
         for module in (timeline, in_flight):
-            patches.enter_context(patch.object(module, "sample", every_block))
+            patches.enter_context(patch.object(module, "represent", every_block))
         patches.enter_context(patch.object(pipeline, "_kind", by_itself))
         every = derive(spec).exact
     assert every.peak
