@@ -1,7 +1,6 @@
 """A process: milliseconds of CPU time of `ptrain.derive` for specs, by the ptrain on its path.
 
-Prints JSON, by spec the median of some calls behind a first one, and what is derived of rank 0; of
-a spec that this ptrain does not have, null.
+Prints JSON, by spec the median of some calls behind a first one, and what is derived of rank 0.
 """
 
 from __future__ import annotations
@@ -10,21 +9,18 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import ptrain
-from ptrain.errors import PtrainError
 
 AT_LEAST, AT_MOST = 5, 60  # calls of each spec
 ENOUGH = 0.5  # seconds
 
 
-def measure(name: str) -> tuple[float, str] | None:
-    """Milliseconds, and of rank 0 the bytes of all states and its peak."""
-    try:
-        spec = ptrain.load(name).spec
-    except PtrainError:
-        return None
+def measure(words: Sequence[str]) -> tuple[float, str]:
+    """Milliseconds, and of rank 0 the bytes of all states and its peak. `words` are a spec's name
+    or file, and overrides."""
+    spec = ptrain.load(words[0], words[1:]).spec
     exact = ptrain.derive(spec).exact  # reads the tables
     times: list[float] = []
     while len(times) < AT_LEAST or (sum(times) < ENOUGH and len(times) < AT_MOST):
@@ -36,10 +32,11 @@ def measure(name: str) -> tuple[float, str] | None:
     return 1e3 * statistics.median(times), f"states {states:,} B, peak {peak:,} B"
 
 
-def main(root: str, names: Sequence[str]) -> None:
+def main(root: str, specs: Mapping[str, Sequence[str]]) -> None:
+    """Of each spec of these, by what it is called."""
     assert ptrain.__file__ and ptrain.__file__.startswith(root), ptrain.__file__
-    print(json.dumps({name: measure(name) for name in names}))
+    print(json.dumps({name: measure(words) for name, words in specs.items()}))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2:])
+    main(sys.argv[1], json.loads(sys.argv[2]))

@@ -28,14 +28,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from _machine import ROOT, commit, conclude, environment, header, this_command
-from predict_time import command_of, seconds
+from predict_time import command_of, seconds, words_of
 from start_up import run as train
 from step_time import bound
 
 LIMIT = 1.05
 FEWEST = 6  # rounds of which there is an interval of 95 %
 MEASURES = ("predict", "derive", "steps", "start-up")
-PREDICTED = ("zero3", "70b-zero3", "70b-3d")
+PREDICTED = ("zero3", "70b-zero3", "70b-3d", "405b-4096")
 TRAINED = ("zero3", "ddp")
 STEPS = 20  # of each training, of which the later half counts
 SECONDS, MILLISECONDS = "s", "ms"
@@ -83,18 +83,18 @@ def predict(tree: Tree, side: Side) -> None:
 def derive(tree: Tree, side: Side) -> None:
     """One process for all specs."""
     script = ROOT / "benchmarks" / "_derive_time.py"
+    words = {spec: words_of(spec) for spec in PREDICTED if _has(tree, spec)}
     ended = subprocess.run(
-        [sys.executable, str(script), str(tree.root), *PREDICTED],
+        [sys.executable, str(script), str(tree.root), json.dumps(words)],
         cwd=tree.root,
         env=environment(tree.root),
         stdout=subprocess.PIPE,
         check=True,
         text=True,
     )
-    for spec, figures in json.loads(ended.stdout).items():
-        if figures is not None:
-            side.note(Row("derive", spec, "CPU", MILLISECONDS), figures[0])
-            side.results["derive", spec] = figures[1]
+    for spec, (time, result) in json.loads(ended.stdout).items():
+        side.note(Row("derive", spec, "CPU", MILLISECONDS), time)
+        side.results["derive", spec] = result
 
 
 def trainings(tree: Tree, side: Side) -> None:
@@ -131,7 +131,7 @@ def in_turns(trees: Sequence[Tree], measures: Sequence[str], rounds: int) -> lis
 def _has(tree: Tree, spec: str) -> bool:
     """Whether the tree knows a spec of this name. Its files are asked, since a process would be
     another one between the two that are compared."""
-    return any((tree.root / "specs").glob(f"*/{spec}.yaml"))
+    return any((tree.root / "specs").glob(f"*/{Path(words_of(spec)[0]).stem}.yaml"))
 
 
 @contextmanager

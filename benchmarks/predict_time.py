@@ -37,7 +37,12 @@ def cpu_seconds(command: list[str]) -> float:
 
 
 def command_of(spec: str) -> list[str]:
-    return [sys.executable, "-m", "ptrain", "predict", *WIDE.get(spec, [spec])]
+    return [sys.executable, "-m", "ptrain", "predict", *words_of(spec)]
+
+
+def words_of(spec: str) -> list[str]:
+    """Its name, or the file of a wide one and what overrides it."""
+    return WIDE.get(spec, [spec])
 
 
 def main() -> int:
