@@ -92,24 +92,24 @@ def staged(
     """The stages, first to last; of equal ones the first is taken apart for all."""
     ends = chain_of(spec, facts).ends
     first: dict[Hashable, StageParts] = {}
-    staged = []
+    all_parts = []
     for stage in stages:
         kind = _kind(spec, facts, stage, len(stages))
         if kind not in first:
-            own, part = stage_plan(plan, stage, ends), stage_facts(facts, stage)
+            narrowed, part = stage_plan(plan, stage, ends), stage_facts(facts, stage)
             first[kind] = StageParts(
                 stage=stage,
                 like=stage.index,
-                plan=own,
+                plan=narrowed,
                 facts=part,
                 parts=[
-                    (wrapping(spec, own, local), indices)
-                    for local, indices in parts(spec, own, part).items()
+                    (wrapping(spec, narrowed, local), indices)
+                    for local, indices in parts(spec, narrowed, part).items()
                 ],
                 passes=facts.stage_passes[stage.index] if facts.stage_passes else (),
             )
-        staged.append(replace(first[kind], stage=stage))
-    return tuple(staged)
+        all_parts.append(replace(first[kind], stage=stage))
+    return tuple(all_parts)
 
 
 def _kind(spec: Spec, facts: ModelFacts, stage: Stage, stages: int) -> Hashable:
@@ -127,17 +127,17 @@ def resident(spec: Spec, plan: Plan, stages: Sequence[StageParts]) -> ByRank[Foo
     cut = (plan.tensor.axis,) if plan.tensor else ()
     rows: list[tuple[Footprint, ...]] = []
     of_part: dict[tuple[int, int], list[int]] = {}  # by shard an index into the rows
-    for each in stages:
-        for ghost, indices in each.parts:
-            if (each.like, indices[0]) not in of_part:
+    for taken in stages:
+        for ghost, indices in taken.parts:
+            if (taken.like, indices[0]) not in of_part:
                 kinds, kind_of = by_shard(ghost)
-                of_part[each.like, indices[0]] = [len(rows) + kind for kind in kind_of]
+                of_part[taken.like, indices[0]] = [len(rows) + kind for kind in kind_of]
                 rows += kinds
-            like = of_part[each.like, indices[0]]
-            of_part |= {(each.stage.index, index): like for index in indices}
-    own = [step.stages_of(place) for place in range(spec.degree(step.axis))]
+            numbers = of_part[taken.like, indices[0]]
+            of_part |= {(taken.stage.index, index): numbers for index in indices}
+    stages_of = [step.stages_of(place) for place in range(spec.degree(step.axis))]
     ranks_of_tp = range(spec.degree(plan.tensor.axis) if plan.tensor else 1)
-    held_by = [[[of_part[stage, i] for stage in held] for i in ranks_of_tp] for held in own]
+    held_by = [[[of_part[stage, i] for stage in held] for i in ranks_of_tp] for held in stages_of]
     places = zip(
         *(positions(spec, axes) for axes in ((step.axis,), cut, differing_axes(plan))),
         strict=True,
@@ -147,7 +147,7 @@ def resident(spec: Spec, plan: Plan, stages: Sequence[StageParts]) -> ByRank[Foo
             (place, *[part[shard] for part in held_by[place][index]])
             for place, index, shard in places
         ),
-        lambda key: _rows(spec, stages, own[key[0]], [rows[number] for number in key[1:]]),
+        lambda key: _rows(spec, stages, stages_of[key[0]], [rows[number] for number in key[1:]]),
     )
 
 
