@@ -9,7 +9,7 @@ of a second apart, so that what else the machine does weighs on both.
 
 Claim: no strategy's step has become more than 5 % slower; that is, the lower 95 % bound of the
 median of the paired ratios is at most 1.05. Prints; writes a result only with --save. All
-strategies take half an hour on two cores.
+strategies take an hour on two cores.
 """
 
 from __future__ import annotations

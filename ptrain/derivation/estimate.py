@@ -147,15 +147,15 @@ def _with(rows: Iterable[Traffic], operators: tuple[Traffic, ...]) -> tuple[Traf
 def _exact_stages(spec: Spec, plan: Plan, facts: ModelFacts, cut: Sequence[Stage]) -> Estimate:
     """Each rank's rows from its stages; of traffic a row for each account, where they differ."""
     stages = pipeline.staged(spec, plan, facts, cut)
-    made = schedule_of(spec)
-    accounts, account_of = pipeline.accounts(spec, plan, facts, stages, made)
+    schedule = schedule_of(spec)
+    accounts, account_of = pipeline.accounts(spec, plan, facts, stages, schedule)
     keys = dict.fromkeys(row.key for rows in accounts for row in rows)
     traffic = tuple(dict.fromkeys(_of_key(key, rows) for key in keys for rows in accounts))
     memory = pipeline.resident(spec, plan, stages)
     peaks: Sequence[Peak] = ()
     undefined: dict[str, str] = {}
     if is_tabulated(spec) or facts.stage_passes:
-        flight = in_flight(spec, made, stages, memory)
+        flight = in_flight(spec, schedule, stages, memory)
         memory, peaks = memory.and_then(flight.memory), flight.peaks
     else:
         undefined = _untold(spec, facts, _NOT_TRACED_BY_STAGE)
@@ -166,7 +166,7 @@ def _exact_stages(spec: Spec, plan: Plan, facts: ModelFacts, cut: Sequence[Stage
         peak=peaks,
         traffic=traffic,
         undefined=undefined,
-        notes=tuple(pipeline_notes(plan, facts, cut, made)),
+        notes=tuple(pipeline_notes(plan, facts, cut, schedule)),
         warnings=tuple(warnings(spec, traffic)),
         accounts=accounts,
         account_of=account_of,

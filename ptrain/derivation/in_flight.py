@@ -34,21 +34,21 @@ class Flight:
 
 
 def in_flight(
-    spec: Spec, made: Schedule, stages: Sequence[StageParts], base: ByRank[Footprint]
+    spec: Spec, schedule: Schedule, stages: Sequence[StageParts], base: ByRank[Footprint]
 ) -> Flight:
     """`base` are the resident rows."""
     played: dict[Place, _Rank] = {}
     like: dict[Place, Place] = {}
     first: dict[tuple[int, tuple[int, ...]], Place] = {}
-    instructions, parts = training(made), _PartsOfStages(spec, stages)
-    for place, index in product(range(made.ranks), range(spec.degree(Axis.TP))):
-        own = made.stages_of(place)
+    instructions, parts = training(schedule), _PartsOfStages(spec, stages)
+    for place, index in product(range(schedule.ranks), range(spec.degree(Axis.TP))):
+        own = schedule.stages_of(place)
         # ranks of tp with the same parts: the first of them stands for all
         alike = tuple(parts.first_of(stage, index) for stage in own)
         like[place, index] = first.setdefault((place, alike), (place, index))
         if like[place, index] not in played:
             of_rank = [parts.of(stage, index) for stage in own]
-            step = play_rank(spec, of_rank, instructions[place], made.stages - 1)
+            step = play_rank(spec, of_rank, instructions[place], schedule.stages - 1)
             played[place, index] = _Rank(spec, step)
     places = zip(positions(spec, (Axis.PP,)), positions(spec, (Axis.TP,)), strict=True)
     ranks = [like[place] for place in places]
@@ -101,10 +101,10 @@ class _PartsOfStages:
         # what a pass did is known to all of them: it depends on the wrap's signature alone
         return replace(self.known[like, index], index=stage)
 
-    def _part(self, each: StageParts, index: int) -> Part:
-        spec, stage, (ghost, _) = self.spec, each.stage, each.of(index)
-        if each.passes:
-            return Part(index=stage.index, ghost=ghost, passes=each.passes[index])
+    def _part(self, taken: StageParts, index: int) -> Part:
+        spec, stage, (ghost, _) = self.spec, taken.stage, taken.of(index)
+        if taken.passes:
+            return Part(index=stage.index, ghost=ghost, passes=taken.passes[index])
         played = represent(spec, ghost.wrapped.facts.units, stage.layers, ghost.reach)
-        known = passes(spec, stage, len(self.stages), played, each.cut(spec, index))
+        known = passes(spec, stage, len(self.stages), played, taken.cut(spec, index))
         return Part(index=stage.index, ghost=ghost, passes=known, representatives=played)

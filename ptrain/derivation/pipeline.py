@@ -177,22 +177,22 @@ def _sum(state: State, rows: Iterable[Footprint]) -> Footprint:
 
 
 def accounts(
-    spec: Spec, plan: Plan, facts: ModelFacts, stages: Sequence[StageParts], made: Schedule
+    spec: Spec, plan: Plan, facts: ModelFacts, stages: Sequence[StageParts], schedule: Schedule
 ) -> tuple[tuple[Rows, ...], tuple[int, ...]]:
     """What the ranks send in a step: over the boundaries, and of each stage what the data axes, the
     operators of tp and the sums of its shared tensors send. An account for each place along pp,
     and there along tp and for each shard where these differ; and by rank which is its own."""
     step = plan.pipeline
     assert step is not None
-    crossing = transfers(made)
+    crossing = transfers(schedule)
     hidden = chain_of(spec, facts).hidden
     known: dict[Hashable, list[list[Rows]]] = {}
     of_stage = []
-    for each in stages:
-        gathers = _gathers(plan, made, each.stage.index)
-        if (each.like, gathers) not in known:
-            known[each.like, gathers] = _of_stage(spec, made, each)
-        of_stage.append(known[each.like, gathers])
+    for taken in stages:
+        gathers = _gathers(plan, schedule, taken.stage.index)
+        if (taken.like, gathers) not in known:
+            known[taken.like, gathers] = _of_stage(spec, schedule, taken)
+        of_stage.append(known[taken.like, gathers])
     place_of = _places(spec, plan, stages, of_stage)
     ghost = wrapping(spec, plan, facts)
     places = sorted(set(place_of))
@@ -210,12 +210,12 @@ def accounts(
     return found, tuple(account_of[place] for place in place_of)
 
 
-def _gathers(plan: Plan, made: Schedule, stage: int) -> Hashable:
+def _gathers(plan: Plan, schedule: Schedule, stage: int) -> Hashable:
     """How often a stage's units are gathered, and its root."""
     sync = plan.wrap.policy
     if sync is None:
         return None
-    return tuple(stage_gathers(made, stage, sync, is_root=is_root) for is_root in (False, True))
+    return tuple(stage_gathers(schedule, stage, sync, is_root=is_root) for is_root in (False, True))
 
 
 def _places(

@@ -16,13 +16,13 @@ from ptrain.units import format_bytes
 
 
 def pipeline_notes(
-    plan: Plan, facts: ModelFacts, stages: Sequence[Stage], made: Schedule
+    plan: Plan, facts: ModelFacts, stages: Sequence[Stage], schedule: Schedule
 ) -> Iterator[str]:
     """A sentence for each thing that the stages of a model have and no theorem counts."""
-    yield from _unequal(facts, stages, made)
+    yield from _unequal(facts, stages, schedule)
     yield from _tied(facts, stages)
-    yield from _gathered(plan, made)
-    yield from _reduced(plan, stages, made)
+    yield from _gathered(plan, schedule)
+    yield from _reduced(plan, stages, schedule)
 
 
 def _unequal(facts: ModelFacts, stages: Sequence[Stage], made: Schedule) -> Iterator[str]:
