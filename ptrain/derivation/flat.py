@@ -235,7 +235,14 @@ class Flat:
         """Elements of the views of which there is a norm each: of tensors that are cut within tp,
         then of those that its ranks have alike."""
         place = place_of(self.scene.spec, differing_axes(self.scene.plan), shard)
-        pieces = [run for state in self.states for run in self._pieces(state, place)]
+        cut_alike: dict[Hashable, list[Run]] = {}
+        pieces: list[Run] = []
+        for state in self.states:
+            members = state.members
+            kind = tuple(members.shapes), tuple(members.are_cut), state.gradients.signature()
+            if kind not in cut_alike:
+                cut_alike[kind] = list(self._pieces(state, place))
+            pieces += cut_alike[kind]
         return [
             [end - start for start, end, is_cut in pieces if is_cut is cut] for cut in (True, False)
         ]

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -66,6 +67,7 @@ class Release:
 Instruction = Action | Receive | Send | Release
 
 
+@lru_cache(maxsize=16)  # of the variants that a command tries, most have the same schedule
 def training(schedule: Schedule) -> tuple[tuple[Instruction, ...], ...]:
     """The instructions of a step by rank. Raises BrokenSchedule where the schedule is none. Takes
     O(n log n) of n actions."""
