@@ -1,10 +1,10 @@
-"""The tables of README.md on activations: each mode by what it keeps and what it costs."""
+"""The table about activations: each mode by what it keeps and what it costs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from _readmes import table
+from _tables import table
 
 from ptrain.costs import Estimate, State
 from ptrain.derivation.estimate import derive

@@ -1,4 +1,4 @@
-"""Tables of README.md about pipelines, all of them worked out and nothing run: what each schedule
+"""The tables about pipelines, all of them worked out and nothing run: what each schedule
 waits and holds, what each order of the mesh costs, and what `sync` costs beside pp."""
 
 from __future__ import annotations
@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from _readmes import table
+from _tables import table
 
 from ptrain.algebra.layout import groups
 from ptrain.algebra.legality import require

@@ -23,7 +23,8 @@ A file names a mode where it has a member of `Distribution`, or imports one of t
 letter, and a tier where it has a member of `Tier`; `spec/placement.py`, which declares both, does
 not count. A wrap's kind is named by every `isinstance` and every `case` with one or more of the
 kinds, outside `axes/data`. A class name stands twice where two modules of ptrain/ define it. Tables
-are all files of ptrain/ that are no Python. Of tests and benchmarks no more than their lines count.
+are all files of ptrain/ that are neither Python nor a page. Of tests and benchmarks no more than
+their lines count.
 """
 
 from __future__ import annotations
@@ -123,9 +124,9 @@ class House:
         return dict(sorted(lines.items(), key=lambda item: -item[1]))
 
     def tables(self) -> list[Path]:
-        """The files of the package that are no Python, and no byte code of it."""
+        """The files of the package that are neither Python, nor its byte code, nor a page."""
         files = (self.tree.root / "ptrain").rglob("*")
-        skipped = (".py", ".pyc", ".typed")
+        skipped = (".py", ".pyc", ".typed", ".md")
         return [path for path in files if path.is_file() and path.suffix not in skipped]
 
     def rows(self) -> list[Row]:

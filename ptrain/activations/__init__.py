@@ -1,0 +1,1 @@
+"""What a rank keeps for backward: recomputed or offloaded, by block."""

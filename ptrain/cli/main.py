@@ -28,6 +28,7 @@ VERBS = {
     "simulate": "the program that trains on fake ranks: memory and traffic at any size",
     "specs": "list the named specs, or show one",
     "schema": "the JSON Schema of specs, for editors",
+    "help": "a section of the pages, by its topic; without one the topics",
 }
 OF_TORCH = ("simulate",)  # verbs whose module imports it; the others that need it do when they run
 NOT_YET = ("select", "convert", "report", "compare", "doctor", "launch")
@@ -55,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _dispatch(arguments: list[str], *, is_process: bool) -> int:
     match arguments:
-        case [] | ["-h" | "--help" | "help"]:
+        case [] | ["-h" | "--help"]:
             print(_usage())
             return 0
         case ["--version" | "-V"]:
@@ -113,7 +114,8 @@ def _usage() -> str:
             "",
             *lines,
             "",
-            "`ptrain COMMAND --help` says more. Start with: ptrain train",
+            "`ptrain COMMAND --help` says more, and `ptrain help` what can be read.",
+            "Start with: ptrain train",
         ]
     )
 

@@ -1,0 +1,1 @@
+"""What is read: a corpus or a file of tokens, and which rank gets which sample."""

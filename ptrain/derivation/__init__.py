@@ -1,0 +1,1 @@
+"""What a plan costs: the paper's columns and the exact ones."""

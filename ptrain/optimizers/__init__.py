@@ -1,0 +1,1 @@
+"""The update: torch's optimizers by name, and ours."""

@@ -1,0 +1,1 @@
+"""What the reader sees: records, tables, differences, and pages as text."""

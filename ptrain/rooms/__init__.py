@@ -1,0 +1,1 @@
+"""What a program happens in: ranks, mesh, tiers and collectives, of tensors or of ghosts."""

@@ -1,0 +1,1 @@
+"""What a block, a stage or a loss allocates, recorded by running it once."""

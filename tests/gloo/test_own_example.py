@@ -32,7 +32,7 @@ optimizer = torch.optim.AdamW(wrapped.parameters())
 for batch in batches:
     train_step(wrapped, optimizer, batch.chunk(size)[rank])
 """
-# What stands in README: it takes the place of the script's loop.
+# The like of it stands in launch/loops.md: it takes the place of the script's loop.
 JUDGED = """\
 def job(model):  # the loop, on any model: with its optimizer and its step
     optimizer = torch.optim.AdamW(model.parameters())

@@ -1,0 +1,1 @@
+"""The tensor axis: which plans are legal, which sums they take, how operators are cut."""

@@ -1,61 +1,79 @@
-"""Rewrites the tables of specs/README.md: `python benchmarks/specs_readme.py`.
-
-A table stands between `<!-- table: NAME -->` and `<!-- end -->`; the rest is written by hand.
-`flags` and `dials` come from specs/flags.yaml, `methods` from the files of the strategies and their
-predictions. `--check` exits 1 if a table is not what it would be now. Nothing is run.
-"""
+"""The tables of all named strategies: what each stores, sends and runs as, and what it saves."""
 
 from __future__ import annotations
 
-import argparse
-import re
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
-from typing import Any
 
-from _machine import ROOT
-from _readmes import compare, on_ranks, rewrite, table, tuples
+from _tables import on_ranks, table, tuples
 
 from ptrain.costs import TIERS, Estimate, State
 from ptrain.derivation.estimate import derive
+from ptrain.report.predict import model_state_bytes, sent_bytes
 from ptrain.report.table import largest, size
 from ptrain.spec.keep import belongs_to_rank
-from ptrain.spec.load import load
 from ptrain.spec.names import listing
 from ptrain.spec.placement import Distribution, Mode, Tier
 from ptrain.spec.spec import Spec
-from ptrain.spec.text import read
+from ptrain.steps.step import FlatUnits, FullyShard, LocalGradients, Plan, Replicate, Wrap
 
-README = ROOT / "specs" / "README.md"
-FLAGS = ROOT / "specs" / "flags.yaml"
-BLOCK = re.compile(r"(<!-- table: (.+?) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 BASE = "ddp"
 STATES = {State.PARAMETERS: "Θ", State.OPTIMIZER: "Ω", State.GRADIENTS: "G"}
 LETTERS = STATES | {State.ACTIVATIONS: "A"}
 
-Row = Mapping[str, Any]
+
+def strategies() -> str:
+    """Every named strategy on as many ranks, with its predictions and what it runs as."""
+    rows = [
+        "| strategy | Θ,Ω,G,A by axis | Θ+Ω+G per rank | peak | sent per step (paper) | runs as |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name in listing("strategies"):
+        spec = on_ranks(name)
+        derivation = derive(spec)
+        exact = derivation.exact
+        peak = max((row.device_bytes for row in exact.peak), default=None)
+        cells = (
+            f"`{name}`",
+            tuples(spec),
+            at_rest(exact),
+            size(peak),
+            f"{size(sent_bytes(exact))} ({size(sent_bytes(derivation.paper))})",
+            runs_as(derivation.plan),
+        )
+        rows.append("| " + " | ".join(cells) + " |")
+    return "\n".join(rows) + "\n"
 
 
-def flags() -> str:
-    """Other tools' names and flags, the tuple they mean and the spec that has it."""
-    tools = _data()["tools"]
-
-    def rows() -> Iterator[Sequence[str]]:
-        for row in _data()["placements"]:
-            name, *overrides = row["spec"]
-            spec = load(name, overrides).spec
-            written = " ".join((name, *overrides))
-            yield [*(row.get(tool, "") for tool in tools), tuples(spec), f"`{written}`"]
-
-    return table([*tools, "Θ,Ω,G,A", "SPEC"], rows())
+def at_rest(exact: Estimate) -> str:
+    """Bytes on the device, and those on other tiers where there are any."""
+    sizes = [model_state_bytes(exact, tier) or 0 for tier in TIERS]
+    told = zip(sizes[1:], ("host", "files"), strict=True)
+    others = (f" + {size(number)} {where}" for number, where in told if number)
+    return size(sizes[0]) + "".join(others)
 
 
-def dials() -> str:
-    """Other tools' names of dials."""
-    tools = _data()["tools"]
-    rows = ([row["dial"], *(row.get(tool, "") for tool in tools)] for row in _data()["dials"])
-    return table(["key of a spec", *tools], rows)
+def runs_as(plan: Plan) -> str:
+    """The real parts of torch behind a plan, in the order in which they take the model."""
+    parts = ["`parallelize_module`"] if plan.tensor else []
+    if not isinstance(plan.wrap, LocalGradients):
+        parts.append(wrapped_by(plan.wrap))
+    if plan.pipeline:
+        parts.append("`stage_backward`")
+    return ", ".join(parts) or wrapped_by(plan.wrap)
+
+
+def wrapped_by(wrap: Wrap) -> str:
+    match wrap:
+        case LocalGradients():
+            return "one device"
+        case Replicate():
+            spread = ", `ZeroRedundancyOptimizer`" if wrap.zero_redundancy else ""
+            return "`DistributedDataParallel`" + spread
+        case FullyShard():
+            return "`fully_shard`, 2-D mesh" if wrap.replicate_axes else "`fully_shard`"
+        case FlatUnits():
+            return "flat units"
 
 
 def methods() -> str:
@@ -136,30 +154,4 @@ def _saving(mode: Mode, axis: str) -> Iterator[str]:
             pass
 
 
-@cache
-def _data() -> Mapping[str, Any]:
-    root = read(FLAGS).root
-    assert isinstance(root, dict), "specs/flags.yaml is a mapping"
-    return root
-
-
-TABLES = {"flags": flags, "dials": dials, "methods": methods}
-
-
-def rewritten(text: str) -> str:
-    return BLOCK.sub(lambda found: found[1] + TABLES[found[2]]() + found[4], text)
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true")
-    args = parser.parse_args()
-    text = README.read_text(encoding="utf-8")
-    new = rewritten(text)
-    if args.check:
-        return compare(README, new)
-    return rewrite(README, new, f"{len(BLOCK.findall(text))} tables")
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+TABLES = {"strategies": strategies, "methods": methods}

@@ -1,13 +1,10 @@
-"""What README.md and specs/README.md have in common: strategies on as many ranks each, their tuples
-as text, and the end of a command that makes blocks of a page anew."""
+"""What the tables of the pages have in common: Markdown, strategies on as many ranks each, and their
+tuples as text."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import cache
-from pathlib import Path
-
-from _machine import ROOT
 
 from ptrain.algebra.legality import require
 from ptrain.spec.axis import DATA_AXES, Axis
@@ -44,17 +41,3 @@ def on_ranks(name: str) -> Spec:
 def tuples(spec: Spec) -> str:
     text = " ⊗ ".join(f"{factor.axis} {factor.placement}" for factor in spec.factors)
     return text.replace("*", r"\*")
-
-
-def compare(page: Path, new: str) -> int:
-    """Says whether the page is what it would be now; 1 if it is not."""
-    is_same = page.read_text(encoding="utf-8") == new
-    print(f"{page.relative_to(ROOT)} is {'up to date' if is_same else 'out of date'}")
-    return 0 if is_same else 1
-
-
-def rewrite(page: Path, new: str, made: str) -> int:
-    """Writes the page and says what of it was `made`."""
-    page.write_text(new, encoding="utf-8")
-    print(f"{page.relative_to(ROOT)}: {made}")
-    return 0

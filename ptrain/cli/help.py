@@ -1,0 +1,83 @@
+"""`ptrain help`: the topics of the pages that stand beside what they describe; `ptrain help TOPIC`:
+the section of that name, as text.
+
+A topic is a section's anchor, so that `specs/README.md#dials` and `ptrain help dials` are the same
+text. A wheel carries the pages of `specs/` as `ptrain/_specs`, of `launch/` as `ptrain/_launch` …
+"""
+
+from __future__ import annotations
+
+import shutil
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+
+from ptrain.cli.main import VERBS
+from ptrain.errors import PtrainError
+from ptrain.report.page import Section, as_text, sections
+from ptrain.spec.leaf import nearest
+
+# In the order of reading; README says what stands in which.
+PAGES = (
+    "specs/README.md",
+    "specs/keys.md",
+    "specs/axes.md",
+    "specs/strategies.md",
+    "specs/predictions.md",
+    "launch/README.md",
+    "launch/verification.md",
+    "launch/loops.md",
+    "benchmarks/README.md",
+    "ptrain/README.md",
+)
+_PACKAGE = Path(__file__).resolve().parents[1]
+_WIDEST = 100  # columns: longer lines are hard to read
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("topic", nargs="?", metavar="TOPIC", help="a name that `ptrain help` lists")
+
+
+def run(args: Namespace) -> int:
+    if args.topic is None:
+        print(_listing())
+        return 0
+    known = {section.anchor: section for page in PAGES for section in page_sections(page)}
+    topic = "-".join(args.topic.lower().split())
+    if topic not in known:
+        raise PtrainError(_unknown(args.topic, topic, tuple(known)))
+    width = min(shutil.get_terminal_size().columns, _WIDEST)
+    print(f"{known[topic].title}\n\n{as_text(known[topic].text, width)}")
+    return 0
+
+
+def page_sections(page: str) -> list[Section]:
+    """The sections of a page, in the wheel or in the checkout."""
+    folder, _, name = page.partition("/")
+    packed = _PACKAGE / f"_{folder}" / name
+    path = packed if packed.is_file() else _PACKAGE.parent / page
+    return sections(path.read_text(encoding="utf-8"))
+
+
+def _listing() -> str:
+    listed = {page: [section.anchor for section in page_sections(page)] for page in PAGES}
+    width = max(map(len, PAGES))
+    rows = [f"  {page:<{width}}  {', '.join(topics)}" for page, topics in listed.items()]
+    return "\n".join(
+        [
+            "usage: ptrain help TOPIC",
+            "",
+            "prints a section of these pages; in brackets are topics that it refers to:",
+            *rows,
+            "",
+            "`ptrain --help` lists the commands, `ptrain COMMAND --help` the options of one.",
+        ]
+    )
+
+
+def _unknown(written: str, topic: str, known: tuple[str, ...]) -> str:
+    guess = nearest(topic, known) or next((other for other in known if topic in other), "")
+    if topic in VERBS:
+        hint = f"; its options: ptrain {topic} --help"
+    else:
+        hint = f"; did you mean {guess!r}?" if guess else ""
+    return f"ptrain help: {written!r} is no topic{hint}\n  topics: {', '.join(known)}"
