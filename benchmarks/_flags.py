@@ -24,9 +24,9 @@ def flags() -> str:
             name, *overrides = row["spec"]
             spec = load(name, overrides).spec
             written = " ".join((name, *overrides))
-            yield [*(row.get(tool, "") for tool in tools), tuples(spec), f"`{written}`"]
+            yield [f"`{written}`", tuples(spec), *(row.get(tool, "") for tool in tools)]
 
-    return table([*tools, "Θ,Ω,G,A", "SPEC"], rows())
+    return table(["SPEC", "Θ,Ω,G,A", *tools], rows())
 
 
 def dials() -> str:

@@ -1,4 +1,4 @@
-"""What the tables of the pages have in common: Markdown, strategies on as many ranks each, and their
+"""What the tables of the pages share: Markdown, strategies on as many ranks each, and their
 tuples as text."""
 
 from __future__ import annotations

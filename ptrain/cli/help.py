@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ptrain.cli.main import VERBS
 from ptrain.errors import PtrainError
-from ptrain.report.page import Section, as_text, sections
+from ptrain.report.page import PageSection, as_text, sections
 from ptrain.spec.leaf import nearest
 
 # In the order of reading; README says what stands in which.
@@ -50,7 +50,7 @@ def run(args: Namespace) -> int:
     return 0
 
 
-def page_sections(page: str) -> list[Section]:
+def page_sections(page: str) -> list[PageSection]:
     """The sections of a page, in the wheel or in the checkout."""
     folder, _, name = page.partition("/")
     packed = _PACKAGE / f"_{folder}" / name

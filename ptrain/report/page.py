@@ -21,7 +21,7 @@ _CELLS = re.compile(r"(?<!\\)\|")
 
 
 @dataclass(frozen=True, slots=True)
-class Section:
+class PageSection:
     """A second heading of a page with all that stands below it, up to the next one."""
 
     title: str
@@ -47,7 +47,7 @@ def headings(page: str) -> Iterator[tuple[int, str]]:
             yield depth, line[depth:].strip()
 
 
-def sections(page: str) -> list[Section]:
+def sections(page: str) -> list[PageSection]:
     """The sections of a page in their order; what stands before the first one is not in them."""
     parts: list[tuple[str, list[str]]] = []
     is_code = False
@@ -57,7 +57,7 @@ def sections(page: str) -> list[Section]:
             parts.append((line[3:].strip(), []))
         elif parts:
             parts[-1][1].append(line)
-    return [Section(title, "\n".join(lines).strip() + "\n") for title, lines in parts]
+    return [PageSection(title, "\n".join(lines).strip() + "\n") for title, lines in parts]
 
 
 def as_text(markdown: str, width: int) -> str:
@@ -132,13 +132,17 @@ def _table(rows: Sequence[Sequence[str]], width: int) -> str:
 
 
 def _record(columns: Sequence[str], row: Sequence[str], width: int) -> Iterator[str]:
-    yield row[0]
+    yield _hanging(row[0], width)
     for column, cell in zip(columns[1:], row[1:], strict=True):
         head = f"  {column}: " if len(columns) > 2 and column else "  "
         if cell and cell != "–":
-            yield textwrap.fill(
-                head + cell, width, subsequent_indent="    ", break_on_hyphens=False
-            )
+            yield _hanging(head + cell, width)
+
+
+def _hanging(text: str, width: int) -> str:
+    return textwrap.fill(
+        text, width, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False
+    )
 
 
 def _plain(text: str) -> str:

@@ -36,6 +36,8 @@ TORCH_FREE = (
     ["specs"],
     ["specs", "show", "zero1"],
     ["schema"],
+    ["help"],
+    ["help", "dials"],
     ["predict", "no-such-spec"],
     ["train", "no-such-spec"],
     ["validate", "no-such-spec"],

@@ -1,36 +1,180 @@
-"""The tables of specs/README.md are those that its command makes, of specs that are legal."""
+"""README and the pages beside the code say what is true: their specs load, their commands exist,
+their blocks are what is printed, their links lead somewhere."""
 
 from __future__ import annotations
 
+import ast
+import re
+import runpy
 import subprocess
 import sys
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
 
-from ptrain.algebra.legality import require
+import ptrain
+from ptrain.algebra.legality import check, executed, require
 from ptrain.axes.pipeline.known import takes_any_stages
+from ptrain.cli.help import PAGES
+from ptrain.cli.main import VERBS
+from ptrain.report.page import anchor, headings
+from ptrain.spec.axis import Axis
 from ptrain.spec.load import load
 from ptrain.spec.names import listing, root
 from ptrain.spec.pipeline import PipelineSpec, ScheduleName
+from ptrain.spec.placement import MODES, Placement
+from ptrain.spec.precision import ZERO16
 from ptrain.spec.role import GIVEN, fits
 from ptrain.spec.text import read
+from ptrain.version import TESTED_TORCH
+from tests.pure.build import ODD_SHAPE, make_spec
 
 ROOT = Path(__file__).parents[2]
+TEXTS = {page: (ROOT / page).read_text(encoding="utf-8") for page in ("README.md", *PAGES)}
+AXES_PAGE, SPECS_PAGE = TEXTS["specs/axes.md"], TEXTS["specs/README.md"]
 FLAGS = read(root() / "flags.yaml").root
 assert isinstance(FLAGS, dict)
 WRITTEN = [tuple(row["spec"]) for row in FLAGS["placements"]]
 
 
-def test_the_tables_are_what_their_command_makes():
+def blocks(language: str) -> list[str]:
+    fence = re.compile(rf"^```{language}\n(.*?)^```", re.DOTALL | re.MULTILINE)
+    return [block for text in TEXTS.values() for block in fence.findall(text)]
+
+
+@pytest.mark.parametrize("block", blocks("yaml"), ids=lambda block: block.splitlines()[0][:40])
+def test_every_yaml_block_is_a_whole_spec_that_runs(block, tmp_path):
+    file = tmp_path / "spec.yaml"
+    file.write_text(block, encoding="utf-8")
+    assert require(load(file)).world_size > 1
+
+
+@pytest.mark.parametrize("block", blocks("python"), ids=lambda block: block.splitlines()[2][:40])
+def test_python_blocks_name_what_exists(block):
+    compile(block, "a page", "exec")
+    for node in ast.walk(ast.parse(block)):
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "ptrain":
+            assert node.attr in ptrain.__all__
+
+
+def test_the_pure_python_block_runs(capsys, tmp_path):
+    file = tmp_path / "block.py"
+    (block,) = (block for block in blocks("python") if "bytes sent per rank and step" in block)
+    file.write_text(block, encoding="utf-8")
+    runpy.run_path(str(file))
+    assert "bytes sent per rank and step" in capsys.readouterr().out
+
+
+def test_commands_are_commands():
+    pattern = re.compile(r"(?:`|\$ |/bin/|^)ptrain ([a-z]+)", re.MULTILINE)
+    commands = {verb for text in TEXTS.values() for verb in pattern.findall(text)}
+    assert commands == set(VERBS)
+
+
+def test_the_blocks_are_what_their_commands_print():
     ended = subprocess.run(
-        [sys.executable, "benchmarks/specs_readme.py", "--check"],
+        [sys.executable, "benchmarks/pages.py", "--check"],
         cwd=ROOT,
+        env={"PATH": "", "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
+        timeout=180,
         check=False,
     )
-    assert ended.returncode == 0, f"{ended.stdout}{ended.stderr}: run it without --check"
+    assert ended.returncode == 0, f"{ended.stdout}{ended.stderr}: run benchmarks/pages.py PAGE"
+
+
+def test_every_output_block_is_filled():
+    block = re.compile(r"<!-- output: (.+?) -->\n(.*?)<!-- end -->", re.DOTALL)
+    for text in TEXTS.values():
+        for command, content in block.findall(text):
+            assert content.startswith(f"```\n$ {command}\n"), command
+
+
+@pytest.mark.parametrize("page", TEXTS)
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\((?!http)([^)\s]+)\)", TEXTS[page]):
+        path, _, fragment = target.partition("#")
+        file = (ROOT / page).parent / path if path else ROOT / page
+        assert file.exists(), target
+        if fragment:
+            titles = headings(file.read_text(encoding="utf-8"))
+            assert fragment in {anchor(title) for _, title in titles}, target
+
+
+@pytest.mark.parametrize("page", TEXTS)
+def test_every_page_of_a_folder_is_a_topic_of_help(page):
+    folder = (ROOT / page).parent
+    pages = {path.relative_to(ROOT).as_posix() for path in folder.glob("*.md")}
+    assert folder == ROOT or pages <= set(PAGES), "a page is missing in ptrain/cli/help.py"
+
+
+STATES = {"Θ": "parameters", "Ω": "optimizer", "G": "gradients", "A": "activations"}
+AXES = (Axis.DP_SHARD, Axis.TP, Axis.PP)  # the columns of the table of modes
+SETTINGS = (
+    {},
+    {"layout": ZERO16, "clip": None},
+    {"optimizer": "sgd", "clip": None},
+    {"accumulate": 4},
+)
+
+
+def cells_of_modes() -> dict[tuple[str, Axis], str]:
+    """What the table of modes has for each mode and axis."""
+    table = SPECS_PAGE.split("| mode |")[1].split("\n\n")[0]
+    rows = [re.split(r"(?<!\\) \| ", line.strip("| ")) for line in table.splitlines()[2:]]
+    return {
+        (mode.replace("\\", ""), axis): cell
+        for mode, _, *cells in rows
+        for axis, cell in zip(AXES, cells, strict=True)
+    }
+
+
+def runs(axis: Axis, placement: Placement, setting: dict[str, object]) -> bool:
+    model = replace(ODD_SHAPE, hidden=40, heads=4, kv_heads=2, ffn=100)
+    spec = make_spec({axis: (2, placement)}, model=model, **setting)
+    batch = spec.batch
+    samples = batch.micro * batch.accumulate * spec.data_degree
+    spec = replace(spec, batch=replace(batch, global_samples=samples))
+    return not check(spec) and not executed(spec)
+
+
+@pytest.mark.parametrize("axis", AXES)
+def test_the_table_of_modes_has_what_runs_on_each_axis_and_nothing_else(axis):
+    tuples = (
+        Placement(**dict(zip(STATES.values(), modes, strict=True)))
+        for modes in product(MODES, repeat=len(STATES))
+    )
+    legal = [
+        placement
+        for placement in tuples
+        if any(runs(axis, placement, setting) for setting in SETTINGS)
+    ]
+    for mode in MODES:
+        kept = {
+            letter
+            for letter, state in STATES.items()
+            if any(getattr(placement, state) == mode for placement in legal)
+        }
+        cell = cells_of_modes()[str(mode), axis]
+        assert set(re.findall(r"Θ|Ω|\bG\b|\bA\b", cell)) == kept, f"{mode} on {axis}: {cell}"
+        assert kept or cell == "–"
+
+
+def test_the_rooms_are_all_there_and_so_are_the_folders_beside_them():
+    text = TEXTS["ptrain/README.md"]
+    named = set(re.findall(r"^\| `(\w+)/` \|", text, re.MULTILINE))
+    assert named == {path.parent.name for path in (ROOT / "ptrain").glob("*/__init__.py")}
+    inner = set(re.findall(r"^\| `axes/(\w+)/` \|", text, re.MULTILINE))
+    assert inner == {path.parent.name for path in (ROOT / "ptrain" / "axes").glob("*/__init__.py")}
+    folders = {path.parent.name for path in (ROOT / "tests").glob("*/__init__.py")}
+    assert all(f"`{folder}/`" in text.rpartition("`tests/`")[2] for folder in folders)
+
+
+def test_exactness_is_claimed_for_the_versions_that_are_tested():
+    assert f"({', '.join(TESTED_TORCH)})" in TEXTS["specs/predictions.md"]
 
 
 @pytest.mark.parametrize("written", WRITTEN, ids=" ".join)
@@ -44,24 +188,25 @@ def test_every_strategy_is_in_the_table_of_flags():
     assert len(set(WRITTEN)) == len(WRITTEN)
 
 
+def test_no_tool_is_misspelled():
+    for row in (*FLAGS["placements"], *FLAGS["dials"]):
+        assert set(row) <= {"spec", "dial", *FLAGS["tools"]}
+
+
 def test_every_role_that_a_plan_may_give_is_said_to_mean_what_an_editor_shows():
-    text = (ROOT / "specs" / "README.md").read_text(encoding="utf-8")
     for role, about in GIVEN.items():
-        assert f"| `{role}` | {about} |\n" in text
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert all(f"`{role}` (" in readme for role in GIVEN)
+        assert f"| `{role}` | {about} |\n" in AXES_PAGE
 
 
 def test_every_schedule_is_said_to_have_the_stages_that_it_has():
-    text = (ROOT / "specs" / "README.md").read_text(encoding="utf-8")
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
     for name in ScheduleName:
         stages = PipelineSpec(schedule=name).stages_over(4) // 4
-        told = f"any, {stages}" if takes_any_stages(name) else str(stages)
-        (row,) = (line for line in text.splitlines() if line.startswith(f"| `{name}` |"))
-        assert row.split(" | ")[2] == told
-        assert f"| `pp-{name}` | {stages} | " in readme
-        assert f"`{name}`" in next(line for line in readme.splitlines() if "| `schedule` |" in line)
+        words = f"any, {stages}" if takes_any_stages(name) else str(stages)
+        (row,) = (line for line in AXES_PAGE.splitlines() if line.startswith(f"| `{name}` |"))
+        assert row.split(" | ")[2] == words
+        assert f"| `pp-{name}` | {stages} | " in AXES_PAGE
+        (key,) = (line for line in AXES_PAGE.splitlines() if line.startswith("| `schedule` |"))
+        assert f"`{name}`" in key
 
 
 def test_a_star_in_a_plan_is_a_blocks_number_and_nothing_else():
@@ -69,13 +214,7 @@ def test_a_star_in_a_plan_is_a_blocks_number_and_nothing_else():
     assert not fits("layers.*", "layers.12.mlp") and not fits("layers.*", "layers.x")
 
 
-def test_what_readme_gathers_is_a_vocabulary_that_tp_divides():
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+def test_what_is_said_to_be_gathered_is_a_vocabulary_that_tp_divides():
     command = "ptrain predict tp model.vocab=260 tensor.loss_parallel=false"
-    assert f"`{command}`" in readme
+    assert f"`{command}`" in AXES_PAGE
     assert not require(load("tp", command.split()[3:])).tensor.loss_parallel
-
-
-def test_no_tool_is_misspelled():
-    for row in (*FLAGS["placements"], *FLAGS["dials"]):
-        assert set(row) <= {"spec", "dial", *FLAGS["tools"]}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from argparse import ArgumentParser
 from math import prod
 
@@ -224,14 +223,6 @@ def test_the_readme_of_the_specs_names_every_folder():
     text = (root() / "README.md").read_text(encoding="utf-8")
     for folder in root().iterdir():
         assert folder.name in text or folder.name == "README.md"
-
-
-def test_the_yaml_in_the_readme_loads():
-    text = (root() / "README.md").read_text(encoding="utf-8")
-    (block,) = re.findall(r"```yaml\n(.*?)```", text, flags=re.S)
-    tree = parse(block, "README.md")
-    assert isinstance(tree.root, dict)
-    assert load(tree.root).spec.factors == load("hsdp").spec.factors
 
 
 def run(*words: str) -> int:
