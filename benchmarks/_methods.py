@@ -46,10 +46,10 @@ def strategies() -> str:
 
 
 def at_rest(exact: Estimate) -> str:
-    """Bytes on the device, and those on other tiers where there are any."""
+    """Returns the bytes on the device, and those on other tiers where there are any."""
     sizes = [model_state_bytes(exact, tier) or 0 for tier in TIERS]
-    told = zip(sizes[1:], ("host", "files"), strict=True)
-    others = (f" + {size(number)} {where}" for number, where in told if number)
+    by_place = zip(sizes[1:], ("host", "files"), strict=True)
+    others = (f" + {size(number)} {where}" for number, where in by_place if number)
     return size(sizes[0]) + "".join(others)
 
 
@@ -109,8 +109,8 @@ def _exact(name: str) -> Estimate:
 def _by_tier(exact: Estimate, state: State) -> str:
     most = largest(exact.memory)
     sizes = {tier: most.get((state, tier)) for tier in TIERS}
-    told = [f"{size(number)}{_WHERE[tier]}" for tier, number in sizes.items() if number]
-    return " + ".join(told) or "0"
+    parts = [f"{size(number)}{_WHERE[tier]}" for tier, number in sizes.items() if number]
+    return " + ".join(parts) or "0"
 
 
 _WHERE = dict(zip(TIERS, ("", " host", " file"), strict=True))
@@ -118,14 +118,14 @@ _WHERE = dict(zip(TIERS, ("", " host", " file"), strict=True))
 
 def _saves(spec: Spec) -> str:
     """`Ω and G ÷ dp_shard`, `Θ off the device` …"""
-    told: dict[str, list[str]] = {}
+    savings: dict[str, list[str]] = {}
     for factor in spec.factors:
         for state, letter in LETTERS.items():
             mode = factor.placement[state]
             is_own = state is State.ACTIVATIONS and belongs_to_rank(mode)
             for words in _kept(mode) if is_own else _saving(mode, factor.axis):
-                told.setdefault(words, []).append(letter)
-    parts = (f"{', '.join(dict.fromkeys(letters))} {words}" for words, letters in told.items())
+                savings.setdefault(words, []).append(letter)
+    parts = (f"{', '.join(dict.fromkeys(letters))} {words}" for words, letters in savings.items())
     return "; ".join(parts) or "nothing: the measure of all others"
 
 

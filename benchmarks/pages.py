@@ -1,9 +1,10 @@
 """Rewrites the generated blocks of the pages: `python benchmarks/pages.py [PAGE ...]`.
 
 The pages are README.md and those of `ptrain help`. A block stands between
-`<!-- output: COMMAND -->` (or `<!-- table: NAME -->`) and `<!-- end -->`; all else is written by hand. Commands run as
-`python -m ptrain …` in an empty folder. `--check` exits 1 if a block is not what it would be now,
-but for those of `train`, `validate`, `verify` and `simulate`: they tell of a machine.
+`<!-- output: COMMAND -->` (or `<!-- table: NAME -->`) and `<!-- end -->`; all else is written by
+hand. Commands run as `python -m ptrain …` in an empty folder. `--check` exits 1 if a block is not
+what it would be now, but for those of `train`, `validate`, `verify` and `simulate`: they tell of a
+machine.
 """
 
 from __future__ import annotations

@@ -21,8 +21,8 @@ from ptrain.cli.help import PAGES
 from ptrain.cli.main import VERBS
 from ptrain.report.page import anchor, headings
 from ptrain.spec.axis import Axis
-from ptrain.spec.load import load
-from ptrain.spec.names import listing, root
+from ptrain.spec.load import expand, load
+from ptrain.spec.names import SPEC_FOLDERS, listing, root
 from ptrain.spec.pipeline import PipelineSpec, ScheduleName
 from ptrain.spec.placement import MODES, Placement
 from ptrain.spec.precision import ZERO16
@@ -71,6 +71,20 @@ def test_commands_are_commands():
     pattern = re.compile(r"(?:`|\$ |/bin/|^)ptrain ([a-z]+)", re.MULTILINE)
     commands = {verb for text in TEXTS.values() for verb in pattern.findall(text)}
     assert commands == set(VERBS)
+
+
+COMMAND = re.compile(
+    r"(?:`|\$ |/bin/|^)ptrain (?:train|predict|plan|verify|simulate) ([^`#]+?)(?:`|$)", re.M
+)
+
+
+@pytest.mark.parametrize("page", TEXTS)
+def test_a_command_with_a_named_spec_takes_its_overrides(page):
+    known = listing(*SPEC_FOLDERS)
+    for words in (match[1].split() for match in COMMAND.finditer(TEXTS[page])):
+        overrides = [word for word in words[1:] if re.match(r"[a-z_.]+=", word)]
+        if words[0] in known:
+            assert [require(document) for document in expand(words[0], overrides)], words
 
 
 def test_the_blocks_are_what_their_commands_print():
