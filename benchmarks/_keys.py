@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from _tables import table
 
+from ptrain.spec.axis import EXECUTED_AXES, Axis
+from ptrain.spec.not_yet import ROWS
 from ptrain.spec.schema import schema
 
 Shape = Mapping[str, Any]
@@ -17,10 +19,20 @@ _WORDS = {
     "string": "a text",
     "integer": "a whole number",
     "number": "a number",
-    "boolean": "`true`, `false`",
     "array": "a list",
     "object": "a mapping",
     "null": "`null`",
+}
+
+
+# Of a key the values that are executed; of all others every value is.
+EXECUTED = {
+    **{".".join(row.route): tuple(v for v in row.executed if v is not None) for row in ROWS},
+    **{
+        f"{section}.{axis}": ()
+        for section in ("mesh", "placement")
+        for axis in set(Axis) - set(EXECUTED_AXES)
+    },
 }
 
 
@@ -37,12 +49,21 @@ def _rows(shape: Shape, sections: Mapping[str, Shape], before: str) -> Iterator[
         default = f"`{json.dumps(value['default'])}`" if "default" in value else ""
         yield (
             f"`{before}{key}`",
-            ", ".join(dict.fromkeys(_values(value))),
+            _executed(f"{before}{key}", dict.fromkeys(_values(value))),
             "must be given" if key in needed else default.replace('"', ""),
             value["description"].replace("|", r"\|").replace("*", r"\*"),
         )
         if section and section not in MODES_OF_AN_AXIS:
             yield from _rows(sections[section], sections, f"{before}{key}.")
+
+
+def _executed(key: str, values: Iterable[str]) -> str:
+    """The values of a key, and of which it is true that nothing executes them yet."""
+    if key not in EXECUTED:
+        return ", ".join(values)
+    works = [f"`{json.dumps(value)}`".replace('"', "") for value in EXECUTED[key]]
+    others = [value for value in values if value not in works]
+    return "; ".join([*([", ".join(works)] if works else []), f"not yet: {', '.join(others)}"])
 
 
 def _section(value: Shape) -> str:
@@ -64,6 +85,8 @@ def _values(value: Shape) -> Iterator[str]:
         yield f"`{value['const']}`"
     elif "enum" in value:
         yield from (f"`{word}`" for word in value["enum"])
+    elif value.get("type") == "boolean":
+        yield from ("`true`", "`false`")
     elif isinstance(value.get("type"), str):
         yield _WORDS[value["type"]] + _range(value)
 

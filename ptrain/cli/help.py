@@ -1,5 +1,5 @@
 """`ptrain help`: the topics of the pages that stand beside what they describe; `ptrain help TOPIC`:
-the section of that name, as text.
+the section of that name, as text; `ptrain help KEY`: what the table of keys has of a spec's key.
 
 A topic is a section's anchor, so that `specs/README.md#dials` and `ptrain help dials` are the same
 text. A wheel carries the pages of `specs/` as `ptrain/_specs`, of `launch/` as `ptrain/_launch` …
@@ -34,7 +34,8 @@ _WIDEST = 100  # columns: longer lines are hard to read
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("topic", nargs="?", metavar="TOPIC", help="a name that `ptrain help` lists")
+    about = "a name that `ptrain help` lists, or a key of a spec: optimizer.clip"
+    parser.add_argument("topic", nargs="?", metavar="TOPIC", help=about)
 
 
 def run(args: Namespace) -> int:
@@ -43,11 +44,22 @@ def run(args: Namespace) -> int:
         return 0
     known = {section.anchor: section for page in PAGES for section in page_sections(page)}
     topic = "-".join(args.topic.lower().split())
-    if topic not in known:
+    if topic in known:
+        title, text = known[topic].title, known[topic].text
+    else:
+        title, text = args.topic, _of_key(args.topic, known["keys"])
+    if not text:
         raise PtrainError(_unknown(args.topic, topic, tuple(known)))
     width = min(shutil.get_terminal_size().columns, _WIDEST)
-    print(f"{known[topic].title}\n\n{as_text(known[topic].text, width)}")
+    print(f"{title}\n\n{as_text(text, width)}")
     return 0
+
+
+def _of_key(key: str, table: PageSection) -> str:
+    """The rows of a key and of those below it, with the table's head; nothing for another word."""
+    head, rule, *rows = (line for line in table.text.splitlines() if line.startswith("|"))
+    rows = [row for row in rows if row.startswith((f"| `{key}` |", f"| `{key}."))]
+    return "\n".join([head, rule, *rows]) if rows else ""
 
 
 def page_sections(page: str) -> list[PageSection]:
@@ -69,6 +81,7 @@ def _listing() -> str:
             "prints a section of these pages; in brackets are topics that it refers to:",
             *rows,
             "",
+            "A key of a spec is a topic too: ptrain help optimizer.clip",
             "`ptrain --help` lists the commands, `ptrain COMMAND --help` the options of one.",
         ]
     )

@@ -28,7 +28,7 @@ VERBS = {
     "simulate": "the program that trains on fake ranks: memory and traffic at any size",
     "specs": "list the named specs, or show one",
     "schema": "the JSON Schema of specs, for editors",
-    "help": "a section of the pages, by its topic; without one the topics",
+    "help": "a section of the pages by its topic, or a key of a spec; else the topics",
 }
 OF_TORCH = ("simulate",)  # verbs whose module imports it; the others that need it do when they run
 NOT_YET = ("select", "convert", "report", "compare", "doctor", "launch")

@@ -13,6 +13,7 @@ from ptrain.cli import help
 from ptrain.cli.help import PAGES, page_sections
 from ptrain.cli.main import main
 from ptrain.report.page import anchor, as_text, headings, sections
+from ptrain.spec.schema import schema
 
 ROOT = Path(__file__).parents[2]
 TOPICS = {section.anchor: page for page in PAGES for section in page_sections(page)}
@@ -70,12 +71,24 @@ def test_a_topic_may_be_written_as_its_title(capsys):
     assert capsys.readouterr().out.startswith("Exit codes\n\n")
 
 
+def test_a_key_of_a_spec_is_a_topic_with_all_that_is_in_it(capsys):
+    assert main(["help", "optimizer.clip"]) == 0
+    assert capsys.readouterr().out.splitlines()[:2] == ["optimizer.clip", ""]
+    assert main(["help", "optimizer"]) == 0
+    assert "`optimizer.schedule.warmup`" in capsys.readouterr().out
+
+
+def test_every_key_of_a_spec_has_help(capsys):
+    for key in schema()["properties"]:
+        assert main(["help", key]) == 0, key
+
+
 @pytest.mark.parametrize(
     ("word", "hint"),
     [
         ("checkpont", "did you mean 'checkpoints'?"),
-        ("tensor", "did you mean 'tensor-parallelism'?"),
-        ("train", "its options: ptrain train --help"),
+        ("parallelism", "did you mean 'tensor-parallelism'?"),
+        ("specs", "its options: ptrain specs --help"),
         ("qqq", "is no topic\n"),
     ],
 )
