@@ -12,7 +12,7 @@ from ptrain.algebra.legality import check
 from ptrain.axes.data.costs import STOCK_BUCKET_BYTES
 from ptrain.axes.data.form import data_factors, tier_of
 from ptrain.costs import PLACED
-from ptrain.spec.batch import GatherAfterUpdate, ReduceScatterVia, UnitKind, UnitSize
+from ptrain.spec.dials import GatherAfterUpdate, ReduceScatterVia, UnitKind, UnitSize
 from ptrain.spec.placement import Tier
 from ptrain.spec.spec import Spec
 

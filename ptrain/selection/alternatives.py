@@ -19,7 +19,7 @@ from ptrain.axes.data.form import tier_of
 from ptrain.axes.data.rules import DATA
 from ptrain.costs import PLACED
 from ptrain.spec.axis import DATA_AXES, Axis, Factor
-from ptrain.spec.batch import (
+from ptrain.spec.dials import (
     GatherAfterUpdate,
     GradientSync,
     Overlap,
@@ -28,9 +28,10 @@ from ptrain.spec.batch import (
     UnitSize,
 )
 from ptrain.spec.names import listing, strategy
+from ptrain.spec.offload import Offload
 from ptrain.spec.placement import OFFLOADED, S_STAR, Distribution, Mode, Placement, R, S, Tier
 from ptrain.spec.shorthand import POLICIES
-from ptrain.spec.spec import Offload, Spec
+from ptrain.spec.spec import Spec
 
 # Tuples that are tried in place of the spec's own: what needs no other layout or optimizer. Those
 # with states on the host begin with the fewest there.

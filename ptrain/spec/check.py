@@ -73,7 +73,7 @@ class _Walk:
         if isinstance(holds, Section):
             return None if value is None and holds.null else self.section(holds.kind, value, route)
         try:
-            return holds.check(value)
+            return holds.take(value)
         except Refused as error:
             self._fault(route, error.finding, error.remedy)
             return MISSING

@@ -1,41 +1,16 @@
-"""The sections of a spec that stand for themselves: model, batch, optimizer, data, cluster …
+"""The sections of a spec that are resolved to something else: model, precision and batch
 
-`about` texts are what an editor shows. Defaults come from the resolved dataclasses.
+`about` texts are what an editor shows.
 """
 
-from dataclasses import field
 from typing import Annotated
 
-from ptrain.spec.leaf import (
-    Choice,
-    Either,
-    Free,
-    Numbers,
-    Real,
-    Section,
-    Text,
-    Truth,
-    Whole,
-    declared,
-)
+from ptrain.spec.leaf import Choice, Either, Free, Real, Text, Truth, Whole, declared
 from ptrain.spec.model import BESIDE
-from ptrain.spec.role import GIVEN
-from ptrain.spec.slips import TIER_SLIPS
-from ptrain.spec.spec import (
-    CheckpointSpec,
-    DataSpec,
-    EvalSpec,
-    OptimizerSpec,
-    Timeout,
-    TrainSpec,
-)
 
-_OPTIMIZER, _DATA, _TRAIN = OptimizerSpec(), DataSpec(), TrainSpec()
-_EVAL, _CHECKPOINT, _TIMEOUT = EvalSpec(), CheckpointSpec(), Timeout()
 _DTYPES = {"fp32": "4 bytes", "bf16": "2 bytes", "fp16": "2 bytes, loss scaling", "fp64": "8 bytes"}
 _NO_MASTER = {"none": "the optimizer updates the parameters themselves"}
 MAX_SAMPLES = 2**31 - 1
-MAX_SHARDS = 2**17
 _NAME_OR_FILE = r"[^\x00-\x1f]{1,300}"
 
 
@@ -67,8 +42,10 @@ class ModelRaw:
     rope_base: Annotated[
         float | None, Real("base of the rotary positions", 0.0, 1e12, open=True)
     ] = None
-    experts: Annotated[int | None, Whole("experts per block", 1, 2**16)] = None
-    experts_per_token: Annotated[int | None, Whole("experts a token visits", 1, 2**16)] = None
+    experts: Annotated[int | None, Whole("experts per block", 1, 2**16, executed=())] = None
+    experts_per_token: Annotated[
+        int | None, Whole("experts a token visits", 1, 2**16, executed=())
+    ] = None
     hf: Annotated[
         str | None,
         Text(
@@ -162,236 +139,17 @@ class PrecisionRaw:
 class BatchRaw:
     """global = micro x accumulate x data degree, in samples of `sequence` tokens."""
 
-    global_: Annotated[
+    samples: Annotated[
         int | str | None,
         Either(
             "samples per step over all ranks, or `4M tokens` (to the nearest multiple)",
             f"an integer in 1..{MAX_SAMPLES} (samples), or tokens like 4M tokens",
             (Whole("", 1, MAX_SAMPLES), Text("", r"[0-9]{1,15}(\.[0-9]{1,6})? *[kKMBT]? tokens")),
+            key="global",
         ),
     ] = None
     micro: Annotated[int, Whole("samples that a rank computes at once", 1, 10**6)] = 1
     sequence: Annotated[int, Whole("tokens of a sample", 1, 10**8)]
     accumulate: Annotated[
         int | None, Whole("micro-batches per step; follows from the others", 1, 10**6)
-    ] = None
-
-
-@declared
-class ScheduleRaw:
-    """The learning rate over the steps: linear warm-up, then constant or cosine."""
-
-    warmup: Annotated[int, Whole("steps of linear warm-up", 0, 10**9)] = _OPTIMIZER.warmup
-    decay_steps: Annotated[
-        int, Whole("the step at which the cosine ends; 0: constant after warm-up", 0, 10**9)
-    ] = _OPTIMIZER.decay_steps
-    min_lr_ratio: Annotated[float, Real("where the cosine ends, as a part of lr", 0.0, 1.0)] = (
-        _OPTIMIZER.min_lr_ratio
-    )
-
-
-@declared
-class OptimizerRaw:
-    """The update of the parameters."""
-
-    name: Annotated[
-        str,
-        Choice(
-            "which optimizer",
-            {
-                "adamw": "Adam with decoupled weight decay: two moments",
-                "sgd": "gradient descent, with momentum if given",
-                "muon": "orthogonalized momentum for the blocks' matrices, adamw for all else: "
-                "needs whole matrices",
-            },
-        ),
-    ] = _OPTIMIZER.name
-    lr: Annotated[float, Real("the highest learning rate", 0.0, 1e6, open=True)] = _OPTIMIZER.lr
-    betas: Annotated[list[float], Numbers("adamw's two decay rates", 0.0, 0.999999, count=2)] = (
-        field(default_factory=lambda: list(_OPTIMIZER.betas))
-    )
-    eps: Annotated[float, Real("adamw's epsilon", 0.0, 1.0, open=True)] = _OPTIMIZER.eps
-    weight_decay: Annotated[float, Real("decoupled weight decay", 0.0, 1e3)] = (
-        _OPTIMIZER.weight_decay
-    )
-    momentum: Annotated[
-        float | None, Real("of sgd (without: 0) and muon (without: 0.95)", 0.0, 0.999999)
-    ] = None
-    schedule: Annotated[ScheduleRaw, Section(ScheduleRaw, "the learning rate over the steps")] = (
-        field(default_factory=ScheduleRaw)
-    )
-    clip: Annotated[
-        float | None,
-        Real("the largest global gradient norm; null: no clipping", 0.0, 1e9, open=True, null=True),
-    ] = _OPTIMIZER.clip
-
-
-@declared
-class DataRaw:
-    """What is read: a built-in corpus, or a file of tokens."""
-
-    corpus: Annotated[
-        str | None,
-        Choice(
-            "a corpus that needs no network",
-            {
-                "python-docs": "the reference text that every CPython ships",
-                "synthetic": "seeded tokens, equal on every machine",
-            },
-        ),
-    ] = None
-    path: Annotated[str | None, Text("a memory-mapped token file of your own", null=True)] = (
-        _DATA.path
-    )
-    tokenizer: Annotated[
-        str, Choice("how text becomes tokens", {"bytes": "256 bytes and 3 specials, vocab 259"})
-    ] = _DATA.tokenizer
-
-
-@declared
-class TrainRaw:
-    """How long, and from which seed."""
-
-    steps: Annotated[int, Whole("updates of the parameters", 1, 10**9)] = _TRAIN.steps
-    seed: Annotated[int, Whole("of weights, samples and dropout", 0, 2**63 - 1)] = _TRAIN.seed
-
-
-@declared
-class EvalRaw:
-    """The mean loss of text that is never trained on."""
-
-    every: Annotated[int, Whole("steps between two; 0: never", 0, 10**9)] = _EVAL.every
-    batches: Annotated[int, Whole("global batches each time", 1, 10**6)] = _EVAL.batches
-
-
-@declared
-class CheckpointRaw:
-    """When the state is saved."""
-
-    at_end: Annotated[bool, Truth("once, when the training is done")] = _CHECKPOINT.at_end
-    every: Annotated[int, Whole("steps between two; 0: never", 0, 10**9)] = _CHECKPOINT.every
-
-
-@declared
-class TimeoutRaw:
-    """Seconds until a silent rank counts as hung."""
-
-    init: Annotated[float, Real("for the meeting of the ranks", 0.0, 10**6, open=True)] = (
-        _TIMEOUT.init
-    )
-    step: Annotated[float, Real("for every collective after it", 0.0, 10**6, open=True)] = (
-        _TIMEOUT.step
-    )
-
-
-@declared
-class LogRaw:
-    """What is printed."""
-
-    every: Annotated[int, Whole("steps between two lines", 1, 10**9)] = 10
-
-
-RESHARD = Either(
-    "gathered parameters are given back after forward (true), kept for backward (false), or kept "
-    "in n shards among n neighbouring ranks, over which backward then gathers (n); non-root is "
-    "true for all units but the root, as torch's None; without: true, and with pp false, since the "
-    "micro-batches of a step come one upon the other",
-    "true, false, non-root or a number of shards >= 2",
-    (
-        Truth(""),
-        Whole("", 2, MAX_SHARDS),
-        Choice(
-            "",
-            {
-                "non-root": "all units but the root, whose backward pass begins at once: what "
-                "torch's fully_shard does by itself (reshard_after_forward=None)"
-            },
-            slips={"nonroot": "non-root", "non_root": "non-root"},
-        ),
-    ),
-)
-
-
-@declared
-class SyncRaw:
-    """The accumulation's policy: from 3K units moved per step (every) down to K + 1."""
-
-    gradients: Annotated[
-        str | None,
-        Choice(
-            "when accumulated gradients are reduced",
-            {
-                "every": "after every micro-batch",
-                "last": "after the last micro-batch (no_sync): until then each rank holds the "
-                "unsharded sum of its own gradients",
-            },
-        ),
-    ] = None
-    reshard_after_forward: Annotated[bool | int | str | None, RESHARD] = None
-    reshard_after_backward: Annotated[
-        bool | None,
-        Truth(
-            "gathered parameters are given back after each backward; without: true, and with pp "
-            "false"
-        ),
-    ] = None
-
-
-@declared
-class TensorRaw:
-    """How operators are cut over tp."""
-
-    plan: Annotated[
-        str | dict[str, object],
-        Either(
-            "which sums there are; or, for a model that is not built in, each module's role",
-            "paired or naive, or a mapping of module names to roles",
-            (
-                Choice(
-                    "",
-                    {
-                        "paired": "column and row operators in pairs: two sums forward, two "
-                        "backward",
-                        "naive": "each column operator sums its input's gradient by itself",
-                    },
-                ),
-                Free("", values=Choice("", {str(role): about for role, about in GIVEN.items()})),
-            ),
-        ),
-    ] = "paired"
-    loss_parallel: Annotated[
-        bool, Truth("logits stay cut over the vocabulary until the loss is computed")
-    ] = True
-    asynchronous: Annotated[
-        bool, Truth("collectives in pieces, each beside the product that it feeds (async TP)")
-    ] = False
-
-
-@declared
-class OffloadRaw:
-    """Where the mode O is, and who updates optimizer state that is not on the device."""
-
-    tier: Annotated[
-        str | None,
-        Choice(
-            "what the mode O means in this spec",
-            {"host": "S@host: a slice in the host's memory", "file": "S@file: a slice in a file"},
-            slips=TIER_SLIPS,
-        ),
-    ] = None
-    path: Annotated[
-        str | None, Text("the folder of the files (NVMe); without: the temporary folder")
-    ] = None
-    update: Annotated[
-        str | None,
-        Choice(
-            "where optimizer state that is not on the device is updated",
-            {
-                "host": "by the processor, where the state is (what is gathered for the update, "
-                "S*, comes to the device all the same)",
-                "device": "on the device, to which it is copied and from which it is copied back, "
-                "unit by unit",
-            },
-            slips=TIER_SLIPS,
-        ),
     ] = None

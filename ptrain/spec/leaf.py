@@ -1,8 +1,8 @@
 """The kinds of value a spec may hold, each with its check, its message and its JSON Schema.
 
 A leaf is an annotation: `steps: Annotated[int, Whole("…", 1, 10**9)]`. `ptrain.spec.check` calls
-its `check` and `ptrain.spec.schema` its `schema`, so that both say the same. A check refuses with a
-finding and a remedy of its own; numbers always name their range.
+its `take`, `ptrain.spec.schema` its `schema` and `ptrain.spec.write` its `say`, so that all three
+agree. A check refuses with a finding and a remedy of its own; numbers always name their range.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import Field, dataclass, field, fields
+from enum import Enum
 from functools import cache
 from typing import Any, NoReturn, TypeVar, dataclass_transform
 
@@ -25,6 +26,13 @@ def declared(kind: type[Kind]) -> type[Kind]:
     """A part of the grammar: a dataclass that mypy takes for frozen. Nothing compares or prints its
     values, and each method that is not generated saves time at every start."""
     return dataclass(kw_only=True, eq=False, repr=False)(kind)
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
+def section(kind: type[Kind]) -> type[Kind]:
+    """A section of a spec whose values are at once those that a file says and those that ptrain
+    reads: each field is declared here alone."""
+    return dataclass(frozen=True, kw_only=True)(kind)
 
 
 def describe(value: object) -> str:
@@ -65,12 +73,32 @@ def refuse(finding: str, remedy: str = "") -> NoReturn:
 
 @declared
 class Leaf:
-    """One kind of value; `about` is the hover text of its key."""
+    """One kind of value; `about` is the hover text of its key. `read` makes of a checked value what
+    the spec holds, and `write` the other way round; `key` is how a file calls the field, where that
+    is not its name. `follows`: what stands for a key that is left out depends on others. `executed`: the
+    values that something executes by now, where the grammar knows more; `why` not the others."""
 
     about: str = field(kw_only=False)
+    follows: bool = False
+    executed: tuple[object, ...] | None = None
+    why: str = ""
+    read: Callable[[Any], object] | None = None
+    write: Callable[[Any], object] | None = None
+    key: str = ""
+
+    def take(self, value: object) -> object:
+        """The value as the spec holds it. Refuses what does not fit."""
+        checked = self.check(value)
+        return checked if self.read is None or checked is None else self.read(checked)
+
+    def say(self, value: object) -> object:
+        """The value as a file says it."""
+        if self.write is not None and value is not None:
+            return self.write(value)
+        return plain(value)
 
     def check(self, value: Any) -> object:
-        """The value as it is stored. Refuses what does not fit."""
+        """The value as it is written. Refuses what does not fit."""
         raise NotImplementedError
 
     def schema(self) -> dict[str, Any]:
@@ -243,7 +271,7 @@ class Numbers(Leaf):
         kinds = (int,) if self.whole else (int, float)
         right = all(type(v) in kinds and self.low <= v <= self.high for v in values)
         if right and (isinstance(value, list) or self.whole) and self.count in (0, len(values)):
-            return [v if self.whole else float(v) for v in values]
+            return tuple(v if self.whole else float(v) for v in values)
         kind = "whole numbers" if self.whole else "numbers"
         count = f"{self.count} " if self.count else ""
         got = value if isinstance(value, list) else describe(value)
@@ -292,9 +320,9 @@ class Either(Leaf):
     def check(self, value: Any) -> object:
         for option in self.options:
             if isinstance(option, Free) and isinstance(value, dict):
-                return option.check(value)  # it was meant, and says which entry is at fault
+                return option.take(value)  # it was meant, and says which entry is at fault
             try:
-                return option.check(value)
+                return option.take(value)
             except Refused:
                 continue
         choices = [option.meant for option in self.options if isinstance(option, Choice)]
@@ -314,16 +342,31 @@ class Section:
     about: str = field(kw_only=False)
     also: tuple[dict[str, Any], ...] = ()
     null: bool = False
+    key: str = ""
 
 
 @cache
 def keys(kind: type) -> Mapping[str, tuple[Field[Any], Leaf | Section]]:
-    """The keys of a section as they are written (`global` of the field `global_`), each with its
-    field and what it holds: the annotations of a section are evaluated, not texts."""
-    annotated: Mapping[str, Any] = {spot.name: spot.type for spot in fields(kind)}
-    return {
-        spot.name.rstrip("_"): (spot, annotated[spot.name].__metadata__[0]) for spot in fields(kind)
+    """The keys of a section as they are written, each with its field and what it holds: the
+    annotations of a section are evaluated, not texts. A field without one is no key."""
+    declared_as: Mapping[str, Any] = {spot.name: spot.type for spot in fields(kind)}
+    holds = {
+        spot: declared_as[spot.name].__metadata__[0]
+        for spot in fields(kind)
+        if hasattr(declared_as[spot.name], "__metadata__")
     }
+    return {leaf.key or spot.name: (spot, leaf) for spot, leaf in holds.items()}
+
+
+def plain(value: object) -> object:
+    """What YAML has for a value: texts for enums, lists for tuples."""
+    match value:
+        case Enum():
+            return value.value
+        case tuple():
+            return [plain(part) for part in value]
+        case _:
+            return value
 
 
 def meanings(words: Mapping[str, str]) -> dict[str, Any]:

@@ -48,6 +48,9 @@ class ModeText(Leaf):
             )
         return mode
 
+    def say(self, value: object) -> object:
+        return str(value)
+
     def meant(self, value: object) -> str:
         """The question whether another mode was meant."""
         mode = slips.mode(value) if isinstance(value, str) else ""

@@ -36,8 +36,8 @@ _Ranges = dict[tuple[int, int | None], Mode]
 
 def on_tier(mode: Mode, text: object, raw: SpecRaw) -> Mode:
     """`O` is where `offload.tier` says; a mode that names its tier stays there."""
-    if text == "O" and raw.offload and raw.offload.tier:
-        return replace(mode, tier=Tier(raw.offload.tier))
+    if text == "O" and raw.offload.tier:
+        return replace(mode, tier=raw.offload.tier)
     return mode
 
 

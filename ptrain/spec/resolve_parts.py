@@ -8,21 +8,17 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from ptrain.errors import SpecError
-from ptrain.spec.batch import Batch, UnitKind, UnitSize
+from ptrain.spec.batch import Batch
 from ptrain.spec.check import validate
 from ptrain.spec.cluster import Cluster
 from ptrain.spec.grammar_cluster import ClusterRaw
 from ptrain.spec.grammar_parts import (
     MAX_SAMPLES,
     BatchRaw,
-    DataRaw,
     ModelRaw,
-    OffloadRaw,
-    OptimizerRaw,
     PrecisionRaw,
-    TensorRaw,
 )
-from ptrain.spec.grammar_pipeline import PipelineRaw
+from ptrain.spec.job import DataSpec, OptimizerSpec
 from ptrain.spec.model import (
     BESIDE,
     Attention,
@@ -33,19 +29,13 @@ from ptrain.spec.model import (
     ModelSpec,
 )
 from ptrain.spec.names import listing, missing
-from ptrain.spec.orders import listed
-from ptrain.spec.pipeline import PipelineSpec, ScheduleName, SplitBy
-from ptrain.spec.placement import Tier
 from ptrain.spec.precision import FP32, LAYOUTS, DType, Precision, custom
-from ptrain.spec.role import Role
-from ptrain.spec.spec import WHOLE_BUCKET, DataSpec, Offload, OptimizerSpec, TensorSpec
-from ptrain.spec.text import read
+from ptrain.spec.text import Tree, read
 from ptrain.units import parse_count
 
 Raw = TypeVar("Raw", ModelRaw, ClusterRaw)
 MUON_MOMENTUM = 0.95  # of its authors
 _ROPE_BASE = 10000.0  # of Su et al. 2021
-_BUCKETS = {"per-tensor": 1, "whole": WHOLE_BUCKET}
 
 
 class Report(Protocol):
@@ -266,7 +256,7 @@ def _other_accumulate(raw: BatchRaw, samples: int, unit: int) -> str:
 
 def _global(raw: BatchRaw, step: int, found: Report) -> int | None:
     """Samples: as written, or as many as come nearest to the tokens that are written."""
-    match raw.global_:
+    match raw.samples:
         case None:
             return step
         case int() as samples:
@@ -281,13 +271,14 @@ def _global(raw: BatchRaw, step: int, found: Report) -> int | None:
     return None
 
 
-def resolve_data(raw: DataRaw, found: Report) -> DataSpec | None:
-    if raw.path is None:
-        return DataSpec(corpus=raw.corpus or DataSpec().corpus, tokenizer=raw.tokenizer)
-    if raw.corpus is not None:
+def resolve_data(data: DataSpec, tree: Tree, found: Report) -> DataSpec | None:
+    """One of corpus and path."""
+    if data.path is None:
+        return data
+    if tree.has("data", "corpus"):
         found.add("data.path", "both a corpus and a path are given", "remove one of the two")
         return None
-    return DataSpec(corpus=None, path=raw.path, tokenizer=raw.tokenizer)
+    return replace(data, corpus=None)
 
 
 def resolve_precision(raw: PrecisionRaw) -> Precision:
@@ -308,58 +299,11 @@ def resolve_precision(raw: PrecisionRaw) -> Precision:
     return Precision(layout=layout, compute_fp64=raw.compute is not None)
 
 
-def resolve_unit(text: str) -> UnitSize:
-    """`block`, `sub-block`, `model` or `n blocks`; one block is `block`."""
-    count, _, blocks = text.partition(" ")
-    if not blocks:
-        return UnitSize(kind=UnitKind(text))
-    return UnitSize(kind=UnitKind.BLOCKS, count=int(count)) if int(count) > 1 else UnitSize()
-
-
-def resolve_bucket(value: int | str) -> int:
-    """Bytes."""
-    return value if isinstance(value, int) else _BUCKETS[value]
-
-
-def resolve_tensor(raw: TensorRaw) -> TensorSpec:
-    """A plan by name, or a mapping of module names to roles."""
-    given = raw.plan.items() if isinstance(raw.plan, dict) else ()
-    return TensorSpec(
-        loss_parallel=raw.loss_parallel,
-        is_naive=raw.plan == "naive",
-        roles=tuple((name, Role(str(role))) for name, role in given),
-    )
-
-
-def resolve_pipeline(raw: PipelineRaw) -> PipelineSpec:
-    said, split = raw.schedule, raw.split
-    return PipelineSpec(
-        schedule=listed(said) if isinstance(said, list) else ScheduleName(said),
-        stages=raw.stages,
-        split=SplitBy(split) if isinstance(split, str) else tuple(split),
-    )
-
-
-def resolve_offload(raw: OffloadRaw | None) -> Offload:
-    if raw is None:
-        return Offload()
-    return Offload(path=raw.path, update=Tier(raw.update or Offload().update))
-
-
-def resolve_optimizer(raw: OptimizerRaw) -> OptimizerSpec:
-    usual = MUON_MOMENTUM if raw.name == "muon" else OptimizerSpec().momentum
-    return OptimizerSpec(
-        name=raw.name,
-        lr=raw.lr,
-        betas=(raw.betas[0], raw.betas[1]),
-        eps=raw.eps,
-        weight_decay=raw.weight_decay,
-        momentum=usual if raw.momentum is None else raw.momentum,
-        warmup=raw.schedule.warmup,
-        decay_steps=raw.schedule.decay_steps,
-        min_lr_ratio=raw.schedule.min_lr_ratio,
-        clip=raw.clip,
-    )
+def resolve_optimizer(optimizer: OptimizerSpec, tree: Tree) -> OptimizerSpec:
+    """With the momentum that muon's authors have, where none is written."""
+    if optimizer.name == "muon" and not tree.has("optimizer", "momentum"):
+        return replace(optimizer, momentum=MUON_MOMENTUM)
+    return optimizer
 
 
 def resolve_cluster(raw: ClusterRaw | None, found: Report) -> Cluster | None:

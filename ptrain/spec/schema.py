@@ -10,7 +10,6 @@ from typing import Any
 from ptrain.spec.check import is_required
 from ptrain.spec.grammar import SpecRaw
 from ptrain.spec.leaf import Leaf, Section, keys, one_of
-from ptrain.spec.placement import Mode
 
 FILE = "ptrain.schema.json"
 Shape = dict[str, Any]
@@ -40,7 +39,7 @@ def _mapping(kind: type, definitions: dict[str, Shape]) -> Shape:
         "additionalProperties": False,
         "description": inspect.getdoc(kind),
         "properties": {
-            key: _sorted(_default(spot.default) | _value(holds, definitions))
+            key: _sorted(_default(holds, spot.default) | _value(holds, definitions))
             for key, (spot, holds) in keys(kind).items()
         },
         **({"required": needed} if needed else {}),
@@ -59,12 +58,11 @@ def _value(holds: Leaf | Section, definitions: dict[str, Shape]) -> Shape:
     return {**shape, "description": holds.about}
 
 
-def _default(value: object) -> Shape:
-    return (
-        {}
-        if value in (None, MISSING)
-        else {"default": str(value) if isinstance(value, Mode) else value}
-    )
+def _default(holds: Leaf | Section, value: object) -> Shape:
+    """Nothing where it is none, or follows from other keys."""
+    if value in (None, MISSING) or not isinstance(holds, Leaf) or holds.follows:
+        return {}
+    return {"default": holds.say(value)}
 
 
 def _sorted(node: Any) -> Any:

@@ -16,7 +16,7 @@ from ptrain.costs import PLACED
 from ptrain.errors import Fault
 from ptrain.spec import orders, slips
 from ptrain.spec.axis import DATA_AXES, Axis
-from ptrain.spec.batch import Reshard
+from ptrain.spec.dials import Reshard
 from ptrain.spec.leaf_mode import KEPT_MEANINGS
 from ptrain.spec.names import missing, strategy
 from ptrain.spec.text import Route, SourceMark, Tree

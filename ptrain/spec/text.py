@@ -72,6 +72,11 @@ class Tree:
             node = node.get(key) if isinstance(node, dict) else None
         return node
 
+    def has(self, *route: str) -> bool:
+        """Whether a key stands there, whatever its value."""
+        section = self.at(route[:-1])
+        return isinstance(section, dict) and route[-1] in section
+
 
 def scalar(text: str) -> object:
     """A plain (unquoted) scalar by the core schema of YAML 1.2."""

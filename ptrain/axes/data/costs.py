@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby, product
 
-from ptrain.spec.batch import GradientSync, SyncPolicy
+from ptrain.spec.dials import GradientSync, SyncPolicy
 from ptrain.units import ceil_div
 
 STOCK_BUCKET_BYTES = 25 * 2**20

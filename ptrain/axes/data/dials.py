@@ -14,7 +14,7 @@ from ptrain.axes.data.form import Form, data_factors, form_of, has, tier_of, who
 from ptrain.axes.rule import SpecRule
 from ptrain.costs import PLACED, State
 from ptrain.errors import Fault
-from ptrain.spec.batch import (
+from ptrain.spec.dials import (
     GatherAfterUpdate,
     Overlap,
     ReduceScatterVia,
@@ -23,8 +23,9 @@ from ptrain.spec.batch import (
     UnitSize,
 )
 from ptrain.spec.model import ModelShape
+from ptrain.spec.offload import Offload
 from ptrain.spec.placement import CUT, Distribution, Tier
-from ptrain.spec.spec import Offload, Spec
+from ptrain.spec.spec import Spec
 
 REASON = "every key of a spec has an effect"
 _REPLICATE = (Form.REPLICATE, Form.SPREAD_UPDATE)
