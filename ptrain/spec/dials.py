@@ -4,9 +4,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated
 
-from ptrain.spec.leaf import Choice, Either, Truth, Whole, section
+from ptrain.spec.leaf import Choice, Dial, Either, Truth, Whole, section
 
 MAX_SHARDS = 2**17
+STOCK_BUCKET_BYTES = 25 * 2**20  # torch's own
 WHOLE_BUCKET = 2**40  # bytes: more than any model's gradients
 
 
@@ -45,6 +46,7 @@ RESHARD = Either(
         ),
     ),
     follows=True,
+    dial=Dial(free=True, other=False),
 )
 
 
@@ -82,6 +84,7 @@ class SyncPolicy:
             "gathered parameters are given back after each backward; without: true, and with pp "
             "false",
             follows=True,
+            dial=Dial(free=True, other=False),
         ),
     ] = True
 

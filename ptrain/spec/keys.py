@@ -1,11 +1,15 @@
 """The keys that a spec's file and the resolved spec have alike: each is declared here, or in its
 section's class, and nowhere else."""
 
-from dataclasses import field
-from typing import Annotated
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from functools import cache
+from operator import attrgetter
+from typing import Annotated, Any, TypeVar
 
 from ptrain.spec import slips
 from ptrain.spec.dials import (
+    STOCK_BUCKET_BYTES,
     WHOLE_BUCKET,
     GatherAfterUpdate,
     Overlap,
@@ -25,20 +29,23 @@ from ptrain.spec.job import (
 )
 from ptrain.spec.leaf import (
     Choice,
+    Dial,
     Either,
+    Leaf,
     Numbers,
     Section,
     Size,
     Text,
     Truth,
     Whole,
+    keys,
     section,
 )
 from ptrain.spec.offload import Offload
 from ptrain.spec.pipeline import PipelineSpec
 from ptrain.spec.tensor import TensorSpec
 
-_BUCKETS = {"per-tensor": 1, "whole": WHOLE_BUCKET}
+_BUCKETS = {"per-tensor": 1, "size": STOCK_BUCKET_BYTES, "whole": WHOLE_BUCKET}
 
 
 def _unit(written: str) -> UnitSize:
@@ -54,8 +61,8 @@ def _bytes(written: int | str) -> int:
 
 
 def _bucket(size: int) -> object:
-    names = {size: name for name, size in _BUCKETS.items()}
-    return names.get(size, size)
+    """A word where only a word says it."""
+    return {1: "per-tensor", WHOLE_BUCKET: "whole"}.get(size, size)
 
 
 @section
@@ -128,6 +135,7 @@ class Keys:
                 Truth("true: all_to_all"),
             ),
             read=ReduceScatterVia,
+            dial=Dial(free="native", other="all_to_all"),
         ),
     ] = ReduceScatterVia.NATIVE
     bucket_bytes: Annotated[
@@ -143,8 +151,9 @@ class Keys:
             key="bucket",
             read=_bytes,
             write=_bucket,
+            dial=Dial(free="size", other="per-tensor"),
         ),
-    ] = 25 * 2**20
+    ] = STOCK_BUCKET_BYTES
     unit: Annotated[
         UnitSize,
         Either(
@@ -164,6 +173,7 @@ class Keys:
             hint=slips.unit,
             read=_unit,
             write=str,
+            dial=Dial(free="block", other="sub-block"),
         ),
     ] = UnitSize()
     overlap: Annotated[
@@ -178,6 +188,7 @@ class Keys:
             },
             slips={"true": "backward", "on": "backward", "false": "none", "off": "none"},
             read=Overlap,
+            dial=Dial(free="none"),
         ),
     ] = None
     prefetch: Annotated[
@@ -187,6 +198,7 @@ class Keys:
             "torch's own (the next unit in backward)",
             0,
             10_000,
+            dial=Dial(free=0),
         ),
     ] = None
     gather_after_update: Annotated[
@@ -199,6 +211,7 @@ class Keys:
                 "next-forward": "unit by unit, when each is used next",
             },
             read=GatherAfterUpdate,
+            dial=Dial(free="blocking", other="during-update"),
         ),
     ] = GatherAfterUpdate.BLOCKING
     tensor: Annotated[TensorSpec, Section(TensorSpec, "how tp cuts operators")] = field(
@@ -219,3 +232,61 @@ class Keys:
             10**9,
         ),
     ] = 0
+
+
+AnyKeys = TypeVar("AnyKeys", bound=Keys)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DialKey:
+    """A key that the wrapper of units obeys, and not every one: where it stands in a file (`place`)
+    and in a spec (`path`, names of fields), and its default."""
+
+    place: str
+    path: tuple[str, ...]
+    leaf: Leaf
+    default: object
+
+    def of(self, spec: Keys) -> object:
+        """Its value there."""
+        value: object = attrgetter(".".join(self.path))(spec)
+        return value
+
+    def set(self, spec: AnyKeys, written: object) -> AnyKeys:
+        """The spec with another value, which is one as a file has it."""
+        outer, *inner = self.path
+        value: Any = self.leaf.take(written)
+        if inner:
+            value = replace(getattr(spec, outer), **{inner[0]: value})
+        changed: Any = {outer: value}
+        return replace(spec, **changed)
+
+    @property
+    def dial(self) -> Dial:
+        assert self.leaf.dial is not None, "a dial"
+        return self.leaf.dial
+
+    @property
+    def override(self) -> str:
+        """What sets it to the value that every placement obeys."""
+        free = self.dial.free
+        return f"{self.place}={str(free).lower() if isinstance(free, bool) else free}"
+
+    def is_free(self, spec: Keys) -> bool:
+        """Whether it has the value that every placement obeys."""
+        return self.of(spec) == self.leaf.take(self.dial.free)
+
+
+@cache
+def dials() -> tuple[DialKey, ...]:
+    """The dials of the data axes, in the order of their declaration."""
+    return tuple(_dials(Keys, (), ()))
+
+
+def _dials(kind: type, above: tuple[str, ...], path: tuple[str, ...]) -> Iterator[DialKey]:
+    for key, (spot, holds) in keys(kind).items():
+        place, fields = (*above, key), (*path, spot.name)
+        if isinstance(holds, Section):
+            yield from _dials(holds.kind, place, fields)
+        elif holds.dial is not None:
+            yield DialKey(place=".".join(place), path=fields, leaf=holds, default=spot.default)

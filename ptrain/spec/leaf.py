@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import Field, dataclass, field, fields
 from enum import Enum
 from functools import cache
-from typing import Any, NoReturn, TypeVar, dataclass_transform
+from typing import Any, NamedTuple, NoReturn, TypeVar, dataclass_transform
 
 from ptrain.spec import slips
 from ptrain.units import parse_bytes
@@ -71,17 +71,30 @@ def refuse(finding: str, remedy: str = "") -> NoReturn:
     raise Refused(finding, remedy)
 
 
+class Dial(NamedTuple):
+    """What a key that not every placement obeys is asked, in values as a file has them: `free` is
+    obeyed by all of them; `other`, where there is one, is refused where none is obeyed."""
+
+    free: object
+    other: object = None
+
+
 @declared
 class Leaf:
-    """One kind of value; `about` is the hover text of its key. `read` makes of a checked value what
-    the spec holds, and `write` the other way round; `key` is how a file calls the field, where that
-    is not its name. `follows`: what stands for a key that is left out depends on others. `executed`: the
-    values that something executes by now, where the grammar knows more; `why` not the others."""
+    """One kind of value; `about` is the hover text of its key.
+
+    `read` makes of a checked value what the spec holds, and `write` the other way round; `key` is
+    how a file calls the field, where that is not its name. `follows`: what stands for a key that is
+    left out depends on others. `executed`: the values that something executes by now, where the
+    grammar knows more; `why` not the others. `dial`: of a key that the wrapper of units obeys, and
+    not every one.
+    """
 
     about: str = field(kw_only=False)
     follows: bool = False
     executed: tuple[object, ...] | None = None
     why: str = ""
+    dial: Dial | None = None
     read: Callable[[Any], object] | None = None
     write: Callable[[Any], object] | None = None
     key: str = ""

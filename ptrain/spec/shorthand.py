@@ -274,8 +274,6 @@ def _small_forms(root: Mapping) -> None:
     via = root.get("reduce_scatter")
     if via == "stock" or isinstance(via, bool):
         root["reduce_scatter"] = "all_to_all" if via is True else "native"
-    if root.get("bucket") == "size":
-        del root["bucket"]
 
 
 def _schedule_file(tree: Tree, root: Mapping, fault: _Report) -> None:
