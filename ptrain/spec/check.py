@@ -28,14 +28,17 @@ _EXAMPLES = {
 }
 
 
-def validate(tree: Tree, kind: type = SpecRaw) -> tuple[Any, dict[Route, Fault]]:
+def validate(
+    tree: Tree, kind: type = SpecRaw, *, is_partial: bool = False
+) -> tuple[Any, dict[Route, Fault]]:
     """Return the raw section and the faults by route.
 
     What is at fault is left out of the section, and so are mappings that need it, so that the next
-    stage can still look at what is sound. The section is None where nothing of it is.
+    stage can still look at what is sound. The section is None where nothing of it is. One that
+    `is_partial` is a mapping of the values that are written.
     """
     walk = _Walk(tree)
-    raw = walk.section(kind, tree.root, ())
+    raw = walk.section(kind, tree.root, (), is_partial=is_partial)
     return (None if raw is MISSING else raw), walk.faults
 
 
@@ -46,7 +49,9 @@ class _Walk:
         self.tree = tree
         self.faults: dict[Route, Fault] = {}
 
-    def section(self, kind: type, written: object, route: Route) -> object:
+    def section(
+        self, kind: type, written: object, route: Route, *, is_partial: bool = False
+    ) -> object:
         if not isinstance(written, dict):
             self._no_mapping(kind, written, route)
             return MISSING
@@ -57,7 +62,7 @@ class _Walk:
             value: object = MISSING
             if key in written:
                 value = self._value(holds, written[key], inner)
-            elif is_required(spot):
+            elif is_required(spot) and not is_partial:
                 finding, remedy = _missing(inner)
                 mark = mark_of(self.tree, route, key=True)
                 self.faults[inner] = mark.fault(".".join(inner), finding, remedy)
@@ -65,13 +70,18 @@ class _Walk:
         for key in written:
             if key not in known:
                 self._unknown(key, tuple(known), route)
-        if any(values[spot.name] is MISSING for spot, _ in known.values() if is_required(spot)):
+        sound = {name: value for name, value in values.items() if value is not MISSING}
+        if is_partial:
+            return sound
+        if any(spot.name not in sound for spot, _ in known.values() if is_required(spot)):
             return MISSING
-        return kind(**{name: value for name, value in values.items() if value is not MISSING})
+        return kind(**sound)
 
     def _value(self, holds: Leaf | Section, value: object, route: Route) -> object:
         if isinstance(holds, Section):
-            return None if value is None and holds.null else self.section(holds.kind, value, route)
+            if value is None and holds.null:
+                return None
+            return self.section(holds.kind, value, route, is_partial=holds.is_partial)
         try:
             return holds.take(value)
         except Refused as error:

@@ -8,8 +8,8 @@ makes the `Spec` of them. Defaults are those of the resolved spec.
 from dataclasses import field, replace
 from typing import Annotated, Any
 
+from ptrain.spec.cluster import Cluster
 from ptrain.spec.dials import RESHARD
-from ptrain.spec.grammar_cluster import ClusterRaw
 from ptrain.spec.grammar_keep import ACTIVATIONS, LOSS, RECOMPUTE, LossRaw, RecomputeRaw
 from ptrain.spec.grammar_parts import BatchRaw, ModelRaw, PrecisionRaw
 from ptrain.spec.keys import Keys
@@ -167,8 +167,8 @@ class SpecRaw(Keys, _Head):
     """A spec: the model, the mesh of ranks and how each state is placed on it."""
 
     cluster: Annotated[
-        ClusterRaw | None,
-        Section(ClusterRaw, "devices, memory and links the job runs on", null=True),
+        dict[str, Any] | None,
+        Section(Cluster, "devices, memory and links the job runs on", null=True, is_partial=True),
     ] = None
     activations: Annotated[Any, ACTIVATIONS] = None
     recompute: Annotated[RecomputeRaw | None, RECOMPUTE] = None

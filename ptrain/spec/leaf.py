@@ -349,13 +349,15 @@ class Either(Leaf):
 
 @declared
 class Section:
-    """A nested mapping of the grammar; `also` is what may stand for it in a file."""
+    """A nested mapping of the grammar; `also` is what may stand for it in a file. What
+    `is_partial` may lack what the section needs, which a preset gives."""
 
     kind: type = field(kw_only=False)
     about: str = field(kw_only=False)
     also: tuple[dict[str, Any], ...] = ()
     null: bool = False
     key: str = ""
+    is_partial: bool = False
 
 
 @cache

@@ -31,10 +31,10 @@ def schema_text() -> str:
     return json.dumps(schema(), indent=1, ensure_ascii=False) + "\n"
 
 
-def _mapping(kind: type, definitions: dict[str, Shape]) -> Shape:
+def _mapping(kind: type, definitions: dict[str, Shape], *, is_partial: bool = False) -> Shape:
     """A section's schema, without `null` for what is left out; those of the sections in it join the
     definitions."""
-    needed = [key for key, (spot, _) in keys(kind).items() if is_required(spot)]
+    needed = [key for key, (spot, _) in keys(kind).items() if is_required(spot) and not is_partial]
     return {
         "additionalProperties": False,
         "description": inspect.getdoc(kind),
@@ -52,7 +52,7 @@ def _value(holds: Leaf | Section, definitions: dict[str, Shape]) -> Shape:
         return {**holds.schema(), "description": holds.about}
     name = holds.kind.__name__
     if name not in definitions:
-        definitions[name] = _mapping(holds.kind, definitions)
+        definitions[name] = _mapping(holds.kind, definitions, is_partial=holds.is_partial)
     null = [{"type": "null"}] if holds.null else []
     shape = one_of({"$ref": f"#/$defs/{name}"}, *null, *holds.also)
     return {**shape, "description": holds.about}

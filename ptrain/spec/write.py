@@ -52,7 +52,7 @@ def to_mapping(spec: Spec, *, sync_is_written: bool) -> dict[str, object]:
             "sequence": spec.batch.sequence,
         },
     }
-    cluster = {"cluster": _cluster(spec)} if spec.cluster else {}
+    cluster = {"cluster": section(spec.cluster)} if spec.cluster else {}
     return {**first, **said, **cluster, **kept(spec)}
 
 
@@ -138,13 +138,6 @@ def _says_tensor(spec: Spec) -> bool:
 
 def _says_pipeline(spec: Spec) -> bool:
     return spec.degree(Axis.PP) > 1 or spec.pipeline != PipelineSpec()
-
-
-def _cluster(spec: Spec) -> dict[str, object]:
-    values = asdict(spec.cluster) if spec.cluster else {}
-    for key in ("intra_node_bandwidth", "inter_node_bandwidth"):
-        values[key] = round(values[key])
-    return {key: value for key, value in values.items() if value is not None}
 
 
 class _Dumper(yaml.SafeDumper):

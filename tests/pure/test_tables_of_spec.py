@@ -199,6 +199,7 @@ def test_models_and_clusters_have_the_documented_defaults():
     assert defaults(model.ExternalModel) == {"arguments": {}, "blocks": None, "folder": None}
     assert defaults(model.HuggingFaceModel) == {"config": {}, "blocks": None, "attention": "sdpa"}
     assert defaults(Cluster) == {
+        "preset": None, "name": "cluster", "devices_per_node": 0, "inter_node_bandwidth": 0.0,
         "intra_node_latency": 5e-6, "inter_node_latency": 1e-5, "flops": 0.0, "host_memory": None,
         "kind": None,
     }  # fmt: skip
