@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import MISSING, Field
 from typing import Any
 
 from ptrain.errors import Fault
 from ptrain.spec import slips
-from ptrain.spec.grammar import MeshRaw, SpecRaw
-from ptrain.spec.grammar_parts import BatchRaw, ModelRaw
+from ptrain.spec.grammar import BatchRaw, MeshRaw, ModelRaw, SpecRaw
 from ptrain.spec.leaf import Choice, Leaf, Refused, Section, describe, keys, nearest
 from ptrain.spec.shorthand import mark_of
-from ptrain.spec.text import Route, Tree
+from ptrain.spec.text import COMMAND_LINE, Route, Tree
 
 # Stand-ins for what every spec needs: nothing more is reported of a section that is at fault.
 _NEEDED: dict[Route, object] = {
@@ -69,7 +69,7 @@ class _Walk:
             values[spot.name] = _NEEDED.get(inner, value) if value is MISSING else value
         for key in written:
             if key not in known:
-                self._unknown(key, tuple(known), route)
+                self._unknown(key, kind, route)
         sound = {name: value for name, value in values.items() if value is not MISSING}
         if is_partial:
             return sound
@@ -89,20 +89,84 @@ class _Walk:
             return MISSING
 
     def _no_mapping(self, kind: type, value: object, route: Route) -> None:
-        remedy = _key_of(kind, value, route) or f"its keys: {', '.join(keys(kind))}"
+        remedy = self._key_of(kind, value, route) or _listed("its keys", kind, route)
         if route == ("checkpoint",):
             remedy = slips.checkpointed(value) or remedy
         self._fault(route, f"must be a mapping; got {describe(value)}", remedy)
 
-    def _unknown(self, key: str, known: tuple[str, ...], route: Route) -> None:
+    def _unknown(self, key: str, kind: type, route: Route) -> None:
         other = slips.other_key(key) if not route else ""
-        guess = other or slips.whole_part(key, known) or nearest(key, known)
-        remedy = f"did you mean {guess!r}?" if guess else f"known here: {', '.join(known)}"
+        places = [other] if other else _meant(key, kind, route)
+        if places:
+            here = [place.removeprefix(".".join((*route, ""))) for place in places]
+            remedy = f"did you mean {' or '.join(map(repr, here))}?"
+        else:
+            remedy = _listed("known here", kind, route)
         self._fault((*route, key), f"unknown key {key!r}", remedy, key=True)
+
+    def _key_of(self, kind: type, value: object, route: Route) -> str:
+        """`precision=fp16`: the key of the section that takes the value which the section got."""
+        if not isinstance(value, str):
+            return ""
+        known = keys(kind)
+        holder = next((key for key, (_, holds) in known.items() if _has_word(holds, value)), "")
+        key = holder or ("preset" if "preset" in known else "")
+        return f"write {self._said((*route, key), value)}" if key else ""
+
+    def _said(self, route: Route, value: str) -> str:
+        """A key with its value, as the command line has it or as a file has."""
+        if mark_of(self.tree, route[:-1]).source.startswith(COMMAND_LINE):
+            return f"{'.'.join(route)}={value}"
+        return f"{route[0]}: {{{route[-1]}: {value}}}" if len(route) > 1 else f"{route[0]}: {value}"
 
     def _fault(self, route: Route, finding: str, remedy: str, *, key: bool = False) -> None:
         mark = mark_of(self.tree, route, key=key)
         self.faults[route] = mark.fault(".".join(route), finding, remedy)
+
+
+_MOST_LISTED = 12  # keys in a remedy
+
+
+def _listed(what: str, kind: type, route: Route) -> str:
+    """The keys of a section, or the command that lists them."""
+    known = tuple(keys(kind))
+    if len(known) <= _MOST_LISTED:
+        return f"{what}: {', '.join(known)}"
+    return f"`{' '.join(('ptrain help keys', *route[:1]))}` lists what there is"
+
+
+def _has_word(holds: Leaf | Section, value: str) -> bool:
+    return isinstance(holds, Choice) and value in holds.words
+
+
+def _meant(key: str, kind: type, route: Route) -> list[str]:
+    """The places that may have been meant: in this section, else wherever a key is called so."""
+    known = keys(kind)
+    folded = key.lower().replace("-", "_")
+    here = next((name for name, (_, holds) in known.items() if folded in _names(holds)), "")
+    here = here or slips.whole_part(key, tuple(known)) or nearest(key, tuple(known))
+    if here:
+        return [".".join((*route, here))]
+    return [".".join(place) for place in _called(folded, SpecRaw, ())][:_MOST_MEANT]
+
+
+_MOST_MEANT = 3  # places in a question
+
+
+def _called(name: str, kind: type, above: Route) -> Iterator[Route]:
+    """Every key of that name, or that others call so; none of the tuples, which are all alike."""
+    for key, (_, holds) in keys(kind).items():
+        place = (*above, key)
+        if place[0] == "placement":
+            continue
+        if key == name or name in _names(holds):
+            yield place
+        if isinstance(holds, Section):
+            yield from _called(name, holds.kind, place)
+
+
+def _names(holds: Leaf | Section) -> tuple[str, ...]:
+    return holds.aka if isinstance(holds, Leaf) else ()
 
 
 def is_required(spot: Field[Any]) -> bool:
@@ -116,11 +180,3 @@ def _missing(route: Route) -> tuple[str, str]:
         return f"all 4 states are needed: missing {route[-1]!r}", f"add {route[-1]}: R, S or S*"
     section = f" in {'.'.join(route[:-1])}" if len(route) > 1 else ""
     return f"the key {route[-1]!r} is missing{section}", f"write {_EXAMPLES[route[-1]]}"
-
-
-def _key_of(kind: type, value: object, route: Route) -> str:
-    """`precision=fp16`: the key of the section that takes the value which the section got."""
-    for key, (_, holds) in keys(kind).items():
-        if isinstance(holds, Choice) and isinstance(value, str) and value in holds.words:
-            return f"write {'.'.join((*route, key))}={value}"
-    return ""

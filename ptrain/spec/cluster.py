@@ -77,6 +77,10 @@ class Cluster:
             {"cpu": "processors: ranks are processes on them", "cuda": "GPUs"},
         ),
     ] = None
+    price: Annotated[
+        float | None,
+        _Figure("money for one device for an hour, in any currency", 0.0, 1e9),
+    ] = None
     flops: Annotated[
         float, _Figure("operations per second of one device; 0: nobody says it", 0.0, 1e20)
     ] = 0.0

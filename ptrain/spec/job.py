@@ -10,7 +10,9 @@ from ptrain.spec.leaf import Choice, Numbers, Real, Section, Text, Truth, Whole,
 class ScheduleSpec:
     """The learning rate over the steps: linear warm-up, then constant or cosine."""
 
-    warmup: Annotated[int, Whole("steps of linear warm-up", 0, 10**9)] = 0
+    warmup: Annotated[
+        int, Whole("steps of linear warm-up", 0, 10**9, aka=("warmup_steps", "warmup_iters"))
+    ] = 0
     decay_steps: Annotated[
         int, Whole("the step at which the cosine ends; 0: constant after warm-up", 0, 10**9)
     ] = 0
@@ -33,12 +35,15 @@ class OptimizerSpec:
             },
         ),
     ] = "adamw"
-    lr: Annotated[float, Real("the highest learning rate", 0.0, 1e6, open=True)] = 3e-4
+    lr: Annotated[
+        float, Real("the highest learning rate", 0.0, 1e6, open=True, aka=("learning_rate",))
+    ] = 3e-4
     betas: Annotated[
-        tuple[float, ...], Numbers("adamw's two decay rates", 0.0, 0.999999, count=2)
+        tuple[float, ...],
+        Numbers("adamw's two decay rates", 0.0, 0.999999, count=2, aka=("beta1", "beta2")),
     ] = (0.9, 0.95)
     eps: Annotated[float, Real("adamw's epsilon", 0.0, 1.0, open=True)] = 1e-8
-    weight_decay: Annotated[float, Real("decoupled weight decay", 0.0, 1e3)] = 0.1
+    weight_decay: Annotated[float, Real("decoupled weight decay", 0.0, 1e3, aka=("wd",))] = 0.1
     momentum: Annotated[
         float,
         Real("of sgd (without: 0) and muon (without: 0.95)", 0.0, 0.999999, follows=True),
@@ -48,7 +53,14 @@ class OptimizerSpec:
     )
     clip: Annotated[
         float | None,
-        Real("the largest global gradient norm; null: no clipping", 0.0, 1e9, open=True, null=True),
+        Real(
+            "the largest global gradient norm; null: no clipping",
+            0.0,
+            1e9,
+            open=True,
+            null=True,
+            aka=("max_grad_norm", "grad_clip", "clip_grad", "gradient_clipping", "max_norm"),
+        ),
     ] = 1.0
 
 
@@ -76,7 +88,10 @@ class DataSpec:
 class TrainSpec:
     """How long, and from which seed."""
 
-    steps: Annotated[int, Whole("updates of the parameters", 1, 10**9)] = 50
+    steps: Annotated[
+        int,
+        Whole("updates of the parameters", 1, 10**9, aka=("max_steps", "num_steps", "train_iters")),
+    ] = 50
     seed: Annotated[int, Whole("of weights, samples and dropout", 0, 2**63 - 1)] = 0
 
 
@@ -85,7 +100,7 @@ class EvalSpec:
     """The mean loss of text that is never trained on."""
 
     every: Annotated[int, Whole("steps between two; 0: never", 0, 10**9)] = 0
-    batches: Annotated[int, Whole("global batches each time", 1, 10**6)] = 4
+    batches: Annotated[int, Whole("global batches each time", 1, 10**6, aka=("eval_iters",))] = 4
 
 
 @section

@@ -116,7 +116,9 @@ class Keys:
             {"auto": "nccl on GPUs, else gloo", "gloo": "over sockets", "nccl": "between GPUs"},
         ),
     ] = "auto"
-    deterministic: Annotated[bool, Truth("only algorithms that repeat to the bit")] = False
+    deterministic: Annotated[
+        bool, Truth("only algorithms that repeat to the bit", aka=("use_deterministic_algorithms",))
+    ] = False
 
     reduce_scatter: Annotated[
         ReduceScatterVia,
@@ -186,7 +188,14 @@ class Keys:
                 "backward is over, and fully_shard gathers nothing ahead",
                 "backward": "a unit's or bucket's reduction runs while backward goes on",
             },
-            slips={"true": "backward", "on": "backward", "false": "none", "off": "none"},
+            slips={
+                "true": "backward",
+                "on": "backward",
+                "yes": "backward",
+                "false": "none",
+                "off": "none",
+                "no": "none",
+            },
             read=Overlap,
             dial=Dial(free="none"),
         ),

@@ -84,10 +84,10 @@ class Leaf:
     """One kind of value; `about` is the hover text of its key.
 
     `read` makes of a checked value what the spec holds, and `write` the other way round; `key` is
-    how a file calls the field, where that is not its name. `follows`: what stands for a key that is
-    left out depends on others. `executed`: the values that something executes by now, where the
-    grammar knows more; `why` not the others. `dial`: of a key that the wrapper of units obeys, and
-    not every one.
+    how a file calls the field, where that is not its name; `aka` what others call it. `follows`:
+    what stands for a key that is left out depends on others. `executed`: the values that something
+    executes by now, where the grammar knows more; `why` not the others. `dial`: of a key that the
+    wrapper of units obeys, and not every one.
     """
 
     about: str = field(kw_only=False)
@@ -95,6 +95,7 @@ class Leaf:
     executed: tuple[object, ...] | None = None
     why: str = ""
     dial: Dial | None = None
+    aka: tuple[str, ...] = ()
     read: Callable[[Any], object] | None = None
     write: Callable[[Any], object] | None = None
     key: str = ""
@@ -109,6 +110,10 @@ class Leaf:
         if self.write is not None and value is not None:
             return self.write(value)
         return plain(value)
+
+    def takes(self) -> str:
+        """What a value must be, as a phrase."""
+        raise NotImplementedError
 
     def check(self, value: Any) -> object:
         """The value as it is written. Refuses what does not fit."""
@@ -127,14 +132,16 @@ class Whole(Leaf):
     high: int = field(default=10**9, kw_only=False)
     words: tuple[str, ...] = ()
 
+    def takes(self) -> str:
+        words = "".join(f" or {word}" for word in self.words)
+        return f"an integer in {self.low}..{self.high}{words}"
+
     def check(self, value: Any) -> object:
         if isinstance(value, str) and value in self.words:
             return value
         if type(value) is int and self.low <= value <= self.high:
             return value
-        wanted = f"must be an integer in {self.low}..{self.high}"
-        wanted += "".join(f" or {word}" for word in self.words)
-        refuse(f"{wanted}; got {describe(value)}", slips.unquote(value))
+        refuse(f"must be {self.takes()}; got {describe(value)}", slips.unquote(value))
 
     def schema(self) -> dict[str, Any]:
         number = {"type": "integer", "minimum": self.low, "maximum": self.high}
@@ -156,18 +163,17 @@ class Real(Leaf):
         number = isinstance(value, int | float) and not isinstance(value, bool)
         if number and self._inside(value):
             return float(value)
-        null = ", or null" if self.null else ""
-        refuse(f"must be {self._range()}{null}; got {describe(value)}", slips.unquote(value))
+        null = slips.null(value) if self.null else ""
+        refuse(f"must be {self.takes()}; got {describe(value)}", null or slips.unquote(value))
 
     def _inside(self, value: float) -> bool:
         above = value > self.low if self.open else value >= self.low
         return above and value <= self.high and abs(value) < 10**300
 
-    def _range(self) -> str:
+    def takes(self) -> str:
         low = f"{'>' if self.open else '>='} {self.low:g}"
-        return f"a finite number {low}" + (
-            "" if self.high == math.inf else f" and <= {self.high:g}"
-        )
+        high = "" if self.high == math.inf else f" and <= {self.high:g}"
+        return f"a finite number {low}{high}" + (", or null" if self.null else "")
 
     def schema(self) -> dict[str, Any]:
         number: dict[str, Any] = {"type": "number"}
@@ -181,10 +187,13 @@ class Real(Leaf):
 class Truth(Leaf):
     """true or false. YAML 1.2: `on`, `off`, `yes` and `no` are texts."""
 
+    def takes(self) -> str:
+        return "true or false"
+
     def check(self, value: Any) -> object:
         if isinstance(value, bool):
             return value
-        refuse(f"must be true or false; got {describe(value)}", "write true or false")
+        refuse(f"must be {self.takes()}; got {describe(value)}", "write true or false")
 
     def schema(self) -> dict[str, Any]:
         return {"type": "boolean"}
@@ -198,11 +207,13 @@ class Choice(Leaf):
     words: Mapping[str, str] = field(kw_only=False)
     slips: Mapping[str, str] = field(default_factory=dict)
 
+    def takes(self) -> str:
+        return f"one of {', '.join(self.words)}"
+
     def check(self, value: Any) -> object:
         if isinstance(value, str) and value in self.words:
             return value
-        listed = ", ".join(self.words)
-        refuse(f"must be one of {listed}; got {describe(value)}", self.meant(value))
+        refuse(f"must be {self.takes()}; got {describe(value)}", self.meant(value))
 
     def meant(self, value: object) -> str:
         """The question whether another of the words was meant."""
@@ -224,12 +235,15 @@ class Text(Leaf):
     kind: str = field(default="a text", kw_only=False)
     null: bool = False
 
+    def takes(self) -> str:
+        return self.kind
+
     def check(self, value: Any) -> object:
         if isinstance(value, str) and re.fullmatch(self.pattern, value):
             return value
         if value is None and self.null:
             return value
-        refuse(f"must be {self.kind}; got {describe(value)}", slips.quote(value))
+        refuse(f"must be {self.takes()}; got {describe(value)}", slips.quote(value))
 
     def schema(self) -> dict[str, Any]:
         text = {"type": "string", "pattern": f"^{self.pattern}$"}
@@ -252,16 +266,18 @@ class Size(Leaf):
         size = _bytes(value, rate=self.rate)
         if size is not None and self.low <= size <= self.high:
             return size
-        example = "450 GB/s" if self.rate else self.example
-        words = "".join(f"{word}, " for word in self.words)
-        or_ = "or " if words else ""
         refuse(
-            f"must be {words}{or_}a size like {example} in {self.low}..{self.high} bytes; "
-            f"got {describe(value)}",
+            f"must be {self.takes()}; got {describe(value)}",
             slips.small_size(value, size, self.low, self.words)
             or slips.near_word(value, self.words)
             or "a number of bytes, or with kB, MB, GB, TB (powers of 1000), KiB, MiB, GiB, TiB",
         )
+
+    def takes(self) -> str:
+        example = "450 GB/s" if self.rate else self.example
+        words = "".join(f"{word}, " for word in self.words)
+        or_ = "or " if words else ""
+        return f"{words}{or_}a size like {example} in {self.low}..{self.high} bytes"
 
     def schema(self) -> dict[str, Any]:
         rate = "(/s)?" if self.rate else ""
@@ -285,10 +301,13 @@ class Numbers(Leaf):
         right = all(type(v) in kinds and self.low <= v <= self.high for v in values)
         if right and (isinstance(value, list) or self.whole) and self.count in (0, len(values)):
             return tuple(v if self.whole else float(v) for v in values)
+        got = value if isinstance(value, list) else describe(value)
+        refuse(f"must be {self.takes()}; got {got}")
+
+    def takes(self) -> str:
         kind = "whole numbers" if self.whole else "numbers"
         count = f"{self.count} " if self.count else ""
-        got = value if isinstance(value, list) else describe(value)
-        refuse(f"must be a list of {count}{kind} in {self.low:g}..{self.high:g}; got {got}")
+        return f"a list of {count}{kind} in {self.low:g}..{self.high:g}"
 
     def schema(self) -> dict[str, Any]:
         kind = "integer" if self.whole else "number"
@@ -304,9 +323,12 @@ class Free(Leaf):
 
     values: Leaf | None = None
 
+    def takes(self) -> str:
+        return "a mapping"
+
     def check(self, value: Any) -> object:
         if not isinstance(value, dict):
-            refuse(f"must be a mapping; got {describe(value)}")
+            refuse(f"must be {self.takes()}; got {describe(value)}")
         return {key: self._value(key, inner) for key, inner in value.items()}
 
     def _value(self, key: object, value: object) -> object:
@@ -341,7 +363,10 @@ class Either(Leaf):
         choices = [option.meant for option in self.options if isinstance(option, Choice)]
         guesses = (guess(value) for guess in ([self.hint] if self.hint else choices))
         remedy = next((guess for guess in guesses if guess), "")
-        refuse(f"must be {self.wanted}; got {describe(value)}", remedy)
+        refuse(f"must be {self.takes()}; got {describe(value)}", remedy)
+
+    def takes(self) -> str:
+        return self.wanted
 
     def schema(self) -> dict[str, Any]:
         return one_of(*(option.schema() for option in self.options))

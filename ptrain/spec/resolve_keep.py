@@ -11,14 +11,15 @@ from dataclasses import replace
 from ptrain.costs import State
 from ptrain.spec.axis import DATA_AXES, Axis
 from ptrain.spec.grammar import SpecRaw
-from ptrain.spec.grammar_keep import LossRaw, RecomputeRaw
 from ptrain.spec.keep import (
     ATTENTION_ONLY,
     FULL,
     SELECTIVE,
     Kept,
+    LossRaw,
     Operators,
     Policy,
+    RecomputeRaw,
     belongs_to_rank,
 )
 from ptrain.spec.leaf_mode import blocks_of

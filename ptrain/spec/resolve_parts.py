@@ -12,7 +12,7 @@ from ptrain.errors import SpecError
 from ptrain.spec.batch import Batch
 from ptrain.spec.check import validate
 from ptrain.spec.cluster import Cluster
-from ptrain.spec.grammar_parts import (
+from ptrain.spec.grammar import (
     MAX_SAMPLES,
     BatchRaw,
     ModelRaw,

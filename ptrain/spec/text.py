@@ -19,6 +19,7 @@ from ptrain.errors import Fault, SpecError
 MAX_BYTES = 2**20
 MAX_DEPTH = 32
 
+COMMAND_LINE = "command line: "  # the source of what an override says begins so
 Route = tuple[str, ...]  # keys and list positions from the root
 
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)

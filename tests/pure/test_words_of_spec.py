@@ -11,9 +11,8 @@ import pytest
 from ptrain.errors import Fault, SpecError
 from ptrain.spec import check, leaf_mode, load, overrides, resolve_parts, shorthand, slips
 from ptrain.spec import write_keep as kept
-from ptrain.spec.grammar import SpecRaw
-from ptrain.spec.grammar_keep import LossRaw, RecomputeRaw
-from ptrain.spec.grammar_parts import MAX_SAMPLES
+from ptrain.spec.grammar import MAX_SAMPLES, SpecRaw
+from ptrain.spec.keep import LossRaw, RecomputeRaw
 from ptrain.spec.leaf import Leaf, Refused, keys
 from ptrain.spec.leaf_mode import KeptText, ModesByBlock, ModeText
 from ptrain.spec.offload import Offload
@@ -115,7 +114,7 @@ SLIPS = {
         zb-v zbvzerobubble schedulezbvzerobubble: zbv; scheduledualpipev: dualpipev""",
     (SpecRaw, "attention"): """flash_attention_2 flash-attention: sdpa; flex_attention: flex;
         naive manual: eager""",
-    (SpecRaw, "overlap"): "true on: backward; false off: none",
+    (SpecRaw, "overlap"): "true on yes: backward; false off no: none",
 }
 
 
