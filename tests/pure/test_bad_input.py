@@ -122,7 +122,7 @@ LINES = [
     ("train:", "cluster: {device_memory: [1, 2]}\ntrain:", "cluster", "one figure", "and smallest"),
     ("train:", "cluster: {flops: {a: 1}}\ntrain:", "cluster.flops", "one figure", "every device"),
     ("train:", "cluster: {devices: [a, b]}\ntrain:", "cluster.devices", "one figure", "like the"),
-    ("train:", "pipeline: gpipe\ntrain:", "pipeline", "a mapping", "write pipeline: {schedule: gpipe}"),
+    ("train:", "pipeline: gpipe\ntrain:", "pipeline", "a mapping", "{schedule: gpipe}"),
     ("train:", "pipeline: {split: dynamic}\ntrain:", "pipeline.split", "'dynamic'", "stays on its"),
     ("train:", "pipeline: {split: Adaptive}\ntrain:", "pipeline.split", "", "--resume"),
     ("train:", "pipeline: {split: uniform}\ntrain:", "pipeline.split", "", "mean 'layers'?"),

@@ -9,7 +9,7 @@ import pytest
 from ptrain.errors import SpecError
 from ptrain.spec.grammar import SpecRaw
 from ptrain.spec.keys import Keys, dials
-from ptrain.spec.leaf import Leaf, Section, keys
+from ptrain.spec.leaf import keys
 from ptrain.spec.load import load
 from ptrain.spec.reference import KeyRow, reference
 from ptrain.spec.spec import Spec
@@ -56,10 +56,7 @@ def test_a_default_of_the_reference_is_the_one_that_a_resolved_spec_has():
 def test_what_file_and_resolved_spec_have_alike_is_the_same_field():
     """A key that is added to `Keys`, or to a section of it, is read and written by that alone."""
     assert {spot.name for spot in fields(Keys)} < {spot.name for spot in fields(Spec)}
-    for _, (spot, holds) in keys(Keys).items():
-        kind = holds.kind if isinstance(holds, Section) else None
-        assert isinstance(holds, Leaf) or all(hasattr(kind, "__dataclass_fields__") for _ in "a")
-        assert spot.name in {field.name for field in fields(SpecRaw)}
+    assert {spot.name for spot in fields(Keys)} < {spot.name for spot in fields(SpecRaw)}
 
 
 def test_a_section_is_written_as_the_mapping_that_loads_to_it(tmp_path):
