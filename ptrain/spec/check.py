@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, Field
 from typing import Any
 
@@ -147,22 +147,29 @@ def _meant(key: str, kind: type, route: Route) -> list[str]:
     here = here or slips.whole_part(key, tuple(known)) or nearest(key, tuple(known))
     if here:
         return [".".join((*route, here))]
-    return [".".join(place) for place in _called(folded, SpecRaw, ())][:_MOST_MEANT]
+    places = {".".join(place): names for place, names in _places(SpecRaw, ())}
+    called = [place for place, names in places.items() if folded in names]
+    return called[:_MOST_MEANT] or _nearly(folded, places)
+
+
+def _nearly(word: str, places: Mapping[str, tuple[str, ...]]) -> list[str]:
+    """The one place whose key is nearly the word."""
+    place_of = {names[0]: place for place, names in places.items()}
+    guess = nearest(word, tuple(place_of))
+    return [place_of[guess]] if guess else []
 
 
 _MOST_MEANT = 3  # places in a question
 
 
-def _called(name: str, kind: type, above: Route) -> Iterator[Route]:
-    """Every key of that name, or that others call so; none of the tuples, which are all alike."""
+def _places(kind: type, above: Route) -> Iterator[tuple[Route, tuple[str, ...]]]:
+    """Every key with its name and what others call it; not those of tuples, which are all alike,
+    and no section itself."""
     for key, (_, holds) in keys(kind).items():
-        place = (*above, key)
-        if place[0] == "placement":
-            continue
-        if key == name or name in _names(holds):
-            yield place
-        if isinstance(holds, Section):
-            yield from _called(name, holds.kind, place)
+        if isinstance(holds, Leaf):
+            yield (*above, key), (key, *holds.aka)
+        elif key != "placement":
+            yield from _places(holds.kind, (*above, key))
 
 
 def _names(holds: Leaf | Section) -> tuple[str, ...]:

@@ -30,6 +30,15 @@ from ptrain.spec.model import BESIDE
 from ptrain.spec.placement import Mode, R
 
 _DTYPES = {"fp32": "4 bytes", "bf16": "2 bytes", "fp16": "2 bytes, loss scaling", "fp64": "8 bytes"}
+_DTYPE_SLIPS = {
+    "float64": "fp64",
+    "double": "fp64",
+    "float32": "fp32",
+    "float": "fp32",
+    "float16": "fp16",
+    "half": "fp16",
+    "bfloat16": "bf16",
+}
 _NO_MASTER = {"none": "the optimizer updates the parameters themselves"}
 MAX_SAMPLES = 2**31 - 1
 _NAME_OR_FILE = r"[^\x00-\x1f]{1,300}"
@@ -175,6 +184,7 @@ class PrecisionRaw:
                 "fsdp-mixed": "2 + 4 + 12 bytes: gradients sent in bf16 and kept in fp32; with "
                 "parameters M, casts of the master copies, 0 + 4 + 12",
             },
+            slips={**_DTYPE_SLIPS, "mixed": "fsdp-mixed"},
         ),
     ] = None
     compute: Annotated[
@@ -182,12 +192,15 @@ class PrecisionRaw:
         Choice("one dtype in place of all of a layout", {"fp64": "float64: equality tests"}),
     ] = None
     parameters: Annotated[
-        str | None, Choice("dtype of the parameters, which the model computes in", _DTYPES)
+        str | None,
+        Choice("dtype of the parameters, which the model computes in", _DTYPES, slips=_DTYPE_SLIPS),
     ] = None
     gradients: Annotated[
         str | None,
         Choice(
-            "dtype in which reduced gradients are kept and accumulated until the update", _DTYPES
+            "dtype in which reduced gradients are kept and accumulated until the update",
+            _DTYPES,
+            slips=_DTYPE_SLIPS,
         ),
     ] = None
     reduced: Annotated[
@@ -200,10 +213,15 @@ class PrecisionRaw:
     ] = None
     master: Annotated[
         str | None,
-        Choice("dtype of the copy of the parameters that is updated", _DTYPES | _NO_MASTER),
+        Choice(
+            "dtype of the copy of the parameters that is updated",
+            _DTYPES | _NO_MASTER,
+            slips=_DTYPE_SLIPS,
+        ),
     ] = None
     moments: Annotated[
-        str | None, Choice("dtype in which the optimizer's moments are kept", _DTYPES)
+        str | None,
+        Choice("dtype in which the optimizer's moments are kept", _DTYPES, slips=_DTYPE_SLIPS),
     ] = None
 
 
@@ -273,16 +291,28 @@ class MeshRaw:
             1,
             MAX_DEGREE,
             words=("auto",),
-            aka=("pipeline_parallel", "pipeline_model_parallel_size"),
+            aka=("pipeline", "pipeline_parallel", "pipeline_model_parallel_size"),
         ),
     ] = None
     dp_replicate: Annotated[
         int | str | None,
-        Whole("ranks that keep whole copies (DDP)", 1, MAX_DEGREE, words=("auto",)),
+        Whole(
+            "ranks that keep whole copies (DDP)",
+            1,
+            MAX_DEGREE,
+            words=("auto",),
+            aka=("ddp", "replicate"),
+        ),
     ] = None
     dp_shard: Annotated[
         int | str | None,
-        Whole("ranks that shard states (ZeRO, FSDP)", 1, MAX_DEGREE, words=("auto",)),
+        Whole(
+            "ranks that shard states (ZeRO, FSDP)",
+            1,
+            MAX_DEGREE,
+            words=("auto",),
+            aka=("fsdp", "zero", "shard"),
+        ),
     ] = None
     cp: Annotated[
         int | str | None,
@@ -299,7 +329,7 @@ class MeshRaw:
             1,
             MAX_DEGREE,
             words=("auto",),
-            aka=("tensor_parallel", "tensor_model_parallel_size"),
+            aka=("tensor", "tensor_parallel", "tensor_model_parallel_size"),
         ),
     ] = None
     dp: Annotated[

@@ -107,6 +107,7 @@ class Keys:
                 "cpu": "the processor",
                 "cuda": "one GPU per rank",
             },
+            slips={"gpu": "cuda"},
         ),
     ] = "auto"
     backend: Annotated[
