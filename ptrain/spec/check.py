@@ -8,8 +8,10 @@ from typing import Any
 
 from ptrain.errors import Fault
 from ptrain.spec import slips
-from ptrain.spec.grammar import BatchRaw, MeshRaw, ModelRaw, SpecRaw
+from ptrain.spec.batch import BatchRaw
+from ptrain.spec.grammar import MeshRaw, SpecRaw
 from ptrain.spec.leaf import Choice, Leaf, Refused, Section, describe, keys, nearest
+from ptrain.spec.model import ModelRaw
 from ptrain.spec.shorthand import mark_of
 from ptrain.spec.text import COMMAND_LINE, Route, Tree
 

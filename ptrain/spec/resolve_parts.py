@@ -9,15 +9,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ptrain.errors import SpecError
-from ptrain.spec.batch import Batch
+from ptrain.spec.batch import MAX_SAMPLES, Batch, BatchRaw
 from ptrain.spec.check import validate
 from ptrain.spec.cluster import Cluster
-from ptrain.spec.grammar import (
-    MAX_SAMPLES,
-    BatchRaw,
-    ModelRaw,
-    PrecisionRaw,
-)
 from ptrain.spec.job import DataSpec, OptimizerSpec
 from ptrain.spec.model import (
     BESIDE,
@@ -25,11 +19,12 @@ from ptrain.spec.model import (
     ExternalModel,
     Family,
     HuggingFaceModel,
+    ModelRaw,
     ModelShape,
     ModelSpec,
 )
 from ptrain.spec.names import listing, missing
-from ptrain.spec.precision import FP32, LAYOUTS, DType, Precision, custom
+from ptrain.spec.precision import FP32, LAYOUTS, DType, Precision, PrecisionRaw, custom
 from ptrain.spec.text import Tree, read
 from ptrain.units import parse_count
 

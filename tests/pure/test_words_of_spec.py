@@ -11,7 +11,8 @@ import pytest
 from ptrain.errors import Fault, SpecError
 from ptrain.spec import check, leaf_mode, load, overrides, resolve_parts, shorthand, slips
 from ptrain.spec import write_keep as kept
-from ptrain.spec.grammar import MAX_SAMPLES, SpecRaw
+from ptrain.spec.batch import MAX_SAMPLES
+from ptrain.spec.grammar import SpecRaw
 from ptrain.spec.keep import LossRaw, RecomputeRaw
 from ptrain.spec.leaf import Leaf, Refused, keys
 from ptrain.spec.leaf_mode import KeptText, ModesByBlock, ModeText
