@@ -10,8 +10,9 @@ from ptrain.errors import Fault
 from ptrain.spec import slips
 from ptrain.spec.batch import BatchRaw
 from ptrain.spec.grammar import MeshRaw, SpecRaw
-from ptrain.spec.leaf import Choice, Leaf, Refused, Section, describe, keys, nearest
+from ptrain.spec.leaf import Choice, Leaf, Refused, describe, nearest
 from ptrain.spec.model import ModelRaw
+from ptrain.spec.section import Section, keys
 from ptrain.spec.shorthand import mark_of
 from ptrain.spec.text import COMMAND_LINE, Route, Tree
 

@@ -2,7 +2,8 @@
 
 from typing import Annotated, Any
 
-from ptrain.spec.leaf import Choice, Leaf, Real, Size, Text, Whole, describe, refuse, section
+from ptrain.spec.leaf import Choice, Leaf, Real, Size, Text, Whole, describe, refuse
+from ptrain.spec.section import section
 
 _NAME_OR_FILE = r"[^\x00-\x1f]{1,300}"
 

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated
 
-from ptrain.spec.leaf import Choice, Dial, Either, Truth, Whole, section
+from ptrain.spec.leaf import Choice, Dial, Either, Truth, Whole
+from ptrain.spec.section import section
 
 MAX_SHARDS = 2**17
 STOCK_BUCKET_BYTES = 25 * 2**20  # torch's own

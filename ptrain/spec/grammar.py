@@ -13,22 +13,12 @@ from ptrain.spec.cluster import Cluster
 from ptrain.spec.dials import RESHARD
 from ptrain.spec.keep import ACTIVATIONS, LOSS, RECOMPUTE, LossRaw, RecomputeRaw
 from ptrain.spec.keys import Keys
-from ptrain.spec.leaf import (
-    Choice,
-    Either,
-    Free,
-    Section,
-    Text,
-    Truth,
-    Whole,
-    declared,
-    meanings,
-    section,
-)
+from ptrain.spec.leaf import Choice, Either, Free, Text, Truth, Whole, declared, meanings
 from ptrain.spec.leaf_mode import KEPT_MEANINGS, KeptText, ModeText
 from ptrain.spec.model import ModelRaw
 from ptrain.spec.placement import Mode, R
 from ptrain.spec.precision import PrecisionRaw
+from ptrain.spec.section import Section, section
 
 MAX_DEGREE = 2**17
 _TUPLE_TEXTS = (

@@ -3,7 +3,8 @@
 from dataclasses import field
 from typing import Annotated
 
-from ptrain.spec.leaf import Choice, Numbers, Real, Section, Text, Truth, Whole, section
+from ptrain.spec.leaf import Choice, Numbers, Real, Text, Truth, Whole
+from ptrain.spec.section import Section, section
 
 
 @section

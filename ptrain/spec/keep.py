@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated, Any
 
-from ptrain.spec.leaf import Choice, Either, Section, Size, Truth, Whole, declared, refuse
+from ptrain.spec.leaf import Choice, Either, Size, Truth, Whole, declared, refuse
 from ptrain.spec.leaf_mode import KeptText, ModesByBlock
 from ptrain.spec.placement import Distribution, Mode, Tier
+from ptrain.spec.section import Section
 
 
 class Operators(StrEnum):

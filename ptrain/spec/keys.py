@@ -27,22 +27,10 @@ from ptrain.spec.job import (
     Timeout,
     TrainSpec,
 )
-from ptrain.spec.leaf import (
-    Choice,
-    Dial,
-    Either,
-    Leaf,
-    Numbers,
-    Section,
-    Size,
-    Text,
-    Truth,
-    Whole,
-    keys,
-    section,
-)
+from ptrain.spec.leaf import Choice, Dial, Either, Leaf, Numbers, Size, Text, Truth, Whole
 from ptrain.spec.offload import Offload
 from ptrain.spec.pipeline import PipelineSpec
+from ptrain.spec.section import Section, keys, section
 from ptrain.spec.tensor import TensorSpec
 
 _BUCKETS = {"per-tensor": 1, "size": STOCK_BUCKET_BYTES, "whole": WHOLE_BUCKET}

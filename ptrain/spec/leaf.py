@@ -10,9 +10,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import dataclass, field
 from enum import Enum
-from functools import cache
 from typing import Any, NamedTuple, NoReturn, TypeVar, dataclass_transform
 
 from ptrain.spec import slips
@@ -26,13 +25,6 @@ def declared(kind: type[Kind]) -> type[Kind]:
     """A part of the grammar: a dataclass that mypy takes for frozen. Nothing compares or prints its
     values, and each method that is not generated saves time at every start."""
     return dataclass(kw_only=True, eq=False, repr=False)(kind)
-
-
-@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
-def section(kind: type[Kind]) -> type[Kind]:
-    """A section of a spec whose values are at once those that a file says and those that ptrain
-    reads: each field is declared here alone."""
-    return dataclass(frozen=True, kw_only=True)(kind)
 
 
 def describe(value: object) -> str:
@@ -370,32 +362,6 @@ class Either(Leaf):
 
     def schema(self) -> dict[str, Any]:
         return one_of(*(option.schema() for option in self.options))
-
-
-@declared
-class Section:
-    """A nested mapping of the grammar; `also` is what may stand for it in a file. What
-    `is_partial` may lack what the section needs, which a preset gives."""
-
-    kind: type = field(kw_only=False)
-    about: str = field(kw_only=False)
-    also: tuple[dict[str, Any], ...] = ()
-    null: bool = False
-    key: str = ""
-    is_partial: bool = False
-
-
-@cache
-def keys(kind: type) -> Mapping[str, tuple[Field[Any], Leaf | Section]]:
-    """The keys of a section as they are written, each with its field and what it holds: the
-    annotations of a section are evaluated, not texts. A field without one is no key."""
-    declared_as: Mapping[str, Any] = {spot.name: spot.type for spot in fields(kind)}
-    holds = {
-        spot: declared_as[spot.name].__metadata__[0]
-        for spot in fields(kind)
-        if hasattr(declared_as[spot.name], "__metadata__")
-    }
-    return {leaf.key or spot.name: (spot, leaf) for spot, leaf in holds.items()}
 
 
 def plain(value: object) -> object:

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from ptrain.errors import Fault
 from ptrain.spec.axis import EXECUTED_AXES, Axis
 from ptrain.spec.grammar import SpecRaw
-from ptrain.spec.leaf import Leaf, Section, keys
+from ptrain.spec.leaf import Leaf
+from ptrain.spec.section import Section, keys
 from ptrain.spec.shorthand import mark_of
 from ptrain.spec.text import Route, Tree
 

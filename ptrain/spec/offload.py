@@ -2,8 +2,9 @@
 
 from typing import Annotated
 
-from ptrain.spec.leaf import Choice, Text, section
+from ptrain.spec.leaf import Choice, Text
 from ptrain.spec.placement import Tier
+from ptrain.spec.section import section
 from ptrain.spec.slips import TIER_SLIPS
 
 

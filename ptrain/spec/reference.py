@@ -7,9 +7,11 @@ from collections.abc import Iterator
 from dataclasses import MISSING, Field, dataclass
 from typing import Any
 
+from ptrain.spec.axis import EXECUTED_AXES, Axis
 from ptrain.spec.check import is_required
-from ptrain.spec.grammar import SpecRaw
-from ptrain.spec.leaf import Choice, Either, Leaf, Section, keys
+from ptrain.spec.grammar import ExpertTupleRaw, SpecRaw, TupleRaw
+from ptrain.spec.leaf import Choice, Either, Leaf
+from ptrain.spec.section import Section, keys
 
 FOLLOWS, NONE, NEEDED = "follows", "–", "needed"
 
@@ -32,22 +34,38 @@ def reference(kind: type = SpecRaw, above: str = "") -> Iterator[KeyRow]:
     for key, (spot, holds) in keys(kind).items():
         place = f"{above}{key}"
         if isinstance(holds, Section):
+            is_tuple = holds.kind in (TupleRaw, ExpertTupleRaw)
+            takes = "a strategy's name, or a mode of each state" if is_tuple else "its keys"
             yield KeyRow(
                 place=place,
-                takes="a mapping",
+                takes=_executed_axis(key, takes),
                 default=NEEDED if is_required(spot) else NONE,
                 about=holds.about,
                 is_section=True,
             )
-            yield from reference(holds.kind, f"{place}.")
+            if not is_tuple:
+                yield from reference(holds.kind, f"{place}.")
         else:
             yield KeyRow(
                 place=place,
-                takes=holds.takes(),
+                takes=_executed_axis(key, _executed(holds)),
                 default=_default(spot, holds),
-                about=holds.about + (" (not yet)" if holds.executed == () else ""),
+                about=holds.about,
                 words=tuple(_words(holds)),
             )
+
+
+def _executed(leaf: Leaf) -> str:
+    """What it takes, and of which of it it is true that nothing executes it yet."""
+    if leaf.executed is None:
+        return leaf.takes()
+    works = [_yaml(value) for value in leaf.executed]
+    return f"{' or '.join(works)}; not yet: {leaf.takes()}" if works else f"not yet: {leaf.takes()}"
+
+
+def _executed_axis(key: str, takes: str) -> str:
+    is_planned = key in set(Axis) and key not in EXECUTED_AXES
+    return f"not yet: {takes}" if is_planned else takes
 
 
 def _default(spot: Field[Any], leaf: Leaf) -> str:

@@ -9,7 +9,8 @@ from typing import Any
 
 from ptrain.spec.check import is_required
 from ptrain.spec.grammar import SpecRaw
-from ptrain.spec.leaf import Leaf, Section, keys, one_of
+from ptrain.spec.leaf import Leaf, one_of
+from ptrain.spec.section import Section, keys
 
 FILE = "ptrain.schema.json"
 Shape = dict[str, Any]

@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 from typing import Annotated
 
-from ptrain.spec.leaf import Choice, Either, Free, Truth, section
+from ptrain.spec.leaf import Choice, Either, Free, Truth
 from ptrain.spec.role import GIVEN, Role, Roles
+from ptrain.spec.section import section
 
 PAIRED, NAIVE = "paired", "naive"
 

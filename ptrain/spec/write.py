@@ -10,12 +10,13 @@ import yaml
 
 from ptrain.costs import PLACED
 from ptrain.spec.axis import Axis
-from ptrain.spec.leaf import Leaf, Section, keys
+from ptrain.spec.leaf import Leaf
 from ptrain.spec.model import ExternalModel, HuggingFaceModel, ModelShape, ModelSpec
 from ptrain.spec.offload import Offload
 from ptrain.spec.pipeline import PipelineSpec
 from ptrain.spec.placement import Tier
 from ptrain.spec.precision import CUSTOM, LAYOUTS, Precision
+from ptrain.spec.section import Section, keys
 from ptrain.spec.spec import Spec
 from ptrain.spec.tensor import TensorSpec
 from ptrain.spec.write_keep import UNWRITTEN, kept

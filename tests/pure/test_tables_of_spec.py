@@ -25,7 +25,7 @@ from ptrain.spec import (
 )
 from ptrain.spec.axis import DATA_AXES, EXECUTED_AXES, Axis
 from ptrain.spec.cluster import Cluster
-from ptrain.spec.leaf import Choice, Either, Free, Numbers, Real, Section, Size, Text, Truth, Whole
+from ptrain.spec.leaf import Choice, Either, Free, Numbers, Real, Size, Text, Truth, Whole
 from ptrain.spec.names import SPEC_FOLDERS, root
 from ptrain.spec.placement import Distribution, Mode, Placement, Tier
 from ptrain.spec.precision import (
@@ -40,6 +40,7 @@ from ptrain.spec.precision import (
     Precision,
 )
 from ptrain.spec.schema import FILE
+from ptrain.spec.section import Section
 from tests.pure.test_schema import KEYS, VALIDATOR
 
 SETS = {

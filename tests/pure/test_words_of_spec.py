@@ -14,12 +14,13 @@ from ptrain.spec import write_keep as kept
 from ptrain.spec.batch import MAX_SAMPLES
 from ptrain.spec.grammar import SpecRaw
 from ptrain.spec.keep import LossRaw, RecomputeRaw
-from ptrain.spec.leaf import Leaf, Refused, keys
+from ptrain.spec.leaf import Leaf, Refused
 from ptrain.spec.leaf_mode import KeptText, ModesByBlock, ModeText
 from ptrain.spec.offload import Offload
 from ptrain.spec.pipeline import MAX_LAYERS, PipelineSpec
 from ptrain.spec.placement import M
 from ptrain.spec.resolve_keep import CHUNK
+from ptrain.spec.section import keys
 from ptrain.spec.spec import Spec
 from ptrain.spec.write import to_yaml
 from tests.pure.changes import BASE, faults, loaded
