@@ -12,6 +12,7 @@ import pytest
 
 from ptrain.cli.main import main
 from tests.ranks import Ranks
+from tests.shares import write_shares
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -25,6 +26,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         type=int,
         help="of each row of the data axis only the first so many settings, which hold most pairs",
     )
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    write_shares(terminalreporter)
 
 
 @pytest.fixture

@@ -18,8 +18,9 @@ from ptrain.axes.tensor.dials import DIALS as TENSOR_DIALS
 from ptrain.axes.tensor.rules import TENSOR
 from ptrain.errors import Fault, SpecError
 from ptrain.spec.axis import EXECUTED_AXES, Factor
+from ptrain.spec.job import OptimizerSpec
 from ptrain.spec.model import Family, ModelShape
-from ptrain.spec.spec import OptimizerSpec, Spec
+from ptrain.spec.spec import Spec
 
 ROOMS: tuple[AxisRules, ...] = (DATA, TENSOR, PIPELINE)
 BYTE_VOCAB = 259  # 256 bytes and three specials

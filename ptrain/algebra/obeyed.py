@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from ptrain.algebra.legality import check
-from ptrain.axes.data.costs import STOCK_BUCKET_BYTES
 from ptrain.axes.data.form import data_factors, tier_of
 from ptrain.costs import PLACED
-from ptrain.spec.batch import GatherAfterUpdate, ReduceScatterVia, UnitKind, UnitSize
+from ptrain.spec.keys import dials
 from ptrain.spec.placement import Tier
 from ptrain.spec.spec import Spec
 
@@ -40,26 +39,9 @@ def shown(spec: Spec) -> Shown:
 
 def _probes(spec: Spec) -> Iterator[tuple[str, Spec]]:
     """Each dial at its default, and the spec with another value of it."""
-    sync = spec.sync
-    if sync.reshard_after_forward is True:
-        yield (
-            "sync.reshard_after_forward",
-            replace(spec, sync=replace(sync, reshard_after_forward=False)),
-        )
-    if sync.reshard_after_backward:
-        yield (
-            "sync.reshard_after_backward",
-            replace(spec, sync=replace(sync, reshard_after_backward=False)),
-        )
-    if spec.reduce_scatter is ReduceScatterVia.NATIVE:
-        yield "reduce_scatter", replace(spec, reduce_scatter=ReduceScatterVia.ALL_TO_ALL)
-    if spec.bucket_bytes == STOCK_BUCKET_BYTES:
-        yield "bucket", replace(spec, bucket_bytes=1)
-    if spec.unit == UnitSize():
-        yield "unit", replace(spec, unit=UnitSize(kind=UnitKind.SUB_BLOCK))
-    if spec.gather_after_update is GatherAfterUpdate.BLOCKING:
-        during = GatherAfterUpdate.DURING_UPDATE
-        yield "gather_after_update", replace(spec, gather_after_update=during)
+    for key in dials():
+        if key.dial.other is not None and key.is_free(spec):
+            yield key.place, key.set(spec, key.dial.other)
 
 
 def _is_refused(spec: Spec, place: str) -> bool:

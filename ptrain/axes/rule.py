@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 from ptrain.errors import Fault
 from ptrain.spec.axis import Axis, Factor
+from ptrain.spec.job import OptimizerSpec
 from ptrain.spec.placement import Placement
-from ptrain.spec.spec import OptimizerSpec, Spec
+from ptrain.spec.spec import Spec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from ptrain.data.tokenizer import VOCAB, encode
 from ptrain.data.tokens import open_tokens
 from ptrain.errors import refused
-from ptrain.spec.spec import DataSpec
+from ptrain.spec.job import DataSpec
 
 _HELD_OUT_EVERY = 10  # every tenth document is held out
 _HELD_OUT_OF_FILE = 20  # the last twentieth of a token file is

@@ -8,7 +8,7 @@ from ptrain.algebra.layout import ranks_over
 from ptrain.axes.ring import Calls, Group
 from ptrain.costs import Collective, Phase, State
 from ptrain.spec.axis import Axis
-from ptrain.spec.batch import ReduceScatterVia
+from ptrain.spec.dials import ReduceScatterVia
 from ptrain.spec.spec import Spec
 
 

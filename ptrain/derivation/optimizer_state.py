@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from ptrain.axes.data.rules import is_elementwise, keeps_state
 from ptrain.facts.model import TensorFacts, UnitFacts
+from ptrain.spec.job import OptimizerSpec
 from ptrain.spec.precision import DType, Layout
-from ptrain.spec.spec import OptimizerSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ from ptrain.axes.pipeline.gathers import stage_gathers
 from ptrain.axes.pipeline.schedule import Schedule
 from ptrain.facts.model import ModelFacts
 from ptrain.facts.stages import Stage
-from ptrain.spec.batch import GradientSync
+from ptrain.spec.dials import GradientSync
 from ptrain.steps.step import Plan
 from ptrain.units import format_bytes
 

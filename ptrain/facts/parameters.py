@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import assert_never
 
 from ptrain.facts.model import ModelFacts, TensorFacts, UnitFacts
-from ptrain.spec.batch import UnitKind, UnitSize
+from ptrain.spec.dials import UnitKind, UnitSize
 from ptrain.spec.model import Family, ModelShape
 
 _FP32 = 4  # bytes: buffers are fp32 (fp64 under compute fp64), whatever the layout

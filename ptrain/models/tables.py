@@ -23,7 +23,7 @@ from ptrain.models.initialize import cast
 from ptrain.models.loss import token_loss_sum
 from ptrain.models.trace import Born, Completion, Died, Event, Recording, record
 from ptrain.models.units import Units, unit_modules
-from ptrain.spec.batch import UnitKind, UnitSize
+from ptrain.spec.dials import UnitKind, UnitSize
 from ptrain.spec.model import Family, ModelShape
 from ptrain.timeline import Boundary, Mark
 

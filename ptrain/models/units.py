@@ -9,7 +9,7 @@ from typing import assert_never
 from torch import nn
 
 from ptrain.errors import refused
-from ptrain.spec.batch import UnitKind, UnitSize
+from ptrain.spec.dials import UnitKind, UnitSize
 from ptrain.spec.role import fits
 
 ROOT = ""

@@ -9,7 +9,7 @@ import torch
 from ptrain.errors import Fault, SpecError
 from ptrain.optimizers.muon import Muon
 from ptrain.optimizers.sgd import SGD
-from ptrain.spec.spec import OptimizerSpec
+from ptrain.spec.job import OptimizerSpec
 
 
 def has_own_rule_for_matrices(rule: str) -> bool:

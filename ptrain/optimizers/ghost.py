@@ -11,9 +11,9 @@ from itertools import accumulate
 
 from ptrain.rooms.ghost import Ghost, Reader, Storage
 from ptrain.rooms.room import OptimizerLeaf
+from ptrain.spec.job import OptimizerSpec
 from ptrain.spec.placement import Tier
 from ptrain.spec.precision import DType
-from ptrain.spec.spec import OptimizerSpec
 
 _ITERATIONS = 5
 

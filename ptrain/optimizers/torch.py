@@ -9,8 +9,8 @@ import torch
 from ptrain.models.numerics import TORCH_DTYPES
 from ptrain.optimizers.build import build_optimizer
 from ptrain.rooms.room import OptimizerLeaf
+from ptrain.spec.job import OptimizerSpec
 from ptrain.spec.precision import DType
-from ptrain.spec.spec import OptimizerSpec
 
 
 class TorchLeaf:

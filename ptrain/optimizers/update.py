@@ -12,8 +12,8 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from ptrain.costs import State
 from ptrain.rooms.room import Optimizer, OptimizerLeaf, Room, Rules, T
+from ptrain.spec.job import OptimizerSpec
 from ptrain.spec.precision import DType, Layout
-from ptrain.spec.spec import OptimizerSpec
 
 MASTER, COUNTER = "master", "step"
 

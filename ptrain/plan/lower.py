@@ -19,7 +19,7 @@ from ptrain.errors import SpecError, refused
 from ptrain.facts.roles import roles_of
 from ptrain.facts.stages import Stage
 from ptrain.spec.axis import Axis, Factor
-from ptrain.spec.batch import Overlap
+from ptrain.spec.dials import Overlap
 from ptrain.spec.model import ModelShape
 from ptrain.spec.placement import CUT, Distribution, Tier
 from ptrain.spec.role import Roles

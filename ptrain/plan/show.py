@@ -17,7 +17,8 @@ from ptrain.axes.pipeline.simulate import simulate
 from ptrain.plan.composition import condition_lines, ranks_text, theorem_6, theorem_7
 from ptrain.plan.show_keep import keep_text, loss_text
 from ptrain.spec.axis import Axis
-from ptrain.spec.batch import (
+from ptrain.spec.dials import (
+    WHOLE_BUCKET,
     GatherAfterUpdate,
     GradientSync,
     ReduceScatterVia,
@@ -28,7 +29,7 @@ from ptrain.spec.model import ModelShape
 from ptrain.spec.placement import Tier
 from ptrain.spec.precision import Layout
 from ptrain.spec.role import Role, Roles
-from ptrain.spec.spec import WHOLE_BUCKET, Spec
+from ptrain.spec.spec import Spec
 from ptrain.steps.step import (
     Accumulate,
     ChunkedLoss,

@@ -12,7 +12,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 from ptrain.costs import Collective, State
 from ptrain.rooms.registry import Registry
 from ptrain.rooms.room import Move
-from ptrain.spec.batch import ReduceScatterVia
+from ptrain.spec.dials import ReduceScatterVia
 
 # torch 2.13 renamed these two and deprecates the old names, which are all that 2.11 has.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -12,7 +12,7 @@ from typing import Protocol
 from ptrain.costs import Collective, State
 from ptrain.rooms.room import Axes, Move, Shape
 from ptrain.spec.axis import Axis
-from ptrain.spec.batch import ReduceScatterVia
+from ptrain.spec.dials import ReduceScatterVia
 from ptrain.spec.placement import Tier
 from ptrain.spec.precision import DType
 

@@ -12,10 +12,10 @@ from typing import Generic, Protocol, TypeVar
 
 from ptrain.costs import State
 from ptrain.spec.axis import Axis
-from ptrain.spec.batch import ReduceScatterVia
+from ptrain.spec.dials import ReduceScatterVia
+from ptrain.spec.job import OptimizerSpec
 from ptrain.spec.placement import Tier
 from ptrain.spec.precision import DType
-from ptrain.spec.spec import OptimizerSpec
 
 T = TypeVar("T")
 T_contra = TypeVar("T_contra", contravariant=True)

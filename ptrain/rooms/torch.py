@@ -15,7 +15,7 @@ from ptrain.rooms.registry import Registry
 from ptrain.rooms.room import Axes, Move, Shape, Work
 from ptrain.rooms.tiers import Tiers, alike, cast, same_memory
 from ptrain.spec.axis import Axis
-from ptrain.spec.batch import ReduceScatterVia
+from ptrain.spec.dials import ReduceScatterVia
 from ptrain.spec.placement import Tier
 from ptrain.spec.precision import DType
 

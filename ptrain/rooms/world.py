@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from ptrain.errors import Fault, RankFailed, SpecError
-from ptrain.spec.spec import Timeout
+from ptrain.spec.job import Timeout
 
 
 def launched() -> bool:

@@ -7,30 +7,25 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from itertools import product
-from operator import attrgetter
-from typing import Any
 
 from ptrain.algebra.legality import check, executed
-from ptrain.axes.data.costs import STOCK_BUCKET_BYTES
 from ptrain.axes.data.form import tier_of
 from ptrain.axes.data.rules import DATA
 from ptrain.costs import PLACED
 from ptrain.spec.axis import DATA_AXES, Axis, Factor
-from ptrain.spec.batch import (
-    GatherAfterUpdate,
+from ptrain.spec.dials import (
     GradientSync,
-    Overlap,
-    ReduceScatterVia,
     SyncPolicy,
-    UnitSize,
 )
+from ptrain.spec.keys import dials
 from ptrain.spec.names import listing, strategy
+from ptrain.spec.offload import Offload
 from ptrain.spec.placement import OFFLOADED, S_STAR, Distribution, Mode, Placement, R, S, Tier
 from ptrain.spec.shorthand import POLICIES
-from ptrain.spec.spec import Offload, Spec
+from ptrain.spec.spec import Spec
 
 # Tuples that are tried in place of the spec's own: what needs no other layout or optimizer. Those
 # with states on the host begin with the fewest there.
@@ -100,9 +95,11 @@ def obeying(spec: Spec) -> Spec | None:
     to offer a tuple: it is set back."""
     faults = check(spec)
     places = [f"{fault.place}." for fault in faults]
-    for dial in _DIALS:
-        if any(place.startswith(f"{dial.place}.") for place in places):
-            spec = dial.set_back(spec)
+    for dial in dials():
+        if f"{dial.place}." in places:
+            spec = dial.set(spec, dial.dial.free)
+    if any(place.startswith("offload.") for place in places):
+        spec = replace(spec, offload=Offload())
     if faults and check(spec):
         return None
     return None if executed(spec) else spec
@@ -128,59 +125,6 @@ def _with_factors(spec: Spec, factors: tuple[Factor, ...]) -> Spec:
         late = _whole_gradients(factors)
         sync = replace(sync, gradients=GradientSync.LAST if late else GradientSync.EVERY)
     return replace(spec, factors=factors, sync=sync)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Dial:
-    """A key that a placement may be unable to obey: where it stands in a file and in the spec, what
-    every placement obeys, and how that is written."""
-
-    place: str
-    field: str
-    value: object
-    override: str
-
-    def of(self, spec: Spec) -> object:
-        value: object = attrgetter(self.field)(spec)
-        return value
-
-    def set_back(self, spec: Spec) -> Spec:
-        outer, _, inner = self.field.partition(".")
-        inside: Any = replace(getattr(spec, outer), **{inner: self.value}) if inner else self.value
-        return replace(spec, **{outer: inside})
-
-
-_DIALS = (
-    _Dial(
-        place="sync.reshard_after_forward",
-        field="sync.reshard_after_forward",
-        value=True,
-        override="sync.reshard_after_forward=true",
-    ),
-    _Dial(
-        place="sync.reshard_after_backward",
-        field="sync.reshard_after_backward",
-        value=True,
-        override="sync.reshard_after_backward=true",
-    ),
-    _Dial(place="unit", field="unit", value=UnitSize(), override="unit=block"),
-    _Dial(place="bucket", field="bucket_bytes", value=STOCK_BUCKET_BYTES, override="bucket=size"),
-    _Dial(place="prefetch", field="prefetch", value=0, override="prefetch=0"),
-    _Dial(place="overlap", field="overlap", value=Overlap.NONE, override="overlap=none"),
-    _Dial(place="offload", field="offload", value=Offload(), override="offload={}"),
-    _Dial(
-        place="gather_after_update",
-        field="gather_after_update",
-        value=GatherAfterUpdate.BLOCKING,
-        override="gather_after_update=blocking",
-    ),
-    _Dial(
-        place="reduce_scatter",
-        field="reduce_scatter",
-        value=ReduceScatterVia.NATIVE,
-        override="reduce_scatter=native",
-    ),
-)
 
 
 def frugal(spec: Spec) -> Iterator[Spec]:
@@ -236,11 +180,10 @@ def overrides(before: Spec, after: Spec) -> Iterator[str]:
         yield f"placement={_written(after)}"
         if (policy := before.resolved.get("recompute", "full")) != "full":
             yield f"recompute={_flow(policy)}"  # a strategy's name may have said it
-    for dial in _DIALS:
-        if dial.field == "offload":
-            yield from _offload(before, after)
-        elif dial.of(before) != dial.of(after):
+    for dial in dials():
+        if dial.of(before) != dial.of(after):
             yield dial.override
+    yield from _offload(before, after)
     if before.sync.gradients is not after.sync.gradients and _says_when(before):
         yield f"sync.gradients={after.sync.gradients}"
     if before.batch.global_samples != after.batch.global_samples:

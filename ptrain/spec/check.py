@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, Field
 from typing import Any
 
 from ptrain.errors import Fault
 from ptrain.spec import slips
+from ptrain.spec.batch import BatchRaw
 from ptrain.spec.grammar import MeshRaw, SpecRaw
-from ptrain.spec.grammar_parts import BatchRaw, ModelRaw
-from ptrain.spec.leaf import Choice, Leaf, Refused, Section, describe, keys, nearest
+from ptrain.spec.leaf import Choice, Leaf, Refused, describe, nearest
+from ptrain.spec.model import ModelRaw
+from ptrain.spec.section import Section, keys
 from ptrain.spec.shorthand import mark_of
-from ptrain.spec.text import Route, Tree
+from ptrain.spec.text import COMMAND_LINE, Route, Tree
 
 # Stand-ins for what every spec needs: nothing more is reported of a section that is at fault.
 _NEEDED: dict[Route, object] = {
@@ -28,14 +31,17 @@ _EXAMPLES = {
 }
 
 
-def validate(tree: Tree, kind: type = SpecRaw) -> tuple[Any, dict[Route, Fault]]:
+def validate(
+    tree: Tree, kind: type = SpecRaw, *, is_partial: bool = False
+) -> tuple[Any, dict[Route, Fault]]:
     """Return the raw section and the faults by route.
 
     What is at fault is left out of the section, and so are mappings that need it, so that the next
-    stage can still look at what is sound. The section is None where nothing of it is.
+    stage can still look at what is sound. The section is None where nothing of it is. One that
+    `is_partial` is a mapping of the values that are written.
     """
     walk = _Walk(tree)
-    raw = walk.section(kind, tree.root, ())
+    raw = walk.section(kind, tree.root, (), is_partial=is_partial)
     return (None if raw is MISSING else raw), walk.faults
 
 
@@ -46,7 +52,9 @@ class _Walk:
         self.tree = tree
         self.faults: dict[Route, Fault] = {}
 
-    def section(self, kind: type, written: object, route: Route) -> object:
+    def section(
+        self, kind: type, written: object, route: Route, *, is_partial: bool = False
+    ) -> object:
         if not isinstance(written, dict):
             self._no_mapping(kind, written, route)
             return MISSING
@@ -57,42 +65,118 @@ class _Walk:
             value: object = MISSING
             if key in written:
                 value = self._value(holds, written[key], inner)
-            elif is_required(spot):
+            elif is_required(spot) and not is_partial:
                 finding, remedy = _missing(inner)
                 mark = mark_of(self.tree, route, key=True)
                 self.faults[inner] = mark.fault(".".join(inner), finding, remedy)
             values[spot.name] = _NEEDED.get(inner, value) if value is MISSING else value
         for key in written:
             if key not in known:
-                self._unknown(key, tuple(known), route)
-        if any(values[spot.name] is MISSING for spot, _ in known.values() if is_required(spot)):
+                self._unknown(key, kind, route)
+        sound = {name: value for name, value in values.items() if value is not MISSING}
+        if is_partial:
+            return sound
+        if any(spot.name not in sound for spot, _ in known.values() if is_required(spot)):
             return MISSING
-        return kind(**{name: value for name, value in values.items() if value is not MISSING})
+        return kind(**sound)
 
     def _value(self, holds: Leaf | Section, value: object, route: Route) -> object:
         if isinstance(holds, Section):
-            return None if value is None and holds.null else self.section(holds.kind, value, route)
+            if value is None and holds.null:
+                return None
+            return self.section(holds.kind, value, route, is_partial=holds.is_partial)
         try:
-            return holds.check(value)
+            return holds.take(value)
         except Refused as error:
             self._fault(route, error.finding, error.remedy)
             return MISSING
 
     def _no_mapping(self, kind: type, value: object, route: Route) -> None:
-        remedy = _key_of(kind, value, route) or f"its keys: {', '.join(keys(kind))}"
+        remedy = self._key_of(kind, value, route) or _listed("its keys", kind, route)
         if route == ("checkpoint",):
             remedy = slips.checkpointed(value) or remedy
         self._fault(route, f"must be a mapping; got {describe(value)}", remedy)
 
-    def _unknown(self, key: str, known: tuple[str, ...], route: Route) -> None:
+    def _unknown(self, key: str, kind: type, route: Route) -> None:
         other = slips.other_key(key) if not route else ""
-        guess = other or slips.whole_part(key, known) or nearest(key, known)
-        remedy = f"did you mean {guess!r}?" if guess else f"known here: {', '.join(known)}"
+        places = [other] if other else _meant(key, kind, route)
+        if places:
+            here = [place.removeprefix(".".join((*route, ""))) for place in places]
+            remedy = f"did you mean {' or '.join(map(repr, here))}?"
+        else:
+            remedy = _listed("known here", kind, route)
         self._fault((*route, key), f"unknown key {key!r}", remedy, key=True)
+
+    def _key_of(self, kind: type, value: object, route: Route) -> str:
+        """`precision=fp16`: the key of the section that takes the value which the section got."""
+        if not isinstance(value, str):
+            return ""
+        known = keys(kind)
+        holder = next((key for key, (_, holds) in known.items() if _has_word(holds, value)), "")
+        key = holder or ("preset" if "preset" in known else "")
+        return f"write {self._said((*route, key), value)}" if key else ""
+
+    def _said(self, route: Route, value: str) -> str:
+        """A key with its value, as the command line has it or as a file has."""
+        if mark_of(self.tree, route[:-1]).source.startswith(COMMAND_LINE):
+            return f"{'.'.join(route)}={value}"
+        return f"{route[0]}: {{{route[-1]}: {value}}}" if len(route) > 1 else f"{route[0]}: {value}"
 
     def _fault(self, route: Route, finding: str, remedy: str, *, key: bool = False) -> None:
         mark = mark_of(self.tree, route, key=key)
         self.faults[route] = mark.fault(".".join(route), finding, remedy)
+
+
+_MOST_LISTED = 12  # keys in a remedy
+
+
+def _listed(what: str, kind: type, route: Route) -> str:
+    """The keys of a section, or the command that lists them."""
+    known = tuple(keys(kind))
+    if len(known) <= _MOST_LISTED:
+        return f"{what}: {', '.join(known)}"
+    return f"`{' '.join(('ptrain help keys', *route[:1]))}` lists what there is"
+
+
+def _has_word(holds: Leaf | Section, value: str) -> bool:
+    return isinstance(holds, Choice) and value in holds.words
+
+
+def _meant(key: str, kind: type, route: Route) -> list[str]:
+    """The places that may have been meant: in this section, else wherever a key is called so."""
+    known = keys(kind)
+    folded = key.lower().replace("-", "_")
+    here = next((name for name, (_, holds) in known.items() if folded in _names(holds)), "")
+    here = here or slips.whole_part(key, tuple(known)) or nearest(key, tuple(known))
+    if here:
+        return [".".join((*route, here))]
+    places = {".".join(place): names for place, names in _places(SpecRaw, ())}
+    called = [place for place, names in places.items() if folded in names]
+    return called[:_MOST_MEANT] or _nearly(folded, places)
+
+
+def _nearly(word: str, places: Mapping[str, tuple[str, ...]]) -> list[str]:
+    """The one place whose key is nearly the word."""
+    place_of = {names[0]: place for place, names in places.items()}
+    guess = nearest(word, tuple(place_of))
+    return [place_of[guess]] if guess else []
+
+
+_MOST_MEANT = 3  # places in a question
+
+
+def _places(kind: type, above: Route) -> Iterator[tuple[Route, tuple[str, ...]]]:
+    """Every key with its name and what others call it; not those of tuples, which are all alike,
+    and no section itself."""
+    for key, (_, holds) in keys(kind).items():
+        if isinstance(holds, Leaf):
+            yield (*above, key), (key, *holds.aka)
+        elif key != "placement":
+            yield from _places(holds.kind, (*above, key))
+
+
+def _names(holds: Leaf | Section) -> tuple[str, ...]:
+    return holds.aka if isinstance(holds, Leaf) else ()
 
 
 def is_required(spot: Field[Any]) -> bool:
@@ -106,11 +190,3 @@ def _missing(route: Route) -> tuple[str, str]:
         return f"all 4 states are needed: missing {route[-1]!r}", f"add {route[-1]}: R, S or S*"
     section = f" in {'.'.join(route[:-1])}" if len(route) > 1 else ""
     return f"the key {route[-1]!r} is missing{section}", f"write {_EXAMPLES[route[-1]]}"
-
-
-def _key_of(kind: type, value: object, route: Route) -> str:
-    """`precision=fp16`: the key of the section that takes the value which the section got."""
-    for key, (_, holds) in keys(kind).items():
-        if isinstance(holds, Choice) and isinstance(value, str) and value in holds.words:
-            return f"write {'.'.join((*route, key))}={value}"
-    return ""

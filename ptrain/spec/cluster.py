@@ -1,24 +1,87 @@
 """What the job runs on: devices, their memory, and links by tier. Used by fit and legality."""
 
-from __future__ import annotations
+from typing import Annotated, Any
 
-from dataclasses import dataclass
+from ptrain.spec.leaf import Choice, Leaf, Real, Size, Text, Whole, describe, refuse
+from ptrain.spec.section import section
+
+_NAME_OR_FILE = r"[^\x00-\x1f]{1,300}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+class _Alike(Leaf):
+    """One figure for all devices of a cluster: a list of theirs is told why."""
+
+    def check(self, value: Any) -> object:
+        if isinstance(value, list | dict):
+            refuse(
+                f"must be one figure for all devices; got {describe(value)}",
+                "every device is like the others: a rank of an axis gets as much as its peers, and "
+                "the slowest and smallest decides; write its figure",
+            )
+        return super().check(value)
+
+
+class _Count(_Alike, Whole):
+    pass
+
+
+class _Bytes(_Alike, Size):
+    pass
+
+
+class _Figure(_Alike, Real):
+    pass
+
+
+@section
 class Cluster:
-    """`device_memory` in bytes; bandwidths in bytes per second; latencies in seconds.
-    `host_memory` is one node's, which its devices share; None where nobody says it. `kind`: cpu or
-    cuda; None where nobody says it."""
+    """What the job runs on: a preset and fields that override it. Bandwidths in bytes per second;
+    what is None nobody says."""
 
-    name: str
-    devices: int
-    devices_per_node: int
-    device_memory: int
-    intra_node_bandwidth: float
-    inter_node_bandwidth: float
-    intra_node_latency: float = 5e-6
-    inter_node_latency: float = 10e-6
-    flops: float = 0.0
-    host_memory: int | None = None
-    kind: str | None = None
+    preset: Annotated[
+        str | None, Text("a cluster of specs/clusters, or a file of its fields", _NAME_OR_FILE)
+    ] = None
+    name: Annotated[str, Text("what reports call it")] = "cluster"
+    devices: Annotated[int, _Count("devices in all", 1, 2**17)]
+    devices_per_node: Annotated[
+        int, _Count("devices of one node; without: all of them", 1, 2**17, follows=True)
+    ] = 0
+    device_memory: Annotated[int, _Bytes("memory of one device (80 GiB)")]
+    host_memory: Annotated[
+        int | None, _Bytes("memory of one node's host for offloaded states, shared by its devices")
+    ] = None
+    intra_node_bandwidth: Annotated[
+        float,
+        _Bytes(
+            "bytes per second of one device within a node (450 GB/s)",
+            rate=True,
+            read=float,
+            write=round,
+        ),
+    ]
+    inter_node_bandwidth: Annotated[
+        float,
+        _Bytes(
+            "bytes per second of one device between nodes (50 GB/s); without: as within one",
+            rate=True,
+            follows=True,
+            read=float,
+            write=round,
+        ),
+    ] = 0.0
+    intra_node_latency: Annotated[float, _Figure("seconds per message", 0.0, 60.0)] = 5e-6
+    inter_node_latency: Annotated[float, _Figure("seconds per message", 0.0, 60.0)] = 10e-6
+    kind: Annotated[
+        str | None,
+        Choice(
+            "what its devices are: whose kernels compute",
+            {"cpu": "processors: ranks are processes on them", "cuda": "GPUs"},
+        ),
+    ] = None
+    price: Annotated[
+        float | None,
+        _Figure("money for one device for an hour, in any currency", 0.0, 1e9),
+    ] = None
+    flops: Annotated[
+        float, _Figure("operations per second of one device; 0: nobody says it", 0.0, 1e20)
+    ] = 0.0

@@ -8,41 +8,17 @@ makes the `Spec` of them. Defaults are those of the resolved spec.
 from dataclasses import field, replace
 from typing import Annotated, Any
 
-from ptrain.spec import slips
-from ptrain.spec.grammar_cluster import ClusterRaw
-from ptrain.spec.grammar_keep import ACTIVATIONS, LOSS, RECOMPUTE, LossRaw, RecomputeRaw
-from ptrain.spec.grammar_parts import (
-    RESHARD,
-    BatchRaw,
-    CheckpointRaw,
-    DataRaw,
-    EvalRaw,
-    LogRaw,
-    ModelRaw,
-    OffloadRaw,
-    OptimizerRaw,
-    PrecisionRaw,
-    SyncRaw,
-    TensorRaw,
-    TimeoutRaw,
-    TrainRaw,
-)
-from ptrain.spec.grammar_pipeline import PipelineRaw
-from ptrain.spec.leaf import (
-    Choice,
-    Either,
-    Free,
-    Numbers,
-    Section,
-    Size,
-    Text,
-    Truth,
-    Whole,
-    declared,
-    meanings,
-)
+from ptrain.spec.batch import BatchRaw
+from ptrain.spec.cluster import Cluster
+from ptrain.spec.dials import RESHARD
+from ptrain.spec.keep import ACTIVATIONS, LOSS, RECOMPUTE, LossRaw, RecomputeRaw
+from ptrain.spec.keys import Keys
+from ptrain.spec.leaf import Choice, Either, Free, Text, Truth, Whole, declared, meanings
 from ptrain.spec.leaf_mode import KEPT_MEANINGS, KeptText, ModeText
+from ptrain.spec.model import ModelRaw
 from ptrain.spec.placement import Mode, R
+from ptrain.spec.precision import PrecisionRaw
+from ptrain.spec.section import Section, section
 
 MAX_DEGREE = 2**17
 _TUPLE_TEXTS = (
@@ -63,15 +39,33 @@ class MeshRaw:
 
     pp: Annotated[
         int | str | None,
-        Whole("pipeline stages: the layers are spread", 1, MAX_DEGREE, words=("auto",)),
+        Whole(
+            "pipeline stages: the layers are spread",
+            1,
+            MAX_DEGREE,
+            words=("auto",),
+            aka=("pipeline", "pipeline_parallel", "pipeline_model_parallel_size"),
+        ),
     ] = None
     dp_replicate: Annotated[
         int | str | None,
-        Whole("ranks that keep whole copies (DDP)", 1, MAX_DEGREE, words=("auto",)),
+        Whole(
+            "ranks that keep whole copies (DDP)",
+            1,
+            MAX_DEGREE,
+            words=("auto",),
+            aka=("ddp", "replicate"),
+        ),
     ] = None
     dp_shard: Annotated[
         int | str | None,
-        Whole("ranks that shard states (ZeRO, FSDP)", 1, MAX_DEGREE, words=("auto",)),
+        Whole(
+            "ranks that shard states (ZeRO, FSDP)",
+            1,
+            MAX_DEGREE,
+            words=("auto",),
+            aka=("fsdp", "zero", "shard"),
+        ),
     ] = None
     cp: Annotated[
         int | str | None,
@@ -83,7 +77,13 @@ class MeshRaw:
     ] = None
     tp: Annotated[
         int | str | None,
-        Whole("ranks that share each operator", 1, MAX_DEGREE, words=("auto",)),
+        Whole(
+            "ranks that share each operator",
+            1,
+            MAX_DEGREE,
+            words=("auto",),
+            aka=("tensor", "tensor_parallel", "tensor_model_parallel_size"),
+        ),
     ] = None
     dp: Annotated[
         int | str | None,
@@ -150,9 +150,9 @@ class PlacementRaw:
     dp: Annotated[TupleRaw | None, DP_TUPLE] = None
 
 
-@declared
-class SpecRaw:
-    """A spec: the model, the mesh of ranks and how each state is placed on it."""
+@section
+class _Head:
+    """What comes first in a file, and is resolved to something else."""
 
     name: Annotated[
         str | None,
@@ -176,118 +176,19 @@ class SpecRaw:
         field(default_factory=PrecisionRaw)
     )
     batch: Annotated[BatchRaw, Section(BatchRaw, "samples per step and how they are split")]
-    optimizer: Annotated[OptimizerRaw, Section(OptimizerRaw, "the update and its schedule")] = (
-        field(default_factory=OptimizerRaw)
-    )
-    data: Annotated[DataRaw, Section(DataRaw, "what is read")] = field(default_factory=DataRaw)
-    train: Annotated[TrainRaw, Section(TrainRaw, "how long, and from which seed")] = field(
-        default_factory=TrainRaw
-    )
+
+
+@section
+class SpecRaw(Keys, _Head):
+    """A spec: the model, the mesh of ranks and how each state is placed on it."""
+
     cluster: Annotated[
-        ClusterRaw | None,
-        Section(ClusterRaw, "devices, memory and links the job runs on", null=True),
+        dict[str, Any] | None,
+        Section(Cluster, "devices, memory and links the job runs on", null=True, is_partial=True),
     ] = None
-    sync: Annotated[
-        SyncRaw, Section(SyncRaw, "when accumulated gradients and gathered units move")
-    ] = field(default_factory=SyncRaw)
-    eval: Annotated[EvalRaw, Section(EvalRaw, "loss on held-out text")] = field(
-        default_factory=EvalRaw
-    )
-    checkpoint: Annotated[
-        CheckpointRaw,
-        Section(
-            CheckpointRaw,
-            "when the state is saved",
-            also=({"const": "at_end", "description": "once, when the training is done"},),
-        ),
-    ] = field(default_factory=CheckpointRaw)
-    timeout: Annotated[
-        TimeoutRaw,
-        Section(
-            TimeoutRaw, "seconds until a silent rank counts as hung", also=({"type": "number"},)
-        ),
-    ] = field(default_factory=TimeoutRaw)
-    log: Annotated[LogRaw, Section(LogRaw, "what is printed")] = field(default_factory=LogRaw)
-    profile: Annotated[list[int], Numbers("steps whose trace is written", 0, 10**9, whole=True)] = (
-        field(default_factory=list)
-    )
-    device: Annotated[
-        str,
-        Choice(
-            "where the ranks compute",
-            {
-                "auto": "GPUs if every local rank has one, else the processor",
-                "cpu": "the processor",
-                "cuda": "one GPU per rank",
-            },
-        ),
-    ] = "auto"
-    backend: Annotated[
-        str,
-        Choice(
-            "how the ranks talk",
-            {"auto": "nccl on GPUs, else gloo", "gloo": "over sockets", "nccl": "between GPUs"},
-        ),
-    ] = "auto"
-    deterministic: Annotated[bool, Truth("only algorithms that repeat to the bit")] = False
-    reduce_scatter: Annotated[
-        str,
-        Either(
-            "how gradients are reduced to shards",
-            "native or all_to_all",
-            (
-                Choice(
-                    "",
-                    {
-                        "native": "the backend's own (gloo executes it as an all-reduce)",
-                        "all_to_all": "an exchange and a local sum: a true one on gloo",
-                        "stock": "another word for native",
-                    },
-                ),
-                Truth("true: all_to_all"),
-            ),
-        ),
-    ] = "native"
-    bucket: Annotated[
-        int | str,
-        Size(
-            "DistributedDataParallel's buckets: a bucket is reduced once this many bytes of "
-            "gradients are there; per-tensor: one each; whole: one for all; size: 25 MiB, the "
-            "first one 1 MiB",
-            words=("size", "per-tensor", "whole"),
-            low=2**10,
-            high=2**40,
-            example="25 MiB",
-        ),
-    ] = 25 * 2**20
-    unit: Annotated[
-        str,
-        Either(
-            "what is gathered, reduced and freed together (the paper's s_unit)",
-            "block, sub-block, n blocks or model",
-            (
-                Choice(
-                    "",
-                    {
-                        "block": "one transformer block; the root keeps embedding and head",
-                        "sub-block": "attention and feed-forward apart; the block keeps its norms",
-                        "model": "everything at once",
-                    },
-                ),
-                Text("so many neighbouring blocks", r"[1-9][0-9]{0,4} blocks"),
-            ),
-            hint=slips.unit,
-        ),
-    ] = "block"
     activations: Annotated[Any, ACTIVATIONS] = None
     recompute: Annotated[RecomputeRaw | None, RECOMPUTE] = None
-    tensor: Annotated[TensorRaw, Section(TensorRaw, "how tp cuts operators")] = field(
-        default_factory=TensorRaw
-    )
-    pipeline: Annotated[
-        PipelineRaw, Section(PipelineRaw, "how pp cuts the model, and its schedule")
-    ] = field(default_factory=PipelineRaw)
-    expert: Annotated[Any, Free("how experts are chosen and placed")] = None
+    expert: Annotated[Any, Free("how experts are chosen and placed", executed=())] = None
     attention: Annotated[
         str | None,
         Choice(
@@ -306,6 +207,8 @@ class SpecRaw:
                 "naive": "eager",
                 "manual": "eager",
             },
+            executed=("sdpa", "eager", "flex", "math"),
+            why=" by itself (sdpa chooses it where it can)",
         ),
     ] = None
     loss: Annotated[LossRaw | None, LOSS] = None
@@ -313,49 +216,4 @@ class SpecRaw:
         bool | int | str | None,
         replace(RESHARD, about="another word for sync.reshard_after_forward"),
     ] = None
-    overlap: Annotated[
-        str | None,
-        Choice(
-            "whether gradients are reduced beside the backward pass; without: as the wrapper does "
-            "by itself (DDP and fully_shard: backward; flat units: none)",
-            {
-                "none": "a reduction is awaited before anything goes on; DDP's begin when "
-                "backward is over, and fully_shard gathers nothing ahead",
-                "backward": "a unit's or bucket's reduction runs while backward goes on",
-            },
-            slips={"true": "backward", "on": "backward", "false": "none", "off": "none"},
-        ),
-    ] = None
-    prefetch: Annotated[
-        int | None,
-        Whole(
-            "units whose gathering is begun ahead of their use; without: 0, and for fully_shard "
-            "torch's own (the next unit in backward)",
-            0,
-            10_000,
-        ),
-    ] = None
-    gather_after_update: Annotated[
-        str,
-        Choice(
-            "when parameters that were updated in parts become whole again",
-            {
-                "blocking": "after each unit's update, before the next unit's",
-                "during-update": "begun after each unit's update, awaited when all are updated",
-                "next-forward": "unit by unit, when each is used next",
-            },
-        ),
-    ] = "blocking"
-    offload: Annotated[
-        OffloadRaw | None, Section(OffloadRaw, "states that are not on the device")
-    ] = None
-    compile: Annotated[bool, Truth("torch.compile the blocks")] = False
-    consistency_every: Annotated[
-        int,
-        Whole(
-            "stop where ranks differ in what they hold alike, looked at every so many steps "
-            "(0: never)",
-            0,
-            10**9,
-        ),
-    ] = 0
+    compile: Annotated[bool, Truth("torch.compile the blocks", executed=(False,))] = False

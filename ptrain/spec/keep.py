@@ -5,12 +5,15 @@ block's input, and the results of some operators where a policy says so, and com
 again; on the tiers host and file it is kept there and brought back for use.
 """
 
-from __future__ import annotations
-
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Annotated, Any
 
+from ptrain.spec.leaf import Choice, Either, Size, Truth, Whole, declared, refuse
+from ptrain.spec.leaf_mode import KeptText, ModesByBlock
 from ptrain.spec.placement import Distribution, Mode, Tier
+from ptrain.spec.section import Section
 
 
 class Operators(StrEnum):
@@ -67,3 +70,152 @@ def belongs_to_rank(mode: Mode) -> bool:
     return mode.distribution is Distribution.MATERIALIZED or (
         mode.tier is not Tier.DEVICE and mode.distribution is not Distribution.GATHERED
     )
+
+
+_SLIPS = {
+    "true": "full",
+    "on": "full",
+    "all": "full",
+    "block": "full",
+    "false": "none",
+    "off": "none",
+    "core-attention": "attention",
+    "core_attn": "attention",
+    "selective_op": "selective",
+    "op": "selective",
+}
+POLICIES = {
+    "none": "nothing",
+    "full": "each block from its input",
+    "selective": "what is cheap to compute and large to keep: all but the results of products of "
+    "matrices and of fused attention",
+    "attention": "scores, softmax and their product with the values",
+}
+_OPERATORS = {
+    Operators.MATMUL: "products of matrices",
+    Operators.ATTENTION: "fused attention",
+    Operators.SOFTMAX: "softmax, of eager attention",
+    Operators.NORM: "norms",
+    Operators.COLLECTIVE: "what arrived from other ranks: nothing travels twice",
+}
+_OTHER_OPERATORS = {
+    "mm": "matmul",
+    "linear": "matmul",
+    "matmuls": "matmul",
+    "gemm": "matmul",
+    "sdpa": "attention",
+    "flash": "attention",
+    "layernorm": "norm",
+    "rmsnorm": "norm",
+    "all-gather": "collective",
+    "all_gather": "collective",
+    "communication": "collective",
+}
+
+
+@declared
+class Words(Choice):
+    """A list of words of a closed set; one alone stands for a list of it."""
+
+    def check(self, value: Any) -> object:
+        values = value if isinstance(value, list) else [value]
+        found = [super(Words, self).check(each) for each in values]
+        twice = next((word for word in found if found.count(word) > 1), None)
+        if twice is not None:
+            refuse(f"{twice} is given twice", "keep one of the two")
+        return found
+
+    def schema(self) -> dict[str, Any]:
+        word = super().schema()
+        return {"anyOf": [{"type": "array", "items": word, "uniqueItems": True}, word]}
+
+
+@declared
+class RecomputeRaw:
+    """How blocks whose activations are M come again for their backward passes."""
+
+    policy: Annotated[
+        str | None, Choice("what is computed again; without: full", POLICIES, slips=_SLIPS)
+    ] = None
+    keep: Annotated[
+        list[str] | None,
+        Words(
+            "operators of a block whose results are kept; all others are computed again",
+            {operators.value: about for operators, about in _OPERATORS.items()},
+            slips=_OTHER_OPERATORS,
+        ),
+    ] = None
+    every: Annotated[
+        int, Whole("of the blocks that are M, every n-th, from the first on", 1, 10_000)
+    ] = 1
+    budget: Annotated[
+        int | None,
+        Size(
+            "bytes that a rank's peak may reach: the policy that computes least again and fits is "
+            "taken, and written beside it (without activations: of all blocks)",
+            example="2 GiB",
+            low=2**10,
+            high=2**50,
+        ),
+    ] = None
+
+
+@declared
+class LossRaw:
+    """How logits and loss are computed."""
+
+    kind: Annotated[
+        str | None,
+        Choice(
+            "by a name",
+            {
+                "cross-entropy": "all logits at once",
+                "chunked": "the logits of 1024 tokens at a time, computed again in backward",
+                "fused": "chunked, by torch's linear_cross_entropy",
+                "vocab-parallel": "on slices of the vocabulary, over tp",
+            },
+            slips={
+                "ce": "cross-entropy",
+                "cross_entropy": "cross-entropy",
+                "chunk": "chunked",
+                "linear_cross_entropy": "fused",
+                "linear-cross-entropy": "fused",
+                "liger": "fused",
+                "loss-parallel": "vocab-parallel",
+                "loss_parallel": "vocab-parallel",
+            },
+        ),
+    ] = None
+    chunk: Annotated[
+        int | None, Whole("tokens of a micro-batch whose logits are there at once", 1, 10**9)
+    ] = None
+    fused: Annotated[bool | None, Truth("by torch's linear_cross_entropy, where torch has it")] = (
+        None
+    )
+
+
+def _words(words: Mapping[str, str]) -> tuple[dict[str, Any], ...]:
+    return ({"oneOf": [{"const": word, "description": about} for word, about in words.items()]},)
+
+
+ACTIVATIONS = Either(
+    'what forward saves for backward, for all blocks (M) or by block ({"0-7": M, "8-": R})',
+    "a mode (R, M or O; M@host), or modes by block",
+    (KeptText(""), ModesByBlock("")),
+    hint=KeptText("").meant,
+)
+RECOMPUTE = Section(
+    RecomputeRaw, "what backward computes again where activations are M", also=_words(POLICIES)
+)
+LOSS = Section(
+    LossRaw,
+    "how the loss is computed",
+    also=_words(
+        {
+            "cross-entropy": "all logits at once",
+            "chunked": "a slice of the tokens at a time",
+            "fused": "a slice of the tokens at a time, by torch's linear_cross_entropy",
+            "vocab-parallel": "on slices of the vocabulary",
+        }
+    ),
+)

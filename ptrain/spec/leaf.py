@@ -1,8 +1,8 @@
 """The kinds of value a spec may hold, each with its check, its message and its JSON Schema.
 
 A leaf is an annotation: `steps: Annotated[int, Whole("…", 1, 10**9)]`. `ptrain.spec.check` calls
-its `check` and `ptrain.spec.schema` its `schema`, so that both say the same. A check refuses with a
-finding and a remedy of its own; numbers always name their range.
+its `take`, `ptrain.spec.schema` its `schema` and `ptrain.spec.write` its `say`, so that all three
+agree. A check refuses with a finding and a remedy of its own; numbers always name their range.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import Field, dataclass, field, fields
-from functools import cache
-from typing import Any, NoReturn, TypeVar, dataclass_transform
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, NamedTuple, NoReturn, TypeVar, dataclass_transform
 
 from ptrain.spec import slips
 from ptrain.units import parse_bytes
@@ -63,14 +63,52 @@ def refuse(finding: str, remedy: str = "") -> NoReturn:
     raise Refused(finding, remedy)
 
 
+class Dial(NamedTuple):
+    """What a key that not every placement obeys is asked, in values as a file has them: `free` is
+    obeyed by all of them; `other`, where there is one, is refused where none is obeyed."""
+
+    free: object
+    other: object = None
+
+
 @declared
 class Leaf:
-    """One kind of value; `about` is the hover text of its key."""
+    """One kind of value; `about` is the hover text of its key.
+
+    `read` makes of a checked value what the spec holds, and `write` the other way round; `key` is
+    how a file calls the field, where that is not its name; `aka` what others call it. `follows`:
+    what stands for a key that is left out depends on others. `executed`: the values that something
+    executes by now, where the grammar knows more; `why` not the others. `dial`: of a key that the
+    wrapper of units obeys, and not every one.
+    """
 
     about: str = field(kw_only=False)
+    follows: bool = False
+    executed: tuple[object, ...] | None = None
+    why: str = ""
+    dial: Dial | None = None
+    aka: tuple[str, ...] = ()
+    read: Callable[[Any], object] | None = None
+    write: Callable[[Any], object] | None = None
+    key: str = ""
+
+    def take(self, value: object) -> object:
+        """The value as the spec holds it. Refuses what does not fit."""
+        checked = self.check(value)
+        return checked if self.read is None or checked is None else self.read(checked)
+
+    def say(self, value: object) -> object:
+        """The value as a file says it."""
+        if self.write is not None and value is not None:
+            return self.write(value)
+        return plain(value)
+
+    def takes(self) -> str:
+        """What a value must be, as a phrase."""
+        raise NotImplementedError
 
     def check(self, value: Any) -> object:
-        """The value as it is stored. Refuses what does not fit."""
+        """The value as it is written. Refuses what does not fit."""
         raise NotImplementedError
 
     def schema(self) -> dict[str, Any]:
@@ -86,14 +124,16 @@ class Whole(Leaf):
     high: int = field(default=10**9, kw_only=False)
     words: tuple[str, ...] = ()
 
+    def takes(self) -> str:
+        words = "".join(f" or {word}" for word in self.words)
+        return f"an integer in {self.low}..{self.high}{words}"
+
     def check(self, value: Any) -> object:
         if isinstance(value, str) and value in self.words:
             return value
         if type(value) is int and self.low <= value <= self.high:
             return value
-        wanted = f"must be an integer in {self.low}..{self.high}"
-        wanted += "".join(f" or {word}" for word in self.words)
-        refuse(f"{wanted}; got {describe(value)}", slips.unquote(value))
+        refuse(f"must be {self.takes()}; got {describe(value)}", slips.unquote(value))
 
     def schema(self) -> dict[str, Any]:
         number = {"type": "integer", "minimum": self.low, "maximum": self.high}
@@ -115,18 +155,17 @@ class Real(Leaf):
         number = isinstance(value, int | float) and not isinstance(value, bool)
         if number and self._inside(value):
             return float(value)
-        null = ", or null" if self.null else ""
-        refuse(f"must be {self._range()}{null}; got {describe(value)}", slips.unquote(value))
+        null = slips.null(value) if self.null else ""
+        refuse(f"must be {self.takes()}; got {describe(value)}", null or slips.unquote(value))
 
     def _inside(self, value: float) -> bool:
         above = value > self.low if self.open else value >= self.low
         return above and value <= self.high and abs(value) < 10**300
 
-    def _range(self) -> str:
+    def takes(self) -> str:
         low = f"{'>' if self.open else '>='} {self.low:g}"
-        return f"a finite number {low}" + (
-            "" if self.high == math.inf else f" and <= {self.high:g}"
-        )
+        high = "" if self.high == math.inf else f" and <= {self.high:g}"
+        return f"a finite number {low}{high}" + (", or null" if self.null else "")
 
     def schema(self) -> dict[str, Any]:
         number: dict[str, Any] = {"type": "number"}
@@ -140,10 +179,13 @@ class Real(Leaf):
 class Truth(Leaf):
     """true or false. YAML 1.2: `on`, `off`, `yes` and `no` are texts."""
 
+    def takes(self) -> str:
+        return "true or false"
+
     def check(self, value: Any) -> object:
         if isinstance(value, bool):
             return value
-        refuse(f"must be true or false; got {describe(value)}", "write true or false")
+        refuse(f"must be {self.takes()}; got {describe(value)}", "write true or false")
 
     def schema(self) -> dict[str, Any]:
         return {"type": "boolean"}
@@ -157,11 +199,13 @@ class Choice(Leaf):
     words: Mapping[str, str] = field(kw_only=False)
     slips: Mapping[str, str] = field(default_factory=dict)
 
+    def takes(self) -> str:
+        return f"one of {', '.join(self.words)}"
+
     def check(self, value: Any) -> object:
         if isinstance(value, str) and value in self.words:
             return value
-        listed = ", ".join(self.words)
-        refuse(f"must be one of {listed}; got {describe(value)}", self.meant(value))
+        refuse(f"must be {self.takes()}; got {describe(value)}", self.meant(value))
 
     def meant(self, value: object) -> str:
         """The question whether another of the words was meant."""
@@ -183,12 +227,15 @@ class Text(Leaf):
     kind: str = field(default="a text", kw_only=False)
     null: bool = False
 
+    def takes(self) -> str:
+        return self.kind
+
     def check(self, value: Any) -> object:
         if isinstance(value, str) and re.fullmatch(self.pattern, value):
             return value
         if value is None and self.null:
             return value
-        refuse(f"must be {self.kind}; got {describe(value)}", slips.quote(value))
+        refuse(f"must be {self.takes()}; got {describe(value)}", slips.quote(value))
 
     def schema(self) -> dict[str, Any]:
         text = {"type": "string", "pattern": f"^{self.pattern}$"}
@@ -211,16 +258,18 @@ class Size(Leaf):
         size = _bytes(value, rate=self.rate)
         if size is not None and self.low <= size <= self.high:
             return size
-        example = "450 GB/s" if self.rate else self.example
-        words = "".join(f"{word}, " for word in self.words)
-        or_ = "or " if words else ""
         refuse(
-            f"must be {words}{or_}a size like {example} in {self.low}..{self.high} bytes; "
-            f"got {describe(value)}",
+            f"must be {self.takes()}; got {describe(value)}",
             slips.small_size(value, size, self.low, self.words)
             or slips.near_word(value, self.words)
             or "a number of bytes, or with kB, MB, GB, TB (powers of 1000), KiB, MiB, GiB, TiB",
         )
+
+    def takes(self) -> str:
+        example = "450 GB/s" if self.rate else self.example
+        words = "".join(f"{word}, " for word in self.words)
+        or_ = "or " if words else ""
+        return f"{words}{or_}a size like {example} in {self.low}..{self.high} bytes"
 
     def schema(self) -> dict[str, Any]:
         rate = "(/s)?" if self.rate else ""
@@ -243,11 +292,14 @@ class Numbers(Leaf):
         kinds = (int,) if self.whole else (int, float)
         right = all(type(v) in kinds and self.low <= v <= self.high for v in values)
         if right and (isinstance(value, list) or self.whole) and self.count in (0, len(values)):
-            return [v if self.whole else float(v) for v in values]
+            return tuple(v if self.whole else float(v) for v in values)
+        got = value if isinstance(value, list) else describe(value)
+        refuse(f"must be {self.takes()}; got {got}")
+
+    def takes(self) -> str:
         kind = "whole numbers" if self.whole else "numbers"
         count = f"{self.count} " if self.count else ""
-        got = value if isinstance(value, list) else describe(value)
-        refuse(f"must be a list of {count}{kind} in {self.low:g}..{self.high:g}; got {got}")
+        return f"a list of {count}{kind} in {self.low:g}..{self.high:g}"
 
     def schema(self) -> dict[str, Any]:
         kind = "integer" if self.whole else "number"
@@ -263,9 +315,12 @@ class Free(Leaf):
 
     values: Leaf | None = None
 
+    def takes(self) -> str:
+        return "a mapping"
+
     def check(self, value: Any) -> object:
         if not isinstance(value, dict):
-            refuse(f"must be a mapping; got {describe(value)}")
+            refuse(f"must be {self.takes()}; got {describe(value)}")
         return {key: self._value(key, inner) for key, inner in value.items()}
 
     def _value(self, key: object, value: object) -> object:
@@ -292,38 +347,32 @@ class Either(Leaf):
     def check(self, value: Any) -> object:
         for option in self.options:
             if isinstance(option, Free) and isinstance(value, dict):
-                return option.check(value)  # it was meant, and says which entry is at fault
+                return option.take(value)  # it was meant, and says which entry is at fault
             try:
-                return option.check(value)
+                return option.take(value)
             except Refused:
                 continue
         choices = [option.meant for option in self.options if isinstance(option, Choice)]
         guesses = (guess(value) for guess in ([self.hint] if self.hint else choices))
         remedy = next((guess for guess in guesses if guess), "")
-        refuse(f"must be {self.wanted}; got {describe(value)}", remedy)
+        refuse(f"must be {self.takes()}; got {describe(value)}", remedy)
+
+    def takes(self) -> str:
+        return self.wanted
 
     def schema(self) -> dict[str, Any]:
         return one_of(*(option.schema() for option in self.options))
 
 
-@declared
-class Section:
-    """A nested mapping of the grammar; `also` is what may stand for it in a file."""
-
-    kind: type = field(kw_only=False)
-    about: str = field(kw_only=False)
-    also: tuple[dict[str, Any], ...] = ()
-    null: bool = False
-
-
-@cache
-def keys(kind: type) -> Mapping[str, tuple[Field[Any], Leaf | Section]]:
-    """The keys of a section as they are written (`global` of the field `global_`), each with its
-    field and what it holds: the annotations of a section are evaluated, not texts."""
-    annotated: Mapping[str, Any] = {spot.name: spot.type for spot in fields(kind)}
-    return {
-        spot.name.rstrip("_"): (spot, annotated[spot.name].__metadata__[0]) for spot in fields(kind)
-    }
+def plain(value: object) -> object:
+    """What YAML has for a value: texts for enums, lists for tuples."""
+    match value:
+        case Enum():
+            return value.value
+        case tuple():
+            return [plain(part) for part in value]
+        case _:
+            return value
 
 
 def meanings(words: Mapping[str, str]) -> dict[str, Any]:

@@ -42,11 +42,16 @@ class ModeText(Leaf):
         mode = _parsed(value)
         if mode is None or str(mode) not in self.words():
             refuse(
-                f"must be a mode: R, S, S*, M or O, or with a tier (R@host, S@file); "
-                f"got {describe(value)}",
+                f"must be {self.takes()}; got {describe(value)}",
                 self.meant(value) or slips.quote(value),
             )
         return mode
+
+    def takes(self) -> str:
+        return "a mode: R, S, S*, M or O, or with a tier (R@host, S@file)"
+
+    def say(self, value: object) -> object:
+        return str(value)
 
     def meant(self, value: object) -> str:
         """The question whether another mode was meant."""

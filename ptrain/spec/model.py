@@ -1,9 +1,13 @@
 """Which model: the shape of a built-in family, a transformers class or the user's own function."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Annotated
+
+from ptrain.spec.leaf import Choice, Free, Real, Text, Truth, Whole, declared
+
+_NAME_OR_FILE = r"[^\x00-\x1f]{1,300}"
+
 
 BESIDE = "."  # a target's folder is that of the spec's file
 Vocabulary = tuple[int | None, str]  # how many tokens there are, if the spec says so, and where
@@ -86,3 +90,113 @@ class HuggingFaceModel:
 
 
 ModelSpec = ModelShape | ExternalModel | HuggingFaceModel
+
+
+@declared
+class ModelRaw:
+    """Which model: a preset and shape fields that override it; or hf; or target."""
+
+    preset: Annotated[
+        str | None, Text("a model of specs/models, or a file of shape fields", _NAME_OR_FILE)
+    ] = None
+    family: Annotated[
+        str | None,
+        Choice(
+            "which architecture",
+            {
+                "llama": "RMSNorm, rotary positions, SwiGLU, grouped queries",
+                "gpt": "LayerNorm, learned positions, GELU, dropout",
+            },
+        ),
+    ] = None
+    layers: Annotated[
+        int | None,
+        Whole("blocks", 1, 10_000, aka=("n_layers", "num_layers", "num_hidden_layers", "depth")),
+    ] = None
+    hidden: Annotated[
+        int | None,
+        Whole(
+            "width of the residual stream",
+            1,
+            2**20,
+            aka=("hidden_size", "d_model", "n_embd", "dim"),
+        ),
+    ] = None
+    heads: Annotated[
+        int | None,
+        Whole(
+            "query heads; divides hidden",
+            1,
+            2**14,
+            aka=("n_heads", "num_heads", "num_attention_heads"),
+        ),
+    ] = None
+    kv_heads: Annotated[
+        int | None,
+        Whole(
+            "key and value heads; divides heads",
+            1,
+            2**14,
+            aka=("n_kv_heads", "num_key_value_heads", "num_query_groups"),
+        ),
+    ] = None
+    ffn: Annotated[
+        int | None,
+        Whole(
+            "width inside the feed-forward part",
+            1,
+            2**22,
+            aka=("ffn_hidden_size", "intermediate_size", "d_ff"),
+        ),
+    ] = None
+    vocab: Annotated[
+        int | None, Whole("tokens in the vocabulary", 2, 2**24, aka=("vocab_size",))
+    ] = None
+    tied: Annotated[
+        bool | None, Truth("the head is the transposed embedding", aka=("tie_word_embeddings",))
+    ] = None
+    dropout: Annotated[float | None, Real("probability of dropout", 0.0, 0.99)] = None
+    rope_base: Annotated[
+        float | None,
+        Real("base of the rotary positions", 0.0, 1e12, open=True, aka=("rope_theta",)),
+    ] = None
+    experts: Annotated[int | None, Whole("experts per block", 1, 2**16, executed=())] = None
+    experts_per_token: Annotated[
+        int | None, Whole("experts a token visits", 1, 2**16, executed=())
+    ] = None
+    hf: Annotated[
+        str | None,
+        Text(
+            "a causal language model of transformers: its class, or its model type",
+            r"[A-Za-z][A-Za-z0-9_-]*",
+            "a class or a model type, like LlamaForCausalLM or llama",
+        ),
+    ] = None
+    config: Annotated[dict[str, object] | None, Free("arguments of the hf class's config")] = None
+    target: Annotated[
+        str | None,
+        Text(
+            "a function that returns the module; runs with --allow-import only",
+            r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*:[A-Za-z_][A-Za-z0-9_]*",
+            "package.module:function",
+        ),
+    ] = None
+    arguments: Annotated[dict[str, object] | None, Free("keyword arguments of target")] = None
+    folder: Annotated[
+        str | None,
+        Text(
+            "where target is looked for after what is installed: . is the spec's own folder, and "
+            "null is nowhere",
+            _NAME_OR_FILE,
+            null=True,
+        ),
+    ] = BESIDE
+    blocks: Annotated[
+        str | None,
+        Text(
+            "which modules of a target or hf model are its blocks, * for a number; "
+            "without: those it names itself, else its largest ModuleList",
+            r"[A-Za-z0-9_*]+(\.[A-Za-z0-9_*]+)*",
+            "names of modules, like encoder.layers.*",
+        ),
+    ] = None

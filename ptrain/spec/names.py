@@ -79,11 +79,13 @@ def missing(name: str, kind: str, *folders: str) -> tuple[str, str]:
             section = other.removesuffix("s")
             return f"{name!r} is a {section}, not a {kind}", f"write {section}.preset={name}"
     guess = nearest(name, [*known, *(names().aliases if kind != "model" else ())])
-    hint = f"did you mean {guess!r}? " if guess else ""
-    return (
-        f"there is no {kind} named {_short(name)!r}",
-        f"{hint}known: {', '.join(known)}; or give a file",
+    lists = (
+        "`ptrain specs` lists them"
+        if kind in ("spec", "strategy")
+        else f"known: {', '.join(known)}"
     )
+    remedy = f"did you mean {guess!r}? {lists}" if guess else lists
+    return f"there is no {kind} named {_short(name)!r}", f"{remedy}; or give a file"
 
 
 def _short(name: str) -> str:

@@ -1,42 +1,16 @@
-"""What the grammar knows and nothing executes yet: a table of keys with what works today."""
+"""What the grammar knows and nothing executes yet: of keys, and of axes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from ptrain.errors import Fault
 from ptrain.spec.axis import EXECUTED_AXES, Axis
+from ptrain.spec.grammar import SpecRaw
+from ptrain.spec.leaf import Leaf
+from ptrain.spec.section import Section, keys
 from ptrain.spec.shorthand import mark_of
 from ptrain.spec.text import Route, Tree
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """A key and the values of it that are executed (None: the key left out); `why` not the others,
-    where there is more to say."""
-
-    route: Route
-    executed: tuple[object, ...] = (None,)
-    why: str = ""
-
-
-ROWS = (
-    Row(
-        route=("tensor", "asynchronous"),
-        executed=(False, None),
-        why=" (torch offers it on CUDA alone, and nothing here has been run there)",
-    ),
-    Row(route=("expert",)),
-    Row(
-        route=("attention",),
-        executed=("sdpa", "eager", "flex", "math", None),
-        why=" by itself (sdpa chooses it where it can)",
-    ),
-    Row(route=("compile",), executed=(False, None)),
-    Row(route=("model", "experts")),
-    Row(route=("model", "experts_per_token")),
-)
 
 
 def refusals(tree: Tree) -> dict[Route, Fault]:
@@ -51,16 +25,26 @@ _Finding = tuple[Route, str, str]
 
 
 def _rows(tree: Tree) -> Iterator[_Finding]:
-    for row in ROWS:
-        value = tree.at(row.route)
-        if any(value == other and type(value) is type(other) for other in row.executed):
+    for route, leaf in planned(SpecRaw):
+        value, executed = tree.at(route), leaf.executed or ()
+        if value is None or any(value == o and type(value) is type(o) for o in executed):
             continue
-        words = [_yaml(word) for word in row.executed if word is not None]
-        name = row.route[-1]
+        words = [_yaml(word) for word in executed]
+        name = route[-1]
         works = f"what works today: {name}: {' or '.join(words)}" if words else f"remove {name}"
         shown = f" {_yaml(value)}" if isinstance(value, str | int | float) else ""
-        finding = f"not yet: {name}{shown} is in the grammar, and nothing executes it{row.why}"
-        yield row.route, finding, works
+        finding = f"not yet: {name}{shown} is in the grammar, and nothing executes it{leaf.why}"
+        yield route, finding, works
+
+
+def planned(kind: type, above: Route = ()) -> Iterator[tuple[Route, Leaf]]:
+    """The keys with values that nothing executes yet."""
+    for key, (_, holds) in keys(kind).items():
+        route = (*above, key)
+        if isinstance(holds, Section):
+            yield from planned(holds.kind, route)
+        elif holds.executed is not None:
+            yield route, holds
 
 
 def _axes(tree: Tree) -> Iterator[_Finding]:

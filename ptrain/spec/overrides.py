@@ -17,10 +17,9 @@ from ptrain.spec.axis import DATA_AXES
 from ptrain.spec.leaf import describe
 from ptrain.spec.leaf_mode import KEPT_MEANINGS
 from ptrain.spec.shorthand import expand_shorthands
-from ptrain.spec.text import Route, SourceMark, Tree, as_override, parse_value
+from ptrain.spec.text import COMMAND_LINE, Route, SourceMark, Tree, as_override, parse_value
 
 _OVERRIDE = re.compile(r"[\w-]+(\.[\w-]+)*=")
-_COMMAND_LINE = "command line: "
 _INSTEAD: dict[Route, Route] = {
     ("data", "path"): ("data", "corpus"),
     ("data", "corpus"): ("data", "path"),
@@ -146,7 +145,7 @@ def _displace(tree: Tree, route: Route) -> None:
     if other is None:
         return
     mark = tree.values.get(other)  # a mapping from Python has none
-    if mark is None or not mark.source.startswith(_COMMAND_LINE):
+    if mark is None or not mark.source.startswith(COMMAND_LINE):
         node = tree.at(other[:-1])
         if isinstance(node, dict):
             node.pop(other[-1], None)
@@ -190,7 +189,7 @@ def _split(text: str) -> list[str]:
 
 def source_of(argument: str) -> str:
     """What a fault in it names as its source."""
-    return f"{_COMMAND_LINE}{_shown(argument)}"
+    return f"{COMMAND_LINE}{_shown(argument)}"
 
 
 def _shown(argument: str) -> str:

@@ -1,9 +1,22 @@
 """Bytes per element of each state: the layout (Remark 1: 2 + 2 + 12 is one of several)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import Annotated
+
+from ptrain.spec.leaf import Choice, declared
+
+_DTYPES = {"fp32": "4 bytes", "bf16": "2 bytes", "fp16": "2 bytes, loss scaling", "fp64": "8 bytes"}
+_DTYPE_SLIPS = {
+    "float64": "fp64",
+    "double": "fp64",
+    "float32": "fp32",
+    "float": "fp32",
+    "float16": "fp16",
+    "half": "fp16",
+    "bfloat16": "bf16",
+}
+_NO_MASTER = {"none": "the optimizer updates the parameters themselves"}
 
 
 class DType(StrEnum):
@@ -155,3 +168,63 @@ INITIAL_SCALE = 2.0**16
 SCALE_GROWTH = 2.0
 SCALE_BACKOFF = 0.5
 SCALE_INTERVAL = 2000  # steps without overflow before it grows
+
+
+@declared
+class PrecisionRaw:
+    """A layout: bytes per element of parameters, gradients and optimizer state. A dtype beside the
+    name of a layout replaces that one of it."""
+
+    layout: Annotated[
+        str | None,
+        Choice(
+            "a named layout",
+            {
+                "fp32": "4 + 4 + 8 bytes: everything in fp32",
+                "bf16": "2 + 2 + 4 bytes: everything in bf16, no master copy",
+                "fp16": "2 + 2 + 12 bytes: fp16 with an fp32 master copy, the loss scaled",
+                "zero16": "2 + 2 + 12 bytes: bf16, with an fp32 master copy",
+                "megatron18": "2 + 4 + 12 bytes: zero16 whose gradients are kept and sent in fp32",
+                "zero20": "2 + 6 + 12 bytes: a micro-batch's gradients in bf16, their sum in fp32",
+                "fsdp-mixed": "2 + 4 + 12 bytes: gradients sent in bf16 and kept in fp32; with "
+                "parameters M, casts of the master copies, 0 + 4 + 12",
+            },
+            slips={**_DTYPE_SLIPS, "mixed": "fsdp-mixed"},
+        ),
+    ] = None
+    compute: Annotated[
+        str | None,
+        Choice("one dtype in place of all of a layout", {"fp64": "float64: equality tests"}),
+    ] = None
+    parameters: Annotated[
+        str | None,
+        Choice("dtype of the parameters, which the model computes in", _DTYPES, slips=_DTYPE_SLIPS),
+    ] = None
+    gradients: Annotated[
+        str | None,
+        Choice(
+            "dtype in which reduced gradients are kept and accumulated until the update",
+            _DTYPES,
+            slips=_DTYPE_SLIPS,
+        ),
+    ] = None
+    reduced: Annotated[
+        str | None,
+        Choice(
+            "dtype in which a micro-batch's gradients are collected and travel; as `gradients` "
+            "where that is written",
+            _DTYPES,
+        ),
+    ] = None
+    master: Annotated[
+        str | None,
+        Choice(
+            "dtype of the copy of the parameters that is updated",
+            _DTYPES | _NO_MASTER,
+            slips=_DTYPE_SLIPS,
+        ),
+    ] = None
+    moments: Annotated[
+        str | None,
+        Choice("dtype in which the optimizer's moments are kept", _DTYPES, slips=_DTYPE_SLIPS),
+    ] = None

@@ -8,21 +8,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 from ptrain.costs import PLACED, State
 from ptrain.errors import Fault, SpecError
 from ptrain.spec.axis import DATA_AXES, EXECUTED_AXES, Axis, Factor
-from ptrain.spec.batch import (
-    GatherAfterUpdate,
+from ptrain.spec.dials import (
     GradientSync,
-    Overlap,
-    ReduceScatterVia,
-    Reshard,
     SyncPolicy,
 )
 from ptrain.spec.grammar import MAX_DEGREE, MeshRaw, PlacementRaw, SpecRaw
+from ptrain.spec.keys import Keys
 from ptrain.spec.names import root
 from ptrain.spec.placement import Distribution, Mode, Placement, R
 from ptrain.spec.resolve_keep import (
@@ -34,19 +32,14 @@ from ptrain.spec.resolve_keep import (
 )
 from ptrain.spec.resolve_parts import (
     resolve_batch,
-    resolve_bucket,
     resolve_cluster,
     resolve_data,
     resolve_model,
-    resolve_offload,
     resolve_optimizer,
-    resolve_pipeline,
     resolve_precision,
-    resolve_tensor,
-    resolve_unit,
 )
 from ptrain.spec.shorthand import mark_of
-from ptrain.spec.spec import CheckpointSpec, EvalSpec, Spec, Timeout, TrainSpec
+from ptrain.spec.spec import Spec
 from ptrain.spec.text import Route, Tree
 from ptrain.spec.write import to_mapping
 
@@ -90,66 +83,48 @@ def resolve(raw: SpecRaw, tree: Tree, name: str, world_size: int | None) -> Spec
     loss = resolve_loss(raw, {f.axis: f.degree for f in factors or ()}, found)
     cluster = resolve_cluster(raw.cluster, found)
     _obeys_offload(raw, factors or (), found)
-    data = resolve_data(raw.data, found)
+    data = resolve_data(raw.data, tree, found)
     if found.faults:
         raise SpecError(*found.faults.values())
     assert factors is not None and batch and model and data, "no faults: every section is there"
     spec = Spec(
+        **{spot.name: getattr(raw, spot.name) for spot in fields(Keys)},
         name=raw.name or name,
         model=model,
         factors=factors,
         trivial_factors=_trivial_factors(raw, factors, found),
         batch=batch,
         precision=resolve_precision(raw.precision),
-        optimizer=resolve_optimizer(raw.optimizer),
-        data=data,
-        train=TrainSpec(steps=raw.train.steps, seed=raw.train.seed),
         cluster=cluster,
-        sync=_sync(raw, factors),
-        reduce_scatter=ReduceScatterVia(raw.reduce_scatter),
-        bucket_bytes=resolve_bucket(raw.bucket),
-        unit=resolve_unit(raw.unit),
-        overlap=Overlap(raw.overlap) if raw.overlap else None,
-        prefetch=raw.prefetch,
-        gather_after_update=GatherAfterUpdate(raw.gather_after_update),
-        offload=resolve_offload(raw.offload),
-        tensor=resolve_tensor(raw.tensor),
-        pipeline=resolve_pipeline(raw.pipeline),
         activations=activations,
         loss=loss,
-        eval=EvalSpec(every=raw.eval.every, batches=raw.eval.batches),
-        checkpoint=CheckpointSpec(at_end=raw.checkpoint.at_end, every=raw.checkpoint.every),
-        timeout=Timeout(init=raw.timeout.init, step=raw.timeout.step),
-        profile=tuple(raw.profile),
-        log_every=raw.log.every,
-        consistency_every=raw.consistency_every,
-        deterministic=raw.deterministic,
-        device=raw.device,
-        backend=raw.backend,
     )
-    resolved = to_mapping(spec, sync_is_written=raw.sync.gradients is not None)
+    spec = replace(
+        spec,
+        optimizer=resolve_optimizer(raw.optimizer, tree),
+        data=data,
+        sync=_sync(raw, factors, tree),
+        offload=replace(raw.offload, tier=None),  # every mode has its own by now
+    )
+    resolved = to_mapping(spec, sync_is_written=tree.has("sync", "gradients"))
     return replace(spec, resolved=resolved)
 
 
-def _sync(raw: SpecRaw, factors: Sequence[Factor]) -> SyncPolicy:
+def _sync(raw: SpecRaw, factors: Sequence[Factor], tree: Tree) -> SyncPolicy:
     """Gradients that are R on every data axis are reduced once, after the last micro-batch."""
     whole = all(
         factor.placement[State.GRADIENTS].distribution is Distribution.REPLICATED
         for factor in factors
         if factor.axis in DATA_AXES
     )
-    default = GradientSync.LAST if whole else GradientSync.EVERY
     reshards = not _keeps_gathered(factors)
-    after_forward, after_backward = raw.sync.reshard_after_forward, raw.sync.reshard_after_backward
-    return SyncPolicy(
-        gradients=GradientSync(raw.sync.gradients) if raw.sync.gradients else default,
-        reshard_after_forward=reshards if after_forward is None else _given_back(after_forward),
-        reshard_after_backward=reshards if after_backward is None else after_backward,
-    )
-
-
-def _given_back(value: bool | int | str) -> bool | int | Reshard:
-    return Reshard(value) if isinstance(value, str) else value
+    follows: dict[str, Any] = {
+        "gradients": GradientSync.LAST if whole else GradientSync.EVERY,
+        "reshard_after_forward": reshards,
+        "reshard_after_backward": reshards,
+    }
+    unsaid = {key: value for key, value in follows.items() if not tree.has("sync", key)}
+    return replace(raw.sync, **unsaid)
 
 
 def _keeps_gathered(factors: Sequence[Factor]) -> bool:
@@ -212,7 +187,7 @@ def _is_short(tree: Tree, axis: Axis, state: State) -> bool:
 
 
 def _obeys_offload(raw: SpecRaw, factors: Sequence[Factor], found: Findings) -> None:
-    if raw.offload is None or raw.offload.tier is None or not factors:  # one rank may be any mesh
+    if raw.offload.tier is None or not factors:  # one rank may be any mesh
         return
     short = any(_is_short(found.tree, f.axis, state) for f in factors for state in PLACED)
     if not short and not says_offloaded(found.tree):

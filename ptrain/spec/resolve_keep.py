@@ -11,14 +11,15 @@ from dataclasses import replace
 from ptrain.costs import State
 from ptrain.spec.axis import DATA_AXES, Axis
 from ptrain.spec.grammar import SpecRaw
-from ptrain.spec.grammar_keep import LossRaw, RecomputeRaw
 from ptrain.spec.keep import (
     ATTENTION_ONLY,
     FULL,
     SELECTIVE,
     Kept,
+    LossRaw,
     Operators,
     Policy,
+    RecomputeRaw,
     belongs_to_rank,
 )
 from ptrain.spec.leaf_mode import blocks_of
@@ -36,8 +37,8 @@ _Ranges = dict[tuple[int, int | None], Mode]
 
 def on_tier(mode: Mode, text: object, raw: SpecRaw) -> Mode:
     """`O` is where `offload.tier` says; a mode that names its tier stays there."""
-    if text == "O" and raw.offload and raw.offload.tier:
-        return replace(mode, tier=Tier(raw.offload.tier))
+    if text == "O" and raw.offload.tier:
+        return replace(mode, tier=raw.offload.tier)
     return mode
 
 

@@ -3,49 +3,33 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, Protocol
 
 from ptrain.errors import SpecError
-from ptrain.spec.batch import Batch, UnitKind, UnitSize
+from ptrain.spec.batch import MAX_SAMPLES, Batch, BatchRaw
 from ptrain.spec.check import validate
 from ptrain.spec.cluster import Cluster
-from ptrain.spec.grammar_cluster import ClusterRaw
-from ptrain.spec.grammar_parts import (
-    MAX_SAMPLES,
-    BatchRaw,
-    DataRaw,
-    ModelRaw,
-    OffloadRaw,
-    OptimizerRaw,
-    PrecisionRaw,
-    TensorRaw,
-)
-from ptrain.spec.grammar_pipeline import PipelineRaw
+from ptrain.spec.job import DataSpec, OptimizerSpec
 from ptrain.spec.model import (
     BESIDE,
     Attention,
     ExternalModel,
     Family,
     HuggingFaceModel,
+    ModelRaw,
     ModelShape,
     ModelSpec,
 )
 from ptrain.spec.names import listing, missing
-from ptrain.spec.orders import listed
-from ptrain.spec.pipeline import PipelineSpec, ScheduleName, SplitBy
-from ptrain.spec.placement import Tier
-from ptrain.spec.precision import FP32, LAYOUTS, DType, Precision, custom
-from ptrain.spec.role import Role
-from ptrain.spec.spec import WHOLE_BUCKET, DataSpec, Offload, OptimizerSpec, TensorSpec
-from ptrain.spec.text import read
+from ptrain.spec.precision import FP32, LAYOUTS, DType, Precision, PrecisionRaw, custom
+from ptrain.spec.text import Tree, read
 from ptrain.units import parse_count
 
-Raw = TypeVar("Raw", ModelRaw, ClusterRaw)
 MUON_MOMENTUM = 0.95  # of its authors
 _ROPE_BASE = 10000.0  # of Su et al. 2021
-_BUCKETS = {"per-tensor": 1, "whole": WHOLE_BUCKET}
 
 
 class Report(Protocol):
@@ -61,36 +45,32 @@ class Report(Protocol):
     def add(self, place: str, finding: str, remedy: str = "") -> None: ...
 
 
-def _preset(raw: Raw, section: str, found: Report) -> Raw | None:
-    """The preset's fields, with those that are written beside it on top."""
-    if raw.preset is None:
-        return raw
+def _preset(name: str | None, kind: type, section: str, found: Report) -> Mapping[str, Any] | None:
+    """The values that a preset's file says; None where it says none that can be used."""
+    if name is None:
+        return {}
     folder = f"{section}s"
-    path = listing(folder).get(raw.preset)
-    if path is None and Path(raw.preset).suffix in (".yaml", ".yml"):
-        path = found.folder / raw.preset
+    path = listing(folder).get(name)
+    if path is None and Path(name).suffix in (".yaml", ".yml"):
+        path = found.folder / name
     if path is None:
-        found.add(f"{section}.preset", *missing(raw.preset, section, folder))
+        found.add(f"{section}.preset", *missing(name, section, folder))
         return None
     try:
         tree = read(path)
-        values, faults = validate(tree, type(raw))
+        values, faults = validate(tree, kind, is_partial=True)
         if faults or tree.faults:
             raise SpecError(*tree.faults.values(), *faults.values())
     except SpecError as error:
         findings = "; ".join(str(fault).splitlines()[0] for fault in error.faults)
         found.add(f"{section}.preset", f"the preset cannot be used: {findings}")
         return None
-    if values.preset is not None:
+    if "preset" in values:
         remedy = "write the fields themselves"
         found.add(f"{section}.preset", f"{path.name} names another preset", remedy)
         return None
-    written = {f.name: getattr(raw, f.name) for f in fields(raw)}
-    chosen = {name: value for name, value in written.items() if value is not None}
-    if section == "cluster":
-        values = replace(values, name=values.name or path.stem)
-    merged: Raw = replace(values, **{**chosen, "preset": None})
-    return merged
+    named: Mapping[str, Any] = {"name": path.stem, **values} if section == "cluster" else values
+    return named
 
 
 def resolve_model(raw: ModelRaw, attention: Attention, found: Report) -> ModelSpec | None:
@@ -127,15 +107,18 @@ def resolve_model(raw: ModelRaw, attention: Attention, found: Report) -> ModelSp
     if raw.blocks is not None:
         finding = "the blocks of a built-in model are known"
         found.add("model.blocks", finding, "remove blocks, or write model.target or model.hf")
-    merged = _preset(replace(raw, blocks=None), "model", found)
-    shape = _shape(merged, found) if merged else None
+    preset = _preset(raw.preset, ModelRaw, "model", found)
+    if preset is None:
+        return None
+    said = {spot.name: getattr(raw, spot.name) for spot in fields(raw)}
+    beside = {name: value for name, value in said.items() if value is not None}
+    shape = _shape(ModelRaw(**{**preset, **beside, "blocks": None}), found)
     if shape is None:
         return None
-    preset = ""
-    if raw.preset is not None:
-        alone = _preset(ModelRaw(preset=raw.preset), "model", found)
-        preset = raw.preset if alone is not None and _shape(alone, found) == shape else ""
-    return replace(shape, attention=attention, preset=preset)
+    name = raw.preset or ""
+    if name and _shape(ModelRaw(**preset), found) != shape:
+        name = ""  # another shape by now
+    return replace(shape, attention=attention, preset=name)
 
 
 def _folder(written: str | None, home: Path | None) -> str | None:
@@ -266,7 +249,7 @@ def _other_accumulate(raw: BatchRaw, samples: int, unit: int) -> str:
 
 def _global(raw: BatchRaw, step: int, found: Report) -> int | None:
     """Samples: as written, or as many as come nearest to the tokens that are written."""
-    match raw.global_:
+    match raw.samples:
         case None:
             return step
         case int() as samples:
@@ -281,13 +264,14 @@ def _global(raw: BatchRaw, step: int, found: Report) -> int | None:
     return None
 
 
-def resolve_data(raw: DataRaw, found: Report) -> DataSpec | None:
-    if raw.path is None:
-        return DataSpec(corpus=raw.corpus or DataSpec().corpus, tokenizer=raw.tokenizer)
-    if raw.corpus is not None:
+def resolve_data(data: DataSpec, tree: Tree, found: Report) -> DataSpec | None:
+    """One of corpus and path."""
+    if data.path is None:
+        return data
+    if tree.has("data", "corpus"):
         found.add("data.path", "both a corpus and a path are given", "remove one of the two")
         return None
-    return DataSpec(corpus=None, path=raw.path, tokenizer=raw.tokenizer)
+    return replace(data, corpus=None)
 
 
 def resolve_precision(raw: PrecisionRaw) -> Precision:
@@ -308,86 +292,31 @@ def resolve_precision(raw: PrecisionRaw) -> Precision:
     return Precision(layout=layout, compute_fp64=raw.compute is not None)
 
 
-def resolve_unit(text: str) -> UnitSize:
-    """`block`, `sub-block`, `model` or `n blocks`; one block is `block`."""
-    count, _, blocks = text.partition(" ")
-    if not blocks:
-        return UnitSize(kind=UnitKind(text))
-    return UnitSize(kind=UnitKind.BLOCKS, count=int(count)) if int(count) > 1 else UnitSize()
+def resolve_optimizer(optimizer: OptimizerSpec, tree: Tree) -> OptimizerSpec:
+    """With the momentum that muon's authors have, where none is written."""
+    if optimizer.name == "muon" and not tree.has("optimizer", "momentum"):
+        return replace(optimizer, momentum=MUON_MOMENTUM)
+    return optimizer
 
 
-def resolve_bucket(value: int | str) -> int:
-    """Bytes."""
-    return value if isinstance(value, int) else _BUCKETS[value]
-
-
-def resolve_tensor(raw: TensorRaw) -> TensorSpec:
-    """A plan by name, or a mapping of module names to roles."""
-    given = raw.plan.items() if isinstance(raw.plan, dict) else ()
-    return TensorSpec(
-        loss_parallel=raw.loss_parallel,
-        is_naive=raw.plan == "naive",
-        roles=tuple((name, Role(str(role))) for name, role in given),
-    )
-
-
-def resolve_pipeline(raw: PipelineRaw) -> PipelineSpec:
-    said, split = raw.schedule, raw.split
-    return PipelineSpec(
-        schedule=listed(said) if isinstance(said, list) else ScheduleName(said),
-        stages=raw.stages,
-        split=SplitBy(split) if isinstance(split, str) else tuple(split),
-    )
-
-
-def resolve_offload(raw: OffloadRaw | None) -> Offload:
-    if raw is None:
-        return Offload()
-    return Offload(path=raw.path, update=Tier(raw.update or Offload().update))
-
-
-def resolve_optimizer(raw: OptimizerRaw) -> OptimizerSpec:
-    usual = MUON_MOMENTUM if raw.name == "muon" else OptimizerSpec().momentum
-    return OptimizerSpec(
-        name=raw.name,
-        lr=raw.lr,
-        betas=(raw.betas[0], raw.betas[1]),
-        eps=raw.eps,
-        weight_decay=raw.weight_decay,
-        momentum=usual if raw.momentum is None else raw.momentum,
-        warmup=raw.schedule.warmup,
-        decay_steps=raw.schedule.decay_steps,
-        min_lr_ratio=raw.schedule.min_lr_ratio,
-        clip=raw.clip,
-    )
-
-
-def resolve_cluster(raw: ClusterRaw | None, found: Report) -> Cluster | None:
-    merged = _preset(raw, "cluster", found) if raw else None
-    if merged is None:
+def resolve_cluster(written: Mapping[str, Any] | None, found: Report) -> Cluster | None:
+    """The preset's fields, with those that are written beside it on top."""
+    if written is None:
         return None
+    preset = _preset(written.get("preset"), Cluster, "cluster", found)
+    if preset is None:
+        return None
+    values = {**preset, **written, "preset": None}
     needed = ("devices", "device_memory", "intra_node_bandwidth")
-    missing_keys = [key for key in needed if getattr(merged, key) is None]
+    missing_keys = [key for key in needed if key not in values]
     if missing_keys:
         finding = f"the cluster is incomplete: missing {', '.join(missing_keys)}"
         presets = ", ".join(listing("clusters"))
         found.add("cluster", finding, f"add them, or write a preset: {presets}")
         return None
-    assert merged.devices and merged.device_memory and merged.intra_node_bandwidth, "checked above"
-    return Cluster(
-        name=merged.name or "cluster",
-        devices=merged.devices,
-        devices_per_node=merged.devices_per_node or merged.devices,
-        device_memory=merged.device_memory,
-        intra_node_bandwidth=float(merged.intra_node_bandwidth),
-        inter_node_bandwidth=float(merged.inter_node_bandwidth or merged.intra_node_bandwidth),
-        intra_node_latency=_or(merged.intra_node_latency, 5e-6),
-        inter_node_latency=_or(merged.inter_node_latency, 10e-6),
-        flops=_or(merged.flops, 0.0),
-        host_memory=merged.host_memory,
-        kind=merged.kind,
+    cluster = Cluster(**values)
+    return replace(
+        cluster,
+        devices_per_node=cluster.devices_per_node or cluster.devices,
+        inter_node_bandwidth=cluster.inter_node_bandwidth or cluster.intra_node_bandwidth,
     )
-
-
-def _or(value: float | None, default: float) -> float:
-    return default if value is None else value

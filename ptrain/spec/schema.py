@@ -9,8 +9,8 @@ from typing import Any
 
 from ptrain.spec.check import is_required
 from ptrain.spec.grammar import SpecRaw
-from ptrain.spec.leaf import Leaf, Section, keys, one_of
-from ptrain.spec.placement import Mode
+from ptrain.spec.leaf import Leaf, one_of
+from ptrain.spec.section import Section, keys
 
 FILE = "ptrain.schema.json"
 Shape = dict[str, Any]
@@ -32,15 +32,15 @@ def schema_text() -> str:
     return json.dumps(schema(), indent=1, ensure_ascii=False) + "\n"
 
 
-def _mapping(kind: type, definitions: dict[str, Shape]) -> Shape:
+def _mapping(kind: type, definitions: dict[str, Shape], *, is_partial: bool = False) -> Shape:
     """A section's schema, without `null` for what is left out; those of the sections in it join the
     definitions."""
-    needed = [key for key, (spot, _) in keys(kind).items() if is_required(spot)]
+    needed = [key for key, (spot, _) in keys(kind).items() if is_required(spot) and not is_partial]
     return {
         "additionalProperties": False,
         "description": inspect.getdoc(kind),
         "properties": {
-            key: _sorted(_default(spot.default) | _value(holds, definitions))
+            key: _sorted(_default(holds, spot.default) | _value(holds, definitions))
             for key, (spot, holds) in keys(kind).items()
         },
         **({"required": needed} if needed else {}),
@@ -53,18 +53,17 @@ def _value(holds: Leaf | Section, definitions: dict[str, Shape]) -> Shape:
         return {**holds.schema(), "description": holds.about}
     name = holds.kind.__name__
     if name not in definitions:
-        definitions[name] = _mapping(holds.kind, definitions)
+        definitions[name] = _mapping(holds.kind, definitions, is_partial=holds.is_partial)
     null = [{"type": "null"}] if holds.null else []
     shape = one_of({"$ref": f"#/$defs/{name}"}, *null, *holds.also)
     return {**shape, "description": holds.about}
 
 
-def _default(value: object) -> Shape:
-    return (
-        {}
-        if value in (None, MISSING)
-        else {"default": str(value) if isinstance(value, Mode) else value}
-    )
+def _default(holds: Leaf | Section, value: object) -> Shape:
+    """Nothing where it is none, or follows from other keys."""
+    if value in (None, MISSING) or not isinstance(holds, Leaf) or holds.follows:
+        return {}
+    return {"default": holds.say(value)}
 
 
 def _sorted(node: Any) -> Any:

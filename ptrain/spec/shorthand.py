@@ -16,7 +16,7 @@ from ptrain.costs import PLACED
 from ptrain.errors import Fault
 from ptrain.spec import orders, slips
 from ptrain.spec.axis import DATA_AXES, Axis
-from ptrain.spec.batch import Reshard
+from ptrain.spec.dials import Reshard
 from ptrain.spec.leaf_mode import KEPT_MEANINGS
 from ptrain.spec.names import missing, strategy
 from ptrain.spec.text import Route, SourceMark, Tree
@@ -274,8 +274,6 @@ def _small_forms(root: Mapping) -> None:
     via = root.get("reduce_scatter")
     if via == "stock" or isinstance(via, bool):
         root["reduce_scatter"] = "all_to_all" if via is True else "native"
-    if root.get("bucket") == "size":
-        del root["bucket"]
 
 
 def _schedule_file(tree: Tree, root: Mapping, fault: _Report) -> None:

@@ -19,6 +19,7 @@ from ptrain.errors import Fault, SpecError
 MAX_BYTES = 2**20
 MAX_DEPTH = 32
 
+COMMAND_LINE = "command line: "  # the source of what an override says begins so
 Route = tuple[str, ...]  # keys and list positions from the root
 
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -71,6 +72,11 @@ class Tree:
         for key in route:
             node = node.get(key) if isinstance(node, dict) else None
         return node
+
+    def has(self, *route: str) -> bool:
+        """Whether a key stands there, whatever its value."""
+        section = self.at(route[:-1])
+        return isinstance(section, dict) and route[-1] in section
 
 
 def scalar(text: str) -> object:

@@ -10,13 +10,15 @@ import yaml
 
 from ptrain.costs import PLACED
 from ptrain.spec.axis import Axis
-from ptrain.spec.batch import Reshard
+from ptrain.spec.leaf import Leaf
 from ptrain.spec.model import ExternalModel, HuggingFaceModel, ModelShape, ModelSpec
-from ptrain.spec.orders import ListedSchedule
+from ptrain.spec.offload import Offload
 from ptrain.spec.pipeline import PipelineSpec
 from ptrain.spec.placement import Tier
 from ptrain.spec.precision import CUSTOM, LAYOUTS, Precision
-from ptrain.spec.spec import WHOLE_BUCKET, Offload, Spec, TensorSpec
+from ptrain.spec.section import Section, keys
+from ptrain.spec.spec import Spec
+from ptrain.spec.tensor import TensorSpec
 from ptrain.spec.write_keep import UNWRITTEN, kept
 
 
@@ -24,7 +26,19 @@ def to_mapping(spec: Spec, *, sync_is_written: bool) -> dict[str, object]:
     """Every key with its value, but what follows and would hinder another mesh or placement
     (`accumulate`, the number of stages, and when gradients are reduced unless that is written), and
     dials that are left to the wrapper."""
-    return {
+    said = section(spec)
+    sync = said["sync"]
+    assert isinstance(sync, dict), "a section"
+    if not sync_is_written:
+        del sync["gradients"]
+    for name, is_said in (
+        ("offload", _says_offload(spec)),
+        ("tensor", _says_tensor(spec)),
+        ("pipeline", _says_pipeline(spec)),
+    ):
+        if not is_said:
+            del said[name]
+    first: dict[str, object] = {
         "name": spec.name,
         "model": _model(spec.model),
         "mesh": {factor.axis.value: factor.degree for factor in spec.factors},
@@ -38,41 +52,31 @@ def to_mapping(spec: Spec, *, sync_is_written: bool) -> dict[str, object]:
             "micro": spec.batch.micro,
             "sequence": spec.batch.sequence,
         },
-        "optimizer": _optimizer(spec),
-        "data": {key: value for key, value in asdict(spec.data).items() if value is not None},
-        "train": asdict(spec.train),
-        **({"cluster": _cluster(spec)} if spec.cluster else {}),
-        "sync": {
-            **({"gradients": spec.sync.gradients.value} if sync_is_written else {}),
-            "reshard_after_forward": _given_back(spec.sync.reshard_after_forward),
-            "reshard_after_backward": spec.sync.reshard_after_backward,
-        },
-        "reduce_scatter": spec.reduce_scatter.value,
-        "bucket": {1: "per-tensor", WHOLE_BUCKET: "whole"}.get(
-            spec.bucket_bytes, spec.bucket_bytes
-        ),
-        "unit": str(spec.unit),
-        **({"overlap": spec.overlap.value} if spec.overlap else {}),
-        **({"prefetch": spec.prefetch} if spec.prefetch is not None else {}),
-        "gather_after_update": spec.gather_after_update.value,
-        **({"offload": _offload(spec.offload)} if _says_offload(spec) else {}),
-        **({"tensor": _tensor(spec.tensor)} if _says_tensor(spec) else {}),
-        **({"pipeline": _pipeline(spec.pipeline)} if _says_pipeline(spec) else {}),
-        **kept(spec),
-        "eval": asdict(spec.eval),
-        "checkpoint": asdict(spec.checkpoint),
-        "timeout": asdict(spec.timeout),
-        "profile": list(spec.profile),
-        "log": {"every": spec.log_every},
-        "consistency_every": spec.consistency_every,
-        "deterministic": spec.deterministic,
-        "device": spec.device,
-        "backend": spec.backend,
+    }
+    cluster = {"cluster": section(spec.cluster)} if spec.cluster else {}
+    return {**first, **said, **cluster, **kept(spec)}
+
+
+def section(values: object) -> dict[str, object]:
+    """A section as a mapping that loads to it. A key is left out where it is None and the file says
+    so by leaving it out, and where nothing executes it yet."""
+    kind: type = type(values)
+    return {
+        key: _value(holds, getattr(values, spot.name))
+        for key, (spot, holds) in keys(kind).items()
+        if not _is_unsaid(holds, spot.default, getattr(values, spot.name))
     }
 
 
-def _given_back(after_forward: bool | int | Reshard) -> bool | int | str:
-    return after_forward.value if isinstance(after_forward, Reshard) else after_forward
+def _value(holds: Leaf | Section, value: object) -> object:
+    return holds.say(value) if isinstance(holds, Leaf) else section(value)
+
+
+def _is_unsaid(holds: Leaf | Section, default: object, value: object) -> bool:
+    if isinstance(holds, Leaf) and holds.executed is not None:
+        return True
+    takes_null = getattr(holds, "null", False)
+    return value is None and (default is None or not takes_null)
 
 
 def _precision(precision: Precision) -> dict[str, object]:
@@ -100,11 +104,6 @@ def _says_offload(spec: Spec) -> bool:
     )
 
 
-def _offload(offload: Offload) -> dict[str, object]:
-    path = {"path": offload.path} if offload.path is not None else {}
-    return {**path, "update": offload.update.value}
-
-
 def _model(model: ModelSpec) -> dict[str, object]:
     match model:
         case ModelShape():
@@ -127,9 +126,9 @@ def _blocks(model: ExternalModel | HuggingFaceModel) -> dict[str, object]:
 def unwritten() -> dict[str, object]:
     """What a section means that `to_mapping` leaves out where nothing else is said."""
     return {
-        "offload": _offload(Offload()),
-        "tensor": _tensor(TensorSpec()),
-        "pipeline": _pipeline(PipelineSpec()),
+        "offload": section(Offload()),
+        "tensor": section(TensorSpec()),
+        "pipeline": section(PipelineSpec()),
         **UNWRITTEN,
     }
 
@@ -138,41 +137,8 @@ def _says_tensor(spec: Spec) -> bool:
     return spec.degree(Axis.TP) > 1 or spec.tensor != TensorSpec()
 
 
-def _tensor(tensor: TensorSpec) -> dict[str, object]:
-    return {"plan": _tensor_plan(tensor), "loss_parallel": tensor.loss_parallel}
-
-
-def _tensor_plan(tensor: TensorSpec) -> object:
-    if tensor.roles:
-        return {pattern: role.value for pattern, role in tensor.roles}
-    return "naive" if tensor.is_naive else "paired"
-
-
 def _says_pipeline(spec: Spec) -> bool:
     return spec.degree(Axis.PP) > 1 or spec.pipeline != PipelineSpec()
-
-
-def _pipeline(pipeline: PipelineSpec) -> dict[str, object]:
-    """Without a number of stages that follows: it would hinder another mesh."""
-    stages = {"stages": pipeline.stages} if pipeline.stages is not None else {}
-    split = pipeline.split
-    named = list(split) if isinstance(split, tuple) else split.value
-    said = pipeline.schedule
-    schedule = said.lines() if isinstance(said, ListedSchedule) else said.value
-    return {"schedule": schedule, **stages, "split": named}
-
-
-def _optimizer(spec: Spec) -> dict[str, object]:
-    values = asdict(spec.optimizer)
-    schedule = {key: values.pop(key) for key in ("warmup", "decay_steps", "min_lr_ratio")}
-    return {**values, "betas": list(values["betas"]), "schedule": schedule}
-
-
-def _cluster(spec: Spec) -> dict[str, object]:
-    values = asdict(spec.cluster) if spec.cluster else {}
-    for key in ("intra_node_bandwidth", "inter_node_bandwidth"):
-        values[key] = round(values[key])
-    return {key: value for key, value in values.items() if value is not None}
 
 
 class _Dumper(yaml.SafeDumper):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ptrain.spec.axis import Axis
-from ptrain.spec.batch import SyncPolicy
+from ptrain.spec.dials import SyncPolicy
 
 
 class PlanStep:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Self
 
 from ptrain.spec.axis import DATA_AXES, Axis
-from ptrain.spec.batch import GatherAfterUpdate, GradientSync, ReduceScatterVia, SyncPolicy
+from ptrain.spec.dials import GatherAfterUpdate, GradientSync, ReduceScatterVia, SyncPolicy
 from ptrain.spec.keep import Kept
 from ptrain.spec.orders import ListedSchedule
 from ptrain.spec.pipeline import ScheduleName

@@ -42,8 +42,9 @@ from ptrain.plan.lower import lower
 from ptrain.rooms.fake import fake_world
 from ptrain.rooms.registry import Registry
 from ptrain.spec.axis import Axis
+from ptrain.spec.job import TrainSpec
 from ptrain.spec.load import load
-from ptrain.spec.spec import Spec, TrainSpec
+from ptrain.spec.spec import Spec
 from ptrain.spec.write import to_mapping
 from ptrain.steps.step import Keep, Parallelize, Plan
 from ptrain.timeline import Row, Timeline, as_rows, from_rows

@@ -13,7 +13,7 @@ import torch
 from ptrain.data.corpus import Corpus, Split
 from ptrain.data.sampler import LocalBatch, batch
 from ptrain.interpreter.program import Program
-from ptrain.spec.spec import CheckpointSpec
+from ptrain.spec.job import CheckpointSpec
 from ptrain.train.exchange import Exchange
 from ptrain.train.finite import Guard
 from ptrain.train.interrupt import Interrupts

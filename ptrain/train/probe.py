@@ -18,7 +18,7 @@ from ptrain.interpreter.program import Program
 from ptrain.meters.blocked import Stopwatch
 from ptrain.meters.measure import Measurement, measure
 from ptrain.meters.roles import Finder
-from ptrain.spec.batch import GatherAfterUpdate
+from ptrain.spec.dials import GatherAfterUpdate
 from ptrain.spec.spec import Spec
 from ptrain.train.folder import RunFolder
 from ptrain.train.journal import LOG

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 
-from ptrain.spec.spec import OptimizerSpec
+from ptrain.spec.job import OptimizerSpec
 
 
 def learning_rate(optimizer: OptimizerSpec, step: int) -> float:
     """`step` counts from 0; the first step of a warm-up of w already takes lr / w."""
-    if step < optimizer.warmup:
-        return optimizer.lr * (step + 1) / optimizer.warmup
-    if not optimizer.decay_steps:
+    schedule = optimizer.schedule
+    if step < schedule.warmup:
+        return optimizer.lr * (step + 1) / schedule.warmup
+    if not schedule.decay_steps:
         return optimizer.lr
-    done = min(1.0, (step - optimizer.warmup) / optimizer.decay_steps)
+    done = min(1.0, (step - schedule.warmup) / schedule.decay_steps)
     cosine = 0.5 * (1.0 + math.cos(math.pi * done))
-    return optimizer.lr * (optimizer.min_lr_ratio + (1.0 - optimizer.min_lr_ratio) * cosine)
+    return optimizer.lr * (schedule.min_lr_ratio + (1.0 - schedule.min_lr_ratio) * cosine)

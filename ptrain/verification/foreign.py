@@ -22,7 +22,7 @@ from ptrain.facts.model import ModelFacts
 from ptrain.meters.measure import Measurement
 from ptrain.report.record import Check, compare, verdict
 from ptrain.spec.axis import Axis
-from ptrain.spec.batch import Reshard
+from ptrain.spec.dials import Reshard
 from ptrain.spec.spec import Spec
 from ptrain.traces.facts import facts_of
 

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from ptrain.models.numerics import TORCH_DTYPES
 from ptrain.models.units import ROOT, unit_modules
+from ptrain.spec.job import OptimizerSpec
 from ptrain.spec.precision import INITIAL_SCALE, SCALE_BACKOFF, SCALE_GROWTH, SCALE_INTERVAL, DType
-from ptrain.spec.spec import OptimizerSpec, Spec
+from ptrain.spec.spec import Spec
 
 
 class Updater:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from benchmarks._machine import header, save
 from ptrain.spec.axis import Axis
-from ptrain.spec.batch import Reshard
+from ptrain.spec.dials import Reshard
 from ptrain.spec.placement import Distribution
 from ptrain.spec.spec import Spec
 from tests.gloo.recording import counted, named, relative

@@ -15,8 +15,8 @@ import yaml
 
 from ptrain.algebra.legality import require
 from ptrain.data.corpus import corpus
+from ptrain.spec.job import DataSpec
 from ptrain.spec.load import load
-from ptrain.spec.spec import DataSpec
 from ptrain.train.leaving import coded
 from ptrain.train.options import parse
 from ptrain.train.session import run

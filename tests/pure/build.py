@@ -6,12 +6,14 @@ from collections.abc import Mapping
 
 from ptrain.facts.model import ModelFacts, TensorFacts, UnitFacts
 from ptrain.spec.axis import Axis, Factor
-from ptrain.spec.batch import Batch, GradientSync, ReduceScatterVia, SyncPolicy
+from ptrain.spec.batch import Batch
 from ptrain.spec.cluster import Cluster
+from ptrain.spec.dials import GradientSync, ReduceScatterVia, SyncPolicy
+from ptrain.spec.job import OptimizerSpec
 from ptrain.spec.model import ExternalModel, Family, ModelShape, ModelSpec
 from ptrain.spec.placement import Mode, Placement
 from ptrain.spec.precision import FP32, Layout, Precision
-from ptrain.spec.spec import OptimizerSpec, Spec
+from ptrain.spec.spec import Spec
 
 
 def tuple_of(text: str) -> Placement:

@@ -23,13 +23,7 @@ from ptrain.derivation.traffic import sent
 from ptrain.facts.model import ModelFacts
 from ptrain.plan.lower import lower
 from ptrain.spec.axis import Axis
-from ptrain.spec.batch import (
-    GatherAfterUpdate,
-    GradientSync,
-    ReduceScatterVia,
-    Reshard,
-    SyncPolicy,
-)
+from ptrain.spec.dials import GatherAfterUpdate, GradientSync, ReduceScatterVia, Reshard, SyncPolicy
 from ptrain.spec.placement import Placement, Tier
 from ptrain.spec.precision import LAYOUTS, DType, Layout
 from ptrain.spec.spec import Spec

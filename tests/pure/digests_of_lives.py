@@ -25,7 +25,7 @@ from ptrain.costs import Phase
 from ptrain.errors import PtrainError
 from ptrain.plan.lower import lower
 from ptrain.spec.axis import Axis
-from ptrain.spec.batch import GatherAfterUpdate, GradientSync, ReduceScatterVia
+from ptrain.spec.dials import GatherAfterUpdate, GradientSync, ReduceScatterVia
 from ptrain.spec.placement import Placement, Tier
 from ptrain.spec.precision import LAYOUTS, Layout
 from ptrain.spec.spec import Spec

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.parallel import distributed
 
-from ptrain.axes.data.costs import STOCK_BUCKET_BYTES, bucket_caps, bucket_sizes
+from ptrain.axes.data.costs import bucket_caps, bucket_sizes
+from ptrain.spec.dials import STOCK_BUCKET_BYTES
 
 numels = st.lists(st.integers(min_value=1, max_value=400), min_size=1, max_size=40)
 caps = st.lists(st.integers(min_value=4, max_value=2000), min_size=1, max_size=2)

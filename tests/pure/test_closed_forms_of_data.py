@@ -18,7 +18,7 @@ from ptrain.costs import Phase, State
 from ptrain.facts.model import ModelFacts
 from ptrain.plan.lower import lower
 from ptrain.spec.axis import Axis
-from ptrain.spec.batch import GradientSync, ReduceScatterVia, SyncPolicy
+from ptrain.spec.dials import GradientSync, ReduceScatterVia, SyncPolicy
 from ptrain.spec.pipeline import ScheduleName
 from ptrain.spec.precision import FP32, LAYOUTS
 from ptrain.spec.spec import Spec

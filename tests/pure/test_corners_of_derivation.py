@@ -18,7 +18,7 @@ from ptrain.derivation.tape import Scene, Tape
 from ptrain.plan.lower import lower
 from ptrain.rooms.ghost import GhostRoom
 from ptrain.spec.axis import Axis
-from ptrain.spec.batch import ReduceScatterVia
+from ptrain.spec.dials import ReduceScatterVia
 from ptrain.spec.load import load
 from ptrain.spec.placement import Tier
 from ptrain.spec.precision import DType

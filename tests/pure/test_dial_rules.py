@@ -11,7 +11,8 @@ from ptrain.algebra.obeyed import shown
 from ptrain.axes.data.dials import DIALS
 from ptrain.axes.data.form import Form, form_of
 from ptrain.spec.axis import Axis
-from ptrain.spec.batch import (
+from ptrain.spec.dials import (
+    WHOLE_BUCKET,
     GatherAfterUpdate,
     GradientSync,
     Overlap,
@@ -22,9 +23,10 @@ from ptrain.spec.batch import (
     UnitSize,
 )
 from ptrain.spec.load import load
+from ptrain.spec.offload import Offload
 from ptrain.spec.placement import Tier
 from ptrain.spec.precision import LAYOUTS
-from ptrain.spec.spec import WHOLE_BUCKET, Offload, Spec
+from ptrain.spec.spec import Spec
 from tests.pure.build import make_spec, tuple_of
 
 BATCH = {"global": 4, "micro": 1, "sequence": 16}

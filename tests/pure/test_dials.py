@@ -13,9 +13,16 @@ from ptrain.derivation.estimate import derive
 from ptrain.facts.model import ModelFacts
 from ptrain.facts.parameters import facts
 from ptrain.spec.axis import Axis
-from ptrain.spec.batch import GradientSync, Overlap, Reshard, SyncPolicy, UnitKind, UnitSize
+from ptrain.spec.dials import (
+    WHOLE_BUCKET,
+    GradientSync,
+    Overlap,
+    Reshard,
+    SyncPolicy,
+    UnitKind,
+    UnitSize,
+)
 from ptrain.spec.precision import LAYOUTS
-from ptrain.spec.spec import WHOLE_BUCKET
 from tests.pure.build import (
     BY_HAND,
     GATHERED,

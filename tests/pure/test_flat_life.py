@@ -19,13 +19,7 @@ from ptrain.derivation.traffic import sent
 from ptrain.optimizers.ghost import muon_temporaries
 from ptrain.plan.lower import lower
 from ptrain.spec.axis import Axis
-from ptrain.spec.batch import (
-    GatherAfterUpdate,
-    GradientSync,
-    ReduceScatterVia,
-    Reshard,
-    SyncPolicy,
-)
+from ptrain.spec.dials import GatherAfterUpdate, GradientSync, ReduceScatterVia, Reshard, SyncPolicy
 from ptrain.spec.placement import Placement, Tier
 from ptrain.spec.precision import FP32, LAYOUTS, ZERO16, DType
 from ptrain.spec.spec import Spec

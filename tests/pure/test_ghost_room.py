@@ -10,7 +10,7 @@ import pytest
 from ptrain.costs import Collective, State
 from ptrain.rooms.ghost import GhostRoom
 from ptrain.spec.axis import Axis
-from ptrain.spec.batch import ReduceScatterVia
+from ptrain.spec.dials import ReduceScatterVia
 from ptrain.spec.placement import Tier
 from ptrain.spec.precision import DType
 

@@ -13,7 +13,8 @@ import pytest
 from ptrain.costs import State
 from ptrain.errors import Fault, SpecError
 from ptrain.spec.axis import DATA_AXES, Axis
-from ptrain.spec.batch import (
+from ptrain.spec.dials import (
+    WHOLE_BUCKET,
     GatherAfterUpdate,
     GradientSync,
     Overlap,
@@ -26,7 +27,7 @@ from ptrain.spec.load import load
 from ptrain.spec.model import ExternalModel, ModelShape
 from ptrain.spec.names import SPEC_FOLDERS, listing, names
 from ptrain.spec.precision import LAYOUTS, DType
-from ptrain.spec.spec import WHOLE_BUCKET, Spec
+from ptrain.spec.spec import Spec
 from ptrain.spec.text import parse, scalar
 from ptrain.spec.write import to_yaml
 

@@ -7,7 +7,7 @@ import pytest
 from ptrain.algebra.legality import require
 from ptrain.errors import Fault, SpecError
 from ptrain.spec.axis import Axis
-from ptrain.spec.batch import SyncPolicy
+from ptrain.spec.dials import SyncPolicy
 from ptrain.spec.load import expand, load
 from ptrain.spec.names import listing
 from ptrain.spec.overrides import split_arguments, sweeps
@@ -37,7 +37,7 @@ SHARDED = next(name for name in listing("strategies") if is_fully_sharded(load(n
         ("optimizer.lr=3e-4", lambda spec: spec.optimizer.lr == 3e-4),
         ("optimizer.clip=null", lambda spec: spec.optimizer.clip is None),
         ("optimizer.betas=[0.8, 0.9]", lambda spec: spec.optimizer.betas == (0.8, 0.9)),
-        ("optimizer.schedule.warmup=3", lambda spec: spec.optimizer.warmup == 3),
+        ("optimizer.schedule.warmup=3", lambda spec: spec.optimizer.schedule.warmup == 3),
         ("cluster=null", lambda spec: spec.cluster is None),
         ("batch.global=512 tokens", lambda spec: spec.batch.global_samples == 4),
         ("placement.dp_shard=R,S,R,R", lambda spec: str(spec.factors[0].placement) == "R,S,R,R"),

@@ -14,11 +14,9 @@ from ptrain.axes.pipeline.known import takes_any_stages
 from ptrain.axes.pipeline.rules import PIPELINE
 from ptrain.derivation.estimate import derive
 from ptrain.errors import SpecError
-from ptrain.spec.grammar_pipeline import PipelineRaw
+from ptrain.spec.job import OptimizerSpec
 from ptrain.spec.pipeline import PipelineSpec, ScheduleName, SplitBy
 from ptrain.spec.placement import MODES, Placement
-from ptrain.spec.resolve_parts import resolve_pipeline
-from ptrain.spec.spec import OptimizerSpec
 from tests.pure.piped import FULLY, SHAPE, read, spec
 from tests.pure.pipelines import VEES
 
@@ -33,7 +31,7 @@ def faults(*arguments, **sections) -> list[tuple[str, str, str]]:
 
 
 def test_a_spec_that_says_nothing_has_1f1b_and_a_stage_a_rank_cut_by_parameters():
-    assert resolve_pipeline(PipelineRaw()) == PipelineSpec()
+    assert spec({"pp": 4}).pipeline == PipelineSpec()
     said = spec({"pp": 4}).pipeline
     assert (said.schedule, said.split) == (ScheduleName.ONE_F_ONE_B, SplitBy.PARAMETERS)
     assert said.stages_over(4) == 4

@@ -17,7 +17,7 @@ from ptrain.derivation.flat import Flat, GhostScale
 from ptrain.derivation.tape import Scene, Tape
 from ptrain.optimizers.ghost import GhostFused
 from ptrain.plan.lower import lower
-from ptrain.spec.batch import GatherAfterUpdate
+from ptrain.spec.dials import GatherAfterUpdate
 from ptrain.spec.placement import Tier
 from ptrain.spec.precision import LAYOUTS, ZERO16
 from ptrain.spec.spec import Spec

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 import jsonschema
 import pytest
@@ -14,12 +13,12 @@ import pytest
 from ptrain.cli import schema as verb
 from ptrain.errors import PtrainError
 from ptrain.spec.grammar import SpecRaw
-from ptrain.spec.leaf import Leaf, Section
 from ptrain.spec.leaf_mode import MODE_MEANINGS
 from ptrain.spec.load import load
 from ptrain.spec.names import SPEC_FOLDERS, listing, root
 from ptrain.spec.placement import MODES, Mode
 from ptrain.spec.schema import FILE, schema, schema_text
+from ptrain.spec.section import Section, keys
 from ptrain.spec.text import read
 
 VALIDATOR = jsonschema.Draft7Validator(schema())
@@ -111,13 +110,10 @@ def test_modes_are_completed_with_their_meaning():
 
 
 def leaves(kind: Any, place: str = "") -> Iterator[tuple[str, Any]]:
-    for name, hint in get_type_hints(kind, include_extras=True).items():
-        markers = get_args(hint)[1:]
-        marker = next((m for m in markers if isinstance(m, Leaf | Section)), None)
+    for name, (_, marker) in keys(kind).items():
         yield f"{place}{name}", marker
-        inner = marker.kind if isinstance(marker, Section) else hint
-        if dataclasses.is_dataclass(inner):
-            yield from leaves(inner, f"{place}{name}.")
+        if isinstance(marker, Section):
+            yield from leaves(marker.kind, f"{place}{name}.")
 
 
 KEYS = dict(leaves(SpecRaw))

@@ -5,16 +5,17 @@ from __future__ import annotations
 import pytest
 
 from ptrain.spec.cluster import Cluster
-from ptrain.spec.load import load
-from ptrain.spec.spec import (
+from ptrain.spec.job import (
     CheckpointSpec,
     DataSpec,
     EvalSpec,
     OptimizerSpec,
-    Spec,
+    ScheduleSpec,
     Timeout,
     TrainSpec,
 )
+from ptrain.spec.load import load
+from ptrain.spec.spec import Spec
 from ptrain.spec.write import to_yaml
 
 BASE = {
@@ -144,7 +145,7 @@ def test_every_key_is_taken_as_it_is_written():
     spec = loaded(**EVERY_KEY)
     assert spec.optimizer == OptimizerSpec(
         name="sgd", lr=0.5, betas=(0.25, 0.125), eps=0.75, weight_decay=0.375, momentum=0.625,
-        warmup=3, decay_steps=7, min_lr_ratio=0.5, clip=2.0,
+        schedule=ScheduleSpec(warmup=3, decay_steps=7, min_lr_ratio=0.5), clip=2.0,
     )  # fmt: skip
     layout = spec.precision.layout
     dtypes = layout.parameters, layout.gradients, layout.reduced, layout.master, layout.moments

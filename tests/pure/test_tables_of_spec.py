@@ -10,10 +10,22 @@ from dataclasses import MISSING, asdict, fields
 import pytest
 
 from ptrain.errors import SpecError
-from ptrain.spec import batch, keep, model, pipeline, placement, role, spec, text
+from ptrain.spec import (
+    dials,
+    job,
+    keep,
+    model,
+    offload,
+    pipeline,
+    placement,
+    role,
+    spec,
+    tensor,
+    text,
+)
 from ptrain.spec.axis import DATA_AXES, EXECUTED_AXES, Axis
 from ptrain.spec.cluster import Cluster
-from ptrain.spec.leaf import Choice, Either, Free, Numbers, Real, Section, Size, Text, Truth, Whole
+from ptrain.spec.leaf import Choice, Either, Free, Numbers, Real, Size, Text, Truth, Whole
 from ptrain.spec.names import SPEC_FOLDERS, root
 from ptrain.spec.placement import Distribution, Mode, Placement, Tier
 from ptrain.spec.precision import (
@@ -28,6 +40,7 @@ from ptrain.spec.precision import (
     Precision,
 )
 from ptrain.spec.schema import FILE
+from ptrain.spec.section import Section
 from tests.pure.test_schema import KEYS, VALIDATOR
 
 SETS = {
@@ -35,11 +48,11 @@ SETS = {
     Distribution: "R S S* M",
     Tier: "device host file",
     DType: "fp64 fp32 bf16 fp16",
-    batch.GradientSync: "every last",
-    batch.ReduceScatterVia: "native all_to_all",
-    batch.UnitKind: "block sub-block blocks model",
-    batch.Overlap: "none backward",
-    batch.GatherAfterUpdate: "blocking during-update next-forward",
+    dials.GradientSync: "every last",
+    dials.ReduceScatterVia: "native all_to_all",
+    dials.UnitKind: "block sub-block blocks model",
+    dials.Overlap: "none backward",
+    dials.GatherAfterUpdate: "blocking during-update next-forward",
     keep.Operators: "matmul attention softmax norm collective",
     keep.Scope: "block attention",
     model.Family: "llama gpt",
@@ -129,26 +142,28 @@ def test_elements_have_their_bytes_and_loss_scales_the_figures_of_torch():
 
 
 SECTIONS = {
-    spec.OptimizerSpec: {
+    job.OptimizerSpec: {
         "name": "adamw", "lr": 0.0003, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1,
-        "momentum": 0.0, "warmup": 0, "decay_steps": 0, "min_lr_ratio": 0.1, "clip": 1.0,
+        "momentum": 0.0, "clip": 1.0,
+        "schedule": {"warmup": 0, "decay_steps": 0, "min_lr_ratio": 0.1},
     },
-    spec.DataSpec: {"corpus": "python-docs", "path": None, "tokenizer": "bytes"},
-    spec.TrainSpec: {"steps": 50, "seed": 0},
-    spec.EvalSpec: {"every": 0, "batches": 4},
-    spec.CheckpointSpec: {"at_end": False, "every": 0},
-    spec.Timeout: {"init": 300.0, "step": 120.0},
-    spec.Offload: {"path": None, "update": "host"},
-    spec.TensorSpec: {"loss_parallel": True, "is_naive": False, "roles": ()},
+    job.DataSpec: {"corpus": "python-docs", "path": None, "tokenizer": "bytes"},
+    job.TrainSpec: {"steps": 50, "seed": 0},
+    job.EvalSpec: {"every": 0, "batches": 4},
+    job.CheckpointSpec: {"at_end": False, "every": 0},
+    job.Timeout: {"init": 300.0, "step": 120.0},
+    job.LogSpec: {"every": 10},
+    offload.Offload: {"tier": None, "path": None, "update": "host"},
+    tensor.TensorSpec: {"plan": "paired", "loss_parallel": True, "asynchronous": False},
     spec.ActivationSpec: {
         "default": {"policy": None, "tier": "device"}, "by_block": (), "every": 1, "budget": None,
         "is_open": False,
     },
     spec.LossSpec: {"chunk": None, "fused": False},
-    batch.SyncPolicy: {
+    dials.SyncPolicy: {
         "gradients": "every", "reshard_after_forward": True, "reshard_after_backward": True,
     },
-    batch.UnitSize: {"kind": "block", "count": 1},
+    dials.UnitSize: {"kind": "block", "count": 1},
     keep.Policy: {"scope": "block", "keep": ()},
     keep.Kept: {"policy": None, "tier": "device"},
     pipeline.PipelineSpec: {"schedule": "1f1b", "stages": None, "split": "parameters"},
@@ -185,8 +200,9 @@ def test_models_and_clusters_have_the_documented_defaults():
     assert defaults(model.ExternalModel) == {"arguments": {}, "blocks": None, "folder": None}
     assert defaults(model.HuggingFaceModel) == {"config": {}, "blocks": None, "attention": "sdpa"}
     assert defaults(Cluster) == {
+        "preset": None, "name": "cluster", "devices_per_node": 0, "inter_node_bandwidth": 0.0,
         "intra_node_latency": 5e-6, "inter_node_latency": 1e-5, "flops": 0.0, "host_memory": None,
-        "kind": None,
+        "kind": None, "price": None,
     }  # fmt: skip
 
 
@@ -200,7 +216,7 @@ def test_a_spec_of_four_parts_has_the_defaults_of_all_others():
     found = defaults(spec.Spec)
     plain = {
         "cluster": None, "reduce_scatter": "native", "bucket_bytes": 26_214_400, "overlap": None,
-        "prefetch": None, "gather_after_update": "blocking", "profile": (), "log_every": 10,
+        "prefetch": None, "gather_after_update": "blocking", "profile": (),
         "consistency_every": 0, "deterministic": False, "device": "auto", "backend": "auto",
         "resolved": {}, "trivial_factors": (),
     }  # fmt: skip
@@ -211,9 +227,9 @@ def test_a_spec_of_four_parts_has_the_defaults_of_all_others():
         "train": "TrainSpec", "sync": "SyncPolicy", "unit": "UnitSize", "offload": "Offload",
         "tensor": "TensorSpec", "pipeline": "PipelineSpec", "activations": "ActivationSpec",
         "loss": "LossSpec", "eval": "EvalSpec", "checkpoint": "CheckpointSpec",
-        "timeout": "Timeout",
+        "timeout": "Timeout", "log": "LogSpec",
     }  # fmt: skip
-    assert spec.WHOLE_BUCKET == 1_099_511_627_776
+    assert dials.WHOLE_BUCKET == 1_099_511_627_776
 
 
 def test_a_kind_of_value_without_limits_takes_what_it_says():
@@ -305,7 +321,7 @@ def test_a_value_of_one_of_several_kinds_is_told_all_that_it_may_be():
     assert wanted == {
         "placement.ep.experts": "a name or a tuple",
         "placement.ep.rest": "a name or a tuple",
-        "batch.global_": "an integer in 1..2147483647 (samples), or tokens like 4M tokens",
+        "batch.global": "an integer in 1..2147483647 (samples), or tokens like 4M tokens",
         "sync.reshard_after_forward": reshard,
         "reduce_scatter": "native or all_to_all",
         "unit": "block, sub-block, n blocks or model",

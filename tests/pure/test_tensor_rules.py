@@ -10,9 +10,9 @@ from ptrain.algebra.legality import check, executed, require
 from ptrain.axes.tensor.rules import TENSOR
 from ptrain.derivation.estimate import derive
 from ptrain.errors import SpecError
+from ptrain.spec.job import OptimizerSpec
 from ptrain.spec.load import load
 from ptrain.spec.placement import MODES, Placement
-from ptrain.spec.spec import OptimizerSpec
 
 ADAMW = OptimizerSpec()
 SHAPE = {"layers": 2, "hidden": 96, "heads": 24, "kv_heads": 12, "ffn": 240, "vocab": 259}

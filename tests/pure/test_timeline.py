@@ -16,7 +16,7 @@ from ptrain.facts.model import ModelFacts
 from ptrain.facts.parameters import facts as facts_of
 from ptrain.plan.lower import lower
 from ptrain.spec.axis import Axis
-from ptrain.spec.batch import GradientSync, ReduceScatterVia, SyncPolicy
+from ptrain.spec.dials import GradientSync, ReduceScatterVia, SyncPolicy
 from ptrain.spec.model import ModelShape
 from ptrain.spec.precision import FP32, ZERO16
 from ptrain.spec.spec import Spec

@@ -15,8 +15,8 @@ import pytest
 
 from ptrain.algebra.legality import require
 from ptrain.errors import PtrainError
+from ptrain.spec.job import OptimizerSpec, ScheduleSpec
 from ptrain.spec.load import load
-from ptrain.spec.spec import OptimizerSpec
 from ptrain.train import failure, folder, interrupt, options, traced
 from ptrain.train.failure import Failure
 from ptrain.train.heading import parts_of_ranks
@@ -131,12 +131,14 @@ def test_a_metered_step_is_not_traced_but_the_one_after_the_meters():
 
 
 def test_warm_up_is_linear_and_reaches_the_rate():
-    optimizer = OptimizerSpec(lr=1.0, warmup=4)
+    optimizer = OptimizerSpec(lr=1.0, schedule=ScheduleSpec(warmup=4))
     assert [learning_rate(optimizer, step) for step in range(6)] == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
 
 
 def test_the_cosine_goes_from_the_rate_to_its_fraction_and_stays_there():
-    optimizer = OptimizerSpec(lr=2.0, warmup=2, decay_steps=10, min_lr_ratio=0.1)
+    optimizer = OptimizerSpec(
+        lr=2.0, schedule=ScheduleSpec(warmup=2, decay_steps=10, min_lr_ratio=0.1)
+    )
     assert learning_rate(optimizer, 2) == pytest.approx(2.0)
     assert learning_rate(optimizer, 7) == pytest.approx(2.0 * 0.55)
     assert learning_rate(optimizer, 12) == learning_rate(optimizer, 99) == pytest.approx(0.2)

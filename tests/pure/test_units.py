@@ -9,7 +9,7 @@ import pytest
 from ptrain.derivation import activations
 from ptrain.derivation.repeats import everyone
 from ptrain.facts.parameters import facts
-from ptrain.spec.batch import UnitKind, UnitSize
+from ptrain.spec.dials import UnitKind, UnitSize
 from ptrain.spec.model import Family, ModelShape
 from ptrain.spec.precision import DType
 from ptrain.timeline import Boundary, Complete, Item, Mark, Run, Timeline

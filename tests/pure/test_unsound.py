@@ -148,9 +148,9 @@ def test_other_ranks_than_were_started_are_refused_with_the_nearest_mesh(
     [
         ("h100-8", "'h100-8' is a cluster, not a spec", "write cluster.preset=h100-8"),
         ("llama-tiny", "'llama-tiny' is a model, not a spec", "write model.preset=llama-tiny"),
-        ("zreo3", "there is no spec named 'zreo3'", "did you mean 'zero3'? known: "),
-        ("b" * 61, f"there is no spec named {'b' * 57 + '...'!r}", "known: "),
-        ("b" * 60, f"there is no spec named {'b' * 60!r}", "known: "),
+        ("zreo3", "there is no spec named 'zreo3'", "did you mean 'zero3'? `ptrain specs`"),
+        ("b" * 61, f"there is no spec named {'b' * 57 + '...'!r}", "`ptrain specs`"),
+        ("b" * 60, f"there is no spec named {'b' * 60!r}", "`ptrain specs`"),
     ],
 )
 def test_a_name_that_no_spec_bears_says_what_bears_it(name, finding, remedy):

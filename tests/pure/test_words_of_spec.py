@@ -3,7 +3,7 @@ what waits, what a command line displaces and what follows from what. A test is 
 
 from __future__ import annotations
 
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from typing import Any, get_type_hints
 
 import pytest
@@ -11,14 +11,16 @@ import pytest
 from ptrain.errors import Fault, SpecError
 from ptrain.spec import check, leaf_mode, load, overrides, resolve_parts, shorthand, slips
 from ptrain.spec import write_keep as kept
+from ptrain.spec.batch import MAX_SAMPLES
 from ptrain.spec.grammar import SpecRaw
-from ptrain.spec.grammar_keep import LossRaw, RecomputeRaw
-from ptrain.spec.grammar_parts import MAX_SAMPLES, OffloadRaw
-from ptrain.spec.grammar_pipeline import MAX_LAYERS, PipelineRaw
+from ptrain.spec.keep import LossRaw, RecomputeRaw
 from ptrain.spec.leaf import Leaf, Refused
 from ptrain.spec.leaf_mode import KeptText, ModesByBlock, ModeText
+from ptrain.spec.offload import Offload
+from ptrain.spec.pipeline import MAX_LAYERS, PipelineSpec
 from ptrain.spec.placement import M
 from ptrain.spec.resolve_keep import CHUNK
+from ptrain.spec.section import keys
 from ptrain.spec.spec import Spec
 from ptrain.spec.write import to_yaml
 from tests.pure.changes import BASE, faults, loaded
@@ -74,10 +76,10 @@ def test_every_word_for_a_tier_is_told_the_tier():
     assert tiers == slips.TIER_SLIPS
     modes = {word: slips.mode(f"R@{word}") for word in tiers}
     assert modes == meanings("nvme disk ssd: R@file; cpu ram: R@host; gpu cuda: R")
-    assert leaf(OffloadRaw, "tier").slips == leaf(OffloadRaw, "update").slips == tiers
-    tier = {word: told(leaf(OffloadRaw, "tier"), word) for word in ("nvme", "disk", "cpu", "ram")}
+    assert leaf(Offload, "tier").slips == leaf(Offload, "update").slips == tiers
+    tier = {word: told(leaf(Offload, "tier"), word) for word in ("nvme", "disk", "cpu", "ram")}
     assert tier == {word: f"did you mean {tiers[word]!r}?" for word in tier}
-    update = {word: told(leaf(OffloadRaw, "update"), word) for word in ("gpu", "cuda", "cpu")}
+    update = {word: told(leaf(Offload, "update"), word) for word in ("gpu", "cuda", "cpu")}
     assert update == {word: f"did you mean {tiers[word]!r}?" for word in update}
 
 
@@ -106,7 +108,7 @@ SLIPS = {
     (LossRaw, "kind"): """ce cross_entropy: cross-entropy; chunk: chunked;
         linear_cross_entropy linear-cross-entropy liger: fused;
         loss-parallel loss_parallel: vocab-parallel""",
-    (PipelineRaw, "schedule"): """afab schedulegpipe fill-drain: gpipe;
+    (PipelineSpec, "schedule"): """afab schedulegpipe fill-drain: gpipe;
         pipedream-flush schedule1f1b one-f-one-b: 1f1b;
         looped-bfs loopedbfs schedulelooped-bfs: bfs;
         interleaved1f1b interleaved-1f1b scheduleinterleaved1f1b: interleaved;
@@ -114,7 +116,7 @@ SLIPS = {
         zb-v zbvzerobubble schedulezbvzerobubble: zbv; scheduledualpipev: dualpipev""",
     (SpecRaw, "attention"): """flash_attention_2 flash-attention: sdpa; flex_attention: flex;
         naive manual: eager""",
-    (SpecRaw, "overlap"): "true on: backward; false off: none",
+    (SpecRaw, "overlap"): "true on yes: backward; false off no: none",
 }
 
 
@@ -131,7 +133,7 @@ def test_every_other_word_for_a_value_is_told_the_word_that_is_taken():
 
 def test_a_split_by_another_word_is_told_the_word_that_is_taken():
     words = meanings("balanced auto: parameters; even uniform: layers")
-    split = leaf(PipelineRaw, "split")
+    split = leaf(PipelineSpec, "split")
     assert split.options[0].slips == words
     assert {word: told(split, word) for word in words} == {
         word: f"did you mean {meant!r}?" for word, meant in words.items()
@@ -139,7 +141,7 @@ def test_a_split_by_another_word_is_told_the_word_that_is_taken():
 
 
 def test_asynchronous_schedules_and_moving_layers_are_told_why_there_are_none():
-    schedule, split = leaf(PipelineRaw, "schedule"), leaf(PipelineRaw, "split")
+    schedule, split = leaf(PipelineSpec, "schedule"), leaf(PipelineSpec, "split")
     for word in [
         "pipedream",
         "pipedream-2bw",
@@ -342,7 +344,7 @@ def test_a_fault_in_these_sections_silences_findings_about_those():
         "attention": "attention model",
         "loss": "loss mesh placement tensor",
     }
-    sections = [each.name for each in fields(SpecRaw)]
+    sections = list(keys(SpecRaw))
     found = {}
     for about in sections:
         finding = Fault(place=f"{about}.a", finding="a")
@@ -375,7 +377,7 @@ def test_a_section_that_is_missing_or_no_mapping_is_the_only_fault():
 
 
 def test_sizes_name_an_example_of_their_own_kind():
-    budget, bucket = leaf(RecomputeRaw, "budget"), leaf(SpecRaw, "bucket")
+    budget, bucket = leaf(RecomputeRaw, "budget"), leaf(SpecRaw, "bucket_bytes")
     assert (budget.example, bucket.example) == ("2 GiB", "25 MiB")
     found = faults(cluster={"device_memory": "x", "intra_node_bandwidth": "x", "devices": [2]})
     assert "80 GiB" in found["cluster.device_memory"].finding

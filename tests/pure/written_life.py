@@ -14,7 +14,7 @@ from ptrain.derivation.tape import Scene, Tape
 from ptrain.plan.lower import lower
 from ptrain.rooms.ghost import Ghost, GhostRoom, Storage
 from ptrain.rooms.room import Axes, Move
-from ptrain.spec.batch import ReduceScatterVia
+from ptrain.spec.dials import ReduceScatterVia
 from ptrain.spec.placement import Tier
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import FlatUnits, Plan

@@ -11,7 +11,7 @@ from typing import Any, Generic
 from ptrain.costs import State
 from ptrain.rooms.room import Move, T
 from ptrain.spec.axis import Axis
-from ptrain.spec.batch import ReduceScatterVia
+from ptrain.spec.dials import ReduceScatterVia
 from ptrain.spec.placement import Tier
 from ptrain.spec.precision import DType
 from tests.unit.both_rooms import Watched

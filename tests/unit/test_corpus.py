@@ -15,7 +15,7 @@ from ptrain.data.corpus import Split, corpus
 from ptrain.data.tokenizer import BOS, EOS, PAD, VOCAB, decode, encode
 from ptrain.data.tokens import main, open_tokens
 from ptrain.errors import PtrainError
-from ptrain.spec.spec import DataSpec
+from ptrain.spec.job import DataSpec
 
 CORPORA = ["python-docs", "synthetic"]
 

@@ -22,9 +22,9 @@ from ptrain.optimizers.torch import TorchRules
 from ptrain.optimizers.update import moment_names
 from ptrain.rooms.mesh import Mesh
 from ptrain.rooms.world import World
+from ptrain.spec.job import OptimizerSpec
 from ptrain.spec.placement import Tier
 from ptrain.spec.precision import DType
-from ptrain.spec.spec import OptimizerSpec
 from ptrain.steps.step import CreateMesh
 from ptrain.timeline import Complete
 from tests.pure.build import make_facts

@@ -44,7 +44,7 @@ from ptrain.plan.lower import lower
 from ptrain.rooms.fake import fake_world
 from ptrain.simulation.patches import forget_shapes
 from ptrain.spec.axis import Axis
-from ptrain.spec.batch import GradientSync, ReduceScatterVia, Reshard, SyncPolicy
+from ptrain.spec.dials import GradientSync, ReduceScatterVia, Reshard, SyncPolicy
 from ptrain.spec.precision import FP32, ZERO16
 from ptrain.spec.spec import Spec
 from ptrain.timeline import Complete

@@ -13,7 +13,7 @@ from ptrain.errors import SpecError
 from ptrain.models.build import build
 from ptrain.models.initialize import keeps_its_weights
 from ptrain.models.units import unit_modules
-from ptrain.spec.batch import UnitKind, UnitSize
+from ptrain.spec.dials import UnitKind, UnitSize
 from ptrain.spec.extras import require_transformers
 from ptrain.spec.model import HuggingFaceModel, ModelShape
 

@@ -13,8 +13,9 @@ from ptrain.algebra.legality import require
 from ptrain.derivation.estimate import derive
 from ptrain.errors import PtrainError
 from ptrain.models.facts import module_facts
+from ptrain.spec.job import Timeout
 from ptrain.spec.load import load
-from ptrain.spec.spec import Spec, Timeout
+from ptrain.spec.spec import Spec
 from ptrain.timeline import Boundary, Complete, Mark, Run, Timeline, as_rows, from_rows
 from ptrain.traces.facts import facts_of
 from ptrain.traces.tensor_parts import timelines_of, traced

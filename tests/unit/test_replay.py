@@ -18,7 +18,7 @@ from ptrain.meters.memory import MemoryMeter
 from ptrain.rooms.fake import fake_world
 from ptrain.rooms.world import World
 from ptrain.spec.axis import Axis
-from ptrain.spec.batch import GradientSync, ReduceScatterVia, Reshard, SyncPolicy
+from ptrain.spec.dials import GradientSync, ReduceScatterVia, Reshard, SyncPolicy
 from ptrain.spec.model import ExternalModel, Family, ModelShape
 from ptrain.spec.placement import Placement
 from ptrain.spec.precision import FP32, ZERO16

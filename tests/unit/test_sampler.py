@@ -15,7 +15,8 @@ from ptrain.data.corpus import Corpus, Split, corpus
 from ptrain.data.sampler import LocalBatch, batch, num_windows, positions, require, sample
 from ptrain.errors import PtrainError
 from ptrain.spec.batch import Batch
-from ptrain.spec.spec import DataSpec, EvalSpec, Spec, TrainSpec
+from ptrain.spec.job import DataSpec, EvalSpec, TrainSpec
+from ptrain.spec.spec import Spec
 from tests.pure.build import ODD_SHAPE
 
 MESHES = [1, 2, 4, 8]

@@ -7,7 +7,7 @@ import torch
 
 from ptrain.optimizers.build import build_optimizer
 from ptrain.optimizers.sgd import SGD
-from ptrain.spec.spec import OptimizerSpec
+from ptrain.spec.job import OptimizerSpec
 
 SIZES = (1, 7, 8, 33, 64)
 SETTINGS = [

@@ -18,7 +18,7 @@ from ptrain.models.build import build
 from ptrain.models.facts import module_facts
 from ptrain.models.trace import to_timeline
 from ptrain.models.units import blocks_of, unit_modules
-from ptrain.spec.batch import UnitKind, UnitSize
+from ptrain.spec.dials import UnitKind, UnitSize
 from ptrain.spec.model import ModelShape
 from ptrain.spec.precision import DType
 from tests.models_external import necks

@@ -7,10 +7,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby, product
 
-from ptrain.spec.batch import GradientSync, SyncPolicy
+from ptrain.spec.dials import STOCK_BUCKET_BYTES, GradientSync, SyncPolicy
 from ptrain.units import ceil_div
 
-STOCK_BUCKET_BYTES = 25 * 2**20
 FIRST_BUCKET_BYTES = 2**20  # of the stock buckets: small, so that the first reduction starts early
 
 Run = tuple[int, int, bool]  # start, end, flag: elements of a buffer

@@ -17,7 +17,7 @@ from ptrain.axes.data.costs import padded_flat, stretches
 from ptrain.costs import State
 from ptrain.rooms.room import Move, Room, T
 from ptrain.spec.axis import DATA_AXES, Axis
-from ptrain.spec.batch import ReduceScatterVia
+from ptrain.spec.dials import ReduceScatterVia
 from ptrain.spec.placement import Tier
 
 Axes = tuple[Axis, ...]

@@ -9,22 +9,23 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from math import prod
 
-from ptrain.axes.data.costs import STOCK_BUCKET_BYTES
 from ptrain.axes.data.form import Form, data_factors, form_of, has, tier_of, whole_axes
 from ptrain.axes.rule import SpecRule
 from ptrain.costs import PLACED, State
 from ptrain.errors import Fault
-from ptrain.spec.batch import (
+from ptrain.spec.dials import (
+    STOCK_BUCKET_BYTES,
     GatherAfterUpdate,
     Overlap,
     ReduceScatterVia,
     Reshard,
-    SyncPolicy,
     UnitSize,
 )
+from ptrain.spec.keys import dials
 from ptrain.spec.model import ModelShape
+from ptrain.spec.offload import Offload
 from ptrain.spec.placement import CUT, Distribution, Tier
-from ptrain.spec.spec import Offload, Spec
+from ptrain.spec.spec import Spec
 
 REASON = "every key of a spec has an effect"
 _REPLICATE = (Form.REPLICATE, Form.SPREAD_UPDATE)
@@ -47,17 +48,10 @@ def _without_data_axis(spec: Spec) -> Iterator[Fault]:
 def _written(spec: Spec) -> Iterator[tuple[str, bool]]:
     """Each dial of the data axes, and whether the spec says anything but its default. When
     gradients are reduced has no default that a spec shows: what is written is what counts."""
-    sync, default = spec.sync, SyncPolicy()
     written = spec.resolved.get("sync")
     yield "sync.gradients", isinstance(written, dict) and "gradients" in written
-    for key in ("reshard_after_forward", "reshard_after_backward"):
-        yield f"sync.{key}", getattr(sync, key) is not getattr(default, key)
-    yield "reduce_scatter", spec.reduce_scatter is not ReduceScatterVia.NATIVE
-    yield "bucket", spec.bucket_bytes != STOCK_BUCKET_BYTES
-    yield "unit", spec.unit != UnitSize()
-    yield "overlap", spec.overlap is not None
-    yield "prefetch", spec.prefetch is not None
-    yield "gather_after_update", spec.gather_after_update is not GatherAfterUpdate.BLOCKING
+    for dial in dials():
+        yield dial.place, dial.of(spec) != dial.default
     on_file = Tier.FILE in spec.activations.tiers  # of a rank, whatever the axes are
     yield "offload.path", spec.offload.path is not None and not on_file
     yield "offload.update", spec.offload.update is not Offload().update

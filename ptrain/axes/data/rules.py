@@ -21,10 +21,11 @@ from ptrain.axes.rule import AxisRules, SpecRule, TupleRule
 from ptrain.costs import PLACED, State
 from ptrain.errors import Fault
 from ptrain.spec.axis import DATA_AXES, Axis, Factor
-from ptrain.spec.batch import GradientSync, UnitKind
+from ptrain.spec.dials import GradientSync, UnitKind
+from ptrain.spec.job import OptimizerSpec
 from ptrain.spec.keep import belongs_to_rank
 from ptrain.spec.placement import CUT, MODES, S_STAR, Distribution, M, Mode, Placement, R, S
-from ptrain.spec.spec import OptimizerSpec, Spec
+from ptrain.spec.spec import Spec
 
 GRADIENT_INTEGRITY = "Theorem 3 (gradient integrity)"
 STATE_CONSISTENCY = "Theorem 4 (state consistency)"

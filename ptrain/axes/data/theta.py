@@ -13,7 +13,7 @@ from ptrain.axes.data.route import Route
 from ptrain.costs import State
 from ptrain.rooms.room import Members, Move, T
 from ptrain.spec.axis import Axis
-from ptrain.spec.batch import GatherAfterUpdate
+from ptrain.spec.dials import GatherAfterUpdate
 from ptrain.spec.placement import Tier
 from ptrain.spec.precision import Layout
 from ptrain.steps.step import FlatUnits

@@ -12,7 +12,7 @@ from ptrain.axes.data.theta import Parameters
 from ptrain.axes.data.update import UnitState
 from ptrain.costs import State
 from ptrain.rooms.room import T
-from ptrain.spec.batch import GradientSync
+from ptrain.spec.dials import GradientSync
 from ptrain.spec.placement import Tier
 from ptrain.steps.step import FlatUnits
 from ptrain.timeline import Kind

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from ptrain.axes.data.costs import GatherCounts
 from ptrain.axes.pipeline.schedule import Schedule
-from ptrain.spec.batch import SyncPolicy
+from ptrain.spec.dials import SyncPolicy
 from ptrain.timeline import Kind
 
 

@@ -22,11 +22,12 @@ from ptrain.axes.rule import AxisRules, SpecRule, TupleRule
 from ptrain.errors import Fault
 from ptrain.facts.stages import unlike
 from ptrain.spec.axis import Axis
-from ptrain.spec.batch import UnitKind
+from ptrain.spec.dials import UnitKind
+from ptrain.spec.job import OptimizerSpec
 from ptrain.spec.model import ModelShape
 from ptrain.spec.orders import ListedSchedule
 from ptrain.spec.placement import S_STAR, M, Placement, R, S, Tier
-from ptrain.spec.spec import OptimizerSpec, Spec
+from ptrain.spec.spec import Spec
 
 _DISJOINT = "Theorem 4 (state consistency)"
 _PER_STAGE = "Theorem 7.2 (gradients are summed among a stage's replicas only)"

@@ -9,7 +9,8 @@ from ptrain.axes.rule import SpecRule
 from ptrain.errors import Fault
 from ptrain.spec.axis import Axis
 from ptrain.spec.model import ModelShape
-from ptrain.spec.spec import Spec, TensorSpec
+from ptrain.spec.spec import Spec
+from ptrain.spec.tensor import TensorSpec
 
 
 def _without_tp(spec: Spec) -> Iterator[Fault]:

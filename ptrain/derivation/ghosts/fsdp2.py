@@ -18,7 +18,7 @@ from ptrain.costs import Collective, State
 from ptrain.derivation.ghosts import autograd
 from ptrain.derivation.ghosts.in_place import InPlace, InPlaceUpdate, Shapes
 from ptrain.derivation.tape import Scene
-from ptrain.spec.batch import GradientSync, ReduceScatterVia
+from ptrain.spec.dials import GradientSync, ReduceScatterVia
 from ptrain.steps.step import FullyShard
 from ptrain.timeline import Complete, Kind, Mark, boundaries
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from ptrain.axes.data.costs import gathers, reductions
 from ptrain.derivation.ghosts.wrapping import Wrapped
-from ptrain.spec.batch import GradientSync, Reshard
+from ptrain.spec.dials import GradientSync, Reshard
 from ptrain.units import format_bytes
 
 

@@ -15,7 +15,7 @@ from ptrain.axes.data.costs import GatherCounts
 from ptrain.costs import Footprint, State, Traffic
 from ptrain.derivation.tape import Account, Scene, Tape, Wrap
 from ptrain.facts.model import ModelFacts, UnitFacts
-from ptrain.spec.batch import SyncPolicy
+from ptrain.spec.dials import SyncPolicy
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import Plan
 from ptrain.timeline import Boundary, Mark, Timeline

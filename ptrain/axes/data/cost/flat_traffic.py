@@ -19,7 +19,7 @@ from ptrain.axes.data.cost.update import StateTensorForm
 from ptrain.axes.data.costs import gathers, reductions
 from ptrain.axes.ring import Calls, Group
 from ptrain.costs import Collective, Phase, State, Traffic, TrafficKey
-from ptrain.spec.batch import GatherAfterUpdate, ReduceScatterVia
+from ptrain.spec.dials import GatherAfterUpdate, ReduceScatterVia
 from ptrain.spec.placement import Tier
 from ptrain.steps.step import FlatUnits
 

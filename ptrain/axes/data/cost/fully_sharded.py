@@ -28,10 +28,11 @@ from ptrain.axes.data.costs import gathers, kept_ranks, local_rows, padded_rows,
 from ptrain.axes.ring import Calls, Group
 from ptrain.costs import Collective, Phase, State, Traffic
 from ptrain.spec.axis import Axis
-from ptrain.spec.batch import ReduceScatterVia
+from ptrain.spec.dials import ReduceScatterVia
+from ptrain.spec.job import OptimizerSpec
 from ptrain.spec.placement import Tier
 from ptrain.spec.precision import Layout
-from ptrain.spec.spec import OptimizerSpec, Spec
+from ptrain.spec.spec import Spec
 from ptrain.steps.step import FullyShard, Plan
 
 

@@ -16,7 +16,7 @@ from ptrain.axes.data.cost.fully_sharded import FullyShardedForm, ShardedUnit
 from ptrain.axes.data.cost.optimizer import norm, update_casts
 from ptrain.axes.data.costs import local_rows
 from ptrain.costs import Phase
-from ptrain.spec.batch import GradientSync, ReduceScatterVia
+from ptrain.spec.dials import GradientSync, ReduceScatterVia
 from ptrain.spec.precision import Layout
 from ptrain.steps.step import FullyShard
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ptrain.axes.data.cost.buffer import Axes, Buffer, without
-from ptrain.spec.batch import GradientSync, ReduceScatterVia
+from ptrain.spec.dials import GradientSync, ReduceScatterVia
 from ptrain.spec.placement import Tier
 from ptrain.spec.precision import DType, Layout
 from ptrain.steps.step import FlatUnits

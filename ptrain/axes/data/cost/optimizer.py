@@ -11,8 +11,9 @@ from collections.abc import Sequence
 
 from ptrain.axes.data.cost.chain import ChainUnit, NoClosedForm, UnitChain
 from ptrain.axes.data.form import ELEMENTWISE
+from ptrain.spec.job import OptimizerSpec
 from ptrain.spec.precision import DType, Layout
-from ptrain.spec.spec import OptimizerSpec, Spec
+from ptrain.spec.spec import Spec
 from ptrain.steps.step import LONG_NORM, Plan
 
 COUNTER_BYTES = 4

@@ -25,10 +25,11 @@ from ptrain.axes.data.cost.optimizer import (
     orthogonalization,
 )
 from ptrain.axes.data.cost.parameters import ParametersForm
-from ptrain.spec.batch import GatherAfterUpdate
+from ptrain.spec.dials import GatherAfterUpdate
+from ptrain.spec.job import OptimizerSpec
 from ptrain.spec.placement import Tier
 from ptrain.spec.precision import DType, Layout
-from ptrain.spec.spec import OptimizerSpec, Spec
+from ptrain.spec.spec import Spec
 from ptrain.steps.step import FlatUnits
 
 

@@ -28,8 +28,8 @@ from ptrain.models.units import ROOT
 from ptrain.rooms.mesh import Mesh
 from ptrain.rooms.registry import Registry
 from ptrain.rooms.torch import TorchRoom
+from ptrain.spec.job import OptimizerSpec
 from ptrain.spec.precision import Layout
-from ptrain.spec.spec import OptimizerSpec
 from ptrain.steps.step import FlatUnits, Plan
 from ptrain.steps.step import Units as UnitModules
 from ptrain.timeline import Kind

@@ -23,7 +23,7 @@ from ptrain.models.numerics import TORCH_DTYPES
 from ptrain.rooms.comm import TaggedAllGather, TaggedReduceScatter
 from ptrain.rooms.mesh import Mesh
 from ptrain.rooms.registry import Registry
-from ptrain.spec.batch import GradientSync, Reshard
+from ptrain.spec.dials import GradientSync, Reshard
 from ptrain.spec.precision import Layout
 from ptrain.steps.step import FullyShard, Plan
 from ptrain.timeline import Kind

@@ -21,8 +21,8 @@ from ptrain.axes.data.run.summing import keeping_hook, summing_hook
 from ptrain.axes.data.run.wrapped import ParameterWrap
 from ptrain.rooms.mesh import Mesh
 from ptrain.rooms.registry import Registry
+from ptrain.spec.job import OptimizerSpec
 from ptrain.spec.precision import Layout
-from ptrain.spec.spec import OptimizerSpec
 from ptrain.steps.step import Replicate, Units
 from ptrain.timeline import Kind
 

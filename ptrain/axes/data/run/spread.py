@@ -18,7 +18,7 @@ from ptrain.optimizers.build import build_optimizer
 from ptrain.optimizers.torch import TorchLeaf
 from ptrain.optimizers.update import moment_names
 from ptrain.rooms.registry import Registry
-from ptrain.spec.spec import OptimizerSpec
+from ptrain.spec.job import OptimizerSpec
 
 
 class SpreadTarget(ParameterTarget):

@@ -16,8 +16,8 @@ from ptrain.axes.data.run.target import Named, NamedTarget, ParameterTarget
 from ptrain.axes.data.run.whole import OfWholeModel
 from ptrain.costs import State
 from ptrain.rooms.room import OptimizerLeaf
+from ptrain.spec.job import OptimizerSpec
 from ptrain.spec.precision import Layout
-from ptrain.spec.spec import OptimizerSpec
 from ptrain.steps.step import Units
 from ptrain.timeline import Kind
 

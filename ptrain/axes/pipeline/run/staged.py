@@ -15,8 +15,8 @@ from ptrain.axes.data.run.target import Named, NamedTarget
 from ptrain.axes.data.run.wrapped import WrappedModel
 from ptrain.costs import State
 from ptrain.rooms.mesh import Mesh
+from ptrain.spec.job import OptimizerSpec
 from ptrain.spec.precision import Layout
-from ptrain.spec.spec import OptimizerSpec
 from ptrain.steps.step import Pipeline
 from ptrain.timeline import Kind
 

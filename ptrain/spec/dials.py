@@ -1,0 +1,140 @@
+"""The dials of the wrapper: when gathered units and gradients move, in which pieces and how."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Annotated
+
+from ptrain.spec.leaf import Choice, Dial, Either, Truth, Whole
+from ptrain.spec.section import section
+
+MAX_SHARDS = 2**17
+STOCK_BUCKET_BYTES = 25 * 2**20  # torch's own
+WHOLE_BUCKET = 2**40  # bytes: more than any model's gradients
+
+
+class GradientSync(StrEnum):
+    """When accumulated gradients are reduced: after every micro-batch, or after the last."""
+
+    EVERY = "every"
+    LAST = "last"
+
+
+class Reshard(StrEnum):
+    """Which gathered units are given back after forward, where that is neither all nor none:
+    `non-root` keeps the root for its backward pass, which begins at once. It is what torch's
+    `fully_shard` does by itself (`reshard_after_forward=None`)."""
+
+    NON_ROOT = "non-root"
+
+
+RESHARD = Either(
+    "gathered parameters are given back after forward (true), kept for backward (false), or kept "
+    "in n shards among n neighbouring ranks, over which backward then gathers (n); non-root is "
+    "true for all units but the root, as torch's None; without: true, and with pp false, since the "
+    "micro-batches of a step come one upon the other",
+    "true, false, non-root or a number of shards >= 2",
+    (
+        Truth(""),
+        Whole("", 2, MAX_SHARDS),
+        Choice(
+            "",
+            {
+                "non-root": "all units but the root, whose backward pass begins at once: what "
+                "torch's fully_shard does by itself (reshard_after_forward=None)"
+            },
+            slips={"nonroot": "non-root", "non_root": "non-root"},
+            read=Reshard,
+        ),
+    ),
+    follows=True,
+    dial=Dial(free=True, other=False),
+)
+
+
+@section
+class SyncPolicy:
+    """The accumulation's policy: from 3K units moved per step (every) down to K + 1.
+
+    With U gathered units, K micro-batches and S* parameters: (every, True, True) moves 3K units,
+    (last, True, True) 2K+1, (last, True, False) K+2, (last, False, True) K+1, (last, False,
+    False) 2. Whatever the policy, the last micro-batch reduces and reshards.
+    Gradients that are R on every data axis are always `last`: to reduce a sum that already holds
+    a reduced part would count that part once per rank.
+    An integer n for `reshard_after_forward` keeps each gathered unit in n shards until backward
+    (FSDP2's smaller groups of n neighbours); `non-root` is true for every unit but the root.
+    """
+
+    gradients: Annotated[
+        GradientSync,
+        Choice(
+            "when accumulated gradients are reduced; without: every, and last where gradients are "
+            "R on every data axis",
+            {
+                "every": "after every micro-batch",
+                "last": "after the last micro-batch (no_sync): until then each rank holds the "
+                "unsharded sum of its own gradients",
+            },
+            read=GradientSync,
+            follows=True,
+        ),
+    ] = GradientSync.EVERY
+    reshard_after_forward: Annotated[bool | int | Reshard, RESHARD] = True
+    reshard_after_backward: Annotated[
+        bool,
+        Truth(
+            "gathered parameters are given back after each backward; without: true, and with pp "
+            "false",
+            follows=True,
+            dial=Dial(free=True, other=False),
+        ),
+    ] = True
+
+    def after_forward(self, *, is_root: bool) -> bool | int:
+        """Whether a gathered unit is given back after its forward pass, or the number of shards
+        that it is kept in."""
+        if isinstance(self.reshard_after_forward, Reshard):
+            return not is_root
+        return self.reshard_after_forward
+
+
+class ReduceScatterVia(StrEnum):
+    """`native`: the backend's own (gloo executes it as an all-reduce); `all_to_all`: an exchange
+    and a local sum, a true reduce-scatter on gloo."""
+
+    NATIVE = "native"
+    ALL_TO_ALL = "all_to_all"
+
+
+class UnitKind(StrEnum):
+    """What is gathered, reduced and freed together (the paper's s_unit)."""
+
+    BLOCK = "block"
+    SUB_BLOCK = "sub-block"  # a block's children that have children; the block keeps the rest
+    BLOCKS = "blocks"  # n neighbouring blocks
+    MODEL = "model"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitSize:
+    """`count` neighbouring blocks make one unit; 1 for every other kind."""
+
+    kind: UnitKind = UnitKind.BLOCK
+    count: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.count} blocks" if self.kind is UnitKind.BLOCKS else self.kind.value
+
+
+class Overlap(StrEnum):
+    """Whether gradients are reduced beside the backward pass."""
+
+    NONE = "none"
+    BACKWARD = "backward"
+
+
+class GatherAfterUpdate(StrEnum):
+    """When the ranks' updated parts of the parameters become whole."""
+
+    BLOCKING = "blocking"  # after each unit's update, awaited
+    DURING_UPDATE = "during-update"  # issued after each unit's update, awaited at the end
+    NEXT_FORWARD = "next-forward"  # by each unit when it is used next

@@ -1,0 +1,127 @@
+"""What a job reads, how it updates, how long it runs, and what it writes down."""
+
+from dataclasses import field
+from typing import Annotated
+
+from ptrain.spec.leaf import Choice, Numbers, Real, Text, Truth, Whole
+from ptrain.spec.section import Section, section
+
+
+@section
+class ScheduleSpec:
+    """The learning rate over the steps: linear warm-up, then constant or cosine."""
+
+    warmup: Annotated[
+        int, Whole("steps of linear warm-up", 0, 10**9, aka=("warmup_steps", "warmup_iters"))
+    ] = 0
+    decay_steps: Annotated[
+        int, Whole("the step at which the cosine ends; 0: constant after warm-up", 0, 10**9)
+    ] = 0
+    min_lr_ratio: Annotated[float, Real("where the cosine ends, as a part of lr", 0.0, 1.0)] = 0.1
+
+
+@section
+class OptimizerSpec:
+    """The update of the parameters."""
+
+    name: Annotated[
+        str,
+        Choice(
+            "which optimizer",
+            {
+                "adamw": "Adam with decoupled weight decay: two moments",
+                "sgd": "gradient descent, with momentum if given",
+                "muon": "orthogonalized momentum for the blocks' matrices, adamw for all else: "
+                "needs whole matrices",
+            },
+        ),
+    ] = "adamw"
+    lr: Annotated[
+        float, Real("the highest learning rate", 0.0, 1e6, open=True, aka=("learning_rate",))
+    ] = 3e-4
+    betas: Annotated[
+        tuple[float, ...],
+        Numbers("adamw's two decay rates", 0.0, 0.999999, count=2, aka=("beta1", "beta2")),
+    ] = (0.9, 0.95)
+    eps: Annotated[float, Real("adamw's epsilon", 0.0, 1.0, open=True)] = 1e-8
+    weight_decay: Annotated[float, Real("decoupled weight decay", 0.0, 1e3, aka=("wd",))] = 0.1
+    momentum: Annotated[
+        float,
+        Real("of sgd (without: 0) and muon (without: 0.95)", 0.0, 0.999999, follows=True),
+    ] = 0.0
+    schedule: Annotated[ScheduleSpec, Section(ScheduleSpec, "the learning rate over the steps")] = (
+        field(default_factory=ScheduleSpec)
+    )
+    clip: Annotated[
+        float | None,
+        Real(
+            "the largest global gradient norm; null: no clipping",
+            0.0,
+            1e9,
+            open=True,
+            null=True,
+            aka=("max_grad_norm", "grad_clip", "clip_grad", "gradient_clipping", "max_norm"),
+        ),
+    ] = 1.0
+
+
+@section
+class DataSpec:
+    """What is read: a built-in corpus, or a file of tokens. Of `corpus` and `path` one is None."""
+
+    corpus: Annotated[
+        str | None,
+        Choice(
+            "a corpus that needs no network",
+            {
+                "python-docs": "the reference text that every CPython ships",
+                "synthetic": "seeded tokens, equal on every machine",
+            },
+        ),
+    ] = "python-docs"
+    path: Annotated[str | None, Text("a memory-mapped token file of your own", null=True)] = None
+    tokenizer: Annotated[
+        str, Choice("how text becomes tokens", {"bytes": "256 bytes and 3 specials, vocab 259"})
+    ] = "bytes"
+
+
+@section
+class TrainSpec:
+    """How long, and from which seed."""
+
+    steps: Annotated[
+        int,
+        Whole("updates of the parameters", 1, 10**9, aka=("max_steps", "num_steps", "train_iters")),
+    ] = 50
+    seed: Annotated[int, Whole("of weights, samples and dropout", 0, 2**63 - 1)] = 0
+
+
+@section
+class EvalSpec:
+    """The mean loss of text that is never trained on."""
+
+    every: Annotated[int, Whole("steps between two; 0: never", 0, 10**9)] = 0
+    batches: Annotated[int, Whole("global batches each time", 1, 10**6, aka=("eval_iters",))] = 4
+
+
+@section
+class CheckpointSpec:
+    """When the state is saved."""
+
+    at_end: Annotated[bool, Truth("once, when the training is done")] = False
+    every: Annotated[int, Whole("steps between two; 0: never", 0, 10**9)] = 0
+
+
+@section
+class Timeout:
+    """Seconds until a silent rank counts as hung."""
+
+    init: Annotated[float, Real("for the meeting of the ranks", 0.0, 10**6, open=True)] = 300.0
+    step: Annotated[float, Real("for every collective after it", 0.0, 10**6, open=True)] = 120.0
+
+
+@section
+class LogSpec:
+    """What is printed."""
+
+    every: Annotated[int, Whole("steps between two lines", 1, 10**9)] = 10

@@ -1,0 +1,95 @@
+"""The reference of keys: what each key of a spec takes, what stands for it where it is left out,
+and what it means, as the grammar declares it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import MISSING, Field, dataclass
+from typing import Any
+
+from ptrain.spec.axis import EXECUTED_AXES, Axis
+from ptrain.spec.check import is_required
+from ptrain.spec.grammar import ExpertTupleRaw, SpecRaw, TupleRaw
+from ptrain.spec.leaf import Choice, Either, Leaf
+from ptrain.spec.section import Section, keys
+
+FOLLOWS, NONE, NEEDED = "follows", "–", "needed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeyRow:
+    """One key: `default` is a value as a file has it, `follows` where it depends on other keys,
+    `needed` where every spec has the key. `words` are the values with a meaning of their own."""
+
+    place: str
+    takes: str
+    default: str
+    about: str
+    words: tuple[tuple[str, str], ...] = ()
+    is_section: bool = False
+
+
+def reference(kind: type = SpecRaw, above: str = "") -> Iterator[KeyRow]:
+    """Every key in the order of the grammar, a section before what is in it."""
+    for key, (spot, holds) in keys(kind).items():
+        place = f"{above}{key}"
+        if isinstance(holds, Section):
+            is_tuple = holds.kind in (TupleRaw, ExpertTupleRaw)
+            takes = "a strategy's name, or a mode of each state" if is_tuple else "its keys"
+            yield KeyRow(
+                place=place,
+                takes=_executed_axis(key, takes),
+                default=NEEDED if is_required(spot) else NONE,
+                about=holds.about,
+                is_section=True,
+            )
+            if not is_tuple:
+                yield from reference(holds.kind, f"{place}.")
+        else:
+            yield KeyRow(
+                place=place,
+                takes=_executed_axis(key, _executed(holds)),
+                default=_default(spot, holds),
+                about=holds.about,
+                words=tuple(_words(holds)),
+            )
+
+
+def _executed(leaf: Leaf) -> str:
+    """What it takes, and of which of it it is true that nothing executes it yet."""
+    if leaf.executed is None:
+        return leaf.takes()
+    works = [_yaml(value) for value in leaf.executed]
+    return f"{' or '.join(works)}; not yet: {leaf.takes()}" if works else f"not yet: {leaf.takes()}"
+
+
+def _executed_axis(key: str, takes: str) -> str:
+    is_planned = key in set(Axis) and key not in EXECUTED_AXES
+    return f"not yet: {takes}" if is_planned else takes
+
+
+def _default(spot: Field[Any], leaf: Leaf) -> str:
+    if is_required(spot):
+        return NEEDED
+    if leaf.follows:
+        return FOLLOWS
+    value = leaf.say(None if spot.default is MISSING else spot.default)
+    return NONE if value is None else _yaml(value)
+
+
+def _yaml(value: object) -> str:
+    match value:
+        case bool():
+            return str(value).lower()
+        case list():
+            return f"[{', '.join(map(_yaml, value))}]"
+        case _:
+            return str(value)
+
+
+def _words(leaf: Leaf) -> Iterator[tuple[str, str]]:
+    if isinstance(leaf, Choice):
+        yield from leaf.words.items()
+    elif isinstance(leaf, Either):
+        for option in leaf.options:
+            yield from _words(option)

@@ -1,0 +1,118 @@
+"""A key is declared in one place: what reads, writes and explains it follows from there."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import pytest
+
+from ptrain.errors import SpecError
+from ptrain.spec.grammar import SpecRaw
+from ptrain.spec.keys import Keys, dials
+from ptrain.spec.load import load
+from ptrain.spec.reference import KeyRow, reference
+from ptrain.spec.section import keys
+from ptrain.spec.spec import Spec
+from ptrain.spec.write import section, to_yaml
+
+ROWS = {row.place: row for row in reference()}
+
+
+def test_every_key_of_the_grammar_has_a_row_with_what_it_takes_and_means():
+    assert {place.split(".")[0] for place in ROWS} == set(keys(SpecRaw))
+    assert all(row.takes and len(row.about) > 5 for row in ROWS.values())
+
+
+@pytest.mark.parametrize(
+    ("place", "takes", "default"),
+    [
+        ("train.steps", "an integer in 1..1000000000", "50"),
+        ("optimizer.betas", "a list of 2 numbers in 0..0.999999", "[0.9, 0.95]"),
+        ("optimizer.momentum", "a finite number >= 0 and <= 0.999999", "follows"),
+        ("sync.gradients", "one of every, last", "follows"),
+        ("deterministic", "true or false", "false"),
+        ("prefetch", "an integer in 0..10000", "–"),
+        ("batch.sequence", "an integer in 1..100000000", "needed"),
+        ("unit", "block, sub-block, n blocks or model", "block"),
+    ],
+)
+def test_a_row_says_what_a_file_has(place, takes, default):
+    row = ROWS[place]
+    assert (row.takes, row.default) == (takes, default)
+
+
+def test_the_words_of_a_closed_set_are_explained_one_by_one():
+    assert [word for word, _ in ROWS["backend"].words] == ["auto", "gloo", "nccl"]
+    assert [word for word, _ in ROWS["unit"].words] == ["block", "sub-block", "model"]
+    assert isinstance(ROWS["mesh"], KeyRow) and ROWS["mesh"].is_section
+
+
+def test_a_default_of_the_reference_is_the_one_that_a_resolved_spec_has():
+    resolved = load("zero3").spec.resolved
+    for place in ("bucket", "unit", "gather_after_update", "reduce_scatter", "device"):
+        assert str(resolved[place]) == ROWS[place].default
+
+
+def test_what_file_and_resolved_spec_have_alike_is_the_same_field():
+    """A key that is added to `Keys`, or to a section of it, is read and written by that alone."""
+    assert {spot.name for spot in fields(Keys)} < {spot.name for spot in fields(Spec)}
+    assert {spot.name for spot in fields(Keys)} < {spot.name for spot in fields(SpecRaw)}
+
+
+def test_a_section_is_written_as_the_mapping_that_loads_to_it(tmp_path):
+    spec = load(
+        "pp-zbv", ["optimizer.clip=null", "profile=[1, 2]", "cluster.price=2.5", "bucket=whole"]
+    ).spec
+    file = tmp_path / "again.yaml"
+    file.write_text(to_yaml(spec.resolved), encoding="utf-8")
+    assert load(file).spec == spec
+    assert spec.cluster is not None and spec.cluster.price == 2.5
+    assert section(spec.optimizer)["clip"] is None
+
+
+def test_every_dial_can_be_set_to_what_all_placements_obey():
+    spec = load("zero3").spec
+    for dial in dials():
+        assert dial.is_free(dial.set(spec, dial.dial.free))
+        if dial.dial.other is not None:
+            assert not dial.is_free(dial.set(spec, dial.dial.other))
+        key, _, text = dial.override.partition("=")
+        assert key == dial.place and dial.is_free(load("zero3", [f"{key}={text}"]).spec)
+
+
+def remedy(argument: str) -> str:
+    with pytest.raises(SpecError) as caught:
+        load("zero3", [argument])
+    (fault,) = caught.value.faults
+    return fault.remedy
+
+
+@pytest.mark.parametrize(
+    ("argument", "meant"),
+    [
+        ("seq_len=128", "did you mean 'batch.sequence'?"),
+        ("batch.seq_len=128", "did you mean 'sequence'?"),
+        ("lr=0.1", "did you mean 'optimizer.lr'?"),
+        ("optimizer.max_grad_norm=1", "did you mean 'clip'?"),
+        ("optimizer.clip=none", "write null"),
+        ("model.n_layers=3", "did you mean 'layers'?"),
+        ("model=llama-tiny", "write model.preset=llama-tiny"),
+        ("cluster=h100-8", "write cluster.preset=h100-8"),
+        ("precision=bf16", "write precision.layout=bf16"),
+        ("train.steps=1e3", "write 1000"),
+        ("foo=1", "`ptrain help keys` lists what there is"),
+        ("model.foo=1", "`ptrain help keys model` lists what there is"),
+        ("tensor.foo=1", "known here: plan, loss_parallel, asynchronous"),
+    ],
+)
+def test_a_slip_gets_one_suggestion_in_the_form_of_the_command_line(argument, meant):
+    assert remedy(argument) == meant
+
+
+def test_in_a_file_the_suggestion_is_what_the_file_has(tmp_path):
+    file = tmp_path / "own.yaml"
+    text = to_yaml(load("zero3").spec.resolved).replace("precision: {layout: fp32}", "")
+    file.write_text(f"{text}\nprecision: bf16\n", encoding="utf-8")
+    with pytest.raises(SpecError) as caught:
+        load(file)
+    assert caught.value.faults[0].remedy == "write precision: {layout: bf16}"
