@@ -135,7 +135,7 @@ def _listed(what: str, kind: type, route: Route) -> str:
     known = tuple(keys(kind))
     if len(known) <= _MOST_LISTED:
         return f"{what}: {', '.join(known)}"
-    return f"`{' '.join(('ptrain help keys', *route[:1]))}` lists what there is"
+    return f"`ptrain help {'.'.join(route) or 'keys'}` lists what there is"
 
 
 def _has_word(holds: Leaf | Section, value: str) -> bool:

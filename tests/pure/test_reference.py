@@ -101,7 +101,7 @@ def remedy(argument: str) -> str:
         ("precision=bf16", "write precision.layout=bf16"),
         ("train.steps=1e3", "write 1000"),
         ("foo=1", "`ptrain help keys` lists what there is"),
-        ("model.foo=1", "`ptrain help keys model` lists what there is"),
+        ("model.foo=1", "`ptrain help model` lists what there is"),
         ("tensor.foo=1", "known here: plan, loss_parallel, asynchronous"),
     ],
 )
