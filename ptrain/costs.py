@@ -168,7 +168,9 @@ def busiest(rows: Iterable[Traffic]) -> tuple[Traffic, ...]:
     most: dict[TrafficKey, Traffic] = {}
     for row in rows:
         known = most.setdefault(row.key, row)
-        most[row.key] = max(known, row, key=lambda each: (each.sent_bytes, each.payload_bytes))
+        most[row.key] = max(
+            known, row, key=lambda account: (account.sent_bytes, account.payload_bytes)
+        )
     return tuple(most.values())
 
 

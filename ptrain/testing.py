@@ -41,16 +41,16 @@ def assert_trains_like_one_device(
     with the first failing rank's error; PtrainError for a function that no rank can import or that
     returns no verdict. `arguments` must be JSON.
     """
-    for rank, told in enumerate(
+    for rank, verdict in enumerate(
         on_ranks(function, *arguments, num_ranks=num_ranks, timeout=timeout)
     ):
-        if not (isinstance(told, Mapping) and "holds" in told and "text" in told):
+        if not (isinstance(verdict, Mapping) and "holds" in verdict and "text" in verdict):
             raise PtrainError(
-                f"{_name(function)} returned {told!r:.60} on rank {rank}\n"
+                f"{_name(function)} returned {verdict!r:.60} on rank {rank}\n"
                 "  remedy: return what ptrain.verify(...) returns"
             )
-        if not told["holds"]:
-            raise AssertionError(f"{_name(function)} on {num_ranks} ranks: {told['text']}")
+        if not verdict["holds"]:
+            raise AssertionError(f"{_name(function)} on {num_ranks} ranks: {verdict['text']}")
 
 
 def on_ranks(

@@ -61,24 +61,24 @@ def position(spec: Spec, rank: int, axes: Sequence[Axis]) -> int:
 
 def place_of(spec: Spec, axes: Sequence[Axis], index: int) -> dict[Axis, int]:
     """Where the ranks of that `position` stand along `axes`."""
-    found: dict[Axis, int] = {}
+    places: dict[Axis, int] = {}
     for factor in reversed(spec.factors):
         if factor.axis in axes:
-            index, found[factor.axis] = divmod(index, factor.degree)
-    return found
+            index, places[factor.axis] = divmod(index, factor.degree)
+    return places
 
 
 def positions(spec: Spec, axes: Sequence[Axis]) -> tuple[int, ...]:
     """`position` of every rank, in one pass over the ranks."""
-    found = [0]
+    indices = [0]
     for factor in spec.factors:
         if factor.axis in axes:
-            found = [
-                index * factor.degree + here for index in found for here in range(factor.degree)
+            indices = [
+                index * factor.degree + here for index in indices for here in range(factor.degree)
             ]
         else:
-            found = [index for index in found for _ in range(factor.degree)]
-    return tuple(found)
+            indices = [index for index in indices for _ in range(factor.degree)]
+    return tuple(indices)
 
 
 def ranks_over(spec: Spec, axes: Sequence[Axis]) -> int:

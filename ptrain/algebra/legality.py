@@ -159,7 +159,7 @@ def _axes_that_wait(spec: Spec) -> Iterator[Fault]:
 
 
 def _divisors(number: int) -> str:
-    return ", ".join(str(each) for each in range(1, number + 1) if number % each == 0)
+    return ", ".join(str(divisor) for divisor in range(1, number + 1) if number % divisor == 0)
 
 
 _PRODUCT_RULES = (

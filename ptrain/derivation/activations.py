@@ -74,8 +74,8 @@ def timeline(
         last = ends.around(phase, base) if ends else base
         if setting is None:
             return [*([base] * (layers - 1)), last]
-        made = {each: of_kept(base, setting, each) for each in dict.fromkeys(kept)}
-        return [*(made[each] for each in kept[:-1]), of_kept(last, setting, kept[-1])]
+        part_of = {mode: of_kept(base, setting, mode) for mode in dict.fromkeys(kept)}
+        return [*(part_of[mode] for mode in kept[:-1]), of_kept(last, setting, kept[-1])]
 
     if ends:  # has what follows the blocks in forward and precedes them in backward
         forward, backward = {**forward, "after": []}, {**backward, "before": []}
@@ -117,7 +117,7 @@ def is_tabulated(spec: Spec) -> bool:
     if is_in_chunks and not loss_chunks.is_known(shape, compute, spec.loss):
         return False
     is_whole = not spec.pipeline.is_in_halves and not spec.tensor.is_naive
-    return is_whole and all(blocks.is_known(shape, each) for each in kept)
+    return is_whole and all(blocks.is_known(shape, mode) for mode in kept)
 
 
 def saved_bytes(shape: ModelShape, *, batch: int, sequence: int, compute: DType) -> int:

@@ -71,8 +71,8 @@ class Setting:
 
     @property
     def values(self) -> dict[str, int]:
-        found = self.cut.dimensions if self.cut else dimensions
-        return found(self.shape, batch=self.batch, sequence=self.sequence)
+        dimensions_of = self.cut.dimensions if self.cut else dimensions
+        return dimensions_of(self.shape, batch=self.batch, sequence=self.sequence)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,12 +101,12 @@ def are_known(spec: Spec) -> bool:
     if not isinstance(shape, ModelShape):
         return all(kept.is_plain for kept in spec.activations.modes)
     kept = spec.activations.of(shape.layers)
-    return all(each.is_plain or is_known(shape, each) for each in kept)
+    return all(mode.is_plain or is_known(shape, mode) for mode in kept)
 
 
 def is_as_usual(shape: ModelShape, kept: Sequence[Kept]) -> bool:
     """Whether the tables of whole models and stages tell it all."""
-    return shape.attention is Attention.SDPA and all(each.is_plain for each in kept)
+    return shape.attention is Attention.SDPA and all(mode.is_plain for mode in kept)
 
 
 def _on_host(kept: Kept) -> Kept:
@@ -118,16 +118,16 @@ def _on_host(kept: Kept) -> Kept:
 def block(setting: Setting, kept: Kept, attention: Attention) -> Block:
     """Raises KeyError for what has no table."""
     table = _table(setting.name)[setting.kind]
-    found = table[attention.value][_NAMES[_on_host(kept)]]
+    entry = table[attention.value][_NAMES[_on_host(kept)]]
     sizes = _bytes(setting)
     parts = table["parts"]
     return Block(
-        forward=tuple(merged(parts[found["forward"]], sizes)),
-        backward=tuple(merged(parts[found["backward"]], sizes)),
-        frees_input=found["frees_input"],
-        moved=tuple(sizes[index] for index in parts[found["moved"]]),
+        forward=tuple(merged(parts[entry["forward"]], sizes)),
+        backward=tuple(merged(parts[entry["backward"]], sizes)),
+        frees_input=entry["frees_input"],
+        moved=tuple(sizes[index] for index in parts[entry["moved"]]),
         sent=tuple(
-            (Collective(name), sizes[index]) for name, index in parts[found["work"]][0]["sent"]
+            (Collective(name), sizes[index]) for name, index in parts[entry["work"]][0]["sent"]
         ),
     )
 
@@ -135,17 +135,17 @@ def block(setting: Setting, kept: Kept, attention: Attention) -> Block:
 def saved(setting: Setting, kept: Kept) -> tuple[tuple[str, Monomial], ...]:
     """What forward leaves on the device for backward, by operator: polynomials."""
     table = _table(setting.name)[setting.kind]
-    found = table[setting.shape.attention.value][_NAMES[_on_host(kept)]]
+    entry = table[setting.shape.attention.value][_NAMES[_on_host(kept)]]
     sizes = monomials(table)
-    return tuple((operator, sizes[index]) for operator, index in table["parts"][found["saved"]])
+    return tuple((operator, sizes[index]) for operator, index in table["parts"][entry["saved"]])
 
 
 def operations(setting: Setting, kept: Kept) -> dict[str, int]:
     """Floating-point operations of one block's matrix products: `forward`, `backward`, and those of
     forward that backward repeats (`again`)."""
     table = _table(setting.name)[setting.kind]
-    found = table[setting.shape.attention.value][_NAMES[_on_host(kept)]]
-    work = table["parts"][found["work"]][0]
+    entry = table[setting.shape.attention.value][_NAMES[_on_host(kept)]]
+    work = table["parts"][entry["work"]][0]
     values = [setting.values[symbol] for symbol in table["symbols"]]
     return {
         when: sum(_product(coefficient, exponents, values) for coefficient, exponents in work[when])
@@ -162,10 +162,10 @@ def _product(coefficient: int, exponents: Sequence[int], values: Sequence[int]) 
 def moved(setting: Setting, kept: Sequence[Kept]) -> tuple[tuple[str, int], ...]:
     """(tier, bytes) of every storage that the blocks' forward passes take off the device."""
     return tuple(
-        (each.tier.value, size)
-        for each in kept
-        if each.tier is not Tier.DEVICE
-        for size in block(setting, each, setting.shape.attention).moved
+        (mode.tier.value, size)
+        for mode in kept
+        if mode.tier is not Tier.DEVICE
+        for size in block(setting, mode, setting.shape.attention).moved
     )
 
 
@@ -174,8 +174,8 @@ def repeated(setting: Setting, kept: Sequence[Kept]) -> tuple[tuple[str, int], .
     again."""
     return tuple(
         (collective.value, size)
-        for each in kept
-        for collective, size in block(setting, each, setting.shape.attention).sent
+        for mode in kept
+        for collective, size in block(setting, mode, setting.shape.attention).sent
     )
 
 
@@ -200,8 +200,8 @@ def _replaced(
     )
     before, of_base, after = _parted(base, first, last)
     of_plain, of_other = (
-        _parted(each.forward if is_forward else each.backward, first, last)
-        for each in (plain, other)
+        _parted(version.forward if is_forward else version.backward, first, last)
+        for version in (plain, other)
     )
     own = _net(of_base) - _net(of_plain[1])  # what the place adds
     then = _net(of_other[2]) - _net(of_plain[2])
@@ -239,8 +239,8 @@ def _net(items: Sequence[Any]) -> int:
 @cache
 def _table(name: str) -> dict[str, Any]:
     text = files("ptrain.derivation").joinpath(f"tables/blocks/{name}.json").read_text("utf-8")
-    found: dict[str, Any] = json.loads(text)
-    return found
+    table: dict[str, Any] = json.loads(text)
+    return table
 
 
 @cache

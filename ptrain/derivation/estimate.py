@@ -57,14 +57,14 @@ def derive(spec: Spec, facts: ModelFacts | None = None) -> Derivation:
     facts = own_facts(spec) if facts is None else facts
     stages = stages_of(spec, facts)
     plan = lower(spec, facts.unit_modules, facts.roles, stages, facts.blocks)
-    found, foreign = exact(spec, plan, facts, stages), unclaimed(spec, facts)
-    found = replace(
-        found,
+    estimate, foreign = exact(spec, plan, facts, stages), unclaimed(spec, facts)
+    estimate = replace(
+        estimate,
         operations=operations(spec, plan, stages),
         unclaimed=foreign,
-        warnings=(*found.warnings, *kernel_warnings(foreign, found.undefined)),
+        warnings=(*estimate.warnings, *kernel_warnings(foreign, estimate.undefined)),
     )
-    return Derivation(paper=paper(spec, facts), exact=found, plan=plan)
+    return Derivation(paper=paper(spec, facts), exact=estimate, plan=plan)
 
 
 def own_facts(spec: Spec) -> ModelFacts:
@@ -103,11 +103,11 @@ def _is_large(spec: Spec, facts: ModelFacts) -> bool:
 def _untold(spec: Spec, facts: ModelFacts, reason: str) -> dict[str, str]:
     """Why nothing is said of activations and peaks; nor of traffic, where it is not known what the
     modes of activations move and send again."""
-    told = _TOO_LARGE if _is_large(spec, facts) else ""
+    cause = _TOO_LARGE if _is_large(spec, facts) else ""
     if isinstance(spec.model, ModelShape) and not facts.roles:
-        told = _not_traceable(spec.model, spec, facts)
+        cause = _not_traceable(spec.model, spec, facts)
     figures = ("activations", "peak", *(() if blocks.are_known(spec) else ("traffic",)))
-    return dict.fromkeys(figures, told or reason)
+    return dict.fromkeys(figures, cause or reason)
 
 
 def exact(
@@ -135,13 +135,13 @@ def exact(
 
 def _with(rows: Iterable[Traffic], operators: tuple[Traffic, ...]) -> tuple[Traffic, ...]:
     """What a rank sends beside its operators, which send some of it twice, and what they send."""
-    found: list[Traffic] = []
+    traffic: list[Traffic] = []
     sent_too = {row.key: row for row in operators}
     for row in rows:
         too = sent_too.get(row.key)
-        found += add_traffic((row, too)) if too else (row,)
-    keys = {row.key for row in found}
-    return (*found, *(row for row in operators if row.key not in keys))
+        traffic += add_traffic((row, too)) if too else (row,)
+    keys = {row.key for row in traffic}
+    return (*traffic, *(row for row in operators if row.key not in keys))
 
 
 def _exact_stages(spec: Spec, plan: Plan, facts: ModelFacts, cut: Sequence[Stage]) -> Estimate:
@@ -187,15 +187,15 @@ def _joined(spec: Spec, plan: Plan, parts: list[tuple[tuple[int, ...], Estimate]
         return first
     assert plan.tensor is not None
     axes = (plan.tensor.axis,)
-    estimate_of = {index: found for indices, found in parts for index in indices}
+    estimate_of = {index: estimate for indices, estimate in parts for index in indices}
     number_of = {index: number for number, (indices, _) in enumerate(parts) for index in indices}
     index_of = positions(spec, axes)
     column_of = [number_of[index] for index in index_of]
-    keys = dict.fromkeys(row.key for _, found in parts for row in found.traffic)
+    keys = dict.fromkeys(row.key for _, estimate in parts for row in estimate.traffic)
     return replace(
         first,
-        memory=of_own([found.memory for _, found in parts], column_of),
-        peak=of_own([found.peak for _, found in parts], column_of),
+        memory=of_own([estimate.memory for _, estimate in parts], column_of),
+        peak=of_own([estimate.peak for _, estimate in parts], column_of),
         accounts=tuple(estimate_of[index].traffic for index in sorted(estimate_of)),
         account_of=index_of,
         traffic=tuple(
@@ -243,7 +243,7 @@ def _of_untraced_blocks(spec: Spec, plan: Plan, index: int) -> Iterable[Traffic]
     if not isinstance(shape, ModelShape) or not blocks.are_known(spec):
         return ()
     kept = spec.activations.of(shape.layers)
-    if all(each.is_plain for each in kept):
+    if all(mode.is_plain for mode in kept):
         return ()
     setting = setting_of(spec, plan, index)
     return kept_traffic(spec, plan, blocks.moved(setting, kept), blocks.repeated(setting, kept))

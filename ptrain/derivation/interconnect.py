@@ -61,22 +61,22 @@ def link(spec: Spec, traffic: Iterable[Traffic], axis: Axis) -> Link | None:
 
 def crossing(spec: Spec, traffic: Iterable[Traffic]) -> Link | None:
     """That of tp, where its groups span nodes of the spec's cluster."""
-    found = link(spec, traffic, Axis.TP)
-    return found if found and found.nodes > 1 else None
+    tp_link = link(spec, traffic, Axis.TP)
+    return tp_link if tp_link and tp_link.nodes > 1 else None
 
 
 def warnings(spec: Spec, traffic: Iterable[Traffic]) -> Iterator[str]:
     """A sentence where tp does not stand innermost, and one about what `crossing` finds."""
     rows = tuple(traffic)
     yield from _scattered(spec, rows)
-    found, cluster = crossing(spec, rows), spec.cluster
-    if found is None or cluster is None:
+    tp_link, cluster = crossing(spec, rows), spec.cluster
+    if tp_link is None or cluster is None:
         return
     yield (
-        f"{found.axis} spans {found.nodes} nodes (Proposition 1): in a step its {found.calls} "
-        f"collectives wait {found.latency_seconds:.4g} s for the link between them "
-        f"({found.hops} hops of {cluster.inter_node_latency:.4g} s), and "
-        f"{format_bytes(found.sent_bytes)} cross it, {found.transfer_seconds:.4g} s at "
+        f"{tp_link.axis} spans {tp_link.nodes} nodes (Proposition 1): in a step its "
+        f"{tp_link.calls} collectives wait {tp_link.latency_seconds:.4g} s for the link between "
+        f"them ({tp_link.hops} hops of {cluster.inter_node_latency:.4g} s), and "
+        f"{format_bytes(tp_link.sent_bytes)} cross it, {tp_link.transfer_seconds:.4g} s at "
         f"{format_bytes(cluster.inter_node_bandwidth)}/s; a divisor of the "
         f"{cluster.devices_per_node} devices of a node stays within one"
     )
@@ -107,8 +107,8 @@ def _scattered(spec: Spec, traffic: Sequence[Traffic]) -> Iterator[str]:
     yield text
 
 
-def _seconds(found: Link) -> float:
-    return found.latency_seconds + found.transfer_seconds
+def _seconds(link: Link) -> float:
+    return link.latency_seconds + link.transfer_seconds
 
 
 def _shown(ranks: Sequence[int]) -> str:

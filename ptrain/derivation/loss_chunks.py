@@ -152,15 +152,15 @@ def ends(setting: LossSetting, place: str) -> LossHead:
     """Of a whole model or of a last stage."""
     name = file_name(setting.shape, setting.compute, setting.batch)
     table = _table(name)
-    found = table[setting.name][place]
+    entry = table[setting.name][place]
     values = setting.values
     sizes = [size.bytes(values, setting.compute.itemsize) for size in _sizes(name)]
-    of_phase = found["rest" if values["rest"] else "even"]
+    of_phase = entry["rest" if values["rest"] else "even"]
     forward, backward = (
         tuple(_items(of_phase[phase], table["parts"], sizes, setting.chunks))
         for phase in ("forward", "backward")
     )
-    output = 0 if found["output"] is None else sizes[found["output"]]
+    output = 0 if entry["output"] is None else sizes[entry["output"]]
     return LossHead(forward=forward, backward=backward, output=output)
 
 
@@ -208,8 +208,8 @@ def _times(events: Sequence[Any], more: int) -> Iterable[Run]:
 @cache
 def _table(name: str) -> dict[str, Any]:
     text = files("ptrain.derivation").joinpath(f"tables/loss/{name}.json").read_text("utf-8")
-    found: dict[str, Any] = json.loads(text)
-    return found
+    table: dict[str, Any] = json.loads(text)
+    return table
 
 
 @cache

@@ -82,6 +82,6 @@ def merged(events: Iterable[Any], sizes: Sequence[int]) -> Iterator[Any]:
 
 
 def _flush(deltas: list[int]) -> Iterator[Run]:
-    found = run(deltas)
-    if found:
-        yield found
+    combined = run(deltas)
+    if combined:
+        yield combined

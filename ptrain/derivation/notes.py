@@ -74,5 +74,5 @@ def _copies(traffic: Iterable[Traffic]) -> Iterator[str]:
             words = _COPIES[row.key.collective]
             totals[words] = totals.get(words, 0) + row.payload_bytes
     if totals:
-        told = ", ".join(f"{format_bytes(size)} {words}" for words, size in totals.items())
-        yield f"a rank copies between its tiers, which no theorem counts: {told} in a step"
+        copies = ", ".join(f"{format_bytes(size)} {words}" for words, size in totals.items())
+        yield f"a rank copies between its tiers, which no theorem counts: {copies} in a step"

@@ -28,7 +28,7 @@ def operations(spec: Spec, plan: Plan, stages: Sequence[Stage]) -> Sequence[Oper
     if not isinstance(shape, ModelShape):
         return ()
     kept = spec.activations.of(shape.layers)
-    if not all(blocks.is_known(shape, each) for each in kept):
+    if not all(blocks.is_known(shape, mode) for mode in kept):
         return ()
     like: dict[int, int] = {}  # ranks of tp differ in their slices of the vocabulary alone
     indices = [

@@ -196,7 +196,7 @@ def accounts(
     place_of = _places(spec, plan, stages, of_stage)
     ghost = wrapping(spec, plan, facts)
     places = sorted(set(place_of))
-    found = tuple(
+    account_rows = tuple(
         add_traffic(
             (
                 *over_boundaries(spec, plan, (t for t in crossing if t.rank == rank), hidden),
@@ -207,7 +207,7 @@ def accounts(
         for rank, index, shard in places
     )
     account_of = {place: number for number, place in enumerate(places)}
-    return found, tuple(account_of[place] for place in place_of)
+    return account_rows, tuple(account_of[place] for place in place_of)
 
 
 def _gathers(plan: Plan, schedule: Schedule, stage: int) -> Hashable:
@@ -224,7 +224,11 @@ def _places(
     """By rank its place along pp, along tp and among the shards; 0 where all send the same."""
     step = plan.pipeline
     assert step is not None
-    cut = (plan.tensor.axis,) if plan.tensor and any(len(each.parts) > 1 for each in stages) else ()
+    cut = (
+        (plan.tensor.axis,)
+        if plan.tensor and any(len(stage_parts.parts) > 1 for stage_parts in stages)
+        else ()
+    )
     is_uneven = any(len(shards) > 1 for of_index in of_stage for shards in of_index)
     shards = differing_axes(plan) if is_uneven else ()
     return list(zip(*(positions(spec, axes) for axes in ((step.axis,), cut, shards)), strict=True))
@@ -247,36 +251,36 @@ def over_boundaries(
         tokens //= spec.degree(plan.tensor.axis)
     size = tokens * hidden * spec.precision.effective.parameters.itemsize
     group = group_over(spec, (step.axis,))
-    for each in own:
-        calls = Calls(each.collective, State.ACTIVATIONS, each.phase, each.calls)
+    for transfer in own:
+        calls = Calls(transfer.collective, State.ACTIVATIONS, transfer.phase, transfer.calls)
         yield calls.over(group, size)
 
 
-def _of_stage(spec: Spec, made: Schedule, each: StageParts) -> list[list[Rows]]:
+def _of_stage(spec: Spec, schedule: Schedule, stage_parts: StageParts) -> list[list[Rows]]:
     """By index on tp what the ranks there send for a stage: of each shard where these differ."""
-    times = partial(stage_gathers, made, each.stage.index)
-    operators = tuple(tensor.sent(spec, each.plan, each.facts))
-    found: dict[int, list[Rows]] = {}
-    for ghost, indices in each.parts:
-        moved, repeated = _kept(spec, each, indices[0])
+    times = partial(stage_gathers, schedule, stage_parts.stage.index)
+    operators = tuple(tensor.sent(spec, stage_parts.plan, stage_parts.facts))
+    rows_of: dict[int, list[Rows]] = {}
+    for ghost, indices in stage_parts.parts:
+        moved, repeated = _kept(spec, stage_parts, indices[0])
         rows = add_traffic(
             (
                 *ghost.sent(times),
                 *operators,
-                *kept_traffic(spec, each.plan, moved, repeated),
+                *kept_traffic(spec, stage_parts.plan, moved, repeated),
             )
         )
-        sums = tied_sums(ghost, each.stage)
-        found |= {index: [(*rows, *more) for more in sums] for index in indices}
-    return [found[index] for index in sorted(found)]
+        sums = tied_sums(ghost, stage_parts.stage)
+        rows_of |= {index: [(*rows, *more) for more in sums] for index in indices}
+    return [rows_of[index] for index in sorted(rows_of)]
 
 
-def _kept(spec: Spec, each: StageParts, index: int) -> tuple[Pairs, Pairs]:
+def _kept(spec: Spec, stage_parts: StageParts, index: int) -> tuple[Pairs, Pairs]:
     """What the modes of activations move and send again, of the rank at this place along tp."""
-    if each.passes:
-        passes = each.passes[index]
+    if stage_parts.passes:
+        passes = stage_parts.passes[index]
         return passes.moved, passes.repeated
     is_plain = all(kept.is_plain for kept in spec.activations.modes)
     if is_plain or not isinstance(spec.model, ModelShape) or not blocks.are_known(spec):
         return (), ()  # nothing, or not traced: then nothing is said of it
-    return moved_and_repeated(spec, each.stage, each.cut(spec, index))
+    return moved_and_repeated(spec, stage_parts.stage, stage_parts.cut(spec, index))

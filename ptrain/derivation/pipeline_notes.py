@@ -25,63 +25,66 @@ def pipeline_notes(
     yield from _reduced(plan, stages, schedule)
 
 
-def _unequal(facts: ModelFacts, stages: Sequence[Stage], made: Schedule) -> Iterator[str]:
+def _unequal(facts: ModelFacts, stages: Sequence[Stage], schedule: Schedule) -> Iterator[str]:
     """Theorem 1 divides by pp; a rank has whole layers, and the ends more than layers."""
-    held = [sum(stages[each].numel for each in made.stages_of(r)) for r in range(made.ranks)]
+    held = [
+        sum(stages[index].numel for index in schedule.stages_of(r)) for r in range(schedule.ranks)
+    ]
     if len(set(held)) > 1:
         most = max(held)
-        more = most * made.ranks / facts.numel - 1
+        more = most * schedule.ranks / facts.numel - 1
         yield (
-            f"the ranks of pp have {' '.join(f'{each:,}' for each in held)} parameters: the "
+            f"the ranks of pp have {' '.join(f'{numel:,}' for numel in held)} parameters: the "
             f"fullest {more:.1%} more than the equal parts of the theorem"
         )
 
 
 def _tied(facts: ModelFacts, stages: Sequence[Stage]) -> Iterator[str]:
     for name in stages[0].shared:
-        numel = next(each.numel for each in facts.tensors if each.name == name)
+        numel = next(tensor.numel for tensor in facts.tensors if tensor.name == name)
         yield (
             f"{name} is on the first stage and on the last, {numel:,} parameters twice, and its "
             "gradients are summed over the two"
         )
 
 
-def _gathered(plan: Plan, made: Schedule) -> Iterator[str]:
+def _gathered(plan: Plan, schedule: Schedule) -> Iterator[str]:
     """The price of parameters that a data axis gathers."""
     sync = plan.wrap.policy
     if sync is None or not plan.wrap.gathered_by_unit:
         return
     times = {
-        (each.forward, each.backward)
-        for each in (
-            stage_gathers(made, stage, sync, is_root=is_root)
-            for stage, is_root in product(range(made.stages), (False, True))
+        (gathers.forward, gathers.backward)
+        for gathers in (
+            stage_gathers(schedule, stage, sync, is_root=is_root)
+            for stage, is_root in product(range(schedule.stages), (False, True))
         )
     }
     if times != {(1, 0)}:
-        told = " or ".join(f"{ahead} times forward, {back} backward" for ahead, back in times)
+        counts = " or ".join(f"{ahead} times forward, {back} backward" for ahead, back in times)
         yield (
-            f"{made.microbatches} micro-batches make a step, and by `sync` a unit is gathered "
-            f"{told}; with both reshard_after_forward and reshard_after_backward false, once"
+            f"{schedule.microbatches} micro-batches make a step, and by `sync` a unit is gathered "
+            f"{counts}; with both reshard_after_forward and reshard_after_backward false, once"
         )
 
 
-def _reduced(plan: Plan, stages: Sequence[Stage], made: Schedule) -> Iterator[str]:
+def _reduced(plan: Plan, stages: Sequence[Stage], schedule: Schedule) -> Iterator[str]:
     """The price of gradients that a data axis has slices of: Theorem 2 has one reduction."""
     sync = plan.wrap.policy
     if sync is None or not plan.wrap.reduced_by_unit:
         return
-    num = reductions(sync, made.microbatches)
+    num = reductions(sync, schedule.microbatches)
     if sync.gradients is GradientSync.EVERY and num > 1:
         yield (
             f"gradients are slices after each of {num} micro-batches: a reduction of each, "
             f"{num}r|G| of the stage; with sync.gradients: last, one, and until then every rank "
             "holds the whole gradients of its stages"
         )
-    elif num != made.microbatches:
+    elif num != schedule.microbatches:
         itemsize = plan.update.layout.reduced.itemsize
         most = max(
-            sum(stages[each].numel for each in made.stages_of(rank)) for rank in range(made.ranks)
+            sum(stages[index].numel for index in schedule.stages_of(rank))
+            for rank in range(schedule.ranks)
         )
         yield (
             "sync.gradients: last makes gradients R until the last micro-batch is reduced: a rank "

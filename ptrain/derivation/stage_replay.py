@@ -152,11 +152,11 @@ class _Rank:
 
     def _begin_backward(self, stage: _Stage, kind: Kind) -> None:
         self.tape.enter(Phase.BACKWARD)
-        lingering = sum(each.wrap.lingering() for each in self.stages.values())
+        lingering = sum(local.wrap.lingering() for local in self.stages.values())
         now = self.saved + self.boundaries.size + lingering
         if now >= self.most:
             self.most, self.most_moved = now, Counter(self.moved)
-        self.gathered = sum(each.wrap.gathered() for each in self.stages.values())
+        self.gathered = sum(local.wrap.gathered() for local in self.stages.values())
         is_last = kind is not Kind.INPUT and stage.left == 1
         stage.left -= kind is not Kind.INPUT
         stage.wrap.begin(is_first=not stage.begun, is_last=is_last)
@@ -231,14 +231,14 @@ class _Boundaries:
         if kind is Kind.INPUT:
             self.hold(_Held(_Role.INPUT_GRADIENT, stage, index))
             return [_Held(_Role.OUTPUT, stage, index)] if is_last else []
-        found = [_Held(_Role.INPUT, stage, index)] if stage else []
+        released = [_Held(_Role.INPUT, stage, index)] if stage else []
         if kind is Kind.BACKWARD or not is_last:
-            found.append(_Held(_Role.OUTPUT, stage, index))
+            released.append(_Held(_Role.OUTPUT, stage, index))
         if kind is Kind.WEIGHT:
-            found.append(_Held(_Role.INPUT_GRADIENT, stage, index))
+            released.append(_Held(_Role.INPUT_GRADIENT, stage, index))
         if not is_last:
-            found.append(_Held(_Role.OUTPUT_GRADIENT, stage, index))
-        return found
+            released.append(_Held(_Role.OUTPUT_GRADIENT, stage, index))
+        return released
 
     def receive(self, message: Message) -> None:
         """A buffer is made, held for the pass that takes it."""

@@ -72,11 +72,11 @@ def passes(
     }
     output = loss.output if loss else sizes[place["output"]]
     if stage.index == 0:
-        found = of_first_stage(items, output=output)
+        stage_passes = of_first_stage(items, output=output)
     else:
-        found = of_later_stage(items, output=output, hidden=hidden)
+        stage_passes = of_later_stage(items, output=output, hidden=hidden)
     moved, repeated = layers.moved_and_repeated()
-    return replace(found, moved=moved, repeated=repeated)
+    return replace(stage_passes, moved=moved, repeated=repeated)
 
 
 def moved_and_repeated(spec: Spec, stage: Stage, cut: Cut | None) -> tuple[Pairs, Pairs]:
@@ -119,8 +119,8 @@ class _Layers:
             base = self.loss.around(_PASSES[kind], base)
         if self.setting is None:
             return base
-        made = blocks.forward_part if kind is Kind.FORWARD else blocks.backward_part
-        return made(base, self.setting, self.kept[place], held=0 if place else self.held)
+        make_part = blocks.forward_part if kind is Kind.FORWARD else blocks.backward_part
+        return make_part(base, self.setting, self.kept[place], held=0 if place else self.held)
 
 
 def _layers(
@@ -158,11 +158,11 @@ def _loss(spec: Spec, stage: Stage, cut: Cut | None, hidden: int) -> loss_chunks
     setting = loss_chunks.setting_of(spec, cut)
     if setting is None:
         return None
-    found = loss_chunks.ends(setting, loss_chunks.STAGE)
+    head = loss_chunks.ends(setting, loss_chunks.STAGE)
     plain = blocks.block(_setting(spec, cut), PLAIN, Attention.SDPA)
     if len(stage.layers) == 1 or not plain.frees_input:
-        return found
-    return replace(found, forward=(Run(0, -hidden), *found.forward))
+        return head
+    return replace(head, forward=(Run(0, -hidden), *head.forward))
 
 
 def _items(
@@ -174,15 +174,15 @@ def _items(
     places: activations.Places,
 ) -> Iterator[Item]:
     """A pass, in its order the layers that are played; `parts` are those of all."""
-    made: dict[tuple[int, Kept, bool], list[Any]] = {}
+    cache: dict[tuple[int, Kept, bool], list[Any]] = {}
     items: list[Item] = []
     is_reversed = kind in (Kind.BACKWARD, Kind.INPUT)
     for place, times in turns[::-1] if is_reversed else turns:
         part = parts[-1 - place if is_reversed else place]
         key = (id(part), layers.kept[place], place == 0)
-        if key not in made:
-            made[key] = layers.part(kind, place, list(merged(part, sizes)))
-        instance = activations.instantiate(made[key], layers.numbers[place], places)
+        if key not in cache:
+            cache[key] = layers.part(kind, place, list(merged(part, sizes)))
+        instance = activations.instantiate(cache[key], layers.numbers[place], places)
         activations.append(items, instance, times)
     yield from items
 

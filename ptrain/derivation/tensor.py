@@ -38,14 +38,14 @@ def parts(spec: Spec, plan: Plan, facts: ModelFacts) -> dict[ModelFacts, tuple[i
     step = plan.tensor
     if step is None:
         return {facts: (0,)}
-    found: dict[ModelFacts, tuple[int, ...]] = {}
+    indices_of: dict[ModelFacts, tuple[int, ...]] = {}
     degree = spec.degree(step.axis)
     for units, indices in local_units(facts, step, degree):
         traced = [(index,) for index in indices] if facts.part_timelines else [indices]
         for alike in traced:
             part = _local_facts(spec, facts, units, Cut(step=step, degree=degree, index=alike[0]))
-            found[part] = (*found.get(part, ()), *alike)
-    return found
+            indices_of[part] = (*indices_of.get(part, ()), *alike)
+    return indices_of
 
 
 def _local_facts(spec: Spec, facts: ModelFacts, units: Units, cut: Cut) -> ModelFacts:
@@ -198,12 +198,12 @@ class _Operators:
 
     def _inputs(self, columns: dict[str, int]) -> dict[str, int]:
         """The features of what each sub-block makes whole for its column operators."""
-        found: dict[str, int] = {}
+        widths: dict[str, int] = {}
         for name, width in columns.items():
             for parent in prefixes(name.rpartition(".")[0]):
                 if Role.WHOLE_INPUT in self._modules.roles(parent):
-                    found.setdefault(parent, width)
-        return found
+                    widths.setdefault(parent, width)
+        return widths
 
 
 def _summed_gradients(step: Parallelize, facts: ModelFacts, itemsize: int) -> Iterator[_Row]:

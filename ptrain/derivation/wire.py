@@ -77,8 +77,8 @@ def _factor(exact: Estimate, axes: tuple[str, ...]) -> str:
     """`gloo: reduce_scatter 2, mean over ranks`."""
     rows = [row for row in _steady(exact.traffic) if row.key.axes == axes]
     more = {str(row.key.collective): factor(row) for row in rows if factor(row) != 1}
-    told = [f"{name} {float(value):g}" for name, value in sorted(more.items())]
-    trees = [each for each in rows if each.key.collective is Collective.BROADCAST]
-    told += ["broadcast 1 (a tree: ranks differ)"] * bool(trees)
-    others = "all others 1" if told else "1"
-    return f"gloo: {', '.join([*told, others])}; mean over ranks"
+    factors = [f"{name} {float(value):g}" for name, value in sorted(more.items())]
+    trees = [tree for tree in rows if tree.key.collective is Collective.BROADCAST]
+    factors += ["broadcast 1 (a tree: ranks differ)"] * bool(trees)
+    others = "all others 1" if factors else "1"
+    return f"gloo: {', '.join([*factors, others])}; mean over ranks"

@@ -44,19 +44,19 @@ def of_first_stage(items: Mapping[Kind, Items], *, output: int) -> Passes:
 
 def of_later_stage(items: Mapping[Kind, Items], *, output: int, hidden: int) -> Passes:
     """What both halves leave of the graph goes in the end of the second."""
-    found = Passes(items=items, output=output, hidden=hidden)
+    passes = Passes(items=items, output=output, hidden=hidden)
     if Kind.WEIGHT not in items:
-        return found
-    left = _left(found, Kind.INPUT, Kind.WEIGHT) - found.loss
+        return passes
+    left = _left(passes, Kind.INPUT, Kind.WEIGHT) - passes.loss
     assert left >= 0, "halves of a backward pass that free what is not there"
     ended = {**items, Kind.WEIGHT: (*items[Kind.WEIGHT], Run(0, -left))}
     return Passes(items=ended, output=output, hidden=hidden)
 
 
-def _left(found: Passes, *backward: Kind) -> int:
+def _left(passes: Passes, *backward: Kind) -> int:
     """Bytes of one micro-batch that outlive these passes, and cross no boundary."""
-    items = (item for kind in (Kind.FORWARD, *backward) for item in found.items[kind])
-    return sum(map(net, items)) - found.output - found.hidden
+    items = (item for kind in (Kind.FORWARD, *backward) for item in passes.items[kind])
+    return sum(map(net, items)) - passes.output - passes.hidden
 
 
 def net(item: Item) -> int:

@@ -140,9 +140,9 @@ def layers_of(
 
 def cut(model: Layers, counts: Sequence[int]) -> tuple[Stage, ...]:
     """The stages with `counts` layers each. Raises SpecError where these are not the model's."""
-    found = tuple(unlike(counts, len(model.layers)))
-    if found:
-        raise SpecError(*found)
+    problems = tuple(unlike(counts, len(model.layers)))
+    if problems:
+        raise SpecError(*problems)
     starts = accumulate(counts, initial=0)
     return tuple(
         _stage(model, (index, len(counts)), model.layers[start : start + count])
@@ -169,9 +169,9 @@ def evenly(layers: int, stages: int) -> tuple[int, ...]:
     """As many layers in each; where they do not divide, one more in the middle stages: the ends
     have the embedding and the head. Raises SpecError for more stages than layers."""
     _require_enough(layers, stages)
-    each, more = divmod(layers, stages)
+    share, more = divmod(layers, stages)
     before = (stages - more) // 2
-    return tuple(each + (before <= index < before + more) for index in range(stages))
+    return tuple(share + (before <= index < before + more) for index in range(stages))
 
 
 def balanced(

@@ -75,8 +75,8 @@ def _difference(first: dict[str, Any], other: dict[str, Any], rank: int) -> Faul
         return _fault("model", f"rank 0 has {counts[0]} tensors, rank {rank} has {counts[1]}")
     for key, value in first["layout"].items():
         if value != other["layout"][key]:
-            found = f"{key} is {value} on rank 0, {other['layout'][key]} on rank {rank}"
-            return _fault("precision.layout", found)
+            finding = f"{key} is {value} on rank 0, {other['layout'][key]} on rank {rank}"
+            return _fault("precision.layout", finding)
     return None
 
 

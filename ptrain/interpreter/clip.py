@@ -46,12 +46,12 @@ class Clipping:
         targets = list(chain.from_iterable(wrapped.targets()))
         by_operator = None
         if self.step.operator_axes:
-            parts = [each.cut_and_whole() for each in targets if not wrapped.is_copy(each)]
+            parts = [target.cut_and_whole() for target in targets if not wrapped.is_copy(target)]
             by_operator = ByOperator(
                 cut=[view for cut, _ in parts for view in cut],
                 whole=[view for _, whole in parts for view in whole],
             )
-        copied = [id(each.gradient) for each in targets if wrapped.is_copy(each)]
+        copied = [id(target.gradient) for target in targets if wrapped.is_copy(target)]
         return global_norm(gradients, self.step, self.mesh, scaling, by_operator, copied)
 
     def scale_down(self, gradients: Sequence[torch.Tensor], norm: torch.Tensor) -> None:
@@ -82,7 +82,9 @@ def global_norm(
         if not any(mesh.coordinate(axis) for axis in step.operator_axes):
             square.add_(shared)
     else:
-        square = _square([each for each in gradients if id(each) not in copied], gradients[0])
+        square = _square(
+            [gradient for gradient in gradients if id(gradient) not in copied], gradients[0]
+        )
     if axes := (*step.operator_axes, *step.axes):
         square = _all_reduced(square, gradients[0], axes, mesh)
     norm = square.sqrt_()

@@ -94,7 +94,9 @@ def _cut_model(step: Pipeline, rank: Construction) -> None:
 def _cut_operators(step: Parallelize, piece: Workpiece, rank: Construction) -> None:
     before = "units are wrapped already, whose gradients would be reduced before the sums over "
     _require(piece.wrapped is None, step, f"{before}{step.axis} are there (Theorem 6.2)")
-    kept = any(isinstance(each.step, Keep) and each.piece == piece.index for each in rank.ran)
+    kept = any(
+        isinstance(earlier.step, Keep) and earlier.piece == piece.index for earlier in rank.ran
+    )
     _require(not kept, step, "what blocks leave for backward is already that of whole operators")
     parallelize(piece.module, step, rank.mesh.submesh((step.axis,)), rank.mesh.registry)
     require_rows(

@@ -194,8 +194,8 @@ class Program:
 
     def gradients(self) -> list[torch.Tensor]:
         """The local gradients as the optimizer sees them, after `reduce_gradients`."""
-        found = [target.gradient for group in self.wrapped.targets() for target in group]
-        return [gradient for gradient in found if gradient is not None]
+        gradients = [target.gradient for group in self.wrapped.targets() for target in group]
+        return [gradient for gradient in gradients if gradient is not None]
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:

@@ -49,12 +49,12 @@ class LossScale:
         """Find out, on all ranks alike, whether any gradient is infinite or not a number."""
         self.found_inf.zero_()
         if gradients:
-            found = self._like(gradients[0])
+            flag = self._like(gradients[0])
             # unscales by 1: it is the check that is wanted
-            one = torch.ones_like(found)
-            torch._amp_foreach_non_finite_check_and_unscale_(list(gradients), found, one)
-            if found is not self.found_inf:
-                self.found_inf.copy_(found)
+            one = torch.ones_like(flag)
+            torch._amp_foreach_non_finite_check_and_unscale_(list(gradients), flag, one)
+            if flag is not self.found_inf:
+                self.found_inf.copy_(flag)
         for axis in self.axes:
             group = self.mesh.group((axis,))
             dist.all_reduce(self.found_inf, dist.ReduceOp.MAX, group=group)

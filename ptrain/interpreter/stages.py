@@ -80,8 +80,8 @@ def _joined(step: Pipeline, stages: Stages, rank: Construction) -> tuple[Staged,
 def _passes(rank: Construction, loss: StepLoss, enter: Enter) -> Pipelined:
     staged = rank.wrapped
     assert isinstance(staged, Staged), "what the stages were joined into"
-    asked = PassCallbacks(loss.given, loss.of_last_stage, enter)
-    return Pipelined(rank.spec, rank.plan, rank.mesh, staged, asked)
+    callbacks = PassCallbacks(loss.given, loss.of_last_stage, enter)
+    return Pipelined(rank.spec, rank.plan, rank.mesh, staged, callbacks)
 
 
 def _require_sums(step: Pipeline, plan: Plan) -> None:

@@ -118,7 +118,7 @@ class CollectiveLedger(TorchDispatchMode):
             self._groups[group.group_name] = tuple(dist.get_process_group_ranks(group))
 
     def _call(self, name: str, named: dict[str, Any], result: Any, carries: str) -> Call:
-        begins = sorted((each for each in _OPERATORS if name.startswith(each)), key=len)
+        begins = sorted((prefix for prefix in _OPERATORS if name.startswith(prefix)), key=len)
         operator = _OPERATORS[begins[-1]] if begins else name.strip("_")
         is_c10d = any(isinstance(leaf, torch.ScriptObject) for leaf in tree_leaves(result))
         whole = _tensors(next(iter(named.values())) if is_c10d else result)
@@ -149,11 +149,11 @@ class CollectiveLedger(TorchDispatchMode):
     def _known(self, tensors: Sequence[torch.Tensor]) -> str:
         """The names of all whose storage one of these tensors has."""
         storages = {storage_of(tensor)._cdata for tensor in tensors}
-        found: list[str] = []
+        names: list[str] = []
         for name, tensor in holdings.storages_by_name(self.program):
-            if storage_of(tensor)._cdata in storages and name not in found:
-                found.append(name)
-        return span(found)
+            if storage_of(tensor)._cdata in storages and name not in names:
+                names.append(name)
+        return span(names)
 
     def check(self, exchange: SupportsGather, step: int) -> tuple[Departure, ...]:
         """Where the ranks of a group first differ, of every group; else where groups over the same
@@ -162,28 +162,28 @@ class CollectiveLedger(TorchDispatchMode):
         ledgers = self._ledgers()
         with _disable_current_modes():
             digests = {key: _digest(calls) for key, (_, calls) in ledgers.items()}
-            told = exchange.gather(digests)
-            odd = sorted({key for key in set().union(*told) if len(_values(told, key)) > 1})
+            answers = exchange.gather(digests)
+            odd = sorted({key for key in set().union(*answers) if len(_values(answers, key)) > 1})
             in_groups = [key for key in odd if not key.startswith(_BESIDE)]
-            found: list[Departure] = []
+            departures: list[Departure] = []
             if odd:
-                found = _in_full(exchange, ledgers, in_groups or odd, step)
+                departures = _in_full(exchange, ledgers, in_groups or odd, step)
         self.calls = {name: [] for name in self.calls}
-        return tuple(sorted(found, key=lambda departure: departure.when))
+        return tuple(sorted(departures, key=lambda departure: departure.when))
 
     def _ledgers(self) -> dict[str, tuple[str, list[Call]]]:
         """By a key that the ranks which must agree have in common: axes, and what was called. Of a
         group that is all; of groups over the same axes in one stage it is not how much is sent, nor
         what comes of it."""
         known = self.program.mesh.axes_by_group()
-        found: dict[str, tuple[str, list[Call]]] = {}
+        ledgers: dict[str, tuple[str, list[Call]]] = {}
         for name, calls in self.calls.items():
             axes, ranks = "+".join(known.get(name, (name,))), self._groups[name]
-            found[f"{name} of {','.join(map(str, ranks))}"] = axes, calls
+            ledgers[f"{name} of {','.join(map(str, ranks))}"] = axes, calls
             if name in known and Axis.PP not in known[name]:
                 beside = [replace(call, numel=0, result="") for call in calls]
-                found[f"{_BESIDE}{axes} by {len(ranks)}{self._stage()}"] = axes, beside
-        return found
+                ledgers[f"{_BESIDE}{axes} by {len(ranks)}{self._stage()}"] = axes, beside
+        return ledgers
 
     def _stage(self) -> str:
         mesh = self.program.mesh
@@ -205,14 +205,14 @@ def _in_full(
         for key in odd
         if key in ledgers
     }
-    told = exchange.gather(mine)
-    found: list[Departure] = []
+    answers = exchange.gather(mine)
+    departures: list[Departure] = []
     for key in odd:
-        have = {rank: each[key] for rank, each in enumerate(told) if key in each}
-        calls = {rank: [Call.of(plain) for plain in each] for rank, (_, each) in have.items()}
+        have = {rank: answer[key] for rank, answer in enumerate(answers) if key in answer}
+        calls = {rank: [Call.of(plain) for plain in plains] for rank, (_, plains) in have.items()}
         axes = next(iter(have.values()))[0]
-        found += differing(axes, calls, step)
-    return found
+        departures += differing(axes, calls, step)
+    return departures
 
 
 def span(names: Sequence[str]) -> str:
@@ -224,8 +224,8 @@ def _digest(calls: Sequence[Call]) -> str:
     return of_bytes(repr(calls).encode())
 
 
-def _values(told: Sequence[dict[str, str]], key: str) -> set[str]:
-    return {each[key] for each in told if key in each}
+def _values(answers: Sequence[dict[str, str]], key: str) -> set[str]:
+    return {answer[key] for answer in answers if key in answer}
 
 
 def _reduction(operator: Any) -> str:

@@ -30,15 +30,15 @@ def digests(tensors: Sequence[torch.Tensor]) -> list[str]:
     with _disable_current_modes():
         sums = [_sums(local(tensor.detach())) for tensor in tensors]
         devices: dict[torch.device, list[int]] = {}
-        for index, each in enumerate(sums):
-            devices.setdefault(each.device, []).append(index)
-        found = [""] * len(sums)
+        for index, checksums in enumerate(sums):
+            devices.setdefault(checksums.device, []).append(index)
+        texts = [""] * len(sums)
         for indices in devices.values():
             joined = torch.cat([sums[index] for index in indices]).cpu()
             sizes = [sums[index].numel() for index in indices]
             for index, part in zip(indices, joined.split(sizes), strict=True):
-                found[index] = of_bytes(part.numpy().tobytes())
-    return found
+                texts[index] = of_bytes(part.numpy().tobytes())
+    return texts
 
 
 def of_bytes(data: bytes) -> str:
@@ -55,11 +55,11 @@ def kind(tensor: torch.Tensor) -> str:
 def whole_digests(named: Mapping[str, torch.Tensor]) -> dict[str, str]:
     """Kind and digest of full tensors, `float32[4, 8] 0123456789abcdef`, by name; a DTensor is
     gathered, one at a time, by all ranks that have it."""
-    found = {}
+    by_name = {}
     for name, tensor in named.items():
         whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        found[name] = f"{kind(whole)} {digests([whole])[0]}"
-    return found
+        by_name[name] = f"{kind(whole)} {digests([whole])[0]}"
+    return by_name
 
 
 def _sums(tensor: torch.Tensor) -> torch.Tensor:

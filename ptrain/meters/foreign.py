@@ -78,16 +78,16 @@ class Foreign:
 
     def axes_by_group(self) -> dict[str, tuple[str, ...]]:
         """Group name -> axes. Groups that no parameter is sharded on are found by their ranks."""
-        found: dict[str, tuple[str, ...]] = {}
+        axes_of: dict[str, tuple[str, ...]] = {}
         for parameter in (*self._sharded()[0], *self._parameters):
             if isinstance(parameter, DTensor):
                 mesh = parameter.device_mesh
                 names = mesh.mesh_dim_names or tuple(f"dim{dim}" for dim in range(mesh.ndim))
                 for dim in range(mesh.ndim):
-                    found[mesh.get_group(dim).group_name] = (names[dim],)
+                    axes_of[mesh.get_group(dim).group_name] = (names[dim],)
         for group in _groups():
-            found.setdefault(group.group_name, (_by_ranks(group),))
-        return found
+            axes_of.setdefault(group.group_name, (_by_ranks(group),))
+        return axes_of
 
 
 def state_of(collective: Collective, phase: Phase) -> State:

@@ -112,12 +112,12 @@ def hyperparameters(program: Program) -> dict[str, list[float]]:
             optimizers = [update.optimizer]
         case _:
             raise AssertionError(f"of a {type(update).__name__} no optimizer is known")
-    found: dict[str, set[float]] = {}
-    for each in optimizers:
-        for key, value in chain.from_iterable(group.items() for group in each.param_groups):
+    numbers_of: dict[str, set[float]] = {}
+    for optimizer in optimizers:
+        for key, value in chain.from_iterable(group.items() for group in optimizer.param_groups):
             numbers = {n for n in _listed(value) if isinstance(n, float)}
-            found.setdefault(f"{type(each).__name__}.{key}", set()).update(numbers)
-    return {key: sorted(values) for key, values in found.items() if values}
+            numbers_of.setdefault(f"{type(optimizer).__name__}.{key}", set()).update(numbers)
+    return {key: sorted(values) for key, values in numbers_of.items() if values}
 
 
 def _listed(value: object) -> tuple[object, ...]:

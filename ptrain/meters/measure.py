@@ -110,7 +110,9 @@ def gather_estimates(world: World, estimate: Estimate) -> list[Estimate]:
     """Every rank's estimate on every rank, in order of rank. JSON travels, nothing is unpickled."""
     if world.size == 1:
         return [estimate]
-    return [_parse(each) for each in agreement.gather(asdict(estimate), world.size, world.device)]
+    return [
+        _parse(answer) for answer in agreement.gather(asdict(estimate), world.size, world.device)
+    ]
 
 
 def join_estimates(estimates: list[Estimate]) -> Estimate:
@@ -131,7 +133,7 @@ def join_estimates(estimates: list[Estimate]) -> Estimate:
         operations=tuple(row for estimate in estimates for row in estimate.operations),
         accounts=accounts,
         account_of=tuple(range(len(accounts))),
-        undefined={name: why for each in estimates for name, why in each.undefined.items()},
+        undefined={name: why for estimate in estimates for name, why in estimate.undefined.items()},
     )
 
 

@@ -225,11 +225,11 @@ class MemoryMeter(Ledger):
             if key not in self._inner:
                 sizes[self._state(key)][self._tiers[key]] += size
         for state in states:
-            found = _footprint(state, self._rank, sizes[state])
+            footprint = _footprint(state, self._rank, sizes[state])
             most = self._read.get(state)
-            if state is State.ACTIVATIONS and most and most.device_bytes > found.device_bytes:
+            if state is State.ACTIVATIONS and most and most.device_bytes > footprint.device_bytes:
                 continue
-            self._read[state] = found
+            self._read[state] = footprint
 
     def _state(self, key: int) -> State:
         """What is freed by resizing is transient: a gathered unit, though it stands in for the

@@ -78,22 +78,22 @@ class ReplicaMeter:
         self._noted = []
         with _disable_current_modes():
             is_known = all(copy.identity in self._holders for copy in table)
-            told = self.exchange.gather(
+            answers = self.exchange.gather(
                 {
                     "known": is_known and _agrees_with_itself(table),
                     "classes": self._classes(table) if is_known else {},
                     "random": self._drawn(moment),
-                    "stale": [list(each) for each in holdings.stale_copies(self.program)],
+                    "stale": [list(copy) for copy in holdings.stale_copies(self.program)],
                 }
             )
-            found = [*_stale(told, moment, step)]
-            if not _all_agree(told):
-                found += self._in_full(table, step)
-        found += alike_apart([each["random"] for each in told], moment, step)
-        found.sort(key=lambda departure: departure.when)
-        if not found:
+            departures = [*_stale(answers, moment, step)]
+            if not _all_agree(answers):
+                departures += self._in_full(table, step)
+        departures += alike_apart([answer["random"] for answer in answers], moment, step)
+        departures.sort(key=lambda departure: departure.when)
+        if not departures:
             self.last_good = step
-        return tuple(found)
+        return tuple(departures)
 
     def culprit(self, departures: Sequence[Departure]) -> Culprit | None:
         """Whose fault it is, of what `check` found; None where that is nothing."""
@@ -103,7 +103,7 @@ class ReplicaMeter:
         """All that is there between steps."""
         program = self.program
         held = (holdings.parameters, holdings.optimizer, holdings.buffers)
-        yield from _copies(moment, chain.from_iterable(each(program) for each in held))
+        yield from _copies(moment, chain.from_iterable(read(program) for read in held))
         counts = holdings.counters(program)
         updates = {f"{name}.step": count for name, count in counts.items()}
         if counts:
@@ -135,8 +135,8 @@ class ReplicaMeter:
         }
 
     def _in_full(self, table: Sequence[Copy], step: int) -> Iterator[Departure]:
-        told = self.exchange.gather([copy.plain() for copy in table])
-        tables = [[Copy.of(plain) for plain in each] for each in told]
+        answers = self.exchange.gather([copy.plain() for copy in table])
+        tables = [[Copy.of(plain) for plain in answer] for answer in answers]
         before, now = self._holders, holders(tables)
         self._holders = before | now
         yield from _missing(before, now, step)
@@ -149,17 +149,17 @@ def coordinates(program: Program) -> dict[int, dict[str, int]]:
     if mesh is None:
         return {0: {}}
     places = torch.cartesian_prod(*(torch.arange(size) for size in mesh.mesh.shape))
-    found = places.view(-1, mesh.mesh.dim()).tolist()
+    rows = places.view(-1, mesh.mesh.dim()).tolist()
     names = [str(axis) for axis in program.mesh.axes]
     return {
         rank: dict(zip(names, place, strict=True))
-        for rank, place in zip(mesh.mesh.flatten().tolist(), found, strict=True)
+        for rank, place in zip(mesh.mesh.flatten().tolist(), rows, strict=True)
     }
 
 
 def _copies(moment: Moment, held: Iterable[Holding]) -> list[Copy]:
     things = list(held)
-    found = digests([thing.tensor for thing in things])
+    texts = digests([thing.tensor for thing in things])
     return [
         Copy(
             moment,
@@ -169,7 +169,7 @@ def _copies(moment: Moment, held: Iterable[Holding]) -> list[Copy]:
             kind(thing.tensor),
             digest,
         )
-        for thing, digest in zip(things, found, strict=True)
+        for thing, digest in zip(things, texts, strict=True)
     ]
 
 
@@ -183,20 +183,20 @@ def _agrees_with_itself(table: Iterable[Copy]) -> bool:
     return all(seen.setdefault(copy.identity, copy) == copy for copy in table)
 
 
-def _all_agree(told: Sequence[Mapping[str, Any]]) -> bool:
-    if not all(each["known"] for each in told):
+def _all_agree(answers: Sequence[Mapping[str, Any]]) -> bool:
+    if not all(answer["known"] for answer in answers):
         return False
     return all(
-        told[int(rank)]["classes"].get(ranks) == digest
-        for each in told
-        for ranks, digest in each["classes"].items()
+        answers[int(rank)]["classes"].get(ranks) == digest
+        for answer in answers
+        for ranks, digest in answer["classes"].items()
         for rank in ranks.split(",")
     )
 
 
-def _stale(told: Sequence[Mapping[str, Any]], moment: Moment, step: int) -> Iterator[Departure]:
-    for rank, each in enumerate(told):
-        for name, words in each["stale"]:
+def _stale(answers: Sequence[Mapping[str, Any]], moment: Moment, step: int) -> Iterator[Departure]:
+    for rank, answer in enumerate(answers):
+        for name, words in answer["stale"]:
             yield Departure(
                 step=step,
                 moment=moment,

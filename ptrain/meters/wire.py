@@ -85,11 +85,11 @@ def _axes_by_socket(axes_by_group: Mapping[str, tuple[str, ...]]) -> dict[str, t
             ends[name] = (_address(connection.getsockname()), _address(connection.getpeername()))
             if len(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)) < _LENGTH:
                 raise _CannotTell("this kernel does not count the bytes sent on a connection")
-    found: dict[str, tuple[str, ...]] = {}
+    axes_of: dict[str, tuple[str, ...]] = {}
     for group_name, axes in axes_by_group.items():
         group = dist.distributed_c10d._resolve_process_group(group_name)
-        found |= dict.fromkeys(_sockets(group, ends), axes)
-    return found
+        axes_of |= dict.fromkeys(_sockets(group, ends), axes)
+    return axes_of
 
 
 def _sockets(group: dist.ProcessGroup, ends: Mapping[str, tuple[Address, Address]]) -> list[str]:
@@ -100,13 +100,13 @@ def _sockets(group: dist.ProcessGroup, ends: Mapping[str, tuple[Address, Address
         raise _CannotTell(f"{backend} sends past the sockets whose counters could be read")
     listening = [_published(group, rank) for rank in range(group.size())]
     own = listening.pop(group.rank())
-    found = [name for name, (here, there) in ends.items() if here == own or there in listening]
-    if len(found) != len(listening):
+    names = [name for name, (here, there) in ends.items() if here == own or there in listening]
+    if len(names) != len(listening):
         raise _CannotTell(
             f"{len(listening)} connections were expected for the group {group.group_name}, "
-            f"{len(found)} found"
+            f"{len(names)} found"
         )
-    return found
+    return names
 
 
 def _published(group: dist.ProcessGroup, rank: int) -> Address:

@@ -103,7 +103,9 @@ def _their_names(module: nn.Module) -> Iterator[str]:
     if not base:
         return
     inner = module.named_modules()
-    prefixes = (name for name, child in inner if all(hasattr(child, each) for each in base))
+    prefixes = (
+        name for name, child in inner if all(hasattr(child, attribute) for attribute in base)
+    )
     prefix = next(prefixes, getattr(module, "base_model_prefix", ""))
     yield from (f"{prefix}.{name}" for name in base)
     yield from getattr(type(module), "_pp_plan", None) or ()
@@ -124,8 +126,8 @@ def _cut_at_the_list(module: nn.Module, plan: _Named) -> _Parts:
         raise refused(plan.place, finding, "name modules that are there")
     lists = [name for name in plan.names if isinstance(known[name], nn.ModuleList)]
     if len(lists) != 1:
-        found = ", ".join(lists) or "none"
-        finding = f"{plan.plan} must name one ModuleList, the layers; it names {found}"
+        named = ", ".join(lists) or "none"
+        finding = f"{plan.plan} must name one ModuleList, the layers; it names {named}"
         raise refused(plan.place, finding, f"write {_ATTRIBUTE}")
     at = plan.names.index(lists[0])
     return _Parts(

@@ -94,10 +94,10 @@ class LossInside:
 
         if not torch.is_grad_enabled():
             return loss(x_NC, targets_N)
-        found: Tensor = checkpoint(
+        chunk_loss: Tensor = checkpoint(
             loss, x_NC, targets_N, use_reentrant=False, preserve_rng_state=False
         )
-        return found
+        return chunk_loss
 
 
 def sum_of(losses: Iterator[Tensor]) -> Tensor:

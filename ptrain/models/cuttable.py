@@ -86,8 +86,8 @@ def _kinds(module: nn.Module, roles: Roles, place: str) -> Iterator[Fault]:
         for name in matching(module, pattern):
             child, kind = module.get_submodule(name), _KINDS.get(role)
             if kind is not None and not isinstance(child, kind):
-                found = slips.a(type(child).__name__)
-                finding = f"{name} is {found}; {role} is a role of {kind.__name__}"
+                actual = slips.a(type(child).__name__)
+                finding = f"{name} is {actual}; {role} is a role of {kind.__name__}"
                 yield Fault(place=place, finding=finding, remedy="give it no role, or another one")
                 break
 
@@ -96,7 +96,7 @@ def _sizes(module: nn.Module, roles: Roles, degree: int) -> Iterator[Fault]:
     """What the degree does not divide; the choices divide all that is cut."""
     sizes = {**_heads(module), **dict(_cut_sizes(module, roles))}
     common = gcd(*sizes.values())
-    choices = ", ".join(str(each) for each in range(1, common + 1) if common % each == 0)
+    choices = ", ".join(str(divisor) for divisor in range(1, common + 1) if common % divisor == 0)
     for what, size in sizes.items():
         if size % degree:
             finding = f"tp={degree} does not divide {what}"
@@ -110,8 +110,8 @@ def _heads(module: nn.Module) -> dict[str, int]:
         return {f"heads: {shape.heads}": shape.heads, f"kv_heads: {shape.kv_heads}": shape.kv_heads}
     config = getattr(module, "config", None)
     fields = ("num_attention_heads", "num_key_value_heads")
-    found = {field: getattr(config, field, None) for field in fields}
-    return {f"{field}: {size}": size for field, size in found.items() if isinstance(size, int)}
+    counts = {field: getattr(config, field, None) for field in fields}
+    return {f"{field}: {size}": size for field, size in counts.items() if isinstance(size, int)}
 
 
 def _cut_sizes(module: nn.Module, roles: Roles) -> Iterator[tuple[str, int]]:

@@ -11,10 +11,10 @@ from torch.nn.modules.dropout import _DropoutNd
 def dropouts(module: nn.Module) -> Iterator[tuple[str, float]]:
     """The dotted name and the probability of each attribute for dropout that is not 0."""
     for name, child in module.named_modules():
-        found = {key: value for key, value in vars(child).items() if "drop" in key}
+        rates = {key: value for key, value in vars(child).items() if "drop" in key}
         if isinstance(child, _DropoutNd):
-            found["p"] = child.p
-        for key, value in found.items():
+            rates["p"] = child.p
+        for key, value in rates.items():
             if isinstance(value, float) and value > 0.0:
                 yield f"{name}.{key}".lstrip("."), value
 

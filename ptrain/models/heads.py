@@ -31,10 +31,10 @@ def head_of(model: nn.Module, spec: Spec) -> str:
         raise refused("loss.fused", finding, "remove it: chunks do without, or take torch 2.13")
     if isinstance(model, Llama | Gpt):
         return ROOT
-    made: Made = {}
+    outputs: Made = {}
     tokens = sample(model, spec)
     handles = [
-        module.register_forward_hook(_notes(made, name, tokens.shape))
+        module.register_forward_hook(_notes(outputs, name, tokens.shape))
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear)
     ]
@@ -44,7 +44,7 @@ def head_of(model: nn.Module, spec: Spec) -> str:
     finally:
         for handle in handles:
             handle.remove()
-    for name, (output, version) in made.items():
+    for name, (output, version) in outputs.items():
         if _is(logits, output, version):
             return name
     _, model_name = named_in_spec(model, spec)
@@ -53,10 +53,10 @@ def head_of(model: nn.Module, spec: Spec) -> str:
     raise refused("loss", finding, "leave the logits whole (remove loss), or end the model so")
 
 
-def _notes(made: Made, name: str, shape: torch.Size) -> Callable[..., None]:
+def _notes(outputs: Made, name: str, shape: torch.Size) -> Callable[..., None]:
     def hook(_: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
         if inputs and inputs[0].shape[:-1] == shape:
-            made[name] = output, output._version
+            outputs[name] = output, output._version
 
     return hook
 

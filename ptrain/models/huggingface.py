@@ -65,8 +65,8 @@ def masks() -> ModuleType:
     """Where transformers makes the masks of attention."""
     from transformers import masking_utils
 
-    found: ModuleType = masking_utils
-    return found
+    module: ModuleType = masking_utils
+    return module
 
 
 @cache

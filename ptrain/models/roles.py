@@ -110,12 +110,12 @@ def _their_plan(module: nn.Module) -> dict[str, str]:
     prefix = getattr(module, "base_model_prefix", "")
     base = getattr(getattr(module, "config", None), "base_model_tp_plan", None) or {}
     named = {f"{prefix}.{pattern}": word for pattern, word in base.items()}
-    made = {
+    own = {
         pattern: word
         for pattern, word in (getattr(module, "_tp_plan", None) or {}).items()
         if pattern not in base
     }
-    return {**named, **(getattr(type(module), "_tp_plan", None) or {}), **made}
+    return {**named, **(getattr(type(module), "_tp_plan", None) or {}), **own}
 
 
 def named_in_spec(module: nn.Module, spec: Spec) -> tuple[str, str]:
@@ -176,8 +176,8 @@ def _whole_inputs(module: nn.Module, roles: Roles) -> Iterator[tuple[str, Role]]
         pattern.rpartition(".")[0] for pattern, role in roles if role is Role.COLUMN
     )
     for pattern in parents:
-        found = [module.get_submodule(name) for name in matching(module, pattern)]
-        if pattern and not any(type(each).__name__ in blocks for each in found):
+        modules = [module.get_submodule(name) for name in matching(module, pattern)]
+        if pattern and not any(type(submodule).__name__ in blocks for submodule in modules):
             yield pattern, Role.WHOLE_INPUT
 
 

@@ -74,8 +74,8 @@ class Follower(Ledger):
 
     def end(self, output: object) -> None:
         """Looks at what the model returns."""
-        found = self._origins(map(_key, _tensors(output)))
-        if columns := [name for name in found if self._named.get(name) is not Role.HEAD]:
+        origins = self._origins(map(_key, _tensors(output)))
+        if columns := [name for name in origins if self._named.get(name) is not Role.HEAD]:
             column = min(columns)
             finding = f"the model returns what {column} gives, a slice of the features"
             self._say(finding, f"give {column} the role head, or the layer behind it row")
@@ -135,14 +135,14 @@ class Follower(Ledger):
         remedy = f"give {_pattern(name)} the role row (shared, if it is used on each head alone), "
         self._say(finding, f"{remedy}or {_pattern(column)} none")
 
-    def _leave(self, name: str, role: Role | None, made: list[int]) -> None:
+    def _leave(self, name: str, role: Role | None, outputs: list[int]) -> None:
         match role:
             case Role.COLUMN | Role.HEAD:
-                self._slices.update(dict.fromkeys(made, frozenset((name,))))
+                self._slices.update(dict.fromkeys(outputs, frozenset((name,))))
             case Role.ROW:
-                for key in made:
+                for key in outputs:
                     self._slices.pop(key, None)
-                self._learnt.update(dict.fromkeys(made, frozenset()))
+                self._learnt.update(dict.fromkeys(outputs, frozenset()))
             case Role.WHOLE_INPUT:
                 for key in [key for key, opener in self._opened.items() if opener == name]:
                     del self._opened[key]
@@ -214,16 +214,16 @@ class Follower(Ledger):
 
     def _mark(self, tensor: torch.Tensor, read: list[int]) -> None:
         key, learnt = _key(tensor), self._whole(read)
-        opened = [self._opened[each] for each in read if each in self._opened]
+        opened = [self._opened[source] for source in read if source in self._opened]
         if slices := self._origins(read):
             self._slices[key] = slices
         elif opened:
             self._opened[key] = opened[0]
         elif learnt and tensor.is_floating_point():
-            names = [self._learnt[each] for each in learnt]
-            of_tokens = not all(names) or any(each in self._given for each in read)
+            names = [self._learnt[source] for source in learnt]
+            of_tokens = not all(names) or any(source in self._given for source in read)
             self._learnt[key] = frozenset() if of_tokens else frozenset(chain(*names))
-        elif learnt or any(each in self._given for each in read):
+        elif learnt or any(source in self._given for source in read):
             self._given.add(key)
 
     def _origins(self, keys: Iterable[int]) -> frozenset[str]:

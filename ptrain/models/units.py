@@ -48,18 +48,18 @@ def blocks_of(module: nn.Module, pattern: str | None = None) -> list[str]:
 
 def _meant_blocks(module: nn.Module, pattern: str) -> list[str]:
     named = dict(module.named_modules())
-    found = [name for name in named if name and fits(pattern, name)]
+    names = [name for name in named if name and fits(pattern, name)]
     remedy = f"write the names of its blocks, * for a number: {_example(module)}"
-    if not found:
+    if not names:
         raise refused("model.blocks", f"{pattern!r} is the name of no module", remedy)
-    for name in found:
+    for name in names:
         if isinstance(named[name], _CONTAINERS):
             finding = f"{name} is {type(named[name]).__name__}, which is never called"
             raise refused("model.blocks", finding, remedy)
-        if outer := next((other for other in found if name.startswith(f"{other}.")), None):
+        if outer := next((other for other in names if name.startswith(f"{other}.")), None):
             finding = f"{pattern!r} means {outer} and {name}, which is a part of it"
             raise refused("model.blocks", finding, remedy)
-    return found
+    return names
 
 
 def _example(module: nn.Module) -> str:
@@ -71,12 +71,12 @@ def _example(module: nn.Module) -> str:
 def _named_blocks(module: nn.Module) -> list[str]:
     """The outermost modules with parameters of the classes in `_no_split_modules`."""
     kinds = getattr(module, "_no_split_modules", None) or ()
-    found: list[str] = []
+    names: list[str] = []
     for name, child in module.named_modules():
-        is_inner = bool(found) and name.startswith(f"{found[-1]}.")
+        is_inner = bool(names) and name.startswith(f"{names[-1]}.")
         if type(child).__name__ in kinds and name and not is_inner and _numel(child):
-            found.append(name)
-    return found
+            names.append(name)
+    return names
 
 
 def _listed_blocks(module: nn.Module) -> list[str]:

@@ -101,12 +101,12 @@ def cuts_before_wraps(ran: Sequence[Ran]) -> bool:
     had its operators cut before, and none after."""
     cut: set[int | None] = set()
     wrapped: set[int | None] = set()
-    for each in ran:
-        if isinstance(each.step, Parallelize):
-            cut.add(each.piece)
-        elif isinstance(each.step, WrapStep):
-            wrapped.add(each.piece)
-        if each.piece in wrapped - cut:
+    for executed in ran:
+        if isinstance(executed.step, Parallelize):
+            cut.add(executed.piece)
+        elif isinstance(executed.step, WrapStep):
+            wrapped.add(executed.piece)
+        if executed.piece in wrapped - cut:
             return False
     return bool(wrapped)
 
@@ -150,9 +150,12 @@ def ranks_text(group: Sequence[int]) -> str:
 
 def condition_lines(conditions: Iterable[Condition]) -> list[str]:
     """`Theorem 6.1 holds: …`, a line each."""
-    return [f"{each.name} {'holds' if each.holds else 'FAILS'}: {each.why}" for each in conditions]
+    return [
+        f"{condition.name} {'holds' if condition.holds else 'FAILS'}: {condition.why}"
+        for condition in conditions
+    ]
 
 
-def _shown(found: Groups) -> str:
-    rest = f" … {len(found)} groups" if len(found) > _FEW_GROUPS else ""
-    return " ".join(map(ranks_text, found[:_FEW_GROUPS])) + rest
+def _shown(groups: Groups) -> str:
+    rest = f" … {len(groups)} groups" if len(groups) > _FEW_GROUPS else ""
+    return " ".join(map(ranks_text, groups[:_FEW_GROUPS])) + rest

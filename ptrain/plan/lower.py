@@ -172,7 +172,7 @@ def _keep(spec: Spec, blocks: tuple[str, ...]) -> Keep | None:
     if outside := tuple(blocks_outside(spec, len(blocks))):
         raise SpecError(*outside)
     named = zip(blocks, spec.activations.of(len(blocks)), strict=True)
-    kept = tuple((name, each) for name, each in named if not each.is_plain)
+    kept = tuple((name, mode) for name, mode in named if not mode.is_plain)
     return Keep(blocks=kept, path=spec.offload.path) if kept else None
 
 

@@ -127,24 +127,24 @@ def _pipeline(step: Pipeline) -> str:
 
 def _stages(spec: Spec, plan: Plan) -> Iterator[str]:
     """A line for each stage: its rank along the axis, what it has, and how much is in flight."""
-    step, made = plan.pipeline, _schedule(spec)
-    if step is None or made is None:
+    step, schedule = plan.pipeline, _schedule(spec)
+    if step is None or schedule is None:
         return
     for stage, (rank, layers) in enumerate(zip(step.rank_of, step.layers, strict=True)):
         ends = ["what is in front"] * (stage == 0), ["what is behind"] * (stage == step.stages - 1)
         names = ", ".join([*ends[0], _shortened(list(layers)), *ends[1]])
-        most = _count(most_held_of(made, stage), "micro-batch", "micro-batches")
+        most = _count(most_held_of(schedule, stage), "micro-batch", "micro-batches")
         yield f"stage    {stage} on {step.axis} {rank}: {names}; up to {most} in flight"
 
 
 def _drawn(spec: Spec) -> Iterator[str]:
     """The schedule, and the bubble in both conventions of the literature."""
-    made = _schedule(spec)
-    if made is None:
+    schedule = _schedule(spec)
+    if schedule is None:
         return
-    yield f"bubble   {bubble_text(simulate(made))}"
+    yield f"bubble   {bubble_text(simulate(schedule))}"
     yield ""
-    yield from draw(made).splitlines()
+    yield from draw(schedule).splitlines()
 
 
 def _schedule(spec: Spec) -> Schedule | None:

@@ -45,7 +45,7 @@ def _alike(kept: Kept, blocks: str) -> str:
     if kept.policy.scope is Scope.ATTENTION:
         what = f"the scores and softmax of {blocks}"
     inputs = f"inputs{_ON[kept.tier]}"
-    results = [_RESULTS[each] for each in kept.policy.keep]
+    results = [_RESULTS[kind] for kind in kept.policy.keep]
     too = f" and the results of {_and(results)}" if results else ""
     return f"recompute {what}, keeping {inputs}{too}"
 
@@ -63,8 +63,8 @@ def _by_list(names: Sequence[str]) -> Iterator[tuple[str, list[int]]]:
     """Names that differ in their last number alone, which is None of a name without one."""
     parts = [re.fullmatch(r"(.*\.|)(\d+)", name) for name in names]
     pairs = [
-        (found[1], int(found[2])) if found else (name, -1)
-        for name, found in zip(names, parts, strict=True)
+        (match[1], int(match[2])) if match else (name, -1)
+        for name, match in zip(names, parts, strict=True)
     ]
     for prefix, entries in groupby(pairs, key=lambda pair: pair[0]):
         yield prefix, [number for _, number in entries if number >= 0]

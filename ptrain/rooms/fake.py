@@ -51,11 +51,15 @@ class _BucketOrder(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if any(isinstance(each, FakeTensor) for each in args):  # most of all calls
+        if any(isinstance(argument, FakeTensor) for argument in args):  # most of all calls
             return func(*args, **kwargs)
-        tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+        tensors = [
+            argument
+            for argument in tree_leaves((args, kwargs))
+            if isinstance(argument, torch.Tensor)
+        ]
         if tensors:
-            is_real = not any(isinstance(each, FakeTensor) for each in tensors)
+            is_real = not any(isinstance(argument, FakeTensor) for argument in tensors)
         else:
             empty = torch.ops.aten.empty.memory_format
             is_real = func is empty and kwargs.get("dtype") is torch.int32

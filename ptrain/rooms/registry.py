@@ -51,9 +51,9 @@ class Registry:
             weakref.finalize(storage, self._tags.pop, key, None).atexit = False
         elif not name:
             name = self._tags[key].name
-        self._tags[key] = found = Tag(state, substitute, phase, name)
+        self._tags[key] = label = Tag(state, substitute, phase, name)
         for listener in self.listeners:
-            listener(storage, found)
+            listener(storage, label)
         return tensor
 
     def of(self, tensor: torch.Tensor) -> Tag | None:

@@ -26,20 +26,20 @@ from ptrain.spec.placement import Tier
 _LIBC = ctypes.CDLL(None)
 
 
-def alike(made: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    """`made` from `source` where that stands: it counts on the same tier. Returns `made`."""
+def alike(derived: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    """Tag `derived` as on the host where `source` is there or in a file; return `derived`."""
     storage = source.untyped_storage()
-    if is_tagged(storage) and made.untyped_storage()._cdata != storage._cdata:
-        tag(made, Tier.HOST)  # what is computed from a mapped file is in memory
-    return made
+    if is_tagged(storage) and derived.untyped_storage()._cdata != storage._cdata:
+        tag(derived, Tier.HOST)  # what is computed from a mapped file is in memory
+    return derived
 
 
 def cast(tensor: torch.Tensor, dtype: torch.dtype, *, copy: bool = False) -> torch.Tensor:
     """The tensor in `dtype`, where it stands; itself if it is that already, unless `copy`."""
     if tensor.dtype == dtype and not copy:
         return tensor
-    made = torch.empty_like(tensor, dtype=dtype)
-    return alike(made, tensor).copy_(tensor)
+    converted = torch.empty_like(tensor, dtype=dtype)
+    return alike(converted, tensor).copy_(tensor)
 
 
 def same_memory(tensor: torch.Tensor, other: torch.Tensor) -> bool:
@@ -70,12 +70,12 @@ class Tiers:
                 return self.registry.tag(torch.empty(size, dtype=dtype, device=self.device), state)
             case Tier.HOST:
                 pinned = self.device.type == "cuda"
-                made = torch.empty(size, dtype=dtype, device="cpu", pin_memory=pinned)
+                tensor = torch.empty(size, dtype=dtype, device="cpu", pin_memory=pinned)
             case Tier.FILE:
-                made = self._mapped(1 if numel is None else numel, dtype)
-        tag(made, tier)  # before anything is done with it
-        made = made.view(size)
-        return self.registry.tag(made, state)
+                tensor = self._mapped(1 if numel is None else numel, dtype)
+        tag(tensor, tier)  # before anything is done with it
+        tensor = tensor.view(size)
+        return self.registry.tag(tensor, state)
 
     def move(self, tensor: torch.Tensor, tier: Tier, state: State) -> torch.Tensor:
         """A copy of `tensor` on another tier."""

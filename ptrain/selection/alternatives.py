@@ -113,7 +113,9 @@ def _of_activations(spec: Spec) -> Offload:
 def _factorizations(number: int) -> Iterator[tuple[int, int]]:
     """(dp_replicate, dp_shard): all on one axis first, then all others."""
     yield 1, number
-    yield from ((each, number // each) for each in range(2, number) if number % each == 0)
+    yield from (
+        (replicas, number // replicas) for replicas in range(2, number) if number % replicas == 0
+    )
 
 
 def _with_factors(spec: Spec, factors: tuple[Factor, ...]) -> Spec:
@@ -233,13 +235,13 @@ def _written(spec: Spec) -> str:
 @cache
 def _named_tuples() -> dict[str, dict[str, str]]:
     """Strategies that are their tuples and nothing more."""
-    found = {}
+    tuples = {}
     for name in listing("strategies"):
         tree = strategy(name)
         if tree and isinstance(tree.root, dict) and not {*POLICIES} & {*tree.root}:
             placement = tree.root["placement"]
-            found[name] = {axis: ",".join(modes.values()) for axis, modes in placement.items()}
-    return found
+            tuples[name] = {axis: ",".join(modes.values()) for axis, modes in placement.items()}
+    return tuples
 
 
 def _degrees(spec: Spec) -> tuple[tuple[Axis, int], ...]:

@@ -62,23 +62,23 @@ class Variant:
 def require_fit(spec: Spec, exact: Estimate, facts: ModelFacts | None = None) -> None:
     """Raises DoesNotFit, with up to three cheaper specs, where it is known not to fit. What nobody
     knows is no reason."""
-    found = fit(spec, exact)
-    if found.fits is not False:
+    memory_fit = fit(spec, exact)
+    if memory_fit.fits is not False:
         return
-    is_known = found.peak_bytes is not None
-    if found.short_bytes > 0:
-        room = format_bytes(found.device_memory or 0)
+    is_known = memory_fit.peak_bytes is not None
+    if memory_fit.short_bytes > 0:
+        room = format_bytes(memory_fit.device_memory or 0)
         what = "the predicted peak is" if is_known else "its states alone are"
         more = "" if is_known else " or more"
         lines = [
-            f"{spec.name} does not fit by {format_bytes(found.short_bytes)}{more}: {what} "
-            f"{format_bytes(found.least_bytes)} of {room} per rank"
+            f"{spec.name} does not fit by {format_bytes(memory_fit.short_bytes)}{more}: {what} "
+            f"{format_bytes(memory_fit.least_bytes)} of {room} per rank"
         ]
     else:
-        room = format_bytes(found.host_memory or 0)
+        room = format_bytes(memory_fit.host_memory or 0)
         lines = [
-            f"{spec.name} does not fit by {format_bytes(found.host_short_bytes)}: the states of a "
-            f"node's ranks take {format_bytes(found.host_bytes)} of its host's {room}"
+            f"{spec.name} does not fit by {format_bytes(memory_fit.host_short_bytes)}: the states "
+            f"of a node's ranks take {format_bytes(memory_fit.host_bytes)} of its host's {room}"
         ]
     variants = cheaper(spec, facts, exact) if is_known else ()
     wider = more_ranks(spec, variants, facts) if is_known else None
@@ -104,21 +104,21 @@ def cheaper(
     now = _variant(spec, spec, derive(spec, facts).exact if exact is None else exact)
     if now is None:
         return ()
-    found = _better(now, _variants(spec, _promising(spec, facts, now), facts))
-    if any(variant.fits for variant in found):
-        return tuple(found[:_OFFERED])
+    offers = _better(now, _variants(spec, _promising(spec, facts, now), facts))
+    if any(variant.fits for variant in offers):
+        return tuple(offers[:_OFFERED])
     hosted = _hosted(spec, facts, now)
     fitting = [variant for variant in hosted if variant.fits]
     closer = [variant for variant in hosted if not variant.fits]
-    return (*fitting, *found[: _OFFERED - 1], *closer, *found[_OFFERED - 1 :])[:_OFFERED]
+    return (*fitting, *offers[: _OFFERED - 1], *closer, *offers[_OFFERED - 1 :])[:_OFFERED]
 
 
 def _hosted(spec: Spec, facts: ModelFacts, now: Variant) -> list[Variant]:
     """Variants that keep states on the host; in smaller micro-batches only if none fits else."""
     others = tuple(on_host(spec))
-    found = _better(now, _variants(spec, others, facts))
-    if spec.batch.micro == 1 or any(variant.fits for variant in found):
-        return found
+    variants = _better(now, _variants(spec, others, facts))
+    if spec.batch.micro == 1 or any(variant.fits for variant in variants):
+        return variants
     return _better(now, _variants(spec, (with_micro(other, 1) for other in others), facts))
 
 
@@ -127,17 +127,17 @@ def _better(now: Variant, variants: Iterable[Variant]) -> list[Variant]:
     short = max(now.host_short_bytes, 0)
     return sorted(
         (
-            each
-            for each in variants
-            if (each.fits and not now.fits)
-            or (each.peak_bytes < now.peak_bytes and each.host_short_bytes <= short)
+            variant
+            for variant in variants
+            if (variant.fits and not now.fits)
+            or (variant.peak_bytes < now.peak_bytes and variant.host_short_bytes <= short)
         ),
-        key=lambda each: (
-            not each.fits,
-            (_states_off_device(each.spec), len(each.spec.factors), each.sent_bytes)
-            if each.fits
+        key=lambda variant: (
+            not variant.fits,
+            (_states_off_device(variant.spec), len(variant.spec.factors), variant.sent_bytes)
+            if variant.fits
             else (),
-            each.peak_bytes,
+            variant.peak_bytes,
         ),
     )
 
@@ -159,9 +159,9 @@ def more_ranks(
     facts = own_facts(spec) if facts is None else facts
     for narrow in (spec, *(variant.spec for variant in variants[:1])):
         for axis in DATA_AXES:
-            found = _widened(spec, narrow, axis, facts)
-            if found:
-                return found
+            wider = _widened(spec, narrow, axis, facts)
+            if wider:
+                return wider
     return None
 
 
@@ -169,9 +169,11 @@ def _widened(spec: Spec, narrow: Spec, axis: Axis, facts: ModelFacts) -> Variant
     if not any(axis in narrow.axes_where(state, *CUT) for state in PLACED):
         return None
     degrees = [2**power for power in range(1, _MOST_RANKS.bit_length())]
-    wider = (_with_degree(narrow, axis, each) for each in degrees if each > narrow.degree(axis))
-    found = _variants(spec, (after for after in wider if not check(after)), facts)
-    return next((replace(each, more_ranks=True) for each in found if each.fits), None)
+    wider = (
+        _with_degree(narrow, axis, degree) for degree in degrees if degree > narrow.degree(axis)
+    )
+    variants = _variants(spec, (after for after in wider if not check(after)), facts)
+    return next((replace(variant, more_ranks=True) for variant in variants if variant.fits), None)
 
 
 def _with_degree(spec: Spec, axis: Axis, degree: int) -> Spec:
@@ -220,7 +222,7 @@ def _promising(spec: Spec, facts: ModelFacts, now: Variant) -> Iterator[Spec]:
     specs = [by_size[size] for size in chosen]
     yield from specs
     if spec.batch.micro > 1:
-        yield from (with_micro(each, 1) for each in (spec, *specs[:1]))
+        yield from (with_micro(candidate, 1) for candidate in (spec, *specs[:1]))
 
 
 def _variants(before: Spec, specs: Iterable[Spec], facts: ModelFacts) -> Iterator[Variant]:
@@ -232,14 +234,14 @@ def _variants(before: Spec, specs: Iterable[Spec], facts: ModelFacts) -> Iterato
 
 def _variant(before: Spec, after: Spec, exact: Estimate) -> Variant | None:
     """None without a known peak."""
-    found = fit(after, exact)
-    if found.peak_bytes is None:
+    memory_fit = fit(after, exact)
+    if memory_fit.peak_bytes is None:
         return None
     return Variant(
         spec=after,
         overrides=tuple(overrides(before, after)),
-        peak_bytes=found.peak_bytes,
+        peak_bytes=memory_fit.peak_bytes,
         sent_bytes=exact.sent_bytes(),
-        fits=found.fits is True,
-        host_short_bytes=found.host_short_bytes,
+        fits=memory_fit.fits is True,
+        host_short_bytes=memory_fit.host_short_bytes,
     )

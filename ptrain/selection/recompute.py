@@ -112,10 +112,10 @@ def _with(spec: Spec, policy: Policy | None, every: int | None = None) -> Spec:
         budget=said.budget,
     )
     factors = spec.factors if policy else tuple(map(_plain, spec.factors))
-    found = replace(spec, activations=chosen, factors=factors)
+    variant = replace(spec, activations=chosen, factors=factors)
     sync = spec.resolved.get("sync")
     is_written = isinstance(sync, dict) and "gradients" in sync
-    return replace(found, resolved=to_mapping(found, sync_is_written=is_written))
+    return replace(variant, resolved=to_mapping(variant, sync_is_written=is_written))
 
 
 def _kept(kept: Kept, policy: Policy | None) -> Kept:

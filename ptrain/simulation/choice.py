@@ -14,24 +14,25 @@ from ptrain.spec.spec import Spec
 ALL_DISTINCT = "all-distinct"
 
 
-def require_ranks(spec: Spec, asked: Sequence[str]) -> None:
+def require_ranks(spec: Spec, choices: Sequence[str]) -> None:
     """Raises SpecError for what is no rank of the mesh, or one beside `all-distinct`."""
-    for each in asked:
-        if each != ALL_DISTINCT:
-            _rank(each, spec.world_size)
-    if ALL_DISTINCT in asked and len(asked) > 1:
-        finding = f"{ALL_DISTINCT} beside {len(asked) - 1} more"
+    for choice in choices:
+        if choice != ALL_DISTINCT:
+            _rank(choice, spec.world_size)
+    if ALL_DISTINCT in choices and len(choices) > 1:
+        finding = f"{ALL_DISTINCT} beside {len(choices) - 1} more"
         raise refused("--rank", finding, f"give numbers, or {ALL_DISTINCT} alone")
 
 
-def chosen(spec: Spec, exact: Estimate, asked: Sequence[str] = ()) -> tuple[int, ...]:
-    """`asked`: numbers of ranks, or all-distinct. Nothing asked: the first rank and, where it is
-    another, the one that is predicted to need most. Raises SpecError as `require_ranks`."""
-    require_ranks(spec, asked)
-    if ALL_DISTINCT in asked:
+def chosen(spec: Spec, exact: Estimate, choices: Sequence[str] = ()) -> tuple[int, ...]:
+    """Return the ranks that `choices` name: numbers, or all-distinct. Without choices these are
+    the first rank and, where it is another, the one that is predicted to need most. Raises
+    SpecError as `require_ranks`."""
+    require_ranks(spec, choices)
+    if ALL_DISTINCT in choices:
         return tuple(ranks[0] for ranks in classes(spec, exact))
-    if asked:
-        return tuple(dict.fromkeys(_rank(each, spec.world_size) for each in asked))
+    if choices:
+        return tuple(dict.fromkeys(_rank(choice, spec.world_size) for choice in choices))
     needed = _needed(exact)
     most = max(range(spec.world_size), key=lambda rank: (needed[rank], -rank))
     return tuple(dict.fromkeys((0, most)))
@@ -43,8 +44,8 @@ def classes(spec: Spec, exact: Estimate) -> list[tuple[int, ...]]:
     rows: defaultdict[int, list[object]] = defaultdict(list)
     for row in exact.memory:
         rows[row.rank].append((row.state, row.device_bytes, row.host_bytes, row.file_bytes))
-    for each in exact.peak:
-        rows[each.rank].append((each.phase, each.device_bytes))
+    for peak in exact.peak:
+        rows[peak.rank].append((peak.phase, peak.device_bytes))
     alike: defaultdict[object, list[int]] = defaultdict(list)
     for rank, place in enumerate(positions(spec, (Axis.PP,))):
         account = exact.account_of[rank] if exact.account_of else 0
@@ -58,8 +59,8 @@ def _needed(exact: Estimate) -> dict[int, int]:
     for row in exact.memory:
         needed[row.rank] += row.device_bytes
     peaks: defaultdict[int, int] = defaultdict(int)
-    for each in exact.peak:
-        peaks[each.rank] = max(peaks[each.rank], each.device_bytes)
+    for peak in exact.peak:
+        peaks[peak.rank] = max(peaks[peak.rank], peak.device_bytes)
     return peaks or needed
 
 

@@ -185,5 +185,5 @@ def _observing(program: Program, *observers: Observer) -> Iterator[None]:
     try:
         yield
     finally:
-        for each in observers:
-            program.observers.remove(each)
+        for observer in observers:
+            program.observers.remove(observer)

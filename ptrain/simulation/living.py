@@ -148,11 +148,11 @@ class LivingMeter(MemoryMeter):
 
     def _living(self, event: int) -> Iterable[tuple[Life, int]]:
         """What has bytes after so many changes."""
-        found: dict[int, tuple[Life, int]] = {}
+        lives: dict[int, tuple[Life, int]] = {}
         for life, size in (*self._before, *self._changes[:event]):
-            _, before = found.get(id(life), (life, 0))
-            found[id(life)] = life, before + size
-        return found.values()
+            _, before = lives.get(id(life), (life, 0))
+            lives[id(life)] = life, before + size
+        return lives.values()
 
 
 def held(living: Iterable[tuple[Life, int]]) -> list[LiveStorages]:
@@ -162,8 +162,8 @@ def held(living: Iterable[tuple[Life, int]]) -> list[LiveStorages]:
         if size:
             sizes[what(life), life.state].append(size)
     rows = [
-        LiveStorages(what=kind, state=state, device_bytes=sum(each), tensors=len(each))
-        for (kind, state), each in sizes.items()
+        LiveStorages(what=kind, state=state, device_bytes=sum(of_kind), tensors=len(of_kind))
+        for (kind, state), of_kind in sizes.items()
     ]
     return sorted(rows, key=lambda row: (-row.device_bytes, row.what))
 

@@ -74,8 +74,8 @@ def patched(model: ModelSpec) -> Iterator[None]:
     forget_shapes()
     with ExitStack() as stack:
         stack.callback(forget_shapes)
-        for each in (*PATCHES, *_of_transformers(model)):
-            stack.enter_context(_applied(each))
+        for patch in (*PATCHES, *_of_transformers(model)):
+            stack.enter_context(_applied(patch))
         yield
 
 
@@ -119,7 +119,7 @@ class Chunks(Sequence[torch.Tensor]):
     def __getitem__(self, index: Any) -> Any:
         """Like a list's: a slice gives a list."""
         if isinstance(index, slice):
-            return [self[each] for each in range(*index.indices(self.number))]
+            return [self[place] for place in range(*index.indices(self.number))]
         rows = self.tensor.shape[self.dim]
         height = -(-rows // self.number)
         first = (index if index >= 0 else index + self.number) * height

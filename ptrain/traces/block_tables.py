@@ -125,20 +125,20 @@ class Blocks:
             **self._work(traced[0], table),
         }
 
-    def _part(self, found: Sequence[object]) -> int:
-        text = json.dumps(found, separators=(",", ":"))
+    def _part(self, part: Sequence[object]) -> int:
+        text = json.dumps(part, separators=(",", ":"))
         return self.parts.setdefault(text, len(self.parts))
 
     def _moved(self, table: BlockTableBuilder, recording: Recording) -> list[object]:
         """The sizes of the storages that one block's forward takes off the device."""
         layers = table.shape.layers
-        found = Counter(table.size(number) for number, _ in recording.moved)
-        assert all(times % layers == 0 for times in found.values()), "the blocks do not repeat"
-        return [size for size, times in found.items() for _ in range(times // layers)]
+        counts = Counter(table.size(number) for number, _ in recording.moved)
+        assert all(times % layers == 0 for times in counts.values()), "the blocks do not repeat"
+        return [size for size, times in counts.items() for _ in range(times // layers)]
 
     def _work(self, traced: BlockTrace, table: BlockTableBuilder) -> dict[str, object]:
         """Operations of one block by pass, and the collectives that it repeats."""
-        found: dict[str, object] = {}
+        record: dict[str, object] = {}
         by_block = [*_works(traced, table)]
         assert all(works == by_block[0] for works in by_block), "the blocks do not repeat"
         for when in When:
@@ -147,13 +147,13 @@ class Blocks:
                 for work in by_block[0]
                 if work.when is when and work.collective is None
             )
-            found[when.value] = [[times * c, list(e)] for (c, e), times in flops.items()]
-        found["sent"] = [
+            record[when.value] = [[times * c, list(e)] for (c, e), times in flops.items()]
+        record["sent"] = [
             [work.collective, self._size_of(work.size, traced.recording, table)]
             for work in by_block[0]
             if work.when is When.AGAIN and work.collective is not None
         ]
-        return {"work": self._part([found])}
+        return {"work": self._part([record])}
 
     def _size_of(self, size: int, recording: Recording, table: BlockTableBuilder) -> int:
         """What is sent is what some operator allocated."""
@@ -211,7 +211,7 @@ def block_settings() -> Iterator[tuple[str, dict[str, TableSetting]]]:
     how logits are, is nothing to a block."""
     for title, alone, cut in settings():
         if not alone.tied:
-            kinds = {each.kind.name: each for each in cut if each.kind is not None}
+            kinds = {setting.kind.name: setting for setting in cut if setting.kind is not None}
             chosen = {name: kinds[name] for name in CUTS}
             yield title.replace("-untied", ""), {PLAIN_NAME: alone, **chosen}
 
@@ -222,8 +222,8 @@ def main() -> None:
     mesh = fake_mesh()
     for title, by_cut in block_settings():
         if title.startswith(only):
-            found = {name: Blocks(each, mesh).build() for name, each in by_cut.items()}
-            text = json.dumps(found, separators=(",", ":"))
+            tables = {name: Blocks(setting, mesh).build() for name, setting in by_cut.items()}
+            text = json.dumps(tables, separators=(",", ":"))
             (directory / f"{title}.json").write_text(text + "\n", encoding="utf-8")
             print(f"{title}: {len(text)} bytes", flush=True)
 

@@ -77,16 +77,16 @@ def read_facts(
         return facts
     if spec.degree(Axis.TP) > 1:
         del model  # the processes that play the ranks build their own
-        found = share(lambda: traced(spec, facts, allow_import=allow_import))
+        traces = share(lambda: traced(spec, facts, allow_import=allow_import))
     elif has_stages:
-        found = share(
+        traces = share(
             lambda: {"timelines": [stage_rows(model, spec, facts, _keeping(spec, facts))]}
         )
     else:
         return facts
     if has_stages:
-        return replace(facts, stage_passes=stage_passes(spec, facts, by_place(found)))
-    return replace(facts, part_timelines=timelines_of(found))
+        return replace(facts, stage_passes=stage_passes(spec, facts, by_place(traces)))
+    return replace(facts, part_timelines=timelines_of(traces))
 
 
 def _of_large(spec: Spec, *, allow_import: bool, runs_fakes: bool) -> ModelFacts | None:
@@ -95,18 +95,18 @@ def _of_large(spec: Spec, *, allow_import: bool, runs_fakes: bool) -> ModelFacts
     try:
         with fake_tensors():
             module = build_module(spec, allow_import=allow_import)
-            found = untraced_facts(module, spec)
+            facts = untraced_facts(module, spec)
     except READ:
         return None
     except CodeRaised as error:
         if error.is_certain or not is_theirs:
             raise
         return None
-    if found.numel * spec.precision.effective.parameters.itemsize <= TRACED_BYTES:
+    if facts.numel * spec.precision.effective.parameters.itemsize <= TRACED_BYTES:
         return None
     if is_theirs:
         require_takes_tokens(module, spec)
-    return _run_on_fakes(module, found, spec) if is_theirs and runs_fakes else found
+    return _run_on_fakes(module, facts, spec) if is_theirs and runs_fakes else facts
 
 
 def _run_on_fakes(module: nn.Module, facts: ModelFacts, spec: Spec) -> ModelFacts:

@@ -60,7 +60,8 @@ class LossTableBuilder:
     def build(self, settings: Sequence[LossTraceSetting]) -> dict[str, object]:
         """As JSON."""
         ways = {
-            each.name: {place: self._place(each, place) for place in PLACES} for each in settings
+            setting.name: {place: self._place(setting, place) for place in PLACES}
+            for setting in settings
         }
         return {
             "torch": torch.__version__.split("+")[0],
@@ -71,23 +72,23 @@ class LossTableBuilder:
         }
 
     def _place(self, setting: LossTraceSetting, place: str) -> dict[str, object]:
-        found: dict[str, object] = {}
+        table: dict[str, object] = {}
         for has_rest in (False, True):
             coded = partial(self._coded, setting, place, has_rest=has_rest)
             less, more = map(coded, CHUNKS)
             pieces = [*map(repeating, less.phases, more.phases)]
-            few = [coded(number) for number in range(1, max(each.least for each in pieces))]
-            found["rest" if has_rest else "even"] = {
+            few = [coded(number) for number in range(1, max(split.least for split in pieces))]
+            table["rest" if has_rest else "even"] = {
                 name: {
                     "few": [
-                        self._part(each.phases[phase]) for each in few[: pieces[phase].least - 1]
+                        self._part(code.phases[phase]) for code in few[: pieces[phase].least - 1]
                     ],
                     "pieces": [self._part(piece) for piece in pieces[phase].listed],
                 }
                 for phase, name in enumerate(("forward", "backward"))
             }
-            found["output"] = less.output
-        return found
+            table["output"] = less.output
+        return table
 
     def _part(self, events: Coded) -> int:
         text = json.dumps(events, separators=(",", ":"))
@@ -124,7 +125,7 @@ class LossTableBuilder:
 def values_of(setting: LossTraceSetting, tokens: Tokens) -> dict[str, int]:
     """Of the symbols that there are."""
     shape, degree = setting.shape, setting.degree
-    found = {
+    values = {
         "tokens": tokens.number // setting.slices,
         "hidden": shape.hidden,
         "chunk": tokens.chunk,
@@ -133,7 +134,7 @@ def values_of(setting: LossTraceSetting, tokens: Tokens) -> dict[str, int]:
         "vocab": -(-shape.vocab // degree),
         "tp": degree,
     }
-    return {symbol: found[symbol] for symbol in SYMBOLS if found[symbol] > 1}
+    return {symbol: values[symbol] for symbol in SYMBOLS if values[symbol] > 1}
 
 
 def divided(size: int, values: Mapping[str, int]) -> tuple[int, tuple[int, ...]]:
@@ -150,10 +151,10 @@ def divided(size: int, values: Mapping[str, int]) -> tuple[int, tuple[int, ...]]
 
 def repeating(less: Coded, more: Coded) -> Pieces:
     """What is there once, and what for each chunk, of as few chunks as it is true of."""
-    found = next(_splits(less, more, CHUNKS[1] - CHUNKS[0]), None)
-    assert found is not None, "the chunks do not repeat"
-    assert not any(isinstance(e, str | list) for e in (*found.every, *found.later)), "a boundary"
-    return found.fewest()
+    split = next(_splits(less, more, CHUNKS[1] - CHUNKS[0]), None)
+    assert split is not None, "the chunks do not repeat"
+    assert not any(isinstance(e, str | list) for e in (*split.every, *split.later)), "a boundary"
+    return split.fewest()
 
 
 def _splits(less: Coded, more: Coded, times: int) -> Iterator[Pieces]:

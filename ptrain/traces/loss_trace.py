@@ -171,8 +171,8 @@ def _of_model(module: nn.Module, units: Units, inside: LossInside, given: Tensor
             loss: Tensor = module(given[:, :-1])
         return loss / (given.numel() - len(given))
 
-    found = record(module, units, forward, given)
-    return _parts(found.forward, found.backward, found.sizes, units)
+    recording = record(module, units, forward, given)
+    return _parts(recording.forward, recording.backward, recording.sizes, units)
 
 
 def _of_stage(
@@ -185,9 +185,9 @@ def _of_stage(
         loss=lambda output: output / (given.numel() - len(given)),
         around=partial(inside.given, given[:, 1:]),
     )
-    found = record_passes(traced)
-    parts = _parts(found.events["forward"], found.events["backward"], found.sizes, units)
-    return replace(parts, output=found.output)
+    passes = record_passes(traced)
+    parts = _parts(passes.events["forward"], passes.events["backward"], passes.sizes, units)
+    return replace(parts, output=passes.output)
 
 
 def _parts(

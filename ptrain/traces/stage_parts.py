@@ -46,7 +46,7 @@ def stage_rows(
     plan = lower(spec, facts.unit_modules, facts.roles, stages, facts.blocks)
     loss = Loss(loss_inside(plan.loss, plan.tensor) if plan.loss else None)
     head = head_of(module, spec) if plan.loss else ROOT
-    found: Rows = []
+    rows: Rows = []
     with torch.random.fork_rng(devices=[]):
         for stage in stages:
             part = part_of(module, stages, stage.index, ends)
@@ -58,10 +58,8 @@ def stage_rows(
                     loss.attach(part, head)
                 if prepare is not None:
                     record_passes(traced)  # torch learns what each operator is cut to
-                found.append(
-                    _rows(traced, in_halves=spec.pipeline.is_in_halves and stage.index > 0)
-                )
-    return found
+                rows.append(_rows(traced, in_halves=spec.pipeline.is_in_halves and stage.index > 0))
+    return rows
 
 
 def _traced(
@@ -101,9 +99,9 @@ def _rows(traced: TracedStage, *, in_halves: bool) -> dict[str, Any]:
     return rows
 
 
-def _halves(found: PassEvents) -> Recording:
+def _halves(passes: PassEvents) -> Recording:
     """The half of the inputs, then that of the weights."""
-    return Recording(found.events["input"], found.events["weight"], found.sizes)
+    return Recording(passes.events["input"], passes.events["weight"], passes.sizes)
 
 
 def stage_passes(
@@ -123,10 +121,10 @@ def _passes(rows: Mapping[str, Any], index: int, hidden: int) -> Passes:
     whole = from_rows(rows["passes"])
     items = {Kind.FORWARD: whole.forward, Kind.BACKWARD: whole.backward}
     if index == 0:
-        found = of_first_stage(items, output=rows["output"])
-        return replace(found, moved=whole.moved, repeated=whole.repeated)
+        passes = of_first_stage(items, output=rows["output"])
+        return replace(passes, moved=whole.moved, repeated=whole.repeated)
     if "halves" in rows:
         halves = from_rows(rows["halves"])
         items |= {Kind.INPUT: halves.forward, Kind.WEIGHT: halves.backward}
-    found = of_later_stage(items, output=rows["output"], hidden=hidden)
-    return replace(found, moved=whole.moved, repeated=whole.repeated)
+    passes = of_later_stage(items, output=rows["output"], hidden=hidden)
+    return replace(passes, moved=whole.moved, repeated=whole.repeated)

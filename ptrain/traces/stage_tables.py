@@ -81,14 +81,14 @@ class TableSetting:
     @property
     def symbols(self) -> dict[str, int]:
         if self.kind is None:
-            found = {**tables.PRIMES[self.family], **tables.COMMON}
+            primes = {**tables.PRIMES[self.family], **tables.COMMON}
         else:
-            found = tensor_tables.symbols_of(self.family, self.kind)
+            primes = tensor_tables.symbols_of(self.family, self.kind)
         if self.shape.family is Family.LLAMA and self.shape.heads == self.shape.kv_heads:
-            del found["repeats"]
+            del primes["repeats"]
         if self.batch == 1:
-            del found["batch"]
-        return found
+            del primes["batch"]
+        return primes
 
 
 def stages_of(shape: ModelShape, counts: Sequence[int], sequence: int) -> tuple[Stage, ...]:
@@ -134,14 +134,14 @@ def traced(
     def loss(logits: Tensor) -> Tensor:
         return whole_loss(logits, samples[:, 1:]) / (batch * whole)
 
-    found = TracedStage(
+    traced_stage = TracedStage(
         module=part,
         units=smallest_units(part, stage),
         hidden=torch.zeros(batch, tokens, shape.hidden, dtype=dtype),
         given=samples[:, :-1] if stage.index == 0 else None,
         loss=loss if stage.index == len(stages) - 1 else None,
     )
-    return found, loss_parallel() if _is_parallel(step) else nullcontext()
+    return traced_stage, loss_parallel() if _is_parallel(step) else nullcontext()
 
 
 def _is_parallel(step: Parallelize | None) -> bool:
@@ -172,28 +172,28 @@ class StageTableBuilder:
 
     def build(self, most: int = MOST) -> dict[str, object]:
         """As JSON."""
-        found: dict[str, dict[str, object]] = {place: {} for place in PLACES}
+        by_place: dict[str, dict[str, object]] = {place: {} for place in PLACES}
         for place, in_halves in itertools.product(PLACES, (False, True)):
             if not (in_halves and place == PLACES[0]):
-                found[place] |= self._passes(place, in_halves, most)
+                by_place[place] |= self._passes(place, in_halves, most)
         return {
             "torch": torch.__version__.split("+")[0],
             "symbols": list(self.symbols),
             "sizes": [[follows, c, list(e)] for follows, c, e in self.sizes],
             "parts": [json.loads(part) for part in self.parts],
-            **found,
+            **by_place,
         }
 
     def _passes(self, place: str, in_halves: bool, most: int) -> dict[str, object]:
         one, output = self._encoded(Case(place, 1, in_halves))
         several, _ = self._encoded(Case(place, most, in_halves))
-        found: dict[str, object] = {"output": output}
+        parts: dict[str, object] = {"output": output}
         for name, (only,) in one.items():
             begin, *blocks, end = several[name]
             assert all(block == blocks[0] for block in blocks), "the layers do not repeat"
             listed = (only, begin, blocks[0], end)
-            found[name] = [self._part(each) for each in listed]
-        return found
+            parts[name] = [self._part(part) for part in listed]
+        return parts
 
     def _part(self, events: Sequence[object]) -> int:
         text = json.dumps(events, separators=(",", ":"))
@@ -209,31 +209,31 @@ class StageTableBuilder:
         )
         size = self._sizes(first, [other for other, _ in others])
         start = PLACES.index(case.place)  # one layer on each stage before
-        found = {}
+        passes = {}
         for name, events in first.events.items():
             layers = range(start, start + case.layers)
             order = layers[::-1] if name in ("backward", "input") else layers
             parts = [*_layers(name, events, stage.units, order)]
-            found[name] = [
+            passes[name] = [
                 _shortest([_encode(event, size, stage.units, layer) for event in _sorted(part)])
                 for layer, part in zip(order, parts, strict=True)
             ]
-        return found, size[first.output]
+        return passes, size[first.output]
 
     def _sizes(self, first: PassEvents, others: Sequence[PassEvents]) -> dict[int, int]:
         """The index of each storage's size. Which sizes follow the compute dtype's is learnt where
         passes of two dtypes are given."""
         for other in others:
             assert _shape(first) == _shape(other), "the passes depend on the dtype"
-        found = {}
+        indices = {}
         for number, size in first.sizes.items():
             if others:
                 follows = all(_follows(first, other, number) for other in others)
                 self.ambiguous |= self.follows.setdefault(size, follows) is not follows
             else:
                 follows = self.follows.get(size, False)
-            found[number] = self._number(size, follows)
-        return found
+            indices[number] = self._number(size, follows)
+        return indices
 
     def _number(self, size: int, follows: bool) -> int:
         coefficient, exponents = factorise(size // 4 if follows else size, self.symbols)
@@ -259,13 +259,13 @@ def _shape(passes: PassEvents) -> list[object]:
 
 def _sorted(events: Sequence[Event]) -> list[Event]:
     """Gradients that are complete at once are so in no order."""
-    found: list[Event] = []
+    ordered: list[Event] = []
     for is_complete, group in itertools.groupby(events, lambda e: isinstance(e, Completion)):
         together = list(group)
         if is_complete:
             together.sort(key=lambda event: event.parameter)  # type: ignore[union-attr]
-        found += together
-    return found
+        ordered += together
+    return ordered
 
 
 def _layers(
@@ -293,11 +293,11 @@ def _layers(
 def _shortest(events: Sequence[object]) -> list[object]:
     """What rises as high and ends as high, whatever the sizes: between two boundaries only levels
     count that no other one contains."""
-    found: list[object] = []
+    shortened: list[object] = []
     for is_size, group in itertools.groupby(events, lambda event: isinstance(event, int)):
         together = list(group)
-        found += _highest(together) if is_size else together  # type: ignore[arg-type]
-    return found
+        shortened += _highest(together) if is_size else together  # type: ignore[arg-type]
+    return shortened
 
 
 def _highest(deltas: Sequence[int]) -> Iterator[int]:
@@ -358,7 +358,7 @@ def settings() -> Iterator[tuple[str, TableSetting, tuple[TableSetting, ...]]]:
             for kind in (None, *KINDS)
         )
         if not is_one:
-            cut_over_tp = [replace(each, batch=tensor_tables.BATCH) for each in cut_over_tp]
+            cut_over_tp = [replace(setting, batch=tensor_tables.BATCH) for setting in cut_over_tp]
         yield tables.name(alone.shape, precision, alone.batch), alone, tuple(cut_over_tp)
 
 

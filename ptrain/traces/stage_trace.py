@@ -108,7 +108,7 @@ def record_passes(traced: TracedStage, *, in_halves: bool = False) -> PassEvents
     finally:
         marker.remove()
         traced.module.zero_grad(set_to_none=True)
-    events = {name: tuple(found) for name, found in run.passes.items()}
+    events = {name: tuple(pass_events) for name, pass_events in run.passes.items()}
     if in_halves:
         events["weight"] = _completed(events["weight"], recorder.added)
     output = recorder._ids[storage_of(run.output)._cdata]
@@ -179,10 +179,10 @@ def _completed(events: Sequence[Event], added: dict[int, str]) -> tuple[Event, .
     the graph goes in the end, whatever the layer: behind the last allocation only gradients are
     listed."""
     last = max(place for place, event in enumerate(events) if isinstance(event, Born))
-    found: list[Event] = []
+    completed: list[Event] = []
     for place, event in enumerate(events):
         if isinstance(event, Died) and event.id in added:
-            found.append(Completion(added[event.id], event.id, False))
+            completed.append(Completion(added[event.id], event.id, False))
         elif place <= last:
-            found.append(event)
-    return tuple(found)
+            completed.append(event)
+    return tuple(completed)

@@ -79,12 +79,12 @@ def traced(spec: Spec, facts: ModelFacts, *, allow_import: bool) -> Traced:
     players = _players(step, facts, spec.degree(step.axis))
     try:
         text = _as_text(spec)
-        asked = tuple(_Asked(text, index, allow_import) for index in dict.fromkeys(players))
-        answers = _answers(asked, spec.timeout.init)
-        found = dict(zip(dict.fromkeys(players), answers, strict=True))
+        requests = tuple(_Asked(text, index, allow_import) for index in dict.fromkeys(players))
+        answers = _answers(requests, spec.timeout.init)
+        answer_of = dict(zip(dict.fromkeys(players), answers, strict=True))
     except PtrainError as error:
         return {"problem": str(error)}
-    return {"timelines": [found[index] for index in players]}
+    return {"timelines": [answer_of[index] for index in players]}
 
 
 def kept_of(spec: Spec, facts: ModelFacts) -> Keep | None:
@@ -126,16 +126,16 @@ def _tensor_alone(spec: Spec) -> Spec:
     )
 
 
-def timelines_of(found: Traced) -> tuple[Timeline, ...]:
+def timelines_of(traces: Traced) -> tuple[Timeline, ...]:
     """Raises PtrainError for a problem."""
-    return tuple(map(from_rows, by_place(found)))
+    return tuple(map(from_rows, by_place(traces)))
 
 
-def by_place(found: Traced) -> list[Any]:
+def by_place(traces: Traced) -> list[Any]:
     """The answers by index on tp. Raises PtrainError for a problem."""
-    if "problem" in found:
-        raise PtrainError(found["problem"])
-    rows: list[Any] = found["timelines"]
+    if "problem" in traces:
+        raise PtrainError(traces["problem"])
+    rows: list[Any] = traces["timelines"]
     return rows
 
 
@@ -146,7 +146,7 @@ def _players(step: Parallelize, facts: ModelFacts, degree: int) -> list[int]:
 
 
 @cache
-def _answers(asked: tuple[_Asked, ...], seconds: float) -> list[Traced]:
+def _answers(requests: tuple[_Asked, ...], seconds: float) -> list[Traced]:
     """Of processes that run side by side, in at most `seconds`."""
     ends = time.monotonic() + seconds
     processes = [
@@ -157,12 +157,12 @@ def _answers(asked: tuple[_Asked, ...], seconds: float) -> list[Traced]:
             stderr=PIPE,
             text=True,
         )
-        for _ in asked
+        for _ in requests
     ]
     try:
-        for process, each in zip(processes, asked, strict=True):
+        for process, request in zip(processes, requests, strict=True):
             assert process.stdin is not None
-            question = [each.spec, each.index, each.allow_import]
+            question = [request.spec, request.index, request.allow_import]
             with suppress(BrokenPipeError):  # one that is gone has said why, on its errors
                 process.stdin.write(json.dumps(question))
                 process.stdin.close()

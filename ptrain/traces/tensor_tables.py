@@ -126,15 +126,15 @@ def tables(mesh: DeviceMesh) -> Iterator[tuple[str, dict[str, object]]]:
     """(name, every kind's table) of all variants of the models."""
     choices = itertools.product(Family, (False, True), (False, True), DTYPES, (BATCH, 1))
     for family, tied, special, precision, batch in choices:
-        found: dict[str, object] = {}
+        by_kind: dict[str, object] = {}
         title = ""
         for kind in KINDS:
             shape = shape_of(family, kind, tied=tied, special=special)
             title = name(shape, precision, batch)
             tracer = partial(trace, kind.step(shape), mesh)
             symbols = symbols_of(family, kind)
-            found[kind.name] = BlockTableBuilder(shape, precision, batch, symbols, tracer).build()
-        yield title, found
+            by_kind[kind.name] = BlockTableBuilder(shape, precision, batch, symbols, tracer).build()
+        yield title, by_kind
 
 
 def asked(about: str | None, folder: str) -> tuple[Path, str]:
@@ -166,8 +166,8 @@ def main() -> None:
     directory.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
     mesh = fake_mesh()
-    for title, found in tables(mesh):
-        text = json.dumps(found, separators=(",", ":"))
+    for title, by_kind in tables(mesh):
+        text = json.dumps(by_kind, separators=(",", ":"))
         (directory / f"{title}.json").write_text(text + "\n", encoding="utf-8")
         print(f"{title}: {len(text)} bytes", flush=True)
 

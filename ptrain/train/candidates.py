@@ -17,13 +17,13 @@ from ptrain.train.options import Options
 AUTO = "auto"
 
 
-def candidates(asked: str, own: RunFolder) -> list[Path]:
+def candidates(source: str, own: RunFolder) -> list[Path]:
     """Checkpoints in the order in which they are tried, the newest first.
 
     `auto` are those of this run folder and no other: a run beside it may be of another text, seed
     or learning rate, whatever its name. A path is a checkpoint or a run folder.
     """
-    return manifest.complete(own.checkpoints) if asked == AUTO else _given(Path(asked))
+    return manifest.complete(own.checkpoints) if source == AUTO else _given(Path(source))
 
 
 def again(before: str | None, own: RunFolder) -> str:
@@ -51,49 +51,49 @@ def continued(options: Options) -> Options:
     return replace(options, run_dir=run, resume=again(options.resume, RunFolder(run)))
 
 
-def require_resumable(spec: Spec, asked: str | None, own: RunFolder) -> None:
+def require_resumable(spec: Spec, source: str | None, own: RunFolder) -> None:
     """Raises SpecError for a continuation that the manifests and the sizes of files rule out."""
     complaints: list[str] = []
-    for path in candidates(asked, own) if asked else ():
+    for path in candidates(source, own) if source else ():
         try:
-            found = manifest.read(path)
+            checkpoint = manifest.read(path)
         except PtrainError as error:
             complaints.append(str(error))
             continue
-        if damaged := manifest.wrong_sizes(path, found):
+        if damaged := manifest.wrong_sizes(path, checkpoint):
             complaints.append(f"checkpoint {shown(path)}: {damaged[0]}")
             continue
-        require_fitting(spec, asked or "", path, found)
+        require_fitting(spec, source or "", path, checkpoint)
         return
-    if asked and (asked != AUTO or complaints):
-        raise none_sound(asked, complaints)
+    if source and (source != AUTO or complaints):
+        raise none_sound(source, complaints)
 
 
-def require_fitting(spec: Spec, asked: str, path: Path, found: Manifest) -> None:
+def require_fitting(spec: Spec, source: str, path: Path, checkpoint: Manifest) -> None:
     """Raises SpecError for a checkpoint of a training that is done, or of another model."""
-    if found.step >= spec.train.steps:
-        finding = f"already at step {found.step} of {spec.train.steps}"
-        raise refused(_place(asked), finding, f"set train.steps above {found.step}")
-    if fault := lineage.other_model(found.trained, spec):
+    if checkpoint.step >= spec.train.steps:
+        finding = f"already at step {checkpoint.step} of {spec.train.steps}"
+        raise refused(_place(source), finding, f"set train.steps above {checkpoint.step}")
+    if fault := lineage.other_model(checkpoint.trained, spec):
         raise SpecError(replace(fault, source=f"checkpoint {shown(path)}"))
 
 
-def none_sound(asked: str, complaints: Sequence[str]) -> SpecError:
+def none_sound(source: str, complaints: Sequence[str]) -> SpecError:
     """There is no checkpoint, or each has what its complaint says."""
     if not complaints:
         remedy = "train with checkpoint.every=N or checkpoint.at_end=true, or leave --resume out"
-        return refused(_place(asked), "holds no checkpoint", remedy)
+        return refused(_place(source), "holds no checkpoint", remedy)
     several = f"none of the {len(complaints)} checkpoints there can be used"
     finding = several if len(complaints) > 1 else "the only checkpoint there cannot be used"
     return refused(
-        _place(asked),
+        _place(source),
         f"{finding}: {'; '.join(complaints)}",
         "continue from another checkpoint, or leave --resume out to train anew",
     )
 
 
-def _place(asked: str) -> str:
-    return f"--resume {asked if asked == AUTO else shown(Path(asked))}"
+def _place(source: str) -> str:
+    return f"--resume {source if source == AUTO else shown(Path(source))}"
 
 
 def _given(path: Path) -> list[Path]:

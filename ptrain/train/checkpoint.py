@@ -92,18 +92,18 @@ def load(program: Program, folder: Path, verified: Manifest, exchange: Exchange)
 def verify(folder: Path, exchange: Exchange) -> Manifest:
     """The manifest of a checkpoint whose files agree with it. Every rank hashes its share of them;
     all raise PtrainError for what any of them found."""
-    problem, found = "", None
+    problem, checkpoint = "", None
     try:
-        found = manifest.read(folder)
-        share = sorted(found.files)[exchange.world.rank :: exchange.world.size]
-        damaged = manifest.problems(folder, found, share)
+        checkpoint = manifest.read(folder)
+        share = sorted(checkpoint.files)[exchange.world.rank :: exchange.world.size]
+        damaged = manifest.problems(folder, checkpoint, share)
         problem = f"checkpoint {shown(folder)}: {damaged[0]}" if damaged else ""
     except PtrainError as error:
         problem = str(error)
-    if problems := [each for each in exchange.gather(problem) if each]:
+    if problems := [complaint for complaint in exchange.gather(problem) if complaint]:
         raise PtrainError(problems[0])
-    assert found is not None
-    return found
+    assert checkpoint is not None
+    return checkpoint
 
 
 def newest(
@@ -140,14 +140,14 @@ def _without_advice() -> Iterator[None]:
 def _written_by(rank: int, folder: Path) -> list[str]:
     """The files whose hashes are this rank's business; the metadata is rank 0's."""
     names = [path.name for path in folder.iterdir()]
-    mine = [name for name in names if (found := _OURS.fullmatch(name)) and int(found[1]) == rank]
+    mine = [name for name in names if (match := _OURS.fullmatch(name)) and int(match[1]) == rank]
     return [*mine, METADATA] if rank == 0 else mine
 
 
 def _commit(
     program: Program, temporary: Path, final: Path, step: int, answers: list[dict[str, Any]]
 ) -> None:
-    files = {name: tuple(found) for answer in answers for name, found in answer["files"].items()}
+    files = {name: tuple(entry) for answer in answers for name, entry in answer["files"].items()}
     unlisted = {path.name for path in temporary.iterdir()} - set(files)
     assert not unlisted, f"files that no rank accounts for: {sorted(unlisted)}"
     for name in files:
@@ -183,9 +183,9 @@ def _mismatch(metadata: Metadata, state: dict[str, Any]) -> str:
 def _other_layout(metadata: Metadata, state: dict[str, Any]) -> str:
     """What to write where the checkpoint was trained with another layout; empty if it was not."""
     saved = _dtypes(
-        (name, found.properties.dtype)
-        for name, found in metadata.state_dict_metadata.items()
-        if isinstance(found, TensorStorageMetadata)
+        (name, entry.properties.dtype)
+        for name, entry in metadata.state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
     )
     own = _dtypes((name, value.dtype) for name, value in _flat(state))
     moments = {"moments"} - (saved.keys() & own.keys())  # another optimizer's are not compared
@@ -207,15 +207,15 @@ def _other_layout(metadata: Metadata, state: dict[str, Any]) -> str:
 
 def _dtypes(tensors: Iterable[tuple[str, torch.dtype]]) -> dict[str, torch.dtype]:
     """The dtypes of parameters, master copies and moments, as a spec's `precision` calls them."""
-    found: dict[str, torch.dtype] = {}
+    dtypes: dict[str, torch.dtype] = {}
     for name, dtype in tensors:
         if name.startswith("model."):
-            found.setdefault("parameters", dtype)
+            dtypes.setdefault("parameters", dtype)
         elif name.endswith(f".{MASTER}"):
-            found.setdefault("master", dtype)
+            dtypes.setdefault("master", dtype)
         elif name.endswith((".exp_avg", ".momentum_buffer")):
-            found.setdefault("moments", dtype)
-    return found
+            dtypes.setdefault("moments", dtype)
+    return dtypes
 
 
 def _fits(layout: Layout, saved: dict[str, torch.dtype]) -> bool:
@@ -230,7 +230,7 @@ def _fits(layout: Layout, saved: dict[str, torch.dtype]) -> bool:
 
 def _first(problem: str, exchange: Exchange) -> str:
     """What any rank found, on every rank: with pp each knows its own layers only."""
-    return next((each for each in exchange.gather(problem) if each), "")
+    return next((complaint for complaint in exchange.gather(problem) if complaint), "")
 
 
 def _surplus(metadata: Metadata, state: dict[str, Any], exchange: Exchange) -> str:
@@ -245,11 +245,11 @@ def _surplus(metadata: Metadata, state: dict[str, Any], exchange: Exchange) -> s
 
 def _flat(state: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
     """Nested names joined by dots, as torch.distributed.checkpoint writes them."""
-    found: list[tuple[str, Any]] = []
+    leaves: list[tuple[str, Any]] = []
     for name, value in state.items():
         place = f"{prefix}{name}"
-        found += _flat(value, f"{place}.") if isinstance(value, dict) else [(place, value)]
-    return found
+        leaves += _flat(value, f"{place}.") if isinstance(value, dict) else [(place, value)]
+    return leaves
 
 
 def _reason(error: BaseException) -> str:

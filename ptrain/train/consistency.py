@@ -45,8 +45,8 @@ class Consistency:
         if not self.every or steps == self._checked:
             return
         self._checked = steps
-        found = self._replicas.culprit(self._replicas.check(steps))
-        if found is None:
+        culprit = self._replicas.culprit(self._replicas.check(steps))
+        if culprit is None:
             LOG.debug("step %d  the ranks agree", steps)
             return
         command = self._resume()
@@ -57,5 +57,5 @@ class Consistency:
         )
         raise TrainingStopped(
             f"step {steps}: the ranks differ in what they must hold alike\n"
-            f"  {found}\n  remedy: {remedy}"
+            f"  {culprit}\n  remedy: {remedy}"
         )

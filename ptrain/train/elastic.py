@@ -31,28 +31,28 @@ def main(argv: Sequence[str]) -> int:
         return error.exit_code
 
 
-def launch(asked: Options) -> int:
+def launch(settings: Options) -> int:
     """Raises RankFailed with the root cause that the agent found."""
-    spec = settled(load(asked.spec, asked.overrides))
+    spec = settled(load(settings.spec, settings.overrides))
     config = LaunchConfig(
-        min_nodes=asked.nnodes,
-        max_nodes=asked.nnodes,
-        nproc_per_node=_ranks_per_node(spec.world_size, asked.nnodes),
-        run_id=asked.rdzv_id,
+        min_nodes=settings.nnodes,
+        max_nodes=settings.nnodes,
+        nproc_per_node=_ranks_per_node(spec.world_size, settings.nnodes),
+        run_id=settings.rdzv_id,
         rdzv_backend=rendezvous.BACKEND,
-        rdzv_endpoint=asked.rdzv_endpoint,
-        local_addr=rendezvous.local_address(asked.rdzv_endpoint),
-        max_restarts=asked.max_restarts,
+        rdzv_endpoint=settings.rdzv_endpoint,
+        local_addr=rendezvous.local_address(settings.rdzv_endpoint),
+        max_restarts=settings.max_restarts,
     )
     rendezvous.register()
     environment.let_agents_restart()
     try:
-        argv = ("-P", "-m", "ptrain.train", *options.to_argv(asked))
+        argv = ("-P", "-m", "ptrain.train", *options.to_argv(settings))
         elastic_launch(config, sys.executable)(*argv)
     except ChildFailedError as error:
-        rank, told = _culprit(error)
+        rank, message = _culprit(error)
         part = dict(enumerate(parts_of_ranks(spec))).get(rank)
-        raise RankFailed(f"error: rank {rank}{f' ({part})' if part else ''}: {told}") from error
+        raise RankFailed(f"error: rank {rank}{f' ({part})' if part else ''}: {message}") from error
     except SignalException as error:
         return 128 + int(error.sigval)
     return 0
@@ -71,9 +71,9 @@ def _ranks_per_node(world_size: int, num_nodes: int) -> int:
 
 def _culprit(error: ChildFailedError) -> tuple[int, str]:
     """The first to fail that did not fail because of another; on this node, as each agent says."""
-    found = sorted(error.failures.items(), key=lambda failed: failed[1].timestamp)
-    told = [(rank, _told(failure.message)) for rank, failure in found]
-    return next((each for each in told if not is_victim(each[1])), told[0])
+    failures = sorted(error.failures.items(), key=lambda failed: failed[1].timestamp)
+    messages = [(rank, _told(failure.message)) for rank, failure in failures]
+    return next((pair for pair in messages if not is_victim(pair[1])), messages[0])
 
 
 def _told(message: object) -> str:

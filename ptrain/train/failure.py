@@ -41,22 +41,24 @@ class Failure:
 
 def failures(ranks: Sequence[Rank], now: float) -> list[Failure]:
     """Every rank that has failed by now, in the order in which that was noticed."""
-    found = [failure for rank in ranks if (failure := _failure(rank, now))]
-    return sorted(found, key=lambda failure: failure.rank.ended or now)
+    failed = [failure for rank in ranks if (failure := _failure(rank, now))]
+    return sorted(failed, key=lambda failure: failure.rank.ended or now)
 
 
-def culprit(found: Sequence[Failure], living: Sequence[Rank]) -> Failure:
+def culprit(failures: Sequence[Failure], living: Sequence[Rank]) -> Failure:
     """Who is to blame: the first that is no victim; if all are, one that lives and is silent, of
     several the one that most victims waited for."""
-    for failure in found:
+    for failure in failures:
         if not failure.is_victim:
             return failure
     if living:
-        others = ", ".join(str(failure.rank.rank) for failure in found)
-        named = Counter(int(rank) for each in found for rank in _WAITED_FOR.findall(each.cause))
+        others = ", ".join(str(failure.rank.rank) for failure in failures)
+        named = Counter(
+            int(rank) for victim in failures for rank in _WAITED_FOR.findall(victim.cause)
+        )
         silent = max(living, key=lambda rank: named[rank.rank])
         return Failure(rank=silent, cause=f"does not answer: rank {others} waited for it in vain")
-    return found[0]
+    return failures[0]
 
 
 def message(failure: Failure, num_failed: int, *, num_lines: int = 12) -> str:
@@ -94,8 +96,8 @@ def is_victim(raised: str) -> bool:
 
 def _in_words(raised: str) -> str:
     """What a rank found out about itself needs no name of an exception."""
-    name, _, told = raised.partition(": ")
-    return f"failed: {told}" if name == RankFailed.__name__ else f"raised {raised}"
+    name, _, message = raised.partition(": ")
+    return f"failed: {message}" if name == RankFailed.__name__ else f"raised {raised}"
 
 
 def _died_early(rank: Rank) -> bool:
@@ -122,8 +124,8 @@ def _raised(rank: Rank) -> str:
         content = json.loads(rank.error_file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return ""
-    told = content.get("message", "") if isinstance(content, dict) else ""
-    return str(told.get("message", "") if isinstance(told, dict) else told)
+    message = content.get("message", "") if isinstance(content, dict) else ""
+    return str(message.get("message", "") if isinstance(message, dict) else message)
 
 
 def _tail(rank: Rank, num_lines: int) -> list[str]:
@@ -133,5 +135,5 @@ def _tail(rank: Rank, num_lines: int) -> list[str]:
             text = file.read().decode(errors="replace")
     except OSError:
         return []
-    told = [line for line in text.splitlines() if line.strip() and not _FRAME.match(line)]
-    return [line[:160] for line in told[-num_lines:]]
+    lines = [line for line in text.splitlines() if line.strip() and not _FRAME.match(line)]
+    return [line[:160] for line in lines[-num_lines:]]

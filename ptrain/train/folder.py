@@ -111,11 +111,11 @@ def open_run(
     training writes there.
     """
     wanted = given or root
-    made = [folder.absolute() for folder in (wanted, *wanted.parents) if not folder.exists()]
+    new_folders = [folder.absolute() for folder in (wanted, *wanted.parents) if not folder.exists()]
     claim = None
     try:
         path = _given(wanted, resuming) if given else _fresh(root, spec.name)
-        claim = _claim(path, made if given else [path, *made], lock.take(path))
+        claim = _claim(path, new_folders if given else [path, *new_folders], lock.take(path))
         _fill(claim.folder, spec, command)
     except OSError as error:
         if claim:
@@ -245,14 +245,14 @@ def _fresh(root: Path, name: str) -> Path:
     raise refused(f"run folder {root}", f"holds a thousand runs named {stem}", _ELSEWHERE)
 
 
-def _claim(path: Path, made: Sequence[Path], taken: Lock) -> Claim:
+def _claim(path: Path, new_folders: Sequence[Path], taken: Lock) -> Claim:
     folder = RunFolder(path)
     written = ("spec.resolved.yaml", "command.txt", "env.json")
     files = (*(path / name for name in written), folder.summary, folder.metrics)
     return Claim(
         folder=folder,
         lock=taken,
-        made=tuple(made),
+        made=tuple(new_folders),
         entries=frozenset(_entries(path)),
         texts={file: _content(file) for file in files if file.exists()},
         latest=latest_of(path.parent),
@@ -301,7 +301,7 @@ def _environment(num_ranks: int) -> Mapping[str, object]:
 def _revision() -> str | None:
     """The commit of the folder that the command runs in, `+` where files differ from it."""
     try:
-        found = subprocess.run(
+        completed = subprocess.run(
             ["git", "describe", "--always", "--abbrev=40", "--dirty=+", "--exclude=*"],
             capture_output=True,
             text=True,
@@ -310,4 +310,4 @@ def _revision() -> str | None:
         )
     except (OSError, subprocess.SubprocessError):
         return None
-    return found.stdout.strip()
+    return completed.stdout.strip()

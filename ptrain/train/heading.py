@@ -32,20 +32,20 @@ def parts_of_ranks(spec: Spec) -> tuple[str, ...]:
     """What of the model each rank has, where that differs: `stage 1`, `stages 0 and 3`."""
     if pipeline_of(spec) is None:
         return ()
-    made = schedule_of(spec)
+    schedule = schedule_of(spec)
     places = (coordinates(spec, rank)[Axis.PP] for rank in range(spec.world_size))
-    return tuple(stages_text(made.stages_of(place)) for place in places)
+    return tuple(stages_text(schedule.stages_of(place)) for place in places)
 
 
 def preflight_lines(
     spec: Spec, exact: Estimate, words: Sequence[str] = ("SPEC",), *, allow_import: bool = False
 ) -> list[str]:
     """The prediction, and where it has no peak why not and what tells. `words` load the spec."""
-    lines, found = [preflight_line(spec, exact)], fit(spec, exact)
-    if found.peak_bytes is None:
+    lines, memory_fit = [preflight_line(spec, exact)], fit(spec, exact)
+    if memory_fit.peak_bytes is None:
         command = telling(spec, exact, words, allow_import=allow_import)
         where = " on a GPU" if needs_gpu(spec, exact) else ""
-        lines.append(f"unknown: {found.why}; what tells{where}: {command}")
+        lines.append(f"unknown: {memory_fit.why}; what tells{where}: {command}")
     return lines
 
 
@@ -53,13 +53,13 @@ def preflight_line(spec: Spec, exact: Estimate) -> str:
     """`preflight  peak 61.3 MB of 12.9 GB per rank · 14.2 MB sent per step`, and what is copied
     between tiers where anything is; without what is not predicted."""
     copied = exact.copied_bytes()
-    found = fit(spec, exact)
-    is_known = found.peak_bytes is not None
+    memory_fit = fit(spec, exact)
+    is_known = memory_fit.peak_bytes is not None
     what = "peak" if is_known else "peak unknown, resident without activations:"
-    room = f" of {format_bytes(found.device_memory)}" if found.device_memory else ""
+    room = f" of {format_bytes(memory_fit.device_memory)}" if memory_fit.device_memory else ""
     is_told = "traffic" not in exact.undefined
     return (
-        f"preflight  {what} {format_bytes(found.least_bytes)}{room} per rank"
+        f"preflight  {what} {format_bytes(memory_fit.least_bytes)}{room} per rank"
         + (f" · {format_bytes(exact.sent_bytes())} sent per step" if is_told else "")
         + (f" · {format_bytes(copied)} copied between tiers" if copied and is_told else "")
     )

@@ -168,18 +168,18 @@ def _blame(ranks: Sequence[Rank]) -> int:
     deadline = time.monotonic() + _SETTLE
     while True:
         wait(ranks, 0.3)  # peers that lost a connection say so within this
-        found = failure.failures(ranks, time.monotonic())
+        failures = failure.failures(ranks, time.monotonic())
         living = [rank for rank in ranks if rank.lives]
-        told = [rank for rank in ranks if rank.code and rank.code in failure.ORDERLY]
-        certain = not all(each.is_victim for each in found) or told
+        orderly = [rank for rank in ranks if rank.code and rank.code in failure.ORDERLY]
+        certain = not all(suspect.is_victim for suspect in failures) or orderly
         if certain or not living or time.monotonic() > deadline:
             break
     if not certain and living:
         _ask_for_stacks(living)
-    if told and all(each.is_victim for each in found):
-        _tell(told)
-        return told[0].code or 0
-    raise RankFailed(failure.message(failure.culprit(found, living), len(found)))
+    if orderly and all(suspect.is_victim for suspect in failures):
+        _tell(orderly)
+        return orderly[0].code or 0
+    raise RankFailed(failure.message(failure.culprit(failures, living), len(failures)))
 
 
 def _ask_for_stacks(living: Sequence[Rank]) -> None:

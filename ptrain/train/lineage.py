@@ -37,10 +37,10 @@ def other_model(was: Mapping[str, object], spec: Spec) -> Fault | None:
     assert isinstance(now, dict)
     names = [name for name in {**before, **now} if _text(before.get(name)) != _text(now.get(name))]
     saved = ", ".join(f"{name}: {before.get(name)}" for name in names)
-    asked = ", ".join(f"{name}: {now.get(name)}" for name in names)
+    current = ", ".join(f"{name}: {now.get(name)}" for name in names)
     return Fault(
         place="model",
-        finding=f"the checkpoint is of another model: {saved}; this spec has {asked}",
+        finding=f"the checkpoint is of another model: {saved}; this spec has {current}",
         remedy=_REMEDY,
     )
 

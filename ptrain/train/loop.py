@@ -105,5 +105,7 @@ def _is_due(steps: int, every: int) -> bool:
     return every > 0 and steps % every == 0
 
 
-def _is_save_due(asked: CheckpointSpec, steps: int, is_last: bool) -> bool:
-    return _is_due(steps, asked.every) or (is_last and (asked.at_end or asked.every > 0))
+def _is_save_due(checkpoint: CheckpointSpec, steps: int, is_last: bool) -> bool:
+    return _is_due(steps, checkpoint.every) or (
+        is_last and (checkpoint.at_end or checkpoint.every > 0)
+    )

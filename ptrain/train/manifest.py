@@ -69,8 +69,8 @@ def step_of(folder: Path) -> int:
 
 def complete(parent: Path) -> list[Path]:
     """Checkpoints with their final name below `parent`, newest first."""
-    found = [path for path in parent.glob("step-*") if is_name(path.name)]
-    return sorted(found, key=step_of, reverse=True)
+    paths = [path for path in parent.glob("step-*") if is_name(path.name)]
+    return sorted(paths, key=step_of, reverse=True)
 
 
 def half_written(parent: Path) -> list[Path]:
@@ -193,8 +193,8 @@ def sync_folder(folder: Path) -> None:
 def _size_problem(path: Path, size: int) -> str:
     if path.is_symlink() or not path.is_file():
         return "missing"
-    found = path.stat().st_size
-    return "" if found == size else f"has {found} bytes, {size} were written"
+    actual = path.stat().st_size
+    return "" if actual == size else f"has {actual} bytes, {size} were written"
 
 
 def _problem(path: Path, size: int, digest: str) -> str:

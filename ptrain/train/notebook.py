@@ -27,7 +27,7 @@ from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
 from ptrain.train import environment
 
-_ERRORS = {each.exit_code: each for each in (PtrainError, RankFailed, TrainingStopped)}
+_ERRORS = {error.exit_code: error for error in (PtrainError, RankFailed, TrainingStopped)}
 _INTERRUPTED = (130, 143)
 
 
@@ -106,8 +106,8 @@ def _train(file: Path, *, run_dir: Path | None, allow_import: bool) -> Run:
         raise KeyboardInterrupt
     if ended.returncode:
         raise _error(ended.returncode, ended.stderr.strip())
-    found: dict[str, Any] = json.loads(ended.stdout)
-    return Run(Path(found["run"]["folder"]), found)
+    record: dict[str, Any] = json.loads(ended.stdout)
+    return Run(Path(record["run"]["folder"]), record)
 
 
 def _error(code: int, message: str) -> PtrainError:

@@ -17,8 +17,8 @@ from ptrain.train.journal import LOG
 from ptrain.train.manifest import Manifest, step_of
 
 
-def resume(program: Program, folder: RunFolder, asked: str | None, exchange: Exchange) -> int:
-    """Fill the program as `asked`; the number of steps that are done already.
+def resume(program: Program, folder: RunFolder, source: str | None, exchange: Exchange) -> int:
+    """Fill the program from `source`; return the number of steps that are done already.
 
     `auto` takes the newest sound checkpoint of this run folder, else starts anew. A path is a
     checkpoint or a run folder.
@@ -26,25 +26,25 @@ def resume(program: Program, folder: RunFolder, asked: str | None, exchange: Exc
     if program.world.is_first:
         for half in manifest.half_written(folder.checkpoints):
             shutil.rmtree(half, ignore_errors=True)
-    if asked is None:
+    if source is None:
         return 0
-    paths = candidates(asked, folder)
-    path, found, complaints = _fill(program, paths, asked, exchange)
-    if path is None or found is None:
-        if asked != AUTO or complaints:
-            raise none_sound(asked, complaints)
+    paths = candidates(source, folder)
+    path, verified, complaints = _fill(program, paths, source, exchange)
+    if path is None or verified is None:
+        if source != AUTO or complaints:
+            raise none_sound(source, complaints)
         LOG.info("resume  no checkpoint yet: from the start")
         return 0
-    _set_aside(folder, found.step, exchange)
-    for warning in lineage.warnings(found.trained, program.spec):
+    _set_aside(folder, verified.step, exchange)
+    for warning in lineage.warnings(verified.trained, program.spec):
         LOG.warning("resume  %s", warning)
-    was = f"{found.spec} on {found.world_size} ranks"
-    LOG.info("resume  step %d of %s (saved by %s)", found.step, shown(path), was)
-    return found.step
+    was = f"{verified.spec} on {verified.world_size} ranks"
+    LOG.info("resume  step %d of %s (saved by %s)", verified.step, shown(path), was)
+    return verified.step
 
 
 def _fill(
-    program: Program, paths: Sequence[Path], asked: str, exchange: Exchange
+    program: Program, paths: Sequence[Path], source: str, exchange: Exchange
 ) -> tuple[Path | None, Manifest | None, list[str]]:
     """Load the first of rank 0's `paths` that is sound and holds finite values alone; which it is,
     its manifest, and what is wrong with those before it.
@@ -61,7 +61,7 @@ def _fill(
         if path is None or verified is None:
             return None, None, complaints
         _skip([*unsaid, *others])
-        require_fitting(program.spec, asked, path, verified)
+        require_fitting(program.spec, source, path, verified)
         checkpoint.load(program, path, verified, exchange)
         problem = finite.complaint(program, exchange)
         if not problem:

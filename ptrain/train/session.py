@@ -142,18 +142,18 @@ def _run(session: Session, interrupts: interrupt.Interrupts) -> int:
     return _conclude(session, derivation, probe.estimate, outcome, journal)
 
 
-def _on_first(exchange: Exchange, found: Callable[[], Any]) -> Any:
+def _on_first(exchange: Exchange, trace: Callable[[], Any]) -> Any:
     """What rank 0 finds, on every rank. What stops it there is a problem of all the others."""
-    told = None
+    answer = None
     try:
         if exchange.world.is_first:
-            told = found()
+            answer = trace()
     finally:
         if error := sys.exception():
             last = traceback.format_exception_only(error)[-1].strip()
-            told = {"problem": f"rank 0 could not trace the parts of the model: {last}"}
-        told = exchange.first(told)
-    return told
+            answer = {"problem": f"rank 0 could not trace the parts of the model: {last}"}
+        answer = exchange.first(answer)
+    return answer
 
 
 def _folder(
@@ -207,8 +207,8 @@ def _announce(session: Session, exact: Estimate) -> None:
         LOG.info(line)
     for warning in exact.warnings:
         LOG.warning("warning: %s", warning)
-    if told := emulated_line(session.spec, session.world.device):
-        LOG.info(told)
+    if emulation := emulated_line(session.spec, session.world.device):
+        LOG.info(emulation)
 
 
 def _journal(session: Session, *, bar: bool) -> Journal:

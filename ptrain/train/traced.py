@@ -26,8 +26,8 @@ def moved(spec: Spec, metered: tuple[int, ...]) -> dict[int, int]:
 
 def told(spec: Spec, metered: tuple[int, ...]) -> str:
     """One line on what is moved, "" where nothing is."""
-    if not (found := moved(spec, metered)):
+    if not (moves := moved(spec, metered)):
         return ""
-    asked, instead = " and ".join(map(str, found)), max(metered) + 1
+    steps, instead = " and ".join(map(str, moves)), max(metered) + 1
     end = "is traced instead" if instead <= spec.train.steps else "would be traced instead"
-    return f"profile  step {asked} is metered; step {instead} of {spec.train.steps} {end}"
+    return f"profile  step {steps} is metered; step {instead} of {spec.train.steps} {end}"

@@ -40,7 +40,7 @@ def recompute(module: nn.Module, policy: Policy, *, draws: bool) -> None:
     `draws`: it may draw random numbers, which are then the same."""
     options: dict[str, Any] = {"preserve_rng_state": draws}
     if policy.keep:
-        kept = list(dict.fromkeys(each for kind in policy.keep for each in operators(kind)))
+        kept = list(dict.fromkeys(operator for kind in policy.keep for operator in operators(kind)))
         options["context_fn"] = partial(create_selective_checkpoint_contexts, kept)
     checkpoint(module, **options)
 
@@ -48,20 +48,20 @@ def recompute(module: nn.Module, policy: Policy, *, draws: bool) -> None:
 @cache
 def operators(kind: Operators) -> tuple[Any, ...]:
     """Those of a class that this torch has."""
-    found: list[Any] = []
+    overloads: list[Any] = []
     for name in _NAMES[kind]:
-        found += [_overload(each) for each in _matching(name)]
+        overloads += [_overload(full_name) for full_name in _matching(name)]
     if kind is Operators.ATTENTION:
-        found.append(torch.ops.higher_order.flex_attention)
-    return tuple(found)
+        overloads.append(torch.ops.higher_order.flex_attention)
+    return tuple(overloads)
 
 
 def _matching(name: str) -> Iterator[str]:
     stem = name.removesuffix("*")
-    for each in sorted(torch._C._dispatch_get_all_op_names()):
-        is_forward = "." not in each and not each.endswith("_backward")
-        if is_forward and (each == name or (stem != name and each.startswith(stem))):
-            yield each
+    for full_name in sorted(torch._C._dispatch_get_all_op_names()):
+        is_forward = "." not in full_name and not full_name.endswith("_backward")
+        if is_forward and (full_name == name or (stem != name and full_name.startswith(stem))):
+            yield full_name
 
 
 def _overload(name: str) -> Any:

@@ -50,9 +50,9 @@ def stretches(
         range(degree) if place is None else (place,)
         for degree, place in zip(degrees, places, strict=True)
     )
-    for each in product(*own):
+    for coordinates in product(*own):
         index = 0
-        for place, degree in zip(each, degrees, strict=True):
+        for place, degree in zip(coordinates, degrees, strict=True):
             index = index * degree + place
         yield index * size, (index + 1) * size
 
@@ -78,9 +78,9 @@ def _overlaps(whole: Sequence[Run], within: Iterable[tuple[int, int]]) -> Iterat
         start += last - first
 
 
-def _merged(found: Iterable[Run]) -> Iterator[Run]:
+def _merged(runs: Iterable[Run]) -> Iterator[Run]:
     """Runs that follow one another, those of equal flags as one; empty ones are left out."""
-    for flag, group in groupby((run for run in found if run[0] < run[1]), key=lambda run: run[2]):
+    for flag, group in groupby((run for run in runs if run[0] < run[1]), key=lambda run: run[2]):
         members = list(group)
         yield members[0][0], members[-1][1], flag
 

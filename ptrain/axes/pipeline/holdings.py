@@ -58,22 +58,24 @@ class Transfer:
 
 def transfers(schedule: Schedule) -> tuple[Transfer, ...]:
     """None over a boundary within a rank. By rank, boundary, then forward before backward."""
-    made = Counter(
+    counts = Counter(
         (part.stage, part.kind)
         for order in schedule.orders
         for step in order
         for part in step.parts
     )
-    rows = [row for b in range(schedule.stages - 1) for row in _over(schedule, b, made)]
+    rows = [row for b in range(schedule.stages - 1) for row in _over(schedule, b, counts)]
     return tuple(sorted(rows, key=lambda row: (row.rank, row.boundary)))
 
 
-def _over(schedule: Schedule, boundary: int, made: Counter[tuple[int, Kind]]) -> Iterator[Transfer]:
+def _over(
+    schedule: Schedule, boundary: int, counts: Counter[tuple[int, Kind]]
+) -> Iterator[Transfer]:
     if not schedule.is_crossed(boundary):
         return
     before, after = schedule.rank_of[boundary], schedule.rank_of[boundary + 1]
-    forward = made[boundary, Kind.FORWARD]
-    backward = made[boundary + 1, Kind.BACKWARD] + made[boundary + 1, Kind.INPUT]
+    forward = counts[boundary, Kind.FORWARD]
+    backward = counts[boundary + 1, Kind.BACKWARD] + counts[boundary + 1, Kind.INPUT]
     for phase, calls, sender, receiver in (
         (Phase.FORWARD, forward, before, after),
         (Phase.BACKWARD, backward, after, before),

@@ -30,9 +30,9 @@ class _Recipe:
 def schedule(name: ScheduleName | ListedSchedule, pipeline: PipelineShape) -> Schedule:
     """Raises SpecError where the schedule needs another number of stages or micro-batches, and
     where a listed one is none."""
-    found = tuple(faults(name, pipeline))
-    if found:
-        raise SpecError(*found)
+    problems = tuple(faults(name, pipeline))
+    if problems:
+        raise SpecError(*problems)
     if isinstance(name, ListedSchedule):
         return as_schedule(name)
     recipe = _RECIPES[name]
@@ -104,16 +104,16 @@ def _at_least(
 
 
 def _equal_rounds(name: ScheduleName, pipeline: PipelineShape) -> Iterator[Fault]:
-    found = pipeline.microbatches
-    if _are_equal_rounds(found, pipeline):
+    microbatches = pipeline.microbatches
+    if _are_equal_rounds(microbatches, pipeline):
         return
     # both walks end at a multiple of p, with rounds of p each
-    fewer = next(m for m in range(found, 0, -1) if _are_equal_rounds(m, pipeline))
-    more = next(m for m in count(found) if _are_equal_rounds(m, pipeline))
+    fewer = next(m for m in range(microbatches, 0, -1) if _are_equal_rounds(m, pipeline))
+    more = next(m for m in count(microbatches) if _are_equal_rounds(m, pipeline))
     yield Fault(
         place="pipeline.schedule",
         finding=f"{name} takes the micro-batches in equal rounds of pp={pipeline.ranks} or a few "
-        f"more, and there are {found}",
+        f"more, and there are {microbatches}",
         remedy=f"make them {fewer} or {more}, by batch.global or batch.micro",
     )
 

@@ -31,11 +31,11 @@ def faults_of_list(listed: ListedSchedule, pipeline: PipelineShape) -> Iterator[
     yield from sizes
     if sizes:
         return
-    made = as_schedule(listed)
+    schedule = as_schedule(listed)
     try:
-        simulate(made)
+        simulate(schedule)
     except BrokenSchedule as broken:
-        order = made.orders[broken.rank]
+        order = schedule.orders[broken.rank]
         places = [place for place, step in enumerate(order) if _is_of(broken.action, step)]
         place = f"action {places[-1] + 1} of {len(order)}" if places else "in no place"
         yield Fault(
@@ -81,16 +81,16 @@ def _sizes(listed: ListedSchedule, pipeline: PipelineShape) -> Iterator[Fault]:
 
 def _ranks(listed: ListedSchedule) -> dict[int, int]:
     """The first rank that has a stage; the simulator refuses a second one."""
-    found: dict[int, int] = {}
+    rank_of: dict[int, int] = {}
     for rank, order in enumerate(listed.orders):
         for step in order:
             for _, stage, _ in step:
-                found.setdefault(stage, rank)
-    return found
+                rank_of.setdefault(stage, rank)
+    return rank_of
 
 
 def _step(passes: tuple[Pass, ...]) -> Step:
-    actions = [Action(*each) for each in passes]
+    actions = [Action(*fields) for fields in passes]
     return actions[0] if len(actions) == 1 else Pair(*actions)
 
 

@@ -74,15 +74,15 @@ def rounds(microbatches: int, ranks: int) -> int:
 
 def _rounds(pipeline: PipelineShape, rank: int) -> tuple[list[_Chunk], list[_Chunk]]:
     """What one rank computes forward and what backward, each in its order."""
-    each = _each_round(pipeline)
+    round_size = _each_round(pipeline)
     stages = range(rank, pipeline.stages, pipeline.ranks)
 
     def through(order: Sequence[int]) -> list[_Chunk]:
         return [
             (stage, microbatch)
-            for first in range(0, pipeline.microbatches, each)
+            for first in range(0, pipeline.microbatches, round_size)
             for stage in order
-            for microbatch in range(first, first + each)
+            for microbatch in range(first, first + round_size)
         ]
 
     return through(stages), through(stages[::-1])
@@ -95,8 +95,8 @@ def _each_round(pipeline: PipelineShape) -> int:
 def _warm_up(pipeline: PipelineShape, rank: int, *, per_hop: int) -> int:
     """Forwards before the first backward, beside the one that goes with it: a round through every
     stage but the last, and `per_hop` more for each rank behind this one."""
-    each = _each_round(pipeline)
-    wanted = (pipeline.stages_per_rank - 1) * each + per_hop * (pipeline.ranks - 1 - rank)
+    round_size = _each_round(pipeline)
+    wanted = (pipeline.stages_per_rank - 1) * round_size + per_hop * (pipeline.ranks - 1 - rank)
     return min(wanted, pipeline.stages_per_rank * pipeline.microbatches)
 
 

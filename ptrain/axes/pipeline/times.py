@@ -34,4 +34,4 @@ def times(spec: Spec, model: Layers) -> tuple[tuple[int, ...], tuple[int, int]]:
 
 
 def _multiplying(tensors: Iterable[Tensor]) -> int:
-    return sum(_OF_A_MATRIX * each.numel for each in tensors if len(each.shape) == _MATRIX)
+    return sum(_OF_A_MATRIX * tensor.numel for tensor in tensors if len(tensor.shape) == _MATRIX)

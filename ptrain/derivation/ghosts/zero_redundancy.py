@@ -54,7 +54,7 @@ class SpreadUpdate(Replicas):
         for tensor in self.owned[shard]:
             shapes[tensor.shape,] = shapes.get((tensor.shape,), 0) + 1
         # every rule that is spread goes element by element: no tensor is another case
-        optimizer = sum(times * self.played(each, [False]).kept for each, times in shapes.items())
+        optimizer = sum(times * self.played(case, [False]).kept for case, times in shapes.items())
         gradients = self.stored() * layout.gradients.itemsize
         return rows(sum(self.parameter_buckets()), optimizer, gradients)
 

@@ -84,7 +84,9 @@ class FlatWrap(OfWholeModel):
         wrapped = list(parameters_by_unit(model, plan.units))
         states, members = [], []
         for _, parameters in wrapped:
-            tensors = ParameterMembers([(name, stored_part(each)) for name, each in parameters])
+            tensors = ParameterMembers(
+                [(name, stored_part(parameter)) for name, parameter in parameters]
+            )
             numel = sum(parameter.numel() for _, parameter in tensors.named)
             cuts = Cuts(room, numel, cut, step.reduce_scatter)
             states.append(FlatState(tensors, cuts, step, plan.update.layout, room))

@@ -70,8 +70,8 @@ class ParameterTarget:
 
     def cut_and_whole(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         gradient = self.gradient
-        found = [] if gradient is None else [gradient]
-        return (found, []) if has_cut_operator(self.parameter) else ([], found)
+        views = [] if gradient is None else [gradient]
+        return (views, []) if has_cut_operator(self.parameter) else ([], views)
 
     def working_gradient(self) -> torch.Tensor | None:
         return self.gradient

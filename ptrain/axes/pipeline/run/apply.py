@@ -27,7 +27,7 @@ class Pipelined:
     scaled by the number of micro-batches."""
 
     def __init__(
-        self, spec: Spec, plan: Plan, mesh: Mesh, staged: Staged, asked: PassCallbacks
+        self, spec: Spec, plan: Plan, mesh: Mesh, staged: Staged, callbacks: PassCallbacks
     ) -> None:
         step = plan.pipeline
         assert step is not None
@@ -36,7 +36,7 @@ class Pipelined:
         self.count = spec.batch.accumulate
         self.rank = mesh.coordinate(step.axis)
         boundary = _boundary(spec, plan, mesh, staged.hidden)
-        self.stages = [StageRunner(part, step.stages, boundary, asked) for part in staged.parts]
+        self.stages = [StageRunner(part, step.stages, boundary, callbacks) for part in staged.parts]
         self.runtime = Runtime(step.rank_of, mesh.group((step.axis,)), boundary, mesh.registry)
         self.instructions = training(schedule_of(spec))[self.rank]
         self._stage_of = {stage.index: stage for stage in self.stages}

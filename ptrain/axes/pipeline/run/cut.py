@@ -88,6 +88,6 @@ def _copy(part: nn.Module, name: str, source: nn.Parameter) -> None:
     above, _, last = path.rpartition(".")
     if getattr(part.get_submodule(above), last, None) is None:
         rows, columns = source.shape
-        made = nn.Linear(columns, rows, bias=False, device="meta", dtype=source.dtype)
-        setattr(part.get_submodule(above), last, made)
+        linear = nn.Linear(columns, rows, bias=False, device="meta", dtype=source.dtype)
+        setattr(part.get_submodule(above), last, linear)
     setattr(part.get_submodule(path), attribute, nn.Parameter(source.detach().clone()))

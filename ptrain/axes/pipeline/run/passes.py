@@ -28,8 +28,8 @@ def backward(root: Tensor, gradient: Tensor | None, given: Tensor) -> Tensor | N
         gradients = stage_backward(root, None, (given,))
     else:
         gradients = stage_backward((root,), (gradient,), (given,))
-    (found,) = gradients
-    return found
+    (of_given,) = gradients
+    return of_given
 
 
 def backward_input(
@@ -38,8 +38,8 @@ def backward_input(
     """The half that the stage before waits for: the gradient of `given`, and what
     `backward_weight` goes on from. `root` is detached in place."""
     gradients = None if gradient is None else [gradient]
-    found, groups = stage_backward_input([root], gradients, [given], iter(parameters))
-    (of_given,) = found
+    of_inputs, groups = stage_backward_input([root], gradients, [given], iter(parameters))
+    (of_given,) = of_inputs
     return of_given, groups
 
 
@@ -53,7 +53,9 @@ def backward_weight(parameters: Sequence[Tensor], groups: Groups) -> None:
 
 def in_model_order(groups: Groups, parameters: Sequence[Tensor]) -> None:
     """Sorts what `backward_input` gave, in place."""
-    places = {_get_grad_fn_or_grad_acc(each): place for place, each in enumerate(parameters)}
+    places = {
+        _get_grad_fn_or_grad_acc(parameter): place for place, parameter in enumerate(parameters)
+    }
     for group in groups:
         group["params"] = sorted(group["params"], key=places.__getitem__)
         group["intermediates"] = nodes = list(group["intermediates"])

@@ -66,11 +66,11 @@ class Runtime:
                     self._release(message)
 
     def _compute(self, action: Action, compute: Compute) -> None:
-        needed, made = taken(action, len(self.rank_of)), given(action, len(self.rank_of))
+        needed, produced = taken(action, len(self.rank_of)), given(action, len(self.rank_of))
         result = compute(action, None if needed is None else self._take(needed))
-        if made is not None:
+        if produced is not None:
             # of an input that nothing depends on there is no gradient
-            self._here[made] = self.boundary.empty().zero_() if result is None else result
+            self._here[produced] = self.boundary.empty().zero_() if result is None else result
 
     def _take(self, message: Message) -> Tensor:
         if message in self._coming:

@@ -84,11 +84,11 @@ class StageRunner:
     fails or gives something else than the next stage waits for."""
 
     def __init__(
-        self, part: LocalStage, stages: int, boundary: BoundaryTensor, asked: PassCallbacks
+        self, part: LocalStage, stages: int, boundary: BoundaryTensor, callbacks: PassCallbacks
     ) -> None:
         self.index, self.module, self.wrapped = part.index, part.module, part.wrapped
         self.is_first, self.is_last = part.index == 0, part.index == stages - 1
-        self.boundary, self.asked = boundary, asked
+        self.boundary, self.asked = boundary, callbacks
         self._in_flight: dict[int, _InFlight] = {}
         self._left = 0  # backward passes of the step
 
@@ -157,12 +157,12 @@ class StageRunner:
         flight = self._in_flight[number]
         flight.gradient = gradient
         with self._pass(Kind.INPUT, number):
-            found, flight.groups = backward_input(
+            of_given, flight.groups = backward_input(
                 flight.root, gradient, flight.given, self.wrapped.module.parameters()
             )
         if self.is_last:
             flight.output = None
-        return found
+        return of_given
 
     def _backward_weight(self, number: int) -> None:
         flight = self._in_flight.pop(number)

@@ -57,10 +57,10 @@ class WholeInput(ParallelStyle):
                 regather.enter()
 
             def whole(part: torch.Tensor) -> DTensor:
-                made = _whole(part, device_mesh, self.between)
+                gathered = _whole(part, device_mesh, self.between)
                 if regather is not None:
-                    regather.keeps(part, made)
-                return made
+                    regather.keeps(part, gathered)
+                return gathered
 
             return _with_first(args, kwargs, whole)
 
@@ -117,8 +117,8 @@ class ReplicateParallel(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         for name, parameter in list(module.named_parameters(recurse=False)):
-            made = distribute_tensor(parameter, device_mesh, [Replicate()], src_data_rank=None)
-            module.register_parameter(name, nn.Parameter(made))
+            replica = distribute_tensor(parameter, device_mesh, [Replicate()], src_data_rank=None)
+            module.register_parameter(name, nn.Parameter(replica))
         return module
 
 
@@ -234,7 +234,7 @@ def _tied(model: nn.Module) -> list[list[str]]:
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
-    return [found for found in names.values() if len(found) > 1]
+    return [aliases for aliases in names.values() if len(aliases) > 1]
 
 
 def _tie_again(model: nn.Module, tied: list[list[str]]) -> None:
@@ -243,19 +243,19 @@ def _tie_again(model: nn.Module, tied: list[list[str]]) -> None:
         kept = model.get_parameter(first)
         for name in others:
             path, _, attribute = name.rpartition(".")
-            made = model.get_parameter(name)
-            is_cut = isinstance(made, DTensor), isinstance(kept, DTensor)
+            parameter = model.get_parameter(name)
+            is_cut = isinstance(parameter, DTensor), isinstance(kept, DTensor)
             assert is_cut[0] is is_cut[1], f"{first} and {name} are one tensor, and one is cut"
             model.get_submodule(path).register_parameter(attribute, kept)
 
 
 def _whole(part: torch.Tensor, device_mesh: DeviceMesh, layout: Placement) -> DTensor:
-    made = (
+    tensor = (
         part
         if isinstance(part, DTensor)
         else DTensor.from_local(part, device_mesh, [layout], run_check=False)
     )
-    return made.redistribute(placements=[Replicate()])
+    return tensor.redistribute(placements=[Replicate()])
 
 
 def _gathered(logits: torch.Tensor) -> torch.Tensor:

@@ -79,11 +79,11 @@ class Regather:
         self._hooks = saved_tensors_hooks(self._pack, _unpack)
         self._hooks.__enter__()
 
-    def keeps(self, part: torch.Tensor, made: DTensor) -> None:
-        """`made` was gathered of `part`."""
+    def keeps(self, part: torch.Tensor, gathered: DTensor) -> None:
+        """Notes that `gathered` was gathered of `part`."""
         self._source = _Source(self.device_mesh, self.dim)
         self._part = part.detach()
-        self._key = made.to_local().untyped_storage()._cdata
+        self._key = gathered.to_local().untyped_storage()._cdata
 
     def leave(self) -> None:
         if self._hooks is not None:
