@@ -163,8 +163,8 @@ def add_traffic(rows: Iterable[Traffic]) -> tuple[Traffic, ...]:
 
 
 def busiest(rows: Iterable[Traffic]) -> tuple[Traffic, ...]:
-    """A row for each kind of call: where the ranks' accounts of it differ (slices of operators may
-    be unequal), that of a rank that sends most."""
+    """Return a row for each kind of call: where the ranks' accounts of it differ (slices of
+    operators may be unequal), that of a rank that sends most."""
     most: dict[TrafficKey, Traffic] = {}
     for row in rows:
         known = most.setdefault(row.key, row)

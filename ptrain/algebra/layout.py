@@ -60,7 +60,7 @@ def position(spec: Spec, rank: int, axes: Sequence[Axis]) -> int:
 
 
 def place_of(spec: Spec, axes: Sequence[Axis], index: int) -> dict[Axis, int]:
-    """Where the ranks of that `position` stand along `axes`."""
+    """Return where the ranks of that `position` stand along `axes`."""
     places: dict[Axis, int] = {}
     for factor in reversed(spec.factors):
         if factor.axis in axes:
@@ -69,7 +69,7 @@ def place_of(spec: Spec, axes: Sequence[Axis], index: int) -> dict[Axis, int]:
 
 
 def positions(spec: Spec, axes: Sequence[Axis]) -> tuple[int, ...]:
-    """`position` of every rank, in one pass over the ranks."""
+    """Return the `position` of every rank, computed in one pass over the ranks."""
     indices = [0]
     for factor in spec.factors:
         if factor.axis in axes:

@@ -48,10 +48,10 @@ def timeline(
     kept: tuple[Kept, ...] = (),
     loss: LossSpec | None = None,
 ) -> Timeline:
-    """One micro-batch of `batch` samples of a built-in model, of those units of it that are
-    `played` (one block each and the root, where they are not given); of one rank's part of it,
-    where operators are `cut`. `kept` says how the blocks' activations are, all of them plain where
-    it is empty; `loss` how the loss is, of whole logits where it is not given."""
+    """Return the timeline of one micro-batch of `batch` samples of a built-in model, of those units
+    of it that are `played` (one block each and the root, where they are not given); of one rank's
+    part of it, where operators are `cut`. `kept` says how the blocks' activations are, all of them
+    plain where it is empty; `loss` how the loss is, of whole logits where it is not given."""
     name, kind = table_name(shape, compute, batch), cut.kind if cut else None
     table = _table(name, kind)
     values = (cut.dimensions if cut else dimensions)(shape, batch=batch, sequence=sequence)
@@ -69,7 +69,7 @@ def timeline(
     ends = _ends(whole, loss)
 
     def of_blocks(phase: str, of_kept: Replace) -> list[Sequence[Any]]:
-        """What each block's part is, first to last."""
+        """Return each block's part of a phase, first to last."""
         base = list(merged(table[phase]["block"], sizes))
         last = ends.around(phase, base) if ends else base
         if setting is None:
@@ -105,7 +105,7 @@ def _ends(setting: blocks.Setting, loss: LossSpec | None) -> loss_chunks.LossHea
 
 
 def is_tabulated(spec: Spec) -> bool:
-    """Whether the committed tables tell what a micro-batch allocates; else it is traced."""
+    """Return whether the committed tables tell what a micro-batch allocates; else it is traced."""
     shape = spec.model
     if not isinstance(shape, ModelShape):
         return False

@@ -95,8 +95,8 @@ def is_known(shape: ModelShape, kept: Kept) -> bool:
 
 
 def are_known(spec: Spec) -> bool:
-    """Whether tables tell what the blocks move and send again, whatever is around them: those of
-    other models only where none is kept otherwise than autograd does."""
+    """Return whether tables tell what the blocks move and send again, whatever is around them. Of
+    other models they do only where no block is kept otherwise than autograd does."""
     shape = spec.model
     if not isinstance(shape, ModelShape):
         return all(kept.is_plain for kept in spec.activations.modes)
@@ -105,7 +105,7 @@ def are_known(spec: Spec) -> bool:
 
 
 def is_as_usual(shape: ModelShape, kept: Sequence[Kept]) -> bool:
-    """Whether the tables of whole models and stages tell it all."""
+    """Return whether the tables of whole models and stages tell it all."""
     return shape.attention is Attention.SDPA and all(mode.is_plain for mode in kept)
 
 
@@ -116,7 +116,7 @@ def _on_host(kept: Kept) -> Kept:
 
 @cache
 def block(setting: Setting, kept: Kept, attention: Attention) -> Block:
-    """Raises KeyError for what has no table."""
+    """Return what one block does in its passes. Raises KeyError for what has no table."""
     table = _table(setting.name)[setting.kind]
     entry = table[attention.value][_NAMES[_on_host(kept)]]
     sizes = _bytes(setting)
@@ -133,7 +133,7 @@ def block(setting: Setting, kept: Kept, attention: Attention) -> Block:
 
 
 def saved(setting: Setting, kept: Kept) -> tuple[tuple[str, Monomial], ...]:
-    """What forward leaves on the device for backward, by operator: polynomials."""
+    """Return what forward leaves on the device for backward, as pairs of operator and monomial."""
     table = _table(setting.name)[setting.kind]
     entry = table[setting.shape.attention.value][_NAMES[_on_host(kept)]]
     sizes = monomials(table)
@@ -141,8 +141,8 @@ def saved(setting: Setting, kept: Kept) -> tuple[tuple[str, Monomial], ...]:
 
 
 def operations(setting: Setting, kept: Kept) -> dict[str, int]:
-    """Floating-point operations of one block's matrix products: `forward`, `backward`, and those of
-    forward that backward repeats (`again`)."""
+    """Return the floating-point operations of one block's matrix products: `forward`, `backward`,
+    and those of forward that backward repeats (`again`)."""
     table = _table(setting.name)[setting.kind]
     entry = table[setting.shape.attention.value][_NAMES[_on_host(kept)]]
     work = table["parts"][entry["work"]][0]
@@ -160,7 +160,8 @@ def _product(coefficient: int, exponents: Sequence[int], values: Sequence[int]) 
 
 
 def moved(setting: Setting, kept: Sequence[Kept]) -> tuple[tuple[str, int], ...]:
-    """(tier, bytes) of every storage that the blocks' forward passes take off the device."""
+    """Return the (tier, bytes) of every storage that the blocks' forward passes take off the
+    device."""
     return tuple(
         (mode.tier.value, size)
         for mode in kept
@@ -170,8 +171,8 @@ def moved(setting: Setting, kept: Sequence[Kept]) -> tuple[tuple[str, int], ...]
 
 
 def repeated(setting: Setting, kept: Sequence[Kept]) -> tuple[tuple[str, int], ...]:
-    """(collective, bytes of the whole tensor) of everything that the blocks' backward passes send
-    again."""
+    """Return the (collective, bytes of the whole tensor) of everything that the blocks' backward
+    passes send again."""
     return tuple(
         (collective.value, size)
         for mode in kept

@@ -52,8 +52,8 @@ class Derivation:
 
 
 def derive(spec: Spec, facts: ModelFacts | None = None) -> Derivation:
-    """The costs of a legal spec. A built-in model needs no `facts`; any other model's are read off
-    the model itself."""
+    """Return the costs of a legal spec. A built-in model needs no `facts`; any other model's are
+    read off the model itself."""
     facts = own_facts(spec) if facts is None else facts
     stages = stages_of(spec, facts)
     plan = lower(spec, facts.unit_modules, facts.roles, stages, facts.blocks)
@@ -101,8 +101,8 @@ def _is_large(spec: Spec, facts: ModelFacts) -> bool:
 
 
 def _untold(spec: Spec, facts: ModelFacts, reason: str) -> dict[str, str]:
-    """Why nothing is said of activations and peaks; nor of traffic, where it is not known what the
-    modes of activations move and send again."""
+    """Return by figure why nothing is said of it: of activations and peaks, and of traffic where it
+    is not known what the modes of activations move and send again."""
     cause = _TOO_LARGE if _is_large(spec, facts) else ""
     if isinstance(spec.model, ModelShape) and not facts.roles:
         cause = _not_traceable(spec.model, spec, facts)
@@ -134,7 +134,8 @@ def exact(
 
 
 def _with(rows: Iterable[Traffic], operators: tuple[Traffic, ...]) -> tuple[Traffic, ...]:
-    """What a rank sends beside its operators, which send some of it twice, and what they send."""
+    """Return what a rank sends: `rows`, with what its `operators` send of the same key added, then
+    the other rows of the operators."""
     traffic: list[Traffic] = []
     sent_too = {row.key: row for row in operators}
     for row in rows:
@@ -180,8 +181,8 @@ def _of_key(key: TrafficKey, rows: Iterable[Traffic]) -> Traffic:
 
 
 def _joined(spec: Spec, plan: Plan, parts: list[tuple[tuple[int, ...], Estimate]]) -> Estimate:
-    """Each rank's rows from the part of the model that it has; of traffic a row for each account,
-    where they differ."""
+    """Join the estimates of the model's parts: each rank has memory and peak of its own part, and
+    traffic has a row for each account where they differ."""
     (_, first), *others = parts
     if not others:
         return first
@@ -238,7 +239,7 @@ def _exact_part(spec: Spec, plan: Plan, facts: ModelFacts, index: int) -> Estima
 
 
 def _of_untraced_blocks(spec: Spec, plan: Plan, index: int) -> Iterable[Traffic]:
-    """What their modes move and send again, where tables tell."""
+    """Return what the blocks' modes move and send again, where tables tell."""
     shape = spec.model
     if not isinstance(shape, ModelShape) or not blocks.are_known(spec):
         return ()

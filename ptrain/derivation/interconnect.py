@@ -60,13 +60,13 @@ def link(spec: Spec, traffic: Iterable[Traffic], axis: Axis) -> Link | None:
 
 
 def crossing(spec: Spec, traffic: Iterable[Traffic]) -> Link | None:
-    """That of tp, where its groups span nodes of the spec's cluster."""
+    """Return the link of tp where its groups span nodes of the spec's cluster, else None."""
     tp_link = link(spec, traffic, Axis.TP)
     return tp_link if tp_link and tp_link.nodes > 1 else None
 
 
 def warnings(spec: Spec, traffic: Iterable[Traffic]) -> Iterator[str]:
-    """A sentence where tp does not stand innermost, and one about what `crossing` finds."""
+    """Yield a sentence where tp does not stand innermost, and one about what `crossing` finds."""
     rows = tuple(traffic)
     yield from _scattered(spec, rows)
     tp_link, cluster = crossing(spec, rows), spec.cluster

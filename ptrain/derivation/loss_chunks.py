@@ -149,7 +149,8 @@ def setting_of(spec: Spec, cut: Cut | None) -> LossSetting | None:
 
 
 def ends(setting: LossSetting, place: str) -> LossHead:
-    """Of a whole model or of a last stage."""
+    """Return the passes of a loss in chunks and the size of its output, at the end of a whole model
+    or of a last stage (`place`)."""
     name = file_name(setting.shape, setting.compute, setting.batch)
     table = _table(name)
     entry = table[setting.name][place]

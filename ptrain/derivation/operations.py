@@ -23,7 +23,8 @@ _PASSES = ("forward", "backward", "again")
 
 
 def operations(spec: Spec, plan: Plan, stages: Sequence[Stage]) -> Sequence[Operations]:
-    """Rank by rank; none for a model that is not built in, or whose blocks have no table."""
+    """Return each rank's operations; none for a model that is not built in, or whose blocks have no
+    table."""
     shape = spec.model
     if not isinstance(shape, ModelShape):
         return ()

@@ -179,9 +179,10 @@ def _sum(state: State, rows: Iterable[Footprint]) -> Footprint:
 def accounts(
     spec: Spec, plan: Plan, facts: ModelFacts, stages: Sequence[StageParts], schedule: Schedule
 ) -> tuple[tuple[Rows, ...], tuple[int, ...]]:
-    """What the ranks send in a step: over the boundaries, and of each stage what the data axes, the
-    operators of tp and the sums of its shared tensors send. An account for each place along pp,
-    and there along tp and for each shard where these differ; and by rank which is its own."""
+    """Return what the ranks send in a step: over the boundaries, and of each stage what the data
+    axes, the operators of tp and the sums of its shared tensors send. There is an account for each
+    place along pp, and there along tp and for each shard where these differ; the second tuple says
+    by rank which is its own."""
     step = plan.pipeline
     assert step is not None
     crossing = transfers(schedule)
@@ -221,7 +222,8 @@ def _gathers(plan: Plan, schedule: Schedule, stage: int) -> Hashable:
 def _places(
     spec: Spec, plan: Plan, stages: Sequence[StageParts], of_stage: Sequence[list[list[Rows]]]
 ) -> list[tuple[int, int, int]]:
-    """By rank its place along pp, along tp and among the shards; 0 where all send the same."""
+    """Return by rank its place along pp, along tp and among the shards; 0 where all send the
+    same."""
     step = plan.pipeline
     assert step is not None
     cut = (
@@ -241,9 +243,9 @@ def _at(shards: Sequence[Rows], shard: int) -> Rows:
 def over_boundaries(
     spec: Spec, plan: Plan, own: Iterable[Transfer], hidden: int
 ) -> Iterator[Traffic]:
-    """What a rank sends and receives by its own transfers: activations of each micro-batch to the
-    next stage and their gradients back, micro x sequence x hidden elements a call, of a slice of
-    the tokens where tp has those between the blocks."""
+    """Yield what a rank sends and receives by its own transfers: activations of each micro-batch to
+    the next stage and their gradients back, micro x sequence x hidden elements a call, of a slice
+    of the tokens where tp has those between the blocks."""
     step = plan.pipeline
     assert step is not None
     tokens = spec.batch.micro * spec.batch.sequence
@@ -257,7 +259,8 @@ def over_boundaries(
 
 
 def _of_stage(spec: Spec, schedule: Schedule, stage_parts: StageParts) -> list[list[Rows]]:
-    """By index on tp what the ranks there send for a stage: of each shard where these differ."""
+    """Return by index on tp what the ranks there send for a stage, of each shard where these
+    differ."""
     times = partial(stage_gathers, schedule, stage_parts.stage.index)
     operators = tuple(tensor.sent(spec, stage_parts.plan, stage_parts.facts))
     rows_of: dict[int, list[Rows]] = {}
@@ -276,7 +279,8 @@ def _of_stage(spec: Spec, schedule: Schedule, stage_parts: StageParts) -> list[l
 
 
 def _kept(spec: Spec, stage_parts: StageParts, index: int) -> tuple[Pairs, Pairs]:
-    """What the modes of activations move and send again, of the rank at this place along tp."""
+    """Return what the modes of activations move and send again, on the rank at this place along
+    tp."""
     if stage_parts.passes:
         passes = stage_parts.passes[index]
         return passes.moved, passes.repeated

@@ -49,7 +49,7 @@ def _tied(facts: ModelFacts, stages: Sequence[Stage]) -> Iterator[str]:
 
 
 def _gathered(plan: Plan, schedule: Schedule) -> Iterator[str]:
-    """The price of parameters that a data axis gathers."""
+    """Say how often a data axis gathers parameters by unit, where that is not once."""
     sync = plan.wrap.policy
     if sync is None or not plan.wrap.gathered_by_unit:
         return
@@ -69,7 +69,7 @@ def _gathered(plan: Plan, schedule: Schedule) -> Iterator[str]:
 
 
 def _reduced(plan: Plan, stages: Sequence[Stage], schedule: Schedule) -> Iterator[str]:
-    """The price of gradients that a data axis has slices of: Theorem 2 has one reduction."""
+    """Say what slices of gradients on a data axis cost: Theorem 2 has one reduction."""
     sync = plan.wrap.policy
     if sync is None or not plan.wrap.reduced_by_unit:
         return

@@ -222,8 +222,9 @@ class _Boundaries:
         return [_Held(_Role.INPUT_GRADIENT, action.stage, action.microbatch)]
 
     def done_with(self, kind: Kind, action: Action) -> list[_Held]:
-        """What nobody needs behind a pass, once for each reason to keep it. Between the halves the
-        stage's state keeps input, output and its gradient; the input keeps its own gradient."""
+        """Return what nobody needs behind a pass, once for each reason to keep it. Between the
+        halves the stage's state keeps input, output and its gradient; the input keeps its own
+        gradient."""
         stage, index = action.stage, action.microbatch
         is_last = stage == self.last
         if kind is Kind.FORWARD:

@@ -38,8 +38,8 @@ _HALVES = (Kind.INPUT, Kind.WEIGHT)
 def passes(
     spec: Spec, stage: Stage, stages: int, played: Representatives, cut: Cut | None
 ) -> Passes:
-    """Of a built-in model's stage, of those units of it that are `played`; of one rank's part of
-    it, where operators are `cut`."""
+    """Return the passes of a built-in model's stage, of those units of it that are `played`; of one
+    rank's part of it, where operators are `cut`."""
     shape, batch = spec.model, spec.batch
     assert isinstance(shape, ModelShape), "a built-in model"
     compute = spec.precision.effective.parameters
@@ -114,7 +114,7 @@ class _Layers:
         return blocks.moved(self.setting, self.kept), blocks.repeated(self.setting, self.kept)
 
     def part(self, kind: Kind, place: int, base: list[Any]) -> list[Any]:
-        """What the layer at this place of the stage does in a pass."""
+        """Return what the layer at this place of the stage does in a pass."""
         if self.loss is not None and place == len(self.numbers) - 1:
             base = self.loss.around(_PASSES[kind], base)
         if self.setting is None:
@@ -152,9 +152,9 @@ def _setting(spec: Spec, cut: Cut | None) -> blocks.Setting:
 
 
 def _loss(spec: Spec, stage: Stage, cut: Cut | None, hidden: int) -> loss_chunks.LossHead | None:
-    """Behind a last stage's layers, of a loss in chunks. The tables are of one layer, whose input
-    of `hidden` bytes is the schedule's: that of the last of several goes with its forward pass,
-    where nothing saves it."""
+    """Return what a loss in chunks does behind a last stage's layers, None of whole logits. The
+    tables are of one layer, whose input of `hidden` bytes is the schedule's: that of the last of
+    several goes with its forward pass, where nothing saves it."""
     setting = loss_chunks.setting_of(spec, cut)
     if setting is None:
         return None
@@ -173,7 +173,7 @@ def _items(
     turns: Turns,
     places: activations.Places,
 ) -> Iterator[Item]:
-    """A pass, in its order the layers that are played; `parts` are those of all."""
+    """Yield a pass: the layers that are played, in its order. `parts` are those of all layers."""
     cache: dict[tuple[int, Kept, bool], list[Any]] = {}
     items: list[Item] = []
     is_reversed = kind in (Kind.BACKWARD, Kind.INPUT)

@@ -34,7 +34,8 @@ def cut_of(spec: Spec, plan: Plan, index: int) -> Cut | None:
 
 
 def parts(spec: Spec, plan: Plan, facts: ModelFacts) -> dict[ModelFacts, tuple[int, ...]]:
-    """What the ranks of tp have of the model, and which of them have it."""
+    """Return what the ranks of tp have of the model, and of each such part which of them have
+    it."""
     step = plan.tensor
     if step is None:
         return {facts: (0,)}
@@ -197,7 +198,7 @@ class _Operators:
         return self._weights[role]
 
     def _inputs(self, columns: dict[str, int]) -> dict[str, int]:
-        """The features of what each sub-block makes whole for its column operators."""
+        """Return the features of what each sub-block makes whole for its column operators."""
         widths: dict[str, int] = {}
         for name, width in columns.items():
             for parent in prefixes(name.rpartition(".")[0]):

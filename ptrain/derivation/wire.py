@@ -74,7 +74,7 @@ def _mean(measured: Estimate, axes: tuple[str, ...]) -> int:
 
 
 def _factor(exact: Estimate, axes: tuple[str, ...]) -> str:
-    """`gloo: reduce_scatter 2, mean over ranks`."""
+    """Return a text like `gloo: reduce_scatter 2, all others 1; mean over ranks`."""
     rows = [row for row in _steady(exact.traffic) if row.key.axes == axes]
     more = {str(row.key.collective): factor(row) for row in rows if factor(row) != 1}
     factors = [f"{name} {float(value):g}" for name, value in sorted(more.items())]

@@ -43,7 +43,8 @@ def of_first_stage(items: Mapping[Kind, Items], *, output: int) -> Passes:
 
 
 def of_later_stage(items: Mapping[Kind, Items], *, output: int, hidden: int) -> Passes:
-    """What both halves leave of the graph goes in the end of the second."""
+    """Return the passes of a stage behind the first. What both halves leave of the graph goes in
+    the end of the second."""
     passes = Passes(items=items, output=output, hidden=hidden)
     if Kind.WEIGHT not in items:
         return passes
@@ -54,7 +55,7 @@ def of_later_stage(items: Mapping[Kind, Items], *, output: int, hidden: int) -> 
 
 
 def _left(passes: Passes, *backward: Kind) -> int:
-    """Bytes of one micro-batch that outlive these passes, and cross no boundary."""
+    """Return the bytes of one micro-batch that outlive these passes and cross no boundary."""
     items = (item for kind in (Kind.FORWARD, *backward) for item in passes.items[kind])
     return sum(map(net, items)) - passes.output - passes.hidden
 

@@ -139,7 +139,8 @@ def layers_of(
 
 
 def cut(model: Layers, counts: Sequence[int]) -> tuple[Stage, ...]:
-    """The stages with `counts` layers each. Raises SpecError where these are not the model's."""
+    """Return the stages with `counts` layers each. Raises SpecError where these are not the
+    model's."""
     problems = tuple(unlike(counts, len(model.layers)))
     if problems:
         raise SpecError(*problems)
@@ -166,8 +167,8 @@ def unlike(counts: Sequence[int], layers: int) -> Iterator[Fault]:
 
 
 def evenly(layers: int, stages: int) -> tuple[int, ...]:
-    """As many layers in each; where they do not divide, one more in the middle stages: the ends
-    have the embedding and the head. Raises SpecError for more stages than layers."""
+    """Give each stage as many layers; where they do not divide, the middle stages have one more:
+    the ends have the embedding and the head. Raises SpecError for more stages than layers."""
     _require_enough(layers, stages)
     share, more = divmod(layers, stages)
     before = (stages - more) // 2

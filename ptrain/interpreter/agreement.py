@@ -60,7 +60,7 @@ def gather(
 
 
 def _difference(first: dict[str, Any], other: dict[str, Any], rank: int) -> Fault | None:
-    """How `rank` differs from rank 0, if it does."""
+    """Return how `rank` differs from rank 0, None where it does not."""
     for (name, shape, dtype), (its_name, its_shape, its_dtype) in zip(
         first["tensors"], other["tensors"], strict=False
     ):

@@ -41,7 +41,7 @@ class Clipping:
         wrapped: WrappedModel,
         scaling: LossScale | None,
     ) -> torch.Tensor:
-        """The global norm of these gradients, all that the targets of `wrapped` have; see
+        """Return the global norm of these gradients, all that the targets of `wrapped` have; see
         `global_norm`."""
         targets = list(chain.from_iterable(wrapped.targets()))
         by_operator = None
@@ -67,9 +67,9 @@ def global_norm(
     by_operator: ByOperator | None = None,
     copied: Collection[int] = (),
 ) -> torch.Tensor:
-    """The norm of all gradients of all ranks (0-d, at least fp32, on all ranks alike): not finite
-    where any gradient is not, or where the sum of squares exceeds its dtype. One scalar all-reduce
-    per axis along which they are shards; what is replicated is counted once.
+    """Return the norm of all gradients of all ranks (0-d, at least fp32, on all ranks alike). It is
+    not finite where any gradient is not, or where the sum of squares exceeds its dtype. It takes
+    one scalar all-reduce per axis along which they are shards; what is replicated is counted once.
 
     Of a scaled loss, the norm is that of the gradients without the scale. `copied` are the ids of
     gradients that another rank counts; in `by_operator` they are not.

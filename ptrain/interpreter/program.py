@@ -193,7 +193,7 @@ class Program:
         return total
 
     def gradients(self) -> list[torch.Tensor]:
-        """The local gradients as the optimizer sees them, after `reduce_gradients`."""
+        """Return the local gradients as the optimizer sees them, after `reduce_gradients`."""
         gradients = [target.gradient for group in self.wrapped.targets() for target in group]
         return [gradient for gradient in gradients if gradient is not None]
 

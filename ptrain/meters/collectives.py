@@ -147,7 +147,7 @@ class CollectiveLedger(TorchDispatchMode):
         return f"{state} {name}".strip()
 
     def _known(self, tensors: Sequence[torch.Tensor]) -> str:
-        """The names of all whose storage one of these tensors has."""
+        """Return the names of all whose storage one of these tensors has."""
         storages = {storage_of(tensor)._cdata for tensor in tensors}
         names: list[str] = []
         for name, tensor in holdings.storages_by_name(self.program):
@@ -156,9 +156,9 @@ class CollectiveLedger(TorchDispatchMode):
         return span(names)
 
     def check(self, exchange: SupportsGather, step: int) -> tuple[Departure, ...]:
-        """Where the ranks of a group first differ, of every group; else where groups over the same
-        axes do. In the order of time; the same on all ranks, all of which call it. What was
-        written is forgotten."""
+        """Return where the ranks of a group first differ, of every group; else where groups over
+        the same axes do. The order is that of time, and the same on all ranks, all of which call
+        it. What was written is forgotten."""
         ledgers = self._ledgers()
         with _disable_current_modes():
             digests = {key: _digest(calls) for key, (_, calls) in ledgers.items()}
@@ -172,8 +172,8 @@ class CollectiveLedger(TorchDispatchMode):
         return tuple(sorted(departures, key=lambda departure: departure.when))
 
     def _ledgers(self) -> dict[str, tuple[str, list[Call]]]:
-        """By a key that the ranks which must agree have in common: axes, and what was called. Of a
-        group that is all; of groups over the same axes in one stage it is not how much is sent, nor
+        """Return axes and calls by a key that the ranks which must agree have in common. Of a group
+        these are all; of groups over the same axes in one stage they lack how much is sent, and
         what comes of it."""
         known = self.program.mesh.axes_by_group()
         ledgers: dict[str, tuple[str, list[Call]]] = {}

@@ -25,8 +25,9 @@ _DIGEST_BYTES = 8  # two tensors of some 10^9 would have one digest
 
 @torch.no_grad()
 def digests(tensors: Sequence[torch.Tensor]) -> list[str]:
-    """Of what this rank holds of each, in hexadecimal. Equal bytes in equal order have equal
-    digests, wherever they lie; shape and dtype are not in it. One copy to the host per device."""
+    """Return the digests of what this rank holds of each tensor, in hexadecimal. Equal bytes in
+    equal order have equal digests, wherever they lie; shape and dtype are not in them. There is one
+    copy to the host per device."""
     with _disable_current_modes():
         sums = [_sums(local(tensor.detach())) for tensor in tensors]
         devices: dict[torch.device, list[int]] = {}
@@ -53,8 +54,8 @@ def kind(tensor: torch.Tensor) -> str:
 
 
 def whole_digests(named: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Kind and digest of full tensors, `float32[4, 8] 0123456789abcdef`, by name; a DTensor is
-    gathered, one at a time, by all ranks that have it."""
+    """Return kind and digest of full tensors, `float32[4, 8] 0123456789abcdef`, by name; a DTensor
+    is gathered, one at a time, by all ranks that have it."""
     by_name = {}
     for name, tensor in named.items():
         whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

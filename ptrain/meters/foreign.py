@@ -77,7 +77,8 @@ class Foreign:
         ]
 
     def axes_by_group(self) -> dict[str, tuple[str, ...]]:
-        """Group name -> axes. Groups that no parameter is sharded on are found by their ranks."""
+        """Return the axes of each group by its name. Groups that no parameter is sharded on are
+        found by their ranks."""
         axes_of: dict[str, tuple[str, ...]] = {}
         for parameter in (*self._sharded()[0], *self._parameters):
             if isinstance(parameter, DTensor):

@@ -100,8 +100,8 @@ def counters(program: Program) -> dict[str, int]:
 
 
 def hyperparameters(program: Program) -> dict[str, list[float]]:
-    """The numbers that the optimizers were told for their last update (lr, eps, weight_decay …),
-    each with its values over all groups of parameters, by rule: those of a rank."""
+    """Return the numbers that this rank's optimizers were given for their last update (lr, eps,
+    weight_decay …), by rule, each with its values over all groups of parameters."""
     update = program.update
     optimizers: list[torch.optim.Optimizer]
     match update:

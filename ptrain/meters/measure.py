@@ -107,7 +107,8 @@ def _measure(model: Program | nn.Module, optimizer: object | None) -> Iterator[M
 
 
 def gather_estimates(world: World, estimate: Estimate) -> list[Estimate]:
-    """Every rank's estimate on every rank, in order of rank. JSON travels, nothing is unpickled."""
+    """Return every rank's estimate on every rank, in order of rank. JSON travels, nothing is
+    unpickled."""
     if world.size == 1:
         return [estimate]
     return [
@@ -116,8 +117,9 @@ def gather_estimates(world: World, estimate: Estimate) -> list[Estimate]:
 
 
 def join_estimates(estimates: list[Estimate]) -> Estimate:
-    """One estimate of all ranks: rows of memory and peak per rank; of traffic one row per kind of
-    call, and where ranks differ (one may have no such call at all) a row for each account."""
+    """Join the estimates of all ranks: rows of memory and peak are per rank; traffic has one row
+    per kind of call, and where ranks differ (one may have no such call at all) a row for each
+    account."""
     keys = dict.fromkeys(row.key for estimate in estimates for row in estimate.traffic)
     accounts = _apart(estimates)
     return Estimate(

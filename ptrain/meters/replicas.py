@@ -71,7 +71,7 @@ class ReplicaMeter:
             self._noted.append(_number(Moment.CLIP, Subject.NORM, "norm", repr(float(norm))))
 
     def check(self, step: int, moment: Moment = Moment.UPDATE) -> tuple[Departure, ...]:
-        """What differs between ranks now, in the order of time. `step` is this rank's."""
+        """Return what differs between ranks now, in the order of time. `step` is this rank's."""
         if self.program.world.size == 1 or self.program.world.backend == "fake":
             return ()
         table = [*self._noted, *self._now(step, moment)]
@@ -100,7 +100,7 @@ class ReplicaMeter:
         return culprit(departures, coordinates(self.program), self.last_good)
 
     def _now(self, step: int, moment: Moment) -> Iterator[Copy]:
-        """All that is there between steps."""
+        """Yield a `Copy` of all that this rank holds between steps."""
         program = self.program
         held = (holdings.parameters, holdings.optimizer, holdings.buffers)
         yield from _copies(moment, chain.from_iterable(read(program) for read in held))
@@ -144,7 +144,7 @@ class ReplicaMeter:
 
 
 def coordinates(program: Program) -> dict[int, dict[str, int]]:
-    """Every rank's place along every axis."""
+    """Return every rank's place along every axis."""
     mesh = program.mesh.device_mesh
     if mesh is None:
         return {0: {}}

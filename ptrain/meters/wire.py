@@ -93,7 +93,7 @@ def _axes_by_socket(axes_by_group: Mapping[str, tuple[str, ...]]) -> dict[str, t
 
 
 def _sockets(group: dist.ProcessGroup, ends: Mapping[str, tuple[Address, Address]]) -> list[str]:
-    """The sockets that connect this rank with the group's others, one for each of them."""
+    """Return the sockets that connect this rank with the group's others, one for each of them."""
     if group.size() == 1:
         return []
     if (backend := dist.get_backend(group)) != "gloo":

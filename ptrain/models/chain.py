@@ -97,8 +97,8 @@ def _names(plan: object) -> tuple[str, ...]:
 
 
 def _their_names(module: nn.Module) -> Iterator[str]:
-    """What the config says of the base model, wherever that is, then what the class adds (the
-    head)."""
+    """Yield the modules that the config of the base model names, wherever that model is, then those
+    that the class adds (the head)."""
     base = getattr(getattr(module, "config", None), "base_model_pp_plan", None) or {}
     if not base:
         return

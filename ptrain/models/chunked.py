@@ -86,8 +86,8 @@ class LossInside:
         return sum_of(self._again(lambda x: make(whole(x)), x, targets) for x, targets in chunks)
 
     def _again(self, make: Make, x_NC: Tensor, targets_N: Tensor) -> Tensor:
-        """The loss of a chunk, whose logits are computed once more in backward. As one sample: a
-        head is used to samples."""
+        """Return the loss of a chunk, whose logits are computed once more in backward. The chunk
+        goes in as one sample: a head is used to samples."""
 
         def loss(x_NC: Tensor, targets_N: Tensor) -> Tensor:
             return self.loss(make(x_NC.unsqueeze(0)), targets_N.unsqueeze(0))

@@ -81,7 +81,7 @@ def _require_one_head(named: dict[str, Role], place: str) -> None:
 
 
 def _kinds(module: nn.Module, roles: Roles, place: str) -> Iterator[Fault]:
-    """Of a pattern the first module that is of another kind."""
+    """Yield for each pattern a fault of the first module of another kind than the role's."""
     for pattern, role in roles:
         for name in matching(module, pattern):
             child, kind = module.get_submodule(name), _KINDS.get(role)
@@ -93,7 +93,8 @@ def _kinds(module: nn.Module, roles: Roles, place: str) -> Iterator[Fault]:
 
 
 def _sizes(module: nn.Module, roles: Roles, degree: int) -> Iterator[Fault]:
-    """What the degree does not divide; the choices divide all that is cut."""
+    """Yield a fault for each size that the degree does not divide; the choices divide all that is
+    cut."""
     sizes = {**_heads(module), **dict(_cut_sizes(module, roles))}
     common = gcd(*sizes.values())
     choices = ", ".join(str(divisor) for divisor in range(1, common + 1) if common % divisor == 0)
@@ -104,7 +105,8 @@ def _sizes(module: nn.Module, roles: Roles, degree: int) -> Iterator[Fault]:
 
 
 def _heads(module: nn.Module) -> dict[str, int]:
-    """A head is computed by one rank. Models of transformers, and ours, say how many they have."""
+    """Return the numbers of heads, each of which one rank computes. Models of transformers, and
+    ours, say how many they have."""
     if isinstance(module, Llama | Gpt):
         shape = module.shape
         return {f"heads: {shape.heads}": shape.heads, f"kv_heads: {shape.kv_heads}": shape.kv_heads}

@@ -9,7 +9,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 
 def dropouts(module: nn.Module) -> Iterator[tuple[str, float]]:
-    """The dotted name and the probability of each attribute for dropout that is not 0."""
+    """Yield the dotted name and the probability of each attribute for dropout that is not 0."""
     for name, child in module.named_modules():
         rates = {key: value for key, value in vars(child).items() if "drop" in key}
         if isinstance(child, _DropoutNd):

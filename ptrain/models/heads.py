@@ -23,9 +23,10 @@ Made = dict[str, tuple[Tensor, int]]  # by module: what it returned, and in whic
 
 
 def head_of(model: nn.Module, spec: Spec) -> str:
-    """Its name; the root's, of a built-in model, which has a method for it. Raises SpecError where
-    the loss cannot be computed in its place: where the model changes what its head gives, or torch
-    has no operator for both. Runs a model that is not built in forward once."""
+    """Return the name of the head; the root's, of a built-in model, which has a method for it.
+    Raises SpecError where the loss cannot be computed in its place: where the model changes what
+    its head gives, or torch has no operator for both. Runs a model that is not built in forward
+    once."""
     if spec.loss.fused and not can_fuse():
         finding = f"torch {torch.__version__} has no linear_cross_entropy that goes by chunks"
         raise refused("loss.fused", finding, "remove it: chunks do without, or take torch 2.13")

@@ -62,7 +62,7 @@ def _unfit(finding: str) -> Fault:
 
 
 def masks() -> ModuleType:
-    """Where transformers makes the masks of attention."""
+    """Return the module in which transformers makes the masks of attention."""
     from transformers import masking_utils
 
     module: ModuleType = masking_utils

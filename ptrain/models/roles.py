@@ -105,8 +105,8 @@ def plan_of_module(module: nn.Module, attribute: str, spec: Spec) -> AbstractCon
 
 
 def _their_plan(module: nn.Module) -> dict[str, str]:
-    """What the config says of the base model, what the class adds (the head), and what the module
-    made of both: before 5.0 it leaves out the class's."""
+    """Return what the config says of the base model, what the class adds (the head), and what the
+    module made of both, which before 5.0 leaves out the class's."""
     prefix = getattr(module, "base_model_prefix", "")
     base = getattr(getattr(module, "config", None), "base_model_tp_plan", None) or {}
     named = {f"{prefix}.{pattern}": word for pattern, word in base.items()}
@@ -170,7 +170,8 @@ _LAYERS = (nn.Linear, nn.Embedding)
 
 
 def _whole_inputs(module: nn.Module, roles: Roles) -> Iterator[tuple[str, Role]]:
-    """The sub-blocks whose column operators share an input. A block is none: it adds to its own."""
+    """Yield the sub-blocks whose column operators share an input. A block is none: it adds to its
+    own."""
     blocks = getattr(module, "_no_split_modules", None) or ()
     parents = dict.fromkeys(
         pattern.rpartition(".")[0] for pattern, role in roles if role is Role.COLUMN

@@ -73,7 +73,7 @@ class Follower(Ledger):
             self._learnt[_key(parameter)] = frozenset((name,))
 
     def end(self, output: object) -> None:
-        """Looks at what the model returns."""
+        """Complain where the model returns a slice of the features."""
         origins = self._origins(map(_key, _tensors(output)))
         if columns := [name for name in origins if self._named.get(name) is not Role.HEAD]:
             column = min(columns)

@@ -69,7 +69,7 @@ def _example(module: nn.Module) -> str:
 
 
 def _named_blocks(module: nn.Module) -> list[str]:
-    """The outermost modules with parameters of the classes in `_no_split_modules`."""
+    """Return the outermost modules with parameters of the classes in `_no_split_modules`."""
     kinds = getattr(module, "_no_split_modules", None) or ()
     names: list[str] = []
     for name, child in module.named_modules():

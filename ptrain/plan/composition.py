@@ -97,8 +97,8 @@ def theorem_7(spec: Spec, plan: Plan) -> tuple[Condition, ...]:
 
 
 def cuts_before_wraps(ran: Sequence[Ran]) -> bool:
-    """Theorem 6.2, of the steps in their order: every model or stage whose units are wrapped has
-    had its operators cut before, and none after."""
+    """Return whether Theorem 6.2 holds of the steps in their order: every model or stage whose
+    units are wrapped has had its operators cut before, and none after."""
     cut: set[int | None] = set()
     wrapped: set[int | None] = set()
     for executed in ran:
@@ -149,7 +149,7 @@ def ranks_text(group: Sequence[int]) -> str:
 
 
 def condition_lines(conditions: Iterable[Condition]) -> list[str]:
-    """`Theorem 6.1 holds: …`, a line each."""
+    """Return a line for each condition, `Theorem 6.1 holds: …`."""
     return [
         f"{condition.name} {'holds' if condition.holds else 'FAILS'}: {condition.why}"
         for condition in conditions

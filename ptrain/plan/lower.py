@@ -163,7 +163,8 @@ def _pipeline(spec: Spec, stages: tuple[Stage, ...]) -> Pipeline | None:
 
 
 def _keep(spec: Spec, blocks: tuple[str, ...]) -> Keep | None:
-    """`blocks` as the model calls them; those of a built-in one are known."""
+    """Return the step that keeps activations, None where all blocks are plain. `blocks` are named
+    as the model calls them; those of a built-in one are known."""
     if spec.activations.is_open:  # a call from Python: commands have chosen
         finding = "what it recomputes is not chosen yet"
         raise refused("recompute.budget", finding, "pass ptrain.settled(ptrain.load(...))")

@@ -126,7 +126,8 @@ def _pipeline(step: Pipeline) -> str:
 
 
 def _stages(spec: Spec, plan: Plan) -> Iterator[str]:
-    """A line for each stage: its rank along the axis, what it has, and how much is in flight."""
+    """Yield a line for each stage: its rank along the axis, what it has, and how much is in
+    flight."""
     step, schedule = plan.pipeline, _schedule(spec)
     if step is None or schedule is None:
         return
@@ -138,7 +139,7 @@ def _stages(spec: Spec, plan: Plan) -> Iterator[str]:
 
 
 def _drawn(spec: Spec) -> Iterator[str]:
-    """The schedule, and the bubble in both conventions of the literature."""
+    """Yield the bubble in both conventions of the literature, then the drawn schedule."""
     schedule = _schedule(spec)
     if schedule is None:
         return

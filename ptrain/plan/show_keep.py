@@ -60,7 +60,8 @@ def _blocks(names: Sequence[str]) -> str:
 
 
 def _by_list(names: Sequence[str]) -> Iterator[tuple[str, list[int]]]:
-    """Names that differ in their last number alone, which is None of a name without one."""
+    """Yield prefix and numbers of names that differ in their last number alone; a name without one
+    is its own prefix and has no numbers."""
     parts = [re.fullmatch(r"(.*\.|)(\d+)", name) for name in names]
     pairs = [
         (match[1], int(match[2])) if match else (name, -1)

@@ -73,9 +73,9 @@ class Mesh:
         return self._groups[names]
 
     def group_at(self, axis: Axis, places: Sequence[int]) -> dist.ProcessGroup | None:
-        """The group of the ranks at these places along `axis`, None on the others. Every rank makes
-        those of all lines: a group that its own ranks alone make is named by them, and a second one
-        of that name finds the addresses of the first in the store."""
+        """Return the group of the ranks at these places along `axis`, None on the others. Every
+        rank makes those of all lines: a group that its own ranks alone make is named by them, and a
+        second one of that name finds the addresses of the first in the store."""
         assert self.device_mesh is not None
         with unset_fake_temporarily():
             ranks = self.device_mesh.mesh.movedim(self.axes.index(axis), -1)

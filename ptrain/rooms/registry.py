@@ -43,8 +43,8 @@ class Registry:
         phase: Phase | None = None,
         name: str = "",
     ) -> torch.Tensor:
-        """Remember that this tensor's storage holds `state`; returns the tensor. A name that it
-        had stays."""
+        """Remember that this tensor's storage holds `state`; return the tensor. A name that it had
+        stays."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key not in self._tags:

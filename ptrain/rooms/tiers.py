@@ -35,7 +35,8 @@ def alike(derived: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
 
 
 def cast(tensor: torch.Tensor, dtype: torch.dtype, *, copy: bool = False) -> torch.Tensor:
-    """The tensor in `dtype`, where it stands; itself if it is that already, unless `copy`."""
+    """Return the tensor in `dtype`, on its tier; it is the tensor itself if it is that already,
+    unless `copy`."""
     if tensor.dtype == dtype and not copy:
         return tensor
     converted = torch.empty_like(tensor, dtype=dtype)
@@ -60,7 +61,7 @@ class Tiers:
     def empty(
         self, numel: int | None, dtype: torch.dtype, tier: Tier, state: State
     ) -> torch.Tensor:
-        """Room for `numel` elements (None: a scalar) of a state on a tier.
+        """Return room for `numel` elements (None: a scalar) of a state on a tier.
 
         Raises SpecError where the file tier's folder cannot hold it.
         """

@@ -111,7 +111,7 @@ def _of_activations(spec: Spec) -> Offload:
 
 
 def _factorizations(number: int) -> Iterator[tuple[int, int]]:
-    """(dp_replicate, dp_shard): all on one axis first, then all others."""
+    """Yield (dp_replicate, dp_shard): all ranks on dp_shard first, then those with both above 1."""
     yield 1, number
     yield from (
         (replicas, number // replicas) for replicas in range(2, number) if number % replicas == 0
@@ -234,7 +234,7 @@ def _written(spec: Spec) -> str:
 
 @cache
 def _named_tuples() -> dict[str, dict[str, str]]:
-    """Strategies that are their tuples and nothing more."""
+    """Return by name the tuples of the strategies that are these and nothing more."""
     tuples = {}
     for name in listing("strategies"):
         tree = strategy(name)

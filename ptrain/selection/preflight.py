@@ -96,10 +96,11 @@ def _peak(variant: Variant) -> str:
 def cheaper(
     spec: Spec, facts: ModelFacts | None = None, exact: Estimate | None = None
 ) -> tuple[Variant, ...]:
-    """At most three legal variants over the data axes that need less memory: other tuples, other
-    factorizations of the same ranks, smaller micro-batches; where none of these fits, states on the
-    host. Those that fit first; of these the plainest product, then the one that sends least. None
-    where the spec's own peak is not known. `exact` is the spec's own, where it is derived."""
+    """Return at most three legal variants over the data axes that need less memory: other tuples,
+    other factorizations of the same ranks, smaller micro-batches; where none of these fits, states
+    on the host. Those that fit come first; of these the plainest product, then the one that sends
+    least. There are none where the spec's own peak is not known. `exact` is the spec's own, where
+    it is derived."""
     facts = own_facts(spec) if facts is None else facts
     now = _variant(spec, spec, derive(spec, facts).exact if exact is None else exact)
     if now is None:
@@ -114,7 +115,8 @@ def cheaper(
 
 
 def _hosted(spec: Spec, facts: ModelFacts, now: Variant) -> list[Variant]:
-    """Variants that keep states on the host; in smaller micro-batches only if none fits else."""
+    """Return variants that keep states on the host; in smaller micro-batches only if none fits
+    else."""
     others = tuple(on_host(spec))
     variants = _better(now, _variants(spec, others, facts))
     if spec.batch.micro == 1 or any(variant.fits for variant in variants):
@@ -123,7 +125,8 @@ def _hosted(spec: Spec, facts: ModelFacts, now: Variant) -> list[Variant]:
 
 
 def _better(now: Variant, variants: Iterable[Variant]) -> list[Variant]:
-    """Those that fit or at least need less (of the host no more than it has), best first."""
+    """Return the variants that fit or at least need less (of the host no more than it has), best
+    first."""
     short = max(now.host_short_bytes, 0)
     return sorted(
         (
@@ -152,8 +155,9 @@ def _states_off_device(spec: Spec) -> int:
 def more_ranks(
     spec: Spec, variants: Sequence[Variant], facts: ModelFacts | None = None
 ) -> Variant | None:
-    """Where none of `variants` fits: the fewest ranks (a power of two along one axis) on which
-    this spec does, or else the first variant. None if that takes more than 1024."""
+    """Return the spec, or else the first variant, on the fewest ranks (a power of two along one
+    axis) on which it fits. None where one of `variants` fits, or where that takes more than
+    1024."""
     if any(variant.fits for variant in variants):
         return None
     facts = own_facts(spec) if facts is None else facts
@@ -202,8 +206,8 @@ def state_bytes(spec: Spec, sizes: dict[State, int]) -> int:
 
 
 def _promising(spec: Spec, facts: ModelFacts, now: Variant) -> Iterator[Spec]:
-    """Few enough to derive: the spec itself without what its dials keep, with slices on tp, the
-    smallest, the largest that fit, and smaller micro-batches."""
+    """Yield specs, few enough to derive: the spec itself without what its dials keep, with slices
+    on tp, the smallest, the largest that fit, and smaller micro-batches."""
     yield from frugal(spec)
     yield from sliced(spec)
     sizes_of = state_sizes(spec, facts)
@@ -233,7 +237,7 @@ def _variants(before: Spec, specs: Iterable[Spec], facts: ModelFacts) -> Iterato
 
 
 def _variant(before: Spec, after: Spec, exact: Estimate) -> Variant | None:
-    """None without a known peak."""
+    """Return `after` with what it costs, None without a known peak."""
     memory_fit = fit(after, exact)
     if memory_fit.peak_bytes is None:
         return None

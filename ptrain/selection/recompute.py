@@ -103,7 +103,8 @@ def _again(spec: Spec) -> int:
 
 
 def _with(spec: Spec, policy: Policy | None, every: int | None = None) -> Spec:
-    """Chosen, and so written: without a policy what was M is R, in the tuples too."""
+    """Return the spec with this choice, written as such: without a policy what was M is R, in the
+    tuples too."""
     said = spec.activations
     chosen = ActivationSpec(
         default=_kept(said.default, policy),

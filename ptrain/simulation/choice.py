@@ -39,8 +39,8 @@ def chosen(spec: Spec, exact: Estimate, choices: Sequence[str] = ()) -> tuple[in
 
 
 def classes(spec: Spec, exact: Estimate) -> list[tuple[int, ...]]:
-    """The ranks that are predicted to hold and to send the same and stand at the same place along
-    pp, by their first one."""
+    """Return the ranks that are predicted to hold and to send the same and stand at the same place
+    along pp together, in the order of their first ones."""
     rows: defaultdict[int, list[object]] = defaultdict(list)
     for row in exact.memory:
         rows[row.rank].append((row.state, row.device_bytes, row.host_bytes, row.file_bytes))
@@ -54,7 +54,7 @@ def classes(spec: Spec, exact: Estimate) -> list[tuple[int, ...]]:
 
 
 def _needed(exact: Estimate) -> dict[int, int]:
-    """Device bytes by rank: the peak, or where it is not predicted what is resident."""
+    """Return device bytes by rank: the peak, or where it is not predicted what is resident."""
     needed: defaultdict[int, int] = defaultdict(int)
     for row in exact.memory:
         needed[row.rank] += row.device_bytes

@@ -147,7 +147,7 @@ class LivingMeter(MemoryMeter):
             )
 
     def _living(self, event: int) -> Iterable[tuple[Life, int]]:
-        """What has bytes after so many changes."""
+        """Return every life with its bytes after so many changes."""
         lives: dict[int, tuple[Life, int]] = {}
         for life, size in (*self._before, *self._changes[:event]):
             _, before = lives.get(id(life), (life, 0))
@@ -156,7 +156,7 @@ class LivingMeter(MemoryMeter):
 
 
 def held(living: Iterable[tuple[Life, int]]) -> list[LiveStorages]:
-    """One row per kind, the largest first."""
+    """Return one row per kind, the largest first."""
     sizes: defaultdict[tuple[str, State], list[int]] = defaultdict(list)
     for life, size in living:
         if size:

@@ -117,7 +117,7 @@ class Chunks(Sequence[torch.Tensor]):
         return self.number
 
     def __getitem__(self, index: Any) -> Any:
-        """Like a list's: a slice gives a list."""
+        """Return a chunk as a list does: a slice gives a list."""
         if isinstance(index, slice):
             return [self[place] for place in range(*index.indices(self.number))]
         rows = self.tensor.shape[self.dim]

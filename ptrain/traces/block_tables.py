@@ -130,14 +130,15 @@ class Blocks:
         return self.parts.setdefault(text, len(self.parts))
 
     def _moved(self, table: BlockTableBuilder, recording: Recording) -> list[object]:
-        """The sizes of the storages that one block's forward takes off the device."""
+        """Return the sizes of the storages that one block's forward takes off the device."""
         layers = table.shape.layers
         counts = Counter(table.size(number) for number, _ in recording.moved)
         assert all(times % layers == 0 for times in counts.values()), "the blocks do not repeat"
         return [size for size, times in counts.items() for _ in range(times // layers)]
 
     def _work(self, traced: BlockTrace, table: BlockTableBuilder) -> dict[str, object]:
-        """Operations of one block by pass, and the collectives that it repeats."""
+        """Return the part that holds the operations of one block by pass, and the collectives that
+        it repeats."""
         record: dict[str, object] = {}
         by_block = [*_works(traced, table)]
         assert all(works == by_block[0] for works in by_block), "the blocks do not repeat"
@@ -207,8 +208,8 @@ def _works(traced: BlockTrace, table: BlockTableBuilder) -> Iterator[list[Operat
 
 
 def block_settings() -> Iterator[tuple[str, dict[str, TableSetting]]]:
-    """Name of the file, and how the operators are cut; whether embedding and head are tied, and
-    how logits are, is nothing to a block."""
+    """Yield the name of the file, and how the operators are cut; whether embedding and head are
+    tied, and how logits are, is nothing to a block."""
     for title, alone, cut in settings():
         if not alone.tied:
             kinds = {setting.kind.name: setting for setting in cut if setting.kind is not None}
@@ -217,7 +218,7 @@ def block_settings() -> Iterator[tuple[str, dict[str, TableSetting]]]:
 
 
 def main() -> None:
-    """Writes every table, or those whose names begin with `--only`."""
+    """Write every table, or those whose names begin with `--only`."""
     directory, only = asked(__doc__, "blocks")
     mesh = fake_mesh()
     for title, by_cut in block_settings():

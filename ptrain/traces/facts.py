@@ -90,7 +90,8 @@ def read_facts(
 
 
 def _of_large(spec: Spec, *, allow_import: bool, runs_fakes: bool) -> ModelFacts | None:
-    """None where the weights are few, and where a constructor reads values, which a fake lacks."""
+    """Return the facts of a large model, read off a fake of it. None where the weights are few, and
+    where a constructor reads values, which a fake lacks."""
     is_theirs = isinstance(spec.model, ExternalModel)
     try:
         with fake_tensors():

@@ -58,7 +58,7 @@ class LossTableBuilder:
         self.parts: dict[str, int] = {}
 
     def build(self, settings: Sequence[LossTraceSetting]) -> dict[str, object]:
-        """As JSON."""
+        """Return the tables as JSON."""
         ways = {
             setting.name: {place: self._place(setting, place) for place in PLACES}
             for setting in settings
@@ -123,7 +123,7 @@ class LossTableBuilder:
 
 
 def values_of(setting: LossTraceSetting, tokens: Tokens) -> dict[str, int]:
-    """Of the symbols that there are."""
+    """Return the values of the symbols that exceed 1."""
     shape, degree = setting.shape, setting.degree
     values = {
         "tokens": tokens.number // setting.slices,
@@ -150,7 +150,7 @@ def divided(size: int, values: Mapping[str, int]) -> tuple[int, tuple[int, ...]]
 
 
 def repeating(less: Coded, more: Coded) -> Pieces:
-    """What is there once, and what for each chunk, of as few chunks as it is true of."""
+    """Return what is there once, and what for each chunk, of as few chunks as it is true of."""
     split = next(_splits(less, more, CHUNKS[1] - CHUNKS[0]), None)
     assert split is not None, "the chunks do not repeat"
     assert not any(isinstance(e, str | list) for e in (*split.every, *split.later)), "a boundary"

@@ -40,8 +40,8 @@ def stage_rows(
     prepare: Prepare | None = None,
     around: Around = nullcontext,
 ) -> Rows:
-    """`prepare` cuts a stage's operators, in place, and `around` is what its passes run in. The
-    generator's state is left as it was."""
+    """Return the rows of every stage. `prepare` cuts a stage's operators, in place, and `around` is
+    what its passes run in. The generator's state is left as it was."""
     stages, ends = stages_of(spec, facts), chain_of(spec, facts).ends
     plan = lower(spec, facts.unit_modules, facts.roles, stages, facts.blocks)
     loss = Loss(loss_inside(plan.loss, plan.tensor) if plan.loss else None)
@@ -100,7 +100,7 @@ def _rows(traced: TracedStage, *, in_halves: bool) -> dict[str, Any]:
 
 
 def _halves(passes: PassEvents) -> Recording:
-    """The half of the inputs, then that of the weights."""
+    """Return the half of the inputs, then that of the weights, as one recording."""
     return Recording(passes.events["input"], passes.events["weight"], passes.sizes)
 
 

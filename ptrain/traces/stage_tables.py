@@ -111,7 +111,7 @@ def smallest_units(part: torch.nn.Module, stage: Stage) -> Units:
 def traced(
     setting: TableSetting, case: Case, dtype: torch.dtype, mesh: DeviceMesh | None
 ) -> tuple[TracedStage, AbstractContextManager[None]]:
-    """The stage, and what surrounds its passes."""
+    """Return the stage, and what surrounds its passes."""
     step = setting.kind.step(setting.shape) if setting.kind else None
     batch, tokens = setting.batch, setting.sequence
     whole = tokens * TP if step is not None and step.is_sequence else tokens
@@ -171,7 +171,7 @@ class StageTableBuilder:
         self.ambiguous = False  # whether one size in bytes follows here and does not there
 
     def build(self, most: int = MOST) -> dict[str, object]:
-        """As JSON."""
+        """Return the tables as JSON."""
         by_place: dict[str, dict[str, object]] = {place: {} for place in PLACES}
         for place, in_halves in itertools.product(PLACES, (False, True)):
             if not (in_halves and place == PLACES[0]):
@@ -200,7 +200,8 @@ class StageTableBuilder:
         return self.parts.setdefault(text, len(self.parts))
 
     def _encoded(self, case: Case) -> tuple[dict[str, list[list[object]]], int]:
-        """Every pass as JSON, layer by layer in the order of the pass; the output's size."""
+        """Return every pass as JSON, layer by layer in the order of the pass, and the index of the
+        output's size."""
         dtypes = DTYPES[self.setting.precision]
         learns = case.layers == 1 or self.ambiguous
         (first, stage), *others = (
@@ -221,8 +222,8 @@ class StageTableBuilder:
         return passes, size[first.output]
 
     def _sizes(self, first: PassEvents, others: Sequence[PassEvents]) -> dict[int, int]:
-        """The index of each storage's size. Which sizes follow the compute dtype's is learnt where
-        passes of two dtypes are given."""
+        """Return the index of each storage's size. Which sizes follow the compute dtype's is learnt
+        where passes of two dtypes are given."""
         for other in others:
             assert _shape(first) == _shape(other), "the passes depend on the dtype"
         indices = {}
@@ -258,7 +259,8 @@ def _shape(passes: PassEvents) -> list[object]:
 
 
 def _sorted(events: Sequence[Event]) -> list[Event]:
-    """Gradients that are complete at once are so in no order."""
+    """Sort by parameter the gradients that are complete at once, which have no order of their
+    own."""
     ordered: list[Event] = []
     for is_complete, group in itertools.groupby(events, lambda e: isinstance(e, Completion)):
         together = list(group)
@@ -291,8 +293,8 @@ def _layers(
 
 
 def _shortest(events: Sequence[object]) -> list[object]:
-    """What rises as high and ends as high, whatever the sizes: between two boundaries only levels
-    count that no other one contains."""
+    """Return events that rise as high and end as high, whatever the sizes: between two boundaries
+    only levels count that no other one contains."""
     shortened: list[object] = []
     for is_size, group in itertools.groupby(events, lambda event: isinstance(event, int)):
         together = list(group)
@@ -350,7 +352,7 @@ def _encode(event: Event, size: Mapping[int, int], units: Units, layer: int) -> 
 
 
 def settings() -> Iterator[tuple[str, TableSetting, tuple[TableSetting, ...]]]:
-    """Name of the file, what is not cut over tp, and every way in which it is."""
+    """Yield the name of the file, what is not cut over tp, and every way in which it is."""
     choices = itertools.product(Family, (False, True), (False, True), DTYPES, (False, True))
     for family, tied, special, precision, is_one in choices:
         alone, *cut_over_tp = (

@@ -71,8 +71,8 @@ class _Asked:
 
 
 def traced(spec: Spec, facts: ModelFacts, *, allow_import: bool) -> Traced:
-    """A timeline for each index on tp, all of them within `timeout.init`; with pp the rows of each
-    stage in its place."""
+    """Return a timeline for each index on tp, all of them within `timeout.init`; with pp the rows
+    of each stage in its place."""
     alone = _tensor_alone(spec)
     step = _plan(alone, facts).tensor
     assert step is not None, "something is cut"
@@ -127,12 +127,12 @@ def _tensor_alone(spec: Spec) -> Spec:
 
 
 def timelines_of(traces: Traced) -> tuple[Timeline, ...]:
-    """Raises PtrainError for a problem."""
+    """Return the timelines by index on tp. Raises PtrainError for a problem."""
     return tuple(map(from_rows, by_place(traces)))
 
 
 def by_place(traces: Traced) -> list[Any]:
-    """The answers by index on tp. Raises PtrainError for a problem."""
+    """Return the answers by index on tp. Raises PtrainError for a problem."""
     if "problem" in traces:
         raise PtrainError(traces["problem"])
     rows: list[Any] = traces["timelines"]
@@ -147,7 +147,7 @@ def _players(step: Parallelize, facts: ModelFacts, degree: int) -> list[int]:
 
 @cache
 def _answers(requests: tuple[_Asked, ...], seconds: float) -> list[Traced]:
-    """Of processes that run side by side, in at most `seconds`."""
+    """Return the answers of processes that run side by side, in at most `seconds`."""
     ends = time.monotonic() + seconds
     processes = [
         Popen(

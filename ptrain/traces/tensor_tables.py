@@ -123,7 +123,7 @@ def trace(
 
 
 def tables(mesh: DeviceMesh) -> Iterator[tuple[str, dict[str, object]]]:
-    """(name, every kind's table) of all variants of the models."""
+    """Yield (name, every kind's table) of all variants of the models."""
     choices = itertools.product(Family, (False, True), (False, True), DTYPES, (BATCH, 1))
     for family, tied, special, precision, batch in choices:
         by_kind: dict[str, object] = {}
@@ -158,7 +158,7 @@ def fake_mesh() -> DeviceMesh:
 
 
 def main() -> None:
-    """Writes every table."""
+    """Write every table."""
     parser = argparse.ArgumentParser(description=__doc__)
     default = Path(__file__).parents[2] / "derivation" / "tables" / "tp"
     parser.add_argument("--out", type=Path, default=default)

@@ -18,7 +18,7 @@ AUTO = "auto"
 
 
 def candidates(source: str, own: RunFolder) -> list[Path]:
-    """Checkpoints in the order in which they are tried, the newest first.
+    """Return the checkpoints in the order in which they are tried, the newest first.
 
     `auto` are those of this run folder and no other: a run beside it may be of another text, seed
     or learning rate, whatever its name. A path is a checkpoint or a run folder.
@@ -79,7 +79,7 @@ def require_fitting(spec: Spec, source: str, path: Path, checkpoint: Manifest) -
 
 
 def none_sound(source: str, complaints: Sequence[str]) -> SpecError:
-    """There is no checkpoint, or each has what its complaint says."""
+    """Return the refusal that says that there is no checkpoint, or what is wrong with each."""
     if not complaints:
         remedy = "train with checkpoint.every=N or checkpoint.at_end=true, or leave --resume out"
         return refused(_place(source), "holds no checkpoint", remedy)

@@ -90,8 +90,8 @@ def load(program: Program, folder: Path, verified: Manifest, exchange: Exchange)
 
 
 def verify(folder: Path, exchange: Exchange) -> Manifest:
-    """The manifest of a checkpoint whose files agree with it. Every rank hashes its share of them;
-    all raise PtrainError for what any of them found."""
+    """Return the manifest of a checkpoint whose files agree with it. Every rank hashes its share of
+    them; all raise PtrainError for what any of them found."""
     problem, checkpoint = "", None
     try:
         checkpoint = manifest.read(folder)
@@ -138,7 +138,7 @@ def _without_advice() -> Iterator[None]:
 
 
 def _written_by(rank: int, folder: Path) -> list[str]:
-    """The files whose hashes are this rank's business; the metadata is rank 0's."""
+    """Return the files whose hashes are this rank's business; the metadata is rank 0's."""
     names = [path.name for path in folder.iterdir()]
     mine = [name for name in names if (match := _OURS.fullmatch(name)) and int(match[1]) == rank]
     return [*mine, METADATA] if rank == 0 else mine
@@ -181,7 +181,8 @@ def _mismatch(metadata: Metadata, state: dict[str, Any]) -> str:
 
 
 def _other_layout(metadata: Metadata, state: dict[str, Any]) -> str:
-    """What to write where the checkpoint was trained with another layout; empty if it was not."""
+    """Return what to write where the checkpoint was trained with another layout; empty if it was
+    not."""
     saved = _dtypes(
         (name, entry.properties.dtype)
         for name, entry in metadata.state_dict_metadata.items()
@@ -206,7 +207,8 @@ def _other_layout(metadata: Metadata, state: dict[str, Any]) -> str:
 
 
 def _dtypes(tensors: Iterable[tuple[str, torch.dtype]]) -> dict[str, torch.dtype]:
-    """The dtypes of parameters, master copies and moments, as a spec's `precision` calls them."""
+    """Return the dtypes of parameters, master copies and moments, as a spec's `precision` calls
+    them."""
     dtypes: dict[str, torch.dtype] = {}
     for name, dtype in tensors:
         if name.startswith("model."):
@@ -229,7 +231,8 @@ def _fits(layout: Layout, saved: dict[str, torch.dtype]) -> bool:
 
 
 def _first(problem: str, exchange: Exchange) -> str:
-    """What any rank found, on every rank: with pp each knows its own layers only."""
+    """Return the first problem of any rank, on every rank: with pp each knows its own layers
+    only."""
     return next((complaint for complaint in exchange.gather(problem) if complaint), "")
 
 
@@ -244,7 +247,7 @@ def _surplus(metadata: Metadata, state: dict[str, Any], exchange: Exchange) -> s
 
 
 def _flat(state: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    """Nested names joined by dots, as torch.distributed.checkpoint writes them."""
+    """Join nested names by dots, as torch.distributed.checkpoint writes them."""
     leaves: list[tuple[str, Any]] = []
     for name, value in state.items():
         place = f"{prefix}{name}"

@@ -40,8 +40,8 @@ class Consistency:
         self.require(step + 1)
 
     def require(self, steps: int) -> None:
-        """The ranks agree after so many steps. Raises TrainingStopped on all of them; costs nothing
-        where that was looked at already, or is never to be."""
+        """Require that the ranks agree after so many steps. Raises TrainingStopped on all of them;
+        costs nothing where that was looked at already, or is never to be."""
         if not self.every or steps == self._checked:
             return
         self._checked = steps

@@ -32,7 +32,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def launch(settings: Options) -> int:
-    """Raises RankFailed with the root cause that the agent found."""
+    """Run torch's agent of this node and return the exit code. Raises RankFailed with the root
+    cause that the agent found."""
     spec = settled(load(settings.spec, settings.overrides))
     config = LaunchConfig(
         min_nodes=settings.nnodes,
@@ -70,7 +71,8 @@ def _ranks_per_node(world_size: int, num_nodes: int) -> int:
 
 
 def _culprit(error: ChildFailedError) -> tuple[int, str]:
-    """The first to fail that did not fail because of another; on this node, as each agent says."""
+    """Return the first rank to fail that did not fail because of another, and what it says; on this
+    node, as each agent says."""
     failures = sorted(error.failures.items(), key=lambda failed: failed[1].timestamp)
     messages = [(rank, _told(failure.message)) for rank, failure in failures]
     return next((pair for pair in messages if not is_victim(pair[1])), messages[0])

@@ -40,14 +40,14 @@ class Failure:
 
 
 def failures(ranks: Sequence[Rank], now: float) -> list[Failure]:
-    """Every rank that has failed by now, in the order in which that was noticed."""
+    """Return every failure by now, in the order in which they were noticed."""
     failed = [failure for rank in ranks if (failure := _failure(rank, now))]
     return sorted(failed, key=lambda failure: failure.rank.ended or now)
 
 
 def culprit(failures: Sequence[Failure], living: Sequence[Rank]) -> Failure:
-    """Who is to blame: the first that is no victim; if all are, one that lives and is silent, of
-    several the one that most victims waited for."""
+    """Return who is to blame: the first that is no victim; if all are, one that lives and is
+    silent, of several the one that most victims waited for."""
     for failure in failures:
         if not failure.is_victim:
             return failure
@@ -119,7 +119,7 @@ def _signalled(number: int) -> str:
 
 
 def _raised(rank: Rank) -> str:
-    """The exception in the rank's error file, "" where there is none."""
+    """Return the exception in the rank's error file, "" where there is none."""
     try:
         content = json.loads(rank.error_file.read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -299,7 +299,7 @@ def _environment(num_ranks: int) -> Mapping[str, object]:
 
 
 def _revision() -> str | None:
-    """The commit of the folder that the command runs in, `+` where files differ from it."""
+    """Return the commit of the folder that the command runs in, `+` where files differ from it."""
     try:
         completed = subprocess.run(
             ["git", "describe", "--always", "--abbrev=40", "--dirty=+", "--exclude=*"],

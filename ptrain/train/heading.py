@@ -29,7 +29,7 @@ def header(spec: Spec, *, numel: int, backend: str, device: str) -> str:
 
 
 def parts_of_ranks(spec: Spec) -> tuple[str, ...]:
-    """What of the model each rank has, where that differs: `stage 1`, `stages 0 and 3`."""
+    """Return what of the model each rank has, where that differs: `stage 1`, `stages 0 and 3`."""
     if pipeline_of(spec) is None:
         return ()
     schedule = schedule_of(spec)
@@ -40,7 +40,8 @@ def parts_of_ranks(spec: Spec) -> tuple[str, ...]:
 def preflight_lines(
     spec: Spec, exact: Estimate, words: Sequence[str] = ("SPEC",), *, allow_import: bool = False
 ) -> list[str]:
-    """The prediction, and where it has no peak why not and what tells. `words` load the spec."""
+    """Return the prediction, and where it has no peak why not and what tells. `words` load the
+    spec."""
     lines, memory_fit = [preflight_line(spec, exact)], fit(spec, exact)
     if memory_fit.peak_bytes is None:
         command = telling(spec, exact, words, allow_import=allow_import)
@@ -50,8 +51,8 @@ def preflight_lines(
 
 
 def preflight_line(spec: Spec, exact: Estimate) -> str:
-    """`preflight  peak 61.3 MB of 12.9 GB per rank · 14.2 MB sent per step`, and what is copied
-    between tiers where anything is; without what is not predicted."""
+    """Return `preflight  peak 61.3 MB of 12.9 GB per rank · 14.2 MB sent per step`, and what is
+    copied between tiers where anything is; without what is not predicted."""
     copied = exact.copied_bytes()
     memory_fit = fit(spec, exact)
     is_known = memory_fit.peak_bytes is not None

@@ -30,7 +30,8 @@ def trained(spec: Spec) -> dict[str, object]:
 
 
 def other_model(was: Mapping[str, object], spec: Spec) -> Fault | None:
-    """How the model section differs from the one that was saved; None for an older manifest."""
+    """Return how the model section differs from the one that was saved; None for an older
+    manifest."""
     before, now = was.get("model"), trained(spec)["model"]
     if not isinstance(before, dict) or _text(before) == _text(now):
         return None

@@ -68,7 +68,7 @@ def step_of(folder: Path) -> int:
 
 
 def complete(parent: Path) -> list[Path]:
-    """Checkpoints with their final name below `parent`, newest first."""
+    """Return the checkpoints with their final name below `parent`, newest first."""
     paths = [path for path in parent.glob("step-*") if is_name(path.name)]
     return sorted(paths, key=step_of, reverse=True)
 

@@ -143,7 +143,8 @@ def _run(session: Session, interrupts: interrupt.Interrupts) -> int:
 
 
 def _on_first(exchange: Exchange, trace: Callable[[], Any]) -> Any:
-    """What rank 0 finds, on every rank. What stops it there is a problem of all the others."""
+    """Return on every rank what `trace` gives on rank 0. What stops it there is a problem of all
+    the others."""
     answer = None
     try:
         if exchange.world.is_first:

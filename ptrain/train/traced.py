@@ -25,7 +25,7 @@ def moved(spec: Spec, metered: tuple[int, ...]) -> dict[int, int]:
 
 
 def told(spec: Spec, metered: tuple[int, ...]) -> str:
-    """One line on what is moved, "" where nothing is."""
+    """Return one line on what is moved, "" where nothing is."""
     if not (moves := moved(spec, metered)):
         return ""
     steps, instead = " and ".join(map(str, moves)), max(metered) + 1

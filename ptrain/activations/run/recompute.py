@@ -36,8 +36,8 @@ _NAMES = {
 
 
 def recompute(module: nn.Module, policy: Policy, *, draws: bool) -> None:
-    """`module`'s forward pass runs again in backward, until all that was not kept is there.
-    `draws`: it may draw random numbers, which are then the same."""
+    """Make `module`'s forward pass run again in backward, until all that was not kept is there.
+    With `draws` it may draw random numbers, which are then the same."""
     options: dict[str, Any] = {"preserve_rng_state": draws}
     if policy.keep:
         kept = list(dict.fromkeys(operator for kind in policy.keep for operator in operators(kind)))
@@ -47,7 +47,7 @@ def recompute(module: nn.Module, policy: Policy, *, draws: bool) -> None:
 
 @cache
 def operators(kind: Operators) -> tuple[Any, ...]:
-    """Those of a class that this torch has."""
+    """Return the operators of a kind that this torch has."""
     overloads: list[Any] = []
     for name in _NAMES[kind]:
         overloads += [_overload(full_name) for full_name in _matching(name)]

@@ -43,8 +43,8 @@ def padded_flat(numel: int, ranks: int) -> int:
 def stretches(
     padded: int, degrees: Sequence[int], places: Sequence[int | None]
 ) -> Iterator[tuple[int, int]]:
-    """(start, end) in a whole flat buffer, viewed as [*degrees, c], of what a shard is made of: it
-    has one place along a dimension, or (None) all."""
+    """Yield the (start, end) of each stretch of a shard in a whole flat buffer, viewed as
+    [*degrees, c]. The shard has one place along a dimension, or (None) all."""
     size = padded // math.prod(degrees)
     own = (
         range(degree) if place is None else (place,)
@@ -79,7 +79,7 @@ def _overlaps(whole: Sequence[Run], within: Iterable[tuple[int, int]]) -> Iterat
 
 
 def _merged(runs: Iterable[Run]) -> Iterator[Run]:
-    """Runs that follow one another, those of equal flags as one; empty ones are left out."""
+    """Join runs that follow one another and have equal flags, and leave out empty ones."""
     for flag, group in groupby((run for run in runs if run[0] < run[1]), key=lambda run: run[2]):
         members = list(group)
         yield members[0][0], members[-1][1], flag

@@ -57,7 +57,8 @@ class Transfer:
 
 
 def transfers(schedule: Schedule) -> tuple[Transfer, ...]:
-    """None over a boundary within a rank. By rank, boundary, then forward before backward."""
+    """Return what the ranks send and receive over boundaries, by rank and boundary, forward before
+    backward. A boundary within a rank has no transfer."""
     counts = Counter(
         (part.stage, part.kind)
         for order in schedule.orders

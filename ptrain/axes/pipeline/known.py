@@ -28,8 +28,8 @@ class _Recipe:
 
 @lru_cache(maxsize=16)  # a command asks for the same one a few times
 def schedule(name: ScheduleName | ListedSchedule, pipeline: PipelineShape) -> Schedule:
-    """Raises SpecError where the schedule needs another number of stages or micro-batches, and
-    where a listed one is none."""
+    """Return the schedule of that name, or the listed one. Raises SpecError where it needs another
+    number of stages or micro-batches, and where a list is no schedule."""
     problems = tuple(faults(name, pipeline))
     if problems:
         raise SpecError(*problems)

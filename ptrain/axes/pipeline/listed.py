@@ -25,8 +25,8 @@ def as_schedule(listed: ListedSchedule) -> Schedule:
 
 
 def faults_of_list(listed: ListedSchedule, pipeline: PipelineShape) -> Iterator[Fault]:
-    """Why the list is no step of this pipeline: other ranks, stages or micro-batches, or the first
-    place that is wrong or that nobody gets past."""
+    """Yield why the list is no step of this pipeline: other ranks, stages or micro-batches, or the
+    first place that is wrong or that nobody gets past."""
     sizes = [*faults_of_rows(listed, pipeline.ranks), *_sizes(listed, pipeline)]
     yield from sizes
     if sizes:
@@ -80,7 +80,7 @@ def _sizes(listed: ListedSchedule, pipeline: PipelineShape) -> Iterator[Fault]:
 
 
 def _ranks(listed: ListedSchedule) -> dict[int, int]:
-    """The first rank that has a stage; the simulator refuses a second one."""
+    """Return by stage the first rank that has it; the simulator refuses a second one."""
     rank_of: dict[int, int] = {}
     for rank, order in enumerate(listed.orders):
         for step in order:

@@ -73,7 +73,7 @@ def rounds(microbatches: int, ranks: int) -> int:
 
 
 def _rounds(pipeline: PipelineShape, rank: int) -> tuple[list[_Chunk], list[_Chunk]]:
-    """What one rank computes forward and what backward, each in its order."""
+    """Return what one rank computes forward and what backward, each in its order."""
     round_size = _each_round(pipeline)
     stages = range(rank, pipeline.stages, pipeline.ranks)
 
@@ -93,8 +93,9 @@ def _each_round(pipeline: PipelineShape) -> int:
 
 
 def _warm_up(pipeline: PipelineShape, rank: int, *, per_hop: int) -> int:
-    """Forwards before the first backward, beside the one that goes with it: a round through every
-    stage but the last, and `per_hop` more for each rank behind this one."""
+    """Return the number of forwards before the first backward, beside the one that goes with it: a
+    round through every stage but the last, and `per_hop` more for each rank behind this one, at
+    most all."""
     round_size = _each_round(pipeline)
     wanted = (pipeline.stages_per_rank - 1) * round_size + per_hop * (pipeline.ranks - 1 - rank)
     return min(wanted, pipeline.stages_per_rank * pipeline.microbatches)

@@ -59,9 +59,9 @@ def layers(spec: Spec, facts: ModelFacts) -> Layers:
 
 
 def stage_facts(facts: ModelFacts, stage: Stage) -> ModelFacts:
-    """One stage's part: its units, what it shares with another stage in units of their own, the
-    root with what it has of the ends, and the order in which its gradients are complete. A tied
-    head's copy is complete when the head is."""
+    """Return the facts of one stage's part: its units, what it shares with another stage in units
+    of their own, the root with what it has of the ends, and the order in which its gradients are
+    complete. A tied head's copy is complete when the head is."""
     tensors = {tensor.name: tensor for tensor in facts.tensors}
     for name, copy in stage.copied:
         tensors[copy] = replace(tensors[name], name=copy)

@@ -27,8 +27,8 @@ def slices(size: int, degree: int) -> list[int]:
 
 
 def shards_differ(size: int, degree: int, shards: int) -> bool:
-    """Whether the slices of a tensor's rows are cut into shards of different heights: the offsets
-    that torch then computes for a DTensor that is cut twice are wrong (2.11 to 2.13)."""
+    """Return whether the slices of a tensor's rows are cut into shards of different heights: the
+    offsets that torch then computes for a DTensor that is cut twice are wrong (2.11 to 2.13)."""
     heights = {ceil_div(rows, shards) for rows in slices(size, degree)}
     return shards > 1 and len(heights) > 1
 

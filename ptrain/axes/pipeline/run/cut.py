@@ -83,7 +83,8 @@ def _there(model: nn.Module, names: Sequence[str]) -> Iterator[nn.Module]:
 
 
 def _copy(part: nn.Module, name: str, source: nn.Parameter) -> None:
-    """The stage's own copy of a tensor, in the linear operator that it belongs to."""
+    """Put the stage's own copy of a tensor in the linear operator that it belongs to, a new one
+    where the stage has none."""
     path, _, attribute = name.rpartition(".")
     above, _, last = path.rpartition(".")
     if getattr(part.get_submodule(above), last, None) is None:

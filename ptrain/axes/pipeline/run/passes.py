@@ -22,8 +22,9 @@ Groups = list[dict[str, Any]]  # parameters, and where their half of a backward 
 
 
 def backward(root: Tensor, gradient: Tensor | None, given: Tensor) -> Tensor | None:
-    """The whole backward pass of what a stage made of `given`: of its output, with the output's
-    gradient, or of the last stage's loss. Returns the gradient of `given`, None of tokens."""
+    """Run the whole backward pass of what a stage made of `given`, from its output, with the
+    output's gradient, or from the last stage's loss. Return the gradient of `given`, None of
+    tokens."""
     if gradient is None:
         gradients = stage_backward(root, None, (given,))
     else:
@@ -35,8 +36,8 @@ def backward(root: Tensor, gradient: Tensor | None, given: Tensor) -> Tensor | N
 def backward_input(
     root: Tensor, gradient: Tensor | None, given: Tensor, parameters: Iterable[Tensor]
 ) -> tuple[Tensor | None, Groups]:
-    """The half that the stage before waits for: the gradient of `given`, and what
-    `backward_weight` goes on from. `root` is detached in place."""
+    """Compute what the stage before waits for, the gradient of `given`, and what `backward_weight`
+    goes on from. `root` is detached in place."""
     gradients = None if gradient is None else [gradient]
     of_inputs, groups = stage_backward_input([root], gradients, [given], iter(parameters))
     (of_given,) = of_inputs
@@ -52,7 +53,7 @@ def backward_weight(parameters: Sequence[Tensor], groups: Groups) -> None:
 
 
 def in_model_order(groups: Groups, parameters: Sequence[Tensor]) -> None:
-    """Sorts what `backward_input` gave, in place."""
+    """Sort what `backward_input` gave, in place."""
     places = {
         _get_grad_fn_or_grad_acc(parameter): place for place, parameter in enumerate(parameters)
     }

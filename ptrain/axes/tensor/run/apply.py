@@ -230,7 +230,7 @@ def _matching(model: nn.Module, pattern: str) -> Iterator[str]:
 
 
 def _tied(model: nn.Module) -> list[list[str]]:
-    """The names under which a parameter has several."""
+    """Return the names of each parameter that has several."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -238,7 +238,7 @@ def _tied(model: nn.Module) -> list[list[str]]:
 
 
 def _tie_again(model: nn.Module, tied: list[list[str]]) -> None:
-    """Each module that is cut gets a parameter of its own; those of one tensor are one again."""
+    """Register one parameter under all names of a tensor: each module that was cut got its own."""
     for first, *others in tied:
         kept = model.get_parameter(first)
         for name in others:
