@@ -22,7 +22,8 @@ nor declares the axes (`spec/axis.py`), and holds at least one of these:
 A file names a mode where it has a member of `Distribution`, or imports one of the modes by its
 letter, and a tier where it has a member of `Tier`; `spec/placement.py`, which declares both, does
 not count. A wrap's kind is named by every `isinstance` and every `case` with one or more of the
-kinds, outside `axes/data`. A class name stands twice where two modules of ptrain/ define it. Tables
+kinds, outside `axes/data`. A class name stands twice where two modules of ptrain/ define it. A name says nothing where a variable or a parameter is called
+found, told, asked, made or each. Tables
 are all files of ptrain/ that are neither Python nor a page. Of tests and benchmarks no more than
 their lines count.
 """
@@ -158,6 +159,7 @@ class House:
             Row("– files with such a place", str(len({file for file, _ in places})), "0"),
             Row("pairs of rooms that import each other", str(len(tree.mutual_imports())), "0"),
             Row("class names that stand twice", str(len(tree.repeated_classes())), "≤ 15"),
+            Row("modules with names that say nothing", str(len(tree.filler_names())), "0"),
             Row("lines of ptrain/", f"{num_source:,}", "≤ 43,000"),
             Row("lines of tests/", f"{num_tests:,}"),
             Row("test : source", f"{num_tests / num_source:.2f}"),

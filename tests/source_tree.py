@@ -13,6 +13,8 @@ BASE = "base"  # the room of the modules beside the packages, which stands below
 AXES, TORCH_HALF = "axes", "run"
 USERS = {"ptrain", "ptrain.__main__", "ptrain.testing"}  # entries: they are in no room
 
+FILLERS = {"found", "told", "asked", "made", "each"}  # of a variable
+
 
 class SourceTree:
     """A checkout at `root`. Files are read once, when they are first needed."""
@@ -110,3 +112,17 @@ class SourceTree:
                 if isinstance(node, ast.ClassDef):
                     homes.setdefault(node.name, set()).add(module)
         return {name: sorted(homes[name]) for name in sorted(homes) if len(homes[name]) > 1}
+
+    def filler_names(self) -> dict[str, list[str]]:
+        """By module the variables and parameters whose names say nothing of what they hold."""
+        fillers = {
+            module: sorted(set(_fillers(self.parsed(path)))) for module, path in self.modules.items()
+        }
+        return {module: names for module, names in fillers.items() if names}
+
+
+def _fillers(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        match node:
+            case ast.Name(id=name, ctx=ast.Store()) | ast.arg(arg=name) if name in FILLERS:
+                yield name

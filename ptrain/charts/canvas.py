@@ -75,15 +75,15 @@ _Corners = list[tuple[float, float]]
 def _alike(sheet: Sheet) -> dict[tuple[str, str, float], list[_Corners]]:
     """Rectangles by colour, edge and width of the edge: one collection each, or thousands of boxes
     take minutes."""
-    found: defaultdict[tuple[str, str, float], list[_Corners]] = defaultdict(list)
-    for each in sheet.rectangles:
-        found[each.colour, each.edge, each.edge_width].append(_corners(each))
-    return found
+    alike: defaultdict[tuple[str, str, float], list[_Corners]] = defaultdict(list)
+    for rectangle in sheet.rectangles:
+        alike[rectangle.colour, rectangle.edge, rectangle.edge_width].append(_corners(rectangle))
+    return alike
 
 
-def _corners(each: Rectangle) -> _Corners:
-    right, lower = each.x + each.width, each.y + each.height
-    return [(each.x, each.y), (right, each.y), (right, lower), (each.x, lower)]
+def _corners(rectangle: Rectangle) -> _Corners:
+    right, lower = rectangle.x + rectangle.width, rectangle.y + rectangle.height
+    return [(rectangle.x, rectangle.y), (right, rectangle.y), (right, lower), (rectangle.x, lower)]
 
 
 def _metadata(sheet: Sheet, form: Format) -> dict[str, str | None]:

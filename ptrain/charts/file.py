@@ -15,8 +15,8 @@ def require_writable(path: Path) -> Format:
     there or may not be written, and where the extra is not installed."""
     ending = path.suffix.lower().removeprefix(".")
     if ending not in list(Format):
-        found = f"ends in .{ending}" if ending else "has no ending"
-        raise refused("--chart", f"{path} {found}", "name a file that ends in .png or .svg")
+        ends = f"ends in .{ending}" if ending else "has no ending"
+        raise refused("--chart", f"{path} {ends}", "name a file that ends in .png or .svg")
     try:
         if not path.parent.is_dir():
             finding = f"there is no folder {path.parent}"

@@ -79,8 +79,8 @@ def _columns(moments: Sequence[MemorySample]) -> Iterator[MemorySample]:
         place = moment.event * _COLUMNS // len(moments)
         return place, moment.phase, moment.micro_batch
 
-    for _, each in groupby(moments, key=column):
-        yield max(each, key=lambda moment: moment.total)
+    for _, alike in groupby(moments, key=column):
+        yield max(alike, key=lambda moment: moment.total)
 
 
 def _stack(
@@ -113,10 +113,10 @@ def _numbers(peak: int, top: float) -> Iterator[Label]:
 def _passes(columns: Sequence[MemorySample]) -> Iterator[tuple[int, int, MemorySample]]:
     """First column, number of columns and a moment of each pass through a phase."""
     first = 0
-    for _, each in groupby(columns, key=lambda moment: (moment.phase, moment.micro_batch)):
-        found = list(each)
-        yield first, len(found), found[0]
-        first += len(found)
+    for _, moments in groupby(columns, key=lambda moment: (moment.phase, moment.micro_batch)):
+        shown = list(moments)
+        yield first, len(shown), shown[0]
+        first += len(shown)
 
 
 def _boundaries(columns: Sequence[MemorySample], width: float, top: float) -> Iterator[Rectangle]:

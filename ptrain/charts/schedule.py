@@ -189,7 +189,7 @@ def _label(box: Box, size: float, *, several: bool) -> list[tuple[str, float]]:
 
 
 def _label_width(box: Box, size: float, *, several: bool) -> float:
-    return max(width_of(text, each) for text, each in _label(box, size, several=several))
+    return max(width_of(text, font) for text, font in _label(box, size, several=several))
 
 
 def _kinds(every: Sequence[Box]) -> list[Kind]:

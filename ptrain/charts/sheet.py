@@ -64,17 +64,17 @@ class Sheet:
 
     def write(self, lines: Iterable[Label]) -> None:
         """Line under line at the lower end, as many as each needs."""
-        for each in lines:
-            for text in wrapped(each, self.width - each.x):
-                self.height += each.size * LINE
+        for line in lines:
+            for text in wrapped(line, self.width - line.x):
+                self.height += line.size * LINE
                 self.texts.append(
                     Label(
                         text=text,
-                        x=each.x,
-                        y=self.height - each.size * LINE / 2,
-                        size=each.size,
-                        colour=each.colour,
-                        is_bold=each.is_bold,
+                        x=line.x,
+                        y=self.height - line.size * LINE / 2,
+                        size=line.size,
+                        colour=line.colour,
+                        is_bold=line.is_bold,
                     )
                 )
 

@@ -67,7 +67,9 @@ def as_record(spec: Spec, derivation: Derivation) -> dict[str, object]:
         "spec": plan.name,
         "steps": steps,
         "units": ["+".join(modules) for modules in plan.units],
-        "conditions": [asdict(each) for each in (*theorem_6(spec, plan), *theorem_7(spec, plan))],
+        "conditions": [
+            asdict(condition) for condition in (*theorem_6(spec, plan), *theorem_7(spec, plan))
+        ],
         "warnings": list(derivation.exact.warnings),
     }
 

@@ -60,11 +60,13 @@ def predict(
     """One prediction, or one per combination of the lists among the overrides; their labels hold
     the spec's name too where they are `named`."""
     chosen = list(sweeps(overrides))
-    specs = [settled(load(source, each)) for each in chosen]
+    specs = [settled(load(source, override)) for override in chosen]
     return [
         _predict(
             spec,
-            label=_label(spec, [each for each in choice if each not in overrides], named=named),
+            label=_label(
+                spec, [override for override in choice if override not in overrides], named=named
+            ),
             facts=facts_of(spec, allow_import=allow_import),
             offer=len(specs) == 1,
             words=(source, *choice),
@@ -91,25 +93,29 @@ def as_record(prediction: Prediction) -> dict[str, object]:
     """The result record, with what the text shows besides."""
     from ptrain.report.record import record
 
-    derivation, found = prediction.derivation, prediction.fit
+    derivation, fitting = prediction.derivation, prediction.fit
     result = record(prediction.label, (derivation.paper, derivation.exact))
     result["parameters"] = prediction.num_parameters
     result["fit"] = {
-        "peak_bytes": found.peak_bytes,
-        "resident_bytes": found.resident_bytes,
-        "device_memory": found.device_memory,
-        "host_bytes": found.host_bytes,
-        "host_memory": found.host_memory,
-        "fits": found.fits,
-        "unknown": found.why or None,
-        "command": None if found.peak_bytes is not None else prediction.telling,
+        "peak_bytes": fitting.peak_bytes,
+        "resident_bytes": fitting.resident_bytes,
+        "device_memory": fitting.device_memory,
+        "host_bytes": fitting.host_bytes,
+        "host_memory": fitting.host_memory,
+        "fits": fitting.fits,
+        "unknown": fitting.why or None,
+        "command": None if fitting.peak_bytes is not None else prediction.telling,
     }
     spec, plan = prediction.spec, derivation.plan
     conditions = (*theorem_6(spec, plan), *theorem_7(spec, plan))
     result["conditions"] = [asdict(condition) for condition in conditions]
     result["cheaper"] = [
-        {"overrides": list(each.overrides), "peak_bytes": each.peak_bytes, "fits": each.fits}
-        for each in prediction.cheaper
+        {
+            "overrides": list(variant.overrides),
+            "peak_bytes": variant.peak_bytes,
+            "fits": variant.fits,
+        }
+        for variant in prediction.cheaper
     ]
     return result
 
@@ -124,8 +130,8 @@ def _predict(
     allow_import: bool,
 ) -> Prediction:
     derivation = derive(spec, facts)
-    found = fit(spec, derivation.exact)
-    misfit = offer and found.peak_bytes is not None and found.fits is False
+    fitting = fit(spec, derivation.exact)
+    misfit = offer and fitting.peak_bytes is not None and fitting.fits is False
     return Prediction(
         label=label,
         spec=spec,

@@ -63,26 +63,29 @@ def run(args: Namespace) -> int:
     sources, overrides = split_arguments(args.arguments)
     if not sources:
         raise PtrainError("ptrain simulate: name a SPEC; `ptrain specs` lists them")
-    asked = [settled(load(source, choice)) for source in sources for choice in sweeps(overrides)]
-    if form and len(asked) > 1:
-        raise refused("--chart", f"{len(asked)} specs, and one picture", "name one spec")
-    for spec in asked:
+    specs = [settled(load(source, choice)) for source in sources for choice in sweeps(overrides)]
+    if form and len(specs) > 1:
+        raise refused("--chart", f"{len(specs)} specs, and one picture", "name one spec")
+    for spec in specs:
         require_ranks(spec, args.rank)
     records = []
-    for spec in asked:
-        found = list(_of_spec(spec, args))
-        records.append(as_record(spec, found))
-        drawn = [_draw(found, args.chart, form)] if form else []
+    for spec in specs:
+        simulations = list(_of_spec(spec, args))
+        records.append(as_record(spec, simulations))
+        drawn = [_draw(simulations, args.chart, form)] if form else []
         if not args.json:
-            print(*drawn, _host(), GARBAGE, *[""] * (len(asked) > 1), sep="\n", flush=True)
+            print(*drawn, _host(), GARBAGE, *[""] * (len(specs) > 1), sep="\n", flush=True)
     if args.json:
         print_json(records if len(records) > 1 else records[0])
     return 0
 
 
-def _draw(found: list[tuple[Derivation, RankReport]], path: Path, form: Format) -> str:
+def _draw(simulations: list[tuple[Derivation, RankReport]], path: Path, form: Format) -> str:
     """Of the rank that needs most; says so."""
-    course = max((report.course for _, report in found), key=lambda each: each.peak.total)
+    course = max(
+        (report.course for _, report in simulations),
+        key=lambda drawn: drawn.peak.total,
+    )
     write_whole(path, painted_course(course, form))
     return f"chart {path} (rank {course.rank})"
 
@@ -97,29 +100,29 @@ def _of_spec(spec: Spec, args: Namespace) -> Iterator[tuple[Derivation, RankRepo
     if not args.json:
         print(heading(spec, facts.numel), flush=True)
     for rank in chosen(spec, derivation.exact, args.rank):
-        found = simulate(spec, rank, rehearse=args.rehearse, allow_import=args.allow_import)
+        simulated = simulate(spec, rank, rehearse=args.rehearse, allow_import=args.allow_import)
         report = RankReport(
             rank=rank,
-            device=found.device if args.rehearse else "",
+            device=simulated.device if args.rehearse else "",
             alike=alike[rank],
             exact=derivation.exact.of_rank(rank),
-            simulated=found.estimate,
-            course=found.course,
-            seconds=found.seconds,
+            simulated=simulated.estimate,
+            course=simulated.course,
+            seconds=simulated.seconds,
         )
         if not args.json:
             print("", one(report, spec.name), "", sep="\n", flush=True)
         yield derivation, report
 
 
-def as_record(spec: Spec, found: list[tuple[Derivation, RankReport]]) -> dict[str, Any]:
+def as_record(spec: Spec, simulations: list[tuple[Derivation, RankReport]]) -> dict[str, Any]:
     """The result record with the column `simulated`, and beside it what the peaks are made of; of
     ranks that were not simulated there are no rows. Nothing is checked, and the verdict is null."""
-    derivation = found[0][0]
-    simulated = join_estimates([report.simulated for _, report in found])
-    devices = ", ".join(dict.fromkeys(report.device for _, report in found))
-    ranks = {report.rank for _, report in found}
-    derived = (each.of_ranks(ranks) for each in (derivation.paper, derivation.exact))
+    derivation = simulations[0][0]
+    simulated = join_estimates([report.simulated for _, report in simulations])
+    devices = ", ".join(dict.fromkeys(report.device for _, report in simulations))
+    ranks = {report.rank for _, report in simulations}
+    derived = (estimate.of_ranks(ranks) for estimate in (derivation.paper, derivation.exact))
     result = record(spec.name, (*derived, simulated), device=devices)
     result["simulation"] = {
         "note": GARBAGE,
@@ -130,8 +133,12 @@ def as_record(spec: Spec, found: list[tuple[Derivation, RankReport]]) -> dict[st
                 "alike": len(report.alike),
                 "seconds": dict(report.seconds),
                 "differing": [
-                    {"name": each.name, "exact": each.predicted, "simulated": each.measured}
-                    for each in report.differing
+                    {
+                        "name": difference.name,
+                        "exact": difference.predicted,
+                        "simulated": difference.measured,
+                    }
+                    for difference in report.differing
                 ],
                 "peak": {
                     "phase": str(report.course.peak.phase),
@@ -149,7 +156,7 @@ def as_record(spec: Spec, found: list[tuple[Derivation, RankReport]]) -> dict[st
                 ],
                 "traffic": traffic_rows(report.simulated),
             }
-            for _, report in found
+            for _, report in simulations
         ],
     }
     return result

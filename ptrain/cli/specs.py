@@ -117,14 +117,14 @@ def _show(name: str, overrides: list[str], *, as_json: bool) -> None:
             else preset.read_text(encoding="utf-8").rstrip()
         )
         return
-    found = [shown(document.spec) for document in expand(name, overrides)]
+    documents = [shown(document.spec) for document in expand(name, overrides)]
     if as_json:
-        mappings = [each.mapping for each in found]
+        mappings = [shown_spec.mapping for shown_spec in documents]
         print(json.dumps(mappings if len(mappings) > 1 else mappings[0]))
     else:
-        print("---\n".join(map(_as_yaml, found)), end="")
+        print("---\n".join(map(_as_yaml, documents)), end="")
 
 
-def _as_yaml(found: Shown) -> str:
+def _as_yaml(document: Shown) -> str:
     """The spec, and as comments what it leaves out."""
-    return to_yaml(found.mapping) + "".join(f"# {line}\n" for line in found.left_out)
+    return to_yaml(document.mapping) + "".join(f"# {line}\n" for line in document.left_out)

@@ -43,47 +43,47 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace) -> int:
     """The exit code of the job."""
-    asked = options.from_arguments(arguments)
+    choices = options.from_arguments(arguments)
     if environment.launched():
-        _become("ptrain.train", options.to_argv(asked))
-    spec = checked(asked)
-    if asked.wants_elastic:
-        _become("ptrain.train.elastic", [*options.to_argv(asked), *options.elastic_argv(asked)])
-    return start(spec, asked)
+        _become("ptrain.train", options.to_argv(choices))
+    spec = checked(choices)
+    if choices.wants_elastic:
+        _become("ptrain.train.elastic", [*options.to_argv(choices), *options.elastic_argv(choices)])
+    return start(spec, choices)
 
 
-def checked(asked: Options) -> Spec:
+def checked(choices: Options) -> Spec:
     """The spec that will run. Raises what is wrong with it, or with the options, before any rank
     starts and anything is written."""
     require_torch()
-    spec = settled(load(asked.spec, asked.overrides))
+    spec = settled(load(choices.spec, choices.overrides))
     require_reachable(spec)
-    if asked.tensorboard and find_spec("tensorboard") is None:
+    if choices.tensorboard and find_spec("tensorboard") is None:
         raise SpecError(MISSING)
-    if isinstance(spec.model, ExternalModel) and not asked.allow_import:
+    if isinstance(spec.model, ExternalModel) and not choices.allow_import:
         raise refused(
             "model.target",
             f"this would run code of {spec.model.target}",
             "allow it with --allow-import",
         )
     require_transformers(spec.model)
-    if isinstance(spec.model, ModelShape) and not asked.force:
+    if isinstance(spec.model, ModelShape) and not choices.force:
         require_fit(spec, derive(spec).exact)  # any other model's sizes are known to its code only
     require_file_tier(spec)
-    require_resumable(spec, asked.resume, RunFolder(asked.run_dir or ROOT / "new"))
+    require_resumable(spec, choices.resume, RunFolder(choices.run_dir or ROOT / "new"))
     return spec
 
 
-def start(spec: Spec, asked: Options) -> int:
+def start(spec: Spec, choices: Options) -> int:
     """One process per rank on this machine."""
     claim = open_run(
         spec,
-        given=asked.run_dir,
-        resuming=asked.resume is not None,
+        given=choices.run_dir,
+        resuming=choices.resume is not None,
         command=shlex.join(["ptrain", *sys.argv[1:]]),
     )
     prepared = replace(
-        asked,
+        choices,
         spec=str(claim.folder.path / "spec.resolved.yaml"),
         overrides=(),
         run_dir=claim.folder.path,

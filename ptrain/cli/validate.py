@@ -40,24 +40,24 @@ def run(args: Namespace) -> int:
     """0 when every verdict holds, 1 when one fails."""
     require_torch()
     sources, overrides = split_arguments(args.arguments)
-    asked = [
+    jobs = [
         (source, choice)
         for source in sources or [names().default]
         for choice in sweeps([*_BRIEFLY, *overrides])
     ]
-    for source, choice in asked:
+    for source, choice in jobs:
         _require_steady_step(source, choice)
     runs = []
-    for source, choice in asked:
+    for source, choice in jobs:
         runs.append(_validate(source, choice, allow_import=args.allow_import))
         if not args.json:
-            title = [_title(source, choice)] if len(asked) > 1 else []
+            title = [_title(source, choice)] if len(jobs) > 1 else []
             between = [""] if len(runs) > 1 else []
             print(*between, *title, runs[-1].heading, runs[-1], sep="\n", flush=True)
     if args.json:
-        records = [each.record for each in runs]
+        records = [validation.record for validation in runs]
         print_json(records if len(records) > 1 else records[0])
-    return 0 if all(each.holds for each in runs) else VerdictFailed.exit_code
+    return 0 if all(validation.holds for validation in runs) else VerdictFailed.exit_code
 
 
 def _require_steady_step(source: str, overrides: tuple[str, ...]) -> None:
@@ -82,4 +82,4 @@ def _validate(source: str, overrides: tuple[str, ...], *, allow_import: bool) ->
 
 
 def _title(source: str, overrides: tuple[str, ...]) -> str:
-    return " ".join([source, *(each for each in overrides if each not in _BRIEFLY)])
+    return " ".join([source, *(override for override in overrides if override not in _BRIEFLY)])

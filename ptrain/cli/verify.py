@@ -80,7 +80,7 @@ def run(args: Namespace) -> int:
     shutil.rmtree(folder)
     if args.json:
         print_json(records if len(records) > 1 else records[0])
-    holds = all(each["verdict"] == "holds" for each in records)
+    holds = all(record["verdict"] == "holds" for record in records)
     return 0 if holds else VerdictFailed.exit_code
 
 
@@ -88,7 +88,7 @@ def _started(
     jobs: Sequence[TitledSpec], other: TitledSpec | None, args: Namespace, folder: Path
 ) -> list[dict[str, Any]]:
     """The records of all jobs, one after the other; the other mesh goes first."""
-    asked = VerifyOptions(
+    options = VerifyOptions(
         spec="",
         steps=args.steps,
         every_collective=args.every_collective,
@@ -99,13 +99,13 @@ def _started(
     (folder / "references").mkdir(mode=0o700)
     if other is not None:
         account = folder / "account.pt"
-        start(other.spec, replace(asked, account=account), folder / "other")
-        asked = replace(asked, compare=account)
+        start(other.spec, replace(options, account=account), folder / "other")
+        options = replace(options, compare=account)
     records = []
     for number, job in enumerate(jobs):
         if not args.json and len(jobs) > 1:
             print(*[""] * bool(number), job.title, sep="\n", flush=True)
-        records.append(start(job.spec, asked, folder / str(number)))
+        records.append(start(job.spec, options, folder / str(number)))
     return records
 
 
@@ -141,7 +141,7 @@ def _other(args: Namespace, jobs: list[TitledSpec], overrides: Sequence[str]) ->
     if args.against is None:
         return None
     keys = common(jobs[0].spec)
-    shared = [each for each in overrides if is_within(parse_override(each).route, keys)]
+    shared = [override for override in overrides if is_within(parse_override(override).route, keys)]
     other = _checked(args.against, next(sweeps(shared)), allow_import=args.allow_import)
     for job in jobs:
         require_alike(common(job.spec), common(other.spec), f"--against {args.against}")

@@ -87,10 +87,10 @@ def _at(
     for rank, call in calls.items():
         if has_majority and call == usual:
             continue
-        other = usual if has_majority else next(each for each in counts if each != call)
+        other = usual if has_majority else next(counted for counted in counts if counted != call)
         known = call or other
         assert known is not None
-        way, told = _told(call, other)
+        way, difference = _told(call, other)
         carried = f" ({known.carries})" if known.carries else ""
         yield Departure(
             step=step,
@@ -101,7 +101,7 @@ def _at(
             way=way,
             index=index,
             between=tuple(sorted(calls)),
-            told=told,
+            told=difference,
         )
 
 
@@ -127,9 +127,11 @@ def culprit(departures: Sequence[Departure]) -> Culprit | None:
         return None
     first = departures[0]
     same = [
-        each for each in departures if (each.index, each.between) == (first.index, first.between)
+        departure
+        for departure in departures
+        if (departure.index, departure.between) == (first.index, first.between)
     ]
-    ranks = tuple(sorted({each.rank for each in same}))
+    ranks = tuple(sorted({departure.rank for departure in same}))
     others = tuple(rank for rank in first.between if rank not in ranks)
     against = f"{listed(others)} agree" if others else "no majority of the ranks agrees"
     return Culprit(

@@ -44,8 +44,8 @@ class MemoryHistory:
 
     def by_phase(self) -> dict[Phase, MemorySample]:
         """The highest moment of each phase."""
-        found: dict[Phase, MemorySample] = {}
+        peaks: dict[Phase, MemorySample] = {}
         for moment in self.moments:
-            known = found.setdefault(moment.phase, moment)
-            found[moment.phase] = max(known, moment, key=lambda each: each.total)
-        return found
+            known = peaks.setdefault(moment.phase, moment)
+            peaks[moment.phase] = max(known, moment, key=lambda sample: sample.total)
+        return peaks

@@ -49,11 +49,11 @@ Holders = Mapping[tuple[int, str, str, str], tuple[int, ...]]
 def holders(tables: Sequence[Sequence[Copy]]) -> dict[tuple[int, str, str, str], tuple[int, ...]]:
     """The ranks that hold each thing, ascending, a rank as often as it holds it. `tables`: of every
     rank."""
-    found: dict[tuple[int, str, str, str], list[int]] = {}
+    ranks_of: dict[tuple[int, str, str, str], list[int]] = {}
     for rank, table in enumerate(tables):
         for copy in table:
-            found.setdefault(copy.identity, []).append(rank)
-    return {identity: tuple(ranks) for identity, ranks in found.items()}
+            ranks_of.setdefault(copy.identity, []).append(rank)
+    return {identity: tuple(ranks) for identity, ranks in ranks_of.items()}
 
 
 def differing(tables: Sequence[Sequence[Copy]], step: int) -> Iterator[Departure]:
@@ -94,11 +94,11 @@ def _differing(held: Sequence[tuple[int, Copy]], step: int) -> Iterator[Departur
         )
 
 
-def _way(found: str, other: str) -> Way:
-    dtypes = found.partition("[")[0], other.partition("[")[0]
+def _way(text: str, other: str) -> Way:
+    dtypes = text.partition("[")[0], other.partition("[")[0]
     if dtypes[0] != dtypes[1]:
         return Way.DTYPE
-    return Way.SHAPE if found != other else Way.VALUE
+    return Way.SHAPE if text != other else Way.VALUE
 
 
 def _told(copy: Copy, other: tuple[str, str]) -> str:
@@ -120,10 +120,10 @@ def alike_apart(
     every rank its place and its digest, or None where it has none): those that two places share.
     Which ranks of one place differ is said by `differing`."""
     first: dict[str, tuple[int, str]] = {}
-    for rank, found in enumerate(places):
-        if found is None:
+    for rank, held in enumerate(places):
+        if held is None:
             continue
-        place, digest = found
+        place, digest = held
         other, its_place = first.setdefault(digest, (rank, place))
         if its_place != place:
             yield Departure(
@@ -144,10 +144,10 @@ def culprit(
     the others. `last_good`: the step after which the ranks agreed; None where that is not known."""
     if not departures:
         return None
-    first = min(departures, key=lambda each: each.when)
+    first = min(departures, key=lambda departure: departure.when)
     same = [d for d in departures if (d.when, d.subject, d.name) == (*_thing(first),)]
-    ranks = tuple(sorted({each.rank for each in same}))
-    between = tuple(sorted({rank for each in same for rank in each.between}))
+    ranks = tuple(sorted({departure.rank for departure in same}))
+    between = tuple(sorted({rank for departure in same for rank in departure.between}))
     return Culprit(
         state=first.subject,
         axis="" if _is_alone(first) else axes_between(ranks, between, coordinates),
@@ -175,7 +175,7 @@ def axes_between(odd: Sequence[int], ranks: Sequence[int], coordinates: Coordina
     """The axes along which an odd rank has a neighbour that is not odd, `dp_shard+tp`; where all
     are odd, those along which they are spread."""
     others = [rank for rank in ranks if rank not in odd] or list(ranks)
-    found: dict[str, None] = {}
+    axes: dict[str, None] = {}
     spread: dict[str, None] = {}
     for one in odd:
         for other in others:
@@ -183,8 +183,8 @@ def axes_between(odd: Sequence[int], ranks: Sequence[int], coordinates: Coordina
             apart = [axis for axis in here if here[axis] != there.get(axis)]
             spread.update(dict.fromkeys(apart))
             if len(apart) == 1:
-                found[apart[0]] = None
-    return "+".join(found or spread)
+                axes[apart[0]] = None
+    return "+".join(axes or spread)
 
 
 def _factor(first: Departure) -> str:

@@ -22,14 +22,14 @@ def several(predictions: Sequence[Prediction], *, sweep: bool) -> str:
     """Two specs side by side; more of them, or a sweep, as rows; and what each is warned of."""
     is_pair = len(predictions) == 2 and not sweep
     warnings = [
-        f"warning: {each.label}: {warning}"
-        for each in predictions
-        for warning in each.derivation.exact.warnings
+        f"warning: {prediction.label}: {warning}"
+        for prediction in predictions
+        for warning in prediction.derivation.exact.warnings
     ]
     untold = [
-        f"peak unknown: {each.label}: {each.fit.why}; {each.telling} tells"
-        for each in predictions
-        if each.fit.peak_bytes is None
+        f"peak unknown: {prediction.label}: {prediction.fit.why}; {prediction.telling} tells"
+        for prediction in predictions
+        if prediction.fit.peak_bytes is None
     ]
     return "\n".join([pair(*predictions) if is_pair else rows(predictions), *untold, *warnings])
 
@@ -73,20 +73,23 @@ def rows(predictions: Sequence[Prediction]) -> str:
             "ratio",
             "calls",
         ),
-        [_row(each, model_state_bytes(base.exact), sent_bytes(base.exact)) for each in predictions],
+        [
+            _row(prediction, model_state_bytes(base.exact), sent_bytes(base.exact))
+            for prediction in predictions
+        ],
     )
 
 
-def _row(each: Prediction, base_memory: int | None, base_sent: int | None) -> tuple[str, ...]:
-    paper, exact = each.derivation.paper, each.derivation.exact
+def _row(prediction: Prediction, base_memory: int | None, base_sent: int | None) -> tuple[str, ...]:
+    paper, exact = prediction.derivation.paper, prediction.derivation.exact
     memory, sent = model_state_bytes(exact), sent_bytes(exact)
     return (
-        each.label,
+        prediction.label,
         size(model_state_bytes(paper)),
         size(memory),
-        f"{(memory or 0) / each.num_parameters:.3g}",
+        f"{(memory or 0) / prediction.num_parameters:.3g}",
         _relative(memory, base_memory),
-        size(each.fit.peak_bytes),
+        size(prediction.fit.peak_bytes),
         size(sent_bytes(paper)),
         size(sent),
         _relative(sent, base_sent),

@@ -66,6 +66,6 @@ def precision(spec: Spec) -> str:
 
 def batch(spec: Spec) -> str:
     """`batch 16 = 2 micro × 4 accumulated × 2 data`."""
-    each = spec.batch
-    product = f"{each.micro} micro × {each.accumulate} accumulated × {spec.data_degree} data"
-    return f"batch {each.global_samples} = {product}"
+    samples = spec.batch
+    product = f"{samples.micro} micro × {samples.accumulate} accumulated × {spec.data_degree} data"
+    return f"batch {samples.global_samples} = {product}"

@@ -99,34 +99,38 @@ def operations_lines(estimate: Estimate) -> list[str]:
         return []
     rows = distinct(estimate.operations)
     most = max(rows, key=lambda row: row.forward + row.backward + row.again)
-    told = f"{format_operations(most.forward)} forward, {format_operations(most.backward)} backward"
+    products = (
+        f"{format_operations(most.forward)} forward, {format_operations(most.backward)} backward"
+    )
     again = f", {format_operations(most.again)} of forward again" if most.again else ""
-    return [f"matrix products per rank and step: {told}{again}"]
+    return [f"matrix products per rank and step: {products}{again}"]
 
 
 def fit_lines(prediction: Prediction) -> list[str]:
     """Fits, does not fit or unknown: by how much, what would be cheaper, what tells."""
-    found = prediction.fit
-    is_known = found.peak_bytes is not None
+    fitting = prediction.fit
+    is_known = fitting.peak_bytes is not None
     measure = "peak" if is_known else "resident, without activations:"
-    measure += f" {size(found.least_bytes)}"
-    measure += f" of {size(found.device_memory)} per rank" if found.device_memory else " per rank"
-    if found.host_memory is not None and found.host_bytes:
-        measure += f", {size(found.host_bytes)} of {size(found.host_memory)} on a node's host"
-    if found.fits is False:
-        return _misfit_lines(found, measure, prediction.cheaper)
+    measure += f" {size(fitting.least_bytes)}"
+    measure += (
+        f" of {size(fitting.device_memory)} per rank" if fitting.device_memory else " per rank"
+    )
+    if fitting.host_memory is not None and fitting.host_bytes:
+        measure += f", {size(fitting.host_bytes)} of {size(fitting.host_memory)} on a node's host"
+    if fitting.fits is False:
+        return _misfit_lines(fitting, measure, prediction.cheaper)
     if not is_known:
         exact = prediction.derivation.exact
         where = " on a GPU" if needs_gpu(prediction.spec, exact) else ""
-        return [f"unknown: {found.why}; {measure}; what tells{where}:", f"  {prediction.telling}"]
-    if found.device_memory is None:
+        return [f"unknown: {fitting.why}; {measure}; what tells{where}:", f"  {prediction.telling}"]
+    if fitting.device_memory is None:
         return [f"{measure}; name a cluster to see whether it fits"]
-    return [f"fits: {measure}, {size(-found.short_bytes)} to spare"]
+    return [f"fits: {measure}, {size(-fitting.short_bytes)} to spare"]
 
 
-def _misfit_lines(found: Fit, measure: str, cheaper: Sequence[Variant]) -> list[str]:
-    short = size(max(found.short_bytes, found.host_short_bytes))
-    if found.peak_bytes is None:
+def _misfit_lines(fitting: Fit, measure: str, cheaper: Sequence[Variant]) -> list[str]:
+    short = size(max(fitting.short_bytes, fitting.host_short_bytes))
+    if fitting.peak_bytes is None:
         return [f"does not fit by {short} or more: {measure}"]
     nothing = [
         "  nothing that was tried needs less: tuples of R, S and S* on the device, those with the "
@@ -154,9 +158,9 @@ def notes(paper: Estimate, exact: Estimate) -> list[str]:
     if exact.notes:
         lines += ["why exact is not paper", *(f"  {note}" for note in exact.notes)]
     missing = [
-        f"  {each.column}, {kind}: {reason}"
-        for each in (paper, exact)
-        for kind, reason in each.undefined.items()
+        f"  {estimate.column}, {kind}: {reason}"
+        for estimate in (paper, exact)
+        for kind, reason in estimate.undefined.items()
     ]
     if missing:
         lines += ["what a column does not define", *missing]
@@ -168,9 +172,12 @@ def composition(prediction: Prediction) -> list[str]:
     spec, plan = prediction.spec, prediction.derivation.plan
     lines: list[str] = []
     for axis, theorem in (("tp", theorem_6), ("pp", theorem_7)):
-        found = condition_lines(theorem(spec, plan))
-        if found:
-            lines += [f"why {axis} and data axes compose", *(f"  {line}" for line in found)]
+        conditions = condition_lines(theorem(spec, plan))
+        if conditions:
+            lines += [
+                f"why {axis} and data axes compose",
+                *(f"  {line}" for line in conditions),
+            ]
     return lines
 
 

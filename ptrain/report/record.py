@@ -99,16 +99,16 @@ def _traffic_checks(exact: Sequence[Traffic], measured: Sequence[Traffic]) -> It
             left = sorted({getattr(row, count) for row in predicted_rows.get(key, [])})
             right = sorted({getattr(row, count) for row in measured_rows.get(key, [])})
             wrong = [pair for pair in zip_longest(left, right) if pair[0] != pair[1]]
-            predicted, found = (wrong or [(left[-1], right[-1])])[0]
+            predicted, measured_row = (wrong or [(left[-1], right[-1])])[0]
             name = f"traffic {traffic_name(key)} {count.removesuffix('_bytes')}"
-            yield _check(name, predicted, found, tolerance=0.0)
+            yield _check(name, predicted, measured_row, tolerance=0.0)
 
 
 def _by_key(rows: Sequence[Traffic]) -> dict[TrafficKey, list[Traffic]]:
-    found: dict[TrafficKey, list[Traffic]] = {}
+    rows_of: dict[TrafficKey, list[Traffic]] = {}
     for row in rows:
-        found.setdefault(row.key, []).append(row)
-    return found
+        rows_of.setdefault(row.key, []).append(row)
+    return rows_of
 
 
 def traffic_name(key: TrafficKey) -> str:
@@ -156,48 +156,52 @@ def record(
     `verdict` is null where nothing was checked. A column that leaves something out says so under
     `undefined`, one whose figures are another device's under `unclaimed`.
     """
-    found = versions()
+    packages = versions()
     return {
         "spec": name,
         "world_size": max((estimate.world_size for estimate in estimates), default=1),
         "rank": "max" if rank is None else rank,
-        "versions": found,
+        "versions": packages,
         "device": device,
-        "memory": [_memory_row(each, row) for each in estimates for row in each.memory],
-        "peak": [_peak_row(each, row) for each in estimates for row in each.peak],
-        "traffic": [row for each in estimates for row in traffic_rows(each)],
+        "memory": [_memory_row(estimate, row) for estimate in estimates for row in estimate.memory],
+        "peak": [_peak_row(estimate, row) for estimate in estimates for row in estimate.peak],
+        "traffic": [row for estimate in estimates for row in traffic_rows(estimate)],
         "operations": [
-            {"column": str(each.column)} | asdict(row)
-            for each in estimates
-            for row in each.operations
+            {"column": str(estimate.column)} | asdict(row)
+            for estimate in estimates
+            for row in estimate.operations
         ],
         "wire": [_wire_row(row) for row in _wire(estimates)],
         "blocked_seconds": [
             {"axes": list(row.axes), "rank": row.rank, "seconds": row.seconds}
-            for each in estimates
-            for row in each.blocked
+            for estimate in estimates
+            for row in estimate.blocked
         ],
         "step_seconds": [
             {"column": column, "value": value} for column, value in (step_seconds or {}).items()
         ],
         "checks": [
-            {field.name: getattr(each, field.name) for field in fields(each)} for each in checks
+            {field.name: getattr(check, field.name) for field in fields(check)} for check in checks
         ],
         "verdict": verdict(checks) if checks else None,
-        "claimed": is_tested(found["torch"]),
+        "claimed": is_tested(packages["torch"]),
         "undefined": {
-            str(each.column): dict(each.undefined) for each in estimates if each.undefined
+            str(estimate.column): dict(estimate.undefined)
+            for estimate in estimates
+            if estimate.undefined
         },
         "unclaimed": {
-            str(each.column): dict(each.unclaimed) for each in estimates if each.unclaimed
+            str(estimate.column): dict(estimate.unclaimed)
+            for estimate in estimates
+            if estimate.unclaimed
         },
-        "notes": [note for each in estimates for note in each.notes],
-        "warnings": [warning for each in estimates for warning in each.warnings],
+        "notes": [note for estimate in estimates for note in estimate.notes],
+        "warnings": [warning for estimate in estimates for warning in estimate.warnings],
     }
 
 
 def _wire(estimates: Sequence[Estimate]) -> tuple[WireRow, ...]:
-    by_column = {each.column: each for each in estimates}
+    by_column = {estimate.column: estimate for estimate in estimates}
     exact, measured = by_column.get(Column.EXACT), by_column.get(Column.MEASURED)
     return wire_rows(exact, measured) if exact and measured else ()
 

@@ -64,9 +64,9 @@ def heading(report: RankReport, name: str) -> str:
     """`zero3 · rank 0 of 8, like ranks [1 2 … 7] · simulated in 21.3 s`."""
     others = [rank for rank in report.alike if rank != report.rank]
     like = f", like ranks {ranks_text(others)}" if others else ""
-    told = f"rank {report.rank} of {report.simulated.world_size}{like}"
+    who = f"rank {report.rank} of {report.simulated.world_size}{like}"
     how = f"rehearsed on {report.device}" if report.device else "simulated"
-    return f"{name} · {told} · {how} in {sum(report.seconds.values()):.1f} s"
+    return f"{name} · {who} · {how} in {sum(report.seconds.values()):.1f} s"
 
 
 def operations(report: RankReport) -> list[str]:

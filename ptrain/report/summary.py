@@ -84,8 +84,8 @@ def _peak_rows(exact: Estimate, measured: Estimate) -> Iterable[tuple[str, str, 
     phases = dict.fromkeys(row.phase for row in (*exact.peak, *measured.peak))
     for phase in phases:
         left, right = (
-            max((row.device_bytes for row in each.peak if row.phase is phase), default=None)
-            for each in (exact, measured)
+            max((row.device_bytes for row in estimate.peak if row.phase is phase), default=None)
+            for estimate in (exact, measured)
         )
         yield f"peak {phase}", size(left), size(right), difference(left, right)
         allocated = max(
@@ -133,8 +133,8 @@ def blocked_table(measured: Estimate) -> str:
     for row in measured.blocked:
         seconds.setdefault(row.axes, []).append(row.seconds)
     rows = [
-        ("+".join(axes), f"{min(each):.3f} s", f"{max(each):.3f} s")
-        for axes, each in seconds.items()
+        ("+".join(axes), f"{min(waits):.3f} s", f"{max(waits):.3f} s")
+        for axes, waits in seconds.items()
     ]
     return render(("blocked per step", "least", "most of the ranks"), rows) if rows else ""
 

@@ -23,7 +23,7 @@ def as_record(
     """The result record (`report.record`), with the culprit, what departs first and `more`."""
     return record(name, (), checks=checks) | {
         "culprit": culprit.plain() if culprit else None,
-        "departures": [each.plain() for each in departures[:_MOST]],
+        "departures": [departure.plain() for departure in departures[:_MOST]],
         "num_departures": len(departures),
         **more,
     }
@@ -53,17 +53,17 @@ def end_text(
 
 
 def _line(check: Check) -> str:
-    found, allowed = check.measured, check.tolerance
+    measured, allowed = check.measured, check.tolerance
     if isinstance(check.predicted, int) and check.predicted:
-        cells = f"{found} of {check.predicted}", ""
+        cells = f"{measured} of {check.predicted}", ""
     else:
-        cells = _number(found), f"<= {_number(allowed)}" if check.predicted is not None else ""
+        cells = _number(measured), f"<= {_number(allowed)}" if check.predicted is not None else ""
     end = "" if check.holds else f"  fails: {check.why}"
     return _cells(check.name, *cells) + end
 
 
-def _cells(name: str, found: str, allowed: str = "") -> str:
-    return f"  {name:<{_WIDTH}}{found:>14}{allowed:>14}".rstrip()
+def _cells(name: str, measured: str, allowed: str = "") -> str:
+    return f"  {name:<{_WIDTH}}{measured:>14}{allowed:>14}".rstrip()
 
 
 def _number(value: float | None) -> str:

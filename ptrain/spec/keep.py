@@ -119,11 +119,11 @@ class Words(Choice):
 
     def check(self, value: Any) -> object:
         values = value if isinstance(value, list) else [value]
-        found = [super(Words, self).check(each) for each in values]
-        twice = next((word for word in found if found.count(word) > 1), None)
+        words = [super(Words, self).check(text) for text in values]
+        twice = next((word for word in words if words.count(word) > 1), None)
         if twice is not None:
             refuse(f"{twice} is given twice", "keep one of the two")
-        return found
+        return words
 
     def schema(self) -> dict[str, Any]:
         word = super().schema()

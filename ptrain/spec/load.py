@@ -58,12 +58,12 @@ def load(
     faults = dict(tree.faults)
     for number, argument in enumerate(overrides):
         try:
-            found = apply(tree, parse_override(argument))
+            hindrances = apply(tree, parse_override(argument))
         except SpecError as error:
-            found = list(error.faults)
-        faults |= {("override", str(number), str(i)): fault for i, fault in enumerate(found)}
+            hindrances = list(error.faults)
+        faults |= {("override", str(number), str(i)): fault for i, fault in enumerate(hindrances)}
     short = {tuple(fault.place.split(".")): fault for fault in expand_shorthands(tree)}
-    faults = {route: found for route, found in faults.items() if route[:-1] not in short} | short
+    faults = {route: known for route, known in faults.items() if route[:-1] not in short} | short
     raw, invalid = validate(tree)
     for route, fault in (refusals(tree) | invalid).items():
         if not any(route[: len(known)] == known for known in faults):
@@ -125,12 +125,12 @@ def _plain(value: object) -> object:
             return copy.deepcopy(value)
 
 
-def _independent(found: Iterable[Fault], known: Mapping[Route, Fault]) -> dict[Route, Fault]:
+def _independent(faults: Iterable[Fault], known: Mapping[Route, Fault]) -> dict[Route, Fault]:
     """The faults that do not merely follow from a section that is already at fault."""
     broken = {fault.place.split(".")[0] for fault in known.values()}
     return {
         tuple(fault.place.split(".")): fault
-        for fault in found
+        for fault in faults
         if not broken.intersection(_DEPENDS.get(top := fault.place.split(".")[0], (top,)))
     }
 
@@ -150,6 +150,10 @@ def _locate(tree: Tree, fault: Fault, overrides: Sequence[str]) -> Fault:
     fault may be one only with what the command line says, which is named then."""
     route = tuple(fault.place.split(".")) if fault.place else ()
     mark: SourceMark = mark_of(tree, route)
-    involved = [each for each in overrides if mark.line and involves(fault, parse_override(each))]
+    involved = [
+        override
+        for override in overrides
+        if mark.line and involves(fault, parse_override(override))
+    ]
     spoken = f" (with {' '.join(involved)} from the command line)" if involved else ""
     return mark.fault(fault.place, f"{fault.finding}{spoken}", fault.remedy)

@@ -15,10 +15,10 @@ from ptrain.spec.text import Route, Tree
 
 def refusals(tree: Tree) -> dict[Route, Fault]:
     """Every key of the tree that is valid and not executed yet."""
-    found: dict[Route, Fault] = {}
+    faults: dict[Route, Fault] = {}
     for route, finding, remedy in (*_rows(tree), *_axes(tree)):
-        found[route] = mark_of(tree, route).fault(".".join(route), finding, remedy)
-    return found
+        faults[route] = mark_of(tree, route).fault(".".join(route), finding, remedy)
+    return faults
 
 
 _Finding = tuple[Route, str, str]

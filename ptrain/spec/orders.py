@@ -55,7 +55,7 @@ class ListedSchedule:
         return any(kind in (Kind.INPUT, Kind.WEIGHT) for kind, *_ in self._passes())
 
     def _passes(self) -> Iterator[Pass]:
-        return (each for order in self.orders for step in order for each in step)
+        return (action for order in self.orders for step in order for action in step)
 
 
 def listed(lines: Sequence[str]) -> ListedSchedule:

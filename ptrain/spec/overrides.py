@@ -113,7 +113,7 @@ def involves(fault: Fault, override: Override) -> bool:
         return True
     said = f"{fault.finding} {fault.remedy}"
     word = override.text if override.text.isidentifier() and len(override.route) > 1 else ""
-    known = [re.escape(each) for each in (".".join(override.route), word) if each]
+    known = [re.escape(name) for name in (".".join(override.route), word) if name]
     return re.search(rf"(?<![\w.])({'|'.join(known)})(?![\w-])", said) is not None
 
 

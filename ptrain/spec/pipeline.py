@@ -85,9 +85,9 @@ class ScheduleText(Choice):
     def check(self, value: Any) -> object:
         if not isinstance(value, list) or not all(isinstance(row, str) for row in value):
             return super().check(value)
-        found = slip(value)
-        if found is not None:
-            refuse(*found)
+        wrong = slip(value)
+        if wrong is not None:
+            refuse(*wrong)
         return value
 
     def schema(self) -> dict[str, Any]:

@@ -71,28 +71,28 @@ def resolve(raw: SpecRaw, tree: Tree, name: str, world_size: int | None) -> Spec
     Values that `not_yet` refuses get a stand-in here: the caller holds their faults.
     """
     folder = Path(tree.source).parent if Path(tree.source).suffix else Path()
-    found = Findings(tree=tree, world_size=world_size, folder=folder, faults={})
+    findings = Findings(tree=tree, world_size=world_size, folder=folder, faults={})
     order = tree.root.get("mesh") if isinstance(tree.root, dict) else None
-    factors = _factors(raw, tuple(order) if isinstance(order, dict) else (), found)
+    factors = _factors(raw, tuple(order) if isinstance(order, dict) else (), findings)
     batch = None
     if factors is not None:
         data_degree = math.prod(factor.degree for factor in factors if factor.axis in DATA_AXES)
-        batch = resolve_batch(raw.batch, data_degree, found)
-    model = resolve_model(raw.model, resolve_attention(raw.attention), found)
-    activations = resolve_activations(raw, tree, found)
-    loss = resolve_loss(raw, {f.axis: f.degree for f in factors or ()}, found)
-    cluster = resolve_cluster(raw.cluster, found)
-    _obeys_offload(raw, factors or (), found)
-    data = resolve_data(raw.data, tree, found)
-    if found.faults:
-        raise SpecError(*found.faults.values())
+        batch = resolve_batch(raw.batch, data_degree, findings)
+    model = resolve_model(raw.model, resolve_attention(raw.attention), findings)
+    activations = resolve_activations(raw, tree, findings)
+    loss = resolve_loss(raw, {f.axis: f.degree for f in factors or ()}, findings)
+    cluster = resolve_cluster(raw.cluster, findings)
+    _obeys_offload(raw, factors or (), findings)
+    data = resolve_data(raw.data, tree, findings)
+    if findings.faults:
+        raise SpecError(*findings.faults.values())
     assert factors is not None and batch and model and data, "no faults: every section is there"
     spec = Spec(
         **{spot.name: getattr(raw, spot.name) for spot in fields(Keys)},
         name=raw.name or name,
         model=model,
         factors=factors,
-        trivial_factors=_trivial_factors(raw, factors, found),
+        trivial_factors=_trivial_factors(raw, factors, findings),
         batch=batch,
         precision=resolve_precision(raw.precision),
         cluster=cluster,
@@ -136,9 +136,9 @@ def _keeps_gathered(factors: Sequence[Factor]) -> bool:
     )
 
 
-def _factors(raw: SpecRaw, order: tuple[str, ...], found: Findings) -> tuple[Factor, ...] | None:
+def _factors(raw: SpecRaw, order: tuple[str, ...], findings: Findings) -> tuple[Factor, ...] | None:
     """The axes of degree > 1 in the order of the file, each with its tuple."""
-    degrees = _degrees(raw.mesh, order, found)
+    degrees = _degrees(raw.mesh, order, findings)
     if degrees is None:
         return None
     placement = raw.placement or PlacementRaw()
@@ -150,30 +150,30 @@ def _factors(raw: SpecRaw, order: tuple[str, ...], found: Findings) -> tuple[Fac
             remedy = f"write placement: {{{axis}: ...}} with a strategy's name or four modes"
             if axis is Axis.PP:  # stages can be placed in one way only
                 remedy = f"write placement: {{{axis}: [S, S, S, R]}}"
-            found.add("placement" if raw.placement else "mesh." + axis, finding, remedy)
+            findings.add("placement" if raw.placement else "mesh." + axis, finding, remedy)
         elif degree > 1:
-            factors.append(_factor(raw, axis, degree, found))
+            factors.append(_factor(raw, axis, degree, findings))
     for axis in Axis:
         if getattr(placement, axis.value) is not None and axis not in degrees:
             finding = f"the placement has a tuple for {axis}, and the mesh has no such axis"
             remedy = f"write mesh: {{{axis}: N}} (1 is a degree too), or remove the tuple"
-            found.add(f"placement.{axis}", finding, remedy)
-    sound = not any(route[0] in ("mesh", "placement") for route in found.faults)
+            findings.add(f"placement.{axis}", finding, remedy)
+    sound = not any(route[0] in ("mesh", "placement") for route in findings.faults)
     return tuple(factors) if sound else None
 
 
 def _trivial_factors(
-    raw: SpecRaw, factors: Sequence[Factor], found: Findings
+    raw: SpecRaw, factors: Sequence[Factor], findings: Findings
 ) -> tuple[Factor, ...]:
     """The axes of degree 1 that have a tuple. Nothing moves on them, and a tuple that no degree
     allows is refused all the same."""
     placement, taken = raw.placement or PlacementRaw(), {factor.axis for factor in factors}
     written = (axis for axis in EXECUTED_AXES if getattr(placement, axis.value) is not None)
-    return tuple(_factor(raw, axis, 1, found) for axis in written if axis not in taken)
+    return tuple(_factor(raw, axis, 1, findings) for axis in written if axis not in taken)
 
 
-def _factor(raw: SpecRaw, axis: Axis, degree: int, found: Findings) -> Factor:
-    modes = {str(state): _mode(raw, axis, state, found.tree) for state in PLACED}
+def _factor(raw: SpecRaw, axis: Axis, degree: int, findings: Findings) -> Factor:
+    modes = {str(state): _mode(raw, axis, state, findings.tree) for state in PLACED}
     return Factor(axis=axis, degree=degree, placement=Placement(**modes))
 
 
@@ -186,16 +186,16 @@ def _is_short(tree: Tree, axis: Axis, state: State) -> bool:
     return tree.at(("placement", axis.value, state.value)) == "O"
 
 
-def _obeys_offload(raw: SpecRaw, factors: Sequence[Factor], found: Findings) -> None:
+def _obeys_offload(raw: SpecRaw, factors: Sequence[Factor], findings: Findings) -> None:
     if raw.offload.tier is None or not factors:  # one rank may be any mesh
         return
-    short = any(_is_short(found.tree, f.axis, state) for f in factors for state in PLACED)
-    if not short and not says_offloaded(found.tree):
+    short = any(_is_short(findings.tree, f.axis, state) for f in factors for state in PLACED)
+    if not short and not says_offloaded(findings.tree):
         finding = f"tier {raw.offload.tier} says where O is, and no state is O"
-        found.add("offload.tier", finding, "write O for a state, or remove tier")
+        findings.add("offload.tier", finding, "write O for a state, or remove tier")
 
 
-def _degrees(mesh: MeshRaw, order: tuple[str, ...], found: Findings) -> dict[Axis, int] | None:
+def _degrees(mesh: MeshRaw, order: tuple[str, ...], findings: Findings) -> dict[Axis, int] | None:
     """Every axis that the file names, with `auto` solved."""
     written = {Axis(name): getattr(mesh, name) for name in order if name in set(Axis)}
     written = {axis: degree for axis, degree in written.items() if degree is not None}
@@ -203,41 +203,41 @@ def _degrees(mesh: MeshRaw, order: tuple[str, ...], found: Findings) -> dict[Axi
     known = math.prod(degree for degree in written.values() if isinstance(degree, int))
     if len(unknown) > 1:
         finding = f"one degree may be auto; got {' and '.join(unknown)}"
-        found.add(f"mesh.{unknown[1]}", finding, "write one of them as a number")
+        findings.add(f"mesh.{unknown[1]}", finding, "write one of them as a number")
         return None
     if unknown:
-        degree = _auto(unknown[0], known, found)
+        degree = _auto(unknown[0], known, findings)
         if degree is None:
             return None
         written[unknown[0]] = degree
     degrees = {axis: int(degree) for axis, degree in written.items()}
-    return degrees if _fits_world(degrees, found) else None
+    return degrees if _fits_world(degrees, findings) else None
 
 
-def _auto(axis: Axis, known: int, found: Findings) -> int | None:
-    if found.world_size is None:
+def _auto(axis: Axis, known: int, findings: Findings) -> int | None:
+    if findings.world_size is None:
         remedy = f"write mesh.{axis}=N, or start with torchrun --nproc-per-node N"
-        found.add(f"mesh.{axis}", "auto needs the number of ranks, and nothing gives it", remedy)
-    elif found.world_size % known:
-        finding = f"auto: {found.world_size} ranks do not divide by the other axes' {known}"
+        findings.add(f"mesh.{axis}", "auto needs the number of ranks, and nothing gives it", remedy)
+    elif findings.world_size % known:
+        finding = f"auto: {findings.world_size} ranks do not divide by the other axes' {known}"
         remedy = f"start a multiple of {known} ranks, or change the other degrees"
-        found.add(f"mesh.{axis}", finding, remedy)
+        findings.add(f"mesh.{axis}", finding, remedy)
     else:
-        return found.world_size // known
+        return findings.world_size // known
     return None
 
 
-def _fits_world(degrees: dict[Axis, int], found: Findings) -> bool:
+def _fits_world(degrees: dict[Axis, int], findings: Findings) -> bool:
     ranks = math.prod(degrees.values())
     text = " x ".join(f"{axis}={degree}" for axis, degree in degrees.items()) or "of one rank"
     if ranks > MAX_DEGREE:
         finding = f"mesh {text} has {ranks} ranks; a mesh has 1..{MAX_DEGREE}"
-        found.add("mesh", finding, "lower a degree")
+        findings.add("mesh", finding, "lower a degree")
         return False
-    if found.world_size not in (None, ranks):
-        finding = f"mesh {text} needs {ranks} ranks; {found.world_size} were started"
-        remedy = f"start {ranks} ranks, or {_nearest_mesh(degrees, found.world_size or 1)}"
-        found.add("mesh", finding, remedy)
+    if findings.world_size not in (None, ranks):
+        finding = f"mesh {text} needs {ranks} ranks; {findings.world_size} were started"
+        remedy = f"start {ranks} ranks, or {_nearest_mesh(degrees, findings.world_size or 1)}"
+        findings.add("mesh", finding, remedy)
         return False
     return True
 

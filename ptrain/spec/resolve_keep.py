@@ -48,24 +48,24 @@ def says_offloaded(tree: Tree) -> bool:
     return "O" in (text.values() if isinstance(text, dict) else (text,))
 
 
-def resolve_activations(raw: SpecRaw, tree: Tree, found: Report) -> ActivationSpec:
+def resolve_activations(raw: SpecRaw, tree: Tree, report: Report) -> ActivationSpec:
     """With every contradiction between the tuples, `activations` and `recompute` as a fault."""
-    modes = _modes(raw, tree, found)
+    modes = _modes(raw, tree, report)
     recompute = raw.recompute or RecomputeRaw()
-    policy = _policy(recompute, found)
+    policy = _policy(recompute, report)
     is_open = recompute.budget is not None and recompute.policy is None and recompute.keep is None
     if modes is None and is_open:
         modes = {_ALL: Mode(Distribution.MATERIALIZED)}
     ranges: _Ranges = {_ALL: R} if modes is None else modes
     recomputes = any(mode.distribution is Distribution.MATERIALIZED for mode in ranges.values())
     if policy is None and recomputes:
-        found.add(
+        report.add(
             "recompute",
             "none, and activations are M: they would be neither kept nor computed again",
             "write recompute: full or selective, or activations: R",
         )
     elif policy is not None and raw.recompute is not None and not recomputes:
-        found.add(
+        report.add(
             "recompute",
             f"nothing is recomputed: no block's activations are M, but {_words(ranges)}",
             'write activations: M, or of some blocks {"0-7": M}; or remove recompute',
@@ -91,12 +91,12 @@ def _kept(mode: Mode, policy: Policy | None) -> Kept:
     return Kept(tier=mode.tier)
 
 
-def _modes(raw: SpecRaw, tree: Tree, found: Report) -> _Ranges | None:
+def _modes(raw: SpecRaw, tree: Tree, report: Report) -> _Ranges | None:
     """By blocks, as the top of the spec says or a tuple; None where neither says anything."""
-    said = _said(raw, tree, found)
+    said = _said(raw, tree, report)
     for place, mode in _of_tuples(raw, tree):
         if said is not None and said != {_ALL: mode}:
-            found.add(
+            report.add(
                 "activations",
                 f"{_words(said)} here and {mode} in {place}: activations belong to the rank, and "
                 "are kept in one way",
@@ -106,7 +106,7 @@ def _modes(raw: SpecRaw, tree: Tree, found: Report) -> _Ranges | None:
     return said
 
 
-def _said(raw: SpecRaw, tree: Tree, found: Report) -> _Ranges | None:
+def _said(raw: SpecRaw, tree: Tree, report: Report) -> _Ranges | None:
     """At the top of the spec."""
     if raw.activations is None:
         return None
@@ -116,7 +116,7 @@ def _said(raw: SpecRaw, tree: Tree, found: Report) -> _Ranges | None:
     for blocks, mode in written.items():
         if mode != R and not belongs_to_rank(mode):
             where = f" of blocks {blocks}" if isinstance(text, dict) else ""
-            found.add(
+            report.add(
                 "activations",
                 f"{mode}{where}: slices of activations are those of an axis whose ranks hold the "
                 "same tokens, and here no axis is named",
@@ -132,14 +132,14 @@ def _said(raw: SpecRaw, tree: Tree, found: Report) -> _Ranges | None:
 def _of_tuples(raw: SpecRaw, tree: Tree) -> list[tuple[str, Mode]]:
     """(place, mode) of each data axis whose tuple says how the rank keeps activations. An axis of
     one rank vanishes from the mesh; what its tuple says of A does not."""
-    found = []
+    modes = []
     for axis in DATA_AXES:
         given = getattr(raw.placement, axis.value, None)
         mode = getattr(given, State.ACTIVATIONS.value, R)
         if mode != R and belongs_to_rank(mode):
             route = ("placement", axis.value, State.ACTIVATIONS.value)
-            found.append((".".join(route), on_tier(_plain(mode), tree.at(route), raw)))
-    return found
+            modes.append((".".join(route), on_tier(_plain(mode), tree.at(route), raw)))
+    return modes
 
 
 def _plain(mode: Mode) -> Mode:
@@ -154,13 +154,13 @@ def _words(ranges: _Ranges) -> str:
     return " and ".join(dict.fromkeys(str(mode) for mode in ranges.values()))
 
 
-def _policy(raw: RecomputeRaw, found: Report) -> Policy | None:
+def _policy(raw: RecomputeRaw, report: Report) -> Policy | None:
     """Full where nothing is said."""
     if raw.keep is None:
         return _POLICIES[raw.policy or "full"]
     if raw.policy is not None:
         finding = f"keep says what is kept of a block, and policy {raw.policy} says it too"
-        found.add("recompute.keep", finding, "remove one of the two")
+        report.add("recompute.keep", finding, "remove one of the two")
     return Policy(keep=tuple(operators for operators in Operators if operators in raw.keep))
 
 
@@ -170,26 +170,26 @@ def resolve_attention(text: str | None) -> Attention:
     return Attention(str(word))
 
 
-def resolve_loss(raw: SpecRaw, degrees: Mapping[Axis, int], found: Report) -> LossSpec:
+def resolve_loss(raw: SpecRaw, degrees: Mapping[Axis, int], report: Report) -> LossSpec:
     loss = raw.loss or LossRaw()
     if loss.kind == "vocab-parallel":
-        _obeys_tensor(raw, degrees, found)
+        _obeys_tensor(raw, degrees, report)
     is_cut = loss.kind in ("chunked", "fused") or loss.chunk is not None or bool(loss.fused)
     if loss.kind == "cross-entropy" and is_cut:
         key = "chunk" if loss.chunk is not None else "fused"
         finding = "cross-entropy has all logits at once"
-        found.add(f"loss.{key}", finding, f"remove {key}, or write kind: chunked")
+        report.add(f"loss.{key}", finding, f"remove {key}, or write kind: chunked")
     if loss.kind == "fused" and loss.fused is False:
-        found.add("loss.fused", "false, and the kind is fused", "remove one of the two")
+        report.add("loss.fused", "false, and the kind is fused", "remove one of the two")
     if not is_cut:
         return LossSpec()
     return LossSpec(chunk=loss.chunk or CHUNK, fused=loss.kind == "fused" or bool(loss.fused))
 
 
-def _obeys_tensor(raw: SpecRaw, degrees: Mapping[Axis, int], found: Report) -> None:
+def _obeys_tensor(raw: SpecRaw, degrees: Mapping[Axis, int], report: Report) -> None:
     if degrees.get(Axis.TP, 1) == 1:
         finding = "vocab-parallel: no vocabulary is cut, since tp has no two ranks"
-        found.add("loss", finding, "write cross-entropy, or tp: mesh: {…, tp: 2}")
+        report.add("loss", finding, "write cross-entropy, or tp: mesh: {…, tp: 2}")
     elif not raw.tensor.loss_parallel:
         finding = "vocab-parallel, and tensor.loss_parallel is false"
-        found.add("loss", finding, "remove one of the two")
+        report.add("loss", finding, "remove one of the two")

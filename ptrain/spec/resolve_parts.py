@@ -45,16 +45,16 @@ class Report(Protocol):
     def add(self, place: str, finding: str, remedy: str = "") -> None: ...
 
 
-def _preset(name: str | None, kind: type, section: str, found: Report) -> Mapping[str, Any] | None:
+def _preset(name: str | None, kind: type, section: str, report: Report) -> Mapping[str, Any] | None:
     """The values that a preset's file says; None where it says none that can be used."""
     if name is None:
         return {}
     folder = f"{section}s"
     path = listing(folder).get(name)
     if path is None and Path(name).suffix in (".yaml", ".yml"):
-        path = found.folder / name
+        path = report.folder / name
     if path is None:
-        found.add(f"{section}.preset", *missing(name, section, folder))
+        report.add(f"{section}.preset", *missing(name, section, folder))
         return None
     try:
         tree = read(path)
@@ -63,60 +63,60 @@ def _preset(name: str | None, kind: type, section: str, found: Report) -> Mappin
             raise SpecError(*tree.faults.values(), *faults.values())
     except SpecError as error:
         findings = "; ".join(str(fault).splitlines()[0] for fault in error.faults)
-        found.add(f"{section}.preset", f"the preset cannot be used: {findings}")
+        report.add(f"{section}.preset", f"the preset cannot be used: {findings}")
         return None
     if "preset" in values:
         remedy = "write the fields themselves"
-        found.add(f"{section}.preset", f"{path.name} names another preset", remedy)
+        report.add(f"{section}.preset", f"{path.name} names another preset", remedy)
         return None
     named: Mapping[str, Any] = {"name": path.stem, **values} if section == "cluster" else values
     return named
 
 
-def resolve_model(raw: ModelRaw, attention: Attention, found: Report) -> ModelSpec | None:
+def resolve_model(raw: ModelRaw, attention: Attention, report: Report) -> ModelSpec | None:
     if raw.target is not None:
         for key in _written(raw, besides=("target", "arguments", "blocks", "folder")):
             finding = f"target gives the whole model; {key} belongs to a built-in one"
-            found.add(f"model.{key}", finding, "put it into model.arguments, or remove it")
+            report.add(f"model.{key}", finding, "put it into model.arguments, or remove it")
         if attention is not Attention.SDPA:
             finding = f"{attention}, but a target computes attention as its function has it"
-            found.add("attention", finding, "remove attention, and say it in model.arguments")
+            report.add("attention", finding, "remove attention, and say it in model.arguments")
         return ExternalModel(
             target=raw.target,
             arguments=raw.arguments or {},
             blocks=raw.blocks,
-            folder=_folder(raw.folder, found.home),
+            folder=_folder(raw.folder, report.home),
         )
     if raw.folder != BESIDE:
         finding = "folder is where a target is looked for"
-        found.add("model.folder", finding, "add model.target, or remove it")
+        report.add("model.folder", finding, "add model.target, or remove it")
     if raw.hf is not None:
         for key in _written(raw, besides=("hf", "config", "blocks", "folder")):
             finding = f"hf gives the whole model; {key} does not belong to it"
             remedy = "write model.config with the class's own fields, or remove it"
-            found.add(f"model.{key}", finding, remedy)
+            report.add(f"model.{key}", finding, remedy)
         return HuggingFaceModel(
             hf=raw.hf, config=raw.config or {}, blocks=raw.blocks, attention=attention
         )
     if raw.config is not None:
         finding = "config belongs to an hf class"
-        found.add("model.config", finding, "add model.hf, or remove it")
+        report.add("model.config", finding, "add model.hf, or remove it")
     if raw.arguments is not None:
         finding = "arguments belong to a target"
-        found.add("model.arguments", finding, "add model.target, or remove it")
+        report.add("model.arguments", finding, "add model.target, or remove it")
     if raw.blocks is not None:
         finding = "the blocks of a built-in model are known"
-        found.add("model.blocks", finding, "remove blocks, or write model.target or model.hf")
-    preset = _preset(raw.preset, ModelRaw, "model", found)
+        report.add("model.blocks", finding, "remove blocks, or write model.target or model.hf")
+    preset = _preset(raw.preset, ModelRaw, "model", report)
     if preset is None:
         return None
     said = {spot.name: getattr(raw, spot.name) for spot in fields(raw)}
     beside = {name: value for name, value in said.items() if value is not None}
-    shape = _shape(ModelRaw(**{**preset, **beside, "blocks": None}), found)
+    shape = _shape(ModelRaw(**{**preset, **beside, "blocks": None}), report)
     if shape is None:
         return None
     name = raw.preset or ""
-    if name and _shape(ModelRaw(**preset), found) != shape:
+    if name and _shape(ModelRaw(**preset), report) != shape:
         name = ""  # another shape by now
     return replace(shape, attention=attention, preset=name)
 
@@ -133,14 +133,14 @@ def _written(raw: ModelRaw, besides: tuple[str, ...]) -> list[str]:
     return [name for name in names if getattr(raw, name) is not None]
 
 
-def _shape(raw: ModelRaw, found: Report) -> ModelShape | None:
+def _shape(raw: ModelRaw, report: Report) -> ModelShape | None:
     family = Family(raw.family or Family.LLAMA)
     needed = ["layers", "hidden", "heads", "vocab"] + ["ffn"] * (family is Family.LLAMA)
     missing_keys = [key for key in needed if getattr(raw, key) is None]
     if missing_keys:
         finding = f"the model's shape is incomplete: missing {', '.join(missing_keys)}"
         presets = ", ".join(listing("models"))
-        found.add("model", finding, f"add them, or write a preset: {presets}")
+        report.add("model", finding, f"add them, or write a preset: {presets}")
         return None
     assert raw.layers and raw.hidden and raw.heads and raw.vocab, "checked above"
     shape = ModelShape(
@@ -155,37 +155,37 @@ def _shape(raw: ModelRaw, found: Report) -> ModelShape | None:
         dropout=raw.dropout or 0.0,
         rope_base=raw.rope_base or _ROPE_BASE,
     )
-    is_sound = _has_all_fields(shape, found)
-    return shape if _heads_divide(shape, raw.kv_heads or 1, found) and is_sound else None
+    is_sound = _has_all_fields(shape, report)
+    return shape if _heads_divide(shape, raw.kv_heads or 1, report) and is_sound else None
 
 
-def _has_all_fields(shape: ModelShape, found: Report) -> bool:
+def _has_all_fields(shape: ModelShape, report: Report) -> bool:
     """A field that the family lacks would be ignored."""
     if shape.family is Family.LLAMA and shape.dropout:
-        found.add("model.dropout", "llama has no dropout", "remove dropout, or use family: gpt")
+        report.add("model.dropout", "llama has no dropout", "remove dropout, or use family: gpt")
     elif shape.family is Family.GPT and shape.rope_base != _ROPE_BASE:
         finding = "gpt has learned positions, and none that turn"
-        found.add("model.rope_base", finding, "remove rope_base, or use family: llama")
+        report.add("model.rope_base", finding, "remove rope_base, or use family: llama")
     else:
         return True
     return False
 
 
-def _heads_divide(shape: ModelShape, kv_heads: int, found: Report) -> bool:
+def _heads_divide(shape: ModelShape, kv_heads: int, report: Report) -> bool:
     """`kv_heads`: what heads must be a multiple of, 1 where they follow from it."""
     if shape.hidden % shape.heads:
         finding = f"heads={shape.heads} does not divide hidden={shape.hidden}"
-        found.add("model.heads", finding, _other_heads(shape, kv_heads))
+        report.add("model.heads", finding, _other_heads(shape, kv_heads))
     elif shape.heads % shape.kv_heads:
         finding = f"kv_heads={shape.kv_heads} does not divide heads={shape.heads}"
         remedy = f"choose from {_near(_divisors(shape.heads), shape.kv_heads)}"
-        found.add("model.kv_heads", finding, remedy)
+        report.add("model.kv_heads", finding, remedy)
     elif shape.family is Family.LLAMA and shape.head_dim % 2:
         finding = f"hidden / heads = {shape.head_dim} is odd, and rotary positions turn pairs"
-        found.add("model.heads", finding, "choose heads so that hidden / heads is even")
+        report.add("model.heads", finding, "choose heads so that hidden / heads is even")
     elif shape.family is Family.GPT and shape.kv_heads != shape.heads:
         finding = f"gpt has as many kv_heads as heads; got {shape.kv_heads} and {shape.heads}"
-        found.add("model.kv_heads", finding, "remove kv_heads, or use family: llama")
+        report.add("model.kv_heads", finding, "remove kv_heads, or use family: llama")
     else:
         return True
     return False
@@ -212,10 +212,10 @@ def _near(numbers: list[int], near: int) -> str:
     return ", ".join(map(str, sorted(sorted(numbers, key=lambda d: abs(d - near))[:6])))
 
 
-def resolve_batch(raw: BatchRaw, data_degree: int, found: Report) -> Batch | None:
+def resolve_batch(raw: BatchRaw, data_degree: int, report: Report) -> Batch | None:
     """global = micro x accumulate x data degree; any one of the first and third may be left out."""
     unit = raw.micro * data_degree
-    samples = _global(raw, unit * (raw.accumulate or 1), found)
+    samples = _global(raw, unit * (raw.accumulate or 1), report)
     if samples is None:
         return None
     accumulate = raw.accumulate or max(1, samples // unit)
@@ -232,7 +232,7 @@ def resolve_batch(raw: BatchRaw, data_degree: int, found: Report) -> Batch | Non
     written = f" x accumulate={raw.accumulate}" if raw.accumulate else ""
     product = f"micro={raw.micro}{written} x data degree={data_degree}"
     relation = "is not" if raw.accumulate else "is not a multiple of"
-    found.add(
+    report.add(
         "batch.global",
         f"global={samples} {relation} {product} = {step}",
         f"write batch.global: {' or '.join(map(str, valid))}"
@@ -247,7 +247,7 @@ def _other_accumulate(raw: BatchRaw, samples: int, unit: int) -> str:
     return ""
 
 
-def _global(raw: BatchRaw, step: int, found: Report) -> int | None:
+def _global(raw: BatchRaw, step: int, report: Report) -> int | None:
     """Samples: as written, or as many as come nearest to the tokens that are written."""
     match raw.samples:
         case None:
@@ -260,16 +260,16 @@ def _global(raw: BatchRaw, step: int, found: Report) -> int | None:
     if samples <= MAX_SAMPLES:
         return samples
     finding = f"{text} are {samples} samples; a step takes 1..{MAX_SAMPLES}"
-    found.add("batch.global", finding, "write fewer tokens")
+    report.add("batch.global", finding, "write fewer tokens")
     return None
 
 
-def resolve_data(data: DataSpec, tree: Tree, found: Report) -> DataSpec | None:
+def resolve_data(data: DataSpec, tree: Tree, report: Report) -> DataSpec | None:
     """One of corpus and path."""
     if data.path is None:
         return data
     if tree.has("data", "corpus"):
-        found.add("data.path", "both a corpus and a path are given", "remove one of the two")
+        report.add("data.path", "both a corpus and a path are given", "remove one of the two")
         return None
     return replace(data, corpus=None)
 
@@ -299,11 +299,11 @@ def resolve_optimizer(optimizer: OptimizerSpec, tree: Tree) -> OptimizerSpec:
     return optimizer
 
 
-def resolve_cluster(written: Mapping[str, Any] | None, found: Report) -> Cluster | None:
+def resolve_cluster(written: Mapping[str, Any] | None, report: Report) -> Cluster | None:
     """The preset's fields, with those that are written beside it on top."""
     if written is None:
         return None
-    preset = _preset(written.get("preset"), Cluster, "cluster", found)
+    preset = _preset(written.get("preset"), Cluster, "cluster", report)
     if preset is None:
         return None
     values = {**preset, **written, "preset": None}
@@ -312,7 +312,7 @@ def resolve_cluster(written: Mapping[str, Any] | None, found: Report) -> Cluster
     if missing_keys:
         finding = f"the cluster is incomplete: missing {', '.join(missing_keys)}"
         presets = ", ".join(listing("clusters"))
-        found.add("cluster", finding, f"add them, or write a preset: {presets}")
+        report.add("cluster", finding, f"add them, or write a preset: {presets}")
         return None
     cluster = Cluster(**values)
     return replace(

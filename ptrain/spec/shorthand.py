@@ -64,18 +64,18 @@ def _whole_placement(root: Mapping, fault: _Report) -> bool:
     name = root.get("placement")
     if not isinstance(name, str):
         return False
-    found = strategy(name)
-    if found is None:
+    tree_named = strategy(name)
+    if tree_named is None:
         fault(
             ("placement",), *(_axis_missing(name, root) or missing(name, "strategy", "strategies"))
         )
         return True
-    assert isinstance(found.root, dict), "a strategy's file is a mapping"
-    tuples = copy.deepcopy(found.root["placement"])
+    assert isinstance(tree_named.root, dict), "a strategy's file is a mapping"
+    tuples = copy.deepcopy(tree_named.root["placement"])
     root["placement"] = tuples
     _sits_right(root.get("mesh"), name, tuple(tuples), fault)
     for section in POLICIES:
-        policy, written = _policy(found.root, section), root.setdefault(section, {})
+        policy, written = _policy(tree_named.root, section), root.setdefault(section, {})
         if isinstance(written, dict) and not (section == "recompute" and _says_what(written)):
             for key, value in policy.items():
                 written.setdefault(key, value)
@@ -167,12 +167,12 @@ def _modes_at(mark: SourceMark | None) -> list[str]:
 
 def _named_tuple(placement: Mapping, axis: str, name: str, fault: _Report) -> None:
     route = ("placement", axis)
-    found = strategy(name)
-    if found is None:
+    tree = strategy(name)
+    if tree is None:
         fault(route, *missing(name, "strategy", "strategies"))
         return
-    assert isinstance(found.root, dict), "a strategy's file is a mapping"
-    tuples = found.root["placement"]
+    assert isinstance(tree.root, dict), "a strategy's file is a mapping"
+    tuples = tree.root["placement"]
     home = list(tuples)
     if len(home) > 1:
         fault(route, f"{name} spans {' and '.join(home)}", f"write placement: {name}")
@@ -182,9 +182,9 @@ def _named_tuple(placement: Mapping, axis: str, name: str, fault: _Report) -> No
             f"{name} sits on {home[0]}, not on {axis}",
             f"write placement: {{{home[0]}: {name}}} and mesh: {{{home[0]}: N}}",
         )
-    elif any(section in found.root for section in POLICIES):
+    elif any(section in tree.root for section in POLICIES):
         modes = ", ".join(map(str, tuples[home[0]].values()))
-        policies = {key: _policy(found.root, key) for key in POLICIES if key in found.root}
+        policies = {key: _policy(tree.root, key) for key in POLICIES if key in tree.root}
         sections = [f"{key}: {_flow(policy)}" for key, policy in policies.items()]
         fault(
             route,
@@ -290,9 +290,9 @@ def _schedule_file(tree: Tree, root: Mapping, fault: _Report) -> None:
         remedy = "name a file in torch's CSV format of compute actions, or a schedule"
         fault(route, f"cannot read {written}: {lines}", remedy)
         return
-    found = orders.slip(lines)
-    if found is not None:
-        fault(route, f"{written}: {found[0]}", found[1])
+    wrong = orders.slip(lines)
+    if wrong is not None:
+        fault(route, f"{written}: {wrong[0]}", wrong[1])
         return
     assert isinstance(pipeline, dict), "as above"
     pipeline["schedule"] = lines

@@ -44,8 +44,8 @@ def close(word: str, known: Iterable[str], *, cutoff: float) -> str:
     from difflib import get_close_matches
 
     folded = {name.lower(): name for name in reversed(tuple(known))}
-    found = get_close_matches(word.lower(), list(folded), n=1, cutoff=cutoff)
-    return folded[found[0]] if found else ""
+    near = get_close_matches(word.lower(), list(folded), n=1, cutoff=cutoff)
+    return folded[near[0]] if near else ""
 
 
 def ask(meant: str) -> str:
@@ -59,8 +59,8 @@ def near_word(value: object, known: Iterable[str]) -> str:
 
 def whole_part(word: str, known: Iterable[str]) -> str:
     """The first of `known` that begins or ends with the word: `memory` is device_memory."""
-    found = (name for name in known if name.startswith(f"{word}_") or name.endswith(f"_{word}"))
-    return next(found, "")
+    names = (name for name in known if name.startswith(f"{word}_") or name.endswith(f"_{word}"))
+    return next(names, "")
 
 
 def mode(text: str) -> str:
@@ -81,9 +81,9 @@ def a(noun: str) -> str:
 
 def unit(value: object) -> str:
     """`2` is 2 blocks; of another text, the nearest of the words."""
-    found = re.fullmatch(r"([1-9][0-9]{0,4})[ _-]*(b[a-z]*)?", str(value).lower())
-    if found and not isinstance(value, bool):
-        return ask(f"{found[1]} blocks")
+    number = re.fullmatch(r"([1-9][0-9]{0,4})[ _-]*(b[a-z]*)?", str(value).lower())
+    if number and not isinstance(value, bool):
+        return ask(f"{number[1]} blocks")
     words = re.fullmatch(r"[a-z _-]*", str(value).lower())  # `0 blocks` is a number, not a word
     return near_word(value, ("block", "sub-block", "model")) if words else ""
 

@@ -42,15 +42,15 @@ class ActivationSpec:
 
     def of(self, blocks: int) -> tuple[Kept, ...]:
         """The mode of each of so many blocks."""
-        found = [self.default] * blocks
+        modes = [self.default] * blocks
         for first, last, kept in self.by_block:
             for index in range(first, blocks if last is None else last + 1):
-                found[index] = kept
-        recomputed = [index for index, kept in enumerate(found) if kept.policy is not None]
+                modes[index] = kept
+        recomputed = [index for index, kept in enumerate(modes) if kept.policy is not None]
         for place, index in enumerate(recomputed):
             if place % self.every:
-                found[index] = PLAIN
-        return tuple(found)
+                modes[index] = PLAIN
+        return tuple(modes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

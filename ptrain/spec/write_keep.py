@@ -20,14 +20,14 @@ UNWRITTEN: dict[str, object] = {
 
 def kept(spec: Spec) -> dict[str, object]:
     """`activations`, unless a tuple of the mesh says it; `recompute`, `attention` and `loss`."""
-    found = {
+    said = {
         "activations": None if _is_in_a_tuple(spec) else _activations(spec.activations),
         "recompute": _recompute(spec.activations),
         "attention": None if isinstance(spec.model, ExternalModel) else spec.model.attention.value,
         "loss": _loss(spec.loss),
     }
     return {
-        key: value for key, value in found.items() if value is not None and value != UNWRITTEN[key]
+        key: value for key, value in said.items() if value is not None and value != UNWRITTEN[key]
     }
 
 

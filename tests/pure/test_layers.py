@@ -144,6 +144,13 @@ def test_a_class_name_stands_twice_only_where_it_is_listed():
     assert repeated.keys() == REPEATED_CLASSES, "names that stand once: take them off the list"
 
 
+def test_variables_are_called_by_what_they_hold():
+    fillers = SOURCES.filler_names()
+    unlisted = {module: fillers[module] for module in fillers.keys() - FILLED}
+    assert not unlisted, f"names that say nothing of what they hold: {unlisted}"
+    assert fillers.keys() == FILLED, "modules without such names: take them off the list"
+
+
 @pytest.mark.parametrize("module", [m for m in sorted(MODULES) if rank(m) < TORCH_LINE])
 def test_the_pure_half_needs_the_standard_library_and_yaml_only(module):
     packages = {found.split(".")[0] for found in imports(module)}
