@@ -22,10 +22,10 @@ nor declares the axes (`spec/axis.py`), and holds at least one of these:
 A file names a mode where it has a member of `Distribution`, or imports one of the modes by its
 letter, and a tier where it has a member of `Tier`; `spec/placement.py`, which declares both, does
 not count. A wrap's kind is named by every `isinstance` and every `case` with one or more of the
-kinds, outside `axes/data`. A class name stands twice where two modules of ptrain/ define it. A name says nothing where a variable or a parameter is called
-found, told, asked, made or each. Tables
-are all files of ptrain/ that are neither Python nor a page. Of tests and benchmarks no more than
-their lines count.
+kinds, outside `axes/data`. A class name stands twice where two modules of ptrain/ define it. A name
+says nothing where a variable or a parameter is called found, told, asked, made or each. Tables are
+all files of ptrain/ that are neither Python nor a page. Of tests and benchmarks no more than their
+lines count.
 """
 
 from __future__ import annotations

@@ -116,7 +116,8 @@ class SourceTree:
     def filler_names(self) -> dict[str, list[str]]:
         """By module the variables and parameters whose names say nothing of what they hold."""
         fillers = {
-            module: sorted(set(_fillers(self.parsed(path)))) for module, path in self.modules.items()
+            module: sorted(set(_fillers(self.parsed(path))))
+            for module, path in self.modules.items()
         }
         return {module: names for module, names in fillers.items() if names}
 

@@ -68,12 +68,12 @@ class RunFolder:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
     """A folder that was opened for a run, and what stood there before: a run that is refused before
-    its first step leaves no trace. `made` are the folders that were not there, innermost first.
+    its first step leaves no trace. `folders` are those that were not there, innermost first.
     `lock` keeps other trainings out until it is released."""
 
     folder: RunFolder
     lock: Lock
-    made: tuple[Path, ...]
+    folders: tuple[Path, ...]
     entries: frozenset[Path]
     texts: Mapping[Path, bytes]
     latest: str | None
@@ -84,7 +84,7 @@ class Claim:
         if _content(self.folder.metrics) == self.texts.get(self.folder.metrics, b""):
             self._undo()
         self.lock.release()
-        for folder in self.made:
+        for folder in self.folders:
             with suppress(OSError):  # something is in it
                 folder.rmdir()
 
@@ -252,7 +252,7 @@ def _claim(path: Path, new_folders: Sequence[Path], taken: Lock) -> Claim:
     return Claim(
         folder=folder,
         lock=taken,
-        made=tuple(new_folders),
+        folders=tuple(new_folders),
         entries=frozenset(_entries(path)),
         texts={file: _content(file) for file in files if file.exists()},
         latest=latest_of(path.parent),
