@@ -158,19 +158,19 @@ def _of_backward(scene: Investigation) -> tuple[Departure, Cause]:
 
 
 def _samples(scene: Investigation) -> Cause:
-    description = scene.first.told
+    words = scene.first.told
     ranks = scene.ranks_of(scene.first)
     factor = (
         "missing sample"
-        if "missing" in description
+        if "missing" in words
         else "duplicate sample"
-        if "twice" in description
-        else description
+        if "twice" in words
+        else words
     )
-    if "missing" in description and "twice" in description:
+    if "missing" in words and "twice" in words:
         factor = "missing and duplicate samples"
     sentence = (
-        f"the mesh trains on other samples than the batch has: {description}; look at the sampler, "
+        f"the mesh trains on other samples than the batch has: {words}; look at the sampler, "
         "and at which share of the batch each rank takes"
     )
     return Cause(scene.axis_of(ranks), factor, sentence)
