@@ -105,7 +105,7 @@ class _Examiner:
         )
 
     def _step(self, step: int, before: Evidence | None) -> Evidence:
-        """One step of both; the reference's update is still to come."""
+        """Run one step of both; the reference's update is still to come."""
         earlier = before.states[1 - KEPT :] if before else []
         states = [*earlier, _copied(of_reference(self.reference))]
         outputs, expected = self._reference_pass(step)

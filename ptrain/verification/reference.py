@@ -174,9 +174,9 @@ def _micro_batches(spec: Spec, source: Corpus, step: int) -> Iterator[MicroBatch
 def _accumulate(
     module: nn.Module, micro_batches: Iterable[MicroBatch], updater: Updater, around: Around
 ) -> Pass:
-    """Theorem 3: the sum over all tokens divided by the global number of them. Each micro-batch's
-    gradient is rounded to the dtype in which gradients travel, and the sum to the one in which they
-    are kept."""
+    """Accumulate gradients by Theorem 3: the sum over all tokens divided by the global number of
+    them. Each micro-batch's gradient is rounded to the dtype in which gradients travel, and the sum
+    to the one in which they are kept."""
     travels, kept = TORCH_DTYPES[updater.layout.reduced], TORCH_DTYPES[updater.layout.gradients]
     sums: dict[str, Tensor] = {}
     total = squares = 0.0

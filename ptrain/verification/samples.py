@@ -20,7 +20,8 @@ UNKNOWN = -1
 def sample_departures(
     given: LocalBatch, reference: ReferenceTraining, step: int, rank: int, exchange: Exchange
 ) -> Iterator[Departure]:
-    """`given` is what this rank's model ran on. All ranks call it."""
+    """Compare the samples of this rank with those it should have; `given` is what its model ran on.
+    All ranks call it."""
     spec = reference.spec
     expected = _expected(reference, step)
     names: dict[bytes, int] = {}  # tokens are one sample, however often the batch has them

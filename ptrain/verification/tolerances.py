@@ -137,7 +137,7 @@ def in_fp64(growth: Sequence[ReferenceRun], exact: ReferenceRun, exchange: Excha
 
 
 def in_own_dtypes(spec: Spec, runs: Sequence[ReferenceRun], exchange: Exchange) -> Allowed:
-    """All ranks call it."""
+    """Derive what is allowed from references in the spec's own dtypes. All ranks call it."""
     spread = _spread([run.losses for run in runs])
     if not is_banded(spec):
         fixed = [FP32_LOSS] * len(spread)

@@ -17,7 +17,7 @@ _MOST = 0.99  # of the tokens that agree, where the ends of rows may not
 
 
 def targets_cause(scene: Investigation) -> Cause | None:
-    """Logits that are right and a loss that is not: other targets. Collective."""
+    """The logits are right and the loss is not: it has other targets. Collective."""
     said = next(_said(scene), None)
     everyone = scene.exchange.gather(said)
     counts = Counter(answer for answer in everyone if answer)

@@ -71,7 +71,7 @@ def evidence(
     probe: ProbeResult,
     before: Mapping[str, Tensor],
 ) -> JobEvidence:
-    """All ranks call it."""
+    """Gather samples of the gradients of both sides on all ranks. All ranks call it."""
     names = list(reference.gradients)
     places = _places(ranks, {name: reference.gradients[name].flatten() for name in names})
     micro_batches = max(ranks.gather(len(probe.gradients)))

@@ -25,7 +25,7 @@ _FEWEST = 1e-6
 
 
 def families(names: Iterable[str]) -> str:
-    """`blocks.*.norm.weight, head.weight`: numbered layers count once."""
+    """Return names as `blocks.*.norm.weight, head.weight`: numbered layers count once."""
     kinds: dict[str, list[str]] = {}
     for name in dict.fromkeys(names):
         kinds.setdefault(re.sub(r"\b\d+\b", "*", name), []).append(name)
