@@ -111,25 +111,25 @@ class Capture:
                     self._given[id(leaf)] = gradient.clone() if scale is None else gradient / scale
 
     def gradients(self, exchange: Exchange) -> Named:
-        """By canonical name, full tensors or DTensors, zeros of what this rank's optimizer was
-        given none of where others were; none of what nobody updates, or some rank's optimizer has
-        left although there was one. All ranks call it."""
+        """Return gradients by canonical name, full tensors or DTensors: zeros of what this rank's
+        optimizer was given none of where others were; none of what nobody updates, or some rank's
+        optimizer has left although there was one. All ranks call it."""
         lacking = [i for i, (_, leaf) in enumerate(self._leaves) if id(leaf) not in self._given]
         left = [index for index in lacking if index in self._reduced]
         stage = self.program.pieces[0].index  # the same where other ranks have the same layers
         everyone = exchange.gather([stage, lacking, left])
-        alike = [(each, its) for place, each, its in everyone if place == stage]
-        frozen = set(lacking).intersection(*(each for each, _ in alike))
+        alike = [(absent, its) for place, absent, its in everyone if place == stage]
+        frozen = set(lacking).intersection(*(absent for absent, _ in alike))
         frozen |= {index for _, its in alike for index in its}
-        found: Named = {}
+        gradients: Named = {}
         for index, (target, leaf) in enumerate(self._leaves):
             if index in frozen:
                 continue
             gradient = self._given.get(id(leaf))
             if gradient is None:
                 gradient = torch.zeros_like(target.value())
-            found.update(self.program.canonical(target.named(gradient)))
-        return found
+            gradients.update(self.program.canonical(target.named(gradient)))
+        return gradients
 
 
 def modules(program: Program) -> list[nn.Module]:

@@ -23,9 +23,9 @@ _INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 def closer(
     program: Program, exchange: Exchange, departures: Sequence[Departure], culprit: Culprit
 ) -> Culprit:
-    """`culprit` of these departures, with the bit where it is one bit of one element. Collective;
-    what departs has to be there still."""
-    first = min(departures, key=lambda each: each.when)
+    """Return `culprit` of these departures, with the bit where it is one bit of one element.
+    Collective; what departs has to be there still."""
+    first = min(departures, key=lambda departure: departure.when)
     if first.way is not Way.VALUE or len(first.between) < 2:
         return culprit
     own = _held(program, first) if program.world.rank in first.between else None
@@ -33,19 +33,19 @@ def closer(
     ranks = [rank for rank in first.between if sizes[rank] is not None]
     if len(ranks) < 2 or len({sizes[rank] for rank in ranks}) > 1:
         return culprit
-    found = _one_element(own, sizes[ranks[0]], ranks, exchange)
-    if found is None:
+    element = _one_element(own, sizes[ranks[0]], ranks, exchange)
+    if element is None:
         return culprit
-    place, bits = found
+    place, bits = element
     factor = f"flipped bit {bits[0]}" if len(bits) == 1 else "one element"
     sentence = f"element {place} of {first.name} is another ({factor}), and no other. "
     return replace(culprit, factor=factor, sentence=sentence + culprit.sentence)
 
 
 def _held(program: Program, first: Departure) -> torch.Tensor | None:
-    """What this rank has under the name, as a row of integers."""
+    """Return what this rank has under the name, as a row of integers."""
     known = (holdings.parameters, holdings.optimizer, holdings.buffers)
-    for held in chain.from_iterable(each(program) for each in known):
+    for held in chain.from_iterable(holding(program) for holding in known):
         name = f"{held.name}.{held.key}" if held.key else held.name
         if (held.subject, name, held.part) == (first.subject, first.name, first.told):
             tensor = local(held.tensor.detach()).contiguous()
@@ -56,11 +56,12 @@ def _held(program: Program, first: Departure) -> torch.Tensor | None:
 def _one_element(
     own: torch.Tensor | None, size: int, ranks: Sequence[int], exchange: Exchange
 ) -> tuple[int, list[int]] | None:
-    """Its place, and the bits in which the ranks' differ; None where others do too."""
+    """Return its place, and the bits in which the ranks' differ; None where other elements do
+    too."""
 
     def differs(start: int, end: int) -> bool:
-        told = exchange.gather(None if own is None else digests([own[start:end]])[0])
-        return len({told[rank] for rank in ranks}) > 1
+        checksums = exchange.gather(None if own is None else digests([own[start:end]])[0])
+        return len({checksums[rank] for rank in ranks}) > 1
 
     start, end = 0, size
     while end - start > 1:
@@ -68,11 +69,11 @@ def _one_element(
         start, end = (start, middle) if differs(start, middle) else (middle, end)
     if not differs(start, end) or (end < size and differs(end, size)):
         return None
-    told: list[Any] = exchange.gather(None if own is None else int(own[start]))
+    values: list[Any] = exchange.gather(None if own is None else int(own[start]))
     width = 8 * (own.element_size() if own is not None else 8)
     widths = exchange.gather(width)
     mask = 2 ** widths[ranks[0]] - 1
     both = 0
     for rank in ranks[1:]:
-        both |= (told[rank] ^ told[ranks[0]]) & mask
+        both |= (values[rank] ^ values[ranks[0]]) & mask
     return start, [bit for bit in range(both.bit_length()) if both >> bit & 1]

@@ -125,24 +125,24 @@ def worst_parameters(reference: Mapping[str, Tensor], run: Mapping[str, Tensor])
 def _worst(
     reference: Mapping[str, Tensor], run: Mapping[str, Tensor]
 ) -> dict[str, tuple[str, float]]:
-    """By norm and by element: which tensor differs most, and how far."""
+    """Return by norm and by element which tensor differs most, and how far."""
     usual = _root_mean_square(reference.values())
-    found = {}
+    farthest = {}
     for kind, measure in (("by norm", _by_norm), ("by element", _by_element)):
         differences = {
             name: measure(tensor, run[name], usual) for name, tensor in reference.items()
         }
         worst = max(differences, key=lambda name: _or_infinite(differences[name]))
-        found[kind] = (worst, differences[worst])
-    return found
+        farthest[kind] = (worst, differences[worst])
+    return farthest
 
 
-def apart(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> float:
-    """The 2-norm of the difference over that of `expected`, all tensors taken as one vector; a
-    tensor that one side lacks is zero there. Infinite where nothing can be said."""
+def apart(expected: Mapping[str, Tensor], actual: Mapping[str, Tensor]) -> float:
+    """Return the 2-norm of the difference over that of `expected`, all tensors taken as one vector;
+    a tensor that one side lacks is zero there. It is infinite where nothing can be said."""
     difference = length = 0.0
-    for name in {**expected, **found}:
-        one, other = expected.get(name), found.get(name)
+    for name in {**expected, **actual}:
+        one, other = expected.get(name), actual.get(name)
         if one is not None and other is not None and one.shape != other.shape:
             return math.inf
         one = torch.zeros(()) if one is None else one.double()
@@ -154,18 +154,18 @@ def apart(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> float:
 
 
 def apart_by_tensor(
-    expected: Mapping[str, Tensor], found: Mapping[str, Tensor]
+    expected: Mapping[str, Tensor], actual: Mapping[str, Tensor]
 ) -> dict[str, float]:
-    """The same of each tensor by itself, relative to its own length; one that is NOISE is relative
-    to the usual length of as many elements."""
-    names = {**expected, **found}
+    """Return the same of each tensor by itself, relative to its own length; one that is NOISE is
+    relative to the usual length of as many elements."""
+    names = {**expected, **actual}
     usual = _root_mean_square(expected.values()) if expected else 0.0
     if usual == 0.0:
         return dict.fromkeys(names, math.inf)
     differences = {}
     for name in names:
-        one, other = expected.get(name), found.get(name)
-        one = torch.zeros_like(found[name]) if one is None else one
+        one, other = expected.get(name), actual.get(name)
+        one = torch.zeros_like(actual[name]) if one is None else one
         other = torch.zeros_like(one) if other is None else other
         differences[name] = _or_infinite(_by_norm(one, other, usual))
     return differences
@@ -198,27 +198,27 @@ def _check(name: str, difference: float, tolerance: float, place: str) -> Check:
     return at_most(name, difference, tolerance, why)
 
 
-def _relative(expected: Sequence[float], found: Sequence[float]) -> list[float]:
-    return [abs(b - a) / abs(a) if a else math.inf for a, b in zip(expected, found, strict=True)]
+def _relative(expected: Sequence[float], actual: Sequence[float]) -> list[float]:
+    return [abs(b - a) / abs(a) if a else math.inf for a, b in zip(expected, actual, strict=True)]
 
 
-def _by_norm(expected: Tensor, found: Tensor, usual: float) -> float:
+def _by_norm(expected: Tensor, actual: Tensor, usual: float) -> float:
     usual *= math.sqrt(expected.numel())
-    return _ratio(torch.linalg.vector_norm, expected, found, usual)
+    return _ratio(torch.linalg.vector_norm, expected, actual, usual)
 
 
-def _by_element(expected: Tensor, found: Tensor, usual: float) -> float:
-    return _ratio(lambda tensor: tensor.abs().amax(), expected, found, usual)
+def _by_element(expected: Tensor, actual: Tensor, usual: float) -> float:
+    return _ratio(lambda tensor: tensor.abs().amax(), expected, actual, usual)
 
 
 def _ratio(
-    size: Callable[[Tensor], Tensor], expected: Tensor, found: Tensor, usual: float
+    size: Callable[[Tensor], Tensor], expected: Tensor, actual: Tensor, usual: float
 ) -> float:
-    """The difference's size over the expected tensor's (`usual` for noise), infinite for another
-    shape."""
-    if expected.shape != found.shape:
+    """Return the difference's size over the expected tensor's (`usual` for noise), infinite for
+    another shape."""
+    if expected.shape != actual.shape:
         return math.inf
-    difference = float(size(found.double() - expected.double()))
+    difference = float(size(actual.double() - expected.double()))
     length = float(size(expected.double()))
     return difference / (length if length > NOISE * usual else usual)
 

@@ -59,11 +59,14 @@ class Watch:
         self._take("state that ranks share", self.replicas, self.replicas.check(step))
 
     def _take(
-        self, name: str, by: ReplicaMeter | CollectiveLedger | Masks, found: tuple[Departure, ...]
+        self,
+        name: str,
+        by: ReplicaMeter | CollectiveLedger | Masks,
+        departures: tuple[Departure, ...],
     ) -> None:
         self.looks[name] += self.exchange.world.size > 1  # one rank shares nothing
-        if found and not self.departures:
-            self.departures, self.culprit, self.failed = found, by.culprit(found), name
+        if departures and not self.departures:
+            self.departures, self.culprit, self.failed = departures, by.culprit(departures), name
             if isinstance(by, ReplicaMeter) and self.culprit is not None:
                 self.culprit = closer(self.program, self.exchange, self.departures, self.culprit)
 

@@ -32,22 +32,24 @@ class Contribution:
 def contributions(
     reference: ReferenceTraining, step: int, names: Sequence[str], scale: float
 ) -> Iterator[Contribution]:
-    """Each sample's share of the gradients of these parameters, with the reference's weights as
-    they are. Costs a forward and a backward pass per sample."""
+    """Yield each sample's share of the gradients of these parameters, with the reference's weights
+    as they are. It costs a forward and a backward pass per sample."""
     parameters = dict(reference.module.named_parameters())
     chosen = [parameters[name] for name in names]
-    for each in reference.micro_batches(step):
-        for row, sample in enumerate(each.sample_ids):
-            loss = _loss(reference, each, row) * scale
-            found = torch.autograd.grad(loss, chosen, allow_unused=True)
+    for micro_batch in reference.micro_batches(step):
+        for row, sample in enumerate(micro_batch.sample_ids):
+            loss = _loss(reference, micro_batch, row) * scale
+            grads = torch.autograd.grad(loss, chosen, allow_unused=True)
             gradients = {
                 name: torch.zeros_like(parameters[name]) if gradient is None else gradient / scale
-                for name, gradient in zip(names, found, strict=True)
+                for name, gradient in zip(names, grads, strict=True)
             }
-            yield Contribution(Source(each.data_index, each.k, sample), gradients)
+            yield Contribution(Source(micro_batch.data_index, micro_batch.k, sample), gradients)
 
 
-def _loss(reference: ReferenceTraining, each: MicroBatch, row: int) -> Tensor:
-    logits = reference.module(each.inputs[row : row + 1])
-    loss: Tensor = token_loss_sum(logits, each.targets[row : row + 1]) / each.global_tokens
+def _loss(reference: ReferenceTraining, micro_batch: MicroBatch, row: int) -> Tensor:
+    logits = reference.module(micro_batch.inputs[row : row + 1])
+    loss: Tensor = (
+        token_loss_sum(logits, micro_batch.targets[row : row + 1]) / micro_batch.global_tokens
+    )
     return loss

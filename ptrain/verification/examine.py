@@ -85,27 +85,27 @@ class _Examiner:
         self.names = {name: place for place, name in enumerate(self.reference.parameters)}
 
     def run(self, steps: int) -> Examination:
-        found = self._told(list(self._state(0, Moment.START)))
+        departures = self._told(list(self._state(0, Moment.START)))
         evidence = None
         for step in range(steps):
-            if found:
+            if departures:
                 break
             evidence = self._step(step, evidence)
-            found = self._told(self._departures(evidence))
-            if found:
+            departures = self._told(self._departures(evidence))
+            if departures:
                 break
             evidence.expected_norm = self.reference.update(step, dict(self.sums))
             after = [*self._norm(evidence), *self._state(step, Moment.UPDATE)]
-            found = self._told(after)
+            departures = self._told(after)
         sides = self.program, self.reference
-        culprit = explain(found, evidence, sides, self.exchange) if found else None
+        culprit = explain(departures, evidence, sides, self.exchange) if departures else None
         done = evidence.step + 1 if evidence else 0
         return Examination(
-            departures=found, culprit=culprit, checks=self._checks(found), steps=done
+            departures=departures, culprit=culprit, checks=self._checks(departures), steps=done
         )
 
     def _step(self, step: int, before: Evidence | None) -> Evidence:
-        """One step of both; the reference's update is still to come."""
+        """Run one step of both; the reference's update is still to come."""
         earlier = before.states[1 - KEPT :] if before else []
         states = [*earlier, _copied(of_reference(self.reference))]
         outputs, expected = self._reference_pass(step)
@@ -124,7 +124,7 @@ class _Examiner:
             outputs=capture.outputs,
             expected_outputs=outputs,
             gradients=capture.gradients(self.exchange),
-            expected_gradients={name: each / scale for name, each in expected.sums.items()},
+            expected_gradients={name: gradient / scale for name, gradient in expected.sums.items()},
             earlier_gradients=before.expected_gradients if before else {},
             rates=capture.rates,
             loss=self.exchange.add([share])[0],
@@ -137,9 +137,9 @@ class _Examiner:
         outputs = Outputs()
         modules = self.reference.module
 
-        def around(each: MicroBatch) -> AbstractContextManager[None]:
-            is_ours = each.data_index == self.data_place and each.k in self.watched_passes
-            return watched(modules.named_modules(), outputs, lambda: each.k if is_ours else None)
+        def around(batch: MicroBatch) -> AbstractContextManager[None]:
+            is_ours = batch.data_index == self.data_place and batch.k in self.watched_passes
+            return watched(modules.named_modules(), outputs, lambda: batch.k if is_ours else None)
 
         expected = self.reference.accumulate(step, around)
         for path, _ in outputs.forward:
@@ -158,13 +158,13 @@ class _Examiner:
         ]
 
     def _samples(self, evidence: Evidence) -> list[Departure]:
-        found = list(
+        departures = list(
             sample_departures(
                 evidence.batch, self.reference, evidence.step, self.rank, self.exchange
             )
         )
-        self.tally.add("samples", math.inf if found else 0.0)
-        return found
+        self.tally.add("samples", math.inf if departures else 0.0)
+        return departures
 
     def _used(self, evidence: Evidence) -> Iterator[Departure]:
         """Parameters where they are used: gathered, copied, as they should be in this step."""
@@ -183,9 +183,9 @@ class _Examiner:
             (Moment.FORWARD, evidence.outputs.forward, evidence.expected_outputs.forward),
             (Moment.BACKWARD, evidence.outputs.backward, evidence.expected_outputs.backward),
         )
-        for moment, found, expected in pairs:
+        for moment, actual, expected in pairs:
             usual = _root_mean_square(expected)
-            for (path, micro_batch), tensor in found.items():
+            for (path, micro_batch), tensor in actual.items():
                 whole = expected.get((path, micro_batch))
                 if whole is None:
                     continue
@@ -249,11 +249,11 @@ class _Examiner:
             )
 
     def _state(self, step: int, moment: Moment) -> Iterator[Departure]:
-        """Parameters, optimizer state, counters and buffers, each part where it is."""
+        """Compare parameters, optimizer state, counters and buffers, each part where it is."""
         expected = of_reference(self.reference)
         usual = {
             subject: _root_mean_square(
-                {name: each for (kind, name), each in expected.items() if kind is subject}
+                {name: tensor for (kind, name), tensor in expected.items() if kind is subject}
             )
             for subject in (Subject.PARAMETERS, Subject.OPTIMIZER, Subject.BUFFERS)
         }
@@ -308,34 +308,37 @@ class _Examiner:
             )
 
     def _told(self, own: list[Departure]) -> tuple[Departure, ...]:
-        """Everybody's, on every rank, in the order of time and along the model."""
+        """Return everybody's departures on every rank, in order of time and along the model."""
         least: dict[tuple[Moment, Subject], list[Departure]] = {}
-        for each in sorted(own, key=self._when):
-            least.setdefault((each.moment, each.subject), []).append(each)
-        chosen = [each.plain() for group in least.values() for each in group[:MOST]]
+        for departure in sorted(own, key=self._when):
+            least.setdefault((departure.moment, departure.subject), []).append(departure)
+        chosen = [departure.plain() for group in least.values() for departure in group[:MOST]]
         everyone = self.exchange.gather(chosen)
         order = dict(pair for its in self.exchange.gather(list(self.order.items())) for pair in its)
         self.order = {path: order[path] for path in order}
-        found = [Departure.of(each) for its in everyone for each in its]
-        return tuple(sorted(found, key=self._when))
+        departures = [Departure.of(departure) for its in everyone for departure in its]
+        return tuple(sorted(departures, key=self._when))
 
-    def _when(self, each: Departure) -> tuple[int, ...]:
+    def _when(self, departure: Departure) -> tuple[int, ...]:
         """Parameters that are used stand before what their module makes of them."""
-        is_used = each.moment is Moment.FORWARD and each.subject is Subject.PARAMETERS
-        module = each.name.rpartition(".")[0] if is_used else each.name
-        forward = self.order.get(module, self.names.get(each.name, len(self.order)))
-        place = -forward if each.moment is Moment.BACKWARD else forward
-        is_loss = each.subject is Subject.LOSS
-        return each.step, each.moment, int(is_loss), each.index, place, not is_used, each.rank
+        is_used = departure.moment is Moment.FORWARD and departure.subject is Subject.PARAMETERS
+        module = departure.name.rpartition(".")[0] if is_used else departure.name
+        forward = self.order.get(module, self.names.get(departure.name, len(self.order)))
+        place = -forward if departure.moment is Moment.BACKWARD else forward
+        is_loss = departure.subject is Subject.LOSS
+        return (
+            departure.step, departure.moment, int(is_loss), departure.index, place, not is_used,
+            departure.rank,
+        )  # fmt: skip
 
-    def _checks(self, found: tuple[Departure, ...]) -> tuple[Check, ...]:
+    def _checks(self, departures: tuple[Departure, ...]) -> tuple[Check, ...]:
         worst: dict[str, float] = {}
         counts: dict[str, int] = {}
         for its in self.exchange.gather([self.tally.worst, self.tally.counts]):
             for name, difference in its[0].items():
                 worst[name] = max(worst.get(name, 0.0), difference)
                 counts[name] = counts.get(name, 0) + its[1][name]
-        failed = {_check_of(each): each for each in reversed(found)}
+        failed = {_check_of(departure): departure for departure in reversed(departures)}
         return tuple(_check(name, worst[name], failed.get(name)) for name in worst)
 
 
@@ -354,8 +357,8 @@ def _check(name: str, worst: float, failed: Departure | None) -> Check:
     )
 
 
-def _check_of(each: Departure) -> str:
-    return _check_name(each.moment, each.subject)
+def _check_of(departure: Departure) -> str:
+    return _check_name(departure.moment, departure.subject)
 
 
 def _check_name(moment: Moment, subject: Subject) -> str:
@@ -370,11 +373,11 @@ def _check_name(moment: Moment, subject: Subject) -> str:
     return str(subject)
 
 
-def _off(found: float, expected: float) -> float:
-    """Relative; infinite for what is no number."""
-    if found == expected:
+def _off(actual: float, expected: float) -> float:
+    """The distance is relative, and infinite for what is no number."""
+    if actual == expected:
         return 0.0
-    difference = abs(found - expected) / abs(expected) if expected else math.inf
+    difference = abs(actual - expected) / abs(expected) if expected else math.inf
     return difference if math.isfinite(difference) else math.inf
 
 
@@ -387,10 +390,10 @@ def _least(expected: torch.Tensor, usual: float) -> float:
 
 
 def _copied(states: States) -> States:
-    return {key: each.clone() for key, each in states.items()}
+    return {key: tensor.clone() for key, tensor in states.items()}
 
 
 def _root_mean_square(tensors: Mapping[Any, torch.Tensor]) -> float:
-    squares = sum(float(each.double().square().sum()) for each in tensors.values())
-    numel = sum(each.numel() for each in tensors.values())
+    squares = sum(float(tensor.double().square().sum()) for tensor in tensors.values())
+    numel = sum(tensor.numel() for tensor in tensors.values())
     return math.sqrt(squares / numel) if numel else 0.0

@@ -34,15 +34,15 @@ _ORDER = (Subject.COUNTER, Subject.OPTIMIZER, Subject.PARAMETERS, Subject.BUFFER
 
 
 def explain(
-    found: Sequence[Departure],
+    departures: Sequence[Departure],
     evidence: Evidence | None,
     sides: tuple[Program, ReferenceTraining],
     exchange: Exchange,
 ) -> Culprit:
-    """Of all ranks' departures, the first first; with program and reference as they were when
-    these were found. Collective: all ranks give the same `found`."""
+    """Explain all ranks' departures, the first first, with program and reference as they were when
+    these were seen. Collective: all ranks give the same `departures`."""
     program, reference = sides
-    scene = Investigation(found, evidence, reference, exchange)
+    scene = Investigation(departures, evidence, reference, exchange)
     one, cause = _cause(scene, program)
     return Culprit(
         state=one.subject,
@@ -56,14 +56,14 @@ def explain(
 
 
 def _ranks(scene: Investigation, one: Departure) -> tuple[int, ...]:
-    """Where the same thing departs; of gradients anything, for a rank may have nothing of the first
-    tensor that is not zero."""
+    """Return the ranks where the same thing departs; of gradients anything, for a rank may have
+    nothing of the first tensor that is not zero."""
     if _is_left_out(scene, one):
         counter = replace(one, subject=Subject.COUNTER, name=f"{one.name}.{COUNTER}")
         return scene.ranks_of(counter) or scene.ranks_of(replace(one, subject=Subject.PARAMETERS))
     if one.subject is not Subject.GRADIENTS:
         return scene.ranks_of(one)
-    return tuple(sorted({each.rank for each in scene.at(one.moment, one.subject)}))
+    return tuple(sorted({departure.rank for departure in scene.at(one.moment, one.subject)}))
 
 
 def _cause(scene: Investigation, program: Program) -> tuple[Departure, Cause]:
@@ -88,12 +88,12 @@ def _cause(scene: Investigation, program: Program) -> tuple[Departure, Cause]:
 
 
 def _most_telling(scene: Investigation, program: Program) -> Departure:
-    """Of one moment: a counter, then optimizer state, from which parameters follow; but first what
-    is not trained, and what nobody updated at all."""
+    """Return of one moment a counter, then optimizer state, from which parameters follow; but first
+    what is not trained, and what nobody updated at all."""
     alike = scene.at(scene.first.moment)
     if scene.has_evidence and (untouched := _not_updated(scene, alike, program)) is not None:
         return untouched
-    return min(alike, key=lambda each: _ORDER.index(each.subject))
+    return min(alike, key=lambda departure: _ORDER.index(departure.subject))
 
 
 def _not_updated(
@@ -103,19 +103,23 @@ def _not_updated(
     others' there do not: its update did not take them along."""
     right = of_reference(scene.reference)
     counters = {
-        name: float(held(each)) == float(right[subject, name])
-        for (subject, name), each in of_program(program).items()
+        name: float(held(tensor)) == float(right[subject, name])
+        for (subject, name), tensor in of_program(program).items()
         if subject is Subject.COUNTER
     }
     some = any(scene.exchange.gather(any(counters.values()) and not all(counters.values())))
-    counted = {each.name.rpartition(".")[0] for each in alike if each.subject is Subject.COUNTER}
-    for each in alike:
-        if each.subject is not Subject.PARAMETERS:
+    counted = {
+        departure.name.rpartition(".")[0]
+        for departure in alike
+        if departure.subject is Subject.COUNTER
+    }
+    for departure in alike:
+        if departure.subject is not Subject.PARAMETERS:
             continue
-        if each.name not in scene.evidence.expected_gradients:
-            return each
-        if some and each.name in counted:
-            return replace(each, subject=Subject.OPTIMIZER)
+        if departure.name not in scene.evidence.expected_gradients:
+            return departure
+        if some and departure.name in counted:
+            return replace(departure, subject=Subject.OPTIMIZER)
     return None
 
 
@@ -154,16 +158,20 @@ def _of_backward(scene: Investigation) -> tuple[Departure, Cause]:
 
 
 def _samples(scene: Investigation) -> Cause:
-    told = scene.first.told
+    words = scene.first.told
     ranks = scene.ranks_of(scene.first)
     factor = (
-        "missing sample" if "missing" in told else "duplicate sample" if "twice" in told else told
+        "missing sample"
+        if "missing" in words
+        else "duplicate sample"
+        if "twice" in words
+        else words
     )
-    if "missing" in told and "twice" in told:
+    if "missing" in words and "twice" in words:
         factor = "missing and duplicate samples"
     sentence = (
-        f"the mesh trains on other samples than the batch has: {told}; look at the sampler, and at "
-        "which share of the batch each rank takes"
+        f"the mesh trains on other samples than the batch has: {words}; look at the sampler, "
+        "and at which share of the batch each rank takes"
     )
     return Cause(scene.axis_of(ranks), factor, sentence)
 
@@ -202,8 +210,8 @@ def _loss(scene: Investigation) -> Cause:
 
 
 def _norm(scene: Investigation) -> Cause:
-    """Whether it is that of this rank's shards alone, or of gradients with the loss's scale, or
-    counts replicas several times."""
+    """Say whether the norm is that of this rank's shards alone, or of gradients with the loss's
+    scale, or counts replicas several times."""
     evidence = scene.evidence
     norms = scene.exchange.gather(evidence.norm)
     expected = evidence.expected_norm
@@ -214,8 +222,8 @@ def _norm(scene: Investigation) -> Cause:
     if evidence.scale != 1.0 and math.isclose(ratio, evidence.scale, rel_tol=EXACT):
         sentence = "gradients are clipped with the loss's scale: divide by it before"
         return Cause("", f"× {evidence.scale:g}: the loss scale is not undone", sentence)
-    found = products(ratio, scene.degrees)
-    along = next((name for each in found for name in each.axes if name != "K"), "")
+    candidates = products(ratio, scene.degrees)
+    along = next((name for candidate in candidates for name in candidate.axes if name != "K"), "")
     text = factor_text(ratio, scene.degrees)
     sentence = f"the gradient norm is {text}: {scene.first.told}; count every element once"
     return Cause(along or scene.axis_of(scene.ranks_of(scene.first)), text, sentence)

@@ -38,16 +38,16 @@ class LeastSquares:
         return self.residual <= tolerance
 
 
-def multiple(found: Tensor, expected: Tensor) -> LeastSquares:
-    """found = factor * expected."""
-    return combination(found, [expected])
+def multiple(actual: Tensor, expected: Tensor) -> LeastSquares:
+    """Fit actual = factor * expected."""
+    return combination(actual, [expected])
 
 
 def combination(target: Tensor, basis: Sequence[Tensor]) -> LeastSquares:
-    """target = sum of coefficient * basis; of many solutions the shortest, so that tensors that are
-    equal get equal coefficients."""
+    """Fit target = sum of coefficient * basis; of many solutions it is the shortest, so that
+    tensors that are equal get equal coefficients."""
     vector = target.detach().double().flatten()
-    matrix = torch.stack([each.detach().double().flatten() for each in basis], dim=1)
+    matrix = torch.stack([tensor.detach().double().flatten() for tensor in basis], dim=1)
     if not (torch.isfinite(vector).all() and torch.isfinite(matrix).all()) or not vector.any():
         return LeastSquares((math.nan,) * len(basis), math.inf)
     sizes = torch.linalg.vector_norm(matrix, dim=0)
@@ -106,12 +106,12 @@ def _is_whole(value: float) -> bool:
 def products(
     ratio: float, degrees: Mapping[str, int], tolerance: float = 1e-4
 ) -> tuple[DegreeProduct, ...]:
-    """Every product of degrees (`dp` -> 2, `K` -> 4, …) that `ratio` is, simplest first: one
+    """Return every product of degrees (`dp` -> 2, `K` -> 4, …) that `ratio` is, simplest first: one
     degree, two together, a square, a root, one by another. Two degrees of one size both count."""
     return tuple(
-        each
-        for each in _candidates({name: size for name, size in degrees.items() if size > 1})
-        if abs(ratio / each.value - 1.0) <= tolerance and abs(each.value - 1.0) > tolerance
+        product
+        for product in _candidates({name: size for name, size in degrees.items() if size > 1})
+        if abs(ratio / product.value - 1.0) <= tolerance and abs(product.value - 1.0) > tolerance
     )
 
 
@@ -128,15 +128,18 @@ def _candidates(degrees: Mapping[str, int]) -> Iterator[DegreeProduct]:
 
 
 def factor_text(ratio: float, degrees: Mapping[str, int], tolerance: float = 1e-4) -> str:
-    """`× 2`, where it is one of them the product's own text, else four digits."""
-    found = products(ratio, degrees, tolerance)
-    return str(found[0]) if found else f"× {ratio:.4g}"
+    """Return the text of the simplest product that the ratio is (`× 2`), else four digits."""
+    fits = products(ratio, degrees, tolerance)
+    return str(fits[0]) if fits else f"× {ratio:.4g}"
 
 
 def absent(coefficients: Sequence[float]) -> tuple[int, ...]:
-    """Which addends a sum does not have: their coefficients are nothing beside the largest."""
-    usual = max(abs(each) for each in coefficients)
-    return tuple(i for i, each in enumerate(coefficients) if abs(each) <= ABSENT * usual)
+    """Return which addends a sum does not have: their coefficients are nothing beside the
+    largest."""
+    usual = max(abs(coefficient) for coefficient in coefficients)
+    return tuple(
+        i for i, coefficient in enumerate(coefficients) if abs(coefficient) <= ABSENT * usual
+    )
 
 
 def is_even(coefficients: Sequence[float], tolerance: float = 1e-3) -> bool:

@@ -40,8 +40,8 @@ _AFTER_FORWARD: Mapping[bool | Reshard, str] = {
 def compare_foreign(
     spec: Spec, measurement: Measurement, facts: ModelFacts | None = None
 ) -> tuple[Check, ...]:
-    """Checks of this rank; the `why` of one that fails says the cause, if it is known. `facts` are
-    the model's where the spec does not build it."""
+    """Return the checks of this rank; the `why` of one that fails says the cause, if it is known.
+    `facts` are the model's where the spec does not build it."""
     facts = facts or facts_of(spec)
     degrees = {factor.axis: factor.degree for factor in spec.factors if factor.degree > 1}
     names = {ranks: axes for axes, ranks in ranks_over_axes(degrees, measurement.rank).items()}
@@ -51,7 +51,7 @@ def compare_foreign(
     if verdict(checks) == "holds":
         return checks
     why = next(_causes(spec, facts, measured), "")
-    return tuple(each if each.holds else replace(each, why=why) for each in checks)
+    return tuple(check if check.holds else replace(check, why=why) for check in checks)
 
 
 def _causes(spec: Spec, facts: ModelFacts, measured: Estimate) -> Iterator[str]:
@@ -67,24 +67,25 @@ def _causes(spec: Spec, facts: ModelFacts, measured: Estimate) -> Iterator[str]:
 
 
 def ranks_over_axes(degrees: Mapping[Axis, int], rank: int) -> dict[Axes, tuple[int, ...]]:
-    """For every choice of axes, the ranks that differ from `rank` on these alone (row-major)."""
+    """Return for every choice of axes the ranks that differ from `rank` on these alone
+    (row-major)."""
     strides: dict[Axis, int] = {}
     stride = 1
     for axis in reversed(tuple(degrees)):
         strides[axis], stride = stride, stride * degrees[axis]
-    found: dict[Axes, tuple[int, ...]] = {}
+    ranks_by_axes: dict[Axes, tuple[int, ...]] = {}
     for count in range(1, len(degrees) + 1):
         for chosen in combinations(degrees, count):
             ranks = [rank]
             for axis in chosen:
                 place = rank // strides[axis] % degrees[axis]
                 ranks = [
-                    each + (index - place) * strides[axis]
-                    for each in ranks
+                    start + (index - place) * strides[axis]
+                    for start in ranks
                     for index in range(degrees[axis])
                 ]
-            found[tuple(map(str, chosen))] = tuple(sorted(ranks))
-    return found
+            ranks_by_axes[tuple(map(str, chosen))] = tuple(sorted(ranks))
+    return ranks_by_axes
 
 
 def _renamed(estimate: Estimate, names: Mapping[Axes, Axes]) -> Estimate:

@@ -56,11 +56,11 @@ def in_micro_batches(
 
 
 def write(path: Path, spec: Spec, run: ProgramRun) -> None:
-    """By one rank: `run` is alike on all."""
+    """One rank writes: `run` is alike on all."""
     plain: dict[str, Any] = {
         "name": spec.name,
         "losses": run.trajectory.losses,
-        "gradients": {name: each.contiguous() for name, each in run.gradients.items()},
+        "gradients": {name: gradient.contiguous() for name, gradient in run.gradients.items()},
     }
     torch.save(plain, path)
 
@@ -70,10 +70,11 @@ def read(path: Path) -> MeshResult:
 
 
 def against(run: ProgramRun, other: MeshResult, allowed: Sequence[float]) -> tuple[Check, ...]:
-    """Gradient and losses of two meshes; `allowed` of one device's loss in each step (absolute).
-    Where each of two is off by as much, by chance, they are sqrt(2) times that apart."""
+    """Compare gradient and losses of two meshes; `allowed` is that of one device's loss in each
+    step (absolute). Where each of two is off by as much, by chance, they are sqrt(2) times that
+    apart."""
     title = f"against {other.name}"
-    most = [math.sqrt(2) * each for each in allowed]
+    most = [math.sqrt(2) * limit for limit in allowed]
     return (
         _gradient(f"{title}: gradient of step 0", apart(other.gradients, run.gradients)),
         _losses(f"{title}: loss of every step", run.trajectory.losses, other, most),

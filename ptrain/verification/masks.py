@@ -77,13 +77,17 @@ class Masks:
         return tuple(departure for key in keys for departure in _differing(key, everyone, step))
 
     def culprit(self, departures: tuple[Departure, ...]) -> Culprit | None:
-        """Whose masks they are that are wrong; None where nothing departs."""
+        """Return whose masks they are that are wrong; None where nothing departs."""
         if not departures:
             return None
         first = departures[0]
-        same = [each for each in departures if (each.name, each.told) == (first.name, first.told)]
-        between = tuple(sorted({rank for each in same for rank in each.between}))
-        ranks = tuple(sorted({each.rank for each in same}))
+        same = [
+            departure
+            for departure in departures
+            if (departure.name, departure.told) == (first.name, first.told)
+        ]
+        between = tuple(sorted({rank for departure in same for rank in departure.between}))
+        ranks = tuple(sorted({departure.rank for departure in same}))
         return Culprit(
             state=Subject.RANDOM,
             axis=axes_between(ranks, between, coordinates(self.program)),
@@ -96,7 +100,7 @@ class Masks:
 
 
 def _differing(key: str, everyone: list[dict[str, Seen]], step: int) -> Iterator[Departure]:
-    """Of pairs of ranks that run the module."""
+    """Yield the departures of pairs of ranks that run the module."""
     path, _, micro_batch = key.rpartition(" ")
     ranks = [rank for rank, its in enumerate(everyone) if key in its]
     modes = [everyone[rank][key][2] for rank in ranks]
@@ -105,23 +109,23 @@ def _differing(key: str, everyone: list[dict[str, Seen]], step: int) -> Iterator
         (given, state, trains), (its_given, its_state, its_trains) = (
             everyone[rank][key] for rank in (one, other)
         )
-        told = ""
+        fault = ""
         if trains != its_trains:
-            told = EVALUATES
+            fault = EVALUATES
         elif given == its_given and state != its_state:
-            told = DIFFERENT
+            fault = DIFFERENT
         elif given != its_given and state == its_state and trains:
-            told = SHARED
-        if told:
+            fault = SHARED
+        if fault:
             yield Departure(
                 step=step,
                 moment=Moment.FORWARD,
                 subject=Subject.RANDOM,
                 name=path,
-                rank=one if told == EVALUATES and trains is not usual else other,
+                rank=one if fault == EVALUATES and trains is not usual else other,
                 index=int(micro_batch),
                 between=(one, other),
-                told=told,
+                told=fault,
             )
 
 

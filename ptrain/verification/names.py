@@ -22,11 +22,12 @@ def canonical_parameters(module: nn.Module) -> dict[str, Tensor]:
 
 
 def canonical_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Modules by canonical path, the root is ""; of a wrapper and what it wraps, the innermost."""
-    found: dict[str, nn.Module] = {}
-    for path, each in module.named_modules():
-        found[canonical_name(path)] = each
-    yield from found.items()
+    """Yield modules by canonical path, the root is ""; of a wrapper and what it wraps, the
+    innermost."""
+    modules: dict[str, nn.Module] = {}
+    for path, submodule in module.named_modules():
+        modules[canonical_name(path)] = submodule
+    yield from modules.items()
 
 
 def other_names(module: nn.Module) -> dict[str, str]:

@@ -96,8 +96,8 @@ class Onward:
         return step > 0 and step % EVERY == 0
 
     def take(self, step: int) -> None:
-        """The state before `step`, and what one device makes of it."""
-        found = {
+        """Take the state before `step`, and compute what one device makes of it."""
+        state = {
             kind: whole(tensors, self.exchange)
             for kind, tensors in self.program.state_dict().items()
         }
@@ -106,32 +106,32 @@ class Onward:
         seeds = [seed for seed in range(number) if seed % world.size == world.rank]
         first, own = None, []
         if world.is_first or seeds:  # what the permuted ones are compared with is not sent
-            first = _onward(ReferenceTraining(self.spec), found, step)
-            own = [self._other(seed, first, found) for seed in seeds]
+            first = _onward(ReferenceTraining(self.spec), state, step)
+            own = [self._other(seed, first, state) for seed in seeds]
         self._first = first if world.is_first else None
-        self._others = [Other(*each) for its in self.exchange.gather(own) for each in its]
+        self._others = [Other(*fields) for its in self.exchange.gather(own) for fields in its]
 
     def _other(self, seed: int, first: ReferenceStep, states: States) -> tuple[float, float, float]:
         its = _onward(Permuted(self.spec, seed), states, self._of)
         return its.loss, its.following, apart(first.gradients, its.gradients)
 
     def compare(self, loss: float, gradients: Mapping[str, Tensor]) -> None:
-        """The run's loss in that step, and its gradients without clipping."""
+        """Compare the run's loss in that step, and its gradients without clipping."""
         if self._first is None:
             return
         first, others = self._first, self._others
         self.looks += 1
-        losses = [first.loss, *(each.loss for each in others)]
+        losses = [first.loss, *(other.loss for other in others)]
         self._add("loss", loss - first.loss, self._loss_allowed(losses))
-        distances = [each.distance for each in others]
+        distances = [other.distance for other in others]
         allowed = from_permuted(distances) if others else self._gradient_allowed()
         self._add("gradient", apart(first.gradients, gradients), allowed)
 
     def compare_following(self, step: int, loss: float) -> None:
-        """The run's loss in the step after, if `step` is that."""
+        """Compare the run's loss in the step after, if `step` is that."""
         if self._first is None or step != self._of + 1:
             return
-        losses = [self._first.following, *(each.following for each in self._others)]
+        losses = [self._first.following, *(other.following for other in self._others)]
         self._add("loss after the update", loss - losses[0], self._loss_allowed(losses))
 
     def _add(self, name: str, difference: float, allowed: float) -> None:
@@ -139,7 +139,7 @@ class Onward:
 
     def _loss_allowed(self, losses: Sequence[float]) -> float:
         if len(losses) > 1:
-            return from_permuted([abs(each - losses[0]) for each in losses[1:]]) + _summing(losses)
+            return from_permuted([abs(loss - losses[0]) for loss in losses[1:]]) + _summing(losses)
         if self.spec.precision.compute_fp64:
             return FP64.of_loss(0) * abs(losses[0])
         return FP32_LOSS
@@ -148,10 +148,11 @@ class Onward:
         return FP64_GRADIENT if self.spec.precision.compute_fp64 else FP32_GRADIENT
 
     def departs(self, step: int) -> bool:
-        """Whether what was compared in this step is off, on all ranks alike. All ranks call it."""
+        """Return whether what was compared in this step is off, on all ranks alike. All ranks call
+        it."""
         if self._of < 0 or step - self._of > 1:
             return False
-        return bool(self.exchange.first(any(each.share > 1.0 for each in self.worst.values())))
+        return bool(self.exchange.first(any(worst.share > 1.0 for worst in self.worst.values())))
 
     def checks(self) -> Iterator[Check]:
         """Rank 0's."""
@@ -174,13 +175,13 @@ def _summing(losses: Sequence[float]) -> float:
 
 
 def _onward(device: ReferenceTraining, states: States, step: int) -> ReferenceStep:
-    """Two steps from a state; the second without an update."""
+    """Run two steps from a state; the second without an update."""
     load(device, states)
     scale = device.updater.scale
-    found = device.accumulate(step)
-    gradients = {name: each / scale for name, each in found.sums.items()}
-    device.update(step, found.sums)
-    return ReferenceStep(found.loss, gradients, device.accumulate(step + 1).loss)
+    accumulated = device.accumulate(step)
+    gradients = {name: gradient / scale for name, gradient in accumulated.sums.items()}
+    device.update(step, accumulated.sums)
+    return ReferenceStep(accumulated.loss, gradients, device.accumulate(step + 1).loss)
 
 
 @torch.no_grad()

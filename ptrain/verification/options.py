@@ -68,7 +68,7 @@ def source_of(spec: str) -> str:
 
 
 def parse(argv: Sequence[str]) -> VerifyOptions:
-    """Options of a rank; leaves by SystemExit(2) for what it does not know."""
+    """Return the options of a rank; leaves by SystemExit(2) for what it does not know."""
     parser = argparse.ArgumentParser(
         prog="python -m ptrain.verification",
         description="Verify SPEC on the ranks that torchrun started.",
@@ -78,13 +78,13 @@ def parse(argv: Sequence[str]) -> VerifyOptions:
     add_arguments(parser)
     for name in _PATHS:
         parser.add_argument(f"--{name}", type=Path, help=argparse.SUPPRESS)
-    found = parser.parse_intermixed_args(dotlist(argv))
-    specs, overrides = split_arguments(found.words)
+    options = parser.parse_intermixed_args(dotlist(argv))
+    specs, overrides = split_arguments(options.words)
     if len(specs) > 1:
         remedy = "`ptrain verify` takes several, and starts the ranks of each"
         raise refused("", f"these ranks verify one SPEC; got {' and '.join(specs)}", remedy)
-    rest = {name: value for name, value in vars(found).items() if name != "words"}
-    require_steps(found.steps)
+    rest = {name: value for name, value in vars(options).items() if name != "words"}
+    require_steps(options.steps)
     return VerifyOptions(
         spec=specs[0] if specs else names().default, overrides=tuple(overrides), **rest
     )

@@ -58,13 +58,13 @@ def verify(
 
 
 def _made(job: Make) -> Job:
-    made = job if isinstance(job, Job) else job()
-    if not isinstance(made, Job):
+    built = job if isinstance(job, Job) else job()
+    if not isinstance(built, Job):
         raise PtrainError(
-            f"verify: a ptrain.Job is needed, or a function that makes one; got {made!r:.60}\n"
+            f"verify: a ptrain.Job is needed, or a function that makes one; got {built!r:.60}\n"
             "  remedy: give ptrain.Job(model=..., step=...)"
         )
-    return made
+    return built
 
 
 def _shares(whole: Sequence[Any], share: Callable[[Any], Any] | Sequence[Any] | None) -> list[Any]:

@@ -65,10 +65,10 @@ def part_of(
     return TensorBox(tuple(offsets), tuple(sizes))
 
 
-def relative(found: torch.Tensor, expected: torch.Tensor, least: float = 0.0) -> float:
-    """The 2-norm of the difference over that of `expected` or `least`, whichever is larger;
+def relative(actual: torch.Tensor, expected: torch.Tensor, least: float = 0.0) -> float:
+    """Return the 2-norm of the difference over that of `expected` or `least`, whichever is larger;
     infinite where only `expected` is zero, or anything is not finite."""
-    difference = float(torch.linalg.vector_norm(found.double() - expected.double()))
+    difference = float(torch.linalg.vector_norm(actual.double() - expected.double()))
     length = max(float(torch.linalg.vector_norm(expected.double())), least)
     if difference == 0.0:
         return 0.0

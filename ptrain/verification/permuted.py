@@ -136,9 +136,9 @@ class Permuted(ReferenceTraining):
         self.generator = torch.Generator().manual_seed(seed)
 
     def micro_batches(self, step: int) -> list[MicroBatch]:
-        found = list(super().micro_batches(step))
-        order = torch.randperm(len(found), generator=self.generator).tolist()
-        return [found[place] for place in order]
+        batches = list(super().micro_batches(step))
+        order = torch.randperm(len(batches), generator=self.generator).tolist()
+        return [batches[place] for place in order]
 
     def accumulate(self, step: int, around: Around = nothing) -> Pass:
         with PermutedSums(self.generator):

@@ -8,11 +8,11 @@ from ptrain.spec.spec import Spec
 
 
 def coordinates(spec: Spec, rank: int) -> dict[Axis, int]:
-    """The rank's place along every axis of the mesh."""
-    found: dict[Axis, int] = {}
+    """Return the rank's place along every axis of the mesh."""
+    places: dict[Axis, int] = {}
     for factor in reversed(spec.factors):
-        rank, found[factor.axis] = divmod(rank, factor.degree)
-    return {factor.axis: found[factor.axis] for factor in spec.factors}
+        rank, places[factor.axis] = divmod(rank, factor.degree)
+    return {factor.axis: places[factor.axis] for factor in spec.factors}
 
 
 def data_place(spec: Spec, rank: int) -> int:

@@ -75,27 +75,27 @@ def _steps(program: Program, exchange: Exchange) -> tuple[list[float], int]:
 
 
 def _digests(program: Program) -> Digests:
-    """Of every local tensor: by canonical name, and what is stored of parameters and optimizer
-    state by its place among them (16-bit copies have no name of their own)."""
-    found = {
+    """Return digests of every local tensor: by canonical name, and what is stored of parameters and
+    optimizer state by its place among them (16-bit copies have no name of their own)."""
+    digests = {
         f"{subject} {name}": _digest(tensor)
         for (subject, name), tensor in of_program(program).items()
     }
     counts: Counter[State] = Counter()
     for state, tensor in program.storages():
         if state in (State.PARAMETERS, State.OPTIMIZER) and not tensor.is_meta:
-            found[f"{state} storage {counts[state]}"] = _digest(tensor)
+            digests[f"{state} storage {counts[state]}"] = _digest(tensor)
             counts[state] += 1
-    return found
+    return digests
 
 
 def _same_bits(losses: Sequence[float], again: Sequence[float]) -> Check:
-    told, told_again = list(map(repr, losses)), list(map(repr, again))  # NaN is no other than NaN
-    differing = [step for step in range(len(losses)) if told[step] != told_again[step]]
+    texts, texts_again = list(map(repr, losses)), list(map(repr, again))  # NaN is no other than NaN
+    differing = [step for step in range(len(losses)) if texts[step] != texts_again[step]]
     why = ""
     if differing:
         step = differing[0]
-        why = f"step {step}: {told[step]} the first time, {told_again[step]} the second"
+        why = f"step {step}: {texts[step]} the first time, {texts_again[step]} the second"
     return _counted(f"{REPEATED}: losses", len(losses), len(differing), why)
 
 
@@ -110,13 +110,13 @@ def _same_tensors(first: Digests, second: Digests, exchange: Exchange) -> Check:
 
 
 def _starts(program: Program, exchange: Exchange) -> Iterator[Check]:
-    """Theta_0 and Omega_0, every part against the same part of one device's."""
+    """Compare Theta_0 and Omega_0, every part against the same part of one device's."""
     expected = of_reference(ReferenceTraining(program.spec))
-    found = of_program(program)
+    states = of_program(program)
     for subject in (Subject.PARAMETERS, Subject.OPTIMIZER):
-        own = {name: each for (kind, name), each in found.items() if kind is subject}
-        whole = {name: each for (kind, name), each in expected.items() if kind is subject}
-        wrong = [name for name, each in own.items() if not _is_part_of(each, whole.get(name))]
+        own = {name: tensor for (kind, name), tensor in states.items() if kind is subject}
+        whole = {name: tensor for (kind, name), tensor in expected.items() if kind is subject}
+        wrong = [name for name, tensor in own.items() if not _is_part_of(tensor, whole.get(name))]
         wrong += _lacking(own, whole, exchange)
         why = "{name} is not what one device starts from, on rank {rank}"
         yield _told(f"initial {subject}", len(own), wrong, why, exchange)
@@ -143,19 +143,19 @@ def _lacking(
 
 
 def _counters(program: Program, exchange: Exchange, expected: int) -> Iterator[Check]:
-    """The optimizer's own counts. One device tells which parameters have no gradient: they are not
-    updated, and count none."""
-    found = _counts(of_program(program))
-    wrong = [name for name, count in found.items() if count != expected]
-    if wrong and any(found[name] == 0 for name in wrong):
+    """Compare the optimizer's own counts. One device tells which parameters have no gradient: they
+    are not updated, and count none."""
+    updates = _counts(of_program(program))
+    wrong = [name for name, count in updates.items() if count != expected]
+    if wrong and any(updates[name] == 0 for name in wrong):
         updated = ReferenceTraining(program.spec).accumulate(0).sums
-        wrong = [name for name in wrong if found[name] or name.rpartition(".")[0] in updated]
-    everywhere = exchange.gather(len(found))
+        wrong = [name for name in wrong if updates[name] or name.rpartition(".")[0] in updated]
+    everywhere = exchange.gather(len(updates))
     if any(everywhere):  # SGD counts nothing
-        counts = sorted({found[name] for name in wrong})
+        counts = sorted({updates[name] for name in wrong})
         said = ", ".join(f"{count:g}" for count in counts)
         why = f"{{name}} on rank {{rank}} counts {said}, and {expected} updates were made"
-        yield _told("step counters", len(found), wrong, why, exchange)
+        yield _told("step counters", len(updates), wrong, why, exchange)
 
 
 def _counts(states: States) -> dict[str, float]:
@@ -167,14 +167,14 @@ def _counts(states: States) -> dict[str, float]:
 
 
 def _told(name: str, number: int, wrong: Sequence[str], why: str, exchange: Exchange) -> Check:
-    """Of all ranks: how many things were compared, and which of them first is not as it should be.
-    `why` has places for `name` and `rank`, and is the telling rank's own."""
+    """Tell of all ranks how many things were compared, and which of them first is not as it should
+    be. `why` has places for `name` and `rank`, and is the telling rank's own."""
     everyone = exchange.gather(
         [number, len(wrong), why.replace("{name}", wrong[0]) if wrong else ""]
     )
-    told = [(rank, its[2]) for rank, its in enumerate(everyone) if its[1]]
+    failures = [(rank, its[2]) for rank, its in enumerate(everyone) if its[1]]
     total, differing = (sum(its[i] for its in everyone) for i in (0, 1))
-    first = told[0][1].replace("{rank}", str(told[0][0])) if told else ""
+    first = failures[0][1].replace("{rank}", str(failures[0][0])) if failures else ""
     more = f" ({differing - 1} more)" if differing > 1 else ""
     return _counted(name, total, differing, first + more)
 

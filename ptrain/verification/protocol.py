@@ -116,61 +116,61 @@ def verify_here(
     spec: Spec,
     world: World,
     exchange: Exchange,
-    asked: Request | None = None,
+    request: Request | None = None,
     *,
     make: Make = interpreted,
     speak: Speak | None = None,
 ) -> Verification:
-    """On every rank of a world that is up. `make` builds the programs; `speak` is called with each
-    stage that is over."""
+    """Verify on every rank of a world that is up. `make` builds the programs; `speak` is called
+    with each stage that is over."""
     context = Context(
-        spec=spec, world=world, exchange=exchange, asked=asked or Request(), make=make
+        spec=spec, world=world, exchange=exchange, asked=request or Request(), make=make
     )
     result = Verification(checks=(), notes=_notes(spec))
     names, failed = list(STAGES), ""
     for name, stage in STAGES.items():
         began = time.perf_counter()
-        found = stage(context)
+        outcome = stage(context)
         gc.collect()  # programs are cycles, and hold the model several times
         seconds = time.perf_counter() - began
-        result = _with(result, name, found, seconds)
+        result = _with(result, name, outcome, seconds)
         if speak is not None:
-            speak(name, found.checks, seconds)
-        holds = found.culprit is None and all(check.holds for check in found.checks)
+            speak(name, outcome.checks, seconds)
+        holds = outcome.culprit is None and all(check.holds for check in outcome.checks)
         failed = failed or ("" if holds else name)
-        if failed and not (name == failed and _asks_examination(name, found.checks)):
+        if failed and not (name == failed and _asks_examination(name, outcome.checks)):
             left = names[names.index(name) + 1 :]
             note = f"{failed} fails: {', '.join(left)} not checked"
             return replace(result, notes=(*result.notes, note)) if left else result
     return result
 
 
-def _asks_examination(name: str, found: Sequence[Check]) -> bool:
+def _asks_examination(name: str, checks: Sequence[Check]) -> bool:
     """A state or a counter that is not one device's is explained beside one device, if the run is a
     function of its spec."""
     is_first = name == next(iter(STAGES))
-    return is_first and all(check.holds for check in found if check.name.startswith(REPEATED))
+    return is_first and all(check.holds for check in checks if check.name.startswith(REPEATED))
 
 
-def account_here(spec: Spec, world: World, exchange: Exchange, asked: Request) -> None:
-    """The run in fp64 alone, for another spec to be compared with."""
-    context = Context(spec=spec, world=world, exchange=exchange, asked=asked, make=interpreted)
+def account_here(spec: Spec, world: World, exchange: Exchange, request: Request) -> None:
+    """Run in fp64 alone, for another spec to be compared with."""
+    context = Context(spec=spec, world=world, exchange=exchange, asked=request, make=interpreted)
     program = context.make(exactly(spec), world)
-    run = follow(program, exchange, anywhere(asked.steps), _watch(context, program))
-    if asked.account is not None and world.is_first:
-        invariance.write(asked.account, spec, run)
+    run = follow(program, exchange, anywhere(request.steps), _watch(context, program))
+    if request.account is not None and world.is_first:
+        invariance.write(request.account, spec, run)
     exchange.barrier()
 
 
-def _with(result: Verification, name: str, found: StageOutcome, seconds: float) -> Verification:
-    named = tuple(replace(check, name=f"{name}: {check.name}") for check in found.checks)
+def _with(result: Verification, name: str, outcome: StageOutcome, seconds: float) -> Verification:
+    named = tuple(replace(check, name=f"{name}: {check.name}") for check in outcome.checks)
     return Verification(
         checks=(*result.checks, *named),
-        departures=(*result.departures, *found.departures),
-        culprit=result.culprit or found.culprit,
+        departures=(*result.departures, *outcome.departures),
+        culprit=result.culprit or outcome.culprit,
         seconds=result.seconds | {name: seconds},
-        trajectories=result.trajectories | ({name: found.steps} if found.steps else {}),
-        notes=(*result.notes, *found.notes),
+        trajectories=result.trajectories | ({name: outcome.steps} if outcome.steps else {}),
+        notes=(*result.notes, *outcome.notes),
     )
 
 
@@ -190,25 +190,27 @@ def _preconditions(context: Context) -> StageOutcome:
 
 def _examination(context: Context) -> StageOutcome:
     program = context.make(exactly(context.spec), context.world)
-    found = examine(program, context.exchange)
-    return StageOutcome(checks=found.checks, departures=found.departures, culprit=found.culprit)
+    examination = examine(program, context.exchange)
+    return StageOutcome(
+        checks=examination.checks, departures=examination.departures, culprit=examination.culprit
+    )
 
 
 def _consistency(context: Context) -> StageOutcome:
-    """With the spec's own dtypes and dropout."""
-    program, asked = context.make(context.spec, context.world), context.asked
-    every = asked.every_collective
-    found = _watched(consistency(program, context.exchange, every_collective=every))
+    """Check consistency with the spec's own dtypes and dropout."""
+    program, request = context.make(context.spec, context.world), context.asked
+    every = request.every_collective
+    outcome = _watched(consistency(program, context.exchange, every_collective=every))
     if context.world.size == 1:
-        return replace(found, notes=("consistency: one rank shares nothing",))
+        return replace(outcome, notes=("consistency: one rank shares nothing",))
     if every:
-        return found
+        return outcome
     note = "what each collective leaves is not hashed: --every-collective does"
-    return replace(found, notes=(note,))
+    return replace(outcome, notes=(note,))
 
 
 def _in_fp64(context: Context) -> StageOutcome:
-    """References first, of all trajectories at once: that is what ranks share the work of."""
+    """Run references first, of all trajectories at once: that is what ranks share the work of."""
     exchange = context.exchange
     context.plan = plan(context.spec, context.asked.steps)
     context.told = references(context.plan.asks, exchange, context.asked.folder)
@@ -219,27 +221,29 @@ def _in_fp64(context: Context) -> StageOutcome:
         growth = [reference, *more.values()]
     allowed = in_fp64(growth, reference, exchange)
     context.allowed = allowed
-    context.exact, found = _followed(context, exactly(context.spec), reference, allowed)
+    context.exact, outcome = _followed(context, exactly(context.spec), reference, allowed)
     stopped = context.exact.stopped
-    if stopped is not None and found.culprit is None:
+    if stopped is not None and outcome.culprit is None:
         beside = examine(context.make(exactly(context.spec), context.world), exchange, stopped + 1)
-        found = replace(found, departures=beside.departures, culprit=beside.culprit)
-    return replace(found, culprit=found.culprit or of_reference(found.checks, context.world.size))
+        outcome = replace(outcome, departures=beside.departures, culprit=beside.culprit)
+    return replace(
+        outcome, culprit=outcome.culprit or of_reference(outcome.checks, context.world.size)
+    )
 
 
 def _in_own_dtypes(context: Context) -> StageOutcome:
     assert context.plan is not None, "the trajectory in fp64 comes before"
-    told = [context.told[ask.key] for ask in context.plan.own]
-    if not told:
+    runs = [context.told[ask.key] for ask in context.plan.own]
+    if not runs:
         return StageOutcome(checks=(), notes=("own dtypes: they are fp64",))
     spec = without_dropout(context.spec)
-    allowed = in_own_dtypes(spec, told, context.exchange)
-    run, found = _followed(context, spec, told[0], allowed)
-    if found.culprit is not None:
-        return found
+    allowed = in_own_dtypes(spec, runs, context.exchange)
+    run, outcome = _followed(context, spec, runs[0], allowed)
+    if outcome.culprit is not None:
+        return outcome
     size, layout = context.world.size, spec.precision.layout.name
-    of_one = of_reference(found.checks, size)
-    return replace(found, culprit=of_one or of_dtypes(found.checks, run.stopped, layout, size))
+    of_one = of_reference(outcome.checks, size)
+    return replace(outcome, culprit=of_one or of_dtypes(outcome.checks, run.stopped, layout, size))
 
 
 def _followed(
@@ -249,7 +253,7 @@ def _followed(
     program = context.make(spec, context.world)
     watch = _watch(context, program)
     run = follow(program, context.exchange, within, watch)
-    found = (*checks(reference, run, allowed, context.exchange), *watch.checks())
+    all_checks = (*checks(reference, run, allowed, context.exchange), *watch.checks())
     notes = (allowed.told,) if allowed.told else ()
     steps = {
         "losses": reference.losses,
@@ -257,7 +261,7 @@ def _followed(
         "allowed": allowed.losses,
         "references": allowed.references,
     }
-    return run, replace(_watched(watch), checks=found, steps=steps, notes=notes)
+    return run, replace(_watched(watch), checks=all_checks, steps=steps, notes=notes)
 
 
 def _watch(context: Context, program: Program) -> Watch:
@@ -270,18 +274,18 @@ def _watched(watch: Watch) -> StageOutcome:
 
 
 def _invariance(context: Context) -> StageOutcome:
-    run, asked, exchange = context.exact, context.asked, context.exchange
+    run, request, exchange = context.exact, context.asked, context.exchange
     assert run is not None and context.allowed is not None, "the trajectory in fp64 comes before"
     spec = exactly(context.spec)
-    found, note = invariance.in_micro_batches(spec, run, context.world, exchange, context.make)
-    if asked.against is not None:
+    all_checks, note = invariance.in_micro_batches(spec, run, context.world, exchange, context.make)
+    if request.against is not None:
         is_first = exchange.world.is_first
         own: tuple[Check, ...] = ()
         if is_first:
-            other = invariance.read(asked.against)
+            other = invariance.read(request.against)
             own = invariance.against(run, other, context.allowed.losses)
-        found = (*found, *from_rank(0, list(own), exchange))
-    return StageOutcome(checks=found, notes=(note,) if note else ())
+        all_checks = (*all_checks, *from_rank(0, list(own), exchange))
+    return StageOutcome(checks=all_checks, notes=(note,) if note else ())
 
 
 STAGES: dict[str, Stage] = {

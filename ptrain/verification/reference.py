@@ -113,21 +113,21 @@ class ReferenceTraining:
 
 
 def one_device(spec: Spec, steps: int) -> Trajectory:
-    """`steps` updates from the initial weights."""
+    """Run `steps` updates from the initial weights."""
     device = ReferenceTraining(spec)
     initial = {name: parameter.clone() for name, parameter in device.parameters.items()}
     passes: list[Pass] = []
     norms: list[float] = []
     for step in range(steps):
-        found = device.accumulate(step)
-        norms.append(device.update(step, found.sums))
-        passes.append(replace(found, sums={}))
+        accumulated = device.accumulate(step)
+        norms.append(device.update(step, accumulated.sums))
+        passes.append(replace(accumulated, sums={}))
     return Trajectory(
-        losses=tuple(each.loss for each in passes),
+        losses=tuple(pass_.loss for pass_ in passes),
         gradient_norms=tuple(norms),
         parameters=device.parameters,
         travelled=distance(initial, device.parameters),
-        logits=tuple(each.logits for each in passes),
+        logits=tuple(pass_.logits for pass_ in passes),
     )
 
 
@@ -174,20 +174,20 @@ def _micro_batches(spec: Spec, source: Corpus, step: int) -> Iterator[MicroBatch
 def _accumulate(
     module: nn.Module, micro_batches: Iterable[MicroBatch], updater: Updater, around: Around
 ) -> Pass:
-    """Theorem 3: the sum over all tokens divided by the global number of them. Each micro-batch's
-    gradient is rounded to the dtype in which gradients travel, and the sum to the one in which they
-    are kept."""
+    """Accumulate gradients by Theorem 3: the sum over all tokens divided by the global number of
+    them. Each micro-batch's gradient is rounded to the dtype in which gradients travel, and the sum
+    to the one in which they are kept."""
     travels, kept = TORCH_DTYPES[updater.layout.reduced], TORCH_DTYPES[updater.layout.gradients]
     sums: dict[str, Tensor] = {}
     total = squares = 0.0
-    for each in micro_batches:
-        with around(each):
-            logits = module(each.inputs)
-            loss = token_loss_sum(logits, each.targets) / each.global_tokens
+    for micro_batch in micro_batches:
+        with around(micro_batch):
+            logits = module(micro_batch.inputs)
+            loss = token_loss_sum(logits, micro_batch.targets) / micro_batch.global_tokens
             (loss * updater.scale).backward()
         total += loss.item()
         mean = logits.detach().double().square().mean().item()
-        squares += mean * each.inputs.numel() / each.global_tokens
+        squares += mean * micro_batch.inputs.numel() / micro_batch.global_tokens
         for name, parameter in module.named_parameters():
             if parameter.grad is not None:
                 gradient = parameter.grad.to(travels)

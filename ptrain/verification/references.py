@@ -36,12 +36,12 @@ class Ask:
 
     @property
     def key(self) -> str:
-        """A digest of what the run depends on. The mesh is not of it."""
+        """Return a digest of what the run depends on. The mesh is not of it."""
         spec = on_one_device(self.spec)
         parts = (spec.model, spec.batch, spec.optimizer, spec.data, spec.precision.effective)
-        plain = [asdict(each) for each in parts]
-        told = [type(spec.model).__name__, *plain, spec.train.seed, self.steps, self.seed]
-        return hashlib.sha256(json.dumps(told, default=str).encode()).hexdigest()[:32]
+        plain = [asdict(part) for part in parts]
+        fields = [type(spec.model).__name__, *plain, spec.train.seed, self.steps, self.seed]
+        return hashlib.sha256(json.dumps(fields, default=str).encode()).hexdigest()[:32]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,31 +67,31 @@ class ReferenceRun:
 def references(
     asks: Sequence[Ask], exchange: Exchange, folder: Path | None
 ) -> dict[str, ReferenceRun]:
-    """Every run that is asked for, by its key. All ranks call it, with the same."""
+    """Return every run that is asked for, by its key. All ranks call it, with the same asks."""
     rank, size = exchange.world.rank, exchange.world.size
     every = list({ask.key: ask for ask in asks}.values())
     mine = every[rank::size]
-    found = {ask.key: solo for ask in mine if (solo := _read(ask, folder)) is not None}
-    to_do = [ask for ask in mine if ask.key not in found]
+    solos = {ask.key: solo for ask in mine if (solo := _read(ask, folder)) is not None}
+    to_do = [ask for ask in mine if ask.key not in solos]
     running: _Running | None = None
     for _ in range(max(exchange.gather(sum(ask.steps for ask in to_do)))):
         if running is None and to_do:
             running = _Running(to_do.pop(0))
         if running is not None and running.step():
-            found[running.ask.key] = solo = running.result()
+            solos[running.ask.key] = solo = running.result()
             _write(running.ask, solo, folder)
             running = None
         exchange.barrier()  # a sign of life
     figures = {
-        key: [each.trajectory.losses, each.trajectory.gradient_norms] for key, each in found.items()
+        key: [run.trajectory.losses, run.trajectory.gradient_norms] for key, run in solos.items()
     }
-    told = exchange.gather(figures)
+    everyone = exchange.gather(figures)
     return {
         ask.key: ReferenceRun(
-            losses=tuple(told[place % size][ask.key][0]),
-            norms=tuple(told[place % size][ask.key][1]),
+            losses=tuple(everyone[place % size][ask.key][0]),
+            norms=tuple(everyone[place % size][ask.key][1]),
             owner=place % size,
-            solo=found.get(ask.key),
+            solo=solos.get(ask.key),
         )
         for place, ask in enumerate(every)
     }
@@ -104,22 +104,24 @@ class _Running:
         self.ask = ask
         spec = on_one_device(ask.spec)
         self.device = ReferenceTraining(spec) if ask.seed is None else Permuted(spec, ask.seed)
-        self.initial = {name: each.clone() for name, each in self.device.parameters.items()}
+        self.initial = {
+            name: parameter.clone() for name, parameter in self.device.parameters.items()
+        }
         self.gradients: dict[str, Tensor] = {}
         self.losses: list[float] = []
         self.norms: list[float] = []
         self.logits: list[float] = []
 
     def step(self) -> bool:
-        """One update; whether it was the last."""
+        """Run one update; return whether it was the last."""
         step = len(self.losses)
-        found = self.device.accumulate(step)
+        accumulated = self.device.accumulate(step)
         if step == 0:
             scale = self.device.updater.scale
-            self.gradients = {name: each / scale for name, each in found.sums.items()}
-        self.norms.append(self.device.update(step, found.sums))
-        self.losses.append(found.loss)
-        self.logits.append(found.logits)
+            self.gradients = {name: gradient / scale for name, gradient in accumulated.sums.items()}
+        self.norms.append(self.device.update(step, accumulated.sums))
+        self.losses.append(accumulated.loss)
+        self.logits.append(accumulated.logits)
         return len(self.losses) == self.ask.steps
 
     def result(self) -> Solo:

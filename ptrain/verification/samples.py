@@ -20,7 +20,8 @@ UNKNOWN = -1
 def sample_departures(
     given: LocalBatch, reference: ReferenceTraining, step: int, rank: int, exchange: Exchange
 ) -> Iterator[Departure]:
-    """`given` is what this rank's model ran on. All ranks call it."""
+    """Compare the samples of this rank with those it should have; `given` is what its model ran on.
+    All ranks call it."""
     spec = reference.spec
     expected = _expected(reference, step)
     names: dict[bytes, int] = {}  # tokens are one sample, however often the batch has them
@@ -35,7 +36,7 @@ def sample_departures(
     once = {data_place(spec, other): its for other, its in enumerate(everyone)}
     counts = Counter(sample for its in once.values() for sample in its if sample != UNKNOWN)
     wanted = Counter(names[key] for ids in expected.values() for _, key in ids)
-    told = [
+    descriptions = [
         _listed("missing", list(wanted - counts)),
         _listed("seen twice", list(counts - wanted)),
         _listed("in another order or place", own if counts == wanted else []),
@@ -47,17 +48,19 @@ def sample_departures(
         subject=Subject.BATCH,
         name="tokens",
         rank=rank,
-        told="; ".join(filter(None, told)) or "samples of another rank",
+        told="; ".join(filter(None, descriptions)) or "samples of another rank",
     )
 
 
 def _expected(reference: ReferenceTraining, step: int) -> dict[int, list[tuple[int, bytes]]]:
-    """By data rank: its samples, and their tokens."""
-    found: dict[int, list[tuple[int, bytes]]] = {}
-    for each in reference.micro_batches(step):
-        rows = zip(each.sample_ids, each.tokens, strict=True)
-        found.setdefault(each.data_index, []).extend((sample, _key(row)) for sample, row in rows)
-    return found
+    """Return by data rank its samples, and their tokens."""
+    samples: dict[int, list[tuple[int, bytes]]] = {}
+    for micro_batch in reference.micro_batches(step):
+        rows = zip(micro_batch.sample_ids, micro_batch.tokens, strict=True)
+        samples.setdefault(micro_batch.data_index, []).extend(
+            (sample, _key(row)) for sample, row in rows
+        )
+    return samples
 
 
 def _key(row: Tensor) -> bytes:

@@ -33,7 +33,7 @@ from ptrain.verification.reference import ReferenceTraining
 
 
 def run(options: VerifyOptions) -> int:
-    """The exit code, equal on all ranks."""
+    """Return the exit code, equal on all ranks."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing is half written: gone at once
     size = dist.get_world_size() if dist.is_initialized() else environment.world_size()
     spec = settled(load(options.spec, options.overrides, world_size=size))
@@ -47,7 +47,7 @@ def run(options: VerifyOptions) -> int:
         exchange = Exchange(world)
         stack.callback(exchange.close)
         require_corpus(corpus(spec.data), spec, logits)
-        asked = Request(
+        request = Request(
             steps=options.steps,
             every_collective=options.every_collective,
             folder=options.references,
@@ -55,9 +55,9 @@ def run(options: VerifyOptions) -> int:
             against=options.compare,
         )
         if options.account is not None:
-            account_here(spec, world, exchange, asked)
+            account_here(spec, world, exchange, request)
             return 0
-        return _verify(spec, world, exchange, asked, options)
+        return _verify(spec, world, exchange, request, options)
 
 
 def _num_logits(spec: Spec) -> int | None:
@@ -71,27 +71,27 @@ def _num_logits(spec: Spec) -> int | None:
 
 
 def _verify(
-    spec: Spec, world: World, exchange: Exchange, asked: Request, options: VerifyOptions
+    spec: Spec, world: World, exchange: Exchange, request: Request, options: VerifyOptions
 ) -> int:
     heading = _heading(spec, world) if world.is_first else ""
     speaks = world.is_first and not options.json
     if speaks:
         print(heading, flush=True)
-    found = verify_here(spec, world, exchange, asked, speak=_stage if speaks else None)
+    verification = verify_here(spec, world, exchange, request, speak=_stage if speaks else None)
     if world.is_first:
-        result = _record(spec, found, world, asked, heading)
+        result = _record(spec, verification, world, request, heading)
         if options.folder is not None:
             write_json(RunFolder(options.folder).summary, result)
         if options.json and options.folder is None:
             print(json.dumps(result, indent=2, ensure_ascii=False))
     if speaks:
-        print(_end(found), flush=True)
+        print(_end(verification), flush=True)
     exchange.barrier()  # no rank ends with a failed verdict before the record says so
-    return 0 if found.holds else VerdictFailed.exit_code
+    return 0 if verification.holds else VerdictFailed.exit_code
 
 
 def _heading(spec: Spec, world: World) -> str:
-    numel = sum(each.numel() for each in ReferenceTraining(spec).parameters.values())
+    numel = sum(parameter.numel() for parameter in ReferenceTraining(spec).parameters.values())
     return header(spec, numel=numel, backend=world.backend, device=world.device.type)
 
 
@@ -99,25 +99,30 @@ def _stage(name: str, checks: Sequence[Check], seconds: float) -> None:
     print(stage_text(name, checks, seconds), flush=True)
 
 
-def _end(found: Verification) -> str:
-    return end_text(found.checks, torch=torch.__version__, culprit=found.culprit, notes=found.notes)
+def _end(verification: Verification) -> str:
+    return end_text(
+        verification.checks,
+        torch=torch.__version__,
+        culprit=verification.culprit,
+        notes=verification.notes,
+    )
 
 
 def _record(
-    spec: Spec, found: Verification, world: World, asked: Request, heading: str
+    spec: Spec, verification: Verification, world: World, request: Request, heading: str
 ) -> dict[str, object]:
     return as_record(
         spec.name,
-        found.checks,
-        culprit=found.culprit,
-        departures=found.departures,
+        verification.checks,
+        culprit=verification.culprit,
+        departures=verification.departures,
         world_size=world.size,
         device=_device(world),
         heading=heading,
-        steps=asked.steps,
-        seconds=found.seconds,
-        trajectories=found.trajectories,
-        notes=list(found.notes),
+        steps=request.steps,
+        seconds=verification.seconds,
+        trajectories=verification.trajectories,
+        notes=list(verification.notes),
     )
 
 

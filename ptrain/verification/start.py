@@ -25,16 +25,16 @@ class Interrupted(Exception):
         self.code = code
 
 
-def start(spec: Spec, asked: VerifyOptions, folder: Path) -> dict[str, Any]:
-    """Verify `spec` in a new private `folder`; the record, empty where only an account was asked
-    for. `asked` says how; its spec and folder are these.
+def start(spec: Spec, options: VerifyOptions, folder: Path) -> dict[str, Any]:
+    """Verify `spec` in a new private `folder`; return the record, empty where only an account was
+    asked for. `options` say how; `spec` and `folder` take the place of theirs.
 
     Raises RankFailed, PtrainError in a rank's words, Interrupted.
     """
     (folder / "logs").mkdir(mode=0o700, parents=True)
     written = folder / "spec.resolved.yaml"
     written.write_text(to_yaml(spec.resolved), encoding="utf-8")
-    argv = to_argv(replace(asked, spec=str(written), overrides=(), folder=folder))
+    argv = to_argv(replace(options, spec=str(written), overrides=(), folder=folder))
     run = RunFolder(folder)
     code = launch(
         argv,
@@ -45,7 +45,7 @@ def start(spec: Spec, asked: VerifyOptions, folder: Path) -> dict[str, Any]:
     )
     if code not in (0, VerdictFailed.exit_code):
         raise Interrupted(code)
-    if asked.account is not None:
+    if options.account is not None:
         return {}
-    found: dict[str, Any] = json.loads(run.summary.read_text(encoding="utf-8"))
-    return found
+    record: dict[str, Any] = json.loads(run.summary.read_text(encoding="utf-8"))
+    return record

@@ -17,21 +17,23 @@ States: TypeAlias = dict[tuple[Subject, str], torch.Tensor]
 
 
 def of_program(program: Program) -> States:
-    """Full tensors, or DTensors of which this rank has a part. Collective."""
+    """Return full tensors, or DTensors of which this rank has a part. Collective."""
     state = program.state_dict()
-    found: States = {(Subject.PARAMETERS, name): each for name, each in state["model"].items()}
-    for name, each in state["optimizer"].items():
-        found[_subject(name), name] = each
+    states: States = {(Subject.PARAMETERS, name): tensor for name, tensor in state["model"].items()}
+    for name, tensor in state["optimizer"].items():
+        states[_subject(name), name] = tensor
     for module in modules(program):
         for name, buffer in module.named_buffers():
-            found[Subject.BUFFERS, name] = buffer
-    return found
+            states[Subject.BUFFERS, name] = buffer
+    return states
 
 
 def of_reference(device: ReferenceTraining) -> States:
-    """As torch's optimizers have it; zeros of what they have not made yet."""
+    """Return states as torch's optimizers have them; zeros of what they have not made yet."""
     updater = device.updater
-    found: States = {(Subject.PARAMETERS, name): each for name, each in device.parameters.items()}
+    states: States = {
+        (Subject.PARAMETERS, name): parameter for name, parameter in device.parameters.items()
+    }
     held = {
         id(tensor): values
         for optimizer in updater.optimizers
@@ -39,14 +41,14 @@ def of_reference(device: ReferenceTraining) -> States:
     }
     for name, updated in updater.updated.items():
         if updated is not updater.parameters[name]:
-            found[Subject.OPTIMIZER, f"{name}.{MASTER}"] = updated.detach()
+            states[Subject.OPTIMIZER, f"{name}.{MASTER}"] = updated.detach()
         values = held.get(id(updated)) or updater.initial(updated)
         for key, value in values.items():
             if value is not None:
-                found[_subject(key), f"{name}.{key}"] = torch.as_tensor(value)
+                states[_subject(key), f"{name}.{key}"] = torch.as_tensor(value)
     for name, buffer in device.module.named_buffers():
-        found[Subject.BUFFERS, name] = buffer
-    return found
+        states[Subject.BUFFERS, name] = buffer
+    return states
 
 
 def _subject(name: str) -> Subject:

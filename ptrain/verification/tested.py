@@ -21,14 +21,14 @@ from ptrain.verification.jobs.verdict import OwnVerdict
 
 
 def run(words: Sequence[str]) -> int:
-    """Under a process group, unless there is one rank alone."""
+    """Run under a process group, unless there is one rank alone."""
     function, folder, arguments = words
     torch.set_num_threads(1)
     with ExitStack() as stack:
         world = World.join(device="cpu", backend="gloo")
         stack.callback(world.close)
-        found = _function(function)(*json.loads(arguments))
-        write_json(Path(folder) / f"rank{world.rank}.json", _plain(found))
+        returned = _function(function)(*json.loads(arguments))
+        write_json(Path(folder) / f"rank{world.rank}.json", _plain(returned))
     return 0
 
 

@@ -106,19 +106,19 @@ def _permuted(spec: Spec, steps: int, number: int) -> tuple[Ask, ...]:
 
 
 def grows_in_proportion(growth: Sequence[ReferenceRun]) -> bool:
-    """Whether what references in fp32 part by tells what others in fp64 would."""
+    """Return whether what references in fp32 part by tells what others in fp64 would."""
     return all(
         _deviation(losses) <= PROPORTIONAL * abs(losses[0])
-        for losses in zip(*(each.losses for each in growth), strict=True)
+        for losses in zip(*(run.losses for run in growth), strict=True)
     )
 
 
 def in_fp64(growth: Sequence[ReferenceRun], exact: ReferenceRun, exchange: Exchange) -> Allowed:
-    """From references in fp32, or, where `exact` is the first of them, in fp64. All ranks call
-    it."""
+    """Derive what is allowed from references in fp32, or, where `exact` is the first of them, in
+    fp64. All ranks call it."""
     finer = 1.0 if growth[0] is exact else _FINER
-    losses = _spread([each.losses for each in growth], finer)
-    norms = _spread([each.norms for each in growth], finer)
+    losses = _spread([run.losses for run in growth], finer)
+    norms = _spread([run.norms for run in growth], finer)
     parameters = _between_parameters(growth, exchange) * finer
     fixed = [FP64.of_loss(step) * abs(loss) for step, loss in enumerate(exact.losses)]
     allowed = tuple(max(pair) for pair in zip(fixed, losses, strict=True))
@@ -136,31 +136,32 @@ def in_fp64(growth: Sequence[ReferenceRun], exact: ReferenceRun, exchange: Excha
     )
 
 
-def in_own_dtypes(spec: Spec, told: Sequence[ReferenceRun], exchange: Exchange) -> Allowed:
-    """All ranks call it."""
-    spread = _spread([each.losses for each in told])
+def in_own_dtypes(spec: Spec, runs: Sequence[ReferenceRun], exchange: Exchange) -> Allowed:
+    """Derive what is allowed from references in the spec's own dtypes. All ranks call it."""
+    spread = _spread([run.losses for run in runs])
     if not is_banded(spec):
         fixed = [FP32_LOSS] * len(spread)
-        allowed = tuple(max(each, FP32_LOSS) for each in spread)
-        said = _until("own dtypes", "1e-4", fixed, allowed, len(told))
+        allowed = tuple(max(deviation, FP32_LOSS) for deviation in spread)
+        said = _until("own dtypes", "1e-4", fixed, allowed, len(runs))
         return Allowed(
             losses=allowed,
-            references=_farthest(told),
+            references=_farthest(runs),
             gradient=FP32_GRADIENT,
-            by_parameter=_by_parameter(told, exchange, FP32_GRADIENT),
+            by_parameter=_by_parameter(runs, exchange, FP32_GRADIENT),
             told=said,
         )
     num_addends = spec.batch.accumulate * spec.data_degree
-    rounding = _factor(len(told)) * _FP32 / 2 * math.sqrt(2 * num_addends)  # of the loss's sum
+    rounding = _factor(len(runs)) * _FP32 / 2 * math.sqrt(2 * num_addends)  # of the loss's sum
     return Allowed(
         losses=tuple(
-            each + rounding * abs(loss) for each, loss in zip(spread, told[0].losses, strict=True)
+            deviation + rounding * abs(loss)
+            for deviation, loss in zip(spread, runs[0].losses, strict=True)
         ),
-        references=_farthest(told),
-        gradient=_between_gradients(told, exchange),
-        by_parameter=_by_parameter(told, exchange, _coarsest(spec)),
-        told=f"own dtypes: a loss may be off by {_factor(len(told)):.1f} deviations of {len(told)} "
-        f"references, {len(told) - 1} of them with permuted sums",
+        references=_farthest(runs),
+        gradient=_between_gradients(runs, exchange),
+        by_parameter=_by_parameter(runs, exchange, _coarsest(spec)),
+        told=f"own dtypes: a loss may be off by {_factor(len(runs)):.1f} deviations of {len(runs)} "
+        f"references, {len(runs) - 1} of them with permuted sums",
     )
 
 
@@ -169,16 +170,16 @@ def _factor(number: int) -> float:
 
 
 def _spread(runs: Sequence[Sequence[float]], finer: float = 1.0) -> tuple[float, ...]:
-    """What is allowed of each step, from its values in all runs; not a number from where one is
-    none. Where a value is infinite (a step that is skipped) the spread is the one before."""
+    """Return what is allowed of each step, from its values in all runs; not a number from where one
+    is none. Where a value is infinite (a step that is skipped) the spread is the one before."""
     deviations = (_deviation(values) for values in zip(*runs, strict=True))
     factor = _factor(len(runs)) * finer
-    return tuple(factor * each for each in accumulate(deviations, _largest))
+    return tuple(factor * deviation for deviation in accumulate(deviations, _largest))
 
 
-def _farthest(told: Sequence[ReferenceRun], finer: float = 1.0) -> tuple[float, ...]:
-    """Of each step, the largest difference to the first."""
-    by_step = zip(*(each.losses for each in told), strict=True)
+def _farthest(runs: Sequence[ReferenceRun], finer: float = 1.0) -> tuple[float, ...]:
+    """Return of each step the largest difference to the first."""
+    by_step = zip(*(run.losses for run in runs), strict=True)
     return tuple(max(abs(loss - first) for loss in others) * finer for first, *others in by_step)
 
 
@@ -194,52 +195,53 @@ def _largest(before: float, now: float) -> float:
     return now if math.isnan(now) or now > before else before
 
 
-def _between_gradients(told: Sequence[ReferenceRun], exchange: Exchange) -> float:
-    first = whole(told[0].solo.gradients if told[0].solo else {}, exchange)
-    solos = (each.solo for each in told[1:])
-    return _from_first((apart(first, each.gradients) for each in solos if each), told, exchange)
+def _between_gradients(runs: Sequence[ReferenceRun], exchange: Exchange) -> float:
+    first = whole(runs[0].solo.gradients if runs[0].solo else {}, exchange)
+    solos = (run.solo for run in runs[1:])
+    return _from_first((apart(first, solo.gradients) for solo in solos if solo), runs, exchange)
 
 
 def _by_parameter(
-    told: Sequence[ReferenceRun], exchange: Exchange, least: float, finer: float = 1.0
+    runs: Sequence[ReferenceRun], exchange: Exchange, least: float, finer: float = 1.0
 ) -> dict[str, float]:
-    """Of each parameter's gradient of step 0, and at least `least`."""
-    first = whole(told[0].solo.gradients if told[0].solo else {}, exchange)
-    solos = (each.solo for each in told[1:])
-    own = [apart_by_tensor(first, each.gradients) for each in solos if each]
-    found = [each for its in exchange.gather(own) for each in its]
+    """Return what is allowed of each parameter's gradient of step 0, and at least `least`."""
+    first = whole(runs[0].solo.gradients if runs[0].solo else {}, exchange)
+    solos = (run.solo for run in runs[1:])
+    own = [apart_by_tensor(first, solo.gradients) for solo in solos if solo]
+    distances = [row for its in exchange.gather(own) for row in its]
     return {
-        name: max(least, from_permuted([each[name] for each in found]) * finer) for name in first
+        name: max(least, from_permuted([row[name] for row in distances]) * finer) for name in first
     }
 
 
 def _coarsest(spec: Spec) -> float:
-    """The spacing of the dtypes that a gradient goes through, relative."""
+    """Return the spacing of the dtypes that a gradient goes through, relative."""
     layout = spec.precision.effective
     dtypes = (layout.parameters, layout.reduced, layout.gradients)
-    return max(torch.finfo(TORCH_DTYPES[each]).eps for each in dtypes)
+    return max(torch.finfo(TORCH_DTYPES[dtype]).eps for dtype in dtypes)
 
 
-def _between_parameters(told: Sequence[ReferenceRun], exchange: Exchange) -> float:
-    """The tensor that is worst, by norm or by its largest element."""
-    solo = told[0].solo
+def _between_parameters(runs: Sequence[ReferenceRun], exchange: Exchange) -> float:
+    """Return what is allowed of the tensor that is worst, by norm or by its largest element."""
+    solo = runs[0].solo
     first = whole(solo.trajectory.parameters if solo else {}, exchange)
-    solos = (each.solo for each in told[1:])
-    own = (worst_parameters(first, each.trajectory.parameters) for each in solos if each)
-    return _from_first(own, told, exchange)
+    solos = (run.solo for run in runs[1:])
+    own = (worst_parameters(first, solo.trajectory.parameters) for solo in solos if solo)
+    return _from_first(own, runs, exchange)
 
 
-def _from_first(own: Iterable[float], told: Sequence[ReferenceRun], exchange: Exchange) -> float:
-    """What is allowed, from how far each permuted reference is from the first: each rank knows of
-    its own runs."""
-    distances = [each for its in exchange.gather(list(own)) for each in its]
-    assert len(distances) == len(told) - 1, "each permuted reference is some rank's"
+def _from_first(own: Iterable[float], runs: Sequence[ReferenceRun], exchange: Exchange) -> float:
+    """Return what is allowed, from how far each permuted reference is from the first: each rank
+    knows of its own runs."""
+    distances = [distance for its in exchange.gather(list(own)) for distance in its]
+    assert len(distances) == len(runs) - 1, "each permuted reference is some rank's"
     return from_permuted(distances)
 
 
 def from_permuted(distances: Sequence[float]) -> float:
-    """What is allowed, from how far each of FEW or MANY permuted references is from the first."""
-    squares = [each**2 for each in distances]
+    """Return what is allowed, from how far each of FEW or MANY permuted references is from the
+    first."""
+    squares = [distance**2 for distance in distances]
     return _factor(len(distances) + 1) * math.sqrt(statistics.fmean(squares) / 2)
 
 

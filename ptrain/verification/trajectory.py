@@ -71,8 +71,8 @@ def anywhere(steps: int) -> Corridor:
 
 
 def follow(program: Program, exchange: Exchange, within: Corridor, watch: Watch) -> ProgramRun:
-    """As many steps as the corridor has, or up to the first outside of it, or in which ranks depart
-    from each other. All ranks call it."""
+    """Run as many steps as the corridor has, or up to the first outside of it, or in which ranks
+    depart from each other. All ranks call it."""
     source = corpus(program.spec.data)
     initial = whole(program.state_dict()["model"], exchange)
     losses: list[float] = []
@@ -92,10 +92,10 @@ def follow(program: Program, exchange: Exchange, within: Corridor, watch: Watch)
             loss, norm = drive_and_add(program, source, step, exchange)
         onward.compare_following(step, loss)
         if capture is not None:
-            found = unclipped(whole(capture.gradients(exchange), exchange), program, norm)
-            gradients = gradients or found
+            step_gradients = unclipped(whole(capture.gradients(exchange), exchange), program, norm)
+            gradients = gradients or step_gradients
             if is_due:
-                onward.compare(loss, found)
+                onward.compare(loss, step_gradients)
         losses.append(loss)
         norms += [] if norm is None else [norm]
         if watch.departures or onward.departs(step) or not within.contains(step, loss):
@@ -147,9 +147,9 @@ def checks(
 
 
 def from_rank(rank: int, own: list[Check], exchange: Exchange) -> tuple[Check, ...]:
-    """The checks of one rank, on all."""
-    plain = [{name: getattr(each, name) for name in Check.__dataclass_fields__} for each in own]
-    return tuple(Check(**each) for each in exchange.gather(plain)[rank])
+    """Return the checks of one rank, on all."""
+    plain = [{name: getattr(check, name) for name in Check.__dataclass_fields__} for check in own]
+    return tuple(Check(**fields) for fields in exchange.gather(plain)[rank])
 
 
 def _gradient(measured: float, allowed: float) -> Check:
@@ -217,16 +217,16 @@ def _falls(name: str, before: float, after: float) -> Check:
 
 
 def _of_trajectories(reference: Trajectory, run: Trajectory, allowed: Allowed) -> Iterator[Check]:
-    """Where they are comparable, norms and the parameters at the end; whether both are alive. Of a
-    loss that falls `_learns` tells, whatever the batches."""
+    """Compare, where they are comparable, norms and the parameters at the end; check whether both
+    are alive. Of a loss that falls `_learns` tells, whatever the batches."""
     if allowed.norms is None:
-        found = (*alive("reference", reference), *alive("run", run))
+        comparisons = (*alive("reference", reference), *alive("run", run))
     else:
         pairs = zip(allowed.losses, reference.losses, strict=True)
-        relative = tuple(each / abs(loss) for each, loss in pairs)
+        relative = tuple(limit / abs(loss) for limit, loss in pairs)
         tolerances = Tolerances(
             losses=relative, gradient_norms=allowed.norms, parameters=allowed.parameters
         )
-        found = compare(reference, run, tolerances)
+        comparisons = compare(reference, run, tolerances)
     told_already = ("losses", "reference: loss falls", "run: loss falls")
-    yield from (each for each in found if each.name not in told_already)
+    yield from (check for check in comparisons if check.name not in told_already)

@@ -57,11 +57,11 @@ class Updater:
         return norm
 
     def owner(self, tensor: Tensor) -> torch.optim.Optimizer:
-        """The optimizer that updates it."""
+        """Return the optimizer that updates it."""
         (owner,) = (
-            each
-            for each in self.optimizers
-            if any(tensor is one for group in each.param_groups for one in group["params"])
+            optimizer
+            for optimizer in self.optimizers
+            if any(tensor is one for group in optimizer.param_groups for one in group["params"])
         )
         return owner
 

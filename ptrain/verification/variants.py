@@ -65,4 +65,4 @@ def in_other_batches(spec: Spec) -> tuple[Spec | None, str]:
 
 
 def _divisors(number: int) -> Iterator[int]:
-    return (each for each in range(1, number + 1) if number % each == 0)
+    return (divisor for divisor in range(1, number + 1) if number % divisor == 0)

@@ -33,5 +33,5 @@ def whole(named: Mapping[str, Tensor], exchange: Exchange) -> dict[str, Tensor]:
 
 
 def _full(tensor: Tensor) -> Tensor:
-    found = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return found.detach().to("cpu", copy=True).contiguous()
+    full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return full.detach().to("cpu", copy=True).contiguous()

@@ -20,7 +20,7 @@ from ptrain.verification.places import data_place
 
 
 def output_cause(scene: Investigation) -> Cause | None:
-    """Of the first departure, a module's output or the gradient of it. Collective."""
+    """Explain the first departure, a module's output or the gradient of it. Collective."""
     causes: tuple[Callable[[Investigation], Cause | None], ...] = (
         _partial,
         _other_weights,
@@ -30,8 +30,8 @@ def output_cause(scene: Investigation) -> Cause | None:
         _rounded,
     )
     for cause in causes:
-        if (found := cause(scene)) is not None:
-            return found
+        if (explanation := cause(scene)) is not None:
+            return explanation
     return None
 
 
@@ -86,12 +86,12 @@ def _other_weights(scene: Investigation) -> Cause | None:
     if scene.first.moment is Moment.FORWARD and pair is not None:
         tensor, _ = pair
         for text, weights in _candidates(scene):
-            made = _made_with(scene, weights)
+            output = _made_with(scene, weights)
             whole = _own(scene)[1]
-            if made is None or whole is None:
+            if output is None or whole is None:
                 continue
             part = scene.own_part(_own(scene)[0], whole)
-            if part is not None and relative(tensor, part.of(made)) <= EXACT * 1e-3:
+            if part is not None and relative(tensor, part.of(output)) <= EXACT * 1e-3:
                 said.append(text)
                 break
     everyone = [text for its in scene.exchange.gather(said) for text in its]
@@ -111,10 +111,10 @@ def _other_weights(scene: Investigation) -> Cause | None:
 
 
 def _candidates(scene: Investigation) -> list[tuple[str, dict[str, torch.Tensor]]]:
-    """Parameters of the departing module that might have been used: those of earlier steps, and
-    the right ones rounded."""
+    """Return parameters of the departing module that might have been used: those of earlier steps,
+    and the right ones rounded."""
     evidence, path = scene.evidence, scene.first.name
-    found = []
+    candidates = []
     for back, states in enumerate(reversed(evidence.states)):
         own = {
             name: tensor
@@ -122,29 +122,30 @@ def _candidates(scene: Investigation) -> list[tuple[str, dict[str, torch.Tensor]
             if subject is Subject.PARAMETERS and (not path or name.startswith(f"{path}."))
         }
         if back:
-            found.append((f"stale by {back} step{'s' * (back > 1)}", own))
+            candidates.append((f"stale by {back} step{'s' * (back > 1)}", own))
         else:
-            found += [
+            candidates += [
                 (
                     f"{str(dtype).removeprefix('torch.')} parameters",
-                    {name: each.to(dtype).to(each.dtype) for name, each in own.items()},
+                    {name: tensor.to(dtype).to(tensor.dtype) for name, tensor in own.items()},
                 )
                 for dtype in COARSER
             ]
-    return [(text, weights) for text, weights in found if weights]
+    return [(text, weights) for text, weights in candidates if weights]
 
 
 def _made_with(scene: Investigation, weights: dict[str, torch.Tensor]) -> torch.Tensor | None:
-    """The whole output of the departing module, with these in the place of its parameters."""
+    """Return the whole output of the departing module, with these in the place of its
+    parameters."""
     evidence, spec = scene.evidence, scene.spec
     module, path = scene.reference.module, scene.first.name
     place = data_place(spec, scene.rank)
     outputs = Outputs()
-    for each in scene.reference.micro_batches(evidence.step):
-        if (each.data_index, each.k) == (place, scene.first.index):
+    for micro_batch in scene.reference.micro_batches(evidence.step):
+        if (micro_batch.data_index, micro_batch.k) == (place, scene.first.index):
             named = iter([(path, module.get_submodule(path))])
             with torch.no_grad(), watched(named, outputs, lambda: scene.first.index):
-                functional_call(module, weights, (each.inputs,))
+                functional_call(module, weights, (micro_batch.inputs,))
     return outputs.forward.get((path, scene.first.index))
 
 
@@ -154,13 +155,13 @@ def _multiple(scene: Investigation) -> Cause | None:
         fit = multiple(pair[0], pair[1])
         if fit.holds(EXACT) and abs(fit.factor - 1.0) > EXACT:
             own = fit.factor
-    factors = [each for each in scene.exchange.gather(own) if each is not None]
+    factors = [factor for factor in scene.exchange.gather(own) if factor is not None]
     if not factors:
         return None
-    ratio = Counter(round(each, 6) for each in factors).most_common(1)[0][0]
+    ratio = Counter(round(factor, 6) for factor in factors).most_common(1)[0][0]
     text = factor_text(ratio, scene.degrees)
-    found = products(ratio, scene.degrees)
-    axis = next((name for each in found for name in each.axes if name != "K"), "")
+    candidates = products(ratio, scene.degrees)
+    axis = next((name for candidate in candidates for name in candidate.axes if name != "K"), "")
     what = "output" if scene.first.moment is Moment.FORWARD else "output's gradient"
     sentence = f"the {what} of {scene.first.name} is {text}: sum or divide it once"
     return Cause(axis or scene.axis_of(scene.ranks_of(scene.first)), text, sentence)
@@ -190,17 +191,17 @@ def _of_another_rank(scene: Investigation) -> Cause | None:
 
 
 def _of_slices(scene: Investigation) -> Cause | None:
-    """The right slices of an axis' ranks, in the wrong order."""
+    """The right slices of an axis' ranks are in the wrong order."""
     said: list[list[str]] = []
     if (pair := _parts(scene)) is not None:
         for axis in scene.axes:
             order = order_of_slices(*pair, scene.spec.degree(axis))
             if order is not None:
                 said.append([str(axis), ", ".join(map(str, order))])
-    found = [each for its in scene.exchange.gather(said) for each in its]
-    if not found:
+    rows = [row for its in scene.exchange.gather(said) for row in its]
+    if not rows:
         return None
-    axis, order = found[0]
+    axis, order = rows[0]
     what = "output" if scene.first.moment is Moment.FORWARD else "output's gradient"
     sentence = (
         f"the {what} of {scene.first.name} has the slices of {axis} in the order {order}: gather "
@@ -210,10 +211,10 @@ def _of_slices(scene: Investigation) -> Cause | None:
 
 
 def _rounded(scene: Investigation) -> Cause | None:
-    found = ""
+    own = ""
     if (pair := _parts(scene)) is not None:
-        found = rounded_to(*pair)
-    everyone = [each for each in scene.exchange.gather(found) if each]
+        own = rounded_to(*pair)
+    everyone = [dtype for dtype in scene.exchange.gather(own) if dtype]
     if not everyone:
         return None
     dtype = Counter(everyone).most_common(1)[0][0]

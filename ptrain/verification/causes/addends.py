@@ -32,36 +32,39 @@ from ptrain.verification.places import data_place
 
 
 def of_samples(scene: Investigation, names: list[str]) -> Cause | None:
-    """A combination of the samples' gradients other than their sum."""
+    """The gradient is a combination of the samples' gradients other than their sum."""
     evidence = scene.evidence
     samples = scene.spec.batch.global_samples
     one = chosen(scene, names, least=2 * (samples + 1))
-    found = list(contributions(scene.reference, evidence.step, [one], evidence.scale))
+    addends = list(contributions(scene.reference, evidence.step, [one], evidence.scale))
     own = None
     if (pair := own_part_of(scene, one)) is not None:
         tensor, _, part = pair
-        basis = [part.of(each.gradients[one]) for each in found]
+        basis = [part.of(addend.gradients[one]) for addend in addends]
         earlier = evidence.earlier_gradients.get(one)
         basis += [part.of(earlier)] if earlier is not None else []
         if tensor.numel() >= 2 * len(basis) and bool(tensor.any()):
             fit = combination(tensor, basis)
             own = list(fit.coefficients) if fit.holds(EXACT) else None
     everyone = scene.exchange.gather([own, pair is not None])
-    told = {rank: its for rank, (its, _) in enumerate(everyone) if its is not None}
-    if not told or any(its is None and has for its, has in everyone):
+    coefficients = {rank: its for rank, (its, _) in enumerate(everyone) if its is not None}
+    if not coefficients or any(its is None and has for its, has in everyone):
         return None
-    return _coefficients(scene, [each.source for each in found], told, names)
+    return _coefficients(scene, [addend.source for addend in addends], coefficients, names)
 
 
 def _coefficients(
-    scene: Investigation, sources: list[Source], told: dict[int, list[float]], names: list[str]
+    scene: Investigation,
+    sources: list[Source],
+    coefficients: dict[int, list[float]],
+    names: list[str],
 ) -> Cause | None:
-    """What coefficients other than all 1 mean."""
+    """Explain what coefficients other than all 1 mean."""
     count = len(sources)
-    if any(len(its) > count and abs(its[count]) > 1e-3 for its in told.values()):
+    if any(len(its) > count and abs(its[count]) > 1e-3 for its in coefficients.values()):
         sentence = "gradients of the step before are still there: zero them before backward"
         return Cause("", "stale by 1 step added", sentence)
-    by_rank = {rank: its[:count] for rank, its in told.items()}
+    by_rank = {rank: its[:count] for rank, its in coefficients.items()}
     ranks_lacking = {rank: set(absent(its)) for rank, its in by_rank.items()}
     present = {
         rank: {source for i, source in enumerate(sources) if i not in lacking}
@@ -118,7 +121,7 @@ def _missing_micro_batches(sources: list[Source], present: dict[int, set[Source]
 def _uneven(
     scene: Investigation, sources: list[Source], by_rank: dict[int, list[float]], names: list[str]
 ) -> Cause | None:
-    usual = _usual([each for its in by_rank.values() for each in its])
+    usual = _usual([coefficient for its in by_rank.values() for coefficient in its])
     odd = {
         source.sample: its[i] / usual
         for its in by_rank.values()
@@ -135,7 +138,7 @@ def _uneven(
         groups: dict[object, list[float]] = {}
         for source, share in shares.items():
             groups.setdefault(key(source), []).append(share)
-        if len(groups) < len(shares) and all(is_even(each) for each in groups.values()):
+        if len(groups) < len(shares) and all(is_even(group) for group in groups.values()):
             sentence = f"each {what} divides by its own number of tokens: divide by the global one"
             axis = _data_axis(scene) if what == "data rank" else ""
             return Cause(axis, f"normalised per {what}", sentence)
@@ -208,11 +211,13 @@ def of_other_ranks(scene: Investigation, names: list[str]) -> Cause | None:
 
 
 def _shares(scene: Investigation, name: str) -> dict[int, torch.Tensor]:
-    """What the samples of each data rank make of a parameter's gradient together."""
+    """Return what the samples of each data rank make of a parameter's gradient together."""
     shares: dict[int, torch.Tensor] = {}
-    for each in contributions(scene.reference, scene.evidence.step, [name], scene.evidence.scale):
-        gradient = each.gradients[name]
-        place = each.source.data_place
+    for contribution in contributions(
+        scene.reference, scene.evidence.step, [name], scene.evidence.scale
+    ):
+        gradient = contribution.gradients[name]
+        place = contribution.source.data_place
         shares[place] = shares[place] + gradient if place in shares else gradient
     return shares
 
@@ -240,10 +245,10 @@ def of_another_operator(scene: Investigation, names: list[str]) -> Cause | None:
                 fit = multiple(tensor, reduce(stacked))
                 if fit.holds(EXACT) and abs(fit.factor - 1.0) <= EXACT:
                     said.append([operator, str(axis)])
-    found = [tuple(each) for its in scene.exchange.gather(said) for each in its]
-    if not found:
+    reductions = [tuple(reduction) for its in scene.exchange.gather(said) for reduction in its]
+    if not reductions:
         return None
-    (operator, along), _ = Counter(found).most_common(1)[0]
+    (operator, along), _ = Counter(reductions).most_common(1)[0]
     sentence = f"gradients are reduced over {along} by {operator}: sum them"
     return Cause(along, f"{operator} for SUM", sentence)
 

@@ -49,16 +49,19 @@ def ratio_cause(scene: Investigation, ratio: float, names: Sequence[str]) -> Cau
     if (cause := _of_clipping_or_scale(scene, ratio)) is not None:
         return cause
     some = f" of {family(names)}" if len(names) < total else ""
-    found = products(ratio, scene.degrees)
-    if not found:
+    candidates = products(ratio, scene.degrees)
+    if not candidates:
         text = factor_text(ratio, scene.degrees)
         return Cause("", text, f"gradients{some} are {text}: {SUM_ONCE}")
-    axes = " or ".join(dict.fromkeys("·".join(each.axes) for each in found[:3]))
-    axis = next((each.axes[0] for each in found if len(each.axes) == 1), found[0].axes[0])
+    axes = " or ".join(dict.fromkeys("·".join(candidate.axes) for candidate in candidates[:3]))
+    axis = next(
+        (candidate.axes[0] for candidate in candidates if len(candidate.axes) == 1),
+        candidates[0].axes[0],
+    )
     where = "accumulated micro-batches" if axis == "K" else f"the ranks of {axis}"
     done = "summed once too often or not averaged" if ratio > 1 else "divided once too often"
-    sentence = f"gradients{some} are {found[0]} ({axes}): {done} over {where}; {SUM_ONCE}"
-    return Cause("" if axis == "K" else axis, str(found[0]), sentence)
+    sentence = f"gradients{some} are {candidates[0]} ({axes}): {done} over {where}; {SUM_ONCE}"
+    return Cause("" if axis == "K" else axis, str(candidates[0]), sentence)
 
 
 def _of_clipping_or_scale(scene: Investigation, ratio: float) -> Cause | None:

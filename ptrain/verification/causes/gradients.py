@@ -20,8 +20,10 @@ from ptrain.verification.factors import is_even, multiple
 
 
 def gradient_cause(scene: Investigation) -> Cause | None:
-    """The first that explains them; None where none does. Collective."""
-    names = list(dict.fromkeys(each.name for each in scene.at(Moment.GRADIENTS, Subject.GRADIENTS)))
+    """Return the first cause that explains them; None where none does. Collective."""
+    names = list(
+        dict.fromkeys(departure.name for departure in scene.at(Moment.GRADIENTS, Subject.GRADIENTS))
+    )
     if not names:
         return None
     causes: tuple[Callable[[Investigation, list[str]], Cause | None], ...] = (
@@ -34,8 +36,8 @@ def gradient_cause(scene: Investigation) -> Cause | None:
         _rounded,
     )
     for cause in causes:
-        if (found := cause(scene, names)) is not None:
-            return found
+        if (explanation := cause(scene, names)) is not None:
+            return explanation
     return None
 
 
@@ -50,15 +52,15 @@ def _one_element(scene: Investigation, names: list[str]) -> Cause | None:
         if odd is not None:
             bit = flipped_bit(own[0] * clipped, own[1] * clipped)
             said = "one element" if bit is None else f"flipped bit {bit} of one element"
-    found = [each for each in scene.exchange.gather(said) if each is not None]
-    if not found:
+    factors = [factor for factor in scene.exchange.gather(said) if factor is not None]
+    if not factors:
         return None
     ranks = scene.ranks_of(scene.first)
     sentence = (
         f"one element of the gradient of {names[0]} is off on ranks {listed(ranks)} and nothing "
         "else: suspect the memory there, or what writes to the buffer after the reduction"
     )
-    return Cause(scene.axis_of(ranks), found[0], sentence)
+    return Cause(scene.axis_of(ranks), factors[0], sentence)
 
 
 def _multiple(scene: Investigation, names: list[str]) -> Cause | None:
@@ -78,8 +80,8 @@ def _multiple(scene: Investigation, names: list[str]) -> Cause | None:
         own[name] = fit.factor
     everyone: list[dict[str, float]] = scene.exchange.gather(own)
     factors = [factor for its in everyone for factor in its.values()]
-    wrong = [each for each in factors if abs(each - 1.0) > EXACT]
-    if not wrong or any(each != each for each in factors) or not is_even(wrong):
+    wrong = [factor for factor in factors if abs(factor - 1.0) > EXACT]
+    if not wrong or any(factor != factor for factor in factors) or not is_even(wrong):
         return None
     ratio = wrong[0]
     if abs(ratio) <= EXACT:
@@ -90,12 +92,12 @@ def _multiple(scene: Investigation, names: list[str]) -> Cause | None:
 
 def _rounded(scene: Investigation, names: list[str]) -> Cause | None:
     """It differs by the rounding of a coarser dtype."""
-    found = [
+    dtypes = [
         dtype
         for name in names[:8]
         if (own := own_part_of(scene, name)) is not None and (dtype := rounded_to(own[0], own[1]))
     ]
-    everyone = [dtype for its in scene.exchange.gather(found) for dtype in its]
+    everyone = [dtype for its in scene.exchange.gather(dtypes) for dtype in its]
     if not everyone:
         return None
     dtype = Counter(everyone).most_common(1)[0][0]

@@ -10,22 +10,23 @@ from ptrain.verification.parts import relative
 _MOST = 8  # slices that are tried one by one
 
 
-def order_of_slices(found: Tensor, expected: Tensor, count: int) -> tuple[int, ...] | None:
-    """Where each of `count` slices along some dimension belongs, if that is not where it is; None
-    where `found` is not `expected` cut and put together again. The innermost dimensions last."""
-    if found.shape != expected.shape or not 1 < count <= _MOST:
+def order_of_slices(actual: Tensor, expected: Tensor, count: int) -> tuple[int, ...] | None:
+    """Return where each of `count` slices along some dimension belongs, if that is not where it is;
+    None where `actual` is not `expected` cut and put together again. The innermost dimensions are
+    last."""
+    if actual.shape != expected.shape or not 1 < count <= _MOST:
         return None
-    for dim in range(found.dim()):
-        if found.shape[dim] % count or found.shape[dim] < count:
+    for dim in range(actual.dim()):
+        if actual.shape[dim] % count or actual.shape[dim] < count:
             continue
-        slices, wanted = found.chunk(count, dim), expected.chunk(count, dim)
-        order = [place for each in slices if (place := _belongs(each, wanted)) is not None]
+        slices, wanted = actual.chunk(count, dim), expected.chunk(count, dim)
+        order = [place for piece in slices if (place := _belongs(piece, wanted)) is not None]
         if sorted(order) == list(range(count)) != order:
             return tuple(order)
     return None
 
 
 def _belongs(part: Tensor, wanted: tuple[Tensor, ...]) -> int | None:
-    """The place of the slice that it is; None of what is none."""
-    same = (place for place, each in enumerate(wanted) if relative(part, each) <= EXACT)
+    """Return the place of the slice that it is; None of what is none."""
+    same = (place for place, candidate in enumerate(wanted) if relative(part, candidate) <= EXACT)
     return next(same, None)

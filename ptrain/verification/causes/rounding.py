@@ -17,17 +17,17 @@ _LEAST, _USUAL, _MOST = 0.02, 0.2, 4.0
 _SAME, _NEARLY_NOTHING = 1e-10, 1e-3
 
 
-def rounded_to(found: Tensor, expected: Tensor) -> str:
-    """The name of the coarser dtype whose rounding the difference is; "" where it is none.
+def rounded_to(actual: Tensor, expected: Tensor) -> str:
+    """Return the name of the coarser dtype whose rounding the difference is; "" where it is none.
 
     Rounding moves nearly every element that is not zero, each by itself: what leaves a part of a
     tensor as it is, or moves it along what is expected, is something else of the same size."""
     for dtype in COARSER:
         if dtype.itemsize >= expected.dtype.itemsize:
             continue
-        if torch.equal(expected.to(dtype).to(expected.dtype), found.to(expected.dtype)):
+        if torch.equal(expected.to(dtype).to(expected.dtype), actual.to(expected.dtype)):
             return _name(dtype)
-    wanted, difference = expected.double().reshape(-1), (found.double() - expected.double())
+    wanted, difference = expected.double().reshape(-1), (actual.double() - expected.double())
     length = float(torch.linalg.vector_norm(wanted))
     size = float(torch.linalg.vector_norm(difference))
     if not length or not math.isfinite(size) or not size:
@@ -58,42 +58,44 @@ def _is_everywhere(difference: Tensor, wanted: Tensor) -> bool:
     return abs(cosine) <= 0.1 + 4 / math.sqrt(count)
 
 
-def odd_element(found: Tensor, expected: Tensor) -> int | None:
-    """The one element, in row-major order, in which they differ; None where others do too."""
-    if found.shape != expected.shape:
+def odd_element(actual: Tensor, expected: Tensor) -> int | None:
+    """Return the one element, in row-major order, in which they differ; None where others do
+    too."""
+    if actual.shape != expected.shape:
         return None
     wanted = expected.double().reshape(-1)
-    difference = (found.double().reshape(-1) - wanted).abs()
+    difference = (actual.double().reshape(-1) - wanted).abs()
     usual = math.sqrt(float(wanted.square().mean())) if wanted.numel() else 0.0
     allowed = wanted.abs().clamp(min=_NEARLY_NOTHING * usual) * _SAME
     places = (~(difference <= allowed)).nonzero()
     return int(places[0]) if len(places) == 1 else None
 
 
-def flipped_bit(found: Tensor, expected: Tensor) -> int | None:
-    """The one bit of the one element in which they differ, 0 the lowest; None where there are
-    others. All elements may have the rounding of another order of summation."""
-    if found.dtype != expected.dtype:
+def flipped_bit(actual: Tensor, expected: Tensor) -> int | None:
+    """Return the one bit of the one element in which they differ, 0 the lowest; None where there
+    are others. All elements may have the rounding of another order of summation."""
+    if actual.dtype != expected.dtype:
         return None
-    integers = _INTEGERS[found.dtype.itemsize]
-    one = found.contiguous().view(integers).reshape(-1)
+    integers = _INTEGERS[actual.dtype.itemsize]
+    one = actual.contiguous().view(integers).reshape(-1)
     other = expected.contiguous().view(integers).reshape(-1)
     places = (one != other).nonzero()
     if len(places) == 1:
         place = int(places[0])
         both = int(one[place]) ^ int(other[place])
-        mask = both & (2 ** (8 * found.dtype.itemsize) - 1)
+        mask = both & (2 ** (8 * actual.dtype.itemsize) - 1)
         return mask.bit_length() - 1 if mask.bit_count() == 1 else None
-    odd = odd_element(found, expected)
+    odd = odd_element(actual, expected)
     return None if odd is None else _bit_between(one[odd], expected.reshape(-1)[odd])
 
 
-def _bit_between(found: Tensor, expected: Tensor) -> int | None:
-    """The bit of `found`, an integer's view of a number, without which it is what is expected."""
-    width, wanted = 8 * found.dtype.itemsize, float(expected)
+def _bit_between(actual: Tensor, expected: Tensor) -> int | None:
+    """Return the bit of `actual`, an integer's view of a number, without which it is what is
+    expected."""
+    width, wanted = 8 * actual.dtype.itemsize, float(expected)
     for bit in range(width):
         mask = 1 << bit if bit < width - 1 else -(1 << bit)
-        back = float((found ^ mask).view(expected.dtype))
+        back = float((actual ^ mask).view(expected.dtype))
         if wanted and abs(back - wanted) <= _SAME * abs(wanted):
             return bit
     return None

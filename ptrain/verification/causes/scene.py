@@ -44,13 +44,13 @@ class Investigation:
 
     def __init__(
         self,
-        found: Sequence[Departure],
+        departures: Sequence[Departure],
         evidence: Evidence | None,
         reference: ReferenceTraining,
         exchange: Exchange,
     ) -> None:
-        self.found = found
-        self.first = found[0]
+        self.found = departures
+        self.first = departures[0]
         self.reference = reference
         self.spec = reference.spec
         self.exchange = exchange
@@ -67,33 +67,35 @@ class Investigation:
         return self._evidence is not None
 
     def ranks_of(self, one: Departure) -> tuple[int, ...]:
-        """Where the same thing departs at the same moment."""
+        """Return the ranks where the same thing departs at the same moment."""
         alike = (one.step, one.moment, one.subject, one.name)
         return tuple(
             sorted(
                 {
-                    each.rank
-                    for each in self.found
-                    if (each.step, each.moment, each.subject, each.name) == alike
+                    departure.rank
+                    for departure in self.found
+                    if (departure.step, departure.moment, departure.subject, departure.name)
+                    == alike
                 }
             )
         )
 
     def at(self, moment: Moment, subject: Subject | None = None) -> list[Departure]:
-        """Of the first departure's step."""
+        """Return the departures of the first departure's step."""
         return [
-            each
-            for each in self.found
-            if each.step == self.first.step
-            and each.moment is moment
-            and subject in (None, each.subject)
+            departure
+            for departure in self.found
+            if departure.step == self.first.step
+            and departure.moment is moment
+            and subject in (None, departure.subject)
         ]
 
     @property
     def degrees(self) -> dict[str, int]:
-        """What a factor may come from: the degrees of the mesh and the number of micro-batches."""
-        found = {str(factor.axis): factor.degree for factor in self.spec.factors}
-        return {**found, "K": self.spec.batch.accumulate}
+        """Return what a factor may come from: the degrees of the mesh and the number of
+        micro-batches."""
+        degrees = {str(factor.axis): factor.degree for factor in self.spec.factors}
+        return {**degrees, "K": self.spec.batch.accumulate}
 
     @property
     def axes(self) -> tuple[Axis, ...]:

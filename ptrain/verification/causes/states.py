@@ -33,7 +33,7 @@ class Said(NamedTuple):
 
 
 def state_cause(scene: Investigation, one: Departure, program: Program) -> Cause:
-    """Of a departure of state. Collective."""
+    """Explain a departure of state. Collective."""
     if one.moment is Moment.FORWARD:  # as it is used
         own: Tensor | None = scene.evidence.used.get(one.name)
         whole = scene.evidence.states[-1].get((one.subject, one.name))
@@ -45,11 +45,11 @@ def state_cause(scene: Investigation, one: Departure, program: Program) -> Cause
     if own is not None and whole is not None:
         part = scene.own_part(own, whole)
         if part is not None:
-            its = {rank: told.part for rank, told in places.items() if rank != scene.rank}
+            its = {rank: values.part for rank, values in places.items() if rank != scene.rank}
             said = _said(scene, one, Sides(held(own), whole, part), its)
     wrong = Counter(Said(*its) for its in scene.exchange.gather(said) if its)
-    told = wrong.most_common(1)[0][0] if wrong else _other(one)
-    return Cause(_axis(scene, one), told.factor, told.sentence)
+    agreed = wrong.most_common(1)[0][0] if wrong else _other(one)
+    return Cause(_axis(scene, one), agreed.factor, agreed.sentence)
 
 
 def _axis(scene: Investigation, one: Departure) -> str:
@@ -83,11 +83,11 @@ class Sides:
 def _said(
     scene: Investigation, one: Departure, sides: Sides, places: Mapping[int, TensorBox]
 ) -> Said | None:
-    """None where this rank has it right."""
+    """Return what is wrong; None where this rank has it right."""
     own, expected = sides.own, sides.expected
     if own.dtype != expected.dtype:
-        found, right = (str(each.dtype).removeprefix("torch.") for each in (own, expected))
-        return Said(f"{found} for {right}", f"{one.name} is in {found}: keep it in {right}")
+        actual, right = (str(tensor.dtype).removeprefix("torch.") for tensor in (own, expected))
+        return Said(f"{actual} for {right}", f"{one.name} is in {actual}: keep it in {right}")
     if one.subject is Subject.COUNTER:
         return _counted(float(own), float(expected))
     if relative(own, expected) <= _ALIKE:
@@ -203,8 +203,8 @@ def _update(scene: Investigation, one: Departure, sides: Sides) -> Said | None:
 
 
 def _moment(scene: Investigation, one: Departure, sides: Sides) -> Said | None:
-    """Adam's moments as a combination of what they were and of the gradient (its square): with
-    other coefficients than the betas."""
+    """Explain Adam's moments as a combination of what they were and of the gradient (its square):
+    with other coefficients than the betas."""
     name, _, key = one.name.rpartition(".")
     evidence = scene.evidence
     before = evidence.states[-1].get((one.subject, one.name))
@@ -214,8 +214,8 @@ def _moment(scene: Investigation, one: Departure, sides: Sides) -> Said | None:
     wrong = sides.wrong
     clip, norm = scene.spec.optimizer.clip, evidence.expected_norm
     clipped = 1.0 if clip is None else min(1.0, clip / (norm + 1e-6))
-    made = (sides.part.of(gradient).double() * clipped) ** _POWERS[key]
-    basis = [sides.part.of(before).double()[wrong], made[wrong]]
+    addend = (sides.part.of(gradient).double() * clipped) ** _POWERS[key]
+    basis = [sides.part.of(before).double()[wrong], addend[wrong]]
     if not bool(basis[0].any()):
         basis = basis[1:]
     if int(wrong.sum()) <= len(basis):
@@ -223,12 +223,12 @@ def _moment(scene: Investigation, one: Departure, sides: Sides) -> Said | None:
     fit = combination(sides.own.double()[wrong], basis)
     if not fit.holds(_FITS):
         return None
-    found, right = 1 - fit.coefficients[-1], scene.spec.optimizer.betas[_POWERS[key] - 1]
+    beta, right = 1 - fit.coefficients[-1], scene.spec.optimizer.betas[_POWERS[key] - 1]
     sentence = (
-        f"{one.name} takes {fit.coefficients[-1]:.4g} of the new gradient, as beta {found:.4g} "
+        f"{one.name} takes {fit.coefficients[-1]:.4g} of the new gradient, as beta {beta:.4g} "
         f"does, not {right:g}: give every rank's optimizer the same settings"
     )
-    return Said(f"beta {found:.4g} for {right:g}", sentence)
+    return Said(f"beta {beta:.4g} for {right:g}", sentence)
 
 
 _CAUSES = (_stale, _frozen, _decayed, _update, _moment)
@@ -269,7 +269,7 @@ def _by_values(one: Departure, own: Tensor, expected: Tensor) -> Said:
             "it over ranks"
         )
         return Said(factor, sentence)
-    one_sorted, other = (each.double().reshape(-1).sort().values for each in (own, expected))
+    one_sorted, other = (tensor.double().reshape(-1).sort().values for tensor in (own, expected))
     if relative(one_sorted, other) <= EXACT:
         sentence = (
             f"{one.name} has its elements in other places: load and gather its shards by rank"

@@ -17,16 +17,18 @@ _MOST = 0.99  # of the tokens that agree, where the ends of rows may not
 
 
 def targets_cause(scene: Investigation) -> Cause | None:
-    """Logits that are right and a loss that is not: other targets. Collective."""
+    """The logits are right and the loss is not: it has other targets. Collective."""
     said = next(_said(scene), None)
     everyone = scene.exchange.gather(said)
-    found = Counter(each for each in everyone if each)
-    if not found:
+    counts = Counter(answer for answer in everyone if answer)
+    if not counts:
         return None
-    told = found.most_common(1)[0][0]
-    ranks = [rank for rank, each in enumerate(everyone) if each == told]
-    sentence = f"the logits are right, and the loss compares them with {told}: look at the loader"
-    return Cause(scene.axis_of(ranks), told, sentence, "loss")
+    targets = counts.most_common(1)[0][0]
+    ranks = [rank for rank, answer in enumerate(everyone) if answer == targets]
+    sentence = (
+        f"the logits are right, and the loss compares them with {targets}: look at the loader"
+    )
+    return Cause(scene.axis_of(ranks), targets, sentence, "loss")
 
 
 def _said(scene: Investigation) -> Iterator[str]:
@@ -42,11 +44,15 @@ def _said(scene: Investigation) -> Iterator[str]:
 
 
 def _targets(scene: Investigation) -> dict[int, Tensor]:
-    """Of this rank, by micro-batch."""
+    """Return the targets of this rank, by micro-batch."""
     place = data_place(scene.spec, scene.rank)
     step = scene.evidence.step
-    found = scene.reference.micro_batches(step)
-    return {each.k: each.targets for each in found if each.data_index == place}
+    micro_batches = scene.reference.micro_batches(step)
+    return {
+        micro_batch.k: micro_batch.targets
+        for micro_batch in micro_batches
+        if micro_batch.data_index == place
+    }
 
 
 def _other(used: Tensor, wanted: dict[int, Tensor], k: int) -> Iterator[str]:

@@ -11,8 +11,8 @@ _REFERENCE = "reference: "  # what checks of one device begin with
 
 
 def of_reference(checks: Sequence[Check], size: int) -> Culprit | None:
-    """One device that does not learn: of several it says nothing. None where it does."""
-    failed = [each for each in checks if each.name.startswith(_REFERENCE) and not each.holds]
+    """Explain that one device does not learn: of several it says nothing. None where it does."""
+    failed = [check for check in checks if check.name.startswith(_REFERENCE) and not check.holds]
     if not failed:
         return None
     return Culprit(
@@ -31,9 +31,9 @@ def of_reference(checks: Sequence[Check], size: int) -> Culprit | None:
 def of_dtypes(
     checks: Sequence[Check], stopped: int | None, layout: str, size: int
 ) -> Culprit | None:
-    """What holds in fp64 and not in the spec's own dtypes; `stopped` is the step that was the last.
-    None where all holds."""
-    failed = next((each.name for each in checks if not each.holds), None)
+    """Explain what holds in fp64 and not in the spec's own dtypes; `stopped` is the step that was
+    the last. None where all holds."""
+    failed = next((check.name for check in checks if not check.holds), None)
     if failed is None:
         return None
     is_first = failed.startswith("gradient of step 0")

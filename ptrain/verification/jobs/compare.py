@@ -59,9 +59,9 @@ def _norm(tensor: Tensor) -> float:
     return float(torch.linalg.vector_norm(tensor.double()))
 
 
-def difference(found: Tensor, expected: Tensor, length: float) -> float:
-    """Relative; infinite for what is not finite."""
-    size = _norm(found.double() - expected.to(found.device).double())
+def difference(actual: Tensor, expected: Tensor, length: float) -> float:
+    """The distance is relative to `length`, and infinite for what is not finite."""
+    size = _norm(actual.double() - expected.to(actual.device).double())
     if size == 0.0:
         return 0.0
     return size / length if length and math.isfinite(size) else math.inf
@@ -83,9 +83,9 @@ class ParameterMove:
 
     @property
     def pace(self) -> LeastSquares:
-        """The loop's move in this step as a multiple of the reference's."""
-        found, expected = self.run_after - self.run_before, self.after - self.before
-        return multiple(found[self.sure], expected[self.sure])
+        """Return the loop's move in this step as a multiple of the reference's."""
+        moved, expected = self.run_after - self.run_before, self.after - self.before
+        return multiple(moved[self.sure], expected[self.sure])
 
     @property
     def stood_still(self) -> bool:
@@ -117,7 +117,7 @@ class Differences:
         difference: float,
         tolerance: float,
         index: int = 0,
-        told: str = "",
+        description: str = "",
     ) -> None:
         if difference >= self.worst.get(subject, (0.0, ""))[0]:
             self.worst[subject] = difference, name
@@ -125,85 +125,85 @@ class Differences:
             self.departures.append(
                 Departure(
                     step=self.step, moment=moment, subject=subject, name=name, rank=self.rank,
-                    difference=difference, tolerance=tolerance, index=index, told=told,
+                    difference=difference, tolerance=tolerance, index=index, told=description,
                 )
             )  # fmt: skip
 
-    def differ(self, moment: Moment, subject: Subject, name: str, told: str) -> None:
-        """Something that is no tensor."""
-        self.add(moment, subject, name, Way.VALUE, told)
+    def differ(self, moment: Moment, subject: Subject, name: str, description: str) -> None:
+        """Add a departure of something that is no tensor."""
+        self.add(moment, subject, name, Way.VALUE, description)
 
-    def add(self, moment: Moment, subject: Subject, name: str, way: Way, told: str) -> None:
+    def add(self, moment: Moment, subject: Subject, name: str, way: Way, description: str) -> None:
         self.departures.append(
             Departure(
                 step=self.step, moment=moment, subject=subject, name=name, rank=self.rank, way=way,
-                told=told,
+                told=description,
             )
         )  # fmt: skip
 
 
 def at_start(
-    found: Differences,
+    differences: Differences,
     wholes: Mapping[str, Tensor],
     names: Sequence[str],
     holds: Mapping[str, ParameterShard],
 ) -> None:
-    """The same parameters with the same values: bit by bit, in the rank's own dtype."""
+    """Compare the names and values of the parameters, bit by bit, in the rank's own dtype."""
     for name in wholes:
         if name not in holds:
-            told = "the reference has it, the loop's model has not"
-            found.add(Moment.START, Subject.PARAMETERS, name, Way.MISSING, told)
+            description = "the reference has it, the loop's model has not"
+            differences.add(Moment.START, Subject.PARAMETERS, name, Way.MISSING, description)
     for name in names:
         if name not in wholes:
-            told = "the loop's model has it, the reference has not"
-            found.add(Moment.START, Subject.PARAMETERS, name, Way.MISSING, told)
+            description = "the loop's model has it, the reference has not"
+            differences.add(Moment.START, Subject.PARAMETERS, name, Way.MISSING, description)
     scale = Magnitude.of(wholes)
-    for name, each in holds.items():
-        value, expected = each.value(), each.of(wholes[name])
+    for name, shard in holds.items():
+        value, expected = shard.value(), shard.of(wholes[name])
         if not torch.equal(value, expected.to(value)):
             size = difference(value, expected, scale.length(wholes[name], expected))
-            found.compare(
+            differences.compare(
                 Moment.START, Subject.PARAMETERS, name, difference=size or math.inf, tolerance=0.0
             )
 
 
 def compare_gradients(
-    found: Differences,
+    differences: Differences,
     reference: StepRecorder,
     run: StepRecorder,
     holds: Mapping[str, ParameterShard],
     limit: Tolerance,
 ) -> None:
-    """As the optimizer takes them. A rank that has none where the reference has one that is not
-    zero lacks it."""
-    expected = {name: each for name, each in reference.gradients.items() if name in holds}
+    """Compare gradients as the optimizer takes them. A rank that has none where the reference has
+    one that is not zero lacks it."""
+    expected = {name: gradient for name, gradient in reference.gradients.items() if name in holds}
     scale = Magnitude.of(expected)
-    for name, each in holds.items():
+    for name, shard in holds.items():
         gradient = run.gradients.get(name)
         whole = expected.get(name)
         if whole is None:
             if gradient is not None and bool(gradient.any()):
-                told = "a gradient where the reference has none"
-                found.add(Moment.GRADIENTS, Subject.GRADIENTS, name, Way.MISSING, told)
+                description = "a gradient where the reference has none"
+                differences.add(Moment.GRADIENTS, Subject.GRADIENTS, name, Way.MISSING, description)
             continue
-        part = each.of(whole.view(each.shape))
+        part = shard.of(whole.view(shard.shape))
         if gradient is None:
             if not scale.is_noise(part):
-                told = "no gradient when the optimizer steps"
-                found.add(Moment.GRADIENTS, Subject.GRADIENTS, name, Way.MISSING, told)
+                description = "no gradient when the optimizer steps"
+                differences.add(Moment.GRADIENTS, Subject.GRADIENTS, name, Way.MISSING, description)
             continue
         size = difference(gradient, part, scale.length(whole, part))
-        found.compare(
+        differences.compare(
             Moment.GRADIENTS, Subject.GRADIENTS, name, difference=size, tolerance=limit.gradients
         )
 
 
 def compare_outputs(
-    found: Differences, probe: ProbeResult, run: StepRecorder, limit: Tolerance
+    differences: Differences, probe: ProbeResult, run: StepRecorder, limit: Tolerance
 ) -> None:
-    """What modules return for the same inputs, and the gradients of that. Pieces of a tensor that
-    is cut over ranks are compared with the piece that fits best: this names a place and is no
-    verdict."""
+    """Compare what modules return for the same inputs, and the gradients of that. Pieces of a
+    tensor that is cut over ranks are compared with the piece that fits best: this names a place and
+    is no verdict."""
     for moment, expected, outputs in (
         (Moment.FORWARD, probe.outputs.forward, run.outputs.forward),
         (Moment.BACKWARD, probe.outputs.backward, run.outputs.backward),
@@ -218,10 +218,10 @@ def compare_outputs(
                  for piece in _pieces(whole, local.shape)),
                 default=0.0,
             )  # fmt: skip
-            told = _dtypes(output, whole)
-            found.compare(
+            description = _dtypes(output, whole)
+            differences.compare(
                 moment, Subject.ACTIVATIONS, path, difference=size, tolerance=limit.outputs,
-                index=index, told=told,
+                index=index, description=description,
             )  # fmt: skip
 
 
@@ -235,7 +235,7 @@ def _is_readable(output: Tensor) -> bool:
 
 
 def _pieces(whole: Tensor, shape: torch.Size) -> Iterator[Tensor]:
-    """Every even chunk of `whole` of this shape along one dimension, or itself."""
+    """Yield every even chunk of `whole` of this shape along one dimension, or itself."""
     if whole.shape == shape:
         yield whole
         return
@@ -248,7 +248,7 @@ def _pieces(whole: Tensor, shape: torch.Size) -> Iterator[Tensor]:
 
 
 def compare_update(
-    found: Differences,
+    differences: Differences,
     name: str,
     course: ParameterMove,
     *,
@@ -256,10 +256,10 @@ def compare_update(
     is_noise: bool,
     limit: Tolerance,
 ) -> None:
-    """The parameter after the update, relative to the way that it has gone since the start, or to
-    its roundings where these are more. Adam makes a whole move of the sign of a gradient that is
-    noise: of a tensor it is relative to `usual`, the size of the model's parameters; elements of
-    which it is not sure need only be numbers."""
+    """Compare the parameter after the update, relative to the way that it has gone since the start,
+    or to its roundings where these are more. Adam makes a whole move of the sign of a gradient that
+    is noise: such a tensor is compared relative to `usual`, the size of the model's parameters;
+    elements of which it is not sure need only be numbers."""
     after, run_after = course.after[course.sure], course.run_after[course.sure]
     moved = _norm(after.double() - course.origin[course.sure].double())
     eps = torch.finfo(run_after.dtype).eps
@@ -269,26 +269,30 @@ def compare_update(
     size = size if bool(torch.isfinite(course.run_after).all()) else math.inf
     if course.stood_still and course.reference_moved:  # roundings would hide it in 16 bits
         size = max(size, 1.0)
-    found.compare(Moment.UPDATE, Subject.PARAMETERS, name, difference=size, tolerance=limit.updates)
-    found.courses[name] = course
+    differences.compare(
+        Moment.UPDATE, Subject.PARAMETERS, name, difference=size, tolerance=limit.updates
+    )
+    differences.courses[name] = course
 
 
-def sure_of(part: Tensor, found: Tensor | None, whole: Tensor, limit: Tolerance) -> Tensor:
-    """Elements of a gradient that are larger than its rounding, or exactly zero on both sides."""
-    if found is None:
+def sure_of(part: Tensor, gradient: Tensor | None, whole: Tensor, limit: Tolerance) -> Tensor:
+    """Return which elements of a gradient are larger than its rounding, or exactly zero on both
+    sides."""
+    if gradient is None:
         return torch.ones_like(part, dtype=torch.bool)
-    nothing = (part == 0) & (found.to(part.device) == 0)
+    nothing = (part == 0) & (gradient.to(part.device) == 0)
     return (part.abs() > _SURE * limit.gradients * _rms(whole)) | nothing
 
 
 def compare_states(
-    found: Differences,
+    differences: Differences,
     reference: Mapping[str, Mapping[str, Tensor]],
     run: Mapping[str, Mapping[str, Tensor]],
     holds: Mapping[str, ParameterShard],
     limit: Tolerance,
 ) -> None:
-    """What the optimizers keep beside each parameter, where both keep something of that name."""
+    """Compare what the optimizers keep beside each parameter, where both keep something of that
+    name."""
     for name, tensors in run.items():
         for key, state in tensors.items():
             whole = reference.get(name, {}).get(key)
@@ -299,16 +303,17 @@ def compare_states(
                 continue
             part = holds[name].of(whole)
             size = difference(row, part, max(_norm(part), _QUIET * _norm(whole)))
-            found.compare(
+            differences.compare(
                 Moment.UPDATE, Subject.OPTIMIZER, f"{name} · {key}", difference=size,
                 tolerance=max(limit.updates, 10 * limit.gradients),
             )  # fmt: skip
 
 
 def compare_buffers(
-    found: Differences, reference: nn.Module, run: nn.Module, limit: Tolerance
+    differences: Differences, reference: nn.Module, run: nn.Module, limit: Tolerance
 ) -> None:
-    """Floating buffers, but not the statistics of batches, which each rank has of its own."""
+    """Compare floating buffers, but not the statistics of batches, which each rank has of its
+    own."""
     wrapped = dict(canonical_modules(run))
     for path, module in canonical_modules(reference):
         if isinstance(module, nn.modules.batchnorm._BatchNorm) or path not in wrapped:
@@ -320,7 +325,7 @@ def compare_buffers(
                 continue
             size = difference(held(other), buffer, _norm(buffer))
             full = f"{path}.{name}" if path else name
-            found.compare(
+            differences.compare(
                 Moment.UPDATE, Subject.BUFFERS, full, difference=size, tolerance=limit.updates
             )
 
@@ -328,7 +333,7 @@ def compare_buffers(
 def digests(
     holds: Mapping[str, ParameterShard], rows: Mapping[str, Tensor]
 ) -> dict[str, list[str]]:
-    """By name: which part of the whole this rank has, and a checksum of it, bit by bit."""
+    """Return by name which part of the whole this rank has, and a checksum of it, bit by bit."""
     return {
         name: ["" if holds[name].at is None else digest(holds[name].at), digest(row)]
         for name, row in rows.items()
@@ -345,7 +350,8 @@ def digest(tensor: Tensor | None) -> str:
 def replicas(
     step: int, everyones: Sequence[Mapping[str, Sequence[str]]], subject: Subject
 ) -> Iterator[Departure]:
-    """Ranks that hold the same part of a parameter and do not have the same bits of it."""
+    """Yield a departure where ranks hold the same part of a parameter and do not have the same bits
+    of it."""
     for name in everyones[0]:
         groups: dict[str, dict[str, list[int]]] = {}
         for rank, mine in enumerate(everyones):
@@ -354,7 +360,7 @@ def replicas(
                 groups.setdefault(part, {}).setdefault(checksum, []).append(rank)
         for versions in groups.values():
             if len(versions) > 1:
-                ranks = sorted(rank for each in versions.values() for rank in each)
+                ranks = sorted(rank for holders in versions.values() for rank in holders)
                 fewest = min(versions.values(), key=len)
                 yield Departure(
                     step=step, moment=Moment.UPDATE, subject=subject, name=name, rank=fewest[0],
@@ -365,8 +371,8 @@ def replicas(
 def state_of(
     run: StepRecorder, holds: Mapping[str, ParameterShard]
 ) -> dict[str, dict[str, Tensor]]:
-    """What the optimizers that stepped keep, by parameter and name."""
-    names = {id(each.parameter): name for name, each in holds.items()}
+    """Return what the optimizers that stepped keep, by parameter and name."""
+    names = {id(shard.parameter): name for name, shard in holds.items()}
     return {
         names[id(parameter)]: {k: v for k, v in state.items() if isinstance(v, Tensor) and v.dim()}
         for optimizer in run.optimizers

@@ -30,7 +30,7 @@ def require_comparable(reference: Job, loop: Job) -> None:
                 f"verify: the reference is wrapped ({type(module).__name__})\n"
                 "  remedy: give it the plain module, copied before it is wrapped"
             )
-    if any(isinstance(each, DTensor) for each in reference.model.parameters()):
+    if any(isinstance(parameter, DTensor) for parameter in reference.model.parameters()):
         raise PtrainError(
             "verify: the reference's parameters are DTensors\n"
             "  remedy: give it the plain module, copied before it is parallelised"
@@ -101,7 +101,7 @@ def _no_loss(by: str, what: str) -> PtrainError:
 
 def has_parameters(model: nn.Module) -> None:
     """Raises PtrainError where nothing can be trained."""
-    if not any(each.requires_grad for each in model.parameters()):
+    if not any(parameter.requires_grad for parameter in model.parameters()):
         raise PtrainError(
             "verify: the reference has no parameter that requires a gradient\n"
             "  remedy: give it a module that trains: requires_grad_(True) of what should"

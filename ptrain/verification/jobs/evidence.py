@@ -71,7 +71,7 @@ def evidence(
     probe: ProbeResult,
     before: Mapping[str, Tensor],
 ) -> JobEvidence:
-    """All ranks call it."""
+    """Gather samples of the gradients of both sides on all ranks. All ranks call it."""
     names = list(reference.gradients)
     places = _places(ranks, {name: reference.gradients[name].flatten() for name in names})
     micro_batches = max(ranks.gather(len(probe.gradients)))
@@ -96,8 +96,10 @@ def evidence(
             truth=mine[0, 0], before=mine[0, 1], found=mine[:, 2], basis=mine[:, 3:]
         )
         start += size
-    squares = sum(float(each.double().square().sum()) for each in run.gradients.values())
-    total = sum(float(each.double().square().sum()) for each in reference.gradients.values())
+    squares = sum(float(gradient.double().square().sum()) for gradient in run.gradients.values())
+    total = sum(
+        float(gradient.double().square().sum()) for gradient in reference.gradients.values()
+    )
     return JobEvidence(
         samples=samples,
         norms=tuple(ranks.gather(math.sqrt(squares))),
@@ -108,7 +110,7 @@ def evidence(
 
 
 def _places(ranks: Ranks, truths: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Which elements: rank 0's choice."""
+    """Rank 0 chooses which elements are sampled."""
     chosen = {}
     for name, truth in truths.items():
         count = min(truth.numel(), _SAMPLE)
@@ -118,21 +120,22 @@ def _places(ranks: Ranks, truths: Mapping[str, Tensor]) -> dict[str, Tensor]:
         largest = truth.abs().topk(count // 2).indices.cpu()
         spread = torch.linspace(0, truth.numel() - 1, count - count // 2).long()
         chosen[name] = torch.cat([largest, spread])
-    together = ranks.first(torch.cat([each.long() for each in chosen.values()]))
-    sizes = [each.numel() for each in chosen.values()]
+    together = ranks.first(torch.cat([indices.long() for indices in chosen.values()]))
+    sizes = [indices.numel() for indices in chosen.values()]
     return dict(zip(chosen, together.split(sizes), strict=True))
 
 
-def _found(truth: Tensor, gradient: Tensor | None, each: ParameterShard | None) -> Tensor:
-    """[elements of the whole]; zeros where the optimizer was given none."""
+def _found(truth: Tensor, gradient: Tensor | None, shard: ParameterShard | None) -> Tensor:
+    """Return this rank's gradient at the elements of the whole: NaN where it holds none of them,
+    zero where the optimizer was given none."""
     row = torch.full(truth.shape, math.nan, dtype=torch.float64, device=truth.device)
-    if each is None:
+    if shard is None:
         return row
     value = torch.zeros(()) if gradient is None else gradient
-    if each.at is None:
+    if shard.at is None:
         row[:] = value.to(row)
     else:
-        row[each.at.to(row.device)] = value.to(row)
+        row[shard.at.to(row.device)] = value.to(row)
     return row
 
 

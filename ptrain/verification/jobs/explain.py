@@ -25,11 +25,11 @@ _FEWEST = 1e-6
 
 
 def families(names: Iterable[str]) -> str:
-    """`blocks.*.norm.weight, head.weight`: numbered layers count once."""
+    """Return names as `blocks.*.norm.weight, head.weight`: numbered layers count once."""
     kinds: dict[str, list[str]] = {}
     for name in dict.fromkeys(names):
         kinds.setdefault(re.sub(r"\b\d+\b", "*", name), []).append(name)
-    shown = [kind if len(each) > 1 else each[0] for kind, each in kinds.items()]
+    shown = [kind if len(members) > 1 else members[0] for kind, members in kinds.items()]
     return ", ".join(shown[:3]) + (f" and {len(shown) - 3} more" if len(shown) > 3 else "")
 
 
@@ -38,25 +38,31 @@ def over_axis(axis: str) -> str:
 
 
 def explain_gradients(
-    departures: Sequence[Departure], told: JobEvidence, ranks: Ranks, tolerance: float
+    departures: Sequence[Departure], evidence: JobEvidence, ranks: Ranks, tolerance: float
 ) -> Culprit:
-    """Of departures at the moment of gradients."""
+    """Explain departures at the moment of gradients."""
     loose = min(max(_LOOSE * tolerance, _FEWEST), _LOOSEST)
-    names = [name for name in told.samples if any(each.name == name for each in departures)]
-    scale = common_factor([told.samples[name] for name in told.samples], loose)
-    found = {
-        name: symptom(told.samples[name].scaled(scale), ranks, loose)
-        for name in (told.samples if scale != 1.0 else names)
+    names = [
+        name for name in evidence.samples if any(departure.name == name for departure in departures)
+    ]
+    scale = common_factor([evidence.samples[name] for name in evidence.samples], loose)
+    diagnoses = {
+        name: symptom(evidence.samples[name].scaled(scale), ranks, loose)
+        for name in (evidence.samples if scale != 1.0 else names)
     }
-    wrong = {name: each for name, each in found.items() if each.kind is not SymptomKind.RIGHT}
-    if told.ledger and all(each.kind in _BY_BATCH for each in wrong.values()):
-        return _batch(told.ledger, departures, ranks)
-    first = min(wrong.values(), key=lambda each: _ORDER.index(each.kind), default=None)
+    wrong = {
+        name: diagnosis
+        for name, diagnosis in diagnoses.items()
+        if diagnosis.kind is not SymptomKind.RIGHT
+    }
+    if evidence.ledger and all(diagnosis.kind in _BY_BATCH for diagnosis in wrong.values()):
+        return _batch(evidence.ledger, departures, ranks)
+    first = min(wrong.values(), key=lambda diagnosis: _ORDER.index(diagnosis.kind), default=None)
     if first is None:
         return _unclear(departures, names)
     keys = {first.key} | ({Symptom(SymptomKind.OTHER).key} if first.kind in _BY_SUM else set())
-    alike = [name for name, each in wrong.items() if each.key in keys]
-    return _Case(departures, told, ranks, loose, alike, first).culprit()
+    alike = [name for name, diagnosis in wrong.items() if diagnosis.key in keys]
+    return _Case(departures, evidence, ranks, loose, alike, first).culprit()
 
 
 _ORDER = (
@@ -98,7 +104,7 @@ def _batch(ledger: Samples, departures: Sequence[Departure], ranks: Ranks) -> Cu
 
 def _unclear(departures: Sequence[Departure], names: Sequence[str]) -> Culprit:
     first = departures[0]
-    largest = max(each.difference for each in departures)
+    largest = max(departure.difference for departure in departures)
     rounding = next((name for name, most in _ROUNDINGS.items() if largest <= most), "")
     if rounding:
         factor = f"rounded to {rounding}"
@@ -119,7 +125,7 @@ def _unclear(departures: Sequence[Departure], names: Sequence[str]) -> Culprit:
         factor=factor,
         place=families(names) or first.name,
         step=first.step,
-        ranks=tuple(sorted({each.rank for each in departures})),
+        ranks=tuple(sorted({departure.rank for departure in departures})),
         sentence=sentence,
     )
 
@@ -130,17 +136,19 @@ class _Case:
     def __init__(
         self,
         departures: Sequence[Departure],
-        told: JobEvidence,
+        evidence: JobEvidence,
         ranks: Ranks,
         tolerance: float,
         names: Sequence[str],
         first: Symptom,
     ) -> None:
-        self.departures, self.told, self.ranks = departures, told, ranks
+        self.departures, self.told, self.ranks = departures, evidence, ranks
         self.tolerance, self.names, self.first = tolerance, list(names), first
-        self.samples = [told.samples[name] for name in self.names]
-        every = len(self.names) == len(told.samples)
-        self.count = f"{'all' if every else f'{len(self.names)} of'} {len(told.samples)} parameters"
+        self.samples = [evidence.samples[name] for name in self.names]
+        every = len(self.names) == len(evidence.samples)
+        self.count = (
+            f"{'all' if every else f'{len(self.names)} of'} {len(evidence.samples)} parameters"
+        )
 
     def culprit(self) -> Culprit:
         match self.first.kind:
@@ -163,8 +171,8 @@ class _Case:
                 )
             case SymptomKind.SOME:
                 return self._some()
-            case SymptomKind.WEIGHTS if told := contributions(self.samples):
-                return self._weights(told)
+            case SymptomKind.WEIGHTS if contributed := contributions(self.samples):
+                return self._weights(contributed)
             case SymptomKind.EVEN:
                 return self._even()
             case _:
@@ -179,7 +187,9 @@ class _Case:
         ranks: Sequence[int] = (),
         state: Subject = Subject.GRADIENTS,
     ) -> Culprit:
-        departing = {each.rank for each in self.departures if each.name in self.names}
+        departing = {
+            departure.rank for departure in self.departures if departure.name in self.names
+        }
         return Culprit(
             state=state,
             axis=axis,
@@ -246,20 +256,20 @@ class _Case:
 
     def _even(self) -> Culprit:
         factor = self.first.factor
-        told = contributions(self.samples)
-        if told is not None and told.of_truth.holds(self.tolerance):
-            return self._scaled(factor, told)
+        contributed = contributions(self.samples)
+        if contributed is not None and contributed.of_truth.holds(self.tolerance):
+            return self._scaled(factor, contributed)
         return self._product(factor, self.ranks.degrees | {"K": self.told.micro_batches})
 
-    def _weights(self, told: Contributions) -> Culprit:
+    def _weights(self, contributed: Contributions) -> Culprit:
         """Every micro-batch is in it, but not with the weight that its share of the batch has."""
-        weights = told.of_truth.coefficients
+        weights = contributed.of_truth.coefficients
         mean = sum(weights) / len(weights)
-        least, most = (mean / each for each in (max(weights), min(weights)))
+        least, most = (mean / weight for weight in (max(weights), min(weights)))
         several = self.told.micro_batches > 1
         what = "micro-batch" if several else "rank's share"
         return self._say(
-            "" if several else self.ranks.axis_of(told.data_ranks),
+            "" if several else self.ranks.axis_of(contributed.data_ranks),
             f"local normalisation, × {least:.3g} to × {most:.3g}",
             f"The loss of every {what} is divided by a number of its own and then averaged, so "
             f"that it weighs {least:.3g} to {most:.3g} times what it should: divide the sum of the "
@@ -267,16 +277,16 @@ class _Case:
             state=Subject.LOSS,
         )
 
-    def _scaled(self, factor: float, told: Contributions) -> Culprit:
-        """Which side has the factor: the loss, where the mean or the sum over ranks of what they
-        computed is not the right gradient; else the synchronisation."""
-        micro_batches, data = self.told.micro_batches, len(told.data_ranks)
+    def _scaled(self, factor: float, contributed: Contributions) -> Culprit:
+        """Say which side has the factor: the loss, where the mean or the sum over ranks of what
+        they computed is not the right gradient; else the synchronisation."""
+        micro_batches, data = self.told.micro_batches, len(contributed.data_ranks)
         axes = {
             axis: len(groups[0])
             for axis, groups in self.ranks.axes.items()
-            if any(len(set(group) & set(told.data_ranks)) > 1 for group in groups)
+            if any(len(set(group) & set(contributed.data_ranks)) > 1 for group in groups)
         }
-        right = sum(told.of_truth.coefficients) / len(told.of_truth.coefficients)
+        right = sum(contributed.of_truth.coefficients) / len(contributed.of_truth.coefficients)
         is_loss = not any(abs(right * n - 1) <= self.tolerance for n in (1, data))
         if is_loss and micro_batches > 1:
             for ratio, sign, sentence in (
@@ -295,16 +305,16 @@ class _Case:
 
     def _product(self, factor: float, degrees: dict[str, int]) -> Culprit:
         sizes = degrees | self.ranks.degrees
-        found = products(factor, sizes, self.tolerance)
-        if not found:
+        fits = products(factor, sizes, self.tolerance)
+        if not fits:
             return self._odd(factor)
-        text = str(found[0])
-        axes = [axis for axis in found[0].axes if axis != "K"]
+        text = str(fits[0])
+        axes = [axis for axis in fits[0].axes if axis != "K"]
         where = "+".join(axes)
         size = max(factor, 1 / factor)
-        if {power for _, power in found[0].powers} not in ({1.0}, {-1.0}) or "K" in found[0].axes:
+        if {power for _, power in fits[0].powers} not in ({1.0}, {-1.0}) or "K" in fits[0].axes:
             why = " and ".join(
-                f"{'micro-batches' if n == 'K' else n} ({sizes[n]})" for n in found[0].axes
+                f"{'micro-batches' if n == 'K' else n} ({sizes[n]})" for n in fits[0].axes
             )
             return self._say(where, text, f"The gradient is {text} one device's: look at {why}.")
         over = over_axis(where)
@@ -344,9 +354,11 @@ class _Case:
 
     def _each(self) -> Culprit:
         """Every rank has a factor of its own, or nothing fits."""
-        told = self.told
-        if told.norm and self.first.kind is SymptomKind.EACH:
-            clipped = [abs(each / told.norm - 1) <= 10 * self.tolerance for each in told.norms]
+        evidence = self.told
+        if evidence.norm and self.first.kind is SymptomKind.EACH:
+            clipped = [
+                abs(norm / evidence.norm - 1) <= 10 * self.tolerance for norm in evidence.norms
+            ]
             if sum(clipped) > len(clipped) // 2:
                 return self._say(
                     next(iter(self.ranks.axes), ""),

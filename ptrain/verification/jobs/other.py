@@ -27,13 +27,13 @@ def culprit(
     sentence: str,
     axis: str | None = None,
 ) -> Culprit:
-    """Of these departures, in these words."""
-    who = sorted({each.rank for each in departures})
+    """Return the culprit of these departures, in these words."""
+    who = sorted({departure.rank for departure in departures})
     return Culprit(
         state=state,
         axis=_axis(departures, ranks) if axis is None else axis,
         factor=factor,
-        place=families(each.name for each in departures),
+        place=families(departure.name for departure in departures),
         step=departures[0].step,
         ranks=tuple(who),
         sentence=sentence,
@@ -41,8 +41,8 @@ def culprit(
 
 
 def _axis(departures: Sequence[Departure], ranks: Ranks) -> str:
-    """Where only some ranks depart, the axis on which they differ from the others."""
-    who = {each.rank for each in departures}
+    """Return the axis on which the ranks that depart differ from the others, if only some do."""
+    who = {departure.rank for departure in departures}
     if len(who) == ranks.size or ranks.size == 1:
         return ""
     for axis, groups in ranks.axes.items():
@@ -52,8 +52,8 @@ def _axis(departures: Sequence[Departure], ranks: Ranks) -> str:
 
 
 def explain_start(departures: Sequence[Departure], ranks: Ranks) -> Culprit:
-    """The same weights before anything runs."""
-    missing = [each for each in departures if each.way is Way.MISSING]
+    """The loop does not start with the reference's weights."""
+    missing = [departure for departure in departures if departure.way is Way.MISSING]
     if missing:
         return culprit(
             missing, ranks, state=Subject.PARAMETERS, factor="missing",
@@ -67,11 +67,11 @@ def explain_start(departures: Sequence[Departure], ranks: Ranks) -> Culprit:
 
 
 def explain_outputs(
-    first: Departure, departures: Sequence[Departure], ranks: Ranks, told: tuple[str, str]
+    first: Departure, departures: Sequence[Departure], ranks: Ranks, axis_factor: tuple[str, str]
 ) -> Culprit:
-    """The first module of the model, in the order of time, that departs; `told` is the axis and the
-    factor where they are known."""
-    here = [each for each in departures if each.name == first.name]
+    """Blame the first module of the model, in the order of time, that departs; `axis_factor` is the
+    axis and the factor where they are known."""
+    here = [departure for departure in departures if departure.name == first.name]
     place = first.name or "the model"
     if first.told:
         dtype = first.told.replace("torch.", "")
@@ -81,7 +81,7 @@ def explain_outputs(
             "If that is meant, say so: Terms(dtype=...).",
         )  # fmt: skip
     is_forward = first.moment is Moment.FORWARD
-    axis, factor = told
+    axis, factor = axis_factor
     if axis:
         cure = f"What the ranks along {axis} have are parts of a sum: all-reduce it over {axis}."
     else:
@@ -97,13 +97,13 @@ def explain_outputs(
     )  # fmt: skip
 
 
-def explain_precision(found: str, expected: str, step: int, ranks: Ranks) -> Culprit:
+def explain_precision(actual: str, expected: str, step: int, ranks: Ranks) -> Culprit:
     """The loop's forward runs under another autocast than the reference's."""
     return Culprit(
-        state=Subject.ACTIVATIONS, axis="", factor=f"{found} for {expected}", place="autocast",
+        state=Subject.ACTIVATIONS, axis="", factor=f"{actual} for {expected}", place="autocast",
         step=step, ranks=tuple(range(ranks.size)),
-        sentence=f"The loop's forward runs in {found} (autocast), one device's in {expected}. Let "
-        f"both run in one, or say what is meant: Terms(dtype=torch.{found}).",
+        sentence=f"The loop's forward runs in {actual} (autocast), one device's in {expected}. Let "
+        f"both run in one, or say what is meant: Terms(dtype=torch.{actual}).",
     )  # fmt: skip
 
 
@@ -111,11 +111,13 @@ def explain_update(
     departures: Sequence[Departure], ranks: Ranks, moves: Mapping[int, Mapping[str, Move]]
 ) -> Culprit:
     """The gradients were right and the parameters are not."""
-    between = [each for each in departures if each.between]
+    between = [departure for departure in departures if departure.between]
     values = [
-        each for each in departures if each.subject is Subject.PARAMETERS and not each.between
+        departure
+        for departure in departures
+        if departure.subject is Subject.PARAMETERS and not departure.between
     ]
-    states = [each for each in departures if each.subject is Subject.OPTIMIZER]
+    states = [departure for departure in departures if departure.subject is Subject.OPTIMIZER]
     if values:
         return _moved(values, ranks, moves)
     if states:
@@ -133,25 +135,27 @@ def explain_update(
         )  # fmt: skip
     first = departures[0]
     return culprit(
-        [each for each in departures if each.subject is first.subject], ranks, state=first.subject,
-        factor=_size(departures),
+        [departure for departure in departures if departure.subject is first.subject], ranks,
+        state=first.subject, factor=_size(departures),
         sentence="It is not what one device has after the step: it is not synchronised, or is "
         "updated from other data.",
     )  # fmt: skip
 
 
 def _size(departures: Sequence[Departure]) -> str:
-    return f"differs by {max(each.difference for each in departures):.3g}"
+    return f"differs by {max(departure.difference for departure in departures):.3g}"
 
 
 def _moved(
     departures: Sequence[Departure], ranks: Ranks, moves: Mapping[int, Mapping[str, Move]]
 ) -> Culprit:
-    told = [(each, moves[each.rank][each.name]) for each in departures]
-    still = [(each, move) for each, move in told if move[0]]
-    moved = {(n, m[4]) for each in moves.values() for n, m in each.items() if not m[0]}
-    if still and all((each.name, move[4]) in moved for each, move in still):
-        here = [each for each, _ in still]
+    pairs = [(departure, moves[departure.rank][departure.name]) for departure in departures]
+    still = [(departure, move) for departure, move in pairs if move[0]]
+    moved = {
+        (n, m[4]) for moves_of_rank in moves.values() for n, m in moves_of_rank.items() if not m[0]
+    }
+    if still and all((departure.name, move[4]) in moved for departure, move in still):
+        here = [departure for departure, _ in still]
         return culprit(
             here, ranks, state=Subject.PARAMETERS, factor="stale on some ranks",
             axis=next(iter(ranks.axes), ""),
@@ -159,7 +163,7 @@ def _moved(
             "is not broadcast or gathered from the rank that updates it.",
         )  # fmt: skip
     if still:
-        here = [each for each, _ in still]
+        here = [departure for departure, _ in still]
         held = any(move[3] for _, move in still)
         why = (
             "an optimizer of this rank has it: its step is skipped, or what it wrote is overwritten"
@@ -172,8 +176,8 @@ def _moved(
             sentence=f"The parameter is the same after the update, though its gradient is right; "
             f"{why}.",
         )  # fmt: skip
-    paces = [move[1] for _, move in told if move[2] <= 1e-2]
-    if len(paces) == len(told) and max(paces) - min(paces) <= 1e-2 * abs(max(paces)):
+    paces = [move[1] for _, move in pairs if move[2] <= 1e-2]
+    if len(paces) == len(pairs) and max(paces) - min(paces) <= 1e-2 * abs(max(paces)):
         factor = factor_text(paces[0], ranks.degrees, 1e-2)
         return culprit(
             departures, ranks, state=Subject.LEARNING_RATE, factor=factor,
@@ -187,18 +191,18 @@ def _moved(
     )  # fmt: skip
 
 
-def batch_statistics(found: Culprit, model: nn.Module) -> Culprit | None:
-    """Batch norms, where nothing else explains the gradients: every rank normalises by the
+def batch_statistics(explanation: Culprit, model: nn.Module) -> Culprit | None:
+    """Blame batch norms where nothing else explains the gradients: every rank normalises by the
     statistics of its own samples."""
     norms = [
         path
         for path, module in model.named_modules()
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training
     ]
-    if not norms or not found.factor.startswith("differs by"):
+    if not norms or not explanation.factor.startswith("differs by"):
         return None
     return replace(
-        found, state=Subject.ACTIVATIONS, factor="statistics of a rank's own batch",
+        explanation, state=Subject.ACTIVATIONS, factor="statistics of a rank's own batch",
         place=families(norms),
         sentence="Batch norms take mean and variance of each rank's own samples, not of the whole "
         "batch: torch.nn.SyncBatchNorm.convert_sync_batchnorm, or another norm.",
@@ -216,15 +220,15 @@ def reference_not_finite(step: int, ranks: Ranks) -> Culprit:
 
 
 def explain_loss(
-    departures: Sequence[Departure], ranks: Ranks, expected: float, found: float
+    departures: Sequence[Departure], ranks: Ranks, expected: float, actual: float
 ) -> Culprit:
     """Everything else held: the loss is reported wrong."""
-    ratio = found / expected if expected else 0.0
+    ratio = actual / expected if expected else 0.0
     is_near = abs(ratio - 1) < 1e-3
     return culprit(
         departures, ranks, state=Subject.LOSS, axis="",
         factor=_size(departures) if is_near else factor_text(ratio, ranks.degrees),
-        sentence=f"The loss is {found:.6g}, on one device {expected:.6g}, with the same gradients: "
-        "it is reduced in another way than they are. Say how the ranks' losses make up the global "
-        "one: Terms(loss='mean' | 'sum' | 'same' or a function).",
+        sentence=f"The loss is {actual:.6g}, on one device {expected:.6g}, with the same "
+        "gradients: it is reduced in another way than they are. Say how the ranks' losses make up "
+        "the global one: Terms(loss='mean' | 'sum' | 'same' or a function).",
     )  # fmt: skip

@@ -40,7 +40,7 @@ def probed(model: nn.Module, calls: Sequence[ForwardCall]) -> ProbeResult:
 
 def _run(model: nn.Module, call: ForwardCall, number: int, outputs: Outputs) -> dict[str, Tensor]:
     inputs = tree_leaves((call.args, call.kwargs))
-    if any(isinstance(each, DTensor) for each in (*inputs, *call.upstream.values())):
+    if any(isinstance(leaf, DTensor) for leaf in (*inputs, *call.upstream.values())):
         return {}
     with ExitStack() as stack:
         for path, module in canonical_modules(model):
@@ -53,7 +53,11 @@ def _run(model: nn.Module, call: ForwardCall, number: int, outputs: Outputs) -> 
     alike = all(leaf.shape == call.upstream[place].shape for place, leaf in wanted.items())
     if not wanted or not alike:
         return {}
-    parameters = {n: each for n, each in canonical_parameters(model).items() if each.requires_grad}
+    parameters = {
+        n: parameter
+        for n, parameter in canonical_parameters(model).items()
+        if parameter.requires_grad
+    }
     gradients = torch.autograd.grad(
         list(wanted.values()),
         list(parameters.values()),
@@ -73,7 +77,7 @@ def _keep(
 def _autocast(call: ForwardCall, inputs: Sequence[object]) -> AbstractContextManager[object]:
     if call.autocast is None:
         return nullcontext()
-    device = next((each.device.type for each in inputs if isinstance(each, Tensor)), "cpu")
+    device = next((leaf.device.type for leaf in inputs if isinstance(leaf, Tensor)), "cpu")
     return torch.autocast(device, dtype=call.autocast)
 
 

@@ -60,14 +60,14 @@ class Ranks:
 
 
 def ranks_of(parameters: Iterable[Tensor], mesh: DeviceMesh | None) -> Ranks:
-    """This process among those of the default group."""
+    """Return this process's place among those of the default group, and the axes they lie on."""
     parameters = list(parameters)
-    device = next((each.device for each in parameters), torch.device("cpu"))
+    device = next((parameter.device for parameter in parameters), torch.device("cpu"))
     if not dist.is_initialized():
         return Ranks(rank=0, size=1, device=device)
     size = dist.get_world_size()
     meshes = [mesh] if mesh else _meshes(parameters)
-    widest = max(meshes, key=lambda each: (each.ndim, each.size()), default=None)
+    widest = max(meshes, key=lambda candidate: (candidate.ndim, candidate.size()), default=None)
     axes = _axes(widest) if widest is not None and widest.size() == size else {}
     if not axes and size > 1:
         axes = {RANKS: (tuple(range(size)),)}
@@ -75,8 +75,12 @@ def ranks_of(parameters: Iterable[Tensor], mesh: DeviceMesh | None) -> Ranks:
 
 
 def _meshes(parameters: Iterable[Tensor]) -> list[DeviceMesh]:
-    """Each whole mesh that some parameter lies on a part of."""
-    return [each.device_mesh._get_root_mesh() for each in parameters if isinstance(each, DTensor)]
+    """Return each whole mesh that some parameter lies on a part of."""
+    return [
+        parameter.device_mesh._get_root_mesh()
+        for parameter in parameters
+        if isinstance(parameter, DTensor)
+    ]
 
 
 def _axes(mesh: DeviceMesh) -> dict[str, tuple[tuple[int, ...], ...]]:

@@ -103,11 +103,11 @@ class StepRecorder:
     def _before_update(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         """A parameter's gradient is taken when the optimizer that has it steps; where none has it
         under its own name (a copy, another rank's share) when the first one does."""
-        own = {id(each) for group in optimizer.param_groups for each in group["params"]}
+        own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         scale = getattr(optimizer, "grad_scale", None)  # a fused optimizer undoes it itself
-        for name, each in self._holds.items():
-            if id(each.parameter) in own or name not in self.gradients:
-                gradient = each.gradient()
+        for name, shard in self._holds.items():
+            if id(shard.parameter) in own or name not in self.gradients:
+                gradient = shard.gradient()
                 if gradient is not None:
                     self.gradients[name] = gradient / scale if scale is not None else +gradient
         if all(optimizer is not other for other in self.optimizers):

@@ -29,19 +29,21 @@ def repeated(
 ) -> Culprit | None:
     """Runs as many steps as `first` has checksums of, which begins with those of the start."""
     holds = held_by(job.model, wholes, terms.part)
-    found = _gathered(ranks, _differing(first[0], {"parameters": _sums(holds)}))
-    if found:
+    differing = _gathered(ranks, _differing(first[0], {"parameters": _sums(holds)}))
+    if differing:
         return _culprit(
-            found, 0, "Built anew, the loop has other weights: seed what builds it, on every rank."
+            differing,
+            0,
+            "Built anew, the loop has other weights: seed what builds it, on every rank.",
         )
     for step, (share, expected) in enumerate(zip(shares, first[1:], strict=True)):
         with StepRecorder(job.model, holds) as seen:
             job.step(share)
         now = {"gradients": digests(holds, seen.gradients), "parameters": _sums(holds)}
-        found = _gathered(ranks, _differing(expected, now))
-        if found:
+        differing = _gathered(ranks, _differing(expected, now))
+        if differing:
             return _culprit(
-                found, step,
+                differing, step,
                 "Run again from the same weights on the same batch, the loop gives other bits: "
                 "an unseeded dropout or draw, or an operator that is not deterministic "
                 "(torch.use_deterministic_algorithms).",
@@ -54,14 +56,14 @@ def start_sums(holds: Mapping[str, ParameterShard]) -> Sums:
 
 
 def _sums(holds: Mapping[str, ParameterShard]) -> dict[str, list[str]]:
-    return digests(holds, {name: each.value() for name, each in holds.items()})
+    return digests(holds, {name: shard.value() for name, shard in holds.items()})
 
 
-def _differing(expected: Sums, found: Sums) -> dict[str, list[str]]:
-    """What differs, by kind; gradients before parameters."""
+def _differing(expected: Sums, now: Sums) -> dict[str, list[str]]:
+    """Return what differs, by kind; gradients before parameters."""
     return {
-        kind: [name for name, each in sums.items() if expected[kind].get(name) != each]
-        for kind, sums in found.items()
+        kind: [name for name, checksum in sums.items() if expected[kind].get(name) != checksum]
+        for kind, sums in now.items()
     }
 
 
@@ -75,14 +77,14 @@ def _gathered(ranks: Ranks, mine: dict[str, list[str]]) -> list[tuple[int, str, 
     return []
 
 
-def _culprit(found: Sequence[tuple[int, str, list[str]]], step: int, sentence: str) -> Culprit:
-    names = dict.fromkeys(name for _, _, each in found for name in each)
+def _culprit(differing: Sequence[tuple[int, str, list[str]]], step: int, sentence: str) -> Culprit:
+    names = dict.fromkeys(name for _, _, group in differing for name in group)
     return Culprit(
-        state=Subject(found[0][1]),
+        state=Subject(differing[0][1]),
         axis="",
         factor="not the same twice",
         place=families(names),
         step=step,
-        ranks=tuple(rank for rank, _, _ in found),
+        ranks=tuple(rank for rank, _, _ in differing),
         sentence=sentence,
     )

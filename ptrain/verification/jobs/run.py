@@ -74,15 +74,19 @@ class Examiner:
         self.terms = terms
         self.ranks = ranks_of(loop.model.parameters(), terms.mesh)
         wholes = canonical_parameters(reference.model)
-        require_one_reference(self.ranks, {n: digest(each.flatten()) for n, each in wholes.items()})
+        require_one_reference(
+            self.ranks, {n: digest(whole.flatten()) for n, whole in wholes.items()}
+        )
         self.limit = terms.tolerance or _tolerance(terms.dtype, wholes.values())
         self.pair = LoopPair(
             reference=reference,
             loop=loop,
             holds=held_by(loop.model, wholes, terms.part),
-            wholes={name: ParameterShard(name, each, each.shape) for name, each in wholes.items()},
+            wholes={
+                name: ParameterShard(name, whole, whole.shape) for name, whole in wholes.items()
+            },
         )
-        self.start = {name: each.value().clone() for name, each in self.pair.holds.items()}
+        self.start = {name: shard.value().clone() for name, shard in self.pair.holds.items()}
         self.worst = {
             kind: LargestDifference(name, self._limit_of(kind)) for kind, name in _KINDS.items()
         }
@@ -126,21 +130,25 @@ class Examiner:
         )
 
     def _begin(self) -> None:
-        found = Differences(step=0, rank=self.ranks.rank)
+        differences = Differences(step=0, rank=self.ranks.rank)
         names = parameter_names(self.pair.loop.model)
-        wholes = {name: each.parameter.detach() for name, each in self.pair.wholes.items()}
-        at_start(found, wholes, names, self.pair.holds)
-        if self._gather(found):
+        wholes = {name: shard.parameter.detach() for name, shard in self.pair.wholes.items()}
+        at_start(differences, wholes, names, self.pair.holds)
+        if self._gather(differences):
             self.culprit = explain_start(first_of(self.departures), self.ranks)
 
-    def _gather(self, found: Differences) -> bool:
-        """All ranks' departures and worst differences; whether there is any departure."""
-        mine = {"departures": [each.plain() for each in found.departures], "worst": found.worst}
-        for told in self.ranks.gather(mine):
-            self.departures += [Departure.of(each) for each in told["departures"]]
-            for kind, (difference, place) in told["worst"].items():
+    def _gather(self, differences: Differences) -> bool:
+        """Add all ranks' departures and worst differences; return whether there is any
+        departure."""
+        mine = {
+            "departures": [departure.plain() for departure in differences.departures],
+            "worst": differences.worst,
+        }
+        for report in self.ranks.gather(mine):
+            self.departures += [Departure.of(departure) for departure in report["departures"]]
+            for kind, (difference, place) in report["worst"].items():
                 if kind in self.worst:
-                    self.worst[Subject(kind)].see(difference, f"{place}, step {found.step}")
+                    self.worst[Subject(kind)].see(difference, f"{place}, step {differences.step}")
         return bool(self.departures)
 
     def _examine(self, step: int, batch: Any, share: Any) -> None:
@@ -155,7 +163,7 @@ class Examiner:
             self.culprit = reference_not_finite(step, self.ranks)
         elif self.departures:
             self.culprit = self._explain(seen)
-        self.before = {name: each.clone() for name, each in seen.expected.gradients.items()}
+        self.before = {name: gradient.clone() for name, gradient in seen.expected.gradients.items()}
 
     def _note_norms(self, step: StepComparison) -> None:
         self.norms[0].append(math.sqrt(sum(squares_of(step.expected.gradients).values())))
@@ -165,15 +173,15 @@ class Examiner:
         ]
         everyones = self.ranks.gather(mine)
         total = 0.0
-        for name, each in self.pair.wholes.items():  # replicas count once
+        for name, shard in self.pair.wholes.items():  # replicas count once
             held = sum(counts.get(name, 0) for _, counts in everyones)
-            squares = sum(found.get(name, 0.0) for found, _ in everyones)
-            total += squares * each.shape.numel() / held if held else 0.0
+            squares = sum(sums.get(name, 0.0) for sums, _ in everyones)
+            total += squares * shard.shape.numel() / held if held else 0.0
         self.norms[1].append(math.sqrt(total))
 
     def _explain(self, step: StepComparison) -> Culprit:
         first = first_of(self.departures)
-        told = self.ranks.gather(step.moves(self.pair.holds))
+        moves = self.ranks.gather(step.moves(self.pair.holds))
         match first[0].moment:
             case Moment.START:
                 return culprit(
@@ -186,37 +194,39 @@ class Examiner:
             case _ if first[0].subject is Subject.LOSS:
                 return explain_loss(first, self.ranks, self.losses[0][-1], self.losses[1][-1])
             case _:
-                return explain_update(first, self.ranks, dict(enumerate(told)))
+                return explain_update(first, self.ranks, dict(enumerate(moves)))
 
     def _explain_gradients(self, step: StepComparison, first: Sequence[Departure]) -> Culprit:
         if not any(axis in _CONTEXT for axis in self.ranks.axes):
-            mine = [each.plain() for each in output_departures(step, self.limit)]
-            outputs = [Departure.of(each) for rank in self.ranks.gather(mine) for each in rank]
+            mine = [departure.plain() for departure in output_departures(step, self.limit)]
+            outputs = [
+                Departure.of(departure) for rank in self.ranks.gather(mine) for departure in rank
+            ]
             if outputs:
                 return self._explain_outputs(step, outputs)
         lower = self.ranks.gather([_autocast(step.seen), _autocast(step.expected)])
-        for found, expected in lower:
-            if found != expected:
-                return explain_precision(found, expected, first[0].step, self.ranks)
-        told = evidence(
+        for actual, expected in lower:
+            if actual != expected:
+                return explain_precision(actual, expected, first[0].step, self.ranks)
+        job_evidence = evidence(
             self.ranks, self.pair.holds, reference=step.expected, run=step.seen, probe=step.probe,
             before=self.before,
         )  # fmt: skip
-        found = explain_gradients(first, told, self.ranks, self.limit.gradients)
-        return batch_statistics(found, self.pair.reference.model) or found
+        explanation = explain_gradients(first, job_evidence, self.ranks, self.limit.gradients)
+        return batch_statistics(explanation, self.pair.reference.model) or explanation
 
     def _explain_outputs(self, step: StepComparison, outputs: Sequence[Departure]) -> Culprit:
         earliest = first_of(outputs)
-        first = min(earliest, key=lambda each: each.index)
+        first = min(earliest, key=lambda departure: departure.index)
         forward = first.moment is Moment.FORWARD
         sides = [step.probe.outputs, step.seen.outputs]
         tensors = [side.forward if forward else side.backward for side in sides]
         key = next((key for n, key in enumerate(tensors[0]) if n == first.index), ("", -1))
-        told = shared_output(
+        axis_factor = shared_output(
             self.ranks, tensors[0].get(key), tensors[1].get(key), 10 * self.limit.outputs
         )
         self.departures += outputs
-        return explain_outputs(first, earliest, self.ranks, told)
+        return explain_outputs(first, earliest, self.ranks, axis_factor)
 
     def _both(self, batch: Any, share: Any) -> tuple[Any, Any]:
         """What both steps return."""
@@ -226,17 +236,17 @@ class Examiner:
 
     def _compare_losses(self, step: int, returned: Any, own: Any) -> None:
         right = number(returned)
-        found = self._global(right, number(own))
-        if right is None or found is None:
+        measured = self._global(right, number(own))
+        if right is None or measured is None:
             return
         if not self.terms.tolerance:
             dtypes = (loss_dtype(returned), loss_dtype(own))
-            limits = [TOLERANCES[each].losses for each in dtypes if each in TOLERANCES]
+            limits = [TOLERANCES[dtype].losses for dtype in dtypes if dtype in TOLERANCES]
             self.worst_loss.tolerance = max(self.worst_loss.tolerance, *limits, 0.0)
         limit = self.worst_loss.tolerance
-        for losses, loss in zip(self.losses, (right, found), strict=True):
+        for losses, loss in zip(self.losses, (right, measured), strict=True):
             losses.append(loss)
-        apart = abs(found - right)
+        apart = abs(measured - right)
         size = apart / abs(right) if apart and right else (math.inf if apart else 0.0)
         size = size if math.isfinite(size) else math.inf
         self.worst_loss.see(size, f"step {step}")
@@ -248,7 +258,7 @@ class Examiner:
                 )
             )  # fmt: skip
             if step >= self.terms.examined:
-                self.culprit = explain_loss(self.departures[-1:], self.ranks, right, found)
+                self.culprit = explain_loss(self.departures[-1:], self.ranks, right, measured)
 
     def _global(self, right: float | None, mine: float | None) -> float | None:
         everyones = self.ranks.gather(mine)
@@ -266,15 +276,16 @@ class Examiner:
                 return number(reduce(losses), "Terms.loss")
 
     def _repeat(self, again: Callable[[], Job], shares: Sequence[Any]) -> Check:
-        """From the same start; a loop that does not repeat itself is why anything else departs."""
+        """Run the loop again from the same start; a loop that does not repeat itself is why
+        anything else departs."""
         wholes = {
             name: row.view(self.pair.wholes[name].shape) for name, row in self.pair.origin.items()
         }
-        found = repeated(
+        cause = repeated(
             again(), wholes, self.terms, shares=shares, first=self.sums, ranks=self.ranks
         )
-        self.culprit = found or self.culprit
-        return claim("the same twice", None, found is None, "other bits")
+        self.culprit = cause or self.culprit
+        return claim("the same twice", None, cause is None, "other bits")
 
     def _life(self, batch: Any, share: Any) -> list[Liveness]:
         """What both runs learned; the loss of the first batch comes from one more step."""
@@ -292,35 +303,38 @@ class Examiner:
         ]  # fmt: skip
 
     def _travelled(self) -> tuple[float, float]:
-        """Relative to the initial weights, by the 2-norm; the loop's over all ranks' parts."""
-        found = []
+        """Return how far the parameters went relative to the initial weights, by the 2-norm; the
+        loop's over all ranks' parts."""
+        distances = []
         for holds, start in (
             (self.pair.wholes, self.pair.origin),
             (self.pair.holds, self.start),
         ):
             moved = sum(
-                float((each.value().double() - start[name].double()).square().sum())
-                for name, each in holds.items()
+                float((shard.value().double() - start[name].double()).square().sum())
+                for name, shard in holds.items()
             )
             length = sum(float(row.double().square().sum()) for row in start.values())
-            both = [sum(each) for each in zip(*self.ranks.gather([moved, length]), strict=True)]
-            found.append(math.sqrt(both[0] / both[1]) if both[1] else math.inf)
-        return found[0], found[1]
+            both = [
+                sum(by_rank) for by_rank in zip(*self.ranks.gather([moved, length]), strict=True)
+            ]
+            distances.append(math.sqrt(both[0] / both[1]) if both[1] else math.inf)
+        return distances[0], distances[1]
 
     def _checks(self, life: Sequence[Liveness], repeats: Sequence[Check]) -> Iterator[Check]:
-        starts = [each for each in self.departures if each.moment is Moment.START]
-        held = not any(each.subject is Subject.PARAMETERS for each in starts)
+        starts = [departure for departure in self.departures if departure.moment is Moment.START]
+        held = not any(departure.subject is Subject.PARAMETERS for departure in starts)
         yield claim("same weights at the start", None, held, "they differ")
-        counts = [each.told for each in starts if each.subject is Subject.COUNTER]
+        counts = [departure.told for departure in starts if departure.subject is Subject.COUNTER]
         yield claim("updates in a step", None, not counts, "".join(counts[:1]))
         yield from repeats
-        yield from (each.check() for each in self.worst.values() if each.count)
-        apart = [each for each in self.departures if each.between]
+        yield from (largest.check() for largest in self.worst.values() if largest.count)
+        apart = [departure for departure in self.departures if departure.between]
         yield claim("replicas", None, not apart, "ranks have different bits")
         if self.worst_loss.count:
             yield self.worst_loss.check()
-        for each in life:
-            yield from each.checks()
+        for liveness in life:
+            yield from liveness.checks()
 
 
 def _autocast(run: StepRecorder) -> str:
@@ -330,13 +344,14 @@ def _autocast(run: StepRecorder) -> str:
 
 
 def _tolerance(dtype: torch.dtype | None, parameters: Any) -> Tolerance:
-    """By the coarsest dtype of the reference's parameters, where none is given."""
-    dtypes = {dtype} if dtype else {each.dtype for each in parameters}
-    known = [TOLERANCES[each] for each in dtypes if each in TOLERANCES]
+    """Return the tolerance of `dtype`, or without one that of the coarsest dtype of the reference's
+    parameters."""
+    dtypes = {dtype} if dtype else {parameter.dtype for parameter in parameters}
+    known = [TOLERANCES[known_dtype] for known_dtype in dtypes if known_dtype in TOLERANCES]
     if not known:
         names = ", ".join(sorted(map(str, dtypes)))
         raise PtrainError(
             f"verify: the reference's parameters are in {names}, of which no rounding is known\n"
             "  remedy: give Terms(tolerance=...), or Terms(dtype=...) of what it computes in"
         )
-    return max(known, key=lambda each: each.gradients)
+    return max(known, key=lambda tolerance: tolerance.gradients)

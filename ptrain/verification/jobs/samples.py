@@ -30,11 +30,11 @@ class Samples:
 
 
 def rows_of(calls: Sequence[ForwardCall]) -> list[str]:
-    """A checksum of every row of the first tensor that the model was given, pass by pass."""
+    """Return a checksum of every row of the first tensor that the model was given, pass by pass."""
     rows: list[str] = []
     for call in calls:
         leaves = tree_leaves((call.args, call.kwargs))
-        first = next((each for each in leaves if isinstance(each, Tensor) and each.dim()), None)
+        first = next((leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()), None)
         if first is not None and not isinstance(first, DTensor):
             rows += [digest(row.flatten()) for row in first]
     return rows

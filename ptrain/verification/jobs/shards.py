@@ -73,12 +73,12 @@ def held_by(
     wholes: Mapping[str, Tensor],
     part: Callable[[str, Tensor], Tensor] | None = None,
 ) -> dict[str, ParameterShard]:
-    """All parameters that both sides have, in the order of the model. Raises PtrainError for one
-    whose part of the whole nothing tells."""
-    found: dict[str, ParameterShard] = {}
+    """Return all parameters that both sides have, in the order of `wholes`. Raises PtrainError for
+    one whose part of the whole nothing tells."""
+    shards: dict[str, ParameterShard] = {}
     unclear: list[tuple[str, Tensor]] = []
     for name, parameter, flat in _tensors(model):
-        if name not in wholes or name in found:
+        if name not in wholes or name in shards:
             continue
         shape = wholes[name].shape
         at: Tensor | None
@@ -94,9 +94,9 @@ def held_by(
             unclear.append((name, parameter))
             continue
         within = flat.within if flat is not None else None
-        found[name] = _checked(ParameterShard(name, parameter, shape, at, within))
-    found.update(_settled(unclear, wholes))
-    return {name: found[name] for name in wholes if name in found}
+        shards[name] = _checked(ParameterShard(name, parameter, shape, at, within))
+    shards.update(_settled(unclear, wholes))
+    return {name: shards[name] for name in wholes if name in shards}
 
 
 def parameter_names(model: nn.Module) -> list[str]:
@@ -154,7 +154,7 @@ class _Flat:
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor, _Flat | None]]:
-    """Names, tensors, and where FSDP1 has flattened them."""
+    """Yield names, tensors, and where FSDP1 has flattened them."""
     flats: dict[str, tuple[Tensor, _Flat]] = {}
     for path, module in model.named_modules():
         if isinstance(module, FullyShardedDataParallel) and module._handle is not None:
@@ -164,8 +164,8 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor, _Flat | None]]:
         if name.rpartition(".")[2] != "_flat_param":
             flat = flats.pop(name, None)
             yield name, parameter, flat[1] if flat else None
-    for name, (parameter, each) in flats.items():  # no parameters of their own
-        yield name, parameter, each
+    for name, (parameter, segment) in flats.items():  # no parameters of their own
+        yield name, parameter, segment
 
 
 def _flattened(prefix: str, handle: object) -> Iterator[tuple[str, tuple[Tensor, _Flat]]]:
@@ -191,15 +191,17 @@ def _flattened(prefix: str, handle: object) -> Iterator[tuple[str, tuple[Tensor,
 def _settled(
     unclear: list[tuple[str, Tensor]], wholes: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, ParameterShard]]:
-    """Plain tensors that are cut along one dimension. Values tell which chunk; where several have
-    them (a bias of zeros), it is the place that this rank has in the others."""
+    """Yield plain tensors that are cut along one dimension. Values tell which chunk; where several
+    have them (a bias of zeros), it is the place that this rank has in the others."""
     places: dict[int, int] = {}
     open_: list[tuple[str, Tensor, list[tuple[int, int, Tensor]]]] = []
     for name, parameter in unclear:
         whole = held(wholes[name])
         row = held(parameter).to(whole.dtype).flatten()
         candidates = list(_candidates(parameter.shape, whole.shape))
-        alike = [each for each in candidates if torch.equal(whole.flatten()[each[2]], row)]
+        alike = [
+            candidate for candidate in candidates if torch.equal(whole.flatten()[candidate[2]], row)
+        ]
         if len(alike) == 1:
             places.setdefault(alike[0][0], alike[0][1])
         if not candidates:

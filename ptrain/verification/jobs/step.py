@@ -62,26 +62,26 @@ class StepComparison:
     losses: tuple[Any, Any]
 
     def moves(self, holds: Mapping[str, ParameterShard]) -> dict[str, Move]:
-        """How each parameter moved, for the ranks to tell each other."""
+        """Return how each parameter moved, for the ranks to tell each other."""
         own = {
-            id(each)
+            id(parameter)
             for optimizer in self.seen.optimizers
             for group in optimizer.param_groups
-            for each in group["params"]
+            for parameter in group["params"]
         }
-        found = {}
+        moves = {}
         for name, course in self.found.courses.items():
             pace = course.pace
             held = id(course.parameter) in own
             part = digest(holds[name].at)
-            found[name] = (course.stood_still, pace.factor, pace.residual, held, part)
-        return found
+            moves[name] = (course.stood_still, pace.factor, pace.residual, held, part)
+        return moves
 
 
 def run_step(
     pair: LoopPair, number_: int, rank: int, batch: Any, share: Any, limit: Tolerance
 ) -> StepComparison:
-    """The loop first, then the reference's module on what the loop's was given, then the
+    """Run the loop first, then the reference's module on what the loop's was given, then the
     reference's own step."""
     before, run_before = _values(pair.wholes), _values(pair.holds)
     with StepRecorder(pair.loop.model, pair.holds) as seen:
@@ -89,46 +89,47 @@ def run_step(
     probe = probed(pair.reference.model, seen.calls)
     with StepRecorder(pair.reference.model, pair.wholes) as expected, Alone():
         right = pair.reference.step(batch)
-    found = Differences(step=number_, rank=rank)
+    differences = Differences(step=number_, rank=rank)
     if seen.updates != expected.updates:
-        told = f"{seen.updates} updates, one device {expected.updates}"
-        found.differ(Moment.START, Subject.COUNTER, "optimizer.step", told)
-    compare_gradients(found, expected, seen, pair.holds, limit)
+        description = f"{seen.updates} updates, one device {expected.updates}"
+        differences.differ(Moment.START, Subject.COUNTER, "optimizer.step", description)
+    compare_gradients(differences, expected, seen, pair.holds, limit)
     scale, usual = Magnitude.of(expected.gradients), Magnitude.of(pair.origin).usual
-    for name, each in pair.holds.items():
+    for name, shard in pair.holds.items():
         gradient = expected.gradients.get(name)
         if gradient is not None:
-            part = each.of(gradient.view(each.shape))
+            part = shard.of(gradient.view(shard.shape))
             now = sure_of(part, seen.gradients.get(name), gradient, limit)
             pair.sure[name] = pair.sure[name] & now if name in pair.sure else now
         course = ParameterMove(
-            parameter=each.parameter,
-            origin=each.of(pair.origin[name]),
-            before=each.of(before[name]),
-            after=each.of(pair.wholes[name].value()),
+            parameter=shard.parameter,
+            origin=shard.of(pair.origin[name]),
+            before=shard.of(before[name]),
+            after=shard.of(pair.wholes[name].value()),
             run_before=run_before[name],
-            run_after=each.value().clone(),
+            run_after=shard.value().clone(),
             sure=pair.sure.get(name, torch.ones_like(run_before[name], dtype=torch.bool)),
         )
         quiet = gradient is not None and scale.is_noise(gradient)
-        compare_update(found, name, course, usual=usual, is_noise=quiet, limit=limit)
+        compare_update(differences, name, course, usual=usual, is_noise=quiet, limit=limit)
     states = state_of(expected, pair.wholes), state_of(seen, pair.holds)
-    compare_states(found, *states, pair.holds, limit)
-    compare_buffers(found, pair.reference.model, pair.loop.model, limit)
+    compare_states(differences, *states, pair.holds, limit)
+    compare_buffers(differences, pair.reference.model, pair.loop.model, limit)
     return StepComparison(
-        found=found, expected=expected, seen=seen, probe=probe, losses=(right, loss)
+        found=differences, expected=expected, seen=seen, probe=probe, losses=(right, loss)
     )
 
 
 def output_departures(step: StepComparison, limit: Tolerance) -> list[Departure]:
-    """Modules that return something else than the reference's for the same inputs."""
-    found = Differences(step=step.found.step, rank=step.found.rank)
-    compare_outputs(found, step.probe, step.seen, limit)
-    return found.departures
+    """Return the departures of modules that return something else than the reference's for the same
+    inputs."""
+    differences = Differences(step=step.found.step, rank=step.found.rank)
+    compare_outputs(differences, step.probe, step.seen, limit)
+    return differences.departures
 
 
 def checksums(pair: LoopPair, gradients: Mapping[str, Tensor]) -> dict[str, dict[str, list[str]]]:
-    """Of what this rank has after a step, bit by bit."""
+    """Return checksums of what this rank has after a step, bit by bit."""
     return {
         "parameters": digests(pair.holds, _values(pair.holds)),
         "gradients": digests(pair.holds, gradients),
@@ -136,15 +137,15 @@ def checksums(pair: LoopPair, gradients: Mapping[str, Tensor]) -> dict[str, dict
 
 
 def squares_of(gradients: Mapping[str, Tensor]) -> dict[str, float]:
-    return {name: float(each.double().square().sum()) for name, each in gradients.items()}
+    return {name: float(gradient.double().square().sum()) for name, gradient in gradients.items()}
 
 
 def is_finite(gradients: Mapping[str, Tensor], holds: Mapping[str, ParameterShard]) -> bool:
-    """Whether gradients and parameters are numbers at all."""
-    values = (*gradients.values(), *(each.value() for each in holds.values()))
-    return all(bool(torch.isfinite(each).all()) for each in values)
+    """Return whether gradients and parameters are numbers at all."""
+    values = (*gradients.values(), *(shard.value() for shard in holds.values()))
+    return all(bool(torch.isfinite(tensor).all()) for tensor in values)
 
 
 @torch.no_grad()
 def _values(holds: Mapping[str, ParameterShard]) -> Rows:
-    return {name: each.value().clone() for name, each in holds.items()}
+    return {name: shard.value().clone() for name, shard in holds.items()}

@@ -56,7 +56,7 @@ class Symptom:
 
 
 def symptom(sample: Sample, ranks: Ranks, tolerance: float) -> Symptom:
-    """The simplest that explains it."""
+    """Return the simplest symptom that explains the sample."""
     holders = sample.holders()
     pairs = {rank: sample.of(rank) for rank in holders}
     empty = tuple(rank for rank, (mine, truth) in pairs.items() if truth.any() and not mine.any())
@@ -64,18 +64,18 @@ def symptom(sample: Sample, ranks: Ranks, tolerance: float) -> Symptom:
         return Symptom(SymptomKind.EMPTY, ranks=empty)
     if not all(torch.isfinite(mine).all() for mine, _ in pairs.values()):
         return Symptom(SymptomKind.NOT_FINITE)
-    everything = [torch.cat(each) for each in zip(*pairs.values(), strict=True)]
+    everything = [torch.cat(side) for side in zip(*pairs.values(), strict=True)]
     even = multiple(*everything)
     if even.holds(tolerance):
         is_one = abs(even.factor - 1) <= tolerance
         return Symptom(SymptomKind.RIGHT if is_one else SymptomKind.EVEN, factor=even.factor)
-    for each in (
+    for explanation in (
         _partial(sample, ranks, tolerance),
         _earlier(sample, holders, tolerance),
         _some(sample, holders, tolerance),
     ):
-        if each is not None:
-            return each
+        if explanation is not None:
+            return explanation
     alone = {rank: multiple(*pair) for rank, pair in pairs.items()}
     if all(fit.holds(tolerance) or not pairs[r][1].any() for r, fit in alone.items()):
         return Symptom(SymptomKind.EACH)
@@ -85,7 +85,7 @@ def symptom(sample: Sample, ranks: Ranks, tolerance: float) -> Symptom:
 def _partial(sample: Sample, ranks: Ranks, tolerance: float) -> Symptom | None:
     """Over some axis the sum of what its ranks have is right, up to one factor."""
     for axis, groups in ranks.axes.items():
-        factors = [each for group in groups for each in _shares(sample, group)]
+        factors = [fit for group in groups for fit in _shares(sample, group)]
         fits = [fit for fit in factors if fit is not None]
         if not fits or len(fits) < len(factors) or not all(f.holds(tolerance) for f in fits):
             continue
@@ -107,19 +107,19 @@ def _shares(sample: Sample, group: Sequence[int]) -> Iterator[LeastSquares | Non
 
 
 def _earlier(sample: Sample, holders: Sequence[int], tolerance: float) -> Symptom | None:
-    """The gradient of the step before, alone or on top."""
+    """The gradient is that of the step before, alone or on top."""
     if not sample.before.any():
         return None
-    found, truth, before = [], [], []
+    gradients, truth, before = [], [], []
     for rank in holders:
         has = ~sample.found[rank].isnan()
-        found.append(sample.found[rank][has])
+        gradients.append(sample.found[rank][has])
         truth.append(sample.truth[has])
         before.append(sample.before[has])
-    alone = multiple(torch.cat(found), torch.cat(before))
+    alone = multiple(torch.cat(gradients), torch.cat(before))
     if alone.holds(tolerance):
         return Symptom(SymptomKind.STALE, factor=alone.factor)
-    both = combination(torch.cat(found), [torch.cat(truth), torch.cat(before)])
+    both = combination(torch.cat(gradients), [torch.cat(truth), torch.cat(before)])
     return (
         Symptom(SymptomKind.ADDED, factor=both.coefficients[1]) if both.holds(tolerance) else None
     )
@@ -141,11 +141,11 @@ class Contributions:
 
 
 def contributions(samples: Sequence[Sample]) -> Contributions | None:
-    """Of several parameters together; None where micro-batches could not be run again, or where
-    there are more of them than sampled elements."""
-    basis = torch.cat([each.basis for each in samples], dim=2)
-    found = torch.cat([each.found for each in samples], dim=1)
-    truth = torch.cat([each.truth for each in samples])
+    """Fit several parameters together; return None where micro-batches could not be run again, or
+    where there are more of them than sampled elements."""
+    basis = torch.cat([sample.basis for sample in samples], dim=2)
+    gradients = torch.cat([sample.found for sample in samples], dim=1)
+    truth = torch.cat([sample.truth for sample in samples])
     if basis.numel() == 0 or bool(basis.isnan().any()):
         return None
     labels: list[tuple[int, int]] = []
@@ -158,7 +158,7 @@ def contributions(samples: Sequence[Sample]) -> Contributions | None:
     if not columns or 2 * len(columns) > truth.numel():
         return None
     fits: dict[int, LeastSquares] = {}
-    for rank, row in enumerate(found):
+    for rank, row in enumerate(gradients):
         has = ~row.isnan()
         if 2 * len(columns) <= int(has.sum()):
             fits[rank] = combination(row[has], [column[has] for column in columns])
@@ -168,19 +168,23 @@ def contributions(samples: Sequence[Sample]) -> Contributions | None:
 def _some(sample: Sample, holders: Sequence[int], tolerance: float) -> Symptom | None:
     """Every rank's gradient is a sum of the same micro-batches: some are not among them, or all
     are, with the same weight, and one device gives them other ones."""
-    told = contributions([sample])
-    if told is None or not told.of_truth.holds(tolerance) or len(told.of_found) < len(holders):
+    contributed = contributions([sample])
+    if (
+        contributed is None
+        or not contributed.of_truth.holds(tolerance)
+        or len(contributed.of_found) < len(holders)
+    ):
         return None
-    fits = list(told.of_found.values())
-    if not all(fit.holds(tolerance) for fit in fits) or absent(told.of_truth.coefficients):
+    fits = list(contributed.of_found.values())
+    if not all(fit.holds(tolerance) for fit in fits) or absent(contributed.of_truth.coefficients):
         return None
     if all(is_even(fit.coefficients, 10 * tolerance) for fit in fits):
-        differ = not is_even(told.of_truth.coefficients, 10 * tolerance)
+        differ = not is_even(contributed.of_truth.coefficients, 10 * tolerance)
         return Symptom(SymptomKind.WEIGHTS) if differ else None
     lacking = {absent(fit.coefficients) for fit in fits}
     if len(lacking) != 1 or not (missing := lacking.pop()):
         return None
-    labels = [told.labels[each] for each in missing]
+    labels = [contributed.labels[index] for index in missing]
     return Symptom(
         SymptomKind.SOME,
         ranks=tuple(sorted({rank for rank, _ in labels})),
@@ -189,16 +193,16 @@ def _some(sample: Sample, holders: Sequence[int], tolerance: float) -> Symptom |
 
 
 def common_factor(samples: Sequence[Sample], tolerance: float) -> float:
-    """What most parameters are multiplied by, where the others depart in another way: a clip by a
-    norm to which the others contributed. 1 where there is no such thing."""
+    """Return what most parameters are multiplied by, where the others depart in another way: a clip
+    by a norm to which the others contributed. It is 1 where there is no such thing."""
     fits = []
     for sample in samples:
         pairs = [sample.of(rank) for rank in sample.holders()]
         if pairs:
-            fits.append(multiple(*[torch.cat(each) for each in zip(*pairs, strict=True)]))
+            fits.append(multiple(*[torch.cat(side) for side in zip(*pairs, strict=True)]))
     even = sorted(fit.factor for fit in fits if fit.holds(tolerance))
     if 2 * len(even) <= len(fits) or len(even) == len(fits):
         return 1.0
     middle = even[len(even) // 2]
-    alike = all(abs(each / middle - 1) <= tolerance for each in even)
+    alike = all(abs(factor / middle - 1) <= tolerance for factor in even)
     return middle if alike and math.isfinite(middle) and middle > 0 else 1.0

@@ -116,8 +116,8 @@ class Liveness:
 
 
 def first_of(departures: Sequence[Departure]) -> list[Departure]:
-    """Those of the earliest step and moment."""
+    """Return those of the earliest step and moment."""
     if not departures:
         return []
-    when = min(each.when for each in departures)
-    return [each for each in departures if each.when == when]
+    when = min(departure.when for departure in departures)
+    return [departure for departure in departures if departure.when == when]
