@@ -95,10 +95,10 @@ class Context:
     spec: Spec
     world: World
     exchange: Exchange
-    asked: Request
+    request: Request
     make: Make
     plan: ReferencePlan | None = None
-    told: dict[str, ReferenceRun] = field(default_factory=dict)
+    references: dict[str, ReferenceRun] = field(default_factory=dict)
     exact: ProgramRun | None = None
     allowed: Allowed | None = None
 
@@ -124,7 +124,7 @@ def verify_here(
     """Verify on every rank of a world that is up. `make` builds the programs; `speak` is called
     with each stage that is over."""
     context = Context(
-        spec=spec, world=world, exchange=exchange, asked=request or Request(), make=make
+        spec=spec, world=world, exchange=exchange, request=request or Request(), make=make
     )
     result = Verification(checks=(), notes=_notes(spec))
     names, failed = list(STAGES), ""
@@ -154,7 +154,7 @@ def _asks_examination(name: str, checks: Sequence[Check]) -> bool:
 
 def account_here(spec: Spec, world: World, exchange: Exchange, request: Request) -> None:
     """Run in fp64 alone, for another spec to be compared with."""
-    context = Context(spec=spec, world=world, exchange=exchange, asked=request, make=interpreted)
+    context = Context(spec=spec, world=world, exchange=exchange, request=request, make=interpreted)
     program = context.make(exactly(spec), world)
     run = follow(program, exchange, anywhere(request.steps), _watch(context, program))
     if request.account is not None and world.is_first:
@@ -198,7 +198,7 @@ def _examination(context: Context) -> StageOutcome:
 
 def _consistency(context: Context) -> StageOutcome:
     """Check consistency with the spec's own dtypes and dropout."""
-    program, request = context.make(context.spec, context.world), context.asked
+    program, request = context.make(context.spec, context.world), context.request
     every = request.every_collective
     outcome = _watched(consistency(program, context.exchange, every_collective=every))
     if context.world.size == 1:
@@ -212,12 +212,12 @@ def _consistency(context: Context) -> StageOutcome:
 def _in_fp64(context: Context) -> StageOutcome:
     """Run references first, of all trajectories at once: that is what ranks share the work of."""
     exchange = context.exchange
-    context.plan = plan(context.spec, context.asked.steps)
-    context.told = references(context.plan.asks, exchange, context.asked.folder)
-    reference = context.told[context.plan.exact.key]
-    growth = [context.told[ask.key] for ask in context.plan.growth]
+    context.plan = plan(context.spec, context.request.steps)
+    context.references = references(context.plan.asks, exchange, context.request.folder)
+    reference = context.references[context.plan.exact.key]
+    growth = [context.references[ask.key] for ask in context.plan.growth]
     if not grows_in_proportion(growth):
-        more = references(context.plan.permuted, exchange, context.asked.folder)
+        more = references(context.plan.permuted, exchange, context.request.folder)
         growth = [reference, *more.values()]
     allowed = in_fp64(growth, reference, exchange)
     context.allowed = allowed
@@ -233,7 +233,7 @@ def _in_fp64(context: Context) -> StageOutcome:
 
 def _in_own_dtypes(context: Context) -> StageOutcome:
     assert context.plan is not None, "the trajectory in fp64 comes before"
-    runs = [context.told[ask.key] for ask in context.plan.own]
+    runs = [context.references[ask.key] for ask in context.plan.own]
     if not runs:
         return StageOutcome(checks=(), notes=("own dtypes: they are fp64",))
     spec = without_dropout(context.spec)
@@ -254,7 +254,7 @@ def _followed(
     watch = _watch(context, program)
     run = follow(program, context.exchange, within, watch)
     all_checks = (*checks(reference, run, allowed, context.exchange), *watch.checks())
-    notes = (allowed.told,) if allowed.told else ()
+    notes = (allowed.explanation,) if allowed.explanation else ()
     steps = {
         "losses": reference.losses,
         "differences": within.off(run.trajectory.losses),
@@ -265,7 +265,7 @@ def _followed(
 
 
 def _watch(context: Context, program: Program) -> Watch:
-    every = context.asked.every_collective
+    every = context.request.every_collective
     return Watch(program, context.exchange, every_collective=every)
 
 
@@ -274,7 +274,7 @@ def _watched(watch: Watch) -> StageOutcome:
 
 
 def _invariance(context: Context) -> StageOutcome:
-    run, request, exchange = context.exact, context.asked, context.exchange
+    run, request, exchange = context.exact, context.request, context.exchange
     assert run is not None and context.allowed is not None, "the trajectory in fp64 comes before"
     spec = exactly(context.spec)
     all_checks, note = invariance.in_micro_batches(spec, run, context.world, exchange, context.make)

@@ -68,7 +68,7 @@ class Allowed:
     by_parameter: Mapping[str, float] = field(default_factory=dict)
     norms: tuple[float, ...] | None = None
     parameters: float | None = None
-    told: str = ""
+    explanation: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,7 +132,7 @@ def in_fp64(growth: Sequence[ReferenceRun], exact: ReferenceRun, exchange: Excha
             for step, (spread, norm) in enumerate(zip(norms, exact.norms, strict=True))
         ),
         parameters=max(FP64.parameters or 0.0, parameters),
-        told=_until("fp64", "1e-12", fixed, allowed, len(growth)),
+        explanation=_until("fp64", "1e-12", fixed, allowed, len(growth)),
     )
 
 
@@ -148,7 +148,7 @@ def in_own_dtypes(spec: Spec, runs: Sequence[ReferenceRun], exchange: Exchange) 
             references=_farthest(runs),
             gradient=FP32_GRADIENT,
             by_parameter=_by_parameter(runs, exchange, FP32_GRADIENT),
-            told=said,
+            explanation=said,
         )
     num_addends = spec.batch.accumulate * spec.data_degree
     rounding = _factor(len(runs)) * _FP32 / 2 * math.sqrt(2 * num_addends)  # of the loss's sum
@@ -160,7 +160,7 @@ def in_own_dtypes(spec: Spec, runs: Sequence[ReferenceRun], exchange: Exchange) 
         references=_farthest(runs),
         gradient=_between_gradients(runs, exchange),
         by_parameter=_by_parameter(runs, exchange, _coarsest(spec)),
-        told=f"own dtypes: a loss may be off by {_factor(len(runs)):.1f} deviations of {len(runs)} "
+        explanation=f"own dtypes: a loss may be off by {_factor(len(runs)):.1f} deviations of {len(runs)} "
         f"references, {len(runs) - 1} of them with permuted sums",
     )
 

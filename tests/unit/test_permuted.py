@@ -143,11 +143,11 @@ def told(losses: tuple[float, ...], offset: float = 0.0, off_in_b: float = 0.0) 
 def test_the_fixed_figures_hold_as_long_as_references_agree():
     runs = [told((4.0, 3.0, 2.0)) for _ in range(FEW + 1)]
     own = in_own_dtypes(tiny(), runs, ALONE)
-    assert (own.losses, own.gradient, own.told) == ((1e-4,) * 3, 1e-5, "")
+    assert (own.losses, own.gradient, own.explanation) == ((1e-4,) * 3, 1e-5, "")
     exact = in_fp64(runs, told(runs[0].losses), ALONE)
     assert exact.losses == (4e-12, 3e-12, 2e-12)
     assert exact.norms == (1e-11,) * 3
-    assert (exact.parameters, exact.told) == (1e-9, "")
+    assert (exact.parameters, exact.explanation) == (1e-9, "")
 
 
 def test_what_rounding_grew_to_stays_allowed_and_the_step_is_told():
@@ -156,7 +156,7 @@ def test_what_rounding_grew_to_stays_allowed_and_the_step_is_told():
     own = in_own_dtypes(tiny(), runs, ALONE)
     assert own.losses[0] == 1e-4
     assert own.losses[1] == own.losses[2] > 1e-2
-    assert "up to step 1;" in own.told
+    assert "up to step 1;" in own.explanation
     exact = in_fp64(runs, told(runs[0].losses), ALONE)
     assert exact.losses[1] == pytest.approx(own.losses[1] * 2.0**-29)
     assert exact.parameters is not None and exact.parameters > 1e-9

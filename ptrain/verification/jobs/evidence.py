@@ -26,28 +26,31 @@ _MOST = 16  # micro-batches whose contributions are told apart
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
     """Of one parameter with S sampled elements: `truth` [S], `before` [S] (the reference's gradient
-    of the step before; zeros where there is none), `found` [ranks, S] and `basis`
+    of the step before; zeros where there is none), `gradients` [ranks, S] and `basis`
     [ranks, micro-batches, S], NaN for what a rank has not."""
 
     truth: Tensor
     before: Tensor
-    found: Tensor
+    gradients: Tensor
     basis: Tensor
 
     def scaled(self, factor: float) -> Sample:
-        """With what was found divided by a factor."""
+        """The sample with its gradients divided by a factor."""
         return Sample(
-            truth=self.truth, before=self.before, found=self.found / factor, basis=self.basis
+            truth=self.truth,
+            before=self.before,
+            gradients=self.gradients / factor,
+            basis=self.basis,
         )
 
     def holders(self) -> list[int]:
         """Ranks that have any of these elements."""
-        return [rank for rank, row in enumerate(self.found) if bool((~row.isnan()).any())]
+        return [rank for rank, row in enumerate(self.gradients) if bool((~row.isnan()).any())]
 
     def of(self, rank: int) -> tuple[Tensor, Tensor]:
         """What this rank has of the sample, and what it should have."""
-        has = ~self.found[rank].isnan()
-        return self.found[rank][has], self.truth[has]
+        has = ~self.gradients[rank].isnan()
+        return self.gradients[rank][has], self.truth[has]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +96,7 @@ def evidence(
         size = places[name].numel()
         mine = everyones[:, :, start : start + size]
         samples[name] = Sample(
-            truth=mine[0, 0], before=mine[0, 1], found=mine[:, 2], basis=mine[:, 3:]
+            truth=mine[0, 0], before=mine[0, 1], gradients=mine[:, 2], basis=mine[:, 3:]
         )
         start += size
     squares = sum(float(gradient.double().square().sum()) for gradient in run.gradients.values())

@@ -155,7 +155,7 @@ class Examiner:
         seen = run_step(self.pair, step, self.ranks.rank, batch, share, self.limit)
         sums = checksums(self.pair, seen.seen.gradients)
         self.sums.append(sums)
-        self._gather(seen.found)
+        self._gather(seen.differences)
         self.departures += replicas(step, self.ranks.gather(sums["parameters"]), Subject.PARAMETERS)
         self._note_norms(seen)
         self._compare_losses(step, *seen.losses)

@@ -55,7 +55,7 @@ class LoopPair:
 class StepComparison:
     """`losses`: the reference's and this rank's, as the steps returned them."""
 
-    found: Differences
+    differences: Differences
     expected: StepRecorder
     seen: StepRecorder
     probe: ProbeResult
@@ -70,7 +70,7 @@ class StepComparison:
             for parameter in group["params"]
         }
         moves = {}
-        for name, course in self.found.courses.items():
+        for name, course in self.differences.courses.items():
             pace = course.pace
             held = id(course.parameter) in own
             part = digest(holds[name].at)
@@ -116,14 +116,14 @@ def run_step(
     compare_states(differences, *states, pair.holds, limit)
     compare_buffers(differences, pair.reference.model, pair.loop.model, limit)
     return StepComparison(
-        found=differences, expected=expected, seen=seen, probe=probe, losses=(right, loss)
+        differences=differences, expected=expected, seen=seen, probe=probe, losses=(right, loss)
     )
 
 
 def output_departures(step: StepComparison, limit: Tolerance) -> list[Departure]:
     """Return the departures of modules that return something else than the reference's for the same
     inputs."""
-    differences = Differences(step=step.found.step, rank=step.found.rank)
+    differences = Differences(step=step.differences.step, rank=step.differences.rank)
     compare_outputs(differences, step.probe, step.seen, limit)
     return differences.departures
 

@@ -96,7 +96,7 @@ def _partial(sample: Sample, ranks: Ranks, tolerance: float) -> Symptom | None:
 
 def _shares(sample: Sample, group: Sequence[int]) -> Iterator[LeastSquares | None]:
     """None for ranks that have the same: nothing is missing from a sum over them."""
-    parts = sample.found[list(group)]
+    parts = sample.gradients[list(group)]
     has = ~parts.isnan().any(0)
     if not bool(has.any()):
         if bool((~parts.isnan()).any()):
@@ -112,8 +112,8 @@ def _earlier(sample: Sample, holders: Sequence[int], tolerance: float) -> Sympto
         return None
     gradients, truth, before = [], [], []
     for rank in holders:
-        has = ~sample.found[rank].isnan()
-        gradients.append(sample.found[rank][has])
+        has = ~sample.gradients[rank].isnan()
+        gradients.append(sample.gradients[rank][has])
         truth.append(sample.truth[has])
         before.append(sample.before[has])
     alone = multiple(torch.cat(gradients), torch.cat(before))
@@ -144,7 +144,7 @@ def contributions(samples: Sequence[Sample]) -> Contributions | None:
     """Fit several parameters together; return None where micro-batches could not be run again, or
     where there are more of them than sampled elements."""
     basis = torch.cat([sample.basis for sample in samples], dim=2)
-    gradients = torch.cat([sample.found for sample in samples], dim=1)
+    gradients = torch.cat([sample.gradients for sample in samples], dim=1)
     truth = torch.cat([sample.truth for sample in samples])
     if basis.numel() == 0 or bool(basis.isnan().any()):
         return None
