@@ -160,8 +160,8 @@ def in_own_dtypes(spec: Spec, runs: Sequence[ReferenceRun], exchange: Exchange) 
         references=_farthest(runs),
         gradient=_between_gradients(runs, exchange),
         by_parameter=_by_parameter(runs, exchange, _coarsest(spec)),
-        explanation=f"own dtypes: a loss may be off by {_factor(len(runs)):.1f} deviations of {len(runs)} "
-        f"references, {len(runs) - 1} of them with permuted sums",
+        explanation=f"own dtypes: a loss may be off by {_factor(len(runs)):.1f} deviations of "
+        f"{len(runs)} references, {len(runs) - 1} of them with permuted sums",
     )
 
 
