@@ -59,7 +59,7 @@ _FINER = torch.finfo(torch.float64).eps / _FP32
 class Allowed:
     """Of every step's loss, absolute; of its gradient norm, of the gradient of step 0, as one
     vector and `by_parameter`, and of the parameters at the end, relative (None: not compared).
-    `references`: how far the losses of permuted references are off at most. `explanation` says where
+    `references`: how far the losses of permuted references are off at most. `explanation`: where
     figures are from."""
 
     losses: tuple[float, ...]
