@@ -15,6 +15,7 @@ from ptrain.cli.main import VERBS
 from ptrain.errors import PtrainError
 from ptrain.report.page import PageSection, as_text, sections
 from ptrain.spec.leaf import nearest
+from ptrain.spec.reference import reference
 
 # In the order of reading; README says what stands in which.
 PAGES = (
@@ -44,10 +45,9 @@ def run(args: Namespace) -> int:
         return 0
     known = {section.anchor: section for page in PAGES for section in page_sections(page)}
     topic = "-".join(args.topic.lower().split())
-    if topic in known:
-        title, text = known[topic].title, known[topic].text
-    else:
-        title, text = args.topic, _of_key(args.topic, known["keys"])
+    title = known[topic].title if topic in known else args.topic
+    texts = (known[topic].text if topic in known else "", _of_key(args.topic, known["keys"]))
+    text = "\n\n".join(filter(None, texts))
     if not text:
         raise PtrainError(_unknown(args.topic, topic, tuple(known)))
     width = min(shutil.get_terminal_size().columns, _WIDEST)
@@ -88,7 +88,9 @@ def _listing() -> str:
 
 
 def _unknown(written: str, topic: str, known: tuple[str, ...]) -> str:
-    guess = nearest(topic, known) or next((other for other in known if topic in other), "")
+    keys = tuple(row.place for row in reference())
+    near = (nearest(topic, known), *(key for key in keys if key.rpartition(".")[2] == topic))
+    guess = next(filter(None, near), "") if topic else ""
     if topic in VERBS:
         hint = f"; its options: ptrain {topic} --help"
     else:

@@ -30,7 +30,8 @@ class BatchRaw:
     samples: Annotated[
         int | str | None,
         Either(
-            "samples per step over all ranks, or `4M tokens` (to the nearest multiple)",
+            "samples per step over all ranks, or `4M tokens` (to the nearest multiple); "
+            "without: micro x accumulate x data degree",
             f"an integer in 1..{MAX_SAMPLES} (samples), or tokens like 4M tokens",
             (Whole("", 1, MAX_SAMPLES), Text("", r"[0-9]{1,15}(\.[0-9]{1,6})? *[kKMBT]? tokens")),
             key="global",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, Field
 from typing import Any
 
@@ -12,6 +11,7 @@ from ptrain.spec.batch import BatchRaw
 from ptrain.spec.grammar import MeshRaw, SpecRaw
 from ptrain.spec.leaf import Choice, Leaf, Refused, describe, nearest
 from ptrain.spec.model import ModelRaw
+from ptrain.spec.names import listing
 from ptrain.spec.section import Section, keys
 from ptrain.spec.shorthand import mark_of
 from ptrain.spec.text import COMMAND_LINE, Route, Tree
@@ -92,91 +92,39 @@ class _Walk:
             return MISSING
 
     def _no_mapping(self, kind: type, value: object, route: Route) -> None:
-        remedy = self._key_of(kind, value, route) or _listed("its keys", kind, route)
+        from ptrain.spec.suggest import listed
+
+        remedy = self._key_of(kind, value, route) or listed("its keys", kind, route)
         if route == ("checkpoint",):
             remedy = slips.checkpointed(value) or remedy
         self._fault(route, f"must be a mapping; got {describe(value)}", remedy)
 
     def _unknown(self, key: str, kind: type, route: Route) -> None:
-        other = slips.other_key(key) if not route else ""
-        places = [other] if other else _meant(key, kind, route)
-        if places:
-            here = [place.removeprefix(".".join((*route, ""))) for place in places]
-            remedy = f"did you mean {' or '.join(map(repr, here))}?"
-        else:
-            remedy = _listed("known here", kind, route)
-        self._fault((*route, key), f"unknown key {key!r}", remedy, key=True)
+        from ptrain.spec.suggest import for_unknown  # a sound spec needs none
+
+        self._fault((*route, key), f"unknown key {key!r}", for_unknown(key, kind, route), key=True)
 
     def _key_of(self, kind: type, value: object, route: Route) -> str:
         """`precision=fp16`: the key of the section that takes the value which the section got."""
         if not isinstance(value, str):
             return ""
         known = keys(kind)
-        holder = next((key for key, (_, holds) in known.items() if _has_word(holds, value)), "")
-        key = holder or ("preset" if "preset" in known else "")
-        return f"write {self._said((*route, key), value)}" if key else ""
+        for key, (_, holds) in known.items():
+            if isinstance(holds, Choice) and (word := holds.word(value)):
+                return f"write {self._said((*route, key), word)}"
+        preset = nearest(value, tuple(listing(f"{route[-1]}s"))) if "preset" in known else ""
+        return f"write {self._said((*route, 'preset'), preset)}" if preset else ""
 
     def _said(self, route: Route, value: str) -> str:
         """A key with its value, as the command line has it or as a file has."""
         if mark_of(self.tree, route[:-1]).source.startswith(COMMAND_LINE):
             return f"{'.'.join(route)}={value}"
-        return f"{route[0]}: {{{route[-1]}: {value}}}" if len(route) > 1 else f"{route[0]}: {value}"
+        section, *inner = route
+        return f"{section}: {{{': {'.join(inner)}: {value}{'}' * len(inner)}"
 
     def _fault(self, route: Route, finding: str, remedy: str, *, key: bool = False) -> None:
         mark = mark_of(self.tree, route, key=key)
         self.faults[route] = mark.fault(".".join(route), finding, remedy)
-
-
-_MOST_LISTED = 12  # keys in a remedy
-
-
-def _listed(what: str, kind: type, route: Route) -> str:
-    """The keys of a section, or the command that lists them."""
-    known = tuple(keys(kind))
-    if len(known) <= _MOST_LISTED:
-        return f"{what}: {', '.join(known)}"
-    return f"`ptrain help {'.'.join(route) or 'keys'}` lists what there is"
-
-
-def _has_word(holds: Leaf | Section, value: str) -> bool:
-    return isinstance(holds, Choice) and value in holds.words
-
-
-def _meant(key: str, kind: type, route: Route) -> list[str]:
-    """The places that may have been meant: in this section, else wherever a key is called so."""
-    known = keys(kind)
-    folded = key.lower().replace("-", "_")
-    here = next((name for name, (_, holds) in known.items() if folded in _names(holds)), "")
-    here = here or slips.whole_part(key, tuple(known)) or nearest(key, tuple(known))
-    if here:
-        return [".".join((*route, here))]
-    places = {".".join(place): names for place, names in _places(SpecRaw, ())}
-    called = [place for place, names in places.items() if folded in names]
-    return called[:_MOST_MEANT] or _nearly(folded, places)
-
-
-def _nearly(word: str, places: Mapping[str, tuple[str, ...]]) -> list[str]:
-    """The one place whose key is nearly the word."""
-    place_of = {names[0]: place for place, names in places.items()}
-    guess = nearest(word, tuple(place_of))
-    return [place_of[guess]] if guess else []
-
-
-_MOST_MEANT = 3  # places in a question
-
-
-def _places(kind: type, above: Route) -> Iterator[tuple[Route, tuple[str, ...]]]:
-    """Every key with its name and what others call it; not those of tuples, which are all alike,
-    and no section itself."""
-    for key, (_, holds) in keys(kind).items():
-        if isinstance(holds, Leaf):
-            yield (*above, key), (key, *holds.aka)
-        elif key != "placement":
-            yield from _places(holds.kind, (*above, key))
-
-
-def _names(holds: Leaf | Section) -> tuple[str, ...]:
-    return holds.aka if isinstance(holds, Leaf) else ()
 
 
 def is_required(spot: Field[Any]) -> bool:

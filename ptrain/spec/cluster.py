@@ -76,6 +76,7 @@ class Cluster:
         Choice(
             "what its devices are: whose kernels compute",
             {"cpu": "processors: ranks are processes on them", "cuda": "GPUs"},
+            slips={"gpu": "cuda"},
         ),
     ] = None
     price: Annotated[

@@ -1,8 +1,8 @@
-"""The grammar of a spec: every key, what it may hold, and what it means (the hover text).
+"""The grammar of a spec: the keys that a file has and `spec.keys` has not, since they become
+something else: the model, the mesh, the placement, precision and batch, what blocks keep.
 
 All keys are reserved from the start, so that the schema only ever grows; `ptrain.spec.not_yet`
-refuses those that nothing executes yet. These are the raw values of a file; `ptrain.spec.resolve`
-makes the `Spec` of them. Defaults are those of the resolved spec.
+refuses those that nothing executes yet. `ptrain.spec.resolve` makes the `Spec` of them.
 """
 
 from dataclasses import field, replace
@@ -64,7 +64,7 @@ class MeshRaw:
             1,
             MAX_DEGREE,
             words=("auto",),
-            aka=("fsdp", "zero", "shard"),
+            aka=("fsdp", "shard"),
         ),
     ] = None
     cp: Annotated[
@@ -73,7 +73,13 @@ class MeshRaw:
     ] = None
     ep: Annotated[
         int | str | None,
-        Whole("ranks that share the experts", 1, MAX_DEGREE, words=("auto",)),
+        Whole(
+            "ranks that share the experts",
+            1,
+            MAX_DEGREE,
+            words=("auto",),
+            aka=("expert", "expert_parallel"),
+        ),
     ] = None
     tp: Annotated[
         int | str | None,
@@ -157,7 +163,7 @@ class _Head:
     name: Annotated[
         str | None,
         Text(
-            "the run's name",
+            "the run's name; without: its file's",
             r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}",
             "a name of 1 to 64 letters, digits, . _ - (no . in front)",
         ),

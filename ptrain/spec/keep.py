@@ -199,7 +199,8 @@ def _words(words: Mapping[str, str]) -> tuple[dict[str, Any], ...]:
 
 
 ACTIVATIONS = Either(
-    'what forward saves for backward, for all blocks (M) or by block ({"0-7": M, "8-": R})',
+    'what forward saves for backward, for all blocks (M) or by block ({"0-7": M, "8-": R}); '
+    "without: R",
     "a mode (R, M or O; M@host), or modes by block",
     (KeptText(""), ModesByBlock("")),
     hint=KeptText("").meant,

@@ -49,7 +49,7 @@ def _bytes(written: int | str) -> int:
 
 
 def _bucket(size: int) -> object:
-    """A word where only a word says it."""
+    """Return a word where only a word says the size, else bytes."""
     return {1: "per-tensor", WHOLE_BUCKET: "whole"}.get(size, size)
 
 
@@ -246,12 +246,12 @@ class DialKey:
     default: object
 
     def of(self, spec: Keys) -> object:
-        """Its value there."""
+        """Return the value that a spec has."""
         value: object = attrgetter(".".join(self.path))(spec)
         return value
 
     def set(self, spec: AnyKeys, written: object) -> AnyKeys:
-        """The spec with another value, which is one as a file has it."""
+        """Return the spec with another value, which is one as a file has it."""
         outer, *inner = self.path
         value: Any = self.leaf.take(written)
         if inner:
@@ -266,7 +266,7 @@ class DialKey:
 
     @property
     def override(self) -> str:
-        """What sets it to the value that every placement obeys."""
+        """Return the override that sets it to the value that every placement obeys."""
         free = self.dial.free
         return f"{self.place}={str(free).lower() if isinstance(free, bool) else free}"
 

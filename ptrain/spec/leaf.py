@@ -133,7 +133,9 @@ class Whole(Leaf):
             return value
         if type(value) is int and self.low <= value <= self.high:
             return value
-        refuse(f"must be {self.takes()}; got {describe(value)}", slips.unquote(value))
+        is_near = isinstance(value, float) and self.low <= value <= self.high
+        whole = f"write {value:.0f}" if is_near and value == round(value) else ""
+        refuse(f"must be {self.takes()}; got {describe(value)}", whole or slips.unquote(value))
 
     def schema(self) -> dict[str, Any]:
         number = {"type": "integer", "minimum": self.low, "maximum": self.high}
@@ -207,9 +209,16 @@ class Choice(Leaf):
             return value
         refuse(f"must be {self.takes()}; got {describe(value)}", self.meant(value))
 
+    def word(self, value: str) -> str:
+        """The word that the value is, or is another word for; nothing of others."""
+        word = value if value in self.words else self.slips.get(value.lower(), "")
+        return word if word in self.words else ""
+
     def meant(self, value: object) -> str:
         """The question whether another of the words was meant."""
         text = str(value).lower() if isinstance(value, str | bool) else ""
+        if self.slips.get(text, text) not in self.words and text in self.slips:
+            return ""  # what it stands for is not to be had here
         slipped = {slip: word for slip, word in self.slips.items() if word in self.words}
         known = {word: word for word in self.words} | slipped
         guess = nearest(text, tuple(known)) if isinstance(value, str) else text

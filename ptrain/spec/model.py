@@ -102,7 +102,7 @@ class ModelRaw:
     family: Annotated[
         str | None,
         Choice(
-            "which architecture",
+            "which architecture; without: llama",
             {
                 "llama": "RMSNorm, rotary positions, SwiGLU, grouped queries",
                 "gpt": "LayerNorm, learned positions, GELU, dropout",
@@ -134,7 +134,7 @@ class ModelRaw:
     kv_heads: Annotated[
         int | None,
         Whole(
-            "key and value heads; divides heads",
+            "key and value heads; divides heads; without: as many",
             1,
             2**14,
             aka=("n_kv_heads", "num_key_value_heads", "num_query_groups"),
@@ -143,7 +143,7 @@ class ModelRaw:
     ffn: Annotated[
         int | None,
         Whole(
-            "width inside the feed-forward part",
+            "width inside the feed-forward part; without: 4 x hidden, of gpt",
             1,
             2**22,
             aka=("ffn_hidden_size", "intermediate_size", "d_ff"),
@@ -153,12 +153,22 @@ class ModelRaw:
         int | None, Whole("tokens in the vocabulary", 2, 2**24, aka=("vocab_size",))
     ] = None
     tied: Annotated[
-        bool | None, Truth("the head is the transposed embedding", aka=("tie_word_embeddings",))
+        bool | None,
+        Truth(
+            "the head is the transposed embedding; without: false, and true of gpt",
+            aka=("tie_word_embeddings",),
+        ),
     ] = None
-    dropout: Annotated[float | None, Real("probability of dropout", 0.0, 0.99)] = None
+    dropout: Annotated[float | None, Real("probability of dropout; without: 0", 0.0, 0.99)] = None
     rope_base: Annotated[
         float | None,
-        Real("base of the rotary positions", 0.0, 1e12, open=True, aka=("rope_theta",)),
+        Real(
+            "base of the rotary positions; without: 10000",
+            0.0,
+            1e12,
+            open=True,
+            aka=("rope_theta",),
+        ),
     ] = None
     experts: Annotated[int | None, Whole("experts per block", 1, 2**16, executed=())] = None
     experts_per_token: Annotated[

@@ -85,7 +85,8 @@ def missing(name: str, kind: str, *folders: str) -> tuple[str, str]:
         else f"known: {', '.join(known)}"
     )
     remedy = f"did you mean {guess!r}? {lists}" if guess else lists
-    return f"there is no {kind} named {_short(name)!r}", f"{remedy}; or give a file"
+    file = "" if kind == "strategy" else "; or give a file"
+    return f"there is no {kind} named {_short(name)!r}", f"{remedy}{file}"
 
 
 def _short(name: str) -> str:

@@ -146,7 +146,7 @@ def _schedule(written: str | list[str]) -> ScheduleName | ListedSchedule:
 
 
 def _written(schedule: ScheduleName | ListedSchedule) -> object:
-    """A name, or the rows of a list."""
+    """Return a name, or the rows of a list."""
     return schedule.lines() if isinstance(schedule, ListedSchedule) else schedule.value
 
 

@@ -178,7 +178,7 @@ class PrecisionRaw:
     layout: Annotated[
         str | None,
         Choice(
-            "a named layout",
+            "a named layout; without: fp32",
             {
                 "fp32": "4 + 4 + 8 bytes: everything in fp32",
                 "bf16": "2 + 2 + 4 bytes: everything in bf16, no master copy",
@@ -194,7 +194,11 @@ class PrecisionRaw:
     ] = None
     compute: Annotated[
         str | None,
-        Choice("one dtype in place of all of a layout", {"fp64": "float64: equality tests"}),
+        Choice(
+            "one dtype in place of all of a layout",
+            {"fp64": "float64: equality tests"},
+            slips=_DTYPE_SLIPS,
+        ),
     ] = None
     parameters: Annotated[
         str | None,
@@ -214,6 +218,7 @@ class PrecisionRaw:
             "dtype in which a micro-batch's gradients are collected and travel; as `gradients` "
             "where that is written",
             _DTYPES,
+            slips=_DTYPE_SLIPS,
         ),
     ] = None
     master: Annotated[

@@ -10,7 +10,7 @@ from typing import Any
 from ptrain.spec.axis import EXECUTED_AXES, Axis
 from ptrain.spec.check import is_required
 from ptrain.spec.grammar import ExpertTupleRaw, SpecRaw, TupleRaw
-from ptrain.spec.leaf import Choice, Either, Leaf
+from ptrain.spec.leaf import Leaf
 from ptrain.spec.section import Section, keys
 
 FOLLOWS, NONE, NEEDED = "follows", "–", "needed"
@@ -19,13 +19,12 @@ FOLLOWS, NONE, NEEDED = "follows", "–", "needed"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyRow:
     """One key: `default` is a value as a file has it, `follows` where it depends on other keys,
-    `needed` where every spec has the key. `words` are the values with a meaning of their own."""
+    `needed` where every spec has the key, or the preset of its section."""
 
     place: str
     takes: str
     default: str
     about: str
-    words: tuple[tuple[str, str], ...] = ()
     is_section: bool = False
 
 
@@ -51,7 +50,6 @@ def reference(kind: type = SpecRaw, above: str = "") -> Iterator[KeyRow]:
                 takes=_executed_axis(key, _executed(holds)),
                 default=_default(spot, holds),
                 about=holds.about,
-                words=tuple(_words(holds)),
             )
 
 
@@ -85,11 +83,3 @@ def _yaml(value: object) -> str:
             return f"[{', '.join(map(_yaml, value))}]"
         case _:
             return str(value)
-
-
-def _words(leaf: Leaf) -> Iterator[tuple[str, str]]:
-    if isinstance(leaf, Choice):
-        yield from leaf.words.items()
-    elif isinstance(leaf, Either):
-        for option in leaf.options:
-            yield from _words(option)

@@ -265,7 +265,7 @@ def _global(raw: BatchRaw, step: int, report: Report) -> int | None:
 
 
 def resolve_data(data: DataSpec, tree: Tree, report: Report) -> DataSpec | None:
-    """One of corpus and path."""
+    """Return the section with one of corpus and path; both are a fault."""
     if data.path is None:
         return data
     if tree.has("data", "corpus"):
@@ -293,7 +293,7 @@ def resolve_precision(raw: PrecisionRaw) -> Precision:
 
 
 def resolve_optimizer(optimizer: OptimizerSpec, tree: Tree) -> OptimizerSpec:
-    """With the momentum that muon's authors have, where none is written."""
+    """Return it with the momentum of muon's authors, where none is written for muon."""
     if optimizer.name == "muon" and not tree.has("optimizer", "momentum"):
         return replace(optimizer, momentum=MUON_MOMENTUM)
     return optimizer

@@ -60,7 +60,7 @@ def _value(holds: Leaf | Section, definitions: dict[str, Shape]) -> Shape:
 
 
 def _default(holds: Leaf | Section, value: object) -> Shape:
-    """Nothing where it is none, or follows from other keys."""
+    """Return the default of a key; nothing where it is none, or follows from other keys."""
     if value in (None, MISSING) or not isinstance(holds, Leaf) or holds.follows:
         return {}
     return {"default": holds.say(value)}

@@ -116,8 +116,6 @@ def small_size(value: object, size: int | None, low: int, words: Iterable[str]) 
 
 def unquote(value: object) -> str:
     """The commonest slip with numbers: quotes, or a YAML 1.1 form that is a text in YAML 1.2."""
-    if isinstance(value, float) and value.is_integer():
-        return f"write {value:.0f}"
     if isinstance(value, str) and re.fullmatch(r"[-+]?[0-9_.:]+([eE][-+]?[0-9]+)?", value):
         plain = value.replace("_", "")
         return f"write {plain} without quotes or underscores" if ":" not in plain else ""

@@ -14,7 +14,7 @@ def _plan(written: str | Mapping[str, str]) -> str | Roles:
     """A plan's name, or the roles of a model's modules."""
     if isinstance(written, str):
         return written
-    return tuple((name, Role(role)) for name, role in written.items())
+    return tuple((name, Role(role)) for name, role in written.items()) or PAIRED
 
 
 def _written(plan: str | Roles) -> object:

@@ -12,6 +12,7 @@ from ptrain.costs import PLACED
 from ptrain.spec.axis import Axis
 from ptrain.spec.leaf import Leaf
 from ptrain.spec.model import ExternalModel, HuggingFaceModel, ModelShape, ModelSpec
+from ptrain.spec.names import listing
 from ptrain.spec.offload import Offload
 from ptrain.spec.pipeline import PipelineSpec
 from ptrain.spec.placement import Tier
@@ -110,7 +111,7 @@ def _model(model: ModelSpec) -> dict[str, object]:
             shape = asdict(model)
             preset = shape.pop("preset")
             del shape["attention"]  # written on top, for an hf class too
-            named = {"preset": preset} if preset else {}
+            named = {"preset": preset} if preset in listing("models") else {}
             return {**named, **shape, "family": model.family.value}
         case ExternalModel():
             named = {"target": model.target, "folder": model.folder}

@@ -162,7 +162,7 @@ LINES = [
     ("train:", "overlap: 1\ntrain:", "overlap", "must be one of none, backward; got the", ""),
     ("train:", "sync: last\ntrain:", "sync", "a mapping", "write sync: {gradients: last}"),
     ("{layout: fp32}", "fp16", "precision", "a mapping", "write precision: {layout: fp16}"),
-    ("{layout: fp32}", "mixed", "precision", "a mapping", "its keys: layout, compute"),
+    ("{layout: fp32}", "mixed", "precision", "a mapping", "{layout: fsdp-mixed}"),
     ("train:", "unit: 0 blocks\ntrain:", "unit", "block, sub-block, n blocks or model", ""),
     ("train:", "reshard: 1\ntrain:", "sync.reshard_after_forward", "shards >= 2", ""),
     ("train:", "reshard: often\ntrain:", "reshard", "true, false, non-root or a number", ""),

@@ -10,7 +10,7 @@ from ptrain.errors import SpecError
 from ptrain.spec.grammar import SpecRaw
 from ptrain.spec.keys import Keys, dials
 from ptrain.spec.load import load
-from ptrain.spec.reference import KeyRow, reference
+from ptrain.spec.reference import reference
 from ptrain.spec.section import keys
 from ptrain.spec.spec import Spec
 from ptrain.spec.write import section, to_yaml
@@ -39,12 +39,6 @@ def test_every_key_of_the_grammar_has_a_row_with_what_it_takes_and_means():
 def test_a_row_says_what_a_file_has(place, takes, default):
     row = ROWS[place]
     assert (row.takes, row.default) == (takes, default)
-
-
-def test_the_words_of_a_closed_set_are_explained_one_by_one():
-    assert [word for word, _ in ROWS["backend"].words] == ["auto", "gloo", "nccl"]
-    assert [word for word, _ in ROWS["unit"].words] == ["block", "sub-block", "model"]
-    assert isinstance(ROWS["mesh"], KeyRow) and ROWS["mesh"].is_section
 
 
 def test_a_default_of_the_reference_is_the_one_that_a_resolved_spec_has():
@@ -100,6 +94,17 @@ def remedy(argument: str) -> str:
         ("cluster=h100-8", "write cluster.preset=h100-8"),
         ("precision=bf16", "write precision.layout=bf16"),
         ("train.steps=1e3", "write 1000"),
+        ("train.steps=1e300", ""),
+        ("optimizer.lr=0.0", ""),
+        ("precision.layout=float64", ""),
+        ("precision=half", "write precision.layout=fp16"),
+        ("devices=8", "did you mean 'cluster.devices'?"),
+        ("train.log_every=5", "did you mean 'log.every'?"),
+        ("schedule=3", "did you mean 'optimizer.schedule' or 'pipeline.schedule'?"),
+        ("train.device=cpu", "'device' stands at the top of the spec, not in train"),
+        ("model=gpu", "`ptrain help model` lists what there is"),
+        ("cluster=h100", "write cluster.preset=h100-8"),
+        ("sede=1", "did you mean 'train.seed'?"),
         ("foo=1", "`ptrain help keys` lists what there is"),
         ("model.foo=1", "`ptrain help model` lists what there is"),
         ("tensor.foo=1", "known here: plan, loss_parallel, asynchronous"),
@@ -116,3 +121,21 @@ def test_in_a_file_the_suggestion_is_what_the_file_has(tmp_path):
     with pytest.raises(SpecError) as caught:
         load(file)
     assert caught.value.faults[0].remedy == "write precision: {layout: bf16}"
+
+
+def test_a_model_of_a_file_is_written_out_without_the_files_name(tmp_path):
+    """What ran can be rerun from another folder."""
+    shape = "family: llama\nlayers: 2\nhidden: 64\nheads: 2\nffn: 96\nvocab: 259\n"
+    (tmp_path / "shape.yaml").write_text(shape, encoding="utf-8")
+    file = tmp_path / "own.yaml"
+    file.write_text(
+        "model: {preset: shape.yaml}\nmesh: {dp_shard: 1}\nbatch: {micro: 1, sequence: 16}\n",
+        encoding="utf-8",
+    )
+    spec = load(file).spec
+    assert "preset" not in spec.resolved["model"]
+    assert load(spec.resolved).spec.model == spec.model
+
+
+def test_roles_of_nothing_are_no_roles():
+    assert load("zero3", ["tensor={plan: {}}"]).spec.tensor.plan == "paired"
