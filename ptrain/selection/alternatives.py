@@ -4,8 +4,6 @@ them."""
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
@@ -26,6 +24,7 @@ from ptrain.spec.offload import Offload
 from ptrain.spec.placement import OFFLOADED, S_STAR, Distribution, Mode, Placement, R, S, Tier
 from ptrain.spec.shorthand import POLICIES
 from ptrain.spec.spec import Spec
+from ptrain.spec.text import flow
 
 # Tuples that are tried in place of the spec's own: what needs no other layout or optimizer. Those
 # with states on the host begin with the fewest there.
@@ -181,7 +180,7 @@ def overrides(before: Spec, after: Spec) -> Iterator[str]:
     if tuples_of(before) != tuples_of(after):
         yield f"placement={_written(after)}"
         if (policy := before.resolved.get("recompute", "full")) != "full":
-            yield f"recompute={_flow(policy)}"  # a strategy's name may have said it
+            yield f"recompute={flow(policy)}"  # a strategy's name may have said it
     for dial in dials():
         if dial.of(before) != dial.of(after):
             yield dial.override
@@ -203,18 +202,9 @@ def _offload(before: Spec, after: Spec) -> Iterator[str]:
     if before.offload == after.offload and not moves:
         return
     path = {"path": after.offload.path} if after.offload.path is not None else {}
-    yield f"offload={_flow(path)}"
+    yield f"offload={flow(path)}"
     if (kept := before.resolved.get("activations")) is not None:
-        yield f"activations={_flow(kept)}"
-
-
-def _flow(value: object) -> str:
-    """On one line, as YAML reads it."""
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{key}: {_flow(inner)}" for key, inner in value.items()) + "}"
-    if isinstance(value, list):
-        return f"[{', '.join(map(_flow, value))}]"
-    return str(value) if re.fullmatch(r"[\w./@*-]+", str(value)) else json.dumps(value)
+        yield f"activations={flow(kept)}"
 
 
 def _says_when(spec: Spec) -> bool:

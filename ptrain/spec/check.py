@@ -14,7 +14,7 @@ from ptrain.spec.model import ModelRaw
 from ptrain.spec.names import listing
 from ptrain.spec.section import Section, keys
 from ptrain.spec.shorthand import mark_of
-from ptrain.spec.text import COMMAND_LINE, Route, Tree
+from ptrain.spec.text import COMMAND_LINE, Route, Tree, flow
 
 # Stand-ins for what every spec needs: nothing more is reported of a section that is at fault.
 _NEEDED: dict[Route, object] = {
@@ -118,9 +118,9 @@ class _Walk:
     def _said(self, route: Route, value: str) -> str:
         """A key with its value, as the command line has it or as a file has."""
         if mark_of(self.tree, route[:-1]).source.startswith(COMMAND_LINE):
-            return f"{'.'.join(route)}={value}"
+            return f"{'.'.join(route)}={flow(value)}"
         section, *inner = route
-        return f"{section}: {{{': {'.join(inner)}: {value}{'}' * len(inner)}"
+        return f"{section}: {{{': {'.join(inner)}: {flow(value)}{'}' * len(inner)}"
 
     def _fault(self, route: Route, finding: str, remedy: str, *, key: bool = False) -> None:
         mark = mark_of(self.tree, route, key=key)

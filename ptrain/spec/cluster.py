@@ -3,9 +3,8 @@
 from typing import Annotated, Any
 
 from ptrain.spec.leaf import Choice, Leaf, Real, Size, Text, Whole, describe, refuse
+from ptrain.spec.model import NAME_OR_FILE
 from ptrain.spec.section import section
-
-_NAME_OR_FILE = r"[^\x00-\x1f]{1,300}"
 
 
 class _Alike(Leaf):
@@ -39,7 +38,7 @@ class Cluster:
     what is None nobody says."""
 
     preset: Annotated[
-        str | None, Text("a cluster of specs/clusters, or a file of its fields", _NAME_OR_FILE)
+        str | None, Text("a cluster of specs/clusters, or a file of its fields", NAME_OR_FILE)
     ] = None
     name: Annotated[str, Text("what reports call it")] = "cluster"
     devices: Annotated[int, _Count("devices in all", 1, 2**17)]

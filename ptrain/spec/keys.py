@@ -32,6 +32,7 @@ from ptrain.spec.offload import Offload
 from ptrain.spec.pipeline import PipelineSpec
 from ptrain.spec.section import Section, keys, section
 from ptrain.spec.tensor import TensorSpec
+from ptrain.spec.text import flow
 
 _BUCKETS = {"per-tensor": 1, "size": STOCK_BUCKET_BYTES, "whole": WHOLE_BUCKET}
 
@@ -267,8 +268,7 @@ class DialKey:
     @property
     def override(self) -> str:
         """Return the override that sets it to the value that every placement obeys."""
-        free = self.dial.free
-        return f"{self.place}={str(free).lower() if isinstance(free, bool) else free}"
+        return f"{self.place}={flow(self.dial.free)}"
 
     def is_free(self, spec: Keys) -> bool:
         """Whether it has the value that every placement obeys."""

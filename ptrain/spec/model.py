@@ -6,7 +6,7 @@ from typing import Annotated
 
 from ptrain.spec.leaf import Choice, Free, Real, Text, Truth, Whole, declared
 
-_NAME_OR_FILE = r"[^\x00-\x1f]{1,300}"
+NAME_OR_FILE = r"[^\x00-\x1f]{1,300}"
 
 
 BESIDE = "."  # a target's folder is that of the spec's file
@@ -97,7 +97,7 @@ class ModelRaw:
     """Which model: a preset and shape fields that override it; or hf; or target."""
 
     preset: Annotated[
-        str | None, Text("a model of specs/models, or a file of shape fields", _NAME_OR_FILE)
+        str | None, Text("a model of specs/models, or a file of shape fields", NAME_OR_FILE)
     ] = None
     family: Annotated[
         str | None,
@@ -197,7 +197,7 @@ class ModelRaw:
         Text(
             "where target is looked for after what is installed: . is the spec's own folder, and "
             "null is nowhere",
-            _NAME_OR_FILE,
+            NAME_OR_FILE,
             null=True,
         ),
     ] = BESIDE

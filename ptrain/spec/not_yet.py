@@ -10,7 +10,7 @@ from ptrain.spec.grammar import SpecRaw
 from ptrain.spec.leaf import Leaf
 from ptrain.spec.section import Section, keys
 from ptrain.spec.shorthand import mark_of
-from ptrain.spec.text import Route, Tree
+from ptrain.spec.text import Route, Tree, flow
 
 
 def refusals(tree: Tree) -> dict[Route, Fault]:
@@ -29,10 +29,10 @@ def _rows(tree: Tree) -> Iterator[_Finding]:
         value, executed = tree.at(route), leaf.executed or ()
         if value is None or any(value == o and type(value) is type(o) for o in executed):
             continue
-        words = [_yaml(word) for word in executed]
+        words = [flow(word) for word in executed]
         name = route[-1]
         works = f"what works today: {name}: {' or '.join(words)}" if words else f"remove {name}"
-        shown = f" {_yaml(value)}" if isinstance(value, str | int | float) else ""
+        shown = f" {flow(value)}" if isinstance(value, str | int | float) else ""
         finding = f"not yet: {name}{shown} is in the grammar, and nothing executes it{leaf.why}"
         yield route, finding, works
 
@@ -58,7 +58,3 @@ def _axes(tree: Tree) -> Iterator[_Finding]:
         if tree.at(route) not in (None, 1):
             finding = f"not yet: the axis {axis} is in the grammar, and nothing executes it"
             yield route, finding, f"what works today: {', '.join(EXECUTED_AXES)}"
-
-
-def _yaml(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -12,6 +12,7 @@ from ptrain.spec.check import is_required
 from ptrain.spec.grammar import ExpertTupleRaw, SpecRaw, TupleRaw
 from ptrain.spec.leaf import Leaf
 from ptrain.spec.section import Section, keys
+from ptrain.spec.text import flow
 
 FOLLOWS, NONE, NEEDED = "follows", "–", "needed"
 
@@ -57,7 +58,7 @@ def _executed(leaf: Leaf) -> str:
     """What it takes, and of which of it it is true that nothing executes it yet."""
     if leaf.executed is None:
         return leaf.takes()
-    works = [_yaml(value) for value in leaf.executed]
+    works = [flow(value) for value in leaf.executed]
     return f"{' or '.join(works)}; not yet: {leaf.takes()}" if works else f"not yet: {leaf.takes()}"
 
 
@@ -72,14 +73,4 @@ def _default(spot: Field[Any], leaf: Leaf) -> str:
     if leaf.follows:
         return FOLLOWS
     value = leaf.say(None if spot.default is MISSING else spot.default)
-    return NONE if value is None else _yaml(value)
-
-
-def _yaml(value: object) -> str:
-    match value:
-        case bool():
-            return str(value).lower()
-        case list():
-            return f"[{', '.join(map(_yaml, value))}]"
-        case _:
-            return str(value)
+    return NONE if value is None else flow(value)

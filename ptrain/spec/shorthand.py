@@ -19,7 +19,7 @@ from ptrain.spec.axis import DATA_AXES, Axis
 from ptrain.spec.dials import Reshard
 from ptrain.spec.leaf_mode import KEPT_MEANINGS
 from ptrain.spec.names import missing, strategy
-from ptrain.spec.text import Route, SourceMark, Tree
+from ptrain.spec.text import Route, SourceMark, Tree, flow
 
 Mapping = dict[str, object]
 _DATA = tuple(axis.value for axis in DATA_AXES)
@@ -185,7 +185,7 @@ def _named_tuple(placement: Mapping, axis: str, name: str, fault: _Report) -> No
     elif any(section in tree.root for section in POLICIES):
         modes = ", ".join(map(str, tuples[home[0]].values()))
         policies = {key: _policy(tree.root, key) for key in POLICIES if key in tree.root}
-        sections = [f"{key}: {_flow(policy)}" for key, policy in policies.items()]
+        sections = [f"{key}: {flow(policy)}" for key, policy in policies.items()]
         fault(
             route,
             f"{name} is more than a tuple",
@@ -193,11 +193,6 @@ def _named_tuple(placement: Mapping, axis: str, name: str, fault: _Report) -> No
         )
     else:
         placement[axis] = copy.deepcopy(tuples[home[0]])
-
-
-def _flow(section: Mapping) -> str:
-    """`{schedule: gpipe}`."""
-    return "{" + ", ".join(f"{key}: {str(value).lower()}" for key, value in section.items()) + "}"
 
 
 def _data_degree(root: Mapping, fault: _Report) -> None:

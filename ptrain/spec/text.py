@@ -7,6 +7,7 @@ aliases. Anchors, aliases and tags are refused: a spec is a plain tree.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -77,6 +78,21 @@ class Tree:
         """Whether a key stands there, whatever its value."""
         section = self.at(route[:-1])
         return isinstance(section, dict) and route[-1] in section
+
+
+def flow(value: object) -> str:
+    """Return a value on one line, as YAML reads it."""
+    match value:
+        case dict():
+            return "{" + ", ".join(f"{key}: {flow(inner)}" for key, inner in value.items()) + "}"
+        case list() | tuple():
+            return f"[{', '.join(map(flow, value))}]"
+        case None | bool():
+            return json.dumps(value)
+        case str() if not re.fullmatch(r"[\w./@*-]+", value):
+            return json.dumps(value, ensure_ascii=False)
+        case _:
+            return str(value)
 
 
 def scalar(text: str) -> object:
