@@ -99,8 +99,11 @@ def verdict(failed: Sequence[str]) -> str:
 
 
 def save(theme: str, text: str) -> Path:
-    """`results/<theme>_<hardware>_<date>.md`; never over an older one."""
+    """`results/<theme>_<hardware>_<date>.md`; never over an older one: of a second result of a day,
+    which hours may have gone into, the name bears the time as well."""
     path = result_path(theme, "md")
+    if path.exists():
+        path = path.with_stem(f"{path.stem}_{time.strftime('%H%M')}")
     with path.open("x", encoding="utf-8") as file:
         file.write(text.rstrip() + "\n")
     return path

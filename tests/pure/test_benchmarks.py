@@ -48,6 +48,14 @@ def test_a_claim_that_fails_ends_with_what_failed_and_with_what_is_not_covered(b
     assert "Verdict: holds.\n" in capsys.readouterr().out
 
 
+def test_a_second_result_of_a_day_stands_beside_the_first(monkeypatch, tmp_path):
+    machine = import_module("benchmarks._machine")
+    monkeypatch.setattr(machine, "RESULTS", tmp_path)
+    first, second = machine.save("x", "one"), machine.save("x", "two")
+    assert [path.read_text() for path in (first, second)] == ["one\n", "two\n"]
+    assert second.stem.startswith(first.stem) and second.stem != first.stem
+
+
 def test_a_command_can_be_copied_from_a_page(benchmark):
     text = benchmark["_machine"].header("x", ["python", "x.py", "--groups", "a group (of two)"])
     assert "| command | `python x.py --groups 'a group (of two)'` |" in text
