@@ -60,3 +60,16 @@ def format_count(number: int | float) -> str:
 def ceil_div(numerator: int, denominator: int) -> int:
     """Division rounded up: the size of the largest of `denominator` shards."""
     return -(-numerator // denominator)
+
+
+def as_bytes(value: object, *, rate: bool = False) -> int | None:
+    """Return the bytes, or with `rate` the bytes per second, that a number or a text says; None of
+    what says none."""
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        return None
+    if isinstance(value, int | float):
+        return round(value) if abs(value) < 10**300 else None
+    try:
+        return parse_bytes(value.removesuffix("/s") if rate else value)
+    except (ValueError, OverflowError):
+        return None

@@ -14,6 +14,7 @@ from ptrain.spec.model import ModelRaw
 from ptrain.spec.names import listing
 from ptrain.spec.section import Section, keys
 from ptrain.spec.shorthand import mark_of
+from ptrain.spec.suggest import for_unknown, listed
 from ptrain.spec.text import COMMAND_LINE, Route, Tree, flow
 
 # Stand-ins for what every spec needs: nothing more is reported of a section that is at fault.
@@ -92,16 +93,12 @@ class _Walk:
             return MISSING
 
     def _no_mapping(self, kind: type, value: object, route: Route) -> None:
-        from ptrain.spec.suggest import listed
-
         remedy = self._key_of(kind, value, route) or listed("its keys", kind, route)
         if route == ("checkpoint",):
             remedy = slips.checkpointed(value) or remedy
         self._fault(route, f"must be a mapping; got {describe(value)}", remedy)
 
     def _unknown(self, key: str, kind: type, route: Route) -> None:
-        from ptrain.spec.suggest import for_unknown  # a sound spec needs none
-
         self._fault((*route, key), f"unknown key {key!r}", for_unknown(key, kind, route), key=True)
 
     def _key_of(self, kind: type, value: object, route: Route) -> str:

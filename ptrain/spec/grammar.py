@@ -54,7 +54,7 @@ class MeshRaw:
             1,
             MAX_DEGREE,
             words=("auto",),
-            aka=("ddp", "replicate"),
+            aka=("replicate",),
         ),
     ] = None
     dp_shard: Annotated[

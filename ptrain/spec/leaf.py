@@ -15,7 +15,7 @@ from enum import Enum
 from typing import Any, NamedTuple, NoReturn, TypeVar, dataclass_transform
 
 from ptrain.spec import slips
-from ptrain.units import parse_bytes
+from ptrain.units import as_bytes
 
 Kind = TypeVar("Kind")
 
@@ -264,7 +264,7 @@ class Size(Leaf):
     def check(self, value: Any) -> object:
         if isinstance(value, str) and value in self.words:
             return value
-        size = _bytes(value, rate=self.rate)
+        size = as_bytes(value, rate=self.rate)
         if size is not None and self.low <= size <= self.high:
             return size
         refuse(
@@ -391,14 +391,3 @@ def meanings(words: Mapping[str, str]) -> dict[str, Any]:
 
 def one_of(*shapes: dict[str, Any]) -> dict[str, Any]:
     return dict(shapes[0]) if len(shapes) == 1 else {"anyOf": list(shapes)}
-
-
-def _bytes(value: object, *, rate: bool) -> int | None:
-    if isinstance(value, bool) or not isinstance(value, str | int | float):
-        return None
-    if isinstance(value, int | float):
-        return round(value) if abs(value) < 10**300 else None
-    try:
-        return parse_bytes(value.removesuffix("/s") if rate else value)
-    except (ValueError, OverflowError):
-        return None
