@@ -99,14 +99,17 @@ def verdict(failed: Sequence[str]) -> str:
 
 
 def save(theme: str, text: str) -> Path:
-    """`results/<theme>_<hardware>_<date>.md`; never over an older one: of a second result of a day,
-    which hours may have gone into, the name bears the time as well."""
-    path = result_path(theme, "md")
-    if path.exists():
-        path = path.with_stem(f"{path.stem}_{time.strftime('%H%M')}")
+    """Write `results/<theme>_<hardware>_<date>.md`."""
+    path = fresh(result_path(theme, "md"))
     with path.open("x", encoding="utf-8") as file:
         file.write(text.rstrip() + "\n")
     return path
+
+
+def fresh(path: Path) -> Path:
+    """Return the path, or of a second result of a day, which hours may have gone into, one that
+    bears the time as well: no result is written over an older one."""
+    return path.with_stem(f"{path.stem}_{time.strftime('%H%M')}") if path.exists() else path
 
 
 def result_path(theme: str, suffix: str) -> Path:

@@ -45,7 +45,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from _machine import RESULTS, ROOT, commit, this_command
+from _machine import RESULTS, ROOT, commit, fresh, this_command
 
 from tests.source_tree import SourceTree
 
@@ -284,7 +284,7 @@ def main() -> None:
     print(text)
     if args.write:
         name = f"house_against_{args.against}_{day}" if args.against else f"house_{day}"
-        with (RESULTS / f"{name}.md").open("x", encoding="utf-8") as file:
+        with fresh(RESULTS / f"{name}.md").open("x", encoding="utf-8") as file:
             file.write(text + "\n")
 
 

@@ -129,7 +129,8 @@ def _tuples(tree: Tree, root: Mapping, fault: _Report) -> None:
             if len(modes) == len(PLACED):
                 placement[axis] = dict(zip(map(str, PLACED), modes, strict=True))
             else:
-                fault(route, f"a tuple has 4 modes, for Θ, Ω, G, A; got {len(modes)}")
+                finding = f"a tuple has 4 modes, for Θ, Ω, G, A; got {len(modes)}"
+                fault(route, finding, f"write four: {axis}: [{', '.join(_usual(axis))}]")
         else:
             _named_tuple(placement, axis, str(value), fault)
 
@@ -148,7 +149,7 @@ def _cut_at_commas(tree: Tree, placement: Mapping, fault: _Report) -> bool:
         *itertools.takewhile(strays.__contains__, keys[first:]),  # of equal keys the first is left
     ]
     if len(modes) != len(PLACED):
-        modes = ["S" if axis == Axis.TP else "S*", "S", "S", "R"]
+        modes = _usual(axis)
     fault(
         ("placement",),
         "within { } a comma ends the value, so the modes after it are keys",
@@ -156,6 +157,13 @@ def _cut_at_commas(tree: Tree, placement: Mapping, fault: _Report) -> bool:
         route,
     )
     return True
+
+
+def _usual(axis: str) -> list[str]:
+    """Return a legal tuple of the axis, as an example."""
+    if axis == Axis.DP_REPLICATE:
+        return ["R"] * len(PLACED)
+    return ["S*" if axis == Axis.DP_SHARD else "S", "S", "S", "R"]
 
 
 def _modes_at(mark: SourceMark | None) -> list[str]:
