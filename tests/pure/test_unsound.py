@@ -73,7 +73,7 @@ SHARDS = {"dp_shard": "S*,S,S,R"}
         ({"batch": {"micro": 2}}, "batch.sequence", "the key 'sequence' is missing in batch",
          "write sequence: 128"),
         ({"placement": {"dp_shard": "S*,S,S"}}, "placement.dp_shard",
-         "a tuple has 4 modes, for Θ, Ω, G, A; got 3", ""),
+         "a tuple has 4 modes, for Θ, Ω, G, A; got 3", "write four: dp_shard: [S*, S, S, R]"),
         ({"compile": True}, "compile",
          "not yet: compile true is in the grammar, and nothing executes it",
          "what works today: compile: false"),
