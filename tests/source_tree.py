@@ -13,7 +13,7 @@ BASE = "base"  # the room of the modules beside the packages, which stands below
 AXES, TORCH_HALF = "axes", "run"
 USERS = {"ptrain", "ptrain.__main__", "ptrain.testing"}  # entries: they are in no room
 
-FILLERS = {"found", "told", "asked", "made", "each"}  # of a variable
+FILLERS = {"found", "told", "asked", "made", "each"}  # of a variable or a function
 
 
 class SourceTree:
@@ -114,7 +114,8 @@ class SourceTree:
         return {name: sorted(homes[name]) for name in sorted(homes) if len(homes[name]) > 1}
 
     def filler_names(self) -> dict[str, list[str]]:
-        """By module the variables and parameters whose names say nothing of what they hold."""
+        """By module the variables, parameters and functions whose names say nothing of what they
+        hold or do."""
         fillers = {
             module: sorted(set(_fillers(self.parsed(path))))
             for module, path in self.modules.items()
@@ -126,4 +127,6 @@ def _fillers(tree: ast.Module) -> Iterator[str]:
     for node in ast.walk(tree):
         match node:
             case ast.Name(id=name, ctx=ast.Store()) | ast.arg(arg=name) if name in FILLERS:
+                yield name
+            case ast.FunctionDef(name=name) if name.lstrip("_") in FILLERS:
                 yield name

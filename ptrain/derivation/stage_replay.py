@@ -142,7 +142,7 @@ class _Rank:
         self.saved += stage.net[kind]
         for tier, size in stage.part.passes.moved:
             self.moved[tier] += size if kind is Kind.FORWARD else -size
-        for tensor in self.boundaries.made(kind, action):
+        for tensor in self.boundaries.outputs_of(kind, action):
             self.saved -= self.boundaries.give(tensor)
         for tensor in self.boundaries.done_with(kind, action):
             self.boundaries.drop(tensor)
@@ -213,7 +213,7 @@ class _Boundaries:
         self.holders: dict[_Held, int] = {}
         self.size = 0
 
-    def made(self, kind: Kind, action: Action) -> list[_Held]:
+    def outputs_of(self, kind: Kind, action: Action) -> list[_Held]:
         """What a pass gives."""
         if kind is Kind.FORWARD:
             return [_Held(_Role.OUTPUT, action.stage, action.microbatch)]

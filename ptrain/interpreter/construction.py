@@ -63,7 +63,7 @@ class Construction:
     def has_mesh(self) -> bool:
         return self._mesh is not None
 
-    def each_piece(self) -> Iterator[Workpiece]:
+    def placed_pieces(self) -> Iterator[Workpiece]:
         """One after the other, each placed when its turn comes first: a stage is wrapped before
         the next one is cut."""
         if self.pieces:

@@ -63,7 +63,7 @@ def execute(rank: Construction) -> None:
                 _run_of_rank(steps[number], rank)
             continue
         _require(rank.has_mesh, steps[numbers[0]], "there is no mesh yet")
-        for piece in rank.each_piece():
+        for piece in rank.placed_pieces():
             for number in numbers:
                 step = piece.plan.steps[number]
                 OF_PIECES[type(step)](step, piece, rank)

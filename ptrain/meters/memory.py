@@ -124,7 +124,7 @@ class MemoryMeter(Ledger):
             self._after_collective = False
             self._pause(_RELEASE_SECONDS)
 
-    def found(self, key: int, storage: torch.UntypedStorage) -> None:
+    def existing(self, key: int, storage: torch.UntypedStorage) -> None:
         """What the program declared or tagged, or what some tensor held before the step, lived all
         along and counts in every peak so far; any other is the inside of an operator (gloo's
         reduce-scatter works on a copy of its input).

@@ -31,7 +31,7 @@ def require_cuttable(module: nn.Module, roles: Roles, place: str, spec: Spec) ->
     """Raises SpecError; `place` is whose the plan is. Runs the model forward once, whole."""
     named = {name: role for pattern, role in roles for name in matching(module, pattern)}
     _require_whole_tokens(spec)
-    _require_one_each(module, roles, place)
+    _require_one_role(module, roles, place)
     _require_something_cut(named, place)
     _require_one_head(named, place)
     faults = (*_kinds(module, roles, place), *_sizes(module, roles, spec.degree(Axis.TP)))
@@ -56,7 +56,7 @@ def _require_whole_tokens(spec: Spec) -> None:
             raise refused("placement.tp.activations", finding, "write activations: R")
 
 
-def _require_one_each(module: nn.Module, roles: Roles, place: str) -> None:
+def _require_one_role(module: nn.Module, roles: Roles, place: str) -> None:
     seen: dict[str, Role] = {}
     for pattern, role in roles:
         for name in matching(module, pattern):

@@ -48,7 +48,7 @@ class Ledger(TorchDispatchMode):
         self._resize: Callable[[torch.UntypedStorage, int], Any] | None = None
         self._collecting = False
 
-    def found(self, key: int, storage: torch.UntypedStorage) -> None:
+    def existing(self, key: int, storage: torch.UntypedStorage) -> None:
         """A storage that existed before it was seen."""
 
     def born(self, key: int, storage: torch.UntypedStorage, operator: str) -> None:
@@ -64,7 +64,7 @@ class Ledger(TorchDispatchMode):
         """Declares a tensor that lives already."""
         storage = storage_of(tensor)
         if self._follow(storage):
-            self.found(storage._cdata, storage)
+            self.existing(storage._cdata, storage)
 
     def _follow(self, storage: torch.UntypedStorage) -> bool:
         key = storage._cdata
@@ -99,7 +99,7 @@ class Ledger(TorchDispatchMode):
     def _resize_storage(self, storage: torch.UntypedStorage, size: int) -> Any:
         assert self._resize is not None
         if self._follow(storage):
-            self.found(storage._cdata, storage)
+            self.existing(storage._cdata, storage)
         key, before = storage._cdata, storage.nbytes()
         result = self._resize(storage, size)
         self.sizes[key] = storage.nbytes()

@@ -90,7 +90,7 @@ def _at(
         other = usual if has_majority else next(counted for counted in counts if counted != call)
         known = call or other
         assert known is not None
-        way, difference = _told(call, other)
+        way, difference = _difference(call, other)
         carried = f" ({known.carries})" if known.carries else ""
         yield Departure(
             step=step,
@@ -105,7 +105,7 @@ def _at(
         )
 
 
-def _told(call: Call | None, other: Call | None) -> tuple[Way, str]:
+def _difference(call: Call | None, other: Call | None) -> tuple[Way, str]:
     if call is None or other is None:
         return Way.MISSING, "is not called" if call is None else "is called here alone"
     for field, way in _FIELDS:

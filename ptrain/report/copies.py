@@ -90,7 +90,7 @@ def _differing(held: Sequence[tuple[int, Copy]], step: int) -> Iterator[Departur
             rank=rank,
             way=_way(copy.kind, other[0]),
             between=between,
-            told=_told(copy, other),
+            told=_difference(copy, other),
         )
 
 
@@ -101,7 +101,7 @@ def _way(text: str, other: str) -> Way:
     return Way.SHAPE if text != other else Way.VALUE
 
 
-def _told(copy: Copy, other: tuple[str, str]) -> str:
+def _difference(copy: Copy, other: tuple[str, str]) -> str:
     """What differs, in a few words: `bfloat16 for float32`, `7 for 8`; of values which part."""
     kind, digest = other
     match _way(copy.kind, kind):

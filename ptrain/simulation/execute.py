@@ -61,7 +61,7 @@ def simulate(
         with (
             patched(spec.model),
             nullcontext() if rehearse else fake_tensors(),
-            _told(spec, device),
+            _refusing(spec, device),
         ):
             return _simulated(spec, world, allow_import=allow_import)
     finally:
@@ -82,7 +82,7 @@ def rehearsal_device(spec: Spec) -> torch.device:
 
 
 @contextmanager
-def _told(spec: Spec, device: torch.device) -> Iterator[None]:
+def _refusing(spec: Spec, device: torch.device) -> Iterator[None]:
     """What cannot be simulated, in words; a pipeline wraps what its stages raise."""
     try:
         yield

@@ -73,10 +73,10 @@ class LivingMeter(MemoryMeter):
         if life := self._lives.get(storage._cdata):
             life.tag = tag
 
-    def found(self, key: int, storage: torch.UntypedStorage) -> None:
+    def existing(self, key: int, storage: torch.UntypedStorage) -> None:
         """It lived before the step."""
         self._lives[key] = Life(None, None, self._registry.of_storage(storage))
-        super().found(key, storage)
+        super().existing(key, storage)
 
     def born(self, key: int, storage: torch.UntypedStorage, operator: str) -> None:
         self._lives[key] = Life(self._modules.current, self._phase)

@@ -35,7 +35,7 @@ from ptrain.spec.model import Attention, ModelShape
 from ptrain.steps.step import Keep
 from ptrain.timeline import Boundary, Mark
 from ptrain.traces.stage_tables import TableSetting, settings
-from ptrain.traces.tensor_tables import TP, asked, fake_mesh
+from ptrain.traces.tensor_tables import TP, fake_mesh, output_arguments
 
 ATTENTIONS = (Attention.SDPA, Attention.EAGER)
 
@@ -219,7 +219,7 @@ def block_settings() -> Iterator[tuple[str, dict[str, TableSetting]]]:
 
 def main() -> None:
     """Write every table, or those whose names begin with `--only`."""
-    directory, only = asked(__doc__, "blocks")
+    directory, only = output_arguments(__doc__, "blocks")
     mesh = fake_mesh()
     for title, by_cut in block_settings():
         if title.startswith(only):

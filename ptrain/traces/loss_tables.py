@@ -33,7 +33,7 @@ from ptrain.spec.model import Family
 from ptrain.spec.precision import DType
 from ptrain.timeline import Boundary
 from ptrain.traces.loss_trace import LossTraceSetting, Tokens, tokens_of, trace
-from ptrain.traces.tensor_tables import KINDS, asked, fake_mesh
+from ptrain.traces.tensor_tables import KINDS, fake_mesh, output_arguments
 
 SEVERAL = 2  # samples, where they are not one
 CHUNKS = (5, 7)  # from so many what repeats is learnt
@@ -209,7 +209,7 @@ def settings() -> Iterator[tuple[str, list[LossTraceSetting]]]:
 
 def main() -> None:
     """Writes every table, or those whose names begin with `--only`."""
-    directory, only = asked(__doc__, "loss")
+    directory, only = output_arguments(__doc__, "loss")
     gc.freeze()  # each trace begins with a collection, of which torch's own objects are most
     mesh = fake_mesh()
     for title, ways in settings():

@@ -37,7 +37,7 @@ from ptrain.steps.step import Parallelize
 from ptrain.timeline import Boundary, Mark
 from ptrain.traces import tensor_tables
 from ptrain.traces.stage_trace import PassEvents, TracedStage, record_passes
-from ptrain.traces.tensor_tables import KINDS, TP, CutKind, asked, fake_mesh
+from ptrain.traces.tensor_tables import KINDS, TP, CutKind, fake_mesh, output_arguments
 
 PLACES = ("first", "middle", "last")
 MOST = 3  # layers: with as many, begin, block and end are all there
@@ -366,7 +366,7 @@ def settings() -> Iterator[tuple[str, TableSetting, tuple[TableSetting, ...]]]:
 
 def main() -> None:
     """Writes every table, or those whose names begin with `--only`."""
-    directory, only = asked(__doc__, "pp")
+    directory, only = output_arguments(__doc__, "pp")
     mesh = fake_mesh()
     for title, alone, cut_over_tp in settings():
         if title.startswith(only):

@@ -137,7 +137,7 @@ def tables(mesh: DeviceMesh) -> Iterator[tuple[str, dict[str, object]]]:
         yield title, by_kind
 
 
-def asked(about: str | None, folder: str) -> tuple[Path, str]:
+def output_arguments(about: str | None, folder: str) -> tuple[Path, str]:
     """Of a command that writes tables: where to, and what the names of those begin with that are
     written; torch computes with one thread."""
     parser = argparse.ArgumentParser(description=about)

@@ -74,11 +74,11 @@ def _culprit(error: ChildFailedError) -> tuple[int, str]:
     """Return the first rank to fail that did not fail because of another, and what it says; on this
     node, as each agent says."""
     failures = sorted(error.failures.items(), key=lambda failed: failed[1].timestamp)
-    messages = [(rank, _told(failure.message)) for rank, failure in failures]
+    messages = [(rank, _message_text(failure.message)) for rank, failure in failures]
     return next((pair for pair in messages if not is_victim(pair[1])), messages[0])
 
 
-def _told(message: object) -> str:
+def _message_text(message: object) -> str:
     """The agent's message: text, or what @record wrote."""
     return str(message.get("message", message) if isinstance(message, dict) else message)
 

@@ -23,7 +23,7 @@ from ptrain.spec.spec import Spec
 from ptrain.train.folder import RunFolder
 from ptrain.train.journal import LOG
 from ptrain.train.profile import traced
-from ptrain.train.traced import moved, told
+from ptrain.train.traced import announcement, moved
 
 FIRST_STEADY = 2  # the first two steps make optimizer state and rebuild buckets
 
@@ -48,7 +48,7 @@ class Probe:
         self._traced = {instead.get(step, step) for step in program.spec.profile}
         self._every = every
         self._measured = measured
-        if line := told(program.spec, metered):
+        if line := announcement(program.spec, metered):
             LOG.warning(line)
         self._before: Estimate | None = None
         self.estimate: Estimate | None = None  # of the first steady step, with the set-up rows

@@ -24,7 +24,7 @@ def moved(spec: Spec, metered: tuple[int, ...]) -> dict[int, int]:
     return {step: max(metered) + 1 for step in spec.profile if step in metered}
 
 
-def told(spec: Spec, metered: tuple[int, ...]) -> str:
+def announcement(spec: Spec, metered: tuple[int, ...]) -> str:
     """Return one line on what is moved, "" where nothing is."""
     if not (moves := moved(spec, metered)):
         return ""

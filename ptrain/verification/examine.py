@@ -85,18 +85,18 @@ class _Examiner:
         self.names = {name: place for place, name in enumerate(self.reference.parameters)}
 
     def run(self, steps: int) -> Examination:
-        departures = self._told(list(self._state(0, Moment.START)))
+        departures = self._of_all_ranks(list(self._state(0, Moment.START)))
         evidence = None
         for step in range(steps):
             if departures:
                 break
             evidence = self._step(step, evidence)
-            departures = self._told(self._departures(evidence))
+            departures = self._of_all_ranks(self._departures(evidence))
             if departures:
                 break
             evidence.expected_norm = self.reference.update(step, dict(self.sums))
             after = [*self._norm(evidence), *self._state(step, Moment.UPDATE)]
-            departures = self._told(after)
+            departures = self._of_all_ranks(after)
         sides = self.program, self.reference
         culprit = explain(departures, evidence, sides, self.exchange) if departures else None
         done = evidence.step + 1 if evidence else 0
@@ -307,7 +307,7 @@ class _Examiner:
                 told=f"{tensor.dtype} for {whole.dtype}" if way is Way.DTYPE else "",
             )
 
-    def _told(self, own: list[Departure]) -> tuple[Departure, ...]:
+    def _of_all_ranks(self, own: list[Departure]) -> tuple[Departure, ...]:
         """Return everybody's departures on every rank, in order of time and along the model."""
         least: dict[tuple[Moment, Subject], list[Departure]] = {}
         for departure in sorted(own, key=self._when):

@@ -50,14 +50,14 @@ def verify(
         raise PtrainError("verify: no batch\n  remedy: give at least one global batch")
     shares = _shares(whole, share)
     count = len(whole) if terms.steps is None else terms.steps
-    return Examiner(_made(reference), _made(distributed), terms).run(
+    return Examiner(_built(reference), _built(distributed), terms).run(
         [whole[step % len(whole)] for step in range(count)],
         [shares[step % len(whole)] for step in range(count)],
         again=distributed if not isinstance(distributed, Job) else None,
     )
 
 
-def _made(job: Make) -> Job:
+def _built(job: Make) -> Job:
     built = job if isinstance(job, Job) else job()
     if not isinstance(built, Job):
         raise PtrainError(

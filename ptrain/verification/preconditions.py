@@ -106,7 +106,7 @@ def _same_tensors(first: Digests, second: Digests, exchange: Exchange) -> Check:
         f"{{name}} has other bits on rank {{rank}} after {STEPS} steps: something is not a "
         "function of the spec (an operator, an order of arrival, the random state)"
     )
-    return _told(f"{REPEATED}: tensors", len(names), own, why, exchange)
+    return _of_all_ranks(f"{REPEATED}: tensors", len(names), own, why, exchange)
 
 
 def _starts(program: Program, exchange: Exchange) -> Iterator[Check]:
@@ -119,7 +119,7 @@ def _starts(program: Program, exchange: Exchange) -> Iterator[Check]:
         wrong = [name for name, tensor in own.items() if not _is_part_of(tensor, whole.get(name))]
         wrong += _lacking(own, whole, exchange)
         why = "{name} is not what one device starts from, on rank {rank}"
-        yield _told(f"initial {subject}", len(own), wrong, why, exchange)
+        yield _of_all_ranks(f"initial {subject}", len(own), wrong, why, exchange)
 
 
 def _is_part_of(tensor: torch.Tensor, whole: torch.Tensor | None) -> bool:
@@ -155,7 +155,7 @@ def _counters(program: Program, exchange: Exchange, expected: int) -> Iterator[C
         counts = sorted({updates[name] for name in wrong})
         said = ", ".join(f"{count:g}" for count in counts)
         why = f"{{name}} on rank {{rank}} counts {said}, and {expected} updates were made"
-        yield _told("step counters", len(updates), wrong, why, exchange)
+        yield _of_all_ranks("step counters", len(updates), wrong, why, exchange)
 
 
 def _counts(states: States) -> dict[str, float]:
@@ -166,7 +166,9 @@ def _counts(states: States) -> dict[str, float]:
     }
 
 
-def _told(name: str, number: int, wrong: Sequence[str], why: str, exchange: Exchange) -> Check:
+def _of_all_ranks(
+    name: str, number: int, wrong: Sequence[str], why: str, exchange: Exchange
+) -> Check:
     """Tell of all ranks how many things were compared, and which of them first is not as it should
     be. `why` has places for `name` and `rank`, and is the telling rank's own."""
     everyone = exchange.gather(

@@ -123,8 +123,8 @@ def test_a_profiled_step_beyond_the_last_is_refused_with_the_range():
 def test_a_metered_step_is_not_traced_but_the_one_after_the_meters():
     spec = require(load("ddp", ["profile=[1,2,3,5]", "train.steps=9"]))
     assert traced.moved(spec, (2, 3)) == {2: 4, 3: 4}
-    assert "step 2 and 3 is metered; step 4 of 9 is traced" in traced.told(spec, (2, 3))
-    assert traced.told(require(load("ddp", ["profile=[5]"])), (2, 3)) == ""
+    assert "step 2 and 3 is metered; step 4 of 9 is traced" in traced.announcement(spec, (2, 3))
+    assert traced.announcement(require(load("ddp", ["profile=[5]"])), (2, 3)) == ""
 
 
 # -- schedule

@@ -74,7 +74,7 @@ def rounds(microbatches: int, ranks: int) -> int:
 
 def _rounds(pipeline: PipelineShape, rank: int) -> tuple[list[_Chunk], list[_Chunk]]:
     """Return what one rank computes forward and what backward, each in its order."""
-    round_size = _each_round(pipeline)
+    round_size = _round_size(pipeline)
     stages = range(rank, pipeline.stages, pipeline.ranks)
 
     def through(order: Sequence[int]) -> list[_Chunk]:
@@ -88,7 +88,7 @@ def _rounds(pipeline: PipelineShape, rank: int) -> tuple[list[_Chunk], list[_Chu
     return through(stages), through(stages[::-1])
 
 
-def _each_round(pipeline: PipelineShape) -> int:
+def _round_size(pipeline: PipelineShape) -> int:
     return pipeline.microbatches // rounds(pipeline.microbatches, pipeline.ranks)
 
 
@@ -96,7 +96,7 @@ def _warm_up(pipeline: PipelineShape, rank: int, *, per_hop: int) -> int:
     """Return the number of forwards before the first backward, beside the one that goes with it: a
     round through every stage but the last, and `per_hop` more for each rank behind this one, at
     most all."""
-    round_size = _each_round(pipeline)
+    round_size = _round_size(pipeline)
     wanted = (pipeline.stages_per_rank - 1) * round_size + per_hop * (pipeline.ranks - 1 - rank)
     return min(wanted, pipeline.stages_per_rank * pipeline.microbatches)
 

@@ -86,7 +86,7 @@ def _other_weights(scene: Investigation) -> Cause | None:
     if scene.first.moment is Moment.FORWARD and pair is not None:
         tensor, _ = pair
         for text, weights in _candidates(scene):
-            output = _made_with(scene, weights)
+            output = _output_with(scene, weights)
             whole = _own(scene)[1]
             if output is None or whole is None:
                 continue
@@ -134,7 +134,7 @@ def _candidates(scene: Investigation) -> list[tuple[str, dict[str, torch.Tensor]
     return [(text, weights) for text, weights in candidates if weights]
 
 
-def _made_with(scene: Investigation, weights: dict[str, torch.Tensor]) -> torch.Tensor | None:
+def _output_with(scene: Investigation, weights: dict[str, torch.Tensor]) -> torch.Tensor | None:
     """Return the whole output of the departing module, with these in the place of its
     parameters."""
     evidence, spec = scene.evidence, scene.spec

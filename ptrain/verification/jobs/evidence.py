@@ -86,7 +86,7 @@ def evidence(
         rows[-1] = torch.cat(
             [
                 rows[-1].double(),
-                _found(truth, run.gradients.get(name), holds.get(name))[where].unsqueeze(0),
+                _at_elements(truth, run.gradients.get(name), holds.get(name))[where].unsqueeze(0),
                 _basis(truth, probe, name, min(micro_batches, _MOST))[:, where],
             ]
         )
@@ -128,7 +128,7 @@ def _places(ranks: Ranks, truths: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return dict(zip(chosen, together.split(sizes), strict=True))
 
 
-def _found(truth: Tensor, gradient: Tensor | None, shard: ParameterShard | None) -> Tensor:
+def _at_elements(truth: Tensor, gradient: Tensor | None, shard: ParameterShard | None) -> Tensor:
     """Return this rank's gradient at the elements of the whole: NaN where it holds none of them,
     zero where the optimizer was given none."""
     row = torch.full(truth.shape, math.nan, dtype=torch.float64, device=truth.device)

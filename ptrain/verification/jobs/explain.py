@@ -176,7 +176,7 @@ class _Case:
             case SymptomKind.EVEN:
                 return self._even()
             case _:
-                return self._each()
+                return self._by_rank()
 
     def _say(
         self,
@@ -352,7 +352,7 @@ class _Case:
             "", f"× {factor:.4g}", f"{self.count} are {factor:.4g} times one device's."
         )
 
-    def _each(self) -> Culprit:
+    def _by_rank(self) -> Culprit:
         """Every rank has a factor of its own, or nothing fits."""
         evidence = self.told
         if evidence.norm and self.first.kind is SymptomKind.EACH:
