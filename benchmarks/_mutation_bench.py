@@ -155,7 +155,7 @@ class Bench:
         return {"name": mutant.name, "verdict": "survived", "by": ""}
 
     def _pytest(self, tests: Sequence[str], **paths: Path) -> int:
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "_mutation_runner"]
+        command = [sys.executable, "-m", "pytest", "-n", "0", "-x", "-q", "-p", "_mutation_runner"]
         command += ["-p", "no:cacheprovider", *tests]
         command += [f"--deselect={file}" for file in self.suite.left_out]
         places = os.pathsep.join([str(self.tree), str(ROOT / "benchmarks")])

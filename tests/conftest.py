@@ -1,4 +1,4 @@
-"""Shared by all tests: one thread per process, one pool of ranks."""
+"""Shared by all tests: one thread per process, one pool of ranks in each worker."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported, here and in the ranks
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
 from ptrain.cli.main import main
 from tests.ranks import Ranks
 from tests.shares import write_shares
+
+MOST_WORKERS = 4
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -26,6 +29,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         type=int,
         help="of each row of the data axis only the first so many settings, which hold most pairs",
     )
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """As many workers as there are cores, up to four: each has a pool of up to eight ranks of
+    0.3 GB. One process where single files are tested, since it starts sooner, and where a
+    record is written, since it is one page of all tests."""
+    files = [word for word in config.args if Path(word.partition("::")[0]).is_file()]
+    if files or config.getoption("--record"):
+        return 0
+    return min(MOST_WORKERS, os.cpu_count() or 1)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
