@@ -12,6 +12,9 @@ from ptrain.spec.text import Route
 
 _MOST_LISTED = 12  # keys in a remedy
 _MOST_MEANT = 4  # places in a question
+_ONE_LETTER = (
+    0.85  # as alike as `step` and `steps`: a slip in a key of this section, whatever another has
+)
 
 Places = Mapping[Route, tuple[str, ...]]  # a key's names: its own, and what others call it
 
@@ -42,18 +45,22 @@ def listed(what: str, kind: type, route: Route) -> str:
 
 
 def _meant(key: str, kind: type, route: Route) -> list[Route]:
-    """The places that may have been meant: what is called so in this section, else anywhere; then
-    what is nearly called so."""
+    """The places that may have been meant: what is called so in this section, or but for a letter
+    (below the top, whose `devices` are the cluster's); what is called so anywhere; then what is
+    nearly called so."""
     word = key.lower().replace("-", "_")
     here = {(*route, name): (name, *_others(holds)) for name, (_, holds) in keys(kind).items()}
+    known = tuple(name for name, (_, holds) in keys(kind).items() if _is_executed(holds))
     everywhere = _places(SpecRaw, ())
-    for places in (here, everywhere):
-        if exact := [place for place, names in places.items() if word in names]:
-            return exact[:_MOST_MEANT]
+    if exact := _called(word, here):
+        return exact
+    if route and (slip := slips.close(word, known, cutoff=_ONE_LETTER)):
+        return [(*route, slip)]
+    if exact := _called(word, everywhere):
+        return exact
     section, _, rest = word.partition("_")
     if (section, rest) in everywhere:  # log_every is log.every
         return [(section, rest)]
-    known = tuple(name for name, (_, holds) in keys(kind).items() if _is_executed(holds))
     if near := slips.whole_part(key, known) or nearest(key, known):
         return [(*route, near)]
     if route:
@@ -61,6 +68,10 @@ def _meant(key: str, kind: type, route: Route) -> list[Route]:
     names = {place[-1] for place in everywhere}
     guess = nearest(word, tuple(sorted(names)))
     return [place for place in everywhere if place[-1] == guess][:_MOST_MEANT]
+
+
+def _called(word: str, places: Places) -> list[Route]:
+    return [place for place, names in places.items() if word in names][:_MOST_MEANT]
 
 
 def _places(kind: type, above: Route) -> Places:

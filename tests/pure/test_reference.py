@@ -100,6 +100,7 @@ def remedy(argument: str) -> str:
         ("precision=half", "write precision.layout=fp16"),
         ("devices=8", "did you mean 'cluster.devices'?"),
         ("train.log_every=5", "did you mean 'log.every'?"),
+        ("train.step=5", "did you mean 'steps'?"),
         ("schedule=3", "did you mean 'optimizer.schedule' or 'pipeline.schedule'?"),
         ("train.device=cpu", "'device' stands at the top of the spec, not in train"),
         ("model=gpu", "`ptrain help model` lists what there is"),
