@@ -29,12 +29,12 @@ def modes(spec: Spec) -> tuple[Kept, ...]:
 
 
 def recomputes(spec: Spec) -> bool:
-    """Whether some block is M."""
+    """Return whether some block is M."""
     return any(kept.policy is not None for kept in modes(spec))
 
 
 def offloads(spec: Spec) -> bool:
-    """Whether something that blocks save, or their inputs, lies off the device."""
+    """Return whether something that blocks save, or their inputs, lies off the device."""
     return any(kept.tier is not Tier.DEVICE for kept in modes(spec))
 
 

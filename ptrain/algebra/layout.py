@@ -11,7 +11,7 @@ from ptrain.spec.spec import Spec
 
 
 def coordinates(spec: Spec, rank: int) -> dict[Axis, int]:
-    """Where `rank` stands on every axis of the mesh."""
+    """Return where `rank` stands on every axis of the mesh."""
     assert 0 <= rank < spec.world_size, f"rank {rank} is not in a world of {spec.world_size}"
     place: dict[Axis, int] = {}
     for factor in reversed(spec.factors):
@@ -82,5 +82,5 @@ def positions(spec: Spec, axes: Sequence[Axis]) -> tuple[int, ...]:
 
 
 def ranks_over(spec: Spec, axes: Sequence[Axis]) -> int:
-    """How many ranks a group over `axes` has."""
+    """Return how many ranks a group over `axes` has."""
     return math.prod(spec.degree(axis) for axis in axes)

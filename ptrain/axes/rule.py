@@ -46,7 +46,8 @@ class AxisRules:
         return (rule for rule in self.tuples if rule.broken(placement, optimizer))
 
     def nearest(self, placement: Placement, optimizer: OptimizerSpec) -> Placement:
-        """The tuple after every broken rule's repair: legal, and itself where it was legal."""
+        """Return the tuple after all broken rules' repairs: legal, and itself where it was
+        legal."""
         for rule in self.tuples:
             if rule.broken(placement, optimizer):
                 placement = rule.nearest(placement)

@@ -20,8 +20,8 @@ Table = tuple[tuple[str, Shape], ...]
 
 
 def facts(shape: ModelShape, sequence: int, unit: UnitSize | None = None) -> ModelFacts:
-    """What derivation knows of a built-in model that takes `sequence` tokens and is wrapped in
-    units of this size (one block, where it is not given)."""
+    """Return what derivation knows of a built-in model that takes `sequence` tokens and is wrapped
+    in units of this size (one block, where it is not given)."""
     block = _block(shape)
     names = tuple(f"blocks.{i}" for i in range(shape.layers))
     return ModelFacts(
@@ -44,7 +44,7 @@ def remainder(shape: ModelShape, sequence: int) -> dict[str, int]:
 
 
 def unit_remainder(shape: ModelShape) -> dict[str, int]:
-    """What a gpt's block holds beside its 12H² elements of matrices (s_unit = 12H²·e)."""
+    """Return the elements of a gpt's block beside its 12H² of matrices (s_unit = 12H²·e)."""
     assert shape.family is Family.GPT and shape.ffn == 4 * shape.hidden
     return {
         "biases": 9 * shape.hidden,  # 4H in attention, 4H up, H down

@@ -9,7 +9,7 @@ from ptrain.spec.role import Role, Roles
 
 
 def roles_of(shape: ModelShape) -> Roles:
-    """Of the built-in families, in the order of a forward pass."""
+    """Return the roles of a built-in family's modules, in the order of a forward pass."""
     columns: dict[str, tuple[str, ...]] = {"attention": ("query", "key", "value")}
     positions: Roles = ()
     match shape.family:

@@ -125,9 +125,9 @@ def layers_of(
     front: Sequence[str] = FRONT,
     tied: Sequence[tuple[str, str]] = (),
 ) -> Layers:
-    """Of a model's units, blocks first to last and then the root; `front` names the root's modules
-    in front of the blocks, `tied` the tensors that a tied head takes from there, with its own name
-    of them."""
+    """Return the layers of a model's units, blocks first to last and then the root; `front` names
+    the root's modules in front of the blocks, `tied` the tensors that a tied head takes from there,
+    with its own name of them."""
     *layers, root = units
     assert root.name == "", "the last unit is the root"
     names = {layer.name for layer in layers}

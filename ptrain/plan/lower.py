@@ -50,8 +50,9 @@ def lower(
     stages: tuple[Stage, ...] = (),
     blocks: tuple[str, ...] = (),
 ) -> Plan:
-    """The plan of a legal spec; `units` are the modules that are wrapped together, `roles` and
-    `blocks` those of a module that is not built in, `stages` those that pp cuts the model into."""
+    """Return the plan of a legal spec; `units` are the modules that are wrapped together, `roles`
+    and `blocks` those of a module that is not built in, `stages` those that pp cuts the model
+    into."""
     factors = tuple(factor for factor in spec.factors if factor.degree > 1)
     wrap, tensor = _wrap(spec), _parallelize(spec, roles)
     pipeline = _pipeline(spec, stages)

@@ -53,7 +53,7 @@ _FEW_GROUPS = 8
 
 
 def show(spec: Spec, plan: Plan) -> str:
-    """The whole plan, ready to print."""
+    """Return the whole plan, ready to print."""
     lines = [f"plan of {plan.name}: {_count(spec.world_size, 'rank')}", ""]
     stateless = not keeps_state(spec.optimizer) and plan.update.layout.master is None
     steps = [_step(step, stateless=stateless) for step in plan.steps]

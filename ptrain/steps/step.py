@@ -50,7 +50,7 @@ class Pipeline(PlanStep):
         return len(self.rank_of)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """Of one rank along the axis, in the order of a forward pass."""
+        """Return the stages of one rank along the axis, in the order of a forward pass."""
         return tuple(stage for stage, owner in enumerate(self.rank_of) if owner == rank)
 
     @property

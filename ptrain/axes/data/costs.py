@@ -60,8 +60,9 @@ def stretches(
 def runs(
     tensors: Sequence[tuple[int, bool]], padded: int, within: Iterable[tuple[int, int]]
 ) -> Iterator[Run]:
-    """Of a shard made of the stretches `within`, the runs of elements of equal flags; `tensors` are
-    elements and flag of each in the whole buffer. Padding belongs to the last of them."""
+    """Yield the runs of elements of equal flags in a shard made of the stretches `within`;
+    `tensors` are elements and flag of each in the whole buffer. Padding belongs to the last of
+    them."""
     ends = list(accumulate(numel for numel, _ in tensors))
     ends[-1] = padded
     whole = list(_merged(zip([0, *ends], ends, (flag for _, flag in tensors), strict=False)))
@@ -115,8 +116,8 @@ def kept_ranks(sync: SyncPolicy, ranks: int, *, is_root: bool = False) -> int:
 
 
 def spread(numels: Sequence[int], ranks: int) -> list[int]:
-    """Which rank owns each of these tensors: the largest first, each to the rank that has least so
-    far (the partition of torch's ZeroRedundancyOptimizer)."""
+    """Return which rank owns each of these tensors: the largest first, each goes to the rank that
+    has least so far (the partition of torch's ZeroRedundancyOptimizer)."""
     owners, held = [0] * len(numels), [0] * ranks
     for index in sorted(range(len(numels)), key=numels.__getitem__, reverse=True):
         owner = held.index(min(held))
@@ -126,7 +127,7 @@ def spread(numels: Sequence[int], ranks: int) -> list[int]:
 
 
 def reductions(sync: SyncPolicy, micro_batches: int) -> int:
-    """How often a unit's gradients are reduced in a step."""
+    """Return how often a unit's gradients are reduced in a step."""
     return 1 if sync.gradients is GradientSync.LAST else micro_batches
 
 

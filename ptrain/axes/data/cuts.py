@@ -59,8 +59,8 @@ class Cuts(Generic[T]):
         return stretches(self.padded, self._degrees, places)
 
     def take(self, local: T, had: Sequence[Axis], wanted: Sequence[Axis]) -> T:
-        """From a shard over `had` (1-d) this rank's part along the axes that `wanted` adds; 1-d, a
-        view where it is contiguous."""
+        """Return this rank's part of a shard over `had` (1-d), along the axes that `wanted` adds:
+        1-d, and a view where it is contiguous."""
         room, window = self.room, self._window(local, had, wanted)
         if self._is_contiguous(had, wanted):
             return room.flat(window)
@@ -69,7 +69,8 @@ class Cuts(Generic[T]):
         return part
 
     def put(self, local: T, part: T, had: Sequence[Axis], wanted: Sequence[Axis]) -> None:
-        """The inverse of `take`: write `part` to its place in `local`. Free where it is a view."""
+        """Write `part` to its place in `local`, from which `take` gave it. Nothing is copied where
+        it is a view."""
         window = self._window(local, had, wanted)
         if not self.room.same(window, part):
             self.room.copy(part, window)

@@ -55,12 +55,12 @@ def tier_of(factors: tuple[Factor, ...], state: State) -> Tier:
 
 
 def has(factors: tuple[Factor, ...], state: State, *distributions: Distribution) -> bool:
-    """Whether the state has one of these distributions on some axis."""
+    """Return whether the state has one of these distributions on some axis."""
     return any(factor.placement[state].distribution in distributions for factor in factors)
 
 
 def form_of(spec: Spec) -> Form:
-    """Of a legal spec."""
+    """Return the form that executes the data axes of a legal spec."""
     layout, factors = spec.precision.layout, data_factors(spec)
     if layout.is_plain:
         if not factors:

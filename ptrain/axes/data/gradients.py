@@ -39,7 +39,7 @@ class Gradients(Generic[T]):
         return not self.cut and (self.layout.keeps_both or self.tier is not Tier.DEVICE)
 
     def signature(self) -> Hashable:
-        """What their next use depends on."""
+        """Return what their next use depends on."""
         held = (self.whole, self.raw, self.kept)
         sizes = tuple(None if tensor is None else self.room.numel(tensor) for tensor in held)
         return sizes, self.now, self.partial, self._move is None
@@ -141,7 +141,7 @@ class Gradients(Generic[T]):
         return self._mapped
 
     def for_update(self) -> None:
-        """From the layout of G to that of the update: reduce what is still partial (smallest
+        """Bring G from its layout to that of the update: reduce what is still partial (smallest
         pieces first), then gather what the update needs whole, but for what it gathers itself."""
         room, held = self.room, self.whole if self.kept is None else self.kept
         if held is None:
@@ -170,7 +170,8 @@ class Gradients(Generic[T]):
         self.kept, self.now, self.partial = held, wanted, ()
 
     def working(self) -> T | None:
-        """What the update works with, where it works: whole along the axes of S*."""
+        """Return what the update works with, where it works: whole along the axes of S*. It is None
+        where no gradient is kept."""
         room, held = self.room, self.kept
         if held is None:
             return None

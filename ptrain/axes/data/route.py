@@ -48,7 +48,7 @@ class Route(Generic[T]):
         return stored
 
     def fetch(self, stored: T) -> T:
-        """What the update works on: `stored` itself where it is that."""
+        """Return what the update works on: `stored` itself where it is that."""
         room, held, tier = self.cuts.room, stored, self.tier
         if tier is Tier.FILE:
             held, tier = room.move(held, Tier.HOST, self.state), Tier.HOST
@@ -59,7 +59,7 @@ class Route(Generic[T]):
         return held
 
     def put(self, stored: T, working: T) -> None:
-        """The inverse: keep this rank's part of what was worked on."""
+        """Write this rank's part of what was worked on to `stored`, from which `fetch` took it."""
         room, part = self.cuts.room, working
         if self.missing and room.shape(working):
             part = self.cuts.take(working, self.updated, self.kept)

@@ -32,12 +32,12 @@ STATE_CONSISTENCY = "Theorem 4 (state consistency)"
 
 
 def keeps_state(optimizer: OptimizerSpec) -> bool:
-    """Whether the optimizer carries values from step to step (moments, momentum)."""
+    """Return whether the optimizer carries values from step to step (moments, momentum)."""
     return optimizer.name != "sgd" or optimizer.momentum != 0
 
 
 def is_elementwise(optimizer: OptimizerSpec) -> bool:
-    """Whether the update of any slice of a tensor is that slice of the update."""
+    """Return whether the update of any slice of a tensor is that slice of the update."""
     return optimizer.name in ELEMENTWISE
 
 

@@ -76,7 +76,7 @@ class Parameters(Generic[T]):
         return self._behind
 
     def signature(self) -> Hashable:
-        """What their next use depends on."""
+        """Return what their next use depends on."""
         return self.is_gathered, self._gathering is None, self._storing is None, self._behind
 
     def _first_stored(self) -> T:

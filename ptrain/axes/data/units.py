@@ -133,7 +133,7 @@ class UnitLife(Generic[T]):
             self.gradients.clear()
 
     def signature(self) -> Hashable:
-        """What a pass depends on."""
+        """Return what a pass depends on."""
         return self.pending, self.parameters.signature(), self.gradients.signature()
 
 
@@ -209,14 +209,14 @@ class ModelLife(Generic[T]):
             unit.gradients.clear()
 
     def storages(self) -> Iterator[tuple[State, T]]:
-        """What is kept of Theta, and all that there is of G."""
+        """Yield what is kept of Theta, and all that there is of G, each tensor with its state."""
         for unit in self.all:
             yield unit.parameters.state, unit.parameters.stored
             for held in unit.gradients.held():
                 yield State.GRADIENTS, held
 
     def signature(self) -> Hashable:
-        """What a pass depends on: with equal ones it does the same."""
+        """Return what a pass depends on: with equal ones it does the same."""
         return tuple(unit.signature() for unit in self.all), self.flight.is_over
 
 

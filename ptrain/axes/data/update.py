@@ -41,7 +41,7 @@ class UnitState(Generic[T]):
                 self.room.ahead(tensor)
 
     def route(self, cuts: Cuts[T]) -> Route[T]:
-        """Of optimizer state that is cut so."""
+        """Return the route of optimizer state that is cut as `cuts` says."""
         return Route(
             cuts=cuts,
             kept=self.step.optimizer,

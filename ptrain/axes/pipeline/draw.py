@@ -19,8 +19,9 @@ _IDLE, _LONGER, _LEFT_OUT = ".", "-", "…"
 
 
 def draw(schedule: Schedule, width: int = WIDTH) -> str:
-    """With F = I = W = 1 and B = 2. What does not fit in `width` characters is left out in the
-    middle, the same columns on every line; a line has at least its first and its last column."""
+    """Return the schedule as text, with F = I = W = 1 and B = 2. What does not fit in `width`
+    characters is left out in the middle, the same columns on every line; a line has at least its
+    first and its last column."""
     simulation = simulate(schedule)
     columns = round(simulation.makespan)
     has_stages = schedule.stages > schedule.ranks

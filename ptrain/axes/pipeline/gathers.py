@@ -18,8 +18,9 @@ from ptrain.timeline import Kind
 def stage_gathers(
     schedule: Schedule, stage: int, sync: SyncPolicy, *, is_root: bool = False
 ) -> GatherCounts:
-    """Of each unit of a stage, or of its root: gathered where a pass finds it sharded, at first and
-    after every reshard. With one micro-batch after the other it is `data.costs.gathers`."""
+    """Return how often each unit of a stage, or its root, is gathered in a step: where a pass finds
+    it sharded, at first and after every reshard. With one micro-batch after the other it is
+    `data.costs.gathers`."""
     times = dict.fromkeys((Kind.FORWARD, Kind.BACKWARD), 0)
     gives_back = {
         Kind.FORWARD: bool(sync.after_forward(is_root=is_root)),

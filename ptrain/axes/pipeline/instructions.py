@@ -80,7 +80,7 @@ def evaluation(rank_of: tuple[int, ...], microbatches: int) -> tuple[tuple[Instr
 
 
 def taken(action: Action, stages: int) -> Message | None:
-    """What a pass takes of another stage, of so many."""
+    """Return the message that a pass takes from another of so many stages, if it takes one."""
     stage, microbatch = action.stage, action.microbatch
     match action.kind:
         case Kind.FORWARD if stage > 0:
@@ -92,7 +92,7 @@ def taken(action: Action, stages: int) -> Message | None:
 
 
 def given(action: Action, stages: int) -> Message | None:
-    """What a pass gives another stage, of so many."""
+    """Return the message that a pass gives to another of so many stages, if it gives one."""
     stage, microbatch = action.stage, action.microbatch
     match action.kind:
         case Kind.FORWARD if stage < stages - 1:

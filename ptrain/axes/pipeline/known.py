@@ -44,14 +44,14 @@ def schedule(name: ScheduleName | ListedSchedule, pipeline: PipelineShape) -> Sc
 
 
 def schedule_of(spec: Spec) -> Schedule:
-    """The schedule of a legal spec with pp."""
+    """Return the schedule of a legal spec with pp."""
     size = pipeline_of(spec)
     assert size is not None, "a spec with pp"
     return schedule(spec.pipeline.schedule, size)
 
 
 def faults(name: ScheduleName | ListedSchedule, pipeline: PipelineShape) -> Iterator[Fault]:
-    """What this pipeline lacks for the schedule."""
+    """Yield what this pipeline lacks for the schedule."""
     sizes = (pipeline.ranks, pipeline.stages_per_rank, pipeline.microbatches)
     assert min(sizes) >= 1, f"a pipeline of {sizes}"
     if isinstance(name, ListedSchedule):
@@ -62,7 +62,7 @@ def faults(name: ScheduleName | ListedSchedule, pipeline: PipelineShape) -> Iter
 
 
 def takes_any_stages(name: ScheduleName | ListedSchedule) -> bool:
-    """Whether a rank may have any number of stages."""
+    """Return whether a rank may have any number of stages."""
     return name in _ANY_STAGES
 
 

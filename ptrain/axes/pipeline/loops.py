@@ -68,7 +68,7 @@ def zero_bubble(pipeline: PipelineShape, rank: int) -> Iterator[Action]:
 
 
 def rounds(microbatches: int, ranks: int) -> int:
-    """In how many the interleaved schedules take the micro-batches: of p or a few more each."""
+    """Return in how many rounds interleaved schedules take the micro-batches: of p or more each."""
     return max(1, microbatches // ranks)
 
 

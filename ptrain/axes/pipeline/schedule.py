@@ -79,16 +79,17 @@ class Schedule:
         return len(self.rank_of)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """In the order of a forward pass."""
+        """Return the stages of a rank, in the order of a forward pass."""
         return tuple(stage for stage, owner in enumerate(self.rank_of) if owner == rank)
 
     def is_crossed(self, boundary: int) -> bool:
-        """Whether what goes from stage `boundary` to the next one leaves its rank."""
+        """Return whether what goes from stage `boundary` to the next one leaves its rank."""
         return self.rank_of[boundary] != self.rank_of[boundary + 1]
 
 
 def forward_only(rank_of: tuple[int, ...], microbatches: int) -> Schedule:
-    """An evaluation: one micro-batch after the other through the stages of every rank."""
+    """Return the schedule of an evaluation: one micro-batch after the other through the stages of
+    every rank."""
     own = [[s for s, owner in enumerate(rank_of) if owner == rank] for rank in sorted({*rank_of})]
     return Schedule(
         microbatches=microbatches,

@@ -29,7 +29,7 @@ def stages_of(spec: Spec, facts: ModelFacts) -> tuple[Stage, ...]:
 
 
 def chain_of(spec: Spec, facts: ModelFacts) -> Chain:
-    """What stages are cut from: of a built-in model by its family, else as its facts say."""
+    """Return what stages are cut from: of a built-in model by its family, else as its facts say."""
     if facts.chain is not None:
         return facts.chain
     model = spec.model
@@ -43,7 +43,7 @@ def chain_of(spec: Spec, facts: ModelFacts) -> Chain:
 
 
 def layers(spec: Spec, facts: ModelFacts) -> Layers:
-    """What may be cut: whole layers, however small the wrap's units are."""
+    """Return what may be cut: whole layers, however small the wrap's units are."""
     *inner, root = facts.units
     chain = chain_of(spec, facts)
     within: dict[str, list[TensorFacts]] = {name: [] for name in chain.layers}

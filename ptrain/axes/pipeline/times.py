@@ -23,7 +23,7 @@ _MATRIX = 2  # dimensions
 
 
 def times(spec: Spec, model: Layers) -> tuple[tuple[int, ...], tuple[int, int]]:
-    """Of each layer; in front of the first and behind the last."""
+    """Return the operations of one token: of each layer; in front of the first, behind the last."""
     scores = 0
     if isinstance(spec.model, ModelShape):
         scores = _OF_SCORES * spec.batch.sequence * spec.model.hidden

@@ -111,7 +111,7 @@ class Cut:
         return slices(size, self.degree)[self.index]
 
     def dimensions(self, shape: ModelShape, *, batch: int, sequence: int) -> dict[str, int]:
-        """The value of every symbol of a table."""
+        """Return the value of every symbol of a table, on this rank."""
         degree = self.degree
         return {
             "tp": degree,

@@ -40,7 +40,7 @@ class ChainUnit:
         return sum(self.numels)
 
     def is_hidden(self, shape: Shape) -> bool:
-        """Whether a tensor of this shape is a matrix within the model: what Muon is for."""
+        """Return whether a tensor of this shape is a matrix within the model: what Muon is for."""
         return len(shape) == 2 and not self.is_root
 
 

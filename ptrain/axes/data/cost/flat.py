@@ -39,7 +39,7 @@ class FlatUnit:
         return self.unit.is_root
 
     def moments(self, kind: MicroBatchPlace) -> Moments:
-        """Of its G in such a micro-batch."""
+        """Return the bytes of its G at the moments of such a micro-batch."""
         return self.gradients.moments(is_first=kind.is_first, is_last=kind.is_last)
 
 

@@ -34,7 +34,7 @@ def copies(what: Collective, state: State, phase: Phase, size: int, times: int =
 
 
 def flat_sent(flat: FlatUnitsForm) -> Iterator[Traffic]:
-    """What one rank sends and copies, unit by unit; then the scalars of G on another tier."""
+    """Yield what one rank sends and copies, unit by unit; then the scalars of G on another tier."""
     for unit in flat.units:
         sender = _Sender(flat, unit)
         yield from (row for row in sender.rows() if row.calls)

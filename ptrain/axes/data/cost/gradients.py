@@ -60,7 +60,7 @@ class GradientsForm:
         return (buffer.shard((*cut, *over)) + copies) * itemsize
 
     def moments(self, *, is_first: bool, is_last: bool) -> Moments:
-        """In the first, the last, or another micro-batch of a step."""
+        """Return the bytes of G at the moments of the first, the last, or another micro-batch."""
         if self.step.gradients:
             return self._cut(is_first=is_first, is_last=is_last)
         return self._whole(is_first=is_first, is_last=is_last)
@@ -142,7 +142,7 @@ class GradientsForm:
         return self.layout.gradients if self.is_summed else self.layout.reduced
 
     def preparation(self) -> Preparation:
-        """From what backward leaves to what the update wants."""
+        """Return what brings G from what backward leaves to what the update wants."""
         step = self.step
         now, partial = step.gradients, without(step.axes, (*step.updated, *step.gradients))
         early: Axes = ()
@@ -190,7 +190,7 @@ class Preparation:
         return without(self.narrow, self.wider)
 
     def bytes(self, cut: Axes) -> int:
-        """Of G cut along these axes, as it comes."""
+        """Return the bytes of G cut along these axes, in the dtype in which it comes."""
         return self.gradients.buffer.shard(cut) * self.gradients.held.itemsize
 
     @property

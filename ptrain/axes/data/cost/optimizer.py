@@ -20,7 +20,7 @@ COUNTER_BYTES = 4
 
 
 def is_by_tensor(optimizer: OptimizerSpec) -> bool:
-    """Whether the update needs whole tensors: Muon's, which orthogonalizes matrices."""
+    """Return whether the update needs whole tensors: Muon's does, which orthogonalizes matrices."""
     return optimizer.name not in ELEMENTWISE
 
 
@@ -32,7 +32,8 @@ def num_moments(optimizer: OptimizerSpec, *, is_hidden: bool = False) -> int:
 
 
 def has_counter(optimizer: OptimizerSpec, *, is_hidden: bool = False) -> bool:
-    """Whether the steps of a tensor are counted: by AdamW, and so by Muon for other tensors."""
+    """Return whether the steps of a tensor are counted: AdamW counts them, and Muon those of
+    tensors that are not hidden."""
     return optimizer.name != "sgd" and not (is_by_tensor(optimizer) and is_hidden)
 
 

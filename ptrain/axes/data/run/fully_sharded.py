@@ -201,7 +201,8 @@ def _note(order: list[FSDPModule], module: FSDPModule, *_: object) -> None:
 
 
 def parameter_groups(module: FSDPModule) -> Sequence[FSDPParamGroup]:
-    """What FSDP2 gathers together. Torch 2.13 has a list of groups, 2.11 one or none."""
+    """Return the groups of parameters that FSDP2 gathers together. Torch 2.13 has a list of groups,
+    2.11 one or none."""
     state = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is None:

@@ -67,7 +67,7 @@ class LocalPart:
         return self._alike(part).full_tensor() if part.dim() else part
 
     def part(self, whole: torch.Tensor) -> torch.Tensor:
-        """The inverse: this rank's part of a whole tensor."""
+        """Return this rank's part of a tensor that is whole."""
         return rows_of(whole, self.parameter)
 
     def _alike(self, part: torch.Tensor) -> DTensor:
@@ -91,7 +91,7 @@ def stored_part(parameter: nn.Parameter) -> Parameter:
 
 
 def is_cut(parameter: Parameter) -> bool:
-    """Whether its operator is cut over ranks."""
+    """Return whether the parameter's operator is cut over ranks."""
     return isinstance(parameter, LocalPart) and parameter.is_cut
 
 

@@ -42,7 +42,7 @@ class NamedTarget(Target[torch.Tensor], Protocol):
         ...
 
     def join(self, named: Named) -> torch.Tensor:
-        """The inverse of `split`."""
+        """Return the stored tensor that `split` takes apart into `named`."""
         ...
 
     def export(self) -> Named:
@@ -50,7 +50,7 @@ class NamedTarget(Target[torch.Tensor], Protocol):
         ...
 
     def load(self, named: Named) -> None:
-        """The inverse of `export`."""
+        """Write these tensors, named as `export` names them, to the parameters."""
 
 
 class ParameterTarget:
@@ -116,7 +116,8 @@ class ParameterTarget:
 
 
 def has_cut_operator(parameter: torch.Tensor) -> bool:
-    """Whether the tensor axis cuts it; what a data axis cuts is of one tensor all the same."""
+    """Return whether the tensor axis cuts the parameter; what a data axis cuts is of one tensor all
+    the same."""
     if not isinstance(parameter, DTensor):
         return False
     names = parameter.device_mesh.mesh_dim_names or ()
@@ -127,7 +128,8 @@ def has_cut_operator(parameter: torch.Tensor) -> bool:
 
 
 def rows_of(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of `tensor` if it is cut like `like`, itself cut in any way or whole."""
+    """Return what this rank holds of `tensor` if it is cut like `like`; `tensor` itself is cut in
+    any way or whole."""
     if not isinstance(like, DTensor) or tensor.dim() == 0 != like.dim():
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     if isinstance(tensor, DTensor):

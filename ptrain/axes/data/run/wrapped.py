@@ -70,7 +70,7 @@ class WrappedModel(Protocol):
     def targets(self) -> Sequence[Sequence[NamedTarget]]: ...
 
     def is_copy(self, target: NamedTarget) -> bool:
-        """Whether another stage has the tensor itself, where it is counted."""
+        """Return whether another stage has the tensor itself, where it is counted."""
         ...
 
     def canonical_name(self, name: str) -> str:
@@ -122,8 +122,9 @@ class ParameterWrap(OfWholeModel):
             target.parameter.grad = None
 
     def targets(self) -> list[list[ParameterTarget]]:
-        """A group per unit. Read off the module once, before it runs: while a unit is gathered, the
-        module's parameters are not those that the rank stores."""
+        """Return a group of targets for each unit. They are read off the module once, before it
+        runs: while a unit is gathered, the module's parameters are not those that the rank
+        stores."""
         if not self._groups:
             self._groups = [
                 [

@@ -19,8 +19,8 @@ from ptrain.facts.stages import Ends, Stage
 
 @torch.no_grad()
 def part_of(model: nn.Module, stages: Sequence[Stage], index: int, ends: Ends) -> nn.Module:
-    """The part of stage `index`. It shares its parameters with `model`, but for what another stage
-    has too, and has buffers of its own."""
+    """Return the part of stage `index`. It shares its parameters with `model`, but for what another
+    stage has too, and has buffers of its own."""
     stage = stages[index]
     foreign = [layer for other in stages if other.index != index for layer in other.layers]
     lacking = [*foreign, *_lacking(stages, index, ends)]
@@ -56,8 +56,8 @@ def _above(name: str) -> str:
 
 
 def apart(output: torch.Tensor) -> torch.Tensor:
-    """What a stage hands on, not as a view of what it was made of: torch detaches it in place. It
-    has the same memory."""
+    """Return what a stage hands on, not as a view of what it was made of: torch detaches it in
+    place. It has the same memory."""
     return _Apart.apply(output) if output._is_view() else output
 
 

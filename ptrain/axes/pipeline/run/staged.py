@@ -90,7 +90,7 @@ class Staged:
             yield from part.wrapped.storages()
 
     def is_copy(self, target: NamedTarget) -> bool:
-        """Whether the first stage has the tensor itself, which is counted there."""
+        """Return whether the first stage has the tensor itself, which is counted there."""
         return any(target is copied for copied in self._copies)
 
     def canonical_name(self, name: str) -> str:
@@ -100,7 +100,7 @@ class Staged:
         return name
 
     def own(self, named: Mapping[str, torch.Tensor]) -> Named:
-        """By the stages' names, those of copies beside the model's."""
+        """Return the tensors by the model's names, and those of copies by the stages' names too."""
         copies = {copied: named[name] for name, copied in self.step.shared if name in named}
         return {**named, **copies}
 

@@ -172,15 +172,15 @@ def whole_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 def loss_inside(step: ChunkedLoss, tensor: Parallelize | None) -> LossInside:
-    """As `whole_loss`, of a slice of the tokens at a time; where the logits do not stay cut, those
-    of a slice are made whole."""
+    """Return what computes `whole_loss` of a slice of the tokens at a time; where the logits do not
+    stay cut, those of a slice are made whole."""
     if tensor is None or tensor.loss_parallel:
         return LossInside(step, whole_loss)
     return LossInside(step, lambda logits, targets: whole_loss(_gathered(logits), targets))
 
 
 def micro_batch(step: Parallelize | None) -> Callable[[], AbstractContextManager[None]]:
-    """What a micro-batch's forward, loss and backward run in."""
+    """Return what makes the context of a micro-batch's forward, loss and backward."""
     return nullcontext if step is None else partial(_micro_batch, step)
 
 

@@ -49,7 +49,7 @@ class _Source:
         self._whole: DTensor | None = None
 
     def whole(self, saved: _Saved) -> DTensor:
-        """For one of the saved views; the last one takes it away."""
+        """Return the whole tensor for one of the saved views; the last one lets it go."""
         if self._whole is None:
             part = DTensor.from_local(
                 saved.tensor(), self.device_mesh, [Shard(self.dim)], run_check=False
