@@ -267,7 +267,7 @@ class Estimate:
         )
 
     def of_rank(self, rank: int) -> Estimate:
-        """What this column says of one rank."""
+        """Return what this column says of one rank."""
         traffic = self.accounts[self.account_of[rank]] if self.accounts else self.traffic
         sent = tuple(row for row in traffic if row.calls)
         return replace(self.of_ranks({rank}), traffic=sent, accounts=(), account_of=())
@@ -284,5 +284,5 @@ class Estimate:
         )
 
     def by_rank(self) -> tuple[tuple[Traffic, ...], ...]:
-        """The traffic of each kind of rank; of all in one where it is not known apart."""
+        """Return the traffic of each kind of rank; of all in one where it is not known apart."""
         return self.accounts or (busiest(self.traffic),)

@@ -93,7 +93,7 @@ class Timeline:
 
 
 def as_rows(timeline: Timeline) -> dict[str, list[Row]]:
-    """As plain data: what `from_rows` reads."""
+    """Return the timeline as plain data, which `from_rows` reads."""
     return {
         "forward": [_row(item) for item in timeline.forward],
         "backward": [_row(item) for item in timeline.backward],
@@ -104,7 +104,7 @@ def as_rows(timeline: Timeline) -> dict[str, list[Row]]:
 
 
 def from_rows(rows: Mapping[str, Sequence[Row]]) -> Timeline:
-    """The inverse of `as_rows`."""
+    """Return the timeline that `as_rows` wrote."""
     return Timeline(
         forward=tuple(map(_item, rows["forward"])),
         backward=tuple(map(_item, rows["backward"])),

@@ -144,7 +144,7 @@ def torch_version(shape: ModelShape, compute: DType) -> str:
 
 
 def table_name(shape: ModelShape, compute: DType, batch: int) -> str:
-    """The table of a shape: what its operators depend on."""
+    """Return the name of the table of a shape: it says what its operators depend on."""
     tied = "tied" if shape.tied else "untied"
     if shape.family is Family.LLAMA:
         kind = "mha" if shape.heads == shape.kv_heads else "gqa"
@@ -170,8 +170,8 @@ def _sizes(name: str, kind: str | None = None) -> tuple[Monomial, ...]:
 
 
 def places_of(units: Units) -> Places:
-    """Which boundary of which module is a boundary of which unit: a unit begins with its first
-    module and ends with its last one, and backward runs the other way."""
+    """Return which boundary of which module is a boundary of which unit: a unit begins with its
+    first module and ends with its last one, and backward runs the other way."""
     places: Places = {}
     for index, modules in enumerate(units):
         places[Mark.ENTER, modules[0]] = places[Mark.POST_BACKWARD, modules[0]] = index

@@ -90,7 +90,7 @@ class Block:
 
 
 def is_known(shape: ModelShape, kept: Kept) -> bool:
-    """Whether a table tells what such a block allocates; else it is traced."""
+    """Return whether a table tells what such a block allocates; else it is traced."""
     return shape.attention is not Attention.FLEX and _on_host(kept) in _NAMES
 
 

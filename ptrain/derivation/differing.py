@@ -13,5 +13,5 @@ def differing_axes(plan: Plan) -> tuple[Axis, ...]:
 
 
 def within_tp(plan: Plan) -> bool:
-    """Whether the norm is told apart by operators that are cut and others."""
+    """Return whether the norm is computed apart for operators that are cut and for others."""
     return plan.clip is not None and bool(plan.clip.operator_axes)

@@ -180,7 +180,7 @@ class Flat:
             self.units.all[number].accumulated(index)
 
     def after_backward(self, unit: int) -> None:
-        """For the root, backward is over."""
+        """End the micro-batch when the root's backward is over, unless it is one in halves."""
         if unit == self._root and self.half is None:
             self.end()
 
@@ -189,7 +189,7 @@ class Flat:
         self.units.end_pass(is_last=self.is_last)
 
     def storages(self) -> Iterator[tuple[State, Ghost]]:
-        """What is kept now, by state."""
+        """Yield what is kept now, each tensor with its state."""
         yield from self.units.storages()
         yield from self.update_of.storages()
 

@@ -123,9 +123,9 @@ def cut_axes(wrap: FlatUnits) -> tuple[Axis, ...]:
 
 
 def scalars(plan: Plan, wrap: FlatUnits) -> Iterator[Traffic]:
-    """What gradients on the host have to do with scalars on the device: the norm goes there to be
-    reduced and comes back; whether a gradient overflowed goes there, and comes back with the scale
-    of the loss where the host clips or updates."""
+    """Yield the copies of scalars that gradients on the host need: the norm goes to the device to
+    be reduced and comes back; whether a gradient overflowed goes there, and comes back with the
+    scale of the loss where the host clips or updates."""
     layout, on_host = plan.update.layout, wrap.gradients_tier is not Tier.DEVICE
     if wrap.consumed:
         return

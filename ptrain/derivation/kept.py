@@ -24,8 +24,8 @@ _COPIES = {
 
 
 def kept_traffic(spec: Spec, plan: Plan, moved: Moved, repeated: Repeated) -> Iterator[Traffic]:
-    """Of one rank in a step: `moved` are (tier, bytes), `repeated` (collective, bytes of the whole
-    tensor), of one micro-batch."""
+    """Yield what the activations of one rank copy and send in a step: `moved` are (tier, bytes),
+    `repeated` (collective, bytes of the whole tensor), of one micro-batch."""
     times = plan.accumulate.micro_batches
     for tier, (out, back) in _COPIES.items():
         sizes = [size for name, size in moved if name == tier.value]
@@ -48,7 +48,7 @@ def kept_traffic(spec: Spec, plan: Plan, moved: Moved, repeated: Repeated) -> It
 
 
 def activation_row(rank: int, device_bytes: int, moved: Moved) -> Footprint:
-    """A of one rank: what it saves on the device, and on the other tiers."""
+    """Return the row of A of one rank: its bytes on the device, and on the other tiers."""
     off = {tier: sum(size for name, size in moved if name == tier.value) for tier in _COPIES}
     return Footprint(
         state=State.ACTIVATIONS,

@@ -123,13 +123,13 @@ class Pieces:
 
 
 def is_tabulated(kind: str) -> bool:
-    """Whether this kind of cut has tables of its own."""
+    """Return whether this kind of cut has tables of its own."""
     return not kind.startswith((SAVED, NAIVE))
 
 
 def is_known(shape: ModelShape, compute: DType, loss: LossSpec) -> bool:
-    """Whether a table tells what such a loss allocates where its operators are whole. torch's fused
-    one goes other ways in fp16, and with fewer words than features."""
+    """Return whether a table tells what such a loss allocates where its operators are whole.
+    torch's fused one goes other ways in fp16, and with fewer words than features."""
     return not loss.fused or (compute is not DType.FP16 and shape.vocab >= shape.hidden)
 
 
@@ -166,7 +166,7 @@ def ends(setting: LossSetting, place: str) -> LossHead:
 
 
 def file_name(shape: ModelShape, compute: DType, batch: int) -> str:
-    """The table of a shape."""
+    """Return the name of the table of a shape."""
     tied = "tied" if shape.tied else "untied"
     precision = "full" if compute in (DType.FP32, DType.FP64) else "bf16"
     return f"{shape.family}-{tied}-{precision}{'-one' if batch == 1 else ''}"

@@ -50,7 +50,7 @@ def monomials(table: dict[str, Any]) -> tuple[Monomial, ...]:
 
 
 def dimensions(shape: ModelShape, *, batch: int, sequence: int) -> dict[str, int]:
-    """The value of every symbol."""
+    """Return the value of every symbol."""
     return {
         "batch": batch,
         "sequence": sequence,

@@ -80,7 +80,7 @@ def _of_head(spec: Spec, plan: Plan, setting: blocks.Setting) -> Iterator[tuple[
 
 
 def setting_of(spec: Spec, plan: Plan, index: int) -> blocks.Setting:
-    """Of a built-in model's blocks, on the ranks at this place along tp."""
+    """Return the setting of a built-in model's blocks, on the ranks at this place along tp."""
     shape = spec.model
     assert isinstance(shape, ModelShape), "a built-in model"
     return blocks.Setting(

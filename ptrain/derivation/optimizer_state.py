@@ -19,7 +19,7 @@ class OptimizerTensor:
 
 
 def needs_whole_tensors(optimizer: OptimizerSpec) -> bool:
-    """Whether the update of a slice is not the slice of the update."""
+    """Return whether the update of a slice is not the slice of the update."""
     return not is_elementwise(optimizer)
 
 
@@ -44,5 +44,5 @@ def optimizer_itemsize(optimizer: OptimizerSpec, layout: Layout) -> int:
 
 
 def is_hidden(unit: UnitFacts, tensor: TensorFacts) -> bool:
-    """Whether Muon updates a tensor: a matrix within the model, not the embedding or the head."""
+    """Return whether Muon updates a tensor: a matrix within the model, no embedding and no head."""
     return len(tensor.shape) == 2 and unit.modules != ("",)

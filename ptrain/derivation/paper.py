@@ -29,7 +29,7 @@ _NO_PEAK = "Theorem 1 adds the states up; it does not say which of them live at 
 
 
 def paper(spec: Spec, facts: ModelFacts) -> Estimate:
-    """What the paper says of `spec`, the same for every rank."""
+    """Return what the paper says of `spec`, the same for every rank."""
     sizes = state_sizes(spec, facts)
     placed = product(spec.factors)
     undefined = {"activations": _NO_ACTIVATIONS, "peak": _NO_PEAK}

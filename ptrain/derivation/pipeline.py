@@ -46,8 +46,8 @@ _PLACED = (State.PARAMETERS, State.OPTIMIZER, State.GRADIENTS)
 
 
 def parts(spec: Spec, plan: Plan, part: ModelFacts) -> dict[ModelFacts, tuple[int, ...]]:
-    """What the ranks of tp have of one stage's part, and which of them have it; `plan` is the
-    stage's."""
+    """Return what the ranks of tp have of one stage's part, each with the places that have it;
+    `plan` is the stage's."""
     step = plan.tensor
     if step is None:
         return {part: (0,)}
@@ -78,11 +78,11 @@ class StageParts:
     passes: tuple[Passes, ...] = ()
 
     def cut(self, spec: Spec, index: int) -> Cut | None:
-        """How the operators of the rank at this place along tp are cut."""
+        """Return how the operators of the rank at this place along tp are cut, if they are."""
         return tensor.cut_of(spec, self.plan, index)
 
     def of(self, index: int) -> tuple[Wrapping, int]:
-        """What the rank at this place along tp has, and the first place that has it."""
+        """Return what the rank at this place along tp has, and the first place that has it."""
         return next((ghost, places[0]) for ghost, places in self.parts if index in places)
 
 

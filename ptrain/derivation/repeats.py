@@ -43,8 +43,8 @@ def everyone(units: tuple[UnitFacts, ...], blocks: int) -> Representatives:
 def represent(
     spec: Spec, units: tuple[UnitFacts, ...], blocks: Sequence[str], reach: int | None
 ) -> Representatives:
-    """Who is played of a built-in model or stage with these `blocks`, first to last. `reach`: how
-    many units next to a unit its wrap acts on; None where that is not bounded."""
+    """Return who is played of a built-in model or stage with these `blocks`, first to last.
+    `reach`: how many units next to a unit its wrap acts on; None where that is not bounded."""
     kinds = alike(spec, blocks)
     if reach is None or kinds is None:
         return everyone(units, len(blocks))
@@ -60,8 +60,9 @@ def represent(
 
 
 def alike(spec: Spec, blocks: Sequence[str]) -> tuple[Kept, ...] | None:
-    """How the activations of these blocks are kept, where they are alike but for that: those of a
-    built-in model, of which no unit has more than one. None where nobody says that they are."""
+    """Return how the activations of these blocks are kept, where they are alike but for that: those
+    of a built-in model, of which no unit has more than one. It is None where nobody says that they
+    are."""
     is_within = spec.unit.kind in (UnitKind.BLOCK, UnitKind.SUB_BLOCK)
     if not isinstance(spec.model, ModelShape) or not is_within:
         return None
@@ -70,7 +71,8 @@ def alike(spec: Spec, blocks: Sequence[str]) -> tuple[Kept, ...] | None:
 
 
 def turns(kinds: Sequence[Hashable], apart: int) -> Turns:
-    """Of each row of equal kinds the first and the last `apart`, and one for those between."""
+    """Return the places that are played: the first and the last `apart` of each row of equal kinds,
+    and one for those between."""
     places: list[tuple[int, int]] = []
     start = 0
     for _, row in groupby(kinds):

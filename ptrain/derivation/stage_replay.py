@@ -163,7 +163,7 @@ class _Rank:
         stage.begun = stage.begun or kind is not Kind.INPUT
 
     def known(self, stage: _Stage, key: Hashable) -> Run | None:
-        """What an equal pass did."""
+        """Return what an equal pass did; None where there was none."""
         return stage.part.known.get(key)
 
     def _play(self, stage: _Stage, kind: Kind, items: Sequence[Item]) -> None:
@@ -214,7 +214,7 @@ class _Boundaries:
         self.size = 0
 
     def outputs_of(self, kind: Kind, action: Action) -> list[_Held]:
-        """What a pass gives."""
+        """Return the tensors that a pass makes: its output, or the gradient of its input."""
         if kind is Kind.FORWARD:
             return [_Held(_Role.OUTPUT, action.stage, action.microbatch)]
         if kind is Kind.WEIGHT or action.stage == 0:

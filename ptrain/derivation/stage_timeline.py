@@ -80,8 +80,8 @@ def passes(
 
 
 def moved_and_repeated(spec: Spec, stage: Stage, cut: Cut | None) -> tuple[Pairs, Pairs]:
-    """Of one micro-batch on a built-in model's stage: what goes off the device and comes back, and
-    the collectives that backward runs again, as a timeline has them."""
+    """Return what goes off the device and comes back in one micro-batch on a built-in model's
+    stage, and the collectives that backward runs again, as a timeline has them."""
     return _layers(spec, stage, cut, held=0).moved_and_repeated()
 
 

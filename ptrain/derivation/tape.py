@@ -87,7 +87,7 @@ class Tape:
             self.peak = max(self.peak, self.level + size)
 
     def repeat(self, times: int, act: Callable[[], None]) -> None:
-        """What `act` allocates and frees, so many times, one after the other: it is done once."""
+        """Count what `act` allocates and frees so many times, one by one: it is done once."""
         if times == 1:
             act()
             return
@@ -199,14 +199,14 @@ class Wrap(Protocol):
         ...
 
     def signature(self) -> Hashable:
-        """What a pass depends on: with equal ones it does the same."""
+        """Return what a pass depends on: with equal ones it does the same."""
         ...
 
     def reduce(self) -> None:
         """Reduce what is partial."""
 
     def kind_of_shard(self, shard: int) -> Hashable:
-        """What the norm and the update of the rank with this shard depend on."""
+        """Return what the norm and the update of the rank with this shard depend on."""
         ...
 
     def clipped(self, shard: int) -> list[list[int]] | None:
@@ -218,4 +218,4 @@ class Wrap(Protocol):
         """The optimizer, on the rank with this shard."""
 
     def finish_update(self) -> None:
-        """What the update left running."""
+        """Complete what the update left running."""

@@ -28,7 +28,7 @@ _LOSS_SUMS = 3  # of a loss on cut logits: their maximum, their sum, the targets
 
 
 def cut_of(spec: Spec, plan: Plan, index: int) -> Cut | None:
-    """How the operators of the rank at this place along tp are cut; None where they are not."""
+    """Return how the operators of the rank at this place along tp are cut, if they are."""
     step = plan.tensor
     return Cut(step=step, degree=spec.degree(step.axis), index=index) if step else None
 
@@ -95,8 +95,8 @@ def _local_units(
 
 
 def sent(spec: Spec, plan: Plan, facts: ModelFacts) -> Iterator[Traffic]:
-    """What the operators of `facts`, the whole model, send in a step: activations, their gradients
-    and the sums of what the ranks computed of their own tokens."""
+    """Yield what the operators of `facts`, the whole model, send in a step: activations, their
+    gradients and the sums of what the ranks computed of their own tokens."""
     step = plan.tensor
     if step is None:
         return

@@ -13,9 +13,9 @@ Rows = tuple[Traffic, ...]
 
 
 def tied_sums(ghost: Wrapping, stage: Stage) -> tuple[Rows, ...]:
-    """What a rank with this part of a stage sends for it: one call for each shared tensor, of its
-    gradient as it is kept between reduction and update. Of each shard where their slices differ in
-    size, else one for all; `ghost` wraps one rank's part of tp."""
+    """Return the calls of a rank with this part of a stage for shared tensors: one for each, of its
+    gradient as it is kept between reduction and update. There is a row of them for each shard where
+    their slices differ in size, else one for all; `ghost` wraps one rank's part of tp."""
     plan, part = ghost.wrapped.plan, ghost.wrapped.facts
     step = plan.pipeline
     assert step is not None

@@ -156,12 +156,12 @@ def play_update(wraps: Sequence[Wrap], shards: Iterable[int]) -> dict[int, int]:
 
 
 def always(base: ByRank[Footprint]) -> list[int]:
-    """By rank the device bytes that live for the whole step."""
+    """Return by rank the device bytes that live for the whole step."""
     return base.totals(lambda row: row.device_bytes if row.state in _BASE else 0)
 
 
 def peaks(lives: Sequence[int], keys: Sequence[KeyT], above: Mapping[KeyT, Phases]) -> ByRank[Peak]:
-    """By rank what lives always and, by the rank's key, what is above it in each phase."""
+    """Return by rank each phase's peak: what lives always, and what the rank's key has above it."""
     return rows_by_rank(
         zip(lives, keys, strict=True),
         lambda pair: [

@@ -12,5 +12,5 @@ from ptrain.derivation.ghosts.wrapping import Wrapping
 
 
 def sent(ghost: Wrapping) -> tuple[Traffic, ...]:
-    """What every rank sends: once (setup) and in each step."""
+    """Return what every rank sends: once (setup) and in each step."""
     return add_traffic((*ghost.sent(None), *norm(ghost)))

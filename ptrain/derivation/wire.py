@@ -49,7 +49,7 @@ def wire_rows(exact: Estimate, measured: Estimate) -> tuple[WireRow, ...]:
 
 
 def predicted_bytes(exact: Estimate, axes: tuple[str, ...]) -> int:
-    """What gloo sends for these rows, mean over the ranks, rounded up."""
+    """Return the bytes that gloo sends over `axes`, mean over the ranks, rounded up."""
     kinds = exact.by_rank()
     rows = [row for rows in kinds for row in _steady(rows) if row.key.axes == axes]
     total = sum(row.sent_bytes * factor(row) for row in rows) / Fraction(len(kinds))

@@ -153,7 +153,7 @@ def sliced(spec: Spec) -> Iterator[Spec]:
 
 
 def is_offloaded(spec: Spec) -> bool:
-    """Whether any state lies off the device."""
+    """Return whether any state lies off the device."""
     tiers = {tier_of(spec.factors, state) for state in PLACED} | spec.activations.tiers
     return tiers != {Tier.DEVICE}
 

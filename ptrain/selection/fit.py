@@ -59,7 +59,7 @@ class Fit:
 
 
 def resident_bytes(estimate: Estimate) -> int:
-    """What is resident on the fullest rank: the peak is at least this."""
+    """Return the device bytes that are resident on the fullest rank: the peak is at least this."""
 
     def resident(row: Footprint) -> int:
         return 0 if row.state in _PASSING else row.device_bytes
@@ -83,7 +83,7 @@ def fit(spec: Spec, exact: Estimate) -> Fit:
 
 
 def host_bytes(estimate: Estimate, ranks: int) -> int:
-    """What rests on the host of a node of so many ranks, each taken for the fullest."""
+    """Return the bytes that rest on the host of a node of so many ranks, each like the fullest."""
     return ranks * max(totals(estimate.memory, lambda row: row.host_bytes), default=0)
 
 
@@ -105,8 +105,8 @@ def telling(
 
 
 def needs_gpu(spec: Spec, exact: Estimate) -> bool:
-    """Whether only a GPU tells the peak: fake ranks have a CPU's kernels, and of flex_attention a
-    CPU has no backward pass."""
+    """Return whether only a GPU tells the peak: fake ranks have a CPU's kernels, and of
+    flex_attention a CPU has no backward pass."""
     model = spec.model
     is_flex = not isinstance(model, ExternalModel) and model.attention is Attention.FLEX
     return is_flex or "peak" in exact.unclaimed

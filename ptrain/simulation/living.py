@@ -169,8 +169,8 @@ def held(living: Iterable[tuple[Life, int]]) -> list[LiveStorages]:
 
 
 def what(life: Life) -> str:
-    """What a storage is, in a few words; of modules that differ in their numbers alone it is one
-    kind."""
+    """Return what a storage is, in a few words; of modules that differ in their numbers alone it is
+    one kind."""
     tag = life.tag
     if life.unit or (tag and tag.state is State.PARAMETERS and not life.is_declared):
         return f"unsharded {_alike(life.unit or (tag.name if tag else '') or 'unit')}"

@@ -65,7 +65,7 @@ class OperationsMeter(TorchDispatchMode):
             self._backward += number
 
     def row(self) -> Operations:
-        """Of the steps that it saw."""
+        """Return the operations of the steps that it saw."""
         return Operations(
             rank=self._rank, forward=self._forward, backward=self._backward, again=self._again
         )

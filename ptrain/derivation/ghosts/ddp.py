@@ -99,7 +99,7 @@ class Replicated(Local):
         self.tape.add(autograd.added(gradient))
 
     def after_backward(self, unit: int) -> None:
-        """For the root, backward is over: what is due still is reduced, one after the other."""
+        """Reduce what is due still when the root's backward is over, one bucket after the other."""
         while unit == self.root and self.due:
             self._reduce()
 
