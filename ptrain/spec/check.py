@@ -125,7 +125,7 @@ class _Walk:
 
 
 def is_required(spot: Field[Any]) -> bool:
-    """Whether there is no section without this field."""
+    """Return whether there is no section without this field."""
     return spot.default is MISSING and spot.default_factory is MISSING
 
 

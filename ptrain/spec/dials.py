@@ -90,8 +90,8 @@ class SyncPolicy:
     ] = True
 
     def after_forward(self, *, is_root: bool) -> bool | int:
-        """Whether a gathered unit is given back after its forward pass, or the number of shards
-        that it is kept in."""
+        """Return whether a gathered unit is given back after its forward pass, or the number of
+        shards that it is kept in."""
         if isinstance(self.reshard_after_forward, Reshard):
             return not is_root
         return self.reshard_after_forward

@@ -23,8 +23,9 @@ def require_file_tier(spec: Spec) -> None:
 
 
 def unusable(path: str | None, error: OSError | RuntimeError) -> SpecError:
-    """What `error` says of the folder (None: the system's temporary one). Where a folder exists but
-    takes no files, as /proc, the kernel's answer is that there is none."""
+    """Return the SpecError for what `error` says of the folder (None: the system's temporary one).
+    Where a folder exists but takes no files, as /proc, the kernel's answer is that there is
+    none."""
     folder = path or tempfile.gettempdir()
     reason = getattr(error, "strerror", None) or str(error)
     if not os.path.lexists(folder):

@@ -65,8 +65,8 @@ PLAIN = Kept()
 
 
 def belongs_to_rank(mode: Mode) -> bool:
-    """Whether a mode of A says how the rank keeps it: M, or whole off the device (which is O, since
-    each rank has its own). S and S* are slices over an axis."""
+    """Return whether a mode of A says how the rank keeps it: M, or whole off the device (which is
+    O, since each rank has its own). S and S* are slices over an axis."""
     return mode.distribution is Distribution.MATERIALIZED or (
         mode.tier is not Tier.DEVICE and mode.distribution is not Distribution.GATHERED
     )

@@ -271,7 +271,7 @@ class DialKey:
         return f"{self.place}={flow(self.dial.free)}"
 
     def is_free(self, spec: Keys) -> bool:
-        """Whether it has the value that every placement obeys."""
+        """Return whether the key has the value that every placement obeys."""
         return self.of(spec) == self.leaf.take(self.dial.free)
 
 

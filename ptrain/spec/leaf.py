@@ -22,13 +22,13 @@ Kind = TypeVar("Kind")
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
 def declared(kind: type[Kind]) -> type[Kind]:
-    """A part of the grammar: a dataclass that mypy takes for frozen. Nothing compares or prints its
-    values, and each method that is not generated saves time at every start."""
+    """Declare a part of the grammar: a dataclass that mypy takes for frozen. Nothing compares or
+    prints its values, and each method that is not generated saves time at every start."""
     return dataclass(kw_only=True, eq=False, repr=False)(kind)
 
 
 def describe(value: object) -> str:
-    """What was found, in words: `the text '1e-5'`, `the boolean true`, `a list`."""
+    """Return what was found, in words: `the text '1e-5'`, `the boolean true`, `a list`."""
     match value:
         case None:
             return "nothing"
@@ -46,7 +46,7 @@ def describe(value: object) -> str:
 
 
 def nearest(word: str, known: list[str] | tuple[str, ...]) -> str:
-    """The one of `known` that the user meant, or nothing."""
+    """Return the one of `known` that the user meant, or "" for none."""
     return slips.close(word, known, cutoff=slips.NEAR)
 
 
@@ -104,7 +104,7 @@ class Leaf:
         return plain(value)
 
     def takes(self) -> str:
-        """What a value must be, as a phrase."""
+        """Return what a value must be, as a phrase."""
         raise NotImplementedError
 
     def check(self, value: Any) -> object:
@@ -374,7 +374,7 @@ class Either(Leaf):
 
 
 def plain(value: object) -> object:
-    """What YAML has for a value: texts for enums, lists for tuples."""
+    """Return what YAML has for a value: texts for enums, lists for tuples."""
     match value:
         case Enum():
             return value.value

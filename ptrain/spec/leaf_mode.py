@@ -59,7 +59,7 @@ class ModeText(Leaf):
         return f"did you mean {mode}?" if mode in self.words() else ""
 
     def words(self) -> Mapping[str, str]:
-        """What may be written, each with its meaning."""
+        """Return what may be written, each with its meaning."""
         return MODE_MEANINGS
 
     def schema(self) -> dict[str, Any]:

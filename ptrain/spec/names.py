@@ -58,7 +58,7 @@ def canonical(name: str) -> str:
 
 
 def find_spec(name: str) -> Path:
-    """The file of a named spec. Raises SpecError that says what is known instead."""
+    """Return the file of a named spec. Raises a SpecError that says what is known instead."""
     known = listing(*SPEC_FOLDERS)
     if name not in known:
         name = canonical(name)
@@ -95,6 +95,6 @@ def _short(name: str) -> str:
 
 @cache
 def strategy(name: str) -> Tree | None:
-    """The spec file of a named strategy, or None."""
+    """Return the tree of a named strategy's spec file, or None."""
     path = listing("strategies").get(canonical(name))
     return read(path) if path else None

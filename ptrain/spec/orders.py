@@ -68,7 +68,8 @@ def listed(lines: Sequence[str]) -> ListedSchedule:
 
 
 def slip(lines: Sequence[str]) -> tuple[str, str] | None:
-    """What is no pass in these lines, with its row and cell counted from 1, and the remedy."""
+    """Return what is no pass in these lines, with its row and cell counted from 1, and the remedy;
+    None where all are passes."""
     if not lines or sum(line.count(",") + 1 for line in lines) > MAX_CELLS:
         return f"a list of 1 to {MAX_CELLS:,} passes; got {len(lines)} rows", _REMEDY
     try:

@@ -106,8 +106,8 @@ def apply(tree: Tree, override: Override) -> list[Fault]:
 
 
 def involves(fault: Fault, override: Override) -> bool:
-    """Whether the fault speaks of what the override sets: of its key, of the word it gives, or of
-    the section that it is in."""
+    """Return whether the fault speaks of what the override sets: of its key, of the word it gives,
+    or of the section that it is in."""
     section = tuple(fault.place.split("."))
     if override.route[: len(section)] == section:
         return True
@@ -188,7 +188,7 @@ def _split(text: str) -> list[str]:
 
 
 def source_of(argument: str) -> str:
-    """What a fault in it names as its source."""
+    """Return what a fault in the argument names as its source."""
     return f"{COMMAND_LINE}{_shown(argument)}"
 
 

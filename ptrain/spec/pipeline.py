@@ -196,8 +196,8 @@ class PipelineSpec:
     ] = SplitBy.PARAMETERS
 
     def stages_over(self, ranks: int) -> int:
-        """As written, else as many as a listed schedule or `split` has, else one a rank, or two
-        where the schedule is made for two."""
+        """Return the number of stages: as written, else as many as a listed schedule or `split`
+        has, else one a rank, or two where the schedule is made for two."""
         if self.stages is not None:
             return self.stages
         if isinstance(self.schedule, ListedSchedule):

@@ -43,13 +43,14 @@ def on_tier(mode: Mode, text: object, raw: SpecRaw) -> Mode:
 
 
 def says_offloaded(tree: Tree) -> bool:
-    """Whether `activations` has an O at the top of the spec."""
+    """Return whether `activations` has an O at the top of the spec."""
     text = tree.at(("activations",))
     return "O" in (text.values() if isinstance(text, dict) else (text,))
 
 
 def resolve_activations(raw: SpecRaw, tree: Tree, report: Report) -> ActivationSpec:
-    """With every contradiction between the tuples, `activations` and `recompute` as a fault."""
+    """Return what blocks keep; every contradiction between the tuples, `activations` and
+    `recompute` is reported as a fault."""
     modes = _modes(raw, tree, report)
     recompute = raw.recompute or RecomputeRaw()
     policy = _policy(recompute, report)

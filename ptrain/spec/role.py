@@ -38,7 +38,7 @@ GIVEN = {
 
 
 def fits(pattern: str, name: str) -> bool:
-    """Whether a dotted name is one that the pattern means."""
+    """Return whether a dotted name is one that the pattern means."""
     return _expression(pattern).fullmatch(name) is not None
 
 

@@ -48,7 +48,7 @@ def expand_shorthands(tree: Tree) -> list[Fault]:
 
 
 def mark_of(tree: Tree, route: Route, *, key: bool = False) -> SourceMark:
-    """Where the value (or the key) of `route` stands, or else what encloses it."""
+    """Return where the value (or the key) of `route` stands, or else what encloses it."""
     table = tree.keys if key else tree.values
     while route and route not in table:
         route = route[:-1]

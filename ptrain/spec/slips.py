@@ -40,7 +40,7 @@ NEAR = 0.7  # further apart, two words have nothing to do with each other
 
 
 def close(word: str, known: Iterable[str], *, cutoff: float) -> str:
-    """The one of `known` that the user meant, or nothing."""
+    """Return the one of `known` that the user meant, or "" for none."""
     from difflib import get_close_matches
 
     folded = {name.lower(): name for name in reversed(tuple(known))}
@@ -89,7 +89,7 @@ def unit(value: object) -> str:
 
 
 def other_key(word: str) -> str:
-    """What another tool's key is called here."""
+    """Return what another tool's key is called here, or "" where none is known."""
     return KEY_SLIPS.get(word.lower().replace("-", "_"), "")
 
 

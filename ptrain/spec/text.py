@@ -75,7 +75,7 @@ class Tree:
         return node
 
     def has(self, *route: str) -> bool:
-        """Whether a key stands there, whatever its value."""
+        """Return whether a key stands there, whatever its value."""
         section = self.at(route[:-1])
         return isinstance(section, dict) and route[-1] in section
 
@@ -96,7 +96,7 @@ def flow(value: object) -> str:
 
 
 def scalar(text: str) -> object:
-    """A plain (unquoted) scalar by the core schema of YAML 1.2."""
+    """Return the value of a plain (unquoted) scalar by the core schema of YAML 1.2."""
     if text in _WORDS:
         return _WORDS[text]
     if _INTEGER.fullmatch(text):
@@ -109,7 +109,8 @@ def scalar(text: str) -> object:
 
 
 def read(path: Path) -> Tree:
-    """The tree of a file. Raises SpecError when it cannot be read or is no plain YAML mapping."""
+    """Return the tree of a file. Raises SpecError when it cannot be read or is no plain YAML
+    mapping."""
     source = str(path)
     try:
         if path.is_dir():
@@ -152,7 +153,8 @@ def parse(text: str, source: str) -> Tree:
 
 
 def parse_value(text: str, source: str) -> Tree:
-    """The tree of any YAML value (an override's right side). Raises SpecError for bad syntax."""
+    """Return the tree of any YAML value (an override's right side). Raises SpecError for bad
+    syntax."""
     builder = _Builder(source, text)
     root = builder.document()
     if builder.is_cut_short:

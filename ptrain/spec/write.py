@@ -125,7 +125,7 @@ def _blocks(model: ExternalModel | HuggingFaceModel) -> dict[str, object]:
 
 
 def unwritten() -> dict[str, object]:
-    """What a section means that `to_mapping` leaves out where nothing else is said."""
+    """Return the sections that `to_mapping` leaves out, with what is meant by leaving them out."""
     return {
         "offload": section(Offload()),
         "tensor": section(TensorSpec()),
