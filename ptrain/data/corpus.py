@@ -46,7 +46,8 @@ class Corpus:
         return self.train if split is Split.TRAIN else self.held_out
 
     def digest(self) -> str:
-        """What was trained on, for the run folder: python-docs differs between Python versions."""
+        """Return a digest of what was trained on, for the run folder: python-docs differs between
+        Python versions."""
         digest = hashlib.blake2b(digest_size=8)
         for tokens in (self.train, self.held_out):
             digest.update(np.ascontiguousarray(tokens).data)

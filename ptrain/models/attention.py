@@ -81,7 +81,7 @@ def attention_core(shape: ModelShape) -> Core:
 
 
 def is_trainable(model: ModelSpec, device: torch.device) -> bool:
-    """Whether its attention has a backward pass on this device."""
+    """Return whether the model's attention has a backward pass on this device."""
     is_flex = not isinstance(model, ExternalModel) and model.attention is Attention.FLEX
     return not is_flex or device.type == "cuda"
 

@@ -63,7 +63,7 @@ class LossInside:
 
     @staticmethod
     def detach(model: nn.Module, head: str) -> None:
-        """The inverse."""
+        """Undo `attach`."""
         module = _head(model, head)
         if module is None:
             del model.__dict__["logits"]
@@ -109,7 +109,7 @@ def sum_of(losses: Iterator[Tensor]) -> Tensor:
 
 
 def can_fuse() -> bool:
-    """Whether torch has the operator, with chunks whose size is said."""
+    """Return whether torch has the fused operator, with chunks whose size is said."""
     return hasattr(F, "linear_cross_entropy") and hasattr(nn, "LinearCrossEntropyOptions")
 
 

@@ -22,8 +22,8 @@ NEEDED = (
 
 
 def logits_of(model: nn.Module, tokens_BT: Tensor, spec: Spec) -> Tensor:
-    """What `model` gives of tokens. Raises SpecError where its code raises, and where that is no
-    logits."""
+    """Return the logits that `model` gives of tokens. Raises SpecError where its code raises, and
+    where what it gives is no logits."""
     with forward_of(model, tokens_BT, spec):
         output = model(tokens_BT)
     return require_logits(output, model, tokens_BT, spec)

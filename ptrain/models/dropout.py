@@ -20,5 +20,5 @@ def dropouts(module: nn.Module) -> Iterator[tuple[str, float]]:
 
 
 def drops_out(module: nn.Module) -> bool:
-    """Whether some module says so; what a function drops is seen in a trace only."""
+    """Return whether some module says that it drops out; what a function drops a trace tells."""
     return any(True for _ in dropouts(module))

@@ -108,7 +108,7 @@ def _loss_of(model: nn.Module, spec: Spec) -> Iterator[_Loss]:
 
 
 def untraced_facts(model: nn.Module, spec: Spec) -> ModelFacts:
-    """What is read off the module itself."""
+    """Return the facts that are read off the module itself."""
     return ModelFacts(
         units=_units(model, unit_modules(model, spec.unit, spec.model.blocks)),
         buffers=tuple((name, _nbytes(buffer)) for name, buffer in model.named_buffers()),

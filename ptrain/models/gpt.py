@@ -109,7 +109,7 @@ class Gpt(nn.Module):
         return self.logits(x_BTC)
 
     def logits(self, x_BTC: Tensor) -> Tensor:
-        """Of normalized hidden states."""
+        """Return the logits of normalized hidden states."""
         if self.head is None:
             return F.linear(x_BTC, self.embed.weight)
         logits_BTV: Tensor = self.head(x_BTC)

@@ -24,7 +24,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_wrapper(kind: type) -> bool:
-    """Whether operators on such tensors turn into operators on plain ones."""
+    """Return whether operators on such tensors turn into operators on plain ones."""
     return issubclass(kind, DTensor | AsyncCollectiveTensor)
 
 

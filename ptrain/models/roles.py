@@ -119,7 +119,7 @@ def _their_plan(module: nn.Module) -> dict[str, str]:
 
 
 def named_in_spec(module: nn.Module, spec: Spec) -> tuple[str, str]:
-    """Where the spec says which model it is, and what it is called."""
+    """Return where the spec says which model it is, and what it is called."""
     match spec.model:
         case HuggingFaceModel(hf=name):
             return "model.hf", name

@@ -82,7 +82,7 @@ class Follower(Ledger):
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
-        """With hooks that say which module runs."""
+        """While entered, hooks say which module runs."""
         handles: list[Any] = []
         for name, child in self._module.named_modules():
             enter, leave = self._hooks(name, child)

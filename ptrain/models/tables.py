@@ -152,7 +152,7 @@ class BlockTableBuilder:
         return classes
 
     def size(self, number: int) -> int:
-        """The index of a storage's size."""
+        """Return the index of a storage's size."""
         follows = self._classes[number]
         bytes_ = self.recordings[0].sizes[number]
         coefficient, exponents = factorise(bytes_ // 4 if follows else bytes_, self.symbols)
@@ -186,7 +186,7 @@ class BlockTableBuilder:
         }
 
     def saved(self, recording: Recording) -> dict[str, list[object]]:
-        """What forward leaves for backward, by operator."""
+        """Return the storages that forward leaves for backward, by operator and size's index."""
         alive = set(recording.saved)
         return _fold(
             [

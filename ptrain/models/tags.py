@@ -23,13 +23,13 @@ def tag(tensor: torch.Tensor, tier: Tier) -> None:
 
 
 def tier_of(storage: torch.UntypedStorage, device: str = "cpu") -> Tier:
-    """The tag; else a CPU storage beside another kind of device is the host's, and anything
-    else device memory."""
+    """Return the tagged tier; without a tag a CPU storage beside another kind of device is the
+    host's, and anything else device memory."""
     if entry := _TAGS.get(storage._cdata):
         return entry[1]
     return Tier.HOST if storage.device.type == "cpu" != device else Tier.DEVICE
 
 
 def is_tagged(storage: torch.UntypedStorage) -> bool:
-    """Whether somebody decided where this storage counts."""
+    """Return whether somebody decided where this storage counts."""
     return storage._cdata in _TAGS

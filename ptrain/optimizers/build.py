@@ -13,7 +13,7 @@ from ptrain.spec.job import OptimizerSpec
 
 
 def has_own_rule_for_matrices(rule: str) -> bool:
-    """Whether the rule is for the matrices within a model alone, and another one for the rest."""
+    """Return whether the rule is for matrices within a model alone, and another for the rest."""
     return rule == "muon"
 
 

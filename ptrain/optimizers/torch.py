@@ -76,6 +76,6 @@ class TorchRules:
 
 
 def tensor_of(leaf: OptimizerLeaf[torch.Tensor]) -> torch.Tensor:
-    """What torch's optimizer knows a leaf by."""
+    """Return the tensor by which torch's optimizer knows a leaf."""
     assert isinstance(leaf, TorchLeaf), "a leaf of this room"
     return leaf.tensor

@@ -73,8 +73,8 @@ class Target(Protocol[T]):
         ...
 
     def value(self) -> T:
-        """What the optimizer updates, where it is updated: in the parameters' dtype, or the master
-        copy itself (`owns_master`). Valid until `store`."""
+        """Return what the optimizer updates, where it is updated: in the parameters' dtype, or the
+        master copy itself (`owns_master`). It is valid until `store`."""
         ...
 
     def store(self, value: T) -> None:
@@ -276,7 +276,7 @@ def _rule(spec: OptimizerSpec, is_hidden: bool) -> str:
 
 
 def moment_names(rule: str, spec: OptimizerSpec) -> tuple[str, ...]:
-    """What a rule keeps of the shape of a tensor, by torch's names."""
+    """Return what a rule keeps of the shape of a tensor, by torch's names."""
     if rule == "adamw":
         return ("exp_avg", "exp_avg_sq")
     return ("momentum_buffer",) if rule == "muon" or spec.momentum else ()

@@ -90,7 +90,7 @@ class Blocks:
         self.parts: dict[str, int] = {}
 
     def build(self) -> dict[str, object]:
-        """As JSON; equal parts are written once, and named by their place."""
+        """Return the tables as JSON; equal parts are written once, and named by their place."""
         variants = {
             attention.value: {name: self._variant(attention, kept) for name, kept in VARIANTS}
             for attention in ATTENTIONS

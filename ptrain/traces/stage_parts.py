@@ -107,7 +107,7 @@ def _halves(passes: PassEvents) -> Recording:
 def stage_passes(
     spec: Spec, facts: ModelFacts, by_place: Sequence[Rows]
 ) -> tuple[tuple[Passes, ...], ...]:
-    """By stage, then by place along tp; `by_place` are the rows of each place."""
+    """Return the passes by stage, then by place along tp; `by_place` are the rows of each place."""
     itemsize = spec.precision.effective.parameters.itemsize
     tokens = spec.batch.micro * spec.batch.sequence // _slices(spec, facts)
     hidden = tokens * chain_of(spec, facts).hidden * itemsize

@@ -151,7 +151,8 @@ def _is_parallel(step: Parallelize | None) -> bool:
 def passes_of(
     setting: TableSetting, case: Case, dtype: torch.dtype, mesh: DeviceMesh | None
 ) -> tuple[PassEvents, TracedStage]:
-    """The second time: when torch has learnt what each operator is cut to."""
+    """Return the passes of a stage, and the stage; of one cut layer those of the second time, when
+    torch has learnt what each operator is cut to."""
     stage, around = traced(setting, case, dtype, mesh)
     with around:
         if mesh is not None and case.layers == 1:

@@ -38,7 +38,7 @@ class PassEvents:
     repeated: tuple[tuple[str, int], ...] = ()
 
     def recording(self) -> Recording:
-        """As of a whole model: all that is not forward as one backward pass."""
+        """Return the recording as of a whole model: all that is not forward is one backward."""
         forward, *others = self.events.values()
         backward = tuple(event for events in others for event in events)
         return Recording(forward, backward, self.sizes, self.moved)

@@ -88,7 +88,7 @@ def traced(spec: Spec, facts: ModelFacts, *, allow_import: bool) -> Traced:
 
 
 def kept_of(spec: Spec, facts: ModelFacts) -> Keep | None:
-    """What the blocks leave for backward, None where all are plain."""
+    """Return what the blocks leave for backward; None where all are plain."""
     if all(kept.is_plain for kept in spec.activations.modes):
         return None
     return _plan(spec, facts).keep

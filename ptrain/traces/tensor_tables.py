@@ -75,7 +75,7 @@ KINDS = tuple(
 
 
 def shape_of(family: Family, kind: CutKind, *, tied: bool, special: bool) -> ModelShape:
-    """A prime number of everything on a rank."""
+    """Return a shape with a prime number of everything on a rank."""
     primes = HEADS[family]
     vocab = UNEVEN if kind.loss_parallel else TP * VOCAB
     if family is Family.LLAMA:
@@ -138,8 +138,8 @@ def tables(mesh: DeviceMesh) -> Iterator[tuple[str, dict[str, object]]]:
 
 
 def output_arguments(about: str | None, folder: str) -> tuple[Path, str]:
-    """Of a command that writes tables: where to, and what the names of those begin with that are
-    written; torch computes with one thread."""
+    """Read the arguments of a command that writes tables, and return where to, and what the names
+    of those begin with that are written. The folder is made; torch computes with one thread."""
     parser = argparse.ArgumentParser(description=about)
     default = Path(__file__).parents[2] / "derivation" / "tables" / folder
     parser.add_argument("--out", type=Path, default=default)
@@ -152,7 +152,7 @@ def output_arguments(about: str | None, folder: str) -> tuple[Path, str]:
 
 
 def fake_mesh() -> DeviceMesh:
-    """Of the fake ranks of tp, of which this process plays the first."""
+    """Return the mesh of the fake ranks of tp, of which this process plays the first."""
     fake_world(0, TP)
     return init_device_mesh("cpu", (TP,), mesh_dim_names=(Axis.TP.value,))
 
