@@ -32,7 +32,7 @@ class Loss:
             self._inside.attach(model, head)
 
     def given(self, targets_BT: Tensor) -> AbstractContextManager[None]:
-        """What a forward pass runs in."""
+        """Return the context that a forward pass runs in."""
         return self._inside.given(targets_BT) if self._inside else nullcontext()
 
     def run(self, model: nn.Module, inputs_BT: Tensor, targets_BT: Tensor) -> Tensor:
@@ -63,7 +63,7 @@ class StepLoss:
         self.share.zero_()
 
     def given(self, targets_BT: Tensor) -> AbstractContextManager[None]:
-        """What a forward pass runs in."""
+        """Return the context that a forward pass runs in."""
         return self._loss.given(targets_BT)
 
     def run(self, model: nn.Module, inputs_BT: Tensor, targets_BT: Tensor) -> Tensor:
@@ -71,7 +71,7 @@ class StepLoss:
         return self._loss.run(model, inputs_BT, targets_BT) / self._global_tokens
 
     def seed(self, loss: Tensor) -> Tensor | None:
-        """What backward begins with; None for 1."""
+        """Return what backward begins with; None for 1."""
         return self._scaling.seed(loss) if self._scaling else None
 
     def add(self, loss: Tensor) -> None:

@@ -129,8 +129,8 @@ class Program:
 
     @torch.no_grad()
     def reduce(self) -> torch.Tensor | None:
-        """The first half of `step`: all that changes gradients but their clipping, and nothing that
-        changes parameters or optimizer state. Returns what `step` does."""
+        """Do the first half of `step`: all that changes gradients but their clipping, and nothing
+        that changes parameters or optimizer state. Return the norm that `step` returns."""
         self._enter(Phase.UPDATE, 0)
         if not self.updates_in_backward:
             self.wrapped.reduce_gradients()
@@ -141,7 +141,7 @@ class Program:
 
     @torch.no_grad()
     def apply(self, lr: float) -> None:
-        """The second half of `step`: clip, update."""
+        """Do the second half of `step`: clip, update."""
         if not self.updates_in_backward:
             if self._norm is not None and self.clipping is not None:
                 self.clipping.scale_down(self.gradients(), self._norm)
@@ -218,7 +218,7 @@ class Program:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
-        """What `state_dict` gave, filled from a checkpoint of any placement."""
+        """Load what `state_dict` gave, filled from a checkpoint of any placement."""
         for target, tensors in self.update.tensors():
             held = _of_key(state["optimizer"], MASTER) if target.owns_master else state["model"]
             target.load(self.wrapped.own(held))
@@ -229,7 +229,7 @@ class Program:
                 tensor.copy_(state["scaling"][key])
 
     def canonical(self, named: Named) -> Named:
-        """By the model's names, also of a stage's copies."""
+        """Return the tensors by the model's names, those of a stage's copies too."""
         return {self.wrapped.canonical_name(name): tensor for name, tensor in named.items()}
 
     def storages(self) -> Iterator[tuple[State, torch.Tensor]]:

@@ -42,7 +42,7 @@ class LossScale:
         self._on_host: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def seed(self, loss: torch.Tensor) -> torch.Tensor:
-        """What backward starts from in place of 1."""
+        """Return what backward starts from in place of 1."""
         return self.scale.to(loss.dtype)
 
     def check(self, gradients: Sequence[torch.Tensor]) -> None:
@@ -83,7 +83,7 @@ class LossScale:
         )
 
     def state(self) -> dict[str, torch.Tensor]:
-        """What a checkpoint has to have."""
+        """Return the tensors that a checkpoint has to have."""
         return {"scale": self.scale, "growth_tracker": self.growth_tracker}
 
     def storages(self) -> Iterator[tuple[State, torch.Tensor]]:

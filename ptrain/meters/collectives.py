@@ -216,7 +216,7 @@ def _in_full(
 
 
 def span(names: Sequence[str]) -> str:
-    """The first and the last."""
+    """Return the first name and the last as one text."""
     return " … ".join(dict.fromkeys((*names[:1], *names[-1:])))
 
 

@@ -82,7 +82,8 @@ class Counter:
         return self.read() if is_due or (wanted and cost <= SHARE * passed) else None
 
     def read(self) -> Counted | None:
-        """What was issued since the last call of `read`."""
+        """Return what was issued since the last call of `read`; None where this torch build has no
+        recorder."""
         if self._dump is None:
             return None
         self._began, issued = time.perf_counter(), _issued()

@@ -43,7 +43,7 @@ def digests(tensors: Sequence[torch.Tensor]) -> list[str]:
 
 
 def of_bytes(data: bytes) -> str:
-    """Of a few bytes on the host, all of which are hashed."""
+    """Return the digest of a few bytes on the host, all of which are hashed."""
     return hashlib.blake2b(data, digest_size=_DIGEST_BYTES).hexdigest()
 
 

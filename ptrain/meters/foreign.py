@@ -92,7 +92,8 @@ class Foreign:
 
 
 def state_of(collective: Collective, phase: Phase) -> State:
-    """What a call on an untagged buffer moves. DDP broadcasts a module's buffers in forward."""
+    """Return the state that a call on an untagged buffer moves. DDP broadcasts a module's buffers
+    in forward."""
     if phase is Phase.FORWARD and collective is Collective.BROADCAST:
         return State.OTHER
     if collective in _GATHERS:

@@ -45,7 +45,8 @@ class Holding:
 
 
 def parameters(program: Program) -> Iterator[Holding]:
-    """As they are stored between steps. Masters that parameters are made of are the optimizer's."""
+    """Yield the parameters as they are stored between steps. Masters that parameters are made of
+    are the optimizer's."""
     for target in targets(program):
         subject = Subject.OPTIMIZER if target.owns_master else Subject.PARAMETERS
         key = MASTER if target.owns_master else ""
@@ -77,7 +78,7 @@ def optimizer(program: Program) -> Iterator[Holding]:
 
 
 def buffers(program: Program) -> Iterator[Holding]:
-    """Of the model, the stages' under the model's names."""
+    """Yield the buffers of the model, the stages' under the model's names."""
     for piece in program.pieces:
         for name, buffer in piece.module.named_buffers():
             if (part := _cut(buffer)) is not None:
@@ -85,8 +86,8 @@ def buffers(program: Program) -> Iterator[Holding]:
 
 
 def counters(program: Program) -> dict[str, int]:
-    """How many updates each tensor has had, by name, as the optimizer counts them: the same on all
-    ranks that have any part of it."""
+    """Return how many updates each tensor has had, by name, as the optimizer counts them: the same
+    on all ranks that have any part of it."""
     names, counts = [], []
     for target, tensors in program.update.tensors():
         count = tensors.get(COUNTER)
@@ -125,7 +126,7 @@ def _listed(value: object) -> tuple[object, ...]:
 
 
 def targets(program: Program) -> Iterator[NamedTarget]:
-    """What the program's optimizer updates."""
+    """Yield what the program's optimizer updates."""
     return (target for target, _ in program.update.tensors())
 
 
@@ -233,7 +234,7 @@ def _cut(tensor: torch.Tensor) -> str | None:
 
 
 def names_of(target: NamedTarget) -> list[str]:
-    """Of the tensors that a target stands for, as its stage has them."""
+    """Return the names of the tensors that a target stands for, as its stage has them."""
     match target:
         case FlatTarget():
             return [name for name, _ in target.unit.named]

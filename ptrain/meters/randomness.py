@@ -33,12 +33,12 @@ def drawn(program: Program) -> tuple[str, str] | None:
 
 
 def draws(model: nn.Module) -> bool:
-    """Whether some module of it drops out anything."""
+    """Return whether some module of the model drops out anything."""
     return any(drops(module) for module in model.modules())
 
 
 def drops(module: nn.Module) -> bool:
-    """Whether it does so itself."""
+    """Return whether the module itself drops out anything."""
     if isinstance(module, nn.modules.dropout._DropoutNd):
         return bool(module.p > 0)
     own = getattr(module, "dropout", 0)
@@ -46,9 +46,9 @@ def drops(module: nn.Module) -> bool:
 
 
 def has_token_slices(model: nn.Module) -> bool:
-    """Whether the tensor axis cuts the tokens between sub-blocks: some module has nothing but whole
-    tensors that are distributed all the same. (A row operator's bias is one beside a cut weight.)
-    """
+    """Return whether the tensor axis cuts the tokens between sub-blocks: some module has nothing
+    but whole tensors that are distributed all the same. (A row operator's bias is one beside a cut
+    weight.)"""
     for module in model.modules():
         own = list(module.parameters(recurse=False))
         if own and all(map(_is_whole, own)):

@@ -94,11 +94,11 @@ class TrafficMeter(TorchDispatchMode):
         self._phase = phase
 
     def calls(self) -> tuple[Traffic, ...]:
-        """What ran, call by call, in the order in which this rank issued them."""
+        """Return what ran, call by call, in the order in which this rank issued them."""
         return tuple(self._rows)
 
     def rows(self) -> tuple[Traffic, ...]:
-        """What ran, one row per kind of call."""
+        """Return what ran, one row per kind of call."""
         return add_traffic(self._rows)
 
     def __torch_dispatch__(
@@ -176,7 +176,7 @@ class TrafficMeter(TorchDispatchMode):
 
 
 def ring_bytes(collective: Collective, payload: int, ranks: int) -> int:
-    """What one rank sends of a call under the ring model, in whole bytes, rounded up."""
+    """Return the bytes that one rank sends of a call under the ring model, rounded up."""
     rounds = {
         Collective.ALL_REDUCE: 2 * (ranks - 1),
         Collective.SEND: ranks,

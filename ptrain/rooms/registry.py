@@ -65,5 +65,5 @@ class Registry:
         return self._tags.get(storage._cdata)
 
     def knows(self, storage: torch.UntypedStorage) -> bool:
-        """Whether this storage is tagged."""
+        """Return whether this storage is tagged."""
         return storage._cdata in self._tags

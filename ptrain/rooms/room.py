@@ -78,11 +78,11 @@ class Room(Protocol[T]):
     """Sizes are elements. A tensor's `state` and `name` say what its bytes and moves count as."""
 
     def degree(self, axis: Axis) -> int:
-        """How many ranks there are along an axis."""
+        """Return how many ranks there are along an axis."""
         ...
 
     def coordinate(self, axis: Axis) -> int:
-        """The rank's place along it."""
+        """Return the rank's place along an axis."""
         ...
 
     def ordered(self, axes: Axes) -> tuple[Axis, ...]:
@@ -127,11 +127,11 @@ class Room(Protocol[T]):
         *,
         copy: bool = False,
     ) -> T:
-        """In another dtype, where it is; itself if it is that already, unless `copy`."""
+        """Return the tensor in another dtype, where it is; itself if it is that, unless `copy`."""
         ...
 
     def move(self, tensor: T, tier: Tier, state: State) -> T:
-        """A copy on another tier."""
+        """Return a copy on another tier."""
         ...
 
     def copy(self, source: T, into: T) -> None:
@@ -164,7 +164,7 @@ class Room(Protocol[T]):
         order."""
 
     def same(self, tensor: T, other: T) -> bool:
-        """Whether two tensors of one size begin at the same byte of the same storage."""
+        """Return whether two tensors of one size begin at the same byte of the same storage."""
         ...
 
     def empty(self, tensor: T) -> None:
@@ -196,7 +196,7 @@ class Rules(Protocol[T]):
     """The optimizers of a room, by the name of a rule."""
 
     def leaf(self, like: T, dtype: DType) -> OptimizerLeaf[T]:
-        """An empty one in a dtype, on the device of a tensor."""
+        """Return an empty leaf in a dtype, on the device of a tensor."""
         ...
 
     def optimizer(

@@ -44,7 +44,7 @@ def cast(tensor: torch.Tensor, dtype: torch.dtype, *, copy: bool = False) -> tor
 
 
 def same_memory(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors of one size begin at the same byte of the same storage."""
+    """Return whether two tensors of one size begin at the same byte of the same storage."""
     here, there = tensor.untyped_storage()._cdata, other.untyped_storage()._cdata
     return bool(here == there and tensor.storage_offset() == other.storage_offset())
 
@@ -79,7 +79,7 @@ class Tiers:
         return self.registry.tag(tensor, state)
 
     def move(self, tensor: torch.Tensor, tier: Tier, state: State) -> torch.Tensor:
-        """A copy of `tensor` on another tier."""
+        """Return a copy of `tensor` on another tier."""
         numel = None if tensor.dim() == 0 else tensor.numel()
         return self.empty(numel, tensor.dtype, tier, state).view(tensor.shape).copy_(tensor)
 

@@ -22,7 +22,7 @@ from ptrain.spec.job import Timeout
 
 
 def launched() -> bool:
-    """Whether a launcher (torchrun or our own) started this process as a rank."""
+    """Return whether a launcher (torchrun or our own) started this process as a rank."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
@@ -220,9 +220,9 @@ def _inherited() -> dict[str, int]:
 
 
 def listener(address: str, port: int) -> dict[str, int]:
-    """What makes a TCPStore listen on this address alone, where torch takes all interfaces. Nothing
-    where that is no address of this node's (or a name: Debian's leads to its own node's loopback,
-    where no other node could come), or somebody listens there."""
+    """Return the arguments with which a TCPStore listens on this address alone, where torch takes
+    all interfaces. There are none where that is no address of this node's (or a name: Debian's
+    leads to its own node's loopback, where no other node could come), or somebody listens there."""
     with suppress(ValueError, OSError):
         version = ipaddress.ip_address(address).version
         with socket.socket(socket.AF_INET6 if version == 6 else socket.AF_INET) as opened:
