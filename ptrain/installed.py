@@ -24,8 +24,8 @@ def require_torch() -> None:
 
 
 def runs_with(torch: str) -> bool:
-    """Whether this version of torch is within TORCH_RANGE, as pip reads it: `+cpu` does not count,
-    and a pre-release of either bound is outside. A text that is no version is outside."""
+    """Return whether this version of torch is within TORCH_RANGE, as pip reads it: `+cpu` does not
+    count, and a pre-release of either bound is outside. A text that is no version is outside."""
     first, refused = (_minor(bound) for bound in re.findall(r"[\d.]+", TORCH_RANGE))
     minor = _minor(torch)
     is_early = minor == first and re.match(r"\d+\.\d+(\.0)*\.?(a|b|rc|dev)\d", torch)

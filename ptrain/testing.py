@@ -56,8 +56,9 @@ def assert_trains_like_one_device(
 def on_ranks(
     function: Callable[..., Any], *arguments: Any, num_ranks: int = 2, timeout: float = 120.0
 ) -> list[Any]:
-    """What `function(*arguments)` returns on each rank, as JSON; a verdict as a mapping with
-    `holds`, `text` and `culprit`. `timeout` in seconds, all in all."""
+    """Return what `function(*arguments)` returns on each rank, as JSON; a verdict as a mapping with
+    `holds`, `text` and `culprit`. `timeout` is in seconds, all in all. Raises PtrainError where a
+    rank fails or the time is over."""
     if num_ranks < 1:
         raise refused("num_ranks", f"got {num_ranks}", "1 or more")
     require_torch()

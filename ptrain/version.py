@@ -7,5 +7,5 @@ TESTED_TORCH = ("2.11", "2.13")
 
 
 def is_tested(torch: str) -> bool:
-    """Whether `exact` is claimed for this version of torch."""
+    """Return whether `exact` is claimed for this version of torch."""
     return ".".join(torch.split(".")[:2]) in TESTED_TORCH

@@ -23,7 +23,7 @@ _LIGHTEST = 0.45  # how much white is in the last stage's
 
 @cache
 def shades(kind: Kind, number: int) -> tuple[str, ...]:
-    """From the rank's first stage to its last, darker to lighter."""
+    """Return the colours of the rank's stages, from the first to the last, darker to lighter."""
     steps = max(1, number - 1)
     return tuple(_lightened(_OF[kind], _LIGHTEST * place / steps) for place in range(number))
 
@@ -36,7 +36,7 @@ def ink_on(colour: str) -> str:
 
 
 def luminance(colour: str) -> float:
-    """From 0 for black to 1 for white (WCAG 2.1, relative luminance of sRGB)."""
+    """Return the luminance: 0 for black to 1 for white (WCAG 2.1, relative luminance of sRGB)."""
     red, green, blue = (_linear(value / 255) for value in _parts(colour))
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 

@@ -11,8 +11,9 @@ from ptrain.errors import PtrainError, refused
 
 
 def require_writable(path: Path) -> Format:
-    """What the name's ending asks for. Raises SpecError for another ending, a folder that is not
-    there or may not be written, and where the extra is not installed."""
+    """Return the format that the name's ending asks for. Raises SpecError for another ending, a
+    folder in place of a file, a folder that is not there or may not be written, and where the extra
+    is not installed."""
     ending = path.suffix.lower().removeprefix(".")
     if ending not in list(Format):
         ends = f"ends in .{ending}" if ending else "has no ending"

@@ -37,7 +37,7 @@ class Heading:
 
 
 def schedule_sheet(heading: Heading, schedule: Schedule) -> Sheet:
-    """With equal stages, F = I = W = 1 and B = 2, as the schedule is drawn in text."""
+    """Return the sheet, with equal stages, F = I = W = 1 and B = 2 as in the text that is drawn."""
     simulation = simulate(schedule)
     every = tuple(boxes(schedule, simulation))
     scale = _Scale.of(schedule, simulation, every)

@@ -80,7 +80,7 @@ class Sheet:
 
 
 def width_of(text: str, size: float, *, is_bold: bool = False) -> float:
-    """In points, not less than what is drawn of digits and of prose."""
+    """Return the width in points, not less than what is drawn of digits and of prose."""
     letter = _BOLD if is_bold else _DIGIT if len(text) < _FEW else _PROSE
     return len(text) * letter * size
 

@@ -42,7 +42,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(arguments: Namespace) -> int:
-    """The exit code of the job."""
+    """Run the job and return its exit code."""
     choices = options.from_arguments(arguments)
     if environment.launched():
         _become("ptrain.train", options.to_argv(choices))
@@ -53,8 +53,8 @@ def run(arguments: Namespace) -> int:
 
 
 def checked(choices: Options) -> Spec:
-    """The spec that will run. Raises what is wrong with it, or with the options, before any rank
-    starts and anything is written."""
+    """Return the spec that will run. Raises what is wrong with it, or with the options, before any
+    rank starts and anything is written."""
     require_torch()
     spec = settled(load(choices.spec, choices.overrides))
     require_reachable(spec)

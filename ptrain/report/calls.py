@@ -48,8 +48,8 @@ ANOTHER_RESULT = "another result of one call"
 
 
 def differing(axes: str, ledgers: Mapping[int, Sequence[Call]], step: int) -> Iterator[Departure]:
-    """Of ranks that must call the same: where they first differ, one for each rank that is not with
-    the most; of as many, for each rank that leaves a call out, else for all."""
+    """Yield where ranks that must call the same first differ, one departure for each rank that is
+    not with the most; of as many, for each rank that leaves a call out, else for all."""
     longest = max(ledgers.values(), key=len, default=())
     for index in range(len(longest)):
         calls = {rank: _call(ledger, index, longest) for rank, ledger in ledgers.items()}
@@ -122,7 +122,7 @@ def _word(value: object, field: str) -> str:
 
 
 def culprit(departures: Sequence[Departure]) -> Culprit | None:
-    """Of the first call that differs."""
+    """Return the culprit of the first call that differs; None where none does."""
     if not departures:
         return None
     first = departures[0]

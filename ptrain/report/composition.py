@@ -43,7 +43,7 @@ class MemoryHistory:
     held: tuple[LiveStorages, ...]
 
     def by_phase(self) -> dict[Phase, MemorySample]:
-        """The highest moment of each phase."""
+        """Return the highest moment of each phase."""
         peaks: dict[Phase, MemorySample] = {}
         for moment in self.moments:
             known = peaks.setdefault(moment.phase, moment)

@@ -33,7 +33,7 @@ class Copy:
         return self.moment.value, self.subject.value, self.name, self.part
 
     def plain(self) -> list[object]:
-        """For `of`."""
+        """Return the copy as plain values, which `of` reads."""
         return [*self.identity, self.kind, self.digest]
 
     @classmethod
@@ -116,8 +116,8 @@ def _difference(copy: Copy, other: tuple[str, str]) -> str:
 def alike_apart(
     places: Sequence[tuple[str, str] | None], moment: Moment, step: int
 ) -> Iterator[Departure]:
-    """Of things that ranks at one place have alike and at different places have not (`places`: of
-    every rank its place and its digest, or None where it has none): those that two places share.
+    """Yield what two places share of things that ranks at one place have alike and at different
+    places have not (`places`: of every rank its place and its digest, or None where it has none).
     Which ranks of one place differ is said by `differing`."""
     first: dict[str, tuple[int, str]] = {}
     for rank, held in enumerate(places):
@@ -140,8 +140,9 @@ def alike_apart(
 def culprit(
     departures: Sequence[Departure], coordinates: Coordinates, last_good: int | None = None
 ) -> Culprit | None:
-    """Of the first thing that departs: all of its ranks, and the axes along which they differ from
-    the others. `last_good`: the step after which the ranks agreed; None where that is not known."""
+    """Return the culprit of the first thing that departs: all of its ranks, and the axes along
+    which they differ from the others. `last_good`: the step after which the ranks agreed; None
+    where that is not known."""
     if not departures:
         return None
     first = min(departures, key=lambda departure: departure.when)

@@ -33,7 +33,7 @@ class PageSection:
 
 
 def anchor(title: str) -> str:
-    """What a forge calls a heading in a link: small letters, hyphens, no other sign."""
+    """Return what a forge calls a heading in a link: small letters, hyphens, no other sign."""
     return re.sub(r"[^\w\- ]", "", title.strip().lower()).replace(" ", "-")
 
 

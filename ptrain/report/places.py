@@ -14,8 +14,8 @@ from ptrain.steps.step import Plan
 
 
 def by_place(spec: Spec, plan: Plan, exact: Estimate) -> str:
-    """A line per place along pp: its ranks, how many layers, bytes of each state and the peak, of
-    that one of its ranks which has most; empty without pp."""
+    """Return a table with a row per place along pp: its ranks, stages, number of layers, bytes of
+    each state and the peak, of that one of its ranks which has most; it is empty without pp."""
     step = plan.pipeline
     if step is None:
         return ""

@@ -57,7 +57,7 @@ class Prediction:
 
 
 def one(prediction: Prediction) -> str:
-    """The full account of one spec."""
+    """Return the full account of one spec."""
     paper, exact = prediction.derivation.paper, prediction.derivation.exact
     places = by_place(prediction.spec, prediction.derivation.plan, exact)
     return "\n".join(
@@ -94,7 +94,7 @@ def sent_bytes(estimate: Estimate) -> int | None:
 
 
 def operations_lines(estimate: Estimate) -> list[str]:
-    """What the rank with most to compute computes in a step; nothing where no table tells."""
+    """Return what the rank with most to compute computes in a step; none where no table tells."""
     if not estimate.operations:
         return []
     rows = distinct(estimate.operations)

@@ -67,7 +67,7 @@ def verdict_line(checks: Sequence[Check], *, torch: str, untold: Iterable[str] =
 
 
 def checks_line(checks: Sequence[Check], *, ranks: int) -> str:
-    """How the verdict's checks come about, which are more than the table above it has rows."""
+    """Return how the verdict's checks come about, more of them than the table above has rows."""
     return (
         f"{len(checks)} checks over {ranks} rank{'' if ranks == 1 else 's'}: bytes per state and "
         "rank, peak per phase and rank, calls, payload and bytes sent per kind of call"
@@ -236,7 +236,7 @@ def _peak_row(estimate: Estimate, row: Peak) -> dict[str, object]:
 
 
 def traffic_rows(estimate: Estimate) -> list[dict[str, object]]:
-    """Of one column."""
+    """Return the rows of one column's traffic."""
     return [_traffic_row(estimate, row) for row in estimate.traffic]
 
 

@@ -42,7 +42,7 @@ class RankReport:
 
 
 def one(report: RankReport, name: str) -> str:
-    """The full account of one rank."""
+    """Return the full account of one rank."""
     return "\n".join(
         [
             heading(report, name),
@@ -70,7 +70,7 @@ def heading(report: RankReport, name: str) -> str:
 
 
 def operations(report: RankReport) -> list[str]:
-    """What was executed, and what was derived where that is not the same."""
+    """Return the lines of what was executed, and of what was derived where that is not the same."""
     lines = operations_lines(report.simulated)
     if report.exact.operations and report.exact.operations != report.simulated.operations:
         lines += [f"exact has other {line}" for line in operations_lines(report.exact)]
@@ -78,7 +78,7 @@ def operations(report: RankReport) -> list[str]:
 
 
 def agreement(report: RankReport) -> str:
-    """In how many figures the two columns agree; of which nothing is predicted, why."""
+    """Return in how many figures the two columns agree, and of what nothing is predicted."""
     every = len(compare(report.exact, report.simulated))
     equal = every - len(report.differing)
     untold = sorted(report.exact.undefined.keys() & {"activations", "peak", "traffic"})
@@ -107,7 +107,7 @@ def by_phase(course: MemoryHistory) -> str:
 
 
 def peak(course: MemoryHistory) -> str:
-    """What lives at the peak, the largest first."""
+    """Return the peak and a table of what lives then, the largest first."""
     rows = [
         (row.what, str(row.state), size(row.device_bytes), str(row.tensors))
         for row in course.held[:_MOST]

@@ -67,7 +67,7 @@ def largest(rows: Sequence[Footprint]) -> Largest:
 
 
 def on_tiers(state: str) -> Iterable[tuple[str, str]]:
-    """What a state's rows are called, by tier: `optimizer`, `optimizer on the host` …"""
+    """Yield each tier with what a state's rows are called there: `optimizer on the host` …"""
     return ((tier, f"{state}{_SUFFIXES[tier]}") for tier in TIERS)
 
 
@@ -75,7 +75,7 @@ _SUFFIXES = dict(zip(TIERS, ("", " on the host", " in files"), strict=True))
 
 
 def moved_bytes(row: Traffic) -> int:
-    """What is sent to other ranks, or copied between the rank's own tiers."""
+    """Return the bytes that are sent to other ranks, or copied between the rank's own tiers."""
     return row.payload_bytes if row.key.collective.is_copy else row.sent_bytes
 
 
@@ -87,5 +87,5 @@ def traffic_label(key: TrafficKey) -> str:
 
 
 def traffic_order(key: TrafficKey) -> tuple[int, str]:
-    """By phase, then by name."""
+    """Return what sorts by phase, then by name."""
     return list(Phase).index(key.phase), traffic_label(key)
