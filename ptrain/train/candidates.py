@@ -27,13 +27,13 @@ def candidates(source: str, own: RunFolder) -> list[Path]:
 
 
 def again(before: str | None, own: RunFolder) -> str:
-    """What ranks that are started anew continue from: the checkpoints that their run has written,
-    and as long as there are none what the first attempt was told."""
+    """Return what ranks that are started anew continue from: the checkpoints that their run has
+    written, and as long as there are none what the first attempt was told."""
     return AUTO if saved_since(own) else before or AUTO
 
 
 def is_done(spec: Spec, own: RunFolder) -> bool:
-    """Whether the run has saved its last step, after which there is nothing to continue."""
+    """Return whether the run has saved its last step, after which there is nothing to continue."""
     return any(manifest.step_of(path) >= spec.train.steps for path in saved_since(own))
 
 

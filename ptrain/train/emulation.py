@@ -18,7 +18,7 @@ def emulated_line(spec: Spec, device: torch.device) -> str:
 
 
 def is_native(dtype: DType) -> bool:
-    """Whether the processor multiplies matrices of this dtype by itself, as torch sees it."""
+    """Return whether the processor itself multiplies matrices of this dtype, as torch sees it."""
     match dtype:
         case DType.BF16:
             return _has("_is_avx512_bf16_supported") or _has("_is_amx_tile_supported")

@@ -40,27 +40,27 @@ class Meeting:
 
 
 def launched() -> bool:
-    """Whether a launcher (torchrun, Slurm's task, our own) started this process as a rank."""
+    """Return whether a launcher (torchrun, Slurm's task, ours) started this process as a rank."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def world_size() -> int:
-    """How many ranks the launcher started; 1 where none did."""
+    """Return how many ranks the launcher started; 1 where none did."""
     text = os.environ.get("WORLD_SIZE", "") if launched() else ""
     return int(text) if text.isdigit() else 1
 
 
 def is_first() -> bool:
-    """Whether this process is rank 0, or no rank at all: the one that prints. One that cannot know
-    its number says so itself."""
+    """Return whether this process is rank 0, or no rank at all: the one that prints. One that
+    cannot know its number says so itself."""
     rank = os.environ.get("RANK", "0")
     return rank == "0" or not rank.isdigit()
 
 
 def agent() -> str:
-    """Which of torch's agents started this rank: its job's id, its host, its process, and since
-    when that runs (in ticks of Linux's clock, so that no later process of that number is taken for
-    it); "" where none did."""
+    """Return which of torch's agents started this rank: its job's id, its host, its process, and
+    since when that runs (in ticks of Linux's clock, so that no later process of that number is
+    taken for it); "" where none did."""
     if (run_id := os.environ.get("TORCHELASTIC_RUN_ID")) is None:
         return ""
     stat = Path(f"/proc/{os.getppid()}/stat")
@@ -69,7 +69,7 @@ def agent() -> str:
 
 
 def recorded() -> dict[str, str]:
-    """The allow-list: never the whole environment, which may hold secrets."""
+    """Return what is on the allow-list: never the whole environment, which may hold secrets."""
     return {
         name: value
         for name, value in sorted(os.environ.items())
@@ -85,7 +85,7 @@ def cores() -> int:
 
 
 def threads_per_rank(world_size: int) -> str:
-    """What the user has set, else an equal share of the cores."""
+    """Return the number of threads that the user has set, else an equal share of the cores."""
     return os.environ.get("OMP_NUM_THREADS") or str(max(1, cores() // world_size))
 
 

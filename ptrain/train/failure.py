@@ -90,7 +90,7 @@ def _failure(rank: Rank, now: float) -> Failure | None:
 
 
 def is_victim(raised: str) -> bool:
-    """Whether an exception says that another rank failed."""
+    """Return whether an exception says that another rank failed."""
     return bool(_VICTIM.search(raised))
 
 
@@ -108,7 +108,7 @@ def _died_early(rank: Rank) -> bool:
 
 
 def said(rank: Rank) -> str:
-    """What the rank had to say to the user: its exception's text without the class."""
+    """Return what the rank had to say to the user: its exception's text without the class."""
     return re.sub(r"^\w+: ", "", _raised(rank))
 
 

@@ -146,8 +146,8 @@ def require(program: Program, step: int, exchange: Exchange) -> None:
 
 @torch.no_grad()
 def complaint(program: Program, exchange: Exchange) -> str:
-    """Which state of the program is not finite, and its first tensor, in words that are the same on
-    all ranks; "" where all is finite."""
+    """Return which state of the program is not finite, and its first tensor, in words that are the
+    same on all ranks; "" where all is finite."""
     held = list(_saved(program))
     is_sound = _is_finite([part.tensor for part in held])
     return _first([] if is_sound else _unsound(program, held), exchange)

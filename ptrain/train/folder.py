@@ -140,7 +140,7 @@ def run_of_agent(agent: str, root: Path = ROOT) -> Path | None:
 
 
 def is_of_agent(run: Path, agent: str) -> bool:
-    """Whether this agent of torch has started the run."""
+    """Return whether this agent of torch has started the run."""
     return bool(agent) and _recorded(run).get("agent") == agent
 
 
@@ -153,7 +153,7 @@ def saved_since(folder: RunFolder) -> list[Path]:
 
 
 def latest_of(root: Path) -> str | None:
-    """What `latest` leads to, None where there is no such link."""
+    """Return what `latest` leads to, None where there is no such link."""
     link = root / "latest"
     return os.readlink(link) if link.is_symlink() else None
 
@@ -178,7 +178,8 @@ def write_json(path: Path, value: object) -> None:
 
 
 def shown(path: Path) -> str:
-    """As the user would type it: `runs/latest` where that is it, else relative if below here."""
+    """Return the path as the user would type it: `runs/latest` where that is it, else relative if
+    below here."""
     latest = ROOT / "latest"
     if latest.is_symlink() and latest.resolve() == path.resolve():
         return str(latest)

@@ -71,7 +71,7 @@ class Journal:
         self._progress = _progress(spec.train.steps) if bar else None
 
     def measured(self, estimate: Estimate) -> None:
-        """What this rank's meters saw, for the lines to come."""
+        """Take what this rank's meters saw, for the lines to come."""
         self.peak_bytes = estimate.peak_bytes()
         self.sent_bytes = estimate.sent_bytes()
 
@@ -100,7 +100,7 @@ class Journal:
         LOG.info("step %d/%d  held-out loss %.4f", step, self.spec.train.steps, loss)
 
     def step_seconds(self) -> float | None:
-        """The median step, the first two left out."""
+        """Return the median seconds of a step, the first two left out; None before the third."""
         return statistics.median(self.seconds[2:]) if len(self.seconds) > 2 else None
 
     def __enter__(self) -> Self:
@@ -207,8 +207,8 @@ class _Console(logging.Handler):
 
 
 def say(text: str) -> None:
-    """A line on standard output. Who reads it may go (`| head`, a terminal that hangs up) without
-    ending the training."""
+    """Print a line on standard output. Who reads it may go (`| head`, a terminal that hangs up)
+    without ending the training."""
     try:
         print(text, flush=True)
     except OSError:  # a broken pipe, or EIO from a terminal that is gone

@@ -20,14 +20,14 @@ from ptrain.train.refusal import code_of
 
 
 def live(run: Callable[[], int]) -> NoReturn:
-    """The rank's whole life: `run`, and then the end."""
+    """Run `run`, which is the rank's whole life, and leave with its exit code."""
     sys.excepthook = _leave_failed
     leave(coded(run))
 
 
 def coded(run: Callable[[], int]) -> int:
-    """The exit code of `run`. What the user got wrong is printed; what a rank raises propagates,
-    once torch's @record has written it to the error file that a launcher asked for."""
+    """Return the exit code of `run`. What the user got wrong is printed; what a rank raises
+    propagates, once torch's @record has written it to the error file that a launcher asked for."""
     try:
         return int(record(run)() or 0)
     except RankFailed:

@@ -19,7 +19,7 @@ _WATCHED = {"optimizer": (), "data": (), "train": ("seed",), "batch": ("global",
 
 
 def trained(spec: Spec) -> dict[str, object]:
-    """What a manifest keeps of a spec, as JSON reads it back."""
+    """Return what a manifest keeps of a spec, as JSON reads it back."""
     plain = json.loads(json.dumps(spec.resolved, default=str))
     model = {key: value for key, value in plain["model"].items() if key not in _WHEREABOUTS}
     watched = {

@@ -40,7 +40,8 @@ class Lock:
 
 
 def take(folder: Path) -> Lock:
-    """The lock of `folder`. Raises SpecError where another training holds it, with its process."""
+    """Take the lock of `folder`. Raises SpecError where another training holds it, with its
+    process."""
     file = folder / NAME
     while True:
         descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)

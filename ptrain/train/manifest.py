@@ -58,7 +58,7 @@ def folder_name(step: int) -> str:
 
 
 def is_name(text: str) -> bool:
-    """Whether a folder of this name is a checkpoint that was written to its end."""
+    """Return whether a folder of this name is a checkpoint that was written to its end."""
     return bool(_STEP.fullmatch(text))
 
 
@@ -74,7 +74,7 @@ def complete(parent: Path) -> list[Path]:
 
 
 def half_written(parent: Path) -> list[Path]:
-    """What a job that was killed while saving left behind."""
+    """Return the folders that a job that was killed while saving left behind."""
     return sorted(parent.glob("step-*.tmp-*"))
 
 
@@ -164,7 +164,7 @@ def _is_bare(name: str) -> bool:
 
 
 def problems(folder: Path, manifest: Manifest, names: Iterable[str]) -> list[str]:
-    """What is wrong with these files, before anything reads them."""
+    """Return what is wrong with these files, before anything reads them."""
     return [
         f"{name}: {problem}"
         for name in names
@@ -173,7 +173,7 @@ def problems(folder: Path, manifest: Manifest, names: Iterable[str]) -> list[str
 
 
 def wrong_sizes(folder: Path, manifest: Manifest) -> list[str]:
-    """What can be seen to be wrong without reading the files."""
+    """Return what can be seen to be wrong without reading the files."""
     return [
         f"{name}: {problem}"
         for name, (size, _) in sorted(manifest.files.items())

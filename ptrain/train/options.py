@@ -177,7 +177,7 @@ def to_argv(options: Options) -> list[str]:
 
 
 def elastic_argv(options: Options) -> list[str]:
-    """What torch's elastic launcher is told beside the ranks' own options."""
+    """Return what torch's elastic launcher is told beside the ranks' own options."""
     argv = ["--nnodes", str(options.nnodes), "--max-restarts", str(options.max_restarts)]
     if options.rdzv_endpoint:
         argv += ["--rdzv-endpoint", options.rdzv_endpoint]

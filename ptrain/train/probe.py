@@ -126,7 +126,7 @@ def first_steady(spec: Spec, first: int) -> int:
 
 
 def set_up(before: tuple[Traffic, ...], steady: tuple[Traffic, ...]) -> Iterator[Traffic]:
-    """What the step before the first steady one did beyond it."""
+    """Yield what the step before the first steady one did beyond it."""
     known = {row.key: row for row in steady}
     for row in before:
         usual = known.get(row.key)
