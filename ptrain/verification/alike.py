@@ -10,7 +10,7 @@ from ptrain.spec.spec import Spec
 
 
 def common(spec: Spec) -> dict[str, str]:
-    """As text, by key of the spec."""
+    """Return what another spec must have in common with this one, as text, by key of the spec."""
     shape = {"model": spec.model, "optimizer": spec.optimizer, "data": spec.data}
     batch = {"batch.global": spec.batch.global_samples, "batch.sequence": spec.batch.sequence}
     rest = {"train.seed": spec.train.seed}
@@ -18,7 +18,7 @@ def common(spec: Spec) -> dict[str, str]:
 
 
 def is_within(route: Sequence[str], keys: Iterable[str]) -> bool:
-    """Whether a key of a spec, part by part, is one of `keys` or stands below one."""
+    """Return whether a key of a spec, part by part, is one of `keys` or stands below one."""
     return any(".".join(route[: key.count(".") + 1]) == key for key in keys)
 
 

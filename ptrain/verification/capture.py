@@ -62,7 +62,7 @@ class Capture:
         self._stack = ExitStack()
 
     def phase(self, phase: Phase, micro_batch: int) -> None:
-        """Where the program has come to: what runs again in backward is not kept."""
+        """Note where the program has come to: what runs again in backward is not kept."""
         is_kept = phase is Phase.FORWARD and micro_batch in self.micro_batches
         self._now = micro_batch if is_kept else None
 

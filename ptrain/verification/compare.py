@@ -62,8 +62,8 @@ def compare(reference: Trajectory, run: Trajectory, tolerances: Tolerances) -> t
 
 
 def alive(name: str, trajectory: Trajectory) -> Iterator[Check]:
-    """Whether it trained at all: finite losses, no gradient that is zero, parameters that move, a
-    loss that falls. Norms are not finite in steps that a scaled loss skips."""
+    """Yield the checks that it trained at all: finite losses, no gradient that is zero, parameters
+    that move, a loss that falls. Norms are not finite in steps that a scaled loss skips."""
     norms, losses = trajectory.gradient_norms, trajectory.losses
     wrong = sum(not math.isfinite(loss) for loss in losses)
     yield _claim(f"{name}: finite", len(losses), wrong == 0, f"{wrong} losses are not finite")
@@ -118,7 +118,8 @@ def _parameters(reference: Trajectory, run: Trajectory, tolerances: Tolerances) 
 
 
 def worst_parameters(reference: Mapping[str, Tensor], run: Mapping[str, Tensor]) -> float:
-    """Of the tensor that differs most, by norm or by its largest element."""
+    """Return the difference of the tensor that differs most, by norm or by its largest element;
+    infinite where it is no number."""
     return max(_or_infinite(difference) for _, difference in _worst(reference, run).values())
 
 
@@ -172,7 +173,7 @@ def apart_by_tensor(
 
 
 def share_of(measured: float, allowed: float) -> float:
-    """How much of what is allowed is taken; infinite where one of them is no number."""
+    """Return how much of what is allowed is taken; infinite where one of them is no number."""
     if not (math.isfinite(measured) and math.isfinite(allowed)):
         return math.inf
     if measured == 0.0:
@@ -181,7 +182,7 @@ def share_of(measured: float, allowed: float) -> float:
 
 
 def at_most(name: str, difference: float, allowed: float, why: str) -> Check:
-    """A difference that should be 0; `why` it fails, where it does."""
+    """Return the check of a difference that should be 0; `why` it fails, where it does."""
     holds = difference <= allowed  # false for NaN
     return Check(
         name=name,

@@ -71,7 +71,7 @@ class Watch:
                 self.culprit = closer(self.program, self.exchange, self.departures, self.culprit)
 
     def checks(self) -> tuple[Check, ...]:
-        """How many looks there were, and how many showed nothing."""
+        """Return a check for each kind of look: how many there were, how many showed nothing."""
         return tuple(self._check(name, looks) for name, looks in self.looks.items() if looks)
 
     def _check(self, name: str, looks: int) -> Check:

@@ -41,7 +41,7 @@ class Evidence:
     scale: float = 1.0
 
     def clipped_by(self) -> float:
-        """What clipping multiplied the gradients by, if the norm is what the program says."""
+        """Return what clipping multiplied the gradients by, if the program tells the true norm."""
         clip = self.program.spec.optimizer.clip
         if clip is None or self.norm is None or not math.isfinite(self.norm):
             return 1.0

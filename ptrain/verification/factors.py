@@ -67,7 +67,7 @@ def share_of_sum(parts: Sequence[Tensor], whole: Tensor) -> LeastSquares:
 
 
 def are_alike(parts: Sequence[Tensor], tolerance: float) -> bool:
-    """Whether all ranks have the same: then nothing is missing from a sum over them."""
+    """Return whether all ranks have the same: then nothing is missing from a sum over them."""
     first = parts[0].double()
     length = float(torch.linalg.vector_norm(first))
     return all(
@@ -143,6 +143,6 @@ def absent(coefficients: Sequence[float]) -> tuple[int, ...]:
 
 
 def is_even(coefficients: Sequence[float], tolerance: float = 1e-3) -> bool:
-    """Whether every addend counts alike."""
+    """Return whether every addend counts alike."""
     least, most = min(coefficients), max(coefficients)
     return most - least <= tolerance * max(abs(least), abs(most))

@@ -71,7 +71,7 @@ class Masks:
         return note
 
     def check(self, exchange: Exchange, step: int) -> tuple[Departure, ...]:
-        """In the order in which the modules run."""
+        """Return what departs, in the order in which the modules run."""
         everyone: list[dict[str, Seen]] = exchange.gather(self._seen)
         keys = dict.fromkeys(key for its in everyone for key in its)
         return tuple(departure for key in keys for departure in _differing(key, everyone, step))

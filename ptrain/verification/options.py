@@ -36,7 +36,7 @@ class VerifyOptions:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What the user says, without specs and `--json`."""
+    """Add the arguments that the user may give, without specs and `--json`."""
     add = parser.add_argument
     add(
         "--steps",

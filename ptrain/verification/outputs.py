@@ -21,7 +21,7 @@ class Outputs:
     backward: dict[Key, torch.Tensor] = field(default_factory=dict)
 
     def keep(self, path: str, micro_batch: int, output: Any) -> None:
-        """The first that came: a block that is computed again comes a second time."""
+        """Keep the first output that came: a block that is computed again comes a second time."""
         key = path, micro_batch
         first = next((leaf for leaf in tree_leaves(output) if is_real(leaf)), None)
         if first is None or key in self.forward:
@@ -35,5 +35,5 @@ class Outputs:
 
 
 def is_real(leaf: object) -> bool:
-    """Whether a leaf is a tensor of floating numbers."""
+    """Return whether a leaf is a tensor of floating numbers."""
     return isinstance(leaf, torch.Tensor) and leaf.is_floating_point()

@@ -28,7 +28,7 @@ class TensorBox:
 
 
 def held(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank has of it, where the reference is: on the CPU."""
+    """Return what this rank has of the tensor, where the reference is: on the CPU."""
     return local(tensor.detach()).cpu()
 
 

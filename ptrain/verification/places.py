@@ -16,7 +16,7 @@ def coordinates(spec: Spec, rank: int) -> dict[Axis, int]:
 
 
 def data_place(spec: Spec, rank: int) -> int:
-    """Which share of every global batch is this rank's."""
+    """Return which share of every global batch is this rank's."""
     where, place = coordinates(spec, rank), 0
     for axis in DATA_AXES:
         if axis in where:

@@ -54,7 +54,7 @@ def preconditions(spec: Spec, world: World, exchange: Exchange, make: Make) -> t
 
 @contextmanager
 def deterministic() -> Iterator[None]:
-    """As `deterministic: true` in a spec."""
+    """While entered, torch computes as with `deterministic: true` in a spec."""
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
     try:

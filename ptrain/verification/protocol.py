@@ -108,7 +108,7 @@ Speak: TypeAlias = "Callable[[str, Sequence[Check], float], None]"
 
 
 def interpreted(spec: Spec, world: World) -> Program:
-    """As a training makes it."""
+    """Return the program as a training makes it."""
     return interpret(spec, world=world, allow_import=True)
 
 

@@ -79,7 +79,7 @@ Around: TypeAlias = Callable[[MicroBatch], AbstractContextManager[None]]
 
 
 def nothing(_: MicroBatch) -> AbstractContextManager[None]:
-    """What is around a micro-batch of which nobody asks."""
+    """Return what is around a micro-batch of which nobody asks: nothing."""
     return nullcontext()
 
 
@@ -99,7 +99,7 @@ class ReferenceTraining:
         return {name: parameter.detach() for name, parameter in self.module.named_parameters()}
 
     def micro_batches(self, step: int) -> Iterable[MicroBatch]:
-        """Of `step`, of all data ranks, in the order in which they are summed."""
+        """Return all data ranks' micro-batches of `step`, in the order in which they are summed."""
         return _micro_batches(self.spec, self.source, step)
 
     def accumulate(self, step: int, around: Around = nothing) -> Pass:

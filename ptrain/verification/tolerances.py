@@ -88,7 +88,8 @@ class ReferencePlan:
 
 
 def plan(spec: Spec, steps: int) -> ReferencePlan:
-    """Of references that several parts need there is one: they have one key."""
+    """Return which references a verification needs. Of those that several parts need there is one:
+    they have one key."""
     own, exact = without_dropout(spec), exactly(spec)
     num_own = MANY if is_banded(own) else FEW
     first, *permuted = _permuted(exact, steps, FEW)

@@ -48,7 +48,7 @@ class Corridor:
         return abs(loss - self.center[step]) <= self.allowed[step]
 
     def off(self, losses: Sequence[float]) -> tuple[float, ...]:
-        """How far each step's loss is from where it should be."""
+        """Return how far each step's loss is from where it should be."""
         return tuple(abs(loss - its) for loss, its in zip(losses, self.center, strict=False))
 
 
@@ -66,7 +66,7 @@ class ProgramRun:
 
 
 def anywhere(steps: int) -> Corridor:
-    """Of a run that is compared later, with another."""
+    """Return the corridor of a run that is compared later, with another: any loss is in it."""
     return Corridor(center=(0.0,) * steps, allowed=(math.inf,) * steps)
 
 
@@ -120,7 +120,7 @@ def follow(program: Program, exchange: Exchange, within: Corridor, watch: Watch)
 def unclipped(
     gradients: dict[str, Tensor], program: Program, norm: float | None
 ) -> dict[str, Tensor]:
-    """What the optimizer would have been given without clipping; `norm` is the one before it."""
+    """Return what the optimizer would have got without clipping; `norm` is the one before it."""
     clip = program.spec.optimizer.clip
     if norm is None or clip is None or not math.isfinite(norm):
         return gradients

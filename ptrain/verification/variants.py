@@ -24,12 +24,14 @@ def without_dropout(spec: Spec) -> Spec:
 
 
 def exactly(spec: Spec) -> Spec:
-    """In fp64, in which a sum in another order differs by 1e-15 and a fault by 1e-5."""
+    """Return the spec without dropout, in fp64, in which a sum in another order differs by 1e-15
+    and a fault by 1e-5."""
     return replace(without_dropout(spec), precision=replace(spec.precision, compute_fp64=True))
 
 
 def in_fp32(spec: Spec) -> Spec:
-    """With every state in fp32: what rounding grows to is measured there."""
+    """Return the spec with every state in fp32 and without dropout: what rounding grows to is
+    measured there."""
     return replace(without_dropout(spec), precision=Precision())
 
 
@@ -41,8 +43,8 @@ def on_one_device(spec: Spec) -> Spec:
 
 
 def is_banded(spec: Spec) -> bool:
-    """Whether two orders of summation part by more than fixed tolerances say: some state is in 16
-    bits, or the update computes in them (Muon, unless in fp64)."""
+    """Return whether two orders of summation part by more than fixed tolerances say: some state is
+    in 16 bits, or the update computes in them (Muon, unless in fp64)."""
     layout = spec.precision.effective
     dtypes = (layout.parameters, layout.reduced, layout.gradients, layout.updated, layout.moments)
     coarse = any(dtype not in _FIXED for dtype in dtypes)

@@ -159,7 +159,7 @@ def _frozen(scene: Investigation, one: Departure, sides: Sides) -> Said | None:
 
 
 def is_frozen(scene: Investigation, name: str) -> bool:
-    """Whether nothing of one device's gradients is of this parameter or of its state."""
+    """Return whether nothing of one device's gradients is of this parameter or of its state."""
     known = scene.evidence.expected_gradients
     return name not in known and name.rpartition(".")[0] not in known
 

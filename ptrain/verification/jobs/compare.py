@@ -41,8 +41,8 @@ class Magnitude:
         return cls(math.sqrt(squares / count) if count else 0.0)
 
     def length(self, whole: Tensor, part: Tensor) -> float:
-        """What a difference of `part` is relative to; of a tensor that is noise beside the others
-        it is what the others have."""
+        """Return what a difference of `part` is relative to; of a tensor that is noise beside the
+        others it is what the others have."""
         mean = _rms(whole)
         least = self.usual if mean <= NOISE * self.usual else _QUIET * mean
         return max(_norm(part), least * math.sqrt(part.numel()))

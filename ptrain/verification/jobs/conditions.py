@@ -75,7 +75,8 @@ def require_one_reference(ranks: Ranks, checksums: Mapping[str, str]) -> None:
 
 
 def loss_dtype(loss: Any) -> torch.dtype | None:
-    """What the loss itself is computed in: some models do that in fp32, whatever their own is."""
+    """Return the dtype that the loss itself is computed in: some models do that in fp32, whatever
+    their own is. None where it is no tensor."""
     return loss.dtype if isinstance(loss, torch.Tensor) else None
 
 

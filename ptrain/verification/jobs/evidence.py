@@ -48,7 +48,7 @@ class Sample:
         return [rank for rank, row in enumerate(self.gradients) if bool((~row.isnan()).any())]
 
     def of(self, rank: int) -> tuple[Tensor, Tensor]:
-        """What this rank has of the sample, and what it should have."""
+        """Return what this rank has of the sample, and what it should have."""
         has = ~self.gradients[rank].isnan()
         return self.gradients[rank][has], self.truth[has]
 

@@ -38,8 +38,9 @@ class ParameterShard:
         return self._of(self.parameter)
 
     def gradient(self) -> Tensor | None:
-        """In the parameter's placements, as the optimizer's operators bring it: of a DTensor whose
-        gradient has others this takes a collective of its mesh."""
+        """Return the gradient, if there is one, in the parameter's placements, as the optimizer's
+        operators bring it: of a DTensor whose gradient has others this takes a collective of its
+        mesh."""
         gradient, own = self.parameter.grad, self.parameter
         if gradient is None:
             return None
