@@ -10,10 +10,9 @@ slower than reading it, on any device.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ptrain.models.ledger import local
@@ -51,16 +50,6 @@ def kind(tensor: torch.Tensor) -> str:
     """Dtype and shape of what this rank holds, `float32[4, 8]`."""
     held = local(tensor)
     return f"{str(held.dtype).removeprefix('torch.')}{list(held.shape)}"
-
-
-def whole_digests(named: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Return kind and digest of full tensors, `float32[4, 8] 0123456789abcdef`, by name; a DTensor
-    is gathered, one at a time, by all ranks that have it."""
-    by_name = {}
-    for name, tensor in named.items():
-        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        by_name[name] = f"{kind(whole)} {digests([whole])[0]}"
-    return by_name
 
 
 def _sums(tensor: torch.Tensor) -> torch.Tensor:

@@ -38,7 +38,7 @@ class Ledger(TorchDispatchMode):
 
     Operators give birth, `UntypedStorage.resize_` grows and shrinks (FSDP2 frees by resizing to
     zero), a weak reference reports the death. Storages that an operator reads and nobody declared
-    existed before; `found` is told of them.
+    existed before: `existing` is called for them.
     """
 
     def __init__(self) -> None:

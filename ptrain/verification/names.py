@@ -28,14 +28,3 @@ def canonical_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for path, submodule in module.named_modules():
         modules[canonical_name(path)] = submodule
     yield from modules.items()
-
-
-def other_names(module: nn.Module) -> dict[str, str]:
-    """Every further name of a tied parameter -> the name that `canonical_parameters` has it by."""
-    first: dict[int, str] = {}
-    others: dict[str, str] = {}
-    for name, tensor in module.named_parameters(remove_duplicate=False):
-        known = first.setdefault(id(tensor), canonical_name(name))
-        if known != canonical_name(name):
-            others[canonical_name(name)] = known
-    return others

@@ -56,11 +56,12 @@ def preconditions(spec: Spec, world: World, exchange: Exchange, make: Make) -> t
 def deterministic() -> Iterator[None]:
     """While entered, torch computes as with `deterministic: true` in a spec."""
     before = torch.are_deterministic_algorithms_enabled()
+    only_warned = torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True)
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before)
+        torch.use_deterministic_algorithms(before, warn_only=only_warned)
 
 
 def _steps(program: Program, exchange: Exchange) -> tuple[list[float], int]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ptrain.meters.digest import digests, kind, whole_digests
+from ptrain.meters.digest import digests, kind
 
 DTYPES = (
     torch.float64,
@@ -80,6 +80,3 @@ def test_nothing_is_a_tensor_too_and_kind_says_which():
     assert digests([]) == []
     assert len(set(digests([torch.empty(0), torch.empty(0, dtype=torch.int8)]))) == 1
     assert kind(torch.empty(0, 3, dtype=torch.bfloat16)) == "bfloat16[0, 3]"
-    named = whole_digests({"a": torch.ones(2), "b": torch.ones(2, dtype=torch.float64)})
-    assert named["a"].startswith("float32[2] ")
-    assert named["b"].startswith("float64[2] ")

@@ -22,7 +22,6 @@ from ptrain.verification.names import (
     canonical_modules,
     canonical_name,
     canonical_parameters,
-    other_names,
 )
 
 DEGREES = {"dp": 3, "tp": 2, "K": 5}
@@ -105,10 +104,9 @@ class Wrapper(nn.Module):
         self.module = module
 
 
-def test_a_tied_parameter_has_its_first_name_and_knows_the_others() -> None:
+def test_a_tied_parameter_has_its_first_name() -> None:
     model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
     model[1].weight = model[0].weight
     wrapped = Wrapper(model)
     assert list(canonical_parameters(wrapped)) == ["0.weight"]
-    assert other_names(wrapped) == {"1.weight": "0.weight"}
     assert dict(canonical_modules(wrapped))[""] is model
