@@ -11,7 +11,7 @@ from ptrain.costs import TIERS, Estimate, State
 from ptrain.derivation.estimate import derive
 from ptrain.report.predict import model_state_bytes, sent_bytes
 from ptrain.report.table import largest, size
-from ptrain.spec.keep import belongs_to_rank
+from ptrain.spec.activations import belongs_to_rank
 from ptrain.spec.names import listing
 from ptrain.spec.placement import Distribution, Mode, Tier
 from ptrain.spec.spec import Spec

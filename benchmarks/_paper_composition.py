@@ -9,8 +9,8 @@ from functools import cache
 from itertools import permutations, product
 
 from ptrain.algebra.legality import require
+from ptrain.axes.pipeline.catalogue import schedule
 from ptrain.axes.pipeline.holdings import most_held
-from ptrain.axes.pipeline.known import schedule
 from ptrain.axes.pipeline.schedule import PipelineShape
 from ptrain.axes.pipeline.simulate import Simulation, simulate
 from ptrain.costs import State

@@ -11,8 +11,8 @@ from _tables import table
 from ptrain.algebra.layout import groups
 from ptrain.algebra.legality import require
 from ptrain.axes.pipeline.bubble import ClosedForm, Relation, closed_form
+from ptrain.axes.pipeline.catalogue import schedule
 from ptrain.axes.pipeline.holdings import most_held, transfers
-from ptrain.axes.pipeline.known import schedule
 from ptrain.axes.pipeline.schedule import PipelineShape
 from ptrain.axes.pipeline.simulate import StageCost, simulate
 from ptrain.costs import Collective, Traffic, busiest

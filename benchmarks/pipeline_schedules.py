@@ -32,9 +32,9 @@ from _turns import WARM_UP, in_turns
 from step_time import RANKS, bound, different
 
 from ptrain.algebra.legality import require
+from ptrain.axes.pipeline.catalogue import schedule
 from ptrain.axes.pipeline.form import pipeline_of
 from ptrain.axes.pipeline.holdings import most_held
-from ptrain.axes.pipeline.known import schedule
 from ptrain.axes.pipeline.simulate import simulate
 from ptrain.costs import Collective, Estimate, State
 from ptrain.derivation.estimate import derive

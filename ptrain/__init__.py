@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ptrain.train.notebook import run as run
     from ptrain.verification.jobs.job import Job as Job
     from ptrain.verification.jobs.job import Terms as Terms
-    from ptrain.verification.own import verify as verify
+    from ptrain.verification.user_loop import verify as verify
 
 _HOMES = {
     "load": "ptrain.spec.load",
@@ -33,7 +33,7 @@ _HOMES = {
     "read_facts": "ptrain.traces.facts",
     "run": "ptrain.train.notebook",
     "settled": "ptrain.selection.recompute",
-    "verify": "ptrain.verification.own",
+    "verify": "ptrain.verification.user_loop",
     "Job": "ptrain.verification.jobs.job",
     "Terms": "ptrain.verification.jobs.job",
 }

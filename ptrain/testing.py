@@ -149,7 +149,7 @@ def _parent(words: Sequence[str]) -> int:
             [function, folder, arguments],
             num_ranks=int(num_ranks),
             folder=RunFolder(Path(folder)),
-            module="ptrain.verification.tested",
+            module="ptrain.verification.rank_of_test",
         )
     except PtrainError as error:
         print(error, file=sys.stderr)

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator
 from ptrain.axes.data.form import data_factors
 from ptrain.axes.rule import SpecRule
 from ptrain.errors import Fault
+from ptrain.spec.activations import Kept, Scope
 from ptrain.spec.axis import Axis
 from ptrain.spec.dials import UnitKind
-from ptrain.spec.keep import Kept, Scope
 from ptrain.spec.model import Attention, ExternalModel, ModelShape
 from ptrain.spec.placement import Tier
 from ptrain.spec.spec import Spec

@@ -33,8 +33,8 @@ from ptrain.train.folder import ROOT, Claim, RunFolder, open_run
 from ptrain.train.heading import parts_of_ranks
 from ptrain.train.launch import launch
 from ptrain.train.options import Options
+from ptrain.train.profiled_steps import require_reachable
 from ptrain.train.tensorboard import MISSING
-from ptrain.train.traced import require_reachable
 
 
 def add_arguments(parser: ArgumentParser) -> None:

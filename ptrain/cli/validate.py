@@ -17,7 +17,7 @@ from ptrain.spec.names import names
 from ptrain.spec.overrides import split_arguments, sweeps
 from ptrain.train.notebook import Run
 from ptrain.train.notebook import run as train
-from ptrain.train.traced import require_reachable
+from ptrain.train.profiled_steps import require_reachable
 
 _STEADY = 3  # two steps settle (buckets, optimizer state), the third is measured
 _BRIEFLY = (

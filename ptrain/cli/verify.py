@@ -31,8 +31,8 @@ from ptrain.spec.spec import Spec
 from ptrain.train import environment
 from ptrain.units import format_bytes
 from ptrain.verification import options
-from ptrain.verification.alike import common, is_within, require_alike
 from ptrain.verification.options import VerifyOptions, source_of
+from ptrain.verification.same_training import common, is_within, require_alike
 from ptrain.verification.start import Interrupted, start
 
 # Parameters, gradients and their sum, two moments: what the reference has in fp64 beside each rank.

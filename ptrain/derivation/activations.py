@@ -17,7 +17,7 @@ from ptrain.axes.tensor.costs import Cut
 from ptrain.derivation import blocks, loss_chunks
 from ptrain.derivation.monomials import Monomial, dimensions, merged, monomials
 from ptrain.derivation.repeats import Representatives, Turns
-from ptrain.spec.keep import PLAIN, Kept
+from ptrain.spec.activations import PLAIN, Kept
 from ptrain.spec.model import Family, ModelShape
 from ptrain.spec.precision import DType
 from ptrain.spec.spec import LossSpec, Spec

@@ -18,7 +18,7 @@ from typing import Any
 from ptrain.axes.tensor.costs import Cut
 from ptrain.costs import Collective
 from ptrain.derivation.monomials import Monomial, dimensions, merged, monomials
-from ptrain.spec.keep import ATTENTION_ONLY, FULL, PLAIN, SELECTIVE, Kept
+from ptrain.spec.activations import ATTENTION_ONLY, FULL, PLAIN, SELECTIVE, Kept
 from ptrain.spec.model import Attention, Family, ModelShape
 from ptrain.spec.placement import Tier
 from ptrain.spec.precision import DType

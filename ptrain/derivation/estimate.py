@@ -6,16 +6,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from ptrain.algebra.layout import positions
-from ptrain.axes.pipeline.known import schedule_of
+from ptrain.axes.pipeline.catalogue import schedule_of
 from ptrain.axes.pipeline.stage_facts import stages_of
 from ptrain.by_rank import ByRank, of_own
 from ptrain.costs import Column, Estimate, Footprint, Peak, State, Traffic, TrafficKey, add_traffic
 from ptrain.derivation import blocks, pipeline, tensor
+from ptrain.derivation.activation_moves import activation_row, kept_traffic
 from ptrain.derivation.activations import is_tabulated
 from ptrain.derivation.ghosts.table import wrapping
 from ptrain.derivation.in_flight import in_flight
 from ptrain.derivation.interconnect import warnings
-from ptrain.derivation.kept import activation_row, kept_traffic
 from ptrain.derivation.kernels import kernel_warnings, unclaimed
 from ptrain.derivation.memory import resident
 from ptrain.derivation.notes import notes

@@ -12,8 +12,8 @@ from ptrain.axes.pipeline.instructions import training
 from ptrain.axes.pipeline.schedule import Schedule
 from ptrain.by_rank import ByRank, rows_by_rank
 from ptrain.costs import Footprint, Peak, Phase, State
+from ptrain.derivation.activation_moves import activation_row
 from ptrain.derivation.differing import differing_axes
-from ptrain.derivation.kept import activation_row
 from ptrain.derivation.pipeline import StageParts
 from ptrain.derivation.repeats import represent
 from ptrain.derivation.stage_replay import Part, Played, play_rank

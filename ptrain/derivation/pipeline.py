@@ -25,12 +25,12 @@ from ptrain.axes.tensor.costs import Cut
 from ptrain.by_rank import ByRank, rows_by_rank
 from ptrain.costs import Footprint, State, Traffic, add_traffic
 from ptrain.derivation import blocks, tensor
+from ptrain.derivation.activation_moves import kept_traffic
 from ptrain.derivation.calls import group_over
 from ptrain.derivation.differing import differing_axes
 from ptrain.derivation.ghosts.clipping import norm
 from ptrain.derivation.ghosts.table import wrapping
 from ptrain.derivation.ghosts.wrapping import Wrapping
-from ptrain.derivation.kept import kept_traffic
 from ptrain.derivation.memory import by_shard, other_bytes
 from ptrain.derivation.repeats import alike
 from ptrain.derivation.stage_timeline import Pairs, moved_and_repeated

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from ptrain.facts.model import UnitFacts
+from ptrain.spec.activations import Kept
 from ptrain.spec.dials import UnitKind
-from ptrain.spec.keep import Kept
 from ptrain.spec.model import ModelShape
 from ptrain.spec.spec import Spec
 

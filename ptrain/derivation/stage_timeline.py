@@ -17,7 +17,7 @@ from ptrain.derivation.monomials import Monomial, dimensions, merged, monomials
 from ptrain.derivation.repeats import Representatives, Turns
 from ptrain.facts.passes import Passes, of_first_stage, of_later_stage
 from ptrain.facts.stages import Stage
-from ptrain.spec.keep import PLAIN, Kept
+from ptrain.spec.activations import PLAIN, Kept
 from ptrain.spec.model import Attention, ModelShape
 from ptrain.spec.spec import Spec
 from ptrain.timeline import Item, Kind, Run

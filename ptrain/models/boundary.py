@@ -13,7 +13,7 @@ import torch
 
 import ptrain
 from ptrain.errors import Fault, PtrainError, SpecError
-from ptrain.models.values import READ
+from ptrain.models.fake_values import READ
 
 _INSTALLED = ("site-packages", "dist-packages")
 _NOT_THEIRS = tuple(str(Path(module.__file__ or "").parent) for module in (ptrain, torch))

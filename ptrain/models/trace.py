@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from ptrain import timeline
-from ptrain.models.again import runs_again
 from ptrain.models.ledger import Ledger, storage_of
+from ptrain.models.recomputing import runs_again
 from ptrain.models.tags import tier_of
 from ptrain.spec.placement import Tier
 from ptrain.timeline import Boundary, Item, Mark, Timeline

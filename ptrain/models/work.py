@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ptrain.costs import Collective
-from ptrain.models.again import runs_again
+from ptrain.models.recomputing import runs_again
 from ptrain.models.trace import Recorder
 
 

@@ -12,8 +12,8 @@ from typing import assert_never
 
 from ptrain.activations.rules import blocks_outside
 from ptrain.axes.data.form import Form, data_factors, form_of, tier_of, whole_axes
+from ptrain.axes.pipeline.catalogue import schedule_of
 from ptrain.axes.pipeline.form import pipeline_of
-from ptrain.axes.pipeline.known import schedule_of
 from ptrain.costs import State
 from ptrain.errors import SpecError, refused
 from ptrain.facts.roles import roles_of

@@ -8,14 +8,14 @@ from typing import assert_never
 from ptrain.algebra.layout import groups
 from ptrain.axes.data.form import ELEMENTWISE
 from ptrain.axes.data.rules import keeps_state
+from ptrain.axes.pipeline.catalogue import schedule_of
 from ptrain.axes.pipeline.draw import bubble_text, draw
 from ptrain.axes.pipeline.form import pipeline_of
 from ptrain.axes.pipeline.holdings import most_held_of
-from ptrain.axes.pipeline.known import schedule_of
 from ptrain.axes.pipeline.schedule import Schedule
 from ptrain.axes.pipeline.simulate import simulate
 from ptrain.plan.composition import condition_lines, ranks_text, theorem_6, theorem_7
-from ptrain.plan.show_keep import keep_text, loss_text
+from ptrain.plan.show_activations import keep_text, loss_text
 from ptrain.spec.axis import Axis
 from ptrain.spec.dials import (
     WHOLE_BUCKET,

@@ -14,8 +14,8 @@ from ptrain.derivation.kernels import unclaimed
 from ptrain.derivation.operations import operations
 from ptrain.errors import refused
 from ptrain.plan.lower import lower
+from ptrain.spec.activations import ATTENTION_ONLY, FULL, PLAIN, SELECTIVE, Kept, Policy
 from ptrain.spec.axis import DATA_AXES, Factor
-from ptrain.spec.keep import ATTENTION_ONLY, FULL, PLAIN, SELECTIVE, Kept, Policy
 from ptrain.spec.model import Attention, ModelShape
 from ptrain.spec.placement import M, R
 from ptrain.spec.spec import ActivationSpec, Spec

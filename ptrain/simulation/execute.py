@@ -20,7 +20,7 @@ from ptrain.data.sampler import LocalBatch
 from ptrain.errors import RankFailed, refused
 from ptrain.interpreter.program import Observer, Program, interpret
 from ptrain.meters.traffic import TrafficMeter
-from ptrain.models.values import READ
+from ptrain.models.fake_values import READ
 from ptrain.report.composition import MemoryHistory
 from ptrain.rooms.fake import fake_tensors, fake_world
 from ptrain.rooms.world import World

@@ -9,7 +9,7 @@ from typing import Any, Self
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from ptrain.models.again import runs_again
+from ptrain.models.recomputing import runs_again
 
 LOGITS = "logits"
 

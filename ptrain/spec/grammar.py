@@ -1,17 +1,17 @@
 """The grammar of a spec: the keys that a file has and `spec.keys` has not, since they become
 something else: the model, the mesh, the placement, precision and batch, what blocks keep.
 
-All keys are reserved from the start, so that the schema only ever grows; `ptrain.spec.not_yet`
+All keys are reserved from the start, so that the schema only ever grows; `ptrain.spec.unexecuted`
 refuses those that nothing executes yet. `ptrain.spec.resolve` makes the `Spec` of them.
 """
 
 from dataclasses import field, replace
 from typing import Annotated, Any
 
+from ptrain.spec.activations import ACTIVATIONS, LOSS, RECOMPUTE, LossRaw, RecomputeRaw
 from ptrain.spec.batch import BatchRaw
 from ptrain.spec.cluster import Cluster
 from ptrain.spec.dials import RESHARD
-from ptrain.spec.keep import ACTIVATIONS, LOSS, RECOMPUTE, LossRaw, RecomputeRaw
 from ptrain.spec.keys import Keys
 from ptrain.spec.leaf import Choice, Either, Free, Text, Truth, Whole, declared, meanings
 from ptrain.spec.leaf_mode import KEPT_MEANINGS, KeptText, ModeText

@@ -17,12 +17,12 @@ from pathlib import Path
 from ptrain.errors import Fault, SpecError
 from ptrain.spec.check import validate
 from ptrain.spec.names import find_spec, names
-from ptrain.spec.not_yet import refusals
 from ptrain.spec.overrides import apply, involves, parse_override, source_of, sweeps
 from ptrain.spec.resolve import resolve
 from ptrain.spec.shorthand import expand_shorthands, mark_of
 from ptrain.spec.spec import Spec
 from ptrain.spec.text import Route, SourceMark, Tree, read
+from ptrain.spec.unexecuted import refusals
 
 Source = str | Path | Mapping[str, object] | None
 

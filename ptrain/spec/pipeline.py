@@ -5,7 +5,7 @@ from enum import StrEnum
 from typing import Annotated, Any
 
 from ptrain.spec.leaf import Choice, Either, Numbers, Whole, one_of, refuse
-from ptrain.spec.orders import ListedSchedule, listed, slip
+from ptrain.spec.schedule_file import ListedSchedule, listed, slip
 from ptrain.spec.section import section
 
 MAX_LAYERS = 10_000

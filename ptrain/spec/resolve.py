@@ -23,14 +23,14 @@ from ptrain.spec.grammar import MAX_DEGREE, MeshRaw, PlacementRaw, SpecRaw
 from ptrain.spec.keys import Keys
 from ptrain.spec.names import root
 from ptrain.spec.placement import Distribution, Mode, Placement, R
-from ptrain.spec.resolve_keep import (
+from ptrain.spec.resolve_activations import (
     on_tier,
     resolve_activations,
     resolve_attention,
     resolve_loss,
     says_offloaded,
 )
-from ptrain.spec.resolve_parts import (
+from ptrain.spec.resolve_sections import (
     resolve_batch,
     resolve_cluster,
     resolve_data,

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ptrain.costs import PLACED
 from ptrain.errors import Fault
-from ptrain.spec import orders, slips
+from ptrain.spec import schedule_file, slips
 from ptrain.spec.axis import DATA_AXES, Axis
 from ptrain.spec.dials import Reshard
 from ptrain.spec.leaf_mode import KEPT_MEANINGS
@@ -288,12 +288,12 @@ def _schedule_file(tree: Tree, root: Mapping, fault: _Report) -> None:
     if not isinstance(written, str) or not written.lower().endswith(".csv"):
         return
     is_in_file = tree.source and mark_of(tree, route).source == tree.source
-    lines = orders.read((Path(tree.source).parent if is_in_file else Path()) / written)
+    lines = schedule_file.read((Path(tree.source).parent if is_in_file else Path()) / written)
     if isinstance(lines, str):
         remedy = "name a file in torch's CSV format of compute actions, or a schedule"
         fault(route, f"cannot read {written}: {lines}", remedy)
         return
-    wrong = orders.slip(lines)
+    wrong = schedule_file.slip(lines)
     if wrong is not None:
         fault(route, f"{written}: {wrong[0]}", wrong[1])
         return

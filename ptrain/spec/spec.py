@@ -6,10 +6,10 @@ import math
 from dataclasses import dataclass, field
 
 from ptrain.costs import State
+from ptrain.spec.activations import PLAIN, Kept
 from ptrain.spec.axis import DATA_AXES, Axis, Factor
 from ptrain.spec.batch import Batch
 from ptrain.spec.cluster import Cluster
-from ptrain.spec.keep import PLAIN, Kept
 from ptrain.spec.keys import Keys
 from ptrain.spec.model import ModelSpec
 from ptrain.spec.placement import Distribution, Tier

@@ -20,7 +20,7 @@ from ptrain.spec.precision import CUSTOM, LAYOUTS, Precision
 from ptrain.spec.section import Section, keys
 from ptrain.spec.spec import Spec
 from ptrain.spec.tensor import TensorSpec
-from ptrain.spec.write_keep import UNWRITTEN, kept
+from ptrain.spec.write_activations import UNWRITTEN, kept
 
 
 def to_mapping(spec: Spec, *, sync_is_written: bool) -> dict[str, object]:

@@ -6,14 +6,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Self
 
+from ptrain.spec.activations import Kept
 from ptrain.spec.axis import DATA_AXES, Axis
 from ptrain.spec.dials import GatherAfterUpdate, GradientSync, ReduceScatterVia, SyncPolicy
-from ptrain.spec.keep import Kept
-from ptrain.spec.orders import ListedSchedule
 from ptrain.spec.pipeline import ScheduleName
 from ptrain.spec.placement import Tier
 from ptrain.spec.precision import Layout
 from ptrain.spec.role import Roles
+from ptrain.spec.schedule_file import ListedSchedule
 from ptrain.spec.spec import Spec
 from ptrain.steps.kind import PlanStep, WrapStep
 
@@ -31,7 +31,7 @@ class CreateMesh(PlanStep):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pipeline(PlanStep):
     """Theta, Omega and G are S on `axis`, by layer: a rank has some of the model's stages, and
-    computes their micro-batches in its order of the schedule (`axes.pipeline.known`).
+    computes their micro-batches in its order of the schedule (`axes.pipeline.catalogue`).
 
     `rank_of` is the rank of each stage along the axis, `layers` the modules of each, first to last.
     The first stage has what is in front of the layers too, the last one what is behind them.

@@ -30,7 +30,7 @@ from ptrain.models.units import unit_modules
 from ptrain.models.work import OperatorWork, When, WorkRecorder
 from ptrain.rooms.registry import Registry
 from ptrain.rooms.tiers import Tiers
-from ptrain.spec.keep import Kept
+from ptrain.spec.activations import Kept
 from ptrain.spec.model import Attention, ModelShape
 from ptrain.steps.step import Keep
 from ptrain.timeline import Boundary, Mark

@@ -21,7 +21,7 @@ from ptrain.models.boundary import CodeRaised
 from ptrain.models.build import build
 from ptrain.models.contract import logits_of, require_takes_tokens
 from ptrain.models.facts import module_facts, untraced_facts
-from ptrain.models.values import READ
+from ptrain.models.fake_values import READ
 from ptrain.rooms.fake import fake_tensors
 from ptrain.spec.axis import Axis
 from ptrain.spec.model import ExternalModel

@@ -15,8 +15,8 @@ if __name__ == "__main__":
     die_with_agent()  # importing torch takes seconds, in which the agent may be killed
     leave_without_torch()
 
-from ptrain.train.leaving import live
 from ptrain.train.options import parse
+from ptrain.train.rank_exit import live
 from ptrain.train.session import run
 
 if __name__ == "__main__":

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ptrain.algebra.layout import coordinates
+from ptrain.axes.pipeline.catalogue import schedule_of
 from ptrain.axes.pipeline.form import pipeline_of, stages_text
-from ptrain.axes.pipeline.known import schedule_of
 from ptrain.costs import Estimate
 from ptrain.report.heading import batch, model_name
 from ptrain.selection.fit import fit, needs_gpu, telling

@@ -23,7 +23,7 @@ from ptrain.spec.spec import Spec
 from ptrain.train.folder import RunFolder
 from ptrain.train.journal import LOG
 from ptrain.train.profile import traced
-from ptrain.train.traced import announcement, moved
+from ptrain.train.profiled_steps import announcement, moved
 
 FIRST_STEADY = 2  # the first two steps make optimizer state and rebuild buckets
 

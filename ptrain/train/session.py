@@ -44,9 +44,9 @@ from ptrain.train.journal import LOG, Journal, say, set_up_logging
 from ptrain.train.loop import Outcome, Parts, train
 from ptrain.train.options import Options
 from ptrain.train.probe import Probe
+from ptrain.train.profiled_steps import require_reachable
 from ptrain.train.resume import resume
 from ptrain.train.tensorboard import TensorBoard
-from ptrain.train.traced import require_reachable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ if __name__ == "__main__":
     die_with_agent()  # importing torch takes seconds, in which the agent may be killed
     leave_without_torch()
 
-from ptrain.train.leaving import live
+from ptrain.train.rank_exit import live
 from ptrain.verification.options import parse
 from ptrain.verification.session import run
 

@@ -15,7 +15,7 @@ from ptrain.meters.replicas import ReplicaMeter
 from ptrain.report.finding import Culprit, Departure, Moment
 from ptrain.report.record import Check
 from ptrain.train.exchange import Exchange
-from ptrain.verification.closer import closer
+from ptrain.verification.differing_bits import closer
 from ptrain.verification.drive import drive
 from ptrain.verification.masks import Masks
 

@@ -25,7 +25,7 @@ from ptrain.verification.preconditions import Make
 from ptrain.verification.tolerances import FP64_GRADIENT
 from ptrain.verification.trajectory import ProgramRun, unclipped
 from ptrain.verification.variants import in_other_batches
-from ptrain.verification.whole import whole
+from ptrain.verification.whole_tensors import whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

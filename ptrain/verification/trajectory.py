@@ -29,11 +29,11 @@ from ptrain.verification.compare import (
 )
 from ptrain.verification.consistency import EVERY, Watch
 from ptrain.verification.drive import drive_and_add, local_batch
-from ptrain.verification.onward import Onward
+from ptrain.verification.induction import Onward
 from ptrain.verification.reference import Trajectory, distance
 from ptrain.verification.references import ReferenceRun, Solo
 from ptrain.verification.tolerances import Allowed
-from ptrain.verification.whole import whole
+from ptrain.verification.whole_tensors import whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

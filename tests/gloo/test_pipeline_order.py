@@ -13,9 +13,9 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from ptrain.axes.pipeline.catalogue import schedule
 from ptrain.axes.pipeline.form import pipeline_of
 from ptrain.axes.pipeline.holdings import held, most_held
-from ptrain.axes.pipeline.known import schedule
 from ptrain.axes.pipeline.run.apply import Pipelined
 from ptrain.axes.pipeline.run.stage import StageRunner
 from ptrain.axes.pipeline.schedule import Action, Schedule

@@ -17,8 +17,8 @@ from ptrain.algebra.legality import require
 from ptrain.data.corpus import corpus
 from ptrain.spec.job import DataSpec
 from ptrain.spec.load import load
-from ptrain.train.leaving import coded
 from ptrain.train.options import parse
+from ptrain.train.rank_exit import coded
 from ptrain.train.session import run
 from tests import jobs
 

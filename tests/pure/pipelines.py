@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ptrain.axes.pipeline.known import faults
+from ptrain.axes.pipeline.catalogue import faults
 from ptrain.axes.pipeline.schedule import PipelineShape, Schedule
 from ptrain.axes.pipeline.simulate import Costs, StageCost, equal_stages
 from ptrain.spec.pipeline import ScheduleName

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from ptrain.errors import SpecError
-from ptrain.spec.keep import (
+from ptrain.spec.activations import (
     ATTENTION_ONLY,
     FULL,
     PLAIN,

@@ -7,8 +7,8 @@ from itertools import pairwise
 import pytest
 
 from ptrain.axes.pipeline.bubble import Relation, closed_form
+from ptrain.axes.pipeline.catalogue import schedule
 from ptrain.axes.pipeline.holdings import held, most_held, most_held_of, transfers
-from ptrain.axes.pipeline.known import schedule
 from ptrain.axes.pipeline.simulate import Costs, StageCost, equal_stages, simulate
 from ptrain.costs import Collective, Phase
 from ptrain.spec.pipeline import ScheduleName

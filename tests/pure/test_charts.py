@@ -7,7 +7,7 @@ from itertools import combinations, pairwise
 
 import pytest
 
-from ptrain.axes.pipeline.known import schedule
+from ptrain.axes.pipeline.catalogue import schedule
 from ptrain.axes.pipeline.schedule import PipelineShape, Schedule
 from ptrain.axes.pipeline.simulate import simulate
 from ptrain.charts.boxes import Box, boxes

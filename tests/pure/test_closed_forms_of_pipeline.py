@@ -8,6 +8,7 @@ from collections import Counter
 
 import pytest
 
+from ptrain.axes.pipeline.catalogue import schedule
 from ptrain.axes.pipeline.cost import (
     PipelineSize,
     boundary_bytes,
@@ -21,7 +22,6 @@ from ptrain.axes.pipeline.cost import (
     stages_of,
 )
 from ptrain.axes.pipeline.holdings import most_held
-from ptrain.axes.pipeline.known import schedule
 from ptrain.axes.pipeline.schedule import Action, Schedule
 from ptrain.axes.tensor.cost import scalars, traffic, words
 from ptrain.costs import Collective, Estimate, Phase, State

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from ptrain.axes.pipeline.catalogue import schedule
 from ptrain.axes.pipeline.holdings import transfers
 from ptrain.axes.pipeline.instructions import (
     Instruction,
@@ -20,7 +21,6 @@ from ptrain.axes.pipeline.instructions import (
     taken,
     training,
 )
-from ptrain.axes.pipeline.known import schedule
 from ptrain.axes.pipeline.schedule import Action, Schedule, looped, v_shaped
 from ptrain.axes.pipeline.simulate import simulate
 from ptrain.costs import Collective, Phase

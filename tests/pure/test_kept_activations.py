@@ -9,7 +9,7 @@ import pytest
 from ptrain.costs import Collective, Estimate, Phase, State
 from ptrain.derivation import blocks
 from ptrain.derivation.estimate import derive
-from ptrain.spec.keep import ATTENTION_ONLY, FULL, PLAIN, SELECTIVE, Kept
+from ptrain.spec.activations import ATTENTION_ONLY, FULL, PLAIN, SELECTIVE, Kept
 from ptrain.spec.load import load
 from ptrain.spec.model import Attention
 from ptrain.spec.precision import DType

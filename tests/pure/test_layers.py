@@ -58,7 +58,7 @@ PURE_PACKAGES = {"yaml", "ptrain"}
 CLOSED_FORM = r"ptrain\.axes\.\w+\.cost"
 FIRST_OPINION = (
     r"ptrain\.(derivation|rooms)\b.*"
-    r"|ptrain\.axes\.pipeline\.(exchange|simulate|loops|vees|known|holdings)"
+    r"|ptrain\.axes\.pipeline\.(simulate|loops|vees|catalogue|holdings)"
     r"|ptrain\.axes\.tensor\.(costs|roles)"
 )
 
@@ -74,7 +74,7 @@ LAZY = {
     "ptrain.models.huggingface",
     "ptrain.train.tensorboard",
     "ptrain.charts.canvas",
-    "ptrain.verification.tested",
+    "ptrain.verification.rank_of_test",
 }
 # The world reads the environment; a launcher hands it on to the ranks it starts; an entry sees in
 # it whether the current folder was put on the import path by name.

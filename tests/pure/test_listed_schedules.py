@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ptrain.algebra.legality import require
-from ptrain.axes.pipeline.known import schedule, schedule_of
+from ptrain.axes.pipeline.catalogue import schedule, schedule_of
 from ptrain.axes.pipeline.schedule import Action, Pair
 from ptrain.cli.main import main
 from ptrain.derivation.estimate import derive

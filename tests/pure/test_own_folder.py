@@ -15,7 +15,7 @@ from ptrain.spec.load import load
 from ptrain.spec.model import ExternalModel
 from ptrain.spec.write import to_yaml
 from ptrain.train.lineage import other_model, trained
-from ptrain.verification.alike import common
+from ptrain.verification.same_training import common
 
 OWN: dict[str, Any] = {
     "model": {"target": "my_model:build"},

@@ -16,7 +16,7 @@ import pytest
 
 import ptrain
 from ptrain.algebra.legality import check, executed, require
-from ptrain.axes.pipeline.known import takes_any_stages
+from ptrain.axes.pipeline.catalogue import takes_any_stages
 from ptrain.cli.help import PAGES
 from ptrain.cli.main import VERBS
 from ptrain.report.page import anchor, headings

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from ptrain.axes.data.costs import GatherCounts, gathers
+from ptrain.axes.pipeline.catalogue import schedule
 from ptrain.axes.pipeline.gathers import stage_gathers
-from ptrain.axes.pipeline.known import schedule
 from ptrain.derivation.estimate import derive
 from ptrain.plan.composition import are_consecutive, are_within, have_one_of_each, theorem_7
 from ptrain.plan.show import show

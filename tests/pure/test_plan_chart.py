@@ -10,7 +10,7 @@ from unittest.mock import patch
 import pytest
 import yaml
 
-from ptrain.axes.pipeline.known import schedule
+from ptrain.axes.pipeline.catalogue import schedule
 from ptrain.charts.canvas import Format, painted
 from ptrain.charts.schedule import Heading, schedule_sheet
 from ptrain.charts.sheet import Sheet

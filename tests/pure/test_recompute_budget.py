@@ -11,7 +11,7 @@ from ptrain.derivation.estimate import derive
 from ptrain.errors import SpecError
 from ptrain.selection import recompute
 from ptrain.selection.recompute import ladder, settled
-from ptrain.spec.keep import PLAIN
+from ptrain.spec.activations import PLAIN
 from ptrain.spec.load import load
 
 BASE = {

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ptrain.axes.pipeline.catalogue import faults, schedule
 from ptrain.axes.pipeline.draw import draw
-from ptrain.axes.pipeline.known import faults, schedule
 from ptrain.axes.pipeline.schedule import Action, Pair, Step
 from ptrain.axes.pipeline.simulate import Costs, StageCost, simulate
 from ptrain.errors import BrokenSchedule, SpecError

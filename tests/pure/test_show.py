@@ -7,8 +7,8 @@ import pytest
 from ptrain.derivation.estimate import derive
 from ptrain.plan.lower import lower
 from ptrain.plan.show import show
-from ptrain.plan.show_keep import keep_text
-from ptrain.spec.keep import FULL, Kept
+from ptrain.plan.show_activations import keep_text
+from ptrain.spec.activations import FULL, Kept
 from ptrain.spec.load import load
 from ptrain.steps.step import Keep
 

@@ -11,9 +11,9 @@ import pytest
 
 from ptrain.errors import SpecError
 from ptrain.spec import (
+    activations,
     dials,
     job,
-    keep,
     model,
     offload,
     pipeline,
@@ -53,8 +53,8 @@ SETS = {
     dials.UnitKind: "block sub-block blocks model",
     dials.Overlap: "none backward",
     dials.GatherAfterUpdate: "blocking during-update next-forward",
-    keep.Operators: "matmul attention softmax norm collective",
-    keep.Scope: "block attention",
+    activations.Operators: "matmul attention softmax norm collective",
+    activations.Scope: "block attention",
     model.Family: "llama gpt",
     model.Attention: "sdpa eager flex",
     pipeline.ScheduleName: "naive gpipe 1f1b bfs interleaved zero-bubble zbv dualpipev",
@@ -164,8 +164,8 @@ SECTIONS = {
         "gradients": "every", "reshard_after_forward": True, "reshard_after_backward": True,
     },
     dials.UnitSize: {"kind": "block", "count": 1},
-    keep.Policy: {"scope": "block", "keep": ()},
-    keep.Kept: {"policy": None, "tier": "device"},
+    activations.Policy: {"scope": "block", "keep": ()},
+    activations.Kept: {"policy": None, "tier": "device"},
     pipeline.PipelineSpec: {"schedule": "1f1b", "stages": None, "split": "parameters"},
 }  # fmt: skip
 
@@ -175,11 +175,14 @@ def test_what_is_not_written_has_the_documented_default():
 
 
 def test_policies_of_recomputation_keep_what_their_names_say():
-    assert (keep.FULL.scope.value, keep.FULL.keep) == ("block", ())
-    assert keep.SELECTIVE.scope is keep.Scope.BLOCK
-    assert [each.value for each in keep.SELECTIVE.keep] == ["matmul", "attention"]
-    assert (keep.ATTENTION_ONLY.scope.value, keep.ATTENTION_ONLY.keep) == ("attention", ())
-    assert keep.Kept() == keep.PLAIN and keep.Kept().is_plain
+    assert (activations.FULL.scope.value, activations.FULL.keep) == ("block", ())
+    assert activations.SELECTIVE.scope is activations.Scope.BLOCK
+    assert [each.value for each in activations.SELECTIVE.keep] == ["matmul", "attention"]
+    assert (activations.ATTENTION_ONLY.scope.value, activations.ATTENTION_ONLY.keep) == (
+        "attention",
+        (),
+    )
+    assert activations.Kept() == activations.PLAIN and activations.Kept().is_plain
 
 
 def defaults(kind: type) -> dict[str, object]:

@@ -9,20 +9,20 @@ from typing import Any, get_type_hints
 import pytest
 
 from ptrain.errors import Fault, SpecError
-from ptrain.spec import check, leaf_mode, load, overrides, resolve_parts, shorthand, slips
-from ptrain.spec import write_keep as kept
+from ptrain.spec import check, leaf_mode, load, overrides, resolve_sections, shorthand, slips
+from ptrain.spec.activations import LossRaw, RecomputeRaw
 from ptrain.spec.batch import MAX_SAMPLES
 from ptrain.spec.grammar import SpecRaw
-from ptrain.spec.keep import LossRaw, RecomputeRaw
 from ptrain.spec.leaf import Leaf, Refused
 from ptrain.spec.leaf_mode import KeptText, ModesByBlock, ModeText
 from ptrain.spec.offload import Offload
 from ptrain.spec.pipeline import MAX_LAYERS, PipelineSpec
 from ptrain.spec.placement import M
-from ptrain.spec.resolve_keep import CHUNK
+from ptrain.spec.resolve_activations import CHUNK
 from ptrain.spec.section import keys
 from ptrain.spec.spec import Spec
 from ptrain.spec.write import to_yaml
+from ptrain.spec.write_activations import UNWRITTEN
 from tests.pure.changes import BASE, faults, loaded
 
 
@@ -278,10 +278,10 @@ def test_words_for_recomputation_have_their_policies_and_are_written_again():
     }
     assert loaded(recompute="none").activations.default.policy is None
     assert modes["full"].resolved["activations"] == "M" and "activations" not in loaded().resolved
-    assert kept.UNWRITTEN == {
+    assert UNWRITTEN == {
         "activations": "R", "recompute": "none", "attention": "sdpa", "loss": "cross-entropy",
     }  # fmt: skip
-    assert not set(kept.UNWRITTEN) & set(loaded().resolved)
+    assert not set(UNWRITTEN) & set(loaded().resolved)
 
 
 def test_activations_of_all_blocks_are_those_from_block_0_on():
@@ -291,7 +291,7 @@ def test_activations_of_all_blocks_are_those_from_block_0_on():
 
 
 def test_optimizers_and_models_have_the_figures_of_their_papers():
-    assert resolve_parts.MUON_MOMENTUM == 0.95
+    assert resolve_sections.MUON_MOMENTUM == 0.95
     momenta = {
         name: loaded(optimizer={"name": name}).optimizer.momentum for name in ("muon", "sgd")
     }

@@ -20,7 +20,7 @@ from ptrain.models.trace import record, to_timeline
 from ptrain.models.units import unit_modules
 from ptrain.rooms.registry import Registry
 from ptrain.rooms.tiers import Tiers
-from ptrain.spec.keep import PLAIN, Kept
+from ptrain.spec.activations import PLAIN, Kept
 from ptrain.spec.model import Attention, ModelShape
 from ptrain.spec.precision import DType
 from ptrain.steps.step import Keep

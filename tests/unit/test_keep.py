@@ -22,7 +22,7 @@ from ptrain.models.trace import record, to_timeline
 from ptrain.models.units import unit_modules
 from ptrain.rooms.registry import Registry
 from ptrain.rooms.tiers import Tiers
-from ptrain.spec.keep import ATTENTION_ONLY, FULL, PLAIN, SELECTIVE, Kept, Operators, Policy
+from ptrain.spec.activations import ATTENTION_ONLY, FULL, PLAIN, SELECTIVE, Kept, Operators, Policy
 from ptrain.spec.model import Attention, Family, ModelShape
 from ptrain.spec.placement import Tier
 from ptrain.steps.step import Keep

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.distributed.pipelining import schedules as theirs
 
-from ptrain.axes.pipeline.known import faults, schedule
+from ptrain.axes.pipeline.catalogue import faults, schedule
 from ptrain.axes.pipeline.schedule import Action, PipelineShape, Schedule
 from ptrain.errors import SpecError
 from ptrain.spec.pipeline import ScheduleName

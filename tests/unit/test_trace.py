@@ -21,7 +21,7 @@ from ptrain.models.initialize import cast
 from ptrain.models.loss import token_loss_sum
 from ptrain.models.trace import to_timeline
 from ptrain.models.units import unit_modules
-from ptrain.spec.keep import FULL, Kept
+from ptrain.spec.activations import FULL, Kept
 from ptrain.spec.model import ExternalModel, ModelShape
 from ptrain.spec.precision import ZERO16, DType
 from ptrain.spec.spec import ActivationSpec

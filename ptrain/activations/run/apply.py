@@ -17,7 +17,7 @@ from ptrain.models.gpt import Gpt
 from ptrain.models.llama import Llama
 from ptrain.rooms.registry import Registry
 from ptrain.rooms.tiers import Tiers
-from ptrain.spec.keep import Kept, Scope
+from ptrain.spec.activations import Kept, Scope
 from ptrain.spec.placement import Tier
 from ptrain.steps.step import Keep
 

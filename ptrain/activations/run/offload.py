@@ -25,8 +25,8 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, Placement
 
 from ptrain.costs import State
-from ptrain.models.again import runs_again
 from ptrain.models.ledger import storage_of
+from ptrain.models.recomputing import runs_again
 from ptrain.models.tags import is_tagged
 from ptrain.rooms.tiers import Tiers
 from ptrain.spec.placement import Tier

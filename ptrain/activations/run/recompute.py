@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed._composable.checkpoint_activation import checkpoint
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-from ptrain.spec.keep import Operators, Policy
+from ptrain.spec.activations import Operators, Policy
 
 # Operators by class; a name that ends in * stands for all that begin so.
 _NAMES = {

@@ -20,10 +20,10 @@ from ptrain.axes.data.form import ELEMENTWISE, has
 from ptrain.axes.rule import AxisRules, SpecRule, TupleRule
 from ptrain.costs import PLACED, State
 from ptrain.errors import Fault
+from ptrain.spec.activations import belongs_to_rank
 from ptrain.spec.axis import DATA_AXES, Axis, Factor
 from ptrain.spec.dials import GradientSync, UnitKind
 from ptrain.spec.job import OptimizerSpec
-from ptrain.spec.keep import belongs_to_rank
 from ptrain.spec.placement import CUT, MODES, S_STAR, Distribution, M, Mode, Placement, R, S
 from ptrain.spec.spec import Spec
 

@@ -15,9 +15,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ptrain.axes.data.form import ELEMENTWISE, Form, data_factors, form_of
+from ptrain.axes.pipeline.catalogue import faults, takes_any_stages
 from ptrain.axes.pipeline.form import pipeline_of
-from ptrain.axes.pipeline.known import faults, takes_any_stages
-from ptrain.axes.pipeline.listed import faults_of_rows
+from ptrain.axes.pipeline.user_schedule import faults_of_rows
 from ptrain.axes.rule import AxisRules, SpecRule, TupleRule
 from ptrain.errors import Fault
 from ptrain.facts.stages import unlike
@@ -25,8 +25,8 @@ from ptrain.spec.axis import Axis
 from ptrain.spec.dials import UnitKind
 from ptrain.spec.job import OptimizerSpec
 from ptrain.spec.model import ModelShape
-from ptrain.spec.orders import ListedSchedule
 from ptrain.spec.placement import S_STAR, M, Placement, R, S, Tier
+from ptrain.spec.schedule_file import ListedSchedule
 from ptrain.spec.spec import Spec
 
 _DISJOINT = "Theorem 4 (state consistency)"

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import assert_never
 
 from ptrain.costs import Collective, Phase, State
-from ptrain.spec.keep import FULL, Kept
+from ptrain.spec.activations import FULL, Kept
 from ptrain.spec.model import Family, ModelShape
 from ptrain.spec.precision import DType
 from ptrain.spec.spec import Spec

@@ -20,10 +20,7 @@ from ptrain.verification.jobs.conditions import (
     require_comparable,
     require_one_reference,
 )
-from ptrain.verification.jobs.evidence import evidence, shared_output
-from ptrain.verification.jobs.explain import explain_gradients
-from ptrain.verification.jobs.job import TOLERANCES, Job, Terms, Tolerance
-from ptrain.verification.jobs.other import (
+from ptrain.verification.jobs.culprits import (
     batch_statistics,
     culprit,
     explain_loss,
@@ -33,6 +30,9 @@ from ptrain.verification.jobs.other import (
     explain_update,
     reference_not_finite,
 )
+from ptrain.verification.jobs.evidence import evidence, shared_output
+from ptrain.verification.jobs.explain import explain_gradients
+from ptrain.verification.jobs.job import TOLERANCES, Job, Terms, Tolerance
 from ptrain.verification.jobs.ranks import ranks_of
 from ptrain.verification.jobs.record import StepRecorder
 from ptrain.verification.jobs.repeat import repeated, start_sums

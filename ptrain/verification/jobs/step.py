@@ -25,8 +25,8 @@ from ptrain.verification.jobs.compare import (
     sure_of,
 )
 from ptrain.verification.jobs.conditions import Alone
+from ptrain.verification.jobs.culprits import Move
 from ptrain.verification.jobs.job import Job, Tolerance
-from ptrain.verification.jobs.other import Move
 from ptrain.verification.jobs.probe import ProbeResult, probed
 from ptrain.verification.jobs.record import StepRecorder
 from ptrain.verification.jobs.shards import ParameterShard

@@ -23,7 +23,7 @@ from ptrain.axes.data.run.whole import OfWholeModel
 from ptrain.axes.data.units import ModelLife, UnitLife
 from ptrain.axes.data.update import TensorsUpdate
 from ptrain.costs import State
-from ptrain.models.again import runs_again
+from ptrain.models.recomputing import runs_again
 from ptrain.models.units import ROOT
 from ptrain.rooms.mesh import Mesh
 from ptrain.rooms.registry import Registry

@@ -16,10 +16,10 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from ptrain.axes.data.run.wrapped import ParameterWrap
 from ptrain.costs import State
-from ptrain.models.again import runs_again
 from ptrain.models.initialize import keeps_its_weights
 from ptrain.models.ledger import local
 from ptrain.models.numerics import TORCH_DTYPES
+from ptrain.models.recomputing import runs_again
 from ptrain.rooms.comm import TaggedAllGather, TaggedReduceScatter
 from ptrain.rooms.mesh import Mesh
 from ptrain.rooms.registry import Registry

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import torch
 
+from ptrain.axes.pipeline.catalogue import schedule_of
 from ptrain.axes.pipeline.form import stages_text
 from ptrain.axes.pipeline.instructions import evaluation, training
-from ptrain.axes.pipeline.known import schedule_of
 from ptrain.axes.pipeline.run.runtime import Runtime
 from ptrain.axes.pipeline.run.stage import BoundaryTensor, PassCallbacks, StageRunner
 from ptrain.axes.pipeline.run.staged import Staged

@@ -1,4 +1,4 @@
-"""`python -m ptrain.verification.tested FUNCTION FOLDER ARGUMENTS`: one rank of a test that
+"""`python -m ptrain.verification.rank_of_test FUNCTION FOLDER ARGUMENTS`: one rank of a test that
 ptrain.testing runs. It calls the function, and leaves what it returned in FOLDER/rank0.json …"""
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from ptrain.errors import refused
 from ptrain.rooms.world import World
 from ptrain.train.folder import write_json
-from ptrain.train.leaving import live
+from ptrain.train.rank_exit import live
 from ptrain.verification.jobs.verdict import OwnVerdict
 
 

@@ -9,9 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from ptrain.costs import State
-from ptrain.spec.axis import DATA_AXES, Axis
-from ptrain.spec.grammar import SpecRaw
-from ptrain.spec.keep import (
+from ptrain.spec.activations import (
     ATTENTION_ONLY,
     FULL,
     SELECTIVE,
@@ -22,10 +20,12 @@ from ptrain.spec.keep import (
     RecomputeRaw,
     belongs_to_rank,
 )
+from ptrain.spec.axis import DATA_AXES, Axis
+from ptrain.spec.grammar import SpecRaw
 from ptrain.spec.leaf_mode import blocks_of
 from ptrain.spec.model import Attention
 from ptrain.spec.placement import Distribution, Mode, R, Tier
-from ptrain.spec.resolve_parts import Report
+from ptrain.spec.resolve_sections import Report
 from ptrain.spec.spec import ActivationSpec, LossSpec
 from ptrain.spec.text import Tree
 

@@ -17,8 +17,8 @@ from ptrain.selection.recompute import settled
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
 from ptrain.train.exchange import Exchange
-from ptrain.verification import onward
-from ptrain.verification.onward import LargestShare, Onward, ReferenceStep
+from ptrain.verification import induction
+from ptrain.verification.induction import LargestShare, Onward, ReferenceStep
 from ptrain.verification.reference import ReferenceTraining
 from ptrain.verification.states import of_reference
 from ptrain.verification.tolerances import MANY
@@ -64,7 +64,7 @@ def test_from_a_loaded_state_the_next_steps_are_bitwise_those_of_its_owner(
     owner, other = ReferenceTraining(spec(*changes)), ReferenceTraining(spec(*changes))
     for step in range(3):
         owner.update(step, owner.accumulate(step).sums)
-    onward.load(other, states(owner))
+    induction.load(other, states(owner))
     for step in (3, 4):
         own, its = owner.accumulate(step), other.accumulate(step)
         assert own.loss == its.loss
@@ -130,14 +130,16 @@ class Told:
 def test_references_are_dealt_over_the_ranks_and_built_one_at_a_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(onward, "whole", lambda *_: {})
-    monkeypatch.setattr(onward, "_onward", lambda *_: ReferenceStep(1.0, {"a": torch.ones(1)}, 1.0))
+    monkeypatch.setattr(induction, "whole", lambda *_: {})
+    monkeypatch.setattr(
+        induction, "_onward", lambda *_: ReferenceStep(1.0, {"a": torch.ones(1)}, 1.0)
+    )
     program: Any = SimpleNamespace(spec=spec("precision.layout=zero16"), state_dict=dict)
     dealt = []
     for rank in range(3):
         devices = Devices()
-        monkeypatch.setattr(onward, "ReferenceTraining", devices)
-        monkeypatch.setattr(onward, "Permuted", devices)
+        monkeypatch.setattr(induction, "ReferenceTraining", devices)
+        monkeypatch.setattr(induction, "Permuted", devices)
         exchange: Any = Told(SimpleNamespace(rank=rank, size=3, is_first=rank == 0))
         Onward(program, exchange).take(25)
         dealt.append(devices.seeds)
@@ -150,7 +152,7 @@ def test_a_run_in_16_bits_is_held_against_references_that_go_on_from_its_state()
     looking = Onward(program, Exchange(World()))
     looking.take(25)
     device = ReferenceTraining(program.spec)
-    onward.load(device, program.state_dict())
+    induction.load(device, program.state_dict())
     scale = device.updater.scale
     own = device.accumulate(25)
     looking.compare(own.loss, {name: each / scale for name, each in own.sums.items()})

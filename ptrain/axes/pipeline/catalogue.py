@@ -9,11 +9,11 @@ from itertools import count
 
 from ptrain.axes.pipeline import loops, vees
 from ptrain.axes.pipeline.form import pipeline_of
-from ptrain.axes.pipeline.listed import as_schedule, faults_of_list
 from ptrain.axes.pipeline.schedule import PipelineShape, Schedule, Step, looped, v_shaped
+from ptrain.axes.pipeline.user_schedule import as_schedule, faults_of_list
 from ptrain.errors import Fault, SpecError
-from ptrain.spec.orders import ListedSchedule
 from ptrain.spec.pipeline import ScheduleName
+from ptrain.spec.schedule_file import ListedSchedule
 from ptrain.spec.spec import Spec
 
 Need = Callable[[ScheduleName, PipelineShape], Iterator[Fault]]

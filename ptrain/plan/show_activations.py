@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from itertools import groupby, pairwise
 
-from ptrain.spec.keep import Kept, Operators, Scope
+from ptrain.spec.activations import Kept, Operators, Scope
 from ptrain.spec.placement import Tier
 from ptrain.steps.step import ChunkedLoss, Keep
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from ptrain.axes.pipeline.schedule import Action, Pair, PipelineShape, Schedule, Step
 from ptrain.axes.pipeline.simulate import simulate
 from ptrain.errors import BrokenSchedule, Fault
-from ptrain.spec.orders import ListedSchedule, Pass
+from ptrain.spec.schedule_file import ListedSchedule, Pass
 
 _PLACE = "pipeline.schedule"
 

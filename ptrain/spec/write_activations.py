@@ -3,8 +3,8 @@ anything but the default."""
 
 from __future__ import annotations
 
+from ptrain.spec.activations import ATTENTION_ONLY, FULL, SELECTIVE, Kept, Policy, belongs_to_rank
 from ptrain.spec.axis import DATA_AXES
-from ptrain.spec.keep import ATTENTION_ONLY, FULL, SELECTIVE, Kept, Policy, belongs_to_rank
 from ptrain.spec.model import Attention, ExternalModel
 from ptrain.spec.placement import Distribution, Mode, Tier
 from ptrain.spec.spec import ActivationSpec, LossSpec, Spec

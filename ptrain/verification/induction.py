@@ -32,7 +32,7 @@ from ptrain.verification.tolerances import (
     from_permuted,
 )
 from ptrain.verification.variants import is_banded
-from ptrain.verification.whole import whole
+from ptrain.verification.whole_tensors import whole
 
 EVERY = 25  # steps between two states that a reference takes
 
