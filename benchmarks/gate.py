@@ -1,0 +1,104 @@
+"""How long the gate takes, and which of its steps, suites and files take the time.
+
+    python benchmarks/gate.py [--save]
+
+Runs `.ci/run` on a clone of the last commit, as CI does: README's test command in a fresh
+environment, then layers, style and types. Claim: everything passes, and README's command takes at
+most 12 minutes on two cores, with the install. On a machine that does something else the minutes
+mean nothing. Prints; writes a result only with --save.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from _machine import ROOT, conclude, header, this_command
+
+BUDGET = 12 * 60  # seconds of README's command
+_MARK = re.compile(r"== (?P<step>.*) \((?P<seconds>\d+) s\)")
+_SHARE = re.compile(r" *(?P<seconds>[\d.]+) s +(?P<tests>\d+) tests +(?P<place>tests/\S+)")
+_SUMMARY = re.compile(r"\d+ (passed|failed).* in [\d.]+s")
+
+
+def run(clone: Path) -> tuple[int, list[str]]:
+    """Return the exit code of the gate in a clone and its lines, printed as they come."""
+    lines = []
+    outside = {name: text for name, text in os.environ.items() if name != "PYTHONPATH"}
+    with subprocess.Popen(
+        [clone / ".ci/run"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=outside,
+    ) as gate:
+        assert gate.stdout
+        for line in gate.stdout:
+            print(line, end="", flush=True)
+            lines.append(line.rstrip())
+    return gate.returncode, lines
+
+
+def seconds_by_step(lines: Sequence[str]) -> dict[str, int]:
+    """Return the seconds from each step's mark to the next one; the last mark says "done"."""
+    marks = [(mark["step"], int(mark["seconds"])) for mark in map(_MARK.fullmatch, lines) if mark]
+    return {step: following - begun for (step, begun), (_, following) in itertools.pairwise(marks)}
+
+
+def tables(lines: Sequence[str]) -> list[str]:
+    """Return the page's tables: seconds by step, and seconds and tests by suite and by file."""
+    steps = seconds_by_step(lines)
+    shares = [share for share in map(_SHARE.fullmatch, lines) if share]
+    return [
+        next((match[0] for match in map(_SUMMARY.search, lines) if match), "no summary"),
+        "",
+        "| step | seconds |",
+        "|---|---|",
+        *(f"| {step} | {seconds} |" for step, seconds in steps.items()),
+        "",
+        "Of the tests, added up over the workers, by suite and by the files that take most:",
+        "",
+        "| suite or file | seconds | tests |",
+        "|---|---|---|",
+        *(f"| {share['place']} | {share['seconds']} | {share['tests']} |" for share in shares),
+    ]
+
+
+def faults(code: int, steps: dict[str, int]) -> list[str]:
+    """Return what does not keep the claim."""
+    tests = next(iter(steps.values()), 0)
+    return [
+        *([f"exit code {code}"] if code else []),
+        *([f"README's command took {tests} s, more than {BUDGET}"] if tests > BUDGET else []),
+    ]
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the gate, print its times and the verdict, and return 1 where the claim fails."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--save", action="store_true", help="write benchmarks/results/")
+    options = parser.parse_args(arguments)
+    title = "gate: the time of README's tests, layers, style and types"
+    head = header(title, this_command())
+    with tempfile.TemporaryDirectory(prefix="ptrain-gate-") as folder:
+        clone = Path(folder, "ptrain")
+        subprocess.run(["git", "clone", "-q", ROOT, clone], check=True)
+        code, lines = run(clone)
+    return conclude(
+        "gate",
+        [head, *tables(lines)],
+        failed=faults(code, seconds_by_step(lines)),
+        not_covered="nightly tests, GPUs, other versions of torch",
+        is_saved=options.save,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,55 @@
+"""What the page of the gate says, of lines as the gate prints them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+FOLDER = Path(__file__).parents[2] / "benchmarks"
+LINES = """\
+== README's test command (0 s)
+..... [100%]
+============ shares of the time ============
+   310.5 s     120 tests  tests/gloo
+    19.1 s      53 tests  tests/gloo/test_equality.py
+= 12 passed, 1 skipped in 640.10s (0:10:40) =
+== layers (700 s)
+3 passed in 12.00s
+== style (715 s)
+== done (750 s)""".splitlines()
+
+
+@pytest.fixture(scope="module")
+def gate() -> Iterator[ModuleType]:
+    sys.path.insert(0, str(FOLDER))
+    yield import_module("gate")
+    sys.path.remove(str(FOLDER))
+
+
+def test_a_step_takes_the_seconds_from_its_mark_to_the_next(gate):
+    assert gate.seconds_by_step(LINES) == {"README's test command": 700, "layers": 15, "style": 35}
+
+
+def test_the_page_has_the_tests_in_all_and_every_share(gate):
+    page = gate.tables(LINES)
+    assert page[0] == "12 passed, 1 skipped in 640.10s"
+    assert page[-2:] == [
+        "| tests/gloo | 310.5 | 120 |",
+        "| tests/gloo/test_equality.py | 19.1 | 53 |",
+    ]
+
+
+def test_a_gate_fails_by_its_exit_code_and_by_more_than_twelve_minutes(gate):
+    assert not gate.faults(0, {"tests": 720})
+    assert gate.faults(1, {"tests": 720}) == ["exit code 1"]
+    assert gate.faults(0, {"tests": 721}) == ["README's command took 721 s, more than 720"]
+
+
+def test_a_gate_that_printed_nothing_fails_by_its_exit_code(gate):
+    assert gate.faults(2, gate.seconds_by_step([])) == ["exit code 2"]
+    assert gate.tables([])[0] == "no summary"
