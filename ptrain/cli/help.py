@@ -7,8 +7,10 @@ text. A wheel carries the pages of `specs/` as `ptrain/_specs`, of `launch/` as 
 
 from __future__ import annotations
 
+import re
 import shutil
 from argparse import ArgumentParser, Namespace
+from collections.abc import Mapping
 from pathlib import Path
 
 from ptrain.cli.main import VERBS
@@ -49,7 +51,7 @@ def run(args: Namespace) -> int:
     texts = (known[topic].text if topic in known else "", _of_key(args.topic, known["keys"]))
     text = "\n\n".join(filter(None, texts))
     if not text:
-        raise PtrainError(_unknown(args.topic, topic, tuple(known)))
+        raise PtrainError(_unknown(args.topic, topic, known))
     width = min(shutil.get_terminal_size().columns, _WIDEST)
     print(f"{title}\n\n{as_text(text, width)}")
     return 0
@@ -87,12 +89,28 @@ def _listing() -> str:
     )
 
 
-def _unknown(written: str, topic: str, known: tuple[str, ...]) -> str:
+def _unknown(written: str, topic: str, known: Mapping[str, PageSection]) -> str:
     keys = tuple(row.place for row in reference())
-    near = (nearest(topic, known), *(key for key in keys if key.rpartition(".")[2] == topic))
+    near = (nearest(topic, tuple(known)), *(key for key in keys if key.rpartition(".")[2] == topic))
     guess = next(filter(None, near), "") if topic else ""
     if topic in VERBS:
         hint = f"; its options: ptrain {topic} --help"
     else:
         hint = f"; did you mean {guess!r}?" if guess else ""
-    return f"ptrain help: {written!r} is no topic{hint}\n  topics: {', '.join(known)}"
+    spoken = _sections_with(written, known)
+    lines = [
+        f"ptrain help: {written!r} is no topic{hint}",
+        *([f"  the word stands in: {', '.join(spoken)}"] if spoken else []),
+        f"  topics: {', '.join(known)}",
+    ]
+    return "\n".join(lines)
+
+
+def _sections_with(words: str, known: Mapping[str, PageSection]) -> list[str]:
+    """The topics that say it as a whole word, the plural of it or its singular; small letters and
+    capitals are the same."""
+    text = words.strip().removesuffix("s")
+    if not text:
+        return []
+    pattern = re.compile(rf"\b{re.escape(text)}s?\b", re.IGNORECASE)
+    return [anchor for anchor, section in known.items() if pattern.search(section.text)]

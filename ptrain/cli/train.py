@@ -49,6 +49,8 @@ def run(arguments: Namespace) -> int:
     spec = checked(choices)
     if choices.wants_elastic:
         _become("ptrain.train.elastic", [*options.to_argv(choices), *options.elastic_argv(choices)])
+    if not choices.force:
+        _require_one_node(spec)
     return start(spec, choices)
 
 
@@ -72,6 +74,25 @@ def checked(choices: Options) -> Spec:
     require_file_tier(spec)
     require_resumable(spec, choices.resume, RunFolder(choices.run_dir or ROOT / "new"))
     return spec
+
+
+def _require_one_node(spec: Spec) -> None:
+    """Raises SpecError for ranks of several nodes of GPUs, which would all start on this machine. A
+    cluster of processors may be played anywhere, as may any cluster with `device: cpu`."""
+    cluster, size = spec.cluster, spec.world_size
+    if cluster is None or cluster.kind != "cuda" or spec.device == "cpu":
+        return
+    if size > cluster.devices_per_node:
+        nodes = -(-size // cluster.devices_per_node)
+        finding = (
+            f"{size} ranks on nodes of {cluster.devices_per_node} GPUs ({cluster.name}), and all "
+            "of them would start on this machine"
+        )
+        remedy = (
+            f"on each of {nodes} nodes: --nnodes {nodes} --rdzv-endpoint HOST:PORT --rdzv-id ID "
+            "(ptrain help several-nodes); or --force to start them here"
+        )
+        raise refused("mesh", finding, remedy)
 
 
 def start(spec: Spec, choices: Options) -> int:

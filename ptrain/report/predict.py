@@ -124,7 +124,7 @@ def fit_lines(prediction: Prediction) -> list[str]:
         where = " on a GPU" if needs_gpu(prediction.spec, exact) else ""
         return [f"unknown: {fitting.why}; {measure}; what tells{where}:", f"  {prediction.telling}"]
     if fitting.device_memory is None:
-        return [f"{measure}; name a cluster to see whether it fits"]
+        return [f"{measure}; name a cluster to see whether it fits: cluster.preset=h100-8, say"]
     return [f"fits: {measure}, {size(-fitting.short_bytes)} to spare"]
 
 

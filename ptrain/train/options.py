@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "words",
         nargs="*",
         metavar="SPEC a.b=c",
-        help="a spec's name or file (one is built in), then overrides",
+        help=f"a spec's name or file (without one: {names().default}), then overrides",
     )
     add(
         "--resume",
@@ -67,7 +67,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--run-dir", type=Path, metavar="DIR", help="the run folder (default: a new one in runs/)")
     add("--json", action="store_true", help="print only the result record, as JSON")
     add("--strict", action="store_true", help="exit 1 when predicted and measured differ")
-    add("--force", action="store_true", help="train even if the prediction does not fit")
+    add(
+        "--force",
+        action="store_true",
+        help="train even if the prediction does not fit, or the ranks are those of several nodes",
+    )
     add("--device", choices=("auto", "cpu", "cuda"), help="short for device=…")
     add("--allow-import", action="store_true", help="let the spec's `target:` import code")
     add("--quiet", action="store_true", help="no lines per step")

@@ -99,6 +99,22 @@ def test_an_unknown_topic_names_the_nearest_and_all(word, hint, capsys):
     assert hint in captured.err and ", ".join(TOPICS) in captured.err
 
 
+@pytest.mark.parametrize(
+    ("word", "topic"),
+    [("slurm", "starting-a-training"), ("NCCL", "what-is-verified-where"), ("gpus", "simulate")],
+)
+def test_a_word_that_is_no_topic_is_found_in_the_sections_that_say_it(word, topic, capsys):
+    assert main(["help", word]) == 2
+    (row,) = (line for line in capsys.readouterr().err.splitlines() if "stands in: " in line)
+    spoken = row.partition("stands in: ")[2].split(", ")
+    assert topic in spoken and set(spoken) < set(TOPICS)
+
+
+def test_a_word_that_nobody_says_is_in_no_section(capsys):
+    assert main(["help", "qqq"]) == 2
+    assert "stands in" not in capsys.readouterr().err
+
+
 def test_a_wheel_carries_every_page(tmp_path, monkeypatch):
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     wheel = project["tool"]["hatch"]["build"]["targets"]["wheel"]

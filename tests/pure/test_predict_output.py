@@ -86,6 +86,18 @@ def test_zero2_against_zero3_differs_in_one_mode(ptrain):
     assert "gradients, exact" not in text  # what is equal is not printed
 
 
+def test_a_spec_without_a_cluster_is_told_how_to_name_one(ptrain, tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text(
+        "model: {preset: llama-tiny}\nmesh: {dp_shard: 2}\nplacement: zero3\n"
+        "batch: {global: 8, micro: 2, sequence: 64}\n",
+        encoding="utf-8",
+    )
+    text = ptrain("predict", str(file))
+    (advice,) = re.findall(r"name a cluster to see whether it fits: (\S+), say", text)
+    assert "\nfits: " in ptrain("predict", str(file), advice)
+
+
 def test_three_specs_are_rows(ptrain):
     lines = ptrain("predict", "70b-zero1", "70b-zero2", "70b-zero3").splitlines()
     assert len(lines) == 4

@@ -47,6 +47,34 @@ def test_a_file_system_without_locks_keeps_nobody_from_training(tmp_path, monkey
     assert not any(tmp_path.iterdir())
 
 
+EIGHT_NODES = ("hsdp", "mesh={dp_replicate: 8, dp_shard: 8}", "batch.global=128")
+
+
+def test_the_ranks_of_several_nodes_of_gpus_do_not_start_on_one_machine(capsys, here, monkeypatch):
+    monkeypatch.setattr(train, "start", lambda *_: pytest.fail("ranks were started"))
+    assert main(["train", *EIGHT_NODES, "cluster.preset=h100-64"]) == 2
+    told = capsys.readouterr().err
+    assert "64 ranks on nodes of 8 GPUs (h100-64)" in told and "--nnodes 8 " in told
+    assert not any(here.iterdir())
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("cluster.preset=h100-64", "--force"),
+        ("cluster.preset=h100-64", "device=cpu"),
+        ("cluster.preset=laptop", "cluster.devices=64", "cluster.devices_per_node=8"),
+        ("cluster.preset=h100-64", "mesh={dp_replicate: 2, dp_shard: 4}"),
+    ],
+    ids=["force", "on the processor", "a cluster of processors", "as many as a node has"],
+)
+def test_any_other_ranks_start_on_this_machine(words, monkeypatch):
+    started = []
+    monkeypatch.setattr(train, "start", lambda spec, _: started.append(spec.world_size) or 0)
+    assert main(["train", *EIGHT_NODES, *words]) == 0
+    assert started in ([8], [64])
+
+
 @pytest.fixture
 def by_agent(monkeypatch: pytest.MonkeyPatch) -> None:
     """This process is a rank that torch's agent has started. The count is that of an agent whose
