@@ -38,6 +38,7 @@ COMPUTE = [
 ]
 DROPOUT = [replace(SMALL_GPT, dropout=0.1), replace(SMALL_GPT, dropout=0.2, tied=False)]
 WIDE_HEADS = replace(ODD_SHAPE, hidden=48, heads=6, kv_heads=2, layers=2)
+TIED_HEADS = replace(ODD_SHAPE, kv_heads=3, tied=True)
 VARIANTS = {name: (shape, precision, batch) for name, shape, precision, batch in tables.variants()}
 
 
@@ -46,7 +47,7 @@ def text(shape: ModelShape) -> str:
 
 
 @pytest.mark.parametrize("compute", COMPUTE, ids=str)
-@pytest.mark.parametrize("shape", [*SHAPES, *DROPOUT, WIDE_HEADS], ids=text)
+@pytest.mark.parametrize("shape", [*SHAPES, *DROPOUT, WIDE_HEADS, TIED_HEADS], ids=text)
 def test_a_table_gives_the_trace_of_another_shape_to_the_byte(shape, compute):
     for batch, sequence in ((2, 16), (1, 9), (3, 33)):
         traced = to_timeline(tables.trace(shape, TORCH[compute], batch=batch, sequence=sequence))
