@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported, here and in the ranks
@@ -43,6 +44,14 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     write_shares(terminalreporter)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _earlier_objects_are_not_collected() -> None:
+    """Traces, simulations and meters begin with a collection. What is imported and what other
+    modules left are most that it would look at: a second, where the module's own take 20 ms."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

@@ -85,9 +85,7 @@ CASES = [
         kept,
         compute,
         id=f"{shape.family}-{attention}-{compute}-{name_of(kept)}",
-        marks=()
-        if compute is DType.FP32 and kept in MIXED and (shape is GQA) is (attention is EAGER)
-        else pytest.mark.nightly,
+        marks=() if kept in MIXED else pytest.mark.nightly,  # every variant is in a mixture
     )
     for shape, attention, compute, kept in itertools.product(
         (GQA, DROPOUT), (Attention.SDPA, EAGER), TORCH, [*ALIKE, *MIXED]

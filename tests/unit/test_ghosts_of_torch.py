@@ -49,6 +49,7 @@ from ptrain.spec.precision import FP32, ZERO16
 from ptrain.spec.spec import Spec
 from ptrain.timeline import Complete
 from ptrain.traces.facts import facts_of
+from tests.covering import covering
 from tests.pure.build import GATHERED, WHOLE, ZERO_1, make_spec, tuple_of
 
 CHANGED = f"torch {torch.__version__} is not what its ghost imitates: "
@@ -159,14 +160,15 @@ def agree(spec: Spec, monkeypatch: pytest.MonkeyPatch) -> None:
 
 FULLY = {Axis.DP_SHARD: (2, GATHERED)}
 HYBRID = {Axis.DP_REPLICATE: (2, WHOLE), Axis.DP_SHARD: (2, GATHERED)}
+MESHES = {"fully": FULLY, "hybrid": HYBRID}
+LAYOUTS = {"fp32": FP32, "zero16": ZERO16}
 REPLICAS = {Axis.DP_REPLICATE: (2, WHOLE)}
 
 
-@pytest.mark.parametrize("mesh", [FULLY, HYBRID], ids=["fully", "hybrid"])
-@pytest.mark.parametrize("layout", [FP32, ZERO16], ids=lambda layout: layout.name)
-@pytest.mark.parametrize("accumulate", [1, 3])
+@covering("mesh, layout, accumulate", MESHES, LAYOUTS, [1, 3])
 def test_fsdp2_allocates_and_sends_in_the_order_of_its_ghost(mesh, layout, accumulate, monkeypatch):
-    agree(make_spec(mesh, layout=layout, accumulate=accumulate, clip=None), monkeypatch)
+    spec = make_spec(MESHES[mesh], layout=LAYOUTS[layout], accumulate=accumulate, clip=None)
+    agree(spec, monkeypatch)
 
 
 @pytest.mark.parametrize("sync", GradientSync)
@@ -183,7 +185,7 @@ def test_fsdp2_of_master_copies_gathers_casts_of_them(monkeypatch):
     agree(make_spec(mesh, layout=layout, accumulate=2, clip=None), monkeypatch)
 
 
-@pytest.mark.parametrize("mesh", [FULLY, HYBRID], ids=["fully", "hybrid"])
+@pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES)
 def test_fsdp2_has_no_higher_moment_than_its_ghost_where_activations_are_small(mesh, monkeypatch):
     agree(make_spec(mesh, micro=1, sequence=2, accumulate=2, clip=None), monkeypatch)
 

@@ -57,7 +57,7 @@ def test_without_its_patch_functional_collectives_are_awaited_at_once(monkeypatc
 def test_without_its_patch_the_result_of_a_collective_is_there_twice(monkeypatch) -> None:
     """On the first stage the highest moment of forward is a sum over tp."""
     both = ("mesh={pp: 2, tp: 2}", "placement={pp: [S, S, S, R], tp: tp}")
-    spec = settled(load("tp", (*SMALL, *both)))
+    spec = settled(load("tp", (*SMALL, *both, "batch.global=2")))
     right = in_forward(simulate(spec).estimate)
     assert right == in_forward(derive(spec).exact.of_rank(0))
     without(monkeypatch, "results of functional collectives")
@@ -70,7 +70,7 @@ def in_forward(found: Estimate) -> int:
 
 
 def test_without_its_patch_a_copied_buffer_and_its_views_are_two(monkeypatch) -> None:
-    spec = small("pp-1f1b")
+    spec = small("pp-1f1b", "batch.global=2")
     right = peak(simulate(spec))
     without(monkeypatch, "copies of fake tensors")
     assert peak(simulate(spec)) > right

@@ -18,12 +18,13 @@ from ptrain.meters.memory import MemoryMeter
 from ptrain.rooms.fake import fake_world
 from ptrain.rooms.world import World
 from ptrain.spec.axis import Axis
-from ptrain.spec.dials import GradientSync, ReduceScatterVia, Reshard, SyncPolicy
+from ptrain.spec.dials import GradientSync, Overlap, ReduceScatterVia, Reshard, SyncPolicy
 from ptrain.spec.model import ExternalModel, Family, ModelShape
 from ptrain.spec.placement import Placement
 from ptrain.spec.precision import FP32, ZERO16
 from ptrain.spec.spec import Spec
 from ptrain.traces.facts import facts_of
+from tests.covering import covering
 from tests.pure.build import GATHERED, WHOLE, ZERO_1, ZERO_2, make_spec, tuple_of
 
 SEED = 20260
@@ -31,16 +32,16 @@ GPT = ModelShape(
     family=Family.GPT, layers=2, hidden=42, heads=3, kv_heads=3, ffn=101, vocab=259, tied=True
 )
 NECKS = ExternalModel(target="tests.models_external:necks")
+DIALS = GradientSync, (True, False, Reshard.NON_ROOT), (True, False)
 POLICIES = [
     SyncPolicy(gradients=sync, reshard_after_forward=forward, reshard_after_backward=backward)
-    for sync, forward, backward in product(
-        GradientSync, (True, False, Reshard.NON_ROOT), (True, False)
-    )
+    for sync, forward, backward in product(*DIALS)
 ]
 FULLY = {Axis.DP_SHARD: (2, GATHERED)}
 HYBRID = {Axis.DP_REPLICATE: (2, WHOLE), Axis.DP_SHARD: (2, GATHERED)}
 BY_DEFAULT = 6  # of the drawn tuples
-LAYOUTS = pytest.mark.parametrize("layout", [FP32, ZERO16], ids=lambda layout: layout.name)
+LAYOUTS = {"fp32": FP32, "zero16": ZERO16}
+MESHES = {"fully": FULLY, "hybrid": HYBRID}
 
 
 def step(program: Program, tokens: torch.Tensor) -> None:
@@ -73,27 +74,34 @@ def differences(spec: Spec, rank: int = 0) -> dict[str, int]:
     return {name: predicted[name] - size for name, size in found.items() if predicted[name] != size}
 
 
-@LAYOUTS
-@pytest.mark.parametrize("accumulate", [1, 4])
-@pytest.mark.parametrize("placement", [None, ZERO_1, ZERO_2], ids=str)
-def test_one_device_and_flat_units(placement: Placement | None, accumulate: int, layout) -> None:
+@covering("placement, accumulate, layout", [None, ZERO_1, ZERO_2], [1, 3], LAYOUTS)
+def test_one_device_and_flat_units(
+    placement: Placement | None, accumulate: int, layout: str
+) -> None:
     mesh = {Axis.DP_SHARD: (2, placement)} if placement else {}
-    assert not differences(make_spec(mesh, accumulate=accumulate, layout=layout))
+    assert not differences(make_spec(mesh, accumulate=accumulate, layout=LAYOUTS[layout]))
 
 
-@pytest.mark.parametrize("policy", POLICIES, ids=str)
-@pytest.mark.parametrize(
-    "mesh",
-    [pytest.param(FULLY, id="fully"), pytest.param(HYBRID, id="hybrid", marks=pytest.mark.nightly)],
-)
-def test_every_sync_policy(mesh, policy: SyncPolicy) -> None:
-    assert not differences(make_spec(mesh, accumulate=4, sync=policy))
+@covering("mesh, sync, forward, backward", MESHES, *DIALS)
+def test_every_sync_policy(
+    mesh: str, sync: GradientSync, forward: bool | Reshard, backward: bool
+) -> None:
+    policy = SyncPolicy(
+        gradients=sync, reshard_after_forward=forward, reshard_after_backward=backward
+    )
+    assert not differences(make_spec(MESHES[mesh], accumulate=3, sync=policy))
 
 
-@LAYOUTS
-@pytest.mark.parametrize("mesh", [FULLY, HYBRID], ids=["fully-sharded", "hybrid"])
-def test_without_accumulation(mesh, layout) -> None:
-    assert not differences(make_spec(mesh, layout=layout))
+@covering("accumulate, mesh, layout", [1, 3], MESHES, LAYOUTS)
+def test_fully_sharded_units(accumulate: int, mesh: str, layout: str) -> None:
+    spec = make_spec(MESHES[mesh], accumulate=accumulate, layout=LAYOUTS[layout])
+    assert not differences(spec)
+
+
+@covering("overlap, bucket, accumulate", Overlap, [50_000, 25 * 2**20], [1, 3])
+def test_replicas(overlap: Overlap, bucket: int, accumulate: int) -> None:
+    spec = make_spec({Axis.DP_REPLICATE: (2, WHOLE)}, bucket_bytes=bucket, accumulate=accumulate)
+    assert not differences(replace(spec, overlap=overlap))
 
 
 @pytest.mark.parametrize("mesh", [FULLY, {Axis.DP_SHARD: (4, ZERO_2)}], ids=["fully", "flat"])

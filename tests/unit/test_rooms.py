@@ -46,7 +46,6 @@ def mesh() -> Iterator[Mesh]:
         gc.freeze()  # every program begins with a collection, which then has little to look at
         yield mesh
     finally:
-        gc.unfreeze()
         dist.destroy_process_group()
 
 

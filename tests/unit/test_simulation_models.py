@@ -19,7 +19,7 @@ CONFIG = (
     "{hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2, num_attention_heads: 4, "
     "num_key_value_heads: 2, vocab_size: 261, max_position_embeddings: 64}"
 )
-BATCH = "batch={global: 4, micro: 1, sequence: 16}"
+BATCH = "batch={global: 2, micro: 1, sequence: 16}"
 
 
 class Reading(Necks):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from ptrain.costs import Phase, State
 from ptrain.derivation import activations
@@ -27,7 +28,7 @@ from ptrain.spec.precision import ZERO16, DType
 from ptrain.spec.spec import ActivationSpec
 from ptrain.timeline import Complete
 from ptrain.traces.facts import facts_of, read_facts
-from tests.models_external import necks
+from tests.models_external import Necks, necks
 from tests.pure.build import ODD_SHAPE, make_spec
 from tests.unit.shapes import SHAPES, SMALL_GPT
 from tests.unit.test_memory import Holder
@@ -38,6 +39,7 @@ COMPUTE = [
 ]
 DROPOUT = [replace(SMALL_GPT, dropout=0.1), replace(SMALL_GPT, dropout=0.2, tied=False)]
 WIDE_HEADS = replace(ODD_SHAPE, hidden=48, heads=6, kv_heads=2, layers=2)
+TIED_HEADS = replace(ODD_SHAPE, kv_heads=3, tied=True)
 VARIANTS = {name: (shape, precision, batch) for name, shape, precision, batch in tables.variants()}
 
 
@@ -46,7 +48,7 @@ def text(shape: ModelShape) -> str:
 
 
 @pytest.mark.parametrize("compute", COMPUTE, ids=str)
-@pytest.mark.parametrize("shape", [*SHAPES, *DROPOUT, WIDE_HEADS], ids=text)
+@pytest.mark.parametrize("shape", [*SHAPES, *DROPOUT, WIDE_HEADS, TIED_HEADS], ids=text)
 def test_a_table_gives_the_trace_of_another_shape_to_the_byte(shape, compute):
     for batch, sequence in ((2, 16), (1, 9), (3, 33)):
         traced = to_timeline(tables.trace(shape, TORCH[compute], batch=batch, sequence=sequence))
@@ -142,6 +144,25 @@ def test_a_built_in_model_read_as_a_foreign_one_has_the_same_facts(layers):
     assert read.timeline is not None
     derived = activations.timeline(shape, batch=2, sequence=16, compute=DType.BF16)
     assert (read.timeline.forward, read.timeline.backward) == (derived.forward, derived.backward)
+
+
+class Nudged(Necks):
+    """Adds one scalar to all logits, so that the gradient of what it sums is a view of a scalar."""
+
+    def __init__(self) -> None:
+        super().__init__(10, 2, 259)
+        self.nudge = nn.Parameter(torch.zeros(7))
+
+    def forward(self, tokens_BT: torch.Tensor) -> torch.Tensor:
+        return super().forward(tokens_BT) + self.nudge.sum()
+
+
+def test_a_gradient_that_autograd_has_to_copy_is_a_copy_in_the_trace():
+    timeline = module_facts(Nudged(), make_spec({})).timeline
+    assert timeline is not None
+    completions = [item for item in timeline.backward if isinstance(item, Complete)]
+    copies = [(item.parameter, item.size) for item in completions if item.cloned]
+    assert copies == [("nudge", 7 * 4)]
 
 
 def test_an_external_models_facts_come_from_the_module():

@@ -1,0 +1,26 @@
+"""Matrices of tests of which a covering subset runs by default."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import product
+from typing import Any
+
+import pytest
+
+
+def covering(names: str, *columns: Iterable[Any]) -> pytest.MarkDecorator:
+    """Parametrizes over all combinations of the columns' values. By default those whose places in
+    their columns have an even sum: with three columns or more they hold every pair of values."""
+    rows = []
+    for cells in product(*(tuple(enumerate(column)) for column in columns)):
+        is_default = sum(place for place, _ in cells) % 2 == 0
+        values = [value for _, value in cells]
+        rows.append(
+            pytest.param(
+                *values,
+                id="-".join(map(str, values)),
+                marks=() if is_default else pytest.mark.nightly,
+            )
+        )
+    return pytest.mark.parametrize(names, rows)
