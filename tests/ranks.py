@@ -213,6 +213,7 @@ def _serve(rank: int, size: int, pipe: Connection) -> None:
     """The life of one rank: join the group, answer calls, leave without running exit handlers
     (a gloo process may abort in them)."""
     faulthandler.enable()  # a rank that dies within C++ says where
+    gc.freeze()  # what the fork server imported: no collection need walk through it
     try:
         _join(rank, size, pipe)
         while (work := pickle.loads(pipe.recv_bytes())) is not None:

@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from tests import jobs
 from tests.gloo import sessions
@@ -87,10 +88,16 @@ def test_two_agents_go_on_with_their_run_when_a_rank_of_one_is_killed(tmp_path, 
     assert list(jobs.losses(tmp_path / "run")) == list(range(1, 61))
 
 
-def test_too_few_ranks_are_refused_once_with_both_numbers(tmp_path):
-    arguments = ["--standalone", "--nproc-per-node", "2", "-m", "ptrain.train", "zero3"]
-    _, job = jobs.run([*arguments, "mesh.dp_shard=4"], cwd=tmp_path, module=TORCHRUN)
-    told = [line for line in job.errors if " error: mesh" in line and "SpecError" not in line]
-    assert len(told) == 1, job.error
-    assert "4" in told[0] and "2" in told[0]
-    assert not (tmp_path / "runs").exists()
+def as_torchrun_numbers_it(words: tuple[str, ...]) -> sessions.Ended:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RANK", str(dist.get_rank()))
+        return sessions.trained(words)
+
+
+def test_too_few_ranks_are_refused_once_with_both_numbers(ranks, tmp_path):
+    words = ("zero3", "mesh.dp_shard=4", "--run-dir", str(tmp_path / "run"))
+    ends = ranks.run(2, as_torchrun_numbers_it, words)
+    assert [end.code for end in ends] == [2, 2]
+    lines = "\n".join(end.error for end in ends).splitlines()
+    assert sum("needs 4 ranks; 2 were started" in line for line in lines) == 1, lines
+    assert not (tmp_path / "run").exists()

@@ -30,7 +30,7 @@ def test_validate_runs_several_specs_prints_each_verdict_and_leaves_no_folder(tm
 
 
 def test_a_verdict_that_fails_is_exit_code_1_and_says_what_differs(tmp_path):
-    asked = ["validate", "ddp", DECEIVER, *SHORT, "--allow-import", "--json"]
+    asked = ["validate", "ddp", DECEIVER, *SHORT, "mesh.dp_replicate=1", "--allow-import", "--json"]
     code, job = jobs.run(asked, cwd=tmp_path)
     assert code == 1, job.error
     record = json.loads(job.output)
@@ -49,7 +49,8 @@ def test_a_training_exits_1_for_its_verdict_only_if_asked_to(ranks, tmp_path, op
 
 
 def test_a_training_as_a_call_gives_record_metrics_and_table(tmp_path):
-    found = ptrain.run("zero2", [*jobs.TINY, "train.steps=3"], nproc=2, run_dir=tmp_path / "run")
+    words = [*jobs.TINY, "train.steps=3", "mesh.dp_shard=1"]
+    found = ptrain.run("zero2", words, nproc=1, run_dir=tmp_path / "run")
     assert found.holds
     assert [row["step"] for row in found.metrics] == [1, 2, 3]
     assert "verdict: holds" in str(found)
