@@ -1,9 +1,9 @@
 """A pool of gloo ranks that stays up for the whole test session.
 
 Starting ranks and importing torch is most of what a distributed test costs, so it is paid once: a
-fork server imports torch, and each pool (1, 2, 4 or 8 ranks) is forked from it when it is first
-asked for. A test then runs an importable function on all ranks of a pool and gets one result per
-rank.
+fork server imports torch and what trains, and each pool (1, 2, 4 or 8 ranks) is forked from it when
+it is first asked for. A test then runs an importable function on all ranks of a pool and gets one
+result per rank.
 
 A pool serves many tests, so a call must leave nothing behind: before the next one every sub-group
 is destroyed and what DTensor cached about their meshes is dropped. A pool in which a rank raised,
@@ -49,6 +49,7 @@ _PRELOAD = [
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
     "torch.nn.parallel",
+    "tests.gloo.runs",  # what trains: 2 CPU seconds of every rank that is started, if it imports it
 ]
 
 
@@ -212,6 +213,7 @@ def _serve(rank: int, size: int, pipe: Connection) -> None:
     """The life of one rank: join the group, answer calls, leave without running exit handlers
     (a gloo process may abort in them)."""
     faulthandler.enable()  # a rank that dies within C++ says where
+    gc.freeze()  # what the fork server imported: no collection need walk through it
     try:
         _join(rank, size, pipe)
         while (work := pickle.loads(pipe.recv_bytes())) is not None:

@@ -14,7 +14,7 @@ from ptrain.spec.placement import Distribution
 from ptrain.spec.spec import Spec
 from tests.gloo.recording import counted, named, relative
 from tests.gloo.tensor_runs import MEASURED as MEASURED_STEP
-from tests.gloo.tensor_runs import ROUNDED_STEPS, STEPS, Result, run, worst
+from tests.gloo.tensor_runs import STEPS, Result, run, worst
 from tests.gloo.test_exact import failing
 from tests.ranks import Ranks
 
@@ -23,8 +23,8 @@ Claim: with a model cut into stages, alone and within any product of data ranks 
 over tp, `exact` and measured differ by 0 in resident memory (per state and rank) and in traffic
 (calls, payload and sent per axes, collective, state and phase), and by at most 2 % in each phase's
 peak. Where the arithmetic is fp64 the losses of {STEPS} steps are those of one device to 1e-12
-relative and the parameters to 1e-9; else the losses of {ROUNDED_STEPS} steps stay within the band
-of the layout's rounding.
+relative and the parameters to 1e-9; else these losses stay within the band of the layout's
+rounding.
 
 Measured in step {MEASURED_STEP} (from 0), on gloo ranks that share this machine. The mesh is in its
 own order, outermost first. Memory and traffic: figures compared / figures that differ. Peak: the

@@ -70,7 +70,7 @@ def _with_policy(policy: tuple[str, bool, bool], wrapped: str) -> Case:
         name=f"{wrapped}-{'-'.join(map(str, policy))}",
         placement=(("dp_shard", tuple_),),
         size=2,
-        accumulate=4,
+        accumulate=3,
         fp64=True,
         sync=policy,
     )

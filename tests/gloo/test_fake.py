@@ -51,12 +51,11 @@ def _run(spec: Spec, rank: int) -> Estimate:
     return measurement.estimate()
 
 
-@pytest.mark.parametrize("rank", [0, 3])
-@pytest.mark.parametrize("layout", ["fp32", "zero16"])
+@pytest.mark.parametrize(("layout", "rank"), [("fp32", 3), ("zero16", 0)])
 def test_zero3_on_fake_ranks_and_fake_tensors_does_what_was_predicted(
     ranks: Ranks, layout: str, rank: int
 ) -> None:
-    spec = named("zero3", 4, layout=layout, accumulate=4).spec()
+    spec = named("zero3", 4, layout=layout, accumulate=2).spec()
     found = ranks.run(1, _run, spec, rank)[0]
     exact = derive(spec).exact
     assert set(found.traffic) == set(exact.traffic)

@@ -18,6 +18,7 @@ from ptrain.verification.compare import FP64
 from ptrain.verification.compare import compare as compare_runs
 from ptrain.verification.reference import Trajectory, one_device
 from tests.gloo.cases import ODD
+from tests.gloo.rows import ROWS
 from tests.gloo.runs import train
 from tests.gloo.test_exact import failing
 from tests.ranks import Ranks
@@ -145,7 +146,15 @@ def test_a_block_that_passes_an_input_on_is_updated_once(ranks: Ranks, gradients
     assert not failing(compare_runs(one_device(spec, STEPS), run(ranks, spec), FP64))
 
 
-@pytest.mark.parametrize("name", CASES)
+def cases() -> list[Any]:
+    """By default those whose tuple is no row of test_rows.py, which are compared there."""
+    return [
+        pytest.param(name, marks=pytest.mark.nightly if placement in ROWS.values() else ())
+        for name, (placement, _, _) in CASES.items()
+    ]
+
+
+@pytest.mark.parametrize("name", cases())
 def test_every_mode_tier_and_dial_equals_one_device(ranks: Ranks, name: str) -> None:
     placement, size, changes = CASES[name]
     spec = spec_of(placement, size, **changes)
@@ -192,8 +201,15 @@ def _single(placement: Placement, changes: dict[str, Any], *, size: int = 2) -> 
     return spec_of(placement, size, fp64=False, **changes)
 
 
+RUNS: dict[str, Trajectory] = {}
+
+
 def _require_equal_bits(ranks: Ranks, one: Spec, other: Spec) -> None:
-    left, right = run(ranks, one), run(ranks, other)
+    """The first is run once for all that are compared with it."""
+    key = repr(one)
+    if key not in RUNS:
+        RUNS[key] = run(ranks, one)
+    left, right = RUNS[key], run(ranks, other)
     assert left.losses == right.losses
     for name, value in left.parameters.items():
         assert torch.equal(value, right.parameters[name]), name

@@ -110,7 +110,7 @@ def test_what_runs_again_drops_what_it_dropped_and_is_the_plain_run_to_the_bit(
 ) -> None:
     def trained(mode: str) -> Trajectory:
         spec = spec_of(place, mode, "gpt", dropout=0.1)
-        found = ranks.run(spec.world_size, train, spec, 3)[0].trajectory
+        found = ranks.run(spec.world_size, train, spec, 2)[0].trajectory
         assert found is not None
         return found
 

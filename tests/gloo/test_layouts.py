@@ -33,6 +33,7 @@ from tests.ranks import Ranks
 
 pytestmark = pytest.mark.gloo
 
+NIGHTLY = pytest.mark.nightly
 STEPS = 6
 PLACEMENTS: Mapping[str, Mapping[str, str]] = {
     "whole": {"dp_replicate": "ddp"},
@@ -106,23 +107,30 @@ def test_every_layout_is_one_device_in_fp64_and_in_its_own_dtypes(
         assert not failing(compare(reference, run(ranks, spec), tolerances))
 
 
-@pytest.mark.parametrize("name", [*LAYOUTS, *CUSTOM])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in ("zero16", "all four differ") else NIGHTLY)
+        for name in (*LAYOUTS, *CUSTOM)
+    ],
+)
 def test_one_rank_takes_every_layout(ranks: Ranks, name: str) -> None:
     spec = spec_of(layout_of(name), fp64=True)
     assert not failing(compare(one_device(spec, STEPS), run(ranks, spec), FP64))
 
 
-@pytest.mark.parametrize("layout", ["fp32", "zero16"])
-@pytest.mark.parametrize(
-    "placement",
-    [
-        None,
-        {"dp_replicate": "ddp"},
-        {"dp_shard": "S*,S*,S*,R"},
-        {"dp_shard": "R,S*,R,R"},
-    ],
-    ids=str,
-)
+def muons() -> list[Any]:
+    """By default every placement once, with one of the layouts."""
+    placements = (None, PLACEMENTS["whole"], {"dp_shard": "S*,S*,S*,R"}, {"dp_shard": "R,S*,R,R"})
+    default = ("fp32", "zero16", "zero16", "fp32")
+    return [
+        pytest.param(placement, layout, marks=() if layout == usual else NIGHTLY)
+        for placement, usual in zip(placements, default, strict=True)
+        for layout in ("fp32", "zero16")
+    ]
+
+
+@pytest.mark.parametrize(("placement", "layout"), muons(), ids=str)
 def test_muon_is_one_device_wherever_whole_matrices_are_updated(
     ranks: Ranks, placement: Mapping[str, str] | None, layout: str
 ) -> None:
@@ -184,7 +192,14 @@ def overflow_on_the_last_rank(spec: Spec) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     "placement",
-    [*PLACEMENTS.values(), {"dp_shard": "R,O,O,R"}, {"dp_shard": "O,O,S,R"}],
+    [  # by default DDP, FSDP2, and flat units whose states are on the host
+        PLACEMENTS["whole"],
+        PLACEMENTS["sharded"],
+        {"dp_shard": "R,O,O,R"},
+        pytest.param(PLACEMENTS["sharded update"], marks=NIGHTLY),
+        pytest.param(PLACEMENTS["sharded gradients"], marks=NIGHTLY),
+        pytest.param({"dp_shard": "O,O,S,R"}, marks=NIGHTLY),
+    ],
     ids=str,
 )
 def test_an_overflow_on_one_rank_skips_the_step_on_all_and_halves_the_scale(

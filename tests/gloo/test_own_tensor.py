@@ -80,11 +80,13 @@ def test_in_true_dtypes_it_is_exact(ranks: Ranks, layout: str, data: str) -> Non
     assert not differences(ranks, own_spec("tied", data, precision={"layout": layout}))
 
 
+@pytest.mark.nightly  # by default within stages (test_own_pipeline.py)
 def test_a_functions_own_plan_is_exact_and_equals_one_device(ranks: Ranks) -> None:
     assert not differences(ranks, own_spec("pairs"))
 
 
-@pytest.mark.parametrize("model", ["ours-gpt", pytest.param("ours-llama", marks=NIGHTLY)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("model", ["ours-gpt", "ours-llama"])
 def test_a_function_may_return_a_model_of_ours(ranks: Ranks, model: str) -> None:
     assert not differences(ranks, own_spec(model))
 

@@ -193,7 +193,7 @@ def of_pp(ranks: int, schedule: str) -> tuple[str, ...]:
 @pytest.mark.parametrize(
     ("ranks_of_pp", "schedule", "rank", "number", "told"),
     [
-        (3, "1f1b", 1, signal.SIGKILL, "error: rank 1 (stage 1) was killed by SIGKILL"),
+        (2, "gpipe", 0, signal.SIGKILL, "error: rank 0 (stage 0) was killed by SIGKILL"),
         *(
             pytest.param(*case, marks=pytest.mark.nightly)
             for case in (
@@ -204,7 +204,7 @@ def of_pp(ranks: int, schedule: str) -> tuple[str, ...]:
                     signal.SIGSTOP,
                     "error: rank 0 (stages 0 and 3) was stopped",
                 ),
-                (2, "gpipe", 0, signal.SIGKILL, "error: rank 0 (stage 0) was killed"),
+                (3, "1f1b", 1, signal.SIGKILL, "error: rank 1 (stage 1) was killed by SIGKILL"),
                 (2, "interleaved", 1, signal.SIGKILL, "error: rank 1 (stages 1 and 3) was killed"),
                 (3, "1f1b", 2, signal.SIGSTOP, "error: rank 2 (stage 2) was stopped (SIGSTOP)"),
             )
@@ -264,6 +264,8 @@ def test_a_pipeline_that_is_interrupted_ends_its_step_and_saves_once(tmp_path):
         assert job.wait(60) == 143
         assert jobs.gone(list(ranks.values()))
     assert "interrupted by SIGTERM after step" in job.output
+    again = "ptrain train runs/latest/spec.resolved.yaml --resume runs/latest"
+    assert again in job.output
     folder = tmp_path / "runs" / "latest"
     whole = format_count(own_facts(load(folder / "spec.resolved.yaml").spec).numel)
     batch_of_all = "2 ranks gloo/cpu · batch 8 = 1 micro × 8 accumulated × 1 data"

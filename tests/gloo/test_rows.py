@@ -27,7 +27,7 @@ from tests.ranks import Ranks
 
 pytestmark = pytest.mark.gloo
 
-STEPS, FEWER_STEPS = 20, 8
+STEPS = 6
 RESULTS: list[Result] = []
 ONCE_WRONG = (  # no row's defaults showed it
     default("ddp").with_dials(
@@ -48,16 +48,16 @@ def reference(setting: Setting, steps: int) -> Trajectory:
     return _REFERENCES[key]
 
 
-def differences(ranks: Ranks, setting: Setting, steps: int = STEPS) -> list[str]:
+def differences(ranks: Ranks, setting: Setting) -> list[str]:
     """What does not hold: bytes, calls, peaks, losses, parameters."""
     spec = setting.spec()
     try:
-        reports = ranks.run(setting.size, train, spec, steps, MEASURED_STEP)
+        reports = ranks.run(setting.size, train, spec, STEPS, MEASURED_STEP)
     except AssertionError as error:
         return [f"{setting}: {str(error)[-1500:]}"]
     measured: Estimate = join_estimates([each.measured for each in reports if each.measured])
     checks = compare(derive(spec, facts_of(spec)).exact, measured)
-    run, truth = reports[0].trajectory, reference(setting, steps)
+    run, truth = reports[0].trajectory, reference(setting, STEPS)
     assert run is not None
     tolerances = FP64 if setting.fp64 else Tolerances(losses=loss_band(spec, truth))
     against = compare_runs(truth, run, tolerances)
@@ -81,7 +81,7 @@ def test_a_row_is_exact_and_equals_one_device(ranks: Ranks, row: str) -> None:
 
 @pytest.mark.parametrize("setting", ONCE_WRONG, ids=str)
 def test_a_setting_that_was_wrong_once_stays_right(ranks: Ranks, setting: Setting) -> None:
-    found = differences(ranks, setting, FEWER_STEPS)
+    found = differences(ranks, setting)
     assert not found, "\n".join(found)
 
 
@@ -92,5 +92,5 @@ def test_a_row_with_every_pair_of_layouts_and_dials(
     ranks: Ranks, row: str, request: pytest.FixtureRequest
 ) -> None:
     settings = islice(pairwise(row), request.config.getoption("--settings"))
-    found = [line for setting in settings for line in differences(ranks, setting, FEWER_STEPS)]
+    found = [line for setting in settings for line in differences(ranks, setting)]
     assert not found, "\n".join(found)

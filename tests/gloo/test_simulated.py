@@ -34,7 +34,7 @@ OTHERS = [each for each in listing("strategies") if each not in BY_DEFAULT]
 
 @pytest.mark.parametrize("strategy", BY_DEFAULT)
 def test_a_rank_on_fake_ranks_does_what_it_does_on_gloo(ranks: Ranks, strategy: str) -> None:
-    assert not differences(ranks, short(strategy))
+    assert not differences(ranks, short(strategy, "model.layers=2", "batch.global=4"))
 
 
 @pytest.mark.nightly
@@ -43,10 +43,10 @@ def test_every_rank_of_every_strategy_does(ranks: Ranks, strategy: str) -> None:
     assert not differences(ranks, short(strategy))
 
 
-def short(strategy: str) -> Spec:
+def short(strategy: str, *shorter: str) -> Spec:
     spec = load(strategy).spec
     consumes = any(factor.placement.gradients == M for factor in spec.factors)
-    return settled(load(strategy, ONCE if consumes else SHORT))
+    return settled(load(strategy, (*(ONCE if consumes else SHORT), *shorter)))
 
 
 def steady(spec: Spec) -> Estimate:

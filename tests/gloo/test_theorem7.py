@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from tests.ranks import Ranks
 
 pytestmark = pytest.mark.gloo
 
+nightly = partial(pytest.param, marks=pytest.mark.nightly)
 STEPS = 3  # DDP and FSDP2 are steady in the third
 SCALAR = 8  # bytes
 BETWEEN = (Collective.SEND, Collective.RECV)
@@ -161,10 +163,10 @@ def names_of_conditions(spec: Spec) -> list[str]:
 
 PP_OUTSIDE = [
     ({"pp": 2, "dp_replicate": 2}, "ddp", "1f1b"),
-    ({"pp": 2, "dp_shard": 2}, "zero3", "zbv"),
+    nightly({"pp": 2, "dp_shard": 2}, "zero3", "zbv"),
 ]
 PP_INSIDE = [
-    ({"dp_replicate": 2, "pp": 2}, "ddp", "1f1b"),
+    nightly({"dp_replicate": 2, "pp": 2}, "ddp", "1f1b"),
     ({"dp_shard": 2, "pp": 2}, "zero2", "interleaved"),
 ]
 
@@ -201,7 +203,7 @@ def test_with_pp_inside_as_in_remark_4_the_first_condition_alone_does_not_hold(
     ("schedule", "mesh", "ends"),
     [
         ("1f1b", {"pp": 4}, [(0, 3)]),
-        ("gpipe", {"dp_replicate": 2, "pp": 2}, [(0, 1), (2, 3)]),
+        nightly("gpipe", {"dp_replicate": 2, "pp": 2}, [(0, 1), (2, 3)]),
         ("zbv", {"pp": 2, "dp_replicate": 2}, []),
     ],
     ids=str,

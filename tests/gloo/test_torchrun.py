@@ -1,4 +1,4 @@
-"""torchrun, on one node and on two, trains exactly what `ptrain train` trains by itself."""
+"""torchrun, on one node and on two, trains exactly what ranks train that it has not started."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from tests import jobs
+from tests.gloo import sessions
+from tests.ranks import Ranks
 
 pytestmark = pytest.mark.gloo
 
@@ -21,11 +24,11 @@ TORCHRUN = "torch.distributed.run"
 
 
 @pytest.fixture(scope="module")
-def self_launched(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
-    cwd = tmp_path_factory.mktemp("self")
-    code, job = jobs.run(["train", *SPEC, "--run-dir", "run"], cwd=cwd)
-    assert code == 0, job.error
-    return jobs.losses(cwd / "run")
+def losses(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    """Of ranks that torchrun has not started."""
+    folder = tmp_path_factory.mktemp("pool") / "run"
+    assert [end.code for end in sessions.train(ranks, 2, *SPEC, folder=folder)] == [0, 0]
+    return jobs.losses(folder)
 
 
 def free_port() -> int:
@@ -33,16 +36,16 @@ def free_port() -> int:
         return int(server.getsockname()[1])
 
 
-def test_torchrun_standalone_gives_the_same_losses(tmp_path, self_launched):
+def test_torchrun_standalone_gives_the_same_losses(tmp_path, losses):
     arguments = ["--standalone", "--nproc-per-node", "2", "-m", "ptrain.train", *SPEC]
     code, job = jobs.run([*arguments, "--run-dir", "run"], cwd=tmp_path, module=TORCHRUN)
     assert code == 0, job.error
-    assert jobs.losses(tmp_path / "run") == self_launched
+    assert jobs.losses(tmp_path / "run") == losses
     assert job.output.count("verdict: ") == 1, "only rank 0 speaks"
 
 
 @pytest.mark.parametrize("module", ["ptrain", pytest.param(TORCHRUN, marks=pytest.mark.nightly)])
-def test_two_agents_that_pose_as_two_nodes_give_the_same_losses(tmp_path, self_launched, module):
+def test_two_agents_that_pose_as_two_nodes_give_the_same_losses(tmp_path, losses, module):
     agent = ["--nproc-per-node", "1", "--rdzv-backend", "c10d", "--local-addr", "127.0.0.1"]
     agent += ["-m", "ptrain.train"]
     meeting = ["--nnodes", "2", "--rdzv-endpoint", f"127.0.0.1:{free_port()}"]
@@ -59,7 +62,7 @@ def test_two_agents_that_pose_as_two_nodes_give_the_same_losses(tmp_path, self_l
         codes = [job.wait() for job in agents]
         assert codes == [0, 0], [job.error for job in agents]
     assert module == TORCHRUN or addresses == {"127.0.0.1"}
-    assert jobs.losses(tmp_path / "run") == self_launched
+    assert jobs.losses(tmp_path / "run") == losses
     assert {path.name for path in Path(tmp_path / "run" / "logs").iterdir()} == {
         "rank0.log",
         "rank1.log",
@@ -85,10 +88,16 @@ def test_two_agents_go_on_with_their_run_when_a_rank_of_one_is_killed(tmp_path, 
     assert list(jobs.losses(tmp_path / "run")) == list(range(1, 61))
 
 
-def test_too_few_ranks_are_refused_once_with_both_numbers(tmp_path):
-    arguments = ["--standalone", "--nproc-per-node", "2", "-m", "ptrain.train", "zero3"]
-    _, job = jobs.run([*arguments, "mesh.dp_shard=4"], cwd=tmp_path, module=TORCHRUN)
-    told = [line for line in job.errors if " error: mesh" in line and "SpecError" not in line]
-    assert len(told) == 1, job.error
-    assert "4" in told[0] and "2" in told[0]
-    assert not (tmp_path / "runs").exists()
+def as_torchrun_numbers_it(words: tuple[str, ...]) -> sessions.Ended:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RANK", str(dist.get_rank()))
+        return sessions.trained(words)
+
+
+def test_too_few_ranks_are_refused_once_with_both_numbers(ranks, tmp_path):
+    words = ("zero3", "mesh.dp_shard=4", "--run-dir", str(tmp_path / "run"))
+    ends = ranks.run(2, as_torchrun_numbers_it, words)
+    assert [end.code for end in ends] == [2, 2]
+    lines = "\n".join(end.error for end in ends).splitlines()
+    assert sum("needs 4 ranks; 2 were started" in line for line in lines) == 1, lines
+    assert not (tmp_path / "run").exists()

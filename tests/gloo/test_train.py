@@ -17,10 +17,9 @@ from ptrain.algebra.legality import require
 from ptrain.data.corpus import corpus
 from ptrain.spec.job import DataSpec
 from ptrain.spec.load import load
-from ptrain.train.options import parse
-from ptrain.train.rank_exit import coded
-from ptrain.train.session import run
 from tests import jobs
+from tests.gloo import sessions
+from tests.ranks import Ranks
 
 pytestmark = pytest.mark.gloo
 
@@ -33,6 +32,12 @@ class Finished:
     folder: Path
     code: int
     job: jobs.Job
+
+
+@dataclass(frozen=True)
+class Continued:
+    folder: Path
+    output: str
 
 
 def train(cwd: Path, *arguments: str) -> tuple[int, jobs.Job]:
@@ -58,21 +63,15 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
 
 
 @pytest.fixture(scope="module")
-def continued(finished: Finished) -> Finished:
+def continued(finished: Finished, ranks: Ranks) -> Continued:
     """The same run continued from step 8 as zero3 on four ranks; only the record is printed."""
-    cwd = finished.folder.parents[1]
-    code, job = train(
-        cwd,
-        "zero3",
-        EXACT,
-        f"train.steps={STEPS + 2}",
-        "mesh.dp_shard=4",
-        "--resume",
-        str(finished.folder / "checkpoints" / "step-00000008"),
-        "--json",
-    )
-    assert code == 0, job.error
-    return Finished(folder=cwd / "runs" / "latest", code=code, job=job)
+    folder = finished.folder.parents[1] / "continued"
+    wanted = ("zero3", *jobs.TINY, EXACT, f"train.steps={STEPS + 2}", "mesh.dp_shard=4")
+    saved = str(finished.folder / "checkpoints" / "step-00000008")
+    first, *others = sessions.train(ranks, 4, *wanted, "--resume", saved, "--json", folder=folder)
+    assert {end.code for end in (first, *others)} == {0}, first.error
+    assert not any(end.output for end in others)
+    return Continued(folder=folder, output=first.output)
 
 
 def test_a_training_prints_what_runs_what_it_will_take_and_every_logged_step(finished):
@@ -165,29 +164,25 @@ def test_zero1_on_two_ranks_continues_as_zero3_on_four_with_equal_losses(finishe
 
 
 def test_json_prints_the_record_and_nothing_else(continued):
-    record = json.loads(continued.job.output)
+    record = json.loads(continued.output)
     assert record["spec"] == "zero3"
     assert record["world_size"] == 4
     assert record == json.loads((continued.folder / "summary.json").read_text())
 
 
-def test_a_loss_that_is_not_finite_stops_all_ranks_with_exit_4(tmp_path):
+def test_a_loss_that_is_not_finite_stops_all_ranks_with_exit_4(ranks, tmp_path):
     diverging = ("optimizer.lr=1.0e+6", "optimizer.weight_decay=1000")  # p grows 1e8 times a step
-    code, job = train(tmp_path, "zero3", *diverging, "train.steps=9")
-    assert code == 4, job.error
-    assert "the loss is nan" in job.error or "the loss is inf" in job.error
-    assert "remedy" in job.error
-    assert "Traceback" not in job.error
+    wanted = ("zero3", *jobs.TINY, *diverging, "train.steps=9")
+    for end in sessions.train(ranks, 2, *wanted, folder=tmp_path / "run"):
+        assert end.code == 4, end.error
+        assert "the loss is nan" in end.error or "the loss is inf" in end.error
+        assert "remedy" in end.error
+        assert "Traceback" not in end.error
 
 
-@pytest.mark.parametrize(
-    "number",
-    [
-        signal.SIGTERM,
-        pytest.param(signal.SIGINT, marks=pytest.mark.nightly),
-        pytest.param(signal.SIGHUP, marks=pytest.mark.nightly),
-    ],
-)
+# By default a pipeline is interrupted (test_pipeline_faults.py).
+@pytest.mark.nightly
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_an_interrupt_ends_the_step_saves_and_leaves_no_process(tmp_path, number):
     arguments = ["train", "zero3", *jobs.TINY, "train.steps=1000000", "checkpoint.at_end=true"]
     with jobs.job(arguments, cwd=tmp_path) as job:
@@ -205,9 +200,8 @@ def test_an_interrupt_ends_the_step_saves_and_leaves_no_process(tmp_path, number
 
 def in_a_group(folder: str) -> tuple[int, bool]:
     """A training on ranks that somebody else has brought together."""
-    words = ["zero3", *jobs.TINY, "train.steps=2", "--run-dir", folder, "--quiet"]
-    code = coded(lambda: run(parse(words)))
-    return code, dist.is_initialized()
+    words = ("zero3", *jobs.TINY, "train.steps=2", "--run-dir", folder, "--quiet")
+    return sessions.trained(words).code, dist.is_initialized()
 
 
 def test_a_process_group_that_exists_is_used_and_left_alone(ranks, tmp_path):
@@ -215,16 +209,16 @@ def test_a_process_group_that_exists_is_used_and_left_alone(ranks, tmp_path):
     assert len(jobs.losses(tmp_path / "run")) == 2
 
 
-def test_a_model_of_the_users_own_trains_only_when_its_import_is_allowed(tmp_path):
+def test_a_model_of_the_users_own_trains_only_when_its_import_is_allowed(ranks, tmp_path):
     own = "{target: tests.models_external:necks, arguments: {hidden: 16}}"
-    asked = ["train", "zero3", f"model={own}", *jobs.TINY[5:], "train.steps=4"]
-    code, job = jobs.run(asked, cwd=tmp_path)
+    wanted = ("zero3", f"model={own}", *jobs.TINY[5:], "train.steps=4")
+    code, job = jobs.run(["train", *wanted], cwd=tmp_path)
     assert code == 2
     assert "--allow-import" in job.error
     assert not (tmp_path / "runs").exists()
-    code, job = jobs.run([*asked, "--allow-import"], cwd=tmp_path)
-    assert code == 0, job.error
-    assert "verdict: holds" in job.output
+    end = sessions.train(ranks, 2, *wanted, "--allow-import", folder=tmp_path / "run")[0]
+    assert end.code == 0, end.error
+    assert "verdict: holds" in end.output
 
 
 def test_a_folder_that_cannot_be_written_is_refused_before_a_rank_starts(tmp_path):
@@ -253,7 +247,11 @@ def test_what_does_not_fit_is_refused_before_a_rank_starts(tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize("module", ["ptrain", "ptrain.train"], ids=["parent", "one rank alone"])
+@pytest.mark.parametrize(
+    "module",
+    ["ptrain", pytest.param("ptrain.train", marks=pytest.mark.nightly)],
+    ids=["parent", "one rank alone"],
+)
 def test_what_only_a_rank_can_refuse_leaves_no_run_folder(tmp_path, module):
     asked = ["zero3", *jobs.TINY, "mesh.dp_shard=1", "data.path=none.npy"]
     verb = ["train"] if module == "ptrain" else []

@@ -9,6 +9,7 @@ import pytest
 import ptrain
 from ptrain.errors import SpecError
 from tests import jobs
+from tests.gloo import sessions
 
 pytestmark = pytest.mark.gloo
 
@@ -29,7 +30,7 @@ def test_validate_runs_several_specs_prints_each_verdict_and_leaves_no_folder(tm
 
 
 def test_a_verdict_that_fails_is_exit_code_1_and_says_what_differs(tmp_path):
-    asked = ["validate", "ddp", DECEIVER, *SHORT, "--allow-import", "--json"]
+    asked = ["validate", "ddp", DECEIVER, *SHORT, "mesh.dp_replicate=1", "--allow-import", "--json"]
     code, job = jobs.run(asked, cwd=tmp_path)
     assert code == 1, job.error
     record = json.loads(job.output)
@@ -39,16 +40,17 @@ def test_a_verdict_that_fails_is_exit_code_1_and_says_what_differs(tmp_path):
 
 
 @pytest.mark.parametrize(("option", "expected"), [([], 0), (["--strict"], 1)], ids=str)
-def test_a_training_exits_1_for_its_verdict_only_if_asked_to(tmp_path, option, expected):
-    asked = ["train", "ddp", DECEIVER, *SHORT, "train.steps=4", "--allow-import", *option]
-    code, job = jobs.run(asked, cwd=tmp_path)
-    assert code == expected, job.error
-    assert "verdict: fails" in job.output
-    assert "fails: memory activations rank 0" in job.output
+def test_a_training_exits_1_for_its_verdict_only_if_asked_to(ranks, tmp_path, option, expected):
+    wanted = ("ddp", DECEIVER, *SHORT, "train.steps=4", "--allow-import", *option)
+    ends = sessions.train(ranks, 2, *wanted, folder=tmp_path / "run")
+    assert {end.code for end in ends} == {expected}, ends[0].error
+    assert "verdict: fails" in ends[0].output
+    assert "fails: memory activations rank 0" in ends[0].output
 
 
 def test_a_training_as_a_call_gives_record_metrics_and_table(tmp_path):
-    found = ptrain.run("zero2", [*jobs.TINY, "train.steps=3"], nproc=2, run_dir=tmp_path / "run")
+    words = [*jobs.TINY, "train.steps=3", "mesh.dp_shard=1"]
+    found = ptrain.run("zero2", words, nproc=1, run_dir=tmp_path / "run")
     assert found.holds
     assert [row["step"] for row in found.metrics] == [1, 2, 3]
     assert "verdict: holds" in str(found)

@@ -1,0 +1,35 @@
+"""Trainings on the ranks of the pool: what `python -m ptrain.train` does on each, without the
+seconds that starting it as a process costs. For what the loop and the folder do; who starts ranks
+and watches them is tested with processes (tests/jobs.py)."""
+
+from __future__ import annotations
+
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from io import StringIO
+from pathlib import Path
+
+from ptrain.train.leaving import coded
+from ptrain.train.options import parse
+from ptrain.train.session import run
+from tests.ranks import Ranks
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a rank's training ended."""
+
+    code: int
+    output: str
+    error: str
+
+
+def trained(words: tuple[str, ...]) -> Ended:
+    with redirect_stdout(StringIO()) as output, redirect_stderr(StringIO()) as error:
+        code = coded(lambda: run(parse(words)))
+    return Ended(code, output.getvalue(), error.getvalue())
+
+
+def train(ranks: Ranks, size: int, *words: str, folder: Path) -> list[Ended]:
+    """On `size` ranks, each with its own account."""
+    return ranks.run(size, trained, (*words, "--run-dir", str(folder)))
