@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
 
-from ptrain.train.leaving import coded
 from ptrain.train.options import parse
+from ptrain.train.rank_exit import coded
 from ptrain.train.session import run
 from tests.ranks import Ranks
 
