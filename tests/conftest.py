@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import gc
 import os
+import random
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported, here and in the ranks
+# of the cases that are drawn: another one in each run, one for all of its workers
+os.environ.setdefault("PTRAIN_SEED", str(random.randrange(10_000)))
 
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -20,7 +20,7 @@ from tests.ranks import Ranks
 
 pytestmark = pytest.mark.gloo
 
-SEED = int(os.environ.get("PTRAIN_SEED") or random.randrange(10_000))
+SEED = int(os.environ["PTRAIN_SEED"])
 DRAWN, NIGHTLY = 3, 67
 PARAMETERS = ("R", "S*", "M", "O", "R@host", "S*@file")
 OPTIMIZER = ("R", "S", "S*", "O", "S@file", "R@host")
