@@ -162,9 +162,13 @@ class _Rank:
         stage.wrap.begin(is_first=not stage.begun, is_last=is_last)
         stage.begun = stage.begun or kind is not Kind.INPUT
 
+    def known(self, stage: _Stage, key: Hashable) -> Run | None:
+        """Return what an equal pass did; None where there was none."""
+        return stage.part.known.get(key)
+
     def _play(self, stage: _Stage, kind: Kind, items: Sequence[Item]) -> None:
         before = stage.wrap.signature()
-        known = stage.part.known.get((kind, before))  # what an equal pass did
+        known = self.known(stage, (kind, before))
         if known is not None:
             self.tape.spike(known.rise)
             self.tape.add(known.net)
