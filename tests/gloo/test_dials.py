@@ -33,7 +33,7 @@ from tests.ranks import Ranks
 
 pytestmark = pytest.mark.gloo
 
-STEPS = 6
+STEPS = 4
 LAST = ("last", True, True)
 
 

@@ -8,6 +8,7 @@ from ptrain.report.record import Check
 from ptrain.verification.band import loss_band
 from ptrain.verification.compare import FP64, Tolerances, compare
 from ptrain.verification.reference import one_device
+from tests.covering import covering
 from tests.gloo.cases import Case, named, parameters
 from tests.gloo.faults import Fault
 from tests.gloo.outcomes import STEPS, Runs
@@ -56,8 +57,10 @@ def test_the_band_of_zero16_is_narrower_than_what_training_does_to_the_loss(runs
     assert max(loss_band(case.spec(), reference)) < fall / 10
 
 
-@pytest.mark.parametrize("fault", [fault for fault in Fault if fault is not Fault.ZERO_GRADIENTS])
-@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3"])
+FAULTS = [fault for fault in Fault if fault is not Fault.ZERO_GRADIENTS]
+
+
+@covering("strategy,fault", ["ddp", "zero1", "zero3"], FAULTS)
 def test_a_fault_is_noticed(ranks: Ranks, runs: Runs, strategy: str, fault: Fault) -> None:
     case = named(strategy, 2, accumulate=1, fp64=True)
     run = ranks.run(2, train, case.spec(), STEPS, None, fault)[0].trajectory

@@ -25,7 +25,7 @@ from tests.ranks import Ranks
 
 pytestmark = pytest.mark.gloo
 
-STEPS = 6
+STEPS = 4
 REPLICATE, SHARD = "dp_replicate", "dp_shard"
 Placement = Mapping[str, str]
 

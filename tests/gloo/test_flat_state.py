@@ -97,7 +97,11 @@ def require_a_move(ranks: Ranks, tmp_path: Path, one: Spec, other: Spec) -> None
 
 
 @pytest.mark.parametrize(
-    ("before", "after"), [("S*,S*,S*,R", "R,S*@host,S*,R"), ("R,S*@host,S*,R", "S*,S*,S*,R")]
+    ("before", "after"),
+    [
+        ("S*,S*,S*,R", "R,S*@host,S*,R"),
+        pytest.param("R,S*@host,S*,R", "S*,S*,S*,R", marks=pytest.mark.nightly),
+    ],
 )
 def test_a_state_of_whole_matrices_moves_too(
     ranks: Ranks, tmp_path: Path, before: str, after: str

@@ -57,7 +57,7 @@ OF_PARTS = ("offload", "files")  # what is computed again is gathered whole
 # Of eager attention, which saves scores and lets them go: these say it for all.
 WITH_SCORES = ("nothing", "attention", "selective", "full", "mixed")
 SAID_OF_SCORES = ("one", "zero3", "tp-sp", "pp-1f1b", "3d")
-DROPPED = ("zero3", "flat", "ddp", "tp", "tp-sp", "tp-saved", "pp-1f1b", "3d")
+DROPPED = ("zero3", "ddp", "tp", "tp-sp", "tp-saved", "pp-1f1b", "3d")
 DEFAULT = {
     ("one", "mixed", "gpt", "eager"),
     ("zero3", "selective", "llama", "sdpa"),
@@ -103,7 +103,10 @@ def test_every_mode_on_every_mesh_is_exact_and_equals_one_device(
 
 @pytest.mark.parametrize(
     "place",
-    [pytest.param(place, marks=() if place == "tp" else pytest.mark.nightly) for place in DROPPED],
+    [
+        pytest.param(place, marks=() if place == "flat" else pytest.mark.nightly)
+        for place in DROPPED
+    ],
 )
 def test_what_runs_again_drops_what_it_dropped_and_is_the_plain_run_to_the_bit(
     ranks: Ranks, place: str

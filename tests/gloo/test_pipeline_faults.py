@@ -238,9 +238,8 @@ def test_under_torchrun_the_neighbour_names_the_rank_that_is_gone_or_silent(tmp_
     assert "stage 0: waiting for rank 1 (stage 1) to " in job.error
 
 
-@pytest.mark.parametrize(
-    "launcher", ["ptrain", pytest.param("torch.distributed.run", marks=pytest.mark.nightly)]
-)
+@pytest.mark.nightly  # by default the ranks say it on the pool, above
+@pytest.mark.parametrize("launcher", ["ptrain", "torch.distributed.run"])
 def test_a_stage_that_raises_ends_the_job_in_its_own_words_alone(tmp_path, launcher):
     (tmp_path / "sitecustomize.py").write_text(RAISES_ON_RANK_1)
     begin = ("train",) if launcher == "ptrain" else TORCHRUN

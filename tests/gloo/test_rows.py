@@ -27,7 +27,7 @@ from tests.ranks import Ranks
 
 pytestmark = pytest.mark.gloo
 
-STEPS = 6
+STEPS = 4
 RESULTS: list[Result] = []
 ONCE_WRONG = (  # no row's defaults showed it
     default("ddp").with_dials(

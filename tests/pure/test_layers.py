@@ -9,10 +9,9 @@ from __future__ import annotations
 import ast
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import wraps
 from pathlib import Path
-
-import pytest
 
 from tests.source_tree import SourceTree
 
@@ -124,7 +123,30 @@ def test_every_module_has_a_layer():
         assert any(re.fullmatch(layer, module) for layer in LAYERS), module
 
 
-@pytest.mark.parametrize("module", sorted(set(MODULES) - {"ptrain"}))
+def of_all(
+    cases: Iterable[Path] | Iterable[str],
+) -> Callable[[Callable[..., None]], Callable[[], None]]:
+    """One test of all cases, which names all that fail: a test for each would be 4,700, whose
+    reports take longer than they do."""
+
+    def decorated(check: Callable[..., None]) -> Callable[[], None]:
+        @wraps(check)
+        def test() -> None:
+            failures = []
+            for case in cases:
+                try:
+                    check(case)
+                except AssertionError as error:
+                    failures.append(f"{short(case) if isinstance(case, Path) else case}: {error}")
+            assert not failures, "\n".join(failures)
+
+        del test.__wrapped__  # pytest would take its parameter for a fixture
+        return test
+
+    return decorated
+
+
+@of_all(sorted(set(MODULES) - {"ptrain"}))
 def test_imports_point_upwards(module):
     downwards = {
         found
@@ -152,7 +174,7 @@ def test_variables_are_called_by_what_they_hold():
     assert fillers.keys() == FILLED, "modules without such names: take them off the list"
 
 
-@pytest.mark.parametrize("module", [m for m in sorted(MODULES) if rank(m) < TORCH_LINE])
+@of_all([m for m in sorted(MODULES) if rank(m) < TORCH_LINE])
 def test_the_pure_half_needs_the_standard_library_and_yaml_only(module):
     packages = {found.split(".")[0] for found in imports(module)}
     foreign = packages - PURE_PACKAGES - set(sys.stdlib_module_names)
@@ -170,7 +192,7 @@ def reachable(module: str) -> set[str]:
     return seen
 
 
-@pytest.mark.parametrize("module", [m for m in sorted(MODULES) if re.fullmatch(CLOSED_FORM, m)])
+@of_all([m for m in sorted(MODULES) if re.fullmatch(CLOSED_FORM, m)])
 def test_a_closed_form_knows_nothing_of_what_it_checks(module):
     known = [name for name in reachable(module) if re.fullmatch(FIRST_OPINION, name)]
     assert not known, f"{module} is a second opinion and must not know {sorted(known)}"
@@ -234,7 +256,7 @@ KNOW_WRAPS = re.compile(
 )
 
 
-@pytest.mark.parametrize("module", sorted(MODULES))
+@of_all(sorted(MODULES))
 def test_a_wrap_answers_by_its_interface_alone(module):
     kinds = {"LocalGradients", "Replicate", "FullyShard", "FlatUnits"}
     if KNOW_WRAPS.fullmatch(module):
@@ -245,7 +267,7 @@ def test_a_wrap_answers_by_its_interface_alone(module):
             assert not named, f"{module} names {sorted(named)}: ask the step, or the wrap"
 
 
-@pytest.mark.parametrize("path", PYTHON_FILES, ids=short)
+@of_all(PYTHON_FILES)
 def test_files_and_functions_keep_to_the_size_budget(path):
     lines = path.read_text(encoding="utf-8").count("\n")
     assert lines <= MAX_FILE, f"{short(path)} has {lines} lines, more than {MAX_FILE}"
@@ -259,7 +281,7 @@ def test_the_loop_has_at_most_120_lines_and_names_no_axis():
     assert not re.search(r"\b(dp_replicate|dp_shard|tp|pp|cp|ep|Axis\.\w+)\b", text)
 
 
-@pytest.mark.parametrize("module", sorted(MODULES))
+@of_all(sorted(MODULES))
 def test_every_module_says_what_it_is_and_packages_hold_nothing_else(module):
     path = MODULES[module]
     is_package = path.name == "__init__.py" and module != "ptrain"
@@ -270,7 +292,7 @@ def test_every_module_says_what_it_is_and_packages_hold_nothing_else(module):
         assert len(tree(path).body) == is_room, f"{short(path)} holds more than its docstring"
 
 
-@pytest.mark.parametrize("module", sorted(MODULES))
+@of_all(sorted(MODULES))
 def test_no_module_holds_a_strategys_name(module):
     names = strategy_names()
     held = {
@@ -281,7 +303,7 @@ def test_no_module_holds_a_strategys_name(module):
     assert not held, f"{module} knows the strategies {sorted(held)}: drive it by modes instead"
 
 
-@pytest.mark.parametrize("module", sorted(set(MODULES) - LAZY))
+@of_all(sorted(set(MODULES) - LAZY))
 def test_imports_stand_at_the_top(module):
     for node in ast.walk(tree(MODULES[module])):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -293,7 +315,7 @@ def test_imports_stand_at_the_top(module):
     assert not called & {"import_module", "importlib.import_module", "__import__"}, module
 
 
-@pytest.mark.parametrize("path", PYTHON_FILES, ids=short)
+@of_all(PYTHON_FILES)
 def test_nothing_executes_text_or_unpickles(path):
     for call, name in calls(path):
         assert name not in ("eval", "exec", "os.system", "os.popen", "yaml.unsafe_load"), name
@@ -312,7 +334,7 @@ def test_nothing_executes_text_or_unpickles(path):
                 assert not {"pickle", "marshal", "shelve", "dill"} & set(names), short(path)
 
 
-@pytest.mark.parametrize("module", sorted(set(MODULES) - BOUNDARY))
+@of_all(sorted(set(MODULES) - BOUNDARY))
 def test_no_handler_catches_everything(module):
     for node in ast.walk(tree(MODULES[module])):
         if isinstance(node, ast.ExceptHandler):
@@ -323,7 +345,7 @@ def test_no_handler_catches_everything(module):
             )
 
 
-@pytest.mark.parametrize("module", sorted(set(MODULES) - ENVIRONMENT))
+@of_all(sorted(set(MODULES) - ENVIRONMENT))
 def test_only_the_world_reads_the_environment(module):
     for node in ast.walk(tree(MODULES[module])):
         if isinstance(node, ast.Attribute):
