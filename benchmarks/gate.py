@@ -23,6 +23,7 @@ from pathlib import Path
 from _machine import ROOT, conclude, header, this_command
 
 BUDGET = 12 * 60  # seconds of README's command
+_OURS = {"PYTHONPATH", "PYTEST_ADDOPTS", "PTRAIN_SEED", "VIRTUAL_ENV"}  # not of a new environment
 _MARK = re.compile(r"== (?P<step>.*) \((?P<seconds>\d+) s\)")
 _SHARE = re.compile(r" *(?P<seconds>[\d.]+) s +(?P<tests>\d+) tests +(?P<place>tests/\S+)")
 _SUMMARY = re.compile(r"\d+ (passed|failed).* in [\d.]+s")
@@ -31,7 +32,7 @@ _SUMMARY = re.compile(r"\d+ (passed|failed).* in [\d.]+s")
 def run(clone: Path) -> tuple[int, list[str]]:
     """Return the exit code of the gate in a clone and its lines, printed as they come."""
     lines = []
-    outside = {name: text for name, text in os.environ.items() if name != "PYTHONPATH"}
+    outside = {name: text for name, text in os.environ.items() if name not in _OURS}
     with subprocess.Popen(
         [clone / ".ci/run"],
         stdout=subprocess.PIPE,
@@ -76,6 +77,7 @@ def faults(code: int, steps: dict[str, int]) -> list[str]:
     tests = next(iter(steps.values()), 0)
     return [
         *([f"exit code {code}"] if code else []),
+        *([] if steps else ["no step's time was printed"]),
         *([f"README's command took {tests} s, more than {BUDGET}"] if tests > BUDGET else []),
     ]
 

@@ -11,7 +11,8 @@ import pytest
 
 def covering(names: str, *columns: Iterable[Any]) -> pytest.MarkDecorator:
     """Parametrizes over all combinations of the columns' values. By default those whose places in
-    their columns have an even sum: with three columns or more they hold every pair of values."""
+    their columns have an even sum: with three columns or more of two values or more they hold every
+    pair of values."""
     rows = []
     for cells in product(*(tuple(enumerate(column)) for column in columns)):
         is_default = sum(place for place, _ in cells) % 2 == 0

@@ -112,5 +112,5 @@ def _sections_with(words: str, known: Mapping[str, PageSection]) -> list[str]:
     text = words.strip().removesuffix("s")
     if not text:
         return []
-    pattern = re.compile(rf"\b{re.escape(text)}s?\b", re.IGNORECASE)
+    pattern = re.compile(rf"(?<!\w){re.escape(text)}s?(?!\w)", re.IGNORECASE)
     return [anchor for anchor, section in known.items() if pattern.search(section.text)]

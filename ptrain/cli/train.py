@@ -83,14 +83,15 @@ def _require_one_node(spec: Spec) -> None:
     if cluster is None or cluster.kind != "cuda" or spec.device == "cpu":
         return
     if size > cluster.devices_per_node:
-        nodes = -(-size // cluster.devices_per_node)
+        fewest = -(-size // cluster.devices_per_node)
+        nodes = next(nodes for nodes in range(fewest, size + 1) if size % nodes == 0)
         finding = (
             f"{size} ranks on nodes of {cluster.devices_per_node} GPUs ({cluster.name}), and all "
             "of them would start on this machine"
         )
         remedy = (
             f"on each of {nodes} nodes: --nnodes {nodes} --rdzv-endpoint HOST:PORT --rdzv-id ID "
-            "(ptrain help several-nodes); or --force to start them here"
+            "(ptrain help several-nodes); or device=cpu, or --force, to start them here"
         )
         raise refused("mesh", finding, remedy)
 

@@ -54,7 +54,7 @@ def _meant(key: str, kind: type, route: Route) -> list[Route]:
     everywhere = _places(SpecRaw, ())
     if exact := _called(word, here):
         return exact
-    if route and (slip := slips.close(word, known, cutoff=_ONE_LETTER)):
+    if route and (slip := slips.close(word, known, cutoff=_ALIKE)):
         return [(*route, slip)]
     if exact := _called(word, everywhere):
         return exact

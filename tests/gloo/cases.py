@@ -146,8 +146,8 @@ def matrix() -> Iterator[Case]:
         yield named("ddp", 2, layout=layout, accumulate=accumulate, bucket=SMALL_BUCKET)
 
 
-# Every strategy with both layouts and (but for hsdp) both K and both N, accumulating on two ranks;
-# the external model once with each wrapper. These run in their own dtypes, where bytes are compared
+# Every strategy but hsdp with both layouts, both K and both N, accumulating on two ranks; the
+# external model once with each wrapper. These run in their own dtypes, where bytes are compared
 # too.
 DEFAULT = frozenset(
     [

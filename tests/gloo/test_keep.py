@@ -57,7 +57,7 @@ OF_PARTS = ("offload", "files")  # what is computed again is gathered whole
 # Of eager attention, which saves scores and lets them go: these say it for all.
 WITH_SCORES = ("nothing", "attention", "selective", "full", "mixed")
 SAID_OF_SCORES = ("one", "zero3", "tp-sp", "pp-1f1b", "3d")
-DROPPED = ("zero3", "ddp", "tp", "tp-sp", "tp-saved", "pp-1f1b", "3d")
+DROPPED = ("zero3", "flat", "ddp", "tp", "tp-sp", "tp-saved", "pp-1f1b", "3d")
 DEFAULT = {
     ("one", "mixed", "gpt", "eager"),
     ("zero3", "selective", "llama", "sdpa"),

@@ -65,7 +65,7 @@ def own_spec(
 @pytest.mark.parametrize(
     ("model", "mesh"),
     [
-        pytest.param("tied", ALONE, marks=NIGHTLY),  # transformers' over tp: test_own_tensor.py
+        ("tied", ALONE),
         ("tied-pairs", CUT),
         pytest.param("tied-pairs", SHARDED, marks=NIGHTLY),
     ],

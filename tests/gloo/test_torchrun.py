@@ -44,8 +44,7 @@ def test_torchrun_standalone_gives_the_same_losses(tmp_path, losses):
     assert job.output.count("verdict: ") == 1, "only rank 0 speaks"
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("module", ["ptrain", TORCHRUN])
+@pytest.mark.parametrize("module", ["ptrain", pytest.param(TORCHRUN, marks=pytest.mark.nightly)])
 def test_two_agents_that_pose_as_two_nodes_give_the_same_losses(tmp_path, losses, module):
     agent = ["--nproc-per-node", "1", "--rdzv-backend", "c10d", "--local-addr", "127.0.0.1"]
     agent += ["-m", "ptrain.train"]

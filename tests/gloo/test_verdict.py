@@ -17,8 +17,6 @@ DECEIVER = "model={target: tests.models_external:deceiver}"
 SHORT = [word for word in jobs.TINY if not word.startswith(("model", "log"))]
 
 
-# By default one spec fails, below, and one with a pipeline holds (test_pipeline_strategies.py).
-@pytest.mark.nightly
 def test_validate_runs_several_specs_prints_each_verdict_and_leaves_no_folder(tmp_path):
     code, job = jobs.run(["validate", "zero1", "zero3", *jobs.TINY], cwd=tmp_path)
     assert code == 0, job.error

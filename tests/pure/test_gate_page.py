@@ -51,5 +51,7 @@ def test_a_gate_fails_by_its_exit_code_and_by_more_than_twelve_minutes(gate):
 
 
 def test_a_gate_that_printed_nothing_fails_by_its_exit_code(gate):
-    assert gate.faults(2, gate.seconds_by_step([])) == ["exit code 2"]
+    no_times = "no step's time was printed"
+    assert gate.faults(2, gate.seconds_by_step([])) == ["exit code 2", no_times]
+    assert gate.faults(0, {}) == [no_times]
     assert gate.tables([])[0] == "no summary"

@@ -54,11 +54,11 @@ TORCH_LINE = next(i for i, layer in enumerate(LAYERS) if "models" in layer)
 PURE_PACKAGES = {"yaml", "ptrain"}
 
 # A closed form is a second opinion: it reads neither what derives nor the orders that run.
-CLOSED_FORM = r"ptrain\.axes\.\w+\.cost"
+CLOSED_FORM = r"ptrain\.axes\.\w+\.cost(\..*)?"
 FIRST_OPINION = (
     r"ptrain\.(derivation|rooms)\b.*"
-    r"|ptrain\.axes\.pipeline\.(simulate|loops|vees|catalogue|holdings)"
-    r"|ptrain\.axes\.tensor\.(costs|roles)"
+    r"|ptrain\.axes\.pipeline\.(instructions|simulate|loops|vees|catalogue|holdings)"
+    r"|ptrain\.axes\.tensor\.costs"
 )
 
 # Where an import may be lazy: the dispatcher, the package's __getattr__, one module per extra,
@@ -128,6 +128,9 @@ def of_all(
 ) -> Callable[[Callable[..., None]], Callable[[], None]]:
     """One test of all cases, which names all that fail: a test for each would be 4,700, whose
     reports take longer than they do."""
+
+    cases = list(cases)
+    assert cases
 
     def decorated(check: Callable[..., None]) -> Callable[[], None]:
         @wraps(check)
