@@ -12,9 +12,7 @@ from ptrain.spec.text import Route
 
 _MOST_LISTED = 12  # keys in a remedy
 _MOST_MEANT = 4  # places in a question
-_ONE_LETTER = (
-    0.85  # as alike as `step` and `steps`: a slip in a key of this section, whatever another has
-)
+_ALIKE = 0.85  # two words, as `step` and `steps` are: a slip, whatever another section has
 
 Places = Mapping[Route, tuple[str, ...]]  # a key's names: its own, and what others call it
 
