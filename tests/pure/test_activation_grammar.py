@@ -128,6 +128,16 @@ def test_without_a_policy_a_block_is_recomputed_whole():
     assert loaded(activations="M").resolved["recompute"] == "full"
 
 
+def test_what_lies_off_the_device_is_each_ranks_own_however_it_is_written():
+    spec = loaded(**tuple_with("R@host"), activations="O")
+    assert spec.activations == loaded(**tuple_with("O")).activations
+
+
+def test_a_budget_takes_the_place_of_a_strategys_policy():
+    spec = loaded(placement="checkpoint-selective", recompute={"budget": "2 GiB"})
+    assert spec.activations == ActivationSpec(default=M, budget=2**31, is_open=True)
+
+
 def test_a_budget_alone_leaves_the_policy_open():
     spec = loaded(recompute={"budget": "2 GiB"})
     assert spec.activations == ActivationSpec(default=M, budget=2**31, is_open=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from ptrain.errors import SpecError
 from ptrain.spec.cluster import Cluster
 from ptrain.spec.job import (
     CheckpointSpec,
@@ -199,3 +200,9 @@ def test_dp_of_an_override_is_the_files_own_dp_where_it_has_one():
     assert (factor.axis, factor.degree) == ("dp_shard", 4)
     (factor,) = load(BASE, ["mesh.dp=4"]).spec.factors
     assert (factor.axis, factor.degree) == ("dp_shard", 4)
+
+
+def test_two_words_for_one_policy_must_agree():
+    both = {"reshard": 2, "sync": {"reshard_after_forward": False}}
+    with pytest.raises(SpecError, match=r"reshard: another word for sync.reshard_after_forward"):
+        loaded(**both)
