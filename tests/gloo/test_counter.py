@@ -44,7 +44,7 @@ def test_a_wanted_look_waits_until_it_is_cheap_and_counts_what_came_before_it(
     ranks: Ranks,
 ) -> None:
     taken = seen(ranks, SHORT_STEPS, 2, True)
-    assert sum(each.calls for each in taken) == SHORT_STEPS * 2
+    assert sum(rows.calls for rows in taken) == SHORT_STEPS * 2
     assert len(taken) < SHORT_STEPS / 2  # a step takes far less than a look / SHARE
 
 
