@@ -8,7 +8,8 @@ result per rank.
 A pool serves many tests, so a call must leave nothing behind: before the next one every sub-group
 is destroyed and what DTensor cached about their meshes is dropped. A pool in which a rank raised,
 died or hung is killed and started again when it is next needed: the others may wait in a
-collective that nobody joins. So is one that has answered many calls.
+collective that nobody joins. So is one that has answered many calls. Between calls the ranks are
+stopped (SIGSTOP): threads of gloo that never sleep take none of the cores that others test on.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import os
 import pickle
 import signal
 import socket
+import sys
 import time
 import traceback
 import warnings
@@ -34,6 +36,8 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
+from ptrain.train.parent import die_with
+
 SIZES = (1, 2, 4, 8)
 CALL_SECONDS = 120.0
 START_SECONDS = 90.0
@@ -43,6 +47,8 @@ GRACE_SECONDS = 3.0  # for the other ranks to report, once one has raised
 # has 380 of them, and burns an eighth of a core while it waits.
 MOST_CALLS = 50
 MOST_THREADS = 80  # of a rank: a call that verifies makes some ten groups
+# elsewhere a rank does not die with the fork server, and one that is stopped would stay for ever
+ARE_STOPPED = sys.platform == "linux"
 
 _PRELOAD = [
     "torch",
@@ -118,9 +124,11 @@ class Pool:
             self._start()
         self.calls += 1
         message = pickle.dumps(work)  # once: a function that cannot be imported fails here
+        self._signal(signal.SIGCONT)
         for pipe in self.pipes:
             pipe.send_bytes(message)
         answers = self._answers(timeout)
+        self._signal(signal.SIGSTOP)
         return [answers[rank] for rank in range(self.size)]
 
     def _answers(self, timeout: float, ranks: tuple[int, ...] | None = None) -> dict[int, Any]:
@@ -152,8 +160,15 @@ class Pool:
             self.processes[rank].join(GRACE_SECONDS)
             return True, f"died with exit code {self.processes[rank].exitcode}"
 
+    def _signal(self, number: signal.Signals) -> None:
+        """Stop the ranks, or let them go on; of one that died meanwhile its pipe tells."""
+        for process in self.processes if ARE_STOPPED else ():
+            if process.pid and process.is_alive():
+                os.kill(process.pid, number)
+
     def close(self) -> None:
         """Let the ranks leave by themselves; kill those that do not."""
+        self._signal(signal.SIGCONT)
         for pipe in self.pipes:
             with contextlib.suppress(OSError):
                 _send(pipe, None)
@@ -212,6 +227,7 @@ def _send(pipe: Connection, value: Any) -> None:
 def _serve(rank: int, size: int, pipe: Connection) -> None:
     """The life of one rank: join the group, answer calls, leave without running exit handlers
     (a gloo process may abort in them)."""
+    die_with(os.getppid())  # the fork server: a session that is killed may leave ranks stopped
     faulthandler.enable()  # a rank that dies within C++ says where
     gc.freeze()  # what the fork server imported: no collection need walk through it
     try:

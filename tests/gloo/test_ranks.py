@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.ranks import RankError, Ranks
+from tests.ranks import ARE_STOPPED, RankError, Ranks
 
 
 def _sum_of_ranks(offset: int) -> float:
@@ -115,3 +115,17 @@ def test_closing_leaves_no_process() -> None:
     own.close()
     assert len(processes) == 2
     assert not any(process.is_alive() for process in processes)
+
+
+@pytest.mark.skipif(not ARE_STOPPED, reason="ranks are stopped on Linux alone")
+def test_ranks_are_stopped_between_calls(ranks: Ranks) -> None:
+    pids = ranks.run(4, _own_pid)
+    deadline = time.monotonic() + 10  # a signal takes effect a moment after it was sent
+    while (states := {_state(pid) for pid in pids}) != {"T"}:
+        assert time.monotonic() < deadline, states
+    assert ranks.run(4, _own_pid) == pids
+
+
+def _state(pid: int) -> str:
+    """The letter behind the process's name, which ends with the last bracket."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
