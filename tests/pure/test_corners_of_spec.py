@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,9 @@ from ptrain.spec.check import validate
 from ptrain.spec.load import load
 from ptrain.spec.model import HuggingFaceModel
 from ptrain.spec.overrides import sweeps
-from ptrain.spec.text import Tree
+from ptrain.spec.pipeline import ScheduleName
+from ptrain.spec.schema import schema
+from ptrain.spec.text import COMMAND_LINE, Tree
 from ptrain.spec.write import to_yaml
 from tests.pure.build import GATHERED, WHOLE, make_spec, tuple_of
 from tests.pure.changes import BASE, faults, loaded
@@ -105,6 +108,60 @@ def test_over_no_axis_every_rank_is_a_group_of_its_own():
     spec = make_spec({Axis.DP_REPLICATE: (2, WHOLE), Axis.DP_SHARD: (2, GATHERED)})
     assert list(groups(spec, ())) == [(0,), (1,), (2,), (3,)]
     assert list(groups(spec, (Axis.DP_REPLICATE,))) == [(0, 2), (1, 3)]
+
+
+def test_a_hidden_file_gives_its_spec_a_name_without_the_dot(tmp_path):
+    file = tmp_path / ".mine.yaml"
+    file.write_text(to_yaml({key: loaded().resolved[key] for key in ("model", "batch", "mesh")}))
+    assert load(file, ["mesh.dp_shard=1"]).spec.name == "mine"
+
+
+def test_an_editor_offers_the_schedules_by_name_a_file_and_its_rows():
+    shape = schema()["$defs"]["PipelineSpec"]["properties"]["schedule"]
+    names, file, rows = shape["anyOf"]
+    assert [entry["const"] for entry in names["oneOf"]] == list(ScheduleName)
+    assert re.search(file["pattern"], "mine.CSV") and rows["items"] == {"type": "string"}
+
+
+@pytest.mark.parametrize("word", ["DualPipe", "dual pipe", "dual_pipe", "dual-pipe"])
+def test_dualpipe_is_understood_however_it_is_written(word):
+    fault = faults(pipeline={"schedule": word})["pipeline.schedule"]
+    assert "two copies of Θ" in fault.remedy
+
+
+def test_slices_of_activations_that_name_no_axis_are_refused():
+    assert "no axis is named" in faults(activations="S")["activations"].finding
+    both = faults(activations="M", placement={"dp_shard": "S*,S,S,O"})
+    assert "M here and O in placement.dp_shard" in both["activations"].finding
+
+
+def test_gpt_has_no_fewer_heads_of_keys_than_of_queries():
+    shape = {"family": "gpt", "layers": 1, "hidden": 64, "heads": 4, "kv_heads": 2, "vocab": 259}
+    fault = faults(model=shape)["model.kv_heads"]
+    assert fault.finding == "gpt has as many kv_heads as heads; got 2 and 4"
+
+
+def test_tokens_become_the_nearest_number_of_micro_batches():
+    batch = {"global": "200 tokens", "micro": 2, "sequence": 32}  # 6.25 samples; 4 in one step
+    assert loaded(batch=batch).batch.global_samples == 8
+    odd = {"global": "400 tokens", "micro": 2, "sequence": 32}
+    assert loaded(batch=odd).batch.accumulate == 3
+
+
+def test_a_strategy_refuses_a_mesh_with_one_axis_more():
+    fault = faults(mesh={"dp_shard": 2, "pp": 2}, placement="zero3")["placement"]
+    assert fault.finding == "zero3 sits on dp_shard; the mesh has dp_shard, pp"
+
+
+def test_reshard_and_what_it_stands_for_cannot_say_two_things():
+    both = faults(reshard=True, sync={"reshard_after_forward": False})
+    assert "which says false" in both["reshard"].finding
+    assert loaded(reshard=False).sync == loaded(sync={"reshard_after_forward": False}).sync
+
+
+def test_a_fault_within_a_mapping_of_the_command_line_stands_there():
+    fault = faults("placement={dp_shard: [S*, S, Q, R]}")["placement.dp_shard.gradients"]
+    assert fault.source.startswith(COMMAND_LINE)
 
 
 def test_too_small_a_vocabulary_of_a_class_is_named_by_its_own_field():
