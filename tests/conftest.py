@@ -10,8 +10,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported, here 
 # of the cases that are drawn: another one in each run, one for all of its workers
 os.environ["PTRAIN_SEED"] = os.environ.get("PTRAIN_SEED") or str(random.randrange(10_000))
 
+import sys
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -56,6 +59,16 @@ def _earlier_objects_are_not_collected() -> None:
     is in a cycle at that moment is never freed."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="module")
+def benchmark_module() -> Iterator[Callable[[str], ModuleType]]:
+    """`benchmark_module("house")` -> a module of benchmarks/, where they import one another as
+    programs do that were started there."""
+    folder = str(Path(__file__).parents[1] / "benchmarks")
+    sys.path.insert(0, folder)
+    yield import_module
+    sys.path.remove(folder)
 
 
 @pytest.fixture

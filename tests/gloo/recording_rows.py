@@ -15,7 +15,7 @@ CLAIM = """\
 Claim: for every row of the data axis, pairwise over layouts, dials, accumulation and 2 or 4 ranks,
 `exact` and measured differ by 0 in resident memory (per state, rank and tier) and in traffic
 (calls, payload and sent per axes, collective, state and phase; copies between tiers too), and by at
-most 2 % in each phase's peak. With `compute: fp64` the losses of 4 steps are those of one device
+most 2 % in each phase's peak. With `compute: fp64` the losses of {steps} steps are those of one device
 to 1e-12 relative and the parameters to 1e-9; else the losses stay within the band of the layout's
 rounding. All settings of a row hold every legal pair of two dials' values; `--settings N` takes the
 first N of each, which hold most of them.
@@ -39,12 +39,12 @@ class Result:
         return all(check.holds for check in (*self.checks, *self.against))
 
 
-def write(results: Sequence[Result], command: Sequence[str]) -> Path:
-    """A line per row, and what does not hold in full."""
+def write(results: Sequence[Result], command: Sequence[str], steps: int) -> Path:
+    """A line per row, and what does not hold in full; `steps` is how many every setting took."""
     title = "rows: every mode, layout and dial of the data axis"
     lines = [
         header(title, [shlex.join(command)]),
-        CLAIM,
+        CLAIM.format(steps=steps),
         "| row | Θ,Ω,G,A | settings | hold | checks | worst peak | loss | parameters |",
         "|---|---|---|---|---|---|---|---|",
     ]

@@ -70,7 +70,7 @@ def record(request: pytest.FixtureRequest) -> Iterator[None]:
     """With --record, what the rows gave is written down."""
     yield
     if request.config.getoption("--record") and RESULTS:
-        print(f"\nwritten: {write(RESULTS, ['pytest', *sys.argv[1:]])}")
+        print(f"\nwritten: {write(RESULTS, ['pytest', *sys.argv[1:]], STEPS)}")
 
 
 @pytest.mark.parametrize("row", ROWS)

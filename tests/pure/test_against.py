@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
-from importlib import import_module
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -15,10 +13,8 @@ ROUNDS = 6  # the fewest of which an interval of the median is made
 
 
 @pytest.fixture(scope="module")
-def page() -> Iterator[ModuleType]:
-    sys.path.insert(0, str(FOLDER))
-    yield import_module("against")
-    sys.path.remove(str(FOLDER))
+def page(benchmark_module: Callable[[str], ModuleType]) -> ModuleType:
+    return benchmark_module("against")
 
 
 def sides_of(page, ratio: float, **others: float):

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
-from importlib import import_module
-from pathlib import Path
+from collections.abc import Callable
 from types import ModuleType
 
 import pytest
 
-FOLDER = Path(__file__).parents[2] / "benchmarks"
 LINES = """\
 == README's test command (0 s)
 ..... [100%]
@@ -25,10 +21,8 @@ LINES = """\
 
 
 @pytest.fixture(scope="module")
-def gate() -> Iterator[ModuleType]:
-    sys.path.insert(0, str(FOLDER))
-    yield import_module("gate")
-    sys.path.remove(str(FOLDER))
+def gate(benchmark_module: Callable[[str], ModuleType]) -> ModuleType:
+    return benchmark_module("gate")
 
 
 def test_a_step_takes_the_seconds_from_its_mark_to_the_next(gate):

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import ast
 import subprocess
-import sys
-from collections.abc import Iterator
-from importlib import import_module
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -14,7 +12,6 @@ import pytest
 
 from tests.source_tree import SourceTree
 
-FOLDER = Path(__file__).parents[2] / "benchmarks"
 FILES = {
     "ptrain/__init__.py": "from ptrain.plan import lower\n",
     "ptrain/errors.py": "class Stage:\n    def size(self): ...\n",
@@ -48,10 +45,8 @@ def root(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def house() -> Iterator[ModuleType]:
-    sys.path.insert(0, str(FOLDER))
-    yield import_module("house")
-    sys.path.remove(str(FOLDER))
+def house(benchmark_module: Callable[[str], ModuleType]) -> ModuleType:
+    return benchmark_module("house")
 
 
 def test_a_room_is_a_package_without_those_below_it(root):

@@ -5,23 +5,16 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 import pytest
 
-FOLDER = Path(__file__).parents[2] / "benchmarks"
-
 
 @pytest.fixture(scope="module")
-def paper() -> Iterator[ModuleType]:
-    sys.path.insert(0, str(FOLDER))
-    import paper
-
-    yield paper
-    sys.path.remove(str(FOLDER))
+def paper(benchmark_module: Callable[[str], ModuleType]) -> ModuleType:
+    return benchmark_module("paper")
 
 
 def test_the_page_is_not_stale(paper):

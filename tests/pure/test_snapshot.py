@@ -4,9 +4,7 @@
 from __future__ import annotations
 
 import copy
-import sys
-from collections.abc import Callable, Iterator
-from importlib import import_module
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -25,10 +23,8 @@ DRAWN, AT_ONCE = 300, 10
 
 
 @pytest.fixture(scope="module")
-def modules() -> Iterator[dict[str, ModuleType]]:
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    yield {name: import_module(name) for name in ("snapshot", "_predictions", "_drawn_specs")}
-    sys.path.remove(str(ROOT / "benchmarks"))
+def modules(benchmark_module: Callable[[str], ModuleType]) -> dict[str, ModuleType]:
+    return {name: benchmark_module(name) for name in ("snapshot", "_predictions", "_drawn_specs")}
 
 
 @pytest.fixture(scope="module")

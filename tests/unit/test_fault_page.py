@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
-from importlib import import_module
-from pathlib import Path
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -13,15 +10,12 @@ import pytest
 
 from tests.faults.catalogue import FAULTS
 
-FOLDER = Path(__file__).parents[2] / "benchmarks"
 ASKED = [("zero3", "its own", 0), ("zero3", "its own", 1)]
 
 
 @pytest.fixture(scope="module")
-def page() -> Iterator[ModuleType]:
-    sys.path.insert(0, str(FOLDER))
-    yield import_module("faults")
-    sys.path.remove(str(FOLDER))
+def page(benchmark_module: Callable[[str], ModuleType]) -> ModuleType:
+    return benchmark_module("faults")
 
 
 def tried(**told: bool) -> dict[str, Any]:

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
-from importlib import import_module
-from pathlib import Path
+from collections.abc import Callable
 from types import ModuleType
 
 import pytest
 import torch
 
-ROOT = Path(__file__).parents[2]
 ROW = {"losses": ["0x1.4p+2", "0x1.3p+2"], "norms": ["0x1.0p+0", "0x1.1p+0"], "parameters": "a"}
 
 
 @pytest.fixture(scope="module")
-def losses() -> Iterator[ModuleType]:
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    yield import_module("losses")
-    sys.path.remove(str(ROOT / "benchmarks"))
+def losses(benchmark_module: Callable[[str], ModuleType]) -> ModuleType:
+    return benchmark_module("losses")
 
 
 @pytest.mark.parametrize(
