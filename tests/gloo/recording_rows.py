@@ -15,10 +15,10 @@ CLAIM = """\
 Claim: for every row of the data axis, pairwise over layouts, dials, accumulation and 2 or 4 ranks,
 `exact` and measured differ by 0 in resident memory (per state, rank and tier) and in traffic
 (calls, payload and sent per axes, collective, state and phase; copies between tiers too), and by at
-most 2 % in each phase's peak. With `compute: fp64` the losses of {steps} steps are those of one device
-to 1e-12 relative and the parameters to 1e-9; else the losses stay within the band of the layout's
-rounding. All settings of a row hold every legal pair of two dials' values; `--settings N` takes the
-first N of each, which hold most of them.
+most 2 % in each phase's peak. With `compute: fp64` the losses of {steps} steps are those of one
+device to 1e-12 relative and the parameters to 1e-9; else the losses stay within the band of the
+layout's rounding. All settings of a row hold every legal pair of two dials' values; `--settings N`
+takes the first N of each, which hold most of them.
 
 Measured in one steady step, on gloo ranks that share this machine: llama with hidden 42 = 3 heads
 x 14, 1 KV head, ffn 101, vocab 259, 3 layers. `loss` and `parameters` are the worst of the settings

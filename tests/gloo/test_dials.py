@@ -22,18 +22,15 @@ from ptrain.spec.spec import Spec
 from ptrain.traces.facts import facts_of
 from ptrain.train import checkpoint
 from ptrain.train.exchange import Exchange
-from ptrain.verification.compare import FP64, compare
 from tests.gloo.outcomes import MEASURED_STEP, Outcome
 from tests.gloo.rows import Setting, default
 from tests.gloo.runs import train
 from tests.gloo.test_checkpoint import load_saved, step, whole
-from tests.gloo.test_exact import failing
-from tests.gloo.test_rows import reference
+from tests.gloo.test_rows import lines_of, result_of
 from tests.ranks import Ranks
 
 pytestmark = pytest.mark.gloo
 
-STEPS = 4
 LAST = ("last", True, True)
 
 
@@ -47,8 +44,11 @@ class Dial:
     def __str__(self) -> str:
         return "-".join([self.row, *(f"{k}={v}" for k, v in self.turned.items())]).replace(" ", "")
 
-    def setting(self, *, fp64: bool) -> Setting:
-        return default(self.row).with_dials(**self.turned, fp64=fp64)
+    def settings(self) -> list[Setting]:
+        """In fp64, and in its own dtypes where a layout mixes them."""
+        in_fp64 = default(self.row).with_dials(**self.turned, fp64=True)
+        is_mixed = in_fp64.values["layout"] != "fp32"
+        return [in_fp64, in_fp64.with_dials(fp64=False)] if is_mixed else [in_fp64]
 
 
 def dial(row: str, is_default: bool = False, **turned: Any) -> Any:
@@ -89,18 +89,11 @@ DIALS = (
 
 
 @pytest.mark.parametrize("chosen", DIALS)
-def test_calls_bytes_and_peaks_are_those_predicted(ranks: Ranks, chosen: Dial) -> None:
-    spec = chosen.setting(fp64=False).spec()
-    outcome = Outcome(spec, ranks.run(spec.world_size, train, spec, STEPS, MEASURED_STEP))
-    assert not failing(outcome.checks)
-
-
-@pytest.mark.parametrize("chosen", DIALS)
-def test_what_is_computed_is_what_one_device_computes(ranks: Ranks, chosen: Dial) -> None:
-    setting = chosen.setting(fp64=True)
-    run = ranks.run(setting.size, train, setting.spec(), STEPS)[0].trajectory
-    assert run is not None
-    assert not failing(compare(reference(setting, STEPS), run, FP64))
+def test_calls_bytes_and_peaks_are_predicted_and_what_is_computed_is_that_of_one_device(
+    ranks: Ranks, chosen: Dial
+) -> None:
+    for setting in chosen.settings():
+        assert not lines_of(result_of(ranks, setting))
 
 
 def test_units_kept_by_smaller_groups_are_gathered_over_these_in_backward(ranks: Ranks) -> None:

@@ -23,7 +23,7 @@ from tests.gloo.recording_rows import Result, write
 from tests.gloo.rows import ROWS, Setting, default, pairwise
 from tests.gloo.runs import train
 from tests.gloo.test_exact import failing
-from tests.ranks import Ranks
+from tests.ranks import RankError, Ranks
 
 pytestmark = pytest.mark.gloo
 
@@ -48,21 +48,32 @@ def reference(setting: Setting, steps: int) -> Trajectory:
     return _REFERENCES[key]
 
 
-def differences(ranks: Ranks, setting: Setting) -> list[str]:
-    """What does not hold: bytes, calls, peaks, losses, parameters."""
+def result_of(ranks: Ranks, setting: Setting) -> Result:
+    """Raises RankError where it does not run."""
     spec = setting.spec()
-    try:
-        reports = ranks.run(setting.size, train, spec, STEPS, MEASURED_STEP)
-    except AssertionError as error:
-        return [f"{setting}: {str(error)[-1500:]}"]
+    reports = ranks.run(setting.size, train, spec, STEPS, MEASURED_STEP)
     measured: Estimate = join_estimates([each.measured for each in reports if each.measured])
     checks = compare(derive(spec, facts_of(spec)).exact, measured)
     run, truth = reports[0].trajectory, reference(setting, STEPS)
     assert run is not None
     tolerances = FP64 if setting.fp64 else Tolerances(losses=loss_band(spec, truth))
-    against = compare_runs(truth, run, tolerances)
-    RESULTS.append(Result(setting, checks, against))
-    return [f"{setting}: {line}" for line in (*failing(checks), *failing(against))]
+    return Result(setting, checks, compare_runs(truth, run, tolerances))
+
+
+def differences(ranks: Ranks, setting: Setting) -> list[str]:
+    """What does not hold: bytes, calls, peaks, losses, parameters."""
+    try:
+        result = result_of(ranks, setting)
+    except RankError as error:
+        return [f"{setting}: {str(error)[-1500:]}"]
+    RESULTS.append(result)
+    return lines_of(result)
+
+
+def lines_of(result: Result) -> list[str]:
+    """What does not hold of it."""
+    wrong = (*failing(result.checks), *failing(result.against))
+    return [f"{result.setting}: {line}" for line in wrong]
 
 
 @pytest.fixture(scope="module", autouse=True)
