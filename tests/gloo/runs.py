@@ -9,11 +9,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from ptrain.costs import Estimate
+from ptrain.costs import Estimate, Traffic
 from ptrain.data.corpus import corpus
 from ptrain.data.sampler import batch
 from ptrain.interpreter.program import Program, interpret
 from ptrain.meters.measure import measure
+from ptrain.meters.traffic import TrafficMeter
 from ptrain.rooms.world import World
 from ptrain.spec.spec import Spec
 from ptrain.train.loop import seed_dropout
@@ -43,7 +44,10 @@ def train(
     initial = full_parameters(program)
     source = corpus(spec.data)
     losses, norms = [], []
-    measured: dict[int, Estimate] = {}
+    rebuilding = TrafficMeter(
+        program.registry, program.mesh.axes_by_group(), device=world.device.type
+    )
+    measured: Estimate | None = None
     for step in range(steps):
         local = batch(
             source,
@@ -54,10 +58,15 @@ def train(
         )
         seed_dropout(program, step)
         lr = learning_rate(spec.optimizer, step)
-        if step in (REBUILDING_STEP, measured_step) and measured_step is not None:
+        if step == measured_step:
             with measure(program) as measurement:
                 loss, norm = program.forward_backward(local, lr).clone(), program.step(lr)
-            measured[step] = measurement.estimate()
+            measured = measurement.estimate()
+        elif step == REBUILDING_STEP and measured_step is not None:
+            program.observers.append(rebuilding)
+            with rebuilding:
+                loss, norm = program.forward_backward(local, lr).clone(), program.step(lr)
+            program.observers.remove(rebuilding)
         else:
             with sabotage(fault, program, local, step) as given:
                 loss, norm = program.forward_backward(given, lr).clone(), program.step(lr)
@@ -69,15 +78,13 @@ def train(
     return Report(
         rank=world.rank,
         trajectory=_trajectory(program, initial, losses, norms),
-        measured=_with_set_up(measured, measured_step) if measured_step is not None else None,
+        measured=_with_set_up(measured, rebuilding.rows()) if measured else None,
     )
 
 
-def _with_set_up(measured: dict[int, Estimate], steady: int) -> Estimate:
+def _with_set_up(steady: Estimate, second: tuple[Traffic, ...]) -> Estimate:
     """The steady step's account, and what the second step sent beyond it as set-up."""
-    found = measured[steady]
-    rows = set_up(measured[REBUILDING_STEP].traffic, found.traffic)
-    return replace(found, traffic=(*found.traffic, *rows))
+    return replace(steady, traffic=(*steady.traffic, *set_up(second, steady.traffic)))
 
 
 def _trajectory(
