@@ -77,6 +77,13 @@ def test_flat_shards_within_tp_have_a_norm_for_each_piece(
     assert_equal(spec, simulate(spec, rank))
 
 
+def test_what_muon_works_with_on_the_host_is_nothing_on_the_device() -> None:
+    """Gradients on the device are all that its update holds there."""
+    states = "{parameters: R@host, optimizer: R@host, gradients: R, activations: R}"
+    spec = small("ddp", f"placement.dp_replicate={states}", "optimizer.name=muon")
+    assert_equal(spec, simulate(spec, 0))
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_every_distinct_rank_of_every_strategy_does(strategy: str) -> None:
