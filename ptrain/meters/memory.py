@@ -91,6 +91,7 @@ class MemoryMeter(Ledger):
         self._after_collective = False
         self._communicated: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._newborn: dict[int, int] = {}
+        self._dead: list[tuple[int, int]] = []
         self._read: dict[State, Footprint] = {}
         self._allocator: dict[Phase, int] = {}
         self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
@@ -147,13 +148,17 @@ class MemoryMeter(Ledger):
         self._newborn[key] = storage.nbytes()
 
     def _settle(self) -> None:
-        """A tensor is tagged after its birth, so its tier is asked for at the next event."""
+        """A tensor is tagged after its birth, so its tier is asked for at the next operator. What
+        died since then, an argument or what another thread let go, lived beside it."""
         newborn, self._newborn = self._newborn, {}
+        dead, self._dead = self._dead, []
         for key, size in newborn.items():
             reference = self._references.get(key)
             storage = reference() if reference else None
             self._tiers[key] = Tier.DEVICE if storage is None else self._tier(storage)
             self._add(key, size)
+        for key, size in dead:
+            self._bury(key, size)
 
     def _tier(self, storage: torch.UntypedStorage) -> Tier:
         return tier_of(storage, self._device)
@@ -163,7 +168,14 @@ class MemoryMeter(Ledger):
         self._add(key, storage.nbytes() - before)
 
     def died(self, key: int, size: int) -> None:
-        self._settle()
+        if key in self._newborn:
+            self._settle()
+        if self._newborn:
+            self._dead.append((key, size))
+        else:
+            self._bury(key, size)
+
+    def _bury(self, key: int, size: int) -> None:
         if key not in self._inner:
             self._add(key, -size)
         self._inner.discard(key)

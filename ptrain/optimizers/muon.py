@@ -78,22 +78,14 @@ class Muon(torch.optim.Optimizer):
 
 def orthogonalized(matrix: torch.Tensor) -> torch.Tensor:
     """U V^T of the singular value decomposition, roughly: singular values end between 0.7 and 1.2.
-    In bf16, as torch does, unless the matrix is fp64.
-
-    What a product is made of dies after the product was tagged: a meter that sees a death asks on
-    which tier everything is that was born before it.
-    """
+    In bf16, as torch does, unless the matrix is fp64."""
     x = cast(matrix, torch.float64 if matrix.dtype == torch.float64 else torch.bfloat16)
     is_tall = x.shape[0] > x.shape[1]
     x = x.T if is_tall else x
-    norm = x.norm().clamp(min=SMALLEST_NORM)
-    x = alike(x / norm, matrix)
-    del norm
+    x = alike(x / x.norm().clamp(min=SMALLEST_NORM), matrix)
     a, b, c = COEFFICIENTS
     for _ in range(ITERATIONS):
         gram = alike(x @ x.T, matrix)
         polynomial = partial(torch.addmm, gram, gram, gram, beta=b, alpha=c)
-        factor = alike(polynomial(), matrix)
-        x = alike(torch.addmm(x, factor, x, beta=a), matrix)
-        del factor
+        x = alike(torch.addmm(x, alike(polynomial(), matrix), x, beta=a), matrix)
     return x.T if is_tall else x

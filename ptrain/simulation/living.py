@@ -86,9 +86,9 @@ class LivingMeter(MemoryMeter):
         self._lives[key].unit = self._units.get(key, "a unit")
         super().resized(key, storage, before)
 
-    def died(self, key: int, size: int) -> None:
+    def _bury(self, key: int, size: int) -> None:
         self._remember(key)
-        super().died(key, size)
+        super()._bury(key, size)
         del self._lives[key]
 
     def _remember(self, key: int) -> None:

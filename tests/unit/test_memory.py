@@ -65,6 +65,21 @@ def test_a_buffer_that_is_tagged_after_its_birth_is_in_no_peak(tier: Tier):
     del here, there
 
 
+def test_what_dies_between_a_birth_and_its_tag_hides_no_tag():
+    """An argument of the operator, or what another thread lets go."""
+    with MemoryMeter(Holder()) as meter:
+        meter.phase(Phase.UPDATE, 0)
+        argument = torch.empty(10)
+        staging = torch.empty(100)
+        del argument
+        tag(staging, Tier.HOST)
+        here = torch.empty(5)
+        del staging
+    assert peak(meter, Phase.UPDATE) == 40
+    assert meter.live == 20
+    del here
+
+
 def test_the_peak_counts_what_lives_at_once():
     weight = torch.zeros(100)
     with MemoryMeter(Holder((State.PARAMETERS, weight))) as meter:
