@@ -134,7 +134,7 @@ def _steady_step(program: Program, batch: LocalBatch) -> tuple[Estimate, MemoryH
     rank, device = program.world.rank, program.world.device.type
     modules, traffic = Modules(program.model, _vocab(program.spec)), _traffic_meter(program)
     memory = LivingMeter(program, modules, rank=rank, device=device)
-    operations = OperationsMeter(modules, rank=rank)
+    operations = OperationsMeter(rank=rank)
     with (
         _observing(program, memory, traffic, operations),
         memory.listening(),

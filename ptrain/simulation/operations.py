@@ -16,7 +16,7 @@ from torch.utils.flop_counter import flop_registry
 
 from ptrain.costs import Operations, Phase
 from ptrain.models.ledger import is_wrapper
-from ptrain.simulation.modules import Modules
+from ptrain.models.recomputing import runs_again
 
 _aten = torch.ops.aten
 # An operator of processors -> the one whose formula counts it.
@@ -31,9 +31,9 @@ _ALIKE = {
 class OperationsMeter(TorchDispatchMode):
     """Counts while it is entered; the program tells it the phase."""
 
-    def __init__(self, modules: Modules, *, rank: int) -> None:
+    def __init__(self, *, rank: int) -> None:
         super().__init__()
-        self._modules, self._rank = modules, rank
+        self._rank = rank
         self._phase = Phase.FORWARD
         self._forward = self._backward = self._again = 0
 
@@ -57,7 +57,9 @@ class OperationsMeter(TorchDispatchMode):
         return result
 
     def _add(self, number: int) -> None:
-        if self._modules.is_again:
+        if runs_again() and torch.is_grad_enabled():
+            # A recomputation records its graph; the operators of a backward pass record none. Of
+            # a chunk of the loss no module's hooks run again, so that modules cannot tell.
             self._again += number
         elif self._phase is Phase.FORWARD:
             self._forward += number

@@ -65,6 +65,14 @@ def test_a_rank_on_fake_ranks_holds_sends_and_computes_what_was_derived(strategy
     assert_equal(small(strategy), of_last_rank(strategy))
 
 
+@pytest.mark.parametrize(
+    "tied", ["false", pytest.param("true", marks=pytest.mark.nightly)], ids="tied={}".format
+)
+def test_a_chunk_of_the_loss_computes_its_logits_again(tied: str) -> None:
+    spec = small("zero3", "model.layers=1", "loss={chunk: 5}", f"model.tied={tied}")
+    assert_equal(spec, simulate(spec))
+
+
 @pytest.mark.parametrize("modes", [("S*", "S*", "S*"), ("R", "S", "R")])
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.nightly), 3])
 def test_flat_shards_within_tp_have_a_norm_for_each_piece(
