@@ -13,6 +13,7 @@ from ptrain.cli.main import main
 from ptrain.costs import Column, Phase, State
 from ptrain.derivation.estimate import derive
 from ptrain.errors import SpecError
+from ptrain.models.chunked import can_fuse
 from ptrain.report.simulation import GARBAGE
 from ptrain.rooms.registry import Tag
 from ptrain.selection.recompute import settled
@@ -65,11 +66,13 @@ def test_a_rank_on_fake_ranks_holds_sends_and_computes_what_was_derived(strategy
     assert_equal(small(strategy), of_last_rank(strategy))
 
 
-@pytest.mark.parametrize(
-    "tied", ["false", pytest.param("true", marks=pytest.mark.nightly)], ids="tied={}".format
-)
-def test_a_chunk_of_the_loss_computes_its_logits_again(tied: str) -> None:
-    spec = small("zero3", "model.layers=1", "loss={chunk: 5}", f"model.tied={tied}")
+@pytest.mark.parametrize("tied", ["false", pytest.param("true", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("fused", ["false", "true"])
+def test_a_chunk_of_the_loss_computes_its_logits_again(fused: str, tied: str) -> None:
+    if fused == "true" and not can_fuse():
+        pytest.skip("torch has no linear_cross_entropy")
+    loss = f"loss={{chunk: 5, fused: {fused}}}"
+    spec = small("zero3", "model.layers=1", f"model.tied={tied}", loss)
     assert_equal(spec, simulate(spec))
 
 
