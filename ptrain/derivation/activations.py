@@ -18,6 +18,7 @@ from ptrain.derivation import blocks, loss_chunks
 from ptrain.derivation.monomials import Monomial, dimensions, merged, monomials
 from ptrain.derivation.repeats import Representatives, Turns
 from ptrain.spec.activations import PLAIN, Kept
+from ptrain.spec.batch import Batch
 from ptrain.spec.model import Family, ModelShape
 from ptrain.spec.precision import DType
 from ptrain.spec.spec import LossSpec, Spec
@@ -107,7 +108,7 @@ def _ends(setting: blocks.Setting, loss: LossSpec | None) -> loss_chunks.LossHea
 def is_tabulated(spec: Spec) -> bool:
     """Return whether the committed tables tell what a micro-batch allocates; else it is traced."""
     shape = spec.model
-    if not isinstance(shape, ModelShape):
+    if not isinstance(shape, ModelShape) or _is_column(spec.batch):
         return False
     kept = spec.activations.of(shape.layers)
     is_in_chunks = spec.loss.chunk is not None
@@ -118,6 +119,12 @@ def is_tabulated(spec: Spec) -> bool:
         return False
     is_whole = not spec.pipeline.is_in_halves and not spec.tensor.is_naive
     return is_whole and all(blocks.is_known(shape, mode) for mode in kept)
+
+
+def _is_column(batch: Batch) -> bool:
+    """Whether each sample of several has one target: these are contiguous, and what a loss copies
+    in the tables is not copied."""
+    return batch.sequence == 1 and batch.micro > 1
 
 
 def saved_bytes(shape: ModelShape, *, batch: int, sequence: int, compute: DType) -> int:

@@ -150,6 +150,15 @@ def test_the_fused_loss_in_fp16_has_no_table_and_is_read_from_the_model():
     assert is_tabulated(loaded(precision={"layout": "fp16"}))
 
 
+def test_of_samples_with_one_token_the_tables_tell_nothing_and_the_model_is_read():
+    """Their targets are a column, which is contiguous: the loss copies nothing."""
+    column = loaded(batch={"global": 8, "micro": 2, "sequence": 1})
+    assert (is_tabulated(column), facts_from_shape(column)) == (False, None)
+    for micro, sequence in ((1, 1), (2, 2)):
+        known = loaded(batch={"global": 8, "micro": micro, "sequence": sequence})
+        assert is_tabulated(known)
+
+
 def test_every_rank_has_its_operations():
     rows = derive(loaded()).exact.operations
     assert [row.rank for row in rows] == [0, 1]

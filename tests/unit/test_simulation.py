@@ -23,6 +23,7 @@ from ptrain.simulation.living import Life, what
 from ptrain.spec.load import load
 from ptrain.spec.names import listing
 from ptrain.spec.spec import Spec
+from ptrain.traces.facts import facts_of
 
 SMALL = (
     "model.layers=2",
@@ -52,7 +53,7 @@ def of_last_rank(strategy: str) -> Simulated:
 def assert_equal(spec: Spec, found: Simulated) -> None:
     """Resident state, what lives for a while, traffic, operations and peaks: no byte is off."""
     simulated = found.estimate
-    exact = derive(spec).exact.of_rank(found.rank)
+    exact = derive(spec, facts_of(spec)).exact.of_rank(found.rank)
     assert {row for row in simulated.memory if row.device_bytes} == {
         row for row in exact.memory if row.device_bytes
     }
@@ -64,6 +65,15 @@ def assert_equal(spec: Spec, found: Simulated) -> None:
 @pytest.mark.parametrize("strategy", BY_DEFAULT)
 def test_a_rank_on_fake_ranks_holds_sends_and_computes_what_was_derived(strategy: str) -> None:
     assert_equal(small(strategy), of_last_rank(strategy))
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    ["ddp", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("tp", "pp-gpipe"))],
+)
+def test_samples_of_one_token_have_targets_that_no_loss_copies(strategy: str) -> None:
+    spec = small(strategy, "batch={accumulate: 1, micro: 3, sequence: 1}")
+    assert_equal(spec, simulate(spec, 1))
 
 
 @pytest.mark.parametrize("tied", ["false", pytest.param("true", marks=pytest.mark.nightly)])
