@@ -204,11 +204,10 @@ def _replaced(
         _parted(version.forward if is_forward else version.backward, first, last)
         for version in (plain, other)
     )
-    own = _net(of_base) - _net(of_plain[1])  # what the place adds
     then = _net(of_other[2]) - _net(of_plain[2])
     freed = held * (int(other.frees_input) - int(plain.frees_input))  # what is held is not
-    more = own + then + (freed if is_forward else -freed)
-    mark, *within = of_other[1]
+    more = then + (freed if is_forward else -freed)
+    mark, *within = _shifted(of_other[1], of_base, of_plain[1])
     return [
         *(*before, mark, *_marks_of_others(of_base), *within),
         *([Run(max(more, 0), more)] if more else []),
@@ -222,6 +221,43 @@ def _marks_of_others(items: Sequence[Any]) -> Iterator[Any]:
     for item in items:
         if isinstance(item, tuple) and len(item) == 2 and not item[1].startswith(_BLOCK):
             yield item
+
+
+def _shifted(block: Sequence[Any], base: Sequence[Any], plain: Sequence[Any]) -> Iterator[Any]:
+    """Yield a block's events with what its place adds: `base` is a plain block there and `plain`
+    one within a model. A stage's schedule holds the gradient of its output, which a block within a
+    model frees half way, and so the levels behind that point are higher."""
+    there, alone, own = _gaps(base), _gaps(plain), _gaps(block)
+    assert own.keys() == alone.keys() <= there.keys(), "a block's gradients have one order"
+    for item in block:
+        if isinstance(item, Run):
+            continue  # behind the item before it
+        yield item
+        key = _key(item)
+        gap, more = own[key], there[key].net - alone[key].net
+        is_early = there[key].rise - alone[key].rise == more
+        rise = gap.rise + more if is_early else gap.rise
+        if gap.rise or gap.net or more:
+            yield Run(max(rise, gap.net + more, 0), gap.net + more)
+
+
+def _gaps(items: Sequence[Any]) -> dict[Any, Run]:
+    """Return what is allocated and freed behind each boundary of a block's and each gradient that
+    is complete, up to the next of them."""
+    gaps: dict[Any, Run] = {}
+    key = None
+    for item in items:
+        if not isinstance(item, Run):
+            key = key if item in [*_marks_of_others([item])] else _key(item)
+            gaps.setdefault(key, Run(0, 0))
+        else:
+            gaps[key] = gaps[key].then(item)
+    return gaps
+
+
+def _key(item: Any) -> Any:
+    """A boundary, or the name of a gradient."""
+    return item if len(item) == 2 else item[0]
 
 
 def _parted(
