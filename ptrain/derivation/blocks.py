@@ -50,14 +50,12 @@ class Setting:
     sequence: int
     compute: DType
     cut: Cut | None = None
+    is_for_cuda: bool = False
 
     @property
     def name(self) -> str:
         shape = self.shape
-        if shape.family is Family.LLAMA:
-            kind = "mha" if shape.heads == shape.kv_heads else "gqa"
-        else:
-            kind = "dropout" if shape.dropout else "plain"
+        kind = kind_of_operators(shape, is_for_cuda=self.is_for_cuda)
         precision = "full" if self.compute in (DType.FP32, DType.FP64) else "bf16"
         one = "-one" if self.batch == 1 else ""
         return f"{shape.family}-{kind}-{precision}{one}"
@@ -87,6 +85,16 @@ class Block:
     frees_input: bool
     moved: tuple[int, ...]
     sent: tuple[tuple[Collective, int], ...]
+
+
+def kind_of_operators(shape: ModelShape, *, is_for_cuda: bool) -> str:
+    """Return what a table's name says of a block's operators: what dropout keeps is another thing
+    on a GPU."""
+    if shape.family is Family.LLAMA:
+        return "mha" if shape.heads == shape.kv_heads else "gqa"
+    if not shape.dropout:
+        return "plain"
+    return "dropout-cuda" if is_for_cuda else "dropout"
 
 
 def is_known(shape: ModelShape, kept: Kept) -> bool:

@@ -86,6 +86,38 @@ def test_a_chunk_of_the_loss_computes_its_logits_again(fused: str, tied: str) ->
     assert_equal(spec, simulate(spec))
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize("kept", ["O", "R@file", "M"])
+def test_a_sharded_stage_holds_the_gradient_of_its_output_all_along(kept: str) -> None:
+    placement = "placement={pp: 'S,S,S,R', dp_shard: 'S*,S,S,R'}"
+    mesh, batch = "mesh={pp: 3, dp_shard: 4}", "batch={accumulate: 3, micro: 1, sequence: 16}"
+    changes = ("model.layers=3", mesh, placement, batch, f"activations={kept}")
+    spec = small("pp-gpipe", *changes)
+    assert_equal(spec, simulate(spec))
+
+
+DROPPING = ("model.family=gpt", "model.dropout=0.1", "device=cuda")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param((*DROPPING, "precision.layout=zero16"), id="zero16"),
+        *(
+            pytest.param((*DROPPING, *changes), marks=pytest.mark.nightly, id=changes[0])
+            for changes in (
+                ("activations=M", "recompute=selective"),
+                ("attention=eager", "activations={'0': M, '1': O}"),
+                ("loss={chunk: 5}", "model.tied=true"),
+            )
+        ),
+    ],
+)
+def test_for_gpus_dropout_keeps_a_byte_an_element_and_no_scores(changes: tuple[str, ...]) -> None:
+    spec = small("ddp", *changes)
+    assert_equal(spec, simulate(spec))
+
+
 @pytest.mark.parametrize("modes", [("S*", "S*", "S*"), ("R", "S", "R")])
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.nightly), 3])
 def test_flat_shards_within_tp_have_a_norm_for_each_piece(
