@@ -18,7 +18,9 @@ from ptrain.derivation import blocks, loss_chunks
 from ptrain.derivation.monomials import Monomial, dimensions, merged, monomials
 from ptrain.derivation.repeats import Representatives, Turns
 from ptrain.spec.activations import PLAIN, Kept
-from ptrain.spec.model import Family, ModelShape
+from ptrain.spec.axis import Axis
+from ptrain.spec.batch import Batch
+from ptrain.spec.model import ModelShape
 from ptrain.spec.precision import DType
 from ptrain.spec.spec import LossSpec, Spec
 from ptrain.timeline import Boundary, Complete, Item, Mark, Repeated, Run, Timeline
@@ -47,12 +49,15 @@ def timeline(
     cut: Cut | None = None,
     kept: tuple[Kept, ...] = (),
     loss: LossSpec | None = None,
+    is_for_cuda: bool = False,
 ) -> Timeline:
     """Return the timeline of one micro-batch of `batch` samples of a built-in model, of those units
     of it that are `played` (one block each and the root, where they are not given); of one rank's
     part of it, where operators are `cut`. `kept` says how the blocks' activations are, all of them
-    plain where it is empty; `loss` how the loss is, of whole logits where it is not given."""
-    name, kind = table_name(shape, compute, batch), cut.kind if cut else None
+    plain where it is empty; `loss` how the loss is, of whole logits where it is not given.
+    `is_for_cuda`: whether a GPU drops out."""
+    name = table_name(shape, compute, batch, is_for_cuda=is_for_cuda)
+    kind = cut.kind if cut else None
     table = _table(name, kind)
     values = (cut.dimensions if cut else dimensions)(shape, batch=batch, sequence=sequence)
     sizes = [size.bytes(values, compute.itemsize) for size in _sizes(name, kind)]
@@ -64,7 +69,14 @@ def timeline(
     places = places_of(modules)
     forward, backward = table["forward"], table["backward"]
     kept = kept or (PLAIN,) * layers
-    whole = blocks.Setting(shape=shape, batch=batch, sequence=sequence, compute=compute, cut=cut)
+    whole = blocks.Setting(
+        shape=shape,
+        batch=batch,
+        sequence=sequence,
+        compute=compute,
+        cut=cut,
+        is_for_cuda=is_for_cuda,
+    )
     setting = None if blocks.is_as_usual(shape, kept) else whole
     ends = _ends(whole, loss)
 
@@ -107,7 +119,7 @@ def _ends(setting: blocks.Setting, loss: LossSpec | None) -> loss_chunks.LossHea
 def is_tabulated(spec: Spec) -> bool:
     """Return whether the committed tables tell what a micro-batch allocates; else it is traced."""
     shape = spec.model
-    if not isinstance(shape, ModelShape):
+    if not isinstance(shape, ModelShape) or _is_column(spec.batch) or drops_in_parts(spec):
         return False
     kept = spec.activations.of(shape.layers)
     is_in_chunks = spec.loss.chunk is not None
@@ -118,6 +130,19 @@ def is_tabulated(spec: Spec) -> bool:
         return False
     is_whole = not spec.pipeline.is_in_halves and not spec.tensor.is_naive
     return is_whole and all(blocks.is_known(shape, mode) for mode in kept)
+
+
+def drops_in_parts(spec: Spec) -> bool:
+    """Whether GPUs drop out in a built-in model whose layers or operators are cut."""
+    is_cut = spec.degree(Axis.PP) > 1 or spec.degree(Axis.TP) > 1
+    shape = spec.model
+    return isinstance(shape, ModelShape) and shape.dropout > 0 and spec.is_for_cuda and is_cut
+
+
+def _is_column(batch: Batch) -> bool:
+    """Whether each sample of several has one target: these are contiguous, and what a loss copies
+    in the tables is not copied."""
+    return batch.sequence == 1 and batch.micro > 1
 
 
 def saved_bytes(shape: ModelShape, *, batch: int, sequence: int, compute: DType) -> int:
@@ -143,13 +168,10 @@ def torch_version(shape: ModelShape, compute: DType) -> str:
     return version
 
 
-def table_name(shape: ModelShape, compute: DType, batch: int) -> str:
+def table_name(shape: ModelShape, compute: DType, batch: int, *, is_for_cuda: bool = False) -> str:
     """Return the name of the table of a shape: it says what its operators depend on."""
     tied = "tied" if shape.tied else "untied"
-    if shape.family is Family.LLAMA:
-        kind = "mha" if shape.heads == shape.kv_heads else "gqa"
-    else:
-        kind = "dropout" if shape.dropout else "plain"
+    kind = blocks.kind_of_operators(shape, is_for_cuda=is_for_cuda)
     precision = "full" if compute in (DType.FP32, DType.FP64) else "bf16"
     one = "-one" if batch == 1 else ""
     return f"{shape.family}-{tied}-{kind}-{precision}{one}"

@@ -50,14 +50,12 @@ class Setting:
     sequence: int
     compute: DType
     cut: Cut | None = None
+    is_for_cuda: bool = False
 
     @property
     def name(self) -> str:
         shape = self.shape
-        if shape.family is Family.LLAMA:
-            kind = "mha" if shape.heads == shape.kv_heads else "gqa"
-        else:
-            kind = "dropout" if shape.dropout else "plain"
+        kind = kind_of_operators(shape, is_for_cuda=self.is_for_cuda)
         precision = "full" if self.compute in (DType.FP32, DType.FP64) else "bf16"
         one = "-one" if self.batch == 1 else ""
         return f"{shape.family}-{kind}-{precision}{one}"
@@ -87,6 +85,16 @@ class Block:
     frees_input: bool
     moved: tuple[int, ...]
     sent: tuple[tuple[Collective, int], ...]
+
+
+def kind_of_operators(shape: ModelShape, *, is_for_cuda: bool) -> str:
+    """Return what a table's name says of a block's operators: what dropout keeps is another thing
+    on a GPU."""
+    if shape.family is Family.LLAMA:
+        return "mha" if shape.heads == shape.kv_heads else "gqa"
+    if not shape.dropout:
+        return "plain"
+    return "dropout-cuda" if is_for_cuda else "dropout"
 
 
 def is_known(shape: ModelShape, kept: Kept) -> bool:
@@ -204,11 +212,10 @@ def _replaced(
         _parted(version.forward if is_forward else version.backward, first, last)
         for version in (plain, other)
     )
-    own = _net(of_base) - _net(of_plain[1])  # what the place adds
     then = _net(of_other[2]) - _net(of_plain[2])
     freed = held * (int(other.frees_input) - int(plain.frees_input))  # what is held is not
-    more = own + then + (freed if is_forward else -freed)
-    mark, *within = of_other[1]
+    more = then + (freed if is_forward else -freed)
+    mark, *within = _shifted(of_other[1], of_base, of_plain[1])
     return [
         *(*before, mark, *_marks_of_others(of_base), *within),
         *([Run(max(more, 0), more)] if more else []),
@@ -222,6 +229,43 @@ def _marks_of_others(items: Sequence[Any]) -> Iterator[Any]:
     for item in items:
         if isinstance(item, tuple) and len(item) == 2 and not item[1].startswith(_BLOCK):
             yield item
+
+
+def _shifted(block: Sequence[Any], base: Sequence[Any], plain: Sequence[Any]) -> Iterator[Any]:
+    """Yield a block's events with what its place adds: `base` is a plain block there and `plain`
+    one within a model. A stage's schedule holds the gradient of its output, which a block within a
+    model frees half way, and so the levels behind that point are higher."""
+    there, alone, own = _gaps(base), _gaps(plain), _gaps(block)
+    assert own.keys() == alone.keys() <= there.keys(), "a block's gradients have one order"
+    for item in block:
+        if isinstance(item, Run):
+            continue  # behind the item before it
+        yield item
+        key = _key(item)
+        gap, more = own[key], there[key].net - alone[key].net
+        is_early = there[key].rise - alone[key].rise == more
+        rise = gap.rise + more if is_early else gap.rise
+        if gap.rise or gap.net or more:
+            yield Run(max(rise, gap.net + more, 0), gap.net + more)
+
+
+def _gaps(items: Sequence[Any]) -> dict[Any, Run]:
+    """Return what is allocated and freed behind each boundary of a block's and each gradient that
+    is complete, up to the next of them."""
+    gaps: dict[Any, Run] = {}
+    key = None
+    for item in items:
+        if not isinstance(item, Run):
+            key = key if item in [*_marks_of_others([item])] else _key(item)
+            gaps.setdefault(key, Run(0, 0))
+        else:
+            gaps[key] = gaps[key].then(item)
+    return gaps
+
+
+def _key(item: Any) -> Any:
+    """A boundary, or the name of a gradient."""
+    return item if len(item) == 2 else item[0]
 
 
 def _parted(

@@ -12,7 +12,7 @@ from ptrain.by_rank import ByRank, of_own
 from ptrain.costs import Column, Estimate, Footprint, Peak, State, Traffic, TrafficKey, add_traffic
 from ptrain.derivation import blocks, pipeline, tensor
 from ptrain.derivation.activation_moves import activation_row, kept_traffic
-from ptrain.derivation.activations import is_tabulated
+from ptrain.derivation.activations import drops_in_parts, is_tabulated
 from ptrain.derivation.ghosts.table import wrapping
 from ptrain.derivation.in_flight import in_flight
 from ptrain.derivation.interconnect import warnings
@@ -38,6 +38,7 @@ _NOT_TRACED_BY_STAGE = (
 )
 _NOT_TRACED = "the model's activations are known only from a trace, and these facts hold none"
 _TOO_LARGE = "no table holds what this model allocates so, and it is too large to be traced"
+_NO_PARTS_ON_GPUS = "no table holds what dropout keeps on GPUs where layers or operators are cut"
 _NOT_ON_CPU = "torch's flex_attention has no backward pass on a processor, where a trace would run"
 TRACED_BYTES = 2 * 2**30  # of weights: more than a laptop copies within seconds
 
@@ -93,6 +94,8 @@ def _not_traceable(shape: ModelShape, spec: Spec, facts: ModelFacts) -> str:
     """Why nobody traces a built-in model; nothing where somebody does."""
     if shape.attention is Attention.FLEX:
         return _NOT_ON_CPU
+    if drops_in_parts(spec):
+        return _NO_PARTS_ON_GPUS
     return _TOO_LARGE if _is_large(spec, facts) else ""
 
 

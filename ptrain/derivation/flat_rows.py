@@ -129,7 +129,7 @@ def scalars(plan: Plan, wrap: FlatUnits) -> Iterator[Traffic]:
     layout, on_host = plan.update.layout, wrap.gradients_tier is not Tier.DEVICE
     if wrap.consumed:
         return
-    if plan.clip is not None and plan.clip.axes and on_host:
+    if plan.clip is not None and plan.clip.reduced_axes and on_host:
         norm = max(SCALE_BYTES, layout.gradients.itemsize)
         yield _copies(Collective.HOST_TO_DEVICE, 1, norm)
         yield _copies(Collective.DEVICE_TO_HOST, 1, norm)

@@ -3,6 +3,8 @@
 Where nothing is dropped, a GPU's kernels leave tensors of the same sizes for backward. With dropout
 they do not: on a CPU its masks are as wide as their input, on a GPU a byte an element, and a CPU's
 scaled_dot_product_attention then has scores and probabilities in memory, which a GPU's never has.
+Where a spec is for GPUs, tables and traces have a GPU's masks (`models.dropout.as_on_cuda`), which
+no GPU has confirmed.
 """
 
 from __future__ import annotations
@@ -14,19 +16,24 @@ from ptrain.spec.model import ModelShape
 from ptrain.spec.spec import Spec
 
 _WHY = "with dropout, what a CPU's kernels allocate is not what a GPU's do"
+_NOT_CONFIRMED = "what dropout keeps is a GPU's by its kernels' signatures, and no GPU confirmed it"
 
 
 def unclaimed(spec: Spec, facts: ModelFacts) -> dict[str, str]:
     """Why activations and peaks are not claimed, by kind of figure; empty where they are."""
     shape = spec.model
     drops = shape.dropout > 0 if isinstance(shape, ModelShape) else facts.draws
-    return dict.fromkeys(("activations", "peak"), _WHY) if drops and spec.may_be_on_cuda else {}
+    if not drops or not spec.may_be_on_cuda:
+        return {}
+    return dict.fromkeys(("activations", "peak"), _NOT_CONFIRMED if spec.is_for_cuda else _WHY)
 
 
 def kernel_warnings(unclaimed: Mapping[str, str], undefined: Mapping[str, str]) -> Iterator[str]:
-    """That the figures which stand there all the same are a CPU's."""
+    """Whose the figures are that stand there all the same."""
     if "peak" in unclaimed and "peak" not in undefined:
+        why = unclaimed["peak"]
+        whose = "a trace on a CPU" if why == _NOT_CONFIRMED else "a CPU's kernels"
         yield (
-            f"activations and peaks are those of a CPU's kernels: {unclaimed['peak']}, so that on "
-            "cuda they are not claimed"
+            f"activations and peaks are those of {whose}: {why}, so that on cuda they are not "
+            "claimed"
         )

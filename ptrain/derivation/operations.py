@@ -89,4 +89,5 @@ def setting_of(spec: Spec, plan: Plan, index: int) -> blocks.Setting:
         sequence=spec.batch.sequence,
         compute=spec.precision.effective.parameters,
         cut=cut_of(spec, plan, index),
+        is_for_cuda=spec.is_for_cuda and plan.tensor is None,  # what is cut has no table of its own
     )

@@ -102,6 +102,7 @@ def model_timeline(
         cut=cut,
         kept=spec.activations.of(spec.model.layers),
         loss=spec.loss,
+        is_for_cuda=spec.is_for_cuda,
     )
 
 

@@ -85,7 +85,7 @@ def global_norm(
         square = _square(
             [gradient for gradient in gradients if id(gradient) not in copied], gradients[0]
         )
-    if axes := (*step.operator_axes, *step.axes):
+    if axes := step.reduced_axes:
         square = _all_reduced(square, gradients[0], axes, mesh)
     norm = square.sqrt_()
     if scaling is not None:

@@ -13,12 +13,14 @@ import argparse
 import itertools
 import json
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from ptrain.models.build import build
+from ptrain.models.dropout import as_on_cuda
 from ptrain.models.initialize import cast
 from ptrain.models.loss import token_loss_sum
 from ptrain.models.trace import Born, Completion, Died, Event, Recording, record
@@ -49,35 +51,40 @@ def trace(
     *,
     batch: int = BATCH,
     sequence: int = SEQUENCE,
+    is_for_cuda: bool = False,
 ) -> Recording:
     """One micro-batch of a built-in model, with the boundaries of units of this size; its weights
-    are arbitrary, no size depends on them."""
+    are arbitrary, no size depends on them. `is_for_cuda`: with what dropout keeps on a GPU."""
     model = build(shape, sequence=sequence)
     cast(model, dtype)
     tokens = torch.zeros(batch, sequence + 1, dtype=torch.int64)
-    return record(
-        model,
-        unit_modules(model, unit),
-        lambda: token_loss_sum(model(tokens[:, :-1]), tokens[:, 1:]) / (batch * sequence),
-        tokens,
-    )
+    with as_on_cuda() if is_for_cuda else nullcontext():
+        return record(
+            model,
+            unit_modules(model, unit),
+            lambda: token_loss_sum(model(tokens[:, :-1]), tokens[:, 1:]) / (batch * sequence),
+            tokens,
+        )
 
 
-def variants() -> Iterable[tuple[str, ModelShape, str, int]]:
-    """(name, shape, precision, batch) of every table."""
+def variants() -> Iterable[tuple[str, ModelShape, str, int, bool]]:
+    """(name, shape, precision, batch, whether on a GPU) of every table."""
     choices = itertools.product(Family, (False, True), (False, True), DTYPES, (BATCH, 1))
     for family, tied, special, precision, batch in choices:
         shape = _shape(family, tied=tied, special=special)
-        yield name(shape, precision, batch), shape, precision, batch
+        for is_for_cuda in (False, True) if shape.dropout else (False,):
+            title = name(shape, precision, batch, is_for_cuda=is_for_cuda)
+            yield title, shape, precision, batch, is_for_cuda
 
 
-def name(shape: ModelShape, precision: str, batch: int) -> str:
+def name(shape: ModelShape, precision: str, batch: int, *, is_for_cuda: bool = False) -> str:
     """Says what the operators depend on: one sample's targets, for example, need no copy."""
     parts = [shape.family.value, "tied" if shape.tied else "untied"]
     if shape.family is Family.LLAMA:
         parts.append("mha" if shape.heads == shape.kv_heads else "gqa")
     else:
         parts.append("dropout" if shape.dropout else "plain")
+    parts += ["cuda"] * is_for_cuda
     return "-".join((*parts, precision, *(("one",) if batch == 1 else ())))
 
 
@@ -125,10 +132,11 @@ class BlockTableBuilder:
         shape: ModelShape,
         precision: str,
         batch: int,
-        symbols: dict[str, int] | None = None,
-        tracer: Tracer = lambda shape, dtype, batch: trace(shape, dtype, SMALLEST, batch=batch),
+        symbols: dict[str, int] | None,
+        tracer: Tracer,
     ) -> None:
         self.shape, self.precision, self.batch = shape, precision, batch
+        self.tracer = tracer
         self.symbols = dict(symbols or {**PRIMES[shape.family], **COMMON})
         if shape.family is Family.LLAMA and shape.heads == shape.kv_heads:
             self.symbols.pop("repeats", None)
@@ -212,6 +220,17 @@ class BlockTableBuilder:
         }
 
 
+def builder(
+    shape: ModelShape, precision: str, batch: int, *, is_for_cuda: bool
+) -> BlockTableBuilder:
+    """Return what makes the table of a whole model."""
+
+    def tracer(shape: ModelShape, dtype: torch.dtype, batch: int) -> Recording:
+        return trace(shape, dtype, SMALLEST, batch=batch, is_for_cuda=is_for_cuda)
+
+    return BlockTableBuilder(shape, precision, batch, None, tracer)
+
+
 Part = tuple[int, Sequence[Event]]
 
 
@@ -260,8 +279,8 @@ def main() -> None:
     directory: Path = parser.parse_args().out
     directory.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
-    for title, shape, precision, batch in variants():
-        table = BlockTableBuilder(shape, precision, batch)
+    for title, shape, precision, batch, is_for_cuda in variants():
+        table = builder(shape, precision, batch, is_for_cuda=is_for_cuda)
         text = json.dumps(table.build(), separators=(",", ":"))
         for layers in (1, 2):
             assert _same_with(layers, table), f"{title} differs with {layers} layers"
@@ -271,7 +290,8 @@ def main() -> None:
 
 def _same_with(layers: int, table: BlockTableBuilder) -> bool:
     """Whether a trace of so many layers has the same parts."""
-    few = BlockTableBuilder(replace(table.shape, layers=layers), table.precision, table.batch)
+    shape = replace(table.shape, layers=layers)
+    few = BlockTableBuilder(shape, table.precision, table.batch, None, table.tracer)
     few.sizes = table.sizes
     recording = few.recordings[0]
     for phase, parts in table.parts(table.recordings[0]).items():

@@ -273,7 +273,7 @@ def _via(via: ReduceScatterVia) -> str:
 
 
 def _clip(step: Clip) -> str:
-    axes = (*step.operator_axes, *step.axes)
+    axes = step.reduced_axes
     over = f", a scalar all-reduce over {' and '.join(axes)}" if axes else ""
     return f"clip the gradient norm to {step.max_norm:g}{over}"
 

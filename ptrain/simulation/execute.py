@@ -20,6 +20,7 @@ from ptrain.data.sampler import LocalBatch
 from ptrain.errors import RankFailed, refused
 from ptrain.interpreter.program import Observer, Program, interpret
 from ptrain.meters.traffic import TrafficMeter
+from ptrain.models.dropout import as_on_cuda
 from ptrain.models.fake_values import READ
 from ptrain.report.composition import MemoryHistory
 from ptrain.rooms.fake import fake_tensors, fake_world
@@ -60,6 +61,7 @@ def simulate(
     try:
         with (
             patched(spec.model),
+            as_on_cuda() if spec.is_for_cuda and not rehearse else nullcontext(),
             nullcontext() if rehearse else fake_tensors(),
             _refusing(spec, device),
         ):
@@ -134,7 +136,7 @@ def _steady_step(program: Program, batch: LocalBatch) -> tuple[Estimate, MemoryH
     rank, device = program.world.rank, program.world.device.type
     modules, traffic = Modules(program.model, _vocab(program.spec)), _traffic_meter(program)
     memory = LivingMeter(program, modules, rank=rank, device=device)
-    operations = OperationsMeter(modules, rank=rank)
+    operations = OperationsMeter(rank=rank)
     with (
         _observing(program, memory, traffic, operations),
         memory.listening(),

@@ -1,5 +1,4 @@
-"""Where in the model a rank computes: the module whose forward pass runs, and whether it runs
-again."""
+"""Where in the model a rank computes: the module whose forward pass runs."""
 
 from __future__ import annotations
 
@@ -9,29 +8,22 @@ from typing import Any, Self
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from ptrain.models.recomputing import runs_again
-
 LOGITS = "logits"
 
 
 class Modules:
     """While it is entered, `current` is the path of the innermost module that runs, None outside
-    of all, `logits` in a head (a linear layer with `vocab` outputs); `is_again`, whether backward
-    runs it a second time."""
+    of all, `logits` in a head (a linear layer with `vocab` outputs)."""
 
     def __init__(self, model: nn.Module, vocab: int | None = None) -> None:
         self._model = model
         self._vocab = vocab
-        self._running: list[tuple[str, bool]] = []
+        self._running: list[str] = []
         self._handles: list[RemovableHandle] = []
 
     @property
     def current(self) -> str | None:
-        return self._running[-1][0] if self._running else None
-
-    @property
-    def is_again(self) -> bool:
-        return bool(self._running) and self._running[-1][1]
+        return self._running[-1] if self._running else None
 
     def __enter__(self) -> Self:
         names = {
@@ -40,7 +32,7 @@ class Modules:
         }
 
         def enter(module: nn.Module, _: Any) -> None:
-            self._running.append((names[module], runs_again()))
+            self._running.append(names[module])
 
         def leave(*_: Any) -> None:
             self._running.pop()

@@ -2,7 +2,7 @@
 formulas (`torch.utils.flop_counter`), forward, backward and again.
 
 torch's counter itself looks above DTensor, where operators have the global shapes, and does not
-know fused attention on a processor; this looks below and does.
+know fused attention on a processor, nor the fused loss; this looks below and does.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.utils.flop_counter import flop_registry
 
 from ptrain.costs import Operations, Phase
 from ptrain.models.ledger import is_wrapper
-from ptrain.simulation.modules import Modules
+from ptrain.models.recomputing import runs_again
 
 _aten = torch.ops.aten
 # An operator of processors -> the one whose formula counts it.
@@ -25,15 +25,17 @@ _ALIKE = {
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: (
         _aten._scaled_dot_product_flash_attention_backward
     ),
+    _aten.addmm_: _aten.addmm,  # the fused loss adds up its weight's gradient in place
 }
+_FUSED = "torch_nn::_linear_cross_entropy_batch_chunked_no_reduction"
 
 
 class OperationsMeter(TorchDispatchMode):
     """Counts while it is entered; the program tells it the phase."""
 
-    def __init__(self, modules: Modules, *, rank: int) -> None:
+    def __init__(self, *, rank: int) -> None:
         super().__init__()
-        self._modules, self._rank = modules, rank
+        self._rank = rank
         self._phase = Phase.FORWARD
         self._forward = self._backward = self._again = 0
 
@@ -52,12 +54,26 @@ class OperationsMeter(TorchDispatchMode):
         result = function(*args, **(kwargs or {}))
         packet = getattr(function, "_overloadpacket", None)
         formula = flop_registry.get(_ALIKE.get(packet, packet))
-        if formula is not None and self._phase is not Phase.UPDATE:
+        if self._phase is Phase.UPDATE:
+            return result
+        if formula is not None:
             self._add(int(formula(*args, **(kwargs or {}), out_val=result)))
+        elif function._schema.name == _FUSED:
+            self._add_logits(args[0], args[1])
         return result
 
+    def _add_logits(self, x_NC: torch.Tensor, weight_VC: torch.Tensor) -> None:
+        """Of a fused loss: its forward pass shows no operator inside, and its backward pass
+        computes the logits again among operators of its own."""
+        number = 2 * x_NC.numel() * weight_VC.shape[0]
+        self._add(number)
+        self._again += number
+        self._backward -= number
+
     def _add(self, number: int) -> None:
-        if self._modules.is_again:
+        if runs_again() and torch.is_grad_enabled():
+            # A recomputation records its graph; the operators of a backward pass record none. Of
+            # a chunk of the loss no module's hooks run again, so that modules cannot tell.
             self._again += number
         elif self._phase is Phase.FORWARD:
             self._forward += number

@@ -103,6 +103,12 @@ class Spec(Keys):
             return self.device == "cuda"
         return self.cluster is None or self.cluster.kind != "cpu"
 
+    @property
+    def is_for_cuda(self) -> bool:
+        """Whether GPUs are what it says that it runs on."""
+        by_cluster = self.cluster is not None and self.cluster.kind == "cuda"
+        return self.device == "cuda" or (self.device == "auto" and by_cluster)
+
     def degree(self, axis: Axis) -> int:
         return next((factor.degree for factor in self.factors if factor.axis is axis), 1)
 

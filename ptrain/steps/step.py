@@ -291,6 +291,11 @@ class Clip(PlanStep):
     axes: tuple[Axis, ...]
     operator_axes: tuple[Axis, ...] = ()
 
+    @property
+    def reduced_axes(self) -> tuple[Axis, ...]:
+        """All axes that the square of the norm is summed over, in this order."""
+        return (*self.operator_axes, *self.axes)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update(PlanStep):

@@ -23,6 +23,7 @@ from ptrain.activations.run.apply import keep
 from ptrain.axes.tensor.run.apply import parallelize, whole_loss
 from ptrain.derivation.blocks import CUTS, PLAIN_NAME, VARIANTS
 from ptrain.models.build import build
+from ptrain.models.dropout import as_on_cuda
 from ptrain.models.initialize import cast
 from ptrain.models.tables import SMALLEST, BlockTableBuilder, factorise
 from ptrain.models.trace import Born, Died, Recording, record
@@ -73,7 +74,8 @@ def trace(
     def forward() -> Tensor:
         return whole_loss(model(tokens[:, :-1]), tokens[:, 1:]) / (setting.batch * sequence)
 
-    with loss_parallel() if step is not None else nullcontext():
+    kernels = as_on_cuda() if setting.is_for_cuda else nullcontext()
+    with kernels, loss_parallel() if step is not None else nullcontext():
         if step is not None:
             record(model, units, forward, tokens)
         recorder = WorkRecorder()
@@ -214,7 +216,11 @@ def block_settings() -> Iterator[tuple[str, dict[str, TableSetting]]]:
         if not alone.tied:
             kinds = {setting.kind.name: setting for setting in cut if setting.kind is not None}
             chosen = {name: kinds[name] for name in CUTS}
-            yield title.replace("-untied", ""), {PLAIN_NAME: alone, **chosen}
+            title = title.replace("-untied", "")
+            yield title, {PLAIN_NAME: alone, **chosen}
+            if alone.shape.dropout:
+                of_gpus = replace(alone, is_for_cuda=True)
+                yield title.replace("dropout", "dropout-cuda"), {PLAIN_NAME: of_gpus}
 
 
 def main() -> None:

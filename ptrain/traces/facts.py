@@ -5,6 +5,7 @@ has it."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -20,6 +21,7 @@ from ptrain.interpreter.stages import stages_of_module
 from ptrain.models.boundary import CodeRaised
 from ptrain.models.build import build
 from ptrain.models.contract import logits_of, require_takes_tokens
+from ptrain.models.dropout import as_on_cuda
 from ptrain.models.facts import module_facts, untraced_facts
 from ptrain.models.fake_values import READ
 from ptrain.rooms.fake import fake_tensors
@@ -69,7 +71,8 @@ def read_facts(
         seed=spec.train.seed,
     )
     is_cut = spec.degree(Axis.TP) > 1 or spec.degree(Axis.PP) > 1
-    facts = module_facts(model, spec, None if is_cut else partial(_keep, spec))
+    with as_on_cuda() if spec.is_for_cuda else nullcontext():
+        facts = module_facts(model, spec, None if is_cut else partial(_keep, spec))
     if facts.timeline is None:  # it cannot be traced, and nor can its parts
         return facts
     has_stages = stages_of_module(spec, model, facts) is not None

@@ -66,6 +66,7 @@ class TableSetting:
     precision: str
     batch: int
     kind: CutKind | None = None
+    is_for_cuda: bool = False
 
     @property
     def shape(self) -> ModelShape:

@@ -141,7 +141,7 @@ def output_arguments(about: str | None, folder: str) -> tuple[Path, str]:
     """Read the arguments of a command that writes tables, and return where to, and what the names
     of those begin with that are written. The folder is made; torch computes with one thread."""
     parser = argparse.ArgumentParser(description=about)
-    default = Path(__file__).parents[2] / "derivation" / "tables" / folder
+    default = Path(__file__).parents[1] / "derivation" / "tables" / folder
     parser.add_argument("--out", type=Path, default=default)
     parser.add_argument("--only", default="")
     given = parser.parse_args()
@@ -160,7 +160,7 @@ def fake_mesh() -> DeviceMesh:
 def main() -> None:
     """Write every table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    default = Path(__file__).parents[2] / "derivation" / "tables" / "tp"
+    default = Path(__file__).parents[1] / "derivation" / "tables" / "tp"
     parser.add_argument("--out", type=Path, default=default)
     directory: Path = parser.parse_args().out
     directory.mkdir(parents=True, exist_ok=True)

@@ -7,8 +7,11 @@ from dataclasses import replace
 
 import pytest
 
+from ptrain.costs import State
 from ptrain.derivation import activations
 from ptrain.derivation.activations import saved, saved_bytes, torch_version
+from ptrain.derivation.estimate import derive, facts_from_shape
+from ptrain.spec.load import load
 from ptrain.spec.model import Family, ModelShape
 from ptrain.spec.precision import DType
 from ptrain.timeline import Boundary, Complete, Mark, Run
@@ -67,6 +70,29 @@ def test_without_dropout_attention_saves_nothing_quadratic_in_the_sequence():
         assert not any("sequence^2" in str(term.size) for term in saved(shape, DType.FP32, batch=2))
     dropped = saved(replace(GPT, dropout=0.1), DType.FP32, batch=2)
     assert any("sequence^2" in str(term.size) for term in dropped)
+
+
+def test_on_gpus_dropout_keeps_a_mask_of_a_byte_an_element_and_nothing_else():
+    """After the embedding, after each attention and after each mlp; fused attention keeps none."""
+    gpt2 = ["model.preset=gpt2-124m", "mesh.dp_replicate=8", "precision.layout=zero16"]
+    batch, cluster = "batch={accumulate: 1, micro: 8, sequence: 1024}", "cluster.preset=h100-8"
+    specs = [
+        load("ddp", [*gpt2, batch, cluster, f"model.dropout={rate}"]).spec for rate in (0, 0.1)
+    ]
+    plain, dropping = (derive(spec).exact.bytes_of(State.ACTIVATIONS, 0) for spec in specs)
+    assert plain == 4_409_055_240
+    assert dropping - plain == (1 + 2 * 12) * 8 * 1024 * 768
+
+
+@pytest.mark.parametrize("cut", ["mesh={tp: 2}", "mesh={pp: 2}"])
+def test_on_gpus_nothing_is_said_of_dropout_in_a_model_that_is_cut(cut):
+    preset = "tp" if "tp" in cut else "pp-gpipe"
+    batch = "batch={accumulate: 2, micro: 1, sequence: 16}"
+    dropping = ["model.preset=gpt-tiny", "model.dropout=0.1", batch]
+    spec = load(preset, [*dropping, cut, "device=cuda"]).spec
+    facts = facts_from_shape(spec)
+    assert facts is not None, "nobody traces it"
+    assert {"activations", "peak"} <= derive(spec, facts).exact.undefined.keys()
 
 
 def test_fp64_doubles_what_counts_in_elements_and_leaves_the_tokens():

@@ -150,9 +150,45 @@ def test_the_fused_loss_in_fp16_has_no_table_and_is_read_from_the_model():
     assert is_tabulated(loaded(precision={"layout": "fp16"}))
 
 
+def test_of_samples_with_one_token_the_tables_tell_nothing_and_the_model_is_read():
+    """Their targets are a column, which is contiguous: the loss copies nothing."""
+    column = loaded(batch={"global": 8, "micro": 2, "sequence": 1})
+    assert (is_tabulated(column), facts_from_shape(column)) == (False, None)
+    for micro, sequence in ((1, 1), (2, 2)):
+        known = loaded(batch={"global": 8, "micro": micro, "sequence": sequence})
+        assert is_tabulated(known)
+
+
 def test_every_rank_has_its_operations():
     rows = derive(loaded()).exact.operations
     assert [row.rank for row in rows] == [0, 1]
+
+
+def test_a_norm_that_is_reduced_within_tp_alone_leaves_the_host_and_comes_back():
+    """Gradients are gathered for a whole update, so that no data axis has a part of the norm."""
+    placements = {"dp_replicate": "R,R,S@file,R", "tp": "S,S,S,R"}
+    of_degree = {
+        degree: loaded(mesh={"dp_replicate": 2, "tp": degree}, placement=placements)
+        for degree in (1, 2)
+    }
+    for degree, spec in of_degree.items():
+        assert spec.optimizer.clip is not None
+        unclipped = replace(spec, optimizer=replace(spec.optimizer, clip=None))
+        rows, without = (_copied_scalars(variant) for variant in (spec, unclipped))
+        assert {kind: rows[kind] - without[kind] for kind in rows} == {
+            Collective.HOST_TO_DEVICE: int(degree > 1),
+            Collective.DEVICE_TO_HOST: int(degree > 1),
+        }
+
+
+def _copied_scalars(spec: Spec) -> dict[Collective, int]:
+    """Calls that copy gradients, or scalars of theirs, in the update."""
+    wanted = (Collective.HOST_TO_DEVICE, Collective.DEVICE_TO_HOST)
+    return {
+        row.key.collective: row.calls
+        for row in derive(spec).exact.traffic
+        if row.key.collective in wanted and row.key.state is State.GRADIENTS
+    }
 
 
 def test_rows_that_do_not_divide_and_states_gathered_for_the_update_are_noted():

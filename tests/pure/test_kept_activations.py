@@ -57,6 +57,22 @@ def test_a_recomputed_block_keeps_its_input_and_nothing_else(family):
     assert several - nothing == (LAYERS - 1) * HIDDEN
 
 
+@pytest.mark.parametrize(("kept", "peak"), [("O", 225_988), ("R@file", 225_988)])
+def test_what_is_off_the_device_on_a_stage_comes_back_beside_the_gradient_of_its_output(kept, peak):
+    """The schedule holds that gradient until the backward pass is over. As simulated."""
+    fields = {"layers": 3, "hidden": 32, "ffn": 48, "vocab": 261}
+    staged = exact(
+        model=shape("llama", **fields),
+        mesh={"pp": 3, "dp_shard": 4},
+        placement={"pp": "S,S,S,R", "dp_shard": "S*,S,S,R"},
+        pipeline={"schedule": "gpipe"},
+        batch={"accumulate": 3, "micro": 1, "sequence": 16},
+        activations=kept,
+    )
+    found = {row.rank: row.device_bytes for row in staged.peak if row.phase is Phase.BACKWARD}
+    assert found[0] == peak
+
+
 def shape(family: str, **fields: object) -> dict[str, object]:
     resolved = spec_of(family).resolved["model"]
     assert isinstance(resolved, dict)

@@ -47,7 +47,16 @@ def test_a_whole_model_is_named_by_family_tying_heads_dropout_dtype_and_batch(is
         name = table_name(replace(shape, tied=is_tied), compute, batch)
         assert name == f"{family}-{tied}-{own}{rest}"
         found.add(name)
-    assert found == {name for name in committed("") if f"-{tied}-" in name}
+    of_gpus = {name.replace("dropout", "dropout-cuda") for name in found if "dropout" in name}
+    assert found | of_gpus == {name for name in committed("") if f"-{tied}-" in name}
+
+
+def test_what_gpus_drop_has_tables_of_its_own():
+    for kind, rest, shape, compute, batch in settings():
+        name = table_name(shape, compute, batch, is_for_cuda=True)
+        mine = kind.replace("dropout", "dropout-cuda")
+        assert name == f"{mine.replace('-', '-untied-', 1)}{rest}"
+        assert name in committed("")
 
 
 def test_a_block_is_named_without_the_tying():
@@ -55,7 +64,7 @@ def test_a_block_is_named_without_the_tying():
     for kind, rest, shape, compute, batch in settings():
         setting = blocks.Setting(shape=shape, batch=batch, sequence=16, compute=compute)
         assert (setting.name, setting.kind) == (f"{kind}{rest}", "plain")
-        found.add(setting.name)
+        found |= {setting.name, replace(setting, is_for_cuda=True).name}
     assert found == committed("blocks")
 
 

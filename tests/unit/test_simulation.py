@@ -13,6 +13,7 @@ from ptrain.cli.main import main
 from ptrain.costs import Column, Phase, State
 from ptrain.derivation.estimate import derive
 from ptrain.errors import SpecError
+from ptrain.models.chunked import can_fuse
 from ptrain.report.simulation import GARBAGE
 from ptrain.rooms.registry import Tag
 from ptrain.selection.recompute import settled
@@ -22,6 +23,7 @@ from ptrain.simulation.living import Life, what
 from ptrain.spec.load import load
 from ptrain.spec.names import listing
 from ptrain.spec.spec import Spec
+from ptrain.traces.facts import facts_of
 
 SMALL = (
     "model.layers=2",
@@ -51,7 +53,7 @@ def of_last_rank(strategy: str) -> Simulated:
 def assert_equal(spec: Spec, found: Simulated) -> None:
     """Resident state, what lives for a while, traffic, operations and peaks: no byte is off."""
     simulated = found.estimate
-    exact = derive(spec).exact.of_rank(found.rank)
+    exact = derive(spec, facts_of(spec)).exact.of_rank(found.rank)
     assert {row for row in simulated.memory if row.device_bytes} == {
         row for row in exact.memory if row.device_bytes
     }
@@ -63,6 +65,57 @@ def assert_equal(spec: Spec, found: Simulated) -> None:
 @pytest.mark.parametrize("strategy", BY_DEFAULT)
 def test_a_rank_on_fake_ranks_holds_sends_and_computes_what_was_derived(strategy: str) -> None:
     assert_equal(small(strategy), of_last_rank(strategy))
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    ["ddp", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("tp", "pp-gpipe"))],
+)
+def test_samples_of_one_token_have_targets_that_no_loss_copies(strategy: str) -> None:
+    spec = small(strategy, "batch={accumulate: 1, micro: 3, sequence: 1}")
+    assert_equal(spec, simulate(spec, 1))
+
+
+@pytest.mark.parametrize("tied", ["false", pytest.param("true", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("fused", ["false", "true"])
+def test_a_chunk_of_the_loss_computes_its_logits_again(fused: str, tied: str) -> None:
+    if fused == "true" and not can_fuse():
+        pytest.skip("torch has no linear_cross_entropy")
+    loss = f"loss={{chunk: 5, fused: {fused}}}"
+    spec = small("zero3", "model.layers=1", f"model.tied={tied}", loss)
+    assert_equal(spec, simulate(spec))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("kept", ["O", "R@file", "M"])
+def test_a_sharded_stage_holds_the_gradient_of_its_output_all_along(kept: str) -> None:
+    placement = "placement={pp: 'S,S,S,R', dp_shard: 'S*,S,S,R'}"
+    mesh, batch = "mesh={pp: 3, dp_shard: 4}", "batch={accumulate: 3, micro: 1, sequence: 16}"
+    changes = ("model.layers=3", mesh, placement, batch, f"activations={kept}")
+    spec = small("pp-gpipe", *changes)
+    assert_equal(spec, simulate(spec))
+
+
+DROPPING = ("model.family=gpt", "model.dropout=0.1", "device=cuda")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param((*DROPPING, "precision.layout=zero16"), id="zero16"),
+        *(
+            pytest.param((*DROPPING, *changes), marks=pytest.mark.nightly, id=changes[0])
+            for changes in (
+                ("activations=M", "recompute=selective"),
+                ("attention=eager", "activations={'0': M, '1': O}"),
+                ("loss={chunk: 5}", "model.tied=true"),
+            )
+        ),
+    ],
+)
+def test_for_gpus_dropout_keeps_a_byte_an_element_and_no_scores(changes: tuple[str, ...]) -> None:
+    spec = small("ddp", *changes)
+    assert_equal(spec, simulate(spec))
 
 
 @pytest.mark.parametrize("modes", [("S*", "S*", "S*"), ("R", "S", "R")])

@@ -63,7 +63,7 @@ def norm(wrapping: Wrapping) -> Iterator[Traffic]:
     calls = Calls(Collective.ALL_REDUCE, State.GRADIENTS, Phase.UPDATE)
     if plan.clip is not None:
         scalar = max(4, plan.update.layout.gradients.itemsize)
-        for axis in (*plan.clip.operator_axes, *plan.clip.axes):
+        for axis in plan.clip.reduced_axes:
             yield calls.over(group_over(spec, (axis,)), scalar)
     for axis in plan.update.scale_axes:
         yield calls.over(group_over(spec, (axis,)), DType.FP32.itemsize)

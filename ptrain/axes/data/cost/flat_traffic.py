@@ -49,7 +49,7 @@ def _scalars(flat: FlatUnitsForm) -> Iterator[Traffic]:
     state, phase = State.GRADIENTS, Phase.UPDATE
     if step.consumed:
         return
-    if clip is not None and clip.axes and on_host:
+    if clip is not None and clip.reduced_axes and on_host:
         scalar = max(FLAG_BYTES, layout.gradients.itemsize)
         yield copies(TO_DEVICE, state, phase, scalar)
         yield copies(TO_HOST, state, phase, scalar)

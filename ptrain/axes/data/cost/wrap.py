@@ -105,7 +105,7 @@ def _scalars(spec: Spec, plan: Plan) -> Iterator[Traffic]:
     calls = Calls(Collective.ALL_REDUCE, State.GRADIENTS, Phase.UPDATE)
     if plan.clip is not None:
         size = max(DType.FP32.itemsize, plan.update.layout.gradients.itemsize)
-        for axis in (*plan.clip.operator_axes, *plan.clip.axes):
+        for axis in plan.clip.reduced_axes:
             yield calls.over(Group((axis,), spec.degree(axis)), size)
     for axis in plan.update.scale_axes:
         yield calls.over(Group((axis,), spec.degree(axis)), DType.FP32.itemsize)
