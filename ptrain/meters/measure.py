@@ -42,7 +42,8 @@ from ptrain.rooms.world import World
 
 
 class Measurement:
-    """What the meters of one rank saw of one step. `ranks_by_axes` are the ranks of its groups."""
+    """What the meters of one rank saw of one step, on a `device` of this type. `ranks_by_axes` are
+    the ranks of its groups."""
 
     def __init__(self, measured: Program | Foreign) -> None:
         guess: dict[str, Any] = {}
@@ -54,6 +55,7 @@ class Measurement:
         else:
             self.rank, self.size, device = measured.rank, measured.size, measured.device
             axes_by_group, guess = measured.axes_by_group(), {"guess": state_of}
+        self.device = device
         self.ranks_by_axes = ranks_by_axes(axes_by_group)
         self.memory = MemoryMeter(measured, rank=self.rank, device=device, waits=waits)
         self.traffic = TrafficMeter(measured.registry, axes_by_group, device=device, **guess)

@@ -105,14 +105,14 @@ def _run(session: Session, interrupts: interrupt.Interrupts) -> int:
     if spec.data.path is None:  # a token file has its name, and may be too large to read
         LOG.debug("corpus  %s, digest %s", text.name, text.digest())
     program = interpret(spec, world=world, allow_import=options.allow_import)
+    placed = replace(spec, device=world.device.type)  # whose kernels compute is known by now
     facts = facts_of(
-        spec,
+        placed,
         allow_import=options.allow_import,
         share=partial(_on_first, session.exchange),
         runs_fakes=False,
     )
     require_corpus(text, spec, facts.vocabulary)
-    placed = replace(spec, device=world.device.type)  # whose kernels compute is known by now
     derivation = derive(placed, facts)
     if not options.force:
         require_fit(placed, derivation.exact, facts)

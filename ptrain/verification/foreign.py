@@ -42,6 +42,7 @@ def compare_foreign(
 ) -> tuple[Check, ...]:
     """Return the checks of this rank; the `why` of one that fails says the cause, if it is known.
     `facts` are the model's where the spec does not build it."""
+    spec = replace(spec, device=measurement.device)  # whose kernels computed
     facts = facts or facts_of(spec)
     degrees = {factor.axis: factor.degree for factor in spec.factors if factor.degree > 1}
     names = {ranks: axes for axes, ranks in ranks_over_axes(degrees, measurement.rank).items()}
