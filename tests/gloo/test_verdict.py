@@ -48,6 +48,15 @@ def test_a_training_exits_1_for_its_verdict_only_if_asked_to(ranks, tmp_path, op
     assert "fails: memory activations rank 0" in ends[0].output
 
 
+def test_what_a_spec_for_gpus_drops_out_is_a_processors_where_it_is_trained_on_one(ranks, tmp_path):
+    """Samples of one token are in no table, so that the model is traced for it."""
+    model = "model={family: gpt, layers: 2, hidden: 24, heads: 4, vocab: 260, dropout: 0.1}"
+    batch = "batch={global: 4, micro: 2, sequence: 1}"
+    wanted = ("ddp", model, batch, "cluster.preset=h100-8", "train.steps=4")
+    (end, _) = sessions.train(ranks, 2, *wanted, folder=tmp_path / "run")
+    assert "verdict: holds" in end.output, end.output + end.error
+
+
 def test_a_training_as_a_call_gives_record_metrics_and_table(tmp_path):
     words = [*jobs.TINY, "train.steps=3", "mesh.dp_shard=1"]
     found = ptrain.run("zero2", words, nproc=1, run_dir=tmp_path / "run")
