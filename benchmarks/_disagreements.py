@@ -68,7 +68,7 @@ def compared(written: dict[str, Any], ranks: Sequence[int]) -> Comparison:
             checks += [(rank, check) for check in rows]
     except PtrainError as error:
         return Comparison(refused=str(error).splitlines()[0])
-    except Exception as error:  # whatever a legal spec raises is what is looked for
+    except Exception as error:  # noqa: BLE001 - whatever is raised is looked for
         name = f"{CRASH} {type(error).__name__}: {' '.join(str(error).split())[:200]}"
         row = Disagreement(rank=rank, name=name, exact=None, simulated=None)
         return Comparison(differing=(row,))

@@ -32,7 +32,7 @@ from ptrain.spec.spec import Spec
 
 Written = dict[str, Any]  # a spec as it stands in a file
 
-MOST_RANKS, MOST_PASSES = 4096, 24  # passes: micro-batches x blocks of a rank
+MOST_RANKS, MOST_PASSES = 4096, 12  # passes: micro-batches x blocks of a rank
 SMALL: Mapping[str, int] = {"layers": 2, "hidden": 24, "heads": 4, "ffn": 40, "vocab": 262}
 NAMED = 0.25  # the share of draws whose placement is a strategy's name
 PLAIN = 0.7  # the share of tuples whose A is R: on an axis hardly any other is legal
