@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ptrain.costs import Estimate, State
+from ptrain.costs import Estimate, Phase, State
 from ptrain.derivation.estimate import derive
 from ptrain.spec.load import load
 
@@ -25,6 +25,20 @@ def exact(axis: str, modes: str, precision: dict[str, str], **changes: Any) -> E
         }
     ).spec
     return derive(spec).exact
+
+
+@pytest.mark.parametrize(
+    ("axis", "modes", "size"),
+    [
+        ("", "", 78636),
+        ("dp_replicate", "R,R,R,R", 87868),
+        ("dp_shard", "S*,S,S,R", 52748),
+        ("dp_shard", "R,S,S,R", 53052),
+    ],
+)
+def test_backward_of_a_scaled_loss_begins_with_the_scale_and_allocates_no_seed(axis, modes, size):
+    peaks = exact(axis, modes, {"layout": "fp16"}).peak
+    assert max(row.device_bytes for row in peaks if row.phase is Phase.BACKWARD) == size
 
 
 @pytest.mark.parametrize("precision", [{"parameters": "fp64"}, {"compute": "fp64"}])
