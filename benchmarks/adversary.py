@@ -4,10 +4,11 @@ Claim: of legal specs drawn from the whole grammar (`_random_specs`: any key, an
 models on up to 4096 ranks), on the first rank, the last and one in between, `exact` and `simulated`
 have the same resident state, peaks, traffic and operations: 0 bytes, 0 calls and 0 operations off.
 
-A spec is a function of its seed: --seeds A-B are drawn, A and B included, all in this process. Of a
-spec that fails the smallest one that fails so is printed, as YAML and as a command. With --one only
-one of the three ranks is simulated, in turns. Prints; writes a result only with --save. Some 10
-seeds take a minute of a core, and as long again each that fails.
+A spec is a function of its seed: --seeds A-B are drawn, A and B included, all in this process. Of
+the first spec that fails in some kind of figure the smallest one that fails so is printed, as YAML
+and as a command, after at most --tries simulations. With --one only one of the three ranks is
+simulated, in turns. Prints; writes a result only with --save. Some 10 seeds take a minute of a
+core, and as long again each that is made smaller.
 """
 
 from __future__ import annotations
@@ -31,20 +32,23 @@ from _shrinking import Shrinking, command, lines
 
 from ptrain.spec.load import load
 
-MOST_TRIES = 60  # simulations of a spec that is made smaller
+MOST_TRIES = 60
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """A seed whose two columns differ, and the smallest spec with such a difference."""
+    """A seed whose two columns differ, and the smallest spec with such a difference; None where an
+    earlier seed differs in the same kinds of figure."""
 
     seed: int
     comparison: Comparison
-    smallest: Written
+    smallest: Written | None
     of_smallest: Disagreement
 
     def page(self) -> Iterator[str]:
         """Yield the lines that a page has of it."""
+        if self.smallest is None:
+            return
         kinds = ", ".join(self.comparison.kinds)
         yield f"Seed {self.seed} ({len(self.comparison.differing)} figures: {kinds}); the smallest:"
         yield from (
@@ -90,14 +94,16 @@ class Account:
         yield ", ".join(f"{place} {count}" for place, count in self.refused.most_common(20))
         for what, counts in (("Not simulated", self.not_simulated), ("Not said", self.undefined)):
             if counts:
-                told = "; ".join(f"{name}: {count}" for name, count in counts.most_common())
-                yield from ("", f"{what}, of how many specs: {told}.")
+                rows = "; ".join(f"{name}: {count}" for name, count in counts.most_common())
+                yield from ("", f"{what}, of how many specs: {rows}.")
         yield ""
         for failure in self.failures:
             yield from failure.page()
 
 
-def smallest(written: Written, failing: Disagreement) -> tuple[Written, Disagreement]:
+def smallest(
+    written: Written, failing: Disagreement, most: int = MOST_TRIES
+) -> tuple[Written, Disagreement]:
     """Return the smallest spec that differs in the same kind of figure, on the rank at the same
     place in its mesh, and how."""
     last = load(dict(written)).spec.world_size - 1
@@ -112,24 +118,34 @@ def smallest(written: Written, failing: Disagreement) -> tuple[Written, Disagree
             seen[""] = row
         return row is not None
 
-    return Shrinking(written, fails, MOST_TRIES).smallest(), seen[""]
+    return Shrinking(written, fails, most).smallest(), seen[""]
 
 
-def examine(seed: int, *, is_one: bool, account: Account) -> None:
-    """Draw and compare a seed's spec, and make it smaller where it fails."""
+def examine(seed: int, account: Account, *, is_one: bool = False, tries: int = MOST_TRIES) -> None:
+    """Draw and compare a seed's spec; make it smaller where it fails in a new kind of figure."""
     draw = drawn(seed)
     ranks = draw.ranks[seed % len(draw.ranks) :][:1] if is_one else draw.ranks
     began = time.perf_counter()
     comparison = compared(draw.written, ranks)
     account.add(draw, ranks, comparison)
     seconds = time.perf_counter() - began
-    told = comparison.refused or f"{len(comparison.differing)} of {comparison.figures} differ"
-    print(f"seed {seed}: {told}, {seconds:.0f} s", file=sys.stderr, flush=True)
-    if comparison.differing:
-        small, row = smallest(draw.written, comparison.differing[0])
-        failure = Failure(seed=seed, comparison=comparison, smallest=small, of_smallest=row)
-        print(*failure.page(), sep="\n", file=sys.stderr, flush=True)
-        account.failures.append(failure)
+    said = comparison.refused or f"{len(comparison.differing)} of {comparison.figures} differ"
+    print(f"seed {seed}: {said}, {seconds:.0f} s", file=sys.stderr, flush=True)
+    if not comparison.differing:
+        return
+    known = {kind for failure in account.failures for kind in failure.comparison.kinds}
+    row = next((row for row in comparison.differing if row.kind not in known), None)
+    small = None
+    if row is not None:
+        small, row = smallest(draw.written, row, tries)
+    failure = Failure(
+        seed=seed,
+        comparison=comparison,
+        smallest=small,
+        of_smallest=row or comparison.differing[0],
+    )
+    print(*failure.page(), sep="\n", file=sys.stderr, flush=True)
+    account.failures.append(failure)
 
 
 def seeds(text: str) -> range:
@@ -144,6 +160,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=seeds, default=range(100), metavar="A-B")
     parser.add_argument("--one", action="store_true", help="one rank of each spec")
+    parser.add_argument("--tries", type=int, default=MOST_TRIES, help="to make a spec smaller")
     parser.add_argument("--minutes", type=float, default=0.0, help="no seed begins after so many")
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/")
     args = parser.parse_args()
@@ -152,7 +169,7 @@ def main() -> int:
     for seed in args.seeds:
         if args.minutes and time.monotonic() - began > 60 * args.minutes:
             break
-        examine(seed, is_one=args.one, account=account)
+        examine(seed, account, is_one=args.one, tries=args.tries)
     return conclude(
         "adversary",
         [head, *account.page()],

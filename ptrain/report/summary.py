@@ -82,7 +82,7 @@ def difference(
 def worst(left: Mapping[KeyT, int], right: Mapping[KeyT, int]) -> tuple[int | None, int | None]:
     """Return both sides' figure of the rank in which they are farthest apart, a missing one before
     all; of equally far ones the largest."""
-    pairs = [(left.get(rank), right.get(rank)) for rank in (left | right)]
+    pairs = [(left.get(rank), right.get(rank)) for rank in {**left, **right}]
 
     def apart(pair: tuple[int | None, int | None]) -> tuple[float, int]:
         before, after = pair

@@ -92,8 +92,10 @@ def test_a_failing_seed_ends_with_the_smallest_spec_and_its_command(modules, mon
 
     monkeypatch.setattr(adversary, "compared", always)
     account = adversary.Account()
-    adversary.examine(55, is_one=False, account=account)
-    (failure,) = account.failures
+    adversary.examine(55, account)
+    adversary.examine(56, account)
+    failure, again = account.failures
+    assert again.smallest is None, "its kind of figure was seen"
     page = "\n".join(account.page())
     assert failure.smallest["mesh"] == {}
     assert "Seed 55 (1 figures: operations again); the smallest:" in page
