@@ -194,6 +194,9 @@ class Blocked:
     seconds: float
 
 
+OPERATIONS = ("forward", "backward", "again")  # the passes of Operations
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operations:
     """Floating-point operations of one rank's matrix products in a step, two for each

@@ -14,6 +14,7 @@ from ptrain.costs import Footprint, State
 from ptrain.derivation.differing import differing_axes
 from ptrain.derivation.ghosts.wrapping import Wrapping
 from ptrain.facts.model import ModelFacts
+from ptrain.spec.precision import DType
 from ptrain.spec.spec import Spec
 
 Rows = tuple[Footprint, ...]
@@ -45,9 +46,9 @@ def by_shard(ghost: Wrapping) -> tuple[list[Rows], list[int]]:
 
 
 def other_bytes(spec: Spec, facts: ModelFacts) -> int:
-    """The model's buffers (fp32, or fp64 with the rest), one step's tokens and targets, and the
-    scalar in which a step adds up its loss."""
-    scale = 2 if spec.precision.compute_fp64 else 1
+    """The model's buffers (fp32, or fp64 where the model computes in it), one step's tokens and
+    targets, and the scalar in which a step adds up its loss."""
+    scale = 2 if spec.precision.effective.parameters is DType.FP64 else 1
     samples = spec.batch.accumulate * spec.batch.micro
     tokens = samples * (spec.batch.sequence + 1)
     buffers = sum(size for _, size in facts.buffers)

@@ -23,6 +23,7 @@ from ptrain.derivation.tape import Scene, Tape, Wrap
 from ptrain.errors import PtrainError
 from ptrain.facts.model import ModelFacts
 from ptrain.spec.model import ModelShape
+from ptrain.spec.precision import DType, Layout
 from ptrain.spec.spec import Spec
 from ptrain.timeline import Boundary, Complete, Item, Mark, Repeated, Run, Timeline
 
@@ -55,6 +56,7 @@ def replay(
         tape=tape, spec=spec, facts=facts, plan=plan, timeline=timeline, representatives=played
     )
     wrap = ghost.player(scene)
+    seed = _seed_bytes(plan.update.layout)
     transient = 0
     # after the second micro-batch everything repeats until the last one
     for is_first, is_last, _ in micro_batches(plan.accumulate.micro_batches):
@@ -63,7 +65,9 @@ def replay(
         play(timeline.forward, tape, wrap)
         transient = wrap.gathered()
         tape.enter(Phase.BACKWARD)
+        tape.level -= seed
         play(timeline.backward, tape, wrap)
+        tape.level += seed
     tape.enter(Phase.UPDATE)
     return Replay(
         timeline=timeline,
@@ -71,6 +75,14 @@ def replay(
         transient_bytes=transient,
         peaks=_peaks(scene, wrap, resident(ghost) if base is None else base),
     )
+
+
+def _seed_bytes(layout: Layout) -> int:
+    """Return the bytes of a trace's seed that backward does not allocate: of a scaled loss it
+    begins with the scale, which lives for the whole run, in place of torch's 1. The loss and the
+    scale are fp32, unless the model computes in fp64, and the scale is cast."""
+    is_own = layout.scales_loss and layout.parameters is not DType.FP64
+    return DType.FP32.itemsize if is_own else 0
 
 
 def _represent(spec: Spec, facts: ModelFacts, reach: int | None) -> Representatives | None:

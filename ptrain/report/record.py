@@ -1,7 +1,8 @@
 """The result record, a public contract (changed only by adding), and the verdict.
 
-A verdict is a subtraction: `exact` and `measured` have the same types. Resident bytes and traffic
-are checked with tolerance 0, the peak within 2 %. A row that only one side has is a failing check.
+A verdict is a subtraction: `exact` and `measured` have the same types. Resident bytes, traffic and
+operations are checked with tolerance 0, the peak within 2 %. A row that only one side has is a
+failing check.
 """
 
 from __future__ import annotations
@@ -11,7 +12,18 @@ from dataclasses import asdict, dataclass, fields
 from itertools import zip_longest
 
 from ptrain.by_rank import of_ranks
-from ptrain.costs import TIERS, Column, Estimate, Footprint, Peak, State, Traffic, TrafficKey
+from ptrain.costs import (
+    OPERATIONS,
+    TIERS,
+    Column,
+    Estimate,
+    Footprint,
+    Operations,
+    Peak,
+    State,
+    Traffic,
+    TrafficKey,
+)
 from ptrain.derivation.wire import WireRow, wire_rows
 from ptrain.installed import versions
 from ptrain.version import is_tested
@@ -33,7 +45,8 @@ class Check:
 
 
 def compare(exact: Estimate, measured: Estimate) -> tuple[Check, ...]:
-    """Checks per state and rank, per kind of call, and per phase's peak.
+    """Checks per state and rank, per kind of call, per phase's peak, and per pass and rank of the
+    operations where both columns count them: a run does not, a simulation does.
 
     Where `measured` is one rank's own account, only that rank is compared; a rank that is missing
     from an account of several fails. Of what `exact` says that it does not predict (`undefined`:
@@ -49,6 +62,8 @@ def compare(exact: Estimate, measured: Estimate) -> tuple[Check, ...]:
         checks += _traffic_checks(exact.traffic, measured.traffic)
     if "peak" not in exact.undefined:
         checks += _peak_checks(of_ranks(exact.peak, ranks), measured.peak)
+    if exact.operations and measured.operations:
+        checks += _operations_checks(of_ranks(exact.operations, ranks), measured.operations)
     return tuple(checks)
 
 
@@ -128,6 +143,18 @@ def _peak_checks(exact: Sequence[Peak], measured: Sequence[Peak]) -> Iterator[Ch
             measured_rows.get((rank, phase)),
             tolerance=PEAK_TOLERANCE,
         )
+
+
+def _operations_checks(
+    exact: Sequence[Operations], measured: Sequence[Operations]
+) -> Iterator[Check]:
+    predicted_rows = {row.rank: row for row in exact}
+    measured_rows = {row.rank: row for row in measured}
+    for rank in sorted({*predicted_rows, *measured_rows}):
+        rows = predicted_rows.get(rank), measured_rows.get(rank)
+        for passed in OPERATIONS:
+            left, right = (getattr(row, passed) if row else None for row in rows)
+            yield _check(f"operations {passed} rank {rank}", left, right, tolerance=0.0)
 
 
 def _check(name: str, predicted: int | None, measured: int | None, *, tolerance: float) -> Check:

@@ -49,7 +49,7 @@ def one(report: RankReport, name: str) -> str:
             "",
             end_table(report.exact, report.simulated, ("exact", "simulated")),
             "",
-            *operations(report),
+            *operations_lines(report.simulated),
             agreement(report),
             *foreign(report),
             "",
@@ -67,14 +67,6 @@ def heading(report: RankReport, name: str) -> str:
     who = f"rank {report.rank} of {report.simulated.world_size}{like}"
     how = f"rehearsed on {report.device}" if report.device else "simulated"
     return f"{name} · {who} · {how} in {sum(report.seconds.values()):.1f} s"
-
-
-def operations(report: RankReport) -> list[str]:
-    """Return the lines of what was executed, and of what was derived where that is not the same."""
-    lines = operations_lines(report.simulated)
-    if report.exact.operations and report.exact.operations != report.simulated.operations:
-        lines += [f"exact has other {line}" for line in operations_lines(report.exact)]
-    return lines
 
 
 def agreement(report: RankReport) -> str:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import TypeVar
 
-from ptrain.costs import Estimate, State, Traffic, TrafficKey, busiest
+from ptrain.by_rank import RowT, distinct, of_ranks
+from ptrain.costs import OPERATIONS, Estimate, State, Traffic, TrafficKey, busiest
 from ptrain.derivation.wire import WireRow, wire_rows
 from ptrain.report.record import Check, checks_line, verdict_line
 from ptrain.report.table import (
     MISSING,
-    largest,
     moved_bytes,
     on_tiers,
     render,
@@ -17,16 +19,20 @@ from ptrain.report.table import (
     traffic_label,
     traffic_order,
 )
-from ptrain.units import format_bytes
+from ptrain.units import format_bytes, format_operations
+
+Row = tuple[str, str, str, str]
+KeyT = TypeVar("KeyT", bound=Hashable)
 
 
 def end_table(
     exact: Estimate, measured: Estimate, names: tuple[str, str] = ("predicted", "measured")
 ) -> str:
-    """The table that ends a training: a row per state, per kind of call and per phase's peak; of
-    the ranks, the largest. `names` head the two columns."""
+    """The table that ends a training: a row per state, per kind of call, per phase's peak and per
+    pass whose operations both sides count; of the ranks, the one in which the two are farthest
+    apart, else the largest. `names` head the two columns."""
     rows = [*_memory_rows(exact, measured), *_peak_rows(exact, measured)]
-    rows += _traffic_rows(exact, measured)
+    rows += [*_traffic_rows(exact, measured), *_operations_rows(exact, measured)]
     return render(("per rank and step", *names, "difference"), rows)
 
 
@@ -60,32 +66,60 @@ def summary(
     )
 
 
-def difference(predicted: int | None, measured: int | None) -> str:
-    """`0`, or bytes and percent: `+32 B (+0.1 %)`."""
+def difference(
+    predicted: int | None, measured: int | None, text: Callable[[int], str] = format_bytes
+) -> str:
+    """`0`, or bytes and percent: `+32 B (+0.1 %)`; `text` writes other units."""
     if predicted is None or measured is None:
         return "missing"
     delta = measured - predicted
     if delta == 0:
         return "0"
     percent = f" ({delta / predicted:+.2%})" if predicted else ""
-    return f"{'+' if delta > 0 else '-'}{format_bytes(abs(delta))}{percent}"
+    return f"{'+' if delta > 0 else '-'}{text(abs(delta))}{percent}"
 
 
-def _memory_rows(exact: Estimate, measured: Estimate) -> Iterable[tuple[str, str, str, str]]:
-    predicted, counted = largest(exact.memory), largest(measured.memory)
+def worst(left: Mapping[KeyT, int], right: Mapping[KeyT, int]) -> tuple[int | None, int | None]:
+    """Return both sides' figure of the rank in which they are farthest apart, a missing one before
+    all; of equally far ones the largest."""
+    pairs = [(left.get(rank), right.get(rank)) for rank in {**left, **right}]
+
+    def apart(pair: tuple[int | None, int | None]) -> tuple[float, int]:
+        before, after = pair
+        if before is None or after is None:
+            return math.inf, before or after or 0
+        return abs(after - before), max(pair, key=lambda size: size or 0) or 0
+
+    return max(pairs, key=apart, default=(None, None))
+
+
+def _memory_rows(exact: Estimate, measured: Estimate) -> Iterable[Row]:
     for state in State:
         for tier, label in on_tiers(state):
-            left, right = predicted.get((state, tier)), counted.get((state, tier))
+            left, right = worst(
+                *(
+                    {row.rank: getattr(row, tier) for row in rows if row.state is state}
+                    for rows in (_in_common(exact.memory, measured), measured.memory)
+                )
+            )
             if left or right:
                 yield label, size(left), size(right), difference(left, right)
 
 
-def _peak_rows(exact: Estimate, measured: Estimate) -> Iterable[tuple[str, str, str, str]]:
-    phases = dict.fromkeys(row.phase for row in (*exact.peak, *measured.peak))
+def _in_common(rows: Sequence[RowT], measured: Estimate) -> Sequence[RowT]:
+    """The rows of the rank whose own account `measured` is; of all, where it has several ranks."""
+    ranks = {row.rank for row in measured.memory}
+    return of_ranks(rows, ranks) if len(ranks) == 1 else rows
+
+
+def _peak_rows(exact: Estimate, measured: Estimate) -> Iterable[Row]:
+    phases = dict.fromkeys(row.phase for row in (*distinct(exact.peak), *measured.peak))
     for phase in phases:
-        left, right = (
-            max((row.device_bytes for row in estimate.peak if row.phase is phase), default=None)
-            for estimate in (exact, measured)
+        left, right = worst(
+            *(
+                {row.rank: row.device_bytes for row in rows if row.phase is phase}
+                for rows in (_in_common(exact.peak, measured), measured.peak)
+            )
         )
         yield f"peak {phase}", size(left), size(right), difference(left, right)
         allocated = max(
@@ -95,18 +129,57 @@ def _peak_rows(exact: Estimate, measured: Estimate) -> Iterable[tuple[str, str, 
             yield f"peak {phase}, allocator", MISSING, size(allocated), difference(right, allocated)
 
 
-def _traffic_rows(exact: Estimate, measured: Estimate) -> Iterable[tuple[str, str, str, str]]:
+def _operations_rows(exact: Estimate, measured: Estimate) -> Iterable[Row]:
+    """Rows of the passes, where both sides count operations."""
+    if not exact.operations or not measured.operations:
+        return
+    for passed in OPERATIONS:
+        left, right = worst(
+            *(
+                {row.rank: getattr(row, passed) for row in rows}
+                for rows in (_in_common(exact.operations, measured), measured.operations)
+            )
+        )
+        if left or right:
+            yield (
+                f"operations {passed}",
+                MISSING if left is None else format_operations(left),
+                MISSING if right is None else format_operations(right),
+                difference(left, right, format_operations),
+            )
+
+
+def _traffic_rows(exact: Estimate, measured: Estimate) -> Iterable[Row]:
+    """Rows of the kinds of call; where ranks' accounts differ from those derived, of the first that
+    does."""
     left, right = _by_key(exact.traffic), _by_key(measured.traffic)
     for key in sorted({*left, *right}, key=traffic_order):
-        yield (
-            traffic_label(key),
-            _calls(left.get(key)),
-            _calls(right.get(key)),
-            difference(
-                moved_bytes(left[key]) if key in left else None,
-                moved_bytes(right[key]) if key in right else None,
-            ),
-        )
+        before, after = _unequal(left.get(key, set()), right.get(key, set()))
+        yield traffic_label(key), _calls(before), _calls(after), _sent_difference(before, after)
+
+
+def _unequal(left: set[Traffic], right: set[Traffic]) -> tuple[Traffic | None, Traffic | None]:
+    """Return the busiest accounts that one side lacks, or where none does the busiest of both."""
+    if left == right:
+        (most,) = busiest(left)
+        return most, most
+    pairs = [next(iter(busiest(side)), None) for side in (left - right, right - left)]
+    known = [next(iter(busiest(side)), None) for side in (left, right)]
+    before, after = (pair or row for pair, row in zip(pairs, known, strict=True))
+    return before, after
+
+
+def _sent_difference(before: Traffic | None, after: Traffic | None) -> str:
+    """Bytes that move; where these are equal the payload, or the number of calls."""
+    if before is None or after is None:
+        return "missing"
+    bytes_off = difference(moved_bytes(before), moved_bytes(after))
+    if bytes_off != "0":
+        return bytes_off
+    if before.payload_bytes != after.payload_bytes:
+        return f"payload {difference(before.payload_bytes, after.payload_bytes)}"
+    calls = after.calls - before.calls
+    return f"{calls:+d} call{'s' * (abs(calls) != 1)}" if calls else "0"
 
 
 def wire_table(wire: Sequence[WireRow]) -> str:
@@ -139,8 +212,11 @@ def blocked_table(measured: Estimate) -> str:
     return render(("blocked per step", "least", "most of the ranks"), rows) if rows else ""
 
 
-def _by_key(rows: Iterable[Traffic]) -> dict[TrafficKey, Traffic]:
-    return {row.key: row for row in busiest(rows)}
+def _by_key(rows: Iterable[Traffic]) -> dict[TrafficKey, set[Traffic]]:
+    accounts: dict[TrafficKey, set[Traffic]] = {}
+    for row in rows:
+        accounts.setdefault(row.key, set()).add(row)
+    return accounts
 
 
 def _calls(row: Traffic | None) -> str:

@@ -140,6 +140,19 @@ def test_a_single_ranks_account_is_compared_with_that_rank_only():
     assert not failing(own)
 
 
+@pytest.mark.parametrize("passed", ["forward", "backward", "again"])
+def test_one_operation_fails_the_verdict_where_both_count_them(passed):
+    rows = tuple(Operations(rank=rank, forward=6, backward=12, again=4) for rank in range(2))
+    exact, measured = replace(EXACT, operations=rows), replace(MEASURED, operations=rows)
+    assert verdict(compare(exact, measured)) == "holds"
+    wrong = (rows[0], replace(rows[1], **{passed: 5}))
+    checks = compare(exact, replace(measured, operations=wrong))
+    assert [check.name for check in checks if not check.holds] == [f"operations {passed} rank 1"]
+    lacking = compare(exact, replace(measured, operations=rows[:1]))
+    assert len([check for check in lacking if not check.holds]) == 3
+    assert compare(exact, MEASURED) == compare(EXACT, measured) == compare(EXACT, MEASURED)
+
+
 @given(st.integers(900, 1100))
 def test_the_peak_holds_within_two_percent(size):
     rows = (replace(MEASURED.peak[0], device_bytes=size), *MEASURED.peak[1:])

@@ -87,7 +87,7 @@ def report(**changes: int) -> RankReport:
 def test_equal_columns_are_said_to_be_equal_and_no_verdict_is_given() -> None:
     text = one(report(), "mine")
     assert text.startswith("mine · rank 3 of 8, like ranks [4 5] · simulated in 1.5 s")
-    assert "exact and simulated are equal in 5 of 5 figures" in text
+    assert "exact and simulated are equal in 8 of 8 figures" in text
     assert "verdict" not in text and "holds" not in text
 
 
@@ -96,7 +96,7 @@ def test_a_difference_stands_in_its_row_and_in_the_count() -> None:
     assert "+2 B (+20.00%)" in one(found, "mine")
     names = {check.name for check in found.differing}
     assert "memory parameters rank 3" in names and len(names) == 4
-    assert agreement(found) == "exact and simulated are equal in 1 of 5 figures"
+    assert agreement(found) == "exact and simulated are equal in 4 of 8 figures"
 
 
 def test_where_nothing_is_predicted_it_is_said() -> None:
@@ -118,14 +118,17 @@ def test_a_rehearsal_says_where_it_ran() -> None:
     assert heading(there, "mine") == "mine · rank 3 of 8 · rehearsed on cuda:0 in 1.5 s"
 
 
-def test_other_operations_than_derived_are_told() -> None:
+def test_other_operations_than_derived_are_figures_that_differ() -> None:
     found = report()
     fields = {name: getattr(found, name) for name in RankReport.__slots__}
     fewer = estimate(Column.EXACT)
-    object.__setattr__(fewer, "operations", (Operations(rank=3, forward=1, backward=2),))
-    text = one(RankReport(**{**fields, "exact": fewer}), "mine")
-    assert "exact has other matrix products" in text
-    assert "exact has other" not in one(found, "mine")
+    object.__setattr__(fewer, "operations", (Operations(rank=3, forward=1, backward=4000),))
+    other = RankReport(**{**fields, "exact": fewer})
+    assert [check.name for check in other.differing] == ["operations forward rank 3"]
+    (row,) = [line for line in one(other, "mine").splitlines() if "operations forward" in line]
+    assert row.split()[2:-1] == ["1", "FLOP", "2", "kFLOP", "+1.999", "kFLOP"]
+    rows = [line for line in one(found, "mine").splitlines() if line.startswith("operations")]
+    assert len(rows) == 2 and all(line.endswith(" 0") for line in rows)
 
 
 def test_each_state_is_told_when_a_phase_needs_most() -> None:

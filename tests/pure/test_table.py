@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from ptrain.costs import (
     Blocked,
     Collective,
@@ -46,6 +48,34 @@ def test_there_is_a_row_per_state_per_phase_and_per_kind_of_call():
 
 def test_of_the_ranks_the_largest_is_shown():
     assert "101 B" in end_table(EXACT, MEASURED).splitlines()[1]
+
+
+def test_a_row_is_of_the_rank_in_which_the_columns_are_farthest_apart():
+    smaller = [
+        replace(row, device_bytes=90) if row.rank == 0 and row.state is State.PARAMETERS else row
+        for row in MEASURED.memory
+    ]
+    peaks = [replace(MEASURED.peak[0], device_bytes=900), *MEASURED.peak[1:]]
+    lines = end_table(EXACT, replace(MEASURED, memory=tuple(smaller), peak=tuple(peaks)))
+    rows = {line.split("  ")[0]: line for line in lines.splitlines()}
+    assert rows["parameters"].split()[1:] == ["100", "B", "90", "B", "-10", "B", "(-10.00%)"]
+    assert rows["optimizer"].endswith(" 0") and "101 B" in rows["optimizer"]
+    assert rows["peak forward"].endswith("-100 B (-10.00%)")
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [("calls", "+1 call"), ("payload_bytes", "payload +1 B (+0.33%)"), ("sent_bytes", "+1 B")],
+)
+def test_a_row_of_traffic_is_of_the_account_that_was_not_derived(count, text):
+    """The account that sends most is as derived, and another is not."""
+    row = EXACT.traffic[0]
+    little = replace(row, sent_bytes=1)
+    wrong = replace(little, **{count: getattr(little, count) + 1})
+    exact = replace(EXACT, traffic=(row, little))
+    line = end_table(exact, replace(MEASURED, traffic=(row, wrong))).splitlines()[-1]
+    assert text in line and not line.endswith(" 0")
+    assert end_table(exact, exact).splitlines()[-1].endswith("3 calls, 150 B           0")
 
 
 def test_the_summary_names_what_fails_and_ends_with_the_verdict():

@@ -1,0 +1,253 @@
+"""What each key of a spec may be given, read off its declaration: all words of a closed set; of
+numbers the lowest, the highest and some other. What the declaration says nothing executes yet is
+left out until it does.
+
+The declaration is the grammar (`ptrain.spec.section.keys`) and the JSON Schema of each leaf and of
+each short form, so that a new key is drawn without a change here. What a schema cannot say stands
+in three tables: texts that mean something (`texts`), ranges in which a simulation takes seconds
+(LIMITS), and keys that are not drawn, with the reason (LEFT_OUT). A key whose values nobody knows
+raises LookupError.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Set
+from dataclasses import dataclass
+from functools import cache
+from random import Random
+from typing import Any
+
+from ptrain.spec.axis import DATA_AXES, EXECUTED_AXES, Axis
+from ptrain.spec.grammar import SpecRaw
+from ptrain.spec.leaf import Leaf
+from ptrain.spec.names import listing, strategy
+from ptrain.spec.section import Section, keys
+from ptrain.spec.shorthand import POLICIES
+from ptrain.spec.text import flow
+
+Shape = Mapping[str, Any]  # a JSON Schema
+
+# What takes seconds is small; the ranges of all other keys are those of their declarations.
+LIMITS: Mapping[str, tuple[int, int]] = {
+    "model.layers": (1, 6),
+    "model.hidden": (2, 64),
+    "model.heads": (1, 8),
+    "model.kv_heads": (1, 8),
+    "model.ffn": (1, 128),
+    "model.vocab": (259, 400),
+    "mesh.pp": (1, 4),
+    "mesh.dp_replicate": (1, 4096),
+    "mesh.dp_shard": (1, 4096),
+    "mesh.dp": (1, 4096),
+    "mesh.tp": (1, 8),
+    "batch.global": (1, 4096),
+    "batch.micro": (1, 4),
+    "batch.sequence": (1, 48),
+    "batch.accumulate": (1, 8),
+    "pipeline.stages": (1, 8),
+    "pipeline.split": (1, 6),
+    "loss.chunk": (1, 64),
+}
+
+_OUTSIDE = "a model of somebody's own code: tests/unit/test_external.py and test_huggingface.py"
+_ROLES = "roles are of models that are not built in"
+LEFT_OUT: Mapping[str, str] = {
+    "model.hf": _OUTSIDE,
+    "model.config": _OUTSIDE,
+    "model.target": _OUTSIDE,
+    "model.arguments": _OUTSIDE,
+    "model.folder": _OUTSIDE,
+    "model.blocks": _OUTSIDE,
+    "data.path": "a simulation reads no data, and the file would have to be there",
+}
+# Kinds of value, by key and type, that are not drawn though others of the key are.
+_NOT_DRAWN: Mapping[tuple[str, str], str] = {
+    ("tensor.plan", "object"): _ROLES,
+    ("pipeline.schedule", "array"): "lists of one's own: tests/pure/test_listed_schedules.py",
+    ("pipeline.schedule", "string"): "files of them",
+}
+
+_SIZE, _RATE = r"^[0-9.]+ *([kKMGT]i?B|B)?$", r"^[0-9.]+ *([kKMGT]i?B|B)?(/s)?$"
+
+
+@cache
+def texts() -> Mapping[str, tuple[str, ...]]:
+    """Return the texts of keys that take any text, by key, and by pattern where it says it all."""
+    strategies = tuple(sorted(listing("strategies")))
+    return {
+        "name": ("drawn",),
+        "model.preset": tuple(sorted(listing("models"))),
+        "placement": strategies,
+        **{f"placement.{axis}": _tuples(strategies, {axis}) for axis in EXECUTED_AXES},
+        "placement.dp": _tuples(strategies, {*DATA_AXES}),
+        "batch.global": ("1k tokens", "0.5k tokens", "300 tokens"),
+        "unit": ("1 blocks", "2 blocks", "3 blocks"),
+        "offload.path": ("/nvme",),
+        "cluster.preset": tuple(sorted(listing("clusters"))),
+        "cluster.name": ("drawn",),
+        "activations": ("0", "1-", "0-1", "2-3"),
+        _SIZE: ("2 KiB", "100 kB", "1 MiB", "80 GiB"),
+        _RATE: ("50 GB/s", "1 MB/s"),
+    }
+
+
+def _tuples(strategies: tuple[str, ...], axes: Set[str]) -> tuple[str, ...]:
+    """The strategies that are a tuple on one of these axes, and nothing else."""
+    files = {name: strategy(name) for name in strategies}
+    roots: dict[str, Any] = {name: tree.root for name, tree in files.items() if tree}
+    return tuple(
+        name
+        for name, root in roots.items()
+        if len(root["placement"]) == 1 and axes & {*root["placement"]} and not {*POLICIES} & {*root}
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Value:
+    """One kind of value of a key: its `label` in a count, how it is drawn, and which it is."""
+
+    label: str
+    draw: Callable[[Random], object]
+    holds: Callable[[object], bool]
+
+
+@cache
+def values() -> Mapping[str, tuple[Value, ...]]:
+    """Return what each key may be given, by its dotted place, in the order of declaration; a
+    section with a short form is a key too. Raises LookupError for a key that has none."""
+    kinds = {
+        place: tuple(of_key(place, holds)) for place, holds in declared() if place not in LEFT_OUT
+    }
+    return {place: of for place, of in kinds.items() if of}
+
+
+def declared() -> Iterator[tuple[str, Leaf | Section]]:
+    """Yield every key of the grammar by its dotted place, but axes that nothing executes."""
+    return _declared(SpecRaw, ())
+
+
+def _declared(kind: type, above: tuple[str, ...]) -> Iterator[tuple[str, Leaf | Section]]:
+    for key, (_, holds) in keys(kind).items():
+        place = ".".join((*above, key))
+        if key in {*Axis} - {*EXECUTED_AXES} and above in (("mesh",), ("placement",)):
+            continue
+        yield place, holds
+        if isinstance(holds, Section):
+            yield from _declared(holds.kind, (*above, key))
+
+
+def of_key(place: str, holds: Leaf | Section) -> Iterator[Value]:
+    """Yield the kinds of value of a key that something executes; of a section, its short forms."""
+    if isinstance(holds, Section):
+        for shape in holds.also:
+            yield from of_shape(place, shape)
+    elif holds.executed is None:
+        yield from of_shape(place, holds.schema())
+    else:
+        yield from map(_constant, holds.executed)
+
+
+def of_shape(place: str, shape: Shape) -> Iterator[Value]:
+    """Yield the kinds of value that a schema allows."""
+    if (place, str(shape.get("type"))) in _NOT_DRAWN:
+        return
+    match shape:
+        case {"anyOf": shapes} | {"oneOf": shapes}:
+            for inner in shapes:
+                yield from of_shape(place, inner)
+        case {"const": word}:
+            yield _constant(word)
+        case {"type": "boolean"}:
+            yield from (_constant(value) for value in (True, False))
+        case {"type": "null"}:
+            yield _constant(None)
+        case {"type": "integer" | "number"}:
+            yield from _numbers(place, shape)
+        case {"type": "string"}:
+            yield from map(_constant, _texts_of(place, shape))
+        case {"type": "array"}:
+            yield _list(place, shape)
+        case {"type": "object", "patternProperties": patterns}:
+            (inner,) = patterns.values()
+            yield _mapping(place, inner)
+        case _:
+            raise LookupError(f"{place}: nobody knows how to draw {dict(shape)}")
+
+
+def _constant(value: object) -> Value:
+    return Value(
+        label=flow(value),
+        draw=lambda _: value,
+        holds=lambda other: type(other) is type(value) and other == value,
+    )
+
+
+def _texts_of(place: str, shape: Shape) -> tuple[str, ...]:
+    known = texts().get(place) or texts().get(shape.get("pattern", ""))
+    if not known:
+        raise LookupError(f"{place}: any text will do, and none is in texts() of {__name__}")
+    pattern = shape.get("pattern", "")
+    assert all(re.search(pattern, text) for text in known) or place == "activations", place
+    return known
+
+
+def _numbers(place: str, shape: Shape) -> Iterator[Value]:
+    is_whole = shape["type"] == "integer"
+    kinds = (int,) if is_whole else (int, float)
+    low, high = LIMITS.get(place) or _range(shape)
+
+    def is_number(value: object) -> bool:
+        return isinstance(value, kinds) and not isinstance(value, bool)
+
+    def between(draw: Random) -> int | float:
+        """Small numbers as often as large ones."""
+        first = low + 1 if is_whole else low
+        last = max(high - 1 if is_whole else high, first)
+        shift = 1 - first
+        drawn = math.exp(draw.uniform(0.0, math.log(last + shift))) - shift
+        return min(max(round(drawn), first), last) if is_whole else round(drawn, 6) or low
+
+    for label, end in (("low", low), ("high", high)):
+        yield Value(
+            label=label,
+            draw=lambda _, end=end: end,
+            holds=lambda value, end=end: is_number(value) and value == end,
+        )
+    yield Value(
+        label="other",
+        draw=between,
+        holds=lambda value: is_number(value) and value not in (low, high),
+    )
+
+
+def _range(shape: Shape) -> tuple[int | float, int | float]:
+    """The lowest and the highest number; above an open end, the next thousandth."""
+    low = shape.get("minimum")
+    if low is None:
+        low = shape.get("exclusiveMinimum", 0) + 1e-3
+    return low, shape.get("maximum", 1e6)
+
+
+def _list(place: str, shape: Shape) -> Value:
+    items = tuple(of_shape(place, shape["items"]))
+    fewest, most = shape.get("minItems", 1), shape.get("maxItems", 4)
+
+    def draw_list(draw: Random) -> list[object]:
+        count = draw.randint(fewest, most)
+        if shape.get("uniqueItems"):
+            return [item.draw(draw) for item in draw.sample(items, min(count, len(items)))]
+        return [draw.choice(items).draw(draw) for _ in range(count)]
+
+    return Value(label="a list", draw=draw_list, holds=lambda value: isinstance(value, list))
+
+
+def _mapping(place: str, inner: Shape) -> Value:
+    kinds, names = tuple(of_shape(place, inner)), texts()[place]
+
+    def draw_mapping(draw: Random) -> dict[str, object]:
+        chosen = draw.sample(names, draw.randint(1, 2))
+        return {name: draw.choice(kinds).draw(draw) for name in chosen}
+
+    return Value(label="a mapping", draw=draw_mapping, holds=lambda value: isinstance(value, dict))

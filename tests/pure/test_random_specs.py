@@ -1,0 +1,100 @@
+"""Specs drawn from the declared grammar: every key and every kind of value that it declares can be
+drawn, what is drawn is legal, and a draw is a function of its seed."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from random import Random
+from types import ModuleType
+
+import pytest
+
+from ptrain.selection.recompute import settled
+from ptrain.spec.leaf import Leaf, Text
+from ptrain.spec.load import load
+
+FOLDER = Path(__file__).parents[2] / "benchmarks"
+NAMES = ("_key_values", "_random_specs", "_coverage")
+SEEDS = range(12)
+
+
+@pytest.fixture(scope="module")
+def modules() -> Iterator[dict[str, ModuleType]]:
+    sys.path.insert(0, str(FOLDER))
+    yield {name: import_module(name) for name in NAMES}
+    sys.path.remove(str(FOLDER))
+
+
+def test_every_key_of_the_grammar_is_drawn_or_left_out_with_a_reason(modules):
+    keys = modules["_key_values"]
+    declared = dict(keys.declared())
+    drawn, left_out = set(keys.values()), set(keys.LEFT_OUT)
+    assert not left_out - set(declared) and not drawn & left_out
+    executed = {
+        place
+        for place, holds in declared.items()
+        if isinstance(holds, Leaf) and holds.executed != ()
+    }
+    assert executed - drawn == left_out, "new keys need texts or limits in _key_values"
+
+
+def test_limits_and_texts_are_of_keys_that_there_are(modules):
+    keys = modules["_key_values"]
+    assert set(keys.LIMITS) <= set(keys.values())
+    places = {place for place in keys.texts() if not place.startswith("^")}
+    assert places <= set(keys.values())
+
+
+def test_every_kind_of_value_is_one_that_its_key_takes(modules):
+    keys = modules["_key_values"]
+    declared = dict(keys.declared())
+    for place, kinds in keys.values().items():
+        for kind in kinds:
+            value = kind.draw(Random(0))
+            assert kind.holds(value), f"{place}={kind.label}"
+            if isinstance(holds := declared[place], Leaf):
+                holds.check(value)
+
+
+def test_a_key_of_which_nobody_knows_a_text_is_named(modules):
+    with pytest.raises(LookupError, match=r"new\.key: any text will do"):
+        [*modules["_key_values"].of_key("new.key", Text("what is new"))]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_what_is_drawn_is_legal_and_a_function_of_its_seed(modules, seed):
+    drawn = modules["_random_specs"].drawn
+    draw = drawn(seed)
+    spec = settled(load(dict(draw.written)))
+    assert draw.ranks[0] == 0 and draw.ranks[-1] == spec.world_size - 1
+    assert draw == drawn(seed)
+
+
+def test_pairs_are_counted_of_values_of_different_keys_whatever_form_a_tuple_has(modules):
+    coverage = modules["_coverage"].Coverage()
+    coverage.add(
+        {
+            "model": {"preset": "llama-tiny"},
+            "mesh": {"dp_shard": 2},
+            "placement": {"dp_shard": "S*,S,S,R"},
+            "batch": {"sequence": 1},
+        }
+    )
+    assert coverage.specs["placement.dp_shard.parameters=S*"] == 1
+    assert coverage.specs["batch.sequence=low"] == 1
+    assert coverage.pairs["batch.sequence=low", "placement.dp_shard.parameters=S*"] == 1
+    assert "batch.sequence=high" in coverage.missing()
+    assert coverage.lines()[0].startswith("keys: 7 of ")
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+def test_a_few_hundred_draws_have_every_key(modules):
+    coverage = modules["_coverage"].Coverage()
+    for seed in range(300):
+        coverage.add(modules["_random_specs"].drawn(seed).written)
+    places = {label.partition("=")[0] for label in coverage.specs}
+    assert places == set(modules["_key_values"].values())

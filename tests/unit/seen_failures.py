@@ -1,0 +1,79 @@
+"""Specs in which `exact` and `simulated` once differed, each the smallest that did, with what was
+wrong. What is still wrong is `is_open`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+MODEL: dict[str, Any] = {"layers": 1, "hidden": 8, "heads": 1, "ffn": 8, "vocab": 259}
+STAGES: dict[str, Any] = {"mesh": {"pp": 2}, "placement": {"pp": "S,S,S,R"}}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """`spec` is what differs from a model of one block of 8 columns on one rank, 4 tokens."""
+
+    wrong: str
+    rank: int = 0
+    is_open: bool = False
+    model: dict[str, Any] = field(default_factory=dict)
+    batch: dict[str, Any] = field(default_factory=dict)
+    spec: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def written(self) -> dict[str, Any]:
+        """The spec as it stands in a file."""
+        return {
+            "model": MODEL | self.model,
+            "mesh": {},
+            "placement": {},
+            "batch": {"sequence": 4} | self.batch,
+            **self.spec,
+        }
+
+
+SEEN = (
+    Seen(
+        wrong="a scaled loss had a seed of 4 bytes: peak backward 78640 for 78636",
+        spec={"precision": {"layout": "fp16"}},
+    ),
+    Seen(
+        wrong="buffers of fp64 parameters were fp32: other 172 for 304",
+        spec={"precision": {"parameters": "fp64"}},
+    ),
+    Seen(
+        wrong="a loss in chunks computes its logits in forward, where they count as again: "
+        "operations again 16576 for 0, backward 41600 for 58176",
+        is_open=True,
+        spec={"loss": {"chunk": 2}},
+    ),
+    Seen(
+        wrong="a sequence of one token leaves 8 bytes less a sample: activations 3216 for 3200",
+        is_open=True,
+        batch={"sequence": 1, "micro": 2},
+    ),
+    Seen(
+        wrong="gradients in files on replicas within tp are copied in one call more: "
+        "device_to_host 2 calls for 3, 9312 bytes for 9316",
+        is_open=True,
+        model={"heads": 2},
+        spec={
+            "mesh": {"dp_replicate": 2, "tp": 2},
+            "placement": {"dp_replicate": "R,R,S@file,R", "tp": "S,S,S,R"},
+        },
+    ),
+    Seen(
+        wrong="ptrain's SGD for 16-bit tensors on a CPU has a scalar: peak update 54636 for 54640",
+        is_open=True,
+        spec={"optimizer": {"name": "sgd", "clip": None}, "precision": {"master": "bf16"}},
+    ),
+    Seen(
+        wrong="a last stage keeps the scale that was cast to fp64: activations 42704 for 42712",
+        rank=1,
+        is_open=True,
+        model={"layers": 2},
+        batch={"accumulate": 2, "micro": 2},
+        spec={**STAGES, "precision": {"layout": "fp16", "compute": "fp64"}},
+    ),
+)

@@ -1,0 +1,108 @@
+"""`exact` and `simulated` are equal, to the byte and to the operation, of specs that are drawn from
+the whole grammar, and of those in which they once were not."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from ptrain.report.record import Check
+from tests.unit.seen_failures import SEEN
+
+FOLDER = Path(__file__).parents[2] / "benchmarks"
+NAMES = ("_disagreements", "_random_specs", "adversary")
+# Small draws, a second each: shards, replicas, tp, stages; host and files; all optimizers.
+SEEDS = (31, 42, 55, 75, 86, 123, 131, 136)
+AT_ONCE, NIGHTLY = 10, 300
+
+
+@pytest.fixture(scope="module")
+def modules() -> Iterator[dict[str, ModuleType]]:
+    sys.path.insert(0, str(FOLDER))
+    yield {name: import_module(name) for name in NAMES}
+    sys.path.remove(str(FOLDER))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_drawn_spec_holds_sends_and_computes_what_was_derived(modules, seed):
+    """One of its three ranks, by the seed."""
+    draw = modules["_random_specs"].drawn(seed)
+    rank = draw.ranks[seed % len(draw.ranks)]
+    comparison = modules["_disagreements"].compared(draw.written, (rank,))
+    assert comparison.figures and not comparison.refused
+    assert not comparison.differing, "\n".join(map(str, comparison.differing))
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("first", range(0, NIGHTLY, AT_ONCE))
+def test_hundreds_of_drawn_specs_do(modules, first):
+    failing = []
+    for seed in range(first, first + AT_ONCE):
+        draw = modules["_random_specs"].drawn(seed)
+        comparison = modules["_disagreements"].compared(draw.written, draw.ranks)
+        failing += [f"seed {seed}: {row}" for row in comparison.differing]
+    assert not failing, "\n".join(failing)
+
+
+@pytest.mark.parametrize(
+    "seen",
+    [
+        pytest.param(
+            seen,
+            id=seen.wrong[:40],
+            marks=[pytest.mark.xfail(reason=seen.wrong), pytest.mark.nightly] * seen.is_open,
+        )
+        for seen in SEEN
+    ],
+)
+def test_a_spec_that_once_failed_does(modules, seen):
+    comparison = modules["_disagreements"].compared(seen.written, (seen.rank,))
+    assert comparison.figures and not comparison.refused
+    assert not comparison.differing, "\n".join(map(str, comparison.differing))
+
+
+def test_a_spec_that_simulate_refuses_and_one_that_raises_are_told_apart(modules, monkeypatch):
+    disagreements = modules["_disagreements"]
+    refused = disagreements.compared(SEEN[0].written | {"attention": "flex"}, (0,))
+    assert "flex_attention" in refused.refused and not refused.differing
+
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError("by 0")
+
+    monkeypatch.setattr(disagreements, "simulate", broken)
+    (row,) = disagreements.compared(SEEN[0].written, (0,)).differing
+    assert str(row) == "rank 0: crash ZeroDivisionError: by 0"
+
+
+def test_a_failing_seed_ends_with_the_smallest_spec_and_its_command(modules, monkeypatch):
+    adversary, disagreements = modules["adversary"], modules["_disagreements"]
+
+    def always(written: object, ranks: tuple[int, ...]) -> object:
+        check = Check(name="operations again", predicted=4, measured=1, tolerance=0.0, holds=False)
+        row = disagreements.Disagreement(
+            rank=ranks[-1], name=check.name, exact=check.predicted, simulated=check.measured
+        )
+        return disagreements.Comparison(figures=3, differing=(row,))
+
+    monkeypatch.setattr(adversary, "compared", always)
+    account = adversary.Account()
+    adversary.examine(55, account)
+    adversary.examine(56, account)
+    failure, again = account.failures
+    assert again.smallest is None, "its kind of figure was seen"
+    page = "\n".join(account.page())
+    assert failure.smallest["mesh"] == {}
+    assert "Seed 55 (1 figures: operations again); the smallest:" in page
+    assert "| ptrain simulate /dev/stdin --rank 0" in page
+    assert "rank 0: operations again: exact 4, simulated 1 (-3)" in page
+
+
+def test_seeds_are_a_span_with_both_ends(modules):
+    assert list(modules["adversary"].seeds("3-5")) == [3, 4, 5]
+    assert list(modules["adversary"].seeds("7")) == [7]
