@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from importlib import import_module
-from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -22,20 +20,17 @@ from ptrain.costs import (
     TrafficKey,
 )
 
-FOLDER = Path(__file__).parents[2] / "benchmarks"
 ROUNDS = 6  # the fewest of which an interval of the median is made
 
 
 @pytest.fixture(scope="module")
-def benchmark() -> Iterator[dict[str, ModuleType]]:
-    sys.path.insert(0, str(FOLDER))
+def benchmark(benchmark_module: Callable[[str], ModuleType]) -> dict[str, ModuleType]:
     names = (
         "_machine", "_one_device", "activations", "consistency_cost", "logits", "meter_overhead",
         "mutation", "overlap", "peers", "pipeline_schedules", "step_time", "tensor_plans",
         "unit_tradeoff", "verify",
     )  # fmt: skip
-    yield {name: import_module(name) for name in names}
-    sys.path.remove(str(FOLDER))
+    return {name: benchmark_module(name) for name in names}
 
 
 def test_a_claim_that_fails_ends_with_what_failed_and_with_what_is_not_covered(benchmark, capsys):

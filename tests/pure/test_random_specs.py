@@ -3,10 +3,7 @@ drawn, what is drawn is legal, and a draw is a function of its seed."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
-from importlib import import_module
-from pathlib import Path
+from collections.abc import Callable
 from random import Random
 from types import ModuleType
 
@@ -16,16 +13,13 @@ from ptrain.selection.recompute import settled
 from ptrain.spec.leaf import Leaf, Text
 from ptrain.spec.load import load
 
-FOLDER = Path(__file__).parents[2] / "benchmarks"
 NAMES = ("_key_values", "_random_specs", "_coverage")
 SEEDS = range(12)
 
 
 @pytest.fixture(scope="module")
-def modules() -> Iterator[dict[str, ModuleType]]:
-    sys.path.insert(0, str(FOLDER))
-    yield {name: import_module(name) for name in NAMES}
-    sys.path.remove(str(FOLDER))
+def modules(benchmark_module: Callable[[str], ModuleType]) -> dict[str, ModuleType]:
+    return {name: benchmark_module(name) for name in NAMES}
 
 
 def test_every_key_of_the_grammar_is_drawn_or_left_out_with_a_reason(modules):

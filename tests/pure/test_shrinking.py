@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import shlex
-import sys
-from collections.abc import Callable, Iterator
-from importlib import import_module
-from pathlib import Path
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -17,7 +14,6 @@ from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
 from ptrain.spec.text import parse_value
 
-FOLDER = Path(__file__).parents[2] / "benchmarks"
 LARGE: dict[str, Any] = {
     "model": {"layers": 4, "hidden": 24, "heads": 4, "ffn": 40, "vocab": 262, "tied": True},
     "mesh": {"pp": 2, "dp_shard": 4, "tp": 2},
@@ -57,10 +53,8 @@ SMALLEST = {
 
 
 @pytest.fixture(scope="module")
-def shrinking() -> Iterator[ModuleType]:
-    sys.path.insert(0, str(FOLDER))
-    yield import_module("_shrinking")
-    sys.path.remove(str(FOLDER))
+def shrinking(benchmark_module: Callable[[str], ModuleType]) -> ModuleType:
+    return benchmark_module("_shrinking")
 
 
 @pytest.mark.parametrize("name", FAILING)

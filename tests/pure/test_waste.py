@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import ast
-import sys
-from collections.abc import Iterator
-from importlib import import_module
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
 COUNTED = """\
 class Gradients:
     def __init__(self, bench):
@@ -110,10 +107,9 @@ PLANTED_BY_NAME = {
 
 
 @pytest.fixture(scope="module")
-def modules() -> Iterator[dict[str, ModuleType]]:
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    yield {name: import_module(name) for name in ("_mutant", "_waste", "waste", "mutation")}
-    sys.path.remove(str(ROOT / "benchmarks"))
+def modules(benchmark_module: Callable[[str], ModuleType]) -> dict[str, ModuleType]:
+    names = ("_mutant", "_waste", "waste", "mutation")
+    return {name: benchmark_module(name) for name in names}
 
 
 def planted(modules, folder: Path, source: str) -> dict[str, tuple[str, ...]]:

@@ -43,20 +43,17 @@ SEEN = (
         spec={"precision": {"parameters": "fp64"}},
     ),
     Seen(
-        wrong="a loss in chunks computes its logits in forward, where they count as again: "
+        wrong="a loss in chunks computes its logits again where no module runs: "
         "operations again 16576 for 0, backward 41600 for 58176",
-        is_open=True,
         spec={"loss": {"chunk": 2}},
     ),
     Seen(
         wrong="a sequence of one token leaves 8 bytes less a sample: activations 3216 for 3200",
-        is_open=True,
         batch={"sequence": 1, "micro": 2},
     ),
     Seen(
         wrong="gradients in files on replicas within tp are copied in one call more: "
         "device_to_host 2 calls for 3, 9312 bytes for 9316",
-        is_open=True,
         model={"heads": 2},
         spec={
             "mesh": {"dp_replicate": 2, "tp": 2},

@@ -3,10 +3,7 @@ the whole grammar, and of those in which they once were not."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
-from importlib import import_module
-from pathlib import Path
+from collections.abc import Callable
 from types import ModuleType
 
 import pytest
@@ -14,7 +11,6 @@ import pytest
 from ptrain.report.record import Check
 from tests.unit.seen_failures import SEEN
 
-FOLDER = Path(__file__).parents[2] / "benchmarks"
 NAMES = ("_disagreements", "_random_specs", "adversary")
 # Small draws, a second each: shards, replicas, tp, stages; host and files; all optimizers.
 SEEDS = (31, 42, 55, 75, 86, 123, 131, 136)
@@ -22,10 +18,8 @@ AT_ONCE, NIGHTLY = 10, 300
 
 
 @pytest.fixture(scope="module")
-def modules() -> Iterator[dict[str, ModuleType]]:
-    sys.path.insert(0, str(FOLDER))
-    yield {name: import_module(name) for name in NAMES}
-    sys.path.remove(str(FOLDER))
+def modules(benchmark_module: Callable[[str], ModuleType]) -> dict[str, ModuleType]:
+    return {name: benchmark_module(name) for name in NAMES}
 
 
 @pytest.mark.parametrize("seed", SEEDS)
