@@ -75,6 +75,13 @@ def empty_timeline(facts: ModelFacts, itemsize: int, *, is_fresh: bool) -> Timel
     return Timeline(forward=tuple(forward), backward=tuple(backward))
 
 
+def seeded(timeline: Timeline) -> Timeline:
+    """With the 4 bytes that a trace's backward pass begins with. Of a scaled loss the life takes
+    them off, since it begins with the scale; the closed forms know neither."""
+    size = DType.FP32.itemsize
+    return replace(timeline, backward=(Run(size, size), *timeline.backward, Run(0, -size)))
+
+
 def chain_of(facts: ModelFacts, *, is_fresh: bool) -> UnitChain:
     *blocks, root = (
         ChainUnit(tuple(tensor.shape for tensor in unit.tensors), unit.is_root)
@@ -121,6 +128,8 @@ def by_life(spec: Spec, plan: Plan, facts: ModelFacts, *, is_fresh: bool) -> Fig
     """The same figures, as the derivation has them."""
     itemsize = plan.update.layout.parameters.itemsize
     timeline = empty_timeline(facts, itemsize, is_fresh=is_fresh)
+    if plan.update.layout.scales_loss and plan.update.layout.parameters is not DType.FP64:
+        timeline = seeded(timeline)
     rows = resident(wrapping(spec, plan, facts))
     step = replay(wrapping(spec, plan, replace(facts, timeline=timeline)), rows)
     figures: Figures = {"transient": step.transient_bytes}
