@@ -163,8 +163,9 @@ class Pool:
     def _signal(self, number: signal.Signals) -> None:
         """Stop the ranks, or let them go on; of one that died meanwhile its pipe tells."""
         for process in self.processes if ARE_STOPPED else ():
-            if process.pid and process.is_alive():
-                os.kill(process.pid, number)
+            with contextlib.suppress(ProcessLookupError):
+                if process.pid and process.is_alive():
+                    os.kill(process.pid, number)
 
     def close(self) -> None:
         """Let the ranks leave by themselves; kill those that do not."""

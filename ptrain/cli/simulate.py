@@ -6,7 +6,7 @@ import resource
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -92,10 +92,10 @@ def _draw(simulations: list[tuple[Derivation, RankReport]], path: Path, form: Fo
 
 def _of_spec(spec: Spec, args: Namespace) -> Iterator[tuple[Derivation, RankReport]]:
     """Each chosen rank, printed as soon as it is there."""
+    if args.rehearse:  # before anything runs; derived is what that device's kernels allocate
+        spec = replace(spec, device=rehearsal_device(spec).type)
     facts = facts_of(spec, allow_import=args.allow_import)
     derivation = derive(spec, facts)
-    if args.rehearse:
-        rehearsal_device(spec)  # before anything runs
     alike = {rank: ranks for ranks in classes(spec, derivation.exact) for rank in ranks}
     if not args.json:
         print(heading(spec, facts.numel), flush=True)

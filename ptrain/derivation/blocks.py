@@ -236,7 +236,7 @@ def _shifted(block: Sequence[Any], base: Sequence[Any], plain: Sequence[Any]) ->
     one within a model. A stage's schedule holds the gradient of its output, which a block within a
     model frees half way, and so the levels behind that point are higher."""
     there, alone, own = _gaps(base), _gaps(plain), _gaps(block)
-    assert own.keys() == alone.keys() <= there.keys(), "a block's gradients have one order"
+    assert own.keys() == alone.keys() == there.keys(), "a block has its gradients wherever it is"
     for item in block:
         if isinstance(item, Run):
             continue  # behind the item before it

@@ -109,8 +109,15 @@ def _untold(spec: Spec, facts: ModelFacts, reason: str) -> dict[str, str]:
     cause = _TOO_LARGE if _is_large(spec, facts) else ""
     if isinstance(spec.model, ModelShape) and not facts.roles:
         cause = _not_traceable(spec.model, spec, facts)
-    figures = ("activations", "peak", *(() if blocks.are_known(spec) else ("traffic",)))
+    figures = ("activations", "peak", *(() if _is_moved_known(spec) else ("traffic",)))
     return dict.fromkeys(figures, cause or reason)
+
+
+def _is_moved_known(spec: Spec) -> bool:
+    """Whether tables tell what the modes of activations move and send again."""
+    kept = spec.activations.of(spec.model.layers) if isinstance(spec.model, ModelShape) else ()
+    is_plain = all(mode.is_plain for mode in kept)
+    return blocks.are_known(spec) and (is_plain or not drops_in_parts(spec))
 
 
 def exact(

@@ -168,8 +168,6 @@ class MemoryMeter(Ledger):
         self._add(key, storage.nbytes() - before)
 
     def died(self, key: int, size: int) -> None:
-        if key in self._newborn:
-            self._settle()
         if self._newborn:
             self._dead.append((key, size))
         else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -28,8 +28,13 @@ def drops_out(module: nn.Module) -> bool:
     return any(True for _ in dropouts(module))
 
 
+def kernels_of(*, is_for_cuda: bool) -> AbstractContextManager[None]:
+    """Return a context within which dropout allocates what it does on that kind of device."""
+    return _as_on_cuda() if is_for_cuda else nullcontext()
+
+
 @contextmanager
-def as_on_cuda() -> Iterator[None]:
+def _as_on_cuda() -> Iterator[None]:
     """Within it dropout allocates on a processor what it does on a GPU: a mask of one byte an
     element (`at::dropout` calls native_dropout there, and on a processor multiplies by noise as
     wide as its input). Fused attention saves no mask, for backward draws it anew from seed and
@@ -38,8 +43,16 @@ def as_on_cuda() -> Iterator[None]:
     attend: Any = F.scaled_dot_product_attention
     drop: Any = F.dropout
 
-    def fused(*tensors: Tensor, dropout_p: float = 0.0, **settings: Any) -> Tensor:
-        y: Tensor = attend(*tensors, **settings)
+    def fused(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        *rest: Any,
+        **settings: Any,
+    ) -> Tensor:
+        y: Tensor = attend(query, key, value, attn_mask, 0.0, *rest, **settings)
         return y
 
     def masked(

@@ -13,14 +13,13 @@ import argparse
 import itertools
 import json
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from ptrain.models.build import build
-from ptrain.models.dropout import as_on_cuda
+from ptrain.models.dropout import kernels_of
 from ptrain.models.initialize import cast
 from ptrain.models.loss import token_loss_sum
 from ptrain.models.trace import Born, Completion, Died, Event, Recording, record
@@ -58,7 +57,7 @@ def trace(
     model = build(shape, sequence=sequence)
     cast(model, dtype)
     tokens = torch.zeros(batch, sequence + 1, dtype=torch.int64)
-    with as_on_cuda() if is_for_cuda else nullcontext():
+    with kernels_of(is_for_cuda=is_for_cuda):
         return record(
             model,
             unit_modules(model, unit),

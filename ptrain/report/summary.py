@@ -150,8 +150,8 @@ def _operations_rows(exact: Estimate, measured: Estimate) -> Iterable[Row]:
 
 
 def _traffic_rows(exact: Estimate, measured: Estimate) -> Iterable[Row]:
-    """Rows of the kinds of call; where ranks' accounts differ from those derived, of the first that
-    does."""
+    """Rows of the kinds of call; where ranks' accounts differ from those derived, of the
+    busiest that does."""
     left, right = _by_key(exact.traffic), _by_key(measured.traffic)
     for key in sorted({*left, *right}, key=traffic_order):
         before, after = _unequal(left.get(key, set()), right.get(key, set()))

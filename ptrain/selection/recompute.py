@@ -68,10 +68,10 @@ def _within(spec: Spec, budget: int) -> Spec:
 
 
 def _require_claimed(spec: Spec) -> None:
-    """Raises SpecError where the peaks that decide are those of another device."""
+    """Raises SpecError where the peaks that decide are not claimed of the spec's device."""
     if why := unclaimed(spec, own_facts(spec)).get("peak"):
         remedy = "write activations: M, and recompute: selective or full; or device: cpu"
-        raise refused(_PLACE, f"the peaks that decide are a CPU's: {why}", remedy)
+        raise refused(_PLACE, f"the peaks that decide are not claimed: {why}", remedy)
 
 
 def ladder(spec: Spec) -> list[Spec]:

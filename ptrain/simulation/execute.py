@@ -20,7 +20,7 @@ from ptrain.data.sampler import LocalBatch
 from ptrain.errors import RankFailed, refused
 from ptrain.interpreter.program import Observer, Program, interpret
 from ptrain.meters.traffic import TrafficMeter
-from ptrain.models.dropout import as_on_cuda
+from ptrain.models.dropout import kernels_of
 from ptrain.models.fake_values import READ
 from ptrain.report.composition import MemoryHistory
 from ptrain.rooms.fake import fake_tensors, fake_world
@@ -61,7 +61,7 @@ def simulate(
     try:
         with (
             patched(spec.model),
-            as_on_cuda() if spec.is_for_cuda and not rehearse else nullcontext(),
+            kernels_of(is_for_cuda=spec.is_for_cuda and not rehearse),
             nullcontext() if rehearse else fake_tensors(),
             _refusing(spec, device),
         ):

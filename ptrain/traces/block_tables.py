@@ -23,7 +23,7 @@ from ptrain.activations.run.apply import keep
 from ptrain.axes.tensor.run.apply import parallelize, whole_loss
 from ptrain.derivation.blocks import CUTS, PLAIN_NAME, VARIANTS
 from ptrain.models.build import build
-from ptrain.models.dropout import as_on_cuda
+from ptrain.models.dropout import kernels_of
 from ptrain.models.initialize import cast
 from ptrain.models.tables import SMALLEST, BlockTableBuilder, factorise
 from ptrain.models.trace import Born, Died, Recording, record
@@ -74,7 +74,7 @@ def trace(
     def forward() -> Tensor:
         return whole_loss(model(tokens[:, :-1]), tokens[:, 1:]) / (setting.batch * sequence)
 
-    kernels = as_on_cuda() if setting.is_for_cuda else nullcontext()
+    kernels = kernels_of(is_for_cuda=setting.is_for_cuda)
     with kernels, loss_parallel() if step is not None else nullcontext():
         if step is not None:
             record(model, units, forward, tokens)

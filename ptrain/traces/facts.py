@@ -5,7 +5,6 @@ has it."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -21,7 +20,7 @@ from ptrain.interpreter.stages import stages_of_module
 from ptrain.models.boundary import CodeRaised
 from ptrain.models.build import build
 from ptrain.models.contract import logits_of, require_takes_tokens
-from ptrain.models.dropout import as_on_cuda
+from ptrain.models.dropout import kernels_of
 from ptrain.models.facts import module_facts, untraced_facts
 from ptrain.models.fake_values import READ
 from ptrain.rooms.fake import fake_tensors
@@ -71,7 +70,8 @@ def read_facts(
         seed=spec.train.seed,
     )
     is_cut = spec.degree(Axis.TP) > 1 or spec.degree(Axis.PP) > 1
-    with as_on_cuda() if spec.is_for_cuda else nullcontext():
+    kernels = partial(kernels_of, is_for_cuda=spec.is_for_cuda)
+    with kernels():
         facts = module_facts(model, spec, None if is_cut else partial(_keep, spec))
     if facts.timeline is None:  # it cannot be traced, and nor can its parts
         return facts
@@ -82,9 +82,10 @@ def read_facts(
         del model  # the processes that play the ranks build their own
         traces = share(lambda: traced(spec, facts, allow_import=allow_import))
     elif has_stages:
-        traces = share(
-            lambda: {"timelines": [stage_rows(model, spec, facts, _keeping(spec, facts))]}
-        )
+        with kernels():
+            traces = share(
+                lambda: {"timelines": [stage_rows(model, spec, facts, _keeping(spec, facts))]}
+            )
     else:
         return facts
     if has_stages:

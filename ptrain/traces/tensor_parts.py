@@ -31,6 +31,7 @@ from ptrain.facts.model import ModelFacts
 from ptrain.facts.stages import Ends, Stage
 from ptrain.interpreter.loss import Loss
 from ptrain.models.build import build
+from ptrain.models.dropout import kernels_of
 from ptrain.models.facts import untraced_facts
 from ptrain.models.heads import head_of
 from ptrain.models.initialize import cast
@@ -123,6 +124,7 @@ def _tensor_alone(spec: Spec) -> Spec:
         pipeline=spec.pipeline,
         activations=spec.activations,
         loss=spec.loss,
+        device="cuda" if spec.is_for_cuda else "cpu",
     )
 
 
@@ -245,7 +247,9 @@ def main(questions: Sequence[str]) -> int:
     text, index, allow_import = json.loads("".join(questions))
     answers, sys.stdout = sys.stdout, sys.stderr
     try:
-        rows = _play(load(json.loads(text)).spec, index, allow_import=allow_import)
+        spec = load(json.loads(text)).spec
+        with kernels_of(is_for_cuda=spec.is_for_cuda):
+            rows = _play(spec, index, allow_import=allow_import)
     except PtrainError as error:
         print(error, file=sys.stderr)
         return error.exit_code

@@ -44,9 +44,7 @@ def train(
     initial = full_parameters(program)
     source = corpus(spec.data)
     losses, norms = [], []
-    rebuilding = TrafficMeter(
-        program.registry, program.mesh.axes_by_group(), device=world.device.type
-    )
+    second: tuple[Traffic, ...] = ()
     measured: Estimate | None = None
     for step in range(steps):
         local = batch(
@@ -63,10 +61,13 @@ def train(
                 loss, norm = program.forward_backward(local, lr).clone(), program.step(lr)
             measured = measurement.estimate()
         elif step == REBUILDING_STEP and measured_step is not None:
-            program.observers.append(rebuilding)
-            with rebuilding:
+            groups = program.mesh.axes_by_group()
+            meter = TrafficMeter(program.registry, groups, device=world.device.type)
+            program.observers.append(meter)
+            with meter:
                 loss, norm = program.forward_backward(local, lr).clone(), program.step(lr)
-            program.observers.remove(rebuilding)
+            program.observers.remove(meter)
+            second = meter.rows()
         else:
             with sabotage(fault, program, local, step) as given:
                 loss, norm = program.forward_backward(given, lr).clone(), program.step(lr)
@@ -78,7 +79,7 @@ def train(
     return Report(
         rank=world.rank,
         trajectory=_trajectory(program, initial, losses, norms),
-        measured=_with_set_up(measured, rebuilding.rows()) if measured else None,
+        measured=_with_set_up(measured, second) if measured else None,
     )
 
 

@@ -15,6 +15,7 @@ NAMES = ("_disagreements", "_random_specs", "adversary")
 # Small draws, a second each: shards, replicas, tp, stages; host and files; all optimizers.
 SEEDS = (31, 42, 55, 75, 86, 123, 131, 136)
 AT_ONCE, NIGHTLY = 10, 300
+OPEN = (pytest.mark.xfail(reason="still wrong", strict=True), pytest.mark.nightly)
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +51,7 @@ def test_hundreds_of_drawn_specs_do(modules, first):
         pytest.param(
             seen,
             id=seen.wrong[:40],
-            marks=[pytest.mark.xfail(reason=seen.wrong), pytest.mark.nightly] * seen.is_open,
+            marks=OPEN if seen.is_open else (),
         )
         for seen in SEEN
     ],
