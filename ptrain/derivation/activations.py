@@ -133,7 +133,7 @@ def is_tabulated(spec: Spec) -> bool:
 
 
 def drops_in_parts(spec: Spec) -> bool:
-    """Whether GPUs drop out in a built-in model whose layers or operators are cut."""
+    """Return whether GPUs drop out in a built-in model whose layers or operators are cut."""
     is_cut = spec.degree(Axis.PP) > 1 or spec.degree(Axis.TP) > 1
     shape = spec.model
     return isinstance(shape, ModelShape) and shape.dropout > 0 and spec.is_for_cuda and is_cut

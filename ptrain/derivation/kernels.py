@@ -29,7 +29,7 @@ def unclaimed(spec: Spec, facts: ModelFacts) -> dict[str, str]:
 
 
 def kernel_warnings(unclaimed: Mapping[str, str], undefined: Mapping[str, str]) -> Iterator[str]:
-    """Whose the figures are that stand there all the same."""
+    """Yield a line that says whose the figures are that stand there all the same."""
     if "peak" in unclaimed and "peak" not in undefined:
         why = unclaimed["peak"]
         whose = "a trace on a CPU" if why == _NOT_CONFIRMED else "a CPU's kernels"

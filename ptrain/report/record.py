@@ -44,6 +44,12 @@ class Check:
     why: str = ""
 
 
+def compared_ranks(exact: Estimate, measured: Estimate) -> set[int]:
+    """Return the ranks whose rows are compared: the one whose own account `measured` is, or all."""
+    ranks = {row.rank for row in measured.memory}
+    return ranks if len(ranks) == 1 else set(range(exact.world_size))
+
+
 def compare(exact: Estimate, measured: Estimate) -> tuple[Check, ...]:
     """Checks per state and rank, per kind of call, per phase's peak, and per pass and rank of the
     operations where both columns count them: a run does not, a simulation does.
@@ -54,9 +60,7 @@ def compare(exact: Estimate, measured: Estimate) -> tuple[Check, ...]:
     """
     untold = (State.ACTIVATIONS, State.TRANSIENT) if "activations" in exact.undefined else ()
     memory = [row for row in measured.memory if row.state not in untold]
-    ranks = {row.rank for row in measured.memory}
-    if len(ranks) != 1:
-        ranks = set(range(exact.world_size))
+    ranks = compared_ranks(exact, measured)
     checks = [*_memory_checks(of_ranks(exact.memory, ranks), memory)]
     if "traffic" not in exact.undefined:
         checks += _traffic_checks(exact.traffic, measured.traffic)
@@ -152,9 +156,9 @@ def _operations_checks(
     measured_rows = {row.rank: row for row in measured}
     for rank in sorted({*predicted_rows, *measured_rows}):
         rows = predicted_rows.get(rank), measured_rows.get(rank)
-        for passed in OPERATIONS:
-            left, right = (getattr(row, passed) if row else None for row in rows)
-            yield _check(f"operations {passed} rank {rank}", left, right, tolerance=0.0)
+        for name in OPERATIONS:
+            left, right = (getattr(row, name) if row else None for row in rows)
+            yield _check(f"operations {name} rank {rank}", left, right, tolerance=0.0)
 
 
 def _check(name: str, predicted: int | None, measured: int | None, *, tolerance: float) -> Check:

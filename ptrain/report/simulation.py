@@ -49,7 +49,7 @@ def one(report: RankReport, name: str) -> str:
             "",
             end_table(report.exact, report.simulated, ("exact", "simulated")),
             "",
-            *operations_lines(report.simulated),
+            *([] if report.exact.operations else operations_lines(report.simulated)),
             agreement(report),
             *foreign(report),
             "",

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from ptrain.by_rank import RowT, distinct, of_ranks
+from ptrain.by_rank import KeyT, distinct, of_ranks
 from ptrain.costs import OPERATIONS, Estimate, State, Traffic, TrafficKey, busiest
 from ptrain.derivation.wire import WireRow, wire_rows
-from ptrain.report.record import Check, checks_line, verdict_line
+from ptrain.report.record import Check, checks_line, compared_ranks, verdict_line
 from ptrain.report.table import (
     MISSING,
     moved_bytes,
@@ -22,7 +21,6 @@ from ptrain.report.table import (
 from ptrain.units import format_bytes, format_operations
 
 Row = tuple[str, str, str, str]
-KeyT = TypeVar("KeyT", bound=Hashable)
 
 
 def end_table(
@@ -94,31 +92,27 @@ def worst(left: Mapping[KeyT, int], right: Mapping[KeyT, int]) -> tuple[int | No
 
 
 def _memory_rows(exact: Estimate, measured: Estimate) -> Iterable[Row]:
+    ranks = compared_ranks(exact, measured)
     for state in State:
         for tier, label in on_tiers(state):
             left, right = worst(
                 *(
                     {row.rank: getattr(row, tier) for row in rows if row.state is state}
-                    for rows in (_in_common(exact.memory, measured), measured.memory)
+                    for rows in (of_ranks(exact.memory, ranks), measured.memory)
                 )
             )
             if left or right:
                 yield label, size(left), size(right), difference(left, right)
 
 
-def _in_common(rows: Sequence[RowT], measured: Estimate) -> Sequence[RowT]:
-    """The rows of the rank whose own account `measured` is; of all, where it has several ranks."""
-    ranks = {row.rank for row in measured.memory}
-    return of_ranks(rows, ranks) if len(ranks) == 1 else rows
-
-
 def _peak_rows(exact: Estimate, measured: Estimate) -> Iterable[Row]:
+    ranks = compared_ranks(exact, measured)
     phases = dict.fromkeys(row.phase for row in (*distinct(exact.peak), *measured.peak))
     for phase in phases:
         left, right = worst(
             *(
                 {row.rank: row.device_bytes for row in rows if row.phase is phase}
-                for rows in (_in_common(exact.peak, measured), measured.peak)
+                for rows in (of_ranks(exact.peak, ranks), measured.peak)
             )
         )
         yield f"peak {phase}", size(left), size(right), difference(left, right)
@@ -133,16 +127,17 @@ def _operations_rows(exact: Estimate, measured: Estimate) -> Iterable[Row]:
     """Rows of the passes, where both sides count operations."""
     if not exact.operations or not measured.operations:
         return
-    for passed in OPERATIONS:
+    ranks = compared_ranks(exact, measured)
+    for name in OPERATIONS:
         left, right = worst(
             *(
-                {row.rank: getattr(row, passed) for row in rows}
-                for rows in (_in_common(exact.operations, measured), measured.operations)
+                {row.rank: getattr(row, name) for row in rows}
+                for rows in (of_ranks(exact.operations, ranks), measured.operations)
             )
         )
         if left or right:
             yield (
-                f"operations {passed}",
+                f"operations {name}",
                 MISSING if left is None else format_operations(left),
                 MISSING if right is None else format_operations(right),
                 difference(left, right, format_operations),

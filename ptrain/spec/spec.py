@@ -105,7 +105,7 @@ class Spec(Keys):
 
     @property
     def is_for_cuda(self) -> bool:
-        """Whether GPUs are what it says that it runs on."""
+        """Return whether GPUs are what it says that it runs on."""
         by_cluster = self.cluster is not None and self.cluster.kind == "cuda"
         return self.device == "cuda" or (self.device == "auto" and by_cluster)
 

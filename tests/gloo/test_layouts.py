@@ -34,7 +34,7 @@ from tests.ranks import Ranks
 pytestmark = pytest.mark.gloo
 
 NIGHTLY = pytest.mark.nightly
-STEPS = 6
+STEPS = 4
 PLACEMENTS: Mapping[str, Mapping[str, str]] = {
     "whole": {"dp_replicate": "ddp"},
     "sharded update": {"dp_shard": "zero1"},

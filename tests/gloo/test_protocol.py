@@ -124,7 +124,7 @@ def test_two_meshes_are_compared_with_each_other(ranks: Ranks, tmp_path: Path) -
 
 
 def test_the_command_verifies_a_run_folder_and_ends_with_0(tmp_path: Path) -> None:
-    spec = tiny("ddp")
+    spec = tiny("ddp", "mesh.dp_replicate=1")
     folder = tmp_path / "a-run"
     folder.mkdir()
     (folder / "spec.resolved.yaml").write_text(json.dumps(spec.resolved, default=str))

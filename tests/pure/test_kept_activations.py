@@ -69,8 +69,8 @@ def test_what_is_off_the_device_on_a_stage_comes_back_beside_the_gradient_of_its
         batch={"accumulate": 3, "micro": 1, "sequence": 16},
         activations=kept,
     )
-    found = {row.rank: row.device_bytes for row in staged.peak if row.phase is Phase.BACKWARD}
-    assert found[0] == peak
+    peaks = {row.rank: row.device_bytes for row in staged.peak if row.phase is Phase.BACKWARD}
+    assert peaks[0] == peak
 
 
 def shape(family: str, **fields: object) -> dict[str, object]:
