@@ -164,6 +164,100 @@ def test_a_fault_within_a_mapping_of_the_command_line_stands_there():
     assert fault.source.startswith(COMMAND_LINE)
 
 
+def test_a_list_of_words_is_of_words_that_are_known_and_of_each_once():
+    kept = {"activations": "M"}
+    assert loaded(recompute={"keep": ["softmax"]}, **kept) == loaded(
+        recompute={"keep": "softmax"}, **kept
+    )
+    wrong = faults(recompute={"keep": ["softmax", "soft"]}, **kept)
+    assert "soft" in str(wrong)
+    twice = faults(recompute={"keep": ["softmax", "softmax"]}, **kept)["recompute.keep"]
+    assert twice.finding == "softmax is given twice"
+
+
+def test_a_bucket_is_written_as_the_word_that_says_it_or_in_bytes():
+    sizes = {"per-tensor": "per-tensor", "whole": "whole", "32 KiB": 2**15}
+    for written, resolved in sizes.items():
+        assert loaded(bucket=written).resolved["bucket"] == resolved
+
+
+def test_a_file_of_dots_alone_gives_its_spec_the_name_spec(tmp_path):
+    file = tmp_path / "-.-.yaml"
+    file.write_text(to_yaml(loaded().resolved | {"name": None}).replace("name: null\n", ""))
+    dots = file.rename(tmp_path / "....yaml")
+    assert load(dots).spec.name == "spec"
+
+
+def test_what_follows_from_a_section_at_fault_is_not_said():
+    """The batch depends on the mesh, and of its two faults the mesh's alone is told."""
+    batch = {"global": 3, "micro": 2, "sequence": 32}
+    assert list(faults(mesh={"dp_shard": "two"}, batch=batch)) == ["mesh.dp_shard"]
+
+
+def test_an_override_without_a_value_is_shown_up_to_sixty_letters_and_its_key_may_have_capitals():
+    (fault,) = faults("x" * 61).values()
+    assert fault.finding == f"an override needs a value; got {'x' * 60!r}"
+    assert "Train" in str(faults("Train.Steps=3"))
+
+
+def test_a_loss_that_has_all_logits_has_no_chunks_and_no_fused_kernel():
+    for key, value in (("chunk", 8), ("fused", True)):
+        loss = {"kind": "cross-entropy", key: value}
+        assert faults(loss=loss)[f"loss.{key}"].remedy == f"remove {key}, or write kind: chunked"
+
+
+def test_a_preset_may_be_a_file_beside_the_spec_with_either_ending(tmp_path):
+    for ending in (".yaml", ".yml"):
+        shape = {"family": "gpt", "layers": 1, "hidden": 8, "heads": 1, "ffn": 8, "vocab": 259}
+        (tmp_path / f"small{ending}").write_text(to_yaml(shape))
+        file = tmp_path / "spec.yaml"
+        file.write_text(to_yaml(BASE | {"model": {"preset": f"small{ending}"}}))
+        assert load(file).spec.model.hidden == 8
+
+
+def test_a_mesh_that_lacks_an_axis_of_its_strategy_is_offered_one_of_two_ranks():
+    fault = faults(mesh={"dp_shard": 4}, placement="hsdp")["placement"]
+    assert "write mesh: {dp_replicate: 2, dp_shard: 4}" in fault.remedy
+
+
+def test_a_checkpoint_at_the_end_is_a_word():
+    assert loaded(checkpoint="at_end").checkpoint.at_end
+    assert "checkpoint" in faults(checkpoint="AT_END")
+
+
+def test_a_schedule_file_that_is_not_there_says_what_to_name():
+    fault = faults(mesh={"pp": 2}, pipeline={"schedule": "none.csv"})["pipeline.schedule"]
+    assert fault.remedy == "name a file in torch's CSV format of compute actions, or a schedule"
+
+
+def test_a_spec_that_is_not_there_says_where_the_built_in_ones_are():
+    with pytest.raises(SpecError) as caught:
+        text.read(Path("none.yaml"))
+    assert caught.value.faults[0].remedy == "`ptrain specs` lists the built-in specs"
+
+
+def test_a_list_with_a_tag_in_it_is_at_fault_for_both():
+    with pytest.raises(SpecError) as caught:
+        text.parse("- !!str a\n", "a.yaml")
+    findings = [fault.finding for fault in caught.value.faults]
+    assert findings == ["tags (!!str) are not allowed in specs", "a spec is a mapping; got a list"]
+
+
+def test_what_tp_and_pp_say_is_written_from_two_ranks_on():
+    stages = {"mesh": {"pp": 2}, "placement": {"pp": "S,S,S,R"}}
+    slices = {"mesh": {"tp": 2}, "placement": {"tp": "S,S,S,R"}}
+    plain = loaded(mesh={}, placement={}).resolved
+    assert "pipeline" not in plain and "tensor" not in plain
+    assert "pipeline" in loaded(**stages).resolved
+    assert "tensor" in loaded(**slices).resolved
+
+
+def test_torchs_names_of_dtypes_are_understood():
+    names = {"float64": "fp64", "float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
+    for name, dtype in names.items():
+        assert dtype in faults(precision={"parameters": name})["precision.parameters"].remedy
+
+
 def test_too_small_a_vocabulary_of_a_class_is_named_by_its_own_field():
     model = HuggingFaceModel(hf="LlamaForCausalLM", config={"vocab_size": 258})
     (fault,) = check(make_spec({}, model=model))

@@ -10,17 +10,34 @@ from ptrain.errors import SpecError
 from ptrain.spec.grammar import SpecRaw
 from ptrain.spec.keys import Keys, dials
 from ptrain.spec.load import load
-from ptrain.spec.reference import reference
+from ptrain.spec.reference import KeyRow, reference
 from ptrain.spec.section import keys
 from ptrain.spec.spec import Spec
+from ptrain.spec.text import flow
 from ptrain.spec.write import section, to_yaml
 
-ROWS = {row.place: row for row in reference()}
+
+def rows() -> dict[str, KeyRow]:
+    return {row.place: row for row in reference()}
 
 
 def test_every_key_of_the_grammar_has_a_row_with_what_it_takes_and_means():
-    assert {place.split(".")[0] for place in ROWS} == set(keys(SpecRaw))
-    assert all(row.takes and len(row.about) > 5 for row in ROWS.values())
+    assert {place.split(".")[0] for place in rows()} == set(keys(SpecRaw))
+    assert all(row.takes and len(row.about) > 5 for row in rows().values())
+
+
+def test_what_nothing_executes_yet_says_so_before_what_it_takes():
+    takes = {place: row.takes for place, row in rows().items()}
+    assert takes["mesh.cp"].startswith("not yet: ") and takes["mesh.tp"] == takes["mesh.pp"]
+    assert not takes["mesh.tp"].startswith("not yet")
+    assert takes["placement.ep"] == "not yet: a strategy's name, or a mode of each state"
+    for key, (_, holds) in keys(SpecRaw).items():
+        executed = getattr(holds, "executed", None)
+        if executed is None:
+            continue
+        words = [flow(value) for value in executed]
+        assert ("; not yet: " in takes[key]) is bool(words), key
+        assert takes[key].startswith(" or ".join(words) or "not yet: "), key
 
 
 @pytest.mark.parametrize(
@@ -37,14 +54,14 @@ def test_every_key_of_the_grammar_has_a_row_with_what_it_takes_and_means():
     ],
 )
 def test_a_row_says_what_a_file_has(place, takes, default):
-    row = ROWS[place]
+    row = rows()[place]
     assert (row.takes, row.default) == (takes, default)
 
 
 def test_a_default_of_the_reference_is_the_one_that_a_resolved_spec_has():
     resolved = load("zero3").spec.resolved
     for place in ("bucket", "unit", "gather_after_update", "reduce_scatter", "device"):
-        assert str(resolved[place]) == ROWS[place].default
+        assert str(resolved[place]) == rows()[place].default
 
 
 def test_what_file_and_resolved_spec_have_alike_is_the_same_field():
