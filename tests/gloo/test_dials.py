@@ -40,21 +40,23 @@ class Dial:
 
     row: str
     turned: Mapping[str, Any]
+    is_default: bool = False
 
     def __str__(self) -> str:
         return "-".join([self.row, *(f"{k}={v}" for k, v in self.turned.items())]).replace(" ", "")
 
     def settings(self) -> list[Setting]:
-        """In fp64, and in its own dtypes where a layout mixes them."""
+        """In fp64, and in its own dtypes where a layout mixes them; at night in both."""
         in_fp64 = default(self.row).with_dials(**self.turned, fp64=True)
-        is_mixed = in_fp64.values["layout"] != "fp32"
-        return [in_fp64, in_fp64.with_dials(fp64=False)] if is_mixed else [in_fp64]
+        is_plain = in_fp64.values["layout"] == "fp32"
+        is_once = self.is_default and is_plain
+        return [in_fp64] if is_once else [in_fp64, in_fp64.with_dials(fp64=False)]
 
 
 def dial(row: str, is_default: bool = False, **turned: Any) -> Any:
     marks = () if is_default else (pytest.mark.nightly,)
-    found = Dial(row, turned)
-    return pytest.param(found, id=str(found), marks=marks)
+    chosen = Dial(row, turned, is_default)
+    return pytest.param(chosen, id=str(chosen), marks=marks)
 
 
 SHORT = True  # what the short run of the suite has
