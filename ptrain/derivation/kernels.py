@@ -3,7 +3,7 @@
 Where nothing is dropped, a GPU's kernels leave tensors of the same sizes for backward. With dropout
 they do not: on a CPU its masks are as wide as their input, on a GPU a byte an element, and a CPU's
 scaled_dot_product_attention then has scores and probabilities in memory, which a GPU's never has.
-Where a spec is for GPUs, tables and traces have a GPU's masks (`models.dropout.as_on_cuda`), which
+Where a spec is for GPUs, tables and traces have a GPU's masks (`models.dropout.kernels_of`), which
 no GPU has confirmed.
 """
 
