@@ -41,7 +41,7 @@ def train(
     """`steps` updates of a program on this rank of the pool."""
     world = World.join(spec.timeout)
     program = interpret(spec, world=world, allow_import=True)
-    initial = full_parameters(program)
+    initial = own_parameters(program)
     source = corpus(spec.data)
     losses, norms = [], []
     second: tuple[Traffic, ...] = ()
@@ -97,15 +97,24 @@ def _trajectory(
     total = torch.stack(losses)
     if program.world.size > 1:
         dist.all_reduce(total)  # every rank has its share of each step's mean
-    parameters = full_parameters(program)
+    parameters, own = full_parameters(program), own_parameters(program)
     if not program.world.is_first:
         return None
     return Trajectory(
         losses=tuple(total.tolist()),
         gradient_norms=tuple(norms),
         parameters=parameters,
-        travelled=distance(initial, parameters),
+        travelled=distance(initial, own),
     )
+
+
+def own_parameters(program: Program) -> dict[str, torch.Tensor]:
+    """What this rank has of every parameter, as copies: enough to see that they move."""
+    model = program.state_dict()["model"]
+    return {
+        name: (value.to_local() if isinstance(value, DTensor) else value).detach().clone()
+        for name, value in model.items()
+    }
 
 
 def full_parameters(program: Program) -> dict[str, torch.Tensor]:

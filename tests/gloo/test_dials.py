@@ -149,9 +149,9 @@ def _state_of(spec: Spec, folder: str) -> tuple[dict[str, torch.Tensor], dict[st
 
 PAIRS = (
     ("ddp-zero-redundancy", "zero3", {}),
-    ("zero3", "ddp-zero-redundancy", {}),
+    pytest.param("zero3", "ddp-zero-redundancy", {}, marks=pytest.mark.nightly),
     pytest.param("ddp-zero-redundancy", "ddp-zero-redundancy", {}, marks=pytest.mark.nightly),
-    ("fsdp-mixed", "mixed-hsdp", {"layout": "fsdp-mixed"}),
+    pytest.param("fsdp-mixed", "mixed-hsdp", {"layout": "fsdp-mixed"}, marks=pytest.mark.nightly),
 )
 
 

@@ -66,7 +66,7 @@ def own_spec(
     ("model", "mesh"),
     [
         ("tied", ALONE),
-        ("tied-pairs", CUT),
+        pytest.param("tied-pairs", CUT, marks=NIGHTLY),
         pytest.param("tied-pairs", SHARDED, marks=NIGHTLY),
     ],
     ids=str,

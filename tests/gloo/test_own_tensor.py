@@ -85,9 +85,8 @@ def test_a_functions_own_plan_is_exact_and_equals_one_device(ranks: Ranks) -> No
     assert not differences(ranks, own_spec("pairs"))
 
 
-@pytest.mark.parametrize(
-    "model", ["ours-gpt", pytest.param("ours-llama", marks=pytest.mark.nightly)]
-)
+@pytest.mark.nightly  # by default a spec names such a model (test_tensor.py)
+@pytest.mark.parametrize("model", ["ours-gpt", "ours-llama"])
 def test_a_function_may_return_a_model_of_ours(ranks: Ranks, model: str) -> None:
     assert not differences(ranks, own_spec(model))
 

@@ -80,6 +80,7 @@ def test_a_verification_holds_in_all_its_stages_alike_on_all_ranks(ranks: Ranks)
         )
 
 
+@pytest.mark.nightly  # by default the command verifies one, below
 def test_one_rank_is_verified_too(ranks: Ranks) -> None:
     spec = named("zero3", 1, accumulate=1).spec()
     (found,) = ranks.run(1, verified, spec, SHORT)
@@ -90,7 +91,10 @@ def test_one_rank_is_verified_too(ranks: Ranks) -> None:
     assert "consistency: one rank shares nothing" in found.notes
 
 
-@pytest.mark.parametrize("otherwise", [Otherwise.LATE_RATE, Otherwise.LATE_NAN])
+@pytest.mark.parametrize(
+    "otherwise",
+    [Otherwise.LATE_RATE, pytest.param(Otherwise.LATE_NAN, marks=pytest.mark.nightly)],
+)
 def test_a_trajectory_stops_at_the_first_step_that_is_off_and_says_what_it_left_out(
     ranks: Ranks, otherwise: Otherwise
 ) -> None:

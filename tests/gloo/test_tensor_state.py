@@ -34,7 +34,7 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
 }
 # By default every placement within data ranks once, and another degree.
 PAIRS = [
-    ("tp-zero3", "tp-4"),
+    nightly("tp-zero3", "tp-4"),
     ("tp-zero1", "tp-ddp"),
     nightly("tp", "tp-zero3"),
     nightly("tp-4", "tp-zero1"),
@@ -142,7 +142,7 @@ def whole_tensors(spec: Spec) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("layout", ["fp32", nightly("zero16")])
-@pytest.mark.parametrize("name", ["tp", "tp-4", "tp-zero1", nightly("tp-zero3"), nightly("tp-ddp")])
+@pytest.mark.parametrize("name", [nightly("tp"), "tp-4", "tp-zero1", nightly("tp-zero3"), nightly("tp-ddp")])
 def test_what_every_rank_has_whole_stays_the_same_to_the_bit(
     ranks: Ranks, name: str, layout: str
 ) -> None:

@@ -204,7 +204,7 @@ def test_with_pp_inside_as_in_remark_4_the_first_condition_alone_does_not_hold(
     [
         ("1f1b", {"pp": 4}, [(0, 3)]),
         nightly("gpipe", {"dp_replicate": 2, "pp": 2}, [(0, 1), (2, 3)]),
-        ("zbv", {"pp": 2, "dp_replicate": 2}, []),
+        nightly("zbv", {"pp": 2, "dp_replicate": 2}, []),
     ],
     ids=str,
 )

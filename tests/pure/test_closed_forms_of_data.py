@@ -47,8 +47,8 @@ from tests.pure.closed_forms import (
     plain_setting,
 )
 
-SAMPLE = 100  # of each model's settings
-DRAWN, DRAWN_AT_NIGHT = 500, 20_000
+SAMPLE = 60  # of each model's settings
+DRAWN, DRAWN_AT_NIGHT = 250, 20_000
 STRIDE = 50  # of the drawn settings: a test for so many, so that a difference is found soon
 PACKAGE = Path(ptrain.axes.data.cost.__path__[0])
 
