@@ -142,7 +142,9 @@ def whole_tensors(spec: Spec) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("layout", ["fp32", nightly("zero16")])
-@pytest.mark.parametrize("name", [nightly("tp"), "tp-4", "tp-zero1", nightly("tp-zero3"), nightly("tp-ddp")])
+@pytest.mark.parametrize(
+    "name", [nightly("tp"), "tp-4", "tp-zero1", nightly("tp-zero3"), nightly("tp-ddp")]
+)
 def test_what_every_rank_has_whole_stays_the_same_to_the_bit(
     ranks: Ranks, name: str, layout: str
 ) -> None:
