@@ -45,8 +45,8 @@ COLLECTIVE_SECONDS = 60.0
 GRACE_SECONDS = 3.0  # for the other ranks to report, once one has raised
 # gloo leaves threads of every group that was destroyed, which never sleep: after 200 calls a rank
 # has 380 of them, and burns an eighth of a core while it waits.
-MOST_CALLS = 100
-MOST_THREADS = 160  # of a rank: a call that verifies makes some ten groups
+MOST_CALLS = 25
+MOST_THREADS = 40  # of a rank: a call that verifies makes some ten groups
 # elsewhere a rank does not die with the fork server, and one that is stopped would stay for ever
 ARE_STOPPED = sys.platform == "linux"
 

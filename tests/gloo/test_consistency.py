@@ -37,7 +37,7 @@ def spec_of(name: str, *overrides: str) -> Spec:
 
 def strategies() -> list[Any]:
     """Every wrap by one that has replicas of several kinds; the others are nightly."""
-    by_default = {"hsdp", "tp-dp", "pp-dp", "zero2"}
+    by_default = {"hsdp", "tp-dp"}
     return [
         pytest.param(name, marks=() if name in by_default else (pytest.mark.nightly,))
         for name in listing("strategies")

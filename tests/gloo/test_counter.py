@@ -32,6 +32,7 @@ def seen(ranks: Ranks, *arguments: object) -> list[Counted]:
     return [each for each in ranks.run(2, looks, *arguments)[0] if each is not None]
 
 
+@pytest.mark.nightly
 def test_a_look_that_nobody_wants_comes_before_the_ring_is_full(ranks: Ranks) -> None:
     taken = seen(ranks, STEPS, PER_STEP, False)
     assert sum(each.calls for each in taken) == STEPS * PER_STEP

@@ -39,8 +39,8 @@ def strike(job: jobs.Job, rank: int, number: signal.Signals) -> tuple[int, float
 @pytest.mark.parametrize(
     ("rank", "number"),
     [
-        (1, signal.SIGSTOP),
         # by default a stage of a pipeline is killed (test_pipeline_faults.py)
+        pytest.param(1, signal.SIGSTOP, marks=pytest.mark.nightly),
         pytest.param(0, signal.SIGKILL, marks=pytest.mark.nightly),
         pytest.param(1, signal.SIGKILL, marks=pytest.mark.nightly),
         pytest.param(0, signal.SIGSTOP, marks=pytest.mark.nightly),

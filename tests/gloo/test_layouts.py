@@ -84,13 +84,13 @@ def run(ranks: Ranks, spec: Spec) -> Trajectory:
 
 
 def layouts_and_placements() -> list[Any]:
-    """Nightly: all. By default every layout once, and one of them everywhere."""
+    """Nightly: all. By default every layout once."""
     every, usual = (pytest.mark.nightly,), ()
     return [
         pytest.param(
             name,
             placement,
-            marks=usual if placement == "sharded gradients" or name == "zero20" else every,
+            marks=usual if placement == "sharded gradients" else every,
         )
         for name, placement in product((*LAYOUTS, *CUSTOM), PLACEMENTS)
     ]

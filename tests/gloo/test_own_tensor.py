@@ -91,6 +91,7 @@ def test_a_function_may_return_a_model_of_ours(ranks: Ranks, model: str) -> None
     assert not differences(ranks, own_spec(model))
 
 
+@pytest.mark.nightly  # by default a model of transformers has a plan, above
 def test_a_plan_of_the_spec_is_exact_and_equals_one_device(ranks: Ranks) -> None:
     plan = PAIRS_PLAN | {"table": "vocabulary"}
     assert not differences(ranks, own_spec("unplanned", "zero1", tensor={"plan": plan}))

@@ -113,6 +113,7 @@ def test_a_trajectory_stops_at_the_first_step_that_is_off_and_says_what_it_left_
     assert found.culprit.step == LATE
 
 
+@pytest.mark.nightly
 def test_two_meshes_are_compared_with_each_other(ranks: Ranks, tmp_path: Path) -> None:
     account = tmp_path / "account.pt"
     ranks.run(4, accounted, named("hsdp", 4, accumulate=1).spec(), account, 2)

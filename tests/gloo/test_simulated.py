@@ -28,10 +28,12 @@ pytestmark = pytest.mark.gloo
 SHORT = ("batch={global: 8, micro: 1, sequence: 32}",)
 ONCE = ("batch={global: 8, micro: 4, sequence: 32}",)  # where backward updates
 LR = 1e-3
-BY_DEFAULT = ("zero3",)  # tests/unit/test_simulation.py has other axes, against `exact`
+# By default tests/unit/test_simulation.py compares them with `exact`, which test_exact.py measures.
+BY_DEFAULT = ("zero3",)
 OTHERS = [each for each in listing("strategies") if each not in BY_DEFAULT]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("strategy", BY_DEFAULT)
 def test_a_rank_on_fake_ranks_does_what_it_does_on_gloo(ranks: Ranks, strategy: str) -> None:
     assert not differences(ranks, short(strategy, "model.layers=2", "batch.global=4"))

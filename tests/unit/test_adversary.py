@@ -13,7 +13,7 @@ from tests.unit.seen_failures import SEEN
 
 NAMES = ("_disagreements", "_random_specs", "adversary")
 # Small draws, a second each: shards, replicas, tp, stages; host and files; all optimizers.
-SEEDS = (31, 42, 55, 75, 123, 136)
+SEEDS = (42, 55, 75, 136)
 AT_ONCE, NIGHTLY = 10, 300
 OPEN = (pytest.mark.xfail(reason="still wrong", strict=True), pytest.mark.nightly)
 

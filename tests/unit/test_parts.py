@@ -59,6 +59,7 @@ def test_without_a_trace_of_the_parts_peaks_are_left_open():
     assert exact.traffic
 
 
+@pytest.mark.nightly
 def test_a_model_that_cannot_be_cut_says_so():
     spec = spec_of("stubborn")
     with pytest.raises(PtrainError, match=r"runs whole, but not when its plan has cut it(.|\n)*-1"):

@@ -39,7 +39,7 @@ POLICIES = [
 ]
 FULLY = {Axis.DP_SHARD: (2, GATHERED)}
 HYBRID = {Axis.DP_REPLICATE: (2, WHOLE), Axis.DP_SHARD: (2, GATHERED)}
-BY_DEFAULT = 6  # of the drawn tuples
+BY_DEFAULT = 2  # of the drawn tuples
 LAYOUTS = {"fp32": FP32, "zero16": ZERO16}
 MESHES = {"fully": FULLY, "hybrid": HYBRID}
 
