@@ -6,7 +6,7 @@ gradient completes; `derivation.timeline` interleaves the two.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -70,7 +70,6 @@ class Repeated:
 
 
 Item = Boundary | Run | Complete | Repeated
-Row = list[str | int]  # an item as plain data
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,51 +89,6 @@ class Timeline:
     def saved_bytes(self) -> int:
         """What forward leaves alive: |A| of one micro-batch."""
         return sum(map(net_of_runs, self.forward))
-
-
-def as_rows(timeline: Timeline) -> dict[str, list[Row]]:
-    """Return the timeline as plain data, which `from_rows` reads."""
-    return {
-        "forward": [_row(item) for item in timeline.forward],
-        "backward": [_row(item) for item in timeline.backward],
-        "saved": [list(pair) for pair in timeline.saved],
-        "moved": [list(pair) for pair in timeline.moved],
-        "repeated": [list(pair) for pair in timeline.repeated],
-    }
-
-
-def from_rows(rows: Mapping[str, Sequence[Row]]) -> Timeline:
-    """Return the timeline that `as_rows` wrote."""
-    return Timeline(
-        forward=tuple(map(_item, rows["forward"])),
-        backward=tuple(map(_item, rows["backward"])),
-        saved=_pairs(rows["saved"]),
-        moved=_pairs(rows["moved"]),
-        repeated=_pairs(rows["repeated"]),
-    )
-
-
-def _pairs(rows: Sequence[Row]) -> tuple[tuple[str, int], ...]:
-    return tuple((str(name), int(size)) for name, size in rows)
-
-
-def _row(item: Item) -> Row:
-    match item:
-        case Boundary(mark, unit):
-            return [mark.value, unit]
-        case Run(rise, net):
-            return [rise, net]
-        case Complete(parameter, size, cloned):
-            return [parameter, size, cloned]
-        case Repeated():
-            raise TypeError("rows hold every block")
-
-
-def _item(row: Row) -> Item:
-    if len(row) == 3:
-        return Complete(str(row[0]), int(row[1]), bool(row[2]))
-    first, number = row
-    return Boundary(Mark(first), int(number)) if isinstance(first, str) else Run(first, int(number))
 
 
 def net_of_runs(item: Item) -> int:

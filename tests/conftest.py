@@ -11,6 +11,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported, here 
 os.environ["PTRAIN_SEED"] = os.environ.get("PTRAIN_SEED") or str(random.randrange(10_000))
 
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
@@ -23,6 +24,8 @@ from tests.ranks import Ranks
 from tests.shares import write_shares
 
 MOST_WORKERS = 4
+_TRACES = tempfile.TemporaryDirectory(prefix="ptrain-traces-")  # while the tests run
+os.environ["PTRAIN_CACHE"] = _TRACES.name
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

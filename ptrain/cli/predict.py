@@ -82,11 +82,13 @@ def _label(spec: Spec, swept: list[str], *, named: bool) -> str:
 
 def facts_of(spec: Spec, *, allow_import: bool) -> ModelFacts:
     """A built-in model's from its shape, where tables tell what it allocates or it cannot be
-    traced; else, and any other model's, they are read off the model, which needs torch."""
+    traced; else, and any other model's, from the cache, or they are read off the model, which needs
+    torch."""
     if (known := facts_from_shape(spec)) is not None:
         return known
-    facts: ModelFacts = ptrain.read_facts(spec, allow_import=allow_import)
-    return facts
+    from ptrain.facts.cache import kept
+
+    return kept(spec, lambda: ptrain.read_facts(spec, allow_import=allow_import))
 
 
 def as_record(prediction: Prediction) -> dict[str, object]:

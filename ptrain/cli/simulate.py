@@ -14,6 +14,7 @@ from ptrain.charts.canvas import Format
 from ptrain.charts.file import require_writable, write_whole
 from ptrain.charts.memory import painted_course
 from ptrain.cli.arguments import add_spec_arguments, print_json
+from ptrain.cli.predict import facts_of
 from ptrain.costs import State
 from ptrain.derivation.estimate import Derivation, derive
 from ptrain.errors import PtrainError, refused
@@ -21,14 +22,13 @@ from ptrain.meters.measure import join_estimates
 from ptrain.report.heading import heading
 from ptrain.report.record import record, traffic_rows
 from ptrain.report.simulation import GARBAGE, RankReport, one
+from ptrain.rooms.patches import require_supported
 from ptrain.selection.recompute import settled
 from ptrain.simulation.choice import ALL_DISTINCT, chosen, classes, require_ranks
 from ptrain.simulation.execute import rehearsal_device, simulate
-from ptrain.simulation.patches import require_supported
 from ptrain.spec.load import load
 from ptrain.spec.overrides import split_arguments, sweeps
 from ptrain.spec.spec import Spec
-from ptrain.traces.facts import facts_of
 from ptrain.units import format_bytes
 
 

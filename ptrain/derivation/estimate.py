@@ -37,10 +37,8 @@ _NOT_TRACED_BY_STAGE = (
     "what the stages leave in flight is known only from their traces, and these facts hold none"
 )
 _NOT_TRACED = "the model's activations are known only from a trace, and these facts hold none"
-_TOO_LARGE = "no table holds what this model allocates so, and it is too large to be traced"
 _NO_PARTS_ON_GPUS = "no table holds what dropout keeps on GPUs where layers or operators are cut"
 _NOT_ON_CPU = "torch's flex_attention has no backward pass on a processor, where a trace would run"
-TRACED_BYTES = 2 * 2**30  # of weights: more than a laptop copies within seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,28 +85,22 @@ def facts_from_shape(spec: Spec) -> ModelFacts | None:
     if not isinstance(spec.model, ModelShape):
         return None
     facts = own_facts(spec)
-    return facts if is_tabulated(spec) or _not_traceable(spec.model, spec, facts) else None
+    return facts if is_tabulated(spec) or _not_traceable(spec.model, spec) else None
 
 
-def _not_traceable(shape: ModelShape, spec: Spec, facts: ModelFacts) -> str:
+def _not_traceable(shape: ModelShape, spec: Spec) -> str:
     """Why nobody traces a built-in model; nothing where somebody does."""
     if shape.attention is Attention.FLEX:
         return _NOT_ON_CPU
-    if drops_in_parts(spec):
-        return _NO_PARTS_ON_GPUS
-    return _TOO_LARGE if _is_large(spec, facts) else ""
-
-
-def _is_large(spec: Spec, facts: ModelFacts) -> bool:
-    return facts.numel * spec.precision.effective.parameters.itemsize > TRACED_BYTES
+    return _NO_PARTS_ON_GPUS if drops_in_parts(spec) else ""
 
 
 def _untold(spec: Spec, facts: ModelFacts, reason: str) -> dict[str, str]:
     """Return by figure why nothing is said of it: of activations and peaks, and of traffic where it
     is not known what the modes of activations move and send again."""
-    cause = _TOO_LARGE if _is_large(spec, facts) else ""
+    cause = facts.untraced
     if isinstance(spec.model, ModelShape) and not facts.roles:
-        cause = _not_traceable(spec.model, spec, facts)
+        cause = _not_traceable(spec.model, spec)
     figures = ("activations", "peak", *(() if _is_moved_known(spec) else ("traffic",)))
     return dict.fromkeys(figures, cause or reason)
 

@@ -69,7 +69,8 @@ class ModelFacts:
     of its ranks, first to last; `chain` is what the pipeline axis cuts, and `stage_passes` what was
     traced of each stage, by the places of ranks along tp; `blocks` are the names of what
     repeats, first to last. `draws`: it draws random numbers in forward, as dropout does;
-    `vocabulary` is how many logits a token has, where it has run."""
+    `vocabulary` is how many logits a token has, where it has run. `untraced` says why there is no
+    trace of a model that should have one."""
 
     units: tuple[UnitFacts, ...]
     buffers: tuple[tuple[str, int], ...] = ()
@@ -82,6 +83,7 @@ class ModelFacts:
     stage_passes: tuple[tuple[Passes, ...], ...] = field(default=(), hash=False)
     draws: bool = False
     vocabulary: int | None = field(default=None, compare=False)
+    untraced: str = field(default="", compare=False)
 
     def __hash__(self) -> int:
         """Of little: what is equal has units of equal sizes, and to go through all their tensors

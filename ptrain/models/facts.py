@@ -48,18 +48,16 @@ def module_facts(model: nn.Module, spec: Spec, prepare: Prepare | None = None) -
     if prepare is not None:
         prepare(model, known)
     with torch.random.fork_rng(devices=[]), _loss_of(model, spec) as loss:
-        before = torch.get_rng_state()
         recording = record(
             model, units, lambda: loss(tokens[:, :-1], tokens[:, 1:]) / spec.batch.tokens, tokens
         )
-        draws = known.draws or not torch.equal(before, torch.get_rng_state())
     timeline = to_timeline(recording)
     return replace(
         known,
         gradient_order=gradient_order(timeline),
         timeline=timeline,
         vocabulary=loss.vocabulary,
-        draws=draws,
+        draws=known.draws or recording.draws,
     )
 
 

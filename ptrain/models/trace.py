@@ -55,12 +55,13 @@ Event = Born | Died | Completion | Boundary
 @dataclass(frozen=True, slots=True)
 class Recording:
     """The events of one micro-batch by phase; `sizes` of all storages by id. `moved` are those off
-    the device, each with its tier: no event speaks of them."""
+    the device, each with its tier: no event speaks of them. `draws`: random numbers were drawn."""
 
     forward: tuple[Event, ...]
     backward: tuple[Event, ...]
     sizes: dict[int, int]
     moved: tuple[tuple[int, str], ...] = ()
+    draws: bool = False
 
     @property
     def saved(self) -> tuple[Born, ...]:
@@ -79,6 +80,7 @@ class Recorder(Ledger):
         self.events: list[Event] = []
         self.born_sizes: dict[int, int] = {}
         self.moved: list[tuple[int, str]] = []
+        self.draws = False
         self._ids: dict[int, int] = {}
         self._newborn: int | None = None
 
@@ -90,6 +92,7 @@ class Recorder(Ledger):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         self._settle()
+        self.draws |= draws(function)
         return super().__torch_dispatch__(function, types, args, kwargs)
 
     def _settle(self) -> None:
@@ -124,6 +127,13 @@ class Recorder(Ledger):
         if cloned:
             self.events.remove(last)  # whether there is a copy depends on who keeps gradients
         self.events.append(Completion(name, number, cloned))
+
+
+def draws(function: torch._ops.OpOverload) -> bool:
+    """Return whether an operator draws random numbers. Fused attention could, and where it drops
+    something out on a processor it is not fused."""
+    seeded = torch.Tag.nondeterministic_seeded in function.tags
+    return seeded and "attention" not in function._schema.name
 
 
 _COPIES = ("clone", "new_empty_strided", "empty_strided")
@@ -260,7 +270,13 @@ def record(
         marker.remove()
         model.zero_grad(set_to_none=True)
     events = tuple(recorder.events)
-    return Recording(events[:split], events[split:], recorder.born_sizes, tuple(recorder.moved))
+    return Recording(
+        forward=events[:split],
+        backward=events[split:],
+        sizes=recorder.born_sizes,
+        moved=tuple(recorder.moved),
+        draws=recorder.draws,
+    )
 
 
 def to_timeline(recording: Recording) -> Timeline:

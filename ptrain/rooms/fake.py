@@ -27,13 +27,19 @@ def fake_world(rank: int, size: int, device: torch.device = _CPU) -> World:
     return World(rank=rank, size=size, device=device, backend="fake", owns_group=True)
 
 
+def new_fakes() -> FakeTensorMode:
+    """Return a mode in which `fake_tensors` are made."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
 @contextmanager
-def fake_tensors() -> Iterator[None]:
-    """Tensors without data, but for the few integers that DDP's reducer reads back."""
+def fake_tensors(mode: FakeTensorMode | None = None) -> Iterator[None]:
+    """Tensors without data, but for the few integers that DDP's reducer reads back. What was made
+    in a `mode` of `new_fakes` is used again in that mode: others take copies of it."""
     level = _LOG.level
     _LOG.setLevel(logging.CRITICAL)  # an operator that fails is logged, and raises the same
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True), _BucketOrder():
+        with mode or new_fakes(), _BucketOrder():
             yield
     finally:
         _LOG.setLevel(level)

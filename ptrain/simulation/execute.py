@@ -24,11 +24,11 @@ from ptrain.models.dropout import kernels_of
 from ptrain.models.fake_values import READ
 from ptrain.report.composition import MemoryHistory
 from ptrain.rooms.fake import fake_tensors, fake_world
+from ptrain.rooms.patches import patched
 from ptrain.rooms.world import World
 from ptrain.simulation.living import LivingMeter
 from ptrain.simulation.modules import Modules
 from ptrain.simulation.operations import OperationsMeter
-from ptrain.simulation.patches import patched
 from ptrain.spec.model import HuggingFaceModel, ModelShape
 from ptrain.spec.spec import Spec
 from ptrain.train.probe import FIRST_STEADY, set_up

@@ -4,22 +4,21 @@ has it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
 
-import torch
 from torch import nn
 
 from ptrain.activations.run.apply import keep_traced
 from ptrain.derivation.activations import is_tabulated
-from ptrain.derivation.estimate import TRACED_BYTES, facts_from_shape
+from ptrain.derivation.estimate import facts_from_shape
 from ptrain.facts.model import ModelFacts
-from ptrain.interpreter.materialize import build_module
 from ptrain.interpreter.stages import stages_of_module
 from ptrain.models.boundary import CodeRaised
 from ptrain.models.build import build
-from ptrain.models.contract import logits_of, require_takes_tokens
+from ptrain.models.contract import require_takes_tokens
 from ptrain.models.dropout import kernels_of
 from ptrain.models.facts import module_facts, untraced_facts
 from ptrain.models.fake_values import READ
@@ -27,10 +26,18 @@ from ptrain.rooms.fake import fake_tensors
 from ptrain.spec.axis import Axis
 from ptrain.spec.model import ExternalModel
 from ptrain.spec.spec import Spec
-from ptrain.traces.stage_parts import Prepare, stage_passes, stage_rows
+from ptrain.traces.on_fakes import large_model, why_untraced
+from ptrain.traces.stage_parts import Around, Prepare, Rows, stage_passes, stage_rows
 from ptrain.traces.tensor_parts import Traced, by_place, kept_of, timelines_of, traced
 
 Share = Callable[[Callable[[], Traced]], Traced]
+
+_TOO_LARGE = "it is too large to be traced on real tensors, and on fake ones its code ends:"
+_READS = "it is too large to be traced on real tensors, and its code reads values, which fakes lack"
+_TO_TRAIN = (
+    "it is too large to be traced on real tensors, and where it is to train afterwards its code is "
+    "not run on fake ones (`ptrain predict` does)"
+)
 
 
 def facts_of(
@@ -56,76 +63,80 @@ def read_facts(
     share: Share = lambda trace: trace(),
     runs_fakes: bool = True,
 ) -> ModelFacts:
-    """Builds the spec's model and reads it; one whose weights take more than a laptop copies within
-    seconds off a fake of it, which says nothing of what it allocates. Raises SpecError for one that
-    does not make logits of tokens: the fake runs too, but where the model is to train afterwards
-    (not `runs_fakes`), since its code may keep a tensor for the next time."""
-    untraced = _of_large(spec, allow_import=allow_import, runs_fakes=runs_fakes)
-    if untraced is not None:
-        return untraced
-    model = build(
-        spec.model,
-        sequence=spec.batch.sequence,
-        allow_import=allow_import,
-        seed=spec.train.seed,
-    )
-    is_cut = spec.degree(Axis.TP) > 1 or spec.degree(Axis.PP) > 1
-    kernels = partial(kernels_of, is_for_cuda=spec.is_for_cuda)
-    with kernels():
-        facts = module_facts(model, spec, None if is_cut else partial(_keep, spec))
-    if facts.timeline is None:  # it cannot be traced, and nor can its parts
-        return facts
-    has_stages = stages_of_module(spec, model, facts) is not None
-    if is_tabulated(spec):
-        return facts
-    if spec.degree(Axis.TP) > 1:
-        del model  # the processes that play the ranks build their own
-        traces = share(lambda: traced(spec, facts, allow_import=allow_import))
-    elif has_stages:
-        with kernels():
-            traces = share(
-                lambda: {"timelines": [stage_rows(model, spec, facts, _keeping(spec, facts))]}
-            )
-    else:
-        return facts
-    if has_stages:
-        return replace(facts, stage_passes=stage_passes(spec, facts, by_place(traces)))
-    return replace(facts, part_timelines=timelines_of(traces))
-
-
-def _of_large(spec: Spec, *, allow_import: bool, runs_fakes: bool) -> ModelFacts | None:
-    """Return the facts of a large model, read off a fake of it. None where the weights are few, and
-    where a constructor reads values, which a fake lacks."""
+    """Builds the spec's model and traces it; one whose weights take more than a laptop copies
+    within seconds on fake tensors. Raises SpecError for one that does not make logits of tokens.
+    `runs_fakes`: whether the user's own code may run on fakes too, of which it may keep one for the
+    next time; where the model is to train afterwards it may not."""
+    reader = _Reader(spec=spec, share=share, allow_import=allow_import)
+    large = large_model(spec, allow_import=allow_import)
+    if large is None:
+        model = build(
+            spec.model,
+            sequence=spec.batch.sequence,
+            allow_import=allow_import,
+            seed=spec.train.seed,
+        )
+        return reader.read(model)
     is_theirs = isinstance(spec.model, ExternalModel)
+    if is_theirs:
+        require_takes_tokens(large.module, spec)
+    with fake_tensors(large.mode):
+        untraced = untraced_facts(large.module, spec)
+    if is_theirs and not runs_fakes:
+        return replace(untraced, untraced=_TO_TRAIN)
+    if why := why_untraced():
+        return replace(untraced, untraced=why)
     try:
-        with fake_tensors():
-            module = build_module(spec, allow_import=allow_import)
-            facts = untraced_facts(module, spec)
+        return replace(reader, around=large.running).read(large.module)
     except READ:
-        return None
+        return replace(untraced, untraced=_READS)
     except CodeRaised as error:
         if error.is_certain or not is_theirs:
             raise
-        return None
-    if facts.numel * spec.precision.effective.parameters.itemsize <= TRACED_BYTES:
-        return None
-    if is_theirs:
-        require_takes_tokens(module, spec)
-    return _run_on_fakes(module, facts, spec) if is_theirs and runs_fakes else facts
+        return replace(untraced, untraced=f"{_TOO_LARGE} {error.faults[0].finding}")
 
 
-def _run_on_fakes(module: nn.Module, facts: ModelFacts, spec: Spec) -> ModelFacts:
-    """The facts with what a forward pass shows, where fake tensors do for its operators."""
-    try:
-        with fake_tensors():
-            tokens = torch.zeros(spec.batch.micro, spec.batch.sequence, dtype=torch.int64)
-            return replace(facts, vocabulary=logits_of(module, tokens, spec).shape[-1])
-    except READ:
-        return facts
-    except CodeRaised as error:
-        if error.is_certain:
-            raise
-        return facts
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Reader:
+    """Reads facts off a module of the spec's; `around` is what it runs in."""
+
+    spec: Spec
+    share: Share
+    allow_import: bool
+    around: Around = nullcontext
+
+    def read(self, model: nn.Module) -> ModelFacts:
+        """Return the facts of the whole model, and where layers or operators are cut, of what each
+        rank has of it."""
+        spec = self.spec
+        is_cut = spec.degree(Axis.TP) > 1 or spec.degree(Axis.PP) > 1
+        with self._running():
+            facts = module_facts(model, spec, None if is_cut else partial(_keep, spec))
+        if facts.timeline is None:  # it cannot be traced, and nor can its parts
+            return facts
+        with self._running():
+            has_stages = stages_of_module(spec, model, facts) is not None
+        if is_tabulated(spec):
+            return facts
+        if spec.degree(Axis.TP) > 1:
+            del model  # the processes that play the ranks build their own
+            traces = self.share(lambda: traced(spec, facts, allow_import=self.allow_import))
+        elif has_stages:
+            traces = self.share(lambda: {"timelines": [self._stage_rows(model, facts)]})
+        else:
+            return facts
+        if has_stages:
+            return replace(facts, stage_passes=stage_passes(spec, facts, by_place(traces)))
+        return replace(facts, part_timelines=timelines_of(traces))
+
+    def _stage_rows(self, model: nn.Module, facts: ModelFacts) -> Rows:
+        with self._running():
+            return stage_rows(model, self.spec, facts, _keeping(self.spec, facts))
+
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        with self.around(), kernels_of(is_for_cuda=self.spec.is_for_cuda):
+            yield
 
 
 def _keep(spec: Spec, model: nn.Module, facts: ModelFacts) -> None:

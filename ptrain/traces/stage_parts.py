@@ -17,6 +17,7 @@ from ptrain.axes.pipeline.stage_facts import chain_of, stages_of
 from ptrain.axes.tensor.run.apply import loss_inside
 from ptrain.facts.model import ModelFacts
 from ptrain.facts.passes import Passes, of_first_stage, of_later_stage
+from ptrain.facts.plain import from_plain, to_plain
 from ptrain.facts.stages import Ends, Stage
 from ptrain.interpreter.loss import Loss
 from ptrain.models.heads import head_of
@@ -25,7 +26,7 @@ from ptrain.models.trace import Recording, to_timeline
 from ptrain.models.units import ROOT
 from ptrain.plan.lower import lower
 from ptrain.spec.spec import Spec
-from ptrain.timeline import Kind, as_rows, from_rows
+from ptrain.timeline import Kind, Timeline
 from ptrain.traces.stage_trace import PassEvents, TracedStage, record_passes
 
 Rows = list[dict[str, Any]]  # JSON, a mapping for each stage
@@ -91,11 +92,15 @@ def _slices(spec: Spec, facts: ModelFacts) -> int:
 def _rows(traced: TracedStage, *, in_halves: bool) -> dict[str, Any]:
     whole = record_passes(traced)
     rows = {
-        "passes": as_rows(replace(to_timeline(whole.recording()), repeated=whole.repeated)),
+        "passes": to_plain(
+            replace(to_timeline(whole.recording()), repeated=whole.repeated), Timeline
+        ),
         "output": whole.sizes[whole.output],
     }
     if in_halves:
-        rows["halves"] = as_rows(to_timeline(_halves(record_passes(traced, in_halves=True))))
+        rows["halves"] = to_plain(
+            to_timeline(_halves(record_passes(traced, in_halves=True))), Timeline
+        )
     return rows
 
 
@@ -118,13 +123,13 @@ def stage_passes(
 
 
 def _passes(rows: Mapping[str, Any], index: int, hidden: int) -> Passes:
-    whole = from_rows(rows["passes"])
+    whole = from_plain(rows["passes"], Timeline)
     items = {Kind.FORWARD: whole.forward, Kind.BACKWARD: whole.backward}
     if index == 0:
         passes = of_first_stage(items, output=rows["output"])
         return replace(passes, moved=whole.moved, repeated=whole.repeated)
     if "halves" in rows:
-        halves = from_rows(rows["halves"])
+        halves = from_plain(rows["halves"], Timeline)
         items |= {Kind.INPUT: halves.forward, Kind.WEIGHT: halves.backward}
     passes = of_later_stage(items, output=rows["output"], hidden=hidden)
     return replace(passes, moved=whole.moved, repeated=whole.repeated)

@@ -27,7 +27,9 @@ from ptrain.axes.pipeline.stage_facts import stage_roles, stages_of
 from ptrain.axes.tensor.run.apply import loss_inside, micro_batch, parallelize
 from ptrain.derivation.tensor import local_units
 from ptrain.errors import PtrainError, refused
+from ptrain.facts.cache import traced_part
 from ptrain.facts.model import ModelFacts
+from ptrain.facts.plain import from_plain, to_plain
 from ptrain.facts.stages import Ends, Stage
 from ptrain.interpreter.loss import Loss
 from ptrain.models.build import build
@@ -42,14 +44,13 @@ from ptrain.models.work import WorkRecorder, repeated
 from ptrain.plan.lower import lower
 from ptrain.rooms.fake import fake_world
 from ptrain.rooms.registry import Registry
-from ptrain.spec.axis import Axis
-from ptrain.spec.job import TrainSpec
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
 from ptrain.spec.write import to_mapping
 from ptrain.steps.step import Keep, Parallelize, Plan
-from ptrain.timeline import Row, Timeline, as_rows, from_rows
-from ptrain.traces.stage_parts import Prepare, Rows, stage_rows
+from ptrain.timeline import Timeline
+from ptrain.traces.on_fakes import large_model
+from ptrain.traces.stage_parts import Prepare, stage_rows
 
 # A process that answers: its import path is this one's, before it imports anything.
 _ANSWER = f"""
@@ -74,7 +75,7 @@ class _Asked:
 def traced(spec: Spec, facts: ModelFacts, *, allow_import: bool) -> Traced:
     """Return a timeline for each index on tp, all of them within `timeout.init`; with pp the rows
     of each stage in its place."""
-    alone = _tensor_alone(spec)
+    alone = traced_part(spec)
     step = _plan(alone, facts).tensor
     assert step is not None, "something is cut"
     players = _players(step, facts, spec.degree(step.axis))
@@ -101,36 +102,16 @@ def _plan(spec: Spec, facts: ModelFacts) -> Plan:
 
 def _as_text(spec: Spec) -> str:
     try:
-        return json.dumps(to_mapping(_tensor_alone(spec), sync_is_written=False))
+        return json.dumps(to_mapping(traced_part(spec), sync_is_written=False))
     except TypeError as error:  # YAML knows dates and sets, JSON does not
         finding = f"another process is to build the model, and cannot be told: {error}"
         remedy = "give numbers, words, lists and mappings"
         raise refused("model.arguments", finding, remedy) from error
 
 
-def _tensor_alone(spec: Spec) -> Spec:
-    """What a part depends on, and nothing else, so that specs which differ elsewhere ask once."""
-    times = spec.batch.accumulate if spec.degree(Axis.PP) > 1 else 1  # a schedule needs as many
-    batch = replace(spec.batch, global_samples=times * spec.batch.micro, accumulate=times)
-    return Spec(
-        name="part",
-        model=spec.model,
-        factors=tuple(factor for factor in spec.factors if factor.axis in (Axis.PP, Axis.TP)),
-        batch=batch,
-        precision=spec.precision,
-        train=replace(TrainSpec(), seed=spec.train.seed),
-        unit=spec.unit,
-        tensor=spec.tensor,
-        pipeline=spec.pipeline,
-        activations=spec.activations,
-        loss=spec.loss,
-        device="cuda" if spec.is_for_cuda else "cpu",
-    )
-
-
 def timelines_of(traces: Traced) -> tuple[Timeline, ...]:
     """Return the timelines by index on tp. Raises PtrainError for a problem."""
-    return tuple(map(from_rows, by_place(traces)))
+    return tuple(from_plain(plain, Timeline) for plain in by_place(traces))
 
 
 def by_place(traces: Traced) -> list[Any]:
@@ -194,8 +175,12 @@ def _answer(process: Popen[str], ends: float) -> Traced:
     return answer
 
 
-def _play(spec: Spec, index: int, *, allow_import: bool) -> dict[str, list[Row]] | Rows:
+def _play(spec: Spec, index: int, *, allow_import: bool) -> list[Any]:
     """In a process of its own: rank `index` of the spec's tp alone."""
+    large = large_model(spec, allow_import=allow_import)
+    if large is not None:
+        with large.running():
+            return _part_of(large.module, spec, index)
     module = build(
         spec.model,
         sequence=spec.batch.sequence,
@@ -203,6 +188,10 @@ def _play(spec: Spec, index: int, *, allow_import: bool) -> dict[str, list[Row]]
         seed=spec.train.seed,
     )
     cast(module, TORCH_DTYPES[spec.precision.effective.parameters])
+    return _part_of(module, spec, index)
+
+
+def _part_of(module: nn.Module, spec: Spec, index: int) -> list[Any]:
     facts = untraced_facts(module, spec)
     plan, stages = _plan(spec, facts), stages_of(spec, facts)
     step = plan.tensor
@@ -230,7 +219,7 @@ def _play(spec: Spec, index: int, *, allow_import: bool) -> dict[str, list[Row]]
         recorder = WorkRecorder()
         recorder.follow(module)
         timeline = to_timeline(trace(recorder=recorder))
-        return as_rows(replace(timeline, repeated=repeated(recorder)))
+        return to_plain(replace(timeline, repeated=repeated(recorder)), Timeline)
 
 
 def _cut_over(mesh: DeviceMesh, step: Parallelize, kept: Keep | None, stages: int) -> Prepare:

@@ -76,8 +76,13 @@ LAZY = {
     "ptrain.verification.rank_of_test",
 }
 # The world reads the environment; a launcher hands it on to the ranks it starts; an entry sees in
-# it whether the current folder was put on the import path by name.
-ENVIRONMENT = {"ptrain.rooms.world", "ptrain.train.environment", "ptrain.import_path"}
+# it whether the current folder was put on the import path by name; the cache, where it is to be.
+ENVIRONMENT = {
+    "ptrain.rooms.world",
+    "ptrain.train.environment",
+    "ptrain.import_path",
+    "ptrain.facts.cache",
+}
 
 # Out of a user's own code anything may come; it ends as one message.
 BOUNDARY = {"ptrain.models.boundary"}

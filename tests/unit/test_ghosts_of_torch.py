@@ -42,7 +42,7 @@ from ptrain.meters.traffic import SILENT, TrafficMeter
 from ptrain.models.ledger import local
 from ptrain.plan.lower import lower
 from ptrain.rooms.fake import fake_world
-from ptrain.simulation.patches import forget_shapes
+from ptrain.rooms.patches import forget_shapes
 from ptrain.spec.axis import Axis
 from ptrain.spec.dials import GradientSync, ReduceScatterVia, Reshard, SyncPolicy
 from ptrain.spec.precision import FP32, ZERO16

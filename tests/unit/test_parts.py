@@ -16,7 +16,6 @@ from ptrain.models.facts import module_facts
 from ptrain.spec.job import Timeout
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
-from ptrain.timeline import Boundary, Complete, Mark, Run, Timeline, as_rows, from_rows
 from ptrain.traces.facts import facts_of
 from ptrain.traces.tensor_parts import timelines_of, traced
 from ptrain.train.session import _on_first
@@ -33,15 +32,6 @@ def spec_of(function: str, tp: int = 2, **arguments: Any) -> Spec:
         "batch": {"global": 2, "micro": 1, "sequence": 16},
     }
     return require(load(mapping))
-
-
-def test_a_timeline_is_what_its_rows_say():
-    timeline = Timeline(
-        forward=(Boundary(Mark.ENTER, 1), Run(5, -3), Boundary(Mark.LEAVE, 1)),
-        backward=(Complete("a.weight", 8, True), Complete("b", 0), Run(1, 1)),
-        saved=(("aten::mm", 12),),
-    )
-    assert from_rows(as_rows(timeline)) == timeline
 
 
 def test_ranks_with_slices_of_the_same_shapes_have_one_timeline():

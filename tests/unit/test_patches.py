@@ -15,10 +15,10 @@ from torch.distributed.tensor import DTensor
 from ptrain.costs import Estimate, Phase
 from ptrain.derivation.estimate import derive
 from ptrain.errors import PtrainError
+from ptrain.rooms import patches
+from ptrain.rooms.patches import PATCHES, Chunks, patched
 from ptrain.selection.recompute import settled
-from ptrain.simulation import patches
 from ptrain.simulation.execute import Simulated, simulate
-from ptrain.simulation.patches import PATCHES, Chunks, patched
 from ptrain.spec.load import load
 from tests.unit.test_simulation import SMALL, small
 
@@ -29,6 +29,7 @@ def without(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(patches, "PATCHES", left)
 
 
+@pytest.mark.nightly
 def test_without_its_patch_dtensors_results_of_global_shape_are_counted(monkeypatch) -> None:
     """Seen at every call where fake ranks are taken for tracing, and nothing is remembered."""
     spec = small("tp")
@@ -54,6 +55,7 @@ def test_without_its_patch_functional_collectives_are_awaited_at_once(monkeypatc
     assert True in seen, "torch takes fake tensors for tracing"
 
 
+@pytest.mark.nightly
 def test_without_its_patch_the_result_of_a_collective_is_there_twice(monkeypatch) -> None:
     """On the first stage the highest moment of forward is a sum over tp."""
     both = ("mesh={pp: 2, tp: 2}", "placement={pp: [S, S, S, R], tp: tp}")
@@ -69,6 +71,7 @@ def in_forward(found: Estimate) -> int:
     return peak
 
 
+@pytest.mark.nightly
 def test_without_its_patch_a_copied_buffer_and_its_views_are_two(monkeypatch) -> None:
     spec = small("pp-1f1b", "batch.global=2")
     right = peak(simulate(spec))
@@ -80,6 +83,7 @@ def peak(found: Simulated) -> int:
     return max(row.device_bytes for row in found.estimate.peak)
 
 
+@pytest.mark.nightly
 def test_fsdp2_asks_for_two_parts_of_a_parameter_and_no_more(monkeypatch) -> None:
     asked: list[set[int]] = []
 
@@ -99,6 +103,7 @@ def test_fsdp2_asks_for_two_parts_of_a_parameter_and_no_more(monkeypatch) -> Non
     assert all(each <= {0, 2} for each in asked)
 
 
+@pytest.mark.nightly
 def test_without_its_patch_fsdp2_makes_a_view_for_every_rank(monkeypatch) -> None:
     made: list[int] = []
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from ptrain.costs import State
 from ptrain.derivation.estimate import derive
 from ptrain.errors import SpecError
-from ptrain.simulation import patches
+from ptrain.rooms import patches
 from ptrain.simulation.execute import simulate
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
@@ -56,6 +56,7 @@ def test_a_model_of_transformers_by_its_class_is_simulated() -> None:
     assert_as_derived(of_class())
 
 
+@pytest.mark.nightly
 def test_without_its_patch_transformers_makes_a_mask_for_samples_that_may_be_packed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -72,22 +73,6 @@ def test_a_model_of_the_user_is_simulated() -> None:
 def test_without_leave_nothing_of_the_user_is_imported() -> None:
     with pytest.raises(SpecError, match="would run code"):
         simulate(of_user("tests.models_external:necks"))
-
-
-def test_a_large_model_is_read_off_a_fake_and_its_activations_are_not_predicted(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    spec = of_class()
-    whole = facts.facts_of(spec)
-    monkeypatch.setattr(facts, "TRACED_BYTES", 0)
-    untraced = facts.facts_of(spec)
-    assert untraced.units == whole.units and untraced.timeline is None
-    exact = derive(spec, untraced).exact
-    assert {"activations", "peak"} <= exact.undefined.keys()
-    found = simulate(spec).estimate
-    assert found.bytes_of(State.ACTIVATIONS) > 0
-    resident = (State.PARAMETERS, State.OPTIMIZER, State.GRADIENTS)
-    assert all(found.bytes_of(state) == exact.bytes_of(state, 0) for state in resident)
 
 
 def test_a_model_that_reads_a_value_is_refused_and_rehearsed() -> None:

@@ -1,0 +1,40 @@
+"""`ptrain cache`: the traces that predictions have left in the user's folder of caches."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+
+from ptrain.cli.arguments import print_json
+from ptrain.errors import PtrainError
+from ptrain.facts import cache
+from ptrain.units import format_bytes
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("--clear", action="store_true", help="remove them all")
+    parser.add_argument("--json", action="store_true", help="as a record")
+
+
+def run(args: Namespace) -> int:
+    """Says where they are, how many and how large; with --clear removes them."""
+    files = list(cache.files())
+    size = sum(path.stat().st_size for path in files)
+    if args.clear:
+        try:
+            for path in files:
+                path.unlink(missing_ok=True)
+        except OSError as error:
+            raise PtrainError(f"error: the cache cannot be cleared: {error}") from error
+    if args.json:
+        print_json(
+            {
+                "folder": str(cache.folder()),
+                "traces": len(files),
+                "bytes": size,
+                "cleared": args.clear,
+            }
+        )
+    else:
+        what = "removed" if args.clear else "kept"
+        print(f"{cache.folder()}: {len(files)} traces, {format_bytes(size)}, {what}")
+    return 0

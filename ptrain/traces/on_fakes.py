@@ -1,0 +1,70 @@
+"""Models on fake tensors: those whose weights are too many for real ones are built and traced so.
+
+What a trace reads is sizes, births and deaths, and fake tensors have these as real ones do: of the
+same module the two traces are equal (tests/unit/test_on_fakes.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from ptrain.interpreter.materialize import build_module
+from ptrain.models.boundary import CodeRaised
+from ptrain.models.fake_values import READ
+from ptrain.rooms.fake import fake_tensors, new_fakes
+from ptrain.rooms.patches import patched
+from ptrain.spec.model import ExternalModel
+from ptrain.spec.spec import Spec
+from ptrain.version import TESTED_TORCH, is_tested
+
+REAL_BYTES = 2 * 2**30  # of weights: more than a laptop copies within seconds
+
+
+@dataclass(frozen=True, slots=True)
+class FakeModel:
+    """A spec's model on the fake tensors of a mode."""
+
+    spec: Spec
+    module: nn.Module
+    mode: FakeTensorMode
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Within it the module runs as it would on real tensors. Raises PtrainError for a torch of
+        which `why_untraced` says something."""
+        with patched(self.spec.model), fake_tensors(self.mode):
+            yield
+
+
+def large_model(spec: Spec, *, allow_import: bool) -> FakeModel | None:
+    """Return the spec's model on fake tensors. None where its weights take at most REAL_BYTES, and
+    where its constructor reads values, which a fake lacks."""
+    mode = new_fakes()
+    try:
+        with fake_tensors(mode):
+            module = build_module(spec, allow_import=allow_import)
+    except READ:
+        return None
+    except CodeRaised as error:
+        if error.is_certain or not isinstance(spec.model, ExternalModel):
+            raise
+        return None
+    weights = sum(weight.numel() for weight in module.parameters())
+    is_large = weights * spec.precision.effective.parameters.itemsize > REAL_BYTES
+    return FakeModel(spec, module, mode) if is_large else None
+
+
+def why_untraced() -> str:
+    """Return why this torch traces nothing on fake tensors; nothing where it does."""
+    if is_tested(torch.__version__):
+        return ""
+    return (
+        f"it is too large to be traced on real tensors, and what fake ones replace of torch is "
+        f"known of {' and '.join(TESTED_TORCH)}, not of {torch.__version__}"
+    )

@@ -1,0 +1,230 @@
+"""The user's cache of traces: what is kept, under what, and what becomes of what cannot be read."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from ptrain.cli.main import main
+from ptrain.facts import cache
+from ptrain.facts.model import ModelFacts, TensorFacts, UnitFacts
+from ptrain.facts.passes import Passes
+from ptrain.facts.plain import from_plain, to_plain
+from ptrain.facts.stages import Chain, Ends
+from ptrain.spec.load import load
+from ptrain.spec.role import Role
+from ptrain.spec.spec import Spec
+from ptrain.timeline import Boundary, Complete, Kind, Mark, Repeated, Run, Timeline
+
+CONFIG = "{hidden_size: 32, num_hidden_layers: 2}"
+BATCH = "batch={global: 8, micro: 1, sequence: 16}"
+TIMELINE = Timeline(
+    forward=(Boundary(Mark.ENTER, 1), Run(5, -3), Repeated(2, (Run(1, 1), Complete("b", 0)))),
+    backward=(Complete("a.weight", 8, True), Run(1, 1)),
+    saved=(("aten::mm", 12),),
+    moved=(("host", 3),),
+    repeated=(("all_reduce", 4),),
+)
+FACTS = ModelFacts(
+    units=(UnitFacts(modules=("",), tensors=(TensorFacts(name="w", shape=(3, 4), is_cut=True),)),),
+    buffers=(("positions", 64),),
+    gradient_order=("w",),
+    timeline=TIMELINE,
+    roles=(("w", Role.ROW),),
+    part_timelines=(TIMELINE, TIMELINE),
+    chain=Chain(layers=("a", "b"), ends=Ends(front=("e",), behind=()), hidden=4),
+    blocks=("a", "b"),
+    stage_passes=((Passes(items={Kind.FORWARD: (Run(1, 2),)}, output=3, hidden=4),),),
+    draws=True,
+    vocabulary=261,
+)
+
+
+class Reader:
+    """Gives facts, and counts how often."""
+
+    def __init__(self, facts: ModelFacts = FACTS) -> None:
+        self.facts, self.calls = facts, 0
+
+    def __call__(self) -> ModelFacts:
+        self.calls += 1
+        return self.facts
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.delenv("PTRAIN_CACHE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
+    monkeypatch.setattr(cache.metadata, "version", lambda name: f"{name} 1.0")
+    return tmp_path / "caches" / "ptrain"
+
+
+def spec_of(*changes: str, hf: str = "LlamaForCausalLM", strategy: str = "zero3") -> Spec:
+    return load(strategy, [f"model={{hf: {hf}, config: {CONFIG}}}", BATCH, *changes]).spec
+
+
+def test_facts_come_back_from_plain_data_as_they_were() -> None:
+    text = json.dumps(to_plain(FACTS, ModelFacts))
+    again = from_plain(json.loads(text), ModelFacts)
+    for name in ModelFacts.__dataclass_fields__:
+        assert getattr(again, name) == getattr(FACTS, name), name
+
+
+@pytest.mark.parametrize(
+    "plain", [[], [1], "x", {}, to_plain(FACTS, ModelFacts)[:-1], [["w"]] * 12], ids=str
+)
+def test_other_data_is_no_facts(plain: object) -> None:
+    with pytest.raises((TypeError, ValueError, KeyError)):
+        from_plain(plain, ModelFacts)
+
+
+def test_what_was_traced_once_is_kept(home: Path) -> None:
+    reader = Reader()
+    assert cache.kept(spec_of(), reader) == cache.kept(spec_of(), reader) == FACTS
+    assert reader.calls == 1
+    (file,) = cache.files()
+    assert file.parent == home
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert stat.S_IMODE(home.stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "optimizer.lr=0.5", "mesh.dp_shard=8", "cluster.preset=a100-8", "train.steps=9",
+        "name=other",
+    ],
+)  # fmt: skip
+def test_what_a_trace_does_not_depend_on_asks_for_no_other(home: Path, change: str) -> None:
+    reader = Reader()
+    device = "device=cuda"  # the cluster's kind would be another
+    cache.kept(spec_of(device), reader)
+    cache.kept(spec_of(device, change), reader)
+    assert reader.calls == 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "batch.micro=2", "batch.sequence=32", "precision.layout=zero16", "activations=M",
+        "loss.chunk=8", "unit=2 blocks", "device=cuda",
+    ],
+)  # fmt: skip
+def test_what_it_depends_on_does(home: Path, change: str) -> None:
+    reader = Reader()
+    for changes in ((), (change,)):
+        cache.kept(spec_of("device=cpu", *changes), reader)
+    assert reader.calls == 2
+
+
+@pytest.mark.parametrize("package", ["torch", "transformers", "ptrain"])
+def test_a_trace_of_other_code_is_another(
+    home: Path, package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader = Reader()
+    cache.kept(spec_of(), reader)
+    if package == "ptrain":
+        monkeypatch.setattr(cache, "_sources", lambda: "edited")
+    else:
+        monkeypatch.setattr(
+            cache.metadata, "version", lambda name: f"{name} {1 + (name == package)}.0"
+        )
+    cache.kept(spec_of(), reader)
+    assert reader.calls == 2
+
+
+def test_an_edit_of_ptrain_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "ptrain"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    monkeypatch.setattr(cache.ptrain, "__file__", str(package / "__init__.py"))
+    before = cache._sources.__wrapped__()
+    (package / "more.py").write_text("x = 1\n")
+    assert cache._sources.__wrapped__() != before
+
+
+def test_what_a_target_names_is_never_kept(home: Path) -> None:
+    reader = Reader()
+    spec = load("zero3", ["model={target: 'a.b:c'}", BATCH]).spec
+    cache.kept(spec, reader)
+    cache.kept(spec, reader)
+    assert reader.calls == 2 and not list(cache.files())
+
+
+def test_what_could_not_be_traced_is_asked_again(home: Path) -> None:
+    reader = Reader(ModelFacts(units=(), untraced="its code reads values"))
+    cache.kept(spec_of(), reader)
+    cache.kept(spec_of(), reader)
+    assert reader.calls == 2
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        b"",
+        b"no gzip",
+        gzip.compress(b"{"),
+        gzip.compress(b"[1, 2]"),
+        gzip.compress(json.dumps(to_plain(FACTS, ModelFacts)).encode())[:-20],
+        gzip.compress(b"[]")[:10] + b"\xff" * 20,
+    ],
+    ids=["empty", "other", "broken", "no facts", "short", "flipped"],
+)
+def test_what_cannot_be_read_is_traced_again_and_replaced(home: Path, damage: bytes) -> None:
+    reader = Reader()
+    cache.kept(spec_of(), reader)
+    (file,) = cache.files()
+    file.write_bytes(damage)
+    assert cache.kept(spec_of(), reader) == FACTS
+    assert reader.calls == 2
+    assert cache.kept(spec_of(), reader) == FACTS
+    assert reader.calls == 2
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="nothing is forbidden to root")
+def test_a_folder_that_cannot_be_written_keeps_nothing(home: Path) -> None:
+    home.parent.mkdir(mode=0o500)
+    assert cache.kept(spec_of(), Reader()) == FACTS
+
+
+def test_a_file_in_the_folders_place_keeps_nothing(home: Path) -> None:
+    home.parent.write_text("")
+    assert cache.kept(spec_of(), Reader()) == FACTS
+
+
+def test_without_a_word_of_the_environment_the_folder_is_the_users(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in ("PTRAIN_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(cache.Path, "home", lambda: tmp_path)
+    monkeypatch.setattr(cache.sys, "platform", "linux")
+    assert cache.folder() == tmp_path / ".cache" / "ptrain"
+    monkeypatch.setattr(cache.sys, "platform", "darwin")
+    assert cache.folder() == tmp_path / "Library/Caches" / "ptrain"
+    monkeypatch.setenv("PTRAIN_CACHE", str(tmp_path / "here"))
+    assert cache.folder() == tmp_path / "here"
+
+
+def test_the_command_shows_the_cache_and_clears_it(home: Path, capsys) -> None:
+    cache.kept(spec_of(), Reader())
+    (size,) = (file.stat().st_size for file in cache.files())
+    assert main(["cache", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown == {"folder": str(home), "traces": 1, "bytes": size, "cleared": False}
+    assert main(["cache", "--clear"]) == 0
+    assert capsys.readouterr().out == f"{home}: 1 traces, {size} B, removed\n"
+    assert main(["cache"]) == 0
+    assert capsys.readouterr().out == f"{home}: 0 traces, 0 B, kept\n"
+
+
+def test_the_command_leaves_what_is_not_its_own(home: Path, capsys) -> None:
+    home.mkdir(parents=True)
+    (home / "notes.txt").write_text("mine")
+    main(["cache", "--clear"])
+    assert (home / "notes.txt").exists()

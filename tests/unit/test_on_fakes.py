@@ -1,0 +1,102 @@
+"""A trace on fake tensors is the one on real tensors: whole models, stages, parts of operators."""
+
+from __future__ import annotations
+
+import pytest
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ptrain.derivation.estimate import derive
+from ptrain.facts.model import ModelFacts
+from ptrain.simulation.execute import simulate
+from ptrain.spec.load import load
+from ptrain.spec.spec import Spec
+from ptrain.traces import on_fakes
+from ptrain.traces.facts import facts_of
+from tests.models_external import Necks
+
+LLAMA = (
+    "{hf: LlamaForCausalLM, config: {hidden_size: 32, intermediate_size: 48, num_hidden_layers: 4, "
+    "num_attention_heads: 4, num_key_value_heads: 2, vocab_size: 261, "
+    "max_position_embeddings: 64}}"
+)
+GPT2 = "{hf: GPT2LMHeadModel, config: {n_embd: 32, n_layer: 2, n_head: 4, vocab_size: 261}}"
+NECKS = "{target: 'tests.models_external:necks'}"
+DROPPING = "{target: 'tests.unit.test_on_fakes:dropping'}"
+OURS = "{family: gpt, layers: 2, hidden: 32, heads: 4, vocab: 261}"  # of ours, without a table
+BATCH = "batch={accumulate: 4, micro: 2, sequence: 16}"
+nightly = pytest.mark.nightly
+
+
+class Dropping(Necks):
+    """Drops out by a function alone: no module says so."""
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        return F.dropout(super().forward(tokens_BT), 0.1)
+
+
+def dropping() -> nn.Module:
+    return Dropping(10, 2, 259)
+
+
+def spec_of(model: str, strategy: str, *changes: str) -> Spec:
+    return load(strategy, [f"model={model}", BATCH, "device=cpu", *changes]).spec
+
+
+def on_fake_tensors(spec: Spec, monkeypatch: pytest.MonkeyPatch) -> ModelFacts:
+    monkeypatch.setattr(on_fakes, "REAL_BYTES", 0)
+    return facts_of(spec)
+
+
+@pytest.mark.parametrize(
+    ("model", "strategy", "changes"),
+    [
+        (LLAMA, "zero3", ("loss.chunk=8", "activations=M")),
+        (LLAMA, "pp-1f1b", ()),
+        (NECKS, "fsdp-mixed", ()),
+        (DROPPING, "ddp", ()),
+        (OURS, "zero3", ("loss={chunk: 8, fused: true}", "precision.layout=fp16")),
+        pytest.param(GPT2, "zero3", (), marks=nightly),
+        pytest.param(LLAMA, "zero3", ("activations=O",), marks=nightly),
+        pytest.param(LLAMA, "pp-1f1b", ("pipeline.schedule=zbv",), marks=nightly),
+        pytest.param(LLAMA, "tp", (), marks=nightly),
+        pytest.param(LLAMA, "tp-zero3", ("loss.chunk=8", "activations=O"), marks=nightly),
+        pytest.param(LLAMA, "pp-zero3", ("mesh.tp=2", "placement.tp=tp"), marks=nightly),
+    ],
+)
+def test_a_trace_on_fakes_is_the_one_on_real_tensors(
+    model: str, strategy: str, changes: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if "hf:" in model:
+        pytest.importorskip("transformers")
+    spec = spec_of(model, strategy, *changes)
+    real = facts_of(spec)
+    assert real.timeline is not None
+    fake = on_fake_tensors(spec, monkeypatch)
+    assert not fake.untraced
+    for name in ModelFacts.__dataclass_fields__:
+        assert getattr(fake, name) == getattr(real, name), name
+
+
+def test_what_code_reads_leaves_activations_and_peak_unknown_and_says_why(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    spec = spec_of("{target: 'tests.unit.test_simulation_models:reading'}", "zero3")
+    facts = on_fake_tensors(spec, monkeypatch)
+    assert "its code reads values" in facts.untraced
+    undefined = derive(spec, facts).exact.undefined
+    assert undefined == {"activations": facts.untraced, "peak": facts.untraced}
+
+
+def test_with_a_torch_of_which_nothing_is_known_fakes_trace_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(on_fakes.torch, "__version__", "2.99.0")
+    facts = on_fake_tensors(spec_of(NECKS, "zero3"), monkeypatch)
+    assert facts.timeline is None and "not of 2.99.0" in facts.untraced
+
+
+def test_what_is_predicted_of_a_large_model_is_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = spec_of(NECKS, "zero3")
+    predicted = derive(spec, on_fake_tensors(spec, monkeypatch)).exact.of_rank(1)
+    assert set(predicted.peak) == set(simulate(spec, 1, allow_import=True).estimate.peak)
