@@ -24,7 +24,7 @@ from pathlib import Path
 import ptrain
 from ptrain.facts.model import ModelFacts
 from ptrain.facts.plain import from_plain, to_plain
-from ptrain.spec.axis import Axis
+from ptrain.spec.axis import DATA_AXES
 from ptrain.spec.job import TrainSpec
 from ptrain.spec.model import ExternalModel, HuggingFaceModel
 from ptrain.spec.spec import Spec
@@ -66,12 +66,13 @@ def files() -> Iterator[Path]:
 def traced_part(spec: Spec) -> Spec:
     """Return what a trace depends on, and nothing else, so that specs which differ elsewhere have
     the same."""
-    times = spec.batch.accumulate if spec.degree(Axis.PP) > 1 else 1  # a schedule needs as many
+    cutting = tuple(factor for factor in spec.factors if factor.axis not in DATA_AXES)
+    times = spec.batch.accumulate if cutting else 1  # a schedule of stages needs as many
     batch = replace(spec.batch, global_samples=times * spec.batch.micro, accumulate=times)
     return Spec(
         name="part",
         model=spec.model,
-        factors=tuple(factor for factor in spec.factors if factor.axis in (Axis.PP, Axis.TP)),
+        factors=cutting,
         batch=batch,
         precision=spec.precision,
         train=replace(TrainSpec(), seed=spec.train.seed),
