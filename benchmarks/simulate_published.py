@@ -17,16 +17,14 @@ Prints; writes a result only with --save. About 2 minutes.
 from __future__ import annotations
 
 import argparse
-import itertools
 import statistics
 import sys
-from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -36,21 +34,17 @@ from _machine import conclude, header, this_command
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from ptrain.activations.run import recompute
-from ptrain.costs import Phase
+from ptrain.derivation.allocator import COMPUTING, AllocatedStep, Reserved, reserved
 from ptrain.interpreter.program import Program
-from ptrain.models.ledger import storage_of
 from ptrain.selection.recompute import settled
 from ptrain.simulation import execute
-from ptrain.simulation.living import LivingMeter
 from ptrain.spec.load import load
 from ptrain.spec.model import ModelShape
 from ptrain.spec.spec import Spec
 
-GIB, MIB = 2**30, 2**20
+GIB = 2**30
 BOUND = 0.03
-STEPS = 4
 BF16 = 2
-COMPUTES = "the stream that computes"
 STREAMS = {  # FSDP2's, for what of them stays reserved
     "reduce_scatter_stream": "kept for reduced gradients, none of which lives at the peak",
     "all_gather_copy_in_stream": "kept for what is gathered, none of which lives at the peak",
@@ -97,169 +91,6 @@ def spec_of(row: Published) -> Spec:
     return settled(load("fsdp-mixed", choice))
 
 
-@dataclass(frozen=True)
-class Event:
-    """`size` bytes are allocated under `key`, or freed (negative), with `stream` current."""
-
-    key: int
-    size: int
-    stream: str = COMPUTES
-
-
-class Recorder(LivingMeter):
-    """The meter, which also writes a step down: what lived before, the moments apart, every change
-    with the stream that FSDP2 made it in, and which change the update begins with."""
-
-    made: ClassVar[list[Recorder]] = []
-
-    def __init__(self, program: Program, *args: Any, **options: Any) -> None:
-        super().__init__(program, *args, **options)
-        self.resident, self.moments, self.events = [], [], []
-        self.update = 0
-        self.made.append(self)
-        self._born_in: dict[int, str] = {}
-        context = vars(program.wrapped.sharded[-1]._get_fsdp_state()._comm_ctx)
-        self._names = {id(context[name]): name for name in STREAMS}
-        slots = [slot for _, slots in program.update.tensors() for slot in slots.values()]
-        self._slots = {storage_of(slot)._cdata for slot in slots}
-
-    def born(self, key: int, storage: torch.UntypedStorage, operator: str) -> None:
-        self._born_in[key] = self._names.get(id(torch.cpu.current_stream()), COMPUTES)
-        super().born(key, storage, operator)
-
-    def _add(self, key: int, size: int) -> None:
-        before = self.live
-        super()._add(key, size)
-        if self.live != before:
-            stream = self._born_in.pop(key, COMPUTES)  # where FSDP2 also resizes
-            self.events.append(Event(key, self.live - before, stream))
-
-    def _add_to_all(self, key: int, size: int) -> None:
-        before = self.live
-        super()._add_to_all(key, size)
-        if self.live != before:
-            known = self.moments if key in self._slots else self.resident
-            known.append(Event(key, self.live - before))
-
-    def phase(self, phase: Phase, micro_batch: int) -> None:
-        super().phase(phase, micro_batch)
-        if phase is Phase.UPDATE:
-            self.update = len(self.events)
-
-
-class Pool:
-    """Small or large blocks of one stream: best fit, split, merged with free neighbours, never
-    given back. A segment that expands grows by pages, and its end is taken last."""
-
-    def __init__(self, *, is_small: bool, expands: bool) -> None:
-        self.is_small, self.expands = is_small, expands
-        self.reserved = self._top = 0
-        self.free: list[tuple[int, int]] = []  # size, address
-        self._starts: dict[int, int] = {}  # address to size
-        self._ends: dict[int, int] = {}  # end to address
-
-    def allocate(self, requested: int) -> tuple[int, int]:
-        """Address and size."""
-        size = -(-requested // 512) * 512
-        address, block = self._found(size) or self._grown(size)
-        if block - size >= (512 if self.is_small or self.expands else MIB + 1):
-            self._insert(address + size, block - size)
-            block = size
-        return address, block
-
-    def release(self, address: int, size: int) -> None:
-        if address in self._ends:
-            address = self._ends[address]
-            size += self._remove(address)
-        if address + size in self._starts:
-            size += self._remove(address + size)
-        self._insert(address, size)
-
-    def _found(self, size: int) -> tuple[int, int] | None:
-        fitting = self.free[(place := bisect_left(self.free, (size, 0))) : place + 2]
-        if self.expands and len(fitting) == 2 and sum(fitting[0]) == self._top:
-            del fitting[0]
-        return (fitting[0][1], self._remove(fitting[0][1])) if fitting else None
-
-    def _grown(self, size: int) -> tuple[int, int]:
-        address, there = self._top, 0
-        if not self.expands:
-            address += 1  # apart from the segment before: never merged
-        elif self._top in self._ends:
-            address = self._ends[self._top]
-            there = self._remove(address)
-        is_packed = not self.is_small and (self.expands or size < 10 * MIB)
-        page = (20 if is_packed else 2) * MIB
-        more = -(-(size - there) // page) * page
-        self._top = address + there + more
-        self.reserved += more
-        return address, there + more
-
-    def _insert(self, address: int, size: int) -> None:
-        insort(self.free, (size, address))
-        self._starts[address], self._ends[address + size] = size, address
-
-    def _remove(self, address: int) -> int:
-        size = self._starts.pop(address)
-        del self._ends[address + size]
-        self.free.pop(bisect_left(self.free, (size, address)))
-        return size
-
-
-class Allocator:
-    """Pools by stream and kind. When most lived in all of them: what lived in each stream, and the
-    largest gap where all is computed."""
-
-    def __init__(self, *, expands: bool) -> None:
-        kinds = itertools.product((COMPUTES, *STREAMS), (True, False))  # stream, whether small
-        self.pools = {kind: Pool(is_small=kind[1], expands=expands) for kind in kinds}
-        self.at_peak: Counter[str] = Counter()
-        self.gap = 0
-        self._live: Counter[str] = Counter()
-        self._held: dict[int, tuple[Event, int, int]] = {}
-
-    def run(self, event: Event) -> None:
-        if event.size > 0:
-            place = self.pools[event.stream, event.size <= MIB].allocate(event.size)
-            self._held[event.key] = event, *place
-            self._live[event.stream] += event.size
-        else:
-            made, *place = self._held.pop(event.key)
-            self.pools[made.stream, made.size <= MIB].release(*place)
-            self._live[made.stream] -= made.size
-        if self._live.total() > self.at_peak.total():
-            self.at_peak = self._live.copy()
-            self.gap = max(self.pools[COMPUTES, False].free, default=(0, 0))[0]
-
-    def settle(self, resident: Sequence[Event]) -> None:
-        """After a step: what outlives it takes the place of what it replaced."""
-        there = {event.key for event in resident}
-        for key in [key for key in self._held if key not in there]:
-            self.run(Event(key, -1))
-        for event in resident:
-            if event.key not in self._held:
-                self.run(event)
-
-    @property
-    def reserved(self) -> Counter[str]:
-        """By stream."""
-        return sum((Counter({kind[0]: p.reserved}) for kind, p in self.pools.items()), Counter())
-
-
-def replayed(step: Recorder, *, expands: bool) -> Allocator:
-    allocator = Allocator(expands=expands)
-    forward, update = step.events[: step.update], step.events[step.update :]
-    for event in (*step.resident, *forward, *step.moments, *update):
-        allocator.run(event)
-    for _ in range(STEPS):
-        allocator.settle((*step.resident, *step.moments))
-        before = allocator.reserved
-        for event in step.events:
-            allocator.run(event)
-    assert allocator.reserved == before, "it still grows"
-    return allocator
-
-
 def every_second_product(kept: Sequence[Any]) -> tuple[Any, Any]:
     """The contexts of one block, forward and again: selective, but for products 2, 4 and 6."""
     counts: Counter[bool] = Counter()
@@ -276,7 +107,7 @@ def every_second_product(kept: Sequence[Any]) -> tuple[Any, Any]:
 
 @contextmanager
 def as_torchtitan() -> Iterator[None]:
-    """What the spec cannot say, done to the program that is simulated, and to its meter."""
+    """What the spec cannot say, done to the program that is simulated."""
     interpret = execute.interpret
 
     def kept_gathered(*args: Any, **options: Any) -> Program:
@@ -288,7 +119,6 @@ def as_torchtitan() -> Iterator[None]:
     with (
         mock.patch.object(recompute, "create_selective_checkpoint_contexts", every_second_product),
         mock.patch.object(execute, "interpret", kept_gathered),
-        mock.patch.object(execute, "LivingMeter", Recorder),
     ):
         yield
 
@@ -315,21 +145,28 @@ def attributed(row: Published) -> Attributed:
     spec = spec_of(row)
     selective = execute.simulate(spec).course.peak.total
     with as_torchtitan():
-        lives = execute.simulate(spec).course.peak.total
-    kinds = {expands: replayed(Recorder.made[-1], expands=expands) for expands in (False, True)}
+        simulated = execute.simulate(spec)
+    lives = simulated.course.peak.total
+    kinds = {expands: held(simulated.allocated, expands=expands) for expands in (False, True)}
     chosen, shapes = kinds[row.expands], of_shapes(spec)
-    beyond = chosen.reserved - chosen.at_peak  # what lives, by stream
     terms = {
         "simulated peak, recompute: selective": selective,
         **shapes,
         "left of the two simulations' difference": lives - selective - sum(shapes.values()),
         "largest gap at the peak, by rule (the bf16 logits' place, or more)": chosen.gap,
-        "other gaps and rounding": beyond[COMPUTES] - chosen.gap,
-        **{what: beyond[stream] for stream, what in STREAMS.items()},
+        "other gaps and rounding": chosen.beyond[COMPUTING] - chosen.gap,
+        **{what: chosen.beyond.get(stream, 0) for stream, what in STREAMS.items()},
     }
-    totals = {expands: each.reserved.total() for expands, each in kinds.items()}
+    totals = {expands: each.device_bytes for expands, each in kinds.items()}
     assert sum(terms.values()) == totals[row.expands]
     return Attributed(row=row, terms=terms, lives=lives, reserved=totals)
+
+
+def held(step: AllocatedStep, *, expands: bool) -> Reserved:
+    """What stays reserved of a step."""
+    amount = reserved(step, expands=expands)
+    assert amount is not None, "it still grows"
+    return amount
 
 
 def of_shapes(spec: Spec) -> dict[str, int]:

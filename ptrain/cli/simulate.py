@@ -16,6 +16,7 @@ from ptrain.charts.memory import painted_course
 from ptrain.cli.arguments import add_spec_arguments, print_json
 from ptrain.cli.predict import facts_of
 from ptrain.costs import State
+from ptrain.derivation.allocator import Reserved, reserved
 from ptrain.derivation.estimate import Derivation, derive
 from ptrain.errors import PtrainError, refused
 from ptrain.meters.measure import join_estimates
@@ -25,7 +26,7 @@ from ptrain.report.simulation import GARBAGE, RankReport, one
 from ptrain.rooms.patches import require_supported
 from ptrain.selection.recompute import settled
 from ptrain.simulation.choice import ALL_DISTINCT, chosen, classes, require_ranks
-from ptrain.simulation.execute import rehearsal_device, simulate
+from ptrain.simulation.execute import Simulated, rehearsal_device, simulate
 from ptrain.spec.load import load
 from ptrain.spec.overrides import split_arguments, sweeps
 from ptrain.spec.spec import Spec
@@ -109,10 +110,19 @@ def _of_spec(spec: Spec, args: Namespace) -> Iterator[tuple[Derivation, RankRepo
             simulated=simulated.estimate,
             course=simulated.course,
             seconds=simulated.seconds,
+            reserved=_reserved(spec, simulated) if not args.rehearse else {},
         )
         if not args.json:
             print("", one(report, spec.name), "", sep="\n", flush=True)
         yield derivation, report
+
+
+def _reserved(spec: Spec, simulated: Simulated) -> dict[str, Reserved | None]:
+    """Return by kind of segments what a GPU's allocator would reserve; empty for other devices."""
+    if not spec.is_for_cuda:
+        return {}
+    kinds = {"default segments": False, "segments that expand": True}
+    return {name: reserved(simulated.allocated, expands=expands) for name, expands in kinds.items()}
 
 
 def as_record(spec: Spec, simulations: list[tuple[Derivation, RankReport]]) -> dict[str, Any]:
@@ -155,6 +165,10 @@ def as_record(spec: Spec, simulations: list[tuple[Derivation, RankReport]]) -> d
                     for phase, moment in report.course.by_phase().items()
                 ],
                 "traffic": traffic_rows(report.simulated),
+                "reserved": {
+                    segments: None if held is None else asdict(held)
+                    for segments, held in report.reserved.items()
+                },
             }
             for _, report in simulations
         ],

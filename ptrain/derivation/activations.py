@@ -1,20 +1,19 @@
 """The committed tables of the built-in families, evaluated: what a micro-batch allocates and saves.
 
 A table holds every size in bytes as a coefficient times powers of batch, sequence and the model's
-dimensions, read off traces at prime shapes (`models.tables` writes them). Nothing here is fitted.
+dimensions, read off traces at prime shapes (`traces.model_tables` makes them). Nothing is fitted.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files
 from typing import Any
 
 from ptrain.axes.tensor.costs import Cut
-from ptrain.derivation import blocks, loss_chunks
+from ptrain.derivation import archive, blocks, loss_chunks
+from ptrain.derivation.archive import TablePart
 from ptrain.derivation.monomials import Monomial, dimensions, merged, monomials
 from ptrain.derivation.repeats import Representatives, Turns
 from ptrain.spec.activations import PLAIN, Kept
@@ -177,13 +176,12 @@ def table_name(shape: ModelShape, compute: DType, batch: int, *, is_for_cuda: bo
     return f"{shape.family}-{tied}-{kind}-{precision}{one}"
 
 
-@cache
-def _table(name: str, kind: str | None = None) -> dict[str, Any]:
+def _table(name: str, kind: str | None = None) -> archive.Table:
     """Of a plain model, or of one kind of cut."""
-    path = f"tables/{name}.json" if kind is None else f"tables/tp/{name}.json"
-    text = files("ptrain.derivation").joinpath(path).read_text(encoding="utf-8")
-    table: dict[str, Any] = json.loads(text)
-    return table if kind is None else table[kind]
+    if kind is None:
+        return archive.table(TablePart.MODEL, name)
+    of_kind: archive.Table = archive.table(TablePart.SLICES, name)[kind]
+    return of_kind
 
 
 @cache

@@ -1,5 +1,5 @@
 """What one block of a built-in model allocates, by how its activations are kept: the committed
-tables of blocks, evaluated (`activations.tables` writes them), and put into a model's timeline.
+tables of blocks, evaluated (`traces.block_tables` makes them), and put into a model's timeline.
 
 A block's events stand between its boundaries, whatever is around it: of a whole model, of one
 rank's part of it, or of a stage. There a plain block's are taken out and another's put in; what
@@ -8,15 +8,15 @@ the place adds of its own (a stage's input belongs to the schedule) stays.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files
 from typing import Any
 
 from ptrain.axes.tensor.costs import Cut
 from ptrain.costs import Collective
+from ptrain.derivation import archive
+from ptrain.derivation.archive import TablePart
 from ptrain.derivation.monomials import Monomial, dimensions, merged, monomials
 from ptrain.spec.activations import ATTENTION_ONLY, FULL, PLAIN, SELECTIVE, Kept
 from ptrain.spec.model import Attention, Family, ModelShape
@@ -125,7 +125,7 @@ def _on_host(kept: Kept) -> Kept:
 @cache
 def block(setting: Setting, kept: Kept, attention: Attention) -> Block:
     """Return what one block does in its passes. Raises KeyError for what has no table."""
-    table = _table(setting.name)[setting.kind]
+    table = archive.table(TablePart.BLOCK, setting.name)[setting.kind]
     entry = table[attention.value][_NAMES[_on_host(kept)]]
     sizes = _bytes(setting)
     parts = table["parts"]
@@ -142,7 +142,7 @@ def block(setting: Setting, kept: Kept, attention: Attention) -> Block:
 
 def saved(setting: Setting, kept: Kept) -> tuple[tuple[str, Monomial], ...]:
     """Return what forward leaves on the device for backward, as pairs of operator and monomial."""
-    table = _table(setting.name)[setting.kind]
+    table = archive.table(TablePart.BLOCK, setting.name)[setting.kind]
     entry = table[setting.shape.attention.value][_NAMES[_on_host(kept)]]
     sizes = monomials(table)
     return tuple((operator, sizes[index]) for operator, index in table["parts"][entry["saved"]])
@@ -151,7 +151,7 @@ def saved(setting: Setting, kept: Kept) -> tuple[tuple[str, Monomial], ...]:
 def operations(setting: Setting, kept: Kept) -> dict[str, int]:
     """Return the floating-point operations of one block's matrix products: `forward`, `backward`,
     and those of forward that backward repeats (`again`)."""
-    table = _table(setting.name)[setting.kind]
+    table = archive.table(TablePart.BLOCK, setting.name)[setting.kind]
     entry = table[setting.shape.attention.value][_NAMES[_on_host(kept)]]
     work = table["parts"][entry["work"]][0]
     values = [setting.values[symbol] for symbol in table["symbols"]]
@@ -282,14 +282,7 @@ def _net(items: Sequence[Any]) -> int:
 
 
 @cache
-def _table(name: str) -> dict[str, Any]:
-    text = files("ptrain.derivation").joinpath(f"tables/blocks/{name}.json").read_text("utf-8")
-    table: dict[str, Any] = json.loads(text)
-    return table
-
-
-@cache
 def _bytes(setting: Setting) -> tuple[int, ...]:
-    table = _table(setting.name)[setting.kind]
+    table = archive.table(TablePart.BLOCK, setting.name)[setting.kind]
     values = setting.values
     return tuple(size.bytes(values, setting.compute.itemsize) for size in monomials(table))

@@ -1,5 +1,5 @@
 """What a loss in chunks allocates behind the blocks of a built-in model: the committed tables,
-evaluated (`activations.loss_tables` writes them), and put in the place of a whole loss.
+evaluated (`traces.loss_tables` makes them), and put in the place of a whole loss.
 
 A whole model's forward pass is the same up to the end of its last block, and its backward pass from
 there on; so is a last stage's.
@@ -7,14 +7,14 @@ there on; so is a last stage's.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from importlib.resources import files
 from typing import Any
 
 from ptrain.axes.tensor.costs import Cut
+from ptrain.derivation import archive
+from ptrain.derivation.archive import TablePart
 from ptrain.derivation.monomials import Monomial, merged, monomials
 from ptrain.spec.model import ModelShape
 from ptrain.spec.precision import DType
@@ -152,7 +152,7 @@ def ends(setting: LossSetting, place: str) -> LossHead:
     """Return the passes of a loss in chunks and the size of its output, at the end of a whole model
     or of a last stage (`place`)."""
     name = file_name(setting.shape, setting.compute, setting.batch)
-    table = _table(name)
+    table = archive.table(TablePart.LOSS, name)
     entry = table[setting.name][place]
     values = setting.values
     sizes = [size.bytes(values, setting.compute.itemsize) for size in _sizes(name)]
@@ -207,15 +207,8 @@ def _times(events: Sequence[Any], more: int) -> Iterable[Run]:
 
 
 @cache
-def _table(name: str) -> dict[str, Any]:
-    text = files("ptrain.derivation").joinpath(f"tables/loss/{name}.json").read_text("utf-8")
-    table: dict[str, Any] = json.loads(text)
-    return table
-
-
-@cache
 def _sizes(name: str) -> tuple[Monomial, ...]:
-    return monomials(_table(name))
+    return monomials(archive.table(TablePart.LOSS, name))
 
 
 def _without(events: list[Any], end: list[Any]) -> list[Any] | None:

@@ -1,18 +1,17 @@
 """The passes of a built-in model's stage: the committed tables of stages, evaluated
-(`traces.stage_tables` writes them, as `models.tables` those of whole models).
+(`traces.stage_tables` makes them, as `traces.model_tables` those of whole models).
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from importlib.resources import files
 from typing import Any
 
 from ptrain.axes.tensor.costs import Cut
-from ptrain.derivation import activations, blocks, loss_chunks
+from ptrain.derivation import activations, archive, blocks, loss_chunks
+from ptrain.derivation.archive import TablePart
 from ptrain.derivation.monomials import Monomial, dimensions, merged, monomials
 from ptrain.derivation.repeats import Representatives, Turns
 from ptrain.facts.passes import Passes, of_first_stage, of_later_stage
@@ -187,13 +186,12 @@ def _items(
     yield from items
 
 
-@cache
-def _table(name: str, kind: str | None) -> dict[str, Any]:
+def _table(name: str, kind: str | None) -> archive.Table:
     """Of a stage that is whole, or of one kind of cut."""
-    path = f"tables/pp/{name}.json" if kind is None else f"tables/pp/tp/{name}.json"
-    text = files("ptrain.derivation").joinpath(path).read_text(encoding="utf-8")
-    table: dict[str, Any] = json.loads(text)
-    return table if kind is None else table[kind]
+    if kind is None:
+        return archive.table(TablePart.STAGE, name)
+    of_kind: archive.Table = archive.table(TablePart.STAGE_SLICES, name)[kind]
+    return of_kind
 
 
 @cache

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from ptrain.by_rank import totals
 from ptrain.costs import Estimate, Footprint, State
 from ptrain.spec.axis import Axis
-from ptrain.spec.model import Attention, ExternalModel
+from ptrain.spec.model import Attention, ExternalModel, ModelShape
 from ptrain.spec.spec import Spec
 
 _PASSING = (State.ACTIVATIONS, State.TRANSIENT)  # not there at every moment of a step
@@ -99,9 +99,15 @@ def telling(
     flags = [
         *(["--allow-import"] if allow_import or isinstance(spec.model, ExternalModel) else []),
         *(["--rank", "all-distinct"] if is_uneven else []),
-        *(["--rehearse"] if on_gpu else []),
+        *(["--rehearse"] if on_gpu or _reads_values(spec, exact) else []),
     ]
     return shlex.join(["ptrain", "simulate", *words, *overrides, *flags])
+
+
+def _reads_values(spec: Spec, exact: Estimate) -> bool:
+    """Return whether only real tensors tell the peak: of a model that is not built in it is
+    undefined where its code does not run on fake ones."""
+    return not isinstance(spec.model, ModelShape) and "peak" in exact.undefined
 
 
 def needs_gpu(spec: Spec, exact: Estimate) -> bool:

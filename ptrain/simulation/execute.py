@@ -17,6 +17,7 @@ import torch
 
 from ptrain.costs import Column, Estimate, add_traffic
 from ptrain.data.sampler import LocalBatch
+from ptrain.derivation.allocator import AllocatedStep
 from ptrain.errors import RankFailed, refused
 from ptrain.interpreter.program import Observer, Program, interpret
 from ptrain.meters.traffic import TrafficMeter
@@ -45,6 +46,7 @@ class Simulated:
     device: str
     estimate: Estimate
     course: MemoryHistory
+    allocated: AllocatedStep
     seconds: dict[str, float]
 
 
@@ -106,12 +108,13 @@ def _simulated(spec: Spec, world: World, *, allow_import: bool) -> Simulated:
     began = time.perf_counter()
     program = interpret(spec, world=world, allow_import=allow_import)
     wrapped = time.perf_counter()
-    estimate, course = _steady_step(program, _batch(program))
+    estimate, memory = _steady_step(program, _batch(program))
     return Simulated(
         rank=world.rank,
         device=str(world.device),
         estimate=estimate,
-        course=course,
+        course=memory.course(),
+        allocated=memory.step,
         seconds={"interpret": wrapped - began, "steps": time.perf_counter() - wrapped},
     )
 
@@ -126,7 +129,7 @@ def _batch(program: Program) -> LocalBatch:
     )
 
 
-def _steady_step(program: Program, batch: LocalBatch) -> tuple[Estimate, MemoryHistory]:
+def _steady_step(program: Program, batch: LocalBatch) -> tuple[Estimate, LivingMeter]:
     """The third step, and of the second what happens once: as a training measures them."""
     for _ in range(FIRST_STEADY - 1):
         _step(program, batch)
@@ -156,7 +159,7 @@ def _steady_step(program: Program, batch: LocalBatch) -> tuple[Estimate, MemoryH
         operations=(operations.row(),),
         undefined={"wire": "fake ranks have no sockets"},
     )
-    return estimate, memory.course()
+    return estimate, memory
 
 
 def _vocab(spec: Spec) -> int | None:

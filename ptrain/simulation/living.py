@@ -15,11 +15,13 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from ptrain.axes.data.run.fully_sharded import parameter_groups
+from ptrain.axes.data.run.fully_sharded import allocating_streams, parameter_groups
 from ptrain.costs import Phase, State
+from ptrain.derivation.allocator import COMPUTING, AllocatedStep, AllocatorEvent
 from ptrain.interpreter.program import Program
 from ptrain.meters.memory import MemoryMeter
 from ptrain.models.ledger import storage_of
+from ptrain.optimizers.update import MASTER
 from ptrain.report.composition import LiveStorages, MemoryHistory, MemorySample
 from ptrain.rooms.registry import Tag
 from ptrain.simulation.modules import Modules
@@ -48,7 +50,7 @@ class Life:
 
 
 class LivingMeter(MemoryMeter):
-    """The memory meter, which also remembers."""
+    """The memory meter, which also remembers: `step` is what an allocator would see of it."""
 
     def __init__(self, program: Program, modules: Modules, *, rank: int, device: str) -> None:
         super().__init__(program, rank=rank, device=device, waits=False)
@@ -59,6 +61,15 @@ class LivingMeter(MemoryMeter):
         self._changes: list[tuple[Life, int]] = []
         self._begun: list[tuple[int, Phase, int]] = []
         self._before: list[tuple[Life, int]] = []
+        self.step = AllocatedStep()
+        self._streams = allocating_streams(program.model)
+        self._born_in: dict[int, str] = {}
+        self._moments_of = {
+            storage_of(tensor)._cdata
+            for _, kept in program.update.tensors()
+            for name, tensor in kept.items()
+            if name != MASTER
+        }
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -80,6 +91,7 @@ class LivingMeter(MemoryMeter):
 
     def born(self, key: int, storage: torch.UntypedStorage, operator: str) -> None:
         self._lives[key] = Life(self._modules.current, self._phase)
+        self._born_in[key] = self._streams.get(id(torch.cpu.current_stream()), COMPUTING)
         super().born(key, storage, operator)
 
     def resized(self, key: int, storage: torch.UntypedStorage, before: int) -> None:
@@ -103,16 +115,22 @@ class LivingMeter(MemoryMeter):
         super()._add(key, size)
         if self.live != before:
             self._changes.append((self._lives[key], self.live - before))
+            stream = self._born_in.pop(key, COMPUTING)  # where FSDP2 resizes too
+            self.step.events.append(AllocatorEvent(key, self.live - before, stream))
 
     def _add_to_all(self, key: int, size: int) -> None:
         before = self.live
         super()._add_to_all(key, size)
         if self.live != before:
             self._before.append((self._lives[key], self.live - before))
+            older = self.step.moments if key in self._moments_of else self.step.resident
+            older.append(AllocatorEvent(key, self.live - before))
 
     def phase(self, phase: Phase, micro_batch: int) -> None:
         super().phase(phase, micro_batch)
         self._begun.append((len(self._changes), phase, micro_batch))
+        if phase is Phase.UPDATE:
+            self.step.update = len(self.step.events)
 
     def course(self) -> MemoryHistory:
         """After the step."""

@@ -1,9 +1,9 @@
-"""Writes what a block allocates, by how its activations are kept: `python -m
-ptrain.traces.block_tables [--only NAME] [--out DIR]`.
+"""Makes the tables of what a block allocates, by how its activations are kept.
 
-Like `models.tables` and `traces.tensor_tables`, at prime shapes, of a model all of whose blocks are
-kept alike: the events of one block in forward and in backward, what of it forward saves and moves
-off the device, what its operators compute, and the collectives that recomputation repeats.
+Like `traces.model_tables` and `traces.tensor_tables`, at prime shapes, of a model all of whose
+blocks are kept alike: the events of one block in forward and in backward, what of it forward saves
+and moves off the device, what its operators compute, and the collectives that recomputation
+repeats.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -25,7 +26,6 @@ from ptrain.derivation.blocks import CUTS, PLAIN_NAME, VARIANTS
 from ptrain.models.build import build
 from ptrain.models.dropout import kernels_of
 from ptrain.models.initialize import cast
-from ptrain.models.tables import SMALLEST, BlockTableBuilder, factorise
 from ptrain.models.trace import Born, Died, Recording, record
 from ptrain.models.units import unit_modules
 from ptrain.models.work import OperatorWork, When, WorkRecorder
@@ -35,8 +35,9 @@ from ptrain.spec.activations import Kept
 from ptrain.spec.model import Attention, ModelShape
 from ptrain.steps.step import Keep
 from ptrain.timeline import Boundary, Mark
+from ptrain.traces.model_tables import SMALLEST, BlockTableBuilder, Make, factorise
 from ptrain.traces.stage_tables import TableSetting, settings
-from ptrain.traces.tensor_tables import TP, fake_mesh, output_arguments
+from ptrain.traces.tensor_tables import TP
 
 ATTENTIONS = (Attention.SDPA, Attention.EAGER)
 
@@ -223,17 +224,11 @@ def block_settings() -> Iterator[tuple[str, dict[str, TableSetting]]]:
                 yield title.replace("dropout", "dropout-cuda"), {PLAIN_NAME: of_gpus}
 
 
-def main() -> None:
-    """Write every table, or those whose names begin with `--only`."""
-    directory, only = output_arguments(__doc__, "blocks")
-    mesh = fake_mesh()
+def tables(mesh: DeviceMesh) -> Iterator[tuple[str, Make]]:
+    """Yield the name of every table and what makes it."""
     for title, by_cut in block_settings():
-        if title.startswith(only):
-            tables = {name: Blocks(setting, mesh).build() for name, setting in by_cut.items()}
-            text = json.dumps(tables, separators=(",", ":"))
-            (directory / f"{title}.json").write_text(text + "\n", encoding="utf-8")
-            print(f"{title}: {len(text)} bytes", flush=True)
+        yield title, partial(_of_every_cut, by_cut, mesh)
 
 
-if __name__ == "__main__":
-    main()
+def _of_every_cut(by_cut: dict[str, TableSetting], mesh: DeviceMesh) -> dict[str, object]:
+    return {name: Blocks(setting, mesh).build() for name, setting in by_cut.items()}

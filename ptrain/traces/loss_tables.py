@@ -1,7 +1,6 @@
-"""Writes what a loss in chunks allocates: `python -m ptrain.traces.loss_tables [--only NAME]
-[--out DIR]`.
+"""Makes the tables of what a loss in chunks allocates.
 
-Like `models.tables`, of what stands behind the last block in forward and in front of it in
+Like `traces.model_tables`, of what stands behind the last block in forward and in front of it in
 backward, of a whole model and of a last stage. What repeats with each chunk is found by comparing
 traces of two numbers of chunks, odd primes which divide nothing else. Sizes are read off by exact
 division: dimensions are such that no product of some is one of others.
@@ -9,7 +8,6 @@ division: dimensions are such that no product of some is one of others.
 
 from __future__ import annotations
 
-import gc
 import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,14 +24,14 @@ from ptrain.derivation.loss_chunks import (
     file_name,
     is_tabulated,
 )
-from ptrain.models.tables import DTYPES, MARKS
 from ptrain.models.trace import Born, Completion, Died, Event
 from ptrain.models.units import Units
 from ptrain.spec.model import Family
 from ptrain.spec.precision import DType
 from ptrain.timeline import Boundary
 from ptrain.traces.loss_trace import LossTraceSetting, Tokens, tokens_of, trace
-from ptrain.traces.tensor_tables import KINDS, fake_mesh, output_arguments
+from ptrain.traces.model_tables import DTYPES, MARKS, Make
+from ptrain.traces.tensor_tables import KINDS
 
 SEVERAL = 2  # samples, where they are not one
 CHUNKS = (5, 7)  # from so many what repeats is learnt
@@ -207,17 +205,7 @@ def settings() -> Iterator[tuple[str, list[LossTraceSetting]]]:
         yield title, [alone, replace(alone, is_fused=True), *cut]
 
 
-def main() -> None:
-    """Writes every table, or those whose names begin with `--only`."""
-    directory, only = output_arguments(__doc__, "loss")
-    gc.freeze()  # each trace begins with a collection, of which torch's own objects are most
-    mesh = fake_mesh()
+def tables(mesh: DeviceMesh) -> Iterator[tuple[str, Make]]:
+    """Yield the name of every table and what makes it."""
     for title, ways in settings():
-        if title.startswith(only):
-            text = json.dumps(LossTableBuilder(mesh).build(ways), separators=(",", ":"))
-            (directory / f"{title}.json").write_text(text + "\n", encoding="utf-8")
-            print(f"{title}: {len(text)} bytes", flush=True)
-
-
-if __name__ == "__main__":
-    main()
+        yield title, partial(LossTableBuilder(mesh).build, ways)

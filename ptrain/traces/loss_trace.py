@@ -28,13 +28,13 @@ from ptrain.facts.stages import ENDS
 from ptrain.models.build import build
 from ptrain.models.chunked import LossInside
 from ptrain.models.initialize import cast
-from ptrain.models.tables import SMALLEST
 from ptrain.models.trace import Event, record
 from ptrain.models.units import ROOT, Units, unit_modules
 from ptrain.rooms.registry import Registry
 from ptrain.spec.model import Family, ModelShape
 from ptrain.steps.step import ChunkedLoss
 from ptrain.timeline import Boundary, Mark
+from ptrain.traces.model_tables import SMALLEST
 from ptrain.traces.stage_tables import smallest_units, stages_of
 from ptrain.traces.stage_trace import TracedStage, record_passes
 from ptrain.traces.tensor_tables import TP, UNEVEN, VOCAB, CutKind

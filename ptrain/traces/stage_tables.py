@@ -1,8 +1,8 @@
-"""Writes the tables of a stage's passes: `python -m ptrain.traces.stage_tables [--only NAME]`.
+"""Makes the tables of a stage's passes.
 
-Like `models.tables` and `traces.tensor_tables`, at prime shapes, for the first stage, one in the
-middle and the last one. A pass is `begin`, `block` for each layer but two, and `end`; that of one
-layer is `only`. Equal parts are written once, and named by their place.
+Like `traces.model_tables` and `traces.tensor_tables`, at prime shapes, for the first stage, one in
+the middle and the last one. A pass is `begin`, `block` for each layer but two, and `end`; that of
+one layer is `only`. Equal parts are written once, and named by their place.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from pathlib import Path
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -25,19 +25,19 @@ from ptrain.axes.pipeline.stage_facts import TIED, stage_roles
 from ptrain.axes.tensor.run.apply import parallelize, whole_loss
 from ptrain.facts.parameters import facts
 from ptrain.facts.stages import ENDS, Stage, cut, layers_of
-from ptrain.models import tables
 from ptrain.models.build import build
 from ptrain.models.initialize import cast
-from ptrain.models.tables import DTYPES, MARKS, SMALLEST, factorise
 from ptrain.models.trace import Born, Completion, Died, Event
 from ptrain.models.units import Units, unit_modules
 from ptrain.rooms.registry import Registry
 from ptrain.spec.model import Family, ModelShape
 from ptrain.steps.step import Parallelize
 from ptrain.timeline import Boundary, Mark
+from ptrain.traces import model_tables as tables
 from ptrain.traces import tensor_tables
+from ptrain.traces.model_tables import DTYPES, MARKS, SMALLEST, Make, factorise
 from ptrain.traces.stage_trace import PassEvents, TracedStage, record_passes
-from ptrain.traces.tensor_tables import KINDS, TP, CutKind, fake_mesh, output_arguments
+from ptrain.traces.tensor_tables import KINDS, TP, CutKind
 
 PLACES = ("first", "middle", "last")
 MOST = 3  # layers: with as many, begin, block and end are all there
@@ -366,24 +366,22 @@ def settings() -> Iterator[tuple[str, TableSetting, tuple[TableSetting, ...]]]:
         yield tables.name(alone.shape, precision, alone.batch), alone, tuple(cut_over_tp)
 
 
-def main() -> None:
-    """Writes every table, or those whose names begin with `--only`."""
-    directory, only = output_arguments(__doc__, "pp")
-    mesh = fake_mesh()
-    for title, alone, cut_over_tp in settings():
-        if title.startswith(only):
-            _write(directory / f"{title}.json", StageTableBuilder(alone).build())
-            built = [StageTableBuilder(setting, mesh).build() for setting in cut_over_tp]
-            kinds = [kind.name for kind in KINDS]
-            _write(directory / "tp" / f"{title}.json", dict(zip(kinds, built, strict=True)))
+def whole_tables() -> Iterator[tuple[str, Make]]:
+    """Yield the name of every table of stages that are whole, and what makes it."""
+    for title, alone, _ in settings():
+        yield title, partial(_built, alone)
 
 
-def _write(path: Path, table: object) -> None:
-    text = json.dumps(table, separators=(",", ":"))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text + "\n", encoding="utf-8")
-    print(f"{path.parent.name}/{path.stem}: {len(text)} bytes", flush=True)
+def cut_tables(mesh: DeviceMesh) -> Iterator[tuple[str, Make]]:
+    """Yield the same of stages whose operators are cut, of every kind of cut."""
+    for title, _, cut_over_tp in settings():
+        yield title, partial(_of_every_kind, cut_over_tp, mesh)
 
 
-if __name__ == "__main__":
-    main()
+def _built(setting: TableSetting, mesh: DeviceMesh | None = None) -> dict[str, object]:
+    return StageTableBuilder(setting, mesh).build()
+
+
+def _of_every_kind(settings: Sequence[TableSetting], mesh: DeviceMesh) -> dict[str, object]:
+    built = [_built(setting, mesh) for setting in settings]
+    return dict(zip((kind.name for kind in KINDS), built, strict=True))

@@ -1,20 +1,17 @@
-"""Writes the tables of the built-in families cut over tp: `python -m ptrain.traces.tensor_tables`.
+"""Makes the tables of the built-in families cut over tp.
 
-Like `models.tables`, at prime shapes, on rank 0 of fake ranks with real tensors: `tp`, and the
-rank's own heads, ffn, vocabulary and (where activations are cut) tokens are the symbols, beside the
-whole vocabulary where it is no multiple of them.
+Like `traces.model_tables`, at prime shapes, on rank 0 of fake ranks with real tensors: `tp`, and
+the rank's own heads, ffn, vocabulary and (where activations are cut) tokens are the symbols, beside
+the whole vocabulary where it is no multiple of them.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -24,7 +21,6 @@ from ptrain.axes.tensor.run.apply import parallelize, whole_loss
 from ptrain.facts.roles import roles_of
 from ptrain.models.build import build
 from ptrain.models.initialize import cast
-from ptrain.models.tables import DTYPES, SMALLEST, BlockTableBuilder, name
 from ptrain.models.trace import Recording, record
 from ptrain.models.units import unit_modules
 from ptrain.rooms.fake import fake_world
@@ -32,6 +28,7 @@ from ptrain.rooms.registry import Registry
 from ptrain.spec.axis import Axis
 from ptrain.spec.model import Family, ModelShape
 from ptrain.steps.step import Parallelize
+from ptrain.traces.model_tables import DTYPES, SMALLEST, BlockTableBuilder, Make, name
 
 TP, BATCH, SEQUENCE, FFN, VOCAB, UNEVEN = 3, 13, 17, 19, 23, 67
 HEADS = {
@@ -122,55 +119,28 @@ def trace(
         return record(model, unit_modules(model, SMALLEST), forward, tokens)
 
 
-def tables(mesh: DeviceMesh) -> Iterator[tuple[str, dict[str, object]]]:
-    """Yield (name, every kind's table) of all variants of the models."""
+def tables(mesh: DeviceMesh) -> Iterator[tuple[str, Make]]:
+    """Yield the name of every variant of the models, and what makes the tables of every kind."""
     choices = itertools.product(Family, (False, True), (False, True), DTYPES, (BATCH, 1))
     for family, tied, special, precision, batch in choices:
-        by_kind: dict[str, object] = {}
-        title = ""
-        for kind in KINDS:
-            shape = shape_of(family, kind, tied=tied, special=special)
-            title = name(shape, precision, batch)
-            tracer = partial(trace, kind.step(shape), mesh)
-            symbols = symbols_of(family, kind)
-            by_kind[kind.name] = BlockTableBuilder(shape, precision, batch, symbols, tracer).build()
-        yield title, by_kind
+        shape = shape_of(family, KINDS[0], tied=tied, special=special)
+        make = partial(_of_every_kind, mesh, family, tied, special, precision, batch)
+        yield name(shape, precision, batch), make
 
 
-def output_arguments(about: str | None, folder: str) -> tuple[Path, str]:
-    """Read the arguments of a command that writes tables, and return where to, and what the names
-    of those begin with that are written. The folder is made; torch computes with one thread."""
-    parser = argparse.ArgumentParser(description=about)
-    default = Path(__file__).parents[1] / "derivation" / "tables" / folder
-    parser.add_argument("--out", type=Path, default=default)
-    parser.add_argument("--only", default="")
-    given = parser.parse_args()
-    directory: Path = given.out
-    directory.mkdir(parents=True, exist_ok=True)
-    torch.set_num_threads(1)
-    return directory, given.only
+def _of_every_kind(
+    mesh: DeviceMesh, family: Family, tied: bool, special: bool, precision: str, batch: int
+) -> dict[str, object]:
+    by_kind: dict[str, object] = {}
+    for kind in KINDS:
+        shape = shape_of(family, kind, tied=tied, special=special)
+        tracer = partial(trace, kind.step(shape), mesh)
+        symbols = symbols_of(family, kind)
+        by_kind[kind.name] = BlockTableBuilder(shape, precision, batch, symbols, tracer).build()
+    return by_kind
 
 
 def fake_mesh() -> DeviceMesh:
     """Return the mesh of the fake ranks of tp, of which this process plays the first."""
     fake_world(0, TP)
     return init_device_mesh("cpu", (TP,), mesh_dim_names=(Axis.TP.value,))
-
-
-def main() -> None:
-    """Write every table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    default = Path(__file__).parents[1] / "derivation" / "tables" / "tp"
-    parser.add_argument("--out", type=Path, default=default)
-    directory: Path = parser.parse_args().out
-    directory.mkdir(parents=True, exist_ok=True)
-    torch.set_num_threads(1)
-    mesh = fake_mesh()
-    for title, by_kind in tables(mesh):
-        text = json.dumps(by_kind, separators=(",", ":"))
-        (directory / f"{title}.json").write_text(text + "\n", encoding="utf-8")
-        print(f"{title}: {len(text)} bytes", flush=True)
-
-
-if __name__ == "__main__":
-    main()

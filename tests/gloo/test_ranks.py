@@ -72,8 +72,12 @@ def test_one_rank_has_no_group(ranks: Ranks) -> None:
     assert ranks.run(1, dist.is_initialized) == [False]
 
 
-def test_the_ranks_stay_up_between_calls(ranks: Ranks) -> None:
-    assert ranks.run(2, _own_pid) == ranks.run(2, _own_pid)
+def test_the_ranks_stay_up_between_calls() -> None:
+    ranks = Ranks()  # one that has answered no calls yet
+    try:
+        assert ranks.run(2, _own_pid) == ranks.run(2, _own_pid)
+    finally:
+        ranks.close()
 
 
 def test_an_exception_comes_back_with_its_rank_and_traceback(ranks: Ranks) -> None:

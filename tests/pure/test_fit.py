@@ -24,7 +24,8 @@ from ptrain.train.heading import preflight_lines
 H100 = ("model.preset=gpt2-124m", "mesh.dp_shard=8", "batch={global: 64, micro: 8, sequence: 1024}")
 ON_H100 = (*H100, "cluster.preset=h100-8")
 DROPS = "model.dropout=0.1"
-LARGE = ("model.preset=llama3-8b", "activations=M", "recompute={keep: [norm]}")
+# flex attention has no backward pass where a trace would run
+UNTOLD = ("model.preset=llama3-8b", "attention=flex")
 
 
 def fit_of(*overrides: str, name: str = "zero3") -> Fit:
@@ -49,14 +50,14 @@ def command_in(text: str) -> list[str]:
 
 
 def test_without_a_peak_nobody_knows_whether_it_fits():
-    found = fit_of(*LARGE, "mesh.dp_shard=16", "batch.global=32", "cluster.preset=h100-64")
+    found = fit_of(*UNTOLD, "mesh.dp_shard=16", "batch.global=32", "cluster.preset=h100-64")
     assert found.fits is None and found.peak_bytes is None
     assert 0 < found.resident_bytes < found.device_memory
     assert found.why
 
 
 def test_what_is_resident_alone_above_the_memory_does_not_fit_without_a_peak_too():
-    found = fit_of(*LARGE, "cluster.preset=laptop")
+    found = fit_of(*UNTOLD, "cluster.preset=laptop")
     assert found.fits is False and found.peak_bytes is None
     assert found.short_bytes == found.resident_bytes - found.device_memory > 0
 
@@ -143,12 +144,14 @@ def test_the_command_that_tells_of_dropout_rehearses_on_a_gpu(ptrain):
 
 
 def test_the_command_that_tells_has_the_words_that_were_typed(ptrain):
-    typed = ("zero3", *LARGE, "cluster.preset=h100-8")
+    typed = ("zero3", *UNTOLD, "cluster.preset=h100-8")
     text = ptrain("predict", *typed)
-    assert line_of(text, "unknown: ").startswith("unknown: no table holds what this model")
-    assert command_in(text) == ["ptrain", "simulate", *typed]
-    several = ("tp-dp", *LARGE, "cluster.preset=h100-8")
-    assert command_in(ptrain("predict", *several))[-2:] == ["--rank", "all-distinct"]
+    assert line_of(text, "unknown: ").startswith(
+        "unknown: torch's flex_attention has no backward pass"
+    )
+    assert command_in(text) == ["ptrain", "simulate", *typed, "device=cuda", "--rehearse"]
+    several = ("tp-dp", *UNTOLD, "cluster.preset=h100-8")
+    assert command_in(ptrain("predict", *several))[-3:-1] == ["--rank", "all-distinct"]
 
 
 def test_flex_attention_is_rehearsed_for_fake_ranks_have_no_backward_pass_of_it(ptrain):
@@ -158,7 +161,7 @@ def test_flex_attention_is_rehearsed_for_fake_ranks_have_no_backward_pass_of_it(
 
 
 def test_a_record_passes_no_resident_sum_off_as_a_peak(ptrain):
-    record = json.loads(ptrain("predict", "zero3", *LARGE, "cluster.preset=h100-8", "--json"))
+    record = json.loads(ptrain("predict", "zero3", *UNTOLD, "cluster.preset=h100-8", "--json"))
     found = record["fit"]
     assert found["fits"] is None and found["peak_bytes"] is None
     assert 64 * 10**9 < found["resident_bytes"] < found["device_memory"]
@@ -171,11 +174,11 @@ def test_a_record_passes_no_resident_sum_off_as_a_peak(ptrain):
 
 def test_a_sweep_has_no_peak_where_none_is_predicted_and_says_why(ptrain):
     meshes = ("mesh.dp_shard=8,16", "batch.global=32")
-    text = ptrain("predict", "zero3", *LARGE, *meshes, "cluster.preset=h100-64")
+    text = ptrain("predict", "zero3", *UNTOLD, *meshes, "cluster.preset=h100-64")
     _, *rows = text.splitlines()[:3]
     assert [each.split()[6:8] for each in rows] == [["1×", "–"], ["0.5×", "–"]]
     told = [line for line in text.splitlines() if line.startswith("peak unknown: mesh.dp_shard=")]
-    assert len(told) == 2 and all("no table holds" in line for line in told)
+    assert len(told) == 2 and all("flex_attention" in line for line in told)
 
 
 def test_a_comparison_has_no_peak_of_a_cpu_for_a_gpu(ptrain, tmp_path):

@@ -243,16 +243,6 @@ def test_what_is_computed_is_printed_with_what_runs_again(ptrain):
     assert f"{line}, 1.409 GFLOP of forward again\n" in again
 
 
-def test_of_a_model_too_large_to_be_traced_all_but_activations_is_said(ptrain, monkeypatch):
-    monkeypatch.setitem(vars(package), "read_facts", None)  # would build it
-    kept = ("activations=M", "recompute={keep: [norm]}")
-    text = ptrain("predict", "zero3", "model.preset=llama3-8b", *kept)
-    assert row(text, "parameters")[1] == "16.06 GB"
-    reason = "no table holds what this model allocates so, and it is too large to be traced"
-    assert f"exact, activations: {reason}" in text and f"exact, peak: {reason}" in text
-    assert "resident, without activations: 64.24 GB" in text
-
-
 @pytest.mark.parametrize("name", ["zero3", "tp", "pp-1f1b"])
 def test_of_attention_that_a_processor_cannot_train_all_but_activations_is_said(
     ptrain, monkeypatch, name

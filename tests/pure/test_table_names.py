@@ -1,33 +1,27 @@
-"""A committed table is found by what it depends on: every file is some setting's, and no two
-settings that differ share one."""
+"""A committed table is found by what it depends on: each is some setting's, and no two settings
+that differ share one."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from importlib.resources import files
 from itertools import product
 
 import pytest
 
 from ptrain.derivation import blocks, loss_chunks
 from ptrain.derivation.activations import saved, table_name, torch_version
+from ptrain.derivation.archive import TablePart, names
 from ptrain.spec.model import Family, ModelShape
 from ptrain.spec.precision import DType
 from ptrain.spec.spec import LossSpec
 from tests.pure.build import ODD_SHAPE
 
-TABLES = files("ptrain.derivation").joinpath("tables")
 MHA = replace(ODD_SHAPE, kv_heads=3)
 GPT = replace(MHA, family=Family.GPT)
 DROPPED = replace(GPT, dropout=0.1)
 KINDS = {"llama-gqa": ODD_SHAPE, "llama-mha": MHA, "gpt-plain": GPT, "gpt-dropout": DROPPED}
 PRECISIONS = {DType.FP32: "full", DType.FP64: "full", DType.BF16: "bf16"}
 BATCHES = {1: "-one", 2: "", 8: ""}
-
-
-def committed(folder: str) -> set[str]:
-    there = TABLES.joinpath(folder).iterdir()
-    return {each.name.removesuffix(".json") for each in there if each.name.endswith(".json")}
 
 
 def settings() -> list[tuple[str, str, ModelShape, DType, int]]:
@@ -48,7 +42,7 @@ def test_a_whole_model_is_named_by_family_tying_heads_dropout_dtype_and_batch(is
         assert name == f"{family}-{tied}-{own}{rest}"
         found.add(name)
     of_gpus = {name.replace("dropout", "dropout-cuda") for name in found if "dropout" in name}
-    assert found | of_gpus == {name for name in committed("") if f"-{tied}-" in name}
+    assert found | of_gpus == {name for name in names(TablePart.MODEL) if f"-{tied}-" in name}
 
 
 def test_what_gpus_drop_has_tables_of_its_own():
@@ -56,7 +50,7 @@ def test_what_gpus_drop_has_tables_of_its_own():
         name = table_name(shape, compute, batch, is_for_cuda=True)
         mine = kind.replace("dropout", "dropout-cuda")
         assert name == f"{mine.replace('-', '-untied-', 1)}{rest}"
-        assert name in committed("")
+        assert name in names(TablePart.MODEL)
 
 
 def test_a_block_is_named_without_the_tying():
@@ -65,7 +59,7 @@ def test_a_block_is_named_without_the_tying():
         setting = blocks.Setting(shape=shape, batch=batch, sequence=16, compute=compute)
         assert (setting.name, setting.kind) == (f"{kind}{rest}", "plain")
         found |= {setting.name, replace(setting, is_for_cuda=True).name}
-    assert found == committed("blocks")
+    assert found == names(TablePart.BLOCK)
 
 
 def test_the_loss_is_named_without_heads_and_dropout():
@@ -75,7 +69,7 @@ def test_the_loss_is_named_without_heads_and_dropout():
             name = loss_chunks.file_name(replace(shape, tied=is_tied), compute, batch)
             assert name == f"{kind.partition('-')[0]}-{'tied' if is_tied else 'untied'}{rest}"
             found.add(name)
-    assert found == committed("loss")
+    assert found == names(TablePart.LOSS)
 
 
 @pytest.mark.parametrize(

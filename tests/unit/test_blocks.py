@@ -6,13 +6,13 @@ from __future__ import annotations
 import itertools
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
 from ptrain.activations.run.apply import keep
-from ptrain.derivation import activations, blocks
+from ptrain.derivation import activations, archive, blocks
+from ptrain.derivation.archive import TablePart
 from ptrain.models.build import build
 from ptrain.models.initialize import cast
 from ptrain.models.loss import token_loss_sum
@@ -116,8 +116,7 @@ def test_the_tables_of_blocks_give_the_trace_of_another_shape_to_the_byte(shape,
 )
 def test_the_committed_tables_of_blocks_are_what_the_command_writes(name):
     setting = dict(tables.block_settings())[name][blocks.PLAIN_NAME]
-    path = Path(blocks.__file__).parent / "tables" / "blocks" / f"{name}.json"
-    committed = json.loads(path.read_text(encoding="utf-8"))[blocks.PLAIN_NAME]
+    committed = archive.table(TablePart.BLOCK, name)[blocks.PLAIN_NAME]
     if not torch.__version__.startswith(committed["torch"]):
         pytest.skip(f"traced with torch {committed['torch']}, this is {torch.__version__}")
     assert json.loads(json.dumps(tables.Blocks(setting).build())) == committed

@@ -1,10 +1,11 @@
-"""Whether a model that is not built in fits: one too large to be traced has no peak, and one with
-dropout has that of a CPU."""
+"""Whether a model that is not built in fits: a large one whose code reads values has no peak, and
+one with dropout has that of a CPU."""
 
 from __future__ import annotations
 
 import json
 import shlex
+from functools import partial
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from ptrain.models.dropout import drops_out
 from ptrain.spec.load import load
+from ptrain.traces import on_fakes
 from ptrain.traces.facts import facts_of
 from tests.models_external import Necks
 
@@ -41,29 +43,40 @@ def functional() -> nn.Module:
     return Functional(10, 2, 259)
 
 
-def test_of_a_large_model_of_transformers_no_fit_is_claimed(ptrain):
+def test_a_large_model_of_transformers_fits_or_not_by_its_peak(ptrain):
     pytest.importorskip("transformers")
-    text = ptrain("predict", "zero3", LARGE, BATCH, *H100)
+    record = json.loads(ptrain("predict", "zero3", LARGE, BATCH, *H100, "--json"))["fit"]
+    assert record["fits"] is True and record["unknown"] is None
+    assert 0 < record["resident_bytes"] < record["peak_bytes"] < record["device_memory"]
+    text = ptrain("predict", "zero3", LARGE, BATCH, *H100, "cluster.device_memory=30 GiB")
+    assert "does not fit by " in text and "or more" not in text
+
+
+@pytest.fixture
+def of_a_large_model_that_reads(ptrain, monkeypatch):
+    monkeypatch.setattr(on_fakes, "REAL_BYTES", 0)
+    model = "model={target: 'tests.unit.test_simulation_models:reading'}"
+    batch = "batch={global: 64, micro: 8, sequence: 16}"
+    return partial(ptrain, "predict", "zero3", model, batch, *H100, "--allow-import")
+
+
+def test_of_a_large_model_that_reads_values_no_fit_is_claimed(of_a_large_model_that_reads):
+    text = of_a_large_model_that_reads()
     assert "fits:" not in text and "to spare" not in text
     lines = text.splitlines()
     (place,) = (index for index, line in enumerate(lines) if line.startswith("unknown: "))
-    assert "too large to be traced" in lines[place]
-    assert shlex.split(lines[place + 1]) == ["ptrain", "simulate", "zero3", LARGE, BATCH, *H100]
+    assert "its code reads values" in lines[place]
+    assert shlex.split(lines[place + 1])[-2:] == ["--allow-import", "--rehearse"]
+    record = json.loads(of_a_large_model_that_reads("--json"))["fit"]
+    assert record["fits"] is None and record["peak_bytes"] is None
+    assert 0 < record["resident_bytes"] < record["device_memory"]
 
 
-def test_the_record_of_a_large_model_of_transformers_says_null(ptrain):
-    pytest.importorskip("transformers")
-    found = json.loads(ptrain("predict", "zero3", LARGE, BATCH, *H100, "--json"))["fit"]
-    assert found["fits"] is None and found["peak_bytes"] is None
-    assert 0 < found["resident_bytes"] < found["device_memory"]
-
-
-def test_the_states_of_a_large_model_of_transformers_may_be_too_large(ptrain):
-    pytest.importorskip("transformers")
-    small = "cluster.device_memory=1 GiB"
-    text = ptrain("predict", "zero3", LARGE, BATCH, *H100, small)
+def test_its_states_alone_may_be_too_large(of_a_large_model_that_reads):
+    small = "cluster.device_memory=1 KiB"
+    text = of_a_large_model_that_reads(small)
     assert "does not fit by " in text and "or more" in text and "closer" not in text
-    record = json.loads(ptrain("predict", "zero3", LARGE, BATCH, *H100, small, "--json"))
+    record = json.loads(of_a_large_model_that_reads(small, "--json"))
     assert record["fit"]["fits"] is False and record["fit"]["peak_bytes"] is None
     assert record["cheaper"] == []
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from ptrain.costs import Estimate
-from ptrain.derivation import loss_chunks
+from ptrain.derivation import archive, loss_chunks
 from ptrain.derivation.activations import is_tabulated
+from ptrain.derivation.archive import TablePart
 from ptrain.derivation.estimate import derive
 from ptrain.models.chunked import can_fuse
 from ptrain.spec.load import load
@@ -124,8 +124,7 @@ def figures(estimate: Estimate) -> tuple[object, ...]:
 def test_the_committed_tables_of_the_loss_are_what_the_command_writes(name: str) -> None:
     """Of operators that are not cut, which the command writes first."""
     alone = dict(loss_tables.settings())[name][:2]
-    path = Path(loss_chunks.__file__).parent / "tables" / "loss" / f"{name}.json"
-    committed = json.loads(path.read_text(encoding="utf-8"))
+    committed = archive.table(TablePart.LOSS, name)
     if not torch.__version__.startswith(committed["torch"]):
         pytest.skip(f"traced with torch {committed['torch']}, this is {torch.__version__}")
     written = json.loads(json.dumps(loss_tables.LossTableBuilder().build(alone)))

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
 
-from ptrain.derivation import activations
+from ptrain.derivation import archive
+from ptrain.derivation.archive import TablePart
 from ptrain.models.trace import Born, Completion, Died
 from ptrain.traces import stage_tables as tables
 from ptrain.traces.stage_tables import Case, StageTableBuilder, TableSetting, passes_of
@@ -16,10 +16,6 @@ from ptrain.traces.tensor_tables import KINDS
 
 SETTINGS = {name: (alone, cuts) for name, alone, cuts in tables.settings()}
 DEFAULT = ("llama-untied-gqa-bf16", "gpt-tied-dropout-bf16-one")
-
-
-def directory() -> Path:
-    return Path(activations.__file__).parent / "tables" / "pp"
 
 
 def written(setting: TableSetting, most: int = tables.MOST) -> object:
@@ -34,7 +30,7 @@ def written(setting: TableSetting, most: int = tables.MOST) -> object:
     ],
 )
 def test_the_committed_tables_are_what_the_command_writes(name):
-    stored = json.loads((directory() / f"{name}.json").read_text(encoding="utf-8"))
+    stored = archive.table(TablePart.STAGE, name)
     alone, _ = SETTINGS[name]
     found = written(alone)
     assert isinstance(found, dict)
@@ -44,12 +40,10 @@ def test_the_committed_tables_are_what_the_command_writes(name):
 
 
 def test_every_table_that_a_stage_can_ask_for_is_committed():
-    assert {path.stem for path in directory().glob("*.json")} == set(SETTINGS)
-    cut_over_tp = (directory() / "tp").glob("*.json")
-    for path in cut_over_tp:
-        stored = json.loads(path.read_text(encoding="utf-8"))
+    assert archive.names(TablePart.STAGE) == archive.names(TablePart.STAGE_SLICES) == set(SETTINGS)
+    for name in SETTINGS:
+        stored = archive.table(TablePart.STAGE_SLICES, name)
         assert set(stored) == {kind.name for kind in KINDS}
-    assert {path.stem for path in (directory() / "tp").glob("*.json")} == set(SETTINGS)
 
 
 @pytest.mark.nightly

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 from ptrain.costs import Phase, State
-from ptrain.derivation import activations
+from ptrain.derivation import activations, archive
+from ptrain.derivation.archive import TablePart
 from ptrain.errors import SpecError
 from ptrain.facts.parameters import facts
 from ptrain.meters.memory import MemoryMeter
-from ptrain.models import tables
 from ptrain.models.build import build
 from ptrain.models.facts import module_facts
 from ptrain.models.initialize import cast
@@ -27,6 +26,7 @@ from ptrain.spec.model import ExternalModel, ModelShape
 from ptrain.spec.precision import ZERO16, DType
 from ptrain.spec.spec import ActivationSpec
 from ptrain.timeline import Complete
+from ptrain.traces import model_tables as tables
 from ptrain.traces.facts import facts_of, read_facts
 from tests.models_external import Necks, necks
 from tests.pure.build import ODD_SHAPE, make_spec
@@ -78,8 +78,7 @@ def test_gradients_complete_in_the_order_that_the_facts_state(shape):
 
 
 def committed(name: str) -> object:
-    directory = Path(activations.__file__).parent / "tables"
-    return json.loads((directory / f"{name}.json").read_text(encoding="utf-8"))
+    return archive.table(TablePart.MODEL, name)
 
 
 @pytest.mark.parametrize(
@@ -105,8 +104,7 @@ def test_the_committed_tables_are_what_the_command_writes(name):
 
 
 def test_every_table_that_a_shape_can_ask_for_is_committed():
-    directory = Path(activations.__file__).parent / "tables"
-    assert {path.stem for path in directory.glob("*.json")} == set(VARIANTS)
+    assert archive.names(TablePart.MODEL) == set(VARIANTS)
 
 
 def test_the_tracers_own_hooks_allocate_nothing():

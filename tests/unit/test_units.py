@@ -13,7 +13,6 @@ from ptrain.derivation import activations
 from ptrain.derivation.repeats import everyone
 from ptrain.errors import SpecError
 from ptrain.facts.parameters import facts
-from ptrain.models import tables
 from ptrain.models.build import build
 from ptrain.models.facts import module_facts
 from ptrain.models.trace import to_timeline
@@ -21,6 +20,7 @@ from ptrain.models.units import blocks_of, unit_modules
 from ptrain.spec.dials import UnitKind, UnitSize
 from ptrain.spec.model import ModelShape
 from ptrain.spec.precision import DType
+from ptrain.traces import model_tables as tables
 from tests.models_external import necks
 from tests.pure.build import ODD_SHAPE, make_spec
 from tests.pure.test_units import SIZES

@@ -1,0 +1,75 @@
+"""The committed traces: one archive of tables, of which a prediction reads what it needs.
+
+`python -m ptrain.traces.write` writes it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from enum import StrEnum
+from functools import cache
+from pathlib import Path
+from typing import Any
+from zipfile import ZIP_DEFLATED, ZipFile, ZipInfo
+
+PATH = Path(__file__).with_name("traces.zip")
+_SUFFIX = ".json"
+_WRITTEN = (1980, 1, 1, 0, 0, 0)  # every time, so that equal tables are equal bytes
+
+
+class TablePart(StrEnum):
+    """What tables are of."""
+
+    MODEL = "model"
+    SLICES = "slices"  # of a model whose operators are cut over tp, by the kind of cut
+    STAGE = "stage"
+    STAGE_SLICES = "stage-slices"
+    BLOCK = "block"  # by how its activations are kept
+    LOSS = "loss"  # in chunks
+
+
+Table = dict[str, Any]
+
+
+@cache
+def table(part: TablePart, name: str) -> Table:
+    """Return the table of this name. Raises KeyError where there is none."""
+    read: Table = json.loads(_archive().read(f"{part}/{name}{_SUFFIX}"))
+    return read
+
+
+def names(part: TablePart) -> set[str]:
+    """Return the names of all tables of a part."""
+    return {name for of, name in _members() if of == part}
+
+
+def tables() -> dict[tuple[TablePart, str], Table]:
+    """Return all that there is."""
+    return {(part, name): table(part, name) for part, name in _members()}
+
+
+def write(content: Mapping[tuple[TablePart, str], Table], path: Path = PATH) -> None:
+    """Put these tables, and no others, into an archive: whole, or not at all."""
+    new = path.with_suffix(".new")
+    with ZipFile(new, "w") as archive:
+        for (part, name), of_setting in sorted(content.items()):
+            text = json.dumps(of_setting, separators=(",", ":"))
+            archive.writestr(_member(f"{part}/{name}{_SUFFIX}"), text, compresslevel=9)
+    new.replace(path)
+
+
+def _member(name: str) -> ZipInfo:
+    member = ZipInfo(name, date_time=_WRITTEN)
+    member.compress_type = ZIP_DEFLATED
+    return member
+
+
+@cache
+def _archive() -> ZipFile:
+    return ZipFile(PATH)
+
+
+def _members() -> list[tuple[TablePart, str]]:
+    paths = (name.removesuffix(_SUFFIX).split("/") for name in _archive().namelist())
+    return [(TablePart(part), name) for part, name in paths]

@@ -1,0 +1,68 @@
+"""Writes the committed traces: `python -m ptrain.traces.write [--only PART/NAME] [--out FILE]`.
+
+Minutes for all of them. What is not written anew stays; of what is, it says whether it changed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from ptrain.derivation import archive
+from ptrain.derivation.archive import Table, TablePart
+from ptrain.traces import block_tables, loss_tables, model_tables, stage_tables, tensor_tables
+from ptrain.traces.model_tables import Make
+from ptrain.traces.tensor_tables import fake_mesh
+
+
+def tables(mesh: DeviceMesh) -> Iterator[tuple[TablePart, str, Make]]:
+    """Yield every table's part and name, and what makes it."""
+    sources = {
+        TablePart.MODEL: model_tables.tables(),
+        TablePart.SLICES: tensor_tables.tables(mesh),
+        TablePart.STAGE: stage_tables.whole_tables(),
+        TablePart.STAGE_SLICES: stage_tables.cut_tables(mesh),
+        TablePart.BLOCK: block_tables.tables(mesh),
+        TablePart.LOSS: loss_tables.tables(mesh),
+    }
+    for part, makes in sources.items():
+        for name, make in makes:
+            yield part, name, make
+
+
+def main() -> None:
+    """Writes every table, or those whose `part/name` begins with `--only`."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default="", help="those whose part/name begins so")
+    parser.add_argument("--out", type=Path, default=archive.PATH)
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    gc.freeze()  # a trace of a loss begins with a collection, of which torch's objects are most
+    mesh = fake_mesh()
+    stood = archive.tables()
+    content: dict[tuple[TablePart, str], Table] = {}
+    for part, name, make in tables(mesh):
+        key, is_chosen = (part, name), f"{part}/{name}".startswith(given.only)
+        if is_chosen:
+            content[key] = json.loads(json.dumps(make()))
+            print(f"{part}/{name}: {_change(stood.get(key), content[key])}", flush=True)
+        elif key in stood:
+            content[key] = stood[key]
+    archive.write(content, given.out)
+    print(f"{given.out}: {len(content)} tables, {given.out.stat().st_size} bytes")
+
+
+def _change(before: Table | None, after: Table) -> str:
+    if before is None:
+        return "new"
+    return "as it was" if before == after else "changed"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,47 @@
+"""The archive of committed traces: small, and equal tables are equal bytes."""
+
+from __future__ import annotations
+
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from ptrain.derivation import archive
+from ptrain.derivation.archive import TablePart
+
+MOST_BYTES = 400_000
+TABLES = {(TablePart.MODEL, "b"): {"sizes": [[1, 2]]}, (TablePart.LOSS, "a"): {"torch": "2.13.0"}}
+
+
+def test_the_archive_is_small() -> None:
+    assert archive.PATH.stat().st_size <= MOST_BYTES
+
+
+def test_there_are_tables_of_every_part() -> None:
+    assert all(archive.names(part) for part in TablePart)
+    assert len(archive.tables()) == sum(len(archive.names(part)) for part in TablePart)
+
+
+def test_what_is_written_is_read_whatever_the_order(tmp_path: Path, monkeypatch) -> None:
+    one, other = tmp_path / "one.zip", tmp_path / "other.zip"
+    archive.write(TABLES, one)
+    archive.write(dict(reversed(TABLES.items())), other)
+    assert one.read_bytes() == other.read_bytes()
+    assert [path.name for path in tmp_path.iterdir() if path.suffix == ".new"] == []
+    monkeypatch.setattr(archive, "_archive", lambda: zipfile.ZipFile(one))
+    monkeypatch.setattr(archive, "table", archive.table.__wrapped__)
+    assert archive.tables() == TABLES
+
+
+def test_the_committed_bytes_are_those_that_the_command_writes(tmp_path: Path) -> None:
+    """Of the same tables; zlib of another version may pack them otherwise, and reads them alike."""
+    archive.write(archive.tables(), tmp_path / "again.zip")
+    with zipfile.ZipFile(tmp_path / "again.zip") as again, zipfile.ZipFile(archive.PATH) as stored:
+        assert again.namelist() == stored.namelist()
+        assert all(again.read(name) == stored.read(name) for name in stored.namelist())
+
+
+def test_a_table_that_is_not_there_is_a_key_error() -> None:
+    with pytest.raises(KeyError):
+        archive.table(TablePart.MODEL, "llama-of-nothing")
