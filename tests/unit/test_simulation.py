@@ -11,6 +11,7 @@ import torch
 
 from ptrain.cli.main import main
 from ptrain.costs import Column, Phase, State
+from ptrain.derivation.allocator import reserved
 from ptrain.derivation.estimate import derive
 from ptrain.errors import SpecError
 from ptrain.models.chunked import can_fuse
@@ -275,10 +276,34 @@ def test_the_record_has_the_column_and_no_verdict(capsys) -> None:
     assert record["simulation"]["note"] == GARBAGE
     (rank,) = record["simulation"]["ranks"]
     assert rank["alike"] == 1, "261 rows of the vocabulary are 131 and 130"
+    assert rank["reserved"] == {}, "a processor has no such allocator"
     assert sum(row["device_bytes"] for row in rank["held"]) == rank["peak"]["device_bytes"]
     simulated = [row for row in record["operations"] if row["column"] == Column.SIMULATED]
     assert simulated and simulated[0]["forward"] > 0
     assert {row["phase"] for row in rank["by_phase"]} == {"forward", "backward", "update"}
+
+
+def test_of_a_gpu_it_says_what_its_allocator_would_reserve(capsys) -> None:
+    on_gpus = ["simulate", "zero3", *TINY, "cluster.preset=h100-8"]
+    assert main([*on_gpus, "--json"]) == 0
+    (rank,) = json.loads(capsys.readouterr().out)["simulation"]["ranks"]
+    for amount in rank["reserved"].values():
+        beyond = sum(amount["beyond"].values())
+        assert amount["device_bytes"] == amount["living"] + beyond
+        assert amount["living"] == rank["peak"]["device_bytes"]
+    assert len(rank["reserved"]) == 2
+    main(on_gpus)
+    text = capsys.readouterr().out
+    assert "reserved by CUDA's allocator" in text and "not claimed: without what kernels" in text
+
+
+@pytest.mark.parametrize("strategy", BY_DEFAULT)
+def test_what_an_allocator_sees_living_at_most_is_the_peak(strategy: str) -> None:
+    simulated = of_last_rank(strategy)
+    for expands in (False, True):
+        amount = reserved(simulated.allocated, expands=expands)
+        assert amount is not None and amount.living == simulated.course.peak.total
+        assert amount.device_bytes > amount.living
 
 
 def test_the_record_of_several_ranks_has_each_ranks_traffic(capsys) -> None:
