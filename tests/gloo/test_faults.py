@@ -81,7 +81,10 @@ AGENT = ("--standalone", "--nproc-per-node", "2", "--max-restarts", "1", "-m", "
 @pytest.mark.parametrize(
     ("module", "words"),
     [
-        ("ptrain", ("train", *SAVING, "--max-restarts", "1")),
+        # by default a rank is killed (test_pipeline_faults.py) and a run resumed (test_train.py)
+        pytest.param(
+            "ptrain", ("train", *SAVING, "--max-restarts", "1"), marks=pytest.mark.nightly
+        ),
         pytest.param("torch.distributed.run", (*AGENT, *SAVING), marks=pytest.mark.nightly),
         pytest.param(
             "torch.distributed.run",

@@ -77,7 +77,13 @@ CHAIN = list(zip(PLACES, [*list(PLACES)[1:], next(iter(PLACES))], strict=True))
 MASTER = {"precision": {"layout": "zero16"}}
 
 
-@pytest.mark.parametrize(("before", "after"), CHAIN)
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        pytest.param(*pair, marks=() if place % 2 else pytest.mark.nightly)
+        for place, pair in enumerate(CHAIN)
+    ],
+)
 def test_a_state_is_bitwise_the_same_in_another_place_and_training_goes_on(
     ranks: Ranks, tmp_path: Path, before: str, after: str
 ) -> None:

@@ -33,7 +33,7 @@ HEADS_OR_TOKENS = 1  # the dimension of attention's heads, and of the residual s
 Masks = list[torch.Tensor]
 nightly = partial(pytest.param, marks=pytest.mark.nightly)
 ZERO3 = {"dp_shard": "zero3"}
-MORE: list[tuple[str, dict[str, str]]] = [("R", ZERO3), ("S*", ZERO3), ("S", {})]
+MORE: list[tuple[str, dict[str, str]]] = [("R", ZERO3), ("S*", ZERO3), ("S*", {}), ("S", ZERO3)]
 
 
 class Drawn(TorchDispatchMode):
@@ -83,7 +83,7 @@ def joined(masks: tuple[torch.Tensor, ...], *, is_sequence: bool) -> torch.Tenso
 
 @pytest.mark.parametrize(
     ("activations", "data"),
-    [("R", {}), ("S*", {}), ("S", ZERO3), *(nightly(*case) for case in MORE)],
+    [("R", {}), ("S", {}), *(nightly(*case) for case in MORE)],
     ids=str,
 )
 def test_with_the_ranks_masks_one_device_computes_the_same(

@@ -48,10 +48,10 @@ def spec_of(strategy: str, size: int, via: str) -> Spec:
     [
         ("ddp", 2, "native"),
         ("zero1", 4, "native"),
-        ("zero2", 2, "native"),
+        pytest.param("zero2", 2, "native", marks=pytest.mark.nightly),
         ("zero2", 4, "all_to_all"),
         ("zero3", 4, "native"),
-        ("zero3", 2, "all_to_all"),
+        pytest.param("zero3", 2, "all_to_all", marks=pytest.mark.nightly),
         ("hsdp", 4, "native"),
     ],
 )

@@ -297,7 +297,8 @@ def test_what_is_shown_is_the_spec_and_nothing_that_another_placement_would_refu
     file.write_text(to_yaml(shown(spec).mapping), encoding="utf-8")
     assert load(file).spec == spec
     even = f"model.vocab={spec.model.vocab + spec.model.vocab % 2}"
-    for other in STRATEGIES:
+    first = [*listing(*SPEC_FOLDERS)].index(name)
+    for other in [*STRATEGIES][first % 5 :: 5]:  # each meets several specs
         there, changes = placed_as(other)
         if there.degree(Axis.TP) > 1:  # shards of slices that are not equal do not run yet
             changes = (*changes, even)
