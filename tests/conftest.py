@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import random
 
@@ -24,8 +25,14 @@ from tests.ranks import Ranks
 from tests.shares import write_shares
 
 MOST_WORKERS = 4
+_NUMBERS = itertools.count()
 _TRACES = tempfile.TemporaryDirectory(prefix="ptrain-traces-")  # while the tests run
-os.environ["PTRAIN_CACHE"] = _TRACES.name
+
+
+@pytest.fixture(autouse=True)
+def _traces_of_its_own() -> None:
+    """No test reads what another one has traced."""
+    os.environ["PTRAIN_CACHE"] = str(Path(_TRACES.name, str(next(_NUMBERS))))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

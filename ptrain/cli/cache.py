@@ -16,15 +16,16 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> int:
-    """Says where they are, how many and how large; with --clear removes them."""
-    files = list(cache.files())
-    size = sum(path.stat().st_size for path in files)
-    if args.clear:
-        try:
-            for path in files:
-                path.unlink(missing_ok=True)
-        except OSError as error:
-            raise PtrainError(f"error: the cache cannot be cleared: {error}") from error
+    """Print where the traces are, how many and how large; with --clear remove them."""
+    files = cache.files()
+    try:
+        size = sum(path.stat().st_size for path in files)
+        for path in files if args.clear else ():
+            path.unlink()
+    except FileNotFoundError as error:
+        raise PtrainError(f"error: somebody else clears the cache: {error}") from error
+    except OSError as error:
+        raise PtrainError(f"error: the cache cannot be read or cleared: {error}") from error
     if args.json:
         print_json(
             {

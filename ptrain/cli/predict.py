@@ -80,15 +80,18 @@ def _label(spec: Spec, swept: list[str], *, named: bool) -> str:
     return " ".join([spec.name, *swept] if named or not swept else swept)
 
 
-def facts_of(spec: Spec, *, allow_import: bool) -> ModelFacts:
+def facts_of(spec: Spec, *, allow_import: bool, runs_fakes: bool = True) -> ModelFacts:
     """A built-in model's from its shape, where tables tell what it allocates or it cannot be
     traced; else, and any other model's, from the cache, or they are read off the model, which needs
-    torch."""
+    torch. `runs_fakes`: whether the model does not run on real tensors in this process later."""
     if (known := facts_from_shape(spec)) is not None:
         return known
     from ptrain.facts.cache import kept
 
-    return kept(spec, lambda: ptrain.read_facts(spec, allow_import=allow_import))
+    return kept(
+        spec,
+        lambda: ptrain.read_facts(spec, allow_import=allow_import, runs_fakes=runs_fakes),
+    )
 
 
 def as_record(prediction: Prediction) -> dict[str, object]:

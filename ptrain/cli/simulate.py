@@ -95,7 +95,7 @@ def _of_spec(spec: Spec, args: Namespace) -> Iterator[tuple[Derivation, RankRepo
     """Each chosen rank, printed as soon as it is there."""
     if args.rehearse:  # before anything runs; derived is what that device's kernels allocate
         spec = replace(spec, device=rehearsal_device(spec).type)
-    facts = facts_of(spec, allow_import=args.allow_import)
+    facts = facts_of(spec, allow_import=args.allow_import, runs_fakes=not args.rehearse)
     derivation = derive(spec, facts)
     alike = {rank: ranks for ranks in classes(spec, derivation.exact) for rank in ranks}
     if not args.json:

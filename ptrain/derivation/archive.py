@@ -9,6 +9,7 @@ import json
 from collections.abc import Mapping
 from enum import StrEnum
 from functools import cache
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 from zipfile import ZIP_DEFLATED, ZipFile, ZipInfo
@@ -67,7 +68,7 @@ def _member(name: str) -> ZipInfo:
 
 @cache
 def _archive() -> ZipFile:
-    return ZipFile(PATH)
+    return ZipFile(BytesIO(PATH.read_bytes()))  # a forked process would share a file's place
 
 
 def _members() -> list[tuple[TablePart, str]]:

@@ -1,9 +1,11 @@
 """The user's cache: facts of models that had to be traced, so that the next prediction of the same
-one needs neither the seconds nor torch.
+one needs neither the seconds nor an import of torch.
 
-A trace is kept under what it depends on: the part of the spec that shapes it, the versions of torch
-and transformers, and this very ptrain, file by file. What a spec's `target:` names is never kept:
-its code may have changed where nobody sees it.
+A trace is kept under what it depends on: the part of the spec that shapes it, the versions of
+torch, of transformers and of what that takes its kernels from, the kind of processor, and this very
+ptrain, file by file. What a spec's `target:` names is never kept, nor what an editable or a
+development version of these gave: their code may have changed where nobody sees it. Not in the key:
+what somebody patches in an installed package, and the instructions that a processor has.
 """
 
 from __future__ import annotations
@@ -12,9 +14,12 @@ import gzip
 import hashlib
 import json
 import os
+import platform
+import re
 import sys
+import tempfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
@@ -22,15 +27,19 @@ from importlib import metadata
 from pathlib import Path
 
 import ptrain
+from ptrain.errors import PtrainError
 from ptrain.facts.model import ModelFacts
 from ptrain.facts.plain import from_plain, to_plain
-from ptrain.spec.axis import DATA_AXES
+from ptrain.spec.axis import DATA_AXES, Axis
 from ptrain.spec.job import TrainSpec
 from ptrain.spec.model import ExternalModel, HuggingFaceModel
 from ptrain.spec.spec import Spec
 from ptrain.spec.write import to_mapping
 
 _SUFFIX = ".json.gz"
+_OURS = re.compile(r"[0-9a-f]{32}\.json\.gz\w*")
+# from where transformers takes operators, if it is there
+_KERNELS = ("kernels", "flash-attn", "flash-linear-attention", "causal-conv1d", "mamba-ssm")
 
 
 def kept(spec: Spec, read: Callable[[], ModelFacts]) -> ModelFacts:
@@ -58,16 +67,21 @@ def folder() -> Path:
     return (home / "Library/Caches" if sys.platform == "darwin" else home / ".cache") / "ptrain"
 
 
-def files() -> Iterator[Path]:
-    """Yield the files of the cache, by their names."""
-    yield from sorted(folder().glob(f"*{_SUFFIX}"))
+def files() -> list[Path]:
+    """Return the files of the cache, by their names, and what a process left half written. Raises
+    PtrainError where the user has no home."""
+    try:
+        listed = folder().glob(f"*{_SUFFIX}*")
+    except RuntimeError as error:
+        raise PtrainError(f"error: no folder for the cache: {error}") from error
+    return [path for path in sorted(listed) if _OURS.fullmatch(path.name)]
 
 
 def traced_part(spec: Spec) -> Spec:
     """Return what a trace depends on, and nothing else, so that specs which differ elsewhere have
     the same."""
     cutting = tuple(factor for factor in spec.factors if factor.axis not in DATA_AXES)
-    times = spec.batch.accumulate if cutting else 1  # a schedule of stages needs as many
+    times = spec.batch.accumulate if spec.degree(Axis.PP) > 1 else 1  # a schedule needs as many
     batch = replace(spec.batch, global_samples=times * spec.batch.micro, accumulate=times)
     return Spec(
         name="part",
@@ -89,23 +103,44 @@ def _path(spec: Spec) -> Path | None:
     """Return the file of a spec's facts; None where none are kept."""
     if isinstance(spec.model, ExternalModel):
         return None
-    code = ["torch", *(["transformers"] if isinstance(spec.model, HuggingFaceModel) else [])]
+    is_theirs = isinstance(spec.model, HuggingFaceModel)
     try:
+        versions = [_version(name) for name in ("torch", *(["transformers"] if is_theirs else []))]
+        kernels = [_version(name, "none") for name in _KERNELS]
         part = to_mapping(traced_part(spec), sync_is_written=False)
-        text = json.dumps([part, list(map(metadata.version, code)), _sources()], sort_keys=True)
+        hub = os.environ.get("USE_HUB_KERNELS")
+        depends = [part, versions, kernels, hub, platform.machine(), _sources()]
         home = folder()
-    except (TypeError, RuntimeError, metadata.PackageNotFoundError):
-        return None  # a config that is no JSON, a user without a home, a torch without metadata
-    return home / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}{_SUFFIX}"
+    except (RuntimeError, OSError, metadata.PackageNotFoundError):
+        return None  # a user without a home, files that cannot be read, code without a version
+    return home / f"{hashlib.sha256(repr(depends).encode()).hexdigest()[:32]}{_SUFFIX}"
+
+
+def _version(package: str, otherwise: str | None = None) -> str:
+    """Return the version of a package. Raises PackageNotFoundError where it has none that says what
+    its code is: one that is not installed (unless that is `otherwise`), editable, or in
+    development."""
+    try:
+        distribution = metadata.distribution(package)
+    except metadata.PackageNotFoundError:
+        if otherwise is None:
+            raise
+        return otherwise
+    origin = json.loads(distribution.read_text("direct_url.json") or "{}")
+    if "dev" in distribution.version or origin.get("dir_info", {}).get("editable"):
+        raise metadata.PackageNotFoundError(package)
+    return distribution.version
 
 
 @cache
 def _sources() -> str:
-    """Return what changes with this ptrain: size and time of each of its files."""
-    root = Path(ptrain.__file__).parent
-    stats = ((path, path.stat()) for path in sorted(root.rglob("*.py")))
-    lines = (f"{path.relative_to(root)} {s.st_size} {s.st_mtime_ns}" for path, s in stats)
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    """Return what changes with this ptrain: a digest of its files."""
+    root, digest = Path(ptrain.__file__).parent, hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        if path.is_file():  # editors leave links that lead nowhere
+            digest.update(str(path.relative_to(root)).encode())
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 def _read(path: Path) -> ModelFacts | None:
@@ -121,7 +156,11 @@ def _write(path: Path, facts: ModelFacts) -> None:
     """Put facts into a file, whole or not at all; it is its owner's alone."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     text = json.dumps(to_plain(facts, ModelFacts), separators=(",", ":"))
-    new = path.with_suffix(f".{os.getpid()}")
-    new.touch(mode=0o600)
-    new.write_bytes(gzip.compress(text.encode(), mtime=0))
-    new.replace(path)
+    descriptor, new = tempfile.mkstemp(prefix=path.name, dir=path.parent)  # 0o600
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(gzip.compress(text.encode(), mtime=0))
+        os.replace(new, path)
+    except OSError:
+        os.unlink(new)
+        raise

@@ -1,7 +1,7 @@
 """What derivation must know of a model: its tensors by unit, in order, and nothing of torch.
 
 Built-in families state theirs as formulas (`facts.parameters`); for any other model the same
-facts are read off the module on the meta device and by tracing one step.
+facts are read off the module and by tracing one step.
 """
 
 from __future__ import annotations

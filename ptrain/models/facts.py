@@ -1,5 +1,5 @@
 """The facts that derivation needs of a model that is not built in: read off the module itself, and
-its timeline by tracing one micro-batch at the spec's shape and dtypes, on the CPU.
+its timeline by tracing one micro-batch at the spec's shape and dtypes.
 """
 
 from __future__ import annotations
@@ -48,16 +48,18 @@ def module_facts(model: nn.Module, spec: Spec, prepare: Prepare | None = None) -
     if prepare is not None:
         prepare(model, known)
     with torch.random.fork_rng(devices=[]), _loss_of(model, spec) as loss:
+        before = torch.get_rng_state()
         recording = record(
             model, units, lambda: loss(tokens[:, :-1], tokens[:, 1:]) / spec.batch.tokens, tokens
         )
+        has_drawn = not torch.equal(before, torch.get_rng_state())  # operators without a tag too
     timeline = to_timeline(recording)
     return replace(
         known,
         gradient_order=gradient_order(timeline),
         timeline=timeline,
         vocabulary=loss.vocabulary,
-        draws=known.draws or recording.draws,
+        draws=known.draws or recording.draws or has_drawn,
     )
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._guards import detect_fake_mode
 
 from ptrain.errors import Fault, refused
 from ptrain.models.boundary import boundary
@@ -43,7 +44,8 @@ def build_hugging_face(model: HuggingFaceModel, *, sequence: int) -> nn.Module:
         raise refused("model.config", finding, f"write max_position_embeddings: {sequence} or more")
     with boundary(partial(_unbuilt, named, model.attention)):
         module: nn.Module = _with_logits(named)(config)
-        if model.attention is not Attention.FLEX:  # which a processor would compile, in minutes
+        is_flex = model.attention is Attention.FLEX  # which a processor would compile, in minutes
+        if not is_flex and detect_fake_mode() is None:  # fakes lack values, and some operators
             with torch.no_grad():  # sizes that do not fit one another show when they meet
                 module(torch.zeros(1, min(2, sequence), dtype=torch.int64))
     return module

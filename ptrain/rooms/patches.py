@@ -61,8 +61,8 @@ def require_supported() -> None:
     """Raises PtrainError for a torch that the patches were not written for."""
     if not is_tested(torch.__version__):
         raise PtrainError(
-            f"ptrain simulate: torch {torch.__version__} is installed, and what a simulation "
-            f"replaces of torch is known of {' and '.join(TESTED_TORCH)}\n"
+            f"torch {torch.__version__} is installed, and what fake ranks and tensors "
+            f"replace of it is known of {' and '.join(TESTED_TORCH)}\n"
             f"  remedy: pip install 'torch=={TESTED_TORCH[-1]}.*'; `ptrain predict` needs no torch"
         )
 

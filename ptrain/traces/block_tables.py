@@ -224,11 +224,11 @@ def block_settings() -> Iterator[tuple[str, dict[str, TableSetting]]]:
                 yield title.replace("dropout", "dropout-cuda"), {PLAIN_NAME: of_gpus}
 
 
-def tables(mesh: DeviceMesh) -> Iterator[tuple[str, Make]]:
+def tables(mesh: DeviceMesh | None) -> Iterator[tuple[str, Make]]:
     """Yield the name of every table and what makes it."""
     for title, by_cut in block_settings():
         yield title, partial(_of_every_cut, by_cut, mesh)
 
 
-def _of_every_cut(by_cut: dict[str, TableSetting], mesh: DeviceMesh) -> dict[str, object]:
+def _of_every_cut(by_cut: dict[str, TableSetting], mesh: DeviceMesh | None) -> dict[str, object]:
     return {name: Blocks(setting, mesh).build() for name, setting in by_cut.items()}

@@ -9,6 +9,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 
+import torch
 from torch import nn
 
 from ptrain.activations.run.apply import keep_traced
@@ -18,7 +19,7 @@ from ptrain.facts.model import ModelFacts
 from ptrain.interpreter.stages import stages_of_module
 from ptrain.models.boundary import CodeRaised
 from ptrain.models.build import build
-from ptrain.models.contract import require_takes_tokens
+from ptrain.models.contract import logits_of, require_takes_tokens
 from ptrain.models.dropout import kernels_of
 from ptrain.models.facts import module_facts, untraced_facts
 from ptrain.models.fake_values import READ
@@ -26,7 +27,7 @@ from ptrain.rooms.fake import fake_tensors
 from ptrain.spec.axis import Axis
 from ptrain.spec.model import ExternalModel
 from ptrain.spec.spec import Spec
-from ptrain.traces.on_fakes import large_model, why_untraced
+from ptrain.traces.on_fakes import FakeModel, large_model, why_untraced
 from ptrain.traces.stage_parts import Around, Prepare, Rows, stage_passes, stage_rows
 from ptrain.traces.tensor_parts import Traced, by_place, kept_of, timelines_of, traced
 
@@ -63,37 +64,62 @@ def read_facts(
     share: Share = lambda trace: trace(),
     runs_fakes: bool = True,
 ) -> ModelFacts:
-    """Builds the spec's model and traces it; one whose weights take more than a laptop copies
-    within seconds on fake tensors. Raises SpecError for one that does not make logits of tokens.
-    `runs_fakes`: whether the user's own code may run on fakes too, of which it may keep one for the
-    next time; where the model is to train afterwards it may not."""
+    """Return the facts of the spec's model, which is built and traced; one whose weights take more
+    than a laptop copies within seconds on fake tensors. Raises SpecError for one that does not make
+    logits of tokens. `runs_fakes`: whether a model may run on fakes in this process: its code may
+    keep one of them for the next time, so where it is to run on real ones afterwards it may not."""
     reader = _Reader(spec=spec, share=share, allow_import=allow_import)
     large = large_model(spec, allow_import=allow_import)
-    if large is None:
-        model = build(
-            spec.model,
-            sequence=spec.batch.sequence,
-            allow_import=allow_import,
-            seed=spec.train.seed,
+    untraced = _untraced(large) if large else None
+    if large is None or untraced is None:
+        large = None
+        return reader.read(
+            build(
+                spec.model,
+                sequence=spec.batch.sequence,
+                allow_import=allow_import,
+                seed=spec.train.seed,
+            )
         )
-        return reader.read(model)
-    is_theirs = isinstance(spec.model, ExternalModel)
-    if is_theirs:
+    if isinstance(spec.model, ExternalModel):
         require_takes_tokens(large.module, spec)
-    with fake_tensors(large.mode):
-        untraced = untraced_facts(large.module, spec)
-    if is_theirs and not runs_fakes:
+    if not runs_fakes:
         return replace(untraced, untraced=_TO_TRAIN)
-    if why := why_untraced():
-        return replace(untraced, untraced=why)
+    why = why_untraced()
     try:
+        if why:
+            return replace(untraced, untraced=why, vocabulary=_vocabulary(large))
         return replace(reader, around=large.running).read(large.module)
     except READ:
-        return replace(untraced, untraced=_READS)
+        return replace(untraced, untraced=why or _READS)
     except CodeRaised as error:
-        if error.is_certain or not is_theirs:
+        if error.is_certain:
             raise
-        return replace(untraced, untraced=f"{_TOO_LARGE} {error.faults[0].finding}")
+        return replace(untraced, untraced=why or f"{_TOO_LARGE} {error.faults[0].finding}")
+    except RuntimeError as error:  # an operator without a fake, in backward
+        return replace(untraced, untraced=f"{_TOO_LARGE} {' '.join(str(error).split())[:120]}")
+
+
+def _untraced(large: FakeModel) -> ModelFacts | None:
+    """Return what is read off a module that is not traced; None where even that takes values."""
+    try:
+        with fake_tensors(large.mode):
+            return untraced_facts(large.module, large.spec)
+    except READ:
+        return None
+    except CodeRaised as error:
+        if error.is_certain:
+            raise
+        return None
+
+
+def _vocabulary(large: FakeModel) -> int:
+    """Return how many logits a token has, by a forward pass alone, which no patch of torch is
+    needed for."""
+    spec = large.spec
+    with fake_tensors(large.mode):
+        tokens = torch.zeros(spec.batch.micro, spec.batch.sequence, dtype=torch.int64)
+        return logits_of(large.module, tokens, spec).shape[-1]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

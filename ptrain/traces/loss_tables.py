@@ -205,7 +205,7 @@ def settings() -> Iterator[tuple[str, list[LossTraceSetting]]]:
         yield title, [alone, replace(alone, is_fused=True), *cut]
 
 
-def tables(mesh: DeviceMesh) -> Iterator[tuple[str, Make]]:
+def tables(mesh: DeviceMesh | None) -> Iterator[tuple[str, Make]]:
     """Yield the name of every table and what makes it."""
     for title, ways in settings():
         yield title, partial(LossTableBuilder(mesh).build, ways)

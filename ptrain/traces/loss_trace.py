@@ -1,5 +1,5 @@
 """Traces a micro-batch with its loss in chunks, behind the blocks of a built-in model: of a whole
-one, of a rank's part of it, or of a last stage, for the tables (`activations.loss_tables`).
+one, of a rank's part of it, or of a last stage, for the tables (`traces.loss_tables`).
 
 Dimensions are such that no product of some is one of others.
 """

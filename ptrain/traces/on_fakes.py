@@ -19,7 +19,6 @@ from ptrain.models.boundary import CodeRaised
 from ptrain.models.fake_values import READ
 from ptrain.rooms.fake import fake_tensors, new_fakes
 from ptrain.rooms.patches import patched
-from ptrain.spec.model import ExternalModel
 from ptrain.spec.spec import Spec
 from ptrain.version import TESTED_TORCH, is_tested
 
@@ -52,7 +51,7 @@ def large_model(spec: Spec, *, allow_import: bool) -> FakeModel | None:
     except READ:
         return None
     except CodeRaised as error:
-        if error.is_certain or not isinstance(spec.model, ExternalModel):
+        if error.is_certain:
             raise
         return None
     weights = sum(weight.numel() for weight in module.parameters())

@@ -372,7 +372,7 @@ def whole_tables() -> Iterator[tuple[str, Make]]:
         yield title, partial(_built, alone)
 
 
-def cut_tables(mesh: DeviceMesh) -> Iterator[tuple[str, Make]]:
+def cut_tables(mesh: DeviceMesh | None) -> Iterator[tuple[str, Make]]:
     """Yield the same of stages whose operators are cut, of every kind of cut."""
     for title, _, cut_over_tp in settings():
         yield title, partial(_of_every_kind, cut_over_tp, mesh)
@@ -382,6 +382,6 @@ def _built(setting: TableSetting, mesh: DeviceMesh | None = None) -> dict[str, o
     return StageTableBuilder(setting, mesh).build()
 
 
-def _of_every_kind(settings: Sequence[TableSetting], mesh: DeviceMesh) -> dict[str, object]:
+def _of_every_kind(settings: Sequence[TableSetting], mesh: DeviceMesh | None) -> dict[str, object]:
     built = [_built(setting, mesh) for setting in settings]
     return dict(zip((kind.name for kind in KINDS), built, strict=True))

@@ -119,7 +119,7 @@ def trace(
         return record(model, unit_modules(model, SMALLEST), forward, tokens)
 
 
-def tables(mesh: DeviceMesh) -> Iterator[tuple[str, Make]]:
+def tables(mesh: DeviceMesh | None) -> Iterator[tuple[str, Make]]:
     """Yield the name of every variant of the models, and what makes the tables of every kind."""
     choices = itertools.product(Family, (False, True), (False, True), DTYPES, (BATCH, 1))
     for family, tied, special, precision, batch in choices:

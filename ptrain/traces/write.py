@@ -21,7 +21,7 @@ from ptrain.traces.model_tables import Make
 from ptrain.traces.tensor_tables import fake_mesh
 
 
-def tables(mesh: DeviceMesh) -> Iterator[tuple[TablePart, str, Make]]:
+def tables(mesh: DeviceMesh | None) -> Iterator[tuple[TablePart, str, Make]]:
     """Yield every table's part and name, and what makes it."""
     sources = {
         TablePart.MODEL: model_tables.tables(),
@@ -37,25 +37,29 @@ def tables(mesh: DeviceMesh) -> Iterator[tuple[TablePart, str, Make]]:
 
 
 def main() -> None:
-    """Writes every table, or those whose `part/name` begins with `--only`."""
+    """Write every table, or those whose `part/name` begins with `--only`."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", help="those whose part/name begins so")
     parser.add_argument("--out", type=Path, default=archive.PATH)
-    given = parser.parse_args()
+    options = parser.parse_args()
     torch.set_num_threads(1)
     gc.freeze()  # a trace of a loss begins with a collection, of which torch's objects are most
     mesh = fake_mesh()
-    stood = archive.tables()
+    committed = archive.tables()
     content: dict[tuple[TablePart, str], Table] = {}
+    written = 0
     for part, name, make in tables(mesh):
-        key, is_chosen = (part, name), f"{part}/{name}".startswith(given.only)
-        if is_chosen:
+        key = part, name
+        if f"{part}/{name}".startswith(options.only):
+            written += 1
             content[key] = json.loads(json.dumps(make()))
-            print(f"{part}/{name}: {_change(stood.get(key), content[key])}", flush=True)
-        elif key in stood:
-            content[key] = stood[key]
-    archive.write(content, given.out)
-    print(f"{given.out}: {len(content)} tables, {given.out.stat().st_size} bytes")
+            print(f"{part}/{name}: {_change(committed.get(key), content[key])}", flush=True)
+        elif key in committed:
+            content[key] = committed[key]
+    if not written:
+        parser.error(f"--only {options.only}: no table's part/name begins so")
+    archive.write(content, options.out)
+    print(f"{options.out}: {len(content)} tables, {options.out.stat().st_size} bytes")
 
 
 def _change(before: Table | None, after: Table) -> str:

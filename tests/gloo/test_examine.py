@@ -21,7 +21,7 @@ SMALL = (
     "precision.compute=fp64", "model.hidden=32", "model.heads=4", "model.ffn=48",
     "batch.sequence=16",
 )  # fmt: skip
-BY_DEFAULT = ("pp-1f1b", "optimizer-in-backward")  # of zero3, test_protocol.py; of tp, tests/faults
+BY_DEFAULT = ("pp-1f1b", "optimizer-in-backward")  # of zero3, test_protocol.py
 STRATEGIES = sorted(
     path.stem for path in (Path(__file__).parents[2] / "specs" / "strategies").glob("*.yaml")
 )

@@ -39,7 +39,7 @@ def strike(job: jobs.Job, rank: int, number: signal.Signals) -> tuple[int, float
 @pytest.mark.parametrize(
     ("rank", "number"),
     [
-        # by default a stage of a pipeline is killed (test_pipeline_faults.py)
+        # by default a stage of a pipeline is killed (test_pipeline_faults.py), and none is stopped
         pytest.param(1, signal.SIGSTOP, marks=pytest.mark.nightly),
         pytest.param(0, signal.SIGKILL, marks=pytest.mark.nightly),
         pytest.param(1, signal.SIGKILL, marks=pytest.mark.nightly),
@@ -81,7 +81,8 @@ AGENT = ("--standalone", "--nproc-per-node", "2", "--max-restarts", "1", "-m", "
 @pytest.mark.parametrize(
     ("module", "words"),
     [
-        # by default a rank is killed (test_pipeline_faults.py) and a run resumed (test_train.py)
+        # by default no rank is started again: one is killed (test_pipeline_faults.py), a run is
+        # resumed (test_train.py)
         pytest.param(
             "ptrain", ("train", *SAVING, "--max-restarts", "1"), marks=pytest.mark.nightly
         ),

@@ -205,7 +205,7 @@ def test_also_along_the_other_axes(
     assert not any(end.changed for end in ends)
 
 
-@pytest.mark.nightly  # by default ranks of the pool end so (test_train.py)
+@pytest.mark.nightly  # by default only the ranks' own codes are seen, above and in test_train.py
 def test_the_command_says_so_and_ends_with_exit_4(tmp_path: Path) -> None:
     words = ["train", "zero1", poisoned(2 * MICRO + 1), "--allow-import", *jobs.TINY[5:]]
     code, job = jobs.run([*words, "train.steps=4", "checkpoint.every=1"], cwd=tmp_path)

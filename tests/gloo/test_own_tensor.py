@@ -80,18 +80,18 @@ def test_in_true_dtypes_it_is_exact(ranks: Ranks, layout: str, data: str) -> Non
     assert not differences(ranks, own_spec("tied", data, precision={"layout": layout}))
 
 
-@pytest.mark.nightly  # by default within stages (test_own_pipeline.py)
+@pytest.mark.nightly
 def test_a_functions_own_plan_is_exact_and_equals_one_device(ranks: Ranks) -> None:
     assert not differences(ranks, own_spec("pairs"))
 
 
-@pytest.mark.nightly  # by default a spec names such a model (test_tensor.py)
+@pytest.mark.nightly
 @pytest.mark.parametrize("model", ["ours-gpt", "ours-llama"])
 def test_a_function_may_return_a_model_of_ours(ranks: Ranks, model: str) -> None:
     assert not differences(ranks, own_spec(model))
 
 
-@pytest.mark.nightly  # by default a model of transformers has a plan, above
+@pytest.mark.nightly
 def test_a_plan_of_the_spec_is_exact_and_equals_one_device(ranks: Ranks) -> None:
     plan = PAIRS_PLAN | {"table": "vocabulary"}
     assert not differences(ranks, own_spec("unplanned", "zero1", tensor={"plan": plan}))

@@ -32,7 +32,7 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
     "tp-zero1": {"data": {"dp_shard": "zero1"}, "activations": "S*"},
     "tp-ddp": {"data": {"dp_replicate": "ddp"}},
 }
-# By default every placement within data ranks once, and another degree.
+# By default one pair within data ranks.
 PAIRS = [
     nightly("tp-zero3", "tp-4"),
     ("tp-zero1", "tp-ddp"),

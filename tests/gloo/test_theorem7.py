@@ -167,7 +167,6 @@ PP_OUTSIDE = [
 ]
 PP_INSIDE = [
     nightly({"dp_replicate": 2, "pp": 2}, "ddp", "1f1b"),
-    # by default the same run is compared with one device (test_pipeline.py)
     nightly({"dp_shard": 2, "pp": 2}, "zero2", "interleaved"),
 ]
 

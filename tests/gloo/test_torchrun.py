@@ -36,7 +36,7 @@ def free_port() -> int:
         return int(server.getsockname()[1])
 
 
-@pytest.mark.nightly  # by default two agents are torch's, below
+@pytest.mark.nightly  # by default ptrain starts two such agents, below
 def test_torchrun_standalone_gives_the_same_losses(tmp_path, losses):
     arguments = ["--standalone", "--nproc-per-node", "2", "-m", "ptrain.train", *SPEC]
     code, job = jobs.run([*arguments, "--run-dir", "run"], cwd=tmp_path, module=TORCHRUN)

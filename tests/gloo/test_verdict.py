@@ -17,7 +17,7 @@ DECEIVER = "model={target: tests.models_external:deceiver}"
 SHORT = [word for word in jobs.TINY if not word.startswith(("model", "log"))]
 
 
-@pytest.mark.nightly  # by default one is validated, below
+@pytest.mark.nightly  # by default one that fails is validated, below
 def test_validate_runs_several_specs_prints_each_verdict_and_leaves_no_folder(tmp_path):
     code, job = jobs.run(
         ["validate", "zero1", "zero3", *jobs.TINY, "mesh.dp_shard=1"], cwd=tmp_path

@@ -34,8 +34,8 @@ def test_what_is_written_is_read_whatever_the_order(tmp_path: Path, monkeypatch)
     assert archive.tables() == TABLES
 
 
-def test_the_committed_bytes_are_those_that_the_command_writes(tmp_path: Path) -> None:
-    """Of the same tables; zlib of another version may pack them otherwise, and reads them alike."""
+def test_the_same_tables_are_the_same_members_in_the_same_order(tmp_path: Path) -> None:
+    """zlib of another version may pack them otherwise, and reads them alike."""
     archive.write(archive.tables(), tmp_path / "again.zip")
     with zipfile.ZipFile(tmp_path / "again.zip") as again, zipfile.ZipFile(archive.PATH) as stored:
         assert again.namelist() == stored.namelist()

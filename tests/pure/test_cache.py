@@ -45,6 +45,9 @@ FACTS = ModelFacts(
 )
 
 
+REAL_VERSION = cache._version
+
+
 class Reader:
     """Gives facts, and counts how often."""
 
@@ -60,7 +63,7 @@ class Reader:
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.delenv("PTRAIN_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
-    monkeypatch.setattr(cache.metadata, "version", lambda name: f"{name} 1.0")
+    monkeypatch.setattr(cache, "_version", lambda name, otherwise=None: f"{name} 1.0")
     return tmp_path / "caches" / "ptrain"
 
 
@@ -112,7 +115,8 @@ def test_what_a_trace_does_not_depend_on_asks_for_no_other(home: Path, change: s
     "change",
     [
         "batch.micro=2", "batch.sequence=32", "precision.layout=zero16", "activations=M",
-        "loss.chunk=8", "unit=2 blocks", "device=cuda",
+        "loss.chunk=8", "unit=2 blocks", "device=cuda", "model.config.hidden_size=64",
+        "attention=eager", "precision.compute=fp64",
     ],
 )  # fmt: skip
 def test_what_it_depends_on_does(home: Path, change: str) -> None:
@@ -122,7 +126,7 @@ def test_what_it_depends_on_does(home: Path, change: str) -> None:
     assert reader.calls == 2
 
 
-@pytest.mark.parametrize("package", ["torch", "transformers", "ptrain"])
+@pytest.mark.parametrize("package", ["torch", "transformers", "flash-attn", "ptrain"])
 def test_a_trace_of_other_code_is_another(
     home: Path, package: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -132,10 +136,50 @@ def test_a_trace_of_other_code_is_another(
         monkeypatch.setattr(cache, "_sources", lambda: "edited")
     else:
         monkeypatch.setattr(
-            cache.metadata, "version", lambda name: f"{name} {1 + (name == package)}.0"
+            cache, "_version", lambda name, otherwise=None: f"{name} {1 + (name == package)}.0"
         )
     cache.kept(spec_of(), reader)
     assert reader.calls == 2
+
+
+@pytest.mark.parametrize(
+    ("version", "origin", "is_kept"),
+    [
+        ("5.3.0", None, True),
+        ("5.3.0", '{"archive_info": {}}', True),
+        ("5.4.0.dev0", None, False),
+        ("5.3.0", '{"dir_info": {"editable": true}}', False),
+    ],
+)
+def test_what_code_in_development_gave_is_not_kept(
+    home: Path,
+    version: str,
+    origin: str | None,
+    is_kept: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Installed:
+        def __init__(self) -> None:
+            self.version = version
+
+        def read_text(self, name: str) -> str | None:
+            return origin
+
+    monkeypatch.setattr(cache, "_version", REAL_VERSION)
+    monkeypatch.setattr(cache.metadata, "distribution", lambda name: Installed())
+    reader = Reader()
+    cache.kept(spec_of(), reader)
+    cache.kept(spec_of(), reader)
+    assert reader.calls == (1 if is_kept else 2)
+
+
+def test_micro_batches_count_where_a_schedule_needs_them(home: Path) -> None:
+    for strategy, calls in (("tp", 1), ("pp-1f1b", 2)):
+        reader = Reader()
+        for accumulate in (8, 16):
+            batch = f"batch={{accumulate: {accumulate}, micro: 1, sequence: 16}}"
+            cache.kept(spec_of(batch, strategy=strategy), reader)
+        assert reader.calls == calls
 
 
 def test_an_edit_of_ptrain_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,9 +187,12 @@ def test_an_edit_of_ptrain_is_noticed(tmp_path: Path, monkeypatch: pytest.Monkey
     package.mkdir()
     (package / "__init__.py").write_text("")
     monkeypatch.setattr(cache.ptrain, "__file__", str(package / "__init__.py"))
+    (package / "lock.py").symlink_to("nowhere")  # as editors leave them
     before = cache._sources.__wrapped__()
     (package / "more.py").write_text("x = 1\n")
-    assert cache._sources.__wrapped__() != before
+    more = cache._sources.__wrapped__()
+    (package / "more.py").write_text("x = 2\n")
+    assert len({before, more, cache._sources.__wrapped__()}) == 3
 
 
 def test_what_a_target_names_is_never_kept(home: Path) -> None:
@@ -225,6 +272,21 @@ def test_the_command_shows_the_cache_and_clears_it(home: Path, capsys) -> None:
 
 def test_the_command_leaves_what_is_not_its_own(home: Path, capsys) -> None:
     home.mkdir(parents=True)
-    (home / "notes.txt").write_text("mine")
+    theirs = [home / "notes.txt", home / "data.json.gz"]
+    for path in theirs:
+        path.write_text("mine")
+    left = home / f"{'a' * 32}.json.gzhalf_written"
+    left.write_text("")
     main(["cache", "--clear"])
-    assert (home / "notes.txt").exists()
+    assert all(path.exists() for path in theirs) and not left.exists()
+
+
+def test_without_a_home_there_is_one_message(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    def homeless() -> Path:
+        raise RuntimeError("could not determine home directory")
+
+    for name in ("PTRAIN_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(cache.Path, "home", homeless)
+    assert main(["cache"]) == 2
+    assert "no folder for the cache" in capsys.readouterr().err

@@ -47,7 +47,10 @@ def every_size(check: Callable[[str, PipelineShape], None]) -> Callable[[str], N
     @pytest.mark.parametrize("name", dict.fromkeys(name for name, _ in GRID))
     def test(name: str) -> None:
         for size in (size for other, size in GRID if other == name):
-            check(name, size)
+            try:
+                check(name, size)
+            except AssertionError as error:
+                raise AssertionError(f"{size}: {error}") from error
 
     return test
 

@@ -12,7 +12,7 @@ from ptrain.report.record import Check
 from tests.unit.seen_failures import SEEN
 
 NAMES = ("_disagreements", "_random_specs", "adversary")
-# Small draws, a second each: shards, replicas, tp, stages; host and files; all optimizers.
+# Small draws, a second each.
 SEEDS = (42, 55, 75, 136)
 AT_ONCE, NIGHTLY = 10, 300
 OPEN = (pytest.mark.xfail(reason="still wrong", strict=True), pytest.mark.nightly)

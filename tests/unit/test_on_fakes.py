@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -11,7 +12,7 @@ from ptrain.facts.model import ModelFacts
 from ptrain.simulation.execute import simulate
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
-from ptrain.traces import on_fakes
+from ptrain.traces import facts, on_fakes
 from ptrain.traces.facts import facts_of
 from tests.models_external import Necks
 
@@ -22,6 +23,8 @@ LLAMA = (
 )
 GPT2 = "{hf: GPT2LMHeadModel, config: {n_embd: 32, n_layer: 2, n_head: 4, vocab_size: 261}}"
 NECKS = "{target: 'tests.models_external:necks'}"
+READING = "{target: 'tests.unit.test_simulation_models:reading'}"
+UNTABLED = ("activations=M", "recompute={keep: [norm]}")
 DROPPING = "{target: 'tests.unit.test_on_fakes:dropping'}"
 OURS = "{family: gpt, layers: 2, hidden: 32, heads: 4, vocab: 261}"  # of ours, without a table
 BATCH = "batch={accumulate: 4, micro: 2, sequence: 16}"
@@ -55,11 +58,11 @@ def on_fake_tensors(spec: Spec, monkeypatch: pytest.MonkeyPatch) -> ModelFacts:
         (LLAMA, "pp-1f1b", ()),
         (NECKS, "fsdp-mixed", ()),
         (DROPPING, "ddp", ()),
-        (OURS, "zero3", ("loss={chunk: 8, fused: true}", "precision.layout=fp16")),
+        (OURS, "zero3", UNTABLED),
+        (LLAMA, "tp", ()),
         pytest.param(GPT2, "zero3", (), marks=nightly),
         pytest.param(LLAMA, "zero3", ("activations=O",), marks=nightly),
         pytest.param(LLAMA, "pp-1f1b", ("pipeline.schedule=zbv",), marks=nightly),
-        pytest.param(LLAMA, "tp", (), marks=nightly),
         pytest.param(LLAMA, "tp-zero3", ("loss.chunk=8", "activations=O"), marks=nightly),
         pytest.param(LLAMA, "pp-zero3", ("mesh.tp=2", "placement.tp=tp"), marks=nightly),
     ],
@@ -81,19 +84,69 @@ def test_a_trace_on_fakes_is_the_one_on_real_tensors(
 def test_what_code_reads_leaves_activations_and_peak_unknown_and_says_why(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    spec = spec_of("{target: 'tests.unit.test_simulation_models:reading'}", "zero3")
-    facts = on_fake_tensors(spec, monkeypatch)
-    assert "its code reads values" in facts.untraced
-    undefined = derive(spec, facts).exact.undefined
-    assert undefined == {"activations": facts.untraced, "peak": facts.untraced}
+    spec = spec_of(READING, "zero3")
+    read = on_fake_tensors(spec, monkeypatch)
+    assert "its code reads values" in read.untraced
+    undefined = derive(spec, read).exact.undefined
+    assert undefined == {"activations": read.untraced, "peak": read.untraced}
+
+
+def test_a_class_of_transformers_that_reads_values_is_not_built_on_real_tensors(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Experts that look up which tokens are theirs; real tensors would take the memory of all."""
+    pytest.importorskip("transformers")
+    config = LLAMA.partition("config: ")[2].replace("num_hidden_layers: 4", "num_local_experts: 4")
+    model = "{hf: MixtralForCausalLM, config: " + config
+    monkeypatch.setattr(facts, "build", None)
+    read = on_fake_tensors(spec_of(model, "zero3"), monkeypatch)
+    assert read.numel > 0 and "its code reads values" in read.untraced
+
+
+class Halting(torch.autograd.Function):
+    """The identity, of which no fake knows the backward pass."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, gradient: Tensor) -> Tensor:
+        raise RuntimeError("no fake of this")
+
+
+class Halted(Necks):
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        return Halting.apply(super().forward(tokens_BT))
+
+
+def halted() -> nn.Module:
+    return Halted(10, 2, 259)
+
+
+def test_what_only_fakes_cannot_run_backward_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    read = on_fake_tensors(
+        spec_of("{target: 'tests.unit.test_on_fakes:halted'}", "zero3"), monkeypatch
+    )
+    assert "no fake of this" in read.untraced
+
+
+def test_where_a_model_runs_on_real_tensors_next_nothing_of_it_runs_on_fakes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(on_fakes, "REAL_BYTES", 0)
+    for model in (NECKS, OURS):
+        spec = spec_of(model, "zero3", *(UNTABLED if model == OURS else ()))
+        untraced = facts.facts_of(spec, runs_fakes=False)
+        assert untraced.timeline is None and "train afterwards" in untraced.untraced
 
 
 def test_with_a_torch_of_which_nothing_is_known_fakes_trace_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(on_fakes.torch, "__version__", "2.99.0")
-    facts = on_fake_tensors(spec_of(NECKS, "zero3"), monkeypatch)
-    assert facts.timeline is None and "not of 2.99.0" in facts.untraced
+    read = on_fake_tensors(spec_of(NECKS, "zero3"), monkeypatch)
+    assert read.timeline is None and "not of 2.99.0" in read.untraced
 
 
 def test_what_is_predicted_of_a_large_model_is_simulated(monkeypatch: pytest.MonkeyPatch) -> None:

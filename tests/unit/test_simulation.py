@@ -288,6 +288,8 @@ def test_of_a_gpu_it_says_what_its_allocator_would_reserve(capsys) -> None:
     assert main([*on_gpus, "--json"]) == 0
     (rank,) = json.loads(capsys.readouterr().out)["simulation"]["ranks"]
     for amount in rank["reserved"].values():
+        assert amount["beyond"]["reduce_scatter_stream"] > 0
+        assert amount["beyond"]["all_gather_copy_in_stream"] > 0
         beyond = sum(amount["beyond"].values())
         assert amount["device_bytes"] == amount["living"] + beyond
         assert amount["living"] == rank["peak"]["device_bytes"]

@@ -1,4 +1,4 @@
-"""Models that are not built in, on fake ranks: of transformers, of the user, large ones, and those
+"""Models that are not built in, on fake ranks: of transformers, of the user, and those
 that read values, which fake tensors do not have."""
 
 import pytest
@@ -56,7 +56,6 @@ def test_a_model_of_transformers_by_its_class_is_simulated() -> None:
     assert_as_derived(of_class())
 
 
-@pytest.mark.nightly
 def test_without_its_patch_transformers_makes_a_mask_for_samples_that_may_be_packed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

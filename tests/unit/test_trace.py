@@ -27,6 +27,7 @@ from ptrain.spec.precision import ZERO16, DType
 from ptrain.spec.spec import ActivationSpec
 from ptrain.timeline import Complete
 from ptrain.traces import model_tables as tables
+from ptrain.traces import write
 from ptrain.traces.facts import facts_of, read_facts
 from tests.models_external import Necks, necks
 from tests.pure.build import ODD_SHAPE, make_spec
@@ -101,6 +102,10 @@ def test_the_committed_tables_are_what_the_command_writes(name):
     if stored["torch"] != written["torch"]:
         pytest.skip(f"traced with torch {stored['torch']}, this is {written['torch']}")
     assert written == stored
+
+
+def test_the_command_writes_every_table_that_is_committed():
+    assert {(part, name) for part, name, _ in write.tables(None)} == set(archive.tables())
 
 
 def test_every_table_that_a_shape_can_ask_for_is_committed():

@@ -201,15 +201,16 @@ def _note(order: list[FSDPModule], module: FSDPModule, *_: object) -> None:
 
 
 def allocating_streams(model: nn.Module) -> dict[int, str]:
-    """Return the names of the streams that FSDP2 allocates in, by the objects' ids: reduced
-    gradients in one, what is gathered in the other. Empty where nothing is fully sharded."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            context = module._get_fsdp_state()._comm_ctx
-            names = ("reduce_scatter_stream", "all_gather_copy_in_stream")
-            streams = {name: getattr(context, name, None) for name in names}  # of the first pass
-            return {id(stream): name for name, stream in streams.items() if stream is not None}
-    return {}
+    """Return the names of the streams that FSDP2 allocates in, by the objects' ids, once a step has
+    run: reduced gradients in one or two, what is gathered in another. Empty where nothing is fully
+    sharded."""
+    names = ("reduce_scatter_stream", "all_reduce_stream", "all_gather_copy_in_stream")
+    return {
+        id(getattr(module._get_fsdp_state()._comm_ctx, name)): name
+        for module in model.modules()
+        if isinstance(module, FSDPModule)
+        for name in names
+    }
 
 
 def parameter_groups(module: FSDPModule) -> Sequence[FSDPParamGroup]:
