@@ -21,7 +21,6 @@ import tempfile
 import zlib
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -30,8 +29,7 @@ import ptrain
 from ptrain.errors import PtrainError
 from ptrain.facts.model import ModelFacts
 from ptrain.facts.plain import from_plain, to_plain
-from ptrain.spec.axis import DATA_AXES, Axis
-from ptrain.spec.job import TrainSpec
+from ptrain.facts.traced_part import traced_part
 from ptrain.spec.model import ExternalModel, HuggingFaceModel
 from ptrain.spec.spec import Spec
 from ptrain.spec.write import to_mapping
@@ -75,28 +73,6 @@ def files() -> list[Path]:
     except RuntimeError as error:
         raise PtrainError(f"error: no folder for the cache: {error}") from error
     return [path for path in sorted(listed) if _OURS.fullmatch(path.name)]
-
-
-def traced_part(spec: Spec) -> Spec:
-    """Return what a trace depends on, and nothing else, so that specs which differ elsewhere have
-    the same."""
-    cutting = tuple(factor for factor in spec.factors if factor.axis not in DATA_AXES)
-    times = spec.batch.accumulate if spec.degree(Axis.PP) > 1 else 1  # a schedule needs as many
-    batch = replace(spec.batch, global_samples=times * spec.batch.micro, accumulate=times)
-    return Spec(
-        name="part",
-        model=spec.model,
-        factors=cutting,
-        batch=batch,
-        precision=spec.precision,
-        train=replace(TrainSpec(), seed=spec.train.seed),
-        unit=spec.unit,
-        tensor=spec.tensor,
-        pipeline=spec.pipeline,
-        activations=spec.activations,
-        loss=spec.loss,
-        device="cuda" if spec.is_for_cuda else "cpu",
-    )
 
 
 def _path(spec: Spec) -> Path | None:

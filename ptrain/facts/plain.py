@@ -26,14 +26,16 @@ def to_plain(value: Any, kind: Any) -> Any:
             return [type(value).__name__, to_plain(value, type(value))]
         case "tuple":
             pairs = zip(value, _types_of_items(arguments, len(value)), strict=True)
-            return [to_plain(item, of) for item, of in pairs]
+            return [to_plain(item, item_kind) for item, item_kind in pairs]
         case "mapping":
             key, item = arguments
             return [[to_plain(k, key), to_plain(v, item)] for k, v in value.items()]
         case "enum":
             return value.value
         case _:
-            return [to_plain(getattr(value, name), of) for name, of in _fields(kind)]
+            return [
+                to_plain(getattr(value, name), field_kind) for name, field_kind in _fields(kind)
+            ]
 
 
 def from_plain(plain: Any, kind: Any) -> Any:
@@ -49,10 +51,10 @@ def from_plain(plain: Any, kind: Any) -> Any:
             if len(kinds) == 1:
                 return from_plain(plain, *kinds)
             name, inner = plain
-            return from_plain(inner, {of.__name__: of for of in kinds}[name])
+            return from_plain(inner, {known.__name__: known for known in kinds}[name])
         case "tuple":
             pairs = zip(plain, _types_of_items(arguments, len(plain)), strict=True)
-            return tuple(from_plain(item, of) for item, of in pairs)
+            return tuple(from_plain(item, item_kind) for item, item_kind in pairs)
         case "mapping":
             key, item = arguments
             return {from_plain(k, key): from_plain(v, item) for k, v in plain}
@@ -60,7 +62,7 @@ def from_plain(plain: Any, kind: Any) -> Any:
             return kind(plain)
         case _:
             named = zip(_fields(kind), plain, strict=True)
-            return kind(**{name: from_plain(item, of) for (name, of), item in named})
+            return kind(**{name: from_plain(item, type_) for (name, type_), item in named})
 
 
 def _form(kind: Any) -> str:

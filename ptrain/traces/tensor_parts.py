@@ -27,10 +27,10 @@ from ptrain.axes.pipeline.stage_facts import stage_roles, stages_of
 from ptrain.axes.tensor.run.apply import loss_inside, micro_batch, parallelize
 from ptrain.derivation.tensor import local_units
 from ptrain.errors import PtrainError, refused
-from ptrain.facts.cache import traced_part
 from ptrain.facts.model import ModelFacts
 from ptrain.facts.plain import from_plain, to_plain
 from ptrain.facts.stages import Ends, Stage
+from ptrain.facts.traced_part import traced_part
 from ptrain.interpreter.loss import Loss
 from ptrain.models.build import build
 from ptrain.models.dropout import kernels_of

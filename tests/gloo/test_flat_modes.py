@@ -179,7 +179,15 @@ TWINS: dict[str, tuple[Placement, Placement, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", TWINS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(
+            name, marks=() if name in ("files", "masters on the host") else pytest.mark.nightly
+        )
+        for name in TWINS
+    ],
+)
 def test_a_state_elsewhere_changes_no_bit(ranks: Ranks, name: str) -> None:
     here, there, changes = TWINS[name]
     _require_equal_bits(ranks, _single(here, changes), _single(there, changes))

@@ -80,7 +80,7 @@ POLICIES: list[Any] = [
     nightly("interleaved", "O,O,S,R", {}),
 ]
 LAYOUTS: list[Any] = [
-    ("gpt-tied", "zero16", "gpipe", {}),
+    nightly("gpt-tied", "zero16", "gpipe", {}),
     ("gqa", "fsdp-mixed", "zbv", {"dp_shard": 2}),
     nightly("llama", "fp32", "1f1b", {}),
     nightly("llama-tied", "bf16", "interleaved", {"dp_shard": 2}),

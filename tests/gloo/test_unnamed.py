@@ -21,7 +21,7 @@ from tests.ranks import Ranks
 pytestmark = pytest.mark.gloo
 
 SEED = int(os.environ["PTRAIN_SEED"])
-DRAWN, NIGHTLY = 2, 68
+DRAWN, NIGHTLY = 1, 69
 PARAMETERS = ("R", "S*", "M", "O", "R@host", "S*@file")
 OPTIMIZER = ("R", "S", "S*", "O", "S@file", "R@host")
 GRADIENTS = ("R", "S", "S*", "M", "O", "S@file")

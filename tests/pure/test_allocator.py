@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from ptrain.derivation.allocator import (
@@ -12,6 +14,7 @@ from ptrain.derivation.allocator import (
     CachingAllocator,
     reserved,
 )
+from ptrain.report.simulation import reserved_lines
 
 KIB = 1024
 OTHER = "reduce_scatter_stream"
@@ -130,3 +133,12 @@ def test_the_gap_is_the_largest_free_block_when_most_lives() -> None:
     assert amount is not None
     assert (amount.living, amount.gap) == (70 * MIB, 30 * MIB)
     assert amount.device_bytes == 100 * MIB
+
+
+def test_a_report_names_what_is_reserved_and_does_not_claim_it() -> None:
+    step = step_of((1, 30), (1, -30), resident=100)
+    kinds = {"default segments": reserved(step, expands=False), "a kind that grows": None}
+    _, table, why = reserved_lines(SimpleNamespace(reserved=kinds))
+    assert "reserved by CUDA's allocator" in table and "136.3 MB" in table and "grows on" in table
+    assert why.startswith("not claimed: ")
+    assert reserved_lines(SimpleNamespace(reserved={})) == []

@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 import stat
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from ptrain.facts.model import ModelFacts, TensorFacts, UnitFacts
 from ptrain.facts.passes import Passes
 from ptrain.facts.plain import from_plain, to_plain
 from ptrain.facts.stages import Chain, Ends
+from ptrain.facts.traced_part import traced_part
 from ptrain.spec.load import load
 from ptrain.spec.role import Role
 from ptrain.spec.spec import Spec
@@ -193,6 +195,27 @@ def test_an_edit_of_ptrain_is_noticed(tmp_path: Path, monkeypatch: pytest.Monkey
     more = cache._sources.__wrapped__()
     (package / "more.py").write_text("x = 2\n")
     assert len({before, more, cache._sources.__wrapped__()}) == 3
+
+
+IN_PART = {"train", "factors", "batch", "cluster"}  # the seed, tp and pp, a micro-batch, the device
+IRRELEVANT = {  # to what a micro-batch allocates within the model
+    "optimizer", "data", "sync", "eval", "checkpoint", "timeout", "log", "profile", "backend",
+    "deterministic", "reduce_scatter", "bucket_bytes", "overlap", "prefetch", "gather_after_update",
+    "offload", "consistency_every", "name", "resolved", "trivial_factors",
+    "device",  # its kind counts
+}  # fmt: skip
+
+
+def test_every_part_of_a_spec_counts_or_is_known_not_to() -> None:
+    """A new key of a spec is put on one side or on the other."""
+    spec, other = spec_of(), object()
+    dropped = {
+        field.name
+        for field in fields(Spec)
+        if field.init and field.name not in IN_PART
+        and getattr(traced_part(replace(spec, **{field.name: other})), field.name) is not other
+    }  # fmt: skip
+    assert dropped == IRRELEVANT
 
 
 def test_what_a_target_names_is_never_kept(home: Path) -> None:

@@ -55,7 +55,7 @@ def on_fake_tensors(spec: Spec, monkeypatch: pytest.MonkeyPatch) -> ModelFacts:
     ("model", "strategy", "changes"),
     [
         (LLAMA, "zero3", ("loss.chunk=8", "activations=M")),
-        (LLAMA, "pp-1f1b", ()),
+        pytest.param(LLAMA, "pp-1f1b", (), marks=nightly),
         (NECKS, "fsdp-mixed", ()),
         (DROPPING, "ddp", ()),
         (OURS, "zero3", UNTABLED),

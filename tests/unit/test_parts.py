@@ -34,6 +34,7 @@ def spec_of(function: str, tp: int = 2, **arguments: Any) -> Spec:
     return require(load(mapping))
 
 
+@pytest.mark.nightly
 def test_ranks_with_slices_of_the_same_shapes_have_one_timeline():
     spec = spec_of("pairs", tp=4, vocab=261)
     facts = facts_of(spec)  # 66 rows of the vocabulary on each rank but the last, which has 63

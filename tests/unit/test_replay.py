@@ -104,6 +104,7 @@ def test_replicas(overlap: Overlap, bucket: int, accumulate: int) -> None:
     assert not differences(replace(spec, overlap=overlap))
 
 
+@pytest.mark.nightly  # by default a rank on fake ranks (test_simulation.py, test_adversary.py)
 @pytest.mark.parametrize("mesh", [FULLY, {Axis.DP_SHARD: (4, ZERO_2)}], ids=["fully", "flat"])
 @pytest.mark.parametrize("model", [GPT, replace(GPT, dropout=0.1), NECKS], ids=repr)
 def test_other_models(model, mesh) -> None:

@@ -284,8 +284,7 @@ def test_the_record_has_the_column_and_no_verdict(capsys) -> None:
 
 
 def test_of_a_gpu_it_says_what_its_allocator_would_reserve(capsys) -> None:
-    on_gpus = ["simulate", "zero3", *TINY, "cluster.preset=h100-8"]
-    assert main([*on_gpus, "--json"]) == 0
+    assert main(["simulate", "zero3", *TINY, "cluster.preset=h100-8", "--json"]) == 0
     (rank,) = json.loads(capsys.readouterr().out)["simulation"]["ranks"]
     for amount in rank["reserved"].values():
         assert amount["beyond"]["reduce_scatter_stream"] > 0
@@ -294,9 +293,6 @@ def test_of_a_gpu_it_says_what_its_allocator_would_reserve(capsys) -> None:
         assert amount["device_bytes"] == amount["living"] + beyond
         assert amount["living"] == rank["peak"]["device_bytes"]
     assert len(rank["reserved"]) == 2
-    main(on_gpus)
-    text = capsys.readouterr().out
-    assert "reserved by CUDA's allocator" in text and "not claimed: without what kernels" in text
 
 
 @pytest.mark.parametrize("strategy", BY_DEFAULT)

@@ -1,0 +1,31 @@
+"""The part of a spec that a trace of its model depends on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ptrain.spec.axis import DATA_AXES, Axis
+from ptrain.spec.job import TrainSpec
+from ptrain.spec.spec import Spec
+
+
+def traced_part(spec: Spec) -> Spec:
+    """Return what a trace depends on, and nothing else, so that specs which differ elsewhere have
+    the same."""
+    cutting = tuple(factor for factor in spec.factors if factor.axis not in DATA_AXES)
+    times = spec.batch.accumulate if spec.degree(Axis.PP) > 1 else 1  # a schedule needs as many
+    batch = replace(spec.batch, global_samples=times * spec.batch.micro, accumulate=times)
+    return Spec(
+        name="part",
+        model=spec.model,
+        factors=cutting,
+        batch=batch,
+        precision=spec.precision,
+        train=replace(TrainSpec(), seed=spec.train.seed),
+        unit=spec.unit,
+        tensor=spec.tensor,
+        pipeline=spec.pipeline,
+        activations=spec.activations,
+        loss=spec.loss,
+        device="cuda" if spec.is_for_cuda else "cpu",
+    )
