@@ -37,5 +37,6 @@ def run(args: Namespace) -> int:
         )
     else:
         what = "removed" if args.clear else "kept"
-        print(f"{cache.folder()}: {len(files)} traces, {format_bytes(size)}, {what}")
+        number = f"{len(files)} trace{'s' * (len(files) != 1)}"
+        print(f"{cache.folder()}: {number}, {format_bytes(size)}, {what}")
     return 0

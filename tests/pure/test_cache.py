@@ -288,7 +288,7 @@ def test_the_command_shows_the_cache_and_clears_it(home: Path, capsys) -> None:
     shown = json.loads(capsys.readouterr().out)
     assert shown == {"folder": str(home), "traces": 1, "bytes": size, "cleared": False}
     assert main(["cache", "--clear"]) == 0
-    assert capsys.readouterr().out == f"{home}: 1 traces, {size} B, removed\n"
+    assert capsys.readouterr().out == f"{home}: 1 trace, {size} B, removed\n"
     assert main(["cache"]) == 0
     assert capsys.readouterr().out == f"{home}: 0 traces, 0 B, kept\n"
 
