@@ -27,7 +27,12 @@ from ptrain.rooms.fake import fake_tensors
 from ptrain.spec.axis import Axis
 from ptrain.spec.model import ExternalModel
 from ptrain.spec.spec import Spec
-from ptrain.traces.on_fakes import FakeModel, large_model, why_untraced
+from ptrain.traces.on_fakes import (
+    FakeModel,
+    large_model,
+    unless_it_takes_values,
+    why_untraced,
+)
 from ptrain.traces.stage_parts import Around, Prepare, Rows, stage_passes, stage_rows
 from ptrain.traces.tensor_parts import Traced, by_place, kept_of, timelines_of, traced
 
@@ -70,7 +75,11 @@ def read_facts(
     keep one of them for the next time, so where it is to run on real ones afterwards it may not."""
     reader = _Reader(spec=spec, share=share, allow_import=allow_import)
     large = large_model(spec, allow_import=allow_import)
-    untraced = _untraced(large) if large else None
+    untraced = (
+        unless_it_takes_values(large.mode, partial(untraced_facts, large.module, spec))
+        if large
+        else None
+    )
     if large is None or untraced is None:
         large = None
         return reader.read(
@@ -98,19 +107,6 @@ def read_facts(
         return replace(untraced, untraced=why or f"{_TOO_LARGE} {error.faults[0].finding}")
     except RuntimeError as error:  # an operator without a fake, in backward
         return replace(untraced, untraced=f"{_TOO_LARGE} {' '.join(str(error).split())[:120]}")
-
-
-def _untraced(large: FakeModel) -> ModelFacts | None:
-    """Return what is read off a module that is not traced; None where even that takes values."""
-    try:
-        with fake_tensors(large.mode):
-            return untraced_facts(large.module, large.spec)
-    except READ:
-        return None
-    except CodeRaised as error:
-        if error.is_certain:
-            raise
-        return None
 
 
 def _vocabulary(large: FakeModel) -> int:

@@ -6,9 +6,11 @@ same module the two traces are equal (tests/unit/test_on_fakes.py).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -22,6 +24,7 @@ from ptrain.rooms.patches import patched
 from ptrain.spec.spec import Spec
 from ptrain.version import TESTED_TORCH, is_tested
 
+X = TypeVar("X")
 REAL_BYTES = 2 * 2**30  # of weights: more than a laptop copies within seconds
 
 
@@ -45,18 +48,26 @@ def large_model(spec: Spec, *, allow_import: bool) -> FakeModel | None:
     """Return the spec's model on fake tensors. None where its weights take at most REAL_BYTES, and
     where its constructor reads values, which a fake lacks."""
     mode = new_fakes()
+    module = unless_it_takes_values(mode, partial(build_module, spec, allow_import=allow_import))
+    if module is None:
+        return None
+    weights = sum(weight.numel() for weight in module.parameters())
+    is_large = weights * spec.precision.effective.parameters.itemsize > REAL_BYTES
+    return FakeModel(spec, module, mode) if is_large else None
+
+
+def unless_it_takes_values(mode: FakeTensorMode, read: Callable[[], X]) -> X | None:
+    """Return what `read` gives on the fake tensors of a mode; None where it takes what fakes lack.
+    Raises CodeRaised for what code would raise on real tensors too."""
     try:
         with fake_tensors(mode):
-            module = build_module(spec, allow_import=allow_import)
+            return read()
     except READ:
         return None
     except CodeRaised as error:
         if error.is_certain:
             raise
         return None
-    weights = sum(weight.numel() for weight in module.parameters())
-    is_large = weights * spec.precision.effective.parameters.itemsize > REAL_BYTES
-    return FakeModel(spec, module, mode) if is_large else None
 
 
 def why_untraced() -> str:
