@@ -26,9 +26,9 @@ from ptrain.rooms.registry import Registry
 from ptrain.spec.placement import Tier
 
 # gloo's threads let go of the buffers of a finished collective a little late, and at random: the
-# operator after a collective waits, and a new maximum counts if it stands after a pause. No thread works
-# on what is sent and received between two ranks (ProcessGroupGloo::send, recv), and who waited for it
-# may keep it: a stage's hidden states live until its backward pass.
+# operator after a collective waits, and a new maximum counts if it stands after a pause. No thread
+# works on what is sent and received between two ranks (ProcessGroupGloo::send, recv), and who
+# waited for it may keep it: a stage's hidden states live until its backward pass.
 _BETWEEN_TWO = ("send", "recv_", "recv_any_source_")
 _RELEASE_SECONDS = 1e-3
 _SETTLE_SECONDS = 2e-4
