@@ -50,6 +50,12 @@ def add_arguments(parser: ArgumentParser) -> None:
         "without the other ranks",
     )
     parser.add_argument(
+        "--every-block",
+        action="store_true",
+        help="run every block of the model; without it a few of many equal blocks run, and what "
+        "repeats with them stands for the others",
+    )
+    parser.add_argument(
         "--chart", type=Path, metavar="FILE", help="memory over the step as FILE.png or FILE.svg"
     )
     parser.add_argument(
@@ -101,7 +107,13 @@ def _of_spec(spec: Spec, args: Namespace) -> Iterator[tuple[Derivation, RankRepo
     if not args.json:
         print(heading(spec, facts.numel), flush=True)
     for rank in chosen(spec, derivation.exact, args.rank):
-        simulated = simulate(spec, rank, rehearse=args.rehearse, allow_import=args.allow_import)
+        simulated = simulate(
+            spec,
+            rank,
+            rehearse=args.rehearse,
+            allow_import=args.allow_import,
+            every_block=args.every_block,
+        )
         report = RankReport(
             rank=rank,
             device=simulated.device if args.rehearse else "",
@@ -110,6 +122,7 @@ def _of_spec(spec: Spec, args: Namespace) -> Iterator[tuple[Derivation, RankRepo
             simulated=simulated.estimate,
             course=simulated.course,
             seconds=simulated.seconds,
+            replayed=simulated.replayed,
             reserved=_reserved(spec, simulated) if not args.rehearse else {},
         )
         if not args.json:
@@ -122,7 +135,10 @@ def _reserved(spec: Spec, simulated: Simulated) -> dict[str, Reserved | None]:
     if not spec.is_for_cuda:
         return {}
     kinds = {"default segments": False, "segments that expand": True}
-    return {name: reserved(simulated.allocated, expands=expands) for name, expands in kinds.items()}
+    return {
+        name: reserved(simulated.run.stream.allocated(), expands=expands)
+        for name, expands in kinds.items()
+    }
 
 
 def as_record(spec: Spec, simulations: list[tuple[Derivation, RankReport]]) -> dict[str, Any]:
@@ -142,6 +158,7 @@ def as_record(spec: Spec, simulations: list[tuple[Derivation, RankReport]]) -> d
                 "rank": report.rank,
                 "alike": len(report.alike),
                 "seconds": dict(report.seconds),
+                "replayed_blocks": report.replayed,
                 "differing": [
                     {
                         "name": difference.name,

@@ -29,7 +29,8 @@ _NOT_RESERVED = (
 class RankReport:
     """A simulated rank, and the ranks that are predicted to be like it. `device`: where a rehearsal
     had its tensors, empty where they were fake. `reserved`: by kind of segments, what CUDA's
-    caching allocator would reserve, None where it grows on; empty for other devices."""
+    caching allocator would reserve, None where it grows on; empty for other devices. `replayed`:
+    of how many equal blocks a few ran, None where every block did."""
 
     rank: int
     device: str
@@ -39,6 +40,7 @@ class RankReport:
     course: MemoryHistory
     seconds: Mapping[str, float]
     reserved: Mapping[str, Reserved | None] = field(default_factory=dict)
+    replayed: int | None = None
 
     @property
     def differing(self) -> list[Check]:
@@ -57,6 +59,7 @@ def one(report: RankReport, name: str) -> str:
             "",
             *([] if report.exact.operations else operations_lines(report.simulated)),
             agreement(report),
+            *replay_lines(report),
             *foreign(report),
             "",
             by_phase(report.course),
@@ -83,6 +86,16 @@ def agreement(report: RankReport) -> str:
     untold = sorted(report.exact.undefined.keys() & {"activations", "peak", "traffic"})
     besides = f" · not predicted: {', '.join(untold)}" if untold else ""
     return f"exact and simulated are equal in {equal} of {every} figures{besides}"
+
+
+def replay_lines(report: RankReport) -> list[str]:
+    """Return which blocks ran, where a few stand for all."""
+    if report.replayed is None:
+        return []
+    return [
+        f"of {report.replayed} equal blocks a few ran, and what repeats with them stands for the "
+        "others; --every-block runs all"
+    ]
 
 
 def foreign(report: RankReport) -> list[str]:

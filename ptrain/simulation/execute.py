@@ -11,13 +11,13 @@ import gc
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 
 from ptrain.costs import Column, Estimate, add_traffic
 from ptrain.data.sampler import LocalBatch
-from ptrain.derivation.allocator import AllocatedStep
 from ptrain.errors import RankFailed, refused
 from ptrain.interpreter.program import Observer, Program, interpret
 from ptrain.meters.traffic import TrafficMeter
@@ -30,6 +30,7 @@ from ptrain.rooms.world import World
 from ptrain.simulation.living import LivingMeter
 from ptrain.simulation.modules import Modules
 from ptrain.simulation.operations import OperationsMeter
+from ptrain.simulation.replay import FEWEST, LEAST, Run, blocks_of, replayed, with_blocks
 from ptrain.spec.model import HuggingFaceModel, ModelShape
 from ptrain.spec.spec import Spec
 from ptrain.train.probe import FIRST_STEADY, set_up
@@ -38,27 +39,88 @@ _LR = 1e-3
 _ROOM = "leave --rehearse out: fake tensors take none"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Simulated:
-    """What one rank would hold, send and compute. Seconds are those of the simulation."""
+    """What one rank would hold, send and compute. Seconds are those of the simulation. `replayed`:
+    how many blocks of each stage stand in place of those that ran, None where all of them ran."""
 
     rank: int
+    world_size: int
     device: str
-    estimate: Estimate
-    course: MemoryHistory
-    allocated: AllocatedStep
+    run: Run
     seconds: dict[str, float]
+    replayed: int | None = None
+
+    @cached_property
+    def estimate(self) -> Estimate:
+        """Its figures, as a training's meters give them."""
+        steady = add_traffic(self.run.calls)
+        once = set_up(add_traffic(self.run.before), steady)
+        return Estimate(
+            column=Column.SIMULATED,
+            world_size=self.world_size,
+            memory=self.run.resident,
+            peak=self.run.peaks,
+            traffic=add_traffic((*steady, *once)),
+            operations=(self.run.operations,),
+            undefined={"wire": "fake ranks have no sockets"},
+        )
+
+    @cached_property
+    def course(self) -> MemoryHistory:
+        """Its memory over the step."""
+        return self.run.stream.history(self.rank)
 
 
 def simulate(
-    spec: Spec, rank: int = 0, *, rehearse: bool = False, allow_import: bool = False
+    spec: Spec,
+    rank: int = 0,
+    *,
+    rehearse: bool = False,
+    allow_import: bool = False,
+    every_block: bool = False,
 ) -> Simulated:
     """Rank `rank` of a legal spec, in this process, which must have no process group.
 
-    `rehearse`: with real tensors, on the spec's device. Raises PtrainError for a torch that this
-    was not written for, and whatever `interpret` raises.
+    Of many equal blocks a few run, and what repeats with them stands for the others
+    (simulation/repetition.py) unless `every_block`, or they differ after all. `rehearse`: with real
+    tensors, on the spec's device, every block. Raises PtrainError for a torch that this was not
+    written for, and whatever `interpret` raises.
     """
+    blocks = None if rehearse or every_block else blocks_of(spec, rank)
+    if blocks is not None and blocks >= LEAST:
+        simulated = _with_few(spec, rank, blocks)
+        if simulated is not None:
+            return simulated
     device = rehearsal_device(spec) if rehearse else torch.device("cpu")
+    return _every_block(spec, rank, device, allow_import=allow_import, rehearse=rehearse)
+
+
+def _with_few(spec: Spec, rank: int, blocks: int) -> Simulated | None:
+    """By runs with few blocks; None where they do not tell what all of them do."""
+    device = torch.device("cpu")
+    first, second, third = (
+        _every_block(with_blocks(spec, rank, FEWEST + more), rank, device) for more in range(3)
+    )
+    run = replayed(spec, (first.run, second.run, third.run), blocks - FEWEST)
+    if run is None:
+        return None
+    seconds = {
+        name: first.seconds[name] + second.seconds[name] + third.seconds[name]
+        for name in first.seconds
+    }
+    return replace(first, run=run, seconds=seconds, replayed=blocks)
+
+
+def _every_block(
+    spec: Spec,
+    rank: int,
+    device: torch.device,
+    *,
+    allow_import: bool = False,
+    rehearse: bool = False,
+) -> Simulated:
+    """As `simulate`, with every block of the model."""
     world = fake_world(rank, spec.world_size, device)
     try:
         with (
@@ -108,13 +170,12 @@ def _simulated(spec: Spec, world: World, *, allow_import: bool) -> Simulated:
     began = time.perf_counter()
     program = interpret(spec, world=world, allow_import=allow_import)
     wrapped = time.perf_counter()
-    estimate, memory = _steady_step(program, _batch(program))
+    run = _steady_step(program, _batch(program))
     return Simulated(
         rank=world.rank,
+        world_size=world.size,
         device=str(world.device),
-        estimate=estimate,
-        course=memory.course(),
-        allocated=memory.step,
+        run=run,
         seconds={"interpret": wrapped - began, "steps": time.perf_counter() - wrapped},
     )
 
@@ -129,7 +190,7 @@ def _batch(program: Program) -> LocalBatch:
     )
 
 
-def _steady_step(program: Program, batch: LocalBatch) -> tuple[Estimate, LivingMeter]:
+def _steady_step(program: Program, batch: LocalBatch) -> Run:
     """The third step, and of the second what happens once: as a training measures them."""
     for _ in range(FIRST_STEADY - 1):
         _step(program, batch)
@@ -149,17 +210,17 @@ def _steady_step(program: Program, batch: LocalBatch) -> tuple[Estimate, LivingM
         operations,
     ):
         _step(program, batch)
-    rows = traffic.rows()
-    estimate = Estimate(
-        column=Column.SIMULATED,
-        world_size=program.world.size,
-        memory=memory.footprints(),
-        peak=memory.peaks(),
-        traffic=add_traffic((*rows, *set_up(before.rows(), rows))),
-        operations=(operations.row(),),
-        undefined={"wire": "fake ranks have no sockets"},
+    stream = memory.stream()
+    peaks = memory.peaks()
+    assert {peak.phase: peak.device_bytes for peak in peaks} == stream.peaks(), "one step"
+    return Run(
+        resident=memory.footprints(),
+        peaks=peaks,
+        operations=operations.row(),
+        before=before.calls(),
+        calls=traffic.calls(),
+        stream=stream,
     )
-    return estimate, memory
 
 
 def _vocab(spec: Spec) -> int | None:

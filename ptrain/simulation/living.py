@@ -7,8 +7,7 @@ operator, the module, the phase) and what was said of it since, so that the peak
 from __future__ import annotations
 
 import re
-from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -17,16 +16,15 @@ from torch.distributed.fsdp import FSDPModule
 
 from ptrain.axes.data.run.fully_sharded import allocating_streams, parameter_groups
 from ptrain.costs import Phase, State
-from ptrain.derivation.allocator import COMPUTING, AllocatedStep, AllocatorEvent
+from ptrain.derivation.allocator import COMPUTING
 from ptrain.interpreter.program import Program
 from ptrain.meters.memory import MemoryMeter
 from ptrain.models.ledger import storage_of
 from ptrain.optimizers.update import MASTER
-from ptrain.report.composition import LiveStorages, MemoryHistory, MemorySample
 from ptrain.rooms.registry import Tag
 from ptrain.simulation.modules import Modules
+from ptrain.simulation.stream import Begin, Change, MemoryStream, StorageKind
 
-_STATES = tuple(State)
 _OLDER = "buffers, batch, and what is older than the step"
 
 
@@ -41,6 +39,9 @@ class Life:
     state: State = State.ACTIVATIONS
     is_declared: bool = False
     unit: str = ""  # that it is an unsharded part of
+    micro_batch: int = 0
+    stream: str = COMPUTING
+    is_moment: bool = False  # of the optimizer
 
     @property
     def is_passing(self) -> bool:
@@ -50,7 +51,7 @@ class Life:
 
 
 class LivingMeter(MemoryMeter):
-    """The memory meter, which also remembers: `step` is what an allocator would see of it."""
+    """The memory meter, which also remembers what came and went: the step's stream."""
 
     def __init__(self, program: Program, modules: Modules, *, rank: int, device: str) -> None:
         super().__init__(program, rank=rank, device=device, waits=False)
@@ -58,12 +59,10 @@ class LivingMeter(MemoryMeter):
         self._modules = modules
         self._units = dict(gathered_units(program))
         self._lives: dict[int, Life] = {}
-        self._changes: list[tuple[Life, int]] = []
-        self._begun: list[tuple[int, Phase, int]] = []
         self._before: list[tuple[Life, int]] = []
-        self.step = AllocatedStep()
+        self._events: list[tuple[Life, int] | Begin] = []
+        self._micro_batch = 0
         self._streams = allocating_streams(program.model)
-        self._born_in: dict[int, str] = {}
         self._moments_of = {
             storage_of(tensor)._cdata
             for _, kept in program.update.tensors()
@@ -90,8 +89,10 @@ class LivingMeter(MemoryMeter):
         super().existing(key, storage)
 
     def born(self, key: int, storage: torch.UntypedStorage, operator: str) -> None:
-        self._lives[key] = Life(self._modules.current, self._phase)
-        self._born_in[key] = self._streams.get(id(torch.cpu.current_stream()), COMPUTING)
+        stream = self._streams.get(id(torch.cpu.current_stream()), COMPUTING)
+        self._lives[key] = Life(
+            self._modules.current, self._phase, micro_batch=self._micro_batch, stream=stream
+        )
         super().born(key, storage, operator)
 
     def resized(self, key: int, storage: torch.UntypedStorage, before: int) -> None:
@@ -114,76 +115,42 @@ class LivingMeter(MemoryMeter):
         before = self.live
         super()._add(key, size)
         if self.live != before:
-            self._changes.append((self._lives[key], self.live - before))
-            stream = self._born_in.pop(key, COMPUTING)  # where FSDP2 resizes too
-            self.step.events.append(AllocatorEvent(key, self.live - before, stream))
+            self._events.append((self._lives[key], self.live - before))
 
     def _add_to_all(self, key: int, size: int) -> None:
         before = self.live
         super()._add_to_all(key, size)
         if self.live != before:
-            self._before.append((self._lives[key], self.live - before))
-            older = self.step.moments if key in self._moments_of else self.step.resident
-            older.append(AllocatorEvent(key, self.live - before))
+            life = self._lives[key]
+            life.is_moment = key in self._moments_of
+            self._before.append((life, self.live - before))
 
     def phase(self, phase: Phase, micro_batch: int) -> None:
         super().phase(phase, micro_batch)
-        self._begun.append((len(self._changes), phase, micro_batch))
-        if phase is Phase.UPDATE:
-            self.step.update = len(self.step.events)
+        self._micro_batch = micro_batch
+        self._events.append(Begin(phase, micro_batch))
 
-    def course(self) -> MemoryHistory:
-        """After the step."""
+    def stream(self) -> MemoryStream:
+        """Return all that came and went, after the step."""
         for key in self._lives:
             self._remember(key)
-        moments = tuple(self._moments())
-        peak = max(moments, key=lambda moment: moment.total)
-        return MemoryHistory(
-            rank=self._rank,
-            moments=moments,
-            peak=peak,
-            held=tuple(held(self._living(peak.event))),
+        kinds: dict[int, StorageKind] = {}
+        keys: dict[int, int] = {}
+
+        def change(life: Life, size: int) -> Change:
+            if id(life) not in keys:
+                keys[id(life)] = len(keys)
+                kinds[id(life)] = StorageKind(
+                    what(life), life.state, life.micro_batch, life.stream, life.is_moment
+                )
+            return Change(kinds[id(life)], size, keys[id(life)])
+
+        return MemoryStream(
+            resident=tuple(change(*held) for held in self._before),
+            events=tuple(
+                event if isinstance(event, Begin) else change(*event) for event in self._events
+            ),
         )
-
-    def _moments(self) -> Iterator[MemorySample]:
-        """One after each change; and the begin of every phase."""
-        sizes = dict.fromkeys(_STATES, 0)
-        for life, size in self._before:
-            sizes[life.state] += size
-        starts = {event: (phase, micro) for event, phase, micro in self._begun}
-        phase, micro_batch = Phase.FORWARD, 0
-        for event in range(len(self._changes) + 1):
-            phase, micro_batch = starts.get(event - 1, (phase, micro_batch))
-            if event:
-                life, size = self._changes[event - 1]
-                sizes[life.state] += size
-            yield MemorySample(
-                event=event,
-                phase=phase,
-                micro_batch=micro_batch,
-                device_bytes=tuple(sizes.values()),
-            )
-
-    def _living(self, event: int) -> Iterable[tuple[Life, int]]:
-        """Return every life with its bytes after so many changes."""
-        lives: dict[int, tuple[Life, int]] = {}
-        for life, size in (*self._before, *self._changes[:event]):
-            _, before = lives.get(id(life), (life, 0))
-            lives[id(life)] = life, before + size
-        return lives.values()
-
-
-def held(living: Iterable[tuple[Life, int]]) -> list[LiveStorages]:
-    """Return one row per kind, the largest first."""
-    sizes: defaultdict[tuple[str, State], list[int]] = defaultdict(list)
-    for life, size in living:
-        if size:
-            sizes[what(life), life.state].append(size)
-    rows = [
-        LiveStorages(what=kind, state=state, device_bytes=sum(of_kind), tensors=len(of_kind))
-        for (kind, state), of_kind in sizes.items()
-    ]
-    return sorted(rows, key=lambda row: (-row.device_bytes, row.what))
 
 
 def what(life: Life) -> str:

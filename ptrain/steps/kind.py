@@ -80,6 +80,12 @@ class WrapStep(PlanStep):
         """The axes over which a unit's gradients are reduced to shards in backward."""
         return ()
 
+    @property
+    def treats_equal_blocks_alike(self) -> bool:
+        """Whether what becomes of a block is what became of an equal one before it, wherever among
+        the blocks it stands. Owners that are chosen by what they own so far are not alike."""
+        return True
+
     def differing_axes(self, *, within_tp: bool) -> tuple[Axis, ...]:
         """The axes along which ranks store different numbers of bytes, or (`within_tp`) other
         pieces of tensors."""

@@ -135,6 +135,10 @@ class Replicate(WrapStep):
     def policy(self) -> SyncPolicy:
         return SyncPolicy(gradients=GradientSync.LAST)
 
+    @property
+    def treats_equal_blocks_alike(self) -> bool:
+        return not self.zero_redundancy
+
     def differing_axes(self, *, within_tp: bool) -> tuple[Axis, ...]:
         return self.axes if self.zero_redundancy else ()
 

@@ -299,7 +299,7 @@ def test_of_a_gpu_it_says_what_its_allocator_would_reserve(capsys) -> None:
 def test_what_an_allocator_sees_living_at_most_is_the_peak(strategy: str) -> None:
     simulated = of_last_rank(strategy)
     for expands in (False, True):
-        amount = reserved(simulated.allocated, expands=expands)
+        amount = reserved(simulated.run.stream.allocated(), expands=expands)
         assert amount is not None and amount.living == simulated.course.peak.total
         assert amount.device_bytes > amount.living
 

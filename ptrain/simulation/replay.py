@@ -1,0 +1,142 @@
+"""Many equal blocks by runs with few: a job of 80 layers is run with 4, 5 and 6 of them, and what
+each of the others adds is what repeats in these three."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from math import prod
+from typing import Any, TypeVar
+
+from ptrain.algebra.layout import positions
+from ptrain.axes.pipeline.stage_facts import stages_of
+from ptrain.costs import Footprint, Operations, Peak, State, Traffic
+from ptrain.derivation.estimate import own_facts
+from ptrain.derivation.repeats import alike
+from ptrain.meters.traffic import ring_bytes
+from ptrain.plan.lower import lower
+from ptrain.simulation.repetition import repeated_calls, repeated_storages
+from ptrain.simulation.stream import MemoryStream
+from ptrain.spec.axis import Axis
+from ptrain.spec.model import ModelShape
+from ptrain.spec.spec import Spec
+from ptrain.steps.step import Pipeline, Plan
+
+FEWEST = 4  # blocks of the shortest run: what acts at a block's neighbours reaches two of them
+LEAST = 20  # three runs have 15 blocks
+
+Row = TypeVar("Row", Footprint, Operations)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """What one rank did in a steady step: what it called and what came and went. `before`: what it
+    called in the step before it; `resident`: its bytes by state; `peaks`: the most by phase."""
+
+    resident: tuple[Footprint, ...]
+    peaks: tuple[Peak, ...]
+    operations: Operations
+    before: tuple[Traffic, ...]
+    calls: tuple[Traffic, ...]
+    stream: MemoryStream
+
+
+def blocks_of(spec: Spec, rank: int) -> int | None:
+    """Return how many equal blocks in a row the rank has in each of its stages; None where they
+    differ, where the stages have different numbers, or where nobody says that they are equal."""
+    if not isinstance(spec.model, ModelShape):
+        return None
+    kinds = alike(spec, [f"blocks.{index}" for index in range(spec.model.layers)])
+    plan = _plan(spec)
+    if kinds is None or len(set(kinds)) > 1 or not plan.wrap.treats_equal_blocks_alike:
+        return None
+    if plan.pipeline is None:
+        return spec.model.layers
+    own = {len(plan.pipeline.layers[stage]) for stage in _stages(spec, plan.pipeline, rank)}
+    return own.pop() if len(own) == 1 else None
+
+
+def with_blocks(spec: Spec, rank: int, blocks: int) -> Spec:
+    """Return the job with so many blocks in each of the rank's stages; those of others stay."""
+    assert isinstance(spec.model, ModelShape), "blocks_of tells"
+    pipeline = _plan(spec).pipeline
+    if pipeline is None:
+        return replace(spec, model=replace(spec.model, layers=blocks))
+    own = _stages(spec, pipeline, rank)
+    counts = enumerate(map(len, pipeline.layers))
+    split = tuple(blocks if stage in own else count for stage, count in counts)
+    return replace(
+        spec,
+        model=replace(spec.model, layers=sum(split)),
+        pipeline=replace(spec.pipeline, split=split),
+    )
+
+
+def _plan(spec: Spec) -> Plan:
+    facts = own_facts(spec)
+    return lower(spec, facts.unit_modules, facts.roles, stages_of(spec, facts))
+
+
+def _stages(spec: Spec, pipeline: Pipeline, rank: int) -> tuple[int, ...]:
+    return pipeline.stages_of(positions(spec, (Axis.PP,))[rank])
+
+
+def replayed(spec: Spec, runs: tuple[Run, Run, Run], times: int) -> Run | None:
+    """Return what a run with `times` blocks more than the first of these would do; None where the
+    three do not differ by what repeats alone."""
+    sent = partial(_sent, spec)
+    resident = _grown([run.resident for run in runs], times)
+    operations = _grown([(run.operations,) for run in runs], times)
+    before = repeated_calls([run.before for run in runs], times, sent)
+    calls = repeated_calls([run.calls for run in runs], times, sent)
+    if resident is None or operations is None or before is None or calls is None:
+        return None
+    stream = repeated_storages([run.stream for run in runs], times)
+    if stream is None:
+        return None
+    (rank,) = {peak.rank for peak in runs[0].peaks}
+    peaks = tuple(
+        Peak(phase=phase, rank=rank, device_bytes=size) for phase, size in stream.peaks().items()
+    )
+    return Run(
+        resident=resident,
+        peaks=peaks,
+        operations=operations[0],
+        before=before,
+        calls=calls,
+        stream=stream,
+    )
+
+
+def _sent(spec: Spec, call: Traffic) -> int:
+    degrees = {factor.axis.value: factor.degree for factor in spec.factors}
+    if not call.key.axes or not degrees.keys() >= {*call.key.axes}:
+        return 0  # a copy between tiers
+    ranks = prod(degrees[axis] for axis in call.key.axes)
+    return ring_bytes(call.key.collective, call.payload_bytes, ranks)
+
+
+def _grown(rows: Sequence[Sequence[Row]], times: int) -> tuple[Row, ...] | None:
+    """The rows of many blocks: each number as much larger for each block more as it is in the
+    second and in the third; None where that is not the same."""
+    if len({tuple(map(_name, of_run)) for of_run in rows}) > 1:
+        return None
+    grown = []
+    for of_runs in zip(*rows, strict=True):
+        first, second, third = map(_numbers, of_runs)
+        more = {field: number - first[field] for field, number in second.items()}
+        if any(third[field] - second[field] != step for field, step in more.items()):
+            return None
+        numbers: Any = {field: first[field] + times * step for field, step in more.items()}
+        grown.append(replace(of_runs[0], **numbers))
+    return tuple(grown)
+
+
+def _name(row: Row) -> State | None:
+    return row.state if isinstance(row, Footprint) else None
+
+
+def _numbers(row: Row) -> dict[str, int]:
+    names = (field.name for field in fields(row) if field.name != "rank")
+    return {name: value for name in names if isinstance(value := getattr(row, name), int)}
