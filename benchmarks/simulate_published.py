@@ -147,7 +147,10 @@ def attributed(row: Published) -> Attributed:
     with as_torchtitan():
         simulated = execute.simulate(spec)
     lives = simulated.course.peak.total
-    kinds = {expands: held(simulated.run.stream.allocated(), expands=expands) for expands in (False, True)}
+    kinds = {
+        expands: held(simulated.run.stream.allocated(), expands=expands)
+        for expands in (False, True)
+    }
     chosen, shapes = kinds[row.expands], of_shapes(spec)
     terms = {
         "simulated peak, recompute: selective": selective,
