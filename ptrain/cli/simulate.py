@@ -23,6 +23,7 @@ from ptrain.meters.measure import join_estimates
 from ptrain.report.heading import heading
 from ptrain.report.record import record, traffic_rows
 from ptrain.report.simulation import GARBAGE, RankReport, one
+from ptrain.rooms import pretence
 from ptrain.rooms.patches import require_supported
 from ptrain.selection.recompute import settled
 from ptrain.simulation.choice import ALL_DISTINCT, chosen, classes, require_ranks
@@ -75,6 +76,8 @@ def run(args: Namespace) -> int:
         raise refused("--chart", f"{len(specs)} specs, and one picture", "name one spec")
     for spec in specs:
         require_ranks(spec, args.rank)
+    if not args.rehearse and (sm := _pretended(specs)):
+        return pretence.run(["simulate", *_words(args)], sm)
     records = []
     for spec in specs:
         simulations = list(_of_spec(spec, args))
@@ -85,6 +88,41 @@ def run(args: Namespace) -> int:
     if args.json:
         print_json(records if len(records) > 1 else records[0])
     return 0
+
+
+def _pretended(specs: list[Spec]) -> int | None:
+    """The compute capability of the GPUs that all these are for, where this process has to be left
+    to ask their kernels, and can be."""
+    capabilities = {
+        spec.cluster.sm if spec.is_for_cuda and spec.cluster else None for spec in specs
+    }
+    if len(capabilities) > 1 or pretence.is_on() or pretence.lacking():
+        return None
+    return capabilities.pop()
+
+
+def _words(args: Namespace) -> list[str]:
+    """What was asked, as it is typed."""
+    flags = {
+        "--every-block": args.every_block,
+        "--allow-import": args.allow_import,
+        "--json": args.json,
+    }
+    ranks = [word for rank in args.rank for word in ("--rank", rank)]
+    chart = ["--chart", str(args.chart)] if args.chart else []
+    return [*args.arguments, *ranks, *chart, *(name for name, is_on in flags.items() if is_on)]
+
+
+def _kernels(spec: Spec, simulated: Simulated) -> str:
+    """Whose they are, of a spec for GPUs."""
+    if not spec.is_for_cuda:
+        return ""
+    if pretence.is_on():
+        attention = ", ".join(simulated.run.attention) or "attention operator by operator"
+        return f"CUDA's for sm {pretence.capability()}, which no GPU confirmed: {attention}"
+    if spec.cluster is None or spec.cluster.sm is None:
+        return "a CPU's: no cluster.sm says the compute capability of the GPUs (90: H100)"
+    return f"a CPU's: {pretence.lacking() or 'specs of several kinds of GPU: simulate one by one'}"
 
 
 def _draw(simulations: list[tuple[Derivation, RankReport]], path: Path, form: Format) -> str:
@@ -123,6 +161,7 @@ def _of_spec(spec: Spec, args: Namespace) -> Iterator[tuple[Derivation, RankRepo
             course=simulated.course,
             seconds=simulated.seconds,
             replayed=simulated.replayed,
+            kernels=_kernels(spec, simulated) if not args.rehearse else "",
             reserved=_reserved(spec, simulated) if not args.rehearse else {},
         )
         if not args.json:
@@ -158,6 +197,7 @@ def as_record(spec: Spec, simulations: list[tuple[Derivation, RankReport]]) -> d
                 "rank": report.rank,
                 "alike": len(report.alike),
                 "seconds": dict(report.seconds),
+                "kernels": report.kernels or None,
                 "replayed_blocks": report.replayed,
                 "differing": [
                     {

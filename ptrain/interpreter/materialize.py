@@ -22,12 +22,18 @@ from ptrain.models.numerics import TORCH_DTYPES
 from ptrain.spec.model import ModelShape
 from ptrain.spec.spec import Spec
 
+_CPU = torch.device("cpu")
 
-def build_module(spec: Spec, *, allow_import: bool = False) -> nn.Module:
+
+def build_module(
+    spec: Spec, *, device: torch.device = _CPU, allow_import: bool = False
+) -> nn.Module:
     """The spec's model in its dtypes: on the meta device where ptrain gives the weights, else real
-    on the CPU. Fake tensors are built where they are to live: they take no memory anyway."""
-    meta = isinstance(spec.model, ModelShape) and detect_fake_mode() is None
-    with torch.device("meta" if meta else "cpu"):
+    on the CPU. Fake tensors are built where they are to live, on `device`: they take no memory
+    anyway, and no module of them can be moved."""
+    if detect_fake_mode() is None:
+        device = torch.device("meta") if isinstance(spec.model, ModelShape) else _CPU
+    with device:
         module = build(
             spec.model,
             sequence=spec.batch.sequence,

@@ -290,7 +290,9 @@ def planned(
     """The same before any step of the plan has run."""
     world = world or World.join(spec.timeout, device=spec.device, backend=spec.backend)
     require_trainable(spec.model, world.device)
-    module = build_module(spec, allow_import=allow_import) if model is None else model
+    module = model
+    if module is None:
+        module = build_module(spec, device=world.device, allow_import=allow_import)
     facts = untraced_facts(module, spec)
     stages = stages_of_module(spec, module, facts)
     plan = lower(spec, facts.unit_modules, facts.roles, stages.all if stages else (), facts.blocks)

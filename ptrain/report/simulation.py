@@ -30,7 +30,8 @@ class RankReport:
     """A simulated rank, and the ranks that are predicted to be like it. `device`: where a rehearsal
     had its tensors, empty where they were fake. `reserved`: by kind of segments, what CUDA's
     caching allocator would reserve, None where it grows on; empty for other devices. `replayed`:
-    of how many equal blocks a few ran, None where every block did."""
+    of how many equal blocks a few ran, None where every block did. `kernels`: whose they were, of a
+    spec for GPUs."""
 
     rank: int
     device: str
@@ -41,6 +42,7 @@ class RankReport:
     seconds: Mapping[str, float]
     reserved: Mapping[str, Reserved | None] = field(default_factory=dict)
     replayed: int | None = None
+    kernels: str = ""
 
     @property
     def differing(self) -> list[Check]:
@@ -59,6 +61,7 @@ def one(report: RankReport, name: str) -> str:
             "",
             *([] if report.exact.operations else operations_lines(report.simulated)),
             agreement(report),
+            *([f"kernels  {report.kernels}"] if report.kernels else []),
             *replay_lines(report),
             *foreign(report),
             "",

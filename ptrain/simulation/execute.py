@@ -24,6 +24,7 @@ from ptrain.meters.traffic import TrafficMeter
 from ptrain.models.dropout import kernels_of
 from ptrain.models.fake_values import READ
 from ptrain.report.composition import MemoryHistory
+from ptrain.rooms import pretence
 from ptrain.rooms.fake import fake_tensors, fake_world
 from ptrain.rooms.patches import patched
 from ptrain.rooms.world import World
@@ -87,18 +88,17 @@ def simulate(
     tensors, on the spec's device, every block. Raises PtrainError for a torch that this was not
     written for, and whatever `interpret` raises.
     """
+    device = rehearsal_device(spec) if rehearse else fake_device(spec)
     blocks = None if rehearse or every_block else blocks_of(spec, rank)
     if blocks is not None and blocks >= LEAST:
-        simulated = _with_few(spec, rank, blocks)
+        simulated = _with_few(spec, rank, blocks, device)
         if simulated is not None:
             return simulated
-    device = rehearsal_device(spec) if rehearse else torch.device("cpu")
     return _every_block(spec, rank, device, allow_import=allow_import, rehearse=rehearse)
 
 
-def _with_few(spec: Spec, rank: int, blocks: int) -> Simulated | None:
+def _with_few(spec: Spec, rank: int, blocks: int, device: torch.device) -> Simulated | None:
     """By runs with few blocks; None where they do not tell what all of them do."""
-    device = torch.device("cpu")
     first, second, third = (
         _every_block(with_blocks(spec, rank, FEWEST + more), rank, device) for more in range(3)
     )
@@ -125,7 +125,7 @@ def _every_block(
     try:
         with (
             patched(spec.model),
-            kernels_of(is_for_cuda=spec.is_for_cuda and not rehearse),
+            kernels_of(is_for_cuda=spec.is_for_cuda and device.type == "cpu" and not rehearse),
             nullcontext() if rehearse else fake_tensors(),
             _refusing(spec, device),
         ):
@@ -133,8 +133,15 @@ def _every_block(
     finally:
         world.close()
         gc.collect()  # a program is a cycle, and what a rehearsed one holds is real
-        if device.type == "cuda":
+        if device.type == "cuda" and rehearse:
             torch.cuda.empty_cache()
+
+
+def fake_device(spec: Spec) -> torch.device:
+    """Return where fake tensors seem to live: on a GPU where the spec is for them and this process
+    believes in one."""
+    on_gpu = spec.is_for_cuda and pretence.is_on()
+    return torch.device("cuda", 0) if on_gpu else torch.device("cpu")
 
 
 def rehearsal_device(spec: Spec) -> torch.device:
@@ -217,6 +224,7 @@ def _steady_step(program: Program, batch: LocalBatch) -> Run:
         resident=memory.footprints(),
         peaks=peaks,
         operations=operations.row(),
+        attention=operations.attention(),
         before=before.calls(),
         calls=traffic.calls(),
         stream=stream,

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from ptrain.axes.data.run.fully_sharded import allocating_streams, parameter_groups
+from ptrain.axes.data.run.fully_sharded import allocating_streams, parameter_groups, stream_key
 from ptrain.costs import Phase, State
 from ptrain.derivation.allocator import COMPUTING
 from ptrain.interpreter.program import Program
@@ -89,7 +89,8 @@ class LivingMeter(MemoryMeter):
         super().existing(key, storage)
 
     def born(self, key: int, storage: torch.UntypedStorage, operator: str) -> None:
-        stream = self._streams.get(id(torch.cpu.current_stream()), COMPUTING)
+        current = torch.cuda if self._device == "cuda" else torch.cpu
+        stream = self._streams.get(stream_key(current.current_stream()), COMPUTING)
         self._lives[key] = Life(
             self._modules.current, self._phase, micro_batch=self._micro_batch, stream=stream
         )

@@ -27,6 +27,7 @@ _ALIKE = {
     ),
     _aten.addmm_: _aten.addmm,  # the fused loss adds up its weight's gradient in place
 }
+_ATTENTION = "aten::_scaled_dot_product_"
 _FUSED = "torch_nn::_linear_cross_entropy_batch_chunked_no_reduction"
 
 
@@ -38,6 +39,7 @@ class OperationsMeter(TorchDispatchMode):
         self._rank = rank
         self._phase = Phase.FORWARD
         self._forward = self._backward = self._again = 0
+        self._attention: dict[str, None] = {}
 
     def phase(self, phase: Phase, micro_batch: int) -> None:
         self._phase = phase
@@ -56,6 +58,8 @@ class OperationsMeter(TorchDispatchMode):
         formula = flop_registry.get(_ALIKE.get(packet, packet))
         if self._phase is Phase.UPDATE:
             return result
+        if _ATTENTION in function._schema.name and self._phase is Phase.FORWARD:
+            self._attention[function._schema.name.removeprefix(_ATTENTION)] = None
         if formula is not None:
             self._add(int(formula(*args, **(kwargs or {}), out_val=result)))
         elif function._schema.name == _FUSED:
@@ -79,6 +83,11 @@ class OperationsMeter(TorchDispatchMode):
             self._forward += number
         else:
             self._backward += number
+
+    def attention(self) -> tuple[str, ...]:
+        """Return which kernels of attention ran: `cudnn_attention`; none of what is computed
+        operator by operator."""
+        return tuple(self._attention)
 
     def row(self) -> Operations:
         """Return the operations of the steps that it saw."""

@@ -32,11 +32,13 @@ Row = TypeVar("Row", Footprint, Operations)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
     """What one rank did in a steady step: what it called and what came and went. `before`: what it
-    called in the step before it; `resident`: its bytes by state; `peaks`: the most by phase."""
+    called in the step before it; `resident`: its bytes by state; `peaks`: the most by phase;
+    `attention`: which kernels of it ran."""
 
     resident: tuple[Footprint, ...]
     peaks: tuple[Peak, ...]
     operations: Operations
+    attention: tuple[str, ...]
     before: tuple[Traffic, ...]
     calls: tuple[Traffic, ...]
     stream: MemoryStream
@@ -103,6 +105,7 @@ def replayed(spec: Spec, runs: tuple[Run, Run, Run], times: int) -> Run | None:
         resident=resident,
         peaks=peaks,
         operations=operations[0],
+        attention=runs[0].attention,
         before=before,
         calls=calls,
         stream=stream,

@@ -78,6 +78,15 @@ class Cluster:
             slips={"gpu": "cuda"},
         ),
     ] = None
+    sm: Annotated[
+        int | None,
+        _Count(
+            "compute capability of its GPUs (80: A100, 90: H100, 100: B200): which of CUDA's "
+            "kernels compute",
+            50,
+            200,
+        ),
+    ] = None
     price: Annotated[
         float | None,
         _Figure("money for one device for an hour, in any currency", 0.0, 1e9),

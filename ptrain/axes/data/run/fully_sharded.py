@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -201,16 +202,22 @@ def _note(order: list[FSDPModule], module: FSDPModule, *_: object) -> None:
 
 
 def allocating_streams(model: nn.Module) -> dict[int, str]:
-    """Return the names of the streams that FSDP2 allocates in, by the objects' ids, once a step has
+    """Return the names of the streams that FSDP2 allocates in, by `stream_key`, once a step has
     run: reduced gradients in one or two, what is gathered in another. Empty where nothing is fully
     sharded."""
     names = ("reduce_scatter_stream", "all_reduce_stream", "all_gather_copy_in_stream")
     return {
-        id(getattr(module._get_fsdp_state()._comm_ctx, name)): name
+        stream_key(getattr(module._get_fsdp_state()._comm_ctx, name)): name
         for module in model.modules()
         if isinstance(module, FSDPModule)
         for name in names
     }
+
+
+def stream_key(stream: Any) -> int:
+    """Return what tells streams apart: a GPU's have a number, and an object made at each look at
+    them; a processor's are objects."""
+    return int(getattr(stream, "stream_id", id(stream)))
 
 
 def parameter_groups(module: FSDPModule) -> Sequence[FSDPParamGroup]:

@@ -1,0 +1,99 @@
+"""CUDA's kernels without a GPU: a process in which torch believes in one, for fake tensors alone.
+
+A CUDA build of torch chooses its kernels by what the runtime says of the device. `runtime.c` and
+`driver.c` stand in for both libraries: they are compiled where they are needed, and loaded into a
+process that is started for it. What its operators allocate, forward and backward, is then what they
+allocate on a GPU of that compute capability; what kernels take within themselves, nobody sees. No
+GPU has confirmed it.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+
+from ptrain.errors import PtrainError
+
+_HERE = Path(__file__).parent
+_SM = "PTRAIN_SM"  # the runtime reads it too
+_HEADER = "driver_types.h"
+
+
+def is_on() -> bool:
+    """Return whether this process is one of those."""
+    return _SM in os.environ and torch.cuda.is_available()
+
+
+def capability() -> str:
+    """Return the compute capability of the GPU that it believes in: `90`."""
+    return os.environ[_SM]
+
+
+def lacking() -> str | None:
+    """Return what is not there to ask CUDA's kernels, with the way to it; None where all is."""
+    if not sys.platform.startswith("linux"):
+        return "they can be asked on Linux alone"
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is built without CUDA; a CUDA build tells, without a GPU"
+    if _compiler() is None:
+        return "there is no C compiler: install gcc or clang"
+    if _headers() is None:
+        return f"CUDA's {_HEADER} is not there: install triton, which has it"
+    return None
+
+
+def run(words: Sequence[str], sm: int) -> int:
+    """Run `python -m ptrain WORDS` with a GPU of compute capability `sm` to believe in; return its
+    exit code. Raises PtrainError where nothing can be compiled; ask `lacking` first."""
+    with tempfile.TemporaryDirectory(prefix="ptrain-") as folder:
+        runtime = _compiled("runtime", Path(folder, "runtime.so"))
+        driver = _compiled("driver", Path(folder, "libcuda.so.1"))
+        preloaded = [str(runtime), *os.environ.get("LD_PRELOAD", "").split()]
+        searched = [str(driver.parent), os.environ.get("LD_LIBRARY_PATH", "")]
+        environment = {
+            **os.environ,
+            _SM: str(sm),
+            "LD_PRELOAD": " ".join(preloaded),
+            "LD_LIBRARY_PATH": ":".join(filter(None, searched)),
+            "CUDA_VISIBLE_DEVICES": "0",
+        }
+        command = [sys.executable, "-m", "ptrain", *words]
+        return subprocess.run(command, env=environment, check=False).returncode
+
+
+def _compiled(name: str, library: Path) -> Path:
+    compiler, headers = _compiler(), _headers()
+    assert compiler and headers, "lacking() says it"
+    command = [compiler, "-shared", "-fPIC", "-w", f"-I{headers}", f"-Wl,-soname,{library.name}"]
+    ended = subprocess.run(
+        [*command, str(_HERE / f"{name}.c"), "-o", str(library)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if ended.returncode:
+        raise PtrainError(
+            f"error: {name}.c, which stands in for CUDA's {name}, does not compile: "
+            f"{ended.stderr.strip()[:400]}\n  remedy: name another compiler as CC"
+        )
+    return library
+
+
+def _compiler() -> str | None:
+    return next(filter(None, map(shutil.which, (os.environ.get("CC", ""), "cc", "gcc"))), None)
+
+
+def _headers() -> Path | None:
+    """The folder of CUDA's headers that the build of torch came with."""
+    triton = find_spec("triton")
+    places = [Path(folder) for folder in triton.submodule_search_locations or ()] if triton else []
+    folders = [place / "backends" / "nvidia" / "include" for place in places]
+    return next((folder for folder in folders if (folder / _HEADER).exists()), None)

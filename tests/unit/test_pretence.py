@@ -1,0 +1,122 @@
+"""CUDA's kernels are asked without a GPU, in a process that believes in one; where that cannot be,
+it is said."""
+
+from __future__ import annotations
+
+import json
+from argparse import ArgumentParser
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from ptrain.cli import simulate
+from ptrain.rooms import pretence
+from ptrain.simulation.execute import fake_device
+from ptrain.spec.load import load
+
+FOR_GPUS = "cluster.preset=h100-8"
+LACKING = pretence.lacking()
+believing = pytest.mark.skipif(LACKING is not None, reason=str(LACKING))
+SMALL = (
+    "model.layers=2",
+    "model.hidden=64",
+    "model.heads=2",
+    "model.kv_heads=2",
+    "model.ffn=96",
+    "batch={global: 4, micro: 1, sequence: 64}",
+)
+BF16 = "precision.layout=fsdp-mixed"
+
+
+def parsed(*words: str) -> Any:
+    parser = ArgumentParser()
+    simulate.add_arguments(parser)
+    return parser.parse_intermixed_args(list(words))
+
+
+def test_what_was_asked_is_asked_again_in_the_other_process() -> None:
+    words = ("zero3", "model.layers=2", "--rank", "1", "--rank", "3", "--chart", "x.png")
+    args = parsed(*words, "--every-block", "--json", "--allow-import")
+    assert parsed(*simulate._words(args)) == args
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ((FOR_GPUS,), 90),
+        (("cluster.preset=a100-8",), 80),
+        ((FOR_GPUS, "cluster.sm=100"), 100),
+        ((FOR_GPUS, "device=cpu"), None),
+        (("device=cuda",), None),  # nobody says which
+        (("cluster.preset=laptop",), None),
+    ],
+)
+def test_which_gpu_is_believed_in_is_the_clusters(
+    overrides: tuple[str, ...], expected: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pretence, "lacking", lambda: None)
+    assert simulate._pretended([load("ddp", overrides).spec]) == expected
+    monkeypatch.setattr(pretence, "lacking", lambda: "no compiler")
+    assert simulate._pretended([load("ddp", overrides).spec]) is None
+
+
+def test_specs_for_several_kinds_of_gpu_stay_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pretence, "lacking", lambda: None)
+    specs = [load("ddp", [f"cluster.preset={name}"]).spec for name in ("h100-8", "a100-8")]
+    assert simulate._pretended(specs) is None
+
+
+def test_a_build_without_cuda_lacks_it_and_says_what_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert "a CUDA build tells, without a GPU" in str(pretence.lacking())
+
+
+def test_where_kernels_cannot_be_asked_they_are_a_cpus_and_it_is_said_why(
+    ptrain: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pretence, "lacking", lambda: "no compiler")
+    assert fake_device(load("ddp", [FOR_GPUS]).spec) == torch.device("cpu")
+    output = ptrain("simulate", "ddp", FOR_GPUS, *SMALL)
+    assert "kernels  a CPU's: no compiler" in output
+
+
+@pytest.fixture
+def simulated(capfd: pytest.CaptureFixture[str]) -> Iterator[Callable[..., dict[str, Any]]]:
+    """Runs `ptrain simulate` in a process that believes in a GPU of compute capability `sm` -> of
+    rank 0 what the record says."""
+
+    def run(sm: int, *words: str) -> dict[str, Any]:
+        asked = ["simulate", *words, *SMALL, f"cluster={{preset: h100-8, sm: {sm}}}", "--json"]
+        assert pretence.run(asked, sm) == 0
+        rank: dict[str, Any] = json.loads(capfd.readouterr().out)["simulation"]["ranks"][0]
+        return rank
+
+    yield run
+
+
+@believing
+@pytest.mark.parametrize(
+    ("sm", "changes", "kernel"),
+    [
+        (90, (BF16,), "cudnn_attention"),
+        (80, (BF16,), "flash_attention"),
+        (90, (), "efficient_attention"),  # of fp32
+        (90, (BF16, "model.preset=gpt-tiny", "model.dropout=0.1"), "flash_attention"),
+    ],
+)
+def test_attention_is_the_kernel_that_torch_takes_there(
+    sm: int, changes: tuple[str, ...], kernel: str, simulated: Callable[..., dict[str, Any]]
+) -> None:
+    assert simulated(sm, "zero3", *changes)["kernels"].endswith(f"confirmed: {kernel}")
+
+
+@believing
+@pytest.mark.parametrize("strategy", ["zero3", "ddp", "zero1", "tp-sp", "pp-1f1b", "fsdp-offload"])
+def test_what_is_sent_and_resident_is_no_matter_of_kernels(
+    strategy: str, simulated: Callable[..., dict[str, Any]]
+) -> None:
+    layers = ("model.layers=4",) if strategy == "pp-1f1b" else ()
+    names = {row["name"] for row in simulated(90, strategy, *layers)["differing"]}
+    assert all(name.startswith(("memory activations", "peak ")) for name in names), names
