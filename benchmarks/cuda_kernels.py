@@ -32,7 +32,6 @@ COMMON = ("ddp", "mesh.dp_replicate=2", "batch={global: 4, micro: 2, sequence: 1
 CASES = {
     "llama bf16": (LLAMA, "precision.layout=bf16"),
     "llama fp32": (LLAMA, "precision.layout=fp32"),
-    "llama bf16, eager": (LLAMA.replace("}", ", attention: eager}"), "precision.layout=bf16"),
     "gpt bf16": (GPT % "", "precision.layout=bf16"),
     "gpt fp32": (GPT % "", "precision.layout=fp32"),
     "gpt bf16, dropout": (GPT % DROPS, "precision.layout=bf16"),

@@ -77,7 +77,7 @@ def run(args: Namespace) -> int:
     for spec in specs:
         require_ranks(spec, args.rank)
     if not args.rehearse and (sm := _pretended(specs)):
-        return pretence.run(["simulate", *_words(args)], sm)
+        return pretence.run(["-m", "ptrain", "simulate", *_words(args)], sm)
     records = []
     for spec in specs:
         simulations = list(_of_spec(spec, args))

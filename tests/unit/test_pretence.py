@@ -88,7 +88,15 @@ def simulated(capfd: pytest.CaptureFixture[str]) -> Iterator[Callable[..., dict[
     rank 0 what the record says."""
 
     def run(sm: int, *words: str) -> dict[str, Any]:
-        asked = ["simulate", *words, *SMALL, f"cluster={{preset: h100-8, sm: {sm}}}", "--json"]
+        asked = [
+            "-m",
+            "ptrain",
+            "simulate",
+            *words,
+            *SMALL,
+            f"cluster={{preset: h100-8, sm: {sm}}}",
+            "--json",
+        ]
         assert pretence.run(asked, sm) == 0
         rank: dict[str, Any] = json.loads(capfd.readouterr().out)["simulation"]["ranks"][0]
         return rank

@@ -51,8 +51,8 @@ def lacking() -> str | None:
 
 
 def run(words: Sequence[str], sm: int) -> int:
-    """Run `python -m ptrain WORDS` with a GPU of compute capability `sm` to believe in; return its
-    exit code. Raises PtrainError where nothing can be compiled; ask `lacking` first."""
+    """Run `python WORDS` with a GPU of compute capability `sm` to believe in; return its exit code.
+    Raises PtrainError where nothing can be compiled; ask `lacking` first."""
     with tempfile.TemporaryDirectory(prefix="ptrain-") as folder:
         runtime = _compiled("runtime", Path(folder, "runtime.so"))
         driver = _compiled("driver", Path(folder, "libcuda.so.1"))
@@ -65,7 +65,7 @@ def run(words: Sequence[str], sm: int) -> int:
             "LD_LIBRARY_PATH": ":".join(filter(None, searched)),
             "CUDA_VISIBLE_DEVICES": "0",
         }
-        command = [sys.executable, "-m", "ptrain", *words]
+        command = [sys.executable, *words]
         return subprocess.run(command, env=environment, check=False).returncode
 
 
