@@ -10,6 +10,7 @@ was freed, stream by stream, and the gaps between. So the events of a simulated 
 its rules (c10/cuda/CUDACachingAllocator.cpp), first without moments, then with them, until nothing
 grows. Segments are as a row's source sets them: one that expands where the script of the run has
 it so; torch's default, one for each miss, where nothing is said. The other kind stands beside it.
+Kernels are CUDA's for sm 90 where torch is a build with CUDA, which takes no GPU; else a CPU's.
 
 Prints; writes a result only with --save. About 2 minutes.
 """
@@ -36,6 +37,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from ptrain.activations.run import recompute
 from ptrain.derivation.allocator import COMPUTING, AllocatedStep, Reserved, reserved
 from ptrain.interpreter.program import Program
+from ptrain.rooms import pretence
 from ptrain.selection.recompute import settled
 from ptrain.simulation import execute
 from ptrain.spec.load import load
@@ -43,6 +45,7 @@ from ptrain.spec.model import ModelShape
 from ptrain.spec.spec import Spec
 
 GIB = 2**30
+H100 = 90  # compute capability
 BOUND = 0.03
 BF16 = 2
 STREAMS = {  # FSDP2's, for what of them stays reserved
@@ -211,7 +214,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/")
     args = parser.parse_args()
+    if pretence.lacking() is None and not pretence.is_on():
+        return pretence.run(sys.argv, H100)
     head = header("simulate: memory beside what torchtitan published", this_command())
+    whose = f"CUDA's for sm {pretence.capability()}" if pretence.is_on() else "a CPU's"
     rows = [attributed(row) for row in ROWS]
     errors = {
         "segments as above": [each.off(each.own) for each in rows],
@@ -220,7 +226,8 @@ def main() -> int:
         "what lives, without the allocator": [each.off(each.lives) for each in rows],
     }
     medians = {name: statistics.median(map(abs, found)) for name, found in errors.items()}
-    lines = [head, *table(rows), "", f"Median of |off|, beside LLMem's {BOUND:.0%}:", ""]
+    lines = [head, f"Kernels: {whose}.", "", *table(rows)]
+    lines += ["", f"Median of |off|, beside LLMem's {BOUND:.0%}:", ""]
     lines += [f"- {name}: {median:.1%}" for name, median in medians.items()]
     lines += [line for each in rows for line in attribution(each)]
     median = medians["segments as above"]
