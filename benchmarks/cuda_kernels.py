@@ -3,7 +3,8 @@
 Claim: none of equality. A table of what differs between a CPU's kernels and those that torch takes
 on GPUs of compute capability 80, 90 and 100, with each kind of storage that is of another size at
 the peak. `exact`, whose tables are a CPU's with a GPU's masks of dropout, is off by what the table
-says on these GPUs, if torch allocates there as it says. Resident parameters, gradients and optimizer state, and all that is sent, are the same.
+says on these GPUs, if torch allocates there as it says. Resident parameters, gradients and
+optimizer state, and all that is sent, are the same (checked).
 
 `ptrain simulate` of two blocks' training on fake tensors, on fake CUDA; needs a CUDA build of
 torch, a C compiler and no GPU. Prints; writes a result only with --save. About three minutes.
