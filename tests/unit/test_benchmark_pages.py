@@ -38,3 +38,23 @@ def test_the_peak_of_a_loss_in_chunks_is_as_predicted():
     text = quick("logits")
     assert text.count("| holds |\n") >= 7  # 5 losses on one device, fused where torch has it; 2
     assert "Verdict: holds.\n" in text
+
+
+def test_the_gpu_kit_runs_dry_slice_by_slice_and_goes_on_where_it_stopped(tmp_path):
+    def kit() -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [str(ROOT / "benchmarks" / "gpu.sh"), "--dry", str(tmp_path), "kernels", "blocks"],
+            capture_output=True,
+            text=True,
+            timeout=240,
+            env=os.environ | {"PYTHON": sys.executable},
+            check=False,
+        )
+
+    first, second = kit(), kit()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["blocks.json", "kernels.json"]
+    assert second.stdout.count("done before") == 2
+    for ran in (first, second):  # three slices are left out
+        assert ran.returncode == 1
+        assert "nothing is proven" in ran.stdout
+        assert ran.stdout.count("| +0 |") == 18

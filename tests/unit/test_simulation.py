@@ -16,6 +16,7 @@ from ptrain.derivation.estimate import derive
 from ptrain.errors import SpecError
 from ptrain.models.chunked import can_fuse
 from ptrain.report.simulation import GARBAGE
+from ptrain.rooms import pretence
 from ptrain.rooms.registry import Tag
 from ptrain.selection.recompute import settled
 from ptrain.simulation import execute
@@ -336,7 +337,8 @@ def test_the_record_has_the_column_and_no_verdict(capsys) -> None:
     assert {row["phase"] for row in rank["by_phase"]} == {"forward", "backward", "update"}
 
 
-def test_of_a_gpu_it_says_what_its_allocator_would_reserve(capsys) -> None:
+def test_of_a_gpu_it_says_what_its_allocator_would_reserve(capsys, monkeypatch) -> None:
+    monkeypatch.setattr(pretence, "lacking", lambda: "it stays in this process")
     assert main(["simulate", "zero3", *TINY, "cluster.preset=h100-8", "--json"]) == 0
     (rank,) = json.loads(capsys.readouterr().out)["simulation"]["ranks"]
     for amount in rank["reserved"].values():

@@ -1,0 +1,44 @@
+#!/usr/bin/env bash
+# The GPU kit: what a CPU can only derive, beside one GPU. Slices of at most nine minutes, each of
+# which leaves FOLDER/SLICE.json and is not run again where that is there; then a page.
+#
+#   benchmarks/gpu.sh [--dry] FOLDER [SLICE ...]
+#
+# A second machine that has neither network nor all packages gets them from WHEELS, a folder of
+# wheels (pip download pydantic pyyaml rich). PYTHON is the interpreter, default python3.
+# --dry: on a CPU, with tiny models. It tests this script and proves nothing else.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+dry=()
+if [ "${1:-}" = "--dry" ]; then
+    dry=(--dry)
+    shift
+fi
+if [ $# -eq 0 ]; then
+    sed -n '2,10s/^# \{0,1\}//p' "$0" >&2
+    exit 2
+fi
+folder="$1"
+shift
+python="${PYTHON:-python3}"
+mkdir -p "$folder"
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
+
+if ! "$python" -c 'import pydantic, yaml, rich' 2>/dev/null; then
+    "$python" -m pip install --quiet --no-index --find-links "${WHEELS:?a folder of wheels}" pydantic pyyaml rich
+fi
+
+slices=("$@")
+if [ ${#slices[@]} -eq 0 ]; then
+    mapfile -t slices < <("$python" benchmarks/gpu_slices.py names)
+fi
+for slice in "${slices[@]}"; do
+    if [ -e "$folder/$slice.json" ]; then
+        printf '%s: done before\n' "$slice"
+        continue
+    fi
+    printf '%s …\n' "$slice"
+    timeout 540 "$python" benchmarks/gpu_slices.py run "$slice" --out "$folder" "${dry[@]}"
+done
+"$python" benchmarks/gpu_slices.py page --out "$folder" "${dry[@]}"

@@ -1,0 +1,273 @@
+"""The slices of the GPU kit (`benchmarks/gpu.sh`), and the page of what they gave.
+
+Claim: on one GPU, (a) attention is computed by the kernels that torch takes in a process that only
+believes in such a GPU; (b) at the peak of each phase of a rehearsal live as many bytes as
+`simulate` said without a GPU, 0 off, in blocks of every family and in 12 specs; and (c) what the
+allocator reserved of these is within 3 % of what its rules gave. Of (c) the workspaces of kernels
+are a part that nobody derives; they stand beside it.
+
+`run` does one slice: each case on real tensors in this process, and on fake ones in another.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from _machine import conclude, header, this_command
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from ptrain.costs import Phase
+from ptrain.derivation.allocator import reserved
+from ptrain.rooms import pretence
+from ptrain.selection.recompute import settled
+from ptrain.simulation.execute import simulate
+from ptrain.spec.load import load
+
+RESERVED_BOUND = 0.03
+Case = tuple[str, ...]  # the words of a spec
+
+GPT = "model={family: gpt, layers: 2, hidden: 1024, heads: 8, vocab: 512%s}"
+LLAMA = (
+    "model={family: llama, layers: 2, hidden: 1024, heads: 8, kv_heads: 2, ffn: 2816, vocab: 512}"
+)
+OF_BLOCKS = ("mesh.dp_shard=2", "batch={global: 4, micro: 2, sequence: 1024}")
+OF_8B = ("model.preset=llama3-8b", "mesh.dp_shard=8", "batch={global: 8, micro: 1, sequence: 4096}")
+OF_GPT2 = ("model.preset=gpt2-1558m", "batch={global: 16, micro: 2, sequence: 1024}")
+BF16, FP32 = "precision.layout=bf16", "precision.layout=fp32"
+CASES: dict[str, list[Case]] = {
+    "blocks": [
+        ("zero3", *OF_BLOCKS, model, layout)
+        for model in (LLAMA, GPT % "", GPT % ", dropout: 0.1")
+        for layout in (BF16, FP32)
+    ],
+    "peaks-1": [
+        ("fsdp-mixed", *OF_8B),
+        ("fsdp-mixed", *OF_8B, "activations=M"),
+        ("fsdp-mixed", *OF_8B, "activations=M", "recompute=selective"),
+        ("fsdp-mixed", *OF_8B, "loss.chunk=512"),
+    ],
+    "peaks-2": [
+        ("zero3", *OF_8B, BF16),
+        ("zero2", *OF_8B, BF16),
+        ("zero1", *OF_8B, BF16),
+        ("fsdp-offload", *OF_8B),
+    ],
+    "peaks-3": [
+        ("ddp", *OF_GPT2, "mesh.dp_replicate=8", BF16),
+        ("zero3", *OF_GPT2, "mesh.dp_shard=8", "model.dropout=0.1"),
+        ("tp-sp", "model.preset=llama3-8b", "mesh.tp=8", "batch={global: 1, sequence: 4096}", BF16),
+        ("pp-1f1b", *OF_GPT2, "mesh.pp=4", "batch.global=8", BF16),
+    ],
+}
+TINY = (
+    "model.layers=4",
+    "model.hidden=64",
+    "model.heads=8",
+    "model.kv_heads=8",
+    "model.ffn=96",
+    "model.vocab=264",
+    "batch.sequence=32",
+)
+TINY_GPT = tuple(word for word in TINY if "kv_heads" not in word)
+
+
+# -- which kernels attention takes
+
+
+def choices(device: str) -> dict[str, str]:
+    """Return by setting which function torch takes for scaled_dot_product_attention."""
+    taken = {}
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for head, dropout, key_heads, is_causal in (
+            (64, 0.0, 8, True), (128, 0.0, 8, True), (128, 0.1, 8, True), (128, 0.0, 2, True),
+            (256, 0.0, 8, True), (72, 0.0, 8, True), (128, 0.0, 8, False),
+        ):  # fmt: skip
+            query = torch.empty(2, 8, 256, head, device=device, dtype=dtype, requires_grad=True)
+            key = torch.empty(2, key_heads, 256, head, device=device, dtype=dtype)
+            output = F.scaled_dot_product_attention(
+                query, key, key, dropout_p=dropout, is_causal=is_causal, enable_gqa=key_heads != 8
+            )
+            name = f"{dtype} head {head} dropout {dropout} keys {key_heads} causal {is_causal}"
+            taken[name] = type(output.grad_fn).__name__
+    return taken
+
+
+# -- peaks
+
+
+def words_of(case: Case, *, is_dry: bool) -> list[str]:
+    """Return what is asked of a case: of a GPU's memory, or tiny."""
+    if not is_dry:
+        return [*case, "device=cuda"]
+    is_gpt = any("gpt" in word for word in case)
+    return [*case, *(TINY_GPT if is_gpt else TINY), "device=cpu"]
+
+
+def peaks(case: Case, *, is_real: bool, is_dry: bool) -> dict[str, Any]:
+    """Return by phase the bytes that live at most, and what the allocator reserves: as measured, or
+    by its rules of segments as PYTORCH_CUDA_ALLOC_CONF leaves them."""
+    spec = settled(load(case[0], words_of(case, is_dry=is_dry)[1:]))
+    on_gpu = is_real and not is_dry
+    if on_gpu:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    simulated = simulate(spec, rehearse=is_real, every_block=is_real)
+    by_rule = reserved(simulated.run.stream.allocated(), expands=False)
+    held = torch.cuda.max_memory_reserved() if on_gpu else by_rule and by_rule.device_bytes
+    return {
+        "lives": {str(peak.phase): peak.device_bytes for peak in simulated.estimate.peak},
+        "allocated": {str(peak.phase): peak.allocator_bytes for peak in simulated.estimate.peak},
+        "reserved": held,
+    }
+
+
+def sliced(name: str, *, is_real: bool, is_dry: bool) -> dict[str, Any]:
+    """Return what one side says of every case of a slice."""
+    if name == "kernels":
+        device = "cpu" if is_dry else "cuda"
+        if is_real:
+            return choices(device)
+        with FakeTensorMode():
+            return choices(device)
+    return {" ".join(case): peaks(case, is_real=is_real, is_dry=is_dry) for case in CASES[name]}
+
+
+def on_fakes(name: str, *, is_dry: bool) -> dict[str, Any]:
+    """Return what a process says that only believes in this GPU."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "fakes.json")
+        words = [__file__, "fakes", name, "--out", str(path), *["--dry"] * is_dry]
+        if is_dry:
+            path.write_text(json.dumps(sliced(name, is_real=False, is_dry=True)))
+        else:
+            major, minor = torch.cuda.get_device_capability()
+            if why := pretence.lacking():
+                raise SystemExit(f"fakes cannot be asked: {why}")
+            if pretence.run(words, 10 * major + minor):
+                raise SystemExit(f"{name}: the process on fakes failed")
+        said: dict[str, Any] = json.loads(path.read_text())
+        return said
+
+
+# -- the page
+
+
+def kernel_lines(slice_: dict[str, Any], failed: list[str]) -> list[str]:
+    lines = ["| attention | on the GPU | believed |", "|---|---|---|"]
+    for setting, real in slice_["real"].items():
+        believed = slice_["fake"][setting]
+        lines.append(f"| {setting} | {real} | {believed} |")
+        if real != believed:
+            failed.append(f"{setting}: {real}, not {believed}")
+    return lines
+
+
+def peak_lines(slice_: dict[str, Any], failed: list[str]) -> list[str]:
+    lines = [
+        "| spec | phase | lives | simulated − lives | allocated − lives | reserved | by rule |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for case, real in slice_["real"].items():
+        fake = slice_["fake"][case]
+        for phase in map(str, Phase):
+            if phase not in real["lives"]:
+                continue
+            lives = real["lives"][phase]
+            off = fake["lives"].get(phase, 0) - lives
+            allocated = real["allocated"][phase]
+            more = f"{allocated - lives:+,}" if allocated else "–"
+            cells = (case, phase, f"{lives:,}", f"{off:+,}", more, "", "")
+            lines.append(f"| {' | '.join(cells)} |")
+            if off:
+                failed.append(f"{case}: {phase}, {off:+,} bytes")
+        held, by_rule = real["reserved"], fake["reserved"]
+        beside = by_rule / held - 1 if held and by_rule else None
+        said = "–" if beside is None else f"{beside:+.1%}"
+        lines.append(f"| {case} | | | | | {held or 0:,} | {said} |")
+        if beside is None or abs(beside) > RESERVED_BOUND:
+            failed.append(f"{case}: reserved by rule {said}")
+    return lines
+
+
+def page(folder: Path, *, is_dry: bool, is_saved: bool) -> int:
+    """Print what is there of the slices; 1 where the claim fails or one is missing."""
+    failed: list[str] = []
+    lines = [header("one GPU beside what was said without it", this_command())]
+    for name in names():
+        path = folder / f"{name}.json"
+        if not path.exists():
+            failed.append(f"{name} has not run")
+            continue
+        slice_ = json.loads(path.read_text())
+        write: Callable[[dict[str, Any], list[str]], list[str]]
+        write = kernel_lines if name == "kernels" else peak_lines
+        lines += [
+            f"\n{name}: {slice_['device']}, torch {slice_['torch']}\n",
+            *write(slice_, failed),
+        ]
+    if is_dry:
+        print(
+            *lines,
+            "",
+            "Dry, on a CPU on both sides: the script runs, and nothing is proven.",
+            sep="\n",
+        )
+        return int(bool(failed))
+    return conclude(
+        "gpu",
+        lines,
+        failed=failed,
+        not_covered="NCCL, several GPUs, what kernels take within themselves",
+        is_saved=is_saved,
+    )
+
+
+def names() -> Sequence[str]:
+    """Return the slices in their order."""
+    return ("kernels", *CASES)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("verb", choices=["names", "run", "fakes", "page"])
+    parser.add_argument("slice", nargs="?", choices=names())
+    parser.add_argument("--out", type=Path, help="the folder of the slices")
+    parser.add_argument("--dry", action="store_true", help="on a CPU, with tiny models")
+    parser.add_argument("--save", action="store_true", help="write benchmarks/results/")
+    args = parser.parse_args()
+    if args.verb == "names":
+        print(*names(), sep="\n")
+        return 0
+    if args.out is None or (args.verb in ("run", "fakes") and args.slice is None):
+        parser.error("name a slice and --out")
+    if args.verb == "fakes":
+        args.out.write_text(json.dumps(sliced(args.slice, is_real=False, is_dry=args.dry)))
+        return 0
+    if args.verb == "page":
+        return page(args.out, is_dry=args.dry, is_saved=args.save)
+    if not args.dry and not torch.cuda.is_available():
+        print("no GPU was found; --dry tests the script on a CPU", file=sys.stderr)
+        return 2
+    said = {
+        "device": "cpu" if args.dry else torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "real": sliced(args.slice, is_real=True, is_dry=args.dry),
+        "fake": on_fakes(args.slice, is_dry=args.dry),
+    }
+    path = args.out / f"{args.slice}.json"
+    whole = path.with_suffix(".part")
+    whole.write_text(json.dumps(said, indent=1))
+    whole.replace(path)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
