@@ -4,7 +4,8 @@ Where nothing is dropped, a GPU's kernels leave tensors of the same sizes for ba
 they do not: on a CPU its masks are as wide as their input, on a GPU a byte an element, and a CPU's
 scaled_dot_product_attention then has scores and probabilities in memory, which a GPU's never has.
 Where a spec is for GPUs, tables and traces have a GPU's masks (`models.dropout.kernels_of`), which
-no GPU has confirmed.
+no GPU has confirmed. What is offloaded to the host comes back on streams of its own there
+(activations/run/offload.py), and more of it is on the device at a time than is derived.
 """
 
 from __future__ import annotations
@@ -13,9 +14,13 @@ from collections.abc import Iterator, Mapping
 
 from ptrain.facts.model import ModelFacts
 from ptrain.spec.model import ModelShape
+from ptrain.spec.placement import Tier
 from ptrain.spec.spec import Spec
 
 _WHY = "with dropout, what a CPU's kernels allocate is not what a GPU's do"
+_AHEAD = (
+    "a GPU brings offloaded activations back a module ahead of their use, a CPU when they are used"
+)
 _NOT_CONFIRMED = "what dropout keeps is a GPU's by its kernels' signatures, and no GPU confirmed it"
 
 
@@ -24,7 +29,8 @@ def unclaimed(spec: Spec, facts: ModelFacts) -> dict[str, str]:
     shape = spec.model
     drops = shape.dropout > 0 if isinstance(shape, ModelShape) else facts.draws
     if not drops or not spec.may_be_on_cuda:
-        return {}
+        is_offloaded = any(kept.tier is Tier.HOST for kept in spec.activations.modes)
+        return {"peak": _AHEAD} if is_offloaded and spec.is_for_cuda else {}
     return dict.fromkeys(("activations", "peak"), _NOT_CONFIRMED if spec.is_for_cuda else _WHY)
 
 

@@ -133,6 +133,16 @@ def test_on_a_gpu_dropout_is_warned_of_and_recorded_as_not_claimed(ptrain):
     assert "not claimed" not in ptrain("predict", "zero3", *ON_H100)
 
 
+def test_on_a_gpu_the_peak_of_offloaded_activations_is_not_claimed(ptrain):
+    """They come back on a stream of their own, ahead of their use."""
+    offloaded = ("activations=O", "model.layers=4")
+    record = json.loads(ptrain("predict", "zero3", *ON_H100, *offloaded, "--json"))
+    assert set(record["unclaimed"]["exact"]) == {"peak"}
+    assert record["fit"]["fits"] is None
+    on_cpu = ("zero3", *offloaded, "device=cpu")
+    assert json.loads(ptrain("predict", *on_cpu, "--json"))["unclaimed"] == {}
+
+
 def test_the_command_that_tells_of_dropout_rehearses_on_a_gpu(ptrain):
     text = ptrain("predict", "zero3", *ON_H100, DROPS)
     assert line_of(text, "unknown: ")
