@@ -24,12 +24,15 @@ from ptrain.errors import PtrainError
 
 _HERE = Path(__file__).parent
 _SM = "PTRAIN_SM"  # the runtime reads it too
+_NAME = "a GPU that is not there"  # as runtime.c calls it
 _HEADER = "driver_types.h"
 
 
 def is_on() -> bool:
     """Return whether this process is one of those."""
-    return _SM in os.environ and torch.cuda.is_available()
+    if _SM not in os.environ or not torch.cuda.is_available():
+        return False
+    return torch.cuda.get_device_name(0) == _NAME
 
 
 def capability() -> str:
