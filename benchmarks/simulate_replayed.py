@@ -47,7 +47,7 @@ def cases() -> list[tuple[str, str, tuple[str, ...]]]:
     """Return a name, a spec and its overrides of each."""
     specs = [(name, name, ()) for name in (*listing("paper"), *listing("node"))]
     models = [
-        (f"zero3 model={name}", "zero3", (f"model={name}", *OF_A_MODEL))
+        (f"zero3 {name}", "zero3", (f"model.preset={name}", *OF_A_MODEL))
         for name in listing("models")
     ]
     return [*specs, *models]

@@ -22,7 +22,7 @@ import torch
 
 from ptrain.errors import PtrainError
 
-_HERE = Path(__file__).parent
+_SOURCES = Path(__file__).parent / "cuda"
 _SM = "PTRAIN_SM"  # the runtime reads it too
 _NAME = "a GPU that is not there"  # as runtime.c calls it
 _HEADER = "driver_types.h"
@@ -77,7 +77,7 @@ def _compiled(name: str, library: Path) -> Path:
     assert compiler and headers, "lacking() says it"
     command = [compiler, "-shared", "-fPIC", "-w", f"-I{headers}", f"-Wl,-soname,{library.name}"]
     ended = subprocess.run(
-        [*command, str(_HERE / f"{name}.c"), "-o", str(library)],
+        [*command, str(_SOURCES / f"{name}.c"), "-o", str(library)],
         capture_output=True,
         text=True,
         check=False,
