@@ -82,6 +82,7 @@ ENVIRONMENT = {
     "ptrain.train.environment",
     "ptrain.import_path",
     "ptrain.facts.cache",
+    "ptrain.rooms.pretence",  # of the process that it starts
 }
 
 # Out of a user's own code anything may come; it ends as one message.
