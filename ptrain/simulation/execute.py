@@ -31,7 +31,7 @@ from ptrain.rooms.world import World
 from ptrain.simulation.living import LivingMeter
 from ptrain.simulation.modules import Modules
 from ptrain.simulation.operations import OperationsMeter
-from ptrain.simulation.replay import FEWEST, LEAST, Run, blocks_of, replayed, with_blocks
+from ptrain.simulation.replay import FEWEST, LEAST, StepRecord, blocks_of, replayed, with_blocks
 from ptrain.spec.model import HuggingFaceModel, ModelShape
 from ptrain.spec.spec import Spec
 from ptrain.train.probe import FIRST_STEADY, set_up
@@ -48,7 +48,7 @@ class Simulated:
     rank: int
     world_size: int
     device: str
-    run: Run
+    run: StepRecord
     seconds: dict[str, float]
     replayed: int | None = None
 
@@ -197,7 +197,7 @@ def _batch(program: Program) -> LocalBatch:
     )
 
 
-def _steady_step(program: Program, batch: LocalBatch) -> Run:
+def _steady_step(program: Program, batch: LocalBatch) -> StepRecord:
     """The third step, and of the second what happens once: as a training measures them."""
     for _ in range(FIRST_STEADY - 1):
         _step(program, batch)
@@ -222,7 +222,7 @@ def _steady_step(program: Program, batch: LocalBatch) -> Run:
     if pretence.is_on():  # fakes are none of its allocator's
         peaks = tuple(replace(peak, allocator_bytes=0) for peak in peaks)
     assert {peak.phase: peak.device_bytes for peak in peaks} == stream.peaks(), "one step"
-    return Run(
+    return StepRecord(
         resident=memory.footprints(),
         peaks=peaks,
         operations=operations.row(),

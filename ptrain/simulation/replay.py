@@ -30,7 +30,7 @@ Row = TypeVar("Row", Footprint, Operations)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class StepRecord:
     """What one rank did in a steady step: what it called and what came and went. `before`: what it
     called in the step before it; `resident`: its bytes by state; `peaks`: the most by phase;
     `attention`: which kernels of it ran."""
@@ -84,7 +84,9 @@ def _stages(spec: Spec, pipeline: Pipeline, rank: int) -> tuple[int, ...]:
     return pipeline.stages_of(positions(spec, (Axis.PP,))[rank])
 
 
-def replayed(spec: Spec, runs: tuple[Run, Run, Run], times: int) -> Run | None:
+def replayed(
+    spec: Spec, runs: tuple[StepRecord, StepRecord, StepRecord], times: int
+) -> StepRecord | None:
     """Return what a run with `times` blocks more than the first of these would do; None where the
     three do not differ by what repeats alone."""
     sent = partial(_sent, spec)
@@ -101,7 +103,7 @@ def replayed(spec: Spec, runs: tuple[Run, Run, Run], times: int) -> Run | None:
     peaks = tuple(
         Peak(phase=phase, rank=rank, device_bytes=size) for phase, size in stream.peaks().items()
     )
-    return Run(
+    return StepRecord(
         resident=resident,
         peaks=peaks,
         operations=operations[0],
