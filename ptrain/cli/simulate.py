@@ -76,7 +76,8 @@ def run(args: Namespace) -> int:
         raise refused("--chart", f"{len(specs)} specs, and one picture", "name one spec")
     for spec in specs:
         require_ranks(spec, args.rank)
-    if not args.rehearse and (sm := _pretended(specs)):
+    are_files = all(Path(source).is_file() or not Path(source).exists() for source in sources)
+    if not args.rehearse and are_files and (sm := _pretended(specs)):  # a pipe is read once
         return pretence.run(["-m", "ptrain", "simulate", *_words(args)], sm)
     records = []
     for spec in specs:
@@ -93,10 +94,9 @@ def run(args: Namespace) -> int:
 def _pretended(specs: list[Spec]) -> int | None:
     """The compute capability of the GPUs that all these are for, where this process has to be left
     to ask their kernels, and can be."""
-    capabilities = {
-        spec.cluster.sm if spec.is_for_cuda and spec.cluster else None for spec in specs
-    }
-    if len(capabilities) > 1 or pretence.is_on() or pretence.lacking():
+    for_gpus = [spec for spec in specs if spec.is_for_cuda]
+    capabilities = {spec.cluster.sm if spec.cluster else None for spec in for_gpus}
+    if len(capabilities) != 1 or pretence.is_on() or pretence.lacking():
         return None
     return capabilities.pop()
 

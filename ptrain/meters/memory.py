@@ -26,9 +26,9 @@ from ptrain.rooms.registry import Registry
 from ptrain.spec.placement import Tier
 
 # gloo's threads let go of the buffers of a finished collective a little late, and at random: the
-# operator after a collective waits, and a new maximum counts if it stands after a pause. No thread
-# works on what is sent and received between two ranks (ProcessGroupGloo::send, recv), and who
-# waited for it may keep it: a stage's hidden states live until its backward pass.
+# operator after a collective waits, and a new maximum counts if it stands after a pause. None of
+# its threads keeps what is sent and received between two ranks (ProcessGroupGloo::send, recv), and
+# who waited for it may: a stage's hidden states live until its backward pass.
 _BETWEEN_TWO = ("send", "recv_", "recv_any_source_")
 _RELEASE_SECONDS = 1e-3
 _SETTLE_SECONDS = 2e-4
@@ -59,10 +59,11 @@ def resident(program: Metered, rank: int = 0) -> dict[State, Footprint]:
     return {state: _footprint(state, rank, tiers) for state, tiers in sizes.items()}
 
 
-def _is_of_threads(operator: Any) -> bool:
-    """Whether threads of the backend work on the operator's tensors."""
+def _is_of_threads(operator: Any, device: str) -> bool:
+    """Whether threads of the backend may keep the operator's tensors a little."""
     name = operator._schema.name.partition("::")[2]
-    return operator.namespace in ("c10d", "_c10d_functional") and name not in _BETWEEN_TWO
+    is_dropped = device == "cpu" and name in _BETWEEN_TWO
+    return operator.namespace in ("c10d", "_c10d_functional") and not is_dropped
 
 
 def _footprint(state: State, rank: int, tiers: dict[Tier, int]) -> Footprint:
@@ -116,7 +117,7 @@ class MemoryMeter(Ledger):
         self._settle()
         self._let_go()
         result = super().__torch_dispatch__(function, types, args, kwargs)
-        self._after_collective = _is_of_threads(function)
+        self._after_collective = _is_of_threads(function, self._device)
         if self._after_collective:
             for tensor in tree_leaves((args, kwargs)):
                 if isinstance(tensor, torch.Tensor):

@@ -102,7 +102,7 @@ def replay_lines(report: RankReport) -> list[str]:
 
 
 def foreign(report: RankReport) -> list[str]:
-    """Why the peak is not that of the spec's device, where fake ranks had another's kernels."""
+    """Why `exact` claims no peak for the spec's device, unless a GPU rehearsed it."""
     why = report.exact.unclaimed.get("peak")
     if why is None or report.device.startswith("cuda"):
         return []

@@ -10,10 +10,14 @@ GPU has confirmed it.
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -46,16 +50,26 @@ def lacking() -> str | None:
         return "they can be asked on Linux alone"
     if torch.version.cuda is None:
         return f"torch {torch.__version__} is built without CUDA; a CUDA build tells, without a GPU"
-    if _compiler() is None:
+    if _SM in os.environ:
+        return "torch takes no notice of the GPU that it was to believe in"
+    if set(tempfile.gettempdir()) & set(" :"):
+        return "a library is loaded from no folder with a space or a colon: set TMPDIR"
+    if not _compiler():
         return "there is no C compiler: install gcc or clang"
-    if _headers() is None:
+    headers = _headers()
+    if headers is None:
         return f"CUDA's {_HEADER} is not there: install triton, which has it"
+    if (version := _version(headers)) != torch.version.cuda.partition(".")[0]:
+        return (
+            f"CUDA's headers are of version {version}, and torch is built for {torch.version.cuda}"
+        )
     return None
 
 
 def run(words: Sequence[str], sm: int) -> int:
     """Run `python WORDS` with a GPU of compute capability `sm` to believe in; return its exit code.
-    Raises PtrainError where nothing can be compiled; ask `lacking` first."""
+    SIGTERM is passed on. Raises PtrainError where nothing can be compiled, ask `lacking` first, and
+    where a signal ended it."""
     with tempfile.TemporaryDirectory(prefix="ptrain-") as folder:
         runtime = _compiled("runtime", Path(folder, "runtime.so"))
         driver = _compiled("driver", Path(folder, "libcuda.so.1"))
@@ -68,14 +82,29 @@ def run(words: Sequence[str], sm: int) -> int:
             "LD_LIBRARY_PATH": ":".join(filter(None, searched)),
             "CUDA_VISIBLE_DEVICES": "0",
         }
-        command = [sys.executable, *words]
-        return subprocess.run(command, env=environment, check=False).returncode
+        with subprocess.Popen([sys.executable, *words], env=environment) as child:
+            code = _awaited(child)
+    if code < 0:
+        raise PtrainError(
+            f"error: the process that asks CUDA's kernels was ended by {signal.Signals(-code).name}"
+            "\n  remedy: a build of torch without CUDA answers with a CPU's kernels"
+        )
+    return code
+
+
+def _awaited(child: subprocess.Popen[bytes]) -> int:
+    if threading.current_thread() is not threading.main_thread():
+        return child.wait()
+    before = signal.signal(signal.SIGTERM, lambda *_: child.terminate())
+    try:
+        return child.wait()
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _compiled(name: str, library: Path) -> Path:
-    compiler, headers = _compiler(), _headers()
-    assert compiler and headers, "lacking() says it"
-    command = [compiler, "-shared", "-fPIC", "-w", f"-I{headers}", f"-Wl,-soname,{library.name}"]
+    command = [*_compiler(), "-shared", "-fPIC", "-w", f"-Wl,-soname,{library.name}"]
+    command += [f"-I{headers}"] if (headers := _headers()) else []
     ended = subprocess.run(
         [*command, str(_SOURCES / f"{name}.c"), "-o", str(library)],
         capture_output=True,
@@ -85,17 +114,26 @@ def _compiled(name: str, library: Path) -> Path:
     if ended.returncode:
         raise PtrainError(
             f"error: {name}.c, which stands in for CUDA's {name}, does not compile: "
-            f"{ended.stderr.strip()[:400]}\n  remedy: name another compiler as CC"
+            f"{ended.stderr.strip()[:400]}\n  remedy: name another compiler as CC, or write device: cpu"
         )
     return library
 
 
-def _compiler() -> str | None:
-    return next(filter(None, map(shutil.which, (os.environ.get("CC", ""), "cc", "gcc"))), None)
+def _compiler() -> list[str]:
+    """The words that call it; none where there is none."""
+    choices = map(shlex.split, (os.environ.get("CC", ""), "cc", "gcc", "clang"))
+    return next((words for words in choices if words and shutil.which(words[0])), [])
+
+
+def _version(headers: Path) -> str | None:
+    """CUDA's major version, as its headers say: `13`."""
+    text = (headers / "cuda.h").read_text(errors="replace") if (headers / "cuda.h").exists() else ""
+    said = re.search(r"#define CUDA_VERSION (\d+)\d{3}\b", text)
+    return said.group(1) if said else None
 
 
 def _headers() -> Path | None:
-    """The folder of CUDA's headers that the build of torch came with."""
+    """The folder of CUDA's headers in triton, which a build of torch for CUDA comes with."""
     triton = find_spec("triton")
     places = [Path(folder) for folder in triton.submodule_search_locations or ()] if triton else []
     folders = [place / "backends" / "nvidia" / "include" for place in places]

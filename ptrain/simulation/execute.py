@@ -28,6 +28,7 @@ from ptrain.rooms import pretence
 from ptrain.rooms.fake import fake_tensors, fake_world
 from ptrain.rooms.patches import patched
 from ptrain.rooms.world import World
+from ptrain.simulation.choice import require_ranks
 from ptrain.simulation.living import LivingMeter
 from ptrain.simulation.modules import Modules
 from ptrain.simulation.operations import OperationsMeter
@@ -88,13 +89,17 @@ def simulate(
     tensors, on the spec's device, every block. Raises PtrainError for a torch that this was not
     written for, and whatever `interpret` raises.
     """
+    require_ranks(spec, [str(rank)])
     device = rehearsal_device(spec) if rehearse else fake_device(spec)
+    began = time.perf_counter()
     blocks = None if rehearse or every_block else blocks_of(spec, rank)
     if blocks is not None and blocks >= LEAST:
         simulated = _with_few(spec, rank, blocks, device)
         if simulated is not None:
             return simulated
-    return _every_block(spec, rank, device, allow_import=allow_import, rehearse=rehearse)
+    tried = time.perf_counter() - began
+    simulated = _every_block(spec, rank, device, allow_import=allow_import, rehearse=rehearse)
+    return replace(simulated, seconds={"few blocks": tried, **simulated.seconds})
 
 
 def _with_few(spec: Spec, rank: int, blocks: int, device: torch.device) -> Simulated | None:

@@ -94,23 +94,29 @@ class ThreeRuns(Generic[Token]):
         if common:
             yield Piece(places, common, repeats=False)
             return
-        rest = [word[place:] for word, place in zip(self.words, places, strict=True)]
-        _, second, third = rest
-        for length in range(1, min(len(second), len(third) // 2) + 1):
-            if second[length - 1] is not third[length - 1]:
+        (first, second, third), (here, there, beyond) = self.words, places
+        longest = min(len(second) - there, (len(third) - beyond) // 2)
+        for length in range(1, longest + 1):
+            if second[there + length - 1] is not third[beyond + length - 1]:
                 break
-            if third[length : 2 * length] == second[:length]:
+            if third[beyond + length] is not second[there]:
+                continue
+            again = third[beyond + length : beyond + 2 * length]
+            if again == second[there : there + length]:
                 yield Piece(places, length, repeats=True)
-        if all(rest) and self._grows([word[0] for word in rest]):
+        is_over = here == len(first) or there == len(second) or beyond == len(third)
+        if not is_over and self._grows([first[here], second[there], third[beyond]]):
             yield Piece(places, 1, repeats=False)
 
     def _common(self, places: _Places) -> int:
         """How many events are the same in all three from here on."""
-        rest = (word[place:] for word, place in zip(self.words, places, strict=True))
+        (first, second, third), (here, there, beyond) = self.words, places
+        longest = min(len(first) - here, len(second) - there, len(third) - beyond)
         number = 0
-        for first, second, third in zip(*rest, strict=False):
-            if not first is second is third:
-                break
+        while (
+            number < longest
+            and first[here + number] is second[there + number] is third[beyond + number]
+        ):
             number += 1
         return number
 

@@ -61,16 +61,20 @@ def blocks_of(spec: Spec, rank: int) -> int | None:
 
 def with_blocks(spec: Spec, rank: int, blocks: int) -> Spec:
     """Return the job with so many blocks in each of the rank's stages; those of others stay."""
-    assert isinstance(spec.model, ModelShape), "blocks_of tells"
+    shape = spec.model
+    assert isinstance(shape, ModelShape), "blocks_of tells"
+    kept = spec.activations.of(shape.layers)[0]  # of all alike, whichever ranges say it
+    alike_kept = replace(spec.activations, default=kept, by_block=(), every=1)
     pipeline = _plan(spec).pipeline
     if pipeline is None:
-        return replace(spec, model=replace(spec.model, layers=blocks))
+        return replace(spec, model=replace(shape, layers=blocks), activations=alike_kept)
     own = _stages(spec, pipeline, rank)
     counts = enumerate(map(len, pipeline.layers))
     split = tuple(blocks if stage in own else count for stage, count in counts)
     return replace(
         spec,
-        model=replace(spec.model, layers=sum(split)),
+        model=replace(shape, layers=sum(split)),
+        activations=alike_kept,
         pipeline=replace(spec.pipeline, split=split),
     )
 
@@ -96,9 +100,10 @@ def replayed(
     calls = repeated_calls([run.calls for run in runs], times, sent)
     if resident is None or operations is None or before is None or calls is None:
         return None
-    stream = repeated_storages([run.stream for run in runs], times)
-    if stream is None:
-        return None
+    streams = [run.stream for run in runs]
+    stream = repeated_storages(streams, times)
+    if stream is None or len({course.fullest() for course in (stream, *streams)}) > 1:
+        return None  # activations are read where most of them live: a maximum is no line
     (rank,) = {peak.rank for peak in runs[0].peaks}
     peaks = tuple(
         Peak(phase=phase, rank=rank, device_bytes=size) for phase, size in stream.peaks().items()

@@ -71,6 +71,17 @@ class MemoryStream:
                 most[phase] = max(live, most.get(phase, 0))
         return most
 
+    def fullest(self) -> int:
+        """Return at the begin of which backward pass, counted from 0, most activations live."""
+        live = sum(change.size for change in self.resident if _is_activation(change))
+        begun: list[int] = []
+        for event in self.events:
+            if isinstance(event, Change):
+                live += event.size if _is_activation(event) else 0
+            elif event.phase is Phase.BACKWARD:
+                begun.append(live)
+        return max(range(len(begun)), key=begun.__getitem__, default=0)
+
     def history(self, rank: int) -> MemoryHistory:
         """Return the course of memory over the step."""
         moments = tuple(self._moments())
@@ -121,6 +132,10 @@ class MemoryStream:
             elif event.phase is Phase.UPDATE:
                 step.update = len(step.events)
         return step
+
+
+def _is_activation(change: Change) -> bool:
+    return change.kind.state is State.ACTIVATIONS
 
 
 def held(living: Iterable[Change]) -> list[LiveStorages]:

@@ -3,15 +3,19 @@ it is said."""
 
 from __future__ import annotations
 
+import ctypes
 import json
+import tempfile
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from ptrain.cli import simulate
+from ptrain.errors import PtrainError
 from ptrain.rooms import pretence
 from ptrain.simulation.execute import fake_device
 from ptrain.spec.load import load
@@ -71,6 +75,36 @@ def test_specs_for_several_kinds_of_gpu_stay_here(monkeypatch: pytest.MonkeyPatc
 def test_a_build_without_cuda_lacks_it_and_says_what_tells(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", None)
     assert "a CUDA build tells, without a GPU" in str(pretence.lacking())
+
+
+def test_a_process_that_does_not_believe_starts_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PTRAIN_SM", "90")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert not pretence.is_on()
+    assert "takes no notice" in str(pretence.lacking())
+    assert simulate._pretended([load("ddp", [FOR_GPUS]).spec]) is None
+
+
+def test_a_folder_that_no_library_is_loaded_from_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "a b"))
+    assert "set TMPDIR" in str(pretence.lacking())
+
+
+@pytest.mark.skipif(not pretence._compiler(), reason="there is no C compiler")
+def test_the_driver_that_stands_in_is_compiled_and_has_no_context(tmp_path: Path) -> None:
+    library = ctypes.CDLL(str(pretence._compiled("driver", tmp_path / "libcuda.so.1")))
+    flags, is_active = ctypes.c_uint(7), ctypes.c_int(7)
+    state = library.cuDevicePrimaryCtxGetState(0, ctypes.byref(flags), ctypes.byref(is_active))
+    assert (state, flags.value, is_active.value) == (0, 0, 0)
+
+
+def test_a_compiler_that_refuses_is_quoted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CC", "false --of-no-use")
+    with pytest.raises(PtrainError, match="does not compile"):
+        pretence._compiled("driver", tmp_path / "libcuda.so.1")
 
 
 def test_where_kernels_cannot_be_asked_they_are_a_cpus_and_it_is_said_why(

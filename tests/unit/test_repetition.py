@@ -136,13 +136,12 @@ def test_what_differs_from_block_to_block_is_no_repetition() -> None:
     assert repeated_storages([stream(few) for few in FEW], 1) is None
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_storage_that_goes_at_another_place_in_each_block_is_not_named(rank: int) -> None:
+@pytest.mark.parametrize("beside", [0, 1])
+def test_a_storage_in_the_midst_of_those_like_it_is_not_named(beside: int) -> None:
     def stream(blocks: int) -> MemoryStream:
-        """Block 0 frees its first storage, the others all the rest: of those that live then it is
-        neither the youngest nor the oldest by the same number."""
+        """One of two by block goes: neither the youngest nor the oldest by the same number."""
         changes = [Change(ACTIVATION, 512, key) for key in range(2 * blocks + 1)]
-        middle = changes[blocks + rank]
+        middle = changes[blocks + beside]
         return MemoryStream(resident=(), events=(Begin(Phase.FORWARD, 0), *changes, gone(middle)))
 
     assert repeated_storages([stream(few) for few in FEW], 1) is None
@@ -170,3 +169,10 @@ def test_calls_are_repeated_and_what_is_sent_of_one_that_grows_is_rounded_anew()
 def test_a_call_of_gradients_that_grows_is_no_repetition() -> None:
     runs = [[call(100 * few, State.GRADIENTS)] for few in FEW]
     assert repeated_calls(runs, 6, sent_of_eight) is None
+
+
+def test_where_most_activations_live_is_found_by_its_backward_pass() -> None:
+    first, second = (Change(ACTIVATION, size, key) for key, size in enumerate((512, 1024)))
+    backward = [Begin(Phase.BACKWARD, micro) for micro in range(3)]
+    events = (first, backward[0], second, backward[1], gone(second), backward[2])
+    assert MemoryStream(resident=(), events=events).fullest() == 1

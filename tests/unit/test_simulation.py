@@ -19,12 +19,9 @@ from ptrain.report.simulation import GARBAGE
 from ptrain.rooms import pretence
 from ptrain.rooms.registry import Tag
 from ptrain.selection.recompute import settled
-from ptrain.simulation import execute
 from ptrain.simulation.choice import chosen, classes
 from ptrain.simulation.execute import Simulated, rehearsal_device, simulate
 from ptrain.simulation.living import Life, what
-from ptrain.simulation.replay import blocks_of
-from ptrain.spec.axis import Axis
 from ptrain.spec.load import load
 from ptrain.spec.names import listing
 from ptrain.spec.spec import Spec
@@ -150,54 +147,10 @@ def test_every_distinct_rank_of_every_strategy_does(strategy: str) -> None:
         assert_equal(spec, simulate(spec, rank))
 
 
-MANY = (*TINY, "model.layers=20")
-
-
-def assert_equal_to_every_block(spec: Spec) -> Simulated:
-    few, every = simulate(spec), simulate(spec, every_block=True)
-    assert few.estimate == every.estimate
-    assert few.course == every.course
-    for expands in (False, True):
-        assert reserved(few.run.stream.allocated(), expands=expands) == reserved(
-            every.run.stream.allocated(), expands=expands
-        )
-    assert every.replayed is None
-    return few
-
-
-def test_a_few_of_many_equal_blocks_stand_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 9 and not of 20, which take longer."""
-    monkeypatch.setattr(execute, "FEWEST", 3)
-    monkeypatch.setattr(execute, "LEAST", 9)
-    assert assert_equal_to_every_block(small("zero3", *TINY, "model.layers=9")).replayed == 9
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_of_every_strategy_a_few_blocks_stand_for_all(strategy: str) -> None:
-    degree = load(strategy).spec.degree(Axis.PP)
-    layers = 20 * (2 * degree if degree > 1 else 1)
-    assert_equal_to_every_block(small(strategy, f"model.layers={layers}", "model.vocab=264"))
-
-
-@pytest.mark.parametrize(
-    ("strategy", "changes"),
-    [
-        ("zero3", ('activations={"0-2": M, "3-19": R}',)),
-        ("zero3", ("unit=model",)),
-        ("ddp-zero-redundancy", ()),
-    ],
-)
-def test_where_blocks_are_not_treated_alike_every_one_runs(
-    strategy: str, changes: tuple[str, ...]
-) -> None:
-    assert blocks_of(small(strategy, *MANY, *changes), 0) is None
-
-
-@pytest.mark.nightly
-def test_a_bucket_that_later_blocks_may_fill_is_no_repetition() -> None:
-    """20 blocks of 36 kB: the first bucket of DistributedDataParallel takes 1 MiB."""
-    assert simulate(small("ddp", *MANY)).replayed is None
+@pytest.mark.parametrize("rank", [2, -1])
+def test_a_rank_that_is_none_is_refused_from_python_too(rank: int) -> None:
+    with pytest.raises(SpecError, match="no rank of a mesh of 2"):
+        simulate(small("ddp"), rank)
 
 
 @pytest.mark.parametrize("strategy", BY_DEFAULT)
