@@ -114,7 +114,8 @@ def _compiled(name: str, library: Path) -> Path:
     if ended.returncode:
         raise PtrainError(
             f"error: {name}.c, which stands in for CUDA's {name}, does not compile: "
-            f"{ended.stderr.strip()[:400]}\n  remedy: name another compiler as CC, or write device: cpu"
+            f"{ended.stderr.strip()[:400]}\n"
+            "  remedy: name another compiler as CC, or write device: cpu"
         )
     return library
 

@@ -1,4 +1,4 @@
-"""`ptrain simulate` of many equal blocks by a few of them: what it says is what every block does."""
+"""`ptrain simulate` of many equal blocks by a few: what it says is what every block does."""
 
 from __future__ import annotations
 
