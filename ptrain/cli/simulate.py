@@ -76,12 +76,16 @@ def run(args: Namespace) -> int:
         raise refused("--chart", f"{len(specs)} specs, and one picture", "name one spec")
     for spec in specs:
         require_ranks(spec, args.rank)
+    lacking = pretence.lacking() or "specs for several kinds of GPU, or from a pipe: one file each"
     are_files = all(Path(source).is_file() or not Path(source).exists() for source in sources)
     if not args.rehearse and are_files and (sm := _pretended(specs)):  # a pipe is read once
-        return pretence.run(["-m", "ptrain", "simulate", *_words(args)], sm)
+        try:
+            return pretence.run(["-m", "ptrain", "simulate", *_words(args)], sm)
+        except pretence.Uncompiled as error:
+            lacking = str(error)
     records = []
     for spec in specs:
-        simulations = list(_of_spec(spec, args))
+        simulations = list(_of_spec(spec, args, lacking))
         records.append(as_record(spec, simulations))
         drawn = [_draw(simulations, args.chart, form)] if form else []
         if not args.json:
@@ -113,8 +117,8 @@ def _words(args: Namespace) -> list[str]:
     return [*args.arguments, *ranks, *chart, *(name for name, is_on in flags.items() if is_on)]
 
 
-def _kernels(spec: Spec, simulated: Simulated) -> str:
-    """Whose they are, of a spec for GPUs."""
+def _kernels(spec: Spec, simulated: Simulated, lacking: str) -> str:
+    """Whose they are, of a spec for GPUs; `lacking`: why not CUDA's."""
     if not spec.is_for_cuda:
         return ""
     if pretence.is_on():
@@ -122,7 +126,7 @@ def _kernels(spec: Spec, simulated: Simulated) -> str:
         return f"CUDA's for sm {pretence.capability()}, which no GPU confirmed: {attention}"
     if spec.cluster is None or spec.cluster.sm is None:
         return "a CPU's: no cluster.sm says the compute capability of the GPUs (90: H100)"
-    return f"a CPU's: {pretence.lacking() or 'specs of several kinds of GPU: simulate one by one'}"
+    return f"a CPU's: {lacking}"
 
 
 def _draw(simulations: list[tuple[Derivation, RankReport]], path: Path, form: Format) -> str:
@@ -135,8 +139,8 @@ def _draw(simulations: list[tuple[Derivation, RankReport]], path: Path, form: Fo
     return f"chart {path} (rank {course.rank})"
 
 
-def _of_spec(spec: Spec, args: Namespace) -> Iterator[tuple[Derivation, RankReport]]:
-    """Each chosen rank, printed as soon as it is there."""
+def _of_spec(spec: Spec, args: Namespace, lacking: str) -> Iterator[tuple[Derivation, RankReport]]:
+    """Each chosen rank, printed as soon as it is there. `lacking`: why kernels are a CPU's."""
     if args.rehearse:  # before anything runs; derived is what that device's kernels allocate
         spec = replace(spec, device=rehearsal_device(spec).type)
     facts = facts_of(spec, allow_import=args.allow_import, runs_fakes=not args.rehearse)
@@ -161,7 +165,7 @@ def _of_spec(spec: Spec, args: Namespace) -> Iterator[tuple[Derivation, RankRepo
             course=simulated.course,
             seconds=simulated.seconds,
             replayed=simulated.replayed,
-            kernels=_kernels(spec, simulated) if not args.rehearse else "",
+            kernels=_kernels(spec, simulated, lacking) if not args.rehearse else "",
             reserved=_reserved(spec, simulated) if not args.rehearse else {},
         )
         if not args.json:

@@ -32,6 +32,10 @@ _NAME = "a GPU that is not there"  # as runtime.c calls it
 _HEADER = "driver_types.h"
 
 
+class Uncompiled(PtrainError):
+    """What stands in for CUDA's libraries does not compile here."""
+
+
 def is_on() -> bool:
     """Return whether this process is one of those."""
     if _SM not in os.environ or not torch.cuda.is_available():
@@ -68,8 +72,8 @@ def lacking() -> str | None:
 
 def run(words: Sequence[str], sm: int) -> int:
     """Run `python WORDS` with a GPU of compute capability `sm` to believe in; return its exit code.
-    SIGTERM is passed on. Raises PtrainError where nothing can be compiled, ask `lacking` first, and
-    where a signal ended it."""
+    SIGTERM is passed on; ask `lacking` first. Raises Uncompiled where the libraries do not compile,
+    and PtrainError where a signal ended the process."""
     with tempfile.TemporaryDirectory(prefix="ptrain-") as folder:
         runtime = _compiled("runtime", Path(folder, "runtime.so"))
         driver = _compiled("driver", Path(folder, "libcuda.so.1"))
@@ -112,10 +116,10 @@ def _compiled(name: str, library: Path) -> Path:
         check=False,
     )
     if ended.returncode:
-        raise PtrainError(
-            f"error: {name}.c, which stands in for CUDA's {name}, does not compile: "
-            f"{ended.stderr.strip()[:400]}\n"
-            "  remedy: name another compiler as CC, or write device: cpu"
+        said = " ".join(ended.stderr.split())[:200]
+        raise Uncompiled(
+            f"{name}.c, which stands in for CUDA's {name}, does not compile: {said}; "
+            "name another compiler as CC"
         )
     return library
 

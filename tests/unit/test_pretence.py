@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from ptrain.cli import simulate
-from ptrain.errors import PtrainError
 from ptrain.rooms import pretence
 from ptrain.simulation.execute import fake_device
 from ptrain.spec.load import load
@@ -103,8 +102,20 @@ def test_the_driver_that_stands_in_is_compiled_and_has_no_context(tmp_path: Path
 
 def test_a_compiler_that_refuses_is_quoted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("CC", "false --of-no-use")
-    with pytest.raises(PtrainError, match="does not compile"):
+    with pytest.raises(pretence.Uncompiled, match="does not compile"):
         pretence._compiled("driver", tmp_path / "libcuda.so.1")
+
+
+def test_where_nothing_compiles_kernels_are_a_cpus(
+    ptrain: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(words: list[str], sm: int) -> int:
+        raise pretence.Uncompiled("runtime.c does not compile")
+
+    monkeypatch.setattr(pretence, "lacking", lambda: None)
+    monkeypatch.setattr(pretence, "run", refuse)
+    output = ptrain("simulate", "ddp", FOR_GPUS, *SMALL)
+    assert "kernels  a CPU's: runtime.c does not compile" in output
 
 
 def test_where_kernels_cannot_be_asked_they_are_a_cpus_and_it_is_said_why(
