@@ -125,7 +125,7 @@ class Flat:
                 for update in updates
             ]
             hidden = [[is_hidden(unit, tensor) for tensor in unit.tensors] for unit in self.used]
-        rules = GhostRules(self.scene.tape)
+        rules = GhostRules(self.scene.tape, is_cpu=not self.scene.spec.is_for_cuda)
         update = TargetsUpdate(groups, optimizer, layout, self.room, rules, hidden)
         if self.step.consumed:
             self.units.consume_with(lambda index: update.step_group(index, 0.0))
@@ -223,7 +223,7 @@ class Flat:
         if self._on_device and within_tp(self.scene.plan):
             return self._by_operator(shard)
         if self._on_device:
-            kept = (unit.gradients.kept for unit in self.units.all)
+            kept = (state.gradients.kept for state in self._counted())
             return [[ghost.numel for ghost in kept if ghost is not None]]
         step = self.scene.plan.clip
         if step is not None and step.axes:
@@ -237,7 +237,7 @@ class Flat:
         place = place_of(self.scene.spec, differing_axes(self.scene.plan), shard)
         cut_alike: dict[Hashable, list[Run]] = {}
         pieces: list[Run] = []
-        for state in self.states:
+        for state in self._counted():
             members = state.members
             kind = tuple(members.shapes), tuple(members.are_cut), state.gradients.signature()
             if kind not in cut_alike:
@@ -246,6 +246,13 @@ class Flat:
         return [
             [end - start for start, end, is_cut in pieces if is_cut is cut] for cut in (True, False)
         ]
+
+    def _counted(self) -> Iterator[UnitState[Ghost]]:
+        """Yield the units of which this rank has norms: what it has a copy of, in a unit of its
+        own, is counted on another stage."""
+        for unit, state in zip(self.used, self.states, strict=True):
+            if not all(tensor.is_copy for tensor in unit.tensors):
+                yield state
 
     def _pieces(self, state: UnitState[Ghost], place: Mapping[Axis, int]) -> Iterator[Run]:
         """What is kept of G at this place along the axes that it is cut over."""

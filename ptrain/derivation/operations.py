@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from ptrain.algebra.layout import positions
+from ptrain.axes.pipeline.catalogue import schedule_of
 from ptrain.by_rank import rows_by_rank
 from ptrain.costs import Operations
 from ptrain.derivation import blocks
@@ -51,11 +53,12 @@ def operations(spec: Spec, plan: Plan, stages: Sequence[Stage]) -> Sequence[Oper
         for mode, times in Counter(kept[number] for number in numbers).items():
             for name, count in of_block[index, mode].items():
                 sums[name] += times * count
+        micro_batches = plan.accumulate.micro_batches
+        row = {name: micro_batches * sums[name] for name in _PASSES}
         if plan.pipeline is None or plan.pipeline.stages - 1 in own:
-            sums.update(dict(_of_head(spec, plan, settings[index])))
-        return Operations(
-            rank=0, **{name: plan.accumulate.micro_batches * sums[name] for name in _PASSES}
-        )
+            for name, count in _of_head(spec, plan, settings[index]):
+                row[name] += count
+        return Operations(rank=0, **row)
 
     places = zip(positions(spec, (Axis.PP,)), positions(spec, (Axis.TP,)), strict=True)
     keys = ((place, indices[index]) for place, index in places)
@@ -69,25 +72,38 @@ def _words(setting: blocks.Setting) -> int:
 
 
 def _of_head(spec: Spec, plan: Plan, setting: blocks.Setting) -> Iterator[tuple[str, int]]:
-    """Logits of every token, and the gradients of both factors. A loss by chunks computes its
-    logits twice, and so does torch's fused one where it gives the loss of each token."""
+    """Logits of every token of a step, and the gradients of both factors. A loss by chunks computes
+    its logits again in backward, and of a backward pass in halves in each of them; so does torch's
+    fused one where it gives the loss of each token. That is one operator, which either half runs as
+    a whole, and torch counts what it computes within it as backward's the second time."""
     shape, tokens = setting.shape, setting.batch * spec.batch.sequence
     product = 2 * tokens * shape.hidden * _words(setting)
-    yield "forward", product
-    yield "backward", 2 * product
-    if plan.loss is not None:
-        yield "again", product
+    micro_batches = plan.accumulate.micro_batches
+    yield "forward", micro_batches * product
+    yield "backward", 2 * micro_batches * product
+    if plan.loss is None:
+        return
+    yield "again", micro_batches * product
+    if plan.pipeline is not None:
+        in_halves = schedule_of(spec).halves_of(plan.pipeline.stages - 1)
+        yield (
+            ("backward", 3 * in_halves * product)
+            if plan.loss.fused
+            else ("again", in_halves * product)
+        )
 
 
 def setting_of(spec: Spec, plan: Plan, index: int) -> blocks.Setting:
     """Return the setting of a built-in model's blocks, on the ranks at this place along tp."""
     shape = spec.model
     assert isinstance(shape, ModelShape), "a built-in model"
+    if spec.is_for_cuda and plan.tensor is not None:
+        shape = replace(shape, dropout=0.0)  # a GPU multiplies the same with it
     return blocks.Setting(
         shape=shape,
         batch=spec.batch.micro,
         sequence=spec.batch.sequence,
         compute=spec.precision.effective.parameters,
         cut=cut_of(spec, plan, index),
-        is_for_cuda=spec.is_for_cuda and plan.tensor is None,  # what is cut has no table of its own
+        is_for_cuda=spec.is_for_cuda,
     )

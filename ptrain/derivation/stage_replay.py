@@ -20,7 +20,7 @@ from ptrain.costs import Phase
 from ptrain.derivation.ghosts.wrapping import Wrapping
 from ptrain.derivation.repeats import Representatives
 from ptrain.derivation.tape import Scene, Tape, Wrap
-from ptrain.derivation.timeline import play
+from ptrain.derivation.timeline import play, seed_bytes
 from ptrain.facts.model import ModelFacts
 from ptrain.facts.passes import Passes, net
 from ptrain.spec.spec import Spec
@@ -177,7 +177,11 @@ class _Rank:
         self.tape.peak = level
         if kind in (Kind.INPUT, Kind.WEIGHT):
             stage.wrap.begin_half(kind)
+        begins = stage.part.index == self.last and kind in (Kind.BACKWARD, Kind.INPUT)
+        seed = seed_bytes(stage.part.plan.update.layout) if begins else 0
+        self.tape.level -= seed
         play(items, self.tape, stage.wrap)
+        self.tape.level += seed
         if kind in (Kind.INPUT, Kind.WEIGHT):
             stage.wrap.end_half(kind)
         if stage.wrap.signature() == before:

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
+from ptrain.axes.pipeline.catalogue import schedule_of
 from ptrain.axes.ring import Calls, Group
 from ptrain.axes.tensor.costs import Cut, ModuleRoles, cut_dims, slices
 from ptrain.costs import Collective, Phase, State, Traffic
@@ -104,6 +105,15 @@ def sent(spec: Spec, plan: Plan, facts: ModelFacts) -> Iterator[Traffic]:
     times = plan.accumulate.micro_batches
     for collective, state, phase, number, payload in _calls(spec, step, facts, group.ranks):
         yield Calls(collective, state, phase, number * times).over(group, payload)
+    again = times + _halves(spec, plan)
+    for collective, state, phase, number, payload in _of_loss(spec, step, facts, group.ranks):
+        passes = again if phase is Phase.BACKWARD else times
+        yield Calls(collective, state, phase, number * passes).over(group, payload)
+
+
+def _halves(spec: Spec, plan: Plan) -> int:
+    """Return how many backward passes of the last stage are in halves, in a step."""
+    return schedule_of(spec).halves_of(plan.pipeline.stages - 1) if plan.pipeline else 0
 
 
 _Row = tuple[Collective, State, Phase, int, int]
@@ -129,15 +139,18 @@ def _calls(spec: Spec, step: Parallelize, facts: ModelFacts, ranks: int) -> Iter
     if step.is_sequence:
         yield from _moved(gather, backward, cut.positions, spec.batch.sequence * itemsize)
     yield from _summed_gradients(step, facts, itemsize)
-    if cut.vocab is not None:
-        words = ranks * ceil_div(cut.vocab, ranks)
-        yield from _of_loss(spec, tokens, words * itemsize)
 
 
-def _of_loss(spec: Spec, tokens: int, token_bytes: int) -> Iterator[_Row]:
-    """Of logits that are cut, of which a token's are so many bytes. In chunks everything is sent
-    once more in backward, which computes them again."""
-    wide = max(spec.precision.effective.parameters.itemsize, DType.FP32.itemsize)
+def _of_loss(spec: Spec, step: Parallelize, facts: ModelFacts, ranks: int) -> Iterator[_Row]:
+    """Of logits that are cut. In chunks everything is sent once more in backward, which computes
+    them again."""
+    vocab = _Operators(step, facts).vocab
+    if vocab is None:
+        return
+    tokens = spec.batch.micro * spec.batch.sequence
+    itemsize = spec.precision.effective.parameters.itemsize
+    token_bytes = ranks * ceil_div(vocab, ranks) * itemsize
+    wide = max(itemsize, DType.FP32.itemsize)
     chunk = min(spec.loss.chunk or tokens, tokens)
     for size, number in Counter({chunk: tokens // chunk, tokens % chunk: 1}).items():
         for phase in (Phase.FORWARD, Phase.BACKWARD)[: 1 if spec.loss.chunk is None else 2]:

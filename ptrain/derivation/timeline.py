@@ -56,7 +56,7 @@ def replay(
         tape=tape, spec=spec, facts=facts, plan=plan, timeline=timeline, representatives=played
     )
     wrap = ghost.player(scene)
-    seed = _seed_bytes(plan.update.layout)
+    seed = seed_bytes(plan.update.layout)
     transient = 0
     # after the second micro-batch everything repeats until the last one
     for is_first, is_last, _ in micro_batches(plan.accumulate.micro_batches):
@@ -77,7 +77,7 @@ def replay(
     )
 
 
-def _seed_bytes(layout: Layout) -> int:
+def seed_bytes(layout: Layout) -> int:
     """Return the bytes of a trace's seed that backward does not allocate: of a scaled loss it
     begins with the scale, which lives for the whole run, in place of torch's 1. The loss and the
     scale are fp32, unless the model computes in fp64, and the scale is cast."""

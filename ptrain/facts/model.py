@@ -20,11 +20,12 @@ from ptrain.timeline import Timeline
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorFacts:
     """A parameter or buffer: canonical dotted name and shape in elements. `is_cut`: it is one
-    rank's slice of it."""
+    rank's slice of it; `is_copy`: a stage's own copy of what another stage has."""
 
     name: str
     shape: tuple[int, ...]
     is_cut: bool = False
+    is_copy: bool = False
 
     @property
     def numel(self) -> int:

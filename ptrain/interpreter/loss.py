@@ -83,8 +83,8 @@ class StepLoss:
         return self._loss.of(output, targets_BT)
 
     def of_last_stage(self, output: Tensor, targets_BT: Tensor) -> Tensor:
-        """The loss of what the last stage of a pipeline returned, of which backward begins with 1;
-        added to the share."""
+        """The loss of what the last stage of a pipeline returned, of which backward begins with
+        `seed`; added to the share."""
         loss = self._loss.of(output, targets_BT) / self._global_tokens
         self.add(loss)
-        return loss * self._scaling.seed(loss) if self._scaling else loss
+        return loss

@@ -1,7 +1,7 @@
 """torch's optimizers on ghosts: what they allocate while they step.
 
-AdamW and SGD are fused, and SGD of 16 bits on a processor is ours: an update in place, with
-nothing beside it. Muon works through its matrices one after the other.
+AdamW and SGD are fused: an update in place, with nothing beside it. SGD of 16 bits on a processor
+is ours, and Muon works through its matrices one after the other.
 """
 
 from __future__ import annotations
@@ -36,6 +36,24 @@ class GhostFused:
         """Values change, sizes do not."""
 
 
+class GhostSGD:
+    """Ours: a tensor after the other, with scalars that say whether the step is taken, and how much
+    of a momentum stays."""
+
+    def __init__(
+        self, leaves: Sequence[OptimizerLeaf[Ghost]], reader: Reader, *, has_momentum: bool
+    ) -> None:
+        self.leaves, self.reader = leaves, reader
+        self.scalars = 3 if has_momentum else 1
+
+    def step(self, lr: float, scalars: tuple[Ghost, Ghost] | None) -> None:
+        for leaf in self.leaves:
+            if leaf.gradient is not None and leaf.value.tier is Tier.DEVICE:
+                size = self.scalars * DType.FP32.itemsize
+                self.reader.allocated(size, Tier.DEVICE)
+                self.reader.allocated(-size, Tier.DEVICE)
+
+
 class GhostMuon:
     """A matrix after the other."""
 
@@ -63,18 +81,23 @@ class GhostScale:
 
 
 class GhostRules:
-    """By name, as `optimizers.build` knows them."""
+    """By name, as `optimizers.build` knows them, on a processor or on GPUs."""
 
-    def __init__(self, reader: Reader) -> None:
-        self.reader = reader
+    def __init__(self, reader: Reader, *, is_cpu: bool = True) -> None:
+        self.reader, self.is_cpu = reader, is_cpu
 
     def leaf(self, like: Ghost, dtype: DType) -> GhostLeaf:
         return GhostLeaf(Ghost(Storage(0, like.tier, None, "", self.reader), dtype, (0,)))
 
     def optimizer(
         self, rule: str, leaves: Sequence[OptimizerLeaf[Ghost]], spec: OptimizerSpec
-    ) -> GhostFused | GhostMuon:
-        return GhostMuon(leaves, self.reader) if rule == "muon" else GhostFused()
+    ) -> GhostFused | GhostSGD | GhostMuon:
+        if rule == "muon":
+            return GhostMuon(leaves, self.reader)
+        is_own = rule == "sgd" and self.is_cpu
+        if is_own and any(leaf.value.dtype.itemsize == 2 for leaf in leaves):
+            return GhostSGD(leaves, self.reader, has_momentum=bool(spec.momentum))
+        return GhostFused()
 
 
 def muon_temporaries(shape: tuple[int, ...], updated: DType, *, scaled: bool) -> int:

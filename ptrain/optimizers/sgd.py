@@ -13,7 +13,7 @@ from ptrain.rooms.tiers import alike
 
 
 class SGD(torch.optim.Optimizer):
-    """The arithmetic of torch.optim.SGD, an operator at a time and without temporaries.
+    """The arithmetic of torch.optim.SGD, an operator at a time, with scalars as temporaries.
 
     `grad_scale` and `found_inf`, where set, mean what they mean to torch's fused optimizers: what
     gradients are multiplied by (they are left without it), and 1 where the step is to be skipped.

@@ -324,6 +324,7 @@ NAMED = {
 }
 WAITING = """axes that are executed; replicas outside shards; all tokens between the blocks;
     the naive plan has all tokens; equal slices are gathered; shards of slices are alike;
+    slices have one kind of shards;
     units within a stage; one policy for both passes; units wait for their weights;
     saved slices are gathered once; shared gradients meet before the update;
     matrices of a whole model; what is brought back is used once;

@@ -85,6 +85,20 @@ def test_shards_of_unequal_slices_have_equal_heights(shards, tp, vocab, is_right
     assert not executed(flat)
 
 
+@pytest.mark.parametrize(("reshard", "is_right"), [(2, False), (4, True), (True, True)])
+def test_what_tp_cuts_has_one_kind_of_shards(reshard, is_right):
+    """torch raises NotImplementedError of DTensors in smaller shards."""
+    sections = {
+        "model": SHAPE | {"vocab": 264},
+        "mesh": {"dp_shard": 4, "tp": 2},
+        "batch": {"global": 4, "micro": 1, "sequence": 32},
+        "placement": {"dp_shard": "S*,S,S,R", "tp": "S,S,S,R"},
+        "sync": {"reshard_after_forward": reshard},
+    }
+    places = [fault.place for fault in executed(spec(2, **sections))]
+    assert places == [] if is_right else ["sync.reshard_after_forward"]
+
+
 def test_slices_of_the_tokens_are_equal():
     sliced = {"placement": {"tp": "S,S,S,S"}, "batch": {"sequence": 34}}
     (fault,) = check(spec(4, **sliced))

@@ -62,20 +62,17 @@ SEEN = (
     ),
     Seen(
         wrong="ptrain's SGD for 16-bit tensors on a CPU has a scalar: peak update 54636 for 54640",
-        is_open=True,
         spec={"optimizer": {"name": "sgd", "clip": None}, "precision": {"master": "bf16"}},
     ),
     Seen(
         wrong="a last stage keeps the scale that was cast to fp64: activations 42704 for 42712",
         rank=1,
-        is_open=True,
         model={"layers": 2},
         batch={"accumulate": 2, "micro": 2},
         spec={**STAGES, "precision": {"layout": "fp16", "compute": "fp64"}},
     ),
     Seen(
         wrong="torch's fused loss in halves of a backward pass: too few operations backward",
-        is_open=True,
         model={"layers": 6},
         spec={
             "mesh": {"pp": 3},
@@ -83,5 +80,27 @@ SEEN = (
             "loss": {"kind": "fused"},
             "pipeline": {"schedule": "zbv"},
         },
+    ),
+    Seen(
+        wrong="a loss in chunks in halves: operations again 89600 for 179200",
+        model={"layers": 4},
+        spec={**STAGES, "loss": {"chunk": 2}, "pipeline": {"schedule": "zbv"}},
+    ),
+    Seen(
+        wrong="the norm of a stage's copy of the embedding: peak update 4844 for 4836",
+        rank=1,
+        model={"family": "gpt", "layers": 2, "hidden": 1},
+        batch={"sequence": 1, "accumulate": 2},
+        spec=STAGES,
+    ),
+    Seen(
+        wrong="whether gradients overflow, where nothing else comes: peak update 4 too few",
+        spec={"precision": {"layout": "fp16", "compute": "fp64"}, "optimizer": {"clip": None}},
+    ),
+    Seen(
+        wrong="dropout within tp on GPUs: operations backward 168192 for 171264",
+        model={"family": "gpt", "hidden": 12, "heads": 2, "dropout": 0.5},
+        batch={"sequence": 16},
+        spec={"mesh": {"tp": 2}, "placement": {"tp": "S,S,S,R"}, "device": "cuda"},
     ),
 )

@@ -82,6 +82,11 @@ class Schedule:
         """Return the stages of a rank, in the order of a forward pass."""
         return tuple(stage for stage, owner in enumerate(self.rank_of) if owner == rank)
 
+    def halves_of(self, stage: int) -> int:
+        """Return how many backward passes of a stage are in two halves."""
+        actions = (action for order in self.orders for step in order for action in step.parts)
+        return sum(action.kind is Kind.INPUT and action.stage == stage for action in actions)
+
     def is_crossed(self, boundary: int) -> bool:
         """Return whether what goes from stage `boundary` to the next one leaves its rank."""
         return self.rank_of[boundary] != self.rank_of[boundary + 1]

@@ -64,7 +64,7 @@ def stage_facts(facts: ModelFacts, stage: Stage) -> ModelFacts:
     complete. A tied head's copy is complete when the head is."""
     tensors = {tensor.name: tensor for tensor in facts.tensors}
     for name, copy in stage.copied:
-        tensors[copy] = replace(tensors[name], name=copy)
+        tensors[copy] = replace(tensors[name], name=copy, is_copy=True)
     modules_of = stage.units(facts.unit_modules)
     first: dict[str, int] = {}  # the unit that a module begins with, inner before outer
     for index, modules in enumerate(modules_of):

@@ -19,6 +19,7 @@ from typing import assert_never
 
 from ptrain.costs import Collective, Phase, State
 from ptrain.spec.activations import FULL, Kept
+from ptrain.spec.axis import Axis
 from ptrain.spec.model import Family, ModelShape
 from ptrain.spec.precision import DType
 from ptrain.spec.spec import Spec
@@ -96,10 +97,14 @@ def traffic(spec: Spec, step: Parallelize, span: LayerSpan) -> Mapping[CallKey, 
     of `span` send over `step.axis`.
 
     None for a model that is not built in, and where a policy keeps some results of a block that is
-    computed again: which of its collectives then run twice is known from its trace.
+    computed again: which of its collectives then run twice is known from its trace. None too for a
+    loss in chunks whose backward passes are in halves, of which a schedule tells how many are.
     """
     shape = spec.model
     if not isinstance(shape, ModelShape):
+        return None
+    in_halves = spec.degree(Axis.PP) > 1 and spec.pipeline.is_in_halves
+    if span.is_last and spec.loss.chunk is not None and in_halves:
         return None
     kept = spec.activations.of(shape.layers)[span.start : span.end]
     if any(mode.policy not in (None, FULL) for mode in kept):

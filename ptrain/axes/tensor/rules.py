@@ -108,6 +108,20 @@ def _shards_of_rows(spec: Spec) -> Iterator[Fault]:
         )
 
 
+def _smaller_shards(spec: Spec) -> Iterator[Fault]:
+    """torch's fully_shard raises NotImplementedError of tensors that are DTensors already."""
+    shards = spec.sync.reshard_after_forward
+    is_number = isinstance(shards, int) and not isinstance(shards, bool)
+    degree = prod(f.degree for f in data_factors(spec) if f.placement.parameters != R)
+    if is_number and shards != degree and spec.degree(Axis.TP) > 1 and form_of(spec) in BY_TENSOR:
+        yield Fault(
+            place="sync.reshard_after_forward",
+            finding=f"not yet: {shards} shards from forward to backward of what tp cuts, which "
+            "torch's fully_shard does not make",
+            remedy="write true, false or non-root",
+        )
+
+
 def _tokens(spec: Spec) -> Iterator[Fault]:
     degree, sequence = spec.degree(Axis.TP), spec.batch.sequence
     cut = any(f.axis is Axis.TP and f.placement.activations != R for f in spec.factors)
@@ -202,5 +216,6 @@ TENSOR = AxisRules(
         SpecRule(name="the naive plan has all tokens", theorem="", faults=_naive_slices),
         SpecRule(name="equal slices are gathered", theorem="", faults=_logits),
         SpecRule(name="shards of slices are alike", theorem="", faults=_shards_of_rows),
+        SpecRule(name="slices have one kind of shards", theorem="", faults=_smaller_shards),
     ),
 )

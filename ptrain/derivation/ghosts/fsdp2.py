@@ -316,9 +316,6 @@ class FullySharded(InPlaceUpdate):
             (self.reduce_input, *self.all_reduced, self.reduces, self.is_last),
         )
 
-    def reduce(self) -> None:
-        """The hooks of backward have."""
-
 
 def _padded(scene: Scene, ranks: int) -> list[list[int]]:
     """Elements of one rank's padded part of every tensor, by unit."""

@@ -152,7 +152,8 @@ class InPlace:
             for shape in shapes
         ]
         optimizer = self.wrapped.spec.optimizer
-        update = TargetsUpdate([targets], optimizer, layout, room, GhostRules(tape), [hidden])
+        rules = GhostRules(tape, is_cpu=not self.wrapped.spec.is_for_cuda)
+        update = TargetsUpdate([targets], optimizer, layout, room, rules, [hidden])
         tape.is_reading = True
         update.step(0.0, GhostScale(tape) if layout.scales_loss else None)
         tape.is_reading = False
@@ -169,6 +170,12 @@ class InPlaceUpdate:
 
     def kind_of_shard(self, shard: int) -> Hashable:
         return self.wrapping.kind_of_shard(shard)
+
+    def reduce(self) -> None:
+        """Nothing is partial. Whether a scaled gradient overflows is asked with a scale of 1."""
+        plan = self.scene.plan
+        if plan.update.layout.scales_loss and plan.wrap.keeps_gradients_on_device:
+            self.tape.spike(DType.FP32.itemsize)
 
     def clipped(self, shard: int) -> list[list[int]] | None:
         return by_operator(self.scene, self.wrapping.numels(shard))

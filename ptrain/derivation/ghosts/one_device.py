@@ -67,6 +67,3 @@ class Local(InPlaceUpdate):
 
     def signature(self) -> Hashable:
         return self.is_first
-
-    def reduce(self) -> None:
-        """They are where the optimizer wants them."""

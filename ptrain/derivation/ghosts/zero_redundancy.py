@@ -79,10 +79,13 @@ class SpreadReplicated(Replicated):
         self.spread_update = spread_update
 
     def kind_of_shard(self, shard: int) -> Hashable:
-        """Return what is equal for all: gradients are whole, and the update allocates nothing."""
-        return 0
+        """Return whether the rank updates anything: gradients are whole, and an update has the same
+        beside any tensor."""
+        return bool(self.spread_update.owned[shard])
 
     def update(self, shard: int) -> None:
-        """torch's own optimizer, on the parameters themselves: nothing is cast."""
+        """The optimizer works on the parameters themselves: nothing is cast."""
+        for tensor in self.spread_update.owned[shard][:1]:
+            self.tape.spike(self.spread_update.played((tensor.shape,), [False]).rise)
         for size in self.spread_update.parameter_buckets():
             self.tape.sent(Collective.BROADCAST, self.axes, State.PARAMETERS, size, "")

@@ -40,7 +40,7 @@ def _update(sharded: FullyShardedForm, index: int) -> Iterator[int]:
     yield base + at_once
     for unit in sharded.chain.units:
         casts = update_casts(
-            sharded.optimizer,
+            sharded.spec,
             sharded.layout,
             unit,
             [local_rows(shape, sharded.ranks, index) for shape in unit.shapes],

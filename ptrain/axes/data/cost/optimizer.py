@@ -61,9 +61,10 @@ def orthogonalization(shape: tuple[int, ...], layout: Layout) -> int:
 
 def norm(spec: Spec, plan: Plan, chain: UnitChain, tensors: int) -> tuple[int, int]:
     """(bytes at once, bytes that stay until the step is over) of the norm of so many gradients:
-    a scalar each, all of them stacked, and the norm of these."""
+    a scalar each, all of them stacked, and the norm of these. Without it a scaled loss's scale of
+    1, with which overflows are asked for."""
     if plan.clip is None:
-        return 0, 0
+        return COUNTER_BYTES * plan.update.layout.scales_loss, 0
     if plan.clip.operator_axes:
         raise NoClosedForm("clip within tp: norms of runs of tensors that are cut and of others")
     if spec.device != "cuda" and chain.numel > LONG_NORM:
@@ -72,10 +73,18 @@ def norm(spec: Spec, plan: Plan, chain: UnitChain, tensors: int) -> tuple[int, i
     return (2 * tensors + 1) * scalar, scalar
 
 
-def update_casts(
-    optimizer: OptimizerSpec, layout: Layout, unit: ChainUnit, numels: Sequence[int]
-) -> int:
-    """Bytes of what the update of a unit's tensors in place casts, of `numels` elements each."""
+def scalars(spec: Spec, layout: Layout) -> int:
+    """Bytes that an update has beside a tensor: of SGD in 16 bits on a processor, ptrain's own,
+    whether the step is taken, in fp32, and what of the momentum goes and stays."""
+    is_own = spec.optimizer.name == "sgd" and layout.updated.itemsize == 2
+    count = 3 if spec.optimizer.momentum else 1
+    return COUNTER_BYTES * count if is_own and not spec.is_for_cuda else 0
+
+
+def update_casts(spec: Spec, layout: Layout, unit: ChainUnit, numels: Sequence[int]) -> int:
+    """Bytes of what the update of a unit's tensors in place casts, of `numels` elements each, and
+    of what else it has."""
+    optimizer = spec.optimizer
     casts = sum(
         numel * num_casts(optimizer, layout, is_hidden=unit.is_hidden(shape))
         for numel, shape in zip(numels, unit.shapes, strict=True)
@@ -84,4 +93,4 @@ def update_casts(
     if not is_by_tensor(optimizer):
         matrices = []
     largest = max((orthogonalization(shape, layout) for shape in matrices), default=0)
-    return casts * layout.updated.itemsize + largest
+    return casts * layout.updated.itemsize + max(largest, scalars(spec, layout))

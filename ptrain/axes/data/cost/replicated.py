@@ -122,10 +122,7 @@ class ReplicatedForm:
         is_copied = self.buckets is not None and not several
         added = self.chain.is_fresh and (several or self.buckets is not None)
         at_once, stays = norm(self.spec, self.plan, self.chain, len(self.chain.tensors))
-        casts = max(
-            update_casts(self.spec.optimizer, layout, unit, unit.numels)
-            for unit in self.chain.units
-        )
+        casts = max(update_casts(self.spec, layout, unit, unit.numels) for unit in self.chain.units)
         return {
             Phase.FORWARD: whole if self.buckets is not None or several else 0,
             Phase.BACKWARD: whole + largest * (is_copied or added),

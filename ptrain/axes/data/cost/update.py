@@ -23,6 +23,7 @@ from ptrain.axes.data.cost.optimizer import (
     is_by_tensor,
     num_moments,
     orthogonalization,
+    scalars,
 )
 from ptrain.axes.data.cost.parameters import ParametersForm
 from ptrain.spec.dials import GatherAfterUpdate
@@ -278,7 +279,9 @@ class UnitUpdate:
             fetched += there[-1] if there else 0
             yield gradient + fetched
         gradient = casts[-1] + self.gradient * (not self.is_cast)
-        yield gradient + fetched + max(target.orthogonalizing for target in self.targets)
+        orthogonalizing = max(target.orthogonalizing for target in self.targets)
+        beside = scalars(self.spec, self.layout) if self.is_on_device else 0
+        yield gradient + fetched + max(orthogonalizing, beside)
 
     def _left(self, target: UpdateTarget) -> int:
         """Device bytes of a target's fetched state."""

@@ -22,8 +22,8 @@ Groups = list[dict[str, Any]]  # parameters, and where their half of a backward 
 
 
 def backward(root: Tensor, gradient: Tensor | None, given: Tensor) -> Tensor | None:
-    """Run the whole backward pass of what a stage made of `given`, from its output, with the
-    output's gradient, or from the last stage's loss. Return the gradient of `given`, None of
+    """Run the whole backward pass of what a stage made of `given`, from its output or the last
+    stage's loss, with its gradient (None for 1, of a loss). Return the gradient of `given`, None of
     tokens."""
     if gradient is None:
         gradients = stage_backward(root, None, (given,))

@@ -26,6 +26,7 @@ from ptrain.timeline import Kind
 
 Enter = Callable[[Phase, int], None]
 Loss = Callable[[Tensor, Tensor], Tensor]
+Seed = Callable[[Tensor], Tensor | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +55,12 @@ class BoundaryTensor:
 @dataclass(frozen=True, slots=True)
 class PassCallbacks:
     """What a program wants of passes: the last stage's forward pass runs in `given(targets)`, then
-    `loss` is called with what it returned and the targets; `enter` is told of every pass."""
+    `loss` is called with what it returned and the targets; backward begins with `seed` of the loss,
+    None for 1; `enter` is told of every pass."""
 
     given: Callable[[Tensor], AbstractContextManager[None]]
     loss: Loss
+    seed: Seed
     enter: Enter
 
 
@@ -151,14 +154,17 @@ class StageRunner:
     def _backward(self, number: int, gradient: Tensor | None) -> Tensor | None:
         flight = self._in_flight.pop(number)
         with self._pass(Kind.BACKWARD, number):
-            return backward(flight.root, gradient, flight.given)
+            return backward(flight.root, self._seed(flight, gradient), flight.given)
 
     def _backward_input(self, number: int, gradient: Tensor | None) -> Tensor | None:
         flight = self._in_flight[number]
         flight.gradient = gradient
         with self._pass(Kind.INPUT, number):
             of_given, flight.groups = backward_input(
-                flight.root, gradient, flight.given, self.wrapped.module.parameters()
+                flight.root,
+                self._seed(flight, gradient),
+                flight.given,
+                self.wrapped.module.parameters(),
             )
         if self.is_last:
             flight.output = None
@@ -169,6 +175,10 @@ class StageRunner:
         assert flight.groups is not None, "the other half comes first"
         with self._pass(Kind.WEIGHT, number):
             backward_weight(list(self.wrapped.module.parameters()), flight.groups)
+
+    def _seed(self, flight: _InFlight, gradient: Tensor | None) -> Tensor | None:
+        """What a backward pass begins with: the gradient of the output, or the loss's seed."""
+        return gradient if flight.loss is None else self.asked.seed(flight.loss)
 
     @contextmanager
     def _pass(self, kind: Kind, number: int) -> Iterator[None]:
