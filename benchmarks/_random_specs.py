@@ -58,11 +58,11 @@ class Drawn:
     refused: Counter[str]
 
 
-def drawn(seed: int) -> Drawn:
-    """Return the draw of a seed."""
+def drawn(seed: int, most_ranks: int = MOST_RANKS) -> Drawn:
+    """Return the draw of a seed, which begins with a mesh of at most so many ranks."""
     draw = Random(seed)
     refused = Counter[str]()
-    written = next(_bases(draw, refused))
+    written = next(_bases(draw, refused, most_ranks))
     for value_of in _settings(draw):
         written = _changed(written, *value_of, refused) or written
     return Drawn(seed=seed, written=written, ranks=ranks(accepted(written), draw), refused=refused)
@@ -90,17 +90,17 @@ def ranks(spec: Spec, draw: Random) -> tuple[int, ...]:
 # ---- where a draw begins
 
 
-def _bases(draw: Random, refused: Counter[str]) -> Iterator[Written]:
+def _bases(draw: Random, refused: Counter[str], most_ranks: int) -> Iterator[Written]:
     """Yield legal specs of a model, a mesh and its tuples."""
     while True:
         axes = _named_axes(draw) if draw.random() < NAMED else _axes(draw)
         if isinstance(axes, str):
             named = strategy(axes)
             assert named is not None and isinstance(named.root, dict), "a strategy has a file"
-            mesh = _degrees(draw, list(named.root["placement"]))
+            mesh = _degrees(draw, list(named.root["placement"]), most_ranks)
             placement: Any = axes
         else:
-            mesh = _degrees(draw, axes)
+            mesh = _degrees(draw, axes, most_ranks)
             placement = {axis: _tuple(draw, axis) for axis in axes}
         written: Written = {
             "model": dict(SMALL) | ({"layers": 2 * mesh["pp"]} if "pp" in mesh else {}),
@@ -126,9 +126,9 @@ def _axes(draw: Random) -> list[str]:
     return [place.partition(".")[2] for place in places if draw.random() < 0.4]
 
 
-def _degrees(draw: Random, axes: Sequence[str]) -> dict[str, int]:
-    """A degree for each axis, powers of two in every second draw, within MOST_RANKS."""
-    mesh, left, powers = {}, MOST_RANKS, draw.random() < 0.5
+def _degrees(draw: Random, axes: Sequence[str], most_ranks: int) -> dict[str, int]:
+    """A degree for each axis, powers of two in every second draw, of so many ranks at most."""
+    mesh, left, powers = {}, most_ranks, draw.random() < 0.5
     for axis in draw.sample(axes, len(axes)):
         most = min(LIMITS.get(f"mesh.{axis}", (1, 8))[1], left)
         degree = round(2 ** draw.uniform(0.6, max(most.bit_length() - 1, 0.6)))
