@@ -44,6 +44,7 @@ SPECS, SIZES = 100, (2, 3, 4)
 PEAK = 0.02
 ELSEWHERE = ("device", "backend", "cluster", "timeout")
 LR = 1e-3
+REFUSED = "ptrain.errors.SpecError: "  # with place and remedy, by every rank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +99,9 @@ def measured(seed: int, written: Written, pool: Pool) -> Measured:
     except PtrainError as error:
         return Measured(seed=seed, ranks=ranks, refused=str(error).splitlines()[0])
     except RankError as error:
+        if all(REFUSED in cause for cause in error.causes.values()):
+            why = str(error).partition(REFUSED)[2].splitlines()[0]
+            return Measured(seed=seed, ranks=ranks, refused=why)
         last = str(error).strip().splitlines()[-1]
         return Measured(seed=seed, ranks=ranks, off=(f"raised: {last}",))
     peaks = [abs(_share(check)) for _, check in rows if check.name.startswith("peak")]

@@ -10,11 +10,11 @@ from dataclasses import asdict
 
 import ptrain
 from ptrain.cli.arguments import add_spec_arguments, print_json
-from ptrain.derivation.estimate import derive, facts_from_shape
-from ptrain.errors import PtrainError
+from ptrain.derivation.estimate import Derivation, derive, facts_from_shape
+from ptrain.errors import PtrainError, refused
 from ptrain.facts.model import ModelFacts
 from ptrain.plan.composition import theorem_6, theorem_7
-from ptrain.report.predict import Prediction, one
+from ptrain.report.predict import Prediction, Reserving, one
 from ptrain.selection.fit import fit
 from ptrain.selection.preflight import cheaper
 from ptrain.selection.recompute import settled
@@ -26,7 +26,31 @@ from ptrain.spec.spec import Spec
 def add_arguments(parser: ArgumentParser) -> None:
     add_spec_arguments(parser)
     parser.add_argument(
+        "--reserved",
+        action="store_true",
+        help="what CUDA's allocator would reserve, too: simulates the rank that is predicted to "
+        "need most, which takes seconds and torch",
+    )
+    parser.add_argument(
         "--allow-import", action="store_true", help="let the spec's `target:` import code"
+    )
+
+
+def _reserved(derivation: Derivation, spec: Spec, *, allow_import: bool) -> Reserving:
+    """By a simulation of the rank that is predicted to need most."""
+    if not spec.is_for_cuda:
+        finding = "what is reserved is CUDA's allocator's, and the spec is not for GPUs"
+        raise refused("--reserved", finding, "write device: cuda, or a cluster of GPUs")
+    from ptrain.report.reserved import reserved_lines, reserved_record
+    from ptrain.simulation.choice import chosen
+    from ptrain.simulation.execute import simulate
+
+    rank = chosen(spec, derivation.exact)[-1]
+    segments = simulate(spec, rank, allow_import=allow_import).reserved(spec)
+    whose = f"of rank {rank}, by simulating it"
+    return Reserving(
+        lines=(*reserved_lines(segments), whose, ""),
+        record={"rank": rank, **reserved_record(segments)},
     )
 
 
@@ -39,7 +63,11 @@ def run(args: Namespace) -> int:
         prediction
         for source in sources
         for prediction in predict(
-            source, overrides, allow_import=args.allow_import, named=len(sources) > 1
+            source,
+            overrides,
+            allow_import=args.allow_import,
+            named=len(sources) > 1,
+            with_reserved=args.reserved,
         )
     ]
     if args.json:
@@ -55,10 +83,16 @@ def run(args: Namespace) -> int:
 
 
 def predict(
-    source: str, overrides: list[str], *, allow_import: bool, named: bool = False
+    source: str,
+    overrides: list[str],
+    *,
+    allow_import: bool,
+    named: bool = False,
+    with_reserved: bool = False,
 ) -> list[Prediction]:
     """One prediction, or one per combination of the lists among the overrides; their labels hold
-    the spec's name too where they are `named`."""
+    the spec's name too where they are `named`. `with_reserved`: what CUDA's allocator would reserve
+    is found by a simulation."""
     chosen = list(sweeps(overrides))
     specs = [settled(load(source, override)) for override in chosen]
     return [
@@ -71,6 +105,7 @@ def predict(
             offer=len(specs) == 1,
             words=(source, *choice),
             allow_import=allow_import,
+            with_reserved=with_reserved,
         )
         for spec, choice in zip(specs, chosen, strict=True)
     ]
@@ -109,6 +144,7 @@ def as_record(prediction: Prediction) -> dict[str, object]:
         "host_memory": fitting.host_memory,
         "fits": fitting.fits,
         "unknown": fitting.why or None,
+        "reserved": dict(prediction.reserving.record) if prediction.reserving else None,
         "command": None if fitting.peak_bytes is not None else prediction.telling,
     }
     spec, plan = prediction.spec, derivation.plan
@@ -133,6 +169,7 @@ def _predict(
     offer: bool,
     words: tuple[str, ...],
     allow_import: bool,
+    with_reserved: bool,
 ) -> Prediction:
     derivation = derive(spec, facts)
     fitting = fit(spec, derivation.exact)
@@ -145,4 +182,5 @@ def _predict(
         cheaper=cheaper(spec, facts, derivation.exact) if misfit else (),
         words=words,
         allow_import=allow_import,
+        reserving=_reserved(derivation, spec, allow_import=allow_import) if with_reserved else None,
     )

@@ -16,12 +16,12 @@ from ptrain.charts.memory import painted_course
 from ptrain.cli.arguments import add_spec_arguments, print_json
 from ptrain.cli.predict import facts_of
 from ptrain.costs import State
-from ptrain.derivation.allocator import Reserved, reserved
 from ptrain.derivation.estimate import Derivation, derive
 from ptrain.errors import PtrainError, refused
 from ptrain.meters.measure import join_estimates
 from ptrain.report.heading import heading
 from ptrain.report.record import record, traffic_rows
+from ptrain.report.reserved import reserved_record
 from ptrain.report.simulation import GARBAGE, RankReport, one
 from ptrain.rooms import pretence
 from ptrain.rooms.patches import require_supported
@@ -166,22 +166,11 @@ def _of_spec(spec: Spec, args: Namespace, lacking: str) -> Iterator[tuple[Deriva
             seconds=simulated.seconds,
             replayed=simulated.replayed,
             kernels=_kernels(spec, simulated, lacking) if not args.rehearse else "",
-            reserved=_reserved(spec, simulated) if not args.rehearse else {},
+            reserved=simulated.reserved(spec) if not args.rehearse else {},
         )
         if not args.json:
             print("", one(report, spec.name), "", sep="\n", flush=True)
         yield derivation, report
-
-
-def _reserved(spec: Spec, simulated: Simulated) -> dict[str, Reserved | None]:
-    """Return by kind of segments what a GPU's allocator would reserve; empty for other devices."""
-    if not spec.is_for_cuda:
-        return {}
-    kinds = {"default segments": False, "segments that expand": True}
-    return {
-        name: reserved(simulated.run.stream.allocated(), expands=expands)
-        for name, expands in kinds.items()
-    }
 
 
 def as_record(spec: Spec, simulations: list[tuple[Derivation, RankReport]]) -> dict[str, Any]:
@@ -226,10 +215,7 @@ def as_record(spec: Spec, simulations: list[tuple[Derivation, RankReport]]) -> d
                     for phase, moment in report.course.by_phase().items()
                 ],
                 "traffic": traffic_rows(report.simulated),
-                "reserved": {
-                    segments: None if held is None else asdict(held)
-                    for segments, held in report.reserved.items()
-                },
+                "reserved": reserved_record(report.reserved),
             }
             for _, report in simulations
         ],

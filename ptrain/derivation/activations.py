@@ -14,7 +14,8 @@ from typing import Any
 from ptrain.axes.tensor.costs import Cut
 from ptrain.derivation import archive, blocks, loss_chunks
 from ptrain.derivation.archive import TablePart
-from ptrain.derivation.monomials import Monomial, dimensions, merged, monomials
+from ptrain.derivation.attention import Statistics
+from ptrain.derivation.monomials import Monomial, dimensions, evaluated, merged, monomials
 from ptrain.derivation.repeats import Representatives, Turns
 from ptrain.spec.activations import PLAIN, Kept
 from ptrain.spec.axis import Axis
@@ -49,17 +50,17 @@ def timeline(
     kept: tuple[Kept, ...] = (),
     loss: LossSpec | None = None,
     is_for_cuda: bool = False,
+    statistics: Statistics | None = None,
 ) -> Timeline:
-    """Return the timeline of one micro-batch of `batch` samples of a built-in model, of those units
-    of it that are `played` (one block each and the root, where they are not given); of one rank's
-    part of it, where operators are `cut`. `kept` says how the blocks' activations are, all of them
-    plain where it is empty; `loss` how the loss is, of whole logits where it is not given.
-    `is_for_cuda`: whether a GPU drops out."""
+    """Return the timeline of one micro-batch of `batch` samples of a built-in model, of its units
+    that are `played` (by default one block each and the root); of one rank's part, where operators
+    are `cut`. `kept`: how the blocks' activations are (by default plain); `loss`: how the loss is
+    (of whole logits). `is_for_cuda`: whether a GPU drops out; `statistics`: its attention's."""
     name = table_name(shape, compute, batch, is_for_cuda=is_for_cuda)
     kind = cut.kind if cut else None
     table = _table(name, kind)
     values = (cut.dimensions if cut else dimensions)(shape, batch=batch, sequence=sequence)
-    sizes = [size.bytes(values, compute.itemsize) for size in _sizes(name, kind)]
+    sizes = evaluated(_sizes(name, kind), values, compute.itemsize, statistics)
     layers = shape.layers
     modules: Units = (*((f"blocks.{block}",) for block in range(layers)), ("",))
     turns: Turns = tuple((block, 1) for block in range(layers))
@@ -75,9 +76,9 @@ def timeline(
         compute=compute,
         cut=cut,
         is_for_cuda=is_for_cuda,
+        statistics=statistics,
     )
-    setting = None if blocks.is_as_usual(shape, kept) else whole
-    ends = _ends(whole, loss)
+    setting, ends = None if blocks.is_as_usual(shape, kept) else whole, _ends(whole, loss)
 
     def of_blocks(phase: str, of_kept: Replace) -> list[Sequence[Any]]:
         """Return each block's part of a phase, first to last."""

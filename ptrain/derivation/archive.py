@@ -28,6 +28,7 @@ class TablePart(StrEnum):
     STAGE_SLICES = "stage-slices"
     BLOCK = "block"  # by how its activations are kept
     LOSS = "loss"  # in chunks
+    KERNEL = "kernel"  # of attention, on GPUs
 
 
 Table = dict[str, Any]

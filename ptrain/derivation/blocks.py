@@ -17,7 +17,8 @@ from ptrain.axes.tensor.costs import Cut
 from ptrain.costs import Collective
 from ptrain.derivation import archive
 from ptrain.derivation.archive import TablePart
-from ptrain.derivation.monomials import Monomial, dimensions, merged, monomials
+from ptrain.derivation.attention import Statistics
+from ptrain.derivation.monomials import Monomial, dimensions, evaluated, merged, monomials
 from ptrain.spec.activations import ATTENTION_ONLY, FULL, PLAIN, SELECTIVE, Kept
 from ptrain.spec.model import Attention, Family, ModelShape
 from ptrain.spec.placement import Tier
@@ -51,6 +52,7 @@ class Setting:
     compute: DType
     cut: Cut | None = None
     is_for_cuda: bool = False
+    statistics: Statistics | None = None  # of a GPU's attention
 
     @property
     def name(self) -> str:
@@ -285,4 +287,4 @@ def _net(items: Sequence[Any]) -> int:
 def _bytes(setting: Setting) -> tuple[int, ...]:
     table = archive.table(TablePart.BLOCK, setting.name)[setting.kind]
     values = setting.values
-    return tuple(size.bytes(values, setting.compute.itemsize) for size in monomials(table))
+    return evaluated(monomials(table), values, setting.compute.itemsize, setting.statistics)

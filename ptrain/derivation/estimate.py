@@ -61,7 +61,7 @@ def derive(spec: Spec, facts: ModelFacts | None = None) -> Derivation:
         estimate,
         operations=operations(spec, plan, stages),
         unclaimed=foreign,
-        warnings=(*estimate.warnings, *kernel_warnings(foreign, estimate.undefined)),
+        warnings=(*estimate.warnings, *kernel_warnings(spec, foreign, estimate.undefined)),
     )
     return Derivation(paper=paper(spec, facts), exact=estimate, plan=plan)
 

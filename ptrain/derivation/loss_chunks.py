@@ -15,7 +15,7 @@ from typing import Any
 from ptrain.axes.tensor.costs import Cut
 from ptrain.derivation import archive
 from ptrain.derivation.archive import TablePart
-from ptrain.derivation.monomials import Monomial, merged, monomials
+from ptrain.derivation.monomials import Monomial, evaluated, merged, monomials
 from ptrain.spec.model import ModelShape
 from ptrain.spec.precision import DType
 from ptrain.spec.spec import LossSpec, Spec
@@ -155,7 +155,7 @@ def ends(setting: LossSetting, place: str) -> LossHead:
     table = archive.table(TablePart.LOSS, name)
     entry = table[setting.name][place]
     values = setting.values
-    sizes = [size.bytes(values, setting.compute.itemsize) for size in _sizes(name)]
+    sizes = evaluated(_sizes(name), values, setting.compute.itemsize)
     of_phase = entry["rest" if values["rest"] else "even"]
     forward, backward = (
         tuple(_items(of_phase[phase], table["parts"], sizes, setting.chunks))

@@ -9,22 +9,28 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ptrain.derivation.attention import Statistics
 from ptrain.spec.model import ModelShape
 from ptrain.timeline import Mark, Run, run
+
+# What the first number of a size says, as flags.
+IN_ELEMENTS, IS_STATISTICS = 1, 2
 
 _MARKS = {">": Mark.ENTER, "<": Mark.LEAVE, "[": Mark.PRE_BACKWARD, "]": Mark.POST_BACKWARD}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Monomial:
-    """`coefficient · Π symbol^exponent`, in elements of the compute dtype or in bytes."""
+    """`coefficient · Π symbol^exponent`, in elements of the compute dtype or in bytes.
+    `is_statistics`: it is what attention keeps beside its output, which depends on its kernel."""
 
     in_elements: bool
     coefficient: int
     exponents: tuple[tuple[str, int], ...]
+    is_statistics: bool = False
 
     def bytes(self, values: dict[str, int], itemsize: int) -> int:
-        """The size at these dimensions."""
+        """The size at these dimensions, of a CPU's kernels."""
         size = self.coefficient * (itemsize if self.in_elements else 1)
         for symbol, exponent in self.exponents:
             size *= math.prod([values[symbol]] * exponent)
@@ -37,15 +43,30 @@ class Monomial:
         return "·".join(factors) or "1"
 
 
+def evaluated(
+    sizes: Iterable[Monomial],
+    values: dict[str, int],
+    itemsize: int,
+    statistics: Statistics | None = None,
+) -> tuple[int, ...]:
+    """Return the bytes of each size; `statistics` are those of a GPU's attention."""
+    plain = ((size, size.bytes(values, itemsize)) for size in sizes)
+    return tuple(
+        statistics.of(count) if statistics and size.is_statistics else count
+        for size, count in plain
+    )
+
+
 def monomials(table: dict[str, Any]) -> tuple[Monomial, ...]:
     """The sizes of a table, in its order."""
     return tuple(
         Monomial(
-            in_elements=bool(in_elements),
+            in_elements=bool(kind & IN_ELEMENTS),
+            is_statistics=bool(kind & IS_STATISTICS),
             coefficient=coefficient,
             exponents=tuple((s, e) for s, e in zip(table["symbols"], exponents, strict=True) if e),
         )
-        for in_elements, coefficient, exponents in table["sizes"]
+        for kind, coefficient, exponents in table["sizes"]
     )
 
 

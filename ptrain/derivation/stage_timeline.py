@@ -12,7 +12,8 @@ from typing import Any
 from ptrain.axes.tensor.costs import Cut
 from ptrain.derivation import activations, archive, blocks, loss_chunks
 from ptrain.derivation.archive import TablePart
-from ptrain.derivation.monomials import Monomial, dimensions, merged, monomials
+from ptrain.derivation.attention import statistics_of
+from ptrain.derivation.monomials import Monomial, dimensions, evaluated, merged, monomials
 from ptrain.derivation.repeats import Representatives, Turns
 from ptrain.facts.passes import Passes, of_first_stage, of_later_stage
 from ptrain.facts.stages import Stage
@@ -47,7 +48,8 @@ def passes(
     table = _table(name, kind_of_cut)
     of_symbols = cut.dimensions if cut else dimensions
     values = of_symbols(shape, batch=batch.micro, sequence=batch.sequence)
-    sizes = [size.bytes(values, compute.itemsize) for size in _sizes(name, kind_of_cut)]
+    statistics = statistics_of(spec)
+    sizes = evaluated(_sizes(name, kind_of_cut), values, compute.itemsize, statistics)
     ends = {0: "first", stages - 1: "last"}
     place = table[ends.get(stage.index, "middle")]
     places = activations.places_of(played.modules)
@@ -147,6 +149,7 @@ def _setting(spec: Spec, cut: Cut | None) -> blocks.Setting:
         sequence=spec.batch.sequence,
         compute=spec.precision.effective.parameters,
         cut=cut,
+        statistics=statistics_of(spec),
     )
 
 

@@ -14,6 +14,7 @@ from ptrain.axes.tensor.costs import Cut
 from ptrain.by_rank import ByRank, KeyT, rows_by_rank
 from ptrain.costs import Footprint, Peak, Phase, State
 from ptrain.derivation import activations
+from ptrain.derivation.attention import statistics_of
 from ptrain.derivation.differing import differing_axes
 from ptrain.derivation.ghosts.clipping import norm_bytes
 from ptrain.derivation.ghosts.wrapping import Wrapping, micro_batches
@@ -115,6 +116,7 @@ def model_timeline(
         kept=spec.activations.of(spec.model.layers),
         loss=spec.loss,
         is_for_cuda=spec.is_for_cuda,
+        statistics=statistics_of(spec),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ptrain.spec.axis import DATA_AXES, Axis
+from ptrain.spec.cluster import Cluster
 from ptrain.spec.job import TrainSpec
 from ptrain.spec.spec import Spec
 
@@ -28,4 +29,10 @@ def traced_part(spec: Spec) -> Spec:
         activations=spec.activations,
         loss=spec.loss,
         device="cuda" if spec.is_for_cuda else "cpu",
+        cluster=_gpus(spec.cluster.sm) if spec.is_for_cuda and spec.cluster else None,
     )
+
+
+def _gpus(sm: int | None) -> Cluster:
+    """Return a cluster of which nothing is said but the compute capability of its devices."""
+    return Cluster(devices=1, device_memory=1, intra_node_bandwidth=1.0, sm=sm)

@@ -74,16 +74,19 @@ def global_norm(
     Of a scaled loss, the norm is that of the gradients without the scale. `copied` are the ids of
     gradients that another rank counts; in `by_operator` they are not.
     """
+    by_row = not mesh.world.stands_in
     if by_operator is not None:
-        square = _square(by_operator.cut, gradients[0])
-        shared = _square(by_operator.whole, gradients[0])
+        square = _square(by_operator.cut, gradients[0], by_row=by_row)
+        shared = _square(by_operator.whole, gradients[0], by_row=by_row)
         # One rank's account for all: sharded over other axes the ranks may add it up in other
         # orders, and what a scale of an ulp more does to their copies would stay there.
         if not any(mesh.coordinate(axis) for axis in step.operator_axes):
             square.add_(shared)
     else:
         square = _square(
-            [gradient for gradient in gradients if id(gradient) not in copied], gradients[0]
+            [gradient for gradient in gradients if id(gradient) not in copied],
+            gradients[0],
+            by_row=by_row,
         )
     if axes := step.reduced_axes:
         square = _all_reduced(square, gradients[0], axes, mesh)
@@ -101,20 +104,27 @@ def scale_down(gradients: Sequence[torch.Tensor], norm: torch.Tensor, step: Clip
     torch._foreach_mul_(list(gradients), scale)
 
 
-def _square(gradients: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
-    """The square of their norm, in at least fp32; 0 of none, where `like` is."""
+def _square(gradients: Sequence[torch.Tensor], like: torch.Tensor, *, by_row: bool) -> torch.Tensor:
+    """The square of their norm, in at least fp32; 0 of none, where `like` is. `by_row` as of
+    `_norms`."""
     dtype = torch.promote_types(like.dtype, torch.float32)
     if not gradients:
         return alike(like.new_zeros((), dtype=dtype), like)
-    norms = _norms(gradients, dtype)  # which live until their square is there
+    norms = _norms(gradients, dtype, by_row=by_row)  # which live until their square is there
     stacked = alike(torch.stack(norms), like)
     return alike(torch.linalg.vector_norm(stacked), like).square_()
 
 
-def _norms(gradients: Sequence[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
-    """A norm per tensor, or several that make it up: on the CPU a long tensor goes row by row."""
+def _norms(
+    gradients: Sequence[torch.Tensor], dtype: torch.dtype, *, by_row: bool
+) -> list[torch.Tensor]:
+    """A norm per tensor, or several that make it up: on the CPU a long tensor goes row by row,
+    `by_row`, unless it stands in for one of a GPU."""
     is_long = [
-        gradient.device.type == "cpu" and gradient.numel() > LONG_NORM and gradient.is_contiguous()
+        by_row
+        and gradient.device.type == "cpu"
+        and gradient.numel() > LONG_NORM
+        and gradient.is_contiguous()
         for gradient in gradients
     ]
     short = [gradient for gradient, rows in zip(gradients, is_long, strict=True) if not rows]

@@ -156,8 +156,9 @@ def _update(step: Update, rank: Construction) -> None:
     spec = rank.spec.optimizer
     matrices = _matrices(rank) if has_own_rule_for_matrices(spec.name) else None
     room = TorchRoom(rank.mesh, rank.mesh.registry)
+    rules = TorchRules(stands_in=rank.mesh.world.stands_in)
     rank.update = rank.wrapped.own_update(spec, step.layout) or TargetsUpdate(
-        rank.wrapped.targets(), spec, step.layout, room, TorchRules(), matrices
+        rank.wrapped.targets(), spec, step.layout, room, rules, matrices
     )
     rank.scaling = LossScale(rank.mesh, step.scale_axes) if step.layout.scales_loss else None
 

@@ -55,13 +55,15 @@ Event = Born | Died | Completion | Boundary
 @dataclass(frozen=True, slots=True)
 class Recording:
     """The events of one micro-batch by phase; `sizes` of all storages by id. `moved` are those off
-    the device, each with its tier: no event speaks of them. `draws`: random numbers were drawn."""
+    the device, each with its tier: no event speaks of them. `draws`: random numbers were drawn.
+    `statistics` are the storages that fused attention keeps beside its output."""
 
     forward: tuple[Event, ...]
     backward: tuple[Event, ...]
     sizes: dict[int, int]
     moved: tuple[tuple[int, str], ...] = ()
     draws: bool = False
+    statistics: frozenset[int] = frozenset()
 
     @property
     def saved(self) -> tuple[Born, ...]:
@@ -81,6 +83,8 @@ class Recorder(Ledger):
         self.born_sizes: dict[int, int] = {}
         self.moved: list[tuple[int, str]] = []
         self.draws = False
+        self.statistics: set[int] = set()
+        self._of_call = 0  # storages that the present operator gave birth to
         self._ids: dict[int, int] = {}
         self._newborn: int | None = None
 
@@ -93,6 +97,7 @@ class Recorder(Ledger):
     ) -> Any:
         self._settle()
         self.draws |= draws(function)
+        self._of_call = 0
         return super().__torch_dispatch__(function, types, args, kwargs)
 
     def _settle(self) -> None:
@@ -111,6 +116,9 @@ class Recorder(Ledger):
         self._ids[key], self.born_sizes[number] = number, storage.nbytes()
         self.events.append(Born(number, storage.nbytes(), operator))
         self._newborn = key
+        self._of_call += 1
+        if operator.startswith(_ATTENTION) and self._of_call > 1:
+            self.statistics.add(number)
 
     def resized(self, key: int, storage: torch.UntypedStorage, before: int) -> None:
         raise RuntimeError("a plain model resized a storage; it cannot be traced")
@@ -132,10 +140,11 @@ class Recorder(Ledger):
 def draws(function: torch._ops.OpOverload) -> bool:
     """Return whether an operator says that it draws random numbers. torch's fused attention could,
     and where it drops something out on a processor it is not fused."""
-    is_fused = function._schema.name.startswith("aten::_scaled_dot_product")
+    is_fused = function._schema.name.startswith(_ATTENTION)
     return torch.Tag.nondeterministic_seeded in function.tags and not is_fused
 
 
+_ATTENTION = "aten::_scaled_dot_product"
 _COPIES = ("clone", "new_empty_strided", "empty_strided")
 
 
@@ -276,6 +285,7 @@ def record(
         sizes=recorder.born_sizes,
         moved=tuple(recorder.moved),
         draws=recorder.draws,
+        statistics=frozenset(recorder.statistics),
     )
 
 

@@ -30,8 +30,13 @@ def _tensors(leaves: Leaves) -> Iterator[torch.Tensor]:
         yield from leaf["params"] if isinstance(leaf, dict) else (leaf,)
 
 
-def build_optimizer(rule: str, leaves: Leaves, spec: OptimizerSpec) -> torch.optim.Optimizer:
-    """torch's optimizer of `leaves`, tensors or groups of them, by a rule's name."""
+def build_optimizer(
+    rule: str, leaves: Leaves, spec: OptimizerSpec, *, stands_in: bool = False
+) -> torch.optim.Optimizer:
+    """torch's optimizer of `leaves`, tensors or groups of them, by a rule's name; `stands_in`: they
+    are on a processor for those of a GPU."""
+    on_cpu = [leaf for leaf in _tensors(leaves) if leaf.is_cpu and not stands_in]
+    needs_own = any(leaf.itemsize == 2 for leaf in on_cpu)
     match rule:
         case "adamw":
             return torch.optim.AdamW(
@@ -42,7 +47,7 @@ def build_optimizer(rule: str, leaves: Leaves, spec: OptimizerSpec) -> torch.opt
                 weight_decay=spec.weight_decay,
                 fused=True,
             )
-        case "sgd" if any(leaf.is_cpu and leaf.dtype.itemsize == 2 for leaf in _tensors(leaves)):
+        case "sgd" if needs_own:
             return SGD(leaves, **_decayed(spec))
         case "sgd":
             return torch.optim.SGD(leaves, **_decayed(spec), fused=True)

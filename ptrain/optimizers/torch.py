@@ -48,9 +48,15 @@ class TorchOptimizer:
     """One of torch's optimizers on its leaves."""
 
     def __init__(
-        self, rule: str, leaves: Sequence[OptimizerLeaf[torch.Tensor]], spec: OptimizerSpec
+        self,
+        rule: str,
+        leaves: Sequence[OptimizerLeaf[torch.Tensor]],
+        spec: OptimizerSpec,
+        *,
+        stands_in: bool,
     ) -> None:
-        self.optimizer = build_optimizer(rule, [tensor_of(leaf) for leaf in leaves], spec)
+        tensors = [tensor_of(leaf) for leaf in leaves]
+        self.optimizer = build_optimizer(rule, tensors, spec, stands_in=stands_in)
         for leaf in leaves:
             assert isinstance(leaf, TorchLeaf), "a leaf of this room"
             leaf.optimizer = self.optimizer
@@ -64,7 +70,10 @@ class TorchOptimizer:
 
 
 class TorchRules:
-    """By name, `optimizers.build`."""
+    """By name, `optimizers.build`; `stands_in` as there."""
+
+    def __init__(self, *, stands_in: bool = False) -> None:
+        self.stands_in = stands_in
 
     def leaf(self, like: torch.Tensor, dtype: DType) -> TorchLeaf:
         return TorchLeaf(like.new_empty(0, dtype=TORCH_DTYPES[dtype]))
@@ -72,7 +81,7 @@ class TorchRules:
     def optimizer(
         self, rule: str, leaves: Sequence[OptimizerLeaf[torch.Tensor]], spec: OptimizerSpec
     ) -> TorchOptimizer:
-        return TorchOptimizer(rule, leaves, spec)
+        return TorchOptimizer(rule, leaves, spec, stands_in=self.stands_in)
 
 
 def tensor_of(leaf: OptimizerLeaf[torch.Tensor]) -> torch.Tensor:

@@ -3,7 +3,7 @@ fits, and why the two columns differ."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ptrain.by_rank import distinct
@@ -33,9 +33,18 @@ _BAR = 24  # columns of the longest bar
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Reserving:
+    """What CUDA's allocator would reserve on a rank: as text, and as a record by kind of
+    segments."""
+
+    lines: tuple[str, ...]
+    record: Mapping[str, object]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
     """A spec with what was derived of it. `label` tells it from the others of a sweep; `words` load
-    it, where the user typed them."""
+    it, where the user typed them. `reserving` is there where it was asked for."""
 
     label: str
     spec: Spec
@@ -44,6 +53,7 @@ class Prediction:
     cheaper: tuple[Variant, ...] = ()
     words: tuple[str, ...] = ("SPEC",)
     allow_import: bool = False
+    reserving: Reserving | None = None
 
     @property
     def fit(self) -> Fit:
@@ -71,6 +81,7 @@ def one(prediction: Prediction) -> str:
             "",
             *operations_lines(exact),
             *fit_lines(prediction),
+            *(prediction.reserving.lines if prediction.reserving else ()),
             *(f"warning: {warning}" for warning in exact.warnings),
             *notes(paper, exact),
             *composition(prediction),

@@ -7,11 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ptrain.costs import Estimate, State
-from ptrain.derivation.allocator import COMPUTING, Reserved
+from ptrain.derivation.allocator import Reserved
 from ptrain.plan.composition import ranks_text
 from ptrain.report.composition import MemoryHistory
 from ptrain.report.predict import operations_lines
 from ptrain.report.record import Check, compare
+from ptrain.report.reserved import reserved_lines
 from ptrain.report.summary import end_table
 from ptrain.report.table import render, size
 
@@ -20,9 +21,6 @@ GARBAGE = (
     "is right, `ptrain verify` does"
 )
 _MOST = 20  # kinds of a peak that are listed
-_NOT_RESERVED = (
-    "not claimed: without what kernels take within themselves, NCCL's buffers and the context"
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +66,7 @@ def one(report: RankReport, name: str) -> str:
             by_phase(report.course),
             "",
             peak(report.course),
-            *reserved_lines(report),
+            *reserved_lines(report.reserved),
         ]
     )
 
@@ -134,28 +132,3 @@ def peak(course: MemoryHistory) -> str:
     when = f"{course.peak.phase}, micro-batch {course.peak.micro_batch}"
     table = render(("what lives then", "state", "bytes", "tensors"), rows, left=(0, 1))
     return f"peak {size(course.peak.total)} in {when}\n{table}"
-
-
-def reserved_lines(report: RankReport) -> list[str]:
-    """Return what CUDA's caching allocator would reserve, by kind of segments, and why no device's
-    figure is claimed to be this one."""
-    if not report.reserved:
-        return []
-    rows: list[tuple[str, ...]] = []
-    for segments, held in report.reserved.items():
-        if held is None:
-            rows.append((segments, "grows on", "", "", "", ""))
-            continue
-        elsewhere = sum(left for stream, left in held.beyond.items() if stream != COMPUTING)
-        between = held.beyond.get(COMPUTING, 0) - held.gap
-        figures = (held.device_bytes, held.living, held.gap, between, elsewhere)
-        rows.append((segments, *map(size, figures)))
-    head = (
-        "reserved by CUDA's allocator",
-        "in all",
-        "lives",
-        "largest gap",
-        "other gaps",
-        "streams",
-    )
-    return ["", render(head, rows), _NOT_RESERVED]

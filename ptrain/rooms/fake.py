@@ -20,11 +20,21 @@ _CPU = torch.device("cpu")
 _LOG = logging.getLogger("torch._subclasses.fake_tensor")
 
 
-def fake_world(rank: int, size: int, device: torch.device = _CPU) -> World:
-    """Rank `rank` of `size` over torch's fake process group. Under `fake_tensors` nothing is
-    computed either: shapes, collectives and storages are those of the real run, values are not."""
+def fake_world(
+    rank: int, size: int, device: torch.device = _CPU, *, stands_in: bool = False
+) -> World:
+    """Rank `rank` of `size` over torch's fake process group; `stands_in` as a world has it.
+    Under `fake_tensors` nothing is computed either: shapes, collectives and storages are those of
+    the real run, values are not."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
-    return World(rank=rank, size=size, device=device, backend="fake", owns_group=True)
+    return World(
+        rank=rank,
+        size=size,
+        device=device,
+        backend="fake",
+        owns_group=True,
+        stands_in=stands_in,
+    )
 
 
 def new_fakes() -> FakeTensorMode:

@@ -34,7 +34,8 @@ def flight_recorder_size() -> int:
 
 @dataclass(kw_only=True)
 class World:
-    """One rank's view of the job. `owns_group` says whether `close` destroys the process group."""
+    """One rank's view of the job. `owns_group` says whether `close` destroys the process group;
+    `stands_in`, that fake tensors on a processor are for those of a GPU."""
 
     rank: int = 0
     size: int = 1
@@ -42,6 +43,7 @@ class World:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     backend: str = "none"
     owns_group: bool = False
+    stands_in: bool = False
     timeout: Timeout = field(default_factory=Timeout)
 
     @classmethod

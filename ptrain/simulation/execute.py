@@ -18,10 +18,10 @@ import torch
 
 from ptrain.costs import Column, Estimate, add_traffic
 from ptrain.data.sampler import LocalBatch
+from ptrain.derivation.allocator import Reserved, reserved
 from ptrain.errors import RankFailed, refused
 from ptrain.interpreter.program import Observer, Program, interpret
 from ptrain.meters.traffic import TrafficMeter
-from ptrain.models.dropout import kernels_of
 from ptrain.models.fake_values import READ
 from ptrain.report.composition import MemoryHistory
 from ptrain.rooms import pretence
@@ -35,8 +35,10 @@ from ptrain.simulation.operations import OperationsMeter
 from ptrain.simulation.replay import FEWEST, LEAST, StepRecord, blocks_of, replayed, with_blocks
 from ptrain.spec.model import HuggingFaceModel, ModelShape
 from ptrain.spec.spec import Spec
+from ptrain.traces.gpu_kernels import kernels_for
 from ptrain.train.probe import FIRST_STEADY, set_up
 
+SEGMENTS = {"default segments": False, "segments that expand": True}
 _LR = 1e-3
 _ROOM = "leave --rehearse out: fake tensors take none"
 
@@ -72,6 +74,14 @@ class Simulated:
     def course(self) -> MemoryHistory:
         """Its memory over the step."""
         return self.run.stream.history(self.rank)
+
+    def reserved(self, spec: Spec) -> dict[str, Reserved | None]:
+        """Return what CUDA's caching allocator would reserve on the spec's GPUs, by kind of
+        segments; None where it grows on, empty for other devices."""
+        if not spec.is_for_cuda:
+            return {}
+        step = self.run.stream.allocated()
+        return {name: reserved(step, expands=expands) for name, expands in SEGMENTS.items()}
 
 
 def simulate(
@@ -126,12 +136,13 @@ def _every_block(
     rehearse: bool = False,
 ) -> Simulated:
     """As `simulate`, with every block of the model."""
-    world = fake_world(rank, spec.world_size, device)
+    stands_in = spec.is_for_cuda and device.type == "cpu" and not rehearse
+    world = fake_world(rank, spec.world_size, device, stands_in=stands_in)
     try:
         with (
             patched(spec.model),
-            kernels_of(is_for_cuda=spec.is_for_cuda and device.type == "cpu" and not rehearse),
             nullcontext() if rehearse else fake_tensors(),
+            kernels_for(spec) if stands_in else nullcontext(),
             _refusing(spec, device),
         ):
             return _simulated(spec, world, allow_import=allow_import)

@@ -8,9 +8,8 @@ repeats.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,8 +23,8 @@ from ptrain.activations.run.apply import keep
 from ptrain.axes.tensor.run.apply import parallelize, whole_loss
 from ptrain.derivation.blocks import CUTS, PLAIN_NAME, VARIANTS
 from ptrain.models.build import build
-from ptrain.models.dropout import kernels_of
 from ptrain.models.initialize import cast
+from ptrain.models.kernels import kernels_of
 from ptrain.models.trace import Born, Died, Recording, record
 from ptrain.models.units import unit_modules
 from ptrain.models.work import OperatorWork, When, WorkRecorder
@@ -35,8 +34,9 @@ from ptrain.spec.activations import Kept
 from ptrain.spec.model import Attention, ModelShape
 from ptrain.steps.step import Keep
 from ptrain.timeline import Boundary, Mark
-from ptrain.traces.model_tables import SMALLEST, BlockTableBuilder, Make, factorise
+from ptrain.traces.model_tables import SMALLEST, BlockTableBuilder, Make
 from ptrain.traces.stage_tables import TableSetting, settings
+from ptrain.traces.table_format import TableWriter, factorised
 from ptrain.traces.tensor_tables import TP
 
 ATTENTIONS = (Attention.SDPA, Attention.EAGER)
@@ -89,8 +89,7 @@ class Blocks:
 
     def __init__(self, setting: TableSetting, mesh: DeviceMesh | None = None) -> None:
         self.setting, self.mesh = setting, mesh
-        self.sizes: dict[tuple[int, int, tuple[int, ...]], int] = {}
-        self.parts: dict[str, int] = {}
+        self.writer = TableWriter(tuple(setting.symbols))
 
     def build(self) -> dict[str, object]:
         """Return the tables as JSON; equal parts are written once, and named by their place."""
@@ -98,13 +97,7 @@ class Blocks:
             attention.value: {name: self._variant(attention, kept) for name, kept in VARIANTS}
             for attention in ATTENTIONS
         }
-        return {
-            "torch": torch.__version__.split("+")[0],
-            "symbols": list(self.setting.symbols),
-            "sizes": [[follows, c, list(e)] for follows, c, e in self.sizes],
-            "parts": [json.loads(part) for part in self.parts],
-            **variants,
-        }
+        return self.writer.table(**variants)
 
     def _variant(self, attention: Attention, kept: Kept) -> dict[str, object]:
         setting = self.setting
@@ -115,22 +108,19 @@ class Blocks:
             traced.append(trace(setting, shape, kept, dtype, self.mesh))
             return traced[-1].recording
 
-        table = BlockTableBuilder(shape, setting.precision, setting.batch, setting.symbols, tracer)
-        table.sizes = self.sizes
+        table = BlockTableBuilder(
+            shape, setting.precision, setting.batch, setting.symbols, tracer, self.writer
+        )
         first = table.recordings[0]
         parts = table.parts(first)
         return {
-            "forward": self._part(parts["forward"]["block"]),
-            "backward": self._part(parts["backward"]["block"]),
-            "saved": self._part(_saved(table, first)),
-            "moved": self._part(self._moved(table, first)),
+            "forward": self.writer.part(parts["forward"]["block"]),
+            "backward": self.writer.part(parts["backward"]["block"]),
+            "saved": self.writer.part(_saved(table, first)),
+            "moved": self.writer.part(self._moved(table, first)),
             "frees_input": _frees_input(table, first),
             **self._work(traced[0], table),
         }
-
-    def _part(self, part: Sequence[object]) -> int:
-        text = json.dumps(part, separators=(",", ":"))
-        return self.parts.setdefault(text, len(self.parts))
 
     def _moved(self, table: BlockTableBuilder, recording: Recording) -> list[object]:
         """Return the sizes of the storages that one block's forward takes off the device."""
@@ -147,7 +137,7 @@ class Blocks:
         assert all(works == by_block[0] for works in by_block), "the blocks do not repeat"
         for when in When:
             flops = Counter(
-                factorise(work.size, self.setting.symbols)
+                factorised(work.size, self.setting.symbols, self.setting.symbols)
                 for work in by_block[0]
                 if work.when is when and work.collective is None
             )
@@ -157,7 +147,7 @@ class Blocks:
             for work in by_block[0]
             if work.when is When.AGAIN and work.collective is not None
         ]
-        return {"work": self._part([record])}
+        return {"work": self.writer.part([record])}
 
     def _size_of(self, size: int, recording: Recording, table: BlockTableBuilder) -> int:
         """What is sent is what some operator allocated."""

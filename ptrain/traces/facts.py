@@ -20,13 +20,13 @@ from ptrain.interpreter.stages import stages_of_module
 from ptrain.models.boundary import CodeRaised
 from ptrain.models.build import build
 from ptrain.models.contract import logits_of, require_takes_tokens
-from ptrain.models.dropout import kernels_of
 from ptrain.models.facts import module_facts, untraced_facts
 from ptrain.models.fake_values import READ
 from ptrain.rooms.fake import fake_tensors
 from ptrain.spec.axis import Axis
 from ptrain.spec.model import ExternalModel
 from ptrain.spec.spec import Spec
+from ptrain.traces.gpu_kernels import kernels_for
 from ptrain.traces.on_fakes import (
     FakeModel,
     large_model,
@@ -157,7 +157,7 @@ class _Reader:
 
     @contextmanager
     def _running(self) -> Iterator[None]:
-        with self.around(), kernels_of(is_for_cuda=self.spec.is_for_cuda):
+        with self.around(), kernels_for(self.spec):
             yield
 
 

@@ -9,12 +9,10 @@ division: dimensions are such that no product of some is one of others.
 from __future__ import annotations
 
 import itertools
-import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from ptrain.derivation.loss_chunks import (
@@ -24,19 +22,15 @@ from ptrain.derivation.loss_chunks import (
     file_name,
     is_tabulated,
 )
-from ptrain.models.trace import Born, Completion, Died, Event
-from ptrain.models.units import Units
 from ptrain.spec.model import Family
 from ptrain.spec.precision import DType
-from ptrain.timeline import Boundary
 from ptrain.traces.loss_trace import LossTraceSetting, Tokens, tokens_of, trace
-from ptrain.traces.model_tables import DTYPES, MARKS, Make
+from ptrain.traces.model_tables import DTYPES, Make
+from ptrain.traces.table_format import Coded, TableWriter, coded, course
 from ptrain.traces.tensor_tables import KINDS
 
 SEVERAL = 2  # samples, where they are not one
 CHUNKS = (5, 7)  # from so many what repeats is learnt
-
-Coded = list[object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +46,7 @@ class LossTableBuilder:
 
     def __init__(self, mesh: DeviceMesh | None = None) -> None:
         self.mesh = mesh
-        self.sizes: dict[tuple[int, int, tuple[int, ...]], int] = {}
-        self.parts: dict[str, int] = {}
+        self.writer = TableWriter(SYMBOLS)
 
     def build(self, settings: Sequence[LossTraceSetting]) -> dict[str, object]:
         """Return the tables as JSON."""
@@ -61,13 +54,7 @@ class LossTableBuilder:
             setting.name: {place: self._place(setting, place) for place in PLACES}
             for setting in settings
         }
-        return {
-            "torch": torch.__version__.split("+")[0],
-            "symbols": list(SYMBOLS),
-            "sizes": [[follows, c, list(e)] for follows, c, e in self.sizes],
-            "parts": [json.loads(part) for part in self.parts],
-            **ways,
-        }
+        return self.writer.table(**ways)
 
     def _place(self, setting: LossTraceSetting, place: str) -> dict[str, object]:
         table: dict[str, object] = {}
@@ -79,18 +66,15 @@ class LossTableBuilder:
             table["rest" if has_rest else "even"] = {
                 name: {
                     "few": [
-                        self._part(code.phases[phase]) for code in few[: pieces[phase].least - 1]
+                        self.writer.part(code.phases[phase])
+                        for code in few[: pieces[phase].least - 1]
                     ],
-                    "pieces": [self._part(piece) for piece in pieces[phase].listed],
+                    "pieces": [self.writer.part(piece) for piece in pieces[phase].listed],
                 }
                 for phase, name in enumerate(("forward", "backward"))
             }
             table["output"] = less.output
         return table
-
-    def _part(self, events: Coded) -> int:
-        text = json.dumps(events, separators=(",", ":"))
-        return self.parts.setdefault(text, len(self.parts))
 
     def _coded(
         self, setting: LossTraceSetting, place: str, number: int, *, has_rest: bool
@@ -101,20 +85,17 @@ class LossTableBuilder:
             trace(setting, tokens, dtype, self.mesh, place) for dtype in DTYPES[setting.precision]
         )
         for other in others:
-            assert list(map(_kind, first.forward)) == list(map(_kind, other.forward))
-            assert list(map(_kind, first.backward)) == list(map(_kind, other.backward))
+            assert course(first.forward) == course(other.forward)
+            assert course(first.backward) == course(other.backward)
         values = values_of(setting, tokens)
 
         def size(number: int) -> int:
             bytes_ = first.sizes[number]
             doubled = bool(others) and others[0].sizes[number] == 2 * bytes_ > 0
-            coefficient, exponents = divided(bytes_ // 4 if doubled else bytes_, values)
-            key = (int(doubled), coefficient, exponents)
-            return self.sizes.setdefault(key, len(self.sizes))
+            return self.writer.size(bytes_, values, follows=doubled)
 
         forward, backward = (
-            [_encode(event, size, first.units) for event in events]
-            for events in (first.forward, first.backward)
+            coded(events, size, first.units) for events in (first.forward, first.backward)
         )
         output = None if first.output is None else size(first.output)
         return Encoded((forward, backward), output)
@@ -133,18 +114,6 @@ def values_of(setting: LossTraceSetting, tokens: Tokens) -> dict[str, int]:
         "tp": degree,
     }
     return {symbol: values[symbol] for symbol in SYMBOLS if values[symbol] > 1}
-
-
-def divided(size: int, values: Mapping[str, int]) -> tuple[int, tuple[int, ...]]:
-    """Coefficient and exponents."""
-    exponents = []
-    for symbol in SYMBOLS:
-        value, exponent = values.get(symbol, 0), 0
-        while value and size and size % value == 0:
-            size, exponent = size // value, exponent + 1
-        exponents.append(exponent)
-    assert size & (size - 1) == 0, f"{size} is left of what is not one product"
-    return size, tuple(exponents)
 
 
 def repeating(less: Coded, more: Coded) -> Pieces:
@@ -175,22 +144,6 @@ def _common(one: Coded, other: Coded) -> int:
     """Events in front that are the same."""
     pairs = zip(one, other, strict=False)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
-
-
-def _kind(event: Event) -> object:
-    return (event.id, event.operator) if isinstance(event, Born) else event
-
-
-def _encode(event: Event, size: Callable[[int], int], units: Units) -> object:
-    match event:
-        case Born(number):
-            return size(number) + 1
-        case Died(number):
-            return -size(number) - 1
-        case Boundary(mark, unit):
-            return MARKS[mark] + units[unit][0]
-        case Completion(parameter, number, cloned):
-            return [parameter, size(number), int(cloned)]
 
 
 def settings() -> Iterator[tuple[str, list[LossTraceSetting]]]:

@@ -17,14 +17,15 @@ from functools import partial
 import torch
 
 from ptrain.models.build import build
-from ptrain.models.dropout import kernels_of
 from ptrain.models.initialize import cast
+from ptrain.models.kernels import kernels_of
 from ptrain.models.loss import token_loss_sum
-from ptrain.models.trace import Born, Completion, Died, Event, Recording, record
+from ptrain.models.trace import Born, Event, Recording, record
 from ptrain.models.units import Units, unit_modules
 from ptrain.spec.dials import UnitKind, UnitSize
 from ptrain.spec.model import Family, ModelShape
 from ptrain.timeline import Boundary, Mark
+from ptrain.traces.table_format import TableWriter, coded, course
 
 BATCH, SEQUENCE = 11, 13
 PRIMES = {
@@ -34,11 +35,7 @@ PRIMES = {
 COMMON = {"batch": BATCH, "sequence": SEQUENCE, "ffn": 17, "vocab": 19}
 LAYERS = 4
 SMALLEST = UnitSize(kind=UnitKind.SUB_BLOCK)
-MARKS = {Mark.ENTER: ">", Mark.LEAVE: "<", Mark.PRE_BACKWARD: "[", Mark.POST_BACKWARD: "]"}
 DTYPES = {"full": (torch.float32, torch.float64), "bf16": (torch.bfloat16,)}
-
-# A size: [1 where it counts in elements and 0 in bytes, coefficient, exponents of the symbols].
-Size = tuple[int, int, tuple[int, ...]]
 
 
 def trace(
@@ -107,17 +104,6 @@ def _shape(family: Family, *, tied: bool, special: bool) -> ModelShape:
     )
 
 
-def factorise(size: int, symbols: dict[str, int]) -> tuple[int, tuple[int, ...]]:
-    """Coefficient and exponents; the coefficient is what no symbol's prime divides."""
-    exponents = []
-    for prime in symbols.values():
-        exponent = 0
-        while size and size % prime == 0:
-            size, exponent = size // prime, exponent + 1
-        exponents.append(exponent)
-    return size, tuple(exponents)
-
-
 Make = Callable[[], dict[str, object]]  # a table, within seconds
 Tracer = Callable[[ModelShape, torch.dtype, int], Recording]
 
@@ -132,6 +118,7 @@ class BlockTableBuilder:
         batch: int,
         symbols: dict[str, int] | None,
         tracer: Tracer,
+        writer: TableWriter | None = None,
     ) -> None:
         self.shape, self.precision, self.batch = shape, precision, batch
         self.tracer = tracer
@@ -140,54 +127,38 @@ class BlockTableBuilder:
             self.symbols.pop("repeats", None)
         if batch == 1:
             self.symbols.pop("batch", None)
-        self.sizes: dict[Size, int] = {}
+        self.writer = writer or TableWriter(tuple(self.symbols))
         self.recordings = [tracer(shape, dtype, batch) for dtype in DTYPES[precision]]
         self.units = _smallest_units(shape)
         self._classes = self._classify()
+        self.statistics = self.recordings[0].statistics
 
     def _classify(self) -> dict[int, int]:
         """Storage id -> 1 where its size follows the compute dtype's."""
         first, *others = self.recordings
         classes = dict.fromkeys(first.sizes, 0)
         for other in others:
-            assert list(map(_kind, first.forward)) == list(map(_kind, other.forward))
-            assert list(map(_kind, first.backward)) == list(map(_kind, other.backward))
+            assert course(first.forward) == course(other.forward)
+            assert course(first.backward) == course(other.backward)
             for number, size in first.sizes.items():
                 assert other.sizes[number] in (size, 2 * size)
                 classes[number] = int(size > 0 and other.sizes[number] == 2 * size)
         return classes
 
     def size(self, number: int) -> int:
-        """Return the index of a storage's size."""
-        follows = self._classes[number]
-        bytes_ = self.recordings[0].sizes[number]
-        coefficient, exponents = factorise(bytes_ // 4 if follows else bytes_, self.symbols)
-        assert coefficient & (coefficient - 1) == 0, f"{bytes_} is not one product"
-        return self.sizes.setdefault((follows, coefficient, exponents), len(self.sizes))
-
-    def encode(self, event: Event, block: int) -> object:
-        """An event as JSON; `*` stands for the block's index."""
-        match event:
-            case Born(number):
-                return self.size(number) + 1
-            case Died(number):
-                return -self.size(number) - 1
-            case Boundary(mark, unit):
-                (module,) = self.units[unit]
-                in_block = module.startswith(f"blocks.{block}")
-                assert in_block or not module
-                return MARKS[mark] + module.replace(f"blocks.{block}", "*")
-            case Completion(parameter, number, cloned):
-                pattern = parameter.replace(f"blocks.{block}.", "blocks.*.")
-                return [pattern, self.size(number), int(cloned)]
+        """Return the number of a storage's size."""
+        return self.writer.size(
+            self.recordings[0].sizes[number],
+            self.symbols,
+            follows=bool(self._classes[number]),
+            is_statistics=number in self.statistics,
+        )
 
     def parts(self, recording: Recording) -> dict[str, dict[str, list[object]]]:
         """Forward and backward, each in what precedes the blocks, one block, and what follows."""
         cut = _cut(recording, self.units)
         return {
-            phase: _fold(
-                [[self.encode(event, block) for event in events] for block, events in parts]
-            )
+            phase: _fold([coded(events, self.size, self.units, block) for block, events in parts])
             for phase, parts in cut.items()
         }
 
@@ -209,13 +180,7 @@ class BlockTableBuilder:
         """The table as JSON."""
         recording = self.recordings[0]
         parts, saved = self.parts(recording), self.saved(recording)
-        return {
-            "torch": torch.__version__.split("+")[0],
-            "symbols": list(self.symbols),
-            "sizes": [[follows, c, list(e)] for follows, c, e in self.sizes],
-            **parts,
-            "saved": saved,
-        }
+        return self.writer.table(**parts, saved=saved)
 
 
 def builder(
@@ -264,11 +229,6 @@ def _fold(parts: Sequence[Sequence[object]]) -> dict[str, list[object]]:
     return {"before": before, "block": block, "after": last[len(block) :]}
 
 
-def _kind(event: Event) -> object:
-    """What two traces of one model at different sizes have in common."""
-    return (event.id, event.operator) if isinstance(event, Born) else event
-
-
 def tables() -> Iterator[tuple[str, Make]]:
     """Yield the name of every table and what makes it."""
     for title, shape, precision, batch, is_for_cuda in variants():
@@ -289,12 +249,13 @@ def _checked(
 def _same_with(layers: int, table: BlockTableBuilder) -> bool:
     """Whether a trace of so many layers has the same parts."""
     shape = replace(table.shape, layers=layers)
-    few = BlockTableBuilder(shape, table.precision, table.batch, None, table.tracer)
-    few.sizes = table.sizes
+    few = BlockTableBuilder(shape, table.precision, table.batch, None, table.tracer, table.writer)
     recording = few.recordings[0]
     for phase, parts in table.parts(table.recordings[0]).items():
         cut = _cut(recording, few.units)[phase]
-        encoded = [few.encode(event, block) for block, events in cut for event in events]
+        encoded = [
+            event for block, events in cut for event in coded(events, few.size, few.units, block)
+        ]
         if encoded != [*parts["before"], *(parts["block"] * layers), *parts["after"]]:
             return False
     return True

@@ -8,9 +8,8 @@ one layer is `only`. Equal parts are written once, and named by their place.
 from __future__ import annotations
 
 import itertools
-import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,7 +26,7 @@ from ptrain.facts.parameters import facts
 from ptrain.facts.stages import ENDS, Stage, cut, layers_of
 from ptrain.models.build import build
 from ptrain.models.initialize import cast
-from ptrain.models.trace import Born, Completion, Died, Event
+from ptrain.models.trace import Completion, Event
 from ptrain.models.units import Units, unit_modules
 from ptrain.rooms.registry import Registry
 from ptrain.spec.model import Family, ModelShape
@@ -35,8 +34,9 @@ from ptrain.steps.step import Parallelize
 from ptrain.timeline import Boundary, Mark
 from ptrain.traces import model_tables as tables
 from ptrain.traces import tensor_tables
-from ptrain.traces.model_tables import DTYPES, MARKS, SMALLEST, Make, factorise
+from ptrain.traces.model_tables import DTYPES, SMALLEST, Make
 from ptrain.traces.stage_trace import PassEvents, TracedStage, record_passes
+from ptrain.traces.table_format import TableWriter, coded, course
 from ptrain.traces.tensor_tables import KINDS, TP, CutKind
 
 PLACES = ("first", "middle", "last")
@@ -167,8 +167,7 @@ class StageTableBuilder:
     def __init__(self, setting: TableSetting, mesh: DeviceMesh | None = None) -> None:
         self.setting, self.mesh = setting, mesh
         self.symbols = setting.symbols
-        self.sizes: dict[tuple[int, int, tuple[int, ...]], int] = {}
-        self.parts: dict[str, int] = {}
+        self.writer = TableWriter(tuple(self.symbols))
         self.follows: dict[int, bool] = {}
         self.ambiguous = False  # whether one size in bytes follows here and does not there
 
@@ -178,13 +177,7 @@ class StageTableBuilder:
         for place, in_halves in itertools.product(PLACES, (False, True)):
             if not (in_halves and place == PLACES[0]):
                 by_place[place] |= self._passes(place, in_halves, most)
-        return {
-            "torch": torch.__version__.split("+")[0],
-            "symbols": list(self.symbols),
-            "sizes": [[follows, c, list(e)] for follows, c, e in self.sizes],
-            "parts": [json.loads(part) for part in self.parts],
-            **by_place,
-        }
+        return self.writer.table(**by_place)
 
     def _passes(self, place: str, in_halves: bool, most: int) -> dict[str, object]:
         one, output = self._encoded(Case(place, 1, in_halves))
@@ -194,12 +187,8 @@ class StageTableBuilder:
             begin, *blocks, end = several[name]
             assert all(block == blocks[0] for block in blocks), "the layers do not repeat"
             listed = (only, begin, blocks[0], end)
-            parts[name] = [self._part(part) for part in listed]
+            parts[name] = [self.writer.part(part) for part in listed]
         return parts
-
-    def _part(self, events: Sequence[object]) -> int:
-        text = json.dumps(events, separators=(",", ":"))
-        return self.parts.setdefault(text, len(self.parts))
 
     def _encoded(self, case: Case) -> tuple[dict[str, list[list[object]]], int]:
         """Return every pass as JSON, layer by layer in the order of the pass, and the index of the
@@ -218,7 +207,7 @@ class StageTableBuilder:
             order = layers[::-1] if name in ("backward", "input") else layers
             parts = [*_layers(name, events, stage.units, order)]
             passes[name] = [
-                _shortest([_encode(event, size, stage.units, layer) for event in _sorted(part)])
+                _shortest(coded(_sorted(part), size.__getitem__, stage.units, layer))
                 for layer, part in zip(order, parts, strict=True)
             ]
         return passes, size[first.output]
@@ -235,14 +224,13 @@ class StageTableBuilder:
                 self.ambiguous |= self.follows.setdefault(size, follows) is not follows
             else:
                 follows = self.follows.get(size, False)
-            indices[number] = self._number(size, follows)
+            indices[number] = self.writer.size(
+                size,
+                self.symbols,
+                follows=follows,
+                is_statistics=number in first.statistics,
+            )
         return indices
-
-    def _number(self, size: int, follows: bool) -> int:
-        coefficient, exponents = factorise(size // 4 if follows else size, self.symbols)
-        assert coefficient & (coefficient - 1) == 0, f"{size} is not one product"
-        key = (int(follows), coefficient, exponents)
-        return self.sizes.setdefault(key, len(self.sizes))
 
 
 def _follows(first: PassEvents, other: PassEvents, number: int) -> bool:
@@ -253,11 +241,7 @@ def _follows(first: PassEvents, other: PassEvents, number: int) -> bool:
 
 
 def _shape(passes: PassEvents) -> list[object]:
-    return [
-        (event.id, event.operator) if isinstance(event, Born) else event
-        for events in passes.events.values()
-        for event in _sorted(events)
-    ]
+    return [row for events in passes.events.values() for row in course(_sorted(events))]
 
 
 def _sorted(events: Sequence[Event]) -> list[Event]:
@@ -337,20 +321,6 @@ def _between_levels(now: Counter[int], then: Counter[int]) -> Iterator[int]:
 
 def _is_of(event: Event, prefix: str) -> bool:
     return isinstance(event, Completion) and event.parameter.startswith(prefix)
-
-
-def _encode(event: Event, size: Mapping[int, int], units: Units, layer: int) -> object:
-    """An event as JSON; `*` stands for the layer's index."""
-    match event:
-        case Born(number):
-            return size[number] + 1
-        case Died(number):
-            return -size[number] - 1
-        case Boundary(mark, unit):
-            return MARKS[mark] + units[unit][0].replace(f"blocks.{layer}", "*")
-        case Completion(parameter, number, cloned):
-            pattern = parameter.replace(f"blocks.{layer}.", "blocks.*.")
-            return [pattern, size[number], int(cloned)]
 
 
 def settings() -> Iterator[tuple[str, TableSetting, tuple[TableSetting, ...]]]:

@@ -28,14 +28,15 @@ Units = tuple[tuple[str, ...], ...]
 @dataclass(frozen=True, slots=True)
 class PassEvents:
     """The events of each pass of one micro-batch: forward and backward, or forward, input and
-    weight; `sizes` of all storages by id, `output` the id of what the stage hands on. `moved` and
-    `repeated` as a recording and a timeline have them."""
+    weight; `sizes` of all storages by id, `output` the id of what the stage hands on. `moved`,
+    `statistics` and `repeated` as a recording and a timeline have them."""
 
     events: dict[str, tuple[Event, ...]]
     sizes: dict[int, int]
     output: int
     moved: tuple[tuple[int, str], ...] = ()
     repeated: tuple[tuple[str, int], ...] = ()
+    statistics: frozenset[int] = frozenset()
 
     def recording(self) -> Recording:
         """Return the recording as of a whole model: all that is not forward is one backward."""
@@ -113,7 +114,14 @@ def record_passes(traced: TracedStage, *, in_halves: bool = False) -> PassEvents
         events["weight"] = _completed(events["weight"], recorder.added)
     output = recorder._ids[storage_of(run.output)._cdata]
     moved = tuple(recorder.moved)
-    return PassEvents(events, recorder.born_sizes, output, moved, repeated(recorder))
+    return PassEvents(
+        events=events,
+        sizes=recorder.born_sizes,
+        output=output,
+        moved=moved,
+        repeated=repeated(recorder),
+        statistics=frozenset(recorder.statistics),
+    )
 
 
 class _Run:

@@ -33,7 +33,6 @@ from ptrain.facts.stages import Ends, Stage
 from ptrain.facts.traced_part import traced_part
 from ptrain.interpreter.loss import Loss
 from ptrain.models.build import build
-from ptrain.models.dropout import kernels_of
 from ptrain.models.facts import untraced_facts
 from ptrain.models.heads import head_of
 from ptrain.models.initialize import cast
@@ -49,6 +48,7 @@ from ptrain.spec.spec import Spec
 from ptrain.spec.write import to_mapping
 from ptrain.steps.step import Keep, Parallelize, Plan
 from ptrain.timeline import Timeline
+from ptrain.traces.gpu_kernels import kernels_for
 from ptrain.traces.on_fakes import large_model
 from ptrain.traces.stage_parts import Prepare, stage_rows
 
@@ -237,7 +237,7 @@ def main(questions: Sequence[str]) -> int:
     answers, sys.stdout = sys.stdout, sys.stderr
     try:
         spec = load(json.loads(text)).spec
-        with kernels_of(is_for_cuda=spec.is_for_cuda):
+        with kernels_for(spec):
             rows = _play(spec, index, allow_import=allow_import)
     except PtrainError as error:
         print(error, file=sys.stderr)

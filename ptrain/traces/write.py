@@ -16,7 +16,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ptrain.derivation import archive
 from ptrain.derivation.archive import Table, TablePart
-from ptrain.traces import block_tables, loss_tables, model_tables, stage_tables, tensor_tables
+from ptrain.traces import (
+    attention_kernels,
+    block_tables,
+    loss_tables,
+    model_tables,
+    stage_tables,
+    tensor_tables,
+)
 from ptrain.traces.model_tables import Make
 from ptrain.traces.tensor_tables import fake_mesh
 
@@ -30,6 +37,7 @@ def tables(mesh: DeviceMesh | None) -> Iterator[tuple[TablePart, str, Make]]:
         TablePart.STAGE_SLICES: stage_tables.cut_tables(mesh),
         TablePart.BLOCK: block_tables.tables(mesh),
         TablePart.LOSS: loss_tables.tables(mesh),
+        TablePart.KERNEL: attention_kernels.tables(),
     }
     for part, makes in sources.items():
         for name, make in makes:

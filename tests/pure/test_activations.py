@@ -73,15 +73,16 @@ def test_without_dropout_attention_saves_nothing_quadratic_in_the_sequence():
 
 
 def test_on_gpus_dropout_keeps_a_mask_of_a_byte_an_element_and_nothing_else():
-    """After the embedding, after each attention and after each mlp; fused attention keeps none."""
+    """After the embedding, after each attention and after each mlp; fused attention keeps none,
+    but is another kernel: flash with a seed of 24 bytes for cudnn with one of 16."""
     gpt2 = ["model.preset=gpt2-124m", "mesh.dp_replicate=8", "precision.layout=zero16"]
     batch, cluster = "batch={accumulate: 1, micro: 8, sequence: 1024}", "cluster.preset=h100-8"
     specs = [
         load("ddp", [*gpt2, batch, cluster, f"model.dropout={rate}"]).spec for rate in (0, 0.1)
     ]
     plain, dropping = (derive(spec).exact.bytes_of(State.ACTIVATIONS, 0) for spec in specs)
-    assert plain == 4_409_055_240
-    assert dropping - plain == (1 + 2 * 12) * 8 * 1024 * 768
+    assert plain == 4_409_055_240 + 12 * 16
+    assert dropping - plain == (1 + 2 * 12) * 8 * 1024 * 768 + 12 * (24 - 16)
 
 
 @pytest.mark.parametrize("cut", ["mesh={tp: 2}", "mesh={pp: 2}"])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 
 from ptrain.derivation.allocator import (
@@ -14,7 +12,7 @@ from ptrain.derivation.allocator import (
     CachingAllocator,
     reserved,
 )
-from ptrain.report.simulation import reserved_lines
+from ptrain.report.reserved import reserved_lines
 
 KIB = 1024
 OTHER = "reduce_scatter_stream"
@@ -138,7 +136,7 @@ def test_the_gap_is_the_largest_free_block_when_most_lives() -> None:
 def test_a_report_names_what_is_reserved_and_does_not_claim_it() -> None:
     step = step_of((1, 30), (1, -30), resident=100)
     kinds = {"default segments": reserved(step, expands=False), "a kind that grows": None}
-    _, table, why = reserved_lines(SimpleNamespace(reserved=kinds))
+    _, table, why = reserved_lines(kinds)
     assert "reserved by CUDA's allocator" in table and "136.3 MB" in table and "grows on" in table
     assert why.startswith("not claimed: ")
-    assert reserved_lines(SimpleNamespace(reserved={})) == []
+    assert reserved_lines({}) == []

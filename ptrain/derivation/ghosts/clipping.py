@@ -39,7 +39,7 @@ def clipping(scene: Scene, groups: Sequence[Sequence[int]]) -> tuple[int, int]:
     """Return bytes at once, and until the step is over: the norm of each group of tensors, of which
     a scalar stays meanwhile, and one at last. `groups` are the elements of each tensor."""
     scalar = max(4, scene.plan.update.layout.gradients.itemsize)
-    is_cpu = scene.spec.device != "cuda"
+    is_cpu = not scene.spec.is_for_cuda
     most = max(before + _norm(sizes, is_cpu=is_cpu) for before, sizes in enumerate(groups))
     return most * scalar, scalar
 

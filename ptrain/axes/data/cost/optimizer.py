@@ -67,7 +67,7 @@ def norm(spec: Spec, plan: Plan, chain: UnitChain, tensors: int) -> tuple[int, i
         return COUNTER_BYTES * plan.update.layout.scales_loss, 0
     if plan.clip.operator_axes:
         raise NoClosedForm("clip within tp: norms of runs of tensors that are cut and of others")
-    if spec.device != "cuda" and chain.numel > LONG_NORM:
+    if not spec.is_for_cuda and chain.numel > LONG_NORM:
         raise NoClosedForm("clip of tensors that a processor adds up row by row")
     scalar = max(4, plan.update.layout.gradients.itemsize)
     return (2 * tensors + 1) * scalar, scalar

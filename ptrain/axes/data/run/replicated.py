@@ -110,9 +110,12 @@ class ReplicatedWrap(ParameterWrap):
     def own_update(self, optimizer: OptimizerSpec, layout: Layout) -> ZeroRedundancyUpdate | None:
         if not self.step.zero_redundancy:
             return None
-        targets = list(self._targets())
         return ZeroRedundancyUpdate(
-            targets, optimizer, self.mesh.submesh(self.step.axes), self.registry
+            list(self._targets()),
+            optimizer,
+            self.mesh.submesh(self.step.axes),
+            self.registry,
+            stands_in=self.mesh.world.stands_in,
         )
 
 

@@ -47,11 +47,13 @@ class ZeroRedundancyUpdate:
         spec: OptimizerSpec,
         mesh: DeviceMesh,
         registry: Registry,
+        *,
+        stands_in: bool,
     ) -> None:
         self.spec = spec
         self.optimizer = ZeroRedundancyOptimizer(
             [target.parameter for target in targets],
-            lambda parameters: build_optimizer(spec.name, parameters, spec),
+            lambda parameters: build_optimizer(spec.name, parameters, spec, stands_in=stands_in),
             process_group=mesh.get_group(),
             parameters_as_bucket_view=True,
         )

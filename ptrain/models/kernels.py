@@ -1,0 +1,114 @@
+"""A processor's operators that allocate what a GPU's do, where those of a processor would not.
+
+Values are others: it is for traces and simulations, which read sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ptrain.models.ledger import is_wrapper
+
+_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+
+
+class Keeping(Protocol):
+    """Says what a GPU's attention keeps."""
+
+    def __call__(
+        self, dtype: torch.dtype, head_dim: int, sequence: int, *, drops: bool
+    ) -> Callable[[int], int] | None:
+        """Return what gives the bytes that it keeps beside its output, in place of so many of a
+        processor's; None where nobody knows."""
+
+
+@contextmanager
+def kernels_of(*, is_for_cuda: bool, keeping: Keeping | None = None) -> Iterator[None]:
+    """Within it a processor allocates what that kind of device does. Entered behind a mode of fake
+    tensors, where there is one."""
+    if not is_for_cuda:
+        yield
+        return
+    attention = _Attention(keeping) if keeping else None
+    with _dropping_as_cuda(attention), attention or nullcontext():
+        yield
+
+
+class _Attention(TorchDispatchMode):
+    """Fused attention keeps a number for each row, batch and head for backward, on GPUs in a
+    kernel's own measure, and beside them seed and offset of its dropout, which are put into the
+    same storage here. `drops`: dropout is asked of the attention that runs."""
+
+    def __init__(self, keeping: Keeping) -> None:
+        super().__init__()
+        self.keeping, self.drops = keeping, False
+
+    def __torch_dispatch__(
+        self,
+        function: Any,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if any(is_wrapper(kind) for kind in types):
+            return NotImplemented
+        result = function(*args, **(kwargs or {}))
+        if function is not _ATTENTION:
+            return result
+        y, kept = result
+        sequence, head_dim = args[0].shape[-2:]
+        kept_by = self.keeping(args[0].dtype, head_dim, sequence, drops=self.drops)
+        return y, kept if kept_by is None else _in_more(kept, kept_by(kept.nbytes))
+
+
+def _in_more(tensor: Tensor, size: int) -> Tensor:
+    """Return the tensor in a storage of so many bytes."""
+    whole = tensor.new_empty(size // tensor.itemsize)
+    return whole.as_strided(tensor.shape, tensor.stride()).copy_(tensor)
+
+
+@contextmanager
+def _dropping_as_cuda(attention: _Attention | None) -> Iterator[None]:
+    """Within it dropout allocates on a processor what it does on a GPU: a mask of one byte an
+    element (`at::dropout` calls native_dropout there, and on a processor multiplies by noise as
+    wide as its input). Fused attention saves no mask, for backward draws it anew from seed and
+    offset.
+    """
+    attend: Any = F.scaled_dot_product_attention
+    drop: Any = F.dropout
+
+    def fused(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        *rest: Any,
+        **settings: Any,
+    ) -> Tensor:
+        if attention is not None:
+            attention.drops = dropout_p > 0.0
+        y: Tensor = attend(query, key, value, attn_mask, 0.0, *rest, **settings)
+        return y
+
+    def masked(
+        input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+    ) -> Tensor:
+        if inplace or not training or p == 0.0:
+            y: Tensor = drop(input, p, training, inplace)
+            return y
+        return torch.native_dropout(input, p, training)[0]
+
+    functional: Any = F
+    functional.scaled_dot_product_attention, functional.dropout = fused, masked
+    try:
+        yield
+    finally:
+        functional.scaled_dot_product_attention, functional.dropout = attend, drop

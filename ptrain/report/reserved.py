@@ -1,0 +1,43 @@
+"""What CUDA's caching allocator would reserve of a device, as text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+
+from ptrain.derivation.allocator import COMPUTING, Reserved
+from ptrain.report.table import render, size
+
+_NOT_RESERVED = (
+    "not claimed: without what kernels take within themselves, NCCL's buffers and the context"
+)
+
+
+def reserved_lines(reserved: Mapping[str, Reserved | None]) -> list[str]:
+    """Return what CUDA's caching allocator would reserve, by kind of segments, and why no device's
+    figure is claimed to be this one."""
+    if not reserved:
+        return []
+    rows: list[tuple[str, ...]] = []
+    for segments, held in reserved.items():
+        if held is None:
+            rows.append((segments, "grows on", "", "", "", ""))
+            continue
+        elsewhere = sum(left for stream, left in held.beyond.items() if stream != COMPUTING)
+        between = held.beyond.get(COMPUTING, 0) - held.gap
+        figures = (held.device_bytes, held.living, held.gap, between, elsewhere)
+        rows.append((segments, *map(size, figures)))
+    head = (
+        "reserved by CUDA's allocator",
+        "in all",
+        "lives",
+        "largest gap",
+        "other gaps",
+        "streams",
+    )
+    return ["", render(head, rows), _NOT_RESERVED]
+
+
+def reserved_record(reserved: Mapping[str, Reserved | None]) -> dict[str, object]:
+    """Return the same as a record has it: null where it grows on."""
+    return {name: None if held is None else asdict(held) for name, held in reserved.items()}

@@ -1,0 +1,130 @@
+"""Makes the table of attention's kernels on GPUs: which torch takes, and what each keeps beside its
+output. It is asked in a process that believes in a GPU (`rooms.pretence`), per compute capability.
+
+Kernels are asked for every head_dim that is a multiple of 8: others are padded, operator by
+operator, before the kernel. Of one token alone torch may take another one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+import tempfile
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ptrain.derivation.archive import Table
+from ptrain.derivation.attention import MULTIPLE, row_name
+from ptrain.models.numerics import TORCH_DTYPES
+from ptrain.rooms import pretence
+from ptrain.rooms.fake import fake_tensors
+from ptrain.spec.precision import DType
+from ptrain.traces.model_tables import Make
+
+CAPABILITIES = (80, 90, 100)
+DTYPES = (DType.BF16, DType.FP16, DType.FP32, DType.FP64)
+WIDEST = 512
+BATCH, HEADS = 3, 5
+SEQUENCES = (2, 33, 77, 1000, 1024)
+_OPERATOR = "aten::_scaled_dot_product_"
+_MATH = "math"  # operator by operator: there is no kernel
+
+
+class _KernelSeen(TorchDispatchMode):
+    """Sees which kernel runs and the storages that it gives behind its output, in bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernel, self.beside = _MATH, [0]
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        result = function(*args, **(kwargs or {}))
+        name = function._schema.name
+        if name.startswith(_OPERATOR) and not name.endswith("backward"):
+            self.kernel = name.removeprefix(_OPERATOR).removesuffix("_attention")
+            tensors = [given for given in result[1:] if isinstance(given, torch.Tensor)]
+            self.beside = [tensor.untyped_storage().nbytes() for tensor in tensors]
+        return result
+
+
+def _kernel_of(dtype: DType, head_dim: int, sequence: int, *, drops: bool) -> tuple[str, list[int]]:
+    shape = (BATCH, HEADS, sequence, head_dim)
+    query, key, value = (
+        torch.empty(shape, dtype=TORCH_DTYPES[dtype], device="cuda", requires_grad=True)
+        for _ in range(3)
+    )
+    with _KernelSeen() as seen:
+        F.scaled_dot_product_attention(
+            query, key, value, is_causal=True, dropout_p=0.1 if drops else 0.0
+        )
+    return seen.kernel, seen.beside
+
+
+def choices() -> Iterator[tuple[str, int, str, list[list[int]]]]:
+    """Yield, in a process that believes in a GPU: the name of a row, a head_dim, its kernel, and by
+    sequence what that keeps beside its output."""
+    for dtype, drops in itertools.product(DTYPES, (False, True)):
+        for head_dim in range(MULTIPLE, WIDEST + 1, MULTIPLE):
+            seen = [_kernel_of(dtype, head_dim, length, drops=drops) for length in SEQUENCES]
+            kernel, *others = dict.fromkeys(kernel for kernel, _ in seen)
+            assert not others, f"head_dim {head_dim}: a sequence decides on {others}"
+            yield row_name(dtype, drops=drops), head_dim, kernel, [sizes for _, sizes in seen]
+
+
+def table() -> Table:
+    """Return the table of every compute capability."""
+    kernels: dict[str, list[int]] = {}
+    choice: dict[str, dict[str, list[list[object]]]] = {}
+    for sm in CAPABILITIES:
+        rows: dict[str, list[list[object]]] = {}
+        for row, head_dim, kernel, kept in _of_capability(sm):
+            if kernel != _MATH:
+                statistics = [*_statistics(kept)]
+                assert kernels.setdefault(kernel, statistics) == statistics, kernel
+            spans = rows.setdefault(row, [])
+            if spans and spans[-1][2] == kernel:
+                spans[-1][1] = head_dim
+            else:
+                spans.append([head_dim, head_dim, kernel])
+        choice[str(sm)] = {
+            row: [span for span in spans if span[2] != _MATH] for row, spans in rows.items()
+        }
+    return {"torch": torch.__version__.split("+")[0], "kernels": kernels, "choice": choice}
+
+
+def _statistics(kept: list[list[int]]) -> tuple[int, int]:
+    """(rows of which there is a multiple, bytes beside them): one fp32 a row, batch and head, and
+    what does not depend on these."""
+    of_rows = [sizes[0] // (4 * BATCH * HEADS) for sizes in kept]
+    multiple = next(
+        n for n in (1, 8, 16, 32, 64, 128)
+        if of_rows == [-(-length // n) * n for length in SEQUENCES]
+    )  # fmt: skip
+    (beside,) = {sum(sizes[1:]) for sizes in kept}
+    return multiple, beside
+
+
+def _of_capability(sm: int) -> list[tuple[str, int, str, list[list[int]]]]:
+    with tempfile.TemporaryDirectory() as folder:
+        answer = Path(folder, "answer.json")
+        if pretence.run(["-m", __name__, str(answer)], sm):
+            raise RuntimeError(f"attention's kernels of sm {sm} could not be asked")
+        rows: list[tuple[str, int, str, list[list[int]]]] = json.loads(answer.read_text())
+        return rows
+
+
+def tables() -> Iterator[tuple[str, Make]]:
+    """Yield what makes the table, where CUDA's kernels can be asked."""
+    if pretence.lacking() is None:
+        yield "attention", partial(table)
+
+
+if __name__ == "__main__":
+    with fake_tensors():
+        Path(sys.argv[1]).write_text(json.dumps([*choices()]))

@@ -1,0 +1,99 @@
+"""What attention keeps on GPUs is what torch's kernels there were seen to give: `exact` has it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from ptrain.costs import State
+from ptrain.derivation.attention import Statistics, statistics, statistics_of
+from ptrain.derivation.estimate import derive, facts_from_shape
+from ptrain.spec.load import load
+from ptrain.spec.precision import DType
+from ptrain.spec.spec import Spec
+
+SHAPE = {"family": "llama", "layers": 3, "hidden": 64, "heads": 4, "kv_heads": 2, "ffn": 32}
+ROWS = 2 * 4 * 40  # samples, heads and tokens
+
+
+def spec(sm: int | None = 90, **sections: object) -> Spec:
+    cluster = {"devices": 8, "device_memory": "80 GiB", "intra_node_bandwidth": "1 GB/s"}
+    written = {
+        "model": {**SHAPE, "vocab": 300},
+        "mesh": {},
+        "placement": {},
+        "batch": {"micro": 2, "sequence": 40},
+        "precision": {"layout": "bf16"},
+        "cluster": {**cluster, "kind": "cuda", **({"sm": sm} if sm else {})},
+    }
+    return load(written | sections).spec
+
+
+def activations(of: Spec) -> int:
+    facts = facts_from_shape(of)
+    assert facts is not None
+    (row,) = [r for r in derive(of, facts).exact.memory if r.state is State.ACTIVATIONS]
+    return row.device_bytes
+
+
+@pytest.mark.parametrize(
+    ("sm", "dtype", "head_dim", "drops", "kept"),
+    [
+        (80, DType.BF16, 128, False, Statistics(40, 1, 24)),  # flash: uint64 [2] and []
+        (90, DType.BF16, 128, False, Statistics(40, 1, 16)),  # cudnn: two int64
+        (90, DType.BF16, 256, False, Statistics(40, 1, 16)),
+        (100, DType.BF16, 256, False, Statistics(40, 1, 24)),  # too wide for cudnn's there
+        (90, DType.FP16, 64, True, Statistics(40, 1, 24)),
+        (90, DType.FP32, 64, False, Statistics(40, 32, 16)),  # efficient: rows by 32
+        (90, DType.FP64, 64, False, None),  # operator by operator
+        (90, DType.BF16, 12, False, None),  # padded first
+        (75, DType.BF16, 64, False, None),  # not asked
+        (None, DType.BF16, 64, False, None),
+    ],
+)
+def test_a_kernel_is_chosen_by_capability_dtype_width_and_dropout(sm, dtype, head_dim, drops, kept):
+    assert statistics(sm, dtype, head_dim, 40, drops=drops) == kept
+
+
+def test_one_token_was_not_asked():
+    assert statistics(90, DType.BF16, 64, 1, drops=False) is None
+
+
+def test_rows_are_rounded_up_and_seed_and_offset_stand_beside_them():
+    assert Statistics(40, 32, 16).of(4 * ROWS) == 4 * ROWS // 40 * 64 + 16
+    assert Statistics(64, 32, 16).of(4 * 64) == 4 * 64 + 16
+
+
+@pytest.mark.parametrize(("sm", "more"), [(80, 24), (90, 16), (None, 0)])
+def test_a_block_keeps_seed_and_offset(sm, more):
+    on_cpu = activations(replace(spec(sm), device="cpu"))
+    assert activations(spec(sm)) - on_cpu == 3 * more
+
+
+def test_in_32_bits_it_keeps_padded_rows_too():
+    fp32 = spec(precision={"layout": "fp32"})
+    padding = 4 * (ROWS // 40) * (64 - 40)
+    assert activations(fp32) - activations(replace(fp32, device="cpu")) == 3 * (padding + 16)
+
+
+@pytest.mark.parametrize(
+    ("sections", "is_claimed"),
+    [
+        ({}, True),
+        ({"model": {**SHAPE, "vocab": 300, "hidden": 48}}, False),
+        ({"precision": {"compute": "fp64"}}, False),
+        ({"attention": "eager", "model": {**SHAPE, "vocab": 300, "hidden": 48}}, True),
+    ],
+)
+def test_no_peak_is_claimed_of_an_attention_that_is_no_kernel(sections, is_claimed):
+    of = spec(**sections)
+    exact = derive(of, facts_from_shape(of)).exact
+    assert ("peak" not in exact.unclaimed) is is_claimed
+
+
+def test_without_a_capability_it_is_said_that_seeds_are_not_counted():
+    of = spec(None)
+    assert statistics_of(of) is None
+    (warning,) = [w for w in derive(of, facts_from_shape(of)).exact.warnings if "cluster.sm" in w]
+    assert "16 or 24 bytes" in warning
