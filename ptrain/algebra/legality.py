@@ -137,6 +137,16 @@ def _batch_faults(spec: Spec) -> Iterator[Fault]:
         )
 
 
+def _capability_faults(spec: Spec) -> Iterator[Fault]:
+    cluster = spec.cluster
+    if cluster is not None and cluster.kind == "cpu" and cluster.sm is not None:
+        yield Fault(
+            place="cluster.sm",
+            finding=f"{cluster.sm}: a compute capability, and the cluster's devices are processors",
+            remedy="remove it, or write kind: cuda",
+        )
+
+
 def _cluster_faults(spec: Spec) -> Iterator[Fault]:
     cluster = spec.cluster
     if cluster is not None and spec.world_size > cluster.devices:
@@ -171,6 +181,11 @@ _PRODUCT_RULES = (
         faults=_batch_faults,
     ),
     SpecRule(name="the mesh fits the cluster", theorem="Definition 5", faults=_cluster_faults),
+    SpecRule(
+        name="GPUs have a compute capability",
+        theorem="Definition 5",
+        faults=_capability_faults,
+    ),
 )
 SPEC_RULES = (
     *_PRODUCT_RULES,

@@ -290,6 +290,7 @@ NAMED = {
     "every token has a row": "Definition 1",
     "the batch is the sum of its parts": INTEGRITY,
     "the mesh fits the cluster": "Definition 5",
+    "GPUs have a compute capability": "Definition 5",
     "a reduced gradient is not reduced again": INTEGRITY,
     "a gradient that is used up is neither accumulated, clipped nor skipped": INTEGRITY,
     "master copies outlive a step": CONSISTENCY,

@@ -103,4 +103,13 @@ SEEN = (
         batch={"sequence": 16},
         spec={"mesh": {"tp": 2}, "placement": {"tp": "S,S,S,R"}, "device": "cuda"},
     ),
+    Seen(
+        wrong="an embedding that two stages have, in flat units within tp: 1048 bytes too many",
+        is_open=True,
+        model={"family": "gpt", "layers": 2, "hidden": 2, "heads": 2},
+        spec={
+            "mesh": {"pp": 2, "dp_shard": 4, "tp": 2},
+            "placement": {"pp": "S,S,S,R", "dp_shard": "S*,S*,S*,R", "tp": "S,S,S,R"},
+        },
+    ),
 )

@@ -15,9 +15,12 @@ import pytest
 import torch
 
 from ptrain.cli import simulate
+from ptrain.derivation import archive
+from ptrain.derivation.archive import TablePart
 from ptrain.rooms import pretence
 from ptrain.simulation.execute import fake_device
 from ptrain.spec.load import load
+from ptrain.traces import attention_kernels
 
 FOR_GPUS = "cluster.preset=h100-8"
 LACKING = pretence.lacking()
@@ -137,8 +140,9 @@ def simulated(capfd: pytest.CaptureFixture[str]) -> Iterator[Callable[..., dict[
             "-m",
             "ptrain",
             "simulate",
-            *words,
+            words[0],
             *SMALL,
+            *words[1:],
             f"cluster={{preset: h100-8, sm: {sm}}}",
             "--json",
         ]
@@ -166,10 +170,27 @@ def test_attention_is_the_kernel_that_torch_takes_there(
 
 
 @believing
-@pytest.mark.parametrize("strategy", ["zero3", "ddp", "zero1", "tp-sp", "pp-1f1b", "fsdp-offload"])
-def test_what_is_sent_and_resident_is_no_matter_of_kernels(
-    strategy: str, simulated: Callable[..., dict[str, Any]]
+@pytest.mark.parametrize(
+    ("sm", "strategy", "changes"),
+    [
+        (90, "zero3", ()),
+        (80, "ddp", (BF16,)),
+        (90, "zero1", (BF16, "activations=M", "recompute=selective")),
+        (100, "tp-sp", (BF16,)),
+        (90, "pp-1f1b", ("model.layers=4",)),
+        (90, "zero3", (BF16, "model.preset=gpt-tiny", "model.dropout=0.1")),
+        (90, "zero3", (BF16, "attention=eager")),
+        (90, "fsdp-offload", (BF16,)),
+    ],
+)
+def test_what_is_derived_is_what_cudas_kernels_allocate(
+    sm: int, strategy: str, changes: tuple[str, ...], simulated: Callable[..., dict[str, Any]]
 ) -> None:
-    layers = ("model.layers=4",) if strategy == "pp-1f1b" else ()
-    names = {row["name"] for row in simulated(90, strategy, *layers)["differing"]}
-    assert all(name.startswith(("memory activations", "peak ")) for name in names), names
+    """40 tokens are no multiple of the 32 rows that a 32-bit kernel keeps."""
+    batch = "batch={global: 4, micro: 1, sequence: 40}"
+    assert simulated(sm, strategy, batch, *changes)["differing"] == []
+
+
+@believing
+def test_the_committed_table_has_the_kernels_that_torch_takes() -> None:
+    assert attention_kernels.table() == archive.table(TablePart.KERNEL, "attention")

@@ -337,3 +337,39 @@ def test_a_chart_is_of_one_spec(capsys, tmp_path) -> None:
     assert not path.exists()
     assert main(["simulate", "zero3", *TINY, "--chart", str(path)]) == 0
     assert path.read_text().startswith("<?xml")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "changes"),
+    [
+        ("zero3", ("precision.layout=fp32",)),  # 16 tokens, and rows of 32
+        ("tp-sp", ("precision.layout=bf16",)),
+        ("ddp", ("optimizer.name=sgd", "precision.layout=zero16", "precision.master=bf16")),
+        ("zero1", ("optimizer.name=sgd", "precision.layout=bf16")),
+    ],
+)
+def test_where_no_gpu_is_believed_in_a_processor_allocates_what_its_kernels_would(
+    strategy, changes
+):
+    of_gpus = "cluster={preset: h100-8, sm: 80}"
+    spec = small(strategy, "model.hidden=64", of_gpus, *changes)
+    simulated = simulate(spec, 0)
+    assert_equal(spec, simulated)
+    on_cpu = simulate(small(strategy, "model.hidden=64", *changes), 0).estimate
+    more = [of.bytes_of(State.ACTIVATIONS, 0) for of in (simulated.estimate, on_cpu)]
+    assert more[0] > more[1], "seed and offset"
+
+
+def test_predict_says_what_is_reserved_where_it_is_asked(capsys):
+    words = ("predict", "zero3", *TINY, "cluster.preset=h100-8", "--reserved", "--json")
+    assert main(words) == 0
+    reserved_bytes = json.loads(capsys.readouterr().out)["fit"]["reserved"]
+    assert reserved_bytes["rank"] == 0
+    assert reserved_bytes["default segments"]["device_bytes"] >= 2 * 2**20
+    assert main(words[:-1]) == 0
+    assert "of rank 0, by simulating it" in capsys.readouterr().out
+
+
+def test_what_a_processor_reserves_is_nobodys_figure(capsys):
+    assert main(("predict", "zero3", *TINY, "--reserved")) == 2
+    assert "the spec is not for GPUs" in capsys.readouterr().err
