@@ -15,6 +15,8 @@ from ptrain.spec.precision import DType
 from ptrain.spec.spec import Spec
 from ptrain.units import ceil_div
 
+# Torch goes operator by operator where it is given fewer heads of keys (`sdp_utils.cpp`).
+_NOT_GROUPED = ("efficient",)
 MULTIPLE = 8  # of head_dim: kernels take no other
 
 
@@ -39,16 +41,22 @@ def row_name(dtype: DType, *, drops: bool) -> str:
 
 
 def statistics(
-    sm: int | None, dtype: DType, head_dim: int, sequence: int, *, drops: bool
+    sm: int | None,
+    dtype: DType,
+    head_dim: int,
+    sequence: int,
+    *,
+    drops: bool,
+    is_grouped: bool = False,
 ) -> Statistics | None:
     """Return what the kernel keeps that torch takes on GPUs of this compute capability; None where
-    nobody asked it."""
+    nobody asked it. `is_grouped`: it is given fewer heads of keys than of queries."""
     table = archive.table(TablePart.KERNEL, "attention")
     rows = table["choice"].get(str(sm), {}).get(row_name(dtype, drops=drops), [])
     if head_dim % MULTIPLE or sequence == 1:
         return None
     for first, last, kernel in rows:
-        if first <= head_dim <= last:
+        if first <= head_dim <= last and not (is_grouped and kernel in _NOT_GROUPED):
             return Statistics(sequence, *table["kernels"][kernel])
     return None
 

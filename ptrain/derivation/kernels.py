@@ -25,7 +25,7 @@ _AHEAD = (
     "a GPU brings offloaded activations back a module ahead of their use, a CPU when they are used"
 )
 _OTHERWISE = (
-    "of {what} a GPU's attention is no kernel that was asked: tensors are padded, or it goes "
+    "of {what} a GPU's attention is no kernel that is known: tensors are padded, or it goes "
     "operator by operator"
 )
 _NO_SM = (
@@ -37,7 +37,7 @@ _NOT_CONFIRMED = "what dropout keeps is a GPU's by its kernels' signatures, and 
 
 def unclaimed(spec: Spec, facts: ModelFacts) -> dict[str, str]:
     """Why activations and peaks are not claimed, by kind of figure; empty where they are."""
-    if why := _otherwise(spec):
+    if why := _otherwise(spec, facts):
         return dict.fromkeys(("activations", "peak"), why)
     shape = spec.model
     drops = shape.dropout > 0 if isinstance(shape, ModelShape) else facts.draws
@@ -47,12 +47,15 @@ def unclaimed(spec: Spec, facts: ModelFacts) -> dict[str, str]:
     return dict.fromkeys(("activations", "peak"), _NOT_CONFIRMED if spec.is_for_cuda else _WHY)
 
 
-def _otherwise(spec: Spec) -> str:
-    """Say why a built-in model's attention is none of the kernels that torch was asked for; nothing
-    where it is one."""
+def _otherwise(spec: Spec, facts: ModelFacts) -> str:
+    """Say why attention is none of the kernels that torch was asked for; nothing where it is
+    one."""
     shape = spec.model
-    if not spec.is_for_cuda or not isinstance(shape, ModelShape):
+    if not spec.is_for_cuda:
         return ""
+    if not isinstance(shape, ModelShape):
+        what = facts.unknown_attention
+        return _OTHERWISE.format(what=what) if what else ""
     if shape.attention is not Attention.SDPA or statistics_of(spec) is not None:
         return ""
     if spec.cluster is None or spec.cluster.sm is None:
@@ -67,7 +70,7 @@ def kernel_warnings(
 ) -> Iterator[str]:
     """Yield a line that says whose the figures are that stand there all the same."""
     has_sm = spec.cluster is not None and spec.cluster.sm is not None
-    is_fused = isinstance(spec.model, ModelShape) and spec.model.attention is Attention.SDPA
+    is_fused = not isinstance(spec.model, ModelShape) or spec.model.attention is Attention.SDPA
     if spec.is_for_cuda and is_fused and not has_sm and "peak" not in undefined:
         yield _NO_SM
     if "peak" in unclaimed and "peak" not in undefined:

@@ -71,7 +71,8 @@ class ModelFacts:
     traced of each stage, by the places of ranks along tp; `blocks` are the names of what
     repeats, first to last. `draws`: it draws random numbers in forward, as dropout does;
     `vocabulary` is how many logits a token has, where it has run. `untraced` says why there is no
-    trace of a model that should have one."""
+    trace of a model that should have one, `unknown_attention` of what attention nobody knows what
+    the spec's GPUs would keep."""
 
     units: tuple[UnitFacts, ...]
     buffers: tuple[tuple[str, int], ...] = ()
@@ -85,6 +86,7 @@ class ModelFacts:
     draws: bool = False
     vocabulary: int | None = field(default=None, compare=False)
     untraced: str = field(default="", compare=False)
+    unknown_attention: str = ""
 
     def __hash__(self) -> int:
         """Of little: what is equal has units of equal sizes, and to go through all their tensors

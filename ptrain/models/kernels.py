@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -23,22 +24,30 @@ class Keeping(Protocol):
     """Says what a GPU's attention keeps."""
 
     def __call__(
-        self, dtype: torch.dtype, head_dim: int, sequence: int, *, drops: bool
+        self, dtype: torch.dtype, head_dim: int, sequence: int, *, drops: bool, is_grouped: bool
     ) -> Callable[[int], int] | None:
         """Return what gives the bytes that it keeps beside its output, in place of so many of a
-        processor's; None where nobody knows."""
+        processor's; None where nobody knows. `is_grouped`: keys have fewer heads than queries."""
+
+
+@dataclass(slots=True)
+class UnknownKernels:
+    """Attention of which nobody knows what a GPU's kernels would keep, in a few words."""
+
+    attention: dict[str, None] = field(default_factory=dict)
 
 
 @contextmanager
-def kernels_of(*, is_for_cuda: bool, keeping: Keeping | None = None) -> Iterator[None]:
+def kernels_of(*, is_for_cuda: bool, keeping: Keeping | None = None) -> Iterator[UnknownKernels]:
     """Within it a processor allocates what that kind of device does. Entered behind a mode of fake
     tensors, where there is one."""
+    unknown = UnknownKernels()
     if not is_for_cuda:
-        yield
+        yield unknown
         return
-    attention = _Attention(keeping) if keeping else None
+    attention = _Attention(keeping, unknown) if keeping else None
     with _dropping_as_cuda(attention), attention or nullcontext():
-        yield
+        yield unknown
 
 
 class _Attention(TorchDispatchMode):
@@ -46,9 +55,9 @@ class _Attention(TorchDispatchMode):
     kernel's own measure, and beside them seed and offset of its dropout, which are put into the
     same storage here. `drops`: dropout is asked of the attention that runs."""
 
-    def __init__(self, keeping: Keeping) -> None:
+    def __init__(self, keeping: Keeping, unknown: UnknownKernels) -> None:
         super().__init__()
-        self.keeping, self.drops = keeping, False
+        self.keeping, self.unknown, self.drops = keeping, unknown, False
 
     def __torch_dispatch__(
         self,
@@ -63,9 +72,20 @@ class _Attention(TorchDispatchMode):
         if function is not _ATTENTION:
             return result
         y, kept = result
-        sequence, head_dim = args[0].shape[-2:]
-        kept_by = self.keeping(args[0].dtype, head_dim, sequence, drops=self.drops)
-        return y, kept if kept_by is None else _in_more(kept, kept_by(kept.nbytes))
+        query, key = args[:2]
+        sequence, head_dim = query.shape[-2:]
+        is_grouped = key.shape[1] != query.shape[1]
+        is_masked = (kwargs or {}).get("attn_mask") is not None
+        kept_by = self.keeping(
+            query.dtype, head_dim, sequence, drops=self.drops, is_grouped=is_grouped
+        )
+        if kept_by is None or is_masked:
+            words = ("a mask" * is_masked, "fewer heads of keys" * is_grouped)
+            what = " and ".join(filter(None, words))
+            size = f"head_dim {head_dim} in {str(query.dtype).removeprefix('torch.')}"
+            self.unknown.attention[f"{size}, {what}" if what else size] = None
+            return result
+        return y, _in_more(kept, kept_by(kept.nbytes))
 
 
 def _in_more(tensor: Tensor, size: int) -> Tensor:

@@ -22,6 +22,7 @@ from ptrain.models.build import build
 from ptrain.models.contract import logits_of, require_takes_tokens
 from ptrain.models.facts import module_facts, untraced_facts
 from ptrain.models.fake_values import READ
+from ptrain.models.kernels import UnknownKernels
 from ptrain.rooms.fake import fake_tensors
 from ptrain.spec.axis import Axis
 from ptrain.spec.model import ExternalModel
@@ -132,8 +133,9 @@ class _Reader:
         rank has of it."""
         spec = self.spec
         is_cut = spec.degree(Axis.TP) > 1 or spec.degree(Axis.PP) > 1
-        with self._running():
+        with self._running() as unknown:
             facts = module_facts(model, spec, None if is_cut else partial(_keep, spec))
+        facts = replace(facts, unknown_attention=" and of ".join(unknown.attention))
         if facts.timeline is None:  # it cannot be traced, and nor can its parts
             return facts
         with self._running():
@@ -156,9 +158,9 @@ class _Reader:
             return stage_rows(model, self.spec, facts, _keeping(self.spec, facts))
 
     @contextmanager
-    def _running(self) -> Iterator[None]:
-        with self.around(), kernels_for(self.spec):
-            yield
+    def _running(self) -> Iterator[UnknownKernels]:
+        with self.around(), kernels_for(self.spec) as unknown:
+            yield unknown
 
 
 def _keep(spec: Spec, model: nn.Module, facts: ModelFacts) -> None:

@@ -22,11 +22,11 @@ from tests.models_external import Necks
 LARGE = (
     "model={hf: LlamaForCausalLM, config: {vocab_size: 32000, hidden_size: 4096, "
     "intermediate_size: 14336, num_hidden_layers: 2, num_attention_heads: 32, "
-    "num_key_value_heads: 8, max_position_embeddings: 4096}}"
+    "num_key_value_heads: 32, max_position_embeddings: 4096}}"
 )
 SMALL = (
     "hidden_size: 32, intermediate_size: 48, num_hidden_layers: 1, num_attention_heads: 4, "
-    "num_key_value_heads: 2, vocab_size: 261, max_position_embeddings: 64"
+    "num_key_value_heads: 4, vocab_size: 261, max_position_embeddings: 64"
 )
 BATCH = "batch={global: 64, micro: 8, sequence: 4096}"
 H100 = ("mesh.dp_shard=8", "cluster.preset=h100-8")
@@ -50,6 +50,20 @@ def test_a_large_model_of_transformers_fits_or_not_by_its_peak(ptrain):
     assert 0 < record["resident_bytes"] < record["peak_bytes"] < record["device_memory"]
     text = ptrain("predict", "zero3", LARGE, BATCH, *H100, "cluster.device_memory=30 GiB")
     assert "does not fit by " in text and "or more" not in text
+
+
+def test_where_a_gpu_has_no_kernel_for_groups_of_heads_no_fit_is_claimed(ptrain):
+    """In 32 bits torch's attention on GPUs takes as many heads of keys as of queries, or goes
+    operator by operator; on a CPU one kernel takes all."""
+    pytest.importorskip("transformers")
+    model = f"model={{hf: LlamaForCausalLM, config: {{{SMALL}}}}}"
+    batch = "batch={global: 8, micro: 1, sequence: 16}"
+    words = ("zero3", model, *H100, "precision.layout=fp32", batch)
+    grouped = (*words, "model.config.num_key_value_heads=2")
+    record = json.loads(ptrain("predict", *grouped, "--json"))["fit"]
+    assert record["fits"] is None
+    assert record["unknown"].startswith("of head_dim 8 in float32, fewer heads of keys a GPU's")
+    assert json.loads(ptrain("predict", *words, "--json"))["fit"]["fits"] is True
 
 
 @pytest.fixture
