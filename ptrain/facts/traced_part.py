@@ -35,4 +35,12 @@ def traced_part(spec: Spec) -> Spec:
 
 def _gpus(sm: int | None) -> Cluster:
     """Return a cluster of which nothing is said but the compute capability of its devices."""
-    return Cluster(devices=1, device_memory=1, intra_node_bandwidth=1.0, sm=sm)
+    return Cluster(
+        devices=1,
+        devices_per_node=1,
+        device_memory=1,
+        intra_node_bandwidth=1.0,
+        inter_node_bandwidth=1.0,
+        kind="cuda",
+        sm=sm,
+    )

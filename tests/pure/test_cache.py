@@ -21,6 +21,7 @@ from ptrain.facts.traced_part import traced_part
 from ptrain.spec.load import load
 from ptrain.spec.role import Role
 from ptrain.spec.spec import Spec
+from ptrain.spec.write import to_mapping
 from ptrain.timeline import Boundary, Complete, Kind, Mark, Repeated, Run, Timeline
 
 CONFIG = "{hidden_size: 32, num_hidden_layers: 2}"
@@ -313,3 +314,12 @@ def test_without_a_home_there_is_one_message(monkeypatch: pytest.MonkeyPatch, ca
     monkeypatch.setattr(cache.Path, "home", homeless)
     assert main(["cache"]) == 2
     assert "no folder for the cache" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("change", ["device=cpu", "cluster.preset=h100-8", "device=cuda"])
+def test_another_process_can_be_told_of_a_trace(change: str) -> None:
+    """As it is written it is a spec again, with the compute capability of its GPUs."""
+    part = traced_part(spec_of(change))
+    again = load(to_mapping(part, sync_is_written=False)).spec
+    assert traced_part(again) == part
+    assert (again.cluster.sm if again.cluster else None) == (90 if "h100" in change else None)
