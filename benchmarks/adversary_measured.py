@@ -12,6 +12,7 @@ Prints; writes a result only with --save. About 10 minutes on two cores.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 import tempfile
 from collections import Counter
@@ -93,8 +94,8 @@ def measured(seed: int, written: Written, pool: Pool) -> Measured:
         exact = derive(spec, facts_of(spec)).exact
         rows = [
             (rank, check)
-            for rank, there in enumerate(pool.run(steady, spec, timeout=CALL_SECONDS))
-            for check in compare(exact.of_rank(rank), there)
+            for rank, on_gloo in enumerate(pool.run(steady, spec, timeout=CALL_SECONDS))
+            for check in compare(exact.of_rank(rank), on_gloo)
         ]
     except PtrainError as error:
         return Measured(seed=seed, ranks=ranks, refused=str(error).splitlines()[0])
@@ -142,11 +143,12 @@ def draws(first: int, folder: Path) -> Iterator[tuple[int, Written]]:
 def page(results: list[Measured], coverage: Coverage) -> Iterator[str]:
     """Yield the lines of a result."""
     compared = [result for result in results if result.figures]
+    raised = [result for result in results if not result.figures and result.off]
     exact_peaks = sum(result.peak == 0.0 for result in compared)
     figures = sum(result.figures for result in compared)
     largest = max((result.peak for result in compared), default=0.0)
     yield f"{len(compared)} specs, {figures:,} figures; every peak to the byte in {exact_peaks} "
-    yield f"of them, the largest difference of a peak {largest:.3%}."
+    yield f"of them, the largest difference of a peak {largest:.3%}; {len(raised)} specs raised."
     yield from ("", "Coverage of the grammar:", "")
     yield from (f"- {line}" for line in coverage.lines())
     refused: Counter[str] = Counter(result.refused for result in results if result.refused)
@@ -170,7 +172,8 @@ def main() -> int:
     )
     results: list[Measured] = []
     coverage, pool = Coverage(), Pool(SIZES[0])
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as at_end:
+        at_end.callback(lambda: pool.close())  # whichever pool is open then
         for seed, written in draws(args.first, Path(folder)):
             ranks = accepted(written).world_size
             if ranks != pool.size:  # pools that wait take time from the others
@@ -179,11 +182,12 @@ def main() -> int:
             result = measured(seed, written, pool)
             results.append(result)
             coverage.add(written)
-            said = result.refused or f"{len(result.off)} of {result.figures} off"
-            print(f"seed {seed}, {ranks} ranks: {said}", *result.off, file=sys.stderr, flush=True)
+            outcome = result.refused or f"{len(result.off)} of {result.figures} off"
+            print(
+                f"seed {seed}, {ranks} ranks: {outcome}", *result.off, file=sys.stderr, flush=True
+            )
             if sum(not result.refused for result in results) == args.specs:
                 break
-    pool.close()
     return conclude(
         "adversary_measured",
         [head, *page(results, coverage)],

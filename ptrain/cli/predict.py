@@ -36,18 +36,24 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
 
 
-def _reserved(derivation: Derivation, spec: Spec, *, allow_import: bool) -> Reserving:
+def _reserved(label: str, derivation: Derivation, spec: Spec, *, allow_import: bool) -> Reserving:
     """By a simulation of the rank that is predicted to need most."""
     if not spec.is_for_cuda:
         finding = "what is reserved is CUDA's allocator's, and the spec is not for GPUs"
         raise refused("--reserved", finding, "write device: cuda, or a cluster of GPUs")
+    from ptrain.installed import require_torch
+
+    require_torch()
     from ptrain.report.reserved import reserved_lines, reserved_record
     from ptrain.simulation.choice import chosen
     from ptrain.simulation.execute import simulate
 
     rank = chosen(spec, derivation.exact)[-1]
     segments = simulate(spec, rank, allow_import=allow_import).reserved(spec)
-    whose = f"of rank {rank}, by simulating it"
+    whose = (
+        f"{label}: of rank {rank}, by simulating it, with a processor's operators that allocate "
+        "what is known of CUDA's"
+    )
     return Reserving(
         lines=(*reserved_lines(segments), whose, ""),
         record={"rank": rank, **reserved_record(segments)},
@@ -182,5 +188,7 @@ def _predict(
         cheaper=cheaper(spec, facts, derivation.exact) if misfit else (),
         words=words,
         allow_import=allow_import,
-        reserving=_reserved(derivation, spec, allow_import=allow_import) if with_reserved else None,
+        reserving=_reserved(label, derivation, spec, allow_import=allow_import)
+        if with_reserved
+        else None,
     )

@@ -11,13 +11,14 @@ from dataclasses import dataclass
 from ptrain.derivation import archive
 from ptrain.derivation.archive import TablePart
 from ptrain.spec.model import Attention, ModelShape
+from ptrain.spec.placement import Tier
 from ptrain.spec.precision import DType
 from ptrain.spec.spec import Spec
 from ptrain.units import ceil_div
 
 # Torch goes operator by operator where it is given fewer heads of keys (`sdp_utils.cpp`).
 _NOT_GROUPED = ("efficient",)
-MULTIPLE = 8  # of head_dim: kernels take no other
+HEAD_DIM_MULTIPLE = 8  # kernels take no other
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,44 +36,84 @@ class Statistics:
         return size // self.sequence * padded + self.beside
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FusedAttention:
+    """A call of torch's fused attention: what decides which kernel computes it. `is_grouped`: keys
+    have fewer heads than queries."""
+
+    dtype: DType
+    head_dim: int
+    sequence: int
+    drops: bool
+    is_grouped: bool = False
+
+    def statistics(self, sm: int | None) -> Statistics | None:
+        """Return what the kernel keeps that torch takes on GPUs of this compute capability; None
+        where it takes none, or where it was not asked for the capability."""
+        table = archive.table(TablePart.KERNEL, "attention")
+        rows = table["choice"].get(str(sm), {}).get(row_name(self.dtype, drops=self.drops), [])
+        if self.head_dim % HEAD_DIM_MULTIPLE or self.sequence == 1:
+            return None
+        for first, last, kernel in rows:
+            is_refused = self.is_grouped and kernel in _NOT_GROUPED
+            if first <= self.head_dim <= last and not is_refused:
+                return Statistics(self.sequence, *table["kernels"][kernel])
+        return None
+
+    def has_kernel(self, sm: int | None) -> bool:
+        """Return whether torch takes a kernel on GPUs of this compute capability; on any that it
+        was asked for, where this one is not among them."""
+        of_these = (sm,) if sm in capabilities() else capabilities()
+        return any(self.statistics(capability) is not None for capability in of_these)
+
+
+def capabilities() -> tuple[int, ...]:
+    """Return the compute capabilities that torch was asked for, in rising order."""
+    return tuple(map(int, archive.table(TablePart.KERNEL, "attention")["choice"]))
+
+
+def most_rows() -> int:
+    """Return the multiple of rows of which no kernel keeps more."""
+    kernels = archive.table(TablePart.KERNEL, "attention")["kernels"].values()
+    return max(rows for rows, _ in kernels)
+
+
 def row_name(dtype: DType, *, drops: bool) -> str:
     """Return the name of a row of the table."""
     return f"{dtype}-dropout" if drops else str(dtype)
 
 
-def statistics(
-    sm: int | None,
-    dtype: DType,
-    head_dim: int,
-    sequence: int,
-    *,
-    drops: bool,
-    is_grouped: bool = False,
-) -> Statistics | None:
-    """Return what the kernel keeps that torch takes on GPUs of this compute capability; None where
-    nobody asked it. `is_grouped`: it is given fewer heads of keys than of queries."""
-    table = archive.table(TablePart.KERNEL, "attention")
-    rows = table["choice"].get(str(sm), {}).get(row_name(dtype, drops=drops), [])
-    if head_dim % MULTIPLE or sequence == 1:
-        return None
-    for first, last, kernel in rows:
-        if first <= head_dim <= last and not (is_grouped and kernel in _NOT_GROUPED):
-            return Statistics(sequence, *table["kernels"][kernel])
-    return None
-
-
-def statistics_of(spec: Spec) -> Statistics | None:
-    """Return what a built-in model's attention keeps on a spec's GPUs; None where they are a CPU's
-    or nobody asked."""
+def attention_of(spec: Spec) -> FusedAttention | None:
+    """Return the call that a built-in model's blocks make on a spec's GPUs; None where they make
+    none."""
     shape = spec.model
     if not spec.is_for_cuda or not isinstance(shape, ModelShape):
         return None
     if shape.attention is not Attention.SDPA:
         return None
-    return statistics(
-        spec.cluster.sm if spec.cluster else None,
-        spec.precision.effective.parameters,
-        shape.head_dim,
-        spec.batch.sequence,
+    return FusedAttention(
+        dtype=spec.precision.effective.parameters,
+        head_dim=shape.head_dim,
+        sequence=spec.batch.sequence,
         drops=shape.dropout > 0,
     )
+
+
+def capability(spec: Spec) -> int | None:
+    """Return the compute capability whose kernels are counted: None where nobody says it, or torch
+    was not asked for it, or activations leave the device: what attention keeps for its dropout
+    stays there, in a storage of its own, which no table has."""
+    sm = spec.cluster.sm if spec.cluster else None
+    return None if leaves_device(spec) or sm not in capabilities() else sm
+
+
+def leaves_device(spec: Spec) -> bool:
+    """Return whether activations of any block leave the device."""
+    return any(kept.tier is not Tier.DEVICE for kept in spec.activations.modes)
+
+
+def statistics_of(spec: Spec) -> Statistics | None:
+    """Return what a built-in model's attention keeps on a spec's GPUs; None where they are a CPU's
+    or nobody knows."""
+    attention = attention_of(spec)
+    return attention.statistics(capability(spec)) if attention else None

@@ -14,10 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from ptrain.derivation.attention import statistics_of
+from ptrain.derivation.attention import attention_of, capabilities, leaves_device, most_rows
 from ptrain.facts.model import ModelFacts
-from ptrain.spec.model import Attention, ModelShape
+from ptrain.spec.model import Attention, ExternalModel, ModelShape
 from ptrain.spec.placement import Tier
+from ptrain.spec.precision import DType
 from ptrain.spec.spec import Spec
 
 _WHY = "with dropout, what a CPU's kernels allocate is not what a GPU's do"
@@ -28,10 +29,15 @@ _OTHERWISE = (
     "of {what} a GPU's attention is no kernel that is known: tensors are padded, or it goes "
     "operator by operator"
 )
-_NO_SM = (
-    "no cluster.sm says which of CUDA's kernels compute attention (90: H100): the 16 or 24 bytes "
-    "that it keeps for seed and offset in a block are not counted"
+_LEFT = (
+    "what attention keeps for its dropout stays on the device where a GPU's activations leave it"
 )
+_NOT_COUNTED = (
+    "{why}: the 16 or 24 bytes that attention keeps for seed and offset in a block, and in fp32 "
+    "its statistics' rows up to a multiple of 32, are not counted"
+)
+_NO_SM = "no cluster.sm says which of CUDA's kernels compute attention (90: H100)"
+_OTHER_SM = "which of CUDA's kernels compute attention was not asked for sm {sm}, but for {asked}"
 _NOT_CONFIRMED = "what dropout keeps is a GPU's by its kernels' signatures, and no GPU confirmed it"
 
 
@@ -41,39 +47,49 @@ def unclaimed(spec: Spec, facts: ModelFacts) -> dict[str, str]:
         return dict.fromkeys(("activations", "peak"), why)
     shape = spec.model
     drops = shape.dropout > 0 if isinstance(shape, ModelShape) else facts.draws
-    if not drops or not spec.may_be_on_cuda:
-        is_offloaded = any(kept.tier is Tier.HOST for kept in spec.activations.modes)
-        return {"peak": _AHEAD} if is_offloaded and spec.is_for_cuda else {}
-    return dict.fromkeys(("activations", "peak"), _NOT_CONFIRMED if spec.is_for_cuda else _WHY)
+    if drops and spec.may_be_on_cuda:
+        return dict.fromkeys(("activations", "peak"), _NOT_CONFIRMED if spec.is_for_cuda else _WHY)
+    return dict(_of_offloaded(spec)) if spec.is_for_cuda else {}
+
+
+def _of_offloaded(spec: Spec) -> Iterator[tuple[str, str]]:
+    """Yield what is not claimed of activations that leave GPUs. In fp32 attention's statistics
+    leave them too, and a kernel's may be more rows than there are tokens."""
+    if _is_fused(spec) and leaves_device(spec):
+        yield from ((figure, _LEFT) for figure in ("activations", "peak"))
+        is_padded = spec.batch.sequence % most_rows() != 0
+        if spec.precision.effective.parameters is DType.FP32 and is_padded:
+            yield "traffic", _LEFT
+    if any(kept.tier is Tier.HOST for kept in spec.activations.modes):
+        yield "peak", _AHEAD
+
+
+def _is_fused(spec: Spec) -> bool:
+    """Whether attention may be a kernel of its own."""
+    return isinstance(spec.model, ExternalModel) or spec.model.attention is Attention.SDPA
 
 
 def _otherwise(spec: Spec, facts: ModelFacts) -> str:
     """Say why attention is none of the kernels that torch was asked for; nothing where it is
     one."""
-    shape = spec.model
-    if not spec.is_for_cuda:
-        return ""
-    if not isinstance(shape, ModelShape):
-        what = facts.unknown_attention
-        return _OTHERWISE.format(what=what) if what else ""
-    if shape.attention is not Attention.SDPA or statistics_of(spec) is not None:
-        return ""
-    if spec.cluster is None or spec.cluster.sm is None:
-        return ""
-    dtype = spec.precision.effective.parameters
-    what = f"head_dim {shape.head_dim} in {dtype}, {spec.batch.sequence} tokens,"
-    return _OTHERWISE.format(what=what)
+    what = facts.unknown_attention if spec.is_for_cuda else ""
+    attention = attention_of(spec)
+    if attention and not attention.has_kernel(spec.cluster.sm if spec.cluster else None):
+        tokens = f"{attention.sequence} token{'s' * (attention.sequence > 1)}"
+        what = f"head_dim {attention.head_dim} in {attention.dtype}, {tokens},"
+    return _OTHERWISE.format(what=what) if what else ""
 
 
 def kernel_warnings(
     spec: Spec, unclaimed: Mapping[str, str], undefined: Mapping[str, str]
 ) -> Iterator[str]:
     """Yield a line that says whose the figures are that stand there all the same."""
-    has_sm = spec.cluster is not None and spec.cluster.sm is not None
-    is_fused = not isinstance(spec.model, ModelShape) or spec.model.attention is Attention.SDPA
-    if spec.is_for_cuda and is_fused and not has_sm and "peak" not in undefined:
-        yield _NO_SM
-    if "peak" in unclaimed and "peak" not in undefined:
+    sm = spec.cluster.sm if spec.cluster else None
+    is_told = "peak" not in undefined
+    if spec.is_for_cuda and _is_fused(spec) and sm not in capabilities() and is_told:
+        of_others = _OTHER_SM.format(sm=sm, asked=", ".join(map(str, capabilities())))
+        yield _NOT_COUNTED.format(why=of_others if sm else _NO_SM)
+    if "peak" in unclaimed and is_told:
         why = unclaimed["peak"]
         whose = "a trace on a CPU" if why == _NOT_CONFIRMED else "a CPU's kernels"
         yield (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from ptrain.spec.axis import DATA_AXES, Axis
@@ -29,18 +30,21 @@ def traced_part(spec: Spec) -> Spec:
         activations=spec.activations,
         loss=spec.loss,
         device="cuda" if spec.is_for_cuda else "cpu",
-        cluster=_gpus(spec.cluster.sm) if spec.is_for_cuda and spec.cluster else None,
+        cluster=_gpus(spec.cluster, math.prod(factor.degree for factor in cutting))
+        if spec.is_for_cuda and spec.cluster
+        else None,
     )
 
 
-def _gpus(sm: int | None) -> Cluster:
-    """Return a cluster of which nothing is said but the compute capability of its devices."""
+def _gpus(cluster: Cluster, ranks: int) -> Cluster:
+    """Return a cluster for so many ranks, of which nothing else is said but the compute capability
+    of its devices."""
     return Cluster(
-        devices=1,
-        devices_per_node=1,
+        devices=ranks,
+        devices_per_node=ranks,
         device_memory=1,
         intra_node_bandwidth=1.0,
         inter_node_bandwidth=1.0,
         kind="cuda",
-        sm=sm,
+        sm=cluster.sm,
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ptrain.models.ledger import is_wrapper
+from ptrain.models.numerics import DTYPE_NAMES
 
 _ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
@@ -26,8 +28,9 @@ class Keeping(Protocol):
     def __call__(
         self, dtype: torch.dtype, head_dim: int, sequence: int, *, drops: bool, is_grouped: bool
     ) -> Callable[[int], int] | None:
-        """Return what gives the bytes that it keeps beside its output, in place of so many of a
-        processor's; None where nobody knows. `is_grouped`: keys have fewer heads than queries."""
+        """Return a function that gives the bytes it keeps beside its output, of those that a
+        processor's does; None where nobody knows. `is_grouped`: keys have fewer heads than
+        queries."""
 
 
 @dataclass(slots=True)
@@ -53,11 +56,13 @@ def kernels_of(*, is_for_cuda: bool, keeping: Keeping | None = None) -> Iterator
 class _Attention(TorchDispatchMode):
     """Fused attention keeps a number for each row, batch and head for backward, on GPUs in a
     kernel's own measure, and beside them seed and offset of its dropout, which are put into the
-    same storage here. `drops`: dropout is asked of the attention that runs."""
+    same storage here. `drops`: dropout is asked of the attention that runs, `is_fused`: it did not
+    go operator by operator."""
 
     def __init__(self, keeping: Keeping, unknown: UnknownKernels) -> None:
         super().__init__()
-        self.keeping, self.unknown, self.drops = keeping, unknown, False
+        self.keeping, self.unknown = keeping, unknown
+        self.drops = self.is_fused = False
 
     def __torch_dispatch__(
         self,
@@ -71,6 +76,7 @@ class _Attention(TorchDispatchMode):
         result = function(*args, **(kwargs or {}))
         if function is not _ATTENTION:
             return result
+        self.is_fused = True
         y, kept = result
         query, key = args[:2]
         sequence, head_dim = query.shape[-2:]
@@ -82,10 +88,25 @@ class _Attention(TorchDispatchMode):
         if kept_by is None or is_masked:
             words = ("a mask" * is_masked, "fewer heads of keys" * is_grouped)
             what = " and ".join(filter(None, words))
-            size = f"head_dim {head_dim} in {str(query.dtype).removeprefix('torch.')}"
-            self.unknown.attention[f"{size}, {what}" if what else size] = None
+            self._note(query, what)
             return result
         return y, _in_more(kept, kept_by(kept.nbytes))
+
+    def runs(self, attend: Callable[..., Tensor], query: Tensor, *, drops: bool) -> Tensor:
+        """Return the output of an attention of this query. Of one that goes operator by operator
+        on a processor, nobody knows whether a GPU has a kernel."""
+        self.drops, self.is_fused = drops, False
+        try:
+            y = attend()
+        finally:
+            self.drops = False
+        if not self.is_fused:
+            self._note(query, "operator by operator on a processor")
+        return y
+
+    def _note(self, query: Tensor, what: str) -> None:
+        size = f"head_dim {query.shape[-1]} in {DTYPE_NAMES.get(query.dtype, query.dtype)}"
+        self.unknown.attention[f"{size}, {what}" if what else size] = None
 
 
 def _in_more(tensor: Tensor, size: int) -> Tensor:
@@ -113,10 +134,11 @@ def _dropping_as_cuda(attention: _Attention | None) -> Iterator[None]:
         *rest: Any,
         **settings: Any,
     ) -> Tensor:
-        if attention is not None:
-            attention.drops = dropout_p > 0.0
-        y: Tensor = attend(query, key, value, attn_mask, 0.0, *rest, **settings)
-        return y
+        without = partial(attend, query, key, value, attn_mask, 0.0, *rest, **settings)
+        if attention is None:
+            y: Tensor = without()
+            return y
+        return attention.runs(without, query, drops=dropout_p > 0.0)
 
     def masked(
         input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False

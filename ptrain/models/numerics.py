@@ -14,6 +14,7 @@ TORCH_DTYPES = {
     DType.BF16: torch.bfloat16,
     DType.FP16: torch.float16,
 }
+DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
 def widen(x: Tensor) -> Tensor:

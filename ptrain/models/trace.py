@@ -117,7 +117,7 @@ class Recorder(Ledger):
         self.events.append(Born(number, storage.nbytes(), operator))
         self._newborn = key
         self._of_call += 1
-        if operator.startswith(_ATTENTION) and self._of_call > 1:
+        if self._of_call > 1 and _is_attention(operator):
             self.statistics.add(number)
 
     def resized(self, key: int, storage: torch.UntypedStorage, before: int) -> None:
@@ -142,6 +142,11 @@ def draws(function: torch._ops.OpOverload) -> bool:
     and where it drops something out on a processor it is not fused."""
     is_fused = function._schema.name.startswith(_ATTENTION)
     return torch.Tag.nondeterministic_seeded in function.tags and not is_fused
+
+
+def _is_attention(operator: str) -> bool:
+    """Fused attention's forward, by an operator's name; its backward returns gradients."""
+    return operator.startswith(_ATTENTION) and not operator.endswith("_backward")
 
 
 _ATTENTION = "aten::_scaled_dot_product"

@@ -31,7 +31,14 @@ def several(predictions: Sequence[Prediction], *, sweep: bool) -> str:
         for prediction in predictions
         if prediction.fit.peak_bytes is None
     ]
-    return "\n".join([pair(*predictions) if is_pair else rows(predictions), *untold, *warnings])
+    table = pair(*predictions) if is_pair else rows(predictions)
+    reserved = [
+        line
+        for prediction in predictions
+        if prediction.reserving is not None
+        for line in prediction.reserving.lines
+    ]
+    return "\n".join([table, *untold, *reserved, *warnings])
 
 
 def pair(first: Prediction, second: Prediction) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from ptrain.costs import State
-from ptrain.models.numerics import TORCH_DTYPES
+from ptrain.models.numerics import DTYPE_NAMES, TORCH_DTYPES
 from ptrain.rooms.comm import all_gather, all_reduce, reduce_scatter
 from ptrain.rooms.mesh import Mesh
 from ptrain.rooms.registry import Registry
@@ -18,8 +18,6 @@ from ptrain.spec.axis import Axis
 from ptrain.spec.dials import ReduceScatterVia
 from ptrain.spec.placement import Tier
 from ptrain.spec.precision import DType
-
-_DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
 class TorchRoom:
@@ -68,7 +66,7 @@ class TorchRoom:
         return int(tensor.numel())
 
     def dtype(self, tensor: torch.Tensor) -> DType:
-        return _DTYPES[tensor.dtype]
+        return DTYPE_NAMES[tensor.dtype]
 
     def shape(self, tensor: torch.Tensor) -> Shape:
         return tuple(tensor.shape)

@@ -306,6 +306,8 @@ def resolve_cluster(written: Mapping[str, Any] | None, report: Report) -> Cluste
     preset = _preset(written.get("preset"), Cluster, "cluster", report)
     if preset is None:
         return None
+    if written.get("kind") == "cpu":  # processors in the preset's place
+        preset = {name: value for name, value in preset.items() if name != "sm"}
     values = {**preset, **written, "preset": None}
     needed = ("devices", "device_memory", "intra_node_bandwidth")
     missing_keys = [key for key in needed if key not in values]

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ptrain.derivation.archive import Table
-from ptrain.derivation.attention import MULTIPLE, row_name
+from ptrain.derivation.attention import HEAD_DIM_MULTIPLE, row_name
 from ptrain.models.numerics import TORCH_DTYPES
 from ptrain.rooms import pretence
 from ptrain.rooms.fake import fake_tensors
@@ -36,7 +36,7 @@ _OPERATOR = "aten::_scaled_dot_product_"
 _MATH = "math"  # operator by operator: there is no kernel
 
 
-class _KernelSeen(TorchDispatchMode):
+class _KernelWatch(TorchDispatchMode):
     """Sees which kernel runs and the storages that it gives behind its output, in bytes."""
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class _KernelSeen(TorchDispatchMode):
         name = function._schema.name
         if name.startswith(_OPERATOR) and not name.endswith("backward"):
             self.kernel = name.removeprefix(_OPERATOR).removesuffix("_attention")
-            tensors = [given for given in result[1:] if isinstance(given, torch.Tensor)]
+            tensors = [tensor for tensor in result[1:] if isinstance(tensor, torch.Tensor)]
             self.beside = [tensor.untyped_storage().nbytes() for tensor in tensors]
         return result
 
@@ -59,22 +59,22 @@ def _kernel_of(dtype: DType, head_dim: int, sequence: int, *, drops: bool) -> tu
         torch.empty(shape, dtype=TORCH_DTYPES[dtype], device="cuda", requires_grad=True)
         for _ in range(3)
     )
-    with _KernelSeen() as seen:
+    with _KernelWatch() as watch:
         F.scaled_dot_product_attention(
             query, key, value, is_causal=True, dropout_p=0.1 if drops else 0.0
         )
-    return seen.kernel, seen.beside
+    return watch.kernel, watch.beside
 
 
 def choices() -> Iterator[tuple[str, int, str, list[list[int]]]]:
     """Yield, in a process that believes in a GPU: the name of a row, a head_dim, its kernel, and by
     sequence what that keeps beside its output."""
     for dtype, drops in itertools.product(DTYPES, (False, True)):
-        for head_dim in range(MULTIPLE, WIDEST + 1, MULTIPLE):
-            seen = [_kernel_of(dtype, head_dim, length, drops=drops) for length in SEQUENCES]
-            kernel, *others = dict.fromkeys(kernel for kernel, _ in seen)
+        for head_dim in range(HEAD_DIM_MULTIPLE, WIDEST + 1, HEAD_DIM_MULTIPLE):
+            answers = [_kernel_of(dtype, head_dim, length, drops=drops) for length in SEQUENCES]
+            kernel, *others = dict.fromkeys(kernel for kernel, _ in answers)
             assert not others, f"head_dim {head_dim}: a sequence decides on {others}"
-            yield row_name(dtype, drops=drops), head_dim, kernel, [sizes for _, sizes in seen]
+            yield row_name(dtype, drops=drops), head_dim, kernel, [sizes for _, sizes in answers]
 
 
 def table() -> Table:
@@ -83,9 +83,9 @@ def table() -> Table:
     choice: dict[str, dict[str, list[list[object]]]] = {}
     for sm in CAPABILITIES:
         rows: dict[str, list[list[object]]] = {}
-        for row, head_dim, kernel, kept in _of_capability(sm):
+        for row, head_dim, kernel, sizes in _of_capability(sm):
             if kernel != _MATH:
-                statistics = [*_statistics(kept)]
+                statistics = [*_statistics(sizes)]
                 assert kernels.setdefault(kernel, statistics) == statistics, kernel
             spans = rows.setdefault(row, [])
             if spans and spans[-1][2] == kernel:
@@ -98,15 +98,15 @@ def table() -> Table:
     return {"torch": torch.__version__.split("+")[0], "kernels": kernels, "choice": choice}
 
 
-def _statistics(kept: list[list[int]]) -> tuple[int, int]:
+def _statistics(by_sequence: list[list[int]]) -> tuple[int, int]:
     """(rows of which there is a multiple, bytes beside them): one fp32 a row, batch and head, and
     what does not depend on these."""
-    of_rows = [sizes[0] // (4 * BATCH * HEADS) for sizes in kept]
+    of_rows = [sizes[0] // (4 * BATCH * HEADS) for sizes in by_sequence]
     multiple = next(
         n for n in (1, 8, 16, 32, 64, 128)
         if of_rows == [-(-length // n) * n for length in SEQUENCES]
     )  # fmt: skip
-    (beside,) = {sum(sizes[1:]) for sizes in kept}
+    (beside,) = {sum(sizes[1:]) for sizes in by_sequence}
     return multiple, beside
 
 

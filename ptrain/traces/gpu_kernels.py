@@ -8,38 +8,38 @@ from dataclasses import dataclass
 
 import torch
 
-from ptrain.derivation.attention import statistics
+from ptrain.derivation.attention import FusedAttention, capability
 from ptrain.models.kernels import UnknownKernels, kernels_of
-from ptrain.models.numerics import TORCH_DTYPES
+from ptrain.models.numerics import DTYPE_NAMES
 from ptrain.spec.spec import Spec
-
-_DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
 def kernels_for(spec: Spec) -> AbstractContextManager[UnknownKernels]:
     """Return a context within which a processor allocates what the spec's devices do, as far as it
     is known (`derivation.attention`)."""
-    sm = spec.cluster.sm if spec.cluster else None
-    return kernels_of(is_for_cuda=spec.is_for_cuda, keeping=_Kept(sm))
+    return kernels_of(is_for_cuda=spec.is_for_cuda, keeping=_Kept(capability(spec)))
 
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """What attention keeps on GPUs of a compute capability."""
+    """What attention keeps on GPUs of a compute capability; without one it keeps what a
+    processor's does, and a warning says what is not counted."""
 
     sm: int | None
 
     def __call__(
         self, dtype: torch.dtype, head_dim: int, sequence: int, *, drops: bool, is_grouped: bool
     ) -> Callable[[int], int] | None:
-        if self.sm is None:
-            return _as_it_is
-        kept = statistics(
-            self.sm, _DTYPES[dtype], head_dim, sequence, drops=drops, is_grouped=is_grouped
+        if dtype not in DTYPE_NAMES:
+            return None
+        attention = FusedAttention(
+            dtype=DTYPE_NAMES[dtype],
+            head_dim=head_dim,
+            sequence=sequence,
+            drops=drops,
+            is_grouped=is_grouped,
         )
-        return kept.of if kept else None
-
-
-def _as_it_is(size: int) -> int:
-    """Without a capability a warning says what is not counted."""
-    return size
+        if not attention.has_kernel(self.sm):
+            return None
+        kept = attention.statistics(self.sm)
+        return kept.of if kept else lambda size: size

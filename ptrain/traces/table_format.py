@@ -81,7 +81,10 @@ def coded(
 ) -> Coded:
     """Return events as JSON; `size` gives the number of a storage's size, and `*` stands for the
     index of the `layer`."""
-    return [_coded(event, size, units, f"blocks.{layer}") for event in events]
+    written = [_coded(event, size, units, f"blocks.{layer}") for event in events]
+    of_others = [event for event in written if isinstance(event, str) and "blocks." in event]
+    assert layer is None or not of_others, f"layer {layer} has events of {of_others}"
+    return written
 
 
 def _coded(event: Event, size: Callable[[int], int], units: Units, layer: str) -> object:

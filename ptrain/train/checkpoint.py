@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from ptrain.errors import PtrainError, SpecError, refused
 from ptrain.interpreter.program import Program
-from ptrain.models.numerics import TORCH_DTYPES
+from ptrain.models.numerics import DTYPE_NAMES, TORCH_DTYPES
 from ptrain.optimizers.update import MASTER
 from ptrain.spec.precision import LAYOUTS, Layout
 from ptrain.train import finite, lineage, manifest
@@ -36,7 +36,6 @@ from ptrain.train.index import METADATA, IndexReader
 from ptrain.train.manifest import Manifest
 
 _REMEDY = "give the model, optimizer and layout that were trained"
-_NAMES = {dtype: str(name) for name, dtype in TORCH_DTYPES.items()}
 _OURS = re.compile(r"__(\d+)_\d+\.distcp")  # the rank that wrote it
 
 
@@ -193,7 +192,7 @@ def _other_layout(metadata: Metadata, state: dict[str, Any]) -> str:
     if all(saved.get(part) == own.get(part) for part in {*saved, *own} - moments):
         return ""
     fitting = [name for name, layout in LAYOUTS.items() if _fits(layout, saved)]
-    parts = {part: _NAMES[dtype] for part, dtype in saved.items()}
+    parts = {part: str(DTYPE_NAMES[dtype]) for part, dtype in saved.items()}
     if fitting:
         others = f" (or {', '.join(fitting[1:])})" if fitting[1:] else ""
         add = f"precision.layout={fitting[0]}{others}"

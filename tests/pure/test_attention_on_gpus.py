@@ -7,8 +7,10 @@ from dataclasses import replace
 import pytest
 
 from ptrain.costs import State
-from ptrain.derivation.attention import Statistics, statistics, statistics_of
+from ptrain.derivation import archive
+from ptrain.derivation.attention import FusedAttention, Statistics, statistics_of
 from ptrain.derivation.estimate import derive, facts_from_shape
+from ptrain.derivation.monomials import monomials
 from ptrain.spec.load import load
 from ptrain.spec.precision import DType
 from ptrain.spec.spec import Spec
@@ -53,11 +55,33 @@ def activations(of: Spec) -> int:
     ],
 )
 def test_a_kernel_is_chosen_by_capability_dtype_width_and_dropout(sm, dtype, head_dim, drops, kept):
-    assert statistics(sm, dtype, head_dim, 40, drops=drops) == kept
+    attention = FusedAttention(dtype=dtype, head_dim=head_dim, sequence=40, drops=drops)
+    assert attention.statistics(sm) == kept
 
 
-def test_one_token_was_not_asked():
-    assert statistics(90, DType.BF16, 64, 1, drops=False) is None
+@pytest.mark.parametrize("sm", [90, 86, None])
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "sequence", "has_kernel"),
+    [
+        (DType.BF16, 64, 40, True),
+        (DType.BF16, 12, 40, False),
+        (DType.FP64, 64, 40, False),
+        (DType.BF16, 64, 1, False),  # of one token torch may take another one
+    ],
+)
+def test_what_no_gpu_has_a_kernel_for_none_has_whose_capability_nobody_asked(
+    sm, dtype, head_dim, sequence, has_kernel
+):
+    attention = FusedAttention(dtype=dtype, head_dim=head_dim, sequence=sequence, drops=False)
+    assert attention.has_kernel(sm) is has_kernel
+
+
+def test_gradients_of_attention_are_no_statistics():
+    """They have a head's width, and statistics one number a row."""
+    for (part, name), table in archive.tables().items():
+        for size in monomials(table) if "sizes" in table else ():
+            symbols = {symbol for symbol, _ in size.exponents}
+            assert not (size.is_statistics and symbols & {"head_dim", "pairs"}), (part, name)
 
 
 def test_rows_are_rounded_up_and_seed_and_offset_stand_beside_them():
@@ -65,7 +89,7 @@ def test_rows_are_rounded_up_and_seed_and_offset_stand_beside_them():
     assert Statistics(64, 32, 16).of(4 * 64) == 4 * 64 + 16
 
 
-@pytest.mark.parametrize(("sm", "more"), [(80, 24), (90, 16), (None, 0)])
+@pytest.mark.parametrize(("sm", "more"), [(80, 24), (90, 16), (86, 0), (None, 0)])
 def test_a_block_keeps_seed_and_offset(sm, more):
     on_cpu = activations(replace(spec(sm), device="cpu"))
     assert activations(spec(sm)) - on_cpu == 3 * more
@@ -92,8 +116,24 @@ def test_no_peak_is_claimed_of_an_attention_that_is_no_kernel(sections, is_claim
     assert ("peak" not in exact.unclaimed) is is_claimed
 
 
-def test_without_a_capability_it_is_said_that_seeds_are_not_counted():
-    of = spec(None)
+@pytest.mark.parametrize(
+    ("sm", "why"), [(None, "no cluster.sm says"), (86, "was not asked for sm 86, but for 80, 90")]
+)
+def test_without_a_known_capability_it_is_said_that_seeds_are_not_counted(sm, why):
+    of = spec(sm)
     assert statistics_of(of) is None
-    (warning,) = [w for w in derive(of, facts_from_shape(of)).exact.warnings if "cluster.sm" in w]
-    assert "16 or 24 bytes" in warning
+    exact = derive(of, facts_from_shape(of)).exact
+    (warning,) = [line for line in exact.warnings if why in line]
+    assert "16 or 24 bytes" in warning and "peak" not in exact.unclaimed
+
+
+@pytest.mark.parametrize(
+    ("layout", "figures"),
+    [("bf16", {"activations", "peak"}), ("fp32", {"activations", "peak", "traffic"})],
+)
+def test_of_activations_that_leave_gpus_nothing_is_claimed_that_seeds_change(layout, figures):
+    of = spec(activations="O", precision={"layout": layout})
+    exact = derive(of, facts_from_shape(of)).exact
+    assert set(exact.unclaimed) == figures
+    on_cpu = replace(of, device="cpu")
+    assert activations(of) == activations(on_cpu)

@@ -42,6 +42,7 @@ VERBS = (  # what starts ranks, or reads a model
     ["simulate", "--help"],
     ["predict", "zero3", "model={hf: LlamaForCausalLM}"],
     ["plan", "zero3", "model={hf: LlamaForCausalLM}"],
+    ["predict", "zero3", "cluster.preset=h100-8", "--reserved"],
 )
 
 

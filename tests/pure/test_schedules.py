@@ -196,6 +196,19 @@ def test_halves_of_a_pair_that_need_each_other_never_go_on():
     assert "rank 1 waits at 1F1&1B1 for 1F1 of rank 1" in str(error)
 
 
+@pytest.mark.parametrize(
+    ("name", "halves"),
+    [
+        (ScheduleName.INTERLEAVED, [0, 0, 0, 0]),
+        (ScheduleName.ZERO_BUBBLE, [4, 4, 4, 4]),  # of four micro-batches all
+        (ScheduleName.DUALPIPEV, [2, 1, 1, 1]),  # those that fill its end alone
+    ],
+)
+def test_a_schedule_counts_the_backward_passes_of_a_stage_in_halves(name, halves):
+    halved = schedule(name, pipeline(2, 2, 4))
+    assert [halved.halves_of(stage) for stage in range(halved.stages)] == halves
+
+
 # -------- drawings
 
 

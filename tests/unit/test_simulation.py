@@ -368,6 +368,9 @@ def test_predict_says_what_is_reserved_where_it_is_asked(capsys):
     assert reserved_bytes["default segments"]["device_bytes"] >= 2 * 2**20
     assert main(words[:-1]) == 0
     assert "of rank 0, by simulating it" in capsys.readouterr().out
+    assert main((*words[:-1], "precision.layout=fp32,bf16")) == 0
+    both = capsys.readouterr().out
+    assert "precision.layout=fp32: of rank 0" in both and "precision.layout=bf16: of" in both
 
 
 def test_what_a_processor_reserves_is_nobodys_figure(capsys):
