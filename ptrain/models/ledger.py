@@ -100,7 +100,8 @@ class Ledger(TorchDispatchMode):
         assert self._resize is not None
         if self._follow(storage):
             self.existing(storage._cdata, storage)
-        key, before = storage._cdata, storage.nbytes()
+        key = storage._cdata
+        before = self.sizes[key]  # to view an empty storage has filled it, where it is fake
         result = self._resize(storage, size)
         self.sizes[key] = storage.nbytes()
         self.resized(key, storage, before)
