@@ -32,7 +32,7 @@ CAPABILITIES = (80, 90, 100)
 LLAMA = (
     "model={family: llama, layers: 2, hidden: 1024, heads: 8, kv_heads: 2, ffn: 2816, vocab: 512}"
 )
-WIDE = "model={family: llama, layers: 1, hidden: 256, heads: 4, kv_heads: 4, ffn: 8, vocab: 8}"
+WIDE = "model={family: llama, layers: 1, hidden: 512, heads: 16, kv_heads: 16, ffn: 8, vocab: 259}"
 GPT = "model={family: gpt, layers: 2, hidden: 1024, heads: 8, vocab: 512%s}"
 DROPS = ", dropout: 0.1"
 WHOLE = ("ddp", "mesh.dp_replicate=2", "batch={global: 4, micro: 2, sequence: 1000}")
