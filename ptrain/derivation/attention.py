@@ -74,8 +74,8 @@ def capabilities() -> tuple[int, ...]:
 
 def most_rows() -> int:
     """Return the multiple of rows of which no kernel keeps more."""
-    kernels = archive.table(TablePart.KERNEL, "attention")["kernels"].values()
-    return max(rows for rows, _ in kernels)
+    kernels: dict[str, tuple[int, int]] = archive.table(TablePart.KERNEL, "attention")["kernels"]
+    return max(rows for rows, _ in kernels.values())
 
 
 def row_name(dtype: DType, *, drops: bool) -> str:
