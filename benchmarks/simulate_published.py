@@ -12,7 +12,7 @@ grows. Segments are as a row's source sets them: one that expands where the scri
 it so; torch's default, one for each miss, where nothing is said. The other kind stands beside it.
 Kernels are CUDA's for sm 90 where torch is a build with CUDA, which takes no GPU; else a CPU's.
 
-Prints; writes a result only with --save. About 2 minutes.
+Prints; writes a result only with --save. About 10 minutes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import statistics
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,15 +36,20 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from ptrain.activations.run import recompute
 from ptrain.derivation.allocator import COMPUTING, AllocatedStep, Reserved, reserved
+from ptrain.derivation.estimate import derive
 from ptrain.interpreter.program import Program
 from ptrain.rooms import pretence
 from ptrain.selection.recompute import settled
 from ptrain.simulation import execute
+from ptrain.simulation.choice import chosen as chosen_ranks
+from ptrain.spec.axis import Axis
 from ptrain.spec.load import load
 from ptrain.spec.model import ModelShape
 from ptrain.spec.spec import Spec
+from ptrain.traces.facts import facts_of
 
 GIB = 2**30
+REDUCED = "precision.reduced=fp32"  # mixed_precision_reduce of torchtitan's config_manager.py
 H100 = 90  # compute capability
 BOUND = 0.03
 BF16 = 2
@@ -57,20 +62,62 @@ STREAMS = {  # FSDP2's, for what of them stays reserved
 @dataclass(frozen=True, kw_only=True)
 class Published:
     name: str
-    ranks: int
-    micro: int
+    settings: tuple[str, ...]  # of the spec fsdp-mixed
     gib: float
-    expands: bool  # whether segments do
     source: str
+    expands: bool = False  # whether segments do
 
 
 PAGE = "torchtitan, benchmarks/llama3_h100_202412_torchtitan.md, its commit 9dec370"
 PULL = "torchtitan, pull request 996 of 2025-03-20, before it; not told: ranks, batch, segments, "
 PULL += "here those of run_train.sh (47f63f4) and llama3_8b.toml"
-ROWS = (
-    Published(name="FSDP 8, batch 2", ranks=8, micro=2, gib=82.4, expands=False, source=PAGE),
-    Published(name="FSDP 128, batch 2", ranks=128, micro=2, gib=67.0, expands=False, source=PAGE),
-    Published(name="FSDP 8, batch 1", ranks=8, micro=1, gib=49.58, expands=True, source=PULL),
+
+
+def on_fsdp(ranks: int, micro: int) -> tuple[str, ...]:
+    """Return the settings of an 8B row: selective recomputation, FSDP alone."""
+    return (
+        "model.preset=llama3-8b",
+        "recompute=selective",
+        f"mesh.dp_shard={ranks}",
+        f"cluster.preset=h100-{ranks}",
+        f"batch={{global: {micro * ranks}, micro: {micro}, sequence: 8192}}",
+    )
+
+
+EAGER = (
+    Published(name="FSDP 8, batch 2", settings=on_fsdp(8, 2), gib=82.4, source=PAGE),
+    Published(name="FSDP 128, batch 2", settings=on_fsdp(128, 2), gib=67.0, source=PAGE),
+    Published(name="FSDP 8, batch 1", settings=on_fsdp(8, 1), gib=49.58, source=PULL, expands=True),
+)
+IN_SLICES = ("mesh.tp=8", "placement.tp=S,S,S,S", "cluster.preset=h100-64")
+COMPILED = (  # and in float8
+    Published(
+        name="70B, FSDP 32 x TP 8",
+        settings=(
+            "model.preset=llama3-70b",
+            "mesh.dp_shard=32",
+            "batch={global: 512, micro: 16, sequence: 8192}",
+            *IN_SLICES,
+            "cluster.devices=256",
+        ),
+        gib=71.9,
+        source="its table 4, 67.6 with async TP",
+    ),
+    Published(
+        name="405B, FSDP 8 x TP 8 x PP 8, 1F1B",
+        settings=(
+            "model.preset=llama3-405b",
+            "mesh.dp_shard=8",
+            "mesh.pp=8",
+            "placement.pp=S,S,S,R",
+            "sync={gradients: last, reshard_after_forward: false, reshard_after_backward: false}",
+            "batch={global: 256, micro: 4, sequence: 8192}",
+            *IN_SLICES,
+            "cluster.devices=512",
+        ),
+        gib=82.5,
+        source="its table 5, with async TP",
+    ),
 )
 SOURCES = """What torchtitan runs, by its files as they stood about then:
 llama3_8b.toml (6e55afa): sequence 8192, AdamW, clip 1, selective recomputation by operator.
@@ -83,15 +130,19 @@ pull request 881: 4 more bytes a parameter of the shard during the update, which
 metrics.py (021137a): memory is reserved_bytes.all.peak. run_llama_train.sh (9628a18, later than the
 page) lets segments expand; how the page's runs were started is not told.
 
+Of the larger ones, by 9dec370: a layer's two products in slices, norms on slices of the tokens, the
+loss in slices of the vocabulary; on pp as many micro-batches as ranks, layers 15, 16 ..., 16, 15,
+nothing given back between them, gradients sent after the last one (torch.distributed.pipelining).
+
 Not eager, not compared: FSDP 8 and 128 compiled (77.0, 62.0) and in float8 (76.8, 61.8); context
-parallel (83.9 to 84.5); 70B, FSDP 32 x TP 8 (71.9, 67.6); 405B (72.7 to 84.9); H200 (48, 47)."""
+parallel (83.9 to 84.5, 75.3 to 84.9); 405B by an interleaved schedule (72.7): which stages a rank
+had is not told; H200 (48, 47)."""
+COMPILED_TITLE = """Compiled and in float8, beside an eager step in bf16, and no part of the claim:
+what lives within blocks is another figure; what they keep, the shards and the logits are not."""
 
 
 def spec_of(row: Published) -> Spec:
-    batch = f"batch={{global: {row.micro * row.ranks}, micro: {row.micro}, sequence: 8192}}"
-    shape = f"mesh.dp_shard={row.ranks}", f"cluster.preset=h100-{row.ranks}", batch
-    choice = "model.preset=llama3-8b", "activations=M", "recompute=selective", *shape
-    return settled(load("fsdp-mixed", choice))
+    return settled(load("fsdp-mixed", ("activations=M", REDUCED, *row.settings)))
 
 
 def every_second_product(kept: Sequence[Any]) -> tuple[Any, Any]:
@@ -150,10 +201,7 @@ def attributed(row: Published) -> Attributed:
     with as_torchtitan():
         simulated = execute.simulate(spec)
     lives = simulated.course.peak.total
-    kinds = {
-        expands: held(simulated.run.stream.allocated(), expands=expands)
-        for expands in (False, True)
-    }
+    kinds = of_kinds(simulated)
     chosen, shapes = kinds[row.expands], of_shapes(spec)
     terms = {
         "simulated peak, recompute: selective": selective,
@@ -166,6 +214,31 @@ def attributed(row: Published) -> Attributed:
     totals = {expands: each.device_bytes for expands, each in kinds.items()}
     assert sum(terms.values()) == totals[row.expands]
     return Attributed(row=row, terms=terms, lives=lives, reserved=totals)
+
+
+def of_kinds(simulated: execute.Simulated) -> dict[bool, Reserved]:
+    """Return what stays reserved, by whether segments expand."""
+    step = simulated.run.stream.allocated()
+    return {expands: held(step, expands=expands) for expands in (False, True)}
+
+
+def compiled() -> Iterator[str]:
+    """Yield the rows of those that are compiled, of the rank that is predicted to need most."""
+    names = ("row", "rank", "published GiB", "eager: lives", "reserved", "off", "one that expands")
+    yield f"| {' | '.join(names)} | off |"
+    yield "|" + "---|" * (len(names) + 1)
+    for row in COMPILED:
+        spec = spec_of(row)
+        exact = derive(spec, facts_of(spec)).exact
+        rank = chosen_ranks(spec, exact)[-1]
+        with nullcontext() if spec.degree(Axis.PP) > 1 else as_torchtitan():
+            simulated = execute.simulate(spec, rank)
+        lives, kinds = simulated.course.peak.total, of_kinds(simulated)
+        cells = [f"{row.name} ({row.source})", rank, f"{row.gib:.2f}", f"{lives / GIB:.2f}"]
+        for reserved_by_kind in kinds.values():
+            share = reserved_by_kind.device_bytes / GIB / row.gib - 1
+            cells += [f"{reserved_by_kind.device_bytes / GIB:.2f}", f"{share:+.1%}"]
+        yield f"| {' | '.join(map(str, cells))} |"
 
 
 def held(step: AllocatedStep, *, expands: bool) -> Reserved:
@@ -218,7 +291,7 @@ def main() -> int:
         return pretence.run(sys.argv, H100)
     head = header("simulate: memory beside what torchtitan published", this_command())
     whose = f"CUDA's for sm {pretence.capability()}" if pretence.is_on() else "a CPU's"
-    rows = [attributed(row) for row in ROWS]
+    rows = [attributed(row) for row in EAGER]
     errors = {
         "segments as above": [each.off(each.own) for each in rows],
         "default in all rows": [each.off(each.reserved[False]) for each in rows],
@@ -229,6 +302,7 @@ def main() -> int:
     lines = [head, f"Kernels: {whose}.", "", *table(rows)]
     lines += ["", f"Median of |off|, beside LLMem's {BOUND:.0%}:", ""]
     lines += [f"- {name}: {median:.1%}" for name, median in medians.items()]
+    lines += ["", COMPILED_TITLE, "", *compiled()]
     lines += [line for each in rows for line in attribution(each)]
     median = medians["segments as above"]
     return conclude(
