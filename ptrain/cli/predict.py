@@ -41,6 +41,7 @@ def _reserved(label: str, derivation: Derivation, spec: Spec, *, allow_import: b
     if not spec.is_for_cuda:
         finding = "what is reserved is CUDA's allocator's, and the spec is not for GPUs"
         raise refused("--reserved", finding, "write device: cuda, or a cluster of GPUs")
+    from ptrain.derivation.workspaces import workspaces
     from ptrain.installed import require_torch
 
     require_torch()
@@ -50,13 +51,18 @@ def _reserved(label: str, derivation: Derivation, spec: Spec, *, allow_import: b
 
     rank = chosen(spec, derivation.exact)[-1]
     segments = simulate(spec, rank, allow_import=allow_import).reserved(spec)
+    within = workspaces(spec)
     whose = (
         f"{label}: of rank {rank}, by simulating it, with a processor's operators that allocate "
         "what is known of CUDA's"
     )
     return Reserving(
-        lines=(*reserved_lines(segments), whose, ""),
-        record={"rank": rank, **reserved_record(segments)},
+        lines=(*reserved_lines(segments, within), whose, ""),
+        record={
+            "rank": rank,
+            **reserved_record(segments),
+            "workspaces": [asdict(space) for space in within],
+        },
     )
 
 

@@ -17,6 +17,7 @@ from ptrain.cli.arguments import add_spec_arguments, print_json
 from ptrain.cli.predict import facts_of
 from ptrain.costs import State
 from ptrain.derivation.estimate import Derivation, derive
+from ptrain.derivation.workspaces import workspaces
 from ptrain.errors import PtrainError, refused
 from ptrain.meters.measure import join_estimates
 from ptrain.report.heading import heading
@@ -167,6 +168,7 @@ def _of_spec(spec: Spec, args: Namespace, lacking: str) -> Iterator[tuple[Deriva
             replayed=simulated.replayed,
             kernels=_kernels(spec, simulated, lacking) if not args.rehearse else "",
             reserved=simulated.reserved(spec) if not args.rehearse else {},
+            workspaces=workspaces(spec) if not args.rehearse else (),
         )
         if not args.json:
             print("", one(report, spec.name), "", sep="\n", flush=True)
@@ -216,6 +218,7 @@ def as_record(spec: Spec, simulations: list[tuple[Derivation, RankReport]]) -> d
                 ],
                 "traffic": traffic_rows(report.simulated),
                 "reserved": reserved_record(report.reserved),
+                "workspaces": [asdict(space) for space in report.workspaces],
             }
             for _, report in simulations
         ],

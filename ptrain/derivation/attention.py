@@ -47,24 +47,32 @@ class FusedAttention:
     drops: bool
     is_grouped: bool = False
 
-    def statistics(self, sm: int | None) -> Statistics | None:
-        """Return what the kernel keeps that torch takes on GPUs of this compute capability; None
-        where it takes none, or where it was not asked for the capability."""
-        table = archive.table(TablePart.KERNEL, "attention")
-        rows = table["choice"].get(str(sm), {}).get(row_name(self.dtype, drops=self.drops), [])
+    def kernel(self, sm: int | None) -> str | None:
+        """Return the kernel that torch takes on GPUs of this compute capability; None where it
+        takes none, or where it was not asked for the capability."""
+        choice = archive.table(TablePart.KERNEL, "attention")["choice"]
+        rows = choice.get(str(sm), {}).get(row_name(self.dtype, drops=self.drops), [])
         if self.head_dim % HEAD_DIM_MULTIPLE or self.sequence == 1:
             return None
         for first, last, kernel in rows:
             is_refused = self.is_grouped and kernel in _NOT_GROUPED
             if first <= self.head_dim <= last and not is_refused:
-                return Statistics(self.sequence, *table["kernels"][kernel])
+                return str(kernel)
         return None
+
+    def statistics(self, sm: int | None) -> Statistics | None:
+        """Return what that kernel keeps; None where there is none, or nobody knows it."""
+        kernel = self.kernel(sm)
+        if kernel is None:
+            return None
+        table = archive.table(TablePart.KERNEL, "attention")
+        return Statistics(self.sequence, *table["kernels"][kernel])
 
     def has_kernel(self, sm: int | None) -> bool:
         """Return whether torch takes a kernel on GPUs of this compute capability; on any that it
         was asked for, where this one is not among them."""
         of_these = (sm,) if sm in capabilities() else capabilities()
-        return any(self.statistics(capability) is not None for capability in of_these)
+        return any(self.kernel(capability) is not None for capability in of_these)
 
 
 def capabilities() -> tuple[int, ...]:

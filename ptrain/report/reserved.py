@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
 from ptrain.derivation.allocator import COMPUTING, Reserved
+from ptrain.derivation.workspaces import Workspace
 from ptrain.report.table import render, size
 
-_NOT_RESERVED = (
-    "not claimed: without what kernels take within themselves, NCCL's buffers and the context"
-)
+_NOT_RESERVED = "not claimed: without what kernels take within themselves, and CUDA's context"
 
 
-def reserved_lines(reserved: Mapping[str, Reserved | None]) -> list[str]:
-    """Return what CUDA's caching allocator would reserve, by kind of segments, and why no device's
-    figure is claimed to be this one."""
+def reserved_lines(
+    reserved: Mapping[str, Reserved | None], workspaces: Sequence[Workspace] = ()
+) -> list[str]:
+    """Return what CUDA's caching allocator would reserve, by kind of segments, why no device's
+    figure is claimed to be this one, and what is known of that."""
     if not reserved:
         return []
     rows: list[tuple[str, ...]] = []
@@ -35,7 +36,12 @@ def reserved_lines(reserved: Mapping[str, Reserved | None]) -> list[str]:
         "other gaps",
         "streams",
     )
-    return ["", render(head, rows), _NOT_RESERVED]
+    within = [
+        (space.what, "unknown" if space.device_bytes is None else size(space.device_bytes))
+        for space in workspaces
+    ]
+    table = [render(("within kernels, beside it", "bytes"), within)] if within else []
+    return ["", render(head, rows), _NOT_RESERVED, *table]
 
 
 def reserved_record(reserved: Mapping[str, Reserved | None]) -> dict[str, object]:

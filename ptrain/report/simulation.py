@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from ptrain.costs import Estimate, State
 from ptrain.derivation.allocator import Reserved
+from ptrain.derivation.workspaces import Workspace
 from ptrain.plan.composition import ranks_text
 from ptrain.report.composition import MemoryHistory
 from ptrain.report.predict import operations_lines
@@ -29,7 +30,7 @@ class RankReport:
     had its tensors, empty where they were fake. `reserved`: by kind of segments, what CUDA's
     caching allocator would reserve, None where it grows on; empty for other devices. `replayed`:
     of how many equal blocks a few ran, None where every block did. `kernels`: whose they were, of a
-    spec for GPUs."""
+    spec for GPUs, and `workspaces` what those take within themselves."""
 
     rank: int
     device: str
@@ -41,6 +42,7 @@ class RankReport:
     reserved: Mapping[str, Reserved | None] = field(default_factory=dict)
     replayed: int | None = None
     kernels: str = ""
+    workspaces: tuple[Workspace, ...] = ()
 
     @property
     def differing(self) -> list[Check]:
@@ -66,7 +68,7 @@ def one(report: RankReport, name: str) -> str:
             by_phase(report.course),
             "",
             peak(report.course),
-            *reserved_lines(report.reserved),
+            *reserved_lines(report.reserved, report.workspaces),
         ]
     )
 

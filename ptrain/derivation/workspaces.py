@@ -1,0 +1,68 @@
+"""What kernels of GPUs take within themselves, which no operator speaks of: beside what is derived,
+simulated and reserved.
+
+Note: read off torch's sources (2.11 to 2.13), as no GPU has confirmed it: `CublasHandlePool.cpp`
+has a workspace for each thread and stream, and an autograd thread computes the backward pass;
+`flash_api.cpp` sums the gradient of the queries in fp32, in whole tiles, while that operator runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ptrain.derivation.attention import attention_of
+from ptrain.spec.axis import Axis
+from ptrain.spec.model import Attention, ExternalModel, ModelShape
+from ptrain.spec.spec import Spec
+from ptrain.units import ceil_div
+
+_KIB = 1024
+_CUBLAS = {80: (2 * 4096 + 8 * 16) * _KIB, 90: 8 * 4096 * _KIB}  # by compute capability
+_THREADS = 2  # the one that computes forward, and autograd's
+_FP32 = 4
+_TILE = 128  # rows of queries
+_NARROW, _WIDE = 32, 64  # multiples of head_dim up to 128, and beyond
+
+
+@dataclass(frozen=True, slots=True)
+class Workspace:
+    """`device_bytes` is None where nobody knows them."""
+
+    what: str
+    device_bytes: int | None
+
+
+def workspaces(spec: Spec) -> tuple[Workspace, ...]:
+    """Return what kernels of a spec's GPUs take within themselves, in bytes of one rank; nothing of
+    other devices."""
+    return tuple(_of_gpus(spec)) if spec.is_for_cuda else ()
+
+
+def _of_gpus(spec: Spec) -> Iterator[Workspace]:
+    sm = spec.cluster.sm if spec.cluster else None
+    of_thread = _CUBLAS.get(sm or 0)
+    yield Workspace(
+        "products (cuBLAS), all the time", None if of_thread is None else _THREADS * of_thread
+    )
+    if isinstance(spec.model, ExternalModel) or spec.model.attention is Attention.SDPA:
+        attention = attention_of(spec)
+        kernel = attention.kernel(sm) if attention else None
+        name = f" ({kernel})" if kernel else ""
+        size = _of_flash(spec) if kernel == "flash" else None
+        yield Workspace(f"attention's backward pass{name}, while it runs", size)
+    if spec.world_size > 1:
+        yield Workspace("collectives (NCCL), beside the allocator", None)
+
+
+def _of_flash(spec: Spec) -> int | None:
+    """The sum of the queries' gradient, and a number a row. Where sums are deterministic there are
+    as many of them as the GPU has processors for, which nobody says."""
+    shape = spec.model
+    if not isinstance(shape, ModelShape) or spec.deterministic:
+        return None
+    rows = ceil_div(spec.batch.sequence, _TILE) * _TILE
+    multiple = _NARROW if shape.head_dim <= _TILE else _WIDE
+    width = ceil_div(shape.head_dim, multiple) * multiple
+    heads = ceil_div(shape.heads, spec.degree(Axis.TP))
+    return _FP32 * spec.batch.micro * heads * rows * (width + 1)
