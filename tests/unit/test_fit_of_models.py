@@ -62,7 +62,7 @@ def test_where_a_gpu_has_no_kernel_for_groups_of_heads_no_fit_is_claimed(ptrain)
     grouped = (*words, "model.config.num_key_value_heads=2")
     record = json.loads(ptrain("predict", *grouped, "--json"))["fit"]
     assert record["fits"] is None
-    assert record["unknown"].startswith("of head_dim 8 in float32, fewer heads of keys a GPU's")
+    assert record["unknown"].startswith("of head_dim 8 in fp32, fewer heads of keys a GPU's")
     assert json.loads(ptrain("predict", *words, "--json"))["fit"]["fits"] is True
 
 
