@@ -217,9 +217,9 @@ class Estimate:
     """One account of one run: a prediction (paper, exact), a simulation or a measurement.
 
     `undefined` gives, per kind of figure ("traffic", "peak", "wire", "blocked_seconds"), why the
-    column has none, or not all. `unclaimed` gives, per kind ("activations", "peak"), why those that
-    the column has, if any, are not claimed for the device that runs it. `warnings` are what
-    somebody should know before it runs.
+    column has none, or not all. `unclaimed` gives, per kind ("activations", "peak", "traffic"), why
+    those that the column has, if any, are not claimed for the device that runs it. `warnings` are
+    what somebody should know before it runs.
     `accounts`: where ranks differ in what they send, the traffic of each kind of rank, of which
     there are equally many, and `account_of` by rank which is its own; `traffic` has a row for each
     kind of call and account.

@@ -42,14 +42,19 @@ _NOT_CONFIRMED = "what dropout keeps is a GPU's by its kernels' signatures, and 
 
 
 def unclaimed(spec: Spec, facts: ModelFacts) -> dict[str, str]:
-    """Why activations and peaks are not claimed, by kind of figure; empty where they are."""
-    if why := _otherwise(spec, facts):
-        return dict.fromkeys(("activations", "peak"), why)
+    """Why activations, peaks and traffic are not claimed, by kind of figure; empty where they
+    are."""
+    of_offloaded = dict(_of_offloaded(spec)) if spec.is_for_cuda else {}
     shape = spec.model
     drops = shape.dropout > 0 if isinstance(shape, ModelShape) else facts.draws
-    if drops and spec.may_be_on_cuda:
-        return dict.fromkeys(("activations", "peak"), _NOT_CONFIRMED if spec.is_for_cuda else _WHY)
-    return dict(_of_offloaded(spec)) if spec.is_for_cuda else {}
+    why = _otherwise(spec, facts)
+    if not why and drops and spec.may_be_on_cuda:
+        why = _NOT_CONFIRMED if spec.is_for_cuda else _WHY
+    if not why:
+        return of_offloaded
+    # Where they leave a GPU, other sizes are copied, too.
+    moved = ("traffic",) if spec.is_for_cuda and leaves_device(spec) else ()
+    return of_offloaded | dict.fromkeys(("activations", "peak", *moved), why)
 
 
 def _of_offloaded(spec: Spec) -> Iterator[tuple[str, str]]:
@@ -85,14 +90,16 @@ def kernel_warnings(
 ) -> Iterator[str]:
     """Yield a line that says whose the figures are that stand there all the same."""
     sm = spec.cluster.sm if spec.cluster else None
-    is_told = "peak" not in undefined
-    if spec.is_for_cuda and _is_fused(spec) and sm not in capabilities() and is_told:
+    is_peak_known = "peak" not in undefined
+    if spec.is_for_cuda and _is_fused(spec) and sm not in capabilities() and is_peak_known:
         of_others = _OTHER_SM.format(sm=sm, asked=", ".join(map(str, capabilities())))
         yield _NOT_COUNTED.format(why=of_others if sm else _NO_SM)
-    if "peak" in unclaimed and is_told:
+    if "peak" in unclaimed and is_peak_known:
         why = unclaimed["peak"]
         whose = "a trace on a CPU" if why == _NOT_CONFIRMED else "a CPU's kernels"
         yield (
             f"activations and peaks are those of {whose}: {why}, so that on cuda they are not "
             "claimed"
         )
+    if "traffic" in unclaimed and "traffic" not in undefined:
+        yield f"what activations copy off the device is not claimed on cuda: {unclaimed['traffic']}"

@@ -41,9 +41,11 @@ def workspaces(spec: Spec) -> tuple[Workspace, ...]:
 
 def _of_gpus(spec: Spec) -> Iterator[Workspace]:
     sm = spec.cluster.sm if spec.cluster else None
-    of_thread = _CUBLAS.get(sm or 0)
+    # Deterministic products need a workspace that CUBLAS_WORKSPACE_CONFIG names.
+    of_thread = None if spec.deterministic else _CUBLAS.get(sm or 0)
     yield Workspace(
-        "products (cuBLAS), all the time", None if of_thread is None else _THREADS * of_thread
+        "products (cuBLAS, without Lt's), all the time",
+        None if of_thread is None else _THREADS * of_thread,
     )
     if isinstance(spec.model, ExternalModel) or spec.model.attention is Attention.SDPA:
         attention = attention_of(spec)
@@ -52,12 +54,12 @@ def _of_gpus(spec: Spec) -> Iterator[Workspace]:
         size = _of_flash(spec) if kernel == "flash" else None
         yield Workspace(f"attention's backward pass{name}, while it runs", size)
     if spec.world_size > 1:
-        yield Workspace("collectives (NCCL), beside the allocator", None)
+        yield Workspace("collectives (NCCL)", None)
 
 
 def _of_flash(spec: Spec) -> int | None:
-    """The sum of the queries' gradient, and a number a row. Where sums are deterministic there are
-    as many of them as the GPU has processors for, which nobody says."""
+    """Return the sum of the queries' gradient, and a number a row. Where sums are deterministic
+    there are as many of them as the GPU has processors for, which nobody says."""
     shape = spec.model
     if not isinstance(shape, ModelShape) or spec.deterministic:
         return None

@@ -20,6 +20,7 @@ from ptrain.models.ledger import is_wrapper
 from ptrain.models.numerics import DTYPE_NAMES
 
 _ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_SOFTMAX = ("aten::_softmax", "aten::_safe_softmax")  # of attention operator by operator
 
 
 class Keeping(Protocol):
@@ -56,13 +57,13 @@ def kernels_of(*, is_for_cuda: bool, keeping: Keeping | None = None) -> Iterator
 class _Attention(TorchDispatchMode):
     """Fused attention keeps a number for each row, batch and head for backward, on GPUs in a
     kernel's own measure, and beside them seed and offset of its dropout, which are put into the
-    same storage here. `drops`: dropout is asked of the attention that runs, `is_fused`: it did not
-    go operator by operator."""
+    same storage here. `drops`: dropout is asked of the attention that runs, and
+    `goes_by_operators` that it is no kernel. (What a checkpoint kept of it is neither.)"""
 
     def __init__(self, keeping: Keeping, unknown: UnknownKernels) -> None:
         super().__init__()
         self.keeping, self.unknown = keeping, unknown
-        self.drops = self.is_fused = False
+        self.drops = self.goes_by_operators = False
 
     def __torch_dispatch__(
         self,
@@ -75,8 +76,8 @@ class _Attention(TorchDispatchMode):
             return NotImplemented
         result = function(*args, **(kwargs or {}))
         if function is not _ATTENTION:
+            self.goes_by_operators |= function._schema.name in _SOFTMAX
             return result
-        self.is_fused = True
         y, kept = result
         query, key = args[:2]
         sequence, head_dim = query.shape[-2:]
@@ -95,12 +96,12 @@ class _Attention(TorchDispatchMode):
     def runs(self, attend: Callable[..., Tensor], query: Tensor, *, drops: bool) -> Tensor:
         """Return the output of an attention of this query. Of one that goes operator by operator
         on a processor, nobody knows whether a GPU has a kernel."""
-        self.drops, self.is_fused = drops, False
+        self.drops, self.goes_by_operators = drops, False
         try:
             y = attend()
         finally:
             self.drops = False
-        if not self.is_fused:
+        if self.goes_by_operators:
             self._note(query, "operator by operator on a processor")
         return y
 

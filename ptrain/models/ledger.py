@@ -101,7 +101,8 @@ class Ledger(TorchDispatchMode):
         if self._follow(storage):
             self.existing(storage._cdata, storage)
         key = storage._cdata
-        before = self.sizes[key]  # to view an empty storage has filled it, where it is fake
+        # What was counted, not what it has: to view an empty storage fills it where it is fake.
+        before = self.sizes[key]
         result = self._resize(storage, size)
         self.sizes[key] = storage.nbytes()
         self.resized(key, storage, before)

@@ -8,6 +8,7 @@ with number n, a text a boundary, a list a completed gradient with its parameter
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
@@ -20,6 +21,7 @@ from ptrain.timeline import Boundary, Mark
 Coded = list[object]  # events as JSON
 
 _MARKS = {Mark.ENTER: ">", Mark.LEAVE: "<", Mark.PRE_BACKWARD: "[", Mark.POST_BACKWARD: "]"}
+_OTHER = re.compile(r"blocks\.|\*\d")  # a block's name that is not the layer's
 _WIDTH = 4  # bytes of an element of what is traced first
 
 
@@ -82,7 +84,7 @@ def coded(
     """Return events as JSON; `size` gives the number of a storage's size, and `*` stands for the
     index of the `layer`."""
     written = [_coded(event, size, units, f"blocks.{layer}") for event in events]
-    of_others = [event for event in written if isinstance(event, str) and "blocks." in event]
+    of_others = [event for event in written if isinstance(event, str) and _OTHER.search(event)]
     assert layer is None or not of_others, f"layer {layer} has events of {of_others}"
     return written
 

@@ -16,6 +16,7 @@ from ptrain.spec.precision import DType
 from ptrain.spec.spec import Spec
 
 SHAPE = {"family": "llama", "layers": 3, "hidden": 64, "heads": 4, "kv_heads": 2, "ffn": 32}
+KINDS = ("activations", "peak")
 ROWS = 2 * 4 * 40  # samples, heads and tokens
 
 
@@ -128,11 +129,16 @@ def test_without_a_known_capability_it_is_said_that_seeds_are_not_counted(sm, wh
 
 
 @pytest.mark.parametrize(
-    ("layout", "figures"),
-    [("bf16", {"activations", "peak"}), ("fp32", {"activations", "peak", "traffic"})],
+    ("layout", "changes", "figures"),
+    [
+        ("bf16", {}, {"activations", "peak"}),
+        ("fp32", {}, {"activations", "peak", "traffic"}),  # 40 rows in 64
+        ("fp32", {"batch": {"micro": 2, "sequence": 64}}, {"activations", "peak"}),
+        ("bf16", {"model": {**SHAPE, "vocab": 300, "hidden": 48}}, {*KINDS, "traffic"}),
+    ],
 )
-def test_of_activations_that_leave_gpus_nothing_is_claimed_that_seeds_change(layout, figures):
-    of = spec(activations="O", precision={"layout": layout})
+def test_of_activations_that_leave_gpus_nothing_is_claimed_that_differs(layout, changes, figures):
+    of = spec(activations="O", precision={"layout": layout}, **changes)
     exact = derive(of, facts_from_shape(of)).exact
     assert set(exact.unclaimed) == figures
     on_cpu = replace(of, device="cpu")

@@ -142,3 +142,13 @@ def test_dropout_is_larger_on_a_cpu_whose_mask_is_as_wide_as_its_input():
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         F.dropout(x, 0.1)
     assert [each.dtype for each in saved] == [torch.float32]
+
+
+def test_what_a_checkpoint_keeps_of_attention_is_a_kernels(ptrain):
+    """In backward the operator is not run again, nor anything in its place."""
+    pytest.importorskip("transformers")
+    model = f"model={{hf: LlamaForCausalLM, config: {{{SMALL}}}}}"
+    batch = "batch={global: 8, micro: 1, sequence: 16}"
+    selective = ("precision.layout=bf16", "activations=M", "recompute=selective")
+    record = json.loads(ptrain("predict", "zero3", model, *H100, batch, *selective, "--json"))
+    assert record["unclaimed"] == {} and record["fit"]["fits"] is True
