@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from ptrain.derivation import archive
 from ptrain.derivation.archive import TablePart
-from ptrain.spec.model import Attention, ModelShape
+from ptrain.spec.model import Attention, ExternalModel, ModelShape
 from ptrain.spec.placement import Tier
 from ptrain.spec.precision import DType
 from ptrain.spec.spec import Spec
@@ -113,6 +113,11 @@ def capability(spec: Spec) -> int | None:
     stays there, in a storage of its own, which no table has."""
     sm = spec.cluster.sm if spec.cluster else None
     return None if leaves_device(spec) or sm not in capabilities() else sm
+
+
+def may_be_fused(spec: Spec) -> bool:
+    """Return whether attention may be a kernel of its own: of a model's own code nobody knows."""
+    return isinstance(spec.model, ExternalModel) or spec.model.attention is Attention.SDPA
 
 
 def leaves_device(spec: Spec) -> bool:

@@ -14,9 +14,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from ptrain.derivation.attention import attention_of, capabilities, leaves_device, most_rows
+from ptrain.derivation.attention import (
+    attention_of,
+    capabilities,
+    leaves_device,
+    may_be_fused,
+    most_rows,
+)
 from ptrain.facts.model import ModelFacts
-from ptrain.spec.model import Attention, ExternalModel, ModelShape
+from ptrain.spec.model import ModelShape
 from ptrain.spec.placement import Tier
 from ptrain.spec.precision import DType
 from ptrain.spec.spec import Spec
@@ -37,7 +43,7 @@ _NOT_COUNTED = (
     "its statistics' rows up to a multiple of 32, are not counted"
 )
 _NO_SM = "no cluster.sm says which of CUDA's kernels compute attention (90: H100)"
-_OTHER_SM = "which of CUDA's kernels compute attention was not asked for sm {sm}, but for {asked}"
+_OTHER_SM = "which of CUDA's kernels compute attention was not asked for sm {sm}, but for {known}"
 _NOT_CONFIRMED = "what dropout keeps is a GPU's by its kernels' signatures, and no GPU confirmed it"
 
 
@@ -60,18 +66,13 @@ def unclaimed(spec: Spec, facts: ModelFacts) -> dict[str, str]:
 def _of_offloaded(spec: Spec) -> Iterator[tuple[str, str]]:
     """Yield what is not claimed of activations that leave GPUs. In fp32 attention's statistics
     leave them too, and a kernel's may be more rows than there are tokens."""
-    if _is_fused(spec) and leaves_device(spec):
+    if may_be_fused(spec) and leaves_device(spec):
         yield from ((figure, _LEFT) for figure in ("activations", "peak"))
         is_padded = spec.batch.sequence % most_rows() != 0
         if spec.precision.effective.parameters is DType.FP32 and is_padded:
             yield "traffic", _LEFT
     if any(kept.tier is Tier.HOST for kept in spec.activations.modes):
         yield "peak", _AHEAD
-
-
-def _is_fused(spec: Spec) -> bool:
-    """Whether attention may be a kernel of its own."""
-    return isinstance(spec.model, ExternalModel) or spec.model.attention is Attention.SDPA
 
 
 def _otherwise(spec: Spec, facts: ModelFacts) -> str:
@@ -91,9 +92,9 @@ def kernel_warnings(
     """Yield a line that says whose the figures are that stand there all the same."""
     sm = spec.cluster.sm if spec.cluster else None
     is_peak_known = "peak" not in undefined
-    if spec.is_for_cuda and _is_fused(spec) and sm not in capabilities() and is_peak_known:
-        of_others = _OTHER_SM.format(sm=sm, asked=", ".join(map(str, capabilities())))
-        yield _NOT_COUNTED.format(why=of_others if sm else _NO_SM)
+    if spec.is_for_cuda and may_be_fused(spec) and sm not in capabilities() and is_peak_known:
+        known = ", ".join(map(str, capabilities()))
+        yield _NOT_COUNTED.format(why=_OTHER_SM.format(sm=sm, known=known) if sm else _NO_SM)
     if "peak" in unclaimed and is_peak_known:
         why = unclaimed["peak"]
         whose = "a trace on a CPU" if why == _NOT_CONFIRMED else "a CPU's kernels"

@@ -48,6 +48,7 @@ def test_a_rank_of_tp_has_its_heads_alone_and_whole_tiles_of_rows():
         (of_8b(80, "precision.layout=fp32"), "attention's backward pass (efficient)"),
         (of_8b(80, "deterministic=true"), "attention's backward pass (flash)"),
         (of_8b(80, "deterministic=true"), "products (cuBLAS"),
+        (of_8b(80, "model.heads=16"), "attention's backward pass (flash)"),  # head_dim 256
         (of_8b(100), "products (cuBLAS"),
         (of_8b(86), "attention's backward pass"),
     ],
