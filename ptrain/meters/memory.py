@@ -5,7 +5,8 @@ storage that is born, resized or freed. It knows storages and their states, neve
 or an expected count.
 
 Note: what an operator allocates and frees inside itself is not seen (on CUDA the allocator's own
-peak, `Peak.allocator_bytes`, includes it); neither is the rounding of an allocator.
+peak, `Peak.allocator_bytes`, includes it); neither is the rounding of an allocator. Single numbers
+that a GPU's operators leave on the host (seed and offset of attention's dropout) are no state.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from ptrain.costs import Footprint, Peak, Phase, State
 from ptrain.models.ledger import Ledger, storage_of
-from ptrain.models.tags import tier_of
+from ptrain.models.tags import is_tagged, tier_of
 from ptrain.rooms.registry import Registry
 from ptrain.spec.placement import Tier
 
@@ -32,6 +33,7 @@ from ptrain.spec.placement import Tier
 _BETWEEN_TWO = ("send", "recv_", "recv_any_source_")
 _RELEASE_SECONDS = 1e-3
 _SETTLE_SECONDS = 2e-4
+_NUMBER_BYTES = 8  # of one number
 _LONGEST_RELEASE_SECONDS = 5e-2  # that the begin of a phase waits for them
 
 
@@ -165,7 +167,10 @@ class MemoryMeter(Ledger):
         for key, size in newborn.items():
             reference = self._references.get(key)
             storage = reference() if reference else None
-            self._tiers[key] = Tier.DEVICE if storage is None else self._tier(storage)
+            tier = self._tiers[key] = Tier.DEVICE if storage is None else self._tier(storage)
+            if tier is Tier.HOST and size <= _NUMBER_BYTES and not is_tagged(storage):
+                self._inner.add(key)
+                continue
             self._add(key, size)
         for key, size in dead:
             self._bury(key, size)

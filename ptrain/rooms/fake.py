@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -49,7 +49,7 @@ def fake_tensors(mode: FakeTensorMode | None = None) -> Iterator[None]:
     level = _LOG.level
     _LOG.setLevel(logging.CRITICAL)  # an operator that fails is logged, and raises the same
     try:
-        with mode or new_fakes(), _BucketOrder():
+        with mode or new_fakes(), _BucketOrder(), _seeds_on_host():
             yield
     finally:
         _LOG.setLevel(level)
@@ -81,3 +81,27 @@ class _BucketOrder(TorchDispatchMode):
             is_real = func is empty and kwargs.get("dtype") is torch.int32
         with unset_fake_temporarily() if is_real else nullcontext():
             return func(*args, **kwargs)
+
+
+def _seeds_on_host() -> AbstractContextManager[object]:
+    return _SeedsOnHost() if torch.cuda.is_available() else nullcontext()
+
+
+class _SeedsOnHost(TorchDispatchMode):
+    """Efficient attention leaves seed and offset of its dropout on the host (but in a captured
+    graph), where fake tensors have them on the device: torch's shape functions (Note [Seed and
+    Offset]) know no better. So they are real here. Seen on an H100, with torch 2.11."""
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is not torch.ops.aten._scaled_dot_product_efficient_attention.default:
+            return result
+        output, statistics, *numbers = result
+        with unset_fake_temporarily():
+            return output, statistics, *(torch.zeros((), dtype=n.dtype) for n in numbers)

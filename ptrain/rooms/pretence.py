@@ -29,7 +29,8 @@ from ptrain.errors import PtrainError
 _SOURCES = Path(__file__).parent / "cuda"
 _SM = "PTRAIN_SM"  # the runtime reads it too
 _NAME = "a GPU that is not there"  # as runtime.c calls it
-_HEADER = "driver_types.h"
+_HEADERS = ("cuda.h", "driver_types.h", "crt/host_defines.h")  # wheels have the last in another
+_OF_TRITON = "backends/nvidia"
 
 
 class Uncompiled(PtrainError):
@@ -60,13 +61,8 @@ def lacking() -> str | None:
         return "a library is loaded from no folder with a space or a colon: set TMPDIR"
     if not _compiler():
         return "there is no C compiler: install gcc or clang"
-    headers = _headers()
-    if headers is None:
-        return f"CUDA's {_HEADER} is not there: install triton, which has it"
-    if (version := _version(headers)) != torch.version.cuda.partition(".")[0]:
-        return (
-            f"CUDA's headers are of version {version}, and torch is built for {torch.version.cuda}"
-        )
+    if _headers() is None:
+        return f"CUDA's headers, of version {_major()}, are not there: install nvidia-cuda-runtime"
     return None
 
 
@@ -132,14 +128,26 @@ def _compiler() -> list[str]:
 
 def _version(headers: Path) -> str | None:
     """CUDA's major version, as its headers say: `13`."""
-    text = (headers / "cuda.h").read_text(errors="replace") if (headers / "cuda.h").exists() else ""
+    text = (headers / "cuda.h").read_text(errors="replace")
     said = re.search(r"#define CUDA_VERSION (\d+)\d{3}\b", text)
     return said.group(1) if said else None
 
 
 def _headers() -> Path | None:
-    """The folder of CUDA's headers in triton, which a build of torch for CUDA comes with."""
-    triton = find_spec("triton")
-    places = [Path(folder) for folder in triton.submodule_search_locations or ()] if triton else []
-    folders = [place / "backends" / "nvidia" / "include" for place in places]
-    return next((folder for folder in folders if (folder / _HEADER).exists()), None)
+    """The folder of CUDA's headers of torch's own version: of the wheels that torch's build for
+    CUDA comes with, of a toolkit, or of triton (whose version may be another: 3.6 has 12's beside
+    a torch for 13)."""
+    roots: list[Path] = []
+    for name, inner in (("nvidia", ("cuda_runtime", f"cu{_major()}")), ("triton", (_OF_TRITON,))):
+        spec = find_spec(name)
+        places = spec.submodule_search_locations or () if spec else ()
+        roots += [Path(place, folder) for place in places for folder in inner]
+    roots.append(Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")))
+    folders = [root / "include" for root in roots]
+    whole = [folder for folder in folders if all((folder / name).exists() for name in _HEADERS)]
+    return next((folder for folder in whole if _version(folder) == _major()), None)
+
+
+def _major() -> str:
+    """The version of CUDA that torch is built for: `13`."""
+    return str(torch.version.cuda).partition(".")[0]

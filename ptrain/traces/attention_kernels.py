@@ -38,7 +38,8 @@ _MATH = "math"  # operator by operator: there is no kernel
 
 
 class _KernelWatch(TorchDispatchMode):
-    """Sees which kernel runs and the storages that it gives behind its output, in bytes."""
+    """Sees which kernel runs and the storages on the device that it gives behind its output, in
+    bytes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +57,7 @@ class _KernelWatch(TorchDispatchMode):
         if name.startswith(_OPERATOR) and not name.endswith("backward"):
             self.kernel = name.removeprefix(_OPERATOR).removesuffix("_attention")
             tensors = [tensor for tensor in result[1:] if isinstance(tensor, torch.Tensor)]
-            self.beside = [tensor.untyped_storage().nbytes() for tensor in tensors]
+            self.beside = [t.untyped_storage().nbytes() for t in tensors if t.is_cuda]
         return result
 
 

@@ -1,0 +1,191 @@
+"""What one GPU does in a second: products by shape and dtype, attention, operators that only move
+memory, copies to the host, an update, and whole steps of trainings beside them.
+
+Nothing is claimed: rates are measured here, and a clock that is made of them is held against the
+steps, never fitted to them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from _machine import conclude, header, this_command
+
+MIB = 2**20
+PRODUCTS = (  # rows, inner, columns: tokens and widths of GPT-2, Llama 3 8B and small ones
+    (512, 512, 512), (1024, 1024, 1024), (2048, 2048, 2048), (8192, 8192, 8192),
+    (8192, 768, 3072), (8192, 3072, 768), (4096, 1600, 6400), (4096, 6400, 1600),
+    (4096, 4096, 4096), (4096, 4096, 1024), (4096, 4096, 14336), (4096, 14336, 4096),
+    (4096, 4096, 128256), (8192, 768, 50257), (512, 4096, 14336), (64, 4096, 14336),
+)  # fmt: skip
+ATTENTION = (  # batch, heads, sequence, head_dim
+    (8, 12, 1024, 64), (1, 32, 4096, 128), (1, 32, 8192, 128), (4, 25, 1024, 64), (16, 8, 256, 64)
+)  # fmt: skip
+BYTES = (MIB // 4, MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB, 1024 * MIB)
+TIMES = 9
+LLAMA = "model={family: llama, layers: 16, hidden: 2048, heads: 32, kv_heads: 8, ffn: 8192, vocab: 128256}"
+STEPS = (
+    ("ddp", "mesh.dp_replicate=1", "model.preset=gpt2-124m", "batch={global: 8, micro: 8, sequence: 1024}", "precision.layout=bf16"),
+    ("ddp", "mesh.dp_replicate=1", "model.preset=gpt2-124m", "batch={global: 8, micro: 8, sequence: 1024}"),
+    ("ddp", "mesh.dp_replicate=1", "model.preset=gpt2-1558m", "batch={global: 8, micro: 4, sequence: 1024}", "precision.layout=bf16"),
+    ("ddp", "mesh.dp_replicate=1", LLAMA, "batch={global: 2, micro: 2, sequence: 4096}", "precision.layout=bf16"),
+    ("fsdp-mixed", "mesh.dp_shard=1", LLAMA, "batch={global: 4, micro: 2, sequence: 4096}"),
+    ("fsdp-mixed", "mesh.dp_shard=1", LLAMA, "batch={global: 2, micro: 2, sequence: 4096}", "activations=M"),
+)  # fmt: skip
+BRIEFLY = (
+    "device=cuda", "cluster.preset=h100-8", "train.steps=12", "eval.every=0",
+    "checkpoint.at_end=false", "checkpoint.every=0", "profile=[]",
+)  # fmt: skip
+
+
+def seconds_of(work: Callable[[], object], inner: int = 5) -> float:
+    """Return the median seconds of one call, of several rounds."""
+    for _ in range(3):
+        work()
+    rounds = []
+    for _ in range(TIMES):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(inner):
+            work()
+        end.record()
+        torch.cuda.synchronize()
+        rounds.append(start.elapsed_time(end) / 1e3 / inner)
+    return statistics.median(rounds)
+
+
+def products() -> Iterator[tuple[str, float, float, str]]:
+    for dtype in (torch.bfloat16, torch.float32):
+        for rows, inner, columns in PRODUCTS:
+            left = torch.randn(rows, inner, device="cuda", dtype=dtype)
+            right = torch.randn(columns, inner, device="cuda", dtype=dtype)
+            taken = seconds_of(lambda left=left, right=right: F.linear(left, right))
+            name = f"{rows} × {inner} × {columns} {str(dtype).removeprefix('torch.')}"
+            yield name, taken, 2 * rows * inner * columns / taken / 1e12, "TFLOP/s"
+
+
+def attentions() -> Iterator[tuple[str, float, float, str]]:
+    for dtype in (torch.bfloat16, torch.float32):
+        for shape in ATTENTION:
+            q, k, v = (
+                torch.randn(shape, device="cuda", dtype=dtype, requires_grad=True) for _ in range(3)
+            )
+            output = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            gradient = torch.randn_like(output)
+            flops = 2 * 2 * shape[0] * shape[1] * shape[2] ** 2 * shape[3] / 2
+            name = f"{shape} {str(dtype).removeprefix('torch.')}"
+            with torch.no_grad():
+                taken = seconds_of(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True))  # noqa: B023
+            yield f"{name} forward", taken, flops / taken / 1e12, "TFLOP/s"
+            taken = seconds_of(
+                lambda: torch.autograd.grad(output, (q, k, v), gradient, retain_graph=True)  # noqa: B023
+            )
+            yield f"{name} backward", taken, 2.5 * flops / taken / 1e12, "TFLOP/s"
+
+
+def movements() -> Iterator[tuple[str, float, float, str]]:
+    for size in BYTES:
+        one = torch.randn(size // 2, device="cuda").to(torch.bfloat16)
+        other = torch.randn_like(one)
+        rows = one.view(-1, 1024)
+        scale = torch.ones(1024, device="cuda", dtype=torch.bfloat16)
+        host = torch.empty(size // 2, dtype=torch.bfloat16, pin_memory=True)
+        of = f"{size / MIB:g} MiB"
+        for name, work, moved in (
+            ("copy", lambda: other.copy_(one), 2),  # noqa: B023
+            ("add", lambda: torch.add(one, other), 3),  # noqa: B023
+            ("gelu", lambda: F.gelu(one), 2),  # noqa: B023
+            ("layer_norm", lambda: F.layer_norm(rows, (1024,), scale, scale), 2),  # noqa: B023
+            ("rms_norm", lambda: F.rms_norm(rows, (1024,), scale), 2),  # noqa: B023
+            ("cast to fp32", lambda: one.float(), 3),  # noqa: B023
+            ("to host", lambda: host.copy_(one, non_blocking=True), 1),  # noqa: B023
+            ("from host", lambda: one.copy_(host, non_blocking=True), 1),  # noqa: B023
+        ):
+            taken = seconds_of(work)
+            yield f"{name} {of}", taken, moved * size / taken / 1e9, "GB/s"
+
+
+def updates() -> Iterator[tuple[str, float, float, str]]:
+    for millions in (1, 16, 128, 512):
+        for how in ({"fused": True}, {"foreach": True}):
+            weight = torch.nn.Parameter(torch.randn(millions * 10**6, device="cuda"))
+            weight.grad = torch.randn_like(weight)
+            optimizer = torch.optim.AdamW([weight], **how)  # type: ignore[arg-type]
+            taken = seconds_of(optimizer.step)
+            name = f"AdamW {next(iter(how))} {millions} M fp32"
+            yield name, taken, 28 * millions * 10**6 / taken / 1e9, "GB/s"
+
+
+def launches() -> Iterator[tuple[str, float, float, str]]:
+    small = torch.zeros(8, device="cuda")
+    taken = seconds_of(lambda: small.add_(1), inner=200)
+    yield "an operator of 8 numbers, queued", taken, 1 / taken / 1e3, "thousand a second"
+
+
+def step_of(words: tuple[str, ...]) -> dict[str, Any]:
+    """Return of one training on one GPU its median seconds a step and its peak."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "ptrain", "train", *words, *BRIEFLY, "--json"]
+        ended = subprocess.run(
+            [*command, "--run-dir", f"{folder}/run"], capture_output=True, text=True, check=False
+        )
+    if ended.returncode not in (0, 1):
+        return {"error": ended.stderr[-400:]}
+    record = json.loads(ended.stdout)
+    return {
+        "seconds": record["step_seconds"][0]["value"],
+        "verdict": ended.returncode == 0,
+        "peak": record.get("peak"),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True, help="the measurements, as JSON")
+    parser.add_argument("--read", action="store_true", help="what --out has, measured before")
+    parser.add_argument("--save", action="store_true", help="write benchmarks/results/")
+    args = parser.parse_args()
+    if not args.read:
+        rates = [*products(), *attentions(), *movements(), *updates(), *launches()]
+        measured = {
+            "device": torch.cuda.get_device_name(),
+            "torch": torch.__version__,
+            "rates": rates,
+            "steps": {},
+        }
+        args.out.write_text(json.dumps(measured))
+        torch.cuda.empty_cache()
+        for words in STEPS:
+            measured["steps"][" ".join(words)] = step_of(words)
+            args.out.write_text(json.dumps(measured, indent=1))
+    measured = json.loads(args.out.read_text())
+    lines = [header("what one GPU does in a second", this_command())]
+    lines += [f"\n{measured['device']}, torch {measured['torch']}\n"]
+    lines += ["| work | seconds | rate |", "|---|---|---|"]
+    lines += [f"| {n} | {s:.3e} | {rate:,.1f} {unit} |" for n, s, rate, unit in measured["rates"]]
+    lines += ["\n| training | seconds a step |", "|---|---|"]
+    lines += [
+        f"| {words} | {step.get('seconds', float('nan')):.4f} |"
+        for words, step in measured["steps"].items()
+    ]
+    return conclude(
+        "gpu_rates",
+        lines,
+        failed=[],
+        not_covered="collectives, several GPUs; nothing is claimed",
+        is_saved=args.save,
+    )
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
