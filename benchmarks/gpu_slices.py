@@ -106,7 +106,8 @@ def choices(device: str) -> dict[str, str]:
 def words_of(case: Case, *, is_dry: bool) -> list[str]:
     """Return what is asked of a case: of a GPU's memory, or tiny."""
     if not is_dry:
-        return [*case, "device=cuda"]
+        major, minor = torch.cuda.get_device_capability()
+        return [*case, "device=cuda", f"cluster={{preset: h100-8, sm: {10 * major + minor}}}"]
     is_gpt = any("gpt" in word for word in case)
     return [*case, *(TINY_GPT if is_gpt else TINY), "device=cpu"]
 
@@ -120,7 +121,7 @@ def peaks(case: Case, *, is_real: bool, is_dry: bool) -> dict[str, Any]:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     simulated = simulate(spec, rehearse=is_real, every_block=is_real)
-    by_rule = reserved(simulated.run.stream.allocated(), expands=False)
+    by_rule = reserved(simulated.allocated(spec), expands=False)
     held = torch.cuda.max_memory_reserved() if on_gpu else by_rule and by_rule.device_bytes
     return {
         "lives": {str(peak.phase): peak.device_bytes for peak in simulated.estimate.peak},

@@ -25,6 +25,7 @@ from ptrain.selection.recompute import settled
 from ptrain.simulation.execute import Simulated, simulate
 from ptrain.spec.load import load
 from ptrain.spec.names import listing
+from ptrain.spec.spec import Spec
 from ptrain.traces.facts import facts_of
 
 MOST_SECONDS = {"70b-zero3": 8.0}
@@ -67,12 +68,12 @@ def result_of(name: str, source: str, overrides: tuple[str, ...]) -> Result:
         blocks=few.replayed,
         seconds=between - began,
         seconds_of_all=ended - between,
-        unequal=[what for what, is_equal in equalities(few, every).items() if not is_equal],
+        unequal=[what for what, is_equal in equalities(spec, few, every).items() if not is_equal],
         differing=sum(check.predicted != check.measured for check in checks),
     )
 
 
-def equalities(few: Simulated, every: Simulated) -> dict[str, bool]:
+def equalities(spec: Spec, few: Simulated, every: Simulated) -> dict[str, bool]:
     """Return by kind of figure whether both ways give the same."""
     mine, theirs = few.estimate, every.estimate
     return {
@@ -82,8 +83,8 @@ def equalities(few: Simulated, every: Simulated) -> dict[str, bool]:
         "operations": mine.operations == theirs.operations,
         "moments": few.course == every.course,
         "reserved": all(
-            reserved(few.run.stream.allocated(), expands=expands)
-            == reserved(every.run.stream.allocated(), expands=expands)
+            reserved(few.allocated(spec), expands=expands)
+            == reserved(every.allocated(spec), expands=expands)
             for expands in (False, True)
         ),
     }

@@ -1,15 +1,17 @@
 """What attention keeps on GPUs beside its output: the rows of a CPU's kernel, one fp32 a row, batch
 and head, are there too, up to a multiple of rows, and beside them seed and offset of its dropout,
-used or not. Which kernel runs depends on the GPU's compute capability, the dtype and head_dim
-(`traces.attention_kernels` asks torch; no GPU has confirmed it).
+used or not. Which kernel runs depends on the GPU's compute capability, the dtype, head_dim and
+the version of torch, which `traces.attention_kernels` asks.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from ptrain.derivation import archive
 from ptrain.derivation.archive import TablePart
+from ptrain.installed import torch_minor
 from ptrain.spec.model import Attention, ExternalModel, ModelShape
 from ptrain.spec.placement import Tier
 from ptrain.spec.precision import DType
@@ -50,8 +52,7 @@ class FusedAttention:
     def kernel(self, sm: int | None) -> str | None:
         """Return the kernel that torch takes on GPUs of this compute capability; None where it
         takes none, or where it was not asked for the capability."""
-        choice = archive.table(TablePart.KERNEL, "attention")["choice"]
-        rows = choice.get(str(sm), {}).get(row_name(self.dtype, drops=self.drops), [])
+        rows = _choice().get(str(sm), {}).get(row_name(self.dtype, drops=self.drops), [])
         if self.head_dim % HEAD_DIM_MULTIPLE or self.sequence == 1:
             return None
         for first, last, kernel in rows:
@@ -77,7 +78,17 @@ class FusedAttention:
 
 def capabilities() -> tuple[int, ...]:
     """Return the compute capabilities that torch was asked for, in rising order."""
-    return tuple(map(int, archive.table(TablePart.KERNEL, "attention")["choice"]))
+    return tuple(map(int, _choice()))
+
+
+def _choice() -> dict[str, dict[str, list[list[Any]]]]:
+    """By compute capability, of the torch that is installed; of the newest that was asked where
+    none is, or one that was not."""
+    versions = archive.table(TablePart.KERNEL, "attention")["choice"]
+    asked: dict[str, dict[str, list[list[Any]]]] = versions.get(
+        torch_minor(), versions[max(versions)]
+    )
+    return asked
 
 
 def most_rows() -> int:

@@ -1,10 +1,11 @@
-"""What kernels of GPUs take within themselves, which no operator speaks of: beside what is derived,
-simulated and reserved.
+"""What kernels of GPUs take within themselves, which no operator speaks of: beside what is derived
+and simulated, and part of what is reserved.
 
-Note: read in copies of torch's sources, not in those of each version, and no GPU has confirmed it.
-`CublasHandlePool.cpp` has a workspace for each thread and stream, and a thread of autograd computes
-the backward pass; `flash_api.cpp` sums the gradient of the queries in fp32, in whole tiles, while
-that operator runs.
+Sources: `CublasHandlePool.cpp` has a workspace for each thread and stream, and a thread of autograd
+computes the backward pass; `flash_api.cpp` sums the gradient of the queries in fp32, in whole
+tiles, while that operator runs; `Reduce.cuh` leaves sums of parts where many rows are summed.
+cuDNN's and efficient attention's are read off an H100. On that GPU, with torch 2.11, these are the bytes that its allocator
+held beside what lives (benchmarks/results, gpu); others have not confirmed it.
 """
 
 from __future__ import annotations
@@ -14,16 +15,24 @@ from dataclasses import dataclass
 
 from ptrain.derivation.attention import attention_of, may_be_fused
 from ptrain.spec.axis import Axis
-from ptrain.spec.model import ModelShape
+from ptrain.spec.model import Family, ModelShape
 from ptrain.spec.spec import Spec
 from ptrain.units import ceil_div
 
 _KIB = 1024
+_MIB = 1024 * _KIB
 _CUBLAS = {80: (2 * 4096 + 8 * 16) * _KIB, 90: 8 * 4096 * _KIB}  # by compute capability
+_CUBLASLT = {90: _MIB}  # for products with a bias, of the thread that computes forward
 _THREADS = 2  # the one that computes forward, and autograd's
 _FP32 = 4
 _TILE = 128  # rows of queries
-_WIDTH, _WIDEST = 32, 128  # the multiple of head_dim; beyond 128 copies of the source differ
+_WIDTH, _WIDEST = 32, 256  # flash: the multiple of head_dim, and the widest that it takes
+_OF_EFFICIENT = 64  # of other widths its own workspace is the larger one
+_CUDNN = 256  # beside what grows with the rows
+# Reduce.cuh: threads of a block and of a warp, the values that a thread sums at least and at most
+# before a block more sums with it, and the threads that a processor has at a time.
+_BLOCK, _WARP, _FEWEST, _MOST, _RESIDENT = 512, 32, 16, 256, 2048
+_PROCESSORS = 132  # of an H100; other numbers matter to sums of thousands of columns alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,31 +49,98 @@ def workspaces(spec: Spec) -> tuple[Workspace, ...]:
     return tuple(_of_gpus(spec)) if spec.is_for_cuda else ()
 
 
+def products(spec: Spec) -> tuple[int, ...]:
+    """Return the bytes that products of matrices keep, one by one, from the first on; nothing where
+    nobody knows them."""
+    sm = (spec.cluster.sm if spec.cluster else None) or 0
+    # Deterministic products need a workspace that CUBLAS_WORKSPACE_CONFIG names.
+    if spec.deterministic or sm not in _CUBLAS:
+        return ()
+    has_bias = isinstance(spec.model, ModelShape) and spec.model.family is Family.GPT
+    with_bias = (_CUBLASLT[sm],) if has_bias and sm in _CUBLASLT else ()
+    return (*(_CUBLAS[sm],) * _THREADS, *with_bias)
+
+
+def attention_backward(
+    kernel: str | None, itemsize: int, *, batch: int, heads: int, sequence: int, head_dim: int
+) -> int | None:
+    """Return the bytes that attention's backward pass takes while it runs, of operands of so many
+    bytes an element: the gradient of the queries in fp32 and a number a row. None where nobody
+    knows them. Efficient attention multiplies output and gradient, and has two numbers a row."""
+    rows_in_all = batch * heads * sequence
+    if kernel == "cudnn":
+        return _FP32 * rows_in_all * (head_dim + 1) + _CUDNN
+    if kernel == "efficient" and itemsize == _FP32 and head_dim % _OF_EFFICIENT == 0:
+        return _FP32 * rows_in_all * (head_dim + 2)
+    if kernel != "flash" or head_dim > _WIDEST:
+        return None
+    rows, width = ceil_div(sequence, _TILE) * _TILE, ceil_div(head_dim, _WIDTH) * _WIDTH
+    return _FP32 * batch * heads * rows * (width + 1)
+
+
+def sum_of_rows(rows: int, columns: int) -> int:
+    """Return the bytes that the sum over `rows` of a matrix of at most 32 bits takes while it runs,
+    as the gradients of biases and of norms' weights are: the sums of parts, in fp32, where there
+    are so many rows that several blocks of threads sum a column."""
+    vector = next(width for width in (4, 2, 1) if columns % width == 0)
+    threads = _BLOCK // vector
+    across, down = (min(_power_below(n), threads) for n in (columns // vector, rows))
+    wide = min(across, _WARP)
+    high = min(down, threads // wide)
+    wide = min(across, threads // high)
+    values = rows
+    is_over_warps = values >= min(high * _FEWEST, _MOST)
+    if is_over_warps:
+        values = ceil_div(values, high)
+    grid = ceil_div(columns // vector, wide if is_over_warps else wide * high)
+    target = _PROCESSORS * (_RESIDENT // (wide * high))
+    if not is_over_warps or values < _MOST or grid > target:
+        return 0
+    enough = min(ceil_div(target, grid), ceil_div(values, _FEWEST))
+    blocks = max(enough, ceil_div(values, _MOST))
+    return _FP32 * columns * blocks * wide * vector if blocks > 1 else 0
+
+
+def _power_below(number: int) -> int:
+    return 1 << (max(number, 1).bit_length() - 1)
+
+
 def _of_gpus(spec: Spec) -> Iterator[Workspace]:
     sm = spec.cluster.sm if spec.cluster else None
-    # Deterministic products need a workspace that CUBLAS_WORKSPACE_CONFIG names.
-    of_thread = None if spec.deterministic else _CUBLAS.get(sm or 0)
-    yield Workspace(
-        "products (cuBLAS, without cuBLASLt's), all the time",
-        None if of_thread is None else _THREADS * of_thread,
-    )
+    yield Workspace("products (cuBLAS), all the time", sum(products(spec)) or None)
     if may_be_fused(spec):
         attention = attention_of(spec)
         kernel = attention.kernel(sm) if attention else None
         name = f" ({kernel})" if kernel else ""
-        size = _of_flash(spec) if kernel == "flash" else None
+        size = _of_attention(spec, kernel)
         yield Workspace(f"attention's backward pass{name}, while it runs", size)
+    yield Workspace("sums over tokens (gradients of norms, biases), while one runs", _of_sums(spec))
     if spec.world_size > 1:
         yield Workspace("collectives (NCCL)", None)
 
 
-def _of_flash(spec: Spec) -> int | None:
-    """Return the sum of the queries' gradient, and a number a row. Where sums are deterministic
-    there are as many of them as the GPU has processors for, which nobody says."""
+def _of_attention(spec: Spec, kernel: str | None) -> int | None:
+    """Where sums are deterministic there are as many of them as the GPU has processors for, which
+    nobody says."""
     shape = spec.model
-    if not isinstance(shape, ModelShape) or spec.deterministic or shape.head_dim > _WIDEST:
+    if not isinstance(shape, ModelShape) or spec.deterministic:
         return None
-    rows = ceil_div(spec.batch.sequence, _TILE) * _TILE
-    width = ceil_div(shape.head_dim, _WIDTH) * _WIDTH
-    heads = ceil_div(shape.heads, spec.degree(Axis.TP))
-    return _FP32 * spec.batch.micro * heads * rows * (width + 1)
+    return attention_backward(
+        kernel,
+        spec.precision.effective.parameters.itemsize,
+        batch=spec.batch.micro,
+        heads=ceil_div(shape.heads, spec.degree(Axis.TP)),
+        sequence=spec.batch.sequence,
+        head_dim=shape.head_dim,
+    )
+
+
+def _of_sums(spec: Spec) -> int | None:
+    """Of whole tokens: sequence-parallel norms have fewer. A norm's own kernel needs none in the
+    family of GPT, whose biases are summed."""
+    shape = spec.model
+    if not isinstance(shape, ModelShape):
+        return None
+    widths = {Family.LLAMA: shape.hidden, Family.GPT: shape.ffn // spec.degree(Axis.TP)}
+    rows = spec.batch.micro * spec.batch.sequence
+    return sum_of_rows(rows, max(shape.hidden, widths[shape.family]))

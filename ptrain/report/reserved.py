@@ -9,7 +9,7 @@ from ptrain.derivation.allocator import COMPUTING, Reserved
 from ptrain.derivation.workspaces import Workspace
 from ptrain.report.table import render, size
 
-_NOT_RESERVED = "not claimed: without what kernels take within themselves, and CUDA's context"
+_NOT_RESERVED = "not claimed: without what is unknown below, and CUDA's context"
 
 
 def reserved_lines(
@@ -40,7 +40,7 @@ def reserved_lines(
         (space.what, "unknown" if space.device_bytes is None else size(space.device_bytes))
         for space in workspaces
     ]
-    table = [render(("within kernels, beside it", "bytes"), within)] if within else []
+    table = [render(("of that within kernels", "bytes"), within)] if within else []
     return ["", render(head, rows), _NOT_RESERVED, *table]
 
 

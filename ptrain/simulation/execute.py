@@ -18,7 +18,8 @@ import torch
 
 from ptrain.costs import Column, Estimate, add_traffic
 from ptrain.data.sampler import LocalBatch
-from ptrain.derivation.allocator import Reserved, reserved
+from ptrain.derivation.allocator import AllocatedStep, AllocatorEvent, Reserved, reserved
+from ptrain.derivation.workspaces import products
 from ptrain.errors import RankFailed, refused
 from ptrain.interpreter.program import Observer, Program, interpret
 from ptrain.meters.traffic import TrafficMeter
@@ -75,12 +76,19 @@ class Simulated:
         """Its memory over the step."""
         return self.run.stream.history(self.rank)
 
+    def allocated(self, spec: Spec) -> AllocatedStep:
+        """Return what the allocator of the spec's GPUs sees: the step's storages, and what kernels
+        take within themselves. What an optimizer keeps is made when a model is wrapped."""
+        step = self.run.stream.allocated()
+        kept = (AllocatorEvent(-1 - number, size) for number, size in enumerate(products(spec)))
+        return replace(step, resident=[*step.resident, *step.moments, *kept], moments=[])
+
     def reserved(self, spec: Spec) -> dict[str, Reserved | None]:
         """Return what CUDA's caching allocator would reserve on the spec's GPUs, by kind of
         segments; None where it grows on, empty for other devices."""
         if not spec.is_for_cuda:
             return {}
-        step = self.run.stream.allocated()
+        step = self.allocated(spec)
         return {name: reserved(step, expands=expands) for name, expands in SEGMENTS.items()}
 
 

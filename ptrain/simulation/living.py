@@ -7,9 +7,10 @@ operator, the module, the phase) and what was said of it since, so that the peak
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.distributed.fsdp import FSDPModule
@@ -24,6 +25,7 @@ from ptrain.optimizers.update import MASTER
 from ptrain.rooms.registry import Tag
 from ptrain.simulation.modules import Modules
 from ptrain.simulation.stream import Begin, Change, MemoryStream, StorageKind
+from ptrain.simulation.within import within
 
 _OLDER = "buffers, batch, and what is older than the step"
 
@@ -42,6 +44,7 @@ class Life:
     micro_batch: int = 0
     stream: str = COMPUTING
     is_moment: bool = False  # of the optimizer
+    is_within: bool = False  # a kernel
 
     @property
     def is_passing(self) -> bool:
@@ -55,6 +58,7 @@ class LivingMeter(MemoryMeter):
 
     def __init__(self, program: Program, modules: Modules, *, rank: int, device: str) -> None:
         super().__init__(program, rank=rank, device=device, waits=False)
+        self._within = within(program.spec)
         self._registry = program.registry
         self._modules = modules
         self._units = dict(gathered_units(program))
@@ -95,6 +99,25 @@ class LivingMeter(MemoryMeter):
             self._modules.current, self._phase, micro_batch=self._micro_batch, stream=stream
         )
         super().born(key, storage, operator)
+
+    def __torch_dispatch__(
+        self,
+        function: Any,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        result = super().__torch_dispatch__(function, types, args, kwargs)
+        if result is not NotImplemented:
+            self._take_within(self._within(function._schema.name, args))
+        return result
+
+    def _take_within(self, size: int) -> None:
+        """A kernel takes so many bytes and gives them back, when its results are there."""
+        if size:
+            self._settle()
+            life = Life(None, self._phase, state=State.TRANSIENT, is_within=True)
+            self._events += [(life, size), (life, -size)]
 
     def resized(self, key: int, storage: torch.UntypedStorage, before: int) -> None:
         self._lives[key].unit = self._units.get(key, "a unit")
@@ -142,7 +165,12 @@ class LivingMeter(MemoryMeter):
             if id(life) not in keys:
                 keys[id(life)] = len(keys)
                 kinds[id(life)] = StorageKind(
-                    what(life), life.state, life.micro_batch, life.stream, life.is_moment
+                    what(life),
+                    life.state,
+                    life.micro_batch,
+                    life.stream,
+                    life.is_moment,
+                    life.is_within,
                 )
             return Change(kinds[id(life)], size, keys[id(life)])
 
@@ -157,6 +185,8 @@ class LivingMeter(MemoryMeter):
 def what(life: Life) -> str:
     """Return what a storage is, in a few words; of modules that differ in their numbers alone it is
     one kind."""
+    if life.is_within:
+        return "within a kernel"
     tag = life.tag
     if life.unit or (tag and tag.state is State.PARAMETERS and not life.is_declared):
         return f"unsharded {_alike(life.unit or (tag.name if tag else '') or 'unit')}"

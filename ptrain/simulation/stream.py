@@ -21,13 +21,15 @@ _STATES = tuple(State)
 class StorageKind:
     """What a storage is, in a few words, and of which state; `micro_batch`: of which it was born,
     `stream`: which one has its memory, `is_moment`: whether it is state that the optimizer's first
-    update makes."""
+    update makes, `is_within`: whether a kernel takes it within itself, where an allocator alone
+    sees it."""
 
     what: str
     state: State
     micro_batch: int = 0
     stream: str = COMPUTING
     is_moment: bool = False
+    is_within: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +67,7 @@ class MemoryStream:
         for event in self.events:
             if isinstance(event, Begin):
                 phase = event.phase
-            else:
+            elif not event.kind.is_within:
                 live += event.size
             if phase is not None:
                 most[phase] = max(live, most.get(phase, 0))
@@ -101,6 +103,8 @@ class MemoryStream:
             if isinstance(event, Begin):
                 phase, micro_batch = event.phase, event.micro_batch
                 continue
+            if event.kind.is_within:
+                continue
             number += 1
             sizes[event.kind.state] += event.size
             yield MemorySample(
@@ -113,8 +117,9 @@ class MemoryStream:
     def _living(self, changes: int) -> Iterable[Change]:
         """Return every storage with its bytes after so many changes."""
         living: dict[int, Change] = {}
-        within = [event for event in self.events if isinstance(event, Change)]
-        for change in (*self.resident, *within[:changes]):
+        seen = (event for event in self.events if isinstance(event, Change))
+        counted = [change for change in seen if not change.kind.is_within]
+        for change in (*self.resident, *counted[:changes]):
             before = living[change.key].size if change.key in living else 0
             living[change.key] = replace(change, size=before + change.size)
         return living.values()

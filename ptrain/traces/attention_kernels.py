@@ -1,5 +1,6 @@
 """Makes the table of attention's kernels on GPUs: which torch takes, and what each keeps beside its
-output. It is asked in a process that believes in a GPU (`rooms.pretence`), per compute capability.
+output. It is asked in a process that believes in a GPU (`rooms.pretence`), per compute capability and version
+of torch.
 
 Kernels are asked for every head_dim that is a multiple of 8: others are padded, operator by
 operator, before the kernel. Of one token alone torch may take another one.
@@ -20,8 +21,10 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ptrain.derivation.archive import Table
+from ptrain.derivation import archive
+from ptrain.derivation.archive import Table, TablePart
 from ptrain.derivation.attention import HEAD_DIM_MULTIPLE, row_name
+from ptrain.installed import torch_minor
 from ptrain.models.numerics import TORCH_DTYPES
 from ptrain.rooms import pretence
 from ptrain.rooms.fake import fake_tensors
@@ -86,7 +89,7 @@ def choices() -> Iterator[tuple[str, int, str, list[list[int]]]]:
 
 
 def table() -> Table:
-    """Return the table of every compute capability."""
+    """Return the table of every compute capability: the archive's, with this torch's choice."""
     kernels: dict[str, list[int]] = {}
     choice: dict[str, dict[str, list[list[object]]]] = {}
     for sm in CAPABILITIES:
@@ -103,7 +106,16 @@ def table() -> Table:
         choice[str(sm)] = {
             row: [span for span in spans if span[2] != _MATH] for row, spans in rows.items()
         }
-    return {"torch": torch.__version__.split("+")[0], "kernels": kernels, "choice": choice}
+    others = _of_other_versions(kernels)
+    return {"kernels": kernels, "choice": {**others, torch_minor(): choice}}
+
+
+def _of_other_versions(kernels: dict[str, list[int]]) -> dict[str, Any]:
+    """The choices that stand in the archive, of torches that kernels keep the same with."""
+    there = archive.table(TablePart.KERNEL, "attention")
+    assert there["kernels"] == kernels, "what a kernel keeps depends on the version of torch"
+    choices: dict[str, Any] = there["choice"]
+    return {version: choice for version, choice in choices.items() if version != torch_minor()}
 
 
 def _statistics(by_sequence: list[list[int]]) -> tuple[int, int]:

@@ -89,6 +89,15 @@ def run(options: Options) -> int:
         return _run(session, interrupts)
 
 
+def _placed(spec: Spec, device: torch.device) -> Spec:
+    """The spec on the device that it runs on: whose kernels compute is known by now."""
+    cluster = spec.cluster
+    if device.type == "cuda" and cluster is not None and cluster.sm is None:
+        major, minor = torch.cuda.get_device_capability(device)
+        cluster = replace(cluster, sm=10 * major + minor)
+    return replace(spec, device=device.type, cluster=cluster)
+
+
 def _log_failure(
     kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
 ) -> None:
@@ -105,7 +114,7 @@ def _run(session: Session, interrupts: interrupt.Interrupts) -> int:
     if spec.data.path is None:  # a token file has its name, and may be too large to read
         LOG.debug("corpus  %s, digest %s", text.name, text.digest())
     program = interpret(spec, world=world, allow_import=options.allow_import)
-    placed = replace(spec, device=world.device.type)  # whose kernels compute is known by now
+    placed = _placed(spec, world.device)
     facts = facts_of(
         placed,
         allow_import=options.allow_import,

@@ -68,4 +68,4 @@ def test_processors_have_none():
 def test_the_row_stands_beside_what_is_reserved():
     spaces = (Workspace("products, all the time", 2 * MIB), Workspace("collectives", None))
     *_, table = reserved_lines({"default segments": None}, spaces)
-    assert "within kernels, beside it" in table and "2.097 MB" in table and "unknown" in table
+    assert "of that within kernels" in table and "2.097 MB" in table and "unknown" in table

@@ -1,0 +1,53 @@
+"""What an operator's kernels take within themselves on a spec's GPUs while it runs, by its
+arguments: an allocator sees it, a meter of operators does not."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from ptrain.derivation.attention import attention_of
+from ptrain.derivation.workspaces import attention_backward, sum_of_rows
+from ptrain.spec.spec import Spec
+
+_ATTENTION, _BACKWARD = "aten::_scaled_dot_product_", "_backward"
+_OF_PROCESSOR = "flash_attention_for_cpu"
+_SUM = "aten::sum"
+
+Within = Callable[[str, tuple[Any, ...]], int]
+
+
+def within(spec: Spec) -> Within:
+    """Return a function that gives these bytes of an operator by its name and arguments; 0 where
+    it takes none, or nobody knows them. A processor's attention stands for the spec's kernel."""
+    if not spec.is_for_cuda or spec.deterministic:
+        return lambda name, args: 0
+    attention = attention_of(spec)
+    kernel = attention.kernel(spec.cluster.sm if spec.cluster else None) if attention else None
+
+    def of_operator(name: str, args: tuple[Any, ...]) -> int:
+        if name.startswith(_ATTENTION) and name.endswith(_BACKWARD):
+            asked = name.removeprefix(_ATTENTION).removesuffix(_BACKWARD)
+            runs = kernel if asked == _OF_PROCESSOR else asked.removesuffix("_attention")
+            batch, heads, sequence, head_dim = args[1].shape
+            size = attention_backward(
+                runs,
+                args[1].itemsize,
+                batch=batch,
+                heads=heads,
+                sequence=sequence,
+                head_dim=head_dim,
+            )
+            return size or 0
+        return _of_sum(*args[:2]) if name == _SUM and len(args) > 1 else 0
+
+    return of_operator
+
+
+def _of_sum(tensor: Any, dimensions: Any) -> int:
+    """Of all dimensions but the last; other sums leave little."""
+    *rows, columns = tensor.shape or (1,)
+    if sorted(d % tensor.dim() for d in dimensions or ()) != [*range(len(rows))]:
+        return 0
+    return sum_of_rows(math.prod(rows), columns) if rows else 0
