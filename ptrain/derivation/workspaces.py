@@ -4,8 +4,8 @@ and simulated, and part of what is reserved.
 Sources: `CublasHandlePool.cpp` has a workspace for each thread and stream, and a thread of autograd
 computes the backward pass; `flash_api.cpp` sums the gradient of the queries in fp32, in whole
 tiles, while that operator runs; `Reduce.cuh` leaves sums of parts where many rows are summed.
-cuDNN's and efficient attention's are read off an H100. On that GPU, with torch 2.11, these are the bytes that its allocator
-held beside what lives (benchmarks/results, gpu); others have not confirmed it.
+cuDNN's and efficient attention's are read off an H100. On that GPU, with torch 2.11, these are the
+bytes that its allocator held beside what lives; no other GPU has confirmed them.
 """
 
 from __future__ import annotations
@@ -63,19 +63,20 @@ def products(spec: Spec) -> tuple[int, ...]:
 
 def attention_backward(
     kernel: str | None, itemsize: int, *, batch: int, heads: int, sequence: int, head_dim: int
-) -> int | None:
-    """Return the bytes that attention's backward pass takes while it runs, of operands of so many
-    bytes an element: the gradient of the queries in fp32 and a number a row. None where nobody
-    knows them. Efficient attention multiplies output and gradient, and has two numbers a row."""
-    rows_in_all = batch * heads * sequence
+) -> tuple[int, ...]:
+    """Return the bytes that attention's backward pass takes while it runs, one by one, of operands
+    of so many bytes an element: the gradient of the queries in fp32 and a number a row. Nothing
+    where nobody knows them. Efficient attention multiplies output and gradient, and has two numbers
+    a row."""
+    of_rows = _FP32 * batch * heads * sequence
     if kernel == "cudnn":
-        return _FP32 * rows_in_all * (head_dim + 1) + _CUDNN
+        return (of_rows * (head_dim + 1) + _CUDNN,)
     if kernel == "efficient" and itemsize == _FP32 and head_dim % _OF_EFFICIENT == 0:
-        return _FP32 * rows_in_all * (head_dim + 2)
+        return (of_rows, of_rows * head_dim, of_rows)
     if kernel != "flash" or head_dim > _WIDEST:
-        return None
-    rows, width = ceil_div(sequence, _TILE) * _TILE, ceil_div(head_dim, _WIDTH) * _WIDTH
-    return _FP32 * batch * heads * rows * (width + 1)
+        return ()
+    of_tiles = _FP32 * batch * heads * ceil_div(sequence, _TILE) * _TILE
+    return (of_tiles, of_tiles * ceil_div(head_dim, _WIDTH) * _WIDTH)
 
 
 def sum_of_rows(rows: int, columns: int) -> int:
@@ -125,7 +126,7 @@ def _of_attention(spec: Spec, kernel: str | None) -> int | None:
     shape = spec.model
     if not isinstance(shape, ModelShape) or spec.deterministic:
         return None
-    return attention_backward(
+    taken = attention_backward(
         kernel,
         spec.precision.effective.parameters.itemsize,
         batch=spec.batch.micro,
@@ -133,6 +134,7 @@ def _of_attention(spec: Spec, kernel: str | None) -> int | None:
         sequence=spec.batch.sequence,
         head_dim=shape.head_dim,
     )
+    return sum(taken) or None
 
 
 def _of_sums(spec: Spec) -> int | None:

@@ -112,12 +112,15 @@ class LivingMeter(MemoryMeter):
             self._take_within(self._within(function._schema.name, args))
         return result
 
-    def _take_within(self, size: int) -> None:
+    def _take_within(self, sizes: tuple[int, ...]) -> None:
         """A kernel takes so many bytes and gives them back, when its results are there."""
-        if size:
-            self._settle()
-            life = Life(None, self._phase, state=State.TRANSIENT, is_within=True)
-            self._events += [(life, size), (life, -size)]
+        if not sizes:
+            return
+        self._settle()
+        taken = [
+            (Life(None, self._phase, state=State.TRANSIENT, is_within=True), size) for size in sizes
+        ]
+        self._events += [*taken, *((life, -size) for life, size in taken)]
 
     def resized(self, key: int, storage: torch.UntypedStorage, before: int) -> None:
         self._lives[key].unit = self._units.get(key, "a unit")

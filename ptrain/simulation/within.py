@@ -15,23 +15,23 @@ _ATTENTION, _BACKWARD = "aten::_scaled_dot_product_", "_backward"
 _OF_PROCESSOR = "flash_attention_for_cpu"
 _SUM = "aten::sum"
 
-Within = Callable[[str, tuple[Any, ...]], int]
+Within = Callable[[str, tuple[Any, ...]], tuple[int, ...]]
 
 
 def within(spec: Spec) -> Within:
-    """Return a function that gives these bytes of an operator by its name and arguments; 0 where
-    it takes none, or nobody knows them. A processor's attention stands for the spec's kernel."""
+    """Return a function that gives these bytes of an operator, one by one, by its name and
+    arguments; nothing where nobody knows them. A processor's attention stands for the spec's."""
     if not spec.is_for_cuda or spec.deterministic:
-        return lambda name, args: 0
+        return lambda name, args: ()
     attention = attention_of(spec)
     kernel = attention.kernel(spec.cluster.sm if spec.cluster else None) if attention else None
 
-    def of_operator(name: str, args: tuple[Any, ...]) -> int:
+    def of_operator(name: str, args: tuple[Any, ...]) -> tuple[int, ...]:
         if name.startswith(_ATTENTION) and name.endswith(_BACKWARD):
             asked = name.removeprefix(_ATTENTION).removesuffix(_BACKWARD)
             runs = kernel if asked == _OF_PROCESSOR else asked.removesuffix("_attention")
             batch, heads, sequence, head_dim = args[1].shape
-            size = attention_backward(
+            return attention_backward(
                 runs,
                 args[1].itemsize,
                 batch=batch,
@@ -39,15 +39,15 @@ def within(spec: Spec) -> Within:
                 sequence=sequence,
                 head_dim=head_dim,
             )
-            return size or 0
-        return _of_sum(*args[:2]) if name == _SUM and len(args) > 1 else 0
+        return _of_sum(*args[:2]) if name == _SUM and len(args) > 1 else ()
 
     return of_operator
 
 
-def _of_sum(tensor: Any, dimensions: Any) -> int:
+def _of_sum(tensor: Any, dimensions: Any) -> tuple[int, ...]:
     """Of all dimensions but the last; other sums leave little."""
     *rows, columns = tensor.shape or (1,)
     if sorted(d % tensor.dim() for d in dimensions or ()) != [*range(len(rows))]:
-        return 0
-    return sum_of_rows(math.prod(rows), columns) if rows else 0
+        return ()
+    size = sum_of_rows(math.prod(rows), columns) if rows else 0
+    return (size,) if size else ()

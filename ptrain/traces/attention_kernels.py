@@ -1,6 +1,6 @@
 """Makes the table of attention's kernels on GPUs: which torch takes, and what each keeps beside its
-output. It is asked in a process that believes in a GPU (`rooms.pretence`), per compute capability and version
-of torch.
+output. It is asked in a process that believes in a GPU (`rooms.pretence`), per compute capability
+and version of torch.
 
 Kernels are asked for every head_dim that is a multiple of 8: others are padded, operator by
 operator, before the kernel. Of one token alone torch may take another one.
