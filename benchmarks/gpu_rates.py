@@ -33,15 +33,21 @@ ATTENTION = (  # batch, heads, sequence, head_dim
 )  # fmt: skip
 BYTES = (MIB // 4, MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB, 1024 * MIB)
 TIMES = 9
-LLAMA = "model={family: llama, layers: 16, hidden: 2048, heads: 32, kv_heads: 8, ffn: 8192, vocab: 128256}"
+LLAMA = (
+    "model={family: llama, layers: 16, hidden: 2048, heads: 32, kv_heads: 8, ffn: 8192, "
+    "vocab: 128256}"
+)
+ONE, BF16 = "mesh.dp_replicate=1", "precision.layout=bf16"
+OF_1024 = "batch={global: 8, micro: %d, sequence: 1024}"
+OF_4096 = "batch={global: %d, micro: 2, sequence: 4096}"
 STEPS = (
-    ("ddp", "mesh.dp_replicate=1", "model.preset=gpt2-124m", "batch={global: 8, micro: 8, sequence: 1024}", "precision.layout=bf16"),
-    ("ddp", "mesh.dp_replicate=1", "model.preset=gpt2-124m", "batch={global: 8, micro: 8, sequence: 1024}"),
-    ("ddp", "mesh.dp_replicate=1", "model.preset=gpt2-1558m", "batch={global: 8, micro: 4, sequence: 1024}", "precision.layout=bf16"),
-    ("ddp", "mesh.dp_replicate=1", LLAMA, "batch={global: 2, micro: 2, sequence: 4096}", "precision.layout=bf16"),
-    ("fsdp-mixed", "mesh.dp_shard=1", LLAMA, "batch={global: 4, micro: 2, sequence: 4096}"),
-    ("fsdp-mixed", "mesh.dp_shard=1", LLAMA, "batch={global: 2, micro: 2, sequence: 4096}", "activations=M"),
-)  # fmt: skip
+    ("ddp", ONE, "model.preset=gpt2-124m", OF_1024 % 8, BF16),
+    ("ddp", ONE, "model.preset=gpt2-124m", OF_1024 % 8),
+    ("ddp", ONE, "model.preset=gpt2-1558m", OF_1024 % 4, BF16),
+    ("ddp", ONE, LLAMA, OF_4096 % 2, BF16),
+    ("fsdp-mixed", "mesh.dp_shard=1", LLAMA, OF_4096 % 4),
+    ("fsdp-mixed", "mesh.dp_shard=1", LLAMA, OF_4096 % 2, "activations=M"),
+)
 BRIEFLY = (
     "device=cuda", "cluster.preset=h100-8", "train.steps=12", "eval.every=0",
     "checkpoint.at_end=false", "checkpoint.every=0", "profile=[]",

@@ -231,8 +231,8 @@ def page(folder: Path, *, is_dry: bool, is_saved: bool) -> int:
         "gpu",
         lines,
         failed=failed,
-        not_covered="NCCL and several GPUs; efficient attention's workspace below 32 bits; what DDP's "
-        "first buckets leave when they are built anew",
+        not_covered="NCCL and several GPUs; efficient attention's workspace below 32 bits; what "
+        "DDP's first buckets leave when they are built anew",
         is_saved=is_saved,
     )
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from ptrain.costs import Phase
+from ptrain.derivation.estimate import derive
 from ptrain.selection.recompute import settled
 from ptrain.simulation.execute import Simulated, simulate
 from ptrain.spec.load import load
@@ -18,7 +19,7 @@ pytestmark = [
 SHAPE = ("model.preset=llama-10m", "batch={global: 16, micro: 2, sequence: 256}", "device=cuda")
 MESHES = {"zero3": "mesh.dp_shard=8", "tp": "mesh.tp=2"}
 ROUNDING = 0.05  # 512 bytes a tensor, and what operators take within themselves
-WORKSPACES = 64 * 2**20  # of matrix products, made once
+WORKSPACES = 65 * 2**20  # of matrix products, made once: on an H100 32 MiB a thread, and cuBLASLt's
 
 
 def peaks(found: Simulated) -> dict[Phase, tuple[int, int]]:
@@ -38,4 +39,16 @@ def test_the_allocators_peak_is_what_lives_but_for_its_rounding(
 def test_the_rank_before_leaves_nothing_to_the_next() -> None:
     spec = settled(load("zero3", (*SHAPE, MESHES["zero3"])))
     simulate(spec, 0, rehearse=True)
-    assert torch.cuda.memory_allocated() < WORKSPACES
+    assert torch.cuda.memory_allocated() <= WORKSPACES
+
+
+@pytest.mark.parametrize("layout", ["bf16", "fp32"])
+@pytest.mark.parametrize("strategy", MESHES)
+def test_what_lives_is_to_the_byte_what_was_derived(strategy: str, layout: str) -> None:
+    major, minor = torch.cuda.get_device_capability()
+    cluster = f"cluster={{preset: h100-8, sm: {10 * major + minor}}}"
+    words = (*SHAPE, MESHES[strategy], cluster, f"precision.layout={layout}")
+    spec = settled(load(strategy, words))
+    derived = {row.phase: row.device_bytes for row in derive(spec).exact.of_rank(0).peak}
+    rehearsed = peaks(simulate(spec, rehearse=True))
+    assert {phase: lives for phase, (lives, _) in rehearsed.items()} == derived
