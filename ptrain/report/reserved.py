@@ -31,7 +31,7 @@ def reserved_lines(
     head = (
         "reserved by CUDA's allocator",
         "in all",
-        "lives",
+        "allocated",
         "largest gap",
         "other gaps",
         "streams",

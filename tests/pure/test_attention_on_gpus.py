@@ -48,7 +48,13 @@ def activations(of: Spec) -> int:
         (90, DType.BF16, 256, False, Statistics(40, 1, 16)),
         (100, DType.BF16, 256, False, Statistics(40, 1, 24)),  # too wide for cudnn's there
         (90, DType.FP16, 64, True, Statistics(40, 1, 24)),
-        (90, DType.FP32, 64, False, Statistics(40, 32, 0)),  # efficient: rows by 32, seed and offset on the host
+        (
+            90,
+            DType.FP32,
+            64,
+            False,
+            Statistics(40, 32, 0),
+        ),  # efficient: rows by 32, seed and offset on the host
         (90, DType.FP64, 64, False, None),  # operator by operator
         (90, DType.BF16, 12, False, None),  # padded first
         (75, DType.BF16, 64, False, None),  # not asked

@@ -5,7 +5,13 @@ from __future__ import annotations
 
 import pytest
 
-from ptrain.derivation.workspaces import Workspace, workspaces
+from ptrain.derivation.workspaces import (
+    Workspace,
+    attention_backward,
+    products,
+    sum_of_rows,
+    workspaces,
+)
 from ptrain.report.reserved import reserved_lines
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
@@ -29,8 +35,9 @@ def sizes(spec: Spec) -> dict[str, int | None]:
 def test_flash_sums_the_gradient_of_queries_in_fp32_with_a_number_a_row():
     """2 samples of 8192 tokens: 4096 features of each are 256 MiB, 32 heads 2 MiB."""
     assert sizes(of_8b(80)) == {
-        "products (cuBLAS": 2 * 8_519_680,
+        "products (cuBLAS)": 2 * 8_519_680,
         "attention's backward pass (flash)": (256 + 2) * MIB,
+        "sums over tokens (gradients of norms": 132 * MIB,
         "collectives (NCCL)": None,
     }
 
@@ -44,12 +51,13 @@ def test_a_rank_of_tp_has_its_heads_alone_and_whole_tiles_of_rows():
 @pytest.mark.parametrize(
     ("spec", "unknown"),
     [
-        (of_8b(90), "attention's backward pass (cudnn)"),
-        (of_8b(80, "precision.layout=fp32"), "attention's backward pass (efficient)"),
+        (
+            of_8b(80, "precision.layout=fp32", "model.hidden=2304"),  # head_dim 72
+            "attention's backward pass (efficient)",
+        ),
         (of_8b(80, "deterministic=true"), "attention's backward pass (flash)"),
-        (of_8b(80, "deterministic=true"), "products (cuBLAS"),
-        (of_8b(80, "model.heads=16"), "attention's backward pass (flash)"),  # head_dim 256
-        (of_8b(100), "products (cuBLAS"),
+        (of_8b(80, "deterministic=true"), "products (cuBLAS)"),
+        (of_8b(100), "products (cuBLAS)"),
         (of_8b(86), "attention's backward pass"),
     ],
 )
@@ -58,7 +66,38 @@ def test_what_is_not_known_is_unknown(spec, unknown):
 
 
 def test_attention_operator_by_operator_has_no_kernel_of_its_own():
-    assert [*sizes(of_8b(90, "attention=eager"))] == ["products (cuBLAS", "collectives (NCCL)"]
+    assert [*sizes(of_8b(90, "attention=eager"))] == [
+        "products (cuBLAS)",
+        "sums over tokens (gradients of norms",
+        "collectives (NCCL)",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "size"),
+    [
+        (2048, 1024, 16 * MIB),
+        (2048, 4096, 64 * MIB),
+        (1024, 1024, 8 * MIB),
+        (2048, 1600, 25 * MIB),
+        (2048, 6400, 100 * MIB),
+        (512, 1024, 0),
+    ],
+)
+def test_sums_over_rows_leave_what_an_h100_held(rows, columns, size):
+    assert sum_of_rows(rows, columns) == size
+
+
+def test_what_an_h100_held_in_attentions_backward_pass():
+    shape = {"batch": 2, "heads": 8, "sequence": 1024, "head_dim": 128}
+    assert sum(attention_backward("cudnn", 2, **shape)) == 8_454_400
+    assert sum(attention_backward("efficient", 4, **shape)) == 8_519_680
+
+
+def test_products_with_a_bias_have_a_workspace_more():
+    assert sum(products(of_8b(90))) == 64 * MIB
+    with_bias = of_8b(90, "model.preset=gpt2-124m", "batch.sequence=1024")
+    assert sum(products(with_bias)) == 65 * MIB
 
 
 def test_processors_have_none():

@@ -290,6 +290,9 @@ def test_the_record_has_the_column_and_no_verdict(capsys) -> None:
     assert {row["phase"] for row in rank["by_phase"]} == {"forward", "backward", "update"}
 
 
+OF_PRODUCTS = 64 * 2**20  # on an H100, as long as a process lives
+
+
 def test_of_a_gpu_it_says_what_its_allocator_would_reserve(capsys, monkeypatch) -> None:
     monkeypatch.setattr(pretence, "lacking", lambda: "it stays in this process")
     assert main(["simulate", "zero3", *TINY, "cluster.preset=h100-8", "--json"]) == 0
@@ -299,7 +302,7 @@ def test_of_a_gpu_it_says_what_its_allocator_would_reserve(capsys, monkeypatch) 
         assert amount["beyond"]["all_gather_copy_in_stream"] > 0
         beyond = sum(amount["beyond"].values())
         assert amount["device_bytes"] == amount["living"] + beyond
-        assert amount["living"] == rank["peak"]["device_bytes"]
+        assert amount["living"] == rank["peak"]["device_bytes"] + OF_PRODUCTS
     assert len(rank["reserved"]) == 2
 
 
