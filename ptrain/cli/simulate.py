@@ -34,6 +34,8 @@ from ptrain.spec.overrides import split_arguments, sweeps
 from ptrain.spec.spec import Spec
 from ptrain.units import format_bytes
 
+_CONFIRMED = "90"  # benchmarks/results, gpu
+
 
 def add_arguments(parser: ArgumentParser) -> None:
     add_spec_arguments(parser)
@@ -124,7 +126,9 @@ def _kernels(spec: Spec, simulated: Simulated, lacking: str) -> str:
         return ""
     if pretence.is_on():
         attention = ", ".join(simulated.run.attention) or "attention operator by operator"
-        return f"CUDA's for sm {pretence.capability()}, which no GPU confirmed: {attention}"
+        sm = pretence.capability()
+        whose = "an H100" if sm == _CONFIRMED else "no GPU"
+        return f"CUDA's for sm {sm}, which {whose} confirmed: {attention}"
     if spec.cluster is None or spec.cluster.sm is None:
         return "a CPU's: no cluster.sm says the compute capability of the GPUs (90: H100)"
     return f"a CPU's: {lacking}"

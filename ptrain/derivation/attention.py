@@ -7,11 +7,11 @@ the version of torch, which `traces.attention_kernels` asks.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from ptrain.derivation import archive
 from ptrain.derivation.archive import TablePart
-from ptrain.installed import torch_minor
 from ptrain.spec.model import Attention, ExternalModel, ModelShape
 from ptrain.spec.placement import Tier
 from ptrain.spec.precision import DType
@@ -81,14 +81,16 @@ def capabilities() -> tuple[int, ...]:
     return tuple(map(int, _choice()))
 
 
+@cache
 def _choice() -> dict[str, dict[str, list[list[Any]]]]:
     """By compute capability, of the torch that is installed; of the newest that was asked where
     none is, or one that was not."""
+    from ptrain.installed import torch_minor  # reading distributions takes a while
+
     versions = archive.table(TablePart.KERNEL, "attention")["choice"]
-    asked: dict[str, dict[str, list[list[Any]]]] = versions.get(
-        torch_minor(), versions[max(versions)]
-    )
-    return asked
+    choice: dict[str, dict[str, list[list[Any]]]]
+    choice = versions.get(torch_minor(), versions[max(versions)])
+    return choice
 
 
 def most_rows() -> int:

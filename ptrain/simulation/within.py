@@ -28,8 +28,9 @@ def within(spec: Spec) -> Within:
 
     def of_operator(name: str, args: tuple[Any, ...]) -> tuple[int, ...]:
         if name.startswith(_ATTENTION) and name.endswith(_BACKWARD):
-            asked = name.removeprefix(_ATTENTION).removesuffix(_BACKWARD)
-            runs = kernel if asked == _OF_PROCESSOR else asked.removesuffix("_attention")
+            operator = name.removeprefix(_ATTENTION).removesuffix(_BACKWARD)
+            stands_in = operator == _OF_PROCESSOR
+            runs = kernel if stands_in else operator.removesuffix("_attention")
             batch, heads, sequence, head_dim = args[1].shape
             return attention_backward(
                 runs,
