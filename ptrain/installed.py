@@ -41,12 +41,6 @@ def versions() -> dict[str, str]:
     }
 
 
-def torch_minor() -> str:
-    """Return the version of torch that is installed without its last number: `2.13`; nothing where
-    none is."""
-    return ".".join(map(str, _minor(version))) if (version := _version()) else ""
-
-
 def _version() -> str | None:
     try:
         return metadata.version("torch") or None  # None of a folder that pip left half removed

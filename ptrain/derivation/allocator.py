@@ -48,8 +48,8 @@ class AllocatedStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reserved:
-    """Bytes that stay reserved once nothing grows; `living` at most at once, with what kernels take,
-    `gap` the largest free block where all is computed at that moment, and by stream what is
+    """Bytes that stay reserved once nothing grows; `living` at most at once, with what kernels
+    take, `gap` the largest free block where all is computed at that moment, and by stream what is
     reserved beyond what lived."""
 
     device_bytes: int

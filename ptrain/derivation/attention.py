@@ -17,6 +17,7 @@ from ptrain.spec.placement import Tier
 from ptrain.spec.precision import DType
 from ptrain.spec.spec import Spec
 from ptrain.units import ceil_div
+from ptrain.version import torch_minor
 
 # Torch goes operator by operator where it is given fewer heads of keys (`sdp_utils.cpp`).
 _NOT_GROUPED = ("efficient",)
@@ -85,8 +86,6 @@ def capabilities() -> tuple[int, ...]:
 def _choice() -> dict[str, dict[str, list[list[Any]]]]:
     """By compute capability, of the torch that is installed; of the newest that was asked where
     none is, or one that was not."""
-    from ptrain.installed import torch_minor  # reading distributions takes a while
-
     versions = archive.table(TablePart.KERNEL, "attention")["choice"]
     choice: dict[str, dict[str, list[list[Any]]]]
     choice = versions.get(torch_minor(), versions[max(versions)])

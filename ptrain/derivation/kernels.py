@@ -5,7 +5,7 @@ attention keeps beside its output (`derivation.attention`), which depends on its
 With dropout they do not: on a CPU its masks are as wide as their input, on a GPU a byte an element,
 and a CPU's scaled_dot_product_attention then has scores and probabilities in memory, which a GPU's
 never has. Where a spec is for GPUs, tables and traces have a GPU's masks
-(`models.kernels.kernels_of`), which an H100 alone has confirmed. What is offloaded to the host comes back
+(`models.kernels.kernels_of`), which an H100 alone has confirmed. What is offloaded comes back
 on streams of its own there (activations/run/offload.py), and more of it is on the device at a time
 than is derived.
 """

@@ -24,12 +24,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ptrain.derivation import archive
 from ptrain.derivation.archive import Table, TablePart
 from ptrain.derivation.attention import HEAD_DIM_MULTIPLE, row_name
-from ptrain.installed import torch_minor
 from ptrain.models.numerics import TORCH_DTYPES
 from ptrain.rooms import pretence
 from ptrain.rooms.fake import fake_tensors
 from ptrain.spec.precision import DType
 from ptrain.traces.model_tables import Make
+from ptrain.version import torch_minor
 
 CAPABILITIES = (80, 90, 100)
 DTYPES = (DType.BF16, DType.FP16, DType.FP32, DType.FP64)
