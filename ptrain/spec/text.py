@@ -19,6 +19,7 @@ from ptrain.errors import Fault, SpecError
 
 MAX_BYTES = 2**20
 MAX_DEPTH = 32
+_TOO_DEEP = f"nested deeper than {MAX_DEPTH} levels", "specs are flat"
 
 COMMAND_LINE = "command line: "  # the source of what an override says begins so
 Route = tuple[str, ...]  # keys and list positions from the root
@@ -217,7 +218,7 @@ class _Builder:
         if isinstance(event, yaml.AliasEvent):
             return None
         if len(route) >= MAX_DEPTH:
-            self._fault(event, route, f"nested deeper than {MAX_DEPTH} levels", "specs are flat")
+            self._fault(event, route, *_TOO_DEEP)
             raise _TooDeep
         if isinstance(event, yaml.SequenceStartEvent):
             return self._list(route)
@@ -280,7 +281,10 @@ class _Builder:
             remedy = "indent with spaces: YAML allows no tabs"
         elif "alias" in f"{error.context}":
             remedy = "a mode that begins with a star is written S*; other texts are quoted"
-        self.faults[("",)] = place.fault("", f"not valid YAML: {problem}", remedy)
+        finding = f"not valid YAML: {problem}"
+        if "nesting depth" in problem:  # PyYAML 6.0.4 counts too, ahead of the walk
+            finding, remedy = _TOO_DEEP
+        self.faults[("",)] = place.fault("", finding, remedy)
         self.is_cut_short = True
 
     def _fault(self, event: yaml.Event, route: Route, finding: str, remedy: str) -> None:
