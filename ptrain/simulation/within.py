@@ -47,8 +47,10 @@ def within(spec: Spec) -> Within:
 
 def _of_sum(tensor: Any, dimensions: Any) -> tuple[int, ...]:
     """Of all dimensions but the last; other sums leave little."""
-    *rows, columns = tensor.shape or (1,)
+    if tensor.dim() < 2 or not tensor.numel():
+        return ()
+    *rows, columns = tensor.shape
     if sorted(d % tensor.dim() for d in dimensions or ()) != [*range(len(rows))]:
         return ()
-    size = sum_of_rows(math.prod(rows), columns) if rows else 0
+    size = sum_of_rows(math.prod(rows), columns)
     return (size,) if size else ()
