@@ -8,7 +8,8 @@ whole 32 rows; masks of dropout are a byte an element, and probabilities are nev
 activations are offloaded no peak is claimed, nor compared.
 
 `ptrain simulate` on fake tensors, on fake CUDA; needs a CUDA build of torch, a C compiler and no
-GPU: no GPU has confirmed any of it. Prints; writes a result only with --save. About 12 minutes.
+GPU: an H100 alone has confirmed some of it (`gpu.sh`). Prints; writes a result only with --save.
+About 12 minutes.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ best fit is taken, split where enough is left, and merged with its free neighbou
 back; a segment is 2 MiB for small blocks, 20 MiB for those below 10 MiB, else a multiple of 2 MiB.
 Segments that expand (`expandable_segments:True`) grow by such pages in place. Nothing is fitted.
 
-Note: what operators take within themselves, and NCCL's buffers, are not among a step's events.
+Note: NCCL's buffers, and what nobody knows that operators take, are not among a step's events.
 """
 
 from __future__ import annotations
