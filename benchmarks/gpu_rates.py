@@ -54,6 +54,9 @@ BRIEFLY = (
 )  # fmt: skip
 
 
+Rate = tuple[str, float, float, str]  # of what, seconds, so much a second, and its unit
+
+
 def seconds_of(work: Callable[[], object], inner: int = 5) -> float:
     """Return the median seconds of one call, of several rounds."""
     for _ in range(3):
@@ -70,7 +73,7 @@ def seconds_of(work: Callable[[], object], inner: int = 5) -> float:
     return statistics.median(rounds)
 
 
-def products() -> Iterator[tuple[str, float, float, str]]:
+def products() -> Iterator[Rate]:
     for dtype in (torch.bfloat16, torch.float32):
         for rows, inner, columns in PRODUCTS:
             left = torch.randn(rows, inner, device="cuda", dtype=dtype)
@@ -80,59 +83,73 @@ def products() -> Iterator[tuple[str, float, float, str]]:
             yield name, taken, 2 * rows * inner * columns / taken / 1e12, "TFLOP/s"
 
 
-def attentions() -> Iterator[tuple[str, float, float, str]]:
+def attentions() -> Iterator[Rate]:
     for dtype in (torch.bfloat16, torch.float32):
         for shape in ATTENTION:
-            q, k, v = (
-                torch.randn(shape, device="cuda", dtype=dtype, requires_grad=True) for _ in range(3)
-            )
-            output = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-            gradient = torch.randn_like(output)
-            flops = 2 * 2 * shape[0] * shape[1] * shape[2] ** 2 * shape[3] / 2
-            name = f"{shape} {str(dtype).removeprefix('torch.')}"
-            with torch.no_grad():
-                taken = seconds_of(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True))  # noqa: B023
-            yield f"{name} forward", taken, flops / taken / 1e12, "TFLOP/s"
-            taken = seconds_of(
-                lambda: torch.autograd.grad(output, (q, k, v), gradient, retain_graph=True)  # noqa: B023
-            )
-            yield f"{name} backward", taken, 2.5 * flops / taken / 1e12, "TFLOP/s"
+            yield from attention(shape, dtype)
 
 
-def movements() -> Iterator[tuple[str, float, float, str]]:
+def attention(shape: tuple[int, int, int, int], dtype: torch.dtype) -> Iterator[Rate]:
+    """Yield the rates of a causal attention: half of its products are left out."""
+    batch, heads, sequence, head_dim = shape
+    parts = [torch.randn(shape, device="cuda", dtype=dtype, requires_grad=True) for _ in range(3)]
+
+    def forward() -> torch.Tensor:
+        return F.scaled_dot_product_attention(*parts, is_causal=True)
+
+    output = forward()
+    gradient = torch.randn_like(output)
+
+    def backward() -> object:
+        return torch.autograd.grad(output, parts, gradient, retain_graph=True)
+
+    flops = 2 * batch * heads * sequence**2 * head_dim
+    name = f"{shape} {str(dtype).removeprefix('torch.')}"
+    with torch.no_grad():
+        taken = seconds_of(forward)
+    yield f"{name} forward", taken, flops / taken / 1e12, "TFLOP/s"
+    taken = seconds_of(backward)
+    yield f"{name} backward", taken, 2.5 * flops / taken / 1e12, "TFLOP/s"
+
+
+def movements() -> Iterator[Rate]:
     for size in BYTES:
-        one = torch.randn(size // 2, device="cuda").to(torch.bfloat16)
-        other = torch.randn_like(one)
-        rows = one.view(-1, 1024)
-        scale = torch.ones(1024, device="cuda", dtype=torch.bfloat16)
-        host = torch.empty(size // 2, dtype=torch.bfloat16, pin_memory=True)
-        of = f"{size / MIB:g} MiB"
-        for name, work, moved in (
-            ("copy", lambda: other.copy_(one), 2),  # noqa: B023
-            ("add", lambda: torch.add(one, other), 3),  # noqa: B023
-            ("gelu", lambda: F.gelu(one), 2),  # noqa: B023
-            ("layer_norm", lambda: F.layer_norm(rows, (1024,), scale, scale), 2),  # noqa: B023
-            ("rms_norm", lambda: F.rms_norm(rows, (1024,), scale), 2),  # noqa: B023
-            ("cast to fp32", lambda: one.float(), 3),  # noqa: B023
-            ("to host", lambda: host.copy_(one, non_blocking=True), 1),  # noqa: B023
-            ("from host", lambda: one.copy_(host, non_blocking=True), 1),  # noqa: B023
-        ):
-            taken = seconds_of(work)
-            yield f"{name} {of}", taken, moved * size / taken / 1e9, "GB/s"
+        yield from movements_of(size)
 
 
-def updates() -> Iterator[tuple[str, float, float, str]]:
+def movements_of(size: int) -> Iterator[Rate]:
+    """Yield the rates of operators on `size` bytes, by the bytes that they read and write."""
+    one = torch.randn(size // 2, device="cuda").to(torch.bfloat16)
+    other, rows = torch.randn_like(one), one.view(-1, 1024)
+    scale = torch.ones(1024, device="cuda", dtype=torch.bfloat16)
+    host = torch.empty(size // 2, dtype=torch.bfloat16, pin_memory=True)
+    works: tuple[tuple[str, Callable[[], object], int], ...] = (
+        ("copy", lambda: other.copy_(one), 2),
+        ("add", lambda: torch.add(one, other), 3),
+        ("gelu", lambda: F.gelu(one), 2),
+        ("layer_norm", lambda: F.layer_norm(rows, (1024,), scale, scale), 2),
+        ("rms_norm", lambda: F.rms_norm(rows, (1024,), scale), 2),
+        ("cast to fp32", one.float, 3),
+        ("to host", lambda: host.copy_(one, non_blocking=True), 1),
+        ("from host", lambda: one.copy_(host, non_blocking=True), 1),
+    )
+    for name, work, times in works:
+        taken = seconds_of(work)
+        yield f"{name} {size / MIB:g} MiB", taken, times * size / taken / 1e9, "GB/s"
+
+
+def updates() -> Iterator[Rate]:
     for millions in (1, 16, 128, 512):
-        for how in ({"fused": True}, {"foreach": True}):
+        for is_fused in (True, False):
             weight = torch.nn.Parameter(torch.randn(millions * 10**6, device="cuda"))
             weight.grad = torch.randn_like(weight)
-            optimizer = torch.optim.AdamW([weight], **how)  # type: ignore[arg-type]
+            optimizer = torch.optim.AdamW([weight], fused=is_fused, foreach=not is_fused)
             taken = seconds_of(optimizer.step)
-            name = f"AdamW {next(iter(how))} {millions} M fp32"
+            name = f"AdamW {'fused' if is_fused else 'foreach'} {millions} M fp32"
             yield name, taken, 28 * millions * 10**6 / taken / 1e9, "GB/s"
 
 
-def launches() -> Iterator[tuple[str, float, float, str]]:
+def launches() -> Iterator[Rate]:
     small = torch.zeros(8, device="cuda")
     taken = seconds_of(lambda: small.add_(1), inner=200)
     yield "an operator of 8 numbers, queued", taken, 1 / taken / 1e3, "thousand a second"

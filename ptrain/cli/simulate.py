@@ -33,8 +33,9 @@ from ptrain.spec.load import load
 from ptrain.spec.overrides import split_arguments, sweeps
 from ptrain.spec.spec import Spec
 from ptrain.units import format_bytes
+from ptrain.version import torch_minor
 
-_CONFIRMED = "90"  # benchmarks/results, gpu
+_CONFIRMED = ("90", "2.11")  # by an H100 (benchmarks/results, gpu): capability, torch
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -102,7 +103,7 @@ def _pretended(specs: list[Spec]) -> int | None:
     """The compute capability of the GPUs that all these are for, where this process has to be left
     to ask their kernels, and can be."""
     for_gpus = [spec for spec in specs if spec.is_for_cuda]
-    capabilities = {spec.cluster.sm if spec.cluster else None for spec in for_gpus}
+    capabilities = {spec.sm for spec in for_gpus}
     if len(capabilities) != 1 or pretence.is_on() or pretence.lacking():
         return None
     return capabilities.pop()
@@ -126,10 +127,10 @@ def _kernels(spec: Spec, simulated: Simulated, lacking: str) -> str:
         return ""
     if pretence.is_on():
         attention = ", ".join(simulated.run.attention) or "attention operator by operator"
-        sm = pretence.capability()
-        whose = "an H100" if sm == _CONFIRMED else "no GPU"
-        return f"CUDA's for sm {sm}, which {whose} confirmed: {attention}"
-    if spec.cluster is None or spec.cluster.sm is None:
+        sm, torch = pretence.capability(), torch_minor()
+        whose = "an H100" if (sm, torch) == _CONFIRMED else "no GPU"
+        return f"CUDA's for sm {sm} and torch {torch}, which {whose} confirmed: {attention}"
+    if spec.sm is None:
         return "a CPU's: no cluster.sm says the compute capability of the GPUs (90: H100)"
     return f"a CPU's: {lacking}"
 

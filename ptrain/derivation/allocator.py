@@ -37,8 +37,8 @@ class AllocatorEvent:
 
 @dataclass(slots=True)
 class AllocatedStep:
-    """What lived before a step, what the optimizer's first update adds to it, every change within
-    it, and with which change the update begins."""
+    """What lived before a step, what an optimizer's first update adds to it if it does, every
+    change within it, and with which change the update begins."""
 
     resident: list[AllocatorEvent] = field(default_factory=list)
     moments: list[AllocatorEvent] = field(default_factory=list)

@@ -123,8 +123,7 @@ def capability(spec: Spec) -> int | None:
     """Return the compute capability whose kernels are counted: None where nobody says it, or torch
     was not asked for it, or activations leave the device: what attention keeps for its dropout
     stays there, in a storage of its own, which no table has."""
-    sm = spec.cluster.sm if spec.cluster else None
-    return None if leaves_device(spec) or sm not in capabilities() else sm
+    return None if leaves_device(spec) or spec.sm not in capabilities() else spec.sm
 
 
 def may_be_fused(spec: Spec) -> bool:

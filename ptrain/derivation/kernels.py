@@ -82,7 +82,7 @@ def _otherwise(spec: Spec, facts: ModelFacts) -> str:
     one."""
     what = facts.unknown_attention if spec.is_for_cuda else ""
     attention = attention_of(spec)
-    if attention and not attention.has_kernel(spec.cluster.sm if spec.cluster else None):
+    if attention and not attention.has_kernel(spec.sm):
         tokens = f"{attention.sequence} token{'s' * (attention.sequence > 1)}"
         what = f"head_dim {attention.head_dim} in {attention.dtype}, {tokens},"
     return _OTHERWISE.format(what=what) if what else ""
@@ -92,7 +92,7 @@ def kernel_warnings(
     spec: Spec, unclaimed: Mapping[str, str], undefined: Mapping[str, str]
 ) -> Iterator[str]:
     """Yield a line that says whose the figures are that stand there all the same."""
-    sm = spec.cluster.sm if spec.cluster else None
+    sm = spec.sm
     is_peak_known = "peak" not in undefined
     if spec.is_for_cuda and may_be_fused(spec) and sm not in capabilities() and is_peak_known:
         known = ", ".join(map(str, capabilities()))

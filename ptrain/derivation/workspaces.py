@@ -50,15 +50,23 @@ def workspaces(spec: Spec) -> tuple[Workspace, ...]:
 
 
 def products(spec: Spec) -> tuple[int, ...]:
-    """Return the bytes that products of matrices keep, one by one, from the first on; nothing where
-    nobody knows them."""
-    sm = (spec.cluster.sm if spec.cluster else None) or 0
+    """Return the bytes that products of matrices keep, one by one, from the first on, as far as
+    they are known."""
+    with_bias = _with_bias(spec)
+    return (*_without_bias(spec), *((with_bias,) if with_bias else ()))
+
+
+def _without_bias(spec: Spec) -> tuple[int, ...]:
     # Deterministic products need a workspace that CUBLAS_WORKSPACE_CONFIG names.
-    if spec.deterministic or sm not in _CUBLAS:
-        return ()
-    has_bias = isinstance(spec.model, ModelShape) and spec.model.family is Family.GPT
-    with_bias = (_CUBLASLT[sm],) if has_bias and sm in _CUBLASLT else ()
-    return (*(_CUBLAS[sm],) * _THREADS, *with_bias)
+    of_thread = None if spec.deterministic else _CUBLAS.get(spec.sm or 0)
+    return (of_thread,) * _THREADS if of_thread else ()
+
+
+def _with_bias(spec: Spec) -> int | None:
+    """None where nobody knows it, 0 where a model has no biases."""
+    if isinstance(spec.model, ModelShape) and spec.model.family is Family.LLAMA:
+        return 0
+    return _CUBLASLT.get(spec.sm or 0)
 
 
 def attention_backward(
@@ -107,11 +115,12 @@ def _power_below(number: int) -> int:
 
 
 def _of_gpus(spec: Spec) -> Iterator[Workspace]:
-    sm = spec.cluster.sm if spec.cluster else None
-    yield Workspace("products (cuBLAS), all the time", sum(products(spec)) or None)
+    yield Workspace("products (cuBLAS), all the time", sum(_without_bias(spec)) or None)
+    if (with_bias := _with_bias(spec)) != 0:
+        yield Workspace("products with a bias (cuBLASLt), all the time", with_bias)
     if may_be_fused(spec):
         attention = attention_of(spec)
-        kernel = attention.kernel(sm) if attention else None
+        kernel = attention.kernel(spec.sm) if attention else None
         name = f" ({kernel})" if kernel else ""
         size = _of_attention(spec, kernel)
         yield Workspace(f"attention's backward pass{name}, while it runs", size)

@@ -62,7 +62,10 @@ def lacking() -> str | None:
     if not _compiler():
         return "there is no C compiler: install gcc or clang"
     if _headers() is None:
-        return f"CUDA's headers, of version {_major()}, are not there: install CUDA's toolkit"
+        return (
+            f"CUDA's headers, of version {_major()}, are not all there: "
+            "install nvidia-cuda-runtime and nvidia-cuda-crt of it, or CUDA's toolkit"
+        )
     return None
 
 

@@ -76,12 +76,16 @@ class Simulated:
         """Its memory over the step."""
         return self.run.stream.history(self.rank)
 
-    def allocated(self, spec: Spec) -> AllocatedStep:
+    def allocated(self, spec: Spec, *, is_lazy: bool = False) -> AllocatedStep:
         """Return what the allocator of the spec's GPUs sees: the step's storages, and what kernels
-        take within themselves. What an optimizer keeps is made when a model is wrapped."""
+        take within themselves. What an optimizer keeps is made when a model is wrapped; `is_lazy`:
+        with its first update, as torch's own optimizers do."""
         step = self.run.stream.allocated()
         kept = (AllocatorEvent(-1 - number, size) for number, size in enumerate(products(spec)))
-        return replace(step, resident=[*step.resident, *step.moments, *kept], moments=[])
+        resident, moments = [*step.resident, *kept], step.moments
+        if not is_lazy:
+            resident, moments = [*resident, *moments], []
+        return replace(step, resident=resident, moments=moments)
 
     def reserved(self, spec: Spec) -> dict[str, Reserved | None]:
         """Return what CUDA's caching allocator would reserve on the spec's GPUs, by kind of

@@ -20,9 +20,9 @@ _STATES = tuple(State)
 @dataclass(frozen=True, slots=True)
 class StorageKind:
     """What a storage is, in a few words, and of which state; `micro_batch`: of which it was born,
-    `stream`: which one has its memory, `is_moment`: whether it is state that the optimizer's first
-    update makes, `is_within`: whether a kernel takes it within itself, where an allocator alone
-    sees it."""
+    `stream`: which one has its memory, `is_moment`: whether it is an optimizer's own state, which
+    torch's make with their first update, `is_within`: whether a kernel takes it within itself,
+    where an allocator alone sees it."""
 
     what: str
     state: State

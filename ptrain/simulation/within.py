@@ -14,6 +14,7 @@ from ptrain.spec.spec import Spec
 _ATTENTION, _BACKWARD = "aten::_scaled_dot_product_", "_backward"
 _OF_PROCESSOR = "flash_attention_for_cpu"
 _SUM = "aten::sum"
+_WIDEST = 4  # bytes of a number that is summed in 32 bits
 
 Within = Callable[[str, tuple[Any, ...]], tuple[int, ...]]
 
@@ -21,13 +22,15 @@ Within = Callable[[str, tuple[Any, ...]], tuple[int, ...]]
 def within(spec: Spec) -> Within:
     """Return a function that gives these bytes of an operator, one by one, by its name and
     arguments; nothing where nobody knows them. A processor's attention stands for the spec's."""
-    if not spec.is_for_cuda or spec.deterministic:
+    if not spec.is_for_cuda:
         return lambda name, args: ()
     attention = attention_of(spec)
-    kernel = attention.kernel(spec.cluster.sm if spec.cluster else None) if attention else None
+    kernel = attention.kernel(spec.sm) if attention else None
 
     def of_operator(name: str, args: tuple[Any, ...]) -> tuple[int, ...]:
         if name.startswith(_ATTENTION) and name.endswith(_BACKWARD):
+            if spec.deterministic:  # as many sums as the GPU has processors for
+                return ()
             operator = name.removeprefix(_ATTENTION).removesuffix(_BACKWARD)
             stands_in = operator == _OF_PROCESSOR
             runs = kernel if stands_in else operator.removesuffix("_attention")
@@ -47,7 +50,7 @@ def within(spec: Spec) -> Within:
 
 def _of_sum(tensor: Any, dimensions: Any) -> tuple[int, ...]:
     """Of all dimensions but the last; other sums leave little."""
-    if tensor.dim() < 2 or not tensor.numel():
+    if tensor.dim() < 2 or not tensor.numel() or tensor.itemsize > _WIDEST:
         return ()
     *rows, columns = tensor.shape
     if sorted(d % tensor.dim() for d in dimensions or ()) != [*range(len(rows))]:

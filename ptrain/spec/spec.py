@@ -109,6 +109,11 @@ class Spec(Keys):
         by_cluster = self.cluster is not None and self.cluster.kind == "cuda"
         return self.device == "cuda" or (self.device == "auto" and by_cluster)
 
+    @property
+    def sm(self) -> int | None:
+        """Return the compute capability of its cluster's GPUs (90: H100), or None."""
+        return self.cluster.sm if self.cluster else None
+
     def degree(self, axis: Axis) -> int:
         return next((factor.degree for factor in self.factors if factor.axis is axis), 1)
 

@@ -89,10 +89,11 @@ def run(options: Options) -> int:
         return _run(session, interrupts)
 
 
-def _placed(spec: Spec, device: torch.device) -> Spec:
-    """The spec on the device that it runs on: whose kernels compute is known by now."""
+def on_device(spec: Spec, device: torch.device) -> Spec:
+    """The spec on the device that it runs on, whichever its cluster names: whose kernels compute is
+    known by now."""
     cluster = spec.cluster
-    if device.type == "cuda" and cluster is not None and cluster.sm is None:
+    if device.type == "cuda" and cluster is not None:
         major, minor = torch.cuda.get_device_capability(device)
         cluster = replace(cluster, sm=10 * major + minor)
     return replace(spec, device=device.type, cluster=cluster)
@@ -114,7 +115,7 @@ def _run(session: Session, interrupts: interrupt.Interrupts) -> int:
     if spec.data.path is None:  # a token file has its name, and may be too large to read
         LOG.debug("corpus  %s, digest %s", text.name, text.digest())
     program = interpret(spec, world=world, allow_import=options.allow_import)
-    placed = _placed(spec, world.device)
+    placed = on_device(spec, world.device)
     facts = facts_of(
         placed,
         allow_import=options.allow_import,
@@ -212,7 +213,7 @@ def _announce(session: Session, exact: Estimate) -> None:
     LOG.info(session.heading)
     options = session.options
     words = (options.spec, *options.overrides)
-    placed = replace(session.spec, device=session.world.device.type)
+    placed = on_device(session.spec, session.world.device)
     for line in preflight_lines(placed, exact, words, allow_import=options.allow_import):
         LOG.info(line)
     for warning in exact.warnings:

@@ -98,13 +98,28 @@ def test_products_with_a_bias_have_a_workspace_more():
     assert sum(products(of_8b(90))) == 64 * MIB
     with_bias = of_8b(90, "model.preset=gpt2-124m", "batch.sequence=1024")
     assert sum(products(with_bias)) == 65 * MIB
+    assert sizes(with_bias)["products with a bias (cuBLASLt)"] == MIB
+
+
+def test_nobody_knows_the_workspace_for_a_bias_of_other_gpus():
+    assert (
+        sizes(of_8b(80, "model.preset=gpt2-124m", "batch.sequence=1024"))[
+            "products with a bias (cuBLASLt)"
+        ]
+        is None
+    )
+
+
+def test_sums_do_not_depend_on_what_is_deterministic():
+    row = "sums over tokens (gradients of norms"
+    assert sizes(of_8b(90, "deterministic=true"))[row] == sizes(of_8b(90))[row]
 
 
 def test_processors_have_none():
     assert workspaces(of_8b(80, "device=cpu")) == ()
 
 
-def test_the_row_stands_beside_what_is_reserved():
+def test_the_row_says_what_of_the_reserved_is_within_kernels():
     spaces = (Workspace("products, all the time", 2 * MIB), Workspace("collectives", None))
     *_, table = reserved_lines({"default segments": None}, spaces)
     assert "of that within kernels" in table and "2.097 MB" in table and "unknown" in table

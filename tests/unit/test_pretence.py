@@ -79,6 +79,32 @@ def test_a_build_without_cuda_lacks_it_and_says_what_tells(monkeypatch: pytest.M
     assert "a CUDA build tells, without a GPU" in str(pretence.lacking())
 
 
+@pytest.mark.parametrize(
+    ("version", "files", "is_taken"),
+    [
+        (13000, ("driver_types.h", "crt/host_defines.h"), True),
+        (12080, ("driver_types.h", "crt/host_defines.h"), False),  # triton's beside a torch for 13
+        (13000, ("driver_types.h",), False),  # a wheel's, whose crt is in another
+    ],
+)
+def test_headers_are_those_of_torchs_cuda_and_whole(
+    version: int,
+    files: tuple[str, ...],
+    is_taken: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    headers = tmp_path / "include"
+    (headers / "crt").mkdir(parents=True)
+    (headers / "cuda.h").write_text(f"#define CUDA_VERSION {version}\n")
+    for name in files:
+        (headers / name).touch()
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(pretence, "find_spec", lambda name: None)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    assert pretence._headers() == (headers if is_taken else None)
+
+
 def test_a_process_that_does_not_believe_starts_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PTRAIN_SM", "90")
     monkeypatch.setattr(torch.version, "cuda", "13.0")
