@@ -4,8 +4,8 @@ Claim: of blocks of all families, whole and cut, with and without dropout, on GP
 capability 80, 90 and 100, and of every named spec for GPUs, what is allocated and sent with CUDA's
 kernels is what `exact` says, 0 bytes off. Beside it, what differs from a CPU's kernels at the peak,
 by kind of storage: attention keeps seed and offset of its dropout, used or not (32-bit kernels on
-the host), and 32-bit kernels whole 32 rows; masks of dropout are a byte an element, and probabilities are never there. Where
-activations are offloaded no peak is claimed, nor compared.
+the host), and 32-bit kernels whole 32 rows; masks of dropout are a byte an element, and
+probabilities are never there. Where activations are offloaded no peak is claimed, nor compared.
 
 `ptrain simulate` on fake tensors, on fake CUDA; needs a CUDA build of torch, a C compiler and no
 GPU: an H100 alone has confirmed some of it (`gpu.sh`). Prints; writes a result only with --save.
