@@ -22,10 +22,7 @@ _WRITTEN = (1980, 1, 1, 0, 0, 0)  # every time, so that equal tables are equal b
 class TablePart(StrEnum):
     """What tables are of."""
 
-    MODEL = "model"
-    SLICES = "slices"  # of a model whose operators are cut over tp, by the kind of cut
-    STAGE = "stage"
-    STAGE_SLICES = "stage-slices"
+    PASSES = "passes"  # of a whole model and of its stages
     BLOCK = "block"  # by how its activations are kept
     LOSS = "loss"  # in chunks
     KERNEL = "kernel"  # of attention, on GPUs

@@ -13,16 +13,14 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from ptrain.axes.tensor.costs import Cut
 from ptrain.costs import Collective
-from ptrain.derivation import archive
 from ptrain.derivation.archive import TablePart
-from ptrain.derivation.attention import Statistics
-from ptrain.derivation.monomials import Monomial, dimensions, evaluated, merged, monomials
+from ptrain.derivation.monomials import Monomial
+from ptrain.derivation.setting import Setting
+from ptrain.derivation.tables import content, sizes, table
 from ptrain.spec.activations import ATTENTION_ONLY, FULL, PLAIN, SELECTIVE, Kept
-from ptrain.spec.model import Attention, Family, ModelShape
+from ptrain.spec.model import Attention, ModelShape
 from ptrain.spec.placement import Tier
-from ptrain.spec.precision import DType
 from ptrain.spec.spec import Spec
 from ptrain.timeline import Mark, Run
 
@@ -35,44 +33,9 @@ VARIANTS = (
     ("offload", Kept(tier=Tier.HOST)),
     ("full-offload", Kept(policy=FULL, tier=Tier.HOST)),
 )
-CUTS = ("whole", "cut", "saved")  # kinds of `traces.tensor_tables`, however logits are cut
-PLAIN_NAME = "plain"
 
 _NAMES = {kept: name for name, kept in VARIANTS}
 _BLOCK = "blocks.*"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
-    """What a block's table depends on, and the values of its symbols."""
-
-    shape: ModelShape
-    batch: int
-    sequence: int
-    compute: DType
-    cut: Cut | None = None
-    is_for_cuda: bool = False
-    statistics: Statistics | None = None  # of a GPU's attention
-
-    @property
-    def name(self) -> str:
-        shape = self.shape
-        kind = kind_of_operators(shape, is_for_cuda=self.is_for_cuda)
-        precision = "full" if self.compute in (DType.FP32, DType.FP64) else "bf16"
-        one = "-one" if self.batch == 1 else ""
-        return f"{shape.family}-{kind}-{precision}{one}"
-
-    @property
-    def kind(self) -> str:
-        if self.cut is None:
-            return PLAIN_NAME
-        kind = self.cut.kind.removesuffix("-gathered")
-        return kind if kind in CUTS else CUTS[0]  # a naive cut computes the same
-
-    @property
-    def values(self) -> dict[str, int]:
-        dimensions_of = self.cut.dimensions if self.cut else dimensions
-        return dimensions_of(self.shape, batch=self.batch, sequence=self.sequence)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,16 +50,6 @@ class Block:
     frees_input: bool
     moved: tuple[int, ...]
     sent: tuple[tuple[Collective, int], ...]
-
-
-def kind_of_operators(shape: ModelShape, *, is_for_cuda: bool) -> str:
-    """Return what a table's name says of a block's operators: what dropout keeps is another thing
-    on a GPU."""
-    if shape.family is Family.LLAMA:
-        return "mha" if shape.heads == shape.kv_heads else "gqa"
-    if not shape.dropout:
-        return "plain"
-    return "dropout-cuda" if is_for_cuda else "dropout"
 
 
 def is_known(shape: ModelShape, kept: Kept) -> bool:
@@ -127,36 +80,42 @@ def _on_host(kept: Kept) -> Kept:
 @cache
 def block(setting: Setting, kept: Kept, attention: Attention) -> Block:
     """Return what one block does in its passes. Raises KeyError for what has no table."""
-    table = archive.table(TablePart.BLOCK, setting.name)[setting.kind]
-    entry = table[attention.value][_NAMES[_on_host(kept)]]
-    sizes = _bytes(setting)
-    parts = table["parts"]
+    evaluated = table(TablePart.BLOCK, setting)
+    parts, entry = evaluated.content["parts"], _entry(setting, kept, attention)
     return Block(
-        forward=tuple(merged(parts[entry["forward"]], sizes)),
-        backward=tuple(merged(parts[entry["backward"]], sizes)),
+        forward=tuple(evaluated.events(entry["forward"])),
+        backward=tuple(evaluated.events(entry["backward"])),
         frees_input=entry["frees_input"],
-        moved=tuple(sizes[index] for index in parts[entry["moved"]]),
+        moved=tuple(evaluated.sizes[index] for index in parts[entry["moved"]]),
         sent=tuple(
-            (Collective(name), sizes[index]) for name, index in parts[entry["work"]][0]["sent"]
+            (Collective(name), evaluated.sizes[index])
+            for name, index in parts[entry["work"]][0]["sent"]
         ),
     )
 
 
+def _entry(setting: Setting, kept: Kept, attention: Attention) -> dict[str, Any]:
+    entry: dict[str, Any] = content(TablePart.BLOCK, setting)[attention.value][
+        _NAMES[_on_host(kept)]
+    ]
+    return entry
+
+
 def saved(setting: Setting, kept: Kept) -> tuple[tuple[str, Monomial], ...]:
     """Return what forward leaves on the device for backward, as pairs of operator and monomial."""
-    table = archive.table(TablePart.BLOCK, setting.name)[setting.kind]
-    entry = table[setting.shape.attention.value][_NAMES[_on_host(kept)]]
-    sizes = monomials(table)
-    return tuple((operator, sizes[index]) for operator, index in table["parts"][entry["saved"]])
+    written = sizes(TablePart.BLOCK, setting)
+    listed = _entry(setting, kept, setting.shape.attention)["saved"]
+    parts = content(TablePart.BLOCK, setting)["parts"]
+    return tuple((operator, written[index]) for operator, index in parts[listed])
 
 
 def operations(setting: Setting, kept: Kept) -> dict[str, int]:
     """Return the floating-point operations of one block's matrix products: `forward`, `backward`,
     and those of forward that backward repeats (`again`)."""
-    table = archive.table(TablePart.BLOCK, setting.name)[setting.kind]
-    entry = table[setting.shape.attention.value][_NAMES[_on_host(kept)]]
-    work = table["parts"][entry["work"]][0]
-    values = [setting.values[symbol] for symbol in table["symbols"]]
+    written = content(TablePart.BLOCK, setting)
+    work = written["parts"][_entry(setting, kept, setting.shape.attention)["work"]][0]
+    dimensions = setting.values
+    values = [dimensions[symbol] for symbol in written["symbols"]]
     return {
         when: sum(_product(coefficient, exponents, values) for coefficient, exponents in work[when])
         for when in ("forward", "backward", "again")
@@ -281,10 +240,3 @@ def _parted(
 def _net(items: Sequence[Any]) -> int:
     """Bytes that are left; of completed gradients those that stand alive are counted already."""
     return sum(item.net for item in items if isinstance(item, Run))
-
-
-@cache
-def _bytes(setting: Setting) -> tuple[int, ...]:
-    table = archive.table(TablePart.BLOCK, setting.name)[setting.kind]
-    values = setting.values
-    return evaluated(monomials(table), values, setting.compute.itemsize, setting.statistics)

@@ -19,9 +19,10 @@ from ptrain.derivation.interconnect import warnings
 from ptrain.derivation.kernels import kernel_warnings, unclaimed
 from ptrain.derivation.memory import resident
 from ptrain.derivation.notes import notes
-from ptrain.derivation.operations import operations, setting_of
+from ptrain.derivation.operations import operations
 from ptrain.derivation.paper import paper
 from ptrain.derivation.pipeline_notes import pipeline_notes
+from ptrain.derivation.setting import setting_of
 from ptrain.derivation.timeline import Replay, replay
 from ptrain.derivation.traffic import sent
 from ptrain.errors import Fault, SpecError
@@ -248,7 +249,7 @@ def _of_untraced_blocks(spec: Spec, plan: Plan, index: int) -> Iterable[Traffic]
     kept = spec.activations.of(shape.layers)
     if all(mode.is_plain for mode in kept):
         return ()
-    setting = setting_of(spec, plan, index)
+    setting = setting_of(spec, tensor.cut_of(spec, plan, index))
     return kept_traffic(spec, plan, blocks.moved(setting, kept), blocks.repeated(setting, kept))
 
 

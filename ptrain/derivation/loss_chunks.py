@@ -9,72 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any
 
-from ptrain.axes.tensor.costs import Cut
-from ptrain.derivation import archive
 from ptrain.derivation.archive import TablePart
-from ptrain.derivation.monomials import Monomial, evaluated, merged, monomials
+from ptrain.derivation.setting import Place, Setting
+from ptrain.derivation.tables import EvaluatedTable, table
 from ptrain.spec.model import ModelShape
 from ptrain.spec.precision import DType
-from ptrain.spec.spec import LossSpec, Spec
+from ptrain.spec.spec import LossSpec
 from ptrain.timeline import Mark, Run
-
-MODEL, STAGE = "model", "stage"
-PLACES = (MODEL, STAGE)
-PLAIN, FUSED = "plain", "fused"
-CUT, SAVED, NAIVE = "cut", "saved", "naive"  # kinds of `traces.tensor_tables`
 
 # Of sizes, in the order in which they are divided by: features; tokens of this rank between the
 # blocks, of a chunk and of what is left; the vocabulary, all of it and the rank's part.
 SYMBOLS = ("hidden", "tokens", "chunk", "rest", "vocab_all", "vocab", "tp")
 
 _BLOCK = "blocks.*"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LossSetting:
-    """What a table depends on, and the values of its symbols; `sequence` are all tokens of a
-    sample."""
-
-    shape: ModelShape
-    batch: int
-    sequence: int
-    compute: DType
-    loss: LossSpec
-    cut: Cut | None = None
-
-    @property
-    def name(self) -> str:
-        """Of the way in its file."""
-        if self.cut is None:
-            return FUSED if self.loss.fused else PLAIN
-        return self.cut.kind.replace(SAVED, CUT)  # what a block saves is nothing to the head
-
-    @property
-    def chunk(self) -> int:
-        assert self.loss.chunk is not None, "a loss in chunks"
-        return min(self.loss.chunk, self.batch * self.sequence)
-
-    @property
-    def chunks(self) -> int:
-        """Those that are full."""
-        return self.batch * self.sequence // self.chunk
-
-    @property
-    def values(self) -> dict[str, int]:
-        shape, cut = self.shape, self.cut
-        tokens = self.batch * self.sequence
-        return {
-            "tokens": tokens // (cut.degree if cut and cut.step.is_sequence else 1),
-            "hidden": shape.hidden,
-            "chunk": self.chunk,
-            "rest": tokens % self.chunk,
-            "vocab_all": shape.vocab,
-            "vocab": cut.slice_of(shape.vocab) if cut else shape.vocab,
-            "tp": cut.degree if cut else 1,
-        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,9 +71,9 @@ class Pieces:
         return replace(self, least=self.least - 1, front=front, behind=behind[::-1])
 
 
-def is_tabulated(kind: str) -> bool:
+def has_own_tables(kind: str) -> bool:
     """Return whether this kind of cut has tables of its own."""
-    return not kind.startswith((SAVED, NAIVE))
+    return not kind.startswith(("saved", "naive"))
 
 
 def is_known(shape: ModelShape, compute: DType, loss: LossSpec) -> bool:
@@ -133,56 +82,56 @@ def is_known(shape: ModelShape, compute: DType, loss: LossSpec) -> bool:
     return not loss.fused or (compute is not DType.FP16 and shape.vocab >= shape.hidden)
 
 
-def setting_of(spec: Spec, cut: Cut | None) -> LossSetting | None:
-    """None of a loss that is not in chunks."""
-    if spec.loss.chunk is None:
-        return None
-    assert isinstance(spec.model, ModelShape), "a built-in model"
-    return LossSetting(
-        shape=spec.model,
-        batch=spec.batch.micro,
-        sequence=spec.batch.sequence,
-        compute=spec.precision.effective.parameters,
-        loss=spec.loss,
-        cut=cut,
-    )
+def chunk_of(setting: Setting) -> int:
+    """Return the tokens of a chunk."""
+    assert setting.loss.chunk is not None, "a loss in chunks"
+    return min(setting.loss.chunk, setting.batch * setting.sequence)
 
 
-def ends(setting: LossSetting, place: str) -> LossHead:
+def full_chunks(setting: Setting) -> int:
+    """Return how many chunks are full."""
+    return setting.batch * setting.sequence // chunk_of(setting)
+
+
+def values_of(setting: Setting) -> dict[str, int]:
+    """Return the values of SYMBOLS, on one rank."""
+    shape, cut = setting.shape, setting.cut
+    tokens = setting.batch * setting.sequence
+    return {
+        "hidden": shape.hidden,
+        "tokens": tokens // (cut.degree if cut and cut.step.is_sequence else 1),
+        "chunk": chunk_of(setting),
+        "rest": tokens % chunk_of(setting),
+        "vocab_all": shape.vocab,
+        "vocab": cut.slice_of(shape.vocab) if cut else shape.vocab,
+        "tp": cut.degree if cut else 1,
+    }
+
+
+def head_of(setting: Setting, place: Place) -> LossHead | None:
     """Return the passes of a loss in chunks and the size of its output, at the end of a whole model
-    or of a last stage (`place`)."""
-    name = file_name(setting.shape, setting.compute, setting.batch)
-    table = archive.table(TablePart.LOSS, name)
-    entry = table[setting.name][place]
-    values = setting.values
-    sizes = evaluated(_sizes(name), values, setting.compute.itemsize)
+    or of a last stage; None of a loss of whole logits."""
+    if setting.loss.chunk is None:
+        return None
+    values = values_of(setting)
+    evaluated = table(TablePart.LOSS, setting, values)
+    entry = evaluated.content[place]
     of_phase = entry["rest" if values["rest"] else "even"]
     forward, backward = (
-        tuple(_items(of_phase[phase], table["parts"], sizes, setting.chunks))
+        tuple(_items(of_phase[phase], evaluated, full_chunks(setting)))
         for phase in ("forward", "backward")
     )
-    output = 0 if entry["output"] is None else sizes[entry["output"]]
+    output = 0 if entry["output"] is None else evaluated.sizes[entry["output"]]
     return LossHead(forward=forward, backward=backward, output=output)
 
 
-def file_name(shape: ModelShape, compute: DType, batch: int) -> str:
-    """Return the name of the table of a shape."""
-    tied = "tied" if shape.tied else "untied"
-    precision = "full" if compute in (DType.FP32, DType.FP64) else "bf16"
-    return f"{shape.family}-{tied}-{precision}{'-one' if batch == 1 else ''}"
-
-
-def _items(
-    listed: dict[str, list[int]], parts: Sequence[list[Any]], sizes: Sequence[int], chunks: int
-) -> Iterator[Any]:
+def _items(listed: dict[str, list[int]], evaluated: EvaluatedTable, chunks: int) -> Iterator[Any]:
     """Of so many full chunks; runs that follow each other are one."""
     few = listed["few"]
     if chunks <= len(few):
-        yield from merged(parts[few[chunks - 1]], sizes)
+        yield from evaluated.events(few[chunks - 1])
         return
-    front, every, between, later, behind = (
-        list(merged(parts[index], sizes)) for index in listed["pieces"]
-    )
+    front, every, between, later, behind = map(evaluated.events, listed["pieces"])
     more = chunks - 1 - len(few)
     pieces = (front, _times(every, more), between, _times(later, more), behind)
     last: Run | None = None
@@ -204,11 +153,6 @@ def _times(events: Sequence[Any], more: int) -> Iterable[Run]:
         return
     (run,) = events
     yield Run(max(run.rise, (more - 1) * run.net + run.rise), more * run.net)
-
-
-@cache
-def _sizes(name: str) -> tuple[Monomial, ...]:
-    return monomials(archive.table(TablePart.LOSS, name))
 
 
 def _without(events: list[Any], end: list[Any]) -> list[Any] | None:

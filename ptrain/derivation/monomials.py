@@ -5,7 +5,7 @@ and a model's dimensions, an event an allocation, a free, a boundary or a comple
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +29,7 @@ class Monomial:
     exponents: tuple[tuple[str, int], ...]
     is_statistics: bool = False
 
-    def bytes(self, values: dict[str, int], itemsize: int) -> int:
+    def bytes(self, values: Mapping[str, int], itemsize: int) -> int:
         """The size at these dimensions, of a CPU's kernels."""
         size = self.coefficient * (itemsize if self.in_elements else 1)
         for symbol, exponent in self.exponents:
@@ -45,7 +45,7 @@ class Monomial:
 
 def evaluated(
     sizes: Iterable[Monomial],
-    values: dict[str, int],
+    values: Mapping[str, int],
     itemsize: int,
     statistics: Statistics | None = None,
 ) -> tuple[int, ...]:

@@ -14,6 +14,7 @@ from ptrain.axes.pipeline.catalogue import schedule_of
 from ptrain.by_rank import rows_by_rank
 from ptrain.costs import Operations
 from ptrain.derivation import blocks
+from ptrain.derivation.setting import Setting, setting_of
 from ptrain.derivation.tensor import cut_of
 from ptrain.facts.stages import Stage
 from ptrain.spec.axis import Axis
@@ -35,10 +36,10 @@ def operations(spec: Spec, plan: Plan, stages: Sequence[Stage]) -> Sequence[Oper
         return ()
     like: dict[int, int] = {}  # ranks of tp differ in their slices of the vocabulary alone
     indices = [
-        like.setdefault(_words(setting_of(spec, plan, index)), index)
+        like.setdefault(_words(_setting(spec, plan, index)), index)
         for index in range(spec.degree(Axis.TP))
     ]
-    settings = {index: setting_of(spec, plan, index) for index in like.values()}
+    settings = {index: _setting(spec, plan, index) for index in like.values()}
     of_block = {
         (index, mode): blocks.operations(setting, mode)
         for index, setting in settings.items()
@@ -65,13 +66,13 @@ def operations(spec: Spec, plan: Plan, stages: Sequence[Stage]) -> Sequence[Oper
     return rows_by_rank(keys, lambda key: [of_rank(*key)])
 
 
-def _words(setting: blocks.Setting) -> int:
+def _words(setting: Setting) -> int:
     """How many words of the vocabulary a rank has."""
     vocab = setting.shape.vocab
     return setting.cut.slice_of(vocab) if setting.cut else vocab
 
 
-def _of_head(spec: Spec, plan: Plan, setting: blocks.Setting) -> Iterator[tuple[str, int]]:
+def _of_head(spec: Spec, plan: Plan, setting: Setting) -> Iterator[tuple[str, int]]:
     """Logits of every token of a step, and the gradients of both factors. A loss by chunks computes
     its logits again in backward, and of a backward pass in halves in each of them; so does torch's
     fused one where it gives the loss of each token. That is one operator, which either half runs as
@@ -93,17 +94,9 @@ def _of_head(spec: Spec, plan: Plan, setting: blocks.Setting) -> Iterator[tuple[
         )
 
 
-def setting_of(spec: Spec, plan: Plan, index: int) -> blocks.Setting:
-    """Return the setting of a built-in model's blocks, on the ranks at this place along tp."""
-    shape = spec.model
-    assert isinstance(shape, ModelShape), "a built-in model"
-    if spec.is_for_cuda and plan.tensor is not None:
-        shape = replace(shape, dropout=0.0)  # a GPU multiplies the same with it
-    return blocks.Setting(
-        shape=shape,
-        batch=spec.batch.micro,
-        sequence=spec.batch.sequence,
-        compute=spec.precision.effective.parameters,
-        cut=cut_of(spec, plan, index),
-        is_for_cuda=spec.is_for_cuda,
-    )
+def _setting(spec: Spec, plan: Plan, index: int) -> Setting:
+    """The setting of a built-in model's blocks, on the ranks at this place along tp."""
+    setting = setting_of(spec, cut_of(spec, plan, index))
+    if spec.is_for_cuda and plan.tensor is not None:  # a GPU multiplies the same with dropout
+        return replace(setting, shape=replace(setting.shape, dropout=0.0))
+    return setting

@@ -14,12 +14,12 @@ from ptrain.axes.tensor.costs import Cut
 from ptrain.by_rank import ByRank, KeyT, rows_by_rank
 from ptrain.costs import Footprint, Peak, Phase, State
 from ptrain.derivation import activations
-from ptrain.derivation.attention import statistics_of
 from ptrain.derivation.differing import differing_axes
 from ptrain.derivation.ghosts.clipping import norm_bytes
 from ptrain.derivation.ghosts.wrapping import Wrapping, micro_batches
 from ptrain.derivation.memory import resident
 from ptrain.derivation.repeats import Representatives, represent
+from ptrain.derivation.setting import setting_of
 from ptrain.derivation.tape import Scene, Tape, Wrap
 from ptrain.errors import PtrainError
 from ptrain.facts.model import ModelFacts
@@ -106,18 +106,8 @@ def model_timeline(
         or not activations.is_tabulated(spec)
     ):
         raise PtrainError("model: its activations are known only from a trace of the model itself")
-    return activations.timeline(
-        spec.model,
-        played,
-        batch=spec.batch.micro,
-        sequence=spec.batch.sequence,
-        compute=spec.precision.effective.parameters,
-        cut=cut,
-        kept=spec.activations.of(spec.model.layers),
-        loss=spec.loss,
-        is_for_cuda=spec.is_for_cuda,
-        statistics=statistics_of(spec),
-    )
+    kept = spec.activations.of(spec.model.layers)
+    return activations.timeline(setting_of(spec, cut), played, kept)
 
 
 def play(items: Iterable[Item], tape: Tape, wrap: Wrap) -> None:

@@ -1,0 +1,159 @@
+"""The layers of a built-in model, or of a stage of it, through a pass: the committed tables, with
+how each layer's activations are kept and how the loss is computed put into them.
+
+A table holds every size in bytes as a coefficient times powers of the model's dimensions, read off
+traces at prime shapes (`traces.tables` makes them). Nothing is fitted. A pass is `begin`, `block`
+for each layer but two, and `end`, in its own order; that of one layer is `only`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from ptrain.derivation import blocks
+from ptrain.derivation.archive import TablePart
+from ptrain.derivation.loss_chunks import LossHead
+from ptrain.derivation.repeats import Turns
+from ptrain.derivation.setting import Place, Setting
+from ptrain.derivation.tables import EvaluatedTable, table
+from ptrain.spec.activations import Kept
+from ptrain.timeline import Boundary, Complete, Item, Kind, Mark, Repeated, Run
+
+Units = tuple[tuple[str, ...], ...]
+Places = dict[tuple[Mark, str], int]
+Pairs = tuple[tuple[str, int], ...]
+
+_PASSES = {
+    Kind.FORWARD: "forward",
+    Kind.BACKWARD: "backward",
+    Kind.INPUT: "input",
+    Kind.WEIGHT: "weight",
+}
+# Of these there are no tables by how activations are kept, nor of a loss in chunks: what is in
+# halves then is traced.
+_HALVES = (Kind.INPUT, Kind.WEIGHT)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layers:
+    """Layers, first to last: their numbers in the model, and how their activations are kept. `held`:
+    bytes of the first one's input, where it is another stage's; `head`: a loss in chunks behind
+    them."""
+
+    setting: Setting
+    place: Place
+    numbers: Sequence[str]
+    kept: Sequence[Kept]
+    held: int = 0
+    head: LossHead | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether autograd keeps what it keeps of fused attention."""
+        return blocks.is_as_usual(self.setting.shape, self.kept)
+
+    @property
+    def moved(self) -> Pairs:
+        """What goes off the device in a micro-batch, as a timeline has it."""
+        return () if self.is_plain else blocks.moved(self.setting, self.kept)
+
+    @property
+    def repeated(self) -> Pairs:
+        """The collectives that backward runs again, as a timeline has them."""
+        return () if self.is_plain else blocks.repeated(self.setting, self.kept)
+
+    def passes(self, units: Units, turns: Turns) -> dict[Kind, tuple[Item, ...]]:
+        """Return the items of each kind of pass, of these `units` and of the layers whose `turns`
+        these are."""
+        evaluated = _evaluated(self.setting)
+        of_place, places = evaluated.content[self.place], places_of(units)
+        is_whole = not self.is_plain or self.head is not None
+        return {
+            kind: tuple(self._items(kind, evaluated, of_place[name], turns, places))
+            for kind, name in _PASSES.items()
+            if name in of_place and not (is_whole and kind in _HALVES)
+        }
+
+    def output(self) -> int:
+        """Return the bytes of what a stage hands on."""
+        if self.head is not None:
+            return self.head.output
+        evaluated = _evaluated(self.setting)
+        return evaluated.sizes[evaluated.content[self.place]["output"]]
+
+    def _items(
+        self,
+        kind: Kind,
+        evaluated: EvaluatedTable,
+        listed: Sequence[int],
+        turns: Turns,
+        places: Places,
+    ) -> list[Item]:
+        only, begin, block, end = listed
+        last = len(self.numbers) - 1
+        is_reversed = kind in (Kind.BACKWARD, Kind.INPUT)
+        first_place, last_place = (last, 0) if is_reversed else (0, last)
+        parts: dict[tuple[int, Kept, bool, bool], list[Any]] = {}
+        items: list[Item] = []
+        for place, times in turns[::-1] if is_reversed else turns:
+            part = begin if place == first_place else end if place == last_place else block
+            part = part if last else only
+            key = (part, self.kept[place], place == 0, place == last)
+            if key not in parts:
+                parts[key] = self._part(kind, place, evaluated.events(part))
+            append(items, instantiate(parts[key], self.numbers[place], places), times)
+        return items
+
+    def _part(self, kind: Kind, place: int, base: list[Any]) -> list[Any]:
+        """What the layer at this place does in a pass, where a plain one does `base`."""
+        if self.head is not None and place == len(self.numbers) - 1:
+            base = self.head.around(_PASSES[kind], base)
+        if self.is_plain:
+            return base
+        make_part = blocks.forward_part if kind is Kind.FORWARD else blocks.backward_part
+        return make_part(base, self.setting, self.kept[place], held=0 if place else self.held)
+
+
+@cache
+def _evaluated(setting: Setting) -> EvaluatedTable:
+    return table(TablePart.PASSES, setting)
+
+
+def places_of(units: Units) -> Places:
+    """Return which boundary of which module is a boundary of which unit: a unit begins with its
+    first module and ends with its last one, and backward runs the other way."""
+    places: Places = {}
+    for index, modules in enumerate(units):
+        places[Mark.ENTER, modules[0]] = places[Mark.POST_BACKWARD, modules[0]] = index
+        places[Mark.LEAVE, modules[-1]] = places[Mark.PRE_BACKWARD, modules[-1]] = index
+    return places
+
+
+def append(items: list[Item], more: Iterator[Item], times: int = 1) -> None:
+    """A run that goes on from one part into the next is one run, unless that is repeated."""
+    if times > 1:
+        items.append(Repeated(times, tuple(more)))
+        return
+    for item in more:
+        if items and isinstance(item, Run) and isinstance(last := items[-1], Run):
+            items[-1] = last.then(item)
+        else:
+            items.append(item)
+
+
+def instantiate(template: Iterable[Any], number: str, places: Places) -> Iterator[Item]:
+    """A part for the block of this number; boundaries of modules that bound no unit are dropped."""
+    for item in template:
+        if isinstance(item, Run):
+            yield item
+        elif len(item) == 2:
+            mark, pattern = item
+            unit = places.get((mark, pattern.replace("*", number)))
+            if unit is not None:
+                yield Boundary(mark, unit)
+        else:
+            pattern, size, cloned = item
+            yield Complete(pattern.replace("*", number), size, cloned)
