@@ -86,8 +86,8 @@ def _is_column(batch: Batch) -> bool:
 
 
 def saved(setting: Setting) -> tuple[Saved, ...]:
-    """Return the polynomials behind a timeline's saved bytes, operator by operator; those of a block
-    count once per layer. One sample alone saves less, so that the batch matters beyond its
+    """Return the polynomials behind a timeline's saved bytes, operator by operator; those of a
+    block count once per layer. One sample alone saves less, so that the batch matters beyond its
     factor."""
     written = sizes(TablePart.PASSES, setting)
     return tuple(

@@ -39,9 +39,9 @@ _HALVES = (Kind.INPUT, Kind.WEIGHT)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layers:
-    """Layers, first to last: their numbers in the model, and how their activations are kept. `held`:
-    bytes of the first one's input, where it is another stage's; `head`: a loss in chunks behind
-    them."""
+    """Layers, first to last: their numbers in the model, and how their activations are kept.
+    `held`: bytes of the first one's input, where it is another stage's; `head`: a loss in chunks
+    behind them."""
 
     setting: Setting
     place: Place
@@ -82,7 +82,8 @@ class Layers:
         if self.head is not None:
             return self.head.output
         evaluated = _evaluated(self.setting)
-        return evaluated.sizes[evaluated.content[self.place]["output"]]
+        number: int = evaluated.content[self.place]["output"]
+        return evaluated.sizes[number]
 
     def _items(
         self,

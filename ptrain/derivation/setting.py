@@ -18,6 +18,8 @@ PLAIN, FUSED = "plain", "fused"
 _GATHERED = "-gathered"
 _CUT, _SAVED, _NAIVE, _WHOLE = "cut", "saved", "naive", "whole"
 
+_WHOLE_LOSS = LossSpec()
+
 
 class Place(StrEnum):
     """What the layers of a table are: all of a model's, or those of a stage."""
@@ -39,7 +41,7 @@ class Setting:
     sequence: int
     compute: DType
     cut: Cut | None = None
-    loss: LossSpec = LossSpec()
+    loss: LossSpec = _WHOLE_LOSS
     is_for_cuda: bool = False
     statistics: Statistics | None = None
 

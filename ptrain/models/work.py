@@ -4,17 +4,11 @@ collectives."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from torch import nn
-from torch.utils.hooks import RemovableHandle
-
 from ptrain.costs import Collective
-from ptrain.models.recomputing import runs_again
-from ptrain.models.trace import Recorder
 
 
 class When(StrEnum):
@@ -57,69 +51,12 @@ _COLLECTIVES = {
 }
 
 
-class WorkRecorder(Recorder):
-    """Also writes down `works`, each with the number of events before it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.works: list[tuple[int, OperatorWork]] = []
-        self._running_again: set[nn.Module] = set()
-        self._handles: list[RemovableHandle] = []
-
-    def follow(self, model: nn.Module) -> None:
-        """Modules of `model` that run while backward does run again. (Whether gradients are on
-        does not tell: a collective within autograd runs without.)"""
-
-        def enter(module: nn.Module, _: Any) -> None:
-            if runs_again():
-                self._running_again.add(module)
-
-        def leave(module: nn.Module, *_: Any) -> None:
-            self._running_again.discard(module)
-
-        for module in model.modules():
-            self._handles += [
-                module.register_forward_pre_hook(enter, prepend=True),
-                module.register_forward_hook(leave, always_call=True),
-            ]
-
-    def __exit__(self, *error: object) -> None:
-        super().__exit__(*error)
-        for handle in self._handles:
-            handle.remove()
-
-    def __torch_dispatch__(
-        self,
-        function: Any,
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        result = super().__torch_dispatch__(function, types, args, kwargs)
-        if result is NotImplemented:
-            return result
-        name = function._schema.name.split("::")[-1]
-        if function.namespace == "_c10d_functional" and name in _COLLECTIVES:
-            collective, is_result = _COLLECTIVES[name]
-            whole = result if is_result else args[0]
-            self._note(collective, whole.numel() * whole.itemsize)
-        number, size = matrix_products(name, args)
-        for _ in range(number):
-            self._note(None, size)
-        return result
-
-    def _note(self, collective: Collective | None, size: int) -> None:
-        if self._running_again:
-            when = When.AGAIN
-        else:
-            when = When.BACKWARD if runs_again() else When.FORWARD
-        self.works.append((len(self.events), OperatorWork(when, collective, size)))
-
-
-def repeated(recorder: WorkRecorder) -> tuple[tuple[str, int], ...]:
-    """The collectives of forward that backward ran again, as a timeline has them."""
-    return tuple(
-        (work.collective.value, work.size)
-        for _, work in recorder.works
-        if work.when is When.AGAIN and work.collective is not None
-    )
+def sent(function: Any, args: Any, result: Any) -> tuple[Collective, int] | None:
+    """Return the collective that an operator is, and the bytes of the whole tensor; None of any
+    other operator."""
+    name = function._schema.name.split("::")[-1]
+    if function.namespace != "_c10d_functional" or name not in _COLLECTIVES:
+        return None
+    collective, is_result = _COLLECTIVES[name]
+    whole = result if is_result else args[0]
+    return collective, whole.numel() * whole.itemsize

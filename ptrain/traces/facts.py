@@ -5,14 +5,13 @@ has it."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import nn
 
-from ptrain.activations.run.apply import keep_traced
 from ptrain.derivation.activations import is_tabulated
 from ptrain.derivation.estimate import facts_from_shape
 from ptrain.facts.model import ModelFacts
@@ -20,7 +19,7 @@ from ptrain.interpreter.stages import stages_of_module
 from ptrain.models.boundary import CodeRaised
 from ptrain.models.build import build
 from ptrain.models.contract import logits_of, require_takes_tokens
-from ptrain.models.facts import module_facts, untraced_facts
+from ptrain.models.facts import untraced_facts
 from ptrain.models.fake_values import READ
 from ptrain.models.kernels import UnknownKernels
 from ptrain.rooms.fake import fake_tensors
@@ -28,16 +27,18 @@ from ptrain.spec.axis import Axis
 from ptrain.spec.model import ExternalModel
 from ptrain.spec.spec import Spec
 from ptrain.traces.gpu_kernels import kernels_for
+from ptrain.traces.module_facts import module_facts
 from ptrain.traces.on_fakes import (
     FakeModel,
     large_model,
     unless_it_takes_values,
     why_untraced,
 )
-from ptrain.traces.stage_parts import Around, Prepare, Rows, stage_passes, stage_rows
-from ptrain.traces.tensor_parts import Traced, by_place, kept_of, timelines_of, traced
+from ptrain.traces.stage_parts import Rows, stage_passes, stage_rows
+from ptrain.traces.tensor_parts import Traced, by_place, timelines_of, traced
 
 Share = Callable[[Callable[[], Traced]], Traced]
+Around = Callable[[], AbstractContextManager[None]]
 
 _TOO_LARGE = "it is too large to be traced on real tensors, and on fake ones its code ends:"
 _READS = "it is too large to be traced on real tensors, and its code reads values, which fakes lack"
@@ -132,9 +133,8 @@ class _Reader:
         """Return the facts of the whole model, and where layers or operators are cut, of what each
         rank has of it."""
         spec = self.spec
-        is_cut = spec.degree(Axis.TP) > 1 or spec.degree(Axis.PP) > 1
         with self._running() as unknown:
-            facts = module_facts(model, spec, None if is_cut else partial(_keep, spec))
+            facts = module_facts(model, spec)
         facts = replace(facts, unknown_attention=" and of ".join(unknown.attention))
         if facts.timeline is None:  # it cannot be traced, and nor can its parts
             return facts
@@ -155,20 +155,9 @@ class _Reader:
 
     def _stage_rows(self, model: nn.Module, facts: ModelFacts) -> Rows:
         with self._running():
-            return stage_rows(model, self.spec, facts, _keeping(self.spec, facts))
+            return stage_rows(model, self.spec, facts)
 
     @contextmanager
     def _running(self) -> Iterator[UnknownKernels]:
         with self.around(), kernels_for(self.spec) as unknown:
             yield unknown
-
-
-def _keep(spec: Spec, model: nn.Module, facts: ModelFacts) -> None:
-    """What blocks leave for backward is part of what a model allocates."""
-    keep_traced(model, kept_of(spec, facts))
-
-
-def _keeping(spec: Spec, facts: ModelFacts) -> Prepare | None:
-    """The same of a stage's part."""
-    step = kept_of(spec, facts)
-    return None if step is None else lambda part, *_: keep_traced(part, step)

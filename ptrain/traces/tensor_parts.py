@@ -13,44 +13,34 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from functools import cache, partial
+from dataclasses import dataclass
+from functools import cache
 from subprocess import PIPE, Popen, TimeoutExpired
 from typing import Any
 
-import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 
-from ptrain.activations.run.apply import keep_traced
-from ptrain.axes.pipeline.stage_facts import stage_roles, stages_of
-from ptrain.axes.tensor.run.apply import loss_inside, micro_batch, parallelize
 from ptrain.derivation.tensor import local_units
 from ptrain.errors import PtrainError, refused
 from ptrain.facts.model import ModelFacts
 from ptrain.facts.plain import from_plain, to_plain
-from ptrain.facts.stages import Ends, Stage
 from ptrain.facts.traced_part import traced_part
-from ptrain.interpreter.loss import Loss
 from ptrain.models.build import build
 from ptrain.models.facts import untraced_facts
-from ptrain.models.heads import head_of
 from ptrain.models.initialize import cast
 from ptrain.models.numerics import TORCH_DTYPES
-from ptrain.models.trace import record, to_timeline
-from ptrain.models.units import ROOT
-from ptrain.models.work import WorkRecorder, repeated
-from ptrain.plan.lower import lower
+from ptrain.models.trace import to_timeline
 from ptrain.rooms.fake import fake_world
-from ptrain.rooms.registry import Registry
+from ptrain.spec.axis import Axis
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
 from ptrain.spec.write import to_mapping
-from ptrain.steps.step import Keep, Parallelize, Plan
+from ptrain.steps.step import Parallelize
 from ptrain.timeline import Timeline
 from ptrain.traces.gpu_kernels import kernels_for
 from ptrain.traces.on_fakes import large_model
-from ptrain.traces.stage_parts import Prepare, stage_rows
+from ptrain.traces.stage_parts import plan_of, rank_part, stage_rows
 
 # A process that answers: its import path is this one's, before it imports anything.
 _ANSWER = f"""
@@ -76,7 +66,7 @@ def traced(spec: Spec, facts: ModelFacts, *, allow_import: bool) -> Traced:
     """Return a timeline for each index on tp, all of them within `timeout.init`; with pp the rows
     of each stage in its place."""
     alone = traced_part(spec)
-    step = _plan(alone, facts).tensor
+    step = plan_of(alone, facts).tensor
     assert step is not None, "something is cut"
     players = _players(step, facts, spec.degree(step.axis))
     try:
@@ -87,17 +77,6 @@ def traced(spec: Spec, facts: ModelFacts, *, allow_import: bool) -> Traced:
     except PtrainError as error:
         return {"problem": str(error)}
     return {"timelines": [answer_of[index] for index in players]}
-
-
-def kept_of(spec: Spec, facts: ModelFacts) -> Keep | None:
-    """Return what the blocks leave for backward; None where all are plain."""
-    if all(kept.is_plain for kept in spec.activations.modes):
-        return None
-    return _plan(spec, facts).keep
-
-
-def _plan(spec: Spec, facts: ModelFacts) -> Plan:
-    return lower(spec, facts.unit_modules, facts.roles, stages_of(spec, facts), facts.blocks)
 
 
 def _as_text(spec: Spec) -> str:
@@ -193,42 +172,14 @@ def _play(spec: Spec, index: int, *, allow_import: bool) -> list[Any]:
 
 def _part_of(module: nn.Module, spec: Spec, index: int) -> list[Any]:
     facts = untraced_facts(module, spec)
-    plan, stages = _plan(spec, facts), stages_of(spec, facts)
-    step = plan.tensor
-    assert step is not None, "something is cut"
-    head = head_of(module, spec) if plan.loss else ROOT
-    fake_world(index, spec.degree(step.axis))
-    names = (step.axis.value,)
-    mesh = init_device_mesh("cpu", (spec.degree(step.axis),), mesh_dim_names=names)
-    if stages:
-        return stage_rows(
-            module, spec, facts, _cut_over(mesh, step, plan.keep, len(stages)), micro_batch(step)
-        )
-    parallelize(module, step, mesh, Registry())
-    keep_traced(module, plan.keep)
-    loss = Loss(loss_inside(plan.loss, step) if plan.loss else None)
-    loss.attach(module, head)
-    tokens = torch.zeros(spec.batch.micro, spec.batch.sequence + 1, dtype=torch.int64)
-
-    def forward() -> torch.Tensor:
-        return loss.run(module, tokens[:, :-1], tokens[:, 1:]) / spec.batch.tokens
-
-    trace = partial(record, module, facts.unit_modules, forward, tokens)
-    with micro_batch(step)():
-        trace()  # torch learns what each operator is cut to
-        recorder = WorkRecorder()
-        recorder.follow(module)
-        timeline = to_timeline(trace(recorder=recorder))
-        return to_plain(replace(timeline, repeated=repeated(recorder)), Timeline)
-
-
-def _cut_over(mesh: DeviceMesh, step: Parallelize, kept: Keep | None, stages: int) -> Prepare:
-    def cut(part: nn.Module, stage: Stage, ends: Ends) -> None:
-        roles = stage_roles(step.roles, stage, stages, ends)
-        parallelize(part, replace(step, roles=roles), mesh, Registry())
-        keep_traced(part, kept)
-
-    return cut
+    degree = spec.degree(Axis.TP)
+    fake_world(index, degree)
+    mesh = init_device_mesh("cpu", (degree,), mesh_dim_names=(Axis.TP.value,))
+    if spec.degree(Axis.PP) > 1:
+        return stage_rows(module, spec, facts, mesh)
+    recording = rank_part(module, spec, facts, mesh).trace(module, facts.unit_modules)
+    timeline: list[Any] = to_plain(to_timeline(recording), Timeline)
+    return timeline
 
 
 def main(questions: Sequence[str]) -> int:

@@ -16,7 +16,7 @@ from ptrain.derivation.archive import TablePart
 from ptrain.models.build import build
 from ptrain.models.initialize import cast
 from ptrain.models.loss import token_loss_sum
-from ptrain.models.trace import record, to_timeline
+from ptrain.models.trace import to_timeline
 from ptrain.models.units import unit_modules
 from ptrain.rooms.registry import Registry
 from ptrain.rooms.tiers import Tiers
@@ -26,6 +26,7 @@ from ptrain.spec.precision import DType
 from ptrain.steps.step import Keep
 from ptrain.timeline import Run, Timeline
 from ptrain.traces import block_tables as tables
+from ptrain.traces.record import record
 from tests.pure.build import ODD_SHAPE
 from tests.unit.shapes import SMALL_GPT
 

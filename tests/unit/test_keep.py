@@ -18,7 +18,7 @@ from ptrain.models import tags
 from ptrain.models.build import build
 from ptrain.models.initialize import initialize
 from ptrain.models.loss import token_loss_sum
-from ptrain.models.trace import record, to_timeline
+from ptrain.models.trace import to_timeline
 from ptrain.models.units import unit_modules
 from ptrain.rooms.registry import Registry
 from ptrain.rooms.tiers import Tiers
@@ -27,6 +27,7 @@ from ptrain.spec.model import Attention, Family, ModelShape
 from ptrain.spec.placement import Tier
 from ptrain.steps.step import Keep
 from ptrain.timeline import Timeline
+from ptrain.traces.record import record
 from tests.models_external import necks
 
 LAYERS, HIDDEN, SAMPLES, TOKENS, VOCAB = 3, 32, 2, 16, 50

@@ -16,7 +16,6 @@ from ptrain.errors import SpecError
 from ptrain.facts.parameters import facts
 from ptrain.meters.memory import MemoryMeter
 from ptrain.models.build import build
-from ptrain.models.facts import module_facts
 from ptrain.models.initialize import cast
 from ptrain.models.loss import token_loss_sum
 from ptrain.models.trace import to_timeline
@@ -29,6 +28,7 @@ from ptrain.timeline import Complete
 from ptrain.traces import model_tables as tables
 from ptrain.traces import write
 from ptrain.traces.facts import facts_of, read_facts
+from ptrain.traces.module_facts import module_facts
 from tests.models_external import Necks, necks
 from tests.pure.build import ODD_SHAPE, make_spec
 from tests.unit.shapes import SHAPES, SMALL_GPT

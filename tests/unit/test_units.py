@@ -14,13 +14,13 @@ from ptrain.derivation.repeats import everyone
 from ptrain.errors import SpecError
 from ptrain.facts.parameters import facts
 from ptrain.models.build import build
-from ptrain.models.facts import module_facts
 from ptrain.models.trace import to_timeline
 from ptrain.models.units import blocks_of, unit_modules
 from ptrain.spec.dials import UnitKind, UnitSize
 from ptrain.spec.model import ModelShape
 from ptrain.spec.precision import DType
 from ptrain.traces import model_tables as tables
+from ptrain.traces.module_facts import module_facts
 from tests.models_external import necks
 from tests.pure.build import ODD_SHAPE, make_spec
 from tests.pure.test_units import SIZES

@@ -1,0 +1,121 @@
+"""Where units begin and end in a pass: hooks that write it into a recorder, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from ptrain.models.recomputing import runs_again
+from ptrain.models.recorder import Recorder
+from ptrain.timeline import Boundary, Mark
+
+
+class _LeaveBackward(torch.autograd.Function):
+    """The identity; its backward runs when the gradients of a unit's inputs are complete. FSDP2
+    places its own hook in the same way."""
+
+    @staticmethod
+    def forward(ctx: Any, notify: Callable[[], None], *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.notify = notify
+        return inputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        ctx.notify()
+        return (None, *gradients)
+
+
+class Marker:
+    """Hooks that write a unit's boundaries into a recorder, where FSDP2's hooks would run. What
+    runs again in backward has none."""
+
+    def __init__(
+        self, recorder: Recorder, model: nn.Module, units: Sequence[tuple[str, ...]]
+    ) -> None:
+        self._recorder = recorder
+        self._begun: set[int] = set()
+        self._ended: set[int] = set()
+        places = {
+            name: place
+            for place, (name, _) in enumerate(model.named_modules(remove_duplicate=False))
+        }
+        self._outer_first = sorted(range(len(units)), key=lambda index: places[units[index][0]])
+        self._handles: list[Any] = []
+        for index, modules in enumerate(units):
+            first, last = model.get_submodule(modules[0]), model.get_submodule(modules[-1])
+            self._handles += [
+                first.register_forward_pre_hook(self._enter(index), with_kwargs=True),
+                last.register_forward_hook(self._leave(index)),
+            ]
+        for name, parameter in model.named_parameters():
+            hook = parameter.register_post_accumulate_grad_hook(self._complete(name))
+            self._handles.append(hook)
+
+    def remove(self) -> None:
+        """Takes the hooks off the model."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _mark(self, mark: Mark, unit: int) -> None:
+        self._recorder.events.append(Boundary(mark, unit))
+
+    def _enter(self, unit: int) -> Callable[..., Any]:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            if runs_again():
+                return None
+            self._mark(Mark.ENTER, unit)
+            return self._watch_inputs(unit, (args, kwargs))
+
+        return hook
+
+    def _watch_inputs(self, unit: int, inputs: Any) -> Any:
+        tensors: list[Tensor] = []
+        tree_map(lambda x: tensors.append(x) if _differentiable(x) else None, inputs)
+        if not tensors:
+            return inputs
+        marked = iter(_LeaveBackward.apply(lambda: self._end(unit), *tensors))
+        return tree_map(lambda x: next(marked) if _differentiable(x) else x, inputs)
+
+    def _leave(self, unit: int) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            if not runs_again():
+                self._mark(Mark.LEAVE, unit)
+                tree_map(lambda x: self._watch_output(unit, x), output)
+
+        return hook
+
+    def _watch_output(self, unit: int, output: Any) -> None:
+        if _differentiable(output):
+            output.register_hook(lambda _: self._begin(unit))
+
+    def _begin(self, unit: int) -> None:
+        if not self._begun:
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+        if unit not in self._begun:
+            self._begun.add(unit)
+            self._mark(Mark.PRE_BACKWARD, unit)
+
+    def _end(self, unit: int) -> None:
+        if unit not in self._ended:
+            self._ended.add(unit)
+            self._mark(Mark.POST_BACKWARD, unit)
+
+    def _finish(self) -> None:
+        """Units whose inputs need no gradient end with the backward pass, outer before inner."""
+        for index in self._outer_first:
+            self._end(index)
+
+    def _complete(self, name: str) -> Callable[[Tensor], None]:
+        def hook(parameter: Tensor) -> None:
+            assert parameter.grad is not None
+            self._recorder.complete(name, parameter.grad)
+
+        return hook
+
+
+def _differentiable(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.requires_grad

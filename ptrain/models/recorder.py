@@ -1,0 +1,191 @@
+"""The recorder of a trace: every storage that operators allocate and free, and what operators
+compute and send."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from ptrain.models.ledger import Ledger, storage_of
+from ptrain.models.recomputing import runs_again
+from ptrain.models.tags import tier_of
+from ptrain.models.trace import Born, Completion, Died, Event, Recording
+from ptrain.models.work import OperatorWork, When, matrix_products, sent
+from ptrain.spec.placement import Tier
+
+_ATTENTION = "aten::_scaled_dot_product"
+_COPIES = ("clone", "new_empty_strided", "empty_strided")
+
+
+class Recorder(Ledger):
+    """A ledger that writes down what it sees of `model`; storages get running numbers. `inputs`
+    lived before, as the model's own tensors did."""
+
+    def __init__(self, model: nn.Module, inputs: Iterable[Tensor]) -> None:
+        super().__init__()
+        self.events: list[Event] = []
+        self._passes: dict[str, tuple[Event, ...]] = {}
+        self._sizes: dict[int, int] = {}
+        self._moved: list[tuple[int, str]] = []
+        self._works: list[tuple[int, OperatorWork]] = []
+        self._draws = False
+        self._statistics: set[int] = set()
+        self._of_call = 0  # storages that the present operator gave birth to
+        self._ids: dict[int, int] = {}
+        self._newborn: int | None = None
+        self._accumulated: dict[int, str] = {}  # parameters by their gradient's storage
+        self._added: dict[int, str] = {}
+        self._running_again: set[nn.Module] = set()
+        self._handles: list[RemovableHandle] = []
+        self._see_reruns(model)
+        for tensor in (*model.parameters(), *model.buffers(), *inputs):
+            self.watch(tensor)
+
+    def _see_reruns(self, model: nn.Module) -> None:
+        """Modules of `model` that run while backward does run again. (Whether gradients are on
+        does not tell: a collective within autograd runs without.)"""
+
+        def enter(module: nn.Module, _: Any) -> None:
+            if runs_again():
+                self._running_again.add(module)
+
+        def leave(module: nn.Module, *_: Any) -> None:
+            self._running_again.discard(module)
+
+        for module in model.modules():
+            self._handles += [
+                module.register_forward_pre_hook(enter, prepend=True),
+                module.register_forward_hook(leave, always_call=True),
+            ]
+
+    def accumulates(self, name: str, gradient: Tensor) -> None:
+        """Whatever is added to this tensor from now on is the gradient of `name`."""
+        self.watch(gradient)
+        self._accumulated[storage_of(gradient)._cdata] = name
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        for handle in self._handles:
+            handle.remove()
+
+    def __torch_dispatch__(
+        self,
+        function: Any,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if function is torch.ops.aten.add_.Tensor:
+            self._note_addition(*args)
+        self._settle()
+        self._draws |= draws(function)
+        self._of_call = 0
+        result = super().__torch_dispatch__(function, types, args, kwargs)
+        if result is not NotImplemented:
+            self._note_work(function, args, result)
+        return result
+
+    def _note_addition(self, to: Tensor, added: object, *_: Any) -> None:
+        name = self._accumulated.get(storage_of(to)._cdata)
+        if name is not None and isinstance(added, Tensor):  # a number where nothing is a gradient
+            number = self._ids.get(storage_of(added)._cdata)
+            if number is not None:
+                self._added[number] = name
+
+    def _note_work(self, function: Any, args: Any, result: Any) -> None:
+        if call := sent(function, args, result):
+            self._works.append((len(self.events), OperatorWork(self._when(), *call)))
+        number, size = matrix_products(function._schema.name.split("::")[-1], args)
+        work = OperatorWork(self._when(), None, size)
+        self._works += [(len(self.events), work)] * number
+
+    def _when(self) -> When:
+        if self._running_again:
+            return When.AGAIN
+        return When.BACKWARD if runs_again() else When.FORWARD
+
+    def _settle(self) -> None:
+        """A storage is tagged after its birth, before anything is done with it."""
+        key, self._newborn = self._newborn, None
+        storage = self._references[key]() if key in self._references else None
+        if key is None or storage is None or (tier := tier_of(storage)) is Tier.DEVICE:
+            return
+        number = self._ids.pop(key)
+        birth = next(e for e in reversed(self.events) if isinstance(e, Born) and e.id == number)
+        self.events.remove(birth)
+        self._moved.append((number, tier.value))
+
+    def born(self, key: int, storage: torch.UntypedStorage, operator: str) -> None:
+        number = len(self._sizes)
+        self._ids[key], self._sizes[number] = number, storage.nbytes()
+        self.events.append(Born(number, storage.nbytes(), operator))
+        self._newborn = key
+        self._of_call += 1
+        if self._of_call > 1 and _is_attention(operator):
+            self._statistics.add(number)
+
+    def resized(self, key: int, storage: torch.UntypedStorage, before: int) -> None:
+        raise RuntimeError("a plain model resized a storage; it cannot be traced")
+
+    def died(self, key: int, size: int) -> None:
+        if key in self._ids:
+            self.events.append(Died(self._ids.pop(key)))
+
+    def complete(self, name: str, gradient: Tensor) -> None:
+        """Called when `name`'s gradient is in place."""
+        number = self._ids[storage_of(gradient)._cdata]
+        last = next(e for e in reversed(self.events) if isinstance(e, Born))
+        cloned = last.id == number and last.operator.split("::")[-1].startswith(_COPIES)
+        if cloned:
+            self.events.remove(last)  # whether there is a copy depends on who keeps gradients
+        self.events.append(Completion(name, number, cloned))
+
+    def end(self, name: str) -> None:
+        """Called when a pass is over: what happened since the one before it is its own."""
+        done = sum(map(len, self._passes.values()))
+        self._passes[name] = tuple(self.events[done:])
+
+    def recording(self, output: Tensor | None = None) -> Recording:
+        """Return what happened in the passes; `output` is what a stage hands on."""
+        passes = dict(self._passes)
+        if "weight" in passes:
+            passes["weight"] = _completed(passes["weight"], self._added)
+        return Recording(
+            passes=passes,
+            sizes=self._sizes,
+            moved=tuple(self._moved),
+            works=tuple(self._works),
+            draws=self._draws,
+            statistics=frozenset(self._statistics),
+            output=None if output is None else self._ids[storage_of(output)._cdata],
+        )
+
+
+def draws(function: torch._ops.OpOverload) -> bool:
+    """Return whether an operator says that it draws random numbers. torch's fused attention could,
+    and where it drops something out on a processor it is not fused."""
+    is_fused = function._schema.name.startswith(_ATTENTION)
+    return torch.Tag.nondeterministic_seeded in function.tags and not is_fused
+
+
+def _is_attention(operator: str) -> bool:
+    """Fused attention's forward, by an operator's name; its backward returns gradients."""
+    return operator.startswith(_ATTENTION) and not operator.endswith("_backward")
+
+
+def _completed(events: tuple[Event, ...], added: dict[int, str]) -> tuple[Event, ...]:
+    """The half of the weights, where gradients that would go as they are added stand alive instead.
+    What is left of the graph goes in the end, whatever the layer: behind the last allocation only
+    gradients are listed."""
+    last = max(place for place, event in enumerate(events) if isinstance(event, Born))
+    completed: list[Event] = []
+    for place, event in enumerate(events):
+        if isinstance(event, Died) and event.id in added:
+            completed.append(Completion(added[event.id], event.id, False))
+        elif place <= last:
+            completed.append(event)
+    return tuple(completed)

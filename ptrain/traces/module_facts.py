@@ -1,0 +1,106 @@
+"""The facts of a whole model that is not built in: read off the module itself, and its timeline by
+tracing one micro-batch at the spec's shape and dtypes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from ptrain.activations.run.apply import keep_traced
+from ptrain.facts.model import ModelFacts
+from ptrain.models.attention import is_trainable
+from ptrain.models.chunked import LossInside
+from ptrain.models.contract import forward_of, logits_of
+from ptrain.models.facts import untraced_facts
+from ptrain.models.heads import head_of
+from ptrain.models.initialize import cast
+from ptrain.models.loss import token_loss_sum
+from ptrain.models.numerics import TORCH_DTYPES
+from ptrain.models.trace import to_timeline
+from ptrain.spec.axis import Axis
+from ptrain.spec.spec import Spec
+from ptrain.steps.step import chunked_loss
+from ptrain.timeline import gradient_order
+from ptrain.traces.record import record
+from ptrain.traces.stage_parts import plan_of
+
+
+def module_facts(model: nn.Module, spec: Spec) -> ModelFacts:
+    """The facts of `model`, whose parameters are cast to the spec's dtype. The generator's state
+    is left as it was. Where nothing is cut its blocks leave, in place, what the plan says. What
+    cannot run backward on a processor is not traced."""
+    cast(model, TORCH_DTYPES[spec.precision.effective.parameters])
+    known = untraced_facts(model, spec)
+    if not is_trainable(spec.model, torch.device("cpu")):
+        return known
+    units = known.unit_modules
+    micro, sequence = spec.batch.micro, spec.batch.sequence
+    tokens = torch.zeros(micro, sequence + 1, dtype=torch.int64)
+    if not _is_cut(spec):
+        keep_traced(model, plan_of(spec, known).keep)
+    with torch.random.fork_rng(devices=[]), _loss_of(model, spec) as loss:
+        before = torch.get_rng_state()
+        recording = record(
+            model, units, lambda: loss(tokens[:, :-1], tokens[:, 1:]) / spec.batch.tokens, tokens
+        )
+        has_drawn = not torch.equal(before, torch.get_rng_state())  # operators without a tag too
+    timeline = to_timeline(recording)
+    return replace(
+        known,
+        gradient_order=gradient_order(timeline),
+        timeline=timeline,
+        vocabulary=loss.vocabulary,
+        draws=known.draws or recording.draws or has_drawn,
+    )
+
+
+class _Loss:
+    """A micro-batch's summed loss of inputs and targets, as the spec has it. `vocabulary` is the
+    size of the logits, once it has run."""
+
+    def __init__(self, model: nn.Module, spec: Spec) -> None:
+        self.model, self.spec = model, spec
+        self.vocabulary: int | None = None
+
+    def __call__(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        logits_BTV = logits_of(self.model, inputs, self.spec)
+        self.vocabulary = logits_BTV.shape[-1]
+        return token_loss_sum(logits_BTV, targets)
+
+
+class _ChunkedLoss(_Loss):
+    """The same where the head gives the loss."""
+
+    def __init__(self, model: nn.Module, spec: Spec, inside: LossInside) -> None:
+        super().__init__(model, spec)
+        self.inside = inside
+
+    def __call__(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        with self.inside.given(targets), forward_of(self.model, inputs, self.spec):
+            loss: Tensor = self.model(inputs)
+        return loss
+
+
+def _is_cut(spec: Spec) -> bool:
+    return spec.degree(Axis.TP) > 1 or spec.degree(Axis.PP) > 1
+
+
+@contextmanager
+def _loss_of(model: nn.Module, spec: Spec) -> Iterator[_Loss]:
+    step = chunked_loss(spec)
+    if step is None:
+        yield _Loss(model, spec)
+        return
+    inside, head = LossInside(step), head_of(model, spec)
+    loss = _ChunkedLoss(model, spec, inside)
+    if isinstance(module := model.get_submodule(head), nn.Linear):
+        loss.vocabulary = module.out_features
+    inside.attach(model, head)
+    try:
+        yield loss
+    finally:
+        inside.detach(model, head)

@@ -1,0 +1,126 @@
+"""What one rank runs of a model, traced as its plan leaves it: operators cut, activations kept, the
+loss in chunks, and with pp its part of a stage. Tables of built-in models and traces of all others
+are made so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from ptrain.activations.run.apply import keep_traced
+from ptrain.axes.pipeline.run.cut import part_of
+from ptrain.axes.pipeline.stage_facts import stage_roles
+from ptrain.axes.tensor.run.apply import loss_inside, micro_batch, parallelize
+from ptrain.facts.stages import ENDS, Ends, Stage
+from ptrain.interpreter.loss import Loss
+from ptrain.models.trace import Recording
+from ptrain.models.units import ROOT
+from ptrain.rooms.registry import Registry
+from ptrain.spec.role import Roles
+from ptrain.steps.step import ChunkedLoss, Keep, Parallelize
+from ptrain.traces.record import TracedStage, Units, record, record_stage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cuts:
+    """The stages that pp cuts a model into, and what stands around its layers."""
+
+    stages: Sequence[Stage]
+    hidden: int  # features of what crosses a boundary
+    ends: Ends = ENDS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankPart:
+    """What a plan does to a model before a micro-batch of `batch` samples of `sequence` tokens runs
+    through it. Operators are cut over `mesh`, of which this process plays one rank; `head` is the
+    module that makes the logits of a model that is not built in."""
+
+    batch: int
+    sequence: int
+    tensor: Parallelize | None = None
+    mesh: DeviceMesh | None = None
+    keep: Keep | None = None
+    loss: ChunkedLoss | None = None
+    head: str = ROOT
+
+    def trace(self, model: nn.Module, units: Units) -> Recording:
+        """Return the recording of a whole model, which is changed in place; when torch has learnt
+        what each operator is cut to."""
+        loss = self._prepared(model, self.tensor.roles if self.tensor else ())
+        tokens = self._tokens()
+        inputs, targets = tokens[:, :-1], tokens[:, 1:]
+
+        def forward() -> Tensor:
+            return loss.run(model, inputs, targets) / targets.numel()
+
+        with micro_batch(self.tensor)():
+            if self.mesh is not None:
+                record(model, units, forward, tokens)
+            return record(model, units, forward, tokens)
+
+    def trace_stage(
+        self, model: nn.Module, units: Units, cuts: Cuts, index: int, *, in_halves: bool
+    ) -> list[Recording]:
+        """Return the recording of a stage's passes, and where its backward pass runs `in_halves`
+        that of the halves. The model is not changed; its part may be on meta, and is then made of
+        nothing in particular."""
+        stages, ends = cuts.stages, cuts.ends
+        is_last = index == len(stages) - 1
+        part = part_of(model, stages, index, ends)
+        roles = self.tensor.roles if self.tensor else ()
+        loss = self._prepared(
+            part, stage_roles(roles, stages[index], len(stages), ends), has_loss=is_last
+        )
+        _make_real(part)
+        tokens = self._tokens()
+        targets = tokens[:, 1:]
+        dtype = next(part.parameters()).dtype
+        stage = TracedStage(
+            module=part,
+            units=units,
+            hidden=torch.zeros(self.batch, self._own_tokens, cuts.hidden, dtype=dtype),
+            given=None if index else tokens[:, :-1],
+            loss=(lambda output: loss.of(output, targets) / targets.numel()) if is_last else None,
+            around=partial(loss.given, targets),
+        )
+        with micro_batch(self.tensor)():
+            if self.mesh is not None:
+                record_stage(stage)
+            whole = record_stage(stage)
+            return [whole, record_stage(stage, in_halves=True)] if in_halves else [whole]
+
+    def _prepared(self, module: nn.Module, roles: Roles, *, has_loss: bool = True) -> Loss:
+        """Change a module in place, and return how it gives its loss."""
+        if self.tensor is not None:
+            assert self.mesh is not None, "operators are cut over ranks"
+            parallelize(module, replace(self.tensor, roles=roles), self.mesh, Registry())
+        keep_traced(module, self.keep)
+        is_inside = has_loss and self.loss is not None
+        loss = Loss(loss_inside(self.loss, self.tensor) if is_inside and self.loss else None)
+        loss.attach(module, self.head)
+        return loss
+
+    def _tokens(self) -> Tensor:
+        return torch.zeros(self.batch, self.sequence + 1, dtype=torch.int64)
+
+    @property
+    def _own_tokens(self) -> int:
+        """Tokens of a sample that the rank has between the blocks."""
+        is_cut = self.tensor is not None and self.tensor.is_sequence
+        return self.sequence // (self.mesh.size() if is_cut and self.mesh else 1)
+
+
+@torch.no_grad()
+def _make_real(part: nn.Module) -> None:
+    """No size depends on what is in a parameter."""
+    if any(parameter.is_meta for parameter in part.parameters()):
+        part.to_empty(device="cpu")
+        for parameter in part.parameters():
+            parameter.zero_()
