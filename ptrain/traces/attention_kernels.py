@@ -28,7 +28,7 @@ from ptrain.models.numerics import TORCH_DTYPES
 from ptrain.rooms import pretence
 from ptrain.rooms.fake import fake_tensors
 from ptrain.spec.precision import DType
-from ptrain.traces.model_tables import Make
+from ptrain.traces.table_format import Make
 from ptrain.version import torch_minor
 
 CAPABILITIES = (80, 90, 100)

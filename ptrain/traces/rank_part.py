@@ -5,7 +5,7 @@ are made so.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -49,10 +49,10 @@ class RankPart:
     keep: Keep | None = None
     loss: ChunkedLoss | None = None
     head: str = ROOT
+    has_learnt: bool = False  # torch, on a part with the same operators
 
     def trace(self, model: nn.Module, units: Units) -> Recording:
-        """Return the recording of a whole model, which is changed in place; when torch has learnt
-        what each operator is cut to."""
+        """Return the recording of a whole model, which is changed in place."""
         loss = self._prepared(model, self.tensor.roles if self.tensor else ())
         tokens = self._tokens()
         inputs, targets = tokens[:, :-1], tokens[:, 1:]
@@ -61,9 +61,7 @@ class RankPart:
             return loss.run(model, inputs, targets) / targets.numel()
 
         with micro_batch(self.tensor)():
-            if self.mesh is not None:
-                record(model, units, forward, tokens)
-            return record(model, units, forward, tokens)
+            return self._when_learnt(partial(record, model, units, forward, tokens))
 
     def trace_stage(
         self, model: nn.Module, units: Units, cuts: Cuts, index: int, *, in_halves: bool
@@ -91,10 +89,17 @@ class RankPart:
             around=partial(loss.given, targets),
         )
         with micro_batch(self.tensor)():
-            if self.mesh is not None:
-                record_stage(stage)
-            whole = record_stage(stage)
-            return [whole, record_stage(stage, in_halves=True)] if in_halves else [whole]
+            return [
+                self._when_learnt(partial(record_stage, stage, in_halves=halves))
+                for halves in ((False, True) if in_halves else (False,))
+            ]
+
+    def _when_learnt(self, run: Callable[[], Recording]) -> Recording:
+        """What happens when torch has learnt what each operator is cut to: it computes that on
+        tensors, the first time."""
+        if self.mesh is not None and not self.has_learnt:
+            run()
+        return run()
 
     def _prepared(self, module: nn.Module, roles: Roles, *, has_loss: bool = True) -> Loss:
         """Change a module in place, and return how it gives its loss."""

@@ -85,9 +85,7 @@ def record_stage(stage: TracedStage, *, in_halves: bool = False) -> Recording:
 class _MicroBatch:
     """On a stage. What the schedule keeps is kept here too, until after the last pass."""
 
-    def __init__(
-        self, stage: TracedStage, recorder: Recorder, x: Tensor, gradient: Tensor
-    ) -> None:
+    def __init__(self, stage: TracedStage, recorder: Recorder, x: Tensor, gradient: Tensor) -> None:
         self.stage, self.recorder = stage, recorder
         self.x, self.gradient = x, gradient
         self.kept: list[Any] = []

@@ -8,20 +8,15 @@ with number n, a text a boundary, a list a completed gradient with its parameter
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
 from ptrain.derivation.monomials import IN_ELEMENTS, IS_STATISTICS
-from ptrain.models.trace import Born, Completion, Died, Event
-from ptrain.models.units import Units
-from ptrain.timeline import Boundary, Mark
 
 Coded = list[object]  # events as JSON
+Make = Callable[[], dict[str, object]]  # a table, within seconds
 
-_MARKS = {Mark.ENTER: ">", Mark.LEAVE: "<", Mark.PRE_BACKWARD: "[", Mark.POST_BACKWARD: "]"}
-_OTHER = re.compile(r"blocks\.|\*\d")  # a block's name that is not the layer's
 _WIDTH = 4  # bytes of an element of what is traced first
 
 
@@ -76,31 +71,3 @@ def factorised(
             size, exponent = size // value, exponent + 1
         exponents.append(exponent)
     return size, tuple(exponents)
-
-
-def coded(
-    events: Iterable[Event], size: Callable[[int], int], units: Units, layer: int | None = None
-) -> Coded:
-    """Return events as JSON; `size` gives the number of a storage's size, and `*` stands for the
-    index of the `layer`."""
-    written = [_coded(event, size, units, f"blocks.{layer}") for event in events]
-    of_others = [event for event in written if isinstance(event, str) and _OTHER.search(event)]
-    assert layer is None or not of_others, f"layer {layer} has events of {of_others}"
-    return written
-
-
-def _coded(event: Event, size: Callable[[int], int], units: Units, layer: str) -> object:
-    match event:
-        case Born(storage):
-            return size(storage) + 1
-        case Died(storage):
-            return -size(storage) - 1
-        case Boundary(mark, unit):
-            return _MARKS[mark] + units[unit][0].replace(layer, "*")
-        case Completion(parameter, storage, cloned):
-            return [parameter.replace(f"{layer}.", "blocks.*."), size(storage), int(cloned)]
-
-
-def course(events: Iterable[Event]) -> list[object]:
-    """Return what traces of one model have in common whatever its sizes and dtype."""
-    return [(event.id, event.operator) if isinstance(event, Born) else event for event in events]

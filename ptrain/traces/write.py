@@ -8,7 +8,8 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,32 +17,47 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ptrain.derivation import archive
 from ptrain.derivation.archive import Table, TablePart
-from ptrain.traces import (
-    attention_kernels,
-    block_tables,
-    loss_tables,
-    model_tables,
-    stage_tables,
-    tensor_tables,
-)
-from ptrain.traces.model_tables import Make
-from ptrain.traces.tensor_tables import fake_mesh
+from ptrain.derivation.setting import Setting
+from ptrain.traces import attention_kernels, loss_tables
+from ptrain.traces.block_tables import BlockTable
+from ptrain.traces.loss_tables import LossTable
+from ptrain.traces.pass_tables import PassTable
+from ptrain.traces.settings import fake_mesh, settings
+from ptrain.traces.table_format import Make
+
+Maker = Callable[[Setting, DeviceMesh | None], PassTable | BlockTable | LossTable]
+
+
+def block_settings() -> Iterator[Setting]:
+    """Yield a setting of every table of blocks, and of every way in it."""
+    seen: dict[tuple[str, str], Setting] = {}
+    for setting in settings():
+        key = setting.name(TablePart.BLOCK), setting.way(TablePart.BLOCK)
+        seen.setdefault(key, setting)
+    yield from seen.values()
+
+
+MAKERS: dict[TablePart, tuple[Maker, Callable[[], Iterator[Setting]]]] = {
+    TablePart.PASSES: (PassTable, settings),
+    TablePart.BLOCK: (BlockTable, block_settings),
+    TablePart.LOSS: (LossTable, loss_tables.settings),
+}
 
 
 def tables(mesh: DeviceMesh | None) -> Iterator[tuple[TablePart, str, Make]]:
     """Yield every table's part and name, and what makes it."""
-    sources = {
-        TablePart.MODEL: model_tables.tables(),
-        TablePart.SLICES: tensor_tables.tables(mesh),
-        TablePart.STAGE: stage_tables.whole_tables(),
-        TablePart.STAGE_SLICES: stage_tables.cut_tables(mesh),
-        TablePart.BLOCK: block_tables.tables(mesh),
-        TablePart.LOSS: loss_tables.tables(mesh),
-        TablePart.KERNEL: attention_kernels.tables(),
-    }
-    for part, makes in sources.items():
-        for name, make in makes:
-            yield part, name, make
+    for part, (maker, of_part) in MAKERS.items():
+        by_name: dict[str, dict[str, Setting]] = {}
+        for setting in of_part():
+            by_name.setdefault(setting.name(part), {})[setting.way(part)] = setting
+        for name, ways in by_name.items():
+            yield part, name, partial(_made, maker, ways, mesh)
+    for name, make in attention_kernels.tables():
+        yield TablePart.KERNEL, name, make
+
+
+def _made(maker: Maker, ways: dict[str, Setting], mesh: DeviceMesh | None) -> dict[str, object]:
+    return {way: maker(setting, mesh).build() for way, setting in ways.items()}
 
 
 def main() -> None:

@@ -1,0 +1,184 @@
+"""The settings whose traces are committed: the built-in families at dimensions that are distinct
+primes, so that the factors of every size in bytes read off as one product of dimensions times a
+coefficient. Where operators are cut over tp a rank's own dimensions are these primes, beside the
+whole vocabulary where it is no multiple of them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from ptrain.axes.pipeline.stage_facts import TIED
+from ptrain.axes.tensor.costs import Cut
+from ptrain.derivation.setting import Setting
+from ptrain.facts.parameters import facts
+from ptrain.facts.roles import roles_of
+from ptrain.facts.stages import ENDS, Stage, cut, layers_of
+from ptrain.models.build import build
+from ptrain.models.initialize import cast
+from ptrain.models.units import Units, unit_modules
+from ptrain.rooms.fake import fake_world
+from ptrain.spec.axis import Axis
+from ptrain.spec.dials import UnitKind, UnitSize
+from ptrain.spec.model import Family, ModelShape
+from ptrain.spec.precision import DType
+from ptrain.steps.step import ChunkedLoss, Keep, Parallelize
+from ptrain.traces.rank_part import Cuts, RankPart
+
+TP, BATCH, SEQUENCE, FFN, VOCAB, UNEVEN = 3, 13, 17, 19, 23, 67
+HEADS = {
+    Family.LLAMA: {"repeats": 7, "kv_heads": 5, "pairs": 11},
+    Family.GPT: {"heads": 5, "head_dim": 7},
+}
+SMALLEST = UnitSize(kind=UnitKind.SUB_BLOCK)  # its boundaries serve units of any size
+# A size that doubles from the first dtype to the second counts in elements of the compute dtype.
+DTYPES = {DType.FP32: (torch.float32, torch.float64), DType.BF16: (torch.bfloat16,)}
+
+
+@dataclass(frozen=True, slots=True)
+class CutKind:
+    """How operators are cut: what a table depends on beside the model's own choices."""
+
+    is_sequence: bool = False
+    is_saved_cut: bool = False
+    is_naive: bool = False
+    loss_parallel: bool = True
+
+    def step(self, shape: ModelShape) -> Parallelize:
+        """Return the step of a plan that cuts a model of this shape so."""
+        return Parallelize(
+            axis=Axis.TP,
+            roles=roles_of(shape),
+            is_sequence=self.is_sequence,
+            is_saved_cut=self.is_saved_cut,
+            is_naive=self.is_naive,
+            loss_parallel=self.loss_parallel,
+        )
+
+
+KINDS = tuple(
+    replace(kind, loss_parallel=loss_parallel)
+    for kind in (
+        CutKind(),
+        CutKind(is_sequence=True),
+        CutKind(is_sequence=True, is_saved_cut=True),
+        CutKind(is_naive=True),
+    )
+    for loss_parallel in (True, False)
+)
+
+
+def settings() -> Iterator[Setting]:
+    """Yield every setting, whole and with every kind of cut. GPUs drop out otherwise, and there a
+    model that drops out is traced where its operators are cut."""
+    choices = itertools.product(Family, (False, True), (False, True), DTYPES, (BATCH, 1))
+    for family, tied, special, compute, batch in choices:
+        for kind in (None, *KINDS):
+            shape = shape_of(family, kind, tied=tied, special=special)
+            setting = of_shape(shape, kind, compute=compute, batch=batch, sequence=SEQUENCE)
+            yield setting
+            if kind is None and shape.dropout:
+                yield replace(setting, is_for_cuda=True)
+
+
+def of_shape(
+    shape: ModelShape, kind: CutKind | None, *, compute: DType, batch: int, sequence: int
+) -> Setting:
+    """Return the setting of a rank with so many tokens of a sample between the blocks."""
+    own = Cut(step=kind.step(shape), degree=TP, index=0) if kind else None
+    slices = TP if kind is not None and kind.is_sequence else 1
+    return Setting(shape=shape, batch=batch, sequence=slices * sequence, compute=compute, cut=own)
+
+
+def shape_of(family: Family, kind: CutKind | None, *, tied: bool, special: bool) -> ModelShape:
+    """Return a shape with a prime number of everything on a rank. The `special` one has grouped
+    queries, or drops out."""
+    primes, degree = HEADS[family], TP if kind else 1
+    vocab = UNEVEN if kind is None or kind.loss_parallel else degree * VOCAB
+    if family is Family.LLAMA:
+        kv_heads = degree * primes["kv_heads"]
+        heads, head_dim = kv_heads * (primes["repeats"] if special else 1), 2 * primes["pairs"]
+    else:
+        heads = kv_heads = degree * primes["heads"]
+        head_dim = primes["head_dim"]
+    return ModelShape(
+        family=family,
+        layers=1,
+        hidden=heads * head_dim,
+        heads=heads,
+        kv_heads=kv_heads,
+        ffn=degree * FFN,
+        vocab=vocab,
+        tied=tied,
+        dropout=0.1 if special and family is Family.GPT else 0.0,
+    )
+
+
+def symbols(setting: Setting) -> Mapping[str, int]:
+    """Return the primes that sizes are products of."""
+    own = setting.cut
+    names = (*HEADS[setting.shape.family], "batch", "sequence", "ffn", "vocab")
+    if own is not None:
+        names += ("tp", "vocab_all") if own.step.loss_parallel else ("tp",)
+    values = setting.values
+    return {name: values[name] for name in names if values[name] > 1}
+
+
+def model_of(setting: Setting, dtype: torch.dtype, *, is_meta: bool = False) -> nn.Module:
+    """Return a setting's model. Its weights are arbitrary: no size depends on them."""
+    with torch.device("meta" if is_meta else "cpu"):
+        model = build(setting.shape, sequence=setting.sequence)
+    cast(model, dtype)
+    return model
+
+
+def part_of(
+    setting: Setting,
+    mesh: DeviceMesh | None,
+    keep: Keep | None = None,
+    *,
+    has_learnt: bool = False,
+) -> RankPart:
+    """Return what is done to a setting's model; `mesh` is that of `fake_mesh`."""
+    own, chunk = setting.cut, setting.loss.chunk
+    step = own.step if own else None
+    assert step is None or isinstance(step, Parallelize), "cut by a step of a plan"
+    return RankPart(
+        batch=setting.batch,
+        sequence=setting.sequence,
+        tensor=step,
+        mesh=mesh if step else None,
+        keep=keep,
+        loss=ChunkedLoss(tokens=chunk, fused=setting.loss.fused) if chunk else None,
+        has_learnt=has_learnt,
+    )
+
+
+def cuts_of(setting: Setting, layers: tuple[int, ...]) -> Cuts:
+    """Return a setting's model cut into stages of so many layers each."""
+    shape = setting.shape
+    assert shape.layers == sum(layers), "every layer is some stage's"
+    whole = layers_of(
+        facts(shape, setting.sequence).units,
+        front=ENDS.front,
+        tied=(TIED,) if shape.tied else (),
+    )
+    return Cuts(stages=cut(whole, layers), hidden=shape.hidden)
+
+
+def smallest_units(setting: Setting, stage: Stage | None = None) -> Units:
+    """Return the units of a setting's model, or those that a stage of it has."""
+    units = unit_modules(model_of(setting, torch.float32, is_meta=True), SMALLEST)
+    return stage.units(units) if stage else units
+
+
+def fake_mesh() -> DeviceMesh:
+    """Return the mesh of the fake ranks of tp, of which this process plays the first."""
+    fake_world(0, TP)
+    return init_device_mesh("cpu", (TP,), mesh_dim_names=(Axis.TP.value,))
