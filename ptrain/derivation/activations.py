@@ -7,11 +7,9 @@ from dataclasses import dataclass
 
 from ptrain.derivation import blocks, loss_chunks
 from ptrain.derivation.archive import TablePart
-from ptrain.derivation.layers import Layers
-from ptrain.derivation.monomials import Monomial
+from ptrain.derivation.layers import LayerPasses
 from ptrain.derivation.repeats import Representatives
-from ptrain.derivation.setting import Place, Setting
-from ptrain.derivation.tables import content, sizes
+from ptrain.derivation.tables import Monomial, Place, Setting, content, sizes
 from ptrain.spec.activations import PLAIN, Kept
 from ptrain.spec.axis import Axis
 from ptrain.spec.batch import Batch
@@ -36,7 +34,7 @@ def timeline(
     default one block each and the root). `kept`: how the blocks' activations are, by default
     plain."""
     number = setting.shape.layers
-    layers = Layers(
+    layers = LayerPasses(
         setting=setting,
         place=Place.ALONE,
         numbers=[str(block) for block in range(number)],

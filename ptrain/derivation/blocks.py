@@ -15,9 +15,7 @@ from typing import Any
 
 from ptrain.costs import Collective
 from ptrain.derivation.archive import TablePart
-from ptrain.derivation.monomials import Monomial
-from ptrain.derivation.setting import Setting
-from ptrain.derivation.tables import content, sizes, table
+from ptrain.derivation.tables import Monomial, Setting, content, sizes, table
 from ptrain.spec.activations import ATTENTION_ONLY, FULL, PLAIN, SELECTIVE, Kept
 from ptrain.spec.model import Attention, ModelShape
 from ptrain.spec.placement import Tier
@@ -40,7 +38,7 @@ _BLOCK = "blocks.*"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """One block of a setting. `forward` and `backward` are what `monomials.merged` gives, from
+    """One block of a setting. `forward` and `backward` are what `tables.merged` gives, from
     boundary to boundary and what follows; `moved` the bytes of each storage that forward takes off
     the device; `sent` the collectives of its recomputation, with the bytes of the whole tensor;
     `frees_input`: its input is gone behind its forward pass, and not only behind backward."""

@@ -22,7 +22,7 @@ from ptrain.derivation.notes import notes
 from ptrain.derivation.operations import operations
 from ptrain.derivation.paper import paper
 from ptrain.derivation.pipeline_notes import pipeline_notes
-from ptrain.derivation.setting import setting_of
+from ptrain.derivation.tables import setting_of
 from ptrain.derivation.timeline import Replay, replay
 from ptrain.derivation.traffic import sent
 from ptrain.errors import Fault, SpecError

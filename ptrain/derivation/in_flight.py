@@ -14,10 +14,10 @@ from ptrain.by_rank import ByRank, rows_by_rank
 from ptrain.costs import Footprint, Peak, Phase, State
 from ptrain.derivation.activation_moves import activation_row
 from ptrain.derivation.differing import differing_axes
+from ptrain.derivation.layers import passes
 from ptrain.derivation.pipeline import StageParts
 from ptrain.derivation.repeats import represent
 from ptrain.derivation.stage_replay import Part, Played, play_rank
-from ptrain.derivation.stage_timeline import passes
 from ptrain.derivation.timeline import always, peaks, play_update
 from ptrain.spec.axis import Axis
 from ptrain.spec.spec import Spec

@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ptrain.derivation.archive import TablePart
-from ptrain.derivation.setting import Place, Setting
-from ptrain.derivation.tables import EvaluatedTable, table
+from ptrain.derivation.tables import EvaluatedTable, Place, Setting, table
 from ptrain.spec.model import ModelShape
 from ptrain.spec.precision import DType
 from ptrain.spec.spec import LossSpec
@@ -28,7 +27,7 @@ _BLOCK = "blocks.*"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossHead:
-    """As `monomials.merged` gives it: what follows the last block in forward and precedes it in
+    """As `tables.merged` gives it: what follows the last block in forward and precedes it in
     backward; `output`, bytes of what a stage hands on."""
 
     forward: tuple[Any, ...]

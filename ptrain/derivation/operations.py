@@ -14,7 +14,7 @@ from ptrain.axes.pipeline.catalogue import schedule_of
 from ptrain.by_rank import rows_by_rank
 from ptrain.costs import Operations
 from ptrain.derivation import blocks
-from ptrain.derivation.setting import Setting, setting_of
+from ptrain.derivation.tables import Setting, setting_of
 from ptrain.derivation.tensor import cut_of
 from ptrain.facts.stages import Stage
 from ptrain.spec.axis import Axis

@@ -31,10 +31,9 @@ from ptrain.derivation.differing import differing_axes
 from ptrain.derivation.ghosts.clipping import norm
 from ptrain.derivation.ghosts.table import wrapping
 from ptrain.derivation.ghosts.wrapping import Wrapping
-from ptrain.derivation.layers import Pairs
+from ptrain.derivation.layers import Pairs, moved_and_repeated
 from ptrain.derivation.memory import by_shard, other_bytes
 from ptrain.derivation.repeats import alike
-from ptrain.derivation.stage_timeline import moved_and_repeated
 from ptrain.derivation.tied import Rows, tied_sums
 from ptrain.facts.model import ModelFacts
 from ptrain.facts.passes import Passes

@@ -1,16 +1,214 @@
-"""The committed tables at a setting's dimensions: sizes in bytes, and events with these."""
+"""The committed tables of the built-in families: what they depend on, and what they say at the
+dimensions of a model. A size is a coefficient times powers of batch, sequence and dimensions, an
+event an allocation, a free, a boundary or a completed gradient.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from functools import cache
 from typing import Any
 
+from ptrain.axes.tensor.costs import Cut
 from ptrain.derivation import archive
 from ptrain.derivation.archive import TablePart
-from ptrain.derivation.monomials import Monomial, evaluated, merged, monomials
-from ptrain.derivation.setting import Setting
+from ptrain.derivation.attention import Statistics, statistics_of
+from ptrain.spec.model import Family, ModelShape
+from ptrain.spec.precision import DType
+from ptrain.spec.spec import LossSpec, Spec
+from ptrain.timeline import Mark, Run, run
+
+# What the first number of a size says, as flags.
+IN_ELEMENTS, IS_STATISTICS = 1, 2
+
+_MARKS = {">": Mark.ENTER, "<": Mark.LEAVE, "[": Mark.PRE_BACKWARD, "]": Mark.POST_BACKWARD}
+
+# Ways of a table beside the kinds of cut (`Cut.kind`).
+PLAIN, FUSED = "plain", "fused"
+_GATHERED = "-gathered"
+_CUT, _SAVED, _NAIVE, _WHOLE = "cut", "saved", "naive", "whole"
+
+_WHOLE_LOSS = LossSpec()
+
+
+class Place(StrEnum):
+    """What the layers of a table are: all of a model's, or those of a stage."""
+
+    ALONE = "alone"
+    FIRST = "first"
+    MIDDLE = "middle"
+    LAST = "last"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """A built-in model and how it runs; `sequence`: all tokens of a sample. Where operators are
+    `cut` it is one rank's part. `is_for_cuda`: a GPU drops out; `statistics`: what its attention
+    keeps beside its output."""
+
+    shape: ModelShape
+    batch: int
+    sequence: int
+    compute: DType
+    cut: Cut | None = None
+    loss: LossSpec = _WHOLE_LOSS
+    is_for_cuda: bool = False
+    statistics: Statistics | None = None
+
+    @property
+    def is_full(self) -> bool:
+        """Whether fp32 and fp64 do the same as its dtype."""
+        return self.compute in (DType.FP32, DType.FP64)
+
+    @property
+    def operators(self) -> str:
+        """Which operators a block has; what dropout keeps is another thing on a GPU."""
+        shape = self.shape
+        if shape.family is Family.LLAMA:
+            return "mha" if shape.heads == shape.kv_heads else "gqa"
+        if not shape.dropout:
+            return PLAIN
+        return "dropout-cuda" if self.is_for_cuda and self.cut is None else "dropout"
+
+    @property
+    def values(self) -> dict[str, int]:
+        """The value of every dimension that sizes are products of."""
+        dimensions_of = self.cut.dimensions if self.cut else dimensions
+        return dimensions_of(self.shape, batch=self.batch, sequence=self.sequence)
+
+    def name(self, part: TablePart) -> str:
+        """Return the name of its table. To a block it is nothing whether embedding and head are
+        tied, to a loss what the blocks do; one sample's targets need no copy."""
+        words = [
+            self.shape.family.value,
+            *(() if part is TablePart.BLOCK else ("tied" if self.shape.tied else "untied",)),
+            *(() if part is TablePart.LOSS else (self.operators,)),
+            "full" if self.is_full else "bf16",
+            *(("one",) if self.batch == 1 else ()),
+        ]
+        return "-".join(words)
+
+    def way(self, part: TablePart) -> str:
+        """Return which way of its table's it is: how operators are cut, as far as the part sees it.
+        A block does not see how logits are, and computes the same where a cut is naive; what it
+        saves is nothing to the loss."""
+        if self.cut is None:
+            return FUSED if part is TablePart.LOSS and self.loss.fused else PLAIN
+        kind = self.cut.kind
+        match part:
+            case TablePart.BLOCK:
+                return kind.removesuffix(_GATHERED).replace(_NAIVE, _WHOLE)
+            case TablePart.LOSS:
+                return kind.replace(_SAVED, _CUT)
+            case _:
+                return kind
+
+
+def setting_of(spec: Spec, cut: Cut | None) -> Setting:
+    """Return the setting of a spec's built-in model, on a rank whose operators are cut so."""
+    assert isinstance(spec.model, ModelShape), "a built-in model"
+    return Setting(
+        shape=spec.model,
+        batch=spec.batch.micro,
+        sequence=spec.batch.sequence,
+        compute=spec.precision.effective.parameters,
+        cut=cut,
+        loss=spec.loss,
+        is_for_cuda=spec.is_for_cuda,
+        statistics=statistics_of(spec),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Monomial:
+    """`coefficient · Π symbol^exponent`, in elements of the compute dtype or in bytes.
+    `is_statistics`: it is what attention keeps beside its output, which depends on its kernel."""
+
+    in_elements: bool
+    coefficient: int
+    exponents: tuple[tuple[str, int], ...]
+    is_statistics: bool = False
+
+    def bytes(self, values: Mapping[str, int], itemsize: int) -> int:
+        """The size at these dimensions, of a CPU's kernels."""
+        size = self.coefficient * (itemsize if self.in_elements else 1)
+        for symbol, exponent in self.exponents:
+            size *= math.prod([values[symbol]] * exponent)
+        return size
+
+    def __str__(self) -> str:
+        unit = ("e",) if self.in_elements else ()
+        powers = (s if e == 1 else f"{s}^{e}" for s, e in self.exponents)
+        factors = (*((str(self.coefficient),) if self.coefficient != 1 else ()), *unit, *powers)
+        return "·".join(factors) or "1"
+
+
+def evaluated(
+    sizes: Iterable[Monomial],
+    values: Mapping[str, int],
+    itemsize: int,
+    statistics: Statistics | None = None,
+) -> tuple[int, ...]:
+    """Return the bytes of each size; `statistics` are those of a GPU's attention."""
+    plain = ((size, size.bytes(values, itemsize)) for size in sizes)
+    return tuple(
+        statistics.of(count) if statistics and size.is_statistics else count
+        for size, count in plain
+    )
+
+
+def monomials(table: dict[str, Any]) -> tuple[Monomial, ...]:
+    """The sizes of a table, in its order."""
+    return tuple(
+        Monomial(
+            in_elements=bool(kind & IN_ELEMENTS),
+            is_statistics=bool(kind & IS_STATISTICS),
+            coefficient=coefficient,
+            exponents=tuple((s, e) for s, e in zip(table["symbols"], exponents, strict=True) if e),
+        )
+        for kind, coefficient, exponents in table["sizes"]
+    )
+
+
+def dimensions(shape: ModelShape, *, batch: int, sequence: int) -> dict[str, int]:
+    """Return the value of every symbol."""
+    return {
+        "batch": batch,
+        "sequence": sequence,
+        "heads": shape.heads,
+        "repeats": shape.heads // shape.kv_heads,
+        "kv_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "pairs": shape.head_dim // 2,
+        "ffn": shape.ffn,
+        "vocab": shape.vocab,
+    }
+
+
+def merged(events: Iterable[Any], sizes: Sequence[int]) -> Iterator[Any]:
+    """Signed size numbers become runs; marks and completions stay as they are."""
+    deltas: list[int] = []
+    for event in events:
+        if isinstance(event, int):
+            deltas.append(sizes[event - 1] if event > 0 else -sizes[-event - 1])
+            continue
+        yield from _flush(deltas)
+        deltas = []
+        if isinstance(event, str):
+            yield (_MARKS[event[0]], event[1:].replace("*", "blocks.*", 1))
+        else:
+            name, index, cloned = event
+            yield (name, sizes[index], bool(cloned))
+    yield from _flush(deltas)
+
+
+def _flush(deltas: list[int]) -> Iterator[Run]:
+    combined = run(deltas)
+    if combined:
+        yield combined
 
 
 @dataclass(frozen=True, slots=True)

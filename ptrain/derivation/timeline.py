@@ -19,7 +19,7 @@ from ptrain.derivation.ghosts.clipping import norm_bytes
 from ptrain.derivation.ghosts.wrapping import Wrapping, micro_batches
 from ptrain.derivation.memory import resident
 from ptrain.derivation.repeats import Representatives, represent
-from ptrain.derivation.setting import setting_of
+from ptrain.derivation.tables import setting_of
 from ptrain.derivation.tape import Scene, Tape, Wrap
 from ptrain.errors import PtrainError
 from ptrain.facts.model import ModelFacts

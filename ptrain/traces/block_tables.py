@@ -13,7 +13,7 @@ from typing import TypeVar
 from torch.distributed.device_mesh import DeviceMesh
 
 from ptrain.derivation.blocks import VARIANTS
-from ptrain.derivation.setting import Setting
+from ptrain.derivation.tables import Setting
 from ptrain.models.kernels import kernels_of
 from ptrain.models.trace import Born, Died
 from ptrain.models.work import OperatorWork, When

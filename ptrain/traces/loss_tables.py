@@ -16,7 +16,7 @@ from functools import partial
 from torch.distributed.device_mesh import DeviceMesh
 
 from ptrain.derivation.loss_chunks import SYMBOLS, Pieces, has_own_tables, values_of
-from ptrain.derivation.setting import Place, Setting
+from ptrain.derivation.tables import Place, Setting
 from ptrain.spec.model import Family, ModelShape
 from ptrain.spec.spec import LossSpec
 from ptrain.timeline import Boundary, Mark

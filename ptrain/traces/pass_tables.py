@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from ptrain.derivation.setting import Place, Setting
+from ptrain.derivation.tables import Place, Setting
 from ptrain.models.kernels import kernels_of
 from ptrain.models.trace import Born, Recording
 from ptrain.traces.coded import CodedTrace
@@ -56,7 +56,7 @@ class PassTable:
 
     def _passes(self, place: Place, layers: int) -> tuple[Passes, dict[str, object]]:
         """Return the passes of so many layers, and what else a table says of this place."""
-        traces = self._alone(layers) if place is Place.ALONE else self._stage(place, layers)
+        traces = self._alone(layers) if place is Place.ALONE else self.stage(place, layers)
         passes = {name: trace.layers(name) for trace in traces for name in trace.recording.passes}
         whole = traces[0]
         if whole.recording.output is None:
@@ -73,8 +73,8 @@ class PassTable:
             ]
         return [CodedTrace(recordings, units, self.values, self.writer)]
 
-    def _stage(self, place: Place, layers: int) -> list[CodedTrace]:
-        """The passes of a stage, and but for the first one its halves."""
+    def stage(self, place: Place, layers: int) -> list[CodedTrace]:
+        """Return the passes of a stage of so many layers, and but for the first one its halves."""
         counts = tuple(layers if other is place else 1 for other in _STAGES)
         setting = replace(self.setting, shape=replace(self.setting.shape, layers=sum(counts)))
         cuts, index = cuts_of(setting, counts), _STAGES.index(place)

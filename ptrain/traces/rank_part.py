@@ -28,7 +28,7 @@ from ptrain.traces.record import TracedStage, Units, record, record_stage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cuts:
+class StageCuts:
     """The stages that pp cuts a model into, and what stands around its layers."""
 
     stages: Sequence[Stage]
@@ -64,7 +64,7 @@ class RankPart:
             return self._when_learnt(partial(record, model, units, forward, tokens))
 
     def trace_stage(
-        self, model: nn.Module, units: Units, cuts: Cuts, index: int, *, in_halves: bool
+        self, model: nn.Module, units: Units, cuts: StageCuts, index: int, *, in_halves: bool
     ) -> list[Recording]:
         """Return the recording of a stage's passes, and where its backward pass runs `in_halves`
         that of the halves. The model is not changed; its part may be on meta, and is then made of

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ptrain.axes.pipeline.stage_facts import TIED
 from ptrain.axes.tensor.costs import Cut
-from ptrain.derivation.setting import Setting
+from ptrain.derivation.tables import Setting
 from ptrain.facts.parameters import facts
 from ptrain.facts.roles import roles_of
 from ptrain.facts.stages import ENDS, Stage, cut, layers_of
@@ -29,7 +29,7 @@ from ptrain.spec.dials import UnitKind, UnitSize
 from ptrain.spec.model import Family, ModelShape
 from ptrain.spec.precision import DType
 from ptrain.steps.step import ChunkedLoss, Keep, Parallelize
-from ptrain.traces.rank_part import Cuts, RankPart
+from ptrain.traces.rank_part import RankPart, StageCuts
 
 TP, BATCH, SEQUENCE, FFN, VOCAB, UNEVEN = 3, 13, 17, 19, 23, 67
 HEADS = {
@@ -160,7 +160,7 @@ def part_of(
     )
 
 
-def cuts_of(setting: Setting, layers: tuple[int, ...]) -> Cuts:
+def cuts_of(setting: Setting, layers: tuple[int, ...]) -> StageCuts:
     """Return a setting's model cut into stages of so many layers each."""
     shape = setting.shape
     assert shape.layers == sum(layers), "every layer is some stage's"
@@ -169,7 +169,7 @@ def cuts_of(setting: Setting, layers: tuple[int, ...]) -> Cuts:
         front=ENDS.front,
         tied=(TIED,) if shape.tied else (),
     )
-    return Cuts(stages=cut(whole, layers), hidden=shape.hidden)
+    return StageCuts(stages=cut(whole, layers), hidden=shape.hidden)
 
 
 def smallest_units(setting: Setting, stage: Stage | None = None) -> Units:

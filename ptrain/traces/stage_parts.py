@@ -22,7 +22,7 @@ from ptrain.plan.lower import lower
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import Plan
 from ptrain.timeline import Kind, Timeline
-from ptrain.traces.rank_part import Cuts, RankPart
+from ptrain.traces.rank_part import RankPart, StageCuts
 
 Rows = list[dict[str, Any]]  # JSON, a mapping for each stage
 
@@ -55,7 +55,7 @@ def stage_rows(
     """Return the rows of every stage; `mesh` as of `rank_part`. The generator's state is left as it
     was."""
     chain, stages = chain_of(spec, facts), stages_of(spec, facts)
-    cuts = Cuts(stages=stages, hidden=chain.hidden, ends=chain.ends)
+    cuts = StageCuts(stages=stages, hidden=chain.hidden, ends=chain.ends)
     part = rank_part(module, spec, facts, mesh)
     rows: Rows = []
     with torch.random.fork_rng(devices=[]):

@@ -1,4 +1,4 @@
-"""The one format of the committed tables, as it is written; `derivation.monomials` reads it.
+"""The one format of the committed tables, as it is written; `derivation.tables` reads it.
 
 A table has `symbols`, `sizes` (flags, a coefficient, the symbols' exponents), and `parts`, lists of
 events that other places name by their numbers: n + 1 is a birth and -n - 1 a death of the size
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
-from ptrain.derivation.monomials import IN_ELEMENTS, IS_STATISTICS
+from ptrain.derivation.tables import IN_ELEMENTS, IS_STATISTICS
 
 Coded = list[object]  # events as JSON
 Make = Callable[[], dict[str, object]]  # a table, within seconds

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ptrain.derivation import archive
 from ptrain.derivation.archive import Table, TablePart
-from ptrain.derivation.setting import Setting
+from ptrain.derivation.tables import Setting
 from ptrain.traces import attention_kernels, loss_tables
 from ptrain.traces.block_tables import BlockTable
 from ptrain.traces.loss_tables import LossTable
@@ -51,12 +51,12 @@ def tables(mesh: DeviceMesh | None) -> Iterator[tuple[TablePart, str, Make]]:
         for setting in of_part():
             by_name.setdefault(setting.name(part), {})[setting.way(part)] = setting
         for name, ways in by_name.items():
-            yield part, name, partial(_made, maker, ways, mesh)
+            yield part, name, partial(_table_of, maker, ways, mesh)
     for name, make in attention_kernels.tables():
         yield TablePart.KERNEL, name, make
 
 
-def _made(maker: Maker, ways: dict[str, Setting], mesh: DeviceMesh | None) -> dict[str, object]:
+def _table_of(maker: Maker, ways: dict[str, Setting], mesh: DeviceMesh | None) -> dict[str, object]:
     return {way: maker(setting, mesh).build() for way, setting in ways.items()}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from ptrain.derivation.tables import Setting
 from ptrain.facts.model import ModelFacts, TensorFacts, UnitFacts
 from ptrain.spec.axis import Axis, Factor
 from ptrain.spec.batch import Batch
@@ -12,7 +13,7 @@ from ptrain.spec.dials import GradientSync, ReduceScatterVia, SyncPolicy
 from ptrain.spec.job import OptimizerSpec
 from ptrain.spec.model import ExternalModel, Family, ModelShape, ModelSpec
 from ptrain.spec.placement import Mode, Placement
-from ptrain.spec.precision import FP32, Layout, Precision
+from ptrain.spec.precision import FP32, DType, Layout, Precision
 from ptrain.spec.spec import Spec
 
 
@@ -98,3 +99,10 @@ def make_facts(
     )
     order = tuple(tensor.name for unit in reversed(units) for tensor in reversed(unit.tensors))
     return ModelFacts(units=units, buffers=buffers, gradient_order=order)
+
+
+def setting(
+    shape: ModelShape, compute: DType = DType.FP32, *, batch: int = 2, sequence: int = 8
+) -> Setting:
+    """Return the setting of a whole model on one device."""
+    return Setting(shape=shape, batch=batch, sequence=sequence, compute=compute)

@@ -8,14 +8,13 @@ from dataclasses import replace
 import pytest
 
 from ptrain.costs import State
-from ptrain.derivation import activations
-from ptrain.derivation.activations import saved, saved_bytes, torch_version
+from ptrain.derivation.activations import saved, timeline, torch_version
 from ptrain.derivation.estimate import derive, facts_from_shape
 from ptrain.spec.load import load
 from ptrain.spec.model import Family, ModelShape
 from ptrain.spec.precision import DType
 from ptrain.timeline import Boundary, Complete, Mark, Run
-from tests.pure.build import ODD_SHAPE
+from tests.pure.build import ODD_SHAPE, setting
 
 LLAMA_8B = ModelShape(
     family=Family.LLAMA,
@@ -35,7 +34,7 @@ GPT = ModelShape(
 @pytest.mark.parametrize("compute", [DType.FP32, DType.FP64, DType.BF16], ids=str)
 def test_every_layer_saves_the_same(shape, compute):
     sizes = [
-        saved_bytes(replace(shape, layers=layers), batch=2, sequence=8, compute=compute)
+        timeline(setting(replace(shape, layers=layers), compute)).saved_bytes
         for layers in (1, 2, 3, 10)
     ]
     block = sizes[1] - sizes[0]
@@ -44,19 +43,19 @@ def test_every_layer_saves_the_same(shape, compute):
 
 
 def test_the_total_is_the_sum_of_the_polynomials():
-    values = activations.dimensions(LLAMA_8B, batch=2, sequence=4096)
+    of_8b = setting(LLAMA_8B, DType.BF16, sequence=4096)
     total = sum(
-        term.size.bytes(values, 2) * (LLAMA_8B.layers if term.part == "block" else 1)
-        for term in saved(LLAMA_8B, DType.BF16, batch=2)
+        term.size.bytes(of_8b.values, 2) * (LLAMA_8B.layers if term.part == "block" else 1)
+        for term in saved(of_8b)
     )
-    assert total == saved_bytes(LLAMA_8B, batch=2, sequence=4096, compute=DType.BF16)
+    assert total == timeline(of_8b).saved_bytes
 
 
 def test_a_block_of_llama_in_full_precision_saves_these_polynomials():
     """Of hidden size: two products in each norm, queries, repeated keys and values, the output of
     attention, two residual sums. Of ffn size: gate, its silu, up, their product. Each norm's scale
     and attention's log-sum-exp."""
-    terms = [str(t.size) for t in saved(ODD_SHAPE, DType.FP32, batch=2) if t.part == "block"]
+    terms = [str(t.size) for t in saved(setting(ODD_SHAPE)) if t.part == "block"]
     hidden = "2·e·repeats·kv_heads·pairs·batch·sequence"
     assert terms.count(hidden) == 10
     assert terms.count("e·batch·sequence·ffn") == 4
@@ -67,8 +66,8 @@ def test_a_block_of_llama_in_full_precision_saves_these_polynomials():
 
 def test_without_dropout_attention_saves_nothing_quadratic_in_the_sequence():
     for shape in (ODD_SHAPE, GPT):
-        assert not any("sequence^2" in str(term.size) for term in saved(shape, DType.FP32, batch=2))
-    dropped = saved(replace(GPT, dropout=0.1), DType.FP32, batch=2)
+        assert not any("sequence^2" in str(term.size) for term in saved(setting(shape)))
+    dropped = saved(setting(replace(GPT, dropout=0.1)))
     assert any("sequence^2" in str(term.size) for term in dropped)
 
 
@@ -97,17 +96,17 @@ def test_on_gpus_nothing_is_said_of_dropout_in_a_model_that_is_cut(cut):
 
 
 def test_fp64_doubles_what_counts_in_elements_and_leaves_the_tokens():
-    single = saved_bytes(GPT, batch=2, sequence=8, compute=DType.FP32)
-    double = saved_bytes(GPT, batch=2, sequence=8, compute=DType.FP64)
+    single = timeline(setting(GPT)).saved_bytes
+    double = timeline(setting(GPT, DType.FP64)).saved_bytes
     targets = 2 * 8 * 8  # a contiguous copy of the int64 targets
     assert double - targets == 2 * (single - targets)
 
 
 def test_every_gradient_completes_once_between_the_boundaries_of_its_unit():
-    timeline = activations.timeline(ODD_SHAPE, batch=2, sequence=8, compute=DType.FP32)
+    played = timeline(setting(ODD_SHAPE))
     inside: list[int] = []
     seen = []
-    for item in timeline.backward:
+    for item in played.backward:
         match item:
             case Boundary(Mark.PRE_BACKWARD, unit):
                 inside.append(unit)
@@ -123,14 +122,14 @@ def test_every_gradient_completes_once_between_the_boundaries_of_its_unit():
 
 def test_a_micro_batch_leaves_its_gradients_and_nothing_else():
     for shape in (ODD_SHAPE, GPT):
-        timeline = activations.timeline(shape, batch=2, sequence=8, compute=DType.FP32)
-        runs = sum(i.net for i in (*timeline.forward, *timeline.backward) if isinstance(i, Run))
-        kept = sum(i.size for i in timeline.backward if isinstance(i, Complete) and not i.cloned)
+        played = timeline(setting(shape))
+        runs = sum(i.net for i in (*played.forward, *played.backward) if isinstance(i, Run))
+        kept = sum(i.size for i in played.backward if isinstance(i, Complete) and not i.cloned)
         assert runs == kept
 
 
 def test_the_traced_version_of_torch_is_stated():
-    assert torch_version(ODD_SHAPE, DType.FP32).startswith("2.")
+    assert torch_version(setting(ODD_SHAPE)).startswith("2.")
 
 
 def test_80_layers_take_at_most_10_milliseconds():
@@ -138,6 +137,6 @@ def test_80_layers_take_at_most_10_milliseconds():
     best = float("inf")
     for _ in range(5):
         start = time.process_time()
-        activations.timeline(shape, batch=2, sequence=4096, compute=DType.BF16)
+        timeline(setting(shape, DType.BF16, sequence=4096))
         best = min(best, time.process_time() - start)
     assert best <= 0.010

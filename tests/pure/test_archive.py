@@ -11,7 +11,7 @@ from ptrain.derivation import archive
 from ptrain.derivation.archive import TablePart
 
 MOST_BYTES = 400_000
-TABLES = {(TablePart.MODEL, "b"): {"sizes": [[1, 2]]}, (TablePart.LOSS, "a"): {"torch": "2.13.0"}}
+TABLES = {(TablePart.PASSES, "b"): {"sizes": [[1, 2]]}, (TablePart.LOSS, "a"): {"torch": "2.13.0"}}
 
 
 def test_the_archive_is_small() -> None:
@@ -44,4 +44,4 @@ def test_the_same_tables_are_the_same_members_in_the_same_order(tmp_path: Path) 
 
 def test_a_table_that_is_not_there_is_a_key_error() -> None:
     with pytest.raises(KeyError):
-        archive.table(TablePart.MODEL, "llama-of-nothing")
+        archive.table(TablePart.PASSES, "llama-of-nothing")

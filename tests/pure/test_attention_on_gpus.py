@@ -10,7 +10,7 @@ from ptrain.costs import State
 from ptrain.derivation import archive
 from ptrain.derivation.attention import FusedAttention, Statistics, statistics_of
 from ptrain.derivation.estimate import derive, facts_from_shape
-from ptrain.derivation.monomials import monomials
+from ptrain.derivation.tables import monomials
 from ptrain.spec.load import load
 from ptrain.spec.precision import DType
 from ptrain.spec.spec import Spec

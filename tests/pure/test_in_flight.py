@@ -12,9 +12,9 @@ from ptrain.axes.pipeline.stage_facts import stages_of as cut_by
 from ptrain.costs import Phase, State
 from ptrain.derivation import in_flight
 from ptrain.derivation.estimate import derive, own_facts
+from ptrain.derivation.layers import passes
 from ptrain.derivation.pipeline import staged
 from ptrain.derivation.repeats import everyone
-from ptrain.derivation.stage_timeline import passes
 from ptrain.facts.passes import Passes, net
 from ptrain.spec.load import load
 from ptrain.spec.pipeline import ScheduleName

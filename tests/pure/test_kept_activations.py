@@ -9,6 +9,7 @@ import pytest
 from ptrain.costs import Collective, Estimate, Phase, State
 from ptrain.derivation import blocks
 from ptrain.derivation.estimate import derive
+from ptrain.derivation.tables import Setting
 from ptrain.spec.activations import ATTENTION_ONLY, FULL, PLAIN, SELECTIVE, Kept
 from ptrain.spec.load import load
 from ptrain.spec.model import Attention
@@ -100,12 +101,12 @@ def test_scores_are_there_with_eager_attention_alone_and_go_where_it_is_recomput
     assert difference >= LAYERS * SCORES
 
 
-def squares_of(setting: blocks.Setting, kept: Kept) -> int:
+def squares_of(setting: Setting, kept: Kept) -> int:
     return sum(("sequence", 2) in size.exponents for _, size in blocks.saved(setting, kept))
 
 
-def setting_of(spec: Spec) -> blocks.Setting:
-    return blocks.Setting(shape=spec.model, batch=B, sequence=T, compute=DType.FP32)
+def setting_of(spec: Spec) -> Setting:
+    return Setting(shape=spec.model, batch=B, sequence=T, compute=DType.FP32)
 
 
 @pytest.mark.parametrize("mode", ["M", "O", "M@host"])

@@ -11,9 +11,8 @@ from ptrain.derivation.repeats import everyone
 from ptrain.facts.parameters import facts
 from ptrain.spec.dials import UnitKind, UnitSize
 from ptrain.spec.model import Family, ModelShape
-from ptrain.spec.precision import DType
 from ptrain.timeline import Boundary, Complete, Item, Mark, Run, Timeline
-from tests.pure.build import ODD_SHAPE
+from tests.pure.build import ODD_SHAPE, setting
 
 GPT = ModelShape(
     family=Family.GPT, layers=5, hidden=64, heads=4, kv_heads=4, ffn=256, vocab=97, tied=True
@@ -34,7 +33,7 @@ def text(shape: ModelShape) -> str:
 
 def timeline(shape: ModelShape, size: UnitSize) -> Timeline:
     played = everyone(facts(shape, 8, size).units, shape.layers)
-    return activations.timeline(shape, played, batch=2, sequence=8, compute=DType.FP32)
+    return activations.timeline(setting(shape), played)
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)

@@ -1,10 +1,19 @@
-"""Small shapes of both families, tied and untied, none of whose sizes is round."""
+"""Small shapes of both families, tied and untied, none of whose sizes is round; their traces."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
+
+from ptrain.models.build import build
+from ptrain.models.initialize import cast
+from ptrain.models.trace import to_timeline
+from ptrain.models.units import unit_modules
+from ptrain.spec.dials import UnitSize
 from ptrain.spec.model import Family, ModelShape
+from ptrain.timeline import Timeline
+from ptrain.traces.rank_part import RankPart
 from tests.pure.build import ODD_SHAPE
 
 SMALL_GPT = ModelShape(
@@ -18,3 +27,18 @@ SHAPES = [
     replace(SMALL_GPT, tied=False, ffn=77, layers=4),
     replace(SMALL_GPT, layers=1, heads=1, kv_heads=1),
 ]
+
+
+def traced(
+    shape: ModelShape,
+    dtype: torch.dtype,
+    unit: UnitSize | None = None,
+    *,
+    batch: int = 2,
+    sequence: int = 16,
+) -> Timeline:
+    """Return what one micro-batch of a whole model allocates, traced."""
+    model = build(shape, sequence=sequence)
+    cast(model, dtype)
+    part = RankPart(batch=batch, sequence=sequence)
+    return to_timeline(part.trace(model, unit_modules(model, unit)))

@@ -4,30 +4,23 @@ are what tracing gives at any shape and in any mixture, to the byte."""
 from __future__ import annotations
 
 import itertools
-import json
 from dataclasses import replace
 
 import pytest
 import torch
 
-from ptrain.activations.run.apply import keep
-from ptrain.derivation import activations, archive, blocks
-from ptrain.derivation.archive import TablePart
+from ptrain.derivation import activations, blocks
 from ptrain.models.build import build
 from ptrain.models.initialize import cast
-from ptrain.models.loss import token_loss_sum
 from ptrain.models.trace import to_timeline
 from ptrain.models.units import unit_modules
-from ptrain.rooms.registry import Registry
-from ptrain.rooms.tiers import Tiers
 from ptrain.spec.activations import PLAIN, Kept
 from ptrain.spec.model import Attention, ModelShape
 from ptrain.spec.precision import DType
 from ptrain.steps.step import Keep
 from ptrain.timeline import Run, Timeline
-from ptrain.traces import block_tables as tables
-from ptrain.traces.record import record
-from tests.pure.build import ODD_SHAPE
+from ptrain.traces.rank_part import RankPart
+from tests.pure.build import ODD_SHAPE, setting
 from tests.unit.shapes import SMALL_GPT
 
 VARIANTS = dict(blocks.VARIANTS)
@@ -55,16 +48,8 @@ def traced(
     cast(model, TORCH[compute])
     named = tuple((f"blocks.{index}", each) for index, each in enumerate(kept))
     step = Keep(blocks=tuple(pair for pair in named if not pair[1].is_plain))
-    keep(model, step, Tiers(torch.device("cpu"), Registry()))
-    tokens = torch.zeros(batch, sequence + 1, dtype=torch.int64)
-    return to_timeline(
-        record(
-            model,
-            unit_modules(model),
-            lambda: token_loss_sum(model(tokens[:, :-1]), tokens[:, 1:]) / (batch * sequence),
-            tokens,
-        )
-    )
+    part = RankPart(batch=batch, sequence=sequence, keep=step)
+    return to_timeline(part.trace(model, unit_modules(model)))
 
 
 def levels(items: tuple[object, ...]) -> list[int]:
@@ -98,26 +83,10 @@ CASES = [
 def test_the_tables_of_blocks_give_the_trace_of_another_shape_to_the_byte(shape, kept, compute):
     for batch, sequence in ((2, 16), (1, 9)):
         found = traced(shape, kept, compute, batch, sequence)
-        derived = activations.timeline(
-            shape, batch=batch, sequence=sequence, compute=compute, kept=kept
-        )
+        whole = setting(shape, compute, batch=batch, sequence=sequence)
+        derived = activations.timeline(whole, kept=kept)
         assert derived.saved_bytes == found.saved_bytes
         assert sorted(derived.moved) == sorted(found.moved)
         assert max(levels(derived.forward)) == max(levels(found.forward))
         assert max(levels(derived.backward)) == max(levels(found.backward))
         assert levels(derived.backward)[-1] == levels(found.backward)[-1]
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=() if name == "llama-gqa-bf16-one" else pytest.mark.nightly)
-        for name, _ in tables.block_settings()
-    ],
-)
-def test_the_committed_tables_of_blocks_are_what_the_command_writes(name):
-    setting = dict(tables.block_settings())[name][blocks.PLAIN_NAME]
-    committed = archive.table(TablePart.BLOCK, name)[blocks.PLAIN_NAME]
-    if not torch.__version__.startswith(committed["torch"]):
-        pytest.skip(f"traced with torch {committed['torch']}, this is {torch.__version__}")
-    assert json.loads(json.dumps(tables.Blocks(setting).build())) == committed

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from itertools import product
 from typing import Any
@@ -11,14 +10,12 @@ import pytest
 import torch
 
 from ptrain.costs import Estimate
-from ptrain.derivation import archive, loss_chunks
 from ptrain.derivation.activations import is_tabulated
-from ptrain.derivation.archive import TablePart
 from ptrain.derivation.estimate import derive
 from ptrain.models.chunked import can_fuse
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
-from ptrain.traces import facts, loss_tables
+from ptrain.traces import facts
 
 STAGES, SLICES = "S,S,S,R", "S,S,S,S"
 PLACES: dict[str, dict[str, str]] = {
@@ -117,18 +114,3 @@ def test_a_loss_in_chunks_is_predicted_as_a_trace_says(
 
 def figures(estimate: Estimate) -> tuple[object, ...]:
     return estimate.memory, estimate.peak, sorted(map(str, estimate.traffic))
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", [name for name, _ in loss_tables.settings()])
-def test_the_committed_tables_of_the_loss_are_what_the_command_writes(name: str) -> None:
-    """Of operators that are not cut, which the command writes first."""
-    alone = dict(loss_tables.settings())[name][:2]
-    committed = archive.table(TablePart.LOSS, name)
-    if not torch.__version__.startswith(committed["torch"]):
-        pytest.skip(f"traced with torch {committed['torch']}, this is {torch.__version__}")
-    written = json.loads(json.dumps(loss_tables.LossTableBuilder().build(alone)))
-    for listed in ("sizes", "parts"):
-        assert written[listed] == committed[listed][: len(written[listed])]
-    for way in (loss_chunks.PLAIN, loss_chunks.FUSED):
-        assert written[way] == committed[way]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 
 import pytest
@@ -10,28 +9,24 @@ import torch
 from torch import nn
 
 from ptrain.costs import Phase, State
-from ptrain.derivation import activations, archive
-from ptrain.derivation.archive import TablePart
+from ptrain.derivation.activations import saved, timeline
 from ptrain.errors import SpecError
 from ptrain.facts.parameters import facts
 from ptrain.meters.memory import MemoryMeter
 from ptrain.models.build import build
 from ptrain.models.initialize import cast
 from ptrain.models.loss import token_loss_sum
-from ptrain.models.trace import to_timeline
 from ptrain.models.units import unit_modules
 from ptrain.spec.activations import FULL, Kept
 from ptrain.spec.model import ExternalModel, ModelShape
 from ptrain.spec.precision import ZERO16, DType
 from ptrain.spec.spec import ActivationSpec
 from ptrain.timeline import Complete
-from ptrain.traces import model_tables as tables
-from ptrain.traces import write
 from ptrain.traces.facts import facts_of, read_facts
 from ptrain.traces.module_facts import module_facts
 from tests.models_external import Necks, necks
-from tests.pure.build import ODD_SHAPE, make_spec
-from tests.unit.shapes import SHAPES, SMALL_GPT
+from tests.pure.build import ODD_SHAPE, make_spec, setting
+from tests.unit.shapes import SHAPES, SMALL_GPT, traced
 from tests.unit.test_memory import Holder
 
 TORCH = {DType.FP32: torch.float32, DType.FP64: torch.float64, DType.BF16: torch.bfloat16}
@@ -41,7 +36,6 @@ COMPUTE = [
 DROPOUT = [replace(SMALL_GPT, dropout=0.1), replace(SMALL_GPT, dropout=0.2, tied=False)]
 WIDE_HEADS = replace(ODD_SHAPE, hidden=48, heads=6, kv_heads=2, layers=2)
 TIED_HEADS = replace(ODD_SHAPE, kv_heads=3, tied=True)
-VARIANTS = {name: variant for name, *variant in tables.variants()}
 
 
 def text(shape: ModelShape) -> str:
@@ -52,66 +46,28 @@ def text(shape: ModelShape) -> str:
 @pytest.mark.parametrize("shape", [*SHAPES, *DROPOUT, WIDE_HEADS, TIED_HEADS], ids=text)
 def test_a_table_gives_the_trace_of_another_shape_to_the_byte(shape, compute):
     for batch, sequence in ((2, 16), (1, 9), (3, 33)):
-        traced = to_timeline(tables.trace(shape, TORCH[compute], batch=batch, sequence=sequence))
-        derived = activations.timeline(shape, batch=batch, sequence=sequence, compute=compute)
-        assert derived.forward == traced.forward
-        assert derived.backward == traced.backward
+        seen = traced(shape, TORCH[compute], batch=batch, sequence=sequence)
+        derived = timeline(setting(shape, compute, batch=batch, sequence=sequence))
+        assert derived.forward == seen.forward
+        assert derived.backward == seen.backward
 
 
 @pytest.mark.parametrize("shape", [*SHAPES, *DROPOUT], ids=text)
 def test_the_polynomials_by_operator_add_up_to_what_forward_leaves(shape):
-    traced = to_timeline(tables.trace(shape, torch.float32, batch=2, sequence=16))
-    assert sum(size for _, size in traced.saved) == traced.saved_bytes
-    polynomials = activations.saved(shape, DType.FP32, batch=2)
-    values = activations.dimensions(shape, batch=2, sequence=16)
+    seen, whole = traced(shape, torch.float32), setting(shape, sequence=16)
+    assert sum(size for _, size in seen.saved) == seen.saved_bytes
     total = sum(
-        term.size.bytes(values, 4) * (shape.layers if term.part == "block" else 1)
-        for term in polynomials
+        term.size.bytes(whole.values, 4) * (shape.layers if term.part == "block" else 1)
+        for term in saved(whole)
     )
-    assert total == traced.saved_bytes
+    assert total == seen.saved_bytes
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=text)
 def test_gradients_complete_in_the_order_that_the_facts_state(shape):
-    traced = to_timeline(tables.trace(shape, torch.float32, batch=2, sequence=16))
-    order = [item.parameter for item in traced.backward if isinstance(item, Complete)]
+    seen = traced(shape, torch.float32)
+    order = [item.parameter for item in seen.backward if isinstance(item, Complete)]
     assert tuple(order) == facts(shape, 16).gradient_order
-
-
-def committed(name: str) -> object:
-    return archive.table(TablePart.MODEL, name)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(
-            name,
-            marks=() if name in ("llama-untied-gqa-full", "gpt-tied-dropout-bf16-one") else nightly,
-        )
-        for nightly in (pytest.mark.nightly,)
-        for name in VARIANTS
-    ],
-)
-def test_the_committed_tables_are_what_the_command_writes(name):
-    shape, precision, batch, is_for_cuda = VARIANTS[name]
-    table = tables.builder(shape, precision, batch, is_for_cuda=is_for_cuda)
-    written = json.loads(json.dumps(table.build()))
-    stored = committed(name)
-    assert isinstance(stored, dict)
-    if stored["torch"] != written["torch"]:
-        pytest.skip(f"traced with torch {stored['torch']}, this is {written['torch']}")
-    assert written == stored
-
-
-def test_the_command_writes_every_table_that_is_committed():
-    """Attention's kernels only where CUDA's operators can be asked; elsewhere that table stays."""
-    written = {(part, name) for part, name, _ in write.tables(None)}
-    assert written | {(TablePart.KERNEL, "attention")} == set(archive.tables())
-
-
-def test_every_table_that_a_shape_can_ask_for_is_committed():
-    assert archive.names(TablePart.MODEL) == set(VARIANTS)
 
 
 def test_the_tracers_own_hooks_allocate_nothing():
@@ -128,14 +84,14 @@ def test_the_tracers_own_hooks_allocate_nothing():
         meter.phase(Phase.BACKWARD, 0)
         loss.backward()
         del loss
-    traced = to_timeline(tables.trace(ODD_SHAPE, torch.float32, batch=2, sequence=16))
+    seen = traced(ODD_SHAPE, torch.float32)
     level = highest = 0
-    for item in traced.forward:
+    for item in seen.forward:
         highest = max(highest, level + getattr(item, "rise", 0))
         level += getattr(item, "net", 0)
     rows = {row.state: row.device_bytes for row in meter.footprints()}
     peaks = {row.phase: row.device_bytes for row in meter.peaks()}
-    assert rows[State.ACTIVATIONS] == traced.saved_bytes
+    assert rows[State.ACTIVATIONS] == seen.saved_bytes
     assert peaks[Phase.FORWARD] == base + highest
 
 
@@ -148,7 +104,7 @@ def test_a_built_in_model_read_as_a_foreign_one_has_the_same_facts(layers):
     assert read.buffers == stated.buffers
     assert read.gradient_order == stated.gradient_order
     assert read.timeline is not None
-    derived = activations.timeline(shape, batch=2, sequence=16, compute=DType.BF16)
+    derived = timeline(setting(shape, DType.BF16, sequence=16))
     assert (read.timeline.forward, read.timeline.backward) == (derived.forward, derived.backward)
 
 
@@ -164,9 +120,9 @@ class Nudged(Necks):
 
 
 def test_a_gradient_that_autograd_has_to_copy_is_a_copy_in_the_trace():
-    timeline = module_facts(Nudged(), make_spec({})).timeline
-    assert timeline is not None
-    completions = [item for item in timeline.backward if isinstance(item, Complete)]
+    seen = module_facts(Nudged(), make_spec({})).timeline
+    assert seen is not None
+    completions = [item for item in seen.backward if isinstance(item, Complete)]
     copies = [(item.parameter, item.size) for item in completions if item.cloned]
     assert copies == [("nudge", 7 * 4)]
 

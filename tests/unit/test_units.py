@@ -14,17 +14,15 @@ from ptrain.derivation.repeats import everyone
 from ptrain.errors import SpecError
 from ptrain.facts.parameters import facts
 from ptrain.models.build import build
-from ptrain.models.trace import to_timeline
 from ptrain.models.units import blocks_of, unit_modules
 from ptrain.spec.dials import UnitKind, UnitSize
 from ptrain.spec.model import ModelShape
 from ptrain.spec.precision import DType
-from ptrain.traces import model_tables as tables
 from ptrain.traces.module_facts import module_facts
 from tests.models_external import necks
-from tests.pure.build import ODD_SHAPE, make_spec
+from tests.pure.build import ODD_SHAPE, make_spec, setting
 from tests.pure.test_units import SIZES
-from tests.unit.shapes import SHAPES, SMALL_GPT
+from tests.unit.shapes import SHAPES, SMALL_GPT, traced
 
 SUB_BLOCK = UnitSize(kind=UnitKind.SUB_BLOCK)
 TORCH = {DType.FP32: torch.float32, DType.BF16: torch.bfloat16}
@@ -56,11 +54,11 @@ def test_the_formulas_name_the_modules_and_tensors_of_the_module(shape, size):
     "shape", [replace(ODD_SHAPE, layers=5), replace(SMALL_GPT, dropout=0.1)], ids=text
 )
 def test_a_table_gives_the_trace_with_hooks_on_these_units_to_the_byte(shape, size, compute):
-    traced = to_timeline(tables.trace(shape, TORCH[compute], size, batch=2, sequence=16))
+    seen = traced(shape, TORCH[compute], size)
     played = everyone(facts(shape, 16, size).units, shape.layers)
-    derived = activations.timeline(shape, played, batch=2, sequence=16, compute=compute)
-    assert derived.forward == traced.forward
-    assert derived.backward == traced.backward
+    derived = activations.timeline(setting(shape, compute, sequence=16), played)
+    assert derived.forward == seen.forward
+    assert derived.backward == seen.backward
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)

@@ -96,7 +96,7 @@ class Cut:
 
     @property
     def kind(self) -> str:
-        """The name of the tables (`traces.tensor_tables`) that hold what such a rank allocates."""
+        """The name of the tables (`derivation.tables`) that hold what such a rank allocates."""
         step = self.step
         if step.is_naive:
             name = "naive"
