@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping
 from ptrain.derivation.attention import (
     attention_of,
     capabilities,
+    capability,
     leaves_device,
     may_be_fused,
     most_rows,
@@ -82,7 +83,7 @@ def _otherwise(spec: Spec, facts: ModelFacts) -> str:
     one."""
     what = facts.unknown_attention if spec.is_for_cuda else ""
     attention = attention_of(spec)
-    if attention and not attention.has_kernel(spec.sm):
+    if attention and not attention.has_kernel(capability(spec)):
         tokens = f"{attention.sequence} token{'s' * (attention.sequence > 1)}"
         what = f"head_dim {attention.head_dim} in {attention.dtype}, {tokens},"
     return _OTHERWISE.format(what=what) if what else ""
