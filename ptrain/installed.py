@@ -1,24 +1,23 @@
-"""Which torch is installed, by what its distribution says of itself: torch is not imported."""
+"""Whether ptrain runs with the torch that is installed, which is not imported to know it."""
 
 from __future__ import annotations
 
 import platform
 import re
-from importlib import metadata
 from importlib.util import find_spec
 
 from ptrain.errors import refused
-from ptrain.version import TORCH_RANGE, VERSION
+from ptrain.version import TORCH_RANGE, VERSION, torch_version
 
 
 def require_torch() -> None:
     """Raises SpecError where no torch is installed, or one that ptrain does not run with. A torch
-    that has no metadata, as one built in its source folder, is taken as it is."""
-    version = _version()
-    if version is None and find_spec("torch") is not None:
+    that says no version is taken as it is."""
+    version = torch_version()
+    if not version and find_spec("torch") is not None:
         return
-    if version is None or not runs_with(version):
-        state = "is not installed" if version is None else f"{version} is installed"
+    if not runs_with(version):
+        state = f"{version} is installed" if version else "is not installed"
         finding = f"{state}, and ptrain runs with {TORCH_RANGE}"
         raise refused("torch", finding, f"pip install 'torch{TORCH_RANGE}'")
 
@@ -36,16 +35,9 @@ def versions() -> dict[str, str]:
     """The versions of ptrain, torch and Python."""
     return {
         "ptrain": VERSION,
-        "torch": _version() or "not installed",
+        "torch": torch_version() or "not installed",
         "python": platform.python_version(),
     }
-
-
-def _version() -> str | None:
-    try:
-        return metadata.version("torch") or None  # None of a folder that pip left half removed
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _minor(version: str) -> tuple[int, int]:

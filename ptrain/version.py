@@ -15,11 +15,16 @@ def is_tested(torch: str) -> bool:
     return ".".join(torch.split(".")[:2]) in TESTED_TORCH
 
 
-def torch_minor() -> str:
-    """Return the version of torch that is installed without its last number, `2.13`, as a file of
-    its says: reading all distributions takes a while. Nothing where none is."""
+def torch_version() -> str:
+    """Return the version of torch that is installed, as a file of its says: torch is not imported,
+    and reading all distributions takes a while. Nothing where none is, or it does not say."""
     torch = find_spec("torch")
     file = Path(torch.origin).with_name("version.py") if torch and torch.origin else None
     text = file.read_text() if file and file.exists() else ""
-    version = re.search(r"^__version__ = '(\d+\.\d+)", text, re.MULTILINE)
+    version = re.search(r"^__version__ = '(.*)'", text, re.MULTILINE)
     return version.group(1) if version else ""
+
+
+def torch_minor() -> str:
+    """Return that version without its last number: `2.13`."""
+    return ".".join(torch_version().split(".")[:2])

@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 import tomllib
-from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
@@ -48,13 +47,7 @@ VERBS = (  # what starts ranks, or reads a model
 
 def with_torch(version: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """As if torch were installed in this version; None: not at all."""
-
-    def of(_name: str) -> str:
-        if version is None:
-            raise PackageNotFoundError("torch")
-        return version
-
-    monkeypatch.setattr(installed.metadata, "version", of)
+    monkeypatch.setattr(installed, "torch_version", lambda: version or "")
     monkeypatch.setattr(installed, "find_spec", lambda _name: version)
 
 
@@ -62,11 +55,9 @@ def python(arguments: list[str], folder: Path) -> subprocess.CompletedProcess[st
     """A process in `folder` for which the unsupported torch is installed, and fails as an import
     of it may."""
     site = folder / "site"
-    information = site / f"torch-{UNSUPPORTED}.dist-info"
-    information.mkdir(parents=True)
-    text = f"Metadata-Version: 2.1\nName: torch\nVersion: {UNSUPPORTED}\n"
-    (information / "METADATA").write_text(text, encoding="utf-8")
-    (site / "torch.py").write_text("raise AttributeError('torch was imported')", encoding="utf-8")
+    (site / "torch").mkdir(parents=True)
+    (site / "torch" / "__init__.py").write_text("raise AttributeError('torch was imported')")
+    (site / "torch" / "version.py").write_text(f"__version__ = '{UNSUPPORTED}'\n")
     (folder / "work").mkdir()
     return subprocess.run(
         [sys.executable, *arguments],
