@@ -122,16 +122,20 @@ def _usage() -> str:
 
 
 def _refuse(error: PtrainError, *, as_json: bool) -> int:
-    print(error, file=sys.stderr)
-    if as_json:
+    """The exit code of an error, which the first rank alone says where a launcher started many."""
+    from ptrain.train import environment
+    from ptrain.train.refusal import code_of
+
+    code = code_of(error)
+    if as_json and environment.is_first():
         faults = error.faults if isinstance(error, SpecError) else ()
         record = {
             "error": str(error),
-            "exit_code": error.exit_code,
+            "exit_code": code,
             "faults": [
                 {name: getattr(fault, name) for name in fault.__dataclass_fields__}
                 for fault in faults
             ],
         }
         print(json.dumps(record))
-    return error.exit_code
+    return code

@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 
 from ptrain.costs import Column
-from ptrain.errors import DoesNotFit, PtrainError, RankFailed, TrainingStopped
+from ptrain.errors import DoesNotFit, PtrainError, RankFailed, TrainingStopped, refused
 from ptrain.installed import require_torch
 from ptrain.report.reading import read
 from ptrain.report.summary import summary
@@ -78,16 +78,25 @@ def run(
 ) -> Run:
     """Train `spec` on `nproc` ranks of this machine (None: as many as its mesh has).
 
-    Raises SpecError (of a torch that ptrain does not run with too) or DoesNotFit before anything
-    starts, RankFailed or TrainingStopped after.
+    Raises SpecError (of a torch that ptrain does not run with, and of a launcher's rank, too) or
+    DoesNotFit before anything starts, RankFailed or TrainingStopped after.
     """
     require_torch()
+    _require_no_launcher()
     source = spec.resolved if isinstance(spec, Spec) else spec
     resolved = settled(load(source, overrides, world_size=nproc)).resolved
     with tempfile.TemporaryDirectory(prefix="ptrain-") as folder:
         file = Path(folder) / "spec.yaml"
         file.write_text(yaml.safe_dump(dict(resolved), sort_keys=False), encoding="utf-8")
         return _train(file, run_dir=run_dir, allow_import=allow_import)
+
+
+def _require_no_launcher() -> None:
+    """Raises SpecError in one of several ranks, each of which would start a training."""
+    if (started := environment.world_size()) > 1:
+        finding = f"a launcher started {started} ranks, and a training as a call starts its own"
+        remedy = "start it without a launcher; under one `ptrain train SPEC --strict` has a verdict"
+        raise refused("WORLD_SIZE", finding, remedy)
 
 
 def _train(file: Path, *, run_dir: Path | None, allow_import: bool) -> Run:

@@ -14,6 +14,7 @@ from ptrain.cli import main as dispatcher
 from ptrain.cli.main import NOT_YET, VERBS, main
 from ptrain.errors import RankFailed, TrainingStopped, VerdictFailed
 from ptrain.spec.overrides import split_arguments
+from ptrain.train import refusal
 
 ROOT = Path(__file__).parents[2]
 HEAVY = ("torch", "numpy", "transformers", "matplotlib", "pandas")
@@ -178,6 +179,28 @@ def test_every_error_has_its_exit_code(error, code, monkeypatch, capsys):
     monkeypatch.setattr(dispatcher, "_dispatch", fail)
     assert main(["predict", "zero3"]) == code
     assert capsys.readouterr().err == f"{error}\n"
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+@pytest.mark.parametrize(
+    ("words", "finding"),
+    [
+        (["validate", "zero3"], "a launcher started 2 ranks, and a training as a call starts its"),
+        (["verify", "zero3", "--steps", "0"], "a trajectory takes 3 steps at least"),
+        (["predict", "no-such-spec"], "no spec named"),
+    ],
+)
+def test_of_the_ranks_of_a_launcher_the_first_alone_refuses(
+    words, finding, rank, monkeypatch, capsys
+):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setattr(refusal.time, "sleep", lambda seconds: None)
+    assert main([*words, "--json"]) == 2
+    captured = capsys.readouterr()
+    said, record = finding in captured.err, captured.out.startswith('{"error": ')
+    assert (said, record) == (rank == "0", rank == "0")
+    assert rank == "0" or captured == ("", "")
 
 
 def test_an_interrupt_ends_with_130_and_no_traceback(monkeypatch, capsys):
