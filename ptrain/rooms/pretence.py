@@ -25,6 +25,7 @@ from pathlib import Path
 import torch
 
 from ptrain.errors import PtrainError
+from ptrain.output import standard_output
 
 _SOURCES = Path(__file__).parent / "cuda"
 _SM = "PTRAIN_SM"  # the runtime reads it too
@@ -73,7 +74,7 @@ def run(words: Sequence[str], sm: int) -> int:
     """Run `python WORDS` with a GPU of compute capability `sm` to believe in; return its exit code.
     SIGTERM is passed on; ask `lacking` first. Raises Uncompiled where the libraries do not compile,
     and PtrainError where a signal ended the process."""
-    with tempfile.TemporaryDirectory(prefix="ptrain-") as folder:
+    with tempfile.TemporaryDirectory(prefix="ptrain-") as folder, standard_output() as output:
         runtime = _compiled("runtime", Path(folder, "runtime.so"))
         driver = _compiled("driver", Path(folder, "libcuda.so.1"))
         preloaded = [str(runtime), *os.environ.get("LD_PRELOAD", "").split()]
@@ -85,7 +86,7 @@ def run(words: Sequence[str], sm: int) -> int:
             "LD_LIBRARY_PATH": ":".join(filter(None, searched)),
             "CUDA_VISIBLE_DEVICES": "0",
         }
-        with subprocess.Popen([sys.executable, *words], env=environment) as child:
+        with subprocess.Popen([sys.executable, *words], env=environment, stdout=output) as child:
             code = _awaited(child)
     if code < 0:
         raise PtrainError(

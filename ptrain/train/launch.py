@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 from ptrain.errors import PtrainError, RankFailed, TrainingStopped
+from ptrain.output import standard_output
 from ptrain.train import failure, interrupt
 from ptrain.train.environment import Meeting
 from ptrain.train.folder import RunFolder
@@ -87,7 +88,7 @@ def _live(
     inherited: Sequence[int],
 ) -> int:
     """The ranks, from their start until none is left."""
-    with socket.socket() as listener:
+    with socket.socket() as listener, standard_output() as output:
         listener.bind(("127.0.0.1", 0))
         listener.listen(num_ranks + 16)
         address, port = listener.getsockname()
@@ -95,7 +96,12 @@ def _live(
         ranks: list[Rank] = []
         try:
             for rank in start(
-                words, num_ranks=num_ranks, meeting=meeting, folder=folder, inherited=inherited
+                words,
+                num_ranks=num_ranks,
+                meeting=meeting,
+                folder=folder,
+                output=output,
+                inherited=inherited,
             ):
                 ranks.append(rank)
                 rank.has = parts[rank.rank] if parts else ""

@@ -69,14 +69,15 @@ def start(
     num_ranks: int,
     meeting: environment.Meeting,
     folder: RunFolder,
+    output: int | None = None,
     inherited: Sequence[int] = (),
 ) -> Iterator[Rank]:
     """Start all ranks one after the other, `python -m WORDS`. Their errors go to their logs; rank 0
-    keeps our standard output. `inherited`: descriptors that stay open in every rank. Raises
-    RankFailed where a process cannot be started."""
+    prints to `output`, or keeps our standard output. `inherited`: descriptors that stay open in
+    every rank. Raises RankFailed where a process cannot be started."""
     for rank in range(num_ranks):
         try:
-            yield _start(words, rank, num_ranks, meeting, folder, inherited)
+            yield _start(words, rank, num_ranks, meeting, folder, output, inherited)
         except OSError as error:
             raise RankFailed(f"error: rank {rank} cannot be started: {error}") from error
 
@@ -112,6 +113,7 @@ def _start(
     num_ranks: int,
     meeting: environment.Meeting,
     folder: RunFolder,
+    output: int | None,
     inherited: Sequence[int],
 ) -> Rank:
     log, error_file = folder.log(rank), folder.error(rank)
@@ -122,7 +124,7 @@ def _start(
             [sys.executable, "-P", "-m", *words],  # -P: without the current folder
             env=environment.rank_environment(rank, num_ranks, meeting, error_file),
             stdin=subprocess.DEVNULL,
-            stdout=None if rank == 0 else descriptor,
+            stdout=output if rank == 0 else descriptor,
             stderr=descriptor,
             pass_fds=(*inherited, *([meeting.descriptor] if rank == 0 else [])),
             start_new_session=True,  # Ctrl-C reaches the parent alone, which passes it on

@@ -1,0 +1,27 @@
+"""What ranks print goes where the command that started them prints: a notebook's cell, too."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import redirect_stdout
+from io import StringIO
+
+from ptrain.output import standard_output
+from ptrain.train.folder import RunFolder
+from ptrain.train.launch import launch
+
+
+def test_the_first_rank_prints_to_the_stream_that_stands_in_for_standard_output(tmp_path):
+    (tmp_path / "logs").mkdir()
+    with redirect_stdout(StringIO()) as printed:
+        assert launch([], num_ranks=2, folder=RunFolder(tmp_path), module="this") == 0
+    lines = printed.getvalue().splitlines()
+    assert lines[0] == "The Zen of Python, by Tim Peters"
+    assert lines.count(lines[0]) == 1, "the other rank prints to its log"
+    assert lines[-1].startswith("Namespaces are one honking great idea")
+
+
+def test_a_process_of_its_own_keeps_its_standard_output(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", sys.__stdout__)
+    with standard_output() as output:
+        assert output is None
