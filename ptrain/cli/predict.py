@@ -28,8 +28,8 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--reserved",
         action="store_true",
-        help="what CUDA's allocator would reserve, too: simulates the rank that is predicted to "
-        "need most, which takes seconds and torch",
+        help="what CUDA's allocator would reserve, too: simulates one rank of each spec for GPUs, "
+        "the first of those predicted to need most, which takes seconds and torch",
     )
     parser.add_argument(
         "--allow-import", action="store_true", help="let the spec's `target:` import code"
@@ -39,8 +39,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 def _reserved(label: str, derivation: Derivation, spec: Spec, *, allow_import: bool) -> Reserving:
     """By a simulation of the rank that is predicted to need most."""
     if not spec.is_for_cuda:
-        finding = "what is reserved is CUDA's allocator's, and the spec is not for GPUs"
-        raise refused("--reserved", finding, "write device: cuda, or a cluster of GPUs")
+        return Reserving(lines=("", f"{label}: nothing is reserved: not for GPUs"), record=None)
     from ptrain.derivation.workspaces import workspaces
     from ptrain.installed import require_torch
 
@@ -53,11 +52,11 @@ def _reserved(label: str, derivation: Derivation, spec: Spec, *, allow_import: b
     segments = simulate(spec, rank, allow_import=allow_import).reserved(spec)
     within = workspaces(spec)
     whose = (
-        f"{label}: of rank {rank}, by simulating it, with a processor's operators that allocate "
-        "what is known of CUDA's"
+        f"{label}: rank {rank} of {spec.world_size}, the first of those predicted to need most, "
+        "simulated with a processor's operators, which allocate what is known of CUDA's"
     )
     return Reserving(
-        lines=(*reserved_lines(segments, within), whose, ""),
+        lines=("", whose, *reserved_lines(segments, within), ""),
         record={
             "rank": rank,
             **reserved_record(segments),
@@ -82,6 +81,10 @@ def run(args: Namespace) -> int:
             with_reserved=args.reserved,
         )
     ]
+    if args.reserved and not any(prediction.spec.is_for_cuda for prediction in predictions):
+        of_specs = "the spec is not" if len(predictions) == 1 else "none of the specs is"
+        finding = f"what is reserved is CUDA's allocator's, and {of_specs} for GPUs"
+        raise refused("--reserved", finding, "write device: cuda, or a cluster of GPUs")
     if args.json:
         records = [as_record(prediction) for prediction in predictions]
         print_json(records if len(records) > 1 else records[0])
@@ -156,7 +159,7 @@ def as_record(prediction: Prediction) -> dict[str, object]:
         "host_memory": fitting.host_memory,
         "fits": fitting.fits,
         "unknown": fitting.why or None,
-        "reserved": dict(prediction.reserving.record) if prediction.reserving else None,
+        "reserved": prediction.reserving.record if prediction.reserving else None,
         "command": None if fitting.peak_bytes is not None else prediction.telling,
     }
     spec, plan = prediction.spec, derivation.plan

@@ -34,11 +34,11 @@ _BAR = 24  # columns of the longest bar
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reserving:
-    """What CUDA's allocator would reserve on a rank: as text, and as a record by kind of
-    segments."""
+    """What CUDA's allocator would reserve on a rank: as text, and as a record by kind of segments;
+    None of a spec that is not for GPUs."""
 
     lines: tuple[str, ...]
-    record: Mapping[str, object]
+    record: Mapping[str, object] | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -370,12 +370,24 @@ def test_predict_says_what_is_reserved_where_it_is_asked(capsys):
     assert reserved_bytes["rank"] == 0
     assert reserved_bytes["default segments"]["device_bytes"] >= 2 * 2**20
     assert main(words[:-1]) == 0
-    assert "of rank 0, by simulating it" in capsys.readouterr().out
-    assert main((*words[:-1], "precision.layout=fp32,bf16")) == 0
-    both = capsys.readouterr().out
-    assert "precision.layout=fp32: of rank 0" in both and "precision.layout=bf16: of" in both
+    text = capsys.readouterr().out
+    assert "zero3: rank 0 of 2, the first of those predicted to need most, simulated" in text
 
 
-def test_what_a_processor_reserves_is_nobodys_figure(capsys):
-    assert main(("predict", "zero3", *TINY, "--reserved")) == 2
-    assert "the spec is not for GPUs" in capsys.readouterr().err
+def test_of_a_sweep_what_is_reserved_is_said_of_every_spec_for_gpus(capsys):
+    words = ("predict", "zero3", *TINY, "cluster.preset=h100-8", "device=cuda,cpu", "--reserved")
+    assert main(words) == 0
+    text = capsys.readouterr().out
+    assert "device=cuda: rank 0 of 2" in text and "device=cpu: nothing is reserved" in text
+    assert main((*words, "--json")) == 0
+    of_cuda, of_cpu = (record["fit"]["reserved"] for record in json.loads(capsys.readouterr().out))
+    assert of_cuda["rank"] == 0 and of_cpu is None
+
+
+@pytest.mark.parametrize(
+    ("swept", "finding"),
+    [((), "the spec is not for GPUs"), (("mesh.dp_shard=1,2",), "none of the specs is for GPUs")],
+)
+def test_what_a_processor_reserves_is_nobodys_figure(swept, finding, capsys):
+    assert main(("predict", "zero3", *TINY, *swept, "--reserved")) == 2
+    assert finding in capsys.readouterr().err
