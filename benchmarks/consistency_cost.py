@@ -61,7 +61,7 @@ def measure_rank(strategy: str, model: str, rounds: int) -> dict[str, Side]:
     from ptrain.spec.load import load
     from ptrain.train.consistency import Consistency
     from ptrain.train.exchange import Exchange
-    from ptrain.verification.drive import local_batch
+    from ptrain.train.loop import local_batch
 
     data = load(strategy).spec.data_degree
     batch = f"batch={{global: {2 * data}, micro: 2, sequence: 256}}"

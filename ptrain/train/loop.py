@@ -52,7 +52,7 @@ def train(program: Program, parts: Parts, *, first: int = 0) -> Outcome:
     outcome = Outcome(steps=first)
     held_out = None
     for step in range(first, spec.train.steps):
-        local = _batch(program, parts.corpus, step, Split.TRAIN)
+        local = local_batch(program, parts.corpus, step)
         rate = learning_rate(spec.optimizer, step)
         seed_dropout(program, step)
         began = time.perf_counter()
@@ -74,9 +74,12 @@ def train(program: Program, parts: Parts, *, first: int = 0) -> Outcome:
     return outcome
 
 
-def _batch(program: Program, corpus: Corpus, step: int, split: Split) -> LocalBatch:
+def local_batch(
+    program: Program, source: Corpus, step: int, split: Split = Split.TRAIN
+) -> LocalBatch:
+    """Return this rank's share of the global batch of `step` (from 0), on its device."""
     local = batch(
-        corpus,
+        source,
         spec=program.spec,
         step=step,
         data_index=program.data_index,
@@ -95,7 +98,7 @@ def _evaluate(program: Program, parts: Parts) -> float:
     """The mean loss of the held-out batches, the same ones every time."""
     count = program.spec.eval.batches
     shares = [
-        float(program.evaluate(_batch(program, parts.corpus, index, Split.HELD_OUT)))
+        float(program.evaluate(local_batch(program, parts.corpus, index, Split.HELD_OUT)))
         for index in range(count)
     ]
     return parts.exchange.add([sum(shares)])[0] / count

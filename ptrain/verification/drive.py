@@ -3,25 +3,11 @@ what verification runs on every rank."""
 
 from __future__ import annotations
 
-from ptrain.data.corpus import Corpus, Split
-from ptrain.data.sampler import LocalBatch, batch
+from ptrain.data.corpus import Corpus
 from ptrain.interpreter.program import Program
 from ptrain.train.exchange import Exchange
-from ptrain.train.loop import seed_dropout
+from ptrain.train.loop import local_batch, seed_dropout
 from ptrain.train.schedule import learning_rate
-
-
-def local_batch(program: Program, source: Corpus, step: int) -> LocalBatch:
-    """This rank's share of the global batch of `step` (from 0), on its device."""
-    spec = program.spec
-    return batch(
-        source,
-        spec=spec,
-        step=step,
-        data_index=program.data_index,
-        data_degree=spec.data_degree,
-        split=Split.TRAIN,
-    ).to(program.world.device)
 
 
 def drive(program: Program, source: Corpus, step: int) -> tuple[float, float | None]:

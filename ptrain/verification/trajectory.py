@@ -17,6 +17,7 @@ from ptrain.data.corpus import corpus
 from ptrain.interpreter.program import Program
 from ptrain.report.record import Check
 from ptrain.train.exchange import Exchange
+from ptrain.train.loop import local_batch
 from ptrain.verification.capture import Capture
 from ptrain.verification.compare import (
     Tolerances,
@@ -28,7 +29,7 @@ from ptrain.verification.compare import (
     share_of,
 )
 from ptrain.verification.consistency import EVERY, Watch
-from ptrain.verification.drive import drive_and_add, local_batch
+from ptrain.verification.drive import drive_and_add
 from ptrain.verification.induction import Onward
 from ptrain.verification.reference import Trajectory, distance
 from ptrain.verification.references import ReferenceRun, Solo

@@ -11,13 +11,12 @@ from torch.distributed.tensor import DTensor
 
 from ptrain.costs import Estimate, Traffic
 from ptrain.data.corpus import corpus
-from ptrain.data.sampler import batch
 from ptrain.interpreter.program import Program, interpret
 from ptrain.meters.measure import measure
 from ptrain.meters.traffic import TrafficMeter
 from ptrain.rooms.world import World
 from ptrain.spec.spec import Spec
-from ptrain.train.loop import seed_dropout
+from ptrain.train.loop import local_batch, seed_dropout
 from ptrain.train.probe import set_up
 from ptrain.train.schedule import learning_rate
 from ptrain.verification.reference import Trajectory, distance
@@ -47,13 +46,7 @@ def train(
     second: tuple[Traffic, ...] = ()
     measured: Estimate | None = None
     for step in range(steps):
-        local = batch(
-            source,
-            spec=spec,
-            step=step,
-            data_index=program.data_index,
-            data_degree=spec.data_degree,
-        )
+        local = local_batch(program, source, step)
         seed_dropout(program, step)
         lr = learning_rate(spec.optimizer, step)
         if step == measured_step:

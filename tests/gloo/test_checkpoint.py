@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor
 
 from ptrain.algebra.legality import require
 from ptrain.data.corpus import corpus
-from ptrain.data.sampler import batch
 from ptrain.errors import PtrainError
 from ptrain.interpreter.program import Program, interpret
 from ptrain.rooms.world import World
@@ -23,6 +22,7 @@ from ptrain.train import checkpoint, lineage, manifest
 from ptrain.train.exchange import Exchange
 from ptrain.train.folder import RunFolder
 from ptrain.train.index import METADATA, IndexReader
+from ptrain.train.loop import local_batch
 from ptrain.train.resume import resume
 from tests.jobs import TINY
 
@@ -37,13 +37,7 @@ def program_of(name: str, *overrides: str) -> Program:
 
 def step(program: Program, index: int) -> None:
     spec = program.spec
-    local = batch(
-        corpus(spec.data),
-        spec=spec,
-        step=index,
-        data_index=program.data_index,
-        data_degree=spec.data_degree,
-    )
+    local = local_batch(program, corpus(spec.data), index)
     program.forward_backward(local)
     program.step(1e-3)
 

@@ -13,12 +13,12 @@ import torch.distributed as dist
 
 from ptrain.algebra.legality import require
 from ptrain.data.corpus import Split, corpus
-from ptrain.data.sampler import batch
 from ptrain.interpreter.program import interpret
 from ptrain.models.chunked import can_fuse
 from ptrain.rooms.world import World
 from ptrain.spec.load import load
 from ptrain.spec.spec import LossSpec, Spec
+from ptrain.train.loop import local_batch
 from tests.gloo.tensor_runs import run
 from tests.gloo.test_exact import failing
 from tests.ranks import Ranks
@@ -100,14 +100,7 @@ def against_one_device(ranks: Ranks, spec: Spec) -> None:
 def held_out(spec: Spec) -> float:
     """The loss of a program that has learnt nothing, summed over the ranks."""
     program = interpret(spec, world=World.join(spec.timeout))
-    local = batch(
-        corpus(spec.data),
-        spec=spec,
-        step=0,
-        data_index=program.data_index,
-        data_degree=spec.data_degree,
-        split=Split.HELD_OUT,
-    )
+    local = local_batch(program, corpus(spec.data), 0, Split.HELD_OUT)
     share = program.evaluate(local)
     if dist.is_initialized():
         dist.all_reduce(share)

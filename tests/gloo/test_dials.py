@@ -14,7 +14,6 @@ import torch
 from ptrain.axes.data.costs import spread
 from ptrain.costs import Collective, Phase, State
 from ptrain.data.corpus import Split, corpus
-from ptrain.data.sampler import batch
 from ptrain.interpreter.program import interpret
 from ptrain.meters.memory import resident
 from ptrain.rooms.world import World
@@ -22,6 +21,7 @@ from ptrain.spec.spec import Spec
 from ptrain.traces.facts import facts_of
 from ptrain.train import checkpoint
 from ptrain.train.exchange import Exchange
+from ptrain.train.loop import local_batch
 from tests.gloo.outcomes import MEASURED_STEP, Outcome
 from tests.gloo.rows import Setting, default
 from tests.gloo.runs import train
@@ -177,14 +177,7 @@ def test_a_run_goes_on_under_another_placement(
 def _bytes_after_evaluation(spec: Spec) -> dict[State, int]:
     program = interpret(spec, world=World.join(spec.timeout))
     step(program, 0)
-    local = batch(
-        corpus(spec.data),
-        spec=spec,
-        step=0,
-        data_index=program.data_index,
-        data_degree=spec.data_degree,
-        split=Split.HELD_OUT,
-    )
+    local = local_batch(program, corpus(spec.data), 0, Split.HELD_OUT)
     program.evaluate(local)
     return {state: row.device_bytes for state, row in resident(program).items()}
 

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from ptrain.data.corpus import corpus
-from ptrain.data.sampler import LocalBatch, batch
 from ptrain.interpreter.program import Program, interpret
 from ptrain.rooms.world import World
 from ptrain.spec.precision import LAYOUTS
 from ptrain.spec.spec import Spec
 from ptrain.train import checkpoint
 from ptrain.train.exchange import Exchange
+from ptrain.train.loop import local_batch
 from ptrain.verification.compare import FP64
 from ptrain.verification.compare import compare as compare_runs
 from tests.gloo.runs import full_parameters
@@ -32,19 +32,10 @@ RATE = 1e-3
 State = dict[str, torch.Tensor]
 
 
-def local_batch(program: Program, step: int) -> LocalBatch:
-    return batch(
-        corpus(program.spec.data),
-        spec=program.spec,
-        step=step,
-        data_index=program.data_index,
-        data_degree=program.spec.data_degree,
-    )
-
-
 def advance(program: Program, steps: range) -> None:
+    source = corpus(program.spec.data)
     for step in steps:
-        program.forward_backward(local_batch(program, step), RATE)
+        program.forward_backward(local_batch(program, source, step), RATE)
         program.step(RATE)
 
 
@@ -122,7 +113,7 @@ def evaluate_between_steps(spec: Spec) -> list[float]:
     program = interpret(spec, world=World.join(spec.timeout))
     losses = []
     for step in range(STEPS + 1):
-        total = program.evaluate(local_batch(program, 100)).double()
+        total = program.evaluate(local_batch(program, corpus(spec.data), 100)).double()
         torch.distributed.all_reduce(total)
         losses.append(total.item())
         advance(program, range(step, step + 1))

@@ -22,6 +22,7 @@ from ptrain.spec.load import load
 from ptrain.spec.precision import INITIAL_SCALE, LAYOUTS
 from ptrain.spec.spec import Spec
 from ptrain.train import checkpoint
+from ptrain.train.loop import local_batch
 from ptrain.verification.band import loss_band
 from ptrain.verification.compare import FP64, Tolerances, compare
 from ptrain.verification.reference import Trajectory, one_device
@@ -147,13 +148,7 @@ def program_of(spec: Spec) -> Program:
 
 
 def step(program: Program, index: int) -> torch.Tensor | None:
-    local = batch(
-        corpus(program.spec.data),
-        spec=program.spec,
-        step=index,
-        data_index=program.data_index,
-        data_degree=program.spec.data_degree,
-    )
+    local = local_batch(program, corpus(program.spec.data), index)
     program.forward_backward(local, 1e-3)
     return program.step(1e-3)
 

@@ -18,15 +18,15 @@ import torch.distributed as dist
 from torch import nn
 
 from ptrain.algebra.legality import require
-from ptrain.data.corpus import Split, corpus
-from ptrain.data.sampler import LocalBatch, batch
+from ptrain.data.corpus import corpus
 from ptrain.derivation.estimate import own_facts
 from ptrain.errors import RankFailed
-from ptrain.interpreter.program import Program, interpret
+from ptrain.interpreter.program import interpret
 from ptrain.models.llama import Block
 from ptrain.rooms.world import World
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
+from ptrain.train.loop import local_batch
 from ptrain.units import format_count
 from tests import jobs
 
@@ -98,19 +98,11 @@ def spec_of(ranks: int, schedule: str, **replicas: int) -> Spec:
     )
 
 
-def local_batch(program: Program) -> LocalBatch:
-    text = corpus(program.spec.data)
-    index, degree = program.data_index, program.spec.data_degree
-    return batch(
-        text, spec=program.spec, step=0, data_index=index, data_degree=degree, split=Split.TRAIN
-    )
-
-
 def what_a_rank_says(spec: Spec, fault: Fault, broken: int, verb: str) -> str:
     """Of a step in which `fault` happens on the rank `broken`, to the first layer it has."""
     world = World.join(spec.timeout)
     program = interpret(spec, world=world)
-    local = local_batch(program)
+    local = local_batch(program, corpus(spec.data), 0)
     if world.rank == broken:
         layer = next(m for m in program.model.modules() if isinstance(m, Block))
         layer.register_forward_hook(breaks(fault))

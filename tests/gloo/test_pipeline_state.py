@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ptrain.data.corpus import Split, corpus
-from ptrain.data.sampler import LocalBatch, batch
+from ptrain.data.sampler import batch
 from ptrain.errors import PtrainError
 from ptrain.interpreter.program import Program, interpret
 from ptrain.models.build import build
@@ -22,7 +22,7 @@ from ptrain.rooms.world import World
 from ptrain.spec.spec import Spec
 from ptrain.train import checkpoint, manifest
 from ptrain.train.exchange import Exchange
-from ptrain.train.loop import seed_dropout
+from ptrain.train.loop import local_batch, seed_dropout
 from ptrain.train.schedule import learning_rate
 from ptrain.verification.compare import FP64
 from ptrain.verification.compare import compare as compare_runs
@@ -73,18 +73,6 @@ def placed(model: str, placement: Placement, **sections: Any) -> Spec:
     return spec_of(model, schedule, mesh=mesh, data=data or "zero3", batch=accumulate, **sections)
 
 
-def of_step(program: Program, index: int, split: Split = Split.TRAIN) -> LocalBatch:
-    spec = program.spec
-    return batch(
-        corpus(spec.data),
-        spec=spec,
-        step=index,
-        data_index=program.data_index,
-        data_degree=spec.data_degree,
-        split=split,
-    )
-
-
 def summed(share: torch.Tensor) -> float:
     total = share.detach().double().clone()
     if dist.is_initialized():
@@ -104,14 +92,14 @@ def resumed(spec: Spec, folder: str, step: int) -> tuple[Program, Exchange]:
 
 def continue_and_save(spec: Spec, folder: str, first: int) -> Leg:
     program, exchange = resumed(spec, folder, first)
-    losses = []
+    source, losses = corpus(spec.data), []
     for step in range(first, first + STEPS):
         seed_dropout(program, step)
         lr = learning_rate(spec.optimizer, step)
-        losses.append(summed(program.forward_backward(of_step(program, step), lr)))
+        losses.append(summed(program.forward_backward(local_batch(program, source, step), lr)))
         program.step(lr)
     checkpoint.save(program, Path(folder), first + STEPS, exchange)
-    held_out = summed(program.evaluate(of_step(program, HELD_OUT, Split.HELD_OUT)))
+    held_out = summed(program.evaluate(local_batch(program, source, HELD_OUT, Split.HELD_OUT)))
     found = Leg(losses=tuple(losses), parameters=full_parameters(program), held_out=held_out)
     exchange.close()
     return found

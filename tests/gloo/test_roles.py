@@ -13,12 +13,12 @@ import torch
 from ptrain.algebra.legality import require
 from ptrain.costs import State
 from ptrain.data.corpus import corpus
-from ptrain.data.sampler import batch
 from ptrain.interpreter.program import Program, interpret
 from ptrain.meters.roles import Finder, RoleRow
 from ptrain.rooms.world import World
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
+from ptrain.train.loop import local_batch
 from tests.ranks import Ranks
 
 pytestmark = pytest.mark.gloo
@@ -67,13 +67,7 @@ def found(spec: Spec, fault: str = "") -> tuple[RoleRow, ...]:
     if fault:
         declare_wrongly(program, State(fault))
     for step in range(3):
-        local = batch(
-            corpus(spec.data),
-            spec=spec,
-            step=step,
-            data_index=program.data_index,
-            data_degree=spec.data_degree,
-        )
+        local = local_batch(program, corpus(spec.data), step)
         with Finder(program) as finder:
             program.forward_backward(local, RATE)
             program.step(RATE)

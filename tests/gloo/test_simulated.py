@@ -9,7 +9,6 @@ import pytest
 
 from ptrain.costs import Estimate
 from ptrain.data.corpus import corpus
-from ptrain.data.sampler import batch
 from ptrain.interpreter.program import interpret
 from ptrain.meters.measure import measure
 from ptrain.report.record import compare
@@ -20,6 +19,7 @@ from ptrain.spec.load import load
 from ptrain.spec.names import listing
 from ptrain.spec.placement import M
 from ptrain.spec.spec import Spec
+from ptrain.train.loop import local_batch
 from ptrain.train.probe import FIRST_STEADY, set_up
 from tests.ranks import Ranks
 
@@ -57,13 +57,7 @@ def steady(spec: Spec) -> Estimate:
     source = corpus(spec.data)
     estimates = []
     for step in range(FIRST_STEADY + 1):
-        found = batch(
-            source,
-            spec=spec,
-            step=step,
-            data_index=program.data_index,
-            data_degree=spec.data_degree,
-        )
+        found = local_batch(program, source, step)
         with measure(program) as measurement:
             program.forward_backward(found, LR)
             program.step(LR)

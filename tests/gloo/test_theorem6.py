@@ -14,7 +14,6 @@ from ptrain.axes.data.run.target import has_cut_operator
 from ptrain.axes.tensor.run.apply import micro_batch, parallelize
 from ptrain.costs import Phase, State, Traffic
 from ptrain.data.corpus import corpus
-from ptrain.data.sampler import batch
 from ptrain.errors import BrokenPlan
 from ptrain.interpreter.execute import execute
 from ptrain.interpreter.program import Program, interpret, planned
@@ -24,6 +23,7 @@ from ptrain.plan.composition import are_consecutive, have_one_of_each, theorem_6
 from ptrain.rooms.world import World
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import Plan, Ran
+from ptrain.train.loop import local_batch
 from tests.gloo.tensor_cases import SIZES, spec_of
 from tests.ranks import Ranks
 
@@ -94,13 +94,7 @@ def moved(spec: Spec, *, is_wrapped_first: bool) -> set[bool]:
     assert holding == [True, not is_wrapped_first, True]
     cut = [each for each in program.model.parameters() if has_cut_operator(each)]
     before = [local_of(each).detach().clone() for each in cut]
-    samples = batch(
-        corpus(spec.data),
-        spec=spec,
-        step=0,
-        data_index=program.data_index,
-        data_degree=spec.data_degree,
-    )
+    samples = local_batch(program, corpus(spec.data), 0)
     program.forward_backward(samples)
     program.step(1e-3)
     after = [local_of(each) for each in cut]
@@ -108,15 +102,9 @@ def moved(spec: Spec, *, is_wrapped_first: bool) -> set[bool]:
 
 
 def seen_of(program: Program, steps: int) -> Seen:
-    spec, source = program.spec, corpus(program.spec.data)
+    source = corpus(program.spec.data)
     for step in range(steps):
-        local = batch(
-            source,
-            spec=spec,
-            step=step,
-            data_index=program.data_index,
-            data_degree=spec.data_degree,
-        )
+        local = local_batch(program, source, step)
         with measure(program) as measurement:
             program.forward_backward(local)
             program.step(1e-3)

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from ptrain.axes.pipeline.run.staged import Staged
 from ptrain.costs import Collective, State, Traffic
 from ptrain.data.corpus import corpus
-from ptrain.data.sampler import batch
 from ptrain.derivation.estimate import derive
 from ptrain.interpreter.program import interpret
 from ptrain.meters.measure import Measurement, measure
@@ -22,6 +21,7 @@ from ptrain.meters.traffic import group_of
 from ptrain.plan.composition import are_consecutive, are_within, have_one_of_each, theorem_7
 from ptrain.rooms.world import World
 from ptrain.spec.spec import Spec
+from ptrain.train.loop import local_batch
 from tests.gloo.pipeline_cases import SIZES, spec_of
 from tests.ranks import Ranks
 
@@ -66,13 +66,7 @@ def watch(spec: Spec) -> Seen:
     """Some steps on this rank, with the meters on the last of them."""
     program = interpret(spec, world=World.join(spec.timeout))
     for step in range(STEPS):
-        local = batch(
-            corpus(spec.data),
-            spec=spec,
-            step=step,
-            data_index=program.data_index,
-            data_degree=spec.data_degree,
-        )
+        local = local_batch(program, corpus(spec.data), step)
         with measure(program) as measurement:
             ends = _ends(measurement)
             program.forward_backward(local)
