@@ -15,17 +15,15 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 import torch
 import torch.distributed as dist
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ptrain.costs import Blocked
 from ptrain.meters.traffic import SILENT, group_of
+from ptrain.models.ledger import OperatorMode
 
 _CALLS = (
     "allreduce", "allreduce_coalesced", "_allgather_base", "all_gather_single", "allgather",
@@ -38,7 +36,7 @@ _WORK = torch._C._distributed_c10d.Work
 Axes = tuple[str, ...]
 
 
-class Stopwatch(TorchDispatchMode):
+class Stopwatch(OperatorMode):
     """Adds up while it is entered, for the groups that have axes; on gloo. Elsewhere `absent` says
     why there are no rows."""
 
@@ -143,16 +141,7 @@ class Stopwatch(TorchDispatchMode):
             self._add(self._unwaited[next(reversed(self._unwaited))], seconds)
         self._unwaited.clear()
 
-    def __torch_dispatch__(
-        self,
-        function: Any,
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        if any(issubclass(kind, DTensor | AsyncCollectiveTensor) for kind in types):
-            return NotImplemented  # they turn into operators on plain tensors, or wait, first
-        kwargs = kwargs or {}
+    def operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if function.namespace == "_c10d_functional":
             return self._dispatch_functional(function, args, kwargs)
         result = function(*args, **kwargs)

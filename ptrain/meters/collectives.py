@@ -11,15 +11,13 @@ tensor is sent, which tells two calls of one shape apart whose order is swapped.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Self
 
 import torch
 import torch.distributed as dist
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from ptrain.costs import Phase
@@ -28,7 +26,7 @@ from ptrain.meters import holdings
 from ptrain.meters.digest import digests, of_bytes
 from ptrain.meters.replicas import SupportsGather
 from ptrain.meters.traffic import SILENT, group_of
-from ptrain.models.ledger import storage_of
+from ptrain.models.ledger import OperatorMode, storage_of
 from ptrain.report.calls import Call, culprit, differing
 from ptrain.report.finding import Culprit, Departure, Moment
 from ptrain.spec.axis import Axis
@@ -59,7 +57,7 @@ _BESIDE = "all "  # begins the key of groups over the same axes
 _Work = torch._C._distributed_c10d.Work
 
 
-class CollectiveLedger(TorchDispatchMode):
+class CollectiveLedger(OperatorMode):
     """Enter it around a step, then `check` on all ranks. Costs what overlap saves, a pass over
     every output, and some 0.5 ms a call."""
 
@@ -87,16 +85,7 @@ class CollectiveLedger(TorchDispatchMode):
         super().__exit__(*error)
         self.program.observers.remove(self)
 
-    def __torch_dispatch__(
-        self,
-        function: Any,
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        if any(issubclass(kind, DTensor | AsyncCollectiveTensor) for kind in types):
-            return NotImplemented  # they turn into operators on plain tensors, or wait, first
-        kwargs = kwargs or {}
+    def operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if function.namespace not in ("c10d", "_c10d_functional"):
             return function(*args, **kwargs)
         name = function._schema.name.partition("::")[2]

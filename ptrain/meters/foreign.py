@@ -12,7 +12,7 @@ gradients. Groups have the names of the mesh dimensions that the parameters are 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Self
 
@@ -21,13 +21,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ptrain.axes.data.run.fully_sharded import parameter_groups
 from ptrain.costs import Collective, Phase, State
 from ptrain.errors import PtrainError
 from ptrain.interpreter.program import Observer
-from ptrain.models.ledger import local
+from ptrain.models.ledger import OperatorMode, local
 from ptrain.rooms.registry import Registry
 
 _GATHERS = (Collective.ALL_GATHER, Collective.BROADCAST, Collective.GATHER, Collective.SCATTER)
@@ -101,7 +100,7 @@ def state_of(collective: Collective, phase: Phase) -> State:
     return State.ACTIVATIONS if phase is Phase.FORWARD else State.GRADIENTS
 
 
-class PhaseWatch(TorchDispatchMode):
+class PhaseWatch(OperatorMode):
     """Tells observers the phase of a model that does not tell it itself."""
 
     def __init__(self, module: nn.Module, observers: Sequence[Observer]) -> None:
@@ -129,21 +128,13 @@ class PhaseWatch(TorchDispatchMode):
         for observer in self._observers:
             observer.phase(phase, 0 if phase is Phase.UPDATE else self._micro_batch)
 
-    def __torch_dispatch__(
-        self,
-        function: Any,
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # DTensor turns into operators on local tensors first
+    def operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if _is_backward():
             if self._phase is Phase.FORWARD:
                 self._enter(Phase.BACKWARD)
         elif self._phase is Phase.BACKWARD:
             self._enter(Phase.UPDATE)
-        return function(*args, **(kwargs or {}))
+        return function(*args, **kwargs)
 
 
 def _is_backward() -> bool:

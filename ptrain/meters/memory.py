@@ -14,7 +14,7 @@ from __future__ import annotations
 import gc
 import time
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any, Protocol, Self
 
 import torch
@@ -109,16 +109,10 @@ class MemoryMeter(Ledger):
         self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._older: set[int] = set()
 
-    def __torch_dispatch__(
-        self,
-        function: Any,
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._settle()
         self._let_go()
-        result = super().__torch_dispatch__(function, types, args, kwargs)
+        result = super().operator(function, args, kwargs)
         self._after_collective = _is_of_threads(function, self._device)
         if self._after_collective:
             for tensor in tree_leaves((args, kwargs)):

@@ -13,7 +13,7 @@ Note: of a storage that nothing read or wrote in the step no role is known; `Rol
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
@@ -28,7 +28,7 @@ from torch.optim.optimizer import (
 from torch.utils._pytree import tree_iter
 
 from ptrain.costs import State
-from ptrain.models.ledger import Ledger, is_wrapper, storage_of
+from ptrain.models.ledger import Ledger, storage_of
 from ptrain.units import format_bytes
 
 # Operators that hand elements on: what they write comes from all that they read.
@@ -191,17 +191,9 @@ class Finder(Ledger):
     def died(self, key: int, size: int) -> None:
         self._numbers.pop(key, None)
 
-    def __torch_dispatch__(
-        self,
-        function: Any,
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        if any(is_wrapper(kind) for kind in types):
-            return NotImplemented  # they turn into operators on plain tensors, or wait, first
-        result = super().__torch_dispatch__(function, types, args, kwargs)
-        ends = _ends(function, args, kwargs or {}, result)
+    def operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = super().operator(function, args, kwargs)
+        ends = _ends(function, args, kwargs, result)
         if ends is not None:
             read = {self._number(tensor) for tensor in ends[0]}
             for tensor in ends[1]:

@@ -9,17 +9,15 @@ was seen, in this module alone: the predictor has its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ptrain.costs import Collective, Phase, State, Traffic, TrafficKey, add_traffic
-from ptrain.models.ledger import storage_of
+from ptrain.models.ledger import OperatorMode, storage_of
 from ptrain.models.tags import is_tagged, tier_of
 from ptrain.rooms.registry import Registry
 from ptrain.spec.axis import Axis
@@ -68,7 +66,7 @@ _MOVES = {
 }
 
 
-class TrafficMeter(TorchDispatchMode):
+class TrafficMeter(OperatorMode):
     """Counts while it is entered; the program tells it the phase. Costs 5 us an operator."""
 
     def __init__(
@@ -101,22 +99,14 @@ class TrafficMeter(TorchDispatchMode):
         """Return what ran, one row per kind of call."""
         return add_traffic(self._rows)
 
-    def __torch_dispatch__(
-        self,
-        function: Any,
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # DTensor turns into operators on local tensors first
-        result = function(*args, **(kwargs or {}))
+    def operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = function(*args, **kwargs)
         if function in _COPIES:
             self._count_moves(function, args, result)
         elif function.namespace in _NAMESPACES:
             name = function._schema.name.partition("::")[2]
             if name not in SILENT:
-                self._count(name, args, kwargs or {}, result)
+                self._count(name, args, kwargs, result)
         return result
 
     def _count(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:

@@ -5,7 +5,7 @@ Values are others: it is for traces and simulations, which read sizes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,9 +14,8 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from ptrain.models.ledger import is_wrapper
+from ptrain.models.ledger import OperatorMode
 from ptrain.models.numerics import DTYPE_NAMES
 
 _ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -54,7 +53,7 @@ def kernels_of(*, is_for_cuda: bool, keeping: Keeping | None = None) -> Iterator
         yield unknown
 
 
-class _Attention(TorchDispatchMode):
+class _Attention(OperatorMode):
     """Fused attention keeps a number for each row, batch and head for backward, on GPUs in a
     kernel's own measure, and beside them seed and offset of its dropout, which are put into the
     same storage here. `drops`: dropout is asked of the attention that runs, and
@@ -65,16 +64,8 @@ class _Attention(TorchDispatchMode):
         self.keeping, self.unknown = keeping, unknown
         self.drops = self.goes_by_operators = False
 
-    def __torch_dispatch__(
-        self,
-        function: Any,
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        if any(is_wrapper(kind) for kind in types):
-            return NotImplemented
-        result = function(*args, **(kwargs or {}))
+    def operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = function(*args, **kwargs)
         if function is not _ATTENTION:
             self.goes_by_operators |= function._schema.name in _SOFTMAX
             return result
@@ -82,7 +73,7 @@ class _Attention(TorchDispatchMode):
         query, key = args[:2]
         sequence, head_dim = query.shape[-2:]
         is_grouped = key.shape[1] != query.shape[1]
-        is_masked = (kwargs or {}).get("attn_mask") is not None
+        is_masked = kwargs.get("attn_mask") is not None
         kept_by = self.keeping(
             query.dtype, head_dim, sequence, drops=self.drops, is_grouped=is_grouped
         )

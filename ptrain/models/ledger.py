@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Self
 
@@ -23,17 +24,32 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return held.elem if isinstance(held, AsyncCollectiveTensor) else held
 
 
-def is_wrapper(kind: type) -> bool:
-    """Return whether operators on such tensors turn into operators on plain ones."""
-    return issubclass(kind, DTensor | AsyncCollectiveTensor)
-
-
 def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
     """The bytes behind a tensor, shared by all its views."""
     return local(tensor).untyped_storage()
 
 
-class Ledger(TorchDispatchMode):
+class OperatorMode(TorchDispatchMode):
+    """Sees the operators on plain tensors while it is entered: those on others turn into them, or
+    wait, first."""
+
+    def __torch_dispatch__(
+        self,
+        function: Any,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if any(issubclass(kind, DTensor | AsyncCollectiveTensor) for kind in types):
+            return NotImplemented
+        return self.operator(function, args, kwargs or {})
+
+    @abstractmethod
+    def operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator, and return its result."""
+
+
+class Ledger(OperatorMode):
     """Follows every storage from birth to death while it is entered.
 
     Operators give birth, `UntypedStorage.resize_` grows and shrinks (FSDP2 frees by resizing to
@@ -78,18 +94,10 @@ class Ledger(TorchDispatchMode):
         del self._references[key]
         self.died(key, self.sizes.pop(key))
 
-    def __torch_dispatch__(
-        self,
-        function: Any,
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        if any(is_wrapper(kind) for kind in types):
-            return NotImplemented  # they turn into operators on plain tensors, or wait, first
+    def operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         for tensor in _tensors((args, kwargs)):
             self.watch(tensor)
-        result = function(*args, **(kwargs or {}))
+        result = function(*args, **kwargs)
         for tensor in _tensors(result):
             storage = storage_of(tensor)
             if self._follow(storage):

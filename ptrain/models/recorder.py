@@ -72,21 +72,14 @@ class Recorder(Ledger):
         for handle in self._handles:
             handle.remove()
 
-    def __torch_dispatch__(
-        self,
-        function: Any,
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if function is torch.ops.aten.add_.Tensor:
             self._note_addition(*args)
         self._settle()
         self._draws |= draws(function)
         self._of_call = 0
-        result = super().__torch_dispatch__(function, types, args, kwargs)
-        if result is not NotImplemented:
-            self._note_work(function, args, result)
+        result = super().operator(function, args, kwargs)
+        self._note_work(function, args, result)
         return result
 
     def _note_addition(self, to: Tensor, added: object, *_: Any) -> None:

@@ -148,15 +148,9 @@ class Follower(Ledger):
                     del self._opened[key]
                     self._learnt[key] = frozenset()
 
-    def __torch_dispatch__(
-        self,
-        function: Any,
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         read = [_key(tensor) for tensor in _tensors((args, kwargs))]
-        result = super().__torch_dispatch__(function, types, args, kwargs)
+        result = super().operator(function, args, kwargs)
         if not function._schema.name.endswith(_SHAPES_ALONE):
             self._judge(read)
             for tensor in _tensors(result):

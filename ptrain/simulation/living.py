@@ -7,7 +7,7 @@ operator, the module, the phase) and what was said of it since, so that the peak
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -100,16 +100,9 @@ class LivingMeter(MemoryMeter):
         )
         super().born(key, storage, operator)
 
-    def __torch_dispatch__(
-        self,
-        function: Any,
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        result = super().__torch_dispatch__(function, types, args, kwargs)
-        if result is not NotImplemented:
-            self._take_within(self._within(function._schema.name, args))
+    def operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = super().operator(function, args, kwargs)
+        self._take_within(self._within(function._schema.name, args))
         return result
 
     def _take_within(self, sizes: tuple[int, ...]) -> None:

@@ -7,15 +7,13 @@ know fused attention on a processor, nor the fused loss; this looks below and do
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from ptrain.costs import Operations, Phase
-from ptrain.models.ledger import is_wrapper
+from ptrain.models.ledger import OperatorMode
 from ptrain.models.recomputing import runs_again
 
 _aten = torch.ops.aten
@@ -31,7 +29,7 @@ _ATTENTION = "aten::_scaled_dot_product_"
 _FUSED = "torch_nn::_linear_cross_entropy_batch_chunked_no_reduction"
 
 
-class OperationsMeter(TorchDispatchMode):
+class OperationsMeter(OperatorMode):
     """Counts while it is entered; the program tells it the phase."""
 
     def __init__(self, *, rank: int) -> None:
@@ -44,16 +42,8 @@ class OperationsMeter(TorchDispatchMode):
     def phase(self, phase: Phase, micro_batch: int) -> None:
         self._phase = phase
 
-    def __torch_dispatch__(
-        self,
-        function: Any,
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        if any(is_wrapper(kind) for kind in types):
-            return NotImplemented  # it turns into operators on plain tensors
-        result = function(*args, **(kwargs or {}))
+    def operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = function(*args, **kwargs)
         packet = getattr(function, "_overloadpacket", None)
         formula = flop_registry.get(_ALIKE.get(packet, packet))
         if self._phase is Phase.UPDATE:
@@ -61,7 +51,7 @@ class OperationsMeter(TorchDispatchMode):
         if _ATTENTION in function._schema.name and self._phase is Phase.FORWARD:
             self._attention[function._schema.name.removeprefix(_ATTENTION)] = None
         if formula is not None:
-            self._add(int(formula(*args, **(kwargs or {}), out_val=result)))
+            self._add(int(formula(*args, **kwargs, out_val=result)))
         elif function._schema.name == _FUSED:
             self._add_logits(args[0], args[1])
         return result

@@ -24,8 +24,8 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from ptrain.models.ledger import OperatorMode
 from ptrain.spec.spec import Spec
 from ptrain.verification.reference import Around, MicroBatch, Pass, ReferenceTraining, nothing
 
@@ -35,7 +35,7 @@ aten = torch.ops.aten
 Rule: TypeAlias = "Callable[..., Tensor]"
 
 
-class PermutedSums(TorchDispatchMode):
+class PermutedSums(OperatorMode):
     """Every operator that adds up, in an order that `generator` draws anew for each call."""
 
     def __init__(self, generator: torch.Generator) -> None:
@@ -51,17 +51,11 @@ class PermutedSums(TorchDispatchMode):
             aten.embedding_dense_backward.default: self._rows,
         }
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         rule = self.rules.get(func)
         if rule is None or not args[0].is_floating_point():
-            return func(*args, **(kwargs or {}))
-        return rule(*args, **(kwargs or {}))
+            return func(*args, **kwargs)
+        return rule(*args, **kwargs)
 
     def _drawn(self, size: int) -> tuple[Tensor, int]:
         """An order of `size` terms, and in how many groups they are."""

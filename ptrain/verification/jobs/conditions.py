@@ -3,7 +3,7 @@ same reference on every rank, and a loop that does the same when it is run again
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,9 +12,9 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ptrain.errors import PtrainError
+from ptrain.models.ledger import OperatorMode
 from ptrain.verification.jobs.job import Job
 from ptrain.verification.jobs.ranks import Ranks
 
@@ -44,22 +44,16 @@ def require_comparable(reference: Job, loop: Job) -> None:
                 )
 
 
-class Alone(TorchDispatchMode):
+class Alone(OperatorMode):
     """Refuses collectives: the reference is one device, on every rank."""
 
-    def __torch_dispatch__(
-        self,
-        function: Any,
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if function.namespace in _COLLECTIVES:
             raise PtrainError(
                 f"verify: the reference's step communicates ({function.__name__})\n"
                 "  remedy: give the reference a step without collectives: it has the whole batch"
             )
-        return function(*args, **(kwargs or {}))
+        return function(*args, **kwargs)
 
 
 def require_one_reference(ranks: Ranks, checksums: Mapping[str, str]) -> None:
