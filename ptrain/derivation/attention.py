@@ -70,6 +70,12 @@ class FusedAttention:
         table = archive.table(TablePart.KERNEL, "attention")
         return Statistics(self.sequence, *table["kernels"][kernel])
 
+    def goes_by_operators(self, sm: int | None) -> bool:
+        """Return whether torch was asked for this capability, and takes no kernel there though a
+        kernel takes such a head_dim: nothing is padded."""
+        is_known = sm in capabilities() and self.sequence > 1
+        return is_known and self.head_dim % HEAD_DIM_MULTIPLE == 0 and self.kernel(sm) is None
+
     def has_kernel(self, sm: int | None) -> bool:
         """Return whether torch takes a kernel on GPUs of this compute capability; on any that it
         was asked for, where this one is not among them."""

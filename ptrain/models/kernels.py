@@ -14,23 +14,38 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ptrain.models.ledger import OperatorMode
 from ptrain.models.numerics import DTYPE_NAMES
 
 _ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_LAYER_NORM = torch.ops.aten.native_layer_norm.default
+_WIDE_BYTES = 4
 _SOFTMAX = ("aten::_softmax", "aten::_safe_softmax")  # of attention operator by operator
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionCall:
+    """What decides how a GPU computes attention. `is_grouped`: keys have fewer heads than
+    queries."""
+
+    dtype: torch.dtype
+    head_dim: int
+    sequence: int
+    drops: bool
+    is_grouped: bool
 
 
 class Keeping(Protocol):
     """Says what a GPU's attention keeps."""
 
-    def __call__(
-        self, dtype: torch.dtype, head_dim: int, sequence: int, *, drops: bool, is_grouped: bool
-    ) -> Callable[[int], int] | None:
+    def __call__(self, call: AttentionCall) -> Callable[[int], int] | None:
         """Return a function that gives the bytes it keeps beside its output, of those that a
-        processor's does; None where nobody knows. `is_grouped`: keys have fewer heads than
-        queries."""
+        processor's does; None where nobody knows."""
+
+    def goes_by_operators(self, call: AttentionCall) -> bool:
+        """Return whether it is known that a GPU computes it operator by operator."""
 
 
 @dataclass(slots=True)
@@ -49,8 +64,20 @@ def kernels_of(*, is_for_cuda: bool, keeping: Keeping | None = None) -> Iterator
         yield unknown
         return
     attention = _Attention(keeping, unknown) if keeping else None
-    with _dropping_as_cuda(attention), attention or nullcontext():
+    with _dropping_as_cuda(attention), _Norms(), attention or nullcontext():
         yield unknown
+
+
+class _Norms(OperatorMode):
+    """LayerNorm keeps mean and deviation of each row: in fp32 at least on a GPU, and on a processor
+    as wide as its input."""
+
+    def operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = function(*args, **kwargs)
+        if function is not _LAYER_NORM or result[1].itemsize >= _WIDE_BYTES:
+            return result
+        y, *kept = result
+        return y, *(_in_more(rows, rows.numel() * _WIDE_BYTES) for rows in kept)
 
 
 class _Attention(OperatorMode):
@@ -71,34 +98,60 @@ class _Attention(OperatorMode):
             return result
         y, kept = result
         query, key = args[:2]
-        sequence, head_dim = query.shape[-2:]
-        is_grouped = key.shape[1] != query.shape[1]
+        call = _call(query, key, drops=self.drops)
         is_masked = kwargs.get("attn_mask") is not None
-        kept_by = self.keeping(
-            query.dtype, head_dim, sequence, drops=self.drops, is_grouped=is_grouped
-        )
+        kept_by = self.keeping(call)
         if kept_by is None or is_masked:
-            words = ("a mask" * is_masked, "fewer heads of keys" * is_grouped)
+            words = ("a mask" * is_masked, "fewer heads of keys" * call.is_grouped)
             what = " and ".join(filter(None, words))
             self._note(query, what)
             return result
         return y, _in_more(kept, kept_by(kept.nbytes))
 
-    def runs(self, attend: Callable[..., Tensor], query: Tensor, *, drops: bool) -> Tensor:
-        """Return the output of an attention of this query. Of one that goes operator by operator
-        on a processor, nobody knows whether a GPU has a kernel."""
+    def runs(
+        self,
+        attend: Callable[..., Tensor],
+        query: Tensor,
+        key: Tensor,
+        *,
+        drops: bool,
+        is_masked: bool,
+    ) -> Tensor:
+        """Return the output of an attention. Of one that goes operator by operator on a processor,
+        nobody knows whether a GPU has a kernel; one that does so on a GPU is made to here, where
+        there is no mask and nothing drops out between its operators, and no GPU has confirmed
+        it."""
         self.drops, self.goes_by_operators = drops, False
+        is_known = not drops and not is_masked and _is_whole(query, key)
+        by_operators = is_known and self.keeping.goes_by_operators(_call(query, key, drops=False))
         try:
-            y = attend()
+            with sdpa_kernel(SDPBackend.MATH) if by_operators else nullcontext():
+                y = attend()
         finally:
             self.drops = False
         if self.goes_by_operators:
-            self._note(query, "operator by operator on a processor")
+            self._note(query, f"operator by operator on a {'GPU' if by_operators else 'processor'}")
         return y
 
     def _note(self, query: Tensor, what: str) -> None:
         size = f"head_dim {query.shape[-1]} in {DTYPE_NAMES.get(query.dtype, query.dtype)}"
         self.unknown.attention[f"{size}, {what}" if what else size] = None
+
+
+def _is_whole(query: Tensor, key: Tensor) -> bool:
+    """Whether these have samples, heads, tokens and features, of as many tokens."""
+    return query.dim() == key.dim() == 4 and query.shape[-2] == key.shape[-2]
+
+
+def _call(query: Tensor, key: Tensor, *, drops: bool) -> AttentionCall:
+    sequence, head_dim = query.shape[-2:]
+    return AttentionCall(
+        dtype=query.dtype,
+        head_dim=head_dim,
+        sequence=sequence,
+        drops=drops,
+        is_grouped=key.shape[1] != query.shape[1],
+    )
 
 
 def _in_more(tensor: Tensor, size: int) -> Tensor:
@@ -130,7 +183,8 @@ def _dropping_as_cuda(attention: _Attention | None) -> Iterator[None]:
         if attention is None:
             y: Tensor = without()
             return y
-        return attention.runs(without, query, drops=dropout_p > 0.0)
+        is_masked = attn_mask is not None
+        return attention.runs(without, query, key, drops=dropout_p > 0.0, is_masked=is_masked)
 
     def masked(
         input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False

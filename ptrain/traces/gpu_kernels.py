@@ -6,10 +6,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
-import torch
-
 from ptrain.derivation.attention import FusedAttention, capability
-from ptrain.models.kernels import UnknownKernels, kernels_of
+from ptrain.models.kernels import AttentionCall, UnknownKernels, kernels_of
 from ptrain.models.numerics import DTYPE_NAMES
 from ptrain.spec.spec import Spec
 
@@ -27,19 +25,25 @@ class _Kept:
 
     sm: int | None
 
-    def __call__(
-        self, dtype: torch.dtype, head_dim: int, sequence: int, *, drops: bool, is_grouped: bool
-    ) -> Callable[[int], int] | None:
-        if dtype not in DTYPE_NAMES:
-            return None
-        attention = FusedAttention(
-            dtype=DTYPE_NAMES[dtype],
-            head_dim=head_dim,
-            sequence=sequence,
-            drops=drops,
-            is_grouped=is_grouped,
-        )
-        if not attention.has_kernel(self.sm):
+    def __call__(self, call: AttentionCall) -> Callable[[int], int] | None:
+        attention = _attention(call)
+        if attention is None or not attention.has_kernel(self.sm):
             return None
         kept = attention.statistics(self.sm)
         return kept.of if kept else lambda size: size
+
+    def goes_by_operators(self, call: AttentionCall) -> bool:
+        attention = _attention(call)
+        return attention is not None and attention.goes_by_operators(self.sm)
+
+
+def _attention(call: AttentionCall) -> FusedAttention | None:
+    if call.dtype not in DTYPE_NAMES:
+        return None
+    return FusedAttention(
+        dtype=DTYPE_NAMES[call.dtype],
+        head_dim=call.head_dim,
+        sequence=call.sequence,
+        drops=call.drops,
+        is_grouped=call.is_grouped,
+    )

@@ -1,9 +1,10 @@
-"""A processor stands in for a GPU's attention where it has a kernel too; where it goes operator by
-operator, nobody knows what the GPU does."""
+"""A processor stands in for a GPU's attention where it has a kernel too, and for its norms; where
+attention goes operator by operator, nobody knows what the GPU does."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -11,13 +12,22 @@ import torch.nn.functional as F
 
 from ptrain.derivation import attention
 from ptrain.derivation.estimate import derive, facts_from_shape
-from ptrain.models.kernels import kernels_of
+from ptrain.models.kernels import AttentionCall, kernels_of
+from ptrain.models.ledger import storage_of
+from ptrain.models.recorder import Recorder
 from ptrain.spec.load import load
 from ptrain.traces.gpu_kernels import kernels_for
 
 
-def keeping(*_: object, **__: object) -> Callable[[int], int]:
-    return lambda size: size
+@dataclass(frozen=True)
+class Keeping:
+    """Of a GPU that keeps what a processor does, and whose grouped attention has no kernel."""
+
+    def __call__(self, call: AttentionCall) -> Callable[[int], int]:
+        return lambda size: size
+
+    def goes_by_operators(self, call: AttentionCall) -> bool:
+        return call.is_grouped
 
 
 @pytest.mark.parametrize(
@@ -30,7 +40,7 @@ def keeping(*_: object, **__: object) -> Callable[[int], int]:
 )
 def test_attention_that_is_no_kernel_here_is_noted(query, value, noted):
     query, key, value = (torch.zeros(size, requires_grad=True) for size in (query, query, value))
-    with kernels_of(is_for_cuda=True, keeping=keeping) as unknown:
+    with kernels_of(is_for_cuda=True, keeping=Keeping()) as unknown:
         F.scaled_dot_product_attention(query, key, value, is_causal=True)
     assert [*unknown.attention] == noted
 
@@ -48,3 +58,31 @@ def test_what_is_derived_and_what_is_simulated_know_the_same_attention(kept, is_
     with kernels_for(spec) as unknown:
         F.scaled_dot_product_attention(query, query, query, is_causal=True)
     assert (not unknown.attention) is is_known
+
+
+def test_attention_that_is_no_kernel_there_goes_operator_by_operator_here():
+    query, key = torch.zeros(2, 4, 3, 8, requires_grad=True), torch.zeros(2, 2, 3, 8)
+    recorder = Recorder(torch.nn.Identity(), ())
+    with kernels_of(is_for_cuda=True, keeping=Keeping()) as unknown, recorder:
+        F.scaled_dot_product_attention(query, key, key, is_causal=True, enable_gqa=True)
+    assert [*unknown.attention] == ["head_dim 8 in fp32, operator by operator on a GPU"]
+    assert 2 * 4 * 3 * 3 * 4 in recorder.recording().sizes.values()  # scores
+
+
+def test_what_attention_with_a_mask_is_there_nobody_knows():
+    query, key = torch.zeros(2, 4, 3, 8, requires_grad=True), torch.zeros(2, 2, 3, 8)
+    mask = torch.zeros(3, 3)
+    with kernels_of(is_for_cuda=True, keeping=Keeping()) as unknown:
+        F.scaled_dot_product_attention(query, key, key, mask, enable_gqa=True)
+    assert [*unknown.attention] == ["head_dim 8 in fp32, a mask and fewer heads of keys"]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_norm_keeps_its_rows_in_fp32_whatever_its_input_is(dtype):
+    x, weight = torch.ones(5, 8, dtype=dtype, requires_grad=True), torch.ones(8, dtype=dtype)
+    with kernels_of(is_for_cuda=True):
+        y = F.layer_norm(x, (8,), weight)
+    saved = (y.grad_fn._saved_result1, y.grad_fn._saved_result2)
+    assert [storage_of(rows).nbytes() for rows in saved] == [5 * 4, 5 * 4]
+    y.sum().backward()
+    assert x.grad.dtype == dtype
