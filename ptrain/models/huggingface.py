@@ -7,6 +7,7 @@ a model is built, and nowhere else: the import takes seconds.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache, partial
 from types import ModuleType
 from typing import Any
@@ -30,6 +31,7 @@ _KINDS = {
     Attention.EAGER: ("eager", ""),  # every class has it
     Attention.FLEX: ("flex_attention", "_supports_flex_attn"),
 }
+_LAYERS = "num_hidden_layers"  # as transformers calls it, whatever a config does
 _OLD_NAMES = ("rope_theta", "rope_scaling")  # taken for the sake of configs that are published
 
 
@@ -49,6 +51,27 @@ def build_hugging_face(model: HuggingFaceModel, *, sequence: int) -> nn.Module:
             with torch.no_grad():  # sizes that do not fit one another show when they meet
                 module(torch.zeros(1, min(2, sequence), dtype=torch.int64))
     return module
+
+
+def layers_of(model: HuggingFaceModel) -> int | None:
+    """Return how many layers its config says there are; None where it says none. Raises SpecError
+    as `build_hugging_face`."""
+    require_transformers(model)
+    layers = getattr(_config(_class_of(model.hf), model), _LAYERS, None)
+    return layers if isinstance(layers, int) else None
+
+
+def with_layers(model: HuggingFaceModel, layers: int) -> HuggingFaceModel:
+    """Return the model with so many layers; lists with an entry for each layer are cut."""
+    kind = _class_of(model.hf).config_class
+    names = (_LAYERS, kind.attribute_map.get(_LAYERS, _LAYERS))
+    before = layers_of(model)
+
+    def cut(value: object) -> object:
+        return value[:layers] if isinstance(value, list) and len(value) == before else value
+
+    config = {name: cut(value) for name, value in model.config.items() if name not in names}
+    return replace(model, config={**config, names[-1]: layers})
 
 
 def _unbuilt(named: type, attention: Attention, error: BaseException) -> Fault:

@@ -30,10 +30,11 @@ from ptrain.rooms.fake import fake_tensors, fake_world
 from ptrain.rooms.patches import patched
 from ptrain.rooms.world import World
 from ptrain.simulation.choice import require_ranks
+from ptrain.simulation.equal_blocks import FEWEST, LEAST, EqualBlocks, equal_blocks
 from ptrain.simulation.living import LivingMeter
 from ptrain.simulation.modules import Modules
 from ptrain.simulation.operations import OperationsMeter
-from ptrain.simulation.replay import FEWEST, LEAST, StepRecord, blocks_of, replayed, with_blocks
+from ptrain.simulation.replay import StepRecord, replayed
 from ptrain.spec.model import HuggingFaceModel, ModelShape
 from ptrain.spec.spec import Spec
 from ptrain.traces.gpu_kernels import kernels_for
@@ -114,9 +115,9 @@ def simulate(
     require_ranks(spec, [str(rank)])
     device = rehearsal_device(spec) if rehearse else fake_device(spec)
     began = time.perf_counter()
-    blocks = None if rehearse or every_block else blocks_of(spec, rank)
-    if blocks is not None and blocks >= LEAST:
-        simulated = _with_few(spec, rank, blocks, device)
+    if not rehearse and not every_block:
+        blocks = equal_blocks(spec, rank, fewest=FEWEST, least=LEAST)
+        simulated = _with_few(blocks, rank, device) if blocks else None
         if simulated is not None:
             return simulated
     tried = time.perf_counter() - began
@@ -124,19 +125,19 @@ def simulate(
     return replace(simulated, seconds={"few blocks": tried, **simulated.seconds})
 
 
-def _with_few(spec: Spec, rank: int, blocks: int, device: torch.device) -> Simulated | None:
+def _with_few(blocks: EqualBlocks, rank: int, device: torch.device) -> Simulated | None:
     """By runs with few blocks; None where they do not tell what all of them do."""
     first, second, third = (
-        _every_block(with_blocks(spec, rank, FEWEST + more), rank, device) for more in range(3)
+        _every_block(blocks.cut_to(FEWEST + more), rank, device) for more in range(3)
     )
-    run = replayed(spec, (first.run, second.run, third.run), blocks - FEWEST)
+    run = replayed(blocks.spec, (first.run, second.run, third.run), blocks.number - FEWEST)
     if run is None:
         return None
     seconds = {
         name: first.seconds[name] + second.seconds[name] + third.seconds[name]
         for name in first.seconds
     }
-    return replace(first, run=run, seconds=seconds, replayed=blocks)
+    return replace(first, run=run, seconds=seconds, replayed=blocks.number)
 
 
 def _every_block(

@@ -9,22 +9,11 @@ from functools import partial
 from math import prod
 from typing import Any, TypeVar
 
-from ptrain.algebra.layout import positions
-from ptrain.axes.pipeline.stage_facts import stages_of
 from ptrain.costs import Footprint, Operations, Peak, State, Traffic
-from ptrain.derivation.estimate import own_facts
-from ptrain.derivation.repeats import alike
 from ptrain.meters.traffic import ring_bytes
-from ptrain.plan.lower import lower
 from ptrain.simulation.repetition import repeated_calls, repeated_storages
 from ptrain.simulation.stream import MemoryStream
-from ptrain.spec.axis import Axis
-from ptrain.spec.model import ModelShape
 from ptrain.spec.spec import Spec
-from ptrain.steps.step import Pipeline, Plan
-
-FEWEST = 4  # blocks of the shortest run: what acts at a block's neighbours reaches two of them
-LEAST = 20  # three runs have 15 blocks
 
 Row = TypeVar("Row", Footprint, Operations)
 
@@ -42,50 +31,6 @@ class StepRecord:
     before: tuple[Traffic, ...]
     calls: tuple[Traffic, ...]
     stream: MemoryStream
-
-
-def blocks_of(spec: Spec, rank: int) -> int | None:
-    """Return how many equal blocks in a row the rank has in each of its stages; None where they
-    differ, where the stages have different numbers, or where nobody says that they are equal."""
-    if not isinstance(spec.model, ModelShape):
-        return None
-    kinds = alike(spec, [f"blocks.{index}" for index in range(spec.model.layers)])
-    plan = _plan(spec)
-    if kinds is None or len(set(kinds)) > 1 or not plan.wrap.treats_equal_blocks_alike:
-        return None
-    if plan.pipeline is None:
-        return spec.model.layers
-    own = {len(plan.pipeline.layers[stage]) for stage in _stages(spec, plan.pipeline, rank)}
-    return own.pop() if len(own) == 1 else None
-
-
-def with_blocks(spec: Spec, rank: int, blocks: int) -> Spec:
-    """Return the job with so many blocks in each of the rank's stages; those of others stay."""
-    shape = spec.model
-    assert isinstance(shape, ModelShape), "blocks_of tells"
-    kept = spec.activations.of(shape.layers)[0]  # of all alike, whichever ranges say it
-    alike_kept = replace(spec.activations, default=kept, by_block=(), every=1)
-    pipeline = _plan(spec).pipeline
-    if pipeline is None:
-        return replace(spec, model=replace(shape, layers=blocks), activations=alike_kept)
-    own = _stages(spec, pipeline, rank)
-    counts = enumerate(map(len, pipeline.layers))
-    split = tuple(blocks if stage in own else count for stage, count in counts)
-    return replace(
-        spec,
-        model=replace(shape, layers=sum(split)),
-        activations=alike_kept,
-        pipeline=replace(spec.pipeline, split=split),
-    )
-
-
-def _plan(spec: Spec) -> Plan:
-    facts = own_facts(spec)
-    return lower(spec, facts.unit_modules, facts.roles, stages_of(spec, facts))
-
-
-def _stages(spec: Spec, pipeline: Pipeline, rank: int) -> tuple[int, ...]:
-    return pipeline.stages_of(positions(spec, (Axis.PP,))[rank])
 
 
 def replayed(

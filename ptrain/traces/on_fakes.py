@@ -44,16 +44,23 @@ class FakeModel:
             yield
 
 
-def large_model(spec: Spec, *, allow_import: bool) -> FakeModel | None:
-    """Return the spec's model on fake tensors. None where its weights take at most REAL_BYTES, and
-    where its constructor reads values, which a fake lacks."""
+def fake_model(spec: Spec, *, allow_import: bool = False) -> FakeModel | None:
+    """Return the spec's model on fake tensors; None where its constructor reads values, which a
+    fake lacks."""
     mode = new_fakes()
     module = unless_it_takes_values(mode, partial(build_module, spec, allow_import=allow_import))
-    if module is None:
+    return None if module is None else FakeModel(spec, module, mode)
+
+
+def large_model(spec: Spec, *, allow_import: bool) -> FakeModel | None:
+    """Return the spec's model on fake tensors. None where its weights take at most REAL_BYTES, and
+    where its constructor reads values."""
+    model = fake_model(spec, allow_import=allow_import)
+    if model is None:
         return None
-    weights = sum(weight.numel() for weight in module.parameters())
+    weights = sum(weight.numel() for weight in model.module.parameters())
     is_large = weights * spec.precision.effective.parameters.itemsize > REAL_BYTES
-    return FakeModel(spec, module, mode) if is_large else None
+    return model if is_large else None
 
 
 def unless_it_takes_values(mode: FakeTensorMode, read: Callable[[], X]) -> X | None:

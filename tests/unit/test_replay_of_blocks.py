@@ -6,8 +6,8 @@ import pytest
 
 from ptrain.derivation.allocator import reserved
 from ptrain.simulation import execute
+from ptrain.simulation.equal_blocks import equal_blocks
 from ptrain.simulation.execute import Simulated, simulate
-from ptrain.simulation.replay import blocks_of
 from ptrain.spec.axis import Axis
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
@@ -87,7 +87,7 @@ def test_of_every_strategy_a_few_blocks_stand_for_all(strategy: str) -> None:
 def test_where_blocks_are_not_treated_alike_every_one_runs(
     strategy: str, changes: tuple[str, ...]
 ) -> None:
-    assert blocks_of(small(strategy, *MANY, *changes), 0) is None
+    assert equal_blocks(small(strategy, *MANY, *changes), 0) is None
 
 
 @pytest.mark.nightly

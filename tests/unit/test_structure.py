@@ -1,0 +1,106 @@
+"""What of two models is compared to say that their blocks are equal."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from torch import nn
+
+from ptrain.simulation.structure import (
+    Incomparable,
+    alike,
+    differ_in_layers_alone,
+    structure_of,
+)
+
+
+class Block(nn.Module):
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 3)
+        self.index = index
+        self.settings = {"eps": 1e-5, "kinds": ["full"]}
+
+
+class Stack(nn.Module):
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.num_layers = layers
+        self.kinds = ["full"] * layers
+        self.blocks = nn.ModuleList(Block(index) for index in range(layers))
+
+
+def names(layers: int) -> list[str]:
+    return [f"blocks.{index}" for index in range(layers)]
+
+
+def is_alike(stack: Stack) -> bool:
+    _, blocks = structure_of(stack, names(len(stack.blocks)))
+    return alike(blocks) is not None
+
+
+def test_blocks_that_differ_in_their_own_index_are_alike() -> None:
+    assert is_alike(Stack(4))
+
+
+def test_a_block_with_another_attribute_shape_or_hook_is_another() -> None:
+    changes = (
+        lambda block: block.settings.update(eps=1e-6),
+        lambda block: block.settings["kinds"].append("sliding"),
+        lambda block: setattr(block, "index", 7),
+        lambda block: setattr(block, "flag", True),
+        lambda block: setattr(block, "linear", nn.Linear(2, 4)),
+        lambda block: block.linear.weight.requires_grad_(False),
+        lambda block: block.register_forward_hook(lambda *_: None),
+        lambda block: block.eval(),
+    )
+    for change in changes:
+        stack = Stack(4)
+        change(stack.blocks[2])
+        assert not is_alike(stack)
+
+
+def test_blocks_that_share_a_module_or_refer_to_one_another_differ() -> None:
+    shares, refers = Stack(4), Stack(4)
+    for block in shares.blocks:
+        block.linear = shares.blocks[0].linear
+    for block in refers.blocks:
+        block.__dict__["first"] = refers.blocks[0]
+    assert not is_alike(shares)
+    assert not is_alike(refers)
+
+
+def test_what_all_blocks_refer_to_around_them_is_the_same() -> None:
+    stack = Stack(4)
+    stack.config = threading.local()  # an object with attributes
+    for block in stack.blocks:
+        block.config = stack.config
+    assert is_alike(stack)
+
+
+def test_an_attribute_without_a_value_is_no_proof() -> None:
+    stack = Stack(4)
+    stack.lock = threading.Lock()
+    with pytest.raises(Incomparable):
+        structure_of(stack, names(4))
+
+
+def test_around_the_blocks_only_their_number_may_differ() -> None:
+    def differ_by_layers(stack: Stack, other: Stack) -> bool:
+        layers = len(stack.blocks), len(other.blocks)
+        (around, _), (elsewhere, _) = (
+            structure_of(one, names(len(one.blocks))) for one in (stack, other)
+        )
+        return differ_in_layers_alone(around, elsewhere, layers)
+
+    long, short = Stack(5), Stack(3)
+    assert differ_by_layers(long, short)
+    long.kinds[3] = "sliding"
+    assert not differ_by_layers(long, short)
+    long.kinds[3], long.extra = "full", 4
+    assert not differ_by_layers(long, short)
+    short.extra = 4
+    assert differ_by_layers(long, short)
+    short.first = short.blocks[0]
+    assert not differ_by_layers(long, short)
