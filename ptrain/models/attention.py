@@ -1,7 +1,8 @@
 """What attention computes between its projections: `core(q, k, v)`, causal, by the spec's kind.
 
-Legend of shape suffixes: B samples, H heads, T tokens, D elements per head. A core has no
-parameters; query, key and value come with as many heads each.
+Legend of shape suffixes: B samples, H heads, G key-value heads, R heads per key-value head, T
+tokens, D elements per head. A core has no parameters; it is given keys and values of as many heads
+as they have, and repeats them by an explicit copy: not every kernel takes fewer.
 
 Note: of eager attention every tensor that is saved for the backward pass has a size that is one
 product of shape fields, and none is changed in place, so that a policy may keep any of them.
@@ -30,7 +31,12 @@ class Core(nn.Module):
         super().__init__()
         self.dropout = dropout
 
-    def forward(self, q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor) -> Tensor:
+    def forward(self, q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor) -> Tensor:
+        repeats = q_BHTD.shape[1] // k_BGTD.shape[1]
+        return self.attend(q_BHTD, _repeated(k_BGTD, repeats), _repeated(v_BGTD, repeats))
+
+    def attend(self, q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor) -> Tensor:
+        """Return the values that each query attends to, of as many heads each."""
         dropout = self.dropout if self.training else 0.0
         return F.scaled_dot_product_attention(
             q_BHTD, k_BHTD, v_BHTD, dropout_p=dropout, is_causal=True
@@ -41,7 +47,7 @@ class EagerCore(Core):
     """Operator by operator: scores, probabilities and what dropout leaves of them are B·H·T·T
     elements each. The softmax is computed in at least fp32."""
 
-    def forward(self, q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor) -> Tensor:
+    def attend(self, q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor) -> Tensor:
         scale = q_BHTD.shape[-1] ** -0.5
         scores_BHTT = (q_BHTD * scale) @ k_BHTD.transpose(-2, -1)
         p_BHTT = _softmax(scores_BHTT)
@@ -56,11 +62,11 @@ class FlexCore(Core):
     on a processor it has no backward pass. Nothing is compiled while a dispatch mode watches: a
     ledger sees what it returns, not what it allocates in between."""
 
-    def forward(self, q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor) -> Tensor:
-        attend: Any = _compiled() if q_BHTD.is_cuda else flex_attention
+    def attend(self, q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor) -> Tensor:
+        flex: Any = _compiled() if q_BHTD.is_cuda else flex_attention
         with _disable_current_modes():
             mask = _causal_blocks(q_BHTD.shape[-2], q_BHTD.device)
-            y_BHTD: Tensor = attend(q_BHTD, k_BHTD, v_BHTD, block_mask=mask)
+            y_BHTD: Tensor = flex(q_BHTD, k_BHTD, v_BHTD, block_mask=mask)
         return y_BHTD
 
 
@@ -91,6 +97,15 @@ def require_trainable(model: ModelSpec, device: torch.device) -> None:
     if not is_trainable(model, device):
         finding = f"torch's flex_attention has no backward pass on {device.type}"
         raise refused("attention", finding, "train on cuda, or take sdpa or eager")
+
+
+def _repeated(x_BGTD: Tensor, repeats: int) -> Tensor:
+    """Each head `repeats` times in a row: a copy, even where G = 1 allows a view."""
+    if repeats == 1:
+        return x_BGTD
+    x_BTGRD = x_BGTD.transpose(1, 2).unsqueeze(3).expand(-1, -1, -1, repeats, -1)
+    x_BTHD = x_BTGRD.clone(memory_format=torch.contiguous_format).flatten(2, 3)
+    return x_BTHD.transpose(1, 2)
 
 
 def _softmax(scores_BHTT: Tensor) -> Tensor:

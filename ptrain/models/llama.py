@@ -1,12 +1,11 @@
 """Llama: RMSNorm, grouped-query attention with RoPE, SwiGLU, no biases, a head of its own or tied.
 
-Legend of shape suffixes: B samples, T tokens, C hidden, H heads, G key-value heads, R heads per
-key-value head, D elements per head, K = D / 2 rotation pairs, V vocabulary.
+Legend of shape suffixes: B samples, T tokens, C hidden, H heads, G key-value heads, D elements per
+head, K = D / 2 rotation pairs, V vocabulary.
 
-Note: query, key and value are three projections, and key-value heads are repeated by an explicit
-copy, so that every tensor saved for the backward pass has a size that is one product of shape
-fields, whatever attention kernel runs. A tied head reads the embedding's weight instead of sharing
-a Parameter, so that `to_empty` cannot untie it.
+Note: query, key and value are three projections, so that every tensor saved for the backward pass
+has a size that is one product of shape fields. A tied head reads the embedding's weight instead of
+sharing a Parameter, so that `to_empty` cannot untie it.
 """
 
 from __future__ import annotations
@@ -37,7 +36,6 @@ class Attention(nn.Module):
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
         self.head_dim = shape.head_dim
-        self.num_repeats = shape.heads // shape.kv_heads
         kv_hidden = shape.kv_heads * shape.head_dim
         self.query = nn.Linear(shape.hidden, shape.hidden, bias=False)
         self.key = nn.Linear(shape.hidden, kv_hidden, bias=False)
@@ -49,9 +47,7 @@ class Attention(nn.Module):
         q_BTHD = rotate(self.query(x_BTC).unflatten(-1, (-1, self.head_dim)), cos_TK, sin_TK)
         k_BTGD = rotate(self.key(x_BTC).unflatten(-1, (-1, self.head_dim)), cos_TK, sin_TK)
         v_BTGD = self.value(x_BTC).unflatten(-1, (-1, self.head_dim))
-        k_BTHD = repeat_heads(k_BTGD, self.num_repeats)
-        v_BTHD = repeat_heads(v_BTGD, self.num_repeats)
-        y_BHTD = self.core(q_BTHD.transpose(1, 2), k_BTHD.transpose(1, 2), v_BTHD.transpose(1, 2))
+        y_BHTD = self.core(q_BTHD.transpose(1, 2), k_BTGD.transpose(1, 2), v_BTGD.transpose(1, 2))
         y: Tensor = self.output(y_BHTD.transpose(1, 2).flatten(2))
         return y
 
@@ -135,11 +131,3 @@ def rotate(x_BTHD: Tensor, cos_TK: Tensor, sin_TK: Tensor) -> Tensor:
         right_BTHK * cos_T1K + left_BTHK * sin_T1K,
     )
     return torch.cat(turned, dim=-1).to(x_BTHD.dtype)
-
-
-def repeat_heads(x_BTGD: Tensor, num_repeats: int) -> Tensor:
-    """Each key-value head `num_repeats` times in a row: a copy, even where G = 1 allows a view."""
-    if num_repeats == 1:
-        return x_BTGD
-    x_BTGRD = x_BTGD.unsqueeze(3).expand(-1, -1, -1, num_repeats, -1)
-    return x_BTGRD.clone(memory_format=torch.contiguous_format).flatten(2, 3)
