@@ -24,7 +24,8 @@ letter, and a tier where it has a member of `Tier`; `spec/placement.py`, which d
 not count. A wrap's kind is named by every `isinstance` and every `case` with one or more of the
 kinds, outside `axes/data`. A class name stands twice where two modules of ptrain/ define it. A name
 says nothing where a variable or a parameter is called found, told, asked, made or each. Tables are
-all files of ptrain/ that are neither Python nor a page. Of tests and benchmarks no more than their
+all files of ptrain/ that are neither Python nor a page; a file reads their archive where it calls
+`archive.table`, and a setting is a class whose name ends so. Of tests and benchmarks no more than their
 lines count.
 """
 
@@ -130,6 +131,23 @@ class House:
         skipped = (".py", ".pyc", ".typed", ".md")
         return [path for path in files if path.is_file() and path.suffix not in skipped]
 
+    def settings(self) -> list[str]:
+        """The classes that are named a setting: of what a table depends on."""
+        return [
+            node.name
+            for path in self.tree.modules.values()
+            for node in ast.walk(self.tree.parsed(path))
+            if isinstance(node, ast.ClassDef) and node.name.endswith("Setting")
+        ]
+
+    def readers(self) -> list[str]:
+        """The files that look a table up: `archive.table(…)`."""
+        return [
+            self.tree.short(path)
+            for path in self.tree.modules.values()
+            if any(map(_looks_up, ast.walk(self.tree.parsed(path))))
+        ]
+
     def rows(self) -> list[Row]:
         """The table."""
         tree = self.tree
@@ -165,6 +183,8 @@ class House:
             Row("test : source", f"{num_tests / num_source:.2f}"),
             Row("tables: files", str(len(tables)), "1"),
             Row("tables: bytes", f"{sum(p.stat().st_size for p in tables):,}", "≤ 400,000"),
+            Row("tables: classes of settings", str(len(self.settings())), "1"),
+            Row("tables: files that read the archive", str(len(self.readers()))),
             Row(f"lines above {MAX_COLUMNS} columns", str(len(long_lines)), "0"),
             Row("longest file", f"{self.lines([longest])} ({tree.short(longest)})", "≤ 400"),
             Row("longest function", f"{function[0]} ({function[1]}, {function[2]})", "≤ 60"),
@@ -186,6 +206,14 @@ def names_axis(node: ast.AST, axis: str) -> bool:
             return any(f"{name}.".startswith(f"ptrain.axes.{axis}.") for name in full)
         case ast.Constant(value=str() as text):
             return text in {member.lower() for member in members}
+        case _:
+            return False
+
+
+def _looks_up(node: ast.AST) -> bool:
+    match node:
+        case ast.Call(func=ast.Attribute(value=ast.Name(id="archive"), attr="table")):
+            return True
         case _:
             return False
 

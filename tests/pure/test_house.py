@@ -16,7 +16,10 @@ FILES = {
     "ptrain/__init__.py": "from ptrain.plan import lower\n",
     "ptrain/errors.py": "class Stage:\n    def size(self): ...\n",
     "ptrain/plan/__init__.py": "",
-    "ptrain/plan/lower.py": "from ptrain.axes.data import form\n\nkey = 'tp'\n",
+    "ptrain/plan/lower.py": (
+        "from ptrain.axes.data import form\n\nkey = 'tp'\n\n\n"
+        "class TableSetting: ...\n\n\narchive.table(key)\n"
+    ),
     "ptrain/axes/__init__.py": "",
     "ptrain/axes/data/__init__.py": "",
     "ptrain/axes/data/form.py": (
@@ -109,6 +112,7 @@ def test_a_tier_a_table_and_lines_are_counted(house, root):
     assert rows["files that name a tier"] == "1"
     assert rows["files that name a mode"] == "0"
     assert (rows["tables: files"], rows["tables: bytes"]) == ("1", "2")
+    assert rows["tables: classes of settings"] == rows["tables: files that read the archive"] == "1"
     assert rows["longest function"] == "1 (ptrain/errors.py, size)"
     assert rows["lines of ptrain/"] == str(sum(text.count("\n") for text in FILES.values()))
 
