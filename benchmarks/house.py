@@ -25,8 +25,8 @@ not count. A wrap's kind is named by every `isinstance` and every `case` with on
 kinds, outside `axes/data`. A class name stands twice where two modules of ptrain/ define it. A name
 says nothing where a variable or a parameter is called found, told, asked, made or each. Tables are
 all files of ptrain/ that are neither Python nor a page; a file reads their archive where it calls
-`archive.table`, and a setting is a class whose name ends so. Of tests and benchmarks no more than their
-lines count.
+`archive.table`, and a setting is a class whose name ends so. Of tests and benchmarks no more than
+their lines count.
 """
 
 from __future__ import annotations
