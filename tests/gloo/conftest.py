@@ -22,22 +22,9 @@ def runs(ranks: Ranks, request: pytest.FixtureRequest) -> Iterator[Runs]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def record_tensor(request: pytest.FixtureRequest) -> Iterator[None]:
-    yield
-    if request.config.getoption("--record") and tensor_runs.RESULTS:
-        print(f"\nwritten: {tensor_runs.write(tensor_runs.RESULTS, ['pytest', *sys.argv[1:]])}")
-
-
-@pytest.fixture(scope="session", autouse=True)
-def record_pipeline(request: pytest.FixtureRequest) -> Iterator[None]:
+def record_matrices(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     if request.config.getoption("--record"):
-        for page in pipeline_runs.write(pipeline_runs.RESULTS, ["pytest", *sys.argv[1:]]):
-            print(f"\nwritten: {page}")
-
-
-@pytest.fixture(scope="session", autouse=True)
-def record_keep(request: pytest.FixtureRequest) -> Iterator[None]:
-    yield
-    if request.config.getoption("--record") and keep_runs.RESULTS:
-        print(f"\nwritten: {keep_runs.write(keep_runs.RESULTS, ['pytest', *sys.argv[1:]])}")
+        for runs in (tensor_runs, pipeline_runs, keep_runs):
+            for page in runs.MATRIX.write():
+                print(f"\nwritten: {page}")

@@ -1,22 +1,16 @@
-"""Runs of specs of the pipeline axis as results for benchmarks/results/, those with tp and those on
-eight ranks on pages of their own."""
+"""Specs of the pipeline axis, held against the prediction and one device; those with tp and those
+on eight ranks on pages of their own."""
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
-from benchmarks._machine import header, save
 from ptrain.spec.axis import Axis
 from ptrain.spec.dials import Reshard
 from ptrain.spec.placement import Distribution
 from ptrain.spec.spec import Spec
-from tests.gloo.recording import counted, named, relative
-from tests.gloo.tensor_runs import MEASURED as MEASURED_STEP
-from tests.gloo.tensor_runs import STEPS, Result, run, worst
-from tests.gloo.test_exact import failing
-from tests.ranks import Ranks
+from tests.gloo.matrix import MEASURED as MEASURED_STEP
+from tests.gloo.matrix import STEPS, Matrix, Result, product
 
 CLAIM = f"""\
 Claim: with a model cut into stages, alone and within any product of data ranks and operators cut
@@ -31,58 +25,26 @@ own order, outermost first. Memory and traffic: figures compared / figures that 
 largest relative difference over phases and ranks. `loss` and `parameters`: relative to one device;
 strategies by their name alone are metered and not compared with it.
 """
-RESULTS: list[Result] = []
 
 
-def differences(ranks: Ranks, spec: Spec) -> list[str]:
-    """What does not hold: bytes, calls, peaks, losses, parameters."""
-    RESULTS.append(result := run(ranks, spec))
-    return [*failing(result.checks), *failing(result.against)]
-
-
-def write(results: Sequence[Result], command: Sequence[str]) -> list[Path]:
-    """Pages of those without and with tp, on up to four ranks and on eight, where there are any."""
+def _pages(results: Sequence[Result], theme: str) -> dict[str, list[Result]]:
+    """Those without and with tp, on up to four ranks and on eight, where there are any."""
     pages: dict[str, list[Result]] = {}
     for result in results:
         beside = "_tp" if result.spec.degree(Axis.TP) > 1 else ""
         size = "_8_ranks" if result.spec.world_size == 8 else ""
-        pages.setdefault(f"pipeline{beside}{size}", []).append(result)
-    return [save(name, _page(found, command)) for name, found in pages.items()]
+        pages.setdefault(f"{theme}{beside}{size}", []).append(result)
+    return pages
 
 
-def _page(results: Sequence[Result], command: Sequence[str]) -> str:
-    """A line per spec, and what does not hold in full."""
-    lines = [
-        header("pipeline: a model cut into stages, and one device", [shlex.join(command)]),
-        CLAIM,
-        "| model | schedule | Θ,Ω,G,A | precision, policy | memory | traffic | peak | loss "
-        "| parameters | |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-        *map(_line, results),
-    ]
-    failed = [result for result in results if not result.holds]
-    for result in failed:
-        wrong = [each for each in (*result.checks, *result.against) if not each.holds]
-        lines += ["", f"`{result.spec.name}` fails:", *(f"- {c.name}: {c.why}" for c in wrong)]
-    lines += ["", f"Verdict: {len(results) - len(failed)} of {len(results)} hold."]
-    return "\n".join(lines)
-
-
-def _line(result: Result) -> str:
+def _cells(result: Result) -> tuple[str, ...]:
     spec = result.spec
-    factors = (f"{each.axis} {each.degree} {each.placement}" for each in spec.factors)
-    cells = (
+    return (
         spec.name.removesuffix(f"-{spec.pipeline.schedule}"),
         _schedule(spec),
-        " ⊗ ".join(factors).replace("*", "\\*"),
+        product(spec),
         ", ".join(_policy(spec)),
-        counted(result.checks, "memory"),
-        counted(result.checks, "traffic"),
-        f"{max(map(relative, named(result.checks, 'peak'))):.2%}",
-        *(worst(result, kind) for kind in ("losses", "parameters by norm")),
-        "holds" if result.holds else "fails",
     )
-    return f"| {' | '.join(cells)} |"
 
 
 def _schedule(spec: Spec) -> str:
@@ -107,3 +69,13 @@ def _policy(spec: Spec) -> Iterator[str]:
         yield f"kept after {' and '.join(kept)}" if kept else "given back after each pass"
     if spec.data_degree > 1:
         yield f"reduced {spec.sync.gradients}"
+
+
+MATRIX = Matrix(
+    theme="pipeline",
+    title="pipeline: a model cut into stages, and one device",
+    claim=CLAIM,
+    columns=("model", "schedule", "Θ,Ω,G,A", "precision, policy"),
+    cells=_cells,
+    pages=_pages,
+)

@@ -19,7 +19,7 @@ from ptrain.rooms.world import World
 from ptrain.spec.load import load
 from ptrain.spec.spec import LossSpec, Spec
 from ptrain.train.loop import local_batch
-from tests.gloo.tensor_runs import run
+from tests.gloo.matrix import run
 from tests.gloo.test_exact import failing
 from tests.ranks import Ranks
 

@@ -14,7 +14,7 @@ from ptrain.algebra.legality import require
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
 from ptrain.verification.reference import Trajectory
-from tests.gloo.keep_runs import differences
+from tests.gloo.keep_runs import MATRIX
 from tests.gloo.runs import train
 from tests.ranks import Ranks
 
@@ -98,7 +98,7 @@ def cases() -> Iterator[Any]:
 def test_every_mode_on_every_mesh_is_exact_and_equals_one_device(
     ranks: Ranks, place: str, mode: str, model: str, attention: str
 ) -> None:
-    assert not differences(ranks, spec_of(place, mode, model, attention))
+    assert not MATRIX.differences(ranks, spec_of(place, mode, model, attention))
 
 
 @pytest.mark.parametrize(

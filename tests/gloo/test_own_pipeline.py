@@ -9,7 +9,7 @@ import pytest
 
 from ptrain.spec.spec import Spec
 from tests.gloo.pipeline_cases import DATA, spec_of
-from tests.gloo.pipeline_runs import differences
+from tests.gloo.pipeline_runs import MATRIX
 from tests.ranks import Ranks
 
 pytestmark = pytest.mark.gloo
@@ -74,14 +74,14 @@ def own_spec(
 def test_stages_are_exact_and_equal_one_device(
     ranks: Ranks, model: str, mesh: dict[str, int]
 ) -> None:
-    assert not differences(ranks, own_spec(model, mesh))
+    assert not MATRIX.differences(ranks, own_spec(model, mesh))
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("mesh", [ALONE, SHARDED, REPLICATED, CUT], ids=str)
 def test_every_model_on_every_mesh(ranks: Ranks, model: str, mesh: dict[str, int]) -> None:
-    assert not differences(ranks, own_spec(model, mesh))
+    assert not MATRIX.differences(ranks, own_spec(model, mesh))
 
 
 @pytest.mark.nightly
@@ -90,21 +90,21 @@ def test_every_model_on_every_mesh(ranks: Ranks, model: str, mesh: dict[str, int
 def test_shared_gradients_are_summed_whatever_a_rank_has_of_them(
     ranks: Ranks, model: str, data: str
 ) -> None:
-    assert not differences(ranks, own_spec(model, SHARDED, data=data))
+    assert not MATRIX.differences(ranks, own_spec(model, SHARDED, data=data))
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("schedule", ["naive", "gpipe", "bfs", "interleaved", "zero-bubble", "zbv"])
 @pytest.mark.parametrize("model", ["qwen2", "tied"])
 def test_every_order_of_micro_batches(ranks: Ranks, model: str, schedule: str) -> None:
-    assert not differences(ranks, own_spec(model, ALONE, schedule))
+    assert not MATRIX.differences(ranks, own_spec(model, ALONE, schedule))
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("layout", ["zero16", "fsdp-mixed"])
 def test_in_true_dtypes_it_is_exact(ranks: Ranks, layout: str) -> None:
     data = "fsdp-mixed" if layout == "fsdp-mixed" else "zero3"
-    assert not differences(
+    assert not MATRIX.differences(
         ranks, own_spec("tied", SHARDED, data=data, precision={"layout": layout})
     )
 
@@ -112,4 +112,4 @@ def test_in_true_dtypes_it_is_exact(ranks: Ranks, layout: str) -> None:
 @pytest.mark.nightly
 def test_stages_may_be_listed_and_balanced_by_time(ranks: Ranks) -> None:
     for split in ([1, 3], "time"):
-        assert not differences(ranks, own_spec("tied", ALONE, pipeline={"split": split}))
+        assert not MATRIX.differences(ranks, own_spec("tied", ALONE, pipeline={"split": split}))

@@ -9,7 +9,7 @@ import pytest
 
 from ptrain.spec.spec import Spec
 from tests.gloo.tensor_cases import DATA, spec_of
-from tests.gloo.tensor_runs import differences
+from tests.gloo.tensor_runs import MATRIX
 from tests.models_external import PAIRS_PLAN
 from tests.ranks import Ranks
 
@@ -63,12 +63,12 @@ def own_spec(model: str, data: str = "", **sections: Any) -> Spec:
 def test_a_model_of_transformers_is_exact_and_equals_one_device(
     ranks: Ranks, model: str, data: str
 ) -> None:
-    assert not differences(ranks, own_spec(model, data))
+    assert not MATRIX.differences(ranks, own_spec(model, data))
 
 
 @pytest.mark.parametrize("data", [pytest.param("ddp", marks=pytest.mark.nightly), "zero3"])
 def test_without_tp_it_runs_on_the_data_axes(ranks: Ranks, data: str) -> None:
-    assert not differences(ranks, own_spec("tied", data, degree=1))
+    assert not MATRIX.differences(ranks, own_spec("tied", data, degree=1))
 
 
 @pytest.mark.nightly
@@ -77,31 +77,31 @@ def test_without_tp_it_runs_on_the_data_axes(ranks: Ranks, data: str) -> None:
     [("fsdp-mixed", "fsdp-mixed"), ("zero16", "zero3"), ("fp16", "zero2")],
 )
 def test_in_true_dtypes_it_is_exact(ranks: Ranks, layout: str, data: str) -> None:
-    assert not differences(ranks, own_spec("tied", data, precision={"layout": layout}))
+    assert not MATRIX.differences(ranks, own_spec("tied", data, precision={"layout": layout}))
 
 
 @pytest.mark.nightly
 def test_a_functions_own_plan_is_exact_and_equals_one_device(ranks: Ranks) -> None:
-    assert not differences(ranks, own_spec("pairs"))
+    assert not MATRIX.differences(ranks, own_spec("pairs"))
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("model", ["ours-gpt", "ours-llama"])
 def test_a_function_may_return_a_model_of_ours(ranks: Ranks, model: str) -> None:
-    assert not differences(ranks, own_spec(model))
+    assert not MATRIX.differences(ranks, own_spec(model))
 
 
 @pytest.mark.nightly
 def test_a_plan_of_the_spec_is_exact_and_equals_one_device(ranks: Ranks) -> None:
     plan = PAIRS_PLAN | {"table": "vocabulary"}
-    assert not differences(ranks, own_spec("unplanned", "zero1", tensor={"plan": plan}))
+    assert not MATRIX.differences(ranks, own_spec("unplanned", "zero1", tensor={"plan": plan}))
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("data", ["", *DATA])
 @pytest.mark.parametrize("model", ["tied", "qwen2", "qwen3", "tied-pairs"])
 def test_more_models_within_data_ranks(ranks: Ranks, model: str, data: str) -> None:
-    assert not differences(ranks, own_spec(model, data))
+    assert not MATRIX.differences(ranks, own_spec(model, data))
 
 
 @pytest.mark.nightly
@@ -110,4 +110,4 @@ def test_more_models_within_data_ranks(ranks: Ranks, model: str, data: str) -> N
 def test_logits_may_be_whole(ranks: Ranks, head: bool, loss_parallel: bool) -> None:
     plan = {name: word for name, word in PAIRS_PLAN.items() if head or word != "head"}
     tensor = {"plan": plan, "loss_parallel": loss_parallel}
-    assert not differences(ranks, own_spec("unplanned", tensor=tensor))
+    assert not MATRIX.differences(ranks, own_spec("unplanned", tensor=tensor))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.gloo.pipeline_cases import DATA, MODELS, SCHEDULES, factorizations, layers_of, spec_of
-from tests.gloo.pipeline_runs import differences
+from tests.gloo.pipeline_runs import MATRIX
 from tests.ranks import Ranks
 
 pytestmark = pytest.mark.gloo
@@ -104,7 +104,7 @@ def test_stages_are_exact_and_equal_one_device(
     ranks: Ranks, model: str, schedule: str, mesh: dict[str, int], changes: dict[str, Any]
 ) -> None:
     given = layered(mesh, schedule, changes)
-    assert not differences(ranks, spec_of(model, schedule, mesh=mesh, **given))
+    assert not MATRIX.differences(ranks, spec_of(model, schedule, mesh=mesh, **given))
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_every_factorization_of_four_ranks(
     (mesh, data, activations), (model, schedule, changes) = product, case
     given = layered(mesh, schedule, changes)
     spec = spec_of(model, schedule, mesh=mesh, data=data, activations=activations, **given)
-    assert not differences(ranks, spec)
+    assert not MATRIX.differences(ranks, spec)
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_every_factorization_of_four_ranks(
 def test_within_data_ranks_too_as_in_remark_4(
     ranks: Ranks, mesh: dict[str, int], data: str, schedule: str
 ) -> None:
-    assert not differences(ranks, spec_of("gpt-tied", schedule, mesh=mesh, data=data))
+    assert not MATRIX.differences(ranks, spec_of("gpt-tied", schedule, mesh=mesh, data=data))
 
 
 @pytest.mark.nightly
@@ -152,7 +152,7 @@ def test_within_data_ranks_too_as_in_remark_4(
 def test_within_data_ranks_on_eight_ranks_as_in_remark_4(
     ranks: Ranks, mesh: dict[str, int], data: str, schedule: str
 ) -> None:
-    assert not differences(ranks, spec_of("gpt-tied", schedule, mesh=mesh, data=data))
+    assert not MATRIX.differences(ranks, spec_of("gpt-tied", schedule, mesh=mesh, data=data))
 
 
 @pytest.mark.nightly
@@ -171,7 +171,7 @@ def test_other_schedules_over_every_factorization_of_four_ranks(
     mesh, data, activations = product
     given = layered(mesh, schedule, {"batch": {"accumulate": 8}})
     spec = spec_of("gpt-tied", schedule, mesh=mesh, data=data, activations=activations, **given)
-    assert not differences(ranks, spec)
+    assert not MATRIX.differences(ranks, spec)
 
 
 @pytest.mark.nightly
@@ -189,7 +189,7 @@ def test_every_factorization_of_eight_ranks(
     if mesh.get("tp", 1) > 2 and MODELS[model].get("kv_heads") == 2:
         given["shape"]["kv_heads"] = 4  # as many as there are ranks to cut them
     spec = spec_of(model, schedule, mesh=mesh, data=data, activations=activations, **given)
-    assert not differences(ranks, spec)
+    assert not MATRIX.differences(ranks, spec)
 
 
 @pytest.mark.parametrize(("schedule", "data", "policy"), POLICIES, ids=str)
@@ -197,7 +197,7 @@ def test_every_policy_of_gathering_and_reducing(
     ranks: Ranks, schedule: str, data: str, policy: dict[str, Any]
 ) -> None:
     spec = spec_of("gqa", schedule, mesh={"pp": 2, "dp_shard": 2}, data=data, **policy)
-    assert not differences(ranks, spec)
+    assert not MATRIX.differences(ranks, spec)
 
 
 @pytest.mark.parametrize(("model", "layout", "schedule", "beside"), LAYOUTS, ids=str)
@@ -206,6 +206,6 @@ def test_in_true_dtypes_bytes_are_exact_and_losses_within_their_band(
 ) -> None:
     precision, batch = {"layout": layout}, {"micro": 2}
     mesh = {"pp": 2, **beside}
-    assert not differences(
+    assert not MATRIX.differences(
         ranks, spec_of(model, schedule, mesh=mesh, precision=precision, batch=batch)
     )

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from tests.gloo.matrix import run
 from tests.gloo.pipeline_cases import SCHEDULES, layers_of, spec_of
 from tests.gloo.recording import named
-from tests.gloo.tensor_runs import run
 from tests.gloo.test_exact import failing
 from tests.ranks import Ranks
 

@@ -16,9 +16,9 @@ from ptrain.spec.load import load
 from ptrain.spec.names import listing
 from ptrain.spec.spec import Spec
 from ptrain.traces.facts import facts_of
-from tests.gloo.pipeline_runs import RESULTS
+from tests.gloo.matrix import Result
+from tests.gloo.pipeline_runs import MATRIX
 from tests.gloo.runs import train
-from tests.gloo.tensor_runs import Result
 from tests.gloo.test_exact import failing
 from tests.ranks import Ranks
 
@@ -53,5 +53,5 @@ def differences(ranks: Ranks, spec: Spec) -> list[str]:
     reports = ranks.run(spec.world_size, train, spec, STEPS, MEASURED)
     measured = join_estimates([each.measured for each in reports if each.measured])
     checks = compare(derive(spec, facts_of(spec)).exact, measured)
-    RESULTS.append(Result(spec, checks, against=()))
+    MATRIX.results.append(Result(spec, checks, against=()))
     return failing(checks)

@@ -1,0 +1,133 @@
+"""Specs on ranks: the bytes of each against the prediction and its figures against one device; and
+all of a subject as a page of benchmarks/results/."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from benchmarks._machine import header, save
+from ptrain.derivation.estimate import derive
+from ptrain.meters.measure import join_estimates
+from ptrain.report.record import Check, compare
+from ptrain.spec.spec import Spec
+from ptrain.traces.facts import facts_of
+from ptrain.verification.band import loss_band
+from ptrain.verification.compare import FP64, Tolerances
+from ptrain.verification.compare import compare as compare_runs
+from ptrain.verification.reference import Trajectory, one_device
+from tests.gloo.recording import counted, named, relative
+from tests.gloo.runs import train
+from tests.gloo.test_exact import failing
+from tests.ranks import Ranks
+
+STEPS, MEASURED = 4, 3
+_FIGURES = ("memory", "traffic", "peak", "loss", "parameters", "")
+_REFERENCES: dict[str, Trajectory] = {}
+
+
+@dataclass(frozen=True)
+class Result:
+    """One spec after its run."""
+
+    spec: Spec
+    checks: tuple[Check, ...]
+    against: tuple[Check, ...]
+
+    @property
+    def failed(self) -> list[Check]:
+        return [check for check in (*self.checks, *self.against) if not check.holds]
+
+
+def reference(spec: Spec) -> Trajectory:
+    """One device knows nothing of the mesh but the batches that the data axes read."""
+    same = (spec.model, spec.batch, spec.data_degree, spec.optimizer, spec.precision)
+    key = repr(same)
+    if key not in _REFERENCES:
+        _REFERENCES[key] = one_device(spec, STEPS)
+    return _REFERENCES[key]
+
+
+def run(ranks: Ranks, spec: Spec) -> Result:
+    """Trained on as many ranks as the spec has, measured once and held against both."""
+    truth = reference(spec)
+    reports = ranks.run(spec.world_size, train, spec, len(truth.losses), MEASURED)
+    measured = join_estimates([each.measured for each in reports if each.measured])
+    checks = compare(derive(spec, facts_of(spec)).exact, measured)
+    trajectory = reports[0].trajectory
+    assert trajectory is not None
+    tolerances = FP64 if spec.precision.compute_fp64 else Tolerances(losses=loss_band(spec, truth))
+    return Result(spec, checks, compare_runs(truth, trajectory, tolerances))
+
+
+def all_on_one_page(results: Sequence[Result], theme: str) -> Mapping[str, Sequence[Result]]:
+    return {theme: results} if results else {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Matrix:
+    """The runs of one subject. On its pages, what `cells` says in `columns` of a spec stands before
+    its figures; `pages` gives the results by the page's theme."""
+
+    theme: str
+    title: str
+    claim: str
+    columns: tuple[str, ...]
+    cells: Callable[[Result], tuple[str, ...]]
+    pages: Callable[[Sequence[Result], str], Mapping[str, Sequence[Result]]] = all_on_one_page
+    results: list[Result] = field(default_factory=list)
+
+    def differences(self, ranks: Ranks, spec: Spec) -> list[str]:
+        """Run a spec; return what does not hold: bytes, calls, peaks, losses, parameters."""
+        self.results.append(result := run(ranks, spec))
+        return failing((*result.checks, *result.against))
+
+    def write(self) -> list[Path]:
+        """Write the pages."""
+        pages = self.pages(self.results, self.theme)
+        return [save(theme, self._page(results)) for theme, results in pages.items()]
+
+    def _page(self, results: Sequence[Result]) -> str:
+        """A line per spec, and what does not hold in full."""
+        columns = (*self.columns, *_FIGURES)
+        lines = [
+            header(self.title, [shlex.join(["pytest", *sys.argv[1:]])]),
+            self.claim,
+            _row(columns),
+            "|" + "---|" * len(columns),
+            *(_row((*self.cells(result), *_figures(result))) for result in results),
+        ]
+        wrong = [result for result in results if result.failed]
+        for result in wrong:
+            lines += ["", f"`{result.spec.name}` fails:"]
+            lines += [f"- {check.name}: {check.why}" for check in result.failed]
+        lines += ["", f"Verdict: {len(results) - len(wrong)} of {len(results)} hold."]
+        return "\n".join(lines)
+
+
+def product(spec: Spec) -> str:
+    """The placements on the axes, as a page has them."""
+    factors = (f"{factor.axis} {factor.degree} {factor.placement}" for factor in spec.factors)
+    return " ⊗ ".join(factors).replace("*", "\\*")
+
+
+def _figures(result: Result) -> tuple[str, ...]:
+    return (
+        counted(result.checks, "memory"),
+        counted(result.checks, "traffic"),
+        f"{max(map(relative, named(result.checks, 'peak'))):.2%}",
+        *(_worst(result, kind) for kind in ("losses", "parameters by norm")),
+        "fails" if result.failed else "holds",
+    )
+
+
+def _worst(result: Result, kind: str) -> str:
+    found = [check.measured for check in named(result.against, kind) if check.measured is not None]
+    return f"{max(found):.0e}" if found else ""
+
+
+def _row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
