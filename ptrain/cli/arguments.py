@@ -7,13 +7,13 @@ from argparse import ArgumentParser
 from collections.abc import Mapping
 
 
-def add_spec_arguments(parser: ArgumentParser, *, specs: str = "SPEC") -> None:
+def add_spec_arguments(parser: ArgumentParser) -> None:
     """One list, `arguments`, of specs and overrides; `spec.overrides.split_arguments` tells them
     apart."""
     parser.add_argument(
         "arguments",
         nargs="*",
-        metavar=specs,
+        metavar="SPEC",
         help="a YAML file or a name from `ptrain specs`; a.b=c overrides a key, as in a file",
     )
     parser.add_argument("--json", action="store_true", help="print the result as JSON, only that")

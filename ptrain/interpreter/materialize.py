@@ -11,7 +11,6 @@ from torch._guards import detect_fake_mode
 from ptrain.axes.data.run.target import rows_of
 from ptrain.models.build import build
 from ptrain.models.initialize import (
-    NONE,
     cast,
     initial,
     keeps_its_weights,
@@ -45,12 +44,7 @@ def build_module(
 
 
 @torch.no_grad()
-def fill(
-    module: nn.Module,
-    spec: Spec,
-    device: torch.device,
-    copies: Mapping[str, str] = NONE,
-) -> None:
+def fill(module: nn.Module, spec: Spec, device: torch.device, copies: Mapping[str, str]) -> None:
     """Make a module on meta real on `device`, with this rank's rows of every initial tensor,
     rounded to the parameters' dtype (a master copy too begins as what the model computes with); one
     whole tensor at a time on the CPU. `copies`: tensors that begin as others of the model."""

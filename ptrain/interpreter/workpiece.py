@@ -9,7 +9,7 @@ from torch import nn
 
 from ptrain.axes.data.run.wrapped import WrappedModel
 from ptrain.facts.stages import Chain, Stage
-from ptrain.models.initialize import NONE, cast
+from ptrain.models.initialize import cast
 from ptrain.models.numerics import TORCH_DTYPES
 from ptrain.rooms.world import World
 from ptrain.steps.step import Plan
@@ -34,7 +34,7 @@ class Workpiece:
     index: int = 0
     is_whole: bool = True
     has_logits: bool = True
-    copies: Mapping[str, str] = field(default_factory=lambda: NONE)
+    copies: Mapping[str, str] = field(default_factory=dict)
     wrapped: WrappedModel | None = None
 
     def place(self, world: World) -> None:

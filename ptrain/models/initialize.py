@@ -18,8 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +27,6 @@ from ptrain.models.gpt import Gpt
 from ptrain.models.llama import Llama
 
 STD = 0.02
-NONE: Mapping[str, str] = MappingProxyType({})
 _RESIDUAL = ("attention.output.weight", "mlp.down.weight")  # what adds to the residual stream
 
 
@@ -51,13 +49,12 @@ def initial(name: str, shape: Sequence[int], seed: int, module: nn.Module) -> Te
 
 
 @torch.no_grad()
-def initialize(module: nn.Module, seed: int, copies: Mapping[str, str] = NONE) -> None:
-    """Fill every parameter and every buffer of a model none of whose tensors are cut; one in
-    `copies` like the tensor that it names."""
+def initialize(module: nn.Module, seed: int) -> None:
+    """Fill every parameter and every buffer of a model none of whose tensors are cut."""
     if keeps_its_weights(module):
         return
     for name, parameter in module.named_parameters():
-        parameter.copy_(initial(copies.get(name, name), parameter.shape, seed, module))
+        parameter.copy_(initial(name, parameter.shape, seed, module))
     reset_buffers(module)
 
 

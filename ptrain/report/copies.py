@@ -43,9 +43,6 @@ class Copy:
         return cls(Moment(moment), Subject(str(subject)), *map(str, words))
 
 
-Holders = Mapping[tuple[int, str, str, str], tuple[int, ...]]
-
-
 def holders(tables: Sequence[Sequence[Copy]]) -> dict[tuple[int, str, str, str], tuple[int, ...]]:
     """The ranks that hold each thing, ascending, a rank as often as it holds it. `tables`: of every
     rank."""

@@ -102,19 +102,17 @@ class Claim:
                 write_bytes(file, text)
 
 
-def open_run(
-    spec: Spec, *, given: Path | None, resuming: bool, command: str, root: Path = ROOT
-) -> Claim:
+def open_run(spec: Spec, *, given: Path | None, resuming: bool, command: str) -> Claim:
     """Make the folder and write what is known before the first step.
 
     Raises SpecError where the folder cannot be written, is used and not resumed, or another
     training writes there.
     """
-    wanted = given or root
+    wanted = given or ROOT
     new_folders = [folder.absolute() for folder in (wanted, *wanted.parents) if not folder.exists()]
     claim = None
     try:
-        path = _given(wanted, resuming) if given else _fresh(root, spec.name)
+        path = _given(wanted, resuming) if given else _fresh(ROOT, spec.name)
         claim = _claim(path, new_folders if given else [path, *new_folders], lock.take(path))
         _fill(claim.folder, spec, command)
     except OSError as error:
@@ -132,9 +130,9 @@ def begin(folder: RunFolder, root: Path = ROOT) -> None:
         _point_latest(folder.path.parent, folder.path.name)
 
 
-def run_of_agent(agent: str, root: Path = ROOT) -> Path | None:
-    """The newest run below `root` that this agent of torch has started, None without one."""
-    runs = sorted((file.parent for file in root.glob("*/env.json")), reverse=True)
+def run_of_agent(agent: str) -> Path | None:
+    """The newest run below `ROOT` that this agent of torch has started, None without one."""
+    runs = sorted((file.parent for file in ROOT.glob("*/env.json")), reverse=True)
     owned = (run for run in runs if not run.is_symlink() and is_of_agent(run, agent))
     return next(owned, None)
 

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from ptrain.axes.data.run.flat import FlatWrap
 from ptrain.axes.data.run.target import NamedTarget, ParameterTarget
@@ -192,8 +191,3 @@ def stored(program: Program) -> list[torch.Tensor]:
     """What this rank keeps of the parameters, and of the optimizer's state."""
     wanted = ("parameters", "optimizer")
     return [tensor.detach() for state, tensor in program.storages() if state in wanted]
-
-
-def local_parts(value: Any) -> Any:
-    """A plain tensor of what may be a DTensor."""
-    return value.to_local() if isinstance(value, DTensor) else value

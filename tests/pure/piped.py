@@ -1,10 +1,8 @@
-"""Specs with pp, read as if it ran: nothing executes it yet."""
+"""Specs with pp."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
-from unittest.mock import patch
+import pytest
 
 from ptrain.algebra.legality import check
 from ptrain.spec.load import load
@@ -12,17 +10,15 @@ from ptrain.spec.spec import Spec
 
 SHAPE = {"layers": 8, "hidden": 96, "heads": 6, "kv_heads": 3, "ffn": 240, "vocab": 259}
 FULLY = "S*,S,S,R"
+GPT = {**SHAPE, "family": "gpt", "kv_heads": 6}
+MODELS = {
+    "llama": SHAPE,
+    "llama, tied": SHAPE | {"tied": True},
+    "gpt": GPT,
+    "gpt, untied": GPT | {"tied": False},
+}
+every_model = pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
 TUPLES = {"pp": "S,S,S,R", "dp_shard": FULLY, "dp_replicate": "R,R,R,R", "tp": "S,S,S,R"}
-
-
-def as_if_it_ran() -> AbstractContextManager[object]:
-    """Nothing is refused as not yet executed."""
-    return patch("ptrain.spec.load.refusals", lambda tree: {})
-
-
-def read(mapping: Mapping[str, object]) -> Spec:
-    with as_if_it_ran():
-        return load(mapping).spec
 
 
 def spec(mesh: dict[str, int], pipeline: dict[str, object] | None = None, **sections) -> Spec:
@@ -34,7 +30,7 @@ def spec(mesh: dict[str, int], pipeline: dict[str, object] | None = None, **sect
         "batch": {"sequence": 32, "accumulate": 8},
         "pipeline": pipeline or {},
     }
-    return read(mapping | sections)
+    return load(mapping | sections).spec
 
 
 def legal(*arguments, **sections) -> Spec:

@@ -14,7 +14,6 @@ from ptrain.derivation.allocator import (
 )
 from ptrain.report.reserved import reserved_lines
 
-KIB = 1024
 OTHER = "reduce_scatter_stream"
 
 

@@ -20,17 +20,9 @@ from ptrain.spec.load import load
 from ptrain.spec.pipeline import ScheduleName
 from ptrain.spec.spec import Spec
 from ptrain.timeline import Complete, Kind
-from tests.pure.piped import FULLY, SHAPE, legal
+from tests.pure.piped import FULLY, SHAPE, every_model, legal
 from tests.pure.work import calls_of
 
-GPT = {**SHAPE, "family": "gpt", "kv_heads": 6}
-MODELS = {
-    "llama": SHAPE,
-    "llama, tied": SHAPE | {"tied": True},
-    "gpt": GPT,
-    "gpt, untied": GPT | {"tied": False},
-}
-every_model = pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
 every_layout = pytest.mark.parametrize("layout", ["fp32", "bf16"])
 
 

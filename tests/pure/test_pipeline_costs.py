@@ -17,19 +17,11 @@ from ptrain.spec.axis import Axis
 from ptrain.spec.load import load
 from ptrain.spec.pipeline import ScheduleName
 from ptrain.spec.spec import Spec
-from tests.pure.piped import FULLY, SHAPE, legal
+from tests.pure.piped import FULLY, SHAPE, every_model, legal
 
 MICRO, SEQUENCE, K = 1, 32, 8  # of `piped.spec`
 HIDDEN, VOCAB = SHAPE["hidden"], SHAPE["vocab"]
 FP32, ADAM_STATES, STEP = 4, 2, 4  # bytes, moments, bytes of a tensor's step
-GPT = {**SHAPE, "family": "gpt", "kv_heads": 6}
-MODELS = {
-    "llama": SHAPE,
-    "llama, tied": SHAPE | {"tied": True},
-    "gpt": GPT,
-    "gpt, untied": GPT | {"tied": False},
-}
-every_model = pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
 EVEN = {"vocab": 264, "kv_heads": 6}  # slices and shards are equal
 
 

@@ -16,7 +16,7 @@ from ptrain.charts.schedule import Heading, schedule_sheet
 from ptrain.charts.sheet import Sheet
 from ptrain.cli.main import main
 from ptrain.spec.pipeline import ScheduleName
-from tests.pure.piped import SHAPE, as_if_it_ran
+from tests.pure.piped import SHAPE
 from tests.pure.pipelines import pipeline
 
 PICTURE = b"a picture"
@@ -35,8 +35,7 @@ def spec(tmp_path):
         "pipeline": {"schedule": "1f1b"},
     }
     path.write_text(yaml.safe_dump(mapping), encoding="utf-8")
-    with as_if_it_ran():
-        yield str(path)
+    return str(path)
 
 
 @pytest.fixture

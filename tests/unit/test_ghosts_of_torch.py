@@ -116,16 +116,16 @@ def step(program: Program, tokens: torch.Tensor) -> None:
     program.step(1e-3)
 
 
-def of_torch(spec: Spec, rank: int = 0) -> dict[Phase, list[Event]]:
+def of_torch(spec: Spec) -> dict[Phase, list[Event]]:
     """A steady step's collectives, by phase."""
-    world = fake_world(rank, spec.world_size)
+    world = fake_world(0, spec.world_size)
     try:
         program = interpret(spec, world=world)
         samples = spec.batch.micro * spec.batch.accumulate
         tokens = torch.randint(0, 37, (samples, spec.batch.sequence + 1))
         for _ in range(2):
             step(program, tokens)
-        watcher = Watcher(program, rank)
+        watcher = Watcher(program, 0)
         traffic = TrafficMeter(program.registry, program.mesh.axes_by_group())
         program.observers += [watcher, traffic]
         with watcher, traffic:
