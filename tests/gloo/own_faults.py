@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 import ptrain
-from tests.gloo.own_loops import MICRO_BATCHES, gradients, loop, mean_loss
+from tests.gloo.own_loops import MICRO_BATCHES, gradients, loop, mean_loss, whole_batch
 
 Pair = tuple[ptrain.Job, ptrain.Job]
 Between = Callable[[nn.Module], None]
@@ -204,15 +205,7 @@ def not_brought_back(model: nn.Module, sound: ptrain.Job, between: Between) -> P
     """Every rank updates every other parameter, and nobody hands them round."""
     parameters = list(model.parameters())
     optimizer = torch.optim.AdamW(parameters[dist.get_rank() :: 2], lr=1e-2)
-
-    def step(tokens: Tensor) -> Tensor:
-        loss = mean_loss(model, tokens)
-        loss.backward()
-        optimizer.step()
-        model.zero_grad()
-        return loss
-
-    return ptrain.Job(model=model, step=step), sound
+    return whole_batch(model, partial(mean_loss, model), optimizer=optimizer), sound
 
 
 def shard_skipped(model: nn.Module, sound: ptrain.Job, between: Between) -> Pair:

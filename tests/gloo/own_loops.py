@@ -97,6 +97,33 @@ def loop(
     return ptrain.Job(model=model, step=step)
 
 
+def whole_batch(
+    model: nn.Module,
+    loss_of: Callable[[Any], Tensor],
+    *,
+    between: Nothing = no_change,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> ptrain.Job:
+    """One backward pass and one update a batch; without an optimizer by AdamW."""
+    optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    def step(batch: Any) -> Tensor:
+        loss = loss_of(batch)
+        loss.backward()
+        between(model)
+        optimizer.step()
+        model.zero_grad()
+        return loss
+
+    return ptrain.Job(model=model, step=step)
+
+
+def squares(model: nn.Module) -> ptrain.Job:
+    """The mean square of the output, by SGD."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return whole_batch(model, lambda x: model(x).square().mean(), optimizer=optimizer)
+
+
 def ddp(model: nn.Module) -> nn.Module:
     return DistributedDataParallel(model)
 

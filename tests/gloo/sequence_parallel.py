@@ -3,6 +3,7 @@ group and the norms between them on pieces of the sequence."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+Between = Callable[[Tensor, dist.ProcessGroup], Tensor]
 SEQUENCE = 1  # dimension of x [rows, sequence, width]
 
 
@@ -19,66 +21,49 @@ def _gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return torch.cat(pieces, SEQUENCE)
 
 
-def _summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    x = x.clone()
-    dist.all_reduce(x, group=group)
-    return x
-
-
 def _mine(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return x.chunk(group.size(), SEQUENCE)[group.rank()].contiguous()
 
 
-class Split(torch.autograd.Function):
+def _my_sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    x = x.clone()
+    dist.all_reduce(x, group=group)
+    return _mine(x, group)
+
+
+class _Exchange(torch.autograd.Function):
+    """`there` with the hidden states, `back` with their gradients, between the ranks of a group."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, group: dist.ProcessGroup, there: Between, back: Between
+    ) -> Tensor:
+        ctx.group, ctx.back = group, back
+        return there(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.back(gradient, ctx.group), None, None, None
+
+
+def split(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The whole sequence -> this rank's piece of it."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _mine(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _gathered(gradient, ctx.group), None
+    return _Exchange.apply(x, group, _mine, _gathered)
 
 
-class Join(torch.autograd.Function):
+def join(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Pieces -> the whole sequence, for what every rank computes alike."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _gathered(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _mine(gradient, ctx.group), None
+    return _Exchange.apply(x, group, _gathered, _mine)
 
 
-class IntoColumns(torch.autograd.Function):
+def into_columns(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Pieces -> the whole sequence, for a linear of which every rank has other columns."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _gathered(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _mine(_summed(gradient, ctx.group), ctx.group), None
+    return _Exchange.apply(x, group, _gathered, _my_sum)
 
 
-class OutOfRows(torch.autograd.Function):
+def out_of_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Partial sums -> this rank's piece of their sum."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _mine(_summed(x, group), group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _gathered(gradient, ctx.group), None
+    return _Exchange.apply(x, group, _my_sum, _gathered)
 
 
 def _cut(weight: Tensor, dim: int, group: dist.ProcessGroup) -> nn.Parameter:
@@ -103,7 +88,7 @@ class Rows(nn.Module):
         self.group = group
 
     def forward(self, x: Tensor) -> Tensor:
-        return OutOfRows.apply(F.linear(x, self.weight), self.group) + self.bias
+        return out_of_rows(F.linear(x, self.weight), self.group) + self.bias
 
 
 class Block(nn.Module):
@@ -116,7 +101,7 @@ class Block(nn.Module):
         self.group = group
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(F.gelu(self.up(IntoColumns.apply(self.norm(x), self.group))))
+        return x + self.down(F.gelu(self.up(into_columns(self.norm(x), self.group))))
 
 
 class SequenceParallelNet(nn.Module):
@@ -135,24 +120,7 @@ class SequenceParallelNet(nn.Module):
         self.group = group
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = Split.apply(self.embed(tokens), self.group)
+        x = split(self.embed(tokens), self.group)
         for block in self.blocks:
             x = block(x)
-        return self.head(Join.apply(self.norm(x), self.group))
-
-
-class UnsummedRows(OutOfRows):
-    """Partial sums are handed on as they are."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _mine(x, group)
-
-
-class UnsummedColumns(IntoColumns):
-    """Of the gradient of its input every rank keeps what its own columns give."""
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _mine(gradient, ctx.group), None
+        return self.head(join(self.norm(x), self.group))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ptrain
 from ptrain.verification.jobs.verdict import OwnVerdict
-from tests.gloo.own_loops import batches, built, mean_loss
+from tests.gloo.own_loops import batches, built, mean_loss, whole_batch
 from tests.gloo.sequence_parallel import SequenceParallelNet
 
 MASKED = -100  # cross_entropy's own mark of a target that does not count
@@ -89,32 +90,17 @@ def accumulation(fault: bool) -> OwnVerdict:
 
 
 def _masked_on_one_device(model: nn.Module) -> ptrain.Job:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-
-    def step(batch: dict[str, Tensor]) -> Tensor:
-        loss = masked_sum(model, batch) / counted(batch)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
-    return ptrain.Job(model=model, step=step)
+    return whole_batch(model, lambda batch: masked_sum(model, batch) / counted(batch))
 
 
 def on_one_device(model: nn.Module, clip: float | None = None) -> ptrain.Job:
     """The whole batch at once."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 
-    def step(tokens: Tensor) -> Tensor:
-        loss = mean_loss(model, tokens)
-        loss.backward()
+    def clipped(model: nn.Module) -> None:
         if clip is not None:
             nn.utils.clip_grad_norm_(model.parameters(), clip)
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
 
-    return ptrain.Job(model=model, step=step)
+    return whole_batch(model, partial(mean_loss, model), between=clipped)
 
 
 def sequence_parallelism(fault: bool) -> OwnVerdict:
@@ -125,23 +111,15 @@ def sequence_parallelism(fault: bool) -> OwnVerdict:
     plain = built()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
     model = SequenceParallelNet(plain, mesh.get_group("tp"))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 
-    def step(tokens: Tensor) -> Tensor:
-        loss = mean_loss(model, tokens)
-        loss.backward()
+    def add_up(model: nn.Module) -> None:
         for name, parameter in model.named_parameters():
             is_norm = "norm" in name
             if name.endswith("down.bias") or (is_norm and not fault):
                 dist.all_reduce(parameter.grad, group=mesh.get_group("tp"))
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
 
-    return ptrain.verify(
-        on_one_device(plain), ptrain.Job(model=model, step=step), batches(),
-        terms=ptrain.Terms(mesh=mesh),
-    )  # fmt: skip
+    job = whole_batch(model, partial(mean_loss, model), between=add_up)
+    return ptrain.verify(on_one_device(plain), job, batches(), terms=ptrain.Terms(mesh=mesh))
 
 
 def _sharded(model: nn.Module) -> nn.Module:

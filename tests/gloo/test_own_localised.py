@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import ptrain
 from tests.gloo import sequence_parallel, stories
+from tests.gloo.own_loops import squares
 from tests.ranks import Ranks
 
 pytestmark = [pytest.mark.gloo, pytest.mark.nightly]
@@ -55,19 +57,6 @@ class Rows(nn.Module):
         return _Sum.apply(partial) if self.is_summed else partial
 
 
-def _job(model: nn.Module) -> ptrain.Job:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def step(x: Tensor) -> Tensor:
-        optimizer.zero_grad()
-        loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        return loss
-
-    return ptrain.Job(model=model, step=step)
-
-
 def row_parallel(is_summed: bool) -> dict[str, Any] | None:
     torch.manual_seed(0)
     plain = Whole()
@@ -76,22 +65,16 @@ def row_parallel(is_summed: bool) -> dict[str, Any] | None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
     batches = torch.randn(2, 4, 8, dtype=torch.float64)
     terms = ptrain.Terms(mesh=mesh, steps=4)
-    verdict = ptrain.verify(_job(plain), _job(model), batches, terms=terms)
+    verdict = ptrain.verify(squares(plain), squares(model), batches, terms=terms)
     assert verdict.holds or verdict.culprit, verdict
     return verdict.culprit.plain() if verdict.culprit else None
 
 
 def sequence_parallel_without(name: str) -> dict[str, Any]:
-    kept = getattr(sequence_parallel, name)
-    unsummed = {
-        "OutOfRows": sequence_parallel.UnsummedRows,
-        "IntoColumns": sequence_parallel.UnsummedColumns,
-    }
-    setattr(sequence_parallel, name, unsummed[name])
-    try:
+    """Partial sums, or a rank's own gradient of its columns, are handed on as they are."""
+    unsummed = {"out_of_rows": sequence_parallel.split, "into_columns": sequence_parallel.join}
+    with patch.object(sequence_parallel, name, unsummed[name]):
         culprit = stories.sequence_parallelism(fault=False).culprit
-    finally:
-        setattr(sequence_parallel, name, kept)
     assert culprit is not None
     return culprit.plain()
 
@@ -107,7 +90,7 @@ def test_an_output_that_is_not_summed_is_named_with_axis_and_module(ranks: Ranks
 
 
 @pytest.mark.parametrize(
-    ("name", "place"), [("OutOfRows", "blocks.0.down"), ("IntoColumns", "blocks.1.norm")]
+    ("name", "place"), [("out_of_rows", "blocks.0.down"), ("into_columns", "blocks.1.norm")]
 )
 def test_the_first_module_in_the_order_of_time_is_named(
     ranks: Ranks, name: str, place: str

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,7 +19,18 @@ from torch.nn.parallel import DistributedDataParallel
 import ptrain
 from ptrain.verification.jobs.verdict import OwnVerdict
 from tests.gloo import own_loops
-from tests.gloo.own_loops import Net, batches, built, fsdp1, fsdp2, loop, mean_loss, part_of
+from tests.gloo.own_loops import (
+    Net,
+    batches,
+    built,
+    fsdp1,
+    fsdp2,
+    loop,
+    mean_loss,
+    part_of,
+    squares,
+    whole_batch,
+)
 from tests.ranks import Ranks
 
 pytestmark = [pytest.mark.gloo, pytest.mark.nightly]
@@ -61,15 +73,7 @@ def zero1() -> OwnVerdict:
     optimizer = ZeroRedundancyOptimizer(
         model.parameters(), optimizer_class=torch.optim.AdamW, lr=1e-2
     )
-
-    def step(tokens: Tensor) -> Tensor:
-        loss = mean_loss(model, tokens)
-        loss.backward()
-        optimizer.step()
-        model.zero_grad()
-        return loss
-
-    return _against(plain, ptrain.Job(model=model, step=step))
+    return _against(plain, whole_batch(model, partial(mean_loss, model), optimizer=optimizer))
 
 
 def checkpointed() -> OwnVerdict:
@@ -123,16 +127,7 @@ def transformers_own_loss() -> OwnVerdict:
     plain = LlamaForCausalLM(config).double()
 
     def job(model: nn.Module) -> ptrain.Job:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-
-        def step(tokens: Tensor) -> Tensor:
-            loss = model(input_ids=tokens, labels=tokens).loss
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            return loss
-
-        return ptrain.Job(model=model, step=step)
+        return whole_batch(model, lambda tokens: model(input_ids=tokens, labels=tokens).loss)
 
     model = DistributedDataParallel(copy.deepcopy(plain))
     return ptrain.verify(job(plain), job(model), batches(), share=part_of("ddp"))
@@ -151,21 +146,8 @@ def batch_norms() -> OwnVerdict:
     torch.manual_seed(0)
     plain = Normed().double()
     model = DistributedDataParallel(copy.deepcopy(plain))
-
-    def job(model: nn.Module) -> ptrain.Job:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-        def step(x: Tensor) -> Tensor:
-            optimizer.zero_grad()
-            loss = model(x).square().mean()
-            loss.backward()
-            optimizer.step()
-            return loss
-
-        return ptrain.Job(model=model, step=step)
-
     rows = list(torch.randn(3, 8, 4).double())
-    return ptrain.verify(job(plain), job(model), rows, share=part_of("ddp"))
+    return ptrain.verify(squares(plain), squares(model), rows, share=part_of("ddp"))
 
 
 SOUND = (
