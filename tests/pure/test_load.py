@@ -30,19 +30,10 @@ from ptrain.spec.precision import LAYOUTS, DType
 from ptrain.spec.spec import Spec
 from ptrain.spec.text import parse, scalar
 from ptrain.spec.write import to_yaml
+from tests.pure.changes import BASE, loaded
 
 FILES = listing(*SPEC_FOLDERS)
 MODEL = {"layers": 2, "hidden": 42, "heads": 3, "kv_heads": 1, "ffn": 101, "vocab": 259}
-BASE = {
-    "model": MODEL,
-    "mesh": {"dp_shard": 2},
-    "placement": {"dp_shard": "S*,S,S,R"},
-    "batch": {"global": 16, "micro": 2, "sequence": 32},
-}
-
-
-def loaded(**changes: object) -> Spec:
-    return load(BASE | changes).spec
 
 
 def placed(spec: Spec) -> dict[str, str]:
@@ -179,7 +170,8 @@ def test_without_a_source_the_default_is_loaded():
 
 
 def test_defaults_are_those_of_the_resolved_spec():
-    spec, model = loaded(), ModelShape(**MODEL, family=loaded().model.family)
+    spec = loaded(model=MODEL)
+    model = ModelShape(**MODEL, family=spec.model.family)
     bare = Spec(name="spec", model=model, factors=spec.factors, batch=spec.batch)
     assert {**vars_of(spec), "resolved": {}} == vars_of(bare)
 

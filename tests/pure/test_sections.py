@@ -16,19 +16,8 @@ from ptrain.spec.job import (
     TrainSpec,
 )
 from ptrain.spec.load import load
-from ptrain.spec.spec import Spec
 from ptrain.spec.write import to_yaml
-
-BASE = {
-    "model": {"layers": 2, "hidden": 42, "heads": 3, "kv_heads": 1, "ffn": 101, "vocab": 259},
-    "mesh": {"dp_shard": 2},
-    "placement": {"dp_shard": "S*,S,S,R"},
-    "batch": {"global": 16, "micro": 2, "sequence": 32},
-}
-
-
-def loaded(**changes: object) -> Spec:
-    return load(BASE | changes).spec
+from tests.pure.changes import BASE, loaded
 
 
 def test_a_preset_keeps_its_name_while_the_shape_is_its_own():
