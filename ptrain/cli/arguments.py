@@ -1,4 +1,4 @@
-"""What verbs share: SPEC and a.b=c in any order on the command line, and --json."""
+"""What verbs share: SPEC and a.b=c in any order on the command line, --json and --allow-import."""
 
 from __future__ import annotations
 
@@ -17,6 +17,9 @@ def add_spec_arguments(parser: ArgumentParser) -> None:
         help="a YAML file or a name from `ptrain specs`; a.b=c overrides a key, as in a file",
     )
     parser.add_argument("--json", action="store_true", help="print the result as JSON, only that")
+    parser.add_argument(
+        "--allow-import", action="store_true", help="let the spec's `target:` import code"
+    )
 
 
 def print_json(record: Mapping[str, object] | list[dict[str, object]]) -> None:

@@ -27,9 +27,6 @@ from ptrain.spec.spec import Spec
 def add_arguments(parser: ArgumentParser) -> None:
     add_spec_arguments(parser)
     parser.add_argument(
-        "--allow-import", action="store_true", help="let the spec's `target:` import code"
-    )
-    parser.add_argument(
         "--chart", type=Path, metavar="FILE", help="draw a pipeline's schedule, as .png or .svg"
     )
 

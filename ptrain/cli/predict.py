@@ -31,9 +31,6 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="what CUDA's allocator would reserve, too: simulates one rank of each spec for GPUs, "
         "the first of those predicted to need most, which takes seconds and torch",
     )
-    parser.add_argument(
-        "--allow-import", action="store_true", help="let the spec's `target:` import code"
-    )
 
 
 def _reserved(label: str, derivation: Derivation, spec: Spec, *, allow_import: bool) -> Reserving:

@@ -63,9 +63,6 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--chart", type=Path, metavar="FILE", help="memory over the step as FILE.png or FILE.svg"
     )
-    parser.add_argument(
-        "--allow-import", action="store_true", help="let the spec's `target:` import code"
-    )
 
 
 def run(args: Namespace) -> int:

@@ -22,10 +22,10 @@ from ptrain.errors import PtrainError, RankFailed, SpecError, refused
 from ptrain.installed import require_torch
 from ptrain.selection.preflight import require_fit
 from ptrain.selection.recompute import settled
-from ptrain.spec.extras import require_transformers
+from ptrain.spec.extras import require_leave, require_transformers
 from ptrain.spec.file_tier import require_file_tier
 from ptrain.spec.load import load
-from ptrain.spec.model import ExternalModel, ModelShape
+from ptrain.spec.model import ModelShape
 from ptrain.spec.spec import Spec
 from ptrain.train import environment, options
 from ptrain.train.candidates import again, is_done, require_resumable
@@ -62,12 +62,7 @@ def checked(choices: Options) -> Spec:
     require_reachable(spec)
     if choices.tensorboard and find_spec("tensorboard") is None:
         raise SpecError(MISSING)
-    if isinstance(spec.model, ExternalModel) and not choices.allow_import:
-        raise refused(
-            "model.target",
-            f"this would run code of {spec.model.target}",
-            "allow it with --allow-import",
-        )
+    require_leave(spec.model, allow_import=choices.allow_import)
     require_transformers(spec.model)
     if isinstance(spec.model, ModelShape) and not choices.force:
         require_fit(spec, derive(spec).exact)  # any other model's sizes are known to its code only

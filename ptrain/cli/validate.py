@@ -31,9 +31,6 @@ _BRIEFLY = (
 
 def add_arguments(parser: ArgumentParser) -> None:
     add_spec_arguments(parser)
-    parser.add_argument(
-        "--allow-import", action="store_true", help="let the spec's `target:` import code"
-    )
 
 
 def run(args: Namespace) -> int:

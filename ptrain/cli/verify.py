@@ -21,10 +21,10 @@ from ptrain.derivation.estimate import own_facts
 from ptrain.errors import VerdictFailed, refused
 from ptrain.installed import require_torch
 from ptrain.selection.recompute import settled
-from ptrain.spec.extras import require_transformers
+from ptrain.spec.extras import require_leave, require_transformers
 from ptrain.spec.file_tier import require_file_tier
 from ptrain.spec.load import load
-from ptrain.spec.model import ExternalModel, ModelShape
+from ptrain.spec.model import ModelShape
 from ptrain.spec.names import names
 from ptrain.spec.overrides import parse_override, split_arguments, sweeps
 from ptrain.spec.spec import Spec
@@ -112,9 +112,7 @@ def _started(
 def _checked(source: str, overrides: tuple[str, ...], *, allow_import: bool) -> TitledSpec:
     """Raises what is wrong with the spec, before any rank starts and anything is written."""
     spec = settled(load(source_of(source), overrides))
-    if isinstance(spec.model, ExternalModel) and not allow_import:
-        finding = f"this would run code of {spec.model.target}"
-        raise refused("model.target", finding, "allow it with --allow-import")
+    require_leave(spec.model, allow_import=allow_import)
     require_transformers(spec.model)
     require_file_tier(spec)
     if isinstance(spec.model, ModelShape):

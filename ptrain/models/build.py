@@ -12,6 +12,7 @@ from ptrain.models.external import build_external
 from ptrain.models.gpt import Gpt
 from ptrain.models.huggingface import build_hugging_face
 from ptrain.models.llama import Llama
+from ptrain.spec.extras import require_leave
 from ptrain.spec.model import ExternalModel, Family, HuggingFaceModel, ModelShape, ModelSpec
 
 
@@ -24,9 +25,7 @@ def build(
         case ModelShape():
             return _build_shape(model, sequence)
         case ExternalModel():
-            if not allow_import:
-                finding = f"building the model would run code of {model.target}"
-                raise refused("model.target", finding, "allow it with --allow-import")
+            require_leave(model, allow_import=allow_import)
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(seed)
                 return build_external(model)

@@ -36,7 +36,7 @@ class VerifyOptions:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that the user may give, without specs and `--json`."""
+    """Add the arguments that the user may give, without specs, `--json` and `--allow-import`."""
     add = parser.add_argument
     add(
         "--steps",
@@ -50,7 +50,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="hash what every collective leaves, over its group",
     )
-    add("--allow-import", action="store_true", help="let the spec's `target:` import code")
 
 
 def require_steps(steps: int) -> None:
@@ -75,6 +74,7 @@ def parse(argv: Sequence[str]) -> VerifyOptions:
     )
     parser.add_argument("words", nargs="*", metavar="SPEC a.b=c")
     parser.add_argument("--json", action="store_true", help="print the result as JSON, only that")
+    parser.add_argument("--allow-import", action="store_true", help="let `target:` import code")
     add_arguments(parser)
     for name in _PATHS:
         parser.add_argument(f"--{name}", type=Path, help=argparse.SUPPRESS)

@@ -13,13 +13,14 @@ import torch.distributed as dist
 
 from ptrain.data.corpus import corpus
 from ptrain.data.sampler import require as require_corpus
-from ptrain.errors import VerdictFailed, refused
+from ptrain.errors import VerdictFailed
 from ptrain.interpreter.materialize import build_module
 from ptrain.models.contract import logits_of
 from ptrain.report.record import Check
 from ptrain.report.verification import as_record, end_text, stage_text
 from ptrain.rooms.world import World
 from ptrain.selection.recompute import settled
+from ptrain.spec.extras import require_leave
 from ptrain.spec.load import load
 from ptrain.spec.model import ExternalModel
 from ptrain.spec.spec import Spec
@@ -37,9 +38,7 @@ def run(options: VerifyOptions) -> int:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing is half written: gone at once
     size = dist.get_world_size() if dist.is_initialized() else environment.world_size()
     spec = settled(load(options.spec, options.overrides, world_size=size))
-    if isinstance(spec.model, ExternalModel) and not options.allow_import:
-        finding = f"this would run code of {spec.model.target}"
-        raise refused("model.target", finding, "allow it with --allow-import")
+    require_leave(spec.model, allow_import=options.allow_import)
     logits = _num_logits(spec)
     with ExitStack() as stack:
         world = World.join(spec.timeout, device=spec.device, backend=spec.backend)
