@@ -45,6 +45,13 @@ def necks(hidden: int = 10, layers: int = 2, vocab: int = 259) -> Necks:
     return Necks(hidden, layers, vocab)
 
 
+def normed() -> Necks:
+    """The same with torch's norm in front of the head."""
+    model = necks()
+    model.head = nn.Sequential(nn.RMSNorm(10), model.head)
+    return model
+
+
 class Carried(Neck):
     """Hands on, beside its own output, what it was given."""
 

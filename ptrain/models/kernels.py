@@ -5,7 +5,7 @@ Values are others: it is for traces and simulations, which read sizes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ptrain.models.ledger import OperatorMode
+from ptrain.models.fused_norm import is_fused, rms_norm
+from ptrain.models.ledger import OperatorMode, is_wrapper
 from ptrain.models.numerics import DTYPE_NAMES
 
 _ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -63,24 +64,12 @@ def kernels_of(*, is_for_cuda: bool, keeping: Keeping | None = None) -> Iterator
     if not is_for_cuda:
         yield unknown
         return
-    attention = _Attention(keeping, unknown) if keeping else None
-    with _dropping_as_cuda(attention), _Norms(), attention or nullcontext():
+    attention = _Kernels(keeping, unknown) if keeping else None
+    with _replacing(attention), attention or nullcontext():
         yield unknown
 
 
-class _Norms(OperatorMode):
-    """LayerNorm keeps mean and deviation of each row: in fp32 at least on a GPU, and on a processor
-    as wide as its input."""
-
-    def operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        result = function(*args, **kwargs)
-        if function is not _LAYER_NORM or result[1].itemsize >= _WIDE_BYTES:
-            return result
-        y, *kept = result
-        return y, *(_in_more(rows, rows.numel() * _WIDE_BYTES) for rows in kept)
-
-
-class _Attention(OperatorMode):
+class _Kernels(OperatorMode):
     """Fused attention keeps a number for each row, batch and head for backward, on GPUs in a
     kernel's own measure, and beside them seed and offset of its dropout, which are put into the
     same storage here. `drops`: dropout is asked of the attention that runs, and
@@ -93,6 +82,9 @@ class _Attention(OperatorMode):
 
     def operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = function(*args, **kwargs)
+        if function is _LAYER_NORM:
+            y, *kept = result
+            return y, *map(_in_wide_rows, kept)
         if function is not _ATTENTION:
             self.goes_by_operators |= function._schema.name in _SOFTMAX
             return result
@@ -154,6 +146,13 @@ def _call(query: Tensor, key: Tensor, *, drops: bool) -> AttentionCall:
     )
 
 
+def _in_wide_rows(rows: Tensor) -> Tensor:
+    """Return mean or deviation of a LayerNorm's rows: in fp32 at least on a GPU, and on a processor
+    as wide as its input."""
+    is_wide = rows.itemsize >= _WIDE_BYTES
+    return rows if is_wide else _in_more(rows, rows.numel() * _WIDE_BYTES)
+
+
 def _in_more(tensor: Tensor, size: int) -> Tensor:
     """Return the tensor in a storage of so many bytes."""
     whole = tensor.new_empty(size // tensor.itemsize)
@@ -161,14 +160,15 @@ def _in_more(tensor: Tensor, size: int) -> Tensor:
 
 
 @contextmanager
-def _dropping_as_cuda(attention: _Attention | None) -> Iterator[None]:
+def _replacing(attention: _Kernels | None) -> Iterator[None]:
     """Within it dropout allocates on a processor what it does on a GPU: a mask of one byte an
     element (`at::dropout` calls native_dropout there, and on a processor multiplies by noise as
     wide as its input). Fused attention saves no mask, for backward draws it anew from seed and
-    offset.
+    offset. And RMSNorm is one kernel.
     """
     attend: Any = F.scaled_dot_product_attention
     drop: Any = F.dropout
+    normalize: Any = F.rms_norm
 
     def fused(
         query: Tensor,
@@ -194,9 +194,22 @@ def _dropping_as_cuda(attention: _Attention | None) -> Iterator[None]:
             return y
         return torch.native_dropout(input, p, training)[0]
 
+    def normalized(
+        input: Tensor,
+        normalized_shape: Sequence[int],
+        weight: Tensor | None = None,
+        eps: float | None = None,
+    ) -> Tensor:
+        if is_wrapper(type(input)) or not is_fused(input, weight):
+            y: Tensor = normalize(input, normalized_shape, weight, eps)
+            return y
+        return rms_norm(input, weight, dims=len(normalized_shape))
+
     functional: Any = F
     functional.scaled_dot_product_attention, functional.dropout = fused, masked
+    functional.rms_norm = normalized
     try:
         yield
     finally:
         functional.scaled_dot_product_attention, functional.dropout = attend, drop
+        functional.rms_norm = normalize

@@ -24,6 +24,11 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return held.elem if isinstance(held, AsyncCollectiveTensor) else held
 
 
+def is_wrapper(kind: type) -> bool:
+    """Return whether operators on such tensors turn into operators on plain ones."""
+    return issubclass(kind, DTensor | AsyncCollectiveTensor)
+
+
 def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
     """The bytes behind a tensor, shared by all its views."""
     return local(tensor).untyped_storage()
@@ -40,7 +45,7 @@ class OperatorMode(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if any(issubclass(kind, DTensor | AsyncCollectiveTensor) for kind in types):
+        if any(map(is_wrapper, types)):
             return NotImplemented
         return self.operator(function, args, kwargs or {})
 

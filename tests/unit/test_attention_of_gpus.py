@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from ptrain.derivation import attention
 from ptrain.derivation.estimate import derive, facts_from_shape
@@ -80,9 +81,27 @@ def test_what_attention_with_a_mask_is_there_nobody_knows():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_norm_keeps_its_rows_in_fp32_whatever_its_input_is(dtype):
     x, weight = torch.ones(5, 8, dtype=dtype, requires_grad=True), torch.ones(8, dtype=dtype)
-    with kernels_of(is_for_cuda=True):
+    with kernels_of(is_for_cuda=True, keeping=Keeping()):
         y = F.layer_norm(x, (8,), weight)
     saved = (y.grad_fn._saved_result1, y.grad_fn._saved_result2)
     assert [storage_of(rows).nbytes() for rows in saved] == [5 * 4, 5 * 4]
     y.sum().backward()
     assert x.grad.dtype == dtype
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_rms_norm_is_one_kernel_there_that_keeps_its_input_and_a_number_a_row(dtype):
+    norm, x = nn.RMSNorm(8, dtype=dtype), torch.ones(5, 8, dtype=dtype, requires_grad=True)
+    with kernels_of(is_for_cuda=True), Recorder() as recorder:
+        y = norm(x)
+    assert sorted(recorder.born_sizes.values()) == [5 * 4, 5 * 8 * dtype.itemsize]
+    y.sum().backward()
+    assert x.grad.shape == x.shape
+    assert norm.weight.grad.dtype == dtype
+
+
+def test_rms_norm_of_two_dtypes_is_no_kernel():
+    norm, x = nn.RMSNorm(8), torch.ones(5, 8, dtype=torch.bfloat16)
+    with kernels_of(is_for_cuda=True), Recorder() as recorder:
+        norm(x)
+    assert len(recorder.born_sizes) > 2

@@ -24,7 +24,12 @@ _NAMES = {
     ),
     Operators.SOFTMAX: ("aten::_softmax", "aten::_safe_softmax"),
     # Llama's norm is written out: what it reduces to is kept, a number for each token
-    Operators.NORM: ("aten::native_layer_norm", "aten::_fused_rms_norm", "aten::rsqrt"),
+    Operators.NORM: (
+        "aten::native_layer_norm",
+        "aten::_fused_rms_norm",
+        "ptrain::fused_rms_norm",  # which stands in for it
+        "aten::rsqrt",
+    ),
     # a wait of what is there already costs nothing, and how many there are may differ
     Operators.COLLECTIVE: (
         "_c10d_functional::all_gather_into_tensor",
