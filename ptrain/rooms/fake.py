@@ -57,7 +57,8 @@ def fake_tensors(mode: FakeTensorMode | None = None) -> Iterator[None]:
 
 class _BucketOrder(TorchDispatchMode):
     """DDP's reducer writes the new order of its buckets into int32 tensors, sends them, and reads
-    them in C++: these are real, and so is what is done with real tensors alone."""
+    them in C++: these are real, and so is what is done with real tensors alone. What `torch.tensor`
+    makes for a GPU, as a model's buffer, is not: no GPU is there that could copy it."""
 
     def __torch_dispatch__(
         self,
@@ -75,7 +76,9 @@ class _BucketOrder(TorchDispatchMode):
             if isinstance(argument, torch.Tensor)
         ]
         if tensors:
-            is_real = not any(isinstance(argument, FakeTensor) for argument in tensors)
+            is_new_on_gpu = func is torch.ops.aten.lift_fresh.default and tensors[0].is_cuda
+            is_fake = any(isinstance(argument, FakeTensor) for argument in tensors)
+            is_real = not is_fake and not is_new_on_gpu
         else:
             empty = torch.ops.aten.empty.memory_format
             is_real = func is empty and kwargs.get("dtype") is torch.int32
