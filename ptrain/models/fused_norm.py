@@ -1,5 +1,5 @@
-"""RMSNorm as a GPU's one kernel allocates it: its output, and a number of at least fp32 of a row. A
-processor goes operator by operator. It is an operator of its own, so that a policy can keep it.
+"""RMSNorm as a GPU's one kernel allocates it: its output, and of each row a number, fp32 at least.
+A processor goes operator by operator. It is an operator of its own, so that a policy can keep it.
 
 Values are others: it is for traces and simulations, which read sizes.
 """
