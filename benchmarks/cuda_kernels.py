@@ -10,7 +10,7 @@ Of classes of transformers the same; a peak that is not claimed is compared all 
 
 `ptrain simulate` on fake tensors, on fake CUDA; needs a CUDA build of torch, a C compiler and no
 GPU: an H100 alone has confirmed some of it (`gpu.sh`). Prints; writes a result only with --save.
-About 18 minutes, of which classes (`--only hf`) take six.
+About 19 minutes, of which classes (`--only hf`) take seven.
 """
 
 from __future__ import annotations

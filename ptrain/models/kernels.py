@@ -122,7 +122,8 @@ class _Kernels(OperatorMode):
         finally:
             self.drops = False
         if self.goes_by_operators:
-            self._note(query, f"operator by operator on a {'GPU' if by_operators else 'processor'}")
+            why = "fewer heads of keys" * (key.shape[1] != query.shape[1])
+            self._note(query, why if by_operators else "operator by operator on a processor")
         return y
 
     def _note(self, query: Tensor, what: str) -> None:

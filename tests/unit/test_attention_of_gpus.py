@@ -66,7 +66,7 @@ def test_attention_that_is_no_kernel_there_goes_operator_by_operator_here():
     recorder = Recorder(torch.nn.Identity(), ())
     with kernels_of(is_for_cuda=True, keeping=Keeping()) as unknown, recorder:
         F.scaled_dot_product_attention(query, key, key, is_causal=True, enable_gqa=True)
-    assert [*unknown.attention] == ["head_dim 8 in fp32, operator by operator on a GPU"]
+    assert [*unknown.attention] == ["head_dim 8 in fp32, fewer heads of keys"]
     assert 2 * 4 * 3 * 3 * 4 in recorder.recording().sizes.values()  # scores
 
 
