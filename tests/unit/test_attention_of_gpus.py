@@ -92,9 +92,10 @@ def test_a_norm_keeps_its_rows_in_fp32_whatever_its_input_is(dtype):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_rms_norm_is_one_kernel_there_that_keeps_its_input_and_a_number_a_row(dtype):
     norm, x = nn.RMSNorm(8, dtype=dtype), torch.ones(5, 8, dtype=dtype, requires_grad=True)
-    with kernels_of(is_for_cuda=True), Recorder() as recorder:
+    recorder = Recorder(torch.nn.Identity(), ())
+    with kernels_of(is_for_cuda=True), recorder:
         y = norm(x)
-    assert sorted(recorder.born_sizes.values()) == [5 * 4, 5 * 8 * dtype.itemsize]
+    assert sorted(recorder.recording().sizes.values()) == [5 * 4, 5 * 8 * dtype.itemsize]
     y.sum().backward()
     assert x.grad.shape == x.shape
     assert norm.weight.grad.dtype == dtype
@@ -102,6 +103,7 @@ def test_rms_norm_is_one_kernel_there_that_keeps_its_input_and_a_number_a_row(dt
 
 def test_rms_norm_of_two_dtypes_is_no_kernel():
     norm, x = nn.RMSNorm(8), torch.ones(5, 8, dtype=torch.bfloat16)
-    with kernels_of(is_for_cuda=True), Recorder() as recorder:
+    recorder = Recorder(torch.nn.Identity(), ())
+    with kernels_of(is_for_cuda=True), recorder:
         norm(x)
-    assert len(recorder.born_sizes) > 2
+    assert len(recorder.recording().sizes) > 2
