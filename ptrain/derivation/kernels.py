@@ -5,15 +5,16 @@ attention keeps beside its output (`derivation.attention`), which depends on its
 With dropout they do not: on a CPU its masks are as wide as their input, on a GPU a byte an element,
 and a CPU's scaled_dot_product_attention then has scores and probabilities in memory, which a GPU's
 never has. Where a spec is for GPUs, tables and traces have a GPU's masks
-(`models.kernels.kernels_of`), which an H100 alone has confirmed. What is offloaded comes back
-on streams of its own there (activations/run/offload.py), and more of it is on the device at a time
-than is derived.
+(`models.kernels.kernels_of`), and are claimed where an H100 has confirmed them. What is offloaded
+comes back on streams of its own there (activations/run/offload.py), and more of it is on the device
+at a time than is derived.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from ptrain.derivation.activations import drops_in_parts
 from ptrain.derivation.attention import (
     attention_of,
     capabilities,
@@ -23,7 +24,7 @@ from ptrain.derivation.attention import (
     most_rows,
 )
 from ptrain.facts.model import ModelFacts
-from ptrain.spec.model import ModelShape
+from ptrain.spec.model import Attention, ModelShape
 from ptrain.spec.placement import Tier
 from ptrain.spec.precision import DType
 from ptrain.spec.spec import Spec
@@ -46,8 +47,10 @@ _NOT_COUNTED = (
 _NO_SM = "no cluster.sm says which of CUDA's kernels compute attention (90: H100)"
 _OTHER_SM = "which of CUDA's kernels compute attention was not asked for sm {sm}, but for {known}"
 _NOT_CONFIRMED = (
-    "what dropout keeps is a GPU's by its kernels' signatures, and an H100 alone confirmed it"
+    "what dropout keeps is a GPU's by its kernels' signatures, and an H100 (sm 90) alone confirmed "
+    "it, of whole built-in models"
 )
+_H100 = 90  # compute capability
 
 
 def unclaimed(spec: Spec, facts: ModelFacts) -> dict[str, str]:
@@ -57,13 +60,21 @@ def unclaimed(spec: Spec, facts: ModelFacts) -> dict[str, str]:
     shape = spec.model
     drops = shape.dropout > 0 if isinstance(shape, ModelShape) else facts.draws
     why = _otherwise(spec, facts)
-    if not why and drops and spec.may_be_on_cuda:
+    if not why and drops and spec.may_be_on_cuda and not _is_confirmed(spec):
         why = _NOT_CONFIRMED if spec.is_for_cuda else _WHY
     if not why:
         return of_offloaded
     # Where they leave a GPU, other sizes are copied, too.
     moved = ("traffic",) if spec.is_for_cuda and leaves_device(spec) else ()
     return of_offloaded | dict.fromkeys(("activations", "peak", *moved), why)
+
+
+def _is_confirmed(spec: Spec) -> bool:
+    """Return whether a device has shown what dropout keeps: an H100, of whole built-in models with
+    fused attention (benchmarks/gpu.sh; tests/cuda)."""
+    shape = spec.model
+    is_fused = isinstance(shape, ModelShape) and shape.attention is Attention.SDPA
+    return spec.is_for_cuda and is_fused and not drops_in_parts(spec) and spec.sm == _H100
 
 
 def _of_offloaded(spec: Spec) -> Iterator[tuple[str, str]]:

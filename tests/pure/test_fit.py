@@ -23,6 +23,7 @@ from ptrain.train.heading import preflight_lines
 
 H100 = ("model.preset=gpt2-124m", "mesh.dp_shard=8", "batch={global: 64, micro: 8, sequence: 1024}")
 ON_H100 = (*H100, "cluster.preset=h100-8")
+ON_A100 = (*H100, "cluster.preset=a100-8")  # on which nobody has seen what dropout keeps
 DROPS = "model.dropout=0.1"
 # flex attention has no backward pass where a trace would run
 UNTOLD = ("model.preset=llama3-8b", "attention=flex")
@@ -81,10 +82,10 @@ def test_what_is_resident_is_at_most_the_peak(name):
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_with_dropout_a_cpus_kernels_do_not_say_what_a_gpu_holds(attention):
     kept = f"attention={attention}"
-    assert fit_of(*ON_H100, kept, "batch.micro=1").fits is True
-    dropped = fit_of(*ON_H100, kept, "batch.micro=1", DROPS)
+    assert fit_of(*ON_A100, kept, "batch.micro=1").fits is True
+    dropped = fit_of(*ON_A100, kept, "batch.micro=1", DROPS)
     assert dropped.fits is None and dropped.peak_bytes is None and "dropout" in dropped.why
-    on_cpu = fit_of(*ON_H100, kept, "batch.micro=1", DROPS, "device=cpu")
+    on_cpu = fit_of(*ON_A100, kept, "batch.micro=1", DROPS, "device=cpu")
     assert on_cpu.fits is True and on_cpu.peak_bytes
 
 
@@ -113,7 +114,7 @@ def test_the_spec_says_by_device_and_cluster_where_it_may_run(cluster, device, i
 
 
 def test_with_dropout_states_that_are_too_large_for_a_gpu_do_not_fit():
-    spec = limited(load("zero3", [*ON_H100, DROPS]).spec, 2**20)
+    spec = limited(load("zero3", [*ON_A100, DROPS]).spec, 2**20)
     exact = derive(spec).exact
     found = fit(spec, exact)
     assert found.fits is False
@@ -121,16 +122,26 @@ def test_with_dropout_states_that_are_too_large_for_a_gpu_do_not_fit():
 
 
 def test_on_a_gpu_dropout_is_warned_of_and_recorded_as_not_claimed(ptrain):
-    text = ptrain("predict", "zero3", *ON_H100, DROPS)
+    text = ptrain("predict", "zero3", *ON_A100, DROPS)
     warning = line_of(text, "warning: ")
     assert "not claimed" in warning and "CPU" in warning
     assert "to spare" not in text and "fits:" not in text
-    record = json.loads(ptrain("predict", "zero3", *ON_H100, DROPS, "--json"))
+    record = json.loads(ptrain("predict", "zero3", *ON_A100, DROPS, "--json"))
     assert {"activations", "peak"} == set(record["unclaimed"]["exact"])
     assert record["fit"]["fits"] is None and record["fit"]["peak_bytes"] is None
-    plain = json.loads(ptrain("predict", "zero3", *ON_H100, "--json"))
+    plain = json.loads(ptrain("predict", "zero3", *ON_A100, "--json"))
     assert plain["unclaimed"] == {} and plain["fit"]["fits"] is True
-    assert "not claimed" not in ptrain("predict", "zero3", *ON_H100)
+    assert "not claimed" not in ptrain("predict", "zero3", *ON_A100)
+
+
+@pytest.mark.parametrize(
+    ("words", "is_claimed"),
+    [((), True), (("attention=eager",), False), (("cluster={preset: h100-8, sm: 100}",), False)],
+)
+def test_dropout_is_claimed_where_a_device_has_confirmed_it(ptrain, words, is_claimed):
+    record = json.loads(ptrain("predict", "zero3", *ON_H100, DROPS, *words, "--json"))
+    assert (record["unclaimed"] == {}) is is_claimed
+    assert (record["fit"]["peak_bytes"] is not None) is is_claimed
 
 
 def test_on_a_gpu_the_peak_of_offloaded_activations_is_not_claimed(ptrain):
@@ -144,11 +155,11 @@ def test_on_a_gpu_the_peak_of_offloaded_activations_is_not_claimed(ptrain):
 
 
 def test_the_command_that_tells_of_dropout_rehearses_on_a_gpu(ptrain):
-    text = ptrain("predict", "zero3", *ON_H100, DROPS)
+    text = ptrain("predict", "zero3", *ON_A100, DROPS)
     assert line_of(text, "unknown: ")
-    words = ["ptrain", "simulate", "zero3", *ON_H100, DROPS, "device=cuda", "--rehearse"]
+    words = ["ptrain", "simulate", "zero3", *ON_A100, DROPS, "device=cuda", "--rehearse"]
     assert command_in(text) == words
-    record = json.loads(ptrain("predict", "zero3", *ON_H100, DROPS, "device=cuda", "--json"))
+    record = json.loads(ptrain("predict", "zero3", *ON_A100, DROPS, "device=cuda", "--json"))
     said = shlex.split(record["fit"]["command"])
     assert said.count("device=cuda") == 1 and said[-1] == "--rehearse"
 
@@ -193,17 +204,17 @@ def test_a_sweep_has_no_peak_where_none_is_predicted_and_says_why(ptrain):
 
 def test_a_comparison_has_no_peak_of_a_cpu_for_a_gpu(ptrain, tmp_path):
     file = tmp_path / "dropped.yaml"
-    spec = load("zero3", [*ON_H100, DROPS]).spec
+    spec = load("zero3", [*ON_A100, DROPS]).spec
     file.write_text(json.dumps(spec.resolved), encoding="utf-8")
     plain = tmp_path / "plain.yaml"
-    plain.write_text(json.dumps(load("zero3", list(ON_H100)).spec.resolved), encoding="utf-8")
+    plain.write_text(json.dumps(load("zero3", list(ON_A100)).spec.resolved), encoding="utf-8")
     text = ptrain("predict", str(plain), str(file))
     cells = line_of(text, "peak, exact").split("  ")
     assert cells[-1].strip() == "–"
 
 
 def test_nothing_is_offered_on_a_peak_that_is_none():
-    spec = limited(load("zero3", [*ON_H100, DROPS]).spec, 2**20)
+    spec = limited(load("zero3", [*ON_A100, DROPS]).spec, 2**20)
     assert cheaper(spec) == () and more_ranks(spec, ()) is None
     with pytest.raises(DoesNotFit, match="states alone are") as refused:
         require_fit(spec, derive(spec).exact)
@@ -212,7 +223,7 @@ def test_nothing_is_offered_on_a_peak_that_is_none():
 
 
 def test_a_training_is_not_refused_for_a_fit_that_is_unknown_and_says_so():
-    spec = load("zero3", [*ON_H100, DROPS]).spec
+    spec = load("zero3", [*ON_A100, DROPS]).spec
     exact = derive(spec).exact
     require_fit(spec, exact)
     first, second = preflight_lines(spec, exact, ("runs/one/spec.resolved.yaml",))
@@ -224,7 +235,7 @@ def test_a_training_is_not_refused_for_a_fit_that_is_unknown_and_says_so():
 
 def test_no_policy_is_chosen_for_a_budget_by_peaks_of_another_device():
     said = ("activations=M", "recompute={budget: 60 GiB}")
-    settled(load("zero3", [*ON_H100, *said]))
-    settled(load("zero3", [*ON_H100, *said, DROPS, "device=cpu"]))
+    settled(load("zero3", [*ON_A100, *said]))
+    settled(load("zero3", [*ON_A100, *said, DROPS, "device=cpu"]))
     with pytest.raises(SpecError, match=r"recompute\.budget: .*dropout"):
-        settled(load("zero3", [*ON_H100, *said, DROPS]))
+        settled(load("zero3", [*ON_A100, *said, DROPS]))
