@@ -30,7 +30,14 @@ def standard_output() -> Iterator[int | None]:
 
 
 def _print_lines(reading: int, stream: TextIO) -> None:
-    with open(reading, errors="replace") as lines:
+    """Print what comes, until a stream takes no more (a cell that is gone, a file that is closed):
+    the rest is read all the same, or who writes it would die of that."""
+    with open(reading, errors="replace", newline="") as lines:
+        is_open = True
         for line in lines:
-            stream.write(line)
-            stream.flush()
+            try:
+                if is_open:
+                    stream.write(line)
+                    stream.flush()
+            except (OSError, ValueError):
+                is_open = False

@@ -26,6 +26,7 @@ def _sizes(x: Tensor, weight: Tensor | None, dims: int) -> tuple[Tensor, Tensor]
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     x, weight, _ = inputs
+    ctx.set_materialize_grads(False)  # nobody uses the rows, and CUDA's makes no gradient of them
     ctx.save_for_backward(x, weight, output[1])
 
 
@@ -42,8 +43,11 @@ _norm.register_autograd(_backward, setup_context=_keep)
 
 
 def is_fused(x: Tensor, weight: Tensor | None) -> bool:
-    """Return whether a GPU has one kernel for it: not where input and weight differ in dtype."""
-    return weight is None or weight.dtype == x.dtype
+    """Return whether a GPU has one kernel for it: not where input and weight differ in dtype, nor
+    where they do not fit."""
+    if weight is None:
+        return True
+    return weight.dtype == x.dtype and weight.shape == x.shape[x.dim() - weight.dim() :]
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, *, dims: int) -> Tensor:

@@ -201,7 +201,8 @@ def _replacing(attention: _Kernels | None) -> Iterator[None]:
         weight: Tensor | None = None,
         eps: float | None = None,
     ) -> Tensor:
-        if is_wrapper(type(input)) or not is_fused(input, weight):
+        is_of_input = tuple(normalized_shape) == input.shape[-len(normalized_shape) :]
+        if is_wrapper(type(input)) or not is_of_input or not is_fused(input, weight):
             y: Tensor = normalize(input, normalized_shape, weight, eps)
             return y
         return rms_norm(input, weight, dims=len(normalized_shape))

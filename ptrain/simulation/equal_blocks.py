@@ -6,7 +6,8 @@ blocks have the same classes, shapes and attributes but for their own index, and
 differs but the number of layers. And in a forward pass all blocks between the first and the last
 run the same operators on the same neighbours, and all else is the same in both.
 
-Note: what some code does in its backward pass alone, by an index that it reads there, is not seen.
+Note: what some code does in its backward pass alone, by what it reads of its block there, is seen
+as far as attributes say it: not what it takes from elsewhere.
 """
 
 from __future__ import annotations
@@ -40,14 +41,14 @@ from ptrain.spec.model import ExternalModel, HuggingFaceModel, ModelShape, Model
 from ptrain.spec.spec import Spec
 from ptrain.traces.on_fakes import FakeModel, fake_model
 
-FEWEST = 4  # blocks of the shortest run: what acts at a block's neighbours reaches two of them
+FEWEST = 4  # blocks of the shortest run: more than are gathered ahead, so that it has an end
 LEAST = 20  # three runs have 15 blocks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EqualBlocks:
-    """Those of one rank of a job: `number` in a row in each of its stages. `split` are the blocks
-    by stage, of which `own` are the rank's; empty without pp."""
+    """The blocks of one rank of a job: `number` in a row in each of its stages. `split` are those
+    of each stage, of which `own` are the rank's; empty without pp."""
 
     spec: Spec
     number: int
@@ -90,17 +91,22 @@ def equal_blocks(
     fewer than the `least`, or where nobody says that they are equal. The proof is of `fewest`."""
     match spec.model:
         case ModelShape():
-            blocks = _of_facts(spec, rank, own_facts(spec), spec.model.layers)
+            blocks = _of_facts(spec, rank, own_facts(spec), spec.model.layers, fewest)
             return blocks if blocks and blocks.number >= least else None
         case HuggingFaceModel():
             return _proven(spec, rank, fewest, least)
     return None
 
 
-def _of_facts(spec: Spec, rank: int, facts: ModelFacts, layers: int) -> EqualBlocks | None:
-    """As the plan treats them."""
+def _of_facts(
+    spec: Spec, rank: int, facts: ModelFacts, layers: int, fewest: int
+) -> EqualBlocks | None:
+    """Return the rank's blocks, if the plan treats them alike. Where as many units are gathered
+    ahead as the shortest run has blocks, what is gathered at a time grows from run to run and then
+    no more: three runs do not show where it ends."""
     is_within = spec.unit.kind in (UnitKind.BLOCK, UnitKind.SUB_BLOCK)
-    if not is_within or len({*spec.activations.of(layers)}) > 1:
+    is_far = spec.prefetch is not None and spec.prefetch >= fewest
+    if not is_within or is_far or len({*spec.activations.of(layers)}) > 1:
         return None
     plan = lower(spec, facts.unit_modules, facts.roles, stages_of(spec, facts), facts.blocks)
     if not plan.wrap.treats_equal_blocks_alike:
@@ -151,7 +157,7 @@ def _proven(spec: Spec, rank: int, fewest: int, least: int) -> EqualBlocks | Non
     whole = _repetition(spec)
     if whole is None or whole.layers != layers:
         return None
-    blocks = _of_facts(spec, rank, whole.facts, layers)
+    blocks = _of_facts(spec, rank, whole.facts, layers, fewest)
     if blocks is None or blocks.number < least:
         return None
     few = _repetition(blocks.cut_to(fewest))
@@ -181,14 +187,15 @@ def _read(model: FakeModel) -> Repetition | None:
 
 
 def _sections(model: FakeModel, blocks: tuple[str, ...]) -> tuple[Section, ...] | None:
-    """Those of a forward pass; None where blocks do not run once, in order, and alike."""
+    """Return those of a forward pass; None where blocks do not run once, in order, and alike."""
     batch = model.spec.batch
     tokens = torch.zeros(batch.micro, batch.sequence, dtype=torch.int64)
     recorder = SectionRecorder(model.module, blocks)
     with recorder.recording():
         logits_of(model.module, tokens, model.spec)
+    if recorder.entered != [*range(len(blocks))]:
+        return None
     front, first, *between, last = recorder.sections
-    is_in_order = recorder.entered == [*range(len(blocks))]
-    if not is_in_order or any(section != between[0] for section in between):
+    if any(section != between[0] for section in between):
         return None
     return front, first, between[0], last

@@ -10,6 +10,8 @@ from __future__ import annotations
 import types
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from enum import Enum
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -109,6 +111,9 @@ class _LeafWalk:
             case types.MethodType():
                 yield f"{path}()", value.__func__
                 yield from self._of(path, value.__self__)
+            case partial():
+                yield f"{path}()", partial
+                yield from self._of(path, (value.func, value.args, value.keywords))
             case Mapping():
                 yield from self._of_mapping(path, value)
             case list() | tuple():
@@ -138,10 +143,10 @@ class _LeafWalk:
         if again := self._again(value, path):
             yield path, again
             return
-        if not hasattr(value, "__dict__"):
+        if not _says_all(value):
             raise Incomparable(f"{path} is {type(value).__name__}")
         yield path, ("instance", type(value))
-        for name, entry in vars(value).items():
+        for name, entry in getattr(value, "__dict__", {}).items():
             yield from self._of(f"{path}.{name}", entry)
 
     def _again(self, value: object, path: str) -> Hashable:
@@ -154,3 +159,18 @@ class _LeafWalk:
         self._met[id(value)] = self._part, path
         self._kept.append(value)
         return None
+
+
+def _says_all(value: object) -> bool:
+    """Whether `vars` is all there is of an object: pickle, which has to know, asks it for nothing
+    else. One of a class of C's that keeps more has a way of its own, or none."""
+    kind: Any = type(value)
+    own_ways = ("__reduce__", "__reduce_ex__", "__getstate__")
+    if any(getattr(kind, way) is not getattr(object, way) for way in own_ways):
+        return False
+    try:
+        reduced: Any = object.__reduce_ex__(value, 2)
+    except TypeError:
+        return False
+    state = reduced[2]
+    return state is None or state is getattr(value, "__dict__", None)  # else it has slots

@@ -15,7 +15,7 @@ from ptrain.timeline import Boundary, Mark
 from ptrain.traces.table_format import Coded, TableWriter
 
 _MARKS = {Mark.ENTER: ">", Mark.LEAVE: "<", Mark.PRE_BACKWARD: "[", Mark.POST_BACKWARD: "]"}
-_OTHER = re.compile(r"blocks\.|\*\d")  # a block's name that is not the layer's
+_OTHER = re.compile(r"blocks\.(?!\*)|\*\d")  # a block's name that is not the layer's
 
 
 class CodedTrace:
@@ -50,7 +50,8 @@ class CodedTrace:
         """Return a layer's events as JSON, as short as they can be; `*` stands for its index."""
         ordered = events if self.recording.output is None else _sorted(events)
         written = self.in_full(ordered, f"blocks.{layer}")
-        others = [event for event in written if isinstance(event, str) and _OTHER.search(event)]
+        names = [event[0] if isinstance(event, list) else event for event in written]
+        others = [name for name in names if isinstance(name, str) and _OTHER.search(name)]
         assert not others, f"layer {layer} has events of {others}"
         return _shortest(written)
 
@@ -108,8 +109,8 @@ def _course(recording: Recording) -> list[object]:
 
 
 def _sorted(events: Iterable[Event]) -> Iterator[Event]:
-    """By parameter where gradients are complete at once: in a stage's passes, which autograd runs
-    for their gradients, these have no order of their own."""
+    """Gradients that are complete at once are in the order of their names: in a stage's passes,
+    which autograd runs for their gradients, they have none of their own."""
     for is_complete, group in itertools.groupby(events, lambda e: isinstance(e, Completion)):
         together = list(group)
         if is_complete:

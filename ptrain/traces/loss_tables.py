@@ -45,7 +45,7 @@ _PRIMES = (97, 89, 83, 79, 73, 71, 61, 59, 53, 47, 43, 41, 37, 31, 29, 19, 13)
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """So many chunks, and what is left."""
+    """Tokens of a micro-batch: so many chunks, and what is left."""
 
     chunks: int
     chunk: int

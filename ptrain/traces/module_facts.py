@@ -73,7 +73,7 @@ class _Loss:
 
 
 class _ChunkedLoss(_Loss):
-    """The same where the head gives the loss."""
+    """A micro-batch's loss where the head gives it."""
 
     def __init__(self, model: nn.Module, spec: Spec, inside: LossInside) -> None:
         super().__init__(model, spec)

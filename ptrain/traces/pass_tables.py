@@ -2,7 +2,7 @@
 stage, one in the middle and the last one (`derivation.layers` reads them).
 
 Of one layer a pass is `only`; of three it is `begin`, `block` and `end`, and of more the block is
-repeated, which is checked once for each table of a whole model.
+repeated, which is checked of every whole model with four.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ class PassTable:
         return self.writer.table(**{place: self._place(place, several) for place in places})
 
     def _place(self, place: Place, several: int) -> dict[str, object]:
+        several += place is Place.ALONE  # there two blocks between the ends are compared
         (few, _), (many, more) = (self._passes(place, layers) for layers in (1, several))
         return {**{name: self._parts(few[name], many[name]) for name in few}, **more}
 
@@ -108,5 +109,6 @@ def _saved(trace: CodedTrace) -> dict[str, Coded]:
         return {}
     before, *blocks, last = layers
     number = len(before) - len(blocks[0])
-    assert before[number:] == blocks[0] == last[: len(blocks[0])], "the blocks do not repeat"
+    ends = before[number:], last[: len(blocks[0])]
+    assert all(block == blocks[0] for block in (*blocks, *ends)), "the blocks do not repeat"
     return {"before": [*before[:number]], "block": [*blocks[0]], "after": [*last[len(blocks[0]) :]]}

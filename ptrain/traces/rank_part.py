@@ -1,6 +1,6 @@
 """What one rank runs of a model, traced as its plan leaves it: operators cut, activations kept, the
-loss in chunks, and with pp its part of a stage. Tables of built-in models and traces of all others
-are made so.
+loss in chunks, and with pp its part of a stage. The tables of built-in models are made so, and what
+the ranks have of any other model.
 """
 
 from __future__ import annotations

@@ -83,7 +83,8 @@ def record_stage(stage: TracedStage, *, in_halves: bool = False) -> Recording:
 
 
 class _MicroBatch:
-    """On a stage. What the schedule keeps is kept here too, until after the last pass."""
+    """A micro-batch on a stage. What the schedule keeps is kept here too, until the last pass is
+    over."""
 
     def __init__(self, stage: TracedStage, recorder: Recorder, x: Tensor, gradient: Tensor) -> None:
         self.stage, self.recorder = stage, recorder

@@ -69,15 +69,12 @@ def stage_rows(
 
 def _rows(whole: Recording, halves: Recording | None = None) -> dict[str, Any]:
     assert whole.output is not None, "a stage hands something on"
-    rows = {"passes": _plain(whole), "output": whole.sizes[whole.output]}
+    rows = {"passes": to_plain(to_timeline(whole), Timeline), "output": whole.sizes[whole.output]}
     if halves is not None:
         of_backward = {"forward": halves.passes["input"], "backward": halves.passes["weight"]}
-        rows["halves"] = _plain(replace(halves, passes=of_backward, moved=(), works=()))
+        timeline = to_timeline(replace(halves, passes=of_backward, moved=(), works=()))
+        rows["halves"] = to_plain(replace(timeline, saved=()), Timeline)
     return rows
-
-
-def _plain(recording: Recording) -> Any:
-    return to_plain(to_timeline(recording), Timeline)
 
 
 def stage_passes(

@@ -50,11 +50,15 @@ def world_size() -> int:
     return int(text) if text.isdigit() else 1
 
 
+def rank() -> str:
+    """Return this process's rank as the launcher says it; "0" where none started it."""
+    return os.environ.get("RANK", "0") if launched() else "0"
+
+
 def is_first() -> bool:
     """Return whether this process is rank 0, or no rank at all: the one that prints. One that
     cannot know its number says so itself."""
-    rank = os.environ.get("RANK", "0")
-    return rank == "0" or not rank.isdigit()
+    return rank() == "0" or not rank().isdigit()
 
 
 def agent() -> str:

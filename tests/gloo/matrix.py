@@ -55,7 +55,7 @@ def run(ranks: Ranks, spec: Spec) -> Result:
     """Trained on as many ranks as the spec has, measured once and held against both."""
     truth = reference(spec)
     reports = ranks.run(spec.world_size, train, spec, len(truth.losses), MEASURED)
-    measured = join_estimates([each.measured for each in reports if each.measured])
+    measured = join_estimates([report.measured for report in reports if report.measured])
     checks = compare(derive(spec, facts_of(spec)).exact, measured)
     trajectory = reports[0].trajectory
     assert trajectory is not None
@@ -125,8 +125,9 @@ def _figures(result: Result) -> tuple[str, ...]:
 
 
 def _worst(result: Result, kind: str) -> str:
-    found = [check.measured for check in named(result.against, kind) if check.measured is not None]
-    return f"{max(found):.0e}" if found else ""
+    measured = [check.measured for check in named(result.against, kind)]
+    departures = [departure for departure in measured if departure is not None]
+    return f"{max(departures):.0e}" if departures else ""
 
 
 def _row(cells: Sequence[str]) -> str:

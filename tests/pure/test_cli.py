@@ -190,7 +190,7 @@ def test_every_error_has_its_exit_code(error, code, monkeypatch, capsys):
         (["predict", "no-such-spec"], "no spec named"),
     ],
 )
-def test_of_the_ranks_of_a_launcher_the_first_alone_refuses(
+def test_of_the_ranks_of_a_launcher_the_first_refuses_first(
     words, finding, rank, monkeypatch, capsys
 ):
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -198,9 +198,16 @@ def test_of_the_ranks_of_a_launcher_the_first_alone_refuses(
     monkeypatch.setattr(refusal.time, "sleep", lambda seconds: None)
     assert main([*words, "--json"]) == 2
     captured = capsys.readouterr()
-    said, record = finding in captured.err, captured.out.startswith('{"error": ')
-    assert (said, record) == (rank == "0", rank == "0")
-    assert rank == "0" or captured == ("", "")
+    assert captured.out.startswith('{"error": ') is (rank == "0")
+    # a later one that still lives met it alone
+    assert finding in captured.err and captured.err.startswith("rank 1: ") is (rank == "1")
+
+
+def test_a_number_of_a_rank_without_a_launcher_is_nobodys(monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert main(["predict", "no-such-spec"]) == 2
+    assert "no spec named" in capsys.readouterr().err
 
 
 def test_an_interrupt_ends_with_130_and_no_traceback(monkeypatch, capsys):

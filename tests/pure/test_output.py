@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from contextlib import redirect_stdout
 from io import StringIO
@@ -25,3 +26,20 @@ def test_a_process_of_its_own_keeps_its_standard_output(monkeypatch):
     monkeypatch.setattr(sys, "stdout", sys.__stdout__)
     with standard_output() as output:
         assert output is None
+
+
+class Gone(StringIO):
+    """A cell that takes one line."""
+
+    def write(self, text: str) -> int:
+        if self.tell():
+            raise ValueError("I/O operation on closed file")
+        return super().write(text)
+
+
+def test_who_prints_to_a_stream_that_is_gone_is_not_ended_by_it():
+    with redirect_stdout(Gone()) as printed, standard_output() as output:
+        os.write(output, b"first\r\n")
+        for _ in range(10_000):  # more than a pipe holds
+            os.write(output, b"more than it takes\n")
+    assert printed.getvalue() == "first\r\n"

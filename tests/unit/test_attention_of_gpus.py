@@ -93,10 +93,14 @@ def test_a_norm_keeps_its_rows_in_fp32_whatever_its_input_is(dtype):
 def test_rms_norm_is_one_kernel_there_that_keeps_its_input_and_a_number_a_row(dtype):
     norm, x = nn.RMSNorm(8, dtype=dtype), torch.ones(5, 8, dtype=dtype, requires_grad=True)
     recorder = Recorder(torch.nn.Identity(), ())
+    of_y = torch.ones(5, 8, dtype=dtype)
     with kernels_of(is_for_cuda=True), recorder:
         y = norm(x)
-    assert sorted(recorder.recording().sizes.values()) == [5 * 4, 5 * 8 * dtype.itemsize]
-    y.sum().backward()
+        kept = sorted(recorder.recording().sizes.values())
+        y.backward(of_y)
+    assert kept == [5 * 4, 5 * 8 * dtype.itemsize]
+    backward = sorted(recorder.recording().sizes.values())
+    assert backward == sorted([*kept, 8 * dtype.itemsize, 5 * 8 * dtype.itemsize])
     assert x.grad.shape == x.shape
     assert norm.weight.grad.dtype == dtype
 
@@ -107,3 +111,8 @@ def test_rms_norm_of_two_dtypes_is_no_kernel():
     with kernels_of(is_for_cuda=True), recorder:
         norm(x)
     assert len(recorder.recording().sizes) > 2
+
+
+def test_a_norm_of_other_features_than_its_input_has_fails_as_everywhere():
+    with kernels_of(is_for_cuda=True), pytest.raises(RuntimeError):
+        F.rms_norm(torch.zeros(4, 8), (7,))

@@ -46,6 +46,7 @@ def assert_equal_to_every_block(spec: Spec) -> Simulated:
     ("strategy", "changes"),
     [
         ("zero3", ('activations={"0-3": M, "4-8": M}',)),  # ranges of blocks that do not run
+        pytest.param("zero3", ("prefetch=2",), marks=pytest.mark.nightly),
         pytest.param("pp-1f1b", ("model.layers=18", *WIDE), marks=pytest.mark.nightly),
         pytest.param("activation-offload", (), marks=pytest.mark.nightly),
     ],
@@ -82,6 +83,7 @@ def test_of_every_strategy_a_few_blocks_stand_for_all(strategy: str) -> None:
         ("zero3", ('activations={"0-2": M, "3-19": R}',)),
         ("zero3", ("unit=model",)),
         ("ddp-zero-redundancy", ()),
+        ("zero3", ("prefetch=6",)),  # what is gathered ahead ends beyond the runs with few
     ],
 )
 def test_where_blocks_are_not_treated_alike_every_one_runs(

@@ -155,10 +155,10 @@ def test_a_block_that_takes_what_another_than_the_last_gave_is_seen_to(
 
 
 def test_a_block_with_another_attribute_is_seen_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = modeling_llama.LlamaDecoderLayer.__init__
+    initialize = modeling_llama.LlamaDecoderLayer.__init__
 
     def marked(self: Any, config: Any, layer_idx: int) -> None:
-        made(self, config, layer_idx)
+        initialize(self, config, layer_idx)
         self.is_late = layer_idx > 6
 
     monkeypatch.setattr(modeling_llama.LlamaDecoderLayer, "__init__", marked)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import random
 import threading
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 from torch import nn
@@ -21,6 +24,11 @@ class Block(nn.Module):
         self.linear = nn.Linear(2, 3)
         self.index = index
         self.settings = {"eps": 1e-5, "kinds": ["full"]}
+
+
+class Config:
+    def __init__(self) -> None:
+        self.width = 3
 
 
 class Stack(nn.Module):
@@ -73,24 +81,49 @@ def test_blocks_that_share_a_module_or_refer_to_one_another_differ() -> None:
 
 def test_what_all_blocks_refer_to_around_them_is_the_same() -> None:
     stack = Stack(4)
-    stack.config = threading.local()  # an object with attributes
+    stack.config = Config()
     for block in stack.blocks:
         block.config = stack.config
     assert is_alike(stack)
 
 
-def test_an_attribute_without_a_value_is_no_proof() -> None:
+class Slotted:
+    __slots__ = ("place",)
+
+    def __init__(self) -> None:
+        self.place = 1
+
+
+class Hiding(Slotted):
+    """Has a dictionary too, which does not say all."""
+
+
+class Counting(random.Random):
+    """Keeps its state where C does."""
+
+
+@pytest.mark.parametrize("make", [threading.Lock, Slotted, Hiding, Counting])
+def test_an_attribute_without_a_value_is_no_proof(make: Callable[[], object]) -> None:
     stack = Stack(4)
-    stack.lock = threading.Lock()
+    stack.hidden = make()
     with pytest.raises(Incomparable):
         structure_of(stack, names(4))
+
+
+def test_a_function_with_arguments_bound_to_it_is_what_these_are() -> None:
+    stack = Stack(4)
+    for index, block in enumerate(stack.blocks):
+        block.scale = partial(round, ndigits=2 if index < 3 else 4)
+    assert not is_alike(stack)
+    stack.blocks[3].scale = partial(round, ndigits=2)
+    assert is_alike(stack)
 
 
 def test_around_the_blocks_only_their_number_may_differ() -> None:
     def differ_by_layers(stack: Stack, other: Stack) -> bool:
         layers = len(stack.blocks), len(other.blocks)
         (around, _), (elsewhere, _) = (
-            structure_of(one, names(len(one.blocks))) for one in (stack, other)
+            structure_of(model, names(len(model.blocks))) for model in (stack, other)
         )
         return differ_in_layers_alone(around, elsewhere, layers)
 
