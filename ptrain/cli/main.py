@@ -122,7 +122,7 @@ def _usage() -> str:
 
 
 def _refuse(error: PtrainError, *, as_json: bool) -> int:
-    """Return the exit code of an error, which the first rank says where a launcher started many."""
+    """Return the exit code of an error, which one rank says where a launcher started many."""
     from ptrain.train import environment
     from ptrain.train.refusal import code_of
 

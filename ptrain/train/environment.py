@@ -50,15 +50,21 @@ def world_size() -> int:
     return int(text) if text.isdigit() else 1
 
 
-def rank() -> str:
-    """Return this process's rank as the launcher says it; "0" where none started it."""
-    return os.environ.get("RANK", "0") if launched() else "0"
-
-
 def is_first() -> bool:
     """Return whether this process is rank 0, or no rank at all: the one that prints. One that
     cannot know its number says so itself."""
-    return rank() == "0" or not rank().isdigit()
+    return _is_zero("RANK")
+
+
+def is_first_of_node() -> bool:
+    """Return whether this process is the first rank of its node; of all where the launcher does not
+    say which that is."""
+    return _is_zero("LOCAL_RANK" if "LOCAL_RANK" in os.environ else "RANK")
+
+
+def _is_zero(variable: str) -> bool:
+    number = os.environ.get(variable, "0") if launched() else "0"
+    return number == "0" or not number.isdigit()
 
 
 def agent() -> str:

@@ -1,4 +1,4 @@
-"""How a rank refuses: what the user got wrong is said once, by the first rank if it meets it too.
+"""How a rank refuses: what the user got wrong is said once on a node, by its first rank.
 Torch-free, since an unsupported torch is refused before anything imports it."""
 
 from __future__ import annotations
@@ -14,13 +14,12 @@ _LET_RANK_0_SPEAK = 2.0  # seconds: torchrun ends all ranks as soon as one has g
 
 
 def code_of(error: PtrainError) -> int:
-    """Return the exit code of what the user got wrong, once it is printed. A later rank that still
-    lives after a while met it alone, as with a file that its node lacks."""
-    if environment.is_first():
+    """Return the exit code of what the user got wrong, once it is printed: by the first rank of a
+    node, which may lack a file that others have."""
+    if environment.is_first_of_node():
         print(error, file=sys.stderr, flush=True)
     else:
         time.sleep(_LET_RANK_0_SPEAK)
-        print(f"rank {environment.rank()}: {error}", file=sys.stderr, flush=True)
     return error.exit_code
 
 

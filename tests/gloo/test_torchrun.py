@@ -92,6 +92,7 @@ def test_two_agents_go_on_with_their_run_when_a_rank_of_one_is_killed(tmp_path, 
 def as_torchrun_numbers_it(words: tuple[str, ...]) -> sessions.Ended:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RANK", str(dist.get_rank()))
+        patch.setenv("WORLD_SIZE", str(dist.get_world_size()))
         return sessions.trained(words)
 
 

@@ -190,7 +190,7 @@ def test_every_error_has_its_exit_code(error, code, monkeypatch, capsys):
         (["predict", "no-such-spec"], "no spec named"),
     ],
 )
-def test_of_the_ranks_of_a_launcher_the_first_refuses_first(
+def test_of_the_ranks_of_a_launcher_the_first_alone_refuses(
     words, finding, rank, monkeypatch, capsys
 ):
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -198,9 +198,17 @@ def test_of_the_ranks_of_a_launcher_the_first_refuses_first(
     monkeypatch.setattr(refusal.time, "sleep", lambda seconds: None)
     assert main([*words, "--json"]) == 2
     captured = capsys.readouterr()
-    assert captured.out.startswith('{"error": ') is (rank == "0")
-    # a later one that still lives met it alone
-    assert finding in captured.err and captured.err.startswith("rank 1: ") is (rank == "1")
+    said, record = finding in captured.err, captured.out.startswith('{"error": ')
+    assert (said, record) == (rank == "0", rank == "0")
+    assert rank == "0" or captured == ("", "")
+
+
+def test_of_a_mistake_the_first_rank_of_another_node_speaks_too(monkeypatch, capsys):
+    for name, value in (("WORLD_SIZE", "4"), ("RANK", "2"), ("LOCAL_RANK", "0")):
+        monkeypatch.setenv(name, value)
+    assert main(["predict", "no-such-spec", "--json"]) == 2
+    captured = capsys.readouterr()
+    assert "no spec named" in captured.err and captured.out == ""
 
 
 def test_a_number_of_a_rank_without_a_launcher_is_nobodys(monkeypatch, capsys):

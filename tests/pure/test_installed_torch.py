@@ -178,6 +178,7 @@ def test_a_process_says_it_once_instead_of_a_traceback_and_leaves_nothing(module
 def test_of_the_ranks_of_a_launcher_the_first_one_speaks(rank, monkeypatch, capsys):
     with_torch(UNSUPPORTED, monkeypatch)
     monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("WORLD_SIZE", "2")
     waits = []
     monkeypatch.setattr(refusal.time, "sleep", waits.append)
     with pytest.raises(SystemExit) as ended:
