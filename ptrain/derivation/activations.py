@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from ptrain.derivation import blocks, loss_chunks
 from ptrain.derivation.archive import TablePart
+from ptrain.derivation.attention import is_by_operators
 from ptrain.derivation.layers import LayerPasses
 from ptrain.derivation.repeats import Representatives
 from ptrain.derivation.tables import Monomial, Place, Setting, content, sizes
@@ -58,6 +59,8 @@ def is_tabulated(spec: Spec) -> bool:
     """Return whether the committed tables tell what a micro-batch allocates; else it is traced."""
     shape = spec.model
     if not isinstance(shape, ModelShape) or _is_column(spec.batch) or drops_in_parts(spec):
+        return False
+    if is_by_operators(spec):
         return False
     kept = spec.activations.of(shape.layers)
     is_in_chunks = spec.loss.chunk is not None

@@ -132,6 +132,15 @@ def capability(spec: Spec) -> int | None:
     return None if leaves_device(spec) or spec.sm not in capabilities() else spec.sm
 
 
+def is_by_operators(spec: Spec) -> bool:
+    """Return whether a built-in model's attention is known to be no kernel on the spec's GPUs, and
+    to have its scores in memory; nobody says it where dropout is between its operators."""
+    attention = attention_of(spec)
+    if attention is None or attention.drops:
+        return False
+    return attention.goes_by_operators(capability(spec))
+
+
 def may_be_fused(spec: Spec) -> bool:
     """Return whether attention may be a kernel of its own: of a model's own code nobody knows."""
     return isinstance(spec.model, ExternalModel) or spec.model.attention is Attention.SDPA

@@ -14,11 +14,12 @@ from ptrain.axes.pipeline.catalogue import schedule_of
 from ptrain.by_rank import rows_by_rank
 from ptrain.costs import Operations
 from ptrain.derivation import blocks
+from ptrain.derivation.attention import is_by_operators
 from ptrain.derivation.tables import Setting, setting_of
 from ptrain.derivation.tensor import cut_of
 from ptrain.facts.stages import Stage
 from ptrain.spec.axis import Axis
-from ptrain.spec.model import ModelShape
+from ptrain.spec.model import Attention, ModelShape
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import Plan
 
@@ -97,6 +98,9 @@ def _of_head(spec: Spec, plan: Plan, setting: Setting) -> Iterator[tuple[str, in
 def _setting(spec: Spec, plan: Plan, index: int) -> Setting:
     """The setting of a built-in model's blocks, on the ranks at this place along tp."""
     setting = setting_of(spec, cut_of(spec, plan, index))
+    shape = setting.shape
     if spec.is_for_cuda and plan.tensor is not None:  # a GPU multiplies the same with dropout
-        return replace(setting, shape=replace(setting.shape, dropout=0.0))
-    return setting
+        shape = replace(shape, dropout=0.0)
+    if is_by_operators(spec):  # backward has the scores, and multiplies once less
+        shape = replace(shape, attention=Attention.EAGER)
+    return replace(setting, shape=shape)

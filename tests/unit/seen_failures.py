@@ -42,6 +42,16 @@ SEEN = (
         spec={"precision": {"parameters": "fp64"}},
     ),
     Seen(
+        wrong="attention that is no kernel on a GPU has its scores there: activations 92880 for "
+        "96720, operations backward 1384448 for 1368064",
+        model={"hidden": 16},
+        spec={
+            "precision": {"parameters": "fp64"},
+            "cluster": {"preset": "h100-8"},
+            "device": "cuda",
+        },
+    ),
+    Seen(
         wrong="a loss in chunks computes its logits again where no module runs: "
         "operations again 16576 for 0, backward 41600 for 58176",
         spec={"loss": {"chunk": 2}},
