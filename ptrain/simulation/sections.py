@@ -7,20 +7,21 @@ sections are equal where they do the same with the same neighbours.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from ptrain.models.ledger import OperatorMode
 
 Section = list[Hashable]
 _IN_FRONT = -1
 
 
-class SectionRecorder(TorchDispatchMode):
+class SectionRecorder(OperatorMode):
     """Records while it is entered, behind a mode of fake tensors. `entered` are the blocks, in the
     order in which they ran."""
 
@@ -55,15 +56,9 @@ class SectionRecorder(TorchDispatchMode):
         self.sections.append([])
         self._births = 0
 
-    def __torch_dispatch__(
-        self,
-        function: Any,
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        given = self._named(args), self._named(kwargs or {})
-        result = function(*args, **(kwargs or {}))
+    def operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given = self._named(args), self._named(kwargs)
+        result = function(*args, **kwargs)
         self.sections[-1].append((function, *given, torch.is_grad_enabled(), self._named(result)))
         return result
 

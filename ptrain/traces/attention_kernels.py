@@ -12,18 +12,18 @@ import itertools
 import json
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ptrain.derivation import archive
 from ptrain.derivation.archive import Table, TablePart
 from ptrain.derivation.attention import HEAD_DIM_MULTIPLE, row_name
+from ptrain.models.ledger import OperatorMode
 from ptrain.models.numerics import TORCH_DTYPES
 from ptrain.rooms import pretence
 from ptrain.rooms.fake import fake_tensors
@@ -40,7 +40,7 @@ _OPERATOR = "aten::_scaled_dot_product_"
 _MATH = "math"  # operator by operator: there is no kernel
 
 
-class _KernelWatch(TorchDispatchMode):
+class _KernelWatch(OperatorMode):
     """Sees which kernel runs and the storages on the device that it gives behind its output, in
     bytes."""
 
@@ -48,14 +48,8 @@ class _KernelWatch(TorchDispatchMode):
         super().__init__()
         self.kernel, self.beside = _MATH, [0]
 
-    def __torch_dispatch__(
-        self,
-        function: Any,
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        result = function(*args, **(kwargs or {}))
+    def operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = function(*args, **kwargs)
         name = function._schema.name
         if name.startswith(_OPERATOR) and not name.endswith("backward"):
             self.kernel = name.removeprefix(_OPERATOR).removesuffix("_attention")
