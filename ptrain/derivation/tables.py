@@ -24,7 +24,7 @@ from ptrain.timeline import Mark, Run, run
 # What the first number of a size says, as flags.
 IN_ELEMENTS, IS_STATISTICS = 1, 2
 
-_MARKS = {">": Mark.ENTER, "<": Mark.LEAVE, "[": Mark.PRE_BACKWARD, "]": Mark.POST_BACKWARD}
+MARKS = {">": Mark.ENTER, "<": Mark.LEAVE, "[": Mark.PRE_BACKWARD, "]": Mark.POST_BACKWARD}
 
 # Ways of a table beside the kinds of cut (`Cut.kind`).
 PLAIN, FUSED = "plain", "fused"
@@ -198,7 +198,7 @@ def merged(events: Iterable[Any], sizes: Sequence[int]) -> Iterator[Any]:
         yield from _flush(deltas)
         deltas = []
         if isinstance(event, str):
-            yield (_MARKS[event[0]], event[1:].replace("*", "blocks.*", 1))
+            yield (MARKS[event[0]], event[1:].replace("*", "blocks.*", 1))
         else:
             name, index, cloned = event
             yield (name, sizes[index], bool(cloned))

@@ -9,12 +9,13 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from ptrain.derivation.tables import MARKS
 from ptrain.models.trace import Born, Completion, Died, Event, Recording
 from ptrain.models.units import Units
 from ptrain.timeline import Boundary, Mark
 from ptrain.traces.table_format import Coded, TableWriter
 
-_MARKS = {Mark.ENTER: ">", Mark.LEAVE: "<", Mark.PRE_BACKWARD: "[", Mark.POST_BACKWARD: "]"}
+_SIGNS = {mark: sign for sign, mark in MARKS.items()}
 _OTHER = re.compile(r"blocks\.(?!\*)|\*\d")  # a block's name that is not the layer's
 
 
@@ -67,7 +68,7 @@ class CodedTrace:
                 return -self.size(storage) - 1
             case Boundary(mark, unit):
                 name = self.units[unit][0]
-                return _MARKS[mark] + (name.replace(layer, "*") if layer else name)
+                return _SIGNS[mark] + (name.replace(layer, "*") if layer else name)
             case Completion(parameter, storage, cloned):
                 name = parameter.replace(f"{layer}.", "blocks.*.") if layer else parameter
                 return [name, self.size(storage), int(cloned)]
