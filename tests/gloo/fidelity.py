@@ -1,5 +1,5 @@
-"""The fidelity matrix: models as people have them, on every axis. Each cell is predicted, measured on
-gloo ranks and held against one device, or is refused with a reason."""
+"""The fidelity matrix: models as people have them, on every axis. Each cell is predicted, measured
+on gloo ranks and held against one device, or is refused with a reason."""
 
 from __future__ import annotations
 
