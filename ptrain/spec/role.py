@@ -26,6 +26,7 @@ class Role(StrEnum):
     LAST_NORM = "last norm"  # the same, and what it gives to the head is made whole
     POSITIONS = "positions"  # an embedding of positions, added to that of the tokens
     COUNT = "count"  # no module but an integer attribute: a number of features or heads that are cut
+    BLOCK = "block"  # of a model that is not built in: within it a rank has its tokens alone
     FIRST_BLOCK = "first block"  # what it is given becomes the rank's slice of the tokens
     LAST_BLOCK = "last block"  # what it gives is made whole
 
