@@ -1,6 +1,6 @@
-"""Whether a model computes of slices of the tokens what it computes of all of them, as it does where
-what stands between its sub-blocks takes each token by itself: it is tried on one sample, the tokens
-of one rank after the other, before anything is cut."""
+"""Whether a model computes of slices of the tokens what it computes of all of them, as it does
+where what stands between its sub-blocks takes each token by itself. It is tried on one sample, the
+tokens of one rank after the other, before anything is cut."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class _Boundary:
     gathers: bool
 
 
-class _Whole:
+class _AllTokens:
     """What the tensors at the boundaries are where all tokens are there, call by call."""
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class _Part:
     """The same where only a slice of the tokens is there: all that is gathered of them is compared,
     and all of it given."""
 
-    whole: _Whole
+    whole: _AllTokens
     tokens: slice
     problem: str = ""
     calls: dict[_Boundary, int] = field(default_factory=dict)
@@ -76,7 +76,7 @@ def require_alike(
     numbers = torch.arange(sequence, device=next(module.parameters()).device)
     tokens = (numbers * 7 % min(tables, default=1))[None]
     buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
-    whole = _Whole()
+    whole = _AllTokens()
     parts = [
         _Part(whole, slice(sequence * index // degree, sequence * (index + 1) // degree))
         for index in range(degree)
@@ -87,7 +87,8 @@ def require_alike(
         return Fault(place=place, finding=finding, remedy=_REMEDY)
 
     with torch.no_grad(), _evaluating(module), boundary(fault):
-        for tensors in (whole, *parts):
+        runs: list[_AllTokens | _Part] = [whole, *parts]
+        for tensors in runs:
             with _crossing(module, named, blocks, tensors):
                 torch.func.functional_call(module, buffers, (tokens,))
     if problem := next((part.problem for part in parts if part.problem), ""):
@@ -115,7 +116,7 @@ def _evaluating(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _crossing(
-    module: nn.Module, named: Named, blocks: Sequence[str], tensors: _Whole | _Part
+    module: nn.Module, named: Named, blocks: Sequence[str], tensors: _AllTokens | _Part
 ) -> Iterator[None]:
     """While entered, what crosses a boundary goes through `tensors`."""
     handles: list[Any] = []
@@ -146,14 +147,14 @@ def _boundaries(module: nn.Module, named: Named, blocks: Sequence[str]) -> Itera
     yield _Boundary(blocks[-1], of_input=False, gathers=True)
 
 
-def _enter(at: _Boundary, tensors: _Whole | _Part) -> Any:
+def _enter(at: _Boundary, tensors: _AllTokens | _Part) -> Any:
     def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return with_first(args, kwargs, lambda tensor: tensors.crossed(at, tensor))
 
     return enter
 
 
-def _leave(at: _Boundary, tensors: _Whole | _Part) -> Any:
+def _leave(at: _Boundary, tensors: _AllTokens | _Part) -> Any:
     def leave(_: nn.Module, __: object, output: Any) -> Any:
         if isinstance(output, tuple):
             first, *others = output

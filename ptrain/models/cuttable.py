@@ -9,8 +9,8 @@ from math import gcd
 from torch import nn
 
 from ptrain.errors import Fault, SpecError, refused
-from ptrain.models.gpt import Gpt
 from ptrain.models.alike import require_alike
+from ptrain.models.gpt import Gpt
 from ptrain.models.linear import features, is_linear
 from ptrain.models.llama import Llama
 from ptrain.models.slices import follow, in_any_block
@@ -77,12 +77,12 @@ def _by_pattern(
             names = list(matching(module, pattern))
             same = {lengths[name] for name in names}
             alike = [pattern] if len(same) == 1 else names
-            yield from ((name, its) for name in alike if (its := lengths.get(name, lengths[names[0]])))
+            yield from (
+                (name, its) for name in alike if (its := lengths.get(name, lengths[names[0]]))
+            )
 
 
-def _require_fused(
-    named: dict[str, Role], lengths: dict[str, tuple[int, ...]], place: str
-) -> None:
+def _require_fused(named: dict[str, Role], lengths: dict[str, tuple[int, ...]], place: str) -> None:
     for name, role in named.items():
         if role is Role.FUSED_COLUMN and not lengths[name]:
             finding = f"{name} is a fused column, and what it gives is not taken apart into "

@@ -21,7 +21,8 @@ class TokenSlices:
     def __init__(self, named: Named, blocks: Sequence[str]) -> None:
         self.modules: set[str] = set()  # whose parameters are used on slices
         self._named = named
-        self.first, self.last = (blocks[0], blocks[-1]) if blocks else (None, None)
+        self.first = blocks[0] if blocks else None
+        self.last = blocks[-1] if blocks else None
         self._on_all: set[str] = set()  # whose parameters are used on all tokens
         self._slices: set[int] = set()
 

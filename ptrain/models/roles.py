@@ -230,7 +230,9 @@ def _whole_inputs(module: nn.Module, roles: Roles) -> Iterator[tuple[str, Role]]
     """Yield the sub-blocks whose column operators share an input. A block is none: it adds to its
     own."""
     blocks = getattr(module, "_no_split_modules", None) or ()
-    parents = dict.fromkeys(pattern.rpartition(".")[0] for pattern, role in roles if role in COLUMNS)
+    parents = dict.fromkeys(
+        pattern.rpartition(".")[0] for pattern, role in roles if role in COLUMNS
+    )
     for pattern in parents:
         modules = [module.get_submodule(name) for name in matching(module, pattern)]
         if pattern and not any(type(submodule).__name__ in blocks for submodule in modules):

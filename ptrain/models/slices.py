@@ -144,11 +144,17 @@ class Follower(Ledger):
                     self._counted[_key(first)] = name
                     if self._is_own(_key(first)):
                         remedy = f"give {in_any_block(name)} the role whole input"
-                        self._say(f"{name} counts features, and has its slice of the tokens", remedy)
+                        self._say(
+                            f"{name} counts features, and has its slice of the tokens", remedy
+                        )
                 if name == self.tokens.first and first.shape[1:2] != (self._num_tokens,):
                     shape = tuple(first.shape)
-                    finding = f"{name}, the first block, is given {shape} of {self._num_tokens} tokens"
-                    self._say(f"{finding}: which dimension is theirs?", "write activations: R on tp")
+                    finding = (
+                        f"{name}, the first block, is given {shape} of {self._num_tokens} tokens"
+                    )
+                    self._say(
+                        f"{finding}: which dimension is theirs?", "write activations: R on tp"
+                    )
                 if may_be_a_row and _key(first) in self._slices:
                     self._say_unpaired(name, min(self._slices[_key(first)]))
 
@@ -182,7 +188,9 @@ class Follower(Ledger):
     def _say_unpaired(self, name: str, column: str) -> None:
         finding = f"{column} is a column, and {name}, which is given its slice of the features, "
         finding += "has no role: no row stands behind the column"
-        remedy = f"give {in_any_block(name)} the role row (shared, if it is used on each head alone), "
+        remedy = (
+            f"give {in_any_block(name)} the role row (shared, if it is used on each head alone), "
+        )
         self._say(finding, f"{remedy}or {in_any_block(column)} none")
 
     def _leave(self, name: str, role: Role | None, outputs: list[int]) -> None:
@@ -271,19 +279,17 @@ class Follower(Ledger):
     def _judge_count(self, read: list[int]) -> None:
         """What a module is given that counts features is narrower than that on a rank."""
         is_within = any(self._named.get(name) in COLUMNS for name in self._running[-1:])
-        if counted := [self._counted[key] for key in read if key in self._counted]:
-            if not is_within:
-                finding = f"{counted[0]} counts features by attributes that are cut, and what it is "
-                finding += "given goes elsewhere than into its column layers"
-                remedy = "give the attributes of another module the role count"
-                self._say(finding, remedy)
+        counted = [self._counted[key] for key in read if key in self._counted]
+        if counted and not is_within:
+            finding = f"{counted[0]} counts features by attributes, and what it is given goes "
+            finding += "elsewhere than into its column layers"
+            self._say(finding, "give attributes of another module the role count")
 
     def _say_drawn(self, function: Any) -> None:
         where = self._running[-1] if self._running else ""
         finding = f"in the forward of {where or 'the model'} {function._schema.name} draws a mask "
-        finding += "that ranks cannot draw alike where they have the same, and each its own of its "
-        finding += "slice: it does so of a whole tensor between a column and its row, or of a slice "
-        finding += "elsewhere"
+        finding += "of what all ranks have between a column and its row, or of a slice elsewhere: "
+        finding += "there is no one mask, or no mask of its own, for it"
         self._say(finding, "build it with a dropout of 0 there, or write another tensor.plan")
 
     def _say_parameter(self, parameter: str, slices: list[str]) -> None:

@@ -352,7 +352,7 @@ def _whole(part: torch.Tensor, device_mesh: DeviceMesh, layout: Placement) -> DT
 def _moved(
     part: torch.Tensor, device_mesh: DeviceMesh, source: Placement, target: Placement
 ) -> torch.Tensor:
-    """A rank's tensor as another placement has it. Where ranks have the same, so are its gradients."""
+    """A rank's tensor as another placement has it; where ranks have the same, gradients are too."""
     distributed = DTensor.from_local(part, device_mesh, [source], run_check=False)
     return distributed.redistribute(placements=[target]).to_local()
 

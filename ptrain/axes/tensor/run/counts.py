@@ -21,7 +21,9 @@ class OwnCounts:
         self._narrow: torch.Tensor | None = None
         self._whole: torch.Tensor | None = None
 
-    def around(self, module: nn.Module, attributes: Iterable[str], columns: list[nn.Module]) -> None:
+    def around(
+        self, module: nn.Module, attributes: Iterable[str], columns: list[nn.Module]
+    ) -> None:
         """Called once the styles of the columns are applied, before which they are to look."""
         for attribute in attributes:
             setattr(module, attribute, getattr(module, attribute) // self.degree)

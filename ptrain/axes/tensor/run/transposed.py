@@ -1,5 +1,5 @@
-"""Torch's parallel styles for layers whose weight is stored inputs by outputs: transformers' Conv1D,
-which torch's own styles do not know."""
+"""Torch's parallel styles for layers whose weight is stored inputs by outputs (transformers'
+Conv1D), which torch's own do not know."""
 
 from __future__ import annotations
 
@@ -8,7 +8,13 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Placement, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor import (
+    Placement,
+    Replicate,
+    Shard,
+    distribute_module,
+    distribute_tensor,
+)
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 
@@ -44,5 +50,3 @@ def _distributed(
         partial(style._prepare_input_fn, style.input_layouts, style.desired_input_layouts),
         partial(style._prepare_output_fn, style.output_layouts, style.use_local_output),
     )
-
-
