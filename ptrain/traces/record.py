@@ -56,13 +56,14 @@ def record(
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracedStage:
     """What is traced: a stage's module, with what it takes and gets. `hidden` is what goes over a
-    boundary; `given` the first stage's tokens, `loss` the last stage's, whose forward pass runs in
-    `around`."""
+    boundary, which the first stage is not given; `inputs` are the micro-batch's; `loss` is the last
+    stage's, whose forward pass runs in `around`."""
 
     module: nn.Module
     units: Units
     hidden: Tensor
-    given: Tensor | None = None
+    inputs: Tensor
+    is_first: bool
     loss: Callable[[Tensor], Tensor] | None = None
     around: Callable[[], AbstractContextManager[None]] = nullcontext
 
@@ -71,8 +72,8 @@ def record_stage(stage: TracedStage, *, in_halves: bool = False) -> Recording:
     """Run one micro-batch through the stage and return what each pass allocated; its gradients are
     left empty. The first stage has no halves: nobody waits for a gradient of tokens."""
     gradient = stage.hidden.detach().clone()
-    x = stage.hidden.detach().requires_grad_() if stage.given is None else stage.given
-    with _watching(stage.module, stage.units, (x, gradient)) as recorder:
+    x = stage.inputs if stage.is_first else stage.hidden.detach().requires_grad_()
+    with _watching(stage.module, stage.units, (x, gradient, stage.inputs)) as recorder:
         micro_batch = _MicroBatch(stage, recorder, x, gradient)
         if in_halves:
             micro_batch.fill_gradients()
@@ -101,7 +102,8 @@ class _MicroBatch:
 
     def forward(self) -> None:
         with self.stage.around():
-            self.output = apart(self.stage.module(self.x))
+            given = (self.x,) if self.stage.is_first else (self.x, self.stage.inputs)
+            self.output = apart(self.stage.module(*given))
         if self.stage.loss is not None:
             self.loss = self.stage.loss(self.output)
         self.recorder.end("forward")

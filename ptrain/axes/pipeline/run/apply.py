@@ -67,8 +67,7 @@ class Pipelined:
 
         def compute(action: Action, given: torch.Tensor | None) -> torch.Tensor | None:
             stage, tokens = self._stage_of[action.stage], micro_batches[action.microbatch]
-            inputs, targets = tokens[:, :-1] if given is None else given, tokens[:, 1:]
-            return stage.evaluate(inputs, targets, action.microbatch, loss)
+            return stage.evaluate(given, tokens, action.microbatch, loss)
 
         instructions = evaluation(self.step.rank_of, count)[self.rank]
         with self.runtime.waits.watched(self._own_stages()):

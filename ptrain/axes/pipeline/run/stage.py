@@ -100,16 +100,19 @@ class StageRunner:
         self._in_flight.clear()
         self._left = micro_batches
 
-    def evaluate(self, given: Tensor, targets: Tensor, number: int, loss: Loss) -> Tensor | None:
+    def evaluate(
+        self, given: Tensor | None, batch: Tensor, number: int, loss: Loss
+    ) -> Tensor | None:
         """The forward pass of micro-batch `number` alone: hidden states for the next stage, or None
-        of the last one, where `loss` is called."""
+        of the last one, where `loss` is called. `given` and `batch` as of `compute`."""
+        taken, targets = _taken(given, batch), batch[:, 1:]
         with named(self.index, number):
             if not self.is_last:
-                output: Tensor = self.module(given)
+                output: Tensor = self.module(*taken)
                 self.boundary.require(output, self.index, number)
                 return output
             with self.asked.given(targets):
-                loss(self.module(given), targets)
+                loss(self.module(*taken), targets)
         return None
 
     def compute(self, action: Action, given: Tensor | None, batch: Tensor) -> Tensor | None:
@@ -118,8 +121,8 @@ class StageRunner:
         number = action.microbatch
         match action.kind:
             case Kind.FORWARD:
-                given = batch[:, :-1] if given is None else given.requires_grad_()
-                return self._forward(number, given, batch[:, 1:])
+                given = None if given is None else given.requires_grad_()
+                return self._forward(number, _taken(given, batch), batch[:, 1:])
             case Kind.INPUT if self.is_first:
                 # nobody waits for gradients of tokens: the weights' half is the whole
                 self._in_flight[number].gradient = given
@@ -134,21 +137,21 @@ class StageRunner:
                 self._backward_weight(number)
                 return None
 
-    def _forward(self, number: int, given: Tensor, targets: Tensor) -> Tensor | None:
+    def _forward(self, number: int, taken: tuple[Tensor, ...], targets: Tensor) -> Tensor | None:
         self.asked.enter(Phase.FORWARD, number)
         with named(self.index, number):
             with self.wrapped.forward_pass():
                 if not self.is_last:
-                    output: Tensor = apart(self.wrapped.module(given))
+                    output: Tensor = apart(self.wrapped.module(*taken))
                 else:
                     with self.asked.given(targets):
-                        output = apart(self.wrapped.module(given))
+                        output = apart(self.wrapped.module(*taken))
             if not self.is_last:
                 self.boundary.require(output, self.index, number)
-                self._in_flight[number] = _InFlight(given, output, None)
+                self._in_flight[number] = _InFlight(taken[0], output, None)
                 return output.detach()
             loss = self.asked.loss(output, targets)
-        self._in_flight[number] = _InFlight(given, output, loss)
+        self._in_flight[number] = _InFlight(taken[0], output, loss)
         return None
 
     def _backward(self, number: int, gradient: Tensor | None) -> Tensor | None:
@@ -187,3 +190,10 @@ class StageRunner:
         self.asked.enter(Phase.BACKWARD, number)
         with named(self.index, number), self.wrapped.backward_pass(kind, is_last):
             yield
+
+
+def _taken(given: Tensor | None, batch: Tensor) -> tuple[Tensor, ...]:
+    """What a stage's forward takes: every stage the tokens, behind hidden states if it is given
+    these."""
+    tokens = batch[:, :-1]
+    return (tokens,) if given is None else (given, tokens)
