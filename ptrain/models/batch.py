@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -18,11 +18,18 @@ from ptrain.models.numerics import TORCH_DTYPES
 from ptrain.spec.spec import Spec
 
 
+class TokenPair(NamedTuple):
+    """Tokens and those that follow them, each int64 [batch, sequence]."""
+
+    inputs: Tensor
+    targets: Tensor
+
+
 @dataclass(frozen=True, slots=True)
 class SampleBatch:
-    """A micro-batch: `data` is what a function of the user's is given. Of tokens it is a mapping
-    with `inputs` and `targets`, each int64 [batch, sequence]; else what the dataset's samples are,
-    collated, with the samples in dimension 0 of each tensor."""
+    """A micro-batch: `data` is what a function of the user's is given. Of tokens it is a TokenPair;
+    else what the dataset's samples are, collated, with the samples in dimension 0 of each
+    tensor."""
 
     data: Any
 
@@ -48,8 +55,8 @@ class SampleBatch:
     @property
     def targets(self) -> Tensor:
         """The next tokens, of tokens."""
-        targets: Tensor = self.data["targets"]
-        return targets
+        assert isinstance(self.data, TokenPair), "of other samples nobody asks for them"
+        return self.data.targets
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -101,7 +108,7 @@ class StepBatch(Protocol):
 
 def of_tokens(tokens: Tensor) -> SampleBatch:
     """Return the samples of tokens [batch, sequence + 1]: views, nothing is copied."""
-    return SampleBatch({"inputs": tokens[:, :-1], "targets": tokens[:, 1:]})
+    return SampleBatch(TokenPair(tokens[:, :-1], tokens[:, 1:]))
 
 
 def sample_batch(

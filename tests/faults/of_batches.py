@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from ptrain.data.corpus import corpus
 from ptrain.data.sampler import LocalBatch, batch
 from ptrain.interpreter.program import Program
-from ptrain.models.batch import SampleBatch
+from ptrain.models.batch import SampleBatch, TokenPair
 from ptrain.report.finding import Subject
 from ptrain.spec.axis import Axis
 from tests.faults.fault import Fault, Setting
@@ -110,7 +110,7 @@ def other_tokens_within_tp(program: Program) -> None:
 class _TargetsTwoAhead(LocalBatch):
     def micro_batches(self, micro: int) -> Iterator[SampleBatch]:
         for tokens in self.tokens.split(micro):
-            yield SampleBatch({"inputs": tokens[:, :-1], "targets": tokens[:, 1:].roll(-1, dims=1)})
+            yield SampleBatch(TokenPair(tokens[:, :-1], tokens[:, 1:].roll(-1, dims=1)))
 
 
 def shifted_twice(program: Program) -> None:
