@@ -207,7 +207,7 @@ WRONG = {
     ),
     "a module left out": (
         lambda: planned(Pairs(16, 2, 260, tied=False), "table", "layers"),
-        "head.weight is used behind the layers, and the pp_plan of "
+        "head.weight is used behind the layers, and the pp_plan of ",
     ),
     "twice through a layer": (
         lambda: planned(Repeated(16, 2, 260, tied=False), "table", "layers", "head"),
