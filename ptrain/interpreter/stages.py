@@ -80,7 +80,7 @@ def _joined(step: Pipeline, stages: Stages, rank: Construction) -> tuple[Staged,
 def _passes(rank: Construction, loss: StepLoss, enter: Enter) -> Pipelined:
     staged = rank.wrapped
     assert isinstance(staged, Staged), "what the stages were joined into"
-    callbacks = PassCallbacks(loss.given, loss.of_last_stage, loss.seed, enter)
+    callbacks = PassCallbacks(loss.given, loss.of_last_stage, loss.of_output, loss.seed, enter)
     return Pipelined(rank.spec, rank.plan, rank.mesh, staged, callbacks)
 
 

@@ -46,6 +46,7 @@ def rank_part(
         keep=plan.keep,
         loss=plan.loss,
         head=head_of(module, spec) if plan.loss else ROOT,
+        spec=spec,
     )
 
 
