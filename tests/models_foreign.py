@@ -1,5 +1,5 @@
-"""Language models as people write them: nothing in them knows of ptrain, but for the plans that some
-carry. Legend of shape suffixes: B samples, T tokens, C hidden, H heads, D elements per head.
+"""Language models as people write them: nothing in them knows of ptrain, but plans that some carry.
+Legend of shape suffixes: B samples, T tokens, C hidden, H heads, D elements per head.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ def build_hugging_face(model: HuggingFaceModel, *, sequence: int) -> nn.Module:
     if isinstance(positions, int) and positions < sequence:
         finding = f"max_position_embeddings is {positions}, and a sample has {sequence} tokens"
         raise refused("model.config", finding, f"write max_position_embeddings: {sequence} or more")
-    with boundary(partial(_unbuilt, named, model.attention)):
+    with boundary(partial(_unbuilt, named, _attention(named, model))):
         module: nn.Module = _with_logits(named)(config)
         is_flex = model.attention is Attention.FLEX  # which a processor would compile, in minutes
         if not is_flex and detect_fake_mode() is None:  # fakes lack values, and some operators
@@ -72,6 +72,14 @@ def with_layers(model: HuggingFaceModel, layers: int) -> HuggingFaceModel:
 
     config = {name: cut(value) for name, value in model.config.items() if name not in names}
     return replace(model, config={**config, names[-1]: layers})
+
+
+def _attention(named: type, model: HuggingFaceModel) -> Attention:
+    """What the spec says; else the best that the class has, as transformers itself chooses."""
+    if model.attention is not None:
+        return model.attention
+    _, supported = _KINDS[Attention.SDPA]
+    return Attention.SDPA if getattr(named, supported, True) else Attention.EAGER
 
 
 def _unbuilt(named: type, attention: Attention, error: BaseException) -> Fault:
@@ -146,7 +154,7 @@ def _config(named: Any, model: HuggingFaceModel) -> Any:
             near = near_word(field, known)
             finding = f"{kind.__name__} has no field {field!r}"
             raise refused(f"model.config.{field}", finding, near or _some(known))
-    attention, _ = _KINDS[model.attention]
+    attention, _ = _KINDS[_attention(named, model)]
     with boundary(lambda error: _unfit(f"{kind.__name__} does not take it: {_line(error)}")):
         return kind(**model.config, **_FIXED, **{_ATTENTION: attention})
 

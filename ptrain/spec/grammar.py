@@ -199,7 +199,8 @@ class SpecRaw(Keys, _Head):
     attention: Annotated[
         str | None,
         Choice(
-            "which attention kernel, of a built-in model or an hf class; without: sdpa",
+            "which attention kernel, of a built-in model or an hf class; without: sdpa, or eager "
+            "of a class that has no other",
             {
                 "sdpa": "torch's scaled_dot_product_attention, which takes the best kernel it has",
                 "eager": "operator by operator, the scores in memory",

@@ -84,12 +84,13 @@ class ExternalModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HuggingFaceModel:
-    """`{hf: LlamaForCausalLM, config: {...}}`. `blocks` as of the user's own."""
+    """`{hf: LlamaForCausalLM, config: {...}}`. `blocks` as of the user's own. `attention` is None
+    where the spec does not say it: sdpa, of a class that has it, else eager."""
 
     hf: str
     config: dict[str, object] = field(default_factory=dict)
     blocks: str | None = None
-    attention: Attention = Attention.SDPA
+    attention: Attention | None = None
 
     @property
     def vocabulary(self) -> Vocabulary:

@@ -73,12 +73,12 @@ def _preset(name: str | None, kind: type, section: str, report: Report) -> Mappi
     return named
 
 
-def resolve_model(raw: ModelRaw, attention: Attention, report: Report) -> ModelSpec | None:
+def resolve_model(raw: ModelRaw, attention: Attention | None, report: Report) -> ModelSpec | None:
     if raw.target is not None:
         for key in _written(raw, besides=("target", "arguments", "blocks", "folder")):
             finding = f"target gives the whole model; {key} belongs to a built-in one"
             report.add(f"model.{key}", finding, "put it into model.arguments, or remove it")
-        if attention is not Attention.SDPA:
+        if attention not in (None, Attention.SDPA):
             finding = f"{attention}, but a target computes attention as its function has it"
             report.add("attention", finding, "remove attention, and say it in model.arguments")
         return ExternalModel(
@@ -118,7 +118,7 @@ def resolve_model(raw: ModelRaw, attention: Attention, report: Report) -> ModelS
     name = raw.preset or ""
     if name and _shape(ModelRaw(**preset), report) != shape:
         name = ""  # another shape by now
-    return replace(shape, attention=attention, preset=name)
+    return replace(shape, attention=attention or Attention.SDPA, preset=name)
 
 
 def _folder(written: str | None, home: Path | None) -> str | None:

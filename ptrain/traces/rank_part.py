@@ -17,7 +17,7 @@ from ptrain.activations.run.apply import keep_traced
 from ptrain.axes.pipeline.run.cut import part_of
 from ptrain.axes.pipeline.stage_facts import stage_roles
 from ptrain.axes.tensor.run.apply import loss_inside, micro_batch, parallelize
-from ptrain.facts.stages import ENDS, Ends, Stage
+from ptrain.facts.stages import Chain, Stage
 from ptrain.interpreter.loss import Loss
 from ptrain.models.batch import SampleBatch, of_tokens, sample_batch
 from ptrain.models.objective import objective_of
@@ -32,11 +32,10 @@ from ptrain.traces.record import TracedStage, Units, record, record_stage
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageCuts:
-    """The stages that pp cuts a model into, and what stands around its layers."""
+    """The stages that pp cuts a model into, and what they are cut from."""
 
     stages: Sequence[Stage]
-    hidden: int  # features of what crosses a boundary
-    ends: Ends = ENDS
+    chain: Chain
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,9 +71,9 @@ class RankPart:
         """Return the recording of a stage's passes, and where its backward pass runs `in_halves`
         that of the halves. The model is not changed; its part may be on meta, and is then made of
         nothing in particular."""
-        stages, ends = cuts.stages, cuts.ends
+        stages, ends = cuts.stages, cuts.chain.ends
         is_last = index == len(stages) - 1
-        part = part_of(model, stages, index, ends)
+        part = part_of(model, stages, index, cuts.chain)
         roles = self.tensor.roles if self.tensor else ()
         loss = self._prepared(
             part, stage_roles(roles, stages[index], len(stages), ends), has_loss=is_last
@@ -85,8 +84,9 @@ class RankPart:
         stage = TracedStage(
             module=part,
             units=units,
-            hidden=torch.zeros(self.batch, self._own_tokens, cuts.hidden, dtype=dtype),
-            given=None if index else samples.inputs,
+            hidden=torch.zeros(self.batch, self._own_tokens, cuts.chain.hidden, dtype=dtype),
+            samples=samples,
+            is_first=index == 0,
             loss=(lambda output: loss.of(output, samples) / samples.rows) if is_last else None,
             around=partial(loss.given, samples),
         )

@@ -1,5 +1,5 @@
-"""The fidelity matrix: models as people have them, on every axis. Each cell is predicted, measured on
-gloo ranks and held against one device, or is refused with a reason."""
+"""The fidelity matrix: models as people have them, on every axis. Each cell is predicted, measured
+on gloo ranks and held against one device, or is refused with a reason."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ class Fidelity:
 COMMAND = "pytest tests/gloo/test_fidelity.py -m 'nightly or not nightly' --record"
 CLAIM = f"""\
 Claim: a cell that holds differs from `exact` by 0 in resident memory and traffic and by at most 2 %
-in each phase's peak, in fp32 and with `compute: fp64`; and in fp64 its losses over {STEPS} steps are
-those of one device to 1e-12 and its parameters to 1e-9. Models have four layers of width 32.
+in each phase's peak, in fp32 and with `compute: fp64`; and in fp64 its losses over {STEPS} steps
+are those of one device to 1e-12 and its parameters to 1e-9. Models have four layers of width 32.
 """
 MATRIX = Fidelity()

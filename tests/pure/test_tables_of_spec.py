@@ -208,7 +208,7 @@ def test_models_and_clusters_have_the_documented_defaults():
         "tied": False, "dropout": 0.0, "rope_base": 10000.0, "attention": "sdpa", "preset": "",
     }  # fmt: skip
     assert defaults(model.ExternalModel) == {"arguments": {}, "blocks": None, "folder": None}
-    assert defaults(model.HuggingFaceModel) == {"config": {}, "blocks": None, "attention": "sdpa"}
+    assert defaults(model.HuggingFaceModel) == {"config": {}, "blocks": None, "attention": None}
     assert defaults(Cluster) == {
         "preset": None, "name": "cluster", "devices_per_node": 0, "inter_node_bandwidth": 0.0,
         "intra_node_latency": 5e-6, "inter_node_latency": 1e-5, "flops": 0.0, "host_memory": None,

@@ -15,7 +15,7 @@ from ptrain.models.initialize import keeps_its_weights
 from ptrain.models.units import unit_modules
 from ptrain.spec.dials import UnitKind, UnitSize
 from ptrain.spec.extras import require_transformers
-from ptrain.spec.model import HuggingFaceModel, ModelShape
+from ptrain.spec.model import Attention, HuggingFaceModel, ModelShape
 
 transformers = pytest.importorskip("transformers")
 
@@ -41,7 +41,6 @@ FAULTS = [
     ("llama", {"hidden_size": "wide"}, "model.config", "", "change"),
     ("llama", {"hidden_act": "sulu"}, "model.config", "sulu", "change"),
     ("llama", {"max_position_embeddings": 4}, "model.config", "16 tokens", ": 16 or more"),
-    ("gemma2", {}, "attention", "does not have sdpa", "attention: eager"),
     ("llama", {"use_cache": True}, "model.config.use_cache", "by training", "remove it"),
     ("llama", {"dtype": "bfloat16"}, "model.config.dtype", "by precision", "remove it"),
 ]
@@ -71,6 +70,17 @@ def test_names_and_logits_are_those_of_transformers(hf):
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
     tokens = torch.arange(2 * SEQUENCE).view(2, SEQUENCE)
     assert torch.equal(model(tokens), theirs(input_ids=tokens).logits)
+
+
+@pytest.mark.parametrize(("hf", "kind"), [("llama", "sdpa"), ("gemma2", "eager")])
+def test_attention_that_nobody_names_is_the_best_that_the_class_has(hf, kind):
+    assert built(hf).config._attn_implementation == kind
+
+
+def test_attention_that_is_named_and_that_the_class_lacks_is_refused():
+    model = HuggingFaceModel(hf="gemma2", config=CONFIG, attention=Attention.SDPA)
+    with pytest.raises(SpecError, match=r"does not have sdpa(.|\n)*write attention: eager"):
+        build(model, sequence=SEQUENCE)
 
 
 def test_weights_follow_from_the_seed_and_the_generator_is_left_alone():

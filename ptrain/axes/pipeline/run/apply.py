@@ -65,8 +65,7 @@ class Pipelined:
 
         def compute(action: Action, given: torch.Tensor | None) -> torch.Tensor | None:
             stage, samples = self._stage_of[action.stage], micro_batches[action.microbatch]
-            inputs = samples.inputs if given is None else given
-            return stage.evaluate(inputs, samples, action.microbatch, add)
+            return stage.evaluate(given, samples, action.microbatch, add)
 
         instructions = evaluation(self.step.rank_of, count)[self.rank]
         with self.runtime.waits.watched(self._own_stages()):

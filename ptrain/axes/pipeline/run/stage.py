@@ -104,17 +104,22 @@ class StageRunner:
         self._left = micro_batches
 
     def evaluate(
-        self, given: Tensor, samples: SampleBatch, number: int, add: Callable[[Tensor], object]
+        self,
+        given: Tensor | None,
+        samples: SampleBatch,
+        number: int,
+        add: Callable[[Tensor], object],
     ) -> Tensor | None:
         """The forward pass of micro-batch `number` alone: hidden states for the next stage, or None
-        of the last one, where `add` is called with the loss."""
+        of the last one, where `add` is called with the loss. `given` as of `compute`."""
+        taken = _taken(given, samples)
         with named(self.index, number):
             if not self.is_last:
-                output: Tensor = self.module(given)
+                output: Tensor = self.module(*taken)
                 self.boundary.require(output, self.index, number)
                 return output
             with self.asked.given(samples):
-                output = self.module(given)
+                output = self.module(*taken)
             add(self.asked.evaluated(output, samples))
         return None
 
@@ -124,8 +129,8 @@ class StageRunner:
         number = action.microbatch
         match action.kind:
             case Kind.FORWARD:
-                given = samples.inputs if given is None else given.requires_grad_()
-                return self._forward(number, given, samples)
+                given = None if given is None else given.requires_grad_()
+                return self._forward(number, _taken(given, samples), samples)
             case Kind.INPUT if self.is_first:
                 # nobody waits for gradients of tokens: the weights' half is the whole
                 self._in_flight[number].gradient = given
@@ -140,21 +145,21 @@ class StageRunner:
                 self._backward_weight(number)
                 return None
 
-    def _forward(self, number: int, given: Tensor, samples: SampleBatch) -> Tensor | None:
+    def _forward(self, number: int, taken: tuple[Any, ...], samples: SampleBatch) -> Tensor | None:
         self.asked.enter(Phase.FORWARD, number)
         with named(self.index, number):
             with self.wrapped.forward_pass():
                 if not self.is_last:
-                    output: Tensor = apart(self.wrapped.module(given))
+                    output: Tensor = apart(self.wrapped.module(*taken))
                 else:
                     with self.asked.given(samples):
-                        output = apart(self.wrapped.module(given))
+                        output = apart(self.wrapped.module(*taken))
             if not self.is_last:
                 self.boundary.require(output, self.index, number)
-                self._in_flight[number] = _InFlight(given, output, None)
+                self._in_flight[number] = _InFlight(taken[0], output, None)
                 return output.detach()
             loss = self.asked.loss(output, samples)
-        self._in_flight[number] = _InFlight(given, output, loss)
+        self._in_flight[number] = _InFlight(taken[0], output, loss)
         return None
 
     def _backward(self, number: int, gradient: Tensor | None) -> Tensor | None:
@@ -193,3 +198,9 @@ class StageRunner:
         self.asked.enter(Phase.BACKWARD, number)
         with named(self.index, number), self.wrapped.backward_pass(kind, is_last):
             yield
+
+
+def _taken(given: Tensor | None, samples: SampleBatch) -> tuple[Any, ...]:
+    """What a stage's forward takes: every stage what the model is called with, behind hidden states
+    if it is given these."""
+    return (samples.inputs,) if given is None else (given, samples.inputs)
