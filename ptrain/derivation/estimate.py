@@ -56,7 +56,7 @@ def derive(spec: Spec, facts: ModelFacts | None = None) -> Derivation:
     read off the model itself."""
     facts = own_facts(spec) if facts is None else facts
     stages = stages_of(spec, facts)
-    plan = lower(spec, facts.unit_modules, facts.roles, stages, facts.blocks)
+    plan = lower(spec, facts.unit_modules, facts.roles, stages, facts.blocks, facts.fusions)
     estimate, foreign = exact(spec, plan, facts, stages), unclaimed(spec, facts)
     estimate = replace(
         estimate,
