@@ -88,3 +88,12 @@ def with_z_loss(model: str, axis: str, **more: Any) -> Spec:
 def test_a_loss_of_the_users_is_that_of_one_device_on_every_axis(ranks: Ranks, model, axis):
     result = run(ranks, with_z_loss(model, axis))
     assert not failing((*result.checks, *result.against))
+
+
+@pytest.mark.parametrize("sections", [BY_LOSS, BY_STEP], ids=["loss", "step"])
+def test_images_are_trained_over_cut_operators(ranks: Ranks, sections):
+    """Between the blocks a sample has four patches and the class token."""
+    axis = {"mesh": {"tp": 2}, "placement": "tp"}
+    batch = {"global": 8, "micro": 2, "sequence": 5}
+    result = run(ranks, vision("zero2", sections | axis, batch=batch))
+    assert not failing((*result.checks, *result.against))
