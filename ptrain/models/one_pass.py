@@ -8,6 +8,7 @@ from functools import partial
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_iter
 
 from ptrain.models.batch import sample_batch
 from ptrain.models.objective import objective_of
@@ -21,6 +22,22 @@ class OnePass:
     def __init__(self, module: nn.Module, spec: Spec) -> None:
         self._module, self._spec = module, spec
         self.samples = sample_batch(spec, rows=1, device=next(module.parameters()).device)
+
+    def vectors(self, block: str) -> int | None:
+        """Return how many vectors of the sample a block gives; None where it gives no tensor."""
+        counts: list[int] = []
+
+        def note(_: nn.Module, __: object, output: object) -> None:
+            real = (leaf for leaf in tree_iter(output) if isinstance(leaf, torch.Tensor))
+            counts.extend(leaf.numel() // leaf.shape[-1] for leaf in real if leaf.dim() > 1)
+
+        handle = self._module.get_submodule(block).register_forward_hook(note)
+        try:
+            with torch.no_grad(), torch.random.fork_rng(devices=[]), self.prepared() as run:
+                run()
+        finally:
+            handle.remove()
+        return next(iter(counts), None)
 
     @contextmanager
     def prepared(self) -> Iterator[Callable[[], object]]:

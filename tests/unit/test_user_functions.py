@@ -159,6 +159,13 @@ def test_real_numbers_come_in_the_dtype_that_the_model_computes_in():
     assert torch.equal(image[0], image[1])
 
 
+def test_over_tp_the_vectors_between_blocks_are_counted():
+    tp = {"mesh": {"tp": 2}, "placement": "tp", "data": {"target": "tests.models_vision:images"}}
+    fault = fault_of(spec_of(**VISION, **tp))
+    assert fault.place == "batch.sequence" and fault.remedy == "write batch.sequence: 5"
+    assert "8, and blocks.0 gives 5 vectors of a sample" in fault.finding
+
+
 def test_bytes_of_a_batch_are_those_of_its_samples():
     spec = spec_of(**VISION, data={"target": "tests.models_vision:images"})
     assert facts_of(spec, allow_import=True).sample_bytes == 3 * 8 * 8 * 4 + 8
