@@ -107,11 +107,9 @@ def _require_counted(once: OnePass, module: nn.Module, spec: Spec) -> None:
         return
     count = once.vectors(blocks[0])
     if count is not None and count != spec.batch.sequence:
-        finding = (
-            f"{spec.batch.sequence}, and {blocks[0]} gives {count} vectors of a sample, which "
-        )
-        remedy = f"write batch.sequence: {count}"
-        raise refused("batch.sequence", f"{finding}operators that are cut over tp send", remedy)
+        finding = f"{spec.batch.sequence}, and {blocks[0]} gives {count} vectors of a sample, "
+        finding += "which operators that are cut over tp send"
+        raise refused("batch.sequence", finding, f"write batch.sequence: {count}")
 
 
 def _require_one_role(module: nn.Module, roles: Roles, place: str) -> None:

@@ -44,10 +44,15 @@ def follow(
     device = next(module.parameters()).device
     follower = Follower(module, named, counting, is_naive=is_naive)
     devices = [device] if device.type == "cuda" else []
-    with torch.no_grad(), torch.random.fork_rng(devices=devices), once.prepared() as run:
-        with follower.hooked(), follower:
-            follower.give(once.samples.tensors)
-            follower.end(run())
+    with (
+        torch.no_grad(),
+        torch.random.fork_rng(devices=devices),
+        once.prepared() as run,
+        follower.hooked(),
+        follower,
+    ):
+        follower.give(once.samples.tensors)
+        follower.end(run())
     return follower
 
 
