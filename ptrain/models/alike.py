@@ -16,9 +16,13 @@ from torch._guards import detect_fake_mode
 from ptrain.errors import Fault, refused
 from ptrain.models.arguments import with_first
 from ptrain.models.boundary import boundary, said
+from ptrain.models.one_pass import OnePass
+from ptrain.spec.axis import Axis
 from ptrain.spec.role import COLUMNS, ROWS, Role
+from ptrain.spec.spec import Spec
 
 Named = Mapping[str, Role]
+_STRIDE = 7  # so that a token is not its place
 _REMEDY = "write activations: R on tp"
 
 
@@ -66,17 +70,17 @@ class _Part:
 
 
 def require_alike(
-    module: nn.Module, named: Named, blocks: Sequence[str], place: str, sequence: int, degree: int
+    module: nn.Module, named: Named, blocks: Sequence[str], place: str, spec: Spec
 ) -> None:
     """Raises SpecError, of `place`, where the model cannot run on slices of the tokens, or gives
     something else there. The model is left as it was; one without values is not tried."""
     if detect_fake_mode() is not None or next(module.parameters()).is_meta:
         return
-    tables = [child.num_embeddings for child in module.modules() if isinstance(child, nn.Embedding)]
-    numbers = torch.arange(sequence, device=next(module.parameters()).device)
-    tokens = (numbers * 7 % min(tables, default=1))[None]
-    buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    once = OnePass(module, spec)
+    if spec.data.function is None:
+        _tell_apart(once, module)
     whole = _AllTokens()
+    degree, sequence = spec.degree(Axis.TP), spec.batch.sequence
     parts = [
         _Part(whole, slice(sequence * index // degree, sequence * (index + 1) // degree))
         for index in range(degree)
@@ -89,10 +93,18 @@ def require_alike(
     with torch.no_grad(), _evaluating(module), boundary(fault):
         runs: list[_AllTokens | _Part] = [whole, *parts]
         for tensors in runs:
-            with _crossing(module, named, blocks, tensors):
-                torch.func.functional_call(module, buffers, (tokens,))
+            with _crossing(module, named, blocks, tensors), once.prepared() as run:
+                run()
     if problem := next((part.problem for part in parts if part.problem), ""):
         raise refused(place, problem, _REMEDY)
+
+
+def _tell_apart(once: OnePass, module: nn.Module) -> None:
+    """Give each of a sample's tokens another number, as far as there are so many."""
+    tables = [child.num_embeddings for child in module.modules() if isinstance(child, nn.Embedding)]
+    for tokens in once.samples.tensors:
+        numbers = torch.arange(tokens.shape[-1], device=tokens.device)
+        tokens.copy_((numbers * _STRIDE % min(tables, default=1)).expand_as(tokens))
 
 
 def _is_alike(tensor: Tensor, expected: Tensor) -> bool:

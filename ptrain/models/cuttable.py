@@ -13,7 +13,10 @@ from ptrain.models.alike import require_alike
 from ptrain.models.gpt import Gpt
 from ptrain.models.linear import features, is_linear
 from ptrain.models.llama import Llama
+from ptrain.models.one_pass import OnePass
+from ptrain.models.own_tokens import TokenSlices
 from ptrain.models.slices import follow, in_any_block
+from ptrain.models.units import blocks_of
 from ptrain.spec import slips
 from ptrain.spec.axis import Axis
 from ptrain.spec.role import COLUMNS, ROWS, Fusions, Role, Roles, fits
@@ -39,8 +42,10 @@ def cutting(
         raise SpecError(*faults)
     counted = frozenset(p.rpartition(".")[0] for p, role in roles if role is Role.COUNT)
     owners = frozenset(name for pattern in counted for name in matching(module, pattern))
-    sequence, is_naive = spec.batch.sequence, spec.tensor.is_naive
-    follower = follow(module, named, owners, blocks, sequence=sequence, is_naive=is_naive)
+    once = OnePass(module, spec)
+    _require_counted(once, module, spec)
+    tokens = TokenSlices(named, blocks, spec.batch.sequence)
+    follower = follow(module, named, owners, tokens, once=once, is_naive=spec.tensor.is_naive)
     if follower.problem:
         raise refused(place, *follower.problem)
     lengths = {name: follower.projections.lengths(name) for name in named}
@@ -48,9 +53,9 @@ def cutting(
     if faults := tuple(_unequal_projections(lengths, spec.degree(Axis.TP))):
         raise SpecError(*faults)
     if blocks:
-        _require_used_once(follower.tokens.on_both, place)
-        require_alike(module, named, blocks, place, sequence, spec.degree(Axis.TP))
-    summed = follower.tokens.modules - {n for n, role in named.items() if role is Role.SHARED}
+        _require_used_once(tokens.on_both, place)
+        require_alike(module, named, blocks, place, spec)
+    summed = tokens.modules - {n for n, role in named.items() if role is Role.SHARED}
     return tuple(_shared(module, summed)), tuple(_by_pattern(module, roles, lengths))
 
 
@@ -106,6 +111,19 @@ def _unequal_projections(lengths: dict[str, tuple[int, ...]], degree: int) -> It
 def matching(module: nn.Module, pattern: str) -> Iterator[str]:
     """The names of the modules that a pattern means."""
     return (name for name, _ in module.named_modules() if fits(pattern, name))
+
+
+def _require_counted(once: OnePass, module: nn.Module, spec: Spec) -> None:
+    """What cut operators send is counted by `batch.sequence`, of samples that are not tokens too:
+    there it is what goes from block to block."""
+    blocks = blocks_of(module, spec.model.blocks)
+    if spec.data.function is None or not blocks:
+        return
+    count = once.vectors(blocks[0])
+    if count is not None and count != spec.batch.sequence:
+        finding = f"{spec.batch.sequence}, and {blocks[0]} gives {count} vectors of a sample, "
+        finding += "which operators that are cut over tp send"
+        raise refused("batch.sequence", finding, f"write batch.sequence: {count}")
 
 
 def _require_one_role(module: nn.Module, roles: Roles, place: str) -> None:

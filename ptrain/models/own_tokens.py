@@ -16,9 +16,11 @@ Named = Mapping[str, Role]
 
 class TokenSlices:
     """Says of the storages that live which are a slice of the tokens on a rank; what is in a
-    sub-block is not, nor what is in front of the `blocks` and behind them."""
+    sub-block is not, nor what is in front of the `blocks` and behind them; where there are none,
+    nothing is. A sample has `count` tokens."""
 
-    def __init__(self, named: Named, blocks: Sequence[str]) -> None:
+    def __init__(self, named: Named, blocks: Sequence[str], count: int) -> None:
+        self.blocks, self.count = blocks, count
         self.modules: set[str] = set()  # whose parameters are used on slices
         self._named = named
         self.first = blocks[0] if blocks else None

@@ -12,7 +12,7 @@ features that are cut has one rank's figures.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_iter
 from ptrain.models.draws import Draws
 from ptrain.models.ledger import Ledger, storage_of
 from ptrain.models.linear import is_linear
+from ptrain.models.one_pass import OnePass
 from ptrain.models.own_tokens import TokenSlices
 from ptrain.models.projections import Projections
 from ptrain.spec.role import COLUMNS, ROWS, Role
@@ -39,23 +40,26 @@ def follow(
     module: nn.Module,
     named: Named,
     counting: frozenset[str],
-    blocks: Sequence[str],
+    tokens: TokenSlices,
     *,
-    sequence: int,
+    once: OnePass,
     is_naive: bool,
 ) -> Follower:
-    """Return what was seen of a forward pass of one sample of `sequence` tokens; its `problem` is
-    the first thing that roles do not account for. `counting` are the modules that count features
-    by attributes, `blocks` those of which a rank has its slice of the tokens, if it has. Buffers
-    and torch's generators are left as they were."""
+    """Return what was seen of a forward pass; its `problem` is the first thing that roles do not
+    account for. `counting` are the modules that count features by attributes, `tokens` says where a
+    rank has its slice of them alone. Buffers and torch's generators are left as they were."""
     device = next(module.parameters()).device
-    tokens = torch.zeros(1, sequence, dtype=torch.int64, device=device)
-    follower = Follower(module, named, counting, blocks, is_naive=is_naive)
-    copies = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    follower = Follower(module, named, counting, tokens, is_naive=is_naive)
     devices = [device] if device.type == "cuda" else []
-    with torch.no_grad(), torch.random.fork_rng(devices=devices), follower.hooked(), follower:
-        follower.give(tokens)
-        follower.end(torch.func.functional_call(module, copies, (tokens,)))
+    with (
+        torch.no_grad(),
+        torch.random.fork_rng(devices=devices),
+        once.prepared() as run,
+        follower.hooked(),
+        follower,
+    ):
+        follower.give(once.samples.tensors)
+        follower.end(run())
     return follower
 
 
@@ -68,17 +72,16 @@ class Follower(Ledger):
         module: nn.Module,
         named: Named,
         counting: frozenset[str],
-        blocks: Sequence[str],
+        tokens: TokenSlices,
         *,
         is_naive: bool,
     ) -> None:
         super().__init__()
         self.problem: Problem | None = None
         self.projections = Projections()
-        self.tokens = TokenSlices(named, blocks)
-        self._draws = Draws(named, blocks)
+        self.tokens = tokens
+        self._draws = Draws(named, tokens.blocks)
         self._counting = counting
-        self._num_tokens = 0
         self._counted: dict[int, str] = {}  # what modules that count are given
         self._module, self._named, self._is_naive = module, named, is_naive
         self._running: list[str] = []
@@ -96,11 +99,11 @@ class Follower(Ledger):
         self.tokens.died(key)
         self._counted.pop(key, None)
 
-    def give(self, tokens: torch.Tensor) -> None:
+    def give(self, inputs: Iterable[torch.Tensor]) -> None:
         """Declares what the model is given, and its parameters."""
-        self._num_tokens = tokens.shape[1]
-        self.watch(tokens)
-        self._given.add(_key(tokens))
+        for tensor in inputs:
+            self.watch(tensor)
+            self._given.add(_key(tensor))
         for name, parameter in self._module.named_parameters():
             self.watch(parameter)
             self._learnt[_key(parameter)] = frozenset((name,))
@@ -147,10 +150,10 @@ class Follower(Ledger):
                         self._say(
                             f"{name} counts features, and has its slice of the tokens", remedy
                         )
-                if name == self.tokens.first and first.shape[1:2] != (self._num_tokens,):
+                if name == self.tokens.first and first.shape[1:2] != (self.tokens.count,):
                     shape = tuple(first.shape)
                     finding = (
-                        f"{name}, the first block, is given {shape} of {self._num_tokens} tokens"
+                        f"{name}, the first block, is given {shape} of {self.tokens.count} tokens"
                     )
                     self._say(
                         f"{finding}: which dimension is theirs?", "write activations: R on tp"
