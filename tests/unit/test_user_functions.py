@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from ptrain.algebra.legality import check
 from ptrain.data.corpus import corpus
 from ptrain.data.sampler import batch, require
 from ptrain.data.source import Split
@@ -169,6 +170,64 @@ def test_over_tp_the_vectors_between_blocks_are_counted():
 def test_bytes_of_a_batch_are_those_of_its_samples():
     spec = spec_of(**VISION, data={"target": "tests.models_vision:images"})
     assert facts_of(spec, allow_import=True).sample_bytes == 3 * 8 * 8 * 4 + 8
+
+
+def test_a_model_that_gives_more_than_logits_is_told_of_the_key_and_trained_by_it():
+    pair = {"model": {"target": "tests.models_unfit:changed", "arguments": {"how": "tuple"}}}
+    fault = fault_of(spec_of(**pair))
+    assert "gave tuple (float32" in fault.finding and "write loss: {target: " in fault.remedy
+    assert facts_of(spec_of(**pair, loss=function("of_pair")), allow_import=True).timeline
+
+
+def test_a_stage_is_no_model_that_a_step_could_call():
+    pp = {"mesh": {"pp": 2}, "placement": {"pp": "S,S,S,R"}}
+    (fault,) = check(spec_of(step=function("wrong_step"), model=SHAPE | {"layers": 2}, **pp))
+    assert fault.place == "step" and "write loss: {target: …}" in fault.remedy
+
+
+def test_cut_logits_are_gathered_for_a_loss_of_the_users():
+    tp = {"mesh": {"tp": 2}, "placement": "tp", "loss": function("plain")}
+    assert not spec_of(**tp).tensor.loss_parallel
+    with pytest.raises(SpecError, match=r"tensor.loss_parallel: true: tests.models_losses:plain"):
+        spec_of(**tp, tensor={"loss_parallel": True})
+
+
+@pytest.mark.parametrize(
+    ("sections", "place"),
+    [
+        ({"loss": {"target": f"{OWN}:plain", "chunk": 8}}, "loss.chunk"),
+        ({"loss": {"arguments": {"by": 1}}}, "loss.arguments"),
+        ({"loss": function("plain"), "step": function("plain")}, "step"),
+        ({"loss": "chunked", "step": function("plain")}, "step"),
+        ({"data": function("items")}, "data.target"),
+        ({"data": function("items") | {"path": "x.npy"}, "loss": function("plain")}, "data.path"),
+        ({"data": {"folder": "x"}}, "data.folder"),
+    ],
+)
+def test_what_contradicts_a_function_is_refused(sections, place):
+    with pytest.raises(SpecError) as caught:
+        spec_of(**sections)
+    (fault,) = caught.value.faults
+    assert fault.place == place and fault.remedy
+
+
+def test_a_resolved_spec_finds_its_functions_from_anywhere(tmp_path):
+    lines = (
+        "model: {target: mine:build}",
+        "data: {target: mine:samples}",
+        "loss: {target: mine:loss, folder: losses}",
+        "mesh: {dp_shard: 2}",
+        "placement: zero2",
+        "batch: {global: 8, micro: 2}",
+    )
+    file = tmp_path / "spec.yaml"
+    file.write_text("\n".join(lines))
+    spec = load(str(file)).spec
+    again = load(spec.resolved).spec
+    assert again == spec and again.resolved == spec.resolved
+    folders = [function.folder for function in again.user_functions]
+    assert folders == [str(tmp_path), str(tmp_path), str(tmp_path / "losses")]
+    assert spec.batch.sequence == 1
 
 
 def test_a_loss_like_ptrains_own_is_ptrains_own():
