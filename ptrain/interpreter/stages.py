@@ -23,7 +23,7 @@ from ptrain.interpreter.construction import Construction
 from ptrain.interpreter.loss import StepLoss
 from ptrain.interpreter.passes import Enter
 from ptrain.interpreter.workpiece import Stages, Workpiece
-from ptrain.models.chain import sample
+from ptrain.models.chain import sample, vectors_of
 from ptrain.models.initialize import keeps_its_weights
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import Pipeline, Plan
@@ -36,7 +36,8 @@ def stages_of_module(spec: Spec, module: nn.Module, facts: ModelFacts) -> Stages
         return None
     chain = chain_of(spec, facts)
     if keeps_its_weights(module) and detect_fake_mode() is None:
-        require_alike(module, cut, chain, sample(module, spec))
+        inputs = sample(module, spec)
+        require_alike(module, cut, chain, inputs, vectors_of(inputs, spec))
     return Stages(chain, cut)
 
 

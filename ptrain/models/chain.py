@@ -18,7 +18,8 @@ from torch import nn
 
 from ptrain.errors import refused
 from ptrain.facts.stages import ENDS, Chain, Ends, is_within
-from ptrain.models.contract import forward_of, require_logits
+from ptrain.models.batch import sample_batch
+from ptrain.models.contract import forward_of, require_one_tensor
 from ptrain.models.flow import Flow, FlowWatch
 from ptrain.models.gpt import Gpt
 from ptrain.models.llama import Llama
@@ -55,7 +56,7 @@ def chain_of_module(module: nn.Module, spec: Spec) -> Chain | None:
     layers = _layers_of(module, spec)
     _require_whole_units(module, layers, spec)
     flow = _flow(module, layers, spec)
-    hidden = _hidden(flow, layers, sample(module, spec))
+    hidden = _hidden(flow, layers, vectors_of(sample(module, spec), spec), spec)
     ends = _ends(module, layers, flow)
     return Chain(
         layers=layers.names,
@@ -68,10 +69,22 @@ def chain_of_module(module: nn.Module, spec: Spec) -> Chain | None:
 
 
 def sample(module: nn.Module, spec: Spec) -> torch.Tensor:
-    """A few tokens, all different: [1, tokens]."""
+    """A few tokens, all different: [1, tokens]; of other data what the model is given of one
+    sample."""
     device = next(module.parameters()).device
+    if spec.data.function is not None:
+        inputs: torch.Tensor = sample_batch(spec, rows=1, device=device).inputs
+        return inputs
     count = min(TOKENS, spec.batch.sequence)
     return torch.arange(1, 1 + count, device=device).unsqueeze(0)
+
+
+def vectors_of(inputs: torch.Tensor, spec: Spec) -> tuple[int, ...]:
+    """Return the shape of what goes from layer to layer, without its features: samples and
+    vectors of each."""
+    if spec.data.function is not None:
+        return len(inputs), spec.batch.sequence
+    return tuple(inputs.shape)
 
 
 def _of_ours(module: Llama | Gpt) -> Chain:
@@ -154,7 +167,7 @@ def _flow(module: nn.Module, layers: _Layers, spec: Spec) -> Flow:
     with torch.enable_grad(), torch.random.fork_rng(devices=[]), watch.watching():
         with forward_of(module, tokens, spec):
             output = torch.func.functional_call(module, copies, (tokens,))
-        require_logits(output, module, tokens, spec)
+        require_one_tensor(output, module, tokens, spec)
     flow = watch.end(output)
     if flow.visited != [*layers.names]:
         finding = f"a forward pass does not go through the layers of {layers.plan} one by one"
@@ -165,16 +178,19 @@ def _flow(module: nn.Module, layers: _Layers, spec: Spec) -> Flow:
     return flow
 
 
-def _hidden(flow: Flow, layers: _Layers, tokens_BT: torch.Tensor) -> int:
+def _hidden(flow: Flow, layers: _Layers, vectors: tuple[int, ...], spec: Spec) -> int:
     """Return the features that go from layer to layer."""
     if len({*flow.returns}) > 1:
         finding = f"the layers of {layers.plan} return unlike things"
         raise refused(layers.place, finding, "let each return the same, or write no pp")
     (shape, *others) = sorted({*(flow.shapes[1:] or flow.shapes)})  # the first is no boundary
-    if others or shape[:-1] != tuple(tokens_BT.shape):
+    if not others and spec.data.function is not None and len(shape) == 3 and shape[:-1] != vectors:
+        finding = f"{vectors[1]}, and from layer to layer go {shape[1]} vectors of a sample"
+        raise refused("batch.sequence", finding, f"write batch.sequence: {shape[1]}")
+    if others or shape[:-1] != vectors:
         shapes = " or ".join(map(str, map(list, (shape, *others))))
         finding = f"a layer is given {shapes} of one sample "
-        finding += f"of {tokens_BT.shape[1]} tokens, and the next stage waits for hidden states"
+        finding += f"of {vectors[1]} tokens, and the next stage waits for hidden states"
         raise refused(layers.place, finding, "write no pp")
     return shape[-1]
 

@@ -155,3 +155,12 @@ def test_images_are_trained_over_cut_operators(ranks: Ranks, sections):
     batch = {"global": 8, "micro": 2, "sequence": 5}
     result = run(ranks, vision("zero2", sections | axis, batch=batch))
     assert not failing((*result.checks, *result.against))
+
+
+@pytest.mark.parametrize("shards", [1, pytest.param(2, marks=NIGHTLY)])
+def test_images_go_through_stages(ranks: Ranks, shards):
+    placement = {"pp": "S,S,S,R", "dp_shard": "zero3"}
+    axis = {"mesh": {"pp": 2, "dp_shard": shards}, "placement": placement}
+    batch = {"global": 8, "micro": 2, "sequence": 5}
+    result = run(ranks, vision("zero2", BY_LOSS | axis, batch=batch))
+    assert not failing((*result.checks, *result.against))

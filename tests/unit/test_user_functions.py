@@ -160,11 +160,19 @@ def test_real_numbers_come_in_the_dtype_that_the_model_computes_in():
     assert torch.equal(image[0], image[1])
 
 
-def test_over_tp_the_vectors_between_blocks_are_counted():
-    tp = {"mesh": {"tp": 2}, "placement": "tp", "data": {"target": "tests.models_vision:images"}}
-    fault = fault_of(spec_of(**VISION, **tp))
+@pytest.mark.parametrize("axis", ["tp", "pp"])
+def test_over_tp_and_pp_the_vectors_between_blocks_are_counted(axis):
+    placed = {"mesh": {axis: 2}, "placement": {axis: "S,S,S,R"}}
+    fault = fault_of(spec_of(**VISION, **placed, data={"target": "tests.models_vision:images"}))
     assert fault.place == "batch.sequence" and fault.remedy == "write batch.sequence: 5"
-    assert "8, and blocks.0 gives 5 vectors of a sample" in fault.finding
+    assert fault.finding.startswith("8, and ") and "5 vectors of a sample" in fault.finding
+
+
+def test_what_a_stage_cannot_hand_to_the_loss_is_refused():
+    pair = {"model": {"target": "tests.models_unfit:changed", "arguments": {"how": "tuple"}}}
+    pp = {"mesh": {"pp": 2}, "placement": {"pp": "S,S,S,R"}, "loss": function("of_pair")}
+    fault = fault_of(spec_of(**pair, **pp))
+    assert fault.place == "model.target" and "last of several stages one tensor" in fault.finding
 
 
 def test_bytes_of_a_batch_are_those_of_its_samples():

@@ -22,21 +22,27 @@ _ROUNDINGS = 4  # of the largest logit: the operators are the same, on tensors o
 
 
 def require_alike(
-    model: nn.Module, stages: Sequence[Stage], chain: Chain, tokens_BT: Tensor
+    model: nn.Module,
+    stages: Sequence[Stage],
+    chain: Chain,
+    inputs: Tensor,
+    vectors: tuple[int, ...],
 ) -> None:
-    """Raises SpecError where they do not. Costs two forward passes of the few `tokens_BT`."""
+    """Raises SpecError where they do not. Costs two forward passes of the few `inputs`, of which
+    `vectors` go from stage to stage: samples, and vectors of each."""
+    hidden = (*vectors, chain.hidden)
     with torch.no_grad(), torch.random.fork_rng(devices=[]), _evaluated(model):
         buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-        whole_BTV = torch.func.functional_call(model, buffers, (tokens_BT,))
-        given: tuple[Tensor, ...] = (tokens_BT,)
+        whole_BTV = torch.func.functional_call(model, buffers, (inputs,))
+        given: tuple[Tensor, ...] = (inputs,)
         for index in range(len(stages)):
             part = part_of(model, stages, index, chain)
             x = _through(part, index, given)
             _require_written_alike(part, index, buffers)
-            if index < len(stages) - 1 and tuple(x.shape) != (*tokens_BT.shape, chain.hidden):
+            if index < len(stages) - 1 and tuple(x.shape) != hidden:
                 finding = f"stage {index} hands on {list(x.shape)}, and hidden states are "
-                raise _unlike(finding + f"{[*tokens_BT.shape, chain.hidden]}")
-            given = (x, tokens_BT)
+                raise _unlike(finding + f"{[*hidden]}")
+            given = (x, inputs)
     if not _is_alike(x, whole_BTV):
         more = "more than hidden states goes from layer to layer (numbers without a gradient)"
         raise _unlike(f"{more}: they do not give the model's logits")
