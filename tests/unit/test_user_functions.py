@@ -16,6 +16,7 @@ from ptrain.errors import Fault, SpecError
 from ptrain.models.batch import sample_batch
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
+from ptrain.traces import on_fakes
 from ptrain.traces.facts import facts_of
 from tests import models_losses
 
@@ -178,6 +179,16 @@ def test_what_a_stage_cannot_hand_to_the_loss_is_refused():
 def test_bytes_of_a_batch_are_those_of_its_samples():
     spec = spec_of(**VISION, data={"target": "tests.models_vision:images"})
     assert facts_of(spec, allow_import=True).sample_bytes == 3 * 8 * 8 * 4 + 8
+
+
+@pytest.mark.parametrize("by", ["loss", "step"])
+def test_a_model_too_large_to_run_is_traced_with_its_loss_on_fakes(by, monkeypatch):
+    named = {"target": "tests.models_vision:images", "arguments": {"named": by == "step"}}
+    own = VISION if by == "loss" else {"step": {"target": "tests.models_vision:step"}}
+    spec = spec_of(model=VISION["model"], data=named, **{by: own[by]})
+    real = facts_of(spec, allow_import=True)
+    monkeypatch.setattr(on_fakes, "REAL_BYTES", 0)
+    assert facts_of(spec, allow_import=True) == real and real.timeline
 
 
 def test_a_model_that_gives_more_than_logits_is_told_of_the_key_and_trained_by_it():
