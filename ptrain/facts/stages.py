@@ -45,7 +45,7 @@ class Chain:
 
 
 # Of the built-in families.
-ENDS = Ends(front=("embed", "positions", "dropout"), behind=("norm", "head"))
+ENDS = Ends(front=("embed", "scale", "positions", "dropout"), behind=("norm", "head"))
 FRONT = ENDS.front
 
 

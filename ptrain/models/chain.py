@@ -19,9 +19,8 @@ from torch import nn
 from ptrain.errors import refused
 from ptrain.facts.stages import ENDS, Chain, Ends
 from ptrain.models.contract import forward_of, require_logits
-from ptrain.models.gpt import Gpt
-from ptrain.models.llama import Llama
 from ptrain.models.roles import named_in_spec, plan_of_module
+from ptrain.models.transformer import Transformer
 from ptrain.models.units import unit_modules
 from ptrain.spec.axis import Axis
 from ptrain.spec.spec import Spec
@@ -46,7 +45,7 @@ def chain_of_module(module: nn.Module, spec: Spec) -> Chain | None:
     is cut, or something that it is not. Runs it forward once, on a few tokens."""
     if spec.degree(Axis.PP) == 1:
         return None
-    if isinstance(module, Llama | Gpt):
+    if isinstance(module, Transformer):
         return _of_ours(module)
     plan = _plan_of(module, spec)
     chain = _cut_at_the_list(module, plan)
@@ -64,7 +63,7 @@ def sample(module: nn.Module, spec: Spec) -> torch.Tensor:
     return torch.arange(1, 1 + count, device=device).unsqueeze(0)
 
 
-def _of_ours(module: Llama | Gpt) -> Chain:
+def _of_ours(module: Transformer) -> Chain:
     shape = module.shape
     return Chain(
         layers=tuple(f"blocks.{index}" for index in range(shape.layers)),

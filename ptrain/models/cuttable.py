@@ -10,9 +10,8 @@ from torch import nn
 
 from ptrain.errors import Fault, SpecError, refused
 from ptrain.models.dropout import dropouts
-from ptrain.models.gpt import Gpt
-from ptrain.models.llama import Llama
 from ptrain.models.slices import misplaced
+from ptrain.models.transformer import Transformer
 from ptrain.spec import slips
 from ptrain.spec.axis import Axis
 from ptrain.spec.placement import R
@@ -107,7 +106,7 @@ def _sizes(module: nn.Module, roles: Roles, degree: int) -> Iterator[Fault]:
 def _heads(module: nn.Module) -> dict[str, int]:
     """Return the numbers of heads, each of which one rank computes. Models of transformers, and
     ours, say how many they have."""
-    if isinstance(module, Llama | Gpt):
+    if isinstance(module, Transformer):
         shape = module.shape
         return {f"heads: {shape.heads}": shape.heads, f"kv_heads: {shape.kv_heads}": shape.kv_heads}
     config = getattr(module, "config", None)

@@ -19,8 +19,7 @@ from ptrain.errors import Fault, refused
 from ptrain.facts.roles import roles_of
 from ptrain.models.boundary import boundary, said
 from ptrain.models.cuttable import matching, require_cuttable
-from ptrain.models.gpt import Gpt
-from ptrain.models.llama import Llama
+from ptrain.models.transformer import Transformer
 from ptrain.spec.axis import Axis
 from ptrain.spec.model import ExternalModel, HuggingFaceModel, ModelShape
 from ptrain.spec.role import GIVEN, Role, Roles
@@ -56,7 +55,7 @@ def roles_of_module(module: nn.Module, spec: Spec) -> Roles:
     Raises SpecError where the plan cannot be followed."""
     if spec.degree(Axis.TP) == 1:
         return ()
-    if isinstance(module, Llama | Gpt) and not spec.tensor.roles:
+    if isinstance(module, Transformer) and not spec.tensor.roles:
         if isinstance(spec.model, ModelShape):
             return ()
         place, roles = named_in_spec(module, spec)[0], roles_of(module.shape)

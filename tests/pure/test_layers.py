@@ -245,7 +245,7 @@ def test_models_know_no_parallelism():
     below = re.compile(r"ptrain\.(models|data|rooms|optimizers)(\..*)?")
     parallel = re.compile(r"ptrain\.(axes|activations|algebra|derivation|selection)(\..*)?")
     starts = [module for module in MODULES if below.fullmatch(module)]
-    assert "ptrain.models.llama" in starts
+    assert "ptrain.models.transformer" in starts
     assert not {m for m in reached(starts) if parallel.fullmatch(m)}
 
 

@@ -8,12 +8,13 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from ptrain.models.rotary import rotate
+from ptrain.models.transformer import Transformer
 from torch import Tensor, nn
 
 from ptrain.errors import PtrainError
 from ptrain.models.build import build
 from ptrain.models.initialize import cast, initialize
-from ptrain.models.llama import Llama, rotate
 from ptrain.models.loss import IGNORED, token_loss_sum
 from ptrain.spec.model import ModelShape
 from tests.pure.build import ODD_SHAPE
@@ -162,7 +163,7 @@ def turned_by_hand(x: Tensor) -> Tensor:
 
 def test_a_rotated_product_depends_on_the_distance_of_its_positions_only():
     module = real(ODD_SHAPE)
-    assert isinstance(module, Llama)
+    assert isinstance(module, Transformer)
     generator = torch.Generator().manual_seed(0)
     q, k = torch.randn(2, 1, 1, 1, 14, generator=generator, dtype=torch.float64)
     q, k = (x.expand(1, SEQUENCE, 1, 14) for x in (q, k))

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from ptrain.facts.stages import Ends, Stage
+from ptrain.models.transformer import Transformer
 
 
 @torch.no_grad()
@@ -83,12 +84,9 @@ def _there(model: nn.Module, names: Sequence[str]) -> Iterator[nn.Module]:
 
 
 def _copy(part: nn.Module, name: str, source: nn.Parameter) -> None:
-    """Put the stage's own copy of a tensor in the linear operator that it belongs to, a new one
-    where the stage has none."""
+    """Put the stage's own copy of a tensor in the module that it belongs to; a built-in model,
+    whose tied head is none, makes a new one."""
     path, _, attribute = name.rpartition(".")
-    above, _, last = path.rpartition(".")
-    if getattr(part.get_submodule(above), last, None) is None:
-        rows, columns = source.shape
-        linear = nn.Linear(columns, rows, bias=False, device="meta", dtype=source.dtype)
-        setattr(part.get_submodule(above), last, linear)
+    if path == "head" and isinstance(part, Transformer):
+        part.head = part.new_head(device="meta", dtype=source.dtype)
     setattr(part.get_submodule(path), attribute, nn.Parameter(source.detach().clone()))
