@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ptrain.models.block import Block
 from torch import nn
 
 from ptrain.algebra.legality import require
@@ -23,6 +22,7 @@ from ptrain.data.corpus import corpus
 from ptrain.derivation.estimate import own_facts
 from ptrain.errors import RankFailed
 from ptrain.interpreter.program import interpret
+from ptrain.models.block import Block
 from ptrain.rooms.world import World
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
