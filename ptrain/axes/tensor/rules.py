@@ -168,7 +168,7 @@ def _own_plan(spec: Spec) -> Iterator[Fault]:
     if spec.tensor.roles and isinstance(spec.model, ModelShape):
         yield Fault(
             place="tensor.plan",
-            finding="a built-in model has the roles of its parts",
+            finding="a built-in model has the roles of its family",
             remedy="write paired or naive",
         )
 
@@ -202,7 +202,7 @@ TENSOR = AxisRules(
     specs=(
         SpecRule(name="the degree divides the operators", theorem="Definition 2", faults=_divides),
         SpecRule(name="every rank has rows", theorem="Definition 2", faults=_rows),
-        SpecRule(name="roles are the model's own", theorem="Definition 2", faults=_own_plan),
+        SpecRule(name="roles are the family's own", theorem="Definition 2", faults=_own_plan),
         SpecRule(name="slices of the tokens are equal", theorem="Definition 2", faults=_tokens),
         SpecRule(name="an operator has whole weights", theorem="Definition 2", faults=_whole_head),
         SpecRule(
