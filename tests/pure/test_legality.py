@@ -11,12 +11,11 @@ from ptrain.algebra.legality import RULES, check, executed, require
 from ptrain.axes.data.rules import DATA, legal_tuples
 from ptrain.errors import Fault, SpecError
 from ptrain.spec.axis import Axis
+from ptrain.spec.block import Positions, RopeScaling
 from ptrain.spec.cluster import Cluster
 from ptrain.spec.dials import GradientSync, SyncPolicy, UnitKind, UnitSize
 from ptrain.spec.job import OptimizerSpec
 from ptrain.spec.load import load
-from ptrain.spec.block import Positions, RopeScaling
-from ptrain.spec.model import Family
 from ptrain.spec.placement import MODES, Placement
 from ptrain.spec.precision import LAYOUTS, ZERO16
 from tests.pure.build import GATHERED, ODD_SHAPE, WHOLE, ZERO_1, ZERO_2, make_spec, tuple_of
