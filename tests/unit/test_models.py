@@ -273,8 +273,8 @@ def test_an_ignored_target_counts_for_nothing():
     [
         (replace(ODD_SHAPE, heads=4), "does not divide hidden=42"),
         (replace(ODD_SHAPE, kv_heads=2), "kv_heads=2 does not divide heads=3"),
-        (replace(ODD_SHAPE, heads=2, kv_heads=1), "choose an even number"),
-        (replace(SMALL_GPT, kv_heads=1), "write kv_heads=3"),
+        (replace(ODD_SHAPE, heads=2, kv_heads=1), "rotary positions turn pairs"),
+        (replace(SMALL_GPT, head_bias=True), "a tied head is the embedding"),
     ],
 )
 def test_a_shape_that_cannot_be_is_refused_with_a_remedy(shape, finding):
