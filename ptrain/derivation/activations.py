@@ -62,6 +62,8 @@ def is_tabulated(spec: Spec) -> bool:
         return False
     if _is_column(spec.batch) or drops_in_parts(spec) or is_by_operators(spec):
         return False
+    if spec.loss.user_function is not None:
+        return False
     kept = spec.activations.of(shape.layers)
     is_in_chunks = spec.loss.chunk is not None
     if blocks.is_as_usual(shape, kept) and not is_in_chunks:

@@ -87,7 +87,7 @@ def _local_units(
         if dim is None:
             return tensor
         own = (*shape[:dim], length[shape[dim]], *shape[dim + 1 :])
-        return TensorFacts(name=tensor.name, shape=own, is_cut=True)
+        return replace(tensor, shape=own, is_cut=True)
 
     return tuple(
         UnitFacts(modules=unit.modules, tensors=tuple(map(local, unit.tensors)))
@@ -115,6 +115,9 @@ def _halves(spec: Spec, plan: Plan) -> int:
     """Return how many backward passes of the last stage are in halves, in a step."""
     return schedule_of(spec).halves_of(plan.pipeline.stages - 1) if plan.pipeline else 0
 
+
+# Roles of weights that are stored inputs by outputs, as those of others.
+_STORED = {Role.TRANSPOSED_COLUMN: Role.COLUMN, Role.TRANSPOSED_ROW: Role.ROW}
 
 _Row = tuple[Collective, State, Phase, int, int]
 
@@ -181,7 +184,9 @@ class _Operators:
             module, _, name = tensor.name.rpartition(".")
             if name == "weight":
                 for role in self._modules.roles(module):
-                    self._weights[role][module] = tensor.shape
+                    stored = _STORED.get(role, role)
+                    shape = tensor.shape if stored is role else tensor.shape[::-1]
+                    self._weights[stored][module] = shape
         rows = [shape[0] for shape in self._of(Role.ROW).values()]
         tables = list(self._of(Role.VOCABULARY).values())
         columns = {name: shape[1] for name, shape in self._of(Role.COLUMN).items()}
