@@ -110,7 +110,6 @@ _FUNCTIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
 class Block(nn.Module):
     def __init__(self, shape: ModelShape, layer: int) -> None:
         super().__init__()
-        self.is_local = shape.is_local(layer)
         self.dropout = shape.dropouts.hidden
         self.attention_norm = norm_of(shape, shape.hidden)
         self.attention = SelfAttention(shape, layer)

@@ -102,8 +102,8 @@ class Transformer(nn.Module):
     def forward(self, tokens_BT: Tensor) -> Tensor:
         x_BTC = self.dropout(self.positions(self.scale(self.embed(tokens_BT))))
         tables = self._tables(x_BTC)
-        for block in self.blocks:
-            x_BTC = block(x_BTC, *tables[block.is_local])
+        for layer, block in enumerate(self.blocks):
+            x_BTC = block(x_BTC, *tables[self.shape.is_local(layer)])
         x_BTC = self.norm(x_BTC)
         return self.logits(x_BTC)
 
