@@ -67,7 +67,7 @@ def is_within(name: str, modules: Iterable[str]) -> bool:
 
 
 # Of the built-in families.
-ENDS = Ends(front=("embed", "positions", "dropout"), behind=("norm", "head"))
+ENDS = Ends(front=("embed", "scale", "positions", "dropout"), behind=("norm", "head"))
 FRONT = ENDS.front
 
 

@@ -22,9 +22,8 @@ from ptrain.models.batch import SampleBatch, TokenPair, sample_batch
 from ptrain.models.buffers import copied_buffers
 from ptrain.models.contract import outcome_of
 from ptrain.models.flow import Flow, FlowWatch
-from ptrain.models.gpt import Gpt
-from ptrain.models.llama import Llama
 from ptrain.models.roles import named_in_spec, plan_of_module
+from ptrain.models.transformer import Transformer
 from ptrain.models.units import blocks_of, unit_modules
 from ptrain.spec.axis import Axis
 from ptrain.spec.spec import Spec
@@ -52,7 +51,7 @@ def chain_of_module(module: nn.Module, spec: Spec) -> Chain | None:
     tokens."""
     if spec.degree(Axis.PP) == 1:
         return None
-    if isinstance(module, Llama | Gpt):
+    if isinstance(module, Transformer):
         return _of_ours(module)
     layers = _layers_of(module, spec)
     _require_whole_units(module, layers, spec)
@@ -87,7 +86,7 @@ def probe(module: nn.Module, spec: Spec) -> SampleBatch:
     return sample_batch(spec, device=tokens.device)
 
 
-def _of_ours(module: Llama | Gpt) -> Chain:
+def _of_ours(module: Transformer) -> Chain:
     shape = module.shape
     return Chain(
         layers=tuple(f"blocks.{index}" for index in range(shape.layers)),
