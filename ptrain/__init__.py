@@ -62,6 +62,7 @@ def __getattr__(name: str) -> object:
         from ptrain.installed import require_torch
 
         require_torch()
+    import_module("ptrain.report.printed")  # how what it returns prints
     return getattr(import_module(_HOMES[name]), name)
 
 

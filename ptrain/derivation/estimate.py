@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from ptrain.algebra.layout import positions
 from ptrain.axes.pipeline.catalogue import schedule_of
@@ -33,6 +33,7 @@ from ptrain.plan.lower import lower
 from ptrain.spec.model import Attention, ModelShape
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import Plan
+from ptrain.wording import Worded
 
 _NOT_TRACED_BY_STAGE = (
     "what the stages leave in flight is known only from their traces, and these facts hold none"
@@ -43,12 +44,19 @@ _NOT_ON_CPU = "torch's flex_attention has no backward pass on a processor, where
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Derivation:
-    """Both predictions of one spec, and the plan that the second one is about."""
+class Derivation(Worded):
+    """Both predictions of one spec, and the plan that the second one is about. `facts` are those
+    that it was derived from."""
 
     paper: Estimate
     exact: Estimate
     plan: Plan
+    facts: ModelFacts = field(repr=False, compare=False)
+
+    @property
+    def spec(self) -> Spec:
+        """What was derived."""
+        return self.plan.spec
 
 
 def derive(spec: Spec, facts: ModelFacts | None = None) -> Derivation:
@@ -64,7 +72,7 @@ def derive(spec: Spec, facts: ModelFacts | None = None) -> Derivation:
         unclaimed=foreign,
         warnings=(*estimate.warnings, *kernel_warnings(spec, foreign, estimate.undefined)),
     )
-    return Derivation(paper=paper(spec, facts), exact=estimate, plan=plan)
+    return Derivation(paper=paper(spec, facts), exact=estimate, plan=plan, facts=facts)
 
 
 def own_facts(spec: Spec) -> ModelFacts:

@@ -80,7 +80,7 @@ def lower(
         update,
     )
     return Plan(
-        name=spec.name, steps=tuple(step for step in steps if step is not None), units=units
+        spec=spec, steps=tuple(step for step in steps if step is not None), units=units
     )
 
 

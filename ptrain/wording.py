@@ -1,0 +1,25 @@
+"""How values print that stand above the tables which show them.
+
+A cost, a derivation and a plan know nothing of tables: those are made in `report/`, which reads
+them. So `str()` asks here, and `report/printed.py` says what it gets. `import ptrain` brings it
+along; where nobody has, a value prints as its `repr`.
+"""
+
+from __future__ import annotations
+
+from functools import singledispatch
+
+
+@singledispatch
+def worded(value: object) -> str:
+    """Return the text that `print(value)` shows."""
+    return repr(value)
+
+
+class Worded:
+    """A value that prints as `worded` has it."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        return worded(self)
