@@ -290,13 +290,15 @@ def planned(
     """The same before any step of the plan has run."""
     world = world or World.join(spec.timeout, device=spec.device, backend=spec.backend)
     require_trainable(spec.model, world.device)
-    module = model
-    if module is None:
+    if model is None:
         module = build_module(spec, device=world.device, allow_import=allow_import)
+    else:
+        module, spec = model, accept(model, spec)
     facts = untraced_facts(module, spec)
     stages = stages_of_module(spec, module, facts)
     plan = lower(spec, facts.unit_modules, facts.roles, stages.all if stages else (), facts.blocks)
-    require_equal_models(module, plan.update.layout, world)
+    is_own = model is not None and not keeps_its_weights(module)
+    require_equal_models(module, plan.update.layout, world, weights=model is not None and not is_own)
     return Construction(
         spec=spec,
         plan=plan,
