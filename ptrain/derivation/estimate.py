@@ -61,8 +61,9 @@ class Derivation(Worded):
 
 def derive(spec: Spec, facts: ModelFacts | None = None) -> Derivation:
     """Return the costs of a legal spec. A built-in model needs no `facts`; any other model's are
-    read off the model itself."""
+    read off the model itself (`read_facts`)."""
     facts = own_facts(spec) if facts is None else facts
+    spec = spec if facts.model is None else replace(spec, model=facts.model)
     stages = stages_of(spec, facts)
     plan = lower(spec, facts.unit_modules, facts.roles, stages, facts.blocks)
     estimate, foreign = exact(spec, plan, facts, stages), unclaimed(spec, facts)
@@ -82,7 +83,8 @@ def own_facts(spec: Spec) -> ModelFacts:
             Fault(
                 place="model",
                 finding="the sizes of this model are known only to its code",
-                remedy="allow the import (--allow-import), or use a preset or a shape",
+                remedy="allow the import (--allow-import; in Python, give derive the facts: "
+                "read_facts(spec, allow_import=True)), or use a preset or a shape",
             )
         )
     return facts_of(spec.model, spec.batch.sequence, spec.unit)
@@ -91,7 +93,7 @@ def own_facts(spec: Spec) -> ModelFacts:
 def facts_from_shape(spec: Spec) -> ModelFacts | None:
     """The facts of a built-in model whose activations tables tell, or that cannot be traced: then
     nothing is said of them. None where the model itself is to be read."""
-    if not isinstance(spec.model, ModelShape):
+    if not isinstance(spec.model, ModelShape) or spec.data.function is not None:
         return None
     facts = own_facts(spec)
     return facts if is_tabulated(spec) or _not_traceable(spec.model, spec) else None

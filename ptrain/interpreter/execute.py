@@ -129,7 +129,7 @@ def _wrap_units(step: Wrap, piece: Workpiece, rank: Construction) -> None:
 def _chunk_loss(step: ChunkedLoss, piece: Workpiece, rank: Construction) -> None:
     _require(piece.wrapped is not None, step, "the head has no wrap yet, which gathers its weights")
     if not rank.loss.is_inside:
-        rank.loss = Loss(rank.inside_of(step))
+        rank.loss = Loss(inside=rank.inside_of(step))
     if piece.has_logits:
         rank.loss.attach(piece.module, rank.head)
 

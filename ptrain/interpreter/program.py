@@ -8,30 +8,39 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
+from ptrain.algebra.legality import check, executed
 from ptrain.axes.data.run.target import Named
 from ptrain.costs import Phase, State
-from ptrain.data.sampler import LocalBatch
-from ptrain.errors import PtrainError
+from ptrain.data.corpus import corpus
+from ptrain.data.sampler import batch, part_of
+from ptrain.data.source import SampleSource
+from ptrain.errors import PtrainError, SpecError
 from ptrain.interpreter.agreement import require_equal_models
 from ptrain.interpreter.construction import Construction
 from ptrain.interpreter.execute import execute
-from ptrain.interpreter.loss import StepLoss
+from ptrain.interpreter.loss import Loss, StepLoss
 from ptrain.interpreter.materialize import build_module
 from ptrain.interpreter.stages import stages_of_module
 from ptrain.models.attention import require_trainable
+from ptrain.models.batch import StepBatch
 from ptrain.models.facts import untraced_facts
+from ptrain.models.given import accept
 from ptrain.models.heads import head_of
+from ptrain.models.initialize import keeps_its_weights
 from ptrain.models.numerics import TORCH_DTYPES
+from ptrain.models.objective import objective_of
 from ptrain.models.units import ROOT
 from ptrain.optimizers.update import MASTER, TargetsUpdate
 from ptrain.plan.lower import lower
+from ptrain.plan.show import show
 from ptrain.rooms.registry import Registry
 from ptrain.rooms.world import World
+from ptrain.spec.extras import require_leave_of
 from ptrain.spec.spec import Spec
 
 
@@ -71,9 +80,10 @@ class Program:
         self.clipping, self.scaling, self.update = rank.clipping, rank.scaling, rank.update
         self.observers: list[Observer] = []
         self.gradient_observers: list[GradientObserver] = []
-        self.batch: LocalBatch | None = None
+        self.batch: StepBatch | None = None
         self.updates_in_backward = self.plan.wrap.is_updated_in_backward
         self.admits: Callable[[int], bool] | None = None
+        self._source: SampleSource | None = None  # opened when somebody asks for samples
         self._norm: torch.Tensor | None = None  # between the halves of a step
         self._lr: float | None = None
         self._operators = rank.operators
@@ -84,6 +94,12 @@ class Program:
         self.loss = StepLoss(rank.loss, self.scaling, dtype, self.world.device)
         self._enter = partial(_tell, self.observers)
         self.passes = rank.passes_of(rank, self.loss, self._enter)
+
+    def __repr__(self) -> str:
+        return f"Program({self.spec.name}: rank {self.world.rank} of {self.world.size})"
+
+    def __str__(self) -> str:
+        return show(self.spec, self.plan)
 
     @property
     def registry(self) -> Registry:
@@ -100,7 +116,26 @@ class Program:
         layers or slices of the tokens of their own, its own."""
         return self.mesh.place(self.plan.drawing_axes)
 
-    def forward_backward(self, batch: LocalBatch, lr: float | None = None) -> torch.Tensor:
+    def samples(self, step: int) -> StepBatch:
+        """Return this rank's part of the global batch of a step (from 0) of the spec's `data`."""
+        if self._source is None:
+            self._source = corpus(self.spec.data)
+        local = batch(
+            self._source,
+            spec=self.spec,
+            step=step,
+            data_index=self.data_index,
+            data_degree=self.spec.data_degree,
+        )
+        return local.to(self.world.device)
+
+    def share(self, samples: Any) -> StepBatch:
+        """Return this rank's part of a global batch of yours, which every rank has: tokens, int64
+        [batch.global, sequence + 1]; or, where the spec's `data` are not tokens, what these are,
+        collated. Raises SpecError for another shape."""
+        return part_of(samples, self.spec, self.data_index).to(self.world.device)
+
+    def forward_backward(self, batch: StepBatch, lr: float | None = None) -> torch.Tensor:
         """K micro-batches forward and backward. Returns this rank's share of the global mean loss
         (0-d, valid until the next call): the shares of all ranks add up to it.
 
@@ -177,16 +212,13 @@ class Program:
         self.update.step_group(index, self._lr, is_taken=is_taken)
 
     @torch.no_grad()
-    def evaluate(self, batch: LocalBatch) -> torch.Tensor:
+    def evaluate(self, batch: StepBatch) -> torch.Tensor:
         """This rank's share of the global mean loss of a batch, without a gradient (0-d)."""
         self.model.eval()
         total = torch.zeros_like(self.loss.share)
 
-        def add(output: torch.Tensor, targets: torch.Tensor) -> None:
-            total.add_(self.loss.of_output(output, targets) / batch.global_tokens)
-
-        with self._operators():
-            self.passes.evaluate(batch, add)
+        with self._operators(), self.loss.evaluating(batch):
+            self.passes.evaluate(batch, total.add_)
         total.div_(self._sharers)
         self.wrapped.end_evaluation()
         self.model.train()
@@ -242,7 +274,7 @@ class Program:
             yield State.OTHER, buffer
         yield State.OTHER, self.loss.share
         if self.batch is not None:
-            yield State.OTHER, self.batch.tokens
+            yield from ((State.OTHER, tensor) for tensor in self.batch.tensors)
 
 
 def _tell(observers: list[Observer], phase: Phase, micro_batch: int) -> None:
@@ -271,10 +303,13 @@ def interpret(
 ) -> Program:
     """The program of a legal spec on this rank: the steps of its plan, executed.
 
-    `model`, if given, is wrapped instead of the spec's: a real module with its own weights, equal
-    on all ranks. Raises SpecError if the mesh needs other ranks than the world has, and on every
-    rank if the ranks' models or layouts differ.
+    `model`, if given, is wrapped instead of the spec's (`models/given.py`): any module with its own
+    weights, equal on all ranks. Raises SpecError for a spec that is not legal, if the mesh needs
+    other ranks than the world has, and on every rank if the ranks' models, weights or layouts
+    differ.
     """
+    if faults := (*check(spec), *executed(spec)):
+        raise SpecError(*faults)
     rank = planned(spec, model, world, allow_import=allow_import)
     execute(rank)
     return Program(rank)
@@ -290,6 +325,8 @@ def planned(
     """The same before any step of the plan has run."""
     world = world or World.join(spec.timeout, device=spec.device, backend=spec.backend)
     require_trainable(spec.model, world.device)
+    if spec.loss.user_function is not None:
+        require_leave_of(spec.loss.user_function, allow_import=allow_import)
     if model is None:
         module = build_module(spec, device=world.device, allow_import=allow_import)
     else:
@@ -297,8 +334,8 @@ def planned(
     facts = untraced_facts(module, spec)
     stages = stages_of_module(spec, module, facts)
     plan = lower(spec, facts.unit_modules, facts.roles, stages.all if stages else (), facts.blocks)
-    is_own = model is not None and not keeps_its_weights(module)
-    require_equal_models(module, plan.update.layout, world, weights=model is not None and not is_own)
+    are_given = model is not None and keeps_its_weights(module)
+    require_equal_models(module, plan.update.layout, world, are_given=are_given)
     return Construction(
         spec=spec,
         plan=plan,
@@ -306,4 +343,5 @@ def planned(
         module=module,
         head=head_of(module, spec) if plan.loss else ROOT,
         stages=stages,
+        loss=Loss(objective_of(spec.loss)),
     )

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from ptrain.facts.model import ModelFacts, TensorFacts, UnitFacts
+from ptrain.models.batch import sample_bytes
 from ptrain.models.chain import chain_of_module
 from ptrain.models.dropout import drops_out
 from ptrain.models.roles import roles_of_module
@@ -24,6 +25,7 @@ def untraced_facts(model: nn.Module, spec: Spec) -> ModelFacts:
         chain=chain_of_module(model, spec),
         blocks=tuple(blocks_of(model, spec.model.blocks)),
         draws=drops_out(model),
+        sample_bytes=sample_bytes(spec),
     )
 
 

@@ -2,7 +2,7 @@
 
 It may be anything that `forward(tokens) -> logits` describes, on the CPU or the rank's device, with
 the weights that it has. A causal language model of transformers gives its logits inside of an
-object: from here on it gives them alone.
+object: from here on it gives them alone, unless the spec's loss is a function of the user's.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def accept(module: nn.Module, spec: Spec) -> Spec:
     training mode, its parameters are in the spec's dtype, and one of transformers gives logits.
     Raises SpecError for what is no module, is wrapped already or has no values."""
     _require_fresh(module)
-    if gives_objects(module):
+    if gives_objects(module) and spec.loss.user_function is None:
         to_logits(module)
     cast(module, TORCH_DTYPES[spec.precision.effective.parameters])
     module.train()
@@ -60,7 +60,9 @@ def _require_fresh(module: nn.Module) -> None:
     for path, inner in module.named_modules():
         if isinstance(inner, _WRAPPERS):
             finding = f"{path or name} is wrapped already: {type(inner).__mro__[1].__name__}"
-            remedy = "give it as it was before, ptrain wraps it as the spec says; one that you wrap "
+            remedy = (
+                "give it as it was before, ptrain wraps it as the spec says; one that you wrap "
+            )
             raise refused(_PLACE, finding, f"{remedy}is measured: ptrain.measure(model, optimizer)")
     for path, parameter in module.named_parameters():
         if isinstance(parameter, DTensor):

@@ -46,6 +46,7 @@ def rank_part(
         keep=plan.keep,
         loss=plan.loss,
         head=head_of(module, spec) if plan.loss else ROOT,
+        spec=spec,
     )
 
 
@@ -55,7 +56,7 @@ def stage_rows(
     """Return the rows of every stage; `mesh` as of `rank_part`. The generator's state is left as it
     was."""
     chain, stages = chain_of(spec, facts), stages_of(spec, facts)
-    cuts = StageCuts(stages=stages, hidden=chain.hidden, ends=chain.ends)
+    cuts = StageCuts(stages=stages, chain=chain)
     part = rank_part(module, spec, facts, mesh)
     rows: Rows = []
     with torch.random.fork_rng(devices=[]):

@@ -25,6 +25,7 @@ from torch.distributed.tensor.parallel import (
     loss_parallel,
     parallelize_module,
 )
+from torch.utils._pytree import tree_map
 
 from ptrain.axes.tensor.costs import shards_differ, slices
 from ptrain.axes.tensor.run.gradients import GradientsAsKept, SummedGradients
@@ -144,7 +145,7 @@ def parallelize(
         first = next(_matching(model, step.block_pattern))
         parallelize_module(model.get_submodule(first), device_mesh, LocalInput())
     if not step.loss_parallel:
-        model.register_forward_hook(lambda _, __, logits: _gathered(logits))
+        model.register_forward_hook(lambda _, __, output: tree_map(_gathered, output))
 
 
 def require_rows(model: nn.Module, degree: int, shards: int) -> None:
@@ -167,7 +168,11 @@ def require_rows(model: nn.Module, degree: int, shards: int) -> None:
 
 def whole_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """The tokens' summed loss, of logits that may be cut over the vocabulary."""
-    loss = token_loss_sum(logits, targets)
+    return local(token_loss_sum(logits, targets))
+
+
+def local(loss: torch.Tensor) -> torch.Tensor:
+    """A loss that every rank has, as a plain tensor."""
     return loss.to_local() if isinstance(loss, DTensor) else loss
 
 
@@ -258,7 +263,7 @@ def _whole(part: torch.Tensor, device_mesh: DeviceMesh, layout: Placement) -> DT
     return tensor.redistribute(placements=[Replicate()])
 
 
-def _gathered(logits: torch.Tensor) -> torch.Tensor:
+def _gathered(logits: Any) -> Any:
     if not isinstance(logits, DTensor):
         return logits
     return logits.redistribute(placements=[Replicate()]).to_local()
