@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from ptrain.spec.load import load as load
     from ptrain.traces.facts import read_facts as read_facts
     from ptrain.train.notebook import run as run
+    from ptrain.verification.comparison import compare as compare
     from ptrain.verification.jobs.job import Job as Job
     from ptrain.verification.jobs.job import Terms as Terms
     from ptrain.verification.user_loop import verify as verify
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "load": "ptrain.spec.load",
     "expand": "ptrain.spec.load",
+    "compare": "ptrain.verification.comparison",
     "derive": "ptrain.derivation.estimate",
     "lower": "ptrain.plan.lower",
     "interpret": "ptrain.interpreter.program",
@@ -37,11 +39,20 @@ _HOMES = {
     "Job": "ptrain.verification.jobs.job",
     "Terms": "ptrain.verification.jobs.job",
 }
-_OF_TORCH = {"interpret", "measure", "read_facts", "verify", "Job", "Terms"}  # imported with it
+_OF_TORCH = {
+    "compare",
+    "interpret",
+    "measure",
+    "read_facts",
+    "verify",
+    "Job",
+    "Terms",
+}  # imported with it
 __all__ = [
     "Job",
     "Terms",
     "__version__",
+    "compare",
     "derive",
     "expand",
     "interpret",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 from ptrain.facts.passes import Passes
@@ -97,6 +97,11 @@ class ModelFacts:
         """Of little: what is equal has units of equal sizes, and to go through all their tensors
         costs milliseconds."""
         return hash((tuple(unit.numel for unit in self.units), self.buffers, self.chain is None))
+
+    def as_one_unit(self) -> ModelFacts:
+        """Return the same model with its root for its only unit; its trace knows others."""
+        units = (UnitFacts(modules=("",), tensors=self.tensors),)
+        return replace(self, units=units, timeline=None, part_timelines=(), stage_passes=())
 
     @property
     def tensors(self) -> tuple[TensorFacts, ...]:

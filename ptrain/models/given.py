@@ -32,7 +32,7 @@ def accept(module: nn.Module, spec: Spec) -> Spec:
     """Return the spec with `module` for its model. The module is changed in place: it is in
     training mode, its parameters are in the spec's dtype, and one of transformers gives logits.
     Raises SpecError for what is no module, is wrapped already or has no values."""
-    _require_fresh(module)
+    require_fresh(module)
     if gives_objects(module) and spec.loss.user_function is None:
         to_logits(module)
     cast(module, TORCH_DTYPES[spec.precision.effective.parameters])
@@ -52,18 +52,18 @@ def with_model(spec: Spec, module: nn.Module) -> Spec:
     return replace(spec, model=ExternalModel(target=f"{kind.__module__}:{kind.__qualname__}"))
 
 
-def _require_fresh(module: nn.Module) -> None:
+def require_fresh(module: nn.Module) -> None:
+    """Raises SpecError for what is no module, is wrapped already or has no values."""
     if not isinstance(module, nn.Module):
         finding = f"{type(module).__name__} is no torch.nn.Module"
         raise refused(_PLACE, finding, "give the module itself, before anything wraps it")
     name = type(module).__name__
     for path, inner in module.named_modules():
-        if isinstance(inner, _WRAPPERS):
-            finding = f"{path or name} is wrapped already: {type(inner).__mro__[1].__name__}"
-            remedy = (
-                "give it as it was before, ptrain wraps it as the spec says; one that you wrap "
-            )
-            raise refused(_PLACE, finding, f"{remedy}is measured: ptrain.measure(model, optimizer)")
+        if wrapper := next((kind for kind in _WRAPPERS if isinstance(inner, kind)), None):
+            finding = f"{path or name} is wrapped already: {wrapper.__name__}"
+            remedy = "give it as it was before, and it is wrapped as the spec says; one that you "
+            remedy += "wrap is measured: ptrain.measure(model, optimizer=optimizer)"
+            raise refused(_PLACE, finding, remedy)
     for path, parameter in module.named_parameters():
         if isinstance(parameter, DTensor):
             finding = f"{path} of {name} is a DTensor, cut already"

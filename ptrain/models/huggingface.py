@@ -119,7 +119,8 @@ def to_logits(module: nn.Module) -> None:
     ):
         finding = f"{type(module).__name__} of transformers has no head, and so no logits"
         raise refused("model", finding, "give a causal language model: AutoModelForCausalLM")
-    module.__class__ = _with_logits(type(module))
+    kind: Any = type(module)
+    module.__class__ = _with_logits(kind)
 
 
 @cache

@@ -1,7 +1,7 @@
 """What the values of the API print: the tables of the command line.
 
-A spec prints as `ptrain specs show`, a derivation as `ptrain predict`, a plan as `ptrain plan`, an estimate as the column that it
-is.
+A spec prints as `ptrain specs show`, a derivation as `ptrain predict`, a plan as `ptrain plan`, an
+estimate as the column that it is.
 """
 
 from __future__ import annotations

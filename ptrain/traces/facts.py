@@ -21,7 +21,7 @@ from ptrain.models.build import build
 from ptrain.models.contract import forward_once, require_takes_tokens
 from ptrain.models.facts import untraced_facts
 from ptrain.models.fake_values import READ
-from ptrain.models.given import accept, with_model
+from ptrain.models.given import accept, require_fresh, with_model
 from ptrain.models.initialize import keeps_its_weights
 from ptrain.models.kernels import UnknownKernels
 from ptrain.rooms.fake import fake_tensors
@@ -127,9 +127,10 @@ def read_facts(
 
 def _facts_of_given(module: nn.Module, spec: Spec) -> ModelFacts:
     """Return the facts of a module that the user built. What is traced is a copy of it."""
-    if not keeps_its_weights(module):
+    if isinstance(module, nn.Module) and not keeps_its_weights(module):
         spec = with_model(spec, module)
         return replace(facts_of(spec), model=spec.model)
+    require_fresh(module)
     copied = deepcopy(module)
     spec = accept(copied, spec)
     if spec.degree(Axis.TP) > 1:
