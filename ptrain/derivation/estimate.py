@@ -65,15 +65,24 @@ def derive(spec: Spec, facts: ModelFacts | None = None) -> Derivation:
     facts = own_facts(spec) if facts is None else facts
     spec = spec if facts.model is None else replace(spec, model=facts.model)
     stages = stages_of(spec, facts)
-    plan = lower(spec, facts.unit_modules, facts.roles, stages, facts.blocks)
+    plan = lower(spec, facts.unit_modules, facts.roles, stages, facts.blocks, facts.fusions)
     estimate, foreign = exact(spec, plan, facts, stages), unclaimed(spec, facts)
     estimate = replace(
         estimate,
         operations=operations(spec, plan, stages),
         unclaimed=foreign,
-        warnings=(*estimate.warnings, *kernel_warnings(spec, foreign, estimate.undefined)),
+        warnings=(
+            *estimate.warnings,
+            *kernel_warnings(spec, foreign, estimate.undefined),
+            *_ignored(facts),
+        ),
     )
     return Derivation(paper=paper(spec, facts), exact=estimate, plan=plan, facts=facts)
+
+
+def _ignored(facts: ModelFacts) -> Iterable[str]:
+    if facts.ignored:
+        yield f"model.config: ignored are {', '.join(facts.ignored)}"
 
 
 def own_facts(spec: Spec) -> ModelFacts:

@@ -15,6 +15,7 @@ from ptrain.activations.run.apply import keep
 from ptrain.axes.data.run.apply import apply
 from ptrain.axes.data.run.flat import parameters_by_unit
 from ptrain.axes.tensor.run.apply import loss_inside, micro_batch, parallelize, require_rows
+from ptrain.axes.tensor.run.fused import FusedOrder
 from ptrain.errors import BrokenPlan
 from ptrain.interpreter.clip import Clipping
 from ptrain.interpreter.construction import Construction
@@ -103,6 +104,7 @@ def _cut_operators(step: Parallelize, piece: Workpiece, rank: Construction) -> N
         piece.module, rank.mesh.size((step.axis,)), rank.mesh.size(piece.plan.wrap.row_axes)
     )
     rank.operators = micro_batch(step)
+    rank.order = FusedOrder(step, rank.mesh.size((step.axis,)))
     rank.inside_of = partial(loss_inside, tensor=step)
 
 

@@ -87,6 +87,7 @@ class Program:
         self._norm: torch.Tensor | None = None  # between the halves of a step
         self._lr: float | None = None
         self._operators = rank.operators
+        self._order = rank.order
         self._sharers = self.mesh.size(self.plan.loss_axes)
         if self.updates_in_backward:
             self.wrapped.consume_with(self._update_unit)
@@ -251,18 +252,23 @@ class Program:
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
         """Load what `state_dict` gave, filled from a checkpoint of any placement."""
+        model = self._order.held(state["model"])
+        keys = {key for _, tensors in self.update.tensors() for key in (MASTER, *tensors)}
+        optimizer = {key: self._order.held(_of_key(state["optimizer"], key)) for key in keys}
         for target, tensors in self.update.tensors():
-            held = _of_key(state["optimizer"], MASTER) if target.owns_master else state["model"]
-            target.load(self.wrapped.own(held))
+            target.load(self.wrapped.own(optimizer[MASTER] if target.owns_master else model))
             for key, tensor in tensors.items():
-                tensor.copy_(target.join(self.wrapped.own(_of_key(state["optimizer"], key))))
+                tensor.copy_(target.join(self.wrapped.own(optimizer[key])))
         if self.scaling is not None:
             for key, tensor in self.scaling.state().items():
                 tensor.copy_(state["scaling"][key])
 
     def canonical(self, named: Named) -> Named:
-        """Return the tensors by the model's names, those of a stage's copies too."""
-        return {self.wrapped.canonical_name(name): tensor for name, tensor in named.items()}
+        """Return the tensors by the model's names, those of a stage's copies too, in the model's
+        order of features. Collective."""
+        return self._order.canonical(
+            {self.wrapped.canonical_name(name): tensor for name, tensor in named.items()}
+        )
 
     def storages(self) -> Iterator[tuple[State, torch.Tensor]]:
         """Every local tensor that lives now and belongs to a state; one storage may come twice."""
@@ -333,7 +339,8 @@ def planned(
         module, spec = model, accept(model, spec)
     facts = untraced_facts(module, spec)
     stages = stages_of_module(spec, module, facts)
-    plan = lower(spec, facts.unit_modules, facts.roles, stages.all if stages else (), facts.blocks)
+    cut = stages.all if stages else ()
+    plan = lower(spec, facts.unit_modules, facts.roles, cut, facts.blocks, facts.fusions)
     are_given = model is not None and keeps_its_weights(module)
     require_equal_models(module, plan.update.layout, world, are_given=are_given)
     return Construction(

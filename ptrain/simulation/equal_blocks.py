@@ -108,7 +108,8 @@ def _of_facts(
     is_far = spec.prefetch is not None and spec.prefetch >= fewest
     if not is_within or is_far or len({*spec.activations.of(layers)}) > 1:
         return None
-    plan = lower(spec, facts.unit_modules, facts.roles, stages_of(spec, facts), facts.blocks)
+    stages = stages_of(spec, facts)
+    plan = lower(spec, facts.unit_modules, facts.roles, stages, facts.blocks, facts.fusions)
     if not plan.wrap.treats_equal_blocks_alike:
         return None
     if plan.pipeline is None:

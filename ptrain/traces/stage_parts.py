@@ -29,7 +29,8 @@ Rows = list[dict[str, Any]]  # JSON, a mapping for each stage
 
 def plan_of(spec: Spec, facts: ModelFacts) -> Plan:
     """Return the plan of a spec whose model has these facts."""
-    return lower(spec, facts.unit_modules, facts.roles, stages_of(spec, facts), facts.blocks)
+    stages = stages_of(spec, facts)
+    return lower(spec, facts.unit_modules, facts.roles, stages, facts.blocks, facts.fusions)
 
 
 def rank_part(
