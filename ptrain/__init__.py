@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from ptrain.derivation.estimate import derive as derive
     from ptrain.interpreter.program import interpret as interpret
     from ptrain.meters.measure import measure as measure
-    from ptrain.plan.lower import lower as lower
+    from ptrain.derivation.lowering import lower as lower
     from ptrain.selection.recompute import settled as settled
     from ptrain.spec.load import expand as expand
     from ptrain.spec.load import load as load
@@ -29,7 +29,7 @@ _HOMES = {
     "expand": "ptrain.spec.load",
     "compare": "ptrain.verification.comparison",
     "derive": "ptrain.derivation.estimate",
-    "lower": "ptrain.plan.lower",
+    "lower": "ptrain.derivation.lowering",
     "interpret": "ptrain.interpreter.program",
     "measure": "ptrain.meters.measure",
     "read_facts": "ptrain.traces.facts",

@@ -331,7 +331,7 @@ class Ran:
     piece: int | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Plan(Worded):
     """What the interpreter does: `steps`, in the order of execution. Of each kind there is at most
     one, which is at hand by its name too; a mesh, a wrap, micro-batches and an update there always
@@ -357,9 +357,6 @@ class Plan(Worded):
         assert by_name.keys() >= _NEEDED, f"no {', '.join(sorted(_NEEDED - by_name.keys()))}"
         for name in _NAMES.values():
             object.__setattr__(self, name, by_name.get(name))
-
-    def __repr__(self) -> str:
-        return f"Plan({self.spec.name}: {len(self.steps)} steps)"
 
     def having(self, *steps: Step) -> Self:
         """The plan with these in the place of its steps of their kinds."""
