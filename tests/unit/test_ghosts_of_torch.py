@@ -20,7 +20,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import (
     _fsdp_api,
     _fsdp_collectives,
-    _fsdp_param,
     _fsdp_param_group,
     _fsdp_state,
 )
@@ -308,7 +307,6 @@ def test_autograd_takes_a_gradient_over_or_clones_it_as_its_ghost_does(is_named:
 # What runs, or is imitated, of what torch calls private: the owner, and its members.
 MEMBERS = {
     _fsdp_param_group.FSDPParamGroup: ("post_backward", "pre_backward", "reshard", "unshard"),
-    _fsdp_param.FSDPParam: ("to_accumulated_grad_if_needed", "accumulate_unsharded_grad_if_needed"),
     _fsdp_state.FSDPState: ("_root_post_backward_final_callback",),
     FSDPModule: (
         "_get_fsdp_state",
