@@ -51,7 +51,8 @@ class FusedAttention:
     def kernel(self, sm: int | None) -> str | None:
         """Return the kernel that torch takes on GPUs of this compute capability; None where it
         takes none, or where it was not asked for the capability."""
-        rows = _choice(counted_torch()).get(str(sm), {}).get(row_name(self.dtype, drops=self.drops), [])
+        by_row = _choice(counted_torch()).get(str(sm), {})
+        rows = by_row.get(row_name(self.dtype, drops=self.drops), [])
         if self.head_dim % HEAD_DIM_MULTIPLE or self.sequence == 1:
             return None
         refused = _ungrouped(counted_torch()) if self.is_grouped else ()
@@ -89,7 +90,7 @@ def capabilities() -> tuple[int, ...]:
 
 @cache
 def _choice(torch: str) -> dict[str, dict[str, list[list[Any]]]]:
-    """By compute capability, of this version of torch; of the tables' own where it was not asked."""
+    """By compute capability, of this version of torch; the tables' own where it was not asked."""
     versions = archive.table(TablePart.KERNEL, "attention")["choice"]
     choice: dict[str, dict[str, list[list[Any]]]]
     choice = versions.get(torch, versions[REFERENCE_TORCH])

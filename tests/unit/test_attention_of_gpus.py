@@ -20,7 +20,6 @@ from ptrain.spec.load import load
 from ptrain.traces.gpu_kernels import kernels_for
 from tests.torch_release import is_since
 
-
 BY_OPERATORS = "head_dim 8 in fp32, operator by operator on a processor"
 
 

@@ -49,7 +49,7 @@ def test_without_its_patch_functional_collectives_are_awaited_at_once(monkeypatc
         return seen[-1]
 
     without(monkeypatch, "tracing")
-    for module in patches._TRACERS:
+    for module in patches.TRACERS:
         monkeypatch.setattr(module, "_are_we_tracing", watching)
     simulate(small("tp"))
     assert True in seen, "torch takes fake tensors for tracing"
