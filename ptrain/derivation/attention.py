@@ -150,8 +150,10 @@ def is_by_operators(spec: Spec) -> bool:
 
 
 def may_be_fused(spec: Spec) -> bool:
-    """Return whether attention may be a kernel of its own: of a model's own code nobody knows."""
-    return isinstance(spec.model, ExternalModel) or spec.model.attention is Attention.SDPA
+    """Return whether attention may be a kernel of its own: nobody knows of a model's own code, nor
+    of a class that has the choice."""
+    model = spec.model
+    return isinstance(model, ExternalModel) or model.attention in (None, Attention.SDPA)
 
 
 def leaves_device(spec: Spec) -> bool:

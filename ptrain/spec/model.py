@@ -4,7 +4,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Annotated
 
-from ptrain.spec.leaf import Choice, Free, Real, Text, Truth, Whole, declared
+from ptrain.spec.function import ARGUMENTS, FORM, PATH, UserFunction
+from ptrain.spec.leaf import Choice, Either, Free, Real, Text, Truth, Whole, declared
 
 NAME_OR_FILE = r"[^\x00-\x1f]{1,300}"
 
@@ -73,15 +74,23 @@ class ExternalModel:
     def vocabulary(self) -> Vocabulary:
         return None, "model.arguments"
 
+    @property
+    def function(self) -> UserFunction:
+        """Return what builds it."""
+        return UserFunction(
+            section="model", target=self.target, arguments=self.arguments, folder=self.folder
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HuggingFaceModel:
-    """`{hf: LlamaForCausalLM, config: {...}}`. `blocks` as of the user's own."""
+    """`{hf: LlamaForCausalLM, config: {...}}`. `blocks` as of the user's own. `attention` is None
+    where the spec does not say it: sdpa, of a class that has it, else eager."""
 
     hf: str
     config: dict[str, object] = field(default_factory=dict)
     blocks: str | None = None
-    attention: Attention = Attention.SDPA
+    attention: Attention | None = None
 
     @property
     def vocabulary(self) -> Vocabulary:
@@ -182,16 +191,24 @@ class ModelRaw:
             "a class or a model type, like LlamaForCausalLM or llama",
         ),
     ] = None
-    config: Annotated[dict[str, object] | None, Free("arguments of the hf class's config")] = None
+    config: Annotated[
+        dict[str, object] | str | None,
+        Either(
+            "fields of the hf class's config, or a whole config.json: written here, or the name of "
+            "its file",
+            "a mapping, or the name of a JSON file",
+            (Free(""), Text("", NAME_OR_FILE)),
+        ),
+    ] = None
     target: Annotated[
         str | None,
         Text(
             "a function that returns the module; runs with --allow-import only",
-            r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*:[A-Za-z_][A-Za-z0-9_]*",
-            "package.module:function",
+            PATH,
+            FORM,
         ),
     ] = None
-    arguments: Annotated[dict[str, object] | None, Free("keyword arguments of target")] = None
+    arguments: Annotated[dict[str, object] | None, ARGUMENTS] = None
     folder: Annotated[
         str | None,
         Text(

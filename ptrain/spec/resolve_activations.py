@@ -165,10 +165,10 @@ def _policy(raw: RecomputeRaw, report: Report) -> Policy | None:
     return Policy(keep=tuple(operators for operators in Operators if operators in raw.keep))
 
 
-def resolve_attention(text: str | None) -> Attention:
-    """`flash`, which is refused, gets a stand-in."""
-    word = {"math": "eager", "flash": "sdpa", None: "sdpa"}.get(text, text)
-    return Attention(str(word))
+def resolve_attention(text: str | None) -> Attention | None:
+    """Return what the spec says; None where it says nothing. `flash`, which is refused, gets a
+    stand-in."""
+    return Attention({"math": "eager", "flash": "sdpa"}.get(text, text)) if text else None
 
 
 def resolve_loss(raw: SpecRaw, degrees: Mapping[Axis, int], report: Report) -> LossSpec:

@@ -12,19 +12,19 @@ from ptrain.errors import SpecError
 from ptrain.spec.batch import MAX_SAMPLES, Batch, BatchRaw
 from ptrain.spec.check import validate
 from ptrain.spec.cluster import Cluster
-from ptrain.spec.job import DataSpec, OptimizerSpec
+from ptrain.spec.job import OptimizerSpec
 from ptrain.spec.model import (
     BESIDE,
     Attention,
     ExternalModel,
     Family,
-    HuggingFaceModel,
     ModelRaw,
     ModelShape,
     ModelSpec,
 )
 from ptrain.spec.names import listing, missing
 from ptrain.spec.precision import FP32, LAYOUTS, DType, Precision, PrecisionRaw, custom
+from ptrain.spec.published import has_architecture, hugging_face_model
 from ptrain.spec.text import Tree, read
 from ptrain.units import parse_count
 
@@ -73,12 +73,12 @@ def _preset(name: str | None, kind: type, section: str, report: Report) -> Mappi
     return named
 
 
-def resolve_model(raw: ModelRaw, attention: Attention, report: Report) -> ModelSpec | None:
+def resolve_model(raw: ModelRaw, attention: Attention | None, report: Report) -> ModelSpec | None:
     if raw.target is not None:
         for key in _written(raw, besides=("target", "arguments", "blocks", "folder")):
             finding = f"target gives the whole model; {key} belongs to a built-in one"
             report.add(f"model.{key}", finding, "put it into model.arguments, or remove it")
-        if attention is not Attention.SDPA:
+        if attention not in (None, Attention.SDPA):
             finding = f"{attention}, but a target computes attention as its function has it"
             report.add("attention", finding, "remove attention, and say it in model.arguments")
         return ExternalModel(
@@ -90,14 +90,12 @@ def resolve_model(raw: ModelRaw, attention: Attention, report: Report) -> ModelS
     if raw.folder != BESIDE:
         finding = "folder is where a target is looked for"
         report.add("model.folder", finding, "add model.target, or remove it")
-    if raw.hf is not None:
+    if raw.hf is not None or isinstance(raw.config, str) or has_architecture(raw.config):
         for key in _written(raw, besides=("hf", "config", "blocks", "folder")):
             finding = f"hf gives the whole model; {key} does not belong to it"
             remedy = "write model.config with the class's own fields, or remove it"
             report.add(f"model.{key}", finding, remedy)
-        return HuggingFaceModel(
-            hf=raw.hf, config=raw.config or {}, blocks=raw.blocks, attention=attention
-        )
+        return hugging_face_model(raw, attention, report.folder, report.add)
     if raw.config is not None:
         finding = "config belongs to an hf class"
         report.add("model.config", finding, "add model.hf, or remove it")
@@ -118,7 +116,7 @@ def resolve_model(raw: ModelRaw, attention: Attention, report: Report) -> ModelS
     name = raw.preset or ""
     if name and _shape(ModelRaw(**preset), report) != shape:
         name = ""  # another shape by now
-    return replace(shape, attention=attention, preset=name)
+    return replace(shape, attention=attention or Attention.SDPA, preset=name)
 
 
 def _folder(written: str | None, home: Path | None) -> str | None:
@@ -248,7 +246,7 @@ def _other_accumulate(raw: BatchRaw, samples: int, unit: int) -> str:
 
 
 def _global(raw: BatchRaw, step: int, report: Report) -> int | None:
-    """Samples: as written, or as many as come nearest to the tokens that are written."""
+    """SampleBatch: as written, or as many as come nearest to the tokens that are written."""
     match raw.samples:
         case None:
             return step
@@ -262,16 +260,6 @@ def _global(raw: BatchRaw, step: int, report: Report) -> int | None:
     finding = f"{text} are {samples} samples; a step takes 1..{MAX_SAMPLES}"
     report.add("batch.global", finding, "write fewer tokens")
     return None
-
-
-def resolve_data(data: DataSpec, tree: Tree, report: Report) -> DataSpec | None:
-    """Return the section with one of corpus and path; both are a fault."""
-    if data.path is None:
-        return data
-    if tree.has("data", "corpus"):
-        report.add("data.path", "both a corpus and a path are given", "remove one of the two")
-        return None
-    return replace(data, corpus=None)
 
 
 def resolve_precision(raw: PrecisionRaw) -> Precision:

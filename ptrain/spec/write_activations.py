@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from ptrain.spec.activations import ATTENTION_ONLY, FULL, SELECTIVE, Kept, Policy, belongs_to_rank
 from ptrain.spec.axis import DATA_AXES
-from ptrain.spec.model import Attention, ExternalModel
+from ptrain.spec.function import UserFunction
+from ptrain.spec.model import Attention, ExternalModel, HuggingFaceModel, ModelSpec
 from ptrain.spec.placement import Distribution, Mode, Tier
 from ptrain.spec.spec import ActivationSpec, LossSpec, Spec
 
@@ -23,12 +24,25 @@ def kept(spec: Spec) -> dict[str, object]:
     said = {
         "activations": None if _is_in_a_tuple(spec) else _activations(spec.activations),
         "recompute": _recompute(spec.activations),
-        "attention": None if isinstance(spec.model, ExternalModel) else spec.model.attention.value,
+        "attention": _attention(spec.model),
         "loss": _loss(spec.loss),
+        "step": _function(spec.loss.step),
     }
     return {
-        key: value for key, value in said.items() if value is not None and value != UNWRITTEN[key]
+        key: value
+        for key, value in said.items()
+        if value is not None and (value != UNWRITTEN.get(key) or _has_its_own(key, spec.model))
     }
+
+
+def _attention(model: ModelSpec) -> str | None:
+    kind = None if isinstance(model, ExternalModel) else model.attention
+    return kind.value if kind else None
+
+
+def _has_its_own(key: str, model: ModelSpec) -> bool:
+    """Whether leaving the key out means what a class of transformers has by default."""
+    return key == "attention" and isinstance(model, HuggingFaceModel)
 
 
 def _is_in_a_tuple(spec: Spec) -> bool:
@@ -80,4 +94,13 @@ def _written(policy: Policy | None) -> dict[str, object]:
 
 
 def _loss(loss: LossSpec) -> object:
+    if loss.function is not None:
+        return _function(loss.function)
     return None if loss.chunk is None else {"chunk": loss.chunk, "fused": loss.fused}
+
+
+def _function(function: UserFunction | None) -> dict[str, object] | None:
+    if function is None:
+        return None
+    folder = {"folder": function.folder} if function.folder else {}
+    return {"target": function.target, **folder, "arguments": function.arguments}

@@ -147,7 +147,14 @@ SECTIONS = {
         "momentum": 0.0, "clip": 1.0,
         "schedule": {"warmup": 0, "decay_steps": 0, "min_lr_ratio": 0.1},
     },
-    job.DataSpec: {"corpus": "python-docs", "path": None, "tokenizer": "bytes"},
+    job.DataSpec: {
+        "corpus": "python-docs",
+        "path": None,
+        "tokenizer": "bytes",
+        "target": None,
+        "arguments": None,
+        "folder": None,
+    },
     job.TrainSpec: {"steps": 50, "seed": 0},
     job.EvalSpec: {"every": 0, "batches": 4},
     job.CheckpointSpec: {"at_end": False, "every": 0},
@@ -159,7 +166,7 @@ SECTIONS = {
         "default": {"policy": None, "tier": "device"}, "by_block": (), "every": 1, "budget": None,
         "is_open": False,
     },
-    spec.LossSpec: {"chunk": None, "fused": False},
+    spec.LossSpec: {"chunk": None, "fused": False, "function": None, "step": None},
     dials.SyncPolicy: {
         "gradients": "every", "reshard_after_forward": True, "reshard_after_backward": True,
     },
@@ -201,7 +208,7 @@ def test_models_and_clusters_have_the_documented_defaults():
         "tied": False, "dropout": 0.0, "rope_base": 10000.0, "attention": "sdpa", "preset": "",
     }  # fmt: skip
     assert defaults(model.ExternalModel) == {"arguments": {}, "blocks": None, "folder": None}
-    assert defaults(model.HuggingFaceModel) == {"config": {}, "blocks": None, "attention": "sdpa"}
+    assert defaults(model.HuggingFaceModel) == {"config": {}, "blocks": None, "attention": None}
     assert defaults(Cluster) == {
         "preset": None, "name": "cluster", "devices_per_node": 0, "inter_node_bandwidth": 0.0,
         "intra_node_latency": 5e-6, "inter_node_latency": 1e-5, "flops": 0.0, "host_memory": None,
@@ -322,6 +329,7 @@ def test_a_value_of_one_of_several_kinds_is_told_all_that_it_may_be():
     reshard = "true, false, non-root or a number of shards >= 2"
     wanted = {place: each.wanted for place, each in KEYS.items() if isinstance(each, Either)}
     assert wanted == {
+        "model.config": "a mapping, or the name of a JSON file",
         "placement.ep.experts": "a name or a tuple",
         "placement.ep.rest": "a name or a tuple",
         "batch.global": "an integer in 1..2147483647 (samples), or tokens like 4M tokens",
@@ -341,5 +349,8 @@ def test_a_text_of_a_form_of_its_own_is_told_the_form():
         "name": "a name of 1 to 64 letters, digits, . _ - (no . in front)",
         "model.hf": "a class or a model type, like LlamaForCausalLM or llama",
         "model.target": "package.module:function",
+        "data.target": "package.module:function",
+        "loss.target": "package.module:function",
+        "step.target": "package.module:function",
         "model.blocks": "names of modules, like encoder.layers.*",
     }

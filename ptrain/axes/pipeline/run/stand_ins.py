@@ -1,0 +1,187 @@
+"""What stands in a stage's part of a model for the modules of other stages, so that the model's own
+forward runs in every part.
+
+A stage behind the first enters that forward at its first layer, which is given hidden states in
+place of what came there; one before the last leaves it at the first layer behind its own, with what
+that is given. What the model computes around its layers (masks, rotations, views
+of the tokens) it computes on every stage; what its embeddings give has no memory on later ones; and
+what is behind its layers runs on the last one alone.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_iter, tree_map
+
+
+class Crossing:
+    """The hidden states that the micro-batch in its forward pass was given by the stage before.
+    `is_written`: the model writes into what stands in for its modules in front."""
+
+    def __init__(self, *, is_written: bool) -> None:
+        self._is_written = is_written
+        self._hidden: Tensor | None = None
+
+    @property
+    def hidden(self) -> Tensor:
+        """[samples, ...]; a stage behind the first has them while it runs."""
+        assert self._hidden is not None, "only a stage behind the first is given hidden states"
+        return self._hidden
+
+    def enter(self, hidden: Tensor | None) -> None:
+        """Begin a forward pass with what the stage was given, or end one."""
+        self._hidden = hidden
+
+    def swapped(self, _: nn.Module, given: Any, named: Any) -> Any:
+        """A hook of the stage's first layer: the first tensor that this is given becomes the hidden
+        states."""
+        stand_in = _first_real((given, named))
+        return tree_map(lambda x: self.hidden if x is stand_in else x, (given, named))
+
+    def shaped(self, shape: Iterable[int]) -> Tensor:
+        """Return a tensor of numbers that nobody needs. Unless they are written into it has no
+        memory of its own."""
+        hidden = self.hidden.detach()
+        if self._is_written:
+            return hidden.new_zeros(*shape)
+        return hidden[(0,) * hidden.dim()].expand(*shape)
+
+
+class Left(Exception):
+    """A forward pass has come to a layer of the next stage, which waits for `hidden`."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        super().__init__()
+        self.hidden = hidden
+
+
+class LayerBefore(nn.Identity):
+    """A layer of a stage before: it gives what has the shape of hidden states. `returns`: in a
+    tuple of so many, whose others are None; 0 for that alone."""
+
+    def __init__(self, crossing: Crossing, returns: int) -> None:
+        super().__init__()
+        self._crossing, self._returns = crossing, returns
+
+    def forward(self, *_: Any, **__: Any) -> Any:
+        hidden = self._crossing.shaped(self._crossing.hidden.shape)
+        return (hidden, *(None,) * (self._returns - 1)) if self._returns else hidden
+
+
+class LayerBehind(nn.Identity):
+    """A layer of a stage behind: here the stage's forward pass ends."""
+
+    def forward(self, *given: Any, **named: Any) -> Any:
+        raise Left(_first_real((given, named)))
+
+
+class InFront(nn.Identity):
+    """A module in front of the layers, on a stage behind the first: what it gives has the shape of
+    what the module would give, and no memory. The module itself runs on the meta device."""
+
+    def __init__(self, module: nn.Module, crossing: Crossing) -> None:
+        super().__init__()
+        self._crossing = crossing
+        self._module = (on_meta(module),)  # in a tuple it is no child
+
+    @torch.no_grad()
+    def forward(self, *given: Any, **named: Any) -> Any:
+        (module,) = self._module
+        with _disable_current_modes():  # no meter counts what has no memory
+            outputs = module(*tree_map(_as_meta, given), **tree_map(_as_meta, named))
+        return tree_map(self._like, outputs)
+
+    def _like(self, output: object) -> object:
+        if not isinstance(output, Tensor):
+            return output
+        if not output.is_floating_point():
+            kind = str(output.dtype).removeprefix("torch.")
+            raise TypeError(f"a module in front of the layers gives {kind} {list(output.shape)}")
+        return self._crossing.shaped(output.shape)
+
+
+class StagePart(nn.Module):
+    """A stage's part of a model, as a class over the model's own: `forward(*inputs)` on the first
+    stage, `forward(hidden, *inputs)` behind it. It returns the hidden states for the next stage,
+    or on the last one what the model returns."""
+
+    _crossing: Crossing
+    _first: str  # of the stage's layers; none on the first stage, which enters nowhere
+    _front: dict[
+        str, torch.Size
+    ]  # parameters in front of the layers that belong to no module there
+
+    def forward(self, *given: Any) -> Any:
+        try:
+            if not self._first:
+                return super().forward(*given)
+            with self._entered(given[0]):
+                return super().forward(*given[1:])
+        except Left as left:
+            return left.hidden
+
+    @contextmanager
+    def _entered(self, hidden: Tensor) -> Iterator[None]:
+        self._crossing.enter(hidden)
+        for name, shape in self._front.items():
+            owner, attribute = _owner(self, name)
+            owner.__dict__[attribute] = self._crossing.shaped(shape)
+        # a data axis gathers, and watches gradients, by hooks on the layer that were there before:
+        # they must be given the hidden states
+        handle = self.get_submodule(self._first).register_forward_pre_hook(
+            self._crossing.swapped, prepend=True, with_kwargs=True
+        )
+        try:
+            yield
+        finally:
+            handle.remove()
+            self._crossing.enter(None)
+            for name in self._front:
+                owner, attribute = _owner(self, name)
+                del owner.__dict__[attribute]
+
+
+def as_part(model: nn.Module, crossing: Crossing, *, first: str, front: Iterable[str]) -> None:
+    """Make `model`, whose other stages' modules are replaced, a StagePart in place, without the
+    parameters that `front` names. `first` is the layer where it is entered, if it is."""
+    shapes = {}
+    for name in front:
+        shapes[name] = model.get_parameter(name).shape
+        owner, attribute = _owner(model, name)
+        delattr(owner, attribute)
+    kind = type(model)
+    model.__class__ = type(kind.__name__, (StagePart, kind), {"__module__": kind.__module__})
+    vars(model).update(_crossing=crossing, _first=first, _front=shapes)
+
+
+@torch.no_grad()
+def on_meta(module: nn.Module) -> nn.Module:
+    """Return a copy of a module whose tensors have no values."""
+    with _disable_current_modes():
+        tensors: dict[int, Any] = {id(buffer): _as_meta(buffer) for buffer in module.buffers()}
+        for parameter in module.parameters():
+            tensors[id(parameter)] = nn.Parameter(_as_meta(parameter), parameter.requires_grad)
+        return copy.deepcopy(module, tensors)
+
+
+def _first_real(values: Any) -> Tensor:
+    """The hidden states that a layer is given: its first tensor of real numbers."""
+    return next(x for x in tree_iter(values) if isinstance(x, Tensor) and x.is_floating_point())
+
+
+def _as_meta(value: object) -> object:
+    if not isinstance(value, Tensor):
+        return value
+    return torch.empty(value.shape, dtype=value.dtype, device="meta")
+
+
+def _owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:
+    path, _, attribute = name.rpartition(".")
+    return module.get_submodule(path), attribute

@@ -1,0 +1,202 @@
+"""The fidelity matrix: models as people have them, on every axis. Each cell is predicted, measured
+on gloo ranks and held against one device, or is refused with a reason."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from benchmarks._machine import header, save
+from ptrain.algebra.legality import require
+from ptrain.derivation.estimate import derive
+from ptrain.errors import PtrainError
+from ptrain.meters.measure import join_estimates
+from ptrain.report.record import Check, compare
+from ptrain.spec.load import load
+from ptrain.spec.spec import Spec
+from ptrain.traces.facts import facts_of
+from tests.gloo.matrix import MEASURED, STEPS
+from tests.gloo.matrix import run as run_exactly
+from tests.gloo.recording import named, relative
+from tests.gloo.runs import train
+from tests.ranks import Ranks
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "vocab_size": 260,
+    "max_position_embeddings": 64,
+}
+GROUPED = SIZES | {"num_key_value_heads": 2, "pad_token_id": 32}  # a space, never updated
+WINDOWED = GROUPED | {"head_dim": 8, "sliding_window": 4}
+GPT2 = {
+    "n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 64, "vocab_size": 260,
+    "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
+}  # fmt: skip
+STILL = {"attention_dropout": 0.0, "residual_dropout": 0.0, "embedding_dropout": 0.0}
+EXPERTS = GROUPED | {"num_local_experts": 4, "num_experts_per_tok": 2}
+
+
+def own(function: str, **arguments: Any) -> dict[str, Any]:
+    """Return the section of a model of tests.models_foreign."""
+    return {"model": {"target": f"tests.models_foreign:{function}", "arguments": arguments}}
+
+
+def theirs(kind: str, config: Mapping[str, Any], **sections: Any) -> dict[str, Any]:
+    """Return the section of a model of transformers."""
+    return {"model": {"hf": kind, "config": dict(config)}, **sections}
+
+
+# What a spec says beside mesh and placement.
+MODELS: dict[str, dict[str, Any]] = {
+    "plain nanoGPT": own("nano"),
+    "nested and tied": own("nested"),
+    "fused qkv": own("fused"),
+    "dropout 0.1": own("dropping"),
+    "conv and recurrent": own("conv"),
+    "(logits, loss)": own("nano", loss=True) | {"step": {"target": "tests.models_foreign:loss_of"}},
+    "llama": theirs("LlamaForCausalLM", GROUPED),
+    "qwen2": theirs("Qwen2ForCausalLM", GROUPED),
+    "qwen3": theirs("Qwen3ForCausalLM", GROUPED | {"head_dim": 8}),
+    "gemma2": theirs("Gemma2ForCausalLM", WINDOWED),
+    "gemma3": theirs("Gemma3ForCausalLM", WINDOWED),
+    "mistral": theirs("MistralForCausalLM", WINDOWED),
+    "gpt2": theirs("GPT2LMHeadModel", GPT2),
+    "gpt-neox": theirs("GPTNeoXForCausalLM", SIZES),
+    "phi": theirs("PhiForCausalLM", GROUPED | {"resid_pdrop": 0.0, "embd_pdrop": 0.0}),
+    "starcoder2": theirs("Starcoder2ForCausalLM", GROUPED | STILL),
+    "mixtral": theirs("MixtralForCausalLM", EXPERTS),
+}
+# Several ranks draw other masks than one device does.
+BESIDE_ONE_DEVICE = {"dropout 0.1": own("dropping", dropout=0.0)}
+COLUMNS: dict[str, dict[str, Any]] = {
+    "ddp": {"mesh": {"dp_replicate": 2}, "placement": "ddp"},
+    "zero2": {"mesh": {"dp_shard": 2}, "placement": "zero2"},
+    "zero3": {"mesh": {"dp_shard": 2}, "placement": "zero3"},
+    "tp": {"mesh": {"tp": 2}, "placement": "tp"},
+    "tp-sp": {"mesh": {"tp": 2}, "placement": "tp-sp"},
+    "pp-1f1b": {"mesh": {"pp": 2}, "placement": {"pp": "S,S,S,R"}},
+    "pp x zero3": {
+        "mesh": {"pp": 2, "dp_shard": 2},
+        "placement": {"pp": "S,S,S,R", "dp_shard": "zero3"},
+    },
+}
+# Cells that are refused, with the words of the refusal.
+DEBTS: dict[tuple[str, str], str] = {}
+
+
+def spec_of(model: str, column: str, *, exactly: bool) -> Spec:
+    """Return the legal spec of a cell; `exactly`: in fp64."""
+    layout = {"layout": "fp32", "compute": "fp64"} if exactly else {"layout": "fp32"}
+    sections = BESIDE_ONE_DEVICE.get(model, MODELS[model]) if exactly else MODELS[model]
+    written = {
+        "name": re.sub(r"[^a-z0-9.]+", "-", f"cell-{model}-{column}".lower()),
+        "batch": {"global": 8, "micro": 2, "sequence": 16},
+        "precision": layout,
+        "optimizer": {"name": "adamw", "lr": 1e-2, "clip": 1.0},
+        **sections,
+        **COLUMNS[column],
+    }
+    return require(load(written))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """What a model does on an axis: the checks in its own dtypes and beside one device, or why it
+    is refused."""
+
+    checks: tuple[Check, ...] = ()
+    refusal: str = ""
+
+    @property
+    def failed(self) -> list[str]:
+        return [f"{c.name}: {c.predicted} {c.measured}" for c in self.checks if not c.holds]
+
+    @property
+    def mark(self) -> str:
+        if self.refusal:
+            return "refused"
+        return "fails" if self.failed else "holds"
+
+
+def cell(ranks: Ranks, model: str, column: str) -> Cell:
+    """Return how a cell comes out."""
+    try:
+        own_dtypes = spec_of(model, column, exactly=False)
+        exact = derive(own_dtypes, facts_of(own_dtypes)).exact
+        reports = ranks.run(own_dtypes.world_size, train, own_dtypes, STEPS, MEASURED)
+        measured = join_estimates([report.measured for report in reports if report.measured])
+        beside = run_exactly(ranks, spec_of(model, column, exactly=True))
+    except PtrainError as error:
+        return Cell(refusal=str(error))
+    return Cell(checks=(*compare(exact, measured), *beside.checks, *beside.against))
+
+
+@dataclass
+class Fidelity:
+    """The cells of a run, for their page."""
+
+    cells: dict[tuple[str, str], Cell] = field(default_factory=dict)
+
+    def cell(self, ranks: Ranks, model: str, column: str) -> Cell:
+        """Run a cell and keep it."""
+        self.cells[model, column] = outcome = cell(ranks, model, column)
+        return outcome
+
+    def write(self) -> list[Any]:
+        """Write the page; nothing where nothing has run."""
+        return [save("fidelity", self._page())] if self.cells else []
+
+    def _page(self) -> str:
+        columns = [name for name in COLUMNS if any(name == of for _, of in self.cells)]
+        lines = [
+            header("fidelity: models as people have them, on every axis", [COMMAND]),
+            CLAIM,
+            f"| model | {' | '.join(columns)} |",
+            "|---|" + "---|" * len(columns),
+        ]
+        for model in MODELS:
+            marks = [self._mark(model, column) for column in columns]
+            lines.append(f"| {model} | {' | '.join(marks)} |")
+        lines += ["", *self._sums(columns), "", "Refused:", *self._refusals()]
+        return "\n".join(lines)
+
+    def _mark(self, model: str, column: str) -> str:
+        outcome = self.cells.get((model, column))
+        return outcome.mark if outcome else "not run"
+
+    def _sums(self, columns: list[str]) -> list[str]:
+        holding = [key for key, outcome in self.cells.items() if outcome.mark == "holds"]
+        failing = [key for key, outcome in self.cells.items() if outcome.mark == "fails"]
+        peaks = [
+            relative(check)
+            for outcome in self.cells.values()
+            for check in named(outcome.checks, "peak")
+        ]
+        return [
+            f"Verdict: {len(holding)} of {len(self.cells)} hold, {len(failing)} fail, "
+            f"{len(self.cells) - len(holding) - len(failing)} are refused.",
+            "By column: "
+            + ", ".join(f"{c} {sum(c == of for _, of in holding)}" for c in columns)
+            + f". Largest difference of a peak: {max(peaks, default=0.0):.3%}.",
+        ]
+
+    def _refusals(self) -> list[str]:
+        return [
+            f"- {model}, {column}: {' '.join(outcome.refusal.split())}"
+            for (model, column), outcome in self.cells.items()
+            if outcome.refusal
+        ]
+
+
+COMMAND = "pytest tests/gloo/test_fidelity.py -m 'nightly or not nightly' --record"
+CLAIM = f"""\
+Claim: a cell that holds differs from `exact` by 0 in resident memory and traffic and by at most 2 %
+in each phase's peak, in fp32 and with `compute: fp64`; and in fp64 its losses over {STEPS} steps
+are those of one device to 1e-12 and its parameters to 1e-9. Models have four layers of width 32.
+"""
+MATRIX = Fidelity()
