@@ -333,8 +333,7 @@ class Ran:
 class Plan(Worded):
     """What the interpreter does: `steps`, in the order of execution. Of each kind there is at most
     one, at hand by its name too; a mesh, a wrap, micro-batches and an update there always are.
-    `units` are in the order of wrapping, blocks first, the root ("",) last; `spec` is what it was
-    lowered from."""
+    `units` are in the order of wrapping, the root ("",) last; `spec` is what it was made from."""
 
     spec: Spec = field(compare=False)
     steps: tuple[Step, ...]
