@@ -13,6 +13,7 @@ from ptrain.costs import Column, Estimate, Footprint, Peak, State, Traffic, Traf
 from ptrain.derivation import blocks, pipeline, tensor
 from ptrain.derivation.activation_moves import activation_row, kept_traffic
 from ptrain.derivation.activations import drops_in_parts, is_tabulated
+from ptrain.derivation.bounds import bounded
 from ptrain.derivation.ghosts.table import wrapping
 from ptrain.derivation.in_flight import in_flight
 from ptrain.derivation.interconnect import warnings
@@ -57,7 +58,7 @@ def derive(spec: Spec, facts: ModelFacts | None = None) -> Derivation:
     facts = own_facts(spec) if facts is None else facts
     stages = stages_of(spec, facts)
     plan = lower(spec, facts.unit_modules, facts.roles, stages, facts.blocks)
-    estimate, foreign = exact(spec, plan, facts, stages), unclaimed(spec, facts)
+    estimate, foreign = _exact(spec, plan, facts, stages), unclaimed(spec, facts)
     estimate = replace(
         estimate,
         operations=operations(spec, plan, stages),
@@ -65,6 +66,13 @@ def derive(spec: Spec, facts: ModelFacts | None = None) -> Derivation:
         warnings=(*estimate.warnings, *kernel_warnings(spec, foreign, estimate.undefined)),
     )
     return Derivation(paper=paper(spec, facts), exact=estimate, plan=plan)
+
+
+def _exact(spec: Spec, plan: Plan, facts: ModelFacts, stages: Sequence[Stage] | None) -> Estimate:
+    """Where sizes depend on data, their bounds."""
+    estimate = exact(spec, plan, facts, stages)
+    others = [exact(spec, plan, other, stages) for other in facts.others]
+    return bounded(estimate, others, facts.by_data) if others else estimate
 
 
 def own_facts(spec: Spec) -> ModelFacts:

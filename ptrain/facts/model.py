@@ -72,7 +72,9 @@ class ModelFacts:
     repeats, first to last. `draws`: it draws random numbers in forward, as dropout does;
     `vocabulary` is how many logits a token has, where it has run. `untraced` says why there is no
     trace of a model that should have one, `unknown_attention` of what attention nobody knows what
-    the spec's GPUs would keep."""
+    the spec's GPUs would keep. `by_data` says what selects by data, as a router does, so that sizes
+    depend on it: then the traces are those of one extent of what is selected, and `others` are the
+    facts at other extents; figures lie between the least and the largest of all."""
 
     units: tuple[UnitFacts, ...]
     buffers: tuple[tuple[str, int], ...] = ()
@@ -87,6 +89,8 @@ class ModelFacts:
     vocabulary: int | None = field(default=None, compare=False)
     untraced: str = field(default="", compare=False)
     unknown_attention: str = ""
+    by_data: str = ""
+    others: tuple[ModelFacts, ...] = field(default=(), hash=False)
 
     def __hash__(self) -> int:
         """Of little: what is equal has units of equal sizes, and to go through all their tensors

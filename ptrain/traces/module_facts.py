@@ -20,11 +20,12 @@ from ptrain.models.heads import head_of
 from ptrain.models.initialize import cast
 from ptrain.models.loss import token_loss_sum
 from ptrain.models.numerics import TORCH_DTYPES
-from ptrain.models.trace import to_timeline
+from ptrain.models.selection import Extent
+from ptrain.models.trace import Recording
 from ptrain.spec.axis import Axis
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import chunked_loss
-from ptrain.timeline import gradient_order
+from ptrain.traces.by_data import facts_by_data
 from ptrain.traces.record import record
 from ptrain.traces.stage_parts import plan_of
 
@@ -43,19 +44,26 @@ def module_facts(model: nn.Module, spec: Spec) -> ModelFacts:
     if not _is_cut(spec):
         keep_traced(model, plan_of(spec, known).keep)
     with torch.random.fork_rng(devices=[]), _loss_of(model, spec) as loss:
+
+        def traced(tokens: Tensor, extent: Extent = Extent.GIVEN) -> Recording:
+            inputs, targets = tokens[:, :-1], tokens[:, 1:]
+            return record(
+                model,
+                units,
+                lambda: loss(inputs, targets) / spec.batch.tokens,
+                tokens,
+                extent=extent,
+            )
+
         before = torch.get_rng_state()
-        recording = record(
-            model, units, lambda: loss(tokens[:, :-1], tokens[:, 1:]) / spec.batch.tokens, tokens
-        )
+        recording = traced(tokens)
         has_drawn = not torch.equal(before, torch.get_rng_state())  # operators without a tag too
-    timeline = to_timeline(recording)
-    return replace(
-        known,
-        gradient_order=gradient_order(timeline),
-        timeline=timeline,
-        vocabulary=loss.vocabulary,
-        draws=known.draws or recording.draws or has_drawn,
-    )
+        known = replace(
+            known,
+            vocabulary=loss.vocabulary,
+            draws=known.draws or recording.draws or has_drawn,
+        )
+        return facts_by_data(known, recording, traced, tokens)
 
 
 class _Loss:

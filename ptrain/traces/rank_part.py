@@ -19,6 +19,7 @@ from ptrain.axes.pipeline.stage_facts import stage_roles
 from ptrain.axes.tensor.run.apply import loss_inside, micro_batch, parallelize
 from ptrain.facts.stages import ENDS, Ends, Stage
 from ptrain.interpreter.loss import Loss
+from ptrain.models.selection import Extent
 from ptrain.models.trace import Recording
 from ptrain.models.units import ROOT
 from ptrain.rooms.registry import Registry
@@ -40,7 +41,8 @@ class StageCuts:
 class RankPart:
     """What a plan does to a model before a micro-batch of `batch` samples of `sequence` tokens runs
     through it. Operators are cut over `mesh`, of which this process plays one rank; `head` is the
-    module that makes the logits of a model that is not built in."""
+    module that makes the logits of a model that is not built in; `extent` how much operators select
+    by data."""
 
     batch: int
     sequence: int
@@ -50,6 +52,7 @@ class RankPart:
     loss: ChunkedLoss | None = None
     head: str = ROOT
     has_learnt: bool = False  # torch, on a part with the same operators
+    extent: Extent = Extent.GIVEN
 
     def trace(self, model: nn.Module, units: Units) -> Recording:
         """Return the recording of a whole model, which is changed in place."""
@@ -61,7 +64,8 @@ class RankPart:
             return loss.run(model, inputs, targets) / targets.numel()
 
         with micro_batch(self.tensor)():
-            return self._when_learnt(partial(record, model, units, forward, tokens))
+            run = partial(record, model, units, forward, tokens, extent=self.extent)
+            return self._when_learnt(run)
 
     def trace_stage(
         self, model: nn.Module, units: Units, cuts: StageCuts, index: int, *, in_halves: bool
@@ -87,6 +91,7 @@ class RankPart:
             given=None if index else tokens[:, :-1],
             loss=(lambda output: loss.of(output, targets) / targets.numel()) if is_last else None,
             around=partial(loss.given, targets),
+            extent=self.extent,
         )
         with micro_batch(self.tensor)():
             return [

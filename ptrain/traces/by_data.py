@@ -1,0 +1,75 @@
+"""What a model allocates where that depends on data: of one whose operators select by data the
+traces at both extents of what is selected; of one that reads values and then does something else,
+nothing is said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ptrain.facts.model import ModelFacts
+from ptrain.models.selection import BOUNDS, Extent, Selected
+from ptrain.models.trace import Recording, to_timeline
+from ptrain.timeline import gradient_order
+
+
+class Traced(Protocol):
+    """Traces a micro-batch of these tokens."""
+
+    def __call__(self, tokens: Tensor, extent: Extent = Extent.GIVEN) -> Recording: ...
+
+
+def facts_by_data(
+    known: ModelFacts, recording: Recording, traced: Traced, tokens: Tensor
+) -> ModelFacts:
+    """Return the facts of a whole model with what it allocates. `recording` is what it did with
+    these tokens."""
+    selected = recording.selected
+    if selected.unbounded:
+        return _unknown(known, recording, f"{_who(selected)}, of which no bound is known")
+    if selected.operators:
+        facts, *others = (_with(known, traced(tokens, extent)) for extent in BOUNDS)
+        return replace(facts, by_data=_who(selected), others=tuple(others))
+    if selected.reads and _differs(known, recording, traced, tokens):
+        return _unknown(known, recording, "its code reads values, and does another thing with each")
+    return _with(known, recording)
+
+
+def extents_of(facts: ModelFacts) -> Sequence[tuple[ModelFacts, Extent]]:
+    """Return the facts at each extent at which the model is to be traced."""
+    if not facts.others:
+        return [(facts, Extent.GIVEN)]
+    return list(zip((facts, *facts.others), BOUNDS, strict=True))
+
+
+def _with(known: ModelFacts, recording: Recording) -> ModelFacts:
+    timeline = to_timeline(recording)
+    return replace(known, timeline=timeline, gradient_order=gradient_order(timeline))
+
+
+def _unknown(known: ModelFacts, recording: Recording, why: str) -> ModelFacts:
+    return replace(_with(known, recording), timeline=None, untraced=why)
+
+
+def _differs(known: ModelFacts, recording: Recording, traced: Traced, tokens: Tensor) -> bool:
+    """Whether other tokens have the model allocate something else. Those of the first trace are all
+    alike."""
+    if known.vocabulary is None:
+        return False
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.randint(known.vocabulary, tokens.shape, generator=generator)
+    return to_timeline(traced(drawn)) != to_timeline(recording)
+
+
+def _who(selected: Selected) -> str:
+    """Return `h.0.mlp and 3 modules more select by data (nonzero)`."""
+    first, *more = selected.modules
+    number = len(more)
+    others = f" and {number} module{'s' * (number > 1)} more" if more else ""
+    names = ", ".join(name.removeprefix("aten::") for name in selected.operators)
+    return f"{first or 'the model'}{others} select{'' if more else 's'} by data ({names})"
