@@ -15,8 +15,8 @@ from ptrain.costs import Estimate, Footprint, Peak, State
 RowT = TypeVar("RowT", Footprint, Peak)
 
 _EXTENTS = (
-    "the bounds are for one element of each selection and for all of them, each by itself, and hold "
-    "if what is allocated grows with what is selected"
+    "the bounds are for one element of each selection and for all of them, each by itself, and "
+    "hold if what is allocated grows with what is selected"
 )
 _OFF_DEVICE = attrgetter("state", "rank", "host_bytes", "file_bytes")
 _PASSING = (State.ACTIVATIONS, State.TRANSIENT)
@@ -53,8 +53,7 @@ def _between(columns: Sequence[Sequence[RowT]]) -> Sequence[RowT]:
     return rows_by_rank(
         (tuple(column.kinds_of(rank) for column in by_rank) for rank in ranks),
         lambda kinds: [
-            _bounds(rows)
-            for rows in zip(*map(ByRank.of_kinds, by_rank, kinds), strict=True)
+            _bounds(rows) for rows in zip(*map(ByRank.of_kinds, by_rank, kinds), strict=True)
         ],
     )
 

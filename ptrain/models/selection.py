@@ -1,4 +1,4 @@
-"""How many elements operators select by values: `nonzero`, `masked_select`, an index that is a mask.
+"""How many elements operators select by values: `nonzero`, `masked_select`, indexing by a mask.
 
 The sizes of what follows such an operator depend on data where what it selects by does: on tokens,
 or on parameters, which train. A router's do; a mask that is made of positions alone does not. Such

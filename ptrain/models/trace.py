@@ -8,7 +8,7 @@ happen at those boundaries, so replaying a plan means to interleave the two.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ptrain import timeline
 from ptrain.models.selection import Selected
@@ -61,7 +61,7 @@ class Recording:
     draws: bool = False
     statistics: frozenset[int] = frozenset()
     output: int | None = None
-    selected: Selected = Selected()
+    selected: Selected = field(default_factory=Selected)
 
     @property
     def forward(self) -> tuple[Event, ...]:

@@ -3,27 +3,40 @@ fits, and why the two columns differ."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 from ptrain.by_rank import distinct
-from ptrain.costs import TIERS, Estimate, Phase, State, Traffic, TrafficKey, busiest
+from ptrain.costs import (
+    TIERS,
+    Estimate,
+    Peak,
+    Phase,
+    State,
+    Traffic,
+    TrafficKey,
+    busiest,
+    lower_bytes,
+)
 from ptrain.derivation.estimate import Derivation
 from ptrain.plan.composition import condition_lines, theorem_6, theorem_7
-from ptrain.report.heading import heading
+from ptrain.report.heading import by_data_lines, heading
 from ptrain.report.places import by_place
 from ptrain.report.table import (
     MISSING,
     Largest,
     largest,
+    least,
     moved_bytes,
     on_tiers,
     render,
     size,
+    span,
     traffic_label,
     traffic_order,
 )
-from ptrain.selection.fit import Fit, fit, needs_gpu, telling
+from ptrain.selection.fit import Fit, fit, needs_gpu, peak_text, telling
 from ptrain.selection.preflight import Variant
 from ptrain.spec.spec import Spec
 from ptrain.units import format_bytes, format_operations
@@ -82,6 +95,7 @@ def one(prediction: Prediction) -> str:
             *operations_lines(exact),
             *fit_lines(prediction),
             *(prediction.reserving.lines if prediction.reserving else ()),
+            *by_data_lines(exact),
             *(f"warning: {warning}" for warning in exact.warnings),
             *notes(paper, exact),
             *composition(prediction),
@@ -122,7 +136,7 @@ def fit_lines(prediction: Prediction) -> list[str]:
     fitting = prediction.fit
     is_known = fitting.peak_bytes is not None
     measure = "peak" if is_known else "resident, without activations:"
-    measure += f" {size(fitting.least_bytes)}"
+    measure += f" {peak_text(fitting)}"
     measure += (
         f" of {size(fitting.device_memory)} per rank" if fitting.device_memory else " per rank"
     )
@@ -136,11 +150,17 @@ def fit_lines(prediction: Prediction) -> list[str]:
         return [f"unknown: {fitting.why}; {measure}; what tells{where}:", f"  {prediction.telling}"]
     if fitting.device_memory is None:
         return [f"{measure}; name a cluster to see whether it fits: cluster.preset=h100-8, say"]
-    return [f"fits: {measure}, {size(-fitting.short_bytes)} to spare"]
+    if fitting.fits is None:
+        return [f"unknown: data decides: {measure}"]
+    return [f"fits: {measure}, {size(fitting.spare_bytes)} to spare{_at_least(fitting)}"]
+
+
+def _at_least(fitting: Fit) -> str:
+    return "" if fitting.lower_bytes is None else " or more"
 
 
 def _misfit_lines(fitting: Fit, measure: str, cheaper: Sequence[Variant]) -> list[str]:
-    short = size(max(fitting.short_bytes, fitting.host_short_bytes))
+    short = size(max(fitting.short_bytes, fitting.host_short_bytes)) + _at_least(fitting)
     if fitting.peak_bytes is None:
         return [f"does not fit by {short} or more: {measure}"]
     nothing = [
@@ -194,17 +214,23 @@ def composition(prediction: Prediction) -> list[str]:
 
 def _memory(paper: Estimate, exact: Estimate) -> str:
     papers, exacts = largest(paper.memory), largest(exact.memory)
+    lowers = least(exact.memory) if exact.by_data else exacts
     rows = [
-        (label, papers.get((state, tier)), exacts.get((state, tier)))
+        (label, papers.get((state, tier)), exacts.get((state, tier)), lowers.get((state, tier)))
         for state in State
         for tier, label in on_tiers(state)
     ]
     sums = [
-        (label, _model_states(papers, tier), _model_states(exacts, tier))
+        (label, _model_states(papers, tier), _model_states(exacts, tier), None)
         for tier, label in on_tiers("Θ + Ω + G")
     ]
     peaks = [
-        (f"peak {phase}", _peak(paper, phase), _peak(exact, phase))
+        (
+            f"peak {phase}",
+            _peak(paper, phase),
+            _peak(exact, phase),
+            _peak(exact, phase, lower_bytes),
+        )
         for phase in (Phase.FORWARD, Phase.BACKWARD, Phase.UPDATE)
     ]
     longest = max((number or 0 for row in rows for number in row[1:]), default=0)
@@ -219,14 +245,15 @@ def _memory(paper: Estimate, exact: Estimate) -> str:
     )
 
 
-def _cells(row: tuple[str, int | None, int | None]) -> tuple[str, str, str]:
-    return row[0], size(row[1]), size(row[2])
+def _cells(row: tuple[str, int | None, int | None, int | None]) -> tuple[str, str, str]:
+    label, paper, exact, lower = row
+    return label, size(paper), span(lower, exact)
 
 
-def _peak(estimate: Estimate, phase: Phase) -> int | None:
-    return max(
-        (row.device_bytes for row in distinct(estimate.peak) if row.phase is phase), default=None
-    )
+def _peak(
+    estimate: Estimate, phase: Phase, of: Callable[[Peak], int] = attrgetter("device_bytes")
+) -> int | None:
+    return max((of(row) for row in distinct(estimate.peak) if row.phase is phase), default=None)
 
 
 def _bar(number: int | None, longest: int) -> str:

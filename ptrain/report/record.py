@@ -57,8 +57,9 @@ def compare(exact: Estimate, measured: Estimate) -> tuple[Check, ...]:
     operations where both columns count them: a run does not, a simulation does.
 
     Where `measured` is one rank's own account, only that rank is compared; a rank that is missing
-    from an account of several fails. A figure that depends on data holds within its bounds. Of what `exact` says that it does not predict (`undefined`:
-    activations, peak, traffic) there is no check.
+    from an account of several fails. A figure that depends on data holds within its bounds. Of what
+    `exact` says that it does not predict (`undefined`: activations, peak, traffic) there is no
+    check.
     """
     untold = (State.ACTIVATIONS, State.TRANSIENT) if "activations" in exact.undefined else ()
     memory = [row for row in measured.memory if row.state not in untold]
@@ -79,12 +80,14 @@ def verdict(checks: Sequence[Check]) -> str:
 
 
 def verdict_line(checks: Sequence[Check], *, torch: str, untold: Iterable[str] = ()) -> str:
-    """`verdict: holds (14 of 14)`, which kinds of figures are not predicted, and whether exactness
-    is claimed for this torch at all."""
+    """`verdict: holds (14 of 14)`, how many are bounds, which kinds of figures are not predicted,
+    and whether exactness is claimed for this torch at all."""
     held = sum(check.holds for check in checks)
     besides = f" · not predicted: {', '.join(sorted(untold))}" if untold else ""
     claim = "" if is_tested(torch) else f" · not claimed for torch {torch}"
-    return f"verdict: {verdict(checks)} ({held} of {len(checks)}){besides}{claim}"
+    number = sum(check.lower is not None for check in checks)
+    bounds = f" · {number} are bounds: sizes depend on data" if number else ""
+    return f"verdict: {verdict(checks)} ({held} of {len(checks)}){bounds}{besides}{claim}"
 
 
 def checks_line(checks: Sequence[Check], *, ranks: int) -> str:
@@ -234,29 +237,25 @@ def record(
         "step_seconds": [
             {"column": column, "value": value} for column, value in (step_seconds or {}).items()
         ],
-        "checks": [
-            {field.name: getattr(check, field.name) for field in fields(check)} for check in checks
-        ],
+        "checks": [_check_row(check) for check in checks],
         "verdict": verdict(checks) if checks else None,
         "claimed": is_tested(packages["torch"]),
-        "undefined": {
-            str(estimate.column): dict(estimate.undefined)
-            for estimate in estimates
-            if estimate.undefined
-        },
-        "unclaimed": {
-            str(estimate.column): dict(estimate.unclaimed)
-            for estimate in estimates
-            if estimate.unclaimed
-        },
-        "by_data": {
-            str(estimate.column): dict(estimate.by_data)
-            for estimate in estimates
-            if estimate.by_data
-        },
+        **{kind: _reasons(estimates, kind) for kind in ("undefined", "unclaimed", "by_data")},
         "notes": [note for estimate in estimates for note in estimate.notes],
         "warnings": [warning for estimate in estimates for warning in estimate.warnings],
     }
+
+
+def _check_row(check: Check) -> dict[str, object]:
+    """`lower` is there where the prediction is two bounds."""
+    row = {field.name: getattr(check, field.name) for field in fields(check)}
+    return row if check.lower is not None else {name: row[name] for name in row if name != "lower"}
+
+
+def _reasons(estimates: Sequence[Estimate], kind: str) -> dict[str, dict[str, str]]:
+    """Return by column why some of its figures are what `kind` says; of columns that say it."""
+    reasons = {str(estimate.column): dict(getattr(estimate, kind)) for estimate in estimates}
+    return {column: why for column, why in reasons.items() if why}
 
 
 def _wire(estimates: Sequence[Estimate]) -> tuple[WireRow, ...]:
@@ -286,12 +285,16 @@ def _memory_row(estimate: Estimate, row: Footprint) -> dict[str, object]:
 
 
 def _peak_row(estimate: Estimate, row: Peak) -> dict[str, object]:
-    return {
-        "phase": str(row.phase),
-        "column": str(estimate.column),
-        "rank": row.rank,
-        "device_bytes": row.device_bytes,
-    } | ({"allocator_bytes": row.allocator_bytes} if row.allocator_bytes else {}) | _bounds(row)
+    return (
+        {
+            "phase": str(row.phase),
+            "column": str(estimate.column),
+            "rank": row.rank,
+            "device_bytes": row.device_bytes,
+        }
+        | ({"allocator_bytes": row.allocator_bytes} if row.allocator_bytes else {})
+        | _bounds(row)
+    )
 
 
 def _bounds(row: Footprint | Peak) -> dict[str, int]:

@@ -165,9 +165,7 @@ class _Reader:
 
     def _with_parts(self, facts: ModelFacts, traces: Traced, has_stages: bool) -> ModelFacts:
         if has_stages:
-            return replace(
-                facts, stage_passes=stage_passes(self.spec, facts, by_place(traces))
-            )
+            return replace(facts, stage_passes=stage_passes(self.spec, facts, by_place(traces)))
         return replace(facts, part_timelines=timelines_of(traces))
 
     @contextmanager
