@@ -62,7 +62,7 @@ def checked(choices: Options) -> Spec:
     require_reachable(spec)
     if choices.tensorboard and find_spec("tensorboard") is None:
         raise SpecError(MISSING)
-    require_leave(spec.model, allow_import=choices.allow_import)
+    require_leave(spec, allow_import=choices.allow_import)
     require_transformers(spec.model)
     if isinstance(spec.model, ModelShape) and not choices.force:
         require_fit(spec, derive(spec).exact)  # any other model's sizes are known to its code only

@@ -112,7 +112,7 @@ def _started(
 def _checked(source: str, overrides: tuple[str, ...], *, allow_import: bool) -> TitledSpec:
     """Raises what is wrong with the spec, before any rank starts and anything is written."""
     spec = settled(load(source_of(source), overrides))
-    require_leave(spec.model, allow_import=allow_import)
+    require_leave(spec, allow_import=allow_import)
     require_transformers(spec.model)
     require_file_tier(spec)
     if isinstance(spec.model, ModelShape):

@@ -7,29 +7,29 @@ so that nothing held out was seen.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 from pydoc_data.topics import topics
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
+from ptrain.data.sampler import LocalBatch
+from ptrain.data.source import SampleSource, Split
 from ptrain.data.tokenizer import VOCAB, encode
 from ptrain.data.tokens import open_tokens
+from ptrain.data.user_samples import UserSamples
 from ptrain.errors import refused
 from ptrain.spec.job import DataSpec
+from ptrain.spec.model import ExternalModel
+from ptrain.spec.spec import Spec
 
 _HELD_OUT_EVERY = 10  # every tenth document is held out
 _HELD_OUT_OF_FILE = 20  # the last twentieth of a token file is
 
 Tokens = NDArray[np.unsignedinteger]
-
-
-class Split(StrEnum):
-    TRAIN = "train"
-    HELD_OUT = "held_out"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,17 +45,71 @@ class Corpus:
     def split(self, split: Split) -> Tokens:
         return self.train if split is Split.TRAIN else self.held_out
 
-    def digest(self) -> str:
+    def num_samples(self, sequence: int, split: Split = Split.TRAIN) -> int:
+        """Return the windows of an epoch; raises SpecError where the split is too short for one."""
+        num_tokens = len(self.split(split))
+        windows = (num_tokens - 1) // sequence
+        if windows < 1:
+            finding = (
+                f"the {split.value} split of {self.name} has {num_tokens} tokens, one sample takes "
+                f"{sequence + 1}"
+            )
+            raise refused("data", finding, "lower batch.sequence or give more text")
+        return windows
+
+    def read(
+        self, places: Sequence[int], sample_ids: tuple[int, ...], spec: Spec, split: Split
+    ) -> LocalBatch:
+        """Return the windows at these places."""
+        tokens, sequence = self.split(split), spec.batch.sequence
+        starts = (sequence * place for place in places)
+        rows = np.stack([tokens[start : start + sequence + 1] for start in starts])
+        self._require_vocab(spec, int(rows.max()))
+        return LocalBatch(
+            tokens=torch.from_numpy(rows.astype(np.int64)),
+            global_tokens=spec.batch.global_samples * sequence,
+            sample_ids=sample_ids,
+        )
+
+    def require_known(self, spec: Spec, logits: int | None) -> None:
+        """Raises SpecError for tokens that are not in the model's vocabulary."""
+        largest = self.vocab - 1 if self.vocab else int(self.train[: 2**20].max())
+        self._require_vocab(spec, largest)
+        if logits is not None and largest >= logits:
+            name = spec.model.target if isinstance(spec.model, ExternalModel) else "the model"
+            finding = f"{self.name} holds token {largest}, but {name} gives each {logits} logits"
+            remedy = f"let it have a vocabulary of {self.vocab or largest + 1} or more"
+            raise refused("data", finding, remedy)
+
+    def _require_vocab(self, spec: Spec, largest: int) -> None:
+        size, key = spec.model.vocabulary
+        if size is not None and largest >= size:
+            raise refused(
+                "data",
+                f"{self.name} holds token {largest}, but {key} is {size}",
+                f"write {key}={self.vocab or largest + 1} or more",
+            )
+
+    def digest(self) -> str | None:
         """Return a digest of what was trained on, for the run folder: python-docs differs between
-        Python versions."""
+        Python versions. A token file has its name, and may be too large to read."""
+        if self.vocab is None:
+            return None
         digest = hashlib.blake2b(digest_size=8)
         for tokens in (self.train, self.held_out):
             digest.update(np.ascontiguousarray(tokens).data)
         return digest.hexdigest()
 
 
-def corpus(data: DataSpec) -> Corpus:
+def corpus(data: DataSpec) -> SampleSource:
     """Open what a spec's `data` names."""
+    if data.function is not None:
+        return UserSamples(data.function)
+    return tokens_of(data)
+
+
+def tokens_of(data: DataSpec) -> Corpus:
+    """Open a corpus, or a file of tokens."""
     if data.path is not None:
         tokens = open_tokens(Path(data.path))
         num_train = len(tokens) - len(tokens) // _HELD_OUT_OF_FILE

@@ -1,11 +1,12 @@
 """Which rank trains on which text: a pure function of (seed, step, position), so that no sample is
 missing or doubled on any mesh, and a resumed run continues where it stopped without stored state.
 
-A sample is a window of sequence + 1 tokens; windows overlap by one token, so that every token but
-the first is predicted once per epoch. The global batch of step t holds the sample positions
-t·B … t·B + B - 1; each epoch runs through all windows in an order of its own. Micro-batch k of data
-rank d takes positions k·m·D + d·m … of the batch (m samples per micro-batch, D data ranks), so
-that micro-batch k of all ranks together is the same text on every mesh with the same m·D.
+A sample of tokens is a window of sequence + 1; windows overlap by one token, so that every token
+but the first is predicted once per epoch. A sample of a dataset is one of its items. The global
+batch of step t holds the sample positions t·B … t·B + B - 1; each epoch runs through all windows in
+an order of its own. Micro-batch k of data rank d takes positions k·m·D + d·m … of the batch (m
+samples per micro-batch, D data ranks), so that micro-batch k of all ranks together is the same text
+on every mesh with the same m·D.
 
 The order is a permutation by a Feistel network: it costs a few integer operations per sample and
 no memory, whatever the corpus. (A seeded shuffle would hold one index per window.)
@@ -14,15 +15,13 @@ no memory, whatever the corpus. (A seeded shuffle would hold one index per windo
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from ptrain.data.corpus import Corpus, Split
-from ptrain.errors import refused
-from ptrain.spec.model import ExternalModel
+from ptrain.data.source import SampleSource, Split
+from ptrain.models.batch import SampleBatch, StepBatch, of_tokens, sample_batch
 from ptrain.spec.spec import Spec
 
 _ROUNDS = 6
@@ -31,7 +30,7 @@ _MASK = 2**64 - 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalBatch:
-    """One data rank's share of a step's global batch.
+    """One data rank's share of a step's global batch of tokens.
 
     `tokens` is int64 [K · micro, sequence + 1]. `global_tokens` counts the targets of the whole
     global batch: what a sum of losses is divided by. `sample_ids` (epoch · windows + window) name
@@ -42,10 +41,22 @@ class LocalBatch:
     global_tokens: int
     sample_ids: tuple[int, ...]
 
-    def micro_batches(self, micro: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """(inputs, targets), each [micro, sequence]; views, nothing is copied."""
-        for tokens in self.tokens.split(micro):
-            yield tokens[:, :-1], tokens[:, 1:]
+    @property
+    def global_samples(self) -> int:
+        """SampleBatch of the whole global batch."""
+        return self.global_tokens // (self.tokens.shape[1] - 1)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [self.tokens]
+
+    def micro_batches(self, micro: int) -> Iterator[SampleBatch]:
+        """Inputs and targets, each [micro, sequence]; views, nothing is copied."""
+        yield from map(of_tokens, self.tokens.split(micro))
+
+    def shape_for(self, rows: int, sequence: int) -> list[int]:
+        """Return the shape that its tokens should have."""
+        return [rows, sequence + 1]
 
     def to(self, device: torch.device) -> LocalBatch:
         return LocalBatch(
@@ -55,32 +66,66 @@ class LocalBatch:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DatasetBatch:
+    """One data rank's share of a step's global batch of other samples: `samples` are they,
+    collated, K · micro of them in dimension 0 of each tensor."""
+
+    samples: SampleBatch
+    global_samples: int
+    sample_ids: tuple[int, ...]
+
+    @property
+    def global_tokens(self) -> int:
+        """A sample counts as one."""
+        return self.global_samples
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return self.samples.tensors
+
+    def micro_batches(self, micro: int) -> Iterator[SampleBatch]:
+        """Views of `micro` samples each."""
+        for start in range(0, self.samples.rows, micro):
+            yield self.samples.between(start, start + micro)
+
+    def shape_for(self, rows: int, sequence: int) -> list[int]:
+        """Return the shape that the first of its tensors should have."""
+        return [rows, *self.tensors[0].shape[1:]]
+
+    def to(self, device: torch.device) -> DatasetBatch:
+        return replace(self, samples=self.samples.to(device))
+
+
 def batch(
-    source: Corpus,
+    source: SampleSource,
     *,
     spec: Spec,
     step: int,
     data_index: int = 0,
     data_degree: int = 1,
     split: Split = Split.TRAIN,
-) -> LocalBatch:
+) -> StepBatch:
     """The samples that data rank `data_index` of `data_degree` takes in `step` (from 0)."""
-    tokens = source.split(split)
-    sequence = spec.batch.sequence
-    windows = num_windows(source, sequence, split)
+    windows = source.num_samples(spec.batch.sequence, split)
     first = step * spec.batch.global_samples
     samples = tuple(
         sample(first + position, windows=windows, seed=spec.train.seed)
         for position in positions(spec, data_index=data_index, data_degree=data_degree)
     )
-    starts = (sequence * (sample_id % windows) for sample_id in samples)
-    rows = np.stack([tokens[start : start + sequence + 1] for start in starts])
-    _require_vocab(source, spec, int(rows.max()))
-    return LocalBatch(
-        tokens=torch.from_numpy(rows.astype(np.int64)),
-        global_tokens=spec.batch.global_samples * sequence,
-        sample_ids=samples,
-    )
+    places = [sample_id % windows for sample_id in samples]
+    return source.read(places, samples, spec, split)
+
+
+def blank_batch(spec: Spec) -> StepBatch:
+    """Return a data rank's share of a step of the spec's shapes, which holds no sample in
+    particular."""
+    rows, size = spec.batch.accumulate * spec.batch.micro, spec.batch.global_samples
+    if spec.data.function is not None:
+        samples = sample_batch(spec, rows=rows)
+        return DatasetBatch(samples=samples, global_samples=size, sample_ids=())
+    tokens = torch.zeros(rows, spec.batch.sequence + 1, dtype=torch.int64)
+    return LocalBatch(tokens=tokens, global_tokens=spec.batch.tokens, sample_ids=())
 
 
 def positions(spec: Spec, *, data_index: int, data_degree: int) -> Iterator[int]:
@@ -97,42 +142,13 @@ def sample(index: int, *, windows: int, seed: int) -> int:
     return epoch * windows + _permuted(place, windows, _mix(_mix(seed & _MASK) ^ epoch))
 
 
-def num_windows(source: Corpus, sequence: int, split: Split = Split.TRAIN) -> int:
-    """Samples per epoch; raises where the split is too short for one."""
-    num_tokens = len(source.split(split))
-    windows = (num_tokens - 1) // sequence
-    if windows < 1:
-        finding = (
-            f"the {split.value} split of {source.name} has {num_tokens} tokens, one sample takes "
-            f"{sequence + 1}"
-        )
-        raise refused("data", finding, "lower batch.sequence or give more text")
-    return windows
-
-
-def require(source: Corpus, spec: Spec, logits: int | None = None) -> None:
-    """Refuse, before any rank starts, a corpus that the spec cannot train on (or evaluate with).
+def require(source: SampleSource, spec: Spec, logits: int | None = None) -> None:
+    """Refuse, before any rank starts, samples that the spec cannot train on (or evaluate with).
     `logits`: of a token, where a model's own code says how many."""
-    num_windows(source, spec.batch.sequence)
+    source.num_samples(spec.batch.sequence, Split.TRAIN)
     if spec.eval.every:
-        num_windows(source, spec.batch.sequence, Split.HELD_OUT)
-    largest = source.vocab - 1 if source.vocab else int(source.train[: 2**20].max())
-    _require_vocab(source, spec, largest)
-    if logits is not None and largest >= logits:
-        name = spec.model.target if isinstance(spec.model, ExternalModel) else "the model"
-        finding = f"{source.name} holds token {largest}, but {name} gives each {logits} logits"
-        remedy = f"let it have a vocabulary of {source.vocab or largest + 1} or more"
-        raise refused("data", finding, remedy)
-
-
-def _require_vocab(source: Corpus, spec: Spec, largest: int) -> None:
-    size, key = spec.model.vocabulary
-    if size is not None and largest >= size:
-        raise refused(
-            "data",
-            f"{source.name} holds token {largest}, but {key} is {size}",
-            f"write {key}={source.vocab or largest + 1} or more",
-        )
+        source.num_samples(spec.batch.sequence, Split.HELD_OUT)
+    source.require_known(spec, logits)
 
 
 def _permuted(place: int, size: int, key: int) -> int:

@@ -60,7 +60,7 @@ def is_tabulated(spec: Spec) -> bool:
     shape = spec.model
     if not isinstance(shape, ModelShape) or _is_column(spec.batch) or drops_in_parts(spec):
         return False
-    if is_by_operators(spec):
+    if is_by_operators(spec) or spec.loss.user_function is not None:
         return False
     kept = spec.activations.of(shape.layers)
     is_in_chunks = spec.loss.chunk is not None

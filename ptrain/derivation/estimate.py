@@ -57,7 +57,7 @@ def derive(spec: Spec, facts: ModelFacts | None = None) -> Derivation:
     read off the model itself."""
     facts = own_facts(spec) if facts is None else facts
     stages = stages_of(spec, facts)
-    plan = lower(spec, facts.unit_modules, facts.roles, stages, facts.blocks)
+    plan = lower(spec, facts.unit_modules, facts.roles, stages, facts.blocks, facts.fusions)
     estimate, foreign = _exact(spec, plan, facts, stages), unclaimed(spec, facts)
     estimate = replace(
         estimate,
@@ -91,7 +91,7 @@ def own_facts(spec: Spec) -> ModelFacts:
 def facts_from_shape(spec: Spec) -> ModelFacts | None:
     """The facts of a built-in model whose activations tables tell, or that cannot be traced: then
     nothing is said of them. None where the model itself is to be read."""
-    if not isinstance(spec.model, ModelShape):
+    if not isinstance(spec.model, ModelShape) or spec.data.function is not None:
         return None
     facts = own_facts(spec)
     return facts if is_tabulated(spec) or _not_traceable(spec.model, spec) else None

@@ -46,11 +46,13 @@ def by_shard(ghost: Wrapping) -> tuple[list[Rows], list[int]]:
 
 
 def other_bytes(spec: Spec, facts: ModelFacts) -> int:
-    """The model's buffers (fp32, or fp64 where the model computes in it), one step's tokens and
-    targets, and the scalar in which a step adds up its loss."""
+    """The model's buffers (fp32, or fp64 where the model computes in it), one step's
+    samples, and the scalar in which a step adds up its loss."""
     scale = 2 if spec.precision.effective.parameters is DType.FP64 else 1
-    samples = spec.batch.accumulate * spec.batch.micro
-    tokens = samples * (spec.batch.sequence + 1)
+    sample = facts.sample_bytes
+    if sample is None:
+        sample = (spec.batch.sequence + 1) * _TOKEN_BYTES
+    samples = spec.batch.accumulate * spec.batch.micro * sample
     buffers = sum(size for _, size in facts.buffers)
     scaling = _SCALING_BYTES if spec.precision.effective.scales_loss else 0
-    return scale * (buffers + _LOSS_BYTES) + tokens * _TOKEN_BYTES + scaling
+    return scale * (buffers + _LOSS_BYTES) + samples + scaling

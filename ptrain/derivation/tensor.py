@@ -116,6 +116,9 @@ def _halves(spec: Spec, plan: Plan) -> int:
     return schedule_of(spec).halves_of(plan.pipeline.stages - 1) if plan.pipeline else 0
 
 
+# Roles of weights that are stored inputs by outputs, as those of others.
+_STORED = {Role.TRANSPOSED_COLUMN: Role.COLUMN, Role.TRANSPOSED_ROW: Role.ROW}
+
 _Row = tuple[Collective, State, Phase, int, int]
 
 
@@ -181,7 +184,9 @@ class _Operators:
             module, _, name = tensor.name.rpartition(".")
             if name == "weight":
                 for role in self._modules.roles(module):
-                    self._weights[role][module] = tensor.shape
+                    stored = _STORED.get(role, role)
+                    shape = tensor.shape if stored is role else tensor.shape[::-1]
+                    self._weights[stored][module] = shape
         rows = [shape[0] for shape in self._of(Role.ROW).values()]
         tables = list(self._of(Role.VOCABULARY).values())
         columns = {name: shape[1] for name, shape in self._of(Role.COLUMN).items()}

@@ -3,7 +3,7 @@ one needs neither the seconds nor an import of torch.
 
 A trace is kept under what it depends on: the part of the spec that shapes it, the versions of
 torch, of transformers and of what that takes its kernels from, the kind of processor, and this very
-ptrain, file by file. What a spec's `target:` names is never kept, nor what an editable or a
+ptrain, file by file. What a `target:` of a spec names is never kept, nor what an editable or a
 development version of these gave: their code may have changed where nobody sees it. Not in the key:
 what somebody patches in an installed package, and the instructions that a processor has.
 """
@@ -30,7 +30,7 @@ from ptrain.errors import PtrainError
 from ptrain.facts.model import ModelFacts
 from ptrain.facts.plain import from_plain, to_plain
 from ptrain.facts.traced_part import traced_part
-from ptrain.spec.model import ExternalModel, HuggingFaceModel
+from ptrain.spec.model import HuggingFaceModel
 from ptrain.spec.spec import Spec
 from ptrain.spec.write import to_mapping
 
@@ -77,7 +77,7 @@ def files() -> list[Path]:
 
 def _path(spec: Spec) -> Path | None:
     """Return the file of a spec's facts; None where none are kept."""
-    if isinstance(spec.model, ExternalModel):
+    if spec.user_functions:
         return None
     is_theirs = isinstance(spec.model, HuggingFaceModel)
     try:

@@ -13,7 +13,7 @@ from itertools import accumulate
 
 from ptrain.facts.passes import Passes
 from ptrain.facts.stages import Chain
-from ptrain.spec.role import Roles
+from ptrain.spec.role import Fusions, Roles
 from ptrain.timeline import Timeline
 
 
@@ -64,12 +64,13 @@ class UnitFacts:
 class ModelFacts:
     """`units` in the order in which fully_shard wraps them: blocks first to last, then the root.
     `buffers` are (name, bytes). `gradient_order` names the parameters in the order in which their
-    gradients are complete in a backward pass (it decides DDP's buckets). `timeline` is one
-    micro-batch traced at the spec's shape and dtypes; None where a committed table gives it. Of a
-    model that is not built in, `roles` are those on the tensor axis, `part_timelines` those of each
-    of its ranks, first to last; `chain` is what the pipeline axis cuts, and `stage_passes` what was
-    traced of each stage, by the places of ranks along tp; `blocks` are the names of what
-    repeats, first to last. `draws`: it draws random numbers in forward, as dropout does;
+    gradients are complete in a backward pass (it decides DDP's buckets). `timeline` is one micro-
+    batch traced at the spec's shape and dtypes; None where a committed table gives it. Of a model
+    that is not built in, `roles` are those on the tensor axis and `fusions` the lengths in its
+    fused projections, `part_timelines` those of each of its ranks, first to last; `chain` is what
+    the pipeline axis cuts, and `stage_passes` what was traced of each stage, by the places of ranks
+    along tp; `blocks` are the names of what repeats, first to last. `draws`: it draws random
+    numbers in forward, as dropout does; `sample_bytes` are those of a sample that is not tokens;
     `vocabulary` is how many logits a token has, where it has run. `untraced` says why there is no
     trace of a model that should have one, `unknown_attention` of what attention nobody knows what
     the spec's GPUs would keep. `by_data` says what selects by data, as a router does, so that sizes
@@ -81,11 +82,13 @@ class ModelFacts:
     gradient_order: tuple[str, ...] = ()
     timeline: Timeline | None = None
     roles: Roles = ()
+    fusions: Fusions = ()
     part_timelines: tuple[Timeline, ...] = ()
     chain: Chain | None = None
     blocks: tuple[str, ...] = ()
     stage_passes: tuple[tuple[Passes, ...], ...] = field(default=(), hash=False)
     draws: bool = False
+    sample_bytes: int | None = None
     vocabulary: int | None = field(default=None, compare=False)
     untraced: str = field(default="", compare=False)
     unknown_attention: str = ""

@@ -7,7 +7,7 @@ A rank is as slow as its stages and as full, so a cut is balanced by what its la
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Protocol
@@ -19,7 +19,8 @@ Units = tuple[tuple[str, ...], ...]  # the modules of each, as a plan has them
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ends:
-    """A model's modules in front of its layers and behind them."""
+    """A model's modules in front of its layers and behind them, and parameters that belong to none
+    of them."""
 
     front: tuple[str, ...]
     behind: tuple[str, ...]
@@ -29,19 +30,30 @@ class Ends:
 class Chain:
     """A model as stages are cut from it: its layers' names, first to last, what surrounds them, and
     `hidden`, the features of what goes from layer to layer. `tied`: tensors in front that are used
-    behind too, each with its name there."""
+    behind too, each with its name there. A layer gives hidden states alone, or `returns` things in
+    a tuple, hidden states first."""
 
     layers: tuple[str, ...]
     ends: Ends
     hidden: int
     tied: tuple[tuple[str, str], ...] = ()
+    returns: int = 0
 
     def lacking(self, stage: Stage) -> tuple[str, ...]:
-        """Modules that a stage does not have: other stages' layers, and ends."""
+        """Modules and parameters that a stage does not have: other stages' layers, and ends."""
         foreign = tuple(name for name in self.layers if name not in stage.layers)
+        front, behind = self.absent_ends(stage)
+        return (*foreign, *front, *behind)
+
+    def absent_ends(self, stage: Stage) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """What a stage does not have of what is in front of the layers, and of what is behind."""
         is_last = stage.layers[-1] == self.layers[-1]
-        front = self.ends.front if stage.index else ()
-        return (*foreign, *front, *(() if is_last else self.ends.behind))
+        return self.ends.front if stage.index else (), () if is_last else self.ends.behind
+
+
+def is_within(name: str, modules: Iterable[str]) -> bool:
+    """Return whether a tensor or module is one of `modules`, or in one."""
+    return any(f"{name}.".startswith(f"{module}.") for module in modules)
 
 
 # Of the built-in families.
@@ -110,11 +122,7 @@ class Stage:
     def units(self, units: Units) -> Units:
         """Those of a model that this stage has, inner before outer; its modules' names are the
         model's."""
-        inner = tuple(
-            modules
-            for modules in units
-            if any(f"{modules[0]}.".startswith(f"{layer}.") for layer in self.layers)
-        )
+        inner = tuple(modules for modules in units if is_within(modules[0], self.layers))
         shared = tuple((name.rpartition(".")[0],) for name in self.shared)
         return (*inner, *shared, ("",))
 
@@ -132,7 +140,7 @@ def layers_of(
     assert root.name == "", "the last unit is the root"
     names = {layer.name for layer in layers}
     assert not any(name.rpartition(".")[0] in names for name in names), "units of less than a block"
-    ahead = tuple(t for t in root.tensors if any(t.name.startswith(f"{name}.") for name in front))
+    ahead = tuple(tensor for tensor in root.tensors if is_within(tensor.name, front))
     behind = tuple(t for t in root.tensors if t not in ahead)
     assert {*dict(tied)} <= {tensor.name for tensor in ahead}, f"{tied} are not all in front"
     return Layers(layers=tuple(layers), front=ahead, behind=behind, tied=tuple(tied))

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ptrain.spec.axis import DATA_AXES, Axis
 from ptrain.spec.cluster import Cluster
-from ptrain.spec.job import TrainSpec
+from ptrain.spec.job import DataSpec, TrainSpec
 from ptrain.spec.spec import Spec
 
 
@@ -29,6 +29,7 @@ def traced_part(spec: Spec) -> Spec:
         pipeline=spec.pipeline,
         activations=spec.activations,
         loss=spec.loss,
+        data=spec.data if spec.data.function else DataSpec(),
         device="cuda" if spec.is_for_cuda else "cpu",
         cluster=_gpus(spec.cluster, math.prod(factor.degree for factor in cutting))
         if spec.is_for_cuda and spec.cluster

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from ptrain.axes.data.run.wrapped import OwnUpdate, WrappedModel
+from ptrain.axes.tensor.run.fused import FusedOrder
 from ptrain.interpreter.clip import Clipping
 from ptrain.interpreter.loss import Loss, StepLoss
 from ptrain.interpreter.passes import Enter, PassRunner
@@ -41,6 +42,7 @@ class Construction:
     cut: Callable[[Construction], Iterator[Workpiece]] | None = None  # None: of the model one
     join: Callable[[Construction], tuple[WrappedModel, nn.Module]] | None = None
     operators: Callable[[], AbstractContextManager[None]] = nullcontext
+    order: FusedOrder = field(default_factory=FusedOrder)
     inside_of: Callable[[ChunkedLoss], LossInside] = LossInside  # of whole logits
     loss: Loss = field(default_factory=Loss)  # how the model gives it
     passes_of: Callable[[Construction, StepLoss, Enter], PassRunner] | None = None

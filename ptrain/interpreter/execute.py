@@ -14,6 +14,7 @@ from typing import Any
 from ptrain.activations.run.apply import keep
 from ptrain.axes.data.run.apply import apply
 from ptrain.axes.data.run.flat import parameters_by_unit
+from ptrain.axes.tensor.run.fused import FusedOrder
 from ptrain.axes.tensor.run.apply import loss_inside, micro_batch, parallelize, require_rows
 from ptrain.errors import BrokenPlan
 from ptrain.interpreter.clip import Clipping
@@ -103,6 +104,7 @@ def _cut_operators(step: Parallelize, piece: Workpiece, rank: Construction) -> N
         piece.module, rank.mesh.size((step.axis,)), rank.mesh.size(piece.plan.wrap.row_axes)
     )
     rank.operators = micro_batch(step)
+    rank.order = FusedOrder(step, rank.mesh.size((step.axis,)))
     rank.inside_of = partial(loss_inside, tensor=step)
 
 
@@ -129,7 +131,7 @@ def _wrap_units(step: Wrap, piece: Workpiece, rank: Construction) -> None:
 def _chunk_loss(step: ChunkedLoss, piece: Workpiece, rank: Construction) -> None:
     _require(piece.wrapped is not None, step, "the head has no wrap yet, which gathers its weights")
     if not rank.loss.is_inside:
-        rank.loss = Loss(rank.inside_of(step))
+        rank.loss = Loss(inside=rank.inside_of(step))
     if piece.has_logits:
         rank.loss.attach(piece.module, rank.head)
 

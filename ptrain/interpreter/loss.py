@@ -1,23 +1,30 @@
-"""The loss of a micro-batch: of the logits that the model returns, or computed inside its forward
-pass, a slice of the tokens at a time; and what a rank's micro-batches add up to in a step."""
+"""The loss of a micro-batch: of what the model returns, or computed inside its forward pass, a
+slice of the tokens at a time; and what a rank's micro-batches add up to in a step."""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ptrain.axes.tensor.run.apply import whole_loss
-from ptrain.data.sampler import LocalBatch
+from ptrain.axes.tensor.run.apply import local
 from ptrain.interpreter.scaling import LossScale
+from ptrain.models.batch import SampleBatch, StepBatch
 from ptrain.models.chunked import LossInside
+from ptrain.models.objective import NextToken, Objective
 
 
 class Loss:
-    """How a model gives its loss; `inside` is what computes it in the model's own forward pass."""
+    """How a model gives its loss: `objective` says which, and `inside` is what computes it in the
+    model's own forward pass."""
 
-    def __init__(self, inside: LossInside | None = None) -> None:
+    def __init__(
+        self, objective: Objective | None = None, inside: LossInside | None = None
+    ) -> None:
+        self.objective = objective or NextToken()
         self._inside = inside
 
     @property
@@ -31,44 +38,55 @@ class Loss:
         if self._inside is not None:
             self._inside.attach(model, head)
 
-    def given(self, targets_BT: Tensor) -> AbstractContextManager[None]:
+    def given(self, samples: SampleBatch) -> AbstractContextManager[None]:
         """Return the context that a forward pass runs in."""
-        return self._inside.given(targets_BT) if self._inside else nullcontext()
+        return self._inside.given(samples.targets) if self._inside else nullcontext()
 
-    def run(self, model: nn.Module, inputs_BT: Tensor, targets_BT: Tensor) -> Tensor:
-        """Forward: the tokens' summed loss (0-d)."""
-        with self.given(targets_BT):
-            output = model(inputs_BT)
-        return self.of(output, targets_BT)
+    def run(self, model: nn.Module, samples: SampleBatch) -> Tensor:
+        """Forward: the micro-batch's loss before it is divided (0-d)."""
+        if self._inside is None:
+            return local(self.objective.run(model, samples))
+        with self.given(samples):
+            loss: Tensor = model(samples.inputs)
+        return loss
 
-    def of(self, output: Tensor, targets_BT: Tensor) -> Tensor:
+    def of(self, output: Any, samples: SampleBatch) -> Tensor:
         """The same, of what the forward pass returned."""
-        return output if self._inside else whole_loss(output, targets_BT)
+        return output if self._inside else local(self.objective.of(output, samples))
 
 
 class StepLoss:
-    """The losses of a step's micro-batches, each divided by the tokens of the global batch, and
-    their sum on this rank, `share` (0-d)."""
+    """The losses of a step's micro-batches, each divided so that those of the global batch add up
+    to its mean, and their sum on this rank, `share` (0-d)."""
 
     def __init__(
         self, loss: Loss, scaling: LossScale | None, dtype: torch.dtype, device: torch.device
     ) -> None:
         self._loss, self._scaling = loss, scaling
-        self._global_tokens = 1
+        self._batch: StepBatch | None = None
         self.share = torch.zeros((), dtype=dtype, device=device)
 
-    def begin(self, batch: LocalBatch) -> None:
+    def begin(self, batch: StepBatch) -> None:
         """A step with this batch begins."""
-        self._global_tokens = batch.global_tokens
+        self._batch = batch
         self.share.zero_()
 
-    def given(self, targets_BT: Tensor) -> AbstractContextManager[None]:
-        """Return the context that a forward pass runs in."""
-        return self._loss.given(targets_BT)
+    @contextmanager
+    def evaluating(self, batch: StepBatch) -> Iterator[None]:
+        """While entered, losses are those of this batch, and none of a step's."""
+        self._batch = batch
+        try:
+            yield
+        finally:
+            self._batch = None
 
-    def run(self, model: nn.Module, inputs_BT: Tensor, targets_BT: Tensor) -> Tensor:
+    def given(self, samples: SampleBatch) -> AbstractContextManager[None]:
+        """Return the context that a forward pass runs in."""
+        return self._loss.given(samples)
+
+    def run(self, model: nn.Module, samples: SampleBatch) -> Tensor:
         """Forward of a micro-batch: its loss (0-d), of which backward begins with `seed`."""
-        return self._loss.run(model, inputs_BT, targets_BT) / self._global_tokens
+        return self._loss.run(model, samples) / self._divisor(samples)
 
     def seed(self, loss: Tensor) -> Tensor | None:
         """Return what backward begins with; None for 1."""
@@ -78,13 +96,17 @@ class StepLoss:
         """A micro-batch's loss, to the share."""
         self.share.add_(loss.detach())
 
-    def of_output(self, output: Tensor, targets_BT: Tensor) -> Tensor:
-        """The tokens' summed loss of what a forward pass returned (0-d)."""
-        return self._loss.of(output, targets_BT)
-
-    def of_last_stage(self, output: Tensor, targets_BT: Tensor) -> Tensor:
+    def of_last_stage(self, output: Any, samples: SampleBatch) -> Tensor:
         """The loss of what the last stage of a pipeline returned, of which backward begins with
         `seed`; added to the share."""
-        loss = self._loss.of(output, targets_BT) / self._global_tokens
+        loss = self.of_output(output, samples)
         self.add(loss)
         return loss
+
+    def of_output(self, output: Any, samples: SampleBatch) -> Tensor:
+        """The micro-batch's loss, of what its forward pass returned (0-d)."""
+        return self._loss.of(output, samples) / self._divisor(samples)
+
+    def _divisor(self, samples: SampleBatch) -> float:
+        assert self._batch is not None, "a step has begun"
+        return self._loss.objective.divisor(self._batch, samples)

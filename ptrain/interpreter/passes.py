@@ -10,21 +10,21 @@ from torch import Tensor, nn
 
 from ptrain.axes.data.run.wrapped import WrappedModel
 from ptrain.costs import Phase
-from ptrain.data.sampler import LocalBatch
 from ptrain.interpreter.loss import StepLoss
+from ptrain.models.batch import StepBatch
 
 Enter = Callable[[Phase, int], None]  # is told of every pass: its phase and its micro-batch
-OfOutput = Callable[[Tensor, Tensor], None]  # what the model returned, and the targets
+Add = Callable[[Tensor], None]  # is told of the loss of every micro-batch
 
 
 class PassRunner(Protocol):
     """What the program needs of the order in which micro-batches run."""
 
-    def train(self, batch: LocalBatch) -> None:
+    def train(self, batch: StepBatch) -> None:
         """Forward and backward of every micro-batch; gradients are complete after it."""
 
-    def evaluate(self, batch: LocalBatch, loss: OfOutput) -> None:
-        """Forward of every micro-batch. Where the logits are, `loss` is called for each."""
+    def evaluate(self, batch: StepBatch, add: Add) -> None:
+        """Forward of every micro-batch. Where the loss is, `add` is called with each."""
 
 
 class InTurn:
@@ -43,19 +43,16 @@ class InTurn:
         self.count, self.micro = sizes
         self.loss, self.enter = loss, enter
 
-    def train(self, batch: LocalBatch) -> None:
-        for index, (inputs, targets) in enumerate(batch.micro_batches(self.micro)):
+    def train(self, batch: StepBatch) -> None:
+        for index, samples in enumerate(batch.micro_batches(self.micro)):
             with self.wrapped.micro_batch(index == self.count - 1):
                 self.enter(Phase.FORWARD, index)
-                loss = self.loss.run(self.wrapped.module, inputs, targets)
+                loss = self.loss.run(self.wrapped.module, samples)
                 self.enter(Phase.BACKWARD, index)
                 loss.backward(self.loss.seed(loss))
             self.loss.add(loss)
             del loss
 
-    def evaluate(self, batch: LocalBatch, loss: OfOutput) -> None:
-        for inputs, targets in batch.micro_batches(self.micro):
-            with self.loss.given(targets):
-                output = self.model(inputs)
-            loss(output, targets)
-            del output  # before the next one's are there
+    def evaluate(self, batch: StepBatch, add: Add) -> None:
+        for samples in batch.micro_batches(self.micro):
+            add(self.loss.run(self.model, samples))

@@ -15,23 +15,25 @@ from torch import nn
 
 from ptrain.axes.data.run.target import Named
 from ptrain.costs import Phase, State
-from ptrain.data.sampler import LocalBatch
 from ptrain.errors import PtrainError
 from ptrain.interpreter.agreement import require_equal_models
 from ptrain.interpreter.construction import Construction
 from ptrain.interpreter.execute import execute
-from ptrain.interpreter.loss import StepLoss
+from ptrain.interpreter.loss import Loss, StepLoss
 from ptrain.interpreter.materialize import build_module
 from ptrain.interpreter.stages import stages_of_module
 from ptrain.models.attention import require_trainable
+from ptrain.models.batch import StepBatch
 from ptrain.models.facts import untraced_facts
 from ptrain.models.heads import head_of
 from ptrain.models.numerics import TORCH_DTYPES
+from ptrain.models.objective import objective_of
 from ptrain.models.units import ROOT
 from ptrain.optimizers.update import MASTER, TargetsUpdate
 from ptrain.plan.lower import lower
 from ptrain.rooms.registry import Registry
 from ptrain.rooms.world import World
+from ptrain.spec.extras import require_leave_of
 from ptrain.spec.spec import Spec
 
 
@@ -71,12 +73,13 @@ class Program:
         self.clipping, self.scaling, self.update = rank.clipping, rank.scaling, rank.update
         self.observers: list[Observer] = []
         self.gradient_observers: list[GradientObserver] = []
-        self.batch: LocalBatch | None = None
+        self.batch: StepBatch | None = None
         self.updates_in_backward = self.plan.wrap.is_updated_in_backward
         self.admits: Callable[[int], bool] | None = None
         self._norm: torch.Tensor | None = None  # between the halves of a step
         self._lr: float | None = None
         self._operators = rank.operators
+        self._order = rank.order
         self._sharers = self.mesh.size(self.plan.loss_axes)
         if self.updates_in_backward:
             self.wrapped.consume_with(self._update_unit)
@@ -100,7 +103,7 @@ class Program:
         layers or slices of the tokens of their own, its own."""
         return self.mesh.place(self.plan.drawing_axes)
 
-    def forward_backward(self, batch: LocalBatch, lr: float | None = None) -> torch.Tensor:
+    def forward_backward(self, batch: StepBatch, lr: float | None = None) -> torch.Tensor:
         """K micro-batches forward and backward. Returns this rank's share of the global mean loss
         (0-d, valid until the next call): the shares of all ranks add up to it.
 
@@ -177,16 +180,13 @@ class Program:
         self.update.step_group(index, self._lr, is_taken=is_taken)
 
     @torch.no_grad()
-    def evaluate(self, batch: LocalBatch) -> torch.Tensor:
+    def evaluate(self, batch: StepBatch) -> torch.Tensor:
         """This rank's share of the global mean loss of a batch, without a gradient (0-d)."""
         self.model.eval()
         total = torch.zeros_like(self.loss.share)
 
-        def add(output: torch.Tensor, targets: torch.Tensor) -> None:
-            total.add_(self.loss.of_output(output, targets) / batch.global_tokens)
-
-        with self._operators():
-            self.passes.evaluate(batch, add)
+        with self._operators(), self.loss.evaluating(batch):
+            self.passes.evaluate(batch, total.add_)
         total.div_(self._sharers)
         self.wrapped.end_evaluation()
         self.model.train()
@@ -219,18 +219,23 @@ class Program:
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
         """Load what `state_dict` gave, filled from a checkpoint of any placement."""
+        model = self._order.held(state["model"])
+        keys = {key for _, tensors in self.update.tensors() for key in (MASTER, *tensors)}
+        optimizer = {key: self._order.held(_of_key(state["optimizer"], key)) for key in keys}
         for target, tensors in self.update.tensors():
-            held = _of_key(state["optimizer"], MASTER) if target.owns_master else state["model"]
-            target.load(self.wrapped.own(held))
+            target.load(self.wrapped.own(optimizer[MASTER] if target.owns_master else model))
             for key, tensor in tensors.items():
-                tensor.copy_(target.join(self.wrapped.own(_of_key(state["optimizer"], key))))
+                tensor.copy_(target.join(self.wrapped.own(optimizer[key])))
         if self.scaling is not None:
             for key, tensor in self.scaling.state().items():
                 tensor.copy_(state["scaling"][key])
 
     def canonical(self, named: Named) -> Named:
-        """Return the tensors by the model's names, those of a stage's copies too."""
-        return {self.wrapped.canonical_name(name): tensor for name, tensor in named.items()}
+        """Return the tensors by the model's names, those of a stage's copies too, in the model's
+        order of features. Collective."""
+        return self._order.canonical(
+            {self.wrapped.canonical_name(name): tensor for name, tensor in named.items()}
+        )
 
     def storages(self) -> Iterator[tuple[State, torch.Tensor]]:
         """Every local tensor that lives now and belongs to a state; one storage may come twice."""
@@ -242,7 +247,7 @@ class Program:
             yield State.OTHER, buffer
         yield State.OTHER, self.loss.share
         if self.batch is not None:
-            yield State.OTHER, self.batch.tokens
+            yield from ((State.OTHER, tensor) for tensor in self.batch.tensors)
 
 
 def _tell(observers: list[Observer], phase: Phase, micro_batch: int) -> None:
@@ -290,12 +295,15 @@ def planned(
     """The same before any step of the plan has run."""
     world = world or World.join(spec.timeout, device=spec.device, backend=spec.backend)
     require_trainable(spec.model, world.device)
+    if spec.loss.user_function is not None:
+        require_leave_of(spec.loss.user_function, allow_import=allow_import)
     module = model
     if module is None:
         module = build_module(spec, device=world.device, allow_import=allow_import)
     facts = untraced_facts(module, spec)
     stages = stages_of_module(spec, module, facts)
-    plan = lower(spec, facts.unit_modules, facts.roles, stages.all if stages else (), facts.blocks)
+    cut = stages.all if stages else ()
+    plan = lower(spec, facts.unit_modules, facts.roles, cut, facts.blocks, facts.fusions)
     require_equal_models(module, plan.update.layout, world)
     return Construction(
         spec=spec,
@@ -304,4 +312,5 @@ def planned(
         module=module,
         head=head_of(module, spec) if plan.loss else ROOT,
         stages=stages,
+        loss=Loss(objective_of(spec.loss)),
     )

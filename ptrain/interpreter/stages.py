@@ -36,7 +36,7 @@ def stages_of_module(spec: Spec, module: nn.Module, facts: ModelFacts) -> Stages
         return None
     chain = chain_of(spec, facts)
     if keeps_its_weights(module) and detect_fake_mode() is None:
-        require_alike(module, cut, chain.ends, chain.hidden, sample(module, spec))
+        require_alike(module, cut, chain, sample(module, spec))
     return Stages(chain, cut)
 
 
@@ -54,7 +54,7 @@ def cut_into_stages(step: Pipeline, rank: Construction) -> None:
 def _pieces(step: Pipeline, stages: Stages, rank: Construction) -> Iterator[Workpiece]:
     copies = {copied: name for name, copied in step.shared}
     for index in step.stages_of(rank.mesh.coordinate(step.axis)):
-        part = part_of(rank.module, stages.all, index, stages.chain.ends)
+        part = part_of(rank.module, stages.all, index, stages.chain)
         # where it has no head it may, and nothing writes into what a stage hands on
         message = f".*module .FSDP{type(part).__name__}. returned a view tensor"
         warnings.filterwarnings("ignore", message, UserWarning)
@@ -80,7 +80,7 @@ def _joined(step: Pipeline, stages: Stages, rank: Construction) -> tuple[Staged,
 def _passes(rank: Construction, loss: StepLoss, enter: Enter) -> Pipelined:
     staged = rank.wrapped
     assert isinstance(staged, Staged), "what the stages were joined into"
-    callbacks = PassCallbacks(loss.given, loss.of_last_stage, loss.seed, enter)
+    callbacks = PassCallbacks(loss.given, loss.of_last_stage, loss.of_output, loss.seed, enter)
     return Pipelined(rank.spec, rank.plan, rank.mesh, staged, callbacks)
 
 

@@ -12,7 +12,7 @@ from ptrain.models.external import build_external
 from ptrain.models.gpt import Gpt
 from ptrain.models.huggingface import build_hugging_face
 from ptrain.models.llama import Llama
-from ptrain.spec.extras import require_leave
+from ptrain.spec.extras import require_leave_of
 from ptrain.spec.model import ExternalModel, Family, HuggingFaceModel, ModelShape, ModelSpec
 
 
@@ -25,7 +25,7 @@ def build(
         case ModelShape():
             return _build_shape(model, sequence)
         case ExternalModel():
-            require_leave(model, allow_import=allow_import)
+            require_leave_of(model.function, allow_import=allow_import)
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(seed)
                 return build_external(model)

@@ -1,28 +1,29 @@
-"""What the pipeline axis cuts of a model that is not built in: by the plan that the module itself
-carries, transformers' `base_model_pp_plan` with the `_pp_plan` of the class, or `pp_plan` of the
-user's function.
+"""What the pipeline axis cuts of a model that is not built in: its layers, and the modules in front
+of them and behind.
 
-A plan names the modules that a forward pass goes through, in its order: those in front of the
-layers, the list of layers, those behind. All else (a rotary embedding, masks) every stage computes
-for itself, so that it must not have parameters.
+The layers are those that the module itself names, by transformers' `base_model_pp_plan` with the
+`_pp_plan` of the class, or `pp_plan` of the user's function; else its blocks. Either way a forward
+pass of a few tokens shows what goes through them (`models.flow`): each must be given the hidden
+states that the one before gave, and nothing else that gradients flow into. All that is neither in
+front nor behind (a rotary embedding, masks) every stage computes for itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
 
 from ptrain.errors import refused
-from ptrain.facts.stages import ENDS, Chain, Ends
+from ptrain.facts.stages import ENDS, Chain, Ends, is_within
 from ptrain.models.contract import forward_of, require_logits
+from ptrain.models.flow import Flow, FlowWatch
 from ptrain.models.gpt import Gpt
 from ptrain.models.llama import Llama
 from ptrain.models.roles import named_in_spec, plan_of_module
-from ptrain.models.units import unit_modules
+from ptrain.models.units import blocks_of, unit_modules
 from ptrain.spec.axis import Axis
 from ptrain.spec.spec import Spec
 
@@ -32,29 +33,37 @@ _ATTRIBUTE = "pp_plan: its modules' names in forward order, one of them the Modu
 
 
 @dataclass(frozen=True, slots=True)
-class _Named:
-    """A module by its name in the model; `plan` is whose word it is, `place` where the spec says
-    which model it is."""
+class _Layers:
+    """A model's layers by name; `plan` is whose word it is, `place` where the spec says which model
+    it is. `front` and `behind`: what the plan names around them; None where there is no plan."""
 
     place: str
     plan: str
     names: tuple[str, ...]
+    front: tuple[str, ...] | None = None
+    behind: tuple[str, ...] | None = None
 
 
 def chain_of_module(module: nn.Module, spec: Spec) -> Chain | None:
-    """None where pp is not in the mesh. Raises SpecError where the module says nothing of how it
-    is cut, or something that it is not. Runs it forward once, on a few tokens."""
+    """None where pp is not in the mesh. Raises SpecError where more than hidden states goes from
+    layer to layer, or the module says something that it is not. Runs it forward once, on a few
+    tokens."""
     if spec.degree(Axis.PP) == 1:
         return None
     if isinstance(module, Llama | Gpt):
         return _of_ours(module)
-    plan = _plan_of(module, spec)
-    chain = _cut_at_the_list(module, plan)
-    _require_all_named(module, chain, plan)
-    _require_whole_units(module, chain, spec, plan)
-    hidden = _hidden(module, chain.layers, plan, spec)
-    tied = tuple(_tied(module, chain, plan))
-    return Chain(layers=chain.layers, ends=chain.ends, hidden=hidden, tied=tied)
+    layers = _layers_of(module, spec)
+    _require_whole_units(module, layers, spec)
+    flow = _flow(module, layers, spec)
+    hidden = _hidden(flow, layers, sample(module, spec))
+    ends = _ends(module, layers, flow)
+    return Chain(
+        layers=layers.names,
+        ends=ends,
+        hidden=hidden,
+        tied=tuple(_tied(module, layers, ends)),
+        returns=flow.returns[0],
+    )
 
 
 def sample(module: nn.Module, spec: Spec) -> torch.Tensor:
@@ -74,21 +83,18 @@ def _of_ours(module: Llama | Gpt) -> Chain:
     )
 
 
-def _plan_of(module: nn.Module, spec: Spec) -> _Named:
+def _layers_of(module: nn.Module, spec: Spec) -> _Layers:
     place, name = named_in_spec(module, spec)
     is_theirs = hasattr(module, "_no_split_modules")
     with plan_of_module(module, "pp_plan", spec):
         names = tuple(_their_names(module)) if is_theirs else _names(getattr(module, "pp_plan", ()))
-    if not names:
-        finding = f"{name} says nothing of where it is cut into stages"
-        if is_theirs:
-            config = type(getattr(module, "config", None)).__name__
-            finding += f": {config} has no base_model_pp_plan"
-            remedy = "choose a model whose config has one (llama, qwen3, mistral …), or write no pp"
-        else:
-            remedy = f"give the module an attribute {_ATTRIBUTE}; or write no pp"
-        raise refused("mesh.pp", finding, remedy)
-    return _Named(place, f"the pp_plan of {name}", names)
+    if names:
+        return _at_the_list(module, names, place, f"the pp_plan of {name}")
+    blocks = tuple(blocks_of(module, spec.model.blocks))
+    if not blocks:
+        finding = f"{name} has no list of layers that stages could be cut from"
+        raise refused("mesh.pp", finding, f"give the module an attribute {_ATTRIBUTE}; or no pp")
+    return _Layers(place, f"the blocks of {name}", blocks)
 
 
 def _names(plan: object) -> tuple[str, ...]:
@@ -111,102 +117,137 @@ def _their_names(module: nn.Module) -> Iterator[str]:
     yield from getattr(type(module), "_pp_plan", None) or ()
 
 
-@dataclass(frozen=True, slots=True)
-class _Parts:
-    """A chain before it has run."""
-
-    layers: tuple[str, ...]
-    ends: Ends
-
-
-def _cut_at_the_list(module: nn.Module, plan: _Named) -> _Parts:
+def _at_the_list(module: nn.Module, names: Sequence[str], place: str, plan: str) -> _Layers:
     known = dict(module.named_modules())
-    if missing := [name for name in plan.names if name not in known]:
-        finding = f"{plan.plan} names {missing[0]}, and the model has no such module"
-        raise refused(plan.place, finding, "name modules that are there")
-    lists = [name for name in plan.names if isinstance(known[name], nn.ModuleList)]
+    if missing := [name for name in names if name not in known]:
+        finding = f"{plan} names {missing[0]}, and the model has no such module"
+        raise refused(place, finding, "name modules that are there")
+    lists = [name for name in names if isinstance(known[name], nn.ModuleList)]
     if len(lists) != 1:
         named = ", ".join(lists) or "none"
-        finding = f"{plan.plan} must name one ModuleList, the layers; it names {named}"
-        raise refused(plan.place, finding, f"write {_ATTRIBUTE}")
-    at = plan.names.index(lists[0])
-    return _Parts(
-        layers=tuple(f"{lists[0]}.{name}" for name, _ in known[lists[0]].named_children()),
-        ends=Ends(front=plan.names[:at], behind=plan.names[at + 1 :]),
+        finding = f"{plan} must name one ModuleList, the layers; it names {named}"
+        raise refused(place, finding, f"write {_ATTRIBUTE}")
+    at = names.index(lists[0])
+    return _Layers(
+        place,
+        plan,
+        names=tuple(f"{lists[0]}.{name}" for name, _ in known[lists[0]].named_children()),
+        front=tuple(names[:at]),
+        behind=tuple(names[at + 1 :]),
     )
 
 
-def _require_all_named(module: nn.Module, chain: _Parts, plan: _Named) -> None:
-    named = (*chain.ends.front, *chain.layers, *chain.ends.behind)
-    for name, _ in module.named_parameters(remove_duplicate=False):
-        if not _is_within(name, named):
-            finding = f"{name} belongs to no module of {plan.plan}: every stage would have it"
-            raise refused(plan.place, finding, "name its module in the plan, or write no pp")
-
-
-def _require_whole_units(module: nn.Module, chain: _Parts, spec: Spec, plan: _Named) -> None:
+def _require_whole_units(module: nn.Module, layers: _Layers, spec: Spec) -> None:
     for modules in unit_modules(module, spec.unit, spec.model.blocks)[:-1]:
         for name in modules:
-            if not _is_within(name, chain.layers):
-                finding = f"{name} is a unit of the model, and no layer of {plan.plan}"
-                raise refused(plan.place, finding, "name the list of its blocks in the plan")
+            if not is_within(name, layers.names):
+                finding = f"{name} is a unit of the model, and no layer of {layers.plan}"
+                raise refused(layers.place, finding, "name the list of its blocks in the plan")
 
 
-def _hidden(module: nn.Module, layers: Sequence[str], plan: _Named, spec: Spec) -> int:
-    """The features that go from layer to layer. Raises SpecError where something else does."""
-    seen: list[tuple[str, tuple[int, ...]]] = []
+def _flow(module: nn.Module, layers: _Layers, spec: Spec) -> Flow:
+    """Run the model forward once. Raises SpecError where its code does, and where something else
+    than hidden states goes from layer to layer."""
+    tokens, watch = sample(module, spec), FlowWatch(module, layers.names)
+    copies = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    with torch.enable_grad(), torch.random.fork_rng(devices=[]), watch.watching():
+        with forward_of(module, tokens, spec):
+            output = torch.func.functional_call(module, copies, (tokens,))
+        require_logits(output, module, tokens, spec)
+    flow = watch.end(output)
+    if flow.visited != [*layers.names]:
+        finding = f"a forward pass does not go through the layers of {layers.plan} one by one"
+        raise refused(layers.place, finding, "write no pp")
+    if flow.faults:
+        finding = f"{layers.plan} cannot be on several stages: {flow.faults[0]}"
+        raise refused(layers.place, finding, "write no pp")
+    return flow
 
-    def note(name: str, output: Any) -> None:
-        first = output[0] if isinstance(output, tuple | list) and output else output
-        seen.append((name, tuple(first.shape) if isinstance(first, torch.Tensor) else ()))
 
-    handles = [
-        module.get_submodule(name).register_forward_hook(
-            lambda _, __, output, name=name: note(name, output)
-        )
-        for name in layers
-    ]
-    tokens = sample(module, spec)
-    try:
-        copies = {name: buffer.clone() for name, buffer in module.named_buffers()}
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            with forward_of(module, tokens, spec):
-                output = torch.func.functional_call(module, copies, (tokens,))
-            require_logits(output, module, tokens, spec)
-    finally:
-        for handle in handles:
-            handle.remove()
-    if [name for name, _ in seen] != [*layers]:
-        finding = f"a forward pass does not go through the layers of {plan.plan} one by one"
-        raise refused(plan.place, finding, "write no pp")
-    shapes = {shape for _, shape in seen}
-    (shape, *others) = sorted(shapes)
-    if others or shape[:-1] != tuple(tokens.shape):
-        finding = f"a layer gives {' or '.join(map(str, map(list, sorted(shapes))))} of one sample "
-        finding += f"of {tokens.shape[1]} tokens, and the next stage waits for hidden states"
-        raise refused(plan.place, finding, "write no pp")
+def _hidden(flow: Flow, layers: _Layers, tokens_BT: torch.Tensor) -> int:
+    """Return the features that go from layer to layer."""
+    if len({*flow.returns}) > 1:
+        finding = f"the layers of {layers.plan} return unlike things"
+        raise refused(layers.place, finding, "let each return the same, or write no pp")
+    (shape, *others) = sorted({*flow.shapes})
+    if others or shape[:-1] != tuple(tokens_BT.shape):
+        shapes = " or ".join(map(str, map(list, (shape, *others))))
+        finding = f"a layer gives {shapes} of one sample "
+        finding += f"of {tokens_BT.shape[1]} tokens, and the next stage waits for hidden states"
+        raise refused(layers.place, finding, "write no pp")
     return shape[-1]
 
 
-def _tied(module: nn.Module, chain: _Parts, plan: _Named) -> Iterator[tuple[str, str]]:
+def _ends(module: nn.Module, layers: _Layers, flow: Flow) -> Ends:
+    """Return what is in front of the layers and behind them: what was called there, and parameters
+    of none of that which were used there, or which the plan names there. Raises SpecError for a
+    parameter that would be on every stage, or on two by one name."""
+    both = {*flow.front} & {*flow.behind}
+    front = [name for name in flow.front if name not in both and _is_there_alone(module, name)]
+    behind = [name for name in flow.behind if name not in both]
+    for name, _ in module.named_parameters(remove_duplicate=False):
+        if is_within(name, (*front, *layers.names, *behind)):
+            continue
+        if name in flow.used_in_front or is_within(name, layers.front or ()):
+            front.append(name)
+        elif name in flow.used_behind or is_within(name, layers.behind or ()):
+            behind.append(name)
+        else:
+            finding = f"{name} belongs to no module of {layers.plan}: every stage would have it"
+            raise refused(layers.place, finding, "name its module in the plan, or write no pp")
+    ends = Ends(front=tuple(front), behind=tuple(behind))
+    _require_as_planned(module, layers, ends)
+    _require_at_one_end(module, layers, ends, flow)
+    return ends
+
+
+def _is_there_alone(module: nn.Module, name: str) -> bool:
+    """Whether no other module has it too: what stands in for it there would be everywhere."""
+    inner = module.get_submodule(name)
+    return sum(child is inner for _, child in module.named_modules(remove_duplicate=False)) == 1
+
+
+def _require_as_planned(module: nn.Module, layers: _Layers, ends: Ends) -> None:
+    """A plan is its author's word: what is used at an end is named there."""
+    for named, used, place in (
+        (layers.front, ends.front, "in front of"),
+        (layers.behind, ends.behind, "behind"),
+    ):
+        for name, _ in module.named_parameters(remove_duplicate=False):
+            if named is not None and is_within(name, used) and not is_within(name, named):
+                finding = f"{name} is used {place} the layers, and {layers.plan} does not name it "
+                finding += "there: every stage would have it"
+                raise refused(layers.place, finding, "name its module in the plan, or write no pp")
+
+
+def _require_at_one_end(module: nn.Module, layers: _Layers, ends: Ends, flow: Flow) -> None:
+    """A tensor of both ends has a name at each."""
+    names = dict(_all_names(module))
+    for name in sorted(flow.used_in_front & flow.used_behind):
+        if not any(is_within(alias, ends.behind) for alias in names[name]):
+            finding = f"{name} is used in front of the layers and behind them, by one module"
+            remedy = "let the head be a module of its own that has it (head.weight = embed.weight)"
+            raise refused(layers.place, finding, f"{remedy}, or write no pp")
+
+
+def _tied(module: nn.Module, layers: _Layers, ends: Ends) -> Iterator[tuple[str, str]]:
     """Tensors in front that a module behind has too. Those of layers must be a layer's own."""
+    places = (ends.front, *((layer,) for layer in layers.names), ends.behind)
+    for first, (_, *others) in _all_names(module):
+        for other in others:
+            if is_within(first, ends.front) and is_within(other, ends.behind):
+                yield first, other
+            elif is_within(first, ends.behind) and is_within(other, ends.front):
+                finding = f"{first} is the tensor of {other}, and comes before it in the model"
+                raise refused(layers.place, finding, "let the model define the embedding first")
+            elif not any(is_within(first, at) and is_within(other, at) for at in places):
+                finding = f"{first} and {other} are one tensor, and would be on two stages"
+                raise refused(layers.place, finding, "write no pp")
+
+
+def _all_names(module: nn.Module) -> Iterator[tuple[str, list[str]]]:
+    """Yield the first name of every parameter, and all of them."""
     names: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
-    for first, *others in names.values():
-        for other in others:
-            if _is_within(first, chain.ends.front) and _is_within(other, chain.ends.behind):
-                yield first, other
-            elif not _are_together(first, other, chain):
-                finding = f"{first} and {other} are one tensor, and would be on two stages"
-                raise refused(plan.place, finding, "write no pp")
-
-
-def _are_together(first: str, other: str, chain: _Parts) -> bool:
-    """Whether they are on one stage in any cut."""
-    places = (chain.ends.front, *((layer,) for layer in chain.layers), chain.ends.behind)
-    return any(_is_within(first, place) and _is_within(other, place) for place in places)
-
-
-def _is_within(name: str, modules: Iterable[str]) -> bool:
-    return any(f"{name}.".startswith(f"{module}.") for module in modules)
+    yield from ((aliases[0], aliases) for aliases in names.values())

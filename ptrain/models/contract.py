@@ -11,14 +11,20 @@ import torch
 from torch import Tensor, nn
 
 from ptrain.errors import Fault, SpecError, refused
+from ptrain.models.batch import SampleBatch, sample_batch
 from ptrain.models.boundary import boundary, said
+from ptrain.models.external import raised
+from ptrain.models.objective import Objective, objective_of
 from ptrain.models.roles import named_in_spec
+from ptrain.spec.function import UserFunction
 from ptrain.spec.spec import Spec
 
 NEEDED = (
     "forward(tokens: int64 [batch, sequence]) -> logits [batch, sequence, vocabulary], one tensor "
     "of real numbers"
 )
+_OTHERWISE = "; for another output write loss: {target: package.module:function}, which is given it"
+_LOSS = "let it return the mean loss of the micro-batch's samples: one real number, 0-d, a Tensor"
 
 
 def logits_of(model: nn.Module, tokens_BT: Tensor, spec: Spec) -> Tensor:
@@ -71,7 +77,58 @@ def _is_of(output: Tensor, tokens_BT: Tensor) -> bool:
 def _refused(model: nn.Module, spec: Spec, output: str, given: str = "") -> SpecError:
     place, name = named_in_spec(model, spec)
     finding = f"{type(model).__name__}.forward of {name}{given} gave {output}"
-    return refused(place, finding, f"what is needed: {NEEDED}")
+    return refused(place, finding, f"what is needed: {NEEDED}{_OTHERWISE}")
+
+
+def forward_once(model: nn.Module, spec: Spec) -> int | None:
+    """Run a micro-batch of the spec's forward. Return how many logits a token has; None where the
+    loss is a function of the user's. Raises SpecError as `logits_of` and `loss_of` do."""
+    samples = sample_batch(spec)
+    if spec.loss.user_function is None:
+        return logits_of(model, samples.inputs, spec).shape[-1]
+    loss_of(model, samples, objective_of(spec.loss), spec)
+    return None
+
+
+def loss_of(model: nn.Module, samples: SampleBatch, objective: Objective, spec: Spec) -> Tensor:
+    """Return the loss that a function of the user's gives of a micro-batch. Raises SpecError where
+    the model's code or the function raises, and where what it gives is no loss."""
+    function = spec.loss.user_function
+    assert function is not None, "other losses are of logits"
+    if spec.loss.step is not None:
+        with boundary(lambda error: raised(function, error, f", given {_like(samples.data)},")):
+            return _require_loss(objective.run(model, samples), function)
+    with _forward_of_samples(model, samples, spec):
+        output = model(samples.inputs)
+    with boundary(lambda error: raised(function, error, f", given {_like(output)},")):
+        return _require_loss(objective.of(output, samples), function)
+
+
+def _forward_of_samples(
+    model: nn.Module, samples: SampleBatch, spec: Spec
+) -> AbstractContextManager[None]:
+    """Around a forward pass of what the data give: raises SpecError in place of what the model
+    raises."""
+    place, name = named_in_spec(model, spec)
+    inputs = samples.inputs  # which the data may not say
+
+    def fault(error: BaseException) -> Fault:
+        given = f"given {_like(inputs)}, raised"
+        finding = f"{type(model).__name__}.forward of {name}, {given} {said(error)}"
+        remedy = "let it take what the data give, or write step: {target: …}, which calls it"
+        return Fault(place=place, finding=finding, remedy=remedy)
+
+    return boundary(fault)
+
+
+def _require_loss(loss: Any, function: UserFunction) -> Tensor:
+    """Raises SpecError for what is no loss that can be trained on."""
+    if not isinstance(loss, Tensor) or loss.dim() or not loss.is_floating_point():
+        raise refused(function.place, f"{function.target} returned {_like(loss)}", _LOSS)
+    if torch.is_grad_enabled() and not loss.requires_grad:
+        finding = f"{function.target} returned a loss on which no trainable parameter has an "
+        raise refused(function.place, f"{finding}influence", "compute it of the model's output")
+    return loss
 
 
 def _like(value: Any) -> str:

@@ -9,26 +9,24 @@ from math import gcd
 from torch import nn
 
 from ptrain.errors import Fault, SpecError, refused
-from ptrain.models.dropout import dropouts
 from ptrain.models.gpt import Gpt
+from ptrain.models.linear import features, is_linear
 from ptrain.models.llama import Llama
-from ptrain.models.slices import misplaced
+from ptrain.models.slices import follow
 from ptrain.spec import slips
 from ptrain.spec.axis import Axis
 from ptrain.spec.placement import R
-from ptrain.spec.role import Role, Roles, fits
+from ptrain.spec.role import COLUMNS, ROWS, Fusions, Role, Roles, fits
 from ptrain.spec.spec import Spec
 
-_KINDS = {
-    Role.COLUMN: nn.Linear,
-    Role.ROW: nn.Linear,
-    Role.HEAD: nn.Linear,
-    Role.VOCABULARY: nn.Embedding,
-}
+_LINEAR = (*COLUMNS, *ROWS)
+_KINDS = {**dict.fromkeys((*_LINEAR, Role.HEAD), nn.Linear), Role.VOCABULARY: nn.Embedding}
 
 
-def require_cuttable(module: nn.Module, roles: Roles, place: str, spec: Spec) -> None:
-    """Raises SpecError; `place` is whose the plan is. Runs the model forward once, whole."""
+def fusions_of(module: nn.Module, roles: Roles, place: str, spec: Spec) -> Fusions:
+    """Return which column layers are several projections in one, as the model takes what they give
+    apart. Raises SpecError where it cannot be cut; `place` is whose the plan is. Runs the model
+    forward once, whole."""
     named = {name: role for pattern, role in roles for name in matching(module, pattern)}
     _require_whole_tokens(spec)
     _require_one_role(module, roles, place)
@@ -37,10 +35,52 @@ def require_cuttable(module: nn.Module, roles: Roles, place: str, spec: Spec) ->
     faults = (*_kinds(module, roles, place), *_sizes(module, roles, spec.degree(Axis.TP)))
     if faults := (*faults, *_unequal(module, named, spec)):
         raise SpecError(*faults)
-    _require_no_dropout(module, place)
+    counted = frozenset(p.rpartition(".")[0] for p, role in roles if role is Role.COUNT)
+    owners = frozenset(name for pattern in counted for name in matching(module, pattern))
     sequence, is_naive = spec.batch.sequence, spec.tensor.is_naive
-    if problem := misplaced(module, named, sequence=sequence, is_naive=is_naive):
-        raise refused(place, *problem)
+    follower = follow(module, named, owners, sequence=sequence, is_naive=is_naive)
+    if follower.problem:
+        raise refused(place, *follower.problem)
+    lengths = {name: follower.projections.lengths(name) for name in named}
+    _require_fused(named, lengths, place)
+    if faults := tuple(_unequal_projections(lengths, spec.degree(Axis.TP))):
+        raise SpecError(*faults)
+    return tuple(_by_pattern(module, roles, lengths))
+
+
+def _by_pattern(
+    module: nn.Module, roles: Roles, lengths: dict[str, tuple[int, ...]]
+) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield the lengths of fused projections, where all blocks have the same once for all."""
+    for pattern, role in roles:
+        if role in COLUMNS:
+            names = list(matching(module, pattern))
+            same = {lengths[name] for name in names}
+            alike = [pattern] if len(same) == 1 else names
+            yield from (
+                (name, its) for name in alike if (its := lengths.get(name, lengths[names[0]]))
+            )
+
+
+def _require_fused(named: dict[str, Role], lengths: dict[str, tuple[int, ...]], place: str) -> None:
+    for name, role in named.items():
+        if role is Role.FUSED_COLUMN and not lengths[name]:
+            finding = f"{name} is a fused column, and what it gives is not taken apart into "
+            finding += "projections, one behind the other"
+            raise refused(place, finding, "give it the role column, or none")
+
+
+def _unequal_projections(lengths: dict[str, tuple[int, ...]], degree: int) -> Iterator[Fault]:
+    for name, its in lengths.items():
+        if any(length % degree for length in its):
+            finding = f"tp={degree} does not divide the projections of {name}: "
+            finding += ", ".join(map(str, its))
+            common = gcd(*its)
+            choices = (str(divisor) for divisor in range(1, common + 1) if common % divisor == 0)
+            yield Fault(
+                place="mesh.tp", finding=finding, remedy=f"choose tp from {', '.join(choices)}"
+            )
+            return
 
 
 def matching(module: nn.Module, pattern: str) -> Iterator[str]:
@@ -85,7 +125,8 @@ def _kinds(module: nn.Module, roles: Roles, place: str) -> Iterator[Fault]:
     for pattern, role in roles:
         for name in matching(module, pattern):
             child, kind = module.get_submodule(name), _KINDS.get(role)
-            if kind is not None and not isinstance(child, kind):
+            is_fitting = is_linear(child) if role in _LINEAR else kind and isinstance(child, kind)
+            if kind is not None and not is_fitting:
                 actual = slips.a(type(child).__name__)
                 finding = f"{name} is {actual}; {role} is a role of {kind.__name__}"
                 yield Fault(place=place, finding=finding, remedy="give it no role, or another one")
@@ -95,7 +136,7 @@ def _kinds(module: nn.Module, roles: Roles, place: str) -> Iterator[Fault]:
 def _sizes(module: nn.Module, roles: Roles, degree: int) -> Iterator[Fault]:
     """Yield a fault for each size that the degree does not divide; the choices divide all that is
     cut."""
-    sizes = {**_heads(module), **dict(_cut_sizes(module, roles))}
+    sizes = {**_heads(module), **_counts(module, roles), **dict(_cut_sizes(module, roles))}
     common = gcd(*sizes.values())
     choices = ", ".join(str(divisor) for divisor in range(1, common + 1) if common % divisor == 0)
     for what, size in sizes.items():
@@ -116,16 +157,27 @@ def _heads(module: nn.Module) -> dict[str, int]:
     return {f"{field}: {size}": size for field, size in counts.items() if isinstance(size, int)}
 
 
+def _counts(module: nn.Module, roles: Roles) -> dict[str, int]:
+    """Return the numbers that attributes count."""
+    counts: dict[str, int] = {}
+    for pattern, role in roles:
+        owner, _, attribute = pattern.rpartition(".")
+        for name in matching(module, owner) if role is Role.COUNT else ():
+            size = getattr(module.get_submodule(name), attribute)
+            counts.setdefault(f"{pattern}: {size}", size)
+    return counts
+
+
 def _cut_sizes(module: nn.Module, roles: Roles) -> Iterator[tuple[str, int]]:
     """Of layers of one size the first one's name."""
     seen: set[int] = set()
     for pattern, role in roles:
         for name in matching(module, pattern):
             child = module.get_submodule(name)
-            if role not in (Role.COLUMN, Role.ROW) or not isinstance(child, nn.Linear):
+            if role not in _LINEAR or not is_linear(child):
                 continue
-            is_column = role is Role.COLUMN
-            size = child.out_features if is_column else child.in_features
+            is_column = role in COLUMNS
+            size = features(child)[is_column]
             if size not in seen:
                 seen.add(size)
                 yield f"the {size} {'outputs' if is_column else 'inputs'} of {name}", size
@@ -142,12 +194,3 @@ def _unequal(module: nn.Module, named: dict[str, Role], spec: Spec) -> Iterator[
                 finding=f"false: the {child.out_features} outputs of {name} are cut unequally",
                 remedy=f"write true, or a vocabulary that is a multiple of {degree}",
             )
-
-
-def _require_no_dropout(module: nn.Module, place: str) -> None:
-    for name, value in dropouts(module):
-        finding = (
-            f"not yet: {name} is {value}, and dropout of cut activations is known of built-in "
-        )
-        finding += "models only"
-        raise refused(place, finding, "build it with a dropout of 0")

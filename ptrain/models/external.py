@@ -1,8 +1,8 @@
-"""A model of the user's own, by `package.module:function`.
+"""A model of the user's own, and whatever else a spec names by `package.module:function`.
 
 The function is imported like any installed module, and, where no other is of its name, from the
-folder of the spec that names it; it is called with the spec's `arguments` and returns an nn.Module
-with forward(tokens_BT) -> logits_BTV.
+folder of the spec that names it. That of a model is called with the spec's `arguments` and returns
+an nn.Module.
 """
 
 from __future__ import annotations
@@ -22,64 +22,96 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from ptrain.errors import Fault, refused
 from ptrain.models.boundary import boundary, said
 from ptrain.spec import slips
+from ptrain.spec.function import UserFunction
 from ptrain.spec.model import ExternalModel
 
-_FUNCTION = "name a function that returns a torch.nn.Module, as package.module:function"
-_NEEDED = "what is needed: a function that returns a torch.nn.Module, given model.arguments"
+_KINDS = {
+    "model": "a function that returns a torch.nn.Module",
+    "data": "a function that returns a map-style dataset",
+    "loss": "a function(output, batch) that returns the mean loss of a micro-batch",
+    "step": "a function(model, batch) that returns the mean loss of a micro-batch",
+}
 
 
 def build_external(model: ExternalModel) -> nn.Module:
     """Call the target. Only after the user has allowed it: importing runs the module's code. Raises
     SpecError for a target that is none, and for whatever its code raises."""
-    function = _resolve(model)
-    try:
-        inspect.signature(function).bind(**model.arguments)
-    except TypeError as error:
-        given = ", ".join(model.arguments) or "no arguments"
-        finding = f"{model.target} cannot be called with {given}: {error}"
-        raise refused("model.arguments", finding, "give the function's own arguments") from error
-    except ValueError:
-        pass  # a builtin may have no signature to compare with
-    with boundary(lambda error: _fault(f"{model.target} raised {said(error)}", _NEEDED)):
-        module = function(**model.arguments)
+    function = model.function
+    module = called(function)
     if not isinstance(module, nn.Module):
         finding = f"{model.target} returned {type(module).__name__}, not a torch.nn.Module"
-        raise refused("model.target", finding, _FUNCTION)
+        raise refused(function.place, finding, _remedy(function))
     return module
 
 
-def _resolve(model: ExternalModel) -> Callable[..., object]:
-    target = model.target
+def called(function: UserFunction) -> object:
+    """Return what a target gives, called with the spec's arguments. Raises SpecError as
+    `build_external`."""
+    target = resolved(function)
+    with boundary(lambda error: raised(function, error)):
+        return target(**function.arguments)
+
+
+def resolved(function: UserFunction, *given: str) -> Callable[..., object]:
+    """Return a target, which can be called with the arguments of these names and then the spec's,
+    by keyword. Raises SpecError where it cannot, and for a target that is none."""
+    target = _imported(function)
+    try:
+        inspect.signature(target).bind(*given, **function.arguments)
+    except TypeError as error:
+        names = ", ".join((*given, *function.arguments)) or "no arguments"
+        finding = f"{function.target} cannot be called with {names}: {error}"
+        place = f"{function.section}.arguments"
+        raise refused(place, finding, "give the function's own arguments") from error
+    except ValueError:
+        pass  # a builtin may have no signature to compare with
+    return target
+
+
+def raised(function: UserFunction, error: BaseException, given: str = "") -> Fault:
+    """Return the fault of a target that raised."""
+    more = f", given {function.section}.arguments" if function.section in ("model", "data") else ""
+    needed = f"what is needed: {_KINDS[function.section]}{more}"
+    return _fault(function, f"{function.target}{given} raised {said(error)}", needed)
+
+
+def _remedy(function: UserFunction) -> str:
+    return f"name {_KINDS[function.section]}, as package.module:function"
+
+
+def _imported(function: UserFunction) -> Callable[..., object]:
+    target, remedy = function.target, _remedy(function)
     module_name, colon, attribute = target.partition(":")
     names = (*module_name.split("."), attribute)
     if not (colon and all(name.isidentifier() for name in names)):
         finding = f"{target!r} is not of the form package.module:function"
-        raise refused("model.target", finding, _FUNCTION)
-    module = _import(module_name, model.folder)
-    with boundary(lambda error: _fault(f"{module_name} raised {said(error)}", _FUNCTION)):
-        function = getattr(module, attribute, None)
-    if function is None:
+        raise refused(function.place, finding, remedy)
+    module = _import(module_name, function)
+    with boundary(lambda error: _fault(function, f"{module_name} raised {said(error)}", remedy)):
+        value = getattr(module, attribute, None)
+    if value is None:
         finding = f"module {module_name} has no attribute {attribute!r}"
-        raise refused("model.target", finding, _FUNCTION)
-    if not callable(function):
-        finding = f"{target} is {slips.a(type(function).__name__)}, not a function"
-        raise refused("model.target", finding, _FUNCTION)
-    resolved: Callable[..., object] = function
-    return resolved
+        raise refused(function.place, finding, remedy)
+    if not callable(value):
+        finding = f"{target} is {slips.a(type(value).__name__)}, not a function"
+        raise refused(function.place, finding, remedy)
+    named: Callable[..., object] = value
+    return named
 
 
-def _import(name: str, folder: str | None) -> ModuleType:
+def _import(name: str, function: UserFunction) -> ModuleType:
     """Tensors that a module has of its own are real, whatever the model is built of."""
+    folder = function.folder
     if folder is not None:
         importlib.invalidate_caches()  # a file may be younger than what was read of its folder
-        _require_alone(name, folder)
+        _require_alone(name, folder, function)
         if folder not in sys.path and os.path.isdir(folder):
             sys.path.append(folder)  # the last: no file beside a spec hides an installed module
-    with unset_fake_temporarily(), boundary(lambda error: _unimportable(name, folder, error)):
+    with unset_fake_temporarily(), boundary(lambda error: _unimportable(name, function, error)):
         return importlib.import_module(name)
 
 
-def _require_alone(name: str, folder: str) -> None:
+def _require_alone(name: str, folder: str, function: UserFunction) -> None:
     """Raises SpecError where the folder has a module of the name, and another one would run."""
     top = name.partition(".")[0]
     here = _first_file(name, PathFinder.find_spec(top, [folder]))
@@ -87,7 +119,8 @@ def _require_alone(name: str, folder: str) -> None:
     if here and there and os.path.realpath(here) != os.path.realpath(there):
         finding = f"two modules are called {top}: {here} beside the spec, and {there}"
         remedy = "give the one beside the spec another name; or, for the other one, set "
-        raise refused("model.target", finding, f"{remedy}model.folder to a folder without it")
+        remedy += f"{function.section}.folder to a folder without it"
+        raise refused(function.place, finding, remedy)
 
 
 def _elsewhere(top: str) -> ModuleSpec | None:
@@ -110,19 +143,21 @@ def _first_file(name: str, top: ModuleSpec | None) -> str:
     return (module and module.origin) or ""
 
 
-def _unimportable(name: str, folder: str | None, error: BaseException) -> Fault:
+def _unimportable(name: str, function: UserFunction, error: BaseException) -> Fault:
+    folder = function.folder
     if not isinstance(error, ModuleNotFoundError) or not f"{name}.".startswith(f"{error.name}."):
         remedy = f"see that `python -c 'import {name}'` succeeds"
-        return _fault(f"importing {name} raised {said(error)}", remedy)
+        return _fault(function, f"importing {name} raised {said(error)}", remedy)
+    finding = f"no module named {error.name!r}"
     if folder is None:
         remedy = "install it, put the directory that holds it on PYTHONPATH, or name that "
-        return _fault(f"no module named {error.name!r}", f"{remedy}directory: model.folder")
+        return _fault(function, finding, f"{remedy}directory: {function.section}.folder")
     is_there = "" if os.path.isdir(folder) else ", which is no folder here"
     remedy = (
         f"put it beside the spec, into {folder}{is_there}; or install it; or put the directory "
     )
-    return _fault(f"no module named {error.name!r}", f"{remedy}that holds it on PYTHONPATH")
+    return _fault(function, finding, f"{remedy}that holds it on PYTHONPATH")
 
 
-def _fault(finding: str, remedy: str) -> Fault:
-    return Fault(place="model.target", finding=finding, remedy=remedy)
+def _fault(function: UserFunction, finding: str, remedy: str) -> Fault:
+    return Fault(place=function.place, finding=finding, remedy=remedy)

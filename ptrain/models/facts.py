@@ -6,9 +6,10 @@ import torch
 from torch import nn
 
 from ptrain.facts.model import ModelFacts, TensorFacts, UnitFacts
+from ptrain.models.batch import sample_bytes
 from ptrain.models.chain import chain_of_module
 from ptrain.models.dropout import drops_out
-from ptrain.models.roles import roles_of_module
+from ptrain.models.roles import cutting_of_module
 from ptrain.models.units import blocks_of, unit_modules
 from ptrain.spec.spec import Spec
 
@@ -17,13 +18,16 @@ _WIDE_BYTES = 4  # buffers of reals are fp32, or fp64 where everything is
 
 def untraced_facts(model: nn.Module, spec: Spec) -> ModelFacts:
     """Return the facts that are read off the module itself."""
+    roles, fusions = cutting_of_module(model, spec)
     return ModelFacts(
         units=_units(model, unit_modules(model, spec.unit, spec.model.blocks)),
         buffers=tuple((name, _nbytes(buffer)) for name, buffer in model.named_buffers()),
-        roles=roles_of_module(model, spec),
+        roles=roles,
+        fusions=fusions,
         chain=chain_of_module(model, spec),
         blocks=tuple(blocks_of(model, spec.model.blocks)),
         draws=drops_out(model),
+        sample_bytes=sample_bytes(spec),
     )
 
 

@@ -18,12 +18,14 @@ from torch import nn
 from ptrain.errors import Fault, refused
 from ptrain.facts.roles import roles_of
 from ptrain.models.boundary import boundary, said
-from ptrain.models.cuttable import matching, require_cuttable
+from ptrain.models.cuttable import fusions_of, matching
 from ptrain.models.gpt import Gpt
+from ptrain.models.known_plans import KNOWN_PLANS
+from ptrain.models.linear import is_transposed
 from ptrain.models.llama import Llama
 from ptrain.spec.axis import Axis
 from ptrain.spec.model import ExternalModel, HuggingFaceModel, ModelShape
-from ptrain.spec.role import GIVEN, Role, Roles
+from ptrain.spec.role import COLUMNS, GIVEN, Fusions, Role, Roles
 from ptrain.spec.spec import Spec
 
 # transformers' words (4.56 to 5). None: whole on every rank, which is how between the sub-blocks
@@ -37,6 +39,8 @@ _THEIRS: Mapping[str, Role | None] = {
     "replicated_with_grad_allreduce": Role.SHARED,
     "sequence_parallel": None,
     "replicate": None,
+    "packed_colwise": Role.FUSED_COLUMN,
+    "moe_tp_experts": None,
 }
 _GATHERED = ("colwise_rep", "colwise_gather_output")
 
@@ -51,19 +55,24 @@ class _Plan:
     theirs: bool
 
 
-def roles_of_module(module: nn.Module, spec: Spec) -> Roles:
-    """Patterns with roles; none where tp is not in the mesh, or where the model is built in.
-    Raises SpecError where the plan cannot be followed."""
+def cutting_of_module(module: nn.Module, spec: Spec) -> tuple[Roles, Fusions]:
+    """Patterns with roles, and of fused projections with their lengths; none where tp is not in the
+    mesh, or where the model is built in. Raises SpecError where the plan cannot be followed."""
     if spec.degree(Axis.TP) == 1:
-        return ()
+        return (), ()
     if isinstance(module, Llama | Gpt) and not spec.tensor.roles:
         if isinstance(spec.model, ModelShape):
-            return ()
+            return (), ()
         place, roles = named_in_spec(module, spec)[0], roles_of(module.shape)
     else:
         place, roles = _planned(module, spec)
-    require_cuttable(module, roles, place, spec)
-    return roles
+    fusions = fusions_of(module, roles, place, spec)
+    return tuple((pattern, _as_cut(role)) for pattern, role in roles), fusions
+
+
+def _as_cut(role: Role) -> Role:
+    """Return the role of what is cut: where a fused projection is several, its lengths say."""
+    return Role.COLUMN if role is Role.FUSED_COLUMN else role
 
 
 def _planned(module: nn.Module, spec: Spec) -> tuple[str, Roles]:
@@ -108,7 +117,10 @@ def _their_plan(module: nn.Module) -> dict[str, str]:
     """Return what the config says of the base model, what the class adds (the head), and what the
     module made of both, which before 5.0 leaves out the class's."""
     prefix = getattr(module, "base_model_prefix", "")
-    base = getattr(getattr(module, "config", None), "base_model_tp_plan", None) or {}
+    config = getattr(module, "config", None)
+    if known := KNOWN_PLANS.get(getattr(config, "model_type", "")):
+        return dict(known)
+    base = getattr(config, "base_model_tp_plan", None) or {}
     named = {f"{prefix}.{pattern}": word for pattern, word in base.items()}
     own = {
         pattern: word
@@ -133,7 +145,8 @@ def named_in_spec(module: nn.Module, spec: Spec) -> tuple[str, str]:
 
 def _known(module: nn.Module, plan: _Plan) -> Iterator[tuple[str, Role]]:
     for pattern, word in plan.entries.items():
-        names = list(matching(module, pattern))
+        is_count = word == Role.COUNT
+        names = list((_counting if is_count else matching)(module, pattern))
         is_head = any(module.get_submodule(name) is _head(module) for name in names)
         is_gathered = word in _GATHERED and not is_head
         if word not in (*GIVEN, *_THEIRS) or is_gathered:
@@ -143,11 +156,31 @@ def _known(module: nn.Module, plan: _Plan) -> Iterator[tuple[str, Role]]:
             remedy = f"known are {', '.join(words)}; write a tensor.plan of your own"
             raise refused(plan.place, finding, remedy)
         if not names and not plan.theirs:
-            finding = f"no module is called {pattern}"
+            finding = f"no {'number' if is_count else 'module'} is called {pattern}"
             raise refused(plan.place, finding, f"this model has {_shown(module)}")
         role = Role(word) if word in GIVEN else _THEIRS[word]
         if names and role is not None:
-            yield pattern, role
+            yield pattern, role if is_count else _as_stored(role, module.get_submodule(names[0]))
+
+
+def _counting(module: nn.Module, pattern: str) -> Iterator[str]:
+    """The names of the modules that have the integer attribute which a pattern means."""
+    owners, _, attribute = pattern.rpartition(".")
+    for name in matching(module, owners):
+        value = getattr(module.get_submodule(name), attribute, None)
+        if isinstance(value, int) and not isinstance(value, bool):
+            yield name
+
+
+def _as_stored(role: Role, module: nn.Module) -> Role:
+    """Return the role as the cut knows it: by how a weight is stored."""
+    match role:
+        case Role.COLUMN | Role.FUSED_COLUMN:
+            return Role.TRANSPOSED_COLUMN if is_transposed(module) else role
+        case Role.ROW:
+            return Role.TRANSPOSED_ROW if is_transposed(module) else role
+        case _:
+            return role
 
 
 def _head(module: nn.Module) -> nn.Module | None:
@@ -174,7 +207,7 @@ def _whole_inputs(module: nn.Module, roles: Roles) -> Iterator[tuple[str, Role]]
     own."""
     blocks = getattr(module, "_no_split_modules", None) or ()
     parents = dict.fromkeys(
-        pattern.rpartition(".")[0] for pattern, role in roles if role is Role.COLUMN
+        pattern.rpartition(".")[0] for pattern, role in roles if role in COLUMNS
     )
     for pattern in parents:
         modules = [module.get_submodule(name) for name in matching(module, pattern)]

@@ -21,37 +21,49 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_iter
 
+from ptrain.models.draws import Draws
 from ptrain.models.ledger import Ledger, storage_of
-from ptrain.spec.role import Role
+from ptrain.models.linear import is_linear
+from ptrain.models.projections import Projections
+from ptrain.spec.role import COLUMNS, ROWS, Role
 
 Named = Mapping[str, Role]  # modules with their roles
 Problem = tuple[str, str]  # what was found, and the remedy
 
-_OPERATORS = (Role.COLUMN, Role.ROW, Role.HEAD, Role.VOCABULARY)  # cut together with what they read
+_OPERATORS = (*COLUMNS, *ROWS, Role.HEAD, Role.VOCABULARY)  # cut together with what they read
 _SHAPES_ALONE = ("_like", "new_zeros", "new_ones", "new_empty", "new_full", "new_empty_strided")
 
 
-def misplaced(module: nn.Module, named: Named, *, sequence: int, is_naive: bool) -> Problem | None:
-    """The first thing that roles do not account for, on one sample of `sequence` tokens; None where
-    all is well. Buffers and torch's generators are left as they were."""
+def follow(
+    module: nn.Module, named: Named, counting: frozenset[str], *, sequence: int, is_naive: bool
+) -> Follower:
+    """Return what was seen of a forward pass of one sample of `sequence` tokens; its `problem` is
+    the first thing that roles do not account for. `counting` are the modules that count features
+    by attributes. Buffers and torch's generators are left as they were."""
     device = next(module.parameters()).device
     tokens = torch.zeros(1, sequence, dtype=torch.int64, device=device)
-    follower = Follower(module, named, is_naive=is_naive)
+    follower = Follower(module, named, counting, is_naive=is_naive)
     copies = {name: buffer.clone() for name, buffer in module.named_buffers()}
     devices = [device] if device.type == "cuda" else []
     with torch.no_grad(), torch.random.fork_rng(devices=devices), follower.hooked(), follower:
         follower.give(tokens)
         follower.end(torch.func.functional_call(module, copies, (tokens,)))
-    return follower.problem
+    return follower
 
 
 class Follower(Ledger):
     """Says of every storage that lives what it is: a slice, and of which layers; the input that a
     sub-block makes whole; learnt, of which parameters alone or of the tokens too; given."""
 
-    def __init__(self, module: nn.Module, named: Named, *, is_naive: bool) -> None:
+    def __init__(
+        self, module: nn.Module, named: Named, counting: frozenset[str], *, is_naive: bool
+    ) -> None:
         super().__init__()
         self.problem: Problem | None = None
+        self.projections = Projections()
+        self._draws = Draws(named)
+        self._counting = counting
+        self._counted: dict[int, str] = {}  # what modules that count are given
         self._module, self._named, self._is_naive = module, named, is_naive
         self._running: list[str] = []
         self._slices: dict[int, frozenset[str]] = {}
@@ -63,6 +75,9 @@ class Follower(Ledger):
         for marks in (self._slices, self._opened, self._learnt):
             marks.pop(key, None)
         self._given.discard(key)
+        self.projections.died(key)
+        self._draws.died(key)
+        self._counted.pop(key, None)
 
     def give(self, tokens: torch.Tensor) -> None:
         """Declares what the model is given, and its parameters."""
@@ -98,30 +113,37 @@ class Follower(Ledger):
 
     def _hooks(self, name: str, child: nn.Module) -> tuple[Any, Any]:
         role = self._named.get(name)
-        may_be_a_row = role is None and isinstance(child, nn.Linear)
+        may_be_a_row = role is None and is_linear(child)
 
         def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             self._running.append(name)
+            self._draws.enter(name)
             first = next(filter(_is_real, (*args, *kwargs.values())), None)
             if isinstance(first, torch.Tensor):
                 self._enter(name, role, _key(first))
+                if name in self._counting:
+                    self._counted[_key(first)] = name
                 if may_be_a_row and _key(first) in self._slices:
                     self._say_unpaired(name, min(self._slices[_key(first)]))
 
         def leave(_: nn.Module, __: object, output: object) -> None:
             self._running.pop()
+            self._draws.leave(name)
+            self._counted = {key: of for key, of in self._counted.items() if of != name}
             self._leave(name, role, [_key(tensor) for tensor in _tensors(output)])
+            if role in COLUMNS and isinstance(output, torch.Tensor):
+                self.projections.gives(name, output)
 
         return enter, leave
 
     def _enter(self, name: str, role: Role | None, first: int) -> None:
         match role:
-            case Role.ROW if first not in self._slices:
+            case Role.ROW | Role.TRANSPOSED_ROW if first not in self._slices:
                 finding = f"{name} is a row, and what it is given is whole: "
                 finding += "no column stands before it"
                 remedy = f"give the layer before it the role column, or {_pattern(name)} none"
                 self._say(finding, remedy)
-            case Role.COLUMN | Role.HEAD if first in self._slices:
+            case _ if role in (*COLUMNS, Role.HEAD) and first in self._slices:
                 column = min(self._slices[first])
                 finding = f"{name} is a {role}, and what it is given is a slice already, that of "
                 remedy = f"give {_pattern(name)} the role row, or {_pattern(column)} none"
@@ -137,9 +159,9 @@ class Follower(Ledger):
 
     def _leave(self, name: str, role: Role | None, outputs: list[int]) -> None:
         match role:
-            case Role.COLUMN | Role.HEAD:
+            case _ if role in (*COLUMNS, Role.HEAD):
                 self._slices.update(dict.fromkeys(outputs, frozenset((name,))))
-            case Role.ROW:
+            case Role.ROW | Role.TRANSPOSED_ROW:
                 for key in outputs:
                     self._slices.pop(key, None)
                 self._learnt.update(dict.fromkeys(outputs, frozenset()))
@@ -149,8 +171,13 @@ class Follower(Ledger):
                     self._learnt[key] = frozenset()
 
     def operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        read = [_key(tensor) for tensor in _tensors((args, kwargs))]
+        tensors = list(_tensors((args, kwargs)))
+        read = [_key(tensor) for tensor in tensors]
         result = super().operator(function, args, kwargs)
+        self.projections.see(tensors, _tensors(result))
+        if self._draws.see(function, _tensors(result), is_slice=bool(self._origins(read))):
+            self._say_drawn(function)
+        self._judge_count(read)
         if not function._schema.name.endswith(_SHAPES_ALONE):
             self._judge(read)
             for tensor in _tensors(result):
@@ -190,6 +217,28 @@ class Follower(Ledger):
                 column = _pattern(slices[0])
                 remedy = f"give the layer behind {column} the role row, or {column} none"
                 self._say(finding, remedy)
+
+    def _judge_count(self, read: list[int]) -> None:
+        """What a module is given that counts features is narrower than that on a rank."""
+        is_within = any(self._named.get(name) in COLUMNS for name in self._running[-1:])
+        if counted := [self._counted[key] for key in read if key in self._counted]:
+            if not is_within:
+                finding = (
+                    f"{counted[0]} counts features by attributes that are cut, and what it is "
+                )
+                finding += "given goes elsewhere than into its column layers"
+                remedy = "give the attributes of another module the role count"
+                self._say(finding, remedy)
+
+    def _say_drawn(self, function: Any) -> None:
+        where = self._running[-1] if self._running else ""
+        finding = f"in the forward of {where or 'the model'} {function._schema.name} draws a mask "
+        finding += "that ranks cannot draw alike where they have the same, and each its own of its "
+        finding += (
+            "slice: it does so of a whole tensor between a column and its row, or of a slice "
+        )
+        finding += "elsewhere"
+        self._say(finding, "build it with a dropout of 0 there, or write another tensor.plan")
 
     def _say_parameter(self, parameter: str, slices: list[str]) -> None:
         owner = parameter.rpartition(".")[0]

@@ -22,7 +22,7 @@ from ptrain.spec.axis import Axis, Factor
 from ptrain.spec.dials import Overlap
 from ptrain.spec.model import ModelShape
 from ptrain.spec.placement import CUT, Distribution, Tier
-from ptrain.spec.role import Roles
+from ptrain.spec.role import Fusions, Roles
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import (
     Accumulate,
@@ -49,12 +49,13 @@ def lower(
     roles: Roles = (),
     stages: tuple[Stage, ...] = (),
     blocks: tuple[str, ...] = (),
+    fusions: Fusions = (),
 ) -> Plan:
-    """Return the plan of a legal spec; `units` are the modules that are wrapped together, `roles`
-    and `blocks` those of a module that is not built in, `stages` those that pp cuts the model
+    """Return the plan of a legal spec; `units` are the modules that are wrapped together, `roles`,
+    `fusions` and `blocks` those of a module that is not built in, `stages` those that pp cuts the model
     into."""
     factors = tuple(factor for factor in spec.factors if factor.degree > 1)
-    wrap, tensor = _wrap(spec), _parallelize(spec, roles)
+    wrap, tensor = _wrap(spec), _parallelize(spec, roles, fusions)
     pipeline = _pipeline(spec, stages)
     operator_axes = (tensor.axis,) if tensor else ()
     cut_axes = (*((pipeline.axis,) if pipeline else ()), *wrap.reduced_axes)
@@ -178,7 +179,7 @@ def _keep(spec: Spec, blocks: tuple[str, ...]) -> Keep | None:
     return Keep(blocks=kept, path=spec.offload.path) if kept else None
 
 
-def _parallelize(spec: Spec, roles: Roles) -> Parallelize | None:
+def _parallelize(spec: Spec, roles: Roles, fusions: Fusions) -> Parallelize | None:
     factor = next((f for f in spec.factors if f.axis is Axis.TP and f.degree > 1), None)
     if factor is None:
         return None
@@ -188,6 +189,7 @@ def _parallelize(spec: Spec, roles: Roles) -> Parallelize | None:
     return Parallelize(
         axis=factor.axis,
         roles=roles,
+        fusions=fusions,
         is_sequence=activations in CUT,
         is_saved_cut=activations is Distribution.GATHERED,
         loss_parallel=spec.tensor.loss_parallel,

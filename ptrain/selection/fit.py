@@ -131,7 +131,7 @@ def telling(
     overrides = [_ON_CUDA] if on_gpu and not is_on_cuda else []
     is_uneven = spec.degree(Axis.PP) > 1 or spec.degree(Axis.TP) > 1
     flags = [
-        *(["--allow-import"] if allow_import or isinstance(spec.model, ExternalModel) else []),
+        *(["--allow-import"] if allow_import or spec.user_functions else []),
         *(["--rank", "all-distinct"] if is_uneven else []),
         *(["--rehearse"] if on_gpu or _reads_values(spec, exact) else []),
     ]

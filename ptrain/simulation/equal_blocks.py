@@ -22,7 +22,7 @@ from ptrain.axes.pipeline.stage_facts import stages_of
 from ptrain.derivation.estimate import own_facts
 from ptrain.errors import PtrainError
 from ptrain.facts.model import ModelFacts
-from ptrain.models.contract import logits_of
+from ptrain.models.contract import forward_once
 from ptrain.models.facts import untraced_facts
 from ptrain.models.fake_values import READ
 from ptrain.models.huggingface import layers_of, with_layers
@@ -108,7 +108,8 @@ def _of_facts(
     is_far = spec.prefetch is not None and spec.prefetch >= fewest
     if not is_within or is_far or len({*spec.activations.of(layers)}) > 1:
         return None
-    plan = lower(spec, facts.unit_modules, facts.roles, stages_of(spec, facts), facts.blocks)
+    stages = stages_of(spec, facts)
+    plan = lower(spec, facts.unit_modules, facts.roles, stages, facts.blocks, facts.fusions)
     if not plan.wrap.treats_equal_blocks_alike:
         return None
     if plan.pipeline is None:
@@ -188,11 +189,9 @@ def _read(model: FakeModel) -> Repetition | None:
 
 def _sections(model: FakeModel, blocks: tuple[str, ...]) -> tuple[Section, ...] | None:
     """Return those of a forward pass; None where blocks do not run once, in order, and alike."""
-    batch = model.spec.batch
-    tokens = torch.zeros(batch.micro, batch.sequence, dtype=torch.int64)
     recorder = SectionRecorder(model.module, blocks)
     with recorder.recording():
-        logits_of(model.module, tokens, model.spec)
+        forward_once(model.module, model.spec)
     if recorder.entered != [*range(len(blocks))]:
         return None
     front, first, *between, last = recorder.sections

@@ -17,12 +17,13 @@ from functools import cached_property
 import torch
 
 from ptrain.costs import Column, Estimate, add_traffic
-from ptrain.data.sampler import LocalBatch
+from ptrain.data.sampler import blank_batch
 from ptrain.derivation.allocator import AllocatedStep, AllocatorEvent, Reserved, reserved
 from ptrain.derivation.workspaces import products
 from ptrain.errors import RankFailed, refused
 from ptrain.interpreter.program import Observer, Program, interpret
 from ptrain.meters.traffic import TrafficMeter
+from ptrain.models.batch import StepBatch
 from ptrain.models.fake_values import READ
 from ptrain.report.composition import MemoryHistory
 from ptrain.rooms import pretence
@@ -117,7 +118,7 @@ def simulate(
     began = time.perf_counter()
     if not rehearse and not every_block:
         blocks = equal_blocks(spec, rank, fewest=FEWEST, least=LEAST)
-        simulated = _with_few(blocks, rank, device) if blocks else None
+        simulated = _with_few(blocks, rank, device, allow_import) if blocks else None
         if simulated is not None:
             return simulated
     tried = time.perf_counter() - began
@@ -125,10 +126,13 @@ def simulate(
     return replace(simulated, seconds={"few blocks": tried, **simulated.seconds})
 
 
-def _with_few(blocks: EqualBlocks, rank: int, device: torch.device) -> Simulated | None:
+def _with_few(
+    blocks: EqualBlocks, rank: int, device: torch.device, allow_import: bool
+) -> Simulated | None:
     """By runs with few blocks; None where they do not tell what all of them do."""
     first, second, third = (
-        _every_block(blocks.cut_to(FEWEST + more), rank, device) for more in range(3)
+        _every_block(blocks.cut_to(FEWEST + more), rank, device, allow_import=allow_import)
+        for more in range(3)
     )
     run = replayed(blocks.spec, (first.run, second.run, third.run), blocks.number - FEWEST)
     if run is None:
@@ -216,17 +220,12 @@ def _simulated(spec: Spec, world: World, *, allow_import: bool) -> Simulated:
     )
 
 
-def _batch(program: Program) -> LocalBatch:
-    """Of the spec's shape; which tokens does not matter."""
-    spec = program.spec
-    rows = spec.batch.accumulate * spec.batch.micro
-    tokens = torch.zeros(rows, spec.batch.sequence + 1, dtype=torch.int64)
-    return LocalBatch(
-        tokens=tokens.to(program.world.device), global_tokens=spec.batch.tokens, sample_ids=()
-    )
+def _batch(program: Program) -> StepBatch:
+    """Of the spec's shape; which samples does not matter."""
+    return blank_batch(program.spec).to(program.world.device)
 
 
-def _steady_step(program: Program, batch: LocalBatch) -> StepRecord:
+def _steady_step(program: Program, batch: StepBatch) -> StepRecord:
     """The third step, and of the second what happens once: as a training measures them."""
     for _ in range(FIRST_STEADY - 1):
         _step(program, batch)
@@ -273,7 +272,7 @@ def _vocab(spec: Spec) -> int | None:
     return None
 
 
-def _step(program: Program, batch: LocalBatch) -> None:
+def _step(program: Program, batch: StepBatch) -> None:
     program.forward_backward(batch, _LR)
     program.step(_LR)
 

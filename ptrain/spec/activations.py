@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated, Any
 
-from ptrain.spec.leaf import Choice, Either, Size, Truth, Whole, declared, refuse
+from ptrain.spec.function import ARGUMENTS, FOLDER, FORM, PATH
+from ptrain.spec.leaf import Choice, Either, Size, Text, Truth, Whole, declared, refuse
 from ptrain.spec.leaf_mode import KeptText, ModesByBlock
 from ptrain.spec.placement import Distribution, Mode, Tier
 from ptrain.spec.section import Section
@@ -192,6 +193,17 @@ class LossRaw:
     fused: Annotated[bool | None, Truth("by torch's linear_cross_entropy, where torch has it")] = (
         None
     )
+    target: Annotated[
+        str | None,
+        Text(
+            "function(output, batch) -> the mean loss of a micro-batch, of what the model "
+            "returned; runs with --allow-import only",
+            PATH,
+            FORM,
+        ),
+    ] = None
+    arguments: Annotated[dict[str, object] | None, ARGUMENTS] = None
+    folder: Annotated[str | None, FOLDER] = None
 
 
 def _words(words: Mapping[str, str]) -> tuple[dict[str, Any], ...]:

@@ -55,9 +55,10 @@ class BatchRaw:
     sequence: Annotated[
         int,
         Whole(
-            "tokens of a sample",
+            "tokens of a sample; without: 1, of data that are not tokens",
             1,
             10**8,
+            follows=True,
             aka=(
                 "seq_len",
                 "seq_length",

@@ -29,7 +29,9 @@ _EXAMPLES = {
     "mesh": "mesh: {dp_shard: 2}",
     "batch": "batch: {global: 16, micro: 2, sequence: 128}",
     "sequence": "sequence: 128",
+    "target": "target: package.module:function",
 }
+_GIVEN_BY: dict[Route, Route] = {("batch", "sequence"): ("data", "target")}
 
 
 def validate(
@@ -66,7 +68,7 @@ class _Walk:
             value: object = MISSING
             if key in written:
                 value = self._value(holds, written[key], inner)
-            elif is_required(spot) and not is_partial:
+            elif is_required(spot) and not is_partial and not self._is_given(inner):
                 finding, remedy = _missing(inner)
                 mark = mark_of(self.tree, route, key=True)
                 self.faults[inner] = mark.fault(".".join(inner), finding, remedy)
@@ -80,6 +82,10 @@ class _Walk:
         if any(spot.name not in sound for spot, _ in known.values() if is_required(spot)):
             return MISSING
         return kind(**sound)
+
+    def _is_given(self, route: Route) -> bool:
+        """Return whether another key makes this one unnecessary."""
+        return route in _GIVEN_BY and self.tree.at(_GIVEN_BY[route]) is not None
 
     def _value(self, holds: Leaf | Section, value: object, route: Route) -> object:
         if isinstance(holds, Section):

@@ -5,14 +5,22 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 from ptrain.errors import refused
-from ptrain.spec.model import ExternalModel, HuggingFaceModel, ModelSpec
+from ptrain.spec.function import UserFunction
+from ptrain.spec.model import HuggingFaceModel, ModelSpec
+from ptrain.spec.spec import Spec
 
 
-def require_leave(model: ModelSpec, *, allow_import: bool) -> None:
-    """Before a model by a function of the user's is built."""
-    if isinstance(model, ExternalModel) and not allow_import:
-        finding = f"this would run code of {model.target}"
-        raise refused("model.target", finding, "allow it with --allow-import")
+def require_leave(spec: Spec, *, allow_import: bool) -> None:
+    """Before a function of the user's is imported."""
+    for function in spec.user_functions:
+        require_leave_of(function, allow_import=allow_import)
+
+
+def require_leave_of(function: UserFunction, *, allow_import: bool) -> None:
+    """Before this one is."""
+    if not allow_import:
+        finding = f"this would run code of {function.target}"
+        raise refused(function.place, finding, "allow it with --allow-import")
 
 
 def require_transformers(model: ModelSpec) -> None:

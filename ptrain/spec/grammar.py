@@ -12,6 +12,7 @@ from ptrain.spec.activations import ACTIVATIONS, LOSS, RECOMPUTE, LossRaw, Recom
 from ptrain.spec.batch import BatchRaw
 from ptrain.spec.cluster import Cluster
 from ptrain.spec.dials import RESHARD
+from ptrain.spec.function import StepRaw
 from ptrain.spec.keys import Keys
 from ptrain.spec.leaf import Choice, Either, Free, Text, Truth, Whole, declared, meanings
 from ptrain.spec.leaf_mode import KEPT_MEANINGS, KeptText, ModeText
@@ -198,8 +199,8 @@ class SpecRaw(Keys, _Head):
     attention: Annotated[
         str | None,
         Choice(
-            "which attention kernel, of a built-in model or an hf class; without: sdpa, or eager of a "
-            "class that has no other",
+            "which attention kernel, of a built-in model or an hf class; without: sdpa, or eager "
+            "of a class that has no other",
             {
                 "sdpa": "torch's scaled_dot_product_attention, which takes the best kernel it has",
                 "eager": "operator by operator, the scores in memory",
@@ -219,6 +220,10 @@ class SpecRaw(Keys, _Head):
         ),
     ] = None
     loss: Annotated[LossRaw | None, LOSS] = None
+    step: Annotated[
+        StepRaw | None,
+        Section(StepRaw, "a function of yours that runs the model and gives its loss"),
+    ] = None
     reshard: Annotated[
         bool | int | str | None,
         replace(RESHARD, about="another word for sync.reshard_after_forward"),

@@ -3,6 +3,7 @@
 from dataclasses import field
 from typing import Annotated
 
+from ptrain.spec.function import ARGUMENTS, FOLDER, FORM, PATH, UserFunction
 from ptrain.spec.leaf import Choice, Numbers, Real, Text, Truth, Whole
 from ptrain.spec.section import Section, section
 
@@ -67,7 +68,8 @@ class OptimizerSpec:
 
 @section
 class DataSpec:
-    """What is read: a built-in corpus, or a file of tokens. Of `corpus` and `path` one is None."""
+    """What is read: a built-in corpus, a file of tokens, or samples of the user's own. Of `corpus`,
+    `path` and `target` two are None."""
 
     corpus: Annotated[
         str | None,
@@ -83,6 +85,29 @@ class DataSpec:
     tokenizer: Annotated[
         str, Choice("how text becomes tokens", {"bytes": "256 bytes and 3 specials, vocab 259"})
     ] = "bytes"
+    target: Annotated[
+        str | None,
+        Text(
+            "a function that returns a map-style dataset, of any samples; runs with "
+            "--allow-import only",
+            PATH,
+            FORM,
+        ),
+    ] = None
+    arguments: Annotated[dict[str, object] | None, ARGUMENTS] = None
+    folder: Annotated[str | None, FOLDER] = field(default=None, compare=False)
+
+    @property
+    def function(self) -> UserFunction | None:
+        """Return what gives the dataset; None where tokens are read."""
+        if self.target is None:
+            return None
+        return UserFunction(
+            section="data",
+            target=self.target,
+            arguments=self.arguments or {},
+            folder=self.folder,
+        )
 
 
 @section

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Annotated
 
+from ptrain.spec.function import ARGUMENTS, FORM, PATH, UserFunction
 from ptrain.spec.leaf import Choice, Free, Real, Text, Truth, Whole, declared
 
 NAME_OR_FILE = r"[^\x00-\x1f]{1,300}"
@@ -72,6 +73,13 @@ class ExternalModel:
     @property
     def vocabulary(self) -> Vocabulary:
         return None, "model.arguments"
+
+    @property
+    def function(self) -> UserFunction:
+        """Return what builds it."""
+        return UserFunction(
+            section="model", target=self.target, arguments=self.arguments, folder=self.folder
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,11 +196,11 @@ class ModelRaw:
         str | None,
         Text(
             "a function that returns the module; runs with --allow-import only",
-            r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*:[A-Za-z_][A-Za-z0-9_]*",
-            "package.module:function",
+            PATH,
+            FORM,
         ),
     ] = None
-    arguments: Annotated[dict[str, object] | None, Free("keyword arguments of target")] = None
+    arguments: Annotated[dict[str, object] | None, ARGUMENTS] = None
     folder: Annotated[
         str | None,
         Text(

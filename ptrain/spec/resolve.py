@@ -30,10 +30,10 @@ from ptrain.spec.resolve_activations import (
     resolve_loss,
     says_offloaded,
 )
+from ptrain.spec.resolve_functions import resolve_data, resolve_functions, resolve_tensor
 from ptrain.spec.resolve_sections import (
     resolve_batch,
     resolve_cluster,
-    resolve_data,
     resolve_model,
     resolve_optimizer,
     resolve_precision,
@@ -80,10 +80,13 @@ def resolve(raw: SpecRaw, tree: Tree, name: str, world_size: int | None) -> Spec
         batch = resolve_batch(raw.batch, data_degree, findings)
     model = resolve_model(raw.model, resolve_attention(raw.attention), findings)
     activations = resolve_activations(raw, tree, findings)
-    loss = resolve_loss(raw, {f.axis: f.degree for f in factors or ()}, findings)
+    degrees = {f.axis: f.degree for f in factors or ()}
+    own = resolve_functions(raw, findings)
+    loss = own if own.user_function else resolve_loss(raw, degrees, findings)
+    tensor = resolve_tensor(raw, loss, degrees, tree, findings)
     cluster = resolve_cluster(raw.cluster, findings)
     _obeys_offload(raw, factors or (), findings)
-    data = resolve_data(raw.data, tree, findings)
+    data = resolve_data(raw, tree, findings)
     if findings.faults:
         raise SpecError(*findings.faults.values())
     assert factors is not None and batch and model and data, "no faults: every section is there"
@@ -103,6 +106,7 @@ def resolve(raw: SpecRaw, tree: Tree, name: str, world_size: int | None) -> Spec
         spec,
         optimizer=resolve_optimizer(raw.optimizer, tree),
         data=data,
+        tensor=tensor,
         sync=_sync(raw, factors, tree),
         offload=replace(raw.offload, tier=None),  # every mode has its own by now
     )

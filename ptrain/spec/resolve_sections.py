@@ -12,7 +12,7 @@ from ptrain.errors import SpecError
 from ptrain.spec.batch import MAX_SAMPLES, Batch, BatchRaw
 from ptrain.spec.check import validate
 from ptrain.spec.cluster import Cluster
-from ptrain.spec.job import DataSpec, OptimizerSpec
+from ptrain.spec.job import OptimizerSpec
 from ptrain.spec.model import (
     BESIDE,
     Attention,
@@ -248,7 +248,7 @@ def _other_accumulate(raw: BatchRaw, samples: int, unit: int) -> str:
 
 
 def _global(raw: BatchRaw, step: int, report: Report) -> int | None:
-    """Samples: as written, or as many as come nearest to the tokens that are written."""
+    """SampleBatch: as written, or as many as come nearest to the tokens that are written."""
     match raw.samples:
         case None:
             return step
@@ -262,16 +262,6 @@ def _global(raw: BatchRaw, step: int, report: Report) -> int | None:
     finding = f"{text} are {samples} samples; a step takes 1..{MAX_SAMPLES}"
     report.add("batch.global", finding, "write fewer tokens")
     return None
-
-
-def resolve_data(data: DataSpec, tree: Tree, report: Report) -> DataSpec | None:
-    """Return the section with one of corpus and path; both are a fault."""
-    if data.path is None:
-        return data
-    if tree.has("data", "corpus"):
-        report.add("data.path", "both a corpus and a path are given", "remove one of the two")
-        return None
-    return replace(data, corpus=None)
 
 
 def resolve_precision(raw: PrecisionRaw) -> Precision:

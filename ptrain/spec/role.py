@@ -14,7 +14,10 @@ from functools import cache
 
 class Role(StrEnum):
     COLUMN = "column"  # output features cut
+    FUSED_COLUMN = "fused column"  # the same of several projections, one behind the other
+    TRANSPOSED_COLUMN = "transposed column"  # of a weight that is stored inputs by outputs
     ROW = "row"  # input features cut, the outputs are parts of a sum
+    TRANSPOSED_ROW = "transposed row"
     VOCABULARY = "vocabulary"  # an embedding, its rows cut
     HEAD = "head"  # a column operator over the vocabulary
     WHOLE_INPUT = "whole input"  # a sub-block: what its column operators share is made whole once
@@ -22,18 +25,32 @@ class Role(StrEnum):
     NORM = "norm"  # a tensor that every rank has whole, used on the rank's slice of the tokens
     LAST_NORM = "last norm"  # the same, and what it gives to the head is made whole
     POSITIONS = "positions"  # an embedding of positions, added to that of the tokens
+    COUNT = (
+        "count"  # no module but an integer attribute: a number of features or heads that are cut
+    )
+    FIRST_BLOCK = "first block"  # what it is given becomes the rank's slice of the tokens
+    LAST_BLOCK = "last block"  # what it gives is made whole
 
 
 Roles = tuple[tuple[str, Role], ...]
+# The lengths of what a fused projection gives, one behind the other, by patterns of module names.
+Fusions = tuple[tuple[str, tuple[int, ...]], ...]
 
-# What a plan of the user's own may say, with A = R between the sub-blocks; and what each means.
+COLUMNS = (Role.COLUMN, Role.FUSED_COLUMN, Role.TRANSPOSED_COLUMN)
+ROWS = (Role.ROW, Role.TRANSPOSED_ROW)
+
+# What a plan of the user's own may say, and what each word means.
 GIVEN = {
     Role.COLUMN: "a linear layer, its output features cut",
+    Role.FUSED_COLUMN: "the same of several projections in one: each of them is cut",
     Role.ROW: "a linear layer, its input features cut; its outputs are summed over the ranks",
     Role.VOCABULARY: "an embedding, its rows cut",
     Role.HEAD: "the linear layer to the vocabulary, its outputs cut",
     Role.WHOLE_INPUT: "a module whose column layers share its input: its gradient is summed once",
     Role.SHARED: "whole on every rank, but used between column and row layers: gradients summed",
+    Role.NORM: "between the sub-blocks, on the rank's tokens where these are cut",
+    Role.LAST_NORM: "the norm in front of the head: on all tokens",
+    Role.COUNT: "an integer attribute of a module, its number of features or heads: the rank's",
 }
 
 

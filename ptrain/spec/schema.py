@@ -35,7 +35,11 @@ def schema_text() -> str:
 def _mapping(kind: type, definitions: dict[str, Shape], *, is_partial: bool = False) -> Shape:
     """A section's schema, without `null` for what is left out; those of the sections in it join the
     definitions."""
-    needed = [key for key, (spot, _) in keys(kind).items() if is_required(spot) and not is_partial]
+    needed = [
+        key
+        for key, (spot, holds) in keys(kind).items()
+        if is_required(spot) and not getattr(holds, "follows", False) and not is_partial
+    ]
     return {
         "additionalProperties": False,
         "description": inspect.getdoc(kind),

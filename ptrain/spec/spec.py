@@ -10,8 +10,9 @@ from ptrain.spec.activations import PLAIN, Kept
 from ptrain.spec.axis import DATA_AXES, Axis, Factor
 from ptrain.spec.batch import Batch
 from ptrain.spec.cluster import Cluster
+from ptrain.spec.function import UserFunction
 from ptrain.spec.keys import Keys
-from ptrain.spec.model import ModelSpec
+from ptrain.spec.model import ExternalModel, ModelSpec
 from ptrain.spec.placement import Distribution, Tier
 from ptrain.spec.precision import Precision
 
@@ -56,10 +57,18 @@ class ActivationSpec:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossSpec:
     """`chunk`: tokens of a micro-batch whose logits are there at once; None for all of them.
-    `fused`: by torch's linear_cross_entropy."""
+    `fused`: by torch's linear_cross_entropy. `function` gives the loss of what the model returned,
+    `step` runs the model too: functions of the user's, of which there is at most one."""
 
     chunk: int | None = None
     fused: bool = False
+    function: UserFunction | None = None
+    step: UserFunction | None = None
+
+    @property
+    def user_function(self) -> UserFunction | None:
+        """Return the one of the two that there is."""
+        return self.function or self.step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +94,13 @@ class Spec(Keys):
     def log_every(self) -> int:
         """Steps between two lines."""
         return self.log.every
+
+    @property
+    def user_functions(self) -> tuple[UserFunction, ...]:
+        """The functions of the user's that it names."""
+        of_model = self.model.function if isinstance(self.model, ExternalModel) else None
+        functions = of_model, self.data.function, self.loss.user_function
+        return tuple(function for function in functions if function is not None)
 
     @property
     def world_size(self) -> int:

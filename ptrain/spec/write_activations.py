@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from ptrain.spec.activations import ATTENTION_ONLY, FULL, SELECTIVE, Kept, Policy, belongs_to_rank
 from ptrain.spec.axis import DATA_AXES
+from ptrain.spec.function import UserFunction
 from ptrain.spec.model import Attention, ExternalModel, HuggingFaceModel, ModelSpec
 from ptrain.spec.placement import Distribution, Mode, Tier
 from ptrain.spec.spec import ActivationSpec, LossSpec, Spec
@@ -25,11 +26,12 @@ def kept(spec: Spec) -> dict[str, object]:
         "recompute": _recompute(spec.activations),
         "attention": _attention(spec.model),
         "loss": _loss(spec.loss),
+        "step": _function(spec.loss.step),
     }
     return {
         key: value
         for key, value in said.items()
-        if value is not None and (value != UNWRITTEN[key] or _has_its_own(key, spec.model))
+        if value is not None and (value != UNWRITTEN.get(key) or _has_its_own(key, spec.model))
     }
 
 
@@ -92,4 +94,13 @@ def _written(policy: Policy | None) -> dict[str, object]:
 
 
 def _loss(loss: LossSpec) -> object:
+    if loss.function is not None:
+        return _function(loss.function)
     return None if loss.chunk is None else {"chunk": loss.chunk, "fused": loss.fused}
+
+
+def _function(function: UserFunction | None) -> dict[str, object] | None:
+    if function is None:
+        return None
+    folder = {"folder": function.folder} if function.folder else {}
+    return {"target": function.target, **folder, "arguments": function.arguments}

@@ -12,7 +12,7 @@ from ptrain.spec.dials import GatherAfterUpdate, GradientSync, ReduceScatterVia,
 from ptrain.spec.pipeline import ScheduleName
 from ptrain.spec.placement import Tier
 from ptrain.spec.precision import Layout
-from ptrain.spec.role import Roles
+from ptrain.spec.role import Fusions, Role, Roles
 from ptrain.spec.schedule_file import ListedSchedule
 from ptrain.spec.spec import Spec
 from ptrain.steps.kind import PlanStep, WrapStep
@@ -67,10 +67,12 @@ class Parallelize(PlanStep):
     `is_saved_cut`: A is S*, and what a sub-block's operators save of their whole input is that
     slice, gathered again in backward. `loss_parallel`: the logits stay cut over the vocabulary.
     `is_naive`: every column operator takes its input by itself, and sums its gradient by itself.
+    `fusions`: of a projection that is several, the lengths that are cut one by one.
     """
 
     axis: Axis
     roles: Roles
+    fusions: Fusions = ()
     block_pattern: str = "blocks.*"
     is_sequence: bool = False
     is_saved_cut: bool = False
@@ -78,8 +80,14 @@ class Parallelize(PlanStep):
     is_naive: bool = False
 
     @property
+    def has_whole_ends(self) -> bool:
+        """Whether ranks have all tokens in front of the blocks and behind them, whatever they have
+        between: so it is with every model that is not built in."""
+        return any(role in (Role.FIRST_BLOCK, Role.LAST_BLOCK) for _, role in self.roles)
+
+    @property
     def drawing_axes(self) -> tuple[Axis, ...]:
-        return (self.axis,) if self.is_sequence else ()
+        return (self.axis,) if self.is_sequence and not self.has_whole_ends else ()
 
     @property
     def loss_axes(self) -> tuple[Axis, ...]:

@@ -10,32 +10,32 @@ from dataclasses import replace
 from typing import Protocol
 
 import torch
-from torch import Tensor
 
 from ptrain.facts.model import ModelFacts
+from ptrain.models.batch import SampleBatch, TokenPair, of_tokens
 from ptrain.models.selection import BOUNDS, Extent, Selected
 from ptrain.models.trace import Recording, to_timeline
 from ptrain.timeline import gradient_order
 
 
 class Traced(Protocol):
-    """Traces a micro-batch of these tokens."""
+    """Traces a micro-batch of these samples."""
 
-    def __call__(self, tokens: Tensor, extent: Extent = Extent.GIVEN) -> Recording: ...
+    def __call__(self, samples: SampleBatch, extent: Extent = Extent.GIVEN) -> Recording: ...
 
 
 def facts_by_data(
-    known: ModelFacts, recording: Recording, traced: Traced, tokens: Tensor
+    known: ModelFacts, recording: Recording, traced: Traced, samples: SampleBatch
 ) -> ModelFacts:
     """Return the facts of a whole model with what it allocates. `recording` is what it did with
-    these tokens."""
+    these samples."""
     selected = recording.selected
     if selected.unbounded:
         return _unknown(known, recording, f"{_who(selected)}, of which no bound is known")
     if selected.operators:
-        facts, *others = (_with(known, traced(tokens, extent)) for extent in BOUNDS)
+        facts, *others = (_with(known, traced(samples, extent)) for extent in BOUNDS)
         return replace(facts, by_data=_who(selected), others=tuple(others))
-    if selected.reads and _differs(known, recording, traced, tokens):
+    if selected.reads and _differs(known, recording, traced, samples):
         return _unknown(known, recording, "its code reads values, and does another thing with each")
     return _with(known, recording)
 
@@ -56,14 +56,15 @@ def _unknown(known: ModelFacts, recording: Recording, why: str) -> ModelFacts:
     return replace(_with(known, recording), timeline=None, untraced=why)
 
 
-def _differs(known: ModelFacts, recording: Recording, traced: Traced, tokens: Tensor) -> bool:
+def _differs(known: ModelFacts, recording: Recording, traced: Traced, samples: SampleBatch) -> bool:
     """Whether other tokens have the model allocate something else. Those of the first trace are all
     alike."""
-    if known.vocabulary is None:
+    if known.vocabulary is None or not isinstance(samples.data, TokenPair):
         return False
+    rows, sequence = samples.inputs.shape
     generator = torch.Generator().manual_seed(0)
-    drawn = torch.randint(known.vocabulary, tokens.shape, generator=generator)
-    return to_timeline(traced(drawn)) != to_timeline(recording)
+    drawn = torch.randint(known.vocabulary, (rows, sequence + 1), generator=generator)
+    return to_timeline(traced(of_tokens(drawn))) != to_timeline(recording)
 
 
 def _who(selected: Selected) -> str:

@@ -9,7 +9,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 
-import torch
 from torch import nn
 
 from ptrain.derivation.activations import is_tabulated
@@ -18,13 +17,14 @@ from ptrain.facts.model import ModelFacts
 from ptrain.interpreter.stages import stages_of_module
 from ptrain.models.boundary import CodeRaised
 from ptrain.models.build import build
-from ptrain.models.contract import logits_of, require_takes_tokens
+from ptrain.models.contract import forward_once, require_takes_tokens
 from ptrain.models.facts import untraced_facts
 from ptrain.models.fake_values import READ
 from ptrain.models.kernels import UnknownKernels
 from ptrain.models.selection import Extent
 from ptrain.rooms.fake import fake_tensors
 from ptrain.spec.axis import Axis
+from ptrain.spec.extras import require_leave
 from ptrain.spec.model import ExternalModel
 from ptrain.spec.spec import Spec
 from ptrain.traces.by_data import extents_of
@@ -76,7 +76,9 @@ def read_facts(
     """Return the facts of the spec's model, which is built and traced; one whose weights take more
     than a laptop copies within seconds on fake tensors. Raises SpecError for one that does not make
     logits of tokens. `runs_fakes`: whether a model may run on fakes in this process: its code may
-    keep one of them for the next time, so where it is to run on real ones afterwards it may not."""
+    keep one of them for the next time, so where it is to run on real ones afterwards it may not.
+    Raises SpecError where the spec names a function and its import is not allowed."""
+    require_leave(spec, allow_import=allow_import)
     reader = _Reader(spec=spec, share=share, allow_import=allow_import)
     large = large_model(spec, allow_import=allow_import)
     untraced = (
@@ -94,7 +96,7 @@ def read_facts(
                 seed=spec.train.seed,
             )
         )
-    if isinstance(spec.model, ExternalModel):
+    if isinstance(spec.model, ExternalModel) and spec.loss.user_function is None:
         require_takes_tokens(large.module, spec)
     if not runs_fakes:
         return replace(untraced, untraced=_TO_TRAIN)
@@ -113,13 +115,11 @@ def read_facts(
         return replace(untraced, untraced=f"{_TOO_LARGE} {' '.join(str(error).split())[:120]}")
 
 
-def _vocabulary(large: FakeModel) -> int:
+def _vocabulary(large: FakeModel) -> int | None:
     """Return how many logits a token has, by a forward pass alone, which no patch of torch is
-    needed for."""
-    spec = large.spec
+    needed for; None where the loss is a function of the user's."""
     with fake_tensors(large.mode):
-        tokens = torch.zeros(spec.batch.micro, spec.batch.sequence, dtype=torch.int64)
-        return logits_of(large.module, tokens, spec).shape[-1]
+        return forward_once(large.module, large.spec)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

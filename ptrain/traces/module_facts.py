@@ -13,13 +13,15 @@ from torch import Tensor, nn
 from ptrain.activations.run.apply import keep_traced
 from ptrain.facts.model import ModelFacts
 from ptrain.models.attention import is_trainable
+from ptrain.models.batch import SampleBatch, sample_batch
 from ptrain.models.chunked import LossInside
-from ptrain.models.contract import forward_of, logits_of
+from ptrain.models.contract import forward_of, logits_of, loss_of
 from ptrain.models.facts import untraced_facts
 from ptrain.models.heads import head_of
 from ptrain.models.initialize import cast
 from ptrain.models.loss import token_loss_sum
 from ptrain.models.numerics import TORCH_DTYPES
+from ptrain.models.objective import objective_of
 from ptrain.models.selection import Extent
 from ptrain.models.trace import Recording
 from ptrain.spec.axis import Axis
@@ -39,45 +41,45 @@ def module_facts(model: nn.Module, spec: Spec) -> ModelFacts:
     if not is_trainable(spec.model, torch.device("cpu")):
         return known
     units = known.unit_modules
-    micro, sequence = spec.batch.micro, spec.batch.sequence
-    tokens = torch.zeros(micro, sequence + 1, dtype=torch.int64)
+    samples = sample_batch(spec)
     if not _is_cut(spec):
         keep_traced(model, plan_of(spec, known).keep)
     with torch.random.fork_rng(devices=[]), _loss_of(model, spec) as loss:
 
-        def traced(tokens: Tensor, extent: Extent = Extent.GIVEN) -> Recording:
-            inputs, targets = tokens[:, :-1], tokens[:, 1:]
-            return record(
-                model,
-                units,
-                lambda: loss(inputs, targets) / spec.batch.tokens,
-                tokens,
-                extent=extent,
-            )
+        def traced(samples: SampleBatch, extent: Extent = Extent.GIVEN) -> Recording:
+            given = samples.tensors
+            return record(model, units, lambda: loss(samples) / samples.rows, *given, extent=extent)
 
         before = torch.get_rng_state()
-        recording = traced(tokens)
+        recording = traced(samples)
         has_drawn = not torch.equal(before, torch.get_rng_state())  # operators without a tag too
         known = replace(
             known,
             vocabulary=loss.vocabulary,
             draws=known.draws or recording.draws or has_drawn,
         )
-        return facts_by_data(known, recording, traced, tokens)
+        return facts_by_data(known, recording, traced, samples)
 
 
 class _Loss:
-    """A micro-batch's summed loss of inputs and targets, as the spec has it. `vocabulary` is the
-    size of the logits, once it has run."""
+    """A micro-batch's loss, as the spec has it. `vocabulary` is the size of the logits, once it has
+    run; None where nobody says that the output is logits."""
 
     def __init__(self, model: nn.Module, spec: Spec) -> None:
         self.model, self.spec = model, spec
         self.vocabulary: int | None = None
 
-    def __call__(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        logits_BTV = logits_of(self.model, inputs, self.spec)
+    def __call__(self, samples: SampleBatch) -> Tensor:
+        logits_BTV = logits_of(self.model, samples.inputs, self.spec)
         self.vocabulary = logits_BTV.shape[-1]
-        return token_loss_sum(logits_BTV, targets)
+        return token_loss_sum(logits_BTV, samples.targets)
+
+
+class _UserLoss(_Loss):
+    """A micro-batch's loss by a function of the user's."""
+
+    def __call__(self, samples: SampleBatch) -> Tensor:
+        return loss_of(self.model, samples, objective_of(self.spec.loss), self.spec)
 
 
 class _ChunkedLoss(_Loss):
@@ -87,8 +89,9 @@ class _ChunkedLoss(_Loss):
         super().__init__(model, spec)
         self.inside = inside
 
-    def __call__(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        with self.inside.given(targets), forward_of(self.model, inputs, self.spec):
+    def __call__(self, samples: SampleBatch) -> Tensor:
+        inputs = samples.inputs
+        with self.inside.given(samples.targets), forward_of(self.model, inputs, self.spec):
             loss: Tensor = self.model(inputs)
         return loss
 
@@ -101,7 +104,7 @@ def _is_cut(spec: Spec) -> bool:
 def _loss_of(model: nn.Module, spec: Spec) -> Iterator[_Loss]:
     step = chunked_loss(spec)
     if step is None:
-        yield _Loss(model, spec)
+        yield (_UserLoss if spec.loss.user_function else _Loss)(model, spec)
         return
     inside, head = LossInside(step), head_of(model, spec)
     loss = _ChunkedLoss(model, spec, inside)

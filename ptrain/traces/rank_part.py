@@ -17,24 +17,26 @@ from ptrain.activations.run.apply import keep_traced
 from ptrain.axes.pipeline.run.cut import part_of
 from ptrain.axes.pipeline.stage_facts import stage_roles
 from ptrain.axes.tensor.run.apply import loss_inside, micro_batch, parallelize
-from ptrain.facts.stages import ENDS, Ends, Stage
+from ptrain.facts.stages import Chain, Stage
 from ptrain.interpreter.loss import Loss
+from ptrain.models.batch import SampleBatch, of_tokens, sample_batch
+from ptrain.models.objective import objective_of
 from ptrain.models.selection import Extent
 from ptrain.models.trace import Recording
 from ptrain.models.units import ROOT
 from ptrain.rooms.registry import Registry
 from ptrain.spec.role import Roles
+from ptrain.spec.spec import Spec
 from ptrain.steps.step import ChunkedLoss, Keep, Parallelize
 from ptrain.traces.record import TracedStage, Units, record, record_stage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageCuts:
-    """The stages that pp cuts a model into, and what stands around its layers."""
+    """The stages that pp cuts a model into, and what they are cut from."""
 
     stages: Sequence[Stage]
-    hidden: int  # features of what crosses a boundary
-    ends: Ends = ENDS
+    chain: Chain
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,20 +53,20 @@ class RankPart:
     keep: Keep | None = None
     loss: ChunkedLoss | None = None
     head: str = ROOT
+    spec: Spec | None = None  # whose samples and loss they are, where these are not ours
     has_learnt: bool = False  # torch, on a part with the same operators
     extent: Extent = Extent.GIVEN
 
     def trace(self, model: nn.Module, units: Units) -> Recording:
         """Return the recording of a whole model, which is changed in place."""
         loss = self._prepared(model, self.tensor.roles if self.tensor else ())
-        tokens = self._tokens()
-        inputs, targets = tokens[:, :-1], tokens[:, 1:]
+        samples = self._samples()
 
         def forward() -> Tensor:
-            return loss.run(model, inputs, targets) / targets.numel()
+            return loss.run(model, samples) / samples.rows
 
         with micro_batch(self.tensor)():
-            run = partial(record, model, units, forward, tokens, extent=self.extent)
+            run = partial(record, model, units, forward, *samples.tensors, extent=self.extent)
             return self._when_learnt(run)
 
     def trace_stage(
@@ -73,24 +75,24 @@ class RankPart:
         """Return the recording of a stage's passes, and where its backward pass runs `in_halves`
         that of the halves. The model is not changed; its part may be on meta, and is then made of
         nothing in particular."""
-        stages, ends = cuts.stages, cuts.ends
+        stages, ends = cuts.stages, cuts.chain.ends
         is_last = index == len(stages) - 1
-        part = part_of(model, stages, index, ends)
+        part = part_of(model, stages, index, cuts.chain)
         roles = self.tensor.roles if self.tensor else ()
         loss = self._prepared(
             part, stage_roles(roles, stages[index], len(stages), ends), has_loss=is_last
         )
         _make_real(part)
-        tokens = self._tokens()
-        targets = tokens[:, 1:]
+        samples = self._samples()
         dtype = next(part.parameters()).dtype
         stage = TracedStage(
             module=part,
             units=units,
-            hidden=torch.zeros(self.batch, self._own_tokens, cuts.hidden, dtype=dtype),
-            given=None if index else tokens[:, :-1],
-            loss=(lambda output: loss.of(output, targets) / targets.numel()) if is_last else None,
-            around=partial(loss.given, targets),
+            hidden=torch.zeros(self.batch, self._own_tokens, cuts.chain.hidden, dtype=dtype),
+            samples=samples,
+            is_first=index == 0,
+            loss=(lambda output: loss.of(output, samples) / samples.rows) if is_last else None,
+            around=partial(loss.given, samples),
             extent=self.extent,
         )
         with micro_batch(self.tensor)():
@@ -113,12 +115,16 @@ class RankPart:
             parallelize(module, replace(self.tensor, roles=roles), self.mesh, Registry())
         keep_traced(module, self.keep)
         is_inside = has_loss and self.loss is not None
-        loss = Loss(loss_inside(self.loss, self.tensor) if is_inside and self.loss else None)
+        objective = objective_of(self.spec.loss) if self.spec and has_loss else None
+        inside = loss_inside(self.loss, self.tensor) if is_inside and self.loss else None
+        loss = Loss(objective, inside)
         loss.attach(module, self.head)
         return loss
 
-    def _tokens(self) -> Tensor:
-        return torch.zeros(self.batch, self.sequence + 1, dtype=torch.int64)
+    def _samples(self) -> SampleBatch:
+        if self.spec is not None:
+            return sample_batch(self.spec)
+        return of_tokens(torch.zeros(self.batch, self.sequence + 1, dtype=torch.int64))
 
     @property
     def _own_tokens(self) -> int:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ptrain.axes.pipeline.run.cut import apart
 from ptrain.axes.pipeline.run.passes import backward, backward_input, backward_weight
+from ptrain.models.batch import SampleBatch
 from ptrain.models.marker import Marker
 from ptrain.models.recorder import Recorder
 from ptrain.models.selection import Extent
@@ -63,13 +64,15 @@ def record(
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracedStage:
     """What is traced: a stage's module, with what it takes and gets. `hidden` is what goes over a
-    boundary; `given` the first stage's tokens, `loss` the last stage's, whose forward pass runs in
-    `around`; `extent` how much operators select by data."""
+    boundary, which the first stage is not given; `samples` are the micro-batch's; `loss` is the
+    last stage's, whose forward pass runs in `around`; `extent` how much operators select by
+    data."""
 
     module: nn.Module
     units: Units
     hidden: Tensor
-    given: Tensor | None = None
+    samples: SampleBatch
+    is_first: bool
     loss: Callable[[Tensor], Tensor] | None = None
     around: Callable[[], AbstractContextManager[None]] = nullcontext
     extent: Extent = Extent.GIVEN
@@ -79,8 +82,10 @@ def record_stage(stage: TracedStage, *, in_halves: bool = False) -> Recording:
     """Run one micro-batch through the stage and return what each pass allocated; its gradients are
     left empty. The first stage has no halves: nobody waits for a gradient of tokens."""
     gradient = stage.hidden.detach().clone()
-    x = stage.hidden.detach().requires_grad_() if stage.given is None else stage.given
-    with _watching(stage.module, stage.units, (x, gradient), stage.extent) as recorder:
+    hidden = stage.hidden.detach().requires_grad_()
+    x = stage.samples.inputs if stage.is_first else hidden
+    given = (hidden, gradient, *stage.samples.tensors)
+    with _watching(stage.module, stage.units, given, stage.extent) as recorder:
         micro_batch = _MicroBatch(stage, recorder, x, gradient)
         if in_halves:
             micro_batch.fill_gradients()
@@ -109,7 +114,9 @@ class _MicroBatch:
 
     def forward(self) -> None:
         with self.stage.around():
-            self.output = apart(self.stage.module(self.x))
+            inputs = self.stage.samples.inputs
+            given = (self.x,) if self.stage.is_first else (self.x, inputs)
+            self.output = apart(self.stage.module(*given))
         if self.stage.loss is not None:
             self.loss = self.stage.loss(self.output)
         self.recorder.end("forward")

@@ -19,7 +19,7 @@ from ptrain.axes.tensor.costs import Cut
 from ptrain.derivation.tables import Setting
 from ptrain.facts.parameters import facts
 from ptrain.facts.roles import roles_of
-from ptrain.facts.stages import ENDS, Stage, cut, layers_of
+from ptrain.facts.stages import ENDS, Chain, Stage, cut, layers_of
 from ptrain.models.build import build
 from ptrain.models.initialize import cast
 from ptrain.models.units import Units, unit_modules
@@ -169,7 +169,9 @@ def cuts_of(setting: Setting, layers: tuple[int, ...]) -> StageCuts:
         front=ENDS.front,
         tied=(TIED,) if shape.tied else (),
     )
-    return StageCuts(stages=cut(whole, layers), hidden=shape.hidden)
+    names = tuple(layer.name for layer in whole.layers)
+    chain = Chain(layers=names, ends=ENDS, hidden=shape.hidden, tied=whole.tied)
+    return StageCuts(stages=cut(whole, layers), chain=chain)
 
 
 def smallest_units(setting: Setting, stage: Stage | None = None) -> Units:

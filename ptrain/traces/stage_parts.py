@@ -30,7 +30,8 @@ Rows = list[dict[str, Any]]  # JSON, a mapping for each stage
 
 def plan_of(spec: Spec, facts: ModelFacts) -> Plan:
     """Return the plan of a spec whose model has these facts."""
-    return lower(spec, facts.unit_modules, facts.roles, stages_of(spec, facts), facts.blocks)
+    stages = stages_of(spec, facts)
+    return lower(spec, facts.unit_modules, facts.roles, stages, facts.blocks, facts.fusions)
 
 
 def rank_part(
@@ -52,6 +53,7 @@ def rank_part(
         keep=plan.keep,
         loss=plan.loss,
         head=head_of(module, spec) if plan.loss else ROOT,
+        spec=spec,
         extent=extent,
     )
 
@@ -67,7 +69,7 @@ def stage_rows(
     """Return the rows of every stage; `mesh` and `extent` as of `rank_part`. The generator's state
     is left as it was."""
     chain, stages = chain_of(spec, facts), stages_of(spec, facts)
-    cuts = StageCuts(stages=stages, hidden=chain.hidden, ends=chain.ends)
+    cuts = StageCuts(stages=stages, chain=chain)
     part = rank_part(module, spec, facts, mesh, extent=extent)
     rows: Rows = []
     with torch.random.fork_rng(devices=[]):

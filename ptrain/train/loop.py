@@ -10,9 +10,10 @@ from signal import Signals
 
 import torch
 
-from ptrain.data.corpus import Corpus, Split
-from ptrain.data.sampler import LocalBatch, batch
+from ptrain.data.sampler import batch
+from ptrain.data.source import SampleSource, Split
 from ptrain.interpreter.program import Program
+from ptrain.models.batch import StepBatch
 from ptrain.spec.job import CheckpointSpec
 from ptrain.train.exchange import Exchange
 from ptrain.train.finite import Guard
@@ -26,7 +27,7 @@ class Parts:
     """What the loop uses beside the program. `watch(step)` surrounds a step with the meters and
     profilers that are due; `save(steps_done)` writes a checkpoint."""
 
-    corpus: Corpus
+    corpus: SampleSource
     exchange: Exchange
     interrupts: Interrupts
     journal: Journal
@@ -75,8 +76,8 @@ def train(program: Program, parts: Parts, *, first: int = 0) -> Outcome:
 
 
 def local_batch(
-    program: Program, source: Corpus, step: int, split: Split = Split.TRAIN
-) -> LocalBatch:
+    program: Program, source: SampleSource, step: int, split: Split = Split.TRAIN
+) -> StepBatch:
     """Return this rank's share of the global batch of `step` (from 0), on its device."""
     local = batch(
         source,

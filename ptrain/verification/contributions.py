@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ptrain.models.loss import token_loss_sum
 from ptrain.verification.reference import MicroBatch, ReferenceTraining
 
 
@@ -48,8 +47,4 @@ def contributions(
 
 
 def _loss(reference: ReferenceTraining, micro_batch: MicroBatch, row: int) -> Tensor:
-    logits = reference.module(micro_batch.inputs[row : row + 1])
-    loss: Tensor = (
-        token_loss_sum(logits, micro_batch.targets[row : row + 1]) / micro_batch.global_tokens
-    )
-    return loss
+    return micro_batch.row(row).loss(reference.objective, reference.module)

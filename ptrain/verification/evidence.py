@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import torch
 
 from ptrain.axes.data.run.target import Named
-from ptrain.data.sampler import LocalBatch
 from ptrain.interpreter.program import Program
+from ptrain.models.batch import StepBatch
 from ptrain.verification.outputs import Outputs
 from ptrain.verification.reference import ReferenceTraining
 from ptrain.verification.states import States
@@ -26,7 +26,7 @@ class Evidence:
     reference: ReferenceTraining
     step: int
     states: list[States]
-    batch: LocalBatch
+    batch: StepBatch
     used: Named
     outputs: Outputs
     expected_outputs: Outputs

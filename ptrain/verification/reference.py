@@ -10,20 +10,24 @@ micro-batches make up the global batch.
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_iter
 
-from ptrain.data.corpus import Corpus, Split, corpus
+from ptrain.data.corpus import corpus
 from ptrain.data.sampler import batch
+from ptrain.data.source import SampleSource, Split
+from ptrain.models.batch import SampleBatch, StepBatch
 from ptrain.models.build import build
 from ptrain.models.initialize import cast, initialize
-from ptrain.models.loss import token_loss_sum
 from ptrain.models.numerics import TORCH_DTYPES
+from ptrain.models.objective import Objective, objective_of
 from ptrain.spec.model import ModelShape
 from ptrain.spec.spec import Spec
 from ptrain.train.schedule import learning_rate
@@ -47,22 +51,23 @@ class Trajectory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """The k-th micro-batch of one data rank: `tokens` int64 [micro, sequence + 1], and the number
-    of targets in the whole global batch."""
+    """The k-th micro-batch of one data rank; `batch` is the share of the global batch that it is
+    of."""
 
     data_index: int
     k: int
-    tokens: Tensor
-    global_tokens: int
+    samples: SampleBatch
+    batch: StepBatch
     sample_ids: tuple[int, ...]
 
-    @property
-    def inputs(self) -> Tensor:
-        return self.tokens[:, :-1]
+    def loss(self, objective: Objective, module: nn.Module) -> Tensor:
+        """Return its share of the global batch's mean loss (0-d)."""
+        loss = objective.run(module, self.samples)
+        return loss / objective.divisor(self.batch, self.samples)
 
-    @property
-    def targets(self) -> Tensor:
-        return self.tokens[:, 1:]
+    def row(self, index: int) -> MicroBatch:
+        """Return one of its samples, as a micro-batch."""
+        return replace(self, samples=self.samples.between(index, index + 1))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +97,7 @@ class ReferenceTraining:
         self.module = _module(spec)
         self.updater = Updater(self.module, spec)
         self.source = corpus(spec.data)
+        self.objective = objective_of(spec.loss)
 
     @property
     def parameters(self) -> dict[str, Tensor]:
@@ -104,7 +110,31 @@ class ReferenceTraining:
 
     def accumulate(self, step: int, around: Around = nothing) -> Pass:
         """Backward over the whole global batch of `step` (from 0), `around` each micro-batch."""
-        return _accumulate(self.module, self.micro_batches(step), self.updater, around)
+        return self._accumulated(self.micro_batches(step), around)
+
+    def _accumulated(self, micro_batches: Iterable[MicroBatch], around: Around) -> Pass:
+        """Accumulate gradients by Theorem 3: the sum over all samples divided by their global
+        number. Each micro-batch's gradient is rounded to the dtype in which gradients travel, and
+        the sum to the one in which they are kept."""
+        layout = self.updater.layout
+        travels, kept = TORCH_DTYPES[layout.reduced], TORCH_DTYPES[layout.gradients]
+        sums: dict[str, Tensor] = {}
+        total = squares = 0.0
+        for micro_batch in micro_batches:
+            with around(micro_batch), _squares_of_outputs(self.module) as outputs:
+                loss = micro_batch.loss(self.objective, self.module)
+                (loss * self.updater.scale).backward()
+            total += loss.item()
+            share = micro_batch.samples.rows / micro_batch.batch.global_samples
+            squares += statistics.fmean(outputs or [0.0]) * share
+            for name, parameter in self.module.named_parameters():
+                if parameter.grad is not None:
+                    gradient = parameter.grad.to(travels)
+                    gradient = gradient.to(torch.promote_types(travels, kept))
+                    sums[name] = sums[name].add_(gradient) if name in sums else gradient
+                    parameter.grad = None
+        sums = {name: sum_.to(kept) for name, sum_ in sums.items()}
+        return Pass(sums=sums, loss=total, logits=math.sqrt(squares))
 
     def update(self, step: int, sums: Mapping[str, Tensor]) -> float:
         """One update, of gradients that are clipped in place. Returns their norm before that,
@@ -149,7 +179,7 @@ def _module(spec: Spec) -> nn.Module:
     return module
 
 
-def _micro_batches(spec: Spec, source: Corpus, step: int) -> Iterator[MicroBatch]:
+def _micro_batches(spec: Spec, source: SampleSource, step: int) -> Iterator[MicroBatch]:
     """Of every data rank, one rank after the other."""
     micro = spec.batch.micro
     for index in range(spec.data_degree):
@@ -161,38 +191,30 @@ def _micro_batches(spec: Spec, source: Corpus, step: int) -> Iterator[MicroBatch
             data_degree=spec.data_degree,
             split=Split.TRAIN,
         )
-        for k, tokens in enumerate(local.tokens.split(micro)):
+        for k, samples in enumerate(local.micro_batches(micro)):
             yield MicroBatch(
                 data_index=index,
                 k=k,
-                tokens=tokens,
-                global_tokens=local.global_tokens,
+                samples=samples,
+                batch=local,
                 sample_ids=local.sample_ids[k * micro : (k + 1) * micro],
             )
 
 
-def _accumulate(
-    module: nn.Module, micro_batches: Iterable[MicroBatch], updater: Updater, around: Around
-) -> Pass:
-    """Accumulate gradients by Theorem 3: the sum over all tokens divided by the global number of
-    them. Each micro-batch's gradient is rounded to the dtype in which gradients travel, and the sum
-    to the one in which they are kept."""
-    travels, kept = TORCH_DTYPES[updater.layout.reduced], TORCH_DTYPES[updater.layout.gradients]
-    sums: dict[str, Tensor] = {}
-    total = squares = 0.0
-    for micro_batch in micro_batches:
-        with around(micro_batch):
-            logits = module(micro_batch.inputs)
-            loss = token_loss_sum(logits, micro_batch.targets) / micro_batch.global_tokens
-            (loss * updater.scale).backward()
-        total += loss.item()
-        mean = logits.detach().double().square().mean().item()
-        squares += mean * micro_batch.inputs.numel() / micro_batch.global_tokens
-        for name, parameter in module.named_parameters():
-            if parameter.grad is not None:
-                gradient = parameter.grad.to(travels)
-                gradient = gradient.to(torch.promote_types(travels, kept))
-                sums[name] = sums[name].add_(gradient) if name in sums else gradient
-                parameter.grad = None
-    sums = {name: sum_.to(kept) for name, sum_ in sums.items()}
-    return Pass(sums=sums, loss=total, logits=math.sqrt(squares))
+@contextmanager
+def _squares_of_outputs(module: nn.Module) -> Iterator[list[float]]:
+    """While entered, the mean squares of the real numbers that a model returns, once for each
+    call."""
+    squares: list[float] = []
+
+    def note(_: nn.Module, __: object, output: object) -> None:
+        for leaf in tree_iter(output):
+            if isinstance(leaf, Tensor) and leaf.is_floating_point():
+                squares.append(leaf.detach().double().square().mean().item())
+                break  # the logits come first, if they are among them
+
+    handle = module.register_forward_hook(note)
+    try:
+        yield squares
+    finally:
+        handle.remove()

@@ -38,7 +38,14 @@ class Ask:
     def key(self) -> str:
         """Return a digest of what the run depends on. The mesh is not of it."""
         spec = on_one_device(self.spec)
-        parts = (spec.model, spec.batch, spec.optimizer, spec.data, spec.precision.effective)
+        parts = (
+            spec.model,
+            spec.batch,
+            spec.optimizer,
+            spec.data,
+            spec.precision.effective,
+            *filter(None, [spec.loss.user_function]),
+        )
         plain = [asdict(part) for part in parts]
         fields = [type(spec.model).__name__, *plain, spec.train.seed, self.steps, self.seed]
         return hashlib.sha256(json.dumps(fields, default=str).encode()).hexdigest()[:32]

@@ -6,9 +6,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor
 
-from ptrain.data.sampler import LocalBatch
+from ptrain.models.batch import SampleBatch, StepBatch
 from ptrain.report.finding import Departure, Moment, Subject
 from ptrain.train.exchange import Exchange
 from ptrain.verification.places import data_place
@@ -18,17 +19,18 @@ UNKNOWN = -1
 
 
 def sample_departures(
-    given: LocalBatch, reference: ReferenceTraining, step: int, rank: int, exchange: Exchange
+    given: StepBatch, reference: ReferenceTraining, step: int, rank: int, exchange: Exchange
 ) -> Iterator[Departure]:
     """Compare the samples of this rank with those it should have; `given` is what its model ran on.
     All ranks call it."""
     spec = reference.spec
+    what = "tokens" if spec.data.function is None else "samples"
     expected = _expected(reference, step)
     names: dict[bytes, int] = {}  # tokens are one sample, however often the batch has them
     for ids in expected.values():
         for sample, key in ids:
             names.setdefault(key, sample)
-    seen = [names.get(_key(row), UNKNOWN) for row in given.tokens]
+    seen = [names.get(_key(row), UNKNOWN) for row in given.micro_batches(1)]
     everyone: list[list[int]] = exchange.gather(seen)
     own = [names[key] for _, key in expected[data_place(spec, rank)]]
     if seen == own:
@@ -40,13 +42,13 @@ def sample_departures(
         _listed("missing", list(wanted - counts)),
         _listed("seen twice", list(counts - wanted)),
         _listed("in another order or place", own if counts == wanted else []),
-        "tokens of no sample of this step" if UNKNOWN in seen else "",
+        f"{what} of no sample of this step" if UNKNOWN in seen else "",
     ]
     yield Departure(
         step=step,
         moment=Moment.BATCH,
         subject=Subject.BATCH,
-        name="tokens",
+        name=what,
         rank=rank,
         told="; ".join(filter(None, descriptions)) or "samples of another rank",
     )
@@ -56,15 +58,20 @@ def _expected(reference: ReferenceTraining, step: int) -> dict[int, list[tuple[i
     """Return by data rank its samples, and their tokens."""
     samples: dict[int, list[tuple[int, bytes]]] = {}
     for micro_batch in reference.micro_batches(step):
-        rows = zip(micro_batch.sample_ids, micro_batch.tokens, strict=True)
         samples.setdefault(micro_batch.data_index, []).extend(
-            (sample, _key(row)) for sample, row in rows
+            (sample, _key(micro_batch.row(row).samples))
+            for row, sample in enumerate(micro_batch.sample_ids)
         )
     return samples
 
 
-def _key(row: Tensor) -> bytes:
-    return row.cpu().numpy().tobytes()
+def _key(sample: SampleBatch) -> bytes:
+    """What a sample consists of, and nothing of what it is called."""
+    return b"".join(_bytes(tensor) for tensor in sample.tensors)
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    return tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes()
 
 
 def _listed(what: str, samples: list[int]) -> str:

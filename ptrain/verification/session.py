@@ -14,15 +14,13 @@ import torch.distributed as dist
 from ptrain.data.corpus import corpus
 from ptrain.data.sampler import require as require_corpus
 from ptrain.errors import VerdictFailed
-from ptrain.interpreter.materialize import build_module
-from ptrain.models.contract import logits_of
+from ptrain.models.contract import forward_once
 from ptrain.report.record import Check
 from ptrain.report.verification import as_record, end_text, stage_text
 from ptrain.rooms.world import World
 from ptrain.selection.recompute import settled
 from ptrain.spec.extras import require_leave
 from ptrain.spec.load import load
-from ptrain.spec.model import ExternalModel
 from ptrain.spec.spec import Spec
 from ptrain.train import environment
 from ptrain.train.exchange import Exchange
@@ -38,7 +36,7 @@ def run(options: VerifyOptions) -> int:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing is half written: gone at once
     size = dist.get_world_size() if dist.is_initialized() else environment.world_size()
     spec = settled(load(options.spec, options.overrides, world_size=size))
-    require_leave(spec.model, allow_import=options.allow_import)
+    require_leave(spec, allow_import=options.allow_import)
     logits = _num_logits(spec)
     with ExitStack() as stack:
         world = World.join(spec.timeout, device=spec.device, backend=spec.backend)
@@ -61,12 +59,11 @@ def run(options: VerifyOptions) -> int:
 
 def _num_logits(spec: Spec) -> int | None:
     """Of a token, by the user's own code, which runs here for the first time. Raises SpecError."""
-    if not isinstance(spec.model, ExternalModel):
+    if not spec.user_functions:
         return None
-    model = build_module(spec, allow_import=True)
-    tokens_BT = torch.zeros(spec.batch.micro, spec.batch.sequence, dtype=torch.int64)
+    model = ReferenceTraining(spec).module
     with torch.random.fork_rng(devices=[]):
-        return logits_of(model, tokens_BT, spec).shape[-1]
+        return forward_once(model, spec)
 
 
 def _verify(

@@ -6,11 +6,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-import torch
-
 from ptrain.data.corpus import corpus
 from ptrain.data.sampler import LocalBatch, batch
 from ptrain.interpreter.program import Program
+from ptrain.models.batch import SampleBatch, TokenPair
 from ptrain.report.finding import Subject
 from ptrain.spec.axis import Axis
 from tests.faults.fault import Fault, Setting
@@ -109,9 +108,9 @@ def other_tokens_within_tp(program: Program) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _TargetsTwoAhead(LocalBatch):
-    def micro_batches(self, micro: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def micro_batches(self, micro: int) -> Iterator[SampleBatch]:
         for tokens in self.tokens.split(micro):
-            yield tokens[:, :-1], tokens[:, 1:].roll(-1, dims=1)
+            yield SampleBatch(TokenPair(tokens[:, :-1], tokens[:, 1:].roll(-1, dims=1)))
 
 
 def shifted_twice(program: Program) -> None:

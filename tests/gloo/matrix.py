@@ -44,7 +44,15 @@ class Result:
 
 def reference(spec: Spec) -> Trajectory:
     """One device knows nothing of the mesh but the batches that the data axes read."""
-    same = (spec.model, spec.batch, spec.data_degree, spec.optimizer, spec.precision)
+    same = (
+        spec.model,
+        spec.batch,
+        spec.data_degree,
+        spec.optimizer,
+        spec.precision,
+        spec.data,
+        spec.loss.user_function,
+    )
     key = repr(same)
     if key not in _REFERENCES:
         _REFERENCES[key] = one_device(spec, STEPS)

@@ -12,7 +12,8 @@ import pytest
 import torch.distributed as dist
 
 from ptrain.algebra.legality import require
-from ptrain.data.corpus import Split, corpus
+from ptrain.data.corpus import corpus
+from ptrain.data.source import Split
 from ptrain.interpreter.program import interpret
 from ptrain.models.chunked import can_fuse
 from ptrain.rooms.world import World

@@ -13,7 +13,8 @@ import torch
 
 from ptrain.axes.data.costs import spread
 from ptrain.costs import Collective, Phase, State
-from ptrain.data.corpus import Split, corpus
+from ptrain.data.corpus import corpus
+from ptrain.data.source import Split
 from ptrain.interpreter.program import interpret
 from ptrain.meters.memory import resident
 from ptrain.rooms.world import World

@@ -12,8 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ptrain.data.corpus import Split, corpus
+from ptrain.data.corpus import corpus
 from ptrain.data.sampler import batch
+from ptrain.data.source import Split
 from ptrain.errors import PtrainError
 from ptrain.interpreter.program import Program, interpret
 from ptrain.models.build import build

@@ -198,9 +198,10 @@ def test_an_edit_of_ptrain_is_noticed(tmp_path: Path, monkeypatch: pytest.Monkey
     assert len({before, more, cache._sources.__wrapped__()}) == 3
 
 
-IN_PART = {"train", "factors", "batch", "cluster"}  # the seed, tp and pp, a micro-batch, the device
+# the seed, tp and pp, a micro-batch, the device, samples that are not tokens
+IN_PART = {"train", "factors", "batch", "cluster", "data"}
 IRRELEVANT = {  # to what a micro-batch allocates within the model
-    "optimizer", "data", "sync", "eval", "checkpoint", "timeout", "log", "profile", "backend",
+    "optimizer", "sync", "eval", "checkpoint", "timeout", "log", "profile", "backend",
     "deterministic", "reduce_scatter", "bucket_bytes", "overlap", "prefetch", "gather_after_update",
     "offload", "consistency_every", "name", "resolved", "trivial_factors",
     "device",  # its kind counts

@@ -33,6 +33,7 @@ RESERVED = [
     "batch",
     "optimizer",
     "data",
+    "step",
     "train",
     "cluster",
     "activations",

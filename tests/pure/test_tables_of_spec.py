@@ -147,7 +147,14 @@ SECTIONS = {
         "momentum": 0.0, "clip": 1.0,
         "schedule": {"warmup": 0, "decay_steps": 0, "min_lr_ratio": 0.1},
     },
-    job.DataSpec: {"corpus": "python-docs", "path": None, "tokenizer": "bytes"},
+    job.DataSpec: {
+        "corpus": "python-docs",
+        "path": None,
+        "tokenizer": "bytes",
+        "target": None,
+        "arguments": None,
+        "folder": None,
+    },
     job.TrainSpec: {"steps": 50, "seed": 0},
     job.EvalSpec: {"every": 0, "batches": 4},
     job.CheckpointSpec: {"at_end": False, "every": 0},
@@ -159,7 +166,7 @@ SECTIONS = {
         "default": {"policy": None, "tier": "device"}, "by_block": (), "every": 1, "budget": None,
         "is_open": False,
     },
-    spec.LossSpec: {"chunk": None, "fused": False},
+    spec.LossSpec: {"chunk": None, "fused": False, "function": None, "step": None},
     dials.SyncPolicy: {
         "gradients": "every", "reshard_after_forward": True, "reshard_after_backward": True,
     },
@@ -341,5 +348,8 @@ def test_a_text_of_a_form_of_its_own_is_told_the_form():
         "name": "a name of 1 to 64 letters, digits, . _ - (no . in front)",
         "model.hf": "a class or a model type, like LlamaForCausalLM or llama",
         "model.target": "package.module:function",
+        "data.target": "package.module:function",
+        "loss.target": "package.module:function",
+        "step.target": "package.module:function",
         "model.blocks": "names of modules, like encoder.layers.*",
     }

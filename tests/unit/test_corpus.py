@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ptrain.data.corpus import Split, corpus
+from ptrain.data.corpus import corpus
+from ptrain.data.source import Split
 from ptrain.data.tokenizer import BOS, EOS, PAD, VOCAB, decode, encode
 from ptrain.data.tokens import main, open_tokens
 from ptrain.errors import PtrainError

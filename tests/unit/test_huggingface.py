@@ -79,7 +79,7 @@ def test_attention_that_nobody_names_is_the_best_that_the_class_has(hf, kind):
 
 def test_attention_that_is_named_and_that_the_class_lacks_is_refused():
     model = HuggingFaceModel(hf="gemma2", config=CONFIG, attention=Attention.SDPA)
-    with pytest.raises(SpecError, match="does not have sdpa(.|\n)*write attention: eager"):
+    with pytest.raises(SpecError, match=r"does not have sdpa(.|\n)*write attention: eager"):
         build(model, sequence=SEQUENCE)
 
 

@@ -13,11 +13,11 @@ from ptrain.algebra.legality import require
 from ptrain.errors import SpecError
 from ptrain.facts.roles import roles_of
 from ptrain.models.build import build
-from ptrain.models.roles import roles_of_module
+from ptrain.models.roles import cutting_of_module
 from ptrain.plan.lower import lower
 from ptrain.spec.load import load
 from ptrain.spec.model import HuggingFaceModel
-from ptrain.spec.role import Role
+from ptrain.spec.role import Role, Roles
 from ptrain.spec.spec import Spec
 from tests.models_external import PAIRS_PLAN, ours, pairs
 from tests.unit.test_huggingface import CONFIG, NEOX
@@ -35,6 +35,11 @@ def spec_of(model: dict[str, Any] | None = None, tp: int = 2, **tensor: Any) -> 
         "tensor": tensor,
     }
     return require(load(mapping))
+
+
+def roles_of_module(module: nn.Module, spec: Spec) -> Roles:
+    roles, _ = cutting_of_module(module, spec)
+    return roles
 
 
 def of_hugging_face(hf: str, config: dict[str, Any], tp: int = 2) -> dict[str, Role]:

@@ -11,8 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ptrain.data.corpus import Corpus, Split, corpus
-from ptrain.data.sampler import LocalBatch, batch, num_windows, positions, require, sample
+from ptrain.data.corpus import Corpus, corpus
+from ptrain.data.sampler import LocalBatch, batch, positions, require, sample
+from ptrain.data.source import Split
 from ptrain.errors import PtrainError
 from ptrain.spec.batch import Batch
 from ptrain.spec.job import DataSpec, EvalSpec, TrainSpec
@@ -57,7 +58,7 @@ def global_batch(source: Corpus, spec: Spec, step: int, degree: int) -> list[Loc
 @pytest.mark.parametrize("micro", [1, 2])
 def test_an_epoch_holds_every_sample_once_on_every_mesh(degree, micro):
     source, spec = counted(8 * 16 * SEQUENCE + 1), make_spec(micro=micro)
-    windows = num_windows(source, SEQUENCE)
+    windows = source.num_samples(SEQUENCE)
     assert windows == 8 * 16
     for epoch in range(3):
         seen = Counter(
@@ -111,21 +112,21 @@ def test_a_sample_is_a_window_and_its_targets_are_the_next_tokens():
     local = batch(counted(1000), spec=make_spec(), step=5)
     starts = torch.tensor(local.sample_ids) % 249 * SEQUENCE
     assert torch.equal(local.tokens, starts[:, None] + torch.arange(SEQUENCE + 1))
-    for inputs, targets in local.micro_batches(2):
-        assert torch.equal(targets, inputs + 1)
+    for samples in local.micro_batches(2):
+        assert torch.equal(samples.targets, samples.inputs + 1)
 
 
 def test_an_epoch_predicts_every_token_but_the_first_once():
     source, spec = counted(16 * SEQUENCE + 1), make_spec()
     local = batch(source, spec=spec, step=0)
-    targets = torch.cat([targets.flatten() for _, targets in local.micro_batches(2)])
+    targets = torch.cat([samples.targets.flatten() for samples in local.micro_batches(2)])
     assert targets.sort().values.tolist() == list(range(1, 16 * SEQUENCE + 1))
 
 
 def test_micro_batches_are_views_of_the_batch():
     local = batch(counted(1000), spec=make_spec(), step=0)
     storage = local.tokens.untyped_storage().data_ptr()
-    pairs = list(local.micro_batches(2))
+    pairs = [(samples.inputs, samples.targets) for samples in local.micro_batches(2)]
     assert len(pairs) == 8
     for inputs, targets in pairs:
         assert inputs.shape == targets.shape == (2, SEQUENCE)

@@ -24,11 +24,10 @@ class Reference(ReferenceTraining):
         self.spec = settled(load("zero2", ("mesh={dp_shard: 1}",)))
 
     def micro_batches(self, step: int) -> list[MicroBatch]:
+        batch = LocalBatch(tokens=ROWS, global_tokens=8, sample_ids=(0, 1, 2, 3))
         return [
-            MicroBatch(
-                data_index=0, k=k, tokens=rows, global_tokens=8, sample_ids=(2 * k, 2 * k + 1)
-            )
-            for k, rows in enumerate(ROWS.split(2))
+            MicroBatch(data_index=0, k=k, samples=rows, batch=batch, sample_ids=(2 * k, 2 * k + 1))
+            for k, rows in enumerate(batch.micro_batches(2))
         ]
 
 

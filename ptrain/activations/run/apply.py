@@ -31,8 +31,8 @@ def keep(module: nn.Module, step: Keep, tiers: Tiers) -> None:
     known = dict(module.named_modules())
     offload: OffloadHooks | None = None
     for name, kept in step.blocks:
-        if name not in known:
-            continue
+        if name not in known or next(known[name].parameters(), None) is None:
+            continue  # another stage's, for which something stands in
         inner = _recomputed(known, name, kept)
         if kept.tier is not Tier.DEVICE:
             offload = offload or OffloadHooks(module, tiers)

@@ -5,12 +5,11 @@ A stage is a model like any other, with fewer layers.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 
 from ptrain.axes.pipeline.form import stages_of as cut_as_said
 from ptrain.facts.model import ModelFacts, TensorFacts, UnitFacts, prefixes
-from ptrain.facts.stages import ENDS, Chain, Ends, Layers, Stage, layers_of
+from ptrain.facts.stages import ENDS, Chain, Ends, Layers, Stage, is_within, layers_of
 from ptrain.spec.axis import Axis
 from ptrain.spec.model import ModelShape
 from ptrain.spec.role import Role, Roles, fits
@@ -85,15 +84,11 @@ def stage_facts(facts: ModelFacts, stage: Stage) -> ModelFacts:
     return replace(
         facts,
         units=tuple(units),
-        buffers=tuple(row for row in facts.buffers if not _is_within(row[0], lacking)),
+        buffers=tuple(row for row in facts.buffers if not is_within(row[0], lacking)),
         gradient_order=(*copies, *order),
         timeline=None,
         stage_passes=(),
     )
-
-
-def _is_within(name: str, modules: Iterable[str]) -> bool:
-    return any(f"{name}.".startswith(f"{module}.") for module in modules)
 
 
 def stage_roles(roles: Roles, stage: Stage, stages: int, ends: Ends = ENDS) -> Roles:

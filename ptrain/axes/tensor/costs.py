@@ -14,9 +14,17 @@ from ptrain.units import ceil_div
 
 Shape = tuple[int, ...]
 
-# The dimension along which a role cuts a weight; its bias is cut where that is the outputs.
 _NUMBERS = re.compile(r"\d+")
-_CUT_DIM = {Role.COLUMN: 0, Role.HEAD: 0, Role.VOCABULARY: 0, Role.ROW: 1}
+# The dimension along which a role cuts a weight, and that along which it cuts a bias.
+_CUT_DIM = {
+    Role.COLUMN: (0, 0),
+    Role.TRANSPOSED_COLUMN: (1, 0),
+    Role.HEAD: (0, 0),
+    Role.VOCABULARY: (0, None),
+    Role.ROW: (1, None),
+    Role.TRANSPOSED_ROW: (0, None),
+}
+_MATRIX = 2
 
 
 def slices(size: int, degree: int) -> list[int]:
@@ -80,8 +88,9 @@ def cut_dims(step: HowCut, tensors: Iterable[tuple[str, Shape]]) -> dict[str, in
     dims: dict[str, int] = {}
     for name, shape in tensors:
         role = modules.of_tensor(name)
-        dim = None if role is None else _CUT_DIM.get(role)
-        if dim is not None and dim < len(shape):
+        of_weight, of_bias = _CUT_DIM.get(role, (None, None)) if role else (None, None)
+        dim = of_weight if len(shape) == _MATRIX else of_bias
+        if dim is not None:
             dims[name] = dim
     return dims
 

@@ -145,7 +145,7 @@ def _output_with(scene: Investigation, weights: dict[str, torch.Tensor]) -> torc
         if (micro_batch.data_index, micro_batch.k) == (place, scene.first.index):
             named = iter([(path, module.get_submodule(path))])
             with torch.no_grad(), watched(named, outputs, lambda: scene.first.index):
-                functional_call(module, weights, (micro_batch.inputs,))
+                functional_call(module, weights, (micro_batch.samples.inputs,))
     return outputs.forward.get((path, scene.first.index))
 
 

@@ -49,7 +49,7 @@ def _targets(scene: Investigation) -> dict[int, Tensor]:
     step = scene.evidence.step
     micro_batches = scene.reference.micro_batches(step)
     return {
-        micro_batch.k: micro_batch.targets
+        micro_batch.k: micro_batch.samples.targets
         for micro_batch in micro_batches
         if micro_batch.data_index == place
     }

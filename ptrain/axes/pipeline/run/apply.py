@@ -13,8 +13,8 @@ from ptrain.axes.pipeline.run.runtime import Runtime
 from ptrain.axes.pipeline.run.stage import BoundaryTensor, PassCallbacks, StageRunner
 from ptrain.axes.pipeline.run.staged import Staged
 from ptrain.axes.pipeline.schedule import Action
-from ptrain.data.sampler import LocalBatch
 from ptrain.errors import RankFailed
+from ptrain.models.batch import StepBatch
 from ptrain.models.numerics import TORCH_DTYPES
 from ptrain.rooms.mesh import Mesh
 from ptrain.spec.spec import Spec
@@ -41,13 +41,13 @@ class Pipelined:
         self.instructions = training(schedule_of(spec))[self.rank]
         self._stage_of = {stage.index: stage for stage in self.stages}
 
-    def train(self, batch: LocalBatch) -> None:
+    def train(self, batch: StepBatch) -> None:
         """Forward and backward of every micro-batch. Raises RankFailed, with the stage, for a batch
         of another shape, and where a pass fails or a neighbour does not answer."""
         self._require_shape(batch, self.count)
         for stage in self.stages:
             stage.begin(self.count)
-        micro_batches = batch.tokens.split(self.micro)
+        micro_batches = list(batch.micro_batches(self.micro))
 
         def compute(action: Action, given: torch.Tensor | None) -> torch.Tensor | None:
             stage = self._stage_of[action.stage]
@@ -56,19 +56,16 @@ class Pipelined:
         with self.runtime.waits.watched(self._own_stages()):
             self.runtime.run(self.instructions, compute)
 
-    def evaluate(
-        self, batch: LocalBatch, loss: Callable[[torch.Tensor, torch.Tensor], None]
-    ) -> None:
-        """Forward of every micro-batch, one after the other. `loss` is called with what the last
-        stage returned and the targets. Raises RankFailed as `train` does."""
-        count = max(1, batch.tokens.shape[0] // self.micro)
+    def evaluate(self, batch: StepBatch, add: Callable[[torch.Tensor], object]) -> None:
+        """Forward of every micro-batch, one after the other. `add` is called with the loss of what
+        the last stage returned. Raises RankFailed as `train` does."""
+        micro_batches = list(batch.micro_batches(self.micro))
+        count = max(1, len(batch.tensors[0]) // self.micro)
         self._require_shape(batch, count)
-        micro_batches = batch.tokens.split(self.micro)
 
         def compute(action: Action, given: torch.Tensor | None) -> torch.Tensor | None:
-            stage, tokens = self._stage_of[action.stage], micro_batches[action.microbatch]
-            inputs, targets = tokens[:, :-1] if given is None else given, tokens[:, 1:]
-            return stage.evaluate(inputs, targets, action.microbatch, loss)
+            stage, samples = self._stage_of[action.stage], micro_batches[action.microbatch]
+            return stage.evaluate(given, samples, action.microbatch, add)
 
         instructions = evaluation(self.step.rank_of, count)[self.rank]
         with self.runtime.waits.watched(self._own_stages()):
@@ -77,11 +74,12 @@ class Pipelined:
     def _own_stages(self) -> str:
         return stages_text([stage.index for stage in self.stages])
 
-    def _require_shape(self, batch: LocalBatch, count: int) -> None:
-        wanted = [count * self.micro, self.sequence + 1]
-        if list(batch.tokens.shape) != wanted:
+    def _require_shape(self, batch: StepBatch, count: int) -> None:
+        wanted = batch.shape_for(count * self.micro, self.sequence)
+        shape = list(batch.tensors[0].shape)
+        if shape != wanted:
             raise RankFailed(
-                f"{self._own_stages()}: the batch has {list(batch.tokens.shape)} tokens, and the "
+                f"{self._own_stages()}: the batch has {shape} tokens, and the "
                 f"stages wait for {count} micro-batches of {self.micro}: {wanted}\n"
                 "  remedy: give every rank of pp the batch of the spec"
             )

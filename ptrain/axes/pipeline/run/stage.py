@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,10 +23,11 @@ from ptrain.axes.pipeline.run.staged import LocalStage
 from ptrain.axes.pipeline.schedule import Action
 from ptrain.costs import Phase
 from ptrain.errors import RankFailed
+from ptrain.models.batch import SampleBatch
 from ptrain.timeline import Kind
 
 Enter = Callable[[Phase, int], None]
-Loss = Callable[[Tensor, Tensor], Tensor]
+Loss = Callable[[Any, SampleBatch], Tensor]
 Seed = Callable[[Tensor], Tensor | None]
 
 
@@ -54,12 +56,13 @@ class BoundaryTensor:
 
 @dataclass(frozen=True, slots=True)
 class PassCallbacks:
-    """What a program wants of passes: the last stage's forward pass runs in `given(targets)`, then
-    `loss` is called with what it returned and the targets; backward begins with `seed` of the loss,
-    None for 1; `enter` is told of every pass."""
+    """What a program wants of passes: the last stage's forward pass runs in `given(samples)`, then
+    `loss` is called with what it returned and the samples, `evaluated` where nothing is trained;
+    backward begins with `seed` of the loss, None for 1; `enter` is told of every pass."""
 
-    given: Callable[[Tensor], AbstractContextManager[None]]
+    given: Callable[[SampleBatch], AbstractContextManager[None]]
     loss: Loss
+    evaluated: Loss
     seed: Seed
     enter: Enter
 
@@ -100,26 +103,34 @@ class StageRunner:
         self._in_flight.clear()
         self._left = micro_batches
 
-    def evaluate(self, given: Tensor, targets: Tensor, number: int, loss: Loss) -> Tensor | None:
+    def evaluate(
+        self,
+        given: Tensor | None,
+        samples: SampleBatch,
+        number: int,
+        add: Callable[[Tensor], object],
+    ) -> Tensor | None:
         """The forward pass of micro-batch `number` alone: hidden states for the next stage, or None
-        of the last one, where `loss` is called."""
+        of the last one, where `add` is called with the loss. `given` as of `compute`."""
+        taken = _taken(given, samples)
         with named(self.index, number):
             if not self.is_last:
-                output: Tensor = self.module(given)
+                output: Tensor = self.module(*taken)
                 self.boundary.require(output, self.index, number)
                 return output
-            with self.asked.given(targets):
-                loss(self.module(given), targets)
+            with self.asked.given(samples):
+                output = self.module(*taken)
+            add(self.asked.evaluated(output, samples))
         return None
 
-    def compute(self, action: Action, given: Tensor | None, batch: Tensor) -> Tensor | None:
-        """One pass of a micro-batch, whose samples are `batch`: tokens [micro, sequence + 1].
-        `given` is what another stage made for it. Returns what it makes for another stage."""
+    def compute(self, action: Action, given: Tensor | None, samples: SampleBatch) -> Tensor | None:
+        """One pass of a micro-batch. `given` is what another stage made for it. Returns what it
+        makes for another stage."""
         number = action.microbatch
         match action.kind:
             case Kind.FORWARD:
-                given = batch[:, :-1] if given is None else given.requires_grad_()
-                return self._forward(number, given, batch[:, 1:])
+                given = None if given is None else given.requires_grad_()
+                return self._forward(number, _taken(given, samples), samples)
             case Kind.INPUT if self.is_first:
                 # nobody waits for gradients of tokens: the weights' half is the whole
                 self._in_flight[number].gradient = given
@@ -134,21 +145,21 @@ class StageRunner:
                 self._backward_weight(number)
                 return None
 
-    def _forward(self, number: int, given: Tensor, targets: Tensor) -> Tensor | None:
+    def _forward(self, number: int, taken: tuple[Any, ...], samples: SampleBatch) -> Tensor | None:
         self.asked.enter(Phase.FORWARD, number)
         with named(self.index, number):
             with self.wrapped.forward_pass():
                 if not self.is_last:
-                    output: Tensor = apart(self.wrapped.module(given))
+                    output: Tensor = apart(self.wrapped.module(*taken))
                 else:
-                    with self.asked.given(targets):
-                        output = apart(self.wrapped.module(given))
+                    with self.asked.given(samples):
+                        output = apart(self.wrapped.module(*taken))
             if not self.is_last:
                 self.boundary.require(output, self.index, number)
-                self._in_flight[number] = _InFlight(given, output, None)
+                self._in_flight[number] = _InFlight(taken[0], output, None)
                 return output.detach()
-            loss = self.asked.loss(output, targets)
-        self._in_flight[number] = _InFlight(given, output, loss)
+            loss = self.asked.loss(output, samples)
+        self._in_flight[number] = _InFlight(taken[0], output, loss)
         return None
 
     def _backward(self, number: int, gradient: Tensor | None) -> Tensor | None:
@@ -187,3 +198,9 @@ class StageRunner:
         self.asked.enter(Phase.BACKWARD, number)
         with named(self.index, number), self.wrapped.backward_pass(kind, is_last):
             yield
+
+
+def _taken(given: Tensor | None, samples: SampleBatch) -> tuple[Any, ...]:
+    """What a stage's forward takes: every stage what the model is called with, behind hidden states
+    if it is given these."""
+    return (samples.inputs,) if given is None else (given, samples.inputs)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, assert_never
 
 import torch
 from torch import nn
@@ -25,16 +25,20 @@ from torch.distributed.tensor.parallel import (
     loss_parallel,
     parallelize_module,
 )
+from torch.utils._pytree import tree_map
 
 from ptrain.axes.tensor.costs import shards_differ, slices
+from ptrain.axes.tensor.run.counts import OwnCounts, with_first
+from ptrain.axes.tensor.run.fused import FusedOrder
 from ptrain.axes.tensor.run.gradients import GradientsAsKept, SummedGradients
 from ptrain.axes.tensor.run.randomness import OwnRandomness, drawn_by_rank
 from ptrain.axes.tensor.run.regather import Regather
+from ptrain.axes.tensor.run.transposed import TransposedColumn, TransposedRow
 from ptrain.errors import refused
 from ptrain.models.chunked import LossInside
 from ptrain.models.loss import token_loss_sum
 from ptrain.rooms.registry import Registry
-from ptrain.spec.role import Role, fits
+from ptrain.spec.role import COLUMNS, ROWS, Role, fits
 from ptrain.steps.step import ChunkedLoss, Parallelize
 
 _SEQUENCE = 1  # the dimension of tokens, behind that of samples
@@ -62,7 +66,7 @@ class WholeInput(ParallelStyle):
                     regather.keeps(part, gathered)
                 return gathered
 
-            return _with_first(args, kwargs, whole)
+            return with_first(args, kwargs, whole)
 
         module.register_forward_pre_hook(enter, with_kwargs=True)
         if regather is not None:
@@ -90,7 +94,7 @@ class LocalInput(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            return _with_first(
+            return with_first(
                 args, kwargs, lambda part: part.to_local() if isinstance(part, DTensor) else part
             )
 
@@ -127,24 +131,59 @@ def parallelize(
 ) -> None:
     """Cut `model` over `device_mesh` (1-d) as the plan says. Its tensors may be on meta."""
     tied = _tied(model)
-    for pattern, role in step.roles:
-        for name in _matching(model, pattern):
-            module = model.get_submodule(name)
-            for style in _styles(step, role, registry):
-                parallelize_module(module, device_mesh, style, src_data_rank=None)
+    order = FusedOrder(step, device_mesh.size())
+    for name, role in _named(model, step):
+        module = model.get_submodule(name)
+        if role in COLUMNS:
+            order.reorder(name, module)
+        for style in _styles(step, role, registry):
+            parallelize_module(module, device_mesh, style, src_data_rank=None)
     _tie_again(model, tied)
-    # One for all sub-blocks: of two with one seed, the masks of every layer would be alike.
-    own = OwnRandomness(device_mesh.get_local_rank(), device_mesh.device_type)
-    if not step.is_sequence:
-        for pattern, role in step.roles:
-            if role is Role.WHOLE_INPUT:
-                for name in _matching(model, pattern):
-                    own.around(model.get_submodule(name))
+    _count_for_itself(model, step, device_mesh.size())
+    _draw_for_itself(model, step, device_mesh)
     if step.is_sequence and any(role is Role.POSITIONS for _, role in step.roles):
         first = next(_matching(model, step.block_pattern))
         parallelize_module(model.get_submodule(first), device_mesh, LocalInput())
     if not step.loss_parallel:
-        model.register_forward_hook(lambda _, __, logits: _gathered(logits))
+        model.register_forward_hook(lambda _, __, output: tree_map(_gathered, output))
+
+
+def _named(model: nn.Module, step: Parallelize) -> Iterator[tuple[str, Role]]:
+    """Yield the modules that have roles."""
+    for pattern, role in step.roles:
+        for name in _matching(model, pattern):
+            yield name, role
+
+
+def _columns(model: nn.Module, step: Parallelize, path: str) -> list[nn.Module]:
+    """Return the column layers within a module."""
+    names = [name for name, role in _named(model, step) if role in COLUMNS]
+    return [model.get_submodule(name) for name in names if name.startswith(f"{path}.")]
+
+
+def _count_for_itself(model: nn.Module, step: Parallelize, degree: int) -> None:
+    owners: dict[str, list[str]] = {}
+    for pattern, role in step.roles:
+        owner, _, attribute = pattern.rpartition(".")
+        if role is Role.COUNT:
+            owners.setdefault(owner, []).append(attribute)
+    for owner, attributes in owners.items():
+        for name in _matching(model, owner):
+            module = model.get_submodule(name)
+            OwnCounts(degree).around(module, attributes, _columns(model, step, name))
+
+
+def _draw_for_itself(model: nn.Module, step: Parallelize, device_mesh: DeviceMesh) -> None:
+    """Let a rank draw masks of its own for what only it has."""
+    # One for all sub-blocks: of two with one seed, the masks of every layer would be alike.
+    own = OwnRandomness(device_mesh.get_local_rank(), device_mesh.device_type)
+    if step.is_sequence:
+        return
+    for name, role in _named(model, step):
+        path = name.rpartition(".")[0]
+        if role in ROWS and path:
+            columns = _columns(model, step, path)
+            own.between(model.get_submodule(path), columns, model.get_submodule(name))
 
 
 def require_rows(model: nn.Module, degree: int, shards: int) -> None:
@@ -167,7 +206,11 @@ def require_rows(model: nn.Module, degree: int, shards: int) -> None:
 
 def whole_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """The tokens' summed loss, of logits that may be cut over the vocabulary."""
-    loss = token_loss_sum(logits, targets)
+    return local(token_loss_sum(logits, targets))
+
+
+def local(loss: torch.Tensor) -> torch.Tensor:
+    """A loss that every rank has, as a plain tensor."""
     return loss.to_local() if isinstance(loss, DTensor) else loss
 
 
@@ -206,11 +249,13 @@ def _styles(step: Parallelize, role: Role, registry: Registry) -> Iterator[Paral
         case Role.WHOLE_INPUT:
             if not step.is_naive:
                 yield WholeInput(between, regathers=step.is_saved_cut)
-        case Role.COLUMN:
+        case Role.COLUMN | Role.TRANSPOSED_COLUMN:
             layout = between if step.is_naive else Replicate()
-            yield ColwiseParallel(input_layouts=layout)
-        case Role.ROW:
-            yield RowwiseParallel(output_layouts=between)
+            style = ColwiseParallel if role is Role.COLUMN else TransposedColumn
+            yield style(input_layouts=layout)
+        case Role.ROW | Role.TRANSPOSED_ROW:
+            style = RowwiseParallel if role is Role.ROW else TransposedRow
+            yield style(output_layouts=between)
         case Role.SHARED:
             yield SummedGradients(registry)
         case Role.NORM | Role.LAST_NORM:
@@ -258,22 +303,7 @@ def _whole(part: torch.Tensor, device_mesh: DeviceMesh, layout: Placement) -> DT
     return tensor.redistribute(placements=[Replicate()])
 
 
-def _gathered(logits: torch.Tensor) -> torch.Tensor:
+def _gathered(logits: Any) -> Any:
     if not isinstance(logits, DTensor):
         return logits
     return logits.redistribute(placements=[Replicate()]).to_local()
-
-
-def _with_first(args: tuple[Any, ...], kwargs: dict[str, Any], change: Any) -> Any:
-    """The arguments with the first floating tensor changed; None where there is none."""
-    for index, value in enumerate(args):
-        if _is_real(value):
-            return (*args[:index], change(value), *args[index + 1 :]), kwargs
-    for name, value in kwargs.items():
-        if _is_real(value):
-            return args, kwargs | {name: change(value)}
-    return None
-
-
-def _is_real(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_floating_point()

@@ -4,7 +4,7 @@ while what all ranks have alike, before and behind it, has one mask."""
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -12,12 +12,15 @@ import torch
 import torch.distributed.tensor._random as dtensor_random
 from torch import nn
 
+from ptrain.models.dropout import drops_out
+
 _SEED_BYTES = 7  # a seed is a positive 64-bit number
 
 
 class OwnRandomness:
-    """Within a module a rank draws from a place of its own, which follows from where the device's
-    default generator stands, from the module and from the rank: nothing is kept between steps."""
+    """Within a module, or from its column layers to its row, a rank draws from a place of its own,
+    which follows from where the device's default generator stands, from the module and from the
+    rank: nothing is kept between steps. Nothing is done where a module draws nothing."""
 
     def __init__(self, index: int, device_type: str) -> None:
         self.index = index
@@ -26,14 +29,28 @@ class OwnRandomness:
         self._num_modules = 0
 
     def around(self, module: nn.Module) -> None:
-        """While `module` trains; nothing is done where it draws nothing."""
-        if any(getattr(child, "dropout", 0) for child in module.modules()):
-            number, self._num_modules = self._num_modules, self._num_modules + 1
+        """While `module` trains."""
+        if drops_out(module):
+            number = self._next_number()
             module.register_forward_pre_hook(lambda module, _: self._enter(module, number))
             module.register_forward_hook(self._leave, always_call=True)
 
+    def between(self, module: nn.Module, columns: Iterable[nn.Module], row: nn.Module) -> None:
+        """From what the first of a module's `columns` gives, which is cut, to what `row` takes:
+        behind that every rank has the same again. Backward may stop a module that runs again."""
+        if drops_out(module):
+            number = self._next_number()
+            for column in columns:
+                column.register_forward_hook(lambda column, *_: self._enter(column, number))
+            row.register_forward_pre_hook(self._leave)
+            module.register_forward_hook(self._leave, always_call=True)
+
+    def _next_number(self) -> int:
+        self._num_modules += 1
+        return self._num_modules - 1
+
     def _enter(self, module: nn.Module, number: int) -> None:
-        if not module.training:
+        if not module.training or self._common is not None:
             return
         default = self._default()
         self._common = default.get_state()

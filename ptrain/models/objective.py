@@ -1,0 +1,84 @@
+"""What is minimised: the loss of a micro-batch, of what a model returned, or of the model.
+
+What a spec's `loss:` or `step:` gives is the mean of a micro-batch's samples. Micro-batches are of
+one size, so that the mean of theirs is the global batch's (Theorem 3)."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from ptrain.models.batch import SampleBatch, StepBatch
+from ptrain.models.external import resolved
+from ptrain.models.loss import token_loss_sum
+from ptrain.spec.function import UserFunction
+from ptrain.spec.spec import LossSpec
+
+
+class Objective(Protocol):
+    """The loss of one micro-batch (0-d), which a global batch's `divisor` divides."""
+
+    def run(self, model: nn.Module, samples: SampleBatch) -> Tensor:
+        """Run the model forward; return the loss."""
+        ...
+
+    def of(self, output: Any, samples: SampleBatch) -> Tensor:
+        """Return the loss of what the model returned."""
+        ...
+
+    def divisor(self, batch: StepBatch, samples: SampleBatch) -> float:
+        """Return what the loss of these samples is divided by, so that a global batch's add up to
+        its mean."""
+        ...
+
+
+class NextToken:
+    """The cross entropies of the next tokens, in nats, summed over the tokens."""
+
+    def run(self, model: nn.Module, samples: SampleBatch) -> Tensor:
+        output = model(samples.inputs)
+        return self.of(output, samples)
+
+    def of(self, output: Any, samples: SampleBatch) -> Tensor:
+        return token_loss_sum(output, samples.targets)
+
+    def divisor(self, batch: StepBatch, samples: SampleBatch) -> float:
+        return batch.global_tokens
+
+
+class OfOutput:
+    """The mean loss that a function of the user's computes of the model's output and the batch."""
+
+    def __init__(self, function: UserFunction) -> None:
+        self.function = function
+        self._call: Any = resolved(function, "output", "batch")
+
+    def run(self, model: nn.Module, samples: SampleBatch) -> Tensor:
+        output = model(samples.inputs)
+        return self.of(output, samples)
+
+    def of(self, output: Any, samples: SampleBatch) -> Tensor:
+        loss: Tensor = self._call(output, samples.data, **self.function.arguments)
+        return loss
+
+    def divisor(self, batch: StepBatch, samples: SampleBatch) -> float:
+        return batch.global_samples / samples.rows
+
+
+class OfModel(OfOutput):
+    """The mean loss that a function of the user's computes with the model and the batch."""
+
+    def __init__(self, function: UserFunction) -> None:
+        self.function = function
+        self._call = resolved(function, "model", "batch")
+
+    def run(self, model: nn.Module, samples: SampleBatch) -> Tensor:
+        return self.of(model, samples)
+
+
+def objective_of(loss: LossSpec) -> Objective:
+    """Return what a spec minimises. Raises SpecError for a function that cannot be called so."""
+    if loss.step is not None:
+        return OfModel(loss.step)
+    return NextToken() if loss.function is None else OfOutput(loss.function)

@@ -1,0 +1,51 @@
+"""Losses, steps and samples of the user's own on ranks: bytes as predicted, figures as one
+device's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ptrain.algebra.legality import require
+from ptrain.spec.load import load
+from ptrain.spec.spec import Spec
+from tests.gloo.matrix import run
+from tests.gloo.test_exact import failing
+from tests.ranks import Ranks
+
+VISION = "tests.models_vision"
+BY_LOSS: dict[str, Any] = {
+    "data": {"target": f"{VISION}:images"},
+    "loss": {"target": f"{VISION}:label_loss", "arguments": {"smoothing": 0.1}},
+}
+BY_STEP: dict[str, Any] = {
+    "data": {"target": f"{VISION}:images", "arguments": {"named": True}},
+    "step": {"target": f"{VISION}:step"},
+}
+AXES: dict[str, dict[str, Any]] = {
+    "ddp": {"mesh": {"dp_replicate": 2}, "placement": "ddp"},
+    "zero2": {"mesh": {"dp_shard": 2}, "placement": "zero2"},
+    "zero3": {"mesh": {"dp_shard": 2}, "placement": "zero3"},
+}
+
+
+def vision(axis: str, sections: dict[str, Any], **more: Any) -> Spec:
+    written = {
+        "name": "vision",
+        "model": {"target": f"{VISION}:vit"},
+        "batch": {"global": 8, "micro": 2},
+        "precision": {"layout": "fp32", "compute": "fp64"},
+        "optimizer": {"name": "adamw", "lr": 1e-2, "clip": 1.0},
+        **AXES[axis],
+        **sections,
+        **more,
+    }
+    return require(load(written))
+
+
+@pytest.mark.parametrize("sections", [BY_LOSS, BY_STEP], ids=["loss", "step"])
+@pytest.mark.parametrize("axis", AXES)
+def test_images_with_labels_are_trained_as_on_one_device(ranks: Ranks, axis, sections):
+    result = run(ranks, vision(axis, sections))
+    assert not failing((*result.checks, *result.against))
