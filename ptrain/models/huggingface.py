@@ -18,6 +18,7 @@ from torch._guards import detect_fake_mode
 
 from ptrain.errors import Fault, refused
 from ptrain.models.boundary import boundary
+from ptrain.models.experts import EXPERTS, experts_setting
 from ptrain.spec.extras import require_transformers
 from ptrain.spec.model import Attention, HuggingFaceModel
 from ptrain.spec.slips import near_word
@@ -25,8 +26,6 @@ from ptrain.spec.slips import near_word
 # What is ptrain's to say: no keys and values are kept; attention and dtypes are those of the spec.
 _FIXED = {"use_cache": False}
 _ATTENTION = "attn_implementation"
-_EXPERTS = "experts_implementation"  # a setting of every config, which no config writes down
-_EXPERTS_BY_DTYPE = "ptrain_by_dtype"
 _DTYPES = ("dtype", "torch_dtype")
 _KINDS = {
     Attention.SDPA: ("sdpa", "_supports_sdpa"),
@@ -159,32 +158,13 @@ def _config(named: Any, model: HuggingFaceModel) -> Any:
             raise refused(f"model.config.{field}", finding, near or _some(known))
     attention, _ = _KINDS[_attention(named, model)]
     with boundary(lambda error: _unfit(f"{kind.__name__} does not take it: {_line(error)}")):
-        given = {_ATTENTION: attention, **_experts(), **model.config}
+        given = {_ATTENTION: attention, **experts_setting(), **model.config}
         return kind(**given, **_FIXED)
-
-
-def _experts() -> dict[str, str]:
-    """How layers of experts compute where the spec says nothing: as transformers itself chooses, by
-    a grouped product, whose sizes depend on no token; in fp64, which torch has none of, expert by
-    expert. Nothing of a transformers without that choice."""
-    try:
-        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
-    except ImportError:
-        return {}
-
-    def experts(module: nn.Module, hidden_ND: Tensor, *routing: Tensor) -> Tensor:
-        by_expert = type(module).forward.__wrapped__  # type: ignore[attr-defined]
-        run = by_expert if hidden_ND.dtype is torch.float64 else grouped_mm_experts_forward
-        output: Tensor = run(module, hidden_ND, *routing)
-        return output
-
-    ALL_EXPERTS_FUNCTIONS.register(_EXPERTS_BY_DTYPE, experts)
-    return {_EXPERTS: _EXPERTS_BY_DTYPE}
 
 
 def _fields(kind: Any) -> list[str]:
     """Names that a config class takes, its own first."""
-    return list(dict.fromkeys([*kind().to_dict(), *kind.attribute_map, *_OLD_NAMES, _EXPERTS]))
+    return list(dict.fromkeys([*kind().to_dict(), *kind.attribute_map, *_OLD_NAMES, EXPERTS]))
 
 
 def _some(known: list[str]) -> str:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import _meta_registrations
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed import _functional_collectives
 from torch.distributed.fsdp._fully_shard import _fsdp_param
@@ -42,6 +43,7 @@ _TRACERS = tuple(
     if hasattr(module, "_are_we_tracing")
 )  # fmt: skip
 
+_GROUPED = [n for n in ("_meta_grouped_mm_common",) if hasattr(_meta_registrations, n)]
 _PACKED = "find_packed_sequence_indices"
 
 Replacement = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -189,6 +191,20 @@ def _never_packed(original: Callable[..., Any]) -> Callable[..., Any]:
     return find_packed_sequence_indices
 
 
+def _of_any_dtype(original: Callable[..., Any]) -> Callable[..., Any]:
+    """torch's shape function of a grouped product takes bf16 alone, as its first kernel did; fp32
+    and fp16 run, and give the same shapes."""
+
+    def shapes(first: torch.Tensor, second: torch.Tensor, **others: Any) -> Any:
+        if others["scale_a"] is not None or first.dtype is torch.bfloat16:
+            return original(first, second, **others)
+        return _meta_registrations._create_grouped_mm_output_tensor(
+            first, second, others["offs"], others["out_dtype"]
+        )
+
+    return shapes
+
+
 PATCHES = (
     *(
         Patch(
@@ -222,5 +238,14 @@ PATCHES = (
         owner=_fsdp_param,
         attribute="_chunk_with_empty",
         replacement=_lazily,
+    ),
+    *(
+        Patch(
+            name="dtypes of grouped products",
+            owner=_meta_registrations,
+            attribute=name,
+            replacement=_of_any_dtype,
+        )
+        for name in _GROUPED
     ),
 )
