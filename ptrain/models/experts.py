@@ -1,6 +1,7 @@
 """How transformers' layers of experts compute where a spec says nothing: as transformers itself
 chooses, by torch's grouped product, whose sizes depend on no token. Where torch has none (in fp64,
 and of rows that do not fill 16 bytes) expert by expert, for the tokens that are routed to each.
+
 Legend of shape suffixes: N tokens, D hidden. transformers is imported where it is needed.
 """
 
