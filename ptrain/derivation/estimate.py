@@ -26,7 +26,7 @@ from ptrain.derivation.pipeline_notes import pipeline_notes
 from ptrain.derivation.tables import setting_of
 from ptrain.derivation.timeline import Replay, replay
 from ptrain.derivation.traffic import sent
-from ptrain.errors import Fault, SpecError
+from ptrain.errors import Fault, SpecError, refused
 from ptrain.facts.model import ModelFacts
 from ptrain.facts.parameters import facts as facts_of
 from ptrain.facts.stages import Stage
@@ -56,6 +56,7 @@ def derive(spec: Spec, facts: ModelFacts | None = None) -> Derivation:
     """Return the costs of a legal spec. A built-in model needs no `facts`; any other model's are
     read off the model itself."""
     facts = own_facts(spec) if facts is None else facts
+    _require_gradients(spec, facts)
     stages = stages_of(spec, facts)
     plan = lower(spec, facts.unit_modules, facts.roles, stages, facts.blocks, facts.fusions)
     estimate, foreign = _exact(spec, plan, facts, stages), unclaimed(spec, facts)
@@ -66,6 +67,19 @@ def derive(spec: Spec, facts: ModelFacts | None = None) -> Derivation:
         warnings=(*estimate.warnings, *kernel_warnings(spec, foreign, estimate.undefined)),
     )
     return Derivation(paper=paper(spec, facts), exact=estimate, plan=plan)
+
+
+def _require_gradients(spec: Spec, facts: ModelFacts) -> None:
+    """Raises SpecError for parameters that may have a gradient on one data rank and on another
+    none: what they then sum would not fit together."""
+    if not facts.unvisited or spec.data_degree == 1:
+        return
+    first, *others = facts.unvisited
+    more = f" and {len(others)} parameters more have" if others else " has"
+    finding = f"{first}{more} no gradient on a rank none of whose tokens is routed there, and "
+    finding += "the data ranks sum the gradients of all parameters"
+    remedy = "run every expert, also on no rows, or keep all experts in one tensor each"
+    raise refused("model", finding, remedy)
 
 
 def _exact(spec: Spec, plan: Plan, facts: ModelFacts, stages: Sequence[Stage] | None) -> Estimate:

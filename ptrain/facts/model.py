@@ -64,18 +64,19 @@ class UnitFacts:
 class ModelFacts:
     """`units` in the order in which fully_shard wraps them: blocks first to last, then the root.
     `buffers` are (name, bytes). `gradient_order` names the parameters in the order in which their
-    gradients are complete in a backward pass (it decides DDP's buckets). `timeline` is one micro-
-    batch traced at the spec's shape and dtypes; None where a committed table gives it. Of a model
-    that is not built in, `roles` are those on the tensor axis and `fusions` the lengths in its
-    fused projections, `part_timelines` those of each of its ranks, first to last; `chain` is what
-    the pipeline axis cuts, and `stage_passes` what was traced of each stage, by the places of ranks
-    along tp; `blocks` are the names of what repeats, first to last. `draws`: it draws random
+    gradients are complete in a backward pass (it decides DDP's buckets). `timeline` is one
+    micro-batch traced at the spec's shape and dtypes; None where a committed table gives it. Of a
+    model that is not built in, `roles` are those on the tensor axis and `fusions` the lengths in
+    its fused projections, `part_timelines` those of each of its ranks, first to last; `chain` is
+    what the pipeline axis cuts, and `stage_passes` what was traced of each stage, by the places of
+    ranks along tp; `blocks` are the names of what repeats, first to last. `draws`: it draws random
     numbers in forward, as dropout does; `sample_bytes` are those of a sample that is not tokens;
     `vocabulary` is how many logits a token has, where it has run. `untraced` says why there is no
     trace of a model that should have one, `unknown_attention` of what attention nobody knows what
     the spec's GPUs would keep. `by_data` says what selects by data, as a router does, so that sizes
     depend on it: then the traces are those of one extent of what is selected, and `others` are the
-    facts at other extents; figures lie between the least and the largest of all."""
+    facts at other extents; figures lie between the least and the largest of all. `unvisited` are
+    parameters that have no gradient where nothing is selected for them."""
 
     units: tuple[UnitFacts, ...]
     buffers: tuple[tuple[str, int], ...] = ()
@@ -94,6 +95,7 @@ class ModelFacts:
     unknown_attention: str = ""
     by_data: str = ""
     others: tuple[ModelFacts, ...] = field(default=(), hash=False)
+    unvisited: tuple[str, ...] = ()
 
     def __hash__(self) -> int:
         """Of little: what is equal has units of equal sizes, and to go through all their tensors

@@ -25,6 +25,7 @@ class Extent(StrEnum):
     GIVEN = "given"  # as many as its values say
     MOST = "most"  # all
     LEAST = "least"  # one
+    FIRST = "first"  # one where a module selects first, and then none: no token for other experts
 
 
 BOUNDS = (Extent.MOST, Extent.LEAST)  # of a model whose sizes depend on data
@@ -90,12 +91,13 @@ class Selection:
         masks = list(_masks(name, arguments))
         if not self._is_dependent(masks if name == _INDEX or masks else arguments):
             return
+        is_first = module not in self._modules
         self._operators[name] = self._modules[module] = None
         if not masks or any(_key(mask) in self._given for mask in masks):
             self._unbounded[name] = None  # nor is what is not its own overwritten
         elif self.extent is not Extent.GIVEN:
             for mask in masks:
-                _select(mask, self.extent)
+                _select(mask, self.extent, is_first=is_first)
 
     def after(self, function: Any, arguments: object, result: object) -> None:
         """An operator has run: its results depend on what it was given, unless only on shapes."""
@@ -116,10 +118,11 @@ def _masks(name: str, arguments: tuple[Any, ...]) -> Iterator[Tensor]:
         yield from (tensor for tensor in _tensors(arguments[1]) if tensor.dtype in _MASKS)
 
 
-def _select(mask: Tensor, extent: Extent) -> None:
+def _select(mask: Tensor, extent: Extent, *, is_first: bool) -> None:
     """Overwrite the mask itself, since its backward pass reads it too."""
     mask.fill_(extent is Extent.MOST)
-    if extent is Extent.LEAST and mask.numel():
+    has_one = extent is Extent.LEAST or (extent is Extent.FIRST and is_first)
+    if has_one and mask.numel():
         mask.as_strided((1,), (1,), mask.storage_offset()).fill_(1)
 
 

@@ -6,6 +6,7 @@ nothing is said.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Protocol
 
@@ -13,6 +14,7 @@ import torch
 
 from ptrain.facts.model import ModelFacts
 from ptrain.models.batch import SampleBatch, TokenPair, of_tokens
+from ptrain.models.boundary import CodeRaised
 from ptrain.models.selection import BOUNDS, Extent, Selected
 from ptrain.models.trace import Recording, to_timeline
 from ptrain.timeline import gradient_order
@@ -34,7 +36,8 @@ def facts_by_data(
         return _unknown(known, recording, f"{_who(selected)}, of which no bound is known")
     if selected.operators:
         facts, *others = (_with(known, traced(samples, extent)) for extent in BOUNDS)
-        return replace(facts, by_data=_who(selected), others=tuple(others))
+        unvisited = _unvisited(facts, _with(known, recording), traced, samples)
+        return replace(facts, by_data=_who(selected), others=tuple(others), unvisited=unvisited)
     if selected.reads and _differs(known, recording, traced, samples):
         return _unknown(known, recording, "its code reads values, and does another thing with each")
     return _with(known, recording)
@@ -54,6 +57,17 @@ def _with(known: ModelFacts, recording: Recording) -> ModelFacts:
 
 def _unknown(known: ModelFacts, recording: Recording, why: str) -> ModelFacts:
     return replace(_with(known, recording), timeline=None, untraced=why)
+
+
+def _unvisited(
+    facts: ModelFacts, given: ModelFacts, traced: Traced, samples: SampleBatch
+) -> tuple[str, ...]:
+    """Return the parameters that have a gradient in some traces and in others none: in that of
+    samples that are alike, or where nothing but each module's first selection has an element."""
+    seen = [set(given.gradient_order)]
+    with suppress(CodeRaised, RuntimeError):  # code that does not run on nothing never has to
+        seen.append(set(_with(facts, traced(samples, Extent.FIRST)).gradient_order))
+    return tuple(name for name in facts.gradient_order if not all(name in names for names in seen))
 
 
 def _differs(known: ModelFacts, recording: Recording, traced: Traced, samples: SampleBatch) -> bool:

@@ -3,24 +3,21 @@ facts give, whatever it reads; a model whose sizes depend on no data is not mark
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from ptrain.algebra.legality import require
 from ptrain.derivation.estimate import derive
+from ptrain.errors import SpecError
 from ptrain.facts.model import ModelFacts
 from ptrain.facts.plain import from_plain, to_plain
 from ptrain.models.build import build
 from ptrain.models.loss import token_loss_sum
-from ptrain.models.selection import Extent
 from ptrain.models.trace import to_timeline
 from ptrain.models.units import unit_modules
-from ptrain.report.record import compare
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
 from ptrain.timeline import Run, Timeline
@@ -139,6 +136,24 @@ def test_code_that_reads_values_and_then_does_something_else_is_unknown():
     facts = facts_of(spec)
     assert facts.timeline is None and "reads values" in facts.untraced
     assert facts.gradient_order, "which buckets DDP makes is known"
+
+
+def test_experts_without_a_gradient_are_refused_where_data_ranks_sum_gradients():
+    model = own("moe", by="skipping")
+    spec = spec_of(model)
+    facts = facts_of(spec)
+    assert {name.split(".")[3] for name in facts.unvisited} == {"experts"}
+    with pytest.raises(SpecError, match="no gradient on a rank none of whose tokens"):
+        derive(spec, facts)
+    alone = spec_of(model, mesh={"dp_shard": 1})
+    assert derive(alone, facts_of(alone)).exact.peak
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_experts_that_run_on_no_rows_have_gradients(name):
+    if "hf" in MODELS[name]:
+        pytest.importorskip("transformers")
+    assert not facts_of(spec_of(MODELS[name])).unvisited
 
 
 def test_facts_with_bounds_are_kept_as_plain_data():
