@@ -103,6 +103,26 @@ def _flex_on_a_processor(spec: Spec) -> Iterator[Fault]:
         )
 
 
+def _whole_model(spec: Spec) -> Iterator[Fault]:
+    if spec.degree(Axis.PP) > 1 and spec.loss.step is not None:
+        yield Fault(
+            place="step",
+            finding=f"{spec.loss.step.target} is given the whole model, and a stage of a pipeline "
+            "is a part of it",
+            remedy="write loss: {target: …}, which the last stage calls, or no pp",
+        )
+
+
+def _samples_of_stages(spec: Spec) -> Iterator[Fault]:
+    if spec.degree(Axis.PP) > 1 and spec.data.function is not None:
+        yield Fault(
+            place="data.target",
+            finding="not yet: samples that are not tokens, over pp: of hidden states that are not "
+            "those of tokens no stage knows the shape",
+            remedy="write no pp",
+        )
+
+
 def _offloaded_halves(spec: Spec) -> Iterator[Fault]:
     if spec.degree(Axis.PP) == 1 or not spec.pipeline.is_in_halves or not offloads(spec):
         return
@@ -169,6 +189,7 @@ RULES = (
     _rule("a block is computed again once", _ONCE, _whole_backward),
     _rule("attention drops what the model says", "Definition 1", _no_dropout_in_flex),
     _rule("attention has a backward pass", _ONCE, _flex_on_a_processor),
+    _rule("a step has the whole model", "Definition 1", _whole_model),
 )
 NOT_YET = (
     _rule("what is brought back is used once", "", _offloaded_halves),
@@ -176,4 +197,5 @@ NOT_YET = (
     _rule("a budget's peaks are predicted", "", _budget_of_others),
     _rule("what is recomputed is gathered", "", _parts_of_blocks),
     _rule("the naive plan keeps what it saves", "", _naive_blocks),
+    _rule("stages wait for hidden states of tokens", "", _samples_of_stages),
 )

@@ -64,9 +64,18 @@ def derive(spec: Spec, facts: ModelFacts | None = None) -> Derivation:
         estimate,
         operations=operations(spec, plan, stages),
         unclaimed=foreign,
-        warnings=(*estimate.warnings, *kernel_warnings(spec, foreign, estimate.undefined)),
+        warnings=(
+            *estimate.warnings,
+            *kernel_warnings(spec, foreign, estimate.undefined),
+            *_ignored(facts),
+        ),
     )
     return Derivation(paper=paper(spec, facts), exact=estimate, plan=plan)
+
+
+def _ignored(facts: ModelFacts) -> Iterable[str]:
+    if facts.ignored:
+        yield f"model.config: ignored are {', '.join(facts.ignored)}"
 
 
 def _require_gradients(spec: Spec, facts: ModelFacts) -> None:

@@ -71,12 +71,13 @@ class ModelFacts:
     what the pipeline axis cuts, and `stage_passes` what was traced of each stage, by the places of
     ranks along tp; `blocks` are the names of what repeats, first to last. `draws`: it draws random
     numbers in forward, as dropout does; `sample_bytes` are those of a sample that is not tokens;
-    `vocabulary` is how many logits a token has, where it has run. `untraced` says why there is no
-    trace of a model that should have one, `unknown_attention` of what attention nobody knows what
-    the spec's GPUs would keep. `by_data` says what selects by data, as a router does, so that sizes
-    depend on it: then the traces are those of one extent of what is selected, and `others` are the
-    facts at other extents; figures lie between the least and the largest of all. `unvisited` are
-    parameters that have no gradient where nothing is selected for them."""
+    `ignored` are fields of a config that have no influence, each with the reason; `vocabulary` is
+    how many logits a token has, where it has run. `untraced` says why there is no trace of a model
+    that should have one, `unknown_attention` of what attention nobody knows what the spec's GPUs
+    would keep. `by_data` says what selects by data, as a router does, so that sizes depend on it:
+    then the traces are those of one extent of what is selected, and `others` are the facts at other
+    extents; figures lie between the least and the largest of all. `unvisited` are parameters that
+    have no gradient where nothing is selected for them."""
 
     units: tuple[UnitFacts, ...]
     buffers: tuple[tuple[str, int], ...] = ()
@@ -90,6 +91,7 @@ class ModelFacts:
     stage_passes: tuple[tuple[Passes, ...], ...] = field(default=(), hash=False)
     draws: bool = False
     sample_bytes: int | None = None
+    ignored: tuple[str, ...] = field(default=(), compare=False)
     vocabulary: int | None = field(default=None, compare=False)
     untraced: str = field(default="", compare=False)
     unknown_attention: str = ""

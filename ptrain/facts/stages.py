@@ -31,13 +31,15 @@ class Chain:
     """A model as stages are cut from it: its layers' names, first to last, what surrounds them, and
     `hidden`, the features of what goes from layer to layer. `tied`: tensors in front that are used
     behind too, each with its name there. A layer gives hidden states alone, or `returns` things in
-    a tuple, hidden states first."""
+    a tuple, hidden states first. `is_written`: the model writes into what its modules in front
+    give, or its layers."""
 
     layers: tuple[str, ...]
     ends: Ends
     hidden: int
     tied: tuple[tuple[str, str], ...] = ()
     returns: int = 0
+    is_written: bool = False
 
     def lacking(self, stage: Stage) -> tuple[str, ...]:
         """Modules and parameters that a stage does not have: other stages' layers, and ends."""

@@ -14,8 +14,8 @@ from typing import Any
 from ptrain.activations.run.apply import keep
 from ptrain.axes.data.run.apply import apply
 from ptrain.axes.data.run.flat import parameters_by_unit
-from ptrain.axes.tensor.run.fused import FusedOrder
 from ptrain.axes.tensor.run.apply import loss_inside, micro_batch, parallelize, require_rows
+from ptrain.axes.tensor.run.fused import FusedOrder
 from ptrain.errors import BrokenPlan
 from ptrain.interpreter.clip import Clipping
 from ptrain.interpreter.construction import Construction

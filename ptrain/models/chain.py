@@ -63,6 +63,7 @@ def chain_of_module(module: nn.Module, spec: Spec) -> Chain | None:
         hidden=hidden,
         tied=tuple(_tied(module, layers, ends)),
         returns=flow.returns[0],
+        is_written=flow.is_written,
     )
 
 
@@ -169,10 +170,10 @@ def _hidden(flow: Flow, layers: _Layers, tokens_BT: torch.Tensor) -> int:
     if len({*flow.returns}) > 1:
         finding = f"the layers of {layers.plan} return unlike things"
         raise refused(layers.place, finding, "let each return the same, or write no pp")
-    (shape, *others) = sorted({*flow.shapes})
+    (shape, *others) = sorted({*(flow.shapes[1:] or flow.shapes)})  # the first is no boundary
     if others or shape[:-1] != tuple(tokens_BT.shape):
         shapes = " or ".join(map(str, map(list, (shape, *others))))
-        finding = f"a layer gives {shapes} of one sample "
+        finding = f"a layer is given {shapes} of one sample "
         finding += f"of {tokens_BT.shape[1]} tokens, and the next stage waits for hidden states"
         raise refused(layers.place, finding, "write no pp")
     return shape[-1]
@@ -225,9 +226,11 @@ def _require_at_one_end(module: nn.Module, layers: _Layers, ends: Ends, flow: Fl
     names = dict(_all_names(module))
     for name in sorted(flow.used_in_front & flow.used_behind):
         if not any(is_within(alias, ends.behind) for alias in names[name]):
-            finding = f"{name} is used in front of the layers and behind them, by one module"
-            remedy = "let the head be a module of its own that has it (head.weight = embed.weight)"
-            raise refused(layers.place, finding, f"{remedy}, or write no pp")
+            finding = (
+                f"{name} is used in front of the layers, and behind them beside what these give"
+            )
+            remedy = "if a head uses it, let that be a module that has it (head.weight = "
+            raise refused(layers.place, finding, f"{remedy}embed.weight); or write no pp")
 
 
 def _tied(module: nn.Module, layers: _Layers, ends: Ends) -> Iterator[tuple[str, str]]:

@@ -12,7 +12,9 @@ from ptrain.errors import Fault, SpecError, refused
 from ptrain.models.gpt import Gpt
 from ptrain.models.linear import features, is_linear
 from ptrain.models.llama import Llama
+from ptrain.models.one_pass import OnePass
 from ptrain.models.slices import follow
+from ptrain.models.units import blocks_of
 from ptrain.spec import slips
 from ptrain.spec.axis import Axis
 from ptrain.spec.placement import R
@@ -37,8 +39,9 @@ def fusions_of(module: nn.Module, roles: Roles, place: str, spec: Spec) -> Fusio
         raise SpecError(*faults)
     counted = frozenset(p.rpartition(".")[0] for p, role in roles if role is Role.COUNT)
     owners = frozenset(name for pattern in counted for name in matching(module, pattern))
-    sequence, is_naive = spec.batch.sequence, spec.tensor.is_naive
-    follower = follow(module, named, owners, sequence=sequence, is_naive=is_naive)
+    once = OnePass(module, spec)
+    _require_counted(once, module, spec)
+    follower = follow(module, named, owners, once=once, is_naive=spec.tensor.is_naive)
     if follower.problem:
         raise refused(place, *follower.problem)
     lengths = {name: follower.projections.lengths(name) for name in named}
@@ -94,6 +97,19 @@ def _require_whole_tokens(spec: Spec) -> None:
         if factor.axis is Axis.TP and factor.placement.activations != R:
             finding = f"not yet: {factor.placement.activations}, of a module that is not built in"
             raise refused("placement.tp.activations", finding, "write activations: R")
+
+
+def _require_counted(once: OnePass, module: nn.Module, spec: Spec) -> None:
+    """What cut operators send is counted by `batch.sequence`, of samples that are not tokens too:
+    there it is what goes from block to block."""
+    blocks = blocks_of(module, spec.model.blocks)
+    if spec.data.function is None or not blocks:
+        return
+    count = once.vectors(blocks[0])
+    if count is not None and count != spec.batch.sequence:
+        finding = f"{spec.batch.sequence}, and {blocks[0]} gives {count} vectors of a sample, "
+        finding += "which operators that are cut over tp send"
+        raise refused("batch.sequence", finding, f"write batch.sequence: {count}")
 
 
 def _require_one_role(module: nn.Module, roles: Roles, place: str) -> None:

@@ -24,7 +24,7 @@ def experts_setting() -> dict[str, str]:
         return {}
 
     def experts(module: nn.Module, hidden_ND: Tensor, *routing: Tensor) -> Tensor:
-        by_expert = type(module).forward.__wrapped__  # type: ignore[attr-defined]
+        by_expert = type(module).forward.__wrapped__
         run = grouped_mm_experts_forward if _is_grouped(module, hidden_ND) else by_expert
         output_ND: Tensor = run(module, hidden_ND, *routing)
         return output_ND

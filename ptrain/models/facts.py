@@ -9,8 +9,10 @@ from ptrain.facts.model import ModelFacts, TensorFacts, UnitFacts
 from ptrain.models.batch import sample_bytes
 from ptrain.models.chain import chain_of_module
 from ptrain.models.dropout import drops_out
+from ptrain.models.huggingface import ignored_fields
 from ptrain.models.roles import cutting_of_module
 from ptrain.models.units import blocks_of, unit_modules
+from ptrain.spec.model import HuggingFaceModel
 from ptrain.spec.spec import Spec
 
 _WIDE_BYTES = 4  # buffers of reals are fp32, or fp64 where everything is
@@ -28,6 +30,7 @@ def untraced_facts(model: nn.Module, spec: Spec) -> ModelFacts:
         blocks=tuple(blocks_of(model, spec.model.blocks)),
         draws=drops_out(model),
         sample_bytes=sample_bytes(spec),
+        ignored=ignored_fields(spec.model) if isinstance(spec.model, HuggingFaceModel) else (),
     )
 
 

@@ -22,11 +22,11 @@ from ptrain.facts.stages import is_within
 
 @dataclass(slots=True)
 class Flow:
-    """A forward pass. `visited`: the layers in their order; `shapes` of their hidden states;
+    """A forward pass. `visited`: the layers in their order; `shapes` of what they are given;
     `returns`: how many things each gave in a tuple, 0 for a tensor; `front` and `behind`: modules
     that were called there, outermost first; `used_in_front` and `used_behind`: names of parameters
-    that the first layer's hidden states, or the output, depend on. `faults`: what else goes from
-    layer to layer."""
+    that the first layer's hidden states, or the output, depend on. `is_written`: the model writes
+    into what a module in front gave, or a layer. `faults`: what else goes from layer to layer."""
 
     visited: list[str] = field(default_factory=list)
     shapes: list[tuple[int, ...]] = field(default_factory=list)
@@ -35,6 +35,7 @@ class Flow:
     behind: list[str] = field(default_factory=list)
     used_in_front: set[str] = field(default_factory=set)
     used_behind: set[str] = field(default_factory=set)
+    is_written: bool = False
     faults: list[str] = field(default_factory=list)
 
 
@@ -48,8 +49,7 @@ class FlowWatch:
         self._names = {id(p): name for name, p in model.named_parameters()}
         self._leaves: dict[int, str] = {}  # by id of a layer's hidden states, the layer
         self._kept: list[Tensor] = []  # so that no other tensor gets its id
-        self._given: Tensor | None = None  # what the last layer gave
-        self._inside = False
+        self._versions: list[tuple[Tensor, int]] = []  # of what modules in front and layers gave
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -84,6 +84,7 @@ class FlowWatch:
                 has_any = next(module.parameters(), None) is not None
                 if has_any or next(_differentiable(output), None) is not None:
                     self.flow.front.append(name)
+                    self._watch_writes(output)
             else:
                 self.flow.behind.append(name)
 
@@ -93,16 +94,16 @@ class FlowWatch:
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             before = self.flow.visited[-1:]
             self.flow.visited.append(layer)
+            self.flow.is_written |= any(x._version != version for x, version in self._versions)
+            self._versions.clear()
             self.flow.behind.clear()
             hidden = next((x for x in tree_iter((args, kwargs)) if _is_real(x)), None)
             if hidden is None:
                 self.flow.faults.append(f"{layer} is given no tensor of real numbers")
                 return None
             self._require_alone(layer, hidden, (args, kwargs))
-            if before and hidden is not self._given:
-                finding = f"something is computed between {before[0]} and {layer}"
-                self.flow.faults.append(finding)
             self._require_from(before, hidden, f"what {layer} is given", self.flow.used_in_front)
+            self.flow.shapes.append(tuple(hidden.shape))
             leaf = hidden.detach().requires_grad_()
             self._leaves[id(leaf)] = layer
             self._kept.append(leaf)
@@ -110,13 +111,14 @@ class FlowWatch:
 
         return hook
 
+    def _watch_writes(self, output: Any) -> None:
+        self._versions += [(x, x._version) for x in tree_iter(output) if _is_real(x)]
+
     def _leaves_layer(self, layer: str) -> Any:
         def hook(_: nn.Module, __: Any, output: Any) -> None:
             is_tuple = isinstance(output, tuple | list)
-            first = output[0] if is_tuple and output else output
             self.flow.returns.append(len(output) if is_tuple else 0)
-            self._given = first if isinstance(first, Tensor) else None
-            self.flow.shapes.append(tuple(first.shape) if isinstance(first, Tensor) else ())
+            self._watch_writes(output)
 
         return hook
 
@@ -139,7 +141,7 @@ class FlowWatch:
                 self.flow.faults.append(f"{what} depends on what {origin} was given, past layers")
             elif name and not is_within(name, before):
                 if before and not is_output:
-                    finding = f"{what} depends on {name}, and no layer has that"
+                    finding = f"{what} depends on {name}, past {before[0]}"
                     self.flow.faults.append(finding)
                 used.add(name)
 

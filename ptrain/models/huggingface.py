@@ -18,7 +18,8 @@ from torch._guards import detect_fake_mode
 
 from ptrain.errors import Fault, refused
 from ptrain.models.boundary import boundary
-from ptrain.models.experts import EXPERTS, experts_setting
+from ptrain.models.experts import experts_setting
+from ptrain.models.published_config import require_one_model, taken
 from ptrain.spec.extras import require_transformers
 from ptrain.spec.model import Attention, HuggingFaceModel
 from ptrain.spec.slips import near_word
@@ -26,19 +27,18 @@ from ptrain.spec.slips import near_word
 # What is ptrain's to say: no keys and values are kept; attention and dtypes are those of the spec.
 _FIXED = {"use_cache": False}
 _ATTENTION = "attn_implementation"
-_DTYPES = ("dtype", "torch_dtype")
 _KINDS = {
     Attention.SDPA: ("sdpa", "_supports_sdpa"),
     Attention.EAGER: ("eager", ""),  # every class has it
     Attention.FLEX: ("flex_attention", "_supports_flex_attn"),
 }
 _LAYERS = "num_hidden_layers"  # as transformers calls it, whatever a config does
-_OLD_NAMES = ("rope_theta", "rope_scaling")  # taken for the sake of configs that are published
 
 
 def build_hugging_face(model: HuggingFaceModel, *, sequence: int) -> nn.Module:
     """Raises SpecError for a class that is none, and for a config that the class does not take."""
     require_transformers(model)
+    require_one_model(model.config)
     named = _class_of(model.hf)
     config = _config(named, model)
     positions = getattr(config, "max_position_embeddings", None)
@@ -60,6 +60,11 @@ def layers_of(model: HuggingFaceModel) -> int | None:
     require_transformers(model)
     layers = getattr(_config(_class_of(model.hf), model), _LAYERS, None)
     return layers if isinstance(layers, int) else None
+
+
+def ignored_fields(model: HuggingFaceModel) -> tuple[str, ...]:
+    """Return what of a whole config has no influence, each with the reason."""
+    return taken(_class_of(model.hf), model.config).ignored
 
 
 def with_layers(model: HuggingFaceModel, layers: int) -> HuggingFaceModel:
@@ -142,35 +147,11 @@ def _class_of(name: str) -> Any:
 def _config(named: Any, model: HuggingFaceModel) -> Any:
     """The class's own config with the spec's fields; a field that it does not know is refused."""
     kind = named.config_class
-    known = _fields(kind)
-    for field in model.config:
-        if field == _ATTENTION:
-            finding = f"{field} is given by attention, not by the config"
-            remedy = "remove it, and write attention: eager, sdpa or flex at the top of the spec"
-            raise refused(f"model.config.{field}", finding, remedy)
-        if field in _FIXED or field in _DTYPES:
-            belongs = "precision" if field in _DTYPES else "training"
-            finding = f"{field} is given by {belongs}, not by the config"
-            raise refused(f"model.config.{field}", finding, "remove it")
-        if field not in known:
-            near = near_word(field, known)
-            finding = f"{kind.__name__} has no field {field!r}"
-            raise refused(f"model.config.{field}", finding, near or _some(known))
+    fields = taken(named, model.config).fields
     attention, _ = _KINDS[_attention(named, model)]
     with boundary(lambda error: _unfit(f"{kind.__name__} does not take it: {_line(error)}")):
-        given = {_ATTENTION: attention, **experts_setting(), **model.config}
+        given = {_ATTENTION: attention, **experts_setting(), **fields}
         return kind(**given, **_FIXED)
-
-
-def _fields(kind: Any) -> list[str]:
-    """Names that a config class takes, its own first."""
-    return list(dict.fromkeys([*kind().to_dict(), *kind.attribute_map, *_OLD_NAMES, EXPERTS]))
-
-
-def _some(known: list[str]) -> str:
-    usual = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-    named = [field for field in usual if field in known]
-    return f"write fields of that class, like {', '.join(named)}" if named else "remove it"
 
 
 def _line(error: BaseException) -> str:

@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_iter
 from ptrain.models.draws import Draws
 from ptrain.models.ledger import Ledger, storage_of
 from ptrain.models.linear import is_linear
+from ptrain.models.one_pass import OnePass
 from ptrain.models.projections import Projections
 from ptrain.spec.role import COLUMNS, ROWS, Role
 
@@ -35,19 +36,23 @@ _SHAPES_ALONE = ("_like", "new_zeros", "new_ones", "new_empty", "new_full", "new
 
 
 def follow(
-    module: nn.Module, named: Named, counting: frozenset[str], *, sequence: int, is_naive: bool
+    module: nn.Module, named: Named, counting: frozenset[str], *, once: OnePass, is_naive: bool
 ) -> Follower:
-    """Return what was seen of a forward pass of one sample of `sequence` tokens; its `problem` is
-    the first thing that roles do not account for. `counting` are the modules that count features
-    by attributes. Buffers and torch's generators are left as they were."""
+    """Return what was seen of a forward pass; its `problem` is the first thing that roles do not
+    account for. `counting` are the modules that count features by attributes. Buffers and torch's
+    generators are left as they were."""
     device = next(module.parameters()).device
-    tokens = torch.zeros(1, sequence, dtype=torch.int64, device=device)
     follower = Follower(module, named, counting, is_naive=is_naive)
-    copies = {name: buffer.clone() for name, buffer in module.named_buffers()}
     devices = [device] if device.type == "cuda" else []
-    with torch.no_grad(), torch.random.fork_rng(devices=devices), follower.hooked(), follower:
-        follower.give(tokens)
-        follower.end(torch.func.functional_call(module, copies, (tokens,)))
+    with (
+        torch.no_grad(),
+        torch.random.fork_rng(devices=devices),
+        once.prepared() as run,
+        follower.hooked(),
+        follower,
+    ):
+        follower.give(once.samples.tensors)
+        follower.end(run())
     return follower
 
 
@@ -79,10 +84,11 @@ class Follower(Ledger):
         self._draws.died(key)
         self._counted.pop(key, None)
 
-    def give(self, tokens: torch.Tensor) -> None:
+    def give(self, inputs: Iterable[torch.Tensor]) -> None:
         """Declares what the model is given, and its parameters."""
-        self.watch(tokens)
-        self._given.add(_key(tokens))
+        for tensor in inputs:
+            self.watch(tensor)
+            self._given.add(_key(tensor))
         for name, parameter in self._module.named_parameters():
             self.watch(parameter)
             self._learnt[_key(parameter)] = frozenset((name,))

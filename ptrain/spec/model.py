@@ -5,7 +5,7 @@ from enum import StrEnum
 from typing import Annotated
 
 from ptrain.spec.function import ARGUMENTS, FORM, PATH, UserFunction
-from ptrain.spec.leaf import Choice, Free, Real, Text, Truth, Whole, declared
+from ptrain.spec.leaf import Choice, Either, Free, Real, Text, Truth, Whole, declared
 
 NAME_OR_FILE = r"[^\x00-\x1f]{1,300}"
 
@@ -191,7 +191,15 @@ class ModelRaw:
             "a class or a model type, like LlamaForCausalLM or llama",
         ),
     ] = None
-    config: Annotated[dict[str, object] | None, Free("arguments of the hf class's config")] = None
+    config: Annotated[
+        dict[str, object] | str | None,
+        Either(
+            "fields of the hf class's config, or a whole config.json: written here, or the name of "
+            "its file",
+            "a mapping, or the name of a JSON file",
+            (Free(""), Text("", NAME_OR_FILE)),
+        ),
+    ] = None
     target: Annotated[
         str | None,
         Text(

@@ -18,13 +18,13 @@ from ptrain.spec.model import (
     Attention,
     ExternalModel,
     Family,
-    HuggingFaceModel,
     ModelRaw,
     ModelShape,
     ModelSpec,
 )
 from ptrain.spec.names import listing, missing
 from ptrain.spec.precision import FP32, LAYOUTS, DType, Precision, PrecisionRaw, custom
+from ptrain.spec.published import has_architecture, hugging_face_model
 from ptrain.spec.text import Tree, read
 from ptrain.units import parse_count
 
@@ -90,14 +90,12 @@ def resolve_model(raw: ModelRaw, attention: Attention | None, report: Report) ->
     if raw.folder != BESIDE:
         finding = "folder is where a target is looked for"
         report.add("model.folder", finding, "add model.target, or remove it")
-    if raw.hf is not None:
+    if raw.hf is not None or isinstance(raw.config, str) or has_architecture(raw.config):
         for key in _written(raw, besides=("hf", "config", "blocks", "folder")):
             finding = f"hf gives the whole model; {key} does not belong to it"
             remedy = "write model.config with the class's own fields, or remove it"
             report.add(f"model.{key}", finding, remedy)
-        return HuggingFaceModel(
-            hf=raw.hf, config=raw.config or {}, blocks=raw.blocks, attention=attention
-        )
+        return hugging_face_model(raw, attention, report.folder, report.add)
     if raw.config is not None:
         finding = "config belongs to an hf class"
         report.add("model.config", finding, "add model.hf, or remove it")

@@ -121,7 +121,7 @@ class Journal:
             "loss": report.loss,
             "lr": report.lr,
             "seconds": report.seconds,
-            "tokens_per_second": self.spec.batch.tokens / report.seconds,
+            **self._rate(report.seconds),
         }
         if report.gradient_norm is not None:
             figures["gradient_norm"] = float(report.gradient_norm)
@@ -132,6 +132,12 @@ class Journal:
         if self.sent_bytes is not None:
             figures["sent_bytes"] = self.sent_bytes
         return figures
+
+    def _rate(self, seconds: float) -> dict[str, float]:
+        """In samples, where a sample is not tokens."""
+        if self.spec.data.function is not None:
+            return {"samples_per_second": self.spec.batch.global_samples / seconds}
+        return {"tokens_per_second": self.spec.batch.tokens / seconds}
 
     def _scaled(self, scaling: LossScale, figures: dict[str, float]) -> dict[str, float]:
         """The scale of the next step, and the steps skipped so far; the norm of a skipped step,
@@ -165,7 +171,7 @@ class Journal:
             parts.append(f"|g| {figures['gradient_norm']:.2f}")
         parts += [
             f"lr {figures['lr']:.1e}",
-            f"{figures['tokens_per_second'] / 1e3:.1f}k tok/s",
+            _rate_text(figures),
             f"{figures['seconds']:.2f} s",
         ]
         if "loss_scale" in figures:
@@ -176,6 +182,12 @@ class Journal:
             if name in figures:
                 parts.append(format_bytes(figures[name]))
         return "  ".join(parts)
+
+
+def _rate_text(figures: dict[str, float]) -> str:
+    if "samples_per_second" in figures:
+        return f"{figures['samples_per_second']:.1f} samples/s"
+    return f"{figures['tokens_per_second'] / 1e3:.1f}k tok/s"
 
 
 def set_up_logging(folder: RunFolder, *, rank: int, speaks: bool) -> None:

@@ -41,6 +41,22 @@ MODELS: dict[str, dict[str, Any]] = {
         "target": "tests.models_external:pairs",
         "arguments": {"layers": 4, "tied": True},
     },
+    "gpt2": {
+        "hf": "gpt2",
+        "config": {"n_embd": 32, "n_layer": 4, "n_head": 4, "vocab_size": 260, "n_positions": 16}
+        | {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+    },
+    "gemma3": {
+        "hf": "Gemma3ForCausalLM",
+        "config": GROUPED | {"head_dim": 8, "sliding_window": 4},
+    },
+    "container": {"target": "tests.models_staged:contained"},
+    "tied-container": {"target": "tests.models_staged:contained", "arguments": {"tied": True}},
+    **{
+        kind: {"target": "tests.models_staged:staged", "arguments": {"kind": kind}}
+        for kind in ("bare", "written", "scaled", "tuples", "unlike", "byplace")
+    },
+    "statistics": {"target": "tests.models_staged:staged", "arguments": {"kind": "statistics"}},
     "ours-llama": {"target": "tests.models_external:ours"},
     "ours-gpt": {"target": "tests.models_external:ours", "arguments": {"family": "gpt"}},
 }
@@ -78,10 +94,16 @@ def test_stages_are_exact_and_equal_one_device(
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", [model for model in MODELS if model != "statistics"])
 @pytest.mark.parametrize("mesh", [ALONE, SHARDED, REPLICATED, CUT], ids=str)
 def test_every_model_on_every_mesh(ranks: Ranks, model: str, mesh: dict[str, int]) -> None:
     assert not MATRIX.differences(ranks, own_spec(model, mesh))
+
+
+@pytest.mark.nightly
+def test_buffers_that_a_forward_pass_writes_are_its_stages_own(ranks: Ranks) -> None:
+    # alone: data ranks would each write what their samples give
+    assert not MATRIX.differences(ranks, own_spec("statistics", ALONE))
 
 
 @pytest.mark.nightly
@@ -94,8 +116,10 @@ def test_shared_gradients_are_summed_whatever_a_rank_has_of_them(
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("schedule", ["naive", "gpipe", "bfs", "interleaved", "zero-bubble", "zbv"])
-@pytest.mark.parametrize("model", ["qwen2", "tied"])
+@pytest.mark.parametrize(
+    "schedule", ["naive", "gpipe", "bfs", "interleaved", "zero-bubble", "zbv", "dualpipev"]
+)
+@pytest.mark.parametrize("model", ["qwen2", "tied", "gpt2", "gemma3", "written", "unlike"])
 def test_every_order_of_micro_batches(ranks: Ranks, model: str, schedule: str) -> None:
     assert not MATRIX.differences(ranks, own_spec(model, ALONE, schedule))
 

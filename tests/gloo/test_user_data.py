@@ -49,3 +49,51 @@ def vision(axis: str, sections: dict[str, Any], **more: Any) -> Spec:
 def test_images_with_labels_are_trained_as_on_one_device(ranks: Ranks, axis, sections):
     result = run(ranks, vision(axis, sections))
     assert not failing((*result.checks, *result.against))
+
+
+SHAPE = {"family": "llama", "layers": 2, "hidden": 16, "heads": 2, "ffn": 32, "vocab": 260}
+CONFIG = {
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "vocab_size": 260,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "built in": SHAPE,
+    "transformers": {"hf": "llama", "config": CONFIG},
+}
+AXES_OF_LOGITS: dict[str, dict[str, Any]] = AXES | {
+    "tp": {"mesh": {"tp": 2}, "placement": "tp"},
+    "pp": {"mesh": {"pp": 2}, "placement": {"pp": "S,S,S,R"}},
+}
+
+
+def with_z_loss(model: str, axis: str, **more: Any) -> Spec:
+    written = {
+        "name": "z-loss",
+        "model": MODELS[model],
+        "batch": {"global": 8, "micro": 2, "sequence": 16},
+        "precision": {"layout": "fp32", "compute": "fp64"},
+        "optimizer": {"name": "adamw", "lr": 1e-2, "clip": 1.0},
+        "loss": {"target": "tests.models_losses:z_loss"},
+        **AXES_OF_LOGITS[axis],
+        **more,
+    }
+    return require(load(written))
+
+
+@pytest.mark.parametrize("axis", AXES_OF_LOGITS)
+@pytest.mark.parametrize("model", MODELS)
+def test_a_loss_of_the_users_is_that_of_one_device_on_every_axis(ranks: Ranks, model, axis):
+    result = run(ranks, with_z_loss(model, axis))
+    assert not failing((*result.checks, *result.against))
+
+
+@pytest.mark.parametrize("sections", [BY_LOSS, BY_STEP], ids=["loss", "step"])
+def test_images_are_trained_over_cut_operators(ranks: Ranks, sections):
+    """Between the blocks a sample has four patches and the class token."""
+    axis = {"mesh": {"tp": 2}, "placement": "tp"}
+    batch = {"global": 8, "micro": 2, "sequence": 5}
+    result = run(ranks, vision("zero2", sections | axis, batch=batch))
+    assert not failing((*result.checks, *result.against))

@@ -329,6 +329,7 @@ def test_a_value_of_one_of_several_kinds_is_told_all_that_it_may_be():
     reshard = "true, false, non-root or a number of shards >= 2"
     wanted = {place: each.wanted for place, each in KEYS.items() if isinstance(each, Either)}
     assert wanted == {
+        "model.config": "a mapping, or the name of a JSON file",
         "placement.ep.experts": "a name or a tuple",
         "placement.ep.rest": "a name or a tuple",
         "batch.global": "an integer in 1..2147483647 (samples), or tokens like 4M tokens",

@@ -22,6 +22,7 @@ from ptrain.spec.spec import Spec
 from ptrain.timeline import Complete, Kind
 from ptrain.traces.facts import read_facts
 from ptrain.traces.stage_parts import stage_passes, stage_rows
+from tests import models_staged
 from tests.gloo.test_own_pipeline import GROUPED, MODELS, SIZES
 from tests.models_external import Carriers, Necks, Pairs
 
@@ -194,6 +195,87 @@ def shared() -> nn.Module:
     model = Pairs(16, 2, 260, tied=False)
     model.layers[1].up.weight = model.layers[0].up.weight
     return planned(model, "table", "layers", "head")
+
+
+def staged(kind: str, **arguments: Any) -> Spec:
+    target = {"target": "tests.models_staged:staged", "arguments": {"kind": kind, **arguments}}
+    return spec_of(target)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_container_that_a_plan_names_is_what_is_called_within_it(tied):
+    spec = spec_of({"target": "tests.models_staged:contained", "arguments": {"tied": tied}})
+    chain = chain_of_module(made(spec), spec)
+    assert chain is not None
+    assert chain.ends == Ends(front=("emb.tok", "emb.pos"), behind=("ln_f", "head"))
+    assert chain.tied == ((("emb.tok.weight", "head.weight"),) if tied else ())
+
+
+@pytest.mark.parametrize(
+    ("kind", "front", "behind"),
+    [
+        ("plain", ("wte", "wpe"), ("ln_f", "head")),
+        ("bare", ("wte", "wpe"), ("ln_f", "head", "scale")),
+    ],
+)
+def test_without_a_plan_a_forward_pass_shows_what_is_in_front_and_behind(kind, front, behind):
+    chain = chain_of_module(made(staged(kind)), staged(kind))
+    assert chain is not None
+    assert chain.ends == Ends(front=front, behind=behind)
+    assert chain.layers == ("h.0", "h.1", "h.2", "h.3")
+
+
+@pytest.mark.parametrize("kind", models_staged.SOUND)
+def test_every_way_to_write_ends_and_layers_gives_the_models_logits(kind):
+    spec = staged(kind)
+    module = made(spec).double().eval()
+    chain = untraced_facts(module, spec).chain
+    assert chain is not None
+    stages = stages_of(spec, untraced_facts(module, spec))
+    tokens = torch.arange(3, 19).reshape(1, 16)
+    parts = [part_of(module, stages, index, chain) for index in range(2)]
+    assert torch.equal(parts[1](parts[0](tokens), tokens), module(tokens))
+
+
+ALONG = {
+    "balanced": "the model's output depends on what h.2 was given, past layers",
+    "skips": "what h.1 is given depends on wpe.weight, past h.0",
+    "ended": "wpe.weight is used in front of the layers, and behind them beside what these give",
+    "relative": "h.0 is given [4, 16] beside its hidden states, and gradients flow into both",
+    "remembers": "more than hidden states goes from layer to layer (numbers without a gradient)",
+    "averages": "the forward pass writes into mean, and on stage 1 other numbers",
+    "functional": "wte.weight is used in front of the layers, and behind them beside",
+    "headfirst": "head.weight is the tensor of wte.weight, and comes before it in the model",
+}
+
+
+@pytest.mark.parametrize("kind", ALONG)
+def test_what_goes_past_the_layers_is_refused_by_name(kind):
+    assert ALONG[kind] in refused(staged(kind))[1]
+
+
+def test_a_module_without_blocks_is_refused_with_what_it_lacks():
+    place, finding, remedy = refused(spec_of(MODELS["pairs"]), nn.Sequential(nn.Embedding(260, 8)))
+    assert place == "mesh.pp"
+    assert "has no list of layers that stages could be cut from" in finding
+    assert "an attribute pp_plan" in remedy
+
+
+@pytest.mark.parametrize(("kind", "is_written"), [("plain", False), ("written", True)])
+def test_what_stands_in_for_an_embedding_has_no_memory_unless_it_is_written(kind, is_written):
+    spec = staged(kind)
+    module = made(spec)
+    facts = untraced_facts(module, spec)
+    assert facts.chain is not None
+    part = part_of(module, stages_of(spec, facts), 1, facts.chain)
+    given: list[torch.Tensor] = []
+    part.get_submodule("wte").register_forward_hook(lambda *call: given.append(call[-1]))
+    tokens, hidden = torch.arange(16).unsqueeze(0), torch.randn(1, 16, 16)
+    part(hidden, tokens)
+    (embedded,) = given
+    assert embedded.shape == hidden.shape
+    has_its_own = embedded.untyped_storage()._cdata != hidden.untyped_storage()._cdata
+    assert has_its_own is is_written
 
 
 WRONG = {

@@ -3,6 +3,7 @@ the numbers that transformers gives them, and every mistake has its message."""
 
 from __future__ import annotations
 
+import json
 import sys
 from typing import Any
 
@@ -11,11 +12,14 @@ import torch
 
 from ptrain.errors import SpecError
 from ptrain.models.build import build
+from ptrain.models.huggingface import ignored_fields
 from ptrain.models.initialize import keeps_its_weights
 from ptrain.models.units import unit_modules
 from ptrain.spec.dials import UnitKind, UnitSize
 from ptrain.spec.extras import require_transformers
+from ptrain.spec.load import load
 from ptrain.spec.model import Attention, HuggingFaceModel, ModelShape
+from tests.published import PUBLISHED
 
 transformers = pytest.importorskip("transformers")
 
@@ -125,3 +129,71 @@ def test_a_built_in_model_asks_for_nothing(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     shape = ModelShape(family="llama", layers=1, hidden=8, heads=2, kv_heads=2, ffn=8, vocab=260)
     require_transformers(shape)
+
+
+@pytest.mark.parametrize("kind", PUBLISHED)
+def test_a_published_config_is_taken_whole(kind):
+    whole = PUBLISHED[kind]
+    named = whole["architectures"][0]
+    ours = build(HuggingFaceModel(hf=named, config=whole), sequence=SEQUENCE)
+    theirs = getattr(transformers, named)
+    with torch.device("meta"):
+        model = theirs(theirs.config_class.from_dict(whole))
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.named_parameters()}
+    assert {name: tuple(tensor.shape) for name, tensor in ours.named_parameters()} == shapes
+
+
+def test_what_of_a_published_config_has_no_influence_is_named():
+    ignored = ignored_fields(HuggingFaceModel(hf="gemma2", config=PUBLISHED["gemma2"]))
+    assert ignored == (
+        "torch_dtype (precision says it)",
+        "use_cache (training says it)",
+        "hidden_act (nothing reads it)",
+        "cache_implementation (nothing reads it)",
+        "sliding_window_size (nothing reads it)",
+    )
+    neox = ignored_fields(HuggingFaceModel(hf="gpt_neox", config=PUBLISHED["gpt_neox"]))
+    assert len(neox) == 2, "what a config converts is read"
+    assert ignored_fields(HuggingFaceModel(hf="llama", config=CONFIG)) == ()
+
+
+@pytest.mark.parametrize(
+    ("fields", "place", "finding"),
+    [
+        ({"auto_map": {"AutoModel": "x--y"}}, "model.config.auto_map", "it never runs"),
+        ({"vision_config": {}}, "model.config.vision_config", "one of several, as multimodal"),
+        ({"quantization_config": {}}, "model.config.quantization_config", "quantized"),
+        ({"model_type": "qwen2"}, "model.config.model_type", "'qwen2', and LlamaForCausalLM is"),
+        ({"hiden_size": 32, "hidden_size": None}, "model.config.hiden_size", "has no field"),
+    ],
+)
+def test_what_a_published_config_may_not_say_is_refused(fields, place, finding):
+    whole = {**PUBLISHED["llama"], **fields}
+    config = {field: value for field, value in whole.items() if value is not None}
+    with pytest.raises(SpecError) as caught:
+        build(HuggingFaceModel(hf="LlamaForCausalLM", config=config), sequence=SEQUENCE)
+    (fault,) = caught.value.faults
+    assert fault.place == place and finding in fault.finding and fault.remedy
+
+
+def test_heads_of_a_size_of_their_own_are_a_field_of_qwens_experts():
+    config = CONFIG | {"head_dim": 16, "moe_intermediate_size": 8, "num_experts": 8}
+    model = build(HuggingFaceModel(hf="qwen3_moe", config=config), sequence=SEQUENCE)
+    query = dict(model.named_parameters())["model.layers.0.self_attn.q_proj.weight"]
+    assert query.shape == (4 * 16, 32)
+
+
+def test_a_file_beside_the_spec_is_read_and_says_its_class(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED["llama"]))
+    spec = tmp_path / "mine.yaml"
+    rest = "mesh: {dp_shard: 2}\nplacement: zero2\nbatch: {micro: 2, sequence: 8}\n"
+    spec.write_text(f"model: {{config: config.json}}\n{rest}")
+    model = load(str(spec)).spec.model
+    assert model.hf == "LlamaForCausalLM" and model.config == PUBLISHED["llama"]
+    assert load(load(str(spec)).spec.resolved).spec.model == model
+    spec.write_text(f"model: {{config: none.json}}\n{rest}")
+    with pytest.raises(SpecError, match=r"model.config: none.json: No such file"):
+        load(str(spec))
+    spec.write_text(f"model: {{config: {{model_type: llama}}}}\n{rest}")
+    with pytest.raises(SpecError, match=r"add model\.hf"):
+        load(str(spec))

@@ -28,7 +28,7 @@ from ptrain.facts.stages import Chain, Stage
 def part_of(model: nn.Module, stages: Sequence[Stage], index: int, chain: Chain) -> nn.Module:
     """Return the part of stage `index`. It shares its parameters with `model`, but for what another
     stage has too, and has buffers of its own."""
-    stage, crossing = stages[index], Crossing()
+    stage, crossing = stages[index], Crossing(is_written=chain.is_written)
     known, parameters = dict(model.named_modules()), dict(model.named_parameters())
     front, behind = chain.absent_ends(stage)
     gone: dict[int, nn.Module] = {
@@ -42,7 +42,7 @@ def part_of(model: nn.Module, stages: Sequence[Stage], index: int, chain: Chain)
             owner, _, attribute = name.rpartition(".")
             setattr(part.get_submodule(owner), attribute, None)
     bare = [name for name in front if name in parameters]
-    as_part(part, crossing, is_first=not index, front=bare)
+    as_part(part, crossing, first=stage.layers[0] if index else "", front=bare)
     for name, copied in stage.copied:
         _copy(part, copied, model.get_parameter(name))
     return part
@@ -60,8 +60,9 @@ def _stand_in(
 
 
 def apart(output: torch.Tensor) -> torch.Tensor:
-    """Return what a stage hands on, not as a view of what it was made of: torch detaches it in
-    place. It has the same memory."""
+    """Return what a stage hands on: in one piece, as it is sent, and not as a view of what it was
+    made of, since torch detaches it in place. If it was in one piece it has the same memory."""
+    output = output.contiguous()
     return _Apart.apply(output) if output._is_view() else output
 
 

@@ -1,8 +1,9 @@
 """What stands in a stage's part of a model for the modules of other stages, so that the model's own
 forward runs in every part.
 
-A stage behind the first enters that forward at its first layer, one before the last leaves it at
-the first layer behind its own. What the model computes around its layers (masks, rotations, views
+A stage behind the first enters that forward at its first layer, which is given hidden states in
+place of what came there; one before the last leaves it at the first layer behind its own, with what
+that is given. What the model computes around its layers (masks, rotations, views
 of the tokens) it computes on every stage; what its embeddings give has no memory on later ones; and
 what is behind its layers runs on the last one alone.
 """
@@ -10,7 +11,8 @@ what is behind its layers runs on the last one alone.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,9 +22,11 @@ from torch.utils._pytree import tree_iter, tree_map
 
 
 class Crossing:
-    """The hidden states that the micro-batch in its forward pass was given by the stage before."""
+    """The hidden states that the micro-batch in its forward pass was given by the stage before.
+    `is_written`: the model writes into what stands in for its modules in front."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_written: bool) -> None:
+        self._is_written = is_written
         self._hidden: Tensor | None = None
 
     @property
@@ -35,9 +39,18 @@ class Crossing:
         """Begin a forward pass with what the stage was given, or end one."""
         self._hidden = hidden
 
+    def swapped(self, _: nn.Module, given: Any, named: Any) -> Any:
+        """A hook of the stage's first layer: the first tensor that this is given becomes the hidden
+        states."""
+        stand_in = _first_real((given, named))
+        return tree_map(lambda x: self.hidden if x is stand_in else x, (given, named))
+
     def shaped(self, shape: Iterable[int]) -> Tensor:
-        """Return a tensor of numbers that nobody needs. It has no memory of its own."""
+        """Return a tensor of numbers that nobody needs. Unless they are written into it has no
+        memory of its own."""
         hidden = self.hidden.detach()
+        if self._is_written:
+            return hidden.new_zeros(*shape)
         return hidden[(0,) * hidden.dim()].expand(*shape)
 
 
@@ -50,15 +63,15 @@ class Left(Exception):
 
 
 class LayerBefore(nn.Identity):
-    """A layer of a stage before: it gives what the stage was given. `returns`: in a tuple of so
-    many, whose others are None; 0 for hidden states alone."""
+    """A layer of a stage before: it gives what has the shape of hidden states. `returns`: in a
+    tuple of so many, whose others are None; 0 for that alone."""
 
     def __init__(self, crossing: Crossing, returns: int) -> None:
         super().__init__()
         self._crossing, self._returns = crossing, returns
 
     def forward(self, *_: Any, **__: Any) -> Any:
-        hidden = self._crossing.hidden
+        hidden = self._crossing.shaped(self._crossing.hidden.shape)
         return (hidden, *(None,) * (self._returns - 1)) if self._returns else hidden
 
 
@@ -66,7 +79,7 @@ class LayerBehind(nn.Identity):
     """A layer of a stage behind: here the stage's forward pass ends."""
 
     def forward(self, *given: Any, **named: Any) -> Any:
-        raise Left(next(tensor for tensor in tree_iter((given, named)) if is_real(tensor)))
+        raise Left(_first_real((given, named)))
 
 
 class InFront(nn.Identity):
@@ -97,33 +110,47 @@ class InFront(nn.Identity):
 class StagePart(nn.Module):
     """A stage's part of a model, as a class over the model's own: `forward(*inputs)` on the first
     stage, `forward(hidden, *inputs)` behind it. It returns the hidden states for the next stage,
-    or on the last one what the model returns. `front`: names of parameters in front of the layers
-    that belong to no module there."""
+    or on the last one what the model returns."""
 
     _crossing: Crossing
-    _is_first: bool
-    _front: dict[str, torch.Size]
+    _first: str  # of the stage's layers; none on the first stage, which enters nowhere
+    _front: dict[
+        str, torch.Size
+    ]  # parameters in front of the layers that belong to no module there
 
     def forward(self, *given: Any) -> Any:
-        hidden, inputs = (None, given) if self._is_first else (given[0], given[1:])
+        try:
+            if not self._first:
+                return super().forward(*given)
+            with self._entered(given[0]):
+                return super().forward(*given[1:])
+        except Left as left:
+            return left.hidden
+
+    @contextmanager
+    def _entered(self, hidden: Tensor) -> Iterator[None]:
         self._crossing.enter(hidden)
         for name, shape in self._front.items():
             owner, attribute = _owner(self, name)
             owner.__dict__[attribute] = self._crossing.shaped(shape)
+        # a data axis gathers, and watches gradients, by hooks on the layer that were there before:
+        # they must be given the hidden states
+        handle = self.get_submodule(self._first).register_forward_pre_hook(
+            self._crossing.swapped, prepend=True, with_kwargs=True
+        )
         try:
-            return super().forward(*inputs)
-        except Left as left:
-            return left.hidden
+            yield
         finally:
+            handle.remove()
             self._crossing.enter(None)
             for name in self._front:
                 owner, attribute = _owner(self, name)
                 del owner.__dict__[attribute]
 
 
-def as_part(model: nn.Module, crossing: Crossing, *, is_first: bool, front: Iterable[str]) -> None:
+def as_part(model: nn.Module, crossing: Crossing, *, first: str, front: Iterable[str]) -> None:
     """Make `model`, whose other stages' modules are replaced, a StagePart in place, without the
-    parameters that `front` names."""
+    parameters that `front` names. `first` is the layer where it is entered, if it is."""
     shapes = {}
     for name in front:
         shapes[name] = model.get_parameter(name).shape
@@ -131,7 +158,7 @@ def as_part(model: nn.Module, crossing: Crossing, *, is_first: bool, front: Iter
         delattr(owner, attribute)
     kind = type(model)
     model.__class__ = type(kind.__name__, (StagePart, kind), {"__module__": kind.__module__})
-    vars(model).update(_crossing=crossing, _is_first=is_first, _front=shapes)
+    vars(model).update(_crossing=crossing, _first=first, _front=shapes)
 
 
 @torch.no_grad()
@@ -144,9 +171,9 @@ def on_meta(module: nn.Module) -> nn.Module:
         return copy.deepcopy(module, tensors)
 
 
-def is_real(value: object) -> bool:
-    """Return whether it may be hidden states: a tensor of real numbers."""
-    return isinstance(value, Tensor) and value.is_floating_point()
+def _first_real(values: Any) -> Tensor:
+    """The hidden states that a layer is given: its first tensor of real numbers."""
+    return next(x for x in tree_iter(values) if isinstance(x, Tensor) and x.is_floating_point())
 
 
 def _as_meta(value: object) -> object:

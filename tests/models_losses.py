@@ -1,0 +1,91 @@
+"""Losses, steps and datasets of the user's own, right ones and wrong ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+WRONG: dict[str, Any] = {
+    "nothing": lambda logits: None,
+    "a number": lambda logits: float(logits.detach().mean()),
+    "by token": lambda logits: logits.mean(-1),
+    "whole": lambda logits: logits.argmax(),
+    "detached": lambda logits: logits.detach().mean(),
+}
+
+
+def z_loss(logits: Tensor, batch: tuple[Tensor, Tensor], weight: float = 1e-2) -> Tensor:
+    """The cross entropy, and what keeps logits small."""
+    entropy = F.cross_entropy(logits.flatten(0, 1), batch[1].flatten())
+    return entropy + weight * logits.logsumexp(-1).square().mean()
+
+
+def plain(logits: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """What ptrain does by itself."""
+    return F.cross_entropy(logits.flatten(0, 1), batch[1].flatten())
+
+
+def of_pair(output: tuple[Tensor, Any], batch: tuple[Tensor, Tensor]) -> Tensor:
+    """The same, of a model that gives more than logits."""
+    return plain(output[0], batch)
+
+
+def wrong(logits: Tensor, batch: object, how: str) -> Any:
+    return WRONG[how](logits)
+
+
+def raises(logits: Tensor, batch: object) -> Tensor:
+    raise ValueError("no such loss")
+
+
+def wrong_step(model: nn.Module, batch: tuple[Tensor, Tensor], how: str) -> Any:
+    return WRONG[how](model(batch[0]))
+
+
+def step_that_raises(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    logits: Tensor = model(batch[0], batch[1])
+    return logits
+
+
+class Items:
+    """Pairs of tokens, and what is wrong with some of them."""
+
+    def __init__(self, how: str, count: int) -> None:
+        self.how, self.count, self.reads = how, count, 0
+
+    def __len__(self) -> int:
+        if self.how == "lengthless":
+            raise RuntimeError("nobody knows")
+        return self.count
+
+    def __getitem__(self, index: int) -> Any:
+        self.reads += 1
+        if self.how == "raising" and index == self.count - 1:
+            raise OSError("disk is gone")
+        length = 9 if self.how == "uneven" and index == self.count - 1 else 8
+        tokens = torch.arange(length) + index
+        match self.how:
+            case "texts":
+                return {"inputs": tokens, "caption": "a cat"}
+            case "drifting":
+                return tokens + self.reads, tokens
+            case "augmented":
+                return tokens + torch.randint(9, (8,)), tokens
+            case "unnamed":
+                return {"image": tokens, "label": tokens}
+        return tokens, tokens
+
+
+def items(how: str = "", count: int = 40) -> Items:
+    return Items(how, count)
+
+
+def no_dataset() -> int:
+    return 3
+
+
+def no_data() -> Items:
+    raise KeyError("no such split")

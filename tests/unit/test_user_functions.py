@@ -1,0 +1,181 @@
+"""Losses, steps and datasets that a spec names: what is wrong with one is one message, with place,
+finding and remedy; and each sample is read once, by whoever it belongs to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from ptrain.data.corpus import corpus
+from ptrain.data.sampler import batch, require
+from ptrain.data.source import Split
+from ptrain.errors import Fault, SpecError
+from ptrain.models.batch import sample_batch
+from ptrain.spec.load import load
+from ptrain.spec.spec import Spec
+from ptrain.traces.facts import facts_of
+from tests import models_losses
+
+OWN = "tests.models_losses"
+SHAPE = {"family": "llama", "layers": 1, "hidden": 16, "heads": 2, "ffn": 16, "vocab": 260}
+VISION: dict[str, Any] = {
+    "model": {"target": "tests.models_vision:vit"},
+    "loss": {"target": "tests.models_vision:label_loss"},
+}
+
+
+def spec_of(**sections: Any) -> Spec:
+    written = {
+        "model": SHAPE,
+        "mesh": {"dp_shard": 2},
+        "placement": "zero2",
+        "batch": {"global": 8, "micro": 2, "sequence": 8},
+    }
+    return load(written | sections).spec
+
+
+def function(name: str, **arguments: Any) -> dict[str, Any]:
+    return {"target": f"{OWN}:{name}", "arguments": arguments}
+
+
+def fault_of(spec: Spec) -> Fault:
+    with pytest.raises(SpecError) as caught:
+        require(corpus(spec.data), spec)
+        facts_of(spec, allow_import=True)
+    (fault,) = caught.value.faults
+    return fault
+
+
+RETURNED = {
+    "nothing": "returned NoneType",
+    "a number": "returned float",
+    "by token": "returned float32 [2, 8]",
+    "whole": "returned int64 []",
+    "detached": "returned a loss on which no trainable parameter has an influence",
+}
+
+
+@pytest.mark.parametrize("how", RETURNED)
+def test_what_is_no_loss_is_named_by_its_type_and_shape(how):
+    fault = fault_of(spec_of(loss=function("wrong", how=how)))
+    assert fault.place == "loss.target" and f"{OWN}:wrong {RETURNED[how]}" in fault.finding
+    fault = fault_of(spec_of(step=function("wrong_step", how=how)))
+    assert fault.place == "step.target" and f"{OWN}:wrong_step {RETURNED[how]}" in fault.finding
+
+
+def test_a_loss_that_raises_is_named_with_its_line():
+    fault = fault_of(spec_of(loss=function("raises")))
+    assert "given float32 [2, 8, 260], raised ValueError: no such loss" in fault.finding
+    assert f"{models_losses.__file__}:" in fault.finding and "mean loss" in fault.remedy
+    fault = fault_of(spec_of(step=function("step_that_raises")))
+    assert fault.place == "step.target" and "raised TypeError" in fault.finding
+
+
+def test_a_function_with_other_arguments_is_refused_by_their_names():
+    fault = fault_of(spec_of(loss=function("z_loss", wait=2)))
+    assert fault.place == "loss.arguments"
+    assert "cannot be called with output, batch, wait" in fault.finding
+
+
+@pytest.mark.parametrize("section", ["loss", "step", "data"])
+def test_nothing_is_imported_without_leave(section):
+    loss = {"loss": function("plain")} if section == "data" else {}
+    spec = spec_of(**{section: function("items")}, **loss)
+    with pytest.raises(SpecError, match=rf"{section}.target: this would run code of {OWN}"):
+        facts_of(spec, allow_import=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "finding"),
+    [
+        ("no_dataset", {}, "returned int, not a map-style dataset"),
+        ("no_data", {}, "raised KeyError: 'no such split'"),
+        ("items", {"count": 0}, "gives no samples: its length is 0"),
+        ("items", {"how": "lengthless"}, "raised RuntimeError: nobody knows"),
+        (
+            "items",
+            {"how": "raising"},
+            "sample 39 of tests.models_losses:items raised OSError: ",
+        ),
+        ("items", {"how": "uneven"}, "has int64 [9] and int64 [9], and sample 0 int64 [8] and int"),
+        ("items", {"how": "texts"}, "is not made of tensors alone: it has a str"),
+        ("items", {"how": "drifting"}, "sample 0 has other values when it is read again"),
+    ],
+)
+def test_a_dataset_that_cannot_be_read_is_refused(name, arguments, finding):
+    fault = fault_of(spec_of(data=function(name, **arguments), loss=function("plain")))
+    assert fault.place == "data.target" and finding in fault.finding and fault.remedy
+
+
+def test_a_dictionary_must_say_what_the_model_is_given():
+    fault = fault_of(spec_of(data=function("items", how="unnamed"), loss=function("plain")))
+    assert fault.place == "data.target"
+    assert "a dictionary of image, label" in fault.finding and "step: " in fault.remedy
+
+
+def test_what_a_sample_draws_of_torchs_generator_is_the_same_each_time():
+    spec = spec_of(data=function("items", how="augmented"), loss=function("plain"))
+    source = corpus(spec.data)
+    once, again = (source.read([3, 5], (3, 5), spec, Split.TRAIN) for _ in range(2))
+    pairs = zip(once.tensors, again.tensors, strict=True)
+    assert all(torch.equal(tensor, other) for tensor, other in pairs)
+
+
+@pytest.mark.parametrize("degree", [1, 2, 4])
+def test_an_epoch_gives_every_sample_once_on_any_mesh(degree):
+    spec = spec_of(data=function("items"), loss=function("plain"), mesh={"dp_shard": degree})
+    source = corpus(spec.data)
+    size = source.num_samples(8, Split.TRAIN)
+    assert size == 38
+    firsts = [
+        int(row.inputs[0, 0])
+        for step in range(19)  # four epochs of 38 samples are 19 batches of 8
+        for index in range(degree)
+        for row in batch(
+            source, spec=spec, step=step, data_index=index, data_degree=degree
+        ).micro_batches(1)
+    ]
+    assert sorted(firsts) == sorted(4 * list(range(38)))
+
+
+def test_the_last_twentieth_is_held_out():
+    spec = spec_of(data=function("items"), loss=function("plain"), eval={"every": 1})
+    source = corpus(spec.data)
+    held_out = batch(source, spec=spec, step=0, split=Split.HELD_OUT)
+    assert {int(row.inputs[0, 0]) for row in held_out.micro_batches(1)} == {38, 39}
+    few = spec_of(data=function("items", count=19), loss=function("plain"), eval={"every": 1})
+    assert "the last twentieth of them is held out: none" in fault_of(few).finding
+
+
+def test_real_numbers_come_in_the_dtype_that_the_model_computes_in():
+    layout = {"layout": "fp32", "compute": "fp64"}
+    data = {"target": "tests.models_vision:images"}
+    spec = spec_of(**VISION, data=data, precision=layout)
+    image, label = sample_batch(spec).data
+    assert (image.dtype, label.dtype) == (torch.float64, torch.int64)
+    assert image.shape == (2, 3, 8, 8) and label.shape == (2,)
+    assert torch.equal(image[0], image[1])
+
+
+def test_over_tp_the_vectors_between_blocks_are_counted():
+    tp = {"mesh": {"tp": 2}, "placement": "tp", "data": {"target": "tests.models_vision:images"}}
+    fault = fault_of(spec_of(**VISION, **tp))
+    assert fault.place == "batch.sequence" and fault.remedy == "write batch.sequence: 5"
+    assert "8, and blocks.0 gives 5 vectors of a sample" in fault.finding
+
+
+def test_bytes_of_a_batch_are_those_of_its_samples():
+    spec = spec_of(**VISION, data={"target": "tests.models_vision:images"})
+    assert facts_of(spec, allow_import=True).sample_bytes == 3 * 8 * 8 * 4 + 8
+
+
+def test_a_loss_like_ptrains_own_is_ptrains_own():
+    ours = facts_of(spec_of(model={"target": "tests.models_external:necks"}), allow_import=True)
+    theirs = facts_of(
+        spec_of(model={"target": "tests.models_external:necks"}, loss=function("plain")),
+        allow_import=True,
+    )
+    assert theirs.vocabulary is None and ours.vocabulary == 259
+    assert theirs.gradient_order == ours.gradient_order
