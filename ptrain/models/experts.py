@@ -10,27 +10,43 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from ptrain.errors import refused
+
 EXPERTS = "experts_implementation"  # a setting of every config, which no config writes down
-_BY_DTYPE = "ptrain_by_dtype"
+_GROUPED_MM = "grouped_mm"
+_BY_DTYPE, _GROUPED_OR_REFUSED = "ptrain_by_dtype", "ptrain_grouped_or_refused"
 _ALIGNED = 16  # bytes of a row
 _GROUPED = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def experts_setting() -> dict[str, str]:
-    """Return the setting of a config; nothing of a transformers without that choice."""
+def experts_setting(given: object = None) -> dict[str, object]:
+    """Return the setting of a config, where its own is `given`; nothing of a transformers without
+    that choice. Where grouped products are given and torch has none, a forward pass raises
+    SpecError."""
     try:
         from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
     except ImportError:
         return {}
 
-    def experts(module: nn.Module, hidden_ND: Tensor, *routing: Tensor) -> Tensor:
+    def grouped(module: nn.Module, hidden_ND: Tensor, *routing: Tensor) -> Tensor:
+        if not _is_grouped(module, hidden_ND):
+            kind = str(hidden_ND.dtype).removeprefix("torch.")
+            finding = f"torch has no grouped product of {kind} with these widths, only of float32, "
+            finding += f"bfloat16 and float16 with rows of a multiple of {_ALIGNED} bytes"
+            raise refused(f"model.config.{EXPERTS}", finding, "write eager, or leave it out")
+        output_ND: Tensor = grouped_mm_experts_forward(module, hidden_ND, *routing)
+        return output_ND
+
+    def by_dtype(module: nn.Module, hidden_ND: Tensor, *routing: Tensor) -> Tensor:
         by_expert = type(module).forward.__wrapped__
-        run = grouped_mm_experts_forward if _is_grouped(module, hidden_ND) else by_expert
+        run = grouped if _is_grouped(module, hidden_ND) else by_expert
         output_ND: Tensor = run(module, hidden_ND, *routing)
         return output_ND
 
-    ALL_EXPERTS_FUNCTIONS.register(_BY_DTYPE, experts)
-    return {EXPERTS: _BY_DTYPE}
+    ALL_EXPERTS_FUNCTIONS.register(_BY_DTYPE, by_dtype)
+    ALL_EXPERTS_FUNCTIONS.register(_GROUPED_OR_REFUSED, grouped)
+    own = {None: _BY_DTYPE, _GROUPED_MM: _GROUPED_OR_REFUSED}
+    return {EXPERTS: own[given] if given in own else given}
 
 
 def _is_grouped(module: nn.Module, hidden_ND: Tensor) -> bool:

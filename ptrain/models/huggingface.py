@@ -18,7 +18,7 @@ from torch._guards import detect_fake_mode
 
 from ptrain.errors import Fault, refused
 from ptrain.models.boundary import boundary
-from ptrain.models.experts import experts_setting
+from ptrain.models.experts import EXPERTS, experts_setting
 from ptrain.models.published_config import require_one_model, taken
 from ptrain.spec.extras import require_transformers
 from ptrain.spec.model import Attention, HuggingFaceModel
@@ -150,8 +150,8 @@ def _config(named: Any, model: HuggingFaceModel) -> Any:
     fields = taken(named, model.config).fields
     attention, _ = _KINDS[_attention(named, model)]
     with boundary(lambda error: _unfit(f"{kind.__name__} does not take it: {_line(error)}")):
-        given = {_ATTENTION: attention, **experts_setting(), **fields}
-        return kind(**given, **_FIXED)
+        own = {_ATTENTION: attention, **experts_setting(fields.get(EXPERTS)), **_FIXED}
+        return kind(**{**fields, **own})
 
 
 def _line(error: BaseException) -> str:
