@@ -84,7 +84,8 @@ def _require_gradients(spec: Spec, facts: ModelFacts) -> None:
     if not facts.unvisited or spec.data_degree == 1:
         return
     first, *others = facts.unvisited
-    more = f" and {len(others)} parameters more have" if others else " has"
+    number = len(others)
+    more = f" and {number} parameter{'s' * (number > 1)} more have" if others else " has"
     finding = f"{first}{more} no gradient on a rank none of whose tokens is routed there, and "
     finding += "the data ranks sum the gradients of all parameters"
     remedy = "run every expert, also on no rows, or keep all experts in one tensor each"
