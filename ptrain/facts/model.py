@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 from ptrain.facts.passes import Passes
 from ptrain.facts.stages import Chain
+from ptrain.spec.model import ModelSpec
 from ptrain.spec.role import Fusions, Roles
 from ptrain.timeline import Timeline
 
@@ -77,7 +78,8 @@ class ModelFacts:
     would keep. `by_data` says what selects by data, as a router does, so that sizes depend on it:
     then the traces are those of one extent of what is selected, and `others` are the facts at other
     extents; figures lie between the least and the largest of all. `unvisited` are parameters that
-    have no gradient where nothing is selected for them."""
+    have no gradient where nothing is selected for them. `model` is there
+    where they are of another one than the spec's."""
 
     units: tuple[UnitFacts, ...]
     buffers: tuple[tuple[str, int], ...] = ()
@@ -95,6 +97,7 @@ class ModelFacts:
     vocabulary: int | None = field(default=None, compare=False)
     untraced: str = field(default="", compare=False)
     unknown_attention: str = ""
+    model: ModelSpec | None = field(default=None, compare=False)
     by_data: str = ""
     others: tuple[ModelFacts, ...] = field(default=(), hash=False)
     unvisited: tuple[str, ...] = ()
@@ -103,6 +106,11 @@ class ModelFacts:
         """Of little: what is equal has units of equal sizes, and to go through all their tensors
         costs milliseconds."""
         return hash((tuple(unit.numel for unit in self.units), self.buffers, self.chain is None))
+
+    def as_one_unit(self) -> ModelFacts:
+        """Return the same model with its root for its only unit; its trace knows others."""
+        units = (UnitFacts(modules=("",), tensors=self.tensors),)
+        return replace(self, units=units, timeline=None, part_timelines=(), stage_passes=())
 
     @property
     def tensors(self) -> tuple[TensorFacts, ...]:
