@@ -45,8 +45,8 @@ def experts_setting(given: object = None) -> dict[str, object]:
 
     ALL_EXPERTS_FUNCTIONS.register(_BY_DTYPE, by_dtype)
     ALL_EXPERTS_FUNCTIONS.register(_GROUPED_OR_REFUSED, grouped)
-    own = {None: _BY_DTYPE, _GROUPED_MM: _GROUPED_OR_REFUSED}
-    return {EXPERTS: own[given] if given in own else given}
+    own: dict[object, object] = {None: _BY_DTYPE, _GROUPED_MM: _GROUPED_OR_REFUSED}
+    return {EXPERTS: own.get(given, given)}
 
 
 def _is_grouped(module: nn.Module, hidden_ND: Tensor) -> bool:

@@ -14,8 +14,8 @@ from torch.utils.flop_counter import flop_registry
 
 from ptrain.costs import Operations, Phase
 from ptrain.models.ledger import OperatorMode
-from ptrain.models.work import matrix_products
 from ptrain.models.recomputing import runs_again
+from ptrain.models.work import matrix_products
 
 _aten = torch.ops.aten
 # An operator of processors -> the one whose formula counts it.
