@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from ptrain.by_rank import distinct, of_ranks
+from ptrain.wording import Worded
 
 
 class State(StrEnum):
@@ -213,7 +214,7 @@ class Operations:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Estimate:
+class Estimate(Worded):
     """One account of one run: a prediction (paper, exact), a simulation or a measurement.
 
     `undefined` gives, per kind of figure ("traffic", "peak", "wire", "blocked_seconds"), why the
@@ -239,6 +240,9 @@ class Estimate:
     accounts: tuple[tuple[Traffic, ...], ...] = ()
     account_of: tuple[int, ...] = ()
     operations: Sequence[Operations] = ()
+
+    def __repr__(self) -> str:
+        return f"Estimate({self.column} of {self.world_size} ranks)"  # rows are thousands
 
     def peak_bytes(self) -> int | None:
         """The largest peak over phases and ranks; None where no peak is known."""

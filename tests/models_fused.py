@@ -85,9 +85,7 @@ def grouped(hidden: int = 32, layers: int = 2, heads: int = 4, kv_heads: int = 2
 
 def shifting(hidden: int = 32, layers: int = 2, heads: int = 4) -> Nested:
     """Return one whose blocks do not take each token by itself."""
-    blocks = [
-        ShiftingBlock(hidden, GroupedAttention(hidden, heads, heads)) for _ in range(layers)
-    ]
+    blocks = [ShiftingBlock(hidden, GroupedAttention(hidden, heads, heads)) for _ in range(layers)]
     model = Nested(hidden, blocks, tied=False)
     plan = {name: word for name, word in GROUPED_PLAN.items() if "mlp" not in name}
     model.tp_plan = plan

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from ptrain.algebra.layout import positions
 from ptrain.axes.pipeline.catalogue import schedule_of
@@ -33,6 +33,7 @@ from ptrain.plan.lower import lower
 from ptrain.spec.model import Attention, ModelShape
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import Plan
+from ptrain.wording import Worded
 
 _NOT_TRACED_BY_STAGE = (
     "what the stages leave in flight is known only from their traces, and these facts hold none"
@@ -43,18 +44,26 @@ _NOT_ON_CPU = "torch's flex_attention has no backward pass on a processor, where
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Derivation:
-    """Both predictions of one spec, and the plan that the second one is about."""
+class Derivation(Worded):
+    """Both predictions of one spec, and the plan that the second one is about. `facts` are those
+    that it was derived from."""
 
     paper: Estimate
     exact: Estimate
     plan: Plan
+    facts: ModelFacts = field(repr=False, compare=False)
+
+    @property
+    def spec(self) -> Spec:
+        """What was derived."""
+        return self.plan.spec
 
 
 def derive(spec: Spec, facts: ModelFacts | None = None) -> Derivation:
     """Return the costs of a legal spec. A built-in model needs no `facts`; any other model's are
-    read off the model itself."""
+    read off the model itself (`read_facts`)."""
     facts = own_facts(spec) if facts is None else facts
+    spec = spec if facts.model is None else replace(spec, model=facts.model)
     stages = stages_of(spec, facts)
     plan = lower(spec, facts.unit_modules, facts.roles, stages, facts.blocks, facts.fusions)
     estimate, foreign = exact(spec, plan, facts, stages), unclaimed(spec, facts)
@@ -68,7 +77,7 @@ def derive(spec: Spec, facts: ModelFacts | None = None) -> Derivation:
             *_ignored(facts),
         ),
     )
-    return Derivation(paper=paper(spec, facts), exact=estimate, plan=plan)
+    return Derivation(paper=paper(spec, facts), exact=estimate, plan=plan, facts=facts)
 
 
 def _ignored(facts: ModelFacts) -> Iterable[str]:
@@ -83,7 +92,8 @@ def own_facts(spec: Spec) -> ModelFacts:
             Fault(
                 place="model",
                 finding="the sizes of this model are known only to its code",
-                remedy="allow the import (--allow-import), or use a preset or a shape",
+                remedy="allow the import (--allow-import; in Python, give derive the facts: "
+                "read_facts(spec, allow_import=True)), or use a preset or a shape",
             )
         )
     return facts_of(spec.model, spec.batch.sequence, spec.unit)

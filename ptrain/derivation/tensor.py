@@ -87,7 +87,7 @@ def _local_units(
         if dim is None:
             return tensor
         own = (*shape[:dim], length[shape[dim]], *shape[dim + 1 :])
-        return TensorFacts(name=tensor.name, shape=own, is_cut=True)
+        return replace(tensor, shape=own, is_cut=True)
 
     return tuple(
         UnitFacts(modules=unit.modules, tensors=tuple(map(local, unit.tensors)))

@@ -10,12 +10,11 @@ from torch import nn
 
 from ptrain.errors import Fault, SpecError, refused
 from ptrain.models.alike import require_alike
-from ptrain.models.gpt import Gpt
 from ptrain.models.linear import features, is_linear
-from ptrain.models.llama import Llama
 from ptrain.models.one_pass import OnePass
 from ptrain.models.own_tokens import TokenSlices
 from ptrain.models.slices import follow, in_any_block
+from ptrain.models.transformer import Transformer
 from ptrain.models.units import blocks_of
 from ptrain.spec import slips
 from ptrain.spec.axis import Axis
@@ -178,7 +177,7 @@ def _sizes(module: nn.Module, roles: Roles, degree: int) -> Iterator[Fault]:
 def _heads(module: nn.Module) -> dict[str, int]:
     """Return the numbers of heads, each of which one rank computes. Models of transformers, and
     ours, say how many they have."""
-    if isinstance(module, Llama | Gpt):
+    if isinstance(module, Transformer):
         shape = module.shape
         return {f"heads: {shape.heads}": shape.heads, f"kv_heads: {shape.kv_heads}": shape.kv_heads}
     config = getattr(module, "config", None)

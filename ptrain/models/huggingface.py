@@ -31,6 +31,8 @@ _KINDS = {
     Attention.EAGER: ("eager", ""),  # every class has it
     Attention.FLEX: ("flex_attention", "_supports_flex_attn"),
 }
+_BASE = "transformers.modeling_utils.PreTrainedModel"
+_IS_PLAIN = "_gives_logits"  # of the classes that are made here
 _LAYERS = "num_hidden_layers"  # as transformers calls it, whatever a config does
 
 
@@ -107,6 +109,25 @@ def masks() -> ModuleType:
     return module
 
 
+def gives_objects(module: nn.Module) -> bool:
+    """Return whether it is a causal language model as transformers makes it, whose forward gives an
+    object that has the logits."""
+    kinds = {f"{kind.__module__}.{kind.__name__}" for kind in type(module).__mro__}
+    return _BASE in kinds and not getattr(type(module), _IS_PLAIN, False)
+
+
+def to_logits(module: nn.Module) -> None:
+    """Let a model of transformers give logits of tokens. It is changed in place, as torch's
+    fully_shard changes what it wraps. Raises SpecError for one that makes no logits."""
+    if not callable(getattr(module, "get_output_embeddings", None)) or (
+        module.get_output_embeddings() is None
+    ):
+        finding = f"{type(module).__name__} of transformers has no head, and so no logits"
+        raise refused("model", finding, "give a causal language model: AutoModelForCausalLM")
+    kind: Any = type(module)
+    module.__class__ = _with_logits(kind)
+
+
 @cache
 def _with_logits(named: type) -> type:
     """`named`, whose forward takes tokens and gives logits."""
@@ -116,6 +137,7 @@ def _with_logits(named: type) -> type:
             logits: Tensor = super().forward(input_ids=tokens_BT, use_cache=False).logits
             return logits
 
+    setattr(Logits, _IS_PLAIN, True)
     Logits.__name__ = Logits.__qualname__ = named.__name__
     return Logits
 

@@ -19,11 +19,10 @@ from ptrain.errors import Fault, refused
 from ptrain.facts.roles import roles_of
 from ptrain.models.boundary import boundary, said
 from ptrain.models.cuttable import cutting, matching
-from ptrain.models.gpt import Gpt
 from ptrain.models.known_plans import KNOWN_PLANS
 from ptrain.models.linear import is_transposed
-from ptrain.models.llama import Llama
 from ptrain.models.slices import in_any_block
+from ptrain.models.transformer import Transformer
 from ptrain.models.units import blocks_of
 from ptrain.spec.axis import Axis
 from ptrain.spec.model import ExternalModel, HuggingFaceModel, ModelShape
@@ -64,7 +63,7 @@ def cutting_of_module(module: nn.Module, spec: Spec) -> tuple[Roles, Fusions]:
     mesh, or where the model is built in. Raises SpecError where the plan cannot be followed."""
     if spec.degree(Axis.TP) == 1:
         return (), ()
-    if isinstance(module, Llama | Gpt) and not spec.tensor.roles:
+    if isinstance(module, Transformer) and not spec.tensor.roles:
         if isinstance(spec.model, ModelShape):
             return (), ()
         place, roles, blocks = named_in_spec(module, spec)[0], roles_of(module.shape), []

@@ -29,6 +29,11 @@ from ptrain.installed import versions
 from ptrain.version import is_tested
 
 PEAK_TOLERANCE = 0.02
+_CHECKED = {
+    "memory": "bytes per state and rank",
+    "peak": "peak per phase and rank",
+    "traffic": "calls, payload and bytes sent per kind of call",
+}
 _COUNTS = ("calls", "payload_bytes", "sent_bytes")
 
 
@@ -87,10 +92,9 @@ def verdict_line(checks: Sequence[Check], *, torch: str, untold: Iterable[str] =
 
 def checks_line(checks: Sequence[Check], *, ranks: int) -> str:
     """Return how the verdict's checks come about, more of them than the table above has rows."""
-    return (
-        f"{len(checks)} checks over {ranks} rank{'' if ranks == 1 else 's'}: bytes per state and "
-        "rank, peak per phase and rank, calls, payload and bytes sent per kind of call"
-    )
+    kinds = {check.name.partition(" ")[0] for check in checks}
+    what = ", ".join(words for kind, words in _CHECKED.items() if kind in kinds)
+    return f"{len(checks)} checks over {ranks} rank{'' if ranks == 1 else 's'}: {what}"
 
 
 def _memory_checks(exact: Sequence[Footprint], measured: Sequence[Footprint]) -> Iterator[Check]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -20,6 +21,8 @@ from ptrain.models.build import build
 from ptrain.models.contract import forward_once, require_takes_tokens
 from ptrain.models.facts import untraced_facts
 from ptrain.models.fake_values import READ
+from ptrain.models.given import accept, require_fresh, with_model
+from ptrain.models.initialize import keeps_its_weights
 from ptrain.models.kernels import UnknownKernels
 from ptrain.rooms.fake import fake_tensors
 from ptrain.spec.axis import Axis
@@ -42,6 +45,10 @@ Around = Callable[[], AbstractContextManager[None]]
 
 _TOO_LARGE = "it is too large to be traced on real tensors, and on fake ones its code ends:"
 _READS = "it is too large to be traced on real tensors, and its code reads values, which fakes lack"
+_TRACED_BY_NAME = (
+    "processes of their own trace what each rank of tp has, and they build the model by its name: "
+    "write model: {target: package.module:function}"
+)
 _TO_TRAIN = (
     "it is too large to be traced on real tensors, and where it is to train afterwards its code is "
     "not run on fake ones (`ptrain predict` does)"
@@ -66,6 +73,7 @@ def facts_of(
 
 def read_facts(
     spec: Spec,
+    model: nn.Module | None = None,
     *,
     allow_import: bool = False,
     share: Share = lambda trace: trace(),
@@ -75,7 +83,11 @@ def read_facts(
     than a laptop copies within seconds on fake tensors. Raises SpecError for one that does not make
     logits of tokens. `runs_fakes`: whether a model may run on fakes in this process: its code may
     keep one of them for the next time, so where it is to run on real ones afterwards it may not.
-    Raises SpecError where the spec names a function and its import is not allowed."""
+    Raises SpecError where the spec names a function and its import is not allowed.
+
+    `model`: a module in the place of the spec's, as `interpret` takes it; it stays as it is."""
+    if model is not None:
+        return _facts_of_given(model, spec)
     require_leave(spec, allow_import=allow_import)
     reader = _Reader(spec=spec, share=share, allow_import=allow_import)
     large = large_model(spec, allow_import=allow_import)
@@ -111,6 +123,21 @@ def read_facts(
         return replace(untraced, untraced=why or f"{_TOO_LARGE} {error.faults[0].finding}")
     except RuntimeError as error:  # an operator without a fake, in backward
         return replace(untraced, untraced=f"{_TOO_LARGE} {' '.join(str(error).split())[:120]}")
+
+
+def _facts_of_given(module: nn.Module, spec: Spec) -> ModelFacts:
+    """Return the facts of a module that the user built. What is traced is a copy of it."""
+    if isinstance(module, nn.Module) and not keeps_its_weights(module):
+        spec = with_model(spec, module)
+        return replace(facts_of(spec), model=spec.model)
+    require_fresh(module)
+    copied = deepcopy(module)
+    spec = accept(copied, spec)
+    if spec.degree(Axis.TP) > 1:
+        facts = replace(untraced_facts(copied, spec), untraced=_TRACED_BY_NAME)
+    else:
+        facts = _Reader(spec=spec, share=lambda trace: trace(), allow_import=True).read(copied)
+    return replace(facts, model=spec.model)
 
 
 def _vocabulary(large: FakeModel) -> int | None:

@@ -1,5 +1,5 @@
-"""Projections that are several in one, over tp: predicted to the byte, equal to one device, and whole
-and in the model's order for whoever takes them off a program."""
+"""Projections that are several in one, over tp: predicted to the byte, equal to one device, and
+whole and in the model's order for whoever takes them off a program."""
 
 from __future__ import annotations
 

@@ -25,7 +25,6 @@ from torch.distributed.tensor.parallel import (
     loss_parallel,
     parallelize_module,
 )
-from torch.utils._pytree import tree_map
 
 from ptrain.axes.tensor.costs import shards_differ, slices
 from ptrain.axes.tensor.run.counts import OwnCounts
@@ -186,7 +185,11 @@ def parallelize(
         first = next(_matching(model, step.block_pattern))
         parallelize_module(model.get_submodule(first), device_mesh, LocalInput())
     if not step.loss_parallel:
-        model.register_forward_hook(lambda _, __, output: tree_map(_gathered, output))
+        heads = [
+            name for p, role in step.roles if role is Role.HEAD for name in _matching(model, p)
+        ]
+        for name in heads or [""]:  # a tied model of ours has no head: it gives the logits itself
+            model.get_submodule(name).register_forward_hook(lambda _, __, logits: _gathered(logits))
 
 
 def _named(model: nn.Module, step: Parallelize) -> Iterator[tuple[str, Role]]:
@@ -362,7 +365,7 @@ def _moved(
     return distributed.redistribute(placements=[target]).to_local()
 
 
-def _gathered(logits: Any) -> Any:
+def _gathered(logits: torch.Tensor) -> torch.Tensor:
     if not isinstance(logits, DTensor):
         return logits
     return logits.redistribute(placements=[Replicate()]).to_local()
