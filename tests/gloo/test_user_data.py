@@ -61,6 +61,10 @@ NIGHTLY = pytest.mark.nightly
         ("ddp", BY_STEP),
         pytest.param("zero2", BY_STEP, marks=NIGHTLY),
         pytest.param("zero3", BY_STEP, marks=NIGHTLY),
+        ("pp", BY_STEP),
+        pytest.param("pp", BY_LOSS, marks=NIGHTLY),
+        pytest.param("pp-zero3", BY_LOSS, marks=NIGHTLY),
+        pytest.param("pp-zero3", BY_STEP, marks=NIGHTLY),
     ],
 )
 def test_images_with_labels_are_trained_as_on_one_device(ranks: Ranks, axis, sections):
