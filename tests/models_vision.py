@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-SIZE, PATCH, CLASSES = 8, 4, 10
+SIZE, PATCH, CLASSES = 12, 4, 10
+VECTORS = (SIZE // PATCH) ** 2 + 1  # patches and the class token
 
 
 class Attention(nn.Module):
@@ -53,10 +54,9 @@ class ViT(nn.Module):
 
     def __init__(self, hidden: int, layers: int) -> None:
         super().__init__()
-        count = (SIZE // PATCH) ** 2
         self.patches = nn.Conv2d(3, hidden, kernel_size=PATCH, stride=PATCH)
         self.class_token = nn.Parameter(torch.randn(1, 1, hidden) * 0.02)
-        self.positions = nn.Parameter(torch.randn(1, count + 1, hidden) * 0.02)
+        self.positions = nn.Parameter(torch.randn(1, VECTORS, hidden) * 0.02)
         self.blocks = nn.ModuleList(EncoderBlock(hidden, 8) for _ in range(layers))
         self.norm = nn.LayerNorm(hidden)
         self.head = nn.Linear(hidden, CLASSES)
