@@ -83,11 +83,13 @@ def _whole_backward(spec: Spec) -> Iterator[Fault]:
 
 def _no_dropout_in_flex(spec: Spec) -> Iterator[Fault]:
     shape = spec.model
-    if isinstance(shape, ModelShape) and shape.attention is Attention.FLEX and shape.dropout:
+    if not isinstance(shape, ModelShape) or shape.attention is not Attention.FLEX:
+        return
+    if rate := shape.dropouts.attention:
         yield Fault(
             place="attention",
             finding=f"flex: torch's flex_attention drops nothing, and the model has dropout: "
-            f"{shape.dropout:g}",
+            f"{rate:g}",
             remedy="write attention: sdpa or eager, or model.dropout=0",
         )
 

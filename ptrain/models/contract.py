@@ -95,6 +95,14 @@ def _refused(model: nn.Module, spec: Spec, output: str, given: str = "") -> Spec
     return refused(place, finding, f"what is needed: {NEEDED}{_OTHERWISE}")
 
 
+def outcome_of(model: nn.Module, samples: SampleBatch, spec: Spec) -> Tensor:
+    """Run the model forward on samples of the spec's. Return its logits, or the loss where a
+    function of the user's takes part. Raises SpecError as `logits_of` and `loss_of` do."""
+    if spec.loss.user_function is None:
+        return logits_of(model, samples.inputs, spec)
+    return loss_of(model, samples, objective_of(spec.loss), spec)
+
+
 def forward_once(model: nn.Module, spec: Spec) -> int | None:
     """Run a micro-batch of the spec's forward. Return how many logits a token has; None where the
     loss is a function of the user's. Raises SpecError as `logits_of` and `loss_of` do."""

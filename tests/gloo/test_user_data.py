@@ -28,6 +28,11 @@ AXES: dict[str, dict[str, Any]] = {
     "ddp": {"mesh": {"dp_replicate": 2}, "placement": "ddp"},
     "zero2": {"mesh": {"dp_shard": 2}, "placement": "zero2"},
     "zero3": {"mesh": {"dp_shard": 2}, "placement": "zero3"},
+    "pp": {"mesh": {"pp": 2}, "placement": {"pp": "S,S,S,R"}},
+    "pp-zero3": {
+        "mesh": {"pp": 2, "dp_shard": 2},
+        "placement": {"pp": "S,S,S,R", "dp_shard": "zero3"},
+    },
 }
 
 
