@@ -36,16 +36,26 @@ class Attention(nn.Module):
         return output
 
 
+class Mlp(nn.Module):
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(hidden, 2 * hidden), nn.Linear(2 * hidden, hidden)
+
+    def forward(self, x_BNC: Tensor) -> Tensor:
+        output: Tensor = self.down(F.gelu(self.up(x_BNC)))
+        return output
+
+
 class EncoderBlock(nn.Module):
     def __init__(self, hidden: int, head_dim: int) -> None:
         super().__init__()
         self.norm_1, self.norm_2 = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
         self.attention = Attention(hidden, head_dim)
-        self.up, self.down = nn.Linear(hidden, 2 * hidden), nn.Linear(2 * hidden, hidden)
+        self.mlp = Mlp(hidden)
 
     def forward(self, x_BNC: Tensor) -> Tensor:
         x_BNC = x_BNC + self.attention(self.norm_1(x_BNC))
-        output: Tensor = x_BNC + self.down(F.gelu(self.up(self.norm_2(x_BNC))))
+        output: Tensor = x_BNC + self.mlp(self.norm_2(x_BNC))
         return output
 
 
@@ -77,8 +87,11 @@ VIT_PLAN = {
     "blocks.*.attention.key": "column",
     "blocks.*.attention.value": "column",
     "blocks.*.attention.project": "row",
-    "blocks.*.up": "column",
-    "blocks.*.down": "row",
+    "blocks.*.norm_1": "norm",
+    "blocks.*.norm_2": "norm",
+    "blocks.*.mlp": "whole input",
+    "blocks.*.mlp.up": "column",
+    "blocks.*.mlp.down": "row",
 }
 
 
