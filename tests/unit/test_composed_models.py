@@ -157,8 +157,7 @@ CASES: Mapping[str, Case] = {
         "Gemma3ForCausalLM",
         {
             **THEIR_GEMMA,
-            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"]
-            + ["sliding_attention"],
+            "layer_types": [*["sliding_attention"] * 2, "full_attention", "sliding_attention"],
             "rope_parameters": {
                 "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
                 "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},

@@ -1,4 +1,4 @@
-"""The presets of specs/models count as many parameters as transformers' class of the same config."""
+"""The presets of specs/models have as many parameters as transformers' class of the same config."""
 
 from __future__ import annotations
 
