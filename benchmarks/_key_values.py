@@ -55,6 +55,7 @@ LIMITS: Mapping[str, tuple[int, int]] = {
 }
 
 _OUTSIDE = "a model of somebody's own code: tests/unit/test_external.py and test_huggingface.py"
+_FUNCTION = "a function of somebody's own: tests/unit/test_user_functions.py"
 _ROLES = "roles are of models that are not built in"
 LEFT_OUT: Mapping[str, str] = {
     "model.hf": _OUTSIDE,
@@ -63,6 +64,11 @@ LEFT_OUT: Mapping[str, str] = {
     "model.arguments": _OUTSIDE,
     "model.folder": _OUTSIDE,
     "model.blocks": _OUTSIDE,
+    **{
+        f"{section}.{key}": _FUNCTION
+        for section in ("data", "loss", "step")
+        for key in ("target", "arguments", "folder")
+    },
     "data.path": "a simulation reads no data, and the file would have to be there",
 }
 # Kinds of value, by key and type, that are not drawn though others of the key are.
