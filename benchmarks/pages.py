@@ -22,7 +22,6 @@ import _flags
 import _keys
 import _methods
 import _pipelines
-import _presets
 import _rooms
 from _machine import ROOT, environment
 
@@ -37,7 +36,6 @@ TABLES = {
     **_keys.TABLES,
     **_methods.TABLES,
     **_pipelines.TABLES,
-    **_presets.TABLES,
     **_rooms.TABLES,
 }
 

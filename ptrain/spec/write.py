@@ -110,7 +110,7 @@ def _model(model: ModelSpec) -> dict[str, object]:
         case ModelShape():
             known = {"preset": model.preset} if model.preset in listing("models") else {}
             sizes = {name: getattr(model, name) for name in _SIZES}
-            return {**known, "family": model.family.value, **sizes, **options_said(model)}
+            return {**known, "family": model.family.value, **sizes, **_options(model)}
         case ExternalModel():
             named = {"target": model.target, "folder": model.folder}
             return {**named, "arguments": model.arguments, **_blocks(model)}
@@ -118,7 +118,7 @@ def _model(model: ModelSpec) -> dict[str, object]:
             return {"hf": model.hf, "config": model.config, **_blocks(model)}
 
 
-def options_said(model: ModelShape) -> dict[str, object]:
+def _options(model: ModelShape) -> dict[str, object]:
     """Return by key the options that a file says of a shape: those that it always does, and those
     that are not its family's or the default."""
     said: dict[str, object] = {}
