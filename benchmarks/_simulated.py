@@ -6,13 +6,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from typing import Any
 
 from ptrain.derivation.estimate import derive
 from ptrain.errors import PtrainError
 from ptrain.selection.recompute import settled
 from ptrain.simulation.execute import simulate
-from ptrain.spec.axis import Axis
 from ptrain.spec.load import load
 from ptrain.spec.names import listing
 from ptrain.spec.spec import Spec
@@ -51,14 +51,11 @@ def specs() -> Iterator[tuple[str, Callable[[], Spec]]]:
 
 
 def _load(strategy: str, *changes: str) -> Spec:
-    """With as many samples as the strategy takes: within tp there is no accumulation."""
-    try:
-        return settled(load(strategy, (*SMALL, *changes)))
-    except PtrainError:
-        batch = (
-            "batch.global=2" if load(strategy, ()).degree(Axis.DP_SHARD) > 1 else "batch.global=1"
-        )
-        return settled(load(strategy, (*SMALL, *changes, batch)))
+    """With as many samples as the strategy takes: there may be no accumulation within tp."""
+    for batch in ((), ("batch.global=2",), ("batch.global=1",)):
+        with suppress(PtrainError):
+            return settled(load(strategy, (*SMALL, *changes, *batch)))
+    return settled(load(strategy, (*SMALL, *changes)))
 
 
 def differing(spec: Spec) -> list[str]:
