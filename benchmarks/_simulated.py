@@ -20,7 +20,7 @@ from ptrain.traces.facts import facts_of
 
 SMALL = (
     "model.layers=4", "model.hidden=32", "model.heads=4", "model.kv_heads=4", "model.ffn=48",
-    "model.vocab=261", "batch={global: 4, micro: 1, sequence: 16}",
+    "model.vocab=264", "batch={global: 4, micro: 1, sequence: 16}",
 )  # fmt: skip
 # Beside the strategies: what FSDP2 does otherwise in 2.15, where gradients wait in a wider dtype.
 MORE = {
