@@ -19,7 +19,7 @@ from typing import Any
 
 from ptrain.errors import refused
 from ptrain.models.experts import EXPERTS
-from ptrain.spec.slips import near_word
+from ptrain.spec.slips import ask, close, near_word
 
 _OF_FILE = ("architectures", "model_type", "_name_or_path", "transformers_version")
 _SAID_BY = {
@@ -29,6 +29,7 @@ _SAID_BY = {
     "attn_implementation": "attention",
     "_attn_implementation": "attention",
 }
+_TYPO = 0.85  # how alike a slip is: a letter or two; fields of other classes are less so
 _OLD_NAMES = ("rope_theta", "rope_scaling")  # taken for the sake of configs that are published
 _READ = re.compile(r"""getattr\((?:self\.)?config, ["'](\w+)["']""")
 _CONVERTED = re.compile(r"""kwargs\.(?:pop|get)\(["'](\w+)["']""")  # into fields of today's names
@@ -97,7 +98,7 @@ def _of_file(named: Any, kind: Any, config: Mapping[str, object]) -> TakenConfig
             fields[field] = value
         elif field not in _OF_FILE:
             missing = [name for name in known if name not in config]
-            if near := near_word(field, missing):
+            if near := ask(close(field, missing, cutoff=_TYPO)):
                 finding = f"{kind.__name__} has no field {field!r}"
                 raise refused(f"model.config.{field}", finding, near)
             ignored.append(f"{field} (nothing reads it)")

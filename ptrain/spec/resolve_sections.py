@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from dataclasses import fields, replace
@@ -21,17 +22,18 @@ from ptrain.spec.model import (
     Attention,
     ExternalModel,
     Family,
+    HuggingFaceModel,
     ModelRaw,
     ModelShape,
     ModelSpec,
 )
 from ptrain.spec.names import listing, missing
 from ptrain.spec.precision import FP32, LAYOUTS, DType, Precision, PrecisionRaw, custom
-from ptrain.spec.published import has_architecture, hugging_face_model
 from ptrain.spec.text import Tree, read
 from ptrain.units import parse_count
 
 MUON_MOMENTUM = 0.95  # of its authors
+_ARCHITECTURES = "architectures"  # the classes that a published config is of
 
 
 class Report(Protocol):
@@ -92,12 +94,12 @@ def resolve_model(raw: ModelRaw, attention: Attention | None, report: Report) ->
     if raw.folder != BESIDE:
         finding = "folder is where a target is looked for"
         report.add("model.folder", finding, "add model.target, or remove it")
-    if raw.hf is not None or isinstance(raw.config, str) or has_architecture(raw.config):
+    if raw.hf is not None or isinstance(raw.config, str) or _names_class(raw.config):
         for key in _written(raw, besides=("hf", "config", "blocks", "folder")):
             finding = f"hf gives the whole model; {key} does not belong to it"
             remedy = "write model.config with the class's own fields, or remove it"
             report.add(f"model.{key}", finding, remedy)
-        return hugging_face_model(raw, attention, report.folder, report.add)
+        return _hugging_face_model(raw, attention, report)
     if raw.config is not None:
         finding = "config belongs to an hf class"
         report.add("model.config", finding, "add model.hf, or remove it")
@@ -119,6 +121,43 @@ def resolve_model(raw: ModelRaw, attention: Attention | None, report: Report) ->
     if name and _shape(ModelRaw(**preset), report) != shape:
         name = ""  # another shape by now
     return replace(shape, attention=attention or Attention.SDPA, preset=name)
+
+
+def _names_class(config: object) -> bool:
+    """Whether a config says by itself of which class it is."""
+    return isinstance(config, dict) and bool(config.get(_ARCHITECTURES))
+
+
+def _hugging_face_model(
+    raw: ModelRaw, attention: Attention | None, report: Report
+) -> HuggingFaceModel | None:
+    """None, with a fault, where the config cannot be read or nobody says of which class it is."""
+    config = raw.config if isinstance(raw.config, dict) else {}
+    if isinstance(raw.config, str):
+        read_config = _json(report.folder / raw.config)
+        if not isinstance(read_config, dict):
+            finding = f"{raw.config}: {read_config}"
+            report.add("model.config", finding, "name a config.json, or write its fields")
+            return None
+        config = read_config
+    classes = config.get(_ARCHITECTURES)
+    hf = raw.hf or (str(classes[0]) if isinstance(classes, list) and classes else None)
+    if hf is None:
+        finding = f"the config has no {_ARCHITECTURES}: of which class it is nobody says"
+        report.add("model.config", finding, "write model.hf, a class like LlamaForCausalLM")
+        return None
+    return HuggingFaceModel(hf=hf, config=config, blocks=raw.blocks, attention=attention)
+
+
+def _json(path: Path) -> dict[str, object] | str:
+    """What a file says, or why it says nothing."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        return error.strerror or "cannot be read"
+    except ValueError as error:
+        return f"is no JSON: {error}"
+    return value if isinstance(value, dict) else "is no mapping"
 
 
 def _folder(written: str | None, home: Path | None) -> str | None:
