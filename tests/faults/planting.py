@@ -152,11 +152,13 @@ def remove_hooks(module: nn.Module, owner: str) -> int:
 
 
 def owner_of_hook(module: nn.Module, kind: type) -> Any:
-    """The instance of `kind` that a forward pre-hook of a module closes over."""
-    for hook in module._forward_pre_hooks.values():
-        for cell in getattr(hook, "__closure__", None) or ():
-            if isinstance(cell.cell_contents, kind):
-                return cell.cell_contents
+    """The instance of `kind` that a hook of a module's forward closes over, or is a method of."""
+    for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
+        cells = getattr(hook, "__closure__", None) or ()
+        owners = [getattr(hook, "__self__", None), *(cell.cell_contents for cell in cells)]
+        for owner in owners:
+            if isinstance(owner, kind):
+                return owner
     raise AssertionError(f"no hook of {kind.__name__}")
 
 

@@ -43,8 +43,8 @@ MORE: list[tuple[str, dict[str, str]]] = [("R", ZERO3), ("S*", ZERO3), ("S*", {}
 
 
 class Drawn(TorchDispatchMode):
-    """Keeps every mask that is drawn in training, or gives those of `replayed`, in their order: when
-    somebody looks at a model, no gradient is wanted."""
+    """Keeps every mask that is drawn in training, or gives those of `replayed`, in their order. Who
+    only looks at a model wants no gradient."""
 
     def __init__(self, replayed: Iterator[torch.Tensor] | None = None) -> None:
         super().__init__()
