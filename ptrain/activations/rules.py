@@ -105,16 +105,6 @@ def _flex_on_a_processor(spec: Spec) -> Iterator[Fault]:
         )
 
 
-def _whole_model(spec: Spec) -> Iterator[Fault]:
-    if spec.degree(Axis.PP) > 1 and spec.loss.step is not None:
-        yield Fault(
-            place="step",
-            finding=f"{spec.loss.step.target} is given the whole model, and a stage of a pipeline "
-            "is a part of it",
-            remedy="write loss: {target: …}, which the last stage calls, or no pp",
-        )
-
-
 def _offloaded_halves(spec: Spec) -> Iterator[Fault]:
     if spec.degree(Axis.PP) == 1 or not spec.pipeline.is_in_halves or not offloads(spec):
         return
@@ -181,7 +171,6 @@ RULES = (
     _rule("a block is computed again once", _ONCE, _whole_backward),
     _rule("attention drops what the model says", "Definition 1", _no_dropout_in_flex),
     _rule("attention has a backward pass", _ONCE, _flex_on_a_processor),
-    _rule("a step has the whole model", "Definition 1", _whole_model),
 )
 NOT_YET = (
     _rule("what is brought back is used once", "", _offloaded_halves),
