@@ -59,18 +59,6 @@ def require_logits(output: Any, model: nn.Module, tokens_BT: Tensor, spec: Spec)
     raise _refused(model, spec, _like(output), f", given tokens {_like(tokens_BT)},")
 
 
-def require_one_tensor(output: Any, model: nn.Module, inputs: Tensor, spec: Spec) -> None:
-    """Raises SpecError for what the last stage of a pipeline cannot hand to the loss: of what is
-    known to be logits, as `require_logits` does."""
-    if spec.loss.function is None:
-        require_logits(output, model, inputs, spec)
-    elif not isinstance(output, Tensor):
-        place, name = named_in_spec(model, spec)
-        finding = f"not yet: {name} gives {_like(output)}, and the last of several stages one "
-        finding += "tensor"
-        raise refused(place, finding, "let it give what the loss takes, or write no pp")
-
-
 def require_takes_tokens(model: nn.Module, spec: Spec) -> None:
     """Raises SpecError for a forward that other inputs than tokens must be given. For a model that
     nobody runs."""

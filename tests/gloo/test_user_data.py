@@ -28,11 +28,6 @@ AXES: dict[str, dict[str, Any]] = {
     "ddp": {"mesh": {"dp_replicate": 2}, "placement": "ddp"},
     "zero2": {"mesh": {"dp_shard": 2}, "placement": "zero2"},
     "zero3": {"mesh": {"dp_shard": 2}, "placement": "zero3"},
-    "pp": {"mesh": {"pp": 2}, "placement": {"pp": "S,S,S,R"}},
-    "pp-zero3": {
-        "mesh": {"pp": 2, "dp_shard": 2},
-        "placement": {"pp": "S,S,S,R", "dp_shard": "zero3"},
-    },
 }
 
 
@@ -62,10 +57,6 @@ NIGHTLY = pytest.mark.nightly
         ("ddp", BY_STEP),
         pytest.param("zero2", BY_STEP, marks=NIGHTLY),
         pytest.param("zero3", BY_STEP, marks=NIGHTLY),
-        ("pp", BY_STEP),
-        pytest.param("pp", BY_LOSS, marks=NIGHTLY),
-        pytest.param("pp-zero3", BY_LOSS, marks=NIGHTLY),
-        pytest.param("pp-zero3", BY_STEP, marks=NIGHTLY),
     ],
 )
 def test_images_with_labels_are_trained_as_on_one_device(ranks: Ranks, axis, sections):
@@ -167,10 +158,18 @@ def test_images_are_trained_over_cut_operators(ranks: Ranks, sections):
     assert not failing((*result.checks, *result.against))
 
 
-@pytest.mark.parametrize("shards", [1, pytest.param(2, marks=NIGHTLY)])
-def test_images_go_through_stages(ranks: Ranks, shards):
+@pytest.mark.parametrize(
+    ("sections", "shards"),
+    [
+        (BY_STEP, 1),
+        pytest.param(BY_LOSS, 1, marks=NIGHTLY),
+        pytest.param(BY_LOSS, 2, marks=NIGHTLY),
+        pytest.param(BY_STEP, 2, marks=NIGHTLY),
+    ],
+    ids=["step", "loss", "loss-zero3", "step-zero3"],
+)
+def test_images_go_through_stages(ranks: Ranks, sections, shards):
     placement = {"pp": "S,S,S,R", "dp_shard": "zero3"}
     axis = {"mesh": {"pp": 2, "dp_shard": shards}, "placement": placement}
-    batch = {"global": 8, "micro": 2, "sequence": VECTORS}
-    result = run(ranks, vision("zero2", BY_LOSS | axis, batch=batch))
+    result = run(ranks, vision("zero2", sections | axis))
     assert not failing((*result.checks, *result.against))
