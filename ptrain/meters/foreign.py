@@ -19,12 +19,14 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-from ptrain.axes.data.run.fully_sharded import parameter_groups
 from ptrain.costs import Collective, Phase, State
 from ptrain.errors import PtrainError
+from ptrain.internals import process_groups
+from ptrain.internals.autograd import is_in_backward
+from ptrain.internals.fsdp2 import parameter_groups
 from ptrain.interpreter.program import Observer
 from ptrain.models.ledger import OperatorMode, local
 from ptrain.rooms.registry import Registry
@@ -75,6 +77,17 @@ class Foreign:
             parameter for parameter in gathered if parameter is not None
         ]
 
+    def policies(self) -> tuple[str, ...]:
+        """Return what FSDP2 was given that changes what a spec means, a line for each."""
+        meanings = (
+            _meaning(policy)
+            for module in self.module.modules()
+            if isinstance(module, FSDPModule)
+            for group in parameter_groups(module)
+            for policy in (group.mp_policy, group.offload_policy)
+        )
+        return tuple(dict.fromkeys(filter(None, meanings)))
+
     def axes_by_group(self) -> dict[str, tuple[str, ...]]:
         """Return the axes of each group by its name. Groups that no parameter is sharded on are
         found by their ranks."""
@@ -88,6 +101,27 @@ class Foreign:
         for group in _groups():
             axes_of.setdefault(group.group_name, (_by_ranks(group),))
         return axes_of
+
+
+def _meaning(policy: object) -> str:
+    """What a policy does, in a spec's words; nothing of one that does nothing."""
+    match policy:
+        case MixedPrecisionPolicy(param_dtype=None, reduce_dtype=None):
+            return ""
+        case MixedPrecisionPolicy(param_dtype=gathered, reduce_dtype=reduced):
+            dtypes = f"param_dtype={gathered}, reduce_dtype={reduced}"
+            return (
+                f"MixedPrecisionPolicy({dtypes}): units are gathered and gradients reduced so, and "
+                "the slices are as wide as the model was; the layout fsdp-mixed calls these master "
+                "copies, and counts them as optimizer state"
+            )
+        case CPUOffloadPolicy():
+            return (
+                "CPUOffloadPolicy: all slices are on the host, as in the spec fsdp-offload, whose "
+                "tuple is S*@host,O,O,R"
+            )
+        case _:
+            return ""
 
 
 def state_of(collective: Collective, phase: Phase) -> State:
@@ -138,7 +172,7 @@ class PhaseWatch(OperatorMode):
 
 
 def _is_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
+    return is_in_backward()
 
 
 @contextmanager
@@ -177,7 +211,7 @@ def _innermost(optimizer: object | None) -> object | None:
 
 def _groups() -> Iterator[dist.ProcessGroup]:
     if dist.is_initialized():
-        for group in list(dist.distributed_c10d._world.pg_names):
+        for group in list(process_groups.names()):
             if group is not None and group.rank() >= 0:
                 yield group
 
@@ -187,9 +221,7 @@ def ranks_by_axes(
 ) -> dict[tuple[str, ...], tuple[int, ...]]:
     """The ranks of each group, ascending, under the name of its axes."""
     return {
-        axes: tuple(
-            sorted(dist.get_process_group_ranks(dist.distributed_c10d._resolve_process_group(name)))
-        )
+        axes: tuple(sorted(dist.get_process_group_ranks(process_groups.named(name))))
         for name, axes in axes_by_group.items()
     }
 

@@ -80,9 +80,7 @@ def lower(
         _clip(spec, cut_axes, operator_axes),
         update,
     )
-    return Plan(
-        name=spec.name, steps=tuple(step for step in steps if step is not None), units=units
-    )
+    return Plan(spec=spec, steps=tuple(step for step in steps if step is not None), units=units)
 
 
 def _wrap(spec: Spec) -> Wrap:
