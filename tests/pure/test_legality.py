@@ -18,6 +18,7 @@ from ptrain.spec.job import OptimizerSpec
 from ptrain.spec.load import load
 from ptrain.spec.placement import MODES, Placement
 from ptrain.spec.precision import LAYOUTS, ZERO16
+from ptrain.spec.spec import LossSpec
 from tests.pure.build import GATHERED, ODD_SHAPE, WHOLE, ZERO_1, ZERO_2, make_spec, tuple_of
 
 ADAMW = OptimizerSpec(name="adamw")
@@ -224,6 +225,14 @@ def test_activations_are_given_once():
 def test_a_shape_that_cannot_be_built_is_refused(changes, place, finding, remedy):
     spec = make_spec({}, model=replace(ODD_SHAPE, **changes))
     assert check(spec) == (Fault(place=place, finding=finding, remedy=remedy),)
+
+
+def test_a_fused_loss_bounds_no_logits():
+    shape = replace(ODD_SHAPE, logit_soft_cap=30.0)
+    faults = check(replace(make_spec({}, model=shape), loss=LossSpec(chunk=8, fused=True)))
+    assert [(fault.place, "logit_soft_cap: 30" in fault.finding) for fault in faults] == [
+        ("loss.fused", True)
+    ]
 
 
 ONE_RANK = {"model": {"preset": "llama-tiny", "kv_heads": 4}, "batch": {"global": 2, "sequence": 8}}

@@ -122,4 +122,11 @@ SEEN = (
             "placement": {"pp": "S,S,S,R", "dp_shard": "S*,S*,S*,R", "tp": "S,S,S,R"},
         },
     ),
+    Seen(
+        wrong="the norm of a stage's copy of a cut embedding: peak update 130564 for 130556",
+        rank=3,
+        model={"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 48, "tied": True},
+        batch={"sequence": 8, "accumulate": 2},
+        spec={"mesh": {"pp": 2, "tp": 2}, "placement": {"pp": "S,S,S,R", "tp": "S,S,S,S"}},
+    ),
 )
