@@ -68,7 +68,7 @@ def _dropped_plugin() -> Any:
 def _partial_policy() -> Any:
     from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
-    from ptrain.models.llama import Block
+    from ptrain.models.block import Block
 
     policy = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={Block})
     return sharding_accelerator(reshard=False, auto_wrap_policy=policy)
@@ -102,7 +102,7 @@ def ask(which: str) -> Trapped:
     import torch.nn.functional as F
 
     from ptrain import measure
-    from ptrain.verification.foreign import compare_foreign
+    from ptrain.verification.comparison import compare
 
     environment(dist.get_rank())
     asked, make = ASKED[which]
@@ -122,7 +122,7 @@ def ask(which: str) -> Trapped:
         optimizer.zero_grad()
     with measure(model, optimizer=optimizer) as measurement:
         step(STEPS - 1)
-    return Trapped(asked, _what_ran(model), compare_foreign(spec, measurement))
+    return Trapped(asked, _what_ran(model), compare(spec, measurement).checks)
 
 
 def _what_ran(model: nn.Module) -> str:

@@ -11,14 +11,15 @@ from ptrain.version import VERSION as __version__
 TYPE_CHECKING = False  # not typing's: `python -m ptrain` is here before its path is put right
 if TYPE_CHECKING:
     from ptrain.derivation.estimate import derive as derive
+    from ptrain.derivation.lowering import lower as lower
     from ptrain.interpreter.program import interpret as interpret
     from ptrain.meters.measure import measure as measure
-    from ptrain.plan.lower import lower as lower
     from ptrain.selection.recompute import settled as settled
     from ptrain.spec.load import expand as expand
     from ptrain.spec.load import load as load
     from ptrain.traces.facts import read_facts as read_facts
     from ptrain.train.notebook import run as run
+    from ptrain.verification.comparison import compare as compare
     from ptrain.verification.jobs.job import Job as Job
     from ptrain.verification.jobs.job import Terms as Terms
     from ptrain.verification.user_loop import verify as verify
@@ -26,8 +27,9 @@ if TYPE_CHECKING:
 _HOMES = {
     "load": "ptrain.spec.load",
     "expand": "ptrain.spec.load",
+    "compare": "ptrain.verification.comparison",
     "derive": "ptrain.derivation.estimate",
-    "lower": "ptrain.plan.lower",
+    "lower": "ptrain.derivation.lowering",
     "interpret": "ptrain.interpreter.program",
     "measure": "ptrain.meters.measure",
     "read_facts": "ptrain.traces.facts",
@@ -37,11 +39,20 @@ _HOMES = {
     "Job": "ptrain.verification.jobs.job",
     "Terms": "ptrain.verification.jobs.job",
 }
-_OF_TORCH = {"interpret", "measure", "read_facts", "verify", "Job", "Terms"}  # imported with it
+_OF_TORCH = {
+    "compare",
+    "interpret",
+    "measure",
+    "read_facts",
+    "verify",
+    "Job",
+    "Terms",
+}  # imported with it
 __all__ = [
     "Job",
     "Terms",
     "__version__",
+    "compare",
     "derive",
     "expand",
     "interpret",
@@ -62,6 +73,7 @@ def __getattr__(name: str) -> object:
         from ptrain.installed import require_torch
 
         require_torch()
+    import_module("ptrain.report.printed")  # how what it returns prints
     return getattr(import_module(_HOMES[name]), name)
 
 

@@ -14,6 +14,7 @@ from ptrain.costs import PLACED
 from ptrain.spec.keys import dials
 from ptrain.spec.placement import Tier
 from ptrain.spec.spec import Spec
+from ptrain.spec.write import to_yaml
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +23,10 @@ class Shown:
 
     mapping: dict[str, object]
     left_out: tuple[str, ...]
+
+    def as_yaml(self) -> str:
+        """Return the spec, and as comments what it leaves out."""
+        return to_yaml(self.mapping) + "".join(f"# {line}\n" for line in self.left_out)
 
 
 def shown(spec: Spec) -> Shown:

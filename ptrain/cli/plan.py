@@ -61,7 +61,7 @@ def as_record(spec: Spec, derivation: Derivation) -> dict[str, object]:
     plan = derivation.plan
     steps = [{"step": type(step).__name__, **asdict(step)} for step in plan.steps]
     return {
-        "spec": plan.name,
+        "spec": spec.name,
         "steps": steps,
         "units": ["+".join(modules) for modules in plan.units],
         "conditions": [

@@ -14,9 +14,7 @@ from ptrain.derivation.estimate import Derivation, derive, facts_from_shape
 from ptrain.errors import PtrainError, refused
 from ptrain.facts.model import ModelFacts
 from ptrain.plan.composition import theorem_6, theorem_7
-from ptrain.report.predict import Prediction, Reserving, one
-from ptrain.selection.fit import fit
-from ptrain.selection.preflight import cheaper
+from ptrain.report.predict import Prediction, Reserving, one, prediction_of
 from ptrain.selection.recompute import settled
 from ptrain.spec.load import load
 from ptrain.spec.overrides import split_arguments, sweeps
@@ -150,12 +148,13 @@ def as_record(prediction: Prediction) -> dict[str, object]:
     result["parameters"] = prediction.num_parameters
     result["fit"] = {
         "peak_bytes": fitting.peak_bytes,
+        "lower_bytes": fitting.lower_bytes,
         "resident_bytes": fitting.resident_bytes,
         "device_memory": fitting.device_memory,
         "host_bytes": fitting.host_bytes,
         "host_memory": fitting.host_memory,
         "fits": fitting.fits,
-        "unknown": fitting.why or None,
+        "unknown": fitting.unknown or None,
         "reserved": prediction.reserving.record if prediction.reserving else None,
         "command": None if fitting.peak_bytes is not None else prediction.telling,
     }
@@ -184,14 +183,10 @@ def _predict(
     with_reserved: bool,
 ) -> Prediction:
     derivation = derive(spec, facts)
-    fitting = fit(spec, derivation.exact)
-    misfit = offer and fitting.peak_bytes is not None and fitting.fits is False
-    return Prediction(
+    return prediction_of(
+        derivation,
         label=label,
-        spec=spec,
-        derivation=derivation,
-        num_parameters=facts.numel,
-        cheaper=cheaper(spec, facts, derivation.exact) if misfit else (),
+        offer=offer,
         words=words,
         allow_import=allow_import,
         reserving=_reserved(label, derivation, spec, allow_import=allow_import)

@@ -7,12 +7,11 @@ import json
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
-from ptrain.algebra.obeyed import Shown, shown
+from ptrain.algebra.obeyed import shown
 from ptrain.errors import PtrainError
 from ptrain.spec.load import expand, load
 from ptrain.spec.names import SPEC_FOLDERS, listing, names
 from ptrain.spec.text import read
-from ptrain.spec.write import to_yaml
 
 Row = dict[str, object]
 _PRESETS = ("models", "clusters")
@@ -122,9 +121,4 @@ def _show(name: str, overrides: list[str], *, as_json: bool) -> None:
         mappings = [shown_spec.mapping for shown_spec in documents]
         print(json.dumps(mappings if len(mappings) > 1 else mappings[0]))
     else:
-        print("---\n".join(map(_as_yaml, documents)), end="")
-
-
-def _as_yaml(document: Shown) -> str:
-    """The spec, and as comments what it leaves out."""
-    return to_yaml(document.mapping) + "".join(f"# {line}\n" for line in document.left_out)
+        print("---\n".join(document.as_yaml() for document in documents), end="")

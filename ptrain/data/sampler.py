@@ -16,11 +16,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ptrain.data.source import SampleSource, Split
+from ptrain.errors import SpecError, refused
 from ptrain.models.batch import SampleBatch, StepBatch, of_tokens, sample_batch
 from ptrain.spec.spec import Spec
 
@@ -115,6 +117,29 @@ def batch(
     )
     places = [sample_id % windows for sample_id in samples]
     return source.read(places, samples, spec, split)
+
+
+def part_of(samples: Any, spec: Spec, data_index: int) -> StepBatch:
+    """Return what data rank `data_index` takes of a global batch: of tokens, or, where the spec's
+    data are a function of the user's, of its samples, collated. Raises SpecError where these are
+    not as the spec says."""
+    ids = tuple(positions(spec, data_index=data_index, data_degree=spec.data_degree))
+    size, sequence = spec.batch.global_samples, spec.batch.sequence
+    if spec.data.function is not None:
+        rows = SampleBatch(samples)
+        if any(len(tensor) != size for tensor in rows.tensors):
+            raise _not_as_said(f"{len(rows.tensors[0])} samples", f"batch.global = {size}")
+        return DatasetBatch(samples=rows.of(list(ids)), global_samples=size, sample_ids=ids)
+    if tuple(samples.shape) != (size, sequence + 1):
+        wanted = f"[batch.global, sequence + 1] = {[size, sequence + 1]}"
+        raise _not_as_said(f"tokens {list(samples.shape)}", wanted)
+    return LocalBatch(
+        tokens=samples[list(ids)].long(), global_tokens=spec.batch.tokens, sample_ids=ids
+    )
+
+
+def _not_as_said(finding: str, wanted: str) -> SpecError:
+    return refused("batch", f"got {finding}", f"give every rank the whole global batch: {wanted}")
 
 
 def blank_batch(spec: Spec) -> StepBatch:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from ptrain.algebra.layout import positions
 from ptrain.axes.pipeline.catalogue import schedule_of
@@ -13,6 +13,7 @@ from ptrain.costs import Column, Estimate, Footprint, Peak, State, Traffic, Traf
 from ptrain.derivation import blocks, pipeline, tensor
 from ptrain.derivation.activation_moves import activation_row, kept_traffic
 from ptrain.derivation.activations import drops_in_parts, is_tabulated
+from ptrain.derivation.bounds import bounded
 from ptrain.derivation.ghosts.table import wrapping
 from ptrain.derivation.in_flight import in_flight
 from ptrain.derivation.interconnect import warnings
@@ -25,7 +26,7 @@ from ptrain.derivation.pipeline_notes import pipeline_notes
 from ptrain.derivation.tables import setting_of
 from ptrain.derivation.timeline import Replay, replay
 from ptrain.derivation.traffic import sent
-from ptrain.errors import Fault, SpecError
+from ptrain.errors import Fault, SpecError, refused
 from ptrain.facts.model import ModelFacts
 from ptrain.facts.parameters import facts as facts_of
 from ptrain.facts.stages import Stage
@@ -33,6 +34,7 @@ from ptrain.plan.lower import lower
 from ptrain.spec.model import Attention, ModelShape
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import Plan
+from ptrain.wording import Worded
 
 _NOT_TRACED_BY_STAGE = (
     "what the stages leave in flight is known only from their traces, and these facts hold none"
@@ -43,21 +45,30 @@ _NOT_ON_CPU = "torch's flex_attention has no backward pass on a processor, where
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Derivation:
-    """Both predictions of one spec, and the plan that the second one is about."""
+class Derivation(Worded):
+    """Both predictions of one spec, and the plan that the second one is about. `facts` are those
+    that it was derived from."""
 
     paper: Estimate
     exact: Estimate
     plan: Plan
+    facts: ModelFacts = field(repr=False, compare=False)
+
+    @property
+    def spec(self) -> Spec:
+        """What was derived."""
+        return self.plan.spec
 
 
 def derive(spec: Spec, facts: ModelFacts | None = None) -> Derivation:
     """Return the costs of a legal spec. A built-in model needs no `facts`; any other model's are
-    read off the model itself."""
+    read off the model itself (`read_facts`)."""
     facts = own_facts(spec) if facts is None else facts
+    _require_gradients(spec, facts)
+    spec = spec if facts.model is None else replace(spec, model=facts.model)
     stages = stages_of(spec, facts)
     plan = lower(spec, facts.unit_modules, facts.roles, stages, facts.blocks, facts.fusions)
-    estimate, foreign = exact(spec, plan, facts, stages), unclaimed(spec, facts)
+    estimate, foreign = _exact(spec, plan, facts, stages), unclaimed(spec, facts)
     estimate = replace(
         estimate,
         operations=operations(spec, plan, stages),
@@ -68,12 +79,33 @@ def derive(spec: Spec, facts: ModelFacts | None = None) -> Derivation:
             *_ignored(facts),
         ),
     )
-    return Derivation(paper=paper(spec, facts), exact=estimate, plan=plan)
+    return Derivation(paper=paper(spec, facts), exact=estimate, plan=plan, facts=facts)
 
 
 def _ignored(facts: ModelFacts) -> Iterable[str]:
     if facts.ignored:
         yield f"model.config: ignored are {', '.join(facts.ignored)}"
+
+
+def _require_gradients(spec: Spec, facts: ModelFacts) -> None:
+    """Raises SpecError for parameters that may have a gradient on one data rank and on another
+    none: what they then sum would not fit together."""
+    if not facts.unvisited or spec.data_degree == 1:
+        return
+    first, *others = facts.unvisited
+    number = len(others)
+    more = f" and {number} parameter{'s' * (number > 1)} more have" if others else " has"
+    finding = f"{first}{more} no gradient on a rank none of whose tokens is routed there, and "
+    finding += "the data ranks sum the gradients of all parameters"
+    remedy = "run every expert, also on no rows, or keep all experts in one tensor each"
+    raise refused("model", finding, remedy)
+
+
+def _exact(spec: Spec, plan: Plan, facts: ModelFacts, stages: Sequence[Stage] | None) -> Estimate:
+    """Where sizes depend on data, their bounds."""
+    estimate = exact(spec, plan, facts, stages)
+    others = [exact(spec, plan, other, stages) for other in facts.others]
+    return bounded(estimate, others, facts.by_data) if others else estimate
 
 
 def own_facts(spec: Spec) -> ModelFacts:
@@ -83,7 +115,8 @@ def own_facts(spec: Spec) -> ModelFacts:
             Fault(
                 place="model",
                 finding="the sizes of this model are known only to its code",
-                remedy="allow the import (--allow-import), or use a preset or a shape",
+                remedy="allow the import (--allow-import; in Python, give derive the facts: "
+                "read_facts(spec, allow_import=True)), or use a preset or a shape",
             )
         )
     return facts_of(spec.model, spec.batch.sequence, spec.unit)

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 from ptrain.facts.passes import Passes
 from ptrain.facts.stages import Chain
+from ptrain.spec.model import ModelSpec
 from ptrain.spec.role import Fusions, Roles
 from ptrain.timeline import Timeline
 
@@ -63,18 +64,22 @@ class UnitFacts:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
     """`units` in the order in which fully_shard wraps them: blocks first to last, then the root.
-    `buffers` are (name, bytes). `gradient_order` names the parameters in the order in which
-    their gradients are complete in a backward pass (it decides DDP's buckets). `timeline` is
-    one micro-batch traced at the spec's shape and dtypes; None where a committed table gives
-    it. Of a model that is not built in, `roles` are those on the tensor axis and `fusions`
-    the lengths in its fused projections, `part_timelines` those of each of its ranks, first to last; `chain` is what the pipeline axis cuts, and
-    `stage_passes` what was traced of each stage, by the places of ranks along tp; `blocks` are
-    the names of what repeats, first to last. `draws`: it draws random numbers in forward, as
-    dropout does; `sample_bytes` are those of a sample that is not tokens; `ignored` are fields
-    of a config that have no influence, each with the reason; `vocabulary` is how many logits a
-    token has, where it has run. `untraced` says why there is no trace of a model that should
-    have one, `unknown_attention` of what attention nobody knows what the spec's GPUs would
-    keep."""
+    `buffers` are (name, bytes). `gradient_order` names the parameters in the order in which their
+    gradients are complete in a backward pass (it decides DDP's buckets). `timeline` is one
+    micro-batch traced at the spec's shape and dtypes; None where a committed table gives it. Of a
+    model that is not built in, `roles` are those on the tensor axis and `fusions` the lengths in
+    its fused projections, `part_timelines` those of each of its ranks, first to last; `chain` is
+    what the pipeline axis cuts, and `stage_passes` what was traced of each stage, by the places of
+    ranks along tp; `blocks` are the names of what repeats, first to last. `draws`: it draws random
+    numbers in forward, as dropout does; `sample_bytes` are those of a sample that is not tokens;
+    `ignored` are fields of a config that have no influence, each with the reason; `vocabulary` is
+    how many logits a token has, where it has run. `untraced` says why there is no trace of a model
+    that should have one, `unknown_attention` of what attention nobody knows what the spec's GPUs
+    would keep. `by_data` says what selects by data, as a router does, so that sizes depend on it:
+    then the traces are those of one extent of what is selected, and `others` are the facts at other
+    extents; figures lie between the least and the largest of all. `unvisited` are parameters that
+    have no gradient where nothing is selected for them. `model` is there
+    where they are of another one than the spec's."""
 
     units: tuple[UnitFacts, ...]
     buffers: tuple[tuple[str, int], ...] = ()
@@ -92,11 +97,20 @@ class ModelFacts:
     vocabulary: int | None = field(default=None, compare=False)
     untraced: str = field(default="", compare=False)
     unknown_attention: str = ""
+    model: ModelSpec | None = field(default=None, compare=False)
+    by_data: str = ""
+    others: tuple[ModelFacts, ...] = field(default=(), hash=False)
+    unvisited: tuple[str, ...] = ()
 
     def __hash__(self) -> int:
         """Of little: what is equal has units of equal sizes, and to go through all their tensors
         costs milliseconds."""
         return hash((tuple(unit.numel for unit in self.units), self.buffers, self.chain is None))
+
+    def as_one_unit(self) -> ModelFacts:
+        """Return the same model with its root for its only unit; its trace knows others."""
+        units = (UnitFacts(modules=("",), tensors=self.tensors),)
+        return replace(self, units=units, timeline=None, part_timelines=(), stage_passes=())
 
     @property
     def tensors(self) -> tuple[TensorFacts, ...]:

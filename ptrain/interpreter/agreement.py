@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from ptrain.errors import Fault, SpecError
 from ptrain.rooms.world import World
@@ -20,13 +20,21 @@ from ptrain.spec.precision import Layout
 _REMEDY = "give every rank the same spec, the same model and the same code"
 
 
-def require_equal_models(module: nn.Module, layout: Layout, world: World) -> None:
+def require_equal_models(
+    module: nn.Module, layout: Layout, world: World, *, are_given: bool = False
+) -> None:
     """Raises SpecError on every rank if any two differ; names the first tensor that does. Costs
-    two all-gathers of less than 100 bytes a rank where they agree."""
+    two all-gathers of less than 100 bytes a rank where they agree. `are_given`: the weights are a
+    user's, who may have drawn others on each rank; they are read once."""
     if world.size == 1 or world.backend == "fake":
         return
     tensors = [
-        [name, list(parameter.shape), str(parameter.dtype).removeprefix("torch.")]
+        [
+            name,
+            list(parameter.shape),
+            str(parameter.dtype).removeprefix("torch."),
+            _sum(parameter) if are_given else "",
+        ]
         for name, parameter in module.named_parameters()
     ]
     mine = {"layout": asdict(layout), "tensors": tensors}
@@ -37,6 +45,12 @@ def require_equal_models(module: nn.Module, layout: Layout, world: World) -> Non
     for rank, other in enumerate(everyone):
         if difference := _difference(everyone[0], other, rank):
             raise SpecError(difference)
+
+
+@torch.no_grad()
+def _sum(parameter: Tensor) -> str:
+    """Return the exact sum in fp64 of a tensor's values, as text."""
+    return float(parameter.sum(dtype=torch.float64)).hex()
 
 
 def gather(
@@ -61,7 +75,7 @@ def gather(
 
 def _difference(first: dict[str, Any], other: dict[str, Any], rank: int) -> Fault | None:
     """Return how `rank` differs from rank 0, None where it does not."""
-    for (name, shape, dtype), (its_name, its_shape, its_dtype) in zip(
+    for (name, shape, dtype, total), (its_name, its_shape, its_dtype, its_total) in zip(
         first["tensors"], other["tensors"], strict=False
     ):
         if name != its_name:
@@ -70,6 +84,12 @@ def _difference(first: dict[str, Any], other: dict[str, Any], rank: int) -> Faul
             return _fault(name, f"rank 0 has it in {dtype}, rank {rank} in {its_dtype}")
         if shape != its_shape:
             return _fault(name, f"its shape is {shape} on rank 0, {its_shape} on rank {rank}")
+        if total != its_total:
+            finding = f"rank {rank} has other weights in it than rank 0"
+            remedy = (
+                "build the model after torch.manual_seed with one number on every rank, or load"
+            )
+            return Fault(place=name, finding=finding, remedy=f"{remedy} the same weights")
     counts = len(first["tensors"]), len(other["tensors"])
     if counts[0] != counts[1]:
         return _fault("model", f"rank 0 has {counts[0]} tensors, rank {rank} has {counts[1]}")

@@ -8,14 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
+from ptrain.algebra.legality import check, executed
 from ptrain.axes.data.run.target import Named
 from ptrain.costs import Phase, State
-from ptrain.errors import PtrainError
+from ptrain.data.corpus import corpus
+from ptrain.data.sampler import batch, part_of
+from ptrain.data.source import SampleSource
+from ptrain.errors import PtrainError, SpecError
 from ptrain.interpreter.agreement import require_equal_models
 from ptrain.interpreter.construction import Construction
 from ptrain.interpreter.execute import execute
@@ -25,12 +29,15 @@ from ptrain.interpreter.stages import stages_of_module
 from ptrain.models.attention import require_trainable
 from ptrain.models.batch import StepBatch
 from ptrain.models.facts import untraced_facts
+from ptrain.models.given import accept
 from ptrain.models.heads import head_of
+from ptrain.models.initialize import keeps_its_weights
 from ptrain.models.numerics import TORCH_DTYPES
 from ptrain.models.objective import objective_of
 from ptrain.models.units import ROOT
 from ptrain.optimizers.update import MASTER, TargetsUpdate
 from ptrain.plan.lower import lower
+from ptrain.plan.show import show
 from ptrain.rooms.registry import Registry
 from ptrain.rooms.world import World
 from ptrain.spec.extras import require_leave_of
@@ -76,10 +83,11 @@ class Program:
         self.batch: StepBatch | None = None
         self.updates_in_backward = self.plan.wrap.is_updated_in_backward
         self.admits: Callable[[int], bool] | None = None
+        self._source: SampleSource | None = None  # opened when somebody asks for samples
         self._norm: torch.Tensor | None = None  # between the halves of a step
         self._lr: float | None = None
         self._operators = rank.operators
-        self._order = rank.order
+        self.order = rank.order
         self._sharers = self.mesh.size(self.plan.loss_axes)
         if self.updates_in_backward:
             self.wrapped.consume_with(self._update_unit)
@@ -87,6 +95,12 @@ class Program:
         self.loss = StepLoss(rank.loss, self.scaling, dtype, self.world.device)
         self._enter = partial(_tell, self.observers)
         self.passes = rank.passes_of(rank, self.loss, self._enter)
+
+    def __repr__(self) -> str:
+        return f"Program({self.spec.name}: rank {self.world.rank} of {self.world.size})"
+
+    def __str__(self) -> str:
+        return show(self.spec, self.plan)
 
     @property
     def registry(self) -> Registry:
@@ -102,6 +116,25 @@ class Program:
         """Whose random numbers this rank draws: those of its samples' ranks, and where these have
         layers or slices of the tokens of their own, its own."""
         return self.mesh.place(self.plan.drawing_axes)
+
+    def samples(self, step: int) -> StepBatch:
+        """Return this rank's part of the global batch of a step (from 0) of the spec's `data`."""
+        if self._source is None:
+            self._source = corpus(self.spec.data)
+        local = batch(
+            self._source,
+            spec=self.spec,
+            step=step,
+            data_index=self.data_index,
+            data_degree=self.spec.data_degree,
+        )
+        return local.to(self.world.device)
+
+    def share(self, samples: Any) -> StepBatch:
+        """Return this rank's part of a global batch of yours, which every rank has: tokens, int64
+        [batch.global, sequence + 1]; or, where the spec's `data` are not tokens, what these are,
+        collated. Raises SpecError for another shape."""
+        return part_of(samples, self.spec, self.data_index).to(self.world.device)
 
     def forward_backward(self, batch: StepBatch, lr: float | None = None) -> torch.Tensor:
         """K micro-batches forward and backward. Returns this rank's share of the global mean loss
@@ -219,9 +252,9 @@ class Program:
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
         """Load what `state_dict` gave, filled from a checkpoint of any placement."""
-        model = self._order.held(state["model"])
+        model = self.order.held(state["model"])
         keys = {key for _, tensors in self.update.tensors() for key in (MASTER, *tensors)}
-        optimizer = {key: self._order.held(_of_key(state["optimizer"], key)) for key in keys}
+        optimizer = {key: self.order.held(_of_key(state["optimizer"], key)) for key in keys}
         for target, tensors in self.update.tensors():
             target.load(self.wrapped.own(optimizer[MASTER] if target.owns_master else model))
             for key, tensor in tensors.items():
@@ -233,7 +266,7 @@ class Program:
     def canonical(self, named: Named) -> Named:
         """Return the tensors by the model's names, those of a stage's copies too, in the model's
         order of features. Collective."""
-        return self._order.canonical(
+        return self.order.canonical(
             {self.wrapped.canonical_name(name): tensor for name, tensor in named.items()}
         )
 
@@ -276,10 +309,13 @@ def interpret(
 ) -> Program:
     """The program of a legal spec on this rank: the steps of its plan, executed.
 
-    `model`, if given, is wrapped instead of the spec's: a real module with its own weights, equal
-    on all ranks. Raises SpecError if the mesh needs other ranks than the world has, and on every
-    rank if the ranks' models or layouts differ.
+    `model`, if given, is wrapped instead of the spec's (`models/given.py`): any module with its own
+    weights, equal on all ranks. Raises SpecError for a spec that is not legal, if the mesh needs
+    other ranks than the world has, and on every rank if the ranks' models, weights or layouts
+    differ.
     """
+    if faults := (*check(spec), *executed(spec)):
+        raise SpecError(*faults)
     rank = planned(spec, model, world, allow_import=allow_import)
     execute(rank)
     return Program(rank)
@@ -297,14 +333,16 @@ def planned(
     require_trainable(spec.model, world.device)
     if spec.loss.user_function is not None:
         require_leave_of(spec.loss.user_function, allow_import=allow_import)
-    module = model
-    if module is None:
+    if model is None:
         module = build_module(spec, device=world.device, allow_import=allow_import)
+    else:
+        module, spec = model, accept(model, spec)
     facts = untraced_facts(module, spec)
     stages = stages_of_module(spec, module, facts)
     cut = stages.all if stages else ()
     plan = lower(spec, facts.unit_modules, facts.roles, cut, facts.blocks, facts.fusions)
-    require_equal_models(module, plan.update.layout, world)
+    are_given = model is not None and keeps_its_weights(module)
+    require_equal_models(module, plan.update.layout, world, are_given=are_given)
     return Construction(
         spec=spec,
         plan=plan,

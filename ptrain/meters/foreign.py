@@ -19,7 +19,7 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from ptrain.costs import Collective, Phase, State
@@ -77,6 +77,17 @@ class Foreign:
             parameter for parameter in gathered if parameter is not None
         ]
 
+    def policies(self) -> tuple[str, ...]:
+        """Return what FSDP2 was given that changes what a spec means, a line for each."""
+        meanings = (
+            _meaning(policy)
+            for module in self.module.modules()
+            if isinstance(module, FSDPModule)
+            for group in parameter_groups(module)
+            for policy in (group.mp_policy, group.offload_policy)
+        )
+        return tuple(dict.fromkeys(filter(None, meanings)))
+
     def axes_by_group(self) -> dict[str, tuple[str, ...]]:
         """Return the axes of each group by its name. Groups that no parameter is sharded on are
         found by their ranks."""
@@ -90,6 +101,27 @@ class Foreign:
         for group in _groups():
             axes_of.setdefault(group.group_name, (_by_ranks(group),))
         return axes_of
+
+
+def _meaning(policy: object) -> str:
+    """What a policy does, in a spec's words; nothing of one that does nothing."""
+    match policy:
+        case MixedPrecisionPolicy(param_dtype=None, reduce_dtype=None):
+            return ""
+        case MixedPrecisionPolicy(param_dtype=gathered, reduce_dtype=reduced):
+            dtypes = f"param_dtype={gathered}, reduce_dtype={reduced}"
+            return (
+                f"MixedPrecisionPolicy({dtypes}): units are gathered and gradients reduced so, and "
+                "the slices are as wide as the model was; the layout fsdp-mixed calls these master "
+                "copies, and counts them as optimizer state"
+            )
+        case CPUOffloadPolicy():
+            return (
+                "CPUOffloadPolicy: all slices are on the host, as in the spec fsdp-offload, whose "
+                "tuple is S*@host,O,O,R"
+            )
+        case _:
+            return ""
 
 
 def state_of(collective: Collective, phase: Phase) -> State:

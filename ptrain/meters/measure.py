@@ -43,11 +43,13 @@ from ptrain.rooms.world import World
 
 class Measurement:
     """What the meters of one rank saw of one step, on a `device` of this type. `ranks_by_axes` are
-    the ranks of its groups."""
+    the ranks of its groups; `spec` is a program's, None of a model that somebody else wrapped.
+    It prints as its figures."""
 
     def __init__(self, measured: Program | Foreign) -> None:
         guess: dict[str, Any] = {}
         waits = True
+        self.policies: tuple[str, ...] = ()  # of a wrapper: what it was told besides
         if isinstance(measured, Program):
             self.rank, self.size = measured.world.rank, measured.world.size
             device, axes_by_group = measured.world.device.type, measured.mesh.axes_by_group()
@@ -55,11 +57,19 @@ class Measurement:
         else:
             self.rank, self.size, device = measured.rank, measured.size, measured.device
             axes_by_group, guess = measured.axes_by_group(), {"guess": state_of}
+            self.policies = measured.policies()
         self.device = device
+        self.spec = measured.spec if isinstance(measured, Program) else None
         self.ranks_by_axes = ranks_by_axes(axes_by_group)
         self.memory = MemoryMeter(measured, rank=self.rank, device=device, waits=waits)
         self.traffic = TrafficMeter(measured.registry, axes_by_group, device=device, **guess)
-        self.wire = WireMeter(axes_by_group, rank=self.rank)
+        self.wire = WireMeter(axes_by_group, rank=self.rank, settles=self.spec is None)
+
+    def __repr__(self) -> str:
+        return f"Measurement(rank {self.rank} of {self.size} on {self.device})"
+
+    def __str__(self) -> str:
+        return str(self.estimate())
 
     def estimate(self) -> Estimate:
         """This rank's measured figures."""

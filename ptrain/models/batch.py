@@ -72,6 +72,10 @@ class SampleBatch:
         """Return some of its samples, as views."""
         return SampleBatch(tree_map(lambda leaf: leaf[start:end], self.data))
 
+    def of(self, rows: list[int]) -> SampleBatch:
+        """Return the samples of these rows."""
+        return SampleBatch(tree_map(lambda leaf: leaf[rows], self.data))
+
     def to(self, device: torch.device) -> SampleBatch:
         return SampleBatch(tree_map(lambda leaf: leaf.to(device), self.data))
 

@@ -18,6 +18,7 @@ from torch._guards import detect_fake_mode
 
 from ptrain.errors import Fault, refused
 from ptrain.models.boundary import boundary
+from ptrain.models.experts import EXPERTS, experts_setting
 from ptrain.models.published_config import require_one_model, taken
 from ptrain.spec.extras import require_transformers
 from ptrain.spec.model import Attention, HuggingFaceModel
@@ -31,6 +32,8 @@ _KINDS = {
     Attention.EAGER: ("eager", ""),  # every class has it
     Attention.FLEX: ("flex_attention", "_supports_flex_attn"),
 }
+_BASE = "transformers.modeling_utils.PreTrainedModel"
+_IS_PLAIN = "_gives_logits"  # of the classes that are made here
 _LAYERS = "num_hidden_layers"  # as transformers calls it, whatever a config does
 
 
@@ -107,6 +110,25 @@ def masks() -> ModuleType:
     return module
 
 
+def gives_objects(module: nn.Module) -> bool:
+    """Return whether it is a causal language model as transformers makes it, whose forward gives an
+    object that has the logits."""
+    kinds = {f"{kind.__module__}.{kind.__name__}" for kind in type(module).__mro__}
+    return _BASE in kinds and not getattr(type(module), _IS_PLAIN, False)
+
+
+def to_logits(module: nn.Module) -> None:
+    """Let a model of transformers give logits of tokens. It is changed in place, as torch's
+    fully_shard changes what it wraps. Raises SpecError for one that makes no logits."""
+    if not callable(getattr(module, "get_output_embeddings", None)) or (
+        module.get_output_embeddings() is None
+    ):
+        finding = f"{type(module).__name__} of transformers has no head, and so no logits"
+        raise refused("model", finding, "give a causal language model: AutoModelForCausalLM")
+    kind: Any = type(module)
+    module.__class__ = _with_logits(kind)
+
+
 @cache
 def _with_logits(named: type) -> type:
     """`named`, whose forward takes tokens and gives logits."""
@@ -116,7 +138,9 @@ def _with_logits(named: type) -> type:
             logits: Tensor = super().forward(input_ids=tokens_BT, use_cache=False).logits
             return logits
 
+    setattr(Logits, _IS_PLAIN, True)
     Logits.__name__ = Logits.__qualname__ = named.__name__
+    Logits.__module__ = named.__module__  # whose source transformers reads for what it supports
     return Logits
 
 
@@ -148,7 +172,8 @@ def _config(named: Any, model: HuggingFaceModel) -> Any:
     fields = taken(named, model.config).fields
     attention, _ = _KINDS[_attention(named, model)]
     with boundary(lambda error: _unfit(f"{kind.__name__} does not take it: {_line(error)}")):
-        return kind(**fields, **_FIXED, **{_ATTENTION: attention})
+        own = {_ATTENTION: attention, **experts_setting(fields.get(EXPERTS)), **_FIXED}
+        return kind(**{**fields, **own})
 
 
 def _line(error: BaseException) -> str:

@@ -52,8 +52,8 @@ def lower(
     fusions: Fusions = (),
 ) -> Plan:
     """Return the plan of a legal spec; `units` are the modules that are wrapped together, `roles`,
-    `fusions` and `blocks` those of a module that is not built in, `stages` those that pp cuts the model
-    into."""
+    `fusions` and `blocks` those of a module that is not built in, `stages` those that pp cuts the
+    model into."""
     factors = tuple(factor for factor in spec.factors if factor.degree > 1)
     wrap, tensor = _wrap(spec), _parallelize(spec, roles, fusions)
     pipeline = _pipeline(spec, stages)
@@ -80,9 +80,7 @@ def lower(
         _clip(spec, cut_axes, operator_axes),
         update,
     )
-    return Plan(
-        name=spec.name, steps=tuple(step for step in steps if step is not None), units=units
-    )
+    return Plan(spec=spec, steps=tuple(step for step in steps if step is not None), units=units)
 
 
 def _wrap(spec: Spec) -> Wrap:

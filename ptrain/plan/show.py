@@ -54,7 +54,7 @@ _FEW_GROUPS = 8
 
 def show(spec: Spec, plan: Plan) -> str:
     """Return the whole plan, ready to print."""
-    lines = [f"plan of {plan.name}: {_count(spec.world_size, 'rank')}", ""]
+    lines = [f"plan of {spec.name}: {_count(spec.world_size, 'rank')}", ""]
     stateless = not keeps_state(spec.optimizer) and plan.update.layout.master is None
     steps = [_step(step, stateless=stateless) for step in plan.steps]
     lines += [f"  {number}. {step}" for number, step in enumerate(steps, start=1)]

@@ -3,28 +3,42 @@ fits, and why the two columns differ."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
 
 from ptrain.by_rank import distinct
-from ptrain.costs import TIERS, Estimate, Phase, State, Traffic, TrafficKey, busiest
+from ptrain.costs import (
+    TIERS,
+    Estimate,
+    Peak,
+    Phase,
+    State,
+    Traffic,
+    TrafficKey,
+    busiest,
+    lower_bytes,
+)
 from ptrain.derivation.estimate import Derivation
 from ptrain.plan.composition import condition_lines, theorem_6, theorem_7
-from ptrain.report.heading import heading
+from ptrain.report.heading import by_data_lines, heading
 from ptrain.report.places import by_place
 from ptrain.report.table import (
     MISSING,
     Largest,
     largest,
+    least,
     moved_bytes,
     on_tiers,
     render,
     size,
+    span,
     traffic_label,
     traffic_order,
 )
-from ptrain.selection.fit import Fit, fit, needs_gpu, telling
-from ptrain.selection.preflight import Variant
+from ptrain.selection.fit import Fit, fit, needs_gpu, peak_text, telling
+from ptrain.selection.preflight import Variant, cheaper
 from ptrain.spec.spec import Spec
 from ptrain.units import format_bytes, format_operations
 
@@ -82,11 +96,44 @@ def one(prediction: Prediction) -> str:
             *operations_lines(exact),
             *fit_lines(prediction),
             *(prediction.reserving.lines if prediction.reserving else ()),
+            *by_data_lines(exact),
             *(f"warning: {warning}" for warning in exact.warnings),
             *notes(paper, exact),
             *composition(prediction),
         ]
     )
+
+
+def prediction_of(
+    derivation: Derivation, *, label: str = "", offer: bool = True, **more: Any
+) -> Prediction:
+    """Return the prediction that a derivation is. `offer`: where it does not fit, with what would.
+    `more` are the prediction's other fields."""
+    spec, facts, exact = derivation.spec, derivation.facts, derivation.exact
+    fitting = fit(spec, exact)
+    misfit = offer and fitting.peak_bytes is not None and fitting.fits is False
+    return Prediction(
+        label=label or spec.name,
+        spec=spec,
+        derivation=derivation,
+        num_parameters=facts.numel,
+        cheaper=cheaper(spec, facts, exact) if misfit else (),
+        **more,
+    )
+
+
+def account(estimate: Estimate) -> str:
+    """Return what one column says, a measured one too: the tables of `one` without the other."""
+    wire = [("+".join(row.axes), size(row.sent_bytes)) for row in estimate.wire]
+    column = str(estimate.column)
+    undefined = [f"{column} has no {kind}: {why}" for kind, why in estimate.undefined.items()]
+    parts = [
+        _memory(estimate),
+        _traffic(estimate),
+        *([render(("sent on the wire", column), wire)] if wire else []),
+        *(["\n".join(lines)] if (lines := [*operations_lines(estimate), *undefined]) else []),
+    ]
+    return "\n\n".join(parts)
 
 
 def model_state_bytes(estimate: Estimate, tier: str = TIERS[0]) -> int | None:
@@ -122,7 +169,7 @@ def fit_lines(prediction: Prediction) -> list[str]:
     fitting = prediction.fit
     is_known = fitting.peak_bytes is not None
     measure = "peak" if is_known else "resident, without activations:"
-    measure += f" {size(fitting.least_bytes)}"
+    measure += f" {peak_text(fitting)}"
     measure += (
         f" of {size(fitting.device_memory)} per rank" if fitting.device_memory else " per rank"
     )
@@ -136,11 +183,17 @@ def fit_lines(prediction: Prediction) -> list[str]:
         return [f"unknown: {fitting.why}; {measure}; what tells{where}:", f"  {prediction.telling}"]
     if fitting.device_memory is None:
         return [f"{measure}; name a cluster to see whether it fits: cluster.preset=h100-8, say"]
-    return [f"fits: {measure}, {size(-fitting.short_bytes)} to spare"]
+    if fitting.fits is None:
+        return [f"unknown: data decides: {measure}"]
+    return [f"fits: {measure}, {size(fitting.spare_bytes)} to spare{_at_least(fitting)}"]
+
+
+def _at_least(fitting: Fit) -> str:
+    return "" if fitting.lower_bytes is None else " or more"
 
 
 def _misfit_lines(fitting: Fit, measure: str, cheaper: Sequence[Variant]) -> list[str]:
-    short = size(max(fitting.short_bytes, fitting.host_short_bytes))
+    short = size(max(fitting.short_bytes, fitting.host_short_bytes)) + _at_least(fitting)
     if fitting.peak_bytes is None:
         return [f"does not fit by {short} or more: {measure}"]
     nothing = [
@@ -192,41 +245,51 @@ def composition(prediction: Prediction) -> list[str]:
     return lines
 
 
-def _memory(paper: Estimate, exact: Estimate) -> str:
-    papers, exacts = largest(paper.memory), largest(exact.memory)
+def _memory(*estimates: Estimate) -> str:
+    """A row for each state and tier, and each phase's peak; a column for each estimate, and a bar
+    for the last one's."""
+    held = [largest(estimate.memory) for estimate in estimates]
+    last = estimates[-1]
+    lowers = least(last.memory) if last.by_data else {}
     rows = [
-        (label, papers.get((state, tier)), exacts.get((state, tier)))
+        (label, [most.get((state, tier)) for most in held], lowers.get((state, tier)))
         for state in State
         for tier, label in on_tiers(state)
     ]
     sums = [
-        (label, _model_states(papers, tier), _model_states(exacts, tier))
+        (label, [_model_states(most, tier) for most in held], None)
         for tier, label in on_tiers("Θ + Ω + G")
     ]
     peaks = [
-        (f"peak {phase}", _peak(paper, phase), _peak(exact, phase))
+        (
+            f"peak {phase}",
+            [_peak(estimate, phase) for estimate in estimates],
+            _peak(last, phase, lower_bytes),
+        )
         for phase in (Phase.FORWARD, Phase.BACKWARD, Phase.UPDATE)
     ]
-    longest = max((number or 0 for row in rows for number in row[1:]), default=0)
+    longest = max((number or 0 for _, numbers, _ in rows for number in numbers), default=0)
     return render(
-        ("memory per rank", "paper", "exact", ""),
+        ("memory per rank", *(str(estimate.column) for estimate in estimates), ""),
         [
-            *((*_cells(row), _bar(row[2], longest)) for row in rows if row[1] or row[2]),
-            *((*_cells(row), "") for row in sums if row is sums[0] or row[1] or row[2]),
-            *((*_cells(row), "") for row in peaks if row[1] or row[2]),
+            *((*_cells(row), _bar(row[1][-1], longest)) for row in rows if any(row[1])),
+            *((*_cells(row), "") for row in sums if row is sums[0] or any(row[1])),
+            *((*_cells(row), "") for row in peaks if any(row[1])),
         ],
-        left=(0, 3),
+        left=(0, len(estimates) + 1),
     )
 
 
-def _cells(row: tuple[str, int | None, int | None]) -> tuple[str, str, str]:
-    return row[0], size(row[1]), size(row[2])
+def _cells(row: tuple[str, list[int | None], int | None]) -> tuple[str, ...]:
+    """The last of the figures lies above a lower one, where there is one."""
+    label, (*others, last), lower = row
+    return label, *map(size, others), span(lower, last)
 
 
-def _peak(estimate: Estimate, phase: Phase) -> int | None:
-    return max(
-        (row.device_bytes for row in distinct(estimate.peak) if row.phase is phase), default=None
-    )
+def _peak(
+    estimate: Estimate, phase: Phase, of: Callable[[Peak], int] = attrgetter("device_bytes")
+) -> int | None:
+    return max((of(row) for row in distinct(estimate.peak) if row.phase is phase), default=None)
 
 
 def _bar(number: int | None, longest: int) -> str:
@@ -235,19 +298,21 @@ def _bar(number: int | None, longest: int) -> str:
     return "█" * round(_BAR * number / longest)
 
 
-def _traffic(paper: Estimate, exact: Estimate) -> str:
-    """Rows by kind of call; what happens once, at set-up, stands below the sum of a step."""
-    papers, exacts = _by_key(paper.traffic), _by_key(exact.traffic)
-    keys = sorted({*papers, *exacts}, key=traffic_order)
+def _traffic(*estimates: Estimate) -> str:
+    """Rows by kind of call; what happens once, at set-up, stands below the sum of a step. Calls and
+    payload are the last estimate's, and so is what is copied."""
+    *others, last = estimates
+    accounts = [_by_key(estimate.traffic) for estimate in estimates]
+    keys = sorted({key for account in accounts for key in account}, key=traffic_order)
     steady = [key for key in keys if key.phase is not Phase.SETUP]
-    rows = [_traffic_row(key, papers.get(key), exacts.get(key)) for key in steady]
-    rows.append(("sent per step", size(sent_bytes(paper)), size(sent_bytes(exact)), "", ""))
-    if copied := exact.copied_bytes():
-        rows.append(("copied between tiers per step", MISSING, size(copied), "", ""))
-    rows += [
-        _traffic_row(key, papers.get(key), exacts.get(key)) for key in keys if key not in steady
-    ]
-    return render(("traffic per rank and step", "paper", "exact", "calls", "payload"), rows)
+    rows = [_traffic_row(key, accounts) for key in steady]
+    rows.append(("sent per step", *(size(sent_bytes(estimate)) for estimate in estimates), "", ""))
+    if copied := last.copied_bytes():
+        dashes = [MISSING] * len(others)
+        rows.append(("copied between tiers per step", *dashes, size(copied), "", ""))
+    rows += [_traffic_row(key, accounts) for key in keys if key not in steady]
+    columns = (str(estimate.column) for estimate in estimates)
+    return render(("traffic per rank and step", *columns, "calls", "payload"), rows)
 
 
 def _by_key(rows: Iterable[Traffic]) -> dict[TrafficKey, Traffic]:
@@ -255,12 +320,13 @@ def _by_key(rows: Iterable[Traffic]) -> dict[TrafficKey, Traffic]:
 
 
 def _traffic_row(
-    key: TrafficKey, paper: Traffic | None, exact: Traffic | None
-) -> tuple[str, str, str, str, str]:
+    key: TrafficKey, accounts: Sequence[Mapping[TrafficKey, Traffic]]
+) -> tuple[str, ...]:
+    rows = [account.get(key) for account in accounts]
+    last = rows[-1]
     return (
         traffic_label(key),
-        size(paper.sent_bytes) if paper else MISSING,
-        size(moved_bytes(exact)) if exact else MISSING,
-        str(exact.calls) if exact else MISSING,
-        format_bytes(exact.payload_bytes) if exact else MISSING,
+        *(size(moved_bytes(row)) if row else MISSING for row in rows),
+        str(last.calls) if last else MISSING,
+        format_bytes(last.payload_bytes) if last else MISSING,
     )

@@ -20,7 +20,11 @@ def require_leave_of(function: UserFunction, *, allow_import: bool) -> None:
     """Before this one is."""
     if not allow_import:
         finding = f"this would run code of {function.target}"
-        raise refused(function.place, finding, "allow it with --allow-import")
+        raise refused(
+            function.place,
+            finding,
+            "allow it with --allow-import; in Python, with allow_import=True",
+        )
 
 
 def require_transformers(model: ModelSpec) -> None:

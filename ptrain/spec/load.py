@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from ptrain.errors import Fault, SpecError
@@ -43,7 +43,10 @@ class Document:
     """A resolved spec that still knows where each key stood."""
 
     spec: Spec
-    locate: Callable[[Fault], Fault]
+    locate: Callable[[Fault], Fault] = field(repr=False)
+
+    def __str__(self) -> str:
+        return str(self.spec)
 
 
 def load(

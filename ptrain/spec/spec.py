@@ -15,6 +15,7 @@ from ptrain.spec.keys import Keys
 from ptrain.spec.model import ExternalModel, ModelSpec
 from ptrain.spec.placement import Distribution, Tier
 from ptrain.spec.precision import Precision
+from ptrain.wording import Worded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +73,7 @@ class LossSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Spec(Keys):
+class Spec(Keys, Worded):
     """A complete, resolved spec. `factors` outermost first, axes of degree 1 gone; the product of
     the degrees is the world size. `trivial_factors` are those of degree 1 that have a tuple, which
     is checked and means nothing else. `resolved` is the plain mapping that, written as YAML, loads
@@ -89,6 +90,9 @@ class Spec(Keys):
     loss: LossSpec = field(default_factory=LossSpec)
     resolved: dict[str, object] = field(default_factory=dict)
     trivial_factors: tuple[Factor, ...] = field(default=(), compare=False)
+
+    def __repr__(self) -> str:
+        return f"Spec({self.name})"
 
     @property
     def log_every(self) -> int:

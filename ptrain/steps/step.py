@@ -16,6 +16,7 @@ from ptrain.spec.role import Fusions, Role, Roles
 from ptrain.spec.schedule_file import ListedSchedule
 from ptrain.spec.spec import Spec
 from ptrain.steps.kind import PlanStep, WrapStep
+from ptrain.wording import Worded
 
 Units = tuple[tuple[str, ...], ...]  # a wrap unit is the modules that are gathered together
 
@@ -60,14 +61,13 @@ class Pipeline(PlanStep):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parallelize(PlanStep):
-    """Theta, Omega and G are S on `axis`: each operator is cut as its role says, from outside, by
-    torch's parallel styles.
+    """Theta, Omega and G are S on `axis`: each operator is cut as its role says, from outside.
 
     `is_sequence`: A is S or S*, between the sub-blocks a rank has its slice of the tokens;
     `is_saved_cut`: A is S*, and what a sub-block's operators save of their whole input is that
     slice, gathered again in backward. `loss_parallel`: the logits stay cut over the vocabulary.
-    `is_naive`: every column operator takes its input by itself, and sums its gradient by itself.
-    `fusions`: of a projection that is several, the lengths that are cut one by one.
+    `is_naive`: every column operator takes its input and sums its gradient by itself. `fusions`: of
+    a projection that is several, the lengths that are cut one by one.
     """
 
     axis: Axis
@@ -81,8 +81,7 @@ class Parallelize(PlanStep):
 
     @property
     def has_whole_ends(self) -> bool:
-        """Whether ranks have all tokens in front of the blocks and behind them, whatever they have
-        between: so it is with every model that is not built in."""
+        """Whether ranks have all tokens in front of the blocks and behind them, not between."""
         return any(role in (Role.FIRST_BLOCK, Role.LAST_BLOCK) for _, role in self.roles)
 
     @property
@@ -330,25 +329,24 @@ class Ran:
     piece: int | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Plan(Worded):
     """What the interpreter does: `steps`, in the order of execution. Of each kind there is at most
-    one, which is at hand by its name too; a mesh, a wrap, micro-batches and an update there always
-    are. `units` are in the order of wrapping: blocks first, the
-    root ("",) last."""
+    one, at hand by its name too; a mesh, a wrap, micro-batches and an update there always are.
+    `units` are in the order of wrapping, the root ("",) last; `spec` is what it was made from."""
 
-    name: str
+    spec: Spec = field(compare=False)
     steps: tuple[Step, ...]
     units: Units
-    mesh: CreateMesh = field(init=False, repr=False, compare=False)
-    wrap: Wrap = field(init=False, repr=False, compare=False)
-    accumulate: Accumulate = field(init=False, repr=False, compare=False)
-    clip: Clip | None = field(init=False, repr=False, compare=False)
-    update: Update = field(init=False, repr=False, compare=False)
-    tensor: Parallelize | None = field(init=False, repr=False, compare=False)
-    pipeline: Pipeline | None = field(init=False, repr=False, compare=False)
-    keep: Keep | None = field(init=False, repr=False, compare=False)
-    loss: ChunkedLoss | None = field(init=False, repr=False, compare=False)
+    mesh: CreateMesh = field(init=False, compare=False)
+    wrap: Wrap = field(init=False, compare=False)
+    accumulate: Accumulate = field(init=False, compare=False)
+    clip: Clip | None = field(init=False, compare=False)
+    update: Update = field(init=False, compare=False)
+    tensor: Parallelize | None = field(init=False, compare=False)
+    pipeline: Pipeline | None = field(init=False, compare=False)
+    keep: Keep | None = field(init=False, compare=False)
+    loss: ChunkedLoss | None = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
         by_name = {_name_of(step): step for step in self.steps}

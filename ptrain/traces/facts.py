@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -20,12 +21,16 @@ from ptrain.models.build import build
 from ptrain.models.contract import forward_once, require_takes_tokens
 from ptrain.models.facts import untraced_facts
 from ptrain.models.fake_values import READ
+from ptrain.models.given import accept, require_fresh, with_model
+from ptrain.models.initialize import keeps_its_weights
 from ptrain.models.kernels import UnknownKernels
+from ptrain.models.selection import Extent
 from ptrain.rooms.fake import fake_tensors
 from ptrain.spec.axis import Axis
 from ptrain.spec.extras import require_leave
 from ptrain.spec.model import ExternalModel
 from ptrain.spec.spec import Spec
+from ptrain.traces.by_data import extents_of
 from ptrain.traces.gpu_kernels import kernels_for
 from ptrain.traces.module_facts import module_facts
 from ptrain.traces.on_fakes import (
@@ -34,7 +39,7 @@ from ptrain.traces.on_fakes import (
     unless_it_takes_values,
     why_untraced,
 )
-from ptrain.traces.stage_parts import Rows, stage_passes, stage_rows
+from ptrain.traces.stage_parts import stage_passes, stage_rows
 from ptrain.traces.tensor_parts import Traced, by_place, timelines_of, traced
 
 Share = Callable[[Callable[[], Traced]], Traced]
@@ -42,6 +47,10 @@ Around = Callable[[], AbstractContextManager[None]]
 
 _TOO_LARGE = "it is too large to be traced on real tensors, and on fake ones its code ends:"
 _READS = "it is too large to be traced on real tensors, and its code reads values, which fakes lack"
+_TRACED_BY_NAME = (
+    "processes of their own trace what each rank of tp has, and they build the model by its name: "
+    "write model: {target: package.module:function}"
+)
 _TO_TRAIN = (
     "it is too large to be traced on real tensors, and where it is to train afterwards its code is "
     "not run on fake ones (`ptrain predict` does)"
@@ -66,6 +75,7 @@ def facts_of(
 
 def read_facts(
     spec: Spec,
+    model: nn.Module | None = None,
     *,
     allow_import: bool = False,
     share: Share = lambda trace: trace(),
@@ -75,7 +85,11 @@ def read_facts(
     than a laptop copies within seconds on fake tensors. Raises SpecError for one that does not make
     logits of tokens. `runs_fakes`: whether a model may run on fakes in this process: its code may
     keep one of them for the next time, so where it is to run on real ones afterwards it may not.
-    Raises SpecError where the spec names a function and its import is not allowed."""
+    Raises SpecError where the spec names a function and its import is not allowed.
+
+    `model`: a module in the place of the spec's, as `interpret` takes it; it stays as it is."""
+    if model is not None:
+        return _facts_of_given(model, spec)
     require_leave(spec, allow_import=allow_import)
     reader = _Reader(spec=spec, share=share, allow_import=allow_import)
     large = large_model(spec, allow_import=allow_import)
@@ -113,6 +127,21 @@ def read_facts(
         return replace(untraced, untraced=f"{_TOO_LARGE} {' '.join(str(error).split())[:120]}")
 
 
+def _facts_of_given(module: nn.Module, spec: Spec) -> ModelFacts:
+    """Return the facts of a module that the user built. What is traced is a copy of it."""
+    if isinstance(module, nn.Module) and not keeps_its_weights(module):
+        spec = with_model(spec, module)
+        return replace(facts_of(spec), model=spec.model)
+    require_fresh(module)
+    copied = deepcopy(module)
+    spec = accept(copied, spec)
+    if spec.degree(Axis.TP) > 1:
+        facts = replace(untraced_facts(copied, spec), untraced=_TRACED_BY_NAME)
+    else:
+        facts = _Reader(spec=spec, share=lambda trace: trace(), allow_import=True).read(copied)
+    return replace(facts, model=spec.model)
+
+
 def _vocabulary(large: FakeModel) -> int | None:
     """Return how many logits a token has, by a forward pass alone, which no patch of torch is
     needed for; None where the loss is a function of the user's."""
@@ -142,20 +171,29 @@ class _Reader:
             has_stages = stages_of_module(spec, model, facts) is not None
         if is_tabulated(spec):
             return facts
-        if spec.degree(Axis.TP) > 1:
-            del model  # the processes that play the ranks build their own
-            traces = self.share(lambda: traced(spec, facts, allow_import=self.allow_import))
-        elif has_stages:
-            traces = self.share(lambda: {"timelines": [self._stage_rows(model, facts)]})
-        else:
+        if not has_stages and spec.degree(Axis.TP) == 1:
             return facts
-        if has_stages:
-            return replace(facts, stage_passes=stage_passes(spec, facts, by_place(traces)))
-        return replace(facts, part_timelines=timelines_of(traces))
+        of_parts: Callable[[ModelFacts, Extent], Traced] = self._of_ranks
+        if spec.degree(Axis.TP) == 1:
+            of_parts = partial(self._of_stages, model)
+        del model  # the processes that play the ranks build their own
+        first, *others = (
+            self._with_parts(facts, self.share(partial(of_parts, facts, extent)), has_stages)
+            for facts, extent in extents_of(facts)
+        )
+        return replace(first, others=tuple(others))
 
-    def _stage_rows(self, model: nn.Module, facts: ModelFacts) -> Rows:
+    def _of_ranks(self, facts: ModelFacts, extent: Extent) -> Traced:
+        return traced(self.spec, facts, allow_import=self.allow_import, extent=extent)
+
+    def _of_stages(self, model: nn.Module, facts: ModelFacts, extent: Extent) -> Traced:
         with self._running():
-            return stage_rows(model, self.spec, facts)
+            return {"timelines": [stage_rows(model, self.spec, facts, extent=extent)]}
+
+    def _with_parts(self, facts: ModelFacts, traces: Traced, has_stages: bool) -> ModelFacts:
+        if has_stages:
+            return replace(facts, stage_passes=stage_passes(self.spec, facts, by_place(traces)))
+        return replace(facts, part_timelines=timelines_of(traces))
 
     @contextmanager
     def _running(self) -> Iterator[UnknownKernels]:

@@ -8,7 +8,7 @@ depends on the schedule.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -18,18 +18,22 @@ from torch import Tensor, nn
 
 from ptrain.axes.pipeline.run.cut import apart
 from ptrain.axes.pipeline.run.passes import backward, backward_input, backward_weight
+from ptrain.axes.pipeline.run.stand_ins import CalledOnce, run_stage
 from ptrain.models.batch import SampleBatch
 from ptrain.models.marker import Marker
 from ptrain.models.recorder import Recorder
+from ptrain.models.selection import Extent
 from ptrain.models.trace import Recording
 
 Units = Sequence[tuple[str, ...]]
 
 
 @contextmanager
-def _watching(module: nn.Module, units: Units, inputs: Iterable[Tensor]) -> Iterator[Recorder]:
+def _watching(
+    module: nn.Module, units: Units, inputs: Sequence[Tensor], extent: Extent
+) -> Iterator[Recorder]:
     """A recorder of a module whose gradients are left empty."""
-    recorder = Recorder(module, inputs)
+    recorder = Recorder(module, inputs, extent)
     marker = Marker(recorder, module, units)
     try:
         yield recorder
@@ -39,12 +43,16 @@ def _watching(module: nn.Module, units: Units, inputs: Iterable[Tensor]) -> Iter
 
 
 def record(
-    model: nn.Module, units: Units, run_forward: Callable[[], Tensor], *inputs: Tensor
+    model: nn.Module,
+    units: Units,
+    run_forward: Callable[[], Tensor],
+    *inputs: Tensor,
+    extent: Extent = Extent.GIVEN,
 ) -> Recording:
     """Run `run_forward() -> loss` and the backward pass of a whole model and return what they
     allocated. The model's own tensors and `inputs` lived before and do not appear; its gradients
-    are left empty."""
-    with _watching(model, units, inputs) as recorder:
+    are left empty. `extent`: how much its operators select by data."""
+    with _watching(model, units, inputs, extent) as recorder:
         with recorder:
             loss = run_forward()
             recorder.end("forward")
@@ -57,16 +65,19 @@ def record(
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracedStage:
     """What is traced: a stage's module, with what it takes and gets. `hidden` is what goes over a
-    boundary, which the first stage is not given; `samples` are the micro-batch's; `loss` is the
-    last stage's, whose forward pass runs in `around`."""
+    boundary, which the first stage is not given; `samples` are the micro-batch's; `forward` runs
+    the stage, given the model to call; `loss` is the last stage's, whose forward pass runs in
+    `around`; `extent` how much operators select by data."""
 
     module: nn.Module
     units: Units
     hidden: Tensor
     samples: SampleBatch
     is_first: bool
+    forward: Callable[[Any], Tensor]
     loss: Callable[[Tensor], Tensor] | None = None
     around: Callable[[], AbstractContextManager[None]] = nullcontext
+    extent: Extent = Extent.GIVEN
 
 
 def record_stage(stage: TracedStage, *, in_halves: bool = False) -> Recording:
@@ -74,10 +85,9 @@ def record_stage(stage: TracedStage, *, in_halves: bool = False) -> Recording:
     left empty. The first stage has no halves: nobody waits for a gradient of tokens."""
     gradient = stage.hidden.detach().clone()
     hidden = stage.hidden.detach().requires_grad_()
-    x = stage.samples.inputs if stage.is_first else hidden
     given = (hidden, gradient, *stage.samples.tensors)
-    with _watching(stage.module, stage.units, given) as recorder:
-        micro_batch = _MicroBatch(stage, recorder, x, gradient)
+    with _watching(stage.module, stage.units, given, stage.extent) as recorder:
+        micro_batch = _MicroBatch(stage, recorder, hidden, gradient)
         if in_halves:
             micro_batch.fill_gradients()
         with recorder:
@@ -90,9 +100,12 @@ class _MicroBatch:
     """A micro-batch on a stage. What the schedule keeps is kept here too, until the last pass is
     over."""
 
-    def __init__(self, stage: TracedStage, recorder: Recorder, x: Tensor, gradient: Tensor) -> None:
-        self.stage, self.recorder = stage, recorder
-        self.x, self.gradient = x, gradient
+    def __init__(
+        self, stage: TracedStage, recorder: Recorder, hidden: Tensor, gradient: Tensor
+    ) -> None:
+        self.stage, self.recorder, self.gradient = stage, recorder, gradient
+        self.hidden = None if stage.is_first else hidden
+        self.x = stage.samples.tensors[0] if stage.is_first else hidden
         self.kept: list[Any] = []
         self.output: Tensor
         self.loss: Tensor | None = None
@@ -105,9 +118,9 @@ class _MicroBatch:
 
     def forward(self) -> None:
         with self.stage.around():
-            inputs = self.stage.samples.inputs
-            given = (self.x,) if self.stage.is_first else (self.x, inputs)
-            self.output = apart(self.stage.module(*given))
+            is_last = self.stage.loss is not None
+            model = CalledOnce(self.stage.module, self.hidden, is_last=is_last)
+            self.output = apart(run_stage(model, self.stage.forward))
         if self.stage.loss is not None:
             self.loss = self.stage.loss(self.output)
         self.recorder.end("forward")

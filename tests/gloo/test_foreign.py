@@ -3,6 +3,8 @@ a wrapper that does something else than was meant is told at the first steady st
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -20,7 +22,8 @@ from ptrain.report.record import Check
 from ptrain.spec.axis import Axis
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
-from ptrain.verification.foreign import compare_foreign, ranks_over_axes
+from ptrain.verification.comparison import Comparison, compare
+from ptrain.verification.foreign import ranks_over_axes
 from tests.ranks import Ranks
 
 pytestmark = pytest.mark.gloo
@@ -56,9 +59,9 @@ def wrapped(way: str, spec: Spec, size: int) -> nn.Module:
     return fully_shard(model, mesh=mesh, reshard_after_forward=after_forward)
 
 
-def _checks(way: str, predicted: str, size: int, accumulate: int = 1) -> tuple[Check, ...]:
+def _checks(way: str, predicted: str, size: int, accumulate: int = 1) -> Comparison:
     measurement = _measured(way, predicted, size, accumulate)
-    return compare_foreign(spec_of(predicted, size, accumulate), measurement)
+    return compare(spec_of(predicted, size, accumulate), measurement)
 
 
 def _measured(way: str, predicted: str, size: int, accumulate: int = 1) -> Measurement:
@@ -83,7 +86,7 @@ def _measured(way: str, predicted: str, size: int, accumulate: int = 1) -> Measu
     return measurement
 
 
-def failing(checks: tuple[Check, ...]) -> list[str]:
+def failing(checks: Iterable[Check]) -> list[str]:
     return [check.name for check in checks if not check.holds]
 
 
@@ -115,7 +118,7 @@ def test_replicas_where_shards_were_predicted_are_told(ranks: Ranks) -> None:
         assert "traffic dp_shard all_gather forward parameters calls" in failed
         assert "traffic dp_shard reduce_scatter backward gradients calls" in failed
         assert "traffic dp_shard all_reduce backward gradients sent" in failed
-        assert not any(check.why for check in checks)  # no other value of reshard explains it
+        assert checks.cause.startswith("every rank has the whole model")
 
 
 def test_one_unit_where_blocks_were_predicted_is_told(ranks: Ranks) -> None:
@@ -126,14 +129,14 @@ def test_one_unit_where_blocks_were_predicted_is_told(ranks: Ranks) -> None:
         calls = {check.name: (check.predicted, check.measured) for check in checks}
         assert calls["traffic dp_shard reduce_scatter backward gradients calls"] == (3, 1)
         assert not any(name.startswith("memory") for name in failed)
+        assert checks.cause.startswith("the whole model is one unit; write unit: model")
 
 
-def _compared(way: str, written: tuple[str, ...]) -> list[tuple[Check, ...]]:
+def _compared(way: str, written: tuple[str, ...]) -> list[Comparison]:
     """Checks of one measurement by `zero3` with each of these values of `reshard`."""
     spec, measurement = spec_of("zero3", 2, 2), _measured(way, "zero3", 2, 2)
     return [
-        compare_foreign(load(spec.resolved, [f"reshard={value}"]).spec, measurement)
-        for value in written
+        compare(load(spec.resolved, [f"reshard={value}"]).spec, measurement) for value in written
     ]
 
 
@@ -148,6 +151,7 @@ def test_what_fully_shard_does_by_itself_is_named_and_is_non_root(ranks: Ranks) 
         for check in given_back:
             assert check.holds is not ("the root stays gathered" in check.why)
             assert check.holds is not ("write reshard: non-root" in check.why)
+        assert str(given_back).count("write reshard: non-root, which predicts every figure") == 1
         assert non_root and not failing(non_root)
         assert all(check.predicted == check.measured and not check.why for check in non_root)
         assert all("non-root" in check.why for check in kept if not check.holds) and failing(kept)

@@ -7,7 +7,7 @@ gets it in the model's order.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -46,9 +46,18 @@ class FusedOrder:
         have parts of them."""
         return {name: self._ordered(name, tensor, back=True) for name, tensor in named.items()}
 
-    def held(self, named: Named) -> Named:
+    def held(self, named: Mapping[str, torch.Tensor]) -> Named:
         """Return what `canonical` was given. Collective too."""
         return {name: self._ordered(name, tensor, back=False) for name, tensor in named.items()}
+
+    def held_features(self, path: str, whole: torch.Tensor) -> torch.Tensor:
+        """Return what a module gives, with the features of a fused projection in the order of the
+        ranks."""
+        lengths = self._lengths(f"{path}.weight")
+        if not lengths:
+            return whole
+        order = torch.tensor(held_order(lengths, self.degree), device=whole.device)
+        return whole.index_select(-1, order)
 
     @torch.no_grad()
     def reorder(self, path: str, module: nn.Module) -> None:

@@ -1,0 +1,110 @@
+"""A prediction beside what a rank measured: `print(ptrain.compare(spec, measurement))`.
+
+Of a program everything is compared; of a model that somebody else wrapped, what it has in common
+with one (verification/foreign.py). A wrapper that does something else than its configuration says
+(replicas where shards were asked for, one unit where blocks were meant) fails checks that name
+state and axis, and the cause where one is known (verification/wrapping.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from ptrain.costs import Estimate
+from ptrain.derivation.estimate import derive
+from ptrain.facts.model import ModelFacts
+from ptrain.installed import versions
+from ptrain.meters.measure import Measurement
+from ptrain.report.record import Check, verdict
+from ptrain.report.record import compare as checks_of
+from ptrain.report.summary import summary
+from ptrain.spec.dials import UnitKind
+from ptrain.spec.spec import Spec
+from ptrain.traces.facts import facts_of
+from ptrain.verification.foreign import in_common, with_axes_of
+from ptrain.verification.wrapping import Otherwise, otherwise
+
+_OF_A_KIND = 3  # checks: calls, payload and bytes sent
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """The checks of one rank, over which it iterates; it prints as the table that ends a training.
+    `cause` is what explains those that fail, and what to write, in a sentence, if that is known."""
+
+    predicted: Estimate
+    measured: Estimate
+    checks: tuple[Check, ...]
+    cause: str = ""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def holds(self) -> bool:
+        return verdict(self.checks) == "holds"
+
+    def __iter__(self) -> Iterator[Check]:
+        return iter(self.checks)
+
+    def __len__(self) -> int:
+        return len(self.checks)
+
+    def __repr__(self) -> str:
+        held = sum(check.holds for check in self.checks)
+        return f"Comparison({verdict(self.checks)}: {held} of {len(self.checks)})"
+
+    def __str__(self) -> str:
+        by_figure = checks_of(self.predicted, self.measured)  # the cause stands once, at the end
+        text = summary(self.predicted, self.measured, by_figure, torch=versions()["torch"])
+        cause = [f"cause: {self.cause}"] if self.cause else []
+        return "\n".join([text, *cause, *(f"note: {note}" for note in self.notes)])
+
+
+def compare(spec: Spec, measurement: Measurement, facts: ModelFacts | None = None) -> Comparison:
+    """Compare what a spec predicts with this rank's measured step. `facts` are the model's, where
+    the spec does not build it: `ptrain.read_facts(spec, model)`, before it is wrapped."""
+    spec = replace(spec, device=measurement.device)  # whose kernels computed
+    facts = facts or facts_of(spec)
+    exact = derive(spec, facts).exact
+    if measurement.spec is not None:
+        measured = measurement.estimate()
+        checks = checks_of(exact, measured)
+        return Comparison(predicted=exact, measured=measured, checks=checks)
+    measured = in_common(with_axes_of(measurement.estimate(), spec, measurement))
+    predicted = in_common(exact)
+    checks = checks_of(predicted, measured)
+    comparison = Comparison(predicted=predicted, measured=measured, checks=checks)
+    return comparison if comparison.holds else _with_cause(comparison, spec, facts, measurement)
+
+
+def _with_cause(
+    comparison: Comparison, spec: Spec, facts: ModelFacts, measurement: Measurement
+) -> Comparison:
+    """The same, with what explains all that departs, or most of it."""
+    departed = _departed(comparison.checks)
+    cause, explained = "", frozenset[str]()
+    for other in otherwise(spec):
+        left = _departed(checks_of(_predicted(other, facts), comparison.measured))
+        names = departed - left
+        if left and not (left < departed and len(names) >= _OF_A_KIND):
+            continue
+        if len(names) > len(explained):
+            which = f"{len(names)} of the {len(departed)} figures that depart"
+            claim = f"predicts {which if left else 'every figure'}"
+            cause, explained = f"{other.does}; write {other.words}, which {claim}", names
+        if not left:
+            break
+    checks = tuple(
+        replace(check, why=cause) if check.name in explained else check
+        for check in comparison.checks
+    )
+    return replace(comparison, checks=checks, cause=cause, notes=measurement.policies)
+
+
+def _departed(checks: tuple[Check, ...]) -> frozenset[str]:
+    return frozenset(check.name for check in checks if not check.holds)
+
+
+def _predicted(other: Otherwise, facts: ModelFacts) -> Estimate:
+    is_one = other.spec.unit.kind is UnitKind.MODEL
+    return in_common(derive(other.spec, facts.as_one_unit() if is_one else facts).exact)
