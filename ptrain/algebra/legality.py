@@ -87,6 +87,17 @@ def _shape_faults(spec: Spec) -> Iterator[Fault]:
         yield from misfits(spec.model)
 
 
+def _fused_faults(spec: Spec) -> Iterator[Fault]:
+    shape = spec.model
+    if isinstance(shape, ModelShape) and shape.logit_soft_cap is not None and spec.loss.fused:
+        yield Fault(
+            place="loss.fused",
+            finding="torch's linear_cross_entropy bounds no logits, and the model has "
+            f"logit_soft_cap: {shape.logit_soft_cap:g}",
+            remedy="remove fused: chunks of logits are bound too",
+        )
+
+
 def _vocabulary_faults(spec: Spec) -> Iterator[Fault]:
     (size, key), data = spec.model.vocabulary, spec.data
     if size is None or data.path is not None:
@@ -144,6 +155,7 @@ def _axes_that_wait(spec: Spec) -> Iterator[Fault]:
 
 _PRODUCT_RULES = (
     SpecRule(name="heads divide", theorem="Definition 1", faults=_shape_faults),
+    SpecRule(name="an operator knows the logits", theorem="Definition 1", faults=_fused_faults),
     SpecRule(name="every token has a row", theorem="Definition 1", faults=_vocabulary_faults),
     SpecRule(
         name="the batch is the sum of its parts",

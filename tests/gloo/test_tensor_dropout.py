@@ -30,14 +30,21 @@ pytestmark = pytest.mark.gloo
 
 STEPS, DROPOUT, LAYERS = 3, 0.1, 2
 HEADS_OR_TOKENS = 1  # the dimension of attention's heads, and of the residual stream's tokens
+SEQUENCE = 16
 Masks = list[torch.Tensor]
+# not built in: dropout in attention and behind the MLP; of transformers behind the embedding too
+FOREIGN: dict[str, dict[str, Any]] = {
+    "own": {"target": "tests.models_foreign:dropping", "arguments": {"layers": LAYERS}},
+    "gpt2": {"hf": "gpt2", "config": {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 260}},
+}
 nightly = partial(pytest.param, marks=pytest.mark.nightly)
 ZERO3 = {"dp_shard": "zero3"}
 MORE: list[tuple[str, dict[str, str]]] = [("R", ZERO3), ("S*", ZERO3), ("S*", {}), ("S", ZERO3)]
 
 
 class Drawn(TorchDispatchMode):
-    """Keeps every mask that is drawn, or gives those of `replayed`, in their order."""
+    """Keeps every mask that is drawn in training, or gives those of `replayed`, in their order: when
+    somebody looks at a model, no gradient is wanted."""
 
     def __init__(self, replayed: Iterator[torch.Tensor] | None = None) -> None:
         super().__init__()
@@ -48,7 +55,7 @@ class Drawn(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten.bernoulli_.float:
+        if func is torch.ops.aten.bernoulli_.float and torch.is_grad_enabled():
             if self.replayed is not None:
                 result.copy_(next(self.replayed))
             own = result.to_local() if isinstance(result, DTensor) else result
@@ -62,9 +69,12 @@ def train_and_keep_masks(spec: Spec) -> tuple[Report, Masks]:
     return report, drawn.masks
 
 
-def on_ranks(ranks: Ranks, activations: str, data: dict[str, str]) -> tuple[Spec, Any, list[Masks]]:
+def on_ranks(
+    ranks: Ranks, activations: str, data: dict[str, str], model: str = ""
+) -> tuple[Spec, Any, list[Masks]]:
     """The spec, its first rank's trajectory and every rank's masks."""
-    spec = spec_of("gpt", activations=activations, data=data, shape={"dropout": DROPOUT})
+    what: dict[str, Any] = {"own": FOREIGN[model]} if model else {"shape": {"dropout": DROPOUT}}
+    spec = spec_of("gpt", activations=activations, data=data, **what)
     reports = ranks.run(spec.world_size, train_and_keep_masks, spec)
     return spec, reports[0][0].trajectory, [masks for _, masks in reports]
 
@@ -74,22 +84,35 @@ def is_attention(mask: torch.Tensor) -> bool:
 
 
 def joined(masks: tuple[torch.Tensor, ...], *, is_sequence: bool) -> torch.Tensor:
-    """One device's mask of those that the ranks of tp drew in its place."""
-    if is_attention(masks[0]) or is_sequence:
+    """One device's mask of those that the ranks of tp drew in its place. In front of the blocks of
+    a model that is not built in, all ranks have all tokens."""
+    has_slice = masks[0].shape[HEADS_OR_TOKENS] < SEQUENCE
+    if is_attention(masks[0]) or (is_sequence and has_slice):
         return torch.cat(masks, dim=HEADS_OR_TOKENS)
     assert all(torch.equal(mask, masks[0]) for mask in masks[1:])
     return masks[0]
 
 
 @pytest.mark.parametrize(
-    ("activations", "data"),
-    [("R", {}), ("S", {}), *(nightly(*case) for case in MORE)],
+    ("activations", "data", "model"),
+    [
+        ("R", {}, ""),
+        ("S", {}, ""),
+        *(nightly(*case, "") for case in MORE),
+        ("S", {}, "gpt2"),
+        nightly("R", {}, "own"),
+        *(nightly(*case, model) for case in MORE[:1] for model in FOREIGN),
+        nightly("S", {}, "own"),
+        nightly("R", {}, "gpt2"),
+    ],
     ids=str,
 )
 def test_with_the_ranks_masks_one_device_computes_the_same(
-    ranks: Ranks, activations: str, data: dict[str, str]
+    ranks: Ranks, activations: str, data: dict[str, str], model: str
 ) -> None:
-    spec, run, masks = on_ranks(ranks, activations, data)
+    if "hf" in FOREIGN.get(model, {}):
+        pytest.importorskip("transformers")
+    spec, run, masks = on_ranks(ranks, activations, data, model)
     degree, is_sequence = 2, activations != "R"
     of_data_rank = [
         [

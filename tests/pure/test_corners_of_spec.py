@@ -281,6 +281,7 @@ NAMED = {
     "gradients are summed per stage": BY_STAGE,
     "activations are those of a rank's layers": "Definition 2",
     "heads divide": "Definition 1",
+    "an operator knows the logits": "Definition 1",
     "every token has a row": "Definition 1",
     "the batch is the sum of its parts": INTEGRITY,
     "the mesh fits the cluster": "Definition 5",
