@@ -172,8 +172,17 @@ def _config(named: Any, model: HuggingFaceModel) -> Any:
     fields = taken(named, model.config).fields
     attention, _ = _KINDS[_attention(named, model)]
     with boundary(lambda error: _unfit(f"{kind.__name__} does not take it: {_line(error)}")):
-        own = {_ATTENTION: attention, **experts_setting(fields.get(EXPERTS)), **_FIXED}
+        own = {_ATTENTION: attention, **_experts(fields.get(EXPERTS)), **_FIXED}
         return kind(**{**fields, **own})
+
+
+def _experts(given: object) -> dict[str, object]:
+    """How layers of experts compute; nothing of a transformers that has no choice."""
+    try:
+        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
+    except ImportError:
+        return {}
+    return experts_setting(ALL_EXPERTS_FUNCTIONS.register, grouped_mm_experts_forward, given)
 
 
 def _line(error: BaseException) -> str:

@@ -54,7 +54,7 @@ def taken(named: Any, config: Mapping[str, object]) -> TakenConfig:
     for field in config:
         if field in _SAID_BY:
             _refuse_said(field)
-        if field not in known:
+        if field not in known and field != EXPERTS:
             near = near_word(field, known)
             finding = f"{kind.__name__} has no field {field!r}"
             raise refused(f"model.config.{field}", finding, near or _some(known))
@@ -94,7 +94,7 @@ def _of_file(named: Any, kind: Any, config: Mapping[str, object]) -> TakenConfig
     for field, value in config.items():
         if field in _SAID_BY:
             ignored.append(f"{field} ({_SAID_BY[field]} says it)")
-        elif field in known and field not in _OF_FILE:
+        elif (field in known and field not in _OF_FILE) or field == EXPERTS:
             fields[field] = value
         elif field not in _OF_FILE:
             missing = [name for name in known if name not in config]
@@ -119,7 +119,7 @@ def _fields(named: Any) -> tuple[str, ...]:
     (`rotary_pct`), and those that the class reads where they are there (`head_dim` of some)."""
     kind = named.config_class
     return tuple(
-        dict.fromkeys([*kind().to_dict(), *kind.attribute_map, *_OLD_NAMES, *_read(named), EXPERTS])
+        dict.fromkeys([*kind().to_dict(), *kind.attribute_map, *_OLD_NAMES, *_read(named)])
     )
 
 

@@ -159,3 +159,37 @@ def test_experts_that_run_on_no_rows_have_gradients(name):
 def test_facts_with_bounds_are_kept_as_plain_data():
     facts = facts_of(spec_of(MODELS["experts in a list"]))
     assert from_plain(to_plain(facts, ModelFacts), ModelFacts) == facts
+
+
+def logits(dtype: torch.dtype, **config: Any) -> Tensor:
+    """What a model of transformers gives, with the weights of one seed."""
+    model = build(spec_of(mixtral(**config)).model, sequence=8).to(dtype)
+    tokens = torch.arange(16).view(2, 8)
+    with torch.no_grad():
+        output: Tensor = model(tokens)
+    return output
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 0.0)], ids=str
+)
+def test_experts_compute_the_same_one_by_one_and_by_grouped_products(dtype, tolerance):
+    """In fp64 nothing else than one by one."""
+    pytest.importorskip("transformers")
+    by_expert = logits(dtype, experts_implementation="eager")
+    torch.testing.assert_close(logits(dtype), by_expert, rtol=tolerance, atol=tolerance)
+
+
+def test_where_rows_are_not_aligned_experts_run_one_by_one_and_sizes_depend_on_data():
+    pytest.importorskip("transformers")
+    assert facts_of(spec_of(mixtral(intermediate_size=26))).by_data
+
+
+def test_grouped_products_that_torch_lacks_are_refused_by_name():
+    pytest.importorskip("transformers")
+    spec = spec_of(
+        mixtral(experts_implementation="grouped_mm"),
+        precision={"layout": "fp32", "compute": "fp64"},
+    )
+    with pytest.raises(SpecError, match="torch has no grouped product of float64"):
+        facts_of(spec)

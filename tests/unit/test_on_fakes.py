@@ -96,11 +96,24 @@ def test_a_class_of_transformers_that_reads_values_is_not_built_on_real_tensors(
 ) -> None:
     """Experts that look up which tokens are theirs; real tensors would take the memory of all."""
     pytest.importorskip("transformers")
-    config = LLAMA.partition("config: ")[2].replace("num_hidden_layers: 4", "num_local_experts: 4")
-    model = "{hf: MixtralForCausalLM, config: " + config
     monkeypatch.setattr(facts, "build", None)
-    read = on_fake_tensors(spec_of(model, "zero3"), monkeypatch)
+    by_expert = mixtral("experts_implementation: eager")
+    read = on_fake_tensors(spec_of(by_expert, "zero3"), monkeypatch)
     assert read.numel > 0 and "its code reads values" in read.untraced
+
+
+def test_experts_by_grouped_products_are_traced_on_fakes_as_on_real_tensors(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("transformers")
+    spec = spec_of(mixtral("num_experts_per_tok: 2"), "zero3")
+    assert facts_of(spec).timeline == on_fake_tensors(spec, monkeypatch).timeline
+
+
+def mixtral(field: str) -> str:
+    fields = f"num_hidden_layers: 2, num_local_experts: 4, {field}"
+    config = LLAMA.partition("config: ")[2].replace("num_hidden_layers: 4", fields)
+    return "{hf: MixtralForCausalLM, config: " + config
 
 
 class Halting(torch.autograd.Function):
