@@ -26,6 +26,20 @@ BLOCK_PLAN = {
     "head": "head",
 }
 
+# What a spec says of nanoGPT, whose code says nothing.
+NANO_PLAN = {
+    "transformer.wte": "vocabulary",
+    "transformer.h.*.attn": "whole input",
+    "transformer.h.*.attn.c_attn": "fused column",
+    "transformer.h.*.attn.c_proj": "row",
+    "transformer.h.*.attn.n_head": "count",
+    "transformer.h.*.attn.n_embd": "count",
+    "transformer.h.*.mlp": "whole input",
+    "transformer.h.*.mlp.up": "column",
+    "transformer.h.*.mlp.down": "row",
+    "lm_head": "head",
+}
+
 
 class FusedAttention(nn.Module):
     """Query, key and value by one projection, one behind the other; sizes are the module's own, as

@@ -21,6 +21,7 @@ from tests.gloo.matrix import MEASURED, STEPS
 from tests.gloo.matrix import run as run_exactly
 from tests.gloo.recording import named, relative
 from tests.gloo.runs import train
+from tests.models_foreign import NANO_PLAN
 from tests.models_vision import VECTORS
 from tests.ranks import Ranks
 
@@ -92,6 +93,8 @@ COLUMNS: dict[str, dict[str, Any]] = {
         "placement": {"pp": "S,S,S,R", "dp_shard": "zero3"},
     },
 }
+# Plans that a spec writes on tp, of models whose code says nothing.
+PLANS = {name: {"tensor": {"plan": NANO_PLAN}} for name in ("plain nanoGPT", "(logits, loss)")}
 # Cells that are refused, with the words of the refusal.
 DEBTS: dict[tuple[str, str], str] = {}
 
@@ -107,6 +110,7 @@ def spec_of(model: str, column: str, *, exactly: bool) -> Spec:
         "optimizer": {"name": "adamw", "lr": 1e-2, "clip": 1.0},
         **sections,
         **COLUMNS[column],
+        **(PLANS.get(model, {}) if column.startswith("tp") else {}),
     }
     return require(load(written))
 

@@ -12,6 +12,7 @@ from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
 from tests.gloo.matrix import run
 from tests.gloo.test_exact import failing
+from tests.models_foreign import NANO_PLAN
 from tests.models_vision import VECTORS
 from tests.ranks import Ranks
 
@@ -111,20 +112,6 @@ def with_z_loss(model: str, axis: str, **more: Any) -> Spec:
 def test_a_loss_of_the_users_is_that_of_one_device_on_every_axis(ranks: Ranks, model, axis):
     result = run(ranks, with_z_loss(model, axis))
     assert not failing((*result.checks, *result.against))
-
-
-NANO_PLAN = {
-    "transformer.wte": "vocabulary",
-    "transformer.h.*.attn": "whole input",
-    "transformer.h.*.attn.c_attn": "fused column",
-    "transformer.h.*.attn.c_proj": "row",
-    "transformer.h.*.attn.n_head": "count",
-    "transformer.h.*.attn.n_embd": "count",
-    "transformer.h.*.mlp": "whole input",
-    "transformer.h.*.mlp.up": "column",
-    "transformer.h.*.mlp.down": "row",
-    "lm_head": "head",
-}
 
 
 @NIGHTLY
