@@ -8,18 +8,6 @@ from torch import Tensor, nn
 
 from tests.models_foreign import Block, Nested
 
-NANO_PLAN = {
-    "transformer.h.*.attn": "whole input",
-    "transformer.h.*.attn.c_attn": "fused column",
-    "transformer.h.*.attn.n_embd": "count",
-    "transformer.h.*.attn.n_head": "count",
-    "transformer.h.*.attn.c_proj": "row",
-    "transformer.h.*.mlp": "whole input",
-    "transformer.h.*.mlp.up": "column",
-    "transformer.h.*.mlp.down": "row",
-    "transformer.wte": "vocabulary",
-    "lm_head": "head",
-}
 GROUPED_PLAN = {
     "h.*.attn": "whole input",
     "h.*.attn.qkv": "fused column",

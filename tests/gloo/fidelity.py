@@ -17,6 +17,7 @@ from ptrain.report.record import Check, compare
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
 from ptrain.traces.facts import facts_of
+from ptrain.verification.compare import FP64, Tolerances
 from tests.gloo.matrix import MEASURED, STEPS
 from tests.gloo.matrix import run as run_exactly
 from tests.gloo.recording import named, relative
@@ -93,6 +94,10 @@ COLUMNS: dict[str, dict[str, Any]] = {
         "placement": {"pp": "S,S,S,R", "dp_shard": "zero3"},
     },
 }
+# Their norms compute in fp32 whatever they are given, so that an order of sums shows by its
+# roundings: 6e-8 in each of 25 norms, in every step.
+IN_FP32 = Tolerances(losses=1e-6, gradient_norms=1e-5, parameters=1e-5)
+TOLERANCES = {"gemma2": IN_FP32, "gemma3": IN_FP32}
 # Plans that a spec writes on tp, of models whose code says nothing.
 PLANS = {name: {"tensor": {"plan": NANO_PLAN}} for name in ("plain nanoGPT", "(logits, loss)")}
 # Cells that are refused, with the words of the refusal.
@@ -141,7 +146,8 @@ def cell(ranks: Ranks, model: str, column: str) -> Cell:
         exact = derive(own_dtypes, facts_of(own_dtypes)).exact
         reports = ranks.run(own_dtypes.world_size, train, own_dtypes, STEPS, MEASURED)
         measured = join_estimates([report.measured for report in reports if report.measured])
-        beside = run_exactly(ranks, spec_of(model, column, exactly=True))
+        exactly = spec_of(model, column, exactly=True)
+        beside = run_exactly(ranks, exactly, TOLERANCES.get(model, FP64))
     except PtrainError as error:
         return Cell(refusal=str(error))
     return Cell(checks=(*compare(exact, measured), *beside.checks, *beside.against))
@@ -208,6 +214,8 @@ COMMAND = "pytest tests/gloo/test_fidelity.py -m 'nightly or not nightly' --reco
 CLAIM = f"""\
 Claim: a cell that holds differs from `exact` by 0 in resident memory and traffic and by at most 2 %
 in each phase's peak, in fp32 and with `compute: fp64`; and in fp64 its losses over {STEPS} steps
-are those of one device to 1e-12 and its parameters to 1e-9. Models have four layers of width 32.
+are those of one device to 1e-12 and its parameters to 1e-9 (of Gemma, whose norms compute in fp32
+by themselves, to 1e-6 and 1e-5). Models have four layers of width 32. Beside one device nothing is
+dropped out. nanoGPT's plan on tp stands in the spec.
 """
 MATRIX = Fidelity()

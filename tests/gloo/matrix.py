@@ -59,15 +59,17 @@ def reference(spec: Spec) -> Trajectory:
     return _REFERENCES[key]
 
 
-def run(ranks: Ranks, spec: Spec) -> Result:
-    """Trained on as many ranks as the spec has, measured once and held against both."""
+def run(ranks: Ranks, spec: Spec, exactly: Tolerances = FP64) -> Result:
+    """Trained on as many ranks as the spec has, measured once and held against both; in fp64
+    `exactly` beside one device."""
     truth = reference(spec)
     reports = ranks.run(spec.world_size, train, spec, len(truth.losses), MEASURED)
     measured = join_estimates([report.measured for report in reports if report.measured])
     checks = compare(derive(spec, facts_of(spec)).exact, measured)
     trajectory = reports[0].trajectory
     assert trajectory is not None
-    tolerances = FP64 if spec.precision.compute_fp64 else Tolerances(losses=loss_band(spec, truth))
+    is_exact = spec.precision.compute_fp64
+    tolerances = exactly if is_exact else Tolerances(losses=loss_band(spec, truth))
     return Result(spec, checks, compare_runs(truth, trajectory, tolerances))
 
 

@@ -15,7 +15,7 @@ from ptrain.rooms.world import World
 from ptrain.spec.spec import Spec
 from tests.gloo.tensor_cases import spec_of
 from tests.gloo.tensor_runs import MATRIX
-from tests.models_fused import NANO_PLAN
+from tests.models_foreign import NANO_PLAN
 from tests.ranks import Ranks
 
 pytestmark = pytest.mark.gloo
