@@ -218,7 +218,7 @@ RUNS: dict[str, Trajectory] = {}
 
 def _require_equal_bits(ranks: Ranks, one: Spec, other: Spec) -> None:
     """The first is run once for all that are compared with it."""
-    key = repr(one)
+    key = str(one)
     if key not in RUNS:
         RUNS[key] = run(ranks, one)
     left, right = RUNS[key], run(ranks, other)

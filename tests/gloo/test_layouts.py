@@ -14,6 +14,7 @@ from ptrain.algebra.legality import require
 from ptrain.data.corpus import corpus
 from ptrain.data.sampler import batch
 from ptrain.errors import PtrainError, SpecError
+from ptrain.interpreter.agreement import require_equal_models
 from ptrain.interpreter.materialize import build_module
 from ptrain.interpreter.program import Program, interpret
 from ptrain.models.initialize import initialize
@@ -256,6 +257,8 @@ def differing_model(spec: Spec, what: str) -> str:
         value = parameter.detach().double() if what == "dtype" else parameter.detach()[:-1].clone()
         setattr(owner, name.rpartition(".")[2], torch.nn.Parameter(value))
     try:
+        if what == "dtype":  # what is interpreted is cast to the spec's
+            require_equal_models(module, spec.precision.layout, world)
         interpret(spec, module, world)
     except SpecError as error:
         assert error.exit_code == 2

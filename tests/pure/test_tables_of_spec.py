@@ -60,7 +60,8 @@ SETS = {
     model.Attention: "sdpa eager flex",
     pipeline.ScheduleName: "naive gpipe 1f1b bfs interleaved zero-bubble zbv dualpipev",
     pipeline.SplitBy: "parameters time layers",
-    role.Role: "column row vocabulary head whole_input shared norm last_norm positions",
+    role.Role: """column fused_column transposed_column row transposed_row vocabulary head whole_input
+        shared norm last_norm positions count block first_block last_block""",
 }
 
 
@@ -318,7 +319,10 @@ def test_what_stands_nowhere_has_line_0_and_no_text():
 
 def test_roles_that_a_users_plan_may_give():
     given = [each.value for each in role.GIVEN]
-    assert given == ["column", "row", "vocabulary", "head", "whole input", "shared"]
+    assert given == [
+        "column", "fused column", "row", "vocabulary", "head", "whole input", "shared", "norm",
+        "last norm", "count",
+    ]  # fmt: skip
     assert all(" " in about for about in role.GIVEN.values())
 
 

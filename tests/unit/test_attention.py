@@ -112,5 +112,5 @@ def test_a_class_of_transformers_without_the_kind_is_refused():
     pytest.importorskip("transformers")
     model = HuggingFaceModel(hf="bloom", config={"hidden_size": 16, "n_head": 2, "n_layer": 1})
     with pytest.raises(SpecError, match=r"does not have sdpa\n.*attention: eager"):
-        build(model, sequence=8)
+        build(replace(model, attention=Attention.SDPA), sequence=8)
     build(replace(model, attention=Attention.EAGER), sequence=8)
