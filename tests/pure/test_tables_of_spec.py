@@ -60,8 +60,8 @@ SETS = {
     model.Attention: "sdpa eager flex",
     pipeline.ScheduleName: "naive gpipe 1f1b bfs interleaved zero-bubble zbv dualpipev",
     pipeline.SplitBy: "parameters time layers",
-    role.Role: """column fused_column transposed_column row transposed_row vocabulary head whole_input
-        shared norm last_norm positions count block first_block last_block""",
+    role.Role: """column fused_column transposed_column row transposed_row vocabulary head
+        whole_input shared norm last_norm positions count block first_block last_block""",
 }
 
 
