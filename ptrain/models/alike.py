@@ -16,6 +16,7 @@ from torch._guards import detect_fake_mode
 from ptrain.errors import Fault, refused
 from ptrain.models.arguments import with_first
 from ptrain.models.boundary import boundary, said
+from ptrain.models.modes import in_mode
 from ptrain.models.one_pass import OnePass
 from ptrain.spec.axis import Axis
 from ptrain.spec.role import COLUMNS, ROWS, Role
@@ -90,7 +91,7 @@ def require_alike(
         finding = f"it cannot run on a slice of the tokens: {said(error)}"
         return Fault(place=place, finding=finding, remedy=_REMEDY)
 
-    with torch.no_grad(), _evaluating(module), boundary(fault):
+    with torch.no_grad(), in_mode(module, training=False), boundary(fault):
         runs: list[_AllTokens | _Part] = [whole, *parts]
         for tensors in runs:
             with _crossing(module, named, blocks, tensors), once.prepared() as run:
@@ -112,18 +113,6 @@ def _is_alike(tensor: Tensor, expected: Tensor) -> bool:
     size = float(expected.abs().max()) if expected.numel() else 0.0
     tolerance = float(torch.finfo(expected.dtype).eps ** 0.5) * size
     return tensor.shape == expected.shape and torch.allclose(tensor, expected, 0.0, tolerance)
-
-
-@contextmanager
-def _evaluating(module: nn.Module) -> Iterator[None]:
-    """Nothing is dropped."""
-    training = [child for child in module.modules() if child.training]
-    module.eval()
-    try:
-        yield
-    finally:
-        for child in training:
-            child.training = True
 
 
 @contextmanager
