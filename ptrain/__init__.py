@@ -11,9 +11,9 @@ from ptrain.version import VERSION as __version__
 TYPE_CHECKING = False  # not typing's: `python -m ptrain` is here before its path is put right
 if TYPE_CHECKING:
     from ptrain.derivation.estimate import derive as derive
+    from ptrain.derivation.lowering import lower as lower
     from ptrain.interpreter.program import interpret as interpret
     from ptrain.meters.measure import measure as measure
-    from ptrain.derivation.lowering import lower as lower
     from ptrain.selection.recompute import settled as settled
     from ptrain.spec.load import expand as expand
     from ptrain.spec.load import load as load

@@ -16,7 +16,7 @@ from ptrain.derivation.estimate import derive
 from ptrain.facts.model import ModelFacts
 from ptrain.installed import versions
 from ptrain.meters.measure import Measurement
-from ptrain.report.record import Check, verdict
+from ptrain.report.record import Check, verdict, verdict_line
 from ptrain.report.record import compare as checks_of
 from ptrain.report.summary import summary
 from ptrain.spec.dials import UnitKind
@@ -38,6 +38,11 @@ class Comparison:
     checks: tuple[Check, ...]
     cause: str = ""
     notes: tuple[str, ...] = ()
+
+    @property
+    def verdict(self) -> str:
+        """`verdict: holds (14 of 14)`, in a line."""
+        return verdict_line(self.checks, torch=versions()["torch"], untold=self.predicted.undefined)
 
     @property
     def holds(self) -> bool:
@@ -66,11 +71,11 @@ def compare(spec: Spec, measurement: Measurement, facts: ModelFacts | None = Non
     spec = replace(spec, device=measurement.device)  # whose kernels computed
     facts = facts or facts_of(spec)
     exact = derive(spec, facts).exact
+    measured = replace(measurement.estimate(), wire=())  # known as a mean over the ranks alone
     if measurement.spec is not None:
-        measured = measurement.estimate()
         checks = checks_of(exact, measured)
         return Comparison(predicted=exact, measured=measured, checks=checks)
-    measured = in_common(with_axes_of(measurement.estimate(), spec, measurement))
+    measured = in_common(with_axes_of(measured, spec, measurement))
     predicted = in_common(exact)
     checks = checks_of(predicted, measured)
     comparison = Comparison(predicted=predicted, measured=measured, checks=checks)
