@@ -70,7 +70,7 @@ def compare(spec: Spec, measurement: Measurement, facts: ModelFacts | None = Non
     the spec does not build it: `ptrain.read_facts(spec, model)`, before it is wrapped."""
     spec = replace(spec, device=measurement.device)  # whose kernels computed
     facts = facts or facts_of(spec)
-    exact = derive(spec, facts).exact
+    exact = derive(spec, facts).exact.of_rank(measurement.rank)
     measured = replace(measurement.estimate(), wire=())  # known as a mean over the ranks alone
     if measurement.spec is not None:
         checks = checks_of(exact, measured)
