@@ -83,11 +83,13 @@ def _whole_backward(spec: Spec) -> Iterator[Fault]:
 
 def _no_dropout_in_flex(spec: Spec) -> Iterator[Fault]:
     shape = spec.model
-    if isinstance(shape, ModelShape) and shape.attention is Attention.FLEX and shape.dropout:
+    if not isinstance(shape, ModelShape) or shape.attention is not Attention.FLEX:
+        return
+    if rate := shape.dropouts.attention:
         yield Fault(
             place="attention",
             finding=f"flex: torch's flex_attention drops nothing, and the model has dropout: "
-            f"{shape.dropout:g}",
+            f"{rate:g}",
             remedy="write attention: sdpa or eager, or model.dropout=0",
         )
 
@@ -110,16 +112,6 @@ def _whole_model(spec: Spec) -> Iterator[Fault]:
             finding=f"{spec.loss.step.target} is given the whole model, and a stage of a pipeline "
             "is a part of it",
             remedy="write loss: {target: …}, which the last stage calls, or no pp",
-        )
-
-
-def _samples_of_stages(spec: Spec) -> Iterator[Fault]:
-    if spec.degree(Axis.PP) > 1 and spec.data.function is not None:
-        yield Fault(
-            place="data.target",
-            finding="not yet: samples that are not tokens, over pp: of hidden states that are not "
-            "those of tokens no stage knows the shape",
-            remedy="write no pp",
         )
 
 
@@ -197,5 +189,4 @@ NOT_YET = (
     _rule("a budget's peaks are predicted", "", _budget_of_others),
     _rule("what is recomputed is gathered", "", _parts_of_blocks),
     _rule("the naive plan keeps what it saves", "", _naive_blocks),
-    _rule("stages wait for hidden states of tokens", "", _samples_of_stages),
 )

@@ -19,7 +19,8 @@ from ptrain.axes.tensor.rules import TENSOR
 from ptrain.errors import Fault, SpecError
 from ptrain.spec.axis import EXECUTED_AXES, Factor
 from ptrain.spec.job import OptimizerSpec
-from ptrain.spec.model import Family, ModelShape
+from ptrain.spec.misfits import misfits
+from ptrain.spec.model import ModelShape
 from ptrain.spec.spec import Spec
 
 ROOMS: tuple[AxisRules, ...] = (DATA, TENSOR, PIPELINE)
@@ -82,35 +83,8 @@ def as_yaml(factor: Factor, placement: object) -> str:
 
 
 def _shape_faults(spec: Spec) -> Iterator[Fault]:
-    shape = spec.model
-    if not isinstance(shape, ModelShape):
-        return
-    if shape.hidden % shape.heads:
-        yield Fault(
-            place="model.heads",
-            finding=f"{shape.heads} heads do not divide hidden: {shape.hidden}",
-            remedy=f"choose from {_divisors(shape.hidden)}",
-        )
-    elif shape.family is Family.LLAMA and shape.head_dim % 2:
-        yield Fault(
-            place="model.heads",
-            finding=f"rotary positions need an even head size, and {shape.hidden} / "
-            f"{shape.heads} = {shape.head_dim}",
-            remedy="choose hidden / heads even",
-        )
-    if shape.heads % shape.kv_heads:
-        yield Fault(
-            place="model.kv_heads",
-            finding=f"{shape.kv_heads} key-value heads do not divide heads: {shape.heads}",
-            remedy=f"choose from {_divisors(shape.heads)}",
-        )
-    elif shape.family is Family.GPT and shape.kv_heads != shape.heads:
-        yield Fault(
-            place="model.kv_heads",
-            finding=f"gpt gives every head its own keys and values, not {shape.kv_heads} for "
-            f"{shape.heads}",
-            remedy=f"write kv_heads: {shape.heads}, or a llama preset",
-        )
+    if isinstance(spec.model, ModelShape):
+        yield from misfits(spec.model)
 
 
 def _vocabulary_faults(spec: Spec) -> Iterator[Fault]:
@@ -166,10 +140,6 @@ def _axes_that_wait(spec: Spec) -> Iterator[Fault]:
                 finding=f"the axis {factor.axis} is not executed yet",
                 remedy=f"use {', '.join(EXECUTED_AXES)}",
             )
-
-
-def _divisors(number: int) -> str:
-    return ", ".join(str(divisor) for divisor in range(1, number + 1) if number % divisor == 0)
 
 
 _PRODUCT_RULES = (

@@ -1,1 +1,1 @@
-"""What is read: a corpus or a file of tokens, and which rank gets which sample."""
+"""What is read: a corpus, a file of tokens or samples of one's own, and which rank gets which."""

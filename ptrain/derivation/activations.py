@@ -58,9 +58,11 @@ def timeline(
 def is_tabulated(spec: Spec) -> bool:
     """Return whether the committed tables tell what a micro-batch allocates; else it is traced."""
     shape = spec.model
-    if not isinstance(shape, ModelShape) or _is_column(spec.batch) or drops_in_parts(spec):
+    if not isinstance(shape, ModelShape) or shape.tabulated is None:
         return False
-    if is_by_operators(spec) or spec.loss.user_function is not None:
+    if _is_column(spec.batch) or drops_in_parts(spec) or is_by_operators(spec):
+        return False
+    if spec.loss.user_function is not None:
         return False
     kept = spec.activations.of(shape.layers)
     is_in_chunks = spec.loss.chunk is not None
@@ -77,7 +79,7 @@ def drops_in_parts(spec: Spec) -> bool:
     """Return whether GPUs drop out in a built-in model whose layers or operators are cut."""
     is_cut = spec.degree(Axis.PP) > 1 or spec.degree(Axis.TP) > 1
     shape = spec.model
-    return isinstance(shape, ModelShape) and shape.dropout > 0 and spec.is_for_cuda and is_cut
+    return isinstance(shape, ModelShape) and shape.drops and spec.is_for_cuda and is_cut
 
 
 def _is_column(batch: Batch) -> bool:

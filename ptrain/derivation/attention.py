@@ -115,13 +115,13 @@ def attention_of(spec: Spec) -> FusedAttention | None:
     shape = spec.model
     if not spec.is_for_cuda or not isinstance(shape, ModelShape):
         return None
-    if shape.attention is not Attention.SDPA:
+    if not shape.is_fused:
         return None
     return FusedAttention(
         dtype=spec.precision.effective.parameters,
         head_dim=shape.head_dim,
         sequence=spec.batch.sequence,
-        drops=shape.dropout > 0,
+        drops=shape.dropouts.attention > 0,
     )
 
 
@@ -145,6 +145,8 @@ def may_be_fused(spec: Spec) -> bool:
     """Return whether attention may be a kernel of its own: nobody knows of a model's own code, nor
     of a class that has the choice."""
     model = spec.model
+    if isinstance(model, ModelShape):
+        return model.is_fused
     return isinstance(model, ExternalModel) or model.attention in (None, Attention.SDPA)
 
 

@@ -52,7 +52,8 @@ class Block:
 
 def is_known(shape: ModelShape, kept: Kept) -> bool:
     """Return whether a table tells what such a block allocates; else it is traced."""
-    return shape.attention is not Attention.FLEX and _on_host(kept) in _NAMES
+    has_table = shape.tabulated is not None and shape.attention is not Attention.FLEX
+    return has_table and _on_host(kept) in _NAMES
 
 
 def are_known(spec: Spec) -> bool:
@@ -67,7 +68,8 @@ def are_known(spec: Spec) -> bool:
 
 def is_as_usual(shape: ModelShape, kept: Sequence[Kept]) -> bool:
     """Return whether the tables of whole models and stages tell it all."""
-    return shape.attention is Attention.SDPA and all(mode.is_plain for mode in kept)
+    is_usual = shape.tabulated is not None and shape.attention is Attention.SDPA
+    return is_usual and all(mode.is_plain for mode in kept)
 
 
 def _on_host(kept: Kept) -> Kept:

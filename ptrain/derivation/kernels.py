@@ -24,7 +24,7 @@ from ptrain.derivation.attention import (
     most_rows,
 )
 from ptrain.facts.model import ModelFacts
-from ptrain.spec.model import Attention, ModelShape
+from ptrain.spec.model import ModelShape
 from ptrain.spec.placement import Tier
 from ptrain.spec.precision import DType
 from ptrain.spec.spec import Spec
@@ -58,7 +58,7 @@ def unclaimed(spec: Spec, facts: ModelFacts) -> dict[str, str]:
     are."""
     of_offloaded = dict(_of_offloaded(spec)) if spec.is_for_cuda else {}
     shape = spec.model
-    drops = shape.dropout > 0 if isinstance(shape, ModelShape) else facts.draws
+    drops = shape.drops if isinstance(shape, ModelShape) else facts.draws
     why = _otherwise(spec, facts)
     if not why and drops and spec.may_be_on_cuda and not _is_confirmed(spec):
         why = _NOT_CONFIRMED if spec.is_for_cuda else _WHY
@@ -73,7 +73,7 @@ def _is_confirmed(spec: Spec) -> bool:
     """Return whether a device has shown what dropout keeps: an H100, of whole built-in models with
     fused attention (benchmarks/gpu.sh; tests/cuda)."""
     shape = spec.model
-    is_fused = isinstance(shape, ModelShape) and shape.attention is Attention.SDPA
+    is_fused = isinstance(shape, ModelShape) and shape.is_fused and shape.tabulated is not None
     return spec.is_for_cuda and is_fused and not drops_in_parts(spec) and spec.sm == _H100
 
 

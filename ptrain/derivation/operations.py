@@ -100,7 +100,7 @@ def _setting(spec: Spec, plan: Plan, index: int) -> Setting:
     setting = setting_of(spec, cut_of(spec, plan, index))
     shape = setting.shape
     if spec.is_for_cuda and plan.tensor is not None:  # a GPU multiplies the same with dropout
-        shape = replace(shape, dropout=0.0)
+        shape = shape.without_dropout()
     if is_by_operators(spec):  # backward has the scores, and multiplies once less
         shape = replace(shape, attention=Attention.EAGER)
     return replace(setting, shape=shape)

@@ -10,6 +10,7 @@ What a step of pp leaves in flight is `in_flight`'s.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -37,7 +38,7 @@ from ptrain.derivation.repeats import alike
 from ptrain.derivation.tied import Rows, tied_sums
 from ptrain.facts.model import ModelFacts
 from ptrain.facts.passes import Passes
-from ptrain.facts.stages import ENDS, Ends, Stage
+from ptrain.facts.stages import ENDS, Chain, Ends, Stage
 from ptrain.spec.model import ModelShape
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import Plan
@@ -186,7 +187,7 @@ def accounts(
     step = plan.pipeline
     assert step is not None
     crossing = transfers(schedule)
-    hidden = chain_of(spec, facts).hidden
+    model = chain_of(spec, facts)
     known: dict[Hashable, list[list[Rows]]] = {}
     of_stage = []
     for taken in stages:
@@ -200,7 +201,7 @@ def accounts(
     account_rows = tuple(
         add_traffic(
             (
-                *over_boundaries(spec, plan, (t for t in crossing if t.rank == rank), hidden),
+                *over_boundaries(spec, plan, (t for t in crossing if t.rank == rank), model),
                 *norm(ghost),
                 *(row for s in step.stages_of(rank) for row in _at(of_stage[s][index], shard)),
             )
@@ -241,17 +242,17 @@ def _at(shards: Sequence[Rows], shard: int) -> Rows:
 
 
 def over_boundaries(
-    spec: Spec, plan: Plan, own: Iterable[Transfer], hidden: int
+    spec: Spec, plan: Plan, own: Iterable[Transfer], model: Chain
 ) -> Iterator[Traffic]:
     """Yield what a rank sends and receives by its own transfers: activations of each micro-batch to
     the next stage and their gradients back, micro x sequence x hidden elements a call, of a slice
     of the tokens where tp has those between the blocks."""
     step = plan.pipeline
     assert step is not None
-    tokens = spec.batch.micro * spec.batch.sequence
-    if plan.tensor and plan.tensor.is_sequence:
-        tokens //= spec.degree(plan.tensor.axis)
-    size = tokens * hidden * spec.precision.effective.parameters.itemsize
+    is_cut = plan.tensor is not None and plan.tensor.is_sequence
+    slices = spec.degree(plan.tensor.axis) if plan.tensor and is_cut else 1
+    states = spec.batch.micro * math.prod(model.sample_shape(spec.batch.sequence, slices))
+    size = states * spec.precision.effective.parameters.itemsize
     group = group_over(spec, (step.axis,))
     for transfer in own:
         calls = Calls(transfer.collective, State.ACTIVATIONS, transfer.phase, transfer.calls)

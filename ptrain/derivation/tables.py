@@ -59,6 +59,12 @@ class Setting:
     statistics: Statistics | None = None
 
     @property
+    def family(self) -> Family:
+        """Whose operators the model's blocks have."""
+        assert self.shape.tabulated is not None, "tables tell of families"
+        return self.shape.tabulated
+
+    @property
     def is_full(self) -> bool:
         """Whether fp32 and fp64 do the same as its dtype."""
         return self.compute in (DType.FP32, DType.FP64)
@@ -67,9 +73,9 @@ class Setting:
     def operators(self) -> str:
         """Which operators a block has; what dropout keeps is another thing on a GPU."""
         shape = self.shape
-        if shape.family is Family.LLAMA:
+        if self.family is Family.LLAMA:
             return "mha" if shape.heads == shape.kv_heads else "gqa"
-        if not shape.dropout:
+        if not shape.drops:
             return PLAIN
         return "dropout-cuda" if self.is_for_cuda and self.cut is None else "dropout"
 
@@ -83,7 +89,7 @@ class Setting:
         """Return the name of its table. To a block it is nothing whether embedding and head are
         tied, to a loss what the blocks do; one sample's targets need no copy."""
         words = [
-            self.shape.family.value,
+            self.family.value,
             *(() if part is TablePart.BLOCK else ("tied" if self.shape.tied else "untied",)),
             *(() if part is TablePart.LOSS else (self.operators,)),
             "full" if self.is_full else "bf16",

@@ -87,7 +87,7 @@ def _local_units(
         if dim is None:
             return tensor
         own = (*shape[:dim], length[shape[dim]], *shape[dim + 1 :])
-        return TensorFacts(name=tensor.name, shape=own, is_cut=True)
+        return replace(tensor, shape=own, is_cut=True)
 
     return tuple(
         UnitFacts(modules=unit.modules, tensors=tuple(map(local, unit.tensors)))
@@ -127,15 +127,17 @@ def _calls(spec: Spec, step: Parallelize, facts: ModelFacts, ranks: int) -> Iter
     itemsize = spec.precision.effective.parameters.itemsize
     tokens = spec.batch.micro * spec.batch.sequence
     cut = _Operators(step, facts)
-    for phase, sums, copies in (
-        (Phase.FORWARD, cut.joins, cut.opens),
-        (Phase.BACKWARD, cut.opens, cut.joins),
+    for phase, sums, copies, alike in (
+        (Phase.FORWARD, cut.joins, cut.opens, cut.whole_joins),
+        (Phase.BACKWARD, cut.opens, cut.joins, cut.whole_opens),
     ):
         if step.is_sequence:
             yield from _moved(Collective.REDUCE_SCATTER, phase, sums, tokens * itemsize)
             yield from _moved(Collective.ALL_GATHER, phase, copies, tokens * itemsize)
+            yield from _moved(Collective.ALL_GATHER, phase, cut.ends, tokens * itemsize)
         else:
             yield from _moved(Collective.ALL_REDUCE, phase, sums, tokens * itemsize)
+        yield from _moved(Collective.ALL_REDUCE, phase, alike, tokens * itemsize)
     gather, backward = Collective.ALL_GATHER, Phase.BACKWARD
     if step.is_saved_cut:
         yield from _moved(gather, backward, cut.whole_inputs, tokens * itemsize)
@@ -174,8 +176,10 @@ def _moved(collective: Collective, phase: Phase, features: list[int], size: int)
 
 class _Operators:
     """The operators of a model by what they send of each token, in features. `joins` are sums of
-    parts, into the residual stream, `opens` where a gradient is a sum of parts; `vocab` is the
-    whole vocabulary that logits are cut over, None where they are not."""
+    parts, into the residual stream, `opens` where a gradient is a sum of parts; `whole_joins` and
+    `whole_opens` those where ranks have all tokens, whatever they have between the blocks, and
+    `ends` what is cut in front of these and made whole behind them. `vocab` is the whole vocabulary
+    that logits are cut over, None where they are not."""
 
     def __init__(self, step: Parallelize, facts: ModelFacts) -> None:
         self._roles, self._modules = step.roles, ModuleRoles(step.roles)
@@ -202,8 +206,13 @@ class _Operators:
         last = [shape[0] for shape in self._of(Role.LAST_NORM).values()]
         self.whole_inputs = list(inputs.values())
         self.positions = [shape[1] for shape in self._of(Role.POSITIONS).values()]
-        self.joins = [*rows, *(shape[1] for shape in tables)]
-        self.opens = [*self.whole_inputs, *alone, *(last or [hidden for hidden, _ in heads])]
+        joins = [shape[1] for shape in tables]
+        opens = last or [hidden for hidden, _ in heads]
+        is_whole = step.has_whole_ends
+        self.joins = [*rows, *([] if is_whole else joins)]
+        self.opens = [*self.whole_inputs, *alone, *([] if is_whole else opens)]
+        self.whole_joins, self.whole_opens = (joins, opens) if is_whole else ([], [])
+        self.ends = rows[-1:] if is_whole else []
         is_cut = self._has(Role.HEAD) or self._has(Role.LAST_NORM)
         vocabularies = [size for _, size in heads] or [shape[0] for shape in tables]
         self.vocab = vocabularies[0] if is_cut and vocabularies else None

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 
 from ptrain.derivation.attention import attention_of, may_be_fused
 from ptrain.spec.axis import Axis
-from ptrain.spec.model import Family, ModelShape
+from ptrain.spec.block import Bias
+from ptrain.spec.model import ModelShape
 from ptrain.spec.spec import Spec
 from ptrain.units import ceil_div
 
@@ -64,7 +65,8 @@ def _without_bias(spec: Spec) -> tuple[int, ...]:
 
 def _with_bias(spec: Spec) -> int | None:
     """None where nobody knows it, 0 where a model has no biases."""
-    if isinstance(spec.model, ModelShape) and spec.model.family is Family.LLAMA:
+    shape = spec.model
+    if isinstance(shape, ModelShape) and shape.bias is Bias.NONE and not shape.head_bias:
         return 0
     return _CUBLASLT.get(spec.sm or 0)
 
@@ -147,11 +149,16 @@ def _of_attention(spec: Spec, kernel: str | None) -> int | None:
 
 
 def _of_sums(spec: Spec) -> int | None:
-    """Of whole tokens: sequence-parallel norms have fewer. A norm's own kernel needs none in the
-    family of GPT, whose biases are summed."""
+    """Of whole tokens: sequence-parallel norms have fewer. LayerNorm's own kernel needs none."""
     shape = spec.model
     if not isinstance(shape, ModelShape):
         return None
-    widths = {Family.LLAMA: shape.hidden, Family.GPT: shape.ffn // spec.degree(Axis.TP)}
-    rows = spec.batch.micro * spec.batch.sequence
-    return sum_of_rows(rows, max(shape.hidden, widths[shape.family]))
+    degree = spec.degree(Axis.TP)
+    widths = [shape.hidden] * (shape.norm.is_rms or shape.bias is Bias.ALL)
+    if shape.bias is not Bias.NONE:
+        widths.append(shape.query_width // degree)
+    if shape.bias is Bias.ALL:
+        widths.append(shape.ffn // degree)
+    if shape.head_bias:
+        widths.append(ceil_div(shape.vocab, degree))
+    return sum_of_rows(spec.batch.micro * spec.batch.sequence, max(widths, default=shape.hidden))

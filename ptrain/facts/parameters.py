@@ -1,4 +1,4 @@
-"""The tensors of the built-in families as formulas: names, shapes, units, order of gradients.
+"""The tensors of built-in models as formulas: names, shapes, units, order of gradients.
 
 P = 12LH² counts a gpt's matrices and nothing else; `remainder` names what it leaves out. Pure: no
 torch. Tests compare every fact with the module itself.
@@ -10,9 +10,11 @@ from collections.abc import Iterator
 from typing import assert_never
 
 from ptrain.facts.model import ModelFacts, TensorFacts, UnitFacts
+from ptrain.spec.block import Bias, Positions
 from ptrain.spec.dials import UnitKind, UnitSize
-from ptrain.spec.model import Family, ModelShape
+from ptrain.spec.model import Attention, Family, ModelShape
 
+LOCAL = "window_"  # in front of the names of tables that layers with a window have of their own
 _FP32 = 4  # bytes: buffers are fp32 (fp64 under compute fp64), whatever the layout
 
 Shape = tuple[int, ...]
@@ -45,7 +47,7 @@ def remainder(shape: ModelShape, sequence: int) -> dict[str, int]:
 
 def unit_remainder(shape: ModelShape) -> dict[str, int]:
     """Return the elements of a gpt's block beside its 12H² of matrices (s_unit = 12H²·e)."""
-    assert shape.family is Family.GPT and shape.ffn == 4 * shape.hidden
+    assert shape.tabulated is Family.GPT and shape.ffn == 4 * shape.hidden
     return {
         "biases": 9 * shape.hidden,  # 4H in attention, 4H up, H down
         "norms": 4 * shape.hidden,  # two of them, weight and bias
@@ -95,86 +97,73 @@ def _tensors(table: Table, prefix: str) -> tuple[TensorFacts, ...]:
 
 
 def _block(shape: ModelShape) -> Table:
-    match shape.family:
-        case Family.LLAMA:
-            return _llama_block(shape)
-        case Family.GPT:
-            return _gpt_block(shape)
-        case family:
-            assert_never(family)
-
-
-def _llama_block(shape: ModelShape) -> Table:
-    hidden, ffn, kv_hidden = shape.hidden, shape.ffn, shape.kv_heads * shape.head_dim
+    hidden, head_dim, all_have_bias = shape.hidden, shape.head_dim, shape.bias is Bias.ALL
+    qkv_has_bias = shape.bias is not Bias.NONE
+    has_post, has_own = shape.post_norm, not shape.parallel
     return (
-        ("attention_norm.weight", (hidden,)),
-        ("attention.query.weight", (hidden, hidden)),
-        ("attention.key.weight", (kv_hidden, hidden)),
-        ("attention.value.weight", (kv_hidden, hidden)),
-        ("attention.output.weight", (hidden, hidden)),
-        ("mlp_norm.weight", (hidden,)),
-        ("mlp.gate.weight", (ffn, hidden)),
-        ("mlp.up.weight", (ffn, hidden)),
-        ("mlp.down.weight", (hidden, ffn)),
+        *_norm(shape, "attention_norm", hidden),
+        *_linear("attention.query", shape.query_width, hidden, has_bias=qkv_has_bias),
+        *(_norm(shape, "attention.query_norm", head_dim) if shape.qk_norm else ()),
+        *_linear("attention.key", shape.kv_width, hidden, has_bias=qkv_has_bias),
+        *(_norm(shape, "attention.key_norm", head_dim) if shape.qk_norm else ()),
+        *_linear("attention.value", shape.kv_width, hidden, has_bias=qkv_has_bias),
+        *_linear("attention.output", hidden, shape.query_width, has_bias=all_have_bias),
+        *(_norm(shape, "attention_post_norm", hidden) if has_post else ()),
+        *(_norm(shape, "mlp_norm", hidden) if has_own else ()),
+        *(
+            row
+            for name in (*(["gate"] if shape.activation.is_gated else []), "up")
+            for row in _linear(f"mlp.{name}", shape.ffn, hidden, has_bias=all_have_bias)
+        ),
+        *_linear("mlp.down", hidden, shape.ffn, has_bias=all_have_bias),
+        *(_norm(shape, "mlp_post_norm", hidden) if has_post else ()),
     )
 
 
-def _gpt_block(shape: ModelShape) -> Table:
-    hidden, ffn = shape.hidden, shape.ffn
-    return (
-        *_weight_and_bias("attention_norm", (hidden,)),
-        *_weight_and_bias("attention.query", (hidden, hidden)),
-        *_weight_and_bias("attention.key", (hidden, hidden)),
-        *_weight_and_bias("attention.value", (hidden, hidden)),
-        *_weight_and_bias("attention.output", (hidden, hidden)),
-        *_weight_and_bias("mlp_norm", (hidden,)),
-        *_weight_and_bias("mlp.up", (ffn, hidden)),
-        *_weight_and_bias("mlp.down", (hidden, ffn)),
-    )
+def _norm(shape: ModelShape, name: str, features: int) -> Table:
+    return tuple((f"{name}.{tensor}", (features,)) for tensor in shape.norm.tensors)
 
 
-def _weight_and_bias(name: str, dims: Shape) -> Table:
-    return ((f"{name}.weight", dims), (f"{name}.bias", dims[:1]))
+def _linear(name: str, outputs: int, inputs: int, *, has_bias: bool) -> Table:
+    bias: Table = ((f"{name}.bias", (outputs,)),) if has_bias else ()
+    return ((f"{name}.weight", (outputs, inputs)), *bias)
 
 
 def _root(shape: ModelShape, sequence: int) -> tuple[Table, Table]:
     """The tensors in front of the blocks, and those behind them."""
-    embed = ("embed.weight", (shape.vocab, shape.hidden))
-    head: Table = () if shape.tied else (("head.weight", (shape.vocab, shape.hidden)),)
-    match shape.family:
-        case Family.LLAMA:
-            return (embed,), (("norm.weight", (shape.hidden,)), *head)
-        case Family.GPT:
-            positions = ("positions.weight", (sequence, shape.hidden))
-            return (embed, positions), (*_weight_and_bias("norm", (shape.hidden,)), *head)
-        case family:
-            assert_never(family)
+    hidden = shape.hidden
+    front: Table = (("embed.weight", (shape.vocab, hidden)),)
+    if shape.positions is Positions.LEARNED:
+        front = (*front, ("positions.weight", (sequence, hidden)))
+    head = () if shape.tied else _linear("head", shape.vocab, hidden, has_bias=shape.head_bias)
+    return front, (*_norm(shape, "norm", hidden), *head)
+
+
+def tables_of(shape: ModelShape, sequence: int) -> dict[str, tuple[int, int]]:
+    """Return name and sizes of each table of reals that a model has beside its parameters, in its
+    order: of rotations, and of what a window hides."""
+    pairs = shape.rotary_dim // 2
+    names = ["cos_TK", "sin_TK"] if pairs else []
+    if shape.window_rope_base is not None:
+        names += [f"{LOCAL}{name}" for name in names]
+    tables = dict.fromkeys(names, (sequence, pairs))
+    takes_mask = shape.attention is not Attention.FLEX
+    if takes_mask and shape.window is not None and shape.window < sequence:
+        tables[f"{LOCAL}TT"] = (sequence, sequence)
+    return tables
 
 
 def _buffers(shape: ModelShape, sequence: int) -> tuple[tuple[str, int], ...]:
-    match shape.family:
-        case Family.LLAMA:
-            table = sequence * (shape.head_dim // 2) * _FP32
-            return (("cos_TK", table), ("sin_TK", table))
-        case Family.GPT:
-            return ()
-        case family:
-            assert_never(family)
+    tables = tables_of(shape, sequence).items()
+    return tuple((name, rows * columns * _FP32) for name, (rows, columns) in tables)
 
 
 def _gradient_order(shape: ModelShape, names: tuple[str, ...], block: Table) -> tuple[str, ...]:
     """Last used, first complete. A tied embedding is complete only where it was used first."""
     within = tuple(_completed(tuple(name for name, _ in block)))
-    last: tuple[str, ...] = () if shape.tied else ("head.weight",)
-    match shape.family:
-        case Family.LLAMA:
-            last, first = (*last, "norm.weight"), ["embed.weight"]
-        case Family.GPT:
-            last, first = (*last, "norm.weight", "norm.bias"), ["positions.weight", "embed.weight"]
-        case family:
-            assert_never(family)
+    front, behind = (tuple(name for name, _ in table) for table in _root(shape, 0))
     blocks = (f"{block_name}.{name}" for block_name in reversed(names) for name in within)
-    return (*last, *blocks, *first)
+    return (*_completed(behind), *blocks, *reversed(front))
 
 
 def _completed(names: tuple[str, ...]) -> Iterator[str]:

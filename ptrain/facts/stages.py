@@ -32,7 +32,8 @@ class Chain:
     `hidden`, the features of what goes from layer to layer. `tied`: tensors in front that are used
     behind too, each with its name there. A layer gives hidden states alone, or `returns` things in
     a tuple, hidden states first. `is_written`: the model writes into what its modules in front
-    give, or its layers."""
+    give, or its layers. `positions`: the dimensions between samples and features, where these
+    are not the tokens."""
 
     layers: tuple[str, ...]
     ends: Ends
@@ -40,6 +41,13 @@ class Chain:
     tied: tuple[tuple[str, str], ...] = ()
     returns: int = 0
     is_written: bool = False
+    positions: tuple[int, ...] | None = None
+
+    def sample_shape(self, sequence: int, slices: int = 1) -> tuple[int, ...]:
+        """Return the shape of the hidden states of a sample of so many tokens, of whose positions a
+        rank of tp has one of `slices`."""
+        positions = (sequence,) if self.positions is None else self.positions
+        return (*(size // slices for size in positions[:1]), *positions[1:], self.hidden)
 
     def lacking(self, stage: Stage) -> tuple[str, ...]:
         """Modules and parameters that a stage does not have: other stages' layers, and ends."""
@@ -59,7 +67,7 @@ def is_within(name: str, modules: Iterable[str]) -> bool:
 
 
 # Of the built-in families.
-ENDS = Ends(front=("embed", "positions", "dropout"), behind=("norm", "head"))
+ENDS = Ends(front=("embed", "scale", "positions", "dropout"), behind=("norm", "head"))
 FRONT = ENDS.front
 
 

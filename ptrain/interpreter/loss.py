@@ -50,9 +50,16 @@ class Loss:
             loss: Tensor = model(samples.inputs)
         return loss
 
-    def of(self, output: Any, samples: SampleBatch) -> Tensor:
-        """The same, of what the forward pass returned."""
-        return output if self._inside else local(self.objective.of(output, samples))
+    def forward(self, model: Any, samples: SampleBatch) -> Tensor:
+        """Forward of a stage, with `model` to call: what `of_forward` makes the loss of."""
+        if self._inside is None:
+            return self.objective.forward(model, samples)
+        output: Tensor = model(samples.inputs)
+        return output
+
+    def of_forward(self, output: Tensor, samples: SampleBatch) -> Tensor:
+        """The same as `run`, of what `forward` returned."""
+        return output if self._inside else local(self.objective.of_forward(output, samples))
 
 
 class StepLoss:
@@ -84,6 +91,10 @@ class StepLoss:
         """Return the context that a forward pass runs in."""
         return self._loss.given(samples)
 
+    def forward(self, model: Any, samples: SampleBatch) -> Tensor:
+        """Forward of a stage, with `model` to call: what `of_output` makes the loss of."""
+        return self._loss.forward(model, samples)
+
     def run(self, model: nn.Module, samples: SampleBatch) -> Tensor:
         """Forward of a micro-batch: its loss (0-d), of which backward begins with `seed`."""
         return self._loss.run(model, samples) / self._divisor(samples)
@@ -96,16 +107,16 @@ class StepLoss:
         """A micro-batch's loss, to the share."""
         self.share.add_(loss.detach())
 
-    def of_last_stage(self, output: Any, samples: SampleBatch) -> Tensor:
+    def of_last_stage(self, output: Tensor, samples: SampleBatch) -> Tensor:
         """The loss of what the last stage of a pipeline returned, of which backward begins with
         `seed`; added to the share."""
         loss = self.of_output(output, samples)
         self.add(loss)
         return loss
 
-    def of_output(self, output: Any, samples: SampleBatch) -> Tensor:
+    def of_output(self, output: Tensor, samples: SampleBatch) -> Tensor:
         """The micro-batch's loss, of what its forward pass returned (0-d)."""
-        return self._loss.of(output, samples) / self._divisor(samples)
+        return self._loss.of_forward(output, samples) / self._divisor(samples)
 
     def _divisor(self, samples: SampleBatch) -> float:
         assert self._batch is not None, "a step has begun"

@@ -23,7 +23,6 @@ from ptrain.interpreter.construction import Construction
 from ptrain.interpreter.loss import StepLoss
 from ptrain.interpreter.passes import Enter
 from ptrain.interpreter.workpiece import Stages, Workpiece
-from ptrain.models.chain import sample
 from ptrain.models.initialize import keeps_its_weights
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import Pipeline, Plan
@@ -36,7 +35,7 @@ def stages_of_module(spec: Spec, module: nn.Module, facts: ModelFacts) -> Stages
         return None
     chain = chain_of(spec, facts)
     if keeps_its_weights(module) and detect_fake_mode() is None:
-        require_alike(module, cut, chain, sample(module, spec))
+        require_alike(module, cut, chain, spec)
     return Stages(chain, cut)
 
 
@@ -73,14 +72,16 @@ def _joined(step: Pipeline, stages: Stages, rank: Construction) -> tuple[Staged,
     for piece in rank.pieces:
         assert piece.wrapped is not None
         parts.append(LocalStage(piece.index, piece.module, piece.wrapped))
-    staged = Staged(parts, step, rank.mesh, stages.chain.hidden)
+    staged = Staged(parts, step, rank.mesh, stages.chain)
     return staged, staged.module
 
 
 def _passes(rank: Construction, loss: StepLoss, enter: Enter) -> Pipelined:
     staged = rank.wrapped
     assert isinstance(staged, Staged), "what the stages were joined into"
-    callbacks = PassCallbacks(loss.given, loss.of_last_stage, loss.of_output, loss.seed, enter)
+    callbacks = PassCallbacks(
+        loss.forward, loss.given, loss.of_last_stage, loss.of_output, loss.seed, enter
+    )
     return Pipelined(rank.spec, rank.plan, rank.mesh, staged, callbacks)
 
 

@@ -2,7 +2,8 @@
 
 Legend of shape suffixes: B samples, H heads, G key-value heads, R heads per key-value head, T
 tokens, D elements per head. A core has no parameters; it is given keys and values of as many heads
-as they have, and repeats them by an explicit copy: not every kernel takes fewer.
+as they have, and repeats them by an explicit copy: not every kernel takes fewer. Where a layer has
+a window it is given a mask too, whose elements are added to scores: 0, or -inf.
 
 Note: of eager attention every tensor that is saved for the backward pass has a size that is one
 product of shape fields, and none is changed in place, so that a policy may keep any of them.
@@ -10,6 +11,8 @@ product of shape fields, and none is changed in place, so that a policy may keep
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, assert_never
 
@@ -24,22 +27,43 @@ from ptrain.models.numerics import widen
 from ptrain.spec.model import Attention, ExternalModel, ModelShape, ModelSpec
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scores:
+    """What becomes of scores. `scale`: None for D ** -0.5; `cap` bounds them; `window`: tokens that
+    a query attends to, None for all."""
+
+    scale: float | None = None
+    cap: float | None = None
+    window: int | None = None
+
+
 class Core(nn.Module):
     """torch's scaled_dot_product_attention, whatever kernel it takes."""
 
-    def __init__(self, dropout: float = 0.0) -> None:
+    def __init__(self, dropout: float = 0.0, scores: Scores | None = None) -> None:
         super().__init__()
-        self.dropout = dropout
+        self.dropout, self.scores = dropout, scores or Scores()
 
-    def forward(self, q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor) -> Tensor:
-        repeats = q_BHTD.shape[1] // k_BGTD.shape[1]
-        return self.attend(q_BHTD, _repeated(k_BGTD, repeats), _repeated(v_BGTD, repeats))
+    def forward(
+        self, q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, mask_TT: Tensor | None = None
+    ) -> Tensor:
+        repeats, num_tokens = q_BHTD.shape[1] // k_BGTD.shape[1], q_BHTD.shape[-2]
+        if mask_TT is not None:
+            mask_TT = mask_TT[:num_tokens, :num_tokens]
+        return self.attend(q_BHTD, _repeated(k_BGTD, repeats), _repeated(v_BGTD, repeats), mask_TT)
 
-    def attend(self, q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor) -> Tensor:
+    def attend(
+        self, q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, mask_TT: Tensor | None
+    ) -> Tensor:
         """Return the values that each query attends to, of as many heads each."""
-        dropout = self.dropout if self.training else 0.0
         return F.scaled_dot_product_attention(
-            q_BHTD, k_BHTD, v_BHTD, dropout_p=dropout, is_causal=True
+            q_BHTD,
+            k_BHTD,
+            v_BHTD,
+            mask_TT,
+            dropout_p=self.dropout if self.training else 0.0,
+            is_causal=mask_TT is None,
+            scale=self.scores.scale,
         )
 
 
@@ -47,10 +71,14 @@ class EagerCore(Core):
     """Operator by operator: scores, probabilities and what dropout leaves of them are B·H·T·T
     elements each. The softmax is computed in at least fp32."""
 
-    def attend(self, q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor) -> Tensor:
-        scale = q_BHTD.shape[-1] ** -0.5
+    def attend(
+        self, q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, mask_TT: Tensor | None
+    ) -> Tensor:
+        scale, cap = self.scores.scale or q_BHTD.shape[-1] ** -0.5, self.scores.cap
         scores_BHTT = (q_BHTD * scale) @ k_BHTD.transpose(-2, -1)
-        p_BHTT = _softmax(scores_BHTT)
+        if cap is not None:
+            scores_BHTT = torch.tanh(scores_BHTT / cap) * cap
+        p_BHTT = _softmax(scores_BHTT, mask_TT)
         del scores_BHTT
         if self.dropout:
             p_BHTT = F.dropout(p_BHTT, self.dropout, self.training)
@@ -62,26 +90,39 @@ class FlexCore(Core):
     on a processor it has no backward pass. Nothing is compiled while a dispatch mode watches: a
     ledger sees what it returns, not what it allocates in between."""
 
-    def attend(self, q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor) -> Tensor:
+    def attend(
+        self, q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, mask_TT: Tensor | None
+    ) -> Tensor:
         flex: Any = _compiled() if q_BHTD.is_cuda else flex_attention
+        scores = self.scores
+        change = None if scores.cap is None else _capping(scores.cap)
         with _disable_current_modes():
-            mask = _causal_blocks(q_BHTD.shape[-2], q_BHTD.device)
-            y_BHTD: Tensor = flex(q_BHTD, k_BHTD, v_BHTD, block_mask=mask)
+            mask = _causal_blocks(q_BHTD.shape[-2], scores.window, q_BHTD.device)
+            y_BHTD: Tensor = flex(
+                q_BHTD, k_BHTD, v_BHTD, score_mod=change, block_mask=mask, scale=scores.scale
+            )
         return y_BHTD
 
 
-def attention_core(shape: ModelShape) -> Core:
-    """The core of one of the model's attentions."""
+def attention_core(shape: ModelShape, layer: int) -> Core:
+    """The core of a layer's attention. No kernel that torch's scaled_dot_product_attention may take
+    bounds scores: where they are, it goes operator by operator."""
+    dropout = shape.dropouts.attention
+    scores = Scores(
+        scale=shape.attention_scale,
+        cap=shape.attention_soft_cap,
+        window=shape.window if shape.is_local(layer) else None,
+    )
     match shape.attention:
         case Attention.SDPA:
-            return Core(shape.dropout)
+            return Core(dropout, scores) if shape.is_fused else EagerCore(dropout, scores)
         case Attention.EAGER:
-            return EagerCore(shape.dropout)
+            return EagerCore(dropout, scores)
         case Attention.FLEX:
-            if shape.dropout:
-                finding = f"flex_attention drops nothing, and the model has dropout={shape.dropout}"
+            if dropout:
+                finding = f"flex_attention drops nothing, and the model has dropout={dropout}"
                 raise refused("attention", finding, "take sdpa or eager, or dropout=0")
-            return FlexCore()
+            return FlexCore(scores=scores)
         case kind:
             assert_never(kind)
 
@@ -108,11 +149,14 @@ def _repeated(x_BGTD: Tensor, repeats: int) -> Tensor:
     return x_BTHD.transpose(1, 2)
 
 
-def _softmax(scores_BHTT: Tensor) -> Tensor:
-    """Of every token over itself and those before it."""
+def _softmax(scores_BHTT: Tensor, mask_TT: Tensor | None) -> Tensor:
+    """Of every token over itself and those before it, or those that a mask leaves."""
     num_tokens = scores_BHTT.shape[-1]
-    ones_TT = torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=scores_BHTT.device)
-    masked_BHTT = widen(scores_BHTT).masked_fill(ones_TT.triu(1), float("-inf"))
+    if mask_TT is not None:
+        masked_BHTT = widen(scores_BHTT) + mask_TT
+    else:
+        ones_TT = torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=scores_BHTT.device)
+        masked_BHTT = widen(scores_BHTT).masked_fill(ones_TT.triu(1), float("-inf"))
     return masked_BHTT.softmax(-1).to(scores_BHTT.dtype)
 
 
@@ -120,10 +164,26 @@ def _causal(_sample: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tenso
     return query >= key
 
 
+def _capping(cap: float) -> Callable[..., Tensor]:
+    """Return what flex_attention makes of a score."""
+
+    def change(
+        score: Tensor, _sample: Tensor, _head: Tensor, _query: Tensor, _key: Tensor
+    ) -> Tensor:
+        return torch.tanh(score / cap) * cap
+
+    return change
+
+
 @cache
-def _causal_blocks(num_tokens: int, device: torch.device) -> BlockMask:
-    """One for all layers: it depends on no value."""
-    return create_block_mask(_causal, None, None, num_tokens, num_tokens, device=str(device))
+def _causal_blocks(num_tokens: int, window: int | None, device: torch.device) -> BlockMask:
+    """One for all layers with this window: it depends on no value."""
+
+    def within(sample: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return _causal(sample, head, query, key) & (query - key < (window or 0))
+
+    seen = _causal if window is None else within
+    return create_block_mask(seen, None, None, num_tokens, num_tokens, device=str(device))
 
 
 @cache

@@ -7,13 +7,13 @@ from typing import assert_never
 import torch
 from torch import nn
 
-from ptrain.errors import refused
+from ptrain.errors import SpecError
 from ptrain.models.external import build_external
-from ptrain.models.gpt import Gpt
 from ptrain.models.huggingface import build_hugging_face
-from ptrain.models.llama import Llama
+from ptrain.models.transformer import Transformer
 from ptrain.spec.extras import require_leave_of
-from ptrain.spec.model import ExternalModel, Family, HuggingFaceModel, ModelShape, ModelSpec
+from ptrain.spec.misfits import misfits
+from ptrain.spec.model import ExternalModel, HuggingFaceModel, ModelShape, ModelSpec
 
 
 def build(
@@ -38,27 +38,6 @@ def build(
 
 
 def _build_shape(shape: ModelShape, sequence: int) -> nn.Module:
-    if shape.hidden % shape.heads:
-        finding = f"heads={shape.heads} does not divide hidden={shape.hidden}"
-        raise refused("model.heads", finding, "choose a divisor")
-    match shape.family:
-        case Family.LLAMA:
-            if shape.heads % shape.kv_heads:
-                finding = f"kv_heads={shape.kv_heads} does not divide heads={shape.heads}"
-                raise refused("model.kv_heads", finding, "choose a divisor")
-            if shape.head_dim % 2:
-                finding = (
-                    f"RoPE turns pairs, but a head has hidden/heads = {shape.head_dim} elements"
-                )
-                raise refused("model.heads", finding, "choose an even number")
-            return Llama(shape, sequence=sequence)
-        case Family.GPT:
-            if shape.kv_heads != shape.heads:
-                raise refused(
-                    "model.kv_heads",
-                    "gpt has as many key-value heads as heads",
-                    f"write kv_heads={shape.heads} or leave it out",
-                )
-            return Gpt(shape, sequence=sequence)
-        case family:
-            assert_never(family)
+    if faults := tuple(misfits(shape)):
+        raise SpecError(*faults)
+    return Transformer(shape, sequence=sequence)

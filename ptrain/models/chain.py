@@ -18,11 +18,12 @@ from torch import nn
 
 from ptrain.errors import refused
 from ptrain.facts.stages import ENDS, Chain, Ends, is_within
-from ptrain.models.contract import forward_of, require_logits
+from ptrain.models.batch import SampleBatch, TokenPair, sample_batch
+from ptrain.models.buffers import copied_buffers
+from ptrain.models.contract import outcome_of
 from ptrain.models.flow import Flow, FlowWatch
-from ptrain.models.gpt import Gpt
-from ptrain.models.llama import Llama
 from ptrain.models.roles import named_in_spec, plan_of_module
+from ptrain.models.transformer import Transformer
 from ptrain.models.units import blocks_of, unit_modules
 from ptrain.spec.axis import Axis
 from ptrain.spec.spec import Spec
@@ -50,17 +51,19 @@ def chain_of_module(module: nn.Module, spec: Spec) -> Chain | None:
     tokens."""
     if spec.degree(Axis.PP) == 1:
         return None
-    if isinstance(module, Llama | Gpt):
+    if isinstance(module, Transformer):
         return _of_ours(module)
     layers = _layers_of(module, spec)
     _require_whole_units(module, layers, spec)
-    flow = _flow(module, layers, spec)
-    hidden = _hidden(flow, layers, sample(module, spec))
+    samples = probe(module, spec)
+    flow = _flow(module, layers, samples, spec)
+    shape = _hidden_states(flow, layers, samples)
     ends = _ends(module, layers, flow)
     return Chain(
         layers=layers.names,
         ends=ends,
-        hidden=hidden,
+        hidden=shape[-1],
+        positions=None if spec.data.function is None else shape[1:-1],
         tied=tuple(_tied(module, layers, ends)),
         returns=flow.returns[0],
         is_written=flow.is_written,
@@ -74,7 +77,16 @@ def sample(module: nn.Module, spec: Spec) -> torch.Tensor:
     return torch.arange(1, 1 + count, device=device).unsqueeze(0)
 
 
-def _of_ours(module: Llama | Gpt) -> Chain:
+def probe(module: nn.Module, spec: Spec) -> SampleBatch:
+    """Return samples to look at a model with: a few tokens and those that follow, or a micro-batch
+    of the user's."""
+    tokens = sample(module, spec)
+    if spec.data.function is None:
+        return SampleBatch(TokenPair(tokens, tokens + 1))
+    return sample_batch(spec, device=tokens.device)
+
+
+def _of_ours(module: Transformer) -> Chain:
     shape = module.shape
     return Chain(
         layers=tuple(f"blocks.{index}" for index in range(shape.layers)),
@@ -146,15 +158,17 @@ def _require_whole_units(module: nn.Module, layers: _Layers, spec: Spec) -> None
                 raise refused(layers.place, finding, "name the list of its blocks in the plan")
 
 
-def _flow(module: nn.Module, layers: _Layers, spec: Spec) -> Flow:
+def _flow(module: nn.Module, layers: _Layers, samples: SampleBatch, spec: Spec) -> Flow:
     """Run the model forward once. Raises SpecError where its code does, and where something else
     than hidden states goes from layer to layer."""
-    tokens, watch = sample(module, spec), FlowWatch(module, layers.names)
-    copies = {name: buffer.clone() for name, buffer in module.named_buffers()}
-    with torch.enable_grad(), torch.random.fork_rng(devices=[]), watch.watching():
-        with forward_of(module, tokens, spec):
-            output = torch.func.functional_call(module, copies, (tokens,))
-        require_logits(output, module, tokens, spec)
+    watch = FlowWatch(module, layers.names)
+    with (
+        torch.enable_grad(),
+        torch.random.fork_rng(devices=[]),
+        copied_buffers(module),
+        watch.watching(),
+    ):
+        output = outcome_of(module, samples, spec)
     flow = watch.end(output)
     if flow.visited != [*layers.names]:
         finding = f"a forward pass does not go through the layers of {layers.plan} one by one"
@@ -165,18 +179,28 @@ def _flow(module: nn.Module, layers: _Layers, spec: Spec) -> Flow:
     return flow
 
 
-def _hidden(flow: Flow, layers: _Layers, tokens_BT: torch.Tensor) -> int:
-    """Return the features that go from layer to layer."""
+def _hidden_states(flow: Flow, layers: _Layers, samples: SampleBatch) -> tuple[int, ...]:
+    """Return the shape of what goes from layer to layer: samples first, features last, and of
+    tokens these between."""
     if len({*flow.returns}) > 1:
         finding = f"the layers of {layers.plan} return unlike things"
         raise refused(layers.place, finding, "let each return the same, or write no pp")
     (shape, *others) = sorted({*(flow.shapes[1:] or flow.shapes)})  # the first is no boundary
-    if others or shape[:-1] != tuple(tokens_BT.shape):
+    is_of_tokens = isinstance(samples.data, TokenPair)
+    wanted = tuple(samples.inputs.shape) if is_of_tokens else (samples.rows,)
+    is_unlike = len(shape) != 3 if is_of_tokens else len(shape) < 2
+    if others or is_unlike or shape[: len(wanted)] != wanted:
         shapes = " or ".join(map(str, map(list, (shape, *others))))
-        finding = f"a layer is given {shapes} of one sample "
-        finding += f"of {tokens_BT.shape[1]} tokens, and the next stage waits for hidden states"
+        finding = f"a layer is given {shapes} of {_counted(samples)}, and the next stage waits for "
+        finding += "hidden states"
         raise refused(layers.place, finding, "write no pp")
-    return shape[-1]
+    return shape
+
+
+def _counted(samples: SampleBatch) -> str:
+    rows = "one sample" if samples.rows == 1 else f"{samples.rows} samples"
+    is_of_tokens = isinstance(samples.data, TokenPair)
+    return f"{rows} of {samples.inputs.shape[1]} tokens" if is_of_tokens else rows
 
 
 def _ends(module: nn.Module, layers: _Layers, flow: Flow) -> Ends:

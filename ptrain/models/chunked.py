@@ -23,10 +23,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.utils.checkpoint import checkpoint
 
-from ptrain.models.gpt import Gpt
-from ptrain.models.llama import Llama
 from ptrain.models.loss import IGNORED, token_loss_sum
 from ptrain.models.numerics import widen
+from ptrain.models.transformer import Transformer
 from ptrain.steps.step import ChunkedLoss
 
 Make = Callable[[Tensor], Tensor]  # logits of hidden states
@@ -55,7 +54,7 @@ class LossInside:
         does where the model is not built in."""
         module = _head(model, head)
         if module is None:
-            assert isinstance(model, Llama | Gpt), "others have a head"
+            assert isinstance(model, Transformer), "others have a head"
             plain = model.logits
             model.__dict__["logits"] = lambda x_BTC: self._instead(model.embed, plain, x_BTC)
         else:
@@ -130,7 +129,7 @@ def _fused(x_NC: Tensor, targets_N: Tensor, owner: nn.Module, tokens: int) -> Te
 
 def _head(model: nn.Module, name: str) -> nn.Module | None:
     """The module that makes the logits; None of a built-in model whose head is its embedding."""
-    return model.head if isinstance(model, Llama | Gpt) else model.get_submodule(name)
+    return model.head if isinstance(model, Transformer) else model.get_submodule(name)
 
 
 def _with_loss(kind: Any, inside: LossInside) -> type:

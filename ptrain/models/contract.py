@@ -24,6 +24,7 @@ NEEDED = (
     "of real numbers"
 )
 _OTHERWISE = "; for another output write loss: {target: package.module:function}, which is given it"
+_OTHER_INPUTS = "let it take what the data give, or write step: {target: …}, which calls it"
 _LOSS = "let it return the mean loss of the micro-batch's samples: one real number, 0-d, a Tensor"
 
 
@@ -35,14 +36,16 @@ def logits_of(model: nn.Module, tokens_BT: Tensor, spec: Spec) -> Tensor:
     return require_logits(output, model, tokens_BT, spec)
 
 
-def forward_of(model: nn.Module, tokens_BT: Tensor, spec: Spec) -> AbstractContextManager[None]:
-    """Around a forward pass of these tokens: raises SpecError in place of what the model raises."""
+def forward_of(model: nn.Module, inputs: Any, spec: Spec) -> AbstractContextManager[None]:
+    """Around a forward pass of these inputs: raises SpecError in place of what the model raises."""
     place, name = named_in_spec(model, spec)
+    is_of_tokens = spec.data.function is None
 
     def fault(error: BaseException) -> Fault:
-        given = f"given tokens {_like(tokens_BT)}, raised"
+        given = f"given {'tokens ' * is_of_tokens}{_like(inputs)}, raised"
         finding = f"{type(model).__name__}.forward of {name}, {given} {said(error)}"
-        return Fault(place=place, finding=finding, remedy=f"what is needed: {NEEDED}")
+        remedy = f"what is needed: {NEEDED}" if is_of_tokens else _OTHER_INPUTS
+        return Fault(place=place, finding=finding, remedy=remedy)
 
     return boundary(fault)
 
@@ -54,6 +57,18 @@ def require_logits(output: Any, model: nn.Module, tokens_BT: Tensor, spec: Spec)
             raise _refused(model, spec, "logits on which no trainable parameter has an influence")
         return output
     raise _refused(model, spec, _like(output), f", given tokens {_like(tokens_BT)},")
+
+
+def require_one_tensor(output: Any, model: nn.Module, inputs: Tensor, spec: Spec) -> None:
+    """Raises SpecError for what the last stage of a pipeline cannot hand to the loss: of what is
+    known to be logits, as `require_logits` does."""
+    if spec.loss.function is None:
+        require_logits(output, model, inputs, spec)
+    elif not isinstance(output, Tensor):
+        place, name = named_in_spec(model, spec)
+        finding = f"not yet: {name} gives {_like(output)}, and the last of several stages one "
+        finding += "tensor"
+        raise refused(place, finding, "let it give what the loss takes, or write no pp")
 
 
 def require_takes_tokens(model: nn.Module, spec: Spec) -> None:
@@ -80,6 +95,14 @@ def _refused(model: nn.Module, spec: Spec, output: str, given: str = "") -> Spec
     return refused(place, finding, f"what is needed: {NEEDED}{_OTHERWISE}")
 
 
+def outcome_of(model: nn.Module, samples: SampleBatch, spec: Spec) -> Tensor:
+    """Run the model forward on samples of the spec's. Return its logits, or the loss where a
+    function of the user's takes part. Raises SpecError as `logits_of` and `loss_of` do."""
+    if spec.loss.user_function is None:
+        return logits_of(model, samples.inputs, spec)
+    return loss_of(model, samples, objective_of(spec.loss), spec)
+
+
 def forward_once(model: nn.Module, spec: Spec) -> int | None:
     """Run a micro-batch of the spec's forward. Return how many logits a token has; None where the
     loss is a function of the user's. Raises SpecError as `logits_of` and `loss_of` do."""
@@ -98,27 +121,11 @@ def loss_of(model: nn.Module, samples: SampleBatch, objective: Objective, spec: 
     if spec.loss.step is not None:
         with boundary(lambda error: raised(function, error, f", given {_like(samples.data)},")):
             return _require_loss(objective.run(model, samples), function)
-    with _forward_of_samples(model, samples, spec):
-        output = model(samples.inputs)
+    inputs = samples.inputs  # which the data may not say
+    with forward_of(model, inputs, spec):
+        output = model(inputs)
     with boundary(lambda error: raised(function, error, f", given {_like(output)},")):
         return _require_loss(objective.of(output, samples), function)
-
-
-def _forward_of_samples(
-    model: nn.Module, samples: SampleBatch, spec: Spec
-) -> AbstractContextManager[None]:
-    """Around a forward pass of what the data give: raises SpecError in place of what the model
-    raises."""
-    place, name = named_in_spec(model, spec)
-    inputs = samples.inputs  # which the data may not say
-
-    def fault(error: BaseException) -> Fault:
-        given = f"given {_like(inputs)}, raised"
-        finding = f"{type(model).__name__}.forward of {name}, {given} {said(error)}"
-        remedy = "let it take what the data give, or write step: {target: …}, which calls it"
-        return Fault(place=place, finding=finding, remedy=remedy)
-
-    return boundary(fault)
 
 
 def _require_loss(loss: Any, function: UserFunction) -> Tensor:

@@ -3,21 +3,21 @@ right kind and sizes, paired, and every gradient summed by somebody."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from math import gcd
 
 from torch import nn
 
 from ptrain.errors import Fault, SpecError, refused
-from ptrain.models.gpt import Gpt
+from ptrain.models.alike import require_alike
 from ptrain.models.linear import features, is_linear
-from ptrain.models.llama import Llama
 from ptrain.models.one_pass import OnePass
-from ptrain.models.slices import follow
+from ptrain.models.own_tokens import TokenSlices
+from ptrain.models.slices import follow, in_any_block
+from ptrain.models.transformer import Transformer
 from ptrain.models.units import blocks_of
 from ptrain.spec import slips
 from ptrain.spec.axis import Axis
-from ptrain.spec.placement import R
 from ptrain.spec.role import COLUMNS, ROWS, Fusions, Role, Roles, fits
 from ptrain.spec.spec import Spec
 
@@ -25,12 +25,14 @@ _LINEAR = (*COLUMNS, *ROWS)
 _KINDS = {**dict.fromkeys((*_LINEAR, Role.HEAD), nn.Linear), Role.VOCABULARY: nn.Embedding}
 
 
-def fusions_of(module: nn.Module, roles: Roles, place: str, spec: Spec) -> Fusions:
-    """Return which column layers are several projections in one, as the model takes what they give
+def cutting(
+    module: nn.Module, roles: Roles, blocks: Sequence[str], place: str, spec: Spec
+) -> tuple[Roles, Fusions]:
+    """Return roles of what is used on a rank's slice of the tokens, which it has in `blocks`, if
+    any; and which column layers are several projections in one, as the model takes what they give
     apart. Raises SpecError where it cannot be cut; `place` is whose the plan is. Runs the model
-    forward once, whole."""
+    forward, whole."""
     named = {name: role for pattern, role in roles for name in matching(module, pattern)}
-    _require_whole_tokens(spec)
     _require_one_role(module, roles, place)
     _require_something_cut(named, place)
     _require_one_head(named, place)
@@ -41,14 +43,33 @@ def fusions_of(module: nn.Module, roles: Roles, place: str, spec: Spec) -> Fusio
     owners = frozenset(name for pattern in counted for name in matching(module, pattern))
     once = OnePass(module, spec)
     _require_counted(once, module, spec)
-    follower = follow(module, named, owners, once=once, is_naive=spec.tensor.is_naive)
+    tokens = TokenSlices(named, blocks, spec.batch.sequence)
+    follower = follow(module, named, owners, tokens, once=once, is_naive=spec.tensor.is_naive)
     if follower.problem:
         raise refused(place, *follower.problem)
     lengths = {name: follower.projections.lengths(name) for name in named}
     _require_fused(named, lengths, place)
     if faults := tuple(_unequal_projections(lengths, spec.degree(Axis.TP))):
         raise SpecError(*faults)
-    return tuple(_by_pattern(module, roles, lengths))
+    if blocks:
+        _require_used_once(tokens.on_both, place)
+        require_alike(module, named, blocks, place, spec)
+    summed = tokens.modules - {n for n, role in named.items() if role is Role.SHARED}
+    return tuple(_shared(module, summed)), tuple(_by_pattern(module, roles, lengths))
+
+
+def _require_used_once(modules: set[str], place: str) -> None:
+    if modules:
+        finding = f"the parameters of {min(modules)} are used on a slice of the tokens and on all"
+        raise refused(place, finding, "write activations: R on tp")
+
+
+def _shared(module: nn.Module, names: set[str]) -> Iterator[tuple[str, Role]]:
+    """Yield the roles of modules by pattern, where all that it means are among them."""
+    for pattern in dict.fromkeys(map(in_any_block, sorted(names))):
+        alike = list(matching(module, pattern))
+        patterns = [pattern] if names.issuperset(alike) else names.intersection(alike)
+        yield from ((one, Role.SHARED) for one in sorted(patterns))
 
 
 def _by_pattern(
@@ -89,14 +110,6 @@ def _unequal_projections(lengths: dict[str, tuple[int, ...]], degree: int) -> It
 def matching(module: nn.Module, pattern: str) -> Iterator[str]:
     """The names of the modules that a pattern means."""
     return (name for name, _ in module.named_modules() if fits(pattern, name))
-
-
-def _require_whole_tokens(spec: Spec) -> None:
-    """The algebra refuses it where the spec says that the model is not built in."""
-    for factor in spec.factors:
-        if factor.axis is Axis.TP and factor.placement.activations != R:
-            finding = f"not yet: {factor.placement.activations}, of a module that is not built in"
-            raise refused("placement.tp.activations", finding, "write activations: R")
 
 
 def _require_counted(once: OnePass, module: nn.Module, spec: Spec) -> None:
@@ -164,7 +177,7 @@ def _sizes(module: nn.Module, roles: Roles, degree: int) -> Iterator[Fault]:
 def _heads(module: nn.Module) -> dict[str, int]:
     """Return the numbers of heads, each of which one rank computes. Models of transformers, and
     ours, say how many they have."""
-    if isinstance(module, Llama | Gpt):
+    if isinstance(module, Transformer):
         shape = module.shape
         return {f"heads: {shape.heads}": shape.heads, f"kv_heads: {shape.kv_heads}": shape.kv_heads}
     config = getattr(module, "config", None)

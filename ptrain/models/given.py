@@ -16,11 +16,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ptrain.errors import refused
-from ptrain.models.gpt import Gpt
 from ptrain.models.huggingface import gives_objects, to_logits
 from ptrain.models.initialize import cast, keeps_its_weights
-from ptrain.models.llama import Llama
 from ptrain.models.numerics import TORCH_DTYPES
+from ptrain.models.transformer import Transformer
 from ptrain.spec.model import ExternalModel, ModelShape
 from ptrain.spec.spec import Spec
 
@@ -45,7 +44,7 @@ def with_model(spec: Spec, module: nn.Module) -> Spec:
     module's class, in the place of a shape that is none of its own."""
     if not isinstance(spec.model, ModelShape):
         return spec
-    if isinstance(module, Llama | Gpt):
+    if isinstance(module, Transformer):
         shape = module.shape
         return spec if shape == spec.model else replace(spec, model=shape)
     kind = type(module)

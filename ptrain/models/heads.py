@@ -12,10 +12,9 @@ from ptrain.errors import refused
 from ptrain.models.chain import sample
 from ptrain.models.chunked import can_fuse
 from ptrain.models.contract import logits_of
-from ptrain.models.gpt import Gpt
 from ptrain.models.ledger import storage_of
-from ptrain.models.llama import Llama
 from ptrain.models.roles import named_in_spec
+from ptrain.models.transformer import Transformer
 from ptrain.models.units import ROOT
 from ptrain.spec.spec import Spec
 
@@ -30,7 +29,7 @@ def head_of(model: nn.Module, spec: Spec) -> str:
     if spec.loss.fused and not can_fuse():
         finding = f"torch {torch.__version__} has no linear_cross_entropy that goes by chunks"
         raise refused("loss.fused", finding, "remove it: chunks do without, or take torch 2.13")
-    if isinstance(model, Llama | Gpt):
+    if isinstance(model, Transformer):
         return ROOT
     outputs: Made = {}
     tokens = sample(model, spec)

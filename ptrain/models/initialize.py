@@ -23,8 +23,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from ptrain.models.gpt import Gpt
-from ptrain.models.llama import Llama
+from ptrain.models.transformer import Transformer
+from ptrain.spec.block import Norm
 
 STD = 0.02
 _RESIDUAL = ("attention.output.weight", "mlp.down.weight")  # what adds to the residual stream
@@ -32,7 +32,7 @@ _RESIDUAL = ("attention.output.weight", "mlp.down.weight")  # what adds to the r
 
 def keeps_its_weights(module: nn.Module) -> bool:
     """True for a model whose constructor gave its weights: it must be built off the meta device."""
-    return not isinstance(module, Llama | Gpt)
+    return not isinstance(module, Transformer)
 
 
 def initial(name: str, shape: Sequence[int], seed: int, module: nn.Module) -> Tensor:
@@ -41,7 +41,7 @@ def initial(name: str, shape: Sequence[int], seed: int, module: nn.Module) -> Te
     if keeps_its_weights(module):
         return module.get_parameter(name).detach().to("cpu", torch.float32, copy=True)
     if name.endswith("norm.weight"):
-        return torch.ones(*shape, device="cpu")
+        return torch.full(shape, _weight_of_norm(module), device="cpu")
     if name.endswith("bias"):
         return torch.zeros(*shape, device="cpu")
     drawn = torch.empty(*shape, device="cpu", dtype=torch.float32)
@@ -81,8 +81,14 @@ def cast(module: nn.Module, dtype: torch.dtype) -> None:
         reset_buffers(module)
 
 
+def _weight_of_norm(module: nn.Module) -> float:
+    """With which a norm does nothing but norm."""
+    assert isinstance(module, Transformer), "only built-in models are drawn"
+    return 0.0 if module.shape.norm is Norm.RMS_PLUS_ONE else 1.0
+
+
 def _std(name: str, module: nn.Module) -> float:
-    assert isinstance(module, Llama | Gpt), "only built-in models are drawn"
+    assert isinstance(module, Transformer), "only built-in models are drawn"
     num_residual = 2 * module.shape.layers  # every block adds twice to the residual stream
     return STD / math.sqrt(num_residual) if name.endswith(_RESIDUAL) else STD
 

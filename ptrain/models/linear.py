@@ -1,5 +1,5 @@
-"""Linear layers of two kinds: torch's own, and transformers' Conv1D, whose weight is stored inputs by
-outputs."""
+"""Linear layers of two kinds: torch's own, and transformers' Conv1D, whose weight is stored inputs
+by outputs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import nn
 
 
 def is_transposed(module: nn.Module) -> bool:
-    """Return whether it is transformers' Conv1D, which is imported with models that have it alone."""
+    """Return whether it is transformers' Conv1D, which only models that have it import."""
     kind = type(module)
     return kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
 

@@ -27,6 +27,15 @@ class Objective(Protocol):
         """Return the loss of what the model returned."""
         ...
 
+    def forward(self, model: Any, samples: SampleBatch) -> Tensor:
+        """Run what a stage of a pipeline runs of it, with `model` to call: return what the model
+        returns, or the loss where a function of the user's takes part."""
+        ...
+
+    def of_forward(self, output: Tensor, samples: SampleBatch) -> Tensor:
+        """Return the loss of what `forward` returned."""
+        ...
+
     def divisor(self, batch: StepBatch, samples: SampleBatch) -> float:
         """Return what the loss of these samples is divided by, so that a global batch's add up to
         its mean."""
@@ -42,6 +51,13 @@ class NextToken:
 
     def of(self, output: Any, samples: SampleBatch) -> Tensor:
         return token_loss_sum(output, samples.targets)
+
+    def forward(self, model: Any, samples: SampleBatch) -> Tensor:
+        logits: Tensor = model(samples.inputs)
+        return logits
+
+    def of_forward(self, output: Tensor, samples: SampleBatch) -> Tensor:
+        return self.of(output, samples)
 
     def divisor(self, batch: StepBatch, samples: SampleBatch) -> float:
         return batch.global_tokens
@@ -61,6 +77,12 @@ class OfOutput:
     def of(self, output: Any, samples: SampleBatch) -> Tensor:
         loss: Tensor = self._call(output, samples.data, **self.function.arguments)
         return loss
+
+    def forward(self, model: Any, samples: SampleBatch) -> Tensor:
+        return self.run(model, samples)
+
+    def of_forward(self, output: Tensor, samples: SampleBatch) -> Tensor:
+        return output
 
     def divisor(self, batch: StepBatch, samples: SampleBatch) -> float:
         return batch.global_samples / samples.rows

@@ -1,5 +1,5 @@
-"""Which linear layers are several projections in one: told by how a model takes apart what they give,
-into pieces of the features one behind the other that make up all of them."""
+"""Which linear layers are several projections in one: a model takes apart what they give, into
+pieces of the features one behind the other that make up all of them."""
 
 from __future__ import annotations
 

@@ -18,13 +18,15 @@ from torch import nn
 from ptrain.errors import Fault, refused
 from ptrain.facts.roles import roles_of
 from ptrain.models.boundary import boundary, said
-from ptrain.models.cuttable import fusions_of, matching
-from ptrain.models.gpt import Gpt
+from ptrain.models.cuttable import cutting, matching
 from ptrain.models.known_plans import KNOWN_PLANS
 from ptrain.models.linear import is_transposed
-from ptrain.models.llama import Llama
+from ptrain.models.slices import in_any_block
+from ptrain.models.transformer import Transformer
+from ptrain.models.units import blocks_of
 from ptrain.spec.axis import Axis
 from ptrain.spec.model import ExternalModel, HuggingFaceModel, ModelShape
+from ptrain.spec.placement import R
 from ptrain.spec.role import COLUMNS, GIVEN, Fusions, Role, Roles
 from ptrain.spec.spec import Spec
 
@@ -42,6 +44,7 @@ _THEIRS: Mapping[str, Role | None] = {
     "packed_colwise": Role.FUSED_COLUMN,
     "moe_tp_experts": None,
 }
+_SEEN = (Role.NORM, Role.LAST_NORM)  # what is used on a slice of the tokens is seen as it runs
 _GATHERED = ("colwise_rep", "colwise_gather_output")
 
 
@@ -60,14 +63,33 @@ def cutting_of_module(module: nn.Module, spec: Spec) -> tuple[Roles, Fusions]:
     mesh, or where the model is built in. Raises SpecError where the plan cannot be followed."""
     if spec.degree(Axis.TP) == 1:
         return (), ()
-    if isinstance(module, Llama | Gpt) and not spec.tensor.roles:
+    if isinstance(module, Transformer) and not spec.tensor.roles:
         if isinstance(spec.model, ModelShape):
             return (), ()
-        place, roles = named_in_spec(module, spec)[0], roles_of(module.shape)
+        place, roles, blocks = named_in_spec(module, spec)[0], roles_of(module.shape), []
     else:
         place, roles = _planned(module, spec)
-    fusions = fusions_of(module, roles, place, spec)
-    return tuple((pattern, _as_cut(role)) for pattern, role in roles), fusions
+        is_whole = all(f.placement.activations == R for f in spec.factors if f.axis is Axis.TP)
+        blocks = [] if is_whole else _blocks(module, place, spec)
+    shared, fusions = cutting(module, roles, blocks, place, spec)
+    cut = tuple((pattern, _as_cut(role)) for pattern, role in roles)
+    return (*cut, *shared, *_ends(blocks)), fusions
+
+
+def _blocks(module: nn.Module, place: str, spec: Spec) -> list[str]:
+    names = blocks_of(module, spec.model.blocks)
+    if not names:
+        finding = "it has no list of blocks, between which a rank would have its tokens alone"
+        raise refused(place, finding, "write model.blocks, or activations: R on tp")
+    return names
+
+
+def _ends(blocks: list[str]) -> Iterator[tuple[str, Role]]:
+    """Yield the roles of what has a slice of the tokens."""
+    if blocks:
+        yield from ((pattern, Role.BLOCK) for pattern in dict.fromkeys(map(in_any_block, blocks)))
+        yield blocks[0], Role.FIRST_BLOCK
+        yield blocks[-1], Role.LAST_BLOCK
 
 
 def _as_cut(role: Role) -> Role:
@@ -159,6 +181,7 @@ def _known(module: nn.Module, plan: _Plan) -> Iterator[tuple[str, Role]]:
             finding = f"no {'number' if is_count else 'module'} is called {pattern}"
             raise refused(plan.place, finding, f"this model has {_shown(module)}")
         role = Role(word) if word in GIVEN else _THEIRS[word]
+        role = None if role in _SEEN else role
         if names and role is not None:
             yield pattern, role if is_count else _as_stored(role, module.get_submodule(names[0]))
 

@@ -25,6 +25,7 @@ from ptrain.models.draws import Draws
 from ptrain.models.ledger import Ledger, storage_of
 from ptrain.models.linear import is_linear
 from ptrain.models.one_pass import OnePass
+from ptrain.models.own_tokens import TokenSlices
 from ptrain.models.projections import Projections
 from ptrain.spec.role import COLUMNS, ROWS, Role
 
@@ -36,13 +37,19 @@ _SHAPES_ALONE = ("_like", "new_zeros", "new_ones", "new_empty", "new_full", "new
 
 
 def follow(
-    module: nn.Module, named: Named, counting: frozenset[str], *, once: OnePass, is_naive: bool
+    module: nn.Module,
+    named: Named,
+    counting: frozenset[str],
+    tokens: TokenSlices,
+    *,
+    once: OnePass,
+    is_naive: bool,
 ) -> Follower:
     """Return what was seen of a forward pass; its `problem` is the first thing that roles do not
-    account for. `counting` are the modules that count features by attributes. Buffers and torch's
-    generators are left as they were."""
+    account for. `counting` are the modules that count features by attributes, `tokens` says where a
+    rank has its slice of them alone. Buffers and torch's generators are left as they were."""
     device = next(module.parameters()).device
-    follower = Follower(module, named, counting, is_naive=is_naive)
+    follower = Follower(module, named, counting, tokens, is_naive=is_naive)
     devices = [device] if device.type == "cuda" else []
     with (
         torch.no_grad(),
@@ -61,12 +68,19 @@ class Follower(Ledger):
     sub-block makes whole; learnt, of which parameters alone or of the tokens too; given."""
 
     def __init__(
-        self, module: nn.Module, named: Named, counting: frozenset[str], *, is_naive: bool
+        self,
+        module: nn.Module,
+        named: Named,
+        counting: frozenset[str],
+        tokens: TokenSlices,
+        *,
+        is_naive: bool,
     ) -> None:
         super().__init__()
         self.problem: Problem | None = None
         self.projections = Projections()
-        self._draws = Draws(named)
+        self.tokens = tokens
+        self._draws = Draws(named, tokens.blocks)
         self._counting = counting
         self._counted: dict[int, str] = {}  # what modules that count are given
         self._module, self._named, self._is_naive = module, named, is_naive
@@ -82,6 +96,7 @@ class Follower(Ledger):
         self._given.discard(key)
         self.projections.died(key)
         self._draws.died(key)
+        self.tokens.died(key)
         self._counted.pop(key, None)
 
     def give(self, inputs: Iterable[torch.Tensor]) -> None:
@@ -126,9 +141,23 @@ class Follower(Ledger):
             self._draws.enter(name)
             first = next(filter(_is_real, (*args, *kwargs.values())), None)
             if isinstance(first, torch.Tensor):
+                self.tokens.enter(name, _key(first))
                 self._enter(name, role, _key(first))
                 if name in self._counting:
                     self._counted[_key(first)] = name
+                    if self._is_own(_key(first)):
+                        remedy = f"give {in_any_block(name)} the role whole input"
+                        self._say(
+                            f"{name} counts features, and has its slice of the tokens", remedy
+                        )
+                if name == self.tokens.first and first.shape[1:2] != (self.tokens.count,):
+                    shape = tuple(first.shape)
+                    finding = (
+                        f"{name}, the first block, is given {shape} of {self.tokens.count} tokens"
+                    )
+                    self._say(
+                        f"{finding}: which dimension is theirs?", "write activations: R on tp"
+                    )
                 if may_be_a_row and _key(first) in self._slices:
                     self._say_unpaired(name, min(self._slices[_key(first)]))
 
@@ -136,7 +165,9 @@ class Follower(Ledger):
             self._running.pop()
             self._draws.leave(name)
             self._counted = {key: of for key, of in self._counted.items() if of != name}
-            self._leave(name, role, [_key(tensor) for tensor in _tensors(output)])
+            outputs = [_key(tensor) for tensor in _tensors(output)]
+            self.tokens.leave(name, outputs)
+            self._leave(name, role, outputs)
             if role in COLUMNS and isinstance(output, torch.Tensor):
                 self.projections.gives(name, output)
 
@@ -147,12 +178,12 @@ class Follower(Ledger):
             case Role.ROW | Role.TRANSPOSED_ROW if first not in self._slices:
                 finding = f"{name} is a row, and what it is given is whole: "
                 finding += "no column stands before it"
-                remedy = f"give the layer before it the role column, or {_pattern(name)} none"
+                remedy = f"give the layer before it the role column, or {in_any_block(name)} none"
                 self._say(finding, remedy)
             case _ if role in (*COLUMNS, Role.HEAD) and first in self._slices:
                 column = min(self._slices[first])
                 finding = f"{name} is a {role}, and what it is given is a slice already, that of "
-                remedy = f"give {_pattern(name)} the role row, or {_pattern(column)} none"
+                remedy = f"give {in_any_block(name)} the role row, or {in_any_block(column)} none"
                 self._say(f"{finding}{column}", remedy)
             case Role.WHOLE_INPUT if first not in self._slices and not self._is_naive:
                 self._opened[first] = name
@@ -160,8 +191,10 @@ class Follower(Ledger):
     def _say_unpaired(self, name: str, column: str) -> None:
         finding = f"{column} is a column, and {name}, which is given its slice of the features, "
         finding += "has no role: no row stands behind the column"
-        remedy = f"give {_pattern(name)} the role row (shared, if it is used on each head alone), "
-        self._say(finding, f"{remedy}or {_pattern(column)} none")
+        remedy = (
+            f"give {in_any_block(name)} the role row (shared, if it is used on each head alone), "
+        )
+        self._say(finding, f"{remedy}or {in_any_block(column)} none")
 
     def _leave(self, name: str, role: Role | None, outputs: list[int]) -> None:
         match role:
@@ -181,10 +214,13 @@ class Follower(Ledger):
         read = [_key(tensor) for tensor in tensors]
         result = super().operator(function, args, kwargs)
         self.projections.see(tensors, _tensors(result))
-        if self._draws.see(function, _tensors(result), is_slice=bool(self._origins(read))):
+        is_own = bool(self._origins(read)) or any(map(self._is_own, read))
+        if self._draws.see(function, _tensors(result), is_own=is_own):
             self._say_drawn(function)
         self._judge_count(read)
         if not function._schema.name.endswith(_SHAPES_ALONE):
+            if not any(self._named.get(name) in _OPERATORS for name in self._running[-1:]):
+                self._see_tokens(read, [_key(tensor) for tensor in _tensors(result)])
             self._judge(read)
             for tensor in _tensors(result):
                 self._mark(tensor, read)
@@ -199,15 +235,34 @@ class Follower(Ledger):
             return
         shared = [name for key in learnt for name in self._learnt[key] if self._is_summed(name)]
         opened = [self._opened[key] for key in read if key in self._opened]
-        if shared and (opened or any(not self._learnt[key] for key in learnt)):
+        on_all = [key for key in learnt if not self._learnt[key] and key not in self.tokens]
+        if shared and (opened or on_all):
             owner = shared[0].rpartition(".")[0]
             finding = f"{owner} is shared, and {shared[0]} is used on all features"
-            self._say(finding, f"give {_pattern(owner)} no role")
+            self._say(finding, f"give {in_any_block(owner)} no role")
         elif opened and learnt:
             met = " ".join(sorted(chain(*(self._learnt[key] for key in learnt)))[:1])
             finding = f"what {opened[0]}, a whole input, is given meets {met or 'another tensor'} "
             finding += "there, and only its column layers may take it"
-            self._say(finding, f"give {_pattern(opened[0])} no role")
+            self._say(finding, f"give {in_any_block(opened[0])} no role")
+
+    def _is_own(self, key: int) -> bool:
+        """Whether a rank has its slice of the tokens alone."""
+        return key in self.tokens and key not in self._opened
+
+    def _see_tokens(self, read: list[int], results: list[int]) -> None:
+        on_slice = [key for key in read if self._is_own(key)]
+        learnt = [key for key in self._whole(read) if key not in self.tokens]
+        names = {name for key in learnt for name in self._learnt[key]}
+        owners = {name.rpartition(".")[0] for name in names}
+        is_met = any(not self._learnt[key] for key in learnt)
+        if on_slice and (is_met or not owners <= {"", *self._running}):
+            met = min(names) if names else "what every rank has of all tokens"
+            where = self._running[-1] if self._running else "the model"
+            finding = f"in the forward of {where} a slice of the tokens meets {met}"
+            self._say(finding, "write activations: R on tp")
+        if on_slice or is_met or any(key in self._opened for key in read):
+            self.tokens.see(owners, results, is_slice=bool(on_slice))
 
     def _judge_meeting(self, slices: list[str], learnt: list[int]) -> None:
         for key in learnt:
@@ -220,30 +275,24 @@ class Follower(Ledger):
                 finding = f"what {slices[0]} gives is a slice, and it meets what every rank has "
                 finding += f"whole, in the forward of {where or 'the model'}: "
                 finding += "no row stands between"
-                column = _pattern(slices[0])
+                column = in_any_block(slices[0])
                 remedy = f"give the layer behind {column} the role row, or {column} none"
                 self._say(finding, remedy)
 
     def _judge_count(self, read: list[int]) -> None:
         """What a module is given that counts features is narrower than that on a rank."""
         is_within = any(self._named.get(name) in COLUMNS for name in self._running[-1:])
-        if counted := [self._counted[key] for key in read if key in self._counted]:
-            if not is_within:
-                finding = (
-                    f"{counted[0]} counts features by attributes that are cut, and what it is "
-                )
-                finding += "given goes elsewhere than into its column layers"
-                remedy = "give the attributes of another module the role count"
-                self._say(finding, remedy)
+        counted = [self._counted[key] for key in read if key in self._counted]
+        if counted and not is_within:
+            finding = f"{counted[0]} counts features by attributes, and what it is given goes "
+            finding += "elsewhere than into its column layers"
+            self._say(finding, "give attributes of another module the role count")
 
     def _say_drawn(self, function: Any) -> None:
         where = self._running[-1] if self._running else ""
         finding = f"in the forward of {where or 'the model'} {function._schema.name} draws a mask "
-        finding += "that ranks cannot draw alike where they have the same, and each its own of its "
-        finding += (
-            "slice: it does so of a whole tensor between a column and its row, or of a slice "
-        )
-        finding += "elsewhere"
+        finding += "of what all ranks have between a column and its row, or of a slice elsewhere: "
+        finding += "there is no one mask, or no mask of its own, for it"
         self._say(finding, "build it with a dropout of 0 there, or write another tensor.plan")
 
     def _say_parameter(self, parameter: str, slices: list[str]) -> None:
@@ -251,9 +300,9 @@ class Follower(Ledger):
         finding = f"{owner or 'the model'} has parameters, and {parameter} is used on a slice of "
         finding += f"the features, that of {slices[0]}, with no role that says who sums its "
         finding += "gradient"
-        remedy = f"write a tensor.plan in which {_pattern(owner)} is shared"
+        remedy = f"write a tensor.plan in which {in_any_block(owner)} is shared"
         if owner in self._named or not owner:
-            remedy = f"put {_pattern(parameter)} into a module of its own, and make that shared"
+            remedy = f"put {in_any_block(parameter)} into a module of its own, and make that shared"
         self._say(finding, remedy)
 
     def _is_summed(self, parameter: str) -> bool:
@@ -291,7 +340,7 @@ class Follower(Ledger):
         self.problem = self.problem or (finding, remedy)
 
 
-def _pattern(name: str) -> str:
+def in_any_block(name: str) -> str:
     """The name as a plan writes it, for all blocks."""
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
 

@@ -52,8 +52,8 @@ def lower(
     fusions: Fusions = (),
 ) -> Plan:
     """Return the plan of a legal spec; `units` are the modules that are wrapped together, `roles`,
-    `fusions` and `blocks` those of a module that is not built in, `stages` those that pp cuts the model
-    into."""
+    `fusions` and `blocks` those of a module that is not built in, `stages` those that pp cuts the
+    model into."""
     factors = tuple(factor for factor in spec.factors if factor.degree > 1)
     wrap, tensor = _wrap(spec), _parallelize(spec, roles, fusions)
     pipeline = _pipeline(spec, stages)

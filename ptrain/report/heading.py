@@ -29,7 +29,7 @@ def model_name(spec: Spec) -> str:
     """The preset, class or function; the family where the shape is the spec's own."""
     match spec.model:
         case ModelShape():
-            return spec.model.preset or str(spec.model.family)
+            return spec.model.preset or str(spec.model.tabulated or "transformer")
         case ExternalModel():
             return spec.model.target
         case HuggingFaceModel():

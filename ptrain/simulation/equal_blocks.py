@@ -1,5 +1,5 @@
 """Which blocks of a rank are equal, so that a few may run for all: those of a built-in model by its
-family, those of a class of transformers by proof.
+shape, those of a class of transformers by proof.
 
 The proof is of the model and of the same one with few layers, both on fake tensors. In either all
 blocks have the same classes, shapes and attributes but for their own index, and around them nothing
@@ -91,6 +91,8 @@ def equal_blocks(
     fewer than the `least`, or where nobody says that they are equal. The proof is of `fewest`."""
     match spec.model:
         case ModelShape():
+            if not spec.model.has_equal_blocks:
+                return None
             blocks = _of_facts(spec, rank, own_facts(spec), spec.model.layers, fewest)
             return blocks if blocks and blocks.number >= least else None
         case HuggingFaceModel():

@@ -1,11 +1,22 @@
 """Which model: the shape of a built-in family, a transformers class or the user's own function."""
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Any
 
+from ptrain.spec.block import (
+    OF_VALUES,
+    Activation,
+    Bias,
+    BlockOptions,
+    Dropouts,
+    Norm,
+    Positions,
+    with_options,
+)
 from ptrain.spec.function import ARGUMENTS, FORM, PATH, UserFunction
-from ptrain.spec.leaf import Choice, Either, Free, Real, Text, Truth, Whole, declared
+from ptrain.spec.leaf import Choice, Either, Free, Text, Whole
 
 NAME_OR_FILE = r"[^\x00-\x1f]{1,300}"
 
@@ -27,23 +38,49 @@ class Attention(StrEnum):
     FLEX = "flex"  # torch's flex_attention
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelShape:
-    """Everything that fixes the tensors of a built-in model. Sizes in elements. `preset` is the
-    name of the preset that has this very shape, where the spec gave one."""
+# Whose options stand for those that a shape does not say; tied, for what a file does not.
+FAMILIES: Mapping[Family, Mapping[str, Any]] = {
+    Family.LLAMA: {
+        "norm": Norm.RMS,
+        "activation": Activation.SWIGLU,
+        "bias": Bias.NONE,
+        "positions": Positions.ROPE,
+        "tied": False,
+    },
+    Family.GPT: {
+        "norm": Norm.LAYER,
+        "activation": Activation.GELU,
+        "bias": Bias.ALL,
+        "positions": Positions.LEARNED,
+        "tied": True,
+    },
+}
 
-    family: Family
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape(BlockOptions):
+    """Everything that fixes the tensors of a built-in model. Sizes in elements. `preset` is the
+    name of the preset that has this very shape, where the spec gave one; `family` is whose options
+    stand for those that are not given, and `tabulated` whose operators the blocks have, which the
+    committed tables tell of: None of any other composition."""
+
+    family: Family = field(compare=False)
     layers: int
     hidden: int
     heads: int
     kv_heads: int
     ffn: int
     vocab: int
-    tied: bool = False
-    dropout: float = 0.0
-    rope_base: float = 10000.0
     attention: Attention = Attention.SDPA
     preset: str = field(default="", compare=False)
+    tabulated: Family | None = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        for name, value in FAMILIES[self.family].items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, value)
+        whose = (family for family in Family if _has_operators_of(self, family))
+        object.__setattr__(self, "tabulated", next(whose, None))
 
     @property
     def blocks(self) -> None:
@@ -51,11 +88,79 @@ class ModelShape:
 
     @property
     def head_dim(self) -> int:
-        return self.hidden // self.heads
+        return self.own_head_dim or self.hidden // self.heads
+
+    @property
+    def query_width(self) -> int:
+        """Features of all heads' queries together."""
+        return self.heads * self.head_dim
+
+    @property
+    def kv_width(self) -> int:
+        """Features of all keys, and of all values."""
+        return self.kv_heads * self.head_dim
+
+    @property
+    def rotary_dim(self) -> int:
+        """Features of a head that turn by their place; 0 where none do."""
+        return int(self.head_dim * self.rotary) if self.positions is Positions.ROPE else 0
+
+    @property
+    def dropouts(self) -> Dropouts:
+        own = (self.embedding_dropout, self.attention_dropout, self.hidden_dropout)
+        return Dropouts(*(self.dropout if rate is None else rate for rate in own))
+
+    @property
+    def drops(self) -> bool:
+        """Whether something is dropped out."""
+        return any(self.dropouts)
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether attention is torch's scaled_dot_product_attention, which has no soft cap."""
+        return self.attention is Attention.SDPA and self.attention_soft_cap is None
+
+    @property
+    def has_equal_blocks(self) -> bool:
+        """Whether all blocks have the same operators."""
+        return self.window is None or self.global_every in (None, 1)
 
     @property
     def vocabulary(self) -> Vocabulary:
         return self.vocab, "model.vocab"
+
+    def without_dropout(self) -> "ModelShape":
+        """Return the shape that drops nothing out."""
+        return replace(
+            self, dropout=0.0, embedding_dropout=None, attention_dropout=None, hidden_dropout=None
+        )
+
+    def is_local(self, layer: int) -> bool:
+        """Return whether a layer has a window."""
+        is_global = self.global_every is not None and (layer + 1) % self.global_every == 0
+        return self.window is not None and not is_global
+
+
+def _has_operators_of(shape: ModelShape, family: Family) -> bool:
+    """Whether the tables of a family tell what a shape's blocks allocate."""
+    row = FAMILIES[family]
+    activation = Activation.GELU if shape.activation is Activation.GELU_TANH else shape.activation
+    if activation is not row["activation"] or shape.head_dim * shape.heads != shape.hidden:
+        return False
+    if family is Family.LLAMA and shape.drops:
+        return False
+    if family is Family.GPT and (shape.kv_heads != shape.heads or len({*shape.dropouts}) > 1):
+        return False
+    return all(getattr(shape, name) == row.get(name, default) for name, default in _FIXED)
+
+
+# Options of which a table tells one alone: the family's, or else the default.
+_FIXED = tuple(
+    (option.name, option.default)
+    for option in fields(BlockOptions)
+    if option.name not in (*OF_VALUES, "tied", "activation", "own_head_dim")
+    and not option.name.endswith("dropout")
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +206,7 @@ class HuggingFaceModel:
 ModelSpec = ModelShape | ExternalModel | HuggingFaceModel
 
 
-@declared
+@with_options
 class ModelRaw:
     """Which model: a preset and shape fields that override it; or hf; or target."""
 
@@ -111,10 +216,10 @@ class ModelRaw:
     family: Annotated[
         str | None,
         Choice(
-            "which architecture; without: llama",
+            "whose options stand for those that are left out; without: llama",
             {
-                "llama": "RMSNorm, rotary positions, SwiGLU, grouped queries",
-                "gpt": "LayerNorm, learned positions, GELU, dropout",
+                "llama": "norm: rms, activation: swiglu, bias: none, positions: rope",
+                "gpt": "norm: layer, activation: gelu, bias: all, positions: learned, tied: true",
             },
         ),
     ] = None
@@ -134,7 +239,7 @@ class ModelRaw:
     heads: Annotated[
         int | None,
         Whole(
-            "query heads; divides hidden",
+            "query heads; divides hidden, unless head_dim is written",
             1,
             2**14,
             aka=("n_heads", "num_heads", "num_attention_heads"),
@@ -152,7 +257,7 @@ class ModelRaw:
     ffn: Annotated[
         int | None,
         Whole(
-            "width inside the feed-forward part; without: 4 x hidden, of gpt",
+            "width inside the feed-forward part; without: 4 x hidden, where nothing gates it",
             1,
             2**22,
             aka=("ffn_hidden_size", "intermediate_size", "d_ff"),
@@ -160,24 +265,6 @@ class ModelRaw:
     ] = None
     vocab: Annotated[
         int | None, Whole("tokens in the vocabulary", 2, 2**24, aka=("vocab_size",))
-    ] = None
-    tied: Annotated[
-        bool | None,
-        Truth(
-            "the head is the transposed embedding; without: false, and true of gpt",
-            aka=("tie_word_embeddings",),
-        ),
-    ] = None
-    dropout: Annotated[float | None, Real("probability of dropout; without: 0", 0.0, 0.99)] = None
-    rope_base: Annotated[
-        float | None,
-        Real(
-            "base of the rotary positions; without: 10000",
-            0.0,
-            1e12,
-            open=True,
-            aka=("rope_theta",),
-        ),
     ] = None
     experts: Annotated[int | None, Whole("experts per block", 1, 2**16, executed=())] = None
     experts_per_token: Annotated[

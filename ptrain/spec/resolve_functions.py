@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from ptrain.spec.activations import LossRaw
 from ptrain.spec.axis import Axis
-from ptrain.spec.function import UserFunction
+from ptrain.spec.function import StepRaw, UserFunction
 from ptrain.spec.grammar import SpecRaw
 from ptrain.spec.job import DataSpec
 from ptrain.spec.resolve_sections import Report
@@ -65,7 +65,7 @@ def resolve_functions(raw: SpecRaw, report: Report) -> LossSpec:
     return LossSpec(step=_function("step", step, report))
 
 
-def _lacks_target(section: str, raw: object, report: Report) -> bool:
+def _lacks_target(section: str, raw: DataSpec | LossRaw, report: Report) -> bool:
     """Report what belongs to a target; return whether there is any."""
     keys = [key for key in ("arguments", "folder") if getattr(raw, key) is not None]
     for key in keys:
@@ -73,15 +73,14 @@ def _lacks_target(section: str, raw: object, report: Report) -> bool:
     return bool(keys)
 
 
-def _function(section: str, raw: object, report: Report) -> UserFunction | None:
-    target = getattr(raw, "target", None)
-    if target is None:
+def _function(section: str, raw: LossRaw | StepRaw, report: Report) -> UserFunction | None:
+    if raw.target is None:
         return None
     return UserFunction(
         section=section,
-        target=target,
-        arguments=getattr(raw, "arguments", None) or {},
-        folder=beside(getattr(raw, "folder", None), report),
+        target=raw.target,
+        arguments=raw.arguments or {},
+        folder=beside(raw.folder, report),
     )
 
 

@@ -10,11 +10,14 @@ from typing import Any, Protocol
 
 from ptrain.errors import SpecError
 from ptrain.spec.batch import MAX_SAMPLES, Batch, BatchRaw
+from ptrain.spec.block import BlockOptions
 from ptrain.spec.check import validate
 from ptrain.spec.cluster import Cluster
 from ptrain.spec.job import OptimizerSpec
+from ptrain.spec.misfits import misfits
 from ptrain.spec.model import (
     BESIDE,
+    FAMILIES,
     Attention,
     ExternalModel,
     Family,
@@ -29,7 +32,6 @@ from ptrain.spec.text import Tree, read
 from ptrain.units import parse_count
 
 MUON_MOMENTUM = 0.95  # of its authors
-_ROPE_BASE = 10000.0  # of Su et al. 2021
 
 
 class Report(Protocol):
@@ -133,7 +135,11 @@ def _written(raw: ModelRaw, besides: tuple[str, ...]) -> list[str]:
 
 def _shape(raw: ModelRaw, report: Report) -> ModelShape | None:
     family = Family(raw.family or Family.LLAMA)
-    needed = ["layers", "hidden", "heads", "vocab"] + ["ffn"] * (family is Family.LLAMA)
+    options = {option.name: getattr(raw, option.name) for option in fields(BlockOptions)}
+    said = {name: value for name, value in options.items() if value is not None}
+    said = {"tied": FAMILIES[family]["tied"], **said}
+    activation = said.get("activation", FAMILIES[family]["activation"])
+    needed = ["layers", "hidden", "heads", "vocab"] + ["ffn"] * activation.is_gated
     missing_keys = [key for key in needed if getattr(raw, key) is None]
     if missing_keys:
         finding = f"the model's shape is incomplete: missing {', '.join(missing_keys)}"
@@ -149,65 +155,12 @@ def _shape(raw: ModelRaw, report: Report) -> ModelShape | None:
         kv_heads=raw.kv_heads or raw.heads,
         ffn=raw.ffn or 4 * raw.hidden,
         vocab=raw.vocab,
-        tied=(family is Family.GPT) if raw.tied is None else raw.tied,
-        dropout=raw.dropout or 0.0,
-        rope_base=raw.rope_base or _ROPE_BASE,
+        **said,
     )
-    is_sound = _has_all_fields(shape, report)
-    return shape if _heads_divide(shape, raw.kv_heads or 1, report) and is_sound else None
-
-
-def _has_all_fields(shape: ModelShape, report: Report) -> bool:
-    """A field that the family lacks would be ignored."""
-    if shape.family is Family.LLAMA and shape.dropout:
-        report.add("model.dropout", "llama has no dropout", "remove dropout, or use family: gpt")
-    elif shape.family is Family.GPT and shape.rope_base != _ROPE_BASE:
-        finding = "gpt has learned positions, and none that turn"
-        report.add("model.rope_base", finding, "remove rope_base, or use family: llama")
-    else:
-        return True
-    return False
-
-
-def _heads_divide(shape: ModelShape, kv_heads: int, report: Report) -> bool:
-    """`kv_heads`: what heads must be a multiple of, 1 where they follow from it."""
-    if shape.hidden % shape.heads:
-        finding = f"heads={shape.heads} does not divide hidden={shape.hidden}"
-        report.add("model.heads", finding, _other_heads(shape, kv_heads))
-    elif shape.heads % shape.kv_heads:
-        finding = f"kv_heads={shape.kv_heads} does not divide heads={shape.heads}"
-        remedy = f"choose from {_near(_divisors(shape.heads), shape.kv_heads)}"
-        report.add("model.kv_heads", finding, remedy)
-    elif shape.family is Family.LLAMA and shape.head_dim % 2:
-        finding = f"hidden / heads = {shape.head_dim} is odd, and rotary positions turn pairs"
-        report.add("model.heads", finding, "choose heads so that hidden / heads is even")
-    elif shape.family is Family.GPT and shape.kv_heads != shape.heads:
-        finding = f"gpt has as many kv_heads as heads; got {shape.kv_heads} and {shape.heads}"
-        report.add("model.kv_heads", finding, "remove kv_heads, or use family: llama")
-    else:
-        return True
-    return False
-
-
-def _other_heads(shape: ModelShape, kv_heads: int) -> str:
-    """Numbers of heads with which nothing else is wrong."""
-    is_llama = shape.family is Family.LLAMA
-    counts = [
-        heads
-        for heads in _divisors(shape.hidden)
-        if (heads % kv_heads == 0 if is_llama else kv_heads in (1, heads))
-        and not (is_llama and shape.hidden // heads % 2)
-    ]
-    return f"choose from {_near(counts, shape.heads)}" if counts else "change hidden or kv_heads"
-
-
-def _divisors(number: int) -> list[int]:
-    return [d for d in range(1, min(number, 2**20) + 1) if number % d == 0]
-
-
-def _near(numbers: list[int], near: int) -> str:
-    """Up to six that are nearest to what was written."""
-    return ", ".join(map(str, sorted(sorted(numbers, key=lambda d: abs(d - near))[:6])))
+    faults = tuple(misfits(shape))
+    for fault in faults:
+        report.add(fault.place, fault.finding, fault.remedy)
+    return None if faults else shape
 
 
 def resolve_batch(raw: BatchRaw, data_degree: int, report: Report) -> Batch | None:

@@ -25,9 +25,8 @@ class Role(StrEnum):
     NORM = "norm"  # a tensor that every rank has whole, used on the rank's slice of the tokens
     LAST_NORM = "last norm"  # the same, and what it gives to the head is made whole
     POSITIONS = "positions"  # an embedding of positions, added to that of the tokens
-    COUNT = (
-        "count"  # no module but an integer attribute: a number of features or heads that are cut
-    )
+    COUNT = "count"  # no module but an integer attribute: how many features or heads it has
+    BLOCK = "block"  # of a model that is not built in: within it a rank has its tokens alone
     FIRST_BLOCK = "first block"  # what it is given becomes the rank's slice of the tokens
     LAST_BLOCK = "last block"  # what it gives is made whole
 

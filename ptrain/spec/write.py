@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import re
-from dataclasses import asdict
 from typing import Any
 
 import yaml
 
 from ptrain.costs import PLACED
 from ptrain.spec.axis import Axis
+from ptrain.spec.block import BlockOptions
 from ptrain.spec.leaf import Leaf
-from ptrain.spec.model import ExternalModel, HuggingFaceModel, ModelShape, ModelSpec
+from ptrain.spec.model import FAMILIES, ExternalModel, HuggingFaceModel, ModelShape, ModelSpec
 from ptrain.spec.names import listing
 from ptrain.spec.offload import Offload
 from ptrain.spec.pipeline import PipelineSpec
@@ -108,16 +108,29 @@ def _says_offload(spec: Spec) -> bool:
 def _model(model: ModelSpec) -> dict[str, object]:
     match model:
         case ModelShape():
-            shape = asdict(model)
-            preset = shape.pop("preset")
-            del shape["attention"]  # written on top, for an hf class too
-            named = {"preset": preset} if preset in listing("models") else {}
-            return {**named, **shape, "family": model.family.value}
+            known = {"preset": model.preset} if model.preset in listing("models") else {}
+            sizes = {name: getattr(model, name) for name in _SIZES}
+            return {**known, "family": model.family.value, **sizes, **_options(model)}
         case ExternalModel():
             named = {"target": model.target, "folder": model.folder}
             return {**named, "arguments": model.arguments, **_blocks(model)}
         case HuggingFaceModel():
             return {"hf": model.hf, "config": model.config, **_blocks(model)}
+
+
+def _options(model: ModelShape) -> dict[str, object]:
+    """Return those that are always written, and those that are not the family's or the default."""
+    said: dict[str, object] = {}
+    for key, (option, holds) in keys(BlockOptions).items():
+        value = getattr(model, option.name)
+        usual = FAMILIES[model.family].get(option.name, option.default)
+        if key in _ALWAYS_WRITTEN or value != usual:
+            said[key] = _value(holds, value)
+    return said
+
+
+_SIZES = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab")
+_ALWAYS_WRITTEN = ("tied", "dropout", "rope_base")
 
 
 def _blocks(model: ExternalModel | HuggingFaceModel) -> dict[str, object]:

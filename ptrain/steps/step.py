@@ -61,8 +61,7 @@ class Pipeline(PlanStep):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parallelize(PlanStep):
-    """Theta, Omega and G are S on `axis`: each operator is cut as its role says, from outside, by
-    torch's parallel styles.
+    """Theta, Omega and G are S on `axis`: each operator is cut as its role says, from outside.
 
     `is_sequence`: A is S or S*, between the sub-blocks a rank has its slice of the tokens;
     `is_saved_cut`: A is S*, and what a sub-block's operators save of their whole input is that
@@ -82,8 +81,7 @@ class Parallelize(PlanStep):
 
     @property
     def has_whole_ends(self) -> bool:
-        """Whether ranks have all tokens in front of the blocks and behind them, whatever they have
-        between: so it is with every model that is not built in."""
+        """Whether ranks have all tokens in front of the blocks and behind them, not between."""
         return any(role in (Role.FIRST_BLOCK, Role.LAST_BLOCK) for _, role in self.roles)
 
     @property

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -84,10 +85,11 @@ class RankPart:
         stage = TracedStage(
             module=part,
             units=units,
-            hidden=torch.zeros(self.batch, self._own_tokens, cuts.chain.hidden, dtype=dtype),
+            hidden=torch.zeros(self.batch, *self._boundary(cuts.chain), dtype=dtype),
             samples=samples,
             is_first=index == 0,
-            loss=(lambda output: loss.of(output, samples) / samples.rows) if is_last else None,
+            forward=partial(_forward, loss, samples),
+            loss=partial(_mean, loss, samples) if is_last else None,
             around=partial(loss.given, samples),
         )
         with micro_batch(self.tensor)():
@@ -110,7 +112,7 @@ class RankPart:
             parallelize(module, replace(self.tensor, roles=roles), self.mesh, Registry())
         keep_traced(module, self.keep)
         is_inside = has_loss and self.loss is not None
-        objective = objective_of(self.spec.loss) if self.spec and has_loss else None
+        objective = objective_of(self.spec.loss) if self.spec else None
         inside = loss_inside(self.loss, self.tensor) if is_inside and self.loss else None
         loss = Loss(objective, inside)
         loss.attach(module, self.head)
@@ -121,11 +123,18 @@ class RankPart:
             return sample_batch(self.spec)
         return of_tokens(torch.zeros(self.batch, self.sequence + 1, dtype=torch.int64))
 
-    @property
-    def _own_tokens(self) -> int:
-        """Tokens of a sample that the rank has between the blocks."""
+    def _boundary(self, chain: Chain) -> tuple[int, ...]:
+        """The shape of a sample's hidden states that the rank has between the blocks."""
         is_cut = self.tensor is not None and self.tensor.is_sequence
-        return self.sequence // (self.mesh.size() if is_cut and self.mesh else 1)
+        return chain.sample_shape(self.sequence, self.mesh.size() if is_cut and self.mesh else 1)
+
+
+def _mean(loss: Loss, samples: SampleBatch, output: Tensor) -> Tensor:
+    return loss.of_forward(output, samples) / samples.rows
+
+
+def _forward(loss: Loss, samples: SampleBatch, model: Any) -> Tensor:
+    return loss.forward(model, samples)
 
 
 @torch.no_grad()

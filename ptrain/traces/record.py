@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ptrain.axes.pipeline.run.cut import apart
 from ptrain.axes.pipeline.run.passes import backward, backward_input, backward_weight
+from ptrain.axes.pipeline.run.stand_ins import CalledOnce, run_stage
 from ptrain.models.batch import SampleBatch
 from ptrain.models.marker import Marker
 from ptrain.models.recorder import Recorder
@@ -57,14 +58,16 @@ def record(
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracedStage:
     """What is traced: a stage's module, with what it takes and gets. `hidden` is what goes over a
-    boundary, which the first stage is not given; `samples` are the micro-batch's; `loss` is the
-    last stage's, whose forward pass runs in `around`."""
+    boundary, which the first stage is not given; `samples` are the micro-batch's; `forward` runs
+    the stage, given the model to call; `loss` is the last stage's, whose forward pass runs in
+    `around`."""
 
     module: nn.Module
     units: Units
     hidden: Tensor
     samples: SampleBatch
     is_first: bool
+    forward: Callable[[Any], Tensor]
     loss: Callable[[Tensor], Tensor] | None = None
     around: Callable[[], AbstractContextManager[None]] = nullcontext
 
@@ -74,10 +77,9 @@ def record_stage(stage: TracedStage, *, in_halves: bool = False) -> Recording:
     left empty. The first stage has no halves: nobody waits for a gradient of tokens."""
     gradient = stage.hidden.detach().clone()
     hidden = stage.hidden.detach().requires_grad_()
-    x = stage.samples.inputs if stage.is_first else hidden
     given = (hidden, gradient, *stage.samples.tensors)
     with _watching(stage.module, stage.units, given) as recorder:
-        micro_batch = _MicroBatch(stage, recorder, x, gradient)
+        micro_batch = _MicroBatch(stage, recorder, hidden, gradient)
         if in_halves:
             micro_batch.fill_gradients()
         with recorder:
@@ -90,9 +92,12 @@ class _MicroBatch:
     """A micro-batch on a stage. What the schedule keeps is kept here too, until the last pass is
     over."""
 
-    def __init__(self, stage: TracedStage, recorder: Recorder, x: Tensor, gradient: Tensor) -> None:
-        self.stage, self.recorder = stage, recorder
-        self.x, self.gradient = x, gradient
+    def __init__(
+        self, stage: TracedStage, recorder: Recorder, hidden: Tensor, gradient: Tensor
+    ) -> None:
+        self.stage, self.recorder, self.gradient = stage, recorder, gradient
+        self.hidden = None if stage.is_first else hidden
+        self.x = stage.samples.tensors[0] if stage.is_first else hidden
         self.kept: list[Any] = []
         self.output: Tensor
         self.loss: Tensor | None = None
@@ -105,9 +110,9 @@ class _MicroBatch:
 
     def forward(self) -> None:
         with self.stage.around():
-            inputs = self.stage.samples.inputs
-            given = (self.x,) if self.stage.is_first else (self.x, inputs)
-            self.output = apart(self.stage.module(*given))
+            is_last = self.stage.loss is not None
+            model = CalledOnce(self.stage.module, self.hidden, is_last=is_last)
+            self.output = apart(run_stage(model, self.stage.forward))
         if self.stage.loss is not None:
             self.loss = self.stage.loss(self.output)
         self.recorder.end("forward")

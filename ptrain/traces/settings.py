@@ -83,7 +83,7 @@ def settings() -> Iterator[Setting]:
             shape = shape_of(family, kind, tied=tied, special=special)
             setting = of_shape(shape, kind, compute=compute, batch=batch, sequence=SEQUENCE)
             yield setting
-            if kind is None and shape.dropout:
+            if kind is None and shape.drops:
                 yield replace(setting, is_for_cuda=True)
 
 
@@ -123,7 +123,7 @@ def shape_of(family: Family, kind: CutKind | None, *, tied: bool, special: bool)
 def symbols(setting: Setting) -> Mapping[str, int]:
     """Return the primes that sizes are products of."""
     own = setting.cut
-    names = (*HEADS[setting.shape.family], "batch", "sequence", "ffn", "vocab")
+    names = (*HEADS[setting.family], "batch", "sequence", "ffn", "vocab")
     if own is not None:
         names += ("tp", "vocab_all") if own.step.loss_parallel else ("tp",)
     values = setting.values

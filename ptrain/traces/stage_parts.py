@@ -3,6 +3,7 @@ pass by pass, and told as plain data, since other processes may be asked for it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -84,8 +85,8 @@ def stage_passes(
 ) -> tuple[tuple[Passes, ...], ...]:
     """Return the passes by stage, then by place along tp; `by_place` are the rows of each place."""
     itemsize = spec.precision.effective.parameters.itemsize
-    tokens = spec.batch.micro * spec.batch.sequence // _slices(spec, facts)
-    hidden = tokens * chain_of(spec, facts).hidden * itemsize
+    shape = chain_of(spec, facts).sample_shape(spec.batch.sequence, _slices(spec, facts))
+    hidden = spec.batch.micro * math.prod(shape) * itemsize
     return tuple(
         tuple(_passes(rows, index, hidden) for rows in of_places)
         for index, of_places in enumerate(zip(*by_place, strict=True))

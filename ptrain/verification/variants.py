@@ -18,8 +18,8 @@ _FIXED = (DType.FP32, DType.FP64)
 def without_dropout(spec: Spec) -> Spec:
     """The same where the model's shape gives no dropout: a mask drawn by one device is no mask that
     several draw."""
-    if isinstance(spec.model, ModelShape) and spec.model.dropout:
-        return replace(spec, model=replace(spec.model, dropout=0.0))
+    if isinstance(spec.model, ModelShape) and spec.model.drops:
+        return replace(spec, model=spec.model.without_dropout())
     return spec
 
 

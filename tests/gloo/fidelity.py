@@ -59,6 +59,12 @@ MODELS: dict[str, dict[str, Any]] = {
     "dropout 0.1": own("dropping"),
     "conv and recurrent": own("conv"),
     "(logits, loss)": own("nano", loss=True) | {"step": {"target": "tests.models_foreign:loss_of"}},
+    "ViT, its own loss": {
+        "model": {"target": "tests.models_vision:vit", "arguments": {"layers": 4}},
+        "data": {"target": "tests.models_vision:images"},
+        "loss": {"target": "tests.models_vision:label_loss"},
+        "batch": {"global": 8, "micro": 2, "sequence": 5},
+    },
     "llama": theirs("LlamaForCausalLM", GROUPED),
     "qwen2": theirs("Qwen2ForCausalLM", GROUPED),
     "qwen3": theirs("Qwen3ForCausalLM", GROUPED | {"head_dim": 8}),

@@ -67,3 +67,27 @@ def test_a_model_that_gives_a_tuple_is_refused_once_and_leaves_no_run(spec, tmp_
     assert "tests.models_unfit:changed, given tokens int64 [2, 16], gave tuple" in job.error
     assert "Traceback" not in job.error and job.error.count("gave tuple") == 1
     assert not (tmp_path / "runs").exists() or not list((tmp_path / "runs").iterdir())
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("words", "finding"),
+    [
+        (["loss={target: tests.models_losses:raises}"], "raised ValueError: no such loss"),
+        (
+            [
+                "data={target: tests.models_losses:items, arguments: {how: uneven}}",
+                "loss={target: tests.models_losses:plain}",
+            ],
+            "sample 39 of tests.models_losses:items has int64 [9]",
+        ),
+    ],
+    ids=["loss", "data"],
+)
+def test_code_of_the_users_that_fails_is_refused_once_and_leaves_no_run(
+    spec, tmp_path, words, finding
+):
+    code, job = jobs.run(["train", str(spec), *words, "--allow-import"], cwd=tmp_path)
+    assert code == 2 and finding in job.error
+    assert "Traceback" not in job.error and job.error.count(finding) == 1
+    assert not (tmp_path / "runs").exists() or not list((tmp_path / "runs").iterdir())

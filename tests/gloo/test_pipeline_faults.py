@@ -22,7 +22,7 @@ from ptrain.data.corpus import corpus
 from ptrain.derivation.estimate import own_facts
 from ptrain.errors import RankFailed
 from ptrain.interpreter.program import interpret
-from ptrain.models.llama import Block
+from ptrain.models.block import Block
 from ptrain.rooms.world import World
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
@@ -164,13 +164,13 @@ TORCHRUN = ("--standalone", "--nproc-per-node", "2", "-m", "ptrain.train")
 RAISES_ON_RANK_1 = """
 import os
 if os.environ.get("RANK") == "1":
-    import ptrain.models.llama as llama
-    forward, calls = llama.Block.forward, iter(range(10**9))
+    import ptrain.models.block as block
+    forward, calls = block.Block.forward, iter(range(10**9))
     def broken(self, x, *more):
         if next(calls) == 41:
             raise ValueError("broken")
         return forward(self, x, *more)
-    llama.Block.forward = broken
+    block.Block.forward = broken
 """
 
 

@@ -27,6 +27,11 @@ AXES: dict[str, dict[str, Any]] = {
     "ddp": {"mesh": {"dp_replicate": 2}, "placement": "ddp"},
     "zero2": {"mesh": {"dp_shard": 2}, "placement": "zero2"},
     "zero3": {"mesh": {"dp_shard": 2}, "placement": "zero3"},
+    "pp": {"mesh": {"pp": 2}, "placement": {"pp": "S,S,S,R"}},
+    "pp-zero3": {
+        "mesh": {"pp": 2, "dp_shard": 2},
+        "placement": {"pp": "S,S,S,R", "dp_shard": "zero3"},
+    },
 }
 
 
@@ -44,8 +49,20 @@ def vision(axis: str, sections: dict[str, Any], **more: Any) -> Spec:
     return require(load(written))
 
 
-@pytest.mark.parametrize("sections", [BY_LOSS, BY_STEP], ids=["loss", "step"])
-@pytest.mark.parametrize("axis", AXES)
+NIGHTLY = pytest.mark.nightly
+
+
+@pytest.mark.parametrize(
+    ("axis", "sections"),
+    [
+        pytest.param("ddp", BY_LOSS, marks=NIGHTLY),
+        pytest.param("zero2", BY_LOSS, marks=NIGHTLY),
+        ("zero3", BY_LOSS),
+        ("ddp", BY_STEP),
+        pytest.param("zero2", BY_STEP, marks=NIGHTLY),
+        pytest.param("zero3", BY_STEP, marks=NIGHTLY),
+    ],
+)
 def test_images_with_labels_are_trained_as_on_one_device(ranks: Ranks, axis, sections):
     result = run(ranks, vision(axis, sections))
     assert not failing((*result.checks, *result.against))
@@ -83,17 +100,72 @@ def with_z_loss(model: str, axis: str, **more: Any) -> Spec:
     return require(load(written))
 
 
-@pytest.mark.parametrize("axis", AXES_OF_LOGITS)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    ("model", "axis"),
+    [
+        pytest.param(
+            model,
+            axis,
+            marks=[] if (model, axis) in {("built in", "tp"), ("built in", "pp")} else NIGHTLY,
+        )
+        for model in MODELS
+        for axis in AXES_OF_LOGITS
+    ],
+)
 def test_a_loss_of_the_users_is_that_of_one_device_on_every_axis(ranks: Ranks, model, axis):
     result = run(ranks, with_z_loss(model, axis))
     assert not failing((*result.checks, *result.against))
 
 
-@pytest.mark.parametrize("sections", [BY_LOSS, BY_STEP], ids=["loss", "step"])
+NANO_PLAN = {
+    "transformer.wte": "vocabulary",
+    "transformer.h.*.attn": "whole input",
+    "transformer.h.*.attn.c_attn": "fused column",
+    "transformer.h.*.attn.c_proj": "row",
+    "transformer.h.*.attn.n_head": "count",
+    "transformer.h.*.attn.n_embd": "count",
+    "transformer.h.*.mlp": "whole input",
+    "transformer.h.*.mlp.up": "column",
+    "transformer.h.*.mlp.down": "row",
+    "lm_head": "head",
+}
+
+
+@NIGHTLY
+def test_a_loss_that_the_model_computes_itself_is_given_whole_logits(ranks: Ranks):
+    written = {
+        "name": "own-loss",
+        "model": {
+            "target": "tests.models_foreign:nano",
+            "arguments": {"loss": True, "layers": 2},
+        },
+        "mesh": {"tp": 2},
+        "placement": "tp",
+        "batch": {"global": 8, "micro": 2, "sequence": 16},
+        "precision": {"layout": "fp32", "compute": "fp64"},
+        "optimizer": {"name": "adamw", "lr": 1e-2, "clip": 1.0},
+        "tensor": {"plan": NANO_PLAN},
+        "step": {"target": "tests.models_foreign:loss_of"},
+    }
+    result = run(ranks, require(load(written)))
+    assert not failing((*result.checks, *result.against))
+
+
+@pytest.mark.parametrize(
+    "sections", [BY_LOSS, pytest.param(BY_STEP, marks=NIGHTLY)], ids=["loss", "step"]
+)
 def test_images_are_trained_over_cut_operators(ranks: Ranks, sections):
     """Between the blocks a sample has four patches and the class token."""
     axis = {"mesh": {"tp": 2}, "placement": "tp"}
     batch = {"global": 8, "micro": 2, "sequence": 5}
     result = run(ranks, vision("zero2", sections | axis, batch=batch))
+    assert not failing((*result.checks, *result.against))
+
+
+@pytest.mark.parametrize("shards", [1, pytest.param(2, marks=NIGHTLY)])
+def test_images_go_through_stages(ranks: Ranks, shards):
+    placement = {"pp": "S,S,S,R", "dp_shard": "zero3"}
+    axis = {"mesh": {"pp": 2, "dp_shard": shards}, "placement": placement}
+    batch = {"global": 8, "micro": 2, "sequence": 5}
+    result = run(ranks, vision("zero2", BY_LOSS | axis, batch=batch))
     assert not failing((*result.checks, *result.against))

@@ -220,9 +220,10 @@ def test_every_part_of_a_spec_counts_or_is_known_not_to() -> None:
     assert dropped == IRRELEVANT
 
 
-def test_what_a_target_names_is_never_kept(home: Path) -> None:
+@pytest.mark.parametrize("section", ["model", "loss", "step"])
+def test_what_a_target_names_is_never_kept(home: Path, section: str) -> None:
     reader = Reader()
-    spec = load("zero3", ["model={target: 'a.b:c'}", BATCH]).spec
+    spec = load("zero3", [f"{section}={{target: 'a.b:c'}}", BATCH]).spec
     cache.kept(spec, reader)
     cache.kept(spec, reader)
     assert reader.calls == 2 and not list(cache.files())

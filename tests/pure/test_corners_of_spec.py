@@ -135,12 +135,6 @@ def test_slices_of_activations_that_name_no_axis_are_refused():
     assert "M here and O in placement.dp_shard" in both["activations"].finding
 
 
-def test_gpt_has_no_fewer_heads_of_keys_than_of_queries():
-    shape = {"family": "gpt", "layers": 1, "hidden": 64, "heads": 4, "kv_heads": 2, "vocab": 259}
-    fault = faults(model=shape)["model.kv_heads"]
-    assert fault.finding == "gpt has as many kv_heads as heads; got 2 and 4"
-
-
 def test_tokens_become_the_nearest_number_of_micro_batches():
     batch = {"global": "200 tokens", "micro": 2, "sequence": 32}  # 6.25 samples; 4 in one step
     assert loaded(batch=batch).batch.global_samples == 8

@@ -79,19 +79,14 @@ def test_modes_cut_at_commas_within_braces_are_one_fault(written, meant, tmp_pat
     assert fault.text[fault.column - 1 :].startswith(first)
 
 
-@pytest.mark.parametrize(
-    ("overrides", "finding", "remedy"),
-    [
-        (["model.dropout=0.5"], "model.dropout: llama has no dropout", "family: gpt"),
-        (["model.preset=gpt-tiny", "model.rope_base=5"], "model.rope_base: gpt has", "llama"),
-    ],
-)
-def test_what_a_family_lacks_is_refused(overrides, finding, remedy):
-    said = message(*overrides)
-    assert finding in said and remedy in said
+def test_an_option_that_another_makes_void_is_refused():
+    said = message("model.preset=gpt-tiny", "model.rope_base=5")
+    assert "model.rope_base: positions: learned, and none that turn" in said
+    assert "write positions: rope" in said
 
 
-def test_what_a_family_has_is_taken():
+def test_what_a_shape_has_is_taken():
+    assert load("zero3", ["model.dropout=0.5"]).spec.model.dropout == 0.5
     assert load("zero3", ["model.dropout=0"]).spec.model.dropout == 0
     assert load("zero3", ["model.preset=gpt-tiny", "model.dropout=0.5"]).spec.model.dropout == 0.5
     assert load("zero3", ["model.rope_base=5"]).spec.model.rope_base == 5

@@ -11,11 +11,11 @@ from ptrain.algebra.legality import RULES, check, executed, require
 from ptrain.axes.data.rules import DATA, legal_tuples
 from ptrain.errors import Fault, SpecError
 from ptrain.spec.axis import Axis
+from ptrain.spec.block import Positions, RopeScaling
 from ptrain.spec.cluster import Cluster
 from ptrain.spec.dials import GradientSync, SyncPolicy, UnitKind, UnitSize
 from ptrain.spec.job import OptimizerSpec
 from ptrain.spec.load import load
-from ptrain.spec.model import Family
 from ptrain.spec.placement import MODES, Placement
 from ptrain.spec.precision import LAYOUTS, ZERO16
 from tests.pure.build import GATHERED, ODD_SHAPE, WHOLE, ZERO_1, ZERO_2, make_spec, tuple_of
@@ -190,15 +190,33 @@ def test_activations_are_given_once():
 @pytest.mark.parametrize(
     ("changes", "place", "finding", "remedy"),
     [
-        ({"heads": 4}, "model.heads", "4 heads do not divide hidden: 42",
-         "choose from 1, 2, 3, 6, 7, 14, 21, 42"),
+        ({"heads": 4}, "model.heads", "heads=4 does not divide hidden=42",
+         "choose from 1, 3, 7, 21"),
         ({"hidden": 45}, "model.heads",
-         "rotary positions need an even head size, and 45 / 3 = 15", "choose hidden / heads even"),
-        ({"kv_heads": 2}, "model.kv_heads", "2 key-value heads do not divide heads: 3",
+         "hidden / heads = 15 is odd, and rotary positions turn pairs",
+         "choose heads so that hidden / heads is even"),
+        ({"own_head_dim": 9}, "model.head_dim",
+         "head_dim = 9 is odd, and rotary positions turn pairs", "choose it even"),
+        ({"rotary": 0.25}, "model.rotary",
+         "0.25 of a head of 14 are 3 features, and rotary positions turn pairs",
+         "choose a share that is an even number, 2 or more"),
+        ({"kv_heads": 2}, "model.kv_heads", "kv_heads=2 does not divide heads=3",
          "choose from 1, 3"),
-        ({"family": Family.GPT}, "model.kv_heads",
-         "gpt gives every head its own keys and values, not 1 for 3",
-         "write kv_heads: 3, or a llama preset"),
+        ({"global_every": 2}, "model.global_every", "no layer has a window",
+         "remove global_every, or write window"),
+        ({"tied": True, "head_bias": True}, "model.head_bias",
+         "a tied head is the embedding, which has no bias",
+         "remove head_bias, or write tied: false"),
+        ({"rope_factor": 2.0}, "model.rope_factor",
+         "rope_scaling: none, and frequencies are divided by nothing",
+         "remove rope_factor, or write rope_scaling: linear"),
+        ({"rope_original": 99}, "model.rope_original",
+         "rope_scaling: none, which has no such number",
+         "remove rope_original, or write rope_scaling: llama3"),
+        ({"rope_scaling": RopeScaling.LLAMA3, "rope_low_factor": 4.0}, "model.rope_high_factor",
+         "4 is not above rope_low_factor: 4", "write a larger one"),
+        ({"positions": Positions.NONE, "rope_base": 5.0}, "model.rope_base",
+         "positions: none, and none that turn", "remove rope_base, or write positions: rope"),
         ({"vocab": 256}, "model.vocab", "256 is smaller than the byte tokenizer's vocabulary",
          "write vocab: 259 or more"),
     ],

@@ -30,14 +30,19 @@ FAULTS = [
     ({"model": {"target": "a:b", "hf": "llama"}}, "model.hf", "target gives", "remove it"),
     ({"model": {"preset": "llama-tiny", "config": {}}}, "model.config", "hf class", "model.hf"),
     ({"tensor": {"plan": {"a": "colum"}}}, "tensor.plan", "a: must be one of", "mean 'column'?"),
-    ({"tensor": {"plan": {"a": "norm"}}}, "tensor.plan", "shared; got the text 'norm'", ""),
+    ({"tensor": {"plan": {"a": "block"}}}, "tensor.plan", "count; got the text 'block'", ""),
     ({"tensor": {"plan": {"a.*": ["row"]}}}, "tensor.plan", "a.*: must be one of column", ""),
     ({"tensor": {"plan": {"a": {"b": "row"}}}}, "tensor.plan", "got a mapping", ""),
     ({"tensor": {"plan": {"a": "row", "b": True}}}, "tensor.plan", "b: must be one of", ""),
     ({"tensor": {"plan": ["row"]}}, "tensor.plan", "a mapping of module names to roles", ""),
     ({"tensor": {"plan": "paird"}}, "tensor.plan", "'paird'", "did you mean 'paired'"),
     ({"model": {"hf": "llama", "config": {"vocab_size": 9}}}, "vocab_size", "9 is", "259"),
-    ({"placement": {"tp": "S,S,S,S"}}, "placement.tp.activations", "not yet", "activations: R"),
+    (
+        {"mesh": {"tp": 2, "pp": 2}, "placement": {"tp": "S,S,S,S", "pp": "S,S,S,R"}},
+        "placement.tp.activations",
+        "not yet",
+        "activations: R",
+    ),
     (
         {
             "model": {"preset": "llama-tiny"},

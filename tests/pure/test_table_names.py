@@ -12,13 +12,13 @@ from ptrain.derivation.activations import saved, torch_version
 from ptrain.derivation.archive import TablePart, names
 from ptrain.derivation.loss_chunks import chunk_of, full_chunks
 from ptrain.derivation.tables import Setting
-from ptrain.spec.model import Family
+from ptrain.spec.model import Family, ModelShape
 from ptrain.spec.precision import DType
 from ptrain.spec.spec import LossSpec
 from tests.pure.build import ODD_SHAPE, setting
 
 MHA = replace(ODD_SHAPE, kv_heads=3)
-GPT = replace(MHA, family=Family.GPT)
+GPT = ModelShape(family=Family.GPT, layers=3, hidden=42, heads=3, kv_heads=3, ffn=101, vocab=259)
 DROPPED = replace(GPT, dropout=0.1)
 KINDS = {"llama-gqa": ODD_SHAPE, "llama-mha": MHA, "gpt-plain": GPT, "gpt-dropout": DROPPED}
 PRECISIONS = {DType.FP32: "full", DType.FP64: "full", DType.BF16: "bf16"}

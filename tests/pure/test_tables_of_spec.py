@@ -205,7 +205,15 @@ def defaults(kind: type) -> dict[str, object]:
 
 def test_models_and_clusters_have_the_documented_defaults():
     assert defaults(model.ModelShape) == {
-        "tied": False, "dropout": 0.0, "rope_base": 10000.0, "attention": "sdpa", "preset": "",
+        "tied": False, "norm": None, "norm_eps": 1e-5, "post_norm": False, "parallel": False,
+        "activation": None, "bias": None, "head_bias": False, "own_head_dim": None,
+        "qk_norm": False, "attention_scale": None, "attention_soft_cap": None,
+        "logit_soft_cap": None, "window": None, "global_every": None, "positions": None,
+        "rotary": 1.0, "rope_base": 10000.0, "window_rope_base": None, "rope_scaling": "none",
+        "rope_factor": 1.0, "rope_low_factor": 1.0, "rope_high_factor": 4.0,
+        "rope_original": 8192, "embedding_scale": None, "dropout": 0.0,
+        "embedding_dropout": None, "attention_dropout": None, "hidden_dropout": None,
+        "attention": "sdpa", "preset": "",
     }  # fmt: skip
     assert defaults(model.ExternalModel) == {"arguments": {}, "blocks": None, "folder": None}
     assert defaults(model.HuggingFaceModel) == {"config": {}, "blocks": None, "attention": None}

@@ -11,7 +11,7 @@ from torch import nn
 import ptrain
 from ptrain.errors import SpecError
 from ptrain.models.given import accept, with_model
-from ptrain.models.llama import Llama
+from ptrain.models.transformer import Transformer
 from ptrain.spec.model import ModelShape
 from ptrain.spec.spec import Spec
 from tests.models_external import necks
@@ -75,7 +75,7 @@ def test_the_shape_of_one_of_ours_takes_the_place_of_the_specs() -> None:
     shape = ptrain.load("zero3", ["model.layers=2"]).spec.model
     assert isinstance(shape, ModelShape)
     with torch.device("meta"):
-        module = Llama(shape, sequence=16)
+        module = Transformer(shape, sequence=16)
     assert with_model(spec_of(), module).model == shape
     spec = spec_of("model.layers=2")
     facts = ptrain.read_facts(spec_of(), module)

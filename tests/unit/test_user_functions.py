@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from ptrain.algebra.legality import check
 from ptrain.data.corpus import corpus
 from ptrain.data.sampler import batch, require
 from ptrain.data.source import Split
@@ -15,6 +16,7 @@ from ptrain.errors import Fault, SpecError
 from ptrain.models.batch import sample_batch
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
+from ptrain.traces import on_fakes
 from ptrain.traces.facts import facts_of
 from tests import models_losses
 
@@ -159,16 +161,92 @@ def test_real_numbers_come_in_the_dtype_that_the_model_computes_in():
     assert torch.equal(image[0], image[1])
 
 
-def test_over_tp_the_vectors_between_blocks_are_counted():
-    tp = {"mesh": {"tp": 2}, "placement": "tp", "data": {"target": "tests.models_vision:images"}}
-    fault = fault_of(spec_of(**VISION, **tp))
+@pytest.mark.parametrize("axis", ["tp", "pp"])
+def test_over_tp_and_pp_the_vectors_between_blocks_are_counted(axis):
+    placed = {"mesh": {axis: 2}, "placement": {axis: "S,S,S,R"}}
+    fault = fault_of(spec_of(**VISION, **placed, data={"target": "tests.models_vision:images"}))
     assert fault.place == "batch.sequence" and fault.remedy == "write batch.sequence: 5"
-    assert "8, and blocks.0 gives 5 vectors of a sample" in fault.finding
+    assert fault.finding.startswith("8, and ") and "5 vectors of a sample" in fault.finding
+
+
+def test_what_a_stage_cannot_hand_to_the_loss_is_refused():
+    pair = {"model": {"target": "tests.models_unfit:changed", "arguments": {"how": "tuple"}}}
+    pp = {"mesh": {"pp": 2}, "placement": {"pp": "S,S,S,R"}, "loss": function("of_pair")}
+    fault = fault_of(spec_of(**pair, **pp))
+    assert fault.place == "model.target" and "last of several stages one tensor" in fault.finding
 
 
 def test_bytes_of_a_batch_are_those_of_its_samples():
     spec = spec_of(**VISION, data={"target": "tests.models_vision:images"})
     assert facts_of(spec, allow_import=True).sample_bytes == 3 * 8 * 8 * 4 + 8
+
+
+@pytest.mark.parametrize("by", ["loss", "step"])
+def test_a_model_too_large_to_run_is_traced_with_its_loss_on_fakes(by, monkeypatch):
+    named = {"target": "tests.models_vision:images", "arguments": {"named": by == "step"}}
+    own = VISION if by == "loss" else {"step": {"target": "tests.models_vision:step"}}
+    spec = spec_of(model=VISION["model"], data=named, **{by: own[by]})
+    real = facts_of(spec, allow_import=True)
+    monkeypatch.setattr(on_fakes, "REAL_BYTES", 0)
+    assert facts_of(spec, allow_import=True) == real and real.timeline
+
+
+def test_a_model_that_gives_more_than_logits_is_told_of_the_key_and_trained_by_it():
+    pair = {"model": {"target": "tests.models_unfit:changed", "arguments": {"how": "tuple"}}}
+    fault = fault_of(spec_of(**pair))
+    assert "gave tuple (float32" in fault.finding and "write loss: {target: " in fault.remedy
+    assert facts_of(spec_of(**pair, loss=function("of_pair")), allow_import=True).timeline
+
+
+def test_a_stage_is_no_model_that_a_step_could_call():
+    pp = {"mesh": {"pp": 2}, "placement": {"pp": "S,S,S,R"}}
+    (fault,) = check(spec_of(step=function("wrong_step"), model=SHAPE | {"layers": 2}, **pp))
+    assert fault.place == "step" and "write loss: {target: …}" in fault.remedy
+
+
+def test_cut_logits_are_gathered_for_a_loss_of_the_users():
+    tp = {"mesh": {"tp": 2}, "placement": "tp", "loss": function("plain")}
+    assert not spec_of(**tp).tensor.loss_parallel
+    with pytest.raises(SpecError, match=r"tensor.loss_parallel: true: tests.models_losses:plain"):
+        spec_of(**tp, tensor={"loss_parallel": True})
+
+
+@pytest.mark.parametrize(
+    ("sections", "place"),
+    [
+        ({"loss": {"target": f"{OWN}:plain", "chunk": 8}}, "loss.chunk"),
+        ({"loss": {"arguments": {"by": 1}}}, "loss.arguments"),
+        ({"loss": function("plain"), "step": function("plain")}, "step"),
+        ({"loss": "chunked", "step": function("plain")}, "step"),
+        ({"data": function("items")}, "data.target"),
+        ({"data": function("items") | {"path": "x.npy"}, "loss": function("plain")}, "data.path"),
+        ({"data": {"folder": "x"}}, "data.folder"),
+    ],
+)
+def test_what_contradicts_a_function_is_refused(sections, place):
+    with pytest.raises(SpecError) as caught:
+        spec_of(**sections)
+    (fault,) = caught.value.faults
+    assert fault.place == place and fault.remedy
+
+
+def test_a_resolved_spec_finds_its_functions_from_anywhere(tmp_path):
+    lines = (
+        "model: {target: mine:build}",
+        "data: {target: mine:samples}",
+        "loss: {target: mine:loss, folder: losses}",
+        "mesh: {dp_shard: 2}",
+        "placement: zero2",
+        "batch: {global: 8, micro: 2}",
+    )
+    file = tmp_path / "spec.yaml"
+    file.write_text("\n".join(lines))
+    spec = load(str(file)).spec
+    again = load(spec.resolved).spec
+    assert again == spec and again.resolved == spec.resolved
+    folders = [function.folder for function in again.user_functions]
+    assert folders == [str(tmp_path), str(tmp_path), str(tmp_path / "losses")]
+    assert spec.batch.sequence == 1
 
 
 def test_a_loss_like_ptrains_own_is_ptrains_own():

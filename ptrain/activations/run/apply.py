@@ -13,8 +13,7 @@ from torch import nn
 from ptrain.activations.run.offload import OffloadHooks
 from ptrain.activations.run.recompute import recompute
 from ptrain.errors import refused
-from ptrain.models.gpt import Gpt
-from ptrain.models.llama import Llama
+from ptrain.models.transformer import Transformer
 from ptrain.rooms.registry import Registry
 from ptrain.rooms.tiers import Tiers
 from ptrain.spec.activations import Kept, Scope
@@ -22,7 +21,6 @@ from ptrain.spec.placement import Tier
 from ptrain.steps.step import Keep
 
 _CORE = "attention.core"  # of a block of the built-in families
-_BUILT_IN = (Llama, Gpt)
 
 
 def keep(module: nn.Module, step: Keep, tiers: Tiers) -> None:
@@ -66,7 +64,7 @@ def _recomputed(known: dict[str, nn.Module], name: str, kept: Kept) -> nn.Module
 def _draws(model: nn.Module, block: nn.Module) -> bool:
     """Whether the block may draw random numbers; of a model that is not built in nobody knows.
     Their state is 5 KB on a processor."""
-    return not isinstance(model, _BUILT_IN) or any(
+    return not isinstance(model, Transformer) or any(
         getattr(child, "dropout", 0) or (isinstance(child, nn.Dropout) and child.p)
         for child in block.modules()
     )

@@ -15,12 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import assert_never
 
 from ptrain.costs import Collective, Phase, State
 from ptrain.spec.activations import FULL, Kept
 from ptrain.spec.axis import Axis
-from ptrain.spec.model import Family, ModelShape
+from ptrain.spec.block import Bias, Positions
+from ptrain.spec.model import ModelShape
 from ptrain.spec.precision import DType
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import Parallelize
@@ -76,20 +76,27 @@ def parameters(
     table = words(shape.vocab, degree, index) * hidden
     has_head = span.is_last and (not shape.tied or not span.is_first)
     tables = table * (span.is_first + has_head)
-    match shape.family:
-        case Family.LLAMA:
-            # query and output, key and value of fewer heads; gate, up and down
-            matrices = 2 * hidden * hidden * (shape.heads + shape.kv_heads) // shape.heads
-            layer = (matrices + 3 * hidden * ffn) // degree + 2 * hidden
-            ends = hidden * span.is_last
-        case Family.GPT:
-            matrices = 4 * hidden * hidden + 2 * hidden * ffn
-            cut_biases, whole_biases = 3 * hidden + ffn, 2 * hidden
-            layer = (matrices + cut_biases) // degree + whole_biases + 4 * hidden
-            ends = sequence * hidden * span.is_first + 2 * hidden * span.is_last
-        case family:
-            assert_never(family)
-    return (span.end - span.start) * layer + tables + ends
+    norm = len(shape.norm.tensors)
+    all_biased, qkv_biased = shape.bias is Bias.ALL, shape.bias is not Bias.NONE
+    # query and output, key and value of perhaps fewer heads; up and down, and perhaps gate
+    heads = 2 * shape.head_dim * (shape.heads + shape.kv_heads)
+    inner = 2 + shape.activation.is_gated
+    cut = hidden * heads + inner * hidden * ffn
+    cut += shape.head_dim * (shape.heads + 2 * shape.kv_heads) * qkv_biased
+    cut += (inner - 1) * ffn * all_biased
+    whole_there = 2 * hidden * all_biased
+    whole_there += _norms(shape) * norm * hidden + 2 * shape.qk_norm * norm * shape.head_dim
+    ends = norm * hidden * span.is_last
+    if shape.positions is Positions.LEARNED:
+        ends += sequence * hidden * span.is_first
+    if shape.head_bias:
+        ends += words(shape.vocab, degree, index) * span.is_last
+    return (span.end - span.start) * (cut // degree + whole_there) + tables + ends
+
+
+def _norms(shape: ModelShape) -> int:
+    """Norms of a layer between its sub-blocks."""
+    return 2 - shape.parallel + 2 * shape.post_norm
 
 
 def traffic(spec: Spec, step: Parallelize, span: LayerSpan) -> Mapping[CallKey, Sent] | None:
@@ -147,7 +154,7 @@ def _calls(
     # Attention and MLP each end in a sum; the embedding is a sum of what the ranks have of words.
     sums = 2 * layers + span.is_first
     # A gradient is a sum where all of a rank's column operators begin; naively, where each does.
-    columns = {Family.LLAMA: 3 + 2, Family.GPT: 3 + 1}[shape.family] if step.is_naive else 2
+    columns = 4 + shape.activation.is_gated if step.is_naive else 2
     openings = columns * layers + span.is_last
     again = sum(mode.policy is not None for mode in kept)
     for phase, ends, starts in (
@@ -164,12 +171,16 @@ def _calls(
     gathered = Collective.ALL_GATHER, State.ACTIVATIONS, Phase.BACKWARD
     if step.is_saved_cut:
         yield *gathered, 2 * layers, stream
-    is_gpt = shape.family is Family.GPT
+    vectors = len(shape.norm.tensors)
+    summed = Collective.ALL_REDUCE, State.GRADIENTS, Phase.BACKWARD
     if step.is_sequence:
         # of positions all samples take the same: their gradient comes in slices of the tokens
-        yield *gathered, int(is_gpt and span.is_first), spec.batch.sequence * features
-        norms = (2 * layers + span.is_last) * (2 if is_gpt else 1)  # a gpt's have a bias
-        yield Collective.ALL_REDUCE, State.GRADIENTS, Phase.BACKWARD, norms, features
+        is_learned = shape.positions is Positions.LEARNED
+        yield *gathered, int(is_learned and span.is_first), spec.batch.sequence * features
+        norms = _norms(shape) * layers + span.is_last
+        yield *summed, norms * vectors, features
+    if shape.qk_norm:  # of its own heads a rank has a part of their gradients
+        yield *summed, 2 * layers * vectors, shape.head_dim * itemsize
     if span.is_last:
         yield from _of_loss(spec, step, shape)
 

@@ -174,15 +174,15 @@ def _own_plan(spec: Spec) -> Iterator[Fault]:
 
 
 def _whole_tokens(spec: Spec) -> Iterator[Fault]:
-    if isinstance(spec.model, ModelShape):
+    if isinstance(spec.model, ModelShape) or spec.degree(Axis.PP) == 1:
         return
     for factor in spec.factors:
         activations = factor.placement.activations
         if factor.axis is Axis.TP and factor.degree > 1 and activations != R:
             yield Fault(
                 place="placement.tp.activations",
-                finding=f"not yet: {activations}, of a model that is not built in",
-                remedy="what works today: activations: R, or a preset or a shape",
+                finding=f"not yet: {activations}, of a model that is not built in, in stages",
+                remedy="what works today: activations: R, no pp, or a preset or a shape",
             )
 
 

@@ -7,50 +7,67 @@ that nobody needs in place of what is in front of its layers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ptrain.axes.pipeline.run.cut import part_of
+from ptrain.axes.pipeline.run.stand_ins import CalledOnce, run_stage
 from ptrain.errors import Fault, SpecError, refused
 from ptrain.facts.stages import Chain, Stage
+from ptrain.models.batch import SampleBatch, TokenPair
 from ptrain.models.boundary import boundary, said
+from ptrain.models.buffers import copied_buffers
+from ptrain.models.chain import probe
+from ptrain.models.objective import objective_of
+from ptrain.spec.spec import Spec
 
 _ROUNDINGS = 4  # of the largest logit: the operators are the same, on tensors of the same sizes
 
 
-def require_alike(
-    model: nn.Module, stages: Sequence[Stage], chain: Chain, tokens_BT: Tensor
-) -> None:
-    """Raises SpecError where they do not. Costs two forward passes of the few `tokens_BT`."""
+def require_alike(model: nn.Module, stages: Sequence[Stage], chain: Chain, spec: Spec) -> None:
+    """Raises SpecError where they do not. Costs two forward passes of a few tokens, or of a
+    micro-batch of the user's."""
+    samples, forward = probe(model, spec), objective_of(spec.loss).forward
+    hidden, last = None, len(stages) - 1
     with torch.no_grad(), torch.random.fork_rng(devices=[]), _evaluated(model):
-        buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-        whole_BTV = torch.func.functional_call(model, buffers, (tokens_BT,))
-        given: tuple[Tensor, ...] = (tokens_BT,)
+        with copied_buffers(model):
+            whole = forward(model, samples)
+            written = {name: buffer.clone() for name, buffer in model.named_buffers()}
         for index in range(len(stages)):
             part = part_of(model, stages, index, chain)
-            x = _through(part, index, given)
-            _require_written_alike(part, index, buffers)
-            if index < len(stages) - 1 and tuple(x.shape) != (*tokens_BT.shape, chain.hidden):
-                finding = f"stage {index} hands on {list(x.shape)}, and hidden states are "
-                raise _unlike(finding + f"{[*tokens_BT.shape, chain.hidden]}")
-            given = (x, tokens_BT)
-    if not _is_alike(x, whole_BTV):
+            called = CalledOnce(part, hidden, is_last=index == last)
+            hidden = _output(called, index, partial(forward, samples=samples))
+            _require_written_alike(part, index, written)
+            if index < last:
+                _require_shape(hidden, index, chain, samples)
+    assert hidden is not None, "there is a stage"
+    if not _is_alike(hidden, whole):
         more = "more than hidden states goes from layer to layer (numbers without a gradient)"
-        raise _unlike(f"{more}: they do not give the model's logits")
+        raise _unlike(f"{more}: they do not give what the model gives")
 
 
-def _through(part: nn.Module, index: int, given: tuple[Tensor, ...]) -> Tensor:
+def _output(called: CalledOnce, index: int, forward: Callable[[Any], Any]) -> Tensor:
     def fault(error: BaseException) -> Fault:
         return _unlike(f"stage {index} does not run by itself: {said(error)}").faults[0]
 
     with boundary(fault):
-        y = part(*given)
-    if not isinstance(y, Tensor):
-        raise _unlike(f"stage {index} hands on a {type(y).__name__}, not one tensor")
-    return y
+        output = run_stage(called, forward)
+    if not isinstance(output, Tensor):
+        raise _unlike(f"stage {index} hands on a {type(output).__name__}, not one tensor")
+    return output
+
+
+def _require_shape(hidden: Tensor, index: int, chain: Chain, samples: SampleBatch) -> None:
+    tokens = samples.inputs.shape[1] if isinstance(samples.data, TokenPair) else 0
+    wanted = [samples.rows, *chain.sample_shape(tokens)]
+    if list(hidden.shape) != wanted:
+        finding = f"stage {index} hands on {list(hidden.shape)}, and hidden states are {wanted}"
+        raise _unlike(finding)
 
 
 def _require_written_alike(part: nn.Module, index: int, buffers: Mapping[str, Tensor]) -> None:

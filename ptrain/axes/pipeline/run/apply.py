@@ -14,6 +14,7 @@ from ptrain.axes.pipeline.run.stage import BoundaryTensor, PassCallbacks, StageR
 from ptrain.axes.pipeline.run.staged import Staged
 from ptrain.axes.pipeline.schedule import Action
 from ptrain.errors import RankFailed
+from ptrain.facts.stages import Chain
 from ptrain.models.batch import StepBatch
 from ptrain.models.numerics import TORCH_DTYPES
 from ptrain.rooms.mesh import Mesh
@@ -35,7 +36,7 @@ class Pipelined:
         self.micro, self.sequence = spec.batch.micro, spec.batch.sequence
         self.count = spec.batch.accumulate
         self.rank = mesh.coordinate(step.axis)
-        boundary = _boundary(spec, plan, mesh, staged.hidden)
+        boundary = _boundary(spec, plan, mesh, staged.chain)
         self.stages = [StageRunner(part, step.stages, boundary, callbacks) for part in staged.parts]
         self.runtime = Runtime(step.rank_of, mesh.group((step.axis,)), boundary, mesh.registry)
         self.instructions = training(schedule_of(spec))[self.rank]
@@ -85,12 +86,11 @@ class Pipelined:
             )
 
 
-def _boundary(spec: Spec, plan: Plan, mesh: Mesh, hidden: int) -> BoundaryTensor:
-    tokens = spec.batch.sequence
-    if plan.tensor is not None and plan.tensor.is_sequence:
-        tokens //= mesh.degrees[plan.tensor.axis]
+def _boundary(spec: Spec, plan: Plan, mesh: Mesh, chain: Chain) -> BoundaryTensor:
+    is_cut = plan.tensor is not None and plan.tensor.is_sequence
+    slices = mesh.degrees[plan.tensor.axis] if plan.tensor is not None and is_cut else 1
     return BoundaryTensor(
-        shape=(spec.batch.micro, tokens, hidden),
+        shape=(spec.batch.micro, *chain.sample_shape(spec.batch.sequence, slices)),
         dtype=TORCH_DTYPES[plan.update.layout.parameters],
         device=mesh.world.device,
     )

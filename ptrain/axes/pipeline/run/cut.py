@@ -22,6 +22,7 @@ from ptrain.axes.pipeline.run.stand_ins import (
     as_part,
 )
 from ptrain.facts.stages import Chain, Stage
+from ptrain.models.transformer import Transformer
 
 
 @torch.no_grad()
@@ -77,12 +78,9 @@ class _Apart(torch.autograd.Function):
 
 
 def _copy(part: nn.Module, name: str, source: nn.Parameter) -> None:
-    """Put the stage's own copy of a tensor in the linear operator that it belongs to, a new one
-    where the stage has none."""
+    """Put the stage's own copy of a tensor in the module that it belongs to; a built-in model,
+    whose tied head is none, makes a new one."""
     path, _, attribute = name.rpartition(".")
-    above, _, last = path.rpartition(".")
-    if getattr(part.get_submodule(above), last, None) is None:
-        rows, columns = source.shape
-        linear = nn.Linear(columns, rows, bias=False, device="meta", dtype=source.dtype)
-        setattr(part.get_submodule(above), last, linear)
+    if path == "head" and isinstance(part, Transformer):
+        part.head = part.new_head(device="meta", dtype=source.dtype)
     setattr(part.get_submodule(path), attribute, nn.Parameter(source.detach().clone()))

@@ -9,17 +9,18 @@ what its instructions say (`derivation.stage_replay`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ptrain.axes.pipeline.run.cut import apart
 from ptrain.axes.pipeline.run.failure import named
 from ptrain.axes.pipeline.run.passes import Groups, backward, backward_input, backward_weight
 from ptrain.axes.pipeline.run.staged import LocalStage
+from ptrain.axes.pipeline.run.stand_ins import CalledOnce, run_stage
 from ptrain.axes.pipeline.schedule import Action
 from ptrain.costs import Phase
 from ptrain.errors import RankFailed
@@ -56,10 +57,12 @@ class BoundaryTensor:
 
 @dataclass(frozen=True, slots=True)
 class PassCallbacks:
-    """What a program wants of passes: the last stage's forward pass runs in `given(samples)`, then
-    `loss` is called with what it returned and the samples, `evaluated` where nothing is trained;
-    backward begins with `seed` of the loss, None for 1; `enter` is told of every pass."""
+    """What a program wants of passes: `forward` runs a stage, given the model to call and the
+    samples; the last stage's forward pass runs in `given(samples)`, then `loss` is called with
+    what it returned and the samples, `evaluated` where nothing is trained; backward begins with
+    `seed` of the loss, None for 1; `enter` is told of every pass."""
 
+    forward: Callable[[Any, SampleBatch], Tensor]
     given: Callable[[SampleBatch], AbstractContextManager[None]]
     loss: Loss
     evaluated: Loss
@@ -112,14 +115,11 @@ class StageRunner:
     ) -> Tensor | None:
         """The forward pass of micro-batch `number` alone: hidden states for the next stage, or None
         of the last one, where `add` is called with the loss. `given` as of `compute`."""
-        taken = _taken(given, samples)
         with named(self.index, number):
+            output = self._run(self.module, given, samples)
             if not self.is_last:
-                output: Tensor = self.module(*taken)
                 self.boundary.require(output, self.index, number)
                 return output
-            with self.asked.given(samples):
-                output = self.module(*taken)
             add(self.asked.evaluated(output, samples))
         return None
 
@@ -130,7 +130,7 @@ class StageRunner:
         match action.kind:
             case Kind.FORWARD:
                 given = None if given is None else given.requires_grad_()
-                return self._forward(number, _taken(given, samples), samples)
+                return self._forward(number, given, samples)
             case Kind.INPUT if self.is_first:
                 # nobody waits for gradients of tokens: the weights' half is the whole
                 self._in_flight[number].gradient = given
@@ -145,21 +145,24 @@ class StageRunner:
                 self._backward_weight(number)
                 return None
 
-    def _forward(self, number: int, taken: tuple[Any, ...], samples: SampleBatch) -> Tensor | None:
+    def _run(self, module: nn.Module, given: Tensor | None, samples: SampleBatch) -> Tensor:
+        model = CalledOnce(module, given, is_last=self.is_last)
+        with self.asked.given(samples) if self.is_last else nullcontext():
+            output: Tensor = run_stage(model, lambda called: self.asked.forward(called, samples))
+        return output
+
+    def _forward(self, number: int, given: Tensor | None, samples: SampleBatch) -> Tensor | None:
         self.asked.enter(Phase.FORWARD, number)
         with named(self.index, number):
             with self.wrapped.forward_pass():
-                if not self.is_last:
-                    output: Tensor = apart(self.wrapped.module(*taken))
-                else:
-                    with self.asked.given(samples):
-                        output = apart(self.wrapped.module(*taken))
+                output = apart(self._run(self.wrapped.module, given, samples))
+            given = samples.tensors[0] if given is None else given
             if not self.is_last:
                 self.boundary.require(output, self.index, number)
-                self._in_flight[number] = _InFlight(taken[0], output, None)
+                self._in_flight[number] = _InFlight(given, output, None)
                 return output.detach()
             loss = self.asked.loss(output, samples)
-        self._in_flight[number] = _InFlight(taken[0], output, loss)
+        self._in_flight[number] = _InFlight(given, output, loss)
         return None
 
     def _backward(self, number: int, gradient: Tensor | None) -> Tensor | None:
@@ -198,9 +201,3 @@ class StageRunner:
         self.asked.enter(Phase.BACKWARD, number)
         with named(self.index, number), self.wrapped.backward_pass(kind, is_last):
             yield
-
-
-def _taken(given: Tensor | None, samples: SampleBatch) -> tuple[Any, ...]:
-    """What a stage's forward takes: every stage what the model is called with, behind hidden states
-    if it is given these."""
-    return (samples.inputs,) if given is None else (given, samples.inputs)

@@ -14,6 +14,7 @@ from torch import nn
 from ptrain.axes.data.run.target import Named, NamedTarget
 from ptrain.axes.data.run.wrapped import WrappedModel
 from ptrain.costs import State
+from ptrain.facts.stages import Chain
 from ptrain.rooms.mesh import Mesh
 from ptrain.spec.job import OptimizerSpec
 from ptrain.spec.precision import Layout
@@ -34,10 +35,10 @@ class Staged:
     """What the program needs of a rank's stages. The passes are the schedule's."""
 
     def __init__(
-        self, parts: Sequence[LocalStage], step: Pipeline, mesh: Mesh, hidden: int
+        self, parts: Sequence[LocalStage], step: Pipeline, mesh: Mesh, chain: Chain
     ) -> None:
         self.parts = parts
-        self.hidden = hidden  # features of what goes from stage to stage
+        self.chain = chain
         self.module = nn.ModuleList(part.module for part in parts)
         self.step = step
         self.mesh = mesh

@@ -11,7 +11,7 @@ what is behind its layers runs on the last one alone.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -108,9 +108,9 @@ class InFront(nn.Identity):
 
 
 class StagePart(nn.Module):
-    """A stage's part of a model, as a class over the model's own: `forward(*inputs)` on the first
-    stage, `forward(hidden, *inputs)` behind it. It returns the hidden states for the next stage,
-    or on the last one what the model returns."""
+    """A stage's part of a model, as a class over the model's own, which takes what the model takes,
+    and behind the first stage hidden states before that. It returns the hidden states for the next
+    stage, or on the last one what the model returns."""
 
     _crossing: Crossing
     _first: str  # of the stage's layers; none on the first stage, which enters nowhere
@@ -118,12 +118,12 @@ class StagePart(nn.Module):
         str, torch.Size
     ]  # parameters in front of the layers that belong to no module there
 
-    def forward(self, *given: Any) -> Any:
+    def forward(self, *given: Any, **named: Any) -> Any:
         try:
             if not self._first:
-                return super().forward(*given)
+                return super().forward(*given, **named)
             with self._entered(given[0]):
-                return super().forward(*given[1:])
+                return super().forward(*given[1:], **named)
         except Left as left:
             return left.hidden
 
@@ -146,6 +146,36 @@ class StagePart(nn.Module):
             for name in self._front:
                 owner, attribute = _owner(self, name)
                 del owner.__dict__[attribute]
+
+
+class CalledOnce:
+    """A stage as the model that whoever computes a loss calls: it is given the hidden states by the
+    way, and one before the last goes no further than the call."""
+
+    def __init__(self, module: nn.Module, hidden: Tensor | None, *, is_last: bool) -> None:
+        self._module, self._is_last = module, is_last
+        self._given = () if hidden is None else (hidden,)
+        self._was_called = False
+
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        if self._was_called:
+            raise RuntimeError("the model is called twice, and a stage is given one micro-batch")
+        self._was_called = True
+        output = self._module(*self._given, *inputs, **named)
+        if self._is_last:
+            return output
+        raise Left(output)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+def run_stage(model: CalledOnce, forward: Callable[[Any], Any]) -> Any:
+    """Return what a stage hands on, or on the last stage what `forward` makes of the model."""
+    try:
+        return forward(model)
+    except Left as left:
+        return left.hidden
 
 
 def as_part(model: nn.Module, crossing: Crossing, *, first: str, front: Iterable[str]) -> None:

@@ -25,16 +25,16 @@ from torch.distributed.tensor.parallel import (
     loss_parallel,
     parallelize_module,
 )
-from torch.utils._pytree import tree_map
 
 from ptrain.axes.tensor.costs import shards_differ, slices
-from ptrain.axes.tensor.run.counts import OwnCounts, with_first
+from ptrain.axes.tensor.run.counts import OwnCounts
 from ptrain.axes.tensor.run.fused import FusedOrder
 from ptrain.axes.tensor.run.gradients import GradientsAsKept, SummedGradients
 from ptrain.axes.tensor.run.randomness import OwnRandomness, drawn_by_rank
 from ptrain.axes.tensor.run.regather import Regather
 from ptrain.axes.tensor.run.transposed import TransposedColumn, TransposedRow
 from ptrain.errors import refused
+from ptrain.models.arguments import with_first
 from ptrain.models.chunked import LossInside
 from ptrain.models.loss import token_loss_sum
 from ptrain.rooms.registry import Registry
@@ -88,6 +88,44 @@ class WholeOutput(ParallelStyle):
         return module
 
 
+class OwnTokens(ParallelStyle):
+    """Of the first floating tensor that a module is given, which all ranks have alike, each takes
+    its part."""
+
+    def __init__(self, between: Placement) -> None:
+        super().__init__()
+        self.between = between
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def part(whole: torch.Tensor) -> torch.Tensor:
+            return _moved(whole, device_mesh, Replicate(), self.between)
+
+        def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            return with_first(args, kwargs, part)
+
+        module.register_forward_pre_hook(enter, with_kwargs=True)
+        return module
+
+
+class AllTokens(ParallelStyle):
+    """Of the first tensor that a module returns, of which each rank has its part, all get the
+    whole."""
+
+    def __init__(self, between: Placement) -> None:
+        super().__init__()
+        self.between = between
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def leave(_: nn.Module, __: object, output: Any) -> Any:
+            if isinstance(output, tuple):
+                first, *others = output
+                return (_moved(first, device_mesh, self.between, Replicate()), *others)
+            return _moved(output, device_mesh, self.between, Replicate())
+
+        module.register_forward_hook(leave)
+        return module
+
+
 class LocalInput(ParallelStyle):
     """The first floating tensor that a module is given becomes the rank's own part, which is what
     it is given when it runs again."""
@@ -132,11 +170,13 @@ def parallelize(
     """Cut `model` over `device_mesh` (1-d) as the plan says. Its tensors may be on meta."""
     tied = _tied(model)
     order = FusedOrder(step, device_mesh.size())
+    opened = [name for name, role in _named(model, step) if role is Role.WHOLE_INPUT]
     for name, role in _named(model, step):
         module = model.get_submodule(name)
         if role in COLUMNS:
             order.reorder(name, module)
-        for style in _styles(step, role, registry):
+        is_alone = not any(name.startswith(f"{parent}.") for parent in opened)
+        for style in _styles(step, role, registry, is_alone=is_alone):
             parallelize_module(module, device_mesh, style, src_data_rank=None)
     _tie_again(model, tied)
     _count_for_itself(model, step, device_mesh.size())
@@ -145,7 +185,11 @@ def parallelize(
         first = next(_matching(model, step.block_pattern))
         parallelize_module(model.get_submodule(first), device_mesh, LocalInput())
     if not step.loss_parallel:
-        model.register_forward_hook(lambda _, __, output: tree_map(_gathered, output))
+        heads = [
+            name for p, role in step.roles if role is Role.HEAD for name in _matching(model, p)
+        ]
+        for name in heads or [""]:  # a tied model of ours has no head: it gives the logits itself
+            model.get_submodule(name).register_forward_hook(lambda _, __, logits: _gathered(logits))
 
 
 def _named(model: nn.Module, step: Parallelize) -> Iterator[tuple[str, Role]]:
@@ -177,11 +221,11 @@ def _draw_for_itself(model: nn.Module, step: Parallelize, device_mesh: DeviceMes
     """Let a rank draw masks of its own for what only it has."""
     # One for all sub-blocks: of two with one seed, the masks of every layer would be alike.
     own = OwnRandomness(device_mesh.get_local_rank(), device_mesh.device_type)
-    if step.is_sequence:
-        return
     for name, role in _named(model, step):
         path = name.rpartition(".")[0]
-        if role in ROWS and path:
+        if role is Role.BLOCK:
+            own.around(model.get_submodule(name))
+        elif role in ROWS and path and not step.is_sequence:
             columns = _columns(model, step, path)
             own.between(model.get_submodule(path), columns, model.get_submodule(name))
 
@@ -233,10 +277,16 @@ def _micro_batch(step: Parallelize) -> Iterator[None]:
         yield
 
 
-def _styles(step: Parallelize, role: Role, registry: Registry) -> Iterator[ParallelStyle]:
+def _styles(
+    step: Parallelize, role: Role, registry: Registry, *, is_alone: bool
+) -> Iterator[ParallelStyle]:
+    """`is_alone`: no sub-block makes the module's input whole."""
     between = Shard(_SEQUENCE) if step.is_sequence else Replicate()
     has_positions = any(role is Role.POSITIONS for _, role in step.roles)
     match role:
+        case Role.VOCABULARY if step.has_whole_ends:
+            yield RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())
+            yield GradientsAsKept(registry)
         case Role.VOCABULARY:
             is_local = not (step.is_sequence and has_positions)
             yield RowwiseParallel(
@@ -250,7 +300,7 @@ def _styles(step: Parallelize, role: Role, registry: Registry) -> Iterator[Paral
             if not step.is_naive:
                 yield WholeInput(between, regathers=step.is_saved_cut)
         case Role.COLUMN | Role.TRANSPOSED_COLUMN:
-            layout = between if step.is_naive else Replicate()
+            layout = between if step.is_naive or is_alone else Replicate()
             style = ColwiseParallel if role is Role.COLUMN else TransposedColumn
             yield style(input_layouts=layout)
         case Role.ROW | Role.TRANSPOSED_ROW:
@@ -258,6 +308,10 @@ def _styles(step: Parallelize, role: Role, registry: Registry) -> Iterator[Paral
             yield style(output_layouts=between)
         case Role.SHARED:
             yield SummedGradients(registry)
+        case Role.FIRST_BLOCK:
+            yield OwnTokens(between)
+        case Role.LAST_BLOCK:
+            yield AllTokens(between)
         case Role.NORM | Role.LAST_NORM:
             if step.is_sequence:
                 yield SequenceParallel(use_local_output=True)
@@ -303,7 +357,15 @@ def _whole(part: torch.Tensor, device_mesh: DeviceMesh, layout: Placement) -> DT
     return tensor.redistribute(placements=[Replicate()])
 
 
-def _gathered(logits: Any) -> Any:
+def _moved(
+    part: torch.Tensor, device_mesh: DeviceMesh, source: Placement, target: Placement
+) -> torch.Tensor:
+    """A rank's tensor as another placement has it; where ranks have the same, gradients are too."""
+    distributed = DTensor.from_local(part, device_mesh, [source], run_check=False)
+    return distributed.redistribute(placements=[target]).to_local()
+
+
+def _gathered(logits: torch.Tensor) -> torch.Tensor:
     if not isinstance(logits, DTensor):
         return logits
     return logits.redistribute(placements=[Replicate()]).to_local()

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ptrain.models.arguments import with_first
+
 
 class OwnCounts:
     """While a module runs, its first floating tensor is as wide as the rank's part of it, for code
@@ -45,18 +47,3 @@ class OwnCounts:
 
     def _leave(self, *_: object) -> None:
         self._narrow = self._whole = None
-
-
-def with_first(args: tuple[Any, ...], kwargs: dict[str, Any], change: Any) -> Any:
-    """The arguments with the first floating tensor changed; None where there is none."""
-    for index, value in enumerate(args):
-        if is_real(value):
-            return (*args[:index], change(value), *args[index + 1 :]), kwargs
-    for name, value in kwargs.items():
-        if is_real(value):
-            return args, kwargs | {name: change(value)}
-    return None
-
-
-def is_real(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_floating_point()

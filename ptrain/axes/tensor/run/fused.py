@@ -7,7 +7,7 @@ gets it in the model's order.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -46,7 +46,7 @@ class FusedOrder:
         have parts of them."""
         return {name: self._ordered(name, tensor, back=True) for name, tensor in named.items()}
 
-    def held(self, named: Named) -> Named:
+    def held(self, named: Mapping[str, torch.Tensor]) -> Named:
         """Return what `canonical` was given. Collective too."""
         return {name: self._ordered(name, tensor, back=False) for name, tensor in named.items()}
 

@@ -1,5 +1,5 @@
-"""Torch's parallel styles for layers whose weight is stored inputs by outputs: transformers' Conv1D,
-which torch's own styles do not know."""
+"""Torch's parallel styles for layers whose weight is stored inputs by outputs (transformers'
+Conv1D), which torch's own do not know."""
 
 from __future__ import annotations
 

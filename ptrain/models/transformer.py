@@ -1,0 +1,128 @@
+"""The built-in models: a decoder of equal blocks, composed as its shape says.
+
+Legend of shape suffixes: B samples, T tokens, C hidden, K rotation pairs, V vocabulary.
+
+Note: a tied head reads the embedding's weight instead of sharing a Parameter, so that `to_empty`
+cannot untie it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ptrain.facts.parameters import LOCAL, tables_of
+from ptrain.models.block import Block
+from ptrain.models.norm import norm_of
+from ptrain.models.rotary import fill_tables
+from ptrain.spec.block import Positions
+from ptrain.spec.model import ModelShape
+
+
+class EmbeddingScale(nn.Module):
+    """A multiplication by a number."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x_BTC: Tensor) -> Tensor:
+        return x_BTC * self.factor
+
+
+class LearnedPositions(nn.Embedding):
+    """Positions with a vector each, added to what stands at them."""
+
+    def forward(self, x_BTC: Tensor) -> Tensor:
+        return x_BTC + self.weight[: x_BTC.shape[1]]
+
+
+class CappedHead(nn.Linear):
+    """Logits, bound by tanh within the head: whoever takes its place for a loss has them so."""
+
+    def __init__(self, hidden: int, vocab: int, cap: float, *, bias: bool, **where: Any) -> None:
+        super().__init__(hidden, vocab, bias=bias, **where)
+        self.cap = cap
+
+    def forward(self, x_BTC: Tensor) -> Tensor:
+        return capped(super().forward(x_BTC), self.cap)
+
+
+def capped(logits: Tensor, cap: float | None) -> Tensor:
+    """Return numbers bound by +-cap; as they are, where it is None."""
+    return logits if cap is None else torch.tanh(logits / cap) * cap
+
+
+class Transformer(nn.Module):
+    """`sequence` sizes the tables of positions and of windows; shorter inputs are fine, longer ones
+    are not."""
+
+    def __init__(self, shape: ModelShape, *, sequence: int) -> None:
+        super().__init__()
+        self.shape = shape
+        scale, rate = shape.embedding_scale, shape.dropouts.embedding
+        is_learned = shape.positions is Positions.LEARNED
+        self.embed = nn.Embedding(shape.vocab, shape.hidden)
+        self.scale = nn.Identity() if scale is None else EmbeddingScale(scale)
+        self.positions = LearnedPositions(sequence, shape.hidden) if is_learned else nn.Identity()
+        self.dropout = nn.Dropout(rate) if rate else nn.Identity()
+        self.blocks = nn.ModuleList(Block(shape, layer) for layer in range(shape.layers))
+        self.norm = norm_of(shape, shape.hidden)
+        self.head = None if shape.tied else self.new_head()
+        for name, sizes in tables_of(shape, sequence).items():
+            empty = torch.empty(*sizes, dtype=torch.float32)
+            self.register_buffer(name, empty, persistent=False)
+        self.reset_buffers()
+
+    def new_head(self, **where: Any) -> nn.Linear:
+        """Return a layer to the vocabulary; `where` as of nn.Linear, device and dtype."""
+        shape, cap = self.shape, self.shape.logit_soft_cap
+        sizes = (shape.hidden, shape.vocab)
+        if cap is None:
+            return nn.Linear(*sizes, bias=shape.head_bias, **where)
+        return CappedHead(*sizes, cap, bias=shape.head_bias, **where)
+
+    @torch.no_grad()
+    def reset_buffers(self) -> None:
+        """Fill the tables where they stand."""
+        own = dict(self.named_buffers(recurse=False))
+        for prefix in ("", LOCAL):
+            if (cos_TK := own.get(f"{prefix}cos_TK")) is not None:
+                sin_TK = own[f"{prefix}sin_TK"]
+                fill_tables(self.shape, cos_TK, sin_TK, is_local=prefix == LOCAL)
+        if (mask_TT := own.get(f"{LOCAL}TT")) is not None:
+            assert self.shape.window is not None, "somebody has a window"
+            ones_TT = torch.ones_like(mask_TT, dtype=torch.bool)
+            hidden_TT = ones_TT.triu(1) | ones_TT.tril(-self.shape.window)
+            mask_TT.zero_().masked_fill_(hidden_TT, float("-inf"))
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        x_BTC = self.dropout(self.positions(self.scale(self.embed(tokens_BT))))
+        tables = self._tables(x_BTC)
+        for layer, block in enumerate(self.blocks):
+            x_BTC = block(x_BTC, *tables[self.shape.is_local(layer)])
+        x_BTC = self.norm(x_BTC)
+        return self.logits(x_BTC)
+
+    def logits(self, x_BTC: Tensor) -> Tensor:
+        """Return the logits of normalized hidden states."""
+        if self.head is None:
+            return capped(F.linear(x_BTC, self.embed.weight), self.shape.logit_soft_cap)
+        logits_BTV: Tensor = self.head(x_BTC)
+        return logits_BTV
+
+    def _tables(self, x_BTC: Tensor) -> tuple[tuple[Tensor | None, ...], ...]:
+        """Return what blocks take beside the stream: those without a window, and those with one.
+        One mask, in the dtype of what attends, is there for all of them."""
+        own = dict(self.named_buffers(recurse=False))
+        everywhere = (own["cos_TK"], own["sin_TK"]) if "cos_TK" in own else ()
+        local = everywhere
+        if f"{LOCAL}cos_TK" in own:
+            local = (own[f"{LOCAL}cos_TK"], own[f"{LOCAL}sin_TK"])
+        if f"{LOCAL}TT" not in own:
+            return everywhere, local
+        mask_TT = own[f"{LOCAL}TT"].to(x_BTC.dtype)
+        return everywhere, (*(local or (None, None)), mask_TT)

@@ -1,0 +1,111 @@
+"""What fields of a built-in model's shape do not go together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields
+
+from ptrain.errors import Fault
+from ptrain.spec.block import BlockOptions, Positions, RopeScaling
+from ptrain.spec.model import ModelShape
+
+_DEFAULTS = {option.name: option.default for option in fields(BlockOptions)}
+_OF_ROPE = ("rope_base", "rotary", "window_rope_base", "rope_scaling")
+_OF_LLAMA3 = ("rope_low_factor", "rope_high_factor", "rope_original")
+
+
+def misfits(shape: ModelShape) -> Iterator[Fault]:
+    """Yield a fault for each field that cannot be as it is, or that would change nothing."""
+    yield from _heads(shape)
+    yield from _unread(shape)
+    if shape.rope_scaling is RopeScaling.LLAMA3 and shape.rope_high_factor <= shape.rope_low_factor:
+        yield Fault(
+            place="model.rope_high_factor",
+            finding=f"{shape.rope_high_factor:g} is not above rope_low_factor: "
+            f"{shape.rope_low_factor:g}",
+            remedy="write a larger one",
+        )
+
+
+def _heads(shape: ModelShape) -> Iterator[Fault]:
+    if shape.own_head_dim is None and shape.hidden % shape.heads:
+        yield Fault(
+            place="model.heads",
+            finding=f"heads={shape.heads} does not divide hidden={shape.hidden}",
+            remedy=_other_heads(shape),
+        )
+    elif shape.heads % shape.kv_heads:
+        yield Fault(
+            place="model.kv_heads",
+            finding=f"kv_heads={shape.kv_heads} does not divide heads={shape.heads}",
+            remedy=f"choose from {_near(divisors(shape.heads), shape.kv_heads)}",
+        )
+    elif shape.positions is Positions.ROPE and not _turns(shape, shape.head_dim):
+        whose = "head_dim" if shape.own_head_dim else "hidden / heads"
+        if shape.rotary == 1.0:
+            finding = f"{whose} = {shape.head_dim} is odd, and rotary positions turn pairs"
+            remedy = (
+                f"choose {'it' if shape.own_head_dim else 'heads so that hidden / heads is'} even"
+            )
+            place = "model.head_dim" if shape.own_head_dim else "model.heads"
+        else:
+            finding = f"{shape.rotary:g} of a head of {shape.head_dim} are {shape.rotary_dim} "
+            finding += "features, and rotary positions turn pairs"
+            place, remedy = "model.rotary", "choose a share that is an even number, 2 or more"
+        yield Fault(place=place, finding=finding, remedy=remedy)
+
+
+def _turns(shape: ModelShape, head_dim: int) -> bool:
+    turned = int(head_dim * shape.rotary)
+    return turned > 0 and turned % 2 == 0
+
+
+def _other_heads(shape: ModelShape) -> str:
+    """Numbers of heads with which nothing else is wrong."""
+    kv_heads = 1 if shape.kv_heads == shape.heads else shape.kv_heads
+    counts = [
+        heads
+        for heads in divisors(shape.hidden)
+        if heads % kv_heads == 0
+        and (shape.positions is not Positions.ROPE or _turns(shape, shape.hidden // heads))
+    ]
+    return f"choose from {_near(counts, shape.heads)}" if counts else "change hidden or kv_heads"
+
+
+def _unread(shape: ModelShape) -> Iterator[Fault]:
+    """What another field makes void would be ignored."""
+    if shape.positions is not Positions.ROPE:
+        finding = f"positions: {shape.positions}, and none that turn"
+        yield from _written(shape, _OF_ROPE, finding, "write positions: rope")
+    if shape.rope_scaling is RopeScaling.NONE:
+        finding = "rope_scaling: none, and frequencies are divided by nothing"
+        yield from _written(shape, ("rope_factor",), finding, "write rope_scaling: linear")
+    if shape.rope_scaling is not RopeScaling.LLAMA3:
+        finding = f"rope_scaling: {shape.rope_scaling}, which has no such number"
+        yield from _written(shape, _OF_LLAMA3, finding, "write rope_scaling: llama3")
+    if shape.window is None:
+        names = ("global_every", "window_rope_base")
+        yield from _written(shape, names, "no layer has a window", "write window")
+    if shape.tied:
+        finding = "a tied head is the embedding, which has no bias"
+        yield from _written(shape, ("head_bias",), finding, "write tied: false")
+
+
+def _written(
+    shape: ModelShape, names: tuple[str, ...], finding: str, remedy: str
+) -> Iterator[Fault]:
+    for name in names:
+        if getattr(shape, name) != _DEFAULTS[name]:
+            yield Fault(
+                place=f"model.{name}", finding=finding, remedy=f"remove {name}, or {remedy}"
+            )
+
+
+def divisors(number: int) -> list[int]:
+    """Return them in rising order."""
+    return [d for d in range(1, min(number, 2**20) + 1) if number % d == 0]
+
+
+def _near(numbers: list[int], near: int) -> str:
+    """Up to six that are nearest to what was written."""
+    return ", ".join(map(str, sorted(sorted(numbers, key=lambda d: abs(d - near))[:6])))
