@@ -18,7 +18,7 @@ ROOMS = (
     *("spec", "facts", "steps", "rooms", "optimizers"),
     *("axes", "axes/data", "axes/tensor", "axes/pipeline", "activations"),
     *("algebra", "plan", "derivation", "selection", "report"),
-    *("models", "data", "interpreter", "traces", "meters", "train"),
+    *("internals", "models", "data", "interpreter", "traces", "meters", "train"),
     *("simulation", "verification", "charts", "cli"),
 )
 STEP = 500  # lines: the nearest multiple, so that a small change leaves the page true

@@ -2,12 +2,14 @@
 is exact."""
 
 import re
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
 VERSION = "0.1.0"
-TORCH_RANGE = ">=2.11,<2.14"  # as pip reads it; a test holds pyproject.toml to it
-TESTED_TORCH = ("2.11", "2.13")
+TORCH_RANGE = ">=2.11,<2.16"  # as pip reads it; a test holds pyproject.toml to it
+TESTED_TORCH = ("2.11", "2.12", "2.13", "2.14", "2.15")  # benchmarks/torch_versions.py
+REFERENCE_TORCH = "2.13"  # what tables and pages are of, and is counted where no torch is installed
 
 
 def is_tested(torch: str) -> bool:
@@ -15,6 +17,14 @@ def is_tested(torch: str) -> bool:
     return ".".join(torch.split(".")[:2]) in TESTED_TORCH
 
 
+def counted_torch() -> str:
+    """Return the version whose bytes are counted: the one that is installed, if `exact` is claimed
+    for it; else that of the tables."""
+    minor = torch_minor()
+    return minor if minor in TESTED_TORCH else REFERENCE_TORCH
+
+
+@cache
 def torch_version() -> str:
     """Return the version of torch that is installed, as a file of its says: torch is not imported,
     and reading all distributions takes a while. Nothing where none is, or it does not say."""

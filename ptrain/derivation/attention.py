@@ -17,10 +17,8 @@ from ptrain.spec.placement import Tier
 from ptrain.spec.precision import DType
 from ptrain.spec.spec import Spec
 from ptrain.units import ceil_div
-from ptrain.version import torch_minor
+from ptrain.version import REFERENCE_TORCH, counted_torch
 
-# Torch goes operator by operator where it is given fewer heads of keys (`sdp_utils.cpp`).
-_NOT_GROUPED = ("efficient",)
 HEAD_DIM_MULTIPLE = 8  # kernels take no other
 
 
@@ -53,11 +51,13 @@ class FusedAttention:
     def kernel(self, sm: int | None) -> str | None:
         """Return the kernel that torch takes on GPUs of this compute capability; None where it
         takes none, or where it was not asked for the capability."""
-        rows = _choice().get(str(sm), {}).get(row_name(self.dtype, drops=self.drops), [])
+        by_row = _choice(counted_torch()).get(str(sm), {})
+        rows = by_row.get(row_name(self.dtype, drops=self.drops), [])
         if self.head_dim % HEAD_DIM_MULTIPLE or self.sequence == 1:
             return None
+        refused = _ungrouped(counted_torch()) if self.is_grouped else ()
         for first, last, kernel in rows:
-            is_refused = self.is_grouped and kernel in _NOT_GROUPED
+            is_refused = kernel in refused
             if first <= self.head_dim <= last and not is_refused:
                 return str(kernel)
         return None
@@ -85,17 +85,25 @@ class FusedAttention:
 
 def capabilities() -> tuple[int, ...]:
     """Return the compute capabilities that torch was asked for, in rising order."""
-    return tuple(map(int, _choice()))
+    return tuple(map(int, _choice(counted_torch())))
 
 
 @cache
-def _choice() -> dict[str, dict[str, list[list[Any]]]]:
-    """By compute capability, of the torch that is installed; of the newest that was asked where
-    none is, or one that was not."""
+def _choice(torch: str) -> dict[str, dict[str, list[list[Any]]]]:
+    """By compute capability, of this version of torch; the tables' own where it was not asked."""
     versions = archive.table(TablePart.KERNEL, "attention")["choice"]
     choice: dict[str, dict[str, list[list[Any]]]]
-    choice = versions.get(torch_minor(), versions[max(versions)])
+    choice = versions.get(torch, versions[REFERENCE_TORCH])
     return choice
+
+
+@cache
+def _ungrouped(torch: str) -> tuple[str, ...]:
+    """The kernels in whose place this version of torch goes operator by operator where keys have
+    fewer heads (`sdp_utils.cpp`): efficient attention, up to 2.13."""
+    versions = archive.table(TablePart.KERNEL, "attention")["ungrouped"]
+    kernels: list[str] = versions.get(torch, versions[REFERENCE_TORCH])
+    return tuple(kernels)
 
 
 def most_rows() -> int:

@@ -65,12 +65,12 @@ class UnitFacts:
 class ModelFacts:
     """`units` in the order in which fully_shard wraps them: blocks first to last, then the root.
     `buffers` are (name, bytes). `gradient_order` names the parameters in the order in which their
-    gradients are complete in a backward pass (it decides DDP's buckets). `timeline` is one micro-
-    batch traced at the spec's shape and dtypes; None where a committed table gives it. Of a model
-    that is not built in, `roles` are those on the tensor axis and `fusions` the lengths in its
-    fused projections, `part_timelines` those of each of its ranks, first to last; `chain` is what
-    the pipeline axis cuts, and `stage_passes` what was traced of each stage, by the places of ranks
-    along tp; `blocks` are the names of what repeats, first to last. `draws`: it draws random
+    gradients are complete in a backward pass (it decides DDP's buckets). `timeline` is one
+    micro-batch traced at the spec's shape and dtypes; None where a committed table gives it. Of a
+    model that is not built in, `roles` are those on the tensor axis and `fusions` the lengths in
+    its fused projections, `part_timelines` those of each of its ranks, first to last; `chain` is
+    what the pipeline axis cuts, and `stage_passes` what was traced of each stage, by the places of
+    ranks along tp; `blocks` are the names of what repeats, first to last. `draws`: it draws random
     numbers in forward, as dropout does; `sample_bytes` are those of a sample that is not tokens;
     `ignored` are fields of a config that have no influence, each with the reason; `vocabulary` is
     how many logits a token has, where it has run. `untraced` says why there is no trace of a model

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 import torch
 from torch import nn
-from torch._guards import detect_fake_mode
 
 from ptrain.axes.data.run.target import rows_of
+from ptrain.internals.fakes import detect_fake_mode
 from ptrain.models.build import build
 from ptrain.models.initialize import (
     cast,

@@ -9,7 +9,6 @@ from dataclasses import replace
 from functools import partial
 
 from torch import nn
-from torch._guards import detect_fake_mode
 
 from ptrain.axes.pipeline.run.alike import require_alike
 from ptrain.axes.pipeline.run.apply import Pipelined
@@ -19,6 +18,7 @@ from ptrain.axes.pipeline.run.staged import LocalStage, Staged
 from ptrain.axes.pipeline.stage_facts import chain_of, stage_roles, stages_of
 from ptrain.errors import refused
 from ptrain.facts.model import ModelFacts
+from ptrain.internals.fakes import detect_fake_mode
 from ptrain.interpreter.construction import Construction
 from ptrain.interpreter.loss import StepLoss
 from ptrain.interpreter.passes import Enter

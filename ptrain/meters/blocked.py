@@ -22,6 +22,8 @@ import torch
 import torch.distributed as dist
 
 from ptrain.costs import Blocked
+from ptrain.internals import process_groups
+from ptrain.internals.autograd import at_end_of_backward, is_in_backward
 from ptrain.meters.traffic import SILENT, group_of
 from ptrain.models.ledger import OperatorMode
 
@@ -32,7 +34,7 @@ _CALLS = (
     "alltoall_base", "all_to_all_single", "broadcast", "reduce", "gather", "scatter", "send",
     "recv", "barrier",
 )  # fmt: skip
-_WORK = torch._C._distributed_c10d.Work
+_WORK = process_groups.Work
 Axes = tuple[str, ...]
 
 
@@ -122,7 +124,7 @@ class Stopwatch(OperatorMode):
         """A call whose wait is still to come; in a backward pass perhaps in C++, at its end."""
         number = next(reversed(self._unwaited), 0) + 1
         self._unwaited[number] = axes
-        if not self._has_callback and torch._C._current_graph_task_id() != -1:
+        if not self._has_callback and is_in_backward():
             self._has_callback = True
             _after_backward(self._computed)
         return number
@@ -175,7 +177,7 @@ class Stopwatch(OperatorMode):
 
 def _why_absent(axes_by_group: Mapping[str, Axes]) -> str:
     for name in axes_by_group:
-        group = dist.distributed_c10d._resolve_process_group(name)
+        group = process_groups.named(name)
         if (backend := dist.get_backend(group)) != "gloo":
             return f"{backend} does not block the host; see the trace of `profile`"
     return ""
@@ -183,4 +185,4 @@ def _why_absent(axes_by_group: Mapping[str, Axes]) -> str:
 
 def _after_backward(function: Callable[[], None]) -> None:
     """When the running backward pass has computed everything, after what was queued before."""
-    torch.autograd.Variable._execution_engine.queue_callback(function)
+    at_end_of_backward(function)

@@ -17,10 +17,11 @@ from typing import Any, Self
 
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from ptrain.costs import Phase
+from ptrain.internals import process_groups
+from ptrain.internals.dispatch import without_modes
 from ptrain.interpreter.program import Program
 from ptrain.meters import holdings
 from ptrain.meters.digest import digests, of_bytes
@@ -54,7 +55,7 @@ _MOMENTS = {
     Phase.UPDATE: Moment.UPDATE,
 }
 _BESIDE = "all "  # begins the key of groups over the same axes
-_Work = torch._C._distributed_c10d.Work
+_Work = process_groups.Work
 
 
 class CollectiveLedger(OperatorMode):
@@ -68,7 +69,7 @@ class CollectiveLedger(OperatorMode):
         self._groups: dict[str, tuple[int, ...]] = {}
         self._when, self._moment = "", Moment.START
         for name in program.mesh.axes_by_group():
-            self._know(dist.distributed_c10d._resolve_process_group(name))
+            self._know(process_groups.named(name))
 
     def phase(self, phase: Phase, micro_batch: int) -> None:
         """The program enters `phase`."""
@@ -149,7 +150,7 @@ class CollectiveLedger(OperatorMode):
         the same axes do. The order is that of time, and the same on all ranks, all of which call
         it. What was written is forgotten."""
         ledgers = self._ledgers()
-        with _disable_current_modes():
+        with without_modes():
             digests = {key: _digest(calls) for key, (_, calls) in ledgers.items()}
             answers = exchange.gather(digests)
             odd = sorted({key for key in set().union(*answers) if len(_values(answers, key)) > 1})

@@ -18,10 +18,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
 from ptrain.costs import Collective
+from ptrain.internals import process_groups
 from ptrain.meters.traffic import ring_bytes
 from ptrain.rooms.world import flight_recorder_size
 
@@ -61,7 +59,7 @@ class Counter:
     """Looks at the flight recorder from time to time; None where this torch build has none."""
 
     def __init__(self) -> None:
-        recorder = torch._C._distributed_c10d
+        recorder = process_groups.RECORDER
         self._dump = getattr(recorder, "_dump_fr_trace_json", None)
         self._ring = flight_recorder_size()
         self._next = 0
@@ -101,8 +99,7 @@ class Counter:
 def _issued() -> int:
     """Collectives that this rank has issued, by the groups' own count; whether they were kept or
     not."""
-    groups = dist.distributed_c10d._world.pg_names
-    return sum(group._get_sequence_number_for_group() for group in groups if group is not None)
+    return process_groups.collectives(group for group in process_groups.names() if group)
 
 
 def _sent(entry: dict[str, Any], group_sizes: dict[str, int]) -> int:
@@ -123,5 +120,5 @@ def _nbytes(sizes: list[list[int]], dtypes: list[str]) -> Iterator[int]:
 
 def _group_sizes() -> dict[str, int]:
     """Ranks by name of process group; the recorder's own list leaves sub-groups empty."""
-    names = dist.distributed_c10d._world.pg_names
+    names = process_groups.names()
     return {name: group.size() for group, name in names.items() if group is not None}

@@ -13,8 +13,8 @@ import hashlib
 from collections.abc import Sequence
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
+from ptrain.internals.dispatch import without_modes
 from ptrain.models.ledger import local
 
 _WORD = 8  # bytes
@@ -27,7 +27,7 @@ def digests(tensors: Sequence[torch.Tensor]) -> list[str]:
     """Return the digests of what this rank holds of each tensor, in hexadecimal. Equal bytes in
     equal order have equal digests, wherever they lie; shape and dtype are not in them. There is one
     copy to the host per device."""
-    with _disable_current_modes():
+    with without_modes():
         sums = [_sums(local(tensor.detach())) for tensor in tensors]
         devices: dict[torch.device, list[int]] = {}
         for index, checksums in enumerate(sums):

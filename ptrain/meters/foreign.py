@@ -22,9 +22,11 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-from ptrain.axes.data.run.fully_sharded import parameter_groups
 from ptrain.costs import Collective, Phase, State
 from ptrain.errors import PtrainError
+from ptrain.internals import process_groups
+from ptrain.internals.autograd import is_in_backward
+from ptrain.internals.fsdp2 import parameter_groups
 from ptrain.interpreter.program import Observer
 from ptrain.models.ledger import OperatorMode, local
 from ptrain.rooms.registry import Registry
@@ -170,7 +172,7 @@ class PhaseWatch(OperatorMode):
 
 
 def _is_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
+    return is_in_backward()
 
 
 @contextmanager
@@ -209,7 +211,7 @@ def _innermost(optimizer: object | None) -> object | None:
 
 def _groups() -> Iterator[dist.ProcessGroup]:
     if dist.is_initialized():
-        for group in list(dist.distributed_c10d._world.pg_names):
+        for group in list(process_groups.names()):
             if group is not None and group.rank() >= 0:
                 yield group
 
@@ -219,9 +221,7 @@ def ranks_by_axes(
 ) -> dict[tuple[str, ...], tuple[int, ...]]:
     """The ranks of each group, ascending, under the name of its axes."""
     return {
-        axes: tuple(
-            sorted(dist.get_process_group_ranks(dist.distributed_c10d._resolve_process_group(name)))
-        )
+        axes: tuple(sorted(dist.get_process_group_ranks(process_groups.named(name))))
         for name, axes in axes_by_group.items()
     }
 

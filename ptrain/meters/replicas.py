@@ -15,8 +15,8 @@ from itertools import chain
 from typing import Any, Protocol
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
+from ptrain.internals.dispatch import without_modes
 from ptrain.interpreter.program import Program
 from ptrain.meters import holdings
 from ptrain.meters.digest import digests, kind, of_bytes
@@ -76,7 +76,7 @@ class ReplicaMeter:
             return ()
         table = [*self._noted, *self._now(step, moment)]
         self._noted = []
-        with _disable_current_modes():
+        with without_modes():
             is_known = all(copy.identity in self._holders for copy in table)
             answers = self.exchange.gather(
                 {

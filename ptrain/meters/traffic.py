@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_leaves
 
 from ptrain.costs import Collective, Phase, State, Traffic, TrafficKey, add_traffic
+from ptrain.internals import process_groups
 from ptrain.models.ledger import OperatorMode, storage_of
 from ptrain.models.tags import is_tagged, tier_of
 from ptrain.rooms.registry import Registry
@@ -184,8 +185,8 @@ def group_of(tree: Any) -> dist.ProcessGroup:
     """The process group of a call: boxed in c10d's operators, by name in the functional ones."""
     for leaf in tree_leaves(tree):
         if isinstance(leaf, torch.ScriptObject):
-            if leaf._type().name() == "ProcessGroup":
+            if process_groups.is_group(leaf):
                 return dist.ProcessGroup.unbox(leaf)
-        elif isinstance(leaf, str) and leaf in dist.distributed_c10d._world.pg_names.values():
-            return dist.distributed_c10d._resolve_process_group(leaf)
+        elif isinstance(leaf, str) and process_groups.is_name(leaf):
+            return process_groups.named(leaf)
     raise AssertionError("a collective without a process group")

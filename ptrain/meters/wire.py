@@ -20,6 +20,7 @@ from typing import Self
 import torch.distributed as dist
 
 from ptrain.costs import Wire
+from ptrain.internals import process_groups
 
 # struct tcp_info of Linux: eight bytes, 24 times u32, then u64s and u32s as they came to be added.
 _NOT_SENT = struct.Struct("=I"), 144  # in the send buffer still
@@ -87,7 +88,7 @@ def _axes_by_socket(axes_by_group: Mapping[str, tuple[str, ...]]) -> dict[str, t
                 raise _CannotTell("this kernel does not count the bytes sent on a connection")
     axes_of: dict[str, tuple[str, ...]] = {}
     for group_name, axes in axes_by_group.items():
-        group = dist.distributed_c10d._resolve_process_group(group_name)
+        group = process_groups.named(group_name)
         axes_of |= dict.fromkeys(_sockets(group, ends), axes)
     return axes_of
 
@@ -112,7 +113,7 @@ def _sockets(group: dist.ProcessGroup, ends: Mapping[str, tuple[Address, Address
 def _published(group: dist.ProcessGroup, rank: int) -> Address:
     """Where a rank of a gloo group listens. The store has its host's name and a socket address,
     the length before each, as the host writes them."""
-    store = dist.distributed_c10d._world.pg_map[group][1]
+    store = process_groups.store_of(group)
     key = f"cpu//0/{rank}"
     if not store.check([key]):
         raise _CannotTell("gloo's addresses are not in the store under the name of torch 2.13")

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 from ptrain.costs import Collective, State
+from ptrain.internals.fsdp2 import AllGather, ReduceScatter
 from ptrain.rooms.registry import Registry
 from ptrain.rooms.room import Move
 from ptrain.spec.dials import ReduceScatterVia

@@ -9,15 +9,20 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ptrain.internals.fakes import (
+    LOGGER,
+    FakeStore,
+    FakeTensor,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
 from ptrain.rooms.world import World
 
 _CPU = torch.device("cpu")
-_LOG = logging.getLogger("torch._subclasses.fake_tensor")
+_LOG = logging.getLogger(LOGGER)
 
 
 def fake_world(

@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ptrain.errors import Fault, SpecError
+from ptrain.internals.dtensor import flattened
+from ptrain.internals.fakes import unset_fake_temporarily
+from ptrain.internals.process_groups import gloo_options
 from ptrain.rooms.registry import Registry
 from ptrain.rooms.world import World, set_timeout
 from ptrain.spec.axis import Axis
@@ -58,7 +60,7 @@ class Mesh:
                 self._submeshes[names] = (
                     self.device_mesh[str(names[0])]
                     if len(names) == 1
-                    else self.device_mesh[tuple(map(str, names))]._flatten("_".join(names))
+                    else flattened(self.device_mesh[tuple(map(str, names))], "_".join(names))
                 )
         return self._submeshes[names]
 
@@ -121,9 +123,7 @@ def _waiting(
     their group was made with, half an hour where nothing is said; its collectives take a later."""
     if world.backend != "gloo" or Axis.PP not in step.axes:
         return None
-    options = dist.ProcessGroupGloo._Options()
-    options._timeout = timedelta(seconds=world.timeout.step)
-    return {str(Axis.PP): ("gloo", options)}
+    return {str(Axis.PP): ("gloo", gloo_options(timedelta(seconds=world.timeout.step)))}
 
 
 def _require_size(step: CreateMesh, world: World) -> None:

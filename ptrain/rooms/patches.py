@@ -1,7 +1,7 @@
 """What of torch has to be another thing on fake ranks with fake tensors: all of it stands here.
 
-Each patch names the version of torch that it was written for, and has a test that fails when torch
-no longer needs it or no longer has what it replaces. On any other version nothing is simulated:
+Each patch has a test that fails when torch no longer needs it; that torch has what it replaces,
+the tests of `internals` say. On any other version nothing is simulated:
 a patch that misses would give figures that look right.
 """
 
@@ -13,34 +13,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.distributed import _functional_collectives
-from torch.distributed.fsdp._fully_shard import _fsdp_param
-from torch.distributed.tensor import (
-    DTensor,
-    _collective_utils,
-    _decompositions,
-    _dispatch,
-    _redistribute,
-    _sharding_prop,
-)
-from torch.distributed.tensor._sharding_prop import ShardingPropagator
-from torch.utils._python_dispatch import _disable_current_modes
 
 from ptrain.errors import PtrainError
+from ptrain.internals import dtensor, fakes, fsdp2, functional_collectives
+from ptrain.internals.dispatch import without_modes
+from ptrain.internals.dtensor import TRACERS, ShardingPropagator, forget_shapes
+from ptrain.internals.fakes import FakeTensor
 from ptrain.models.huggingface import masks
 from ptrain.spec.model import HuggingFaceModel, ModelSpec
-from ptrain.version import TESTED_TORCH, is_tested
-
-# Those that have their own name for one function.
-_TRACERS = tuple(
-    module
-    for module in (
-        _functional_collectives, _collective_utils, _decompositions, _dispatch, _redistribute,
-        _sharding_prop,
-    )
-    if hasattr(module, "_are_we_tracing")
-)  # fmt: skip
+from ptrain.version import REFERENCE_TORCH, TESTED_TORCH, is_tested
 
 _PACKED = "find_packed_sequence_indices"
 
@@ -62,8 +43,8 @@ def require_supported() -> None:
     if not is_tested(torch.__version__):
         raise PtrainError(
             f"torch {torch.__version__} is installed, and what fake ranks and tensors "
-            f"replace of it is known of {' and '.join(TESTED_TORCH)}\n"
-            f"  remedy: pip install 'torch=={TESTED_TORCH[-1]}.*'; `ptrain predict` needs no torch"
+            f"replace of it is known of {TESTED_TORCH[0]} to {TESTED_TORCH[-1]}\n"
+            f"  remedy: pip install 'torch=={REFERENCE_TORCH}.*'; `ptrain predict` needs no torch"
         )
 
 
@@ -89,19 +70,12 @@ def _applied(patch: Patch) -> Iterator[None]:
         setattr(patch.owner, patch.attribute, original)
 
 
-def forget_shapes() -> None:
-    """DTensor remembers the local shapes of operators by their placements, of the rank that asked
-    first; a process that plays several ranks has to forget between them."""
-    DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
-    torch._C._clear_DTensor_sharding_propagator_cache()
-
-
 def _alone(original: Callable[..., Any]) -> Callable[..., Any]:
     """DTensor finds the shape of a result by running the operator on fake tensors of the global
     shape, under whatever fake mode is active: ours, where every meter would count them."""
 
     def propagate(self: ShardingPropagator, op_schema: object) -> Any:
-        with _disable_current_modes():
+        with without_modes():
             return original(self, op_schema)
 
     return propagate
@@ -189,38 +163,15 @@ def _never_packed(original: Callable[..., Any]) -> Callable[..., Any]:
     return find_packed_sequence_indices
 
 
+def _standing(name: str, place: tuple[Any, str], replacement: Replacement) -> Patch:
+    owner, attribute = place
+    return Patch(name=name, owner=owner, attribute=attribute, replacement=replacement)
+
+
 PATCHES = (
-    *(
-        Patch(
-            name="tracing",
-            owner=module,
-            attribute="_are_we_tracing",
-            replacement=_running,
-        )
-        for module in _TRACERS
-    ),
-    Patch(
-        name="results of functional collectives",
-        owner=_functional_collectives,
-        attribute="_wrap_tensor_autograd",
-        replacement=_unwrapped,
-    ),
-    Patch(
-        name="shapes of DTensor's results",
-        owner=ShardingPropagator,
-        attribute="_propagate_tensor_meta_non_cached",
-        replacement=_alone,
-    ),
-    Patch(
-        name="copies of fake tensors",
-        owner=FakeTensor,
-        attribute="__deepcopy__",
-        replacement=_cloned,
-    ),
-    Patch(
-        name="chunks of FSDP2",
-        owner=_fsdp_param,
-        attribute="_chunk_with_empty",
-        replacement=_lazily,
-    ),
+    *(_standing("tracing", (module, "_are_we_tracing"), _running) for module in TRACERS),
+    _standing("results of functional collectives", functional_collectives.RESULTS, _unwrapped),
+    _standing("shapes of DTensor's results", dtensor.SHAPES, _alone),
+    _standing("copies of fake tensors", fakes.COPIES, _cloned),
+    _standing("chunks of FSDP2", fsdp2.CHUNKS, _lazily),
 )

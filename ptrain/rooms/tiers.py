@@ -15,9 +15,9 @@ import os
 import tempfile
 
 import torch
-from torch._guards import detect_fake_mode
 
 from ptrain.costs import State
+from ptrain.internals.fakes import detect_fake_mode
 from ptrain.models.tags import is_tagged, tag, tier_of
 from ptrain.rooms.registry import Registry
 from ptrain.spec.file_tier import unusable

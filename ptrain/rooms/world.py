@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from ptrain.errors import Fault, RankFailed, SpecError
+from ptrain.internals.process_groups import limit_collectives
 from ptrain.spec.job import Timeout
 
 
@@ -238,4 +239,4 @@ def listener(address: str, port: int) -> dict[str, int]:
 def set_timeout(group: dist.ProcessGroup | None, timeout: Timeout) -> None:
     """From here on a collective of `group` fails after `timeout.step` (torch's default is half an
     hour under gloo, and new groups do not inherit)."""
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout.step), group)
+    limit_collectives(group, timedelta(seconds=timeout.step))

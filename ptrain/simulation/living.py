@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from ptrain.axes.data.run.fully_sharded import allocating_streams, parameter_groups, stream_key
+from ptrain.axes.data.run.fully_sharded import allocating_streams, stream_key
 from ptrain.costs import Phase, State
 from ptrain.derivation.allocator import COMPUTING
+from ptrain.internals.fsdp2 import parameter_groups
 from ptrain.interpreter.program import Program
 from ptrain.meters.memory import MemoryMeter
 from ptrain.models.ledger import storage_of

@@ -331,10 +331,9 @@ class Ran:
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Plan(Worded):
-    """What the interpreter does: `steps`, in the order of execution. Of each kind there is at most
-    one, which is at hand by its name too; a mesh, a wrap, micro-batches and an update there always
-    are. `units` are in the order of wrapping: blocks first, the root ("",) last. `spec` is what it
-    was lowered from."""
+    """What the interpreter does with a `spec`: `steps`, in the order of execution. Of each kind is
+    at most one, at hand by its name too; a mesh, a wrap, micro-batches and an update there always
+    are. `units` are in the order of wrapping: blocks first, the root ("",) last."""
 
     spec: Spec = field(compare=False)
     steps: tuple[Step, ...]

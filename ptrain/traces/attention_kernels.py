@@ -36,6 +36,7 @@ DTYPES = (DType.BF16, DType.FP16, DType.FP32, DType.FP64)
 WIDEST = 512
 BATCH, HEADS = 3, 5
 SEQUENCES = (2, 33, 77, 1000, 1024)
+Choice = tuple[str, int, str, str, list[list[int]]]
 _OPERATOR = "aten::_scaled_dot_product_"
 _MATH = "math"  # operator by operator: there is no kernel
 
@@ -58,40 +59,58 @@ class _KernelWatch(OperatorMode):
         return result
 
 
-def _kernel_of(dtype: DType, head_dim: int, sequence: int, *, drops: bool) -> tuple[str, list[int]]:
-    shape = (BATCH, HEADS, sequence, head_dim)
+def _kernel_of(
+    dtype: DType, head_dim: int, sequence: int, *, drops: bool, is_grouped: bool = False
+) -> tuple[str, list[int]]:
     query, key, value = (
-        torch.empty(shape, dtype=TORCH_DTYPES[dtype], device="cuda", requires_grad=True)
-        for _ in range(3)
+        torch.empty(
+            (BATCH, heads, sequence, head_dim),
+            dtype=TORCH_DTYPES[dtype],
+            device="cuda",
+            requires_grad=True,
+        )
+        for heads in (HEADS, *[1 if is_grouped else HEADS] * 2)
     )
     with _KernelWatch() as watch:
         F.scaled_dot_product_attention(
-            query, key, value, is_causal=True, dropout_p=0.1 if drops else 0.0
+            query,
+            key,
+            value,
+            is_causal=True,
+            dropout_p=0.1 if drops else 0.0,
+            enable_gqa=is_grouped,
         )
     return watch.kernel, watch.beside
 
 
-def choices() -> Iterator[tuple[str, int, str, list[list[int]]]]:
-    """Yield, in a process that believes in a GPU: the name of a row, a head_dim, its kernel, and by
-    sequence what that keeps beside its output."""
+def choices() -> Iterator[Choice]:
+    """Yield, in a process that believes in a GPU: the name of a row, a head_dim, its kernel, what
+    takes its place where keys have fewer heads, and by sequence what the kernel keeps beside its
+    output."""
     for dtype, drops in itertools.product(DTYPES, (False, True)):
         for head_dim in range(HEAD_DIM_MULTIPLE, WIDEST + 1, HEAD_DIM_MULTIPLE):
             answers = [_kernel_of(dtype, head_dim, length, drops=drops) for length in SEQUENCES]
             kernel, *others = dict.fromkeys(kernel for kernel, _ in answers)
             assert not others, f"head_dim {head_dim}: a sequence decides on {others}"
-            yield row_name(dtype, drops=drops), head_dim, kernel, [sizes for _, sizes in answers]
+            of_groups, _ = _kernel_of(dtype, head_dim, SEQUENCES[-1], drops=drops, is_grouped=True)
+            beside = [sizes for _, sizes in answers]
+            yield row_name(dtype, drops=drops), head_dim, kernel, of_groups, beside
 
 
 def table() -> Table:
     """Return the table of every compute capability: the archive's, with this torch's choice."""
     kernels: dict[str, list[int]] = {}
     choice: dict[str, dict[str, list[list[object]]]] = {}
+    ungrouped: set[str] = set()
     for sm in CAPABILITIES:
         rows: dict[str, list[list[object]]] = {}
-        for row, head_dim, kernel, sizes in _of_capability(sm):
+        for row, head_dim, kernel, of_groups, sizes in _of_capability(sm):
             if kernel != _MATH:
                 statistics = [*_statistics(sizes)]
                 assert kernels.setdefault(kernel, statistics) == statistics, kernel
+            if of_groups != kernel:
+                assert of_groups == _MATH, f"{kernel} of groups of heads is {of_groups}"
+                ungrouped.add(kernel)
             spans = rows.setdefault(row, [])
             if spans and spans[-1][2] == kernel:
                 spans[-1][1] = head_dim
@@ -100,16 +119,19 @@ def table() -> Table:
         choice[str(sm)] = {
             row: [span for span in spans if span[2] != _MATH] for row, spans in rows.items()
         }
-    others = _of_other_versions(kernels)
-    return {"kernels": kernels, "choice": {**others, torch_minor(): choice}}
+    return {
+        "kernels": kernels,
+        "choice": _beside_others("choice", choice, kernels),
+        "ungrouped": _beside_others("ungrouped", sorted(ungrouped), kernels),
+    }
 
 
-def _of_other_versions(kernels: dict[str, list[int]]) -> dict[str, Any]:
-    """The choices that stand in the archive, of torches that kernels keep the same with."""
+def _beside_others(key: str, answer: object, kernels: dict[str, list[int]]) -> dict[str, object]:
+    """This torch's answer beside those that stand in the archive, of torches that kernels keep the
+    same with."""
     there = archive.table(TablePart.KERNEL, "attention")
     assert there["kernels"] == kernels, "what a kernel keeps depends on the version of torch"
-    choices: dict[str, Any] = there["choice"]
-    return {version: choice for version, choice in choices.items() if version != torch_minor()}
+    return {**there[key], torch_minor(): answer}
 
 
 def _statistics(by_sequence: list[list[int]]) -> tuple[int, int]:
@@ -124,12 +146,12 @@ def _statistics(by_sequence: list[list[int]]) -> tuple[int, int]:
     return multiple, beside
 
 
-def _of_capability(sm: int) -> list[tuple[str, int, str, list[list[int]]]]:
+def _of_capability(sm: int) -> list[Choice]:
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder, "answer.json")
         if pretence.run(["-m", __name__, str(answer)], sm):
             raise RuntimeError(f"attention's kernels of sm {sm} could not be asked")
-        rows: list[tuple[str, int, str, list[list[int]]]] = json.loads(answer.read_text())
+        rows: list[Choice] = json.loads(answer.read_text())
         return rows
 
 

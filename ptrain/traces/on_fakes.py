@@ -14,8 +14,8 @@ from typing import TypeVar
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
+from ptrain.internals.fakes import FakeTensorMode
 from ptrain.interpreter.materialize import build_module
 from ptrain.models.boundary import CodeRaised
 from ptrain.models.fake_values import READ

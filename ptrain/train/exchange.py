@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import _disable_current_modes
 
+from ptrain.internals.dispatch import without_modes
 from ptrain.interpreter import agreement
 from ptrain.rooms.world import World
 
@@ -31,7 +31,7 @@ class Exchange:
         """The ranks' sum of each value. Meters do not see it."""
         if self.group is None:
             return values
-        with _disable_current_modes():
+        with without_modes():
             vector = torch.tensor(values, dtype=torch.float64, device="cpu")
             dist.all_reduce(vector, group=self.group)
             return list(vector.tolist())

@@ -13,9 +13,9 @@ from itertools import chain
 from signal import Signals
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from ptrain.errors import TrainingStopped
+from ptrain.internals.dispatch import without_modes
 from ptrain.interpreter.program import Program
 from ptrain.meters import holdings
 from ptrain.meters.holdings import Holding
@@ -90,7 +90,7 @@ class Guard:
         """
         program, scaling = self._program, self._program.scaling
         flags: list[torch.Tensor] = []
-        with torch.no_grad(), _disable_current_modes():
+        with torch.no_grad(), without_modes():
             if norm is not None:
                 flags = [norm] if scaling is None else [norm, scaling.found_inf]
             elif scaling is None and not program.updates_in_backward:
@@ -103,7 +103,7 @@ class Guard:
     def _admits(self, index: int) -> bool:
         """Whether a unit is updated in backward."""
         gradients = [target.gradient for target in self._program.wrapped.targets()[index]]
-        with _disable_current_modes():
+        with without_modes():
             if not self._left_out and not _is_finite([g for g in gradients if g is not None]):
                 self._left_out = list(_unsound(self._program, holdings.gradients(self._program)))
         self._updated += not self._left_out
@@ -202,7 +202,7 @@ def _unsound(program: Program, held: Iterable[Holding]) -> Iterator[Unsound]:
         stage, tensor = order.get(part.name, (0, len(order)))
         state = list(_STATES).index(part.subject)
         parts.setdefault((state, stage, tensor, part.name, part.key), []).append(part.tensor)
-    with torch.no_grad(), _disable_current_modes():
+    with torch.no_grad(), without_modes():
         for place in sorted(parts):
             if not _is_finite(parts[place]):
                 yield Unsound(place, _counted(parts[place]))

@@ -13,9 +13,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
 from torch.distributed.tensor import DTensor, Replicate
 
-from ptrain.axes.data.run.fully_sharded import parameter_groups
 from ptrain.axes.pipeline.run.staged import Staged
 from ptrain.axes.tensor.run.randomness import OwnRandomness
+from ptrain.internals.fsdp2 import parameter_groups
 from ptrain.interpreter.program import Program
 from ptrain.report.finding import Subject
 from ptrain.spec.axis import Axis

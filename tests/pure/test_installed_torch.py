@@ -22,12 +22,12 @@ from ptrain.installed import require_torch, runs_with
 from ptrain.testing import on_ranks
 from ptrain.train import refusal
 from ptrain.train.options import Options
-from ptrain.version import TESTED_TORCH, TORCH_RANGE
+from ptrain.version import REFERENCE_TORCH, TESTED_TORCH, TORCH_RANGE
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 REMEDY = f"pip install 'torch{TORCH_RANGE}'"
-UNSUPPORTED = "2.15.0+cpu"
+UNSUPPORTED = "2.16.0+cpu"
 MESSAGE = (
     f"error: torch: {UNSUPPORTED} is installed, and ptrain runs with {TORCH_RANGE}\n"
     f"  remedy: {REMEDY}\n"
@@ -81,11 +81,15 @@ def test_the_range_of_torch_stands_once():
     assert f"`{TORCH_RANGE}`" in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-def test_the_test_extra_keeps_the_torch_that_the_tests_know():
+def test_the_test_extra_keeps_the_torch_of_the_tables():
     (extra,) = dependency("torch", PROJECT["optional-dependencies"]["test"])
-    last = max(TESTED_TORCH, key=lambda version: [*map(int, version.split("."))])
-    major, minor = map(int, last.split("."))
+    major, minor = map(int, REFERENCE_TORCH.split("."))
     assert extra == f"<{major}.{minor + 1}"
+
+
+def test_every_version_of_the_range_is_tested():
+    first, last = re.findall(r"2\.(\d+)", TORCH_RANGE)
+    assert tuple(f"2.{minor}" for minor in range(int(first), int(last))) == TESTED_TORCH
 
 
 @pytest.mark.parametrize("version", TESTED_TORCH)
@@ -99,14 +103,15 @@ def test_what_is_tested_is_within_the_range(version):
         *("2.11.0", "2.11", "2.12.1+cu128", "2.13.0+cpu", "2.13.1.post2", "2.13.0a0+git1234567"),
         *("2.12.0rc3", "2.13.0.dev20260401+cpu", "2.13.0a0+ab12cd.nv26.4"),
         *("2.10.9", "2.11.0a0", "2.11.0rc1", "2.11.0.dev20260101", "2.9.1", "1.13.1", "0.4"),
-        *("2.14.0", "2.14.0a0", "2.14.0rc1", "2.15.0+cpu", "2.15.0.dev20261101", "2.110.0", "3.0"),
+        *("2.14.0", "2.15.1+cu132", "2.16.0", "2.16.0a0", "2.16.0rc1", "2.16.0.dev20261101"),
+        *("2.17.0+cpu", "2.110.0", "3.0"),
     ],
 )
 def test_a_version_is_within_the_range_where_pip_says_so(version):
     assert runs_with(version) is SpecifierSet(TORCH_RANGE).contains(version, prereleases=True)
 
 
-@pytest.mark.parametrize("version", ["2.15.0", UNSUPPORTED, "2.15.0a0+git", "2.10.1", "a branch"])
+@pytest.mark.parametrize("version", ["2.16.0", UNSUPPORTED, "2.16.0a0+git", "2.10.1", "a branch"])
 def test_another_torch_is_refused_with_the_range_and_the_pip_line(version, monkeypatch):
     with_torch(version, monkeypatch)
     with pytest.raises(SpecError) as caught:

@@ -34,6 +34,7 @@ LAYERS = (
     r"ptrain\.selection(\..*)?",
     r"ptrain\.report(\..*)?",
     # -------- the torch line
+    r"ptrain\.internals(\..*)?",
     r"ptrain\.models(\..*)?",
     r"ptrain\.data(\..*)?",
     r"ptrain\.rooms(\..*)?",
@@ -50,7 +51,7 @@ LAYERS = (
     r"ptrain\.cli(\..*)?|ptrain\.testing",
     r"ptrain|ptrain\.__main__",
 )
-TORCH_LINE = next(i for i, layer in enumerate(LAYERS) if "models" in layer)
+TORCH_LINE = next(i for i, layer in enumerate(LAYERS) if "internals" in layer)
 PURE_PACKAGES = {"yaml", "ptrain"}
 
 # A closed form is a second opinion: it reads neither what derives nor the orders that run.

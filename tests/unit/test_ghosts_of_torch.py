@@ -1,11 +1,10 @@
 """The ghosts of torch against torch: the real FSDP2, DistributedDataParallel and
 ZeroRedundancyOptimizer run on a rank of a fake world, and every collective comes in the order, of
-the size and amid the bytes that the ghost has. What they touch of torch's private parts is there.
+the size and amid the bytes that the ghost has.
 """
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -16,19 +15,10 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard import (
-    _fsdp_api,
-    _fsdp_collectives,
-    _fsdp_param,
-    _fsdp_param_group,
-    _fsdp_state,
-)
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.nn.parallel import DistributedDataParallel
 
 from ptrain.axes.data.costs import bucket_caps, bucket_sizes, local_rows, padded_rows, spread
-from ptrain.axes.data.run.fully_sharded import FullyShardedWrap, parameter_groups
+from ptrain.axes.data.run.fully_sharded import FullyShardedWrap
 from ptrain.axes.data.run.spread import ZeroRedundancyUpdate
 from ptrain.costs import Collective, Phase, State
 from ptrain.data.sampler import LocalBatch
@@ -36,13 +26,14 @@ from ptrain.derivation import timeline
 from ptrain.derivation.ghosts import autograd
 from ptrain.derivation.ghosts.table import wrapping
 from ptrain.derivation.tape import Account, Tape
+from ptrain.internals.dtensor import forget_shapes
+from ptrain.internals.fsdp2 import parameter_groups
 from ptrain.interpreter.program import Program, interpret
 from ptrain.meters.memory import MemoryMeter, resident
 from ptrain.meters.traffic import SILENT, TrafficMeter
 from ptrain.models.ledger import local
 from ptrain.plan.lower import lower
 from ptrain.rooms.fake import fake_world
-from ptrain.rooms.patches import forget_shapes
 from ptrain.spec.axis import Axis
 from ptrain.spec.dials import GradientSync, ReduceScatterVia, Reshard, SyncPolicy
 from ptrain.spec.precision import FP32, ZERO16
@@ -303,56 +294,6 @@ def test_autograd_takes_a_gradient_over_or_clones_it_as_its_ghost_does(is_named:
     kept = leaf.grad.data_ptr()
     HandsOn.apply(leaf).backward()
     assert leaf.grad.data_ptr() == kept, f"{CHANGED}AccumulateGrad adds in place"
-
-
-# What runs, or is imitated, of what torch calls private: the owner, and its members.
-MEMBERS = {
-    _fsdp_param_group.FSDPParamGroup: ("post_backward", "pre_backward", "reshard", "unshard"),
-    _fsdp_param.FSDPParam: ("to_accumulated_grad_if_needed", "accumulate_unsharded_grad_if_needed"),
-    _fsdp_state.FSDPState: ("_root_post_backward_final_callback",),
-    FSDPModule: (
-        "_get_fsdp_state",
-        "_set_unshard_async_op",
-        "set_custom_all_gather",
-        "set_custom_reduce_scatter",
-        "set_force_sum_reduction_for_comms",
-        "set_gradient_divide_factor",
-        "set_is_last_backward",
-        "set_modules_to_backward_prefetch",
-        "set_modules_to_forward_prefetch",
-        "set_requires_gradient_sync",
-        "set_reshard_after_backward",
-    ),
-    DistributedDataParallel: ("no_sync", "register_comm_hook"),
-    dist.Reducer: ("prepare_for_backward",),
-    ZeroRedundancyOptimizer: ("_build_param_buckets", "_param_to_rank", "_partition_parameters"),
-}
-PARAMETERS = {
-    _fsdp_api.AllGather.__call__: ("output_tensor", "input_tensor", "group", "async_op"),
-    _fsdp_api.ReduceScatter.__call__: ("output_tensor", "input_tensor", "group", "op", "async_op"),
-    _fsdp_api.AllGather.allocate: ("size", "dtype", "device"),
-    _fsdp_collectives.foreach_all_gather: ("fsdp_params", "group", "all_gather_comm"),
-    _fsdp_collectives.foreach_reduce: ("unsharded_grads", "reduce_dtype", "reduce_scatter_comm"),
-    DistributedDataParallel.__init__: (
-        "broadcast_buffers",
-        "bucket_cap_mb",
-        "gradient_as_bucket_view",
-        "init_sync",
-    ),
-    ZeroRedundancyOptimizer.__init__: ("parameters_as_bucket_view", "process_group"),
-}
-
-
-@pytest.mark.parametrize("owner", MEMBERS, ids=lambda owner: owner.__name__)
-def test_torch_has_the_members_that_are_used(owner: type):
-    missing = [name for name in MEMBERS[owner] if not hasattr(owner, name)]
-    assert not missing, f"{CHANGED}{owner.__name__} has no {missing}"
-
-
-@pytest.mark.parametrize("function", PARAMETERS, ids=lambda function: function.__qualname__)
-def test_torch_s_functions_take_the_arguments_that_are_given(function: Any):
-    missing = set(PARAMETERS[function]) - set(inspect.signature(function).parameters)
-    assert not missing, f"{CHANGED}{function.__qualname__} takes no {sorted(missing)}"
 
 
 def test_a_unit_of_fsdp2_keeps_what_its_wrap_reads():

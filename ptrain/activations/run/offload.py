@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, Placement
 
 from ptrain.costs import State
+from ptrain.internals.functional_collectives import AsyncCollectiveTensor
 from ptrain.models.ledger import storage_of
 from ptrain.models.recomputing import runs_again
 from ptrain.models.tags import is_tagged

@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed._composable.checkpoint_activation import checkpoint
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
+from ptrain.internals.checkpoint import checkpoint
+from ptrain.internals.dispatch import operator_names
 from ptrain.spec.activations import Operators, Policy
 
 # Operators by class; a name that ends in * stands for all that begin so.
@@ -63,7 +64,7 @@ def operators(kind: Operators) -> tuple[Any, ...]:
 
 def _matching(name: str) -> Iterator[str]:
     stem = name.removesuffix("*")
-    for full_name in sorted(torch._C._dispatch_get_all_op_names()):
+    for full_name in operator_names():
         is_forward = "." not in full_name and not full_name.endswith("_backward")
         if is_forward and (full_name == name or (stem != name and full_name.startswith(stem))):
             yield full_name

@@ -3,7 +3,8 @@
 torch/distributed/fsdp/_fully_shard: `_fsdp_param_group.py` says when, `_fsdp_collectives.py` what.
 A gather is a buffer and then a tensor per parameter. In forward the buffer lives until the next
 unit is gathered; in backward it goes at once, and the next unit's gather starts before this
-unit's backward. A reduction's input lives until the next unit's begins.
+unit's backward. A reduction's input lives until the next unit's begins. What torch's versions do
+otherwise is `axes.data.fsdp2`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from itertools import groupby
 
 from ptrain.algebra.layout import ranks_over
 from ptrain.axes.data.costs import kept_ranks, padded_rows
+from ptrain.axes.data.fsdp2 import habits
 from ptrain.costs import Collective, State
 from ptrain.derivation.ghosts import autograd
 from ptrain.derivation.ghosts.in_place import InPlace, InPlaceUpdate, Shapes
@@ -29,6 +31,7 @@ class Gathers:
 
     def __init__(self, scene: Scene, step: FullyShard, padded: list[list[int]]) -> None:
         self.tape, self.step, self.times = scene.tape, step, scene.times
+        self.holds_buffer = habits().holds_buffer
         layout = scene.plan.update.layout
         ranks = ranks_over(scene.spec, step.shard_axes)
         self.ranks, self.kept_ranks = ranks, kept_ranks(step.sync, ranks)
@@ -66,14 +69,19 @@ class Gathers:
             return
         self._start(unit)
         if self.is_pending[unit]:
-            self._copy_out(unit)
-            if self.step.overlaps:
-                self.buffer, freed = self.whole[unit], self.buffer
-            else:
-                freed = self.whole[unit]
-            self.tape.add(-freed)
+            self._receive(unit)
         for other in self.forward[unit]:
             self._start(other)
+
+    def _receive(self, unit: int) -> None:
+        """The parameters are made of the buffer, which stays for the next one's copy to begin or
+        end; where nothing overlaps it goes."""
+        if not self.holds_buffer:
+            self.end_forward()
+        self._copy_out(unit)
+        kept = self.whole[unit] if self.step.overlaps else 0
+        self.tape.add(kept - self.buffer - self.whole[unit])
+        self.buffer = kept
 
     def leave(self, unit: int) -> None:
         """A unit's forward is over."""
@@ -84,6 +92,7 @@ class Gathers:
                 self.reshard(unit)
 
     def end_forward(self) -> None:
+        """The buffer of the last gather goes."""
         self.tape.add(-self.buffer)
         self.buffer = 0
 
@@ -149,6 +158,7 @@ class FullySharded(InPlaceUpdate):
         self.e_parameters, self.e_reduced = layout.parameters.itemsize, layout.reduced.itemsize
         self.casts_before = layout.reduced is not layout.parameters
         self.casts_after = layout.reduced is not layout.gradients
+        self.habits = habits()
         totals = [sum(sizes) for sizes in padded]
         self.reduced = [size * layout.reduced.itemsize for size in totals]
         self.kept = [size * layout.gradients.itemsize for size in totals]
@@ -216,9 +226,15 @@ class FullySharded(InPlaceUpdate):
         if self.accumulates[unit]:
             self.tape.add(autograd.added(gradient))
             return
+        if self.habits.casts_on_arrival and self.casts_before and not self.reduces:
+            size = gradient.size // self.e_parameters * self.e_reduced
+            self.tape.add(size)
+            self.tape.add(autograd.added(gradient))
+            self.fresh[unit][gradient.parameter] = size
+            return
         self.tape.add(autograd.kept(gradient))
         self.fresh[unit][gradient.parameter] = gradient.size
-        if gradient.parameter in self.last_tensors:
+        if self.habits.names_last_gradient and gradient.parameter in self.last_tensors:
             self.last_gradient[unit] = gradient.size
 
     def after_backward(self, unit: int) -> None:
@@ -231,7 +247,7 @@ class FullySharded(InPlaceUpdate):
             self.reduce_input = 0
             if self.fresh[unit] or self.added[unit]:
                 self._reduce(unit)
-        elif self.casts_before:
+        elif self.casts_before and not self.habits.casts_on_arrival:
             self._keep_in_reduced(unit)
         else:
             self.accumulates[unit] = bool(self.fresh[unit])
@@ -257,7 +273,7 @@ class FullySharded(InPlaceUpdate):
         self.fresh[unit] = {}
 
     def _reduce(self, unit: int) -> None:
-        """The last gradient outlives the others: torch's loop variable still names it."""
+        """The last gradient may outlive the others: where torch's loop variable still names it."""
         whole, shard = self.reduced[unit] * self.ranks, self.reduced[unit]
         self.tape.add(-self.all_reduced[unit])
         self.all_reduced[unit] = 0

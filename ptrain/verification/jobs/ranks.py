@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from ptrain.internals.dtensor import root_mesh
 from ptrain.interpreter.agreement import gather
 
 RANKS = "ranks"
@@ -77,7 +78,7 @@ def ranks_of(parameters: Iterable[Tensor], mesh: DeviceMesh | None) -> Ranks:
 def _meshes(parameters: Iterable[Tensor]) -> list[DeviceMesh]:
     """Return each whole mesh that some parameter lies on a part of."""
     return [
-        parameter.device_mesh._get_root_mesh()
+        root_mesh(parameter.device_mesh)
         for parameter in parameters
         if isinstance(parameter, DTensor)
     ]

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ptrain.internals.autograd import is_in_backward
 from ptrain.verification.jobs.shards import ParameterShard
 from ptrain.verification.names import canonical_modules
 from ptrain.verification.outputs import Outputs, is_real
@@ -121,7 +122,7 @@ def _keep_upstream(call: ForwardCall, place: int, gradient: Tensor) -> None:
 
 def _counts() -> bool:
     """A pass that will have a backward; not one that repeats a checkpointed part of it."""
-    return torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
+    return torch.is_grad_enabled() and not is_in_backward()
 
 
 def _kept(leaf: Any) -> Any:

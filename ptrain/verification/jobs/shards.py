@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from ptrain.errors import PtrainError
+from ptrain.internals.fsdp1 import FLAT_NAME, FlatShard, flat_shard
 from ptrain.verification.names import canonical_name
 from ptrain.verification.parts import held
 
@@ -158,35 +158,32 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor, _Flat | None]]:
     """Yield names, tensors, and where FSDP1 has flattened them."""
     flats: dict[str, tuple[Tensor, _Flat]] = {}
     for path, module in model.named_modules():
-        if isinstance(module, FullyShardedDataParallel) and module._handle is not None:
-            flats.update(_flattened(canonical_name(path), module._handle))
+        if (shard := flat_shard(module)) is not None:
+            flats.update(_flattened(canonical_name(path), shard))
     for name, parameter in model.named_parameters():
         name = canonical_name(name)
-        if name.rpartition(".")[2] != "_flat_param":
+        if name.rpartition(".")[2] != FLAT_NAME:
             flat = flats.pop(name, None)
             yield name, parameter, flat[1] if flat else None
     for name, (parameter, segment) in flats.items():  # no parameters of their own
         yield name, parameter, segment
 
 
-def _flattened(prefix: str, handle: object) -> Iterator[tuple[str, tuple[Tensor, _Flat]]]:
+def _flattened(prefix: str, shard: FlatShard) -> Iterator[tuple[str, tuple[Tensor, _Flat]]]:
     """FSDP1's account of its flat parameter: of each original one the range of elements that this
     rank has, and where in its shard these are."""
-    flat = handle.flat_param  # type: ignore[attr-defined]  # torch types no handle
-    originals = handle._use_orig_params  # type: ignore[attr-defined]
-    if not handle.uses_sharded_strategy:  # type: ignore[attr-defined]
-        if originals:
+    if not shard.is_cut:
+        if shard.keeps_originals:
             return  # whole tensors under their own names
         raise PtrainError(
             "verify: FSDP1 with NO_SHARD hides the parameters in one flat tensor\n"
             "  remedy: wrap with use_orig_params=True"
         )
-    for name, info in zip(flat._fqns, flat._shard_param_infos, strict=True):
-        first, size = info.intra_param_start_idx or 0, info.numel_in_shard or 0
-        at = torch.arange(first, first + size) if info.in_shard else torch.arange(0)
-        start = info.offset_in_shard or 0
-        within = None if originals else slice(start, start + at.numel())
-        yield f"{prefix}.{name}" if prefix else name, (flat, _Flat(at, within))
+    for part in shard.segments():
+        at = torch.arange(part.first, part.first + part.size)
+        within = None if shard.keeps_originals else slice(part.start, part.start + part.size)
+        name = f"{prefix}.{part.name}" if prefix else part.name
+        yield name, (shard.flat, _Flat(at, within))
 
 
 def _settled(

@@ -2,11 +2,12 @@
 
 A gather (`_fsdp_collectives.foreach_all_gather`) receives the unit into one buffer, from which
 `foreach_all_gather_copy_out` makes the parameters: twice the unit. In forward that buffer lives
-until the next unit's is there (`FSDPParamGroup.wait_for_unshard`), in backward it goes at once, and
-the next gather is begun before (`_backward_prefetch`). A cast shard is a copy until it is sent.
-A reduction (`foreach_reduce`) copies gradients into one padded input, then drops them (all but the
-last, which a loop's variable names), scatters it, and casts and adds the output to G. The input
-lives until the next unit's reduction, what replicas all-reduced until the backward pass is over.
+until the next unit's is there, or begun (`FSDPParamGroup.wait_for_unshard`), in backward it goes at
+once, and the next gather is begun before (`_backward_prefetch`). A cast shard is a copy until it is
+sent. A reduction (`foreach_reduce`) copies gradients into one padded input, then drops them (before
+2.15 all but the last, which a loop's variable names), scatters it, and casts and adds the output to
+G. The input lives until the next unit's reduction, what replicas all-reduced until the backward
+pass is over.
 """
 
 from __future__ import annotations
@@ -103,9 +104,14 @@ class ShardedUnit:
         return tuple(numel * self.layout.parameters.itemsize for numel in self.unit.numels)
 
     @property
+    def casts(self) -> tuple[int, ...]:
+        """Bytes of each gradient in the dtype of the reduction."""
+        return tuple(numel * self.layout.reduced.itemsize for numel in self.unit.numels)
+
+    @property
     def summed(self) -> int:
         """Bytes of gradients that wait unreduced, in the dtype of the reduction."""
-        return self.unit.numel * self.layout.reduced.itemsize
+        return sum(self.casts)
 
     @property
     def input(self) -> int:

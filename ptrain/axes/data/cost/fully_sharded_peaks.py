@@ -15,6 +15,7 @@ from ptrain.axes.data.cost.chain import MicroBatchPlace, micro_batches
 from ptrain.axes.data.cost.fully_sharded import FullyShardedForm, ShardedUnit
 from ptrain.axes.data.cost.optimizer import norm, update_casts
 from ptrain.axes.data.costs import local_rows
+from ptrain.axes.data.fsdp2 import Habits, habits
 from ptrain.costs import Phase
 from ptrain.spec.dials import GradientSync, ReduceScatterVia
 from ptrain.spec.precision import Layout
@@ -24,7 +25,7 @@ from ptrain.steps.step import FullyShard
 def fully_sharded_peaks(sharded: FullyShardedForm, index: int) -> dict[Phase, int]:
     """Bytes above what lives always on the ranks with shard `index`, by phase."""
     kinds = micro_batches(sharded.plan.accumulate.micro_batches)
-    passes = [_Pass(sharded, kind) for kind in kinds]
+    passes = [_Pass(sharded, kind, habits()) for kind in kinds]
     return {
         Phase.FORWARD: max(size for turns in passes for size in turns.forward()),
         Phase.BACKWARD: max(size for turns in passes for size in turns.backward()),
@@ -58,6 +59,7 @@ class _Pass:
 
     sharded: FullyShardedForm
     kind: MicroBatchPlace
+    habits: Habits
 
     @property
     def step(self) -> FullyShard:
@@ -90,6 +92,16 @@ class _Pass:
     def _is_cast(self) -> bool:
         return self.layout.reduced is not self.layout.parameters
 
+    @property
+    def _casts_arrivals(self) -> bool:
+        """Whether each gradient is cast to the dtype of the reduction when it is complete."""
+        return self.habits.casts_on_arrival and self._is_cast and not self.reduces
+
+    @property
+    def _adds_in_place(self) -> bool:
+        """Whether autograd adds gradients to those of micro-batches before."""
+        return self._waits_unreduced and (self.habits.casts_on_arrival or not self._is_cast)
+
     # ---- forward
 
     def forward(self) -> Iterator[int]:
@@ -112,7 +124,7 @@ class _Pass:
             begun = _wholes(order[place + 1 : place + ahead]) if place else 0
             own_copy = unit.copy(0) if place == 0 or not ahead else 0
             yield held + sum(buffers) + begun + unit.whole + own_copy
-            yield held + sum(buffers) + begun + 2 * unit.whole
+            yield held + sum(buffers) * self.habits.holds_buffer + begun + 2 * unit.whole
             held += unit.whole * step.overlaps
             following = order[place + 1 : place + 1 + ahead]
             yield from _beginning(
@@ -139,16 +151,28 @@ class _Pass:
     def arrived(self, unit: ShardedUnit, tensors: Iterable[int]) -> int:
         """Bytes when these of its gradients are complete: they stand beside what is there, but for
         those that autograd adds to its own of before."""
-        if self._waits_unreduced and not self._is_cast:
+        if self._adds_in_place:
             return self.before(unit)
-        return self.before(unit) + sum(unit.gradients[index] for index in tensors)
+        return self.before(unit) + sum(self._complete(unit)[index] for index in tensors)
+
+    def _complete(self, unit: ShardedUnit) -> tuple[int, ...]:
+        """Bytes of each gradient that is complete and stands by itself."""
+        return unit.casts if self._casts_arrivals else unit.gradients
 
     def _arriving(self, unit: ShardedUnit, tensors: Iterable[int]) -> int:
-        """Bytes of the largest gradient that autograd is about to add to one of before, where it is
-        a tensor of its own."""
-        if not self._waits_unreduced or self._is_cast or not self.sharded.chain.is_fresh:
+        """Bytes beside those that have `arrived`, where autograd's gradient is a tensor of its own:
+        of the largest that is about to be added to one of before; or of one beside its own cast,
+        less the casts of those that come later, the tensors in front of it."""
+        if not self.sharded.chain.is_fresh:
             return 0
-        return max((unit.gradients[index] for index in tensors), default=0)
+        if self._adds_in_place:
+            return max((unit.gradients[index] for index in tensors), default=0)
+        if not self._casts_arrivals:
+            return 0
+        order = sorted(tensors)
+        later = accumulate((unit.casts[index] for index in order), initial=0)
+        beside = zip((unit.gradients[index] for index in order), later, strict=False)
+        return max((size - casts for size, casts in beside), default=0)
 
     def rest(self, unit: ShardedUnit) -> int:
         """Bytes when it is done: G, and what replicas all-reduced where G is another tensor."""
@@ -229,7 +253,7 @@ class _Pass:
         yield level + unit.whole + arrived + self._arriving(unit, late)
         level += 0 if self.releases else unit.whole
         if not self.reduces:
-            if self._is_cast and self.kind.is_first:
+            if self._is_cast and self.kind.is_first and not self._casts_arrivals:
                 yield level + _converting(unit, self.layout)
             return
         level -= flying
@@ -237,7 +261,7 @@ class _Pass:
         is_summed = self._waits_unreduced and self._is_cast
         gradients = unit.summed if is_summed else sum(unit.gradients)
         dtype = self.layout.reduced if is_summed else self.layout.parameters
-        last = unit.last * dtype.itemsize
+        last = unit.last * dtype.itemsize * self.habits.names_last_gradient
         exchange = unit.input * (self.step.reduce_scatter is ReduceScatterVia.ALL_TO_ALL)
         yield level + kept + gradients + unit.input
         yield level + kept + last + unit.input + unit.output + exchange

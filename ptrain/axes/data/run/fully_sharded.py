@@ -11,12 +11,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from ptrain.axes.data.run.wrapped import ParameterWrap
 from ptrain.costs import State
+from ptrain.internals import fsdp2
+from ptrain.internals.fakes import unset_fake_temporarily
+from ptrain.internals.fsdp2 import FSDPParamGroup, parameter_groups
 from ptrain.models.initialize import keeps_its_weights
 from ptrain.models.ledger import local
 from ptrain.models.numerics import TORCH_DTYPES
@@ -67,8 +68,7 @@ class FullyShardedWrap(ParameterWrap):
             for group in parameter_groups(module):
                 _name_smaller_group(group, step, mesh)
         if not step.overlaps:
-            # what is gathered for a unit waits for all that was computed before it
-            model._set_unshard_async_op(True)
+            fsdp2.gather_behind_computation(model)
         prefetch = step.prefetch if step.overlaps else 0
         if prefetch is not None:
             Prefetch(self.sharded, [self._members(modules) for modules in plan.units], prefetch)
@@ -87,8 +87,7 @@ class FullyShardedWrap(ParameterWrap):
     def forward_pass(self) -> Iterator[None]:
         """In backward torch gathers ahead what was left before, also what a micro-batch before left
         last, for nothing. So before the first unit of each stands that unit, which is there."""
-        context = self.sharded[-1]._get_fsdp_state()._comm_ctx
-        order = getattr(context, "post_forward_order", [])  # torch makes it in the first pass
+        order = fsdp2.backward_order(self.sharded[-1])
         start = len(order)
         order += [group for module in self.sharded for group in parameter_groups(module)][:1]
         yield
@@ -117,15 +116,13 @@ class FullyShardedWrap(ParameterWrap):
         for module in self.sharded:
             for group in parameter_groups(module):
                 group.post_backward()
-        root._get_fsdp_state()._root_post_backward_final_callback()
+        fsdp2.end_backward(root)
 
     def end_evaluation(self) -> None:
         for module in self.sharded:
             module.reshard()
-            for group in parameter_groups(module):
-                for part in group.fsdp_params:  # of a smaller group: kept for a backward pass
-                    part._sharded_post_forward_param_data = None
-                    part._sharded_post_forward_param = None
+            for part in fsdp2.parameters(module):  # of a smaller group: kept for a backward pass
+                fsdp2.forget_smaller_shard(part)
 
     def storages(self) -> Iterator[tuple[State, torch.Tensor]]:
         """The shards, also while the module shows gathered parameters; the larger shards of
@@ -133,18 +130,13 @@ class FullyShardedWrap(ParameterWrap):
         gathered parameters, or of another dtype than these."""
         stored = State.OPTIMIZER if self.step.materialized else State.PARAMETERS
         for module in self.sharded:
-            for group in parameter_groups(module):
-                for part in group.fsdp_params:
-                    yield stored, local(part.sharded_param.detach())
-                    between = getattr(part, "_sharded_post_forward_param_data", None)
-                    if between is not None:
-                        yield State.TRANSIENT, between
-                    added = part.unsharded_accumulated_grad
-                    if added is not None:
-                        yield State.GRADIENTS, local(added)
-                    for holder in (part.sharded_param, getattr(part, "_unsharded_param", None)):
-                        if holder is not None and holder.grad is not None:
-                            yield State.GRADIENTS, local(holder.grad)
+            for part in fsdp2.parameters(module):
+                yield stored, local(part.sharded_param.detach())
+                between = fsdp2.smaller_shard(part)
+                if between is not None:
+                    yield State.TRANSIENT, between
+                for gradient in fsdp2.gradients(part):
+                    yield State.GRADIENTS, local(gradient)
 
 
 class Prefetch:
@@ -205,12 +197,11 @@ def allocating_streams(model: nn.Module) -> dict[int, str]:
     """Return the names of the streams that FSDP2 allocates in, by `stream_key`, once a step has
     run: reduced gradients in one or two, what is gathered in another. Empty where nothing is fully
     sharded."""
-    names = ("reduce_scatter_stream", "all_reduce_stream", "all_gather_copy_in_stream")
     return {
-        stream_key(getattr(module._get_fsdp_state()._comm_ctx, name)): name
+        stream_key(stream): name
         for module in model.modules()
         if isinstance(module, FSDPModule)
-        for name in names
+        for stream, name in fsdp2.streams(module)
     }
 
 
@@ -218,16 +209,6 @@ def stream_key(stream: Any) -> int:
     """Return what tells streams apart: a GPU's have a number, and an object made at each look at
     them; a processor's are objects."""
     return int(getattr(stream, "stream_id", id(stream)))
-
-
-def parameter_groups(module: FSDPModule) -> Sequence[FSDPParamGroup]:
-    """Return the groups of parameters that FSDP2 gathers together. Torch 2.13 has a list of groups,
-    2.11 one or none."""
-    state = module._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:
-        groups = [state._fsdp_param_group] if state._fsdp_param_group else []
-    return groups
 
 
 def fsdp_mesh(step: FullyShard, mesh: Mesh) -> dist.DeviceMesh:
@@ -261,6 +242,6 @@ def _precision(step: FullyShard, layout: Layout) -> MixedPrecisionPolicy:
 
 def _name_smaller_group(group: FSDPParamGroup, step: FullyShard, mesh: Mesh) -> None:
     """The ranks that keep a unit between forward and backward, where they are fewer than all."""
-    between = group.post_forward_mesh_info
-    if between is not None and between is not group.mesh_info:
-        mesh.adopt(between.shard_process_group, step.shard_axes)
+    between = fsdp2.smaller_group(group)
+    if between is not None:
+        mesh.adopt(between, step.shard_axes)

@@ -14,6 +14,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from ptrain.axes.data.run.flat_target import distribute_rows
 from ptrain.axes.data.run.target import Named, ParameterTarget
 from ptrain.costs import State
+from ptrain.internals import zero_redundancy
 from ptrain.optimizers.build import build_optimizer
 from ptrain.optimizers.torch import TorchLeaf
 from ptrain.optimizers.update import moment_names
@@ -57,7 +58,7 @@ class ZeroRedundancyUpdate:
             process_group=mesh.get_group(),
             parameters_as_bucket_view=True,
         )
-        owners = self.optimizer._param_to_rank
+        owners = zero_redundancy.owners(self.optimizer)
         self.targets = [
             SpreadTarget(target.name, target.parameter, owners[target.parameter], mesh)
             for target in targets
@@ -92,8 +93,7 @@ class ZeroRedundancyUpdate:
                 yield State.OPTIMIZER, tensor
 
     def _buckets(self) -> Iterator[torch.Tensor]:
-        for of_device in self.optimizer._buckets:
-            yield from of_device
+        return zero_redundancy.buckets(self.optimizer)
 
     def _initial(self, target: ParameterTarget, device: str | None = None) -> Named:
         like = target.parameter.detach()

@@ -8,8 +8,8 @@ from typing import Protocol
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from ptrain.internals.dtensor import compute_local_shape_and_global_offset
 from ptrain.models.ledger import local
 from ptrain.optimizers.update import Resident, Slot, Target
 from ptrain.rooms.tiers import same_memory

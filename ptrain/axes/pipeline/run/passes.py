@@ -1,6 +1,5 @@
-"""torch's backward passes of a stage, whole and in halves: all that is used of torch's pipelining,
-and it is private (`torch/distributed/pipelining/_backward.py`, 2.11 to 2.15; `tests/unit/
-test_stage_passes.py` fails when torch changes).
+"""torch's backward passes of a stage, whole and in halves: all that is used of torch's pipelining
+(`internals.pipelining`; `tests/unit/test_stage_passes.py` fails when torch changes what they do).
 
 Gradients of parameters are added to what `.grad` holds.
 """
@@ -11,8 +10,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
-from torch.distributed.pipelining._backward import (
-    _get_grad_fn_or_grad_acc,
+
+from ptrain.internals.pipelining import (
+    node_of,
     stage_backward,
     stage_backward_input,
     stage_backward_weight,
@@ -54,9 +54,7 @@ def backward_weight(parameters: Sequence[Tensor], groups: Groups) -> None:
 
 def in_model_order(groups: Groups, parameters: Sequence[Tensor]) -> None:
     """Sort what `backward_input` gave, in place."""
-    places = {
-        _get_grad_fn_or_grad_acc(parameter): place for place, parameter in enumerate(parameters)
-    }
+    places = {node_of(parameter): place for place, parameter in enumerate(parameters)}
     for group in groups:
         group["params"] = sorted(group["params"], key=places.__getitem__)
         group["intermediates"] = nodes = list(group["intermediates"])

@@ -17,8 +17,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_iter, tree_map
+
+from ptrain.internals.dispatch import without_modes
 
 
 class Crossing:
@@ -94,7 +95,7 @@ class InFront(nn.Identity):
     @torch.no_grad()
     def forward(self, *given: Any, **named: Any) -> Any:
         (module,) = self._module
-        with _disable_current_modes():  # no meter counts what has no memory
+        with without_modes():  # no meter counts what has no memory
             outputs = module(*tree_map(_as_meta, given), **tree_map(_as_meta, named))
         return tree_map(self._like, outputs)
 
@@ -194,7 +195,7 @@ def as_part(model: nn.Module, crossing: Crossing, *, first: str, front: Iterable
 @torch.no_grad()
 def on_meta(module: nn.Module) -> nn.Module:
     """Return a copy of a module whose tensors have no values."""
-    with _disable_current_modes():
+    with without_modes():
         tensors: dict[int, Any] = {id(buffer): _as_meta(buffer) for buffer in module.buffers()}
         for parameter in module.parameters():
             tensors[id(parameter)] = nn.Parameter(_as_meta(parameter), parameter.requires_grad)

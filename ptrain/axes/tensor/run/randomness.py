@@ -6,12 +6,11 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
 
 import torch
-import torch.distributed.tensor._random as dtensor_random
 from torch import nn
 
+from ptrain.internals.dtensor import RANDOM
 from ptrain.models.dropout import drops_out
 
 _SEED_BYTES = 7  # a seed is a positive 64-bit number
@@ -82,11 +81,11 @@ class _AsIs:
 @contextmanager
 def drawn_by_rank() -> Iterator[None]:
     """Within it a DTensor's random numbers are those of the rank's own generator, whose seed says
-    which ranks draw alike. Sets torch.distributed.tensor._random._rng_tracker."""
-    module: Any = dtensor_random
-    before = module._rng_tracker
-    module._rng_tracker = _AsIs()
+    which ranks draw alike. Sets torch's tracker of them."""
+    module, tracker = RANDOM
+    before = getattr(module, tracker)
+    setattr(module, tracker, _AsIs())
     try:
         yield
     finally:
-        module._rng_tracker = before
+        setattr(module, tracker, before)

@@ -3,7 +3,6 @@ rank had, gathered again for the backward pass (Korthikanti et al. 2022, section
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-Hooks = tuple[Callable[[Any], Any], Callable[[Any], Any]]
+from ptrain.internals.autograd import Hooks, saving_hooks
 
 
 class _Slice:
@@ -75,7 +74,7 @@ class Regather:
         self._key = 0
 
     def enter(self) -> None:
-        self._outer = torch._C._autograd._top_saved_tensors_default_hooks(False) or _NONE
+        self._outer = saving_hooks() or _NONE
         self._hooks = saved_tensors_hooks(self._pack, _unpack)
         self._hooks.__enter__()
 

@@ -1,0 +1,46 @@
+"""What FSDP2 does otherwise from one version of torch to another, of what counts in bytes.
+
+torch 2.15 moved three things of torch/distributed/fsdp/_fully_shard into functions of their own, in
+which a name ends sooner (`release_all_gather_state_for_comm_reuse`,
+`_take_unsharded_grads_to_reduce`) or autograd does the work (`_set_unsharded_grad_dtypes`).
+`tests/unit/test_fsdp2_habits.py` holds the table to the torch that is installed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ptrain.version import counted_torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Habits:
+    """How long FSDP2 names what it needs no more, and who casts gradients.
+
+    `holds_buffer`: in forward the buffer of the gather before lives until the parameters of the
+    next one are there; otherwise until they are begun. `names_last_gradient`: the last gradient of
+    a unit outlives the others by its reduction. `casts_on_arrival`: gradients that wait for their
+    reduction in its dtype are cast by autograd, one by one as they come, and later ones are added
+    to them; otherwise together, when the unit's backward is over.
+    """
+
+    holds_buffer: bool
+    names_last_gradient: bool
+    casts_on_arrival: bool
+
+
+_FIRST = Habits(holds_buffer=True, names_last_gradient=True, casts_on_arrival=False)
+_SINCE_2_15 = Habits(holds_buffer=False, names_last_gradient=False, casts_on_arrival=True)
+
+HABITS = {
+    "2.11": _FIRST,
+    "2.12": _FIRST,
+    "2.13": _FIRST,
+    "2.14": _FIRST,
+    "2.15": _SINCE_2_15,
+}
+
+
+def habits() -> Habits:
+    """Return what FSDP2 does in the torch whose bytes are counted."""
+    return HABITS[counted_torch()]

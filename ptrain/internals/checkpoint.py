@@ -1,0 +1,12 @@
+"""The composable checkpoint (torch/distributed/_composable): a module's forward pass runs again in
+backward."""
+
+from __future__ import annotations
+
+from torch.distributed._composable.checkpoint_activation import checkpoint
+
+from ptrain.internals.part import PrivatePart
+
+__all__ = ["checkpoint"]
+
+PARTS = (PrivatePart(owner=checkpoint, arguments=("module", "kwargs")),)

@@ -1,0 +1,17 @@
+"""What the tests without torch count is the bytes of one version, whichever is installed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from ptrain import version
+from ptrain.version import REFERENCE_TORCH
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _torch_of_the_tables() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(version, "torch_minor", lambda: REFERENCE_TORCH)
+        yield

@@ -1,0 +1,18 @@
+"""Which torch is installed, for what torch itself does from some version on."""
+
+from __future__ import annotations
+
+import torch
+
+from ptrain.version import torch_minor
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    """(2, 13) of 2.13.0+cpu."""
+    return tuple(map(int, version.split(".")[:2]))
+
+
+def is_since(version: str) -> bool:
+    """Whether the installed torch is of this version or a later one."""
+    assert torch.__version__.startswith(torch_minor())
+    return numbers(torch.__version__) >= numbers(version)

@@ -1,0 +1,51 @@
+"""What `axes.data.fsdp2` says of the torch that is installed, asked of that torch's own code; that
+the bytes follow, the ghosts' tests show."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group
+
+from ptrain import version
+from ptrain.axes.data import fsdp2
+from ptrain.version import REFERENCE_TORCH, TESTED_TORCH, torch_minor
+
+GROUP, PARAM = _fsdp_param_group.FSDPParamGroup, _fsdp_param.FSDPParam
+
+
+def test_of_every_torch_for_which_exact_is_claimed_habits_are_known():
+    assert set(fsdp2.HABITS) == set(TESTED_TORCH)
+
+
+def test_a_buffer_is_held_where_a_local_name_outlives_the_next_ones_copy():
+    names_it = "prev_all_gather_state" in inspect.getsource(GROUP.wait_for_unshard)
+    assert fsdp2.habits().holds_buffer is names_it, (
+        f"torch {torch.__version__}: FSDPParamGroup.wait_for_unshard names the buffer before"
+    )
+
+
+def test_the_last_gradient_is_named_where_the_loop_stands_in_post_backward():
+    loops = "unsharded_grads.append" in inspect.getsource(GROUP.post_backward)
+    assert fsdp2.habits().names_last_gradient is loops, (
+        f"torch {torch.__version__}: FSDPParamGroup.post_backward collects gradients in a loop"
+    )
+
+
+def test_gradients_are_cast_on_arrival_where_no_parameter_does_it_later():
+    is_later = hasattr(PARAM, "to_accumulated_grad_if_needed")
+    assert fsdp2.habits().casts_on_arrival is not is_later, (
+        f"torch {torch.__version__}: FSDPParam.to_accumulated_grad_if_needed"
+    )
+
+
+@pytest.mark.parametrize("installed", ["", "2.10", "2.16", "a branch"])
+def test_without_a_torch_that_is_known_the_tables_torch_is_counted(installed, monkeypatch):
+    monkeypatch.setattr(version, "torch_minor", lambda: installed)
+    assert fsdp2.habits() is fsdp2.HABITS[REFERENCE_TORCH]
+
+
+def test_the_installed_torch_is_counted_where_exact_is_claimed_for_it():
+    assert version.counted_torch() == torch_minor()

@@ -1,0 +1,60 @@
+"""What is private in torch and used: in the torch that is installed it is as `internals` says."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import torch
+
+import ptrain.internals
+from ptrain.internals.part import FIRST, LAST, PrivatePart
+from ptrain.version import TESTED_TORCH
+
+SUBSYSTEMS = sorted(
+    path.stem
+    for path in Path(ptrain.internals.__path__[0]).glob("*.py")
+    if path.stem not in ("__init__", "part")
+)
+
+
+def test_internals_are_written_for_every_torch_that_is_tested():
+    assert (TESTED_TORCH[0], TESTED_TORCH[-1]) == (FIRST, LAST)
+
+
+@pytest.mark.parametrize("subsystem", SUBSYSTEMS)
+def test_torch_has_what_is_used_of_a_part_of_it(subsystem):
+    parts = import_module(f"ptrain.internals.{subsystem}").PARTS
+    assert parts
+    faults = [fault for part in parts for fault in part.faults(torch.__version__)]
+    assert not faults, "; ".join(faults)
+
+
+class Changed:
+    kept = 1
+
+    @staticmethod
+    def call(argument: int) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("part", "fault"),
+    [
+        (PrivatePart(owner=Changed, members=("kept",)), None),
+        (PrivatePart(owner=Changed, members=("gone",)), "Changed has no gone in torch 2.13.0"),
+        (PrivatePart(owner=Changed, members=("gone",), since="2.14"), None),
+        (PrivatePart(owner=Changed, members=("gone",), until="2.12"), None),
+        (
+            PrivatePart(owner=Changed, members=("kept",), since="2.14"),
+            "Changed has kept in torch 2.13.0 too: 2.14 to 2.15",
+        ),
+        (PrivatePart(owner=Changed.call, arguments=("argument",)), None),
+        (
+            PrivatePart(owner=Changed.call, arguments=("other",)),
+            "Changed.call takes no other in torch 2.13.0",
+        ),
+    ],
+)
+def test_what_torch_has_otherwise_is_a_sentence(part, fault):
+    assert [*part.faults("2.13.0")] == ([] if fault is None else [fault])
