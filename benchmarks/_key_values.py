@@ -37,6 +37,9 @@ LIMITS: Mapping[str, tuple[int, int]] = {
     "model.kv_heads": (1, 8),
     "model.ffn": (1, 128),
     "model.vocab": (259, 400),
+    "model.head_dim": (1, 32),
+    "model.window": (1, 48),
+    "model.global_every": (1, 6),
     "mesh.pp": (1, 4),
     "mesh.dp_replicate": (1, 4096),
     "mesh.dp_shard": (1, 4096),
@@ -52,6 +55,7 @@ LIMITS: Mapping[str, tuple[int, int]] = {
 }
 
 _OUTSIDE = "a model of somebody's own code: tests/unit/test_external.py and test_huggingface.py"
+_FUNCTION = "a function of somebody's own: tests/unit/test_user_functions.py"
 _ROLES = "roles are of models that are not built in"
 LEFT_OUT: Mapping[str, str] = {
     "model.hf": _OUTSIDE,
@@ -60,6 +64,11 @@ LEFT_OUT: Mapping[str, str] = {
     "model.arguments": _OUTSIDE,
     "model.folder": _OUTSIDE,
     "model.blocks": _OUTSIDE,
+    **{
+        f"{section}.{key}": _FUNCTION
+        for section in ("data", "loss", "step")
+        for key in ("target", "arguments", "folder")
+    },
     "data.path": "a simulation reads no data, and the file would have to be there",
 }
 # Kinds of value, by key and type, that are not drawn though others of the key are.

@@ -74,6 +74,7 @@ def accepted(written: Written) -> Spec:
     assert isinstance(spec.model, ModelShape), "others are left out"
     passes = spec.batch.accumulate * -(-spec.model.layers // spec.degree(Axis.PP))
     sizes = {f"model.{key}": getattr(spec.model, key) for key in (*SMALL, "kv_heads")}
+    sizes["model.head_dim"] = spec.model.head_dim
     sizes |= {"batch.micro": spec.batch.micro, "batch.sequence": spec.batch.sequence}
     is_small = all(size <= LIMITS[key][1] for key, size in sizes.items())
     if spec.world_size > MOST_RANKS or passes > MOST_PASSES or not is_small:

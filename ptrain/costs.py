@@ -80,13 +80,15 @@ TIERS = ("device_bytes", "host_bytes", "file_bytes")  # of a Footprint
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Footprint:
-    """Resident bytes of one state on one rank, by tier."""
+    """Resident bytes of one state on one rank, by tier. `lower_bytes`, where what the device holds
+    depends on data: it is at least this, and `device_bytes` at most."""
 
     state: State
     rank: int
     device_bytes: int
     host_bytes: int = 0
     file_bytes: int = 0
+    lower_bytes: int | None = None
 
     def of_rank(self, rank: int) -> Footprint:
         """Return the same on another rank."""
@@ -96,6 +98,7 @@ class Footprint:
             device_bytes=self.device_bytes,
             host_bytes=self.host_bytes,
             file_bytes=self.file_bytes,
+            lower_bytes=self.lower_bytes,
         )
 
 
@@ -104,13 +107,14 @@ class Peak:
     """The maximum of live device bytes on one rank during one phase of a steady step.
 
     `allocator_bytes` is what a GPU's allocator says of the same moment's rounding and operators'
-    insides; 0 where there is no such allocator, and in predictions.
+    insides; 0 where there is no such allocator, and in predictions. `lower_bytes` as a footprint's.
     """
 
     phase: Phase
     rank: int
     device_bytes: int
     allocator_bytes: int = 0
+    lower_bytes: int | None = None
 
     def of_rank(self, rank: int) -> Peak:
         """Return the same on another rank."""
@@ -119,7 +123,13 @@ class Peak:
             rank=rank,
             device_bytes=self.device_bytes,
             allocator_bytes=self.allocator_bytes,
+            lower_bytes=self.lower_bytes,
         )
+
+
+def lower_bytes(row: Footprint | Peak) -> int:
+    """Return the device bytes that it is at least."""
+    return row.device_bytes if row.lower_bytes is None else row.lower_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,7 +229,8 @@ class Estimate(Worded):
 
     `undefined` gives, per kind of figure ("traffic", "peak", "wire", "blocked_seconds"), why the
     column has none, or not all. `unclaimed` gives, per kind ("activations", "peak", "traffic"), why
-    those that the column has, if any, are not claimed for the device that runs it. `warnings` are
+    those that the column has, if any, are not claimed for the device that runs it. `by_data` gives,
+    per kind ("activations", "peak"), why its figures are bounds and not sizes. `warnings` are
     what somebody should know before it runs.
     `accounts`: where ranks differ in what they send, the traffic of each kind of rank, of which
     there are equally many, and `account_of` by rank which is its own; `traffic` has a row for each
@@ -235,6 +246,7 @@ class Estimate(Worded):
     blocked: tuple[Blocked, ...] = ()
     undefined: dict[str, str] = field(default_factory=dict)
     unclaimed: dict[str, str] = field(default_factory=dict)
+    by_data: dict[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     accounts: tuple[tuple[Traffic, ...], ...] = ()
@@ -247,6 +259,11 @@ class Estimate(Worded):
     def peak_bytes(self) -> int | None:
         """The largest peak over phases and ranks; None where no peak is known."""
         return max((row.device_bytes for row in distinct(self.peak)), default=None)
+
+    def lower_peak_bytes(self) -> int | None:
+        """The largest peak if as little is allocated as can be: `peak_bytes`, where that depends on
+        no data."""
+        return max(map(lower_bytes, distinct(self.peak)), default=None)
 
     def bytes_of(self, state: State, rank: int | None = None) -> int:
         """Device bytes of `state` on `rank`, or the maximum over the ranks."""

@@ -306,6 +306,13 @@ def staged(kind: str) -> nn.Module:
     return KINDS[kind]()
 
 
+def called_twice(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """Return the loss of two forward passes."""
+    inputs_BT, targets_BT = batch
+    logits_BTV = model(inputs_BT) + model(inputs_BT)
+    return F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten())
+
+
 def contained(tied: bool = False) -> nn.Module:
     """Return one whose plan names the container of its embeddings."""
     model = Contained(tied)

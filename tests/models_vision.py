@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-SIZE, PATCH, CLASSES = 8, 4, 10
+SIZE, PATCH, CLASSES = 12, 4, 10
+VECTORS = (SIZE // PATCH) ** 2 + 1  # patches and the class token
 
 
 class Attention(nn.Module):
@@ -35,16 +36,26 @@ class Attention(nn.Module):
         return output
 
 
+class Mlp(nn.Module):
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(hidden, 2 * hidden), nn.Linear(2 * hidden, hidden)
+
+    def forward(self, x_BNC: Tensor) -> Tensor:
+        output: Tensor = self.down(F.gelu(self.up(x_BNC)))
+        return output
+
+
 class EncoderBlock(nn.Module):
     def __init__(self, hidden: int, head_dim: int) -> None:
         super().__init__()
         self.norm_1, self.norm_2 = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
         self.attention = Attention(hidden, head_dim)
-        self.up, self.down = nn.Linear(hidden, 2 * hidden), nn.Linear(2 * hidden, hidden)
+        self.mlp = Mlp(hidden)
 
     def forward(self, x_BNC: Tensor) -> Tensor:
         x_BNC = x_BNC + self.attention(self.norm_1(x_BNC))
-        output: Tensor = x_BNC + self.down(F.gelu(self.up(self.norm_2(x_BNC))))
+        output: Tensor = x_BNC + self.mlp(self.norm_2(x_BNC))
         return output
 
 
@@ -53,10 +64,9 @@ class ViT(nn.Module):
 
     def __init__(self, hidden: int, layers: int) -> None:
         super().__init__()
-        count = (SIZE // PATCH) ** 2
         self.patches = nn.Conv2d(3, hidden, kernel_size=PATCH, stride=PATCH)
         self.class_token = nn.Parameter(torch.randn(1, 1, hidden) * 0.02)
-        self.positions = nn.Parameter(torch.randn(1, count + 1, hidden) * 0.02)
+        self.positions = nn.Parameter(torch.randn(1, VECTORS, hidden) * 0.02)
         self.blocks = nn.ModuleList(EncoderBlock(hidden, 8) for _ in range(layers))
         self.norm = nn.LayerNorm(hidden)
         self.head = nn.Linear(hidden, CLASSES)
@@ -77,8 +87,11 @@ VIT_PLAN = {
     "blocks.*.attention.key": "column",
     "blocks.*.attention.value": "column",
     "blocks.*.attention.project": "row",
-    "blocks.*.up": "column",
-    "blocks.*.down": "row",
+    "blocks.*.norm_1": "norm",
+    "blocks.*.norm_2": "norm",
+    "blocks.*.mlp": "whole input",
+    "blocks.*.mlp.up": "column",
+    "blocks.*.mlp.down": "row",
 }
 
 

@@ -148,12 +148,13 @@ def as_record(prediction: Prediction) -> dict[str, object]:
     result["parameters"] = prediction.num_parameters
     result["fit"] = {
         "peak_bytes": fitting.peak_bytes,
+        "lower_bytes": fitting.lower_bytes,
         "resident_bytes": fitting.resident_bytes,
         "device_memory": fitting.device_memory,
         "host_bytes": fitting.host_bytes,
         "host_memory": fitting.host_memory,
         "fits": fitting.fits,
-        "unknown": fitting.why or None,
+        "unknown": fitting.unknown or None,
         "reserved": prediction.reserving.record if prediction.reserving else None,
         "command": None if fitting.peak_bytes is not None else prediction.telling,
     }

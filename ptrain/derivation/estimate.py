@@ -13,6 +13,7 @@ from ptrain.costs import Column, Estimate, Footprint, Peak, State, Traffic, Traf
 from ptrain.derivation import blocks, pipeline, tensor
 from ptrain.derivation.activation_moves import activation_row, kept_traffic
 from ptrain.derivation.activations import drops_in_parts, is_tabulated
+from ptrain.derivation.bounds import bounded
 from ptrain.derivation.ghosts.table import wrapping
 from ptrain.derivation.in_flight import in_flight
 from ptrain.derivation.interconnect import warnings
@@ -25,7 +26,7 @@ from ptrain.derivation.pipeline_notes import pipeline_notes
 from ptrain.derivation.tables import setting_of
 from ptrain.derivation.timeline import Replay, replay
 from ptrain.derivation.traffic import sent
-from ptrain.errors import Fault, SpecError
+from ptrain.errors import Fault, SpecError, refused
 from ptrain.facts.model import ModelFacts
 from ptrain.facts.parameters import facts as facts_of
 from ptrain.facts.stages import Stage
@@ -63,10 +64,11 @@ def derive(spec: Spec, facts: ModelFacts | None = None) -> Derivation:
     """Return the costs of a legal spec. A built-in model needs no `facts`; any other model's are
     read off the model itself (`read_facts`)."""
     facts = own_facts(spec) if facts is None else facts
+    _require_gradients(spec, facts)
     spec = spec if facts.model is None else replace(spec, model=facts.model)
     stages = stages_of(spec, facts)
     plan = lower(spec, facts.unit_modules, facts.roles, stages, facts.blocks, facts.fusions)
-    estimate, foreign = exact(spec, plan, facts, stages), unclaimed(spec, facts)
+    estimate, foreign = _exact(spec, plan, facts, stages), unclaimed(spec, facts)
     estimate = replace(
         estimate,
         operations=operations(spec, plan, stages),
@@ -83,6 +85,27 @@ def derive(spec: Spec, facts: ModelFacts | None = None) -> Derivation:
 def _ignored(facts: ModelFacts) -> Iterable[str]:
     if facts.ignored:
         yield f"model.config: ignored are {', '.join(facts.ignored)}"
+
+
+def _require_gradients(spec: Spec, facts: ModelFacts) -> None:
+    """Raises SpecError for parameters that may have a gradient on one data rank and on another
+    none: what they then sum would not fit together."""
+    if not facts.unvisited or spec.data_degree == 1:
+        return
+    first, *others = facts.unvisited
+    number = len(others)
+    more = f" and {number} parameter{'s' * (number > 1)} more have" if others else " has"
+    finding = f"{first}{more} no gradient on a rank none of whose tokens is routed there, and "
+    finding += "the data ranks sum the gradients of all parameters"
+    remedy = "run every expert, also on no rows, or keep all experts in one tensor each"
+    raise refused("model", finding, remedy)
+
+
+def _exact(spec: Spec, plan: Plan, facts: ModelFacts, stages: Sequence[Stage] | None) -> Estimate:
+    """Where sizes depend on data, their bounds."""
+    estimate = exact(spec, plan, facts, stages)
+    others = [exact(spec, plan, other, stages) for other in facts.others]
+    return bounded(estimate, others, facts.by_data) if others else estimate
 
 
 def own_facts(spec: Spec) -> ModelFacts:

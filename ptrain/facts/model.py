@@ -75,7 +75,11 @@ class ModelFacts:
     `ignored` are fields of a config that have no influence, each with the reason; `vocabulary` is
     how many logits a token has, where it has run. `untraced` says why there is no trace of a model
     that should have one, `unknown_attention` of what attention nobody knows what the spec's GPUs
-    would keep. `model` is there where they are of another one than the spec's."""
+    would keep. `by_data` says what selects by data, as a router does, so that sizes depend on it:
+    then the traces are those of one extent of what is selected, and `others` are the facts at other
+    extents; figures lie between the least and the largest of all. `unvisited` are parameters that
+    have no gradient where nothing is selected for them. `model` is there
+    where they are of another one than the spec's."""
 
     units: tuple[UnitFacts, ...]
     buffers: tuple[tuple[str, int], ...] = ()
@@ -94,6 +98,9 @@ class ModelFacts:
     untraced: str = field(default="", compare=False)
     unknown_attention: str = ""
     model: ModelSpec | None = field(default=None, compare=False)
+    by_data: str = ""
+    others: tuple[ModelFacts, ...] = field(default=(), hash=False)
+    unvisited: tuple[str, ...] = ()
 
     def __hash__(self) -> int:
         """Of little: what is equal has units of equal sizes, and to go through all their tensors

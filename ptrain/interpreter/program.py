@@ -87,7 +87,7 @@ class Program:
         self._norm: torch.Tensor | None = None  # between the halves of a step
         self._lr: float | None = None
         self._operators = rank.operators
-        self._order = rank.order
+        self.order = rank.order
         self._sharers = self.mesh.size(self.plan.loss_axes)
         if self.updates_in_backward:
             self.wrapped.consume_with(self._update_unit)
@@ -252,9 +252,9 @@ class Program:
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
         """Load what `state_dict` gave, filled from a checkpoint of any placement."""
-        model = self._order.held(state["model"])
+        model = self.order.held(state["model"])
         keys = {key for _, tensors in self.update.tensors() for key in (MASTER, *tensors)}
-        optimizer = {key: self._order.held(_of_key(state["optimizer"], key)) for key in keys}
+        optimizer = {key: self.order.held(_of_key(state["optimizer"], key)) for key in keys}
         for target, tensors in self.update.tensors():
             target.load(self.wrapped.own(optimizer[MASTER] if target.owns_master else model))
             for key, tensor in tensors.items():
@@ -266,7 +266,7 @@ class Program:
     def canonical(self, named: Named) -> Named:
         """Return the tensors by the model's names, those of a stage's copies too, in the model's
         order of features. Collective."""
-        return self._order.canonical(
+        return self.order.canonical(
             {self.wrapped.canonical_name(name): tensor for name, tensor in named.items()}
         )
 

@@ -110,7 +110,7 @@ _FUNCTIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
 class Block(nn.Module):
     def __init__(self, shape: ModelShape, layer: int) -> None:
         super().__init__()
-        self.dropout = shape.dropouts.hidden
+        self.dropout, self.residual_scale = shape.dropouts.hidden, shape.residual_scale
         self.attention_norm = norm_of(shape, shape.hidden)
         self.attention = SelfAttention(shape, layer)
         self.attention_post_norm = norm_of(shape, shape.hidden) if shape.post_norm else None
@@ -133,4 +133,6 @@ class Block(nn.Module):
         """Return what a sub-block adds to the stream, of what it gave."""
         if norm is not None:
             x_BTC = norm(x_BTC)
+        if self.residual_scale is not None:
+            x_BTC = x_BTC * self.residual_scale
         return F.dropout(x_BTC, self.dropout, self.training) if self.dropout else x_BTC

@@ -18,6 +18,7 @@ from torch._guards import detect_fake_mode
 
 from ptrain.errors import Fault, refused
 from ptrain.models.boundary import boundary
+from ptrain.models.experts import EXPERTS, experts_setting
 from ptrain.models.published_config import require_one_model, taken
 from ptrain.spec.extras import require_transformers
 from ptrain.spec.model import Attention, HuggingFaceModel
@@ -139,6 +140,7 @@ def _with_logits(named: type) -> type:
 
     setattr(Logits, _IS_PLAIN, True)
     Logits.__name__ = Logits.__qualname__ = named.__name__
+    Logits.__module__ = named.__module__  # whose source transformers reads for what it supports
     return Logits
 
 
@@ -170,7 +172,8 @@ def _config(named: Any, model: HuggingFaceModel) -> Any:
     fields = taken(named, model.config).fields
     attention, _ = _KINDS[_attention(named, model)]
     with boundary(lambda error: _unfit(f"{kind.__name__} does not take it: {_line(error)}")):
-        return kind(**fields, **_FIXED, **{_ATTENTION: attention})
+        own = {_ATTENTION: attention, **experts_setting(fields.get(EXPERTS)), **_FIXED}
+        return kind(**{**fields, **own})
 
 
 def _line(error: BaseException) -> str:

@@ -18,6 +18,7 @@ from functools import cache
 from typing import Any
 
 from ptrain.errors import refused
+from ptrain.models.experts import EXPERTS
 from ptrain.spec.slips import near_word
 
 _OF_FILE = ("architectures", "model_type", "_name_or_path", "transformers_version")
@@ -117,7 +118,7 @@ def _fields(named: Any) -> tuple[str, ...]:
     (`rotary_pct`), and those that the class reads where they are there (`head_dim` of some)."""
     kind = named.config_class
     return tuple(
-        dict.fromkeys([*kind().to_dict(), *kind.attribute_map, *_OLD_NAMES, *_read(named)])
+        dict.fromkeys([*kind().to_dict(), *kind.attribute_map, *_OLD_NAMES, *_read(named), EXPERTS])
     )
 
 

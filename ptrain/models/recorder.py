@@ -3,15 +3,17 @@ compute and send."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ptrain.models.ledger import Ledger, storage_of
+from ptrain.models.ledger import Ledger, local, storage_of
 from ptrain.models.recomputing import runs_again
+from ptrain.models.selection import Extent, Selection
 from ptrain.models.tags import tier_of
 from ptrain.models.trace import Born, Completion, Died, Event, Recording
 from ptrain.models.work import OperatorWork, When, matrix_products, sent
@@ -23,10 +25,13 @@ _COPIES = ("clone", "new_empty_strided", "empty_strided")
 
 class Recorder(Ledger):
     """A ledger that writes down what it sees of `model`; storages get running numbers. `inputs`
-    lived before, as the model's own tensors did."""
+    lived before, as the model's own tensors did. `extent`: how much is selected by data."""
 
-    def __init__(self, model: nn.Module, inputs: Iterable[Tensor]) -> None:
+    def __init__(
+        self, model: nn.Module, inputs: Sequence[Tensor], extent: Extent = Extent.GIVEN
+    ) -> None:
         super().__init__()
+        self.selection = Selection(extent)
         self.events: list[Event] = []
         self._passes: dict[str, tuple[Event, ...]] = {}
         self._sizes: dict[int, int] = {}
@@ -39,26 +44,31 @@ class Recorder(Ledger):
         self._newborn: int | None = None
         self._accumulated: dict[int, str] = {}  # parameters by their gradient's storage
         self._added: dict[int, str] = {}
+        self._running: list[str] = []  # the modules that run forward, outermost first
         self._running_again: set[nn.Module] = set()
         self._handles: list[RemovableHandle] = []
         self._see_reruns(model)
         for tensor in (*model.parameters(), *model.buffers(), *inputs):
             self.watch(tensor)
+        for tensor in (*model.parameters(), *inputs):
+            self.selection.depends_on(local(tensor))
 
     def _see_reruns(self, model: nn.Module) -> None:
         """Modules of `model` that run while backward does run again. (Whether gradients are on
         does not tell: a collective within autograd runs without.)"""
 
-        def enter(module: nn.Module, _: Any) -> None:
+        def enter(name: str, module: nn.Module, _: Any) -> None:
+            self._running.append(name)
             if runs_again():
                 self._running_again.add(module)
 
         def leave(module: nn.Module, *_: Any) -> None:
+            self._running.pop()
             self._running_again.discard(module)
 
-        for module in model.modules():
+        for name, module in model.named_modules():
             self._handles += [
-                module.register_forward_pre_hook(enter, prepend=True),
+                module.register_forward_pre_hook(partial(enter, name), prepend=True),
                 module.register_forward_hook(leave, always_call=True),
             ]
 
@@ -78,7 +88,9 @@ class Recorder(Ledger):
         self._settle()
         self._draws |= draws(function)
         self._of_call = 0
+        self.selection.before(function, args, self._running[-1] if self._running else "")
         result = super().operator(function, args, kwargs)
+        self.selection.after(function, (args, kwargs), result)
         self._note_work(function, args, result)
         return result
 
@@ -125,6 +137,7 @@ class Recorder(Ledger):
         raise RuntimeError("a plain model resized a storage; it cannot be traced")
 
     def died(self, key: int, size: int) -> None:
+        self.selection.forget(key)
         if key in self._ids:
             self.events.append(Died(self._ids.pop(key)))
 
@@ -154,6 +167,7 @@ class Recorder(Ledger):
             works=tuple(self._works),
             draws=self._draws,
             statistics=frozenset(self._statistics),
+            selected=self.selection.selected,
             output=None if output is None else self._ids[storage_of(output)._cdata],
         )
 

@@ -8,9 +8,10 @@ happen at those boundaries, so replaying a plan means to interleave the two.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ptrain import timeline
+from ptrain.models.selection import Selected
 from ptrain.models.work import OperatorWork, When
 from ptrain.timeline import Boundary, Item, Timeline
 
@@ -50,7 +51,8 @@ class Recording:
     `weight`; `sizes` of all storages by id. `moved` are those off the device, each with its tier:
     no event speaks of them. `works`: what operators computed and sent, each with the number of
     events before it. `draws`: random numbers were drawn. `statistics` are the storages that fused
-    attention keeps beside its output; `output` the one that a stage hands on."""
+    attention keeps beside its output; `output` the one that a stage hands on. `selected` is what of
+    it depends on data."""
 
     passes: Mapping[str, tuple[Event, ...]]
     sizes: Mapping[int, int]
@@ -59,6 +61,7 @@ class Recording:
     draws: bool = False
     statistics: frozenset[int] = frozenset()
     output: int | None = None
+    selected: Selected = field(default_factory=Selected)
 
     @property
     def forward(self) -> tuple[Event, ...]:

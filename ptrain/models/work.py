@@ -30,11 +30,16 @@ class OperatorWork:
 
 def matrix_products(name: str, args: Any) -> tuple[int, int]:
     """(number, operations of each) of an operator's matrix products; none of any other operator.
-    Fused attention has two in forward (scores, and their product with the values) and in backward
-    five: the scores again, and four gradients."""
+    Of a grouped product each row meets one group's factor alone. Fused attention has two in forward
+    (scores, and their product with the values) and in backward five: the scores again, and four
+    gradients."""
     if name in ("mm", "addmm", "bmm", "baddbmm"):
         left, right = args[1:3] if "add" in name else args[:2]
         return 1, 2 * left.numel() * right.shape[-1]
+    if name == "_grouped_mm":
+        left, right = args[:2]
+        groups = left.shape[0] if left.dim() > right.dim() else 1
+        return 1, 2 * left.numel() // groups * right.shape[-1]
     if "attention" in name and name.startswith("_scaled_dot_product"):
         is_backward = name.endswith("backward")
         query, key = args[1:3] if is_backward else args[:2]

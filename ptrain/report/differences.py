@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from ptrain.costs import PLACED, Estimate, Phase, State, busiest
-from ptrain.report.heading import placement
+from ptrain.report.heading import by_data_lines, placement
 from ptrain.report.predict import MODEL_STATES, Prediction, model_state_bytes, sent_bytes
 from ptrain.report.table import largest, on_tiers, render, size
 from ptrain.spec.spec import Spec
@@ -31,6 +31,11 @@ def several(predictions: Sequence[Prediction], *, sweep: bool) -> str:
         for prediction in predictions
         if prediction.fit.peak_bytes is None
     ]
+    bounds = [
+        f"upper bounds: {prediction.label}: {line}"
+        for prediction in predictions
+        for line in by_data_lines(prediction.derivation.exact)
+    ]
     table = pair(*predictions) if is_pair else rows(predictions)
     reserved = [
         line
@@ -38,7 +43,7 @@ def several(predictions: Sequence[Prediction], *, sweep: bool) -> str:
         if prediction.reserving is not None
         for line in prediction.reserving.lines
     ]
-    return "\n".join([table, *untold, *reserved, *warnings])
+    return "\n".join([table, *untold, *bounds, *reserved, *warnings])
 
 
 def pair(first: Prediction, second: Prediction) -> str:

@@ -7,6 +7,7 @@ from typing import assert_never
 
 import yaml
 
+from ptrain.costs import Estimate
 from ptrain.spec.model import ExternalModel, HuggingFaceModel, ModelShape
 from ptrain.spec.spec import Spec
 from ptrain.units import format_count
@@ -23,6 +24,11 @@ def heading(spec: Spec, num_parameters: int) -> str:
             batch(spec),
         ]
     )
+
+
+def by_data_lines(exact: Estimate) -> list[str]:
+    """Return why figures of activations and peaks are bounds; nothing where they are not."""
+    return [f"sizes depend on data: {why}" for why in dict.fromkeys(exact.by_data.values())]
 
 
 def model_name(spec: Spec) -> str:

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 from ptrain.algebra.layout import positions
 from ptrain.by_rank import of_ranks
-from ptrain.costs import Estimate, State
+from ptrain.costs import Estimate, State, lower_bytes
 from ptrain.plan.composition import ranks_text
-from ptrain.report.table import largest, on_tiers, render, size
+from ptrain.report.table import largest, least, on_tiers, render, span
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import Plan
 
@@ -34,14 +34,21 @@ def by_place(spec: Spec, plan: Plan, exact: Estimate) -> str:
     def rows() -> Iterator[tuple[str, ...]]:
         for place, own in enumerate(map(set, ranks)):
             here, stages = largest(of_ranks(exact.memory, own)), step.stages_of(place)
-            peaks = [row.device_bytes for row in of_ranks(exact.peak, own)]
+            peaks = of_ranks(exact.peak, own)
+            lowers = least(of_ranks(exact.memory, own))
             yield (
                 str(place),
                 ranks_text(ranks[place]),
                 " ".join(map(str, stages)),
                 str(sum(len(step.layers[stage]) for stage in stages)),
-                *(size(here.get((state, tier))) for state, tier, _ in kept),
-                size(max(peaks, default=None)),
+                *(
+                    span(lowers.get((state, tier)), here.get((state, tier)))
+                    for state, tier, _ in kept
+                ),
+                span(
+                    max(map(lower_bytes, peaks), default=None),
+                    max((row.device_bytes for row in peaks), default=None),
+                ),
             )
 
     labels = (label for _, _, label in kept)

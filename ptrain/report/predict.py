@@ -3,28 +3,41 @@ fits, and why the two columns differ."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 from ptrain.by_rank import distinct
-from ptrain.costs import TIERS, Estimate, Phase, State, Traffic, TrafficKey, busiest
+from ptrain.costs import (
+    TIERS,
+    Estimate,
+    Peak,
+    Phase,
+    State,
+    Traffic,
+    TrafficKey,
+    busiest,
+    lower_bytes,
+)
 from ptrain.derivation.estimate import Derivation
 from ptrain.plan.composition import condition_lines, theorem_6, theorem_7
-from ptrain.report.heading import heading
+from ptrain.report.heading import by_data_lines, heading
 from ptrain.report.places import by_place
 from ptrain.report.table import (
     MISSING,
     Largest,
     largest,
+    least,
     moved_bytes,
     on_tiers,
     render,
     size,
+    span,
     traffic_label,
     traffic_order,
 )
-from ptrain.selection.fit import Fit, fit, needs_gpu, telling
+from ptrain.selection.fit import Fit, fit, needs_gpu, peak_text, telling
 from ptrain.selection.preflight import Variant, cheaper
 from ptrain.spec.spec import Spec
 from ptrain.units import format_bytes, format_operations
@@ -83,6 +96,7 @@ def one(prediction: Prediction) -> str:
             *operations_lines(exact),
             *fit_lines(prediction),
             *(prediction.reserving.lines if prediction.reserving else ()),
+            *by_data_lines(exact),
             *(f"warning: {warning}" for warning in exact.warnings),
             *notes(paper, exact),
             *composition(prediction),
@@ -155,7 +169,7 @@ def fit_lines(prediction: Prediction) -> list[str]:
     fitting = prediction.fit
     is_known = fitting.peak_bytes is not None
     measure = "peak" if is_known else "resident, without activations:"
-    measure += f" {size(fitting.least_bytes)}"
+    measure += f" {peak_text(fitting)}"
     measure += (
         f" of {size(fitting.device_memory)} per rank" if fitting.device_memory else " per rank"
     )
@@ -169,11 +183,17 @@ def fit_lines(prediction: Prediction) -> list[str]:
         return [f"unknown: {fitting.why}; {measure}; what tells{where}:", f"  {prediction.telling}"]
     if fitting.device_memory is None:
         return [f"{measure}; name a cluster to see whether it fits: cluster.preset=h100-8, say"]
-    return [f"fits: {measure}, {size(-fitting.short_bytes)} to spare"]
+    if fitting.fits is None:
+        return [f"unknown: data decides: {measure}"]
+    return [f"fits: {measure}, {size(fitting.spare_bytes)} to spare{_at_least(fitting)}"]
+
+
+def _at_least(fitting: Fit) -> str:
+    return "" if fitting.lower_bytes is None else " or more"
 
 
 def _misfit_lines(fitting: Fit, measure: str, cheaper: Sequence[Variant]) -> list[str]:
-    short = size(max(fitting.short_bytes, fitting.host_short_bytes))
+    short = size(max(fitting.short_bytes, fitting.host_short_bytes)) + _at_least(fitting)
     if fitting.peak_bytes is None:
         return [f"does not fit by {short} or more: {measure}"]
     nothing = [
@@ -229,20 +249,26 @@ def _memory(*estimates: Estimate) -> str:
     """A row for each state and tier, and each phase's peak; a column for each estimate, and a bar
     for the last one's."""
     held = [largest(estimate.memory) for estimate in estimates]
+    last = estimates[-1]
+    lowers = least(last.memory) if last.by_data else {}
     rows = [
-        (label, [most.get((state, tier)) for most in held])
+        (label, [most.get((state, tier)) for most in held], lowers.get((state, tier)))
         for state in State
         for tier, label in on_tiers(state)
     ]
     sums = [
-        (label, [_model_states(most, tier) for most in held])
+        (label, [_model_states(most, tier) for most in held], None)
         for tier, label in on_tiers("Θ + Ω + G")
     ]
     peaks = [
-        (f"peak {phase}", [_peak(estimate, phase) for estimate in estimates])
+        (
+            f"peak {phase}",
+            [_peak(estimate, phase) for estimate in estimates],
+            _peak(last, phase, lower_bytes),
+        )
         for phase in (Phase.FORWARD, Phase.BACKWARD, Phase.UPDATE)
     ]
-    longest = max((number or 0 for _, numbers in rows for number in numbers), default=0)
+    longest = max((number or 0 for _, numbers, _ in rows for number in numbers), default=0)
     return render(
         ("memory per rank", *(str(estimate.column) for estimate in estimates), ""),
         [
@@ -254,15 +280,16 @@ def _memory(*estimates: Estimate) -> str:
     )
 
 
-def _cells(row: tuple[str, list[int | None]]) -> tuple[str, ...]:
-    label, numbers = row
-    return label, *map(size, numbers)
+def _cells(row: tuple[str, list[int | None], int | None]) -> tuple[str, ...]:
+    """The last of the figures lies above a lower one, where there is one."""
+    label, (*others, last), lower = row
+    return label, *map(size, others), span(lower, last)
 
 
-def _peak(estimate: Estimate, phase: Phase) -> int | None:
-    return max(
-        (row.device_bytes for row in distinct(estimate.peak) if row.phase is phase), default=None
-    )
+def _peak(
+    estimate: Estimate, phase: Phase, of: Callable[[Peak], int] = attrgetter("device_bytes")
+) -> int | None:
+    return max((of(row) for row in distinct(estimate.peak) if row.phase is phase), default=None)
 
 
 def _bar(number: int | None, longest: int) -> str:

@@ -57,6 +57,7 @@ def _estimate(record: Mapping[str, Any], column: Column) -> Estimate:
         blocked=_blocked(record) if column is Column.MEASURED else (),
         operations=_operations(record, column),
         undefined=record.get("undefined", {}).get(column, {}),
+        by_data=record.get("by_data", {}).get(column, {}),
     )
 
 
@@ -67,6 +68,7 @@ def _footprint(row: Mapping[str, Any]) -> Footprint:
         device_bytes=row["device_bytes"],
         host_bytes=row["host_bytes"],
         file_bytes=row["file_bytes"],
+        lower_bytes=row.get("lower_bytes"),
     )
 
 
@@ -76,6 +78,7 @@ def _peak(row: Mapping[str, Any]) -> Peak:
         rank=row["rank"],
         device_bytes=row["device_bytes"],
         allocator_bytes=row.get("allocator_bytes", 0),
+        lower_bytes=row.get("lower_bytes"),
     )
 
 

@@ -39,7 +39,8 @@ _COUNTS = ("calls", "payload_bytes", "sent_bytes")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """One comparison; `tolerance` is relative. None stands for a row that one side lacks."""
+    """One comparison; `tolerance` is relative. None stands for a row that one side lacks. `lower`:
+    the prediction is a lower bound and, in `predicted`, an upper one."""
 
     name: str
     predicted: int | float | None
@@ -47,6 +48,7 @@ class Check:
     tolerance: float
     holds: bool
     why: str = ""
+    lower: int | None = None
 
 
 def compared_ranks(exact: Estimate, measured: Estimate) -> set[int]:
@@ -60,8 +62,9 @@ def compare(exact: Estimate, measured: Estimate) -> tuple[Check, ...]:
     operations where both columns count them: a run does not, a simulation does.
 
     Where `measured` is one rank's own account, only that rank is compared; a rank that is missing
-    from an account of several fails. Of what `exact` says that it does not predict (`undefined`:
-    activations, peak, traffic) there is no check.
+    from an account of several fails. A figure that depends on data holds within its bounds. Of what
+    `exact` says that it does not predict (`undefined`: activations, peak, traffic) there is no
+    check.
     """
     untold = (State.ACTIVATIONS, State.TRANSIENT) if "activations" in exact.undefined else ()
     memory = [row for row in measured.memory if row.state not in untold]
@@ -82,12 +85,14 @@ def verdict(checks: Sequence[Check]) -> str:
 
 
 def verdict_line(checks: Sequence[Check], *, torch: str, untold: Iterable[str] = ()) -> str:
-    """`verdict: holds (14 of 14)`, which kinds of figures are not predicted, and whether exactness
-    is claimed for this torch at all."""
+    """`verdict: holds (14 of 14)`, how many are bounds, which kinds of figures are not predicted,
+    and whether exactness is claimed for this torch at all."""
     held = sum(check.holds for check in checks)
     besides = f" · not predicted: {', '.join(sorted(untold))}" if untold else ""
     claim = "" if is_tested(torch) else f" · not claimed for torch {torch}"
-    return f"verdict: {verdict(checks)} ({held} of {len(checks)}){besides}{claim}"
+    number = sum(check.lower is not None for check in checks)
+    bounds = f" · {number} are bounds: sizes depend on data" if number else ""
+    return f"verdict: {verdict(checks)} ({held} of {len(checks)}){bounds}{besides}{claim}"
 
 
 def checks_line(checks: Sequence[Check], *, ranks: int) -> str:
@@ -106,7 +111,8 @@ def _memory_checks(exact: Sequence[Footprint], measured: Sequence[Footprint]) ->
             sizes = [getattr(row, tier) if row else None for row in (left, right)]
             if tier == "device_bytes" or any(sizes):
                 name = f"memory {state} rank {rank}" + _tier_suffix(tier)
-                yield _check(name, sizes[0], sizes[1], tolerance=0.0)
+                lower = left.lower_bytes if left and tier == "device_bytes" else None
+                yield _check(name, sizes[0], sizes[1], tolerance=0.0, lower=lower)
 
 
 def _tier_suffix(tier: str) -> str:
@@ -142,14 +148,16 @@ def traffic_name(key: TrafficKey) -> str:
 
 
 def _peak_checks(exact: Sequence[Peak], measured: Sequence[Peak]) -> Iterator[Check]:
-    predicted_rows = {(row.rank, row.phase): row.device_bytes for row in exact}
+    predicted_rows = {(row.rank, row.phase): row for row in exact}
     measured_rows = {(row.rank, row.phase): row.device_bytes for row in measured}
     for rank, phase in sorted({*predicted_rows, *measured_rows}):
+        row = predicted_rows.get((rank, phase))
         yield _check(
             f"peak {phase} rank {rank}",
-            predicted_rows.get((rank, phase)),
+            row.device_bytes if row else None,
             measured_rows.get((rank, phase)),
             tolerance=PEAK_TOLERANCE,
+            lower=row.lower_bytes if row else None,
         )
 
 
@@ -165,15 +173,32 @@ def _operations_checks(
             yield _check(f"operations {name} rank {rank}", left, right, tolerance=0.0)
 
 
-def _check(name: str, predicted: int | None, measured: int | None, *, tolerance: float) -> Check:
+def _check(
+    name: str,
+    predicted: int | None,
+    measured: int | None,
+    *,
+    tolerance: float,
+    lower: int | None = None,
+) -> Check:
     if predicted is None or measured is None:
         absent, present = ("predicted", "measured") if predicted is None else ("measured", "exact")
         holds, why = False, f"{present} has this row, {absent} has none"
+    elif lower is not None:
+        holds = lower * (1 - tolerance) <= measured <= predicted * (1 + tolerance)
+        where = "within" if holds else "outside"
+        why = f"measured is {where} the bounds {lower} and {predicted}: the size depends on data"
     else:
         holds = abs(measured - predicted) <= tolerance * abs(predicted)
         why = "" if holds else f"measured is {measured - predicted:+d} from the prediction"
     return Check(
-        name=name, predicted=predicted, measured=measured, tolerance=tolerance, holds=holds, why=why
+        name=name,
+        predicted=predicted,
+        measured=measured,
+        tolerance=tolerance,
+        holds=holds,
+        why=why,
+        lower=lower,
     )
 
 
@@ -189,7 +214,8 @@ def record(
     """One result as plain data, JSON-ready. `rank` None: rows of all ranks, figures are maxima.
 
     `verdict` is null where nothing was checked. A column that leaves something out says so under
-    `undefined`, one whose figures are another device's under `unclaimed`.
+    `undefined`, one whose figures are another device's under `unclaimed`, one whose figures are
+    bounds under `by_data`: these rows have `lower_bytes` and `upper_bytes`.
     """
     packages = versions()
     return {
@@ -215,24 +241,25 @@ def record(
         "step_seconds": [
             {"column": column, "value": value} for column, value in (step_seconds or {}).items()
         ],
-        "checks": [
-            {field.name: getattr(check, field.name) for field in fields(check)} for check in checks
-        ],
+        "checks": [_check_row(check) for check in checks],
         "verdict": verdict(checks) if checks else None,
         "claimed": is_tested(packages["torch"]),
-        "undefined": {
-            str(estimate.column): dict(estimate.undefined)
-            for estimate in estimates
-            if estimate.undefined
-        },
-        "unclaimed": {
-            str(estimate.column): dict(estimate.unclaimed)
-            for estimate in estimates
-            if estimate.unclaimed
-        },
+        **{kind: _reasons(estimates, kind) for kind in ("undefined", "unclaimed", "by_data")},
         "notes": [note for estimate in estimates for note in estimate.notes],
         "warnings": [warning for estimate in estimates for warning in estimate.warnings],
     }
+
+
+def _check_row(check: Check) -> dict[str, object]:
+    """`lower` is there where the prediction is two bounds."""
+    row = {field.name: getattr(check, field.name) for field in fields(check)}
+    return row if check.lower is not None else {name: row[name] for name in row if name != "lower"}
+
+
+def _reasons(estimates: Sequence[Estimate], kind: str) -> dict[str, dict[str, str]]:
+    """Return by column why some of its figures are what `kind` says; of columns that say it."""
+    reasons = {str(estimate.column): dict(getattr(estimate, kind)) for estimate in estimates}
+    return {column: why for column, why in reasons.items() if why}
 
 
 def _wire(estimates: Sequence[Estimate]) -> tuple[WireRow, ...]:
@@ -258,16 +285,27 @@ def _memory_row(estimate: Estimate, row: Footprint) -> dict[str, object]:
         "device_bytes": row.device_bytes,
         "host_bytes": row.host_bytes,
         "file_bytes": row.file_bytes,
-    }
+    } | _bounds(row)
 
 
 def _peak_row(estimate: Estimate, row: Peak) -> dict[str, object]:
-    return {
-        "phase": str(row.phase),
-        "column": str(estimate.column),
-        "rank": row.rank,
-        "device_bytes": row.device_bytes,
-    } | ({"allocator_bytes": row.allocator_bytes} if row.allocator_bytes else {})
+    return (
+        {
+            "phase": str(row.phase),
+            "column": str(estimate.column),
+            "rank": row.rank,
+            "device_bytes": row.device_bytes,
+        }
+        | ({"allocator_bytes": row.allocator_bytes} if row.allocator_bytes else {})
+        | _bounds(row)
+    )
+
+
+def _bounds(row: Footprint | Peak) -> dict[str, int]:
+    """The bounds of a figure that depends on data; nothing of any other."""
+    if row.lower_bytes is None:
+        return {}
+    return {"lower_bytes": row.lower_bytes, "upper_bytes": row.device_bytes}
 
 
 def traffic_rows(estimate: Estimate) -> list[dict[str, object]]:

@@ -11,6 +11,7 @@ from ptrain.derivation.allocator import Reserved
 from ptrain.derivation.workspaces import Workspace
 from ptrain.plan.composition import ranks_text
 from ptrain.report.composition import MemoryHistory
+from ptrain.report.heading import by_data_lines
 from ptrain.report.predict import operations_lines
 from ptrain.report.record import Check, compare
 from ptrain.report.reserved import reserved_lines
@@ -46,9 +47,13 @@ class RankReport:
 
     @property
     def differing(self) -> list[Check]:
-        """Figures in which the two columns are not equal."""
+        """Figures in which the two columns are not equal, nor the one within the other's bounds."""
         checks = compare(self.exact, self.simulated)
-        return [check for check in checks if check.predicted != check.measured]
+        return [
+            check
+            for check in checks
+            if (check.predicted != check.measured if check.lower is None else not check.holds)
+        ]
 
 
 def one(report: RankReport, name: str) -> str:
@@ -62,6 +67,7 @@ def one(report: RankReport, name: str) -> str:
             *([] if report.exact.operations else operations_lines(report.simulated)),
             agreement(report),
             *([f"kernels  {report.kernels}"] if report.kernels else []),
+            *by_data_lines(report.exact),
             *replay_lines(report),
             *foreign(report),
             "",
@@ -88,7 +94,8 @@ def agreement(report: RankReport) -> str:
     equal = every - len(report.differing)
     untold = sorted(report.exact.undefined.keys() & {"activations", "peak", "traffic"})
     besides = f" · not predicted: {', '.join(untold)}" if untold else ""
-    return f"exact and simulated are equal in {equal} of {every} figures{besides}"
+    within = ", or within bounds," if report.exact.by_data else ""
+    return f"exact and simulated are equal{within} in {equal} of {every} figures{besides}"
 
 
 def replay_lines(report: RankReport) -> list[str]:

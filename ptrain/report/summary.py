@@ -6,8 +6,18 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from ptrain.by_rank import KeyT, distinct, of_ranks
-from ptrain.costs import OPERATIONS, Estimate, State, Traffic, TrafficKey, busiest
+from ptrain.costs import (
+    OPERATIONS,
+    Estimate,
+    Footprint,
+    Peak,
+    State,
+    Traffic,
+    TrafficKey,
+    busiest,
+)
 from ptrain.derivation.wire import WireRow, wire_rows
+from ptrain.report.heading import by_data_lines
 from ptrain.report.record import Check, checks_line, compared_ranks, verdict_line
 from ptrain.report.table import (
     MISSING,
@@ -15,6 +25,7 @@ from ptrain.report.table import (
     on_tiers,
     render,
     size,
+    span,
     traffic_label,
     traffic_order,
 )
@@ -58,6 +69,7 @@ def summary(
             *(f"\n{table}" for table in more),
             *[""] * bool(more),
             *failing,
+            *by_data_lines(exact),
             checks_line(checks, ranks=ranks),
             verdict_line(checks, torch=torch, untold=exact.undefined),
         ]
@@ -94,33 +106,57 @@ def worst(left: Mapping[KeyT, int], right: Mapping[KeyT, int]) -> tuple[int | No
 def _memory_rows(exact: Estimate, measured: Estimate) -> Iterable[Row]:
     ranks = compared_ranks(exact, measured)
     for state in State:
+        own = [row for row in of_ranks(exact.memory, ranks) if row.state is state]
         for tier, label in on_tiers(state):
-            left, right = worst(
-                *(
-                    {row.rank: getattr(row, tier) for row in rows if row.state is state}
-                    for rows in (of_ranks(exact.memory, ranks), measured.memory)
-                )
+            left, right = (
+                {row.rank: getattr(row, tier) for row in rows if row.state is state}
+                for rows in (own, measured.memory)
             )
-            if left or right:
-                yield label, size(left), size(right), difference(left, right)
+            if any({**left, **right}.values()):
+                yield label, *_cells(left, right, _lowers(own) if tier == "device_bytes" else {})
 
 
 def _peak_rows(exact: Estimate, measured: Estimate) -> Iterable[Row]:
     ranks = compared_ranks(exact, measured)
     phases = dict.fromkeys(row.phase for row in (*distinct(exact.peak), *measured.peak))
     for phase in phases:
-        left, right = worst(
-            *(
-                {row.rank: row.device_bytes for row in rows if row.phase is phase}
-                for rows in (of_ranks(exact.peak, ranks), measured.peak)
-            )
+        own = [row for row in of_ranks(exact.peak, ranks) if row.phase is phase]
+        left, right = (
+            {row.rank: row.device_bytes for row in rows if row.phase is phase}
+            for rows in (own, measured.peak)
         )
-        yield f"peak {phase}", size(left), size(right), difference(left, right)
+        yield f"peak {phase}", *_cells(left, right, _lowers(own))
         allocated = max(
             (row.allocator_bytes for row in measured.peak if row.phase is phase), default=0
         )
         if allocated:
-            yield f"peak {phase}, allocator", MISSING, size(allocated), difference(right, allocated)
+            _, most = worst(left, right)
+            yield f"peak {phase}, allocator", MISSING, size(allocated), difference(most, allocated)
+
+
+def _lowers(rows: Iterable[Footprint | Peak]) -> dict[int, int]:
+    """The lower bounds by rank, of ranks that have any."""
+    return {row.rank: row.lower_bytes for row in rows if row.lower_bytes is not None}
+
+
+def _cells(
+    left: Mapping[int, int], right: Mapping[int, int], lowers: Mapping[int, int]
+) -> tuple[str, str, str]:
+    """Both sides of the rank in which they are farthest apart, and how far: beyond the bounds,
+    where one side has some."""
+    if not lowers:
+        before, after = worst(left, right)
+        return size(before), size(after), difference(before, after)
+    nearest = {
+        rank: min(max(right.get(rank, upper), lowers.get(rank, upper)), upper)
+        for rank, upper in left.items()
+    }
+    before, after = worst(nearest, right)
+    rank = next(
+        (rank for rank in left if (nearest[rank], right.get(rank)) == (before, after)), None
+    )
+    bounds = size(before) if rank is None else span(lowers.get(rank), left[rank])
+    return bounds, size(after), "within" if before == after else difference(before, after)
 
 
 def _operations_rows(exact: Estimate, measured: Estimate) -> Iterable[Row]:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from operator import attrgetter
 
 from ptrain.by_rank import distinct
-from ptrain.costs import TIERS, Footprint, Phase, Traffic, TrafficKey
+from ptrain.costs import TIERS, Footprint, Phase, Traffic, TrafficKey, lower_bytes
 from ptrain.units import format_bytes
 
 MISSING = "–"
@@ -55,6 +56,18 @@ def _columns(letter: str) -> int:
 def size(number: int | None) -> str:
     """Bytes to four digits, or a dash where a column has no such row."""
     return MISSING if number is None else format_bytes(number)
+
+
+def span(lower: int | None, upper: int | None) -> str:
+    """`1.2 MB … 3.4 MB` of a figure that lies between two, else as `size`."""
+    if lower is None or lower == upper:
+        return size(upper)
+    return f"{size(lower)} … {size(upper)}"
+
+
+def least(rows: Sequence[Footprint]) -> Largest:
+    """As `largest`, if as little is allocated as can be."""
+    return largest([replace(row, device_bytes=lower_bytes(row)) for row in distinct(rows)])
 
 
 def largest(rows: Sequence[Footprint]) -> Largest:

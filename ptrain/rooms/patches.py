@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ptrain.errors import PtrainError
-from ptrain.internals import dtensor, fakes, fsdp2, functional_collectives
+from ptrain.internals import dtensor, fakes, fsdp2, functional_collectives, grouped_products
 from ptrain.internals.dispatch import without_modes
 from ptrain.internals.dtensor import TRACERS, ShardingPropagator, forget_shapes
 from ptrain.internals.fakes import FakeTensor
@@ -163,6 +163,18 @@ def _never_packed(original: Callable[..., Any]) -> Callable[..., Any]:
     return find_packed_sequence_indices
 
 
+def _of_any_dtype(original: Callable[..., Any]) -> Callable[..., Any]:
+    """torch's shape function of a grouped product takes bf16 alone, as its first kernel did; fp32
+    and fp16 run, and give the same shapes."""
+
+    def shapes(first: torch.Tensor, second: torch.Tensor, **others: Any) -> Any:
+        if others["scale_a"] is not None or first.dtype is torch.bfloat16:
+            return original(first, second, **others)
+        return grouped_products.empty_product(first, second, others)
+
+    return shapes
+
+
 def _standing(name: str, place: tuple[Any, str], replacement: Replacement) -> Patch:
     owner, attribute = place
     return Patch(name=name, owner=owner, attribute=attribute, replacement=replacement)
@@ -174,4 +186,5 @@ PATCHES = (
     _standing("shapes of DTensor's results", dtensor.SHAPES, _alone),
     _standing("copies of fake tensors", fakes.COPIES, _cloned),
     _standing("chunks of FSDP2", fsdp2.CHUNKS, _lazily),
+    _standing("dtypes of grouped products", grouped_products.SHAPES, _of_any_dtype),
 )

@@ -2,7 +2,9 @@
 host against the host's, where the cluster says how much that is.
 
 There are three answers. The peak is at least what is resident, so that states which are too large
-do not fit whatever the peak is; without a peak nothing else is known, and another command tells.
+do not fit whatever the peak is; without a peak nothing else is known, and another command tells. Of
+a peak that depends on data the upper bound must fit, and the lower one must not: else it is
+unknown.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from ptrain.costs import Estimate, Footprint, State
 from ptrain.spec.axis import Axis
 from ptrain.spec.model import Attention, ExternalModel, ModelShape
 from ptrain.spec.spec import Spec
+from ptrain.units import format_bytes
 
 _PASSING = (State.ACTIVATIONS, State.TRANSIENT)  # not there at every moment of a step
 _ON_CUDA = "device=cuda"
@@ -24,9 +27,10 @@ _ON_CUDA = "device=cuda"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
     """`peak_bytes` None: no peak is known for the device that runs the spec, and `why` says why not
-    (else it is empty). `resident_bytes`: what the fullest rank always holds. `device_memory` None:
-    the spec names no cluster, so there is nothing to compare with. `host_bytes`: offloaded states
-    of all ranks of a node, `host_memory` what its host has."""
+    (else it is empty). `lower_bytes`: the peak depends on data; it is at least this, `peak_bytes`
+    at most, and `why` says on what. `resident_bytes`: what the fullest rank always holds.
+    `device_memory` None: the spec names no cluster, so there is nothing to compare with.
+    `host_bytes`: offloaded states of all ranks of a node, `host_memory` what its host has."""
 
     peak_bytes: int | None
     resident_bytes: int
@@ -34,11 +38,19 @@ class Fit:
     host_bytes: int = 0
     host_memory: int | None = None
     why: str = ""
+    lower_bytes: int | None = None
 
     @property
     def least_bytes(self) -> int:
         """The peak, or what it is at least."""
+        if self.lower_bytes is not None:
+            return self.lower_bytes
         return self.resident_bytes if self.peak_bytes is None else self.peak_bytes
+
+    @property
+    def spare_bytes(self) -> int:
+        """What the device has beyond the largest peak; less than 0 where that may not fit."""
+        return (self.device_memory or 0) - (self.peak_bytes or 0)
 
     @property
     def short_bytes(self) -> int:
@@ -51,11 +63,31 @@ class Fit:
         return self.host_bytes - self.host_memory if self.host_memory else 0
 
     @property
+    def is_open(self) -> bool:
+        """Whether data decides if it fits."""
+        return self.lower_bytes is not None and self.device_memory is not None and self.fits is None
+
+    @property
+    def unknown(self) -> str:
+        """Why nobody knows the peak, or whether it fits; else empty."""
+        return self.why if self.peak_bytes is None or self.is_open else ""
+
+    @property
     def fits(self) -> bool | None:
-        """None: unknown, without a cluster or without a peak."""
+        """None: unknown, without a cluster or without a peak, or where data decides."""
         if self.short_bytes > 0 or self.host_short_bytes > 0:
             return False
-        return None if self.device_memory is None or self.peak_bytes is None else True
+        if self.device_memory is None or self.peak_bytes is None or self.spare_bytes < 0:
+            return None
+        return True
+
+
+def peak_text(memory_fit: Fit) -> str:
+    """Return the peak, its bounds where it depends on data, or what it is at least: `61.3 MB`, `1.2
+    MB … 3.4 MB`."""
+    if memory_fit.lower_bytes is None or memory_fit.peak_bytes is None:
+        return format_bytes(memory_fit.least_bytes)
+    return f"{format_bytes(memory_fit.lower_bytes)} … {format_bytes(memory_fit.peak_bytes)}"
 
 
 def resident_bytes(estimate: Estimate) -> int:
@@ -71,14 +103,16 @@ def fit(spec: Spec, exact: Estimate) -> Fit:
     """The peak of `exact` and what rests on the host, against the memory of the spec's cluster."""
     cluster = spec.cluster
     why = exact.undefined.get("peak") or exact.unclaimed.get("peak", "")
+    peak, lower = (None, None) if why else (exact.peak_bytes(), exact.lower_peak_bytes())
     nodes_ranks = min(spec.world_size, cluster.devices_per_node) if cluster else 0
     return Fit(
-        peak_bytes=None if why else exact.peak_bytes(),
+        peak_bytes=peak,
         resident_bytes=resident_bytes(exact),
         device_memory=cluster.device_memory if cluster else None,
         host_bytes=host_bytes(exact, nodes_ranks),
         host_memory=cluster.host_memory if cluster else None,
-        why=why,
+        why=why or exact.by_data.get("peak", ""),
+        lower_bytes=None if lower == peak else lower,
     )
 
 

@@ -37,7 +37,7 @@ _DERIVED = 4  # variants from each end of the range that are derived in full
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
     """Another spec for the same job: what to write after the SPEC, and what it would take. There is
-    none without a known peak."""
+    none without a known peak. `may_fit`: it does not surely fit, and data decides."""
 
     spec: Spec
     overrides: tuple[str, ...]
@@ -46,6 +46,7 @@ class Variant:
     fits: bool
     host_short_bytes: int = 0
     more_ranks: bool = False
+    may_fit: bool = False
 
     @property
     def command(self) -> str:
@@ -56,6 +57,8 @@ class Variant:
     def claim(self) -> str:
         """What is true of it."""
         on = f" on {self.spec.world_size} ranks" if self.more_ranks else ""
+        if self.may_fit:
+            return f"may fit{on}, by what its data is"
         return f"fits{on}" if self.fits else "closer, but does not fit"
 
 
@@ -68,8 +71,10 @@ def require_fit(spec: Spec, exact: Estimate, facts: ModelFacts | None = None) ->
     is_known = memory_fit.peak_bytes is not None
     if memory_fit.short_bytes > 0:
         room = format_bytes(memory_fit.device_memory or 0)
+        is_bound = memory_fit.lower_bytes is not None
         what = "the predicted peak is" if is_known else "its states alone are"
-        more = "" if is_known else " or more"
+        what += " at least" if is_bound else ""
+        more = "" if is_known and not is_bound else " or more"
         lines = [
             f"{spec.name} does not fit by {format_bytes(memory_fit.short_bytes)}{more}: {what} "
             f"{format_bytes(memory_fit.least_bytes)} of {room} per rank"
@@ -247,5 +252,6 @@ def _variant(before: Spec, after: Spec, exact: Estimate) -> Variant | None:
         peak_bytes=memory_fit.peak_bytes,
         sent_bytes=exact.sent_bytes(),
         fits=memory_fit.fits is True,
+        may_fit=memory_fit.is_open,
         host_short_bytes=memory_fit.host_short_bytes,
     )

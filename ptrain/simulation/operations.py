@@ -15,6 +15,7 @@ from torch.utils.flop_counter import flop_registry
 from ptrain.costs import Operations, Phase
 from ptrain.models.ledger import OperatorMode
 from ptrain.models.recomputing import runs_again
+from ptrain.models.work import matrix_products
 
 _aten = torch.ops.aten
 # An operator of processors -> the one whose formula counts it.
@@ -26,6 +27,7 @@ _ALIKE = {
     _aten.addmm_: _aten.addmm,  # the fused loss adds up its weight's gradient in place
 }
 _ATTENTION = "aten::_scaled_dot_product_"
+_GROUPED = "aten::_grouped_mm"
 _FUSED = "torch_nn::_linear_cross_entropy_batch_chunked_no_reduction"
 
 
@@ -52,6 +54,9 @@ class OperationsMeter(OperatorMode):
             self._attention[function._schema.name.removeprefix(_ATTENTION)] = None
         if formula is not None:
             self._add(int(formula(*args, **kwargs, out_val=result)))
+        elif function._schema.name == _GROUPED:  # torch has no formula of it
+            _, number = matrix_products(_GROUPED.removeprefix("aten::"), args)
+            self._add(number)
         elif function._schema.name == _FUSED:
             self._add_logits(args[0], args[1])
         return result

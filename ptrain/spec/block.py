@@ -262,6 +262,15 @@ class BlockOptions:
         float | None,
         Real("what embeddings are multiplied by; without: 1", *_ABOVE_0, open=True),
     ] = None
+    residual_scale: Annotated[
+        float | None,
+        Real(
+            "what a sub-block adds to the stream is multiplied by this, as Granite's; without: 1",
+            *_ABOVE_0,
+            open=True,
+            aka=("residual_multiplier",),
+        ),
+    ] = None
     dropout: Annotated[
         float,
         Real("probability of the three dropouts, where theirs is not written; without: 0", *_RATE),

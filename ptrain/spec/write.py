@@ -119,7 +119,8 @@ def _model(model: ModelSpec) -> dict[str, object]:
 
 
 def _options(model: ModelShape) -> dict[str, object]:
-    """Return those that are always written, and those that are not the family's or the default."""
+    """Return by key the options that a file says of a shape: those that it always does, and those
+    that are not its family's or the default."""
     said: dict[str, object] = {}
     for key, (option, holds) in keys(BlockOptions).items():
         value = getattr(model, option.name)

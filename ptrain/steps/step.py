@@ -66,8 +66,8 @@ class Parallelize(PlanStep):
     `is_sequence`: A is S or S*, between the sub-blocks a rank has its slice of the tokens;
     `is_saved_cut`: A is S*, and what a sub-block's operators save of their whole input is that
     slice, gathered again in backward. `loss_parallel`: the logits stay cut over the vocabulary.
-    `is_naive`: every column operator takes its input by itself, and sums its gradient by itself.
-    `fusions`: of a projection that is several, the lengths that are cut one by one.
+    `is_naive`: every column operator takes its input and sums its gradient by itself. `fusions`: of
+    a projection that is several, the lengths that are cut one by one.
     """
 
     axis: Axis
@@ -331,9 +331,9 @@ class Ran:
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Plan(Worded):
-    """What the interpreter does with a `spec`: `steps`, in the order of execution. Of each kind is
-    at most one, at hand by its name too; a mesh, a wrap, micro-batches and an update there always
-    are. `units` are in the order of wrapping: blocks first, the root ("",) last."""
+    """What the interpreter does: `steps`, in the order of execution. Of each kind there is at most
+    one, at hand by its name too; a mesh, a wrap, micro-batches and an update there always are.
+    `units` are in the order of wrapping, the root ("",) last; `spec` is what it was made from."""
 
     spec: Spec = field(compare=False)
     steps: tuple[Step, ...]

@@ -24,11 +24,13 @@ from ptrain.models.fake_values import READ
 from ptrain.models.given import accept, require_fresh, with_model
 from ptrain.models.initialize import keeps_its_weights
 from ptrain.models.kernels import UnknownKernels
+from ptrain.models.selection import Extent
 from ptrain.rooms.fake import fake_tensors
 from ptrain.spec.axis import Axis
 from ptrain.spec.extras import require_leave
 from ptrain.spec.model import ExternalModel
 from ptrain.spec.spec import Spec
+from ptrain.traces.by_data import extents_of
 from ptrain.traces.gpu_kernels import kernels_for
 from ptrain.traces.module_facts import module_facts
 from ptrain.traces.on_fakes import (
@@ -37,7 +39,7 @@ from ptrain.traces.on_fakes import (
     unless_it_takes_values,
     why_untraced,
 )
-from ptrain.traces.stage_parts import Rows, stage_passes, stage_rows
+from ptrain.traces.stage_parts import stage_passes, stage_rows
 from ptrain.traces.tensor_parts import Traced, by_place, timelines_of, traced
 
 Share = Callable[[Callable[[], Traced]], Traced]
@@ -169,20 +171,29 @@ class _Reader:
             has_stages = stages_of_module(spec, model, facts) is not None
         if is_tabulated(spec):
             return facts
-        if spec.degree(Axis.TP) > 1:
-            del model  # the processes that play the ranks build their own
-            traces = self.share(lambda: traced(spec, facts, allow_import=self.allow_import))
-        elif has_stages:
-            traces = self.share(lambda: {"timelines": [self._stage_rows(model, facts)]})
-        else:
+        if not has_stages and spec.degree(Axis.TP) == 1:
             return facts
-        if has_stages:
-            return replace(facts, stage_passes=stage_passes(spec, facts, by_place(traces)))
-        return replace(facts, part_timelines=timelines_of(traces))
+        of_parts: Callable[[ModelFacts, Extent], Traced] = self._of_ranks
+        if spec.degree(Axis.TP) == 1:
+            of_parts = partial(self._of_stages, model)
+        del model  # the processes that play the ranks build their own
+        first, *others = (
+            self._with_parts(facts, self.share(partial(of_parts, facts, extent)), has_stages)
+            for facts, extent in extents_of(facts)
+        )
+        return replace(first, others=tuple(others))
 
-    def _stage_rows(self, model: nn.Module, facts: ModelFacts) -> Rows:
+    def _of_ranks(self, facts: ModelFacts, extent: Extent) -> Traced:
+        return traced(self.spec, facts, allow_import=self.allow_import, extent=extent)
+
+    def _of_stages(self, model: nn.Module, facts: ModelFacts, extent: Extent) -> Traced:
         with self._running():
-            return stage_rows(model, self.spec, facts)
+            return {"timelines": [stage_rows(model, self.spec, facts, extent=extent)]}
+
+    def _with_parts(self, facts: ModelFacts, traces: Traced, has_stages: bool) -> ModelFacts:
+        if has_stages:
+            return replace(facts, stage_passes=stage_passes(self.spec, facts, by_place(traces)))
+        return replace(facts, part_timelines=timelines_of(traces))
 
     @contextmanager
     def _running(self) -> Iterator[UnknownKernels]:

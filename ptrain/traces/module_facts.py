@@ -22,11 +22,12 @@ from ptrain.models.initialize import cast
 from ptrain.models.loss import token_loss_sum
 from ptrain.models.numerics import TORCH_DTYPES
 from ptrain.models.objective import objective_of
-from ptrain.models.trace import to_timeline
+from ptrain.models.selection import Extent
+from ptrain.models.trace import Recording
 from ptrain.spec.axis import Axis
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import chunked_loss
-from ptrain.timeline import gradient_order
+from ptrain.traces.by_data import facts_by_data
 from ptrain.traces.record import record
 from ptrain.traces.stage_parts import plan_of
 
@@ -44,17 +45,20 @@ def module_facts(model: nn.Module, spec: Spec) -> ModelFacts:
     if not _is_cut(spec):
         keep_traced(model, plan_of(spec, known).keep)
     with torch.random.fork_rng(devices=[]), _loss_of(model, spec) as loss:
+
+        def traced(samples: SampleBatch, extent: Extent = Extent.GIVEN) -> Recording:
+            given = samples.tensors
+            return record(model, units, lambda: loss(samples) / samples.rows, *given, extent=extent)
+
         before = torch.get_rng_state()
-        recording = record(model, units, lambda: loss(samples) / samples.rows, *samples.tensors)
+        recording = traced(samples)
         has_drawn = not torch.equal(before, torch.get_rng_state())  # operators without a tag too
-    timeline = to_timeline(recording)
-    return replace(
-        known,
-        gradient_order=gradient_order(timeline),
-        timeline=timeline,
-        vocabulary=loss.vocabulary,
-        draws=known.draws or recording.draws or has_drawn,
-    )
+        known = replace(
+            known,
+            vocabulary=loss.vocabulary,
+            draws=known.draws or recording.draws or has_drawn,
+        )
+        return facts_by_data(known, recording, traced, samples)
 
 
 class _Loss:

@@ -22,6 +22,7 @@ from ptrain.facts.stages import Chain, Stage
 from ptrain.interpreter.loss import Loss
 from ptrain.models.batch import SampleBatch, of_tokens, sample_batch
 from ptrain.models.objective import objective_of
+from ptrain.models.selection import Extent
 from ptrain.models.trace import Recording
 from ptrain.models.units import ROOT
 from ptrain.rooms.registry import Registry
@@ -43,7 +44,8 @@ class StageCuts:
 class RankPart:
     """What a plan does to a model before a micro-batch of `batch` samples of `sequence` tokens runs
     through it. Operators are cut over `mesh`, of which this process plays one rank; `head` is the
-    module that makes the logits of a model that is not built in."""
+    module that makes the logits of a model that is not built in; `extent` how much operators select
+    by data."""
 
     batch: int
     sequence: int
@@ -54,6 +56,7 @@ class RankPart:
     head: str = ROOT
     spec: Spec | None = None  # whose samples and loss they are, where these are not ours
     has_learnt: bool = False  # torch, on a part with the same operators
+    extent: Extent = Extent.GIVEN
 
     def trace(self, model: nn.Module, units: Units) -> Recording:
         """Return the recording of a whole model, which is changed in place."""
@@ -64,7 +67,8 @@ class RankPart:
             return loss.run(model, samples) / samples.rows
 
         with micro_batch(self.tensor)():
-            return self._when_learnt(partial(record, model, units, forward, *samples.tensors))
+            run = partial(record, model, units, forward, *samples.tensors, extent=self.extent)
+            return self._when_learnt(run)
 
     def trace_stage(
         self, model: nn.Module, units: Units, cuts: StageCuts, index: int, *, in_halves: bool
@@ -91,6 +95,7 @@ class RankPart:
             forward=partial(_forward, loss, samples),
             loss=partial(_mean, loss, samples) if is_last else None,
             around=partial(loss.given, samples),
+            extent=self.extent,
         )
         with micro_batch(self.tensor)():
             return [

@@ -8,7 +8,7 @@ depends on the schedule.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -22,15 +22,18 @@ from ptrain.axes.pipeline.run.stand_ins import CalledOnce, run_stage
 from ptrain.models.batch import SampleBatch
 from ptrain.models.marker import Marker
 from ptrain.models.recorder import Recorder
+from ptrain.models.selection import Extent
 from ptrain.models.trace import Recording
 
 Units = Sequence[tuple[str, ...]]
 
 
 @contextmanager
-def _watching(module: nn.Module, units: Units, inputs: Iterable[Tensor]) -> Iterator[Recorder]:
+def _watching(
+    module: nn.Module, units: Units, inputs: Sequence[Tensor], extent: Extent
+) -> Iterator[Recorder]:
     """A recorder of a module whose gradients are left empty."""
-    recorder = Recorder(module, inputs)
+    recorder = Recorder(module, inputs, extent)
     marker = Marker(recorder, module, units)
     try:
         yield recorder
@@ -40,12 +43,16 @@ def _watching(module: nn.Module, units: Units, inputs: Iterable[Tensor]) -> Iter
 
 
 def record(
-    model: nn.Module, units: Units, run_forward: Callable[[], Tensor], *inputs: Tensor
+    model: nn.Module,
+    units: Units,
+    run_forward: Callable[[], Tensor],
+    *inputs: Tensor,
+    extent: Extent = Extent.GIVEN,
 ) -> Recording:
     """Run `run_forward() -> loss` and the backward pass of a whole model and return what they
     allocated. The model's own tensors and `inputs` lived before and do not appear; its gradients
-    are left empty."""
-    with _watching(model, units, inputs) as recorder:
+    are left empty. `extent`: how much its operators select by data."""
+    with _watching(model, units, inputs, extent) as recorder:
         with recorder:
             loss = run_forward()
             recorder.end("forward")
@@ -60,7 +67,7 @@ class TracedStage:
     """What is traced: a stage's module, with what it takes and gets. `hidden` is what goes over a
     boundary, which the first stage is not given; `samples` are the micro-batch's; `forward` runs
     the stage, given the model to call; `loss` is the last stage's, whose forward pass runs in
-    `around`."""
+    `around`; `extent` how much operators select by data."""
 
     module: nn.Module
     units: Units
@@ -70,6 +77,7 @@ class TracedStage:
     forward: Callable[[Any], Tensor]
     loss: Callable[[Tensor], Tensor] | None = None
     around: Callable[[], AbstractContextManager[None]] = nullcontext
+    extent: Extent = Extent.GIVEN
 
 
 def record_stage(stage: TracedStage, *, in_halves: bool = False) -> Recording:
@@ -78,7 +86,7 @@ def record_stage(stage: TracedStage, *, in_halves: bool = False) -> Recording:
     gradient = stage.hidden.detach().clone()
     hidden = stage.hidden.detach().requires_grad_()
     given = (hidden, gradient, *stage.samples.tensors)
-    with _watching(stage.module, stage.units, given) as recorder:
+    with _watching(stage.module, stage.units, given, stage.extent) as recorder:
         micro_batch = _MicroBatch(stage, recorder, hidden, gradient)
         if in_halves:
             micro_batch.fill_gradients()

@@ -17,6 +17,7 @@ from ptrain.facts.model import ModelFacts
 from ptrain.facts.passes import Passes, of_first_stage, of_later_stage
 from ptrain.facts.plain import from_plain, to_plain
 from ptrain.models.heads import head_of
+from ptrain.models.selection import Extent
 from ptrain.models.trace import Recording, to_timeline
 from ptrain.models.units import ROOT
 from ptrain.plan.lower import lower
@@ -35,10 +36,15 @@ def plan_of(spec: Spec, facts: ModelFacts) -> Plan:
 
 
 def rank_part(
-    module: nn.Module, spec: Spec, facts: ModelFacts, mesh: DeviceMesh | None = None
+    module: nn.Module,
+    spec: Spec,
+    facts: ModelFacts,
+    mesh: DeviceMesh | None = None,
+    *,
+    extent: Extent = Extent.GIVEN,
 ) -> RankPart:
     """Return what the plan does to a module before it runs on one rank, over the `mesh` of tp where
-    its operators are cut."""
+    its operators are cut. `extent`: how much operators select by data."""
     plan = plan_of(spec, facts)
     return RankPart(
         batch=spec.batch.micro,
@@ -49,17 +55,23 @@ def rank_part(
         loss=plan.loss,
         head=head_of(module, spec) if plan.loss else ROOT,
         spec=spec,
+        extent=extent,
     )
 
 
 def stage_rows(
-    module: nn.Module, spec: Spec, facts: ModelFacts, mesh: DeviceMesh | None = None
+    module: nn.Module,
+    spec: Spec,
+    facts: ModelFacts,
+    mesh: DeviceMesh | None = None,
+    *,
+    extent: Extent = Extent.GIVEN,
 ) -> Rows:
-    """Return the rows of every stage; `mesh` as of `rank_part`. The generator's state is left as it
-    was."""
+    """Return the rows of every stage; `mesh` and `extent` as of `rank_part`. The generator's state
+    is left as it was."""
     chain, stages = chain_of(spec, facts), stages_of(spec, facts)
     cuts = StageCuts(stages=stages, chain=chain)
-    part = rank_part(module, spec, facts, mesh)
+    part = rank_part(module, spec, facts, mesh, extent=extent)
     rows: Rows = []
     with torch.random.fork_rng(devices=[]):
         for stage in stages:

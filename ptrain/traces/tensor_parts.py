@@ -30,6 +30,7 @@ from ptrain.models.build import build
 from ptrain.models.facts import untraced_facts
 from ptrain.models.initialize import cast
 from ptrain.models.numerics import TORCH_DTYPES
+from ptrain.models.selection import Extent
 from ptrain.models.trace import to_timeline
 from ptrain.rooms.fake import fake_world
 from ptrain.spec.axis import Axis
@@ -60,18 +61,23 @@ class _Asked:
     spec: str
     index: int
     allow_import: bool
+    extent: Extent
 
 
-def traced(spec: Spec, facts: ModelFacts, *, allow_import: bool) -> Traced:
+def traced(
+    spec: Spec, facts: ModelFacts, *, allow_import: bool, extent: Extent = Extent.GIVEN
+) -> Traced:
     """Return a timeline for each index on tp, all of them within `timeout.init`; with pp the rows
-    of each stage in its place."""
+    of each stage in its place. `extent`: how much operators select by data."""
     alone = traced_part(spec)
     step = plan_of(alone, facts).tensor
     assert step is not None, "something is cut"
     players = _players(step, facts, spec.degree(step.axis))
     try:
         text = _as_text(spec)
-        requests = tuple(_Asked(text, index, allow_import) for index in dict.fromkeys(players))
+        requests = tuple(
+            _Asked(text, index, allow_import, extent) for index in dict.fromkeys(players)
+        )
         answers = _answers(requests, spec.timeout.init)
         answer_of = dict(zip(dict.fromkeys(players), answers, strict=True))
     except PtrainError as error:
@@ -124,7 +130,7 @@ def _answers(requests: tuple[_Asked, ...], seconds: float) -> list[Traced]:
     try:
         for process, request in zip(processes, requests, strict=True):
             assert process.stdin is not None
-            question = [request.spec, request.index, request.allow_import]
+            question = [request.spec, request.index, request.allow_import, request.extent]
             with suppress(BrokenPipeError):  # one that is gone has said why, on its errors
                 process.stdin.write(json.dumps(question))
                 process.stdin.close()
@@ -154,12 +160,12 @@ def _answer(process: Popen[str], ends: float) -> Traced:
     return answer
 
 
-def _play(spec: Spec, index: int, *, allow_import: bool) -> list[Any]:
+def _play(spec: Spec, index: int, *, allow_import: bool, extent: Extent) -> list[Any]:
     """In a process of its own: rank `index` of the spec's tp alone."""
     large = large_model(spec, allow_import=allow_import)
     if large is not None:
         with large.running():
-            return _part_of(large.module, spec, index)
+            return _part_of(large.module, spec, index, extent)
     module = build(
         spec.model,
         sequence=spec.batch.sequence,
@@ -167,29 +173,30 @@ def _play(spec: Spec, index: int, *, allow_import: bool) -> list[Any]:
         seed=spec.train.seed,
     )
     cast(module, TORCH_DTYPES[spec.precision.effective.parameters])
-    return _part_of(module, spec, index)
+    return _part_of(module, spec, index, extent)
 
 
-def _part_of(module: nn.Module, spec: Spec, index: int) -> list[Any]:
+def _part_of(module: nn.Module, spec: Spec, index: int, extent: Extent) -> list[Any]:
     facts = untraced_facts(module, spec)
     degree = spec.degree(Axis.TP)
     fake_world(index, degree)
     mesh = init_device_mesh("cpu", (degree,), mesh_dim_names=(Axis.TP.value,))
     if spec.degree(Axis.PP) > 1:
-        return stage_rows(module, spec, facts, mesh)
-    recording = rank_part(module, spec, facts, mesh).trace(module, facts.unit_modules)
+        return stage_rows(module, spec, facts, mesh, extent=extent)
+    part = rank_part(module, spec, facts, mesh, extent=extent)
+    recording = part.trace(module, facts.unit_modules)
     timeline: list[Any] = to_plain(to_timeline(recording), Timeline)
     return timeline
 
 
 def main(questions: Sequence[str]) -> int:
     """Answers one question from standard input. What the model's code prints goes to the errors."""
-    text, index, allow_import = json.loads("".join(questions))
+    text, index, allow_import, extent = json.loads("".join(questions))
     answers, sys.stdout = sys.stdout, sys.stderr
     try:
         spec = load(json.loads(text)).spec
         with kernels_for(spec):
-            rows = _play(spec, index, allow_import=allow_import)
+            rows = _play(spec, index, allow_import=allow_import, extent=Extent(extent))
     except PtrainError as error:
         print(error, file=sys.stderr)
         return error.exit_code

@@ -8,8 +8,8 @@ from ptrain.algebra.layout import coordinates
 from ptrain.axes.pipeline.catalogue import schedule_of
 from ptrain.axes.pipeline.form import pipeline_of, stages_text
 from ptrain.costs import Estimate
-from ptrain.report.heading import batch, model_name
-from ptrain.selection.fit import fit, needs_gpu, telling
+from ptrain.report.heading import batch, by_data_lines, model_name
+from ptrain.selection.fit import fit, needs_gpu, peak_text, telling
 from ptrain.spec.axis import Axis
 from ptrain.spec.spec import Spec
 from ptrain.units import format_bytes, format_count
@@ -40,14 +40,14 @@ def parts_of_ranks(spec: Spec) -> tuple[str, ...]:
 def preflight_lines(
     spec: Spec, exact: Estimate, words: Sequence[str] = ("SPEC",), *, allow_import: bool = False
 ) -> list[str]:
-    """Return the prediction, and where it has no peak why not and what tells. `words` load the
-    spec."""
+    """Return the prediction, and where it has no peak why not and what tells; where figures are
+    bounds, why. `words` load the spec."""
     lines, memory_fit = [preflight_line(spec, exact)], fit(spec, exact)
     if memory_fit.peak_bytes is None:
         command = telling(spec, exact, words, allow_import=allow_import)
         where = " on a GPU" if needs_gpu(spec, exact) else ""
         lines.append(f"unknown: {memory_fit.why}; what tells{where}: {command}")
-    return lines
+    return [*lines, *by_data_lines(exact)]
 
 
 def preflight_line(spec: Spec, exact: Estimate) -> str:
@@ -60,7 +60,7 @@ def preflight_line(spec: Spec, exact: Estimate) -> str:
     room = f" of {format_bytes(memory_fit.device_memory)}" if memory_fit.device_memory else ""
     is_told = "traffic" not in exact.undefined
     return (
-        f"preflight  {what} {format_bytes(memory_fit.least_bytes)}{room} per rank"
+        f"preflight  {what} {peak_text(memory_fit)}{room} per rank"
         + (f" · {format_bytes(exact.sent_bytes())} sent per step" if is_told else "")
         + (f" · {format_bytes(copied)} copied between tiers" if copied and is_told else "")
     )

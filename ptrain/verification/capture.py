@@ -55,7 +55,7 @@ class Capture:
         self.outputs = Outputs()
         self.rates: set[float] = set()
         self._leaves = [(target, tensor_of(leaf)) for target, leaf in program.update.leaves()]
-        self.used: dict[str, torch.Tensor] = {}  # parameters, as the first pass has them
+        self._used: Named = {}  # parameters, as the first pass has them
         self._given: dict[int, torch.Tensor] = {}
         self._reduced: set[int] = set()  # which of the leaves there was a gradient for
         self._now: int | None = None
@@ -96,7 +96,7 @@ class Capture:
         """What a module is about to compute with, gathered if it has to be."""
         for name, parameter in module._parameters.items() if self._now is not None else ():
             if parameter is not None:
-                self.used.setdefault(f"{path}.{name}", parameter.detach().clone())
+                self._used.setdefault(f"{path}.{name}", parameter.detach().clone())
 
     def _before_update(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         """Of a loss with a scale the gradients have it, and the optimizer undoes it."""
@@ -109,6 +109,20 @@ class Capture:
                 if id(leaf) in known and leaf.grad is not None:
                     gradient = leaf.grad.detach()
                     self._given[id(leaf)] = gradient.clone() if scale is None else gradient / scale
+
+    @property
+    def used(self) -> Named:
+        """The parameters, as the first pass has them, in the model's order. All ranks ask for
+        it."""
+        return self.program.order.canonical(self._used)
+
+    def beside(self, expected: Outputs) -> Outputs:
+        """Return what another device's modules give, as ranks hold what they give."""
+        held = self.program.order.held_features
+        return Outputs(
+            forward={key: held(key[0], tensor) for key, tensor in expected.forward.items()},
+            backward={key: held(key[0], tensor) for key, tensor in expected.backward.items()},
+        )
 
     def gradients(self, exchange: Exchange) -> Named:
         """Return gradients by canonical name, full tensors or DTensors: zeros of what this rank's

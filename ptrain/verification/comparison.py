@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from ptrain.costs import Estimate
+from ptrain.costs import Estimate, Phase
 from ptrain.derivation.estimate import derive
 from ptrain.facts.model import ModelFacts
 from ptrain.installed import versions
@@ -70,7 +70,7 @@ def compare(spec: Spec, measurement: Measurement, facts: ModelFacts | None = Non
     the spec does not build it: `ptrain.read_facts(spec, model)`, before it is wrapped."""
     spec = replace(spec, device=measurement.device)  # whose kernels computed
     facts = facts or facts_of(spec)
-    exact = derive(spec, facts).exact.of_rank(measurement.rank)
+    exact = _of_a_step(derive(spec, facts).exact.of_rank(measurement.rank))
     measured = replace(measurement.estimate(), wire=())  # known as a mean over the ranks alone
     if measurement.spec is not None:
         checks = checks_of(exact, measured)
@@ -80,6 +80,12 @@ def compare(spec: Spec, measurement: Measurement, facts: ModelFacts | None = Non
     checks = checks_of(predicted, measured)
     comparison = Comparison(predicted=predicted, measured=measured, checks=checks)
     return comparison if comparison.holds else _with_cause(comparison, spec, facts, measurement)
+
+
+def _of_a_step(exact: Estimate) -> Estimate:
+    """Without what happens once, before the step that was measured."""
+    steady = tuple(row for row in exact.traffic if row.key.phase is not Phase.SETUP)
+    return replace(exact, traffic=steady)
 
 
 def _with_cause(

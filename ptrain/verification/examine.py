@@ -122,7 +122,7 @@ class _Examiner:
             batch=self.program.batch,
             used=capture.used,
             outputs=capture.outputs,
-            expected_outputs=outputs,
+            expected_outputs=capture.beside(outputs),
             gradients=capture.gradients(self.exchange),
             expected_gradients={name: gradient / scale for name, gradient in expected.sums.items()},
             earlier_gradients=before.expected_gradients if before else {},

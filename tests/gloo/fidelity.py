@@ -21,6 +21,7 @@ from tests.gloo.matrix import MEASURED, STEPS
 from tests.gloo.matrix import run as run_exactly
 from tests.gloo.recording import named, relative
 from tests.gloo.runs import train
+from tests.models_vision import VECTORS
 from tests.ranks import Ranks
 
 SIZES: dict[str, Any] = {
@@ -63,7 +64,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "model": {"target": "tests.models_vision:vit", "arguments": {"layers": 4}},
         "data": {"target": "tests.models_vision:images"},
         "loss": {"target": "tests.models_vision:label_loss"},
-        "batch": {"global": 8, "micro": 2, "sequence": 5},
+        "batch": {"global": 8, "micro": 2, "sequence": VECTORS},
     },
     "llama": theirs("LlamaForCausalLM", GROUPED),
     "qwen2": theirs("Qwen2ForCausalLM", GROUPED),

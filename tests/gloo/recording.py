@@ -76,4 +76,7 @@ def counted(checks: Sequence[Check], kind: str) -> str:
 def relative(check: Check) -> float:
     if check.predicted is None or check.measured is None:
         return float("inf")
+    if check.lower is not None:  # how far it lies beyond its bounds
+        nearest = min(max(check.measured, check.lower), check.predicted)
+        return abs(check.measured - nearest) / nearest
     return abs(check.measured - check.predicted) / check.predicted

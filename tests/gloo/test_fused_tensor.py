@@ -69,7 +69,10 @@ def taken_off_and_put_back(spec: Spec) -> tuple[list[str], list[str]]:
     were after all of them were loaded in the model's order."""
     program = interpret(spec, world=World.join(spec.timeout), allow_import=True)
     truth = dict(build_module(spec, allow_import=True).named_parameters())
-    state = program.state_dict()
+    state = {
+        kind: {name: value.clone() for name, value in named.items()}
+        for kind, named in program.state_dict().items()
+    }
     other = [name for name, value in _whole(state["model"]).items() if not value.equal(truth[name])]
     held = [parameter.detach().clone() for parameter in program.model.parameters()]
     for parameter in program.model.parameters():

@@ -12,6 +12,7 @@ from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
 from tests.gloo.matrix import run
 from tests.gloo.test_exact import failing
+from tests.models_vision import VECTORS
 from tests.ranks import Ranks
 
 VISION = "tests.models_vision"
@@ -61,6 +62,10 @@ NIGHTLY = pytest.mark.nightly
         ("ddp", BY_STEP),
         pytest.param("zero2", BY_STEP, marks=NIGHTLY),
         pytest.param("zero3", BY_STEP, marks=NIGHTLY),
+        ("pp", BY_STEP),
+        pytest.param("pp", BY_LOSS, marks=NIGHTLY),
+        pytest.param("pp-zero3", BY_LOSS, marks=NIGHTLY),
+        pytest.param("pp-zero3", BY_STEP, marks=NIGHTLY),
     ],
 )
 def test_images_with_labels_are_trained_as_on_one_device(ranks: Ranks, axis, sections):
@@ -155,9 +160,9 @@ def test_a_loss_that_the_model_computes_itself_is_given_whole_logits(ranks: Rank
     "sections", [BY_LOSS, pytest.param(BY_STEP, marks=NIGHTLY)], ids=["loss", "step"]
 )
 def test_images_are_trained_over_cut_operators(ranks: Ranks, sections):
-    """Between the blocks a sample has four patches and the class token."""
+    """Between the blocks a sample has nine patches and the class token."""
     axis = {"mesh": {"tp": 2}, "placement": "tp"}
-    batch = {"global": 8, "micro": 2, "sequence": 5}
+    batch = {"global": 8, "micro": 2, "sequence": VECTORS}
     result = run(ranks, vision("zero2", sections | axis, batch=batch))
     assert not failing((*result.checks, *result.against))
 
@@ -166,6 +171,6 @@ def test_images_are_trained_over_cut_operators(ranks: Ranks, sections):
 def test_images_go_through_stages(ranks: Ranks, shards):
     placement = {"pp": "S,S,S,R", "dp_shard": "zero3"}
     axis = {"mesh": {"pp": 2, "dp_shard": shards}, "placement": placement}
-    batch = {"global": 8, "micro": 2, "sequence": 5}
+    batch = {"global": 8, "micro": 2, "sequence": VECTORS}
     result = run(ranks, vision("zero2", BY_LOSS | axis, batch=batch))
     assert not failing((*result.checks, *result.against))

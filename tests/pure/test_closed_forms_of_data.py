@@ -12,8 +12,10 @@ from random import Random
 import pytest
 
 import ptrain.axes.data.cost
+from ptrain import version
 from ptrain.axes.data.cost.chain import NoClosedForm
 from ptrain.axes.data.cost.optimizer import orthogonalization
+from ptrain.axes.data.fsdp2 import HABITS, habits
 from ptrain.costs import Phase, State
 from ptrain.facts.model import ModelFacts
 from ptrain.plan.lower import lower
@@ -23,6 +25,7 @@ from ptrain.spec.pipeline import ScheduleName
 from ptrain.spec.precision import FP32, LAYOUTS
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import LONG_NORM, FlatUnits, FullyShard, LocalGradients, Pipeline, Replicate
+from ptrain.version import TESTED_TORCH
 from tests.pure.build import (
     BY_HAND,
     GATHERED,
@@ -164,6 +167,29 @@ def test_a_gradient_is_gone_when_the_state_goes_back():
     assert peaks(spec, FlatUnits, facts)[-1] == update
     plan = lower(spec, facts.unit_modules)
     assert by_life(spec, plan, facts, is_fresh=False)[f"peak {Phase.UPDATE} 0"] == update
+
+
+@pytest.mark.parametrize("start", range(0, DRAWN, STRIDE))
+def test_other_habits_of_fsdp2_have_their_closed_form(start, monkeypatch):
+    """Those of torch 2.15; the tables' torch has the others."""
+    monkeypatch.setattr(version, "torch_minor", lambda: "2.15")
+    assert habits() not in (HABITS[other] for other in TESTED_TORCH if other != "2.15")
+    seeds = range(start, start + STRIDE)
+    assert not [line for seed in seeds for line in drawn(seed, drawn_fully_sharded)]
+
+
+TWO = make_facts(((4,),), ((4,),), ())
+
+
+@pytest.mark.parametrize(("torch", "buffers"), [("2.13", 2), ("2.15", 1)])
+def test_the_buffer_of_a_gather_stays_until_the_next_parameters_are_there(
+    torch, buffers, monkeypatch
+):
+    # two blocks of 4 elements in fp32; the second is copied out beside one buffer or two, and the
+    # gather itself is beside the one before in any case
+    monkeypatch.setattr(version, "torch_minor", lambda: torch)
+    forward, *_ = peaks(on_shards(GATHERED), FullyShard, facts=TWO)
+    assert forward == max(2, 1 + buffers) * 4 * 4
 
 
 def test_fsdp2_gathers_into_a_buffer_and_copies_it_out():

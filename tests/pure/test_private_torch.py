@@ -13,8 +13,8 @@ MODULES, tree = SOURCES.modules, SOURCES.parsed
 
 # Private in name alone: torch's own documentation and every other project's code stand on them.
 KNOWN_TO_ALL = {"torch.utils._pytree", "torch.utils._python_dispatch"}
-# Modules beside `internals` that touch what is private, and the models' room, which came first.
-# This list only shrinks.
+# Modules beside `internals` that touch what is private, and the room that is still to be gone
+# through. This list only shrinks.
 TOUCHES_PRIVATE = {
     "ptrain.axes.tensor.run.apply",  # overrides ColwiseParallel._prepare_output_fn
     "ptrain.axes.tensor.run.transposed",  # calls it, and its like

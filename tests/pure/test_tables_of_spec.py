@@ -12,6 +12,7 @@ import pytest
 from ptrain.errors import SpecError
 from ptrain.spec import (
     activations,
+    block,
     dials,
     job,
     model,
@@ -204,17 +205,14 @@ def defaults(kind: type) -> dict[str, object]:
 
 
 def test_models_and_clusters_have_the_documented_defaults():
-    assert defaults(model.ModelShape) == {
-        "tied": False, "norm": None, "norm_eps": 1e-5, "post_norm": False, "parallel": False,
-        "activation": None, "bias": None, "head_bias": False, "own_head_dim": None,
-        "qk_norm": False, "attention_scale": None, "attention_soft_cap": None,
-        "logit_soft_cap": None, "window": None, "global_every": None, "positions": None,
-        "rotary": 1.0, "rope_base": 10000.0, "window_rope_base": None, "rope_scaling": "none",
-        "rope_factor": 1.0, "rope_low_factor": 1.0, "rope_high_factor": 4.0,
-        "rope_original": 8192, "embedding_scale": None, "dropout": 0.0,
-        "embedding_dropout": None, "attention_dropout": None, "hidden_dropout": None,
-        "attention": "sdpa", "preset": "",
-    }  # fmt: skip
+    options = defaults(block.BlockOptions)
+    assert defaults(model.ModelShape) == options | {"attention": "sdpa", "preset": ""}
+    by_family = [name for name in options if name in model.FAMILIES[model.Family.GPT]]
+    assert by_family == ["tied", "norm", "activation", "bias", "positions"]
+    said = {spot.name: spot.type.__metadata__[0].about for spot in fields(block.BlockOptions)}
+    for name, value in options.items():
+        word = str(value).lower().removesuffix(".0").replace("e-0", "e-")
+        assert f"; without: {word}" in said[name] or value is None, name
     assert defaults(model.ExternalModel) == {"arguments": {}, "blocks": None, "folder": None}
     assert defaults(model.HuggingFaceModel) == {"config": {}, "blocks": None, "attention": None}
     assert defaults(Cluster) == {

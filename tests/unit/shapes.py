@@ -10,6 +10,7 @@ from ptrain.models.build import build
 from ptrain.models.initialize import cast
 from ptrain.models.trace import to_timeline
 from ptrain.models.units import unit_modules
+from ptrain.spec.block import Activation, Bias, Norm, Positions
 from ptrain.spec.dials import UnitSize
 from ptrain.spec.model import Family, ModelShape
 from ptrain.timeline import Timeline
@@ -26,6 +27,36 @@ SHAPES = [
     SMALL_GPT,
     replace(SMALL_GPT, tied=False, ffn=77, layers=4),
     replace(SMALL_GPT, layers=1, heads=1, kv_heads=1),
+]
+# Compositions of no family.
+COMPOSED = [
+    replace(
+        ODD_SHAPE,
+        norm=Norm.RMS_PLUS_ONE,
+        activation=Activation.GEGLU,
+        post_norm=True,
+        qk_norm=True,
+        own_head_dim=10,
+        window=5,
+        global_every=2,
+        window_rope_base=100.0,
+        embedding_scale=3.0,
+        attention_soft_cap=2.0,
+        logit_soft_cap=3.0,
+        tied=True,
+    ),
+    replace(
+        SMALL_GPT,
+        parallel=True,
+        tied=False,
+        head_bias=True,
+        positions=Positions.ROPE,
+        rotary=0.5,
+        own_head_dim=12,
+    ),
+    replace(ODD_SHAPE, bias=Bias.QKV, window=4, layers=2),
+    replace(SMALL_GPT, kv_heads=1, qk_norm=True, activation=Activation.RELU2),
+    replace(ODD_SHAPE, norm=Norm.LAYER_WITHOUT_BIAS, positions=Positions.NONE, layers=1),
 ]
 
 

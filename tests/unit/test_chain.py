@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ptrain.axes.pipeline.run.cut import part_of
+from ptrain.axes.pipeline.run.stand_ins import CalledOnce, run_stage
 from ptrain.axes.pipeline.stage_facts import stage_facts, stages_of
 from ptrain.errors import SpecError
 from ptrain.facts.passes import net
@@ -252,6 +253,31 @@ ALONG = {
 @pytest.mark.parametrize("kind", ALONG)
 def test_what_goes_past_the_layers_is_refused_by_name(kind):
     assert ALONG[kind] in refused(staged(kind))[1]
+
+
+def test_a_step_that_calls_the_model_twice_is_refused():
+    spec = spec_of(
+        {"target": "tests.models_staged:staged", "arguments": {"kind": "plain"}},
+        step={"target": "tests.models_staged:called_twice"},
+    )
+    finding = refused(spec, made(spec))[1]
+    assert "a forward pass does not go through the layers" in finding
+
+
+def test_what_is_behind_the_call_of_the_model_runs_on_the_last_stage_alone():
+    module, hidden = nn.Linear(3, 3), torch.ones(2, 3)
+    calls: list[str] = []
+
+    def step(model: Any) -> torch.Tensor:
+        calls.append("in front")
+        output: torch.Tensor = model(hidden)
+        calls.append("behind")
+        return output.sum()
+
+    handed_on = run_stage(CalledOnce(module, None, is_last=False), step)
+    assert torch.equal(handed_on, module(hidden)) and calls == ["in front"]
+    assert run_stage(CalledOnce(module, None, is_last=True), step).dim() == 0
+    assert calls == ["in front", "in front", "behind"]
 
 
 def test_a_module_without_blocks_is_refused_with_what_it_lacks():

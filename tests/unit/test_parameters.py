@@ -14,12 +14,12 @@ from ptrain.models.loss import token_loss_sum
 from ptrain.models.units import unit_modules
 from ptrain.spec.model import ModelShape
 from tests.pure.build import ODD_SHAPE
-from tests.unit.shapes import SHAPES, SMALL_GPT
+from tests.unit.shapes import COMPOSED, SHAPES, SMALL_GPT
 
 SEQUENCE = 12
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", [*SHAPES, *COMPOSED])
 def test_units_names_and_shapes_are_those_of_the_module(shape):
     with torch.device("meta"):
         module = build(shape, sequence=SEQUENCE)
@@ -43,7 +43,7 @@ def unit_of(parameter: str, units: tuple[str, ...]) -> str:
     return next(unit for unit in units if parameter.startswith(f"{unit}.") or not unit)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", [*SHAPES, *COMPOSED])
 def test_buffers_are_those_of_the_module(shape):
     with torch.device("meta"):
         module = build(shape, sequence=SEQUENCE)
@@ -52,7 +52,7 @@ def test_buffers_are_those_of_the_module(shape):
     ]
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", [*SHAPES, *COMPOSED])
 def test_buffers_take_twice_the_bytes_under_fp64(shape):
     with torch.device("meta"):
         module = build(shape, sequence=SEQUENCE)
@@ -62,7 +62,7 @@ def test_buffers_take_twice_the_bytes_under_fp64(shape):
     ]
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", [*SHAPES, *COMPOSED])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_gradients_are_complete_in_the_stated_order(shape, dtype):
     assert gradient_order(shape, dtype) == list(facts(shape, SEQUENCE).gradient_order)

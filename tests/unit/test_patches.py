@@ -16,6 +16,7 @@ from ptrain.costs import Estimate, Phase
 from ptrain.derivation.estimate import derive
 from ptrain.errors import PtrainError
 from ptrain.rooms import patches
+from ptrain.rooms.fake import new_fakes
 from ptrain.rooms.patches import PATCHES, Chunks, patched
 from ptrain.selection.recompute import settled
 from ptrain.simulation.execute import Simulated, simulate
@@ -132,6 +133,27 @@ def test_lazy_chunks_are_those_of_torch(rows, columns, number, data) -> None:
     assert len(found[1:]) == number - 1
     with pytest.raises(IndexError):
         found[number]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_without_its_patch_a_grouped_product_has_shapes_in_bf16_alone(dtype) -> None:
+    """Of the others torch has the shapes that it gives on real tensors."""
+    rows, widths = torch.ones(6, 16, dtype=dtype), torch.ones(2, 24, 16, dtype=dtype)
+    ends = torch.tensor([2, 6], dtype=torch.int32)
+
+    def product(*tensors: torch.Tensor) -> torch.Tensor:
+        rows, widths, ends = tensors
+        return torch.nn.functional.grouped_mm(rows, widths.transpose(1, 2), offs=ends)
+
+    real = product(rows, widths, ends)
+    with new_fakes() as mode:
+        fakes = [mode.from_tensor(tensor) for tensor in (rows, widths, ends)]
+        if dtype is not torch.bfloat16:
+            with pytest.raises(RuntimeError, match="Expected inputs of BF16"):
+                product(*fakes)
+        with patched(small("zero3").model):
+            fake = product(*fakes)
+    assert (fake.shape, fake.stride(), fake.dtype) == (real.shape, real.stride(), real.dtype)
 
 
 @pytest.mark.nightly

@@ -157,7 +157,7 @@ def test_real_numbers_come_in_the_dtype_that_the_model_computes_in():
     spec = spec_of(**VISION, data=data, precision=layout)
     image, label = sample_batch(spec).data
     assert (image.dtype, label.dtype) == (torch.float64, torch.int64)
-    assert image.shape == (2, 3, 8, 8) and label.shape == (2,)
+    assert image.shape == (2, 3, 12, 12) and label.shape == (2,)
     assert torch.equal(image[0], image[1])
 
 
@@ -165,8 +165,8 @@ def test_real_numbers_come_in_the_dtype_that_the_model_computes_in():
 def test_over_tp_and_pp_the_vectors_between_blocks_are_counted(axis):
     placed = {"mesh": {axis: 2}, "placement": {axis: "S,S,S,R"}}
     fault = fault_of(spec_of(**VISION, **placed, data={"target": "tests.models_vision:images"}))
-    assert fault.place == "batch.sequence" and fault.remedy == "write batch.sequence: 5"
-    assert fault.finding.startswith("8, and ") and "5 vectors of a sample" in fault.finding
+    assert fault.place == "batch.sequence" and fault.remedy == "write batch.sequence: 10"
+    assert fault.finding.startswith("8, and ") and "10 vectors of a sample" in fault.finding
 
 
 def test_what_a_stage_cannot_hand_to_the_loss_is_refused():
@@ -178,7 +178,7 @@ def test_what_a_stage_cannot_hand_to_the_loss_is_refused():
 
 def test_bytes_of_a_batch_are_those_of_its_samples():
     spec = spec_of(**VISION, data={"target": "tests.models_vision:images"})
-    assert facts_of(spec, allow_import=True).sample_bytes == 3 * 8 * 8 * 4 + 8
+    assert facts_of(spec, allow_import=True).sample_bytes == 3 * 12 * 12 * 4 + 8
 
 
 @pytest.mark.parametrize("by", ["loss", "step"])

@@ -50,6 +50,15 @@ class FusedOrder:
         """Return what `canonical` was given. Collective too."""
         return {name: self._ordered(name, tensor, back=False) for name, tensor in named.items()}
 
+    def held_features(self, path: str, whole: torch.Tensor) -> torch.Tensor:
+        """Return what a module gives, with the features of a fused projection in the order of the
+        ranks."""
+        lengths = self._lengths(f"{path}.weight")
+        if not lengths:
+            return whole
+        order = torch.tensor(held_order(lengths, self.degree), device=whole.device)
+        return whole.index_select(-1, order)
+
     @torch.no_grad()
     def reorder(self, path: str, module: nn.Module) -> None:
         """Put the tensors of a fused projection, which are whole, into the order of the ranks."""

@@ -1,0 +1,169 @@
+"""The default tests and `simulate`, with several versions of torch.
+
+    python benchmarks/torch_versions.py [--save] [--suites pure unit ...] [--kept FILE] PYTHON ...
+
+PYTHON are interpreters of environments with ptrain's test dependencies, each with a torch of its
+own. Suite by suite: how many tests passed, failed and were skipped; and for how many strategies a
+simulated rank holds and sends what was derived, to the byte. Claim: nothing fails, no byte is off.
+It takes half an hour a version on two cores; what stands in FILE already is not run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from _machine import ROOT, commit, conclude, header, this_command
+
+SUITES = ("pure", "unit", "gloo", "faults", "cuda")
+SIMULATED = "simulate"
+_COUNT = re.compile(r"(\d+) (passed|failed|skipped|error)")
+_FAILED = re.compile(r"(?:FAILED|ERROR) (tests/\S+)")
+_ASKED = (
+    "import json, sys, torch, numpy, transformers, platform; print(json.dumps({'torch': "
+    "torch.__version__, 'Python': platform.python_version(), 'numpy': numpy.__version__, "
+    "'transformers': transformers.__version__}))"
+)
+Result = dict[str, Any]
+
+
+def environment() -> dict[str, str]:
+    """Return the environment in which an interpreter has this tree's ptrain."""
+    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+def versions(python: str) -> dict[str, str]:
+    """Return the versions of an interpreter's packages."""
+    said = subprocess.run(
+        [python, "-c", _ASKED], capture_output=True, text=True, check=True, env=environment()
+    )
+    answer: dict[str, str] = json.loads(said.stdout)
+    return answer
+
+
+def tested(python: str, suite: str) -> Result:
+    """Run the default tests of a suite; return their counts and the names of those that failed."""
+    words = [python, "-m", "pytest", "-q", "-n", "2", "-p", "no:cacheprovider", f"tests/{suite}"]
+    ended = subprocess.run(
+        words, capture_output=True, text=True, check=False, cwd=ROOT, env=environment()
+    )
+    return summary(ended.stdout)
+
+
+def summary(text: str) -> Result:
+    """Return what pytest's output says: counts, and the names of what failed."""
+    lines = [line for line in text.splitlines() if re.search(r"\d+ \w+.* in [\d.]+s", line)]
+    counts = {kind: int(number) for number, kind in _COUNT.findall(lines[-1])} if lines else {}
+    failures = sorted({*_FAILED.findall(text)})
+    return {"counts": counts, "failed": failures if lines else ["pytest gave no summary"]}
+
+
+def simulated(python: str) -> Result:
+    """Return for how many strategies no byte is off, and those of which one is."""
+    script = Path(__file__).with_name("_simulated.py")
+    ended = subprocess.run(
+        [python, script], capture_output=True, text=True, check=False, cwd=ROOT, env=environment()
+    )
+    if ended.returncode:
+        return {"counts": {}, "failed": [ended.stderr.strip().splitlines()[-1]]}
+    answers: dict[str, list[str] | str] = json.loads(ended.stdout)
+    refused = {name: text for name, text in answers.items() if isinstance(text, str)}
+    off = {name: rows for name, rows in answers.items() if isinstance(rows, list) and rows}
+    return {
+        "counts": {
+            "passed": len(answers) - len(refused) - len(off),
+            "failed": len(off),
+            "skipped": len(refused),
+        },
+        "failed": [f"{name}: {rows[0]}" for name, rows in off.items()],
+    }
+
+
+def measured(pythons: Sequence[str], suites: Sequence[str], kept: Path | None) -> list[Result]:
+    """Run every suite with every interpreter, in turn; what is kept of it is not run again."""
+    results: list[Result] = json.loads(kept.read_text()) if kept and kept.exists() else []
+    for python in pythons:
+        packages = versions(python)
+        for suite in suites:
+            if any((r["torch"], r["suite"]) == (packages["torch"], suite) for r in results):
+                continue
+            begun = time.monotonic()
+            outcome = simulated(python) if suite == SIMULATED else tested(python, suite)
+            results.append(
+                {
+                    **packages,
+                    "suite": suite,
+                    "commit": commit(),
+                    "seconds": round(time.monotonic() - begun),
+                    **outcome,
+                }
+            )
+            print(row(results[-1]), flush=True)
+            if kept:
+                kept.write_text(json.dumps(results, indent=1))
+    return results
+
+
+def row(result: Result) -> str:
+    """Return a result as a row of the page's table."""
+    counts = result["counts"]
+    failed = counts.get("failed", 0) + counts.get("error", 0)
+    cells = (
+        *(result["torch"], result["suite"], counts.get("passed", 0), failed),
+        *(counts.get("skipped", 0), result["seconds"], result["commit"]),
+    )
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def table(results: Sequence[Result]) -> Iterator[str]:
+    """Yield the page's tables: packages by version of torch, and counts by suite."""
+    yield "| torch | Python | numpy | transformers |"
+    yield "|---|---|---|---|"
+    packages = {(r["torch"], r["Python"], r["numpy"], r["transformers"]) for r in results}
+    yield from (f"| {' | '.join(of)} |" for of in sorted(packages))
+    yield ""
+    yield "| torch | suite | passed | failed | skipped | seconds | commit |"
+    yield "|---|---|---|---|---|---|---|"
+    yield from map(row, sorted(results, key=lambda r: (r["torch"], r["suite"])))
+    yield ""
+    yield (
+        "`simulate`: strategies whose last rank, simulated, holds, sends and computes what was "
+        "derived; skipped are those that are refused at this size."
+    )
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run all, print tables and verdict; return 1 where anything fails."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("pythons", nargs="+", metavar="PYTHON")
+    parser.add_argument("--suites", nargs="+", choices=(*SUITES, SIMULATED), default=None)
+    parser.add_argument("--kept", type=Path, help="a file of results, which is added to")
+    parser.add_argument("--save", action="store_true", help="write benchmarks/results/")
+    options = parser.parse_args(arguments)
+    head = header("torch_versions: the tests with several versions of torch", this_command())
+    suites = options.suites or (*SUITES, SIMULATED)
+    results = measured(options.pythons, suites, options.kept)
+    failed = [
+        f"torch {result['torch']}, {result['suite']}: {name}"
+        for result in results
+        for name in result["failed"]
+    ]
+    return conclude(
+        "torch_versions",
+        [head, *table(results)],
+        failed=failed,
+        not_covered="nightly tests, GPUs",
+        is_saved=options.save,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

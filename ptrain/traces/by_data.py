@@ -1,0 +1,90 @@
+"""What a model allocates where that depends on data: of one whose operators select by data the
+traces at both extents of what is selected; of one that reads values and then does something else,
+nothing is said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+
+from ptrain.facts.model import ModelFacts
+from ptrain.models.batch import SampleBatch, TokenPair, of_tokens
+from ptrain.models.boundary import CodeRaised
+from ptrain.models.selection import BOUNDS, Extent, Selected
+from ptrain.models.trace import Recording, to_timeline
+from ptrain.timeline import gradient_order
+
+
+class Traced(Protocol):
+    """Traces a micro-batch of these samples."""
+
+    def __call__(self, samples: SampleBatch, extent: Extent = Extent.GIVEN) -> Recording: ...
+
+
+def facts_by_data(
+    known: ModelFacts, recording: Recording, traced: Traced, samples: SampleBatch
+) -> ModelFacts:
+    """Return the facts of a whole model with what it allocates. `recording` is what it did with
+    these samples."""
+    selected = recording.selected
+    if selected.unbounded:
+        return _unknown(known, recording, f"{_who(selected)}, of which no bound is known")
+    if selected.operators:
+        facts, *others = (_with(known, traced(samples, extent)) for extent in BOUNDS)
+        unvisited = _unvisited(facts, _with(known, recording), traced, samples)
+        return replace(facts, by_data=_who(selected), others=tuple(others), unvisited=unvisited)
+    if selected.reads and _differs(known, recording, traced, samples):
+        return _unknown(known, recording, "its code reads values, and does another thing with each")
+    return _with(known, recording)
+
+
+def extents_of(facts: ModelFacts) -> Sequence[tuple[ModelFacts, Extent]]:
+    """Return the facts at each extent at which the model is to be traced."""
+    if not facts.others:
+        return [(facts, Extent.GIVEN)]
+    return list(zip((facts, *facts.others), BOUNDS, strict=True))
+
+
+def _with(known: ModelFacts, recording: Recording) -> ModelFacts:
+    timeline = to_timeline(recording)
+    return replace(known, timeline=timeline, gradient_order=gradient_order(timeline))
+
+
+def _unknown(known: ModelFacts, recording: Recording, why: str) -> ModelFacts:
+    return replace(_with(known, recording), timeline=None, untraced=why)
+
+
+def _unvisited(
+    facts: ModelFacts, given: ModelFacts, traced: Traced, samples: SampleBatch
+) -> tuple[str, ...]:
+    """Return the parameters that have a gradient in some traces and in others none: in that of
+    samples that are alike, or where nothing but each module's first selection has an element."""
+    seen = [set(given.gradient_order)]
+    with suppress(CodeRaised, RuntimeError):  # code that does not run on nothing never has to
+        seen.append(set(_with(facts, traced(samples, Extent.FIRST)).gradient_order))
+    return tuple(name for name in facts.gradient_order if not all(name in names for names in seen))
+
+
+def _differs(known: ModelFacts, recording: Recording, traced: Traced, samples: SampleBatch) -> bool:
+    """Whether other tokens have the model allocate something else. Those of the first trace are all
+    alike."""
+    if known.vocabulary is None or not isinstance(samples.data, TokenPair):
+        return False
+    rows, sequence = samples.inputs.shape
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.randint(known.vocabulary, (rows, sequence + 1), generator=generator)
+    return to_timeline(traced(of_tokens(drawn))) != to_timeline(recording)
+
+
+def _who(selected: Selected) -> str:
+    """Return `h.0.mlp and 3 modules more select by data (nonzero)`."""
+    first, *more = selected.modules
+    number = len(more)
+    others = f" and {number} module{'s' * (number > 1)} more" if more else ""
+    names = ", ".join(name.removeprefix("aten::") for name in selected.operators)
+    return f"{first or 'the model'}{others} select{'' if more else 's'} by data ({names})"

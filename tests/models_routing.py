@@ -1,0 +1,124 @@
+"""Models that select by data, as people write them, and some that only seem to. Legend of shape
+suffixes: B samples, T tokens, C hidden, N = B·T."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+VOCAB, HIDDEN, EXPERTS = 260, 16, 4
+
+
+class Moe(nn.Module):
+    """A router and experts, each a module of its own; every token goes to one of them."""
+
+    def __init__(self, by: str) -> None:
+        super().__init__()
+        self.by = by
+        self.router = nn.Linear(HIDDEN, EXPERTS)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(HIDDEN, 2 * HIDDEN), nn.GELU(), nn.Linear(2 * HIDDEN, HIDDEN))
+            for _ in range(EXPERTS)
+        )
+
+    def forward(self, x_BTC: Tensor) -> Tensor:
+        x_NC = x_BTC.reshape(-1, HIDDEN)
+        share_N, chosen_N = self.router(x_NC).softmax(-1).max(-1)
+        if self.by == "unique":
+            share_N = share_N + chosen_N.unique().numel()
+        y_NC = torch.zeros_like(x_NC)
+        for index, expert in enumerate(self.experts):
+            y_NC = y_NC + self._run(expert, x_NC, share_N, chosen_N == index)
+        return y_NC.view_as(x_BTC)
+
+    def _run(self, expert: nn.Module, x_NC: Tensor, share_N: Tensor, own_N: Tensor) -> Tensor:
+        y_NC = torch.zeros_like(x_NC)
+        if self.by == "mask":
+            y_NC[own_N] = share_N[own_N, None] * expert(x_NC[own_N])
+            return y_NC
+        (rows,) = torch.where(own_N)
+        if self.by == "skipping" and not len(rows):
+            return y_NC
+        if self.by == "masked_select":
+            share = share_N.masked_select(own_N)
+            rows = rows[: len(share)]
+        else:
+            share = share_N[rows]
+        return y_NC.index_add(0, rows, share[:, None] * expert(x_NC[rows]))
+
+
+class Block(nn.Module):
+    """Half a transformer's layer."""
+
+    def __init__(self, by: str) -> None:
+        super().__init__()
+        self.norm, self.moe = nn.LayerNorm(HIDDEN), Moe(by)
+
+    def forward(self, x_BTC: Tensor) -> Tensor:
+        y: Tensor = x_BTC + self.moe(self.norm(x_BTC))
+        return y
+
+
+class Routed(nn.Module):
+    """Embedding, blocks, head."""
+
+    def __init__(self, by: str) -> None:
+        super().__init__()
+        self.emb = nn.Embedding(VOCAB, HIDDEN)
+        self.h = nn.ModuleList(Block(by) for _ in range(2))
+        self.head = nn.Linear(HIDDEN, VOCAB)
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        x_BTC = self.emb(tokens_BT)
+        for block in self.h:
+            x_BTC = block(x_BTC)
+        logits: Tensor = self.head(x_BTC)
+        return logits
+
+
+class Padded(nn.Module):
+    """Nothing in it has a size that depends on data."""
+
+    def __init__(self, masks: bool, positions: bool) -> None:
+        super().__init__()
+        self.masks, self.positions = masks, positions
+        self.emb = nn.Embedding(VOCAB, HIDDEN, padding_idx=3)
+        self.h = nn.ModuleList(nn.Linear(HIDDEN, HIDDEN) for _ in range(2))
+        self.head = nn.Linear(HIDDEN, VOCAB)
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        x_BTC = self.emb(tokens_BT)
+        if self.masks:
+            x_BTC = x_BTC * (tokens_BT != 3)[..., None]
+            x_BTC = torch.where((tokens_BT > 5)[..., None], x_BTC, 0.0)
+            x_BTC = x_BTC.masked_fill((tokens_BT == 7)[..., None], 0.0)
+        if self.positions:
+            even_T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device) % 2 == 0
+            x_BTC = x_BTC + x_BTC[:, even_T].sum(1, keepdim=True)
+        for layer in self.h:
+            x_BTC = F.gelu(layer(x_BTC))
+        logits: Tensor = self.head(x_BTC)
+        return logits
+
+
+class Reading(Padded):
+    """A second pass where the tokens are not all alike."""
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        logits = super().forward(tokens_BT)
+        if bool((tokens_BT != tokens_BT[0, 0]).any()):
+            logits = logits + super().forward(tokens_BT)
+        return logits
+
+
+def moe(*, by: str = "where") -> nn.Module:
+    return Routed(by)
+
+
+def padded(*, masks: bool = False, positions: bool = False) -> nn.Module:
+    return Padded(masks, positions)
+
+
+def reading() -> nn.Module:
+    return Reading(masks=False, positions=False)

@@ -1,0 +1,161 @@
+"""A model that selects by data is recognised, and what it allocates lies within the bounds that its
+facts give, whatever it reads; a model whose sizes depend on no data is not marked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ptrain.algebra.legality import require
+from ptrain.derivation.estimate import derive
+from ptrain.errors import SpecError
+from ptrain.facts.model import ModelFacts
+from ptrain.facts.plain import from_plain, to_plain
+from ptrain.models.build import build
+from ptrain.models.loss import token_loss_sum
+from ptrain.models.trace import to_timeline
+from ptrain.models.units import unit_modules
+from ptrain.spec.load import load
+from ptrain.spec.spec import Spec
+from ptrain.timeline import Run, Timeline
+from ptrain.traces.facts import facts_of
+from ptrain.traces.record import record
+
+VOCAB = 260
+
+
+def spec_of(model: dict[str, Any], **sections: Any) -> Spec:
+    written = {
+        "name": "by-data",
+        "model": model,
+        "mesh": {"dp_shard": 2},
+        "placement": "zero3",
+        "batch": {"global": 4, "micro": 2, "sequence": 8},
+        "precision": {"layout": "fp32"},
+        **sections,
+    }
+    return require(load(written))
+
+
+def own(function: str, **arguments: Any) -> dict[str, Any]:
+    return {"target": f"tests.models_routing:{function}", "arguments": arguments}
+
+
+def mixtral(**config: Any) -> dict[str, Any]:
+    sizes = {
+        "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": VOCAB,
+        "max_position_embeddings": 16, "num_local_experts": 4, "num_experts_per_tok": 2,
+    }  # fmt: skip
+    return {"hf": "mixtral", "config": sizes | config}
+
+
+def rise(timeline: Timeline) -> int:
+    """The most that is alive above what was before, gradients apart."""
+    level = most = 0
+    for item in (*timeline.forward, *timeline.backward):
+        if isinstance(item, Run):
+            most = max(most, level + item.rise)
+            level += item.net
+    return most
+
+
+def measured(spec: Spec, seed: int) -> Timeline:
+    """A micro-batch of drawn tokens, by weights of another seed."""
+    model = build(spec.model, sequence=8, allow_import=True, seed=seed)
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(VOCAB, (2, 9), generator=generator)
+    units = unit_modules(model, spec.unit)
+
+    def forward() -> Tensor:
+        return token_loss_sum(model(tokens[:, :-1]), tokens[:, 1:])
+
+    return to_timeline(record(model, units, forward, tokens))
+
+
+MODELS = {
+    "experts in a list": own("moe"),
+    "a mask that indexes": own("moe", by="mask"),
+    "masked_select": own("moe", by="masked_select"),
+    "mixtral": mixtral(experts_implementation="eager"),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_a_router_selects_lies_within_the_bounds(name):
+    if "hf" in MODELS[name]:
+        pytest.importorskip("transformers")
+    spec = spec_of(MODELS[name])
+    facts = facts_of(spec)
+    assert "by data" in facts.by_data and len(facts.others) == 1
+    (least,), most = facts.others, facts
+    for seed in range(4):
+        seen = measured(spec, seed)
+        assert least.timeline.saved_bytes <= seen.saved_bytes <= most.timeline.saved_bytes
+        assert rise(least.timeline) <= rise(seen) <= rise(most.timeline)
+
+
+def test_bounds_differ_where_sizes_depend_on_data_alone():
+    exact = derive(spec := spec_of(MODELS["experts in a list"]), facts_of(spec)).exact
+    assert set(exact.by_data) == {"activations", "peak"}
+    bounded = {row.state for row in exact.memory if row.lower_bytes is not None}
+    assert bounded == {"activations"}
+    assert any(row.lower_bytes is not None for row in exact.peak)
+    assert all(row.lower_bytes is None for row in exact.peak if row.phase == "update")
+
+
+STILL = {
+    "a padded embedding": own("padded"),
+    "a mask by comparison": own("padded", masks=True),
+    "a mask of positions": own("padded", positions=True),
+    "a grouped product": mixtral(),
+    "a batched product": mixtral(experts_implementation="batched_mm"),
+}
+
+
+@pytest.mark.parametrize("name", STILL)
+def test_a_model_whose_sizes_depend_on_no_data_is_not_marked(name):
+    if "hf" in STILL[name]:
+        pytest.importorskip("transformers")
+    facts = facts_of(spec_of(STILL[name]))
+    assert not facts.by_data and not facts.others and not facts.untraced
+
+
+def test_what_cannot_be_bounded_is_unknown_with_its_reason():
+    spec = spec_of(own("moe", by="unique"))
+    exact = derive(spec, facts_of(spec)).exact
+    assert not exact.peak
+    assert "unique" in exact.undefined["peak"] and "no bound is known" in exact.undefined["peak"]
+
+
+def test_code_that_reads_values_and_then_does_something_else_is_unknown():
+    spec = spec_of(own("reading"))
+    facts = facts_of(spec)
+    assert facts.timeline is None and "reads values" in facts.untraced
+    assert facts.gradient_order, "which buckets DDP makes is known"
+
+
+def test_experts_without_a_gradient_are_refused_where_data_ranks_sum_gradients():
+    model = own("moe", by="skipping")
+    spec = spec_of(model)
+    facts = facts_of(spec)
+    assert {name.split(".")[3] for name in facts.unvisited} == {"experts"}
+    with pytest.raises(SpecError, match="no gradient on a rank none of whose tokens"):
+        derive(spec, facts)
+    alone = spec_of(model, mesh={"dp_shard": 1})
+    assert derive(alone, facts_of(alone)).exact.peak
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_experts_that_run_on_no_rows_have_gradients(name):
+    if "hf" in MODELS[name]:
+        pytest.importorskip("transformers")
+    assert not facts_of(spec_of(MODELS[name])).unvisited
+
+
+def test_facts_with_bounds_are_kept_as_plain_data():
+    facts = facts_of(spec_of(MODELS["experts in a list"]))
+    assert from_plain(to_plain(facts, ModelFacts), ModelFacts) == facts
