@@ -246,14 +246,6 @@ ALONG = {
     "remembers": "more than hidden states goes from layer to layer (numbers without a gradient)",
     "averages": "the forward pass writes into mean, and on stage 1 other numbers",
     "functional": "wte.weight is used in front of the layers, and behind them beside",
-    "trainsalong": "more than hidden states goes from layer to layer (numbers without a gradient)",
-    "trainsalongdropping": "more than hidden states goes from layer to layer (numbers without",
-    "masked": "what h.0 is given depends on what was drawn before",
-    "locked": "is given depends on what was drawn before, and random numbers are drawn outside",
-    "lockedbymodule": "the model's output depends on what it drew before",
-    "maskedbetween": "is given depends on what was drawn before, and random numbers are drawn",
-    "dropsbetween": "the forward pass draws random numbers of its own between its layers",
-    "dropslayers": "the forward pass draws random numbers of its own between its layers",
     "headfirst": "head.weight is the tensor of wte.weight, and comes before it in the model",
 }
 
@@ -261,23 +253,6 @@ ALONG = {
 @pytest.mark.parametrize("kind", ALONG)
 def test_what_goes_past_the_layers_is_refused_by_name(kind):
     assert ALONG[kind] in refused(staged(kind))[1]
-
-
-def test_layers_that_are_skipped_at_random_are_refused_whatever_the_seed():
-    spec, findings = staged("dropslayersatonce"), []
-    for seed in range(5):
-        torch.manual_seed(seed)
-        findings.append(refused(spec)[1])
-    known = "does not go through the layers", "skips some at random"
-    assert all(any(words in finding for words in known) for finding in findings)
-
-
-def test_a_step_that_draws_in_front_and_behind_is_refused():
-    step = {"target": "tests.models_staged:noisy"}
-    spec = spec_of(
-        {"target": "tests.models_staged:staged", "arguments": {"kind": "plain"}}, step=step
-    )
-    assert "the model's output depends on what it drew before" in refused(spec, made(spec))[1]
 
 
 def test_a_step_that_calls_the_model_twice_is_refused():
