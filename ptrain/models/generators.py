@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch._guards import detect_fake_mode
+
+from ptrain.internals.fakes import detect_fake_mode
 
 
 def drawn_state() -> Any:
