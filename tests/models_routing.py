@@ -3,6 +3,7 @@ suffixes: B samples, T tokens, C hidden, N = B·T."""
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -120,7 +121,15 @@ class Reading(Padded):
     def _is_mixed(self, tokens_BT: Tensor) -> bool:
         if self.by == "equal":
             return not torch.equal(tokens_BT, tokens_BT[:1, :1].expand_as(tokens_BT))
-        return bool((tokens_BT != tokens_BT[0, 0]).any())
+        is_other_BT = tokens_BT != tokens_BT[0, 0]
+        match self.by:
+            case "tolist":
+                return any(map(any, is_other_BT.tolist()))
+            case "numpy":
+                return bool(is_other_BT.numpy().any())
+            case "asarray":
+                return bool(np.asarray(is_other_BT).any())
+        return bool(is_other_BT.any())
 
 
 class OneHot(nn.Module):

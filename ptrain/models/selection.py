@@ -81,11 +81,15 @@ class Selection:
         self._given.discard(key)
         self._dependent.discard(key)
 
+    def read(self, tree: object) -> None:
+        """Declare tensors whose values Python is given."""
+        self._reads |= self._is_dependent(tree)
+
     def before(self, function: Any, arguments: tuple[Any, ...], module: str) -> None:
         """An operator is about to run within a module."""
         name = function._schema.name
         if name in _VALUES:
-            self._reads |= self._is_dependent(arguments)
+            self.read(arguments)
         if torch.Tag.dynamic_output_shape not in function.tags:
             return
         masks = list(_masks(name, arguments))

@@ -143,6 +143,9 @@ def trimming(*, alike: bool = False, **arguments: Any) -> dict[str, Any]:
 READING: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "tokens": (own("reading"), {}, "another thing with each"),
     "tokens that are compared": (own("reading", by="equal"), {}, "another thing with each"),
+    "tokens in a list": (own("reading", by="tolist"), {}, "another thing with each"),
+    "tokens in numpy": (own("reading", by="numpy"), {}, "another thing with each"),
+    "tokens as an array": (own("reading", by="asarray"), {}, "another thing with each"),
     "tokens, with a loss of one's own": (own("reading"), LOSS, "another thing with each"),
     "tokens that nobody knows": (own("one_hot"), LOSS, "no nn.Embedding"),
     "lengths in data of one's own": (own("padded"), trimming(), "another thing with each"),
