@@ -56,8 +56,8 @@ def _trained(model: str, strategy: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("model", "strategy"),
     [
-        ("transformers", "zero3"),
         ("own", "pp-1f1b"),
+        pytest.param("transformers", "zero3", marks=nightly),
         pytest.param("own", "tp", marks=nightly),
         pytest.param("own", "ddp", marks=nightly),
         pytest.param("transformers", "tp", marks=nightly),

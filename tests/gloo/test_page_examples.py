@@ -15,8 +15,8 @@ ROOT = Path(__file__).parents[2]
 LOOPS = "launch/loops.md"
 ROUNDING = re.compile(r"\d\.\d+e-\d\d")  # a processor's own
 EXAMPLES = [
-    ("README.md", "loop.py"),
     (LOOPS, "measured.py"),
+    pytest.param("README.md", "loop.py", marks=pytest.mark.nightly),
     pytest.param(LOOPS, "loop.py", marks=pytest.mark.nightly),
     pytest.param(LOOPS, "check.py", marks=pytest.mark.nightly),
 ]
