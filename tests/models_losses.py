@@ -45,6 +45,24 @@ def wrong_step(model: nn.Module, batch: tuple[Tensor, Tensor], how: str) -> Any:
     return WRONG[how](model(batch[0]))
 
 
+def parts_step(model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """It runs the model's modules and never the model."""
+    return plain(model.head(model.embed(batch[0])), batch)
+
+
+def regularised_step(model: Any, batch: tuple[Tensor, Tensor], every: bool = False) -> Tensor:
+    """It is of weights too, in part or all of them."""
+    weights = model.parameters() if every else [model.head.weight]
+    return plain(model(batch[0]), batch) + sum(weight.square().sum() for weight in weights)
+
+
+def twice_step(model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """It writes into what one of two calls returned, and needs nothing else of the model."""
+    logits = model(batch[0])
+    logits[:, 0] += 1
+    return plain(logits + model(batch[1]).flip(0), batch)
+
+
 def step_that_raises(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     logits: Tensor = model(batch[0], batch[1])
     return logits

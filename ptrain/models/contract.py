@@ -14,6 +14,7 @@ from ptrain.errors import Fault, SpecError, refused
 from ptrain.models.batch import SampleBatch, sample_batch
 from ptrain.models.boundary import boundary, said
 from ptrain.models.external import raised
+from ptrain.models.graph import ModelCalls
 from ptrain.models.objective import Objective, objective_of
 from ptrain.models.roles import named_in_spec
 from ptrain.spec.function import UserFunction
@@ -26,6 +27,13 @@ NEEDED = (
 _OTHERWISE = "; for another output write loss: {target: package.module:function}, which is given it"
 _OTHER_INPUTS = "let it take what the data give, or write step: {target: …}, which calls it"
 _LOSS = "let it return the mean loss of the micro-batch's samples: one real number, 0-d, a Tensor"
+_AROUND_CALLS = (
+    "parameters are gathered, and their gradients reduced, around calls of the whole model"
+)
+_WITHIN = (
+    "compute it within the model's forward, which may return it too (or, where it is to keep "
+    "weights small, write optimizer.weight_decay)"
+)
 
 
 def logits_of(model: nn.Module, tokens_BT: Tensor, spec: Spec) -> Tensor:
@@ -107,13 +115,32 @@ def loss_of(model: nn.Module, samples: SampleBatch, objective: Objective, spec: 
     function = spec.loss.user_function
     assert function is not None, "other losses are of logits"
     if spec.loss.step is not None:
-        with boundary(lambda error: raised(function, error, f", given {_like(samples.data)},")):
-            return _require_loss(objective.run(model, samples), function)
+        return _loss_of_step(model, samples, objective, function)
     inputs = samples.inputs  # which the data may not say
     with forward_of(model, inputs, spec):
         output = model(inputs)
     with boundary(lambda error: raised(function, error, f", given {_like(output)},")):
         return _require_loss(objective.of(output, samples), function)
+
+
+def _loss_of_step(
+    model: nn.Module, samples: SampleBatch, objective: Objective, function: UserFunction
+) -> Tensor:
+    calls = ModelCalls(model)
+    with (
+        boundary(lambda error: raised(function, error, f", given {_like(samples.data)},")),
+        calls.watching(),
+    ):
+        loss = objective.run(model, samples)
+    if not calls.count:
+        finding = f"{function.target} does not call the model"
+        raise refused(function.place, finding, f"write model(…) in it: {_AROUND_CALLS}")
+    loss = _require_loss(loss, function)
+    if names := calls.used_beside(loss):
+        more = f" and {len(names) - 1} more" if names[1:] else ""
+        finding = f"{function.target} uses {names[0]}{more} beside the model's call"
+        raise refused(function.place, finding, f"{_WITHIN}: {_AROUND_CALLS}")
+    return loss
 
 
 def _require_loss(loss: Any, function: UserFunction) -> Tensor:

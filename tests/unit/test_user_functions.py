@@ -75,6 +75,25 @@ def test_a_loss_that_raises_is_named_with_its_line():
     assert fault.place == "step.target" and "raised TypeError" in fault.finding
 
 
+@pytest.mark.parametrize(
+    ("name", "arguments", "finding"),
+    [
+        ("parts_step", {}, "does not call the model"),
+        ("regularised_step", {}, "uses head.weight beside the model's call"),
+        ("regularised_step", {"every": True}, "uses embed.weight and "),
+    ],
+)
+@pytest.mark.parametrize("placed", [{}, {"mesh": {"dp_shard": 1}}], ids=["zero2", "one device"])
+def test_a_step_uses_parameters_within_calls_of_the_model_alone(name, arguments, finding, placed):
+    fault = fault_of(spec_of(step=function(name, **arguments), **placed))
+    assert fault.place == "step.target" and f"{OWN}:{name} {finding}" in fault.finding
+    assert "around calls of the whole model" in fault.remedy
+
+
+def test_a_step_may_call_the_model_twice_and_write_into_what_it_gave():
+    assert facts_of(spec_of(step=function("twice_step")), allow_import=True).numel > 0
+
+
 def test_a_function_with_other_arguments_is_refused_by_their_names():
     fault = fault_of(spec_of(loss=function("z_loss", wait=2)))
     assert fault.place == "loss.arguments"
